@@ -1,0 +1,67 @@
+# make test    every check: ruff, mypy, pyright, pytest
+# make demo    the small planner, built and run
+# make PYTHON=python3.12 test    with another interpreter (3.11 or later)
+#
+# Both set themselves up once (.venv, pinned packages) and need no network after that.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+VENV := .venv
+BIN := $(VENV)/bin
+
+# The first of these that runs and is new enough; PYTHON=... overrides it.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+
+# What is installed is named after what was asked for, so any change of it installs again, and
+# nothing else does (a checkout touches files without changing them).
+HASH := $(shell cat pyproject.toml constraints.txt | sha256sum | cut -c 1-16)
+RUN_READY := $(VENV)/run-$(HASH)
+DEV_READY := $(VENV)/dev-$(HASH)
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
+# pyright would ask the network whether there is a newer pyright.
+PYRIGHT := PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+test: $(DEV_READY)
+	@echo "== ruff" && $(BIN)/ruff check . && $(BIN)/ruff format --check .
+	@echo "== mypy" && $(BIN)/mypy
+	@echo "== pyright" && $(PYRIGHT)
+	@echo "== pytest" && $(BIN)/python -m pytest -q -n 2
+
+demo: $(RUN_READY)
+	@$(BIN)/thor-dflash demo
+
+format: $(DEV_READY)
+	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+$(RUN_READY): | $(BIN)/python
+	@echo "== installing into $(VENV) (once)"
+	@$(PIP) -q 'setuptools>=77'
+	@$(PIP) --no-build-isolation -e '.[build,ort]'
+	@rm -f $(VENV)/run-* && touch $@
+
+$(DEV_READY): | $(BIN)/python
+	@echo "== installing into $(VENV), with the tools of make test (once)"
+	@$(PIP) -q 'setuptools>=77'
+	@$(PIP) --no-build-isolation -e '.[build,ort,dev]'
+	@rm -f $(VENV)/run-* $(VENV)/dev-* && touch $(RUN_READY) $@
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "thor-dflash needs Python >= 3.11: install it and say" \
+		"make PYTHON=python3.12 (got $$(python3 --version 2>&1))" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "PYTHON must be >= 3.11 (got $(PYTHON))" >&2; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "thor-dflash needs venv: sudo apt install python3-venv" \
+		"(or python3.X-venv for PYTHON=python3.X)" >&2; exit 2; }
+	@echo "== creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv --clear $(VENV) || { rm -rf $(VENV); exit 2; }
+
+clean:
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache *.egg-info
+
+.PHONY: help test demo format clean

@@ -1,0 +1,1 @@
+"""Checkpoints to a package on disk. Never opens a session."""

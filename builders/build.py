@@ -1,0 +1,187 @@
+"""The `build` verb: two checkpoints in, one package out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from shutil import copyfile
+
+from thor_dflash import __version__, manifest
+from thor_dflash.builders.checkpoint.drafter import DrafterCheckpoint, check_pair, read_drafter
+from thor_dflash.builders.checkpoint.target import TargetCheckpoint, read_target
+from thor_dflash.builders.graphs.drafter import Drafter
+from thor_dflash.builders.graphs.graph import Graph
+from thor_dflash.builders.graphs.source import Source
+from thor_dflash.builders.graphs.target import Shape, Target
+from thor_dflash.builders.staging import Staging
+from thor_dflash.builders.weights import WeightFiles
+from thor_dflash.config import BLOCK, CAPACITY, BuildConfig
+from thor_dflash.errors import CheckpointError, ConfigError
+from thor_dflash.manifest import KvScales, Manifest, Share
+from thor_dflash.progress import Progress
+from thor_dflash.tensors import DType
+from thor_dflash.tokenizer import addressed_ids, stop_tokens, tokenizer_files
+
+_DTYPE = {"f32": DType.F32, "bf16": DType.BF16, "fp8": DType.FP8}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything a package will hold, before a byte of it is written."""
+
+    target: TargetCheckpoint
+    drafter: DrafterCheckpoint | None
+    config: BuildConfig
+    shape: Shape
+    capacity: int
+    graphs: tuple[Graph, ...]
+    weights: WeightFiles
+    sources: tuple[Source, ...]
+
+
+def build(target: Path, drafter: Path | None, out: Path, config: BuildConfig,
+          progress: Progress) -> Manifest:
+    """Write the package `out` from checkpoint directories.
+
+    Raises:
+        CheckpointError: a directory is not a checkpoint that is understood, or they do not fit.
+        ConfigError: an option does not fit the checkpoints.
+        PackageError: `out` cannot be written.
+    """
+    with progress.task("reading checkpoints"):
+        plan = make_plan(read_target(target), read_drafter(drafter) if drafter else None, config)
+    with Staging(out, _key(plan)) as stage:
+        total = sum(plan.weights.nbytes(file) for file in plan.weights.files)
+        with progress.task("writing weights", total, "bytes") as task:
+            for file in plan.weights.files:
+                done = [0]
+                stage.write(file, _weight_writer(plan.weights, file, task.advance, done))
+                task.advance(plan.weights.nbytes(file) - done[0])
+        for graph in plan.graphs:
+            stage.write(f"{graph.name}.onnx", _graph_writer(graph))
+        for name in tokenizer_files(target):
+            stage.write(name, _copier(target / name))
+        made = _manifest(plan, stage)
+        stage.finish(manifest.render(made))
+    return made
+
+
+def make_plan(target: TargetCheckpoint, drafter: DrafterCheckpoint | None, config: BuildConfig
+              ) -> Plan:
+    """Decide shapes, make the graphs, place the weights. Reads no weight's values."""
+    if drafter is not None:
+        check_pair(target.dims, drafter.dims)
+    shape = _shape(target, drafter, config)
+    weights = WeightFiles()
+    source = Source(target, weights)
+    scales = {i: pair for i in range(len(target.dims.layers))
+              if (pair := target.kv_scales(i)) is not None and shape.kv is DType.FP8}
+    layers = Target(target.dims, source, shape, scales)
+    graphs = [layers.prefill(), layers.verify(), layers.accept(False), layers.accept(True)]
+    sources = [source]
+    if drafter is not None:
+        own = Source(drafter, weights, "drafter.")
+        sources.append(own)
+        maker = Drafter(drafter.dims, own, source, target.dims.tied, shape)
+        graphs += [maker.propose(), maker.observe("observe", shape.block),
+                   maker.observe("observe_chunk", shape.chunk)]
+    return Plan(target, drafter, config, shape, _capacity(target, config, shape.block),
+                tuple(graphs), weights, tuple(sources))
+
+
+def _shape(target: TargetCheckpoint, drafter: DrafterCheckpoint | None, config: BuildConfig
+           ) -> Shape:
+    block = config.block or (drafter.dims.block if drafter else BLOCK)
+    if drafter is not None and block > drafter.dims.block:
+        raise ConfigError(f"build.block must be <= {drafter.dims.block}, the drafter's "
+                          f"(got {block})")
+    ids = addressed_ids(target.directory) if tokenizer_files(target.directory) else 0
+    if ids > target.dims.vocab:
+        raise CheckpointError(
+            f"{target.directory}: the tokenizer must address ids below vocab_size "
+            f"{target.dims.vocab} (got {ids - 1})")
+    return Shape(
+        block=block, chunk=config.chunk, activations=_DTYPE[config.activations],
+        kv=_DTYPE[config.kv], saves=config.saves, vocab=ids or target.dims.vocab,
+        taps=drafter.dims.taps if drafter else ())
+
+
+def _capacity(target: TargetCheckpoint, config: BuildConfig, block: int) -> int:
+    longest = target.dims.max_position
+    capacity = config.capacity or min(CAPACITY, longest)
+    # One block is kept free at the end of the cache, so anything less has room for no prompt.
+    if not block < capacity <= longest:
+        raise ConfigError(f"build.capacity must be {block + 1} to {longest}, "
+                          f"max_position_embeddings (got {capacity})")
+    return capacity
+
+
+def _weight_writer(weights: WeightFiles, file: str, advance: Callable[[int], None],
+                   done: list[int]) -> Callable[[Path], None]:
+    def tell(count: int) -> None:
+        done[0] += count
+        advance(count)
+
+    return lambda path: weights.write(file, path, tell)
+
+
+def _graph_writer(graph: Graph) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        path.write_bytes(graph.proto().SerializeToString(deterministic=True))
+
+    return write
+
+
+def _copier(source: Path) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        copyfile(source, path)
+
+    return write
+
+
+def _manifest(plan: Plan, stage: Staging) -> Manifest:
+    config, drafter = plan.config, plan.drafter
+    found = [p for i in range(len(plan.target.dims.layers)) if (p := plan.target.kv_scales(i))]
+    flat = [scale for pair in found for scale in pair] or [1.0]
+    checkpoints = {"target": plan.target.directory}
+    if drafter is not None:
+        checkpoints["drafter"] = drafter.directory
+    stop = stop_tokens(plan.target.directory)
+    if wrong := [token for token in stop if token >= plan.shape.vocab]:
+        raise CheckpointError(f"{plan.target.directory}: eos_token_id must be below "
+                              f"{plan.shape.vocab} (got {wrong[0]})")
+    return Manifest(
+        tool=__version__, created=datetime.now(UTC).isoformat(timespec="seconds"),
+        engine=config.engine, block=plan.shape.block, chunk=config.chunk,
+        capacity=plan.capacity, kv=config.kv, activations=config.activations,
+        saves=config.saves, vocab_limit=plan.shape.vocab, stop_tokens=stop,
+        tokenizer=bool(tokenizer_files(plan.target.directory)), skipped=plan.target.skipped,
+        target=plan.target.dims, drafter=drafter.dims if drafter else None,
+        kv_scales=KvScales(layers=len(found), low=min(flat), high=max(flat)),
+        quantisation={name: {kind: Share(count=count, bytes=size)
+                             for kind, (count, size) in kinds.items()}
+                      for source in plan.sources for name, kinds in source.census().items()},
+        sources={name: manifest.Source(directory=path.resolve().name, config_sha256=hashlib.sha256(
+            (path / "config.json").read_bytes()).hexdigest())
+            for name, path in checkpoints.items()},
+        files=stage.files)
+
+
+def _key(plan: Plan) -> str:
+    """What a build is made of. Two builds with one key write the same bytes."""
+    digest = hashlib.sha256(repr((__version__, plan.config)).encode())
+    for line in _inventory(plan):
+        digest.update(line.encode())
+    return digest.hexdigest()
+
+
+def _inventory(plan: Plan) -> Iterator[str]:
+    for checkpoint in (plan.target, plan.drafter):
+        if checkpoint is None:
+            continue
+        for path in sorted(checkpoint.directory.iterdir()):
+            stat = path.stat()
+            yield f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}\n"

@@ -1,0 +1,1 @@
+"""Checkpoint directories as published, read by what their config and tensors say."""

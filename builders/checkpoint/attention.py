@@ -1,0 +1,67 @@
+"""Heads and their rotary positions, in the nested or the older flat spelling."""
+
+from __future__ import annotations
+
+from thor_dflash.builders.checkpoint.fields import Fields
+from thor_dflash.dims import AttentionDims
+
+
+def attention_dims(config: Fields, head_dim: int, *, share: float | None) -> AttentionDims:
+    """Heads and rope.
+
+    `share` is the part of a head that is rotated where the config does not say; None asks it to.
+    """
+    heads = config.integer("num_attention_heads")
+    kv_heads = config.integer("num_key_value_heads")
+    if heads % kv_heads:
+        raise config.wrong("num_attention_heads", f"a multiple of {kv_heads} key/value heads")
+    theta, part = _rope(config, share)
+    return AttentionDims(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        rotary_dim=_rotary_dim(config, head_dim, part),
+        rope_theta=theta,
+    )
+
+
+def _rope(config: Fields, absent_share: float | None) -> tuple[float, float]:
+    """Theta, and the share of each head that is rotated.
+
+    Sections of multimodal rope (`mrope_*`) are passed over: for text their three positions are
+    equal, and equal positions make it the ordinary one.
+    Raises: CheckpointError for any rope that scales positions.
+    """
+    places = [config]
+    for key in ("rope_parameters", "rope_scaling"):
+        if config.given(key):
+            places.append(config.section(key))
+            places[-1].expect("rope_type", "default")
+            places[-1].expect("type", "default")
+    theta = _agreed(places, "rope_theta")
+    share = _agreed(places, "partial_rotary_factor", absent_share)
+    return theta, share
+
+
+def _rotary_dim(config: Fields, head_dim: int, share: float) -> int:
+    """Rotated dimensions of a head, an even number."""
+    rotary = head_dim * share
+    if not (rotary.is_integer() and 0 < rotary <= head_dim and rotary % 2 == 0):
+        raise config.wrong(
+            "partial_rotary_factor", f"a share that rotates an even part of {head_dim} dimensions"
+        )
+    return int(rotary)
+
+
+def _agreed(places: list[Fields], key: str, absent: float | None = None) -> float:
+    """The number under `key`, the same in every place that has it."""
+    given = [place for place in places if place.given(key)]
+    if not given:
+        if absent is None:
+            raise places[-1].wrong(key, "a number")
+        return absent
+    value = given[0].number(key)
+    for place in given[1:]:
+        if place.number(key) != value:
+            raise place.wrong(key, f"{value} as in {given[0].where}{key}")
+    return value

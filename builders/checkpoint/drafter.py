@@ -1,0 +1,125 @@
+"""A DFlash drafter's checkpoint, and whether it belongs to a target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from thor_dflash.builders.checkpoint.drafter_config import drafter_dims
+from thor_dflash.builders.checkpoint.fields import Fields, check_directory
+from thor_dflash.builders.checkpoint.layout import Layout, check, gated_mlp
+from thor_dflash.builders.checkpoint.linear import Linear, load
+from thor_dflash.builders.checkpoint.matrix import Matrix
+from thor_dflash.builders.checkpoint.shards import Shards
+from thor_dflash.dims import DrafterDims, TargetDims
+from thor_dflash.errors import CheckpointError
+from thor_dflash.tensors import Array
+
+MASK_FILE = "mask_embedding.pt"
+
+FOREIGN = {
+    "mask_embedding": "a mask embedding of its own",
+    "lm_head.": "a head of its own",
+    "embed_tokens.": "an embedding of its own",
+    "d2t": "a reduced draft vocabulary",
+    "t2d": "a reduced draft vocabulary",
+    "markov": "the Markov head of DSpark",
+    "confidence_head": "the confidence head of DSpark",
+    "candidate_selector": "the candidate selector of DFlash2",
+    "conv": "the convolutions of DFlash2",
+    "gru": "the GRU of Domino",
+    "lilicorr": "LiLiCorr",
+    "xpress": "XPress",
+    "sink": "attention sinks",
+    "gate.": "a gated projection",
+    "fc_norm": "norms per tap",
+    "tap_norm": "norms per tap",
+}
+"""Part of a tensor's name -> what it belongs to."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterCheckpoint:
+    """A DFlash drafter. It has no embedding and no head: it uses the target's."""
+
+    directory: Path
+    dims: DrafterDims
+    shards: Shards
+    linears: Mapping[str, Linear]
+
+    def matrix(self, name: str) -> Matrix:
+        """A linear: "fc", "layers.0.self_attn.q_proj"."""
+        if name not in self.linears:
+            raise CheckpointError(f"{self.directory}: {name} must be a linear of it (got no such)")
+        return load(self.shards, self.linears[name])
+
+    def tensor(self, name: str) -> Array:
+        """A tensor as stored, read-only: "hidden_norm.weight"."""
+        return self.shards.array(name)
+
+
+def read_drafter(directory: Path) -> DrafterCheckpoint:
+    """Reads the config and every header, and checks that they describe the same model.
+
+    No weight is read; the scales of a matrix are checked when the matrix is asked for.
+    Raises: CheckpointError.
+    """
+    check_directory(directory)
+    dims = drafter_dims(Fields.read(directory / "config.json"))
+    if (directory / MASK_FILE).exists():
+        raise CheckpointError(
+            f"{directory / MASK_FILE} must be absent, a mask embedding of its own is not supported"
+            " (got it)"
+        )
+    shards = Shards.open(directory)
+    linears = check(shards, drafter_layout(dims), str, known=FOREIGN)
+    return DrafterCheckpoint(directory, dims, shards, linears)
+
+
+def drafter_layout(dims: DrafterDims) -> Layout:
+    """The tensors of a drafter: 58 for the 27B's."""
+    a, hidden = dims.attention, dims.hidden
+    query, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    matrices = {"fc": (hidden, len(dims.taps) * hidden)}
+    tensors: dict[str, tuple[int, ...]] = {
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    for i in range(len(dims.layers)):
+        layer = f"layers.{i}"
+        matrices |= gated_mlp(f"{layer}.mlp", hidden, dims.intermediate)
+        matrices |= {
+            f"{layer}.self_attn.q_proj": (query, hidden),
+            f"{layer}.self_attn.k_proj": (kv, hidden),
+            f"{layer}.self_attn.v_proj": (kv, hidden),
+            f"{layer}.self_attn.o_proj": (hidden, query),
+        }
+        tensors |= {
+            f"{layer}.self_attn.q_norm.weight": (a.head_dim,),
+            f"{layer}.self_attn.k_norm.weight": (a.head_dim,),
+            f"{layer}.input_layernorm.weight": (hidden,),
+            f"{layer}.post_attention_layernorm.weight": (hidden,),
+        }
+    return Layout(matrices, tensors)
+
+
+def check_pair(target: TargetDims, drafter: DrafterDims) -> None:
+    """Raises CheckpointError unless the drafter was made for a target of these sizes."""
+    depth = len(target.layers)
+    if drafter.hidden != target.hidden:
+        raise _unfit("hidden_size", f"{target.hidden}, the target's", drafter.hidden)
+    if drafter.vocab != target.vocab:
+        raise _unfit("vocab_size", f"{target.vocab}, the target's", drafter.vocab)
+    if drafter.target_layers not in (0, depth):
+        raise _unfit("num_target_layers", f"{depth}, the target's depth", drafter.target_layers)
+    if max(drafter.taps) >= depth:
+        rule = f"layers of the target, 0 to {depth - 1}"
+        raise _unfit("target_layer_ids", rule, list(drafter.taps))
+    if drafter.mask_token >= target.vocab:
+        rule = f"a row of the target's embedding, 0 to {target.vocab - 1}"
+        raise _unfit("mask_token_id", rule, drafter.mask_token)
+
+
+def _unfit(what: str, rule: str, value: object) -> CheckpointError:
+    return CheckpointError(f"the drafter's {what} must be {rule} (got {value})")

@@ -1,0 +1,233 @@
+"""config.json of a DFlash drafter -> sizes. A key that is not understood is refused by its name.
+
+A drafter read wrongly still decodes losslessly, only slowly, so nothing later would notice.
+"""
+
+from __future__ import annotations
+
+from thor_dflash.builders.checkpoint.attention import attention_dims
+from thor_dflash.builders.checkpoint.fields import Fields
+from thor_dflash.dims import DrafterDims, DraftLayerDims
+
+ARCHITECTURE = "DFlashDraftModel"
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+UNDERSTOOD = frozenset(
+    {
+        "architectures",
+        "model_type",
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "rms_norm_eps",
+        "hidden_act",
+        "attention_bias",
+        "layer_types",
+        "use_sliding_window",
+        "sliding_window",
+        "is_causal",
+        "causal",
+        "rope_parameters",
+        "rope_theta",
+        "rope_scaling",
+        "partial_rotary_factor",
+        "max_position_embeddings",
+        "num_target_layers",
+        "block_size",
+        "mask_token_id",
+        "target_layer_ids",
+        "dflash_config",
+    }
+)
+"""Keys that are read."""
+
+PASSED_OVER = frozenset(
+    {
+        "auto_map",
+        "dtype",
+        "torch_dtype",
+        "transformers_version",
+        "tie_word_embeddings",
+        "use_cache",
+        "initializer_range",
+        "attention_dropout",
+        "max_window_layers",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "quantization_config",
+        "pretraining_tp",
+        "_name_or_path",
+    }
+)
+"""Keys without a meaning here: training, text generation, and quantisation, which tensors tell."""
+
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "is_neox_style": (True,),
+    "mlp_bias": (False,),
+    "sample_from_anchor": (False,),
+    "has_own_lm_head": (False,),
+    "has_own_embed_tokens": (False,),
+    "attention_sink_bias": (False,),
+    "attention_value_scale": (1.0, 1),
+    "input_embedding_scale": (1.0, 1),
+    "output_multiplier": (1.0, 1),
+    "final_logit_softcapping": (),
+    "lilicorr_enabled": (False,),
+}
+"""Features of other drafters, and the values that mean "without it" (null always does)."""
+
+FEATURES = {
+    "conv_": "the convolutions of DFlash2",
+    "selector_": "the candidate selector of DFlash2",
+    "dflash2": "DFlash2",
+    "markov": "the Markov head of DSpark",
+    "confidence": "the confidence head of DSpark",
+    "num_anchors": "the anchors of DSpark",
+    "dspark": "DSpark",
+    "domino": "Domino",
+    "gru": "the GRU of Domino",
+    "lilicorr": "LiLiCorr",
+    "xpress": "XPress",
+    "draft_vocab": "a reduced draft vocabulary",
+    "speculators": "the speculators packaging",
+    "transformer_layer_config": "the speculators packaging",
+    "swa": "a window outside layer_types",
+}
+"""Part of a key -> what it belongs to, to say more than "not understood"."""
+
+
+def drafter_dims(root: Fields) -> DrafterDims:
+    """The sizes in a drafter's config.json."""
+    flash = root.section("dflash_config") if root.given("dflash_config") else Fields(root.where, {})
+    _check_architecture(root)
+    _check_keys(root)
+    _check_keys(flash)
+    if root.text("hidden_act") != "silu":
+        raise root.wrong("hidden_act", "silu")
+    root.expect("attention_bias", False)
+    root.expect("partial_rotary_factor", 1.0, 1)
+    block = _either(root, flash, "block_size").integer("block_size", 2)
+    return DrafterDims(
+        vocab=root.integer("vocab_size"),
+        hidden=root.integer("hidden_size"),
+        intermediate=root.integer("intermediate_size"),
+        layers=_layers(root, flash, block),
+        attention=attention_dims(root, _head_dim(root), share=1.0),
+        eps=root.number("rms_norm_eps"),
+        block=block,
+        taps=_taps(_either(root, flash, "target_layer_ids")),
+        mask_token=_either(root, flash, "mask_token_id").integer("mask_token_id", 0),
+        target_layers=_target_layers(root, flash),
+        max_position=root.integer("max_position_embeddings"),
+    )
+
+
+def _check_architecture(root: Fields) -> None:
+    if root.given("architectures"):
+        root.words("architectures", (ARCHITECTURE,))
+    if root.text("model_type") != "qwen3":
+        raise root.wrong("model_type", "qwen3")
+
+
+def _check_keys(fields: Fields) -> None:
+    """Every key is read, without meaning, or has the value that switches its feature off."""
+    for key in fields.values:
+        if key in UNDERSTOOD or key in PASSED_OVER or not fields.given(key):
+            continue
+        if key in NEUTRAL:
+            fields.expect(key, *NEUTRAL[key])
+            continue
+        what = [name for part, name in FEATURES.items() if part in key.lower()]
+        raise fields.wrong(key, f"absent, {what[0] if what else 'this key'} is not supported")
+
+
+def _either(root: Fields, flash: Fields, key: str) -> Fields:
+    """The object that has the key: dflash_config, or the top level in older checkpoints."""
+    if not (root.given(key) and flash.given(key)):
+        return flash if flash.given(key) else root
+    if root.values[key] != flash.values[key]:
+        raise root.wrong(key, f"{flash.values[key]} as in dflash_config")
+    return flash
+
+
+def _head_dim(root: Fields) -> int:
+    if root.given("head_dim"):
+        return root.integer("head_dim")
+    hidden, heads = root.integer("hidden_size"), root.integer("num_attention_heads")
+    if hidden % heads:
+        raise root.wrong("head_dim", f"given where {heads} heads do not divide {hidden}")
+    return hidden // heads
+
+
+def _layers(root: Fields, flash: Fields, block: int) -> tuple[DraftLayerDims, ...]:
+    depth = root.integer("num_hidden_layers")
+    kinds = _kinds(root, depth)
+    window = _window(root, block) if SLIDING in kinds else 0
+    causal = _causal(root, flash, kinds)
+    return tuple(
+        DraftLayerDims(causal=c, window=window if kind == SLIDING else 0)
+        for c, kind in zip(causal, kinds, strict=True)
+    )
+
+
+def _kinds(root: Fields, depth: int) -> tuple[str, ...]:
+    if not root.given("layer_types"):
+        if root.given("use_sliding_window") and root.flag("use_sliding_window"):
+            raise root.wrong("layer_types", "given where use_sliding_window is true")
+        return (FULL,) * depth
+    kinds = root.words("layer_types", (SLIDING, FULL))
+    if len(kinds) != depth:
+        raise root.wrong("num_hidden_layers", f"{len(kinds)}, one per entry of layer_types")
+    return kinds
+
+
+def _window(root: Fields, block: int) -> int:
+    # HF's Qwen3Config drops the window unless the flag is true, so a window without it is unclear.
+    if root.values.get("use_sliding_window") is not True:
+        raise root.wrong("use_sliding_window", f"true where layer_types has {SLIDING}")
+    # Within a block every slot is then in the window, causal or not.
+    return root.integer("sliding_window", block)
+
+
+def _causal(root: Fields, flash: Fields, kinds: tuple[str, ...]) -> tuple[bool, ...]:
+    """Said for all layers, or one by one; else sliding layers are causal and full ones are not.
+
+    Source: z-lab/dflash model.py, and vLLM qwen3_dflash.py `_dflash_layer_causal`.
+    """
+    places = [(root, "is_causal"), (root, "causal"), (flash, "is_causal"), (flash, "causal")]
+    said = [(place, key) for place, key in places if place.given(key)]
+    if not said:
+        return tuple(kind == SLIDING for kind in kinds)
+    answers = [_flags(place, key, len(kinds)) for place, key in said]
+    for (place, key), answer in zip(said, answers, strict=True):
+        if answer != answers[0]:
+            raise place.wrong(key, f"as {said[0][0].where}{said[0][1]} says")
+    return answers[0]
+
+
+def _flags(place: Fields, key: str, depth: int) -> tuple[bool, ...]:
+    rule = f"true, false or a list of {depth} of them"
+    value = place.values.get(key)
+    if isinstance(value, bool):
+        return (value,) * depth
+    flags = tuple(item for item in place.items(key, rule) if isinstance(item, bool))
+    if len(flags) != depth or len(place.items(key, rule)) != depth:
+        raise place.wrong(key, rule)
+    return flags
+
+
+def _taps(fields: Fields) -> tuple[int, ...]:
+    taps = fields.integers("target_layer_ids")
+    if not taps or len(set(taps)) != len(taps):
+        raise fields.wrong("target_layer_ids", "one or more different layers")
+    return taps
+
+
+def _target_layers(root: Fields, flash: Fields) -> int:
+    place = _either(root, flash, "num_target_layers")
+    return place.integer("num_target_layers") if place.given("num_target_layers") else 0

@@ -1,0 +1,153 @@
+"""JSON objects from outside, read key by key. A key that is absent or of another type is named."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from thor_dflash.errors import CheckpointError
+
+LONGEST_VALUE = 60
+"""Characters of an offending value that a message repeats."""
+
+
+def shown(value: object) -> str:
+    """An offending value on one line, cut where it is long."""
+    text = "nothing" if value is None else repr(value)
+    return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."
+
+
+def check_directory(directory: Path) -> None:
+    """Raises CheckpointError unless the directory is there."""
+    if not directory.is_dir():
+        found = "a file" if directory.exists() else "nothing there"
+        raise CheckpointError(f"{directory} must be a checkpoint directory (got {found})")
+
+
+def parse_object(text: bytes, where: str) -> dict[str, object]:
+    """The JSON object in `text`; `where` names it in messages."""
+    try:
+        value: object = json.loads(text.decode("utf-8"), object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where} must be JSON (got {shown(str(error))})") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where} must be a JSON object (got {type(value).__name__})")
+    return cast("dict[str, object]", value)
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} twice")
+    return values
+
+
+def whole(value: object, least: int) -> bool:
+    """Whether a JSON value is an integer of at least `least`. A bool is not an integer."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """One JSON object and where it stands."""
+
+    where: str
+    """File, then the dotted path of the object with a trailing dot, as `config.json: rope.`"""
+    values: Mapping[str, object]
+
+    @classmethod
+    def read(cls, path: Path) -> Fields:
+        """The object of one JSON file."""
+        try:
+            text = path.read_bytes()
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{path} must be a file (got nothing there)") from error
+        except OSError as error:
+            raise CheckpointError(f"{path} must be readable (got {error.strerror})") from error
+        return cls(f"{path}: ", parse_object(text, str(path)))
+
+    def given(self, key: str) -> bool:
+        """Whether the key is there and not null."""
+        return self.values.get(key) is not None
+
+    def wrong(self, key: str, rule: str) -> CheckpointError:
+        """The error for a key that breaks its rule."""
+        return CheckpointError(
+            f"{self.where}{key} must be {rule} (got {shown(self.values.get(key))})"
+        )
+
+    def integer(self, key: str, least: int = 1) -> int:
+        """An integer of at least `least`."""
+        value = self.values.get(key)
+        if not whole(value, least):
+            raise self.wrong(key, f"an integer of at least {least}")
+        return cast("int", value)
+
+    def number(self, key: str) -> float:
+        """A positive finite number."""
+        value = self.values.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.wrong(key, "a number")
+        # A JSON integer may be too large for a float, and "NaN" is legal for Python's parser.
+        if not 0 < value < math.inf or value > 1e300:
+            raise self.wrong(key, "a positive finite number")
+        return float(value)
+
+    def text(self, key: str) -> str:
+        """A string."""
+        value = self.values.get(key)
+        if not isinstance(value, str):
+            raise self.wrong(key, "a string")
+        return value
+
+    def flag(self, key: str) -> bool:
+        """True or false."""
+        value = self.values.get(key)
+        if not isinstance(value, bool):
+            raise self.wrong(key, "true or false")
+        return value
+
+    def items(self, key: str, rule: str) -> list[object]:
+        """A list; `rule` says of what."""
+        value = self.values.get(key)
+        if not isinstance(value, list):
+            raise self.wrong(key, rule)
+        return cast("list[object]", value)
+
+    def integers(self, key: str, least: int = 0) -> tuple[int, ...]:
+        """A list of integers of at least `least`."""
+        rule = f"a list of integers of at least {least}"
+        values = self.items(key, rule)
+        if not all(whole(value, least) for value in values):
+            raise self.wrong(key, rule)
+        return tuple(cast("list[int]", values))
+
+    def words(self, key: str, allowed: Collection[str]) -> tuple[str, ...]:
+        """A list of words, each out of `allowed`."""
+        rule = f"a list of {' | '.join(allowed)}"
+        values = self.items(key, rule)
+        if not all(value in allowed for value in values):
+            raise self.wrong(key, rule)
+        return tuple(cast("list[str]", values))
+
+    def section(self, key: str) -> Fields:
+        """A nested object."""
+        value = self.values.get(key)
+        if not isinstance(value, dict):
+            raise self.wrong(key, "an object")
+        return Fields(f"{self.where}{key}.", cast("dict[str, object]", value))
+
+    def expect(self, key: str, *allowed: object) -> None:
+        """Raises unless the key is absent, null, or one of `allowed`."""
+        value = self.values.get(key)
+        # By type too: in Python False equals 0 and True equals 1.
+        if value is None or any(type(value) is type(a) and value == a for a in allowed):
+            return
+        rule = " or ".join(json.dumps(a) for a in allowed)
+        raise self.wrong(key, f"absent or {rule}" if allowed else "absent")

@@ -1,0 +1,90 @@
+"""The tensors that a model is made of, and the check that a directory holds just these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from thor_dflash.builders.checkpoint.linear import PLAIN, Linear, locate
+from thor_dflash.builders.checkpoint.shards import Shards
+from thor_dflash.errors import CheckpointError
+
+MOST_NAMED = 4
+"""Problems a message spells out; the rest are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Names are relative to the checkpoint's prefix."""
+
+    matrices: Mapping[str, tuple[int, int]]
+    """Linears, without `.weight` -> [N, K]."""
+    tensors: Mapping[str, tuple[int, ...]]
+    """Everything else, floats -> shape."""
+
+
+def gated_mlp(stem: str, hidden: int, intermediate: int) -> dict[str, tuple[int, int]]:
+    """The linears of one gated feed-forward layer."""
+    return {
+        f"{stem}.gate_proj": (intermediate, hidden),
+        f"{stem}.up_proj": (intermediate, hidden),
+        f"{stem}.down_proj": (hidden, intermediate),
+    }
+
+
+def check(
+    shards: Shards,
+    layout: Layout,
+    stored_name: Callable[[str], str],
+    *,
+    besides: Collection[str] = (),
+    known: Mapping[str, str] | None = None,
+) -> dict[str, Linear]:
+    """Compares the directory with the layout and returns where each linear lies.
+
+    `stored_name` turns a name of the layout into the stored one. `besides` are stored names that
+    may be there too. `known` says what an unexpected tensor is whose name holds a given part.
+    Raises: CheckpointError naming the missing, the misshapen and the extra.
+    """
+    linears: dict[str, Linear] = {}
+    problems: list[str] = []
+    expected = {stored_name(name) for name in layout.tensors} | set(besides)
+    for name, shape in layout.matrices.items():
+        try:
+            linears[name] = locate(shards, stored_name(name), name, shape)
+            expected |= linears[name].parts
+        except CheckpointError as error:
+            problems.append(str(error))
+            expected |= {s for s in shards if s.startswith(f"{stored_name(name)}.")}
+    problems += _misfits(shards, layout, stored_name)
+    problems += [_extra(name, known or {}) for name in shards if name not in expected]
+    if problems:
+        raise CheckpointError(_summary(shards, problems))
+    return linears
+
+
+def _misfits(shards: Shards, layout: Layout, stored_name: Callable[[str], str]) -> Iterator[str]:
+    for name, shape in layout.tensors.items():
+        stored = stored_name(name)
+        found = str(shards.entry(stored)) if stored in shards else "nothing"
+        fits = stored in shards and shards.entry(stored).shape == shape
+        if not fits or shards.entry(stored).dtype.name not in PLAIN:
+            yield f"{stored} must be {' | '.join(PLAIN)} {list(shape)} (got {found})"
+
+
+def _extra(name: str, known: Mapping[str, str]) -> str:
+    for part, what in known.items():
+        if part in name:
+            return f"{name} must be absent, {what} is not supported (got it)"
+    return f"{name} must be absent, no such tensor belongs to this model (got it)"
+
+
+def _summary(shards: Shards, problems: list[str]) -> str:
+    if len(problems) == 1:
+        return f"{shards.directory}: {problems[0]}"
+    named = "; ".join(problems[:MOST_NAMED])
+    more = f"; and {len(problems) - MOST_NAMED} more" if len(problems) > MOST_NAMED else ""
+    return (
+        f"{shards.directory} must hold the tensors of its config"
+        f" (got {len(problems)} misfits: {named}{more})"
+    )

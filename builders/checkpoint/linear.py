@@ -1,0 +1,179 @@
+"""Where the parts of one linear lie, in every dialect that is understood; the others by name.
+
+    NVFP4, modelopt            weight U8         weight_scale F8_E4M3  weight_scale_2 F32
+    NVFP4, compressed-tensors  weight_packed U8  weight_scale F8_E4M3  weight_global_scale F32
+    FP8, either                weight F8_E4M3    weight_scale, one or one per row
+    plain                      weight BF16 | F16 | F32
+
+weight_global_scale is a divisor, the other scales are multipliers.
+
+`locate` reads headers only. `load` reads the scales and checks them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thor_dflash.builders.checkpoint.header import Stored
+from thor_dflash.builders.checkpoint.matrix import GROUP, Matrix
+from thor_dflash.builders.checkpoint.shards import Shards
+from thor_dflash.errors import CheckpointError
+from thor_dflash.tensors import Array
+
+PLAIN = ("bfloat16", "float16", "float32")
+
+FOREIGN = {
+    "weight_scale_inv": "FP8 with 128x128 block scales",
+    "pre_quant_scale": "AWQ (pre_quant_scale)",
+    "qweight": "GPTQ or AWQ",
+    "qzeros": "GPTQ or AWQ",
+    "g_idx": "GPTQ",
+    "weight_g_idx": "GPTQ",
+    "weight_zero_point": "asymmetric integers",
+    "weight_shape": "packed integers",
+    "SCB": "bitsandbytes 8-bit integers",
+    "absmax": "bitsandbytes 4-bit",
+    "lora_A.weight": "an unmerged LoRA adapter",
+}
+"""Suffixes of quantisations that are not understood, and what they are."""
+
+ACTIVATION_SCALES = ("input_scale", "input_global_scale")
+"""Calibrated activation scales. Weights are all we quantise with, so they are passed over."""
+
+NEGATIVE_OR_NAN = 0x7F
+"""E4M3 bytes from here on: NaN (0x7f, 0xff) or a set sign bit, which scale units ignore."""
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """The stored names of one linear's parts. An absent part is empty."""
+
+    name: str
+    """As in Matrix."""
+    codes: str
+    block_scale: str
+    scale: str
+    divides: bool
+    """The scale is a divisor."""
+    passed_over: tuple[str, ...]
+
+    @property
+    def parts(self) -> set[str]:
+        """Every stored tensor that belongs to this linear."""
+        return {self.codes, self.block_scale, self.scale, *self.passed_over} - {""}
+
+
+def locate(shards: Shards, stem: str, name: str, shape: tuple[int, int]) -> Linear:
+    """Finds the linear `stem` (its stored name without `.weight`) of `shape` [N, K].
+
+    Raises: CheckpointError where a part is missing, misshapen or of a dialect not understood.
+    """
+    for suffix, what in FOREIGN.items():
+        if f"{stem}.{suffix}" in shards:
+            raise CheckpointError(
+                f"{stem} must be NVFP4, FP8 or plain (got {what}: {stem}.{suffix})"
+            )
+    passed_over = tuple(
+        f"{stem}.{suffix}" for suffix in ACTIVATION_SCALES if f"{stem}.{suffix}" in shards
+    )
+    packed = f"{stem}.weight_packed"
+    if packed in shards:
+        return _nvfp4(shards, name, packed, f"{stem}.weight_global_scale", shape, passed_over)
+    weight = f"{stem}.weight"
+    if weight not in shards:
+        raise CheckpointError(f"{weight} must be stored, {list(shape)} (got nothing)")
+    dtype = shards.entry(weight).dtype.name
+    if dtype == "uint8":
+        return _nvfp4(shards, name, weight, f"{stem}.weight_scale_2", shape, passed_over)
+    _expect(shards, weight, (*PLAIN, "float8_e4m3fn"), [shape])
+    if dtype != "float8_e4m3fn":
+        return Linear(name, weight, "", "", False, passed_over)
+    scale = f"{stem}.weight_scale"
+    _expect_fp8_scale(shards, scale, shape)
+    return Linear(name, weight, "", scale, False, passed_over)
+
+
+def _nvfp4(
+    shards: Shards,
+    name: str,
+    codes: str,
+    scale: str,
+    shape: tuple[int, int],
+    passed_over: tuple[str, ...],
+) -> Linear:
+    rows, columns = shape
+    if columns % GROUP:
+        raise CheckpointError(f"{codes} must have columns in groups of {GROUP} (got {columns})")
+    block_scale = f"{codes.rpartition('.')[0]}.weight_scale"
+    _expect(shards, codes, ("uint8",), [(rows, columns // 2)])
+    _expect_group(shards.entry(block_scale), block_scale, columns)
+    _expect(shards, block_scale, ("float8_e4m3fn",), [(rows, columns // GROUP)])
+    _expect(shards, scale, ("float32",), [(), (1,)])
+    return Linear(name, codes, block_scale, scale, codes.endswith("_packed"), passed_over)
+
+
+def _expect_group(entry: Stored, name: str, columns: int) -> None:
+    groups = entry.shape[-1] if len(entry.shape) == 2 else 0
+    if groups and columns % groups == 0 and columns // groups != GROUP:
+        raise CheckpointError(f"{name} must have a group size of {GROUP} (got {columns // groups})")
+
+
+def _expect_fp8_scale(shards: Shards, scale: str, shape: tuple[int, int]) -> None:
+    found = shards.entry(scale).shape
+    if len(found) == 2 and found[1] > 1:
+        raise CheckpointError(
+            f"{scale} must be one scale or one per row (got FP8 with block scales {list(found)})"
+        )
+    _expect(shards, scale, PLAIN, [(), (1,), (shape[0],), (shape[0], 1)])
+
+
+def _expect(
+    shards: Shards, name: str, dtypes: tuple[str, ...], shapes: list[tuple[int, ...]]
+) -> None:
+    entry = shards.entry(name)
+    if entry.dtype.name not in dtypes or entry.shape not in shapes:
+        rule = f"{' | '.join(dtypes)} {' | '.join(str(list(shape)) for shape in shapes)}"
+        raise CheckpointError(f"{entry.file.name}: {name} must be {rule} (got {entry})")
+
+
+def load(shards: Shards, linear: Linear) -> Matrix:
+    """The matrix: codes and block scales mapped, row scales in memory.
+
+    Raises: CheckpointError where a scale is not a positive finite number.
+    """
+    codes = shards.array(linear.codes)
+    block_scale = shards.array(linear.block_scale) if linear.block_scale else None
+    if block_scale is not None:
+        _check_block_scale(block_scale, linear.block_scale)
+    row_scale = _row_scale(shards, linear, codes.shape[0]) if linear.scale else None
+    return Matrix(linear.name, codes, block_scale, row_scale)
+
+
+def _row_scale(shards: Shards, linear: Linear, rows: int) -> NDArray[np.float32]:
+    scale = positive(shards.array(linear.scale), linear.scale)
+    if linear.divides:
+        with np.errstate(over="ignore"):  # 1 / a subnormal is infinite, which `positive` names
+            scale = positive(np.float32(1) / scale, f"1 / {linear.scale}")
+    return np.ascontiguousarray(np.broadcast_to(scale.reshape(-1), (rows,)))
+
+
+def positive(values: Array, name: str) -> NDArray[np.float32]:
+    """The values as float32. Raises CheckpointError unless each is a positive finite number."""
+    scale = values.astype(np.float32)
+    bad = scale[~(np.isfinite(scale) & (scale > 0))]
+    if bad.size:
+        raise CheckpointError(f"{name} must be a positive finite number (got {bad.flat[0]})")
+    return scale
+
+
+def _check_block_scale(block_scale: Array, name: str) -> None:
+    bad = np.argwhere(block_scale.view(np.uint8) >= NEGATIVE_OR_NAN)
+    if len(bad):
+        row, group = bad[0]
+        raise CheckpointError(
+            f"{name} must hold numbers of at least 0"
+            f" (got {float(block_scale[row, group])} at row {row}, group {group})"
+        )

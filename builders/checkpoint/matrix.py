@@ -1,0 +1,100 @@
+"""One linear layer's weight as stored: codes and the scales that make them numbers.
+
+Letters: N rows (outputs), K columns (inputs).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thor_dflash.tensors import Array
+
+GROUP = 16
+"""Columns that share one NVFP4 block scale."""
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+"""The value of each four-bit code: sign, two bits of exponent, one of mantissa."""
+
+
+class WeightKind(Enum):
+    """How a matrix is stored. The tensors decide it, never the JSON."""
+
+    NVFP4 = "nvfp4"
+    FP8 = "fp8"
+    BF16 = "bf16"
+    F16 = "f16"
+    F32 = "f32"
+
+
+KINDS = {
+    "uint8": WeightKind.NVFP4,
+    "float8_e4m3fn": WeightKind.FP8,
+    "bfloat16": WeightKind.BF16,
+    "float16": WeightKind.F16,
+    "float32": WeightKind.F32,
+}
+"""Element type of the codes -> kind."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Matrix:
+    """A weight [N, K]. Its arrays may be views of a mapped file: read them, do not write."""
+
+    name: str
+    """The linear's name without `.weight`, relative to the checkpoint's prefix."""
+    codes: Array
+    """NVFP4: uint8 [N, K/2], even k in the low nibble. FP8: float8_e4m3fn [N, K]. Else [N, K]."""
+    block_scale: Array | None = None
+    """NVFP4: float8_e4m3fn [N, K/16]. Row-major, not swizzled."""
+    row_scale: NDArray[np.float32] | None = None
+    """NVFP4 and FP8: float32 [N], a multiplier."""
+
+    @property
+    def kind(self) -> WeightKind:
+        """How the codes are to be read."""
+        return KINDS[self.codes.dtype.name]
+
+    @property
+    def rows(self) -> int:
+        """N."""
+        return len(self.codes)
+
+    @property
+    def columns(self) -> int:
+        """K."""
+        return int(self.codes.shape[1]) * (2 if self.kind is WeightKind.NVFP4 else 1)
+
+    def take(self, rows: NDArray[np.integer[Any]]) -> Matrix:
+        """The given rows in the given order, copied into memory; a row may repeat."""
+        return Matrix(
+            self.name,
+            self.codes[rows],
+            None if self.block_scale is None else self.block_scale[rows],
+            None if self.row_scale is None else self.row_scale[rows],
+        )
+
+    def dequantise(self) -> NDArray[np.float32]:
+        """float32 [N, K] = (E2M1 value * block scale) * row scale, rounded in that order."""
+        if self.block_scale is None:
+            values = self.codes.astype(np.float32)
+        else:
+            values = _e2m1(self.codes)
+            groups = values.reshape(self.rows, self.columns // GROUP, GROUP)
+            groups *= self.block_scale.astype(np.float32)[:, :, None]
+        if self.row_scale is not None:
+            values *= self.row_scale[:, None]
+        return values
+
+
+def _e2m1(codes: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Packed codes uint8 [N, K/2] -> float32 [N, K]."""
+    rows, bytes_per_row = codes.shape
+    values = np.empty((rows, 2 * bytes_per_row), np.float32)
+    values[:, 0::2] = E2M1[codes & 15]
+    values[:, 1::2] = E2M1[codes >> 4]
+    return values

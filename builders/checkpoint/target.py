@@ -1,0 +1,199 @@
+"""A target checkpoint: sizes from the config, weights by name, every tensor accounted for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from thor_dflash.builders.checkpoint.fields import Fields, check_directory
+from thor_dflash.builders.checkpoint.layout import Layout, check, gated_mlp
+from thor_dflash.builders.checkpoint.linear import Linear, load, positive
+from thor_dflash.builders.checkpoint.matrix import Matrix
+from thor_dflash.builders.checkpoint.shards import Shards
+from thor_dflash.builders.checkpoint.target_config import target_dims
+from thor_dflash.dims import TargetDims
+from thor_dflash.errors import CheckpointError
+from thor_dflash.tensors import Array
+
+PREFIXES = ("model.language_model.", "language_model.model.", "model.")
+EMBEDDING = "embed_tokens.weight"
+HEAD = "lm_head"
+
+SKIPPED = ("model.visual.", "visual.", "vision_tower.", "mtp.")
+"""Prefixes of tensors that text decoding does not use: the vision tower and the MTP head."""
+
+KV_SCALES = (
+    ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"),
+    ("self_attn.k_scale", "self_attn.v_scale"),
+)
+"""The calibrated FP8 scales of the KV cache: modelopt's names, compressed-tensors' names."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetCheckpoint:
+    """A Qwen3.5/3.6 text model. Names are relative to `prefix`; the files stay mapped."""
+
+    directory: Path
+    dims: TargetDims
+    prefix: str
+    """What the text model's stored names begin with."""
+    skipped: tuple[str, ...]
+    """Stored names that were passed over: vision and MTP."""
+    shards: Shards
+    linears: Mapping[str, Linear]
+
+    def matrix(self, name: str) -> Matrix:
+        """A linear: "layers.3.self_attn.q_proj", or "lm_head" (the embedding where tied)."""
+        if name not in self.linears:
+            raise CheckpointError(f"{self.directory}: {name} must be a linear of it (got no such)")
+        return load(self.shards, self.linears[name])
+
+    def tensor(self, name: str) -> Array:
+        """A tensor as stored, read-only: "layers.0.linear_attn.A_log", "embed_tokens.weight"."""
+        return self.shards.array(self.prefix + name)
+
+    def kv_scales(self, layer: int) -> tuple[float, float] | None:
+        """FP8 scales of a layer's keys and values, stored = x / scale; None where absent."""
+        names = _kv_scale_names(self.shards, f"{self.prefix}layers.{layer}.")
+        if not names:
+            return None
+        k, v = (positive(self.shards.array(name), name) for name in names)
+        return float(k.reshape(())), float(v.reshape(()))
+
+
+def read_target(directory: Path) -> TargetCheckpoint:
+    """Reads the config and every header, and checks that they describe the same model.
+
+    No weight is read; the scales of a matrix are checked when the matrix is asked for.
+    Raises: CheckpointError.
+    """
+    check_directory(directory)
+    dims = target_dims(Fields.read(directory / "config.json"))
+    shards = Shards.open(directory)
+    prefix = _prefix(shards)
+    head = _head_stem(shards, prefix)
+    skipped = tuple(name for name in shards if name.startswith(SKIPPED))
+    besides = {*skipped, *_kv_scales(shards, dims, prefix)}
+    if dims.tied and f"{head}.weight" in shards:
+        _check_tied(shards, f"{head}.weight", prefix + EMBEDDING)
+        besides.add(f"{head}.weight")
+
+    def stored_name(name: str) -> str:
+        return head if name == HEAD else prefix + name
+
+    linears = check(shards, target_layout(dims), stored_name, besides=besides)
+    if dims.tied:
+        linears[HEAD] = Linear(HEAD, prefix + EMBEDDING, "", "", False, ())
+    return TargetCheckpoint(directory, dims, prefix, skipped, shards, linears)
+
+
+def target_layout(dims: TargetDims) -> Layout:
+    """The tensors of a target: 851 for the 27B."""
+    matrices: dict[str, tuple[int, int]] = {}
+    tensors: dict[str, tuple[int, ...]] = {
+        EMBEDDING: (dims.vocab, dims.hidden),
+        "norm.weight": (dims.hidden,),
+    }
+    for i, kind in enumerate(dims.layers):
+        layer = f"layers.{i}"
+        tensors[f"{layer}.input_layernorm.weight"] = (dims.hidden,)
+        tensors[f"{layer}.post_attention_layernorm.weight"] = (dims.hidden,)
+        matrices |= gated_mlp(f"{layer}.mlp", dims.hidden, dims.intermediate)
+        part = _attention(dims, layer) if kind == "attention" else _gdn(dims, layer)
+        matrices |= part.matrices
+        tensors |= part.tensors
+    if not dims.tied:
+        matrices[HEAD] = (dims.vocab, dims.hidden)
+    return Layout(matrices, tensors)
+
+
+def _attention(dims: TargetDims, layer: str) -> Layout:
+    a, stem = dims.attention, f"{layer}.self_attn"
+    query, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    return Layout(
+        {
+            # Per head, its query rows and then its gate rows.
+            f"{stem}.q_proj": (2 * query, dims.hidden),
+            f"{stem}.k_proj": (kv, dims.hidden),
+            f"{stem}.v_proj": (kv, dims.hidden),
+            f"{stem}.o_proj": (dims.hidden, query),
+        },
+        {f"{stem}.q_norm.weight": (a.head_dim,), f"{stem}.k_norm.weight": (a.head_dim,)},
+    )
+
+
+def _gdn(dims: TargetDims, layer: str) -> Layout:
+    g, stem = dims.gdn, f"{layer}.linear_attn"
+    value = g.value_heads * g.value_dim
+    return Layout(
+        {
+            f"{stem}.in_proj_qkv": (g.conv_channels, dims.hidden),
+            f"{stem}.in_proj_z": (value, dims.hidden),
+            f"{stem}.in_proj_b": (g.value_heads, dims.hidden),
+            f"{stem}.in_proj_a": (g.value_heads, dims.hidden),
+            f"{stem}.out_proj": (dims.hidden, value),
+        },
+        {
+            f"{stem}.conv1d.weight": (g.conv_channels, 1, g.conv_kernel),
+            f"{stem}.A_log": (g.value_heads,),
+            f"{stem}.dt_bias": (g.value_heads,),
+            f"{stem}.norm.weight": (g.value_dim,),
+        },
+    )
+
+
+def _prefix(shards: Shards) -> str:
+    found = [prefix for prefix in PREFIXES if prefix + EMBEDDING in shards]
+    if len(found) != 1:
+        rule = " or ".join(prefix + EMBEDDING for prefix in PREFIXES)
+        raise CheckpointError(
+            f"{shards.directory} must hold {rule} (got {' and '.join(found) or 'none of them'})"
+        )
+    return found[0]
+
+
+def _head_stem(shards: Shards, prefix: str) -> str:
+    """The head stands outside the prefix, beside `model`."""
+    nested = f"language_model.{HEAD}"
+    inside = prefix == "language_model.model." and any(n.startswith(f"{nested}.") for n in shards)
+    return nested if inside else HEAD
+
+
+def _check_tied(shards: Shards, head: str, embedding: str) -> None:
+    """A stored head beside tied embeddings must be the same matrix, byte for byte."""
+    left, right = shards.array(head), shards.array(embedding)
+    same = left.dtype == right.dtype and left.shape == right.shape
+    if not (same and all(_same_bytes(a, b) for a, b in zip(left, right, strict=True))):
+        raise CheckpointError(
+            f"{shards.directory}: {head} must equal {embedding} where tie_word_embeddings is true"
+            f" (got {shards.entry(head)} that differs)"
+        )
+
+
+def _same_bytes(left: Array, right: Array) -> bool:
+    return np.array_equal(left.view(np.uint8), right.view(np.uint8))
+
+
+def _kv_scales(shards: Shards, dims: TargetDims, prefix: str) -> set[str]:
+    layers = [i for i, kind in enumerate(dims.layers) if kind == "attention"]
+    return {n for i in layers for n in _kv_scale_names(shards, f"{prefix}layers.{i}.")}
+
+
+def _kv_scale_names(shards: Shards, layer: str) -> tuple[str, ...]:
+    """The stored names of the first complete pair. Raises CheckpointError for half a pair."""
+    for pair in KV_SCALES:
+        names = tuple(layer + name for name in pair)
+        there = [name for name in names if name in shards]
+        if len(there) == 1:
+            raise CheckpointError(
+                f"{shards.directory}: {' and '.join(names)} must come together (got {there[0]})"
+            )
+        for name in there:
+            if shards.entry(name).shape not in ((), (1,)):
+                raise CheckpointError(f"{name} must be one number (got {shards.entry(name)})")
+        if there:
+            return names
+    return ()

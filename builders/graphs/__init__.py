@@ -1,0 +1,1 @@
+"""Model sizes in, ONNX graphs out: what each step of the decode loop computes."""

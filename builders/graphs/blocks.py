@@ -1,0 +1,47 @@
+"""What target and drafter layers have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from thor_dflash.builders.graphs.graph import Graph, Value
+from thor_dflash.builders.graphs.source import EMBEDDING, Packed, Source
+from thor_dflash.plugins import LINEAR
+from thor_dflash.plugins.body import ONNX_TYPE
+from thor_dflash.plugins.op import Attribute
+from thor_dflash.tensors import DType
+
+
+def embed(g: Graph, source: Source, tokens: Value, activations: DType) -> Value:
+    """Rows of the target's embedding table, in the activations' type."""
+    table = source.plain(g, EMBEDDING)
+    rows = g.node("Gather", "embedding", table.dtype, (*tokens.shape, table.shape[1]),
+                  table, tokens, axis=0)
+    if rows.dtype is activations:
+        return rows
+    return g.node("Cast", "embedding.rows", activations, rows.shape, rows,
+                  to=ONNX_TYPE[activations])
+
+
+def project(g: Graph, name: str, x: Value, weights: Sequence[Packed],
+            inputs: Mapping[str, Value] | None = None, **attributes: Attribute) -> list[Value]:
+    """A `linear` of one or more weights over the same rows."""
+    segments = [w.values(g, i) for i, w in enumerate(weights)]
+    ports = {"x": x, **(inputs or {}), **{k: v for s in segments for k, v in s.items()}}
+    return list(g.room(LINEAR, name, ports, segments=len(weights), **attributes).values())
+
+
+def residual(g: Graph, source: Source, name: str, x: Value, onto: Value,
+             inputs: Mapping[str, Value] | None = None, **attributes: Attribute) -> Value:
+    """onto + x w^T."""
+    return project(g, source.prefix + name, x, [source.packed(name)],
+                   {"residual": onto, **(inputs or {})}, epilogue="residual", **attributes)[0]
+
+
+def mlp(g: Graph, source: Source, layer: str, x: Value, **norm: Attribute) -> Value:
+    """x + down(silu(gate h) * (up h)), h the normed x."""
+    weights = [source.packed(f"{layer}.mlp.{part}_proj") for part in ("gate", "up")]
+    weight = source.plain(g, f"{layer}.post_attention_layernorm.weight")
+    [h] = project(g, f"{source.prefix}{layer}.mlp.gate_up", x, weights,
+                  {"norm_weight": weight}, epilogue="swiglu", **norm)
+    return residual(g, source, f"{layer}.mlp.down_proj", h, x)

@@ -1,0 +1,128 @@
+"""One ONNX graph under construction: typed values, room calls, weights by reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from thor_dflash.builders.weights import Stored
+from thor_dflash.plugins.bodies import BODIES
+from thor_dflash.plugins.body import IR_VERSION, ONNX_TYPE, OPSET, call, function
+from thor_dflash.plugins.op import DOMAIN, VERSION, Attribute, Op, bind
+from thor_dflash.tensors import Array, DType
+
+Shape = tuple[int | str, ...]
+
+NEXT = "next."
+"""A state `x` is read as graph input `x` and left as graph output `next.x`."""
+
+IN_PLACE = "in_place"
+"""Metadata key: outputs that may be bound to their input's memory, separated by spaces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """An edge of the graph."""
+
+    name: str
+    dtype: DType
+    shape: Shape
+
+
+class Graph:
+    """Nodes, inputs and outputs of one step, in order."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._nodes: list[onnx.NodeProto] = []
+        self._inputs: dict[str, Value] = {}
+        self._outputs: dict[str, Value] = {}
+        self._known: dict[str, Value] = {}
+        self._weights: dict[str, onnx.TensorProto] = {}
+        self._functions: dict[str, onnx.FunctionProto] = {}
+        self._in_place: set[str] = set()
+
+    def input(self, name: str, dtype: DType, shape: Sequence[int | str]) -> Value:
+        """An input of the graph; asking again for the same one gives the same one."""
+        value = Value(name, dtype, tuple(shape))
+        assert self._inputs.setdefault(name, value) == value, name
+        return value
+
+    def output(self, value: Value) -> None:
+        """Make a value an output, under its own name."""
+        self._outputs[value.name] = value
+
+    def weight(self, stored: Stored) -> Value:
+        """A tensor of the package's weight files."""
+        if stored.name not in self._weights:
+            tensor = onnx.TensorProto(name=stored.name, data_type=ONNX_TYPE[stored.dtype],
+                                      dims=stored.shape)
+            tensor.data_location = onnx.TensorProto.EXTERNAL
+            place = {"location": stored.file, "offset": stored.offset, "length": stored.nbytes}
+            for key, value in place.items():
+                tensor.external_data.add(key=key, value=str(value))
+            self._weights[stored.name] = tensor
+        return Value(stored.name, stored.dtype, stored.shape)
+
+    def constant(self, name: str, value: Array) -> Value:
+        """A small tensor held in the graph itself."""
+        self._weights[name] = numpy_helper.from_array(value, name)
+        return Value(name, DType.of(value), value.shape)
+
+    def node(self, kind: str, name: str, dtype: DType, shape: Sequence[int | str],
+             *inputs: Value, **attributes: Attribute) -> Value:
+        """A node of the standard domain with one output, named."""
+        self._nodes.append(helper.make_node(
+            kind, [v.name for v in inputs], [name], name=name, **attributes))
+        value = Value(name, dtype, tuple(shape))
+        self._known[name] = value
+        return value
+
+    def room(self, op: Op, name: str, inputs: Mapping[str, Value], *, names: Mapping[str, str]
+             | None = None, **attributes: Attribute) -> dict[str, Value]:
+        """A call of a room. Outputs are `<name>.<port>` unless `names` says otherwise."""
+        a = op.complete(attributes)
+        dtypes = {port: value.dtype for port, value in inputs.items()}
+        letters = bind(op, {port: value.shape for port, value in inputs.items()}, a)
+        outputs: dict[str, Value] = {}
+        for port in op.outputs_of(a):
+            dtype = dtypes[port.like] if port.like else port.dtypes[0]
+            shape = tuple(letters[d] if isinstance(d, str) else d for d in port.shape)
+            out = (names or {}).get(port.name, f"{name}.{port.name}")
+            outputs[port.name] = self._known[out] = Value(out, dtype, shape)
+            if op.alias_of(port.name):
+                self._in_place.add(out)
+        node = call(op, {p: v.name for p, v in inputs.items()},
+                    {p: v.name for p, v in outputs.items()}, dtypes, a)
+        node.name = name
+        self._nodes.append(node)
+        if node.overload not in self._functions:
+            self._functions[node.overload] = function(op, BODIES[op.name], dtypes, a)
+        return outputs
+
+    def proto(self) -> onnx.ModelProto:
+        """The model. Weights stay in their files."""
+        known = {n: v for n, v in self._known.items() if n not in self._outputs}
+        graph = helper.make_graph(
+            self._nodes, self.name, [_info(v) for v in self._inputs.values()],
+            [_info(v) for v in self._outputs.values()], list(self._weights.values()),
+            value_info=[_info(v) for v in known.values()])
+        model = helper.make_model(
+            graph, functions=list(self._functions.values()), ir_version=IR_VERSION,
+            producer_name="thor-dflash",
+            opset_imports=[helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, VERSION)])
+        model.metadata_props.add(key=IN_PLACE, value=" ".join(sorted(self._in_place)))
+        return model
+
+
+def _info(value: Value) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(value.name, ONNX_TYPE[value.dtype], value.shape)
+
+
+def integers(*values: int) -> Array:
+    """An int64 vector for `Graph.constant`."""
+    return np.array(values, np.int64)

@@ -1,0 +1,131 @@
+"""Checkpoint tensors as graph values: what is stored where, and under which name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from thor_dflash.builders.checkpoint.matrix import Matrix, WeightKind
+from thor_dflash.builders.graphs.graph import Graph, Value
+from thor_dflash.builders.weights import Stored, WeightFiles
+from thor_dflash.tensors import Array, DType
+
+
+EMBEDDING = "embed_tokens.weight"
+
+
+class Checkpoint(Protocol):
+    """What the graphs ask of a checkpoint, target or drafter."""
+
+    def matrix(self, name: str) -> Matrix:
+        """A linear by its name."""
+        ...
+
+    def tensor(self, name: str) -> Array:
+        """Any other tensor by its name."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """One stored weight: codes and scales."""
+
+    weight: Stored
+    block_scale: Stored | None
+    row_scale: Stored | None
+
+    def values(self, g: Graph, i: int) -> dict[str, Value]:
+        """As segment i of a `linear`, or of a head."""
+        parts = {"weight": self.weight, "block_scale": self.block_scale,
+                 "row_scale": self.row_scale}
+        return {f"{port}{i}": g.weight(part) for port, part in parts.items() if part is not None}
+
+
+@dataclass(slots=True)
+class Source:
+    """Places a checkpoint's tensors into weight files, each once, however many graphs use it."""
+
+    checkpoint: Checkpoint
+    files: WeightFiles
+    prefix: str = ""
+    """Put before every name in the package, so that target and drafter do not meet."""
+    _packed: dict[str, Packed] = field(default_factory=dict[str, Packed])
+    _plain: dict[str, Stored] = field(default_factory=dict[str, Stored])
+    _classes: Counter[tuple[str, WeightKind]] = field(
+        default_factory=Counter[tuple[str, WeightKind]])
+    _bytes: Counter[tuple[str, WeightKind]] = field(
+        default_factory=Counter[tuple[str, WeightKind]])
+
+    def packed(self, name: str, rows: Array | None = None, part: str = "") -> Packed:
+        """A linear's weight, or the given rows of it as `<name>.<part>`."""
+        key = f"{name}.{part}" if part else name
+        if key not in self._packed:
+            self._packed[key] = self._pack(name, key, rows)
+        return self._packed[key]
+
+    def _pack(self, name: str, key: str, rows: Array | None) -> Packed:
+        matrix = self.checkpoint.matrix(name)
+
+        def stored(field_name: str, whole: Array | None) -> Stored | None:
+            if whole is None:
+                return None
+            shape = (len(whole) if rows is None else len(rows), *whole.shape[1:])
+            return self.files.add(
+                self._file(name), f"{self.prefix}{key}.{field_name}", DType.of(whole), shape,
+                lambda: whole if rows is None else whole[rows])
+
+        packed = Packed(_some(stored("weight", matrix.codes)),
+                        stored("block_scale", matrix.block_scale),
+                        stored("row_scale", matrix.row_scale))
+        tensor_class = (self.prefix + name.split(".")[-1], matrix.kind)
+        parts = (packed.weight, packed.block_scale, packed.row_scale)
+        # A weight taken apart by rows is still one weight.
+        self._classes[tensor_class] += not any(k.startswith(f"{name}.") for k in self._packed)
+        self._bytes[tensor_class] += sum(p.nbytes for p in parts if p is not None)
+        return packed
+
+    def plain(self, g: Graph, name: str) -> Value:
+        """A tensor as the checkpoint stores it."""
+        return g.weight(self._place(name))
+
+    def head(self, tied: bool) -> Packed:
+        """The vocabulary projection; a tied one is the embedding table, stored once."""
+        return Packed(self._place(EMBEDDING), None, None) if tied else self.packed("lm_head")
+
+    def _place(self, name: str) -> Stored:
+        if name not in self._plain:
+            array = self.checkpoint.tensor(name)
+            self._plain[name] = self.files.add(
+                self._file(name), self.prefix + name, DType.of(array), array.shape,
+                lambda: array)
+        return self._plain[name]
+
+    def census(self) -> dict[str, dict[str, tuple[int, int]]]:
+        """Per class of linear and kind of weight: how many there are, and their bytes."""
+        table: dict[str, dict[str, tuple[int, int]]] = {}
+        for (name, kind), count in sorted(self._classes.items(), key=lambda item: item[0][0]):
+            table.setdefault(name, {})[kind.value] = (count, self._bytes[name, kind])
+        return table
+
+    def _file(self, name: str) -> str:
+        parts = name.split(".")
+        stem = f"layer.{int(parts[1]):02d}" if parts[0] == "layers" else "outer"
+        return f"weights/{self.prefix}{stem}.bin"
+
+
+def _some(stored: Stored | None) -> Stored:
+    assert stored is not None
+    return stored
+
+
+def gate_rows(heads: int, head_dim: int) -> tuple[Array, Array]:
+    """Rows of Qwen3.5's q_proj that make queries, and those that make gates.
+
+    It stores, head by head, head_dim query rows and then head_dim gate rows. Quantisation groups
+    run along the columns, so rows may be taken apart without touching a code.
+    """
+    rows = np.arange(2 * heads * head_dim).reshape(heads, 2, head_dim)
+    return rows[:, 0].reshape(-1), rows[:, 1].reshape(-1)

@@ -1,0 +1,271 @@
+"""Writing a package so that a half-written one is never mistaken for a finished one.
+
+Files go to a hidden directory beside the package, are hashed and flushed one by one, and one
+rename makes them the package. A journal in that directory lets a build that was killed go on
+where it stopped, if it is asked for the same thing again (`key`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import Self, cast
+
+from thor_dflash.errors import PackageError
+from thor_dflash.manifest import NAME, FileEntry, hash_file, is_package
+
+JOURNAL = ".journal"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_SPARE = 1 << 20
+"""A disk with less than this free is full, bytes: numpy reports a short write without an errno."""
+_EXCHANGE = 2
+"""RENAME_EXCHANGE of renameat2(2)."""
+_AT_CWD = -100
+
+
+class Staging:
+    """A package being written. Use as a context manager; without `finish` nothing is left.
+
+    `out` must be free or an earlier package, which stays in place until `finish`. A directory lock
+    keeps a second build away and dies with the process, however that ends.
+
+    Raises:
+        PackageError: `out` is something else, or another build is writing it, or the disk is full.
+    """
+
+    def __init__(self, out: Path, key: str) -> None:
+        self.out = out.resolve()
+        self._key = key
+        self._partial = self.out.with_name(f".{self.out.name}.partial")
+        self._files: dict[str, FileEntry] = {}
+        self._lock = -1
+        self._made: list[Path] = []
+        """Parent directories that were missing, innermost first."""
+
+    @property
+    def files(self) -> dict[str, FileEntry]:
+        """What has been written so far, by name."""
+        return dict(self._files)
+
+    def __enter__(self) -> Self:
+        _check_free(self.out)
+        try:
+            self._made = _make_parents(self.out.parent)
+            self._lock = _lock(self._partial, self.out)
+            _recover(self.out)
+            self._resume()
+        except BaseException as e:
+            self._discard()
+            if isinstance(e, OSError):
+                raise PackageError(f"{self.out} must be writable (got: {e.strerror})") from e
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._lock < 0:
+            return
+        full = isinstance(error, OSError) and _is_full(error, self._partial)
+        self._discard()
+        if full:
+            raise PackageError(
+                f"the disk must have room for {self.out} (got: no space left on device)"
+            ) from error
+
+    def write(self, name: str, writer: Callable[[Path], None]) -> FileEntry:
+        """Have `writer` write one file at the path it is given; hash and flush it.
+
+        Skips the writer where an earlier build with the same key wrote this file already.
+        """
+        if name in self._files:
+            return self._files[name]
+        path = self._inside(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)  # half of it may be there from a killed build
+        writer(path)
+        entry = hash_file(path)
+        _flush(path)
+        _flush(path.parent)
+        self._note({"name": name, "sha256": entry.sha256, "bytes": entry.bytes})
+        self._files[name] = entry
+        return entry
+
+    def finish(self, manifest: str) -> None:
+        """Write the manifest and make the directory the package, in one rename."""
+        path = self._partial / NAME
+        path.write_text(manifest, encoding="utf-8")
+        _flush(path)
+        (self._partial / JOURNAL).unlink()
+        self._drop_strays()
+        _flush(self._partial)
+        _install(self._partial, self.out)
+        _flush(self.out.parent)
+        os.close(self._lock)
+        self._lock = -1
+
+    def _inside(self, name: str) -> Path:
+        path = PurePosixPath(name)
+        assert not path.is_absolute(), name
+        assert ".." not in path.parts, name
+        assert name not in (NAME, JOURNAL), name
+        return self._partial / path
+
+    def _resume(self) -> None:
+        journal = self._partial / JOURNAL
+        rows = list(_rows(journal))
+        if not rows or rows[0].get("key") != self._key:
+            _empty(self._partial)
+            self._note({"key": self._key})
+            return
+        for row in rows[1:]:
+            name, entry = _entry(row)
+            path = self._partial / name
+            if path.is_file() and path.stat().st_size == entry.bytes:
+                self._files[name] = entry
+
+    def _note(self, row: dict[str, object]) -> None:
+        with (self._partial / JOURNAL).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _drop_strays(self) -> None:
+        # A writer's own temporary files, or a file of a build that was killed and then changed.
+        for path in self._partial.rglob("*"):
+            name = path.relative_to(self._partial).as_posix()
+            if not path.is_dir() and name != NAME and name not in self._files:
+                path.unlink()
+
+    def _discard(self) -> None:
+        if self._lock >= 0:
+            shutil.rmtree(self._partial, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+        for parent in self._made:
+            with contextlib.suppress(OSError):  # somebody else may have put something there
+                parent.rmdir()
+
+
+def _check_free(out: Path) -> None:
+    if (out.exists() or out.is_symlink()) and not is_package(out):
+        what = "a directory of something else" if out.is_dir() else "a file"
+        raise PackageError(f"{out} must be free or a thor-dflash package (got {what})")
+
+
+def _make_parents(parent: Path) -> list[Path]:
+    missing = [p for p in (parent, *parent.parents) if not p.exists()]
+    parent.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+def _lock(partial: Path, out: Path) -> int:
+    """Create the directory and lock it; the open descriptor is the lock."""
+    while True:
+        partial.mkdir(exist_ok=True)
+        handle = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            os.close(handle)
+            raise PackageError(f"{out} must have one build at a time (got a second)") from e
+        # Between the open and the lock the other build may have renamed the directory away.
+        if partial.exists() and os.path.samestat(os.fstat(handle), partial.stat()):
+            return handle
+        os.close(handle)
+
+
+def _rows(journal: Path) -> Iterator[dict[str, object]]:
+    try:
+        lines = journal.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return
+    for line in lines:
+        try:
+            row: object = json.loads(line)
+        except ValueError:
+            return  # torn by the kill; what it names is written again
+        if isinstance(row, dict):
+            yield cast("dict[str, object]", row)
+
+
+def _entry(row: dict[str, object]) -> tuple[str, FileEntry]:
+    size = row["bytes"]
+    assert isinstance(size, int)
+    return str(row["name"]), FileEntry(sha256=str(row["sha256"]), bytes=size)
+
+
+def _empty(directory: Path) -> None:
+    for path in directory.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _install(partial: Path, out: Path) -> None:
+    if not out.exists():
+        partial.rename(out)
+        return
+    _check_free(out)
+    # After the swap the old package bears the name of the staging directory: locked, so that a
+    # build that starts now does not take it for its own while it is being deleted.
+    handle = os.open(out, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _exchange(partial, out):
+            shutil.rmtree(partial)
+            return
+    finally:
+        os.close(handle)
+    # This file system cannot swap two names: for a moment there is no package at `out`.
+    old = _old(out)
+    out.rename(old)
+    partial.rename(out)
+    shutil.rmtree(old)
+
+
+def _old(out: Path) -> Path:
+    return out.with_name(f".{out.name}.old")
+
+
+def _recover(out: Path) -> None:
+    """Tidy up after a build that was killed between or after the two renames of `_install`."""
+    old = _old(out)
+    if is_package(old) and not out.exists():
+        old.rename(out)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swap two names in one step. False where the system has no such call."""
+    try:
+        swap = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:
+        return False
+    return bool(swap(_AT_CWD, os.fsencode(a), _AT_CWD, os.fsencode(b), _EXCHANGE) == 0)
+
+
+def _is_full(error: OSError, directory: Path) -> bool:
+    if error.errno is not None:
+        return error.errno in _FULL
+    return shutil.disk_usage(directory).free < _SPARE

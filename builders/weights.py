@@ -1,0 +1,84 @@
+"""The weight files of a package: which tensor lies where, and the writing of them.
+
+Where each tensor lies follows from names, types and shapes alone, so that graphs can be made
+before, after or without the writing, and a resumed build finds the same layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from thor_dflash.tensors import Array, DType
+
+ALIGNMENT = 4096
+"""Tensors start on pages, so that a mapping of one is a mapping of nothing else, bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor of a weight file."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    file: str
+    """Relative to the package."""
+    offset: int
+    """Bytes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size, bytes."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    stored: Stored
+    make: Callable[[], Array]
+
+
+@dataclass(slots=True)
+class WeightFiles:
+    """Tensors by file, in the order they were added."""
+
+    _sources: dict[str, list[_Source]] = field(default_factory=dict[str, list[_Source]])
+    _names: dict[str, Stored] = field(default_factory=dict[str, Stored])
+
+    def add(self, file: str, name: str, dtype: DType, shape: Sequence[int],
+            make: Callable[[], Array]) -> Stored:
+        """Place a tensor at the end of a file. `make` is called when the file is written."""
+        assert name not in self._names, name
+        sources = self._sources.setdefault(file, [])
+        end = sources[-1].stored.offset + sources[-1].stored.nbytes if sources else 0
+        offset = -(-end // ALIGNMENT) * ALIGNMENT
+        stored = Stored(name, dtype, tuple(shape), file, offset)
+        sources.append(_Source(stored, make))
+        self._names[name] = stored
+        return stored
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Every file, in the order they began."""
+        return tuple(self._sources)
+
+    def nbytes(self, file: str) -> int:
+        """Size of one file, bytes."""
+        last = self._sources[file][-1].stored
+        return last.offset + last.nbytes
+
+    def write(self, file: str, path: Path, advance: Callable[[int], None]) -> None:
+        """Write one file, a tensor at a time; `advance` is told the bytes as they are written."""
+        with path.open("wb") as out:
+            for source in self._sources[file]:
+                stored, value = source.stored, np.ascontiguousarray(source.make())
+                assert value.shape == stored.shape, (stored, value.shape)
+                assert DType.of(value) is stored.dtype, (stored, value.dtype)
+                padding = stored.offset - out.tell()
+                out.write(b"\0" * padding)
+                out.write(value.view(np.uint8).data)
+                advance(padding + stored.nbytes)

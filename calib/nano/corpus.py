@@ -1,0 +1,119 @@
+"""Token rows for training: tasks as token ids with loss weights, drawn in many processes and packed into rows."""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from thor_dflash.calib.nano.tokenizer import CLOSE, prompt_text
+from thor_dflash.calib.planbench import FAMILIES, sample
+
+ROW = 1024
+"""Tokens of a packed row."""
+PROMPT_WEIGHT = 0.1
+"""Loss weight of prompt tokens: enough to learn copying from the request, too little to spend capacity on noise."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """One training sample."""
+
+    ids: npt.NDArray[np.int16]
+    weight: npt.NDArray[np.float32]
+    """Loss weight of each token as a prediction."""
+    prompt: int
+    """Tokens of the prompt."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Packed rows, [R, ROW] each."""
+
+    ids: npt.NDArray[np.int16]
+    pos: npt.NDArray[np.int16]
+    weight: npt.NDArray[np.float32]
+    answer: npt.NDArray[np.bool_]
+    """True from a document's last prompt token to its last token but one: where a draft may start."""
+
+
+def document(tokenizer: Tokenizer, family: str, seed: str) -> Document:
+    """One training document: 70 % thinking, 18 % without, 12 % with thinking cut by the budget's closing text."""
+    task = sample(family, seed, "train")
+    rng = Random(seed)
+    kind = rng.random()
+    thinking = kind >= 0.18
+    prompt = tokenizer.encode(prompt_text(task, thinking)).ids
+    answer = tokenizer.encode(task.plan + "<|im_end|>").ids
+    forced: list[int] = []
+    thought: list[int] = []
+    if thinking and kind < 0.30:
+        whole = tokenizer.encode(task.thinking + "\n").ids
+        thought = whole[: rng.randint(0, len(whole) - 1)]
+        forced = tokenizer.encode(CLOSE).ids
+    elif thinking:
+        thought = tokenizer.encode(task.thinking + "\n</think>\n\n").ids
+    ids = [*prompt, *thought, *forced, *answer]
+    weight = [PROMPT_WEIGHT] * len(prompt) + [1.0] * len(thought) + [0.0] * len(forced) + [1.0] * len(answer)
+    return Document(np.array(ids, np.int16), np.array(weight, np.float32), len(prompt))
+
+
+def documents(tokenizer_file: Path, count: int, tag: str, workers: int) -> list[Document]:
+    """``count`` documents, the families taking turns, drawn in ``workers`` processes."""
+    share = (count + workers - 1) // workers
+    jobs = [(tokenizer_file, tag, w * share, min(count, (w + 1) * share)) for w in range(workers)]
+    if workers == 1:
+        return _slice(jobs[0])
+    with ProcessPoolExecutor(workers) as pool:
+        return [doc for part in pool.map(_slice, jobs) for doc in part]
+
+
+def pack(docs: list[Document], seed: int) -> Rows:
+    """Shuffle documents and put them into rows without splitting any; a row's rest is padding of weight 0."""
+    order = list(range(len(docs)))
+    Random(seed).shuffle(order)
+    bins: list[list[int]] = []
+    open_bins: list[tuple[int, int]] = []
+    for index in order:
+        size = len(docs[index].ids)
+        place = next((i for i, (_, room) in enumerate(open_bins) if room >= size), None)
+        if place is None:
+            bins.append([index])
+            open_bins.append((len(bins) - 1, ROW - size))
+        else:
+            which, room = open_bins.pop(place)
+            bins[which].append(index)
+            open_bins.append((which, room - size))
+        # Only recent rows stay open, so that packing is linear in the number of documents.
+        if len(open_bins) > 64:
+            open_bins.pop(0)
+    Random(seed + 1).shuffle(bins)
+    return _fill(docs, bins)
+
+
+def _fill(docs: list[Document], bins: list[list[int]]) -> Rows:
+    shape = (len(bins), ROW)
+    ids, pos = np.zeros(shape, np.int16), np.zeros(shape, np.int16)
+    weight, answer = np.zeros(shape, np.float32), np.zeros(shape, np.bool_)
+    for row, members in enumerate(bins):
+        at = 0
+        for index in members:
+            doc = docs[index]
+            end = at + len(doc.ids)
+            ids[row, at:end], weight[row, at:end] = doc.ids, doc.weight
+            pos[row, at:end] = np.arange(len(doc.ids))
+            answer[row, at + doc.prompt - 1 : end - 1] = True
+            at = end
+        pos[row, at:] = np.arange(ROW - at)
+    return Rows(ids, pos, weight, answer)
+
+
+def _slice(job: tuple[Path, str, int, int]) -> list[Document]:
+    tokenizer_file, tag, start, stop = job
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    return [document(tokenizer, FAMILIES[i % len(FAMILIES)], f"{tag}{i}") for i in range(start, stop)]

@@ -1,0 +1,61 @@
+"""Sizes of planner-nano. Head geometry is the 27B's, so that the very same kernels run it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BPE_ENTRIES = 1600
+"""Byte-level BPE entries; the special tokens follow."""
+VOCAB = 1664
+"""Rows of the embedding. Ids beyond the tokenizer's exist on purpose, as in the 27B, and are never sampled."""
+
+
+@dataclass(frozen=True)
+class TargetDims:
+    """The target: hybrid gated-delta-net and gated attention, tied embeddings."""
+
+    hidden: int = 320
+    intermediate: int = 576
+    layers: int = 8
+    q_heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 256
+    rotary: int = 64
+    gdn_k_heads: int = 2
+    gdn_v_heads: int = 4
+    gdn_dim: int = 128
+    conv: int = 4
+    theta: float = 1e7
+    eps: float = 1e-6
+    vocab: int = VOCAB
+
+    def is_full(self, layer: int) -> bool:
+        """Whether a 0-based layer is full attention: every fourth."""
+        return (layer + 1) % 4 == 0
+
+    @property
+    def conv_channels(self) -> int:
+        """Channels of the causal convolution: q, k and v of every GDN head."""
+        return (2 * self.gdn_k_heads + self.gdn_v_heads) * self.gdn_dim
+
+
+@dataclass(frozen=True)
+class DrafterDims:
+    """The DFlash drafter: sliding layers causal in the block, the last layer bidirectional."""
+
+    hidden: int = 320
+    intermediate: int = 704
+    layers: int = 3
+    q_heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 128
+    window: int = 256
+    block: int = 16
+    taps: int = 3
+    theta: float = 1e7
+    eps: float = 1e-6
+
+
+def tap_layers(target_layers: int, taps: int) -> list[int]:
+    """0-based target layers whose output the drafter reads. Source: DFlash, ``build_target_layer_ids``."""
+    return [round(1 + i * (target_layers - 4) / (taps - 1)) for i in range(taps)]

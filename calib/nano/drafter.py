@@ -1,0 +1,130 @@
+"""The DFlash drafter in torch, for training on many anchors of packed rows at once.
+
+Letters: B packed rows, T tokens, N anchors a row, 16 block rows, D hidden. Source: spec of the drafter; the forward pass of
+z-lab's ``DFlashDraftModel``. Sliding layers are causal inside the block, the last layer is not. Norms are plain (w).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from thor_dflash.calib.nano.dims import DrafterDims
+from thor_dflash.calib.nano.target import Mlp, Norm, linear, rope, shared
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Where the blocks stand and what each query may see."""
+
+    ids: Tensor
+    """[B, N * 16] anchor token, then masks."""
+    pos: Tensor
+    """[B, N * 16] positions inside the document."""
+    sliding: Tensor
+    """[B, 1, N * 16, T + N * 16] True where a query may see a key, in sliding layers."""
+    full: Tensor
+    """The same for the full layer."""
+
+
+def blocks(dims: DrafterDims, ids: Tensor, pos: Tensor, anchors: Tensor, mask_id: int) -> Blocks:
+    """Blocks for anchors [B, N] (row indices) of packed rows; a block's context is all tokens before its anchor."""
+    batch, count = anchors.shape
+    size, device = dims.block, ids.device
+    time = torch.arange(ids.shape[1], device=device)
+    doc = (pos == 0).cumsum(1)
+    block_ids = torch.full((batch, count, size), mask_id, device=device, dtype=torch.long)
+    block_ids[:, :, 0] = ids.gather(1, anchors)
+    row = torch.arange(size, device=device)
+    at = (pos.gather(1, anchors)[:, :, None] + row).flatten(1)
+    owner = torch.arange(count, device=device).repeat_interleave(size)
+    anchor = anchors.repeat_interleave(size, 1)
+    past = (doc.gather(1, anchor)[:, :, None] == doc[:, None, :]) & (time < anchor[:, :, None])
+    near = at[:, :, None] - pos[:, None, :] < dims.window
+    same = owner[:, None] == owner[None, :]
+    slot = row.repeat(count)
+    causal = (same & (slot[:, None] >= slot[None, :])).expand(batch, -1, -1)
+    sliding = torch.cat([past & near, causal], dim=-1)
+    full = torch.cat([past, same.expand(batch, -1, -1)], dim=-1)
+    return Blocks(block_ids.flatten(1), at, sliding[:, None], full[:, None])
+
+
+def norm0(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Plain RMS norm: x / rms(x) * w, in F32, back in x's dtype."""
+    y = x.float()
+    return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+
+
+class DraftAttention(nn.Module):
+    """Block rows attend to context K/V and to their own block."""
+
+    def __init__(self, dims: DrafterDims) -> None:
+        super().__init__()
+        self.dims = dims
+        self.q_proj = linear(dims.q_heads * dims.head_dim, dims.hidden)
+        self.k_proj = linear(dims.kv_heads * dims.head_dim, dims.hidden)
+        self.v_proj = linear(dims.kv_heads * dims.head_dim, dims.hidden)
+        self.o_proj = linear(dims.hidden, dims.q_heads * dims.head_dim)
+        self.q_norm = Norm(dims.head_dim, start=1.0)
+        self.k_norm = Norm(dims.head_dim, start=1.0)
+
+    def forward(self, x: Tensor, context: Tensor, pos: Tensor, at: Tensor, mask: Tensor, quant: bool) -> Tensor:
+        """x [B, N * 16, D] block rows at positions ``at``, context [B, T, D] at ``pos``."""
+        d = self.dims
+        wq, wk, wv = shared(quant, self.q_proj, self.k_proj, self.v_proj)
+        both = torch.cat([context.to(x.dtype), x], dim=1)
+        places = torch.cat([pos, at], dim=1)
+        q, k, v = (
+            F.linear(u, w).unflatten(-1, (-1, d.head_dim)).transpose(1, 2)
+            for u, w in ((x, wq), (both, wk), (both, wv))
+        )
+        q = rope(norm0(q, self.q_norm.weight, d.eps), at, d.head_dim, d.theta)
+        k = rope(norm0(k, self.k_norm.weight, d.eps), places, d.head_dim, d.theta)
+        ratio = d.q_heads // d.kv_heads
+        k, v = k.repeat_interleave(ratio, 1), v.repeat_interleave(ratio, 1)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        (wo,) = shared(quant, self.o_proj)
+        return F.linear(out.transpose(1, 2).flatten(2), wo)
+
+
+class DraftLayer(nn.Module):
+    """Pre-norm block of the drafter."""
+
+    def __init__(self, dims: DrafterDims) -> None:
+        super().__init__()
+        self.eps = dims.eps
+        self.self_attn = DraftAttention(dims)
+        self.mlp = Mlp(dims.hidden, dims.intermediate)
+        self.input_layernorm = Norm(dims.hidden, start=1.0)
+        self.post_attention_layernorm = Norm(dims.hidden, start=1.0)
+
+    def forward(self, x: Tensor, context: Tensor, pos: Tensor, at: Tensor, mask: Tensor, quant: bool) -> Tensor:
+        h = norm0(x, self.input_layernorm.weight, self.eps)
+        x = x + self.self_attn(h, context, pos, at, mask, quant)
+        return x + self.mlp(norm0(x, self.post_attention_layernorm.weight, self.eps), quant)
+
+
+class Drafter(nn.Module):
+    """The drafter without embedding and head: it uses the target's."""
+
+    def __init__(self, dims: DrafterDims) -> None:
+        super().__init__()
+        self.dims = dims
+        self.fc = linear(dims.hidden, dims.taps * dims.hidden)
+        self.hidden_norm = Norm(dims.hidden, start=1.0)
+        self.layers = nn.ModuleList(DraftLayer(dims) for _ in range(dims.layers))
+        self.norm = Norm(dims.hidden, start=1.0)
+
+    def forward(self, table: Tensor, taps: Tensor, pos: Tensor, rows: Blocks, quant: bool) -> Tensor:
+        """Normed block rows [B, N * 16, D]. ``table`` is the target's embedding, taps [B, T, 3 * D]."""
+        (fc,) = shared(quant, self.fc)
+        context = norm0(F.linear(taps, fc), self.hidden_norm.weight, self.dims.eps)
+        x = F.embedding(rows.ids, table)
+        last = len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
+            mask = rows.full if index == last else rows.sliding
+            x = layer(x, context, pos, rows.pos, mask, quant)
+        return norm0(x, self.norm.weight, self.dims.eps)

@@ -1,0 +1,138 @@
+"""What planner-nano is worth on held-out tasks: valid plans under strict greedy decoding, and the mean accept length."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from thor_dflash.calib.nano.drafter import Drafter, blocks
+from thor_dflash.calib.nano.rollout import rollout
+from thor_dflash.calib.nano.target import CHUNK, Target, packing
+from thor_dflash.calib.nano.tokenizer import CLOSE, prompt_text
+from thor_dflash.calib.planbench import FAMILIES, Task, heldout, judge
+
+LONGEST = 768
+"""Tokens of prompt and output."""
+CUT = 10
+"""Thinking tokens before the budget's closing text, in the mode "cut"."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One generated output."""
+
+    task: Task
+    prompt: list[int]
+    made: list[int]
+
+
+def answers(model: Target, tokenizer: Tokenizer, tasks: list[Task], mode: str) -> list[Answer]:
+    """Greedy outputs in mode "on", "off" or "cut" (the canonical thinking's first tokens, then the closing text)."""
+    prompts = [tokenizer.encode(prompt_text(task, mode != "off")).ids for task in tasks]
+    if mode == "cut":
+        close = tokenizer.encode(CLOSE).ids
+        starts = [tokenizer.encode(task.thinking).ids[:CUT] for task in tasks]
+        prompts = [p + start + close for p, start in zip(prompts, starts, strict=True)]
+    usable = tokenizer.get_vocab_size()
+    ends = (tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>"))
+    made = rollout(model, prompts, LONGEST, usable, ends)
+    return [Answer(*parts) for parts in zip(tasks, prompts, made, strict=True)]
+
+
+def plan_of(tokenizer: Tokenizer, made: list[int]) -> str:
+    """The plan text of an output: what follows the thinking, end token dropped."""
+    text = tokenizer.decode(made, skip_special_tokens=False)
+    return text.rsplit("</think>", 1)[-1].removesuffix("<|im_end|>").strip()
+
+
+def validity(tokenizer: Tokenizer, found: list[Answer], show: int) -> dict[str, float]:
+    """Share of valid plans per family and over all; prints the first ``show`` failures."""
+    hits: dict[str, list[bool]] = {family: [] for family in FAMILIES}
+    for answer in found:
+        plan = plan_of(tokenizer, answer.made)
+        verdict = judge(answer.task, plan)
+        hits[answer.task.family].append(verdict.valid)
+        if not verdict.valid and show > 0:
+            show -= 1
+            print(f"  {answer.task.name}: {verdict.reason}\n    wanted {answer.task.plan}\n    got    {plan[:600]}")
+    rates = {family: sum(h) / max(1, len(h)) for family, h in hits.items()}
+    rates["all"] = sum(sum(h) for h in hits.values()) / max(1, len(found))
+    return rates
+
+
+@torch.no_grad()
+def accept_lengths(target: Target, drafter: Drafter, found: list[Answer], mask_id: int, taps: tuple[int, ...]) -> list[float]:
+    """Committed tokens per verify of each output, bonus included, as the decode loop would commit them.
+
+    Strict greedy output does not depend on the drafter, so every anchor can be drafted first and the loop walked after.
+    """
+    device = target.embed_tokens.weight.device
+    lengths: list[float] = []
+    for answer in found:
+        whole = answer.prompt + answer.made
+        size = (len(whole) + CHUNK - 1) // CHUNK * CHUNK
+        ids = torch.zeros(1, size, dtype=torch.long, device=device)
+        ids[0, : len(whole)] = torch.tensor(whole)
+        pos = torch.arange(size, device=device)[None]
+        first, stop = len(answer.prompt) - 1, len(whole) - 1
+        anchors = torch.arange(first, stop, device=device)[None]
+        drafts = draft_tokens(target, drafter, ids, pos, anchors, mask_id, taps)[0]
+        offsets = anchors[0][:, None] + torch.arange(1, drafts.shape[1] + 1, device=device)
+        right = (drafts == ids[0][offsets.clamp(max=size - 1)]) & (offsets <= stop)
+        matched = right.int().cumprod(-1).sum(-1).tolist()
+        at, cycles = first, 0
+        while at < stop:
+            at += matched[at - first] + 1
+            cycles += 1
+        lengths.append((stop - first) / cycles)
+    return lengths
+
+
+def draft_tokens(
+    target: Target, drafter: Drafter, ids: Tensor, pos: Tensor, anchors: Tensor, mask_id: int, taps: tuple[int, ...]
+) -> Tensor:
+    """Drafts [B, N, 15] of every anchor; both models must hold the weights to be used as they are."""
+    device = ids.device
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        _, kept = target(ids, packing(pos), False, taps)
+        rows = blocks(drafter.dims, ids, pos, anchors, mask_id)
+        out = drafter(target.embed_tokens.weight, torch.cat(kept, -1), pos, rows, False)
+        scores = F.linear(out.unflatten(1, (-1, drafter.dims.block))[:, :, 1:], target.embed_tokens.weight)
+    return scores.argmax(-1)
+
+
+def report(
+    target: Target, drafter: Drafter | None, tokenizer: Tokenizer, count: int, taps: tuple[int, ...], show: int = 8
+) -> dict[str, dict[str, float]]:
+    """Validity in the three modes, and accept length per family with thinking on. Prints and returns the numbers."""
+    tasks = heldout(count)
+    found = {mode: answers(target, tokenizer, tasks, mode) for mode in ("on", "off", "cut")}
+    result: dict[str, dict[str, float]] = {}
+    for mode, given in found.items():
+        result[f"valid_{mode}"] = validity(tokenizer, given, show if mode == "on" else 0)
+    if drafter is not None:
+        mask_id = tokenizer.token_to_id("<|audio_start|>")
+        for mode in ("on", "off"):
+            given = found[mode][:240]
+            lengths = accept_lengths(target, drafter, given, mask_id, taps)
+            by_family = {
+                f: [x for x, a in zip(lengths, given, strict=True) if a.task.family == f] for f in FAMILIES
+            }
+            means = {f: sum(v) / max(1, len(v)) for f, v in by_family.items()}
+            tokens = sum(len(a.made) for a in given)
+            cycles = sum(len(a.made) / x for a, x in zip(given, lengths, strict=True))
+            result[f"accept_{mode}"] = {**means, "all": tokens / cycles}
+    for name, numbers in result.items():
+        print(name, " ".join(f"{k}={v:.3f}" for k, v in numbers.items()), flush=True)
+    return result
+
+
+def write_report(path: Path, result: dict[str, dict[str, float]]) -> None:
+    """Write the numbers as JSON."""
+    path.write_text(json.dumps(result, indent=2) + "\n")

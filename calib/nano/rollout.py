@@ -1,0 +1,154 @@
+"""Greedy generation for many prompts at once, one token a step, captured as one CUDA graph where there is a GPU.
+
+Letters: B prompts, T longest length. Every row is at the same position; a row still inside its prompt takes the prompt's
+next token instead of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from thor_dflash.calib.nano.dims import TargetDims
+from thor_dflash.calib.nano.target import Attention, Gdn, Target, norm1
+
+GRAPH_WARMUP = 3
+CHECK_EVERY = 32
+"""Steps between two looks at whether all rows have ended."""
+
+
+@dataclass
+class State:
+    """What a step reads and writes; all tensors stay at their address."""
+
+    ids: Tensor
+    """[B, T] prompts, then what was generated."""
+    prompt: Tensor
+    """[B] prompt lengths."""
+    at: Tensor
+    """[1] position of the newest token."""
+    ended: Tensor
+    """[B] whether an end token was generated."""
+    caches: list[tuple[Tensor, Tensor]]
+    """Per layer: (K, V) [B, Hkv, T, 256], or (conv tail [B, 3, channels], S [B, Hv, 128, 128] F32)."""
+
+
+def rollout(model: Target, prompts: list[list[int]], longest: int, usable: int, ends: tuple[int, ...]) -> list[list[int]]:
+    """Greedy continuations, end token included. ``usable`` ids are sampled, padded rows of the vocabulary never.
+
+    The model must hold the weights to be used as they are; nothing is quantised here.
+    """
+    device = model.embed_tokens.weight.device
+    state = _start(model.dims, prompts, longest, device)
+    stops = torch.tensor(ends, device=device)
+
+    def step() -> None:
+        _step(model, state, usable, stops)
+
+    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda", cache_enabled=False):
+        replay = Captured(step, state) if device.type == "cuda" else step
+        for number in range(longest - 1):
+            replay()
+            if number % CHECK_EVERY == CHECK_EVERY - 1 and bool(state.ended.all()):
+                break
+    return _cut(state, ends)
+
+
+def _start(dims: TargetDims, prompts: list[list[int]], longest: int, device: torch.device) -> State:
+    batch = len(prompts)
+    ids = torch.zeros(batch, longest, dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)] = torch.tensor(prompt)
+    kept = torch.bfloat16 if device.type == "cuda" else torch.float32
+    caches: list[tuple[Tensor, Tensor]] = []
+    for layer in range(dims.layers):
+        if dims.is_full(layer):
+            shape = (batch, dims.kv_heads, longest, dims.head_dim)
+            caches.append((torch.zeros(shape, device=device, dtype=kept), torch.zeros(shape, device=device, dtype=kept)))
+        else:
+            tail = torch.zeros(batch, dims.conv - 1, dims.conv_channels, device=device, dtype=kept)
+            states = torch.zeros(batch, dims.gdn_v_heads, dims.gdn_dim, dims.gdn_dim, device=device)
+            caches.append((tail, states))
+    lengths = torch.tensor([len(p) for p in prompts], device=device)
+    at = torch.zeros(1, dtype=torch.long, device=device)
+    return State(ids.to(device), lengths, at, torch.zeros(batch, dtype=torch.bool, device=device), caches)
+
+
+def _step(model: Target, state: State, usable: int, stops: Tensor) -> None:
+    x = F.embedding(state.ids.index_select(1, state.at), model.embed_tokens.weight)
+    for layer, cache in zip(model.layers, state.caches, strict=True):
+        h = norm1(x, layer.input_layernorm.weight, layer.eps)
+        mixed = _attention(layer.self_attn, h, state.at, cache) if layer.full else _gdn(layer.linear_attn, h, cache)
+        x = x + mixed
+        x = x + layer.mlp(norm1(x, layer.post_attention_layernorm.weight, layer.eps), False)
+    scores = model.logits(norm1(x, model.norm.weight, model.dims.eps))[:, 0, :usable]
+    following = (state.at + 1).clamp(max=state.ids.shape[1] - 1)
+    given = state.ids.index_select(1, following)[:, 0]
+    own = following >= state.prompt
+    token = torch.where(own, scores.argmax(-1), given)
+    state.ids.index_copy_(1, following, token[:, None])
+    state.ended.logical_or_(own & torch.isin(token, stops))
+    state.at.copy_(following)
+
+
+def _attention(layer: Attention, h: Tensor, at: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
+    keys, values = cache
+    q, gate, k, v = layer.project(h, at.expand(h.shape[0], 1), False)
+    keys.index_copy_(2, at, k.to(keys.dtype))
+    values.index_copy_(2, at, v.to(values.dtype))
+    seen = (torch.arange(keys.shape[2], device=at.device) <= at)[None, None, None]
+    return layer.attend(q, gate, keys.to(q.dtype), values.to(q.dtype), seen, False)
+
+
+def _gdn(layer: Gdn, h: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
+    tail, state = cache
+    d = layer.dims
+    raw = F.linear(h, layer.in_proj_qkv.weight)
+    window = torch.cat([tail, raw.to(tail.dtype)], dim=1)
+    mixed = (window * layer.conv1d.weight[:, 0].T.to(window.dtype)).sum(1, keepdim=True)
+    q, k, v = (u[:, :, 0] for u in layer.heads(F.silu(mixed)))
+    g, beta = (u[:, 0] for u in layer.gates(h))
+    with torch.autocast(h.device.type, enabled=False):
+        decayed = state * g.exp()[..., None, None]
+        error = beta[..., None] * (v - (decayed * k[..., None]).sum(2))
+        decayed = decayed + k[..., None] * error[:, :, None]
+        o = (decayed * q[..., None]).sum(2)
+    state.copy_(decayed)
+    tail.copy_(window[:, 1:])
+    z = F.linear(h, layer.in_proj_z.weight).unflatten(-1, (d.gdn_v_heads, d.gdn_dim))
+    return layer.gated_out(o[:, None], z, h.dtype, False)
+
+
+class Captured:
+    """A step as a CUDA graph; warm-up changes are undone before the first replay."""
+
+    def __init__(self, step: Callable[[], None], state: State) -> None:
+        first = state.ids.clone()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(GRAPH_WARMUP):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            step()
+        state.ids.copy_(first)
+        for tensor in (state.at, state.ended, *(t for pair in state.caches for t in pair)):
+            tensor.zero_()
+
+    def __call__(self) -> None:
+        self.graph.replay()
+
+
+def _cut(state: State, ends: tuple[int, ...]) -> list[list[int]]:
+    found: list[list[int]] = []
+    for row, length in zip(state.ids.tolist(), state.prompt.tolist(), strict=True):
+        made = row[length:]
+        stop = next((i for i, token in enumerate(made) if token in ends), len(made) - 1)
+        found.append(made[: stop + 1])
+    return found

@@ -1,0 +1,251 @@
+"""Train planner-nano stage by stage: ``python -m thor_dflash.calib.nano.train --stage tokenizer|target|drafter|export|eval``.
+
+Master weights lie in ``--work`` between stages and calls, so that a run that was cut off goes on from its last save.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from thor_dflash.calib.nano import checkpoint, corpus, evaluate
+from thor_dflash.calib.nano.dims import DrafterDims, TargetDims, tap_layers
+from thor_dflash.calib.nano.drafter import Drafter, blocks
+from thor_dflash.calib.nano.optim import Optimiser, rate_at
+from thor_dflash.calib.nano.rollout import rollout
+from thor_dflash.calib.nano.target import Target, packing
+from thor_dflash.calib.nano.tokenizer import SPECIAL, train_tokenizer
+
+SAVE_EVERY = 500
+"""Steps between two saves of the master weights."""
+GAMMA = 7.0
+"""Decay of the drafter's loss over block positions. Source: DFlash."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The command line, resolved."""
+
+    models: Path
+    work: Path
+    device: torch.device
+    docs: int
+    rows: int
+    """Packed rows per step."""
+    anchors: int
+    """Blocks per packed row, for the drafter."""
+    steps: int
+    seconds: float
+    peak: float
+    """Highest learning-rate factor; below 1 when a finished run is continued."""
+    workers: int
+    compiled: bool
+    rollouts: int
+    held: int
+
+    @property
+    def target_dir(self) -> Path:
+        """The target's checkpoint directory."""
+        return self.models / "target"
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The trained tokenizer."""
+        return Tokenizer.from_file(str(self.target_dir / "tokenizer.json"))
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parse the command line and run one or more stages in order."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--stage", nargs="+", required=True, choices=["tokenizer", "target", "drafter", "export", "eval"])
+    parser.add_argument("--models", type=Path, default=Path("models/planner-nano"))
+    parser.add_argument("--work", type=Path, default=Path("build/nano"))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--docs", type=int, default=400_000)
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--anchors", type=int, default=48)
+    parser.add_argument("--steps", type=int, default=100_000)
+    parser.add_argument("--seconds", type=float, default=400.0, help="training time of each trained stage")
+    parser.add_argument("--peak", type=float, default=1.0)
+    parser.add_argument("--workers", type=int, default=16)
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--rollouts", type=int, default=24_576, help="target outputs the drafter learns from")
+    parser.add_argument("--held", type=int, default=600, help="held-out tasks to evaluate")
+    args = parser.parse_args(argv)
+    run = Run(
+        args.models, args.work, torch.device(args.device), args.docs, args.rows, args.anchors, args.steps,
+        args.seconds, args.peak, args.workers, not args.no_compile, args.rollouts, args.held,
+    )
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    stages = {
+        "tokenizer": lambda: train_tokenizer(run.target_dir, 4000),
+        "target": lambda: train_target(run),
+        "drafter": lambda: train_drafter(run),
+        "export": lambda: export(run),
+        "eval": lambda: evaluate_all(run),
+    }
+    for stage in args.stage:
+        start = time.time()
+        stages[stage]()
+        print(f"stage {stage} took {time.time() - start:.0f} s", flush=True)
+
+
+def train_target(run: Run) -> None:
+    """Train the target on the corpus with quantised weights seen in every forward pass."""
+    start = time.time()
+    docs = corpus.documents(run.target_dir / "tokenizer.json", run.docs, "t", run.workers)
+    rows = corpus.pack(docs, 0)
+    print(f"corpus: {len(docs)} documents, {len(rows.ids)} rows, {time.time() - start:.0f} s", flush=True)
+    model = Target(TargetDims()).to(run.device)
+    resumed = checkpoint.load_master(model, run.work, "target")
+    print(f"target: {sum(p.numel() for p in model.parameters()):,} parameters, resumed: {resumed}", flush=True)
+    data = [torch.from_numpy(a).to(run.device) for a in (rows.ids, rows.pos, rows.weight)]
+
+    def loss(ids: Tensor, pos: Tensor, weight: Tensor) -> Tensor:
+        hidden, _ = model(ids, packing(pos), True)
+        scores = model.logits(hidden[:, :-1]).float()
+        seen = weight[:, 1:] * (pos[:, 1:] > 0)
+        each = F.cross_entropy(scores.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+        return (each * seen.flatten()).sum() / seen.sum()
+
+    _optimise(run, model, "target", loss, data)
+
+
+def train_drafter(run: Run) -> None:
+    """Train the drafter on the frozen exported target's own greedy outputs, one in five documents from the corpus."""
+    target = load_target(run)
+    tokenizer = run.tokenizer
+    docs = target_documents(run, target) + corpus.documents(
+        run.target_dir / "tokenizer.json", run.rollouts // 4, "c", run.workers
+    )
+    rows = corpus.pack(docs, 7)
+    print(f"drafter corpus: {len(docs)} documents, {len(rows.ids)} rows", flush=True)
+    model = Drafter(DrafterDims()).to(run.device)
+    resumed = checkpoint.load_master(model, run.work, "drafter")
+    print(f"drafter: {sum(p.numel() for p in model.parameters()):,} parameters, resumed: {resumed}", flush=True)
+    data = [torch.from_numpy(a).to(run.device) for a in (rows.ids, rows.pos, rows.answer)]
+    mask_id = tokenizer.token_to_id("<|audio_start|>")
+    taps = tuple(tap_layers(target.dims.layers, model.dims.taps))
+    size = model.dims.block
+    decay = torch.exp(-torch.arange(size - 1, device=run.device) / GAMMA)
+
+    def loss(ids: Tensor, pos: Tensor, answer: Tensor) -> Tensor:
+        with torch.no_grad():
+            _, kept = target(ids, packing(pos), False, taps)
+        anchors = torch.topk(torch.rand(ids.shape, device=ids.device) * answer, run.anchors, dim=1).indices
+        placed = blocks(model.dims, ids, pos, anchors, mask_id)
+        out = model(target.embed_tokens.weight, torch.cat(kept, -1), pos, placed, True)
+        scores = F.linear(out.unflatten(1, (-1, size))[:, :, 1:], target.embed_tokens.weight).float()
+        ahead = anchors[:, :, None] + torch.arange(1, size, device=ids.device)
+        inside = (ahead < ids.shape[1]) & answer.gather(1, (ahead - 1).clamp(max=ids.shape[1] - 1).flatten(1)).view(ahead.shape)
+        wanted = ids.gather(1, ahead.clamp(max=ids.shape[1] - 1).flatten(1))
+        # One gap in `answer` ends the document; what follows belongs to the next one.
+        weight = inside.int().cumprod(-1) * decay * answer.gather(1, anchors)[..., None]
+        each = F.cross_entropy(scores.flatten(0, 2), wanted.flatten(), reduction="none")
+        return (each * weight.flatten()).sum() / weight.sum()
+
+    _optimise(run, model, "drafter", loss, data)
+
+
+def target_documents(run: Run, target: Target) -> list[corpus.Document]:
+    """Greedy outputs of the target on training prompts, as documents."""
+    start = time.time()
+    tokenizer = run.tokenizer
+    drawn = corpus.documents(run.target_dir / "tokenizer.json", run.rollouts, "r", run.workers)
+    close = tokenizer.encode(corpus.CLOSE).ids
+    ends = (tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>"))
+    made: list[corpus.Document] = []
+    for first in range(0, len(drawn), 1024):
+        prompts = [_given(doc, close) for doc in drawn[first : first + 1024]]
+        outputs = rollout(target, prompts, 640, tokenizer.get_vocab_size(), ends)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            ids = np.array(prompt + output, np.int16)
+            made.append(corpus.Document(ids, np.ones(len(ids), np.float32), len(prompt)))
+    print(f"rollouts: {len(made)} outputs, {time.time() - start:.0f} s", flush=True)
+    return made
+
+
+def _given(doc: corpus.Document, close: list[int]) -> list[int]:
+    """What the target is given: the prompt, and the cut thinking with its closing text where a document has one."""
+    ids = doc.ids.tolist()
+    forced = np.flatnonzero(doc.weight == 0)
+    return ids[: int(forced[0]) + len(close)] if len(forced) else ids[: doc.prompt]
+
+
+def _optimise(run: Run, model: torch.nn.Module, stem: str, loss, data: list[Tensor]) -> None:  # type: ignore[no-untyped-def]
+    optimiser = Optimiser(model)
+    cast = torch.autocast(run.device.type, torch.bfloat16, enabled=run.device.type == "cuda")
+    forward = torch.compile(loss) if run.compiled else loss
+    total, order = data[0].shape[0], torch.empty(0, dtype=torch.long)
+    rng = Random(1)
+    begun = time.time()
+    start, smooth = begun, 0.0
+    for step in range(run.steps):
+        if len(order) < run.rows:
+            generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
+            order = torch.randperm(total, generator=generator)
+        chosen, order = order[: run.rows].to(run.device), order[run.rows :]
+        ids, pos, third = (part[chosen] for part in data)
+        with cast:
+            value = forward(ids.long(), pos.long(), third)
+        value.backward()
+        progress = max(step / run.steps, (time.time() - start) / run.seconds)
+        optimiser.step(run.peak * rate_at(min(1.0, progress)))
+        if step % 100 == 0 or step == 5:
+            smooth = value.item()
+            print(f"{stem} step {step} loss {smooth:.4f} progress {progress:.3f} {time.time() - begun:.0f} s", flush=True)
+        if step == 5:
+            # Compilation is over: the schedule counts from here.
+            start = time.time()
+        if step % SAVE_EVERY == SAVE_EVERY - 1:
+            checkpoint.save_master(model, run.work, stem)
+        if progress >= 1.0:
+            break
+    checkpoint.save_master(model, run.work, stem)
+    print(f"{stem}: {step + 1} steps of {run.rows} rows, {time.time() - begun:.0f} s", flush=True)
+
+
+def load_target(run: Run) -> Target:
+    """The target with the weights its exported checkpoint stands for, frozen."""
+    target = Target(TargetDims()).to(run.device)
+    checkpoint.load_exported(target, "model.", run.target_dir)
+    return target.requires_grad_(False)
+
+
+def export(run: Run) -> None:
+    """Write the checkpoint directories from the master weights (or from the seed, where there are none)."""
+    tokenizer = run.tokenizer
+    special = {text: tokenizer.token_to_id(text) for text in SPECIAL}
+    target, drafter = Target(TargetDims()), Drafter(DrafterDims())
+    if checkpoint.load_master(target, run.work, "target") or not (run.target_dir / "model.safetensors").exists():
+        checkpoint.export_weights(target, "model.", run.target_dir)
+    checkpoint.write_target_config(run.target_dir, target.dims, special)
+    folder = run.models / "drafter"
+    if checkpoint.load_master(drafter, run.work, "drafter") or not (folder / "model.safetensors").exists():
+        checkpoint.export_weights(drafter, "", folder)
+    checkpoint.write_drafter_config(folder, drafter.dims, target.dims, special["<|audio_start|>"])
+
+
+def evaluate_all(run: Run) -> None:
+    """Print the held-out numbers of the exported checkpoints and write them to ``<work>/eval.json``."""
+    target = load_target(run)
+    drafter = Drafter(DrafterDims()).to(run.device)
+    checkpoint.load_exported(drafter, "", run.models / "drafter")
+    taps = tuple(tap_layers(target.dims.layers, drafter.dims.taps))
+    result = evaluate.report(target, drafter, run.tokenizer, run.held, taps)
+    run.work.mkdir(parents=True, exist_ok=True)
+    evaluate.write_report(run.work / "eval.json", result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""A task as text: the system line, the scene, the request, the history, the thinking and the question."""
+
+from __future__ import annotations
+
+from random import Random
+
+from thor_dflash.calib.planbench.executor import Step, World
+from thor_dflash.calib.planbench.phrasing import say, think
+from thor_dflash.calib.planbench.planner import Trace
+from thor_dflash.calib.planbench.scene import HALL, SKILL_ARGS, Goal, Scene, door_of
+
+SYSTEM = (
+    "You are a robot planner. Think briefly, then answer with one JSON plan with goal, steps and "
+    "needs_clarification. Use only the skills, places and objects given. If the request cannot be done or is "
+    "unclear, give no steps and say why."
+)
+
+
+def scene_text(scene: Scene) -> str:
+    """The scene and the skills, as the user message shows them. Places carry their state in brackets."""
+    lines = ["Skills: " + ", ".join(f"{s}({','.join(_args(scene, s))})" for s in scene.skills)]
+    lines += [_robot_line(scene)]
+    if scene.doors:
+        rooms = [*scene.doors, HALL]
+        listed = (f"{room}({', '.join(p.name for p in scene.places if p.room == room)})" for room in rooms)
+        lines.append("Rooms: " + ", ".join(listed))
+        lines.append("Doors: " + ", ".join(f"{door_of(r)} {_lid(scene, door_of(r))}" for r in scene.doors))
+    elif len(scene.robots) == 1:
+        lines.append("Places: " + ", ".join(_place(scene, p.name) for p in scene.places))
+    held = {r.holding for r in scene.robots}
+    objects = frozenset(name for name, _ in scene.objects)
+    lines += [f"{name} on {say(where, objects)}" for name, where in scene.objects if name not in held]
+    return "\n".join(lines)
+
+
+def history_text(steps: list[Step], feedback: str) -> str:
+    """What was executed and how the last step failed."""
+    calls = [s.skill + "(" + ",".join(f'"{value}"' for value in s.args.values()) + ")" for s in steps]
+    done = [f"{call} ok" for call in calls[:-1]] + [f"{calls[-1]} failed"]
+    return "Done: " + ", ".join(done) + f"\nFeedback: {feedback}"
+
+
+def thinking_text(rng: Random, scene: Scene, traces: list[Trace], replanning: bool) -> str:
+    """A short reasoning that states where things are and what stands in the way, in the order of the plan."""
+    objects = frozenset(name for name, _ in scene.objects)
+    said = [think(rng, "trouble") if replanning else think(rng, "start", n=len(scene.goals))]
+    for trace in traces:
+        said += _goal_thoughts(rng, trace, objects)
+    return " ".join([*said, think(rng, "end")])
+
+
+def goal_text(goals: tuple[Goal, ...]) -> str:
+    """The "goal" field of a plan."""
+    return "".join(goal.text() for goal in goals)
+
+
+def _goal_thoughts(rng: Random, trace: Trace, objects: frozenset[str]) -> list[str]:
+    goal = trace.goal
+    thing = goal.subject
+    if not trace.steps:
+        return [think(rng, "done", t=_topic(goal, objects))]
+    if goal.kind != "at":
+        verb = {"open": "open", "closed": "close", "on": "turn on", "off": "turn off"}[goal.kind]
+        said = [think(rng, "state", v=verb, t=thing)]
+    elif trace.held:
+        said = [think(rng, "held", o=thing, t=say(goal.where, objects))]
+    else:
+        said = [think(rng, "at", o=thing, p=say(trace.start, objects), t=say(goal.where, objects))]
+    for index, step in enumerate(trace.steps):
+        if step.skill == "open" and goal.kind != "open":
+            said.append(think(rng, "shut", p=step.args["target"]))
+        elif step.skill == "handover":
+            said.append(think(rng, "handover", r=step.args["robot"], s=step.args["to"], t=goal.where))
+        elif step.skill == "pick" and step.args["object"] != thing:
+            aside = trace.steps[index + 1].args["on"]
+            said.append(think(rng, "blocked", b=step.args["object"], p=aside))
+    return said
+
+
+def _topic(goal: Goal, objects: frozenset[str]) -> str:
+    return say(goal.subject, objects) if goal.kind == "at" else goal.subject
+
+
+def _args(scene: Scene, skill: str) -> tuple[str, ...]:
+    return (("robot",) if len(scene.robots) > 1 else ()) + SKILL_ARGS[skill]
+
+
+def _robot_line(scene: Scene) -> str:
+    if len(scene.robots) > 1:
+        arms = (f"{r.name}(reach {', '.join(r.reach)})" for r in scene.robots)
+        return "Robots: " + ", ".join(arms) + ", hands empty"
+    robot = scene.robots[0]
+    hand = "hand empty" if robot.holding is None else f'holding "{robot.holding}"'
+    return f"Robot: {robot.name}, {hand}" if robot.place is None else f"Robot: at {robot.place}, {hand}"
+
+
+def _lid(scene: Scene, name: str) -> str:
+    if name in scene.locked:
+        return "locked"
+    return "open" if name in scene.opened else "closed"
+
+
+def _place(scene: Scene, name: str) -> str:
+    place = World(scene).places[name]
+    state = [_lid(scene, name)] if place.openable else []
+    if place.device:
+        state.append("on" if name in scene.on else "off")
+    return f"{name}({','.join(state)})" if state else name

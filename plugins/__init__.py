@@ -1,0 +1,18 @@
+"""Floor 2: one op = one room. `OPS` is the whole inventory; nothing registers itself.
+
+A room is a folder: `__init__.py` the contract, `reference.py` the definition in numpy float64 and
+the cases that hurt, `body.py` the ONNX function. A CUDA kernel and its launch rule have their
+place beside them.
+"""
+
+from thor_dflash.plugins.accept import OP as ACCEPT
+from thor_dflash.plugins.context_kv import OP as CONTEXT_KV
+from thor_dflash.plugins.draft_attention import OP as DRAFT_ATTENTION
+from thor_dflash.plugins.gdn import OP as GDN
+from thor_dflash.plugins.head import OP as HEAD
+from thor_dflash.plugins.linear import OP as LINEAR
+from thor_dflash.plugins.op import Op
+from thor_dflash.plugins.verify_attention import OP as VERIFY_ATTENTION
+
+OPS: tuple[Op, ...] = (
+    LINEAR, GDN, VERIFY_ATTENTION, DRAFT_ATTENTION, CONTEXT_KV, HEAD, ACCEPT)

@@ -1,0 +1,200 @@
+"""accept in numpy: the definition every other implementation is held to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from thor_dflash.plugins.op import Arrays, Attributes, Case
+from thor_dflash.tensors import Array
+
+HEADER = 4
+"""Words before the per-row ones."""
+
+STRICT, LOG_MARGIN, PROBABILITY_DELTA = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What one block came to."""
+
+    count: int
+    """Rows to commit, 1..R."""
+    fault: int
+    """The row that had no usable choice, among the committed ones; -1: none."""
+    relaxed: int
+    """Committed drafts that strict acceptance would have refused."""
+    agreed: int
+    """Drafts that agreed before cap and stop cut, 0..R - 1."""
+    tokens: tuple[int, ...]
+    """[count] committed tokens: what follows each committed row."""
+    choices: tuple[int, ...]
+    """[R] the target's own choice after each row, -1 at a fault."""
+
+    @classmethod
+    def read(cls, words: Array) -> Record:
+        """From the operator's int32 [4 + 2R] output."""
+        values = [int(v) for v in words]
+        rows = (len(values) - HEADER) // 2
+        return cls(*values[:HEADER], tokens=tuple(values[HEADER : HEADER + values[0]]),
+                   choices=tuple(values[HEADER + rows :]))
+
+
+def reference(x: Arrays, a: Attributes) -> dict[str, Array]:
+    """See the room's docstring for shapes. Walks row by row."""
+    rows = len(x["tokens"])
+    choices = [_choice(x, a, i) for i in range(rows)]
+    follow = [int(t) for t in x["tokens"][1:]]
+    closed = next((i for i, t in enumerate(follow) if t == int(x["close"][0]) >= 0), rows)
+    agreed = 0
+    while agreed < rows - 1 and (follow[agreed] == choices[agreed] or (
+            agreed < closed and _relaxed(x, a, agreed, follow[agreed], choices[agreed]))):
+        agreed += 1
+    tokens = follow[:agreed] + choices[agreed:]
+    count = min(agreed + 1, int(x["cap"][0]))
+    stops = {int(t) for t in x["stop"] if t >= 0}
+    count = next((i + 1 for i in range(count) if tokens[i] in stops), count)
+    fault = count - 1 if choices[count - 1] < 0 else -1
+    relaxed = sum(tokens[i] != choices[i] for i in range(count))
+    record = [count, fault, relaxed, agreed, *tokens, *choices]
+    return {"record": np.array(record, np.int32)}
+
+
+def allowed(x: Arrays, a: Attributes, i: int) -> Array:
+    """Row i's logits below vocab, -inf where the mask forbids."""
+    logits: Array = x["logits"][i, : a.integer("vocab") or None].astype(np.float64)
+    if "mask" in x:
+        ids = np.arange(len(logits))
+        bits = x["mask"][i].view(np.uint32)[ids // 32] >> (ids % 32).astype(np.uint32)
+        logits = np.where(bits & 1, logits, -np.inf)
+    return logits
+
+
+def _choice(x: Arrays, a: Attributes, i: int) -> int:
+    whole = x["logits"][i, : a.integer("vocab") or None]
+    if np.isnan(whole).any() or np.isposinf(whole).any():
+        return -1
+    if x["forced"][i] >= 0:
+        return int(x["forced"][i])
+    logits = allowed(x, a, i)
+    best = int(logits.argmax())
+    return best if np.isfinite(logits[best]) else -1
+
+
+def _relaxed(x: Arrays, a: Attributes, i: int, draft: int, choice: int) -> bool:
+    rule, margin = int(x["rule"][0]), float(x["margin"][0])
+    never = {int(t) for t in (*x["strict"], *x["stop"])}
+    logits = allowed(x, a, i)
+    if (rule == STRICT or margin <= 0 or choice < 0 or x["forced"][i] >= 0 or draft in never
+            or not 0 <= draft < len(logits) or not np.isfinite(logits[draft])):
+        return False
+    ahead = (logits > logits[draft]) | (
+        (logits == logits[draft]) & (np.arange(len(logits)) < draft))
+    if ahead.sum() >= int(x["top_k"][0]):
+        return False
+    if rule == LOG_MARGIN:
+        return bool(logits[draft] >= logits[choice] - margin)
+    share = np.exp(logits - logits.max())
+    share /= share.sum()
+    return bool(share[draft] >= share[choice] - margin)
+
+
+def accept_case(name: str, logits: Array, tokens: Array, **given: Array | int | float) -> Case:
+    """A case with quiet defaults; `vocab` is an attribute, everything else an input."""
+    rows = len(tokens)
+    vocab = int(np.asarray(given.pop("vocab", 0)))
+    x: dict[str, Array | int | float] = {
+        "forced": np.full(rows, -1), "cap": rows, "stop": np.full(4, -1), "rule": 0, "top_k": 3,
+        "close": -1, "strict": np.full(4, -1)} | given
+    margin = np.array([x.pop("margin", 1.0)], np.float32)
+    inputs = {name: np.atleast_1d(value).astype(np.int32) for name, value in x.items()}
+    return Case(name, {"logits": logits.astype(np.float32), "tokens": tokens.astype(np.int32),
+                       "margin": margin, **inputs}, {"vocab": vocab, "rows": rows})
+
+
+def cases(rng: np.random.Generator) -> Iterator[Case]:
+    """All, none and some right; right again after a miss; ties; stops, caps, masks, faults."""
+    rows, vocab = 16, 40
+
+    def right(logits: Array, count: int) -> Array:
+        best = logits.argmax(axis=1)
+        tokens = np.concatenate([[0], (best[:-1] + 1) % vocab])
+        tokens[1 : count + 1] = best[:count]
+        return tokens
+
+    for count in (0, 1, 7, 14, 15):
+        logits = rng.standard_normal((rows, vocab))
+        yield accept_case(f"{count}_right", logits, right(logits, count))
+    logits = rng.standard_normal((rows, vocab))
+    again = right(logits, 15)
+    again[6] = (again[6] + 1) % vocab
+    yield accept_case("right_again_after_a_miss", logits, again)
+    full = right(logits, 15)
+    for cap in (1, 2, 15, 16):
+        yield accept_case(f"cap_{cap}", logits, full, cap=cap)
+    for at in (1, 8, 15):
+        yield accept_case(f"stop_drafted_at_{at}", logits, full, stop=full[at : at + 1])
+    yield accept_case("stop_is_the_bonus", logits, right(logits, 4),
+                      stop=logits[4].argmax()[None])
+    yield accept_case("padding_never_chosen", logits, right(logits, 3), vocab=17)
+    equal = np.round(logits)
+    yield accept_case("ties", equal, right(equal, 9))
+    yield from _forced_and_masked(rng, rows, vocab)
+    yield from _faults(rng, rows, vocab)
+    for rule in (LOG_MARGIN, PROBABILITY_DELTA):
+        yield from _relaxed_cases(rng, rows, vocab, rule)
+
+
+def _forced_and_masked(rng: np.random.Generator, rows: int, vocab: int) -> Iterator[Case]:
+    logits = rng.standard_normal((rows, vocab))
+    forced = np.full(rows, -1)
+    for span in (1, 5, 15, 16):
+        ids = rng.integers(0, vocab, rows)
+        forced = np.where(np.arange(rows) < span, ids, -1)
+        tokens = np.concatenate([[0], np.where(forced >= 0, forced, 3)[:-1]])
+        yield accept_case(f"forced_{span}", logits, tokens, forced=forced)
+    words = rng.integers(-(2**31), 2**31, (rows, 2), dtype=np.int64)
+    yield accept_case("mask", logits, rng.integers(0, vocab, rows), mask=words)
+    words[5] = 0
+    yield accept_case("mask_leaves_nothing", logits, np.zeros(rows), mask=words)
+    forced[5] = 7
+    yield accept_case("forced_through_an_empty_mask", logits, np.zeros(rows), mask=words,
+                      forced=forced)
+
+
+def _faults(rng: np.random.Generator, rows: int, vocab: int) -> Iterator[Case]:
+    for row in (0, 3, 15):
+        for value in (np.nan, np.inf):
+            logits = rng.standard_normal((rows, vocab))
+            tokens = np.concatenate([[0], logits.argmax(axis=1)[:-1]])
+            logits[row, 11] = value
+            yield accept_case(f"{value}_in_row_{row}", logits, tokens)
+    logits[15, 11] = 0
+    logits[2, 30:] = np.nan
+    yield accept_case("nan_in_padding_is_no_fault", logits, tokens, vocab=30)
+    yield accept_case("all_minus_infinity", np.full((rows, vocab), -np.inf), tokens)
+
+
+def _relaxed_cases(rng: np.random.Generator, rows: int, vocab: int, rule: int) -> Iterator[Case]:
+    logits = rng.standard_normal((rows, vocab)) * 0.5
+    order = np.argsort(-logits, axis=1, kind="stable")
+    second = np.concatenate([[0], order[:-1, 1]])
+    margin = 0.01 if rule == PROBABILITY_DELTA else 0.4
+    for k in (1, 2, 3, 10):
+        yield accept_case(f"rule_{rule}_second_best_k_{k}", logits, second, rule=rule, top_k=k,
+                          margin=margin)
+    mixed = np.concatenate([[0], order[np.arange(rows - 1), rng.integers(0, 3, rows - 1)]])
+    for limit in (0.0, margin / 2, margin * 3):
+        yield accept_case(f"rule_{rule}_margin_{limit:.3f}", logits, mixed, rule=rule, margin=limit)
+    for at in (1, 4, 9):
+        yield accept_case(f"rule_{rule}_close_at_{at}", logits, second, rule=rule, margin=9.0,
+                          top_k=40, close=second[at])
+    yield accept_case(f"rule_{rule}_strict_id", logits, second, rule=rule, margin=9.0, top_k=40,
+                      strict=second[3:5])
+    yield accept_case(f"rule_{rule}_stop_id", logits, second, rule=rule, margin=9.0, top_k=40,
+                      stop=second[3:5])
+    flat = np.zeros((rows, vocab))
+    yield accept_case(f"rule_{rule}_all_equal", flat, np.arange(rows), rule=rule, top_k=5,
+                      margin=0.5)

@@ -1,0 +1,257 @@
+"""Writing ONNX node by node: function bodies of the rooms, and whole graphs.
+
+A body is what a graph means without our kernels: ONNX Runtime inlines it, TensorRT and the CUDA
+engine take their own kernel for the node and ignore it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from thor_dflash.plugins.op import DOMAIN, VERSION, Attribute, Attributes, Op
+from thor_dflash.tensors import Array, DType
+
+OPSET = 21
+IR_VERSION = 10
+
+ONNX_TYPE: dict[DType, int] = {
+    DType.F32: onnx.TensorProto.FLOAT,
+    DType.F16: onnx.TensorProto.FLOAT16,
+    DType.BF16: onnx.TensorProto.BFLOAT16,
+    DType.FP8: onnx.TensorProto.FLOAT8E4M3FN,
+    DType.U8: onnx.TensorProto.UINT8,
+    DType.I32: onnx.TensorProto.INT32,
+    DType.I64: onnx.TensorProto.INT64,
+    DType.BOOL: onnx.TensorProto.BOOL,
+}
+
+Step = Callable[["Body", tuple[str, ...]], tuple[list[str], list[str]]]
+"""Loop body: values of one iteration -> (carried on, collected)."""
+
+
+class Body:
+    """A list of nodes under construction. Values are names."""
+
+    def __init__(self, prefix: str = "") -> None:
+        self.nodes: list[onnx.NodeProto] = []
+        self._prefix = prefix
+        self._count = 0
+
+    def name(self) -> str:
+        """A fresh value name."""
+        self._count += 1
+        return f"{self._prefix}_{self._count}"
+
+    def op(self, kind: str, *inputs: str, **attributes: Attribute) -> str:
+        """A node of the standard domain with one output."""
+        return self.ops(kind, inputs, 1, **attributes)[0]
+
+    def ops(self, kind: str, inputs: Sequence[str], outputs: int, **attributes: Attribute
+            ) -> tuple[str, ...]:
+        """A node of the standard domain with several outputs."""
+        names = [self.name() for _ in range(outputs)]
+        self.nodes.append(helper.make_node(kind, inputs, names, **attributes))
+        return tuple(names)
+
+    def const(self, value: Array) -> str:
+        """A constant tensor."""
+        name = self.name()
+        tensor = numpy_helper.from_array(value, name)
+        self.nodes.append(helper.make_node("Constant", [], [name], value=tensor))
+        return name
+
+    def f32(self, value: float) -> str:
+        """A float32 scalar."""
+        return self.const(np.array(value, np.float32))
+
+    def i64(self, *values: int) -> str:
+        """An int64 vector."""
+        return self.const(np.array(values, np.int64))
+
+    def scalar(self, value: int) -> str:
+        """An int64 scalar."""
+        return self.const(np.array(value, np.int64))
+
+    def cast(self, x: str, dtype: DType) -> str:
+        """Convert element type."""
+        return self.op("Cast", x, to=ONNX_TYPE[dtype])
+
+    def narrow(self, x: str, dtype: DType) -> str:
+        """Convert a float32 value to an element type; float32 stays as it is."""
+        return x if dtype is DType.F32 else self.cast(x, dtype)
+
+    def round(self, x: str, dtype: DType) -> str:
+        """Round a float32 value to an element type and take it back to float32."""
+        return x if dtype is DType.F32 else self.cast(self.cast(x, dtype), DType.F32)
+
+    def reshape(self, x: str, *shape: int) -> str:
+        """0 keeps a size, -1 infers it."""
+        return self.op("Reshape", x, self.i64(*shape))
+
+    def slice(self, x: str, start: str, end: str, axis: int) -> str:
+        """x[start:end] along one axis; bounds are int64[1] values."""
+        return self.op("Slice", x, start, end, self.i64(axis))
+
+    def take(self, x: str, start: int, end: int, axis: int) -> str:
+        """x[start:end] along one axis, bounds known now."""
+        return self.slice(x, self.i64(start), self.i64(end), axis)
+
+    def split(self, x: str, sizes: Sequence[int], axis: int) -> tuple[str, ...]:
+        """Consecutive pieces along one axis."""
+        return self.ops("Split", [x, self.i64(*sizes)], len(sizes), axis=axis)
+
+    def concat(self, axis: int, *parts: str) -> str:
+        """Join along one axis."""
+        return self.op("Concat", *parts, axis=axis)
+
+    def sum(self, x: str, axis: int) -> str:
+        """Sum over one axis, kept."""
+        return self.op("ReduceSum", x, self.i64(axis), keepdims=1)
+
+    def max(self, x: str, axis: int) -> str:
+        """Maximum over one axis, kept."""
+        return self.op("ReduceMax", x, self.i64(axis), keepdims=1)
+
+    def silu(self, x: str) -> str:
+        """x * sigmoid(x)."""
+        return self.op("Mul", x, self.op("Sigmoid", x))
+
+    def sub(self) -> Body:
+        """An empty body for a subgraph; its names cannot meet ours."""
+        self._count += 1
+        return Body(f"{self._prefix}s{self._count}_")
+
+    def loop(self, trips: str, carried: Sequence[tuple[str, DType]],
+             collected: Sequence[DType], step: Step) -> tuple[str, ...]:
+        """`for i in range(trips)`. `trips` is an int64 scalar; step sees (i, *carried).
+
+        Returns the last carried values, then the collected ones stacked on a new first axis.
+        """
+        sub = self.sub()
+        i, go = sub.name(), sub.name()
+        ins = [sub.name() for _ in carried]
+        on, out = step(sub, (i, *ins))
+        go_on = sub.op("Identity", go)
+        # One value may not be two subgraph outputs.
+        on, out = [sub.op("Identity", v) for v in on], [sub.op("Identity", v) for v in out]
+        types = [d for _, d in carried]
+        graph = helper.make_graph(
+            sub.nodes, "step",
+            [_value(i, DType.I64, ()), helper.make_tensor_value_info(go, onnx.TensorProto.BOOL, ()),
+             *(_value(n, d, None) for n, d in zip(ins, types, strict=True))],
+            [helper.make_tensor_value_info(go_on, onnx.TensorProto.BOOL, ()),
+             *(_value(n, d, None) for n, d in zip(on, types, strict=True)),
+             *(_value(n, d, None) for n, d in zip(out, collected, strict=True))])
+        names = [self.name() for _ in (*carried, *collected)]
+        self.nodes.append(helper.make_node(
+            "Loop", [trips, "", *(v for v, _ in carried)], names, body=graph))
+        return tuple(names)
+
+    def scan(self, carried: Sequence[tuple[str, Sequence[int]]], rows: Sequence[str],
+             collected: Sequence[Sequence[int]], step: Step) -> tuple[str, ...]:
+        """`for row in zip(*rows)` along the first axis; step sees (*carried, *row). All float32.
+
+        Shapes of what is carried and collected are those of one iteration. Returns the last carried
+        values, then the collected ones stacked on a new first axis.
+        """
+        sub = self.sub()
+        ins = [sub.name() for _ in (*carried, *rows)]
+        on, out = step(sub, tuple(ins))
+        on, out = [sub.op("Identity", v) for v in on], [sub.op("Identity", v) for v in out]
+        shapes = [shape for _, shape in carried]
+        graph = helper.make_graph(
+            sub.nodes, "step",
+            [_value(n, DType.F32, d) for n, d in
+             zip(ins, (*shapes, *(None for _ in rows)), strict=True)],
+            [_value(n, DType.F32, d) for n, d in
+             zip((*on, *out), (*shapes, *collected), strict=True)])
+        names = [self.name() for _ in (*carried, *collected)]
+        self.nodes.append(helper.make_node(
+            "Scan", [*(v for v, _ in carried), *rows], names, body=graph,
+            num_scan_inputs=len(rows)))
+        return tuple(names)
+
+    def branch(self, condition: str, then: Callable[[Body], str], other: Callable[[Body], str],
+               dtype: DType) -> str:
+        """`then if condition else other`, each computed only when taken."""
+        graphs: list[onnx.GraphProto] = []
+        for make in (then, other):
+            sub = self.sub()
+            out = sub.op("Identity", make(sub))
+            graphs.append(helper.make_graph(sub.nodes, "branch", [], [_value(out, dtype, None)]))
+        name = self.name()
+        self.nodes.append(helper.make_node(
+            "If", [condition], [name], then_branch=graphs[0], else_branch=graphs[1]))
+        return name
+
+
+def _value(name: str, dtype: DType, shape: Sequence[int | str] | None) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, ONNX_TYPE[dtype], shape)
+
+
+class Inputs:
+    """The inputs of one call as its body sees them: names, element types, and which are there."""
+
+    def __init__(self, dtypes: Mapping[str, DType]) -> None:
+        self._dtypes = dtypes
+
+    def __getitem__(self, port: str) -> str:
+        if port not in self._dtypes:
+            raise KeyError(port)
+        return port
+
+    def __contains__(self, port: str) -> bool:
+        return port in self._dtypes
+
+    def dtype(self, port: str) -> DType:
+        """Element type of a given input."""
+        return self._dtypes[port]
+
+    def f32(self, b: Body, port: str) -> str:
+        """The input in float32."""
+        return port if self._dtypes[port] is DType.F32 else b.cast(port, DType.F32)
+
+
+BodyMaker = Callable[[Body, Inputs, Attributes], Mapping[str, str]]
+"""A room's body: writes nodes into the Body, returns output port -> value."""
+
+
+def overload(op: Op, dtypes: Mapping[str, DType], attributes: Attributes) -> str:
+    """Name of one variant of a room's body: which inputs, of which type, with which attributes."""
+    text = repr((op.name, sorted((k, v.value) for k, v in dtypes.items()),
+                 sorted(attributes.values.items())))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def function(op: Op, make: BodyMaker, dtypes: Mapping[str, DType], attributes: Attributes
+             ) -> onnx.FunctionProto:
+    """The ONNX local function of one variant."""
+    b = Body()
+    made = make(b, Inputs(dtypes), attributes)
+    outputs = [p.name for p in op.outputs_of(attributes)]
+    b.nodes.extend(helper.make_node("Identity", [made[name]], [name]) for name in outputs)
+    proto = helper.make_function(
+        DOMAIN, op.type, [p.name for p in op.inputs_of(attributes)], outputs, b.nodes,
+        [helper.make_opsetid("", OPSET)])
+    proto.overload = overload(op, dtypes, attributes)
+    return proto
+
+
+def call(op: Op, inputs: Mapping[str, str], outputs: Mapping[str, str],
+         dtypes: Mapping[str, DType], attributes: Attributes) -> onnx.NodeProto:
+    """The node that calls a room. Absent optional inputs keep their place, empty.
+
+    TensorRT 10.7 to 11 all prefer a registered plugin to the body when namespace and version stand
+    on the node itself.
+    """
+    node = helper.make_node(
+        op.type, [inputs.get(p.name, "") for p in op.inputs_of(attributes)],
+        [outputs[p.name] for p in op.outputs_of(attributes)], domain=DOMAIN,
+        plugin_namespace=DOMAIN, plugin_version=str(VERSION), **attributes.values)
+    node.overload = overload(op, dtypes, attributes)
+    return node

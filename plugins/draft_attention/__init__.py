@@ -1,0 +1,59 @@
+"""draft_attention: a DFlash block against the drafter's key/value ring and against itself.
+
+Letters
+    T   rows of the block     Hq, Hkv  query and key/value heads     D  head dimension
+    N   ring slots; position p lives in slot p mod N
+
+Inputs
+    q            rows [T, Hq * D]     k, v  rows [T, Hkv * D], before norm and rotation
+    q_norm, k_norm  [D], RMSNorm over each head
+    length       int32 [1], context positions in the ring: 0 .. length - 1; row t is at length + t
+    window       int32 [1]; keys at distance 0 <= query - key < window are seen, 0 means all
+    ring_k, ring_v  rows [Hkv, N, D], as context_kv left them
+
+Attributes
+    causal       1: row t sees rows 0..t of the block; 0: all of them
+
+Outputs
+    o            rows [T, Hq * D]
+
+The block's own keys and values are used and dropped: only committed rows enter the ring.
+A window and no causality (bidirectional sliding layers) bounds both sides.
+
+Source: z-lab DFlash model.py (per-layer causality rule), vLLM qwen3_dflash.py.
+"""
+
+from pathlib import Path
+
+from thor_dflash.plugins.draft_attention.reference import cases, reference
+from thor_dflash.plugins.op import ACTIVATION, Attributes, Op, Port
+from thor_dflash.tensors import DType
+
+_PLAIN = (DType.BF16, DType.F16, DType.F32)
+
+
+def _derived(a: Attributes) -> dict[str, int]:
+    return {"QD": a.integer("heads") * a.integer("head_dim")}
+
+
+OP = Op(
+    name="draft_attention",
+    inputs=(
+        Port("q", ACTIVATION, ("T", "QD")),
+        Port("k", ACTIVATION, ("T", "KD")),
+        Port("v", ACTIVATION, ("T", "KD")),
+        Port("q_norm", _PLAIN, ("D",)),
+        Port("k_norm", _PLAIN, ("D",)),
+        Port("length", (DType.I32,), (1,)),
+        Port("window", (DType.I32,), (1,)),
+        Port("ring_k", ACTIVATION, ("Hkv", "N", "D")),
+        Port("ring_v", ACTIVATION, ("Hkv", "N", "D")),
+    ),
+    outputs=(Port("o", ACTIVATION, ("T", "QD"), like="q"),),
+    attributes={"heads": 1, "kv_heads": 1, "head_dim": 128, "rotary_dim": 128, "rope_theta": 1e7,
+                "norm_eps": 1e-6, "causal": 0},
+    derived=_derived,
+    reference=reference,
+    cases=cases,
+    room=Path(__file__).parent,
+)

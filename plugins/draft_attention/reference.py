@@ -1,0 +1,68 @@
+"""draft_attention in numpy: the definition every other implementation is held to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from thor_dflash.plugins.numerics import rms_norm, rope, rounded, wide
+from thor_dflash.plugins.op import Arrays, Attributes, Case
+from thor_dflash.tensors import Array, DType
+
+
+def reference(x: Arrays, a: Attributes) -> dict[str, Array]:
+    """See the room's docstring for shapes. Walks positions, not slots."""
+    rows, length, window = len(x["q"]), int(x["length"][0]), int(x["window"][0])
+    slots = x["ring_k"].shape[1]
+    at = length + np.arange(rows)
+    dtype = DType.of(x["q"])
+    q = wide(rounded(_turned(x["q"], x["q_norm"], at, a, a.integer("heads")), dtype))
+    k = wide(rounded(_turned(x["k"], x["k_norm"], at, a, a.integer("kv_heads")), dtype))
+    v = wide(x["v"]).reshape(k.shape)
+    context = np.arange(max(0, length - slots), length)
+    ring = [wide(x[f"ring_{n}"])[:, context % slots].swapaxes(0, 1) for n in "kv"]
+    keys, values = np.concatenate([ring[0], k]), np.concatenate([ring[1], v])
+    where = np.concatenate([context, at])
+    distance = at[:, None] - where[None, :]
+    seen = np.ones(distance.shape, bool)
+    if window:
+        seen &= np.abs(distance) < window
+    if a.integer("causal"):
+        seen &= distance >= 0
+    repeat = q.shape[1] // k.shape[1]
+    scores = np.einsum("thd,nhd->htn", q, np.repeat(keys, repeat, axis=1)) / np.sqrt(q.shape[2])
+    scores = np.where(seen, scores, -np.inf)
+    weight = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weight /= weight.sum(axis=-1, keepdims=True)
+    o = np.einsum("htn,nhd->thd", weight, np.repeat(values, repeat, axis=1))
+    return {"o": rounded(o.reshape(rows, -1), dtype)}
+
+
+def _turned(x: Array, norm: Array, at: Array, a: Attributes, heads: int) -> Array:
+    by_head = wide(x).reshape(len(x), heads, a.integer("head_dim"))
+    normed = rms_norm(by_head, wide(norm), a.real("norm_eps"), 0.0)
+    return rope(normed, at, a.integer("rotary_dim"), a.real("rope_theta"))
+
+
+def cases(rng: np.random.Generator) -> Iterator[Case]:
+    """Context empty, below, at and above the window and the ring; both causalities; bf16 rows."""
+    heads, kv, dim, slots = 4, 2, 16, 48
+
+    def normal(*shape: int) -> Array:
+        return rng.standard_normal(shape).astype(np.float32)
+
+    for dtype in (DType.F32, DType.BF16):
+        for causal, window in ((1, 24), (0, 0), (1, 0), (0, 24)):
+            for length in (0, 1, 8, 23, 24, 25, 47, 48, 49, 200) if dtype is DType.F32 else (30,):
+                x: dict[str, Array] = {
+                    "q": normal(16, heads * dim), "k": normal(16, kv * dim),
+                    "v": normal(16, kv * dim), "ring_k": normal(kv, slots, dim),
+                    "ring_v": normal(kv, slots, dim)}
+                x = {name: value.astype(dtype.numpy) for name, value in x.items()} | {
+                    "q_norm": 1 + normal(dim) / 3, "k_norm": 1 + normal(dim) / 3,
+                    "length": np.array([length], np.int32),
+                    "window": np.array([window], np.int32)}
+                yield Case(f"causal_{causal}_window_{window}_at_{length}_{dtype.value}", x, {
+                    "heads": heads, "kv_heads": kv, "head_dim": dim, "rotary_dim": dim,
+                    "causal": causal})

@@ -1,0 +1,127 @@
+"""gdn in numpy: the definition every other implementation is held to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from thor_dflash.plugins.numerics import rounded, sigmoid, silu, wide
+from thor_dflash.plugins.op import Arrays, Attribute, Attributes, Case
+from thor_dflash.tensors import Array, DType
+
+
+def reference(x: Arrays, a: Attributes) -> dict[str, Array]:
+    """See the room's docstring for shapes."""
+    n = int(x["accepted"][0])
+    taps = x["tail"].shape[0]
+    window = np.concatenate([x["tail"], x["record_qkv"]])
+    tail, state = window[n : n + taps], _folded(x, a, n)
+    inputs = np.concatenate([tail, x["qkv"]])
+    q, k, v = _convolved(x, a, wide(inputs))
+    decay, beta = _gates(x)
+    rows = len(q)
+    if a.word("mode") == "prefill":
+        rows = int(x["valid"][0])
+        tail = inputs[rows : rows + taps]
+    o = np.zeros((len(q), a.integer("value_heads"), a.integer("value_dim")))
+    d, states, running = np.zeros_like(o), [], state
+    for t in range(rows):
+        running, d[t], o[t] = _step(running, q[t], k[t], v[t], decay[t], beta[t])
+        states.append(running)
+    out = {"o": rounded(o.reshape(len(q), -1), DType.of(x["qkv"])), "next_tail": tail}
+    if a.word("mode") == "prefill":
+        return out | {"next_state": running.astype(np.float32)}
+    out |= {"next_state": state.astype(np.float32), "next_record_qkv": x["qkv"]}
+    if a.word("saves") == "states":
+        return out | {"next_states": np.stack(states).astype(np.float32)}
+    ratio = a.integer("value_heads") // a.integer("key_heads")
+    return out | {"next_record_k": k[:, ::ratio].astype(np.float32),
+                  "next_record_d": d.astype(np.float32),
+                  "next_record_decay": decay.astype(np.float32)}
+
+
+def _folded(x: Arrays, a: Attributes, n: int) -> Array:
+    if a.word("saves") == "states":
+        return wide(x["state"] if n == 0 else x["states"][n - 1])
+    state = wide(x["state"])
+    ratio = a.integer("value_heads") // a.integer("key_heads")
+    for i in range(n):
+        k = np.repeat(wide(x["record_k"][i]), ratio, axis=0)
+        d, decay = wide(x["record_d"][i]), wide(x["record_decay"][i])
+        state = state * decay[:, None, None] + k[:, :, None] * d[:, None, :]
+    return state
+
+
+def _convolved(x: Arrays, a: Attributes, inputs: Array) -> tuple[Array, Array, Array]:
+    weight = wide(x["conv_weight"])[:, 0]
+    rows = len(x["qkv"])
+    y = silu(sum(inputs[j : j + rows] * weight[:, j] for j in range(weight.shape[1])))
+    hk, hv, dk, dv = (a.integer(n) for n in ("key_heads", "value_heads", "key_dim", "value_dim"))
+    q, k, v = np.split(y, [hk * dk, 2 * hk * dk], axis=1)
+    q, k = (_unit(u.reshape(rows, hk, dk)) for u in (q, k))
+    repeat = hv // hk
+    return (np.repeat(q * dk**-0.5, repeat, axis=1), np.repeat(k, repeat, axis=1),
+            v.reshape(rows, hv, dv))
+
+
+def _unit(u: Array) -> Array:
+    return u / np.sqrt(np.sum(u * u, axis=-1, keepdims=True) + 1e-6)
+
+
+def _gates(x: Arrays) -> tuple[Array, Array]:
+    rate = np.exp(wide(x["a_log"])) * np.logaddexp(0, wide(x["a"]) + wide(x["dt_bias"]))
+    return np.exp(-rate), sigmoid(wide(x["b"]))
+
+
+def _step(state: Array, q: Array, k: Array, v: Array, decay: Array, beta: Array
+          ) -> tuple[Array, Array, Array]:
+    state = state * decay[:, None, None]
+    d = beta[:, None] * (v - np.einsum("hkv,hk->hv", state, k))
+    state = state + k[:, :, None] * d[:, None, :]
+    return state, d, np.einsum("hkv,hk->hv", state, q)
+
+
+def gdn_case(rng: np.random.Generator, rows: int, held: int, accepted: int,
+             attributes: dict[str, Attribute], dtype: DType = DType.F32) -> Case:
+    """Random inputs; records are ones a real call could have left."""
+    a = {"key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 16} | attributes
+    hk, hv, dk, dv = (int(a[n]) for n in ("key_heads", "value_heads", "key_dim", "value_dim"))
+    channels = 2 * hk * dk + hv * dv
+
+    def normal(*shape: int) -> Array:
+        return rng.standard_normal(shape).astype(np.float32)
+
+    x = {
+        "qkv": normal(rows, channels), "b": normal(rows, hv), "a": normal(rows, hv),
+        "tail": normal(3, channels), "record_qkv": normal(held, channels)}
+    x = {name: value.astype(dtype.numpy) for name, value in x.items()} | {
+        "conv_weight": normal(channels, 1, 4),
+        "a_log": np.log(rng.uniform(0.5, 8, hv)).astype(np.float32), "dt_bias": normal(hv),
+        "accepted": np.array([accepted], np.int32), "state": normal(hv, dk, dv)}
+    if a.get("saves") == "states":
+        x["states"] = normal(held, hv, dk, dv)
+    else:
+        k = normal(held, hk, dk)
+        x |= {"record_k": k / np.linalg.norm(k, axis=-1, keepdims=True),
+              "record_d": normal(held, hv, dv),
+              "record_decay": rng.uniform(0.1, 1, (held, hv)).astype(np.float32)}
+    return Case(f"{a.get('mode', 'verify')}_{rows}_rows_fold_{accepted}_of_{held}_"
+                f"{a.get('saves', 'records')}_{dtype.value}", x, a)
+
+
+def cases(rng: np.random.Generator) -> Iterator[Case]:
+    """Fold none, one, some, all; one row and many; prefill that stops early; both kinds of save."""
+    for accepted in (0, 1, 2, 3, 7, 16):
+        yield gdn_case(rng, 16, 16, accepted, {})
+    yield gdn_case(rng, 4, 16, 9, {})
+    yield gdn_case(rng, 16, 16, 5, {"key_heads": 4, "value_heads": 4})
+    yield gdn_case(rng, 16, 16, 5, {"key_heads": 1, "value_heads": 3})
+    yield gdn_case(rng, 16, 16, 5, {"key_dim": 128, "value_dim": 128, "value_heads": 2})
+    yield gdn_case(rng, 16, 16, 6, {}, DType.BF16)
+    for accepted in (0, 1, 16):
+        yield gdn_case(rng, 16, 16, accepted, {"saves": "states"})
+    for rows, valid in ((32, 32), (32, 1), (32, 2), (32, 17)):
+        case = gdn_case(rng, rows, 16, valid % 5, {"mode": "prefill"})
+        yield Case(f"{case.name}_valid_{valid}",
+                   {**case.inputs, "valid": np.array([valid], np.int32)}, case.attributes)

@@ -1,0 +1,27 @@
+"""head as ONNX."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from thor_dflash.plugins import pieces
+from thor_dflash.plugins.body import Body, Inputs
+from thor_dflash.plugins.op import Attributes
+from thor_dflash.tensors import DType
+
+
+def body(b: Body, x: Inputs, a: Attributes) -> Mapping[str, str]:
+    """See the room's docstring for shapes."""
+    rows = pieces.rms_norm(b, x.f32(b, "x"), x.f32(b, "norm_weight"), a.real("norm_eps"),
+                           a.real("norm_offset"))
+    rows = b.round(rows, x.dtype("x"))
+    logits = pieces.project(b, x, rows, "weight0", "block_scale0", "row_scale0")
+    vocab = a.integer("vocab")
+    chosen = b.take(logits, 0, vocab, 1) if vocab else logits
+    best = b.op("ArgMax", chosen, axis=1, keepdims=0)
+    if "id_map" in x:
+        best = b.op("Gather", b.cast(x["id_map"], DType.I64), best, axis=0)
+    # The sum is NaN where any term is.
+    odd = b.op("IsNaN", b.op("ReduceSum", chosen, b.i64(1), keepdims=0))
+    best = b.op("Where", odd, b.scalar(-1), best)
+    return {"logits": logits, "best": b.cast(best, DType.I32)}

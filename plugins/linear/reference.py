@@ -1,0 +1,89 @@
+"""linear in numpy: the definition every other implementation is held to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from thor_dflash.plugins.numerics import dequantise, rms_norm, rounded, sigmoid, silu, wide
+from thor_dflash.plugins.op import Arrays, Attributes, Case
+from thor_dflash.tensors import Array, DType
+
+
+def reference(x: Arrays, a: Attributes) -> dict[str, Array]:
+    """See the room's docstring for shapes."""
+    dtype = DType.of(x["x"])
+    rows = wide(rounded(_prologue(x, a), dtype))
+    y = [_project(x, rows, i) for i in range(a.integer("segments"))]
+    if a.word("epilogue") == "swiglu":
+        y = [silu(y[0]) * y[1]]
+    elif a.word("epilogue") == "residual":
+        y = [wide(x["residual"]) + y[0]]
+    return {f"y{i}": rounded(value, dtype) for i, value in enumerate(y)}
+
+
+def _prologue(x: Arrays, a: Attributes) -> Array:
+    rows = wide(x["x"])
+    if "norm_weight" in x:
+        width = a.integer("head_dim") or rows.shape[1]
+        by_head = rows.reshape(rows.shape[0], -1, width)
+        eps, offset = a.real("norm_eps"), a.real("norm_offset")
+        rows = rms_norm(by_head, wide(x["norm_weight"]), eps, offset).reshape(rows.shape)
+    if a.word("gate") == "sigmoid":
+        rows = rows * sigmoid(wide(x["gate"]))
+    elif a.word("gate") == "silu":
+        rows = rows * silu(wide(x["gate"]))
+    return rows
+
+
+def _project(x: Arrays, rows: Array, i: int) -> Array:
+    y = rows @ dequantise(x[f"weight{i}"], x.get(f"block_scale{i}")).T
+    return y * wide(x[f"row_scale{i}"]) if f"row_scale{i}" in x else y
+
+
+def weight_case(rng: np.random.Generator, kind: str, n: int, k: int, i: int = 0) -> Arrays:
+    """One random stored weight; NVFP4 covers all codes and scales down to the subnormals."""
+    if kind == "nvfp4":
+        scales = rng.integers(1, 0x7F, (n, k // 16), dtype=np.uint8).view(DType.FP8.numpy)
+        return {f"weight{i}": rng.integers(0, 256, (n, k // 2), dtype=np.uint8),
+                f"block_scale{i}": scales,
+                f"row_scale{i}": rng.uniform(1e-4, 1e-3, n).astype(np.float32)}
+    w = rng.standard_normal((n, k)).astype(np.float32) / np.sqrt(k)
+    if kind == "fp8":
+        return {f"weight{i}": rounded(w * 64, DType.FP8),
+                f"row_scale{i}": np.full(n, 1 / 64, np.float32)}
+    return {f"weight{i}": w.astype(DType(kind).numpy)}
+
+
+def cases(rng: np.random.Generator) -> Iterator[Case]:
+    """Every weight kind; each prologue with each epilogue; mixed kinds in one launch; 1..17 rows."""
+    k, n = 64, 48
+
+    def rows(t: int, width: int = k, scale: float = 1.0) -> Array:
+        return (rng.standard_normal((t, width)) * scale).astype(np.float32)
+
+    for kind in ("nvfp4", "fp8", "bfloat16", "float16", "float32"):
+        yield Case(kind, {"x": rows(16), **weight_case(rng, kind, n, k)}, {})
+    norm = rng.standard_normal(k).astype(DType.BF16.numpy)
+    for t in (1, 3, 16, 17):
+        yield Case(f"norm_{t}_rows", {"x": rows(t, scale=30), "norm_weight": norm,
+                   **weight_case(rng, "nvfp4", n, k)}, {"norm_offset": 1.0})
+    mixed: dict[str, Array] = {"x": rows(16), "norm_weight": norm}
+    for i, kind in enumerate(("nvfp4", "fp8", "bfloat16", "float32")):
+        mixed |= weight_case(rng, kind, n - 16 * (i % 2), k, i)
+    yield Case("mixed_segments", mixed, {"segments": 4, "norm_offset": 1.0})
+    swiglu = {**weight_case(rng, "nvfp4", n, k, 0), **weight_case(rng, "bfloat16", n, k, 1)}
+    yield Case("swiglu", {"x": rows(16), "norm_weight": norm, **swiglu},
+               {"segments": 2, "epilogue": "swiglu", "norm_offset": 1.0})
+    yield Case("residual", {"x": rows(16), "residual": rows(16, n, 50),
+               **weight_case(rng, "fp8", n, k)}, {"epilogue": "residual"})
+    yield Case("sigmoid_gate_residual", {"x": rows(16), "gate": rows(16, scale=20),
+               "residual": rows(16, n), **weight_case(rng, "nvfp4", n, k)},
+               {"epilogue": "residual", "gate": "sigmoid"})
+    yield Case("gated_head_norm", {"x": rows(16), "gate": rows(16), "residual": rows(16, n),
+               "norm_weight": norm[:32], **weight_case(rng, "nvfp4", n, k)},
+               {"epilogue": "residual", "gate": "silu", "head_dim": 32})
+    for kind in ("nvfp4", "bfloat16"):
+        yield Case(f"bf16_rows_{kind}", {"x": rows(16).astype(DType.BF16.numpy),
+                   "norm_weight": norm, **weight_case(rng, kind, n, k)}, {"norm_offset": 1.0})

@@ -1,0 +1,77 @@
+"""The arithmetic rooms share, in numpy float64: what every body and kernel is held to."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from thor_dflash.tensors import Array, DType
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+"""The 16 FP4 values by code, sign in bit 3."""
+
+NVFP4_GROUP = 16
+"""Columns that share one block scale."""
+
+FP8_MAX = 448.0
+"""Largest finite E4M3 value."""
+
+
+def wide(x: Array) -> Array:
+    """Float64 copy of anything."""
+    return x.astype(np.float64)
+
+
+def rounded(x: Array, dtype: DType) -> Array:
+    """Round to an element type, once, to nearest even; FP8 saturates."""
+    if dtype is DType.FP8:
+        x = np.clip(x, -FP8_MAX, FP8_MAX)
+    return x.astype(np.float32).astype(dtype.numpy)
+
+
+def sigmoid(x: Array) -> Array:
+    """Logistic function, stable on both sides."""
+    return np.where(x >= 0, 1 / (1 + np.exp(-np.abs(x))), 1 - 1 / (1 + np.exp(-np.abs(x))))
+
+
+def silu(x: Array) -> Array:
+    """x * sigmoid(x)."""
+    return x * sigmoid(x)
+
+
+def rms_norm(x: Array, weight: Array, eps: float, offset: float) -> Array:
+    """x / rms(x) * (offset + weight) over the last axis; offset 1 is Qwen3.5's zero-centred form."""
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * (offset + weight)
+
+
+def rope(x: Array, positions: Array, rotary_dim: int, theta: float) -> Array:
+    """Rotate the first `rotary_dim` of the last axis, NeoX halves.
+
+    x [T, heads, D], positions [T]. The frequencies are rounded to float32 as transformers keeps
+    them, since at 10^5 positions that rounding is visible.
+    """
+    half = rotary_dim // 2
+    frequency = inverse_frequency(rotary_dim, theta).astype(np.float64)
+    angle = positions.astype(np.float64)[:, None, None] * frequency
+    first, second, rest = x[..., :half], x[..., half:rotary_dim], x[..., rotary_dim:]
+    cos, sin = np.cos(angle), np.sin(angle)
+    return np.concatenate(
+        [first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+
+
+def inverse_frequency(rotary_dim: int, theta: float) -> Array:
+    """float32 [rotary_dim / 2]: theta^(-2j / rotary_dim)."""
+    exponent = np.arange(0, rotary_dim, 2).astype(np.float32) / np.float32(rotary_dim)
+    return (1.0 / np.power(np.float64(theta), exponent.astype(np.float64))).astype(np.float32)
+
+
+def dequantise(weight: Array, block_scale: Array | None) -> Array:
+    """Float64 [N, K] of a stored weight, row scales not applied.
+
+    uint8 [N, K/2] holds two E2M1 codes a byte, even k in the low nibble, and needs block_scale
+    float8_e4m3fn [N, K/16]. Source: modelopt NVFP4QTensor.
+    """
+    if weight.dtype != np.uint8:
+        return wide(weight)
+    assert block_scale is not None
+    codes = np.stack([weight & 15, weight >> 4], axis=-1).reshape(weight.shape[0], -1)
+    return wide(E2M1[codes]) * np.repeat(wide(block_scale), NVFP4_GROUP, axis=1)

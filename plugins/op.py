@@ -1,0 +1,165 @@
+"""What a room offers: the contract of one operator, and the cases it is judged on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from thor_dflash.tensors import Array, DType
+
+DOMAIN = "thor_dflash"
+"""ONNX domain and TensorRT plugin namespace of every operator."""
+
+VERSION = 1
+"""Operator set and plugin version."""
+
+Attribute = int | float | str
+Arrays = Mapping[str, Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Attributes:
+    """A node's attributes, read by type. A wrong type is a bug of ours, so it asserts."""
+
+    values: Mapping[str, Attribute]
+
+    def integer(self, name: str) -> int:
+        """An int attribute."""
+        value = self.values[name]
+        assert isinstance(value, int), name
+        return value
+
+    def real(self, name: str) -> float:
+        """A float attribute."""
+        value = self.values[name]
+        assert isinstance(value, float), name
+        return value
+
+    def word(self, name: str) -> str:
+        """A string attribute."""
+        value = self.values[name]
+        assert isinstance(value, str), name
+        return value
+
+ACTIVATION = (DType.F32, DType.BF16)
+"""Element types of rows that travel between operators."""
+
+CACHE = (DType.F32, DType.BF16, DType.FP8)
+"""Element types of a key/value cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """One input or output. Letters in `shape` are bound by the inputs, `#` is the group's index."""
+
+    name: str
+    dtypes: tuple[DType, ...]
+    shape: tuple[int | str, ...]
+    optional: bool = False
+    """Inputs: may be left out of a call."""
+    like: str = ""
+    """Outputs: the input whose element type this one has; empty where `dtypes` has one entry."""
+
+    def numbered(self, i: int) -> Port:
+        """This port of the i-th repetition of its group."""
+        shape = tuple(d.replace("#", str(i)) if isinstance(d, str) else d for d in self.shape)
+        like = self.like.replace("#", str(i))
+        return Port(f"{self.name}{i}", self.dtypes, shape, self.optional, like)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Inputs and attributes one implementation is run on; absent optional inputs are left out."""
+
+    name: str
+    inputs: Arrays
+    attributes: Mapping[str, Attribute]
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One room.
+
+    Inputs are `inputs` and then `group` repeated; outputs likewise. How often is a function of the
+    attributes, so that one contract serves a projection with one weight and one with four.
+    """
+
+    name: str
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    attributes: Mapping[str, Attribute]
+    """Every attribute with its default."""
+    reference: Callable[[Arrays, Attributes], dict[str, Array]]
+    cases: Callable[[np.random.Generator], Iterator[Case]]
+    room: Path
+    group: tuple[Port, ...] = ()
+    out_group: tuple[Port, ...] = ()
+    repeats: Callable[[Attributes], tuple[int, int]] = lambda _: (0, 0)
+    """Repetitions of `group` and of `out_group`."""
+    derived: Callable[[Attributes], Mapping[str, int]] = lambda _: {}
+    """Letters of the outputs that the inputs' shapes do not bind, from the attributes."""
+    absent: Callable[[Attributes], frozenset[str]] = lambda _: frozenset()
+    """Outputs a call with these attributes does not have."""
+    aliases: Mapping[str, str] | None = None
+    """Outputs that may be written over an input: output name -> input name (`#` as in ports)."""
+    rtol: float = 2e-5
+    """Largest error of the float32 body against the reference, relative to the largest value."""
+
+    @property
+    def type(self) -> str:
+        """ONNX op_type and plugin name. Prefixed: TensorRT's importers go by type alone."""
+        return "Thor" + "".join(word.capitalize() for word in self.name.split("_"))
+
+    def inputs_of(self, attributes: Attributes) -> tuple[Port, ...]:
+        """Every input port, groups unrolled."""
+        count, _ = self.repeats(attributes)
+        return self.inputs + tuple(p.numbered(i) for i in range(count) for p in self.group)
+
+    def outputs_of(self, attributes: Attributes) -> tuple[Port, ...]:
+        """Every output port of such a call, groups unrolled."""
+        _, count = self.repeats(attributes)
+        ports = self.outputs + tuple(
+            p.numbered(i) for i in range(count) for p in self.out_group)
+        return tuple(p for p in ports if p.name not in self.absent(attributes))
+
+    def complete(self, attributes: Mapping[str, Attribute]) -> Attributes:
+        """The given attributes over the defaults. Raises ValueError for an unknown name."""
+        if unknown := sorted(set(attributes) - set(self.attributes)):
+            raise ValueError(f"{self.name}: attribute must be one of {sorted(self.attributes)} "
+                             f"(got {unknown[0]!r})")
+        return Attributes({**self.attributes, **attributes})
+
+    def alias_of(self, output: str) -> str | None:
+        """The input that `output` may be written over."""
+        stem = output.rstrip("0123456789")
+        index = output[len(stem) :]
+        for out, source in (self.aliases or {}).items():
+            if out == output or (out.endswith("#") and out == f"{stem}#"):
+                return source.replace("#", index)
+        return None
+
+
+def bind(op: Op, shapes: Mapping[str, tuple[int | str, ...]], attributes: Attributes
+         ) -> dict[str, int | str]:
+    """Bind the contract's letters from input shapes, which may hold symbols themselves.
+
+    Raises:
+        ValueError: rank or a size differs from the contract, naming the port.
+    """
+    letters: dict[str, int | str] = {}
+    for port in op.inputs_of(attributes):
+        if port.name not in shapes:
+            if not port.optional:
+                raise ValueError(f"{op.name}.{port.name} must be given (got nothing)")
+            continue
+        shape = shapes[port.name]
+        if len(shape) != len(port.shape):
+            raise ValueError(f"{op.name}.{port.name} must be {port.shape} (got {shape})")
+        for letter, size in zip(port.shape, shape, strict=True):
+            want = letters.setdefault(letter, size) if isinstance(letter, str) else letter
+            if want != size:
+                raise ValueError(f"{op.name}.{port.name}: {letter} must be {want} (got {size})")
+    return {**letters, **op.derived(attributes)}

@@ -1,0 +1,66 @@
+"""verify_attention: a block of query rows against the key/value cache, after writing its own rows.
+
+Letters
+    T   rows     Hq, Hkv  query and key/value heads     D  head dimension     N  cache rows
+
+Inputs
+    q            rows [T, Hq * D]     k, v  rows [T, Hkv * D], before norm and rotation
+    q_norm, k_norm  [D], RMSNorm over each head
+    length       int32 [1], committed rows; row t stands at position length + t
+    cache_k, cache_v  f32/bf16/fp8 [Hkv, N, D]; keys after norm and rotation
+    scale_k, scale_v  float32 [1]; stored = x / scale (1 where the checkpoint has no scales)
+
+Outputs
+    o            rows [T, Hq * D]; the output gate is the consumer's
+    next_cache_k, next_cache_v  the caches with rows length .. length + T - 1 written; may be
+                 written in place. Rows at and past the committed length are never read before
+                 they are written again, so rejected rows need no clean-up.
+
+Row t sees positions 0 .. length + t, its own block's rows as the cache stores them. The cache is
+walked in tiles of `tile` rows that start at absolute multiples of `tile`, combined in order of
+position: a row's result does not depend on where its block began or how full it was.
+
+Source: Qwen3.5 modeling (transformers models/qwen3_5); running softmax, Milakov and Gimelshein
+2018.
+"""
+
+from pathlib import Path
+
+from thor_dflash.plugins.op import ACTIVATION, CACHE, Attributes, Op, Port
+from thor_dflash.plugins.verify_attention.reference import cases, reference
+from thor_dflash.tensors import DType
+
+_PLAIN = (DType.BF16, DType.F16, DType.F32)
+
+
+def _derived(a: Attributes) -> dict[str, int]:
+    return {"QD": a.integer("heads") * a.integer("head_dim")}
+
+
+OP = Op(
+    name="verify_attention",
+    inputs=(
+        Port("q", ACTIVATION, ("T", "QD")),
+        Port("k", ACTIVATION, ("T", "KD")),
+        Port("v", ACTIVATION, ("T", "KD")),
+        Port("q_norm", _PLAIN, ("D",)),
+        Port("k_norm", _PLAIN, ("D",)),
+        Port("length", (DType.I32,), (1,)),
+        Port("cache_k", CACHE, ("Hkv", "N", "D")),
+        Port("cache_v", CACHE, ("Hkv", "N", "D")),
+        Port("scale_k", (DType.F32,), (1,)),
+        Port("scale_v", (DType.F32,), (1,)),
+    ),
+    outputs=(
+        Port("o", ACTIVATION, ("T", "QD"), like="q"),
+        Port("next_cache_k", CACHE, ("Hkv", "N", "D"), like="cache_k"),
+        Port("next_cache_v", CACHE, ("Hkv", "N", "D"), like="cache_v"),
+    ),
+    attributes={"heads": 1, "kv_heads": 1, "head_dim": 256, "rotary_dim": 64, "rope_theta": 1e7,
+                "norm_eps": 1e-6, "norm_offset": 1.0, "tile": 128},
+    aliases={"next_cache_k": "cache_k", "next_cache_v": "cache_v"},
+    derived=_derived,
+    reference=reference,
+    cases=cases,
+    room=Path(__file__).parent,
+)

@@ -1,0 +1,143 @@
+"""The decode loop: propose, verify, accept, commit, observe. There is no other.
+
+Plain decoding is this loop with a proposer that has nothing to say; budgets, grammars and limits
+are policies that narrow a block. Every emitted token, the first one too, is a choice of the verify
+step: the prompt is prefilled up to its last token, and that token begins the first block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from thor_dflash.errors import ModelFault, RequestError
+from thor_dflash.plugins.accept.reference import Record
+from thor_dflash.runtime.block import Block, Policy, Progress
+from thor_dflash.runtime.model import Model
+from thor_dflash.runtime.propose import Proposer
+from thor_dflash.runtime.telemetry import Meter
+
+Finish = Literal["", "stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens committed together. The last chunk of an answer says why it ended.
+
+    While the prompt is being read, chunks without tokens tell how far that is.
+    """
+
+    tokens: tuple[int, ...]
+    finish: Finish = ""
+    prompt_done: int = 0
+    """Prompt tokens in the state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One request, ready to run."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    stop: tuple[int, ...]
+    proposer: Proposer
+    policies: tuple[Policy, ...]
+
+
+def decode(model: Model, plan: Plan, progress: Progress, meter: Meter) -> Iterator[Chunk]:
+    """Answer one request from an empty state. Close the iterator to cancel: nothing needs undoing.
+
+    Raises:
+        ModelFault: the model had no usable choice; what was yielded before stands.
+    """
+    model.state.reset()
+    for done in _prefill(model, plan):
+        yield Chunk((), prompt_done=done)
+    meter.prompt_done()
+    while True:
+        block = _shape(model, plan, progress)
+        record = _step(model, plan, progress, block)
+        count = min([record.count, *(p.judge(progress, record) for p in plan.policies)])
+        model.state.commit(count)
+        meter.cycle(block, record, count, drafts=plan.proposer.reads_taps)
+        tokens = record.tokens[:count]
+        emitted, finish = resolve(len(progress.tokens), tokens, plan.stop, plan.max_tokens)
+        progress.tokens.extend(tokens)
+        for policy in plan.policies:
+            policy.observe(progress, count)
+        yield Chunk(emitted, finish)
+        if finish:
+            return
+
+
+def _prefill(model: Model, plan: Plan) -> Iterator[int]:
+    prompt, chunk = plan.prompt[:-1], model.manifest.chunk
+    for start in range(0, len(prompt), chunk):
+        model.prefill(prompt[start : start + chunk], observe=plan.proposer.reads_taps)
+        yield model.state.length
+
+
+def _shape(model: Model, plan: Plan, progress: Progress) -> Block:
+    block = Block(cap=model.block)
+    for policy in plan.policies:
+        block = policy.shape(progress, block)
+    assert 1 <= block.cap <= model.block, block
+    return block
+
+
+def _step(model: Model, plan: Plan, progress: Progress, block: Block) -> Record:
+    last = progress.tokens[-1] if progress.tokens else plan.prompt[-1]
+    before = plan.proposer.propose(model, progress, block)
+    after = plan.proposer.observe(model)
+    record = model.step(block, last, before, after, plan.stop)
+    at = model.state.length
+    if record.fault >= 0:
+        raise ModelFault(f"the logits after position {at + record.fault} must be finite and leave "
+                         f"a token to choose (got none)")
+    vocab = model.manifest.vocab_limit
+    if wrong := [t for t in record.tokens if not 0 <= t < vocab]:
+        raise ModelFault(f"tokens after position {at} must be ids below {vocab} (got {wrong[0]})")
+    return record
+
+
+def resolve(completion: int, tokens: Sequence[int], stop: Sequence[int], max_tokens: int
+            ) -> tuple[tuple[int, ...], Finish]:
+    """What of the committed tokens is shown, and whether the request is over.
+
+    Token by token: it counts toward the completion; a stop token ends the request and is not shown;
+    else it is shown; the max_tokens-th ends it. A stop token in the last place is a stop.
+    """
+    shown: list[int] = []
+    for token in tokens:
+        completion += 1
+        if token in stop:
+            return tuple(shown), "stop"
+        shown.append(token)
+        if completion >= max_tokens:
+            return tuple(shown), "length"
+    return tuple(shown), ""
+
+
+def check(model: Model, prompt: Sequence[int], max_tokens: int, stop: Sequence[int]) -> None:
+    """Admission: refuse what could not be finished.
+
+    Raises:
+        RequestError: naming the field, the rule and the value.
+    """
+    vocab = model.manifest.target.vocab
+    if not prompt:
+        raise RequestError("prompt must have at least one token (got none)")
+    for i, token in enumerate(prompt):
+        if not 0 <= token < vocab:
+            raise RequestError(f"prompt[{i}] must be 0 to {vocab - 1} (got {token})")
+    if max_tokens < 1:
+        raise RequestError(f"max_tokens must be >= 1 (got {max_tokens})")
+    need = len(prompt) + max_tokens
+    if need > model.limit:
+        raise RequestError(
+            f"prompt and max_tokens together must be <= {model.limit} tokens, the context of "
+            f"{model.capacity} less one block (got {len(prompt)} + {max_tokens} = {need})")
+    slots = model.graphs["accept"].inputs["stop"].at({})[0]
+    if len(stop) > slots:
+        raise RequestError(f"stop must be at most {slots} ids (got {len(stop)})")

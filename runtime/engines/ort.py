@@ -1,0 +1,168 @@
+"""The engine of any machine: ONNX Runtime on the CPU, running the rooms' ONNX bodies."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+from thor_dflash.errors import EngineError
+from thor_dflash.runtime.engine import Call, Graph, Tensor
+from thor_dflash.tensors import Array, Dims, DType, TensorSpec
+
+IN_PLACE = "in_place"
+"""Model metadata: outputs that may be written over the input they are bound with."""
+
+_ELEMENT = {
+    "tensor(float)": DType.F32, "tensor(bfloat16)": DType.BF16, "tensor(int32)": DType.I32,
+    "tensor(float8e4m3fn)": DType.FP8, "tensor(int64)": DType.I64}
+
+_ONNX_TYPE = {DType.F32: 1, DType.BF16: 16, DType.I32: 6, DType.FP8: 17, DType.I64: 7}
+"""ONNX TensorProto element types, spelled out because the runtime does not import onnx."""
+
+
+@dataclass(slots=True)
+class _Memory:
+    """A numpy array and ONNX Runtime's view of the same bytes."""
+
+    array: Array
+    value: Any
+
+    @classmethod
+    def make(cls, spec: TensorSpec) -> _Memory:
+        array = np.zeros(spec.at({}), spec.dtype.numpy)
+        value = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, _ONNX_TYPE[spec.dtype])
+        return cls(array, value)
+
+
+@dataclass(slots=True, eq=False)
+class OrtTensor:
+    """A tensor, and the memory its next value is made in while the old one is still read."""
+
+    spec: TensorSpec
+    now: _Memory
+    spare: _Memory | None = None
+
+    def next(self) -> _Memory:
+        """Memory for a new value."""
+        if self.spare is None:
+            self.spare = _Memory.make(self.spec)
+        return self.spare
+
+    def swap(self) -> None:
+        """The value just made becomes the value."""
+        assert self.spare is not None
+        self.now, self.spare = self.spare, self.now
+
+
+@dataclass(slots=True, eq=False)
+class OrtGraph:
+    """A session of ONNX Runtime."""
+
+    name: str
+    session: Any
+    inputs: Mapping[str, TensorSpec]
+    outputs: Mapping[str, TensorSpec]
+    in_place: frozenset[str]
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class OrtEngine:
+    """Sessions over the graphs of one package directory."""
+
+    package: Path
+    threads: int = 0
+    """0 takes every core."""
+    _graphs: dict[str, OrtGraph] = field(default_factory=dict[str, OrtGraph])
+
+    def load(self, name: str) -> Graph:
+        """See Engine."""
+        if name not in self._graphs:
+            self._graphs[name] = self._load(name)
+        return self._graphs[name]
+
+    def _load(self, name: str) -> OrtGraph:
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = self.threads
+        options.inter_op_num_threads = 1
+        options.log_severity_level = 3
+        path = self.package / f"{name}.onnx"
+        try:
+            session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        except Exception as e:  # ONNX Runtime's errors have no common base of their own
+            raise EngineError(f"{path} must load in ONNX Runtime {ort.__version__} (got: {e})"
+                              ) from e
+        in_place = session.get_modelmeta().custom_metadata_map.get(IN_PLACE, "")
+        return OrtGraph(name, session, _specs(session.get_inputs()), _specs(session.get_outputs()),
+                        frozenset(in_place.split()))
+
+    def empty(self, spec: TensorSpec, dims: Dims) -> Tensor:
+        """See Engine."""
+        bound = TensorSpec(spec.name, spec.dtype, spec.at(dims))
+        return OrtTensor(bound, _Memory.make(bound))
+
+    def run(self, calls: Sequence[Call]) -> None:
+        """See Engine."""
+        for call in calls:
+            graph = call.graph
+            assert isinstance(graph, OrtGraph)
+            start = time.perf_counter()
+            _run(graph, call)
+            graph.seconds += time.perf_counter() - start
+
+    def write(self, tensor: Tensor, values: Array) -> None:
+        """See Engine."""
+        array = _ort(tensor).now.array
+        array[tuple(slice(n) for n in values.shape)] = values
+
+    def read(self, tensor: Tensor, shape: tuple[int, ...] | None = None) -> Array:
+        """See Engine."""
+        array = _ort(tensor).now.array
+        return array[tuple(slice(n) for n in shape or array.shape)].copy()
+
+    def busy(self) -> Mapping[str, float]:
+        """See Engine."""
+        return {name: graph.seconds for name, graph in self._graphs.items()}
+
+    def close(self) -> None:
+        """See Engine."""
+        self._graphs.clear()
+
+
+def _ort(tensor: Tensor) -> OrtTensor:
+    assert isinstance(tensor, OrtTensor)
+    return tensor
+
+
+def _run(graph: OrtGraph, call: Call) -> None:
+    """A tensor bound on both sides gets its new value in spare memory, so that a failed call
+    leaves the old one; except where the graph writes in place, past the committed rows.
+    """
+    binding = graph.session.io_binding()
+    read = {id(tensor) for tensor in call.inputs.values()}
+    swaps: list[OrtTensor] = []
+    for name in graph.inputs:
+        binding.bind_ortvalue_input(name, _ort(call.inputs[name]).now.value)
+    for name in graph.outputs:
+        tensor = _ort(call.outputs[name])
+        if id(tensor) in read and name not in graph.in_place:
+            swaps.append(tensor)
+            binding.bind_ortvalue_output(name, tensor.next().value)
+        else:
+            binding.bind_ortvalue_output(name, tensor.now.value)
+    try:
+        graph.session.run_with_iobinding(binding)
+    except Exception as e:  # ONNX Runtime's errors have no common base of their own
+        raise EngineError(f"{graph.name} must run (got: {e})") from e
+    for tensor in swaps:
+        tensor.swap()
+
+
+def _specs(infos: Sequence[Any]) -> dict[str, TensorSpec]:
+    return {i.name: TensorSpec(i.name, _ELEMENT[i.type], tuple(i.shape)) for i in infos}

@@ -1,0 +1,151 @@
+"""The graphs of a package bound to one sequence. The only file that knows binding names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from thor_dflash.manifest import Manifest
+from thor_dflash.plugins.accept.reference import Record
+from thor_dflash.runtime.block import Block
+from thor_dflash.runtime.engine import Call, Engine, Graph, Tensor
+from thor_dflash.runtime.state import NEXT, State
+from thor_dflash.tensors import Array, TensorSpec
+
+TILE = 128
+"""Rows of a cache tile of verify_attention; caches are whole tiles."""
+
+
+def cache_rows(capacity: int, block: int, chunk: int) -> int:
+    """Rows of the key/value cache for a context of `capacity`.
+
+    A context ends one block before the capacity, and the last prefill chunk may be padded.
+    """
+    return -(-(capacity - block + max(block, chunk)) // TILE) * TILE
+
+
+def ring_rows(window: int, capacity: int, block: int, chunk: int) -> int:
+    """Slots of a drafter ring: what a query may see, and the rows of one step beyond it.
+
+    Rows past the committed length are written too, and must not land on a slot that is visible.
+    """
+    limit = capacity - block
+    return (min(window, limit) if window else limit) + max(block, chunk)
+
+
+class Model:
+    """Steps of one sequence: prefill, verify and accept, observe; and commit, which moves it."""
+
+    def __init__(self, engine: Engine, manifest: Manifest, capacity: int) -> None:
+        self.engine = engine
+        self.manifest = manifest
+        self.capacity = capacity
+        drafter = manifest.drafter
+        names = ["prefill", "verify", "accept", "accept_masked"]
+        names += ["propose", "observe", "observe_chunk"] if drafter else []
+        self.graphs: dict[str, Graph] = {name: engine.load(name) for name in names}
+        dims = {"cache_rows": cache_rows(capacity, manifest.block, manifest.chunk)}
+        for i, layer in enumerate(drafter.layers if drafter else ()):
+            dims[f"ring_rows.{i}"] = ring_rows(
+                layer.window, capacity, manifest.block, manifest.chunk)
+        self.state = State(engine, list(self.graphs.values()), dims)
+        self._inputs: dict[str, Tensor] = {}
+        for graph in self.graphs.values():
+            for spec in (*graph.inputs.values(), *graph.outputs.values()):
+                self._scratch(spec, graph)
+        for i, layer in enumerate(drafter.layers if drafter else ()):
+            self._set(f"drafter.{i}.window", layer.window)
+
+    @property
+    def limit(self) -> int:
+        """Longest prompt and answer together, tokens: one block stays free."""
+        return self.capacity - self.manifest.block
+
+    @property
+    def block(self) -> int:
+        """Rows of a verify."""
+        return self.manifest.block
+
+    def _scratch(self, spec: TensorSpec, graph: Graph) -> None:
+        name = spec.name.removeprefix(NEXT)
+        if name not in self.state.tensors:
+            key = _key(graph, name)
+            if key not in self._inputs:
+                self._inputs[key] = self.engine.empty(spec, {})
+
+    def _tensor(self, graph: Graph, name: str) -> Tensor:
+        return self.state.tensors.get(name) or self._inputs[_key(graph, name)]
+
+    def call(self, name: str) -> Call:
+        """A graph bound to this sequence's tensors."""
+        graph = self.graphs[name]
+        return Call(graph, {n: self._tensor(graph, n) for n in graph.inputs},
+                    {n: self._tensor(graph, n.removeprefix(NEXT)) for n in graph.outputs})
+
+    def _set(self, name: str, *values: int | float) -> None:
+        tensor = self._inputs[name]
+        self.engine.write(tensor, np.array(values, tensor.spec.dtype.numpy))
+
+    def write_tokens(self, tokens: Sequence[int]) -> None:
+        """The next block's tokens, from the host: the last committed one and its drafts."""
+        padded = [*tokens, *[0] * (self.block - len(tokens))]
+        self._set("tokens", *padded[: self.block])
+
+    def prefill(self, tokens: Sequence[int], observe: bool) -> None:
+        """Commit up to `chunk` prompt tokens; the drafter's rings follow if `observe`."""
+        padded = [*tokens, *[0] * (self.manifest.chunk - len(tokens))]
+        self._set("tokens_chunk", *padded)
+        self._set("valid", len(tokens))
+        self._position()
+        calls = [self.call("prefill")]
+        if observe and self.manifest.drafter:
+            calls.append(self.call("observe_chunk"))
+        self.engine.run(calls)
+        self.state.advance(len(tokens))
+
+    def step(self, block: Block, last: int, before: Sequence[Call], after: Sequence[Call],
+             stop: Sequence[int]) -> Record:
+        """Propose, verify and accept in one go; one wait. Nothing is committed."""
+        self._position()
+        self._set("last", last)
+        self._set("forced", *block.forced, *[-1] * (self.block - len(block.forced)))
+        self._bounds(block, stop)
+        accept = "accept" if block.mask is None else "accept_masked"
+        if block.mask is not None:
+            self.engine.write(self._inputs["mask"], block.mask)
+        self.engine.run((*before, self.call("verify"), self.call(accept), *after))
+        self.state.verified(self.block)
+        return Record.read(self.engine.read(self._inputs["record"]))
+
+    def verify(self) -> None:
+        """Verify alone, for scoring."""
+        self._position()
+        self.engine.run([self.call("verify")])
+        self.state.verified(self.block)
+
+    def read(self, name: str) -> Array:
+        """A step's output, "logits" or "taps"."""
+        return self.engine.read(self._inputs[name])
+
+    def _position(self) -> None:
+        self.state.begin()
+        self._set("length", self.state.length)
+        self._set("accepted", self.state.accepted)
+
+    def _bounds(self, block: Block, stop: Sequence[int]) -> None:
+        relaxed = block.relaxed
+        numbers: Mapping[str, int | float] = {
+            "cap": block.cap, "rule": relaxed.rule, "top_k": relaxed.top_k,
+            "close": relaxed.close, "margin": relaxed.margin}
+        for name, value in numbers.items():
+            self._set(name, value)
+        for name, ids in (("stop", stop), ("strict", relaxed.never)):
+            slots = self._inputs[name].spec.at({})[0]
+            self._set(name, *ids, *[-1] * (slots - len(ids)))
+
+
+def _key(graph: Graph, name: str) -> str:
+    """Scratch is shared by name, except that chunk steps have rows of their own."""
+    chunk = graph.name in ("prefill", "observe_chunk") and name in ("tokens", "taps")
+    return f"{name}_chunk" if chunk else name

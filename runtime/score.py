@@ -1,0 +1,53 @@
+"""Teacher-forced logits through the verify step, block by block: how strangers check an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from thor_dflash.errors import RequestError
+from thor_dflash.progress import Progress
+from thor_dflash.runtime.session import Session
+from thor_dflash.tensors import Array
+
+
+def score(session: Session, tokens: Sequence[int], taps: bool, progress: Progress
+          ) -> dict[str, Array]:
+    """float32 `logits` [T, V]: row t is what the model says after tokens[0..t], unmasked.
+
+    With `taps`, also `taps` [T, taps * H]: the residual stream after each tapped layer, as the
+    drafter reads it.
+
+    Raises:
+        RequestError: no tokens, an id outside the vocabulary, more tokens than the context, or taps
+        of a package without a drafter.
+    """
+    model = session.model
+    _check(session, tokens, taps)
+    rows: dict[str, list[Array]] = {"logits": []} | ({"taps": []} if taps else {})
+    model.state.reset()
+    with progress.task("scoring", len(tokens), "tokens") as task:
+        for start in range(0, len(tokens), model.block):
+            part = tokens[start : start + model.block]
+            model.write_tokens(part)
+            model.verify()
+            for name, collected in rows.items():
+                collected.append(model.read(name)[: len(part)].astype(np.float32))
+            model.state.commit(len(part))
+            task.advance(len(part))
+    return {name: np.concatenate(collected) for name, collected in rows.items()}
+
+
+def _check(session: Session, tokens: Sequence[int], taps: bool) -> None:
+    vocab, limit = session.manifest.target.vocab, session.model.limit
+    if not tokens:
+        raise RequestError("tokens must have at least one id (got none)")
+    if len(tokens) > limit:
+        raise RequestError(f"tokens must be at most {limit}, the context of "
+                           f"{session.model.capacity} less one block (got {len(tokens)})")
+    for i, token in enumerate(tokens):
+        if not 0 <= token < vocab:
+            raise RequestError(f"tokens[{i}] must be 0 to {vocab - 1} (got {token})")
+    if taps and session.manifest.drafter is None:
+        raise RequestError("taps must be asked of a package with a drafter (got one without)")

@@ -1,0 +1,329 @@
+"""Text to token ids and back: tokenizer, chat template, and what of an answer is thinking.
+
+Rules of decoded text
+    Special tokens (`<|im_end|>` and its kind) are left out. Tokens the tokenizer adds without
+    calling them special (`<think>`, `<tool_call>`) are text and are printed.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import AddedToken, Tokenizer, decoders
+
+from thor_dflash import tokenizer as files
+from thor_dflash.errors import PackageError, RequestError
+from thor_dflash.records import as_list, as_table, show
+
+THINK, END_THINK = "<think>", "</think>"
+ROLES = ("system", "user", "assistant", "tool")
+_KEYS = {"role", "content", "reasoning_content"}
+
+
+class Text:
+    """The tokenizer and the chat template of a package."""
+
+    def __init__(self, tokenizer: Tokenizer, special: frozenset[int], template: _Template) -> None:
+        self._tokenizer = tokenizer
+        self._special = special
+        self._template = template
+        self.think = tokenizer.token_to_id(THINK)
+        """Id that opens thinking, or None."""
+        self.end_think = tokenizer.token_to_id(END_THINK)
+        """Id that closes thinking, or None."""
+
+    @classmethod
+    def load(cls, directory: Path) -> Text:
+        """Read the tokenizer files of a package or a checkpoint.
+
+        Raises:
+            PackageError: tokenizer.json is missing or not of a kind that is understood.
+        """
+        path = directory / files.TOKENIZER
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as e:  # the library raises plain Exception for a file it cannot read
+            raise PackageError(f"{path} must be a tokenizer (got: {e})") from e
+        if not isinstance(tokenizer.decoder, decoders.ByteLevel):
+            kind = type(tokenizer.decoder).__name__
+            raise PackageError(f"{path}: decoder must be ByteLevel (got {kind})")
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        special = _add_missing(tokenizer, directory)
+        return cls(tokenizer, special, _Template.load(directory))
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`; the spelling of an added token becomes that token.
+
+        Raises:
+            RequestError: `text` holds lone surrogates: it was not UTF-8 where it came from.
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as e:
+            raise RequestError(f"text must be UTF-8 (got: {e.reason} at {e.start})") from e
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`; bytes that are not UTF-8 become U+FFFD."""
+        stream = self.stream()
+        return stream.feed(ids) + stream.end()
+
+    def stream(self) -> Stream:
+        """A decoder that is fed an answer piece by piece."""
+        return Stream(self)
+
+    def render(self, messages: object, thinking: bool) -> str:
+        """The prompt of a chat, up to where the assistant's answer begins.
+
+        Raises:
+            RequestError: `messages` is no chat, or the template refuses it.
+        """
+        return self._template.render(chat(messages), thinking)
+
+    def bytes_of(self, token: int) -> bytes:
+        """What one token adds to the text: nothing for a special token or an id without one."""
+        word = None if token in self._special else self._tokenizer.id_to_token(token)
+        if word is None:
+            return b""
+        if all(letter in _BYTES for letter in word):
+            return bytes(_BYTES[letter] for letter in word)
+        return word.encode()  # an added token with letters outside the byte alphabet
+
+
+class Stream:
+    """Decodes an answer as it arrives. A character is given out when its last byte is there."""
+
+    def __init__(self, text: Text) -> None:
+        self._text = text
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, ids: Iterable[int]) -> str:
+        """The text these ids complete."""
+        return self._utf8.decode(b"".join(self._text.bytes_of(i) for i in ids))
+
+    def end(self) -> str:
+        """What was held back: U+FFFD if the answer stopped inside a character, else nothing."""
+        return self._utf8.decode(b"", True)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some text of an answer, all of one kind."""
+
+    text: str
+    thinking: bool
+    """Inside the thinking block; its closing mark still is."""
+
+
+class Answer:
+    """An answer as it arrives, split into thinking and the rest.
+
+    Whether it starts inside thinking is the prompt's doing: a chat template may have opened the
+    block already. An answer that does not start inside may open one with its first token.
+    """
+
+    def __init__(self, text: Text, prompt: Sequence[int]) -> None:
+        self._text = text
+        self._stream = text.stream()
+        self._inside = _open_at_end(text, prompt)
+        self._tokens: list[int] = []
+        self._thinking = 0
+
+    @property
+    def thinking_tokens(self) -> int:
+        """Tokens of the thinking block so far, its marks included."""
+        return self._thinking
+
+    def feed(self, tokens: Sequence[int]) -> list[Piece]:
+        """The pieces of text these tokens complete, empty ones left out."""
+        pieces = [self._one(token) for token in tokens]
+        return [piece for piece in pieces if piece.text]
+
+    def end(self) -> list[Piece]:
+        """The piece that was held back, if any."""
+        rest = self._stream.end()
+        return [Piece(rest, self._inside)] if rest else []
+
+    def thinking(self) -> str:
+        """The text of the thinking block without its marks."""
+        marks = (self._text.think, self._text.end_think)
+        block = [t for t in self._tokens[: self._thinking] if t not in marks]
+        return self._text.decode(block).strip("\n")
+
+    def text(self) -> str:
+        """The text after the thinking block."""
+        rest = self._text.decode(self._tokens[self._thinking :])
+        return rest.lstrip("\n") if self._thinking else rest
+
+    def _one(self, token: int) -> Piece:
+        if not self._tokens and token == self._text.think:
+            self._inside = True
+        self._tokens.append(token)
+        inside = self._inside
+        if inside:
+            self._thinking = len(self._tokens)
+            self._inside = token != self._text.end_think
+        return Piece(self._stream.feed((token,)), inside)
+
+
+def _open_at_end(text: Text, prompt: Sequence[int]) -> bool:
+    if text.think is None or text.end_think is None:
+        return False
+    marks = [t for t in prompt if t in (text.think, text.end_think)]
+    return bool(marks) and marks[-1] == text.think
+
+
+def chat(messages: object) -> list[dict[str, str]]:
+    """Check that `messages` is a chat: a list of objects with a known role and a string content.
+
+    Raises:
+        RequestError: it is not; the message names the entry.
+    """
+    entries = as_list(messages)
+    if not entries:
+        raise RequestError(f"messages must be a list of at least one (got {show(messages)})")
+    return [_entry(entry, f"messages[{i}]") for i, entry in enumerate(entries)]
+
+
+def _entry(entry: object, where: str) -> dict[str, str]:
+    fields = as_table(entry)
+    if fields is None:
+        raise RequestError(f"{where} must be an object (got {show(entry)})")
+    for key in fields.keys() - _KEYS:
+        raise RequestError(f"{where} must have role and content only (got {show(key)})")
+    for key in ("role", "content"):
+        if key not in fields:
+            raise RequestError(f"{where}.{key} must be present (got nothing)")
+    for key, value in fields.items():
+        if not isinstance(value, str):
+            raise RequestError(f"{where}.{key} must be a string (got {show(value)})")
+    if fields["role"] not in ROLES:
+        known = ", ".join(ROLES)
+        raise RequestError(f"{where}.role must be one of {known} (got {show(fields['role'])})")
+    return cast("dict[str, str]", fields)
+
+
+class _Template:
+    """A chat template in the dialect of transformers: sandboxed, with its filters and globals."""
+
+    def __init__(self, source: str | None, names: dict[str, str], where: Path) -> None:
+        self._names = names
+        self._where = where
+        try:
+            self._template = None if source is None else _environment().from_string(source)
+        except jinja2.TemplateError as e:
+            raise PackageError(f"{where}: chat template must be valid jinja (got: {e})") from e
+
+    @classmethod
+    def load(cls, directory: Path) -> _Template:
+        """From chat_template.jinja, or else from tokenizer_config.json."""
+        config = files.read_json(directory / files.TOKENIZER_CONFIG)
+        names = {
+            name: word
+            for name, value in config.items()
+            if name.endswith("_token") and (word := files.content(value)) is not None
+        }
+        path = directory / files.TEMPLATE
+        if path.is_file():
+            try:
+                return cls(path.read_text(encoding="utf-8"), names, path)
+            except ValueError as e:
+                raise PackageError(f"{path} must be UTF-8 (got: {e})") from e
+        source = config.get("chat_template")
+        return cls(source if isinstance(source, str) else None, names, directory)
+
+    def render(self, messages: list[dict[str, str]], thinking: bool) -> str:
+        """The prompt, up to where the answer begins."""
+        if self._template is None:
+            raise RequestError("a chat needs a package with a chat template (got one without)")
+        try:
+            return self._template.render(
+                self._names,
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                enable_thinking=thinking,
+            )
+        except jinja2.TemplateError as e:
+            raise RequestError(f"messages must suit the chat template (got: {e})") from e
+        except Exception as e:  # a template is a program of its own and can fail in any way
+            kind = type(e).__name__
+            raise PackageError(f"{self._where}: chat template must run (got {kind}: {e})") from e
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    env = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    env.filters["tojson"] = _tojson
+    # update, not assignment: jinja declares the values of its own globals only.
+    env.globals.update(_globals())
+    return env
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja's own filter escapes HTML, which a prompt is not.
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _globals() -> dict[str, Any]:
+    return {"raise_exception": _refuse, "strftime_now": _now}
+
+
+def _refuse(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _add_missing(tokenizer: Tokenizer, directory: Path) -> frozenset[int]:
+    """Teach the tokenizer what only tokenizer_config.json lists; return every special id."""
+    added = files.added_tokens(directory)
+    for token in added:
+        if tokenizer.id_to_token(token.id) is not None:
+            continue
+        word = AddedToken(token.content, special=token.special, normalized=False)
+        cast("Any", tokenizer).add_tokens([word])
+        given = tokenizer.token_to_id(token.content)
+        if given != token.id:
+            raise PackageError(
+                f"{directory / files.TOKENIZER_CONFIG}: id of {show(token.content)} must be "
+                f"{given}, the next free one (got {token.id})"
+            )
+    return frozenset(token.id for token in added if token.special)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Letters of byte-level BPE: printable bytes stand for themselves, the rest from U+0100 on."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    letters = {chr(byte): byte for byte in plain}
+    return letters | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()

@@ -1,0 +1,147 @@
+"""A matrix means what its codes and scales say; the tests' own quantiser is the published one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import nvfp4_quantise
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from thor_dflash.builders.checkpoint.matrix import Matrix, WeightKind
+
+GOLDEN = Path(__file__).parents[2] / "goldens" / "nvfp4" / "nvfp4.npz"
+FP8 = ml_dtypes.float8_e4m3fn
+VALUES = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
+
+
+def nvfp4(rng: np.random.Generator, rows: int, groups: int) -> Matrix:
+    return Matrix(
+        "m",
+        rng.integers(0, 256, (rows, 8 * groups)).astype(np.uint8),
+        rng.integers(0, 0x7F, (rows, groups)).astype(np.uint8).view(FP8),
+        rng.uniform(1e-4, 2, rows).astype(np.float32),
+    )
+
+
+def plain(rng: np.random.Generator, dtype: type) -> Matrix:
+    scale = rng.uniform(0.5, 2, 6).astype(np.float32) if dtype is FP8 else None
+    return Matrix("m", rng.standard_normal((6, 10)).astype(dtype), None, scale)
+
+
+def test_all_sixteen_codes_even_column_in_the_low_nibble() -> None:
+    codes = np.array([[i | (i + 1) << 4 for i in range(0, 16, 2)]], np.uint8)
+    one = np.ones((1, 1), FP8)
+    values = Matrix("m", codes, one, np.ones(1, np.float32)).dequantise()
+    np.testing.assert_array_equal(values, [VALUES])
+    np.testing.assert_array_equal(np.signbit(values), np.signbit([VALUES]))
+
+
+def test_scales_multiply_their_block_and_their_row() -> None:
+    codes = np.full((2, 16), 0x22, np.uint8)  # every value 1
+    block_scale = np.array([[0.5, 2], [2**-9, 448]], FP8)  # the smallest and the largest scale
+    m = Matrix("m", codes, block_scale, np.array([3, 0.25], np.float32))
+    expected = np.repeat([[1.5, 6], [2**-11, 112]], 16, axis=1)
+    np.testing.assert_array_equal(m.dequantise(), expected)
+    assert (m.rows, m.columns, m.kind) == (2, 32, WeightKind.NVFP4)
+
+
+def test_fp8_has_a_scale_per_row() -> None:
+    m = Matrix("m", np.array([[448, -1], [2, 2**-9]], FP8), None, np.array([2, 3], np.float32))
+    np.testing.assert_array_equal(m.dequantise(), [[896, -2], [6, 3 * 2**-9]])
+    assert (m.rows, m.columns, m.kind) == (2, 2, WeightKind.FP8)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [
+        (ml_dtypes.bfloat16, WeightKind.BF16),
+        (np.float16, WeightKind.F16),
+        (np.float32, WeightKind.F32),
+    ],
+)
+def test_plain_weights_are_their_own_values(dtype: type, kind: WeightKind) -> None:
+    codes: NDArray[Any] = np.array([[1.5, -0.0], [2, 3]], dtype)
+    m = Matrix("m", codes)
+    np.testing.assert_array_equal(m.dequantise(), codes.astype(np.float32))
+    assert m.dequantise().dtype == np.float32
+    assert m.kind is kind
+
+
+@settings(deadline=None, max_examples=40)
+@given(seed=st.integers(0, 2**32), rows=st.lists(st.integers(0, 5), max_size=12))
+def test_taking_rows_and_dequantising_commute(seed: int, rows: list[int]) -> None:
+    rng = np.random.default_rng(seed)
+    picked = np.array(rows, np.int64)
+    for m in (nvfp4(rng, 6, 3), *(plain(rng, t) for t in (FP8, ml_dtypes.bfloat16, np.float32))):
+        taken = m.take(picked)
+        np.testing.assert_array_equal(taken.dequantise(), m.dequantise()[picked])
+        assert (taken.name, taken.rows, taken.kind) == (m.name, len(rows), m.kind)
+
+
+def test_dequantising_leaves_the_stored_codes_alone() -> None:
+    m = plain(np.random.default_rng(0), np.float32)
+    before = m.codes.copy()
+    m.dequantise()[:] = 9
+    np.testing.assert_array_equal(m.codes, before)
+
+
+TIES = [
+    # value, code just below it, its code, code just above it
+    (0.25, 0, 0, 1),
+    (0.75, 1, 2, 2),
+    (1.25, 2, 2, 3),
+    (1.75, 3, 4, 4),
+    (2.5, 4, 4, 5),
+    (3.5, 5, 6, 6),
+    (5.0, 6, 6, 7),
+]
+
+
+@pytest.mark.parametrize(("value", "below", "code", "above"), TIES)
+def test_ties_go_to_the_even_code(value: float, below: int, code: int, above: int) -> None:
+    near = [float(np.nextafter(np.float32(value), np.float32(end))) for end in (0, 9)]
+    # 2688 in the tensor makes its scale 1, 6 in a block makes that block's scale 1.
+    w = np.zeros((1, 32), np.float32)
+    w[0, 0], w[0, 16:21] = 2688, [6, value, -value, *near]
+    codes, scale, scale2 = nvfp4_quantise(w)
+    assert (float(scale2), float(scale[0, 1])) == (1, 1)
+    expected = [7 | code << 4, 8 + code | below << 4, above]
+    assert codes[0, 8:11].tolist() == expected
+
+
+def test_a_zero_block_has_scale_one_and_a_tiny_block_a_subnormal_scale() -> None:
+    w = np.zeros((1, 48), np.float32)
+    w[0, 0], w[0, 32] = 2688, 6 * 2**-9 / 100  # the second would need a scale below E4M3's least
+    codes, scale, scale2 = nvfp4_quantise(w)
+    assert scale2 == 1
+    assert scale[0].astype(np.float32).tolist() == [448, 1, 2**-9]
+    assert codes[0].tolist() == [7] + [0] * 23
+    assert Matrix("m", codes, scale, np.ones(1, np.float32)).dequantise()[0, 0] == 2688
+
+
+def test_a_zero_tensor_stays_zero() -> None:
+    codes, _, scale2 = nvfp4_quantise(np.zeros((2, 16), np.float32))
+    assert scale2 > 0
+    assert not codes.any()
+
+
+def test_quantiser_and_reader_agree_with_the_published_packages() -> None:
+    with np.load(GOLDEN) as golden:
+        codes, block_scale, scale2 = nvfp4_quantise(golden["weight"])
+        np.testing.assert_array_equal(codes, golden["codes"])
+        np.testing.assert_array_equal(block_scale.view(np.uint8), golden["block_scale"])
+        assert scale2 == golden["scale2"]
+        row_scale = np.full(len(codes), scale2, np.float32)
+        np.testing.assert_array_equal(
+            Matrix("m", codes, block_scale, row_scale).dequantise(), golden["modelopt"]
+        )
+        ones = np.ones(block_scale.shape, FP8)
+        np.testing.assert_array_equal(
+            Matrix("m", codes, ones).dequantise(), golden["compressed_tensors_values"]
+        )

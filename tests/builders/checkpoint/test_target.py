@@ -1,0 +1,226 @@
+"""A target checkpoint of any dialect reads back as written; every misfit is named."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import (
+    DIALECTS,
+    GEOMETRIES,
+    Dialect,
+    TargetGeometry,
+    dequantised,
+    read_config,
+    read_safetensors,
+    write_config,
+    write_safetensors,
+    write_target,
+)
+
+from thor_dflash.builders.checkpoint.matrix import WeightKind
+from thor_dflash.builders.checkpoint.target import read_target, target_layout
+from thor_dflash.dims import AttentionDims, GdnDims, TargetDims
+from thor_dflash.errors import CheckpointError
+
+SMALL = TargetGeometry(prefix="model.language_model.")
+ODD = TargetGeometry(key_dim=48, value_dim=16, conv_kernel=3, layers=5, intermediate=112)
+TIED = replace(SMALL, tied=True)
+P = SMALL.prefix
+MODELOPT_KV = ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale")
+TENSORS_KV = ("self_attn.k_scale", "self_attn.v_scale")
+
+Config = dict[str, Any]
+Tensors = dict[str, Any]
+
+
+def hf_name(name: str) -> str:
+    return name if name == "lm_head" else f"model.{name}"
+
+
+def change_tensors(directory: Path, change: Callable[[Tensors], object]) -> None:
+    tensors = read_safetensors(directory / "model.safetensors")
+    change(tensors)
+    write_safetensors(directory / "model.safetensors", tensors)
+
+
+@pytest.mark.parametrize("geometry", [*GEOMETRIES, "odd"])
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_every_weight_comes_back(geometry: str, dialect: Dialect, tmp_path: Path) -> None:
+    g = GEOMETRIES.get(geometry, ODD)
+    checkpoint = read_target(write_target(tmp_path, g, 7, dialect))
+    expected = dequantised(tmp_path)
+    layout = target_layout(checkpoint.dims)
+    for name, shape in layout.matrices.items():
+        matrix = checkpoint.matrix(name)
+        assert (matrix.name, matrix.rows, matrix.columns) == (name, *shape)
+        np.testing.assert_array_equal(matrix.dequantise(), expected.pop(f"{hf_name(name)}.weight"))
+    for name in layout.tensors:
+        tensor = checkpoint.tensor(name).astype(np.float32)
+        np.testing.assert_array_equal(tensor, expected.pop(hf_name(name)))
+    assert set(expected) <= {"lm_head.weight"}
+    head = checkpoint.matrix("lm_head")
+    assert (head.name, head.rows, head.columns) == ("lm_head", g.vocab, g.hidden)
+
+
+def test_sizes_come_from_the_config(tmp_path: Path) -> None:
+    g = GEOMETRIES["heads27b"]
+    checkpoint = read_target(write_target(tmp_path, replace(g, eps=2e-5, rope_theta=1e6), 0))
+    assert checkpoint.dims == TargetDims(
+        vocab=256,
+        hidden=64,
+        intermediate=96,
+        layers=("gdn", "gdn", "gdn", "attention"),
+        attention=AttentionDims(heads=6, kv_heads=1, head_dim=256, rotary_dim=64, rope_theta=1e6),
+        gdn=GdnDims(key_heads=1, value_heads=3, key_dim=128, value_dim=128, conv_kernel=4),
+        eps=2e-5,
+        tied=False,
+        max_position=4096,
+    )
+    assert (checkpoint.prefix, checkpoint.skipped) == ("model.", ())
+    assert checkpoint.directory == tmp_path
+
+
+def test_the_layout_of_the_27b_has_851_tensors() -> None:
+    dims = TargetDims(
+        vocab=248320,
+        hidden=5120,
+        intermediate=17408,
+        layers=("gdn", "gdn", "gdn", "attention") * 16,
+        attention=AttentionDims(heads=24, kv_heads=4, head_dim=256, rotary_dim=64, rope_theta=1e7),
+        gdn=GdnDims(key_heads=16, value_heads=48, key_dim=128, value_dim=128, conv_kernel=4),
+        eps=1e-6,
+        tied=False,
+        max_position=262144,
+    )
+    layout = target_layout(dims)
+    shapes = [*layout.matrices.values(), *layout.tensors.values()]
+    assert len(shapes) == 851
+    # The published total: 55,562,855,904 bytes of BF16 less the vision tower and the MTP head.
+    assert sum(int(np.prod(shape)) for shape in shapes) == 26_895_998_464
+
+
+@pytest.mark.parametrize(
+    ("dialect", "mlp", "attention", "gdn", "head"),
+    [
+        ("f16", "f16", "f16", "f16", "f16"),
+        ("modelopt", "nvfp4", "nvfp4", "nvfp4", "nvfp4"),
+        ("compressed-tensors", "nvfp4", "nvfp4", "nvfp4", "bf16"),
+        ("fp8", "fp8", "fp8", "fp8", "bf16"),
+        ("mixed", "nvfp4", "fp8", "bf16", "nvfp4"),
+    ],
+)
+def test_the_tensors_decide_the_kind_whatever_the_json_says(
+    dialect: Dialect, mlp: str, attention: str, gdn: str, head: str, tmp_path: Path
+) -> None:
+    write_target(tmp_path, SMALL, 0, dialect)
+    write_config(tmp_path, {**read_config(tmp_path), "quantization_config": {"quant_algo": "FP8"}})
+    checkpoint = read_target(tmp_path)
+    names = {
+        "layers.3.mlp.down_proj": mlp,
+        "layers.3.self_attn.q_proj": attention,
+        "layers.0.linear_attn.in_proj_qkv": gdn,
+        "layers.0.linear_attn.in_proj_a": "f16" if dialect == "f16" else "bf16",
+        "lm_head": head,
+    }
+    for name, kind in names.items():
+        assert checkpoint.matrix(name).kind is WeightKind(kind), name
+
+
+def test_vision_and_mtp_are_passed_over_and_listed(tmp_path: Path) -> None:
+    checkpoint = read_target(write_target(tmp_path, GEOMETRIES["27b"], 0))
+    assert set(checkpoint.skipped) == {"model.visual.patch_embed.proj.weight", "mtp.fc.weight"}
+    assert checkpoint.prefix == "model.language_model."
+
+
+def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
+    checkpoint = read_target(write_target(tmp_path, TIED, 0))
+    assert checkpoint.dims.tied
+    np.testing.assert_array_equal(
+        checkpoint.matrix("lm_head").codes, checkpoint.tensor("embed_tokens.weight")
+    )
+
+
+def test_a_tied_head_may_be_stored_twice_if_it_is_the_same(tmp_path: Path) -> None:
+    write_target(tmp_path, TIED, 0)
+    embedding = f"{P}embed_tokens.weight"
+    change_tensors(tmp_path, lambda t: t.update({"lm_head.weight": t[embedding].copy()}))
+    assert read_target(tmp_path).matrix("lm_head").rows == TIED.vocab
+
+
+@pytest.mark.parametrize("how", ["last value", "another type"])
+def test_a_tied_head_that_differs_is_refused(how: str, tmp_path: Path) -> None:
+    write_target(tmp_path, TIED, 0)
+
+    def change(tensors: Tensors) -> None:
+        head = tensors[f"{P}embed_tokens.weight"].copy()
+        head[-1, -1] += 1
+        tensors["lm_head.weight"] = head if how == "last value" else head.astype(np.float32)
+
+    change_tensors(tmp_path, change)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight must equal .*embed_tokens"):
+        read_target(tmp_path)
+
+
+@pytest.mark.parametrize("names", [MODELOPT_KV, TENSORS_KV])
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_calibrated_kv_scales_are_found(
+    names: tuple[str, str], shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    write_target(tmp_path, SMALL, 0)
+    assert read_target(tmp_path).kv_scales(3) is None
+    stored = [f"{P}layers.3.{name}" for name in names]
+    scales = [np.full(shape, x, np.float32) for x in (0.25, 0.5)]
+    change_tensors(tmp_path, lambda t: t.update(dict(zip(stored, scales, strict=True))))
+    checkpoint = read_target(tmp_path)
+    assert checkpoint.kv_scales(3) == (0.25, 0.5)
+    assert checkpoint.kv_scales(0) is None
+
+
+@pytest.mark.parametrize("bad", [0, -1, np.nan, np.inf])
+def test_a_bad_kv_scale_is_refused(bad: float, tmp_path: Path) -> None:
+    write_target(tmp_path, SMALL, 0)
+    stored = {f"{P}layers.3.{n}": np.float32(x) for n, x in zip(MODELOPT_KV, (1, bad), strict=True)}
+    change_tensors(tmp_path, lambda t: t.update({n: np.array(x) for n, x in stored.items()}))
+    with pytest.raises(CheckpointError, match=r"v_scale must be a positive finite number"):
+        read_target(tmp_path).kv_scales(3)
+
+
+def test_a_name_that_is_no_linear_is_named(tmp_path: Path) -> None:
+    checkpoint = read_target(write_target(tmp_path, SMALL, 0))
+    with pytest.raises(CheckpointError, match=r"layers\.9\.mlp\.up_proj must be a linear of it"):
+        checkpoint.matrix("layers.9.mlp.up_proj")
+    with pytest.raises(CheckpointError, match=r"layers\.0\.A_log must be stored"):
+        checkpoint.tensor("layers.0.A_log")
+
+
+def test_a_text_model_saved_from_a_wrapper_config_reads_the_same(tmp_path: Path) -> None:
+    write_target(tmp_path / "a", replace(SMALL, wrapper=True), 0)
+    write_target(tmp_path / "b", SMALL, 0)
+    assert read_target(tmp_path / "a").dims == read_target(tmp_path / "b").dims
+
+
+def test_layer_types_go_before_the_interval(tmp_path: Path) -> None:
+    flat = replace(SMALL, flat_rope=True)
+    write_target(tmp_path, flat, 0)
+    assert read_target(tmp_path).dims.layers == ("gdn", "gdn", "gdn", "attention")
+    write_config(tmp_path, {**read_config(tmp_path), "full_attention_interval": 2})
+    with pytest.raises(CheckpointError, match=re.escape(f"{P}layers.1.self_attn.q_proj.weight")):
+        read_target(tmp_path)
+    kinds = ["linear_attention"] * 3 + ["full_attention"]
+    write_config(tmp_path, {**read_config(tmp_path), "layer_types": kinds})
+    assert read_target(tmp_path).dims.layers == ("gdn", "gdn", "gdn", "attention")
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_small_tensors_may_be_of_any_float_type(dtype: type, tmp_path: Path) -> None:
+    write_target(tmp_path, SMALL, 0)
+    name = "layers.0.linear_attn.A_log"
+    change_tensors(tmp_path, lambda t: t.update({P + name: t[P + name].astype(dtype)}))
+    assert read_target(tmp_path).tensor(name).dtype == dtype

@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from samples import MANIFEST
+
+from thor_dflash.builders import staging
+from thor_dflash.builders.staging import Staging
+from thor_dflash.errors import PackageError
+from thor_dflash.manifest import hash_file, read, render
+
+TEXT = render(MANIFEST)
+
+
+def put(content: bytes) -> Callable[[Path], None]:
+    return lambda path: path.write_bytes(content) and None
+
+
+def forbidden(path: Path) -> None:
+    raise AssertionError(f"{path.name} is written again")
+
+
+def build(out: Path, content: bytes, key: str = "k") -> None:
+    with Staging(out, key) as stage:
+        stage.write("w/a.bin", put(content))
+        stage.finish(TEXT)
+
+
+def tree(directory: Path) -> list[str]:
+    return sorted(p.relative_to(directory).as_posix() for p in directory.rglob("*"))
+
+
+def killed(out: Path, body: str) -> None:
+    """Run a build in a process of its own that SIGKILLs itself."""
+    lines = textwrap.indent(textwrap.dedent(body), "    ")
+    script = (
+        "import os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from thor_dflash.builders import staging\n"
+        "from thor_dflash.builders.staging import Staging\n"
+        "def die(*_): os.kill(os.getpid(), signal.SIGKILL)\n"
+        "with Staging(Path(sys.argv[1]), 'k') as stage:\n" + lines
+    )
+    result = subprocess.run([sys.executable, "-c", script, str(out)], check=False)
+    assert result.returncode == -signal.SIGKILL
+
+
+def test_a_finished_build_is_the_package_and_nothing_else(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "pkg"
+    with Staging(out, "k") as stage:
+        entry = stage.write("w/a.bin", put(b"123"))
+        stage.write("b", put(b""))
+        assert not out.exists()
+        assert entry == stage.files["w/a.bin"]
+        stage.finish(TEXT)
+    assert tree(tmp_path) == [
+        "new", "new/pkg", "new/pkg/b", "new/pkg/manifest.toml", "new/pkg/w", "new/pkg/w/a.bin",
+    ]  # fmt: skip
+    assert read(out) == MANIFEST
+    assert hash_file(out / "w/a.bin") == entry
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt(), PackageError("y")])
+def test_an_error_leaves_nothing_behind(tmp_path: Path, error: BaseException) -> None:
+    with pytest.raises(type(error)), Staging(tmp_path / "a" / "b" / "pkg", "k") as stage:
+        stage.write("a", put(b"1"))
+        raise error
+    assert tree(tmp_path) == []
+
+
+def test_forgetting_to_finish_leaves_nothing_behind(tmp_path: Path) -> None:
+    with Staging(tmp_path / "pkg", "k") as stage:
+        stage.write("a", put(b"1"))
+    assert tree(tmp_path) == []
+
+
+def test_an_error_keeps_the_package_that_was_there(tmp_path: Path) -> None:
+    out = tmp_path / "pkg"
+    build(out, b"old")
+    with pytest.raises(ValueError, match="x"), Staging(out, "k") as stage:
+        stage.write("w/a.bin", put(b"new"))
+        raise ValueError("x")
+    assert (out / "w/a.bin").read_bytes() == b"old"
+    assert tree(tmp_path) == ["pkg", "pkg/manifest.toml", "pkg/w", "pkg/w/a.bin"]
+
+
+@pytest.mark.parametrize("swap", [True, False])
+def test_replaces_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swap: bool) -> None:
+    if not swap:
+        monkeypatch.setattr(staging, "_exchange", lambda a, b: False)
+    out = tmp_path / "pkg"
+    build(out, b"old")
+    (out / "manifest.toml").write_text(TEXT[:200])  # damaged, but still a package
+    build(out, b"new")
+    assert (out / "w/a.bin").read_bytes() == b"new"
+    assert tree(tmp_path) == ["pkg", "pkg/manifest.toml", "pkg/w", "pkg/w/a.bin"]
+
+
+def test_replaces_through_a_link(tmp_path: Path) -> None:
+    build(tmp_path / "real", b"old")
+    (tmp_path / "link").symlink_to("real")
+    build(tmp_path / "link", b"new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real/w/a.bin").read_bytes() == b"new"
+
+
+def test_refuses_what_is_no_package_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "dir").mkdir()
+    (tmp_path / "dir/manifest.toml").write_text("[mine]")
+    for name, what in (("file", "a file"), ("dir", "a directory of something else")):
+        with pytest.raises(PackageError, match=f"must be free or a thor-dflash .*got {what}"):
+            Staging(tmp_path / name, "k").__enter__()
+    with pytest.raises(PackageError, match="must be writable .got: "):
+        Staging(tmp_path / "file" / "pkg", "k").__enter__()
+    assert tree(tmp_path) == ["dir", "dir/manifest.toml", "file"]
+
+
+def test_a_killed_build_resumes_file_by_file(tmp_path: Path) -> None:
+    out = tmp_path / "pkg"
+    killed(out, """
+        stage.write("a", lambda p: p.write_bytes(b"1"))
+        stage.write("b", lambda p: p.write_bytes(b"2"))
+        stage.write("c", lambda p: (p.write_bytes(b"half"), die()))
+    """)  # fmt: skip
+    assert not out.exists()
+    partial = tmp_path / ".pkg.partial"
+    (partial / "b").write_bytes(b"")  # as after a crash of the file system
+    with (partial / ".journal").open("a") as file:
+        file.write('{"name": "d", "sha')  # torn
+    with Staging(out, "k") as stage:
+        assert list(stage.files) == ["a"]
+        stage.write("a", forbidden)
+        stage.write("b", put(b"2"))
+        stage.write("e", put(b"5"))
+        stage.finish(TEXT)
+    assert tree(out) == ["a", "b", "e", "manifest.toml"]  # the half of c is gone
+    assert tree(tmp_path)[0] == "pkg"
+
+
+def test_another_key_starts_over(tmp_path: Path) -> None:
+    killed(tmp_path / "pkg", 'stage.write("w/a.bin", lambda p: p.write_bytes(b"1"))\ndie()')
+    with Staging(tmp_path / "pkg", "other") as stage:
+        assert stage.files == {}
+        assert tree(tmp_path / ".pkg.partial") == [".journal"]
+
+
+@pytest.mark.parametrize("swap", [True, False])
+def test_a_build_killed_while_it_replaces_loses_no_package(tmp_path: Path, swap: bool) -> None:
+    out = tmp_path / "pkg"
+    build(out, b"old")
+    hide = "" if swap else "staging._exchange = lambda a, b: False\n"
+    killed(out, hide + """
+stage.write("w/a.bin", lambda p: p.write_bytes(b"new"))
+staging.shutil.rmtree = die
+rename = Path.rename
+Path.rename = lambda self, to: (rename(self, to), die())
+stage.finish(Path(sys.argv[1], "manifest.toml").read_text())
+""")  # fmt: skip
+    with Staging(out, "k"):
+        assert (out / "w/a.bin").read_bytes() == (b"new" if swap else b"old")
+    assert tree(tmp_path) == ["pkg", "pkg/manifest.toml", "pkg/w", "pkg/w/a.bin"]
+
+
+def _second(out: Path, queue: multiprocessing.SimpleQueue[str]) -> None:
+    try:
+        build(out, b"second")
+        queue.put("built")
+    except PackageError as e:
+        queue.put(str(e))
+
+
+def test_two_builds_at_once(tmp_path: Path) -> None:
+    out = tmp_path / "pkg"
+    queue: multiprocessing.SimpleQueue[str] = multiprocessing.SimpleQueue()
+    with Staging(out, "k") as stage:
+        stage.write("a", put(b"1"))
+        with pytest.raises(PackageError, match="one build at a time"):
+            build(out, b"2")
+        child = multiprocessing.get_context("fork").Process(target=_second, args=(out, queue))
+        child.start()
+        child.join()
+        assert "one build at a time" in queue.get()
+        stage.finish(TEXT)
+    assert tree(out) == ["a", "manifest.toml"]
+    build(out, b"3")
+
+
+def full(path: Path) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def short(path: Path) -> None:
+    raise OSError("4096 requested and 0 written")  # as numpy.ndarray.tofile says it
+
+
+@pytest.mark.parametrize("writer", [full, short])
+def test_a_full_disk_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: Callable[[Path], None]
+) -> None:
+    monkeypatch.setattr(staging, "_SPARE", 1 << 62)
+    with (
+        pytest.raises(PackageError, match=r"^the disk must have room for .*: no space left"),
+        Staging(tmp_path / "pkg", "k") as stage,
+    ):
+        stage.write("a", writer)
+    assert tree(tmp_path) == []
+
+
+def test_other_errors_of_the_system_stay_what_they_are(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), Staging(tmp_path / "pkg", "k") as stage:
+        stage.write("a", lambda path: (tmp_path / "no").read_bytes() and None)
+
+
+@pytest.mark.parametrize("name", ["../a", "/a", "manifest.toml", ".journal"])
+def test_a_name_outside_is_a_bug(tmp_path: Path, name: str) -> None:
+    with pytest.raises(AssertionError), Staging(tmp_path / "pkg", "k") as stage:
+        stage.write(name, put(b""))

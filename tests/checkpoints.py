@@ -1,0 +1,400 @@
+"""Small random checkpoints on disk, a pure function of geometry, seed and dialect.
+
+Written and read back here without thor_dflash, so that the readers have something to agree with.
+Names inside a checkpoint are relative to its prefix; `H` is the hidden size.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+Floats = NDArray[np.float32]
+Dialect = Literal["bf16", "f32", "f16", "modelopt", "compressed-tensors", "fp8", "mixed"]
+DIALECTS: tuple[Dialect, ...] = get_args(Dialect)
+
+_NAMES = ("F32", "F16", "BF16", "F8_E4M3", "U8", "I8", "I32")
+_TYPES = (np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, "u1", "i1", "i4")
+DTYPES: dict[str, np.dtype[Any]] = {n: np.dtype(t) for n, t in zip(_NAMES, _TYPES, strict=True)}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+PREFIXES = ("model.language_model.", "language_model.model.", "model.")
+KEYS = """
+    vocab_size=vocab hidden_size=hidden intermediate_size=intermediate num_hidden_layers=layers
+    num_attention_heads=heads num_key_value_heads=kv_heads head_dim=head_dim
+    linear_num_key_heads=key_heads linear_num_value_heads=value_heads
+    linear_key_head_dim=key_dim linear_value_head_dim=value_dim linear_conv_kernel_dim=conv_kernel
+    max_position_embeddings=max_position rms_norm_eps=eps tie_word_embeddings=tied"""
+"""config.json key = field of a geometry."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetGeometry:
+    """Sizes and packaging of a target checkpoint. Layer i is attention iff (i + 1) % 4 == 0."""
+
+    vocab: int = 256
+    hidden: int = 64
+    intermediate: int = 96
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 1
+    head_dim: int = 64
+    rotary: int = 16
+    key_heads: int = 2
+    value_heads: int = 2
+    key_dim: int = 32
+    value_dim: int = 32
+    conv_kernel: int = 4
+    max_position: int = 4096
+    rope_theta: float = 1e7
+    eps: float = 1e-6
+    tied: bool = False
+    prefix: str = "model."
+    wrapper: bool = False
+    """config.json is the multimodal one; vision and MTP tensors are there."""
+    flat_rope: bool = False
+    """rope_theta and partial_rotary_factor at the top level, layer_types by interval."""
+    shards: int = 1
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        kind = {True: "full_attention", False: "linear_attention"}
+        return tuple(kind[(i + 1) % 4 == 0] for i in range(self.layers))
+
+
+GEOMETRIES: dict[str, TargetGeometry] = {
+    "0.8b": TargetGeometry(tied=True),
+    "gqa2": TargetGeometry(kv_heads=2, value_heads=4, hidden=80, flat_rope=True),
+    "4b": TargetGeometry(
+        heads=8, kv_heads=2, value_heads=4, tied=True, prefix=PREFIXES[0], wrapper=True
+    ),
+    "27b": TargetGeometry(
+        heads=12, kv_heads=2, value_heads=6, vocab=512, prefix=PREFIXES[0], wrapper=True
+    ),
+    "sharded": TargetGeometry(layers=8, heads=6, value_heads=4, shards=3),
+    "nested": TargetGeometry(heads=2, prefix=PREFIXES[1], key_dim=64, value_dim=64),
+    "heads27b": TargetGeometry(
+        heads=6, head_dim=256, rotary=64, key_heads=1, value_heads=3, key_dim=128, value_dim=128
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterGeometry:
+    """Sizes of a drafter; vocabulary and hidden size are the target's."""
+
+    layer_types: tuple[str, ...] = ("sliding_attention", "full_attention")
+    window: int = 32
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    intermediate: int = 96
+    block: int = 16
+    taps: tuple[int, ...] = (0, 1, 3)
+    mask_token: int = 250
+
+
+def nvfp4_quantise(w: Floats) -> tuple[Array, Array, np.float32]:
+    """w [N, K] -> codes uint8 [N, K/2], block_scale float8_e4m3fn [N, K/16], scale2.
+
+    Source: nvidia-modelopt NVFP4QTensor.quantize.
+    """
+    groups = w.astype(np.float32).reshape(len(w), -1, 16)
+    amax = np.abs(groups).max(axis=2)
+    scale2 = np.float32(amax.max()) / np.float32(6 * 448) or np.float32(1)
+    scale = amax / (np.float32(6) * scale2)
+    scale = np.clip(np.where(scale == 0, np.float32(1), scale), 2**-9, 448)
+    block_scale = scale.astype(ml_dtypes.float8_e4m3fn)
+    scaled = groups / (block_scale.astype(np.float32) * scale2)[:, :, None]
+    # A tie goes to the even code: down at 0.25, 1.25, 2.5 and 5, up at 0.75, 1.75 and 3.5.
+    code = np.searchsorted([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5], np.abs(scaled))
+    code += np.isin(np.abs(scaled), [0.75, 1.75, 3.5])
+    code = (code + 8 * (scaled < 0)).reshape(w.shape).astype(np.uint8)
+    return code[:, 0::2] | code[:, 1::2] << 4, block_scale, scale2
+
+
+def _encode(name: str, w: Floats, how: str) -> Iterator[tuple[str, Array]]:
+    if how in ("modelopt", "compressed-tensors"):
+        codes, block_scale, scale2 = nvfp4_quantise(w)
+        packed = how == "compressed-tensors"
+        yield f"{name}.weight{'_packed' * packed}", codes
+        yield f"{name}.weight_scale", block_scale
+        if packed:
+            yield f"{name}.weight_global_scale", np.array([1 / scale2], np.float32)
+            yield f"{name}.input_global_scale", np.array([77], np.float32)
+        else:
+            yield f"{name}.weight_scale_2", np.array(scale2, np.float32)
+            yield f"{name}.input_scale", np.array(0.01, np.float32)
+    elif how.startswith("fp8"):
+        # One linear in four has a scale per row, in the two shapes that exist.
+        axis = 1 if name.endswith(("k_proj", "up_proj")) else None
+        scale = np.abs(w).max(axis=axis, keepdims=axis is not None).astype(np.float32) / 448
+        yield f"{name}.weight", (w / scale).clip(-448, 448).astype(DTYPES["F8_E4M3"])
+        yield f"{name}.weight_scale", scale[:, 0] if name.endswith("up_proj") else scale
+    else:
+        yield f"{name}.weight", w.astype(DTYPES[how.upper()])
+
+
+def _how(name: str, dialect: Dialect) -> str:
+    if dialect in ("bf16", "f32", "f16"):
+        return dialect
+    if name.endswith(("in_proj_a", "in_proj_b")):
+        return "bf16"
+    if dialect == "mixed":
+        kinds = {"mlp.": "modelopt", "lm_head": "modelopt", "self_attn.": "fp8"}
+        return next((how for part, how in kinds.items() if part in name), "bf16")
+    return "bf16" if name == "lm_head" and dialect != "modelopt" else dialect
+
+
+def _plain(name: str, dialect: Dialect) -> np.dtype[Any]:
+    """The type of a tensor that is never quantised. "mixed" keeps the small GDN ones in F32."""
+    if dialect in ("bf16", "f32", "f16"):
+        return DTYPES[dialect.upper()]
+    return DTYPES["F32" if dialect == "mixed" and name.endswith(("A_log", "dt_bias")) else "BF16"]
+
+
+class _Draws:
+    """Random tensors in the order asked for. Linears keep a unit input at unit size."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.linears: dict[str, Floats] = {}
+        self.tensors: dict[str, Floats] = {}
+
+    def linear(self, name: str, rows: int, columns: int, size: float = 1) -> None:
+        w = self.rng.standard_normal((rows, columns), np.float32) * (size / columns**0.5)
+        self.linears[name] = w.astype(np.float32)
+
+    def around(self, name: str, centre: float, *shape: int, spread: float = 0.2) -> None:
+        w = centre + spread * self.rng.standard_normal(shape, np.float32)
+        self.tensors[name] = w.astype(np.float32)
+
+    def mlp(self, stem: str, hidden: int, intermediate: int) -> None:
+        self.linear(f"{stem}.gate_proj", intermediate, hidden)
+        self.linear(f"{stem}.up_proj", intermediate, hidden)
+        self.linear(f"{stem}.down_proj", hidden, intermediate)
+
+    def attention(self, stem: str, hidden: int, g: Any, *, gate: int, centre: float) -> None:
+        self.linear(f"{stem}.q_proj", gate * g.heads * g.head_dim, hidden)
+        self.linear(f"{stem}.k_proj", g.kv_heads * g.head_dim, hidden)
+        self.linear(f"{stem}.v_proj", g.kv_heads * g.head_dim, hidden)
+        self.linear(f"{stem}.o_proj", hidden, g.heads * g.head_dim)
+        self.around(f"{stem}.q_norm.weight", centre, g.head_dim)
+        self.around(f"{stem}.k_norm.weight", centre, g.head_dim)
+
+    def gdn(self, stem: str, g: TargetGeometry) -> None:
+        value = g.value_heads * g.value_dim
+        rows = {"qkv": g.channels, "z": value, "b": g.value_heads, "a": g.value_heads}
+        for part, n in rows.items():
+            self.linear(f"{stem}.in_proj_{part}", n, g.hidden)
+        self.linear(f"{stem}.out_proj", g.hidden, value)
+        # HF draws A from 0.01..16 and conv from +-1/2. A is spread over the decades of that range:
+        # drawn evenly, nearly every head forgets its state within a token and hides errors in it.
+        place = (np.arange(g.value_heads) + self.rng.random(g.value_heads)) / g.value_heads
+        self.tensors[f"{stem}.A_log"] = np.log(0.01 * 1600**place).astype(np.float32)
+        self.around(f"{stem}.dt_bias", 1, g.value_heads)
+        conv = self.rng.uniform(-0.5, 0.5, (g.channels, 1, g.conv_kernel))
+        self.tensors[f"{stem}.conv1d.weight"] = conv.astype(np.float32)
+        self.around(f"{stem}.norm.weight", 1, g.value_dim)
+
+
+def _target_draws(g: TargetGeometry, seed: int) -> _Draws:
+    draws = _Draws(seed)
+    # Three times unit size gives logits with a standard deviation of about 3.
+    draws.around("embed_tokens.weight", 0, g.vocab, g.hidden, spread=3 / g.hidden**0.5)
+    draws.around("norm.weight", 0, g.hidden)
+    for i, kind in enumerate(g.kinds):
+        layer = f"layers.{i}"
+        draws.around(f"{layer}.input_layernorm.weight", 0, g.hidden)
+        draws.around(f"{layer}.post_attention_layernorm.weight", 0, g.hidden)
+        draws.mlp(f"{layer}.mlp", g.hidden, g.intermediate)
+        if kind == "full_attention":
+            draws.attention(f"{layer}.self_attn", g.hidden, g, gate=2, centre=0)
+        else:
+            draws.gdn(f"{layer}.linear_attn", g)
+    if not g.tied:
+        draws.linear("lm_head", g.vocab, g.hidden, size=3)
+    return draws
+
+
+def _target_tensors(g: TargetGeometry, seed: int, dialect: Dialect) -> dict[str, Array]:
+    draws = _target_draws(g, seed)
+    out = {g.prefix + n: w.astype(_plain(n, dialect)) for n, w in draws.tensors.items()}
+    for name, w in draws.linears.items():
+        prefix = "" if name == "lm_head" else g.prefix
+        out |= {prefix + part: value for part, value in _encode(name, w, _how(name, dialect))}
+    if g.wrapper:
+        bf16 = DTYPES["BF16"]
+        out["model.visual.patch_embed.proj.weight"] = draws.rng.normal(size=(8, 3, 2)).astype(bf16)
+        out["mtp.fc.weight"] = draws.rng.normal(size=(g.hidden, 2 * g.hidden)).astype(bf16)
+    return out
+
+
+def _named(g: TargetGeometry | DrafterGeometry) -> dict[str, object]:
+    fields = asdict(g)
+    pairs = [pair.split("=") for pair in KEYS.split()]
+    return {key: fields[name] for key, name in pairs if name in fields}
+
+
+def _target_config(g: TargetGeometry) -> dict[str, object]:
+    text = _named(g)
+    text |= {"model_type": "qwen3_5_text", "hidden_act": "silu", "attention_bias": False}
+    text |= {"attn_output_gate": True, "full_attention_interval": 4, "dtype": "bfloat16"}
+    rope = {"rope_theta": g.rope_theta, "partial_rotary_factor": g.rotary / g.head_dim}
+    if g.flat_rope:
+        text |= rope
+    else:
+        text |= {"layer_types": list(g.kinds), "output_gate_type": "swish"}
+        text["rope_parameters"] = {"rope_type": "default", "mrope_interleaved": True, **rope}
+    if not g.wrapper:
+        return {"architectures": ["Qwen3_5ForCausalLM"], **text}
+    outer = {"model_type": "qwen3_5", "tie_word_embeddings": g.tied, "text_config": text}
+    return {"architectures": ["Qwen3_5ForConditionalGeneration"], **outer, "vision_config": {}}
+
+
+def write_target(
+    directory: Path, geometry: TargetGeometry, seed: int, dialect: Dialect = "bf16"
+) -> Path:
+    """Writes a target checkpoint and returns its directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    write_config(directory, _target_config(geometry))
+    tensors = _target_tensors(geometry, seed, dialect)
+    if geometry.shards == 1:
+        write_safetensors(directory / "model.safetensors", tensors)
+        return directory
+    places: dict[str, str] = {}
+    for i in range(geometry.shards):
+        file = f"model-{i + 1:05}-of-{geometry.shards:05}.safetensors"
+        part = {n: tensors[n] for n in list(tensors)[i :: geometry.shards]}
+        write_safetensors(directory / file, part)
+        places |= dict.fromkeys(part, file)
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return directory
+
+
+def write_drafter(
+    directory: Path,
+    target: TargetGeometry,
+    drafter: DrafterGeometry,
+    seed: int,
+    dialect: Dialect = "bf16",
+) -> Path:
+    """Writes a DFlash drafter for a target of that geometry and returns its directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    g, hidden, draws = drafter, target.hidden, _Draws(seed)
+    draws.linear("fc", hidden, len(g.taps) * hidden)
+    for name in ("hidden_norm.weight", "norm.weight"):
+        draws.around(name, 1, hidden)
+    for i in range(len(g.layer_types)):
+        layer = f"layers.{i}"
+        draws.around(f"{layer}.input_layernorm.weight", 1, hidden)
+        draws.around(f"{layer}.post_attention_layernorm.weight", 1, hidden)
+        draws.attention(f"{layer}.self_attn", hidden, g, gate=1, centre=1)
+        draws.mlp(f"{layer}.mlp", hidden, g.intermediate)
+    tensors = {name: w.astype(_plain(name, dialect)) for name, w in draws.tensors.items()}
+    for name, w in draws.linears.items():
+        tensors |= dict(_encode(name, w, _how(name, dialect)))
+    write_safetensors(directory / "model.safetensors", tensors)
+    write_config(directory, _drafter_config(target, drafter))
+    return directory
+
+
+def _drafter_config(target: TargetGeometry, g: DrafterGeometry) -> dict[str, object]:
+    flash = {"mask_token_id": g.mask_token, "target_layer_ids": list(g.taps), "block_size": g.block}
+    config = _named(target) | _named(g)
+    config = {key: value for key, value in config.items() if not key.startswith("linear_")}
+    config |= {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_act": "silu"}
+    config |= {"num_hidden_layers": len(g.layer_types), "num_target_layers": target.layers}
+    config |= {"layer_types": list(g.layer_types), "rope_theta": target.rope_theta}
+    sliding = "sliding_attention" in g.layer_types
+    config |= {"use_sliding_window": sliding, "sliding_window": g.window if sliding else None}
+    return config | {"tie_word_embeddings": False, "dflash_config": flash}
+
+
+def write_config(directory: Path, config: Mapping[str, object]) -> None:
+    (directory / "config.json").write_text(json.dumps(config, indent=1))
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    return config
+
+
+def write_safetensors(file: Path, tensors: Mapping[str, Array]) -> None:
+    """Writes one safetensors file, ml_dtypes' types included."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, t in tensors.items():
+        entry = {"dtype": DTYPE_NAMES[t.dtype], "shape": list(t.shape)}
+        header[name] = {**entry, "data_offsets": [at, at + t.nbytes]}
+        at += t.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for t in tensors.values():
+            stream.write(np.ascontiguousarray(t).tobytes())
+
+
+def read_safetensors(file: Path) -> dict[str, Array]:
+    """Reads one safetensors file whole."""
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    out: dict[str, Array] = {}
+    for name, entry in json.loads(data[8 : 8 + length]).items():
+        if name != "__metadata__":
+            begin, end = (8 + length + at for at in entry["data_offsets"])
+            flat = np.frombuffer(data[begin:end], DTYPES[entry["dtype"]])
+            out[name] = flat.reshape(entry["shape"])
+    return out
+
+
+def dequantised(directory: Path) -> dict[str, Floats]:
+    """The weights of a written checkpoint in float32, under the names of its text-only HF class.
+
+    A target's are those of Qwen3_5ForCausalLM ("model.layers...", "lm_head.weight", the latter
+    also where tied), without vision and MTP. A drafter's have no prefix.
+    """
+    stored: dict[str, Array] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        stored |= read_safetensors(file)
+    out: dict[str, Floats] = {}
+    for name, t in stored.items():
+        stem, _, part = name.rpartition(".")
+        hf = re.sub(r"^(model\.language_model|language_model\.model)\.", "model.", stem)
+        if part in ("weight", "weight_packed"):
+            out[f"{hf}.weight"] = _decode(stored, stem, t)
+        elif part in ("A_log", "dt_bias"):
+            out[f"{hf}.{part}"] = t.astype(np.float32)
+    if "model.embed_tokens.weight" in out:
+        out.setdefault("lm_head.weight", out["model.embed_tokens.weight"])
+    return {name: w for name, w in out.items() if not name.startswith(("mtp.", "model.visual."))}
+
+
+def _decode(stored: Mapping[str, Array], stem: str, t: Array) -> Array:
+    if t.dtype == np.uint8:
+        code = np.stack([t & 15, t >> 4], axis=2).reshape(len(t), -1)
+        value = E2M1[code & 7] * np.where(code < 8, np.float32(1), np.float32(-1))
+        scale = np.repeat(stored[f"{stem}.weight_scale"].astype(np.float32), 16, axis=1)
+        if f"{stem}.weight_scale_2" in stored:
+            return value * scale * stored[f"{stem}.weight_scale_2"]
+        return value * scale * (np.float32(1) / stored[f"{stem}.weight_global_scale"])
+    w = t.astype(np.float32)
+    if f"{stem}.weight_scale" not in stored:
+        return w
+    scale = stored[f"{stem}.weight_scale"]
+    return w * (scale[:, None] if scale.ndim == 1 and scale.size > 1 else scale)

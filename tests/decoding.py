@@ -1,0 +1,84 @@
+"""Small packages with random weights, and drafters of every character, for tests of the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+from checkpoints import GEOMETRIES, Dialect, DrafterGeometry, write_drafter, write_target
+
+from thor_dflash.builders.build import build
+from thor_dflash.config import BuildConfig, EngineConfig
+from thor_dflash.progress import Silent
+from thor_dflash.runtime.block import Policy, Progress
+from thor_dflash.runtime.propose import Guess, Proposer
+from thor_dflash.runtime.session import Request, Session, open_session
+
+_HELD: list[TemporaryDirectory[str]] = []
+"""Directories of the cached sessions, removed when the process ends."""
+
+
+@cache
+def session(geometry: str = "27b", dialect: Dialect = "bf16", saves: str = "records",
+            chunk: int = 32, capacity: int = 512, drafter: bool = True) -> Session:
+    """A session over a random model; the same one for the same arguments."""
+    held = TemporaryDirectory()
+    _HELD.append(held)
+    root, g = Path(held.name), GEOMETRIES[geometry]
+    write_target(root / "target", g, 3, dialect)
+    write_drafter(root / "drafter", g, DrafterGeometry(), 4)
+    config = BuildConfig(saves="states" if saves == "states" else "records", chunk=chunk,
+                         capacity=capacity)
+    build(root / "target", root / "drafter" if drafter else None, root / "package", config,
+          Silent())
+    return open_session(root / "package", EngineConfig(threads=1), Silent())
+
+
+def prompt(length: int, seed: int = 0, vocab: int = 240) -> tuple[int, ...]:
+    """Random ids."""
+    return tuple(int(t) for t in np.random.default_rng(seed).integers(0, vocab, length))
+
+
+def answer(s: Session, request: Request, proposer: Proposer,
+           policies: tuple[Policy, ...] = ()) -> list[int]:
+    """Every token of an answer."""
+    return [t for c in s.run(request, proposer, policies) for t in c.tokens]
+
+
+def drafts(guess: Callable[[int], Sequence[int]]) -> Guess:
+    """A drafter that knows only how many tokens there are so far."""
+    return Guess(lambda progress: guess(len(progress.tokens)))
+
+
+def oracle(truth: Sequence[int], rows: int = 16) -> Guess:
+    """The true continuation."""
+    return drafts(lambda n: _padded(truth[n : n + rows - 1], rows))
+
+
+def erring(truth: Sequence[int], rate: float, seed: int, rows: int = 16) -> Guess:
+    """The true continuation, each token wrong with a chance."""
+    rng = np.random.default_rng(seed)
+
+    def guess(progress: Progress) -> Sequence[int]:
+        n = len(progress.tokens)
+        right = _padded(truth[n : n + rows - 1], rows)
+        return [(t + 1) % 240 if rng.random() < rate else t for t in right]
+
+    return Guess(guess)
+
+
+def hostile(truth: Sequence[int], rows: int = 16) -> Guess:
+    """Right everywhere but in the first place."""
+    return drafts(lambda n: [(t + (i == 0)) % 240 for i, t in enumerate(
+        _padded(truth[n : n + rows - 1], rows))])
+
+
+DEAD = drafts(lambda n: [0] * 15)
+"""Always the same token."""
+
+
+def _padded(tokens: Sequence[int], rows: int) -> list[int]:
+    return [*tokens, *[0] * (rows - 1 - len(tokens))]

@@ -1,0 +1,90 @@
+"""Every room held to its reference, by a test that knows none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import helper
+
+from thor_dflash.plugins import OPS
+from thor_dflash.plugins.bodies import BODIES
+from thor_dflash.plugins.body import IR_VERSION, ONNX_TYPE, OPSET, call, function
+from thor_dflash.plugins.op import DOMAIN, VERSION, Case, Op, bind
+from thor_dflash.tensors import Array, DType
+
+ROOMS = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+
+
+def every_case() -> Iterator[object]:
+    for op in OPS:
+        for case in op.cases(np.random.default_rng(7)):
+            yield pytest.param(op, case, id=f"{op.name}-{case.name}")
+
+
+def model(op: Op, case: Case) -> onnx.ModelProto:
+    """A model that is one call of the room."""
+    a = op.complete(case.attributes)
+    dtypes = {name: DType.of(value) for name, value in case.inputs.items()}
+    outputs = {p.name: p.name for p in op.outputs_of(a)}
+    want = op.reference(case.inputs, a)
+    node = call(op, {n: n for n in case.inputs}, outputs, dtypes, a)
+    graph = helper.make_graph(
+        [node], op.name,
+        [helper.make_tensor_value_info(n, ONNX_TYPE[dtypes[n]], v.shape)
+         for n, v in case.inputs.items()],
+        [helper.make_tensor_value_info(n, ONNX_TYPE[DType.of(v)], v.shape)
+         for n, v in want.items()])
+    proto = helper.make_model(
+        graph, functions=[function(op, BODIES[op.name], dtypes, a)], ir_version=IR_VERSION,
+        opset_imports=[helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, VERSION)])
+    onnx.checker.check_model(proto)
+    return proto
+
+
+def run(proto: onnx.ModelProto, inputs: Mapping[str, Array], want: Mapping[str, Array]
+        ) -> dict[str, Array]:
+    """Outputs land in poisoned arrays of the wanted shapes, so an unwritten element shows."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    session = ort.InferenceSession(proto.SerializeToString(), options,
+                                   providers=["CPUExecutionProvider"])
+    binding = session.io_binding()
+    outputs = {name: np.full_like(value, 77) for name, value in want.items()}
+    inputs = {name: np.ascontiguousarray(value) for name, value in inputs.items()}
+    for name, value in inputs.items():
+        binding.bind_ortvalue_input(name, _shared(value))
+    for name, value in outputs.items():
+        binding.bind_ortvalue_output(name, _shared(value))
+    session.run_with_iobinding(binding)
+    return outputs
+
+
+def _shared(value: Array) -> ort.OrtValue:
+    return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(value, ONNX_TYPE[DType.of(value)])
+
+
+@pytest.mark.parametrize(("op", "case"), list(every_case()))
+def test_body_equals_reference(op: Op, case: Case) -> None:
+    want = op.reference(case.inputs, op.complete(case.attributes))
+    got = run(model(op, case), case.inputs, want)
+    for name, value in want.items():
+        compare(op, got[name], value, name)
+
+
+def compare(op: Op, got: Array, want: Array, name: str) -> None:
+    """Float32 to rtol of the largest value; a narrower type may also differ by one rounding."""
+    dtype = DType.of(want)
+    got, want = got.astype(np.float64), want.astype(np.float64)
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want), name)
+    got, want = np.nan_to_num(got), np.nan_to_num(want)
+    if np.issubdtype(dtype.numpy, np.integer):
+        np.testing.assert_array_equal(got, want, name)
+        return
+    ulp = {DType.BF16: 2.0**-7, DType.F16: 2.0**-10, DType.FP8: 2.0**-3}.get(dtype, 0.0)
+    room = op.rtol * np.abs(want).max(initial=0.0) + ulp * np.abs(want)
+    worst = np.max(np.abs(got - want) - room, initial=-1.0)
+    assert worst <= 0, f"{op.name}.{name} is off by {worst} over the tolerance"

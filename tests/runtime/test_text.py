@@ -1,0 +1,311 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from thor_dflash import tokenizer as files
+from thor_dflash.errors import CheckpointError, PackageError, RequestError
+from thor_dflash.runtime.text import Answer, Piece, Text, chat
+
+TEMPLATE = (
+    "{%- for m in messages %}"
+    "{%- if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{{ '<|im_start|>' + m.role + '\\n' + m.content | trim + '<|im_end|>\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}"
+    "{%- if not enable_thinking %}{{ '\\n</think>\\n\\n' }}{% endif %}{% endif %}"
+)
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+SHOWN = ("<think>", "</think>", "<tool_call>")
+
+
+def make(directory: Path) -> dict[str, int]:
+    """A small byte-level BPE in `directory`, in the shape of Qwen's; return the id of each word."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator(["the robot picks the red cup", "über 日本 the"], trainer)
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL])
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in SHOWN])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    size = tokenizer.get_vocab_size()
+    rows = {str(size): {"content": "<|audio|>", "special": True}}
+    write(directory, "tokenizer_config.json", added_tokens_decoder=rows, eos_token="<|im_end|>")
+    write(directory, "generation_config.json", eos_token_id=[size - 4, size - 6])
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return {**tokenizer.get_vocab(), "<|audio|>": size}
+
+
+def write(directory: Path, name: str, **table: object) -> None:
+    (directory / name).write_text(json.dumps(table))
+
+
+def edit(directory: Path, name: str, **table: object) -> None:
+    write(directory, name, **json.loads((directory / name).read_text()) | table)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Text, dict[str, int], Tokenizer]:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    ids = make(directory)
+    return Text.load(directory), ids, Tokenizer.from_file(str(directory / "tokenizer.json"))
+
+
+Shared = tuple[Text, dict[str, int], Tokenizer]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "the robot", " the", "日本 über", "🤖", "a\x00b\r\n", "<think>x"]
+)
+def test_encode_then_decode_is_the_text(shared: Shared, text: str) -> None:
+    assert shared[0].decode(shared[0].encode(text)) == text
+
+
+def test_special_tokens_are_one_id_and_no_text_and_thinking_is_text(shared: Shared) -> None:
+    text, ids, _ = shared
+    assert text.encode("<|im_end|><think>") == [ids["<|im_end|>"], ids["<think>"]]
+    assert text.decode([ids["<think>"], ids["<|im_end|>"], ids["</think>"]]) == "<think></think>"
+    assert (
+        text.decode([ids["<tool_call>"], ids["<|endoftext|>"], ids["<|audio|>"]]) == "<tool_call>"
+    )
+    assert text.encode("<|audio|>") == [ids["<|audio|>"]]
+    assert (text.think, text.end_think) == (ids["<think>"], ids["</think>"])
+    assert text.decode([10**6]) == ""  # a padding id has no text
+
+
+@given(tokens=st.lists(st.integers(0, 305)), cuts=st.lists(st.integers(0, 20)))
+def test_decoding_piece_by_piece_is_decoding_at_once(
+    shared: Shared, tokens: list[int], cuts: list[int]
+) -> None:
+    text, _, tokenizer = shared
+    stream, at, said = text.stream(), 0, ""
+    for cut in cuts:
+        said += stream.feed(tokens[at : at + cut])
+        at += cut
+    said += stream.feed(tokens[at:]) + stream.end()
+    assert said == text.decode(tokens)
+    # An independent decoder. It drops unknown words, as ours does.
+    assert said == tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+@given(st.text(alphabet="日ü🤖a\ufffd", max_size=8))
+def test_a_stream_never_shows_half_a_character(shared: Shared, said: str) -> None:
+    text, _, _ = shared
+    stream, out = text.stream(), ""
+    for token in text.encode(said):
+        out += stream.feed([token])
+        assert said.startswith(out)
+    assert out + stream.end() == said
+
+
+def test_a_stream_cut_inside_a_character_says_so(shared: Shared) -> None:
+    text, ids, _ = shared
+    stream = text.stream()
+    assert stream.feed([ids["ð"]]) == ""  # the first byte of four
+    assert stream.end() == "\ufffd"
+
+
+def test_text_that_was_not_utf8_is_refused(shared: Shared) -> None:
+    with pytest.raises(RequestError, match="text must be UTF-8"):
+        shared[0].encode("a\udcff")
+
+
+def test_render(shared: Shared) -> None:
+    said = [{"role": "system", "content": "s"}, {"role": "user", "content": " hi "}]
+    start = "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
+    opened = "<|im_start|>assistant\n<think>\n"
+    assert shared[0].render(said, thinking=True) == start + opened
+    assert shared[0].render(said, thinking=False) == start + opened + "\n</think>\n\n"
+
+
+def template(directory: Path, source: str) -> Text:
+    make(directory)
+    (directory / "chat_template.jinja").write_text(source)
+    return Text.load(directory)
+
+
+ONE = [{"role": "user", "content": "<é>"}]
+
+
+def test_template_dialect(tmp_path: Path) -> None:
+    source = (
+        "{% for m in messages %}\n"
+        "{{ m | tojson }}{{ eos_token }}{{ tools is none }}{% break %}\n"
+        "{% endfor %}\n{{ strftime_now('%%') }}"
+    )
+    text = template(tmp_path, source)
+    assert text.render(ONE, True) == '{"role": "user", "content": "<é>"}<|im_end|>True%'
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "message"),
+    [
+        ("{% if %}", PackageError, "chat template must be valid jinja"),
+        ("{{ 1 / 0 }}", PackageError, "chat template must run .got ZeroDivisionError"),
+        ("{{ ''.__class__.__mro__ }}", RequestError, "must suit the chat template.*unsafe"),
+        ("{{ raise_exception('No user query') }}", RequestError, "template .got: No user query"),
+        ("{{ messages.append(1) }}", RequestError, "append.* is unsafe"),
+    ],
+)
+def test_template_failures(
+    tmp_path: Path, source: str, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        template(tmp_path, source).render(ONE, True)
+
+
+def test_a_template_may_stand_in_the_tokenizer_config(tmp_path: Path) -> None:
+    make(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(RequestError, match="needs a package with a chat template"):
+        Text.load(tmp_path).render(ONE, True)
+    edit(tmp_path, "tokenizer_config.json", chat_template="{{ messages | length }}")
+    assert Text.load(tmp_path).render(ONE, True) == "1"
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ({"role": "user"}, "messages must be a list of at least one"),
+        ([], "messages must be a list of at least one"),
+        (["hi"], r'messages\[0\] must be an object .got "hi"'),
+        ([{"role": "user"}], r"messages\[0\].content must be present"),
+        ([*ONE, {"content": "x"}], r"messages\[1\].role must be present"),
+        (
+            [{"role": "developer", "content": "x"}],
+            r"\.role must be one of system, user, .*developer",
+        ),
+        ([{"role": "user", "content": [{"type": "text"}]}], r"\.content must be a string"),
+        ([{"role": 3, "content": "x"}], r"\.role must be a string .got 3"),
+        ([{"role": "user", "content": "x", "name": "y"}], r'role and content only .got "name"'),
+    ],
+)
+def test_a_chat_is_checked(messages: object, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        chat(messages)
+
+
+def test_a_tokenizer_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(PackageError, match="must be a tokenizer"):
+        Text.load(tmp_path)
+    make(tmp_path)
+    edit(tmp_path, "tokenizer.json", decoder={"type": "Fuse"})
+    with pytest.raises(PackageError, match="decoder must be ByteLevel .got Fuse"):
+        Text.load(tmp_path)
+
+
+def test_an_added_token_that_does_not_fit(tmp_path: Path) -> None:
+    make(tmp_path)
+    rows = {"400": {"content": "<|far|>"}}
+    edit(tmp_path, "tokenizer_config.json", added_tokens_decoder=rows)
+    with pytest.raises(PackageError, match='id of "<|far|>" must be 3.., the next free one'):
+        Text.load(tmp_path)
+
+
+# --- thinking and the answer
+
+
+def answer(shared: Shared, prompt: str, said: str) -> tuple[Answer, list[Piece]]:
+    text = shared[0]
+    result = Answer(text, text.encode(prompt))
+    pieces = [piece for token in text.encode(said) for piece in result.feed([token])]
+    return result, pieces + result.end()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said", "thinking", "text", "count"),
+    [
+        ("<think>\n", "the\n</think>\n\nred<|im_end|>", "the", "red", True),
+        ("<think>\n", "the red", "the red", "", True),
+        ("<think>\n\n</think>\n\n", "red cup", "", "red cup", False),
+        ("x", "<think>\nthe\n</think>\n\nred", "the", "red", True),
+        ("x", "red <think>", "", "red <think>", False),
+        ("<think>a</think><think>\n", "</think>red", "", "red", True),
+        ("<think>\n", "</think></think>", "", "</think>", True),
+        ("<think>\n", "", "", "", False),
+    ],
+)
+def test_an_answer_is_split_where_thinking_ends(
+    shared: Shared, prompt: str, said: str, thinking: str, text: str, count: bool
+) -> None:
+    result, pieces = answer(shared, prompt, said)
+    assert (result.thinking(), result.text()) == (thinking, text)
+    assert bool(result.thinking_tokens) == count
+    assert "".join(p.text for p in pieces) == shared[0].decode(shared[0].encode(said))
+    assert "".join(p.text for p in pieces if not p.thinking).lstrip("\n") == text
+
+
+# --- what the files say
+
+
+def test_which_files(tmp_path: Path) -> None:
+    assert files.tokenizer_files(tmp_path) == ()
+    make(tmp_path)
+    (tmp_path / "vocab.json").write_text("{}")
+    assert files.tokenizer_files(tmp_path) == files.FILES
+    (tmp_path / "tokenizer.json").unlink()
+    assert files.tokenizer_files(tmp_path) == ()
+
+
+def test_addressed_ids_count_the_tokens_only_the_config_lists(tmp_path: Path) -> None:
+    assert files.addressed_ids(tmp_path) == 0
+    ids = make(tmp_path)
+    assert files.addressed_ids(tmp_path) == 1 + ids["<|audio|>"] == len(ids)
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert files.addressed_ids(tmp_path) == len(ids) - 1
+
+
+def test_stop_tokens(tmp_path: Path) -> None:
+    ids = make(tmp_path)
+    assert files.stop_tokens(tmp_path) == (ids["<|im_end|>"], ids["<|endoftext|>"])
+    write(tmp_path, "generation_config.json", eos_token_id=7)
+    assert files.stop_tokens(tmp_path) == (7,)
+    write(tmp_path, "generation_config.json", temperature=1)
+    assert files.stop_tokens(tmp_path) == (ids["<|im_end|>"],)
+    (tmp_path / "generation_config.json").unlink()
+    edit(tmp_path, "tokenizer_config.json", eos_token={"content": "a"})  # a learned word
+    assert files.stop_tokens(tmp_path) == (ids["a"],)
+    edit(tmp_path, "tokenizer_config.json", eos_token="<|none|>")
+    with pytest.raises(CheckpointError, match='eos_token must be a token .got "<|none|>"'):
+        files.stop_tokens(tmp_path)
+    edit(tmp_path, "tokenizer_config.json", eos_token=None)
+    assert files.stop_tokens(tmp_path) == ()
+
+
+@pytest.mark.parametrize("eos", [True, -1, "x", [1, 2.0], {}])
+def test_bad_stop_tokens(tmp_path: Path, eos: object) -> None:
+    write(tmp_path, "generation_config.json", eos_token_id=eos)
+    with pytest.raises(CheckpointError, match="eos_token_id must be ids"):
+        files.stop_tokens(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer_config.json", "{", "must be JSON"),
+        ("tokenizer_config.json", "[]", "must be a JSON object"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": []}', "must be a table"),
+        (
+            "tokenizer_config.json",
+            '{"added_tokens_decoder": {"x": {"content": "y"}}}',
+            "id and con",
+        ),
+        ("tokenizer.json", '{"added_tokens": {}}', "added_tokens must be a list"),
+        ("tokenizer.json", '{"added_tokens": [{"id": 3}]}', "must have id and content"),
+        ("tokenizer.json", '{"model": {"vocab": []}}', "model.vocab must be an object"),
+        ("tokenizer.json", '{"model": {"vocab": {"a": "b"}}}', "id of 'a' must be >= 0"),
+    ],
+)
+def test_bad_files_are_named(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(CheckpointError, match=message) as error:
+        files.addressed_ids(tmp_path)
+    assert name in str(error.value)

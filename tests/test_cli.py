@@ -1,0 +1,363 @@
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from samples import MANIFEST
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from thor_dflash import cli
+from thor_dflash.errors import ModelFault, RequestError
+from thor_dflash.runtime.text import Text
+from thor_dflash.verbs import build as build_verb
+
+WORDS = {"<think>": 256, "</think>": 257, "<|im_end|>": 258}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
+    """A tokenizer of bytes, thinking marks and one stop token."""
+    directory = tmp_path_factory.mktemp("tokenizer")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens([AddedToken(w, normalized=False) for w in ("<think>", "</think>")])
+    tokenizer.add_special_tokens([AddedToken("<|im_end|>", special=True)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "chat_template.jinja").write_text(
+        "{{ messages[0].content }}|{{ '<think>' if enable_thinking else '' }}"
+    )
+    return Text.load(directory)
+
+
+@dataclass(frozen=True)
+class Request:
+    prompt: tuple[int, ...]
+    max_tokens: int
+    stop: frozenset[int]
+    drafter: str
+
+
+@dataclass(frozen=True)
+class Chunk:
+    tokens: tuple[int, ...]
+    finish: str = ""
+
+
+@dataclass(frozen=True)
+class Spec:
+    cycles: int = 3
+    accept_len: float = 2.5
+
+
+@dataclass(frozen=True)
+class Timings:
+    prefill: float = 0.25
+
+
+@dataclass(frozen=True)
+class Report:
+    spec: Spec = Spec()
+    timings: Timings = Timings()
+
+
+@dataclass
+class Session:
+    """Answers with `said`, whatever is asked; notes what was asked."""
+
+    text: Text | None
+    said: str = "think</think>\n\nhé<|im_end|>"
+    manifest: Any = MANIFEST
+    fault: BaseException | None = None
+    requests: list[Request] = field(default_factory=list)
+    closed: bool = False
+
+    def generate(self, request: Request) -> Iterator[Chunk]:
+        self.requests.append(request)
+        tokens = self.text.encode(self.said) if self.text else [5, 6, 7]
+        for i, token in enumerate(tokens):
+            yield Chunk((token,), "stop" if i + 1 == len(tokens) and not self.fault else "")
+        if self.fault:
+            raise self.fault
+
+    def report(self) -> Report:
+        return Report()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def session(text: Text, monkeypatch: pytest.MonkeyPatch) -> Session:
+    """Stands in for the runtime, so that these tests are of the command line alone."""
+    it = Session(text)
+    install(monkeypatch, "runtime.session", open_session=lambda *a: it, Request=Request)
+    return it
+
+
+def install(monkeypatch: pytest.MonkeyPatch, name: str, **names: object) -> None:
+    module = ModuleType(f"thor_dflash.{name}")
+    vars(module).update(names)
+    monkeypatch.setitem(sys.modules, f"thor_dflash.{name}", module)
+
+
+def generate(*args: str) -> int:
+    return cli.main(["generate", "--package", "pkg", *args])
+
+
+def line(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line on stderr."""
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("thor-dflash: ")
+    assert err.count("\n") == 1
+    return err.removeprefix("thor-dflash: ")
+
+
+# --- generate
+
+
+def test_plain_output_is_the_text(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate("--prompt", "hi", "--max-tokens", "9") == 0
+    out, err = capsys.readouterr()
+    assert out == "think</think>\n\nhé\n"
+    assert "tokens in" in err
+    assert "3 cycles of 2.50 tokens, ended by stop" in err
+    request = session.requests[0]
+    assert session.text
+    assert request.prompt == tuple(session.text.encode("hi|<think>"))
+    assert (request.max_tokens, request.stop, request.drafter) == (9, {271, 272}, "dflash")
+    assert session.closed
+
+
+def test_json_is_one_object(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate("--prompt", "hi", "--json", "--drafter", "none", "--ignore-eos") == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.count("\n") == 1
+    got = json.loads(out)
+    assert list(got) == ["tokens", "text", "thinking", "finish_reason", "usage", "spec", "timings"]
+    assert session.text
+    assert got["tokens"] == session.text.encode(session.said)
+    assert (got["text"], got["thinking"], got["finish_reason"]) == ("hé", "think", "stop")
+    assert got["usage"] == {"prompt_tokens": 4, "thinking_tokens": 6, "output_tokens": 12}
+    assert got["spec"] == dataclasses.asdict(Spec())
+    assert got["timings"] == {"prefill": 0.25}
+    assert (session.requests[0].drafter, session.requests[0].stop) == ("none", frozenset())
+
+
+def test_thinking_off_is_said_to_the_template(
+    session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session.said = "hé"
+    assert generate("--prompt", "hi", "--thinking", "off", "--json") == 0
+    got = json.loads(capsys.readouterr().out)
+    assert (got["text"], got["thinking"], got["usage"]["thinking_tokens"]) == ("hé", "", 0)
+
+
+def test_messages(session: Session, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "m.json"
+    path.write_text('[{"role": "user", "content": "yo"}]')
+    assert generate("--messages", str(path)) == 0
+    assert session.text
+    assert session.requests[0].prompt == tuple(session.text.encode("yo|<think>"))
+    capsys.readouterr()
+    path.write_text('[{"role": "user"}]')
+    assert generate("--messages", str(path)) == 2
+    assert line(capsys) == "messages[0].content must be present (got nothing)\n"
+
+
+def test_without_a_tokenizer_only_ids(
+    session: Session, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session.text, session.manifest = None, replace(MANIFEST, drafter=None)
+    assert generate("--prompt", "hi") == 2
+    assert line(capsys) == "pkg has no tokenizer: the prompt must be --tokens\n"
+    (tmp_path / "t").write_text("[1, 2]")
+    assert generate("--tokens", str(tmp_path / "t")) == 0
+    assert capsys.readouterr().out == "5 6 7 \n"
+    assert generate("--tokens", str(tmp_path / "t"), "--json") == 0
+    got = json.loads(capsys.readouterr().out)
+    assert (got["tokens"], got["text"], got["thinking"]) == ([5, 6, 7], None, None)
+    assert session.requests[-1] == Request((1, 2), 1024, frozenset({271, 272}), "none")
+    assert generate("--tokens", str(tmp_path / "t"), "--drafter", "dflash") == 2
+    assert "the package has no drafter (got dflash)" in line(capsys)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_thinking_is_dim_on_a_terminal(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    assert generate("--prompt", "hi") == 0
+    assert screen.getvalue() == "\x1b[2mthink</think>\x1b[0m\n\nhé\n"
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"), [(ModelFault("row 3 is NaN"), 2), (KeyboardInterrupt(), 130)]
+)
+def test_a_fault_while_thinking_leaves_a_clean_terminal(
+    session: Session,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    fault: BaseException,
+    code: int,
+) -> None:
+    screen = Terminal()
+    session.said, session.fault = "thin", fault
+    monkeypatch.setattr(sys, "stdout", screen)
+    assert generate("--prompt", "hi") == code
+    assert screen.getvalue() == "\x1b[2mthin\x1b[0m\n"
+    assert capsys.readouterr().err == f"thor-dflash: {str(fault) or 'interrupted'}\n"
+    assert session.closed
+
+
+def test_json_says_nothing_where_it_fails(
+    session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session.fault = RequestError("a\nb")
+    assert generate("--prompt", "hi", "--json") == 2
+    assert line(capsys) == "a b\n"
+
+
+def test_a_bug_shows_itself(session: Session) -> None:
+    session.fault = ZeroDivisionError()
+    with pytest.raises(ZeroDivisionError):
+        generate("--prompt", "hi")
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (
+            "",
+            "the following arguments are required: build|generate|score|demo (see thor-dflash --h",
+        ),
+        ("bake", "invalid choice: 'bake'"),
+        ("generate --package p", "one of the arguments --prompt --messages --tokens is required"),
+        (
+            "generate --package p --prompt a --tokens b",
+            "--tokens: not allowed with argument --prompt",
+        ),
+        ("generate --package p --tokens b --thinking off", "--thinking must go with --prompt or"),
+        ("generate --prompt a", "the following arguments are required: --package"),
+        ("generate --package p --prompt a --max-tok 3", "unrecognized arguments: --max-tok 3"),
+        ("generate --package p --prompt a --max-tokens x", "decode.max_tokens must be an integer"),
+        (
+            "generate --package p --prompt a --max-tokens 0",
+            "decode.max_tokens must be >= 1 (got 0)",
+        ),
+        ("generate --package p --prompt a --drafter eagle", 'decode.drafter must be "auto" or'),
+        (
+            "generate --package p --prompt a --thinking off -s decode.thinking=on",
+            "decode.thinking must be given once (got an option and --set)",
+        ),
+        ("generate --package p --prompt a -c no.toml", "no.toml must be a readable file"),
+        (
+            "generate --package p --messages no.json",
+            "no.json must be a readable file (got: No such",
+        ),
+        ("build --target t --out o --engine cuda", "the only engine of this version"),
+        ("build --target t", "the following arguments are required: --out"),
+        ("score --package p --tokens t --out x.npy", "--out must be a path ending in .npz"),
+        ("score --package p --tokens t --out no/x.npz", "in a directory that exists"),
+        ("demo --set kv=f32", "did you mean build.kv?"),
+    ],
+)
+@pytest.mark.usefixtures("session")
+def test_one_line_and_exit_2(
+    args: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("builders.build", "runtime.score", "calib.demo"):
+        install(monkeypatch, name, build=None, score=None, run=None)
+    assert cli.main(args.split()) == 2
+    assert message in line(capsys)
+
+
+@pytest.mark.usefixtures("session")
+def test_a_prompt_must_be_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate("--prompt", " ") == 2
+    assert "--prompt must be some text" in line(capsys)
+    assert generate("--prompt", "\udcff") == 2
+    assert "text must be UTF-8" in line(capsys)
+
+
+# --- score, build, demo
+
+
+def test_score_writes_whole_or_not_at_all(
+    session: Session,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def score(it: Session, tokens: tuple[int, ...], taps: bool, progress: object) -> dict[str, Any]:
+        assert it is session
+        return {
+            "logits": np.zeros((len(tokens), 4), np.float32),
+            **({"taps": np.ones(2)} if taps else {}),
+        }
+
+    install(monkeypatch, "runtime.score", score=score)
+    (tmp_path / "t").write_text("[1, 2, 3]")
+    out = tmp_path / "x.npz"
+    args = ["score", "--package", "p", "--tokens", str(tmp_path / "t"), "--out", str(out)]
+    assert cli.main([*args, "--taps"]) == 0
+    assert "logits float32 [3, 4]" in capsys.readouterr().out
+    assert sorted(np.load(out)) == ["logits", "taps"]
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "savez", fail)
+    assert cli.main(args) == 2
+    assert "must be writable (got: No space left on device)" in line(capsys)
+    assert sorted(np.load(out)) == ["logits", "taps"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["t", "x.npz"]
+
+
+def test_build_and_demo_hand_over(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Any] = []
+    install(monkeypatch, "builders.build", build=lambda *a: seen.append(a) or MANIFEST)
+    assert cli.main(["build", "--target", "t", "--out", "o", "-s", "build.kv=fp8"]) == 0
+    target, drafter, out, config, _ = seen[0]
+    assert (target, drafter, out, config.kv) == (Path("t"), None, Path("o"), "fp8")
+    text = capsys.readouterr().out
+    assert "4 layers, drafter of 2 layers, block 16" in text
+    assert "  mlp      nvfp4         12  4.1 kB" in text
+    assert "skipped tensors: model.visual.patch, mtp.fc.weight" in text
+
+    many = replace(MANIFEST, skipped=tuple(f"t{i}" for i in range(20)), drafter=None)
+    install(monkeypatch, "builders.build", build=lambda *a: many)
+    assert cli.main(["build", "--target", "t", "--drafter", "d", "--out", "o"]) == 0
+    text = capsys.readouterr().out
+    assert "no drafter" in text
+    assert "t7, and 12 more (all in manifest.toml)" in text
+    assert build_verb.table(many).startswith("  tensors  stored as")
+
+    import thor_dflash.calib
+
+    demo = ModuleType("demo")
+    vars(demo)["run"] = lambda config, progress: seen.append(config)
+    monkeypatch.setitem(sys.modules, "thor_dflash.calib.demo", demo)
+    monkeypatch.setattr(thor_dflash.calib, "demo", demo, raising=False)
+    assert cli.main(["demo", "-s", "engine.threads=1"]) == 0
+    assert seen[-1].engine.threads == 1

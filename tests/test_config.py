@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from thor_dflash.config import Config, keys, load
+from thor_dflash.errors import ConfigError
+
+
+def test_no_file_is_the_defaults() -> None:
+    assert load() == Config()
+
+
+def test_file_then_overrides_and_the_last_one_counts(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text('[build]\nkv = "fp8"\nchunk = 8\n[decode]\nignore_eos = true\n')
+    config = load(path, ("build.chunk=4", "build.chunk = 5", "decode.thinking=off"))
+    assert (config.build.kv, config.build.chunk) == ("fp8", 5)
+    assert (config.decode.ignore_eos, config.decode.thinking) == (True, "off")
+
+
+def test_an_override_is_toml_or_a_bare_word() -> None:
+    assert load(None, ('build.kv="bf16"',)) == load(None, ("build.kv=bf16",))
+    assert load(None, ("build.capacity=1_000",)).build.capacity == 1000
+
+
+def test_keys_are_all_settable() -> None:
+    assert "build.kv" in keys()
+    for key in keys():
+        with pytest.raises(ConfigError, match=f"{key} must be"):
+            load(None, (f"{key}=[1]",))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("build.kvv=1", "unknown key build.kvv (did you mean build.kv?)"),
+        ("bild.kv=1", "unknown key bild (did you mean build?)"),
+        ("build.xyzzy=1", "unknown key build.xyzzy (known: build.activations, build.block, "),
+        ("build.block=4.5", "build.block must be an integer (got 4.5)"),
+        ("build.block=true", "build.block must be an integer (got true)"),
+        ("build.block=1", "build.block must be 0 or >= 2 (got 1)"),
+        ("build.block=-3", "build.block must be >= 0 (got -3)"),
+        ("build.chunk=0", "build.chunk must be >= 1 (got 0)"),
+        ("build.capacity=-1", "build.capacity must be >= 0 (got -1)"),
+        ("build.kv=int4", 'build.kv must be "f32" or "bf16" or "fp8" (got "int4")'),
+        ("build.kv=", 'build.kv must be "f32" or "bf16" or "fp8" (got "")'),
+        ("build.engine=cuda", 'build.engine must be "ort", the only engine of this version'),
+        ("build.engine=tpu", 'build.engine must be "ort" (got "tpu")'),
+        ("engine.threads=-1", "engine.threads must be >= 0 (got -1)"),
+        ("engine.capacity=-1", "engine.capacity must be >= 0 (got -1)"),
+        ("decode.max_tokens=0", "decode.max_tokens must be >= 1 (got 0)"),
+        ("decode.ignore_eos=1", "decode.ignore_eos must be true or false (got 1)"),
+        ("decode.drafter=true", 'decode.drafter must be "auto" or "dflash" or "none" (got true)'),
+        ("decode", '--set must be section.key=value (got "decode")'),
+        ("kv=fp8", '--set must be section.key=value (got "kv=fp8"); did you mean build.kv?'),
+        ("capacity=9", "did you mean build.capacity or engine.capacity?"),
+        ("build.kv.x=9", "unknown key build.kv.x (did you mean build.kv?)"),
+    ],
+)
+def test_refusals_name_the_key_and_the_value(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(None, (override,))
+    assert str(error.value).startswith(message) or str(error.value).endswith(message)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[build\n", "must be TOML in UTF-8"),
+        (b"\xff", "must be TOML in UTF-8"),
+        (b"build = 3\n", "build must be a section (got 3)"),
+        (b"[build]\ncapacity = '9'\n", 'build.capacity must be an integer (got "9")'),
+        (b"[build]\ncapacity = 1979-05-27\n", "build.capacity must be an integer (got"),
+    ],
+)
+def test_refuses_a_bad_file(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "c.toml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as error:
+        load(path)
+    assert message in str(error.value)
+
+
+def test_a_section_that_is_a_value_cannot_be_overridden(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text("build = 3\n")
+    with pytest.raises(ConfigError, match=r"build must be a section \(got 3\)"):
+        load(path, ("build.kv=fp8",))
+
+
+def test_refuses_a_missing_file_and_a_directory(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "none.toml"):
+        with pytest.raises(ConfigError, match="must be a readable file"):
+            load(path)

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from samples import MANIFEST, package
+
+from thor_dflash import manifest as m
+from thor_dflash.errors import PackageError
+from thor_dflash.manifest import MAGIC, NAME, FileEntry, Manifest, hash_file, read, render, verify
+from thor_dflash.progress import Silent, Task
+
+
+def sign(body: str) -> str:
+    return f"{MAGIC}{hashlib.sha256(body.encode()).hexdigest()}\n{body}"
+
+
+def body() -> str:
+    return render(MANIFEST).partition("\n")[2]
+
+
+@pytest.mark.parametrize("manifest", [MANIFEST, replace(MANIFEST, drafter=None, stop_tokens=())])
+def test_round_trip(tmp_path: Path, manifest: Manifest) -> None:
+    (tmp_path / NAME).write_text(render(manifest))
+    assert read(tmp_path) == manifest
+    verify(tmp_path, read(tmp_path), Silent())
+
+
+def test_a_file_name_may_hold_anything_but_a_way_out(tmp_path: Path) -> None:
+    entry = FileEntry(sha256="", bytes=0)
+    manifest = replace(MANIFEST, files={'w/a "b".é': entry})
+    (tmp_path / NAME).write_text(render(manifest))
+    assert read(tmp_path) == manifest
+    for name in ("../x", "/x", "a/../../x", NAME):
+        with pytest.raises(PackageError, match="files must be paths inside"):
+            replace(MANIFEST, files={name: entry})
+
+
+def test_refuses_no_package(tmp_path: Path) -> None:
+    with pytest.raises(PackageError, match="got nothing there"):
+        read(tmp_path / "none")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PackageError, match="got a file"):
+        read(tmp_path / "file")
+    with pytest.raises(PackageError, match=r"must hold a manifest.toml .*thor-dflash build"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "must begin with"),
+        (body(), "must begin with"),
+        (render(MANIFEST)[:-40], "must be TOML|edited file"),
+        (render(MANIFEST).replace("block = 16", "block = 15"), "got an edited file"),
+        (sign(body().replace("format = 1", "format = 2")), "format must be 1 .got 2.*build it"),
+        (sign("x = "), "must be TOML"),
+        (sign(body() + "\n[xtra]\n"), "unknown key"),
+        (sign(body().replace("block = 16\nchunk", "chunk")), "block must be present"),
+        (sign(body().replace("chunk = 64", 'chunk = "64"')), r"chunk must be an integer"),
+        (sign(body().replace("hidden = 128", "hiden = 128")), r"unknown key target.hiden .did you"),
+        (sign(body().replace('"attention",', '"mamba",')), r'target.layers\[3\] must be "gdn" or'),
+    ],
+)  # fmt: skip
+def test_refuses_a_bad_manifest(tmp_path: Path, text: str, message: str) -> None:
+    assert text != render(MANIFEST)
+    (tmp_path / NAME).write_text(text)
+    with pytest.raises(PackageError, match=message):
+        read(tmp_path)
+
+
+def test_refuses_a_manifest_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / NAME).write_bytes(b"\xff\xfe")
+    with pytest.raises(PackageError, match="must be UTF-8"):
+        read(tmp_path)
+    (tmp_path / NAME).unlink()
+    (tmp_path / NAME).mkdir()
+    with pytest.raises(PackageError, match="Is a directory"):
+        read(tmp_path)
+
+
+def test_verify_names_every_problem(tmp_path: Path) -> None:
+    manifest = package(tmp_path, a=b"aaaa", w__b=b"bbbb", c=b"cccc", d=b"dddd")
+    verify(tmp_path, manifest, Silent())
+
+    (tmp_path / "c").write_bytes(b"cccC")
+    with pytest.raises(PackageError, match=r"\(got c altered\); build it again"):
+        verify(tmp_path, manifest, Silent())
+
+    (tmp_path / "a").unlink()
+    (tmp_path / "w/b").write_bytes(b"bb")
+    (tmp_path / "w/e").write_bytes(b"")
+    with pytest.raises(PackageError) as error:
+        verify(tmp_path, manifest, Silent())
+    assert "a missing, w/b of 2 bytes, not 4, w/e that no build wrote" in str(error.value)
+
+
+def test_verify_names_five_of_many(tmp_path: Path) -> None:
+    manifest = package(tmp_path, **{f"f{i}": b"x" for i in range(9)})
+    for i in range(9):
+        (tmp_path / f"f{i}").unlink()
+    with pytest.raises(PackageError, match="f4 missing, and 4 more"):
+        verify(tmp_path, manifest, Silent())
+
+
+def test_hashing_streams_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(m, "CHUNK", 10)
+    (tmp_path / "a").write_bytes(bytes(25))
+    seen: list[int] = []
+    entry = hash_file(tmp_path / "a", seen.append)
+    assert seen == [10, 10, 5]
+    assert entry == FileEntry(sha256=hashlib.sha256(bytes(25)).hexdigest(), bytes=25)
+
+
+def test_verify_reports_every_byte(tmp_path: Path) -> None:
+    manifest = package(tmp_path, a=b"12345", b=b"123")
+    total: list[int | None] = []
+
+    class Counting(Silent):
+        def task(self, label: str, total_: int | None = None, unit: str = "") -> Task:
+            total.append(total_)
+            return super().task(label, total_, unit)
+
+    verify(tmp_path, manifest, Counting())
+    assert total == [8]

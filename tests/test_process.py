@@ -1,0 +1,51 @@
+"""The command as a process: what it loads, and how it ends."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+
+def test_help_and_version_load_nothing_heavy() -> None:
+    script = (
+        "import sys; from thor_dflash import cli\n"
+        "try: cli.main(sys.argv[1:])\n"
+        "except SystemExit as e: assert not e.code\n"
+        "heavy = {'numpy', 'tokenizers', 'jinja2', 'rich', 'onnx'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    for args in (["--help"], ["generate", "--help"], ["--version"]):
+        done = subprocess.run([sys.executable, "-c", script, *args], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "thor-dflash" in done.stdout
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    script = (
+        "import sys; from thor_dflash import cli\n"
+        "cli.run = lambda argv: print('x' * 1_000_000)\n"
+        "sys.exit(cli.main([]))"
+    )
+    command = f'{sys.executable} -c "{script}" | head -c 1; exit ${{PIPESTATUS[0]}}'
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (141, "x", "")
+
+
+def test_ctrl_c_is_130_and_one_line() -> None:
+    script = (
+        "import sys, time; from thor_dflash import cli\n"
+        "def wait(argv): print('ready', flush=True); time.sleep(60)\n"
+        "cli.run = wait\n"
+        "sys.exit(cli.main([]))"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", script], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert child.stdout
+    assert child.stdout.readline() == "ready\n"
+    time.sleep(0.05)
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate(timeout=20)
+    assert (child.returncode, err) == (130, "thor-dflash: interrupted\n")

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from thor_dflash.progress import Bars, Lines, Silent, amount, choose
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_lines_come_at_most_every_two_seconds() -> None:
+    clock, out = Clock(), io.StringIO()
+    with Lines(out, clock).task("weights", 4000, "bytes") as task:
+        for _ in range(4):
+            clock.now += 1.5
+            task.advance(1000)
+    assert out.getvalue().splitlines() == [
+        "weights 4.0 kB",
+        "weights 2.0 kB of 4.0 kB",
+        "weights 4.0 kB of 4.0 kB",
+        "weights done: 4.0 kB in 6.0 s",
+    ]
+
+
+def test_a_task_that_fails_is_not_done() -> None:
+    out = io.StringIO()
+    with pytest.raises(KeyboardInterrupt), Lines(out).task("rows") as task:
+        task.advance(1)
+        raise KeyboardInterrupt
+    assert out.getvalue() == "rows\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_bars_give_the_cursor_back(error: type[BaseException] | None) -> None:
+    out = Terminal()
+    bars = Bars(out)
+    try:
+        with bars.task("outer", 10, "tokens") as task, bars.task("[inner]") as inner:
+            task.advance(5)
+            inner.advance(1)
+            if error:
+                raise error
+    except KeyboardInterrupt:
+        bars.close()
+    bars.close()
+    text = out.getvalue()
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h")
+    assert "\x1b[?25h" in text
+    with bars.task("again", 1):
+        pass
+    assert out.getvalue().endswith("\x1b[?25h") or out.getvalue().count("\x1b[?25h") > 1
+
+
+def test_choice() -> None:
+    assert isinstance(choose(Terminal()), Bars)
+    assert isinstance(choose(io.StringIO()), Lines)
+    assert isinstance(choose(io.StringIO(), quiet=True), Silent)
+    with Silent().task("x", 1) as task:
+        task.advance(1)
+    assert sys.stderr
+
+
+@pytest.mark.parametrize(
+    ("n", "unit", "text"),
+    [
+        (999, "bytes", "999 B"),
+        (1000, "bytes", "1.0 kB"),
+        (14_500_000_000, "bytes", "14.5 GB"),
+        (10**13, "bytes", "10000.0 GB"),
+        (12345, "tokens", "12,345 tokens"),
+        (3, "", "3"),
+    ],
+)
+def test_amounts(n: int, unit: str, text: str) -> None:
+    assert amount(n, unit) == text

@@ -1,0 +1,159 @@
+"""thor-dflash build | generate | score | demo.
+
+Exit status: 0; 2 with one line on stderr for anything the user can put right; 130 on Ctrl-C;
+141 when the reader of stdout has gone. Anything else is a bug and shows its traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn, cast
+
+import thor_dflash
+from thor_dflash.errors import ConfigError, ThorError
+
+if TYPE_CHECKING:
+    from thor_dflash.config import Config
+    from thor_dflash.progress import Progress
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with its complaints as errors of ours. `error` is its documented hook."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see {self.prog} --help)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the command line, run one verb, return the exit status."""
+    _tolerate(sys.stdout)
+    try:
+        run(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+    except ThorError as e:
+        print("thor-dflash:", " ".join(str(e).split()), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("thor-dflash: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Python flushes stdout once more at exit; give it something that takes the bytes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return 0
+
+
+def _tolerate(stream: object) -> None:
+    """Let a terminal that cannot show a letter show ? instead of failing."""
+    if isinstance(stream, io.TextIOWrapper):
+        cast("io.TextIOWrapper[io.BufferedWriter]", stream).reconfigure(errors="replace")
+
+
+def run(argv: Sequence[str]) -> None:
+    """Run one command line.
+
+    Raises:
+        ThorError: anything the user can put right.
+    """
+    args = parser().parse_args(argv)
+    _check(args)
+
+    # Imported here, as each verb imports its floor, so that --help answers at once.
+    from thor_dflash import config, progress
+
+    settings = config.load(args.config, overrides(args))
+    report = progress.choose(sys.stderr, quiet="json" in args and args.json)
+    try:
+        _verb(args, settings, report)
+    finally:
+        report.close()
+
+
+def _verb(args: argparse.Namespace, config: Config, progress: Progress) -> None:
+    from thor_dflash.verbs import build, demo, generate, score
+
+    verbs = {"build": build.run, "generate": generate.run, "score": score.run, "demo": demo.run}
+    verbs[args.verb](args, config, progress)
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.verb == "generate" and args.tokens and vars(args)["decode.thinking"]:
+        raise ConfigError("--thinking must go with --prompt or --messages (got --tokens)")
+
+
+def overrides(args: argparse.Namespace) -> tuple[str, ...]:
+    """Every --set, then every option that is another spelling of a key (its dest is the key).
+
+    Raises:
+        ConfigError: a key is given both ways.
+    """
+    given = {item.partition("=")[0].strip() for item in args.set}
+    items: list[str] = []
+    for key, value in vars(args).items():
+        if "." not in key or value is None:
+            continue
+        if key in given:
+            raise ConfigError(f"{key} must be given once (got an option and --set)")
+        items.append(f"{key}={value}")
+    return (*args.set, *items)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = _Parser(prog="thor-dflash", description=thor_dflash.__doc__, allow_abbrev=False)
+    top.add_argument(
+        "--version", action="version", version=f"thor-dflash {thor_dflash.__version__}"
+    )
+    verbs = top.add_subparsers(dest="verb", required=True, metavar="build|generate|score|demo")
+    for name, add, text in (
+        ("build", _build, "two checkpoints to a package"),
+        ("generate", _generate, "answer one prompt"),
+        ("score", _score, "teacher-forced logits of token ids"),
+        ("demo", _demo, "plan one task with the small model that ships here"),
+    ):
+        sub = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
+        add(sub)
+        sub.add_argument("-c", "--config", type=Path, metavar="FILE.toml", help="configuration")
+        sub.add_argument(
+            "-s", "--set", action="append", default=[], metavar="a.b=value", help="change one key"
+        )
+    return top
+
+
+def _build(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--target", type=Path, required=True, metavar="DIR", help="target checkpoint")
+    sub.add_argument("--drafter", type=Path, metavar="DIR", help="DFlash checkpoint, if any")
+    sub.add_argument("--out", type=Path, required=True, metavar="PKG", help="package to write")
+    sub.add_argument("--engine", dest="build.engine", metavar="ort", help="engine to build for")
+
+
+def _generate(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--package", type=Path, required=True, metavar="PKG")
+    source = sub.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", metavar="TEXT", help="what the user says")
+    source.add_argument("--messages", type=Path, metavar="FILE.json", help="a chat: role, content")
+    source.add_argument("--tokens", type=Path, metavar="FILE", help="a JSON list of token ids")
+    sub.add_argument("--drafter", dest="decode.drafter", metavar="dflash|none")
+    sub.add_argument("--max-tokens", dest="decode.max_tokens", metavar="N")
+    sub.add_argument("--thinking", dest="decode.thinking", metavar="on|off")
+    sub.add_argument(
+        "--ignore-eos", dest="decode.ignore_eos", action="store_const", const="true",
+        help="go on past the stop tokens",
+    )  # fmt: skip
+    sub.add_argument("--json", action="store_true", help="one JSON object instead of the text")
+
+
+def _score(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--package", type=Path, required=True, metavar="PKG")
+    sub.add_argument("--tokens", type=Path, required=True, metavar="FILE", help="JSON list of ids")
+    sub.add_argument("--out", type=Path, required=True, metavar="X.npz")
+    sub.add_argument("--taps", action="store_true", help="the rows the drafter reads, too")
+
+
+def _demo(sub: argparse.ArgumentParser) -> None:
+    pass

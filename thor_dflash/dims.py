@@ -1,0 +1,89 @@
+"""Sizes of the two models, as read from their config.json. Nothing here is a constant of one model.
+
+Letters used in the rooms and graphs
+    T   rows of a step (block or prefill chunk)      H   hidden size of the residual stream
+    V   vocabulary rows of the head                  D   head dimension
+    R   rows of the verify block
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+LayerKind = Literal["gdn", "attention"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionDims:
+    """Grouped-query attention with rotary positions over the first `rotary_dim` of each head."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    rope_theta: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GdnDims:
+    """Gated delta net: `value_heads` states of [key_dim, value_dim], a causal convolution before."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_kernel: int
+
+    @property
+    def conv_channels(self) -> int:
+        """Channels of the convolution: q and k of every key head, v of every value head."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetDims:
+    """A Qwen3.5/3.6 text model."""
+
+    vocab: int
+    """Rows of the embedding and the head, padding included."""
+    hidden: int
+    intermediate: int
+    layers: tuple[LayerKind, ...]
+    attention: AttentionDims
+    gdn: GdnDims
+    eps: float
+    tied: bool
+    """The head is the embedding matrix."""
+    max_position: int
+    """Longest context the model was made for, tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftLayerDims:
+    """Visibility of one drafter layer."""
+
+    causal: bool
+    """Inside the block, slot i sees slots 0..i only."""
+    window: int
+    """Keys at distance 0 <= q - k < window are visible; 0 means all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterDims:
+    """A DFlash block-diffusion drafter."""
+
+    vocab: int
+    hidden: int
+    intermediate: int
+    layers: tuple[DraftLayerDims, ...]
+    attention: AttentionDims
+    eps: float
+    block: int
+    """Rows of a block: the last committed token and block - 1 masks."""
+    taps: tuple[int, ...]
+    """0-based target layers whose output residual stream is a feature, in concatenation order."""
+    mask_token: int
+    target_layers: int
+    """Depth of the target the drafter was trained on; 0 where the config does not say."""
+    max_position: int

@@ -1,0 +1,222 @@
+"""`manifest.toml`: what a package on disk holds, and whether it still does.
+
+Builders write a package, the runtime reads it; this file is all they share. The first line of the
+manifest carries the hash of the rest, so an edited or truncated manifest is noticed like any file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Literal, cast
+
+import tomli_w
+
+from thor_dflash import records
+from thor_dflash.dims import DrafterDims, TargetDims
+from thor_dflash.errors import PackageError
+from thor_dflash.progress import Progress
+
+FORMAT = 1
+"""Version of the package format. A runtime reads its own and no other."""
+NAME = "manifest.toml"
+MAGIC = "# thor-dflash package, sha256 of the lines below: "
+CHUNK = 4 << 20
+"""Read at a time while hashing, bytes: large enough for the disk, small enough for a smooth bar."""
+NAMED = 5
+"""Most problems one error message names."""
+REBUILD = "build it again with `thor-dflash build`"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    """One file of the package."""
+
+    sha256: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """Tensors of one class stored in one precision."""
+
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvScales:
+    """FP8 KV scales the checkpoint brought; a layer without one uses 1.0."""
+
+    layers: int = 0
+    """Attention layers with stored scales."""
+    low: float = 1.0
+    high: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A checkpoint the package was built from."""
+
+    directory: str
+    """Name of the directory, without its path."""
+    config_sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """A package, described."""
+
+    format: int = FORMAT
+    tool: str
+    """Version of thor-dflash that built it."""
+    created: str
+    """UTC, ISO 8601."""
+    engine: Literal["ort"]
+    block: int
+    """Rows of the verify block."""
+    chunk: int
+    """Rows of a prefill step."""
+    capacity: int
+    """Context a session gets when it asks for none, tokens."""
+    kv: Literal["f32", "bf16", "fp8"]
+    activations: Literal["f32", "bf16"]
+    saves: Literal["records", "states"]
+    vocab_limit: int
+    """Ids from here on are padding and are never chosen."""
+    stop_tokens: tuple[int, ...]
+    tokenizer: bool
+    """The package holds tokenizer files; without them it serves token ids alone."""
+    skipped: tuple[str, ...]
+    """Tensors of the checkpoints that no graph uses."""
+    target: TargetDims
+    drafter: DrafterDims | None = None
+    kv_scales: KvScales = field(default_factory=KvScales)
+    quantisation: Mapping[str, Mapping[str, Share]]
+    """Tensor class -> stored precision -> how much."""
+    sources: Mapping[str, Source]
+    """"target" and, where there is one, "drafter"."""
+    files: Mapping[str, FileEntry]
+    """Path inside the package, with `/` -> what it must be. The manifest is not among them."""
+
+    def __post_init__(self) -> None:
+        for name in self.files:
+            path = PurePosixPath(name)
+            if path.is_absolute() or ".." in path.parts or name == NAME:
+                raise PackageError(f'files must be paths inside the package (got "{name}")')
+
+
+def render(manifest: Manifest) -> str:
+    """The text of manifest.toml."""
+    body = tomli_w.dumps(cast("dict[str, object]", records.encode(manifest)))
+    return f"{MAGIC}{hashlib.sha256(body.encode()).hexdigest()}\n{body}"
+
+
+def is_package(path: Path) -> bool:
+    """Whether `path` is a directory that some version of thor-dflash built, damaged or not."""
+    try:
+        with (path / NAME).open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC.encode()
+    except OSError:
+        return False
+
+
+def read(package: Path) -> Manifest:
+    """The manifest of a package. The other files are left to `verify`.
+
+    Raises:
+        PackageError: no package, a damaged one, or one of another version.
+    """
+    if not package.is_dir():
+        raise PackageError(f"{package} must be a package directory (got {_what(package)})")
+    path = package / NAME
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as e:
+        raise PackageError(f"{package} must hold a {NAME} (got: {e.strerror}); {REBUILD}") from e
+    except UnicodeDecodeError as e:
+        raise PackageError(f"{path} must be UTF-8 (got: {e}); {REBUILD}") from e
+    return _parse(path, text)
+
+
+def _parse(path: Path, text: str) -> Manifest:
+    head, _, body = text.partition("\n")
+    try:
+        table = tomllib.loads(body)
+    except tomllib.TOMLDecodeError as e:
+        raise PackageError(f"{path} must be TOML (got: {e}); {REBUILD}") from e
+    if not head.startswith(MAGIC):
+        raise PackageError(f"{path} must begin with {MAGIC!r} (got {head[:60]!r}); {REBUILD}")
+    if table.get("format") != FORMAT:
+        raise PackageError(
+            f"{path}: format must be {FORMAT} (got {table.get('format')}); the package is from "
+            f"another version of thor-dflash, {REBUILD}"
+        )
+    if head.removeprefix(MAGIC) != hashlib.sha256(body.encode()).hexdigest():
+        raise PackageError(f"{path} must be as it was built (got an edited file); {REBUILD}")
+    try:
+        return records.decode(Manifest, table, "", PackageError)
+    except PackageError as e:
+        raise PackageError(f"{path}: {e}; {REBUILD}") from e
+
+
+def _what(path: Path) -> str:
+    return "a file" if path.exists() else "nothing there"
+
+
+def hash_file(path: Path, advance: Callable[[int], None] = lambda n: None) -> FileEntry:
+    """Hash a file of any size, CHUNK bytes at a time. Calls `advance` with the bytes read."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb", buffering=0) as file:
+        while piece := file.read(CHUNK):
+            digest.update(piece)
+            size += len(piece)
+            advance(len(piece))
+    return FileEntry(sha256=digest.hexdigest(), bytes=size)
+
+
+def verify(package: Path, manifest: Manifest, progress: Progress) -> None:
+    """Check that the package holds the files of its manifest and nothing else.
+
+    Raises:
+        PackageError: names the files that are missing, truncated, altered or extra.
+    """
+    problems = _by_size(package, manifest)
+    # Sizes are free and hashes are not: with files missing there is no point in reading the rest.
+    if not problems:
+        problems = _by_hash(package, manifest, progress)
+    if problems:
+        more = len(problems) - NAMED
+        text = ", ".join(problems[:NAMED]) + (f", and {more} more" if more > 0 else "")
+        raise PackageError(f"{package} must hold what was built (got {text}); {REBUILD}")
+
+
+def _by_size(package: Path, manifest: Manifest) -> list[str]:
+    found = {
+        p.relative_to(package).as_posix(): p.stat().st_size
+        for p in sorted(package.rglob("*"))
+        if not p.is_dir() and p.exists()
+    }
+    problems = [
+        f"{name} missing" if name not in found else f"{name} of {found[name]} bytes, not {e.bytes}"
+        for name, e in manifest.files.items()
+        if found.get(name) != e.bytes
+    ]
+    extra = found.keys() - manifest.files.keys() - {NAME}
+    return problems + [f"{name} that no build wrote" for name in sorted(extra)]
+
+
+def _by_hash(package: Path, manifest: Manifest, progress: Progress) -> list[str]:
+    problems: list[str] = []
+    total = sum(entry.bytes for entry in manifest.files.values())
+    with progress.task("checking package", total, "bytes") as task:
+        for name, entry in manifest.files.items():
+            try:
+                if hash_file(package / name, task.advance) != entry:
+                    problems.append(f"{name} altered")
+            except OSError as e:
+                problems.append(f"{name} unreadable: {e.strerror}")
+    return problems

@@ -1,0 +1,171 @@
+"""Saying how far a long piece of work is: a bar on a terminal, plain lines elsewhere, or nothing.
+
+with progress.task("hash", total_bytes, "bytes") as task:
+    task.advance(n)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Literal, Protocol, Self, TextIO
+
+INTERVAL = 2.0
+"""Least time between two plain lines of one task, s."""
+
+State = Literal["going", "done", "failed"]
+
+
+class Task(Protocol):
+    """One piece of work under way."""
+
+    def advance(self, n: int) -> None:
+        """`n` more units are done."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
+class Progress(Protocol):
+    """Where work is reported."""
+
+    def task(self, label: str, total: int | None = None, unit: str = "") -> Task:
+        """Begin a piece of work of `total` units; None where that is not known."""
+        ...
+
+    def close(self) -> None:
+        """Give the terminal back as it was. Idempotent."""
+        ...
+
+
+def amount(n: int, unit: str) -> str:
+    """`n` units in words; bytes in powers of 1000."""
+    if unit != "bytes":
+        return f"{n:,} {unit}".rstrip()
+    size, names = float(n), ["B", "kB", "MB", "GB"]
+    while size >= 1000 and len(names) > 1:
+        size, names = size / 1000, names[1:]
+    return f"{n} B" if names[0] == "B" else f"{size:.1f} {names[0]}"
+
+
+class Silent:
+    """Says nothing."""
+
+    def task(self, label: str, total: int | None = None, unit: str = "") -> Task:
+        """See Progress."""
+        return _Counter(lambda done, state: None)
+
+    def close(self) -> None:
+        """See Progress."""
+
+
+class Lines:
+    """Plain lines: one at the start of a task, one every INTERVAL, one at its end."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._clock = clock
+
+    def task(self, label: str, total: int | None = None, unit: str = "") -> Task:
+        """See Progress."""
+        start = last = self._clock()
+        whole = "" if total is None else f" {amount(total, unit)}"
+        self._say(f"{label}{whole}")
+
+        def show(done: int, state: State) -> None:
+            nonlocal last
+            now = self._clock()
+            if state == "done":
+                self._say(f"{label} done: {amount(done, unit)} in {now - start:.1f} s")
+            elif state == "going" and now - last >= INTERVAL:
+                last = now
+                part = f" of {amount(total, unit)}" if total else ""
+                self._say(f"{label} {amount(done, unit)}{part}")
+
+        return _Counter(show)
+
+    def close(self) -> None:
+        """See Progress."""
+
+    def _say(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+
+class Bars:
+    """Bars on a terminal. They vanish when their task ends; the scroll-back stays clean."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as RichProgress
+
+        self._bars = RichProgress(
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=30),
+            TextColumn("{task.fields[note]}", markup=False),
+            TimeElapsedColumn(),
+            console=Console(file=stream),
+            transient=True,
+        )
+        self._open = 0
+
+    def task(self, label: str, total: int | None = None, unit: str = "") -> Task:
+        """See Progress."""
+        self._bars.start()
+        self._open += 1
+        bar = self._bars.add_task(label, total=total, note="")
+        whole = f" / {amount(total, unit)}" if total else ""
+
+        def show(done: int, state: State) -> None:
+            if state == "going":
+                self._bars.update(bar, completed=done, note=amount(done, unit) + whole)
+                return
+            self._bars.remove_task(bar)
+            self._open -= 1
+            if self._open == 0:
+                self._bars.stop()
+
+        return _Counter(show)
+
+    def close(self) -> None:
+        """See Progress."""
+        self._bars.stop()
+
+
+class _Counter:
+    """A Task that counts and hands every change to `show(done, state)`."""
+
+    def __init__(self, show: Callable[[int, State], None]) -> None:
+        self._show = show
+        self._done = 0
+
+    def advance(self, n: int) -> None:
+        self._done += n
+        self._show(self._done, "going")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._show(self._done, "done" if error is None else "failed")
+
+
+def choose(stream: TextIO, *, quiet: bool = False) -> Progress:
+    """Bars if `stream` is a terminal; else lines, or nothing where those would be in the way."""
+    if stream.isatty():
+        return Bars(stream)
+    return Silent() if quiet else Lines(stream)

@@ -1,0 +1,128 @@
+"""Tables (as TOML and JSON give them) to frozen dataclasses and back, strictly.
+
+A dataclass is its own schema: unknown, missing and mistyped keys are refused by their dotted name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, TypeVar
+
+from thor_dflash.errors import ThorError
+
+T = TypeVar("T")
+
+_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+
+
+def show(value: object) -> str:
+    """A value as it would be written in TOML, shortened for a message."""
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def as_table(value: object) -> dict[str, object] | None:
+    """`value` if it is a table, else None."""
+    return typing.cast("dict[str, object]", value) if isinstance(value, dict) else None
+
+
+def as_list(value: object) -> list[object] | None:
+    """`value` if it is a list, else None."""
+    return typing.cast("list[object]", value) if isinstance(value, list) else None
+
+
+def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """`did you mean x?`, or the known names where none is near; each with `prefix`."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    if near:
+        return f"did you mean {prefix}{near[0]}?"
+    return f"known: {', '.join(prefix + other for other in names)}"
+
+
+def encode(record: object) -> Any:
+    """A dataclass as a table of plain values; a field that is None is left out."""
+    if dataclasses.is_dataclass(record) and not isinstance(record, type):
+        pairs = ((f.name, getattr(record, f.name)) for f in dataclasses.fields(record))
+        return {name: encode(value) for name, value in pairs if value is not None}
+    if isinstance(record, Mapping):
+        table = typing.cast("Mapping[str, object]", record)
+        return {name: encode(value) for name, value in table.items()}
+    if isinstance(record, tuple | list):
+        return [encode(item) for item in typing.cast("Iterable[object]", record)]
+    return record
+
+
+def decode(cls: type[T], table: object, where: str, error: type[ThorError]) -> T:
+    """Build `cls` from a table. `where` is the dotted name of the table, "" at the top.
+
+    Raises:
+        error: an unknown, missing or mistyped key, or a value `cls` refuses.
+    """
+    rows = as_table(table)
+    if rows is None:
+        raise error(f"{where} must be a section (got {show(table)})")
+    fields = {f.name: f for f in dataclasses.fields(typing.cast("Any", cls))}
+    prefix = f"{where}." if where else ""
+    for name in rows:
+        if name not in fields:
+            raise error(f"unknown key {prefix}{name} ({nearest(name, fields, prefix)})")
+    hints = typing.get_type_hints(cls)
+    for name, field in fields.items():
+        if name not in rows and _required(field):
+            raise error(f"{prefix}{name} must be present (got nothing)")
+    return cls(**{k: _value(hints[k], v, prefix + k, error) for k, v in rows.items()})
+
+
+def _required(field: dataclasses.Field[Any]) -> bool:
+    missing = dataclasses.MISSING
+    return field.default is missing and field.default_factory is missing
+
+
+def _value(hint: Any, value: object, where: str, error: type[ThorError]) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return decode(typing.cast("type[Any]", hint), value, where, error)
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return _choice(args, value, where, error)
+    if origin is types.UnionType:
+        return _value(args[0], value, where, error)
+    if origin is tuple:
+        return _items(args[0], value, where, error)
+    if origin is not None:
+        return _table(args[1], value, where, error)
+    return _plain(hint, value, where, error)
+
+
+def _choice(known: tuple[Any, ...], value: object, where: str, error: type[ThorError]) -> object:
+    if value in known and not isinstance(value, bool):
+        return value
+    words = " or ".join(show(item) for item in known)
+    raise error(f"{where} must be {words} (got {show(value)})")
+
+
+def _items(hint: Any, value: object, where: str, error: type[ThorError]) -> tuple[Any, ...]:
+    items = as_list(value)
+    if items is None:
+        raise error(f"{where} must be a list (got {show(value)})")
+    return tuple(_value(hint, item, f"{where}[{i}]", error) for i, item in enumerate(items))
+
+
+def _table(hint: Any, value: object, where: str, error: type[ThorError]) -> dict[str, Any]:
+    table = as_table(value)
+    if table is None:
+        raise error(f"{where} must be a table (got {show(value)})")
+    return {name: _value(hint, item, f"{where}.{name}", error) for name, item in table.items()}
+
+
+def _plain(hint: type[Any], value: object, where: str, error: type[ThorError]) -> object:
+    if type(value) is hint:  # exact: a bool is not an int here
+        return value
+    if hint is float and type(value) is int:
+        return float(value)
+    raise error(f"{where} must be {_WORDS[hint]} (got {show(value)})")

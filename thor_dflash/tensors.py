@@ -1,0 +1,81 @@
+"""Names, element types and shapes: the words every floor shares. No memory here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+"""A numpy array of any element type, ml_dtypes' included."""
+
+
+class DType(Enum):
+    """Element types; the value is the numpy (or ml_dtypes) name."""
+
+    F32 = "float32"
+    F16 = "float16"
+    BF16 = "bfloat16"
+    FP8 = "float8_e4m3fn"
+    U8 = "uint8"
+    I32 = "int32"
+    I64 = "int64"
+    BOOL = "bool"
+
+    @property
+    def numpy(self) -> np.dtype[Any]:
+        """The numpy element type."""
+        return _NUMPY[self]
+
+    @property
+    def bytes(self) -> int:
+        """Size of one element, bytes."""
+        return self.numpy.itemsize
+
+    @classmethod
+    def of(cls, array: Array) -> DType:
+        """The element type of an array. Raises ValueError for one outside this list."""
+        return cls(array.dtype.name)
+
+
+_NUMPY: dict[DType, np.dtype[Any]] = {
+    DType.F32: np.dtype(np.float32),
+    DType.F16: np.dtype(np.float16),
+    DType.BF16: np.dtype(ml_dtypes.bfloat16),
+    DType.FP8: np.dtype(ml_dtypes.float8_e4m3fn),
+    DType.U8: np.dtype(np.uint8),
+    DType.I32: np.dtype(np.int32),
+    DType.I64: np.dtype(np.int64),
+    DType.BOOL: np.dtype(np.bool_),
+}
+
+Dims = Mapping[str, int]
+"""Sizes bound to the letters of a spec, as {"T": 16}."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor's contract. A letter in `shape` is bound by a Dims."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int | str, ...]
+
+    def at(self, dims: Dims) -> tuple[int, ...]:
+        """The shape with every letter replaced."""
+        return tuple(d if isinstance(d, int) else dims[d] for d in self.shape)
+
+    def nbytes(self, dims: Dims) -> int:
+        """Size at these dims, bytes."""
+        size = self.dtype.bytes
+        for n in self.at(dims):
+            size *= n
+        return size
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.dtype.value}[{', '.join(map(str, self.shape))}]"

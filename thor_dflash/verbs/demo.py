@@ -1,0 +1,15 @@
+"""`thor-dflash demo`: the planner that ships with the repository, on this machine."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from thor_dflash.config import Config
+from thor_dflash.progress import Progress
+
+
+def run(args: Namespace, config: Config, progress: Progress) -> None:
+    """Build the small model and plan one task."""
+    from thor_dflash.calib import demo
+
+    demo.run(config, progress)

@@ -1,0 +1,160 @@
+"""`thor-dflash generate`: one prompt, one answer, as a stream of text or as one JSON object."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterable
+from contextlib import closing
+from typing import TYPE_CHECKING, TextIO
+
+from thor_dflash.config import Config
+from thor_dflash.errors import RequestError
+from thor_dflash.progress import Progress
+from thor_dflash.verbs.inputs import read_json, read_tokens
+
+if TYPE_CHECKING:
+    from thor_dflash.runtime.session import Report, Request, Session
+    from thor_dflash.runtime.text import Answer, Piece
+
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+
+
+class Printer:
+    """Writes an answer as it comes; thinking is dim on a terminal."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._colour = stream.isatty()
+        self._dim = False
+        self._begun = False
+
+    def show(self, pieces: Iterable[Piece]) -> None:
+        """Write some pieces of text."""
+        for piece in pieces:
+            if self._colour and piece.thinking != self._dim:
+                self._dim = piece.thinking
+                self._stream.write(DIM if self._dim else PLAIN)
+            self._stream.write(piece.text)
+            self._begun = True
+        self._stream.flush()
+
+    def close(self) -> None:
+        """End the line and the colour. Idempotent."""
+        if self._begun:
+            self._stream.write((PLAIN if self._dim else "") + "\n")
+            self._stream.flush()
+        self._begun = self._dim = False
+
+
+@dataclasses.dataclass(slots=True)
+class Output:
+    """What one request gave."""
+
+    tokens: list[int]
+    finish: str = ""
+    seconds: float = 0.0
+
+
+def run(args: Namespace, config: Config, progress: Progress) -> None:
+    """Answer one prompt on stdout."""
+    from thor_dflash.runtime.session import open_session
+    from thor_dflash.runtime.text import Answer
+
+    messages = _messages(args)
+    with closing(open_session(args.package, config.engine, progress)) as session:
+        prompt = _prompt(args, messages, session, config.decode.thinking == "on")
+        request = _request(prompt, session, config)
+        progress.close()
+        answer = Answer(session.text, prompt) if session.text else None
+        output = _stream(session, request, answer, quiet=args.json)
+        report = session.report()
+    if args.json:
+        print(json.dumps(_result(prompt, output, answer, report)))
+    else:
+        print(_summary(output, report), file=sys.stderr)
+
+
+def _messages(args: Namespace) -> object:
+    """The chat to render, or None where token ids are given. Read before anything is loaded."""
+    if args.prompt is not None:
+        if not args.prompt.strip():
+            raise RequestError(f"--prompt must be some text (got {args.prompt!r})")
+        return [{"role": "user", "content": args.prompt}]
+    return read_json(args.messages) if args.messages else None
+
+
+def _prompt(args: Namespace, messages: object, session: Session, thinking: bool) -> tuple[int, ...]:
+    if args.tokens:
+        return read_tokens(args.tokens, session.manifest.target.vocab)
+    if session.text is None:
+        raise RequestError(f"{args.package} has no tokenizer: the prompt must be --tokens")
+    return tuple(session.text.encode(session.text.render(messages, thinking)))
+
+
+def _request(prompt: tuple[int, ...], session: Session, config: Config) -> Request:
+    from thor_dflash.runtime.session import Request
+
+    has, asked = session.manifest.drafter is not None, config.decode.drafter
+    if asked == "dflash" and not has:
+        raise RequestError("decode.drafter must be none, the package has no drafter (got dflash)")
+    stop = () if config.decode.ignore_eos else session.manifest.stop_tokens
+    return Request(
+        prompt=prompt,
+        max_tokens=config.decode.max_tokens,
+        stop=frozenset(stop),
+        drafter="dflash" if has and asked != "none" else "none",
+    )
+
+
+def _stream(session: Session, request: Request, answer: Answer | None, *, quiet: bool) -> Output:
+    output, printer = Output([]), Printer(sys.stdout)
+    start = time.perf_counter()
+    try:
+        for chunk in session.generate(request):
+            output.tokens += chunk.tokens
+            output.finish = chunk.finish
+            pieces = answer.feed(chunk.tokens) if answer else _ids(chunk.tokens)
+            if not quiet:
+                printer.show(pieces)
+        if answer and not quiet:
+            printer.show(answer.end())
+    finally:
+        printer.close()
+    output.seconds = time.perf_counter() - start
+    return output
+
+
+def _ids(tokens: tuple[int, ...]) -> list[Piece]:
+    from thor_dflash.runtime.text import Piece
+
+    return [Piece(f"{token} ", thinking=False) for token in tokens]
+
+
+def _result(
+    prompt: tuple[int, ...], output: Output, answer: Answer | None, report: Report
+) -> dict[str, object]:
+    return {
+        "tokens": output.tokens,
+        "text": answer.text() if answer else None,
+        "thinking": answer.thinking() if answer else None,
+        "finish_reason": output.finish,
+        "usage": {
+            "prompt_tokens": len(prompt),
+            "thinking_tokens": answer.thinking_tokens if answer else None,
+            "output_tokens": len(output.tokens),
+        },
+        "spec": dataclasses.asdict(report.spec),
+        "timings": dataclasses.asdict(report.timings),
+    }
+
+
+def _summary(output: Output, report: Report) -> str:
+    count, spec = len(output.tokens), report.spec
+    return (
+        f"{count} tokens in {output.seconds:.2f} s, {count / output.seconds:.1f} tok/s, "
+        f"{spec.cycles} cycles of {spec.accept_len:.2f} tokens, ended by {output.finish}"
+    )

@@ -1,0 +1,53 @@
+"""What the verbs read from files: JSON of a sane size, and token ids of a vocabulary."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import cast
+
+from thor_dflash.errors import RequestError
+from thor_dflash.records import as_list, show
+
+LIMIT = 64 << 20
+"""Largest input file, bytes: ten times the longest context of any target, written out."""
+
+
+def read_json(path: Path) -> object:
+    """Any JSON value.
+
+    Raises:
+        RequestError: the file is missing, too large, or not JSON in UTF-8.
+    """
+    try:
+        size = path.stat().st_size
+        if size > LIMIT:
+            raise RequestError(f"{path} must be <= {LIMIT} bytes (got {size})")
+        return cast("object", json.loads(path.read_text(encoding="utf-8")))
+    except OSError as e:
+        raise RequestError(f"{path} must be a readable file (got: {e.strerror})") from e
+    except RecursionError as e:
+        raise RequestError(f"{path} must be JSON (got lists nested too deep)") from e
+    except ValueError as e:
+        raise RequestError(f"{path} must be JSON (got: {e})") from e
+
+
+def read_tokens(path: Path, vocab: int) -> tuple[int, ...]:
+    """A JSON list of at least one token id below `vocab`.
+
+    Raises:
+        RequestError: it is not; the message names the entry.
+    """
+    value = read_json(path)
+    items = as_list(value)
+    if not items:
+        raise RequestError(f"{path} must be a list of at least one token id (got {show(value)})")
+    return tuple(_token(item, f"{path}: tokens[{i}]", vocab) for i, item in enumerate(items))
+
+
+def _token(item: object, where: str, vocab: int) -> int:
+    if not isinstance(item, int) or isinstance(item, bool):
+        raise RequestError(f"{where} must be an integer (got {show(item)})")
+    if not 0 <= item < vocab:
+        raise RequestError(f"{where} must be in 0..{vocab - 1} (got {show(item)})")
+    return item

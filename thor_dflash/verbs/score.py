@@ -1,0 +1,55 @@
+"""`thor-dflash score`: teacher-forced logits of a list of token ids, as .npz."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+
+from thor_dflash.config import Config
+from thor_dflash.errors import RequestError
+from thor_dflash.progress import Progress
+from thor_dflash.tensors import Array
+from thor_dflash.verbs.inputs import read_tokens
+
+
+def run(args: Namespace, config: Config, progress: Progress) -> None:
+    """Score the tokens, write the file, say what it holds."""
+    from thor_dflash.runtime.score import score
+    from thor_dflash.runtime.session import open_session
+
+    check(args.out)
+    with closing(open_session(args.package, config.engine, progress)) as session:
+        tokens = read_tokens(args.tokens, session.manifest.target.vocab)
+        arrays = score(session, tokens, args.taps, progress)
+    write(args.out, arrays)
+    progress.close()
+    for name, array in arrays.items():
+        print(f"{args.out}: {name} {array.dtype} {list(array.shape)}")
+
+
+def check(out: Path) -> None:
+    """Refuse a path that could not be written, before the work that would be lost."""
+    if out.suffix != ".npz":
+        raise RequestError(f"--out must be a path ending in .npz (got {out})")
+    if out.is_dir() or not out.parent.is_dir():
+        raise RequestError(f"--out must be a file in a directory that exists (got {out})")
+
+
+def write(out: Path, arrays: Mapping[str, Array]) -> None:
+    """Write the arrays to `out` in one rename: whole, or not at all."""
+    import numpy as np
+
+    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            np.savez(file, allow_pickle=False, **arrays)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(out)
+    except OSError as e:
+        raise RequestError(f"{out} must be writable (got: {e.strerror or e})") from e
+    finally:
+        partial.unlink(missing_ok=True)
