@@ -87,10 +87,9 @@ def _shape(model: Model, plan: Plan, progress: Progress) -> Block:
 
 
 def _step(model: Model, plan: Plan, progress: Progress, block: Block) -> Record:
-    last = progress.tokens[-1] if progress.tokens else plan.prompt[-1]
     before = plan.proposer.propose(model, progress, block)
     after = plan.proposer.observe(model)
-    record = model.step(block, last, before, after, plan.stop)
+    record = model.step(block, before, after, plan.stop)
     at = model.state.length
     if record.fault >= 0:
         raise ModelFault(f"the logits after position {at + record.fault} must be finite and leave "

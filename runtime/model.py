@@ -92,6 +92,10 @@ class Model:
         padded = [*tokens, *[0] * (self.block - len(tokens))]
         self._set("tokens", *padded[: self.block])
 
+    def write_last(self, token: int) -> None:
+        """The last committed token, for a drafter that runs as a graph."""
+        self._set("last", token)
+
     def prefill(self, tokens: Sequence[int], observe: bool) -> None:
         """Commit up to `chunk` prompt tokens; the drafter's rings follow if `observe`."""
         padded = [*tokens, *[0] * (self.manifest.chunk - len(tokens))]
@@ -104,11 +108,10 @@ class Model:
         self.engine.run(calls)
         self.state.advance(len(tokens))
 
-    def step(self, block: Block, last: int, before: Sequence[Call], after: Sequence[Call],
+    def step(self, block: Block, before: Sequence[Call], after: Sequence[Call],
              stop: Sequence[int]) -> Record:
         """Propose, verify and accept in one go; one wait. Nothing is committed."""
         self._position()
-        self._set("last", last)
         self._set("forced", *block.forced, *[-1] * (self.block - len(block.forced)))
         self._bounds(block, stop)
         accept = "accept" if block.mask is None else "accept_masked"

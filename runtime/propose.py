@@ -61,6 +61,7 @@ class Dflash:
         if not block.draft:
             model.write_tokens([_anchor(progress), *block.forced])
             return ()
+        model.write_last(_anchor(progress))
         return (model.call("propose"),)
 
     def observe(self, model: Model) -> Sequence[Call]:

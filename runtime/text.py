@@ -307,7 +307,7 @@ def _add_missing(tokenizer: Tokenizer, directory: Path) -> frozenset[int]:
     for token in added:
         if tokenizer.id_to_token(token.id) is not None:
             continue
-        word = AddedToken(token.content, special=token.special, normalized=False)
+        word = AddedToken(token.content, normalized=False)
         cast("Any", tokenizer).add_tokens([word])
         given = tokenizer.token_to_id(token.content)
         if given != token.id:

@@ -388,7 +388,7 @@ def dequantised(directory: Path) -> dict[str, Floats]:
 def _decode(stored: Mapping[str, Array], stem: str, t: Array) -> Array:
     if t.dtype == np.uint8:
         code = np.stack([t & 15, t >> 4], axis=2).reshape(len(t), -1)
-        value = E2M1[code & 7] * np.where(code < 8, np.float32(1), np.float32(-1))
+        value: Array = E2M1[code & 7] * np.where(code < 8, np.float32(1), np.float32(-1))
         scale = np.repeat(stored[f"{stem}.weight_scale"].astype(np.float32), 16, axis=1)
         if f"{stem}.weight_scale_2" in stored:
             return value * scale * stored[f"{stem}.weight_scale_2"]

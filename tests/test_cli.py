@@ -182,7 +182,7 @@ def test_without_a_tokenizer_only_ids(
 ) -> None:
     session.text, session.manifest = None, replace(MANIFEST, drafter=None)
     assert generate("--prompt", "hi") == 2
-    assert line(capsys) == "pkg has no tokenizer: the prompt must be --tokens\n"
+    assert line(capsys) == "the prompt must be --tokens (got a package without a tokenizer)\n"
     (tmp_path / "t").write_text("[1, 2]")
     assert generate("--tokens", str(tmp_path / "t")) == 0
     assert capsys.readouterr().out == "5 6 7 \n"
@@ -192,6 +192,9 @@ def test_without_a_tokenizer_only_ids(
     assert session.requests[-1] == Request((1, 2), 1024, frozenset({271, 272}), "none")
     assert generate("--tokens", str(tmp_path / "t"), "--drafter", "dflash") == 2
     assert "the package has no drafter (got dflash)" in line(capsys)
+    (tmp_path / "t").write_text("[1, 300]")
+    assert generate("--tokens", str(tmp_path / "t")) == 2
+    assert line(capsys) == "tokens[1] must be in 0..299 (got 300)\n"
 
 
 class Terminal(io.StringIO):
@@ -275,6 +278,7 @@ def test_a_bug_shows_itself(session: Session) -> None:
         ),
         ("build --target t --out o --engine cuda", "the only engine of this version"),
         ("build --target t", "the following arguments are required: --out"),
+        ("score --package p --tokens no.json --out x.npz", "no.json must be a readable file"),
         ("score --package p --tokens t --out x.npy", "--out must be a path ending in .npz"),
         ("score --package p --tokens t --out no/x.npz", "in a directory that exists"),
         ("demo --set kv=f32", "did you mean build.kv?"),

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from thor_dflash.errors import RequestError
-from thor_dflash.verbs.inputs import read_tokens
+from thor_dflash.verbs.inputs import in_vocabulary, read_tokens
 
 
 @pytest.mark.parametrize(
@@ -16,8 +16,6 @@ from thor_dflash.verbs.inputs import read_tokens
         ("[1, [2]]", r"tokens\[1\] must be an integer .got \[2\]"),
         ("[null]", r"tokens\[0\] must be an integer .got null"),
         ("[1e999]", r"tokens\[0\] must be an integer .got Infinity"),
-        ("[0, 299, 300]", r"tokens\[2\] must be in 0..299 .got 300"),
-        ("[-1]", r"tokens\[0\] must be in 0..299 .got -1"),
         ("[]", r"must be a list of at least one token id .got \[\]"),
         ('{"a": 1}', "must be a list of at least one token id"),
         ("[1,", "must be JSON"),
@@ -30,12 +28,19 @@ def test_token_files(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "t.json"
     path.write_bytes(content.encode("latin-1"))
     with pytest.raises(RequestError, match=message) as error:
-        read_tokens(path, 300)
+        read_tokens(path)
     assert str(error.value).startswith(str(path))
+
+
+@pytest.mark.parametrize(("bad", "at"), [((0, 299, 300), 2), ((-1,), 0), ((5, 10**30), 1)])
+def test_ids_outside_the_vocabulary(bad: tuple[int, ...], at: int) -> None:
+    with pytest.raises(RequestError, match=rf"tokens\[{at}\] must be in 0..299 .got {bad[at]}"):
+        in_vocabulary(bad, 300)
+    assert in_vocabulary((0, 299), 300) == (0, 299)
 
 
 def test_a_huge_token_file_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "t").open("wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(RequestError, match="must be <= 67108864 bytes .got 1099511627776"):
-        read_tokens(tmp_path / "t", 300)
+        read_tokens(tmp_path / "t")

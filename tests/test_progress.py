@@ -29,6 +29,16 @@ def test_lines_come_at_most_every_two_seconds() -> None:
     ]
 
 
+def test_a_short_task_is_one_line_and_a_task_without_units_says_no_number() -> None:
+    clock, out = Clock(), io.StringIO()
+    lines = Lines(out, clock)
+    with lines.task("short", 3, "files") as task:
+        task.advance(3)
+    with lines.task("long"):
+        clock.now += 2.5
+    assert out.getvalue().splitlines() == ["short 3 files", "long", "long done in 2.5 s"]
+
+
 def test_a_task_that_fails_is_not_done() -> None:
     out = io.StringIO()
     with pytest.raises(KeyboardInterrupt), Lines(out).task("rows") as task:

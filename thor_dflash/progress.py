@@ -68,7 +68,7 @@ class Silent:
 
 
 class Lines:
-    """Plain lines: one at the start of a task, one every INTERVAL, one at its end."""
+    """Plain lines: one at the start of a task, one every INTERVAL, one at the end of a long one."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
@@ -83,8 +83,9 @@ class Lines:
         def show(done: int, state: State) -> None:
             nonlocal last
             now = self._clock()
-            if state == "done":
-                self._say(f"{label} done: {amount(done, unit)} in {now - start:.1f} s")
+            if state == "done" and now - start >= INTERVAL:
+                what = f": {amount(done, unit)}" if done else ""
+                self._say(f"{label} done{what} in {now - start:.1f} s")
             elif state == "going" and now - last >= INTERVAL:
                 last = now
                 part = f" of {amount(total, unit)}" if total else ""

@@ -46,7 +46,7 @@ def _rope(config: Fields, absent_share: float | None) -> tuple[float, float]:
 def _rotary_dim(config: Fields, head_dim: int, share: float) -> int:
     """Rotated dimensions of a head, an even number."""
     rotary = head_dim * share
-    if not (rotary.is_integer() and 0 < rotary <= head_dim and rotary % 2 == 0):
+    if not 0 < rotary <= head_dim or rotary % 2 != 0:
         raise config.wrong(
             "partial_rotary_factor", f"a share that rotates an even part of {head_dim} dimensions"
         )

@@ -67,7 +67,8 @@ class TargetCheckpoint:
 def read_target(directory: Path) -> TargetCheckpoint:
     """Reads the config and every header, and checks that they describe the same model.
 
-    No weight is read; the scales of a matrix are checked when the matrix is asked for.
+    No weight is read, but for a head stored beside tied embeddings, which must equal them; the
+    scales of a matrix are checked when the matrix is asked for.
     Raises: CheckpointError.
     """
     check_directory(directory)

@@ -81,6 +81,7 @@ class Drafter:
             "k_norm": source.plain(g, f"{layer}.k_norm.weight"),
             "length": g.input("length", DType.I32, (1,)),
             "window": g.input(f"drafter.{i}.window", DType.I32, (1,)),
+            "first": g.input("drafter.first", DType.I32, (1,)),
             "ring_k": self._ring(g, i, "k"), "ring_v": self._ring(g, i, "v"),
         }, causal=int(self._dims.layers[i].causal), **self._heads(query=True))["o"]
         return residual(g, source, f"{layer}.o_proj", o, x)

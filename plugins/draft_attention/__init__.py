@@ -7,8 +7,9 @@ Letters
 Inputs
     q            rows [T, Hq * D]     k, v  rows [T, Hkv * D], before norm and rotation
     q_norm, k_norm  [D], RMSNorm over each head
-    length       int32 [1], context positions in the ring: 0 .. length - 1; row t is at length + t
+    length       int32 [1], context positions: 0 .. length - 1; row t is at length + t
     window       int32 [1]; keys at distance 0 <= query - key < window are seen, 0 means all
+    first        int32 [1]; context positions before it were never put into the ring
     ring_k, ring_v  rows [Hkv, N, D], as context_kv left them
 
 Attributes
@@ -46,6 +47,7 @@ OP = Op(
         Port("k_norm", _PLAIN, ("D",)),
         Port("length", (DType.I32,), (1,)),
         Port("window", (DType.I32,), (1,)),
+        Port("first", (DType.I32,), (1,)),
         Port("ring_k", ACTIVATION, ("Hkv", "N", "D")),
         Port("ring_v", ACTIVATION, ("Hkv", "N", "D")),
     ),

@@ -67,6 +67,8 @@ def _seen(b: Body, x: Inputs, a: Attributes, at: str, where: str) -> str:
     window = b.cast(x["window"], DType.I64)
     near = b.op("Less", b.op("Abs", distance), window)
     seen = b.op("Or", near, b.op("Equal", window, b.i64(0)))
+    # Rows of the block stand at or past the length, hence past `first`.
+    seen = b.op("And", seen, b.op("GreaterOrEqual", where, b.cast(x["first"], DType.I64)))
     if a.integer("causal"):
         seen = b.op("And", seen, b.op("GreaterOrEqual", distance, b.scalar(0)))
     return seen

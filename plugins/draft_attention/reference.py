@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from thor_dflash.plugins.numerics import rms_norm, rope, rounded, wide
-from thor_dflash.plugins.op import Arrays, Attributes, Case
+from thor_dflash.plugins.op import Arrays, Attribute, Attributes, Case
 from thor_dflash.tensors import Array, DType
 
 
@@ -20,7 +20,7 @@ def reference(x: Arrays, a: Attributes) -> dict[str, Array]:
     q = wide(rounded(_turned(x["q"], x["q_norm"], at, a, a.integer("heads")), dtype))
     k = wide(rounded(_turned(x["k"], x["k_norm"], at, a, a.integer("kv_heads")), dtype))
     v = wide(x["v"]).reshape(k.shape)
-    context = np.arange(max(0, length - slots), length)
+    context = np.arange(max(int(x["first"][0]), length - slots), length)
     ring = [wide(x[f"ring_{n}"])[:, context % slots].swapaxes(0, 1) for n in "kv"]
     keys, values = np.concatenate([ring[0], k]), np.concatenate([ring[1], v])
     where = np.concatenate([context, at])
@@ -62,7 +62,11 @@ def cases(rng: np.random.Generator) -> Iterator[Case]:
                 x = {name: value.astype(dtype.numpy) for name, value in x.items()} | {
                     "q_norm": 1 + normal(dim) / 3, "k_norm": 1 + normal(dim) / 3,
                     "length": np.array([length], np.int32),
-                    "window": np.array([window], np.int32)}
-                yield Case(f"causal_{causal}_window_{window}_at_{length}_{dtype.value}", x, {
-                    "heads": heads, "kv_heads": kv, "head_dim": dim, "rotary_dim": dim,
-                    "causal": causal})
+                    "window": np.array([window], np.int32), "first": np.zeros(1, np.int32)}
+                a: dict[str, Attribute] = {"heads": heads, "kv_heads": kv, "head_dim": dim,
+                                           "rotary_dim": dim, "causal": causal}
+                name = f"causal_{causal}_window_{window}_at_{length}_{dtype.value}"
+                yield Case(name, x, a)
+                if length in (25, 49, 200):
+                    late = np.array([length - 5], np.int32)
+                    yield Case(f"{name}_from_{late[0]}", {**x, "first": late}, a)

@@ -205,6 +205,6 @@ def test_a_failed_step_must_be_reset(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ZeroDivisionError):
             s.model.verify()
     with pytest.raises(TransactionError, match="must follow a finished one"):
-        s.model.step(Block(cap=1), 0, (), (), ())
+        s.model.step(Block(cap=1), (), (), ())
     s.model.state.reset()
     s.model.verify()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TextIO
 from thor_dflash.config import Config
 from thor_dflash.errors import RequestError
 from thor_dflash.progress import Progress
-from thor_dflash.verbs.inputs import read_json, read_tokens
+from thor_dflash.verbs.inputs import in_vocabulary, read_json, read_tokens
 
 if TYPE_CHECKING:
     from thor_dflash.runtime.session import Report, Request, Session
@@ -64,9 +64,14 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     from thor_dflash.runtime.session import open_session
     from thor_dflash.runtime.text import Answer
 
+    tokens = read_tokens(args.tokens) if args.tokens else None
     messages = _messages(args)
     with closing(open_session(args.package, config.engine, progress)) as session:
-        prompt = _prompt(args, messages, session, config.decode.thinking == "on")
+        prompt = (
+            _render(messages, session, config.decode.thinking == "on")
+            if tokens is None
+            else in_vocabulary(tokens, session.manifest.target.vocab)
+        )
         request = _request(prompt, session, config)
         progress.close()
         answer = Answer(session.text, prompt) if session.text else None
@@ -87,11 +92,9 @@ def _messages(args: Namespace) -> object:
     return read_json(args.messages) if args.messages else None
 
 
-def _prompt(args: Namespace, messages: object, session: Session, thinking: bool) -> tuple[int, ...]:
-    if args.tokens:
-        return read_tokens(args.tokens, session.manifest.target.vocab)
+def _render(messages: object, session: Session, thinking: bool) -> tuple[int, ...]:
     if session.text is None:
-        raise RequestError(f"{args.package} has no tokenizer: the prompt must be --tokens")
+        raise RequestError("the prompt must be --tokens (got a package without a tokenizer)")
     return tuple(session.text.encode(session.text.render(messages, thinking)))
 
 

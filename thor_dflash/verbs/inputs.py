@@ -32,8 +32,8 @@ def read_json(path: Path) -> object:
         raise RequestError(f"{path} must be JSON (got: {e})") from e
 
 
-def read_tokens(path: Path, vocab: int) -> tuple[int, ...]:
-    """A JSON list of at least one token id below `vocab`.
+def read_tokens(path: Path) -> tuple[int, ...]:
+    """A JSON list of at least one integer.
 
     Raises:
         RequestError: it is not; the message names the entry.
@@ -42,12 +42,22 @@ def read_tokens(path: Path, vocab: int) -> tuple[int, ...]:
     items = as_list(value)
     if not items:
         raise RequestError(f"{path} must be a list of at least one token id (got {show(value)})")
-    return tuple(_token(item, f"{path}: tokens[{i}]", vocab) for i, item in enumerate(items))
+    return tuple(_token(item, f"{path}: tokens[{i}]") for i, item in enumerate(items))
 
 
-def _token(item: object, where: str, vocab: int) -> int:
+def _token(item: object, where: str) -> int:
     if not isinstance(item, int) or isinstance(item, bool):
         raise RequestError(f"{where} must be an integer (got {show(item)})")
-    if not 0 <= item < vocab:
-        raise RequestError(f"{where} must be in 0..{vocab - 1} (got {show(item)})")
     return item
+
+
+def in_vocabulary(tokens: tuple[int, ...], vocab: int) -> tuple[int, ...]:
+    """The same tokens, each checked to be an id below `vocab`.
+
+    Raises:
+        RequestError: names the first that is not.
+    """
+    for i, token in enumerate(tokens):
+        if not 0 <= token < vocab:
+            raise RequestError(f"tokens[{i}] must be in 0..{vocab - 1} (got {show(token)})")
+    return tokens

@@ -12,7 +12,7 @@ from thor_dflash.config import Config
 from thor_dflash.errors import RequestError
 from thor_dflash.progress import Progress
 from thor_dflash.tensors import Array
-from thor_dflash.verbs.inputs import read_tokens
+from thor_dflash.verbs.inputs import in_vocabulary, read_tokens
 
 
 def run(args: Namespace, config: Config, progress: Progress) -> None:
@@ -21,8 +21,9 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     from thor_dflash.runtime.session import open_session
 
     check(args.out)
+    tokens = read_tokens(args.tokens)
     with closing(open_session(args.package, config.engine, progress)) as session:
-        tokens = read_tokens(args.tokens, session.manifest.target.vocab)
+        in_vocabulary(tokens, session.manifest.target.vocab)
         arrays = score(session, tokens, args.taps, progress)
     write(args.out, arrays)
     progress.close()

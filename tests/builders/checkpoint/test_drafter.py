@@ -242,6 +242,7 @@ REFUSED: list[tuple[str, object, str]] = [
     ("sliding_window", 15, r"sliding_window must be an integer of at least 16 \(got 15\)"),
     ("is_causal", "yes", r"is_causal must be true, false or a list of 2 of them \(got 'yes'\)"),
     ("is_causal", [True], r"is_causal must be true, false or a list of 2 of them"),
+    ("is_causal", [True, 0, False], r"is_causal must be true, false or a list of 2 of them"),
     ("is_causal", [True, 0], r"is_causal must be true, false or a list of 2 of them"),
     ("num_key_value_heads", 3, r"num_attention_heads must be a multiple of 3"),
     ("num_target_layers", 0, r"num_target_layers must be an integer of at least 1"),

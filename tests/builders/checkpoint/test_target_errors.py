@@ -86,6 +86,7 @@ CONFIG: list[tuple[str, object, str]] = [
     ("linear_conv_kernel_dim", 1, r"linear_conv_kernel_dim must be an integer of at least 2"),
     ("hidden_act", "gelu", r"hidden_act must be silu \(got 'gelu'\)"),
     ("attention_bias", True, r"attention_bias must be absent or false \(got True\)"),
+    ("attention_bias", 0, r"attention_bias must be absent or false \(got 0\)"),
     ("attn_output_gate", False, r"attn_output_gate must be absent or true \(got False\)"),
     ("output_gate_type", "sigmoid", r"output_gate_type must be absent or .swish. or .silu. \(got"),
     ("num_experts", 512, r"num_experts must be absent or 0 \(got 512\)"),

@@ -1,0 +1,195 @@
+"""A package: what is in it, what is refused, and that it is the same every time."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from checkpoints import (
+    GEOMETRIES,
+    DrafterGeometry,
+    read_config,
+    write_config,
+    write_drafter,
+    write_target,
+)
+
+from thor_dflash import manifest
+from thor_dflash.builders.build import build, make_plan
+from thor_dflash.builders.checkpoint.drafter import read_drafter
+from thor_dflash.builders.checkpoint.target import read_target
+from thor_dflash.config import BuildConfig
+from thor_dflash.errors import CheckpointError, ConfigError, ThorError
+from thor_dflash.plugins import OPS
+from thor_dflash.plugins.op import DOMAIN
+from thor_dflash.progress import Silent
+
+GEOMETRY = GEOMETRIES["27b"]
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    write_target(tmp_path / "target", GEOMETRY, 1, "mixed")
+    write_drafter(tmp_path / "drafter", GEOMETRY, DrafterGeometry(), 2)
+    return tmp_path / "target", tmp_path / "drafter"
+
+
+def digests(package: Path) -> dict[str, str]:
+    return {p.relative_to(package).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest()
+            for p in package.rglob("*") if p.is_file() and p.name != manifest.NAME}
+
+
+def test_the_same_checkpoints_give_the_same_bytes(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        build(*pair, tmp_path / name, BuildConfig(), Silent())
+    assert digests(tmp_path / "a") == digests(tmp_path / "b")
+
+
+def test_manifest_says_what_is_stored(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    made = build(*pair, tmp_path / "p", BuildConfig(capacity=300), Silent())
+    assert manifest.read(tmp_path / "p") == made
+    manifest.verify(tmp_path / "p", made, Silent())
+    kinds = {name: list(kinds) for name, kinds in made.quantisation.items()}
+    assert kinds["gate_proj"] == ["nvfp4"]
+    assert kinds["q_proj"] == ["fp8"]
+    assert kinds["in_proj_qkv"] == ["bf16"]
+    assert kinds["drafter.fc"] == ["bf16"]
+    attention = sum(kind == "attention" for kind in GEOMETRIES_LAYERS)
+    assert made.quantisation["q_proj"]["fp8"].count == attention
+    stored = sum(e.bytes for n, e in made.files.items() if n.startswith("weights/"))
+    packed = sum(s.bytes for kinds in made.quantisation.values() for s in kinds.values())
+    assert packed < stored
+
+
+GEOMETRIES_LAYERS = tuple("attention" if (i + 1) % 4 == 0 else "gdn"
+                          for i in range(GEOMETRY.layers))
+
+
+def test_a_tied_head_is_stored_once(tmp_path: Path) -> None:
+    geometry = GEOMETRIES["0.8b"]
+    assert geometry.tied
+    write_target(tmp_path / "t", geometry, 1)
+    plan = make_plan(read_target(tmp_path / "t"), None, BuildConfig())
+    table = geometry.vocab * geometry.hidden * 2
+    assert table <= plan.weights.nbytes("weights/outer.bin") < 2 * table
+
+
+def test_every_graph_obeys_the_rules_of_the_parsers(pair: tuple[Path, Path], tmp_path: Path
+                                                    ) -> None:
+    build(*pair, tmp_path / "p", BuildConfig(), Silent())
+    types = {op.type for op in OPS}
+    for path in sorted((tmp_path / "p").glob("*.onnx")):
+        onnx.checker.check_model(str(path))
+        model = onnx.load(str(path), load_external_data=False)
+        ours = [n for n in model.graph.node if n.domain == DOMAIN]
+        assert ours, path.name
+        for node in ours:
+            attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+            assert attributes["plugin_namespace"] == DOMAIN.encode()
+            assert attributes["plugin_version"] == b"1"
+            assert node.op_type in types
+        assert {n.domain for n in model.graph.node} <= {"", DOMAIN}
+        _every_value_has_a_shape(model)
+
+
+def _every_value_has_a_shape(model: onnx.ModelProto) -> None:
+    known = {v.name for v in (*model.graph.value_info, *model.graph.output, *model.graph.input)}
+    made = {name for node in model.graph.node for name in node.output}
+    assert made <= known
+    for value in (*model.graph.value_info, *model.graph.output):
+        assert value.type.tensor_type.HasField("shape"), value.name
+
+
+def test_a_state_is_read_and_left_under_one_name(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    build(*pair, tmp_path / "p", BuildConfig(), Silent())
+    for path in sorted((tmp_path / "p").glob("*.onnx")):
+        graph = onnx.load(str(path), load_external_data=False).graph
+        inputs = {i.name: i.type.tensor_type.elem_type for i in graph.input}
+        for out in graph.output:
+            if out.name.startswith("next."):
+                assert inputs[out.name.removeprefix("next.")] == out.type.tensor_type.elem_type
+                readers = [n for n in graph.node if out.name.removeprefix("next.") in n.input]
+                assert len(readers) == 1, "in-place state has one reader"
+
+
+def test_without_a_drafter_there_is_plain_decoding_only(pair: tuple[Path, Path], tmp_path: Path
+                                                        ) -> None:
+    made = build(pair[0], None, tmp_path / "p", BuildConfig(), Silent())
+    assert made.drafter is None
+    assert not (tmp_path / "p" / "propose.onnx").exists()
+
+
+def test_weights_are_not_read_to_plan(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+                                      ) -> None:
+    plan = make_plan(read_target(pair[0]), read_drafter(pair[1]), BuildConfig())
+    sizes = [plan.weights.nbytes(file) for file in plan.weights.files]
+    assert sum(sizes) > 100_000
+    layers = [f for f in plan.weights.files if "layer." in f]
+    assert len(layers) == GEOMETRY.layers + len(DrafterGeometry().layer_types)
+
+
+def mutate(key: str, value: object, where: str = "drafter") -> Callable[[Path, Path], None]:
+    def change(target: Path, drafter: Path) -> None:
+        directory = {"target": target, "drafter": drafter}[where]
+        config = read_config(directory)
+        config[key] = value
+        write_config(directory, config)
+
+    return change
+
+
+@pytest.mark.parametrize(("config", "message"), [
+    (BuildConfig(block=32), r"build.block must be <= 16, the drafter's \(got 32\)"),
+    (BuildConfig(capacity=16), r"build.capacity must be 17 to \d+.* \(got 16\)"),
+    (BuildConfig(capacity=10**9), r"max_position_embeddings \(got 1000000000\)"),
+])
+def test_options_must_fit(pair: tuple[Path, Path], tmp_path: Path, config: BuildConfig,
+                          message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(*pair, tmp_path / "p", config, Silent())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["drafter", "target"]
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (mutate("vocab_size", 300), "vocab"),
+    (mutate("num_target_layers", 7), "num_target_layers"),
+    (mutate("model_type", "llama", "target"), "llama"),
+])
+def test_a_pair_that_does_not_fit_leaves_nothing(
+        pair: tuple[Path, Path], tmp_path: Path, change: Callable[[Path, Path], None], message: str
+) -> None:
+    change(*pair)
+    with pytest.raises(CheckpointError, match=message):
+        build(*pair, tmp_path / "p", BuildConfig(), Silent())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["drafter", "target"]
+
+
+def test_ctrl_c_while_writing_leaves_nothing(pair: tuple[Path, Path], tmp_path: Path,
+                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("thor_dflash.builders.weights.WeightFiles.write", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        build(*pair, tmp_path / "p", BuildConfig(), Silent())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["drafter", "target"]
+
+
+def test_a_target_alone_is_not_a_drafter(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(ThorError):
+        build(pair[0], pair[0], tmp_path / "p", BuildConfig(), Silent())
+
+
+def test_stored_bytes_are_the_checkpoint_s(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    build(*pair, tmp_path / "p", BuildConfig(), Silent())
+    matrix = read_target(pair[0]).matrix("layers.1.mlp.gate_proj")
+    model = onnx.load(str(tmp_path / "p" / "verify.onnx"), load_external_data=False)
+    [tensor] = [t for t in model.graph.initializer if t.name == "layers.1.mlp.gate_proj.weight"]
+    place = {e.key: e.value for e in tensor.external_data}
+    data = (tmp_path / "p" / place["location"]).read_bytes()
+    offset, length = int(place["offset"]), int(place["length"])
+    assert data[offset : offset + length] == np.ascontiguousarray(matrix.codes).tobytes()

@@ -1,0 +1,118 @@
+"""Admission, faults and telemetry of a session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from decoding import DEAD, answer, oracle, prompt, session
+
+from thor_dflash import manifest
+from thor_dflash.builders.build import build
+from thor_dflash.config import BuildConfig, EngineConfig
+from thor_dflash.errors import ConfigError, EngineError, ModelFault, PackageError, RequestError
+from thor_dflash.progress import Silent
+from thor_dflash.runtime.propose import Dflash, Nobody
+from thor_dflash.runtime.session import Request, open_session
+
+
+@pytest.mark.parametrize(("request_", "message"), [
+    (Request(prompt=(), max_tokens=5), r"prompt must have at least one token"),
+    (Request(prompt=(1, 512), max_tokens=5), r"prompt\[1\] must be 0 to 511 \(got 512\)"),
+    (Request(prompt=(1, -1), max_tokens=5), r"prompt\[1\] must be 0 to 511 \(got -1\)"),
+    (Request(prompt=(1,), max_tokens=0), r"max_tokens must be >= 1 \(got 0\)"),
+    (Request(prompt=(1,) * 490, max_tokens=7), r"<= 496 tokens.*\(got 490 \+ 7 = 497\)"),
+    (Request(prompt=(1,), max_tokens=5, stop=frozenset(range(9))), r"at most 8 ids \(got 9\)"),
+])
+def test_admission_refuses_before_anything_runs(request_: Request, message: str) -> None:
+    s = session()
+    with pytest.raises(RequestError, match=message):
+        s.generate(request_)
+
+
+def test_a_package_without_a_drafter_says_so() -> None:
+    s = session(drafter=False)
+    with pytest.raises(RequestError, match=r"drafter must be none.*\(got dflash\)"):
+        s.generate(Request(prompt=(1,), max_tokens=1))
+    assert len(answer(s, Request(prompt=(1,), max_tokens=3), Nobody())) == 3
+
+
+def test_the_longest_admitted_request_fits() -> None:
+    s = session()
+    request = Request(prompt=prompt(400, 1), max_tokens=96)
+    truth = answer(s, request, Nobody())
+    assert len(truth) == 96
+    assert answer(s, request, oracle([*truth, *[1] * 16])) == truth
+    assert answer(s, request, Dflash()) == truth
+
+
+def test_nan_ends_the_request_with_an_error_and_is_not_clamped() -> None:
+    s = session()
+    answers = s.run(Request(prompt=prompt(20, 1), max_tokens=40), DEAD)
+    shown = [t for _ in range(4) for t in next(answers).tokens]
+    name = next(n for n in s.model.state.tensors if n.endswith(".state"))
+    tensor = s.model.state.tensors[name]
+    s.model.engine.write(tensor, np.full(tensor.spec.at({}), np.nan, np.float32))
+    with pytest.raises(ModelFault, match="logits after position .* must be finite"):
+        list(answers)
+    assert len(shown) >= 3
+    assert s.report().finish == "error"
+
+
+def test_report_counts_what_happened() -> None:
+    s = session()
+    request = Request(prompt=prompt(40, 1), max_tokens=50)
+    truth = answer(s, request, Nobody())
+    plain = s.report().spec
+    assert (plain.cycles, plain.drafted, plain.accepted) == (50, 0, 0)
+    answer(s, request, Dflash())
+    spec, times = s.report().spec, s.report().timings
+    assert sum((i + 1) * n for i, n in enumerate(spec.accept_hist)) == len(truth)
+    assert sum(spec.accept_hist) == spec.cycles
+    assert spec.drafted == 15 * spec.cycles
+    assert spec.accepted == sum(spec.accepted_per_position) == len(truth) - spec.cycles
+    assert spec.accept_len == len(truth) / spec.cycles
+    assert 0 < times.prefill_ms < times.ttft_ms <= times.e2e_ms
+    assert {"verify", "accept", "propose", "observe", "host"} <= set(times.phases_ms)
+
+
+def test_no_report_before_a_request_ended() -> None:
+    s = session(capacity=333)
+    with pytest.raises(RequestError, match="report must follow"):
+        s.report()
+
+
+def test_prompt_progress_is_told() -> None:
+    s = session()
+    chunks = list(s.generate(Request(prompt=prompt(100, 1), max_tokens=2)))
+    assert [c.prompt_done for c in chunks if not c.tokens and not c.finish] == [32, 64, 96, 99]
+
+
+def package(tmp_path: Path) -> Path:
+    from checkpoints import GEOMETRIES, write_target
+    write_target(tmp_path / "t", GEOMETRIES["27b"], 1)
+    build(tmp_path / "t", None, tmp_path / "p", BuildConfig(capacity=128), Silent())
+    return tmp_path / "p"
+
+
+@pytest.mark.parametrize("capacity", [1, 16, 10**6])
+def test_capacity_must_fit_the_model(tmp_path: Path, capacity: int) -> None:
+    with pytest.raises(ConfigError, match=rf"engine.capacity must be 17 to \d+.*\(got {capacity}\)"):
+        open_session(package(tmp_path), EngineConfig(capacity=capacity), Silent())
+
+
+def test_a_damaged_graph_is_named_by_its_hash(tmp_path: Path) -> None:
+    path = package(tmp_path)
+    (path / "verify.onnx").write_bytes(b"no")
+    with pytest.raises(PackageError, match=r"verify\.onnx"):
+        open_session(path, EngineConfig(), Silent())
+
+
+def test_a_graph_that_does_not_load_is_an_engine_error(tmp_path: Path,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    path = package(tmp_path)
+    (path / "verify.onnx").write_bytes(b"no")
+    monkeypatch.setattr(manifest, "verify", lambda *_: None)
+    with pytest.raises(EngineError, match=r"verify\.onnx must load in ONNX Runtime"):
+        open_session(path, EngineConfig(), Silent())
