@@ -36,21 +36,21 @@ demo: $(RUN_READY)
 	@$(BIN)/thor-dflash demo
 
 format: $(DEV_READY)
-	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+	@$(BIN)/ruff check -q --fix --exit-zero . && $(BIN)/ruff format .
 
-$(RUN_READY): | $(BIN)/python
+$(RUN_READY): | $(VENV)/made
 	@echo "== installing into $(VENV) (once)"
 	@$(PIP) -q 'setuptools>=77'
 	@$(PIP) --no-build-isolation -e '.[build,ort]'
 	@rm -f $(VENV)/run-* && touch $@
 
-$(DEV_READY): | $(BIN)/python
+$(DEV_READY): | $(VENV)/made
 	@echo "== installing into $(VENV), with the tools of make test (once)"
 	@$(PIP) -q 'setuptools>=77'
 	@$(PIP) --no-build-isolation -e '.[build,ort,dev]'
 	@rm -f $(VENV)/run-* $(VENV)/dev-* && touch $(RUN_READY) $@
 
-$(BIN)/python:
+$(VENV)/made:
 	@test -n "$(PYTHON)" || { echo "thor-dflash needs Python >= 3.11: install it and say" \
 		"make PYTHON=python3.12 (got $$(python3 --version 2>&1))" >&2; exit 2; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -59,7 +59,7 @@ $(BIN)/python:
 		echo "thor-dflash needs venv: sudo apt install python3-venv" \
 		"(or python3.X-venv for PYTHON=python3.X)" >&2; exit 2; }
 	@echo "== creating $(VENV) with $$($(PYTHON) --version)"
-	@$(PYTHON) -m venv --clear $(VENV) || { rm -rf $(VENV); exit 2; }
+	@$(PYTHON) -m venv --clear $(VENV) && touch $@
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache *.egg-info

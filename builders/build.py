@@ -42,8 +42,9 @@ class Plan:
     sources: tuple[Source, ...]
 
 
-def build(target: Path, drafter: Path | None, out: Path, config: BuildConfig,
-          progress: Progress) -> Manifest:
+def build(
+    target: Path, drafter: Path | None, out: Path, config: BuildConfig, progress: Progress
+) -> Manifest:
     """Write the package `out` from checkpoint directories.
 
     Raises:
@@ -69,16 +70,20 @@ def build(target: Path, drafter: Path | None, out: Path, config: BuildConfig,
     return made
 
 
-def make_plan(target: TargetCheckpoint, drafter: DrafterCheckpoint | None, config: BuildConfig
-              ) -> Plan:
+def make_plan(
+    target: TargetCheckpoint, drafter: DrafterCheckpoint | None, config: BuildConfig
+) -> Plan:
     """Decide shapes, make the graphs, place the weights. Reads no weight's values."""
     if drafter is not None:
         check_pair(target.dims, drafter.dims)
     shape = _shape(target, drafter, config)
     weights = WeightFiles()
     source = Source(target, weights)
-    scales = {i: pair for i in range(len(target.dims.layers))
-              if (pair := target.kv_scales(i)) is not None and shape.kv is DType.FP8}
+    scales = {
+        i: pair
+        for i in range(len(target.dims.layers))
+        if (pair := target.kv_scales(i)) is not None and shape.kv is DType.FP8
+    }
     layers = Target(target.dims, source, shape, scales)
     graphs = [layers.prefill(), layers.verify(), layers.accept(False), layers.accept(True)]
     sources = [source]
@@ -86,27 +91,46 @@ def make_plan(target: TargetCheckpoint, drafter: DrafterCheckpoint | None, confi
         own = Source(drafter, weights, "drafter.")
         sources.append(own)
         maker = Drafter(drafter.dims, own, source, target.dims.tied, shape)
-        graphs += [maker.propose(), maker.observe("observe", shape.block),
-                   maker.observe("observe_chunk", shape.chunk)]
-    return Plan(target, drafter, config, shape, _capacity(target, config, shape.block),
-                tuple(graphs), weights, tuple(sources))
+        graphs += [
+            maker.propose(),
+            maker.observe("observe", shape.block),
+            maker.observe("observe_chunk", shape.chunk),
+        ]
+    return Plan(
+        target,
+        drafter,
+        config,
+        shape,
+        _capacity(target, config, shape.block),
+        tuple(graphs),
+        weights,
+        tuple(sources),
+    )
 
 
-def _shape(target: TargetCheckpoint, drafter: DrafterCheckpoint | None, config: BuildConfig
-           ) -> Shape:
+def _shape(
+    target: TargetCheckpoint, drafter: DrafterCheckpoint | None, config: BuildConfig
+) -> Shape:
     block = config.block or (drafter.dims.block if drafter else BLOCK)
     if drafter is not None and block > drafter.dims.block:
-        raise ConfigError(f"build.block must be <= {drafter.dims.block}, the drafter's "
-                          f"(got {block})")
+        raise ConfigError(
+            f"build.block must be <= {drafter.dims.block}, the drafter's (got {block})"
+        )
     ids = addressed_ids(target.directory) if tokenizer_files(target.directory) else 0
     if ids > target.dims.vocab:
         raise CheckpointError(
             f"{target.directory}: the tokenizer must address ids below vocab_size "
-            f"{target.dims.vocab} (got {ids - 1})")
+            f"{target.dims.vocab} (got {ids - 1})"
+        )
     return Shape(
-        block=block, chunk=config.chunk, activations=_DTYPE[config.activations],
-        kv=_DTYPE[config.kv], saves=config.saves, vocab=ids or target.dims.vocab,
-        taps=drafter.dims.taps if drafter else ())
+        block=block,
+        chunk=config.chunk,
+        activations=_DTYPE[config.activations],
+        kv=_DTYPE[config.kv],
+        saves=config.saves,
+        vocab=ids or target.dims.vocab,
+        taps=drafter.dims.taps if drafter else (),
+    )
 
 
 def _capacity(target: TargetCheckpoint, config: BuildConfig, block: int) -> int:
@@ -114,13 +138,16 @@ def _capacity(target: TargetCheckpoint, config: BuildConfig, block: int) -> int:
     capacity = config.capacity or min(CAPACITY, longest)
     # One block is kept free at the end of the cache, so anything less has room for no prompt.
     if not block < capacity <= longest:
-        raise ConfigError(f"build.capacity must be {block + 1} to {longest}, "
-                          f"max_position_embeddings (got {capacity})")
+        raise ConfigError(
+            f"build.capacity must be {block + 1} to {longest}, "
+            f"max_position_embeddings (got {capacity})"
+        )
     return capacity
 
 
-def _weight_writer(weights: WeightFiles, file: str, advance: Callable[[int], None],
-                   done: list[int]) -> Callable[[Path], None]:
+def _weight_writer(
+    weights: WeightFiles, file: str, advance: Callable[[int], None], done: list[int]
+) -> Callable[[Path], None]:
     def tell(count: int) -> None:
         done[0] += count
         advance(count)
@@ -151,23 +178,41 @@ def _manifest(plan: Plan, stage: Staging) -> Manifest:
         checkpoints["drafter"] = drafter.directory
     stop = stop_tokens(plan.target.directory)
     if wrong := [token for token in stop if token >= plan.shape.vocab]:
-        raise CheckpointError(f"{plan.target.directory}: eos_token_id must be below "
-                              f"{plan.shape.vocab} (got {wrong[0]})")
+        raise CheckpointError(
+            f"{plan.target.directory}: eos_token_id must be below "
+            f"{plan.shape.vocab} (got {wrong[0]})"
+        )
     return Manifest(
-        tool=__version__, created=datetime.now(UTC).isoformat(timespec="seconds"),
-        engine=config.engine, block=plan.shape.block, chunk=config.chunk,
-        capacity=plan.capacity, kv=config.kv, activations=config.activations,
-        saves=config.saves, vocab_limit=plan.shape.vocab, stop_tokens=stop,
-        tokenizer=bool(tokenizer_files(plan.target.directory)), skipped=plan.target.skipped,
-        target=plan.target.dims, drafter=drafter.dims if drafter else None,
+        tool=__version__,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        engine=config.engine,
+        block=plan.shape.block,
+        chunk=config.chunk,
+        capacity=plan.capacity,
+        kv=config.kv,
+        activations=config.activations,
+        saves=config.saves,
+        vocab_limit=plan.shape.vocab,
+        stop_tokens=stop,
+        tokenizer=bool(tokenizer_files(plan.target.directory)),
+        skipped=plan.target.skipped,
+        target=plan.target.dims,
+        drafter=drafter.dims if drafter else None,
         kv_scales=KvScales(layers=len(found), low=min(flat), high=max(flat)),
-        quantisation={name: {kind: Share(count=count, bytes=size)
-                             for kind, (count, size) in kinds.items()}
-                      for source in plan.sources for name, kinds in source.census().items()},
-        sources={name: manifest.Source(directory=path.resolve().name, config_sha256=hashlib.sha256(
-            (path / "config.json").read_bytes()).hexdigest())
-            for name, path in checkpoints.items()},
-        files=stage.files)
+        quantisation={
+            name: {kind: Share(count=count, bytes=size) for kind, (count, size) in kinds.items()}
+            for source in plan.sources
+            for name, kinds in source.census().items()
+        },
+        sources={
+            name: manifest.Source(
+                directory=path.resolve().name,
+                config_sha256=hashlib.sha256((path / "config.json").read_bytes()).hexdigest(),
+            )
+            for name, path in checkpoints.items()
+        },
+        files=stage.files,
+    )
 
 
 def _key(plan: Plan) -> str:

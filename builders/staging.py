@@ -56,7 +56,7 @@ class Staging:
         return dict(self._files)
 
     def __enter__(self) -> Self:
-        _check_free(self.out)
+        check_out(self.out)
         try:
             self._made = _make_parents(self.out.parent)
             self._lock = _lock(self._partial, self.out)
@@ -158,7 +158,12 @@ class Staging:
                 parent.rmdir()
 
 
-def _check_free(out: Path) -> None:
+def check_out(out: Path) -> None:
+    """Refuse a path that is neither free nor an earlier package.
+
+    Raises:
+        PackageError: it holds something else.
+    """
     if (out.exists() or out.is_symlink()) and not is_package(out):
         what = "a directory of something else" if out.is_dir() else "a file"
         raise PackageError(f"{out} must be free or a thor-dflash package (got {what})")
@@ -226,7 +231,7 @@ def _install(partial: Path, out: Path) -> None:
     if not out.exists():
         partial.rename(out)
         return
-    _check_free(out)
+    check_out(out)
     # After the swap the old package bears the name of the staging directory: locked, so that a
     # build that starts now does not take it for its own while it is being deleted.
     handle = os.open(out, os.O_RDONLY | os.O_DIRECTORY)

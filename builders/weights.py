@@ -49,8 +49,9 @@ class WeightFiles:
     _sources: dict[str, list[_Source]] = field(default_factory=dict[str, list[_Source]])
     _names: dict[str, Stored] = field(default_factory=dict[str, Stored])
 
-    def add(self, file: str, name: str, dtype: DType, shape: Sequence[int],
-            make: Callable[[], Array]) -> Stored:
+    def add(
+        self, file: str, name: str, dtype: DType, shape: Sequence[int], make: Callable[[], Array]
+    ) -> Stored:
         """Place a tensor at the end of a file. `make` is called when the file is written."""
         assert name not in self._names, name
         sources = self._sources.setdefault(file, [])

@@ -14,5 +14,16 @@ from thor_dflash.plugins.linear import OP as LINEAR
 from thor_dflash.plugins.op import Op
 from thor_dflash.plugins.verify_attention import OP as VERIFY_ATTENTION
 
-OPS: tuple[Op, ...] = (
-    LINEAR, GDN, VERIFY_ATTENTION, DRAFT_ATTENTION, CONTEXT_KV, HEAD, ACCEPT)
+OPS: tuple[Op, ...] = (LINEAR, GDN, VERIFY_ATTENTION, DRAFT_ATTENTION, CONTEXT_KV, HEAD, ACCEPT)
+
+__all__ = [
+    "ACCEPT",
+    "CONTEXT_KV",
+    "DRAFT_ATTENTION",
+    "GDN",
+    "HEAD",
+    "LINEAR",
+    "OPS",
+    "VERIFY_ATTENTION",
+    "Op",
+]

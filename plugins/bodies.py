@@ -14,5 +14,11 @@ from thor_dflash.plugins.linear.body import body as linear
 from thor_dflash.plugins.verify_attention.body import body as verify_attention
 
 BODIES: Mapping[str, BodyMaker] = {
-    "linear": linear, "gdn": gdn, "verify_attention": verify_attention,
-    "draft_attention": draft_attention, "context_kv": context_kv, "head": head, "accept": accept}
+    "linear": linear,
+    "gdn": gdn,
+    "verify_attention": verify_attention,
+    "draft_attention": draft_attention,
+    "context_kv": context_kv,
+    "head": head,
+    "accept": accept,
+}

@@ -47,15 +47,20 @@ class Body:
         self._count += 1
         return f"{self._prefix}_{self._count}"
 
-    def op(self, kind: str, *inputs: str, **attributes: Attribute) -> str:
+    def op(self, kind: str, *inputs: str, **attributes: Attribute | Sequence[int]) -> str:
         """A node of the standard domain with one output."""
         return self.ops(kind, inputs, 1, **attributes)[0]
 
-    def ops(self, kind: str, inputs: Sequence[str], outputs: int, **attributes: Attribute
-            ) -> tuple[str, ...]:
+    def ops(
+        self,
+        kind: str,
+        inputs: Sequence[str],
+        outputs: int,
+        **attributes: Attribute | Sequence[int],
+    ) -> tuple[str, ...]:
         """A node of the standard domain with several outputs."""
         names = [self.name() for _ in range(outputs)]
-        self.nodes.append(helper.make_node(kind, inputs, names, **attributes))
+        self.nodes.append(node(kind, inputs, names, attributes))
         return tuple(names)
 
     def const(self, value: Array) -> str:
@@ -126,8 +131,13 @@ class Body:
         self._count += 1
         return Body(f"{self._prefix}s{self._count}_")
 
-    def loop(self, trips: str, carried: Sequence[tuple[str, DType]],
-             collected: Sequence[DType], step: Step) -> tuple[str, ...]:
+    def loop(
+        self,
+        trips: str,
+        carried: Sequence[tuple[str, DType]],
+        collected: Sequence[DType],
+        step: Step,
+    ) -> tuple[str, ...]:
         """`for i in range(trips)`. `trips` is an int64 scalar; step sees (i, *carried).
 
         Returns the last carried values, then the collected ones stacked on a new first axis.
@@ -141,19 +151,32 @@ class Body:
         on, out = [sub.op("Identity", v) for v in on], [sub.op("Identity", v) for v in out]
         types = [d for _, d in carried]
         graph = helper.make_graph(
-            sub.nodes, "step",
-            [_value(i, DType.I64, ()), helper.make_tensor_value_info(go, onnx.TensorProto.BOOL, ()),
-             *(_value(n, d, None) for n, d in zip(ins, types, strict=True))],
-            [helper.make_tensor_value_info(go_on, onnx.TensorProto.BOOL, ()),
-             *(_value(n, d, None) for n, d in zip(on, types, strict=True)),
-             *(_value(n, d, None) for n, d in zip(out, collected, strict=True))])
+            sub.nodes,
+            "step",
+            [
+                _value(i, DType.I64, ()),
+                helper.make_tensor_value_info(go, onnx.TensorProto.BOOL, ()),
+                *(_value(n, d, None) for n, d in zip(ins, types, strict=True)),
+            ],
+            [
+                helper.make_tensor_value_info(go_on, onnx.TensorProto.BOOL, ()),
+                *(_value(n, d, None) for n, d in zip(on, types, strict=True)),
+                *(_value(n, d, None) for n, d in zip(out, collected, strict=True)),
+            ],
+        )
         names = [self.name() for _ in (*carried, *collected)]
-        self.nodes.append(helper.make_node(
-            "Loop", [trips, "", *(v for v, _ in carried)], names, body=graph))
+        self.nodes.append(
+            helper.make_node("Loop", [trips, "", *(v for v, _ in carried)], names, body=graph)
+        )
         return tuple(names)
 
-    def scan(self, carried: Sequence[tuple[str, Sequence[int]]], rows: Sequence[str],
-             collected: Sequence[Sequence[int]], step: Step) -> tuple[str, ...]:
+    def scan(
+        self,
+        carried: Sequence[tuple[str, Sequence[int]]],
+        rows: Sequence[str],
+        collected: Sequence[Sequence[int]],
+        step: Step,
+    ) -> tuple[str, ...]:
         """`for row in zip(*rows)` along the first axis; step sees (*carried, *row). All float32.
 
         Shapes of what is carried and collected are those of one iteration. Returns the last carried
@@ -165,19 +188,36 @@ class Body:
         on, out = [sub.op("Identity", v) for v in on], [sub.op("Identity", v) for v in out]
         shapes = [shape for _, shape in carried]
         graph = helper.make_graph(
-            sub.nodes, "step",
-            [_value(n, DType.F32, d) for n, d in
-             zip(ins, (*shapes, *(None for _ in rows)), strict=True)],
-            [_value(n, DType.F32, d) for n, d in
-             zip((*on, *out), (*shapes, *collected), strict=True)])
+            sub.nodes,
+            "step",
+            [
+                _value(n, DType.F32, d)
+                for n, d in zip(ins, (*shapes, *(None for _ in rows)), strict=True)
+            ],
+            [
+                _value(n, DType.F32, d)
+                for n, d in zip((*on, *out), (*shapes, *collected), strict=True)
+            ],
+        )
         names = [self.name() for _ in (*carried, *collected)]
-        self.nodes.append(helper.make_node(
-            "Scan", [*(v for v, _ in carried), *rows], names, body=graph,
-            num_scan_inputs=len(rows)))
+        self.nodes.append(
+            helper.make_node(
+                "Scan",
+                [*(v for v, _ in carried), *rows],
+                names,
+                body=graph,
+                num_scan_inputs=len(rows),
+            )
+        )
         return tuple(names)
 
-    def branch(self, condition: str, then: Callable[[Body], str], other: Callable[[Body], str],
-               dtype: DType) -> str:
+    def branch(
+        self,
+        condition: str,
+        then: Callable[[Body], str],
+        other: Callable[[Body], str],
+        dtype: DType,
+    ) -> str:
         """`then if condition else other`, each computed only when taken."""
         graphs: list[onnx.GraphProto] = []
         for make in (then, other):
@@ -185,9 +225,24 @@ class Body:
             out = sub.op("Identity", make(sub))
             graphs.append(helper.make_graph(sub.nodes, "branch", [], [_value(out, dtype, None)]))
         name = self.name()
-        self.nodes.append(helper.make_node(
-            "If", [condition], [name], then_branch=graphs[0], else_branch=graphs[1]))
+        self.nodes.append(
+            helper.make_node(
+                "If", [condition], [name], then_branch=graphs[0], else_branch=graphs[1]
+            )
+        )
         return name
+
+
+def node(
+    kind: str,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    attributes: Mapping[str, Attribute | Sequence[int]],
+) -> onnx.NodeProto:
+    """A node of the standard domain."""
+    made = helper.make_node(kind, inputs, outputs)
+    made.attribute.extend(helper.make_attribute(key, value) for key, value in attributes.items())
+    return made
 
 
 def _value(name: str, dtype: DType, shape: Sequence[int | str] | None) -> onnx.ValueInfoProto:
@@ -223,35 +278,54 @@ BodyMaker = Callable[[Body, Inputs, Attributes], Mapping[str, str]]
 
 def overload(op: Op, dtypes: Mapping[str, DType], attributes: Attributes) -> str:
     """Name of one variant of a room's body: which inputs, of which type, with which attributes."""
-    text = repr((op.name, sorted((k, v.value) for k, v in dtypes.items()),
-                 sorted(attributes.values.items())))
+    text = repr(
+        (
+            op.name,
+            sorted((k, v.value) for k, v in dtypes.items()),
+            sorted(attributes.values.items()),
+        )
+    )
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def function(op: Op, make: BodyMaker, dtypes: Mapping[str, DType], attributes: Attributes
-             ) -> onnx.FunctionProto:
+def function(
+    op: Op, make: BodyMaker, dtypes: Mapping[str, DType], attributes: Attributes
+) -> onnx.FunctionProto:
     """The ONNX local function of one variant."""
     b = Body()
     made = make(b, Inputs(dtypes), attributes)
     outputs = [p.name for p in op.outputs_of(attributes)]
     b.nodes.extend(helper.make_node("Identity", [made[name]], [name]) for name in outputs)
     proto = helper.make_function(
-        DOMAIN, op.type, [p.name for p in op.inputs_of(attributes)], outputs, b.nodes,
-        [helper.make_opsetid("", OPSET)])
+        DOMAIN,
+        op.type,
+        [p.name for p in op.inputs_of(attributes)],
+        outputs,
+        b.nodes,
+        [helper.make_opsetid("", OPSET)],
+    )
     proto.overload = overload(op, dtypes, attributes)
     return proto
 
 
-def call(op: Op, inputs: Mapping[str, str], outputs: Mapping[str, str],
-         dtypes: Mapping[str, DType], attributes: Attributes) -> onnx.NodeProto:
+def call(
+    op: Op,
+    inputs: Mapping[str, str],
+    outputs: Mapping[str, str],
+    dtypes: Mapping[str, DType],
+    attributes: Attributes,
+) -> onnx.NodeProto:
     """The node that calls a room. Absent optional inputs keep their place, empty.
 
     TensorRT 10.7 to 11 all prefer a registered plugin to the body when namespace and version stand
     on the node itself.
     """
-    node = helper.make_node(
-        op.type, [inputs.get(p.name, "") for p in op.inputs_of(attributes)],
-        [outputs[p.name] for p in op.outputs_of(attributes)], domain=DOMAIN,
-        plugin_namespace=DOMAIN, plugin_version=str(VERSION), **attributes.values)
-    node.overload = overload(op, dtypes, attributes)
-    return node
+    made = node(
+        op.type,
+        [inputs.get(p.name, "") for p in op.inputs_of(attributes)],
+        [outputs[p.name] for p in op.outputs_of(attributes)],
+        {"plugin_namespace": DOMAIN, "plugin_version": str(VERSION), **attributes.values},
+    )
+    made.domain = DOMAIN
+    made.overload = overload(op, dtypes, attributes)
+    return made

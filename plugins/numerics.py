@@ -18,7 +18,7 @@ FP8_MAX = 448.0
 
 def wide(x: Array) -> Array:
     """Float64 copy of anything."""
-    return x.astype(np.float64)
+    return np.asarray(x, np.float64)
 
 
 def rounded(x: Array, dtype: DType) -> Array:
@@ -39,8 +39,9 @@ def silu(x: Array) -> Array:
 
 
 def rms_norm(x: Array, weight: Array, eps: float, offset: float) -> Array:
-    """x / rms(x) * (offset + weight) over the last axis; offset 1 is Qwen3.5's zero-centred form."""
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * (offset + weight)
+    """x / rms(x) * (offset + weight) over the last axis; offset 1 is Qwen3.5's zero-centred one."""
+    root: Array = np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
+    return x / root * (offset + weight)
 
 
 def rope(x: Array, positions: Array, rotary_dim: int, theta: float) -> Array:
@@ -54,8 +55,7 @@ def rope(x: Array, positions: Array, rotary_dim: int, theta: float) -> Array:
     angle = positions.astype(np.float64)[:, None, None] * frequency
     first, second, rest = x[..., :half], x[..., half:rotary_dim], x[..., rotary_dim:]
     cos, sin = np.cos(angle), np.sin(angle)
-    return np.concatenate(
-        [first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
 
 
 def inverse_frequency(rotary_dim: int, theta: float) -> Array:
@@ -74,4 +74,5 @@ def dequantise(weight: Array, block_scale: Array | None) -> Array:
         return wide(weight)
     assert block_scale is not None
     codes = np.stack([weight & 15, weight >> 4], axis=-1).reshape(weight.shape[0], -1)
-    return wide(E2M1[codes]) * np.repeat(wide(block_scale), NVFP4_GROUP, axis=1)
+    scale: Array = np.repeat(wide(block_scale), NVFP4_GROUP, axis=1)
+    return wide(E2M1[codes]) * scale

@@ -44,6 +44,7 @@ class Attributes:
         assert isinstance(value, str), name
         return value
 
+
 ACTIVATION = (DType.F32, DType.BF16)
 """Element types of rows that travel between operators."""
 
@@ -121,15 +122,16 @@ class Op:
     def outputs_of(self, attributes: Attributes) -> tuple[Port, ...]:
         """Every output port of such a call, groups unrolled."""
         _, count = self.repeats(attributes)
-        ports = self.outputs + tuple(
-            p.numbered(i) for i in range(count) for p in self.out_group)
+        ports = self.outputs + tuple(p.numbered(i) for i in range(count) for p in self.out_group)
         return tuple(p for p in ports if p.name not in self.absent(attributes))
 
     def complete(self, attributes: Mapping[str, Attribute]) -> Attributes:
         """The given attributes over the defaults. Raises ValueError for an unknown name."""
         if unknown := sorted(set(attributes) - set(self.attributes)):
-            raise ValueError(f"{self.name}: attribute must be one of {sorted(self.attributes)} "
-                             f"(got {unknown[0]!r})")
+            raise ValueError(
+                f"{self.name}: attribute must be one of {sorted(self.attributes)} "
+                f"(got {unknown[0]!r})"
+            )
         return Attributes({**self.attributes, **attributes})
 
     def alias_of(self, output: str) -> str | None:
@@ -142,8 +144,9 @@ class Op:
         return None
 
 
-def bind(op: Op, shapes: Mapping[str, tuple[int | str, ...]], attributes: Attributes
-         ) -> dict[str, int | str]:
+def bind(
+    op: Op, shapes: Mapping[str, tuple[int | str, ...]], attributes: Attributes
+) -> dict[str, int | str]:
     """Bind the contract's letters from input shapes, which may hold symbols themselves.
 
     Raises:

@@ -70,8 +70,13 @@ class Limit:
     def shape(self, progress: Progress, block: Block) -> Block:
         """See Policy."""
         left = self.max_tokens - len(progress.tokens)
-        return Block(cap=min(block.cap, left), forced=block.forced, mask=block.mask,
-                     draft=block.draft, relaxed=block.relaxed)
+        return Block(
+            cap=min(block.cap, left),
+            forced=block.forced,
+            mask=block.mask,
+            draft=block.draft,
+            relaxed=block.relaxed,
+        )
 
     def judge(self, progress: Progress, record: Record) -> int:
         """See Policy."""

@@ -92,16 +92,19 @@ def _step(model: Model, plan: Plan, progress: Progress, block: Block) -> Record:
     record = model.step(block, before, after, plan.stop)
     at = model.state.length
     if record.fault >= 0:
-        raise ModelFault(f"the logits after position {at + record.fault} must be finite and leave "
-                         f"a token to choose (got none)")
+        raise ModelFault(
+            f"the logits after position {at + record.fault} must be finite and leave "
+            f"a token to choose (got none)"
+        )
     vocab = model.manifest.vocab_limit
     if wrong := [t for t in record.tokens if not 0 <= t < vocab]:
         raise ModelFault(f"tokens after position {at} must be ids below {vocab} (got {wrong[0]})")
     return record
 
 
-def resolve(completion: int, tokens: Sequence[int], stop: Sequence[int], max_tokens: int
-            ) -> tuple[tuple[int, ...], Finish]:
+def resolve(
+    completion: int, tokens: Sequence[int], stop: Sequence[int], max_tokens: int
+) -> tuple[tuple[int, ...], Finish]:
     """What of the committed tokens is shown, and whether the request is over.
 
     Token by token: it counts toward the completion; a stop token ends the request and is not shown;
@@ -136,7 +139,8 @@ def check(model: Model, prompt: Sequence[int], max_tokens: int, stop: Sequence[i
     if need > model.limit:
         raise RequestError(
             f"prompt and max_tokens together must be <= {model.limit} tokens, the context of "
-            f"{model.capacity} less one block (got {len(prompt)} + {max_tokens} = {need})")
+            f"{model.capacity} less one block (got {len(prompt)} + {max_tokens} = {need})"
+        )
     slots = model.graphs["accept"].inputs["stop"].at({})[0]
     if len(stop) > slots:
         raise RequestError(f"stop must be at most {slots} ids (got {len(stop)})")

@@ -8,13 +8,11 @@ import numpy as np
 
 from thor_dflash.manifest import Manifest
 from thor_dflash.plugins.accept.reference import Record
+from thor_dflash.plugins.verify_attention import TILE
 from thor_dflash.runtime.block import Block
 from thor_dflash.runtime.engine import Call, Engine, Graph, Tensor
 from thor_dflash.runtime.state import NEXT, State
 from thor_dflash.tensors import Array, TensorSpec
-
-TILE = 128
-"""Rows of a cache tile of verify_attention; caches are whole tiles."""
 
 
 def cache_rows(capacity: int, block: int, chunk: int) -> int:
@@ -48,7 +46,8 @@ class Model:
         dims = {"cache_rows": cache_rows(capacity, manifest.block, manifest.chunk)}
         for i, layer in enumerate(drafter.layers if drafter else ()):
             dims[f"ring_rows.{i}"] = ring_rows(
-                layer.window, capacity, manifest.block, manifest.chunk)
+                layer.window, capacity, manifest.block, manifest.chunk
+            )
         self.state = State(engine, list(self.graphs.values()), dims)
         self._inputs: dict[str, Tensor] = {}
         for graph in self.graphs.values():
@@ -80,8 +79,11 @@ class Model:
     def call(self, name: str) -> Call:
         """A graph bound to this sequence's tensors."""
         graph = self.graphs[name]
-        return Call(graph, {n: self._tensor(graph, n) for n in graph.inputs},
-                    {n: self._tensor(graph, n.removeprefix(NEXT)) for n in graph.outputs})
+        return Call(
+            graph,
+            {n: self._tensor(graph, n) for n in graph.inputs},
+            {n: self._tensor(graph, n.removeprefix(NEXT)) for n in graph.outputs},
+        )
 
     def _set(self, name: str, *values: int | float) -> None:
         tensor = self._inputs[name]
@@ -108,8 +110,9 @@ class Model:
         self.engine.run(calls)
         self.state.advance(len(tokens))
 
-    def step(self, block: Block, before: Sequence[Call], after: Sequence[Call],
-             stop: Sequence[int]) -> Record:
+    def step(
+        self, block: Block, before: Sequence[Call], after: Sequence[Call], stop: Sequence[int]
+    ) -> Record:
         """Propose, verify and accept in one go; one wait. Nothing is committed."""
         self._position()
         self._set("forced", *block.forced, *[-1] * (self.block - len(block.forced)))
@@ -139,8 +142,12 @@ class Model:
     def _bounds(self, block: Block, stop: Sequence[int]) -> None:
         relaxed = block.relaxed
         numbers: Mapping[str, int | float] = {
-            "cap": block.cap, "rule": relaxed.rule, "top_k": relaxed.top_k,
-            "close": relaxed.close, "margin": relaxed.margin}
+            "cap": block.cap,
+            "rule": relaxed.rule,
+            "top_k": relaxed.top_k,
+            "close": relaxed.close,
+            "margin": relaxed.margin,
+        }
         for name, value in numbers.items():
             self._set(name, value)
         for name, ids in (("stop", stop), ("strict", relaxed.never)):

@@ -12,8 +12,9 @@ from thor_dflash.runtime.session import Session
 from thor_dflash.tensors import Array
 
 
-def score(session: Session, tokens: Sequence[int], taps: bool, progress: Progress
-          ) -> dict[str, Array]:
+def score(
+    session: Session, tokens: Sequence[int], taps: bool, progress: Progress
+) -> dict[str, Array]:
     """float32 `logits` [T, V]: row t is what the model says after tokens[0..t], unmasked.
 
     With `taps`, also `taps` [T, taps * H]: the residual stream after each tapped layer, as the
@@ -25,7 +26,9 @@ def score(session: Session, tokens: Sequence[int], taps: bool, progress: Progres
     """
     model = session.model
     _check(session, tokens, taps)
-    rows: dict[str, list[Array]] = {"logits": []} | ({"taps": []} if taps else {})
+    rows: dict[str, list[Array]] = {
+        name: [] for name in (["logits", "taps"] if taps else ["logits"])
+    }
     model.state.reset()
     with progress.task("scoring", len(tokens), "tokens") as task:
         for start in range(0, len(tokens), model.block):
@@ -44,8 +47,10 @@ def _check(session: Session, tokens: Sequence[int], taps: bool) -> None:
     if not tokens:
         raise RequestError("tokens must have at least one id (got none)")
     if len(tokens) > limit:
-        raise RequestError(f"tokens must be at most {limit}, the context of "
-                           f"{session.model.capacity} less one block (got {len(tokens)})")
+        raise RequestError(
+            f"tokens must be at most {limit}, the context of "
+            f"{session.model.capacity} less one block (got {len(tokens)})"
+        )
     for i, token in enumerate(tokens):
         if not 0 <= token < vocab:
             raise RequestError(f"tokens[{i}] must be 0 to {vocab - 1} (got {token})")

@@ -61,13 +61,19 @@ class Session:
         proposer = Dflash() if request.drafter == "dflash" else Nobody()
         return self.run(request, proposer)
 
-    def run(self, request: Request, proposer: Proposer, policies: tuple[Policy, ...] = ()
-            ) -> Iterator[Chunk]:
+    def run(
+        self, request: Request, proposer: Proposer, policies: tuple[Policy, ...] = ()
+    ) -> Iterator[Chunk]:
         """Answer one request with any proposer and policies."""
         stop = tuple(sorted(request.stop))
         check(self.model, request.prompt, request.max_tokens, stop)
-        plan = Plan(prompt=request.prompt, max_tokens=request.max_tokens, stop=stop,
-                    proposer=proposer, policies=(*policies, Limit(request.max_tokens)))
+        plan = Plan(
+            prompt=request.prompt,
+            max_tokens=request.max_tokens,
+            stop=stop,
+            proposer=proposer,
+            policies=(*policies, Limit(request.max_tokens)),
+        )
         return self._answer(plan)
 
     def _answer(self, plan: Plan) -> Iterator[Chunk]:
@@ -111,8 +117,10 @@ def open_session(package: Path, config: EngineConfig, progress: Reporter) -> Ses
     package_manifest.verify(package, found, progress)
     capacity = config.capacity or found.capacity
     if not found.block < capacity <= found.target.max_position:
-        raise ConfigError(f"engine.capacity must be {found.block + 1} to "
-                          f"{found.target.max_position}, the model's longest (got {capacity})")
+        raise ConfigError(
+            f"engine.capacity must be {found.block + 1} to "
+            f"{found.target.max_position}, the model's longest (got {capacity})"
+        )
     engine = _ENGINES[found.engine](package, config)
     with progress.task("loading graphs"):
         model = Model(engine, found, capacity)

@@ -57,8 +57,10 @@ class State:
             TransactionError: the step before it failed half way, so tensors and counters disagree.
         """
         if self._open:
-            raise TransactionError("a step must follow a finished one, a reset or a restore "
-                                   "(got a state whose last step failed)")
+            raise TransactionError(
+                "a step must follow a finished one, a reset or a restore "
+                "(got a state whose last step failed)"
+            )
         self._open = True
 
     def reset(self) -> None:
@@ -83,7 +85,8 @@ class State:
         """
         if not 1 <= count <= self._verified:
             raise TransactionError(
-                f"rows to commit must be 1..{self._verified} of the last verify (got {count})")
+                f"rows to commit must be 1..{self._verified} of the last verify (got {count})"
+            )
         self.length += count
         self.accepted = count
         self._verified = 0
@@ -96,8 +99,10 @@ class State:
 
     def snapshot(self) -> Snapshot:
         """Copy the committed state."""
-        arrays = {name: self._engine.read(tensor, self._shape(name, tensor, self.length))
-                  for name, tensor in self.tensors.items()}
+        arrays = {
+            name: self._engine.read(tensor, self._shape(name, tensor, self.length))
+            for name, tensor in self.tensors.items()
+        }
         return Snapshot(self.length, self.accepted, arrays)
 
     def restore(self, snapshot: Snapshot) -> None:

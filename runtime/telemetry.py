@@ -101,11 +101,22 @@ class Meter:
         phases = {name: 1e3 * (busy[name] - self.busy.get(name, 0.0)) for name in busy}
         phases["host"] = 1e3 * (end - self.start) - sum(phases.values())
         return Report(
-            finish, completion,
-            Spec(self.cycles, self.drafted, sum(self.by_position),
-                 committed / self.cycles if self.cycles else 0.0, tuple(self.hist),
-                 tuple(self.by_position)),
-            Timings(1e3 * (prefilled - self.start),
-                    1e3 * (self.first - self.start) if self.first else 0.0,
-                    1e3 * (end - prefilled), 1e3 * (end - self.start), committed / decode,
-                    {name: ms for name, ms in phases.items() if ms}))
+            finish,
+            completion,
+            Spec(
+                self.cycles,
+                self.drafted,
+                sum(self.by_position),
+                committed / self.cycles if self.cycles else 0.0,
+                tuple(self.hist),
+                tuple(self.by_position),
+            ),
+            Timings(
+                1e3 * (prefilled - self.start),
+                1e3 * (self.first - self.start) if self.first else 0.0,
+                1e3 * (end - prefilled),
+                1e3 * (end - self.start),
+                committed / decode,
+                {name: ms for name, ms in phases.items() if ms},
+            ),
+        )

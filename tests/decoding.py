@@ -22,18 +22,26 @@ _HELD: list[TemporaryDirectory[str]] = []
 
 
 @cache
-def session(geometry: str = "27b", dialect: Dialect = "bf16", saves: str = "records",
-            chunk: int = 32, capacity: int = 512, drafter: bool = True) -> Session:
+def session(
+    geometry: str = "27b",
+    dialect: Dialect = "bf16",
+    saves: str = "records",
+    chunk: int = 32,
+    capacity: int = 512,
+    drafter: bool = True,
+) -> Session:
     """A session over a random model; the same one for the same arguments."""
     held = TemporaryDirectory()
     _HELD.append(held)
     root, g = Path(held.name), GEOMETRIES[geometry]
     write_target(root / "target", g, 3, dialect)
     write_drafter(root / "drafter", g, DrafterGeometry(), 4)
-    config = BuildConfig(saves="states" if saves == "states" else "records", chunk=chunk,
-                         capacity=capacity)
-    build(root / "target", root / "drafter" if drafter else None, root / "package", config,
-          Silent())
+    config = BuildConfig(
+        saves="states" if saves == "states" else "records", chunk=chunk, capacity=capacity
+    )
+    build(
+        root / "target", root / "drafter" if drafter else None, root / "package", config, Silent()
+    )
     return open_session(root / "package", EngineConfig(threads=1), Silent())
 
 
@@ -42,8 +50,9 @@ def prompt(length: int, seed: int = 0, vocab: int = 240) -> tuple[int, ...]:
     return tuple(int(t) for t in np.random.default_rng(seed).integers(0, vocab, length))
 
 
-def answer(s: Session, request: Request, proposer: Proposer,
-           policies: tuple[Policy, ...] = ()) -> list[int]:
+def answer(
+    s: Session, request: Request, proposer: Proposer, policies: tuple[Policy, ...] = ()
+) -> list[int]:
     """Every token of an answer."""
     return [t for c in s.run(request, proposer, policies) for t in c.tokens]
 
@@ -72,8 +81,11 @@ def erring(truth: Sequence[int], rate: float, seed: int, rows: int = 16) -> Gues
 
 def hostile(truth: Sequence[int], rows: int = 16) -> Guess:
     """Right everywhere but in the first place."""
-    return drafts(lambda n: [(t + (i == 0)) % 240 for i, t in enumerate(
-        _padded(truth[n : n + rows - 1], rows))])
+    return drafts(
+        lambda n: [
+            (t + (i == 0)) % 240 for i, t in enumerate(_padded(truth[n : n + rows - 1], rows))
+        ]
+    )
 
 
 DEAD = drafts(lambda n: [0] * 15)

@@ -50,10 +50,13 @@ MANIFEST = Manifest(
     target=TARGET,
     drafter=DRAFTER,
     kv_scales=KvScales(layers=1, low=0.5, high=2.0),
-    quantisation={"mlp": {"nvfp4": Share(count=12, bytes=4096)}, "head": {"bf16": Share(count=1, bytes=9)}},
+    quantisation={
+        "mlp": {"nvfp4": Share(count=12, bytes=4096)},
+        "head": {"bf16": Share(count=1, bytes=9)},
+    },
     sources={"target": Source(directory="nano", config_sha256="ab" * 32)},
     files={},
-)  # fmt: skip
+)
 
 
 def package(directory: Path, **files: bytes) -> Manifest:

@@ -294,6 +294,14 @@ def test_one_line_and_exit_2(
     assert message in line(capsys)
 
 
+def test_build_refuses_an_out_that_is_taken_before_it_reads_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(monkeypatch, "builders.build", build=None)
+    assert cli.main(["build", "--target", "t", "--out", str(tmp_path)]) == 2
+    assert "must be free or a thor-dflash package (got a directory of something" in line(capsys)
+
+
 @pytest.mark.usefixtures("session")
 def test_a_prompt_must_be_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert generate("--prompt", " ") == 2

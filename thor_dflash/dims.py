@@ -27,7 +27,7 @@ class AttentionDims:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GdnDims:
-    """Gated delta net: `value_heads` states of [key_dim, value_dim], a causal convolution before."""
+    """Gated delta net: a causal convolution, then `value_heads` states of [key_dim, value_dim]."""
 
     key_heads: int
     value_heads: int

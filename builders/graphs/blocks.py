@@ -11,37 +11,67 @@ from thor_dflash.plugins.body import ONNX_TYPE
 from thor_dflash.plugins.op import Attribute
 from thor_dflash.tensors import DType
 
+NO_VALUES: Mapping[str, Value] = {}
+NO_ATTRIBUTES: Mapping[str, Attribute] = {}
+
 
 def embed(g: Graph, source: Source, tokens: Value, activations: DType) -> Value:
     """Rows of the target's embedding table, in the activations' type."""
     table = source.plain(g, EMBEDDING)
-    rows = g.node("Gather", "embedding", table.dtype, (*tokens.shape, table.shape[1]),
-                  table, tokens, axis=0)
+    rows = g.node(
+        "Gather", "embedding", table.dtype, (*tokens.shape, table.shape[1]), table, tokens, axis=0
+    )
     if rows.dtype is activations:
         return rows
-    return g.node("Cast", "embedding.rows", activations, rows.shape, rows,
-                  to=ONNX_TYPE[activations])
+    return g.node(
+        "Cast", "embedding.rows", activations, rows.shape, rows, to=ONNX_TYPE[activations]
+    )
 
 
-def project(g: Graph, name: str, x: Value, weights: Sequence[Packed],
-            inputs: Mapping[str, Value] | None = None, **attributes: Attribute) -> list[Value]:
+def project(
+    g: Graph,
+    name: str,
+    x: Value,
+    weights: Sequence[Packed],
+    inputs: Mapping[str, Value] = NO_VALUES,
+    attributes: Mapping[str, Attribute] = NO_ATTRIBUTES,
+) -> list[Value]:
     """A `linear` of one or more weights over the same rows."""
     segments = [w.values(g, i) for i, w in enumerate(weights)]
-    ports = {"x": x, **(inputs or {}), **{k: v for s in segments for k, v in s.items()}}
-    return list(g.room(LINEAR, name, ports, segments=len(weights), **attributes).values())
+    ports = {"x": x, **inputs, **{k: v for s in segments for k, v in s.items()}}
+    return list(g.room(LINEAR, name, ports, {"segments": len(weights), **attributes}).values())
 
 
-def residual(g: Graph, source: Source, name: str, x: Value, onto: Value,
-             inputs: Mapping[str, Value] | None = None, **attributes: Attribute) -> Value:
+def residual(
+    g: Graph,
+    source: Source,
+    name: str,
+    x: Value,
+    onto: Value,
+    inputs: Mapping[str, Value] = NO_VALUES,
+    attributes: Mapping[str, Attribute] = NO_ATTRIBUTES,
+) -> Value:
     """onto + x w^T."""
-    return project(g, source.prefix + name, x, [source.packed(name)],
-                   {"residual": onto, **(inputs or {})}, epilogue="residual", **attributes)[0]
+    return project(
+        g,
+        source.prefix + name,
+        x,
+        [source.packed(name)],
+        {"residual": onto, **inputs},
+        {"epilogue": "residual", **attributes},
+    )[0]
 
 
-def mlp(g: Graph, source: Source, layer: str, x: Value, **norm: Attribute) -> Value:
+def mlp(g: Graph, source: Source, layer: str, x: Value, norm: Mapping[str, Attribute]) -> Value:
     """x + down(silu(gate h) * (up h)), h the normed x."""
     weights = [source.packed(f"{layer}.mlp.{part}_proj") for part in ("gate", "up")]
     weight = source.plain(g, f"{layer}.post_attention_layernorm.weight")
-    [h] = project(g, f"{source.prefix}{layer}.mlp.gate_up", x, weights,
-                  {"norm_weight": weight}, epilogue="swiglu", **norm)
+    [h] = project(
+        g,
+        f"{source.prefix}{layer}.mlp.gate_up",
+        x,
+        weights,
+        {"norm_weight": weight},
+        {"epilogue": "swiglu", **norm},
+    )
     return residual(g, source, f"{layer}.mlp.down_proj", h, x)

@@ -11,20 +11,22 @@ from thor_dflash.builders.graphs.target import Shape
 from thor_dflash.dims import DrafterDims
 from thor_dflash.plugins import CONTEXT_KV, DRAFT_ATTENTION, HEAD
 from thor_dflash.plugins.body import ONNX_TYPE
+from thor_dflash.plugins.op import Attribute
 from thor_dflash.tensors import DType
 
 
 class Drafter:
     """Writes the drafter's layers into graphs. It borrows the target's embedding and head."""
 
-    def __init__(self, dims: DrafterDims, source: Source, target: Source, tied: bool, shape: Shape
-                 ) -> None:
+    def __init__(
+        self, dims: DrafterDims, source: Source, target: Source, tied: bool, shape: Shape
+    ) -> None:
         self._dims = dims
         self._tied = tied
         self._source = source
         self._target = target
         self._shape = shape
-        self._norm = {"norm_eps": dims.eps, "norm_offset": 0.0}
+        self._norm: dict[str, Attribute] = {"norm_eps": dims.eps, "norm_offset": 0.0}
 
     def propose(self) -> Graph:
         """last [1], forced [R] -> tokens [R]: the last token and what may follow it."""
@@ -36,11 +38,17 @@ class Drafter:
         x = embed(g, self._target, ids, self._shape.activations)
         for i in range(len(self._dims.layers)):
             x = self._attention(g, i, x)
-            x = mlp(g, self._source, f"layers.{i}", x, **self._norm)
-        best = g.room(HEAD, "head", {
-            "x": x, "norm_weight": self._source.plain(g, "norm.weight"),
-            **self._target.head(self._tied).values(g, 0)},
-            vocab=self._shape.vocab, **self._norm)["best"]
+            x = mlp(g, self._source, f"layers.{i}", x, self._norm)
+        best = g.room(
+            HEAD,
+            "head",
+            {
+                "x": x,
+                "norm_weight": self._source.plain(g, "norm.weight"),
+                **self._target.head(self._tied).values(g, 0),
+            },
+            {"vocab": self._shape.vocab, **self._norm},
+        )["best"]
         g.output(self._compose(g, last, best))
         return g
 
@@ -53,18 +61,28 @@ class Drafter:
         [fused] = project(g, f"{source.prefix}fc", taps, [source.packed("fc")])
         layers = range(len(dims.layers))
         pairs = project(
-            g, f"{source.prefix}context", fused,
+            g,
+            f"{source.prefix}context",
+            fused,
             [source.packed(f"layers.{i}.self_attn.{n}_proj") for i in layers for n in "kv"],
-            {"norm_weight": source.plain(g, "hidden_norm.weight")}, **self._norm)
+            {"norm_weight": source.plain(g, "hidden_norm.weight")},
+            self._norm,
+        )
         ports = {"length": g.input("length", DType.I32, (1,))}
         for i in layers:
-            ports |= {f"k{i}": pairs[2 * i], f"v{i}": pairs[2 * i + 1],
-                      f"k_norm{i}": source.plain(g, f"layers.{i}.self_attn.k_norm.weight")}
+            ports |= {
+                f"k{i}": pairs[2 * i],
+                f"v{i}": pairs[2 * i + 1],
+                f"k_norm{i}": source.plain(g, f"layers.{i}.self_attn.k_norm.weight"),
+            }
             ports |= {f"ring_{n}{i}": self._ring(g, i, n) for n in "kv"}
         out = g.room(
-            CONTEXT_KV, f"{source.prefix}context_kv", ports,
-            names={f"next_ring_{n}{i}": f"{NEXT}drafter.{i}.{n}" for i in layers for n in "kv"},
-            layers=len(dims.layers), **self._heads(query=False))
+            CONTEXT_KV,
+            f"{source.prefix}context_kv",
+            ports,
+            {"layers": len(dims.layers), **self._heads()},
+            {f"next_ring_{n}{i}": f"{NEXT}drafter.{i}.{n}" for i in layers for n in "kv"},
+        )
         for value in out.values():
             g.output(value)
         return g
@@ -72,30 +90,53 @@ class Drafter:
     def _attention(self, g: Graph, i: int, x: Value) -> Value:
         source, layer = self._source, f"layers.{i}.self_attn"
         q, k, v = project(
-            g, f"{source.prefix}{layer}.qkv", x,
+            g,
+            f"{source.prefix}{layer}.qkv",
+            x,
             [source.packed(f"{layer}.{n}_proj") for n in "qkv"],
-            {"norm_weight": source.plain(g, f"layers.{i}.input_layernorm.weight")}, **self._norm)
-        o = g.room(DRAFT_ATTENTION, f"{source.prefix}{layer}", {
-            "q": q, "k": k, "v": v,
-            "q_norm": source.plain(g, f"{layer}.q_norm.weight"),
-            "k_norm": source.plain(g, f"{layer}.k_norm.weight"),
-            "length": g.input("length", DType.I32, (1,)),
-            "window": g.input(f"drafter.{i}.window", DType.I32, (1,)),
-            "first": g.input("drafter.first", DType.I32, (1,)),
-            "ring_k": self._ring(g, i, "k"), "ring_v": self._ring(g, i, "v"),
-        }, causal=int(self._dims.layers[i].causal), **self._heads(query=True))["o"]
+            {"norm_weight": source.plain(g, f"layers.{i}.input_layernorm.weight")},
+            self._norm,
+        )
+        o = g.room(
+            DRAFT_ATTENTION,
+            f"{source.prefix}{layer}",
+            {
+                "q": q,
+                "k": k,
+                "v": v,
+                "q_norm": source.plain(g, f"{layer}.q_norm.weight"),
+                "k_norm": source.plain(g, f"{layer}.k_norm.weight"),
+                "length": g.input("length", DType.I32, (1,)),
+                "window": g.input(f"drafter.{i}.window", DType.I32, (1,)),
+                "first": g.input("drafter.first", DType.I32, (1,)),
+                "ring_k": self._ring(g, i, "k"),
+                "ring_v": self._ring(g, i, "v"),
+            },
+            {
+                "heads": self._dims.attention.heads,
+                "causal": int(self._dims.layers[i].causal),
+                **self._heads(),
+            },
+        )["o"]
         return residual(g, source, f"{layer}.o_proj", o, x)
 
-    def _heads(self, query: bool) -> dict[str, int | float]:
+    def _heads(self) -> dict[str, Attribute]:
         a = self._dims.attention
-        heads: dict[str, int | float] = {"heads": a.heads} if query else {}
-        return heads | {"kv_heads": a.kv_heads, "head_dim": a.head_dim, "rotary_dim": a.rotary_dim,
-                        "rope_theta": a.rope_theta, "norm_eps": self._dims.eps}
+        return {
+            "kv_heads": a.kv_heads,
+            "head_dim": a.head_dim,
+            "rotary_dim": a.rotary_dim,
+            "rope_theta": a.rope_theta,
+            "norm_eps": self._dims.eps,
+        }
 
     def _ring(self, g: Graph, i: int, name: str) -> Value:
         a = self._dims.attention
-        return g.input(f"drafter.{i}.{name}", self._shape.activations,
-                       (a.kv_heads, f"ring_rows.{i}", a.head_dim))
+        return g.input(
+            f"drafter.{i}.{name}",
+            self._shape.activations,
+            (a.kv_heads, f"ring_rows.{i}", a.head_dim),
+        )
 
     def _compose(self, g: Graph, last: Value, best: Value) -> Value:
         """[last, drafts], a forced id in place of a draft where there is one."""
@@ -104,17 +145,24 @@ class Drafter:
         # Row i of the block asks what follows token i; slot i + 1 of the draft answers it.
         drafts = _wide(g, "drafts", _slice(g, "drafts", best, 1, rows))
         wanted = _wide(g, "wanted", _slice(g, "wanted", forced, 0, rows - 1))
-        free = g.node("Less", "free", DType.BOOL, (rows - 1,), wanted,
-                      g.constant("zero", integers(0)))
+        free = g.node(
+            "Less", "free", DType.BOOL, (rows - 1,), wanted, g.constant("zero", integers(0))
+        )
         follow = g.node("Where", "follow.wide", DType.I64, (rows - 1,), free, drafts, wanted)
         narrow = g.node("Cast", "follow", DType.I32, (rows - 1,), follow, to=ONNX_TYPE[DType.I32])
         return g.node("Concat", "tokens", DType.I32, (rows,), last, narrow, axis=0)
 
 
 def _slice(g: Graph, name: str, x: Value, start: int, end: int) -> Value:
-    return g.node("Slice", f"{name}.slice", x.dtype, (end - start,), x,
-                  g.constant(f"{name}.start", integers(start)),
-                  g.constant(f"{name}.end", integers(end)))
+    return g.node(
+        "Slice",
+        f"{name}.slice",
+        x.dtype,
+        (end - start,),
+        x,
+        g.constant(f"{name}.start", integers(start)),
+        g.constant(f"{name}.end", integers(end)),
+    )
 
 
 def _wide(g: Graph, name: str, x: Value) -> Value:

@@ -11,7 +11,7 @@ from onnx import helper, numpy_helper
 
 from thor_dflash.builders.weights import Stored
 from thor_dflash.plugins.bodies import BODIES
-from thor_dflash.plugins.body import IR_VERSION, ONNX_TYPE, OPSET, call, function
+from thor_dflash.plugins.body import IR_VERSION, ONNX_TYPE, OPSET, call, function, node
 from thor_dflash.plugins.op import DOMAIN, VERSION, Attribute, Op, bind
 from thor_dflash.tensors import Array, DType
 
@@ -59,8 +59,9 @@ class Graph:
     def weight(self, stored: Stored) -> Value:
         """A tensor of the package's weight files."""
         if stored.name not in self._weights:
-            tensor = onnx.TensorProto(name=stored.name, data_type=ONNX_TYPE[stored.dtype],
-                                      dims=stored.shape)
+            tensor = onnx.TensorProto(
+                name=stored.name, data_type=ONNX_TYPE[stored.dtype], dims=stored.shape
+            )
             tensor.data_location = onnx.TensorProto.EXTERNAL
             place = {"location": stored.file, "offset": stored.offset, "length": stored.nbytes}
             for key, value in place.items():
@@ -73,17 +74,31 @@ class Graph:
         self._weights[name] = numpy_helper.from_array(value, name)
         return Value(name, DType.of(value), value.shape)
 
-    def node(self, kind: str, name: str, dtype: DType, shape: Sequence[int | str],
-             *inputs: Value, **attributes: Attribute) -> Value:
+    def node(
+        self,
+        kind: str,
+        name: str,
+        dtype: DType,
+        shape: Sequence[int | str],
+        *inputs: Value,
+        **attributes: Attribute,
+    ) -> Value:
         """A node of the standard domain with one output, named."""
-        self._nodes.append(helper.make_node(
-            kind, [v.name for v in inputs], [name], name=name, **attributes))
+        made = node(kind, [v.name for v in inputs], [name], attributes)
+        made.name = name
+        self._nodes.append(made)
         value = Value(name, dtype, tuple(shape))
         self._known[name] = value
         return value
 
-    def room(self, op: Op, name: str, inputs: Mapping[str, Value], *, names: Mapping[str, str]
-             | None = None, **attributes: Attribute) -> dict[str, Value]:
+    def room(
+        self,
+        op: Op,
+        name: str,
+        inputs: Mapping[str, Value],
+        attributes: Mapping[str, Attribute],
+        names: Mapping[str, str] | None = None,
+    ) -> dict[str, Value]:
         """A call of a room. Outputs are `<name>.<port>` unless `names` says otherwise."""
         a = op.complete(attributes)
         dtypes = {port: value.dtype for port, value in inputs.items()}
@@ -96,25 +111,37 @@ class Graph:
             outputs[port.name] = self._known[out] = Value(out, dtype, shape)
             if op.alias_of(port.name):
                 self._in_place.add(out)
-        node = call(op, {p: v.name for p, v in inputs.items()},
-                    {p: v.name for p, v in outputs.items()}, dtypes, a)
-        node.name = name
-        self._nodes.append(node)
-        if node.overload not in self._functions:
-            self._functions[node.overload] = function(op, BODIES[op.name], dtypes, a)
+        made = call(
+            op,
+            {p: v.name for p, v in inputs.items()},
+            {p: v.name for p, v in outputs.items()},
+            dtypes,
+            a,
+        )
+        made.name = name
+        self._nodes.append(made)
+        if made.overload not in self._functions:
+            self._functions[made.overload] = function(op, BODIES[op.name], dtypes, a)
         return outputs
 
     def proto(self) -> onnx.ModelProto:
         """The model. Weights stay in their files."""
         known = {n: v for n, v in self._known.items() if n not in self._outputs}
         graph = helper.make_graph(
-            self._nodes, self.name, [_info(v) for v in self._inputs.values()],
-            [_info(v) for v in self._outputs.values()], list(self._weights.values()),
-            value_info=[_info(v) for v in known.values()])
+            self._nodes,
+            self.name,
+            [_info(v) for v in self._inputs.values()],
+            [_info(v) for v in self._outputs.values()],
+            list(self._weights.values()),
+            value_info=[_info(v) for v in known.values()],
+        )
         model = helper.make_model(
-            graph, functions=list(self._functions.values()), ir_version=IR_VERSION,
+            graph,
+            functions=list(self._functions.values()),
+            ir_version=IR_VERSION,
             producer_name="thor-dflash",
-            opset_imports=[helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, VERSION)])
+            opset_imports=[helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, VERSION)],
+        )
         model.metadata_props.add(key=IN_PLACE, value=" ".join(sorted(self._in_place)))
         return model
 

@@ -13,7 +13,6 @@ from thor_dflash.builders.graphs.graph import Graph, Value
 from thor_dflash.builders.weights import Stored, WeightFiles
 from thor_dflash.tensors import Array, DType
 
-
 EMBEDDING = "embed_tokens.weight"
 
 
@@ -39,8 +38,11 @@ class Packed:
 
     def values(self, g: Graph, i: int) -> dict[str, Value]:
         """As segment i of a `linear`, or of a head."""
-        parts = {"weight": self.weight, "block_scale": self.block_scale,
-                 "row_scale": self.row_scale}
+        parts = {
+            "weight": self.weight,
+            "block_scale": self.block_scale,
+            "row_scale": self.row_scale,
+        }
         return {f"{port}{i}": g.weight(part) for port, part in parts.items() if part is not None}
 
 
@@ -55,9 +57,9 @@ class Source:
     _packed: dict[str, Packed] = field(default_factory=dict[str, Packed])
     _plain: dict[str, Stored] = field(default_factory=dict[str, Stored])
     _classes: Counter[tuple[str, WeightKind]] = field(
-        default_factory=Counter[tuple[str, WeightKind]])
-    _bytes: Counter[tuple[str, WeightKind]] = field(
-        default_factory=Counter[tuple[str, WeightKind]])
+        default_factory=Counter[tuple[str, WeightKind]]
+    )
+    _bytes: Counter[tuple[str, WeightKind]] = field(default_factory=Counter[tuple[str, WeightKind]])
 
     def packed(self, name: str, rows: Array | None = None, part: str = "") -> Packed:
         """A linear's weight, or the given rows of it as `<name>.<part>`."""
@@ -74,12 +76,18 @@ class Source:
                 return None
             shape = (len(whole) if rows is None else len(rows), *whole.shape[1:])
             return self.files.add(
-                self._file(name), f"{self.prefix}{key}.{field_name}", DType.of(whole), shape,
-                lambda: whole if rows is None else whole[rows])
+                self._file(name),
+                f"{self.prefix}{key}.{field_name}",
+                DType.of(whole),
+                shape,
+                lambda: whole if rows is None else whole[rows],
+            )
 
-        packed = Packed(_some(stored("weight", matrix.codes)),
-                        stored("block_scale", matrix.block_scale),
-                        stored("row_scale", matrix.row_scale))
+        packed = Packed(
+            _some(stored("weight", matrix.codes)),
+            stored("block_scale", matrix.block_scale),
+            stored("row_scale", matrix.row_scale),
+        )
         tensor_class = (self.prefix + name.split(".")[-1], matrix.kind)
         parts = (packed.weight, packed.block_scale, packed.row_scale)
         # A weight taken apart by rows is still one weight.
@@ -99,8 +107,8 @@ class Source:
         if name not in self._plain:
             array = self.checkpoint.tensor(name)
             self._plain[name] = self.files.add(
-                self._file(name), self.prefix + name, DType.of(array), array.shape,
-                lambda: array)
+                self._file(name), self.prefix + name, DType.of(array), array.shape, lambda: array
+            )
         return self._plain[name]
 
     def census(self) -> dict[str, dict[str, tuple[int, int]]]:

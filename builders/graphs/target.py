@@ -12,9 +12,13 @@ from thor_dflash.builders.graphs.graph import NEXT, Graph, Value
 from thor_dflash.builders.graphs.source import Source, gate_rows
 from thor_dflash.dims import TargetDims
 from thor_dflash.plugins import ACCEPT, GDN, HEAD, VERIFY_ATTENTION
+from thor_dflash.plugins.op import Attribute
 from thor_dflash.tensors import DType
 
 Mode = Literal["verify", "prefill"]
+
+ID_SLOTS = 8
+"""Places for stop ids, and for ids that are never accepted relaxed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,22 +46,34 @@ class Shape:
 class Target:
     """Writes the target's layers into graphs."""
 
-    def __init__(self, dims: TargetDims, source: Source, shape: Shape,
-                 kv_scales: dict[int, tuple[float, float]]) -> None:
+    def __init__(
+        self,
+        dims: TargetDims,
+        source: Source,
+        shape: Shape,
+        kv_scales: dict[int, tuple[float, float]],
+    ) -> None:
         self._dims = dims
         self._source = source
         self._shape = shape
         self._kv_scales = kv_scales
-        self._norm = {"norm_eps": dims.eps, "norm_offset": 1.0}
+        self._norm: dict[str, Attribute] = {"norm_eps": dims.eps, "norm_offset": 1.0}
 
     def verify(self) -> Graph:
         """tokens [R] -> logits, best, taps; state folded, rows and records left behind."""
         g = Graph("verify")
         x = self._layers(g, "verify", self._shape.block)
-        out = g.room(HEAD, "head", {
-            "x": x, "norm_weight": self._source.plain(g, "norm.weight"),
-            **self._source.head(self._dims.tied).values(g, 0)},
-            names={"logits": "logits", "best": "best"}, vocab=self._shape.vocab, **self._norm)
+        out = g.room(
+            HEAD,
+            "head",
+            {
+                "x": x,
+                "norm_weight": self._source.plain(g, "norm.weight"),
+                **self._source.head(self._dims.tied).values(g, 0),
+            },
+            {"vocab": self._shape.vocab, **self._norm},
+            {"logits": "logits", "best": "best"},
+        )
         g.output(out["logits"])
         return g
 
@@ -71,8 +87,10 @@ class Target:
         """logits -> record."""
         g = Graph("accept_masked" if masked else "accept")
         rows = self._shape.block
-        ports = {"logits": g.input("logits", DType.F32, (rows, self._dims.vocab)),
-                 "margin": g.input("margin", DType.F32, (1,))}
+        ports = {
+            "logits": g.input("logits", DType.F32, (rows, self._dims.vocab)),
+            "margin": g.input("margin", DType.F32, (1,)),
+        }
         for name in ("tokens", "forced"):
             ports[name] = g.input(name, DType.I32, (rows,))
         for name in ("cap", "rule", "top_k", "close"):
@@ -81,8 +99,8 @@ class Target:
             ports[name] = g.input(name, DType.I32, (ID_SLOTS,))
         if masked:
             ports["mask"] = g.input("mask", DType.I32, (rows, -(-self._shape.vocab // 32)))
-        out = g.room(ACCEPT, "accept", ports, names={"record": "record"},
-                     vocab=self._shape.vocab, rows=rows)
+        attributes: dict[str, Attribute] = {"vocab": self._shape.vocab, "rows": rows}
+        out = g.room(ACCEPT, "accept", ports, attributes, {"record": "record"})
         g.output(out["record"])
         return g
 
@@ -92,7 +110,7 @@ class Target:
         taps: list[Value] = []
         for i, kind in enumerate(self._dims.layers):
             x = self._gdn(g, i, x, mode) if kind == "gdn" else self._attention(g, i, x)
-            x = mlp(g, self._source, f"layers.{i}", x, **self._norm)
+            x = mlp(g, self._source, f"layers.{i}", x, self._norm)
             if i in self._shape.taps:
                 taps.append(x)
         if taps:
@@ -103,30 +121,56 @@ class Target:
     def _gdn(self, g: Graph, i: int, x: Value, mode: Mode) -> Value:
         dims, source, layer = self._dims.gdn, self._source, f"layers.{i}.linear_attn"
         qkv, z, b, a = project(
-            g, f"{layer}.in_proj", x,
+            g,
+            f"{layer}.in_proj",
+            x,
             [source.packed(f"{layer}.in_proj_{part}") for part in ("qkv", "z", "b", "a")],
-            {"norm_weight": source.plain(g, f"layers.{i}.input_layernorm.weight")}, **self._norm)
-        ports = {"qkv": qkv, "b": b, "a": a,
-                 "conv_weight": source.plain(g, f"{layer}.conv1d.weight"),
-                 "a_log": source.plain(g, f"{layer}.A_log"),
-                 "dt_bias": source.plain(g, f"{layer}.dt_bias"),
-                 "accepted": g.input("accepted", DType.I32, (1,)),
-                 **{part: g.input(f"gdn.{i}.{part}", dtype, shape)
-                    for part, (dtype, shape) in self._gdn_state().items()}}
+            {"norm_weight": source.plain(g, f"layers.{i}.input_layernorm.weight")},
+            self._norm,
+        )
+        ports = {
+            "qkv": qkv,
+            "b": b,
+            "a": a,
+            "conv_weight": source.plain(g, f"{layer}.conv1d.weight"),
+            "a_log": source.plain(g, f"{layer}.A_log"),
+            "dt_bias": source.plain(g, f"{layer}.dt_bias"),
+            "accepted": g.input("accepted", DType.I32, (1,)),
+            **{
+                part: g.input(f"gdn.{i}.{part}", dtype, shape)
+                for part, (dtype, shape) in self._gdn_state().items()
+            },
+        }
         if mode == "prefill":
             ports["valid"] = g.input("valid", DType.I32, (1,))
         out = g.room(
-            GDN, layer, ports,
-            names={f"next_{part}": f"{NEXT}gdn.{i}.{part}" for part in self._gdn_state()},
-            mode=mode, saves=self._shape.saves, key_heads=dims.key_heads,
-            value_heads=dims.value_heads, key_dim=dims.key_dim, value_dim=dims.value_dim,
-            conv_kernel=dims.conv_kernel)
+            GDN,
+            layer,
+            ports,
+            {
+                "mode": mode,
+                "saves": self._shape.saves,
+                "key_heads": dims.key_heads,
+                "value_heads": dims.value_heads,
+                "key_dim": dims.key_dim,
+                "value_dim": dims.value_dim,
+                "conv_kernel": dims.conv_kernel,
+            },
+            {f"next_{part}": f"{NEXT}gdn.{i}.{part}" for part in self._gdn_state()},
+        )
         o = out.pop("o")
         for value in out.values():
             g.output(value)
         norm = source.plain(g, f"{layer}.norm.weight")
-        return residual(g, source, f"{layer}.out_proj", o, x, {"norm_weight": norm, "gate": z},
-                        gate="silu", head_dim=dims.value_dim, norm_eps=self._dims.eps)
+        return residual(
+            g,
+            source,
+            f"{layer}.out_proj",
+            o,
+            x,
+            {"norm_weight": norm, "gate": z},
+            {"gate": "silu", "head_dim": dims.value_dim, "norm_eps": self._dims.eps},
+        )
 
     def _gdn_state(self) -> dict[str, tuple[DType, tuple[int, ...]]]:
         d, rows, act = self._dims.gdn, self._shape.block, self._shape.activations
@@ -137,37 +181,54 @@ class Target:
             "record_k": (DType.F32, (rows, d.key_heads, d.key_dim)),
             "record_d": (DType.F32, (rows, d.value_heads, d.value_dim)),
             "record_decay": (DType.F32, (rows, d.value_heads)),
-            "states": (DType.F32, (rows, d.value_heads, d.key_dim, d.value_dim))}
+            "states": (DType.F32, (rows, d.value_heads, d.key_dim, d.value_dim)),
+        }
         return {part: every[part] for part in ("state", "tail", *self._shape.records)}
 
     def _attention(self, g: Graph, i: int, x: Value) -> Value:
         dims, source, layer = self._dims.attention, self._source, f"layers.{i}.self_attn"
         q_rows, gate_of = gate_rows(dims.heads, dims.head_dim)
         q, gate, k, v = project(
-            g, f"{layer}.qkv", x,
-            [source.packed(f"{layer}.q_proj", q_rows, "query"),
-             source.packed(f"{layer}.q_proj", gate_of, "gate"),
-             source.packed(f"{layer}.k_proj"), source.packed(f"{layer}.v_proj")],
-            {"norm_weight": source.plain(g, f"layers.{i}.input_layernorm.weight")}, **self._norm)
+            g,
+            f"{layer}.qkv",
+            x,
+            [
+                source.packed(f"{layer}.q_proj", q_rows, "query"),
+                source.packed(f"{layer}.q_proj", gate_of, "gate"),
+                source.packed(f"{layer}.k_proj"),
+                source.packed(f"{layer}.v_proj"),
+            ],
+            {"norm_weight": source.plain(g, f"layers.{i}.input_layernorm.weight")},
+            self._norm,
+        )
         scale_k, scale_v = self._kv_scales.get(i, (1.0, 1.0))
         cache = (dims.kv_heads, "cache_rows", dims.head_dim)
-        out = g.room(VERIFY_ATTENTION, layer, {
-            "q": q, "k": k, "v": v,
-            "q_norm": source.plain(g, f"{layer}.q_norm.weight"),
-            "k_norm": source.plain(g, f"{layer}.k_norm.weight"),
-            "length": g.input("length", DType.I32, (1,)),
-            "cache_k": g.input(f"attention.{i}.k", self._shape.kv, cache),
-            "cache_v": g.input(f"attention.{i}.v", self._shape.kv, cache),
-            "scale_k": g.constant(f"{layer}.scale_k", np.array([scale_k], np.float32)),
-            "scale_v": g.constant(f"{layer}.scale_v", np.array([scale_v], np.float32)),
-        }, names={f"next_cache_{n}": f"{NEXT}attention.{i}.{n}" for n in "kv"},
-            heads=dims.heads, kv_heads=dims.kv_heads, head_dim=dims.head_dim,
-            rotary_dim=dims.rotary_dim, rope_theta=dims.rope_theta, **self._norm)
+        out = g.room(
+            VERIFY_ATTENTION,
+            layer,
+            {
+                "q": q,
+                "k": k,
+                "v": v,
+                "q_norm": source.plain(g, f"{layer}.q_norm.weight"),
+                "k_norm": source.plain(g, f"{layer}.k_norm.weight"),
+                "length": g.input("length", DType.I32, (1,)),
+                "cache_k": g.input(f"attention.{i}.k", self._shape.kv, cache),
+                "cache_v": g.input(f"attention.{i}.v", self._shape.kv, cache),
+                "scale_k": g.constant(f"{layer}.scale_k", np.array([scale_k], np.float32)),
+                "scale_v": g.constant(f"{layer}.scale_v", np.array([scale_v], np.float32)),
+            },
+            {
+                "heads": dims.heads,
+                "kv_heads": dims.kv_heads,
+                "head_dim": dims.head_dim,
+                "rotary_dim": dims.rotary_dim,
+                "rope_theta": dims.rope_theta,
+                **self._norm,
+            },
+            {f"next_cache_{n}": f"{NEXT}attention.{i}.{n}" for n in "kv"},
+        )
         o = out.pop("o")
         for value in out.values():
             g.output(value)
-        return residual(g, source, f"{layer}.o_proj", o, x, {"gate": gate}, gate="sigmoid")
-
-
-ID_SLOTS = 8
-"""Places for stop ids, and for ids that are never accepted relaxed."""
+        return residual(g, source, f"{layer}.o_proj", o, x, {"gate": gate}, {"gate": "sigmoid"})

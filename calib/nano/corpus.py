@@ -43,16 +43,16 @@ class Rows:
 
 
 def document(tokenizer: Tokenizer, family: str, seed: str) -> Document:
-    """One training document: 70 % thinking, 18 % without, 12 % with thinking cut by the budget's closing text."""
+    """One training document: 64 % thinking, 21 % without, 15 % with thinking cut by the budget's closing text."""
     task = sample(family, seed, "train")
     rng = Random(seed)
     kind = rng.random()
-    thinking = kind >= 0.18
+    thinking = kind >= 0.21
     prompt = tokenizer.encode(prompt_text(task, thinking)).ids
     answer = tokenizer.encode(task.plan + "<|im_end|>").ids
     forced: list[int] = []
     thought: list[int] = []
-    if thinking and kind < 0.30:
+    if thinking and kind < 0.36:
         whole = tokenizer.encode(task.thinking + "\n").ids
         thought = whole[: rng.randint(0, len(whole) - 1)]
         forced = tokenizer.encode(CLOSE).ids

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-BPE_ENTRIES = 1600
+BPE_ENTRIES = 1200
 """Byte-level BPE entries; the special tokens follow."""
-VOCAB = 1664
+VOCAB = 1280
 """Rows of the embedding. Ids beyond the tokenizer's exist on purpose, as in the 27B, and are never sampled."""
 
 

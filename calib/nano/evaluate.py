@@ -15,7 +15,7 @@ from thor_dflash.calib.nano.drafter import Drafter, blocks
 from thor_dflash.calib.nano.rollout import rollout
 from thor_dflash.calib.nano.target import CHUNK, Target, packing
 from thor_dflash.calib.nano.tokenizer import CLOSE, prompt_text
-from thor_dflash.calib.planbench import FAMILIES, Task, heldout, judge
+from thor_dflash.calib.planbench import FAMILIES, Task, heldout, judge, sample
 
 LONGEST = 768
 """Tokens of prompt and output."""
@@ -60,7 +60,7 @@ def validity(tokenizer: Tokenizer, found: list[Answer], show: int) -> dict[str, 
         hits[answer.task.family].append(verdict.valid)
         if not verdict.valid and show > 0:
             show -= 1
-            print(f"  {answer.task.name}: {verdict.reason}\n    wanted {answer.task.plan}\n    got    {plan[:600]}")
+            print(f"  {answer.task.name}: {verdict.reason}\n    wanted {answer.task.plan[:300]}\n    got    {plan[:300]}")
     rates = {family: sum(h) / max(1, len(h)) for family, h in hits.items()}
     rates["all"] = sum(sum(h) for h in hits.values()) / max(1, len(found))
     return rates
@@ -110,16 +110,17 @@ def draft_tokens(
 def report(
     target: Target, drafter: Drafter | None, tokenizer: Tokenizer, count: int, taps: tuple[int, ...], show: int = 8
 ) -> dict[str, dict[str, float]]:
-    """Validity in the three modes, and accept length per family with thinking on. Prints and returns the numbers."""
+    """Validity in the three modes (and on fresh training-split tasks), and accept length per family with thinking on. Prints and returns the numbers."""
     tasks = heldout(count)
+    seen = [sample(FAMILIES[i % len(FAMILIES)], f"seen{i}", "train") for i in range(count // 2)]
     found = {mode: answers(target, tokenizer, tasks, mode) for mode in ("on", "off", "cut")}
-    result: dict[str, dict[str, float]] = {}
+    result = {"train_split_on": validity(tokenizer, answers(target, tokenizer, seen, "on"), 0)}
     for mode, given in found.items():
         result[f"valid_{mode}"] = validity(tokenizer, given, show if mode == "on" else 0)
     if drafter is not None:
         mask_id = tokenizer.token_to_id("<|audio_start|>")
         for mode in ("on", "off"):
-            given = found[mode][:240]
+            given = found[mode][:120]
             lengths = accept_lengths(target, drafter, given, mask_id, taps)
             by_family = {
                 f: [x for x, a in zip(lengths, given, strict=True) if a.task.family == f] for f in FAMILIES

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from random import Random
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from thor_dflash.calib.nano.dims import BPE_ENTRIES
 from thor_dflash.calib.planbench import FAMILIES, Task, sample
+from thor_dflash.calib.planbench.words import invent, noun_of
 
 PRE_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
@@ -103,10 +106,22 @@ def train_tokenizer(out: Path, tasks_per_family: int) -> Tokenizer:
 
 
 def _texts(tasks_per_family: int) -> list[str]:
+    """Corpus text with every object noun replaced by an invented one.
+
+    Real nouns would become tokens of their own, and held-out nouns would then fall into pieces that training never copies.
+    """
     tasks = [sample(family, f"bpe{i}", "train") for family in FAMILIES for i in range(tasks_per_family)]
-    texts = [t for task in tasks for t in (task.messages[1][1], task.thinking, task.plan)]
-    # The system line and the closing text are in every sample; a few copies are enough to merge their words.
-    return texts + [tasks[0].messages[0][1], CLOSE, "system\n", "user\n", "assistant\n", "\n", "\n\n"] * 200
+    texts = [t for task in tasks for t in _disguised(task)]
+    # The system line is in every sample and the closing text in many: their words must be whole tokens.
+    return texts + [tasks[0].messages[0][1], CLOSE, "system\n", "user\n", "assistant\n", "\n", "\n\n"] * tasks_per_family
+
+
+def _disguised(task: Task) -> list[str]:
+    rng = Random(task.name)
+    texts = [task.messages[1][1], task.thinking, task.plan]
+    for noun in sorted({noun_of(name) for name, _ in task.scene.objects}):
+        texts = [re.sub(rf"(?<![a-z]){noun}(?![a-z])", invent(rng), text) for text in texts]
+    return texts
 
 
 def _added(text: str) -> AddedToken:

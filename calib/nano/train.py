@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -24,6 +25,8 @@ from thor_dflash.calib.nano.optim import Optimiser, rate_at
 from thor_dflash.calib.nano.rollout import rollout
 from thor_dflash.calib.nano.target import Target, packing
 from thor_dflash.calib.nano.tokenizer import SPECIAL, train_tokenizer
+
+Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 SAVE_EVERY = 500
 """Steps between two saves of the master weights."""
@@ -45,8 +48,10 @@ class Run:
     """Blocks per packed row, for the drafter."""
     steps: int
     seconds: float
-    peak: float
-    """Highest learning-rate factor; below 1 when a finished run is continued."""
+    begin: float
+    """Share of the learning-rate schedule at which this call starts; a long run is several calls."""
+    finish: float
+    """Share at which it ends."""
     workers: int
     compiled: bool
     rollouts: int
@@ -75,7 +80,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--anchors", type=int, default=48)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--seconds", type=float, default=400.0, help="training time of each trained stage")
-    parser.add_argument("--peak", type=float, default=1.0)
+    parser.add_argument("--begin", type=float, default=0.0, help="share of the schedule at which this call starts")
+    parser.add_argument("--finish", type=float, default=1.0, help="share of the schedule at which this call ends")
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--rollouts", type=int, default=24_576, help="target outputs the drafter learns from")
@@ -83,7 +89,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     run = Run(
         args.models, args.work, torch.device(args.device), args.docs, args.rows, args.anchors, args.steps,
-        args.seconds, args.peak, args.workers, not args.no_compile, args.rollouts, args.held,
+        args.seconds, args.begin, args.finish, args.workers, not args.no_compile, args.rollouts, args.held,
     )
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = True
@@ -103,7 +109,7 @@ def main(argv: list[str] | None = None) -> None:
 def train_target(run: Run) -> None:
     """Train the target on the corpus with quantised weights seen in every forward pass."""
     start = time.time()
-    docs = corpus.documents(run.target_dir / "tokenizer.json", run.docs, "t", run.workers)
+    docs = corpus.documents(run.target_dir / "tokenizer.json", run.docs, f"t{run.begin}/", run.workers)
     rows = corpus.pack(docs, 0)
     print(f"corpus: {len(docs)} documents, {len(rows.ids)} rows, {time.time() - start:.0f} s", flush=True)
     model = Target(TargetDims()).to(run.device)
@@ -111,12 +117,12 @@ def train_target(run: Run) -> None:
     print(f"target: {sum(p.numel() for p in model.parameters()):,} parameters, resumed: {resumed}", flush=True)
     data = [torch.from_numpy(a).to(run.device) for a in (rows.ids, rows.pos, rows.weight)]
 
+    entropy = _compile(run, model, mean_loss)
+
     def loss(ids: Tensor, pos: Tensor, weight: Tensor) -> Tensor:
         hidden, _ = model(ids, packing(pos), True)
-        scores = model.logits(hidden[:, :-1]).float()
         seen = weight[:, 1:] * (pos[:, 1:] > 0)
-        each = F.cross_entropy(scores.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-        return (each * seen.flatten()).sum() / seen.sum()
+        return entropy(hidden[:, :-1], model.embed_tokens.weight, ids[:, 1:], seen)
 
     _optimise(run, model, "target", loss, data)
 
@@ -137,6 +143,8 @@ def train_drafter(run: Run) -> None:
     mask_id = tokenizer.token_to_id("<|audio_start|>")
     taps = tuple(tap_layers(target.dims.layers, model.dims.taps))
     size = model.dims.block
+    _compile(run, target, mean_loss)
+    entropy = _compile(run, model, mean_loss)
     decay = torch.exp(-torch.arange(size - 1, device=run.device) / GAMMA)
 
     def loss(ids: Tensor, pos: Tensor, answer: Tensor) -> Tensor:
@@ -145,16 +153,31 @@ def train_drafter(run: Run) -> None:
         anchors = torch.topk(torch.rand(ids.shape, device=ids.device) * answer, run.anchors, dim=1).indices
         placed = blocks(model.dims, ids, pos, anchors, mask_id)
         out = model(target.embed_tokens.weight, torch.cat(kept, -1), pos, placed, True)
-        scores = F.linear(out.unflatten(1, (-1, size))[:, :, 1:], target.embed_tokens.weight).float()
+        hidden = out.unflatten(1, (-1, size))[:, :, 1:]
         ahead = anchors[:, :, None] + torch.arange(1, size, device=ids.device)
         inside = (ahead < ids.shape[1]) & answer.gather(1, (ahead - 1).clamp(max=ids.shape[1] - 1).flatten(1)).view(ahead.shape)
         wanted = ids.gather(1, ahead.clamp(max=ids.shape[1] - 1).flatten(1))
         # One gap in `answer` ends the document; what follows belongs to the next one.
         weight = inside.int().cumprod(-1) * decay * answer.gather(1, anchors)[..., None]
-        each = F.cross_entropy(scores.flatten(0, 2), wanted.flatten(), reduction="none")
-        return (each * weight.flatten()).sum() / weight.sum()
+        return entropy(hidden, target.embed_tokens.weight, wanted, weight)
 
     _optimise(run, model, "drafter", loss, data)
+
+
+def mean_loss(hidden: Tensor, table: Tensor, wanted: Tensor, weight: Tensor) -> Tensor:
+    """Weighted mean cross entropy of normed rows [.., D] against ids [..] under a tied head."""
+    scores = F.linear(hidden, table).float().flatten(0, -2)
+    each = F.cross_entropy(scores, wanted.flatten(), reduction="none")
+    return (each * weight.flatten()).sum() / weight.sum()
+
+
+def _compile(run: Run, model: Target | Drafter, loss: Loss) -> Loss:
+    """Compile layer by layer, which takes a tenth of the time of compiling the whole model, and the loss."""
+    if not run.compiled:
+        return loss
+    for layer in model.layers:
+        layer.compile()
+    return torch.compile(loss)
 
 
 def target_documents(run: Run, target: Target) -> list[corpus.Document]:
@@ -182,10 +205,11 @@ def _given(doc: corpus.Document, close: list[int]) -> list[int]:
     return ids[: int(forced[0]) + len(close)] if len(forced) else ids[: doc.prompt]
 
 
-def _optimise(run: Run, model: torch.nn.Module, stem: str, loss, data: list[Tensor]) -> None:  # type: ignore[no-untyped-def]
+def _optimise(
+    run: Run, model: torch.nn.Module, stem: str, loss: Callable[[Tensor, Tensor, Tensor], Tensor], data: list[Tensor]
+) -> None:
     optimiser = Optimiser(model)
     cast = torch.autocast(run.device.type, torch.bfloat16, enabled=run.device.type == "cuda")
-    forward = torch.compile(loss) if run.compiled else loss
     total, order = data[0].shape[0], torch.empty(0, dtype=torch.long)
     rng = Random(1)
     begun = time.time()
@@ -197,10 +221,11 @@ def _optimise(run: Run, model: torch.nn.Module, stem: str, loss, data: list[Tens
         chosen, order = order[: run.rows].to(run.device), order[run.rows :]
         ids, pos, third = (part[chosen] for part in data)
         with cast:
-            value = forward(ids.long(), pos.long(), third)
+            value = loss(ids.long(), pos.long(), third)
         value.backward()
         progress = max(step / run.steps, (time.time() - start) / run.seconds)
-        optimiser.step(run.peak * rate_at(min(1.0, progress)))
+        place = run.begin + (run.finish - run.begin) * min(1.0, progress)
+        optimiser.step(rate_at(place) * min(1.0, (step + 1) / 50))
         if step % 100 == 0 or step == 5:
             smooth = value.item()
             print(f"{stem} step {step} loss {smooth:.4f} progress {progress:.3f} {time.time() - begun:.0f} s", flush=True)

@@ -8,11 +8,12 @@ from random import Random
 
 from thor_dflash.calib.planbench.executor import Step, World
 from thor_dflash.calib.planbench.phrasing import draw_wording, think
+from thor_dflash.calib.planbench.places import SURFACES, TRAYS
 from thor_dflash.calib.planbench.planner import Unplannable, plan_steps, plan_text, plan_traces
 from thor_dflash.calib.planbench.render import goal_text, history_text, scene_text, thinking_text
 from thor_dflash.calib.planbench.scene import Goal, Robot, Scene, door_of
 from thor_dflash.calib.planbench.words import TAGS, draw_nouns, noun_of
-from thor_dflash.calib.planbench.worlds import SURFACES, TRAYS, household, mobile, pair, tabletop
+from thor_dflash.calib.planbench.worlds import household, mobile, pair, tabletop
 
 STEPS_AT_MOST = 9
 """Keeps a canonical plan under about 250 tokens."""

@@ -6,6 +6,7 @@ Any correct plan is accepted, not only the canonical one.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeGuard
 
@@ -57,7 +58,7 @@ def _judge_question(scene: Scene, steps: list[Step], question: str | None) -> Ve
     if question is None:
         return Verdict(False, "needs_clarification must say what is wrong (got null)")
     for name in scene.must_ask:
-        if name not in question:
+        if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", question) is None:
             return Verdict(False, f"needs_clarification must name {name}")
     return Verdict(True, "")
 

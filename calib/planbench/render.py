@@ -21,10 +21,8 @@ def scene_text(scene: Scene) -> str:
     lines = ["Skills: " + ", ".join(f"{s}({','.join(_args(scene, s))})" for s in scene.skills)]
     lines += [_robot_line(scene)]
     if scene.doors:
-        rooms = [*scene.doors, HALL]
-        listed = (f"{room}({', '.join(p.name for p in scene.places if p.room == room)})" for room in rooms)
-        lines.append("Rooms: " + ", ".join(listed))
-        lines.append("Doors: " + ", ".join(f"{door_of(r)} {_lid(scene, door_of(r))}" for r in scene.doors))
+        rooms = [f"{door_of(r)} {_lid(scene, door_of(r))}({_names(scene, r)})" for r in scene.doors]
+        lines.append("Places behind doors: " + ", ".join([*rooms, f"{HALL}({_names(scene, HALL)})"]))
     elif len(scene.robots) == 1:
         lines.append("Places: " + ", ".join(_place(scene, p.name) for p in scene.places))
     held = {r.holding for r in scene.robots}
@@ -92,6 +90,10 @@ def _robot_line(scene: Scene) -> str:
     robot = scene.robots[0]
     hand = "hand empty" if robot.holding is None else f'holding "{robot.holding}"'
     return f"Robot: {robot.name}, {hand}" if robot.place is None else f"Robot: at {robot.place}, {hand}"
+
+
+def _names(scene: Scene, room: str) -> str:
+    return ", ".join(p.name for p in scene.places if p.room == room)
 
 
 def _lid(scene: Scene, name: str) -> str:

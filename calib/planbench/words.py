@@ -5,6 +5,8 @@ from __future__ import annotations
 import zlib
 from random import Random
 
+from thor_dflash.calib.planbench.places import RESERVED
+
 TRAIN_NOUNS = tuple(
     """apple banana lemon orange pear peach plum cherry carrot potato onion tomato pepper mug cup bowl fork spoon
     knife pan pot jug jar bottle can carton soap sponge towel brush comb razor book pen pencil marker eraser ruler
@@ -50,12 +52,16 @@ def noun_is_held_out(noun: str) -> bool:
 
 
 def draw_nouns(rng: Random, count: int, held: bool) -> list[str]:
-    """Distinct nouns of one side of the split, real and invented mixed."""
+    """Distinct nouns of one side of the split, real and invented mixed.
+
+    Training leans on invented words: a model that has to copy any word copies unseen ones too.
+    """
     pool = HELD_NOUNS if held else TRAIN_NOUNS
+    real = 0.5 if held else 0.3
     chosen: list[str] = []
     while len(chosen) < count:
-        noun = rng.choice(pool) if rng.random() < 0.5 else _invent(rng)
-        if noun in chosen or "_" in noun or noun_is_held_out(noun) != held:
+        noun = rng.choice(pool) if rng.random() < real else invent(rng)
+        if len(noun) < 3 or noun in chosen or noun in RESERVED or noun_is_held_out(noun) != held:
             continue
         chosen.append(noun)
     return chosen
@@ -73,9 +79,13 @@ def draw_objects(rng: Random, count: int, held: bool) -> list[str]:
     return names[:count]
 
 
-def _invent(rng: Random) -> str:
-    """A word that no list holds: syllables mostly, now and then plain letters."""
-    if rng.random() < 0.25:
+def invent(rng: Random) -> str:
+    """A word that no list holds: syllables, two halves of real words, or plain letters."""
+    kind = rng.random()
+    if kind < 0.15:
         return "".join(rng.choice(_LETTERS) for _ in range(rng.randint(3, 6)))
+    if kind < 0.55:
+        head, tail = rng.choice(TRAIN_NOUNS), rng.choice(TRAIN_NOUNS)
+        return head[: rng.randint(1, 4)] + tail[-rng.randint(2, 5) :]
     parts = rng.randint(1, 3)
     return "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS) for _ in range(parts))

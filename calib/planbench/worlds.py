@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from random import Random
 
+from thor_dflash.calib.planbench.places import (
+    ARM_PAIRS,
+    CONTAINERS,
+    OVENS,
+    ROOMS,
+    SUFFIXES,
+    SURFACES,
+    SWITCHES,
+    TRAYS,
+)
 from thor_dflash.calib.planbench.scene import HALL, Goal, Place, Robot, Scene, door_of
 from thor_dflash.calib.planbench.words import draw_objects
-
-TRAYS = tuple("tray bin box rack mat basket crate plate".split())
-SUFFIXES = ("", "_a", "_b", "_c")
-ROOMS = tuple("kitchen office lab storage workshop lobby bedroom garage".split())
-SURFACES = tuple("desk shelf bench counter cart stand sink sofa island ledge dresser table locker podium".split())
-CONTAINERS = tuple("fridge cabinet drawer cupboard dishwasher chest".split())
-OVENS = tuple("microwave oven washer dryer".split())
-SWITCHES = tuple("lamp fan heater kettle radio".split())
-ARM_PAIRS = (("left", "right"), ("ada", "bob"), ("north", "south"), ("one", "two"))
 
 
 def tabletop(rng: Random, held: bool) -> Scene:

@@ -28,7 +28,9 @@ def body(b: Body, x: Inputs, a: Attributes) -> Mapping[str, str]:
     relaxed = b.branch(
         b.op("Greater", b.op("Squeeze", n["rule"]), _int(b, 0)),
         lambda s: _relaxed(s, n, x["margin"], (logits, choice, follow)),
-        lambda s: s.cast(s.const(np.zeros(rows - 1, np.bool_)), I64), I64)
+        lambda s: s.cast(s.const(np.zeros(rows - 1, np.bool_)), I64),
+        I64,
+    )
     agree = b.op("Max", b.cast(same, I64), relaxed)
     agreed = _leading(b, agree)
     row = b.const(np.arange(rows, dtype=np.int64))
@@ -37,8 +39,12 @@ def body(b: Body, x: Inputs, a: Attributes) -> Mapping[str, str]:
     count = b.op("Min", b.op("Add", agreed, _int(b, 1, 1)), n["cap"])
     count = b.op("Min", count, _stopped(b, n, tokens, rows))
     last = b.op("Gather", choice, b.op("Sub", count, _int(b, 1, 1)), axis=0)
-    fault = b.op("Where", b.op("Less", last, _int(b, 0, 1)),
-                 b.op("Sub", count, _int(b, 1, 1)), _int(b, -1, 1))
+    fault = b.op(
+        "Where",
+        b.op("Less", last, _int(b, 0, 1)),
+        b.op("Sub", count, _int(b, 1, 1)),
+        _int(b, -1, 1),
+    )
     differ = b.op("And", b.op("Not", b.op("Equal", tokens, choice)), b.op("Less", row, count))
     loose = b.op("ReduceSum", b.cast(differ, I64), b.i64(0), keepdims=1)
     words = b.concat(0, count, fault, loose, agreed, tokens, choice)
@@ -54,8 +60,9 @@ def _uint(value: int | Array) -> Array:
 
 
 def _masked(b: Body, x: Inputs, logits: str) -> str:
-    ids = b.op("Range", b.scalar(0), b.op("Squeeze", b.op("Shape", logits, start=1, end=2)),
-               b.scalar(1))
+    ids = b.op(
+        "Range", b.scalar(0), b.op("Squeeze", b.op("Shape", logits, start=1, end=2)), b.scalar(1)
+    )
     unsigned = 12
     word = b.op("Gather", x["mask"], b.op("Div", ids, b.scalar(32)), axis=1)
     shift = b.op("Cast", b.op("Mod", ids, b.scalar(32)), to=unsigned)
@@ -93,8 +100,11 @@ def _stopped(b: Body, n: _Ints, tokens: str, rows: int) -> str:
 def _any_of(b: Body, tokens: str, ids: str) -> str:
     """bool: token is one of ids. -1 is nobody's id."""
     token = b.reshape(tokens, -1, 1)
-    equal = b.op("And", b.op("Equal", token, b.reshape(ids, 1, -1)),
-                 b.op("GreaterOrEqual", token, _int(b, 0)))
+    equal = b.op(
+        "And",
+        b.op("Equal", token, b.reshape(ids, 1, -1)),
+        b.op("GreaterOrEqual", token, _int(b, 0)),
+    )
     return b.op("Cast", b.op("ReduceMax", b.cast(equal, I64), b.i64(1), keepdims=0), to=9)
 
 

@@ -38,8 +38,15 @@ class Record:
         """From the operator's int32 [4 + 2R] output."""
         values = [int(v) for v in words]
         rows = (len(values) - HEADER) // 2
-        return cls(*values[:HEADER], tokens=tuple(values[HEADER : HEADER + values[0]]),
-                   choices=tuple(values[HEADER + rows :]))
+        count, fault, relaxed, agreed = values[:HEADER]
+        return cls(
+            count,
+            fault,
+            relaxed,
+            agreed,
+            tokens=tuple(values[HEADER : HEADER + values[0]]),
+            choices=tuple(values[HEADER + rows :]),
+        )
 
 
 def reference(x: Arrays, a: Attributes) -> dict[str, Array]:
@@ -49,8 +56,10 @@ def reference(x: Arrays, a: Attributes) -> dict[str, Array]:
     follow = [int(t) for t in x["tokens"][1:]]
     closed = next((i for i, t in enumerate(follow) if t == int(x["close"][0]) >= 0), rows)
     agreed = 0
-    while agreed < rows - 1 and (follow[agreed] == choices[agreed] or (
-            agreed < closed and _relaxed(x, a, agreed, follow[agreed], choices[agreed]))):
+    while agreed < rows - 1 and (
+        follow[agreed] == choices[agreed]
+        or (agreed < closed and _relaxed(x, a, agreed, follow[agreed], choices[agreed]))
+    ):
         agreed += 1
     tokens = follow[:agreed] + choices[agreed:]
     count = min(agreed + 1, int(x["cap"][0]))
@@ -87,11 +96,19 @@ def _relaxed(x: Arrays, a: Attributes, i: int, draft: int, choice: int) -> bool:
     rule, margin = int(x["rule"][0]), float(x["margin"][0])
     never = {int(t) for t in (*x["strict"], *x["stop"])}
     logits = allowed(x, a, i)
-    if (rule == STRICT or margin <= 0 or choice < 0 or x["forced"][i] >= 0 or draft in never
-            or not 0 <= draft < len(logits) or not np.isfinite(logits[draft])):
+    if (
+        rule == STRICT
+        or margin <= 0
+        or choice < 0
+        or x["forced"][i] >= 0
+        or draft in never
+        or not 0 <= draft < len(logits)
+        or not np.isfinite(logits[draft])
+    ):
         return False
     ahead = (logits > logits[draft]) | (
-        (logits == logits[draft]) & (np.arange(len(logits)) < draft))
+        (logits == logits[draft]) & (np.arange(len(logits)) < draft)
+    )
     if ahead.sum() >= int(x["top_k"][0]):
         return False
     if rule == LOG_MARGIN:
@@ -105,13 +122,28 @@ def accept_case(name: str, logits: Array, tokens: Array, **given: Array | int | 
     """A case with quiet defaults; `vocab` is an attribute, everything else an input."""
     rows = len(tokens)
     vocab = int(np.asarray(given.pop("vocab", 0)))
-    x: dict[str, Array | int | float] = {
-        "forced": np.full(rows, -1), "cap": rows, "stop": np.full(4, -1), "rule": 0, "top_k": 3,
-        "close": -1, "strict": np.full(4, -1)} | given
+    quiet: dict[str, Array | int | float] = {
+        "forced": np.full(rows, -1),
+        "cap": rows,
+        "stop": np.full(4, -1),
+        "rule": 0,
+        "top_k": 3,
+        "close": -1,
+        "strict": np.full(4, -1),
+    }
+    x = {**quiet, **given}
     margin = np.array([x.pop("margin", 1.0)], np.float32)
     inputs = {name: np.atleast_1d(value).astype(np.int32) for name, value in x.items()}
-    return Case(name, {"logits": logits.astype(np.float32), "tokens": tokens.astype(np.int32),
-                       "margin": margin, **inputs}, {"vocab": vocab, "rows": rows})
+    return Case(
+        name,
+        {
+            "logits": logits.astype(np.float32),
+            "tokens": tokens.astype(np.int32),
+            "margin": margin,
+            **inputs,
+        },
+        {"vocab": vocab, "rows": rows},
+    )
 
 
 def cases(rng: np.random.Generator) -> Iterator[Case]:
@@ -136,8 +168,7 @@ def cases(rng: np.random.Generator) -> Iterator[Case]:
         yield accept_case(f"cap_{cap}", logits, full, cap=cap)
     for at in (1, 8, 15):
         yield accept_case(f"stop_drafted_at_{at}", logits, full, stop=full[at : at + 1])
-    yield accept_case("stop_is_the_bonus", logits, right(logits, 4),
-                      stop=logits[4].argmax()[None])
+    yield accept_case("stop_is_the_bonus", logits, right(logits, 4), stop=logits[4].argmax()[None])
     yield accept_case("padding_never_chosen", logits, right(logits, 3), vocab=17)
     equal = np.round(logits)
     yield accept_case("ties", equal, right(equal, 9))
@@ -160,8 +191,9 @@ def _forced_and_masked(rng: np.random.Generator, rows: int, vocab: int) -> Itera
     words[5] = 0
     yield accept_case("mask_leaves_nothing", logits, np.zeros(rows), mask=words)
     forced[5] = 7
-    yield accept_case("forced_through_an_empty_mask", logits, np.zeros(rows), mask=words,
-                      forced=forced)
+    yield accept_case(
+        "forced_through_an_empty_mask", logits, np.zeros(rows), mask=words, forced=forced
+    )
 
 
 def _faults(rng: np.random.Generator, rows: int, vocab: int) -> Iterator[Case]:
@@ -183,18 +215,35 @@ def _relaxed_cases(rng: np.random.Generator, rows: int, vocab: int, rule: int) -
     second = np.concatenate([[0], order[:-1, 1]])
     margin = 0.01 if rule == PROBABILITY_DELTA else 0.4
     for k in (1, 2, 3, 10):
-        yield accept_case(f"rule_{rule}_second_best_k_{k}", logits, second, rule=rule, top_k=k,
-                          margin=margin)
+        yield accept_case(
+            f"rule_{rule}_second_best_k_{k}", logits, second, rule=rule, top_k=k, margin=margin
+        )
     mixed = np.concatenate([[0], order[np.arange(rows - 1), rng.integers(0, 3, rows - 1)]])
     for limit in (0.0, margin / 2, margin * 3):
         yield accept_case(f"rule_{rule}_margin_{limit:.3f}", logits, mixed, rule=rule, margin=limit)
     for at in (1, 4, 9):
-        yield accept_case(f"rule_{rule}_close_at_{at}", logits, second, rule=rule, margin=9.0,
-                          top_k=40, close=second[at])
-    yield accept_case(f"rule_{rule}_strict_id", logits, second, rule=rule, margin=9.0, top_k=40,
-                      strict=second[3:5])
-    yield accept_case(f"rule_{rule}_stop_id", logits, second, rule=rule, margin=9.0, top_k=40,
-                      stop=second[3:5])
+        yield accept_case(
+            f"rule_{rule}_close_at_{at}",
+            logits,
+            second,
+            rule=rule,
+            margin=9.0,
+            top_k=40,
+            close=second[at],
+        )
+    yield accept_case(
+        f"rule_{rule}_strict_id",
+        logits,
+        second,
+        rule=rule,
+        margin=9.0,
+        top_k=40,
+        strict=second[3:5],
+    )
+    yield accept_case(
+        f"rule_{rule}_stop_id", logits, second, rule=rule, margin=9.0, top_k=40, stop=second[3:5]
+    )
     flat = np.zeros((rows, vocab))
-    yield accept_case(f"rule_{rule}_all_equal", flat, np.arange(rows), rule=rule, top_k=5,
-                      margin=0.5)
+    yield accept_case(
+        f"rule_{rule}_all_equal", flat, np.arange(rows), rule=rule, top_k=5, margin=0.5
+    )

@@ -18,8 +18,9 @@ def reference(x: Arrays, a: Attributes) -> dict[str, Array]:
         rows = len(x[f"k{i}"])
         at = int(x["length"][0]) + np.arange(rows)
         shape = (rows, a.integer("kv_heads"), a.integer("head_dim"))
-        k = rms_norm(wide(x[f"k{i}"]).reshape(shape), wide(x[f"k_norm{i}"]),
-                     a.real("norm_eps"), 0.0)
+        k = rms_norm(
+            wide(x[f"k{i}"]).reshape(shape), wide(x[f"k_norm{i}"]), a.real("norm_eps"), 0.0
+        )
         k = rope(k, at, a.integer("rotary_dim"), a.real("rope_theta"))
         for name, fresh in (("k", k), ("v", wide(x[f"v{i}"]).reshape(shape))):
             ring = x[f"ring_{name}{i}"].copy()
@@ -40,10 +41,17 @@ def cases(rng: np.random.Generator) -> Iterator[Case]:
         for length in (0, 1, 20, 24, 39, 40, 41, 1000) if dtype is DType.F32 else (39,):
             x: dict[str, Array] = {}
             for i, slots in enumerate((40, 40, 1200)):
-                x |= {f"k{i}": normal(16, kv * dim), f"v{i}": normal(16, kv * dim),
-                      f"ring_k{i}": normal(kv, slots, dim), f"ring_v{i}": normal(kv, slots, dim)}
+                x |= {
+                    f"k{i}": normal(16, kv * dim),
+                    f"v{i}": normal(16, kv * dim),
+                    f"ring_k{i}": normal(kv, slots, dim),
+                    f"ring_v{i}": normal(kv, slots, dim),
+                }
             x = {name: value.astype(dtype.numpy) for name, value in x.items()}
             x |= {f"k_norm{i}": 1 + normal(dim) / 3 for i in range(3)}
             x["length"] = np.array([length], np.int32)
-            yield Case(f"at_{length}_{dtype.value}", x, {
-                "layers": 3, "kv_heads": kv, "head_dim": dim, "rotary_dim": dim})
+            yield Case(
+                f"at_{length}_{dtype.value}",
+                x,
+                {"layers": 3, "kv_heads": kv, "head_dim": dim, "rotary_dim": dim},
+            )

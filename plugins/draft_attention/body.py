@@ -28,8 +28,9 @@ def body(b: Body, x: Inputs, a: Attributes) -> Mapping[str, str]:
     q = b.op("Transpose", b.reshape(q, 0, kv, group, dim), perm=(1, 2, 0, 3))
     q = b.reshape(b.op("Mul", q, b.f32(dim**-0.5)), 0, -1, dim)
     scores = b.op("MatMul", q, b.op("Transpose", keys, perm=(0, 2, 1)))
-    by_row = b.op("Reshape", scores, b.concat(0, b.i64(kv, group, -1), b.op(
-        "Shape", keys, start=1, end=2)))
+    by_row = b.op(
+        "Reshape", scores, b.concat(0, b.i64(kv, group, -1), b.op("Shape", keys, start=1, end=2))
+    )
     weight = b.op("Softmax", b.op("Where", seen, by_row, b.f32(-np.inf)), axis=-1)
     weight = b.op("Reshape", weight, b.op("Shape", scores))
     o = b.reshape(b.op("MatMul", weight, values), kv, group, -1, dim)

@@ -56,15 +56,26 @@ def cases(rng: np.random.Generator) -> Iterator[Case]:
         for causal, window in ((1, 24), (0, 0), (1, 0), (0, 24)):
             for length in (0, 1, 8, 23, 24, 25, 47, 48, 49, 200) if dtype is DType.F32 else (30,):
                 x: dict[str, Array] = {
-                    "q": normal(16, heads * dim), "k": normal(16, kv * dim),
-                    "v": normal(16, kv * dim), "ring_k": normal(kv, slots, dim),
-                    "ring_v": normal(kv, slots, dim)}
+                    "q": normal(16, heads * dim),
+                    "k": normal(16, kv * dim),
+                    "v": normal(16, kv * dim),
+                    "ring_k": normal(kv, slots, dim),
+                    "ring_v": normal(kv, slots, dim),
+                }
                 x = {name: value.astype(dtype.numpy) for name, value in x.items()} | {
-                    "q_norm": 1 + normal(dim) / 3, "k_norm": 1 + normal(dim) / 3,
+                    "q_norm": 1 + normal(dim) / 3,
+                    "k_norm": 1 + normal(dim) / 3,
                     "length": np.array([length], np.int32),
-                    "window": np.array([window], np.int32), "first": np.zeros(1, np.int32)}
-                a: dict[str, Attribute] = {"heads": heads, "kv_heads": kv, "head_dim": dim,
-                                           "rotary_dim": dim, "causal": causal}
+                    "window": np.array([window], np.int32),
+                    "first": np.zeros(1, np.int32),
+                }
+                a: dict[str, Attribute] = {
+                    "heads": heads,
+                    "kv_heads": kv,
+                    "head_dim": dim,
+                    "rotary_dim": dim,
+                    "causal": causal,
+                }
                 name = f"causal_{causal}_window_{window}_at_{length}_{dtype.value}"
                 yield Case(name, x, a)
                 if length in (25, 49, 200):

@@ -47,8 +47,11 @@ def body(b: Body, x: Inputs, a: Attributes) -> Mapping[str, str]:
     state_shape, row = (heads.hv, heads.dk, heads.dv), (heads.hv, heads.dv)
     collected = [row] if prefill else [row, row, state_shape] if states else [row, row]
     last, o, *saved = b.scan(
-        [(state, state_shape)], [heads.repeat(b, q), heads.repeat(b, k), v, decay, beta],
-        collected, lambda s, value: _step(s, value, len(collected)))
+        [(state, state_shape)],
+        [heads.repeat(b, q), heads.repeat(b, k), v, decay, beta],
+        collected,
+        lambda s, value: _step(s, value, len(collected)),
+    )
     if prefill:
         o = _only(b, b.cast(x["valid"], DType.I64), o, 0.0, 3)
     out = {"o": b.narrow(b.reshape(o, 0, -1), x.dtype("qkv")), "next_tail": tail}
@@ -57,8 +60,11 @@ def body(b: Body, x: Inputs, a: Attributes) -> Mapping[str, str]:
     out |= {"next_state": state, "next_record_qkv": x["qkv"]}
     if states:
         return out | {"next_states": saved[1]}
-    return out | {"next_record_k": k, "next_record_d": saved[0],
-                  "next_record_decay": b.op("Squeeze", decay, b.i64(2, 3))}
+    return out | {
+        "next_record_k": k,
+        "next_record_d": saved[0],
+        "next_record_decay": b.op("Squeeze", decay, b.i64(2, 3)),
+    }
 
 
 def _pick(b: Body, x: Inputs, n: str) -> str:
@@ -87,8 +93,7 @@ def _window(b: Body, rows: str, start: str, like: str) -> str:
     return b.slice(rows, start, b.op("Add", start, b.op("Shape", like, start=0, end=1)), 0)
 
 
-def _convolve(b: Body, x: Inputs, heads: _Heads, inputs: str, kernel: int
-              ) -> tuple[str, str, str]:
+def _convolve(b: Body, x: Inputs, heads: _Heads, inputs: str, kernel: int) -> tuple[str, str, str]:
     wide = inputs if x.dtype("qkv") is F32 else b.cast(inputs, F32)
     weight = b.op("Transpose", b.op("Squeeze", x.f32(b, "conv_weight"), b.i64(1)), perm=(1, 0))
     rows = b.op("Shape", x["qkv"], start=0, end=1)
@@ -115,8 +120,7 @@ def _gates(b: Body, x: Inputs) -> tuple[str, str]:
     rate = b.op("Mul", b.op("Exp", x.f32(b, "a_log")), rate)
     axes = b.i64(2, 3)
     decay = b.op("Exp", b.op("Neg", rate))
-    return (b.op("Unsqueeze", decay, axes),
-            b.op("Unsqueeze", b.op("Sigmoid", x.f32(b, "b")), axes))
+    return (b.op("Unsqueeze", decay, axes), b.op("Unsqueeze", b.op("Sigmoid", x.f32(b, "b")), axes))
 
 
 def _only(b: Body, valid: str, rows: str, rest: float, rank: int) -> str:

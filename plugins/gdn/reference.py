@@ -36,9 +36,11 @@ def reference(x: Arrays, a: Attributes) -> dict[str, Array]:
     if a.word("saves") == "states":
         return out | {"next_states": np.stack(states).astype(np.float32)}
     ratio = a.integer("value_heads") // a.integer("key_heads")
-    return out | {"next_record_k": k[:, ::ratio].astype(np.float32),
-                  "next_record_d": d.astype(np.float32),
-                  "next_record_decay": decay.astype(np.float32)}
+    return out | {
+        "next_record_k": k[:, ::ratio].astype(np.float32),
+        "next_record_d": d.astype(np.float32),
+        "next_record_decay": decay.astype(np.float32),
+    }
 
 
 def _folded(x: Arrays, a: Attributes, n: int) -> Array:
@@ -56,17 +58,22 @@ def _folded(x: Arrays, a: Attributes, n: int) -> Array:
 def _convolved(x: Arrays, a: Attributes, inputs: Array) -> tuple[Array, Array, Array]:
     weight = wide(x["conv_weight"])[:, 0]
     rows = len(x["qkv"])
-    y = silu(sum(inputs[j : j + rows] * weight[:, j] for j in range(weight.shape[1])))
+    terms = [inputs[j : j + rows] * weight[:, j] for j in range(weight.shape[1])]
+    y = silu(np.sum(terms, axis=0))
     hk, hv, dk, dv = (a.integer(n) for n in ("key_heads", "value_heads", "key_dim", "value_dim"))
     q, k, v = np.split(y, [hk * dk, 2 * hk * dk], axis=1)
     q, k = (_unit(u.reshape(rows, hk, dk)) for u in (q, k))
     repeat = hv // hk
-    return (np.repeat(q * dk**-0.5, repeat, axis=1), np.repeat(k, repeat, axis=1),
-            v.reshape(rows, hv, dv))
+    return (
+        np.repeat(q * dk**-0.5, repeat, axis=1),
+        np.repeat(k, repeat, axis=1),
+        v.reshape(rows, hv, dv),
+    )
 
 
 def _unit(u: Array) -> Array:
-    return u / np.sqrt(np.sum(u * u, axis=-1, keepdims=True) + 1e-6)
+    norm: Array = np.sqrt(np.sum(u * u, axis=-1, keepdims=True) + 1e-6)
+    return u / norm
 
 
 def _gates(x: Arrays) -> tuple[Array, Array]:
@@ -74,16 +81,23 @@ def _gates(x: Arrays) -> tuple[Array, Array]:
     return np.exp(-rate), sigmoid(wide(x["b"]))
 
 
-def _step(state: Array, q: Array, k: Array, v: Array, decay: Array, beta: Array
-          ) -> tuple[Array, Array, Array]:
+def _step(
+    state: Array, q: Array, k: Array, v: Array, decay: Array, beta: Array
+) -> tuple[Array, Array, Array]:
     state = state * decay[:, None, None]
     d = beta[:, None] * (v - np.einsum("hkv,hk->hv", state, k))
     state = state + k[:, :, None] * d[:, None, :]
     return state, d, np.einsum("hkv,hk->hv", state, q)
 
 
-def gdn_case(rng: np.random.Generator, rows: int, held: int, accepted: int,
-             attributes: dict[str, Attribute], dtype: DType = DType.F32) -> Case:
+def gdn_case(
+    rng: np.random.Generator,
+    rows: int,
+    held: int,
+    accepted: int,
+    attributes: dict[str, Attribute],
+    dtype: DType = DType.F32,
+) -> Case:
     """Random inputs; records are ones a real call could have left."""
     a = {"key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 16} | attributes
     hk, hv, dk, dv = (int(a[n]) for n in ("key_heads", "value_heads", "key_dim", "value_dim"))
@@ -93,21 +107,34 @@ def gdn_case(rng: np.random.Generator, rows: int, held: int, accepted: int,
         return rng.standard_normal(shape).astype(np.float32)
 
     x = {
-        "qkv": normal(rows, channels), "b": normal(rows, hv), "a": normal(rows, hv),
-        "tail": normal(3, channels), "record_qkv": normal(held, channels)}
+        "qkv": normal(rows, channels),
+        "b": normal(rows, hv),
+        "a": normal(rows, hv),
+        "tail": normal(3, channels),
+        "record_qkv": normal(held, channels),
+    }
     x = {name: value.astype(dtype.numpy) for name, value in x.items()} | {
         "conv_weight": normal(channels, 1, 4),
-        "a_log": np.log(rng.uniform(0.5, 8, hv)).astype(np.float32), "dt_bias": normal(hv),
-        "accepted": np.array([accepted], np.int32), "state": normal(hv, dk, dv)}
+        "a_log": np.log(rng.uniform(0.5, 8, hv)).astype(np.float32),
+        "dt_bias": normal(hv),
+        "accepted": np.array([accepted], np.int32),
+        "state": normal(hv, dk, dv),
+    }
     if a.get("saves") == "states":
         x["states"] = normal(held, hv, dk, dv)
     else:
         k = normal(held, hk, dk)
-        x |= {"record_k": k / np.linalg.norm(k, axis=-1, keepdims=True),
-              "record_d": normal(held, hv, dv),
-              "record_decay": rng.uniform(0.1, 1, (held, hv)).astype(np.float32)}
-    return Case(f"{a.get('mode', 'verify')}_{rows}_rows_fold_{accepted}_of_{held}_"
-                f"{a.get('saves', 'records')}_{dtype.value}", x, a)
+        x |= {
+            "record_k": k / np.linalg.norm(k, axis=-1, keepdims=True),
+            "record_d": normal(held, hv, dv),
+            "record_decay": rng.uniform(0.1, 1, (held, hv)).astype(np.float32),
+        }
+    return Case(
+        f"{a.get('mode', 'verify')}_{rows}_rows_fold_{accepted}_of_{held}_"
+        f"{a.get('saves', 'records')}_{dtype.value}",
+        x,
+        a,
+    )
 
 
 def cases(rng: np.random.Generator) -> Iterator[Case]:
@@ -123,5 +150,8 @@ def cases(rng: np.random.Generator) -> Iterator[Case]:
         yield gdn_case(rng, 16, 16, accepted, {"saves": "states"})
     for rows, valid in ((32, 32), (32, 1), (32, 2), (32, 17)):
         case = gdn_case(rng, rows, 16, valid % 5, {"mode": "prefill"})
-        yield Case(f"{case.name}_valid_{valid}",
-                   {**case.inputs, "valid": np.array([valid], np.int32)}, case.attributes)
+        yield Case(
+            f"{case.name}_valid_{valid}",
+            {**case.inputs, "valid": np.array([valid], np.int32)},
+            case.attributes,
+        )

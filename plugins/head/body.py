@@ -12,8 +12,9 @@ from thor_dflash.tensors import DType
 
 def body(b: Body, x: Inputs, a: Attributes) -> Mapping[str, str]:
     """See the room's docstring for shapes."""
-    rows = pieces.rms_norm(b, x.f32(b, "x"), x.f32(b, "norm_weight"), a.real("norm_eps"),
-                           a.real("norm_offset"))
+    rows = pieces.rms_norm(
+        b, x.f32(b, "x"), x.f32(b, "norm_weight"), a.real("norm_eps"), a.real("norm_offset")
+    )
     rows = b.round(rows, x.dtype("x"))
     logits = pieces.project(b, x, rows, "weight0", "block_scale0", "row_scale0")
     vocab = a.integer("vocab")

@@ -14,8 +14,7 @@ from thor_dflash.tensors import Array, DType
 
 def reference(x: Arrays, a: Attributes) -> dict[str, Array]:
     """See the room's docstring for shapes."""
-    rows = rms_norm(wide(x["x"]), wide(x["norm_weight"]), a.real("norm_eps"),
-                    a.real("norm_offset"))
+    rows = rms_norm(wide(x["x"]), wide(x["norm_weight"]), a.real("norm_eps"), a.real("norm_offset"))
     rows = wide(rounded(rows, DType.of(x["x"])))
     logits = rows @ dequantise(x["weight0"], x.get("block_scale0")).T
     if "row_scale0" in x:
@@ -36,19 +35,38 @@ def cases(rng: np.random.Generator) -> Iterator[Case]:
         return rng.standard_normal((16, hidden)).astype(np.float32)
 
     for kind in ("nvfp4", "fp8", "bfloat16", "float32"):
-        yield Case(kind, {"x": rows(), "norm_weight": norm,
-                          **weight_case(rng, kind, vocab, hidden)}, {"norm_offset": 1.0})
+        yield Case(
+            kind,
+            {"x": rows(), "norm_weight": norm, **weight_case(rng, kind, vocab, hidden)},
+            {"norm_offset": 1.0},
+        )
     weight = rng.standard_normal((vocab, hidden)).astype(np.float32)
     weight[80:] *= 100
-    yield Case("padding_never_wins", {"x": rows(), "norm_weight": norm, "weight0": weight},
-               {"vocab": 80})
+    yield Case(
+        "padding_never_wins", {"x": rows(), "norm_weight": norm, "weight0": weight}, {"vocab": 80}
+    )
     twice = np.repeat(rng.standard_normal((48, hidden)), 2, axis=0).astype(np.float32)
     yield Case("first_of_equals", {"x": rows(), "norm_weight": norm, "weight0": twice}, {})
     broken = rows()
     broken[3, 5] = np.nan
     yield Case("nan_row", {"x": broken, "norm_weight": norm, "weight0": weight}, {})
     ids = rng.permutation(1000)[:vocab].astype(np.int32)
-    yield Case("reduced_vocabulary", {"x": rows(), "norm_weight": norm, "id_map": ids,
-                                      **weight_case(rng, "nvfp4", vocab, hidden)}, {"vocab": 90})
-    yield Case("bf16_rows", {"x": rows().astype(DType.BF16.numpy), "norm_weight": norm,
-                             **weight_case(rng, "bfloat16", vocab, hidden)}, {"norm_offset": 1.0})
+    yield Case(
+        "reduced_vocabulary",
+        {
+            "x": rows(),
+            "norm_weight": norm,
+            "id_map": ids,
+            **weight_case(rng, "nvfp4", vocab, hidden),
+        },
+        {"vocab": 90},
+    )
+    yield Case(
+        "bf16_rows",
+        {
+            "x": rows().astype(DType.BF16.numpy),
+            "norm_weight": norm,
+            **weight_case(rng, "bfloat16", vocab, hidden),
+        },
+        {"norm_offset": 1.0},
+    )

@@ -13,8 +13,10 @@ def body(b: Body, x: Inputs, a: Attributes) -> Mapping[str, str]:
     """See the room's docstring for shapes."""
     dtype = x.dtype("x")
     rows = b.round(_prologue(b, x, a), dtype)
-    y = [pieces.project(b, x, rows, f"weight{i}", f"block_scale{i}", f"row_scale{i}")
-         for i in range(a.integer("segments"))]
+    y = [
+        pieces.project(b, x, rows, f"weight{i}", f"block_scale{i}", f"row_scale{i}")
+        for i in range(a.integer("segments"))
+    ]
     if a.word("epilogue") == "swiglu":
         y = [b.op("Mul", b.silu(y[0]), y[1])]
     elif a.word("epilogue") == "residual":

@@ -46,18 +46,22 @@ def weight_case(rng: np.random.Generator, kind: str, n: int, k: int, i: int = 0)
     """One random stored weight; NVFP4 covers all codes and scales down to the subnormals."""
     if kind == "nvfp4":
         scales = rng.integers(1, 0x7F, (n, k // 16), dtype=np.uint8).view(DType.FP8.numpy)
-        return {f"weight{i}": rng.integers(0, 256, (n, k // 2), dtype=np.uint8),
-                f"block_scale{i}": scales,
-                f"row_scale{i}": rng.uniform(1e-4, 1e-3, n).astype(np.float32)}
+        return {
+            f"weight{i}": rng.integers(0, 256, (n, k // 2), dtype=np.uint8),
+            f"block_scale{i}": scales,
+            f"row_scale{i}": rng.uniform(1e-4, 1e-3, n).astype(np.float32),
+        }
     w = rng.standard_normal((n, k)).astype(np.float32) / np.sqrt(k)
     if kind == "fp8":
-        return {f"weight{i}": rounded(w * 64, DType.FP8),
-                f"row_scale{i}": np.full(n, 1 / 64, np.float32)}
+        return {
+            f"weight{i}": rounded(w * 64, DType.FP8),
+            f"row_scale{i}": np.full(n, 1 / 64, np.float32),
+        }
     return {f"weight{i}": w.astype(DType(kind).numpy)}
 
 
 def cases(rng: np.random.Generator) -> Iterator[Case]:
-    """Every weight kind; each prologue with each epilogue; mixed kinds in one launch; 1..17 rows."""
+    """Every weight kind; each prologue and epilogue; mixed kinds in one launch; 1 to 17 rows."""
     k, n = 64, 48
 
     def rows(t: int, width: int = k, scale: float = 1.0) -> Array:
@@ -67,23 +71,54 @@ def cases(rng: np.random.Generator) -> Iterator[Case]:
         yield Case(kind, {"x": rows(16), **weight_case(rng, kind, n, k)}, {})
     norm = rng.standard_normal(k).astype(DType.BF16.numpy)
     for t in (1, 3, 16, 17):
-        yield Case(f"norm_{t}_rows", {"x": rows(t, scale=30), "norm_weight": norm,
-                   **weight_case(rng, "nvfp4", n, k)}, {"norm_offset": 1.0})
+        yield Case(
+            f"norm_{t}_rows",
+            {"x": rows(t, scale=30), "norm_weight": norm, **weight_case(rng, "nvfp4", n, k)},
+            {"norm_offset": 1.0},
+        )
     mixed: dict[str, Array] = {"x": rows(16), "norm_weight": norm}
     for i, kind in enumerate(("nvfp4", "fp8", "bfloat16", "float32")):
         mixed |= weight_case(rng, kind, n - 16 * (i % 2), k, i)
     yield Case("mixed_segments", mixed, {"segments": 4, "norm_offset": 1.0})
     swiglu = {**weight_case(rng, "nvfp4", n, k, 0), **weight_case(rng, "bfloat16", n, k, 1)}
-    yield Case("swiglu", {"x": rows(16), "norm_weight": norm, **swiglu},
-               {"segments": 2, "epilogue": "swiglu", "norm_offset": 1.0})
-    yield Case("residual", {"x": rows(16), "residual": rows(16, n, 50),
-               **weight_case(rng, "fp8", n, k)}, {"epilogue": "residual"})
-    yield Case("sigmoid_gate_residual", {"x": rows(16), "gate": rows(16, scale=20),
-               "residual": rows(16, n), **weight_case(rng, "nvfp4", n, k)},
-               {"epilogue": "residual", "gate": "sigmoid"})
-    yield Case("gated_head_norm", {"x": rows(16), "gate": rows(16), "residual": rows(16, n),
-               "norm_weight": norm[:32], **weight_case(rng, "nvfp4", n, k)},
-               {"epilogue": "residual", "gate": "silu", "head_dim": 32})
+    yield Case(
+        "swiglu",
+        {"x": rows(16), "norm_weight": norm, **swiglu},
+        {"segments": 2, "epilogue": "swiglu", "norm_offset": 1.0},
+    )
+    yield Case(
+        "residual",
+        {"x": rows(16), "residual": rows(16, n, 50), **weight_case(rng, "fp8", n, k)},
+        {"epilogue": "residual"},
+    )
+    yield Case(
+        "sigmoid_gate_residual",
+        {
+            "x": rows(16),
+            "gate": rows(16, scale=20),
+            "residual": rows(16, n),
+            **weight_case(rng, "nvfp4", n, k),
+        },
+        {"epilogue": "residual", "gate": "sigmoid"},
+    )
+    yield Case(
+        "gated_head_norm",
+        {
+            "x": rows(16),
+            "gate": rows(16),
+            "residual": rows(16, n),
+            "norm_weight": norm[:32],
+            **weight_case(rng, "nvfp4", n, k),
+        },
+        {"epilogue": "residual", "gate": "silu", "head_dim": 32},
+    )
     for kind in ("nvfp4", "bfloat16"):
-        yield Case(f"bf16_rows_{kind}", {"x": rows(16).astype(DType.BF16.numpy),
-                   "norm_weight": norm, **weight_case(rng, kind, n, k)}, {"norm_offset": 1.0})
+        yield Case(
+            f"bf16_rows_{kind}",
+            {
+                "x": rows(16).astype(DType.BF16.numpy),
+                "norm_weight": norm,
+                **weight_case(rng, kind, n, k),
+            },
+            {"norm_offset": 1.0},
+        )

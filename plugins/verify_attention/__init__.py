@@ -30,6 +30,9 @@ from thor_dflash.plugins.op import ACTIVATION, CACHE, Attributes, Op, Port
 from thor_dflash.plugins.verify_attention.reference import cases, reference
 from thor_dflash.tensors import DType
 
+TILE = 128
+"""Rows of a cache tile. Caches are whole tiles."""
+
 _PLAIN = (DType.BF16, DType.F16, DType.F32)
 
 
@@ -56,8 +59,16 @@ OP = Op(
         Port("next_cache_k", CACHE, ("Hkv", "N", "D"), like="cache_k"),
         Port("next_cache_v", CACHE, ("Hkv", "N", "D"), like="cache_v"),
     ),
-    attributes={"heads": 1, "kv_heads": 1, "head_dim": 256, "rotary_dim": 64, "rope_theta": 1e7,
-                "norm_eps": 1e-6, "norm_offset": 1.0, "tile": 128},
+    attributes={
+        "heads": 1,
+        "kv_heads": 1,
+        "head_dim": 256,
+        "rotary_dim": 64,
+        "rope_theta": 1e7,
+        "norm_eps": 1e-6,
+        "norm_offset": 1.0,
+        "tile": TILE,
+    },
     aliases={"next_cache_k": "cache_k", "next_cache_v": "cache_v"},
     derived=_derived,
     reference=reference,

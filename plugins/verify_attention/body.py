@@ -33,8 +33,9 @@ def body(b: Body, x: Inputs, a: Attributes) -> Mapping[str, str]:
 def _turned(b: Body, x: Inputs, a: Attributes, name: str, at: str, heads: int) -> str:
     dim = a.integer("head_dim")
     by_head = b.reshape(x.f32(b, name), 0, heads, dim)
-    normed = pieces.rms_norm(b, by_head, x.f32(b, f"{name}_norm"), a.real("norm_eps"),
-                             a.real("norm_offset"))
+    normed = pieces.rms_norm(
+        b, by_head, x.f32(b, f"{name}_norm"), a.real("norm_eps"), a.real("norm_offset")
+    )
     return pieces.rope(b, normed, at, dim, a.integer("rotary_dim"), a.real("rope_theta"))
 
 
@@ -55,14 +56,17 @@ def _attend(b: Body, x: Inputs, a: Attributes, q: str, caches: Mapping[str, str]
     by_group = b.op("Transpose", b.reshape(q, 0, kv, group, dim), perm=(1, 2, 0, 3))
     scaled = b.op("Mul", by_group, b.op("Mul", b.f32(dim**-0.5), x["scale_k"]))
     q = b.reshape(scaled, 0, -1, dim)
-    row = b.reshape(b.op("Expand", b.reshape(at, 1, -1), b.concat(
-        0, b.i64(group), b.op("Shape", at))), 1, -1, 1)
+    row = b.reshape(
+        b.op("Expand", b.reshape(at, 1, -1), b.concat(0, b.i64(group), b.op("Shape", at))), 1, -1, 1
+    )
     end = b.op("Add", b.op("ReduceMax", at, b.i64(0), keepdims=0), b.scalar(1))
     tiles = b.op("Div", b.op("Add", end, b.scalar(tile - 1)), b.scalar(tile))
     shape = b.op("Shape", q)
     empty = b.concat(0, b.op("Slice", shape, b.i64(0), b.i64(2)), b.i64(1))
-    start = [b.op("Expand", b.f32(value), to) for value, to in (
-        (-np.inf, empty), (0.0, empty), (0.0, shape))]
+    start = [
+        b.op("Expand", b.f32(value), to)
+        for value, to in ((-np.inf, empty), (0.0, empty), (0.0, shape))
+    ]
 
     def step(s: Body, value: tuple[str, ...]) -> tuple[list[str], list[str]]:
         i, best, total, mixed = value

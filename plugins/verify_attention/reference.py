@@ -20,14 +20,14 @@ def reference(x: Arrays, a: Attributes) -> dict[str, Array]:
     k = _turned(x["k"], x["k_norm"], at, a, a.integer("kv_heads"))
     v = wide(x["v"]).reshape(k.shape)
     out: dict[str, Array] = {}
-    caches: list[Array] = []
+    stored: dict[str, Array] = {}
     for name, fresh in (("k", k), ("v", v)):
         cache, scale = x[f"cache_{name}"].copy(), wide(x[f"scale_{name}"])
         fresh = rounded(fresh / scale, DType.of(cache)).swapaxes(0, 1)
         cache[:, length : length + rows] = fresh
         out[f"next_cache_{name}"] = cache
-        caches.append(wide(cache[:, : length + rows]) * scale)
-    return {"o": rounded(attend(q, *caches, at), dtype)} | out
+        stored[name] = wide(cache[:, : length + rows]) * scale
+    return {"o": rounded(attend(q, stored["k"], stored["v"], at), dtype)} | out
 
 
 def _turned(x: Array, norm: Array, at: Array, a: Attributes, heads: int) -> Array:
@@ -43,11 +43,18 @@ def attend(q: Array, k: Array, v: Array, at: Array) -> Array:
     scores = np.where(np.arange(k.shape[1]) <= at[:, None], scores, -np.inf)
     weight = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weight /= weight.sum(axis=-1, keepdims=True)
-    return np.einsum("htn,hnd->thd", weight, v).reshape(len(q), -1)
+    mixed: Array = np.einsum("htn,hnd->thd", weight, v)
+    return mixed.reshape(len(q), -1)
 
 
-def _case(rng: np.random.Generator, rows: int, length: int, cache: DType,
-          attributes: dict[str, Attribute], dtype: DType = DType.F32) -> Case:
+def _case(
+    rng: np.random.Generator,
+    rows: int,
+    length: int,
+    cache: DType,
+    attributes: dict[str, Attribute],
+    dtype: DType = DType.F32,
+) -> Case:
     a = {"heads": 4, "kv_heads": 2, "head_dim": 16, "rotary_dim": 8, "tile": 32} | attributes
     heads, kv, dim = int(a["heads"]), int(a["kv_heads"]), int(a["head_dim"])
 
@@ -56,10 +63,15 @@ def _case(rng: np.random.Generator, rows: int, length: int, cache: DType,
 
     capacity = 160
     x: dict[str, Array] = {
-        "q": normal(rows, heads * dim), "k": normal(rows, kv * dim), "v": normal(rows, kv * dim)}
+        "q": normal(rows, heads * dim),
+        "k": normal(rows, kv * dim),
+        "v": normal(rows, kv * dim),
+    }
     x = {name: value.astype(dtype.numpy) for name, value in x.items()} | {
-        "q_norm": normal(dim) * 0.3, "k_norm": normal(dim) * 0.3,
-        "length": np.array([length], np.int32)}
+        "q_norm": normal(dim) * 0.3,
+        "k_norm": normal(dim) * 0.3,
+        "length": np.array([length], np.int32),
+    }
     for name, scale in (("k", 0.05), ("v", 0.125)):
         stored = rounded(normal(kv, capacity, dim) / (scale if cache is DType.FP8 else 1), cache)
         # What lies past the length must never be read: NaN shows when it is.

@@ -19,8 +19,12 @@ IN_PLACE = "in_place"
 """Model metadata: outputs that may be written over the input they are bound with."""
 
 _ELEMENT = {
-    "tensor(float)": DType.F32, "tensor(bfloat16)": DType.BF16, "tensor(int32)": DType.I32,
-    "tensor(float8e4m3fn)": DType.FP8, "tensor(int64)": DType.I64}
+    "tensor(float)": DType.F32,
+    "tensor(bfloat16)": DType.BF16,
+    "tensor(int32)": DType.I32,
+    "tensor(float8e4m3fn)": DType.FP8,
+    "tensor(int64)": DType.I64,
+}
 
 _ONNX_TYPE = {DType.F32: 1, DType.BF16: 16, DType.I32: 6, DType.FP8: 17, DType.I64: 7}
 """ONNX TensorProto element types, spelled out because the runtime does not import onnx."""
@@ -96,11 +100,17 @@ class OrtEngine:
         try:
             session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as e:  # ONNX Runtime's errors have no common base of their own
-            raise EngineError(f"{path} must load in ONNX Runtime {ort.__version__} (got: {e})"
-                              ) from e
+            raise EngineError(
+                f"{path} must load in ONNX Runtime {ort.__version__} (got: {e})"
+            ) from e
         in_place = session.get_modelmeta().custom_metadata_map.get(IN_PLACE, "")
-        return OrtGraph(name, session, _specs(session.get_inputs()), _specs(session.get_outputs()),
-                        frozenset(in_place.split()))
+        return OrtGraph(
+            name,
+            session,
+            _specs(session.get_inputs()),
+            _specs(session.get_outputs()),
+            frozenset(in_place.split()),
+        )
 
     def empty(self, spec: TensorSpec, dims: Dims) -> Tensor:
         """See Engine."""

@@ -39,8 +39,11 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def digests(package: Path) -> dict[str, str]:
-    return {p.relative_to(package).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest()
-            for p in package.rglob("*") if p.is_file() and p.name != manifest.NAME}
+    return {
+        p.relative_to(package).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in package.rglob("*")
+        if p.is_file() and p.name != manifest.NAME
+    }
 
 
 def test_the_same_checkpoints_give_the_same_bytes(pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -65,8 +68,9 @@ def test_manifest_says_what_is_stored(pair: tuple[Path, Path], tmp_path: Path) -
     assert packed < stored
 
 
-GEOMETRIES_LAYERS = tuple("attention" if (i + 1) % 4 == 0 else "gdn"
-                          for i in range(GEOMETRY.layers))
+GEOMETRIES_LAYERS = tuple(
+    "attention" if (i + 1) % 4 == 0 else "gdn" for i in range(GEOMETRY.layers)
+)
 
 
 def test_a_tied_head_is_stored_once(tmp_path: Path) -> None:
@@ -78,8 +82,9 @@ def test_a_tied_head_is_stored_once(tmp_path: Path) -> None:
     assert table <= plan.weights.nbytes("weights/outer.bin") < 2 * table
 
 
-def test_every_graph_obeys_the_rules_of_the_parsers(pair: tuple[Path, Path], tmp_path: Path
-                                                    ) -> None:
+def test_every_graph_obeys_the_rules_of_the_parsers(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
     build(*pair, tmp_path / "p", BuildConfig(), Silent())
     types = {op.type for op in OPS}
     for path in sorted((tmp_path / "p").glob("*.onnx")):
@@ -116,15 +121,17 @@ def test_a_state_is_read_and_left_under_one_name(pair: tuple[Path, Path], tmp_pa
                 assert len(readers) == 1, "in-place state has one reader"
 
 
-def test_without_a_drafter_there_is_plain_decoding_only(pair: tuple[Path, Path], tmp_path: Path
-                                                        ) -> None:
+def test_without_a_drafter_there_is_plain_decoding_only(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
     made = build(pair[0], None, tmp_path / "p", BuildConfig(), Silent())
     assert made.drafter is None
     assert not (tmp_path / "p" / "propose.onnx").exists()
 
 
-def test_weights_are_not_read_to_plan(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-                                      ) -> None:
+def test_weights_are_not_read_to_plan(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = make_plan(read_target(pair[0]), read_drafter(pair[1]), BuildConfig())
     sizes = [plan.weights.nbytes(file) for file in plan.weights.files]
     assert sum(sizes) > 100_000
@@ -142,25 +149,32 @@ def mutate(key: str, value: object, where: str = "drafter") -> Callable[[Path, P
     return change
 
 
-@pytest.mark.parametrize(("config", "message"), [
-    (BuildConfig(block=32), r"build.block must be <= 16, the drafter's \(got 32\)"),
-    (BuildConfig(capacity=16), r"build.capacity must be 17 to \d+.* \(got 16\)"),
-    (BuildConfig(capacity=10**9), r"max_position_embeddings \(got 1000000000\)"),
-])
-def test_options_must_fit(pair: tuple[Path, Path], tmp_path: Path, config: BuildConfig,
-                          message: str) -> None:
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (BuildConfig(block=32), r"build.block must be <= 16, the drafter's \(got 32\)"),
+        (BuildConfig(capacity=16), r"build.capacity must be 17 to \d+.* \(got 16\)"),
+        (BuildConfig(capacity=10**9), r"max_position_embeddings \(got 1000000000\)"),
+    ],
+)
+def test_options_must_fit(
+    pair: tuple[Path, Path], tmp_path: Path, config: BuildConfig, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         build(*pair, tmp_path / "p", config, Silent())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["drafter", "target"]
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (mutate("vocab_size", 300), "vocab"),
-    (mutate("num_target_layers", 7), "num_target_layers"),
-    (mutate("model_type", "llama", "target"), "llama"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (mutate("vocab_size", 300), "vocab"),
+        (mutate("num_target_layers", 7), "num_target_layers"),
+        (mutate("model_type", "llama", "target"), "llama"),
+    ],
+)
 def test_a_pair_that_does_not_fit_leaves_nothing(
-        pair: tuple[Path, Path], tmp_path: Path, change: Callable[[Path, Path], None], message: str
+    pair: tuple[Path, Path], tmp_path: Path, change: Callable[[Path, Path], None], message: str
 ) -> None:
     change(*pair)
     with pytest.raises(CheckpointError, match=message):
@@ -168,8 +182,9 @@ def test_a_pair_that_does_not_fit_leaves_nothing(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["drafter", "target"]
 
 
-def test_ctrl_c_while_writing_leaves_nothing(pair: tuple[Path, Path], tmp_path: Path,
-                                             monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_while_writing_leaves_nothing(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 

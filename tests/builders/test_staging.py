@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -171,25 +170,20 @@ stage.finish(Path(sys.argv[1], "manifest.toml").read_text())
     assert tree(tmp_path) == ["pkg", "pkg/manifest.toml", "pkg/w", "pkg/w/a.bin"]
 
 
-def _second(out: Path, queue: multiprocessing.SimpleQueue[str]) -> None:
-    try:
-        build(out, b"second")
-        queue.put("built")
-    except PackageError as e:
-        queue.put(str(e))
-
-
 def test_two_builds_at_once(tmp_path: Path) -> None:
     out = tmp_path / "pkg"
-    queue: multiprocessing.SimpleQueue[str] = multiprocessing.SimpleQueue()
     with Staging(out, "k") as stage:
         stage.write("a", put(b"1"))
         with pytest.raises(PackageError, match="one build at a time"):
             build(out, b"2")
-        child = multiprocessing.get_context("fork").Process(target=_second, args=(out, queue))
-        child.start()
-        child.join()
-        assert "one build at a time" in queue.get()
+        script = (
+            "import sys; from pathlib import Path\n"
+            "from thor_dflash.builders.staging import Staging\n"
+            "Staging(Path(sys.argv[1]), 'k').__enter__()"
+        )
+        command = [sys.executable, "-c", script, str(out)]
+        other = subprocess.run(command, check=False, capture_output=True, text=True)
+        assert "one build at a time (got a second)" in other.stderr
         stage.finish(TEXT)
     assert tree(out) == ["a", "manifest.toml"]
     build(out, b"3")

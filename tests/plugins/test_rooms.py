@@ -13,7 +13,7 @@ from onnx import helper
 from thor_dflash.plugins import OPS
 from thor_dflash.plugins.bodies import BODIES
 from thor_dflash.plugins.body import IR_VERSION, ONNX_TYPE, OPSET, call, function
-from thor_dflash.plugins.op import DOMAIN, VERSION, Case, Op, bind
+from thor_dflash.plugins.op import DOMAIN, VERSION, Case, Op
 from thor_dflash.tensors import Array, DType
 
 ROOMS = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
@@ -33,25 +33,36 @@ def model(op: Op, case: Case) -> onnx.ModelProto:
     want = op.reference(case.inputs, a)
     node = call(op, {n: n for n in case.inputs}, outputs, dtypes, a)
     graph = helper.make_graph(
-        [node], op.name,
-        [helper.make_tensor_value_info(n, ONNX_TYPE[dtypes[n]], v.shape)
-         for n, v in case.inputs.items()],
-        [helper.make_tensor_value_info(n, ONNX_TYPE[DType.of(v)], v.shape)
-         for n, v in want.items()])
+        [node],
+        op.name,
+        [
+            helper.make_tensor_value_info(n, ONNX_TYPE[dtypes[n]], v.shape)
+            for n, v in case.inputs.items()
+        ],
+        [
+            helper.make_tensor_value_info(n, ONNX_TYPE[DType.of(v)], v.shape)
+            for n, v in want.items()
+        ],
+    )
     proto = helper.make_model(
-        graph, functions=[function(op, BODIES[op.name], dtypes, a)], ir_version=IR_VERSION,
-        opset_imports=[helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, VERSION)])
+        graph,
+        functions=[function(op, BODIES[op.name], dtypes, a)],
+        ir_version=IR_VERSION,
+        opset_imports=[helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, VERSION)],
+    )
     onnx.checker.check_model(proto)
     return proto
 
 
-def run(proto: onnx.ModelProto, inputs: Mapping[str, Array], want: Mapping[str, Array]
-        ) -> dict[str, Array]:
+def run(
+    proto: onnx.ModelProto, inputs: Mapping[str, Array], want: Mapping[str, Array]
+) -> dict[str, Array]:
     """Outputs land in poisoned arrays of the wanted shapes, so an unwritten element shows."""
     options = ort.SessionOptions()
     options.log_severity_level = 3
-    session = ort.InferenceSession(proto.SerializeToString(), options,
-                                   providers=["CPUExecutionProvider"])
+    session = ort.InferenceSession(
+        proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
     binding = session.io_binding()
     outputs = {name: np.full_like(value, 77) for name, value in want.items()}
     inputs = {name: np.ascontiguousarray(value) for name, value in inputs.items()}

@@ -15,8 +15,9 @@ from thor_dflash.runtime.session import Request, Session
 from thor_dflash.runtime.state import Snapshot
 
 GEOMETRIES = ("0.8b", "4b", "27b", "heads27b")
-LAWFUL = settings(max_examples=12, deadline=None, derandomize=True,
-                  suppress_health_check=list(HealthCheck))
+LAWFUL = settings(
+    max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 
 
 def plain(s: Session, request: Request) -> list[int]:
@@ -26,7 +27,10 @@ def plain(s: Session, request: Request) -> list[int]:
 def drafter(kind: str, truth: list[int], seed: int) -> Proposer:
     rng = np.random.default_rng(seed)
     return {
-        "dead": DEAD, "hostile": hostile(truth), "oracle": oracle(truth), "real": Dflash(),
+        "dead": DEAD,
+        "hostile": hostile(truth),
+        "oracle": oracle(truth),
+        "real": Dflash(),
         "erring": erring(truth, 0.15, seed),
         "random": drafts(lambda n: [int(t) for t in rng.integers(0, 240, 15)]),
     }[kind]
@@ -43,8 +47,12 @@ def test_any_drafter_gives_the_plain_answer(geometry: str, kind: str) -> None:
 
 
 @LAWFUL
-@given(length=st.integers(1, 130), tokens=st.integers(1, 60), seed=st.integers(0, 99),
-       rate=st.sampled_from([0.0, 0.05, 0.2, 0.5, 1.0]))
+@given(
+    length=st.integers(1, 130),
+    tokens=st.integers(1, 60),
+    seed=st.integers(0, 99),
+    rate=st.sampled_from([0.0, 0.05, 0.2, 0.5, 1.0]),
+)
 def test_any_prompt_and_any_drafter(length: int, tokens: int, seed: int, rate: float) -> None:
     s = session()
     request = Request(prompt=prompt(length, seed), max_tokens=tokens)
@@ -181,8 +189,7 @@ def test_one_wait_a_cycle(monkeypatch: pytest.MonkeyPatch) -> None:
     s = session()
     engine, reads = s.model.engine, []
     read = type(engine).read
-    monkeypatch.setattr(type(engine), "read",
-                        lambda *a, **k: reads.append(1) or read(*a, **k))
+    monkeypatch.setattr(type(engine), "read", lambda *a, **k: reads.append(1) or read(*a, **k))
     answer(s, Request(prompt=prompt(40, 1), max_tokens=30), Dflash())
     assert len(reads) == s.report().spec.cycles
 

@@ -12,18 +12,22 @@ from thor_dflash.runtime.session import Request
 EOS = 99
 
 
-@pytest.mark.parametrize(("before", "tokens", "stop", "most", "shown", "finish"), [
-    (3, [10, 11, 12, 13], [EOS], 10, [10, 11, 12, 13], ""),
-    (5, [10, 11, EOS, 13], [EOS], 10, [10, 11], "stop"),
-    (5, [EOS, 11], [EOS], 10, [], "stop"),
-    (8, [10, 11, 12, 13], [EOS], 10, [10, 11], "length"),
-    (5, [10, EOS, 12], [], 10, [10, EOS, 12], ""),
-    (9, [EOS], [EOS], 10, [], "stop"),
-    (9, [10], [EOS], 10, [10], "length"),
-    (0, [EOS], [EOS], 1, [], "stop"),
-])
-def test_truth_table(before: int, tokens: list[int], stop: list[int], most: int,
-                     shown: list[int], finish: str) -> None:
+@pytest.mark.parametrize(
+    ("before", "tokens", "stop", "most", "shown", "finish"),
+    [
+        (3, [10, 11, 12, 13], [EOS], 10, [10, 11, 12, 13], ""),
+        (5, [10, 11, EOS, 13], [EOS], 10, [10, 11], "stop"),
+        (5, [EOS, 11], [EOS], 10, [], "stop"),
+        (8, [10, 11, 12, 13], [EOS], 10, [10, 11], "length"),
+        (5, [10, EOS, 12], [], 10, [10, EOS, 12], ""),
+        (9, [EOS], [EOS], 10, [], "stop"),
+        (9, [10], [EOS], 10, [10], "length"),
+        (0, [EOS], [EOS], 1, [], "stop"),
+    ],
+)
+def test_truth_table(
+    before: int, tokens: list[int], stop: list[int], most: int, shown: list[int], finish: str
+) -> None:
     assert resolve(before, tokens, stop, most) == (tuple(shown), finish)
 
 

@@ -17,14 +17,17 @@ from thor_dflash.runtime.propose import Dflash, Nobody
 from thor_dflash.runtime.session import Request, open_session
 
 
-@pytest.mark.parametrize(("request_", "message"), [
-    (Request(prompt=(), max_tokens=5), r"prompt must have at least one token"),
-    (Request(prompt=(1, 512), max_tokens=5), r"prompt\[1\] must be 0 to 511 \(got 512\)"),
-    (Request(prompt=(1, -1), max_tokens=5), r"prompt\[1\] must be 0 to 511 \(got -1\)"),
-    (Request(prompt=(1,), max_tokens=0), r"max_tokens must be >= 1 \(got 0\)"),
-    (Request(prompt=(1,) * 490, max_tokens=7), r"<= 496 tokens.*\(got 490 \+ 7 = 497\)"),
-    (Request(prompt=(1,), max_tokens=5, stop=frozenset(range(9))), r"at most 8 ids \(got 9\)"),
-])
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request(prompt=(), max_tokens=5), r"prompt must have at least one token"),
+        (Request(prompt=(1, 512), max_tokens=5), r"prompt\[1\] must be 0 to 511 \(got 512\)"),
+        (Request(prompt=(1, -1), max_tokens=5), r"prompt\[1\] must be 0 to 511 \(got -1\)"),
+        (Request(prompt=(1,), max_tokens=0), r"max_tokens must be >= 1 \(got 0\)"),
+        (Request(prompt=(1,) * 490, max_tokens=7), r"<= 496 tokens.*\(got 490 \+ 7 = 497\)"),
+        (Request(prompt=(1,), max_tokens=5, stop=frozenset(range(9))), r"at most 8 ids \(got 9\)"),
+    ],
+)
 def test_admission_refuses_before_anything_runs(request_: Request, message: str) -> None:
     s = session()
     with pytest.raises(RequestError, match=message):
@@ -91,6 +94,7 @@ def test_prompt_progress_is_told() -> None:
 
 def package(tmp_path: Path) -> Path:
     from checkpoints import GEOMETRIES, write_target
+
     write_target(tmp_path / "t", GEOMETRIES["27b"], 1)
     build(tmp_path / "t", None, tmp_path / "p", BuildConfig(capacity=128), Silent())
     return tmp_path / "p"
@@ -98,7 +102,9 @@ def package(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("capacity", [1, 16, 10**6])
 def test_capacity_must_fit_the_model(tmp_path: Path, capacity: int) -> None:
-    with pytest.raises(ConfigError, match=rf"engine.capacity must be 17 to \d+.*\(got {capacity}\)"):
+    with pytest.raises(
+        ConfigError, match=rf"engine.capacity must be 17 to \d+.*\(got {capacity}\)"
+    ):
         open_session(package(tmp_path), EngineConfig(capacity=capacity), Silent())
 
 
@@ -109,8 +115,9 @@ def test_a_damaged_graph_is_named_by_its_hash(tmp_path: Path) -> None:
         open_session(path, EngineConfig(), Silent())
 
 
-def test_a_graph_that_does_not_load_is_an_engine_error(tmp_path: Path,
-                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_does_not_load_is_an_engine_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = package(tmp_path)
     (path / "verify.onnx").write_bytes(b"no")
     monkeypatch.setattr(manifest, "verify", lambda *_: None)

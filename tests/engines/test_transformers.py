@@ -1,0 +1,286 @@
+"""score equals transformers on the goldens, for every geometry and every way to store weights.
+
+The goldens hold logits and taps at some rows; goldens/transformers/README.md tells their making.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import (
+    GEOMETRIES,
+    DrafterGeometry,
+    TargetGeometry,
+    dequantised,
+    read_config,
+    read_safetensors,
+    write_config,
+    write_drafter,
+    write_safetensors,
+    write_target,
+)
+from numpy.typing import NDArray
+
+from thor_dflash.builders.build import build
+from thor_dflash.config import BuildConfig, EngineConfig
+from thor_dflash.progress import Silent
+from thor_dflash.runtime.score import score
+from thor_dflash.runtime.session import Session, open_session
+
+Arrays = dict[str, NDArray[Any]]
+Damage = Callable[[TargetGeometry, Arrays], None]
+
+GOLDENS = Path(__file__).parent.parent / "goldens" / "transformers"
+NAMES = sorted(file.name.removesuffix(".npz") for file in GOLDENS.glob("*.npz"))
+
+SAME = 1e-5
+"""Largest difference from transformers as a share of the largest value there. The law is 1e-4;
+float32 against float32 comes to 1e-6, so a tenth of the law still leaves room."""
+
+DIFFERENT = 1e-2
+"""Least difference of a model that is wrong: a hundred times the law."""
+
+
+def golden(name: str) -> Arrays:
+    with np.load(GOLDENS / f"{name}.npz") as file:
+        return dict(file)
+
+
+def checkpoint(directory: Path, name: str) -> Path:
+    """The very target the golden was made from, and a drafter with its taps."""
+    geometry, dialect = name.rsplit(".", 1)
+    g, want = GEOMETRIES[geometry], golden(name)
+    write_target(directory / "target", g, int(want["seed"]), dialect)  # type: ignore[arg-type]
+    taps = tuple(int(i) for i in want["tap_layers"])
+    write_drafter(directory / "drafter", g, DrafterGeometry(taps=taps), 1)
+    return directory
+
+
+def opened(directory: Path, config: BuildConfig | None = None) -> Session:
+    config = config or BuildConfig(capacity=128)
+    build(directory / "target", directory / "drafter", directory / "package", config, Silent())
+    return open_session(directory / "package", EngineConfig(threads=1), Silent())
+
+
+def scored(name: str, config: BuildConfig | None = None, harm: Damage | None = None) -> Arrays:
+    """Every row of a golden's model, as this project computes it."""
+    tokens = [int(t) for t in golden(name)["tokens"]]
+    with TemporaryDirectory() as held:
+        directory = checkpoint(Path(held), name)
+        if harm is not None:
+            damage(directory / "target", GEOMETRIES[name.rsplit(".", 1)[0]], harm)
+        session = opened(directory, config)
+        try:
+            return score(session, tokens, True, Silent())
+        finally:
+            session.close()
+
+
+@cache
+def plain(name: str) -> Arrays:
+    return scored(name)
+
+
+def damage(directory: Path, g: TargetGeometry, harm: Damage) -> None:
+    """Change the tensors of a one-file checkpoint; names are given without its prefix."""
+    file = directory / "model.safetensors"
+    prefix = g.prefix
+    tensors = {name.removeprefix(prefix): t for name, t in read_safetensors(file).items()}
+    outside = [name for name in tensors if name.startswith(("lm_head", "mtp.", "model.visual."))]
+    harm(g, tensors)
+    named = {name if name in outside else prefix + name: t for name, t in tensors.items()}
+    write_safetensors(file, named)
+
+
+def distance(got: Arrays, want: Mapping[str, NDArray[Any]], what: str, at: object = ...) -> float:
+    """Largest difference as a share of the largest value."""
+    a, b = got[what][at].astype(np.float64), want[what].astype(np.float64)  # type: ignore[index]
+    return float(np.abs(a - b).max() / np.abs(b).max())
+
+
+def off(got: Arrays, name: str) -> dict[str, float]:
+    """Distance from a golden."""
+    want = golden(name)
+    return {what: distance(got, want, what, want["rows"]) for what in ("logits", "taps")}
+
+
+def test_the_goldens_cover_what_they_should() -> None:
+    geometries = {name.rsplit(".", 1)[0] for name in NAMES}
+    covered = [GEOMETRIES[name] for name in geometries]
+    assert len(covered) >= 5
+    assert {g.heads // g.kv_heads for g in covered} >= {2, 4, 6}
+    assert {g.value_heads // g.key_heads for g in covered} >= {1, 2, 3}
+    assert {g.prefix for g in covered} >= {"model.", "model.language_model."}
+    assert {g.tied for g in covered} == {True, False}
+    assert {name.rsplit(".", 1)[1] for name in NAMES} >= {
+        *("bf16", "f16", "f32", "fp8", "mixed", "modelopt", "compressed-tensors")
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_checkpoint_is_the_goldens_own(tmp_path: Path, name: str) -> None:
+    """Else the goldens must be made again: tests/checkpoints.py draws other weights."""
+    weights = dequantised(checkpoint(tmp_path, name) / "target")
+    total = sum(np.abs(weights[n].astype(np.float64)).sum() for n in sorted(weights))
+    assert total == pytest.approx(float(golden(name)["fingerprint"]), rel=1e-7)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_and_taps_are_those_of_transformers(name: str) -> None:
+    got = plain(name)
+    assert got["logits"].dtype == np.float32
+    assert got["logits"].shape == (len(golden(name)["tokens"]), golden(name)["logits"].shape[1])
+    assert max(off(got, name).values()) <= SAME
+
+
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 37])
+def test_the_score_of_a_prefix_is_the_prefix_of_the_score(tmp_path: Path, count: int) -> None:
+    session = opened(checkpoint(tmp_path, "gqa2.modelopt"))
+    tokens = [int(t) for t in golden("gqa2.modelopt")["tokens"]]
+    got = score(session, tokens[:count], True, Silent())
+    session.close()
+    for what, rows in plain("gqa2.modelopt").items():
+        np.testing.assert_array_equal(got[what], rows[:count])
+
+
+# What a build option may cost. fp8 keys and values: 3 mantissa bits are up to 1/16 off each; the
+# sums over a head and over the context average that to a few percent of the attention layers' part.
+# bf16 activations: 1/256 at each rounding, some ten of them a layer, adding up like a random walk.
+@pytest.mark.parametrize(
+    ("config", "bound"),
+    [
+        (BuildConfig(capacity=128, kv="bf16"), 0.01),
+        (BuildConfig(capacity=128, kv="fp8"), 0.1),
+        (BuildConfig(capacity=128, activations="bf16"), 0.05),
+        (BuildConfig(capacity=128, activations="bf16", kv="fp8"), 0.15),
+    ],
+    ids=["kv-bf16", "kv-fp8", "activations-bf16", "both"],
+)
+@pytest.mark.parametrize("name", ["27b.bf16", "heads27b.modelopt"])
+def test_coarser_builds_differ_and_not_by_much(
+    name: str, config: BuildConfig, bound: float
+) -> None:
+    gap = distance(scored(name, config), plain(name), "logits")
+    assert 1e-4 < gap <= bound
+
+
+@pytest.mark.parametrize("name", ["27b.bf16", "heads27b.modelopt"])
+def test_saving_states_changes_nothing(name: str) -> None:
+    got = scored(name, BuildConfig(capacity=128, saves="states"))
+    assert max(off(got, name).values()) <= SAME
+
+
+def _plus_one(*ends: str) -> Damage:
+    def harm(_: TargetGeometry, tensors: Arrays) -> None:
+        for name, t in tensors.items():
+            if name.endswith(ends):
+                tensors[name] = (t.astype(np.float32) + 1).astype(t.dtype)
+
+    return harm
+
+
+def _rows(end: str, order: Callable[[TargetGeometry, NDArray[Any]], NDArray[Any]]) -> Damage:
+    """Reorder the rows of every tensor of that name."""
+
+    def harm(g: TargetGeometry, tensors: Arrays) -> None:
+        for name, t in tensors.items():
+            if name.startswith("layers.") and name.endswith(end):
+                tensors[name] = order(g, t)
+
+    return harm
+
+
+def _by_head(g: TargetGeometry, t: NDArray[Any]) -> NDArray[Any]:
+    return t.reshape(g.heads, 2, g.head_dim, -1)
+
+
+def _gates_first(g: TargetGeometry, t: NDArray[Any]) -> NDArray[Any]:
+    return _by_head(g, t)[:, ::-1].reshape(t.shape)
+
+
+def _all_queries_first(g: TargetGeometry, t: NDArray[Any]) -> NDArray[Any]:
+    return _by_head(g, t).swapaxes(0, 1).reshape(t.shape)
+
+
+def _keys_first(g: TargetGeometry, t: NDArray[Any]) -> NDArray[Any]:
+    key = g.key_heads * g.key_dim
+    return np.concatenate([t[key : 2 * key], t[:key], t[2 * key :]])
+
+
+def _tiled(g: TargetGeometry, tensors: Arrays) -> None:
+    """Value heads in the order in which head j would belong to key head j mod Hk."""
+    order = np.arange(g.value_heads).reshape(g.key_heads, -1).T.reshape(-1)
+    channel = (order[:, None] * g.value_dim + np.arange(g.value_dim)).reshape(-1)
+    value = np.concatenate([np.arange(g.channels)[: -len(channel)], channel - len(channel)])
+    ends = {"in_proj_z.weight": channel, "in_proj_a.weight": order, "in_proj_b.weight": order}
+    ends |= {"A_log": order, "dt_bias": order}
+    ends |= {"in_proj_qkv.weight": value, "conv1d.weight": value}
+    for name, t in tensors.items():
+        rows = next((rows for end, rows in ends.items() if name.endswith(end)), None)
+        if rows is not None:
+            tensors[name] = t[rows]
+        elif name.endswith("linear_attn.out_proj.weight"):
+            tensors[name] = t[:, channel]
+
+
+def _odd_low(_: TargetGeometry, tensors: Arrays) -> None:
+    for name, t in tensors.items():
+        if t.dtype == np.uint8:
+            tensors[name] = t >> 4 | t << 4
+
+
+def _scaled(end: str, factor: float) -> Damage:
+    def harm(_: TargetGeometry, tensors: Arrays) -> None:
+        for name, t in tensors.items():
+            if name.endswith(end):
+                tensors[name] = (t.astype(np.float32) * factor).astype(t.dtype)
+
+    return harm
+
+
+WRONG: dict[str, tuple[str, Damage]] = {
+    "layer norms without their 1": ("27b.bf16", _plus_one("_layernorm.weight")),
+    "final norm without its 1": ("27b.bf16", _plus_one("norm.weight")),
+    "q and k norms without their 1": ("27b.bf16", _plus_one("q_norm.weight", "k_norm.weight")),
+    "gdn norm with a 1": ("27b.bf16", _plus_one("linear_attn.norm.weight")),
+    "gate rows before query rows": ("27b.bf16", _rows("q_proj.weight", _gates_first)),
+    "all queries, then all gates": ("27b.bf16", _rows("q_proj.weight", _all_queries_first)),
+    "k before q in the convolution": ("27b.bf16", _rows("in_proj_qkv.weight", _keys_first)),
+    "value heads tiled": ("27b.bf16", _tiled),
+    "convolution taps reversed": ("27b.bf16", _rows("conv1d.weight", lambda _, t: t[..., ::-1])),
+    "time step bias off by one": ("27b.bf16", _plus_one("dt_bias")),
+    "even columns in the high nibble": ("gqa2.modelopt", _odd_low),
+    "a multiplier taken for a divisor": ("gqa2.modelopt", _scaled("weight_scale_2", 8)),
+    "a divisor taken for a multiplier": (
+        "gqa2.compressed-tensors",
+        _scaled("weight_global_scale", 8),
+    ),
+    "an fp8 scale left out": ("gqa2.fp8", _scaled("o_proj.weight_scale", 448)),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_model_read_wrongly_is_far_away(what: str) -> None:
+    name, harm = WRONG[what]
+    assert off(scored(name, harm=harm), name)["logits"] >= DIFFERENT
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"rope_theta": 1e4}, {"partial_rotary_factor": 0.5}],
+    ids=lambda change: next(iter(change)),
+)
+def test_other_rotary_positions_are_far_away(tmp_path: Path, change: dict[str, float]) -> None:
+    name = "gqa2.bf16"
+    directory = checkpoint(tmp_path, name)
+    write_config(directory / "target", read_config(directory / "target") | change)
+    session = opened(directory)
+    tokens = [int(t) for t in golden(name)["tokens"]]
+    assert off(score(session, tokens, True, Silent()), name)["logits"] >= DIFFERENT
+    session.close()

@@ -1,0 +1,137 @@
+"""A DFlash drafter in plain numpy float64, for whoever wants to check another one.
+
+Written from the published forward pass alone, one block at a time, with no cache: the keys and
+values of every context row are made anew for each block. Knows nothing of thor_dflash.
+
+Letters: P context rows, R block rows, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Weights = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What a config.json means. Replace one of them to get a drafter that is wrong in that way."""
+
+    block: int
+    mask_token: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    causal: tuple[bool, ...]
+    """Per layer: slot i of the block sees slots 0..i only."""
+    windows: tuple[int | None, ...]
+    """Per layer: a key is seen at distances below it."""
+    theta: float
+    eps: float
+    norm_offset: float = 0.0
+    """Plain weights. 1 would be the target's zero-centred ones."""
+    context_input_norm: bool = False
+    """Context rows skip the layers' input norm."""
+
+
+def rules(config: Mapping[str, Any]) -> Rules:
+    """Read a drafter's config.json."""
+    flash = config["dflash_config"]
+    sliding = [kind == "sliding_attention" for kind in config["layer_types"]]
+    # Unless the config says, sliding layers are causal inside the block and full ones are not.
+    said = config.get("is_causal", flash.get("causal"))
+    rope = config.get("rope_parameters", config)
+    return Rules(
+        block=config.get("block_size", flash.get("block_size")),
+        mask_token=flash["mask_token_id"],
+        heads=config["num_attention_heads"],
+        kv_heads=config["num_key_value_heads"],
+        head_dim=config["head_dim"],
+        causal=tuple(s if said is None else said for s in sliding),
+        windows=tuple(config["sliding_window"] if s else None for s in sliding),
+        theta=rope["rope_theta"],
+        eps=config["rms_norm_eps"],
+    )
+
+
+def logits(
+    r: Rules, w: Weights, embedding: NDArray[Any], head: NDArray[Any], taps: NDArray[Any], last: int
+) -> Floats:
+    """[R, V]: what each slot of the block [last, mask, mask, ...] says.
+
+    `w` are the drafter's tensors by checkpoint name, `embedding` and `head` the target's [V, H],
+    `taps` [P, taps * H] the features of positions 0..P-1; `last` stands at position P.
+    """
+    context = _norm(r, taps.astype(np.float64) @ _of(w, "fc").T, _of(w, "hidden_norm"))
+    ids = [last, *[r.mask_token] * (r.block - 1)]
+    x = embedding[ids].astype(np.float64)
+    for i in range(len(r.causal)):
+        layer = f"layers.{i}"
+        x = x + _attention(r, w, i, x, context)
+        y = _norm(r, x, _of(w, f"{layer}.post_attention_layernorm"))
+        gate, up = (y @ _of(w, f"{layer}.mlp.{n}_proj").T for n in ("gate", "up"))
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ _of(w, f"{layer}.mlp.down_proj").T
+    return _norm(r, x, _of(w, "norm")) @ head.astype(np.float64).T
+
+
+def _of(w: Weights, name: str) -> Floats:
+    return w[f"{name}.weight"].astype(np.float64)
+
+
+def _norm(r: Rules, x: Floats, weight: Floats) -> Floats:
+    size = np.sqrt((x**2).mean(axis=-1, keepdims=True) + r.eps)
+    return x / size * (weight + r.norm_offset)
+
+
+def _attention(r: Rules, w: Weights, i: int, x: Floats, context: Floats) -> Floats:
+    """What layer i's attention adds to the block's rows."""
+    own = _norm(r, x, _of(w, f"layers.{i}.input_layernorm"))
+    if r.context_input_norm:
+        context = _norm(r, context, _of(w, f"layers.{i}.input_layernorm"))
+    layer, start = f"layers.{i}.self_attn", len(context)
+    seen_from = np.concatenate([context, own])
+    at = np.arange(len(seen_from))
+    q = _heads(r, own @ _of(w, f"{layer}.q_proj").T)
+    k = _heads(r, seen_from @ _of(w, f"{layer}.k_proj").T)
+    v = _heads(r, seen_from @ _of(w, f"{layer}.v_proj").T)
+    q = _turn(r, _norm(r, q, _of(w, f"{layer}.q_norm")), at[start:])
+    k = _turn(r, _norm(r, k, _of(w, f"{layer}.k_norm")), at)
+    group = r.heads // r.kv_heads
+    rows = np.empty_like(q)
+    for t, h in np.ndindex(rows.shape[:2]):
+        rows[t, h] = _look(r, i, q[t, h], k[:, h // group], v[:, h // group], start + t)
+    return rows.reshape(len(own), -1) @ _of(w, f"{layer}.o_proj").T
+
+
+def _heads(r: Rules, x: Floats) -> Floats:
+    return x.reshape(len(x), -1, r.head_dim)
+
+
+def _turn(r: Rules, x: Floats, at: NDArray[np.int64]) -> Floats:
+    """Rotary positions over the whole head; dimension j is paired with j + D / 2."""
+    half = r.head_dim // 2
+    angle = at[:, None, None] * r.theta ** -(np.arange(half) / half)
+    a, b = x[..., :half], x[..., half:]
+    return np.concatenate(
+        [a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], axis=-1
+    )
+
+
+def _look(r: Rules, i: int, q: Floats, k: Floats, v: Floats, at: int) -> Floats:
+    """One query of one head, at position `at`, over the keys it may see."""
+    distance = at - np.arange(len(k))
+    seen = np.ones(len(k), bool)
+    if r.causal[i]:
+        seen &= distance >= 0
+    window = r.windows[i]
+    if window is not None:
+        seen &= np.abs(distance) < window
+    score = k[seen] @ q / np.sqrt(r.head_dim)
+    weight = np.exp(score - score.max())
+    return weight @ v[seen] / weight.sum()
