@@ -14,15 +14,18 @@ Inputs
     top_k    int32 [1], margin float32 [1]; the relaxed rules' bounds
     close    int32 [1]; a draft of this id ends relaxed acceptance, itself included; -1: none
     strict   int32 [Z]; ids never accepted relaxed, -1 for unused places
+    soft     int32 [R]; the id row i prefers to its best one if that is near, or -1
+    soft_margin  float32 [1]; how near: log-probability, nats, at least 0
 
 Attribute vocab: ids at and past it are padding and never chosen; 0 means V.
 Attribute rows: R.
 
 Output
-    record   int32 [4 + 2R], see Record
+    record   int32 [5 + 2R], see Record
 
-Row i's choice is forced[i], or the allowed id with the largest logit, the first of equals. A draft
-agrees when it is the choice; or under a relaxed rule when its rank (logit descending, id
+Row i's choice is forced[i]; else soft[i] if it is allowed and its log-probability is at least the
+best one minus soft_margin; else the allowed id with the largest logit, the first of equals. A draft
+agrees when it is the choice; or, where the choice is the best id, under a relaxed rule when its rank (logit descending, id
 ascending) is below top_k and its log-probability (1) is at least the best one minus margin, or its
 probability (2) is at least the best one minus margin. margin 0 and top_k 1 are strict. Rows commit
 up to the first that does not agree, which adds the target's own choice; a stop id among the tokens
@@ -30,7 +33,8 @@ ends the commit there. NaN or infinity in a row, or nothing left to choose, make
 choice is -1 and nothing after it agrees. Nothing is clamped.
 
 Source: Leviathan et al. 2023, algorithm 1, at temperature 0; TensorRT-LLM's relaxed acceptance for
-rule 2, FlashRT's for rule 1 (logit and log-probability margins are the same number).
+rule 2, FlashRT's for rule 1 (logit and log-probability margins are the same number); Lucebox's soft
+close (a ratio p(soft) / p(best) of at least r is a margin of -ln r).
 """
 
 from pathlib import Path
@@ -62,6 +66,8 @@ OP = Op(
         Port("margin", (DType.F32,), (1,)),
         Port("close", _I32, (1,)),
         Port("strict", _I32, ("Z",)),
+        Port("soft", _I32, ("R",)),
+        Port("soft_margin", (DType.F32,), (1,)),
     ),
     outputs=(Port("record", _I32, ("L",)),),
     attributes={"vocab": 0, "rows": 16},

@@ -12,7 +12,8 @@ from thor_dflash.plugins.op import Attributes
 from thor_dflash.tensors import Array, DType
 
 I32, I64 = DType.I32, DType.I64
-_INTEGERS = ("tokens", "forced", "cap", "stop", "rule", "top_k", "close", "strict")
+_INTEGERS = ("tokens", "forced", "cap", "stop", "rule", "top_k", "close", "strict",
+             "soft")
 _Ints = Mapping[str, str]
 
 
@@ -22,12 +23,13 @@ def body(b: Body, x: Inputs, a: Attributes) -> Mapping[str, str]:
     n = {name: b.cast(x[name], I64) for name in _INTEGERS}
     whole = b.take(x["logits"], 0, vocab, 1) if vocab else x["logits"]
     logits = _masked(b, x, whole) if "mask" in x else whole
-    choice = _choice(b, n, whole, logits)
+    best = _choice(b, n, whole, logits)
+    choice = _softened(b, n, x["soft_margin"], logits, best)
     follow = b.take(n["tokens"], 1, rows, 0)
     same = b.op("Equal", follow, b.take(choice, 0, rows - 1, 0))
     relaxed = b.branch(
         b.op("Greater", b.op("Squeeze", n["rule"]), _int(b, 0)),
-        lambda s: _relaxed(s, n, x["margin"], (logits, choice, follow)),
+        lambda s: _relaxed(s, n, x["margin"], (logits, best, choice, follow)),
         lambda s: s.cast(s.const(np.zeros(rows - 1, np.bool_)), I64),
         I64,
     )
@@ -45,9 +47,9 @@ def body(b: Body, x: Inputs, a: Attributes) -> Mapping[str, str]:
         b.op("Sub", count, _int(b, 1, 1)),
         _int(b, -1, 1),
     )
-    differ = b.op("And", b.op("Not", b.op("Equal", tokens, choice)), b.op("Less", row, count))
-    loose = b.op("ReduceSum", b.cast(differ, I64), b.i64(0), keepdims=1)
-    words = b.concat(0, count, fault, loose, agreed, tokens, choice)
+    loose, softened = (_differ(b, pair, b.op("Less", row, count))
+                       for pair in ((tokens, choice), (best, choice)))
+    words = b.concat(0, count, fault, loose, agreed, softened, tokens, choice)
     return {"record": b.cast(words, I32)}
 
 
@@ -83,6 +85,27 @@ def _choice(b: Body, n: _Ints, whole: str, logits: str) -> str:
     return b.op("Where", b.op("Greater", bad, _int(b, 0)), _int(b, -1), forced)
 
 
+def _softened(b: Body, n: _Ints, margin: str, logits: str, best: str) -> str:
+    """int64 [R]: the soft id where it is near enough to a free choice, else the choice."""
+    width = b.op("Squeeze", b.op("Shape", logits, start=1, end=2))
+    soft = n["soft"]
+    inside = b.op("And", b.op("GreaterOrEqual", soft, b.scalar(0)), b.op("Less", soft, width))
+    safe = b.op("Unsqueeze", b.op("Where", inside, soft, b.scalar(0)), b.i64(1))
+    mine = b.op("Squeeze", b.op("GatherElements", logits, safe, axis=1), b.i64(1))
+    top = b.op("ReduceMax", logits, b.i64(1), keepdims=0)
+    near = b.op("And", b.op("GreaterOrEqual", mine, b.op("Sub", top, margin)),
+                b.op("Greater", mine, b.f32(-np.inf)))
+    free = b.op("And", b.op("Less", n["forced"], _int(b, 0)),
+                b.op("GreaterOrEqual", best, _int(b, 0)))
+    return b.op("Where", b.op("And", b.op("And", inside, near), free), soft, best)
+
+
+def _differ(b: Body, pair: tuple[str, str], among: str) -> str:
+    """int64 [1]: rows where two vectors differ."""
+    differ = b.op("And", b.op("Not", b.op("Equal", *pair)), among)
+    return b.op("ReduceSum", b.cast(differ, I64), b.i64(0), keepdims=1)
+
+
 def _leading(b: Body, agree: str) -> str:
     """int64 [1]: how many ones before the first zero."""
     misses = b.op("CumSum", b.op("Sub", _int(b, 1), agree), b.scalar(0))
@@ -108,10 +131,10 @@ def _any_of(b: Body, tokens: str, ids: str) -> str:
     return b.op("Cast", b.op("ReduceMax", b.cast(equal, I64), b.i64(1), keepdims=0), to=9)
 
 
-def _relaxed(b: Body, n: _Ints, margin: str, block: tuple[str, str, str]) -> str:
-    """int64 [R - 1]: the draft passes the relaxed rule. block is (logits, choice, follow)."""
-    logits, choice, forced = (b.take(v, 0, -1, 0) for v in (*block[:2], n["forced"]))
-    follow = block[2]
+def _relaxed(b: Body, n: _Ints, margin: str, block: tuple[str, str, str, str]) -> str:
+    """int64 [R - 1]: the draft passes the relaxed rule. block: (logits, best, choice, follow)."""
+    logits, best, choice, forced = (b.take(v, 0, -1, 0) for v in (*block[:3], n["forced"]))
+    follow = block[3]
     width = b.op("Squeeze", b.op("Shape", logits, start=1, end=2))
     ids = b.op("Range", b.scalar(0), width, b.scalar(1))
     draft = b.reshape(follow, -1, 1)
@@ -128,6 +151,7 @@ def _relaxed(b: Body, n: _Ints, margin: str, block: tuple[str, str, str]) -> str
     ok = b.op("And", ok, b.op("Greater", mine, b.f32(-np.inf)))
     ok = b.op("And", b.op("Squeeze", ok, b.i64(1)), b.op("And", unforced, b.op("Not", never)))
     ok = b.op("And", ok, b.op("GreaterOrEqual", choice, _int(b, 0)))
+    ok = b.op("And", ok, b.op("Equal", choice, best))
     return b.cast(b.op("And", ok, _before_close(b, n["close"], follow)), I64)
 
 

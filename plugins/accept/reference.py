@@ -10,7 +10,7 @@ import numpy as np
 from thor_dflash.plugins.op import Arrays, Attributes, Case
 from thor_dflash.tensors import Array
 
-HEADER = 4
+HEADER = 5
 """Words before the per-row ones."""
 
 STRICT, LOG_MARGIN, PROBABILITY_DELTA = 0, 1, 2
@@ -28,6 +28,8 @@ class Record:
     """Committed drafts that strict acceptance would have refused."""
     agreed: int
     """Drafts that agreed before cap and stop cut, 0..R - 1."""
+    softened: int
+    """Committed rows whose choice was a soft id in place of the best one."""
     tokens: tuple[int, ...]
     """[count] committed tokens: what follows each committed row."""
     choices: tuple[int, ...]
@@ -35,7 +37,7 @@ class Record:
 
     @classmethod
     def read(cls, words: Array) -> Record:
-        """From the operator's int32 [4 + 2R] output."""
+        """From the operator's int32 [5 + 2R] output."""
         values = [int(v) for v in words]
         rows = (len(values) - HEADER) // 2
         count, fault, relaxed, agreed = values[:HEADER]
@@ -52,7 +54,8 @@ class Record:
 def reference(x: Arrays, a: Attributes) -> dict[str, Array]:
     """See the room's docstring for shapes. Walks row by row."""
     rows = len(x["tokens"])
-    choices = [_choice(x, a, i) for i in range(rows)]
+    best = [_choice(x, a, i) for i in range(rows)]
+    choices = [_softened(x, a, i, best[i]) for i in range(rows)]
     follow = [int(t) for t in x["tokens"][1:]]
     closed = next((i for i, t in enumerate(follow) if t == int(x["close"][0]) >= 0), rows)
     agreed = 0
@@ -67,7 +70,8 @@ def reference(x: Arrays, a: Attributes) -> dict[str, Array]:
     count = next((i + 1 for i in range(count) if tokens[i] in stops), count)
     fault = count - 1 if choices[count - 1] < 0 else -1
     relaxed = sum(tokens[i] != choices[i] for i in range(count))
-    record = [count, fault, relaxed, agreed, *tokens, *choices]
+    softened = sum(best[i] != choices[i] for i in range(count))
+    record = [count, fault, relaxed, agreed, softened, *tokens, *choices]
     return {"record": np.array(record, np.int32)}
 
 
@@ -90,6 +94,16 @@ def _choice(x: Arrays, a: Attributes, i: int) -> int:
     logits = allowed(x, a, i)
     best = int(logits.argmax())
     return best if np.isfinite(logits[best]) else -1
+
+
+def _softened(x: Arrays, a: Attributes, i: int, best: int) -> int:
+    """The soft id of row i if its choice `best` is a free one and the soft id is near it."""
+    soft = int(x["soft"][i])
+    logits = allowed(x, a, i)
+    if best < 0 or x["forced"][i] >= 0 or not 0 <= soft < len(logits):
+        return best
+    near = logits[soft] >= logits[best] - float(x["soft_margin"][0])
+    return soft if near and np.isfinite(logits[soft]) else best
 
 
 def _relaxed(x: Arrays, a: Attributes, i: int, draft: int, choice: int) -> bool:
@@ -174,6 +188,7 @@ def cases(rng: np.random.Generator) -> Iterator[Case]:
     yield accept_case("ties", equal, right(equal, 9))
     yield from _forced_and_masked(rng, rows, vocab)
     yield from _faults(rng, rows, vocab)
+    yield from _soft_cases(rng, rows, vocab)
     for rule in (LOG_MARGIN, PROBABILITY_DELTA):
         yield from _relaxed_cases(rng, rows, vocab, rule)
 
@@ -207,6 +222,33 @@ def _faults(rng: np.random.Generator, rows: int, vocab: int) -> Iterator[Case]:
     logits[2, 30:] = np.nan
     yield accept_case("nan_in_padding_is_no_fault", logits, tokens, vocab=30)
     yield accept_case("all_minus_infinity", np.full((rows, vocab), -np.inf), tokens)
+
+
+def _soft_cases(rng: np.random.Generator, rows: int, vocab: int) -> Iterator[Case]:
+    logits = rng.standard_normal((rows, vocab))
+    best = logits.argmax(axis=1)
+    full = np.concatenate([[0], best[:-1]])
+    soft = 7
+    logits[:, soft] = logits.max(axis=1) - np.arange(rows) / 8
+    for margin in (0.0, 0.25, 9.0):
+        for start in (0, 5, 15):
+            wanted = np.where(np.arange(rows) >= start, soft, -1)
+            yield accept_case(f"soft_from_{start}_margin_{margin}", logits[::-1], full[::-1],
+                              soft=wanted, soft_margin=margin)
+    wanted = np.full(rows, soft)
+    yield accept_case("soft_is_drafted", logits, wanted, soft=wanted, soft_margin=1.0)
+    forced = np.where(np.arange(rows) < 3, 11, -1)
+    tokens = np.concatenate([[0], np.where(forced >= 0, forced, soft)[:-1]])
+    yield accept_case("soft_gives_way_to_forced", logits, tokens, soft=wanted, forced=forced)
+    words = np.full((rows, 2), -1)
+    words[:2, 0] = ~(1 << soft)
+    yield accept_case("soft_is_masked", logits, full, soft=wanted, mask=words)
+    yield accept_case("soft_refuses_relaxed", logits, full, soft=wanted, rule=LOG_MARGIN,
+                      margin=9.0, top_k=40)
+    yield accept_case("soft_outside_vocab", logits[:, ::-1], full, soft=np.full(rows, vocab - 1),
+                      soft_margin=9.0, vocab=vocab - 2)
+    logits[4, 30] = np.nan
+    yield accept_case("soft_over_a_fault", logits, full, soft=wanted, soft_margin=0.0)
 
 
 def _relaxed_cases(rng: np.random.Generator, rows: int, vocab: int, rule: int) -> Iterator[Case]:

@@ -25,7 +25,8 @@ def reference(x: Arrays, a: Attributes) -> dict[str, Array]:
         rows = int(x["valid"][0])
         tail = inputs[rows : rows + taps]
     o = np.zeros((len(q), a.integer("value_heads"), a.integer("value_dim")))
-    d, states, running = np.zeros_like(o), [], state
+    d, running = np.zeros_like(o), state
+    states: list[Array] = []
     for t in range(rows):
         running, d[t], o[t] = _step(running, q[t], k[t], v[t], decay[t], beta[t])
         states.append(running)

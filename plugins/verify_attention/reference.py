@@ -40,7 +40,8 @@ def attend(q: Array, k: Array, v: Array, at: Array) -> Array:
     """Causal softmax attention: q [T, Hq, D], k and v [Hkv, N, D] -> [T, Hq * D]."""
     k, v = (np.repeat(u, q.shape[1] // u.shape[0], axis=0) for u in (k, v))
     scores = np.einsum("thd,hnd->htn", q, k) / np.sqrt(q.shape[2])
-    scores = np.where(np.arange(k.shape[1]) <= at[:, None], scores, -np.inf)
+    seen: Array = np.arange(k.shape[1]) <= at[:, None]
+    scores = np.where(seen, scores, -np.inf)
     weight = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weight /= weight.sum(axis=-1, keepdims=True)
     mixed: Array = np.einsum("htn,hnd->thd", weight, v)

@@ -1,5 +1,9 @@
 """The engine of any machine: ONNX Runtime on the CPU, running the rooms' ONNX bodies."""
 
+# onnxruntime publishes no types.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import time
@@ -96,6 +100,8 @@ class OrtEngine:
         options.intra_op_num_threads = self.threads
         options.inter_op_num_threads = 1
         options.log_severity_level = 3
+        # Each graph has threads of its own; those of the last one must not spin against the next.
+        options.add_session_config_entry("session.force_spinning_stop", "1")
         path = self.package / f"{name}.onnx"
         try:
             session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])

@@ -31,14 +31,9 @@ from numpy.typing import NDArray
 from plain.drafter import Rules, logits, rules
 
 from thor_dflash.builders.build import build
-from thor_dflash.config import BuildConfig, EngineConfig
-from thor_dflash.plugins.accept import Record
+from thor_dflash.config import BuildConfig
 from thor_dflash.progress import Silent
-from thor_dflash.runtime.block import Block, Progress
 from thor_dflash.runtime.model import ring_rows
-from thor_dflash.runtime.propose import Dflash
-from thor_dflash.runtime.score import score
-from thor_dflash.runtime.session import Request, open_session
 
 Array = NDArray[Any]
 
@@ -93,10 +88,12 @@ class Bench:
     layers: int
     width: int
     """Of a row of taps."""
-    rings: dict[str, Array] = field(default_factory=dict)
+    rings: dict[str, Array] = field(default_factory=dict[str, Array])
+    first: int = 0
+    """Context rows that are never observed."""
     length: int = 0
 
-    def clear(self) -> None:
+    def clear(self, first: int = 0) -> None:
         """An empty sequence. What is in the rings then must not matter, so it is noise."""
         rng = np.random.default_rng(5)
         rows = [ring_rows(w, CAPACITY, BLOCK, CHUNK) for w in self.windows]
@@ -106,7 +103,7 @@ class Bench:
             for i, size in enumerate(rows)
             for n in "kv"
         }
-        self.length = 0
+        self.first = self.length = first
 
     def observe(self, taps: Array, graph: str = "observe") -> None:
         """Commit up to one step of rows; the rest of the step is noise."""
@@ -117,9 +114,9 @@ class Bench:
         self.rings = {name.removeprefix("next."): value for name, value in got.items()}
         self.length += len(taps)
 
-    def fill(self, taps: Array, steps: Iterator[tuple[str, int]]) -> None:
+    def fill(self, taps: Array, steps: Iterator[tuple[str, int]], first: int = 0) -> None:
         """An empty sequence and then these rows, in steps of (graph, rows to commit)."""
-        self.clear()
+        self.clear(first)
         while self.length < len(taps):
             graph, count = next(steps)
             self.observe(taps[self.length : self.length + count], graph)
@@ -139,7 +136,8 @@ class Bench:
 
     def _run(self, name: str, **given: Array) -> dict[str, Array]:
         graph = self.graphs[name]
-        given |= {"length": np.array([self.length], np.int32), **self.rings}
+        counters = {"length": self.length, "drafter.first": self.first}
+        given |= {n: np.array([value], np.int32) for n, value in counters.items()} | self.rings
         given |= {f"drafter.{i}.window": np.array([w], np.int32) for i, w in enumerate(self.windows)}
         wanted = {i.name for i in graph.get_inputs()}
         assert wanted <= set(given)
@@ -248,6 +246,16 @@ def test_the_way_rows_came_in_does_not_matter(name: str) -> None:
         assert distance(other, answers[0]) <= 1e-6
 
 
+@pytest.mark.parametrize("first", [1, 30, 90])
+def test_rows_before_the_first_are_not_there(first: int) -> None:
+    b = bench("27b's")
+    taps = features(b, 100)
+    b.fill(taps, decoding(50), first)
+    # Rotary positions are relative, so the plain drafter may count from `first`.
+    assert distance(b.propose()[1], b.plain(taps[first:])) <= SAME
+    assert distance(b.propose()[1], b.plain(taps)) >= DIFFERENT
+
+
 def test_a_dropped_step_leaves_nothing() -> None:
     b = bench("sliding, full")
     taps = features(b, 100)
@@ -285,8 +293,6 @@ BROKEN: dict[str, Callable[[Rules], Rules]] = {
     "input norm on context rows": lambda r: replace(r, context_input_norm=True),
     "other mask token": lambda r: replace(r, mask_token=r.mask_token - 1),
 }
-EDGE = {"window one too short": 16}
-"""Contexts at which the rule is felt clearly; 60 rows otherwise."""
 
 
 @pytest.mark.parametrize("name", ["sliding, full", "27b's"])
@@ -314,21 +320,3 @@ def test_taps_in_another_order_are_far_away() -> None:
     b.fill(taps, decoding(30))
     backwards = taps.reshape(60, 4, -1)[:, ::-1].reshape(60, -1)
     assert distance(b.propose()[1], b.plain(backwards)) >= DIFFERENT
-
-
-class Diary:
-    """A policy that changes nothing and notes every block before it is committed."""
-
-    def __init__(self, read: Callable[[], Array]) -> None:
-        self.read = read
-        self.blocks: list[tuple[int, Array]] = []
-
-    def shape(self, progress: Progress, block: Block) -> Block:
-        return block
-
-    def judge(self, progress: Progress, record: Record) -> int:
-        self.blocks.append((len(progress.tokens), self.read()))
-        return record.count
-
-    def observe(self, progress: Progress, committed: int) -> None:
-        pass

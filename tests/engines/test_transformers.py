@@ -39,9 +39,9 @@ Damage = Callable[[TargetGeometry, Arrays], None]
 GOLDENS = Path(__file__).parent.parent / "goldens" / "transformers"
 NAMES = sorted(file.name.removesuffix(".npz") for file in GOLDENS.glob("*.npz"))
 
-SAME = 1e-5
-"""Largest difference from transformers as a share of the largest value there. The law is 1e-4;
-float32 against float32 comes to 1e-6, so a tenth of the law still leaves room."""
+SAME = 1e-4
+"""Largest difference from transformers as a share of the largest value there. float32 is good for
+2e-5 on these models: as far is transformers from itself when it goes token by token."""
 
 DIFFERENT = 1e-2
 """Least difference of a model that is wrong: a hundred times the law."""
@@ -149,16 +149,19 @@ def test_the_score_of_a_prefix_is_the_prefix_of_the_score(tmp_path: Path, count:
         np.testing.assert_array_equal(got[what], rows[:count])
 
 
-# What a build option may cost. fp8 keys and values: 3 mantissa bits are up to 1/16 off each; the
-# sums over a head and over the context average that to a few percent of the attention layers' part.
-# bf16 activations: 1/256 at each rounding, some ten of them a layer, adding up like a random walk.
+# What a build option may cost, as the mean error's share of the mean logit (root mean square both).
+# bf16 is off by up to 2^-9, evenly spread: 0.11 % a rounding. Keys and values are two of those, and
+# only one layer in four has them. bf16 activations are rounded some ten times a layer, and every
+# rounding passes through the layers above it: sqrt(40) times 0.11 % is 0.7 %, times the factor of 3
+# or so by which four random layers enlarge a difference.
+# fp8 is off by up to 2^-4, so 16 to 32 times what bf16 costs.
 @pytest.mark.parametrize(
     ("config", "bound"),
     [
-        (BuildConfig(capacity=128, kv="bf16"), 0.01),
-        (BuildConfig(capacity=128, kv="fp8"), 0.1),
-        (BuildConfig(capacity=128, activations="bf16"), 0.05),
-        (BuildConfig(capacity=128, activations="bf16", kv="fp8"), 0.15),
+        (BuildConfig(capacity=128, kv="bf16"), 0.001),
+        (BuildConfig(capacity=128, kv="fp8"), 0.03),
+        (BuildConfig(capacity=128, activations="bf16"), 0.04),
+        (BuildConfig(capacity=128, activations="bf16", kv="fp8"), 0.05),
     ],
     ids=["kv-bf16", "kv-fp8", "activations-bf16", "both"],
 )
@@ -166,8 +169,9 @@ def test_the_score_of_a_prefix_is_the_prefix_of_the_score(tmp_path: Path, count:
 def test_coarser_builds_differ_and_not_by_much(
     name: str, config: BuildConfig, bound: float
 ) -> None:
-    gap = distance(scored(name, config), plain(name), "logits")
-    assert 1e-4 < gap <= bound
+    want = plain(name)["logits"]
+    error = scored(name, config)["logits"] - want
+    assert bound / 10 < np.sqrt((error**2).mean() / (want**2).mean()) <= bound
 
 
 @pytest.mark.parametrize("name", ["27b.bf16", "heads27b.modelopt"])

@@ -1,0 +1,185 @@
+"""The demo: planner-nano plans one held-out task, with thinking, and shows what it cost."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text as Styled
+
+from thor_dflash.builders.build import build
+from thor_dflash.calib.planbench import Task, Verdict, judge, task_from_line
+from thor_dflash.config import Config
+from thor_dflash.errors import ConfigError
+from thor_dflash.manifest import Manifest
+from thor_dflash.progress import Progress, amount
+from thor_dflash.runtime.propose import Nobody, Proposer
+from thor_dflash.runtime.session import Report, Request, Session, open_session
+from thor_dflash.runtime.text import Answer, Text
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = ROOT / "models" / "planner-nano"
+PACKAGE = ROOT / "build" / "planner-nano"
+
+RUNS = 3
+"""Runs a time is the median of."""
+
+BARS = " ▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One answer, and what it took."""
+
+    tokens: tuple[int, ...]
+    reports: tuple[Report, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Prompt to last token, median of the runs, s."""
+        return median(r.timings.e2e_ms for r in self.reports) / 1e3
+
+    @property
+    def tok_s(self) -> float:
+        """Decoding rate, median of the runs, tokens/s."""
+        return median(r.timings.tok_s for r in self.reports)
+
+
+def run(config: Config, progress: Progress, number: int = 0) -> None:
+    """Build the small model that ships with the repository and plan held-out task `number`.
+
+    Raises:
+        ConfigError: the repository's model is not here, or there is no such task.
+    """
+    task = read_task(number)
+    manifest = build(MODEL / "target", MODEL / "drafter", PACKAGE, config.build, progress)
+    session = open_session(PACKAGE, config.engine, progress)
+    progress.close()
+    console = Console(file=sys.stdout, highlight=False)
+    try:
+        _show(console, session, manifest, task)
+    finally:
+        session.close()
+
+
+def read_task(number: int) -> Task:
+    """A task of models/planner-nano/heldout.jsonl."""
+    path = MODEL / "heldout.jsonl"
+    if not path.is_file():
+        raise ConfigError(f"{path} must be there; the demo runs in a checkout (got none)")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    if not 0 <= number < len(lines):
+        raise ConfigError(f"--task must be 0 to {len(lines) - 1} (got {number})")
+    return task_from_line(lines[number])
+
+
+def _show(console: Console, session: Session, manifest: Manifest, task: Task) -> None:
+    text = session.text
+    assert text is not None
+    _introduce(console, manifest, task)
+    messages = [{"role": role, "content": content} for role, content in task.messages]
+    prompt = tuple(text.encode(text.render(messages, thinking=True)))
+    request = Request(prompt=prompt, max_tokens=512, stop=frozenset(manifest.stop_tokens))
+    answer = _stream(console, session, text, request)
+    verdict = judge(task, answer.text())
+    console.print(_plan(answer.text(), verdict))
+    with console.status("timing it against its own plain decoding"):
+        fast = _measure(session, request)
+        plain = _measure(session, request, Nobody())
+    console.print(_numbers(fast, plain, len(prompt)))
+    same = fast.tokens == plain.tokens
+    console.print(
+        f"{'Same' if same else 'NOT THE SAME'} {len(fast.tokens)} tokens both ways: speculation "
+        "changes how fast, never what.",
+        style="green" if same else "bold red",
+    )
+    console.print(
+        "planner-nano shows the machinery on any laptop; none of its numbers is one of the 27B.",
+        style="dim",
+    )
+
+
+def _introduce(console: Console, manifest: Manifest, task: Task) -> None:
+    drafter = manifest.drafter
+    assert drafter is not None
+    size = amount(sum(e.bytes for e in manifest.files.values()), "bytes")
+    console.print(
+        f"[bold]planner-nano[/bold]  {len(manifest.target.layers)} layers, NVFP4, drafter of "
+        f"{len(drafter.layers)} layers, block of {manifest.block}, {size}, engine {manifest.engine}"
+    )
+    user = next(content for role, content in task.messages if role == "user")
+    title = f"held-out task {task.name}, never seen in training"
+    console.print(Panel(Styled(user), title=title, title_align="left", border_style="blue"))
+
+
+def _stream(console: Console, session: Session, text: Text, request: Request) -> Answer:
+    """Thinking, dim, as it is committed; the answer is shown as a plan afterwards."""
+    answer = Answer(text, request.prompt)
+    console.print("thinking", style="dim bold")
+    for chunk in session.generate(request):
+        for piece in answer.feed(chunk.tokens):
+            if piece.thinking:
+                console.print(Styled(piece.text, style="dim italic"), end="")
+    answer.end()
+    console.print()
+    return answer
+
+
+def _plan(text: str, verdict: Verdict) -> Panel:
+    state = Styled("valid: the executor reaches the goal" if verdict.valid else verdict.reason)
+    state.stylize("green" if verdict.valid else "red")
+    colour = "green" if verdict.valid else "red"
+    try:
+        plan = json.loads(text)
+        steps, question = plan["steps"], plan["needs_clarification"]
+        goal = Styled(f"goal: {plan['goal']}", style="bold")
+    except (ValueError, KeyError, TypeError):
+        return Panel(Group(Styled(text), state), title="answer", border_style=colour)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("#", "skill", "arguments", "on failure"):
+        table.add_column(name)
+    for step in steps:
+        arguments = ", ".join(f"{key}={value}" for key, value in step["args"].items())
+        table.add_row(str(step["id"]), Styled(step["skill"], style="cyan"), arguments,
+                      str(step.get("on_fail", "")))  # fmt: skip
+    asked = [Styled(f"asks: {question}", style="yellow")] if question else []
+    return Panel(Group(goal, *([table] if steps else []), *asked, state), title="plan",
+                 title_align="left", border_style=colour)  # fmt: skip
+
+
+def _measure(session: Session, request: Request, proposer: Proposer | None = None) -> Run:
+    reports: list[Report] = []
+    tokens: tuple[int, ...] = ()
+    for _ in range(RUNS):
+        chunks = session.run(request, proposer) if proposer else session.generate(request)
+        tokens = tuple(t for c in chunks for t in c.tokens)
+        reports.append(session.report())
+    return Run(tokens, tuple(reports))
+
+
+def _numbers(fast: Run, plain: Run, prompt: int) -> Table:
+    table = Table(title=f"{prompt} prompt tokens, {len(fast.tokens)} generated, median of {RUNS}",
+                  title_justify="left")  # fmt: skip
+    table.add_column("")
+    for name in ("DFlash", "plain"):
+        table.add_column(name, justify="right")
+    table.add_column("tokens per cycle, 1 to 16", style="cyan")
+    specs = [run.reports[-1].spec for run in (fast, plain)]
+    table.add_row("cycles", *(str(s.cycles) for s in specs), histogram(specs[0].accept_hist))
+    table.add_row("accept length", *(f"{s.accept_len:.2f}" for s in specs))
+    table.add_row("tokens/s", f"{fast.tok_s:.0f}", f"{plain.tok_s:.0f}")
+    table.add_row("request to plan, s", f"{fast.seconds:.2f}", f"{plain.seconds:.2f}")
+    table.add_row("speed-up", f"[bold green]{plain.seconds / fast.seconds:.1f}x[/]", "1.0x")
+    return table
+
+
+def histogram(counts: tuple[int, ...]) -> str:
+    """One character a count, as high as it is against the largest."""
+    top = max(counts) or 1
+    return "".join(BARS[-(-count * (len(BARS) - 1) // top)] for count in counts)
