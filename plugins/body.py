@@ -147,8 +147,7 @@ class Body:
         ins = [sub.name() for _ in carried]
         on, out = step(sub, (i, *ins))
         go_on = sub.op("Identity", go)
-        # One value may not be two subgraph outputs.
-        on, out = [sub.op("Identity", v) for v in on], [sub.op("Identity", v) for v in out]
+        on, out = _outputs(sub, on, out)
         types = [d for _, d in carried]
         graph = helper.make_graph(
             sub.nodes,
@@ -184,8 +183,7 @@ class Body:
         """
         sub = self.sub()
         ins = [sub.name() for _ in (*carried, *rows)]
-        on, out = step(sub, tuple(ins))
-        on, out = [sub.op("Identity", v) for v in on], [sub.op("Identity", v) for v in out]
+        on, out = _outputs(sub, *step(sub, tuple(ins)))
         shapes = [shape for _, shape in carried]
         graph = helper.make_graph(
             sub.nodes,
@@ -231,6 +229,20 @@ class Body:
             )
         )
         return name
+
+
+def _outputs(sub: Body, on: list[str], out: list[str]) -> tuple[list[str], list[str]]:
+    """A subgraph's outputs, each made by a node of its own and by no other output's.
+
+    Only where that is not so already: an Identity copies, and a copy of a state is not free.
+    """
+    made = {name for n in sub.nodes for name in n.output}
+    seen: set[str] = set()
+    named: list[str] = []
+    for value in (*on, *out):
+        named.append(value if value in made - seen else sub.op("Identity", value))
+        seen.add(value)
+    return named[: len(on)], named[len(on) :]
 
 
 def node(

@@ -89,9 +89,9 @@ class Target:
         rows = self._shape.block
         ports = {
             "logits": g.input("logits", DType.F32, (rows, self._dims.vocab)),
-            "margin": g.input("margin", DType.F32, (1,)),
+            **{name: g.input(name, DType.F32, (1,)) for name in ("margin", "soft_margin")},
         }
-        for name in ("tokens", "forced"):
+        for name in ("tokens", "forced", "soft"):
             ports[name] = g.input(name, DType.I32, (rows,))
         for name in ("cap", "rule", "top_k", "close"):
             ports[name] = g.input(name, DType.I32, (1,))

@@ -25,9 +25,10 @@ Output
 
 Row i's choice is forced[i]; else soft[i] if it is allowed and its log-probability is at least the
 best one minus soft_margin; else the allowed id with the largest logit, the first of equals. A draft
-agrees when it is the choice; or, where the choice is the best id, under a relaxed rule when its rank (logit descending, id
-ascending) is below top_k and its log-probability (1) is at least the best one minus margin, or its
-probability (2) is at least the best one minus margin. margin 0 and top_k 1 are strict. Rows commit
+agrees when it is the choice; or, where the choice is the best id, under a relaxed rule when its
+rank (logit descending, id ascending) is below top_k and its log-probability (1) is at least the
+best one minus margin, or its probability (2) is at least the best one minus margin. margin 0 and
+top_k 1 are strict. Rows commit
 up to the first that does not agree, which adds the target's own choice; a stop id among the tokens
 ends the commit there. NaN or infinity in a row, or nothing left to choose, makes it a fault: its
 choice is -1 and nothing after it agrees. Nothing is clamped.

@@ -12,8 +12,7 @@ from thor_dflash.plugins.op import Attributes
 from thor_dflash.tensors import Array, DType
 
 I32, I64 = DType.I32, DType.I64
-_INTEGERS = ("tokens", "forced", "cap", "stop", "rule", "top_k", "close", "strict",
-             "soft")
+_INTEGERS = ("tokens", "forced", "cap", "stop", "rule", "top_k", "close", "strict", "soft")
 _Ints = Mapping[str, str]
 
 
@@ -47,8 +46,9 @@ def body(b: Body, x: Inputs, a: Attributes) -> Mapping[str, str]:
         b.op("Sub", count, _int(b, 1, 1)),
         _int(b, -1, 1),
     )
-    loose, softened = (_differ(b, pair, b.op("Less", row, count))
-                       for pair in ((tokens, choice), (best, choice)))
+    loose, softened = (
+        _differ(b, pair, b.op("Less", row, count)) for pair in ((tokens, choice), (best, choice))
+    )
     words = b.concat(0, count, fault, loose, agreed, softened, tokens, choice)
     return {"record": b.cast(words, I32)}
 
@@ -93,10 +93,14 @@ def _softened(b: Body, n: _Ints, margin: str, logits: str, best: str) -> str:
     safe = b.op("Unsqueeze", b.op("Where", inside, soft, b.scalar(0)), b.i64(1))
     mine = b.op("Squeeze", b.op("GatherElements", logits, safe, axis=1), b.i64(1))
     top = b.op("ReduceMax", logits, b.i64(1), keepdims=0)
-    near = b.op("And", b.op("GreaterOrEqual", mine, b.op("Sub", top, margin)),
-                b.op("Greater", mine, b.f32(-np.inf)))
-    free = b.op("And", b.op("Less", n["forced"], _int(b, 0)),
-                b.op("GreaterOrEqual", best, _int(b, 0)))
+    near = b.op(
+        "And",
+        b.op("GreaterOrEqual", mine, b.op("Sub", top, margin)),
+        b.op("Greater", mine, b.f32(-np.inf)),
+    )
+    free = b.op(
+        "And", b.op("Less", n["forced"], _int(b, 0)), b.op("GreaterOrEqual", best, _int(b, 0))
+    )
     return b.op("Where", b.op("And", b.op("And", inside, near), free), soft, best)
 
 

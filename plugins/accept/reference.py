@@ -58,12 +58,12 @@ def reference(x: Arrays, a: Attributes) -> dict[str, Array]:
     choices = [_softened(x, a, i, best[i]) for i in range(rows)]
     follow = [int(t) for t in x["tokens"][1:]]
     closed = next((i for i, t in enumerate(follow) if t == int(x["close"][0]) >= 0), rows)
-    agreed = 0
-    while agreed < rows - 1 and (
-        follow[agreed] == choices[agreed]
-        or (agreed < closed and _relaxed(x, a, agreed, follow[agreed], choices[agreed]))
-    ):
-        agreed += 1
+
+    def agrees(i: int) -> bool:
+        loose = i < closed and best[i] == choices[i]
+        return follow[i] == choices[i] or (loose and _relaxed(x, a, i, follow[i], choices[i]))
+
+    agreed = next((i for i in range(rows - 1) if not agrees(i)), rows - 1)
     tokens = follow[:agreed] + choices[agreed:]
     count = min(agreed + 1, int(x["cap"][0]))
     stops = {int(t) for t in x["stop"] if t >= 0}
@@ -144,16 +144,17 @@ def accept_case(name: str, logits: Array, tokens: Array, **given: Array | int | 
         "top_k": 3,
         "close": -1,
         "strict": np.full(4, -1),
+        "soft": np.full(rows, -1),
     }
     x = {**quiet, **given}
-    margin = np.array([x.pop("margin", 1.0)], np.float32)
+    margins = {name: np.array([x.pop(name, 1.0)], np.float32) for name in ("margin", "soft_margin")}
     inputs = {name: np.atleast_1d(value).astype(np.int32) for name, value in x.items()}
     return Case(
         name,
         {
             "logits": logits.astype(np.float32),
             "tokens": tokens.astype(np.int32),
-            "margin": margin,
+            **margins,
             **inputs,
         },
         {"vocab": vocab, "rows": rows},
@@ -233,8 +234,13 @@ def _soft_cases(rng: np.random.Generator, rows: int, vocab: int) -> Iterator[Cas
     for margin in (0.0, 0.25, 9.0):
         for start in (0, 5, 15):
             wanted = np.where(np.arange(rows) >= start, soft, -1)
-            yield accept_case(f"soft_from_{start}_margin_{margin}", logits[::-1], full[::-1],
-                              soft=wanted, soft_margin=margin)
+            yield accept_case(
+                f"soft_from_{start}_margin_{margin}",
+                logits[::-1],
+                full[::-1],
+                soft=wanted,
+                soft_margin=margin,
+            )
     wanted = np.full(rows, soft)
     yield accept_case("soft_is_drafted", logits, wanted, soft=wanted, soft_margin=1.0)
     forced = np.where(np.arange(rows) < 3, 11, -1)
@@ -243,10 +249,17 @@ def _soft_cases(rng: np.random.Generator, rows: int, vocab: int) -> Iterator[Cas
     words = np.full((rows, 2), -1)
     words[:2, 0] = ~(1 << soft)
     yield accept_case("soft_is_masked", logits, full, soft=wanted, mask=words)
-    yield accept_case("soft_refuses_relaxed", logits, full, soft=wanted, rule=LOG_MARGIN,
-                      margin=9.0, top_k=40)
-    yield accept_case("soft_outside_vocab", logits[:, ::-1], full, soft=np.full(rows, vocab - 1),
-                      soft_margin=9.0, vocab=vocab - 2)
+    yield accept_case(
+        "soft_refuses_relaxed", logits, full, soft=wanted, rule=LOG_MARGIN, margin=9.0, top_k=40
+    )
+    yield accept_case(
+        "soft_outside_vocab",
+        logits[:, ::-1],
+        full,
+        soft=np.full(rows, vocab - 1),
+        soft_margin=9.0,
+        vocab=vocab - 2,
+    )
     logits[4, 30] = np.nan
     yield accept_case("soft_over_a_fault", logits, full, soft=wanted, soft_margin=0.0)
 

@@ -44,16 +44,16 @@ def body(b: Body, x: Inputs, a: Attributes) -> Mapping[str, str]:
         tail = _window(b, inputs, valid, x["tail"])
         # decay 1 and beta 0 leave the state as it is.
         decay, beta = _only(b, valid, decay, 1.0, 4), _only(b, valid, beta, 0.0, 4)
-    state_shape, row = (heads.hv, heads.dk, heads.dv), (heads.hv, heads.dv)
+    state_shape, row = (heads.hv, heads.dk, heads.dv), (heads.hv, 1, heads.dv)
     collected = [row] if prefill else [row, row, state_shape] if states else [row, row]
     last, o, *saved = b.scan(
         [(state, state_shape)],
-        [heads.repeat(b, q), heads.repeat(b, k), v, decay, beta],
+        [_flat(b, heads, q), _flat(b, heads, k), _upright(b, heads, k), v, decay, beta],
         collected,
         lambda s, value: _step(s, value, len(collected)),
     )
     if prefill:
-        o = _only(b, b.cast(x["valid"], DType.I64), o, 0.0, 3)
+        o = _only(b, b.cast(x["valid"], DType.I64), o, 0.0, 4)
     out = {"o": b.narrow(b.reshape(o, 0, -1), x.dtype("qkv")), "next_tail": tail}
     if prefill:
         return out | {"next_state": last}
@@ -62,7 +62,7 @@ def body(b: Body, x: Inputs, a: Attributes) -> Mapping[str, str]:
         return out | {"next_states": saved[1]}
     return out | {
         "next_record_k": k,
-        "next_record_d": saved[0],
+        "next_record_d": b.op("Squeeze", saved[0], b.i64(2)),
         "next_record_decay": b.op("Squeeze", decay, b.i64(2, 3)),
     }
 
@@ -130,13 +130,21 @@ def _only(b: Body, valid: str, rows: str, rest: float, rank: int) -> str:
     return b.op("Where", b.op("Less", row, valid), rows, b.f32(rest))
 
 
+def _flat(b: Body, heads: _Heads, x: str) -> str:
+    """[T, Hk, D] -> [T, Hv, 1, D]."""
+    return b.op("Unsqueeze", heads.repeat(b, x), b.i64(2))
+
+
+def _upright(b: Body, heads: _Heads, x: str) -> str:
+    """[T, Hk, D] -> [T, Hv, D, 1]."""
+    return b.op("Unsqueeze", heads.repeat(b, x), b.i64(3))
+
+
 def _step(s: Body, value: tuple[str, ...], collected: int) -> tuple[list[str], list[str]]:
-    """One row: state [Hv, Dk, Dv]; q, k [Hv, Dk]; v [Hv, 1, Dv]; decay, beta [Hv, 1, 1]."""
-    state, q, k, v, decay, beta = value
+    """One row: state [Hv, Dk, Dv]; q, k [Hv, 1, Dk]; k upright; v [Hv, 1, Dv]; decay, beta."""
+    state, q, k, upright, v, decay, beta = value
     state = s.op("Mul", state, decay)
-    seen = s.op("MatMul", s.op("Unsqueeze", k, s.i64(1)), state)
-    d = s.op("Mul", beta, s.op("Sub", v, seen))
-    state = s.op("Add", state, s.op("Mul", s.op("Unsqueeze", k, s.i64(2)), d))
-    o = s.op("MatMul", s.op("Unsqueeze", q, s.i64(1)), state)
-    flat = s.i64(1)
-    return [state], [s.op("Squeeze", o, flat), s.op("Squeeze", d, flat), state][:collected]
+    d = s.op("Mul", beta, s.op("Sub", v, s.op("MatMul", k, state)))
+    state = s.op("Add", state, s.op("Mul", upright, d))
+    o = s.op("MatMul", q, state)
+    return [state], [o, d, state][:collected]

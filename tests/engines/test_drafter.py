@@ -46,13 +46,17 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 ANCHOR = 7
 
 
+ORDINARY = DrafterGeometry()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Kind:
     """A drafter checkpoint."""
 
-    geometry: DrafterGeometry = DrafterGeometry()
+    geometry: DrafterGeometry = ORDINARY
     target: str = "27b"
     dialect: Dialect = "bf16"
+    target_dialect: Dialect = "bf16"
     said: tuple[tuple[str, object], ...] = ()
     """What its config.json says beyond the ordinary."""
 
@@ -64,6 +68,7 @@ KINDS: dict[str, Kind] = {
             layer_types=(SLIDING,) * 4 + (FULL,), heads=8, head_dim=16, taps=(0, 1, 2, 3)
         ),
         dialect="modelopt",
+        target_dialect="modelopt",
     ),
     "window of one block": Kind(
         geometry=DrafterGeometry(layer_types=(SLIDING, FULL, SLIDING), window=16, taps=(2,)),
@@ -85,7 +90,6 @@ class Bench:
     head: Array
     graphs: dict[str, Any]
     windows: tuple[int, ...]
-    layers: int
     width: int
     """Of a row of taps."""
     rings: dict[str, Array] = field(default_factory=dict[str, Array])
@@ -138,7 +142,9 @@ class Bench:
         graph = self.graphs[name]
         counters = {"length": self.length, "drafter.first": self.first}
         given |= {n: np.array([value], np.int32) for n, value in counters.items()} | self.rings
-        given |= {f"drafter.{i}.window": np.array([w], np.int32) for i, w in enumerate(self.windows)}
+        given |= {
+            f"drafter.{i}.window": np.array([w], np.int32) for i, w in enumerate(self.windows)
+        }
         wanted = {i.name for i in graph.get_inputs()}
         assert wanted <= set(given)
         names = [o.name for o in graph.get_outputs()]
@@ -152,7 +158,7 @@ def bench(name: str) -> Bench:
     g, target = kind.geometry, GEOMETRIES[kind.target]
     with TemporaryDirectory() as held:
         root = Path(held)
-        write_target(root / "target", target, 21)
+        write_target(root / "target", target, 21, kind.target_dialect)
         write_drafter(root / "drafter", target, g, 22, kind.dialect)
         write_config(root / "drafter", read_config(root / "drafter") | dict(kind.said))
         config = BuildConfig(chunk=CHUNK, capacity=CAPACITY)
@@ -167,7 +173,6 @@ def bench(name: str) -> Bench:
             own["lm_head.weight"],
             {n: _load(root / "package", n) for n in ("propose", "observe", "observe_chunk")},
             tuple(g.window if s else 0 for s in sliding),
-            len(sliding),
             len(g.taps) * target.hidden,
         )
     made.clear()

@@ -1,0 +1,242 @@
+"""TDP/1 on the wire: every message as a typed struct. `docs/protocol.md` says it in words.
+
+Unknown fields of a request are refused by name; those of a reply are ignored by clients.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct, field
+
+from thor_dflash.serving.refusal import Code
+
+VERSION = 1
+PORT = 5571
+"""Not 5555, which a GR00T server on the same machine owns."""
+
+Id = Annotated[str, Meta(min_length=1, max_length=64)]
+Milliseconds = Annotated[int, Meta(ge=1, le=86_400_000)]
+Count = Annotated[int, Meta(ge=0, le=1 << 31)]
+Role = Literal["system", "user", "assistant", "tool"]
+Part = Literal["plan", "text", "thinking", "tokens", "timings"]
+Stream = Literal["steps", "text", "all"]
+Finish = Literal[
+    "stop", "length", "thinking_exhausted", "deadline", "cancelled", "preempted",
+    "grammar_dead_end", "error",
+]  # fmt: skip
+Status = Literal["ok", "partial", "error"]
+State = Literal["loading", "warming", "ready", "busy", "degraded", "draining", "failed"]
+
+
+class Message(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """One turn of a chat."""
+
+    role: Role
+    content: str
+    reasoning_content: str | None = None
+
+
+class SchemaOf(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """OpenAI's wrapping of a schema."""
+
+    schema: dict[str, Any]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """OpenAI's way to ask for a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: SchemaOf
+
+
+class Ask(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """`plan`: one prompt to answer with a plan. Defaults that are None are the server's."""
+
+    v: int = VERSION
+    op: str = "plan"
+    id: Id = "-"
+    token: str | None = None
+    prompt: str | None = None
+    messages: tuple[Message, ...] | None = None
+    prefix_id: Id | None = None
+    json_schema: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    thinking: Literal["on", "off", "auto"] | None = None
+    thinking_budget: Count | None = None
+    thinking_token_budget: Count | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=1 << 31)] | None = None
+    deadline_ms: Milliseconds | None = None
+    on_deadline: Literal["partial", "error"] = "partial"
+    priority: Annotated[int, Meta(ge=0, le=9)] = 5
+    preempt: Literal["none", "same_session", "lower"] = "same_session"
+    session: Id | None = None
+    generation: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
+    stream: Literal[False, "steps", "text", "all"] | bool = False
+    accept_mode: Literal["exact", "relaxed_thinking"] = "exact"
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    seed: int | None = None
+    stop: str | tuple[str, ...] | None = None
+    parts: tuple[Part, ...] = field(default=("plan", "text", "timings"), name="return")
+    metadata: dict[str, Any] | None = None
+
+
+class Simple(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """An operation without arguments."""
+
+    op: str
+    v: int = VERSION
+    id: Id = "-"
+    token: str | None = None
+
+
+class Cancel(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """`cancel`: end a plan, from its own connection or from any that names its session."""
+
+    target: Id
+    v: int = VERSION
+    op: str = "cancel"
+    id: Id = "-"
+    token: str | None = None
+    session: Id | None = None
+
+
+class Validate(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """`validate`: count tokens and compile a schema without decoding."""
+
+    v: int = VERSION
+    op: str = "validate"
+    id: Id = "-"
+    token: str | None = None
+    prompt: str | None = None
+    messages: tuple[Message, ...] | None = None
+    json_schema: dict[str, Any] | None = None
+
+
+class PrefixPut(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """`prefix.put`: pin the state of a system prompt under a name."""
+
+    prefix_id: Id
+    system: str
+    v: int = VERSION
+    op: str = "prefix.put"
+    id: Id = "-"
+    token: str | None = None
+
+
+class PrefixDrop(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """`prefix.drop`: forget a pinned state."""
+
+    prefix_id: Id
+    v: int = VERSION
+    op: str = "prefix.drop"
+    id: Id = "-"
+    token: str | None = None
+
+
+Request = Ask | Simple | Cancel | Validate | PrefixPut | PrefixDrop
+
+
+class Usage(Struct, frozen=True, kw_only=True):
+    """Tokens of a plan."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens that a pinned prefix saved."""
+    thinking_tokens: int = 0
+    output_tokens: int = 0
+    """Answer tokens, without the thinking."""
+
+
+class Timings(Struct, frozen=True, kw_only=True):
+    """Times of a plan, ms from its arrival at the planner."""
+
+    queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+    ttft_ms: float = 0.0
+    """Until the first committed token."""
+    ttfa_ms: float | None = None
+    """Until the first token of the answer, after the thinking."""
+    decode_ms: float = 0.0
+    e2e_ms: float = 0.0
+    tok_s: float = 0.0
+    """Committed tokens a second of decoding, without the first; the prefill is not in it."""
+    grammar_ms: float = 0.0
+
+
+class Spec(Struct, frozen=True, kw_only=True):
+    """What speculation was worth."""
+
+    cycles: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accept_len: float = 0.0
+    """Committed tokens a cycle, the target's own one included."""
+    forced: int = 0
+    accept_hist: tuple[int, ...] = ()
+    accepted_per_position: tuple[int, ...] = ()
+
+
+class Chunk(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A piece of a streamed plan, before its result."""
+
+    kind: Literal["step", "thinking", "text", "progress"]
+    id: str | None = None
+    type: Literal["chunk"] = "chunk"
+    v: int = VERSION
+    seq: int = 0
+    text: str | None = None
+    step: Any = None
+    index: int | None = None
+    phase: Literal["queued", "prefill", "thinking", "answer"] | None = None
+    tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        assert self.type == "chunk"
+
+
+class Result(Struct, frozen=True, kw_only=True):
+    """A finished plan. `plan` is whole JSON or null, never a broken piece."""
+
+    finish_reason: Finish
+    status: Status = "ok"
+    v: int = VERSION
+    id: str | None = None
+    type: Literal["result"] = "result"
+    seq: int = 0
+    plan: Any = None
+    plan_valid: bool = False
+    text: str | None = None
+    thinking: str | None = None
+    tokens: tuple[int, ...] | None = None
+    generation: int | None = None
+    session: str | None = None
+    prefix_id: str | None = None
+    accept_mode: str = "exact"
+    usage: Usage = Usage()
+    timings: Timings | None = None
+    spec: Spec | None = None
+    metadata: dict[str, Any] | None = None
+
+
+class Failure(Struct, frozen=True, kw_only=True):
+    """A request that was not served."""
+
+    code: Code
+    message: str
+    v: int = VERSION
+    id: str | None = None
+    type: Literal["error"] = "error"
+    seq: int = 0
+    retryable: bool = False
+    retry_after_ms: float | None = None
+    min_ms: float | None = None
+    field: str | None = None
+
+
+Event = Chunk | Result
