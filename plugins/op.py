@@ -16,6 +16,12 @@ DOMAIN = "thor_dflash"
 VERSION = 1
 """Operator set and plugin version."""
 
+NEXT = "next."
+"""A graph reads a state `x` as its input `x` and leaves it as its output `next.x`."""
+
+IN_PLACE = "in_place"
+"""Graph metadata: outputs that may be bound to their input's memory, separated by spaces."""
+
 Attribute = int | float | str
 Arrays = Mapping[str, Array]
 

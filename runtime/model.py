@@ -8,10 +8,11 @@ import numpy as np
 
 from thor_dflash.manifest import Manifest
 from thor_dflash.plugins.accept.reference import Record
+from thor_dflash.plugins.op import NEXT
 from thor_dflash.plugins.verify_attention import TILE
 from thor_dflash.runtime.block import Block
 from thor_dflash.runtime.engine import Call, Engine, Graph, Tensor
-from thor_dflash.runtime.state import NEXT, State
+from thor_dflash.runtime.state import State
 from thor_dflash.tensors import Array, TensorSpec
 
 

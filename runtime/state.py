@@ -13,11 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from thor_dflash.errors import TransactionError
+from thor_dflash.plugins.op import NEXT
 from thor_dflash.runtime.engine import Engine, Graph, Tensor
 from thor_dflash.tensors import Array, Dims
-
-NEXT = "next."
-"""A state `x` is read as graph input `x` and left as graph output `next.x`."""
 
 
 @dataclass(frozen=True, slots=True)

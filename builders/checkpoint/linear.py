@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thor_dflash.builders.checkpoint.header import Stored
-from thor_dflash.builders.checkpoint.matrix import GROUP, Matrix
+from thor_dflash.builders.checkpoint.matrix import Matrix
 from thor_dflash.builders.checkpoint.shards import Shards
 from thor_dflash.errors import CheckpointError
+from thor_dflash.plugins.numerics import NVFP4_GROUP
 from thor_dflash.tensors import Array
 
 PLAIN = ("bfloat16", "float16", "float32")
@@ -105,20 +106,24 @@ def _nvfp4(
     passed_over: tuple[str, ...],
 ) -> Linear:
     rows, columns = shape
-    if columns % GROUP:
-        raise CheckpointError(f"{codes} must have columns in groups of {GROUP} (got {columns})")
+    if columns % NVFP4_GROUP:
+        raise CheckpointError(
+            f"{codes} must have columns in groups of {NVFP4_GROUP} (got {columns})"
+        )
     block_scale = f"{codes.rpartition('.')[0]}.weight_scale"
     _expect(shards, codes, ("uint8",), [(rows, columns // 2)])
     _expect_group(shards.entry(block_scale), block_scale, columns)
-    _expect(shards, block_scale, ("float8_e4m3fn",), [(rows, columns // GROUP)])
+    _expect(shards, block_scale, ("float8_e4m3fn",), [(rows, columns // NVFP4_GROUP)])
     _expect(shards, scale, ("float32",), [(), (1,)])
     return Linear(name, codes, block_scale, scale, codes.endswith("_packed"), passed_over)
 
 
 def _expect_group(entry: Stored, name: str, columns: int) -> None:
     groups = entry.shape[-1] if len(entry.shape) == 2 else 0
-    if groups and columns % groups == 0 and columns // groups != GROUP:
-        raise CheckpointError(f"{name} must have a group size of {GROUP} (got {columns // groups})")
+    if groups and columns % groups == 0 and columns // groups != NVFP4_GROUP:
+        raise CheckpointError(
+            f"{name} must have a group size of {NVFP4_GROUP} (got {columns // groups})"
+        )
 
 
 def _expect_fp8_scale(shards: Shards, scale: str, shape: tuple[int, int]) -> None:

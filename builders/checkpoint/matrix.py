@@ -12,13 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from thor_dflash.plugins.numerics import E2M1, NVFP4_GROUP
 from thor_dflash.tensors import Array
-
-GROUP = 16
-"""Columns that share one NVFP4 block scale."""
-
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-"""The value of each four-bit code: sign, two bits of exponent, one of mantissa."""
 
 
 class WeightKind(Enum):
@@ -84,7 +79,7 @@ class Matrix:
             values = self.codes.astype(np.float32)
         else:
             values = _e2m1(self.codes)
-            groups = values.reshape(self.rows, self.columns // GROUP, GROUP)
+            groups = values.reshape(self.rows, self.columns // NVFP4_GROUP, NVFP4_GROUP)
             groups *= self.block_scale.astype(np.float32)[:, :, None]
         if self.row_scale is not None:
             values *= self.row_scale[:, None]

@@ -12,16 +12,10 @@ from onnx import helper, numpy_helper
 from thor_dflash.builders.weights import Stored
 from thor_dflash.plugins.bodies import BODIES
 from thor_dflash.plugins.body import IR_VERSION, ONNX_TYPE, OPSET, call, function, node
-from thor_dflash.plugins.op import DOMAIN, VERSION, Attribute, Op, bind
+from thor_dflash.plugins.op import DOMAIN, IN_PLACE, VERSION, Attribute, Op, bind
 from thor_dflash.tensors import Array, DType
 
 Shape = tuple[int | str, ...]
-
-NEXT = "next."
-"""A state `x` is read as graph input `x` and left as graph output `next.x`."""
-
-IN_PLACE = "in_place"
-"""Metadata key: outputs that may be bound to their input's memory, separated by spaces."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,9 @@ import numpy as np
 import onnxruntime as ort
 
 from thor_dflash.errors import EngineError
+from thor_dflash.plugins.op import IN_PLACE
 from thor_dflash.runtime.engine import Call, Graph, Tensor
 from thor_dflash.tensors import Array, Dims, DType, TensorSpec
-
-IN_PLACE = "in_place"
-"""Model metadata: outputs that may be written over the input they are bound with."""
 
 _ELEMENT = {
     "tensor(float)": DType.F32,
