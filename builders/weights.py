@@ -17,6 +17,9 @@ from thor_dflash.tensors import Array, DType
 ALIGNMENT = 4096
 """Tensors start on pages, so that a mapping of one is a mapping of nothing else, bytes."""
 
+PIECE = 64 << 20
+"""Written at a time, bytes: an embedding table of gigabytes still shows progress."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stored:
@@ -81,5 +84,7 @@ class WeightFiles:
                 assert DType.of(value) is stored.dtype, (stored, value.dtype)
                 padding = stored.offset - out.tell()
                 out.write(b"\0" * padding)
-                out.write(value.view(np.uint8).data)
-                advance(padding + stored.nbytes)
+                advance(padding)
+                data = value.reshape(-1).view(np.uint8)
+                for start in range(0, len(data), PIECE):
+                    advance(out.write(data[start : start + PIECE].data))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
 
 from thor_dflash.plugins.accept.reference import STRICT, Record
 from thor_dflash.tensors import Array
+
+Finish = Literal["", "stop", "length", "grammar_dead_end"]
+"""Why a request is over; "" while it is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +32,25 @@ class Block:
     cap: int
     """Most rows to commit, 1..R."""
     forced: tuple[int, ...] = ()
-    """Ids that must follow rows 0, 1, ...; at most R."""
-    mask: Array | None = None
-    """int32 [R, ceil(vocab / 32)]: ids allowed after each row; None: all."""
+    """Ids that must follow rows 0, 1, ...; at most R. A look may leave -1: the model decides."""
+    look: Look | None = None
+    """Must see the drafts before they are verified: the step is cut in two, with a wait each."""
+    mask: Callable[[], Array] | None = None
+    """Makes int32 [R, ceil(vocab / 32)], the ids allowed after each row; None: all are. Called
+    once, while the verify runs."""
     draft: bool = True
     """Ask the drafter."""
     relaxed: Relaxed = Relaxed()
+    finish: Finish = ""
+    """Not empty: there is no next block, the request ends here."""
+
+
+class Look(Protocol):
+    """Narrows a block whose drafts are known: forced rows, cap and mask."""
+
+    def __call__(self, tokens: tuple[int, ...], block: Block) -> Block:
+        """`tokens` [R] are the last committed one and its drafts. A forced id replaces a draft."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,13 +87,7 @@ class Limit:
     def shape(self, progress: Progress, block: Block) -> Block:
         """See Policy."""
         left = self.max_tokens - len(progress.tokens)
-        return Block(
-            cap=min(block.cap, left),
-            forced=block.forced,
-            mask=block.mask,
-            draft=block.draft,
-            relaxed=block.relaxed,
-        )
+        return replace(block, cap=min(block.cap, left))
 
     def judge(self, progress: Progress, record: Record) -> int:
         """See Policy."""

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from thor_dflash.errors import ModelFault, RequestError
 from thor_dflash.plugins.accept.reference import Record
-from thor_dflash.runtime.block import Block, Policy, Progress
+from thor_dflash.runtime.block import Block, Finish, Look, Policy, Progress
+from thor_dflash.runtime.engine import Call
 from thor_dflash.runtime.model import Model
 from thor_dflash.runtime.propose import Proposer
+from thor_dflash.runtime.state import Snapshot
 from thor_dflash.runtime.telemetry import Meter
-
-Finish = Literal["", "stop", "length"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,22 +42,30 @@ class Plan:
     stop: tuple[int, ...]
     proposer: Proposer
     policies: tuple[Policy, ...]
+    prefix: Snapshot | None = None
+    """State after the first tokens of the prompt; all but its last, at most."""
 
 
 def decode(model: Model, plan: Plan, progress: Progress, meter: Meter) -> Iterator[Chunk]:
-    """Answer one request from an empty state. Close the iterator to cancel: nothing needs undoing.
+    """Answer one request from an empty state, or from that of its prefix.
+
+    Close the iterator to cancel: nothing needs undoing.
 
     Raises:
         ModelFault: the model had no usable choice; what was yielded before stands.
     """
-    model.state.reset()
+    _begin(model, plan)
     for done in _prefill(model, plan):
         yield Chunk((), prompt_done=done)
     meter.prompt_done()
     while True:
         block = _shape(model, plan, progress)
-        record = _step(model, plan, progress, block)
+        if block.finish:
+            yield Chunk((), block.finish)
+            return
+        block, record = _step(model, plan, progress, block)
         count = min([record.count, *(p.judge(progress, record) for p in plan.policies)])
+        _sound(model, record, count)
         model.state.commit(count)
         meter.cycle(block, record, count, drafts=plan.proposer.reads_taps)
         tokens = record.tokens[:count]
@@ -71,9 +78,17 @@ def decode(model: Model, plan: Plan, progress: Progress, meter: Meter) -> Iterat
             return
 
 
+def _begin(model: Model, plan: Plan) -> None:
+    if plan.prefix is None:
+        model.state.reset()
+    else:
+        assert plan.prefix.length < len(plan.prompt), plan.prefix.length
+        model.state.restore(plan.prefix)
+
+
 def _prefill(model: Model, plan: Plan) -> Iterator[int]:
     prompt, chunk = plan.prompt[:-1], model.manifest.chunk
-    for start in range(0, len(prompt), chunk):
+    for start in range(model.state.length, len(prompt), chunk):
         model.prefill(prompt[start : start + chunk], observe=plan.proposer.reads_taps)
         yield model.state.length
 
@@ -86,20 +101,34 @@ def _shape(model: Model, plan: Plan, progress: Progress) -> Block:
     return block
 
 
-def _step(model: Model, plan: Plan, progress: Progress, block: Block) -> Record:
+def _step(model: Model, plan: Plan, progress: Progress, block: Block) -> tuple[Block, Record]:
     before = plan.proposer.propose(model, progress, block)
+    if block.look is not None:
+        block, before = _look(model, block, block.look, before), ()
     after = plan.proposer.observe(model)
-    record = model.step(block, before, after, plan.stop)
+    return block, model.step(block, before, after, plan.stop)
+
+
+def _look(model: Model, block: Block, look: Look, before: Sequence[Call]) -> Block:
+    """The block as narrowed by a policy that has seen its drafts."""
+    tokens = model.draft(block, before)
+    seen = look(tokens, block)
+    pairs = zip(tokens[1:], (*seen.forced, *[-1] * len(tokens)), strict=False)
+    model.write_tokens([tokens[0], *(draft if must < 0 else must for draft, must in pairs)])
+    return seen
+
+
+def _sound(model: Model, record: Record, count: int) -> None:
+    """A fault past the rows that are committed is nobody's."""
     at = model.state.length
-    if record.fault >= 0:
+    if 0 <= record.fault < count:
         raise ModelFault(
             f"the logits after position {at + record.fault} must be finite and leave "
             f"a token to choose (got none)"
         )
     vocab = model.manifest.vocab_limit
-    if wrong := [t for t in record.tokens if not 0 <= t < vocab]:
+    if wrong := [t for t in record.tokens[:count] if not 0 <= t < vocab]:
         raise ModelFault(f"tokens after position {at} must be ids below {vocab} (got {wrong[0]})")
-    return record
 
 
 def resolve(

@@ -104,30 +104,43 @@ class Model:
         padded = [*tokens, *[0] * (self.manifest.chunk - len(tokens))]
         self._set("tokens_chunk", *padded)
         self._set("valid", len(tokens))
-        self._position()
+        self._begin()
         calls = [self.call("prefill")]
         if observe and self.manifest.drafter:
             calls.append(self.call("observe_chunk"))
         self.engine.run(calls)
         self.state.advance(len(tokens))
 
+    def draft(self, block: Block, before: Sequence[Call]) -> tuple[int, ...]:
+        """Propose alone; [R] the last committed token and its drafts. One wait."""
+        self._position()
+        self._forced(block)
+        self.engine.run(before)
+        return tuple(int(t) for t in self.engine.read(self._inputs["tokens"]))
+
     def step(
         self, block: Block, before: Sequence[Call], after: Sequence[Call], stop: Sequence[int]
     ) -> Record:
-        """Propose, verify and accept in one go; one wait. Nothing is committed."""
-        self._position()
-        self._set("forced", *block.forced, *[-1] * (self.block - len(block.forced)))
+        """Propose, verify and accept in one go; one wait. Nothing is committed.
+
+        A mask is made and handed over while the verify runs.
+        """
+        self._begin()
+        self._forced(block)
         self._bounds(block, stop)
-        accept = "accept" if block.mask is None else "accept_masked"
-        if block.mask is not None:
-            self.engine.write(self._inputs["mask"], block.mask)
-        self.engine.run((*before, self.call("verify"), self.call(accept), *after))
+        verify = (*before, self.call("verify"))
+        if block.mask is None:
+            self.engine.run((*verify, self.call("accept"), *after))
+        else:
+            self.engine.run(verify)
+            self.engine.write(self._inputs["mask"], block.mask())
+            self.engine.run((self.call("accept_masked"), *after))
         self.state.verified(self.block)
         return Record.read(self.engine.read(self._inputs["record"]))
 
     def verify(self) -> None:
         """Verify alone, for scoring."""
-        self._position()
+        self._begin()
         self.engine.run([self.call("verify")])
         self.state.verified(self.block)
 
@@ -135,8 +148,14 @@ class Model:
         """A step's output, "logits" or "taps"."""
         return self.engine.read(self._inputs[name])
 
-    def _position(self) -> None:
+    def _begin(self) -> None:
         self.state.begin()
+        self._position()
+
+    def _forced(self, block: Block) -> None:
+        self._set("forced", *block.forced, *[-1] * (self.block - len(block.forced)))
+
+    def _position(self) -> None:
         self._set("length", self.state.length)
         self._set("accepted", self.state.accepted)
 

@@ -18,9 +18,14 @@ from thor_dflash.runtime.engine import Engine, Graph, Tensor
 from thor_dflash.tensors import Array, Dims
 
 
+def is_record(name: str) -> bool:
+    """Whether a state is there to be folded, and void when nothing was accepted."""
+    return name.startswith("gdn.") and not name.endswith((".state", ".tail"))
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A copy of one sequence's committed state."""
+    """A copy of one sequence's committed state. Records that nothing will fold are left out."""
 
     length: int
     accepted: int
@@ -100,13 +105,18 @@ class State:
         arrays = {
             name: self._engine.read(tensor, self._shape(name, tensor, self.length))
             for name, tensor in self.tensors.items()
+            if self.accepted or not is_record(name)
         }
         return Snapshot(self.length, self.accepted, arrays)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go on from a snapshot, exactly as its sequence would have."""
-        for name, array in snapshot.arrays.items():
-            self._engine.write(self.tensors[name], array)
+        for name, tensor in self.tensors.items():
+            if name in snapshot.arrays:
+                self._engine.write(tensor, snapshot.arrays[name])
+            elif is_record(name):
+                # What an earlier request left may be NaN, which no number of folds makes 0.
+                self._engine.write(tensor, np.zeros(tensor.spec.at({}), tensor.spec.dtype.numpy))
         self.length, self.accepted, self._verified = snapshot.length, snapshot.accepted, 0
         self._open = False
 

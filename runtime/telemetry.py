@@ -26,6 +26,8 @@ class Spec:
     """[R] cycles that committed 1, 2, ... R tokens."""
     accepted_per_position: tuple[int, ...]
     """[R - 1] times the draft at this position was committed."""
+    forced: int
+    """Committed tokens that a grammar or a budget left no choice about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,8 @@ class Report:
     finish: str
     completion_tokens: int
     """Committed after the prompt, a stop token included."""
+    cached_tokens: int
+    """Prompt tokens that came with a prefix and were not read again."""
     spec: Spec
     timings: Timings
 
@@ -62,12 +66,15 @@ class Meter:
     block: int
     busy: Mapping[str, float]
     """Engine seconds by graph at the start."""
+    cached: int = 0
+    """Prompt tokens of the prefix."""
     start: float = field(default_factory=time.perf_counter)
     prefilled: float = 0.0
     first: float = 0.0
     end: float = 0.0
     cycles: int = 0
     drafted: int = 0
+    forced: int = 0
     hist: list[int] = field(default_factory=list[int])
     by_position: list[int] = field(default_factory=list[int])
 
@@ -80,17 +87,19 @@ class Meter:
         self.prefilled = time.perf_counter()
 
     def cycle(self, block: Block, record: Record, count: int, drafts: bool) -> None:
-        """A block was committed; rows below len(block.forced) were not the drafter's."""
+        """A block was committed; what followed a forced row was not the drafter's."""
+        forced = [token >= 0 for token in block.forced]
+        free = [not f for f in forced] + [True] * (self.block - len(forced))
+        self.forced += sum(forced[:count])
         self.end = time.perf_counter()
         self.first = self.first or self.end
         self.cycles += 1
         self.hist[count - 1] += 1
         if not drafts or not block.draft:
             return
-        forced = len(block.forced)
-        self.drafted += max(0, self.block - 1 - forced)
-        for i in range(forced, min(record.agreed, count)):
-            self.by_position[i] += 1
+        self.drafted += sum(free[: self.block - 1])
+        for i in range(min(record.agreed, count)):
+            self.by_position[i] += free[i]
 
     def report(self, finish: str, completion: int, busy: Mapping[str, float]) -> Report:
         """The sums."""
@@ -103,6 +112,7 @@ class Meter:
         return Report(
             finish,
             completion,
+            self.cached,
             Spec(
                 self.cycles,
                 self.drafted,
@@ -110,6 +120,7 @@ class Meter:
                 committed / self.cycles if self.cycles else 0.0,
                 tuple(self.hist),
                 tuple(self.by_position),
+                self.forced,
             ),
             Timings(
                 1e3 * (prefilled - self.start),

@@ -78,6 +78,13 @@ class Text:
         stream = self.stream()
         return stream.feed(ids) + stream.end()
 
+    def grammar_json(self) -> str:
+        """The tokenizer as JSON, every added token special: none of them is text to a grammar."""
+        table = json.loads(self._tokenizer.to_str())
+        for token in table["added_tokens"]:
+            token["special"] = True
+        return json.dumps(table)
+
     def stream(self) -> Stream:
         """A decoder that is fed an answer piece by piece."""
         return Stream(self)
@@ -135,7 +142,7 @@ class Answer:
     def __init__(self, text: Text, prompt: Sequence[int]) -> None:
         self._text = text
         self._stream = text.stream()
-        self._inside = _open_at_end(text, prompt)
+        self._inside = open_at_end(text, prompt)
         self._tokens: list[int] = []
         self._thinking = 0
 
@@ -176,7 +183,8 @@ class Answer:
         return Piece(self._stream.feed((token,)), inside)
 
 
-def _open_at_end(text: Text, prompt: Sequence[int]) -> bool:
+def open_at_end(text: Text, prompt: Sequence[int]) -> bool:
+    """Whether an answer to this prompt begins inside the thinking block."""
     if text.think is None or text.end_think is None:
         return False
     marks = [t for t in prompt if t in (text.think, text.end_think)]

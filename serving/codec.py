@@ -150,6 +150,7 @@ def _explain(error: msgspec.ValidationError) -> PlanError:
         name = ".".join(part for part in (path, missing[1]) if part)
         return PlanError("bad_request", f"{name} must be present (got nothing)", field=name)
     rule = what.replace("`", "").removeprefix("Expected ")
+    rule = rule.replace("Invalid enum value ", "one of the words of docs/protocol.md, got ")
     rule, comma, got = rule.partition(", got ")
     text = f"{path or 'body'} must be {rule}" + (f" (got {got})" if comma else "")
     return PlanError("bad_request", text[:300], field=path or None)

@@ -75,7 +75,7 @@ class Ask(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_de
     preempt: Literal["none", "same_session", "lower"] = "same_session"
     session: Id | None = None
     generation: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
-    stream: Literal[False, "steps", "text", "all"] | bool = False
+    stream: bool | Stream = False
     accept_mode: Literal["exact", "relaxed_thinking"] = "exact"
     temperature: float = 0.0
     top_p: float = 1.0
@@ -195,9 +195,6 @@ class Chunk(Struct, frozen=True, kw_only=True, omit_defaults=True):
     index: int | None = None
     phase: Literal["queued", "prefill", "thinking", "answer"] | None = None
     tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        assert self.type == "chunk"
 
 
 class Result(Struct, frozen=True, kw_only=True):

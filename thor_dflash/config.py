@@ -87,12 +87,60 @@ class DecodeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """How plans are served. The wire protocol is in docs/protocol.md."""
+
+    bind: tuple[str, ...] = ("tcp://127.0.0.1:5571",)
+    """Endpoints. Loopback: a planner moves a robot. 5555 would be a GR00T server's."""
+    curve: str = ""
+    """Directory of `thor-dflash keygen`; "" serves without encryption."""
+    insecure: bool = False
+    """Allow other machines to connect without CURVE."""
+    token_file: str = ""
+    """File holding a secret that every request must name; "" asks for none."""
+    allow_admin: bool = False
+    """Answer drain and shutdown. On ipc and CURVE endpoints only."""
+    max_queue: int = 4
+    """Plans waiting, over all sessions. A robot would rather hear no than wait for its turn."""
+    max_message: int = 1 << 20
+    """Largest frame, bytes; a peer that sends a larger one is disconnected."""
+    max_tokens: int = 512
+    """Longest answer where a request does not say, thinking not counted, tokens."""
+    thinking: Literal["on", "off", "auto"] = "auto"
+    """Where a request does not say; auto thinks wherever the deadline leaves room."""
+    thinking_budget: int = 1024
+    """Longest thinking where a request does not say, tokens."""
+    watchdog_s: float = 10.0
+    """A step that takes longer means a dead device: the process ends, for systemd to restart."""
+    drain_s: float = 30.0
+    """How long SIGTERM lets accepted plans finish. A plan of the 27B takes 10 to 20 s."""
+    prefix_mb: int = 1024
+    """Memory for pinned prefixes, MB: about six of the 27B."""
+    log_prompts: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.bind:
+            raise ConfigError("serve.bind must have at least one endpoint (got none)")
+        _at_least("serve.max_queue", self.max_queue, 1)
+        _at_least("serve.max_message", self.max_message, 1024)
+        _at_least("serve.max_tokens", self.max_tokens, 1)
+        _at_least("serve.thinking_budget", self.thinking_budget, 0)
+        _at_least("serve.prefix_mb", self.prefix_mb, 0)
+        if not self.watchdog_s > 0 or not self.drain_s >= 0:
+            raise ConfigError(
+                "serve.watchdog_s must be > 0 and serve.drain_s >= 0 "
+                f"(got {self.watchdog_s} and {self.drain_s})"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """Everything thor-dflash can be told."""
 
     build: BuildConfig = field(default_factory=BuildConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
 
 
 def load(path: Path | None = None, overrides: tuple[str, ...] = ()) -> Config:

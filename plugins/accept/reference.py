@@ -40,12 +40,13 @@ class Record:
         """From the operator's int32 [5 + 2R] output."""
         values = [int(v) for v in words]
         rows = (len(values) - HEADER) // 2
-        count, fault, relaxed, agreed = values[:HEADER]
+        count, fault, relaxed, agreed, softened = values[:HEADER]
         return cls(
             count,
             fault,
             relaxed,
             agreed,
+            softened,
             tokens=tuple(values[HEADER : HEADER + values[0]]),
             choices=tuple(values[HEADER + rows :]),
         )

@@ -216,7 +216,7 @@ def distance(a: Array, b: Array) -> float:
 
 
 # With a window of 32 and 16 rows, row 15 first loses context row 0 at a context of 17, row 0 at 32.
-# A sliding ring has 72 slots, so 240 rows go round it more than three times.
+# A sliding ring has 32 + CHUNK slots, so 240 rows go round it more than three times.
 CONTEXTS = (0, 1, 2, 15, 16, 17, 18, 31, 32, 33, 47, 48, 49, 71, 72, 73, 143, 144, 145, 240)
 
 

@@ -77,7 +77,8 @@ def logits(
         y = _norm(r, x, _of(w, f"{layer}.post_attention_layernorm"))
         gate, up = (y @ _of(w, f"{layer}.mlp.{n}_proj").T for n in ("gate", "up"))
         x = x + (gate / (1 + np.exp(-gate)) * up) @ _of(w, f"{layer}.mlp.down_proj").T
-    return _norm(r, x, _of(w, "norm")) @ head.astype(np.float64).T
+    out: Floats = _norm(r, x, _of(w, "norm")) @ head.astype(np.float64).T
+    return out
 
 
 def _of(w: Weights, name: str) -> Floats:
@@ -85,8 +86,8 @@ def _of(w: Weights, name: str) -> Floats:
 
 
 def _norm(r: Rules, x: Floats, weight: Floats) -> Floats:
-    size = np.sqrt((x**2).mean(axis=-1, keepdims=True) + r.eps)
-    return x / size * (weight + r.norm_offset)
+    out: Floats = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + r.eps)
+    return out * (weight + r.norm_offset)
 
 
 def _attention(r: Rules, w: Weights, i: int, x: Floats, context: Floats) -> Floats:
@@ -134,4 +135,5 @@ def _look(r: Rules, i: int, q: Floats, k: Floats, v: Floats, at: int) -> Floats:
         seen &= np.abs(distance) < window
     score = k[seen] @ q / np.sqrt(r.head_dim)
     weight = np.exp(score - score.max())
-    return weight @ v[seen] / weight.sum()
+    out: Floats = weight @ v[seen] / weight.sum()
+    return out

@@ -1,0 +1,147 @@
+"""planner-nano on its held-out tasks: valid plans, accept length, and speed against itself.
+
+python -m thor_dflash.calib.heldout --package build/planner-nano
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median
+
+from thor_dflash.calib.demo import MODEL, histogram
+from thor_dflash.calib.planbench import FAMILIES, Task, judge, task_from_line
+from thor_dflash.config import EngineConfig
+from thor_dflash.progress import Progress, choose
+from thor_dflash.runtime.propose import Nobody
+from thor_dflash.runtime.session import Report, Request, Session, open_session
+from thor_dflash.runtime.text import Answer
+
+MAX_TOKENS = 512
+"""No held-out answer of a working planner is as long, tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One task, planned."""
+
+    task: Task
+    tokens: tuple[int, ...]
+    reason: str
+    """Why the plan is not valid; empty where it is."""
+    report: Report
+    plain: Report | None
+    """The same request without a drafter, where that was asked for."""
+
+    @property
+    def valid(self) -> bool:
+        """The executor reaches the goal."""
+        return not self.reason
+
+
+def tasks(limit: int | None = None) -> list[Task]:
+    """The committed held-out tasks, families taking turns."""
+    lines = (MODEL / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
+    return [task_from_line(line) for line in lines[:limit]]
+
+
+def plan(session: Session, task: Task, *, thinking: bool, plain: bool) -> Result:
+    """Plan one task with the drafter; and without, to compare.
+
+    Raises:
+        AssertionError: both ways did not give the same tokens.
+    """
+    text = session.text
+    assert text is not None
+    messages = [{"role": role, "content": content} for role, content in task.messages]
+    prompt = tuple(text.encode(text.render(messages, thinking)))
+    stop = frozenset(session.manifest.stop_tokens)
+    request = Request(prompt=prompt, max_tokens=MAX_TOKENS, stop=stop)
+    tokens = tuple(t for chunk in session.generate(request) for t in chunk.tokens)
+    report, other = session.report(), None
+    if plain:
+        same = tuple(t for chunk in session.run(request, Nobody()) for t in chunk.tokens)
+        assert same == tokens, f"{task.name}: speculation changed the answer"
+        other = session.report()
+    answer = Answer(text, prompt)
+    answer.feed(tokens)
+    answer.end()
+    return Result(task, tokens, judge(task, answer.text()).reason, report, other)
+
+
+def accept_length(results: Iterable[Result]) -> float:
+    """Committed tokens a cycle over all cycles of all tasks, the bonus included."""
+    specs = [r.report.spec for r in results]
+    cycles = sum(s.cycles for s in specs)
+    return sum(s.cycles * s.accept_len for s in specs) / cycles
+
+
+def speed_up(results: Iterable[Result]) -> float:
+    """Plain end-to-end time over speculative, all tasks together."""
+    both = [(r.plain.timings.e2e_ms, r.report.timings.e2e_ms) for r in results if r.plain]
+    return sum(p for p, _ in both) / sum(f for _, f in both)
+
+
+def table(results: Sequence[Result]) -> str:
+    """Per family and over all, as Markdown."""
+    rows = ["| family | tasks | valid | accept length | tok/s | request to plan, s | speed-up |",
+            "|---|--:|--:|--:|--:|--:|--:|"]  # fmt: skip
+    for name in (*FAMILIES, "all"):
+        some = [r for r in results if name in ("all", r.task.family)]
+        if not some:
+            continue
+        faster = f"{speed_up(some):.2f}x" if some[0].plain else ""
+        rows.append(
+            f"| {name} | {len(some)} | {100 * mean(r.valid for r in some):.1f}% "
+            f"| {accept_length(some):.2f} | {median(r.report.timings.tok_s for r in some):.0f} "
+            f"| {median(r.report.timings.e2e_ms for r in some) / 1e3:.2f} | {faster} |"
+        )
+    return "\n".join(rows)
+
+
+def _phases(results: Sequence[Result]) -> str:
+    totals: dict[str, float] = {}
+    for r in results:
+        for name, ms in r.report.timings.phases_ms.items():
+            totals[name] = totals.get(name, 0.0) + ms
+    cycles = sum(r.report.spec.cycles for r in results)
+    once = ("prefill", "observe_chunk")
+    per_cycle = {n: ms / cycles for n, ms in totals.items() if n not in once}
+    return ", ".join(f"{name} {ms:.2f}" for name, ms in per_cycle.items())
+
+
+def run(package: Path, limit: int | None, thinking: bool, progress: Progress) -> list[Result]:
+    """Plan the held-out tasks both ways."""
+    with closing(open_session(package, EngineConfig(), progress)) as session:
+        todo = tasks(limit)
+        results: list[Result] = []
+        with progress.task("planning", len(todo), "tasks") as task:
+            for item in todo:
+                results.append(plan(session, item, thinking=thinking, plain=True))
+                task.advance(1)
+    return results
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the tables of docs/measurements."""
+    parser = argparse.ArgumentParser(description="planner-nano on its held-out tasks")
+    parser.add_argument("--package", type=Path, required=True)
+    parser.add_argument("--limit", type=int, help="first so many tasks")
+    parser.add_argument("--thinking", choices=("on", "off"), default="on")
+    args = parser.parse_args(argv)
+    results = run(args.package, args.limit, args.thinking == "on", choose(sys.stderr))
+    print(table(results))
+    hist = [sum(c) for c in zip(*(r.report.spec.accept_hist for r in results), strict=True)]
+    print(f"\ntokens per cycle 1..{len(hist)}: {hist} {histogram(tuple(hist))}")
+    print(f"ms a cycle: {_phases(results)}")
+    for r in results:
+        if not r.valid:
+            print(f"not valid: {r.task.name}: {r.reason}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What shapes blocks: one file a policy, all behind runtime/block.py."""

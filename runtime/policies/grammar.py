@@ -1,0 +1,163 @@
+"""A grammar as a policy: the answer after the thinking obeys a JSON schema, whoever drafts it.
+
+Law: a row's mask and its forced id are functions of the committed tokens before it and of nothing
+else, and a forced id is the only one its mask would leave. So constrained output is the target's
+own choice among legal ids, token by token, with any drafter or none.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from llguidance import LLMatcher
+
+from thor_dflash.plugins.accept.reference import Record
+from thor_dflash.runtime.block import Block, Progress
+from thor_dflash.runtime.policies.grammar_compile import Grammar, Vocabulary
+from thor_dflash.tensors import Array
+
+FREE = -1
+"""No id is forced after this row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which part of the output comes next."""
+
+    thinking: bool
+    lead: tuple[int, ...] = ()
+    """What is still due between the thinking and the answer."""
+
+    @property
+    def inside(self) -> bool:
+        """In the answer: the grammar speaks."""
+        return not self.thinking and not self.lead
+
+    def after(self, token: int, vocabulary: Vocabulary) -> Place:
+        """The place after a token before the answer."""
+        if self.thinking:
+            ends = token == vocabulary.end_think
+            return Place(False, vocabulary.lead) if ends else self
+        # A budget's own words in place of the lead end it.
+        return Place(False, self.lead[1:] if token == self.lead[0] else ())
+
+
+@dataclass(slots=True)
+class Walk:
+    """A block of drafts under the grammar, row by row. The matcher is a copy of its own."""
+
+    vocabulary: Vocabulary
+    matcher: LLMatcher
+    place: Place
+    force: bool
+    forced: list[int] = field(default_factory=list[int])
+    """The id that must follow each row, or FREE."""
+    taken: list[int] = field(default_factory=list[int])
+    """Legal tokens since the answer began."""
+    start: int = -1
+    """First row of the answer; -1: none."""
+    masks: Array | None = None
+
+    def row(self, given: int) -> int:
+        """The id that must follow the next row, `given` by another policy or by the grammar."""
+        if self.place.inside and self.start < 0:
+            self.start = len(self.forced)
+        self.forced.append(self._only() if given == FREE else given)
+        return self.forced[-1]
+
+    def step(self, token: int) -> bool:
+        """Go on over what follows the row. False: it may not follow, or ends the request."""
+        if not self.place.inside:
+            self.place = self.place.after(token, self.vocabulary)
+            return True
+        if token in self.vocabulary.stop or not 0 <= token < self.vocabulary.size:
+            return False
+        legal = self.matcher.try_consume_tokens([token]) == 1
+        self.taken += [token] * legal
+        return legal
+
+    def make_masks(self, rows: int) -> Array:
+        """int32 [rows, W]: all ids before the answer, then the legal ones."""
+        masks = np.full((rows, self.vocabulary.words), -1, np.int32)
+        self.matcher.rollback(len(self.taken))
+        self.vocabulary.masks(self.matcher, self.taken, masks[self.start :])
+        self.masks = masks
+        return masks
+
+    def dead(self, row: int) -> bool:
+        """Whether no id may follow a row."""
+        if self.masks is None or row < self.start or self.forced[row] != FREE:
+            return False
+        return not self.masks[row].any()
+
+    def _only(self) -> int:
+        if self.place.lead:
+            return self.place.lead[0]
+        if self.place.thinking or not self.force:
+            return FREE
+        ahead = self.matcher.compute_ff_tokens()
+        return ahead[0] if ahead else FREE
+
+
+@dataclass(slots=True)
+class Constrain:
+    """Policy of one request. See Policy in runtime/block.py."""
+
+    grammar: Grammar
+    place: Place
+    force: bool = True
+    """Put what the grammar forces in the place of drafts; without, masks alone. Same output."""
+    seconds: float = 0.0
+    """Spent on walks and masks."""
+    _matcher: LLMatcher = field(init=False)
+    _walk: Walk | None = None
+    """Over the last block."""
+
+    def __post_init__(self) -> None:
+        self._matcher = self.grammar.matcher.deep_copy()
+
+    def shape(self, progress: Progress, block: Block) -> Block:
+        """Ask to see the drafts; or end the request where nothing can follow."""
+        if self.place.inside and self.grammar.vocabulary.dead(self._matcher):
+            return replace(block, finish="grammar_dead_end")
+        return replace(block, look=self._look)
+
+    def judge(self, progress: Progress, record: Record) -> int:
+        """Stop before a row that nothing may follow: the next block begins there, and ends."""
+        row = record.fault
+        return row if row > 0 and self._walk and self._walk.dead(row) else record.count
+
+    def observe(self, progress: Progress, committed: int) -> None:
+        """Follow the committed tokens."""
+        vocabulary = self.grammar.vocabulary
+        for token in progress.tokens[len(progress.tokens) - committed :]:
+            if not self.place.inside:
+                self.place = self.place.after(token, vocabulary)
+            elif token not in vocabulary.stop:
+                self._matcher.consume_token(token)
+
+    def _look(self, tokens: tuple[int, ...], block: Block) -> Block:
+        """See Look. Masks are left for later: they can be made while the verify runs."""
+        begin = time.perf_counter()
+        walk = Walk(
+            self.grammar.vocabulary, self._matcher.deep_copy(), self.place, self.force
+        )
+        self._walk, rows = walk, len(tokens)
+        given = (*block.forced, *[FREE] * (rows - len(block.forced)))
+        cap = rows
+        for row in range(rows):
+            must = walk.row(given[row])
+            if row < rows - 1 and not walk.step(tokens[row + 1] if must == FREE else must):
+                cap = row + 1
+                break
+        self.seconds += time.perf_counter() - begin
+        seen = replace(block, forced=tuple(walk.forced), cap=min(block.cap, cap))
+        return seen if walk.start < 0 else replace(seen, mask=lambda: self._masks(walk, rows))
+
+    def _masks(self, walk: Walk, rows: int) -> Array:
+        begin = time.perf_counter()
+        masks = walk.make_masks(rows)
+        self.seconds += time.perf_counter() - begin
+        return masks

@@ -1,0 +1,255 @@
+"""The sockets of a server: a ROUTER, who has left, who may come in, and a bell for other threads."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from thor_dflash.config import ServeConfig
+from thor_dflash.errors import ConfigError
+from thor_dflash.serving import security
+
+ZAP = "inproc://zeromq.zap.01"
+BURST = 64
+"""Messages read before other work gets its turn: a flood must not starve the engine's results."""
+PATIENCE_S = 5.0
+"""A peer that takes none of its results for so long is as good as gone."""
+HELD = 256
+"""Messages kept for a peer whose socket is full."""
+ROUTER_OPTIONS = {
+    zmq.ROUTER_MANDATORY: 1,  # sending to a peer that left fails, instead of being dropped
+    zmq.ROUTER_HANDOVER: 1,  # a client that comes back under its name takes its name over
+    zmq.LINGER: 0,
+    zmq.SNDHWM: 64,
+    zmq.RCVHWM: 64,
+    zmq.HANDSHAKE_IVL: 3000,
+    zmq.HEARTBEAT_IVL: 1000,
+    zmq.HEARTBEAT_TIMEOUT: 5000,
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.IMMEDIATE: 1,
+}
+
+Sent = Literal["sent", "held", "dropped", "gone"]
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """A message as it came in."""
+
+    frames: tuple[bytes, ...]
+    fd: int
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A connection was closed."""
+
+    fd: int
+
+
+@dataclass(slots=True)
+class _Held:
+    since: float
+    messages: deque[list[bytes]] = field(default_factory=deque[list[bytes]])
+
+
+class Door:
+    """Used by the I/O thread alone, but for `ring`."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        """Bind.
+
+        Raises:
+            ConfigError: an endpoint is unsafe, malformed or taken.
+        """
+        security.check(config)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._held: dict[bytes, _Held] = {}
+        self._out, self._bell = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._closed = False
+        self._zap: zmq.Socket[bytes] | None = None
+        self._allowed: frozenset[bytes] = frozenset()
+        try:
+            self._router = self._open(config)
+        except BaseException:
+            self._context.destroy(0)
+            os.close(self._out)
+            os.close(self._bell)
+            raise
+        self._poller = zmq.Poller()
+        for source in (self._router, self._monitor, self._zap, self._out):
+            if source is not None:
+                self._poller.register(source, zmq.POLLIN)
+
+    def _open(self, config: ServeConfig) -> zmq.Socket[bytes]:
+        router = self._context.socket(zmq.ROUTER)
+        for option, value in ROUTER_OPTIONS.items():
+            router.setsockopt(option, value)
+        router.setsockopt(zmq.MAXMSGSIZE, config.max_message)
+        if config.curve:
+            self._lock(router, Path(config.curve))
+        self._monitor = router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self.endpoints = tuple(_bind(router, endpoint) for endpoint in config.bind)
+        return router
+
+    def _lock(self, router: zmq.Socket[bytes], keys: Path) -> None:
+        self._allowed = security.allowed(keys)
+        router.curve_secretkey = security.secret_key(keys / "server.secret")
+        router.curve_publickey = security.public_key(keys / "server.public")
+        router.curve_server = True
+        router.zap_domain = b"plan"
+        self._zap = self._context.socket(zmq.REP)
+        self._zap.linger = 0
+        self._zap.bind(ZAP)
+
+    def ring(self) -> None:
+        """Wake the I/O thread. From any thread."""
+        try:
+            os.write(self._bell, b"\0")
+        except (BlockingIOError, OSError):
+            pass  # it has been rung often enough, or nobody is at home any more
+
+    def wait(self, seconds: float) -> Iterator[Letter | Left]:
+        """Wait for something to happen; give what came in, oldest first, at most BURST of it."""
+        try:
+            self._poller.poll(max(0, round(1e3 * min(seconds, 0.02 if self._held else seconds))))
+        except zmq.ZMQError as e:
+            if e.errno != zmq.EINTR:
+                raise
+        self._silence()
+        self._admit()
+        for _ in range(BURST):
+            # Before each message: the descriptor of a closed connection is used again, and its
+            # closing must be heard before anything that came by the new one.
+            yield from self._leavers()
+            letter = self._receive()
+            if letter is None:
+                return
+            yield letter
+
+    def _silence(self) -> None:
+        try:
+            while os.read(self._out, 4096):
+                pass
+        except BlockingIOError:
+            pass
+
+    def _admit(self) -> None:
+        while self._zap is not None and self._zap.poll(0):
+            version, request, _, _, _, mechanism, *credentials = self._zap.recv_multipart()
+            known = mechanism == b"CURVE" and z85.encode(credentials[0]) in self._allowed
+            verdict = [b"200", b"OK"] if known else [b"400", b"unknown key"]
+            user = z85.encode(credentials[0]) if known else b""
+            self._zap.send_multipart([version, request, *verdict, user, b""])
+
+    def _leavers(self) -> Iterator[Left]:
+        while self._monitor.poll(0):
+            yield Left(recv_monitor_message(self._monitor)["value"])
+
+    def _receive(self) -> Letter | None:
+        try:
+            frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        return Letter(tuple(frame.bytes for frame in frames), _descriptor(frames[-1]))
+
+    def send(self, envelope: tuple[bytes, ...], body: bytes, *, droppable: bool = False) -> Sent:
+        """Send a message, or hold it for a peer that is slow."""
+        message = [*envelope, body]
+        held = self._held.get(envelope[0])
+        if held is not None:
+            return self._hold(held, message, droppable)
+        sent = self._send(message)
+        if sent == "held":
+            if droppable:
+                return "dropped"
+            self._held[envelope[0]] = _Held(time.monotonic(), deque([message]))
+        return sent
+
+    @staticmethod
+    def _hold(held: _Held, message: list[bytes], droppable: bool) -> Sent:
+        if droppable:
+            return "dropped"
+        if len(held.messages) >= HELD:
+            return "gone"
+        held.messages.append(message)
+        return "held"
+
+    def _send(self, message: list[bytes]) -> Sent:
+        try:
+            self._router.send_multipart(message, zmq.NOBLOCK)
+        except zmq.Again:
+            return "held"
+        except zmq.ZMQError as e:
+            if e.errno == zmq.EHOSTUNREACH:
+                return "gone"
+            raise
+        return "sent"
+
+    def retry(self, now: float) -> list[bytes]:
+        """Try to send what is held. Gives the routing ids of those who will not take it."""
+        gone: list[bytes] = []
+        for routing, held in list(self._held.items()):
+            while held.messages and (sent := self._send(held.messages[0])) != "held":
+                if sent == "gone":
+                    held.messages.clear()
+                    gone.append(routing)
+                    break
+                held.messages.popleft()
+                held.since = now
+            if now - held.since > PATIENCE_S:
+                held.messages.clear()
+                gone.append(routing)
+            if not held.messages:
+                del self._held[routing]
+        return gone
+
+    @property
+    def holding(self) -> bool:
+        """Whether answers wait for slow peers."""
+        return bool(self._held)
+
+    def close(self) -> None:
+        """Close every socket. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        # A moment for answers that libzmq still holds: a drained server owes its last ones.
+        self._router.linger = 200
+        self._router.disable_monitor()
+        for source in (self._router, self._monitor, self._zap):
+            if source is not None:
+                source.close()
+        self._context.term()
+        os.close(self._out)
+        os.close(self._bell)
+
+
+def _descriptor(frame: zmq.Frame) -> int:
+    try:
+        number = frame.get(zmq.SRCFD)
+    except zmq.ZMQError:
+        return -1  # the connection closed between its message and this line
+    return number if isinstance(number, int) else -1
+
+
+def _bind(router: zmq.Socket[bytes], endpoint: str) -> str:
+    security.check_free(endpoint)
+    # An ipc socket obeys the umask: nobody but its owner may connect.
+    before = os.umask(0o077)
+    try:
+        router.bind(endpoint)
+    except zmq.ZMQError as e:
+        raise ConfigError(f"serve.bind must be free and well-formed (got {endpoint}: {e})") from e
+    finally:
+        os.umask(before)
+    return router.getsockopt_string(zmq.LAST_ENDPOINT)

@@ -1,0 +1,94 @@
+"""What of a plan request the types cannot say. Whatever is not done is refused, never ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from thor_dflash.serving import wire
+from thor_dflash.serving.codec import plain
+from thor_dflash.serving.refusal import PlanError
+
+SCHEMA_BYTES = 128 << 10
+METADATA_BYTES = 1 << 10
+
+
+def check(ask: wire.Ask) -> None:
+    """Refuse a request that contradicts itself or asks for what there is not.
+
+    Raises:
+        PlanError: naming the field.
+    """
+    if (ask.prompt is None) == (ask.messages is None):
+        raise _bad("prompt", "prompt or messages must be given, and one of them only")
+    if ask.prompt is not None and not ask.prompt.strip():
+        raise _bad("prompt", "prompt must be some text (got none)")
+    if ask.messages is not None and not ask.messages:
+        raise _bad("messages", "messages must be at least one (got none)")
+    if ask.stream is True:
+        raise _bad("stream", "stream must be false, steps, text or all (got true)")
+    _greedy(ask)
+    both = ask.thinking_budget is not None and ask.thinking_token_budget is not None
+    if both:
+        raise _bad("thinking_token_budget", "thinking_budget must be given once (got both names)")
+    if ask.json_schema is not None and ask.response_format is not None:
+        raise _bad("response_format", "json_schema must be given once (got both spellings)")
+
+
+def _greedy(ask: wire.Ask) -> None:
+    rules: dict[str, tuple[object, bool]] = {
+        "temperature": (ask.temperature, ask.temperature == 0),
+        "top_p": (ask.top_p, ask.top_p == 1),
+        "top_k": (ask.top_k, ask.top_k in (None, 0, 1)),
+        "seed": (ask.seed, ask.seed is None),
+        "stop": (ask.stop, ask.stop is None or len(ask.stop) == 0),
+    }
+    for name, (value, fine) in rules.items():
+        if not fine:
+            shown = str(value)[:40]
+            raise _bad(name, f"{name} must be left out, decoding is greedy (got {shown})")
+
+
+def schema_of(ask: wire.Ask) -> Mapping[str, Any] | None:
+    """The schema a request gives, in either spelling."""
+    if ask.response_format is not None:
+        return ask.response_format.json_schema.schema
+    return ask.json_schema
+
+
+def check_values(ask: wire.Ask) -> None:
+    """Refuse free values that are too large, too deep or no JSON. Takes a while for large ones.
+
+    Raises:
+        PlanError: naming the field.
+    """
+    if (schema := schema_of(ask)) is not None:
+        plain(schema, "json_schema", SCHEMA_BYTES)
+    if ask.metadata is not None:
+        plain(ask.metadata, "metadata", METADATA_BYTES)
+
+
+def budget_of(ask: wire.Ask, default: int) -> int:
+    """Longest thinking a request allows, tokens, before any deadline is looked at."""
+    if ask.thinking == "off":
+        return 0
+    given = ask.thinking_budget if ask.thinking_budget is not None else ask.thinking_token_budget
+    return default if given is None else given
+
+
+def messages_of(prompt: str | None, messages: tuple[wire.Message, ...] | None) -> list[object]:
+    """A prompt or a chat, as the chat template takes it."""
+    if messages is None:
+        return [{"role": "user", "content": prompt}]
+    return [_turn(message) for message in messages]
+
+
+def _turn(message: wire.Message) -> dict[str, str]:
+    turn = {"role": message.role, "content": message.content}
+    if message.reasoning_content is not None:
+        turn["reasoning_content"] = message.reasoning_content
+    return turn
+
+
+def _bad(field: str, message: str) -> PlanError:
+    return PlanError("bad_request", message, field=field)

@@ -1,0 +1,54 @@
+"""The dialect of NVIDIA Isaac-GR00T's client: {"endpoint", "data", "api_token"}, plain answers.
+
+Its `PolicyClient` can thus call `ping` and `plan` here unchanged.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+
+from thor_dflash.serving import codec, wire
+from thor_dflash.serving.codec import Codec, Head
+from thor_dflash.serving.refusal import PlanError
+
+RUNNING = {"status": "ok", "message": "Server is running"}
+"""What its `ping` expects to hear."""
+
+
+def speaks(head: Head) -> bool:
+    """Whether a body is in this dialect."""
+    return head.op is None and isinstance(head.endpoint, str)
+
+
+def read(body_codec: Codec, body: bytes, head: Head) -> wire.Request:
+    """The request in a body.
+
+    Raises:
+        PlanError: bad_request.
+    """
+    kind = codec.OPERATIONS.get(head.endpoint)
+    if kind is None:
+        raise PlanError("bad_request", f"endpoint must be an operation (got {head.endpoint:.40})")
+    table = body_codec.decode(body, dict[str, Any])
+    if unknown := table.keys() - {"endpoint", "data", "api_token", "requires_input"}:
+        name = min(unknown)
+        raise PlanError("bad_request", f"{name} must be endpoint, data or api_token", field=name)
+    data: Any = table.get("data") or {}
+    if not isinstance(data, dict):
+        raise PlanError("bad_request", "data must be a map", field="data")
+    fields: dict[str, Any] = dict(data)  # pyright: ignore[reportUnknownArgumentType]
+    fields = {"id": uuid4().hex, **fields, "op": head.endpoint}
+    if head.api_token is not None:
+        fields["token"] = head.api_token
+    return codec.convert(fields, kind)
+
+
+def answer(message: object) -> dict[str, Any]:
+    """A reply in this dialect: the fields alone, or one error string."""
+    table: dict[str, Any] = msgspec.to_builtins(message)
+    if table.get("type") == "error":
+        return {"error": f"{table['code']}: {table['message']}"}
+    return table

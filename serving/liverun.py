@@ -1,0 +1,151 @@
+"""One request on a session: steps, what to say of them, and the result."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator, Sequence
+from typing import cast
+
+from thor_dflash.runtime.session import Chunk, Report, Session
+from thor_dflash.runtime.text import Answer, Piece, Text
+from thor_dflash.serving import outcome, wire
+from thor_dflash.serving.backend import Prepared, Stop
+from thor_dflash.serving.policies import Shaping
+from thor_dflash.serving.rates import Rates
+from thor_dflash.serving.speech import Speech
+
+
+class LiveRun:
+    """See backend.Run."""
+
+    def __init__(
+        self,
+        session: Session,
+        text: Text,
+        rates: Rates,
+        prepared: Prepared,
+        shaping: Shaping,
+        chunks: Iterator[Chunk],
+    ) -> None:
+        self._session = session
+        self._rates = rates
+        self._prepared = prepared
+        self._shaping = shaping
+        self._chunks = chunks
+        self._answer = Answer(text, prepared.prompt)
+        self._speech = Speech(prepared.ask.stream)
+        self._tokens: list[int] = []
+        self._finish: wire.Finish | None = None
+        self._begun = False
+        self._start = time.perf_counter()
+        self._first_answer: float | None = None
+
+    @property
+    def done(self) -> bool:
+        """See Run."""
+        return self._finish is not None
+
+    def step(self) -> Sequence[wire.Chunk]:
+        """See Run."""
+        before = time.perf_counter()
+        self._begun = True
+        chunk = next(self._chunks)
+        ms = 1e3 * (time.perf_counter() - before)
+        if chunk.prompt_done:
+            self._rates.chunk(ms)
+            return self._speech.prefill(chunk.prompt_done)
+        self._rates.cycle(ms, len(chunk.tokens), thinking=self._first_answer is None)
+        pieces = self._take(chunk.tokens)
+        if chunk.finish and not self.done:
+            self._end(self._named(chunk.finish))
+        if self.done:
+            pieces += self._answer.end()
+        return self._speech.cycle(pieces, len(self._tokens))
+
+    @property
+    def _answered(self) -> int:
+        return len(self._tokens) - self._answer.thinking_tokens
+
+    def _take(self, tokens: Sequence[int]) -> list[Piece]:
+        pieces: list[Piece] = []
+        for token in tokens:
+            self._tokens.append(token)
+            pieces += self._answer.feed((token,))
+            if self._answered and self._first_answer is None:
+                self._first_answer = time.perf_counter()
+            if self._answered >= self._prepared.max_tokens:
+                self._end("length")
+                break
+        return pieces
+
+    def _named(self, finish: str) -> wire.Finish:
+        if self._shaping.dead_end():
+            return "grammar_dead_end"
+        if finish == "stop":
+            return "stop"
+        return "length" if self._answered or not self._prepared.budget else "thinking_exhausted"
+
+    def _end(self, finish: wire.Finish) -> None:
+        self._finish = finish
+
+    def result(self, stop: Stop | None) -> wire.Result:
+        """See Run."""
+        self.close()
+        report = self._report()
+        now = time.perf_counter()
+        finish = self._finish or stop or "error"
+        if finish == "stop":
+            self._rates.plan(1e3 * (now - self._start), self._answered)
+        decoded = outcome.Decoded(
+            finish=finish,
+            text=self._answer.text(),
+            thinking=self._answer.thinking(),
+            tokens=tuple(self._tokens),
+            usage=wire.Usage(
+                prompt_tokens=len(self._prepared.prompt),
+                cached_tokens=self._prepared.cached,
+                thinking_tokens=self._answer.thinking_tokens,
+                output_tokens=self._answered,
+            ),
+            timings=self._timings(report, now),
+            spec=self._spec(report),
+        )
+        return outcome.result(self._prepared, decoded)
+
+    def _report(self) -> Report | None:
+        # Before the first step the session's report is of the request before.
+        return self._session.report() if self._begun else None
+
+    def _timings(self, report: Report | None, now: float) -> wire.Timings:
+        e2e = 1e3 * (now - self._start)
+        if report is None:
+            return wire.Timings(e2e_ms=e2e, grammar_ms=self._prepared.grammar_ms)
+        t = report.timings
+        first = self._first_answer
+        return wire.Timings(
+            prefill_ms=t.prefill_ms,
+            ttft_ms=t.ttft_ms,
+            ttfa_ms=None if first is None else 1e3 * (first - self._start),
+            decode_ms=t.decode_ms,
+            e2e_ms=e2e,
+            tok_s=1e3 * max(0, len(self._tokens) - 1) / t.decode_ms if t.decode_ms else 0.0,
+            grammar_ms=self._prepared.grammar_ms,
+        )
+
+    def _spec(self, report: Report | None) -> wire.Spec | None:
+        if report is None:
+            return None
+        s = report.spec
+        return wire.Spec(
+            cycles=s.cycles,
+            drafted=s.drafted,
+            accepted=s.accepted,
+            accept_len=s.accept_len,
+            forced=self._shaping.forced(),
+            accept_hist=s.accept_hist,
+            accepted_per_position=s.accepted_per_position,
+        )
+
+    def close(self) -> None:
+        """See Run."""
+        cast("Generator[Chunk]", self._chunks).close()

@@ -1,0 +1,194 @@
+"""A backend without a model, for the tests of whoever talks to the server. `serve --mock`.
+
+It answers every request with the same plan, token by token, a word a token, four tokens a cycle.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from thor_dflash.config import ServeConfig
+from thor_dflash.serving import fields, outcome, wire
+from thor_dflash.serving.backend import About, Prepared, Run, Stop
+from thor_dflash.serving.check import Checker
+from thor_dflash.serving.rates import Rates
+from thor_dflash.serving.refusal import PlanError
+from thor_dflash.serving.speech import Speech
+
+THINKING = "The cup is on the shelf and the robot is free to take it to the table at once. "
+PLAN = (
+    '{"goal": "cup on table", "steps": ['
+    '{"id": 1, "skill": "goto", "args": {"target": "shelf"}, "on_fail": "retry"}, '
+    '{"id": 2, "skill": "pick", "args": {"object": "cup"}, "on_fail": "retry"}, '
+    '{"id": 3, "skill": "place", "args": {"object": "cup", "on": "table"}, "on_fail": "replan"}'
+    '], "needs_clarification": null}'
+)
+PER_CYCLE = 4
+CHUNK = 64
+CONTEXT = 8192
+
+
+def words(text: str) -> list[str]:
+    """A text as the mock's tokens: words with the space after them."""
+    return [word + " " for word in text.split(" ")]
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    text: str
+    thinking: bool
+
+
+class MockBackend:
+    """See backend.Backend."""
+
+    def __init__(self, config: ServeConfig, cycle_s: float = 0.0) -> None:
+        self.config = config
+        self.cycle_s = cycle_s
+        """Time of a step, s."""
+        self._rates = Rates(chunk_tokens=CHUNK, cycle_ms=1e3 * cycle_s, chunk_ms=1e3 * cycle_s)
+        self._rates.answer_len = self._rates.thinking_len = PER_CYCLE
+        self._rates.answer_tokens = len(words(PLAN))
+        self._prefixes: dict[str, int] = {}
+
+    @property
+    def about(self) -> About:
+        """See Backend."""
+        return About(
+            model="mock",
+            engine="mock",
+            quantisation={},
+            package_sha256=None,
+            tokenizer_sha256=None,
+            golden_sha256=None,
+            max_context=CONTEXT,
+            block=PER_CYCLE,
+            features=("mock", "stream", "deadline", "preempt", "prefix", "json_schema"),
+        )
+
+    @property
+    def rates(self) -> Rates:
+        """See Backend."""
+        return self._rates
+
+    def warm(self) -> None:
+        """See Backend."""
+
+    def prepare(self, ask: wire.Ask, left_ms: float | None) -> Prepared:
+        """See Backend."""
+        fields.check_values(ask)
+        schema = fields.schema_of(ask)
+        if schema is not None:
+            Checker(schema)
+        turns = [ask.prompt] if ask.messages is None else [m.content for m in ask.messages]
+        prompt = tuple(range(sum(len(words(turn or "")) for turn in turns)))
+        if ask.prefix_id is not None and ask.prefix_id not in self._prefixes:
+            raise PlanError(
+                "bad_request", "prefix_id must be a pinned prefix (got another)", field="prefix_id"
+            )
+        max_tokens = ask.max_tokens or self.config.max_tokens
+        if len(prompt) + max_tokens > CONTEXT:
+            raise PlanError(
+                "prompt_too_long", f"prompt must be <= {CONTEXT} tokens (got {len(prompt)})",
+                field="prompt",
+            )  # fmt: skip
+        budget = fields.budget_of(ask, self.config.thinking_budget)
+        return Prepared(
+            ask=ask,
+            prompt=prompt,
+            cached=min(len(prompt), self._prefixes.get(ask.prefix_id or "", 0)),
+            max_tokens=max_tokens,
+            budget=budget,
+            schema=schema,
+            grammar=None,
+            grammar_ms=0.0,
+            min_ms=self._rates.min_ms(len(prompt), max_tokens, whole=ask.on_deadline == "error"),
+        )
+
+    def start(self, prepared: Prepared, left_ms: float | None) -> Run:
+        """See Backend."""
+        return MockRun(prepared, self._rates, self.cycle_s)
+
+    def validate(self, request: wire.Validate) -> dict[str, Any]:
+        """See Backend."""
+        if request.json_schema is not None:
+            Checker(request.json_schema)
+        return {"max_context": CONTEXT, "prompt_tokens": len(words(request.prompt or ""))}
+
+    def pin(self, request: wire.PrefixPut, stopped: Callable[[], bool]) -> dict[str, Any]:
+        """See Backend."""
+        self._prefixes[request.prefix_id] = len(words(request.system))
+        return {"prefix_id": request.prefix_id, "tokens": self._prefixes[request.prefix_id]}
+
+    def prefixes(self) -> list[dict[str, Any]]:
+        """See Backend."""
+        return [{"prefix_id": name, "tokens": n} for name, n in self._prefixes.items()]
+
+    def drop(self, prefix_id: str) -> bool:
+        """See Backend."""
+        return self._prefixes.pop(prefix_id, None) is not None
+
+    def close(self) -> None:
+        """See Backend."""
+
+
+class MockRun:
+    """See backend.Run."""
+
+    def __init__(self, prepared: Prepared, rates: Rates, cycle_s: float) -> None:
+        thought = words(THINKING)[: prepared.budget]
+        answer = words(PLAN)
+        self._prepared = prepared
+        self._rates = rates
+        self._cycle_s = cycle_s
+        self._script = [_Piece(w, thinking=True) for w in thought]
+        self._script += [_Piece(w, thinking=False) for w in answer[: prepared.max_tokens]]
+        self._cut = len(answer) > prepared.max_tokens
+        self._speech = Speech(prepared.ask.stream)
+        self._prompt_done = prepared.cached
+        self._said = 0
+        self._start = time.perf_counter()
+
+    @property
+    def done(self) -> bool:
+        """See Run."""
+        return self._said == len(self._script)
+
+    def step(self) -> Sequence[wire.Chunk]:
+        """See Run."""
+        if self._cycle_s:
+            time.sleep(self._cycle_s)
+        if self._prompt_done < len(self._prepared.prompt):
+            self._prompt_done += CHUNK
+            return self._speech.prefill(min(self._prompt_done, len(self._prepared.prompt)))
+        pieces = self._script[self._said : self._said + PER_CYCLE]
+        self._said += len(pieces)
+        self._rates.cycle(1e3 * self._cycle_s, len(pieces), thinking=pieces[0].thinking)
+        return self._speech.cycle(pieces, self._said)
+
+    def result(self, stop: Stop | None) -> wire.Result:
+        """See Run."""
+        said = self._script[: self._said]
+        texts = {kind: "".join(p.text for p in said if p.thinking is kind) for kind in (True, False)}
+        thinking = sum(piece.thinking for piece in said)
+        decoded = outcome.Decoded(
+            finish=stop or ("length" if self._cut else "stop"),
+            text=texts[False].rstrip(" "),
+            thinking=texts[True],
+            tokens=tuple(range(self._said)),
+            usage=wire.Usage(
+                prompt_tokens=len(self._prepared.prompt),
+                cached_tokens=self._prepared.cached,
+                thinking_tokens=thinking,
+                output_tokens=len(said) - thinking,
+            ),
+            timings=wire.Timings(e2e_ms=1e3 * (time.perf_counter() - self._start)),
+            spec=None,
+        )
+        return outcome.result(self._prepared, decoded)
+
+    def close(self) -> None:
+        """See Run."""

@@ -1,0 +1,77 @@
+"""From what was decoded to the result that is sent: is there a plan, and is it whole?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from thor_dflash.records import as_table
+from thor_dflash.serving import wire
+from thor_dflash.serving.backend import Prepared
+from thor_dflash.serving.check import Checker
+from thor_dflash.serving.plan_text import close_partial
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoded:
+    """What one run gave."""
+
+    finish: wire.Finish
+    text: str
+    """The answer, without the thinking."""
+    thinking: str
+    tokens: tuple[int, ...]
+    usage: wire.Usage
+    timings: wire.Timings
+    spec: wire.Spec | None
+
+
+def result(prepared: Prepared, decoded: Decoded) -> wire.Result:
+    """The result of a run, holding the parts that were asked for."""
+    ask, wanted = prepared.ask, frozenset(prepared.ask.parts)
+    plan = _plan(decoded)
+    valid = plan is not None and _obeys(prepared.schema, plan)
+    return wire.Result(
+        finish_reason=decoded.finish,
+        status=_status(decoded.finish, prepared.schema is None or valid),
+        plan=plan if "plan" in wanted else None,
+        plan_valid=valid,
+        text=decoded.text if "text" in wanted else None,
+        thinking=decoded.thinking if "thinking" in wanted else None,
+        tokens=decoded.tokens if "tokens" in wanted else None,
+        generation=ask.generation,
+        session=ask.session,
+        prefix_id=ask.prefix_id,
+        accept_mode=ask.accept_mode,
+        usage=decoded.usage,
+        timings=decoded.timings if "timings" in wanted else None,
+        spec=decoded.spec if "timings" in wanted else None,
+        metadata=ask.metadata,
+    )
+
+
+def _plan(decoded: Decoded) -> dict[str, object] | None:
+    whole = _object(decoded.text)
+    if whole is not None or decoded.finish == "stop":
+        return whole
+    closed = close_partial(decoded.text)
+    return None if closed is None else _object(closed)
+
+
+def _object(text: str) -> dict[str, object] | None:
+    try:
+        return as_table(json.loads(text))
+    except (ValueError, RecursionError):
+        return None
+
+
+def _obeys(schema: Mapping[str, Any] | None, plan: dict[str, object]) -> bool:
+    return schema is None or Checker(schema).valid(plan)
+
+
+def _status(finish: wire.Finish, sound: bool) -> wire.Status:
+    if finish == "stop":
+        return "ok" if sound else "error"
+    return "error" if finish in ("grammar_dead_end", "error") else "partial"

@@ -1,0 +1,144 @@
+"""A planner: asks in, plans out. The same for a session in this process and for a server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Protocol, Self
+
+from msgspec import structs
+
+from thor_dflash.errors import ThorError
+from thor_dflash.serving import fields, wire
+from thor_dflash.serving.backend import Backend, Run, Stop
+from thor_dflash.serving.refusal import PlanError
+
+
+class Planner(Protocol):
+    """Answers one ask at a time."""
+
+    def plan(self, ask: wire.Ask) -> wire.Result:
+        """Answer an ask.
+
+        Raises:
+            PlanError: it was refused or could not be finished.
+        """
+        ...
+
+    def stream(self, ask: wire.Ask) -> Iterator[wire.Event]:
+        """Answer an ask piece by piece; the last event is the result. Close it to cancel.
+
+        Raises:
+            PlanError: while iterating, as `plan`.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free everything. Idempotent."""
+        ...
+
+
+class LocalPlanner:
+    """A backend without a server."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def plan(self, ask: wire.Ask) -> wire.Result:
+        """See Planner."""
+        for event in self.stream(structs.replace(ask, stream=False)):
+            if isinstance(event, wire.Result):
+                return event
+        raise AssertionError("a stream ends with its result")
+
+    def stream(self, ask: wire.Ask) -> Iterator[wire.Event]:
+        """See Planner."""
+        fields.check(ask)
+        begun = time.monotonic()
+        left = left_of(ask, begun)
+        prepared = self._backend.prepare(ask, left())
+        admit(prepared.min_ms, left())
+        run = self._backend.start(prepared, left())
+        return _events(run, left, ask)
+
+    def close(self) -> None:
+        """See Planner."""
+        self._backend.close()
+
+
+def _events(run: Run, left: Callable[[], float | None], ask: wire.Ask) -> Iterator[wire.Event]:
+    seq = 0
+    try:
+        while not run.done:
+            if (ms := left()) is not None and ms <= 0:
+                break
+            for chunk in run.step():
+                yield structs.replace(chunk, id=ask.id, seq=seq)
+                seq += 1
+        result = run.result(None if run.done else "deadline")
+    except ThorError as e:
+        raise PlanError("engine_fault", str(e)) from e
+    finally:
+        run.close()
+    yield final(structs.replace(result, id=ask.id, seq=seq), ask)
+
+
+def left_of(ask: wire.Ask, arrived: float) -> Callable[[], float | None]:
+    """How long an ask that arrived at `arrived` (monotonic, s) may still take, ms."""
+    deadline = ask.deadline_ms
+    if deadline is None:
+        return lambda: None
+    return lambda: deadline - 1e3 * (time.monotonic() - arrived)
+
+
+def admit(min_ms: float, left_ms: float | None) -> None:
+    """Refuse at once what cannot be done in time: a robot would rather hear no.
+
+    Raises:
+        PlanError: deadline_infeasible, with the least deadline that could be met.
+    """
+    if left_ms is not None and left_ms < min_ms:
+        raise PlanError(
+            "deadline_infeasible",
+            f"deadline_ms must leave {min_ms:.0f} ms or more (got {left_ms:.0f})",
+            field="deadline_ms",
+            min_ms=min_ms,
+        )
+
+
+def final(result: wire.Result, ask: wire.Ask) -> wire.Result:
+    """A result, unless its ending is an error for this ask.
+
+    Raises:
+        PlanError: cancelled, preempted, or the deadline where no partial plan is wanted.
+    """
+    why: Stop
+    if result.finish_reason == "cancelled" or result.finish_reason == "preempted":
+        why = result.finish_reason
+    elif result.finish_reason == "deadline" and ask.on_deadline == "error":
+        why = "deadline"
+    else:
+        return result
+    raise stopped(why)
+
+
+def stopped(why: Stop) -> PlanError:
+    """The refusal that tells of an early end."""
+    words = {
+        "cancelled": "the plan was cancelled",
+        "preempted": "a later or more urgent plan took its place",
+        "deadline": "the deadline passed before there was a plan",
+    }
+    return PlanError(why, words[why])

@@ -1,0 +1,193 @@
+"""Who is served next: a bounded queue, latest wins per session. Pure bookkeeping, one thread.
+
+A job is in the books from its arrival until it is answered; it is answered exactly once because
+only `leave` takes it out, and only who takes it out answers it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Literal
+
+from thor_dflash.serving import wire
+from thor_dflash.serving.backend import Prepared, Stop
+from thor_dflash.serving.codec import Codec
+from thor_dflash.serving.refusal import PlanError
+
+SESSIONS = 1024
+"""Sessions whose latest generation is remembered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Where an answer goes."""
+
+    envelope: tuple[bytes, ...]
+    """The frames before the body, as they came: the routing id first."""
+    codec: Codec
+    groot: bool = False
+    """It speaks the GR00T dialect."""
+    fd: int = -1
+    """The connection it came by."""
+
+    @property
+    def routing(self) -> bytes:
+        """The routing id."""
+        return self.envelope[0]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Job:
+    """One plan, or one prefix to pin, from arrival to answer."""
+
+    request: wire.Ask | wire.PrefixPut
+    peer: Peer
+    session: str
+    arrived: float
+    """Monotonic, s."""
+    deadline: float | None = None
+    """Monotonic, s."""
+    state: Literal["preparing", "queued", "running", "left"] = "preparing"
+    prepared: Prepared | None = None
+    stop: Stop | None = None
+    """Why to end early. Written by the I/O thread, read by the engine thread at every step."""
+    seq: int = 0
+    """Chunks sent."""
+    gone: bool = False
+    """Nobody is there to hear the answer."""
+
+    @property
+    def priority(self) -> int:
+        """9 is the most urgent."""
+        return self.request.priority if isinstance(self.request, wire.Ask) else 5
+
+    @property
+    def generation(self) -> int | None:
+        """State of the world it was asked in."""
+        return self.request.generation if isinstance(self.request, wire.Ask) else None
+
+
+class Schedule:
+    """The jobs in the house."""
+
+    def __init__(self, max_queue: int) -> None:
+        self._max_queue = max_queue
+        self._jobs: list[Job] = []
+        self._latest: OrderedDict[str, int] = OrderedDict()
+
+    @property
+    def running(self) -> Job | None:
+        """The job the engine has."""
+        return next((job for job in self._jobs if job.state == "running"), None)
+
+    @property
+    def waiting(self) -> list[Job]:
+        """Jobs before their turn, in order of arrival."""
+        return [job for job in self._jobs if job.state != "running"]
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def jobs(self) -> list[Job]:
+        """All of them, in order of arrival."""
+        return list(self._jobs)
+
+    def arrive(self, job: Job, retry_after_ms: float) -> list[tuple[Job, PlanError]]:
+        """Take a job in. Gives the waiting jobs it displaced, each with its answer.
+
+        Raises:
+            PlanError: stale, busy, or an id that is in use. Nothing has changed.
+        """
+        self._check_id(job)
+        self._check_generation(job)
+        displaced = self._displaced(job)
+        if len(self.waiting) - len(displaced) >= self._max_queue:
+            raise PlanError(
+                "busy", f"at most {self._max_queue} plans must wait (got as many)",
+                retry_after_ms=retry_after_ms,
+            )  # fmt: skip
+        for old, _ in displaced:
+            self.leave(old)
+        running = self.running
+        if running and self._preempts(job, running):
+            running.stop = running.stop or "preempted"
+        self._jobs.append(job)
+        return displaced
+
+    def _check_id(self, job: Job) -> None:
+        for other in self._jobs:
+            if other.peer.routing == job.peer.routing and other.request.id == job.request.id:
+                shown = job.request.id
+                raise PlanError("bad_request", f"id must not be in use (got {shown})", field="id")
+
+    def _check_generation(self, job: Job) -> None:
+        if job.generation is None:
+            return
+        latest = self._latest.get(job.session, job.generation)
+        if job.generation < latest:
+            raise PlanError(
+                "stale", f"generation must be >= {latest} (got {job.generation})",
+                field="generation",
+            )  # fmt: skip
+        self._latest[job.session] = job.generation
+        self._latest.move_to_end(job.session)
+        if len(self._latest) > SESSIONS:
+            self._latest.popitem(last=False)
+
+    def _displaced(self, job: Job) -> list[tuple[Job, PlanError]]:
+        out: list[tuple[Job, PlanError]] = []
+        for old in self.waiting:
+            older = None not in (job.generation, old.generation) and (
+                (old.generation or 0) < (job.generation or 0)
+            )
+            if old.session == job.session and older:
+                out.append((old, PlanError("stale", "a plan for a newer generation arrived")))
+            elif old.session == job.session and self._same(job) and isinstance(
+                old.request, wire.Ask
+            ):
+                out.append((old, PlanError("preempted", "a later plan of its session arrived")))
+        return out
+
+    @staticmethod
+    def _same(job: Job) -> bool:
+        return isinstance(job.request, wire.Ask) and job.request.preempt != "none"
+
+    def _preempts(self, job: Job, running: Job) -> bool:
+        if not isinstance(job.request, wire.Ask) or not isinstance(running.request, wire.Ask):
+            return False
+        if self._same(job) and running.session == job.session:
+            return True
+        return job.request.preempt == "lower" and running.priority < job.priority
+
+    def next(self) -> Job | None:
+        """The job to run now, if the engine is free: the most urgent, then the oldest."""
+        if self.running:
+            return None
+        ready = [job for job in self._jobs if job.state == "queued"]
+        # max takes the first of equals, and jobs are in order of arrival.
+        return max(ready, key=lambda job: job.priority, default=None)
+
+    def leave(self, job: Job) -> bool:
+        """Take a job out; whether it still was in."""
+        if job.state == "left":
+            return False
+        self._jobs.remove(job)
+        job.state = "left"
+        return True
+
+    def expired(self, now: float) -> list[Job]:
+        """Jobs whose deadline passed before their turn."""
+        return [job for job in self.waiting if job.deadline is not None and job.deadline <= now]
+
+    def first_deadline(self) -> float | None:
+        """When the next waiting job expires, monotonic s."""
+        return min((job.deadline for job in self.waiting if job.deadline is not None), default=None)
+
+    def find(self, target: str, routing: bytes, session: str | None) -> Job | None:
+        """A job by its id, of this connection or of the session that is named."""
+        for job in self._jobs:
+            mine = job.peer.routing == routing or (session is not None and session == job.session)
+            if job.request.id == target and mine:
+                return job
+        return None

@@ -1,0 +1,180 @@
+"""Who may connect: where a server may listen, CURVE keys, and the shared secret."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import os
+import socket
+import stat
+from pathlib import Path
+
+import zmq
+
+from thor_dflash.config import ServeConfig
+from thor_dflash.errors import ConfigError
+
+SERVER, CLIENT = "server", "client"
+SECRET, PUBLIC = ".secret", ".public"
+CLIENTS = "clients"
+"""Folder of the public keys that may connect."""
+
+
+def check(config: ServeConfig) -> None:
+    """Refuse to listen where a stranger could move the robot.
+
+    Raises:
+        ConfigError: naming the endpoint or option.
+    """
+    for endpoint in config.bind:
+        if not endpoint.startswith(("tcp://", "ipc://")):
+            raise ConfigError(f"serve.bind must be tcp:// or ipc:// endpoints (got {endpoint})")
+        if not (is_local(endpoint) or config.curve or config.insecure):
+            raise ConfigError(
+                f"serve.bind must be loopback or ipc, or have serve.curve keys (thor-dflash "
+                f"keygen), or serve.insecure (got {endpoint})"
+            )
+    exposed = [e for e in config.bind if not is_local(e)]
+    if config.token_file and exposed and not config.curve:
+        raise ConfigError(
+            "serve.token_file must go with loopback, ipc or CURVE endpoints: a secret sent in "
+            f"the clear is none (got {exposed[0]})"
+        )
+    open_ = [e for e in config.bind if not e.startswith("ipc://")]
+    if config.allow_admin and open_ and not config.curve:
+        raise ConfigError(
+            f"serve.allow_admin must go with ipc or CURVE endpoints only (got {open_[0]})"
+        )
+
+
+def is_local(endpoint: str) -> bool:
+    """Whether only this machine can reach an endpoint."""
+    if endpoint.startswith("ipc://"):
+        return True
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # a name, an interface or *: not known to be loopback
+
+
+def read_token(path: str) -> str | None:
+    """The shared secret, or None where there is none.
+
+    Raises:
+        ConfigError: no such file, an empty one, or one that others may read.
+    """
+    return _private(Path(path)).strip() or _fail(path) if path else None
+
+
+def _fail(path: str) -> str:
+    raise ConfigError(f"{path} must hold a secret (got an empty file)")
+
+
+def _private(path: Path) -> str:
+    try:
+        mode = path.stat().st_mode
+        if mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise ConfigError(
+                f"{path} must be readable by its owner alone (got mode {stat.S_IMODE(mode):04o}); "
+                f"chmod 600 {path}"
+            )
+        return path.read_text(encoding="ascii")
+    except OSError as e:
+        raise ConfigError(f"{path} must be a readable file (got: {e.strerror})") from e
+    except ValueError as e:
+        raise ConfigError(f"{path} must be ASCII text (got: {e})") from e
+
+
+def token_fits(token: str | None, given: object) -> bool:
+    """Whether the secret is the right one, in a time that does not tell how wrong it is."""
+    if token is None:
+        return True
+    text = given if isinstance(given, str) else ""
+    return hmac.compare_digest(token.encode(), text.encode(errors="replace"))
+
+
+def keygen(directory: Path) -> None:
+    """Make a server's and a client's CURVE keys; the client is allowed to connect.
+
+    Raises:
+        ConfigError: there are keys already, or the directory cannot be written.
+    """
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        clients = directory / CLIENTS
+        clients.mkdir(mode=0o700, exist_ok=True)
+        for name in (SERVER, CLIENT):
+            public, secret = (key.decode() for key in zmq.curve_keypair())
+            _write(directory / f"{name}{SECRET}", secret)
+            _write(directory / f"{name}{PUBLIC}", public)
+            if name == CLIENT:
+                _write(clients / f"{name}{PUBLIC}", public)
+    except OSError as e:
+        raise ConfigError(f"{directory} must take new keys (got: {e.strerror}: {e.filename})") from e
+
+
+def _write(path: Path, key: str) -> None:
+    # Created with its mode, never widened: there is no moment at which others could read it.
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(fd, "w") as file:
+        file.write(key + "\n")
+
+
+def public_key(path: Path) -> bytes:
+    """A public key from its file.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        key = path.read_text(encoding="ascii").strip().encode()
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"{path} must be a public key of `thor-dflash keygen` (got: {e})") from e
+    return _z85(path, key)
+
+
+def secret_key(path: Path) -> bytes:
+    """A secret key from its file.
+
+    Raises:
+        ConfigError: there is none, or others may read it.
+    """
+    return _z85(path, _private(path).strip().encode())
+
+
+def _z85(path: Path, key: bytes) -> bytes:
+    if len(key) != 40:
+        raise ConfigError(f"{path} must hold a key of 40 letters (got {len(key)})")
+    return key
+
+
+def allowed(directory: Path) -> frozenset[bytes]:
+    """The public keys that may connect.
+
+    Raises:
+        ConfigError: a damaged key, or none at all.
+    """
+    keys = frozenset(public_key(p) for p in sorted((directory / CLIENTS).glob(f"*{PUBLIC}")))
+    if not keys:
+        raise ConfigError(f"{directory / CLIENTS} must hold public keys of clients (got none)")
+    return keys
+
+
+def check_free(endpoint: str) -> None:
+    """Refuse an ipc path where a server listens: zmq would take it over without a word.
+
+    Raises:
+        ConfigError: somebody answers.
+    """
+    path = endpoint.removeprefix("ipc://")
+    if endpoint == path or not Path(path).exists():
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            return  # left by a server that is gone; zmq replaces it
+    raise ConfigError(f"serve.bind must be free (got {endpoint}, where a server answers)")

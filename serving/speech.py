@@ -1,0 +1,70 @@
+"""The chunks a streamed plan sends while it is decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from thor_dflash.serving import wire
+from thor_dflash.serving.plan_text import StepStream
+
+MARKS = ("<think>", "</think>")
+
+
+class Piece(Protocol):
+    """Some text of an answer, all of one kind."""
+
+    @property
+    def text(self) -> str:
+        """What it says."""
+        ...
+
+    @property
+    def thinking(self) -> bool:
+        """Inside the thinking block."""
+        ...
+
+
+class Speech:
+    """Turns pieces of an answer into the chunks that were asked for; no work where none were."""
+
+    def __init__(self, stream: bool | wire.Stream) -> None:
+        self._text = stream in ("text", "all")
+        self._progress = stream == "all"
+        self._steps = StepStream() if stream in ("steps", "all") else None
+        self._begun = {True: False, False: False}
+        self._index = 0
+
+    def prefill(self, tokens: int) -> list[wire.Chunk]:
+        """`tokens` of the prompt are in the state."""
+        if not self._progress:
+            return []
+        return [wire.Chunk(kind="progress", phase="prefill", tokens=tokens)]
+
+    def cycle(self, pieces: Iterable[Piece], tokens: int) -> list[wire.Chunk]:
+        """A cycle gave these pieces; `tokens` are committed."""
+        said = list(pieces)
+        chunks = [chunk for piece in said for chunk in self._say(piece)]
+        if self._progress and said:
+            phase = "thinking" if said[-1].thinking else "answer"
+            chunks.append(wire.Chunk(kind="progress", phase=phase, tokens=tokens))
+        return chunks
+
+    def _say(self, piece: Piece) -> list[wire.Chunk]:
+        text = "" if piece.text in MARKS else piece.text
+        if not self._begun[piece.thinking]:
+            # As in the result: neither the thinking nor the answer begins with the blank lines
+            # the chat template puts around them.
+            text = text.lstrip("\n")
+        if not text:
+            return []
+        self._begun[piece.thinking] = True
+        chunks: list[wire.Chunk] = []
+        if self._text:
+            kind = "thinking" if piece.thinking else "text"
+            chunks.append(wire.Chunk(kind=kind, text=text))
+        if self._steps is not None and not piece.thinking:
+            for step in self._steps.feed(text):
+                chunks.append(wire.Chunk(kind="step", step=step, index=self._index))
+                self._index += 1
+        return chunks

@@ -1,0 +1,101 @@
+"""The ort engine keeps the protocol's promises."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+
+from thor_dflash.errors import EngineError
+from thor_dflash.plugins.op import IN_PLACE
+from thor_dflash.runtime.engine import Call
+from thor_dflash.runtime.engines.ort import OrtEngine
+from thor_dflash.tensors import DType, TensorSpec
+
+FLOAT, INT64 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
+
+
+def write_graph(directory: Path, *, in_place: bool) -> None:
+    """step: x [N] -> next.x = x with 1 added at row `at`; total = sum of the old x."""
+    nodes = [
+        helper.make_node("ScatterElements", ["x", "at", "one"], ["next.x"], reduction="add"),
+        helper.make_node("ReduceSum", ["x"], ["total"], keepdims=1),
+    ]
+    inputs = [
+        helper.make_tensor_value_info("x", FLOAT, ["N"]),
+        helper.make_tensor_value_info("at", INT64, [1]),
+        helper.make_tensor_value_info("one", FLOAT, [1]),
+    ]
+    outputs = [
+        helper.make_tensor_value_info("next.x", FLOAT, ["N"]),
+        helper.make_tensor_value_info("total", FLOAT, [1]),
+    ]
+    model = helper.make_model(
+        helper.make_graph(nodes, "step", inputs, outputs),
+        opset_imports=[helper.make_opsetid("", 21)],
+        ir_version=10,
+    )
+    if in_place:
+        model.metadata_props.add(key=IN_PLACE, value="next.x")
+    (directory / "step.onnx").write_bytes(model.SerializeToString())
+
+
+def bound(engine: OrtEngine, rows: int = 4) -> tuple[Call, dict[str, object]]:
+    graph = engine.load("step")
+    tensors = {
+        name: engine.empty(spec, {"N": rows})
+        for name, spec in {**graph.inputs, "total": graph.outputs["total"]}.items()
+    }
+    outputs = {"next.x": tensors["x"], "total": tensors["total"]}
+    call = Call(graph, {n: tensors[n] for n in graph.inputs}, outputs)
+    engine.write(tensors["one"], np.ones(1, np.float32))
+    return call, dict(tensors)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_state_moves_from_call_to_call(tmp_path: Path, in_place: bool) -> None:
+    write_graph(tmp_path, in_place=in_place)
+    engine = OrtEngine(tmp_path, 1)
+    call, tensors = bound(engine)
+    for row in (0, 2, 2):
+        engine.write(tensors["at"], np.array([row]))  # type: ignore[arg-type]
+        engine.run([call])
+    assert engine.read(tensors["x"]).tolist() == [1, 0, 2, 0]  # type: ignore[arg-type]
+    if not in_place:
+        assert engine.read(tensors["total"]).tolist() == [2]  # type: ignore[arg-type]
+
+
+def test_a_failed_call_leaves_the_old_value(tmp_path: Path) -> None:
+    write_graph(tmp_path, in_place=False)
+    engine = OrtEngine(tmp_path, 1)
+    call, tensors = bound(engine)
+    engine.run([call])
+    engine.write(tensors["at"], np.array([99]))  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match="step must run"):
+        engine.run([call])
+    assert engine.read(tensors["x"]).tolist() == [1, 0, 0, 0]  # type: ignore[arg-type]
+
+
+def test_tensors_start_as_zeros_and_copies_are_corners(tmp_path: Path) -> None:
+    engine = OrtEngine(tmp_path, 1)
+    tensor = engine.empty(TensorSpec("t", DType.BF16, (3, "N")), {"N": 4})
+    engine.write(tensor, np.ones((2, 3), DType.BF16.numpy))
+    whole = engine.read(tensor).astype(np.float32)
+    assert whole.tolist() == [[1, 1, 1, 0], [1, 1, 1, 0], [0, 0, 0, 0]]
+    part = engine.read(tensor, (1, 4))
+    part[:] = 7
+    assert engine.read(tensor, (1, 4)).astype(np.float32).tolist() == [[1, 1, 1, 0]]
+
+
+def test_busy_counts_seconds_by_graph(tmp_path: Path) -> None:
+    write_graph(tmp_path, in_place=True)
+    engine = OrtEngine(tmp_path, 1)
+    call, _ = bound(engine)
+    engine.run([call, call])
+    assert set(engine.busy()) == {"step"}
+    assert engine.busy()["step"] > 0
+    engine.close()
+    engine.close()
