@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from thor_dflash.errors import ModelFault, RequestError
+from thor_dflash.errors import ModelFault, RequestError, TransactionError
 from thor_dflash.plugins.accept.reference import Record
 from thor_dflash.runtime.block import Block, Finish, Look, Policy, Progress
 from thor_dflash.runtime.engine import Call
@@ -53,10 +53,12 @@ def decode(model: Model, plan: Plan, progress: Progress, meter: Meter) -> Iterat
 
     Raises:
         ModelFault: the model had no usable choice; what was yielded before stands.
+        TransactionError: another sequence began meanwhile.
     """
-    _begin(model, plan)
+    begun = _begin(model, plan)
     for done in _prefill(model, plan):
         yield Chunk((), prompt_done=done)
+        _own(model, begun)
     meter.prompt_done()
     while True:
         block = _shape(model, plan, progress)
@@ -76,14 +78,23 @@ def decode(model: Model, plan: Plan, progress: Progress, meter: Meter) -> Iterat
         yield Chunk(emitted, finish)
         if finish:
             return
+        _own(model, begun)
 
 
-def _begin(model: Model, plan: Plan) -> None:
+def _begin(model: Model, plan: Plan) -> int:
     if plan.prefix is None:
         model.state.reset()
     else:
         assert plan.prefix.length < len(plan.prompt), plan.prefix.length
         model.state.restore(plan.prefix)
+    return model.state.begun
+
+
+def _own(model: Model, begun: int) -> None:
+    if model.state.begun != begun:
+        raise TransactionError(
+            "a request must have the state to itself until it ends (got another that began)"
+        )
 
 
 def _prefill(model: Model, plan: Plan) -> Iterator[int]:

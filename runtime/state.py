@@ -15,7 +15,7 @@ import numpy as np
 from thor_dflash.errors import TransactionError
 from thor_dflash.plugins.op import NEXT
 from thor_dflash.runtime.engine import Engine, Graph, Tensor
-from thor_dflash.tensors import Array, Dims
+from thor_dflash.tensors import Array, Dims, TensorSpec
 
 
 def is_record(name: str) -> bool:
@@ -52,6 +52,8 @@ class State:
         """Rows a commit may still take."""
         self._open = False
         """A step began and did not end."""
+        self.begun = 0
+        """Sequences so far. One that finds another number has lost the state to a later one."""
 
     def begin(self) -> None:
         """A step is about to run.
@@ -70,6 +72,7 @@ class State:
         """Begin an empty sequence. Caches and rings keep their bytes: nothing reads past length."""
         self.length = self.accepted = self._verified = 0
         self._open = False
+        self.begun += 1
         for name, tensor in self.tensors.items():
             if name.startswith("gdn."):
                 self._engine.write(tensor, np.zeros(tensor.spec.at({}), tensor.spec.dtype.numpy))
@@ -119,6 +122,15 @@ class State:
                 self._engine.write(tensor, np.zeros(tensor.spec.at({}), tensor.spec.dtype.numpy))
         self.length, self.accepted, self._verified = snapshot.length, snapshot.accepted, 0
         self._open = False
+        self.begun += 1
+
+    def layout(self, length: int) -> dict[str, TensorSpec]:
+        """What a snapshot at this length holds where nothing is left to fold."""
+        return {
+            name: TensorSpec(name, tensor.spec.dtype, self._shape(name, tensor, length))
+            for name, tensor in self.tensors.items()
+            if not is_record(name)
+        }
 
     @staticmethod
     def _shape(name: str, tensor: Tensor, length: int) -> tuple[int, ...]:

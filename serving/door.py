@@ -153,7 +153,7 @@ class Door:
 
     def _leavers(self) -> Iterator[Left]:
         while self._monitor.poll(0):
-            yield Left(recv_monitor_message(self._monitor)["value"])
+            yield Left(int(recv_monitor_message(self._monitor)["value"]))
 
     def _receive(self) -> Letter | None:
         try:

@@ -91,7 +91,7 @@ def imports(path: Path) -> Iterator[str]:
 def uses(path: Path) -> set[str]:
     """The packages from outside that a file imports."""
     tops = {module.partition(".")[0] for module in imports(path)}
-    own = {"thor_dflash"} | {p.stem for p in (ROOT / "tests").glob("*.py")}
+    own = {"thor_dflash", "plain"} | {p.stem for p in (ROOT / "tests").glob("*.py")}
     return tops - set(sys.stdlib_module_names) - own
 
 

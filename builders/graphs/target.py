@@ -107,13 +107,13 @@ class Target:
     def _layers(self, g: Graph, mode: Mode, rows: int) -> Value:
         tokens = g.input("tokens", DType.I32, (rows,))
         x = embed(g, self._source, tokens, self._shape.activations)
-        taps: list[Value] = []
+        outputs: list[Value] = []
         for i, kind in enumerate(self._dims.layers):
             x = self._gdn(g, i, x, mode) if kind == "gdn" else self._attention(g, i, x)
             x = mlp(g, self._source, f"layers.{i}", x, self._norm)
-            if i in self._shape.taps:
-                taps.append(x)
-        if taps:
+            outputs.append(x)
+        # In the config's order, which need not be that of the layers.
+        if taps := [outputs[i] for i in self._shape.taps]:
             width = len(taps) * self._dims.hidden
             g.output(g.node("Concat", "taps", x.dtype, (rows, width), *taps, axis=1))
         return x

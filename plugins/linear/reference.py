@@ -42,7 +42,9 @@ def _project(x: Arrays, rows: Array, i: int) -> Array:
     return y * wide(x[f"row_scale{i}"]) if f"row_scale{i}" in x else y
 
 
-def weight_case(rng: np.random.Generator, kind: str, n: int, k: int, i: int = 0) -> Arrays:
+def weight_case(
+    rng: np.random.Generator, kind: str, n: int, k: int, i: int = 0
+) -> dict[str, Array]:
     """One random stored weight; NVFP4 covers all codes and scales down to the subnormals."""
     if kind == "nvfp4":
         scales = rng.integers(1, 0x7F, (n, k // 16), dtype=np.uint8).view(DType.FP8.numpy)
@@ -63,62 +65,40 @@ def weight_case(rng: np.random.Generator, kind: str, n: int, k: int, i: int = 0)
 def cases(rng: np.random.Generator) -> Iterator[Case]:
     """Every weight kind; each prologue and epilogue; mixed kinds in one launch; 1 to 17 rows."""
     k, n = 64, 48
-
-    def rows(t: int, width: int = k, scale: float = 1.0) -> Array:
-        return (rng.standard_normal((t, width)) * scale).astype(np.float32)
-
     for kind in ("nvfp4", "fp8", "bfloat16", "float16", "float32"):
-        yield Case(kind, {"x": rows(16), **weight_case(rng, kind, n, k)}, {})
+        yield Case(kind, {"x": _rows(rng, 16, k), **weight_case(rng, kind, n, k)}, {})
     norm = rng.standard_normal(k).astype(DType.BF16.numpy)
     for t in (1, 3, 16, 17):
-        yield Case(
-            f"norm_{t}_rows",
-            {"x": rows(t, scale=30), "norm_weight": norm, **weight_case(rng, "nvfp4", n, k)},
-            {"norm_offset": 1.0},
-        )
-    mixed: dict[str, Array] = {"x": rows(16), "norm_weight": norm}
+        x = {"x": _rows(rng, t, k, 30), "norm_weight": norm, **weight_case(rng, "nvfp4", n, k)}
+        yield Case(f"norm_{t}_rows", x, {"norm_offset": 1.0})
+    for kind in ("nvfp4", "bfloat16"):
+        x = {"x": _rows(rng, 16, k).astype(DType.BF16.numpy), "norm_weight": norm}
+        yield Case(f"bf16_rows_{kind}", x | weight_case(rng, kind, n, k), {"norm_offset": 1.0})
+    mixed: dict[str, Array] = {"x": _rows(rng, 16, k), "norm_weight": norm}
     for i, kind in enumerate(("nvfp4", "fp8", "bfloat16", "float32")):
         mixed |= weight_case(rng, kind, n - 16 * (i % 2), k, i)
     yield Case("mixed_segments", mixed, {"segments": 4, "norm_offset": 1.0})
+    yield from _fused_cases(rng, n, k, norm)
+
+
+def _fused_cases(rng: np.random.Generator, n: int, k: int, norm: Array) -> Iterator[Case]:
     swiglu = {**weight_case(rng, "nvfp4", n, k, 0), **weight_case(rng, "bfloat16", n, k, 1)}
     yield Case(
         "swiglu",
-        {"x": rows(16), "norm_weight": norm, **swiglu},
+        {"x": _rows(rng, 16, k), "norm_weight": norm, **swiglu},
         {"segments": 2, "epilogue": "swiglu", "norm_offset": 1.0},
     )
-    yield Case(
-        "residual",
-        {"x": rows(16), "residual": rows(16, n, 50), **weight_case(rng, "fp8", n, k)},
-        {"epilogue": "residual"},
-    )
-    yield Case(
-        "sigmoid_gate_residual",
-        {
-            "x": rows(16),
-            "gate": rows(16, scale=20),
-            "residual": rows(16, n),
-            **weight_case(rng, "nvfp4", n, k),
-        },
-        {"epilogue": "residual", "gate": "sigmoid"},
-    )
+    x = {"x": _rows(rng, 16, k), "residual": _rows(rng, 16, n, 50)}
+    yield Case("residual", x | weight_case(rng, "fp8", n, k), {"epilogue": "residual"})
+    x = {"x": _rows(rng, 16, k), "residual": _rows(rng, 16, n), "gate": _rows(rng, 16, k, 20)}
+    x |= weight_case(rng, "nvfp4", n, k)
+    yield Case("sigmoid_gate_residual", x, {"epilogue": "residual", "gate": "sigmoid"})
     yield Case(
         "gated_head_norm",
-        {
-            "x": rows(16),
-            "gate": rows(16),
-            "residual": rows(16, n),
-            "norm_weight": norm[:32],
-            **weight_case(rng, "nvfp4", n, k),
-        },
+        {**x, "norm_weight": norm[:32]},
         {"epilogue": "residual", "gate": "silu", "head_dim": 32},
     )
-    for kind in ("nvfp4", "bfloat16"):
-        yield Case(
-            f"bf16_rows_{kind}",
-            {
-                "x": rows(16).astype(DType.BF16.numpy),
-                "norm_weight": norm,
-                **weight_case(rng, kind, n, k),
-            },
-            {"norm_offset": 1.0},
-        )
+
+
+def _rows(rng: np.random.Generator, t: int, width: int, scale: float = 1.0) -> Array:
+    return (rng.standard_normal((t, width)) * scale).astype(np.float32)

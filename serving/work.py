@@ -1,0 +1,207 @@
+"""The two threads behind the I/O thread: the clerk checks requests, the engine thread runs them.
+
+They get jobs and post what comes of them. Neither touches a socket or the books.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+from msgspec import structs
+
+from thor_dflash.errors import RequestError, ThorError
+from thor_dflash.serving import wire
+from thor_dflash.serving.backend import Backend, Prepared, Stop, drive
+from thor_dflash.serving.planner import final
+from thor_dflash.serving.refusal import PlanError
+from thor_dflash.serving.schedule import Job
+
+Log = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Warming:
+    """The backend is loaded and runs its self-test."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The backend may be used."""
+
+    backend: Backend
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """There will be no backend."""
+
+    error: ThorError
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """The clerk is done with a job."""
+
+    job: Job
+    outcome: Prepared | PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Validated:
+    """The clerk is done with a `validate`."""
+
+    envelope: object
+    """Whom to answer, as it was handed in."""
+    outcome: dict[str, Any] | PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A chunk of the running job."""
+
+    job: Job
+    chunk: wire.Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The running job is done."""
+
+    job: Job
+    outcome: wire.Result | dict[str, Any] | PlanError
+
+
+Post = Warming | Ready | Failed | Checked | Validated | Said | Ended
+Validation = tuple[object, wire.Validate]
+
+
+@dataclass(slots=True)
+class Pulse:
+    """When the engine thread last gave a sign of life. Written there, read by the watchdog."""
+
+    busy: bool = False
+    at: float = field(default_factory=time.monotonic)
+
+    def beat(self, *, busy: bool) -> None:
+        """A step is done, or the work is."""
+        self.at = time.monotonic()
+        self.busy = busy
+
+    def age(self, now: float) -> float:
+        """Seconds since the last sign of life, 0 when nothing is to be done."""
+        return now - self.at if self.busy else 0.0
+
+
+def clerk(
+    backend: Backend,
+    inbox: SimpleQueue[Job | Validation | None],
+    post: Callable[[Post], None],
+    log: Log,
+) -> None:
+    """Check requests in order of arrival, until None comes."""
+    while (item := inbox.get()) is not None:
+        if isinstance(item, Job):
+            if item.state == "preparing":
+                post(Checked(item, _guard(lambda job=item: _prepare(backend, job), log)))
+        else:
+            envelope, request = item
+            post(Validated(envelope, _guard(lambda r=request: backend.validate(r), log)))
+
+
+def _prepare(backend: Backend, job: Job) -> Prepared:
+    assert isinstance(job.request, wire.Ask)
+    return backend.prepare(job.request, _left_ms(job))
+
+
+def engine(
+    load: Callable[[], Backend],
+    inbox: SimpleQueue[Job | None],
+    post: Callable[[Post], None],
+    pulse: Pulse,
+    log: Log,
+) -> None:
+    """Load, warm up, then run jobs until None comes."""
+    try:
+        backend = load()
+        post(Warming())
+        backend.warm()
+    except ThorError as e:
+        post(Failed(e))
+        return
+    except Exception:
+        log(traceback.format_exc())
+        post(Failed(ThorError("the backend must load (got an unexpected fault, see the log)")))
+        return
+    post(Ready(backend))
+    try:
+        while (job := inbox.get()) is not None:
+            pulse.beat(busy=True)
+            outcome = _guard(lambda job=job: _run(backend, job, post, pulse), log)
+            pulse.beat(busy=False)
+            post(Ended(job, outcome))
+    finally:
+        backend.close()
+
+
+def _run(
+    backend: Backend, job: Job, post: Callable[[Post], None], pulse: Pulse
+) -> wire.Result | dict[str, Any]:
+    if isinstance(job.request, wire.PrefixPut):
+
+        def halted() -> bool:
+            pulse.beat(busy=True)
+            return job.stop is not None
+
+        return backend.pin(job.request, halted)
+    assert job.prepared is not None
+    queue_ms = 1e3 * (time.monotonic() - job.arrived)
+
+    def stopped() -> Stop | None:
+        pulse.beat(busy=True)
+        if job.stop is None and job.deadline is not None and time.monotonic() >= job.deadline:
+            return "deadline"
+        return job.stop
+
+    run = backend.start(job.prepared, _left_ms(job))
+    result = drive(run, stopped, lambda chunk: post(Said(job, chunk)))
+    return final(_queued(result, queue_ms), job.request)
+
+
+def _queued(result: wire.Result, queue_ms: float) -> wire.Result:
+    """Times count from the arrival."""
+    t = result.timings
+    if t is None:
+        return result
+    later = structs.replace(
+        t,
+        queue_ms=queue_ms,
+        ttft_ms=t.ttft_ms + queue_ms,
+        ttfa_ms=None if t.ttfa_ms is None else t.ttfa_ms + queue_ms,
+        e2e_ms=t.e2e_ms + queue_ms,
+    )
+    return structs.replace(result, timings=later)
+
+
+def _left_ms(job: Job) -> float | None:
+    return None if job.deadline is None else 1e3 * (job.deadline - time.monotonic())
+
+
+def _guard[T](work: Callable[[], T], log: Log) -> T | PlanError:
+    """Turn every failure into an answer; what we did not foresee is logged, not sent."""
+    try:
+        return work()
+    except PlanError as e:
+        return e
+    except RequestError as e:
+        return PlanError("bad_request", str(e))
+    except ThorError as e:
+        log(f"engine fault: {e}")
+        return PlanError("engine_fault", str(e))
+    except Exception:
+        log(traceback.format_exc())
+        return PlanError("internal", "the server met an unexpected fault; its log says more")
