@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from thor_dflash import manifest as package_manifest
 from thor_dflash.config import EngineConfig
@@ -17,9 +17,12 @@ from thor_dflash.runtime.decode import Chunk, Plan, check, decode
 from thor_dflash.runtime.engine import Engine
 from thor_dflash.runtime.engines.ort import OrtEngine
 from thor_dflash.runtime.model import Model
+from thor_dflash.runtime.policies.grammar import Constrain, Place
+from thor_dflash.runtime.policies.grammar_compile import Grammar, Grammars
+from thor_dflash.runtime.prefix import Prefixes
 from thor_dflash.runtime.propose import Dflash, Nobody, Proposer
 from thor_dflash.runtime.telemetry import Meter, Report
-from thor_dflash.runtime.text import Text
+from thor_dflash.runtime.text import Text, open_at_end
 
 __all__ = ["Chunk", "Report", "Request", "Session", "open_session"]
 
@@ -32,6 +35,8 @@ class Request:
     max_tokens: int
     stop: frozenset[int] = frozenset()
     drafter: Literal["dflash", "none"] = "dflash"
+    grammar: Grammar | None = None
+    """What the answer after the thinking must obey; of Session.grammar."""
 
 
 class Session:
@@ -41,6 +46,9 @@ class Session:
         self.model = model
         self.text = text
         """None where the package has no tokenizer."""
+        self.prefixes = Prefixes(model)
+        """States that requests continue from. The longest that fits a prompt is used."""
+        self._grammars: Grammars | None = None
         self._meter: Meter | None = None
         self._report: Report | None = None
 
@@ -48,6 +56,21 @@ class Session:
     def manifest(self) -> Manifest:
         """What the package is."""
         return self.model.manifest
+
+    def grammar(self, schema: str | Mapping[str, Any]) -> Grammar:
+        """Compile a JSON schema, or find it compiled. Any thread may ask.
+
+        The first call also builds the vocabulary: a second for 250 000 ids.
+
+        Raises:
+            RequestError: the schema is not supported, or the package has no tokenizer.
+        """
+        if self._grammars is None:
+            if self.text is None:
+                raise RequestError("schema must be for a package with a tokenizer (got one without)")
+            manifest = self.manifest
+            self._grammars = Grammars(self.text, manifest.vocab_limit, manifest.stop_tokens)
+        return self._grammars.compile(schema)
 
     def generate(self, request: Request) -> Iterator[Chunk]:
         """Answer one request. Close the iterator to cancel.
@@ -59,7 +82,17 @@ class Session:
         if request.drafter == "dflash" and self.manifest.drafter is None:
             raise RequestError("drafter must be none, the package has no drafter (got dflash)")
         proposer = Dflash() if request.drafter == "dflash" else Nobody()
-        return self.run(request, proposer)
+        return self.run(request, proposer, self._constrain(request))
+
+    def _constrain(self, request: Request) -> tuple[Policy, ...]:
+        grammar, text = request.grammar, self.text
+        if grammar is None or text is None:
+            return ()
+        if missing := grammar.vocabulary.stop - request.stop:
+            raise RequestError(
+                f"stop must hold the ids a grammar ends with (got none of {sorted(missing)})"
+            )
+        return (Constrain(grammar, Place(thinking=open_at_end(text, request.prompt))),)
 
     def run(
         self, request: Request, proposer: Proposer, policies: tuple[Policy, ...] = ()
@@ -73,12 +106,14 @@ class Session:
             stop=stop,
             proposer=proposer,
             policies=(*policies, Limit(request.max_tokens)),
+            prefix=self.prefixes.use(request.prompt),
         )
         return self._answer(plan)
 
     def _answer(self, plan: Plan) -> Iterator[Chunk]:
         engine, self._report = self.model.engine, None
-        meter = Meter(self.model.block, engine.busy())
+        cached = plan.prefix.length if plan.prefix else 0
+        meter = Meter(self.model.block, engine.busy(), cached)
         progress, finish = Progress(prompt=plan.prompt), "cancelled"
         try:
             for chunk in decode(self.model, plan, progress, meter):

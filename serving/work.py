@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import structs
 
@@ -19,8 +19,9 @@ from thor_dflash.serving import wire
 from thor_dflash.serving.backend import Backend, Prepared, Stop, drive
 from thor_dflash.serving.planner import final
 from thor_dflash.serving.refusal import PlanError
-from thor_dflash.serving.schedule import Job
+from thor_dflash.serving.schedule import Job, Peer
 
+T = TypeVar("T")
 Log = Callable[[str], None]
 
 
@@ -55,8 +56,8 @@ class Checked:
 class Validated:
     """The clerk is done with a `validate`."""
 
-    envelope: object
-    """Whom to answer, as it was handed in."""
+    peer: Peer
+    id: str
     outcome: dict[str, Any] | PlanError
 
 
@@ -77,7 +78,7 @@ class Ended:
 
 
 Post = Warming | Ready | Failed | Checked | Validated | Said | Ended
-Validation = tuple[object, wire.Validate]
+Validation = tuple[Peer, wire.Validate]
 
 
 @dataclass(slots=True)
@@ -109,8 +110,8 @@ def clerk(
             if item.state == "preparing":
                 post(Checked(item, _guard(lambda job=item: _prepare(backend, job), log)))
         else:
-            envelope, request = item
-            post(Validated(envelope, _guard(lambda r=request: backend.validate(r), log)))
+            peer, request = item
+            post(Validated(peer, request.id, _guard(lambda r=request: backend.validate(r), log)))
 
 
 def _prepare(backend: Backend, job: Job) -> Prepared:
@@ -191,7 +192,7 @@ def _left_ms(job: Job) -> float | None:
     return None if job.deadline is None else 1e3 * (job.deadline - time.monotonic())
 
 
-def _guard[T](work: Callable[[], T], log: Log) -> T | PlanError:
+def _guard(work: Callable[[], T], log: Log) -> T | PlanError:
     """Turn every failure into an answer; what we did not foresee is logged, not sent."""
     try:
         return work()

@@ -112,7 +112,7 @@ def report(
 ) -> dict[str, dict[str, float]]:
     """Validity in the three modes (and on fresh training-split tasks), and accept length per family with thinking on. Prints and returns the numbers."""
     tasks = heldout(count)
-    seen = [sample(FAMILIES[i % len(FAMILIES)], f"seen{i}", "train") for i in range(count // 2)]
+    seen = [sample(FAMILIES[i % len(FAMILIES)], f"seen{i}", "train") for i in range(count)]
     found = {mode: answers(target, tokenizer, tasks, mode) for mode in ("on", "off", "cut")}
     result = {"train_split_on": validity(tokenizer, answers(target, tokenizer, seen, "on"), 0)}
     for mode, given in found.items():

@@ -101,7 +101,11 @@ def _attention(layer: Attention, h: Tensor, at: Tensor, cache: tuple[Tensor, Ten
     keys.index_copy_(2, at, k.to(keys.dtype))
     values.index_copy_(2, at, v.to(values.dtype))
     seen = (torch.arange(keys.shape[2], device=at.device) <= at)[None, None, None]
-    return layer.attend(q, gate, keys.to(q.dtype), values.to(q.dtype), seen, False)
+    d = layer.dims
+    grouped = q.view(q.shape[0], d.kv_heads, -1, d.head_dim)
+    out = F.scaled_dot_product_attention(grouped, keys.to(q.dtype), values.to(q.dtype), attn_mask=seen)
+    gated = out.reshape(q.shape) * torch.sigmoid(gate)
+    return F.linear(gated.transpose(1, 2).flatten(2), layer.o_proj.weight)
 
 
 def _gdn(layer: Gdn, h: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
@@ -113,11 +117,12 @@ def _gdn(layer: Gdn, h: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
     q, k, v = (u[:, :, 0] for u in layer.heads(F.silu(mixed)))
     g, beta = (u[:, 0] for u in layer.gates(h))
     with torch.autocast(h.device.type, enabled=False):
-        decayed = state * g.exp()[..., None, None]
-        error = beta[..., None] * (v - (decayed * k[..., None]).sum(2))
-        decayed = decayed + k[..., None] * error[:, :, None]
-        o = (decayed * q[..., None]).sum(2)
-    state.copy_(decayed)
+        flat = state.flatten(0, 1)
+        flat.mul_(g.exp().flatten()[:, None, None])
+        q, k, v = (u.flatten(0, 1)[:, None] for u in (q, k, v))
+        error = beta.flatten()[:, None, None] * (v - k @ flat)
+        flat.baddbmm_(k.mT, error)
+        o = (q @ flat).view(*beta.shape, d.gdn_dim)
     tail.copy_(window[:, 1:])
     z = F.linear(h, layer.in_proj_z.weight).unflatten(-1, (d.gdn_v_heads, d.gdn_dim))
     return layer.gated_out(o[:, None], z, h.dtype, False)

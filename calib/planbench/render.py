@@ -27,7 +27,8 @@ def scene_text(scene: Scene) -> str:
         lines.append("Places: " + ", ".join(_place(scene, p.name) for p in scene.places))
     held = {r.holding for r in scene.robots}
     objects = frozenset(name for name, _ in scene.objects)
-    lines += [f"{name} on {say(where, objects)}" for name, where in scene.objects if name not in held]
+    under = {where: f' under "{name}"' for name, where in scene.objects if where in objects}
+    lines += [f"{name} on {say(where, objects)}{under.get(name, '')}" for name, where in scene.objects if name not in held]
     return "\n".join(lines)
 
 

@@ -1,0 +1,171 @@
+"""A prefix on disk: one file, whole or absent, that fits one package on one capacity.
+
+    # thor-dflash prefix, sha256 of what follows: <64 hex digits>
+    {"format": 1, "package": ..., "capacity": ..., "name": ..., "tokens": [...], ...}
+    <the arrays of the snapshot, in the order of their names>
+
+Shapes and types are not in the file: they are those of the model that reads it, or the file is
+refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from thor_dflash import __version__, records
+from thor_dflash.errors import PackageError, RequestError
+from thor_dflash.manifest import Manifest, render
+from thor_dflash.runtime.model import Model
+from thor_dflash.runtime.state import Snapshot
+from thor_dflash.tensors import Array, TensorSpec
+
+FORMAT = 1
+"""Version of the file. A runtime reads its own and no other."""
+MAGIC = b"# thor-dflash prefix, sha256 of what follows: "
+HEADER = 16 << 20
+"""Longest header, bytes: a million tokens."""
+AGAIN = "put the prefix again"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """What a file says beside the arrays."""
+
+    name: str
+    tokens: tuple[int, ...]
+    pinned: bool
+    held: int
+    """Tokens in the snapshot."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Header:
+    format: int
+    tool: str
+    package: str
+    capacity: int
+    prefix: Stored
+
+
+def identity(manifest: Manifest) -> str:
+    """SHA-256 of what a package is: its manifest holds the hash of every file."""
+    return hashlib.sha256(render(manifest).encode()).hexdigest()
+
+
+def write_prefix(path: Path, model: Model, stored: Stored, snapshot: Snapshot) -> None:
+    """Write beside `path`, flush, rename.
+
+    Raises:
+        RequestError: the file cannot be written.
+    """
+    header = _Header(
+        format=FORMAT,
+        tool=__version__,
+        package=identity(model.manifest),
+        capacity=model.capacity,
+        prefix=stored,
+    )
+    parts = [json.dumps(records.encode(header)).encode() + b"\n"]
+    parts += [snapshot.arrays[name].tobytes() for name in _names(model, stored.held)]
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    try:
+        _replace(path, [MAGIC + digest.hexdigest().encode() + b"\n", *parts])
+    except OSError as e:
+        raise RequestError(f"{path} must be a file that can be written (got: {e.strerror})") from e
+
+
+def _replace(path: Path, parts: list[bytes]) -> None:
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.writelines(parts)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def read_prefix(path: Path, model: Model, budget: int) -> tuple[Stored, Snapshot]:
+    """What `write_prefix` wrote for this very package and capacity.
+
+    Raises:
+        PackageError: unreadable, damaged, or of another package, version or capacity.
+        RequestError: larger than the budget.
+    """
+    first, line, payload = _parts(path, budget)
+    digest = hashlib.sha256(line)
+    digest.update(payload)
+    if first != MAGIC + digest.hexdigest().encode() + b"\n":
+        raise PackageError(f"{path} must be as it was written (got an altered file); {AGAIN}")
+    stored = _header(path, line, model).prefix
+    arrays, at = dict[str, Array](), 0
+    layout = model.state.layout(stored.held)
+    if sum(spec.nbytes({}) for spec in layout.values()) != len(payload):
+        raise PackageError(f"{path} must hold {stored.held} tokens (got {len(payload)} bytes)")
+    for name in _names(model, stored.held):
+        arrays[name] = _array(layout[name], payload, at)
+        at += layout[name].nbytes({})
+    return stored, Snapshot(stored.held, 0, arrays)
+
+
+def _parts(path: Path, budget: int) -> tuple[bytes, bytes, bytes]:
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > budget + HEADER:
+                raise RequestError(
+                    f"{path} must fit the {budget} bytes for prefixes (got {size} bytes)"
+                )
+            first, line = file.readline(256), file.readline(HEADER)
+            return first, line, file.read()
+    except OSError as e:
+        raise PackageError(f"{path} must be a readable file (got: {e.strerror})") from e
+
+
+def _header(path: Path, line: bytes, model: Model) -> _Header:
+    table = records.as_table(json.loads(line)) or {}
+    for key, mine in (("format", FORMAT), ("tool", __version__)):
+        if table.get(key) != mine:
+            raise PackageError(
+                f"{path} must be of {key} {mine}, this version of thor-dflash "
+                f"(got {table.get(key)}); {AGAIN}"
+            )
+    header = records.decode(_Header, table, "", PackageError)
+    if header.package != identity(model.manifest):
+        raise PackageError(f"{path} must be of this package (got one of another); {AGAIN}")
+    if header.capacity != model.capacity:
+        raise PackageError(
+            f"{path} must be of capacity {model.capacity} (got {header.capacity}); {AGAIN}"
+        )
+    chunk = model.manifest.chunk
+    if not 0 <= header.prefix.held < len(header.prefix.tokens) or header.prefix.held % chunk:
+        raise PackageError(f"{path} must hold whole chunks (got {header.prefix.held}); {AGAIN}")
+    return header
+
+
+def _array(spec: TensorSpec, payload: bytes, at: int) -> Array:
+    shape = spec.at({})
+    count = int(np.prod(shape, dtype=np.int64))
+    return np.frombuffer(payload, spec.dtype.numpy, count, at).reshape(shape)
+
+
+def _names(model: Model, held: int) -> list[str]:
+    return sorted(model.state.layout(held))

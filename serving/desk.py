@@ -1,0 +1,340 @@
+"""What is done with each request and each post of the other threads. Runs on the I/O thread."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec import structs
+
+import thor_dflash
+from thor_dflash.config import ServeConfig
+from thor_dflash.serving import codec, fields, groot, security, wire
+from thor_dflash.serving.backend import Prepared
+from thor_dflash.serving.codec import JSON, Head
+from thor_dflash.serving.door import Door, Letter
+from thor_dflash.serving.life import Life
+from thor_dflash.serving.planner import admit, stopped
+from thor_dflash.serving.refusal import PlanError
+from thor_dflash.serving.schedule import Job, Peer, Schedule
+from thor_dflash.serving.stats import Stats
+from thor_dflash.serving.work import Checked, Ended, Log, Said, Validated, Validation
+
+ENVELOPE = 8
+"""Most frames before the body: the hops of any sane chain of proxies."""
+RETRY_MS = 500.0
+"""When to come again where nothing better is known."""
+DROPPABLE = ("text", "thinking", "progress")
+"""Chunks a slow reader may lose; steps and results are kept for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hands:
+    """What the desk may set going."""
+
+    check: Callable[[Job | Validation], None]
+    """Give the clerk something."""
+    run: Callable[[Job], None]
+    """Give the engine a job. It must be free."""
+    stop: Callable[[], None]
+    """Drain and end."""
+
+
+class Desk:
+    """Answers everything; owns the books."""
+
+    def __init__(
+        self, door: Door, config: ServeConfig, life: Life, hands: Hands, token: str | None, log: Log
+    ) -> None:
+        self._door = door
+        self._config = config
+        self._life = life
+        self._hands = hands
+        self._token = token
+        self._log = log
+        self.books = Schedule(config.max_queue)
+        self.stats = Stats()
+        self._simple: dict[str, Callable[[Peer, str], None]] = {
+            "hello": self._hello,
+            "ping": lambda peer, id: self._result(peer, id, groot.RUNNING),
+            "health": self._health,
+            "stats": self._stats,
+            "prefix.list": self._prefix_list,
+            "drain": self._drain,
+            "shutdown": self._shutdown,
+        }
+
+    # --- letters
+
+    def letter(self, letter: Letter) -> None:
+        """Answer a message, whatever it is."""
+        at = next((i for i, f in enumerate(letter.frames) if i and not f), None)
+        # Without the empty frame the sender gets its answer without one, too.
+        split = 1 if at is None else at + 1
+        envelope, rest = letter.frames[:split], letter.frames[split:]
+        peer, head = Peer(envelope, JSON, fd=letter.fd), Head()
+        try:
+            if len(rest) != 1 or split > ENVELOPE:
+                raise PlanError("bad_request", f"a message must have one body (got {len(rest)})")
+            peer = dataclasses.replace(peer, codec=codec.codec_of(rest[0]))
+            head = peer.codec.decode(rest[0], Head)
+            peer = dataclasses.replace(peer, groot=groot.speaks(head))
+            self._request(peer, head, rest[0])
+        except PlanError as e:
+            self._refuse(peer, codec.id_of(head), e)
+        except Exception:
+            self._log(traceback.format_exc())
+            self._refuse(peer, codec.id_of(head), PlanError("internal", "the request failed"))
+
+    def _request(self, peer: Peer, head: Head, body: bytes) -> None:
+        given = head.api_token if peer.groot else head.token
+        if not security.token_fits(self._token, given):
+            raise PlanError("unauthorized", "token must be the server's", field="token")
+        reader = groot.read if peer.groot else codec.read
+        request = reader(peer.codec, body, head)
+        self.stats.requests[request.op] += 1
+        if isinstance(request, wire.Simple):
+            self._simple[request.op](peer, request.id)
+        elif isinstance(request, wire.Cancel):
+            self._cancel(peer, request)
+        elif isinstance(request, wire.PrefixDrop):
+            dropped = self._backend().drop(request.prefix_id)
+            self._result(peer, request.id, {"dropped": dropped})
+        elif isinstance(request, wire.Validate):
+            self._backend()
+            self._hands.check((peer, request))
+        else:
+            self._work(peer, request)
+
+    def _backend(self) -> Any:
+        if self._life.failed is not None:
+            raise PlanError("engine_fault", str(self._life.failed))
+        if self._life.backend is None:
+            raise PlanError(
+                "not_ready", "the server must be ready (got one that is warming up)",
+                retry_after_ms=RETRY_MS,
+            )  # fmt: skip
+        if self._life.draining:
+            raise PlanError("draining", "the server is about to stop and takes no more work")
+        return self._life.backend
+
+    def _work(self, peer: Peer, request: wire.Ask | wire.PrefixPut) -> None:
+        backend = self._backend()
+        if isinstance(request, wire.Ask):
+            fields.check(request)
+            if self._config.log_prompts:
+                self._log(f"{request.id}: {request.prompt or request.messages}")
+        job = _job(peer, request)
+        after = max(RETRY_MS, backend.rates.e2e_ms)
+        for old, error in self.books.arrive(job, after):
+            self._refuse(old.peer, old.request.id, error, old.seq)
+        if isinstance(request, wire.Ask):
+            self._hands.check(job)
+        else:
+            job.state = "queued"
+            self.dispatch()
+
+    # --- operations
+
+    def _hello(self, peer: Peer, id: str) -> None:
+        backend, c = self._life.backend, self._config
+        about = None if backend is None else backend.about
+        self._result(
+            peer,
+            id,
+            {
+                "server": {"name": "thor-dflash", "version": thor_dflash.__version__},
+                "versions": [wire.VERSION],
+                "model": about,
+                "features": () if about is None else about.features,
+                "limits": {
+                    "max_message": c.max_message,
+                    "max_queue": c.max_queue,
+                    "max_context": None if about is None else about.max_context,
+                    "max_schema": fields.SCHEMA_BYTES,
+                    "max_metadata": fields.METADATA_BYTES,
+                    "max_depth": codec.DEPTH,
+                    "cancel_bound_ms": None if backend is None else backend.rates.bound_ms(),
+                },
+                "defaults": {
+                    "max_tokens": c.max_tokens,
+                    "thinking": c.thinking,
+                    "thinking_budget": c.thinking_budget,
+                },
+                "prefixes": [] if backend is None else backend.prefixes(),
+                "admin": c.allow_admin,
+            },
+        )
+
+    def _health(self, peer: Peer, id: str) -> None:
+        running = self.books.running is not None
+        self._result(peer, id, self._life.health(running, len(self.books) - running))
+
+    def _stats(self, peer: Peer, id: str) -> None:
+        running = self.books.running is not None
+        waiting = len(self.books) - running
+        self._result(peer, id, {**self.stats.show(), "running": int(running), "waiting": waiting})
+
+    def _prefix_list(self, peer: Peer, id: str) -> None:
+        self._result(peer, id, {"prefixes": self._backend().prefixes()})
+
+    def _admin(self) -> None:
+        if not self._config.allow_admin:
+            raise PlanError("unauthorized", "op must be enabled by serve.allow_admin", field="op")
+
+    def _drain(self, peer: Peer, id: str) -> None:
+        self._admin()
+        self._life.draining = True
+        self._ack(peer, id, draining=True)
+
+    def _shutdown(self, peer: Peer, id: str) -> None:
+        self._admin()
+        self._ack(peer, id, stopping=True)
+        self._hands.stop()
+
+    def _cancel(self, peer: Peer, request: wire.Cancel) -> None:
+        job = self.books.find(request.target, peer.routing, request.session)
+        self._ack(peer, request.id, cancelled=job is not None)
+        if job is None:
+            return
+        if job.state == "running":
+            job.stop = job.stop or "cancelled"
+        else:
+            self.answer(job, stopped("cancelled"))
+
+    # --- posts of the other threads
+
+    def posted(self, post: Checked | Validated | Said | Ended) -> None:
+        """Take in what another thread has to say."""
+        if isinstance(post, Validated):
+            if isinstance(post.outcome, PlanError):
+                self._refuse(post.peer, post.id, post.outcome)
+            else:
+                self._result(post.peer, post.id, post.outcome)
+        elif isinstance(post, Said):
+            self._say(post)
+        elif isinstance(post, Checked):
+            self._checked(post.job, post.outcome)
+        else:
+            self._note(post)
+            self.answer(post.job, post.outcome)
+            self.dispatch()
+
+    def _say(self, post: Said) -> None:
+        job, chunk = post.job, structs.replace(post.chunk, id=post.job.request.id, seq=post.job.seq)
+        if job.state != "running" or job.gone:
+            return
+        job.seq += 1
+        self._send(job.peer, chunk, droppable=chunk.kind in DROPPABLE)
+
+    def _checked(self, job: Job, outcome: Prepared | PlanError) -> None:
+        if job.state != "preparing":
+            return
+        if isinstance(outcome, Prepared):
+            try:
+                left = None if job.deadline is None else 1e3 * (job.deadline - time.monotonic())
+                admit(outcome.min_ms, left)
+            except PlanError as e:
+                outcome = e
+        if isinstance(outcome, PlanError):
+            self.answer(job, outcome)
+            return
+        job.prepared, job.state = outcome, "queued"
+        self.dispatch()
+
+    def _note(self, post: Ended) -> None:
+        error = post.outcome
+        if isinstance(error, PlanError) and error.code in ("engine_fault", "internal"):
+            self._life.last_error = error.message
+
+    def dispatch(self) -> None:
+        """Give the engine its next job if it is free."""
+        job = self.books.next()
+        if job is not None:
+            job.state = "running"
+            self._hands.run(job)
+
+    # --- time and connections
+
+    def expire(self, now: float) -> None:
+        """Answer the jobs whose deadline passed before their turn."""
+        for job in self.books.expired(now):
+            self.answer(job, stopped("deadline"))
+
+    def left(self, fd: int) -> None:
+        """A connection is gone: nobody waits for its plans."""
+        self._abandon(lambda job: job.peer.fd == fd)
+
+    def lost(self, routing: bytes) -> None:
+        """A peer cannot be reached."""
+        self._abandon(lambda job: job.peer.routing == routing)
+
+    def _abandon(self, hers: Callable[[Job], bool]) -> None:
+        for job in [job for job in self.books.jobs() if hers(job)]:
+            job.gone = True
+            if job.state == "running":
+                job.stop = job.stop or "cancelled"
+            else:
+                self.answer(job, stopped("cancelled"))
+
+    def give_up(self) -> None:
+        """End every job now: the time to drain is over."""
+        for job in self.books.jobs():
+            if job.state == "running":
+                job.stop = job.stop or "cancelled"
+            else:
+                self.answer(job, PlanError("draining", "the server stops"))
+
+    # --- answers
+
+    def answer(self, job: Job, outcome: wire.Result | dict[str, Any] | PlanError) -> None:
+        """The one final answer of a job."""
+        if not self.books.leave(job):
+            return
+        id, seq = job.request.id, job.seq
+        if isinstance(outcome, PlanError):
+            if outcome.code in ("cancelled", "preempted", "deadline"):
+                self.stats.finished[outcome.code] += 1
+            if not job.gone:
+                self._refuse(job.peer, id, outcome, seq)
+            return
+        if isinstance(outcome, dict):
+            if not job.gone:
+                self._result(job.peer, id, outcome)
+            return
+        self.stats.result(outcome)
+        if not job.gone:
+            self._send(job.peer, structs.replace(outcome, id=id, seq=seq))
+
+    def _refuse(self, peer: Peer, id: str | None, error: PlanError, seq: int = 0) -> None:
+        self.stats.error(error)
+        self._send(peer, codec.failure(error, id, seq))
+
+    def _result(self, peer: Peer, id: str, fields_: dict[str, Any]) -> None:
+        self._send(peer, {"v": wire.VERSION, "id": id, "type": "result", "seq": 0, **fields_})
+
+    def _ack(self, peer: Peer, id: str, **fields_: bool) -> None:
+        self._send(peer, {"v": wire.VERSION, "id": id, "type": "ack", "seq": 0, **fields_})
+
+    def _send(self, peer: Peer, message: object, *, droppable: bool = False) -> None:
+        body = peer.codec.encode(groot.answer(message) if peer.groot else message)
+        if self._door.send(peer.envelope, body, droppable=droppable) == "gone":
+            self.lost(peer.routing)
+
+
+def _job(peer: Peer, request: wire.Ask | wire.PrefixPut) -> Job:
+    now = time.monotonic()
+    named = request.session if isinstance(request, wire.Ask) else None
+    ms = request.deadline_ms if isinstance(request, wire.Ask) else None
+    return Job(
+        request=request,
+        peer=peer,
+        # Longer than an Id may be where the name is of the wire: no session can take a peer's.
+        session=named or "peer:" + peer.routing.hex().rjust(64, "0"),
+        arrived=now,
+        deadline=None if ms is None else now + 1e-3 * ms,
+    )

@@ -1,0 +1,72 @@
+"""How a server is: from loading to its end, and what that is called."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from thor_dflash.errors import ThorError
+from thor_dflash.serving import wire
+from thor_dflash.serving.backend import Backend
+from thor_dflash.serving.work import Pulse
+
+LEVELS = {
+    "ready": "OK", "busy": "OK", "loading": "WARN", "warming": "WARN", "draining": "WARN",
+    "degraded": "ERROR", "failed": "ERROR",
+}  # fmt: skip
+"""ROS diagnostics level of each state."""
+DEGRADED = 0.2
+"""Of the watchdog's time: a step that takes longer is reported, before it is fatal."""
+
+
+@dataclass(slots=True)
+class Life:
+    """Owned by the I/O thread."""
+
+    watchdog_s: float
+    backend: Backend | None = None
+    """None until it may be used."""
+    warming: bool = False
+    failed: ThorError | None = None
+    draining: bool = False
+    stopping: bool = False
+    """It ends when the last answer is out."""
+    stop_by: float | None = None
+    """When it ends in any case, monotonic s."""
+    last_error: str | None = None
+    born: float = field(default_factory=time.monotonic)
+    ready_after_s: float | None = None
+    pulse: Pulse = field(default_factory=Pulse)
+
+    def state(self, busy: bool) -> wire.State:
+        """One word."""
+        if self.failed is not None:
+            return "failed"
+        if self.backend is None:
+            return "warming" if self.warming else "loading"
+        if self.pulse.age(time.monotonic()) > DEGRADED * self.watchdog_s:
+            return "degraded"
+        if self.draining:
+            return "draining"
+        return "busy" if busy else "ready"
+
+    def ready(self) -> bool:
+        """Whether plans are taken."""
+        return self.backend is not None and not self.draining and self.failed is None
+
+    def health(self, running: int, waiting: int) -> dict[str, Any]:
+        """The answer to `health`."""
+        state = self.state(running > 0)
+        now = time.monotonic()
+        return {
+            "state": state,
+            "ready": self.ready(),
+            "level": LEVELS[state],
+            "error": str(self.failed) if self.failed else self.last_error,
+            "watchdog_age_s": self.pulse.age(now),
+            "uptime_s": now - self.born,
+            "ready_after_s": self.ready_after_s,
+            "running": running,
+            "waiting": waiting,
+        }

@@ -1,0 +1,205 @@
+"""The plan server: one I/O thread that always answers, one engine thread that decodes.
+
+    client --- ROUTER --- I/O thread (desk, books) --- clerk thread (check, tokenise, compile)
+                              |
+                              +--- engine thread (prefill, decode)
+
+Only the I/O thread touches sockets and books. The others get jobs through queues and post back.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import Empty, SimpleQueue
+
+from thor_dflash.config import ServeConfig
+from thor_dflash.errors import ThorError
+from thor_dflash.serving import security, work
+from thor_dflash.serving.backend import Backend
+from thor_dflash.serving.desk import Desk, Hands
+from thor_dflash.serving.door import Door, Letter
+from thor_dflash.serving.life import Life
+from thor_dflash.serving.schedule import Job
+from thor_dflash.serving.systemd import Notify
+from thor_dflash.serving.work import Failed, Log, Post, Ready, Validation, Warming
+
+TICK_S = 1.0
+"""Longest sleep of the I/O thread: it feeds systemd's watchdog, which is set in seconds."""
+HUNG = 70
+"""Exit status of a server whose engine hangs: EX_SOFTWARE, systemd restarts it."""
+
+
+class Server:
+    """Serves one backend. `run` on one thread; `stop` and `halt` from any, signal handlers too."""
+
+    def __init__(
+        self,
+        load: Callable[[], Backend],
+        config: ServeConfig,
+        *,
+        log: Log = print,
+        notify: Notify = lambda state: None,
+        die: Callable[[int], object] = os._exit,
+    ) -> None:
+        """Bind, so that clients may connect and ask how far the loading is.
+
+        Raises:
+            ConfigError: an endpoint, a key or a secret does not allow it.
+        """
+        token = security.read_token(config.token_file)
+        self._door = Door(config)
+        self._config = config
+        self._load = load
+        self._log = log
+        self._notify = notify
+        self._die = die
+        self._life = Life(config.watchdog_s)
+        self._posts: SimpleQueue[Post] = SimpleQueue()
+        self._clerk: SimpleQueue[Job | Validation | None] = SimpleQueue()
+        self._engine: SimpleQueue[Job | None] = SimpleQueue()
+        hands = Hands(check=self._clerk.put, run=self._engine.put, stop=self.stop)
+        self._desk = Desk(self._door, config, self._life, hands, token, log)
+        self._threads: list[threading.Thread] = []
+        self._stops = 0
+        self._notified = 0.0
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """Where it listens, ports resolved."""
+        return self._door.endpoints
+
+    def stop(self) -> None:
+        """Take no more work, finish what was taken, end. The second time: end now."""
+        self._stops += 1
+        self._door.ring()
+
+    def run(self) -> None:
+        """Serve until stopped.
+
+        Raises:
+            ThorError: the backend did not load.
+        """
+        self._start(lambda: work.engine(
+            self._load, self._engine, self._post, self._life.pulse, self._log
+        ))  # fmt: skip
+        try:
+            while not self._over():
+                self._turn()
+        finally:
+            self._close()
+        if self._life.failed is not None:
+            raise self._life.failed
+
+    def _start(self, target: Callable[[], None]) -> None:
+        # Daemons: a hung engine must not keep a process alive that was told to end.
+        thread = threading.Thread(target=target, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _post(self, post: Post) -> None:
+        self._posts.put(post)
+        self._door.ring()
+
+    def _turn(self) -> None:
+        for event in self._door.wait(self._patience()):
+            if isinstance(event, Letter):
+                self._desk.letter(event)
+            else:
+                self._desk.left(event.fd)
+        for post in _drain(self._posts):
+            self._posted(post)
+        now = time.monotonic()
+        self._desk.expire(now)
+        for routing in self._door.retry(now):
+            self._desk.lost(routing)
+        self._watch(now)
+        self._stopping(now)
+
+    def _patience(self) -> float:
+        now = time.monotonic()
+        due = [self._desk.books.first_deadline(), self._life.stop_by]
+        return max(0.0, min([TICK_S, *(at - now for at in due if at is not None)]))
+
+    def _posted(self, post: Post) -> None:
+        if isinstance(post, Warming):
+            self._life.warming = True
+        elif isinstance(post, Ready):
+            self._ready(post.backend)
+        elif isinstance(post, Failed):
+            self._life.failed = post.error
+        else:
+            self._desk.posted(post)
+
+    def _ready(self, backend: Backend) -> None:
+        self._start(lambda: work.clerk(backend, self._clerk, self._post, self._log))
+        self._life.backend = backend
+        self._life.ready_after_s = time.monotonic() - self._life.born
+        self._notify("READY=1")
+        self._log(f"ready after {self._life.ready_after_s:.1f} s on {', '.join(self.endpoints)}")
+
+    def _watch(self, now: float) -> None:
+        age = self._life.pulse.age(now)
+        if age > self._config.watchdog_s:
+            self._log(f"the engine gave no sign of life for {age:.1f} s; ending")
+            self._die(HUNG)
+        if now - self._notified >= TICK_S:
+            self._notified = now
+            self._notify("WATCHDOG=1")
+
+    def _stopping(self, now: float) -> None:
+        life = self._life
+        if self._stops and not life.stopping:
+            life.draining = life.stopping = True
+            life.stop_by = now + self._config.drain_s
+            self._notify("STOPPING=1")
+        if life.stopping and (self._stops > 1 or (life.stop_by or now) <= now):
+            self._desk.give_up()
+
+    def _over(self) -> bool:
+        if self._life.failed is not None:
+            return True
+        done = not len(self._desk.books) and not self._door.holding
+        return self._life.stopping and done
+
+    def _close(self) -> None:
+        self._engine.put(None)
+        self._clerk.put(None)
+        for thread in self._threads:
+            thread.join(self._config.watchdog_s)
+        self._door.close()
+
+
+def _drain(posts: SimpleQueue[Post]) -> Iterator[Post]:
+    while True:
+        try:
+            yield posts.get_nowait()
+        except Empty:
+            return
+
+
+@contextmanager
+def serving(
+    load: Callable[[], Backend], config: ServeConfig, *, log: Log = print
+) -> Iterator[Server]:
+    """A server on a thread of its own, for as long as the block lasts."""
+    server = Server(load, config, log=log)
+    failed: list[ThorError] = []
+
+    def run() -> None:
+        try:
+            server.run()
+        except ThorError as e:
+            failed.append(e)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+        server.stop()
+        thread.join(config.drain_s + config.watchdog_s)
