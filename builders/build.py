@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from shutil import copyfile
 
 from thor_dflash import __version__, manifest
+from thor_dflash.builders.card import make_card
 from thor_dflash.builders.checkpoint.drafter import DrafterCheckpoint, check_pair, read_drafter
 from thor_dflash.builders.checkpoint.target import TargetCheckpoint, read_target
 from thor_dflash.builders.graphs.drafter import Drafter
@@ -84,18 +85,19 @@ def make_plan(
         for i in range(len(target.dims.layers))
         if (pair := target.kv_scales(i)) is not None and shape.kv is DType.FP8
     }
-    layers = Target(target.dims, source, shape, scales)
-    graphs = [layers.prefill(), layers.verify(), layers.accept(False), layers.accept(True)]
     sources = [source]
     if drafter is not None:
-        own = Source(drafter, weights, "drafter.")
-        sources.append(own)
-        maker = Drafter(drafter.dims, own, source, target.dims.tied, shape)
-        graphs += [
-            maker.propose(),
-            maker.observe("observe", shape.block),
-            maker.observe("observe_chunk", shape.chunk),
-        ]
+        sources.append(Source(drafter, weights, "drafter."))
+    graphs: list[Graph] = []
+    for block in (shape.block, *config.widths):
+        own = replace(shape, block=block)
+        steps = _target_graphs(Target(target.dims, source, own, scales))
+        if drafter is not None:
+            maker = Drafter(drafter.dims, sources[1], source, target.dims.tied, own)
+            steps += _drafter_graphs(maker, own, chunked=block == shape.block)
+        for graph in steps:
+            graph.name += "" if block == shape.block else f".{block}"
+        graphs += steps
     return Plan(
         target,
         drafter,
@@ -108,6 +110,15 @@ def make_plan(
     )
 
 
+def _target_graphs(layers: Target) -> list[Graph]:
+    return [layers.prefill(), layers.verify(), layers.accept(False), layers.accept(True)]
+
+
+def _drafter_graphs(maker: Drafter, shape: Shape, *, chunked: bool) -> list[Graph]:
+    steps = [maker.propose(), maker.observe("observe", shape.block)]
+    return [*steps, maker.observe(manifest.CHUNKED, shape.chunk)] if chunked else steps
+
+
 def _shape(
     target: TargetCheckpoint, drafter: DrafterCheckpoint | None, config: BuildConfig
 ) -> Shape:
@@ -115,6 +126,10 @@ def _shape(
     if drafter is not None and block > drafter.dims.block:
         raise ConfigError(
             f"build.block must be <= {drafter.dims.block}, the drafter's (got {block})"
+        )
+    if any(width >= block for width in config.widths):
+        raise ConfigError(
+            f"build.widths must be below {block}, the block (got {list(config.widths)})"
         )
     ids = addressed_ids(target.directory) if tokenizer_files(target.directory) else 0
     if ids > target.dims.vocab:
@@ -187,6 +202,7 @@ def _manifest(plan: Plan, stage: Staging) -> Manifest:
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         engine=config.engine,
         block=plan.shape.block,
+        widths=config.widths,
         chunk=config.chunk,
         capacity=plan.capacity,
         kv=config.kv,
@@ -198,6 +214,7 @@ def _manifest(plan: Plan, stage: Staging) -> Manifest:
         skipped=plan.target.skipped,
         target=plan.target.dims,
         drafter=drafter.dims if drafter else None,
+        card=make_card(config.card, plan.target.dims.max_position),
         kv_scales=KvScales(layers=len(found), low=min(flat), high=max(flat)),
         quantisation={
             name: {kind: Share(count=count, bytes=size) for kind, (count, size) in kinds.items()}

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from thor_dflash.plugins.accept.reference import STRICT, Record
+from thor_dflash.runtime.thinking import Marks, Thinking
 from thor_dflash.tensors import Array
 
 Finish = Literal["", "stop", "length", "grammar_dead_end"]
 """Why a request is over; "" while it is not."""
+
+Phase = Literal["thinking", "closing", "answer"]
+"""What the first row of a block belongs to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,14 +29,27 @@ class Relaxed:
     never: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a block is not simply as wide as it can be, drafted and exact."""
+
+    what: Literal["capped", "forced", "soft", "gated", "relaxed"]
+    why: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
     """The next block's bounds. Policies narrow it one after another."""
 
     cap: int
     """Most rows to commit, 1..R."""
+    phase: Phase = "answer"
     forced: tuple[int, ...] = ()
     """Ids that must follow rows 0, 1, ...; at most R. A look may leave -1: the model decides."""
+    soft: tuple[int, ...] = ()
+    """Ids rows 0, 1, ... choose if they are within soft_margin of the best, -1: none; at most R."""
+    soft_margin: float = 0.0
+    """Nats."""
     look: Look | None = None
     """Must see the drafts before they are verified: the step is cut in two, with a wait each."""
     mask: Callable[[], Array] | None = None
@@ -40,9 +57,40 @@ class Block:
     once, while the verify runs."""
     draft: bool = True
     """Ask the drafter."""
+    drafted: int = 0
+    """Tokens after the first that hold a draft or a forced id, 0..R - 1. Set by the loop."""
     relaxed: Relaxed = Relaxed()
-    finish: Finish = ""
-    """Not empty: there is no next block, the request ends here."""
+    reasons: tuple[Reason, ...] = ()
+
+    def capped(self, cap: int, why: str) -> Block:
+        """Commit no more than `cap` rows."""
+        if cap >= self.cap:
+            return self
+        return replace(self, cap=cap, reasons=(*self.reasons, Reason("capped", why)))
+
+    def forcing(self, ids: Sequence[int], why: str) -> Block:
+        """Commit these ids after rows 0, 1, ..., whatever the target would choose."""
+        reasons = (*self.reasons, Reason("forced", why))
+        return replace(self, forced=tuple(ids), reasons=reasons)
+
+    def undrafted(self, why: str) -> Block:
+        """Leave the drafter out of it."""
+        return replace(self, draft=False, reasons=(*self.reasons, Reason("gated", why)))
+
+    def because(self, before: Block, why: str) -> Block:
+        """The reasons of what a look did to the block as it was before."""
+        free = not any(token >= 0 for token in before.forced)
+        forced = free and any(token >= 0 for token in self.forced)
+        found = [Reason("forced", why)] * forced
+        found += [Reason("capped", why)] * (self.cap < before.cap)
+        return replace(self, reasons=(*self.reasons, *found))
+
+    def holding(self, drafts: int, rows: int) -> Block:
+        """Its tokens hold this many drafts, and forced ids in place of some and after the last."""
+        held = drafts
+        while held < len(self.forced) and self.forced[held] >= 0:
+            held += 1
+        return replace(self, drafted=min(held, rows - 1))
 
 
 class Look(Protocol):
@@ -53,13 +101,32 @@ class Look(Protocol):
         ...
 
 
-@dataclass(slots=True, kw_only=True)
 class Progress:
     """What one request has come to. Advanced by committed tokens only."""
 
-    prompt: tuple[int, ...]
-    tokens: list[int] = field(default_factory=list[int])
-    """Committed after the prompt, stop token included."""
+    def __init__(self, prompt: Sequence[int], marks: Marks | None = None) -> None:
+        self.prompt = tuple(prompt)
+        self.marks = marks
+        """The thinking marks of the vocabulary, if it has them."""
+        self.tokens: list[int] = []
+        """Committed after the prompt, stop token included."""
+        self._thinking = Thinking(marks, self.prompt)
+
+    @property
+    def last(self) -> int:
+        """The newest committed token."""
+        return self.tokens[-1] if self.tokens else self.prompt[-1]
+
+    @property
+    def thinking(self) -> bool:
+        """The next token belongs to the thinking block."""
+        return self._thinking.inside
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Take the tokens of one block."""
+        for token in tokens:
+            self._thinking.feed(token)
+        self.tokens.extend(tokens)
 
 
 class Policy(Protocol):
@@ -70,7 +137,7 @@ class Policy(Protocol):
         ...
 
     def judge(self, progress: Progress, record: Record) -> int:
-        """Rows to commit, 1..record.count."""
+        """Rows to commit, 0..record.count; 0 ends the request: nothing may follow."""
         ...
 
     def observe(self, progress: Progress, committed: int) -> None:
@@ -86,8 +153,7 @@ class Limit:
 
     def shape(self, progress: Progress, block: Block) -> Block:
         """See Policy."""
-        left = self.max_tokens - len(progress.tokens)
-        return replace(block, cap=min(block.cap, left))
+        return block.capped(self.max_tokens - len(progress.tokens), "max_tokens")
 
     def judge(self, progress: Progress, record: Record) -> int:
         """See Policy."""

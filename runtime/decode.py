@@ -18,6 +18,7 @@ from thor_dflash.runtime.model import Model
 from thor_dflash.runtime.propose import Proposer
 from thor_dflash.runtime.state import Snapshot
 from thor_dflash.runtime.telemetry import Meter
+from thor_dflash.runtime.thinking import Marks
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,8 @@ class Plan:
     stop: tuple[int, ...]
     proposer: Proposer
     policies: tuple[Policy, ...]
+    marks: Marks | None = None
+    """Ids of the thinking marks, where there are any."""
     prefix: Snapshot | None = None
     """State after the first tokens of the prompt; all but its last, at most."""
 
@@ -62,17 +65,21 @@ def decode(model: Model, plan: Plan, progress: Progress, meter: Meter) -> Iterat
     meter.prompt_done()
     while True:
         block = _shape(model, plan, progress)
-        if block.finish:
-            yield Chunk((), block.finish)
-            return
-        block, record = _step(model, plan, progress, block)
+        block, record, drafted = _step(model, plan, progress, block)
         count = min([record.count, *(p.judge(progress, record) for p in plan.policies)])
+        if count == 0:
+            yield Chunk((), "grammar_dead_end")
+            return
         _sound(model, record, count)
         model.state.commit(count)
-        meter.cycle(block, record, count, drafts=plan.proposer.reads_taps)
+        plan.proposer.committed(model, block, count)
         tokens = record.tokens[:count]
         emitted, finish = resolve(len(progress.tokens), tokens, plan.stop, plan.max_tokens)
-        progress.tokens.extend(tokens)
+        thinking = progress.thinking
+        progress.commit(tokens)
+        meter.cycle(block, record, count, drafted)
+        if thinking and not progress.thinking:
+            meter.closed(block, record)
         for policy in plan.policies:
             policy.observe(progress, count)
         yield Chunk(emitted, finish)
@@ -99,25 +106,30 @@ def _own(model: Model, begun: int) -> None:
 
 def _prefill(model: Model, plan: Plan) -> Iterator[int]:
     prompt, chunk = plan.prompt[:-1], model.manifest.chunk
+    first = plan.proposer.begin(model, len(prompt))
     for start in range(model.state.length, len(prompt), chunk):
-        model.prefill(prompt[start : start + chunk], observe=plan.proposer.reads_taps)
+        part = prompt[start : start + chunk]
+        model.prefill(part, observe=start + len(part) > first)
         yield model.state.length
 
 
 def _shape(model: Model, plan: Plan, progress: Progress) -> Block:
-    block = Block(cap=model.block)
+    block = Block(cap=model.block, phase="thinking" if progress.thinking else "answer")
     for policy in plan.policies:
         block = policy.shape(progress, block)
     assert 1 <= block.cap <= model.block, block
     return block
 
 
-def _step(model: Model, plan: Plan, progress: Progress, block: Block) -> tuple[Block, Record]:
-    before = plan.proposer.propose(model, progress, block)
+def _step(model: Model, plan: Plan, progress: Progress, block: Block) -> tuple[Block, Record, int]:
+    """The block as it was verified, what it came to, and rows that were drafted."""
+    proposal = plan.proposer.propose(model, progress, block)
+    before = proposal.calls
     if block.look is not None:
         block, before = _look(model, block, block.look, before), ()
-    after = plan.proposer.observe(model)
-    return block, model.step(block, before, after, plan.stop)
+    block = block.holding(proposal.drafted, model.block)
+    after = plan.proposer.observe(model, block)
+    return block, model.step(block, before, after, plan.stop), proposal.drafted
 
 
 def _look(model: Model, block: Block, look: Look, before: Sequence[Call]) -> Block:
@@ -126,7 +138,7 @@ def _look(model: Model, block: Block, look: Look, before: Sequence[Call]) -> Blo
     seen = look(tokens, block)
     pairs = zip(tokens[1:], (*seen.forced, *[-1] * len(tokens)), strict=False)
     model.write_tokens([tokens[0], *(draft if must < 0 else must for draft, must in pairs)])
-    return seen
+    return seen.because(block, "grammar")
 
 
 def _sound(model: Model, record: Record, count: int) -> None:

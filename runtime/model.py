@@ -36,14 +36,18 @@ def ring_rows(window: int, capacity: int, block: int, chunk: int) -> int:
 class Model:
     """Steps of one sequence: prefill, verify and accept, observe; and commit, which moves it."""
 
-    def __init__(self, engine: Engine, manifest: Manifest, capacity: int) -> None:
+    def __init__(self, engine: Engine, manifest: Manifest, capacity: int, block: int) -> None:
         self.engine = engine
         self.manifest = manifest
         self.capacity = capacity
+        self.block = block
+        """Rows of a verify, one of the package's widths."""
         drafter = manifest.drafter
         names = ["prefill", "verify", "accept", "accept_masked"]
         names += ["propose", "observe", "observe_chunk"] if drafter else []
-        self.graphs: dict[str, Graph] = {name: engine.load(name) for name in names}
+        self.graphs: dict[str, Graph] = {
+            name: engine.load(manifest.graph(name, block)) for name in names
+        }
         dims = {"cache_rows": cache_rows(capacity, manifest.block, manifest.chunk)}
         for i, layer in enumerate(drafter.layers if drafter else ()):
             dims[f"ring_rows.{i}"] = ring_rows(
@@ -51,39 +55,34 @@ class Model:
             )
         self.state = State(engine, list(self.graphs.values()), dims)
         self._inputs: dict[str, Tensor] = {}
-        for graph in self.graphs.values():
+        for step, graph in self.graphs.items():
             for spec in (*graph.inputs.values(), *graph.outputs.values()):
-                self._scratch(spec, graph)
-        for i, layer in enumerate(drafter.layers if drafter else ()):
-            self._set(f"drafter.{i}.window", layer.window)
+                self._scratch(step, spec)
+        if drafter:
+            self.write_windows(0, 0)
 
     @property
     def limit(self) -> int:
         """Longest prompt and answer together, tokens: one block stays free."""
         return self.capacity - self.manifest.block
 
-    @property
-    def block(self) -> int:
-        """Rows of a verify."""
-        return self.manifest.block
-
-    def _scratch(self, spec: TensorSpec, graph: Graph) -> None:
+    def _scratch(self, step: str, spec: TensorSpec) -> None:
         name = spec.name.removeprefix(NEXT)
         if name not in self.state.tensors:
-            key = _key(graph, name)
+            key = _key(step, name)
             if key not in self._inputs:
                 self._inputs[key] = self.engine.empty(spec, {})
 
-    def _tensor(self, graph: Graph, name: str) -> Tensor:
-        return self.state.tensors.get(name) or self._inputs[_key(graph, name)]
+    def _tensor(self, step: str, name: str) -> Tensor:
+        return self.state.tensors.get(name) or self._inputs[_key(step, name)]
 
     def call(self, name: str) -> Call:
         """A graph bound to this sequence's tensors."""
         graph = self.graphs[name]
         return Call(
             graph,
-            {n: self._tensor(graph, n) for n in graph.inputs},
-            {n: self._tensor(graph, n.removeprefix(NEXT)) for n in graph.outputs},
+            {n: self._tensor(name, n) for n in graph.inputs},
+            {n: self._tensor(name, n.removeprefix(NEXT)) for n in graph.outputs},
         )
 
     def _set(self, name: str, *values: int | float) -> None:
@@ -98,6 +97,41 @@ class Model:
     def write_last(self, token: int) -> None:
         """The last committed token, for a drafter that runs as a graph."""
         self._set("last", token)
+
+    def write_windows(self, sliding: int, full: int) -> None:
+        """Distances the drafter's sliding and full layers see, tokens; 0: what they were made for.
+        A ring holds no more than that, so no distance may be larger.
+        """
+        for i, layer in enumerate(self.manifest.drafter.layers if self.manifest.drafter else ()):
+            asked = sliding if layer.window else full
+            self._set(f"drafter.{i}.window", asked or layer.window)
+
+    def write_first(self, context: int) -> None:
+        """Positions before the block the drafter sees, at most; 0: all there are."""
+        oldest = self.state.length - context if context else 0
+        self._set("drafter.first", max(self.state.first, oldest))
+
+    def hold(self, count: int) -> None:
+        """Keep the taps of the rows just committed for `catch_up`.
+
+        A copy, but no wait: all work of the step was waited for when its record was read.
+        """
+        taps = self._inputs["taps"]
+        self.state.behind.append(self.engine.read(taps, (count, *taps.spec.at({})[1:])))
+
+    def catch_up(self) -> None:
+        """Show the drafter the rows it was spared, a chunk at a time: the same rings as if it had
+        seen each block when it was committed.
+        """
+        if not self.state.behind:
+            return
+        rows, chunk = np.concatenate(self.state.behind), self.manifest.chunk
+        start = self.state.length - len(rows)
+        for done in range(0, len(rows), chunk):
+            self.engine.write(self._inputs["taps_chunk"], rows[done : done + chunk])
+            self._set("length", start + done)
+            self.engine.run([self.call("observe_chunk")])
+        self.state.behind.clear()
 
     def prefill(self, tokens: Sequence[int], observe: bool) -> None:
         """Commit up to `chunk` prompt tokens; the drafter's rings follow if `observe`."""
@@ -153,7 +187,8 @@ class Model:
         self._position()
 
     def _forced(self, block: Block) -> None:
-        self._set("forced", *block.forced, *[-1] * (self.block - len(block.forced)))
+        for name, ids in (("forced", block.forced), ("soft", block.soft)):
+            self._set(name, *ids, *[-1] * (self.block - len(ids)))
 
     def _position(self) -> None:
         self._set("length", self.state.length)
@@ -162,11 +197,13 @@ class Model:
     def _bounds(self, block: Block, stop: Sequence[int]) -> None:
         relaxed = block.relaxed
         numbers: Mapping[str, int | float] = {
+            "drafted": block.drafted,
             "cap": block.cap,
             "rule": relaxed.rule,
             "top_k": relaxed.top_k,
             "close": relaxed.close,
             "margin": relaxed.margin,
+            "soft_margin": block.soft_margin,
         }
         for name, value in numbers.items():
             self._set(name, value)
@@ -175,7 +212,7 @@ class Model:
             self._set(name, *ids, *[-1] * (slots - len(ids)))
 
 
-def _key(graph: Graph, name: str) -> str:
+def _key(step: str, name: str) -> str:
     """Scratch is shared by name, except that chunk steps have rows of their own."""
-    chunk = graph.name in ("prefill", "observe_chunk") and name in ("tokens", "taps")
+    chunk = step in ("prefill", "observe_chunk") and name in ("tokens", "taps")
     return f"{name}_chunk" if chunk else name

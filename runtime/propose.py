@@ -6,9 +6,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from thor_dflash.config import AS_MADE, DraftConfig
 from thor_dflash.runtime.block import Block, Progress
 from thor_dflash.runtime.engine import Call
 from thor_dflash.runtime.model import Model
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What a proposer does about one block."""
+
+    drafted: int
+    """Tokens after the first it guesses. A forced id takes the place of a guess."""
+    calls: Sequence[Call] = ()
+    """Leave the block in the model's tokens; none where it is written already."""
 
 
 class Proposer(Protocol):
@@ -16,57 +27,86 @@ class Proposer(Protocol):
     the device costs no wait.
     """
 
-    @property
-    def reads_taps(self) -> bool:
-        """Wants the target's taps of every committed row, the prompt's included."""
+    def begin(self, model: Model, rows: int) -> int:
+        """A request starts; `rows` of its prompt will be prefilled. Returns the first of them whose
+        taps this proposer wants, `rows` for none.
+        """
         ...
 
-    def propose(self, model: Model, progress: Progress, block: Block) -> Sequence[Call]:
-        """Calls that leave the block in the model's tokens; or none, having written it."""
+    def propose(self, model: Model, progress: Progress, block: Block) -> Proposal:
+        """Guess the next block."""
         ...
 
-    def observe(self, model: Model) -> Sequence[Call]:
+    def observe(self, model: Model, block: Block) -> Sequence[Call]:
         """Calls that take in the rows just verified."""
         ...
 
+    def committed(self, model: Model, block: Block, count: int) -> None:
+        """The first `count` rows of the last verify were committed."""
+        ...
 
-def _anchor(progress: Progress) -> int:
-    return progress.tokens[-1] if progress.tokens else progress.prompt[-1]
+
+def _undrafted(model: Model, progress: Progress, block: Block) -> Proposal:
+    model.write_tokens([progress.last, *block.forced])
+    return Proposal(0)
 
 
 @dataclass(frozen=True, slots=True)
 class Nobody:
     """No drafts: one committed token a step, by the same block of the same shape."""
 
-    reads_taps: bool = False
-
-    def propose(self, model: Model, progress: Progress, block: Block) -> Sequence[Call]:
+    def begin(self, model: Model, rows: int) -> int:
         """See Proposer."""
-        model.write_tokens([_anchor(progress), *block.forced])
+        model.state.first = rows
+        return rows
+
+    def propose(self, model: Model, progress: Progress, block: Block) -> Proposal:
+        """See Proposer."""
+        return _undrafted(model, progress, block)
+
+    def observe(self, model: Model, block: Block) -> Sequence[Call]:
+        """See Proposer."""
         return ()
 
-    def observe(self, model: Model) -> Sequence[Call]:
+    def committed(self, model: Model, block: Block, count: int) -> None:
         """See Proposer."""
-        return ()
+        model.state.first = model.state.length
 
 
 @dataclass(frozen=True, slots=True)
 class Dflash:
-    """The package's DFlash drafter."""
+    """The package's DFlash drafter.
 
-    reads_taps: bool = True
+    It takes in every committed row. Rows of blocks it was not asked about wait until it is asked
+    again, and then go in many at a time.
+    """
 
-    def propose(self, model: Model, progress: Progress, block: Block) -> Sequence[Call]:
+    config: DraftConfig = AS_MADE
+
+    def begin(self, model: Model, rows: int) -> int:
+        """See Proposer."""
+        model.write_windows(self.config.window, self.config.full)
+        seed = rows - self.config.seed if self.config.seed else 0
+        model.state.first = max(model.state.first, seed)
+        return model.state.first
+
+    def propose(self, model: Model, progress: Progress, block: Block) -> Proposal:
         """See Proposer."""
         if not block.draft:
-            model.write_tokens([_anchor(progress), *block.forced])
-            return ()
-        model.write_last(_anchor(progress))
-        return (model.call("propose"),)
+            return _undrafted(model, progress, block)
+        model.catch_up()
+        model.write_last(progress.last)
+        model.write_first(self.config.context)
+        return Proposal(model.block - 1, (model.call("propose"),))
 
-    def observe(self, model: Model) -> Sequence[Call]:
+    def observe(self, model: Model, block: Block) -> Sequence[Call]:
         """See Proposer."""
-        return (model.call("observe"),)
+        return (model.call("observe"),) if block.draft else ()
+
+    def committed(self, model: Model, block: Block, count: int) -> None:
+        """See Proposer."""
+        if not block.draft:
+            model.hold(count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +115,25 @@ class Guess:
 
     guess: Callable[[Progress], Sequence[int]]
     """progress -> up to R - 1 ids."""
-    reads_taps: bool = False
 
-    def propose(self, model: Model, progress: Progress, block: Block) -> Sequence[Call]:
+    def begin(self, model: Model, rows: int) -> int:
         """See Proposer."""
-        drafts = list(self.guess(progress))
+        model.state.first = rows
+        return rows
+
+    def propose(self, model: Model, progress: Progress, block: Block) -> Proposal:
+        """See Proposer."""
+        if not block.draft:
+            return _undrafted(model, progress, block)
+        drafts = list(self.guess(progress))[: model.block - 1]
         drafts[: len(block.forced)] = block.forced
-        model.write_tokens([_anchor(progress), *drafts])
-        return ()
+        model.write_tokens([progress.last, *drafts])
+        return Proposal(len(drafts))
 
-    def observe(self, model: Model) -> Sequence[Call]:
+    def observe(self, model: Model, block: Block) -> Sequence[Call]:
         """See Proposer."""
         return ()
+
+    def committed(self, model: Model, block: Block, count: int) -> None:
+        """See Proposer."""
+        model.state.first = model.state.length

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from thor_dflash import manifest as package_manifest
 from thor_dflash.config import EngineConfig
 from thor_dflash.errors import ConfigError, RequestError
 from thor_dflash.manifest import Manifest
 from thor_dflash.progress import Progress as Reporter
+from thor_dflash.runtime.admission import Desk, Request
 from thor_dflash.runtime.block import Limit, Policy, Progress
 from thor_dflash.runtime.decode import Chunk, Plan, check, decode
 from thor_dflash.runtime.engine import Engine
@@ -20,23 +22,11 @@ from thor_dflash.runtime.model import Model
 from thor_dflash.runtime.policies.grammar import Constrain, Place
 from thor_dflash.runtime.policies.grammar_compile import Grammar, Grammars
 from thor_dflash.runtime.prefix import Prefixes
-from thor_dflash.runtime.propose import Dflash, Nobody, Proposer
+from thor_dflash.runtime.propose import Proposer
 from thor_dflash.runtime.telemetry import Meter, Report
 from thor_dflash.runtime.text import Text, open_at_end
 
 __all__ = ["Chunk", "Report", "Request", "Session", "open_session"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """One prompt to answer."""
-
-    prompt: tuple[int, ...]
-    max_tokens: int
-    stop: frozenset[int] = frozenset()
-    drafter: Literal["dflash", "none"] = "dflash"
-    grammar: Grammar | None = None
-    """What the answer after the thinking must obey; of Session.grammar."""
 
 
 class Session:
@@ -49,7 +39,7 @@ class Session:
         self.prefixes = Prefixes(model)
         """States that requests continue from. The longest that fits a prompt is used."""
         self._grammars: Grammars | None = None
-        self._meter: Meter | None = None
+        self._desk = Desk(model, text, time.perf_counter)
         self._report: Report | None = None
 
     @property
@@ -67,7 +57,9 @@ class Session:
         """
         if self._grammars is None:
             if self.text is None:
-                raise RequestError("schema must be for a package with a tokenizer (got one without)")
+                raise RequestError(
+                    "schema must be for a package with a tokenizer (got one without)"
+                )
             manifest = self.manifest
             self._grammars = Grammars(self.text, manifest.vocab_limit, manifest.stop_tokens)
         return self._grammars.compile(schema)
@@ -79,12 +71,19 @@ class Session:
             RequestError: at once; the request does not fit this session and nothing was decoded.
             ModelFault: while iterating; the model had no usable choice.
         """
-        if request.drafter == "dflash" and self.manifest.drafter is None:
-            raise RequestError("drafter must be none, the package has no drafter (got dflash)")
-        proposer = Dflash() if request.drafter == "dflash" else Nobody()
-        return self.run(request, proposer, self._constrain(request))
+        admitted = self._desk.admit(request)
+        return self.run(
+            replace(request, max_tokens=admitted.max_tokens),
+            admitted.proposer,
+            (*admitted.policies, *self.constrain(request)),
+        )
 
-    def _constrain(self, request: Request) -> tuple[Policy, ...]:
+    def constrain(self, request: Request) -> tuple[Policy, ...]:
+        """The policy of a request's grammar; none where it has none.
+
+        Raises:
+            RequestError: the request cannot end where the grammar does.
+        """
         grammar, text = request.grammar, self.text
         if grammar is None or text is None:
             return ()
@@ -97,7 +96,9 @@ class Session:
     def run(
         self, request: Request, proposer: Proposer, policies: tuple[Policy, ...] = ()
     ) -> Iterator[Chunk]:
-        """Answer one request with any proposer and policies."""
+        """Answer one request with any proposer and policies; what the request says of its own
+        drafter and policies is not asked.
+        """
         stop = tuple(sorted(request.stop))
         check(self.model, request.prompt, request.max_tokens, stop)
         plan = Plan(
@@ -106,6 +107,7 @@ class Session:
             stop=stop,
             proposer=proposer,
             policies=(*policies, Limit(request.max_tokens)),
+            marks=self.text.marks if self.text else None,
             prefix=self.prefixes.use(request.prompt),
         )
         return self._answer(plan)
@@ -114,7 +116,7 @@ class Session:
         engine, self._report = self.model.engine, None
         cached = plan.prefix.length if plan.prefix else 0
         meter = Meter(self.model.block, engine.busy(), cached)
-        progress, finish = Progress(prompt=plan.prompt), "cancelled"
+        progress, finish = Progress(plan.prompt, plan.marks), "cancelled"
         try:
             for chunk in decode(self.model, plan, progress, meter):
                 finish = chunk.finish or finish
@@ -156,9 +158,13 @@ def open_session(package: Path, config: EngineConfig, progress: Reporter) -> Ses
             f"engine.capacity must be {found.block + 1} to "
             f"{found.target.max_position}, the model's longest (got {capacity})"
         )
+    block = config.block or found.block
+    if block not in (known := (*found.widths, found.block)):
+        widths = " or ".join(str(width) for width in sorted(known))
+        raise ConfigError(f"engine.block must be {widths}, as the package was built (got {block})")
     engine = _ENGINES[found.engine](package, config)
     with progress.task("loading graphs"):
-        model = Model(engine, found, capacity)
+        model = Model(engine, found, capacity, block)
     return Session(model, Text.load(package) if found.tokenizer else None)
 
 

@@ -30,6 +30,10 @@ class Snapshot:
     length: int
     accepted: int
     arrays: Mapping[str, Array]
+    first: int = 0
+    """As in State: what the drafter was never shown."""
+    behind: tuple[Array, ...] = ()
+    """As in State: what it has yet to be shown."""
 
 
 class State:
@@ -48,6 +52,10 @@ class State:
         """Committed rows."""
         self.accepted = 0
         """Rows of the last verify that the next step folds."""
+        self.first = 0
+        """Positions before it were never put into the drafter's rings."""
+        self.behind: list[Array] = []
+        """Taps of the newest committed rows, those the drafter has yet to take in."""
         self._verified = 0
         """Rows a commit may still take."""
         self._open = False
@@ -70,7 +78,8 @@ class State:
 
     def reset(self) -> None:
         """Begin an empty sequence. Caches and rings keep their bytes: nothing reads past length."""
-        self.length = self.accepted = self._verified = 0
+        self.length = self.accepted = self._verified = self.first = 0
+        self.behind = []
         self._open = False
         self.begun += 1
         for name, tensor in self.tensors.items():
@@ -110,7 +119,7 @@ class State:
             for name, tensor in self.tensors.items()
             if self.accepted or not is_record(name)
         }
-        return Snapshot(self.length, self.accepted, arrays)
+        return Snapshot(self.length, self.accepted, arrays, self.first, tuple(self.behind))
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go on from a snapshot, exactly as its sequence would have."""
@@ -121,6 +130,7 @@ class State:
                 # What an earlier request left may be NaN, which no number of folds makes 0.
                 self._engine.write(tensor, np.zeros(tensor.spec.at({}), tensor.spec.dtype.numpy))
         self.length, self.accepted, self._verified = snapshot.length, snapshot.accepted, 0
+        self.first, self.behind = snapshot.first, list(snapshot.behind)
         self._open = False
         self.begun += 1
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
+from itertools import chain
+from typing import Literal
 
 from thor_dflash.plugins.accept.reference import Record
-from thor_dflash.runtime.block import Block
+from thor_dflash.runtime.block import Block, Phase, Reason
+
+Close = Literal["", "natural", "soft", "hard"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,37 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """The blocks of one request that began in one phase."""
+
+    cycles: int = 0
+    committed: int = 0
+    """Tokens."""
+    drafted: int = 0
+    accepted: int = 0
+    """Drafts committed."""
+    relaxed: int = 0
+    """Of those, the ones strict acceptance would have refused."""
+    ms: float = 0.0
+
+    def plus(self, other: Part) -> Part:
+        """Both together."""
+        return Part(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Why some blocks in a row were capped, forced, soft, gated or relaxed."""
+
+    what: str
+    why: str
+    cycle: int
+    """The first of them, from 0."""
+    cycles: int = 1
+    """How many."""
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """Telemetry of one request."""
 
@@ -57,6 +92,12 @@ class Report:
     """Prompt tokens that came with a prefix and were not read again."""
     spec: Spec
     timings: Timings
+    phases: Mapping[Phase, Part]
+    """Phases the answer came through."""
+    close: Close
+    """How its thinking ended; empty where it did not."""
+    notes: tuple[Note, ...]
+    """By first cycle. Blocks without a note were as wide as they can be, drafted and exact."""
 
 
 @dataclass(slots=True)
@@ -77,6 +118,9 @@ class Meter:
     forced: int = 0
     hist: list[int] = field(default_factory=list[int])
     by_position: list[int] = field(default_factory=list[int])
+    parts: dict[Phase, Part] = field(default_factory=dict[Phase, Part])
+    close: Close = ""
+    notes: dict[Reason, list[Note]] = field(default_factory=dict[Reason, list[Note]])
 
     def __post_init__(self) -> None:
         self.hist = [0] * self.block
@@ -84,22 +128,39 @@ class Meter:
 
     def prompt_done(self) -> None:
         """The prompt is in the state."""
-        self.prefilled = time.perf_counter()
+        self.prefilled = self.end = time.perf_counter()
 
-    def cycle(self, block: Block, record: Record, count: int, drafts: bool) -> None:
-        """A block was committed; what followed a forced row was not the drafter's."""
+    def cycle(self, block: Block, record: Record, count: int, drafted: int) -> None:
+        """A block was committed, `drafted` rows of which held a draft or a forced id instead."""
+        now = time.perf_counter()
         forced = [token >= 0 for token in block.forced]
         free = [not f for f in forced] + [True] * (self.block - len(forced))
-        self.forced += sum(forced[:count])
-        self.end = time.perf_counter()
-        self.first = self.first or self.end
-        self.cycles += 1
-        self.hist[count - 1] += 1
-        if not drafts or not block.draft:
-            return
-        self.drafted += sum(free[: self.block - 1])
-        for i in range(min(record.agreed, count)):
+        drafts, accepted = sum(free[:drafted]), 0
+        for i in range(min(record.agreed, count, drafted)):
             self.by_position[i] += free[i]
+            accepted += free[i]
+        for reason in block.reasons:
+            if reason.what != "soft" or record.softened:
+                self._note(reason)
+        part = Part(1, count, drafts, accepted, record.relaxed, 1e3 * (now - self.end))
+        self.parts[block.phase] = self.parts.get(block.phase, Part()).plus(part)
+        self.first, self.end = self.first or now, now
+        self.hist[count - 1] += 1
+        self.drafted += drafts
+        self.forced += sum(forced[:count])
+        self.cycles += 1
+
+    def closed(self, block: Block, record: Record) -> None:
+        """Thinking ended with this block."""
+        natural: Close = "soft" if record.softened else "natural"
+        self.close = "hard" if block.phase == "closing" else natural
+
+    def _note(self, reason: Reason) -> None:
+        notes = self.notes.setdefault(reason, [])
+        if notes and notes[-1].cycle + notes[-1].cycles == self.cycles:
+            notes[-1] = replace(notes[-1], cycles=notes[-1].cycles + 1)
+        else:
+            notes.append(Note(reason.what, reason.why, self.cycles))
 
     def report(self, finish: str, completion: int, busy: Mapping[str, float]) -> Report:
         """The sums."""
@@ -130,4 +191,7 @@ class Meter:
                 committed / decode,
                 {name: ms for name, ms in phases.items() if ms},
             ),
+            self.parts,
+            self.close,
+            tuple(sorted(chain(*self.notes.values()), key=lambda note: note.cycle)),
         )

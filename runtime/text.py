@@ -23,8 +23,10 @@ from tokenizers import AddedToken, Tokenizer, decoders
 from thor_dflash import tokenizer as files
 from thor_dflash.errors import PackageError, RequestError
 from thor_dflash.records import as_list, as_table, show
+from thor_dflash.runtime.thinking import Marks, Thinking
 
 THINK, END_THINK = "<think>", "</think>"
+TOOL_MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 ROLES = ("system", "user", "assistant", "tool")
 _KEYS = {"role", "content", "reasoning_content"}
 
@@ -40,6 +42,17 @@ class Text:
         """Id that opens thinking, or None."""
         self.end_think = tokenizer.token_to_id(END_THINK)
         """Id that closes thinking, or None."""
+        self.tools = tuple(
+            i for i in (tokenizer.token_to_id(mark) for mark in TOOL_MARKS) if i is not None
+        )
+        """Ids of the marks around tool calls and their answers, those there are."""
+
+    @property
+    def marks(self) -> Marks | None:
+        """The thinking marks, or None where one of them is missing."""
+        if self.think is None or self.end_think is None:
+            return None
+        return Marks(self.think, self.end_think)
 
     @classmethod
     def load(cls, directory: Path) -> Text:
@@ -142,7 +155,7 @@ class Answer:
     def __init__(self, text: Text, prompt: Sequence[int]) -> None:
         self._text = text
         self._stream = text.stream()
-        self._inside = open_at_end(text, prompt)
+        self._state = Thinking(text.marks, prompt)
         self._tokens: list[int] = []
         self._thinking = 0
 
@@ -159,7 +172,7 @@ class Answer:
     def end(self) -> list[Piece]:
         """The piece that was held back, if any."""
         rest = self._stream.end()
-        return [Piece(rest, self._inside)] if rest else []
+        return [Piece(rest, self._state.inside)] if rest else []
 
     def thinking(self) -> str:
         """The text of the thinking block without its marks."""
@@ -173,22 +186,16 @@ class Answer:
         return rest.lstrip("\n") if self._thinking else rest
 
     def _one(self, token: int) -> Piece:
-        if not self._tokens and token == self._text.think:
-            self._inside = True
         self._tokens.append(token)
-        inside = self._inside
+        inside = self._state.feed(token)
         if inside:
             self._thinking = len(self._tokens)
-            self._inside = token != self._text.end_think
         return Piece(self._stream.feed((token,)), inside)
 
 
 def open_at_end(text: Text, prompt: Sequence[int]) -> bool:
     """Whether an answer to this prompt begins inside the thinking block."""
-    if text.think is None or text.end_think is None:
-        return False
-    marks = [t for t in prompt if t in (text.think, text.end_think)]
-    return bool(marks) and marks[-1] == text.think
+    return Thinking(text.marks, prompt).inside
 
 
 def chat(messages: object) -> list[dict[str, str]]:

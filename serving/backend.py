@@ -22,7 +22,9 @@ class Prepared:
     """Prompt tokens a pinned prefix holds."""
     max_tokens: int
     budget: int
-    """Longest thinking, tokens; 0: none."""
+    """Longest thinking, tokens."""
+    thinks: bool
+    """The prompt opens the thinking block."""
     schema: Mapping[str, Any] | None
     grammar: object
     """The compiled schema, or None. Whoever made it knows what it is."""

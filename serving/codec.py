@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar, cast
 
 import msgspec
 from msgspec import Struct
@@ -48,7 +47,7 @@ class Codec:
             return msgspec.json.encode(message)
         return msgspec.msgpack.encode(message)
 
-    def decode(self, body: bytes, kind: Callable[..., T]) -> T:
+    def decode(self, body: bytes, kind: type[T]) -> T:
         """A value of `kind`.
 
         Raises:
@@ -56,8 +55,8 @@ class Codec:
         """
         try:
             if self.name == "json":
-                return msgspec.json.decode(body, type=kind)  # type: ignore[arg-type,type-var]  # pyright: ignore
-            return msgspec.msgpack.decode(body, type=kind, ext_hook=_no_extension)  # type: ignore[arg-type,type-var]  # pyright: ignore
+                return msgspec.json.decode(body, type=kind)
+            return msgspec.msgpack.decode(body, type=kind, ext_hook=_no_extension)
         except msgspec.ValidationError as e:
             raise _explain(e) from e
         except (msgspec.DecodeError, ValueError, OverflowError) as e:
@@ -176,12 +175,12 @@ def plain(value: object, what: str, limit: int) -> None:
 
 def _children(item: object, what: str) -> list[object]:
     if isinstance(item, dict):
-        table: dict[object, object] = item
+        table = cast("dict[object, object]", item)
         if any(not isinstance(key, str) for key in table):
             raise PlanError("bad_request", f"{what} must have string keys only", field=what)
         return list(table.values())
     if isinstance(item, list):
-        return list[object](item)
+        return cast("list[object]", item)
     if isinstance(item, float) and item - item != 0:
         raise PlanError("bad_request", f"{what} must have finite numbers", field=what)
     if item is None or isinstance(item, str | int | float):

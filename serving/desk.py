@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import traceback
 from collections.abc import Callable
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,7 +172,8 @@ class Desk:
 
     def _health(self, peer: Peer, id: str) -> None:
         running = self.books.running is not None
-        self._result(peer, id, self._life.health(running, len(self.books) - running))
+        waiting = len(self.books) - running
+        self._result(peer, id, self._life.health(int(running), waiting))
 
     def _stats(self, peer: Peer, id: str) -> None:
         running = self.books.running is not None

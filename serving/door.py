@@ -1,4 +1,4 @@
-"""The sockets of a server: a ROUTER, who has left, who may come in, and a bell for other threads."""
+"""The sockets of a server: a ROUTER, who left, who may come in, and a bell for other threads."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -29,7 +30,7 @@ ROUTER_OPTIONS = {
     zmq.ROUTER_MANDATORY: 1,  # sending to a peer that left fails, instead of being dropped
     zmq.ROUTER_HANDOVER: 1,  # a client that comes back under its name takes its name over
     zmq.LINGER: 0,
-    zmq.SNDHWM: 64,
+    zmq.SNDHWM: 512,  # chunks of a plan or two; a reader further behind loses text chunks
     zmq.RCVHWM: 64,
     zmq.HANDSHAKE_IVL: 3000,
     zmq.HEARTBEAT_IVL: 1000,
@@ -113,18 +114,13 @@ class Door:
 
     def ring(self) -> None:
         """Wake the I/O thread. From any thread."""
-        try:
+        # No OSError: it has been rung often enough, or nobody is at home any more.
+        with suppress(OSError):
             os.write(self._bell, b"\0")
-        except (BlockingIOError, OSError):
-            pass  # it has been rung often enough, or nobody is at home any more
 
     def wait(self, seconds: float) -> Iterator[Letter | Left]:
         """Wait for something to happen; give what came in, oldest first, at most BURST of it."""
-        try:
-            self._poller.poll(max(0, round(1e3 * min(seconds, 0.02 if self._held else seconds))))
-        except zmq.ZMQError as e:
-            if e.errno != zmq.EINTR:
-                raise
+        self._poller.poll(max(0, round(1e3 * min(seconds, 0.02 if self._held else seconds))))
         self._silence()
         self._admit()
         for _ in range(BURST):
@@ -236,10 +232,9 @@ class Door:
 
 def _descriptor(frame: zmq.Frame) -> int:
     try:
-        number = frame.get(zmq.SRCFD)
+        return int(frame.get(zmq.SRCFD))
     except zmq.ZMQError:
         return -1  # the connection closed between its message and this line
-    return number if isinstance(number, int) else -1
 
 
 def _bind(router: zmq.Socket[bytes], endpoint: str) -> str:

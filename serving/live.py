@@ -1,29 +1,36 @@
-"""The backend over a session: the decode loop, one step at a time."""
+"""The backend over a session: what a plan request means to the decode loop."""
 
 from __future__ import annotations
 
 import hashlib
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from thor_dflash import manifest as package_manifest
-from thor_dflash.config import ServeConfig
+from thor_dflash.config import HINT, NO_BUDGET, BudgetConfig, RelaxedConfig, ServeConfig
 from thor_dflash.errors import ModelFault, RequestError
-from thor_dflash.runtime.propose import Dflash, Nobody, Proposer
+from thor_dflash.runtime.policies.grammar_compile import Grammar
+from thor_dflash.runtime.prefix import Prefix
 from thor_dflash.runtime.session import Request, Session
-from thor_dflash.runtime.text import Text
-from thor_dflash.serving import fields, policies, wire
+from thor_dflash.runtime.text import Text, open_at_end
+from thor_dflash.serving import fields, wire
 from thor_dflash.serving.backend import About, Prepared, Run
+from thor_dflash.serving.check import Checker
 from thor_dflash.serving.liverun import LiveRun
-from thor_dflash.serving.rates import MARGIN, Rates
+from thor_dflash.serving.rates import Rates
 from thor_dflash.serving.refusal import PlanError
 
 SELF_TEST = "Self-test: put the cup on the table, then bring the plate to the kitchen."
 SELF_TOKENS = 48
 """Tokens the self-test decodes three times: three blocks or more, and a second of a Thor."""
+SELF_SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
 WORTH_THINKING = 32
 """Fewer tokens of thinking than this are not begun under `auto`."""
+FEATURES = (
+    "stream", "deadline", "preempt", "prefix", "json_schema", "thinking_budget",
+)  # fmt: skip
 
 
 class LiveBackend:
@@ -40,9 +47,10 @@ class LiveBackend:
         self.session = session
         self.text: Text = session.text
         self.config = config
+        session.prefixes.budget = config.prefix_mb << 20
         self._rates = Rates(chunk_tokens=session.manifest.chunk)
-        self._pins = policies.Pins(session, config.prefix_mb)
-        self._grammars = policies.Grammars(session)
+        self._close = session.manifest.card.close or HINT
+        self._closing = len(self.text.encode(self._close))
         self._golden: str | None = None
 
     @property
@@ -66,34 +74,39 @@ class LiveBackend:
             tokenizer_sha256=tokenizer.sha256 if tokenizer else None,
             golden_sha256=self._golden,
             max_context=self.session.model.limit,
-            block=m.block,
-            features=policies.FEATURES,
+            block=self.session.model.block,
+            features=(*FEATURES, "relaxed_thinking") if m.drafter else FEATURES,
         )
 
-    def proposer(self) -> Proposer:
-        """Who guesses."""
-        return Dflash() if self.session.manifest.drafter else Nobody()
+    # --- warming up
 
     def warm(self) -> None:
         """See Backend. Speculation must give the very tokens of plain decoding, twice."""
         prompt = self._prompt([{"role": "user", "content": SELF_TEST}], thinking=True)
         count = min(SELF_TOKENS, self.session.model.limit - len(prompt))
-        request = Request(prompt=prompt, max_tokens=max(1, count))
-        plain = self._decode(request, Nobody())
+        drafted = Request(prompt=prompt, max_tokens=max(1, count), drafter=self._drafter())
+        plain = self._decode(replace(drafted, drafter="none"))
         for _ in range(2):
             self._rates = Rates(chunk_tokens=self.session.manifest.chunk)
-            if self._decode(request, self.proposer()) != plain:
+            if self._decode(drafted) != plain:
                 raise ModelFault(
                     "the self-test must decode the same tokens with and without the drafter "
                     "(got others): the package or the machine is damaged"
                 )
-        self._grammars.warm()
+        if self.session.manifest.stop_tokens:
+            # The first masks of a process take a hundred times as long as the later ones.
+            stop = frozenset(self.session.manifest.stop_tokens)
+            grammar = self.session.grammar(SELF_SCHEMA)
+            self._decode(replace(drafted, grammar=grammar, stop=stop, max_tokens=8))
         self._golden = hashlib.sha256(repr(plain).encode()).hexdigest()
 
-    def _decode(self, request: Request, proposer: Proposer) -> tuple[int, ...]:
+    def _drafter(self) -> Any:
+        return "dflash" if self.session.manifest.drafter else "none"
+
+    def _decode(self, request: Request) -> tuple[int, ...]:
         tokens: list[int] = []
         last = time.perf_counter()
-        for chunk in self.session.run(request, proposer):
+        for chunk in self.session.generate(request):
             now = time.perf_counter()
             tokens += chunk.tokens
             if chunk.prompt_done:
@@ -103,40 +116,53 @@ class LiveBackend:
             last = now
         return tuple(tokens)
 
+    # --- requests
+
     def prepare(self, ask: wire.Ask, left_ms: float | None) -> Prepared:
         """See Backend."""
         fields.check_values(ask)
         max_tokens = ask.max_tokens or self.config.max_tokens
-        started = time.perf_counter()
-        schema = fields.schema_of(ask)
-        grammar = None if schema is None else self._grammars.compile(schema)
-        grammar_ms = 1e3 * (time.perf_counter() - started)
+        grammar = self._grammar(ask)
         messages = fields.messages_of(ask.prompt, ask.messages)
         budget = self._budget(ask, left_ms, messages, max_tokens)
         prompt = self._prompt(messages, thinking=budget > 0)
-        cached = self._pins.cached(prompt, ask.prefix_id)
-        room = self.session.model.limit - len(prompt) - max_tokens
+        prefix = self._prefix(prompt, ask.prefix_id)
+        thinks = budget > 0 and open_at_end(self.text, prompt)
+        cost = max_tokens + (self._closing if thinks else 0)
+        room = self.session.model.limit - len(prompt) - cost
         if room < 0:
             limit = self.session.model.limit
             raise PlanError(
                 "prompt_too_long",
-                f"prompt and max_tokens together must be <= {limit} tokens "
-                f"(got {len(prompt)} + {max_tokens})",
+                f"prompt and answer together must be <= {limit} tokens "
+                f"(got {len(prompt)} + {cost})",
                 field="prompt",
             )
+        cached = prefix.held if prefix else 0
         return Prepared(
             ask=ask,
             prompt=prompt,
             cached=cached,
             max_tokens=max_tokens,
-            budget=min(budget, policies.thinking_fits(self.session, room)),
-            schema=schema,
+            budget=min(budget, room) if thinks else 0,
+            thinks=thinks,
+            schema=fields.schema_of(ask),
             grammar=grammar,
-            grammar_ms=grammar_ms,
+            grammar_ms=grammar.compile_ms if grammar else 0.0,
             min_ms=self._rates.min_ms(
                 len(prompt) - cached, max_tokens, whole=ask.on_deadline == "error"
             ),
         )
+
+    def _grammar(self, ask: wire.Ask) -> Grammar | None:
+        schema = fields.schema_of(ask)
+        if schema is None:
+            return None
+        Checker(schema)
+        try:
+            return self.session.grammar(schema)
+        except RequestError as e:
+            raise PlanError("schema_unsupported", str(e), field="json_schema") from e
 
     def _budget(
         self, ask: wire.Ask, left_ms: float | None, messages: list[object], max_tokens: int
@@ -157,25 +183,38 @@ class LiveBackend:
         except RequestError as e:
             raise PlanError("bad_request", str(e), field="messages") from e
 
+    def _prefix(self, prompt: tuple[int, ...], name: str | None) -> Prefix | None:
+        if name is None:
+            return self.session.prefixes.find(prompt)
+        named = [p for p in self.session.prefixes.list() if p.name == name]
+        if not named or prompt[: len(named[0].tokens)] != named[0].tokens:
+            wrong = "what the prompt begins with" if named else "a pinned prefix"
+            raise PlanError(
+                "bad_request", f"prefix_id must be {wrong} (got {name})", field="prefix_id"
+            )
+        return self.session.prefixes.find(prompt)
+
     def start(self, prepared: Prepared, left_ms: float | None) -> Run:
         """See Backend."""
-        budget = prepared.budget
+        ask, budget = prepared.ask, prepared.budget
         if left_ms is not None:
             # By the clock of this moment: the request may have waited in the queue.
             new = len(prepared.prompt) - prepared.cached
-            room = self._rates.thinking_room(left_ms, new, prepared.max_tokens)
-            budget = min(budget, room)
-        allowed = prepared.max_tokens
-        if prepared.budget:
-            allowed += policies.thinking_tokens(self.session, budget)
-        shaping = policies.compose(self.session, prepared, budget)
+            budget = min(budget, self._rates.thinking_room(left_ms, new, prepared.max_tokens))
+        reply = prepared.max_tokens + (self._closing if prepared.thinks else 0)
+        limit = BudgetConfig(tokens=budget, reply=reply, message=self._close)
+        grammar = prepared.grammar
         request = Request(
             prompt=prepared.prompt,
-            max_tokens=allowed,
+            max_tokens=budget + reply if prepared.thinks else reply,
             stop=frozenset(self.session.manifest.stop_tokens),
+            drafter=self._drafter(),
+            grammar=grammar if isinstance(grammar, Grammar) else None,
+            budget=limit if prepared.thinks else NO_BUDGET,
+            relaxed=RelaxedConfig() if ask.accept_mode == "relaxed_thinking" else None,
         )
-        chunks = self._pins.run(request, self.proposer(), shaping.policies, prepared)
-        return LiveRun(self.session, self.text, self._rates, prepared, shaping, chunks)
+        chunks = self.session.generate(request)
+        return LiveRun(self.session, self.text, self._rates, prepared, chunks)
 
     def validate(self, request: wire.Validate) -> dict[str, Any]:
         """See Backend."""
@@ -184,24 +223,52 @@ class LiveBackend:
             messages = fields.messages_of(request.prompt, request.messages)
             out["prompt_tokens"] = len(self._prompt(messages, thinking=True))
         if request.json_schema is not None:
-            fields.check_values(wire.Ask(json_schema=request.json_schema))
-            started = time.perf_counter()
-            self._grammars.compile(request.json_schema)
-            out["compile_ms"] = 1e3 * (time.perf_counter() - started)
+            ask = wire.Ask(json_schema=request.json_schema)
+            fields.check_values(ask)
+            if (grammar := self._grammar(ask)) is not None:
+                out["compile_ms"] = grammar.compile_ms
+                out["warnings"] = grammar.warnings
         return out
+
+    # --- prefixes
 
     def pin(self, request: wire.PrefixPut, stopped: Callable[[], bool]) -> dict[str, Any]:
         """See Backend."""
-        return self._pins.put(request, stopped)
+        one, other = (
+            self._prompt(
+                [
+                    {"role": "system", "content": request.system},
+                    {"role": "user", "content": user},
+                ],
+                thinking=True,
+            )
+            for user in ("a", "b")
+        )
+        # What both chats begin with is the part that does not depend on the user's words.
+        same = next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), 0)
+        prefix = self.session.prefixes.put(request.prefix_id, one[:same], stopped=stopped)
+        if prefix is None:
+            raise PlanError("cancelled", "the prefix was cancelled")
+        return _shown(prefix)
 
     def prefixes(self) -> list[dict[str, Any]]:
         """See Backend."""
-        return self._pins.list()
+        return [_shown(prefix) for prefix in self.session.prefixes.list()]
 
     def drop(self, prefix_id: str) -> bool:
         """See Backend."""
-        return self._pins.drop(prefix_id)
+        return self.session.prefixes.drop(prefix_id)
 
     def close(self) -> None:
         """See Backend."""
         self.session.close()
+
+
+def _shown(prefix: Prefix) -> dict[str, Any]:
+    return {
+        "prefix_id": prefix.name,
+        "tokens": len(prefix.tokens),
+        "held": prefix.held,
+        "bytes": prefix.bytes,
+        "build_ms": prefix.build_ms,
+    }

@@ -6,11 +6,11 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from typing import cast
 
+from thor_dflash.runtime.block import Finish
 from thor_dflash.runtime.session import Chunk, Report, Session
 from thor_dflash.runtime.text import Answer, Piece, Text
 from thor_dflash.serving import outcome, wire
 from thor_dflash.serving.backend import Prepared, Stop
-from thor_dflash.serving.policies import Shaping
 from thor_dflash.serving.rates import Rates
 from thor_dflash.serving.speech import Speech
 
@@ -24,13 +24,11 @@ class LiveRun:
         text: Text,
         rates: Rates,
         prepared: Prepared,
-        shaping: Shaping,
         chunks: Iterator[Chunk],
     ) -> None:
         self._session = session
         self._rates = rates
         self._prepared = prepared
-        self._shaping = shaping
         self._chunks = chunks
         self._answer = Answer(text, prepared.prompt)
         self._speech = Speech(prepared.ask.stream)
@@ -78,12 +76,10 @@ class LiveRun:
                 break
         return pieces
 
-    def _named(self, finish: str) -> wire.Finish:
-        if self._shaping.dead_end():
-            return "grammar_dead_end"
-        if finish == "stop":
-            return "stop"
-        return "length" if self._answered or not self._prepared.budget else "thinking_exhausted"
+    def _named(self, finish: Finish) -> wire.Finish:
+        if finish == "stop" or finish == "grammar_dead_end":
+            return finish
+        return "length" if self._answered or not self._prepared.thinks else "thinking_exhausted"
 
     def _end(self, finish: wire.Finish) -> None:
         self._finish = finish
@@ -103,12 +99,13 @@ class LiveRun:
             tokens=tuple(self._tokens),
             usage=wire.Usage(
                 prompt_tokens=len(self._prepared.prompt),
-                cached_tokens=self._prepared.cached,
+                cached_tokens=report.cached_tokens if report else 0,
                 thinking_tokens=self._answer.thinking_tokens,
                 output_tokens=self._answered,
             ),
             timings=self._timings(report, now),
             spec=self._spec(report),
+            closed=report.close if report else "",
         )
         return outcome.result(self._prepared, decoded)
 
@@ -141,7 +138,7 @@ class LiveRun:
             drafted=s.drafted,
             accepted=s.accepted,
             accept_len=s.accept_len,
-            forced=self._shaping.forced(),
+            forced=s.forced,
             accept_hist=s.accept_hist,
             accepted_per_position=s.accepted_per_position,
         )

@@ -26,6 +26,8 @@ PLAN = (
     '{"id": 3, "skill": "place", "args": {"object": "cup", "on": "table"}, "on_fail": "replan"}'
     '], "needs_clarification": null}'
 )
+KINDS = (True, False)
+"""Thinking and the rest."""
 PER_CYCLE = 4
 CHUNK = 64
 CONTEXT = 8192
@@ -102,6 +104,7 @@ class MockBackend:
             cached=min(len(prompt), self._prefixes.get(ask.prefix_id or "", 0)),
             max_tokens=max_tokens,
             budget=budget,
+            thinks=budget > 0,
             schema=schema,
             grammar=None,
             grammar_ms=0.0,
@@ -172,7 +175,9 @@ class MockRun:
     def result(self, stop: Stop | None) -> wire.Result:
         """See Run."""
         said = self._script[: self._said]
-        texts = {kind: "".join(p.text for p in said if p.thinking is kind) for kind in (True, False)}
+        texts = {
+            kind: "".join(p.text for p in said if p.thinking is kind) for kind in (True, False)
+        }
         thinking = sum(piece.thinking for piece in said)
         decoded = outcome.Decoded(
             finish=stop or ("length" if self._cut else "stop"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from thor_dflash.records import as_table
 from thor_dflash.serving import wire
@@ -26,6 +26,8 @@ class Decoded:
     usage: wire.Usage
     timings: wire.Timings
     spec: wire.Spec | None
+    closed: Literal["", "natural", "soft", "hard"] = ""
+    """How the thinking ended."""
 
 
 def result(prepared: Prepared, decoded: Decoded) -> wire.Result:
@@ -45,6 +47,7 @@ def result(prepared: Prepared, decoded: Decoded) -> wire.Result:
         session=ask.session,
         prefix_id=ask.prefix_id,
         accept_mode=ask.accept_mode,
+        thinking_closed=decoded.closed,
         usage=decoded.usage,
         timings=decoded.timings if "timings" in wanted else None,
         spec=decoded.spec if "timings" in wanted else None,

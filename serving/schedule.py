@@ -107,6 +107,7 @@ class Schedule:
                 "busy", f"at most {self._max_queue} plans must wait (got as many)",
                 retry_after_ms=retry_after_ms,
             )  # fmt: skip
+        self._remember(job)
         for old, _ in displaced:
             self.leave(old)
         running = self.running
@@ -130,6 +131,10 @@ class Schedule:
                 "stale", f"generation must be >= {latest} (got {job.generation})",
                 field="generation",
             )  # fmt: skip
+
+    def _remember(self, job: Job) -> None:
+        if job.generation is None:
+            return
         self._latest[job.session] = job.generation
         self._latest.move_to_end(job.session)
         if len(self._latest) > SESSIONS:
@@ -143,8 +148,8 @@ class Schedule:
             )
             if old.session == job.session and older:
                 out.append((old, PlanError("stale", "a plan for a newer generation arrived")))
-            elif old.session == job.session and self._same(job) and isinstance(
-                old.request, wire.Ask
+            elif (
+                old.session == job.session and self._same(job) and isinstance(old.request, wire.Ask)
             ):
                 out.append((old, PlanError("preempted", "a later plan of its session arrived")))
         return out

@@ -113,7 +113,9 @@ def keygen(directory: Path) -> None:
             if name == CLIENT:
                 _write(clients / f"{name}{PUBLIC}", public)
     except OSError as e:
-        raise ConfigError(f"{directory} must take new keys (got: {e.strerror}: {e.filename})") from e
+        raise ConfigError(
+            f"{directory} must take new keys (got: {e.strerror}: {e.filename})"
+        ) from e
 
 
 def _write(path: Path, key: str) -> None:

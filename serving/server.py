@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 
@@ -122,7 +122,7 @@ class Server:
     def _patience(self) -> float:
         now = time.monotonic()
         due = [self._desk.books.first_deadline(), self._life.stop_by]
-        return max(0.0, min([TICK_S, *(at - now for at in due if at is not None)]))
+        return max(0.002, min([TICK_S, *(at - now for at in due if at is not None)]))
 
     def _posted(self, post: Post) -> None:
         if isinstance(post, Warming):
@@ -184,7 +184,7 @@ def _drain(posts: SimpleQueue[Post]) -> Iterator[Post]:
 @contextmanager
 def serving(
     load: Callable[[], Backend], config: ServeConfig, *, log: Log = print
-) -> Iterator[Server]:
+) -> Generator[Server]:
     """A server on a thread of its own, for as long as the block lasts."""
     server = Server(load, config, log=log)
     failed: list[ThorError] = []

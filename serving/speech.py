@@ -46,7 +46,7 @@ class Speech:
         said = list(pieces)
         chunks = [chunk for piece in said for chunk in self._say(piece)]
         if self._progress and said:
-            phase = "thinking" if said[-1].thinking else "answer"
+            phase: wire.Phase = "thinking" if said[-1].thinking else "answer"
             chunks.append(wire.Chunk(kind="progress", phase=phase, tokens=tokens))
         return chunks
 
@@ -61,7 +61,7 @@ class Speech:
         self._begun[piece.thinking] = True
         chunks: list[wire.Chunk] = []
         if self._text:
-            kind = "thinking" if piece.thinking else "text"
+            kind: wire.Kind = "thinking" if piece.thinking else "text"
             chunks.append(wire.Chunk(kind=kind, text=text))
         if self._steps is not None and not piece.thinking:
             for step in self._steps.feed(text):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 
 Notify = Callable[[str], None]
 
@@ -21,10 +22,9 @@ def notifier() -> Notify:
     path = "\0" + address[1:] if address.startswith("@") else address
 
     def send(state: str) -> None:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as out:
-            try:
-                out.sendto(state.encode(), path)
-            except OSError:
-                pass  # systemd notices a silent service by itself
+        kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC
+        # A failure needs no word: systemd notices a silent service by itself.
+        with suppress(OSError), socket.socket(socket.AF_UNIX, kind) as out:
+            out.sendto(state.encode(), path)
 
     return send

@@ -25,6 +25,8 @@ Finish = Literal[
     "stop", "length", "thinking_exhausted", "deadline", "cancelled", "preempted",
     "grammar_dead_end", "error",
 ]  # fmt: skip
+Kind = Literal["step", "thinking", "text", "progress"]
+Phase = Literal["queued", "prefill", "thinking", "answer"]
 Status = Literal["ok", "partial", "error"]
 State = Literal["loading", "warming", "ready", "busy", "degraded", "draining", "failed"]
 
@@ -182,10 +184,10 @@ class Spec(Struct, frozen=True, kw_only=True):
     accepted_per_position: tuple[int, ...] = ()
 
 
-class Chunk(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Chunk(Struct, frozen=True, kw_only=True):
     """A piece of a streamed plan, before its result."""
 
-    kind: Literal["step", "thinking", "text", "progress"]
+    kind: Kind
     id: str | None = None
     type: Literal["chunk"] = "chunk"
     v: int = VERSION
@@ -193,7 +195,7 @@ class Chunk(Struct, frozen=True, kw_only=True, omit_defaults=True):
     text: str | None = None
     step: Any = None
     index: int | None = None
-    phase: Literal["queued", "prefill", "thinking", "answer"] | None = None
+    phase: Phase | None = None
     tokens: int | None = None
 
 
@@ -215,6 +217,8 @@ class Result(Struct, frozen=True, kw_only=True):
     session: str | None = None
     prefix_id: str | None = None
     accept_mode: str = "exact"
+    thinking_closed: Literal["", "natural", "soft", "hard"] = ""
+    """How the thinking ended: by itself, or by its budget; empty where it did not."""
     usage: Usage = Usage()
     timings: Timings | None = None
     spec: Spec | None = None

@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -108,10 +109,10 @@ def clerk(
     while (item := inbox.get()) is not None:
         if isinstance(item, Job):
             if item.state == "preparing":
-                post(Checked(item, _guard(lambda job=item: _prepare(backend, job), log)))
+                post(Checked(item, _guard(partial(_prepare, backend, item), log)))
         else:
             peer, request = item
-            post(Validated(peer, request.id, _guard(lambda r=request: backend.validate(r), log)))
+            post(Validated(peer, request.id, _guard(partial(backend.validate, request), log)))
 
 
 def _prepare(backend: Backend, job: Job) -> Prepared:
@@ -142,7 +143,7 @@ def engine(
     try:
         while (job := inbox.get()) is not None:
             pulse.beat(busy=True)
-            outcome = _guard(lambda job=job: _run(backend, job, post, pulse), log)
+            outcome = _guard(partial(_run, backend, job, post, pulse), log)
             pulse.beat(busy=False)
             post(Ended(job, outcome))
     finally:

@@ -16,6 +16,7 @@ from samples import MANIFEST
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from thor_dflash import cli
+from thor_dflash.config import AS_MADE, NO_BUDGET, BudgetConfig, DraftConfig, RelaxedConfig
 from thor_dflash.errors import ModelFault, RequestError
 from thor_dflash.runtime.text import Text
 from thor_dflash.verbs import build as build_verb
@@ -46,6 +47,10 @@ class Request:
     max_tokens: int
     stop: frozenset[int]
     drafter: str
+    budget: BudgetConfig = NO_BUDGET
+    relaxed: RelaxedConfig | None = None
+    gate: bool = False
+    draft: DraftConfig = AS_MADE
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,9 @@ class Timings:
 class Report:
     spec: Spec = Spec()
     timings: Timings = Timings()
+    phases: dict[str, Spec] = field(default_factory=lambda: {"answer": Spec()})
+    close: str = "natural"
+    notes: tuple[Timings, ...] = (Timings(),)
 
 
 @dataclass
@@ -146,7 +154,8 @@ def test_json_is_one_object(session: Session, capsys: pytest.CaptureFixture[str]
     assert err == ""
     assert out.count("\n") == 1
     got = json.loads(out)
-    assert list(got) == ["tokens", "text", "thinking", "finish_reason", "usage", "spec", "timings"]
+    keys = ["tokens", "text", "thinking", "finish_reason", "usage", "spec", "timings"]
+    assert list(got) == [*keys, "phases", "close_kind", "notes"]
     assert session.text
     assert got["tokens"] == session.text.encode(session.said)
     assert (got["text"], got["thinking"], got["finish_reason"]) == ("hé", "think", "stop")

@@ -21,7 +21,8 @@ FLOORS = (
     ("config", "manifest", "tokenizer"),
     ("plugins",),
     ("builders", "runtime"),
-    ("calib", "serving"),
+    ("serving",),
+    ("calib",),
     ("verbs",),
     ("cli",),
 )
@@ -35,6 +36,7 @@ MAY = {
     "onnxruntime": ["runtime/engines/ort.py", "tests/*"],
     "tokenizers": ["runtime/text.py", "calib/nano/*", "tests/*"],
     "jinja2": ["runtime/text.py", "calib/nano/*", "tests/*"],
+    "llguidance": ["runtime/policies/grammar*", "tests/*"],
     "rich": ["thor_dflash/progress.py", "thor_dflash/verbs/*", "calib/demo*", "tests/*"],
     "tomli_w": ["thor_dflash/manifest.py"],
     "safetensors": ["calib/nano/*", "tests/*"],

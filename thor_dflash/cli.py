@@ -1,4 +1,4 @@
-"""thor-dflash build | generate | score | demo.
+"""thor-dflash build | generate | score | demo | serve | plan | gateway | keygen.
 
 Exit status: 0; 2 with one line on stderr for anything the user can put right; 130 on Ctrl-C;
 141 when the reader of stdout has gone. Anything else is a bug and shows its traceback.
@@ -75,9 +75,12 @@ def run(argv: Sequence[str]) -> None:
 
 
 def _verb(args: argparse.Namespace, config: Config, progress: Progress) -> None:
-    from thor_dflash.verbs import build, demo, generate, score
+    from thor_dflash.verbs import build, demo, gateway, generate, keygen, plan, score, serve
 
-    verbs = {"build": build.run, "generate": generate.run, "score": score.run, "demo": demo.run}
+    verbs = {
+        "build": build.run, "generate": generate.run, "score": score.run, "demo": demo.run,
+        "serve": serve.run, "plan": plan.run, "gateway": gateway.run, "keygen": keygen.run,
+    }  # fmt: skip
     verbs[args.verb](args, config, progress)
 
 
@@ -109,12 +112,16 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument(
         "--version", action="version", version=f"thor-dflash {thor_dflash.__version__}"
     )
-    verbs = top.add_subparsers(dest="verb", required=True, metavar="build|generate|score|demo")
+    verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, add, text in (
         ("build", _build, "two checkpoints to a package"),
         ("generate", _generate, "answer one prompt"),
         ("score", _score, "teacher-forced logits of token ids"),
         ("demo", _demo, "plan one task with the small model that ships here"),
+        ("serve", _serve, "answer plan requests over ZeroMQ"),
+        ("plan", _plan, "ask a server for one plan"),
+        ("gateway", _gateway, "OpenAI's HTTP in front of plan servers"),
+        ("keygen", _keygen, "keys for an encrypted server"),
     ):
         sub = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
         add(sub)
@@ -145,7 +152,20 @@ def _generate(sub: argparse.ArgumentParser) -> None:
         "--ignore-eos", dest="decode.ignore_eos", action="store_const", const="true",
         help="go on past the stop tokens",
     )  # fmt: skip
+    _policies(sub)
     sub.add_argument("--json", action="store_true", help="one JSON object instead of the text")
+
+
+def _policies(sub: argparse.ArgumentParser) -> None:
+    for option, key, metavar, text in (
+        ("--thinking-budget", "decode.budget.tokens", "N", "close thinking after N tokens"),
+        ("--thinking-close", "decode.budget.close", "hard|soft", "soft: earlier where it is near"),
+        ("--reasoning-effort", "decode.budget.effort", "NAME", "a budget by name: none ... max"),
+        ("--accept", "decode.accept", "strict|relaxed", "relaxed takes near misses in thinking"),
+        ("--gate", "decode.gate", "on|off", "leave the drafter out while it does not pay"),
+        ("--block", "engine.block", "N", "rows of a block, one of the package's widths"),
+    ):
+        sub.add_argument(option, dest=key, metavar=metavar, help=text)
 
 
 def _score(sub: argparse.ArgumentParser) -> None:
@@ -157,3 +177,52 @@ def _score(sub: argparse.ArgumentParser) -> None:
 
 def _demo(sub: argparse.ArgumentParser) -> None:
     pass
+
+
+def _serve(sub: argparse.ArgumentParser) -> None:
+    source = sub.add_mutually_exclusive_group(required=True)
+    source.add_argument("--package", type=Path, metavar="PKG")
+    source.add_argument("--mock", action="store_true", help="no model: always the same plan")
+    sub.add_argument(
+        "--mock-cycle-ms", type=float, default=0.0, metavar="MS", help="time of a mock's step"
+    )
+    sub.add_argument(
+        "--bind", dest="serve.bind", action="append", metavar="ENDPOINT", help="tcp:// or ipc://"
+    )
+    sub.add_argument("--curve", dest="serve.curve", metavar="DIR", help="keys of keygen")
+    for name, text in (
+        ("insecure", "let other machines connect without CURVE"),
+        ("allow-admin", "answer drain and shutdown"),
+        ("log-prompts", "write prompts to the log"),
+    ):
+        dest = f"serve.{name.replace('-', '_')}"
+        sub.add_argument(f"--{name}", dest=dest, action="store_const", const="true", help=text)
+
+
+def _plan(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("prompt", metavar="TEXT")
+    sub.add_argument("--server", default="tcp://127.0.0.1:5571", metavar="ENDPOINT")
+    sub.add_argument("--keys", metavar="DIR", help="CURVE keys of a client")
+    sub.add_argument("--schema", type=Path, metavar="FILE.json", help="what the plan must obey")
+    sub.add_argument("--thinking", choices=("on", "off", "auto"))
+    sub.add_argument("--max-tokens", type=int, metavar="N", help="longest answer")
+    sub.add_argument("--deadline-ms", type=int, metavar="MS")
+    sub.add_argument("--session", metavar="NAME", help="a later plan of it replaces this one")
+    sub.add_argument("--prefix-id", metavar="NAME", help="a pinned prefix to start from")
+    sub.add_argument("--json", action="store_true", help="the result as one JSON object")
+
+
+def _gateway(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--server", dest="gateway.servers", action="append", metavar="ENDPOINT", help="repeatable"
+    )
+    sub.add_argument("--listen", dest="gateway.listen", metavar="HOST:PORT")
+    sub.add_argument("--keys", dest="gateway.keys", metavar="DIR", help="CURVE keys of a client")
+    sub.add_argument(
+        "--insecure", dest="gateway.insecure", action="store_const", const="true",
+        help="let other machines connect",
+    )  # fmt: skip
+
+
+def _keygen(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("directory", type=Path, metavar="DIR")

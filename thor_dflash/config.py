@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import tomllib
 import typing
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +27,49 @@ CAPACITY = 8192
 def _at_least(key: str, value: int, low: int) -> None:
     if value < low:
         raise ConfigError(f"{key} must be >= {low} (got {value})")
+
+
+def _within(key: str, value: float) -> None:
+    if not 0 < value <= 1:
+        raise ConfigError(f"{key} must be above 0 and at most 1 (got {value})")
+
+
+HINT = (
+    "Considering the limited time by the user, I have to give the solution based on the thinking "
+    "directly now.\n</think>\n\n"
+)
+"""What closes thinking that has used up its budget. Source: the model card of Qwen3.6-27B."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardConfig:
+    """The model card of a package: what its makers say about lengths. Lengths in tokens.
+
+    0 is by rule: max_tokens is 32768 or the longest the model was made for if that is less, complex
+    81920 likewise, reply an eighth of max_tokens but at most 4096. With think = max_tokens - reply,
+    low is an eighth of think, medium half of it, high all of it, max = complex - reply, x_high half
+    way between the last two. Source: Lucebox model_card.cpp and its table of families.
+    """
+
+    max_tokens: int = 0
+    """Longest answer, thinking included."""
+    complex: int = 0
+    """The same for hard problems."""
+    reply: int = 0
+    """Kept for the answer when thinking has a budget, its closing message included."""
+    low: int = 0
+    medium: int = 0
+    high: int = 0
+    x_high: int = 0
+    max: int = 0
+    close: str = HINT
+    """What closes thinking at its budget; holds </think> once."""
+    source: str = ""
+    """Where these numbers are from."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "complex", "reply", "low", "medium", "high", "x_high", "max"):
+            _at_least(f"build.card.{name}", getattr(self, name), 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +91,10 @@ class BuildConfig:
     capacity: int = 0
     """Context a session gets when it asks for none, tokens; 0 takes CAPACITY, or the longest the
     model was made for if that is less."""
+    widths: tuple[int, ...] = ()
+    """Narrower blocks a session may choose instead, rows. Multiples of 4 give the same tokens:
+    ONNX Runtime's matrix kernels take other row counts apart differently."""
+    card: CardConfig = field(default_factory=CardConfig)
 
     def __post_init__(self) -> None:
         _at_least("build.block", self.block, 0)
@@ -54,6 +102,10 @@ class BuildConfig:
             raise ConfigError("build.block must be 0 or >= 2 (got 1)")
         _at_least("build.chunk", self.chunk, 1)
         _at_least("build.capacity", self.capacity, 0)
+        if len(set(self.widths)) < len(self.widths) or any(w < 4 or w % 4 for w in self.widths):
+            raise ConfigError(
+                f"build.widths must be multiples of 4, each once (got {list(self.widths)})"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +116,89 @@ class EngineConfig:
     """Context of the session, tokens; 0 takes the package's."""
     threads: int = 0
     """CPU threads; 0 takes every core."""
+    block: int = 0
+    """Rows of a verify block, one of the package's widths; 0 takes its own."""
 
     def __post_init__(self) -> None:
         _at_least("engine.capacity", self.capacity, 0)
         _at_least("engine.threads", self.threads, 0)
+        _at_least("engine.block", self.block, 0)
+
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "x-high", "max")
+Effort = Literal["", "none", "minimal", "low", "medium", "high", "x-high", "max"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetConfig:
+    """How long an answer may think."""
+
+    tokens: int = -1
+    """Thinking tokens before thinking is closed; -1: no budget, unless `effort` names one."""
+    effort: Effort = ""
+    """A budget by name, from the package's model card; `none` is no thinking. `tokens` wins."""
+    close: Literal["hard", "soft"] = "hard"
+    """hard: closed at the budget and not before. soft: also in the last part of the budget, where
+    the target all but closes by itself."""
+    reply: int = 0
+    """Tokens kept for the answer, closing message included; 0 takes the card's, or what max_tokens
+    leaves if that is less."""
+    message: str = ""
+    """What closes thinking at the budget; holds </think> once. Empty takes the card's."""
+    ratio: float = 0.5
+    """soft: p(</think>) over the largest p from which on </think> is chosen. Half: at the near ties
+    where rounding, not the model, decides."""
+    soften: float = 0.5
+    """soft: share of the budget before which nothing is soft."""
+
+    def __post_init__(self) -> None:
+        _at_least("decode.budget.tokens", self.tokens, -1)
+        _at_least("decode.budget.reply", self.reply, 0)
+        _within("decode.budget.ratio", self.ratio)
+        _within("decode.budget.soften", self.soften)
+
+
+NO_BUDGET = BudgetConfig()
+RELAXED = {"margin": (3, 1.0), "delta": (10, 0.6)}
+"""k and margin of each rule. Source: FlashRT; TensorRT-LLM's example for DeepSeek-R1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelaxedConfig:
+    """Which drafts relaxed acceptance takes while the answer thinks."""
+
+    rule: Literal["margin", "delta"] = "margin"
+    """margin: FlashRT's, by log-probability; delta: TensorRT-LLM's, by probability."""
+    k: int = 0
+    """Largest rank of a draft among the target's choices, 1 being its own; 0 takes RELAXED."""
+    margin: float = -1.0
+    """Largest distance to the target's best, nats or probability; -1 takes RELAXED."""
+
+    def __post_init__(self) -> None:
+        _at_least("decode.relaxed.k", self.k, 0)
+        if not (self.margin == -1 or 0 <= self.margin < float("inf")):
+            raise ConfigError(f"decode.relaxed.margin must be >= 0, or -1 (got {self.margin})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftConfig:
+    """How much of the context the drafter looks at, tokens. 0 is all it was made for."""
+
+    window: int = 0
+    """Distance its sliding layers see; each row of a block has its own window."""
+    full: int = 0
+    """Distance its full layers see."""
+    context: int = 0
+    """Positions before the block any layer sees, the same for all rows; 128 is FlashRT's window."""
+    seed: int = 0
+    """Positions at the prompt's end it is shown."""
+
+    def __post_init__(self) -> None:
+        for name in ("window", "full", "context", "seed"):
+            _at_least(f"decode.draft.{name}", getattr(self, name), 0)
+
+
+AS_MADE = DraftConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +212,14 @@ class DecodeConfig:
     thinking: Literal["on", "off"] = "on"
     ignore_eos: bool = False
     """Go on past the stop tokens, up to max_tokens. For measurements."""
+    accept: Literal["strict", "relaxed"] = "strict"
+    """relaxed takes near misses of the drafter while the answer thinks. Changes what is thought."""
+    gate: Literal["on", "off"] = "off"
+    """Leave the drafter out while it does not pay. Off: which steps are drafted then does not
+    depend on the clock, and a drafter that was trained for its target pays."""
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
+    relaxed: RelaxedConfig = field(default_factory=RelaxedConfig)
+    draft: DraftConfig = field(default_factory=DraftConfig)
 
     def __post_init__(self) -> None:
         _at_least("decode.max_tokens", self.max_tokens, 1)
@@ -134,6 +273,24 @@ class ServeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig:
+    """OpenAI's HTTP in front of plan servers."""
+
+    servers: tuple[str, ...] = ("tcp://127.0.0.1:5571",)
+    """Plan servers; the least busy one that is ready gets the next request."""
+    listen: str = "127.0.0.1:8000"
+    """HTTP address. Loopback, as for the plan socket; the port is the custom of such servers."""
+    insecure: bool = False
+    """Allow other machines to connect: HTTP here has neither encryption nor names."""
+    keys: str = ""
+    """Directory of the client's CURVE keys; "" for servers without encryption."""
+
+    def __post_init__(self) -> None:
+        if not self.servers:
+            raise ConfigError("gateway.servers must have at least one endpoint (got none)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """Everything thor-dflash can be told."""
 
@@ -141,6 +298,7 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
 
 
 def load(path: Path | None = None, overrides: tuple[str, ...] = ()) -> Config:
@@ -167,20 +325,33 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _override(table: dict[str, Any], item: str) -> None:
     dotted, equals, text = item.partition("=")
-    section, _, key = dotted.strip().partition(".")
-    if not equals or not key:
+    *path, key = _split(dotted.strip())
+    if not equals or not path or not key:
         raise ConfigError(
             f"--set must be section.key=value (got {records.show(item)}){_meant(item)}"
         )
-    row = records.as_table(table.setdefault(section, {}))
-    if row is None:
-        raise ConfigError(f"{section} must be a section (got {records.show(table[section])})")
+    row: dict[str, object] = table
+    for i, section in enumerate(path):
+        inner = records.as_table(row.setdefault(section, {}))
+        if inner is None:
+            name = ".".join(path[: i + 1])
+            raise ConfigError(f"{name} must be a section (got {records.show(row[section])})")
+        row = inner
     row[key] = _parse(text)
+
+
+def _split(dotted: str, cls: Any = Config) -> list[str]:
+    """The sections a dotted key goes through, then what is left of it."""
+    first, _, rest = dotted.partition(".")
+    inner = typing.get_type_hints(cls).get(first)
+    if dataclasses.is_dataclass(inner) and rest:
+        return [first, *_split(rest, inner)]
+    return [first, rest] if cls is Config and rest else [dotted]
 
 
 def _meant(item: str) -> str:
     key = item.partition("=")[0].strip()
-    near = [name for name in keys() if name.partition(".")[2] == key]
+    near = [name for name in keys() if name.rpartition(".")[2] == key]
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
@@ -204,5 +375,12 @@ def _check_engine(table: dict[str, Any]) -> None:
 
 def keys() -> tuple[str, ...]:
     """Every dotted key there is."""
-    sections = typing.get_type_hints(Config)
-    return tuple(f"{s}.{f.name}" for s, cls in sections.items() for f in dataclasses.fields(cls))
+    return tuple(_keys(Config, ""))
+
+
+def _keys(cls: Any, prefix: str) -> Iterator[str]:
+    for name, hint in typing.get_type_hints(cls).items():
+        if dataclasses.is_dataclass(hint):
+            yield from _keys(hint, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"

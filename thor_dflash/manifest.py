@@ -28,6 +28,8 @@ CHUNK = 4 << 20
 """Read at a time while hashing, bytes: large enough for the disk, small enough for a smooth bar."""
 NAMED = 5
 """Most problems one error message names."""
+CHUNKED = "observe_chunk"
+"""The one step whose graph does not know the block."""
 REBUILD = "build it again with `thor-dflash build`"
 
 
@@ -58,6 +60,26 @@ class KvScales:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """The model card: what its makers say about lengths, tokens. All 0: there is none."""
+
+    max_tokens: int = 0
+    complex: int = 0
+    """Longest answer to a hard problem; 0: nobody says."""
+    reply: int = 0
+    """Kept for the answer when thinking has a budget."""
+    low: int = 0
+    medium: int = 0
+    high: int = 0
+    x_high: int = 0
+    max: int = 0
+    close: str = ""
+    """What closes thinking at its budget."""
+    source: str = ""
+    """Where these numbers are from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """A checkpoint the package was built from."""
 
@@ -80,6 +102,8 @@ class Manifest:
     """Rows of the verify block."""
     chunk: int
     """Rows of a prefill step."""
+    widths: tuple[int, ...] = ()
+    """Narrower blocks it also has graphs for."""
     capacity: int
     """Context a session gets when it asks for none, tokens."""
     kv: Literal["f32", "bf16", "fp8"]
@@ -94,6 +118,7 @@ class Manifest:
     """Tensors of the checkpoints that no graph uses."""
     target: TargetDims
     drafter: DrafterDims | None = None
+    card: Card = field(default_factory=Card)
     kv_scales: KvScales = field(default_factory=KvScales)
     quantisation: Mapping[str, Mapping[str, Share]]
     """Tensor class -> stored precision -> how much."""
@@ -101,6 +126,10 @@ class Manifest:
     """"target" and, where there is one, "drafter"."""
     files: Mapping[str, FileEntry]
     """Path inside the package, with `/` -> what it must be. The manifest is not among them."""
+
+    def graph(self, step: str, block: int) -> str:
+        """The file, without its ending, of a step's graph for blocks of `block` rows."""
+        return step if block == self.block or step == CHUNKED else f"{step}.{block}"
 
     def __post_init__(self) -> None:
         for name in self.files:

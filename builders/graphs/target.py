@@ -93,7 +93,7 @@ class Target:
         }
         for name in ("tokens", "forced", "soft"):
             ports[name] = g.input(name, DType.I32, (rows,))
-        for name in ("cap", "rule", "top_k", "close"):
+        for name in ("drafted", "cap", "rule", "top_k", "close"):
             ports[name] = g.input(name, DType.I32, (1,))
         for name in ("stop", "strict"):
             ports[name] = g.input(name, DType.I32, (ID_SLOTS,))

@@ -16,6 +16,8 @@ from thor_dflash.calib.planbench import FAMILIES, sample
 
 ROW = 1024
 """Tokens of a packed row."""
+TURNS = (*FAMILIES, "mobile", "tabletop")
+"""Whose turn it is; the two families that need look-ahead (doors, stacks) come twice."""
 PROMPT_WEIGHT = 0.1
 """Loss weight of prompt tokens: enough to learn copying from the request, too little to spend capacity on noise."""
 
@@ -116,4 +118,4 @@ def _fill(docs: list[Document], bins: list[list[int]]) -> Rows:
 def _slice(job: tuple[Path, str, int, int]) -> list[Document]:
     tokenizer_file, tag, start, stop = job
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
-    return [document(tokenizer, FAMILIES[i % len(FAMILIES)], f"{tag}{i}") for i in range(start, stop)]
+    return [document(tokenizer, TURNS[i % len(TURNS)], f"{tag}{i}") for i in range(start, stop)]

@@ -13,6 +13,6 @@ ARM_PAIRS = (("left", "right"), ("ada", "bob"), ("north", "south"), ("one", "two
 
 RESERVED = frozenset(
     [*TRAYS, *ROOMS, *SURFACES, *CONTAINERS, *OVENS, *SWITCHES, *(name for pair in ARM_PAIRS for name in pair)]
-    + "table dock hall robot arm door hand goal steps object scene place".split()
+    + "table dock hall robot arm door hand goal steps object scene place pick goto open close turn handover under".split()
 )
 """Words that no object may be called."""

@@ -31,6 +31,8 @@ TAGS = tuple("red blue green black white yellow pink gray a b c d big small old 
 _ONSETS = "b c d f g h j k l m n p qu r s t v w x z br cr dr gl kr pl st tr zh sk".split()
 _VOWELS = "a e i o u ai ee io ou ua y".split()
 _CODAS = ["", "", "", "n", "r", "x", "k", "l", "s", "m", "t", "b", "p", "nd", "rt", "g"]
+_HALVES = (*TRAIN_NOUNS, *sorted(RESERVED))
+"""Words whose halves make new ones. Place names are among them, so that no piece of theirs is a stranger in an object."""
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -85,7 +87,7 @@ def invent(rng: Random) -> str:
     if kind < 0.15:
         return "".join(rng.choice(_LETTERS) for _ in range(rng.randint(3, 6)))
     if kind < 0.55:
-        head, tail = rng.choice(TRAIN_NOUNS), rng.choice(TRAIN_NOUNS)
+        head, tail = rng.choice(_HALVES), rng.choice(_HALVES)
         return head[: rng.randint(1, 4)] + tail[-rng.randint(2, 5) :]
     parts = rng.randint(1, 3)
     return "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS) for _ in range(parts))

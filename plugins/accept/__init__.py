@@ -7,6 +7,7 @@ Inputs
     logits   float32 [R, V]; row i follows tokens[0..i]
     tokens   int32 [R]; [last committed, drafts or forced tokens...]
     forced   int32 [R]; the id that must follow row i, or -1 where the model decides
+    drafted  int32 [1], 0..R - 1: tokens after the first that hold a draft or a forced id
     cap      int32 [1], 1..R: most rows to commit
     stop     int32 [S]; ids that end the request, -1 for unused places
     mask     int32 [R, W]; bit v % 32 of word v // 32 allows id v after row i; absent: all allowed
@@ -28,10 +29,10 @@ best one minus soft_margin; else the allowed id with the largest logit, the firs
 agrees when it is the choice; or, where the choice is the best id, under a relaxed rule when its
 rank (logit descending, id ascending) is below top_k and its log-probability (1) is at least the
 best one minus margin, or its probability (2) is at least the best one minus margin. margin 0 and
-top_k 1 are strict. Rows commit
-up to the first that does not agree, which adds the target's own choice; a stop id among the tokens
-ends the commit there. NaN or infinity in a row, or nothing left to choose, makes it a fault: its
-choice is -1 and nothing after it agrees. Nothing is clamped.
+top_k 1 are strict. Tokens past `drafted` are padding and never agree. Rows commit up to the first
+that does not agree, which adds the target's own choice; a stop id among the tokens ends the commit
+there. NaN or infinity in a row, or nothing left to choose, makes it a fault: its choice is -1 and
+nothing after it agrees. Nothing is clamped.
 
 Source: Leviathan et al. 2023, algorithm 1, at temperature 0; TensorRT-LLM's relaxed acceptance for
 rule 2, FlashRT's for rule 1 (logit and log-probability margins are the same number); Lucebox's soft
@@ -59,6 +60,7 @@ OP = Op(
         Port("logits", (DType.F32,), ("R", "V")),
         Port("tokens", _I32, ("R",)),
         Port("forced", _I32, ("R",)),
+        Port("drafted", _I32, (1,)),
         Port("cap", _I32, (1,)),
         Port("stop", _I32, ("S",)),
         Port("mask", _I32, ("R", "W"), optional=True),

@@ -12,7 +12,18 @@ from thor_dflash.plugins.op import Attributes
 from thor_dflash.tensors import Array, DType
 
 I32, I64 = DType.I32, DType.I64
-_INTEGERS = ("tokens", "forced", "cap", "stop", "rule", "top_k", "close", "strict", "soft")
+_INTEGERS = (
+    "tokens",
+    "forced",
+    "drafted",
+    "cap",
+    "stop",
+    "rule",
+    "top_k",
+    "close",
+    "strict",
+    "soft",
+)
 _Ints = Mapping[str, str]
 
 
@@ -33,7 +44,7 @@ def body(b: Body, x: Inputs, a: Attributes) -> Mapping[str, str]:
         I64,
     )
     agree = b.op("Max", b.cast(same, I64), relaxed)
-    agreed = _leading(b, agree)
+    agreed = b.op("Min", _leading(b, agree), n["drafted"])
     row = b.const(np.arange(rows, dtype=np.int64))
     padded = b.concat(0, follow, b.const(np.array([-1], np.int64)))
     tokens = b.op("Where", b.op("Less", row, agreed), padded, choice)

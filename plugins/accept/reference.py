@@ -64,7 +64,8 @@ def reference(x: Arrays, a: Attributes) -> dict[str, Array]:
         loose = i < closed and best[i] == choices[i]
         return follow[i] == choices[i] or (loose and _relaxed(x, a, i, follow[i], choices[i]))
 
-    agreed = next((i for i in range(rows - 1) if not agrees(i)), rows - 1)
+    drafted = int(x["drafted"][0])
+    agreed = next((i for i in range(drafted) if not agrees(i)), drafted)
     tokens = follow[:agreed] + choices[agreed:]
     count = min(agreed + 1, int(x["cap"][0]))
     stops = {int(t) for t in x["stop"] if t >= 0}
@@ -139,6 +140,7 @@ def accept_case(name: str, logits: Array, tokens: Array, **given: Array | int | 
     vocab = int(np.asarray(given.pop("vocab", 0)))
     quiet: dict[str, Array | int | float] = {
         "forced": np.full(rows, -1),
+        "drafted": rows - 1,
         "cap": rows,
         "stop": np.full(4, -1),
         "rule": 0,
@@ -180,6 +182,8 @@ def cases(rng: np.random.Generator) -> Iterator[Case]:
     again[6] = (again[6] + 1) % vocab
     yield accept_case("right_again_after_a_miss", logits, again)
     full = right(logits, 15)
+    for drafted in (0, 1, 6):
+        yield accept_case(f"drafted_{drafted}_of_15_right", logits, full, drafted=drafted)
     for cap in (1, 2, 15, 16):
         yield accept_case(f"cap_{cap}", logits, full, cap=cap)
     for at in (1, 8, 15):
@@ -299,6 +303,16 @@ def _relaxed_cases(rng: np.random.Generator, rows: int, vocab: int, rule: int) -
     yield accept_case(
         f"rule_{rule}_stop_id", logits, second, rule=rule, margin=9.0, top_k=40, stop=second[3:5]
     )
+    for drafted in (0, 3):
+        yield accept_case(
+            f"rule_{rule}_drafted_{drafted}",
+            logits,
+            second,
+            rule=rule,
+            margin=9.0,
+            top_k=40,
+            drafted=drafted,
+        )
     flat = np.zeros((rows, vocab))
     yield accept_case(
         f"rule_{rule}_all_equal", flat, np.arange(rows), rule=rule, top_k=5, margin=0.5

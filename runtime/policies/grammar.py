@@ -18,6 +18,7 @@ from thor_dflash.runtime.block import Block, Progress
 from thor_dflash.runtime.policies.grammar_compile import Grammar, Vocabulary
 from thor_dflash.tensors import Array
 
+WHY = "grammar"
 FREE = -1
 """No id is forced after this row."""
 
@@ -56,14 +57,17 @@ class Walk:
     """The id that must follow each row, or FREE."""
     taken: list[int] = field(default_factory=list[int])
     """Legal tokens since the answer began."""
+    ends: list[bool] = field(default_factory=list[bool])
+    """Whether the answer may end after each of its rows."""
     start: int = -1
     """First row of the answer; -1: none."""
     masks: Array | None = None
 
     def row(self, given: int) -> int:
         """The id that must follow the next row, `given` by another policy or by the grammar."""
-        if self.place.inside and self.start < 0:
-            self.start = len(self.forced)
+        if self.place.inside:
+            self.start = len(self.forced) if self.start < 0 else self.start
+            self.ends.append(self.matcher.is_accepting())
         self.forced.append(self._only() if given == FREE else given)
         return self.forced[-1]
 
@@ -81,8 +85,11 @@ class Walk:
     def make_masks(self, rows: int) -> Array:
         """int32 [rows, W]: all ids before the answer, then the legal ones."""
         masks = np.full((rows, self.vocabulary.words), -1, np.int32)
-        self.matcher.rollback(len(self.taken))
-        self.vocabulary.masks(self.matcher, self.taken, masks[self.start :])
+        if self.matcher.rollback(len(self.taken)):
+            self.vocabulary.masks(self.matcher, self.taken, self.ends, masks[self.start :])
+        if self.matcher.is_error():
+            # It has run into one of its limits, and what it said on the way is not all there is.
+            masks[self.start :] = 0
         self.masks = masks
         return masks
 
@@ -98,7 +105,8 @@ class Walk:
         if self.place.thinking or not self.force:
             return FREE
         ahead = self.matcher.compute_ff_tokens()
-        return ahead[0] if ahead else FREE
+        # A matcher that has failed offers the end.
+        return ahead[0] if ahead and not self.matcher.is_error() else FREE
 
 
 @dataclass(slots=True)
@@ -119,15 +127,13 @@ class Constrain:
         self._matcher = self.grammar.matcher.deep_copy()
 
     def shape(self, progress: Progress, block: Block) -> Block:
-        """Ask to see the drafts; or end the request where nothing can follow."""
-        if self.place.inside and self.grammar.vocabulary.dead(self._matcher):
-            return replace(block, finish="grammar_dead_end")
+        """Ask to see the drafts."""
         return replace(block, look=self._look)
 
     def judge(self, progress: Progress, record: Record) -> int:
-        """Stop before a row that nothing may follow: the next block begins there, and ends."""
-        row = record.fault
-        return row if row > 0 and self._walk and self._walk.dead(row) else record.count
+        """Stop before a row that nothing may follow. The next block begins there, and ends so."""
+        dead = record.fault >= 0 and self._walk is not None and self._walk.dead(record.fault)
+        return record.fault if dead else record.count
 
     def observe(self, progress: Progress, committed: int) -> None:
         """Follow the committed tokens."""
@@ -141,9 +147,7 @@ class Constrain:
     def _look(self, tokens: tuple[int, ...], block: Block) -> Block:
         """See Look. Masks are left for later: they can be made while the verify runs."""
         begin = time.perf_counter()
-        walk = Walk(
-            self.grammar.vocabulary, self._matcher.deep_copy(), self.place, self.force
-        )
+        walk = Walk(self.grammar.vocabulary, self._matcher.deep_copy(), self.place, self.force)
         self._walk, rows = walk, len(tokens)
         given = (*block.forced, *[FREE] * (rows - len(block.forced)))
         cap = rows
@@ -153,11 +157,15 @@ class Constrain:
                 cap = row + 1
                 break
         self.seconds += time.perf_counter() - begin
-        seen = replace(block, forced=tuple(walk.forced), cap=min(block.cap, cap))
+        seen = replace(block, cap=min(block.cap, cap))
+        if any(must != FREE for must in walk.forced[len(block.forced) :]):
+            seen = seen.forcing(walk.forced, WHY)
         return seen if walk.start < 0 else replace(seen, mask=lambda: self._masks(walk, rows))
 
     def _masks(self, walk: Walk, rows: int) -> Array:
         begin = time.perf_counter()
         masks = walk.make_masks(rows)
+        if walk.matcher.is_error():
+            self.grammar.spent.set()
         self.seconds += time.perf_counter() - begin
         return masks

@@ -41,6 +41,8 @@ class Grammar:
     warnings: tuple[str, ...]
     """What can make an answer grow without end."""
     compile_ms: float
+    spent: threading.Event = field(default_factory=threading.Event)
+    """A matcher ran into a limit. They share what was computed, so none goes on from here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +64,30 @@ class Vocabulary:
         """Of one mask."""
         return -(-self.size // 32)
 
-    def masks(self, matcher: LLMatcher, tokens: list[int], out: Array) -> None:
+    def masks(self, matcher: LLMatcher, tokens: list[int], ends: list[bool], out: Array) -> None:
         """Fill int32 [1 + len(tokens), W] of `out`: ids legal now, and after each of the tokens.
 
-        The matcher is left as it was. Rows after an illegal token are not written.
+        `ends` [1 + len(tokens)]: the answer may end there. The matcher is left as it was.
         """
+        self._fill(matcher, tokens, out)
+        # A matcher that has run into one of its limits offers the end, wherever it is.
+        others = ~self._stop_bits()
+        for row, end in enumerate(ends):
+            if not end:
+                out[row] &= others
+
+    def _stop_bits(self) -> Array:
+        bits = np.zeros(self.words, np.uint32)
+        for token in self.stop:
+            bits[token // 32] |= np.uint32(1 << token % 32)
+        return bits.view(np.int32)
+
+    def _fill(self, matcher: LLMatcher, tokens: list[int], out: Array) -> None:
         assert out.flags.c_contiguous, out.strides
         rows, words = out.shape
+        if not tokens:  # the executor takes drafts only
+            matcher.unsafe_compute_mask_ptr(out.ctypes.data, 4 * words)
+            return
         self.executor.unsafe_compute_mask_ptr_with_draft_token(
             [(matcher, 0, tokens)], out.ctypes.data, 4 * words, rows
         )
@@ -80,7 +99,7 @@ class Vocabulary:
         if matcher.is_accepting() or matcher.compute_ff_tokens():
             return False
         row = np.zeros((1, self.words), np.int32)
-        self.masks(matcher, [], row)
+        self.masks(matcher, [], [False], row)
         return matcher.is_error() or not row.any()
 
 
@@ -103,7 +122,9 @@ class Grammars:
 
     def __post_init__(self) -> None:
         if not self.stop:
-            raise PackageError("a grammar must have stop tokens to end with (got a package of none)")
+            raise PackageError(
+                "a grammar must have stop tokens to end with (got a package of none)"
+            )
         try:
             self._tokenizer = LLTokenizer(
                 self.text.grammar_json(),
@@ -130,7 +151,7 @@ class Grammars:
         """
         text = text_of(schema)
         with self._lock:
-            if text in self._kept:
+            if text in self._kept and not self._kept[text].spent.is_set():
                 self._kept.move_to_end(text)
                 return self._kept[text]
         grammar = within(self.seconds, lambda: self._compile(text))

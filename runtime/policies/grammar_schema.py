@@ -29,7 +29,7 @@ KEYWORDS = _PLAIN | _NOTES | _ONE | _MANY | _NAMED
 """All others are refused by name: the compiler would ignore some of them in silence."""
 
 _ENDLESS = re.compile(r"[*+]|\{\d*,\}")
-"""What makes a pattern match without end; inside a class it is a false alarm, which a lint may be."""
+"""What makes a pattern match without end. Inside a class it is a false alarm: a lint may be one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from contextlib import closing
 from typing import TYPE_CHECKING, TextIO
 
-from thor_dflash.config import Config
+from thor_dflash.config import Config, DecodeConfig
 from thor_dflash.errors import RequestError
 from thor_dflash.progress import Progress
 from thor_dflash.verbs.inputs import in_vocabulary, read_json, read_tokens
@@ -68,7 +68,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     messages = _messages(args)
     with closing(open_session(args.package, config.engine, progress)) as session:
         prompt = (
-            _render(messages, session, config.decode.thinking == "on")
+            _render(messages, session, _thinks(config.decode))
             if tokens is None
             else in_vocabulary(tokens, session.manifest.target.vocab)
         )
@@ -98,6 +98,12 @@ def _render(messages: object, session: Session, thinking: bool) -> tuple[int, ..
     return tuple(session.text.encode(session.text.render(messages, thinking)))
 
 
+def _thinks(decode: DecodeConfig) -> bool:
+    """Whether the prompt is to open a thinking block: the effort `none` does not."""
+    none = decode.budget.effort == "none" and decode.budget.tokens < 0
+    return decode.thinking == "on" and not none
+
+
 def _request(prompt: tuple[int, ...], session: Session, config: Config) -> Request:
     from thor_dflash.runtime.session import Request
 
@@ -110,6 +116,10 @@ def _request(prompt: tuple[int, ...], session: Session, config: Config) -> Reque
         max_tokens=config.decode.max_tokens,
         stop=frozenset(stop),
         drafter="dflash" if has and asked != "none" else "none",
+        budget=config.decode.budget,
+        relaxed=config.decode.relaxed if config.decode.accept == "relaxed" else None,
+        gate=config.decode.gate == "on",
+        draft=config.decode.draft,
     )
 
 
@@ -152,6 +162,9 @@ def _result(
         },
         "spec": dataclasses.asdict(report.spec),
         "timings": dataclasses.asdict(report.timings),
+        "phases": {name: dataclasses.asdict(part) for name, part in report.phases.items()},
+        "close_kind": report.close,
+        "notes": [dataclasses.asdict(note) for note in report.notes],
     }
 
 

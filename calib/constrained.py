@@ -1,0 +1,165 @@
+"""What a grammar costs and gives: held-out tasks planned free, masked, and masked with forced ids.
+
+    python -m thor_dflash.calib.constrained PACKAGE HELDOUT.jsonl [--count 120] [--plain 12]
+
+Prints a table. `--plain` of the tasks are decoded without a drafter too, and must come out the
+same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+from thor_dflash.calib.planbench import Task, judge, task_from_line
+from thor_dflash.calib.planbench.scene import Scene
+from thor_dflash.calib.planbench.skills import skills_of
+from thor_dflash.config import EngineConfig
+from thor_dflash.progress import Silent
+from thor_dflash.runtime.block import Policy
+from thor_dflash.runtime.policies.grammar import Constrain, Place
+from thor_dflash.runtime.policies.grammar_compile import Grammar
+from thor_dflash.runtime.propose import Dflash, Nobody, Proposer
+from thor_dflash.runtime.session import Request, Session, open_session
+from thor_dflash.runtime.text import Answer, Text
+from thor_dflash.serving.check import Checker
+from thor_dflash.serving.schema import Schema, from_skills
+
+MAX_TOKENS = 512
+"""Of a plan, its thinking included: the longest canonical ones have 400."""
+
+
+@dataclass(slots=True)
+class Arm:
+    """One way to decode, over all tasks."""
+
+    name: str
+    force: bool | None
+    """None: no grammar."""
+    tasks: int = 0
+    schema_valid: int = 0
+    executor_valid: int = 0
+    stopped: int = 0
+    cycles: int = 0
+    """In the answer, the thinking left out."""
+    tokens: int = 0
+    forced: int = 0
+    seconds: list[float] = field(default_factory=list[float])
+    """Of a cycle's walk and masks, a mean for each task."""
+    decode_ms: float = 0.0
+    compile_ms: list[float] = field(default_factory=list[float])
+
+    def row(self) -> str:
+        """A line of the table."""
+        n = max(1, self.tasks)
+        grammar = f"{1e6 * median(self.seconds):.0f}" if self.seconds else "-"
+        ms = self.decode_ms / n
+        return (
+            f"| {self.name} | {self.stopped}/{n} | {self.schema_valid}/{n} | "
+            f"{self.executor_valid}/{n} | {self.tokens / max(1, self.cycles):.2f} | "
+            f"{100 * self.forced / max(1, self.tokens):.0f} % | {grammar} | {ms:.0f} |"
+        )
+
+
+HEADER = (
+    "| decoding | stopped | schema | executor | accept length (answer) | forced | "
+    "grammar us/cycle | decode ms/plan |\n|---|--:|--:|--:|--:|--:|--:|--:|"
+)
+
+
+def schema_of(scene: Scene) -> Schema:
+    """The schema of plans on a scene."""
+    return from_skills(*skills_of(scene))
+
+
+def run(session: Session, task: Task, arm: Arm, proposer: Proposer) -> tuple[int, ...]:
+    """Plan one task one way and count what came of it; the tokens."""
+    text = session.text
+    assert text is not None
+    messages = [{"role": role, "content": content} for role, content in task.messages]
+    prompt = tuple(text.encode(text.render(messages, thinking=True)))
+    stop = frozenset(session.manifest.stop_tokens)
+    request = Request(prompt=prompt, max_tokens=MAX_TOKENS, stop=stop)
+    schema = schema_of(task.scene)
+    policies: tuple[Constrain, ...] = ()
+    if arm.force is not None:
+        policies = (_constrain(session.grammar(schema), arm),)
+    tokens = _tokens(session, request, proposer, policies)
+    _count(session, arm, policies)
+    said = _said(text, prompt, tokens)
+    arm.schema_valid += _obeys(schema, said)
+    arm.executor_valid += judge(task, said).valid
+    return tokens
+
+
+def _constrain(grammar: Grammar, arm: Arm) -> Constrain:
+    arm.compile_ms.append(grammar.compile_ms)
+    return Constrain(grammar, Place(thinking=True), force=bool(arm.force))
+
+
+def _tokens(
+    session: Session, request: Request, proposer: Proposer, policies: Sequence[Policy]
+) -> tuple[int, ...]:
+    return tuple(t for c in session.run(request, proposer, tuple(policies)) for t in c.tokens)
+
+
+def _count(session: Session, arm: Arm, policies: Sequence[Constrain]) -> None:
+    report = session.report()
+    arm.tasks += 1
+    arm.stopped += report.finish == "stop"
+    if (answer := report.phases.get("answer")) is not None:
+        arm.cycles += answer.cycles
+        arm.tokens += answer.committed
+    arm.forced += report.spec.forced
+    arm.decode_ms += report.timings.decode_ms
+    arm.seconds += [policy.seconds / report.spec.cycles for policy in policies]
+
+
+def _said(text: Text, prompt: tuple[int, ...], tokens: Sequence[int]) -> str:
+    answer = Answer(text, prompt)
+    answer.feed(tokens)
+    answer.end()
+    return answer.text()
+
+
+def _obeys(schema: Schema, said: str) -> bool:
+    try:
+        return Checker(schema).valid(json.loads(said))
+    except ValueError:
+        return False
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Read the arguments, run, print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("package", type=Path)
+    parser.add_argument("heldout", type=Path)
+    parser.add_argument("--count", type=int, default=120)
+    parser.add_argument("--plain", type=int, default=12)
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args(argv)
+    lines = args.heldout.read_text(encoding="utf-8").splitlines()[: args.count]
+    tasks = [task_from_line(line) for line in lines]
+    session = open_session(args.package, EngineConfig(threads=args.threads), Silent())
+    arms = [Arm("free", None), Arm("masks", False), Arm("masks and forced ids", True)]
+    plain, same, begin = Arm("plain, forced ids", True), 0, time.perf_counter()
+    for number, task in enumerate(tasks):
+        got = [run(session, task, arm, Dflash()) for arm in arms]
+        assert got[1] == got[2], f"{task.name}: forced ids must change no token"
+        if number < args.plain:
+            same += run(session, task, plain, Nobody()) == got[2]
+    print(HEADER)
+    print("\n".join(arm.row() for arm in (*arms, plain) if arm.tasks))
+    first = arms[1].compile_ms
+    print(f"\nplain constrained decoding gave the same tokens in {same} of {plain.tasks} tasks")
+    print(f"compilation: median {median(first):.1f} ms, longest {max(first):.1f} ms")
+    print(f"{len(tasks)} tasks in {time.perf_counter() - begin:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

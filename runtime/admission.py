@@ -1,0 +1,172 @@
+"""From what a request asks for to the proposer and the policies that do it, or a clear refusal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from thor_dflash.config import AS_MADE, NO_BUDGET, RELAXED, BudgetConfig, DraftConfig, RelaxedConfig
+from thor_dflash.errors import RequestError
+from thor_dflash.plugins.accept.reference import LOG_MARGIN, PROBABILITY_DELTA
+from thor_dflash.records import show
+from thor_dflash.runtime.block import Policy, Relaxed
+from thor_dflash.runtime.model import Model
+from thor_dflash.runtime.policies.budget import Budget, Soft
+from thor_dflash.runtime.policies.envelope import Envelope, envelope
+from thor_dflash.runtime.policies.gate import Costs, Gate, Rule
+from thor_dflash.runtime.policies.grammar_compile import Grammar
+from thor_dflash.runtime.policies.relaxed import RelaxedThinking
+from thor_dflash.runtime.propose import Dflash, Nobody, Proposer
+from thor_dflash.runtime.text import Text
+from thor_dflash.runtime.thinking import Marks, Thinking
+
+_RULES = {"margin": LOG_MARGIN, "delta": PROBABILITY_DELTA}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One prompt to answer."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    stop: frozenset[int] = frozenset()
+    drafter: Literal["dflash", "none"] = "dflash"
+    grammar: Grammar | None = None
+    """What the answer after the thinking must obey; of Session.grammar."""
+    budget: BudgetConfig = NO_BUDGET
+    relaxed: RelaxedConfig | None = None
+    """None: strict."""
+    gate: bool = False
+    draft: DraftConfig = AS_MADE
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """What will be done about a request."""
+
+    max_tokens: int
+    proposer: Proposer
+    policies: tuple[Policy, ...]
+
+
+class Desk:
+    """Admits requests to one session. Holds what outlives them: measured costs, tokenised texts."""
+
+    def __init__(self, model: Model, text: Text | None, clock: Callable[[], float]) -> None:
+        self._model = model
+        self._text = text
+        self._clock = clock
+        self._costs = Costs()
+        self._messages: dict[str, tuple[int, ...]] = {}
+
+    def admit(self, request: Request) -> Admitted:
+        """Decide how to answer.
+
+        Raises:
+            RequestError: what is asked for does not go together, or not with this package.
+        """
+        proposer = self._proposer(request)
+        policies: list[Policy] = []
+        max_tokens = request.max_tokens
+        if _budgeted(request.budget):
+            marks = self._marks("a thinking budget")
+            if Thinking(marks, request.prompt).inside:
+                found, budget = self._budget(request)
+                max_tokens = found.total
+                policies.append(budget)
+        if request.relaxed is not None:
+            policies.append(self._relaxed(request, request.relaxed))
+        if request.gate:
+            policies.append(Gate(self._costs, self._clock, Rule()))
+        return Admitted(max_tokens, proposer, tuple(policies))
+
+    def _marks(self, what: str) -> Marks:
+        marks = self._text.marks if self._text else None
+        if marks is None:
+            raise RequestError(
+                f"{what} must be asked of a package whose tokenizer has <think> and </think> "
+                f"(got one without)"
+            )
+        return marks
+
+    def _proposer(self, request: Request) -> Proposer:
+        if request.drafter == "none":
+            for name, asked in (
+                ("accept relaxed", request.relaxed is not None),
+                ("gate", request.gate),
+                ("draft options", request.draft != AS_MADE),
+            ):
+                if asked:
+                    raise RequestError(f"{name} must go with a drafter (got drafter none)")
+            return Nobody()
+        if self._model.manifest.drafter is None:
+            raise RequestError("drafter must be none, the package has no drafter (got dflash)")
+        self._check_draft(request.draft)
+        return Dflash(request.draft)
+
+    def _check_draft(self, draft: DraftConfig) -> None:
+        drafter, block = self._model.manifest.drafter, self._model.block
+        sliding = [layer.window for layer in drafter.layers if layer.window] if drafter else []
+        bounds = {"window": min(sliding, default=0), "full": self._model.limit}
+        for name, value in (("window", draft.window), ("full", draft.full)):
+            if value and not block <= value <= bounds[name]:
+                raise RequestError(
+                    f"draft.{name} must be 0 or {block} to {bounds[name]} tokens (got {value})"
+                )
+
+    def _budget(self, request: Request) -> tuple[Envelope, Budget]:
+        config, card = request.budget, self._model.manifest.card
+        if config.effort == "none" and config.tokens < 0:
+            raise RequestError(
+                'budget.effort must not be "none" where the prompt thinks (got an open <think>)'
+            )
+        close = self._message(config.message or card.close)
+        found = envelope(config, card, len(close), request.max_tokens)
+        soft = None
+        if config.close == "soft":
+            soft = Soft(math.ceil(config.soften * found.think), -math.log(config.ratio))
+        return found, Budget(found.think, close, soft)
+
+    def _message(self, message: str) -> tuple[int, ...]:
+        if message not in self._messages:
+            assert self._text is not None
+            ids = tuple(self._text.encode(message))
+            if ids.count(self._marks("a thinking budget").close) != 1:
+                raise RequestError(f"budget.message must hold </think> once (got {show(message)})")
+            self._messages[message] = ids
+        return self._messages[message]
+
+    def _relaxed(self, request: Request, config: RelaxedConfig) -> RelaxedThinking:
+        marks = self._marks("accept relaxed")
+        assert self._text is not None
+        k, margin = RELAXED[config.rule]
+        stop = {*request.stop, *self._model.manifest.stop_tokens}
+        never = tuple(sorted(stop | set(self._text.tools)))
+        slots = self._model.graphs["accept"].inputs["strict"].at({})[0]
+        if len(never) > slots:
+            raise RequestError(
+                f"accept relaxed must have at most {slots} stop and tool ids (got {len(never)})"
+            )
+        return RelaxedThinking(
+            Relaxed(
+                rule=_RULES[config.rule],
+                top_k=config.k or k,
+                margin=margin if config.margin < 0 else config.margin,
+                close=marks.close,
+                never=never,
+            )
+        )
+
+
+def _budgeted(config: BudgetConfig) -> bool:
+    """A budget is asked for.
+
+    Raises:
+        RequestError: a soft close of no budget is.
+    """
+    asked = config.tokens >= 0 or bool(config.effort)
+    if config.close == "soft" and not asked:
+        raise RequestError("budget.close must be hard without a budget or an effort (got soft)")
+    return asked

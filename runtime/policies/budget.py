@@ -1,0 +1,88 @@
+"""A thinking budget: THINK -> CLOSING -> REPLY, moved by committed tokens only.
+
+In THINK a block is cut so that it ends where the budget does; in CLOSING the message that closes
+thinking is committed as forced rows of ordinary blocks; in REPLY there is nothing left to do. A
+block that closes thinking by itself leads to REPLY at once. Verify, drafter and state see no
+difference between a forced row and any other.
+
+Source: Lucebox's thinking-budget hook, level 2: the numbers and the rule about the message's first
+id; not its hand-over to plain decoding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from thor_dflash.plugins.accept.reference import Record
+from thor_dflash.runtime.block import Block, Progress, Reason
+
+WHY = "thinking budget"
+Stage = Literal["think", "closing", "reply"]
+
+
+@dataclass(frozen=True, slots=True)
+class Soft:
+    """Where thinking may close earlier: at a row that all but does."""
+
+    start: int
+    """Tokens of the answer before which nothing is soft."""
+    margin: float
+    """Largest distance of the closing mark to the best id, nats."""
+
+
+@dataclass(slots=True)
+class Budget:
+    """Closes thinking that has used up its tokens. One per request."""
+
+    limit: int
+    """Tokens of the answer after which thinking is closed."""
+    close: tuple[int, ...]
+    """What closes it."""
+    soft: Soft | None = None
+    _stage: Stage = "think"
+    _said: int = field(default=0)
+    """Ids of `close` committed."""
+
+    def shape(self, progress: Progress, block: Block) -> Block:
+        """See Policy."""
+        self._advance(progress)
+        if self._stage == "closing":
+            ids = self.close[self._said : self._said + block.cap]
+            return replace(block.forcing(ids, WHY), phase="closing")
+        if self._stage == "think":
+            done = len(progress.tokens)
+            return self._soften(progress, block.capped(self.limit - done, WHY))
+        return block
+
+    def judge(self, progress: Progress, record: Record) -> int:
+        """Rows after a closing mark are the answer's, where nothing is soft: they come again."""
+        marks = progress.marks
+        if self._stage != "think" or self.soft is None or marks is None:
+            return record.count
+        close = (i + 1 for i, token in enumerate(record.tokens) if token == marks.close)
+        return next(close, record.count)
+
+    def observe(self, progress: Progress, committed: int) -> None:
+        """See Policy."""
+        if self._stage == "closing":
+            self._said += committed
+
+    def _advance(self, progress: Progress) -> None:
+        if self._stage == "think" and not progress.thinking:
+            self._stage = "reply"
+        if self._stage == "think" and len(progress.tokens) >= self.limit:
+            self._stage = "closing"
+            # A message whose first id was the last thought has begun already.
+            self._said = int(progress.tokens[-1:] == [self.close[0]])
+        if self._stage == "closing" and self._said >= len(self.close):
+            self._stage = "reply"
+
+    def _soften(self, progress: Progress, block: Block) -> Block:
+        done, marks = len(progress.tokens), progress.marks
+        if self.soft is None or marks is None or done + block.cap <= self.soft.start:
+            return block
+        start = self.soft.start
+        soft = tuple(marks.close if done + i >= start else -1 for i in range(block.cap))
+        reasons = (*block.reasons, Reason("soft", WHY))
+        return replace(block, soft=soft, soft_margin=self.soft.margin, reasons=reasons)

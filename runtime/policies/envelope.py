@@ -1,0 +1,64 @@
+"""How many tokens thinking and the whole answer get: from options, model card and context."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from thor_dflash.config import BudgetConfig
+from thor_dflash.errors import RequestError
+from thor_dflash.manifest import Card
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """Lengths of one request, tokens."""
+
+    think: int
+    """Thinking is closed after these."""
+    total: int
+    """The answer ends after these; total - think are kept for the closing message and the reply."""
+
+
+def envelope(config: BudgetConfig, card: Card, close: int, max_tokens: int) -> Envelope:
+    """Resolve a budget. `close` is the length of the closing message.
+
+    Raises:
+        RequestError: the numbers leave no room for the message and one token after it.
+    """
+    budget = config.tokens if config.tokens >= 0 else effort(config.effort, card)
+    reply = config.reply or _reply(config, card, budget, max_tokens)
+    if reply <= close:
+        raise RequestError(
+            f"the reply budget must be >= {close + 1} tokens, the closing message and one more "
+            f"(got {reply}; budget.reply, max_tokens or the model card bound it)"
+        )
+    if reply > max_tokens:
+        raise RequestError(f"max_tokens must be >= {reply}, the reply budget (got {max_tokens})")
+    total = min(budget + reply, max_tokens)
+    return Envelope(total - reply, total)
+
+
+def _reply(config: BudgetConfig, card: Card, budget: int, max_tokens: int) -> int:
+    """The card's; a budget in tokens is kept whole, so it may leave less."""
+    if not card.reply:
+        raise RequestError("budget.reply must be given, the package has no model card (got 0)")
+    return card.reply if config.tokens < 0 else min(card.reply, max_tokens - budget)
+
+
+def effort(name: str, card: Card) -> int:
+    """The budget an effort stands for, tokens.
+
+    Raises:
+        RequestError: the package has no model card to say.
+    """
+    tiers = {
+        "minimal": card.low,
+        "low": card.low,
+        "medium": card.medium,
+        "high": card.high,
+        "x-high": card.x_high,
+        "max": card.max,
+    }
+    if not tiers[name]:
+        raise RequestError(f'budget.effort must be "" without a model card (got "{name}")')
+    return tiers[name]

@@ -1,0 +1,188 @@
+"""The client for asyncio: one connection, any number of plans and control operations at once.
+
+async with AsyncPlanner("tcp://127.0.0.1:5571") as planner:
+    async for event in planner.stream(Ask(prompt="Bring the cup.", stream="steps")): ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from types import TracebackType
+from typing import Any, Self
+
+import zmq
+import zmq.asyncio
+from msgspec import structs
+from zmq.utils.monitor import parse_monitor_message
+
+from thor_dflash.serving import replies, wire
+from thor_dflash.serving.refusal import PlanError
+from thor_dflash.serving.replies import Options, Reply, Tries
+
+Inbox = asyncio.Queue[tuple[bytes, Reply] | PlanError]
+
+
+class AsyncPlanner:
+    """See client.RemotePlanner. Make and use it on one event loop."""
+
+    def __init__(self, endpoint: str, options: Options | None = None) -> None:
+        """Begin to connect; the server may come later. An event loop must run.
+
+        Raises:
+            ConfigError: a malformed endpoint, or keys that cannot be read.
+        """
+        self.options = options or Options()
+        self._endpoint = endpoint
+        self._context = zmq.asyncio.Context()
+        # Any: pyzmq's types of asyncio sockets are not whole.
+        self._socket: Any = self._context.socket(zmq.DEALER)
+        replies.prepare(self._socket, self.options)
+        self._monitor = self._socket.get_monitor_socket(replies.WATCHED)
+        self._seen = 0
+        self._inboxes: dict[str, Inbox] = {}
+        replies.connect(self._socket, endpoint)
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def plan(self, ask: wire.Ask) -> wire.Result:
+        """Answer an ask.
+
+        Raises:
+            PlanError: it was refused or could not be finished.
+        """
+        async for event in self.stream(structs.replace(ask, stream=False)):
+            if isinstance(event, wire.Result):
+                return event
+        raise AssertionError("a stream ends with its result")
+
+    async def stream(self, ask: wire.Ask) -> AsyncIterator[wire.Event]:
+        """Answer an ask piece by piece; the last event is the result. Close it to cancel."""
+        tries = Tries(self.options, ask)
+        while True:
+            events = self._events(tries)
+            try:
+                first = await anext(events)
+            except PlanError as e:
+                await asyncio.sleep(tries.again(e))
+                continue
+            try:
+                yield first
+                async for event in events:
+                    yield event
+            finally:
+                await events.aclose()
+            return
+
+    async def call(self, request: wire.Request) -> dict[str, Any]:
+        """A control operation.
+
+        Raises:
+            PlanError: it was refused, or nobody answered.
+        """
+        tries = Tries(self.options, request)
+        while True:
+            try:
+                return await self._table(tries)
+            except PlanError as e:
+                await asyncio.sleep(tries.again(e))
+
+    async def simple(self, op: str) -> dict[str, Any]:
+        """A control operation without arguments: hello, ping, health, stats, ..."""
+        return await self.call(wire.Simple(op=op))
+
+    async def _table(self, tries: Tries) -> dict[str, Any]:
+        sent = tries.send()
+        inbox = self._inboxes[sent.id] = Inbox()
+        try:
+            await self._send(sent.body, tries.until)
+            body, reply = await self._next(inbox, tries.until)
+            return replies.table(self.options, body, reply)
+        finally:
+            del self._inboxes[sent.id]
+
+    async def _events(self, tries: Tries) -> AsyncGenerator[wire.Event]:
+        sent, over = tries.send(), False
+        inbox = self._inboxes[sent.id] = Inbox()
+        try:
+            await self._send(sent.body, tries.until)
+            while not over:
+                body, reply = await self._next(inbox, tries.until)
+                over = reply.type != "chunk"
+                yield replies.event(self.options, body, reply)
+        finally:
+            del self._inboxes[sent.id]
+            if not over:
+                self._farewell(sent.id)
+
+    def _farewell(self, target: str) -> None:
+        cancel = replies.fill(wire.Cancel(target=target), self.options)
+        # Tried at once, before this returns: the loop may be on its way out.
+        sent = asyncio.ensure_future(self._socket.send_multipart([b"", cancel.body], zmq.NOBLOCK))
+        # If it failed the connection is gone, and with it the server's reason to go on.
+        sent.add_done_callback(_heard)
+
+    async def _send(self, body: bytes, until: float) -> None:
+        try:
+            async with asyncio.timeout(until - time.monotonic()):
+                await self._socket.send_multipart([b"", body])
+        except TimeoutError:
+            raise replies.unreachable(self._endpoint, self._seen) from None
+
+    async def _next(self, inbox: Inbox, until: float) -> tuple[bytes, Reply]:
+        try:
+            async with asyncio.timeout(until - time.monotonic()):
+                item = await inbox.get()
+        except TimeoutError:
+            raise replies.unreachable(self._endpoint, self._seen) from None
+        if isinstance(item, PlanError):
+            raise item
+        return item
+
+    async def _read(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart()
+            try:
+                reply = replies.head(self.options, frames[-1])
+            except PlanError:
+                continue  # not of this protocol: nobody here can have asked for it
+            inbox = self._inboxes.get(reply.id or "")
+            if inbox is not None:
+                inbox.put_nowait((frames[-1], reply))
+
+    async def _watch(self) -> None:
+        while True:
+            event = int(parse_monitor_message(await self._monitor.recv_multipart())["event"])
+            if not (event == zmq.EVENT_DISCONNECTED and self._seen & replies.FAILED_HANDSHAKE):
+                self._seen = event
+            if event == zmq.EVENT_DISCONNECTED:
+                for inbox in self._inboxes.values():
+                    inbox.put_nowait(replies.unreachable(self._endpoint, self._seen))
+
+    async def close(self) -> None:
+        """Close the connection. Idempotent."""
+        if self._socket.closed:
+            return
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(replies.FAREWELL_MS)
+        self._context.term()
+
+
+def _heard(done: asyncio.Future[None]) -> None:
+    if not done.cancelled():
+        done.exception()

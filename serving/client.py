@@ -1,0 +1,244 @@
+"""The client: a planner on the other side of a socket. Needs pyzmq and msgspec, nothing else.
+
+    with RemotePlanner("tcp://127.0.0.1:5571") as planner:
+        plan = planner.plan(Ask(prompt="Bring the cup.", deadline_ms=8000)).plan
+
+One client is for one thread. No late reply can be taken for the answer to a later request: every
+request has an id of its own, and the socket drops what does not belong to its last one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator
+from types import TracebackType
+from typing import Any, Self
+
+import zmq
+from msgspec import structs
+from zmq.utils.monitor import recv_monitor_message
+
+from thor_dflash.serving import replies, wire
+from thor_dflash.serving.refusal import PlanError
+from thor_dflash.serving.replies import Options, Reply, Tries
+from thor_dflash.serving.wire import Ask, Chunk, Message, Result
+
+__all__ = ["Ask", "Chunk", "Message", "Options", "PlanError", "RemotePlanner", "Result"]
+
+
+class _Line:
+    """A socket, and what happens to its connection."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str, options: Options
+    ) -> None:
+        self._endpoint = endpoint
+        self._socket = context.socket(kind)
+        replies.prepare(self._socket, options)
+        if kind == zmq.REQ:
+            self._socket.setsockopt(zmq.REQ_RELAXED, 1)
+            self._socket.setsockopt(zmq.REQ_CORRELATE, 1)
+        self._monitor = self._socket.get_monitor_socket(replies.WATCHED)
+        self._seen = 0
+        self._envelope = [] if kind == zmq.REQ else [b""]
+        replies.connect(self._socket, endpoint)
+
+    def send(self, body: bytes, until: float) -> None:
+        """Send as soon as there is a connection."""
+        self._drain()
+        if not self._socket.poll(_ms(until), zmq.POLLOUT):
+            self._drain()
+            raise replies.unreachable(self._endpoint, self._seen)
+        self._socket.send_multipart([*self._envelope, body])
+
+    def receive(self, until: float) -> bytes:
+        """The next body.
+
+        Raises:
+            PlanError: unreachable; the connection was lost, or it is too late.
+        """
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        while poller.poll(_ms(until)):
+            if self._socket.poll(0):
+                return self._socket.recv_multipart()[-1]
+            if self._drain():
+                break
+        raise replies.unreachable(self._endpoint, self._seen)
+
+    def _drain(self) -> bool:
+        """Read what happened; whether the connection was lost."""
+        lost = False
+        while self._monitor.poll(0):
+            event = int(recv_monitor_message(self._monitor)["event"])
+            # A refused handshake is followed by its disconnection, which says less.
+            if not (event == zmq.EVENT_DISCONNECTED and self._seen & replies.FAILED_HANDSHAKE):
+                self._seen = event
+            lost = lost or event == zmq.EVENT_DISCONNECTED
+        return lost
+
+    def close(self, linger_ms: int = 0) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(linger_ms)
+
+
+def _ms(until: float) -> int:
+    return max(0, round(1e3 * (until - time.monotonic())))
+
+
+class RemotePlanner:
+    """See planner.Planner. A server is waited for until it is ready, within the timeouts."""
+
+    def __init__(self, endpoint: str, options: Options | None = None) -> None:
+        """Begin to connect; the server may come later.
+
+        Raises:
+            ConfigError: a malformed endpoint, or keys that cannot be read.
+        """
+        self.options = options or Options()
+        self._endpoint = endpoint
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._line = _Line(self._context, zmq.REQ, endpoint, self.options)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # --- plans
+
+    def plan(self, ask: wire.Ask) -> wire.Result:
+        """See Planner."""
+        body, reply = self._call(structs.replace(ask, stream=False))
+        event = replies.event(self.options, body, reply)
+        if not isinstance(event, wire.Result):
+            raise PlanError("internal", f"the server must send a result (got {reply.type})")
+        return event
+
+    def stream(self, ask: wire.Ask) -> Iterator[wire.Event]:
+        """See Planner. A connection of its own carries it."""
+        tries = Tries(self.options, ask)
+        while True:
+            events = self._events(tries)
+            try:
+                first = next(events)
+            except PlanError as e:
+                time.sleep(tries.again(e))
+                continue
+            try:
+                yield first
+                yield from events
+            finally:
+                events.close()
+            return
+
+    def _events(self, tries: Tries) -> Generator[wire.Event]:
+        line = _Line(self._context, zmq.DEALER, self._endpoint, self.options)
+        sent, over = tries.send(), False
+        try:
+            line.send(sent.body, tries.until)
+            while not over:
+                body = line.receive(tries.until)
+                reply = replies.head(self.options, body)
+                if reply.id == sent.id:
+                    over = reply.type != "chunk"
+                    yield replies.event(self.options, body, reply)
+        finally:
+            if not over:
+                self._farewell(line, sent.id)
+            line.close(0 if over else replies.FAREWELL_MS)
+
+    def _farewell(self, line: _Line, target: str) -> None:
+        try:
+            cancel = replies.fill(wire.Cancel(target=target), self.options)
+            line.send(cancel.body, time.monotonic())
+        except PlanError:
+            pass  # the connection is gone, and with it the server's reason to go on
+
+    # --- control
+
+    def ping(self) -> dict[str, Any]:
+        """Whether a server answers."""
+        return self._simple("ping")
+
+    def hello(self) -> dict[str, Any]:
+        """What the server is: model, limits, features."""
+        return self._simple("hello")
+
+    def health(self) -> dict[str, Any]:
+        """How the server is."""
+        return self._simple("health")
+
+    def stats(self) -> dict[str, Any]:
+        """What the server counted."""
+        return self._simple("stats")
+
+    def cancel(self, target: str, session: str | None = None) -> bool:
+        """End a plan by its id; whether there was one to end."""
+        request = wire.Cancel(target=target, session=session or self.options.session)
+        return bool(self._table(request)["cancelled"])
+
+    def validate(self, request: wire.Validate) -> dict[str, Any]:
+        """Count tokens and compile a schema, without decoding."""
+        return self._table(request)
+
+    def put_prefix(self, prefix_id: str, system: str) -> dict[str, Any]:
+        """Pin the state of a system prompt."""
+        return self._table(wire.PrefixPut(prefix_id=prefix_id, system=system))
+
+    def prefixes(self) -> list[dict[str, Any]]:
+        """What is pinned."""
+        found: list[dict[str, Any]] = self._simple("prefix.list")["prefixes"]
+        return found
+
+    def drop_prefix(self, prefix_id: str) -> bool:
+        """Forget a pinned state; whether it was there."""
+        return bool(self._table(wire.PrefixDrop(prefix_id=prefix_id))["dropped"])
+
+    def drain(self) -> None:
+        """Let the server finish what it has and take no more."""
+        self._simple("drain")
+
+    def shutdown(self) -> None:
+        """Let the server drain and end."""
+        self._simple("shutdown")
+
+    def close(self) -> None:
+        """See Planner."""
+        if not self._context.closed:
+            self._line.close()
+            self._context.term()
+
+    def _simple(self, op: str) -> dict[str, Any]:
+        return self._table(wire.Simple(op=op))
+
+    def _table(self, request: wire.Request) -> dict[str, Any]:
+        body, reply = self._call(request)
+        return replies.table(self.options, body, reply)
+
+    def _call(self, request: wire.Request) -> tuple[bytes, Reply]:
+        tries = Tries(self.options, request)
+        while True:
+            try:
+                return self._once(tries)
+            except PlanError as e:
+                time.sleep(tries.again(e))
+
+    def _once(self, tries: Tries) -> tuple[bytes, Reply]:
+        sent = tries.send()
+        self._line.send(sent.body, tries.until)
+        body = self._line.receive(tries.until)
+        reply = replies.head(self.options, body)
+        if reply.type == "error":
+            raise replies.error(self.options, body)
+        if reply.id != sent.id:
+            raise PlanError("unreachable", f"the reply must be to {sent.id} (got {reply.id})")
+        return body, reply

@@ -1,0 +1,25 @@
+"""Saying which extra of the package is missing, instead of a traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from thor_dflash.errors import ConfigError
+
+
+@contextmanager
+def extra(name: str) -> Generator[None]:
+    """Imports inside need this extra.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as e:
+        if (e.name or "").startswith("thor_dflash"):
+            raise
+        raise ConfigError(
+            f"{e.name} must be installed: pip install 'thor-dflash[{name}]' (got none)"
+        ) from e

@@ -1,0 +1,117 @@
+"""Several plan servers as one: the least busy one that is ready gets the next request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from thor_dflash.config import GatewayConfig
+from thor_dflash.serving import wire
+from thor_dflash.serving.aclient import AsyncPlanner
+from thor_dflash.serving.refusal import Code, PlanError
+from thor_dflash.serving.replies import Options
+
+LOOK_S = 1.0
+"""Between two looks at every server's health."""
+ELSEWHERE: frozenset[Code] = frozenset({"busy", "not_ready", "draining", "unreachable"})
+"""Refusals that another server may not have."""
+
+
+@dataclass(slots=True)
+class Member:
+    """One server."""
+
+    endpoint: str
+    planner: AsyncPlanner
+    ready: bool = False
+    model: str = ""
+    active: int = 0
+    """Plans of this gateway."""
+    tasks: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
+
+
+class Fleet:
+    """The servers behind a gateway."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        """Begin to connect to all. An event loop must run."""
+        # One try each: what one server refuses, the next one may take.
+        options = Options(keys=config.keys, retries=0, timeout_s=2.0)
+        self.members = [
+            Member(endpoint, AsyncPlanner(endpoint, options)) for endpoint in config.servers
+        ]
+        for member in self.members:
+            member.tasks.append(asyncio.create_task(_look_after(member)))
+
+    async def stream(self, ask: wire.Ask) -> AsyncIterator[wire.Event]:
+        """Answer an ask by whichever server takes it.
+
+        Raises:
+            PlanError: no server did; what the last one said.
+        """
+        error = PlanError("unreachable", "a plan server must be ready (got none)")
+        for member in self._order():
+            events = _of(member, ask)
+            try:
+                first = await anext(events)
+            except PlanError as e:
+                if e.code not in ELSEWHERE:
+                    raise
+                error = e
+                continue
+            try:
+                yield first
+                async for event in events:
+                    yield event
+            finally:
+                await events.aclose()
+            return
+        raise error
+
+    def _order(self) -> list[Member]:
+        # Those not known to be ready come last, not never: health is a second old.
+        return sorted(self.members, key=lambda member: (not member.ready, member.active))
+
+    async def everywhere(self, op: str) -> list[tuple[Member, dict[str, Any] | None]]:
+        """A control operation's answer of every server, None of one that does not answer."""
+        answers = await asyncio.gather(*(_simple(member, op) for member in self.members))
+        return list(zip(self.members, answers, strict=True))
+
+    async def close(self) -> None:
+        """Close every connection."""
+        for member in self.members:
+            for task in member.tasks:
+                task.cancel()
+            await asyncio.gather(*member.tasks, return_exceptions=True)
+            await member.planner.close()
+
+
+async def _of(member: Member, ask: wire.Ask) -> AsyncGenerator[wire.Event]:
+    member.active += 1
+    events = member.planner.stream(ask)
+    try:
+        async for event in events:
+            yield event
+    finally:
+        member.active -= 1
+        if isinstance(events, AsyncGenerator):
+            await events.aclose()
+
+
+async def _simple(member: Member, op: str) -> dict[str, Any] | None:
+    try:
+        return await member.planner.simple(op)
+    except PlanError:
+        return None
+
+
+async def _look_after(member: Member) -> None:
+    while True:
+        health = await _simple(member, "health")
+        member.ready = bool(health and health["ready"])
+        if member.ready and not member.model:
+            hello = await _simple(member, "hello")
+            member.model = hello["model"]["model"] if hello and hello["model"] else ""
+        await asyncio.sleep(LOOK_S)

@@ -1,0 +1,185 @@
+"""OpenAI-compatible HTTP as a thin client of plan servers. Holds no model and no state."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from thor_dflash.config import GatewayConfig
+from thor_dflash.errors import ConfigError
+from thor_dflash.serving import metrics, openai, security, wire
+from thor_dflash.serving.fleet import Fleet
+from thor_dflash.serving.refusal import PlanError
+
+BODY_BYTES = 1 << 20
+"""Largest request body: the plan socket takes no larger message either."""
+LOOK_S = 0.25
+"""Between two looks whether the client still waits for its answer."""
+MODEL = "thor-dflash"
+"""Name of the model where no server has told its own."""
+
+
+def listen_at(config: GatewayConfig) -> tuple[str, int]:
+    """Host and port to listen at.
+
+    Raises:
+        ConfigError: malformed, or open to others without leave.
+    """
+    host, _, port = config.listen.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"gateway.listen must be HOST:PORT (got {config.listen})")
+    if not (security.is_local(f"tcp://{host}:{port}") or config.insecure):
+        raise ConfigError(
+            f"gateway.listen must be loopback, or have gateway.insecure (got {config.listen})"
+        )
+    return host.strip("[]"), int(port)
+
+
+def application(config: GatewayConfig) -> Starlette:
+    """The ASGI application."""
+    gateway = Gateway(config)
+    return Starlette(
+        routes=[
+            Route("/v1/chat/completions", gateway.chat, methods=["POST"]),
+            Route("/v1/models", gateway.models),
+            Route("/health", gateway.health),
+            Route("/metrics", gateway.metrics),
+        ],
+        lifespan=gateway.lifespan,
+    )
+
+
+class Gateway:
+    """The routes."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self._config = config
+        self._fleet: Fleet | None = None
+
+    @asynccontextmanager
+    async def lifespan(self, app: Starlette) -> AsyncGenerator[None]:
+        """Connected while the application runs."""
+        self._fleet = Fleet(self._config)
+        try:
+            yield
+        finally:
+            await self._fleet.close()
+
+    @property
+    def fleet(self) -> Fleet:
+        """The servers."""
+        assert self._fleet is not None, "the application has not started"
+        return self._fleet
+
+    def _model(self) -> str:
+        return next((m.model for m in self.fleet.members if m.model), MODEL)
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        try:
+            asked = openai.read(await _body(request))
+            events = self.fleet.stream(openai.ask_of(asked))
+            # The first event decides the status line; refusals come before any chunk.
+            first = await _while_there(request, events)
+        except PlanError as e:
+            return _json(openai.error(e), openai.STATUS[e.code], e.retry_after_ms)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        id, model = f"chatcmpl-{uuid4().hex}", asked.model or self._model()
+        if asked.stream:
+            usage = asked.stream_options is not None and asked.stream_options.include_usage
+            pieces = _pieces(first, events, id, model, usage=usage)
+            return StreamingResponse(pieces, media_type="text/event-stream")
+        assert isinstance(first, wire.Result), first
+        return _json(openai.completion(id, model, first))
+
+    async def models(self, request: Request) -> Response:
+        """GET /v1/models."""
+        names = sorted({m.model for m in self.fleet.members if m.model})
+        data = [{"id": name, "object": "model", "created": 0, "owned_by": MODEL} for name in names]
+        return _json({"object": "list", "data": data})
+
+    async def health(self, request: Request) -> Response:
+        """GET /health: 200 while one server is ready."""
+        found = await self.fleet.everywhere("health")
+        ready = any(health is not None and health["ready"] for _, health in found)
+        servers = {member.endpoint: health for member, health in found}
+        return _json({"ready": ready, "servers": servers}, 200 if ready else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        """GET /metrics."""
+        found = await self.fleet.everywhere("stats")
+        text = metrics.render([(member.endpoint, stats) for member, stats in found])
+        return Response(text, media_type="text/plain; version=0.0.4")
+
+
+async def _while_there(request: Request, events: AsyncIterator[wire.Event]) -> wire.Event:
+    """The first event, unless the client leaves before: then the plan is cancelled.
+
+    Raises:
+        ClientDisconnect: it left.
+    """
+    first = asyncio.ensure_future(anext(events))
+    while not (await asyncio.wait([first], timeout=LOOK_S))[0]:
+        if await request.is_disconnected():
+            first.cancel()
+            await asyncio.wait([first])
+            raise ClientDisconnect
+    return first.result()
+
+
+async def _pieces(
+    first: wire.Event, events: AsyncIterator[wire.Event], id: str, model: str, *, usage: bool
+) -> AsyncGenerator[bytes]:
+    # Closed by starlette when the reader leaves; closing `events` cancels the plan.
+    try:
+        yield _sse(openai.delta(id, model, role="assistant", content=""))
+        event: wire.Event | None = first
+        while event is not None:
+            for piece in _of_event(event, id, model, usage=usage):
+                yield _sse(piece)
+            event = await anext(events, None)
+        yield b"data: [DONE]\n\n"
+    except PlanError as e:
+        yield _sse(openai.error(e))
+    finally:
+        if isinstance(events, AsyncGenerator):
+            await events.aclose()
+
+
+def _of_event(event: wire.Event, id: str, model: str, *, usage: bool) -> list[dict[str, Any]]:
+    if isinstance(event, wire.Chunk):
+        if event.text is None:
+            return []
+        name = "reasoning_content" if event.kind == "thinking" else "content"
+        return [openai.delta(id, model, **{name: event.text})]
+    last = [openai.ending(id, model, event)]
+    return [*last, openai.counted(id, model, event)] if usage else last
+
+
+async def _body(request: Request) -> bytes:
+    pieces: list[bytes] = []
+    async for piece in request.stream():
+        pieces.append(piece)
+        if sum(map(len, pieces)) > BODY_BYTES:
+            raise PlanError("too_large", f"the body must be <= {BODY_BYTES} bytes (got more)")
+    return b"".join(pieces)
+
+
+def _sse(value: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def _json(value: object, status: int = 200, retry_after_ms: float | None = None) -> Response:
+    headers = {} if retry_after_ms is None else {"Retry-After": f"{retry_after_ms / 1e3:.0f}"}
+    body = msgspec.json.encode(value)
+    return Response(body, status, headers, media_type="application/json")

@@ -1,0 +1,209 @@
+"""OpenAI's chat completions in the words of TDP/1, and back. What is not done is refused."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from thor_dflash.serving import codec, wire
+from thor_dflash.serving.refusal import Code, PlanError
+
+STATUS: Mapping[Code, int] = {
+    "bad_request": 400, "unsupported_version": 400, "schema_invalid": 400,
+    "schema_unsupported": 400, "prompt_too_long": 400, "deadline_infeasible": 400,
+    "unauthorized": 401, "too_large": 413, "stale": 409, "cancelled": 409, "preempted": 409,
+    "busy": 429, "deadline": 408, "not_ready": 503, "draining": 503, "unreachable": 503,
+    "engine_fault": 500, "internal": 500, "grammar_dead_end": 500,
+}  # fmt: skip
+FINISH: Mapping[str, str] = {"stop": "stop", "grammar_dead_end": "content_filter"}
+"""OpenAI's word for an ending; all others are `length`: the text is not whole."""
+
+
+class Part(Struct, frozen=True):
+    """A piece of a message; only text is understood."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Struct, frozen=True, forbid_unknown_fields=True):
+    """One turn. `name` tells speakers of one role apart, and there is one of each here."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part]
+    name: str | None = None
+    reasoning_content: str | None = None
+
+
+class JsonObject(Struct, frozen=True, tag_field="type", tag="json_object"):
+    """Any JSON object."""
+
+
+class Text(Struct, frozen=True, tag_field="type", tag="text"):
+    """Anything."""
+
+
+class JsonSchema(Struct, frozen=True, tag_field="type", tag="json_schema"):
+    """What a schema says."""
+
+    json_schema: wire.SchemaOf
+
+
+class StreamOptions(Struct, frozen=True):
+    """Options of a stream."""
+
+    include_usage: bool = False
+
+
+class Completion(Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of POST /v1/chat/completions. The last six fields are of TDP/1 (`extra_body`)."""
+
+    messages: list[Message]
+    model: str = ""
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    response_format: JsonObject | Text | JsonSchema | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: Literal[1] | None = None
+    seed: int | None = None
+    stop: None = None
+    logprobs: Literal[False] | None = None
+    user: str | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
+    thinking: Literal["on", "off", "auto"] | None = None
+    thinking_budget: int | None = None
+    deadline_ms: int | None = None
+    session: str | None = None
+    priority: int = 5
+    prefix_id: str | None = None
+
+
+def read(body: bytes) -> Completion:
+    """The request in a body.
+
+    Raises:
+        PlanError: bad_request, naming the field.
+    """
+    return codec.JSON.decode(body, Completion)
+
+
+def ask_of(request: Completion) -> wire.Ask:
+    """The same in TDP/1.
+
+    Raises:
+        PlanError: bad_request.
+    """
+    if request.temperature not in (None, 0) or request.top_p not in (None, 1):
+        raise PlanError(
+            "bad_request", "temperature and top_p must be left out, decoding is greedy",
+            field="temperature",
+        )  # fmt: skip
+    format = request.response_format
+    if isinstance(format, JsonObject):
+        raise PlanError(
+            "bad_request", "response_format.type must be text or json_schema (got json_object)",
+            field="response_format",
+        )  # fmt: skip
+    fields: dict[str, Any] = {
+        "messages": [_turn(message) for message in request.messages],
+        "stream": "text" if request.stream else False,
+        "max_tokens": request.max_completion_tokens or request.max_tokens,
+        "thinking": "off" if request.reasoning_effort == "none" else request.thinking,
+        "thinking_budget": request.thinking_budget,
+        "deadline_ms": request.deadline_ms,
+        # Without a session of their own, two chats of one gateway would replace each other.
+        "session": request.session,
+        "preempt": "same_session" if request.session else "none",
+        "priority": request.priority,
+        "prefix_id": request.prefix_id,
+        "json_schema": format.json_schema.schema if isinstance(format, JsonSchema) else None,
+        "return": ("plan", "text", "thinking", "timings"),
+    }
+    ask = codec.convert({k: v for k, v in fields.items() if v is not None}, wire.Ask)
+    assert isinstance(ask, wire.Ask)
+    return ask
+
+
+def _turn(message: Message) -> dict[str, str]:
+    content = message.content
+    text = content if isinstance(content, str) else "".join(part.text for part in content)
+    turn = {"role": "system" if message.role == "developer" else message.role, "content": text}
+    if message.reasoning_content is not None:
+        turn["reasoning_content"] = message.reasoning_content
+    return turn
+
+
+def completion(id: str, model: str, result: wire.Result) -> dict[str, Any]:
+    """A whole answer. `thor_dflash` holds what OpenAI has no word for."""
+    message = {"role": "assistant", "content": result.text, "reasoning_content": result.thinking}
+    return {
+        **_frame(id, model, "chat.completion"),
+        "choices": [
+            {"index": 0, "message": message, "finish_reason": _finish(result), "logprobs": None}
+        ],
+        "usage": usage(result),
+        "thor_dflash": telemetry(result),
+    }
+
+
+def delta(id: str, model: str, **fields: str) -> dict[str, Any]:
+    """A piece of a streamed answer."""
+    return {
+        **_frame(id, model, "chat.completion.chunk"),
+        "choices": [{"index": 0, "delta": fields, "finish_reason": None}],
+    }
+
+
+def ending(id: str, model: str, result: wire.Result) -> dict[str, Any]:
+    """The last piece of a streamed answer."""
+    return {
+        **_frame(id, model, "chat.completion.chunk"),
+        "choices": [{"index": 0, "delta": {}, "finish_reason": _finish(result)}],
+        "thor_dflash": telemetry(result),
+    }
+
+
+def counted(id: str, model: str, result: wire.Result) -> dict[str, Any]:
+    """The piece after the last, where usage was asked for."""
+    return {**_frame(id, model, "chat.completion.chunk"), "choices": [], "usage": usage(result)}
+
+
+def usage(result: wire.Result) -> dict[str, Any]:
+    """Tokens, thinking among those of the completion as OpenAI counts."""
+    u = result.usage
+    output = u.thinking_tokens + u.output_tokens
+    return {
+        "prompt_tokens": u.prompt_tokens,
+        "completion_tokens": output,
+        "total_tokens": u.prompt_tokens + output,
+        "prompt_tokens_details": {"cached_tokens": u.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": u.thinking_tokens},
+    }
+
+
+def telemetry(result: wire.Result) -> dict[str, Any]:
+    """How the answer came about."""
+    table: dict[str, Any] = msgspec.to_builtins(result)
+    names = ("status", "finish_reason", "plan_valid", "thinking_closed", "timings", "spec")
+    return {name: table[name] for name in names}
+
+
+def error(e: PlanError) -> dict[str, Any]:
+    """An error as OpenAI sends it."""
+    kind = "invalid_request_error" if STATUS[e.code] < 500 else "server_error"
+    return {"error": {"message": e.message, "type": kind, "param": e.field, "code": e.code}}
+
+
+def _finish(result: wire.Result) -> str:
+    return FINISH.get(result.finish_reason, "length")
+
+
+def _frame(id: str, model: str, kind: str) -> dict[str, Any]:
+    return {"id": id, "object": kind, "created": int(time.time()), "model": model}

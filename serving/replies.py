@@ -1,0 +1,219 @@
+"""What both clients share: requests to bytes, bytes to replies, and when to try again."""
+
+from __future__ import annotations
+
+import time
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+import zmq
+from msgspec import Struct, structs
+
+from thor_dflash.errors import ConfigError
+from thor_dflash.serving import wire
+from thor_dflash.serving.codec import MSGPACK, Codec
+from thor_dflash.serving.refusal import Code, PlanError
+
+CODES = frozenset(typing.get_args(Code))
+GRACE_S = 2.0
+"""Beyond a plan's deadline, until its server is given up: the answer may be on its way."""
+FAREWELL_MS = 200
+"""How long a closing stream waits for its `cancel` to be on the way."""
+FAILED_HANDSHAKE = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+WATCHED = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | FAILED_HANDSHAKE
+SOCKET_OPTIONS = {
+    zmq.LINGER: 0,
+    zmq.IMMEDIATE: 1,  # nothing is queued for a server that is not there
+    zmq.HEARTBEAT_IVL: 1000,
+    zmq.HEARTBEAT_TIMEOUT: 5000,
+    zmq.SNDHWM: 64,
+    zmq.RCVHWM: 1024,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How a client behaves."""
+
+    timeout_s: float = 5.0
+    """Longest wait for a control operation, and for a connection."""
+    plan_timeout_s: float = 120.0
+    """Longest wait for a plan without a deadline."""
+    retries: int = 3
+    """Times a request is sent again after `busy`, `not_ready`, or a lost connection."""
+    session: str = field(default_factory=lambda: uuid4().hex)
+    """Plans of one session replace each other. A repeated request so replaces its lost self."""
+    token: str | None = None
+    keys: str = ""
+    """Directory with client.secret, client.public and server.public; "" for no encryption."""
+    codec: Codec = MSGPACK
+
+
+class Reply(Struct, frozen=True):
+    """What is read of every reply first."""
+
+    type: str = ""
+    id: str | None = None
+    retry_after_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A request as it went out."""
+
+    id: str
+    body: bytes
+
+
+def fill(request: wire.Request, options: Options) -> Sent:
+    """A request with an id that was never used before, so that no late reply can be its."""
+    id = uuid4().hex
+    given: dict[str, Any] = {"id": id, "token": options.token}
+    if isinstance(request, wire.Ask) and request.session is None:
+        given["session"] = options.session
+    filled = structs.replace(request, **given)
+    table = msgspec.to_builtins(filled)
+    # Defaults are left out; these three must be said.
+    return Sent(id, options.codec.encode({**table, "v": wire.VERSION, "op": request.op, "id": id}))
+
+
+def head(options: Options, body: bytes) -> Reply:
+    """Whose reply it is, and of what kind."""
+    return options.codec.decode(body, Reply)
+
+
+def event(options: Options, body: bytes, reply: Reply) -> wire.Event:
+    """A chunk or a result.
+
+    Raises:
+        PlanError: it is an error.
+    """
+    if reply.type == "chunk":
+        return options.codec.decode(body, wire.Chunk)
+    if reply.type == "result":
+        return options.codec.decode(body, wire.Result)
+    raise error(options, body)
+
+
+def table(options: Options, body: bytes, reply: Reply) -> dict[str, Any]:
+    """A control operation's answer.
+
+    Raises:
+        PlanError: it is an error.
+    """
+    if reply.type == "error":
+        raise error(options, body)
+    return options.codec.decode(body, dict[str, Any])
+
+
+def error(options: Options, body: bytes) -> PlanError:
+    """An error reply as the exception it is; a code this client does not know is `internal`."""
+    fields = options.codec.decode(body, dict[str, Any])
+    code: Any = fields.get("code")
+    return PlanError(
+        code if code in CODES else "internal",
+        str(fields.get("message", "")),
+        field=fields.get("field"),
+        retry_after_ms=fields.get("retry_after_ms"),
+        min_ms=fields.get("min_ms"),
+    )
+
+
+@dataclass(slots=True)
+class Tries:
+    """One request's time and attempts."""
+
+    options: Options
+    request: wire.Request
+    left: int = field(init=False)
+    began: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.left = self.options.retries
+
+    @property
+    def until(self) -> float:
+        """When to give up, monotonic s."""
+        if not isinstance(self.request, wire.Ask):
+            return self.began + self.options.timeout_s
+        if self.request.deadline_ms is None:
+            return self.began + self.options.plan_timeout_s
+        return self.began + 1e-3 * self.request.deadline_ms + GRACE_S
+
+    def send(self) -> Sent:
+        """The next attempt. A deadline is what is left of it.
+
+        Raises:
+            PlanError: the deadline passed while trying.
+        """
+        request = self.request
+        if isinstance(request, wire.Ask) and request.deadline_ms is not None:
+            left = request.deadline_ms - int(1e3 * (time.monotonic() - self.began))
+            if left < 1:
+                raise PlanError("deadline", "the deadline passed before a server took the plan")
+            request = structs.replace(request, deadline_ms=left)
+        return fill(request, self.options)
+
+    def again(self, error: PlanError) -> float:
+        """Seconds to wait before the next attempt.
+
+        Raises:
+            PlanError: `error`, where there is none.
+        """
+        wait = 1e-3 * (error.retry_after_ms or 100.0)
+        late = time.monotonic() + wait >= self.until
+        if not error.retryable or self.left <= 0 or late:
+            raise error
+        self.left -= 1
+        return wait
+
+
+def unreachable(endpoint: str, seen: int) -> PlanError:
+    """A server that does not answer; `seen` is the last event of the connection, 0 for none."""
+    if seen & FAILED_HANDSHAKE:
+        why = "it refused the connection: does it want CURVE keys, or other ones?"
+    elif seen == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+        why = "it is connected, and silent"
+    elif seen:
+        why = "the connection was lost"
+    else:
+        why = "nothing is connected there"
+    return PlanError("unreachable", f"{endpoint} must answer (got none: {why})")
+
+
+def prepare(socket: zmq.Socket[Any], options: Options) -> None:
+    """Set what both clients' sockets have in common.
+
+    Raises:
+        ConfigError: the keys cannot be read.
+    """
+    for option, value in SOCKET_OPTIONS.items():
+        socket.setsockopt(option, value)
+    if options.keys:
+        # Imported here: a client without keys needs nothing of the server's security.
+        from thor_dflash.serving import security
+
+        keys = Path(options.keys)
+        socket.curve_secretkey = security.secret_key(keys / "client.secret")
+        socket.curve_publickey = security.public_key(keys / "client.public")
+        socket.curve_serverkey = security.public_key(keys / "server.public")
+
+
+def connect(socket: zmq.Socket[Any], endpoint: str) -> None:
+    """Begin to connect.
+
+    Raises:
+        ConfigError: the endpoint is malformed.
+    """
+    try:
+        socket.connect(endpoint)
+    except zmq.ZMQError as e:
+        raise ConfigError(f"endpoint must be tcp://host:port or ipc://path (got {endpoint})") from e

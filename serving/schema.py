@@ -1,0 +1,140 @@
+"""The JSON schema of a plan, made from what a robot can do: `tdp.plan.v1`.
+
+Keys are in the order in which the model writes them: the goal first, which says what is meant,
+then the steps, then whether something is unclear. A plan either acts or asks. An answer under this
+schema is compact JSON, as planner-nano was trained to write it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import quote
+
+from thor_dflash.errors import RequestError
+from thor_dflash.records import show
+
+Schema = dict[str, Any]
+Kind = str | Mapping[str, Any]
+"""Of an argument: the name of a set of ids, or a schema of its own (`{"type": "integer", ...}`)."""
+
+NAME = "tdp.plan.v1"
+ON_FAIL = ("retry", "skip", "replan", "abort")
+"""What a controller may do when a step fails."""
+MAX_STEPS = 24
+"""Longest plan, steps. What takes more is planned again on the way."""
+MAX_GOAL = 120
+"""Longest goal, characters."""
+MAX_QUESTION = 160
+"""Longest question, characters."""
+
+
+def from_skills(
+    skills: Mapping[str, Mapping[str, Kind]],
+    ids: Mapping[str, Sequence[str]],
+    *,
+    on_fail: Sequence[str] = ON_FAIL,
+    expect: int = 0,
+    max_steps: int = MAX_STEPS,
+    numbered: bool = True,
+) -> Schema:
+    """The schema of plans over `skills`: skill -> argument, in the order written -> its kind.
+
+    `ids` are the sets that arguments are of, as {"object": ["mug", "cup"], "place": [...]}. A skill
+    with an argument of an empty set is left out: there is nothing to do it with. `expect` is the
+    longest expectation a step states, characters; 0 leaves it out. `numbered` has the grammar count
+    the steps, which repeats the skills for every step; without, the schema is `max_steps` times
+    shorter and the model counts.
+
+    Raises:
+        RequestError: no skill is possible, or an argument is of an unknown kind.
+    """
+    able = {name: args for name, args in skills.items() if _able(name, args, ids)}
+    if not able:
+        raise RequestError(f"skills must have one that is possible here (got {list(skills)})")
+    if max_steps < 1:
+        raise RequestError(f"max_steps must be >= 1 (got {max_steps})")
+    used = {kind for args in able.values() for kind in args.values() if isinstance(kind, str)}
+    shared: Schema = {f"ids.{kind}": {"enum": list(ids[kind])} for kind in ids if kind in used}
+    shared |= {f"args.{name}": _args(args) for name, args in able.items()}
+    shared["on_fail"] = {"enum": list(on_fail)}
+    if expect:
+        shared["expect"] = {"type": "string", "maxLength": expect}
+    shared |= {"goal": {"type": "string", "maxLength": MAX_GOAL}}
+    steps = _steps(list(able), shared, max_steps, numbered)
+    nothing: Schema = {"type": "array", "maxItems": 0}
+    question: Schema = {
+        "anyOf": [{"type": "null"}, {"type": "string", "minLength": 1, "maxLength": MAX_QUESTION}]
+    }
+    acts, asks = _plan(steps, {"type": "null"}), _plan(nothing, question)
+    return {"title": NAME, "anyOf": [acts, asks], "$defs": shared}
+
+
+def _able(name: str, args: Mapping[str, Kind], ids: Mapping[str, Sequence[str]]) -> bool:
+    for arg, kind in args.items():
+        if isinstance(kind, str) and kind not in ids:
+            raise RequestError(
+                f"skills.{name}.{arg} must be one of {', '.join(ids)} or a schema "
+                f"(got {show(kind)})"
+            )
+    return all(not isinstance(kind, str) or ids[kind] for kind in args.values())
+
+
+def _args(args: Mapping[str, Kind]) -> Schema:
+    return _object(
+        {
+            arg: _ref(f"ids.{kind}") if isinstance(kind, str) else dict(kind)
+            for arg, kind in args.items()
+        }
+    )
+
+
+def _plan(steps: Schema, question: Schema) -> Schema:
+    return _object({"goal": _ref("goal"), "steps": steps, "needs_clarification": question})
+
+
+def _steps(names: list[str], shared: Schema, count: int, numbered: bool) -> Schema:
+    if not numbered:
+        any_id: Schema = {"type": "integer", "minimum": 1, "maximum": count}
+        return {
+            "type": "array",
+            "minItems": 1,
+            "maxItems": count,
+            "items": _step(names, shared, any_id),
+        }
+    each = [_step(names, shared, {"const": number}) for number in range(1, count + 1)]
+    return {
+        "type": "array",
+        "minItems": 1,
+        "maxItems": count,
+        "prefixItems": each,
+        "items": False,
+    }
+
+
+def _step(names: list[str], shared: Schema, number: Schema) -> Schema:
+    tail: Schema = {key: _ref(key) for key in ("expect", "on_fail") if key in shared}
+    return {
+        "anyOf": [
+            _object({"id": number, "skill": {"const": name}, "args": _ref(f"args.{name}"), **tail})
+            for name in names
+        ]
+    }
+
+
+def _object(properties: Schema) -> Schema:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+def _ref(name: str) -> Schema:
+    # A JSON pointer inside a URI: what a skill may be called is escaped twice.
+    return {"$ref": f"#/$defs/{_pointer(name)}"}
+
+
+def _pointer(name: str) -> str:
+    return quote(name.replace("~", "~0").replace("/", "~1"), safe="")

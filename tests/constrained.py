@@ -1,0 +1,96 @@
+"""A small random model with planner-nano's tokenizer, and schemas to hold it to."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from checkpoints import GEOMETRIES, DrafterGeometry, write_drafter, write_target
+
+from thor_dflash import tokenizer as files
+from thor_dflash.builders.build import build
+from thor_dflash.config import BuildConfig, EngineConfig
+from thor_dflash.progress import Silent
+from thor_dflash.runtime.block import Policy
+from thor_dflash.runtime.policies.grammar import Constrain, Place
+from thor_dflash.runtime.policies.grammar_compile import Grammar
+from thor_dflash.runtime.propose import Proposer
+from thor_dflash.runtime.session import Request, Session, open_session
+from thor_dflash.runtime.text import Text
+from thor_dflash.serving.schema import from_skills
+
+TOKENIZER = Path(__file__).parent.parent / "models/planner-nano/target"
+VOCAB = 1280
+"""Of planner-nano: more than its tokenizer has."""
+_HELD: list[TemporaryDirectory[str]] = []
+
+PLAN = from_skills(
+    {"pick": {"object": "object"}, "place": {"object": "object", "on": "place"}, "wait": {}},
+    {"object": ["mug", "cup_red", "cup_blue"], "place": ["tray_a", "shelf"]},
+    max_steps=3,
+)
+SMALL = {
+    "type": "object",
+    "properties": {
+        "say": {"type": "string", "maxLength": 12},
+        "n": {"type": "integer", "minimum": 0, "maximum": 300},
+        "ok": {"enum": [True, False, None]},
+    },
+    "required": ["say", "n", "ok"],
+    "additionalProperties": False,
+}
+
+
+@cache
+def package() -> Path:
+    """A package of random weights with a tokenizer, on disk while the tests run."""
+    held = TemporaryDirectory()
+    _HELD.append(held)
+    root, geometry = Path(held.name), replace(GEOMETRIES["27b"], vocab=VOCAB)
+    write_target(root / "target", geometry, 3)
+    write_drafter(root / "drafter", geometry, DrafterGeometry(), 4)
+    for name in files.FILES:
+        if (TOKENIZER / name).is_file():
+            shutil.copy(TOKENIZER / name, root / "target" / name)
+    config = BuildConfig(chunk=32, capacity=768)
+    build(root / "target", root / "drafter", root / "package", config, Silent())
+    return root / "package"
+
+
+@cache
+def session() -> Session:
+    """The same one for every test."""
+    return open_session(package(), EngineConfig(threads=1), Silent())
+
+
+def text() -> Text:
+    """Its tokenizer."""
+    found = session().text
+    assert found is not None
+    return found
+
+
+def asked(thinking: bool, words: str = "Pick the mug.", max_tokens: int = 300) -> Request:
+    """A request whose prompt leaves thinking open, or closed it."""
+    rendered = text().render([{"role": "user", "content": words}], thinking)
+    stop = frozenset(session().manifest.stop_tokens)
+    return Request(prompt=tuple(text().encode(rendered)), max_tokens=max_tokens, stop=stop)
+
+
+def constrained(
+    request: Request,
+    proposer: Proposer,
+    grammar: Grammar,
+    *,
+    thinking: bool = False,
+    force: bool = True,
+    policies: Sequence[Policy] = (),
+) -> list[int]:
+    """Every token of a constrained answer."""
+    policy = Constrain(grammar, Place(thinking=thinking), force=force)
+    answers = session().run(request, proposer, (*policies, policy))
+    return [token for chunk in answers for token in chunk.tokens]

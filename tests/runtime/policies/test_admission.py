@@ -1,0 +1,305 @@
+"""What a request may ask for, end to end: options, model card, a real tokenizer, the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from checkpoints import GEOMETRIES, DrafterGeometry, write_drafter, write_target
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from thor_dflash import cli, manifest
+from thor_dflash.builders.build import build
+from thor_dflash.builders.card import make_card
+from thor_dflash.config import (
+    HINT,
+    BudgetConfig,
+    BuildConfig,
+    CardConfig,
+    DraftConfig,
+    EngineConfig,
+    RelaxedConfig,
+)
+from thor_dflash.errors import RequestError
+from thor_dflash.manifest import Card
+from thor_dflash.progress import Silent
+from thor_dflash.runtime.policies.envelope import Envelope, effort, envelope
+from thor_dflash.runtime.session import Request, Session, open_session
+
+TEMPLATE = "{{ messages[0].content }}<think>\n{{ '' if enable_thinking else '\n</think>\n\n' }}"
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Bytes, the thinking marks 256 and 257, a stop token and two tool marks."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens([AddedToken(w, normalized=False) for w in ("<think>", "</think>")])
+    tokenizer.add_special_tokens([AddedToken("<|im_end|>", special=True)])
+    words = ("<tool_call>", "</tool_call>")
+    tokenizer.add_tokens([AddedToken(w, normalized=False) for w in words])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "generation_config.json").write_text('{"eos_token_id": 258}')
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+
+
+def built(root: Path, *, tokenizer: bool, drafter: bool = True) -> Path:
+    write_target(root / "target", GEOMETRIES["27b"], 3, "bf16")
+    write_drafter(root / "drafter", GEOMETRIES["27b"], DrafterGeometry(), 4)
+    if tokenizer:
+        write_tokenizer(root / "target")
+    config = BuildConfig(
+        chunk=32, capacity=512, widths=(8,),
+        card=CardConfig(max_tokens=400, reply=150, source="a test"),
+    )  # fmt: skip
+    build(
+        root / "target", root / "drafter" if drafter else None, root / "package", config, Silent()
+    )
+    return root / "package"
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(tmp_path_factory.mktemp("package"), tokenizer=True)
+
+
+@pytest.fixture(scope="module")
+def session(package: Path) -> Iterator[Session]:
+    s = open_session(package, EngineConfig(threads=1), Silent())
+    yield s
+    s.close()
+
+
+def chat(s: Session, thinking: bool = True) -> tuple[int, ...]:
+    assert s.text
+    text = s.text.render([{"role": "user", "content": "put the cup away"}], thinking)
+    return tuple(s.text.encode(text))
+
+
+def answer(s: Session, **asked: object) -> list[int]:
+    request = Request(prompt=chat(s), **asked)  # type: ignore[arg-type]
+    return [t for chunk in s.generate(request) for t in chunk.tokens]
+
+
+CLOSE = len(HINT.encode()) - len("</think>") + 1
+"""The hint in tokens of this tokenizer: bytes, and one for the mark."""
+
+
+# --- the envelope
+
+CARD = make_card(CardConfig(), 262144)
+
+
+def test_the_card_of_the_27b() -> None:
+    assert CARD.close == HINT
+    assert (CARD.max_tokens, CARD.complex, CARD.reply) == (32768, 81920, 4096)
+    tiers = (CARD.low, CARD.medium, CARD.high, CARD.x_high, CARD.max)
+    assert tiers == (3584, 14336, 28672, 53248, 77824)
+    assert CARD.source
+
+
+def test_the_card_of_a_small_model_and_of_one_that_says() -> None:
+    small = make_card(CardConfig(), 2048)
+    assert (small.max_tokens, small.reply, small.high, small.max) == (2048, 256, 1792, 1792)
+    told = make_card(CardConfig(high=10, low=20, source="s"), 2048)
+    tiers = (told.low, told.medium, told.high, told.x_high, told.max)
+    assert tiers == (20, 896, 896, 1792, 1792), "tiers never fall"
+    assert told.source == "s"
+
+
+@pytest.mark.parametrize(
+    ("config", "max_tokens", "want"),
+    [
+        (BudgetConfig(tokens=100), 32768, Envelope(100, 4196)),
+        (BudgetConfig(tokens=0), 32768, Envelope(0, 4096)),
+        (BudgetConfig(tokens=100), 1000, Envelope(100, 1000)),  # the budget is kept whole
+        (BudgetConfig(tokens=100, reply=500), 550, Envelope(50, 550)),  # a given reply is, too
+        (BudgetConfig(tokens=100, reply=500), 32768, Envelope(100, 600)),
+        (BudgetConfig(effort="low"), 32768, Envelope(3584, 7680)),
+        (BudgetConfig(effort="minimal"), 32768, Envelope(3584, 7680)),
+        (BudgetConfig(effort="high"), 32768, Envelope(28672, 32768)),
+        (BudgetConfig(effort="max"), 32768, Envelope(28672, 32768)),
+        (BudgetConfig(effort="medium"), 8192, Envelope(4096, 8192)),
+        (BudgetConfig(effort="max", tokens=7), 32768, Envelope(7, 4103)),
+        (BudgetConfig(tokens=5, reply=21), 26, Envelope(5, 26)),
+    ],
+)
+def test_lengths(config: BudgetConfig, max_tokens: int, want: Envelope) -> None:
+    assert envelope(config, CARD, 20, max_tokens) == want
+
+
+@pytest.mark.parametrize(
+    ("config", "max_tokens", "card", "message"),
+    [
+        (BudgetConfig(tokens=5, reply=20), 99, CARD, r"must be >= 21 tokens.*\(got 20;"),
+        (BudgetConfig(tokens=90), 99, CARD, r"reply budget must be >= 21 tokens.*\(got 9;"),
+        (BudgetConfig(effort="low"), 4095, CARD, r"max_tokens must be >= 4096.*\(got 4095\)"),
+        (BudgetConfig(tokens=5), 99, Card(), r"budget.reply must be given, .*no model card"),
+        (BudgetConfig(effort="low"), 99, Card(), r'budget.effort must be "" without a model card'),
+    ],
+)
+def test_lengths_that_leave_no_room(
+    config: BudgetConfig, max_tokens: int, card: Card, message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        envelope(config, card, 20, max_tokens)
+
+
+def test_every_effort_but_none_is_a_tier() -> None:
+    found = [effort(n, CARD) for n in ("minimal", "low", "medium", "high", "x-high", "max")]
+    assert found == sorted(found)
+
+
+# --- a session
+
+
+def test_a_budget_closes_with_the_hint_and_keeps_the_reply(session: Session) -> None:
+    got = answer(session, max_tokens=200, budget=BudgetConfig(tokens=30), stop=frozenset())
+    assert session.text
+    assert len(got) == 30 + 150
+    assert tuple(got[30 : 30 + CLOSE]) == tuple(session.text.encode(HINT))
+    assert session.report().close == "hard"
+    assert session.report().finish == "length"
+    plain = answer(
+        session, max_tokens=200, budget=BudgetConfig(tokens=30), drafter="none", stop=frozenset()
+    )
+    assert plain == got
+
+
+def test_a_message_of_ones_own(session: Session) -> None:
+    budget = BudgetConfig(tokens=9, message="enough.</think>")
+    got = answer(session, max_tokens=100, budget=budget)
+    assert session.text
+    assert session.text.decode(got[9:17]) == "enough.</think>"
+
+
+def test_thinking_off_is_without_budget(session: Session) -> None:
+    prompt = chat(session, thinking=False)
+    budget = BudgetConfig(tokens=1, message="x</think>")
+    both = [
+        [t for c in session.generate(Request(prompt=prompt, max_tokens=30, **o)) for t in c.tokens]
+        for o in ({}, {"budget": budget}, {"relaxed": RelaxedConfig()})  # type: ignore[arg-type]
+    ]
+    assert both[0] == both[1] == both[2]
+
+
+def test_everything_at_once(session: Session) -> None:
+    asked = {"max_tokens": 120, "budget": BudgetConfig(tokens=20, message="x</think>")}
+    strict = answer(session, **asked, drafter="none")
+    assert answer(session, **asked, gate=True, draft=DraftConfig(context=64)) == strict
+    assert answer(session, **asked, relaxed=RelaxedConfig(k=1), gate=True) == strict
+    assert len(answer(session, **asked, relaxed=RelaxedConfig(rule="delta"))) == len(strict)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"budget": BudgetConfig(tokens=5, reply=9)}, rf"must be >= {CLOSE + 1} tokens"),
+        ({"budget": BudgetConfig(tokens=5, message="no mark")}, r"hold </think> once \(got \"no"),
+        ({"budget": BudgetConfig(tokens=5, message="</think></think>")}, "hold </think> once"),
+        ({"budget": BudgetConfig(close="soft")}, r"must be hard without a budget.*\(got soft\)"),
+        ({"budget": BudgetConfig(effort="none")}, r'must not be "none" where the prompt thinks'),
+        ({"drafter": "none", "gate": True}, r"gate must go with a drafter"),
+        ({"drafter": "none", "relaxed": RelaxedConfig()}, r"accept relaxed must go with a drafter"),
+        (
+            {"drafter": "none", "draft": DraftConfig(seed=3)},
+            r"draft options must go with a drafter",
+        ),
+    ],
+)
+def test_refused_at_once(session: Session, asked: dict[str, object], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        session.generate(Request(prompt=chat(session), max_tokens=200, **asked))  # type: ignore[arg-type]
+
+
+def test_thinking_needs_marks(tmp_path: Path) -> None:
+    s = open_session(built(tmp_path, tokenizer=False), EngineConfig(threads=1), Silent())
+    for asked in ({"budget": BudgetConfig(tokens=5)}, {"relaxed": RelaxedConfig()}):
+        with pytest.raises(RequestError, match="whose tokenizer has <think> and </think>"):
+            s.generate(Request(prompt=(1,), max_tokens=200, **asked))  # type: ignore[arg-type]
+
+
+def test_the_manifest_carries_the_card(package: Path) -> None:
+    card = manifest.read(package).card
+    assert (card.max_tokens, card.reply, card.high, card.source) == (400, 150, 250, "a test")
+
+
+# --- the command line
+
+
+@dataclass(frozen=True)
+class Said:
+    code: int
+    out: dict[str, object]
+    err: str
+
+
+def generate(capsys: pytest.CaptureFixture[str], package: Path, *args: str) -> Said:
+    code = cli.main(
+        ["generate", "--package", str(package), "--prompt", "hi", "--json", "--ignore-eos", *args]
+    )
+    out, err = capsys.readouterr()
+    return Said(code, json.loads(out) if out else {}, err)
+
+
+def test_the_flags(capsys: pytest.CaptureFixture[str], package: Path) -> None:
+    common = ("--max-tokens", "120", "--set", "decode.budget.message=x</think>")
+    said = generate(capsys, package, *common, "--thinking-budget", "12", "--gate", "on",
+                    "--set", "decode.draft.context=64")  # fmt: skip
+    assert said.code == 0
+    assert said.out["close_kind"] == "hard"
+    assert set(said.out["phases"]) == {"thinking", "closing", "answer"}  # type: ignore[call-overload]
+    notes = {(n["what"], n["why"]) for n in said.out["notes"]}  # type: ignore[attr-defined]
+    assert ("forced", "thinking budget") in notes
+    assert ("gated", "measuring a plain step") in notes
+    narrow = generate(capsys, package, *common, "--thinking-budget", "12", "--block", "8")
+    assert narrow.out["tokens"] == said.out["tokens"]
+    assert len(narrow.out["spec"]["accept_hist"]) == 8  # type: ignore[index,call-overload]
+    low = generate(capsys, package, "--max-tokens", "300", "--reasoning-effort", "low")
+    assert (low.code, low.out["close_kind"]) == (0, "hard")
+    assert low.out["usage"]["thinking_tokens"] == 31 + CLOSE - 2  # type: ignore[index]
+    relaxed = generate(capsys, package, "--accept", "relaxed", "--set", "decode.relaxed.k=9",
+                       "--set", "decode.relaxed.margin=5", "--max-tokens", "60")  # fmt: skip
+    assert relaxed.out["phases"]["thinking"]["relaxed"] > 0  # type: ignore[index]
+    soft = generate(capsys, package, *common, "--thinking-budget", "60", "--thinking-close",
+                    "soft", "--set", "decode.budget.ratio=0.000001")  # fmt: skip
+    assert soft.out["close_kind"] == "soft"
+    assert soft.out["usage"]["thinking_tokens"] == 31  # type: ignore[index]
+
+
+def test_effort_none_does_not_think(capsys: pytest.CaptureFixture[str], package: Path) -> None:
+    none = generate(capsys, package, "--reasoning-effort", "none", "--max-tokens", "20")
+    off = generate(capsys, package, "--thinking", "off", "--max-tokens", "20")
+    assert none.out["tokens"] == off.out["tokens"]
+    assert none.out["usage"] == off.out["usage"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("--thinking-budget -2", "decode.budget.tokens must be >= -1 (got -2)"),
+        ("--thinking-close firm", 'decode.budget.close must be "hard" or "soft" (got "firm")'),
+        ("--thinking-close soft", "must be hard without a budget or an effort"),
+        ("--reasoning-effort lots", "decode.budget.effort must be"),
+        ("--accept loose", 'decode.accept must be "strict" or "relaxed"'),
+        ("--accept relaxed --drafter none", "accept relaxed must go with a drafter"),
+        ("--gate maybe", "decode.gate must be"),
+        ("--gate on --drafter none", "gate must go with a drafter"),
+        ("--block 6", "engine.block must be 8 or 16, as the package was built (got 6)"),
+        ("--set decode.relaxed.margin=-2", "decode.relaxed.margin must be >= 0, or -1"),
+        ("--set decode.budget.ratio=0.0", "decode.budget.ratio must be above 0 and at most 1"),
+        ("--set decode.draft.window=5", "draft.window must be 0 or 16 to 32 tokens (got 5)"),
+        ("--set decode.budget.x=1", "unknown key decode.budget.x"),
+    ],
+)
+def test_one_line_for_what_does_not_go(
+    capsys: pytest.CaptureFixture[str], package: Path, args: str, message: str
+) -> None:
+    said = generate(capsys, package, *args.split())
+    assert said.code == 2
+    assert message in said.err
+    assert said.err.count("\n") == 1

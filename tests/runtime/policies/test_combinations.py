@@ -1,0 +1,161 @@
+"""The laws with every policy switched on, in every combination."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from decoding import DEAD, erring, session
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from thoughts import Asked, after, oracle, run
+
+from thor_dflash.config import DraftConfig
+from thor_dflash.plugins.accept.reference import LOG_MARGIN, PROBABILITY_DELTA, Record
+from thor_dflash.runtime.block import Block, Policy, Progress, Relaxed
+from thor_dflash.runtime.decode import Plan, decode
+from thor_dflash.runtime.policies.budget import Budget, Soft
+from thor_dflash.runtime.policies.gate import Costs, Gate, Rule
+from thor_dflash.runtime.policies.relaxed import RelaxedThinking
+from thor_dflash.runtime.propose import Dflash, Nobody, Proposer
+from thor_dflash.runtime.telemetry import Meter
+
+LAWFUL = settings(
+    max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+NEVER = 511
+COUNT = 48
+
+
+class Masked:
+    """Even ids only after a third of the tokens, as a grammar would: a function of the prefix."""
+
+    def shape(self, progress: Progress, block: Block) -> Block:
+        words = np.full((session().model.block, 16), -1, np.int32)
+        start = max(0, 16 - len(progress.tokens))
+        words[start:] = 0x55555555
+        words[start:, -1] |= np.int32(-(2**31))  # the closing mark is odd
+        return replace(block, mask=lambda: words)
+
+    def judge(self, progress: Progress, record: Record) -> int:
+        return record.count
+
+    def observe(self, progress: Progress, committed: int) -> None:
+        pass
+
+
+def gate(seed: int) -> Gate:
+    """One whose clock is any clock at all, so that it opens and shuts at random."""
+    rng, now = np.random.default_rng(seed), [0.0]
+
+    def clock() -> float:
+        now[0] += rng.exponential()
+        return now[0]
+
+    rule = Rule(pause=2, upkeep=1.0, plain=1, warmup=1, sustain=1)
+    return Gate(Costs(), clock, rule)
+
+
+def proposer(kind: str, truth: Sequence[int], seed: int) -> Proposer:
+    draft = DraftConfig(context=seed % 3 * 20, seed=seed % 2 * 17, window=seed % 5 // 4 * 20)
+    return {
+        "real": Dflash(draft),
+        "oracle": oracle(truth),
+        "dead": DEAD,
+        "erring": erring(truth, 0.2, seed),
+    }[kind]
+
+
+def policies(on: frozenset[str], it: Asked, limit: int, long: bool, seed: int) -> list[Policy]:
+    made: list[Policy] = []
+    if on & {"budget", "soft"}:
+        close = (5, 6, 7, 8) * 4 + (it.close, 9) if long else (it.close,)
+        soft = Soft(limit // 2, 4.0) if "soft" in on else None
+        made.append(Budget(limit, close, soft))
+    if "relaxed" in on:
+        rule = LOG_MARGIN if seed % 2 else PROBABILITY_DELTA
+        made.append(RelaxedThinking(Relaxed(rule=rule, top_k=9, margin=0.7, close=it.close)))
+    if "gate" in on:
+        made.append(gate(seed))
+    if "mask" in on:
+        made.append(Masked())
+    return made
+
+
+options = st.frozensets(st.sampled_from(["budget", "soft", "relaxed", "gate", "mask"]))
+combination = given(
+    on=options,
+    kind=st.sampled_from(["real", "oracle", "dead", "erring"]),
+    close=st.sampled_from([NEVER, -1]),
+    limit=st.integers(0, 40),
+    length=st.integers(2, 90),
+    thinks=st.booleans(),
+    long=st.booleans(),
+    seed=st.integers(0, 50),
+)
+
+
+def asked(close: int, length: int, thinks: bool, seed: int) -> Asked:
+    """close -1: a mark this model says by itself, early in its answer."""
+    it = Asked(NEVER, length=length, seed=seed, max_tokens=COUNT)
+    if close < 0:
+        truth = after(it.prompt, 20)
+        close = max(truth, key=lambda token: (truth.count(token) == 1, truth.index(token)))
+    return Asked(close, length=length, seed=seed, max_tokens=COUNT, thinks=thinks)
+
+
+@LAWFUL
+@combination
+def test_strict_parts_are_those_of_plain_decoding(
+    on: frozenset[str], kind: str, close: int, limit: int, length: int, thinks: bool,
+    long: bool, seed: int,
+) -> None:  # fmt: skip
+    it = asked(close, length, thinks, seed)
+    limit = min(limit, COUNT - 20)
+    truth, _ = run(it, Nobody(), policies(on - {"gate"}, it, limit, long, seed))
+    got, report = run(it, proposer(kind, truth, seed), policies(on, it, limit, long, seed))
+    assert len(got) == COUNT
+    assert sum(part.committed for part in report.phases.values()) == COUNT
+    if "relaxed" not in on or not thinks:
+        assert got == truth
+        return
+    start = got.index(it.close) + 1 if it.close in got else COUNT
+    if start < COUNT and not on & {"mask", "budget", "soft"}:
+        assert got[start:] == after([*it.prompt, *got[:start]], COUNT - start)
+    if on & {"budget", "soft"}:
+        assert it.close in got[: limit + 20]
+
+
+@LAWFUL
+@combination
+def test_dropped_steps_leave_no_trace(
+    on: frozenset[str], kind: str, close: int, limit: int, length: int, thinks: bool,
+    long: bool, seed: int,
+) -> None:  # fmt: skip
+    """A request closed half way, and steps verified and never committed between the blocks."""
+    it = asked(close, length, thinks, seed)
+    limit = min(limit, COUNT - 20)
+    on = on - {"relaxed"}
+    truth, _ = run(it, Nobody(), policies(on - {"gate"}, it, limit, long, seed))
+    s = session()
+    plan = Plan(
+        prompt=it.prompt,
+        max_tokens=COUNT,
+        stop=(),
+        proposer=proposer(kind, truth, seed),
+        policies=tuple(policies(on, it, limit, long, seed)),
+        marks=it.marks,
+    )
+    progress, got = Progress(plan.prompt, plan.marks), list[int]()
+    for chunk in decode(s.model, plan, progress, Meter(16, s.model.engine.busy())):
+        got += chunk.tokens
+        if got:
+            s.model.write_tokens([seed + i for i in range(16)])
+            s.model.verify()
+            s.model.verify()
+        if len(got) > COUNT // 2:
+            break
+    assert got == truth[: len(got)]
+    again, _ = run(it, proposer(kind, truth, seed), policies(on, it, limit, long, seed))
+    assert again == truth

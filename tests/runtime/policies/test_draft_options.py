@@ -1,0 +1,116 @@
+"""How much of the context the drafter looks at: another guess, never another token."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from decoding import prompt, session
+from thoughts import Asked, after, run
+
+from thor_dflash.config import DraftConfig
+from thor_dflash.errors import RequestError
+from thor_dflash.runtime.block import Block, Progress
+from thor_dflash.runtime.model import Model
+from thor_dflash.runtime.propose import Dflash
+from thor_dflash.runtime.session import Request, Session
+from thor_dflash.tensors import Array
+
+IT = Asked(239, length=120, max_tokens=40)
+OPTIONS = [
+    DraftConfig(window=16), DraftConfig(full=16), DraftConfig(full=40), DraftConfig(context=1),
+    DraftConfig(context=128), DraftConfig(seed=1), DraftConfig(seed=33),
+    DraftConfig(window=20, full=30, context=25, seed=70),
+]  # fmt: skip
+
+
+def drafts(s: Session, config: DraftConfig, tokens: tuple[int, ...]) -> Array:
+    """The first block drafted after a prompt."""
+    model, proposer = s.model, Dflash(config)
+    model.state.reset()
+    rows = tokens[:-1]
+    first = proposer.begin(model, len(rows))
+    chunk = model.manifest.chunk
+    for start in range(0, len(rows), chunk):
+        part = rows[start : start + chunk]
+        model.prefill(part, observe=start + len(part) > first)
+    proposal = proposer.propose(model, Progress(tokens), Block(cap=16))
+    model.draft(Block(cap=16), proposal.calls)
+    return model.read("tokens")
+
+
+@pytest.mark.parametrize("config", OPTIONS, ids=str)
+def test_no_option_changes_a_token(config: DraftConfig) -> None:
+    truth = after(IT.prompt, 40)
+    got, report = run(IT, Dflash(config))
+    assert got == truth
+    assert report.spec.drafted > 0
+
+
+def test_every_option_reaches_the_drafter() -> None:
+    s, tokens = session(), prompt(150, 3)
+    all_of_it = drafts(s, DraftConfig(), tokens)
+    for config in (DraftConfig(window=16), DraftConfig(full=16), DraftConfig(context=4)):
+        assert not np.array_equal(drafts(s, config, tokens), all_of_it), config
+    assert not np.array_equal(drafts(s, DraftConfig(seed=4), tokens), all_of_it)
+    assert np.array_equal(drafts(s, DraftConfig(), tokens), all_of_it), "and none stays behind"
+
+
+def test_options_as_large_as_the_context_are_none() -> None:
+    s, tokens = session(), prompt(150, 3)
+    config = DraftConfig(window=32, full=496, context=149, seed=149)
+    assert np.array_equal(drafts(s, config, tokens), drafts(s, DraftConfig(), tokens))
+
+
+@pytest.mark.parametrize("seed", [1, 30, 32, 33, 64, 100])
+def test_a_seed_is_the_context_from_there_on(seed: int) -> None:
+    """Position for position what a context cap shows, of rings that never held more."""
+    s, tokens = session(), prompt(130, 5)
+    seeded = drafts(s, DraftConfig(seed=seed), tokens)
+    assert np.array_equal(seeded, drafts(s, DraftConfig(context=seed), tokens))
+
+
+def test_a_seed_spares_the_chunks_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    s, seen = session(), []
+    inner = Model.prefill
+
+    def prefill(model: Model, tokens: tuple[int, ...], observe: bool) -> None:
+        seen.append(observe)
+        inner(model, tokens, observe)
+
+    monkeypatch.setattr(Model, "prefill", prefill)
+    drafts(s, DraftConfig(seed=40), prompt(130, 5))
+    assert seen == [False, False, True, True, True], "129 rows in chunks of 32, the last 40 wanted"
+
+
+def test_what_lies_before_the_context_cap_is_not_seen() -> None:
+    """FlashRT's window: the block sees the last rows before it, the same for each of its rows."""
+    s = session()
+    model, tokens = s.model, prompt(200, 3)
+    capped = drafts(s, DraftConfig(context=128), tokens)
+    for name, tensor in model.state.tensors.items():
+        if name.startswith("drafter."):
+            slots = tensor.spec.at({})[1]
+            rows = model.engine.read(tensor)
+            old = [p % slots for p in range(max(0, 199 - slots), 199 - 128)]
+            rows[:, old] = 1e3
+            model.engine.write(tensor, rows)
+    model.write_first(128)
+    model.engine.run([model.call("propose")])
+    assert np.array_equal(model.read("tokens"), capped)
+    model.write_first(0)
+    model.engine.run([model.call("propose")])
+    assert not np.array_equal(model.read("tokens"), capped)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (DraftConfig(window=15), r"draft.window must be 0 or 16 to 32 tokens \(got 15\)"),
+        (DraftConfig(window=33), r"draft.window must be 0 or 16 to 32 tokens \(got 33\)"),
+        (DraftConfig(full=15), r"draft.full must be 0 or 16 to 496 tokens \(got 15\)"),
+        (DraftConfig(full=497), r"draft.full must be 0 or 16 to 496 tokens \(got 497\)"),
+    ],
+)
+def test_refused_at_once(config: DraftConfig, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        session().generate(Request(prompt=(1,), max_tokens=3, draft=config))

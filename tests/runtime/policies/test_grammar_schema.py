@@ -1,0 +1,116 @@
+"""Which schemas are taken, which are refused by what name, and what a lint says of the rest."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+from constrained import PLAN, SMALL, session, text
+
+from thor_dflash.errors import RequestError
+from thor_dflash.runtime.policies.grammar_compile import KEPT, Grammars, within
+from thor_dflash.runtime.policies.grammar_schema import MAX_BYTES, lint, text_of
+
+STRING = {"type": "string", "maxLength": 5}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    inner: dict[str, Any] = {"type": "null"}
+    for _ in range(depth):
+        inner = {"type": "array", "maxItems": 1, "items": inner}
+    return inner
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ("{", r"schema must be JSON \(got: "),
+        ("[1]", r"schema must be an object \(got \[1\]\)"),
+        ("[" * 5000, r"schema must be nested at most 64 deep"),
+        (nested(70), r"schema must be nested at most 64 deep \(got 71\)"),
+        (
+            {"enum": ["x" * MAX_BYTES]},
+            r"schema must be at most 131072 bytes of JSON \(got 1310\d\d\)",
+        ),
+        (" " * (MAX_BYTES + 1), r"schema must be at most 131072 bytes of JSON \(got 131073\)"),
+        ({"type": "array", "uniqueItems": True}, r"supported keywords only \(got uniqueItems\)"),
+        ({"type": "integer", "multipleOf": 999983}, r"keywords only \(got multipleOf\)"),
+        ({"properties": {"a": {"not": {}}}}, r"schema.properties.a must have .* \(got not\)"),
+        ({"items": {"anyOf": [{}, {"if": {}}]}}, r"schema.items.anyOf\[1\] must .* \(got if\)"),
+        ({"x-guidance": {"whitespace_flexible": True}}, r"keywords only \(got x-guidance\)"),
+        ({"nullable": True}, r"keywords only \(got nullable\)"),
+        ({"patternProperties": {}}, r"keywords only \(got patternProperties\)"),
+        ({"properties": []}, r"schema.properties must be an object of schemas \(got \[\]\)"),
+        ({"anyOf": {}}, r"schema.anyOf must be a list of schemas"),
+        ({"items": 3}, r"schema.items must be a schema \(got 3\)"),
+        ({"type": "strin"}, r"can be compiled \(got: Invalid type: strin\)"),
+        ({"enum": []}, r"can be compiled \(got: Unsatisfiable"),
+        ({"type": "string", "pattern": "(?=a)b"}, r"can be compiled \(got: regex"),
+        ({"type": "string", "format": "foo"}, r"can be compiled \(got: Unknown format: foo"),
+        ({"$ref": "http://robots.example/plan"}, r"can be compiled \(got: Resource"),
+        ({"$ref": "#/$defs/none"}, r"schema must be one that can be compiled"),
+        ({"const": object()}, r"schema must be JSON \(got a value of type object\)"),
+    ],
+)
+def test_a_schema_is_refused_by_what_is_wrong_with_it(schema: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        session().grammar(schema)
+
+
+def test_the_order_of_keys_is_kept() -> None:
+    order = ["z", "a", "m"]
+    schema = {"type": "object", "properties": dict.fromkeys(order, STRING), "required": order}
+    assert list(json.loads(text_of(schema))["properties"]) == order
+    assert text_of(json.dumps(schema, indent=3)) == text_of(schema)
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"type": "string"}, ["schema must have maxLength"]),
+        ({"type": "string", "pattern": "^a+$"}, ["schema must have maxLength"]),
+        ({"type": "string", "pattern": "^a{2,4}$"}, []),
+        ({"type": "string", "format": "date"}, []),
+        ({"type": ["string", "null"], "maxLength": 4}, []),
+        ({"type": "array", "items": STRING}, ["schema must have maxItems"]),
+        ({"type": "array", "prefixItems": [STRING], "items": False}, []),
+        ({"type": "object", "properties": {}}, ["schema must have additionalProperties false"]),
+        ({"type": "integer", "minimum": 0}, ["schema must have minimum and maximum"]),
+        ({"type": "number"}, ["schema must be an integer or an enum"]),
+        ({}, ["schema must have a type"]),
+        ({"anyOf": [STRING, {"type": "string"}]}, ["schema.anyOf[1] must have maxLength"]),
+        (
+            {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, STRING]}}},
+            ["#/$defs/a must not contain itself"],
+        ),
+        (SMALL, []),
+        (PLAN, []),
+    ],
+)
+def test_what_can_grow_without_end_is_named(schema: Any, said: list[str]) -> None:
+    found = lint(text_of(schema))
+    assert len(found) == len(said), found
+    assert all(line.startswith(start) for line, start in zip(found, said, strict=True))
+    assert session().grammar(schema).warnings == found
+
+
+def test_a_compilation_is_not_waited_for_without_end() -> None:
+    begin = time.perf_counter()
+    with pytest.raises(RequestError, match=r"must compile within 0.05 s \(got one that does not\)"):
+        within(0.05, lambda: time.sleep(5))
+    assert time.perf_counter() - begin < 1
+    assert within(1, lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):
+        within(1, lambda: 1 // 0)
+
+
+def test_a_schema_is_compiled_once_and_the_oldest_is_forgotten() -> None:
+    manifest = session().manifest
+    grammars = Grammars(text(), manifest.vocab_limit, manifest.stop_tokens)
+    made = [grammars.compile({"const": i}) for i in range(KEPT)]
+    assert grammars.compile({"const": 0}) is made[0]
+    grammars.compile({"const": KEPT})
+    assert grammars.compile({"const": 0}) is made[0]
+    assert grammars.compile({"const": 1}) is not made[1]

@@ -1,0 +1,92 @@
+"""Narrower blocks of the same package: the same tokens, checked bit by bit on their logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import GEOMETRIES, Dialect, DrafterGeometry, write_drafter, write_target
+from decoding import answer, erring, prompt
+
+from thor_dflash.builders.build import build
+from thor_dflash.config import BuildConfig, EngineConfig
+from thor_dflash.errors import ConfigError
+from thor_dflash.progress import Silent
+from thor_dflash.runtime.propose import Dflash, Nobody
+from thor_dflash.runtime.score import score
+from thor_dflash.runtime.session import Request, Session, open_session
+
+WIDTHS = (4, 8, 12)
+
+
+def package(root: Path, geometry: str, dialect: Dialect = "bf16", **config: object) -> Path:
+    g = GEOMETRIES[geometry]
+    write_target(root / "target", g, 3, dialect)
+    write_drafter(root / "drafter", g, DrafterGeometry(), 4)
+    wanted = BuildConfig(chunk=32, capacity=512, widths=WIDTHS, **config)  # type: ignore[arg-type]
+    build(root / "target", root / "drafter", root / "package", wanted, Silent())
+    return root / "package"
+
+
+def opened(path: Path, width: int = 0) -> Session:
+    return open_session(path, EngineConfig(threads=1, block=width), Silent())
+
+
+CASES = [("0.8b", "bf16"), ("4b", "bf16"), ("gqa2", "bf16"), ("27b", "modelopt"),
+         ("27b", "fp8"), ("heads27b", "bf16"), ("nested", "compressed-tensors")]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def built(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
+    yield package(tmp_path_factory.mktemp("widths"), *request.param)
+
+
+def test_a_row_does_not_know_the_width_of_its_block(built: Path) -> None:
+    tokens = prompt(300, 1)
+    want = score(opened(built), tokens, True, Silent())
+    for width in WIDTHS:
+        got = score(opened(built, width), tokens, True, Silent())
+        for name in want:
+            assert np.array_equal(got[name], want[name]), (width, name)
+
+
+def test_every_width_gives_the_same_tokens(built: Path) -> None:
+    request = Request(prompt=prompt(70, 2), max_tokens=80)
+    whole = opened(built)
+    truth = answer(whole, request, Nobody())
+    for width in WIDTHS:
+        s = opened(built, width)
+        assert s.model.block == width
+        assert answer(s, request, Nobody()) == truth
+        assert answer(s, request, Dflash()) == truth
+        assert answer(s, request, erring(truth, 0.1, width)) == truth
+        hist = s.report().spec.accept_hist
+        assert len(hist) == width
+        assert hist[-1] > 0
+
+
+def test_states_have_widths_too(tmp_path: Path) -> None:
+    path = package(tmp_path, "27b", saves="states")
+    request = Request(prompt=prompt(70, 2), max_tokens=50)
+    truth = answer(opened(path), request, Nobody())
+    assert answer(opened(path, 8), request, erring(truth, 0.2, 1)) == truth
+
+
+def test_a_width_the_package_has_not(built: Path) -> None:
+    with pytest.raises(ConfigError, match=r"engine.block must be 4 or 8 or 12 or 16.*\(got 6\)"):
+        opened(built, 6)
+
+
+@pytest.mark.parametrize("widths", [(3,), (0,), (4, 4), (8, 10)])
+def test_widths_are_multiples_of_4(widths: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"build.widths must be multiples of 4, each once"):
+        BuildConfig(widths=widths)
+
+
+def test_widths_are_below_the_block(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"build.widths must be below 12"):
+        package(tmp_path, "0.8b", block=12)

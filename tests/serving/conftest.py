@@ -1,0 +1,194 @@
+"""Servers for the tests of serving: on free ports, over backends that wait to be told to go on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from thor_dflash.config import ServeConfig
+from thor_dflash.serving import wire
+from thor_dflash.serving.backend import Backend, Prepared, Run, Stop
+from thor_dflash.serving.mock import MockBackend
+from thor_dflash.serving.server import Server, serving
+
+PATIENCE_S = 20.0
+"""Until a test gives up waiting: only ever used up by a test that fails."""
+
+
+def wait_for(what: Callable[[], object]) -> None:
+    """Wait until something is true."""
+    until = time.monotonic() + PATIENCE_S
+    while not what():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.002)
+
+
+@dataclass
+class HeldRun:
+    """A mock's run whose every step needs a permit."""
+
+    run: Run
+    held: HeldBackend
+
+    @property
+    def done(self) -> bool:
+        return self.run.done
+
+    def step(self) -> Sequence[wire.Chunk]:
+        self.held.waiting.set()
+        assert self.held.permits.acquire(timeout=PATIENCE_S)
+        self.held.waiting.clear()
+        self.held.steps += 1
+        return self.run.step()
+
+    def result(self, stop: Stop | None) -> wire.Result:
+        self.held.ended.append(stop)
+        return self.run.result(stop)
+
+    def close(self) -> None:
+        self.run.close()
+
+
+@dataclass
+class HeldBackend:
+    """A mock that stands still until it is let go on."""
+
+    mock: MockBackend
+    permits: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    waiting: threading.Event = field(default_factory=threading.Event)
+    """A step is due."""
+    steps: int = 0
+    ended: list[Stop | None] = field(default_factory=list)
+    started: list[str] = field(default_factory=list)
+    """Ids in the order in which they were begun."""
+
+    def let(self, steps: int = 10_000) -> None:
+        self.permits.release(steps)
+
+    def start(self, prepared: Prepared, left_ms: float | None) -> Run:
+        self.started.append(prepared.ask.id)
+        return HeldRun(self.mock.start(prepared, left_ms), self)
+
+    def close(self) -> None:
+        self.permits.release(10_000)
+
+    @property
+    def about(self) -> Any:
+        return self.mock.about
+
+    @property
+    def rates(self) -> Any:
+        return self.mock.rates
+
+    def warm(self) -> None:
+        self.mock.warm()
+
+    def prepare(self, ask: wire.Ask, left_ms: float | None) -> Prepared:
+        return self.mock.prepare(ask, left_ms)
+
+    def validate(self, request: wire.Validate) -> dict[str, Any]:
+        return self.mock.validate(request)
+
+    def pin(self, request: wire.PrefixPut, stopped: Callable[[], bool]) -> dict[str, Any]:
+        return self.mock.pin(request, stopped)
+
+    def prefixes(self) -> list[dict[str, Any]]:
+        return self.mock.prefixes()
+
+    def drop(self, prefix_id: str) -> bool:
+        return self.mock.drop(prefix_id)
+
+
+class Peer:
+    """A raw client: what a robot in another language would send, frame by frame."""
+
+    def __init__(self, endpoint: str, kind: int = zmq.DEALER, **options: int) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self.context.socket(kind)
+        self.socket.linger = 0
+        for name, value in options.items():
+            self.socket.setsockopt(zmq.SocketOption[name], value)
+        self.socket.connect(endpoint)
+        self.envelope = [] if kind == zmq.REQ else [b""]
+
+    def send(self, body: bytes | None = None, **fields: object) -> None:
+        self.socket.send_multipart(
+            [*self.envelope, msgspec.json.encode(fields) if body is None else body]
+        )
+
+    def receive(self) -> dict[str, Any]:
+        assert self.socket.poll(1e3 * PATIENCE_S), "no answer"
+        reply: dict[str, Any] = msgspec.json.decode(self.socket.recv_multipart()[-1])
+        return reply
+
+    def ask(self, **fields: object) -> dict[str, Any]:
+        self.send(**fields)
+        return self.receive()
+
+    def final(self, id: str) -> dict[str, Any]:
+        """The final answer to a request; others' are an error."""
+        while (reply := self.receive())["type"] == "chunk":
+            assert reply["id"] == id
+        assert reply["id"] == id, reply
+        return reply
+
+    def silent(self, ms: int = 50) -> bool:
+        return not self.socket.poll(ms)
+
+    def close(self) -> None:
+        self.socket.close(0)
+        self.context.term()
+
+
+class House:
+    """Starts servers and clients, and closes them all at the end of the test."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self.log: list[str] = []
+
+    def serve(self, backend: Backend, **config: Any) -> Server:
+        settings = ServeConfig(**{"bind": ("tcp://127.0.0.1:*",), "drain_s": 10.0, **config})
+        ready = self._ready() + 1
+        server = self.load(lambda: backend, settings)
+        wait_for(lambda: self._ready() == ready)
+        return server
+
+    def _ready(self) -> int:
+        return sum(line.startswith("ready after") for line in self.log)
+
+    def load(self, load: Callable[[], Backend], config: ServeConfig) -> Server:
+        return self._stack.enter_context(serving(load, config, log=self.log.append))
+
+    def mock(self, cycle_s: float = 0.0, **config: Any) -> Server:
+        return self.serve(MockBackend(ServeConfig(), cycle_s), **config)
+
+    def held(self, **config: Any) -> tuple[Server, HeldBackend]:
+        held = HeldBackend(MockBackend(ServeConfig()))
+        server = self.serve(held, **config)
+        self._stack.callback(held.close)
+        return server, held
+
+    def peer(self, server: Server, kind: int = zmq.DEALER, **options: int) -> Peer:
+        peer = Peer(server.endpoints[0], kind, **options)
+        self._stack.callback(peer.close)
+        return peer
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+@pytest.fixture
+def house() -> Iterator[House]:
+    it = House()
+    yield it
+    it.close()
+    assert not [line for line in it.log if "Traceback" in line], it.log

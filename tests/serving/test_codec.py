@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import datetime
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thor_dflash.serving import codec, fields, groot, wire
+from thor_dflash.serving.codec import JSON, MSGPACK, Codec, Head
+from thor_dflash.serving.refusal import PlanError
+
+PLAN = {"v": 1, "op": "plan", "id": "a", "prompt": "Bring the cup."}
+
+
+def read(body: bytes) -> wire.Request:
+    found = codec.codec_of(body)
+    return codec.read(found, body, found.decode(body, Head))
+
+
+def refused(body: bytes | dict[str, Any]) -> PlanError:
+    with pytest.raises(PlanError) as caught:
+        request = read(body if isinstance(body, bytes) else JSON.encode(body))
+        assert isinstance(request, wire.Ask)
+        fields.check(request)
+        fields.check_values(request)
+    return caught.value
+
+
+@pytest.mark.parametrize("encoding", [JSON, MSGPACK], ids=["json", "msgpack"])
+def test_both_encodings_say_the_same(encoding: Codec) -> None:
+    request = read(encoding.encode({**PLAN, "stream": "steps", "return": ["plan"]}))
+    assert isinstance(request, wire.Ask)
+    assert (request.prompt, request.stream, request.parts) == (PLAN["prompt"], "steps", ("plan",))
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"promt": "x"}, "promt"),
+        ({"max_tokens": "4"}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"max_tokens": 1 << 70}, "max_tokens"),
+        ({"deadline_ms": -1}, "deadline_ms"),
+        ({"priority": 10}, "priority"),
+        ({"generation": 1.5}, "generation"),
+        ({"id": "x" * 65}, "id"),
+        ({"id": ""}, "id"),
+        ({"session": ""}, "session"),
+        ({"stream": True}, "stream"),
+        ({"stream": "all the way"}, "stream"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "prompt"),
+        ({"prompt": " "}, "prompt"),
+        ({"prompt": None, "messages": []}, "messages"),
+        ({"prompt": None, "messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"prompt": None, "messages": [{"role": "user", "text": "x"}]}, "messages[0].text"),
+        ({"prompt": None, "messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"temperature": 0.7}, "temperature"),
+        ({"top_p": 0.9}, "top_p"),
+        ({"top_k": 5}, "top_k"),
+        ({"seed": 3}, "seed"),
+        ({"stop": ["."]}, "stop"),
+        ({"thinking_budget": 3, "thinking_token_budget": 4}, "thinking_token_budget"),
+        ({"metadata": {"a": "x" * 2000}}, "metadata"),
+        ({"metadata": {"a": json.loads("[" * 70 + "]" * 70)}}, "metadata"),
+        ({"return": ["everything"]}, "return[0]"),
+        ({"response_format": {"type": "json_object"}}, "response_format.type"),
+        ({"op": "pland"}, "op"),
+        ({"v": 2}, "v"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_is_not_understood_is_refused_by_name(change: dict[str, Any], field: str) -> None:
+    error = refused({**PLAN, **change})
+    assert error.field == field
+    assert error.code in ("bad_request", "too_large", "unsupported_version")
+    assert field.split("[")[0].split(".")[0] in error.message
+
+
+def test_fields_of_ones_own_are_ignored_and_others_are_not() -> None:
+    assert read(JSON.encode({**PLAN, "x_trace": [{"deep": 1}]})) == read(JSON.encode(PLAN))
+    assert refused({**PLAN, "x_trace": 1, "y_trace": 1}).field == "y_trace"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{", b"[]", b"null", b"\xff", b"\x00" * 9, b'{"op":"plan"',
+        b'{"op":' + b"[" * 100_000, b"\x81\xa2op" + b"\x91" * 100_000,
+        b'{"op":"plan","id":"a","prompt":"\\ud800"}', b"\x82\xa2op\xa4plan\xa2id\xa1\xff",
+        b'{"op":"plan","id":"a","prompt":NaN}', b"\xdf\xff\xff\xff\xff", b'{"id":"a"}',
+        MSGPACK.encode({**PLAN, "metadata": {"a": msgspec.msgpack.Ext(5, b"x")}}),
+        MSGPACK.encode({**PLAN, "metadata": {"a": datetime.datetime.now(datetime.UTC)}}),
+        MSGPACK.encode({**PLAN, "metadata": {"a": b"bytes"}}),
+        MSGPACK.encode({**PLAN, "metadata": {"a": {1: 2}}}),
+        MSGPACK.encode({**PLAN, "metadata": {"a": float("nan")}}),
+        MSGPACK.encode({**PLAN, "temperature": float("nan")}),
+    ],
+    ids=lambda body: repr(body)[:30],
+)  # fmt: skip
+def test_broken_bodies_are_refused(body: bytes) -> None:
+    assert refused(body).code == "bad_request"
+
+
+@given(st.binary(max_size=200), st.integers(0, 2))
+def test_no_bytes_do_anything_but_be_refused(tail: bytes, start: int) -> None:
+    body = (b"", b'{"', b"\x83")[start] + tail
+    try:
+        read(body)
+    except PlanError as e:
+        assert e.code in ("bad_request", "unsupported_version")
+
+
+@given(st.data())
+def test_no_mutation_does_either(data: st.DataObject) -> None:
+    encoding = data.draw(st.sampled_from([JSON, MSGPACK]))
+    whole = encoding.encode({**PLAN, "messages": None, "metadata": {"a": [1, {"b": "c"}]}})
+    at = data.draw(st.integers(0, len(whole) - 1))
+    body = whole[:at] + data.draw(st.binary(max_size=3)) + whole[at + 1 :]
+    try:
+        read(body)
+    except PlanError as e:
+        assert e.code in ("bad_request", "unsupported_version")
+
+
+def test_groot_requests_are_the_same_requests() -> None:
+    body = MSGPACK.encode({"endpoint": "plan", "data": {"prompt": "x"}, "api_token": "secret"})
+    head = MSGPACK.decode(body, Head)
+    assert groot.speaks(head)
+    request = groot.read(MSGPACK, body, head)
+    assert isinstance(request, wire.Ask)
+    assert (request.prompt, request.token) == ("x", "secret")
+    assert groot.answer(codec.failure(PlanError("busy", "later"), "a")) == {"error": "busy: later"}
+    wrong = MSGPACK.encode({"endpoint": "plan", "data": {"promt": "x"}})
+    with pytest.raises(PlanError) as caught:
+        groot.read(MSGPACK, wrong, MSGPACK.decode(wrong, Head))
+    assert caught.value.field == "promt"

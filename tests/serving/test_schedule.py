@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thor_dflash.serving import wire
+from thor_dflash.serving.codec import JSON
+from thor_dflash.serving.refusal import PlanError
+from thor_dflash.serving.schedule import Job, Peer, Schedule
+
+
+def job(id: str, session: str = "", at: float = 0.0, peer: bytes = b"p", **ask: Any) -> Job:
+    request = wire.Ask(id=id, prompt="x", **ask)
+    ms = request.deadline_ms
+    return Job(
+        request=request,
+        peer=Peer((peer, b""), JSON),
+        session=session or id,
+        arrived=at,
+        deadline=None if ms is None else at + ms / 1e3,
+    )
+
+
+def queue(books: Schedule, *jobs: Job) -> list[tuple[str, str]]:
+    """Take jobs in, ready to run. Gives who was displaced and why."""
+    out: list[tuple[str, str]] = []
+    for one in jobs:
+        out += [(old.request.id, error.code) for old, error in books.arrive(one, 10.0)]
+        one.state = "queued"
+    return out
+
+
+def run(books: Schedule) -> str | None:
+    one = books.next()
+    if one is None:
+        return None
+    one.state = "running"
+    return one.request.id
+
+
+def test_the_most_urgent_first_then_the_oldest() -> None:
+    books = Schedule(8)
+    queue(books, job("a"), job("b", priority=9), job("c", priority=9), job("d", priority=0))
+    order: list[str | None] = []
+    while id := run(books):
+        order.append(id)
+        running = books.running
+        assert running
+        assert run(books) is None, "one at a time"
+        assert books.leave(running)
+    assert order == ["b", "c", "a", "d"]
+
+
+def test_a_full_queue_says_busy_and_when_to_come_again() -> None:
+    books = Schedule(2)
+    queue(books, job("a"), job("b"))
+    with pytest.raises(PlanError) as caught:
+        books.arrive(job("c"), 850.0)
+    assert (caught.value.code, caught.value.retry_after_ms) == ("busy", 850.0)
+    assert len(books) == 2
+    assert run(books) == "a"
+    assert queue(books, job("c")) == [], "the running one does not wait"
+
+
+def test_the_latest_of_a_session_wins() -> None:
+    books = Schedule(1)
+    queue(books, job("a", "arm"))
+    assert queue(books, job("b", "arm")) == [("a", "preempted")], "also where the queue is full"
+    assert run(books) == "b"
+    running = books.running
+    queue(books, job("c", "leg"))
+    assert running
+    assert running.stop is None
+    assert queue(books, job("d", "leg")) == [("c", "preempted")]
+    with pytest.raises(PlanError, match="wait"):
+        books.arrive(job("e", "arm"), 1.0)
+    assert running.stop is None, "a plan that was refused preempts nobody"
+
+
+def test_the_latest_stops_the_running_one() -> None:
+    books = Schedule(4)
+    queue(books, job("a", "arm"))
+    run(books)
+    queue(books, job("b", "arm", preempt="none"))
+    running = books.running
+    assert running
+    assert running.stop is None
+    queue(books, job("c", "arm"))
+    assert running.stop == "preempted"
+
+
+@pytest.mark.parametrize(("priority", "stop"), [(4, None), (5, None), (6, "preempted")])
+def test_lower_means_lower(priority: int, stop: str | None) -> None:
+    books = Schedule(4)
+    queue(books, job("a", "arm"))
+    run(books)
+    queue(books, job("b", "leg", priority=priority, preempt="lower"))
+    running = books.running
+    assert running
+    assert running.stop == stop
+
+
+def test_plans_for_an_older_world_are_stale() -> None:
+    books = Schedule(4)
+    queue(books, job("a", "arm", generation=7, preempt="none"))
+    assert queue(books, job("b", "arm", generation=8, preempt="none")) == [("a", "stale")]
+    with pytest.raises(PlanError) as caught:
+        books.arrive(job("c", "arm", generation=7), 1.0)
+    assert (caught.value.code, caught.value.field) == ("stale", "generation")
+    assert queue(books, job("d", "leg", generation=1)) == [], "another session, another count"
+
+
+def test_an_id_in_use_is_refused_and_only_for_its_own_peer() -> None:
+    books = Schedule(4)
+    queue(books, job("a"))
+    with pytest.raises(PlanError, match="id must not be in use"):
+        books.arrive(job("a", "other"), 1.0)
+    assert queue(books, job("a", "other", peer=b"q")) == []
+
+
+def test_deadlines_pass_in_the_queue_only() -> None:
+    books = Schedule(4)
+    queue(books, job("a", deadline_ms=100), job("b", deadline_ms=50))
+    run(books)
+    assert books.first_deadline() == 0.05
+    assert [one.request.id for one in books.expired(0.06)] == ["b"]
+    assert [one.request.id for one in books.expired(0.2)] == ["b"], "a runs; the engine looks"
+
+
+def test_a_job_is_found_by_its_own_connection_or_by_name() -> None:
+    books = Schedule(4)
+    queue(books, job("a", "arm", peer=b"p"))
+    assert books.find("a", b"p", None)
+    assert books.find("a", b"q", "arm")
+    assert not books.find("a", b"q", None)
+    assert not books.find("a", b"q", "leg")
+    assert not books.find("b", b"p", "arm")
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2), st.integers(0, 9)), max_size=60))
+def test_every_job_leaves_once(steps: list[tuple[int, int, int]]) -> None:
+    books, left, taken = Schedule(3), list[str](), 0
+    for number, (what, session, value) in enumerate(steps):
+        if what < 3:
+            preempt = ("none", "same_session", "lower")[what]
+            one = job(f"{number}", f"s{session}", priority=value, preempt=preempt)
+            try:
+                displaced = books.arrive(one, 1.0)
+            except PlanError:
+                continue
+            taken += 1
+            one.state = "queued"
+            left += [old.request.id for old, _ in displaced]
+        elif what == 3 or books.running is None:
+            run(books)
+        else:
+            running = books.running
+            assert books.leave(running)
+            assert not books.leave(running), "twice"
+            left.append(running.request.id)
+        assert len(books.waiting) <= 3
+    left += [one.request.id for one in books.jobs()]
+    assert len(left) == len(set(left)) == taken

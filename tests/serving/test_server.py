@@ -1,0 +1,458 @@
+"""The protocol over sockets, against a backend that stands still until it is told to go on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from thor_dflash.config import ServeConfig
+from thor_dflash.errors import EngineError, ThorError
+from thor_dflash.serving.mock import PLAN, MockBackend
+from thor_dflash.serving.server import Server
+
+SMALL = {"op": "plan", "prompt": "x"}
+
+
+def until(what: Callable[[], object]) -> None:
+    """Wait until something is true."""
+    end = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.002)
+
+
+# --- control while a plan decodes
+
+
+def test_control_is_answered_while_the_engine_stands(house: Any) -> None:
+    server, held = house.held()
+    peer, other = house.peer(server), house.peer(server)
+    peer.send(**SMALL, id="p")
+    assert held.waiting.wait(20)
+    for op in ("hello", "ping", "health", "stats", "prefix.list"):
+        assert other.ask(op=op, id=op)["id"] == op
+        assert peer.ask(op=op, id=op)["id"] == op, "its own connection is served, too"
+    health = other.ask(op="health", id="h")
+    assert (health["state"], health["ready"], health["running"]) == ("busy", True, 1)
+    assert other.ask(op="validate", id="v", prompt="two words")["prompt_tokens"] == 2
+    held.let()
+    assert peer.final("p")["status"] == "ok"
+
+
+def test_hello_tells_what_a_client_must_know(house: Any) -> None:
+    hello = house.peer(house.mock()).ask(op="hello", id="h")
+    assert hello["versions"] == [1]
+    assert hello["model"]["model"] == "mock"
+    assert hello["limits"]["max_queue"] == 4
+    assert hello["limits"]["cancel_bound_ms"] >= 1
+    assert "deadline" in hello["features"]
+
+
+# --- framing
+
+
+def test_every_kind_of_client_is_answered_in_its_own_way(house: Any) -> None:
+    server = house.mock()
+    req = house.peer(server, zmq.REQ)
+    assert req.ask(op="ping", id="1")["id"] == "1"
+    correlated = house.peer(server, zmq.REQ, REQ_RELAXED=1, REQ_CORRELATE=1)
+    assert correlated.ask(op="ping", id="2")["id"] == "2"
+    dealer = house.peer(server)
+    dealer.socket.send_multipart([b"hop", b"", msgspec.msgpack.encode({"op": "ping", "id": "3"})])
+    frames = dealer.socket.recv_multipart()
+    assert frames[:2] == [b"hop", b""]
+    assert msgspec.msgpack.decode(frames[2])["id"] == "3", "in the encoding of the request"
+    dealer.socket.send_multipart([b'{"op":"ping","id":"4"}'])
+    (bare,) = dealer.socket.recv_multipart()
+    assert msgspec.json.decode(bare)["id"] == "4", "no empty frame: none in the answer"
+    dealer.socket.send_multipart([b"", b"{", b"}"])
+    assert dealer.receive()["code"] == "bad_request"
+
+
+def test_errors_name_the_request_and_hold_no_traceback(house: Any) -> None:
+    peer = house.peer(house.mock())
+    for fields in ({"op": "plan", "promt": "x"}, {"op": "nothing"}, {"v": 9, "op": "ping"}):
+        reply = peer.ask(id="e", **fields)
+        assert (reply["type"], reply["id"]) == ("error", "e")
+        assert "Traceback" not in str(reply)
+        assert 'File "' not in str(reply)
+
+
+def test_a_fault_of_ours_is_logged_and_not_sent(house: Any) -> None:
+    class Broken(MockBackend):
+        def prepare(self, ask: Any, left_ms: Any) -> Any:
+            raise ZeroDivisionError("secret detail")
+
+        def validate(self, request: Any) -> Any:
+            raise EngineError("the device is gone")
+
+    server = house.serve(Broken(ServeConfig()))
+    peer = house.peer(server)
+    reply = peer.ask(**SMALL, id="p")
+    assert reply["code"] == "internal"
+    assert "secret" not in str(reply)
+    assert any("ZeroDivisionError: secret detail" in line for line in house.log)
+    house.log[:] = [line for line in house.log if "Traceback" not in line]
+    assert peer.ask(op="validate", id="v", prompt="x")["code"] == "engine_fault"
+
+
+def test_groots_client_is_served(house: Any) -> None:
+    req = house.peer(house.mock(), zmq.REQ)
+    req.socket.send(msgspec.msgpack.encode({"endpoint": "ping"}))
+    pong = msgspec.msgpack.decode(req.socket.recv())
+    assert (pong["status"], pong["message"]) == ("ok", "Server is running")
+    req.socket.send(msgspec.msgpack.encode({"endpoint": "plan", "data": {"prompt": "x"}}))
+    assert msgspec.msgpack.decode(req.socket.recv())["plan"]["goal"] == "cup on table"
+    req.socket.send(msgspec.msgpack.encode({"endpoint": "kill"}))
+    assert "error" in msgspec.msgpack.decode(req.socket.recv())
+
+
+# --- plans
+
+
+def test_a_plan_and_its_numbers(house: Any) -> None:
+    reply = house.peer(house.mock()).ask(
+        **SMALL, id="p", generation=4, session="arm", metadata={"trace": 7}, stream=False
+    )
+    assert reply["plan"] == msgspec.json.decode(PLAN)
+    assert (reply["status"], reply["finish_reason"], reply["plan_valid"]) == ("ok", "stop", True)
+    assert (reply["generation"], reply["session"], reply["metadata"]) == (4, "arm", {"trace": 7})
+    assert reply["thinking"] is None, "not asked for"
+    assert reply["timings"]["e2e_ms"] >= reply["timings"]["queue_ms"] > 0
+
+
+def test_a_stream_is_numbered_and_ends_with_the_whole(house: Any) -> None:
+    peer = house.peer(house.mock())
+    peer.send(**SMALL, id="p", stream="all", **{"return": ["plan", "text", "thinking"]})
+    events = [peer.receive()]
+    while events[-1]["type"] == "chunk":
+        events.append(peer.receive())
+    assert [event["seq"] for event in events] == list(range(len(events)))
+    said = {
+        kind: "".join(e["text"] for e in events[:-1] if e["kind"] == kind)
+        for kind in ("text", "thinking")
+    }
+    last = events[-1]
+    assert said["text"].rstrip() == last["text"]
+    assert said["thinking"] == last["thinking"]
+    steps = [event for event in events[:-1] if event["kind"] == "step"]
+    assert [step["step"] for step in steps] == last["plan"]["steps"]
+    assert [step["index"] for step in steps] == [0, 1, 2]
+
+
+def test_what_a_schema_refuses_is_told(house: Any) -> None:
+    peer = house.peer(house.mock())
+    wrong: dict[str, Any] = {"type": "object", "required": ["colour"]}
+    reply = peer.ask(**SMALL, id="p", json_schema=wrong)
+    assert (reply["status"], reply["plan_valid"]) == ("error", False)
+    reply = peer.ask(**SMALL, id="q", json_schema={"type": "object", "required": ["goal"]})
+    assert (reply["status"], reply["plan_valid"]) == ("ok", True)
+    assert peer.ask(**SMALL, id="r", json_schema={"type": 5})["code"] == "schema_invalid"
+    far = {"$ref": "http://127.0.0.1:9/schema.json"}
+    assert peer.ask(**SMALL, id="s", json_schema=far)["code"] == "schema_invalid"
+
+
+# --- real time
+
+
+def test_the_latest_plan_of_a_session_wins(house: Any) -> None:
+    server, held = house.held()
+    peer = house.peer(server)
+    peer.send(**SMALL, id="a")
+    assert held.waiting.wait(20)
+    peer.send(**SMALL, id="b")
+    peer.send(**SMALL, id="c")
+    assert peer.final("b")["code"] == "preempted", "it never began"
+    held.let(1)
+    assert peer.final("a")["code"] == "preempted"
+    held.let()
+    assert peer.final("c")["status"] == "ok"
+    assert held.started == ["a", "c"]
+    assert held.ended == ["preempted", None]
+
+
+def test_cancel_takes_the_step_under_way_and_no_more(house: Any) -> None:
+    server, held = house.held()
+    peer = house.peer(server)
+    peer.send(**SMALL, id="a", session="arm")
+    held.let(3)
+    until(lambda: held.steps == 3 and held.waiting.is_set())
+    assert peer.ask(op="cancel", id="k", target="a")["cancelled"] is True
+    held.let()
+    assert peer.final("a")["code"] == "cancelled"
+    assert held.steps == 4
+    assert peer.ask(op="cancel", id="k", target="a")["cancelled"] is False
+
+
+def test_cancel_works_from_elsewhere_by_session_alone(house: Any) -> None:
+    server, held = house.held()
+    peer, other = house.peer(server), house.peer(server, zmq.REQ)
+    peer.send(**SMALL, id="a", session="arm")
+    assert held.waiting.wait(20)
+    peer.send(**SMALL, id="b", session="leg")
+    until(lambda: other.ask(op="health", id="h")["waiting"] == 1)
+    assert other.ask(op="cancel", id="k", target="b")["cancelled"] is False
+    assert other.ask(op="cancel", id="k", target="b", session="arm")["cancelled"] is False
+    assert other.ask(op="cancel", id="k", target="b", session="leg")["cancelled"] is True
+    assert peer.final("b")["code"] == "cancelled", "at once, from the queue"
+    held.let()
+    assert peer.final("a")["status"] == "ok"
+
+
+def test_a_full_queue_is_busy_at_once(house: Any) -> None:
+    server, held = house.held(max_queue=2)
+    peer = house.peer(server)
+    for name in "abc":
+        peer.send(**SMALL, id=name, session=name)
+        if name == "a":
+            assert held.waiting.wait(20)
+    until(lambda: peer.ask(op="health", id="h")["waiting"] == 2)
+    reply = peer.ask(**SMALL, id="d", session="d")
+    assert (reply["code"], reply["retryable"]) == ("busy", True)
+    assert reply["retry_after_ms"] > 0
+    held.let()
+    assert [peer.receive()["id"] for _ in range(3)] == ["a", "b", "c"]
+
+
+def test_the_urgent_overtake_and_preempt(house: Any) -> None:
+    server, held = house.held()
+    peer = house.peer(server)
+    peer.send(**SMALL, id="a", session="a")
+    assert held.waiting.wait(20)
+    peer.send(**SMALL, id="b", session="b", priority=1)
+    until(lambda: peer.ask(op="health", id="h")["waiting"] == 1)
+    peer.send(**SMALL, id="c", session="c", priority=9, preempt="lower")
+    until(lambda: peer.ask(op="health", id="h")["waiting"] == 2)
+    held.let()
+    assert peer.final("a")["code"] == "preempted"
+    assert peer.final("c")["status"] == "ok"
+    assert peer.final("b")["status"] == "ok"
+
+
+def test_a_plan_for_an_older_world_is_stale(house: Any) -> None:
+    peer = house.peer(house.mock())
+    assert peer.ask(**SMALL, id="a", session="arm", generation=5)["status"] == "ok"
+    assert peer.ask(**SMALL, id="b", session="arm", generation=4)["code"] == "stale"
+    assert peer.ask(**SMALL, id="c", session="arm", generation=5)["status"] == "ok"
+
+
+# --- deadlines
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_with_the_one_that_can(house: Any) -> None:
+    server, held = house.held()
+    held.rates.cycle_ms = 50.0
+    peer = house.peer(server)
+    reply = peer.ask(**SMALL, id="a", deadline_ms=20)
+    assert reply["code"] == "deadline_infeasible"
+    assert reply["min_ms"] > 20
+    assert held.steps == 0
+    held.let()
+    ms = int(reply["min_ms"]) + 2000
+    assert peer.ask(**SMALL, id="b", deadline_ms=ms)["type"] == "result"
+
+
+def test_a_plan_that_is_cut_short_is_whole_as_far_as_it_goes(house: Any) -> None:
+    server, held = house.held()
+    peer = house.peer(server)
+    peer.send(**SMALL, id="a", thinking="off", deadline_ms=400)
+    held.let(7)  # of 9: the second step is not whole
+    until(lambda: held.steps == 7 and held.waiting.is_set())
+    time.sleep(0.45)
+    held.let()
+    reply = peer.final("a")
+    assert (reply["status"], reply["finish_reason"]) == ("partial", "deadline")
+    whole = msgspec.json.decode(PLAN)
+    kept = reply["plan"]["steps"]
+    assert 1 <= len(kept) < 3
+    assert kept == whole["steps"][: len(kept)]
+    assert reply["plan_valid"] is True
+    assert held.steps == 8
+
+
+def test_where_half_a_plan_is_none_the_deadline_is_an_error(house: Any) -> None:
+    server, held = house.held()
+    peer = house.peer(server)
+    peer.send(**SMALL, id="a", deadline_ms=300, on_deadline="error")
+    held.let(2)
+    until(lambda: held.steps == 2 and held.waiting.is_set())
+    time.sleep(0.35)
+    held.let()
+    assert peer.final("a")["code"] == "deadline"
+
+
+def test_a_deadline_passes_in_the_queue_without_the_engine(house: Any) -> None:
+    server, held = house.held()
+    peer = house.peer(server)
+    peer.send(**SMALL, id="a", session="a")
+    assert held.waiting.wait(20)
+    assert peer.ask(**SMALL, id="b", session="b", deadline_ms=100)["code"] == "deadline"
+    assert held.started == ["a"]
+
+
+# --- clients that go
+
+
+@pytest.mark.parametrize("stream", [False, "steps"])
+def test_work_for_a_client_that_left_is_dropped(house: Any, stream: Any) -> None:
+    server, held = house.held()
+    peer, other = house.peer(server), house.peer(server)
+    for name in "ab":
+        peer.send(**SMALL, id=name, session=name, stream=stream)
+    assert held.waiting.wait(20)
+    until(lambda: other.ask(op="health", id="h")["waiting"] == 1)
+    peer.close()
+    until(lambda: other.ask(op="health", id="h")["waiting"] == 0)
+    held.let()
+    until(lambda: held.ended == ["cancelled"])
+    assert held.steps == 1
+    assert other.ask(**SMALL, id="c")["status"] == "ok"
+    assert held.started == ["a", "c"]
+
+
+def test_a_client_that_comes_back_under_its_name_gets_its_own_answers_only(house: Any) -> None:
+    server, held = house.held()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    old, new = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
+    for socket in (old, new):
+        socket.linger = 0
+        socket.routing_id = b"robot"
+    old.connect(server.endpoints[0])
+    old.send_multipart([b"", msgspec.json.encode({**SMALL, "id": "1"})])
+    assert held.waiting.wait(20)
+    new.connect(server.endpoints[0])
+    new.send_multipart([b"", msgspec.json.encode({"op": "ping", "id": "p"})])
+    assert new.poll(20_000)
+    assert msgspec.json.decode(new.recv_multipart()[-1])["id"] == "p"
+    old.close(0)
+    other = house.peer(server)
+    until(lambda: other.ask(op="health", id="h")["running"] == 1)
+    held.let()
+    until(lambda: len(held.ended) == 1)
+    assert held.ended == ["cancelled"]
+    assert not new.poll(50), "the other's plan is not its"
+    new.close(0)
+    context.term()
+
+
+# --- beginning and end
+
+
+def test_plans_wait_for_the_self_test(house: Any) -> None:
+    loading, warming = threading.Event(), threading.Event()
+
+    class Slow(MockBackend):
+        def warm(self) -> None:
+            assert warming.wait(20)
+
+    def load() -> MockBackend:
+        assert loading.wait(20)
+        return Slow(ServeConfig())
+
+    server = house.load(load, ServeConfig(bind=("tcp://127.0.0.1:*",)))
+    peer = house.peer(server)
+    assert peer.ask(op="health", id="h")["state"] == "loading"
+    loading.set()
+    until(lambda: peer.ask(op="health", id="h")["state"] == "warming")
+    assert peer.ask(op="health", id="h")["ready"] is False
+    reply = peer.ask(**SMALL, id="p")
+    assert (reply["code"], reply["retryable"]) == ("not_ready", True)
+    warming.set()
+    until(lambda: peer.ask(op="health", id="h")["ready"])
+    assert peer.ask(**SMALL, id="p")["status"] == "ok"
+
+
+def test_a_backend_that_fails_its_self_test_ends_the_server() -> None:
+    class Wrong(MockBackend):
+        def warm(self) -> None:
+            raise EngineError("the self-test must pass (got other tokens)")
+
+    config = ServeConfig(bind=("tcp://127.0.0.1:*",))
+    with pytest.raises(ThorError, match="self-test"):
+        Server(lambda: Wrong(config), config, log=lambda text: None).run()
+
+
+def test_stopping_finishes_what_was_taken_and_takes_no_more(house: Any) -> None:
+    server, held = house.held()
+    peer = house.peer(server)
+    peer.send(**SMALL, id="a", session="a")
+    peer.send(**SMALL, id="b", session="b")
+    until(lambda: peer.ask(op="health", id="h")["waiting"] == 1)
+    server.stop()
+    until(lambda: peer.ask(op="health", id="h")["state"] == "draining")
+    assert peer.ask(**SMALL, id="c", session="c")["code"] == "draining"
+    held.let()
+    assert peer.final("a")["status"] == "ok"
+    assert peer.final("b")["status"] == "ok"
+
+
+def test_a_second_stop_does_not_wait(house: Any) -> None:
+    server, held = house.held()
+    peer = house.peer(server)
+    peer.send(**SMALL, id="a", session="a")
+    assert held.waiting.wait(20)
+    peer.send(**SMALL, id="b", session="b")
+    until(lambda: peer.ask(op="health", id="h")["waiting"] == 1)
+    server.stop()
+    server.stop()
+    assert peer.final("b")["code"] == "draining"
+    held.let()
+    assert peer.final("a")["code"] == "cancelled"
+
+
+def test_admin_is_for_those_who_were_let(house: Any, tmp_path: Path) -> None:
+    peer = house.peer(house.mock())
+    for op in ("drain", "shutdown"):
+        assert peer.ask(op=op, id="x")["code"] == "unauthorized"
+    server, held = house.held(bind=(f"ipc://{tmp_path}/plan",), allow_admin=True)
+    peer = house.peer(server)
+    peer.send(**SMALL, id="a")
+    assert held.waiting.wait(20)
+    assert peer.ask(op="drain", id="d")["draining"] is True
+    assert peer.ask(**SMALL, id="b", session="b")["code"] == "draining"
+    assert peer.ask(op="shutdown", id="d")["stopping"] is True
+    held.let()
+    assert peer.final("a")["status"] == "ok"
+
+
+def test_a_hung_engine_ends_the_process_for_the_next_one_to_start() -> None:
+    ended = threading.Event()
+    codes: list[int] = []
+
+    def die(code: int) -> None:
+        codes.append(code)
+        ended.set()
+
+    class Hung(MockBackend):
+        def start(self, prepared: Any, left_ms: Any) -> Any:
+            ended.wait(20)
+            return super().start(prepared, left_ms)
+
+    config = ServeConfig(bind=("tcp://127.0.0.1:*",), watchdog_s=0.3, drain_s=0.0)
+    notes: list[str] = []
+    server = Server(
+        lambda: Hung(config), config, log=lambda text: None, notify=notes.append, die=die
+    )
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    peer = context.socket(zmq.DEALER)
+    peer.linger = 0
+    peer.connect(server.endpoints[0])
+    until(lambda: "READY=1" in notes)
+    peer.send_multipart([b"", msgspec.json.encode({**SMALL, "id": "a"})])
+    assert ended.wait(20)
+    assert codes[0] == 70
+    server.stop()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert notes[-1] == "STOPPING=1" or "STOPPING=1" in notes
+    peer.close()
+    context.term()

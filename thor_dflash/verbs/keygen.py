@@ -1,0 +1,23 @@
+"""`thor-dflash keygen`: keys for an encrypted server."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from thor_dflash.config import Config
+from thor_dflash.progress import Progress
+
+
+def run(args: Namespace, config: Config, progress: Progress) -> None:
+    """Make the keys and say what goes where."""
+    from thor_dflash.serving.extras import extra
+
+    with extra("serve"):
+        from thor_dflash.serving import security
+
+    security.keygen(args.directory)
+    d = args.directory
+    print(f"server: thor-dflash serve --curve {d} --bind tcp://0.0.0.0:5571 ...")
+    print(f"client: copy {d}/client.secret, {d}/client.public and {d}/server.public, then")
+    print('        RemotePlanner("tcp://SERVER:5571", Options(keys="DIRECTORY"))')
+    print(f"further clients: put their .public files into {d}/clients")

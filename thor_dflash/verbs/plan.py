@@ -1,0 +1,95 @@
+"""`thor-dflash plan`: one plan from a server, as it is written."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from thor_dflash.config import Config
+from thor_dflash.errors import RequestError
+from thor_dflash.progress import Progress
+from thor_dflash.records import as_table
+from thor_dflash.verbs.generate import Printer
+from thor_dflash.verbs.inputs import read_json
+
+if TYPE_CHECKING:
+    from thor_dflash.runtime.text import Piece
+    from thor_dflash.serving.wire import Ask, Event, Result
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A runtime.text.Piece, whose module needs more than a client has."""
+
+    text: str
+    thinking: bool
+
+
+def run(args: Namespace, config: Config, progress: Progress) -> None:
+    """Ask a server for a plan and print it."""
+    from thor_dflash.serving.extras import extra
+
+    with extra("serve"):
+        from thor_dflash.serving.client import Options, RemotePlanner
+
+    with RemotePlanner(args.server, Options(keys=args.keys or "")) as planner:
+        progress.close()
+        ask = _ask(args)
+        if args.json:
+            print(json.dumps(_table(planner.plan(ask))))
+            return
+        result = _show(planner.stream(ask))
+    print(_summary(result), file=sys.stderr)
+
+
+def _ask(args: Namespace) -> Ask:
+    from thor_dflash.serving.wire import Ask
+
+    given: dict[str, Any] = {"stream": "text"}
+    for name in ("thinking", "max_tokens", "deadline_ms", "session", "prefix_id"):
+        if (value := vars(args)[name]) is not None:
+            given[name] = value
+    if args.schema is not None:
+        given["json_schema"] = as_table(read_json(args.schema))
+        if given["json_schema"] is None:
+            raise RequestError(f"{args.schema} must hold a JSON object (got another value)")
+    return Ask(prompt=args.prompt, **given)
+
+
+def _show(events: Iterator[Event]) -> Result:
+    from thor_dflash.serving.wire import Chunk
+
+    printer = Printer(sys.stdout)
+    with closing(printer):
+        for event in events:
+            if not isinstance(event, Chunk):
+                return event
+            if event.text is not None:
+                piece = _Piece(event.text, event.kind == "thinking")
+                printer.show([cast("Piece", piece)])
+    raise AssertionError("a stream ends with its result")
+
+
+def _table(result: Result) -> Any:
+    import msgspec
+
+    return msgspec.to_builtins(result)
+
+
+def _summary(result: Result) -> str:
+    usage, timings, spec = result.usage, result.timings, result.spec
+    words = [
+        f"{usage.thinking_tokens} + {usage.output_tokens} tokens",
+        f"plan {'valid' if result.plan_valid else 'not valid'}",
+        f"ended by {result.finish_reason}",
+    ]
+    if timings is not None:
+        words.insert(1, f"{timings.e2e_ms / 1e3:.2f} s")
+    if spec is not None:
+        words.insert(2, f"{spec.accept_len:.2f} tokens a cycle")
+    return ", ".join(words)
