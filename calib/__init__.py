@@ -1,1 +1,3 @@
-"""Calibration: the synthetic planning corpus and the training of the small model that ships in the repository."""
+"""Calibration: the synthetic planning corpus and the training of the small model that ships in
+the repository.
+"""

@@ -199,12 +199,11 @@ class Desk:
 
     def _cancel(self, peer: Peer, request: wire.Cancel) -> None:
         job = self.books.find(request.target, peer.routing, request.session)
-        self._ack(peer, request.id, cancelled=job is not None)
-        if job is None:
-            return
-        if job.state == "running":
+        if job is not None and job.state == "running":
+            # Before the answer: whoever has it may count on the next step being the last.
             job.stop = job.stop or "cancelled"
-        else:
+        self._ack(peer, request.id, cancelled=job is not None)
+        if job is not None and job.state != "running":
             self.answer(job, stopped("cancelled"))
 
     # --- posts of the other threads

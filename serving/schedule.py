@@ -102,9 +102,10 @@ class Schedule:
         self._check_id(job)
         self._check_generation(job)
         displaced = self._displaced(job)
-        if len(self.waiting) - len(displaced) >= self._max_queue:
+        # One more than may wait: the one that runs, or is on its way to a free engine.
+        if len(self._jobs) - len(displaced) > self._max_queue:
             raise PlanError(
-                "busy", f"at most {self._max_queue} plans must wait (got as many)",
+                "busy", f"plans that wait must be <= {self._max_queue} (got as many)",
                 retry_after_ms=retry_after_ms,
             )  # fmt: skip
         self._remember(job)

@@ -21,7 +21,13 @@ INPUT_GROUPS = (
     ("in_proj_qkv", "in_proj_z"),
 )
 """Linears that read the same input share one global scale, as the modelopt exporter does."""
-LINEARS = tuple(name for group in INPUT_GROUPS for name in group) + ("o_proj", "out_proj", "down_proj", "fc")
+LINEARS = (
+    *(name for group in INPUT_GROUPS for name in group),
+    "o_proj",
+    "out_proj",
+    "down_proj",
+    "fc",
+)
 
 
 def save_master(model: nn.Module, folder: Path, stem: str) -> None:
@@ -48,7 +54,9 @@ def load_master(model: nn.Module, folder: Path, stem: str) -> bool:
 
 
 def export_weights(model: nn.Module, prefix: str, out: Path) -> None:
-    """Write ``model.safetensors`` in the modelopt NVFP4 dialect; tensors that stay plain are BF16."""
+    """Write ``model.safetensors`` in the modelopt NVFP4 dialect; tensors that stay plain are
+    BF16.
+    """
     state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
     tensors: dict[str, Tensor] = {}
     for name, tensor in state.items():
@@ -58,7 +66,10 @@ def export_weights(model: nn.Module, prefix: str, out: Path) -> None:
         stem = prefix + name.removesuffix(".weight")
         scale2 = global_scale(*(state[member] for member in _members(name, state)))
         packed, scale = pack(tensor.float(), scale2)
-        tensors[f"{stem}.weight"], tensors[f"{stem}.weight_scale"] = packed.contiguous(), scale.contiguous()
+        tensors[f"{stem}.weight"], tensors[f"{stem}.weight_scale"] = (
+            packed.contiguous(),
+            scale.contiguous(),
+        )
         tensors[f"{stem}.weight_scale_2"] = scale2
     out.mkdir(parents=True, exist_ok=True)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
@@ -86,30 +97,62 @@ def is_quantised(name: str) -> bool:
 
 def write_target_config(out: Path, dims: TargetDims, special: dict[str, int]) -> None:
     """config.json, generation_config.json and hf_quant_config.json of the target."""
-    types = ["full_attention" if dims.is_full(i) else "linear_attention" for i in range(dims.layers)]
+    types = [
+        "full_attention" if dims.is_full(i) else "linear_attention" for i in range(dims.layers)
+    ]
     config: dict[str, Any] = {
-        "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "dtype": "bfloat16",
-        "vocab_size": dims.vocab, "hidden_size": dims.hidden, "intermediate_size": dims.intermediate,
-        "num_hidden_layers": dims.layers, "layer_types": types, "full_attention_interval": 4,
-        "num_attention_heads": dims.q_heads, "num_key_value_heads": dims.kv_heads, "head_dim": dims.head_dim,
-        "attn_output_gate": True, "attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu",
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "dtype": "bfloat16",
+        "vocab_size": dims.vocab,
+        "hidden_size": dims.hidden,
+        "intermediate_size": dims.intermediate,
+        "num_hidden_layers": dims.layers,
+        "layer_types": types,
+        "full_attention_interval": 4,
+        "num_attention_heads": dims.q_heads,
+        "num_key_value_heads": dims.kv_heads,
+        "head_dim": dims.head_dim,
+        "attn_output_gate": True,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
         "partial_rotary_factor": dims.rotary / dims.head_dim,
         "rope_parameters": {
-            "rope_type": "default", "rope_theta": int(dims.theta), "partial_rotary_factor": dims.rotary / dims.head_dim,
-            "mrope_interleaved": True, "mrope_section": [11, 11, 10],
+            "rope_type": "default",
+            "rope_theta": int(dims.theta),
+            "partial_rotary_factor": dims.rotary / dims.head_dim,
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
         },
-        "linear_num_key_heads": dims.gdn_k_heads, "linear_num_value_heads": dims.gdn_v_heads,
-        "linear_key_head_dim": dims.gdn_dim, "linear_value_head_dim": dims.gdn_dim,
-        "linear_conv_kernel_dim": dims.conv, "output_gate_type": "swish", "mamba_ssm_dtype": "float32",
-        "rms_norm_eps": dims.eps, "tie_word_embeddings": True, "max_position_embeddings": 2048,
-        "initializer_range": 0.02, "mtp_num_hidden_layers": 0, "use_cache": True,
-        "bos_token_id": special["<|endoftext|>"], "eos_token_id": special["<|endoftext|>"], "pad_token_id": None,
-        "quantization_config": _quant_config(["lm_head", "model.embed_tokens", "*in_proj_a", "*in_proj_b", "*conv1d"]),
+        "linear_num_key_heads": dims.gdn_k_heads,
+        "linear_num_value_heads": dims.gdn_v_heads,
+        "linear_key_head_dim": dims.gdn_dim,
+        "linear_value_head_dim": dims.gdn_dim,
+        "linear_conv_kernel_dim": dims.conv,
+        "output_gate_type": "swish",
+        "mamba_ssm_dtype": "float32",
+        "rms_norm_eps": dims.eps,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.02,
+        "mtp_num_hidden_layers": 0,
+        "use_cache": True,
+        "bos_token_id": special["<|endoftext|>"],
+        "eos_token_id": special["<|endoftext|>"],
+        "pad_token_id": None,
+        "quantization_config": _quant_config(
+            ["lm_head", "model.embed_tokens", "*in_proj_a", "*in_proj_b", "*conv1d"]
+        ),
     }
     generation = {
-        "bos_token_id": special["<|endoftext|>"], "do_sample": True,
+        "bos_token_id": special["<|endoftext|>"],
+        "do_sample": True,
         "eos_token_id": [special["<|im_end|>"], special["<|endoftext|>"]],
-        "pad_token_id": special["<|endoftext|>"], "temperature": 1.0, "top_k": 20, "top_p": 0.95,
+        "pad_token_id": special["<|endoftext|>"],
+        "temperature": 1.0,
+        "top_k": 20,
+        "top_p": 0.95,
     }
     _write(out / "config.json", config)
     _write(out / "generation_config.json", generation)
@@ -119,17 +162,33 @@ def write_target_config(out: Path, dims: TargetDims, special: dict[str, int]) ->
 def write_drafter_config(out: Path, dims: DrafterDims, target: TargetDims, mask: int) -> None:
     """config.json and hf_quant_config.json of the drafter."""
     config: dict[str, Any] = {
-        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "dtype": "bfloat16",
-        "num_hidden_layers": dims.layers, "hidden_size": dims.hidden, "intermediate_size": dims.intermediate,
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "dtype": "bfloat16",
+        "num_hidden_layers": dims.layers,
+        "hidden_size": dims.hidden,
+        "intermediate_size": dims.intermediate,
         "layer_types": ["sliding_attention"] * (dims.layers - 1) + ["full_attention"],
-        "use_sliding_window": True, "sliding_window": dims.window, "vocab_size": VOCAB,
-        "num_attention_heads": dims.q_heads, "num_key_value_heads": dims.kv_heads, "head_dim": dims.head_dim,
-        "hidden_act": "silu", "rms_norm_eps": dims.eps, "rope_theta": int(dims.theta), "attention_bias": False,
+        "use_sliding_window": True,
+        "sliding_window": dims.window,
+        "vocab_size": VOCAB,
+        "num_attention_heads": dims.q_heads,
+        "num_key_value_heads": dims.kv_heads,
+        "head_dim": dims.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": dims.eps,
+        "rope_theta": int(dims.theta),
+        "attention_bias": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": int(dims.theta)},
-        "attention_dropout": 0.0, "max_position_embeddings": 2048, "tie_word_embeddings": False,
-        "block_size": dims.block, "num_target_layers": target.layers,
+        "attention_dropout": 0.0,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        "block_size": dims.block,
+        "num_target_layers": target.layers,
         "dflash_config": {
-            "mask_token_id": mask, "target_layer_ids": tap_layers(target.layers, dims.taps), "block_size": dims.block,
+            "mask_token_id": mask,
+            "target_layer_ids": tap_layers(target.layers, dims.taps),
+            "block_size": dims.block,
         },
         "quantization_config": _quant_config([]),
     }
@@ -146,14 +205,21 @@ def _members(name: str, state: dict[str, Tensor]) -> list[str]:
 
 
 def _quant_config(ignore: list[str]) -> dict[str, Any]:
-    return {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "group_size": 16, "ignore": ignore}
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": "W4A16_NVFP4",
+        "group_size": 16,
+        "ignore": ignore,
+    }
 
 
 def _hf_quant(quant: dict[str, Any], cache: str | None) -> dict[str, Any]:
     return {
         "producer": {"name": "modelopt", "version": "thor-dflash nano export"},
         "quantization": {
-            "quant_algo": quant["quant_algo"], "kv_cache_quant_algo": cache, "group_size": quant["group_size"],
+            "quant_algo": quant["quant_algo"],
+            "kv_cache_quant_algo": cache,
+            "group_size": quant["group_size"],
             "exclude_modules": quant["ignore"],
         },
     }

@@ -1,4 +1,6 @@
-"""Token rows for training: tasks as token ids with loss weights, drawn in many processes and packed into rows."""
+"""Token rows for training: tasks as token ids with loss weights, drawn in many processes and
+packed into rows.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ ROW = 1024
 TURNS = (*FAMILIES, "mobile", "tabletop")
 """Whose turn it is; the two families that need look-ahead (doors, stacks) come twice."""
 PROMPT_WEIGHT = 0.1
-"""Loss weight of prompt tokens: enough to learn copying from the request, too little to spend capacity on noise."""
+"""Loss weight of prompt tokens: enough to learn copying from the request, too little to spend
+capacity on noise.
+"""
 
 
 @dataclass(frozen=True)
@@ -41,11 +45,15 @@ class Rows:
     pos: npt.NDArray[np.int16]
     weight: npt.NDArray[np.float32]
     answer: npt.NDArray[np.bool_]
-    """True from a document's last prompt token to its last token but one: where a draft may start."""
+    """True from a document's last prompt token to its last token but one: where a draft may
+    start.
+    """
 
 
 def document(tokenizer: Tokenizer, family: str, seed: str) -> Document:
-    """One training document: 64 % thinking, 21 % without, 15 % with thinking cut by the budget's closing text."""
+    """One training document: 64 % thinking, 21 % without, 15 % with thinking cut by the
+    budget's closing text.
+    """
     task = sample(family, seed, "train")
     rng = Random(seed)
     kind = rng.random()
@@ -61,7 +69,12 @@ def document(tokenizer: Tokenizer, family: str, seed: str) -> Document:
     elif thinking:
         thought = tokenizer.encode(task.thinking + "\n</think>\n\n").ids
     ids = [*prompt, *thought, *forced, *answer]
-    weight = [PROMPT_WEIGHT] * len(prompt) + [1.0] * len(thought) + [0.0] * len(forced) + [1.0] * len(answer)
+    weight = (
+        [PROMPT_WEIGHT] * len(prompt)
+        + [1.0] * len(thought)
+        + [0.0] * len(forced)
+        + [1.0] * len(answer)
+    )
     return Document(np.array(ids, np.int16), np.array(weight, np.float32), len(prompt))
 
 
@@ -76,7 +89,9 @@ def documents(tokenizer_file: Path, count: int, tag: str, workers: int) -> list[
 
 
 def pack(docs: list[Document], seed: int) -> Rows:
-    """Shuffle documents and put them into rows without splitting any; a row's rest is padding of weight 0."""
+    """Shuffle documents and put them into rows without splitting any; a row's rest is padding
+    of weight 0.
+    """
     order = list(range(len(docs)))
     Random(seed).shuffle(order)
     bins: list[list[int]] = []

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 BPE_ENTRIES = 1200
 """Byte-level BPE entries; the special tokens follow."""
 VOCAB = 1280
-"""Rows of the embedding. Ids beyond the tokenizer's exist on purpose, as in the 27B, and are never sampled."""
+"""Rows of the embedding. Ids beyond the tokenizer's exist on purpose, as in the 27B, and are
+never sampled.
+"""
 
 
 @dataclass(frozen=True)
@@ -57,5 +59,7 @@ class DrafterDims:
 
 
 def tap_layers(target_layers: int, taps: int) -> list[int]:
-    """0-based target layers whose output the drafter reads. Source: DFlash, ``build_target_layer_ids``."""
+    """0-based target layers whose output the drafter reads. Source: DFlash,
+    ``build_target_layer_ids``.
+    """
     return [round(1 + i * (target_layers - 4) / (taps - 1)) for i in range(taps)]

@@ -1,7 +1,9 @@
 """The DFlash drafter in torch, for training on many anchors of packed rows at once.
 
-Letters: B packed rows, T tokens, N anchors a row, 16 block rows, D hidden. Source: spec of the drafter; the forward pass of
-z-lab's ``DFlashDraftModel``. Sliding layers are causal inside the block, the last layer is not. Norms are plain (w).
+Letters: B packed rows, T tokens, N anchors a row, 16 block rows, D hidden. Source: spec of the
+drafter; the forward pass of
+z-lab's ``DFlashDraftModel``. Sliding layers are causal inside the block, the last layer is not.
+Norms are plain (w).
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ class Blocks:
 
 
 def blocks(dims: DrafterDims, ids: Tensor, pos: Tensor, anchors: Tensor, mask_id: int) -> Blocks:
-    """Blocks for anchors [B, N] (row indices) of packed rows; a block's context is all tokens before its anchor."""
+    """Blocks for anchors [B, N] (row indices) of packed rows; a block's context is all tokens
+    before its anchor.
+    """
     batch, count = anchors.shape
     size, device = dims.block, ids.device
     time = torch.arange(ids.shape[1], device=device)
@@ -71,7 +75,9 @@ class DraftAttention(nn.Module):
         self.q_norm = Norm(dims.head_dim, start=1.0)
         self.k_norm = Norm(dims.head_dim, start=1.0)
 
-    def forward(self, x: Tensor, context: Tensor, pos: Tensor, at: Tensor, mask: Tensor, quant: bool) -> Tensor:
+    def forward(
+        self, x: Tensor, context: Tensor, pos: Tensor, at: Tensor, mask: Tensor, quant: bool
+    ) -> Tensor:
         """x [B, N * 16, D] block rows at positions ``at``, context [B, T, D] at ``pos``."""
         d = self.dims
         wq, wk, wv = shared(quant, self.q_proj, self.k_proj, self.v_proj)
@@ -101,7 +107,10 @@ class DraftLayer(nn.Module):
         self.input_layernorm = Norm(dims.hidden, start=1.0)
         self.post_attention_layernorm = Norm(dims.hidden, start=1.0)
 
-    def forward(self, x: Tensor, context: Tensor, pos: Tensor, at: Tensor, mask: Tensor, quant: bool) -> Tensor:
+    def forward(
+        self, x: Tensor, context: Tensor, pos: Tensor, at: Tensor, mask: Tensor, quant: bool
+    ) -> Tensor:
+        """Block rows [B, N * 16, D] before -> after the layer."""
         h = norm0(x, self.input_layernorm.weight, self.eps)
         x = x + self.self_attn(h, context, pos, at, mask, quant)
         return x + self.mlp(norm0(x, self.post_attention_layernorm.weight, self.eps), quant)
@@ -118,8 +127,12 @@ class Drafter(nn.Module):
         self.layers = nn.ModuleList(DraftLayer(dims) for _ in range(dims.layers))
         self.norm = Norm(dims.hidden, start=1.0)
 
-    def forward(self, table: Tensor, taps: Tensor, pos: Tensor, rows: Blocks, quant: bool) -> Tensor:
-        """Normed block rows [B, N * 16, D]. ``table`` is the target's embedding, taps [B, T, 3 * D]."""
+    def forward(
+        self, table: Tensor, taps: Tensor, pos: Tensor, rows: Blocks, quant: bool
+    ) -> Tensor:
+        """Normed block rows [B, N * 16, D]. ``table`` is the target's embedding, taps [B, T, 3
+        * D].
+        """
         (fc,) = shared(quant, self.fc)
         context = norm0(F.linear(taps, fc), self.hidden_norm.weight, self.dims.eps)
         x = F.embedding(rows.ids, table)

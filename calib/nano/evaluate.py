@@ -1,4 +1,6 @@
-"""What planner-nano is worth on held-out tasks: valid plans under strict greedy decoding, and the mean accept length."""
+"""What planner-nano is worth on held-out tasks: valid plans under strict greedy decoding, and
+the mean accept length.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Answer:
 
 
 def answers(model: Target, tokenizer: Tokenizer, tasks: list[Task], mode: str) -> list[Answer]:
-    """Greedy outputs in mode "on", "off" or "cut" (the canonical thinking's first tokens, then the closing text)."""
+    """Greedy outputs in mode "on", "off" or "cut" (the canonical thinking's first tokens, then
+    the closing text).
+    """
     prompts = [tokenizer.encode(prompt_text(task, mode != "off")).ids for task in tasks]
     if mode == "cut":
         close = tokenizer.encode(CLOSE).ids
@@ -60,17 +64,24 @@ def validity(tokenizer: Tokenizer, found: list[Answer], show: int) -> dict[str, 
         hits[answer.task.family].append(verdict.valid)
         if not verdict.valid and show > 0:
             show -= 1
-            print(f"  {answer.task.name}: {verdict.reason}\n    wanted {answer.task.plan[:300]}\n    got    {plan[:300]}")
+            print(
+                f"  {answer.task.name}: {verdict.reason}\n"
+                f"    wanted {answer.task.plan[:300]}\n    got    {plan[:300]}"
+            )
     rates = {family: sum(h) / max(1, len(h)) for family, h in hits.items()}
     rates["all"] = sum(sum(h) for h in hits.values()) / max(1, len(found))
     return rates
 
 
 @torch.no_grad()
-def accept_lengths(target: Target, drafter: Drafter, found: list[Answer], mask_id: int, taps: tuple[int, ...]) -> list[float]:
-    """Committed tokens per verify of each output, bonus included, as the decode loop would commit them.
+def accept_lengths(
+    target: Target, drafter: Drafter, found: list[Answer], mask_id: int, taps: tuple[int, ...]
+) -> list[float]:
+    """Committed tokens per verify of each output, bonus included, as the decode loop would commit
+    them.
 
-    Strict greedy output does not depend on the drafter, so every anchor can be drafted first and the loop walked after.
+    Strict greedy output does not depend on the drafter, so every anchor can be drafted first and
+    the loop walked after.
     """
     device = target.embed_tokens.weight.device
     lengths: list[float] = []
@@ -95,22 +106,39 @@ def accept_lengths(target: Target, drafter: Drafter, found: list[Answer], mask_i
 
 
 def draft_tokens(
-    target: Target, drafter: Drafter, ids: Tensor, pos: Tensor, anchors: Tensor, mask_id: int, taps: tuple[int, ...]
+    target: Target,
+    drafter: Drafter,
+    ids: Tensor,
+    pos: Tensor,
+    anchors: Tensor,
+    mask_id: int,
+    taps: tuple[int, ...],
 ) -> Tensor:
-    """Drafts [B, N, 15] of every anchor; both models must hold the weights to be used as they are."""
+    """Drafts [B, N, 15] of every anchor; both models must hold the weights to be used as they
+    are.
+    """
     device = ids.device
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         _, kept = target(ids, packing(pos), False, taps)
         rows = blocks(drafter.dims, ids, pos, anchors, mask_id)
         out = drafter(target.embed_tokens.weight, torch.cat(kept, -1), pos, rows, False)
-        scores = F.linear(out.unflatten(1, (-1, drafter.dims.block))[:, :, 1:], target.embed_tokens.weight)
+        scores = F.linear(
+            out.unflatten(1, (-1, drafter.dims.block))[:, :, 1:], target.embed_tokens.weight
+        )
     return scores.argmax(-1)
 
 
 def report(
-    target: Target, drafter: Drafter | None, tokenizer: Tokenizer, count: int, taps: tuple[int, ...], show: int = 8
+    target: Target,
+    drafter: Drafter | None,
+    tokenizer: Tokenizer,
+    count: int,
+    taps: tuple[int, ...],
+    show: int = 8,
 ) -> dict[str, dict[str, float]]:
-    """Validity in the three modes (and on fresh training-split tasks), and accept length per family with thinking on. Prints and returns the numbers."""
+    """Validity in the three modes (and on fresh training-split tasks), and accept length per
+    family with thinking on. Prints and returns the numbers.
+    """
     tasks = heldout(count)
     seen = [sample(FAMILIES[i % len(FAMILIES)], f"seen{i}", "train") for i in range(count)]
     found = {mode: answers(target, tokenizer, tasks, mode) for mode in ("on", "off", "cut")}
@@ -123,7 +151,8 @@ def report(
             given = found[mode][:120]
             lengths = accept_lengths(target, drafter, given, mask_id, taps)
             by_family = {
-                f: [x for x, a in zip(lengths, given, strict=True) if a.task.family == f] for f in FAMILIES
+                f: [x for x, a in zip(lengths, given, strict=True) if a.task.family == f]
+                for f in FAMILIES
             }
             means = {f: sum(v) / max(1, len(v)) for f, v in by_family.items()}
             tokens = sum(len(a.made) for a in given)

@@ -1,6 +1,7 @@
 """Muon for the matrices of the layers, AdamW for everything else.
 
-Source: Jordan et al., Muon (2024): momentum, then five Newton-Schulz steps that bring the update near an orthogonal matrix.
+Source: Jordan et al., Muon (2024): momentum, then five Newton-Schulz steps that bring the update
+near an orthogonal matrix.
 """
 
 from __future__ import annotations
@@ -42,13 +43,17 @@ class Optimiser:
                 rest.append(param)
         self.groups = list(groups.values())
         self.momentum = [torch.zeros(len(g), *g[0].shape, device=g[0].device) for g in self.groups]
-        self.adam = torch.optim.AdamW(rest, lr=ADAM_LR, betas=(0.9, 0.95), weight_decay=0.0, fused=rest[0].is_cuda)
+        self.adam = torch.optim.AdamW(
+            rest, lr=ADAM_LR, betas=(0.9, 0.95), weight_decay=0.0, fused=rest[0].is_cuda
+        )
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
         """Apply and clear the gradients."""
         for group, momentum in zip(self.groups, self.momentum, strict=True):
-            grad = torch.stack([p.grad if p.grad is not None else torch.zeros_like(p) for p in group])
+            grad = torch.stack(
+                [p.grad if p.grad is not None else torch.zeros_like(p) for p in group]
+            )
             momentum.lerp_(grad, 0.05)
             update = orthogonalise(grad.lerp(momentum, 0.95))
             rows, cols = group[0].shape
@@ -63,5 +68,7 @@ class Optimiser:
 
 
 def rate_at(progress: float) -> float:
-    """The learning-rate factor at a share of the run: short warm-up, flat, then linear to zero over the last 60 %."""
+    """The learning-rate factor at a share of the run: short warm-up, flat, then linear to zero
+    over the last 60 %.
+    """
     return min(1.0, progress / 0.01 + 0.02, (1.0 - progress) / 0.6 + 1e-3)

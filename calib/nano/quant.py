@@ -1,4 +1,5 @@
-"""NVFP4 in torch: the modelopt quantiser, its straight-through form for training, and the packed export.
+"""NVFP4 in torch: the modelopt quantiser, its straight-through form for training, and the packed
+export.
 
 Letters: N rows (outputs), K columns (inputs), 16 columns per block.
 """
@@ -16,8 +17,13 @@ _TIES_UP = (False, True, False, True, False, True, False)
 
 
 def global_scale(*weights: Tensor) -> Tensor:
-    """``weight_scale_2`` shared by weights that read the same input: amax / (6 * 448), F32 scalar."""
-    return torch.stack([w.detach().abs().amax().float() for w in weights]).amax().clamp(min=1e-12) / 2688.0
+    """``weight_scale_2`` shared by weights that read the same input: amax / (6 * 448), F32
+    scalar.
+    """
+    return (
+        torch.stack([w.detach().abs().amax().float() for w in weights]).amax().clamp(min=1e-12)
+        / 2688.0
+    )
 
 
 def block_scales(weight: Tensor, scale2: Tensor) -> Tensor:
@@ -40,7 +46,9 @@ def codes(weight: Tensor, scale: Tensor, scale2: Tensor) -> Tensor:
 
 
 def fake_quant(weight: Tensor, scale2: Tensor) -> Tensor:
-    """The weight as NVFP4 would read it; the gradient passes straight through. Same shape and dtype."""
+    """The weight as NVFP4 would read it; the gradient passes straight through. Same shape and
+    dtype.
+    """
     with torch.no_grad():
         scale = block_scales(weight, scale2)
         index = codes(weight, scale, scale2)
@@ -66,7 +74,9 @@ def unpack(packed: Tensor, scale: Tensor, scale2: Tensor) -> Tensor:
 
 
 def fp8_cache(x: Tensor) -> Tensor:
-    """K or V as an E4M3 cache with scale 1 would return it; the gradient passes straight through."""
+    """K or V as an E4M3 cache with scale 1 would return it; the gradient passes straight
+    through.
+    """
     with torch.no_grad():
         seen = x.float().clamp(-448.0, 448.0).to(torch.float8_e4m3fn).to(x.dtype)
     return x + (seen - x).detach()

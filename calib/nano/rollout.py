@@ -1,6 +1,8 @@
-"""Greedy generation for many prompts at once, one token a step, captured as one CUDA graph where there is a GPU.
+"""Greedy generation for many prompts at once, one token a step, captured as one CUDA graph where
+there is a GPU.
 
-Letters: B prompts, T longest length. Every row is at the same position; a row still inside its prompt takes the prompt's
+Letters: B prompts, T longest length. Every row is at the same position; a row still inside its
+prompt takes the prompt's
 next token instead of its own.
 """
 
@@ -34,11 +36,16 @@ class State:
     ended: Tensor
     """[B] whether an end token was generated."""
     caches: list[tuple[Tensor, Tensor]]
-    """Per layer: (K, V) [B, Hkv, T, 256], or (conv tail [B, 3, channels], S [B, Hv, 128, 128] F32)."""
+    """Per layer: (K, V) [B, Hkv, T, 256], or (conv tail [B, 3, channels], S [B, Hv, 128, 128]
+    F32).
+    """
 
 
-def rollout(model: Target, prompts: list[list[int]], longest: int, usable: int, ends: tuple[int, ...]) -> list[list[int]]:
-    """Greedy continuations, end token included. ``usable`` ids are sampled, padded rows of the vocabulary never.
+def rollout(
+    model: Target, prompts: list[list[int]], longest: int, usable: int, ends: tuple[int, ...]
+) -> list[list[int]]:
+    """Greedy continuations, end token included. ``usable`` ids are sampled, padded rows of the
+    vocabulary never.
 
     The model must hold the weights to be used as they are; nothing is quantised here.
     """
@@ -49,7 +56,12 @@ def rollout(model: Target, prompts: list[list[int]], longest: int, usable: int, 
     def step() -> None:
         _step(model, state, usable, stops)
 
-    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda", cache_enabled=False):
+    with (
+        torch.no_grad(),
+        torch.autocast(
+            device.type, torch.bfloat16, enabled=device.type == "cuda", cache_enabled=False
+        ),
+    ):
         replay = Captured(step, state) if device.type == "cuda" else step
         for number in range(longest - 1):
             replay()
@@ -68,21 +80,32 @@ def _start(dims: TargetDims, prompts: list[list[int]], longest: int, device: tor
     for layer in range(dims.layers):
         if dims.is_full(layer):
             shape = (batch, dims.kv_heads, longest, dims.head_dim)
-            caches.append((torch.zeros(shape, device=device, dtype=kept), torch.zeros(shape, device=device, dtype=kept)))
+            caches.append(
+                (
+                    torch.zeros(shape, device=device, dtype=kept),
+                    torch.zeros(shape, device=device, dtype=kept),
+                )
+            )
         else:
             tail = torch.zeros(batch, dims.conv - 1, dims.conv_channels, device=device, dtype=kept)
             states = torch.zeros(batch, dims.gdn_v_heads, dims.gdn_dim, dims.gdn_dim, device=device)
             caches.append((tail, states))
     lengths = torch.tensor([len(p) for p in prompts], device=device)
     at = torch.zeros(1, dtype=torch.long, device=device)
-    return State(ids.to(device), lengths, at, torch.zeros(batch, dtype=torch.bool, device=device), caches)
+    return State(
+        ids.to(device), lengths, at, torch.zeros(batch, dtype=torch.bool, device=device), caches
+    )
 
 
 def _step(model: Target, state: State, usable: int, stops: Tensor) -> None:
     x = F.embedding(state.ids.index_select(1, state.at), model.embed_tokens.weight)
     for layer, cache in zip(model.layers, state.caches, strict=True):
         h = norm1(x, layer.input_layernorm.weight, layer.eps)
-        mixed = _attention(layer.self_attn, h, state.at, cache) if layer.full else _gdn(layer.linear_attn, h, cache)
+        mixed = (
+            _attention(layer.self_attn, h, state.at, cache)
+            if layer.full
+            else _gdn(layer.linear_attn, h, cache)
+        )
         x = x + mixed
         x = x + layer.mlp(norm1(x, layer.post_attention_layernorm.weight, layer.eps), False)
     scores = model.logits(norm1(x, model.norm.weight, model.dims.eps))[:, 0, :usable]
@@ -103,7 +126,9 @@ def _attention(layer: Attention, h: Tensor, at: Tensor, cache: tuple[Tensor, Ten
     seen = (torch.arange(keys.shape[2], device=at.device) <= at)[None, None, None]
     d = layer.dims
     grouped = q.view(q.shape[0], d.kv_heads, -1, d.head_dim)
-    out = F.scaled_dot_product_attention(grouped, keys.to(q.dtype), values.to(q.dtype), attn_mask=seen)
+    out = F.scaled_dot_product_attention(
+        grouped, keys.to(q.dtype), values.to(q.dtype), attn_mask=seen
+    )
     gated = out.reshape(q.shape) * torch.sigmoid(gate)
     return F.linear(gated.transpose(1, 2).flatten(2), layer.o_proj.weight)
 
@@ -147,6 +172,7 @@ class Captured:
             tensor.zero_()
 
     def __call__(self) -> None:
+        """Run the captured step once."""
         self.graph.replay()
 
 

@@ -1,7 +1,9 @@
 """The target: Qwen3.5/3.6 text architecture in torch, for training and for one-token steps.
 
-Letters: B rows of packed documents, T tokens, D hidden, H heads, C chunk. Parameter names are the checkpoint's. A packed row
-holds several documents; ``pos`` restarts at 0 with each, and state, convolution and attention never cross that line.
+Letters: B rows of packed documents, T tokens, D hidden, H heads, C chunk. Parameter names are the
+checkpoint's. A packed row
+holds several documents; ``pos`` restarts at 0 with each, and state, convolution and attention never
+cross that line.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ class Packing:
     pos: Tensor
     """[B, T] position inside the document."""
     mask: Tensor
-    """[B, 1, T, T] True where the query (row) may see the key (column): same document, not later."""
+    """[B, 1, T, T] True where the query (row) may see the key (column): same document, not
+    later.
+    """
 
 
 def packing(pos: Tensor) -> Packing:
@@ -42,7 +46,9 @@ def packing(pos: Tensor) -> Packing:
 def norm1(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Zero-centred RMS norm: x / rms(x) * (1 + w), in F32, back in x's dtype."""
     y = x.float()
-    return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * (1.0 + weight.float())).to(x.dtype)
+    return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * (1.0 + weight.float())).to(
+        x.dtype
+    )
 
 
 def rope(x: Tensor, pos: Tensor, dims: int, theta: float) -> Tensor:
@@ -52,7 +58,9 @@ def rope(x: Tensor, pos: Tensor, dims: int, theta: float) -> Tensor:
     angle = pos[:, None, :, None].float() * freq
     cos, sin = angle.cos(), angle.sin()
     a, b, rest = x[..., :half].float(), x[..., half:dims].float(), x[..., dims:]
-    return torch.cat([(a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype), rest], dim=-1)
+    return torch.cat(
+        [(a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype), rest], dim=-1
+    )
 
 
 def linear(outputs: int, inputs: int) -> nn.Linear:
@@ -80,6 +88,7 @@ class Mlp(nn.Module):
         self.down_proj = linear(hidden, inner)
 
     def forward(self, x: Tensor, quant: bool) -> Tensor:
+        """Rows [.., D] -> [.., D]."""
         gate, up = shared(quant, self.gate_proj, self.up_proj)
         (down,) = shared(quant, self.down_proj)
         return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
@@ -112,14 +121,18 @@ class Attention(nn.Module):
         """q, gate [B, Hq, T, 256] and k, v [B, Hkv, T, 256], normed, rotated, cache-rounded."""
         d = self.dims
         wq, wk, wv = shared(quant, self.q_proj, self.k_proj, self.v_proj)
-        q, gate = F.linear(x, wq).unflatten(-1, (d.q_heads, 2, d.head_dim)).transpose(1, 2).unbind(3)
+        q, gate = (
+            F.linear(x, wq).unflatten(-1, (d.q_heads, 2, d.head_dim)).transpose(1, 2).unbind(3)
+        )
         k = F.linear(x, wk).unflatten(-1, (d.kv_heads, d.head_dim)).transpose(1, 2)
         v = F.linear(x, wv).unflatten(-1, (d.kv_heads, d.head_dim)).transpose(1, 2)
         q = rope(norm1(q, self.q_norm.weight, d.eps), pos, d.rotary, d.theta)
         k = rope(norm1(k, self.k_norm.weight, d.eps), pos, d.rotary, d.theta)
         return (q, gate, fp8_cache(k), fp8_cache(v)) if self.fp8_cache else (q, gate, k, v)
 
-    def attend(self, q: Tensor, gate: Tensor, k: Tensor, v: Tensor, mask: Tensor, quant: bool) -> Tensor:
+    def attend(
+        self, q: Tensor, gate: Tensor, k: Tensor, v: Tensor, mask: Tensor, quant: bool
+    ) -> Tensor:
         """Softmax attention under a mask, gated and projected: [B, T, D]."""
         ratio = self.dims.q_heads // self.dims.kv_heads
         k, v = k.repeat_interleave(ratio, 1), v.repeat_interleave(ratio, 1)
@@ -128,6 +141,7 @@ class Attention(nn.Module):
         return F.linear(out.transpose(1, 2).flatten(2), wo)
 
     def forward(self, x: Tensor, rows: Packing, quant: bool) -> Tensor:
+        """Rows [B, T, D] -> [B, T, D]."""
         q, gate, k, v = self.project(x, rows.pos, quant)
         return self.attend(q, gate, k, v, rows.mask, quant)
 
@@ -164,7 +178,9 @@ class Gdn(nn.Module):
         return -self.A_log.float().exp() * F.softplus(a + self.dt_bias.float()), torch.sigmoid(b)
 
     def heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Convolved channels -> q, k (normalised, repeated to value heads) and v: F32 [B, Hv, T, 128]."""
+        """Convolved channels -> q, k (normalised, repeated to value heads) and v: F32 [B, Hv,
+        T, 128].
+        """
         d = self.dims
         keys = d.gdn_k_heads * d.gdn_dim
         q, k, v = mixed.float().split([keys, keys, d.gdn_v_heads * d.gdn_dim], dim=-1)
@@ -176,11 +192,16 @@ class Gdn(nn.Module):
 
     def gated_out(self, o: Tensor, z: Tensor, dtype: torch.dtype, quant: bool) -> Tensor:
         """Per-head norm, silu(z) gate, output projection; o and z are [B, T, Hv, 128]."""
-        y = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + self.dims.eps) * self.norm.weight.float()
+        y = (
+            o
+            * torch.rsqrt(o.square().mean(-1, keepdim=True) + self.dims.eps)
+            * self.norm.weight.float()
+        )
         (wo,) = shared(quant, self.out_proj)
         return F.linear((y * F.silu(z.float())).flatten(2).to(dtype), wo)
 
     def forward(self, x: Tensor, rows: Packing, quant: bool) -> Tensor:
+        """Rows [B, T, D] -> [B, T, D]."""
         wqkv, wz = shared(quant, self.in_proj_qkv, self.in_proj_z)
         raw = F.linear(x, wqkv)
         width = self.dims.conv
@@ -200,7 +221,8 @@ class Gdn(nn.Module):
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """The gated delta rule in chunks (UT transform), all F32: q, k, v [B, H, T, 128], g, beta [B, H, T].
+    """The gated delta rule in chunks (UT transform), all F32: q, k, v [B, H, T, 128], g, beta [B,
+    H, T].
 
     Source: spec of the block form, (I + A) U = diag(beta) (V - diag(e^G) K S0).
     """
@@ -244,6 +266,7 @@ class Layer(nn.Module):
         self.mlp = Mlp(dims.hidden, dims.intermediate)
 
     def forward(self, x: Tensor, rows: Packing, quant: bool) -> Tensor:
+        """Residual stream [B, T, D] before -> after the layer."""
         mixer = self.self_attn if self.full else self.linear_attn
         x = x + mixer(norm1(x, self.input_layernorm.weight, self.eps), rows, quant)
         return x + self.mlp(norm1(x, self.post_attention_layernorm.weight, self.eps), quant)
@@ -263,7 +286,9 @@ class Target(nn.Module):
     def forward(
         self, ids: Tensor, rows: Packing, quant: bool, taps: tuple[int, ...] = ()
     ) -> tuple[Tensor, list[Tensor]]:
-        """Hidden rows after the final norm [B, T, D], and the residual stream after the tapped layers."""
+        """Hidden rows after the final norm [B, T, D], and the residual stream after the tapped
+        layers.
+        """
         x = F.embedding(ids, self.embed_tokens.weight)
         kept: list[Tensor] = []
         for index, layer in enumerate(self.layers):

@@ -1,6 +1,8 @@
-"""Train planner-nano stage by stage: ``python -m thor_dflash.calib.nano.train --stage tokenizer|target|drafter|export|eval``.
+"""Train planner-nano stage by stage: ``python -m thor_dflash.calib.nano.train --stage
+tokenizer|target|drafter|export|eval``.
 
-Master weights lie in ``--work`` between stages and calls, so that a run that was cut off goes on from its last save.
+Master weights lie in ``--work`` between stages and calls, so that a run that was cut off goes on
+from its last save.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ class Run:
     steps: int
     seconds: float
     begin: float
-    """Share of the learning-rate schedule at which this call starts; a long run is several calls."""
+    """Share of the learning-rate schedule at which this call starts; a long run is several
+    calls.
+    """
     finish: float
     """Share at which it ends."""
     workers: int
@@ -71,7 +75,12 @@ class Run:
 def main(argv: list[str] | None = None) -> None:
     """Parse the command line and run one or more stages in order."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--stage", nargs="+", required=True, choices=["tokenizer", "target", "drafter", "export", "eval"])
+    parser.add_argument(
+        "--stage",
+        nargs="+",
+        required=True,
+        choices=["tokenizer", "target", "drafter", "export", "eval"],
+    )
     parser.add_argument("--models", type=Path, default=Path("models/planner-nano"))
     parser.add_argument("--work", type=Path, default=Path("build/nano"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -79,17 +88,37 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--anchors", type=int, default=48)
     parser.add_argument("--steps", type=int, default=100_000)
-    parser.add_argument("--seconds", type=float, default=400.0, help="training time of each trained stage")
-    parser.add_argument("--begin", type=float, default=0.0, help="share of the schedule at which this call starts")
-    parser.add_argument("--finish", type=float, default=1.0, help="share of the schedule at which this call ends")
+    parser.add_argument(
+        "--seconds", type=float, default=400.0, help="training time of each trained stage"
+    )
+    parser.add_argument(
+        "--begin", type=float, default=0.0, help="share of the schedule at which this call starts"
+    )
+    parser.add_argument(
+        "--finish", type=float, default=1.0, help="share of the schedule at which this call ends"
+    )
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--rollouts", type=int, default=24_576, help="target outputs the drafter learns from")
+    parser.add_argument(
+        "--rollouts", type=int, default=24_576, help="target outputs the drafter learns from"
+    )
     parser.add_argument("--held", type=int, default=600, help="held-out tasks to evaluate")
     args = parser.parse_args(argv)
     run = Run(
-        args.models, args.work, torch.device(args.device), args.docs, args.rows, args.anchors, args.steps,
-        args.seconds, args.begin, args.finish, args.workers, not args.no_compile, args.rollouts, args.held,
+        args.models,
+        args.work,
+        torch.device(args.device),
+        args.docs,
+        args.rows,
+        args.anchors,
+        args.steps,
+        args.seconds,
+        args.begin,
+        args.finish,
+        args.workers,
+        not args.no_compile,
+        args.rollouts,
+        args.held,
     )
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = True
@@ -109,12 +138,20 @@ def main(argv: list[str] | None = None) -> None:
 def train_target(run: Run) -> None:
     """Train the target on the corpus with quantised weights seen in every forward pass."""
     start = time.time()
-    docs = corpus.documents(run.target_dir / "tokenizer.json", run.docs, f"t{run.begin}/", run.workers)
+    docs = corpus.documents(
+        run.target_dir / "tokenizer.json", run.docs, f"t{run.begin}/", run.workers
+    )
     rows = corpus.pack(docs, 0)
-    print(f"corpus: {len(docs)} documents, {len(rows.ids)} rows, {time.time() - start:.0f} s", flush=True)
+    print(
+        f"corpus: {len(docs)} documents, {len(rows.ids)} rows, {time.time() - start:.0f} s",
+        flush=True,
+    )
     model = Target(TargetDims()).to(run.device)
     resumed = checkpoint.load_master(model, run.work, "target")
-    print(f"target: {sum(p.numel() for p in model.parameters()):,} parameters, resumed: {resumed}", flush=True)
+    print(
+        f"target: {sum(p.numel() for p in model.parameters()):,} parameters, resumed: {resumed}",
+        flush=True,
+    )
     data = [torch.from_numpy(a).to(run.device) for a in (rows.ids, rows.pos, rows.weight)]
 
     entropy = _compile(run, model, mean_loss)
@@ -128,7 +165,9 @@ def train_target(run: Run) -> None:
 
 
 def train_drafter(run: Run) -> None:
-    """Train the drafter on the frozen exported target's own greedy outputs, one in five documents from the corpus."""
+    """Train the drafter on the frozen exported target's own greedy outputs, one in five
+    documents from the corpus.
+    """
     target = load_target(run)
     tokenizer = run.tokenizer
     docs = target_documents(run, target) + corpus.documents(
@@ -138,7 +177,10 @@ def train_drafter(run: Run) -> None:
     print(f"drafter corpus: {len(docs)} documents, {len(rows.ids)} rows", flush=True)
     model = Drafter(DrafterDims()).to(run.device)
     resumed = checkpoint.load_master(model, run.work, "drafter")
-    print(f"drafter: {sum(p.numel() for p in model.parameters()):,} parameters, resumed: {resumed}", flush=True)
+    print(
+        f"drafter: {sum(p.numel() for p in model.parameters()):,} parameters, resumed: {resumed}",
+        flush=True,
+    )
     data = [torch.from_numpy(a).to(run.device) for a in (rows.ids, rows.pos, rows.answer)]
     mask_id = tokenizer.token_to_id("<|audio_start|>")
     taps = tuple(tap_layers(target.dims.layers, model.dims.taps))
@@ -150,12 +192,16 @@ def train_drafter(run: Run) -> None:
     def loss(ids: Tensor, pos: Tensor, answer: Tensor) -> Tensor:
         with torch.no_grad():
             _, kept = target(ids, packing(pos), False, taps)
-        anchors = torch.topk(torch.rand(ids.shape, device=ids.device) * answer, run.anchors, dim=1).indices
+        anchors = torch.topk(
+            torch.rand(ids.shape, device=ids.device) * answer, run.anchors, dim=1
+        ).indices
         placed = blocks(model.dims, ids, pos, anchors, mask_id)
         out = model(target.embed_tokens.weight, torch.cat(kept, -1), pos, placed, True)
         hidden = out.unflatten(1, (-1, size))[:, :, 1:]
         ahead = anchors[:, :, None] + torch.arange(1, size, device=ids.device)
-        inside = (ahead < ids.shape[1]) & answer.gather(1, (ahead - 1).clamp(max=ids.shape[1] - 1).flatten(1)).view(ahead.shape)
+        inside = (ahead < ids.shape[1]) & answer.gather(
+            1, (ahead - 1).clamp(max=ids.shape[1] - 1).flatten(1)
+        ).view(ahead.shape)
         wanted = ids.gather(1, ahead.clamp(max=ids.shape[1] - 1).flatten(1))
         # One gap in `answer` ends the document; what follows belongs to the next one.
         weight = inside.int().cumprod(-1) * decay * answer.gather(1, anchors)[..., None]
@@ -172,7 +218,9 @@ def mean_loss(hidden: Tensor, table: Tensor, wanted: Tensor, weight: Tensor) -> 
 
 
 def _compile(run: Run, model: Target | Drafter, loss: Loss) -> Loss:
-    """Compile layer by layer, which takes a tenth of the time of compiling the whole model, and the loss."""
+    """Compile layer by layer, which takes a tenth of the time of compiling the whole model, and
+    the loss.
+    """
     if not run.compiled:
         return loss
     for layer in model.layers:
@@ -199,21 +247,27 @@ def target_documents(run: Run, target: Target) -> list[corpus.Document]:
 
 
 def _given(doc: corpus.Document, close: list[int]) -> list[int]:
-    """What the target is given: the prompt, and the cut thinking with its closing text where a document has one."""
+    """What the target is given: the prompt, and the cut thinking with its closing text where a
+    document has one.
+    """
     ids = doc.ids.tolist()
     forced = np.flatnonzero(doc.weight == 0)
     return ids[: int(forced[0]) + len(close)] if len(forced) else ids[: doc.prompt]
 
 
 def _optimise(
-    run: Run, model: torch.nn.Module, stem: str, loss: Callable[[Tensor, Tensor, Tensor], Tensor], data: list[Tensor]
+    run: Run,
+    model: torch.nn.Module,
+    stem: str,
+    loss: Callable[[Tensor, Tensor, Tensor], Tensor],
+    data: list[Tensor],
 ) -> None:
     optimiser = Optimiser(model)
     cast = torch.autocast(run.device.type, torch.bfloat16, enabled=run.device.type == "cuda")
     total, order = data[0].shape[0], torch.empty(0, dtype=torch.long)
     rng = Random(1)
     begun = time.time()
-    start, smooth = begun, 0.0
+    start = begun
     for step in range(run.steps):
         if len(order) < run.rows:
             generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
@@ -227,8 +281,11 @@ def _optimise(
         place = run.begin + (run.finish - run.begin) * min(1.0, progress)
         optimiser.step(rate_at(place) * min(1.0, (step + 1) / 50))
         if step % 100 == 0 or step == 5:
-            smooth = value.item()
-            print(f"{stem} step {step} loss {smooth:.4f} progress {progress:.3f} {time.time() - begun:.0f} s", flush=True)
+            print(
+                f"{stem} step {step} loss {value.item():.4f} progress {progress:.3f} "
+                f"{time.time() - begun:.0f} s",
+                flush=True,
+            )
         if step == 5:
             # Compilation is over: the schedule counts from here.
             start = time.time()
@@ -248,21 +305,31 @@ def load_target(run: Run) -> Target:
 
 
 def export(run: Run) -> None:
-    """Write the checkpoint directories from the master weights (or from the seed, where there are none)."""
+    """Write the checkpoint directories from the master weights (or from the seed, where there
+    are none).
+    """
     tokenizer = run.tokenizer
     special = {text: tokenizer.token_to_id(text) for text in SPECIAL}
     target, drafter = Target(TargetDims()), Drafter(DrafterDims())
-    if checkpoint.load_master(target, run.work, "target") or not (run.target_dir / "model.safetensors").exists():
+    if (
+        checkpoint.load_master(target, run.work, "target")
+        or not (run.target_dir / "model.safetensors").exists()
+    ):
         checkpoint.export_weights(target, "model.", run.target_dir)
     checkpoint.write_target_config(run.target_dir, target.dims, special)
     folder = run.models / "drafter"
-    if checkpoint.load_master(drafter, run.work, "drafter") or not (folder / "model.safetensors").exists():
+    if (
+        checkpoint.load_master(drafter, run.work, "drafter")
+        or not (folder / "model.safetensors").exists()
+    ):
         checkpoint.export_weights(drafter, "", folder)
     checkpoint.write_drafter_config(folder, drafter.dims, target.dims, special["<|audio_start|>"])
 
 
 def evaluate_all(run: Run) -> None:
-    """Print the held-out numbers of the exported checkpoints and write them to ``<work>/eval.json``."""
+    """Print the held-out numbers of the exported checkpoints and write them to
+    ``<work>/eval.json``.
+    """
     target = load_target(run)
     drafter = Drafter(DrafterDims()).to(run.device)
     checkpoint.load_exported(drafter, "", run.models / "drafter")

@@ -3,8 +3,10 @@
 Preconditions
     goto(place)         mobile robot; every door on the way (own room, target room) is open
     pick(object)        hand empty, object reachable, nothing on it, its container open
-    place(object, on)   object in this hand, target reachable, open, not full; an object target must be clear
-    open/close(target)  target reachable, not locked, not already so (a running device does not open)
+    place(object, on)   object in this hand, target reachable, open, not full; an object target must
+    be clear
+    open/close(target)  target reachable, not locked, not already so (a running device does not
+    open)
     turn_on/turn_off    device reachable, closed if it has a lid, not already so
     handover(object,to) object in this hand, the other hand empty
 """
@@ -25,7 +27,9 @@ class Step:
 
 
 class World:
-    """The mutable state of one scene while a plan runs. ``apply`` changes it only when the step is allowed."""
+    """The mutable state of one scene while a plan runs. ``apply`` changes it only when the step
+    is allowed.
+    """
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
@@ -33,13 +37,19 @@ class World:
         self.places: dict[str, Place] = {p.name: p for p in scene.places}
         self.doors: dict[str, str] = {door_of(room): room for room in scene.doors}
         self.where: dict[str, str] = dict(scene.objects)
-        self.standing: dict[str, str] = {r.name: r.place for r in scene.robots if r.place is not None}
-        self.holding: dict[str, str] = {r.name: r.holding for r in scene.robots if r.holding is not None}
+        self.standing: dict[str, str] = {
+            r.name: r.place for r in scene.robots if r.place is not None
+        }
+        self.holding: dict[str, str] = {
+            r.name: r.holding for r in scene.robots if r.holding is not None
+        }
         self.opened = set(scene.opened)
         self.on = set(scene.on)
 
     def apply(self, step: Step) -> str | None:
-        """Run one step. Returns None, or the reason why it is not possible; then nothing has changed."""
+        """Run one step. Returns None, or the reason why it is not possible; then nothing has
+        changed.
+        """
         if step.skill not in self.scene.skills:
             return f"skill must be one of {', '.join(self.scene.skills)} (got {step.skill})"
         name = step.args["robot"] if "robot" in step.args else self.scene.robots[0].name

@@ -1,4 +1,6 @@
-"""The six task families: each turns a random generator into a prompt, a thinking text, a plan and a scene to judge it on."""
+"""The six task families: each turns a random generator into a prompt, a thinking text, a plan
+and a scene to judge it on.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def plain(make: World_maker) -> Callable[[Random, bool], Draft]:
 
 
 def replanning(rng: Random, held: bool) -> Draft:
-    """A plan that failed half way: the history and the feedback are given, the rest is to be planned."""
+    """A plan that failed half way: the history and the feedback are given, the rest is to be
+    planned.
+    """
     scene = _plannable(rng.choice((tabletop, mobile, household))(rng, held))
     steps = plan_steps(scene)
     moves = [i for i, s in enumerate(steps) if s.skill in ("pick", "place") and i < 6]
@@ -68,13 +72,19 @@ def replanning(rng: Random, held: bool) -> Draft:
     traces = plan_traces(_plannable(after))
     rest = [step for trace in traces for step in trace.steps]
     return Draft(
-        prompt, thinking_text(rng, after, traces, replanning=True),
-        plan_text(goal_text(after.goals), rest, None), after, wording.template(scene.goals), scene.goals,
+        prompt,
+        thinking_text(rng, after, traces, replanning=True),
+        plan_text(goal_text(after.goals), rest, None),
+        after,
+        wording.template(scene.goals),
+        scene.goals,
     )
 
 
 def infeasible(rng: Random, held: bool) -> Draft:
-    """A request that names a missing object or place, an ambiguous object, or something behind a lock."""
+    """A request that names a missing object or place, an ambiguous object, or something behind
+    a lock.
+    """
     scene = _plannable(rng.choice((tabletop, mobile, household))(rng, held))
     index = rng.choice([i for i, g in enumerate(scene.goals) if g.kind == "at"])
     spoil = rng.choice((_missing_object, _missing_place, _ambiguous, _locked))
@@ -105,8 +115,12 @@ def _finish(rng: Random, held: bool, scene: Scene) -> Draft:
     traces = plan_traces(scene)
     steps = [step for trace in traces for step in trace.steps]
     return Draft(
-        prompt, thinking_text(rng, scene, traces, replanning=False),
-        plan_text(goal_text(scene.goals), steps, None), scene, wording.template(scene.goals), scene.goals,
+        prompt,
+        thinking_text(rng, scene, traces, replanning=False),
+        plan_text(goal_text(scene.goals), steps, None),
+        scene,
+        wording.template(scene.goals),
+        scene.goals,
     )
 
 
@@ -133,14 +147,18 @@ def _fail(rng: Random, world: World, step: Step) -> tuple[Scene, str]:
     goals, full = world.scene.goals, world.scene.full
     held = world.holding.get(robot.name)
     if step.skill == "pick":
-        feedback = rng.choice((
-            f'The object "{thing}" slipped and is now on {other}.',
-            f'The object "{thing}" is not there, it is on {other}.',
-        ))
+        feedback = rng.choice(
+            (
+                f'The object "{thing}" slipped and is now on {other}.',
+                f'The object "{thing}" is not there, it is on {other}.',
+            )
+        )
         world.where[thing] = other
     elif rng.random() < 0.5 and here in world.places and Goal("at", thing, here) in goals:
         feedback = f"The place {here} is full, use {other} for it."
-        goals = tuple(Goal("at", thing, other) if g == Goal("at", thing, here) else g for g in goals)
+        goals = tuple(
+            Goal("at", thing, other) if g == Goal("at", thing, here) else g for g in goals
+        )
         full = (here,)
     else:
         feedback = f'The object "{thing}" fell down onto {other}.'
@@ -148,9 +166,13 @@ def _fail(rng: Random, world: World, step: Step) -> tuple[Scene, str]:
         held = None
     stood = Robot(robot.name, world.standing.get(robot.name), robot.reach, held)
     after = replace(
-        world.scene, robots=(stood,), goals=goals, full=full,
+        world.scene,
+        robots=(stood,),
+        goals=goals,
+        full=full,
         objects=tuple((name, world.where[name]) for name, _ in world.scene.objects),
-        opened=tuple(sorted(world.opened)), on=tuple(sorted(world.on)),
+        opened=tuple(sorted(world.opened)),
+        on=tuple(sorted(world.on)),
     )
     return after, feedback
 
@@ -192,7 +214,10 @@ def _ambiguous(rng: Random, held: bool, scene: Scene, index: int) -> tuple[Scene
     pairs.insert(rng.randint(0, len(pairs)), (second, twin_at))
     order = [name for name, _ in pairs if name in (first, second)]
     spoiled = _with_goal(
-        replace(scene, objects=tuple(pairs)), index, Goal("at", noun, scene.goals[index].where), (first, second)
+        replace(scene, objects=tuple(pairs)),
+        index,
+        Goal("at", noun, scene.goals[index].where),
+        (first, second),
     )
     question = f"Is it [{order[0]}] or [{order[1]}]?"
     return spoiled, think(rng, "ask_which", o=noun, a=order[0], b=order[1]), question
@@ -206,7 +231,9 @@ def _locked(rng: Random, held: bool, scene: Scene, index: int) -> tuple[Scene, s
     rooms = {p.name: p.room for p in scene.places}
     ends = [objects[goal.subject], goal.where]
     inside = [e for e in ends if e in lids]
-    doors = [door_of(rooms[e]) for e in ends if rooms.get(e) in scene.doors and _apart(scene, rooms[e])]
+    doors = [
+        door_of(rooms[e]) for e in ends if rooms.get(e) in scene.doors and _apart(scene, rooms[e])
+    ]
     options = inside + doors
     if not options:
         raise Rejected("nothing to lock")
@@ -214,7 +241,8 @@ def _locked(rng: Random, held: bool, scene: Scene, index: int) -> tuple[Scene, s
     spoiled = replace(
         _with_goal(scene, index, goal, (lock,)),
         locked=(*(n for n in scene.locked if n != lock), lock),
-        opened=tuple(n for n in scene.opened if n != lock), on=tuple(n for n in scene.on if n != lock),
+        opened=tuple(n for n in scene.opened if n != lock),
+        on=tuple(n for n in scene.on if n != lock),
     )
     return spoiled, think(rng, "ask_locked", p=lock), f"The [{lock}] is locked."
 

@@ -1,4 +1,5 @@
-"""The judge: does a plan text parse, obey schema ``tdp.plan.v1``, run on the scene and reach the goal?
+"""The judge: does a plan text parse, obey schema ``tdp.plan.v1``, run on the scene and reach the
+goal?
 
 Any correct plan is accepted, not only the canonical one.
 """
@@ -40,7 +41,13 @@ def judge_scene(scene: Scene, plan_text: str) -> Verdict:
     if scene.must_ask:
         return _judge_question(scene, steps, question)
     if question is not None:
-        return Verdict(False, "needs_clarification must be null: the request can be done as it stands")
+        return Verdict(
+            False, "needs_clarification must be null: the request can be done as it stands"
+        )
+    return _run(scene, steps)
+
+
+def _run(scene: Scene, steps: list[Step]) -> Verdict:
     world = World(scene)
     for number, step in enumerate(steps, start=1):
         failed = world.apply(step)
@@ -54,7 +61,9 @@ def judge_scene(scene: Scene, plan_text: str) -> Verdict:
 
 def _judge_question(scene: Scene, steps: list[Step], question: str | None) -> Verdict:
     if steps:
-        return Verdict(False, f"steps must be empty when the request cannot be done (got {len(steps)})")
+        return Verdict(
+            False, f"steps must be empty when the request cannot be done (got {len(steps)})"
+        )
     if question is None:
         return Verdict(False, "needs_clarification must say what is wrong (got null)")
     for name in scene.must_ask:
@@ -75,9 +84,15 @@ def _parse(text: str) -> tuple[dict[str, Any] | None, str]:
     if not _is_object(plan):
         return None, f"plan must be an object (got {type(plan).__name__})"
     if set(plan) != {"goal", "steps", "needs_clarification"}:
-        return None, f"plan keys must be goal, steps, needs_clarification (got {_short(sorted(plan))})"
+        return (
+            None,
+            f"plan keys must be goal, steps, needs_clarification (got {_short(sorted(plan))})",
+        )
     if not isinstance(plan["goal"], str) or len(plan["goal"]) > MAX_GOAL:
-        return None, f"goal must be a string of at most {MAX_GOAL} characters (got {_short(plan['goal'])})"
+        return (
+            None,
+            f"goal must be a string of at most {MAX_GOAL} characters (got {_short(plan['goal'])})",
+        )
     question = plan["needs_clarification"]
     if question is not None and not isinstance(question, str):
         return None, f"needs_clarification must be a string or null (got {_short(question)})"

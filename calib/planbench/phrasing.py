@@ -1,4 +1,6 @@
-"""How a request and a short thinking text are worded. Requests are split by wording; thinking varies freely."""
+"""How a request and a short thinking text are worded. Requests are split by wording; thinking
+varies freely.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,18 @@ from random import Random
 from thor_dflash.calib.planbench.scene import Goal
 from thor_dflash.calib.planbench.words import held_out
 
-OPENINGS = ("", "Please ", "Robot, ", "Could you ", "I need you to ", "Next, ", "Now ", "Kindly ", "Task: ", "Go and ")
+OPENINGS = (
+    "",
+    "Please ",
+    "Robot, ",
+    "Could you ",
+    "I need you to ",
+    "Next, ",
+    "Now ",
+    "Kindly ",
+    "Task: ",
+    "Go and ",
+)
 MOVES = (
     ("put", "on"),
     ("move", "to"),
@@ -22,7 +35,15 @@ MOVES = (
     ("deliver", "to"),
 )
 JOINERS = (" and ", ", then ", ", and also ", ", after that ", "; ", " and then ")
-CLOSINGS = (".", " please.", ", thanks.", " right away.", " when you can.", " for me.", ", that is all.")
+CLOSINGS = (
+    ".",
+    " please.",
+    ", thanks.",
+    " right away.",
+    " when you can.",
+    " for me.",
+    ", that is all.",
+)
 OTHER_KINDS = {
     "open": ("open", "leave open"),
     "closed": ("close", "shut"),
@@ -45,7 +66,11 @@ class Wording:
 
     def render(self, goals: tuple[Goal, ...], objects: frozenset[str]) -> str:
         """The request text for goals; ``objects`` says which names are quoted."""
-        text = self.opening + self.joiner.join(self._clause(goal, objects) for goal in goals) + self.closing
+        text = (
+            self.opening
+            + self.joiner.join(self._clause(goal, objects) for goal in goals)
+            + self.closing
+        )
         return text[0].upper() + text[1:]
 
     def template(self, goals: tuple[Goal, ...]) -> str:
@@ -62,17 +87,25 @@ class Wording:
 def say(name: str, objects: frozenset[str]) -> str:
     """A name as it is written in text: objects in quotes, places bare.
 
-    A quote after a space keeps the object's own tokens the same here, in the scene lines and in the plan.
+    A quote after a space keeps the object's own tokens the same here, in the scene lines and in the
+    plan.
     """
     return f'"{name}"' if name in objects else name
 
 
 def draw_wording(rng: Random, goals: tuple[Goal, ...], held: bool) -> Wording:
-    """A wording whose template for these goals is on one side of the split; one template in six is reserved."""
+    """A wording whose template for these goals is on one side of the split; one template in six
+    is reserved.
+    """
     while True:
         verb, link = rng.choice(MOVES)
         wording = Wording(
-            rng.choice(OPENINGS), verb, link, rng.choice(JOINERS), rng.choice(CLOSINGS), rng.randrange(2)
+            rng.choice(OPENINGS),
+            verb,
+            link,
+            rng.choice(JOINERS),
+            rng.choice(CLOSINGS),
+            rng.randrange(2),
         )
         if held_out(wording.template(goals), 6) == held:
             return wording
@@ -112,9 +145,17 @@ THOUGHTS: dict[str, tuple[str, ...]] = {
         'The top item "{b}" comes off first, onto {p}.',
         'Clear "{b}" from it, put that on {p}.',
     ),
-    "done": ("The part {t} is already true.", "Nothing to do for {t}.", "The goal {t} holds already."),
+    "done": (
+        "The part {t} is already true.",
+        "Nothing to do for {t}.",
+        "The goal {t} holds already.",
+    ),
     "state": ("Then {v} {t}.", "After that {v} {t}.", "And {v} {t} at the right time."),
-    "trouble": ("The last step failed.", "Something went wrong, so I plan again.", "I continue after the failure."),
+    "trouble": (
+        "The last step failed.",
+        "Something went wrong, so I plan again.",
+        "I continue after the failure.",
+    ),
     "ask_object": (
         'I look for "{o}" but no line of the scene has it.',
         'The scene does not list "{o}".',
@@ -140,9 +181,16 @@ THOUGHTS: dict[str, tuple[str, ...]] = {
         "This cannot be planned; I need to ask.",
         "So there is no plan, better ask the user.",
     ),
-    "end": ("That is the plan.", "Now write the plan.", "This gives the steps.", "Done, answer now."),
+    "end": (
+        "That is the plan.",
+        "Now write the plan.",
+        "This gives the steps.",
+        "Done, answer now.",
+    ),
 }
-"""Sentences of the thinking text. An id follows a space and a quote, so that its tokens are the same as in the plan."""
+"""Sentences of the thinking text. An id follows a space and a quote, so that its tokens are the
+same as in the plan.
+"""
 
 
 def think(rng: Random, kind: str, **names: str | int) -> str:

@@ -1,6 +1,8 @@
-"""The canonical planner: reaches the goals of a scene one by one, in the order in which they are written.
+"""The canonical planner: reaches the goals of a scene one by one, in the order in which they are
+written.
 
-It is greedy, not optimal: the corpus needs one deterministic answer per prompt, and the judge accepts any other.
+It is greedy, not optimal: the corpus needs one deterministic answer per prompt, and the judge
+accepts any other.
 """
 
 from __future__ import annotations
@@ -164,5 +166,3 @@ class _Planner:
         if reason is not None:
             raise Unplannable(reason)
         self.steps.append(step)
-
-

@@ -1,4 +1,6 @@
-"""A task as text: the system line, the scene, the request, the history, the thinking and the question."""
+"""A task as text: the system line, the scene, the request, the history, the thinking and the
+question.
+"""
 
 from __future__ import annotations
 
@@ -11,36 +13,48 @@ from thor_dflash.calib.planbench.scene import HALL, SKILL_ARGS, Goal, Scene, doo
 
 SYSTEM = (
     "You are a robot planner. Think briefly, then answer with one JSON plan with goal, steps and "
-    "needs_clarification. Use only the skills, places and objects given. If the request cannot be done or is "
-    "unclear, give no steps and say why."
+    "needs_clarification. Use only the skills, places and objects given. If the request cannot be "
+    "done or is unclear, give no steps and say why."
 )
 
 
 def scene_text(scene: Scene) -> str:
-    """The scene and the skills, as the user message shows them. Places carry their state in brackets."""
+    """The scene and the skills, as the user message shows them. Places carry their state in
+    brackets.
+    """
     lines = ["Skills: " + ", ".join(f"{s}({','.join(_args(scene, s))})" for s in scene.skills)]
     lines += [_robot_line(scene)]
     if scene.doors:
         rooms = [f"{door_of(r)} {_lid(scene, door_of(r))}({_names(scene, r)})" for r in scene.doors]
-        lines.append("Places behind doors: " + ", ".join([*rooms, f"{HALL}({_names(scene, HALL)})"]))
+        lines.append(
+            "Places behind doors: " + ", ".join([*rooms, f"{HALL}({_names(scene, HALL)})"])
+        )
     elif len(scene.robots) == 1:
         lines.append("Places: " + ", ".join(_place(scene, p.name) for p in scene.places))
     held = {r.holding for r in scene.robots}
     objects = frozenset(name for name, _ in scene.objects)
     under = {where: f' under "{name}"' for name, where in scene.objects if where in objects}
-    lines += [f"{name} on {say(where, objects)}{under.get(name, '')}" for name, where in scene.objects if name not in held]
+    lines += [
+        f"{name} on {say(where, objects)}{under.get(name, '')}"
+        for name, where in scene.objects
+        if name not in held
+    ]
     return "\n".join(lines)
 
 
 def history_text(steps: list[Step], feedback: str) -> str:
     """What was executed and how the last step failed."""
-    calls = [s.skill + "(" + ",".join(f'"{value}"' for value in s.args.values()) + ")" for s in steps]
+    calls = [
+        s.skill + "(" + ",".join(f'"{value}"' for value in s.args.values()) + ")" for s in steps
+    ]
     done = [f"{call} ok" for call in calls[:-1]] + [f"{calls[-1]} failed"]
     return "Done: " + ", ".join(done) + f"\nFeedback: {feedback}"
 
 
 def thinking_text(rng: Random, scene: Scene, traces: list[Trace], replanning: bool) -> str:
-    """A short reasoning that states where things are and what stands in the way, in the order of the plan."""
+    """A short reasoning that states where things are and what stands in the way, in the order
+    of the plan.
+    """
     objects = frozenset(name for name, _ in scene.objects)
     said = [think(rng, "trouble") if replanning else think(rng, "start", n=len(scene.goals))]
     for trace in traces:
@@ -69,7 +83,9 @@ def _goal_thoughts(rng: Random, trace: Trace, objects: frozenset[str]) -> list[s
         if step.skill == "open" and goal.kind != "open":
             said.append(think(rng, "shut", p=step.args["target"]))
         elif step.skill == "handover":
-            said.append(think(rng, "handover", r=step.args["robot"], s=step.args["to"], t=goal.where))
+            said.append(
+                think(rng, "handover", r=step.args["robot"], s=step.args["to"], t=goal.where)
+            )
         elif step.skill == "pick" and step.args["object"] != thing:
             aside = trace.steps[index + 1].args["on"]
             said.append(think(rng, "blocked", b=step.args["object"], p=aside))
@@ -85,12 +101,16 @@ def _args(scene: Scene, skill: str) -> tuple[str, ...]:
 
 
 def _robot_line(scene: Scene) -> str:
-    if len(scene.robots) > 1:
+    robot, *others = scene.robots
+    if others:
         arms = (f"{r.name}(reach {', '.join(r.reach)})" for r in scene.robots)
         return "Robots: " + ", ".join(arms) + ", hands empty"
-    robot = scene.robots[0]
     hand = "hand empty" if robot.holding is None else f'holding "{robot.holding}"'
-    return f"Robot: {robot.name}, {hand}" if robot.place is None else f"Robot: at {robot.place}, {hand}"
+    return (
+        f"Robot: {robot.name}, {hand}"
+        if robot.place is None
+        else f"Robot: at {robot.place}, {hand}"
+    )
 
 
 def _names(scene: Scene, room: str) -> str:

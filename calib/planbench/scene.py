@@ -1,6 +1,7 @@
 """The symbolic world of a planning task: who is where, what is open, what is wanted.
 
-A scene is plain frozen data, so that a task can be written to one JSON line and judged from that line alone.
+A scene is plain frozen data, so that a task can be written to one JSON line and judged from that
+line alone.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ SKILL_ARGS: dict[str, tuple[str, ...]] = {
     "turn_off": ("device",),
     "handover": ("object", "to"),
 }
-"""Skill name -> argument names, in the order in which they are written. Two-robot scenes put "robot" first."""
+"""Skill name -> argument names, in the order in which they are written. Two-robot scenes put
+"robot" first.
+"""
 
 ON_FAIL = ("retry", "skip", "replan", "abort")
 """What a controller may do when a step fails."""
@@ -59,7 +62,11 @@ class Goal:
 
     def text(self) -> str:
         """The goal in the compact notation of a plan's "goal" field, e.g. ``[mug->tray_a]``."""
-        return f"[{self.subject}->{self.where}]" if self.kind == "at" else f"[{self.subject}={self.kind}]"
+        return (
+            f"[{self.subject}->{self.where}]"
+            if self.kind == "at"
+            else f"[{self.subject}={self.kind}]"
+        )
 
 
 @dataclass(frozen=True)

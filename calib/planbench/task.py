@@ -59,7 +59,9 @@ def sample(family: str, seed: int | str, split: Split) -> Task:
 
 def heldout(count: int) -> list[Task]:
     """The first held-out tasks, the families taking turns."""
-    return [sample(FAMILIES[i % len(FAMILIES)], i // len(FAMILIES), "heldout") for i in range(count)]
+    return [
+        sample(FAMILIES[i % len(FAMILIES)], i // len(FAMILIES), "heldout") for i in range(count)
+    ]
 
 
 def judge(task: Task, plan_text: str) -> Verdict:
@@ -75,10 +77,15 @@ def goal_key(goals: tuple[Goal, ...]) -> str:
 def task_to_line(task: Task) -> str:
     """A task as one line of JSON."""
     fields = {
-        "name": task.name, "family": task.family, "split": task.split,
+        "name": task.name,
+        "family": task.family,
+        "split": task.split,
         "messages": [{"role": role, "content": content} for role, content in task.messages],
-        "thinking": task.thinking, "plan": task.plan, "scene": scene_to_json(task.scene),
-        "template": task.template, "goal_key": task.goal_key,
+        "thinking": task.thinking,
+        "plan": task.plan,
+        "scene": scene_to_json(task.scene),
+        "template": task.template,
+        "goal_key": task.goal_key,
     }
     return json.dumps(fields, separators=(",", ":"))
 
@@ -87,13 +94,21 @@ def task_from_line(line: str) -> Task:
     """The inverse of ``task_to_line``."""
     data: dict[str, Any] = json.loads(line)
     return Task(
-        data["name"], data["family"], data["split"],
+        data["name"],
+        data["family"],
+        data["split"],
         tuple((m["role"], m["content"]) for m in data["messages"]),
-        data["thinking"], data["plan"], scene_from_json(data["scene"]), data["template"], data["goal_key"],
+        data["thinking"],
+        data["plan"],
+        scene_from_json(data["scene"]),
+        data["template"],
+        data["goal_key"],
     )
 
 
 def _task(name: str, family: str, split: Split, draft: Draft) -> Task:
     messages = (("system", SYSTEM), ("user", draft.prompt))
     key = goal_key(draft.request_goals)
-    return Task(name, family, split, messages, draft.thinking, draft.plan, draft.scene, draft.template, key)
+    return Task(
+        name, family, split, messages, draft.thinking, draft.plan, draft.scene, draft.template, key
+    )

@@ -1,4 +1,6 @@
-"""The nouns of the corpus and who may use them: an object noun belongs to training or to the held-out set, never to both."""
+"""The nouns of the corpus and who may use them: an object noun belongs to training or to the
+held-out set, never to both.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +10,32 @@ from random import Random
 from thor_dflash.calib.planbench.places import RESERVED
 
 TRAIN_NOUNS = tuple(
-    """apple banana lemon orange pear peach plum cherry carrot potato onion tomato pepper mug cup bowl fork spoon
-    knife pan pot jug jar bottle can carton soap sponge towel brush comb razor book pen pencil marker eraser ruler
-    stapler tape glue paper notebook folder phone charger cable battery camera laptop mouse keyboard remote headset
-    hammer wrench screwdriver drill saw chisel bolt nut screw nail gear spring hinge bracket pulley lever
-    motor sensor valve pipe hose filter fuse relay resistor chip board wire clamp vise file level block cube ball
-    ring disk cone cylinder brick tile plank rod hat scarf glove sock shoe belt wallet key coin card ticket watch
-    candle vase frame clock toy doll puzzle dice kite drum flute bread butter cheese milk egg rice pasta
-    soup salad cake cookie candy tea coffee sugar salt flour honey juice water medicine bandage syringe vial beaker
-    flask tube swab mask gown sample specimen reagent parcel letter package envelope stamp label pallet toolbox"""
-    .split()
+    """apple banana lemon orange pear peach plum cherry carrot potato onion tomato pepper mug cup
+    bowl fork spoon
+    knife pan pot jug jar bottle can carton soap sponge towel brush comb razor book pen pencil
+    marker eraser ruler
+    stapler tape glue paper notebook folder phone charger cable battery camera laptop mouse keyboard
+    remote headset
+    hammer wrench screwdriver drill saw chisel bolt nut screw nail gear spring hinge bracket pulley
+    lever
+    motor sensor valve pipe hose filter fuse relay resistor chip board wire clamp vise file level
+    block cube ball
+    ring disk cone cylinder brick tile plank rod hat scarf glove sock shoe belt wallet key coin card
+    ticket watch
+    candle vase frame clock toy doll puzzle dice kite drum flute bread butter cheese milk egg rice
+    pasta
+    soup salad cake cookie candy tea coffee sugar salt flour honey juice water medicine bandage
+    syringe vial beaker
+    flask tube swab mask gown sample specimen reagent parcel letter package envelope stamp label
+    pallet toolbox""".split()
 )
 HELD_NOUNS = tuple(
-    """mango kiwi grape papaya cabbage radish spatula ladle whisk teapot thermos napkin stylus binder tablet speaker
-    router pliers mallet crowbar rivet gasket piston bearing solenoid prism wedge marble bracelet jacket mitten
-    lantern trophy violin waffle muffin yogurt pickle ointment pipette goggles crystal magnet ribbon"""
-    .split()
+    """mango kiwi grape papaya cabbage radish spatula ladle whisk teapot thermos napkin stylus
+    binder tablet speaker
+    router pliers mallet crowbar rivet gasket piston bearing solenoid prism wedge marble bracelet
+    jacket mitten
+    lantern trophy violin waffle muffin yogurt pickle ointment pipette goggles crystal magnet
+    ribbon""".split()
 )
 TAGS = tuple("red blue green black white yellow pink gray a b c d big small old new".split())
 """What tells two objects of one noun apart; written after the noun, as in ``mug_red``."""
@@ -32,12 +44,16 @@ _ONSETS = "b c d f g h j k l m n p qu r s t v w x z br cr dr gl kr pl st tr zh s
 _VOWELS = "a e i o u ai ee io ou ua y".split()
 _CODAS = ["", "", "", "n", "r", "x", "k", "l", "s", "m", "t", "b", "p", "nd", "rt", "g"]
 _HALVES = (*TRAIN_NOUNS, *sorted(RESERVED))
-"""Words whose halves make new ones. Place names are among them, so that no piece of theirs is a stranger in an object."""
+"""Words whose halves make new ones. Place names are among them, so that no piece of theirs is a
+stranger in an object.
+"""
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def held_out(text: str, parts: int) -> bool:
-    """Whether a text belongs to the reserved share of 1/parts. Depends on the text alone, so both sides agree."""
+    """Whether a text belongs to the reserved share of 1/parts. Depends on the text alone, so
+    both sides agree.
+    """
     return zlib.crc32(text.encode()) % parts == 0
 
 
@@ -90,4 +106,6 @@ def invent(rng: Random) -> str:
         head, tail = rng.choice(_HALVES), rng.choice(_HALVES)
         return head[: rng.randint(1, 4)] + tail[-rng.randint(2, 5) :]
     parts = rng.randint(1, 3)
-    return "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS) for _ in range(parts))
+    return "".join(
+        rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS) for _ in range(parts)
+    )

@@ -49,7 +49,9 @@ def mobile(rng: Random, held: bool) -> Scene:
     goals = _moves(rng, where, [p.name for p in places], rng.randint(1, 2))
     robot = Robot("robot", place=rng.choice(["dock", "dock", *spots]))
     skills = ("goto", "pick", "place", "open")
-    return Scene((robot,), tuple(places), _shuffled(rng, where), skills, goals, doors=rooms, opened=opened)
+    return Scene(
+        (robot,), tuple(places), _shuffled(rng, where), skills, goals, doors=rooms, opened=opened
+    )
 
 
 def household(rng: Random, held: bool) -> Scene:
@@ -62,7 +64,9 @@ def household(rng: Random, held: bool) -> Scene:
     spots = [p.name for p in places if p.openable or not p.device]
     lids = [p.name for p in places if p.openable]
     opened = tuple(name for name in lids if rng.random() < 0.3)
-    running = tuple(p.name for p in places if p.device and p.name not in opened and rng.random() < 0.25)
+    running = tuple(
+        p.name for p in places if p.device and p.name not in opened and rng.random() < 0.25
+    )
     names = draw_objects(rng, rng.randint(2, 5), held)
     where = {name: rng.choice(spots) for name in names}
     goals = list(_moves(rng, where, spots, rng.randint(1, 2)))
@@ -70,10 +74,20 @@ def household(rng: Random, held: bool) -> Scene:
         goals = goals[:1] + _second(rng, places, goals[0], where)
     robot = Robot("robot", place=rng.choice(spots))
     skills = ("goto", "pick", "place", "open", "close", "turn_on", "turn_off")
-    locked = tuple(n for n in lids if rng.random() < 0.15 and n not in _needed(goals, where) and n not in opened)
+    locked = tuple(
+        n
+        for n in lids
+        if rng.random() < 0.15 and n not in _needed(goals, where) and n not in opened
+    )
     return Scene(
-        (robot,), tuple(places), _shuffled(rng, where), skills, tuple(goals),
-        opened=opened, on=running, locked=locked,
+        (robot,),
+        tuple(places),
+        _shuffled(rng, where),
+        skills,
+        tuple(goals),
+        opened=opened,
+        on=running,
+        locked=locked,
     )
 
 

@@ -18,7 +18,6 @@ from thor_dflash.runtime.block import Block, Progress
 from thor_dflash.runtime.policies.grammar_compile import Grammar, Vocabulary
 from thor_dflash.tensors import Array
 
-WHY = "grammar"
 FREE = -1
 """No id is forced after this row."""
 
@@ -57,17 +56,14 @@ class Walk:
     """The id that must follow each row, or FREE."""
     taken: list[int] = field(default_factory=list[int])
     """Legal tokens since the answer began."""
-    ends: list[bool] = field(default_factory=list[bool])
-    """Whether the answer may end after each of its rows."""
     start: int = -1
     """First row of the answer; -1: none."""
     masks: Array | None = None
 
     def row(self, given: int) -> int:
         """The id that must follow the next row, `given` by another policy or by the grammar."""
-        if self.place.inside:
-            self.start = len(self.forced) if self.start < 0 else self.start
-            self.ends.append(self.matcher.is_accepting())
+        if self.place.inside and self.start < 0:
+            self.start = len(self.forced)
         self.forced.append(self._only() if given == FREE else given)
         return self.forced[-1]
 
@@ -86,7 +82,7 @@ class Walk:
         """int32 [rows, W]: all ids before the answer, then the legal ones."""
         masks = np.full((rows, self.vocabulary.words), -1, np.int32)
         if self.matcher.rollback(len(self.taken)):
-            self.vocabulary.masks(self.matcher, self.taken, self.ends, masks[self.start :])
+            self.vocabulary.masks(self.matcher, self.taken, masks[self.start :])
         if self.matcher.is_error():
             # It has run into one of its limits, and what it said on the way is not all there is.
             masks[self.start :] = 0
@@ -157,9 +153,7 @@ class Constrain:
                 cap = row + 1
                 break
         self.seconds += time.perf_counter() - begin
-        seen = replace(block, cap=min(block.cap, cap))
-        if any(must != FREE for must in walk.forced[len(block.forced) :]):
-            seen = seen.forcing(walk.forced, WHY)
+        seen = replace(block, forced=tuple(walk.forced), cap=min(block.cap, cap))
         return seen if walk.start < 0 else replace(seen, mask=lambda: self._masks(walk, rows))
 
     def _masks(self, walk: Walk, rows: int) -> Array:

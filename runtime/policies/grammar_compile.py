@@ -64,25 +64,11 @@ class Vocabulary:
         """Of one mask."""
         return -(-self.size // 32)
 
-    def masks(self, matcher: LLMatcher, tokens: list[int], ends: list[bool], out: Array) -> None:
+    def masks(self, matcher: LLMatcher, tokens: list[int], out: Array) -> None:
         """Fill int32 [1 + len(tokens), W] of `out`: ids legal now, and after each of the tokens.
 
-        `ends` [1 + len(tokens)]: the answer may end there. The matcher is left as it was.
+        The matcher is left as it was. If it failed on the way, `out` is not all there is.
         """
-        self._fill(matcher, tokens, out)
-        # A matcher that has run into one of its limits offers the end, wherever it is.
-        others = ~self._stop_bits()
-        for row, end in enumerate(ends):
-            if not end:
-                out[row] &= others
-
-    def _stop_bits(self) -> Array:
-        bits = np.zeros(self.words, np.uint32)
-        for token in self.stop:
-            bits[token // 32] |= np.uint32(1 << token % 32)
-        return bits.view(np.int32)
-
-    def _fill(self, matcher: LLMatcher, tokens: list[int], out: Array) -> None:
         assert out.flags.c_contiguous, out.strides
         rows, words = out.shape
         if not tokens:  # the executor takes drafts only
@@ -99,7 +85,7 @@ class Vocabulary:
         if matcher.is_accepting() or matcher.compute_ff_tokens():
             return False
         row = np.zeros((1, self.words), np.int32)
-        self.masks(matcher, [], [False], row)
+        self.masks(matcher, [], row)
         return matcher.is_error() or not row.any()
 
 

@@ -1,4 +1,6 @@
-"""The generator: determinism, a split without overlap, canonical plans that are valid and mutated ones that are not."""
+"""The generator: determinism, a split without overlap, canonical plans that are valid and
+mutated ones that are not.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,15 @@ from random import Random
 
 import pytest
 
-from thor_dflash.calib.planbench import FAMILIES, Task, heldout, judge, sample, task_from_line, task_to_line
+from thor_dflash.calib.planbench import (
+    FAMILIES,
+    Task,
+    heldout,
+    judge,
+    sample,
+    task_from_line,
+    task_to_line,
+)
 from thor_dflash.calib.planbench.words import noun_is_held_out, noun_of
 
 PER_FAMILY = 100
@@ -48,14 +58,19 @@ def test_tasks_survive_their_line(held: list[Task]) -> None:
         assert judge(again, task.plan).valid
 
 
-def test_templates_and_goal_combinations_do_not_overlap(train: list[Task], held: list[Task]) -> None:
+def test_templates_and_goal_combinations_do_not_overlap(
+    train: list[Task], held: list[Task]
+) -> None:
     assert {t.template for t in train}.isdisjoint(t.template for t in held)
     assert {t.goal_key for t in train}.isdisjoint(t.goal_key for t in held)
 
 
 def nouns(task: Task) -> set[str]:
     named = {noun_of(name) for name, _ in task.scene.objects}
-    quoted = {noun_of(name) for name in re.findall(r'"([a-z_]+)"', task.messages[1][1].split("Request:")[1])}
+    quoted = {
+        noun_of(name)
+        for name in re.findall(r'"([a-z_]+)"', task.messages[1][1].split("Request:")[1])
+    }
     places = {p.name for p in task.scene.places} | {f"{room}_door" for room in task.scene.doors}
     return named | {n for n in quoted if n not in {noun_of(p) for p in places}}
 

@@ -10,7 +10,14 @@ import pytest
 
 from thor_dflash.calib.planbench.executor import Step, World
 from thor_dflash.calib.planbench.judge import judge_scene
-from thor_dflash.calib.planbench.scene import Goal, Place, Robot, Scene, scene_from_json, scene_to_json
+from thor_dflash.calib.planbench.scene import (
+    Goal,
+    Place,
+    Robot,
+    Scene,
+    scene_from_json,
+    scene_to_json,
+)
 
 TABLE = Scene(
     robots=(Robot("arm"),),
@@ -29,7 +36,11 @@ ROOMS = Scene(
 )
 HOME = Scene(
     robots=(Robot("robot", place="counter"),),
-    places=(Place("counter"), Place("fridge", openable=True), Place("oven", openable=True, device=True)),
+    places=(
+        Place("counter"),
+        Place("fridge", openable=True),
+        Place("oven", openable=True, device=True),
+    ),
     objects=(("milk", "fridge"), ("pie", "counter")),
     skills=("goto", "pick", "place", "open", "close", "turn_on", "turn_off"),
     goals=(Goal("at", "pie", "oven"), Goal("on", "oven")),
@@ -45,7 +56,10 @@ PAIR = Scene(
 
 
 def plan(*steps: tuple[str, dict[str, str]], **changes: Any) -> str:
-    rows = [{"id": i, "skill": s, "args": a, "on_fail": "retry"} for i, (s, a) in enumerate(steps, start=1)]
+    rows = [
+        {"id": i, "skill": s, "args": a, "on_fail": "retry"}
+        for i, (s, a) in enumerate(steps, start=1)
+    ]
     return json.dumps({"goal": "g", "steps": rows, "needs_clarification": None, **changes})
 
 
@@ -62,7 +76,14 @@ GOOD = plan(*CLEAR, pick("mug"), place("mug", "bin"))
 GOTO_DOCK = ("goto", {"place": "dock"})
 OPEN_OFFICE = ("open", {"target": "office_door"})
 OPEN_KITCHEN = ("open", {"target": "kitchen_door"})
-FETCH = (OPEN_OFFICE, OPEN_KITCHEN, ("goto", {"place": "sink"}), pick("cup"), GOTO_DOCK, place("cup", "dock"))
+FETCH = (
+    OPEN_OFFICE,
+    OPEN_KITCHEN,
+    ("goto", {"place": "sink"}),
+    pick("cup"),
+    GOTO_DOCK,
+    place("cup", "dock"),
+)
 
 
 def test_a_right_plan_is_valid() -> None:
@@ -71,7 +92,14 @@ def test_a_right_plan_is_valid() -> None:
 
 
 def test_another_right_plan_is_valid_too() -> None:
-    detour = plan(pick("lid"), place("lid", "nut"), pick("mug"), place("mug", "table"), pick("mug"), place("mug", "bin"))
+    detour = plan(
+        pick("lid"),
+        place("lid", "nut"),
+        pick("mug"),
+        place("mug", "table"),
+        pick("mug"),
+        place("mug", "bin"),
+    )
     assert judge_scene(TABLE, detour).valid
     far_door_first = (OPEN_OFFICE, GOTO_DOCK, OPEN_KITCHEN, *FETCH[2:])
     assert judge_scene(ROOMS, plan(*far_door_first)).valid
@@ -91,7 +119,9 @@ def test_another_right_plan_is_valid_too() -> None:
         ((*CLEAR, pick("mug"), place("mug", "nut")), "goal [mug->bin]"),
     ],
 )
-def test_table_failures_are_named(steps: tuple[tuple[str, dict[str, str]], ...], reason: str) -> None:
+def test_table_failures_are_named(
+    steps: tuple[tuple[str, dict[str, str]], ...], reason: str
+) -> None:
     verdict = judge_scene(TABLE, plan(*steps))
     assert not verdict.valid
     assert reason in verdict.reason
@@ -110,7 +140,9 @@ def test_table_failures_are_named(steps: tuple[tuple[str, dict[str, str]], ...],
         ((("goto", {"place": "attic"}),), "place must be in the scene"),
     ],
 )
-def test_doors_and_places_are_checked(steps: tuple[tuple[str, dict[str, str]], ...], reason: str) -> None:
+def test_doors_and_places_are_checked(
+    steps: tuple[tuple[str, dict[str, str]], ...], reason: str
+) -> None:
     verdict = judge_scene(ROOMS, plan(*steps))
     assert not verdict.valid
     assert reason in verdict.reason
@@ -129,8 +161,12 @@ def test_containers_and_devices() -> None:
     to_oven = ("goto", {"place": "oven"})
     opened, closed = ("open", {"target": "oven"}), ("close", {"target": "oven"})
     turned = ("turn_on", {"device": "oven"})
-    assert judge_scene(HOME, plan(pick("pie"), to_oven, opened, place("pie", "oven"), closed, turned)).valid
-    assert "must be open before placing" in str(run(HOME, pick("pie"), to_oven, place("pie", "oven")))
+    assert judge_scene(
+        HOME, plan(pick("pie"), to_oven, opened, place("pie", "oven"), closed, turned)
+    ).valid
+    assert "must be open before placing" in str(
+        run(HOME, pick("pie"), to_oven, place("pie", "oven"))
+    )
     assert "must be closed before turning on" in str(run(HOME, to_oven, opened, turned))
     assert "must be off before opening" in str(run(HOME, to_oven, turned, opened))
     assert "must be at oven" in str(run(HOME, turned))
@@ -232,8 +268,14 @@ def test_questions() -> None:
     question = "Is it [mug_red] or [mug_blue]?"
     assert judge_scene(asking, plan(needs_clarification=question)).valid
     assert "must say what is wrong" in judge_scene(asking, plan()).reason
-    assert "must name mug_blue" in judge_scene(asking, plan(needs_clarification="mug_red or mug_blues?")).reason
-    assert "steps must be empty" in judge_scene(asking, plan(pick("nut"), needs_clarification=question)).reason
+    assert (
+        "must name mug_blue"
+        in judge_scene(asking, plan(needs_clarification="mug_red or mug_blues?")).reason
+    )
+    assert (
+        "steps must be empty"
+        in judge_scene(asking, plan(pick("nut"), needs_clarification=question)).reason
+    )
 
 
 def test_a_failed_step_changes_nothing() -> None:

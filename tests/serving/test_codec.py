@@ -106,13 +106,18 @@ def test_broken_bodies_are_refused(body: bytes) -> None:
     assert refused(body).code == "bad_request"
 
 
-@given(st.binary(max_size=200), st.integers(0, 2))
-def test_no_bytes_do_anything_but_be_refused(tail: bytes, start: int) -> None:
-    body = (b"", b'{"', b"\x83")[start] + tail
+def outcome(body: bytes) -> str:
     try:
         read(body)
     except PlanError as e:
-        assert e.code in ("bad_request", "unsupported_version")
+        return e.code
+    return "read"
+
+
+@given(st.binary(max_size=200), st.integers(0, 2))
+def test_no_bytes_do_anything_but_be_refused(tail: bytes, start: int) -> None:
+    body = (b"", b'{"', b"\x83")[start] + tail
+    assert outcome(body) in ("read", "bad_request", "unsupported_version")
 
 
 @given(st.data())
@@ -121,10 +126,7 @@ def test_no_mutation_does_either(data: st.DataObject) -> None:
     whole = encoding.encode({**PLAN, "messages": None, "metadata": {"a": [1, {"b": "c"}]}})
     at = data.draw(st.integers(0, len(whole) - 1))
     body = whole[:at] + data.draw(st.binary(max_size=3)) + whole[at + 1 :]
-    try:
-        read(body)
-    except PlanError as e:
-        assert e.code in ("bad_request", "unsupported_version")
+    assert outcome(body) in ("read", "bad_request", "unsupported_version")
 
 
 def test_groot_requests_are_the_same_requests() -> None:

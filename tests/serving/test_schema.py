@@ -120,7 +120,7 @@ def canonical(task: Task) -> dict[str, Any]:
     return value
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(family=st.sampled_from(FAMILIES), seed=st.integers(0, 10**6), held=st.booleans())
 def test_plans_that_nano_was_trained_on_fit_word_for_word(
     family: str, seed: int, held: bool

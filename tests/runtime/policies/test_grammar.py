@@ -175,7 +175,7 @@ def test_a_forced_id_is_the_one_its_mask_leaves(schema: str, seed: int) -> None:
     for _ in range(120):
         ahead = matcher.compute_ff_tokens()
         row = np.zeros((1, made.vocabulary.words), np.int32)
-        made.vocabulary.masks(matcher, [], [matcher.is_accepting()], row)
+        made.vocabulary.masks(matcher, [], row)
         ids = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
         assert ids.size
         assert ids.max() < size, "padding is never allowed"
@@ -274,8 +274,8 @@ class Mute:
     lead = property(lambda self: self.whole.lead)
     end_think = property(lambda self: self.whole.end_think)
 
-    def masks(self, matcher: LLMatcher, tokens: list[int], ends: list[bool], out: Array) -> None:
-        self.whole.masks(matcher, tokens, ends, out)
+    def masks(self, matcher: LLMatcher, tokens: list[int], out: Array) -> None:
+        self.whole.masks(matcher, tokens, out)
         walked = matcher.deep_copy()
         for row, token in enumerate([*tokens, -1]):
             if self.dead(walked):

@@ -1,0 +1,51 @@
+// Ask a plan server for a plan and act on each step as soon as it is whole.
+//
+//   g++ -std=c++17 plan.cpp -lzmq -o plan        (Debian: libzmq3-dev cppzmq-dev nlohmann-json3-dev)
+//   ./plan tcp://127.0.0.1:5571 "Bring the cup to the table."
+#include <chrono>
+#include <iostream>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <zmq.hpp>
+#include <zmq_addon.hpp>
+
+using nlohmann::json;
+
+int main(int argc, char** argv) {
+  if (argc != 3) {
+    std::cerr << "usage: plan ENDPOINT TEXT\n";
+    return 2;
+  }
+  zmq::context_t context;
+  zmq::socket_t socket(context, zmq::socket_type::dealer);
+  socket.set(zmq::sockopt::linger, 0);  // a robot that stops must not wait for its socket
+  socket.set(zmq::sockopt::rcvtimeo, 12000);
+  socket.connect(argv[1]);
+
+  // An id that was never used before: no late reply can then be taken for this one's.
+  const auto now = std::chrono::system_clock::now().time_since_epoch().count();
+  const std::string id = "cpp-" + std::to_string(now);
+  const json ask = {{"v", 1},          {"op", "plan"},      {"id", id},
+                    {"prompt", argv[2]}, {"stream", "steps"}, {"deadline_ms", 10000}};
+  socket.send(zmq::message_t(), zmq::send_flags::sndmore);  // a DEALER writes its own empty frame
+  socket.send(zmq::buffer(ask.dump()), zmq::send_flags::none);
+
+  for (;;) {
+    zmq::multipart_t message;
+    if (!message.recv(socket)) {
+      std::cerr << "no answer\n";
+      return 1;
+    }
+    const json reply = json::parse(message.back().to_string());
+    if (reply["id"] != id) continue;
+    if (reply["type"] == "chunk") {
+      std::cout << "step " << reply["step"]["skill"] << " " << reply["step"]["args"] << std::endl;
+    } else if (reply["type"] == "result") {
+      std::cout << "done " << reply["finish_reason"] << std::endl;
+      return 0;
+    } else {
+      std::cout << "refused " << reply["code"] << " " << reply["message"] << std::endl;
+      return 1;
+    }
+  }
+}

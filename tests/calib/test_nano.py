@@ -1,0 +1,72 @@
+"""planner-nano through the whole machine: the ordinary build, the ordinary loop, held-out tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from thor_dflash.builders.build import build
+from thor_dflash.calib.demo import MODEL
+from thor_dflash.calib.heldout import Result, accept_length, plan, speed_up, tasks
+from thor_dflash.calib.planbench import FAMILIES
+from thor_dflash.config import BuildConfig, EngineConfig
+from thor_dflash.progress import Silent
+from thor_dflash.runtime.session import Session, open_session
+
+TASKS = 36
+"""Of the 120, families taking turns; all of them are in docs/measurements."""
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    package = tmp_path_factory.mktemp("nano") / "package"
+    build(MODEL / "target", MODEL / "drafter", package, BuildConfig(), Silent())
+    with closing(open_session(package, EngineConfig(), Silent())) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def results(session: Session) -> list[Result]:
+    return [plan(session, task, thinking=True, plain=False) for task in tasks(TASKS)]
+
+
+def test_held_out_plans_reach_their_goals(results: list[Result]) -> None:
+    failed = [(r.task.name, r.reason) for r in results if not r.valid]
+    assert len(failed) <= 0.05 * len(results), failed
+
+
+def test_held_out_accept_length(results: list[Result]) -> None:
+    assert accept_length(results) >= 5
+    for family in FAMILIES:
+        assert accept_length(r for r in results if r.task.family == family) >= 5
+
+
+def test_speculation_is_exact_and_at_least_twice_as_fast(session: Session) -> None:
+    # `plan` compares the tokens of both ways.
+    both = [plan(session, task, thinking=True, plain=True) for task in tasks(len(FAMILIES))]
+    assert speed_up(both) >= 2
+
+
+def test_without_thinking_it_answers_at_once(session: Session) -> None:
+    task = tasks(1)[0]
+    result = plan(session, task, thinking=False, plain=False)
+    assert result.valid, result.reason
+    assert len(result.tokens) < len(plan(session, task, thinking=True, plain=False).tokens)
+
+
+def test_the_shipped_pair_is_small() -> None:
+    files = [p for d in ("target", "drafter") for p in (MODEL / d).iterdir()]
+    assert sum(p.stat().st_size for p in files) <= 10_000_000
+
+
+def test_padding_of_the_vocabulary_is_never_chosen(results: list[Result], session: Session) -> None:
+    assert session.manifest.vocab_limit < session.manifest.target.vocab
+    assert max(t for r in results for t in r.tokens) < session.manifest.vocab_limit
+
+
+def test_the_package_is_an_ordinary_one(tmp_path: Path) -> None:
+    made = build(MODEL / "target", None, tmp_path / "p", BuildConfig(), Silent())
+    assert {kind for kinds in made.quantisation.values() for kind in kinds} == {"nvfp4", "bf16"}

@@ -1,0 +1,191 @@
+"""OpenAI's own client against the gateway over mock servers."""
+
+from __future__ import annotations
+
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import pytest
+import uvicorn
+from openai import APIStatusError, BadRequestError, OpenAI
+
+from thor_dflash.config import GatewayConfig
+from thor_dflash.serving import metrics
+from thor_dflash.serving.gateway import application
+from thor_dflash.serving.mock import PLAN, THINKING
+
+CHAT: list[Any] = [{"role": "user", "content": "Bring the cup."}]
+
+
+@contextmanager
+def gateway(*servers: str) -> Iterator[str]:
+    """Its address."""
+    app = application(GatewayConfig(servers=servers))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    end = time.monotonic() + 20
+    while not server.started:
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(20)
+
+
+def client(address: str) -> Any:
+    return OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+
+
+def get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=20) as reply:
+        text: str = reply.read().decode()
+    return text
+
+
+def test_a_completion(house: Any) -> None:
+    with gateway(house.mock().endpoints[0]) as address, client(address) as openai:
+        answer = openai.chat.completions.create(model="mock", messages=CHAT)
+        choice = answer.choices[0]
+        assert choice.message.content == PLAN
+        assert choice.message.reasoning_content.strip() == THINKING.strip()
+        assert choice.finish_reason == "stop"
+        assert answer.usage.completion_tokens_details.reasoning_tokens > 0
+        assert answer.thor_dflash["plan_valid"] is True
+        assert answer.thor_dflash["timings"]["e2e_ms"] > 0
+        short = openai.chat.completions.create(model="m", messages=CHAT, max_tokens=5)
+        assert (short.choices[0].finish_reason, short.model) == ("length", "m")
+        off = openai.chat.completions.create(
+            model="m", messages=CHAT, reasoning_effort="none", extra_body={"session": "arm"}
+        )
+        assert off.usage.completion_tokens_details.reasoning_tokens == 0
+
+
+def test_a_stream_keeps_thinking_and_answer_apart(house: Any) -> None:
+    with gateway(house.mock().endpoints[0]) as address, client(address) as openai:
+        pieces = list(
+            openai.chat.completions.create(
+                model="m", messages=CHAT, stream=True, stream_options={"include_usage": True}
+            )
+        )
+    deltas = [piece.choices[0].delta for piece in pieces if piece.choices]
+    assert "".join(delta.content or "" for delta in deltas).rstrip() == PLAN
+    thought = "".join((delta.model_extra or {}).get("reasoning_content") or "" for delta in deltas)
+    assert thought.strip() == THINKING.strip()
+    assert pieces[-2].choices[0].finish_reason == "stop"
+    assert pieces[-1].usage.prompt_tokens > 0
+
+
+def test_a_schema_and_what_is_refused(house: Any) -> None:
+    with gateway(house.mock().endpoints[0]) as address, client(address) as openai:
+
+        def ask(**fields: Any) -> Any:
+            return openai.chat.completions.create(model="m", messages=CHAT, **fields)
+
+        schema = {"type": "object", "required": ["goal"]}
+        wrapped = {"type": "json_schema", "json_schema": {"name": "plan", "schema": schema}}
+        assert ask(response_format=wrapped).thor_dflash["plan_valid"] is True
+        for fields, name in (
+            ({"temperature": 0.7}, "temperature"),
+            ({"n": 2}, "n"),
+            ({"logprobs": True}, "logprobs"),
+            ({"stop": ["."]}, "stop"),
+            ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+            ({"response_format": {"type": "json_object"}}, "response_format"),
+            ({"extra_body": {"priority": 99}}, "priority"),
+            ({"extra_body": {"prefix_id": "none"}}, "prefix_id"),
+        ):
+            with pytest.raises(BadRequestError) as caught:
+                ask(**fields)
+            assert caught.value.param == name, fields
+        with pytest.raises(BadRequestError) as caught:
+            openai.chat.completions.create(
+                model="m", messages=[{"role": "user", "content": "x " * 9000}]
+            )
+        assert caught.value.code == "prompt_too_long"
+
+
+def test_models_health_and_metrics(house: Any) -> None:
+    servers = [house.mock().endpoints[0], "ipc:///nowhere/plan"]
+    with gateway(*servers) as address, client(address) as openai:
+        openai.chat.completions.create(model="m", messages=CHAT)
+        end = time.monotonic() + 20
+        while not (names := [model.id for model in openai.models.list()]):
+            assert time.monotonic() < end
+        assert names == ["mock"]
+        health = msgspec.json.decode(get(f"{address}/health"))
+        assert health["ready"] is True
+        assert health["servers"][servers[1]] is None
+        text = get(f"{address}/metrics")
+    assert f'thor_dflash:up{{server="{servers[0]}"}} 1.0' in text
+    assert f'thor_dflash:up{{server="{servers[1]}"}} 0.0' in text
+    assert 'thor_dflash:request_success_total{finished_reason="stop"' in text
+    for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+        assert f"thor_dflash:spec_decode_{name}_total" in text
+
+
+def test_positions_are_metrics_of_their_own() -> None:
+    stats: dict[str, Any] = {
+        "spec": {"cycles": 3, "drafted": 45, "accepted": 9, "accepted_per_position": [3, 2]},
+        "tokens": {}, "finished": {}, "refused": {}, "running": 0, "waiting": 1,
+        "percentiles": dict.fromkeys(("ttft_ms", "ttfa_ms", "e2e_ms", "queue_ms")),
+    }  # fmt: skip
+    text = metrics.render([("a", stats)]).decode()
+    name = "thor_dflash:spec_decode_num_accepted_tokens_per_pos_total"
+    assert f'{name}{{position="1",server="a"}} 2.0' in text
+
+
+def test_without_a_server_it_says_so(house: Any) -> None:
+    with gateway("ipc:///nowhere/plan") as address, client(address) as openai:
+        with pytest.raises(APIStatusError) as caught:
+            openai.chat.completions.create(
+                model="m", messages=CHAT, extra_body={"deadline_ms": 100}
+            )
+        assert (caught.value.status_code, caught.value.code) in ((503, "unreachable"),)
+
+
+def test_several_servers_share_the_work(house: Any) -> None:
+    pairs = [house.held(max_queue=1) for _ in range(2)]
+    with gateway(*(server.endpoints[0] for server, _ in pairs)) as address:
+        answers: list[Any] = []
+
+        def ask() -> None:
+            with client(address) as openai:
+                answers.append(openai.chat.completions.create(model="m", messages=CHAT))
+
+        threads = [threading.Thread(target=ask) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for _, held in pairs:
+            assert held.waiting.wait(20)
+        for _, held in pairs:
+            held.let()
+        for thread in threads:
+            thread.join(20)
+    assert len(answers) == 4
+    assert [len(held.started) for _, held in pairs] == [2, 2]
+
+
+def test_a_reader_that_leaves_cancels_its_plan(house: Any) -> None:
+    server, held = house.held()
+    held.let(2)
+    with gateway(server.endpoints[0]) as address, client(address) as openai:
+        stream = openai.chat.completions.create(model="m", messages=CHAT, stream=True)
+        next(iter(stream))
+        assert held.waiting.wait(20)
+        stream.close()
+        peer = house.peer(server)
+        while not peer.ask(op="stats", id="s")["requests"].get("cancel"):
+            time.sleep(0.005)
+        held.let()
+        while not held.ended:
+            time.sleep(0.005)
+    assert held.ended == ["cancelled"]

@@ -1,0 +1,189 @@
+"""How a server begins and ends, and what becomes of the work of clients that leave."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from thor_dflash.config import ServeConfig
+from thor_dflash.errors import EngineError, ThorError
+from thor_dflash.serving.mock import MockBackend
+from thor_dflash.serving.server import Server
+
+SMALL = {"op": "plan", "prompt": "x"}
+
+
+def until(what: Callable[[], object]) -> None:
+    """Wait until something is true."""
+    end = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.002)
+
+
+# --- clients that go
+
+
+@pytest.mark.parametrize("stream", [False, "steps"])
+def test_work_for_a_client_that_left_is_dropped(house: Any, stream: Any) -> None:
+    server, held = house.held()
+    peer, other = house.peer(server), house.peer(server)
+    for name in "ab":
+        peer.send(**SMALL, id=name, session=name, stream=stream)
+    assert held.waiting.wait(20)
+    until(lambda: other.ask(op="health", id="h")["waiting"] == 1)
+    peer.close()
+    until(lambda: other.ask(op="health", id="h")["waiting"] == 0)
+    held.let()
+    until(lambda: held.ended == ["cancelled"])
+    assert held.steps == 1
+    assert other.ask(**SMALL, id="c")["status"] == "ok"
+    assert held.started == ["a", "c"]
+
+
+def test_a_client_that_comes_back_under_its_name_gets_its_own_answers_only(house: Any) -> None:
+    server, held = house.held()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    old, new = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
+    for socket in (old, new):
+        socket.linger = 0
+        socket.routing_id = b"robot"
+    old.connect(server.endpoints[0])
+    old.send_multipart([b"", msgspec.json.encode({**SMALL, "id": "1"})])
+    assert held.waiting.wait(20)
+    new.connect(server.endpoints[0])
+    new.send_multipart([b"", msgspec.json.encode({"op": "ping", "id": "p"})])
+    assert new.poll(20_000)
+    assert msgspec.json.decode(new.recv_multipart()[-1])["id"] == "p"
+    old.close(0)
+    running = server._desk.books.running
+    until(lambda: running.stop)
+    held.let()
+    until(lambda: len(held.ended) == 1)
+    assert held.ended == ["cancelled"]
+    assert not new.poll(50), "the other's plan is not its"
+    new.close(0)
+    context.term()
+
+
+# --- beginning and end
+
+
+def test_plans_wait_for_the_self_test(house: Any) -> None:
+    loading, warming = threading.Event(), threading.Event()
+
+    class Slow(MockBackend):
+        def warm(self) -> None:
+            assert warming.wait(20)
+
+    def load() -> MockBackend:
+        assert loading.wait(20)
+        return Slow(ServeConfig())
+
+    server = house.load(load, ServeConfig(bind=("tcp://127.0.0.1:*",)))
+    peer = house.peer(server)
+    assert peer.ask(op="health", id="h")["state"] == "loading"
+    loading.set()
+    until(lambda: peer.ask(op="health", id="h")["state"] == "warming")
+    assert peer.ask(op="health", id="h")["ready"] is False
+    reply = peer.ask(**SMALL, id="p")
+    assert (reply["code"], reply["retryable"]) == ("not_ready", True)
+    warming.set()
+    until(lambda: peer.ask(op="health", id="h")["ready"])
+    assert peer.ask(**SMALL, id="p")["status"] == "ok"
+
+
+def test_a_backend_that_fails_its_self_test_ends_the_server() -> None:
+    class Wrong(MockBackend):
+        def warm(self) -> None:
+            raise EngineError("the self-test must pass (got other tokens)")
+
+    config = ServeConfig(bind=("tcp://127.0.0.1:*",))
+    with pytest.raises(ThorError, match="self-test"):
+        Server(lambda: Wrong(config), config, log=lambda text: None).run()
+
+
+def test_stopping_finishes_what_was_taken_and_takes_no_more(house: Any) -> None:
+    server, held = house.held()
+    peer = house.peer(server)
+    peer.send(**SMALL, id="a", session="a")
+    peer.send(**SMALL, id="b", session="b")
+    until(lambda: peer.ask(op="health", id="h")["waiting"] == 1)
+    server.stop()
+    until(lambda: peer.ask(op="health", id="h")["state"] == "draining")
+    assert peer.ask(**SMALL, id="c", session="c")["code"] == "draining"
+    held.let()
+    assert peer.final("a")["status"] == "ok"
+    assert peer.final("b")["status"] == "ok"
+
+
+def test_a_second_stop_does_not_wait(house: Any) -> None:
+    server, held = house.held()
+    peer = house.peer(server)
+    peer.send(**SMALL, id="a", session="a")
+    assert held.waiting.wait(20)
+    peer.send(**SMALL, id="b", session="b")
+    until(lambda: peer.ask(op="health", id="h")["waiting"] == 1)
+    server.stop()
+    server.stop()
+    assert peer.final("b")["code"] == "draining"
+    held.let()
+    assert peer.final("a")["code"] == "cancelled"
+
+
+def test_admin_is_for_those_who_were_let(house: Any, tmp_path: Path) -> None:
+    peer = house.peer(house.mock())
+    for op in ("drain", "shutdown"):
+        assert peer.ask(op=op, id="x")["code"] == "unauthorized"
+    server, held = house.held(bind=(f"ipc://{tmp_path}/plan",), allow_admin=True)
+    peer = house.peer(server)
+    peer.send(**SMALL, id="a")
+    assert held.waiting.wait(20)
+    assert peer.ask(op="drain", id="d")["draining"] is True
+    assert peer.ask(**SMALL, id="b", session="b")["code"] == "draining"
+    assert peer.ask(op="shutdown", id="d")["stopping"] is True
+    held.let()
+    assert peer.final("a")["status"] == "ok"
+
+
+def test_a_hung_engine_ends_the_process_for_the_next_one_to_start() -> None:
+    ended = threading.Event()
+    codes: list[int] = []
+
+    def die(code: int) -> None:
+        codes.append(code)
+        ended.set()
+
+    class Hung(MockBackend):
+        def start(self, prepared: Any, left_ms: Any) -> Any:
+            ended.wait(20)
+            return super().start(prepared, left_ms)
+
+    config = ServeConfig(bind=("tcp://127.0.0.1:*",), watchdog_s=0.3, drain_s=0.0)
+    notes: list[str] = []
+    server = Server(
+        lambda: Hung(config), config, log=lambda text: None, notify=notes.append, die=die
+    )
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    peer = context.socket(zmq.DEALER)
+    peer.linger = 0
+    peer.connect(server.endpoints[0])
+    until(lambda: "READY=1" in notes)
+    peer.send_multipart([b"", msgspec.json.encode({**SMALL, "id": "a"})])
+    assert ended.wait(20)
+    assert codes[0] == 70
+    server.stop()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert notes[-1] == "STOPPING=1" or "STOPPING=1" in notes
+    peer.close()
+    context.term()

@@ -1,0 +1,203 @@
+"""The backend over a real session, with random weights: what serving must not change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from constrained import PLAN, package
+from msgspec import structs
+
+from thor_dflash.config import EngineConfig, ServeConfig
+from thor_dflash.errors import ModelFault
+from thor_dflash.progress import Silent
+from thor_dflash.runtime.session import Request, Session, open_session
+from thor_dflash.serving.backend import drive
+from thor_dflash.serving.check import Checker
+from thor_dflash.serving.client import Ask, Message, Options, PlanError, RemotePlanner
+from thor_dflash.serving.live import LiveBackend
+from thor_dflash.serving.planner import LocalPlanner
+from thor_dflash.serving.wire import PrefixPut
+
+SYSTEM = "You plan for one arm. " + "It can pick, place and wait; nothing else at all. " * 6
+CONFIG = ServeConfig(thinking_budget=24, max_tokens=40)
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    it = open_session(package(), EngineConfig(threads=1), Silent())
+    yield it
+    it.close()
+
+
+@pytest.fixture
+def backend(session: Session) -> LiveBackend:
+    it = LiveBackend(session, CONFIG)
+    for prefix in it.prefixes():
+        it.drop(prefix["prefix_id"])
+    return it
+
+
+def alone(session: Session, words: str, count: int) -> list[int]:
+    """The tokens of the loop itself, without thinking."""
+    assert session.text
+    prompt = session.text.encode(
+        session.text.render([{"role": "user", "content": words}], thinking=False)
+    )
+    stop = frozenset(session.manifest.stop_tokens)
+    request = Request(prompt=tuple(prompt), max_tokens=count, stop=stop)
+    return [token for chunk in session.generate(request) for token in chunk.tokens]
+
+
+def test_a_plan_is_the_loops_own_tokens(session: Session, backend: LiveBackend) -> None:
+    planner = LocalPlanner(backend)
+    ask = Ask(prompt="Pick the mug.", thinking="off", parts=("tokens", "text", "timings"))
+    result = planner.plan(ask)
+    assert list(result.tokens or ()) == alone(session, "Pick the mug.", 40)
+    assert result.finish_reason in ("length", "stop")
+    assert result.usage.output_tokens == len(result.tokens or ())
+    assert result.spec
+    assert result.spec.cycles == sum(result.spec.accept_hist) > 0
+
+
+def test_answer_tokens_and_thinking_are_counted_apart(backend: LiveBackend) -> None:
+    planner = LocalPlanner(backend)
+    result = planner.plan(Ask(prompt="x", thinking_budget=9, max_tokens=7, parts=("thinking",)))
+    assert result.usage.output_tokens <= 7
+    assert result.usage.thinking_tokens >= 9
+    assert result.thinking_closed == "hard"
+    off = planner.plan(Ask(prompt="x", thinking_budget=0, max_tokens=7))
+    assert off.usage.thinking_tokens == 0
+
+
+def test_a_schema_is_obeyed_whatever_the_weights(backend: LiveBackend) -> None:
+    planner = LocalPlanner(backend)
+    for budget in (0, 5):
+        ask = Ask(prompt="x", thinking_budget=budget, json_schema=PLAN, max_tokens=400)
+        *chunks, result = planner.stream(structs.replace(ask, stream="steps"))
+        assert (result.status, result.plan_valid) == ("ok", True), result
+        assert Checker(PLAN).valid(result.plan)
+        assert [chunk.step for chunk in chunks] == result.plan["steps"]
+
+
+@pytest.mark.parametrize("max_tokens", [30, 120, 160])
+def test_a_plan_that_ends_early_is_still_no_broken_json(
+    backend: LiveBackend, max_tokens: int
+) -> None:
+    ask = Ask(prompt="x", thinking="off", json_schema=PLAN, max_tokens=max_tokens)
+    result = LocalPlanner(backend).plan(ask)
+    if result.finish_reason == "length":
+        assert result.status == "partial"
+    assert result.plan is None or result.plan_valid
+
+
+def test_what_cannot_be_compiled_is_refused(backend: LiveBackend) -> None:
+    with pytest.raises(PlanError) as caught:
+        LocalPlanner(backend).plan(Ask(prompt="x", json_schema={"not": {"type": "null"}}))
+    assert caught.value.code == "schema_unsupported"
+
+
+def test_what_does_not_fit_is_refused_with_the_limit(backend: LiveBackend) -> None:
+    limit = backend.session.model.limit
+    with pytest.raises(PlanError, match=f"<= {limit}") as caught:
+        LocalPlanner(backend).plan(Ask(prompt="word " * 3000))
+    assert caught.value.code == "prompt_too_long"
+
+
+def test_cancelling_leaves_the_next_plan_as_it_was(backend: LiveBackend) -> None:
+    ask = Ask(prompt="Pick the mug.", thinking_budget=8, parts=("tokens",))
+    whole = LocalPlanner(backend).plan(ask).tokens
+    for stop_after in (0, 1, 2, 5):
+        steps = 0
+
+        def stopped(after: int = stop_after) -> Any:
+            nonlocal steps
+            steps += 1
+            return "cancelled" if steps > after else None
+
+        run = backend.start(backend.prepare(ask, None), None)
+        result = drive(run, stopped, lambda chunk: None)
+        assert result.finish_reason == "cancelled"
+        assert (result.tokens or ()) == (whole or ())[: len(result.tokens or ())]
+        assert LocalPlanner(backend).plan(ask).tokens == whole
+
+
+def test_a_pinned_prefix_saves_reading_and_changes_nothing(backend: LiveBackend) -> None:
+    planner = LocalPlanner(backend)
+    chat = (Message(role="system", content=SYSTEM), Message(role="user", content="Pick the mug."))
+    ask = Ask(messages=chat, thinking_budget=4, parts=("tokens",))
+    cold = planner.plan(ask)
+    put = backend.pin(PrefixPut(prefix_id="arm", system=SYSTEM), lambda: False)
+    assert put["tokens"] > put["held"] > 0
+    warm = planner.plan(ask)
+    named = planner.plan(structs.replace(ask, prefix_id="arm"))
+    assert cold.usage.cached_tokens == 0
+    assert warm.usage.cached_tokens == named.usage.cached_tokens == put["held"]
+    assert warm.tokens == named.tokens == cold.tokens
+    for wrong in (Ask(prompt="x", prefix_id="arm"), Ask(prompt="x", prefix_id="leg")):
+        with pytest.raises(PlanError) as caught:
+            planner.plan(wrong)
+        assert caught.value.field == "prefix_id"
+    assert backend.drop("arm")
+    assert not backend.drop("arm")
+    assert planner.plan(ask).usage.cached_tokens == 0
+
+
+def test_thinking_is_cut_to_what_the_deadline_leaves(backend: LiveBackend) -> None:
+    backend.rates.cycle_ms, backend.rates.chunk_ms = 1.0, 1.0
+    ask = Ask(prompt="x", thinking_budget=500, max_tokens=20)
+    prepared = backend.prepare(ask, 400.0)
+    assert prepared.thinks
+    run = backend.start(prepared, 400.0)
+    result = drive(run, lambda: None, lambda chunk: None)
+    assert 0 < result.usage.thinking_tokens < 500
+    auto = structs.replace(ask, thinking="auto", thinking_budget=None)
+    assert backend.prepare(auto, None).budget == 24
+    assert not backend.prepare(auto, 30.0).thinks, "no time to think"
+
+
+def test_the_self_test_measures_and_signs(backend: LiveBackend) -> None:
+    backend.warm()
+    first = backend.about.golden_sha256
+    assert first
+    assert backend.rates.cycle_ms > 0
+    assert backend.rates.chunk_ms > 0
+    assert backend.rates.bound_ms() >= backend.rates.cycle_ms
+    backend.warm()
+    assert backend.about.golden_sha256 == first
+
+
+def test_the_self_test_notices_a_drafter_that_changes_the_answer(
+    backend: LiveBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate = backend.session.generate
+
+    def lossy(request: Request) -> Any:
+        for chunk in generate(request):
+            wrong = request.drafter == "dflash" and chunk.tokens
+            yield replace(chunk, tokens=chunk.tokens[:-1]) if wrong else chunk
+
+    monkeypatch.setattr(backend.session, "generate", lossy)
+    with pytest.raises(ModelFault, match="self-test"):
+        backend.warm()
+
+
+def test_a_server_over_it_answers_the_same(session: Session, house: Any) -> None:
+    class Kept(LiveBackend):
+        def close(self) -> None:
+            pass  # the session is the module's
+
+    expected = alone(session, "Pick the mug.", 40)
+    server = house.serve(Kept(session, CONFIG))
+    with RemotePlanner(server.endpoints[0], Options()) as planner:
+        ask = Ask(prompt="Pick the mug.", thinking="off", parts=("tokens", "timings"))
+        for _ in range(2):
+            assert list(planner.plan(ask).tokens or ()) == expected
+        hello = planner.hello()
+        assert hello["limits"]["cancel_bound_ms"] >= 1
+        assert hello["model"]["golden_sha256"]
+        assert planner.put_prefix("arm", SYSTEM)["held"] > 0
+        assert [prefix["prefix_id"] for prefix in planner.prefixes()] == ["arm"]
+        assert planner.drop_prefix("arm") is True

@@ -1,0 +1,262 @@
+"""One set of tests for a planner, in this process and on the other side of a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from thor_dflash.config import ServeConfig
+from thor_dflash.errors import ConfigError
+from thor_dflash.serving import security
+from thor_dflash.serving.aclient import AsyncPlanner
+from thor_dflash.serving.client import (
+    Ask,
+    Chunk,
+    Message,
+    Options,
+    PlanError,
+    RemotePlanner,
+    Result,
+)
+from thor_dflash.serving.mock import PLAN, MockBackend
+from thor_dflash.serving.planner import LocalPlanner, Planner
+
+
+@dataclass
+class AsyncBehindSync:
+    """The asyncio client, held to the same tests."""
+
+    endpoint: str
+
+    def _run(self, work: Callable[[AsyncPlanner], Coroutine[Any, Any, Any]]) -> Any:
+        async def main() -> Any:
+            async with AsyncPlanner(self.endpoint, Options(retries=0)) as planner:
+                return await work(planner)
+
+        return asyncio.run(main())
+
+    def plan(self, ask: Ask) -> Result:
+        result: Result = self._run(lambda planner: planner.plan(ask))
+        return result
+
+    def stream(self, ask: Ask) -> Any:
+        async def work(planner: AsyncPlanner) -> list[Any]:
+            return [event async for event in planner.stream(ask)]
+
+        yield from self._run(work)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(params=["local", "remote", "asyncio"])
+def planner(request: pytest.FixtureRequest, house: Any) -> Any:
+    with ExitStack() as stack:
+        if request.param == "local":
+            found: Planner = LocalPlanner(MockBackend(ServeConfig(), 0.001))
+        else:
+            endpoint = house.mock(0.001).endpoints[0]
+            remote = request.param == "remote"
+            found = (
+                RemotePlanner(endpoint, Options(retries=0)) if remote else AsyncBehindSync(endpoint)
+            )
+        stack.callback(found.close)
+        yield found
+
+
+def test_a_plan(planner: Planner) -> None:
+    result = planner.plan(Ask(prompt="Bring the cup.", generation=3, metadata={"a": [1]}))
+    assert (result.status, result.finish_reason) == ("ok", "stop")
+    assert result.plan == msgspec.json.decode(PLAN)
+    assert (result.generation, result.metadata) == (3, {"a": [1]})
+    assert result.usage.output_tokens == len(PLAN.split(" "))
+
+
+def test_a_chat(planner: Planner) -> None:
+    chat = (Message(role="system", content="Plan."), Message(role="user", content="The cup."))
+    assert planner.plan(Ask(messages=chat, thinking="off")).usage.thinking_tokens == 0
+
+
+def test_a_stream_says_what_the_result_says(planner: Planner) -> None:
+    *chunks, last = planner.stream(
+        Ask(prompt="x", stream="all", parts=("plan", "text", "thinking", "tokens"))
+    )
+    assert isinstance(last, Result)
+    assert all(isinstance(chunk, Chunk) for chunk in chunks)
+    assert [event.seq for event in (*chunks, last)] == list(range(len(chunks) + 1))
+    steps = [chunk.step for chunk in chunks if chunk.kind == "step"]
+    assert steps == last.plan["steps"]
+    text = "".join(chunk.text or "" for chunk in chunks if chunk.kind == "text")
+    assert text.rstrip() == last.text
+    whole = planner.plan(Ask(prompt="x", parts=("plan", "text", "thinking", "tokens")))
+    assert (whole.text, whole.thinking, whole.tokens) == (last.text, last.thinking, last.tokens)
+
+
+@pytest.mark.parametrize(
+    ("ask", "code", "field"),
+    [
+        (Ask(), "bad_request", "prompt"),
+        (Ask(prompt="x", temperature=0.5), "bad_request", "temperature"),
+        (Ask(prompt="x " * 9000), "prompt_too_long", "prompt"),
+        (Ask(prompt="x", json_schema={"type": 7}), "schema_invalid", "json_schema"),
+        (Ask(prompt="x", prefix_id="none"), "bad_request", "prefix_id"),
+        (Ask(prompt="x " * 2000, deadline_ms=1), "deadline_infeasible", "deadline_ms"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_refusals(planner: Planner, ask: Ask, code: str, field: str) -> None:
+    for answer in (planner.plan, lambda ask: list(planner.stream(ask))):
+        with pytest.raises(PlanError) as caught:
+            answer(ask)
+        assert (caught.value.code, caught.value.field) == (code, field)
+        assert (caught.value.min_ms is not None) == (code == "deadline_infeasible")
+    assert planner.plan(Ask(prompt="x")).status == "ok", "and goes on"
+
+
+def test_a_deadline_gives_the_part_that_is_whole(planner: Planner) -> None:
+    slow = Ask(prompt="x", thinking_budget=1000, deadline_ms=10, on_deadline="partial")
+    result = planner.plan(slow)
+    assert (result.status, result.finish_reason) == ("partial", "deadline")
+    assert result.plan is None or result.plan["steps"]
+
+
+def test_a_length_does_too(planner: Planner) -> None:
+    result = planner.plan(Ask(prompt="x", max_tokens=20))
+    assert (result.status, result.finish_reason) == ("partial", "length")
+    assert len(result.plan["steps"]) == 1
+
+
+# --- the clients alone
+
+
+def test_a_late_answer_is_never_the_next_ones(house: Any) -> None:
+    """A server that answers each request after the client has given up on it."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.linger = 0
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    late: list[list[bytes]] = []
+
+    def answer(frames: list[bytes], text: str) -> None:
+        id = msgspec.msgpack.decode(frames[-1])["id"]
+        reply = {"v": 1, "type": "result", "id": id, "finish_reason": "stop", "text": text}
+        router.send_multipart([*frames[:-1], msgspec.msgpack.encode(reply)])
+
+    def serve() -> None:
+        late.append(router.recv_multipart())
+        late.append(router.recv_multipart())
+        answer(late[0], "stale")  # first the old answer, then the one that is waited for
+        answer(late[0], "stale")
+        answer(late[1], "fresh")
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    options = Options(plan_timeout_s=0.3, retries=0)
+    with RemotePlanner(f"tcp://127.0.0.1:{port}", options) as planner:
+        with pytest.raises(PlanError) as caught:
+            planner.plan(Ask(prompt="first"))
+        assert caught.value.code == "unreachable"
+        assert planner.plan(Ask(prompt="second")).text == "fresh"
+    thread.join(20)
+    assert msgspec.msgpack.decode(late[0][-1])["id"] != msgspec.msgpack.decode(late[1][-1])["id"]
+    router.close()
+    context.term()
+
+
+def test_a_client_waits_for_a_server_that_comes_later_and_comes_back(
+    house: Any, tmp_path: Any
+) -> None:
+    endpoint = f"ipc://{tmp_path}/plan"
+    with RemotePlanner(endpoint, Options(timeout_s=20.0)) as planner:
+        answers: list[Result] = []
+        thread = threading.Thread(target=lambda: answers.append(planner.plan(Ask(prompt="x"))))
+        thread.start()
+        time.sleep(0.05)
+        first = house.mock(bind=(endpoint,))
+        thread.join(20)
+        assert answers[0].status == "ok"
+        first.stop()
+        wait_until_free(endpoint)
+        house.mock(bind=(endpoint,))
+        assert planner.plan(Ask(prompt="x")).status == "ok"
+
+
+def wait_until_free(endpoint: str) -> None:
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        try:
+            security.check_free(endpoint)
+        except ConfigError:
+            time.sleep(0.002)
+        else:
+            return
+
+
+def test_busy_is_tried_again_and_a_refusal_is_not(house: Any) -> None:
+    server, held = house.held(max_queue=1)
+    others = [house.peer(server) for _ in range(2)]
+    for i, peer in enumerate(others):
+        peer.send(op="plan", id="a", session=f"{i}", prompt="x")
+        if not i:
+            assert held.waiting.wait(20)
+    with RemotePlanner(server.endpoints[0], Options(retries=0)) as planner:
+        while planner.health()["waiting"] < 1:
+            time.sleep(0.002)
+        with pytest.raises(PlanError) as caught:
+            planner.plan(Ask(prompt="x"))
+        assert caught.value.code == "busy"
+    with RemotePlanner(server.endpoints[0], Options(retries=100)) as planner:
+        threading.Timer(0.1, held.let).start()
+        assert planner.plan(Ask(prompt="x")).status == "ok"
+        before = planner.stats()["requests"]["plan"]
+        with pytest.raises(PlanError, match="prompt"):
+            planner.plan(Ask())
+        assert planner.stats()["requests"]["plan"] == before + 1
+
+
+def test_closing_a_stream_cancels_it(house: Any) -> None:
+    server, held = house.held()
+    with RemotePlanner(server.endpoints[0]) as planner:
+        held.let(2)
+        stream = planner.stream(Ask(prompt="x", stream="all"))
+        next(stream)
+        assert held.waiting.wait(20)
+        stream.close()  # type: ignore[attr-defined]
+        while planner.stats()["requests"].get("cancel", 0) < 1:
+            time.sleep(0.002)
+        held.let()
+        while not held.ended:
+            time.sleep(0.002)
+        assert held.ended == ["cancelled"]
+
+
+def test_asyncio_streams_and_controls_at_once(house: Any) -> None:
+    server, held = house.held()
+
+    async def main() -> None:
+        async with AsyncPlanner(server.endpoints[0]) as planner:
+            asks = [Ask(prompt="x", session=f"{i}") for i in range(3)]
+            plans = [asyncio.create_task(planner.plan(ask)) for ask in asks]
+            while (await planner.simple("health"))["waiting"] < 2:
+                await asyncio.sleep(0.002)
+            held.let()
+            assert [plan.status for plan in await asyncio.gather(*plans)] == ["ok"] * 3
+
+    asyncio.run(main())
+
+
+def test_a_server_that_is_not_there_is_said_to_be_so() -> None:
+    with (
+        RemotePlanner("tcp://127.0.0.1:9", Options(timeout_s=0.1)) as planner,
+        pytest.raises(PlanError, match=r"127.0.0.1:9 must answer .*nothing is connected"),
+    ):
+        planner.ping()

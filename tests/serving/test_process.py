@@ -1,0 +1,158 @@
+"""The server as a process, and the examples of the documents against it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thor_dflash.serving.client import Ask, Options, RemotePlanner
+
+EXAMPLES = Path(__file__).parent.parent.parent / "docs/examples"
+RUN = "import sys; from thor_dflash.cli import main; sys.exit(main())"
+HEADERS = [Path("/usr/include", name) for name in ("zmq.hpp", "zmq_addon.hpp", "nlohmann/json.hpp")]
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a mock server at ipc://tmp_path/plan."""
+    children: list[subprocess.Popen[str]] = []
+
+    def begin(*args: str, env: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+        serve = [sys.executable, "-c", RUN, "serve", "--mock", "--bind", f"ipc://{tmp_path}/plan"]
+        child = subprocess.Popen([*env, *serve, *args], stderr=subprocess.PIPE, text=True)
+        children.append(child)
+        assert child.stderr
+        for line in child.stderr:
+            if line.startswith("ready"):
+                break
+        return child
+
+    yield begin
+    for child in children:
+        child.kill()
+        child.communicate()
+
+
+@pytest.fixture
+def planner(tmp_path: Path) -> Iterator[RemotePlanner]:
+    with RemotePlanner(f"ipc://{tmp_path}/plan", Options(timeout_s=20.0)) as it:
+        yield it
+
+
+def test_sigterm_drains(start: Start, planner: RemotePlanner) -> None:
+    child = start("--mock-cycle-ms", "20")
+    stream = planner.stream(Ask(prompt="x", stream="all"))
+    next(stream)
+    child.send_signal(signal.SIGTERM)
+    *_, result = stream
+    assert result.status == "ok"  # type: ignore[union-attr]
+    assert child.wait(20) == 0
+
+
+def test_two_signals_end_at_once(start: Start, planner: RemotePlanner) -> None:
+    child = start("--mock-cycle-ms", "200")
+    next(planner.stream(Ask(prompt="x", stream="all")))
+    child.send_signal(signal.SIGTERM)
+    child.send_signal(signal.SIGINT)
+    assert child.wait(20) == 0
+
+
+def test_after_sigkill_there_is_nothing_to_repair(start: Start, planner: RemotePlanner) -> None:
+    first = start()
+    assert planner.plan(Ask(prompt="x")).status == "ok"
+    first.kill()
+    assert first.wait(20) == -signal.SIGKILL
+    start()
+    assert planner.plan(Ask(prompt="x")).status == "ok"
+
+
+@pytest.mark.parametrize("kind", ["path", "abstract"])
+def test_systemd_is_told(start: Start, tmp_path: Path, kind: str) -> None:
+    name = str(tmp_path / "notify") if kind == "path" else f"\0thor-dflash-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(name)
+        systemd.settimeout(20)
+        child = start(env=("env", "NOTIFY_SOCKET=" + name.replace("\0", "@")))
+        heard = [systemd.recv(99)]
+        while b"READY=1" not in heard or b"WATCHDOG=1" not in heard:
+            heard.append(systemd.recv(99))
+        child.terminate()
+        while heard[-1] != b"STOPPING=1":
+            heard.append(systemd.recv(99))
+        assert child.wait(20) == 0
+
+
+def test_the_command_line_client(start: Start, tmp_path: Path) -> None:
+    start()
+    command = [sys.executable, "-c", RUN, "plan", "Bring it.", "--server", f"ipc://{tmp_path}/plan"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    assert '{"goal": "cup on table"' in done.stdout
+    assert "plan valid, ended by stop" in done.stderr
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=30)
+    assert '"plan_valid": true' in done.stdout
+    (tmp_path / "schema.json").write_text('{"type": 5}')
+    done = subprocess.run(
+        [*command, "--schema", str(tmp_path / "schema.json")],
+        capture_output=True, text=True, timeout=30,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("thor-dflash: json_schema must be")
+
+
+def test_a_client_needs_pyzmq_and_msgspec_alone() -> None:
+    script = (
+        "import sys, thor_dflash.serving.client, thor_dflash.serving.aclient\n"
+        "heavy = {'numpy', 'tokenizers', 'jinja2', 'rich', 'onnxruntime', 'llguidance',\n"
+        "         'jsonschema_rs', 'starlette'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def run_example(command: list[Any]) -> list[str]:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_python_example(start: Start, tmp_path: Path) -> None:
+    start()
+    # As `python plan.py` runs it, with the package of this checkout.
+    script = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    example = [sys.executable, "-c", script, EXAMPLES / "plan.py"]
+    lines = run_example([*example, f"ipc://{tmp_path}/plan", "x"])
+    assert [line.split()[0] for line in lines] == ["step", "step", "step", "done"]
+
+
+@pytest.mark.skipif(
+    shutil.which("g++") is None or not all(path.is_file() for path in HEADERS),
+    reason="needs g++, libzmq3-dev, cppzmq-dev and nlohmann-json3-dev",
+)
+def test_the_cpp_example(start: Start, tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    start()
+    source = EXAMPLES / "plan.cpp"
+    # nlohmann's header takes seconds to compile, so a source that was compiled is not again.
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
+    assert pytestconfig.cache
+    program = pytestconfig.cache.mkdir("thor-dflash-examples") / digest
+    if not program.exists():
+        made = tmp_path / "plan-example"
+        run_example(["g++", "-std=c++17", "-O0", "-Wall", "-Werror", source, "-lzmq", "-o", made])
+        shutil.copy(made, program)
+    lines = run_example([program, f"ipc://{tmp_path}/plan", "x"])
+    assert [line.split()[0] for line in lines] == ["step", "step", "step", "done"]
+    assert lines[0] == 'step "goto" {"target":"shelf"}'

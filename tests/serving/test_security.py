@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thor_dflash import cli
+from thor_dflash.config import GatewayConfig, ServeConfig
+from thor_dflash.errors import ConfigError
+from thor_dflash.serving import security
+from thor_dflash.serving.client import Options, PlanError, RemotePlanner
+from thor_dflash.serving.gateway import listen_at
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"bind": ("tcp://0.0.0.0:5571",)}, "loopback"),
+        ({"bind": ("tcp://*:5571",)}, "loopback"),
+        ({"bind": ("tcp://10.0.0.2:5571",)}, "loopback"),
+        ({"bind": ("tcp://robot:5571",)}, "loopback"),
+        ({"bind": ("tcp://eth0:5571",)}, "loopback"),
+        ({"bind": ("tcp://[::]:5571",)}, "loopback"),
+        ({"bind": ("tcp://127.0.0.1:1", "tcp://1.2.3.4:1")}, "1.2.3.4"),
+        ({"bind": ("udp://127.0.0.1:5571",)}, "tcp:// or ipc://"),
+        ({"bind": ("inproc://x",)}, "tcp:// or ipc://"),
+        ({"allow_admin": True}, "allow_admin"),
+        ({"bind": ("tcp://1.2.3.4:1",), "insecure": True, "token_file": "t"}, "token_file"),
+    ],
+    ids=str,
+)
+def test_what_a_stranger_could_reach_is_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        security.check(ServeConfig(**config))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"bind": ("tcp://127.0.0.1:5571", "tcp://[::1]:5571", "tcp://localhost:1", "ipc://x")},
+        {"bind": ("tcp://0.0.0.0:5571",), "insecure": True},
+        {"bind": ("tcp://0.0.0.0:5571",), "curve": "keys", "allow_admin": True},
+        {"bind": ("ipc://x",), "allow_admin": True},
+    ],
+    ids=str,
+)
+def test_what_is_closed_or_was_opened_on_purpose_is_not(config: dict[str, Any]) -> None:
+    security.check(ServeConfig(**config))
+
+
+def test_the_command_refuses_before_it_loads_anything(capsys: Any, tmp_path: Path) -> None:
+    args = ["serve", "--package", str(tmp_path / "none"), "--bind", "tcp://0.0.0.0:5571"]
+    assert cli.main(args) == 2
+    assert "serve.bind must be loopback" in capsys.readouterr().err
+
+
+def test_http_is_for_this_machine() -> None:
+    assert listen_at(GatewayConfig(listen="127.0.0.1:80")) == ("127.0.0.1", 80)
+    assert listen_at(GatewayConfig(listen="0.0.0.0:80", insecure=True)) == ("0.0.0.0", 80)
+    for listen in ("0.0.0.0:80", "robot:80", "127.0.0.1", "127.0.0.1:x", ":80"):
+        with pytest.raises(ConfigError, match="gateway.listen"):
+            listen_at(GatewayConfig(listen=listen))
+
+
+def test_keys_are_for_their_owner(tmp_path: Path, capsys: Any) -> None:
+    keys = tmp_path / "keys"
+    assert cli.main(["keygen", str(keys)]) == 0
+    assert "--curve" in capsys.readouterr().out
+    for path in keys.rglob("*"):
+        mode = stat.S_IMODE(path.stat().st_mode)
+        assert mode == (0o700 if path.is_dir() else 0o600), path
+    assert cli.main(["keygen", str(keys)]) == 2, "never over keys that are in use"
+    (keys / "server.secret").chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        security.secret_key(keys / "server.secret")
+
+
+def test_curve_lets_in_who_is_known(house: Any, tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    for keys in (ours, theirs):
+        security.keygen(keys)
+    (theirs / "server.public").write_bytes((ours / "server.public").read_bytes())
+    server = house.mock(curve=str(ours))
+    with RemotePlanner(server.endpoints[0], Options(keys=str(ours))) as planner:
+        assert planner.ping()["status"] == "ok"
+    for stranger in (Options(keys=str(theirs), timeout_s=0.4), Options(timeout_s=0.4)):
+        with RemotePlanner(server.endpoints[0], stranger) as planner:
+            with pytest.raises(PlanError) as caught:
+                planner.ping()
+            assert caught.value.code == "unreachable"
+    with RemotePlanner(server.endpoints[0], Options(keys=str(ours))) as planner:
+        assert planner.ping()["status"] == "ok", "and goes on"
+
+
+def test_a_stranger_is_told_of_the_keys(house: Any, tmp_path: Path) -> None:
+    for name in ("ours", "theirs"):
+        security.keygen(tmp_path / name)
+    (tmp_path / "theirs/server.public").write_bytes((tmp_path / "ours/server.public").read_bytes())
+    server = house.mock(curve=str(tmp_path / "ours"))
+    options = Options(keys=str(tmp_path / "theirs"), timeout_s=0.5)
+    with (
+        RemotePlanner(server.endpoints[0], options) as planner,
+        pytest.raises(PlanError, match="CURVE"),
+    ):
+        planner.ping()
+
+
+def test_a_secret_is_asked_of_everybody(house: Any, tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text("open sesame\n")
+    with pytest.raises(ConfigError, match="chmod 600"):
+        security.read_token(str(path))
+    path.chmod(0o600)
+    peer = house.peer(house.mock(token_file=str(path)))
+    for token in ({}, {"token": "open"}, {"token": 5}, {"token": ""}):
+        for op in ("ping", "plan", "hello"):
+            assert peer.ask(op=op, id="x", **token)["code"] == "unauthorized"
+    assert peer.ask(op="ping", id="x", token="open sesame")["status"] == "ok"
+    assert "error" in peer.ask(endpoint="ping", api_token="wrong")
+    assert peer.ask(endpoint="ping", api_token="open sesame")["status"] == "ok"
+    path.write_text("\n")
+    with pytest.raises(ConfigError, match="secret"):
+        security.read_token(str(path))
+
+
+def test_an_ipc_socket_is_its_owners_and_not_taken_over(house: Any, tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/plan"
+    house.mock(bind=(endpoint,))
+    assert stat.S_IMODE((tmp_path / "plan").stat().st_mode) & 0o077 == 0
+    with pytest.raises(ConfigError, match="must be free"):
+        house.mock(bind=(endpoint,))
+
+
+def test_a_taken_port_is_said_to_be_so(house: Any) -> None:
+    taken = house.mock().endpoints[0]
+    with pytest.raises(ConfigError, match=r"serve.bind must be free .*127.0.0.1"):
+        house.mock(bind=(taken,))
+
+
+def test_prompts_are_not_logged(house: Any) -> None:
+    house.peer(house.mock()).ask(op="plan", id="a", prompt="a private matter")
+    assert "private" not in "".join(house.log)
+    house.peer(house.mock(log_prompts=True)).ask(op="plan", id="a", prompt="a private matter")
+    assert "private" in "".join(house.log)
