@@ -24,7 +24,7 @@ from thor_dflash.runtime.state import Snapshot
 LONGEST_NAME = 64
 """Characters, as of every name on the wire."""
 BUDGET = 1 << 30
-"""Memory where nobody says, bytes: about four prefixes of 2000 tokens of the 27B."""
+"""Memory where nobody says, bytes: about four of 2000 tokens of the 27B with an FP8 cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

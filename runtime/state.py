@@ -123,12 +123,8 @@ class State:
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go on from a snapshot, exactly as its sequence would have."""
-        for name, tensor in self.tensors.items():
-            if name in snapshot.arrays:
-                self._engine.write(tensor, snapshot.arrays[name])
-            elif is_record(name):
-                # What an earlier request left may be NaN, which no number of folds makes 0.
-                self._engine.write(tensor, np.zeros(tensor.spec.at({}), tensor.spec.dtype.numpy))
+        for name, array in snapshot.arrays.items():
+            self._engine.write(self.tensors[name], array)
         self.length, self.accepted, self._verified = snapshot.length, snapshot.accepted, 0
         self.first, self.behind = snapshot.first, list(snapshot.behind)
         self._open = False

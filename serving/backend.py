@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from thor_dflash.serving import wire
+from thor_dflash.serving.check import Checker
 from thor_dflash.serving.rates import Rates
 
 Stop = Literal["cancelled", "preempted", "deadline"]
@@ -25,7 +26,8 @@ class Prepared:
     """Longest thinking, tokens."""
     thinks: bool
     """The prompt opens the thinking block."""
-    schema: Mapping[str, Any] | None
+    checker: Checker | None
+    """What the plan must obey."""
     grammar: object
     """The compiled schema, or None. Whoever made it knows what it is."""
     grammar_ms: float

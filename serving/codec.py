@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 from msgspec import Struct
@@ -31,10 +31,6 @@ OPERATIONS: dict[str, type[wire.Request]] = {
 }
 
 
-def _no_extension(code: int, data: memoryview) -> NoReturn:
-    raise ValueError(f"msgpack extension types must not be used (got type {code})")
-
-
 @dataclass(frozen=True, slots=True)
 class Codec:
     """One of the two encodings."""
@@ -56,7 +52,7 @@ class Codec:
         try:
             if self.name == "json":
                 return msgspec.json.decode(body, type=kind)
-            return msgspec.msgpack.decode(body, type=kind, ext_hook=_no_extension)
+            return msgspec.msgpack.decode(body, type=kind)
         except msgspec.ValidationError as e:
             raise _explain(e) from e
         except (msgspec.DecodeError, ValueError, OverflowError) as e:

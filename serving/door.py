@@ -96,6 +96,7 @@ class Door:
         for option, value in ROUTER_OPTIONS.items():
             router.setsockopt(option, value)
         router.setsockopt(zmq.MAXMSGSIZE, config.max_message)
+        router.ipv6 = any("[" in endpoint for endpoint in config.bind)
         if config.curve:
             self._lock(router, Path(config.curve))
         self._monitor = router.get_monitor_socket(zmq.EVENT_DISCONNECTED)

@@ -30,7 +30,8 @@ def check(ask: wire.Ask) -> None:
     _greedy(ask)
     both = ask.thinking_budget is not None and ask.thinking_token_budget is not None
     if both:
-        raise _bad("thinking_token_budget", "thinking_token_budget must be given alone (got thinking_budget, too)")
+        name = "thinking_token_budget"
+        raise _bad(name, f"{name} must be given alone (got thinking_budget, too)")
     if ask.json_schema is not None and ask.response_format is not None:
         raise _bad("response_format", "json_schema must be given once (got both spellings)")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -52,6 +52,7 @@ class LiveBackend:
         self._close = session.manifest.card.close or HINT
         self._closing = len(self.text.encode(self._close))
         self._golden: str | None = None
+        self._about = self._described()
 
     @property
     def rates(self) -> Rates:
@@ -61,6 +62,9 @@ class LiveBackend:
     @property
     def about(self) -> About:
         """See Backend."""
+        return self._about
+
+    def _described(self) -> About:
         m = self.session.manifest
         tokenizer = m.files.get("tokenizer.json")
         return About(
@@ -99,6 +103,7 @@ class LiveBackend:
             grammar = self.session.grammar(SELF_SCHEMA)
             self._decode(replace(drafted, grammar=grammar, stop=stop, max_tokens=8))
         self._golden = hashlib.sha256(repr(plain).encode()).hexdigest()
+        self._about = self._described()
 
     def _drafter(self) -> Any:
         return "dflash" if self.session.manifest.drafter else "none"
@@ -122,7 +127,9 @@ class LiveBackend:
         """See Backend."""
         fields.check_values(ask)
         max_tokens = ask.max_tokens or self.config.max_tokens
-        grammar = self._grammar(ask)
+        schema = fields.schema_of(ask)
+        checker = None if schema is None else Checker(schema)
+        grammar = None if schema is None else self._grammar(schema)
         messages = fields.messages_of(ask.prompt, ask.messages)
         budget = self._budget(ask, left_ms, messages, max_tokens)
         prompt = self._prompt(messages, thinking=budget > 0)
@@ -146,7 +153,7 @@ class LiveBackend:
             max_tokens=max_tokens,
             budget=min(budget, room) if thinks else 0,
             thinks=thinks,
-            schema=fields.schema_of(ask),
+            checker=checker,
             grammar=grammar,
             grammar_ms=grammar.compile_ms if grammar else 0.0,
             min_ms=self._rates.min_ms(
@@ -154,11 +161,7 @@ class LiveBackend:
             ),
         )
 
-    def _grammar(self, ask: wire.Ask) -> Grammar | None:
-        schema = fields.schema_of(ask)
-        if schema is None:
-            return None
-        Checker(schema)
+    def _grammar(self, schema: Mapping[str, Any]) -> Grammar:
         try:
             return self.session.grammar(schema)
         except RequestError as e:
@@ -223,11 +226,11 @@ class LiveBackend:
             messages = fields.messages_of(request.prompt, request.messages)
             out["prompt_tokens"] = len(self._prompt(messages, thinking=True))
         if request.json_schema is not None:
-            ask = wire.Ask(json_schema=request.json_schema)
-            fields.check_values(ask)
-            if (grammar := self._grammar(ask)) is not None:
-                out["compile_ms"] = grammar.compile_ms
-                out["warnings"] = grammar.warnings
+            fields.check_values(wire.Ask(json_schema=request.json_schema))
+            Checker(request.json_schema)
+            grammar = self._grammar(request.json_schema)
+            out["compile_ms"] = grammar.compile_ms
+            out["warnings"] = grammar.warnings
         return out
 
     # --- prefixes

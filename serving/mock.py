@@ -83,8 +83,6 @@ class MockBackend:
         """See Backend."""
         fields.check_values(ask)
         schema = fields.schema_of(ask)
-        if schema is not None:
-            Checker(schema)
         turns = [ask.prompt] if ask.messages is None else [m.content for m in ask.messages]
         prompt = tuple(range(sum(len(words(turn or "")) for turn in turns)))
         if ask.prefix_id is not None and ask.prefix_id not in self._prefixes:
@@ -105,7 +103,7 @@ class MockBackend:
             max_tokens=max_tokens,
             budget=budget,
             thinks=budget > 0,
-            schema=schema,
+            checker=None if schema is None else Checker(schema),
             grammar=None,
             grammar_ms=0.0,
             min_ms=self._rates.min_ms(len(prompt), max_tokens, whole=ask.on_deadline == "error"),

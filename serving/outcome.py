@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from thor_dflash.records import as_table
 from thor_dflash.serving import wire
 from thor_dflash.serving.backend import Prepared
-from thor_dflash.serving.check import Checker
 from thor_dflash.serving.plan_text import close_partial
 
 
@@ -34,10 +32,10 @@ def result(prepared: Prepared, decoded: Decoded) -> wire.Result:
     """The result of a run, holding the parts that were asked for."""
     ask, wanted = prepared.ask, frozenset(prepared.ask.parts)
     plan = _plan(decoded)
-    valid = plan is not None and _obeys(prepared.schema, plan)
+    valid = plan is not None and (prepared.checker is None or prepared.checker.valid(plan))
     return wire.Result(
         finish_reason=decoded.finish,
-        status=_status(decoded.finish, prepared.schema is None or valid),
+        status=_status(decoded.finish, prepared.checker is None or valid),
         plan=plan if "plan" in wanted else None,
         plan_valid=valid,
         text=decoded.text if "text" in wanted else None,
@@ -68,10 +66,6 @@ def _object(text: str) -> dict[str, object] | None:
         return as_table(json.loads(text))
     except (ValueError, RecursionError):
         return None
-
-
-def _obeys(schema: Mapping[str, Any] | None, plan: dict[str, object]) -> bool:
-    return schema is None or Checker(schema).valid(plan)
 
 
 def _status(finish: wire.Finish, sound: bool) -> wire.Status:

@@ -213,6 +213,7 @@ def connect(socket: zmq.Socket[Any], endpoint: str) -> None:
     Raises:
         ConfigError: the endpoint is malformed.
     """
+    socket.setsockopt(zmq.IPV6, int("[" in endpoint))
     try:
         socket.connect(endpoint)
     except zmq.ZMQError as e:

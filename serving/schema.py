@@ -108,7 +108,6 @@ def _steps(names: list[str], shared: Schema, count: int, numbered: bool) -> Sche
         "minItems": 1,
         "maxItems": count,
         "prefixItems": each,
-        "items": False,
     }
 
 

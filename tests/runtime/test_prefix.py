@@ -53,6 +53,8 @@ def test_a_request_with_a_prefix_is_the_request_without(s: Session, length: int,
     # The rings too: the drafter guesses what it would have guessed.
     assert s.report().spec == plain
     assert answer(s, request, Nobody()) == truth
+    assert answer(s, request, Dflash()) == truth
+    assert s.report().spec == plain, "what a request without a drafter hid is there again"
 
 
 @pytest.mark.parametrize("geometry", ["0.8b", "4b", "heads27b"])

@@ -131,6 +131,7 @@ def test_a_pinned_prefix_saves_reading_and_changes_nothing(backend: LiveBackend)
     cold = planner.plan(ask)
     put = backend.pin(PrefixPut(prefix_id="arm", system=SYSTEM), lambda: False)
     assert put["tokens"] > put["held"] > 0
+    assert backend.prepare(ask, None).cached == put["held"], "deadlines know of it"
     warm = planner.plan(ask)
     named = planner.plan(structs.replace(ask, prefix_id="arm"))
     assert cold.usage.cached_tokens == 0
@@ -147,12 +148,15 @@ def test_a_pinned_prefix_saves_reading_and_changes_nothing(backend: LiveBackend)
 
 def test_thinking_is_cut_to_what_the_deadline_leaves(backend: LiveBackend) -> None:
     backend.rates.cycle_ms, backend.rates.chunk_ms = 1.0, 1.0
-    ask = Ask(prompt="x", thinking_budget=500, max_tokens=20)
-    prepared = backend.prepare(ask, 400.0)
+    ask = Ask(prompt="x", thinking="on", thinking_budget=500, max_tokens=20)
+    prepared = backend.prepare(ask, 60.0)
     assert prepared.thinks
-    run = backend.start(prepared, 400.0)
+    room = backend.rates.thinking_room(60.0, len(prepared.prompt), 20)
+    run = backend.start(prepared, 60.0)
     result = drive(run, lambda: None, lambda chunk: None)
-    assert 0 < result.usage.thinking_tokens < 500
+    free = drive(backend.start(prepared, None), lambda: None, lambda chunk: None)
+    assert 0 < room <= result.usage.thinking_tokens < free.usage.thinking_tokens
+    assert result.thinking_closed == "hard"
     auto = structs.replace(ask, thinking="auto", thinking_budget=None)
     assert backend.prepare(auto, None).budget == 24
     assert not backend.prepare(auto, 30.0).thinks, "no time to think"

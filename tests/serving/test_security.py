@@ -133,6 +133,15 @@ def test_an_ipc_socket_is_its_owners_and_not_taken_over(house: Any, tmp_path: Pa
         house.mock(bind=(endpoint,))
 
 
+def test_loopback_of_the_other_kind(house: Any) -> None:
+    try:
+        server = house.mock(bind=("tcp://[::1]:*",))
+    except ConfigError:
+        pytest.skip("needs IPv6")
+    with RemotePlanner(server.endpoints[0]) as planner:
+        assert planner.ping()["status"] == "ok"
+
+
 def test_a_taken_port_is_said_to_be_so(house: Any) -> None:
     taken = house.mock().endpoints[0]
     with pytest.raises(ConfigError, match=r"serve.bind must be free .*127.0.0.1"):

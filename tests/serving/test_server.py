@@ -225,7 +225,8 @@ def test_the_urgent_overtake_and_preempt(house: Any) -> None:
     peer.send(**SMALL, id="b", session="b", priority=1)
     until(lambda: peer.ask(op="health", id="h")["waiting"] == 1)
     peer.send(**SMALL, id="c", session="c", priority=9, preempt="lower")
-    until(lambda: peer.ask(op="health", id="h")["waiting"] == 2)
+    # The clerk goes by order of arrival: once this is answered, both plans are ready to run.
+    assert peer.ask(op="validate", id="v", prompt="x")["id"] == "v"
     held.let()
     assert peer.final("a")["code"] == "preempted"
     assert peer.final("c")["status"] == "ok"

@@ -312,6 +312,16 @@ def test_the_same_constrained_request_after_any_other_and_after_cancel() -> None
     assert constrained(request, Dflash(), made) == first
 
 
+def test_a_constrained_request_continues_from_a_prefix() -> None:
+    s, made = session(), grammar(PLAN)
+    request = asked(False, "Pick the mug. " * 12)
+    truth = constrained(request, Dflash(), made)
+    s.prefixes.put("words", request.prompt[:70])
+    assert constrained(request, Dflash(), made) == truth
+    assert s.report().cached_tokens == 64
+    s.prefixes.drop("words")
+
+
 def test_a_session_constrains_what_a_request_asks_for() -> None:
     s = session()
     request = replace(asked(False), grammar=s.grammar(PLAN))

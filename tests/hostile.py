@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import msgspec
+import zmq
 
 GOOD: tuple[dict[str, object], ...] = (
     {"v": 1, "op": "ping", "id": "g1"},
@@ -120,3 +122,34 @@ def misbehave(port: int, rng: random.Random) -> None:
                 raw.sendall(b"\x02" + (1 << 40).to_bytes(8, "big"))
             else:
                 raw.sendall(b"\x01\x00\x00\x7f" + b"{" * rng.randrange(100))
+
+
+def _catch_up(one: zmq.Socket[bytes]) -> None:
+    """Until the server has read what was sent: frames that are merely queued test nothing."""
+    with suppress(zmq.Again):
+        one.send_multipart([b"", b'{"op":"ping","id":"caught-up"}'])
+    while one.poll(1000):
+        if b"caught-up" in one.recv_multipart()[-1]:
+            return
+
+
+def attack(endpoint: str, count: int, seed: int, watch: Callable[[int], object]) -> None:
+    """Send `count` messages over a few connections, with broken peers among them."""
+    rng, messages = random.Random(seed), frames(random.Random(seed))
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    sockets = [context.socket(zmq.DEALER) for _ in range(3)]
+    for one in sockets:
+        one.linger, one.sndtimeo = 0, 1000
+        one.connect(endpoint)
+    for i in range(count):
+        # Again: it was cut off for a frame beyond the limit, and connects again.
+        with suppress(zmq.Again):
+            rng.choice(sockets).send_multipart(next(messages))
+        if i % 100 == 0:
+            misbehave(int(endpoint.rpartition(":")[2]), rng)
+            for one in sockets:
+                _catch_up(one)
+            watch(i)
+    for one in sockets:
+        one.close()
+    context.term()

@@ -1,0 +1,115 @@
+"""The sockets alone: slow readers, readers that are gone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from thor_dflash.config import ServeConfig
+from thor_dflash.serving import door as door_module
+from thor_dflash.serving.door import Door, Left, Letter
+
+BULK = b"x" * 200_000
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    it = Door(ServeConfig(bind=("tcp://127.0.0.1:*",)))
+    yield it
+    it.close()
+
+
+@pytest.fixture
+def reader(door: Door) -> Iterator[zmq.Socket[bytes]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.linger, socket.rcvhwm, socket.rcvbuf = 0, 1, 4096
+    socket.connect(door.endpoints[0])
+    yield socket
+    socket.close(0)
+    context.term()
+
+
+def hear(door: Door) -> Letter | Left:
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        for event in door.wait(0.5):
+            return event
+    raise AssertionError("nothing came")
+
+
+def meet(door: Door, reader: zmq.Socket[bytes]) -> tuple[bytes, ...]:
+    reader.send_multipart([b"", b"{}"])
+    letter = hear(door)
+    assert isinstance(letter, Letter)
+    return letter.frames[:2]
+
+
+def fill(door: Door, envelope: tuple[bytes, ...]) -> int:
+    """Send until the reader's socket is full; how many went out."""
+    sent = 0
+    while door.send(envelope, BULK, droppable=True) == "sent":
+        sent += 1
+    return sent
+
+
+def test_a_slow_reader_loses_chunks_and_no_results(door: Door, reader: zmq.Socket[bytes]) -> None:
+    envelope = meet(door, reader)
+    sent = fill(door, envelope)
+    assert [door.send(envelope, b"result %d" % i) for i in range(3)] == ["held"] * 3
+    assert door.holding
+    assert door.send(envelope, b"chunk", droppable=True) == "dropped", "not before the held ones"
+    for _ in range(sent):
+        assert reader.recv_multipart()[-1] == BULK
+    end = time.monotonic() + 20
+    while door.holding:
+        assert door.retry(time.monotonic()) == []
+        assert time.monotonic() < end
+    assert [reader.recv_multipart()[-1] for _ in range(3)] == [b"result %d" % i for i in range(3)]
+    assert door.send(envelope, b"chunk", droppable=True) == "sent"
+
+
+def test_a_reader_that_takes_nothing_is_given_up(
+    door: Door, reader: zmq.Socket[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    envelope = meet(door, reader)
+    fill(door, envelope)
+    assert door.send(envelope, b"result") == "held"
+    assert door.retry(time.monotonic()) == []
+    monkeypatch.setattr(door_module, "PATIENCE_S", 0.0)
+    assert door.retry(time.monotonic() + 1) == [envelope[0]]
+    assert not door.holding
+
+
+def test_a_reader_cannot_make_the_server_hold_without_end(
+    door: Door, reader: zmq.Socket[bytes]
+) -> None:
+    envelope = meet(door, reader)
+    fill(door, envelope)
+    held = [door.send(envelope, b"result") for _ in range(door_module.HELD + 1)]
+    assert held == ["held"] * door_module.HELD + ["gone"]
+
+
+def test_who_left_is_heard_and_not_written_to(door: Door, reader: zmq.Socket[bytes]) -> None:
+    reader.send_multipart([b"", b"{}"])
+    letter = hear(door)
+    assert isinstance(letter, Letter)
+    reader.close(0)
+    left = hear(door)
+    assert left == Left(letter.fd)
+    assert door.send(letter.frames[:2], b"result") == "gone"
+    assert door.send((b"never met", b""), b"result") == "gone"
+
+
+def test_a_bell_wakes_and_does_not_ring_on(door: Door) -> None:
+    for _ in range(100_000):
+        door.ring()
+    begin = time.monotonic()
+    assert list(door.wait(20.0)) == []
+    assert time.monotonic() - begin < 10
+    begin = time.monotonic()
+    assert list(door.wait(0.05)) == []
+    assert time.monotonic() - begin >= 0.04

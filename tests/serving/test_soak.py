@@ -1,0 +1,30 @@
+"""The short form of `soak.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from constrained import package
+from soaking import Soak
+
+from thor_dflash.config import EngineConfig, ServeConfig
+from thor_dflash.progress import Silent
+from thor_dflash.runtime.session import open_session
+from thor_dflash.serving.live import LiveBackend
+
+COUNT = 150
+
+
+def test_every_plan_is_answered_once_and_as_if_it_were_alone(house: Any) -> None:
+    config = ServeConfig()
+    session = open_session(package(), EngineConfig(threads=1), Silent())
+    server = house.serve(LiveBackend(session, config))
+    soak = Soak(server.endpoints[0], seed=7)
+    try:
+        soak.run(COUNT)
+    finally:
+        soak.close()
+    assert {"preempted", "cancelled", "length"} <= set(soak.tally), soak.tally
+    peer = house.peer(server)
+    health = peer.ask(op="health", id="h")
+    assert (health["ready"], health["error"]) == (True, None)
