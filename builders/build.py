@@ -16,7 +16,7 @@ from thor_dflash.builders.checkpoint.target import TargetCheckpoint, read_target
 from thor_dflash.builders.graphs.drafter import Drafter
 from thor_dflash.builders.graphs.graph import Graph
 from thor_dflash.builders.graphs.source import Source
-from thor_dflash.builders.graphs.target import Shape, Target
+from thor_dflash.builders.graphs.target import ID_SLOTS, Shape, Target
 from thor_dflash.builders.staging import Staging
 from thor_dflash.builders.weights import WeightFiles
 from thor_dflash.config import BLOCK, CAPACITY, BuildConfig
@@ -38,6 +38,8 @@ class Plan:
     config: BuildConfig
     shape: Shape
     capacity: int
+    stop: tuple[int, ...]
+    """Ids that end an answer."""
     graphs: tuple[Graph, ...]
     weights: WeightFiles
     sources: tuple[Source, ...]
@@ -74,7 +76,7 @@ def build(
 def make_plan(
     target: TargetCheckpoint, drafter: DrafterCheckpoint | None, config: BuildConfig
 ) -> Plan:
-    """Decide shapes, make the graphs, place the weights. Reads no weight's values."""
+    """Decide shapes, make the graphs, place the weights. Reads scales, and no weight's codes."""
     if drafter is not None:
         check_pair(target.dims, drafter.dims)
     shape = _shape(target, drafter, config)
@@ -104,6 +106,7 @@ def make_plan(
         config,
         shape,
         _capacity(target, config, shape.block),
+        _stop(target, shape.vocab),
         tuple(graphs),
         weights,
         tuple(sources),
@@ -126,6 +129,11 @@ def _shape(
     if drafter is not None and block > drafter.dims.block:
         raise ConfigError(
             f"build.block must be <= {drafter.dims.block}, the drafter's (got {block})"
+        )
+    if config.chunk > target.dims.max_position:
+        raise ConfigError(
+            f"build.chunk must be <= {target.dims.max_position}, max_position_embeddings "
+            f"(got {config.chunk})"
         )
     if any(width >= block for width in config.widths):
         raise ConfigError(
@@ -160,6 +168,19 @@ def _capacity(target: TargetCheckpoint, config: BuildConfig, block: int) -> int:
     return capacity
 
 
+def _stop(target: TargetCheckpoint, vocab: int) -> tuple[int, ...]:
+    stop = stop_tokens(target.directory)
+    if wrong := [token for token in stop if token >= vocab]:
+        raise CheckpointError(
+            f"{target.directory}: eos_token_id must be below {vocab} (got {wrong[0]})"
+        )
+    if len(stop) > ID_SLOTS:
+        raise CheckpointError(
+            f"{target.directory}: eos_token_id must be at most {ID_SLOTS} ids (got {len(stop)})"
+        )
+    return stop
+
+
 def _weight_writer(
     weights: WeightFiles, file: str, advance: Callable[[int], None], done: list[int]
 ) -> Callable[[Path], None]:
@@ -191,12 +212,6 @@ def _manifest(plan: Plan, stage: Staging) -> Manifest:
     checkpoints = {"target": plan.target.directory}
     if drafter is not None:
         checkpoints["drafter"] = drafter.directory
-    stop = stop_tokens(plan.target.directory)
-    if wrong := [token for token in stop if token >= plan.shape.vocab]:
-        raise CheckpointError(
-            f"{plan.target.directory}: eos_token_id must be below "
-            f"{plan.shape.vocab} (got {wrong[0]})"
-        )
     return Manifest(
         tool=__version__,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -209,7 +224,7 @@ def _manifest(plan: Plan, stage: Staging) -> Manifest:
         activations=config.activations,
         saves=config.saves,
         vocab_limit=plan.shape.vocab,
-        stop_tokens=stop,
+        stop_tokens=plan.stop,
         tokenizer=bool(tokenizer_files(plan.target.directory)),
         skipped=plan.target.skipped,
         target=plan.target.dims,
@@ -245,5 +260,6 @@ def _inventory(plan: Plan) -> Iterator[str]:
         if checkpoint is None:
             continue
         for path in sorted(checkpoint.directory.iterdir()):
-            stat = path.stat()
+            # Not followed: a link that leads nowhere is a file nobody asked for.
+            stat = path.stat() if path.exists() else path.lstat()
             yield f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}\n"

@@ -187,8 +187,18 @@ def _lock(partial: Path, out: Path) -> int:
             raise PackageError(f"{out} must have one build at a time (got a second)") from e
         # Between the open and the lock the other build may have renamed the directory away.
         if partial.exists() and os.path.samestat(os.fstat(handle), partial.stat()):
-            return handle
+            if _ours(partial):
+                return handle
+            os.close(handle)
+            raise PackageError(
+                f"{partial} must be free or a build that was stopped (got something else)"
+            )
         os.close(handle)
+
+
+def _ours(partial: Path) -> bool:
+    """Whether a build of ours left this: nothing yet, a journal, or a package it was replacing."""
+    return not any(partial.iterdir()) or (partial / JOURNAL).is_file() or is_package(partial)
 
 
 def _rows(journal: Path) -> Iterator[dict[str, object]]:
@@ -256,9 +266,12 @@ def _old(out: Path) -> Path:
 def _recover(out: Path) -> None:
     """Tidy up after a build that was killed between or after the two renames of `_install`."""
     old = _old(out)
-    if is_package(old) and not out.exists():
+    if not is_package(old):
+        return
+    if out.exists():
+        shutil.rmtree(old, ignore_errors=True)
+    else:
         old.rename(out)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _exchange(a: Path, b: Path) -> bool:

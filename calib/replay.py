@@ -1,4 +1,4 @@
-"""The classic cycle: snapshot, verify, restore, replay. What the lazy fold replaces, and its oracle.
+"""The classic cycle: snapshot, verify, restore, replay. What the lazy fold replaces; its oracle.
 
 Two verifies a block instead of one, and a copy of the whole state; nothing here knows of records,
 counters of accepted rows, or forced ids.

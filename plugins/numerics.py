@@ -47,12 +47,12 @@ def rms_norm(x: Array, weight: Array, eps: float, offset: float) -> Array:
 def rope(x: Array, positions: Array, rotary_dim: int, theta: float) -> Array:
     """Rotate the first `rotary_dim` of the last axis, NeoX halves.
 
-    x [T, heads, D], positions [T]. The frequencies are rounded to float32 as transformers keeps
-    them, since at 10^5 positions that rounding is visible.
+    x [T, heads, D], positions [T]. Frequencies and angles are float32 numbers, as transformers and
+    every engine here compute them: at 10^5 positions that rounding is visible.
     """
     half = rotary_dim // 2
-    frequency = inverse_frequency(rotary_dim, theta).astype(np.float64)
-    angle = positions.astype(np.float64)[:, None, None] * frequency
+    frequency = inverse_frequency(rotary_dim, theta)
+    angle = (positions.astype(np.float32)[:, None, None] * frequency).astype(np.float64)
     first, second, rest = x[..., :half], x[..., half:rotary_dim], x[..., rotary_dim:]
     cos, sin = np.cos(angle), np.sin(angle)
     return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)

@@ -26,8 +26,9 @@ def score(
     """
     model = session.model
     _check(session, tokens, taps)
-    rows: dict[str, list[Array]] = {
-        name: [] for name in (["logits", "taps"] if taps else ["logits"])
+    out = {
+        name: np.empty((len(tokens), model.graphs["verify"].outputs[name].at({})[1]), np.float32)
+        for name in (["logits", "taps"] if taps else ["logits"])
     }
     model.state.reset()
     with progress.task("scoring", len(tokens), "tokens") as task:
@@ -35,11 +36,11 @@ def score(
             part = tokens[start : start + model.block]
             model.write_tokens(part)
             model.verify()
-            for name, collected in rows.items():
-                collected.append(model.read(name)[: len(part)].astype(np.float32))
+            for name, rows in out.items():
+                rows[start : start + len(part)] = model.read(name)[: len(part)]
             model.state.commit(len(part))
             task.advance(len(part))
-    return {name: np.concatenate(collected) for name, collected in rows.items()}
+    return out
 
 
 def _check(session: Session, tokens: Sequence[int], taps: bool) -> None:

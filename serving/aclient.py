@@ -106,7 +106,7 @@ class AsyncPlanner:
         sent = tries.send()
         inbox = self._inboxes[sent.id] = Inbox()
         try:
-            await self._send(sent.body, tries.until)
+            await self._send(sent.body, tries.connect_by)
             body, reply = await self._next(inbox, tries.until)
             return replies.table(self.options, body, reply)
         finally:
@@ -116,7 +116,7 @@ class AsyncPlanner:
         sent, over = tries.send(), False
         inbox = self._inboxes[sent.id] = Inbox()
         try:
-            await self._send(sent.body, tries.until)
+            await self._send(sent.body, tries.connect_by)
             while not over:
                 body, reply = await self._next(inbox, tries.until)
                 over = reply.type != "chunk"

@@ -144,7 +144,7 @@ class RemotePlanner:
         line = _Line(self._context, zmq.DEALER, self._endpoint, self.options)
         sent, over = tries.send(), False
         try:
-            line.send(sent.body, tries.until)
+            line.send(sent.body, tries.connect_by)
             while not over:
                 body = line.receive(tries.until)
                 reply = replies.head(self.options, body)
@@ -234,7 +234,7 @@ class RemotePlanner:
 
     def _once(self, tries: Tries) -> tuple[bytes, Reply]:
         sent = tries.send()
-        self._line.send(sent.body, tries.until)
+        self._line.send(sent.body, tries.connect_by)
         body = self._line.receive(tries.until)
         reply = replies.head(self.options, body)
         if reply.type == "error":

@@ -48,7 +48,8 @@ class Options:
     plan_timeout_s: float = 120.0
     """Longest wait for a plan without a deadline."""
     retries: int = 3
-    """Times a request is sent again after `busy`, `not_ready`, or a lost connection."""
+    """Times a request is sent again after `busy` or a lost connection. 0: nor is a server that
+    warms up waited for."""
     session: str = field(default_factory=lambda: uuid4().hex)
     """Plans of one session replace each other. A repeated request so replaces its lost self."""
     token: str | None = None
@@ -148,6 +149,11 @@ class Tries:
             return self.began + self.options.plan_timeout_s
         return self.began + 1e-3 * self.request.deadline_ms + GRACE_S
 
+    @property
+    def connect_by(self) -> float:
+        """When to give up waiting for a connection, monotonic s: long before a plan's own time."""
+        return min(self.until, time.monotonic() + self.options.timeout_s)
+
     def send(self) -> Sent:
         """The next attempt. A deadline is what is left of it.
 
@@ -172,7 +178,8 @@ class Tries:
         late = time.monotonic() + wait >= self.until
         if not error.retryable or self.left <= 0 or late:
             raise error
-        self.left -= 1
+        # A server that warms up is waited for, as long as the request has time.
+        self.left -= error.code != "not_ready"
         return wait
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Literal
 
 import numpy as np
 from checkpoints import GEOMETRIES, Dialect, DrafterGeometry, write_drafter, write_target
@@ -29,6 +30,8 @@ def session(
     chunk: int = 32,
     capacity: int = 512,
     drafter: bool = True,
+    block: int = 0,
+    kv: Literal["f32", "bf16", "fp8"] = "f32",
 ) -> Session:
     """A session over a random model; the same one for the same arguments."""
     held = TemporaryDirectory()
@@ -37,7 +40,11 @@ def session(
     write_target(root / "target", g, 3, dialect)
     write_drafter(root / "drafter", g, DrafterGeometry(), 4)
     config = BuildConfig(
-        saves="states" if saves == "states" else "records", chunk=chunk, capacity=capacity
+        saves="states" if saves == "states" else "records",
+        chunk=chunk,
+        capacity=capacity,
+        block=block,
+        kv=kv,
     )
     build(
         root / "target", root / "drafter" if drafter else None, root / "package", config, Silent()

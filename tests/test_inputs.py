@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from thor_dflash.errors import RequestError
-from thor_dflash.verbs.inputs import in_vocabulary, read_tokens
+from thor_dflash.verbs.inputs import in_vocabulary, read_json, read_tokens
 
 
 @pytest.mark.parametrize(
@@ -42,5 +42,10 @@ def test_ids_outside_the_vocabulary(bad: tuple[int, ...], at: int) -> None:
 def test_a_huge_token_file_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "t").open("wb") as file:
         file.truncate(1 << 40)
-    with pytest.raises(RequestError, match="must be <= 67108864 bytes .got 1099511627776"):
+    with pytest.raises(RequestError, match="must be <= 67108864 bytes .got more"):
         read_tokens(tmp_path / "t")
+
+
+def test_a_device_without_end_is_too_large() -> None:
+    with pytest.raises(RequestError, match="must be <= 67108864 bytes"):
+        read_json(Path("/dev/zero"))

@@ -45,6 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Python flushes stdout once more at exit; give it something that takes the bytes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as e:
+        # A path the system will not look at (too long, no permission) is the user's to put right.
+        if e.filename is None:
+            raise
+        print(f"thor-dflash: {e.filename} must be usable (got: {e.strerror})", file=sys.stderr)
+        return 2
     return 0
 
 
@@ -93,9 +99,12 @@ def overrides(args: argparse.Namespace) -> tuple[str, ...]:
     """Every --set, then every option that is another spelling of a key (its dest is the key).
 
     Raises:
-        ConfigError: a key is given both ways.
+        ConfigError: a key is given twice, or both ways.
     """
-    given = {item.partition("=")[0].strip() for item in args.set}
+    given = [item.partition("=")[0].strip() for item in args.set]
+    for key in given:
+        if given.count(key) > 1:
+            raise ConfigError(f"{key} must be given once (got --set {given.count(key)} times)")
     items: list[str] = []
     for key, value in vars(args).items():
         if "." not in key or value is None:

@@ -20,6 +20,9 @@ from thor_dflash.errors import ConfigError
 BLOCK = 16
 """Rows of a block where neither the configuration nor a drafter says."""
 
+MOST_THREADS = 1024
+"""More than any machine has; a mistyped number would start them all."""
+
 CAPACITY = 8192
 """Context where nobody asks for another, tokens."""
 
@@ -122,6 +125,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _at_least("engine.capacity", self.capacity, 0)
         _at_least("engine.threads", self.threads, 0)
+        if self.threads > MOST_THREADS:
+            raise ConfigError(f"engine.threads must be <= {MOST_THREADS} (got {self.threads})")
         _at_least("engine.block", self.block, 0)
 
 

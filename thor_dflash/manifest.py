@@ -9,8 +9,12 @@ from __future__ import annotations
 import hashlib
 import tomllib
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from queue import Empty, SimpleQueue
+from threading import Event
 from typing import Literal, cast
 
 import tomli_w
@@ -26,6 +30,8 @@ NAME = "manifest.toml"
 MAGIC = "# thor-dflash package, sha256 of the lines below: "
 CHUNK = 4 << 20
 """Read at a time while hashing, bytes: large enough for the disk, small enough for a smooth bar."""
+HASHERS = 4
+"""Files hashed at once; hashing lets go of the interpreter, and one core is slower than a disk."""
 NAMED = 5
 """Most problems one error message names."""
 CHUNKED = "observe_chunk"
@@ -239,13 +245,33 @@ def _by_size(package: Path, manifest: Manifest) -> list[str]:
 
 
 def _by_hash(package: Path, manifest: Manifest, progress: Progress) -> list[str]:
-    problems: list[str] = []
     total = sum(entry.bytes for entry in manifest.files.values())
-    with progress.task("checking package", total, "bytes") as task:
-        for name, entry in manifest.files.items():
-            try:
-                if hash_file(package / name, task.advance) != entry:
-                    problems.append(f"{name} altered")
-            except OSError as e:
-                problems.append(f"{name} unreadable: {e.strerror}")
-    return problems
+    # Progress is told from this thread alone, so the others hand over what they have read.
+    read: SimpleQueue[int] = SimpleQueue()
+    stop = Event()
+
+    def told(count: int) -> None:
+        read.put(count)
+        if stop.is_set():
+            raise InterruptedError
+
+    task = progress.task("checking package", total, "bytes")
+    with task, ThreadPoolExecutor(HASHERS) as pool:
+        jobs = {name: pool.submit(hash_file, package / name, told) for name in manifest.files}
+        try:
+            while not all(job.done() for job in jobs.values()):
+                with suppress(Empty):
+                    task.advance(read.get(timeout=0.02))
+        except BaseException:
+            stop.set()
+            raise
+        while not read.empty():
+            task.advance(read.get())
+        return [p for name, job in jobs.items() if (p := _altered(name, job, manifest))]
+
+
+def _altered(name: str, job: Future[FileEntry], manifest: Manifest) -> str:
+    try:
+        return "" if job.result() == manifest.files[name] else f"{name} altered"
+    except OSError as e:
+        return f"{name} unreadable: {e.strerror}"

@@ -52,6 +52,14 @@ def _check_understood(text: Fields) -> None:
 
 
 def _layers(text: Fields) -> tuple[LayerKind, ...]:
+    layers = _listed(text)
+    # A sequence's length and its folds are both read by graphs; a model of one kind lacks one.
+    if len(set(layers)) != len(KINDS):
+        raise text.wrong("num_hidden_layers", "enough for both kinds of layer")
+    return layers
+
+
+def _listed(text: Fields) -> tuple[LayerKind, ...]:
     depth = text.integer("num_hidden_layers")
     if text.given("layer_types"):
         words = text.words("layer_types", KINDS)

@@ -36,7 +36,10 @@ def body(b: Body, x: Inputs, a: Attributes) -> Mapping[str, str]:
     best = _choice(b, n, whole, logits)
     choice = _softened(b, n, x["soft_margin"], logits, best)
     follow = b.take(n["tokens"], 1, rows, 0)
-    same = b.op("Equal", follow, b.take(choice, 0, rows - 1, 0))
+    chosen = b.take(choice, 0, rows - 1, 0)
+    # A broken drafter drafts -1, which is what a fault chooses.
+    sound = b.op("GreaterOrEqual", chosen, _int(b, 0))
+    same = b.op("And", b.op("Equal", follow, chosen), sound)
     relaxed = b.branch(
         b.op("Greater", b.op("Squeeze", n["rule"]), _int(b, 0)),
         lambda s: _relaxed(s, n, x["margin"], (logits, best, choice, follow)),

@@ -61,6 +61,8 @@ def reference(x: Arrays, a: Attributes) -> dict[str, Array]:
     closed = next((i for i, t in enumerate(follow) if t == int(x["close"][0]) >= 0), rows)
 
     def agrees(i: int) -> bool:
+        if choices[i] < 0:
+            return False
         loose = i < closed and best[i] == choices[i]
         return follow[i] == choices[i] or (loose and _relaxed(x, a, i, follow[i], choices[i]))
 
@@ -224,7 +226,9 @@ def _faults(rng: np.random.Generator, rows: int, vocab: int) -> Iterator[Case]:
             tokens = np.concatenate([[0], logits.argmax(axis=1)[:-1]])
             logits[row, 11] = value
             yield accept_case(f"{value}_in_row_{row}", logits, tokens)
-    logits[15, 11] = 0
+    logits[:3, 11] = np.nan
+    yield accept_case("a_fault_agrees_with_no_draft", logits, np.full(rows, -1))
+    logits[:3, 11] = logits[15, 11] = 0
     logits[2, 30:] = np.nan
     yield accept_case("nan_in_padding_is_no_fault", logits, tokens, vocab=30)
     yield accept_case("all_minus_infinity", np.full((rows, vocab), -np.inf), tokens)

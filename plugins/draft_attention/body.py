@@ -22,7 +22,10 @@ def body(b: Body, x: Inputs, a: Attributes) -> Mapping[str, str]:
     v = pieces.heads_first(b, x.f32(b, "v"), kv, dim)
     live, context = _context(b, x)
     keys = b.concat(1, _live(b, x, "ring_k", live), k)
-    values = b.concat(1, _live(b, x, "ring_v", live), v)
+    # A slot that was never filled may hold NaN, and NaN times a zero weight is NaN.
+    filled = b.op("GreaterOrEqual", context, b.cast(x["first"], DType.I64))
+    known = b.op("Where", b.reshape(filled, 1, -1, 1), _live(b, x, "ring_v", live), b.f32(0.0))
+    values = b.concat(1, known, v)
     seen = _seen(b, x, a, at, b.concat(0, context, at))
     group = heads // kv
     q = b.op("Transpose", b.reshape(q, 0, kv, group, dim), perm=(1, 2, 0, 3))

@@ -45,6 +45,21 @@ def _turned(x: Array, norm: Array, at: Array, a: Attributes, heads: int) -> Arra
     return rope(normed, at, a.integer("rotary_dim"), a.real("rope_theta"))
 
 
+LENGTHS = (0, 1, 8, 23, 24, 25, 47, 48, 49, 200, 200_000)
+
+
+def _stale(x: Arrays, length: int) -> dict[str, Array]:
+    """The rings with NaN in every slot but those of the last 5 positions."""
+    out = dict(x)
+    for name in ("ring_k", "ring_v"):
+        slots = out[name].shape[1]
+        kept = np.arange(length - 5, length) % slots
+        ring = np.full_like(out[name], np.nan)
+        ring[:, kept] = out[name][:, kept]
+        out[name] = ring
+    return out
+
+
 def cases(rng: np.random.Generator) -> Iterator[Case]:
     """Context empty, below, at and above the window and the ring; both causalities; bf16 rows."""
     heads, kv, dim, slots = 4, 2, 16, 48
@@ -54,7 +69,7 @@ def cases(rng: np.random.Generator) -> Iterator[Case]:
 
     for dtype in (DType.F32, DType.BF16):
         for causal, window in ((1, 24), (0, 0), (1, 0), (0, 24)):
-            for length in (0, 1, 8, 23, 24, 25, 47, 48, 49, 200) if dtype is DType.F32 else (30,):
+            for length in LENGTHS if dtype is DType.F32 else (30,):
                 x: dict[str, Array] = {
                     "q": normal(16, heads * dim),
                     "k": normal(16, kv * dim),
@@ -80,4 +95,4 @@ def cases(rng: np.random.Generator) -> Iterator[Case]:
                 yield Case(name, x, a)
                 if length in (25, 49, 200):
                     late = np.array([length - 5], np.int32)
-                    yield Case(f"{name}_from_{late[0]}", {**x, "first": late}, a)
+                    yield Case(f"{name}_from_{late[0]}", {**_stale(x, length), "first": late}, a)

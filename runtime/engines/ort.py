@@ -119,7 +119,13 @@ class OrtEngine:
     def empty(self, spec: TensorSpec, dims: Dims) -> Tensor:
         """See Engine."""
         bound = TensorSpec(spec.name, spec.dtype, spec.at(dims))
-        return OrtTensor(bound, _Memory.make(bound))
+        try:
+            return OrtTensor(bound, _Memory.make(bound))
+        except MemoryError as e:
+            raise EngineError(
+                f"{bound} must fit in memory (got {bound.nbytes({})} bytes to allocate); "
+                "lower engine.capacity"
+            ) from e
 
     def run(self, calls: Sequence[Call]) -> None:
         """See Engine."""

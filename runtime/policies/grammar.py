@@ -8,6 +8,7 @@ own choice among legal ids, token by token, with any drafter or none.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -124,7 +125,7 @@ class Constrain:
 
     def shape(self, progress: Progress, block: Block) -> Block:
         """Ask to see the drafts."""
-        return replace(block, look=self._look)
+        return replace(block, look=self.look)
 
     def judge(self, progress: Progress, record: Record) -> int:
         """Stop before a row that nothing may follow. The next block begins there, and ends so."""
@@ -133,14 +134,18 @@ class Constrain:
 
     def observe(self, progress: Progress, committed: int) -> None:
         """Follow the committed tokens."""
+        self.follow(progress.tokens[len(progress.tokens) - committed :])
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Go on over these tokens."""
         vocabulary = self.grammar.vocabulary
-        for token in progress.tokens[len(progress.tokens) - committed :]:
+        for token in tokens:
             if not self.place.inside:
                 self.place = self.place.after(token, vocabulary)
             elif token not in vocabulary.stop:
                 self._matcher.consume_token(token)
 
-    def _look(self, tokens: tuple[int, ...], block: Block) -> Block:
+    def look(self, tokens: tuple[int, ...], block: Block) -> Block:
         """See Look. Masks are left for later: they can be made while the verify runs."""
         begin = time.perf_counter()
         walk = Walk(self.grammar.vocabulary, self._matcher.deep_copy(), self.place, self.force)

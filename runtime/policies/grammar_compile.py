@@ -105,6 +105,8 @@ class Grammars:
     _vocabulary: Vocabulary = field(init=False)
     _kept: OrderedDict[str, Grammar] = field(default_factory=OrderedDict[str, Grammar])
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _compiler: threading.Lock = field(default_factory=threading.Lock)
+    """One at a time: a compilation that is no longer waited for still has a core."""
 
     def __post_init__(self) -> None:
         if not self.stop:
@@ -140,12 +142,20 @@ class Grammars:
             if text in self._kept and not self._kept[text].spent.is_set():
                 self._kept.move_to_end(text)
                 return self._kept[text]
-        grammar = within(self.seconds, lambda: self._compile(text))
+        if not self._compiler.acquire(timeout=self.seconds):
+            raise RequestError("schema must wait for another one (got one that compiles too long)")
+        grammar = within(self.seconds, lambda: self._alone(text))
         with self._lock:
             self._kept[text] = grammar
             while len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
         return grammar
+
+    def _alone(self, text: str) -> Grammar:
+        try:
+            return self._compile(text)
+        finally:
+            self._compiler.release()
 
     def _compile(self, text: str) -> Grammar:
         start = time.perf_counter()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,9 +21,10 @@ from checkpoints import (
 )
 
 from thor_dflash import manifest
-from thor_dflash.builders.build import build, make_plan
+from thor_dflash.builders.build import _key, build, make_plan
 from thor_dflash.builders.checkpoint.drafter import read_drafter
 from thor_dflash.builders.checkpoint.target import read_target
+from thor_dflash.builders.staging import Staging
 from thor_dflash.config import BuildConfig
 from thor_dflash.errors import CheckpointError, ConfigError, ThorError
 from thor_dflash.plugins import OPS
@@ -129,9 +132,7 @@ def test_without_a_drafter_there_is_plain_decoding_only(
     assert not (tmp_path / "p" / "propose.onnx").exists()
 
 
-def test_weights_are_not_read_to_plan(
-    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_is_a_file(pair: tuple[Path, Path]) -> None:
     plan = make_plan(read_target(pair[0]), read_drafter(pair[1]), BuildConfig())
     sizes = [plan.weights.nbytes(file) for file in plan.weights.files]
     assert sum(sizes) > 100_000
@@ -208,3 +209,67 @@ def test_stored_bytes_are_the_checkpoint_s(pair: tuple[Path, Path], tmp_path: Pa
     data = (tmp_path / "p" / place["location"]).read_bytes()
     offset, length = int(place["offset"]), int(place["length"])
     assert data[offset : offset + length] == np.ascontiguousarray(matrix.codes).tobytes()
+
+
+def test_a_resumed_build_is_of_the_same_things(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    def key(config: BuildConfig) -> str:
+        return _key(make_plan(read_target(pair[0]), read_drafter(pair[1]), config))
+
+    base = key(BuildConfig())
+    assert key(BuildConfig()) == base
+    others = (
+        BuildConfig(block=8),
+        BuildConfig(chunk=32),
+        BuildConfig(kv="fp8"),
+        BuildConfig(activations="bf16"),
+        BuildConfig(saves="states"),
+        BuildConfig(capacity=99),
+    )
+    assert base not in {key(config) for config in others}
+    os.utime(pair[0] / "model.safetensors", (1, 1))
+    assert key(BuildConfig()) != base
+
+
+def test_a_killed_build_of_other_options_is_not_mixed_in(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGKILL after the first graph of an FP8 build; then the same output with another cache."""
+    build(*pair, tmp_path / "clean", BuildConfig(), Silent())
+    with monkeypatch.context() as patch:
+        patch.setattr("thor_dflash.builders.staging.Staging.finish", lambda *_: 1 / 0)
+        patch.setattr("thor_dflash.builders.staging.Staging._discard", _killed)
+        with pytest.raises(ZeroDivisionError):
+            build(*pair, tmp_path / "p", BuildConfig(kv="fp8"), Silent())
+    assert (tmp_path / ".p.partial" / "verify.onnx").is_file()
+    build(*pair, tmp_path / "p", BuildConfig(), Silent())
+    assert digests(tmp_path / "p") == digests(tmp_path / "clean")
+
+
+def _killed(stage: Staging) -> None:
+    """What a killed process leaves: everything, but for its lock."""
+    os.close(stage._lock)
+    stage._lock = -1
+
+
+@pytest.mark.parametrize(
+    ("eos", "message"),
+    [(list(range(9)), r"at most 8 ids \(got 9\)"), (10**6, r"below \d+ \(got 1000000\)")],
+)
+def test_stop_ids_are_checked_before_anything_is_written(
+    pair: tuple[Path, Path],
+    tmp_path: Path,
+    eos: object,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (pair[0] / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    monkeypatch.setattr("thor_dflash.builders.weights.WeightFiles.write", lambda *_: 1 / 0)
+    with pytest.raises(CheckpointError, match=message):
+        build(*pair, tmp_path / "p", BuildConfig(), Silent())
+
+
+def test_a_dangling_link_in_a_checkpoint_is_nobody_s_business(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    (pair[0] / "README.md").symlink_to("nowhere")
+    build(*pair, tmp_path / "p", BuildConfig(), Silent())

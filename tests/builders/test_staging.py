@@ -219,3 +219,16 @@ def test_other_errors_of_the_system_stay_what_they_are(tmp_path: Path) -> None:
 def test_a_name_outside_is_a_bug(tmp_path: Path, name: str) -> None:
     with pytest.raises(AssertionError), Staging(tmp_path / "pkg", "k") as stage:
         stage.write(name, put(b""))
+
+
+@pytest.mark.parametrize("name", [".p.partial", ".p.old"])
+def test_what_others_keep_beside_it_is_left_alone(tmp_path: Path, name: str) -> None:
+    other = tmp_path / name
+    other.mkdir()
+    (other / "thesis.tex").write_text("years")
+    if name == ".p.partial":
+        with pytest.raises(PackageError, match="must be free or a build that was stopped"):
+            build(tmp_path / "p", b"x")
+    else:
+        build(tmp_path / "p", b"x")
+    assert (other / "thesis.tex").read_text() == "years"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 import pytest
 from decoding import DEAD, answer, drafts, erring, hostile, oracle, prompt, session
@@ -215,3 +217,31 @@ def test_a_failed_step_must_be_reset(monkeypatch: pytest.MonkeyPatch) -> None:
         s.model.step(Block(cap=1), (), (), ())
     s.model.state.reset()
     s.model.verify()
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_fold_of_no_rows_changes_nothing(geometry: str) -> None:
+    s = session(geometry)
+    started(s)
+    commit(s, list(prompt(16, seed=11)), 5)
+    s.model.verify()  # folds the 5
+    folded = bits(s.model.state.snapshot())
+    assert s.model.state.accepted == 0
+    s.model.verify()
+    again = bits(s.model.state.snapshot())
+    for name in folded:
+        if name.endswith((".state", ".tail")):
+            assert folded[name] == again[name], name
+
+
+@pytest.mark.parametrize(
+    ("block", "chunk", "kv"), [(2, 1, "f32"), (5, 7, "bf16"), (8, 64, "fp8"), (16, 48, "fp8")]
+)
+def test_any_block_chunk_and_cache(
+    block: int, chunk: int, kv: Literal["f32", "bf16", "fp8"]
+) -> None:
+    s = session(block=block, chunk=chunk, kv=kv)
+    request = Request(prompt=prompt(45, seed=8), max_tokens=40)
+    truth = plain(s, request)
+    for proposer in (Dflash(), erring(truth, 0.2, 1, rows=block), oracle(truth, rows=block)):
+        assert answer(s, request, proposer) == truth

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from decoding import DEAD, answer, oracle, prompt, session
+from decoding import DEAD, answer, drafts, oracle, prompt, session
 
 from thor_dflash import manifest
 from thor_dflash.builders.build import build
 from thor_dflash.config import BuildConfig, EngineConfig
 from thor_dflash.errors import ConfigError, EngineError, ModelFault, PackageError, RequestError
+from thor_dflash.plugins.accept import Record
 from thor_dflash.progress import Silent
 from thor_dflash.runtime.propose import Dflash, Nobody
 from thor_dflash.runtime.session import Request, open_session
+from thor_dflash.tensors import DType, TensorSpec
 
 
 @pytest.mark.parametrize(
@@ -41,11 +44,12 @@ def test_a_package_without_a_drafter_says_so() -> None:
     assert len(answer(s, Request(prompt=(1,), max_tokens=3), Nobody())) == 3
 
 
-def test_the_longest_admitted_request_fits() -> None:
-    s = session()
-    request = Request(prompt=prompt(400, 1), max_tokens=96)
+@pytest.mark.parametrize(("length", "tokens"), [(400, 96), (494, 2), (495, 1)])
+def test_the_longest_admitted_request_fits(length: int, tokens: int) -> None:
+    s = session(chunk=64)
+    request = Request(prompt=prompt(length, 1), max_tokens=tokens)
     truth = answer(s, request, Nobody())
-    assert len(truth) == 96
+    assert len(truth) == tokens
     assert answer(s, request, oracle([*truth, *[1] * 16])) == truth
     assert answer(s, request, Dflash()) == truth
 
@@ -123,3 +127,37 @@ def test_a_graph_that_does_not_load_is_an_engine_error(
     monkeypatch.setattr(manifest, "verify", lambda *_: None)
     with pytest.raises(EngineError, match=r"verify\.onnx must load in ONNX Runtime"):
         open_session(path, EngineConfig(), Silent())
+
+
+def test_a_drafter_that_drafts_nothing_known_changes_no_fault() -> None:
+    """Drafts of -1 meet choices of -1: that is no agreement, and the first fault is reported."""
+    s = session()
+    answers = s.run(Request(prompt=prompt(20, 1), max_tokens=40), drafts(lambda n: [-1] * 15))
+    next(answers)
+    next(answers)
+    at = s.model.state.length
+    name = next(n for n in s.model.state.tensors if n.endswith(".state"))
+    tensor = s.model.state.tensors[name]
+    s.model.engine.write(tensor, np.full(tensor.spec.at({}), np.nan, np.float32))
+    with pytest.raises(ModelFault, match=rf"logits after position {at} must be finite"):
+        list(answers)
+
+
+def test_a_token_outside_the_vocabulary_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    s = session()
+    step = type(s.model).step
+
+    def wrong(*a: object, **k: object) -> Record:
+        record = step(*a, **k)  # type: ignore[arg-type]
+        return replace(record, tokens=(10**6, *record.tokens[1:]))
+
+    monkeypatch.setattr(type(s.model), "step", wrong)
+    with pytest.raises(ModelFault, match=r"must be ids below \d+ \(got 1000000\)"):
+        list(s.run(Request(prompt=prompt(20, 1), max_tokens=4), DEAD))
+
+
+def test_what_does_not_fit_in_memory_says_so() -> None:
+    engine = session().model.engine
+    huge = TensorSpec("cache", DType.F32, (1 << 30, 1 << 20))
+    with pytest.raises(EngineError, match=r"cache: .* must fit in memory .*engine.capacity"):
+        engine.empty(huge, {})

@@ -223,6 +223,22 @@ def test_busy_is_tried_again_and_a_refusal_is_not(house: Any) -> None:
         assert planner.stats()["requests"]["plan"] == before + 1
 
 
+def test_a_server_that_warms_up_is_waited_for(house: Any) -> None:
+    warm = threading.Event()
+
+    class Slow(MockBackend):
+        def warm(self) -> None:
+            assert warm.wait(20)
+
+    config = ServeConfig(bind=("tcp://127.0.0.1:*",))
+    server = house.load(lambda: Slow(config), config)
+    with RemotePlanner(server.endpoints[0], Options(retries=1)) as planner:
+        threading.Timer(1.2, warm.set).start()
+        assert planner.plan(Ask(prompt="x")).status == "ok"
+        assert planner.stats()["refused"]["not_ready"] > 1
+    warm.clear()
+
+
 def test_closing_a_stream_cancels_it(house: Any) -> None:
     server, held = house.held()
     with RemotePlanner(server.endpoints[0]) as planner:
@@ -260,3 +276,8 @@ def test_a_server_that_is_not_there_is_said_to_be_so() -> None:
         pytest.raises(PlanError, match=r"127.0.0.1:9 must answer .*nothing is connected"),
     ):
         planner.ping()
+    with RemotePlanner("tcp://127.0.0.1:9", Options(timeout_s=0.1, retries=0)) as planner:
+        begin = time.monotonic()
+        with pytest.raises(PlanError, match="nothing is connected"):
+            planner.plan(Ask(prompt="x"))
+        assert time.monotonic() - begin < 60, "a connection is not waited for as a plan is"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import socket
 import stat
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from thor_dflash import cli
 from thor_dflash.config import GatewayConfig, ServeConfig
 from thor_dflash.errors import ConfigError
 from thor_dflash.serving import security
+from thor_dflash.serving.check import Checker
 from thor_dflash.serving.client import Options, PlanError, RemotePlanner
 from thor_dflash.serving.gateway import listen_at
 
@@ -146,6 +148,16 @@ def test_a_taken_port_is_said_to_be_so(house: Any) -> None:
     taken = house.mock().endpoints[0]
     with pytest.raises(ConfigError, match=r"serve.bind must be free .*127.0.0.1"):
         house.mock(bind=(taken,))
+
+
+def test_a_schema_reaches_no_network() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as trap:
+        trap.settimeout(0.2)
+        url = f"http://127.0.0.1:{trap.getsockname()[1]}/schema.json"
+        with pytest.raises(PlanError, match="must hold all it refers to"):
+            Checker({"$ref": url})
+        with pytest.raises(TimeoutError):
+            trap.accept()
 
 
 def test_prompts_are_not_logged(house: Any) -> None:

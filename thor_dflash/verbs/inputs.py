@@ -20,10 +20,12 @@ def read_json(path: Path) -> object:
         RequestError: the file is missing, too large, or not JSON in UTF-8.
     """
     try:
-        size = path.stat().st_size
-        if size > LIMIT:
-            raise RequestError(f"{path} must be <= {LIMIT} bytes (got {size})")
-        return cast("object", json.loads(path.read_text(encoding="utf-8")))
+        # Read, not asked: a device or a pipe has no size to ask for.
+        with path.open("rb") as file:
+            text = file.read(LIMIT + 1)
+        if len(text) > LIMIT:
+            raise RequestError(f"{path} must be <= {LIMIT} bytes (got more)")
+        return cast("object", json.loads(text.decode("utf-8")))
     except OSError as e:
         raise RequestError(f"{path} must be a readable file (got: {e.strerror})") from e
     except RecursionError as e:

@@ -20,7 +20,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     from thor_dflash.runtime.score import score
     from thor_dflash.runtime.session import open_session
 
-    check(args.out)
+    check(args.out, args.package)
     tokens = read_tokens(args.tokens)
     with closing(open_session(args.package, config.engine, progress)) as session:
         in_vocabulary(tokens, session.manifest.target.vocab)
@@ -31,8 +31,10 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         print(f"{args.out}: {name} {array.dtype} {list(array.shape)}")
 
 
-def check(out: Path) -> None:
+def check(out: Path, package: Path) -> None:
     """Refuse a path that could not be written, before the work that would be lost."""
+    if package.resolve() in out.resolve().parents:
+        raise RequestError(f"--out must be outside the package (got {out})")
     if out.suffix != ".npz":
         raise RequestError(f"--out must be a path ending in .npz (got {out})")
     if out.is_dir() or not out.parent.is_dir():

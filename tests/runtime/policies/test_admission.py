@@ -1,4 +1,4 @@
-"""What a request may ask for, end to end: options, model card, a real tokenizer, the command line."""
+"""What a request may ask for, end to end: options, model card, tokenizer, command line."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from thor_dflash.runtime.propose import Dflash, Nobody, Proposer
 from thor_dflash.runtime.telemetry import Meter
 
 LAWFUL = settings(
-    max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 NEVER = 511
 COUNT = 48

@@ -192,7 +192,7 @@ class Every:
 class Eager:
     """Never drafts, and shows the drafter every block at once."""
 
-    inner: Dflash = Dflash()
+    inner: Dflash = field(default_factory=Dflash)
 
     def begin(self, model: Model, rows: int) -> int:
         return self.inner.begin(model, rows)

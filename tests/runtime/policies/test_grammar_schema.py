@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from typing import Any
 
@@ -104,6 +105,25 @@ def test_a_compilation_is_not_waited_for_without_end() -> None:
     assert within(1, lambda: 7) == 7
     with pytest.raises(ZeroDivisionError):
         within(1, lambda: 1 // 0)
+
+
+def test_what_is_no_longer_waited_for_has_the_compiler_until_it_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    manifest = session().manifest
+    grammars = Grammars(text(), manifest.vocab_limit, manifest.stop_tokens, seconds=0.05)
+    free = threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(Grammars, "_compile", lambda *_: free.wait(10))
+        for message in ("within 0.05 s", "must wait for another one", "must wait for another one"):
+            with pytest.raises(RequestError, match=message):
+                grammars.compile(SMALL)
+        free.set()
+        time.sleep(0.05)
+    assert grammars.compile(SMALL).schema == text_of(SMALL)
+    with pytest.raises(RequestError, match="can be compiled"):
+        grammars.compile({"enum": []})
+    assert grammars.compile({"const": 1}).schema == '{"const":1}'
 
 
 def test_a_schema_is_compiled_once_and_the_oldest_is_forgotten() -> None:

@@ -143,12 +143,12 @@ def natural(at: int) -> tuple[int, list[int]]:
     return truth[index], after(it.prompt, 60)
 
 
-@pytest.mark.parametrize("at", range(0, 20, 3))
+@pytest.mark.parametrize("at", [0, 5, 16])
 def test_the_answer_is_exact_given_the_thoughts(at: int) -> None:
     close, truth = natural(at)
     it = Asked(close)
     relaxed = Relaxed(rule=LOG_MARGIN, top_k=512, margin=0.6, close=close)
-    for seed in range(3):
+    for seed in range(2):
         got, _ = run(it, erring(truth, 0.3, seed), [RelaxedThinking(relaxed)])
         start = answer_of(got, close)
         want = after([*it.prompt, *got[:start]], 60 - start) if start < 60 else []

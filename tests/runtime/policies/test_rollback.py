@@ -36,8 +36,8 @@ def folded(s: Session) -> dict[str, bytes]:
     return {n: a.tobytes() for n, a in arrays.items() if n.endswith(KEPT) or "attention" in n}
 
 
-@pytest.mark.parametrize("geometry", ["0.8b", "4b", "27b", "heads27b"])
-@pytest.mark.parametrize("rate", [0.0, 0.1, 0.4, 1.0])
+@pytest.mark.parametrize("geometry", ["0.8b", "27b", "heads27b"])
+@pytest.mark.parametrize("rate", [0.0, 0.2, 1.0])
 def test_three_rollbacks_give_the_same_tokens_and_states(geometry: str, rate: float) -> None:
     request = Request(prompt=prompt(45, seed=8), max_tokens=50)
     records = session(geometry)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -39,10 +38,8 @@ CASES = [("0.8b", "bf16"), ("4b", "bf16"), ("gqa2", "bf16"), ("27b", "modelopt")
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
-def built(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Path]:
-    yield package(tmp_path_factory.mktemp("widths"), *request.param)
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return package(tmp_path_factory.mktemp("widths"), *request.param)
 
 
 def test_a_row_does_not_know_the_width_of_its_block(built: Path) -> None:

@@ -1,0 +1,40 @@
+"""A drafter that costs what the real one costs and knows nothing: what the gate is there for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from thor_dflash.runtime.block import Block, Progress
+from thor_dflash.runtime.engine import Call
+from thor_dflash.runtime.model import Model
+from thor_dflash.runtime.propose import Dflash, Proposal
+
+
+class Broken:
+    """A drafter at full price whose drafts are noise."""
+
+    def __init__(self) -> None:
+        self._inner = Dflash()
+        self._random = Random(7)
+
+    def begin(self, model: Model, rows: int) -> int:
+        """See Proposer."""
+        return self._inner.begin(model, rows)
+
+    def propose(self, model: Model, progress: Progress, block: Block) -> Proposal:
+        """See Proposer."""
+        made = self._inner.propose(model, progress, block)
+        if made.drafted:
+            model.engine.run(made.calls)
+            noise = [self._random.randrange(model.manifest.vocab_limit) for _ in range(15)]
+            model.write_tokens([progress.last, *noise])
+        return Proposal(made.drafted)
+
+    def observe(self, model: Model, block: Block) -> Sequence[Call]:
+        """See Proposer."""
+        return self._inner.observe(model, block)
+
+    def committed(self, model: Model, block: Block, count: int) -> None:
+        """See Proposer."""
+        self._inner.committed(model, block, count)

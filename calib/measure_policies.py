@@ -1,0 +1,379 @@
+"""What each decoding policy costs and gains on planner-nano: the tables of docs/measurements.
+
+python -m thor_dflash.calib.measure_policies --target DIR --drafter DIR [--tasks N] [SECTION ...]
+
+Times are CPU times of the process on one thread, so that a machine that is busy with something else
+does not matter; compared ways take turns, and medians of their ratios are shown. Accept lengths do
+not depend on the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Literal
+
+from thor_dflash.builders.build import build
+from thor_dflash.calib.broken import Broken
+from thor_dflash.calib.heldout import tasks
+from thor_dflash.calib.planbench import Task, judge
+from thor_dflash.calib.replay import Replay
+from thor_dflash.config import (
+    AS_MADE,
+    NO_BUDGET,
+    BudgetConfig,
+    BuildConfig,
+    DraftConfig,
+    EngineConfig,
+    RelaxedConfig,
+)
+from thor_dflash.progress import Silent
+from thor_dflash.runtime.policies.gate import Costs, Gate, Rule
+from thor_dflash.runtime.propose import Dflash, Nobody, Proposer
+from thor_dflash.runtime.session import Chunk, Report, Request, Session, open_session
+from thor_dflash.runtime.telemetry import Part
+from thor_dflash.runtime.text import Answer
+from thor_dflash.runtime.thinking import Thinking
+
+MAX_TOKENS = 512
+"""No held-out answer of a working planner is as long, tokens."""
+WIDTHS = (4, 8)
+CLOCK = time.process_time
+GATED, ROUNDS = 300, 3
+"""Tokens of an answer the gate is measured on, and how often."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """One request, answered."""
+
+    tokens: tuple[int, ...]
+    report: Report
+    decode_s: float
+    """CPU time after the prompt was read, seconds."""
+    thinking_s: float
+    """Of that, in blocks that began inside thinking."""
+    valid: bool = False
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second of decoding."""
+        return len(self.tokens) / self.decode_s
+
+    @property
+    def cycle_ms(self) -> float:
+        """Time of a cycle, ms."""
+        return 1e3 * self.decode_s / self.report.spec.cycles
+
+
+@dataclass(slots=True)
+class Bench:
+    """Packages built from one pair of checkpoints, and the tasks they are asked."""
+
+    root: Path
+    target: Path
+    drafter: Path
+    count: int
+    _open: dict[tuple[str, int], Session] = field(default_factory=dict[tuple[str, int], Session])
+
+    def session(self, saves: Literal["records", "states"] = "records", block: int = 0) -> Session:
+        """The package with these saves, opened with this width."""
+        path = self.root / saves
+        if not path.exists():
+            config = BuildConfig(saves=saves, widths=WIDTHS)
+            build(self.target, self.drafter, path, config, Silent())
+        if (saves, block) not in self._open:
+            engine = EngineConfig(block=block, threads=1)
+            self._open[saves, block] = open_session(path, engine, Silent())
+        return self._open[saves, block]
+
+    @property
+    def tasks(self) -> list[Task]:
+        """Held-out tasks, families taking turns."""
+        return tasks(self.count)
+
+    def close(self) -> None:
+        """Free every engine."""
+        for session in self._open.values():
+            session.close()
+
+
+def prompt_of(session: Session, task: Task) -> tuple[int, ...]:
+    """The task as a prompt that thinks."""
+    assert session.text is not None
+    messages = [{"role": role, "content": content} for role, content in task.messages]
+    return tuple(session.text.encode(session.text.render(messages, True)))
+
+
+def ask(
+    session: Session,
+    task: Task,
+    *,
+    budget: BudgetConfig = NO_BUDGET,
+    relaxed: RelaxedConfig | None = None,
+    draft: DraftConfig = AS_MADE,
+) -> Ran:
+    """Plan one task and judge the plan."""
+    prompt = prompt_of(session, task)
+    request = Request(
+        prompt=prompt,
+        max_tokens=MAX_TOKENS,
+        stop=frozenset(session.manifest.stop_tokens),
+        budget=budget,
+        relaxed=relaxed,
+        draft=draft,
+    )
+    ran = run(session, prompt, session.generate(request))
+    assert session.text is not None
+    answer = Answer(session.text, prompt)
+    answer.feed(ran.tokens)
+    answer.end()
+    return replace(ran, valid=judge(task, answer.text()).valid)
+
+
+def run(session: Session, prompt: Sequence[int], chunks: Iterator[Chunk]) -> Ran:
+    """Take an answer in, and the time."""
+    thinking = Thinking(session.text.marks if session.text else None, prompt)
+    tokens, decode, inside_s = list[int](), 0.0, 0.0
+    last = CLOCK()
+    for chunk in chunks:
+        now = CLOCK()
+        if chunk.tokens or chunk.finish:
+            decode += now - last
+            inside_s += (now - last) * thinking.inside
+        for token in chunk.tokens:
+            thinking.feed(token)
+        tokens += chunk.tokens
+        last = CLOCK()
+    return Ran(tuple(tokens), session.report(), decode, inside_s)
+
+
+def part(runs: Sequence[Ran], phase: Literal["thinking", "closing", "answer"]) -> Part:
+    """A phase of all of them."""
+    total = Part()
+    for one in runs:
+        total = total.plus(one.report.phases.get(phase, Part()))
+    return total
+
+
+def length_of(runs: Sequence[Ran]) -> float:
+    """Tokens a cycle over all of them."""
+    return sum(r.spec.accept_len * r.spec.cycles for r in (x.report for x in runs)) / sum(
+        x.report.spec.cycles for x in runs
+    )
+
+
+def speed(runs: Sequence[Ran]) -> float:
+    """Median decode speed, tok/s."""
+    return median(r.speed for r in runs)
+
+
+def faster(runs: Sequence[Ran], others: Sequence[Ran]) -> float:
+    """Median of the paired ratios of decode speed."""
+    return median(a.speed / b.speed for a, b in zip(runs, others, strict=True))
+
+
+def valid(runs: Sequence[Ran]) -> str:
+    """Valid plans."""
+    return f"{sum(r.valid for r in runs)}/{len(runs)}"
+
+
+def table(*rows: Sequence[object]) -> Iterator[str]:
+    """Markdown; the first row is the header."""
+    texts = [[f"{c:.2f}" if isinstance(c, float) else str(c) for c in row] for row in rows]
+    yield "| " + " | ".join(texts[0]) + " |"
+    yield "|" + "---|" * len(texts[0])
+    yield from ("| " + " | ".join(row) + " |" for row in texts[1:])
+
+
+def budgets(bench: Bench) -> Iterator[str]:
+    """Decode speed with a budget that never fires, and with one that does."""
+    session = bench.session()
+    free, idle, cut = list[Ran](), list[Ran](), list[Ran]()
+    for task in bench.tasks:
+        free.append(ask(session, task))
+        idle.append(ask(session, task, budget=BudgetConfig(tokens=300, reply=212)))
+        assert idle[-1].tokens == free[-1].tokens
+        thought = free[-1].report.phases["thinking"].committed
+        budget = BudgetConfig(tokens=thought // 2, reply=256)
+        cut.append(ask(session, task, budget=budget))
+    rows = [
+        (name, speed(runs), faster(runs, free), length_of(runs), valid(runs))
+        for name, runs in (("none", free), ("inert", idle), ("at half the thoughts", cut))
+    ]
+    yield from table(("budget", "tok/s", "speed against none", "accept length", "valid"), *rows)
+    hard = [part(cut, phase) for phase in ("thinking", "closing", "answer")]
+    yield ""
+    yield from table(
+        ("phase, closed by force", "blocks", "tokens", "drafted", "accepted"),
+        *((n, p.cycles, p.committed, p.drafted, p.accepted)
+          for n, p in zip(("thinking", "closing", "answer"), hard, strict=True)),
+    )  # fmt: skip
+
+
+def relaxing(bench: Bench) -> Iterator[str]:
+    """Accept length and speed of thinking, and the plans that come of it."""
+    session, rules = bench.session(), (None, RelaxedConfig(), RelaxedConfig(rule="delta"))
+    runs: list[list[Ran]] = [[] for _ in rules]
+    for task in bench.tasks:
+        for rule, done in zip(rules, runs, strict=True):
+            done.append(ask(session, task, relaxed=rule))
+    rows: list[Sequence[object]] = []
+    for name, done in zip(("strict", "margin 3, 1.0", "delta 10, 0.6"), runs, strict=True):
+        p, gain = part(done, "thinking"), _pace(done) / _pace(runs[0])
+        rows.append((name, p.committed / p.cycles, p.relaxed, gain, length_of(done), valid(done)))
+    head = ("accept", "accept length thinking", "relaxed drafts", "thinking tok/s against strict",
+            "accept length", "valid")  # fmt: skip
+    yield from table(head, *rows)
+
+
+def _pace(runs: Sequence[Ran]) -> float:
+    """Tokens a second of thinking."""
+    return part(runs, "thinking").committed / sum(r.thinking_s for r in runs)
+
+
+def _texts(session: Session, bench: Bench) -> Iterator[tuple[str, tuple[int, ...], Proposer]]:
+    assert session.text is not None
+    rng = Random(5)
+    noise = tuple(rng.randrange(session.manifest.vocab_limit) for _ in range(120))
+    again = tuple(session.text.encode("the cup is on the table. " * 12))
+    yield "random tokens", noise, Dflash()
+    yield "verbatim repetition", again, Dflash()
+    yield "noise for drafts", prompt_of(session, bench.tasks[0]), Broken()
+    for task in bench.tasks[:3]:
+        yield f"ordinary, {task.family}", prompt_of(session, task), Dflash()
+
+
+def gates(bench: Bench) -> Iterator[str]:
+    """Degenerate and ordinary texts: plain, drafted and gated in turns."""
+    session, costs = bench.session(), Costs()
+    rows: list[Sequence[object]] = []
+    for name, prompt, proposer in _texts(session, bench):
+        stop = session.manifest.stop_tokens if name.startswith("ordinary") else ()
+        request = Request(prompt=prompt, max_tokens=GATED, stop=frozenset(stop))
+        plain, drafted, gated = list[Ran](), list[Ran](), list[Ran]()
+        for _ in range(ROUNDS):
+            plain.append(run(session, prompt, session.run(request, Nobody())))
+            drafted.append(run(session, prompt, session.run(request, proposer)))
+            gate = Gate(costs, CLOCK, Rule())
+            gated.append(run(session, prompt, session.run(request, proposer, (gate,))))
+            assert plain[-1].tokens == drafted[-1].tokens == gated[-1].tokens
+        skipped = sum(n.cycles for n in gated[-1].report.notes if n.why == "drafts do not pay")
+        cycles = gated[-1].report.spec.cycles
+        times = 1 / faster(drafted, plain), 1 / faster(gated, plain)
+        rows.append((name, length_of(drafted), costs.even, *times, f"{skipped}/{cycles}"))
+    head = ("text", "accept length ungated", "even", "drafted / plain, time",
+            "gated / plain, time", "gated blocks")  # fmt: skip
+    yield from table(head, *rows)
+
+
+def options(bench: Bench) -> Iterator[str]:
+    """Accept length as a function of each drafter option."""
+    session = bench.session()
+    window = min(layer.window for layer in session.manifest.drafter.layers if layer.window) \
+        if session.manifest.drafter else 0  # fmt: skip
+    ladder = (16, 32, 64, 128, 256)
+    tries = [("as made", AS_MADE)]
+    tries += [(f"window {n}", DraftConfig(window=n)) for n in ladder if n < window]
+    tries += [(f"full {n}", DraftConfig(full=n)) for n in ladder]
+    tries += [(f"context {n}", DraftConfig(context=n)) for n in (1, *ladder)]
+    tries += [(f"seed {n}", DraftConfig(seed=n)) for n in (1, *ladder)]
+    rows: list[Sequence[object]] = []
+    for name, draft in tries:
+        runs = [ask(session, task, draft=draft) for task in bench.tasks]
+        rows.append((name, length_of(runs)))
+    yield from table(("drafter sees", "accept length"), *rows)
+
+
+def rollbacks(bench: Bench) -> Iterator[str]:
+    """Records, states, and the classic snapshot and replay."""
+    kept: dict[str, list[Ran]] = {"records": [], "states": []}
+    for task in bench.tasks:
+        for saves in ("records", "states"):
+            kept[saves].append(ask(bench.session(saves), task))
+        assert kept["records"][-1].tokens == kept["states"][-1].tokens
+    rows: list[Sequence[object]] = []
+    for saves, runs in kept.items():
+        tensors = bench.session("records" if saves == "records" else "states").model.state.tensors
+        held = sum(t.spec.nbytes({}) for n, t in tensors.items() if n.startswith("gdn."))
+        rows.append((saves, f"{held / 1e6:.2f}", median(r.cycle_ms for r in runs), 1))
+    replayed = [_replay(bench.session(), t, r) for t, r in
+                zip(bench.tasks, kept["records"], strict=True)]  # fmt: skip
+    copied = median(copied for _, copied in replayed)
+    rows.append(("replay", f"{copied / 1e6:.2f} copied a cycle", median(m for m, _ in replayed), 2))
+    yield from table(("rollback", "recurrent state, MB", "ms a cycle", "verifies a cycle"), *rows)
+
+
+def _replay(session: Session, task: Task, run: Ran) -> tuple[float, float]:
+    """Time of a cycle without its draft, ms, and bytes copied; the drafts are half right."""
+    truth = run.tokens
+
+    def guess(tokens: Sequence[int]) -> list[int]:
+        return [*truth[len(tokens) : len(tokens) + 5], 0]
+
+    replay = Replay(session, guess)
+    prompt = prompt_of(session, task)
+    start = CLOCK()
+    replay.answer(prompt, 0)
+    prefilled = CLOCK()
+    got = replay.answer(prompt, len(truth))
+    spent = CLOCK() - prefilled - (prefilled - start)
+    assert tuple(got) == truth
+    cycles = replay.verifies / 2
+    return 1e3 * spent / cycles, replay.copied / cycles
+
+
+def widths(bench: Bench) -> Iterator[str]:
+    """The same tokens in blocks of 4, 8 and 16 rows."""
+    every = (*WIDTHS, 0)
+    runs: dict[int, list[Ran]] = {width: [] for width in every}
+    for task in bench.tasks:
+        for width in every:
+            runs[width].append(ask(bench.session(block=width), task))
+        assert len({runs[width][-1].tokens for width in every}) == 1
+    rows = [
+        (width or bench.session().model.block, length_of(done), median(r.cycle_ms for r in done),
+         speed(done), faster(done, runs[0]))
+        for width, done in runs.items()
+    ]  # fmt: skip
+    yield from table(("rows", "accept length", "ms a cycle", "tok/s", "against 16"), *rows)
+
+
+SECTIONS: dict[str, Callable[[Bench], Iterator[str]]] = {
+    "budget": budgets,
+    "relaxed": relaxing,
+    "gate": gates,
+    "drafter": options,
+    "rollback": rollbacks,
+    "width": widths,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the tables asked for, all of them by default."""
+    parser = argparse.ArgumentParser(description="what the decoding policies cost and gain")
+    parser.add_argument("--target", type=Path, required=True)
+    parser.add_argument("--drafter", type=Path, required=True)
+    parser.add_argument("--tasks", type=int, default=60)
+    parser.add_argument("sections", nargs="*", metavar="|".join(SECTIONS))
+    args = parser.parse_args(argv)
+    with TemporaryDirectory() as held:
+        bench = Bench(Path(held), args.target, args.drafter, args.tasks)
+        with closing(bench):
+            for name in args.sections or SECTIONS:
+                print(f"\n## {name}\n")
+                for row in SECTIONS[name](bench):
+                    print(row)
+                sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
