@@ -76,10 +76,10 @@ class Desk:
                 found, budget = self._budget(request)
                 max_tokens = found.total
                 policies.append(budget)
-        if request.relaxed is not None:
-            policies.append(self._relaxed(request, request.relaxed))
         if request.gate:
             policies.append(Gate(self._costs, self._clock, Rule()))
+        if request.relaxed is not None:
+            policies.append(self._relaxed(request, request.relaxed))
         return Admitted(max_tokens, proposer, tuple(policies))
 
     def _marks(self, what: str) -> Marks:

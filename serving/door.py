@@ -76,6 +76,8 @@ class Door:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._held: dict[bytes, _Held] = {}
         self._out, self._bell = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._gone: set[int] = set()
+        """Descriptors closed and not yet used again."""
         self._closed = False
         self._zap: zmq.Socket[bytes] | None = None
         self._allowed: frozenset[bytes] = frozenset()
@@ -99,7 +101,7 @@ class Door:
         router.ipv6 = any("[" in endpoint for endpoint in config.bind)
         if config.curve:
             self._lock(router, Path(config.curve))
-        self._monitor = router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor = router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self.endpoints = tuple(_bind(router, endpoint) for endpoint in config.bind)
         return router
 
@@ -132,6 +134,8 @@ class Door:
             if letter is None:
                 return
             yield letter
+            if letter.fd in self._gone:
+                yield Left(letter.fd)  # it closed before its last words were read
 
     def _silence(self) -> None:
         try:
@@ -150,7 +154,13 @@ class Door:
 
     def _leavers(self) -> Iterator[Left]:
         while self._monitor.poll(0):
-            yield Left(int(recv_monitor_message(self._monitor)["value"]))
+            event = recv_monitor_message(self._monitor)
+            fd = int(event["value"])
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._gone.discard(fd)
+            else:
+                self._gone.add(fd)
+                yield Left(fd)
 
     def _receive(self) -> Letter | None:
         try:

@@ -97,10 +97,26 @@ def is_quantised(name: str) -> bool:
 
 def write_target_config(out: Path, dims: TargetDims, special: dict[str, int]) -> None:
     """config.json, generation_config.json and hf_quant_config.json of the target."""
+    config = _target_config(dims, special)
+    generation = {
+        "bos_token_id": special["<|endoftext|>"],
+        "do_sample": True,
+        "eos_token_id": [special["<|im_end|>"], special["<|endoftext|>"]],
+        "pad_token_id": special["<|endoftext|>"],
+        "temperature": 1.0,
+        "top_k": 20,
+        "top_p": 0.95,
+    }
+    _write(out / "config.json", config)
+    _write(out / "generation_config.json", generation)
+    _write(out / "hf_quant_config.json", _hf_quant(config["quantization_config"], "FP8"))
+
+
+def _target_config(dims: TargetDims, special: dict[str, int]) -> dict[str, Any]:
     types = [
         "full_attention" if dims.is_full(i) else "linear_attention" for i in range(dims.layers)
     ]
-    config: dict[str, Any] = {
+    return {
         "architectures": ["Qwen3_5ForCausalLM"],
         "model_type": "qwen3_5_text",
         "dtype": "bfloat16",
@@ -145,18 +161,6 @@ def write_target_config(out: Path, dims: TargetDims, special: dict[str, int]) ->
             ["lm_head", "model.embed_tokens", "*in_proj_a", "*in_proj_b", "*conv1d"]
         ),
     }
-    generation = {
-        "bos_token_id": special["<|endoftext|>"],
-        "do_sample": True,
-        "eos_token_id": [special["<|im_end|>"], special["<|endoftext|>"]],
-        "pad_token_id": special["<|endoftext|>"],
-        "temperature": 1.0,
-        "top_k": 20,
-        "top_p": 0.95,
-    }
-    _write(out / "config.json", config)
-    _write(out / "generation_config.json", generation)
-    _write(out / "hf_quant_config.json", _hf_quant(config["quantization_config"], "FP8"))
 
 
 def write_drafter_config(out: Path, dims: DrafterDims, target: TargetDims, mask: int) -> None:

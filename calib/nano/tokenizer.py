@@ -2,6 +2,9 @@
 chat template.
 """
 
+# tokenizers publishes partial types.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import json

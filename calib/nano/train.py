@@ -72,8 +72,7 @@ class Run:
         return Tokenizer.from_file(str(self.target_dir / "tokenizer.json"))
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Parse the command line and run one or more stages in order."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--stage",
@@ -103,7 +102,12 @@ def main(argv: list[str] | None = None) -> None:
         "--rollouts", type=int, default=24_576, help="target outputs the drafter learns from"
     )
     parser.add_argument("--held", type=int, default=600, help="held-out tasks to evaluate")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parse the command line and run one or more stages in order."""
+    args = _parser().parse_args(argv)
     run = Run(
         args.models,
         args.work,

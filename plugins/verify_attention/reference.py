@@ -40,7 +40,8 @@ def attend(q: Array, k: Array, v: Array, at: Array) -> Array:
     """Causal softmax attention: q [T, Hq, D], k and v [Hkv, N, D] -> [T, Hq * D]."""
     k, v = (np.repeat(u, q.shape[1] // u.shape[0], axis=0) for u in (k, v))
     scores = np.einsum("thd,hnd->htn", q, k) / np.sqrt(q.shape[2])
-    seen: Array = np.arange(k.shape[1]) <= at[:, None]
+    where = np.arange(k.shape[1], dtype=np.int64)
+    seen = np.less_equal(where, at[:, None])
     scores = np.where(seen, scores, -np.inf)
     weight = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weight /= weight.sum(axis=-1, keepdims=True)

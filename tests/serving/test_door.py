@@ -33,17 +33,18 @@ def reader(door: Door) -> Iterator[zmq.Socket[bytes]]:
     context.term()
 
 
-def hear(door: Door) -> Letter | Left:
-    end = time.monotonic() + 20
-    while time.monotonic() < end:
-        for event in door.wait(0.5):
-            return event
-    raise AssertionError("nothing came")
+def hear(door: Door, count: int) -> list[Letter | Left]:
+    """The next `count` events, and those that came with the last."""
+    end, events = time.monotonic() + 20, list[Letter | Left]()
+    while len(events) < count:
+        assert time.monotonic() < end, events
+        events += door.wait(0.5)
+    return events
 
 
 def meet(door: Door, reader: zmq.Socket[bytes]) -> tuple[bytes, ...]:
     reader.send_multipart([b"", b"{}"])
-    letter = hear(door)
+    (letter,) = hear(door, 1)
     assert isinstance(letter, Letter)
     return letter.frames[:2]
 
@@ -95,13 +96,28 @@ def test_a_reader_cannot_make_the_server_hold_without_end(
 
 def test_who_left_is_heard_and_not_written_to(door: Door, reader: zmq.Socket[bytes]) -> None:
     reader.send_multipart([b"", b"{}"])
-    letter = hear(door)
+    (letter,) = hear(door, 1)
     assert isinstance(letter, Letter)
     reader.close(0)
-    left = hear(door)
-    assert left == Left(letter.fd)
-    assert door.send(letter.frames[:2], b"result") == "gone"
+    assert hear(door, 1) == [Left(letter.fd)]
+    end = time.monotonic() + 20
+    while door.send(letter.frames[:2], b"result") != "gone":  # the pipe goes after the connection
+        assert time.monotonic() < end
     assert door.send((b"never met", b""), b"result") == "gone"
+
+
+def test_last_words_are_heard_together_with_the_parting(door: Door) -> None:
+    for _ in range(5):  # the descriptor is used again each time
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.linger = 20_000
+        socket.connect(door.endpoints[0])
+        socket.send_multipart([b"", b"{}"])
+        socket.close()
+        context.term()  # returns when all is sent and closed
+        *_, letter, left = hear(door, 2)
+        assert isinstance(letter, Letter)
+        assert left == Left(letter.fd)
 
 
 def test_a_bell_wakes_and_does_not_ring_on(door: Door) -> None:
