@@ -20,6 +20,7 @@ from thor_dflash.builders.graphs.target import ID_SLOTS, Shape, Target
 from thor_dflash.builders.staging import Staging
 from thor_dflash.builders.weights import WeightFiles
 from thor_dflash.config import BLOCK, CAPACITY, BuildConfig
+from thor_dflash.dims import longest_context
 from thor_dflash.errors import CheckpointError, ConfigError
 from thor_dflash.manifest import KvScales, Manifest, Share
 from thor_dflash.progress import Progress
@@ -105,7 +106,7 @@ def make_plan(
         drafter,
         config,
         shape,
-        _capacity(target, config, shape.block),
+        _capacity(target, drafter, config, shape.block),
         _stop(target, shape.vocab),
         tuple(graphs),
         weights,
@@ -156,8 +157,10 @@ def _shape(
     )
 
 
-def _capacity(target: TargetCheckpoint, config: BuildConfig, block: int) -> int:
-    longest = target.dims.max_position
+def _capacity(
+    target: TargetCheckpoint, drafter: DrafterCheckpoint | None, config: BuildConfig, block: int
+) -> int:
+    longest = longest_context(target.dims, drafter.dims if drafter else None)
     capacity = config.capacity or min(CAPACITY, longest)
     # One block is kept free at the end of the cache, so anything less has room for no prompt.
     if not block < capacity <= longest:

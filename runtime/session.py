@@ -10,6 +10,7 @@ from typing import Any
 
 from thor_dflash import manifest as package_manifest
 from thor_dflash.config import EngineConfig
+from thor_dflash.dims import longest_context
 from thor_dflash.errors import ConfigError, RequestError
 from thor_dflash.manifest import Manifest
 from thor_dflash.progress import Progress as Reporter
@@ -153,10 +154,11 @@ def open_session(package: Path, config: EngineConfig, progress: Reporter) -> Ses
     found = package_manifest.read(package)
     package_manifest.verify(package, found, progress)
     capacity = config.capacity or found.capacity
-    if not found.block < capacity <= found.target.max_position:
+    longest = longest_context(found.target, found.drafter)
+    if not found.block < capacity <= longest:
         raise ConfigError(
             f"engine.capacity must be {found.block + 1} to "
-            f"{found.target.max_position}, the model's longest (got {capacity})"
+            f"{longest}, the models' longest (got {capacity})"
         )
     block = config.block or found.block
     if block not in (known := (*found.widths, found.block)):

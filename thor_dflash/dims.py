@@ -87,3 +87,8 @@ class DrafterDims:
     target_layers: int
     """Depth of the target the drafter was trained on; 0 where the config does not say."""
     max_position: int
+
+
+def longest_context(target: TargetDims, drafter: DrafterDims | None) -> int:
+    """Longest context both models were made for, tokens."""
+    return min(target.max_position, drafter.max_position) if drafter else target.max_position
