@@ -110,8 +110,8 @@ def _introduce(console: Console, manifest: Manifest, task: Task) -> None:
     assert drafter is not None
     size = amount(sum(e.bytes for e in manifest.files.values()), "bytes")
     console.print(
-        f"[bold]planner-nano[/bold]  {len(manifest.target.layers)} layers, NVFP4, drafter of "
-        f"{len(drafter.layers)} layers, block of {manifest.block}, {size}, engine {manifest.engine}"
+        f"[bold]planner-nano[/bold]  {len(manifest.target.layers)} + {len(drafter.layers)} layers, "
+        f"NVFP4, block of {manifest.block}, {size}, engine {manifest.engine}"
     )
     user = next(content for role, content in task.messages if role == "user")
     title = f"held-out task {task.name}, never seen in training"

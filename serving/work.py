@@ -5,9 +5,12 @@ They get jobs and post what comes of them. Neither touches a socket or the books
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
@@ -23,6 +26,10 @@ from thor_dflash.serving.refusal import PlanError
 from thor_dflash.serving.schedule import Job, Peer
 
 T = TypeVar("T")
+POLITE = 5
+"""Niceness of the engine's threads. They keep every core busy for whole time slices, which a waking
+I/O thread, and a robot's own controllers, would otherwise have to wait for."""
+
 Log = Callable[[str], None]
 
 
@@ -128,6 +135,10 @@ def engine(
     log: Log,
 ) -> None:
     """Load, warm up, then run jobs until None comes."""
+    # Before the engine makes its own threads, which are as polite as the one that makes them. Not
+    # every system has priorities of threads.
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), POLITE)
     try:
         backend = load()
         post(Warming())
