@@ -60,7 +60,7 @@ class Target:
         self._norm: dict[str, Attribute] = {"norm_eps": dims.eps, "norm_offset": 1.0}
 
     def verify(self) -> Graph:
-        """tokens [R] -> logits, best, taps; state folded, rows and records left behind."""
+        """tokens [R] -> logits, taps; state folded, rows and records left behind."""
         g = Graph("verify")
         x = self._layers(g, "verify", self._shape.block)
         out = g.room(

@@ -166,11 +166,19 @@ def test_options_must_fit(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["drafter", "target"]
 
 
+def only_attention(target: Path, drafter: Path) -> None:
+    config = read_config(target)
+    text = config.get("text_config", config)
+    text["layer_types"] = ["full_attention"] * len(text["layer_types"])
+    write_config(target, config)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (mutate("vocab_size", 300), "vocab"),
         (mutate("num_target_layers", 7), "num_target_layers"),
+        (only_attention, "num_hidden_layers must be enough for both kinds of layer"),
         (mutate("model_type", "llama", "target"), "llama"),
     ],
 )
@@ -273,3 +281,12 @@ def test_a_dangling_link_in_a_checkpoint_is_nobody_s_business(
 ) -> None:
     (pair[0] / "README.md").symlink_to("nowhere")
     build(*pair, tmp_path / "p", BuildConfig(), Silent())
+
+
+def test_the_context_is_no_longer_than_the_drafter_s(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    mutate("max_position_embeddings", 200)(*pair)
+    assert build(*pair, tmp_path / "p", BuildConfig(), Silent()).capacity == 200
+    with pytest.raises(ConfigError, match=r"build.capacity must be 17 to 200"):
+        build(*pair, tmp_path / "q", BuildConfig(capacity=201), Silent())
