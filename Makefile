@@ -47,7 +47,7 @@ $(RUN_READY): | $(VENV)/made
 $(DEV_READY): | $(VENV)/made
 	@echo "== installing into $(VENV), with the tools of make test (once)"
 	@$(PIP) -q 'setuptools>=77'
-	@$(PIP) --no-build-isolation -e '.[build,ort,serve,http,dev]'
+	@$(PIP) --no-build-isolation -e '.[build,ort,cuda,serve,http,dev]'
 	@rm -f $(VENV)/run-* $(VENV)/dev-* && touch $(RUN_READY) $@
 
 $(VENV)/made:

@@ -6,42 +6,87 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from shutil import copyfile
+from typing import Literal, Protocol
 
 from thor_dflash import __version__, manifest
 from thor_dflash.builders.card import make_card
-from thor_dflash.builders.checkpoint.drafter import DrafterCheckpoint, check_pair, read_drafter
-from thor_dflash.builders.checkpoint.target import TargetCheckpoint, read_target
+from thor_dflash.builders.checkpoint.drafter import check_pair, read_drafter
+from thor_dflash.builders.checkpoint.matrix import Matrix
+from thor_dflash.builders.checkpoint.target import read_target
+from thor_dflash.builders.draft_ids import read_draft_ids
 from thor_dflash.builders.graphs.drafter import Drafter
 from thor_dflash.builders.graphs.graph import Graph
 from thor_dflash.builders.graphs.source import Source
 from thor_dflash.builders.graphs.target import ID_SLOTS, Shape, Target
+from thor_dflash.builders.packing import Packing
+from thor_dflash.builders.programs import lower
 from thor_dflash.builders.staging import Staging
 from thor_dflash.builders.weights import WeightFiles
 from thor_dflash.config import BLOCK, CAPACITY, BuildConfig
-from thor_dflash.dims import longest_context
+from thor_dflash.dims import DrafterDims, TargetDims, longest_context
 from thor_dflash.errors import CheckpointError, ConfigError
 from thor_dflash.manifest import KvScales, Manifest, Share
+from thor_dflash.program import ENDING, Program, render
 from thor_dflash.progress import Progress
-from thor_dflash.tensors import DType
+from thor_dflash.tensors import Array, DType
 from thor_dflash.tokenizer import addressed_ids, stop_tokens, tokenizer_files
 
 _DTYPE = {"f32": DType.F32, "bf16": DType.BF16, "fp8": DType.FP8}
+_NAMES: dict[DType, Literal["f32", "bf16", "fp8"]] = {
+    DType.F32: "f32",
+    DType.BF16: "bf16",
+    DType.FP8: "fp8",
+}
+_AUTO = {"ort": (64, DType.F32, DType.F32), "cuda": (512, DType.FP8, DType.BF16)}
+"""Chunk, cache and activations where nobody says."""
+_CHUNKS: dict[str, tuple[int, ...]] = {"ort": (), "cuda": (128,)}
+"""Other sizes of a prefill step where nobody says."""
+
+
+class TargetSource(Protocol):
+    """What a build asks of a target checkpoint, whole or hollow."""
+
+    @property
+    def dims(self) -> TargetDims: ...  # noqa: D102
+    @property
+    def directory(self) -> Path: ...  # noqa: D102
+    @property
+    def skipped(self) -> tuple[str, ...]: ...  # noqa: D102
+    def matrix(self, name: str) -> Matrix: ...  # noqa: D102
+    def tensor(self, name: str) -> Array: ...  # noqa: D102
+    def kv_scales(self, layer: int) -> tuple[float, float] | None: ...  # noqa: D102
+
+
+class DrafterSource(Protocol):
+    """What a build asks of a drafter checkpoint."""
+
+    @property
+    def dims(self) -> DrafterDims: ...  # noqa: D102
+    @property
+    def directory(self) -> Path: ...  # noqa: D102
+    def matrix(self, name: str) -> Matrix: ...  # noqa: D102
+    def tensor(self, name: str) -> Array: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Everything a package will hold, before a byte of it is written."""
 
-    target: TargetCheckpoint
-    drafter: DrafterCheckpoint | None
+    target: TargetSource
+    drafter: DrafterSource | None
     config: BuildConfig
     shape: Shape
+    chunks: tuple[int, ...]
+    """Other sizes of a prefill step, rows."""
     capacity: int
     stop: tuple[int, ...]
     """Ids that end an answer."""
     graphs: tuple[Graph, ...]
+    programs: tuple[Program, ...]
+    """The graphs as launch lists, for an engine that walks them itself."""
     weights: WeightFiles
     sources: tuple[Source, ...]
 
@@ -65,19 +110,27 @@ def build(
                 done = [0]
                 stage.write(file, _weight_writer(plan.weights, file, task.advance, done))
                 task.advance(plan.weights.nbytes(file) - done[0])
-        for graph in plan.graphs:
+        for program in plan.programs:
+            stage.write(f"{program.name}{ENDING}", _program_writer(program))
+        for graph in () if plan.programs else plan.graphs:
             stage.write(f"{graph.name}.onnx", _graph_writer(graph))
         for name in tokenizer_files(target):
             stage.write(name, _copier(target / name))
-        made = _manifest(plan, stage)
+        made = replace(describe(plan), files=stage.files)
         stage.finish(manifest.render(made))
     return made
 
 
 def make_plan(
-    target: TargetCheckpoint, drafter: DrafterCheckpoint | None, config: BuildConfig
+    target: TargetSource,
+    drafter: DrafterSource | None,
+    config: BuildConfig,
+    blocks: tuple[int, ...] = (),
 ) -> Plan:
-    """Decide shapes, make the graphs, place the weights. Reads scales, and no weight's codes."""
+    """Decide shapes, make the graphs, place the weights. Reads scales, and no weight's codes.
+
+    `blocks`: rows of blocks to have a verify for beside those of the configuration.
+    """
     if drafter is not None:
         check_pair(target.dims, drafter.dims)
     shape = _shape(target, drafter, config)
@@ -91,50 +144,78 @@ def make_plan(
     sources = [source]
     if drafter is not None:
         sources.append(Source(drafter, weights, "drafter."))
+    ids = read_draft_ids(Path(config.draft_ids), shape.vocab) if config.draft_ids else None
     graphs: list[Graph] = []
-    for block in (shape.block, *config.widths):
-        own = replace(shape, block=block)
-        steps = _target_graphs(Target(target.dims, source, own, scales))
+    chunks = _chunks(target, config, shape.chunk)
+    for block, chunk in product((shape.block, *config.widths), (shape.chunk, *chunks)):
+        own, maker = replace(shape, block=block, chunk=chunk), None
         if drafter is not None:
-            maker = Drafter(drafter.dims, sources[1], source, target.dims.tied, own)
-            steps += _drafter_graphs(maker, own, chunked=block == shape.block)
-        for graph in steps:
-            graph.name += "" if block == shape.block else f".{block}"
-        graphs += steps
+            maker = Drafter(drafter.dims, sources[1], source, target.dims.tied, own, ids)
+        graphs += _steps(Target(target.dims, source, own, scales), maker, own, shape)
+    for block in blocks:
+        other = Target(target.dims, source, replace(shape, block=block), scales).verify()
+        other.name = manifest.graph_name(other.name, block, 0)
+        graphs.append(other)
+    programs: tuple[Program, ...] = ()
+    if config.engine == "cuda":
+        packing = Packing(weights)
+        programs = tuple(lower(graph.proto(), packing) for graph in graphs)
+        weights = packing.files
     return Plan(
         target,
         drafter,
         config,
         shape,
+        chunks,
         _capacity(target, drafter, config, shape.block),
         _stop(target, shape.vocab),
         tuple(graphs),
+        programs,
         weights,
         tuple(sources),
     )
 
 
-def _target_graphs(layers: Target) -> list[Graph]:
-    return [layers.prefill(), layers.verify(), layers.accept(False), layers.accept(True)]
+def _steps(layers: Target, maker: Drafter | None, own: Shape, shape: Shape) -> list[Graph]:
+    """The graphs that no other block and no other chunk has, named as their files are."""
+    own_block, own_chunk = own.block == shape.block, own.chunk == shape.chunk
+    steps = [layers.prefill()]
+    if own_chunk:
+        steps += [layers.verify(), layers.accept(False), layers.accept(True)]
+    if maker is not None and own_chunk:
+        steps += [maker.propose(), maker.observe("observe", own.block)]
+    if maker is not None and own_block:
+        steps.append(maker.observe(manifest.CHUNKED, own.chunk))
+    for graph in steps:
+        graph.name = manifest.graph_name(
+            graph.name, 0 if own_block else own.block, 0 if own_chunk else own.chunk
+        )
+    return steps
 
 
-def _drafter_graphs(maker: Drafter, shape: Shape, *, chunked: bool) -> list[Graph]:
-    steps = [maker.propose(), maker.observe("observe", shape.block)]
-    return [*steps, maker.observe(manifest.CHUNKED, shape.chunk)] if chunked else steps
+def _chunks(target: TargetSource, config: BuildConfig, own: int) -> tuple[int, ...]:
+    """The other sizes of a prefill step."""
+    longest = target.dims.max_position
+    if wrong := [rows for rows in config.chunks if rows > longest]:
+        raise ConfigError(
+            f"build.chunks must be <= {longest}, max_position_embeddings (got {wrong[0]})"
+        )
+    chunks = config.chunks or tuple(rows for rows in _CHUNKS[config.engine] if rows <= longest)
+    return tuple(rows for rows in chunks if rows != own)
 
 
-def _shape(
-    target: TargetCheckpoint, drafter: DrafterCheckpoint | None, config: BuildConfig
-) -> Shape:
+def _shape(target: TargetSource, drafter: DrafterSource | None, config: BuildConfig) -> Shape:
     block = config.block or (drafter.dims.block if drafter else BLOCK)
     if drafter is not None and block > drafter.dims.block:
         raise ConfigError(
             f"build.block must be <= {drafter.dims.block}, the drafter's (got {block})"
         )
-    if config.chunk > target.dims.max_position:
+    chunk, kv, activations = _AUTO[config.engine]
+    chunk = config.chunk or min(chunk, target.dims.max_position)
+    if chunk > target.dims.max_position:
         raise ConfigError(
             f"build.chunk must be <= {target.dims.max_position}, max_position_embeddings "
-            f"(got {config.chunk})"
+            f"(got {chunk})"
         )
     if any(width >= block for width in config.widths):
         raise ConfigError(
@@ -148,9 +229,9 @@ def _shape(
         )
     return Shape(
         block=block,
-        chunk=config.chunk,
-        activations=_DTYPE[config.activations],
-        kv=_DTYPE[config.kv],
+        chunk=chunk,
+        activations=_DTYPE.get(config.activations, activations),
+        kv=_DTYPE.get(config.kv, kv),
         saves=config.saves,
         vocab=ids or target.dims.vocab,
         taps=drafter.dims.taps if drafter else (),
@@ -158,7 +239,7 @@ def _shape(
 
 
 def _capacity(
-    target: TargetCheckpoint, drafter: DrafterCheckpoint | None, config: BuildConfig, block: int
+    target: TargetSource, drafter: DrafterSource | None, config: BuildConfig, block: int
 ) -> int:
     longest = longest_context(target.dims, drafter.dims if drafter else None)
     capacity = config.capacity or min(CAPACITY, longest)
@@ -171,7 +252,7 @@ def _capacity(
     return capacity
 
 
-def _stop(target: TargetCheckpoint, vocab: int) -> tuple[int, ...]:
+def _stop(target: TargetSource, vocab: int) -> tuple[int, ...]:
     stop = stop_tokens(target.directory)
     if wrong := [token for token in stop if token >= vocab]:
         raise CheckpointError(
@@ -201,6 +282,13 @@ def _graph_writer(graph: Graph) -> Callable[[Path], None]:
     return write
 
 
+def _program_writer(program: Program) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        path.write_text(render(program), encoding="utf-8")
+
+    return write
+
+
 def _copier(source: Path) -> Callable[[Path], None]:
     def write(path: Path) -> None:
         copyfile(source, path)
@@ -208,7 +296,8 @@ def _copier(source: Path) -> Callable[[Path], None]:
     return write
 
 
-def _manifest(plan: Plan, stage: Staging) -> Manifest:
+def describe(plan: Plan) -> Manifest:
+    """The manifest of what a plan makes, its files left out."""
     config, drafter = plan.config, plan.drafter
     found = [p for i in range(len(plan.target.dims.layers)) if (p := plan.target.kv_scales(i))]
     flat = [scale for pair in found for scale in pair] or [1.0]
@@ -221,10 +310,11 @@ def _manifest(plan: Plan, stage: Staging) -> Manifest:
         engine=config.engine,
         block=plan.shape.block,
         widths=config.widths,
-        chunk=config.chunk,
+        chunk=plan.shape.chunk,
+        chunks=plan.chunks,
         capacity=plan.capacity,
-        kv=config.kv,
-        activations=config.activations,
+        kv=_NAMES[plan.shape.kv],
+        activations="bf16" if plan.shape.activations is DType.BF16 else "f32",
         saves=config.saves,
         vocab_limit=plan.shape.vocab,
         stop_tokens=plan.stop,
@@ -246,7 +336,7 @@ def _manifest(plan: Plan, stage: Staging) -> Manifest:
             )
             for name, path in checkpoints.items()
         },
-        files=stage.files,
+        files={},
     )
 
 

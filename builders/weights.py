@@ -65,6 +65,15 @@ class WeightFiles:
         self._names[name] = stored
         return stored
 
+    def stored(self, name: str) -> Stored:
+        """Where a tensor lies."""
+        return self._names[name]
+
+    def array(self, name: str) -> Array:
+        """A tensor's value."""
+        sources = self._sources[self._names[name].file]
+        return next(s.make() for s in sources if s.stored.name == name)
+
     @property
     def files(self) -> tuple[str, ...]:
         """Every file, in the order they began."""

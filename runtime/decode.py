@@ -105,7 +105,7 @@ def _own(model: Model, begun: int) -> None:
 
 
 def _prefill(model: Model, plan: Plan) -> Iterator[int]:
-    prompt, chunk = plan.prompt[:-1], model.manifest.chunk
+    prompt, chunk = plan.prompt[:-1], model.chunk
     first = plan.proposer.begin(model, len(prompt))
     for start in range(model.state.length, len(prompt), chunk):
         part = prompt[start : start + chunk]

@@ -62,7 +62,16 @@ class Engine(Protocol):
         ...
 
     def empty(self, spec: TensorSpec, dims: Dims) -> Tensor:
-        """Memory for `spec`, zeroed, kept until close."""
+        """Memory for `spec`, zeroed, kept until close. Usable once `prepare` has returned."""
+        ...
+
+    def prepare(self, calls: Sequence[Call]) -> None:
+        """Get ready for these calls and no others: count memory and take it, load weights, compile.
+        Called once, after every tensor was made.
+
+        Raises:
+            EngineError: something does not fit or does not run here.
+        """
         ...
 
     def run(self, calls: Sequence[Call]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from thor_dflash.manifest import Manifest
+from thor_dflash.manifest import CHUNK_STEPS, Manifest, graph_name
 from thor_dflash.plugins.accept.reference import Record
 from thor_dflash.plugins.op import NEXT
 from thor_dflash.plugins.verify_attention import TILE
@@ -36,28 +36,42 @@ def ring_rows(window: int, capacity: int, block: int, chunk: int) -> int:
 class Model:
     """Steps of one sequence: prefill, verify and accept, observe; and commit, which moves it."""
 
-    def __init__(self, engine: Engine, manifest: Manifest, capacity: int, block: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        manifest: Manifest,
+        capacity: int,
+        block: int,
+        chunks: tuple[int, ...] = (),
+    ) -> None:
         self.engine = engine
         self.manifest = manifest
         self.capacity = capacity
         self.block = block
         """Rows of a verify, one of the package's widths."""
+        self.chunks = chunks or (manifest.chunk,)
+        """Sizes of a prefill step there are to choose from, rows."""
+        self.chunk = self.chunks[0]
+        """Rows of a prefill step. Chosen before the first request, and then left."""
         drafter = manifest.drafter
         names = ["prefill", "verify", "accept", "accept_masked"]
         names += ["propose", "observe", "observe_chunk"] if drafter else []
         self.graphs: dict[str, Graph] = {
-            name: engine.load(manifest.graph(name, block)) for name in names
+            self._sized(name, chunk): engine.load(manifest.graph(name, block, chunk))
+            for chunk in self.chunks
+            for name in names
         }
-        dims = {"cache_rows": cache_rows(capacity, manifest.block, manifest.chunk)}
+        widest = manifest.widest_chunk
+        dims = {"cache_rows": cache_rows(capacity, manifest.block, widest)}
         for i, layer in enumerate(drafter.layers if drafter else ()):
-            dims[f"ring_rows.{i}"] = ring_rows(
-                layer.window, capacity, manifest.block, manifest.chunk
-            )
+            dims[f"ring_rows.{i}"] = ring_rows(layer.window, capacity, manifest.block, widest)
         self.state = State(engine, list(self.graphs.values()), dims)
         self._inputs: dict[str, Tensor] = {}
         for step, graph in self.graphs.items():
             for spec in (*graph.inputs.values(), *graph.outputs.values()):
                 self._scratch(step, spec)
+        self._calls = {name: self._bind(name) for name in self.graphs}
+        engine.prepare(list(self._calls.values()))
         if drafter:
             self.write_windows(0, 0)
 
@@ -77,7 +91,15 @@ class Model:
         return self.state.tensors.get(name) or self._inputs[_key(step, name)]
 
     def call(self, name: str) -> Call:
-        """A graph bound to this sequence's tensors."""
+        """A graph bound to this sequence's tensors: the same call every time."""
+        return self._calls[self._sized(name, self.chunk)]
+
+    def _sized(self, step: str, chunk: int) -> str:
+        """A step's name among the graphs: that of another size of chunk tells it."""
+        other = step in CHUNK_STEPS and chunk != self.manifest.chunk
+        return graph_name(step, chunk=chunk) if other else step
+
+    def _bind(self, name: str) -> Call:
         graph = self.graphs[name]
         return Call(
             graph,
@@ -125,24 +147,27 @@ class Model:
         """
         if not self.state.behind:
             return
-        rows, chunk = np.concatenate(self.state.behind), self.manifest.chunk
+        rows, chunk = np.concatenate(self.state.behind), self.chunk
+        taps = self._inputs[_key(self._sized("observe_chunk", chunk), "taps")]
         start = self.state.length - len(rows)
         for done in range(0, len(rows), chunk):
-            self.engine.write(self._inputs["taps_chunk"], rows[done : done + chunk])
+            self.engine.write(taps, rows[done : done + chunk])
             self._set("length", start + done)
             self.engine.run([self.call("observe_chunk")])
         self.state.behind.clear()
 
     def prefill(self, tokens: Sequence[int], observe: bool) -> None:
         """Commit up to `chunk` prompt tokens; the drafter's rings follow if `observe`."""
-        padded = [*tokens, *[0] * (self.manifest.chunk - len(tokens))]
-        self._set("tokens_chunk", *padded)
+        padded = [*tokens, *[0] * (self.chunk - len(tokens))]
+        self._set(_key(self._sized("prefill", self.chunk), "tokens"), *padded)
         self._set("valid", len(tokens))
         self._begin()
         calls = [self.call("prefill")]
         if observe and self.manifest.drafter:
             calls.append(self.call("observe_chunk"))
         self.engine.run(calls)
+        # Waited for, so that a request is cancelled within a chunk and its time is known.
+        self.engine.read(self._inputs["valid"])
         self.state.advance(len(tokens))
 
     def draft(self, block: Block, before: Sequence[Call]) -> tuple[int, ...]:
@@ -214,5 +239,6 @@ class Model:
 
 def _key(step: str, name: str) -> str:
     """Scratch is shared by name, except that chunk steps have rows of their own."""
-    chunk = step in ("prefill", "observe_chunk") and name in ("tokens", "taps")
-    return f"{name}_chunk" if chunk else name
+    base, dot, size = step.partition(".")
+    chunk = base in CHUNK_STEPS and name in ("tokens", "taps")
+    return f"{name}_chunk{dot}{size}" if chunk else name

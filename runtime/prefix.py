@@ -81,7 +81,7 @@ class Prefixes:
         """
         tokens = tuple(tokens)
         self._check(name, tokens)
-        held = held_of(len(tokens), self.model.manifest.chunk)
+        held = held_of(len(tokens), self.model.chunk)
         need = self.bytes_of(held)
         self._room(name, need)
         start = time.perf_counter()
@@ -199,7 +199,7 @@ class Prefixes:
         return prefix
 
     def _read(self, tokens: tuple[int, ...], stopped: Callable[[], bool]) -> Snapshot | None:
-        model, chunk = self.model, self.model.manifest.chunk
+        model, chunk = self.model, self.model.chunk
         model.state.reset()
         for start in range(0, len(tokens), chunk):
             if stopped():

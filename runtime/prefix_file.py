@@ -27,7 +27,7 @@ from thor_dflash.runtime.model import Model
 from thor_dflash.runtime.state import Snapshot
 from thor_dflash.tensors import Array, TensorSpec
 
-FORMAT = 1
+FORMAT = 2
 """Version of the file. A runtime reads its own and no other."""
 MAGIC = b"# thor-dflash prefix, sha256 of what follows: "
 HEADER = 16 << 20
@@ -52,6 +52,7 @@ class _Header:
     tool: str
     package: str
     capacity: int
+    chunk: int
     prefix: Stored
 
 
@@ -71,6 +72,7 @@ def write_prefix(path: Path, model: Model, stored: Stored, snapshot: Snapshot) -
         tool=__version__,
         package=identity(model.manifest),
         capacity=model.capacity,
+        chunk=model.chunk,
         prefix=stored,
     )
     parts = [json.dumps(records.encode(header)).encode() + b"\n"]
@@ -155,8 +157,12 @@ def _header(path: Path, line: bytes, model: Model) -> _Header:
         raise PackageError(
             f"{path} must be of capacity {model.capacity} (got {header.capacity}); {AGAIN}"
         )
-    chunk = model.manifest.chunk
-    if not 0 <= header.prefix.held < len(header.prefix.tokens) or header.prefix.held % chunk:
+    if header.chunk != model.chunk:
+        raise PackageError(
+            f"{path} must be of prefill steps of {model.chunk} (got {header.chunk}); {AGAIN}"
+        )
+    held = header.prefix.held
+    if not 0 <= held < len(header.prefix.tokens) or held % model.chunk:
         raise PackageError(f"{path} must hold whole chunks (got {header.prefix.held}); {AGAIN}")
     return header
 

@@ -18,7 +18,6 @@ from thor_dflash.runtime.admission import Desk, Request
 from thor_dflash.runtime.block import Limit, Policy, Progress
 from thor_dflash.runtime.decode import Chunk, Plan, check, decode
 from thor_dflash.runtime.engine import Engine
-from thor_dflash.runtime.engines.ort import OrtEngine
 from thor_dflash.runtime.model import Model
 from thor_dflash.runtime.policies.grammar import Constrain, Place
 from thor_dflash.runtime.policies.grammar_compile import Grammar, Grammars
@@ -143,8 +142,11 @@ class Session:
         self.model.engine.close()
 
 
-def open_session(package: Path, config: EngineConfig, progress: Reporter) -> Session:
-    """Check a package and load it.
+def open_session(
+    package: Path, config: EngineConfig, progress: Reporter, *, choose: bool = False
+) -> Session:
+    """Check a package and load it. `choose` loads every size of a prefill step that the options
+    allow: the caller sets `model.chunk` before the first request.
 
     Raises:
         PackageError: it is damaged or of another version.
@@ -164,14 +166,32 @@ def open_session(package: Path, config: EngineConfig, progress: Reporter) -> Ses
     if block not in (known := (*found.widths, found.block)):
         widths = " or ".join(str(width) for width in sorted(known))
         raise ConfigError(f"engine.block must be {widths}, as the package was built (got {block})")
-    engine = _ENGINES[found.engine](package, config)
+    chunk, sizes = config.chunk or found.chunk, (found.chunk, *found.chunks)
+    if chunk not in sizes:
+        rows = " or ".join(str(size) for size in sorted(sizes))
+        raise ConfigError(f"engine.chunk must be {rows}, as the package was built (got {chunk})")
+    engine = _ENGINES[found.engine](package, config, progress)
     with progress.task("loading graphs"):
-        model = Model(engine, found, capacity, block)
+        every = sizes if choose and not config.chunk else (chunk,)
+        model = Model(engine, found, capacity, block, every)
     return Session(model, Text.load(package) if found.tokenizer else None)
 
 
-def _ort(package: Path, config: EngineConfig) -> Engine:
+def _ort(package: Path, config: EngineConfig, progress: Reporter) -> Engine:
+
+    from thor_dflash.runtime.engines.ort import OrtEngine
+
     return OrtEngine(package, config.threads)
 
 
-_ENGINES: dict[str, Callable[[Path, EngineConfig], Engine]] = {"ort": _ort}
+def _cuda(package: Path, config: EngineConfig, progress: Reporter) -> Engine:
+    from thor_dflash.runtime.engines.cuda.engine import CudaEngine
+
+    return CudaEngine(package, config, progress)
+
+
+_ENGINES: dict[str, Callable[[Path, EngineConfig, Reporter], Engine]] = {
+    "ort": _ort,
+    "cuda": _cuda,
+}
+"""Imported when asked for: a machine installs what its packages run on."""

@@ -48,6 +48,8 @@ class About:
     """Of the self-test's tokens: equal on two machines that give the same plans."""
     max_context: int
     block: int
+    prefill_chunk: int
+    """Prompt tokens of a prefill step: what a cancel waits for, at most."""
     features: tuple[str, ...]
 
 
@@ -57,6 +59,11 @@ class Run(Protocol):
     @property
     def done(self) -> bool:
         """It ended by itself."""
+        ...
+
+    @property
+    def phase(self) -> wire.Phase:
+        """What the last step did."""
         ...
 
     def step(self) -> Sequence[wire.Chunk]:
@@ -118,10 +125,19 @@ class Backend(Protocol):
         ...
 
     def pin(self, request: wire.PrefixPut, stopped: Callable[[], bool]) -> dict[str, Any]:
-        """Prefill a prefix and keep its state. Engine thread only.
+        """Prefill a prefix and hold its state. Engine thread only.
 
         Raises:
             PlanError: it does not fit, or `stopped` said so.
+        """
+        ...
+
+    def keep(self, request: wire.PrefixPut) -> None:
+        """Have a pinned prefix outlive the server, or no longer, as the request says. Takes as long
+        as the disk does; one thread at a time, as `drop`.
+
+        Raises:
+            PlanError: it cannot be written.
         """
         ...
 
@@ -129,8 +145,17 @@ class Backend(Protocol):
         """The pinned prefixes."""
         ...
 
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        """Why persisted prefixes were not taken in again, a line for each."""
+        ...
+
     def drop(self, prefix_id: str) -> bool:
-        """Forget one; whether it was there."""
+        """Forget one, its file too; whether it was there.
+
+        Raises:
+            PlanError: its file cannot be removed.
+        """
         ...
 
     def close(self) -> None:
@@ -139,9 +164,12 @@ class Backend(Protocol):
 
 
 def drive(
-    run: Run, stopped: Callable[[], Stop | None], emit: Callable[[wire.Chunk], None]
+    run: Run,
+    stopped: Callable[[], Stop | None],
+    emit: Callable[[wire.Chunk], None],
+    stepped: Callable[[wire.Phase], None] = lambda phase: None,
 ) -> wire.Result:
-    """Take a run to its end, looking at `stopped` before every step.
+    """Take a run to its end, looking at `stopped` before every step and telling `stepped` after.
 
     Raises:
         ThorError: the engine or the model failed.
@@ -150,7 +178,9 @@ def drive(
         while not run.done:
             if why := stopped():
                 return run.result(why)
-            for chunk in run.step():
+            chunks = run.step()
+            stepped(run.phase)
+            for chunk in chunks:
                 emit(chunk)
         return run.result(None)
     finally:

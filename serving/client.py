@@ -98,7 +98,7 @@ class RemotePlanner:
             ConfigError: a malformed endpoint, or keys that cannot be read.
         """
         self.options = options or Options()
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._line = _Line(self._context, zmq.REQ, endpoint, self.options)
 
@@ -141,7 +141,7 @@ class RemotePlanner:
             return
 
     def _events(self, tries: Tries) -> Generator[wire.Event]:
-        line = _Line(self._context, zmq.DEALER, self._endpoint, self.options)
+        line = _Line(self._context, zmq.DEALER, self.endpoint, self.options)
         sent, over = tries.send(), False
         try:
             line.send(sent.body, tries.connect_by)
@@ -190,13 +190,18 @@ class RemotePlanner:
         """Count tokens and compile a schema, without decoding."""
         return self._table(request)
 
-    def put_prefix(self, prefix_id: str, system: str) -> dict[str, Any]:
-        """Pin the state of a system prompt."""
-        return self._table(wire.PrefixPut(prefix_id=prefix_id, system=system))
+    def put_prefix(self, prefix_id: str, system: str, *, persist: bool = False) -> dict[str, Any]:
+        """Pin the state of a system prompt; `persist` has it outlive the server."""
+        return self._table(wire.PrefixPut(prefix_id=prefix_id, system=system, persist=persist))
 
     def prefixes(self) -> list[dict[str, Any]]:
         """What is pinned."""
         found: list[dict[str, Any]] = self._simple("prefix.list")["prefixes"]
+        return found
+
+    def skipped(self) -> list[str]:
+        """Why persisted prefixes were not taken in again when the server began, a line for each."""
+        found: list[str] = self._simple("prefix.list")["skipped"]
         return found
 
     def drop_prefix(self, prefix_id: str) -> bool:

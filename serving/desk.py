@@ -12,17 +12,28 @@ from typing import Any
 from msgspec import structs
 
 import thor_dflash
-from thor_dflash.config import ServeConfig
-from thor_dflash.serving import codec, fields, groot, security, wire
+from thor_dflash.serve_config import ServeConfig
+from thor_dflash.serving import codec, device, fields, groot, security, wire
 from thor_dflash.serving.backend import Prepared
 from thor_dflash.serving.codec import JSON, Head
 from thor_dflash.serving.door import Door, Letter
+from thor_dflash.serving.events import Events
 from thor_dflash.serving.life import Life
 from thor_dflash.serving.planner import admit, stopped
 from thor_dflash.serving.refusal import PlanError
 from thor_dflash.serving.schedule import Job, Peer, Schedule
 from thor_dflash.serving.stats import Stats
-from thor_dflash.serving.work import Checked, Ended, Log, Said, Validated, Validation
+from thor_dflash.serving.work import (
+    Checked,
+    Drop,
+    Ended,
+    Kept,
+    Log,
+    Pinned,
+    Said,
+    Validated,
+    Validation,
+)
 
 ENVELOPE = 8
 """Most frames before the body: the hops of any sane chain of proxies."""
@@ -40,6 +51,8 @@ class Hands:
     """Give the clerk something."""
     run: Callable[[Job], None]
     """Give the engine a job. It must be free."""
+    keep: Callable[[Drop | Pinned], None]
+    """Give the keeper something."""
     stop: Callable[[], None]
     """Drain and end."""
 
@@ -48,7 +61,14 @@ class Desk:
     """Answers everything; owns the books."""
 
     def __init__(
-        self, door: Door, config: ServeConfig, life: Life, hands: Hands, token: str | None, log: Log
+        self,
+        door: Door,
+        config: ServeConfig,
+        life: Life,
+        hands: Hands,
+        token: str | None,
+        log: Log,
+        tell: Events,
     ) -> None:
         self._door = door
         self._config = config
@@ -56,6 +76,7 @@ class Desk:
         self._hands = hands
         self._token = token
         self._log = log
+        self._tell = tell
         self.books = Schedule(config.max_queue)
         self.stats = Stats()
         self._simple: dict[str, Callable[[Peer, str], None]] = {
@@ -102,8 +123,8 @@ class Desk:
         elif isinstance(request, wire.Cancel):
             self._cancel(peer, request)
         elif isinstance(request, wire.PrefixDrop):
-            dropped = self._backend().drop(request.prefix_id)
-            self._result(peer, request.id, {"dropped": dropped})
+            self._backend()
+            self._hands.keep((peer, request))
         elif isinstance(request, wire.Validate):
             self._backend()
             self._hands.check((peer, request))
@@ -128,10 +149,16 @@ class Desk:
             fields.check(request)
             if self._config.log_prompts:
                 self._log(f"{request.id}: {request.prompt or request.messages}")
+        elif request.persist and not self._config.prefix_dir:
+            raise PlanError(
+                "bad_request", "persist must go with a server's serve.prefix_dir (got none)",
+                field="persist",
+            )  # fmt: skip
         job = _job(peer, request)
         after = max(RETRY_MS, backend.rates.e2e_ms)
         for old, error in self.books.arrive(job, after):
             self._refuse(old.peer, old.request.id, error, old.seq)
+        self._tell("arrived", op=request.op, id=request.id, session=job.session)
         if isinstance(request, wire.Ask):
             self._hands.check(job)
         else:
@@ -158,6 +185,7 @@ class Desk:
                     "max_schema": fields.SCHEMA_BYTES,
                     "max_metadata": fields.METADATA_BYTES,
                     "max_depth": codec.DEPTH,
+                    "prefill_chunk": None if about is None else about.prefill_chunk,
                     "cancel_bound_ms": None if backend is None else backend.rates.bound_ms(),
                 },
                 "defaults": {
@@ -166,6 +194,7 @@ class Desk:
                     "thinking_budget": c.thinking_budget,
                 },
                 "prefixes": [] if backend is None else backend.prefixes(),
+                "device": device.describe("" if about is None else about.engine),
                 "admin": c.allow_admin,
             },
         )
@@ -178,10 +207,13 @@ class Desk:
     def _stats(self, peer: Peer, id: str) -> None:
         running = self.books.running is not None
         waiting = len(self.books) - running
-        self._result(peer, id, {**self.stats.show(), "running": int(running), "waiting": waiting})
+        now = {"running": int(running), "waiting": waiting, "device": device.now()}
+        self._result(peer, id, {**self.stats.show(), **now})
 
     def _prefix_list(self, peer: Peer, id: str) -> None:
-        self._result(peer, id, {"prefixes": self._backend().prefixes()})
+        backend = self._backend()
+        told = {"prefixes": backend.prefixes(), "skipped": backend.skipped}
+        self._result(peer, id, told)
 
     def _admin(self) -> None:
         if not self._config.allow_admin:
@@ -199,16 +231,19 @@ class Desk:
 
     def _cancel(self, peer: Peer, request: wire.Cancel) -> None:
         job = self.books.find(request.target, peer.routing, request.session)
+        if job is not None and job.state == "keeping":
+            job = None  # it is done, but for the disk
         if job is not None and job.state == "running":
             # Before the answer: whoever has it may count on the next step being the last.
             job.stop = job.stop or "cancelled"
+        self._tell("cancel", id=request.target, cancelled=job is not None)
         self._ack(peer, request.id, cancelled=job is not None)
         if job is not None and job.state != "running":
             self.answer(job, stopped("cancelled"))
 
     # --- posts of the other threads
 
-    def posted(self, post: Checked | Validated | Said | Ended) -> None:
+    def posted(self, post: Checked | Validated | Kept | Said | Ended) -> None:
         """Take in what another thread has to say."""
         if isinstance(post, Validated):
             if isinstance(post.outcome, PlanError):
@@ -219,10 +254,19 @@ class Desk:
             self._say(post)
         elif isinstance(post, Checked):
             self._checked(post.job, post.outcome)
+        elif isinstance(post, Kept):
+            self.answer(post.job, post.outcome)
         else:
             self._note(post)
-            self.answer(post.job, post.outcome)
+            self._ended(post.job, post.outcome)
             self.dispatch()
+
+    def _ended(self, job: Job, outcome: wire.Result | dict[str, Any] | PlanError) -> None:
+        if isinstance(outcome, dict):
+            job.state = "keeping"
+            self._hands.keep((job, outcome))
+        else:
+            self.answer(job, outcome)
 
     def _say(self, post: Said) -> None:
         job, chunk = post.job, structs.replace(post.chunk, id=post.job.request.id, seq=post.job.seq)
@@ -256,6 +300,7 @@ class Desk:
         job = self.books.next()
         if job is not None:
             job.state = "running"
+            self._tell("begun", id=job.request.id, session=job.session)
             self._hands.run(job)
 
     # --- time and connections
@@ -278,7 +323,7 @@ class Desk:
             job.gone = True
             if job.state == "running":
                 job.stop = job.stop or "cancelled"
-            else:
+            elif job.state != "keeping":
                 self.answer(job, stopped("cancelled"))
 
     def give_up(self) -> None:
@@ -286,7 +331,7 @@ class Desk:
         for job in self.books.jobs():
             if job.state == "running":
                 job.stop = job.stop or "cancelled"
-            else:
+            elif job.state != "keeping":
                 self.answer(job, PlanError("draining", "the server stops"))
 
     # --- answers
@@ -297,15 +342,21 @@ class Desk:
             return
         id, seq = job.request.id, job.seq
         if isinstance(outcome, PlanError):
+            self._tell("refused", id=id, session=job.session, code=outcome.code, gone=job.gone)
             if outcome.code in ("cancelled", "preempted", "deadline"):
                 self.stats.finished[outcome.code] += 1
             if not job.gone:
                 self._refuse(job.peer, id, outcome, seq)
             return
         if isinstance(outcome, dict):
+            self._tell("pinned", id=id, **outcome)
             if not job.gone:
                 self._result(job.peer, id, outcome)
             return
+        self._tell(
+            "answered", id=id, session=job.session, finish_reason=outcome.finish_reason,
+            plan_valid=outcome.plan_valid, usage=outcome.usage, timings=outcome.timings,
+        )  # fmt: skip
         self.stats.result(outcome)
         if not job.gone:
             self._send(job.peer, structs.replace(outcome, id=id, seq=seq))

@@ -14,8 +14,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from thor_dflash.config import GatewayConfig
 from thor_dflash.errors import ConfigError
+from thor_dflash.serve_config import GatewayConfig
 from thor_dflash.serving import metrics, openai, security, wire
 from thor_dflash.serving.fleet import Fleet
 from thor_dflash.serving.refusal import PlanError

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from thor_dflash import manifest as package_manifest
-from thor_dflash.config import HINT, NO_BUDGET, BudgetConfig, RelaxedConfig, ServeConfig
+from thor_dflash.config import HINT, NO_BUDGET, BudgetConfig, RelaxedConfig
 from thor_dflash.errors import ModelFault, RequestError
 from thor_dflash.runtime.policies.grammar_compile import Grammar
 from thor_dflash.runtime.prefix import Prefix
 from thor_dflash.runtime.session import Request, Session
 from thor_dflash.runtime.text import Text, open_at_end
+from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving import fields, wire
 from thor_dflash.serving.backend import About, Prepared, Run
 from thor_dflash.serving.check import Checker
 from thor_dflash.serving.liverun import LiveRun
+from thor_dflash.serving.pace import choose_chunk
 from thor_dflash.serving.rates import Rates
 from thor_dflash.serving.refusal import PlanError
+from thor_dflash.serving.shelf import Shelf
 
 SELF_TEST = "Self-test: put the cup on the table, then bring the plate to the kitchen."
 SELF_TOKENS = 48
@@ -36,19 +41,25 @@ FEATURES = (
 class LiveBackend:
     """A package loaded on an engine."""
 
-    def __init__(self, session: Session, config: ServeConfig) -> None:
+    def __init__(
+        self, session: Session, config: ServeConfig, log: Callable[[str], None] = print
+    ) -> None:
         """Take a session over.
 
         Raises:
             RequestError: its package has no tokenizer.
+            ConfigError: the directory of prefixes cannot be used.
         """
         if session.text is None:
             raise RequestError("a package to serve must have a tokenizer (got one without)")
         self.session = session
         self.text: Text = session.text
         self.config = config
+        self._log = log
+        self._shelf = Shelf(Path(config.prefix_dir)) if config.prefix_dir else None
+        self._skipped: tuple[str, ...] = ()
         session.prefixes.budget = config.prefix_mb << 20
-        self._rates = Rates(chunk_tokens=session.manifest.chunk)
+        self._rates = Rates(chunk_tokens=session.model.chunk)
         self._close = session.manifest.card.close or HINT
         self._closing = len(self.text.encode(self._close))
         self._golden: str | None = None
@@ -79,6 +90,7 @@ class LiveBackend:
             golden_sha256=self._golden,
             max_context=self.session.model.limit,
             block=self.session.model.block,
+            prefill_chunk=self.session.model.chunk,
             features=(*FEATURES, "relaxed_thinking") if m.drafter else FEATURES,
         )
 
@@ -86,12 +98,13 @@ class LiveBackend:
 
     def warm(self) -> None:
         """See Backend. Speculation must give the very tokens of plain decoding, twice."""
+        worst = choose_chunk(self.session.model, self.config.cancel_ms, self._log)
         prompt = self._prompt([{"role": "user", "content": SELF_TEST}], thinking=True)
         count = min(SELF_TOKENS, self.session.model.limit - len(prompt))
         drafted = Request(prompt=prompt, max_tokens=max(1, count), drafter=self._drafter())
         plain = self._decode(replace(drafted, drafter="none"))
         for _ in range(2):
-            self._rates = Rates(chunk_tokens=self.session.manifest.chunk)
+            self._rates = Rates(chunk_tokens=self.session.model.chunk, worst_chunk_ms=worst)
             if self._decode(drafted) != plain:
                 raise ModelFault(
                     "the self-test must decode the same tokens with and without the drafter "
@@ -104,6 +117,10 @@ class LiveBackend:
             self._decode(replace(drafted, grammar=grammar, stop=stop, max_tokens=8))
         self._golden = hashlib.sha256(repr(plain).encode()).hexdigest()
         self._about = self._described()
+        if self._shelf is not None:
+            self._skipped = tuple(self._shelf.load(self.session.prefixes))
+            for line in self._skipped:
+                self._log(f"a persisted prefix is left out: {line}")
 
     def _drafter(self) -> Any:
         return "dflash" if self.session.manifest.drafter else "none"
@@ -217,7 +234,8 @@ class LiveBackend:
             relaxed=RelaxedConfig() if ask.accept_mode == "relaxed_thinking" else None,
         )
         chunks = self.session.generate(request)
-        return LiveRun(self.session, self.text, self._rates, prepared, chunks)
+        yield_s = 1e-6 * self.config.yield_us
+        return LiveRun(self.session, self.text, self._rates, prepared, chunks, yield_s)
 
     def validate(self, request: wire.Validate) -> dict[str, Any]:
         """See Backend."""
@@ -254,16 +272,48 @@ class LiveBackend:
             raise PlanError("cancelled", "the prefix was cancelled")
         return _shown(prefix)
 
+    def keep(self, request: wire.PrefixPut) -> None:
+        """See Backend."""
+        if self._shelf is None:
+            return
+        with self._disk(request.prefix_id):
+            if request.persist:
+                self._shelf.keep(self.session.prefixes, request.prefix_id)
+            else:
+                self._shelf.drop(request.prefix_id)
+
+    @contextmanager
+    def _disk(self, prefix_id: str) -> Generator[None]:
+        try:
+            yield
+        except RequestError as e:
+            # Where on this machine is for the log, not for the wire.
+            self._log(f"prefix {prefix_id}: {e}")
+            text = "the prefix's file could not be changed; the log of the server says why"
+            raise PlanError("internal", text) from e
+
     def prefixes(self) -> list[dict[str, Any]]:
         """See Backend."""
-        return [_shown(prefix) for prefix in self.session.prefixes.list()]
+        files = self._shelf.files if self._shelf else ()
+        held = self.session.prefixes.list()
+        return [{**_shown(prefix), "persisted": prefix.name in files} for prefix in held]
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        """See Backend."""
+        return self._skipped
 
     def drop(self, prefix_id: str) -> bool:
         """See Backend."""
+        if self._shelf is not None:
+            with self._disk(prefix_id):
+                self._shelf.drop(prefix_id)
         return self.session.prefixes.drop(prefix_id)
 
     def close(self) -> None:
         """See Backend."""
+        if self._shelf is not None:
+            self._shelf.close()
         self.session.close()
 
 

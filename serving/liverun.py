@@ -25,11 +25,14 @@ class LiveRun:
         rates: Rates,
         prepared: Prepared,
         chunks: Iterator[Chunk],
+        yield_s: float = 0.0,
     ) -> None:
         self._session = session
         self._rates = rates
         self._prepared = prepared
         self._chunks = chunks
+        self._yield_s = yield_s
+        self._phase: wire.Phase = "prefill"
         self._answer = Answer(text, prepared.prompt)
         self._speech = Speech(prepared.ask.stream)
         self._tokens: list[int] = []
@@ -43,16 +46,25 @@ class LiveRun:
         """See Run."""
         return self._finish is not None
 
+    @property
+    def phase(self) -> wire.Phase:
+        """See Run."""
+        return self._phase
+
     def step(self) -> Sequence[wire.Chunk]:
         """See Run."""
         before = time.perf_counter()
         self._begun = True
+        if self._yield_s:
+            time.sleep(self._yield_s)  # counted as part of the step: deadlines must know of it
         chunk = next(self._chunks)
         ms = 1e3 * (time.perf_counter() - before)
         if chunk.prompt_done:
             self._rates.chunk(ms)
             return self._speech.prefill(chunk.prompt_done)
-        self._rates.cycle(ms, len(chunk.tokens), thinking=self._first_answer is None)
+        thinking = self._first_answer is None and self._prepared.thinks
+        self._phase = "thinking" if thinking else "answer"
+        self._rates.cycle(ms, len(chunk.tokens), thinking=thinking)
         pieces = self._take(chunk.tokens)
         if chunk.finish and not self.done:
             self._end(self._named(chunk.finish))

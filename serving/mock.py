@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from thor_dflash.config import ServeConfig
+from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving import fields, outcome, wire
 from thor_dflash.serving.backend import About, Prepared, Run, Stop
 from thor_dflash.serving.check import Checker
@@ -68,6 +68,7 @@ class MockBackend:
             golden_sha256=None,
             max_context=CONTEXT,
             block=PER_CYCLE,
+            prefill_chunk=CHUNK,
             features=("mock", "stream", "deadline", "preempt", "prefix", "json_schema"),
         )
 
@@ -124,6 +125,14 @@ class MockBackend:
         self._prefixes[request.prefix_id] = len(words(request.system))
         return {"prefix_id": request.prefix_id, "tokens": self._prefixes[request.prefix_id]}
 
+    def keep(self, request: wire.PrefixPut) -> None:
+        """See Backend. A mock forgets."""
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        """See Backend."""
+        return ()
+
     def prefixes(self) -> list[dict[str, Any]]:
         """See Backend."""
         return [{"prefix_id": name, "tokens": n} for name, n in self._prefixes.items()]
@@ -157,6 +166,13 @@ class MockRun:
     def done(self) -> bool:
         """See Run."""
         return self._said == len(self._script)
+
+    @property
+    def phase(self) -> wire.Phase:
+        """See Run."""
+        if not self._said:
+            return "prefill"
+        return "thinking" if self._script[self._said - 1].thinking else "answer"
 
     def step(self) -> Sequence[wire.Chunk]:
         """See Run."""

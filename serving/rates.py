@@ -34,6 +34,8 @@ class Rates:
     """Length of an answer. Starts at a plan of five steps."""
     e2e_ms: float = 0.0
     """One plan."""
+    worst_chunk_ms: float = 0.0
+    """The prefill step at the end of the longest prompt, measured before the first request."""
     _recent: deque[float] = field(default_factory=lambda: deque[float](maxlen=RECENT))
 
     def cycle(self, ms: float, tokens: int, thinking: bool) -> None:
@@ -56,8 +58,11 @@ class Rates:
         self.answer_tokens = _mean(self.answer_tokens, answer_tokens)
 
     def bound_ms(self) -> float:
-        """Longest a cancel waits for the step under way: twice the worst lately seen, ms."""
+        """Longest a cancel waits for the step under way, ms: twice the worst step, of those lately
+        seen and the slowest prefill step there can be.
+        """
         worst = max(self._recent.copy(), default=0.0)
+        worst = max(worst, self.worst_chunk_ms)
         return max(1.0, math.ceil(2 * worst))
 
     def prefill_ms(self, tokens: int) -> float:

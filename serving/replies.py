@@ -46,7 +46,7 @@ class Options:
     timeout_s: float = 5.0
     """Longest wait for a control operation, and for a connection."""
     plan_timeout_s: float = 120.0
-    """Longest wait for a plan without a deadline."""
+    """Longest wait for a plan without a deadline, or for a prefix."""
     retries: int = 3
     """Times a request is sent again after `busy` or a lost connection. 0: nor is a server that
     warms up waited for."""
@@ -143,6 +143,8 @@ class Tries:
     @property
     def until(self) -> float:
         """When to give up, monotonic s."""
+        if isinstance(self.request, wire.PrefixPut):  # it is read like a prompt, in its turn
+            return self.began + self.options.plan_timeout_s
         if not isinstance(self.request, wire.Ask):
             return self.began + self.options.timeout_s
         if self.request.deadline_ms is None:

@@ -48,7 +48,8 @@ class Job:
     """Monotonic, s."""
     deadline: float | None = None
     """Monotonic, s."""
-    state: Literal["preparing", "queued", "running", "left"] = "preparing"
+    state: Literal["preparing", "queued", "running", "keeping", "left"] = "preparing"
+    """keeping: a prefix is pinned, and the keeper sees to its file. Nothing stops it any more."""
     prepared: Prepared | None = None
     stop: Stop | None = None
     """Why to end early. Written by the I/O thread, read by the engine thread at every step."""

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import zmq
 
-from thor_dflash.config import ServeConfig
 from thor_dflash.errors import ConfigError
+from thor_dflash.serve_config import ServeConfig
 
 SERVER, CLIENT = "server", "client"
 SECRET, PUBLIC = ".secret", ".public"

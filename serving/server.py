@@ -14,18 +14,21 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from thor_dflash.config import ServeConfig
 from thor_dflash.errors import ThorError
-from thor_dflash.serving import security, work
+from thor_dflash.serve_config import ServeConfig
+from thor_dflash.serving import security, wire, work
 from thor_dflash.serving.backend import Backend
 from thor_dflash.serving.desk import Desk, Hands
 from thor_dflash.serving.door import Door, Letter
+from thor_dflash.serving.events import Events
 from thor_dflash.serving.life import Life
 from thor_dflash.serving.schedule import Job
 from thor_dflash.serving.systemd import Notify
-from thor_dflash.serving.work import Failed, Log, Post, Ready, Validation, Warming
+from thor_dflash.serving.trace import Trace, write
+from thor_dflash.serving.work import Drop, Failed, Log, Pinned, Post, Ready, Validation, Warming
 
 TICK_S = 1.0
 """Longest sleep of the I/O thread: it feeds systemd's watchdog, which is set in seconds."""
@@ -51,6 +54,8 @@ class Server:
             ConfigError: an endpoint, a key or a secret does not allow it.
         """
         token = security.read_token(config.token_file)
+        self._tell = Events(config.events)
+        self._state = ""
         self._door = Door(config)
         self._config = config
         self._load = load
@@ -61,8 +66,11 @@ class Server:
         self._posts: SimpleQueue[Post] = SimpleQueue()
         self._clerk: SimpleQueue[Job | Validation | None] = SimpleQueue()
         self._engine: SimpleQueue[Job | None] = SimpleQueue()
-        hands = Hands(check=self._clerk.put, run=self._engine.put, stop=self.stop)
-        self._desk = Desk(self._door, config, self._life, hands, token, log)
+        self._keeper: SimpleQueue[Drop | Pinned | None] = SimpleQueue()
+        hands = Hands(
+            check=self._clerk.put, run=self._engine.put, keep=self._keeper.put, stop=self.stop
+        )
+        self._desk = Desk(self._door, config, self._life, hands, token, log, self._tell)
         self._threads: list[threading.Thread] = []
         self._stops = 0
         self._notified = 0.0
@@ -84,7 +92,7 @@ class Server:
             ThorError: the backend did not load.
         """
         self._start(lambda: work.engine(
-            self._load, self._engine, self._post, self._life.pulse, self._log
+            self._load, self._engine, self._post, self._life.pulse, self._log, self._traced
         ))  # fmt: skip
         try:
             while not self._over():
@@ -118,6 +126,7 @@ class Server:
             self._desk.lost(routing)
         self._watch(now)
         self._stopping(now)
+        self._changed()
 
     def _patience(self) -> float:
         now = time.monotonic()
@@ -136,10 +145,29 @@ class Server:
 
     def _ready(self, backend: Backend) -> None:
         self._start(lambda: work.clerk(backend, self._clerk, self._post, self._log))
+        self._start(lambda: work.keeper(backend, self._keeper, self._post, self._log))
         self._life.backend = backend
         self._life.ready_after_s = time.monotonic() - self._life.born
         self._notify("READY=1")
         self._log(f"ready after {self._life.ready_after_s:.1f} s on {', '.join(self.endpoints)}")
+
+    def _traced(self, job: Job, outcome: object, trace: Trace) -> None:
+        """On the engine's thread, after the answer is on its way."""
+        limit = self._config.trace_slow_ms
+        if not limit or trace.took_ms() < limit:
+            return
+        result = outcome if isinstance(outcome, wire.Result) else None
+        try:
+            path = write(Path(self._config.trace_dir), job.request.id, trace.events(result))
+            self._log(f"{job.request.id} took {trace.took_ms():.0f} ms: its steps are in {path}")
+        except OSError as e:
+            self._log(f"{self._config.trace_dir} must be a directory for traces (got: {e})")
+
+    def _changed(self) -> None:
+        state = self._life.state(self._desk.books.running is not None)
+        if state != self._state:
+            self._state = state
+            self._tell("state", state=state, error=self._life.last_error)
 
     def _watch(self, now: float) -> None:
         age = self._life.pulse.age(now)
@@ -166,10 +194,12 @@ class Server:
         return self._life.stopping and done
 
     def _close(self) -> None:
-        self._engine.put(None)
-        self._clerk.put(None)
+        for inbox in (self._engine, self._clerk, self._keeper):
+            inbox.put(None)
         for thread in self._threads:
             thread.join(self._config.watchdog_s)
+        self._tell("ended")
+        self._tell.close()
         self._door.close()
 
 

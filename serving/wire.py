@@ -125,6 +125,8 @@ class PrefixPut(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, o
 
     prefix_id: Id
     system: str
+    persist: bool = False
+    """Whether it outlives the server."""
     v: int = VERSION
     op: str = "prefix.put"
     id: Id = "-"

@@ -24,6 +24,7 @@ from thor_dflash.serving.backend import Backend, Prepared, Stop, drive
 from thor_dflash.serving.planner import final
 from thor_dflash.serving.refusal import PlanError
 from thor_dflash.serving.schedule import Job, Peer
+from thor_dflash.serving.trace import Trace
 
 T = TypeVar("T")
 POLITE = 5
@@ -62,10 +63,18 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class Validated:
-    """The clerk is done with a `validate`."""
+    """The clerk is done with a `validate`, or the keeper with a `prefix.drop`."""
 
     peer: Peer
     id: str
+    outcome: dict[str, Any] | PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The keeper is done with a pinned prefix."""
+
+    job: Job
     outcome: dict[str, Any] | PlanError
 
 
@@ -85,8 +94,11 @@ class Ended:
     outcome: wire.Result | dict[str, Any] | PlanError
 
 
-Post = Warming | Ready | Failed | Checked | Validated | Said | Ended
+Post = Warming | Ready | Failed | Checked | Validated | Kept | Said | Ended
 Validation = tuple[Peer, wire.Validate]
+Drop = tuple[Peer, wire.PrefixDrop]
+Pinned = tuple[Job, dict[str, Any]]
+"""A `prefix.put` and its answer, once the prefix is on disk or off it."""
 
 
 @dataclass(slots=True)
@@ -122,6 +134,36 @@ def clerk(
             post(Validated(peer, request.id, _guard(partial(backend.validate, request), log)))
 
 
+def keeper(
+    backend: Backend,
+    inbox: SimpleQueue[Drop | Pinned | None],
+    post: Callable[[Post], None],
+    log: Log,
+) -> None:
+    """See to the files of prefixes in order of arrival, until None comes: neither plans nor their
+    preparation wait for a disk.
+    """
+    while (item := inbox.get()) is not None:
+        if isinstance(item[0], Job):
+            job, answer = item
+            assert isinstance(answer, dict)
+            post(Kept(job, _guard(partial(_keep, backend, job, answer), log)))
+        else:
+            peer, request = item
+            assert isinstance(request, wire.PrefixDrop)
+            post(Validated(peer, request.id, _guard(partial(_drop, backend, request), log)))
+
+
+def _keep(backend: Backend, job: Job, answer: dict[str, Any]) -> dict[str, Any]:
+    assert isinstance(job.request, wire.PrefixPut)
+    backend.keep(job.request)
+    return {**answer, "persisted": job.request.persist}
+
+
+def _drop(backend: Backend, request: wire.PrefixDrop) -> dict[str, Any]:
+    return {"dropped": backend.drop(request.prefix_id)}
+
+
 def _prepare(backend: Backend, job: Job) -> Prepared:
     assert isinstance(job.request, wire.Ask)
     return backend.prepare(job.request, _left_ms(job))
@@ -133,8 +175,9 @@ def engine(
     post: Callable[[Post], None],
     pulse: Pulse,
     log: Log,
+    traced: Callable[[Job, object, Trace], None] = lambda job, outcome, trace: None,
 ) -> None:
-    """Load, warm up, then run jobs until None comes."""
+    """Load, warm up, then run jobs until None comes; `traced` gets the steps of each."""
     # Before the engine makes its own threads, which are as polite as the one that makes them. Not
     # every system has priorities of threads.
     with suppress(OSError):
@@ -154,15 +197,17 @@ def engine(
     try:
         while (job := inbox.get()) is not None:
             pulse.beat(busy=True)
-            outcome = _guard(partial(_run, backend, job, post, pulse), log)
+            trace = Trace(job.arrived)
+            outcome = _guard(partial(_run, backend, job, post, pulse, trace), log)
             pulse.beat(busy=False)
             post(Ended(job, outcome))
+            traced(job, outcome, trace)
     finally:
         backend.close()
 
 
 def _run(
-    backend: Backend, job: Job, post: Callable[[Post], None], pulse: Pulse
+    backend: Backend, job: Job, post: Callable[[Post], None], pulse: Pulse, trace: Trace
 ) -> wire.Result | dict[str, Any]:
     if isinstance(job.request, wire.PrefixPut):
 
@@ -181,7 +226,8 @@ def _run(
         return job.stop
 
     run = backend.start(job.prepared, _left_ms(job))
-    result = drive(run, stopped, lambda chunk: post(Said(job, chunk)))
+    trace.begin()
+    result = drive(run, stopped, lambda chunk: post(Said(job, chunk)), trace.stepped)
     return final(_queued(result, queue_ms), job.request)
 
 

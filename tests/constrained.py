@@ -46,7 +46,7 @@ SMALL = {
 
 
 @cache
-def package() -> Path:
+def package(chunk: int = 32, chunks: tuple[int, ...] = ()) -> Path:
     """A package of random weights with a tokenizer, on disk while the tests run."""
     held = TemporaryDirectory()
     _HELD.append(held)
@@ -56,7 +56,7 @@ def package() -> Path:
     for name in files.FILES:
         if (TOKENIZER / name).is_file():
             shutil.copy(TOKENIZER / name, root / "target" / name)
-    config = BuildConfig(chunk=32, capacity=768)
+    config = BuildConfig(chunk=chunk, chunks=chunks, capacity=768)
     build(root / "target", root / "drafter", root / "package", config, Silent())
     return root / "package"
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 TOPS = ("plugins", "builders", "runtime", "calib", "serving")
 FLOORS = (
     ("errors", "tensors", "dims"),
-    ("records", "progress"),
+    ("records", "progress", "serve_config"),
     ("config", "manifest", "tokenizer"),
     ("plugins",),
     ("builders", "runtime"),
@@ -33,6 +33,7 @@ MAY = {
     "numpy": ["*"],
     "ml_dtypes": ["*"],
     "onnx": ["builders/*", "plugins/body.py", "plugins/*/body.py", "tests/*"],
+    "cuda": ["runtime/engines/cuda/*", "tests/*"],
     "onnxruntime": ["runtime/engines/ort.py", "tests/*"],
     "tokenizers": ["runtime/text.py", "calib/nano/*", "tests/*"],
     "jinja2": ["runtime/text.py", "calib/nano/*", "tests/*"],

@@ -1,4 +1,4 @@
-"""thor-dflash build | generate | score | demo | serve | plan | gateway | keygen.
+"""thor-dflash build | generate | score | demo | bench | serve | plan | gateway | keygen.
 
 Exit status: 0; 2 with one line on stderr for anything the user can put right; 130 on Ctrl-C;
 141 when the reader of stdout has gone. Anything else is a bug and shows its traceback.
@@ -81,11 +81,11 @@ def run(argv: Sequence[str]) -> None:
 
 
 def _verb(args: argparse.Namespace, config: Config, progress: Progress) -> None:
-    from thor_dflash.verbs import build, demo, gateway, generate, keygen, plan, score, serve
+    from thor_dflash.verbs import bench, build, demo, gateway, generate, keygen, plan, score, serve
 
     verbs = {
         "build": build.run, "generate": generate.run, "score": score.run, "demo": demo.run,
-        "serve": serve.run, "plan": plan.run, "gateway": gateway.run, "keygen": keygen.run,
+        "bench": bench.run, "serve": serve.run, "plan": plan.run, "gateway": gateway.run, "keygen": keygen.run,
     }  # fmt: skip
     verbs[args.verb](args, config, progress)
 
@@ -127,6 +127,7 @@ def parser() -> argparse.ArgumentParser:
         ("generate", _generate, "answer one prompt"),
         ("score", _score, "teacher-forced logits of token ids"),
         ("demo", _demo, "plan one task with the small model that ships here"),
+        ("bench", _bench, "what each part of a step costs on this device"),
         ("serve", _serve, "answer plan requests over ZeroMQ"),
         ("plan", _plan, "ask a server for one plan"),
         ("gateway", _gateway, "OpenAI's HTTP in front of plan servers"),
@@ -145,7 +146,9 @@ def _build(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--target", type=Path, required=True, metavar="DIR", help="target checkpoint")
     sub.add_argument("--drafter", type=Path, metavar="DIR", help="DFlash checkpoint, if any")
     sub.add_argument("--out", type=Path, required=True, metavar="PKG", help="package to write")
-    sub.add_argument("--engine", dest="build.engine", metavar="ort", help="engine to build for")
+    sub.add_argument(
+        "--engine", dest="build.engine", metavar="ort|cuda", help="engine to build for"
+    )
 
 
 def _generate(sub: argparse.ArgumentParser) -> None:
@@ -188,6 +191,14 @@ def _demo(sub: argparse.ArgumentParser) -> None:
     pass
 
 
+def _bench(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--shape", required=True, metavar="NAME", help="a model's sizes: qwen3.6-27b")
+    sub.add_argument("--random-weights", action="store_true", help="made on the device, not read")
+    sub.add_argument("--engine", dest="build.engine", metavar="cuda")
+    sub.add_argument("--ablations", action="store_true", help="also with one thing left out each")
+    sub.add_argument("--json", action="store_true", help="the rows as JSON")
+
+
 def _serve(sub: argparse.ArgumentParser) -> None:
     source = sub.add_mutually_exclusive_group(required=True)
     source.add_argument("--package", type=Path, metavar="PKG")
@@ -198,7 +209,14 @@ def _serve(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--bind", dest="serve.bind", action="append", metavar="ENDPOINT", help="tcp:// or ipc://"
     )
-    sub.add_argument("--curve", dest="serve.curve", metavar="DIR", help="keys of keygen")
+    for option, key, metavar, text in (
+        ("--curve", "serve.curve", "DIR", "keys of keygen"),
+        ("--prefix-dir", "serve.prefix_dir", "DIR", "where prefixes persist that shall"),
+        ("--events", "serve.events", "FILE", "a line of JSON for each thing that happens"),
+        ("--trace-slow", "serve.trace_slow_ms", "MS", "plans that take longer leave a trace"),
+        ("--yield-us", "serve.yield_us", "US", "idle before each step, for others on the device"),
+    ):
+        sub.add_argument(option, dest=key, metavar=metavar, help=text)
     for name, text in (
         ("insecure", "let other machines connect without CURVE"),
         ("allow-admin", "answer drain and shutdown"),

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from thor_dflash import records
 from thor_dflash.errors import ConfigError
+from thor_dflash.serve_config import GatewayConfig, ServeConfig
 
 BLOCK = 16
 """Rows of a block where neither the configuration nor a drafter says."""
@@ -79,16 +80,21 @@ class CardConfig:
 class BuildConfig:
     """What `thor-dflash build` makes of two checkpoints."""
 
-    engine: Literal["ort"] = "ort"
+    engine: Literal["ort", "cuda"] = "ort"
     """Which engine the package is for."""
     block: int = 0
     """Rows of the verify block; 0 takes the drafter's, or 16 without a drafter."""
-    chunk: int = 64
-    """Rows of a prefill step."""
-    kv: Literal["f32", "bf16", "fp8"] = "f32"
-    """Element type of the target's KV cache."""
-    activations: Literal["f32", "bf16"] = "f32"
-    """Where the graph rounds between layers; f32 does not round."""
+    chunk: int = 0
+    """Rows of a prefill step; 0 takes what suits the engine: 64 on ort, 512 on cuda."""
+    chunks: tuple[int, ...] = ()
+    """Other sizes of a prefill step, rows; none takes what suits the engine: none on ort, 128 on
+    cuda. A server chooses among them by what a step takes. Larger ones read a prompt faster, make a
+    cancel wait longer, and have prefixes kept in larger pieces."""
+    kv: Literal["auto", "f32", "bf16", "fp8"] = "auto"
+    """Element type of the target's KV cache; auto is f32 on ort, fp8 on cuda."""
+    activations: Literal["auto", "f32", "bf16"] = "auto"
+    """Where the graph rounds between layers; f32 does not round. auto is f32 on ort, bf16 on cuda,
+    whose kernels know no other."""
     saves: Literal["records", "states"] = "records"
     """How a block's GDN steps are kept until the commit: inputs to replay, or a state per row."""
     capacity: int = 0
@@ -97,13 +103,18 @@ class BuildConfig:
     widths: tuple[int, ...] = ()
     """Narrower blocks a session may choose instead, rows. Multiples of 4 give the same tokens:
     ONNX Runtime's matrix kernels take other row counts apart differently."""
+    draft_ids: str = ""
+    """A JSON file with the vocabulary ids the drafter may propose, ascending: its head then reads
+    those rows alone. Empty: all of them. Source: EAGLE-3's reduced draft vocabulary."""
     card: CardConfig = field(default_factory=CardConfig)
 
     def __post_init__(self) -> None:
         _at_least("build.block", self.block, 0)
         if self.block == 1:
             raise ConfigError("build.block must be 0 or >= 2 (got 1)")
-        _at_least("build.chunk", self.chunk, 1)
+        _at_least("build.chunk", self.chunk, 0)
+        if len(set(self.chunks)) < len(self.chunks) or any(rows < 1 for rows in self.chunks):
+            raise ConfigError(f"build.chunks must be >= 1, each once (got {list(self.chunks)})")
         _at_least("build.capacity", self.capacity, 0)
         if len(set(self.widths)) < len(self.widths) or any(w < 4 or w % 4 for w in self.widths):
             raise ConfigError(
@@ -121,6 +132,18 @@ class EngineConfig:
     """CPU threads; 0 takes every core."""
     block: int = 0
     """Rows of a verify block, one of the package's widths; 0 takes its own."""
+    chunk: int = 0
+    """Rows of a prefill step, one of the package's sizes; 0 takes its own, and lets a server choose
+    by what a step takes."""
+    device: int = 0
+    """cuda: which of the machine's devices, as the driver numbers them."""
+    graphs: bool = True
+    """cuda: replay each step as one CUDA graph; false launches its kernels one by one."""
+    overlap: bool = True
+    """cuda: let a kernel fetch its weights while the one before it ends (programmatic dependent
+    launch)."""
+    cubins: str = "~/.cache/thor-dflash/cubins"
+    """cuda: where compiled kernels are kept."""
 
     def __post_init__(self) -> None:
         _at_least("engine.capacity", self.capacity, 0)
@@ -128,6 +151,8 @@ class EngineConfig:
         if self.threads > MOST_THREADS:
             raise ConfigError(f"engine.threads must be <= {MOST_THREADS} (got {self.threads})")
         _at_least("engine.block", self.block, 0)
+        _at_least("engine.chunk", self.chunk, 0)
+        _at_least("engine.device", self.device, 0)
 
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "x-high", "max")
@@ -231,71 +256,6 @@ class DecodeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeConfig:
-    """How plans are served. The wire protocol is in docs/protocol.md."""
-
-    bind: tuple[str, ...] = ("tcp://127.0.0.1:5571",)
-    """Endpoints. Loopback: a planner moves a robot. 5555 would be a GR00T server's."""
-    curve: str = ""
-    """Directory of `thor-dflash keygen`; "" serves without encryption."""
-    insecure: bool = False
-    """Allow other machines to connect without CURVE."""
-    token_file: str = ""
-    """File holding a secret that every request must name; "" asks for none."""
-    allow_admin: bool = False
-    """Answer drain and shutdown. On ipc and CURVE endpoints only."""
-    max_queue: int = 4
-    """Plans waiting, over all sessions. A robot would rather hear no than wait for its turn."""
-    max_message: int = 1 << 20
-    """Largest frame, bytes; a peer that sends a larger one is disconnected."""
-    max_tokens: int = 512
-    """Longest answer where a request does not say, thinking not counted, tokens."""
-    thinking: Literal["on", "off", "auto"] = "auto"
-    """Where a request does not say; auto thinks wherever the deadline leaves room."""
-    thinking_budget: int = 1024
-    """Longest thinking where a request does not say, tokens."""
-    watchdog_s: float = 10.0
-    """A step that takes longer means a dead device: the process ends, for systemd to restart."""
-    drain_s: float = 30.0
-    """How long SIGTERM lets accepted plans finish. A plan of the 27B takes 10 to 20 s."""
-    prefix_mb: int = 1024
-    """Memory for pinned prefixes, MB: about six of the 27B."""
-    log_prompts: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.bind:
-            raise ConfigError("serve.bind must have at least one endpoint (got none)")
-        _at_least("serve.max_queue", self.max_queue, 1)
-        _at_least("serve.max_message", self.max_message, 1024)
-        _at_least("serve.max_tokens", self.max_tokens, 1)
-        _at_least("serve.thinking_budget", self.thinking_budget, 0)
-        _at_least("serve.prefix_mb", self.prefix_mb, 0)
-        if not self.watchdog_s > 0 or not self.drain_s >= 0:
-            raise ConfigError(
-                "serve.watchdog_s must be > 0 and serve.drain_s >= 0 "
-                f"(got {self.watchdog_s} and {self.drain_s})"
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatewayConfig:
-    """OpenAI's HTTP in front of plan servers."""
-
-    servers: tuple[str, ...] = ("tcp://127.0.0.1:5571",)
-    """Plan servers; the least busy one that is ready gets the next request."""
-    listen: str = "127.0.0.1:8000"
-    """HTTP address. Loopback, as for the plan socket; the port is the custom of such servers."""
-    insecure: bool = False
-    """Allow other machines to connect: HTTP here has neither encryption nor names."""
-    keys: str = ""
-    """Directory of the client's CURVE keys; "" for servers without encryption."""
-
-    def __post_init__(self) -> None:
-        if not self.servers:
-            raise ConfigError("gateway.servers must have at least one endpoint (got none)")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """Everything thor-dflash can be told."""
 
@@ -372,9 +332,9 @@ def _parse(text: str) -> object:
 def _check_engine(table: dict[str, Any]) -> None:
     # Before the general check, whose words would not say why a planned engine is refused.
     engine = (records.as_table(table.get("build")) or {}).get("engine")
-    if engine in ("cuda", "tensorrt"):
+    if engine == "tensorrt":
         raise ConfigError(
-            f'build.engine must be "ort", the only engine of this version (got "{engine}")'
+            f'build.engine must be "ort" or "cuda", the engines of this version (got "{engine}")'
         )
 
 

@@ -36,6 +36,8 @@ NAMED = 5
 """Most problems one error message names."""
 CHUNKED = "observe_chunk"
 """The one step whose graph does not know the block."""
+CHUNK_STEPS = ("prefill", CHUNKED)
+"""Steps that have a graph for each size of a prefill step."""
 REBUILD = "build it again with `thor-dflash build`"
 
 
@@ -103,13 +105,15 @@ class Manifest:
     """Version of thor-dflash that built it."""
     created: str
     """UTC, ISO 8601."""
-    engine: Literal["ort"]
+    engine: Literal["ort", "cuda"]
     block: int
     """Rows of the verify block."""
     chunk: int
     """Rows of a prefill step."""
     widths: tuple[int, ...] = ()
     """Narrower blocks it also has graphs for."""
+    chunks: tuple[int, ...] = ()
+    """Other sizes of a prefill step it also has graphs for, rows."""
     capacity: int
     """Context a session gets when it asks for none, tokens."""
     kv: Literal["f32", "bf16", "fp8"]
@@ -133,15 +137,29 @@ class Manifest:
     files: Mapping[str, FileEntry]
     """Path inside the package, with `/` -> what it must be. The manifest is not among them."""
 
-    def graph(self, step: str, block: int) -> str:
-        """The file, without its ending, of a step's graph for blocks of `block` rows."""
-        return step if block == self.block or step == CHUNKED else f"{step}.{block}"
+    def graph(self, step: str, block: int, chunk: int) -> str:
+        """The file, without its ending, of a step's graph for blocks of `block` rows and prefill
+        steps of `chunk`.
+        """
+        own_block = block == self.block or step == CHUNKED
+        own_chunk = chunk == self.chunk or step not in CHUNK_STEPS
+        return graph_name(step, 0 if own_block else block, 0 if own_chunk else chunk)
+
+    @property
+    def widest_chunk(self) -> int:
+        """Most rows of a prefill step; caches and rings have room for them."""
+        return max((self.chunk, *self.chunks))
 
     def __post_init__(self) -> None:
         for name in self.files:
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts or name == NAME:
                 raise PackageError(f'files must be paths inside the package (got "{name}")')
+
+
+def graph_name(step: str, block: int = 0, chunk: int = 0) -> str:
+    """The file, without its ending, of a step's graph; 0 is the package's own block or chunk."""
+    return step + (f".{block}" if block else "") + (f".chunk{chunk}" if chunk else "")
 
 
 def render(manifest: Manifest) -> str:

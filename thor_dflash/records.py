@@ -91,7 +91,11 @@ def _value(hint: Any, value: object, where: str, error: type[ThorError]) -> Any:
     if origin is Literal:
         return _choice(args, value, where, error)
     if origin is types.UnionType:
-        return _value(args[0], value, where, error)
+        kinds = [arg for arg in args if arg is not type(None)]
+        if len(kinds) > 1 and type(value) not in kinds:
+            words = " or ".join(_WORDS[kind] for kind in kinds)
+            raise error(f"{where} must be {words} (got {show(value)})")
+        return value if len(kinds) > 1 else _value(kinds[0], value, where, error)
     if origin is tuple:
         return _items(args[0], value, where, error)
     if origin is not None:

@@ -12,17 +12,25 @@ from thor_dflash.dims import DrafterDims
 from thor_dflash.plugins import CONTEXT_KV, DRAFT_ATTENTION, HEAD
 from thor_dflash.plugins.body import ONNX_TYPE
 from thor_dflash.plugins.op import NEXT, Attribute
-from thor_dflash.tensors import DType
+from thor_dflash.tensors import Array, DType
 
 
 class Drafter:
     """Writes the drafter's layers into graphs. It borrows the target's embedding and head."""
 
     def __init__(
-        self, dims: DrafterDims, source: Source, target: Source, tied: bool, shape: Shape
+        self,
+        dims: DrafterDims,
+        source: Source,
+        target: Source,
+        tied: bool,
+        shape: Shape,
+        draft_ids: Array | None = None,
     ) -> None:
         self._dims = dims
         self._tied = tied
+        self._draft_ids = draft_ids
+        """int32: the ids that may be proposed; None: all."""
         self._source = source
         self._target = target
         self._shape = shape
@@ -45,9 +53,9 @@ class Drafter:
             {
                 "x": x,
                 "norm_weight": self._source.plain(g, "norm.weight"),
-                **self._target.head(self._tied).values(g, 0),
+                **self._head(g),
             },
-            {"vocab": self._shape.vocab, **self._norm},
+            {"vocab": 0 if self._draft_ids is not None else self._shape.vocab, **self._norm},
         )["best"]
         g.output(self._compose(g, last, best))
         return g
@@ -137,6 +145,14 @@ class Drafter:
             self._shape.activations,
             (a.kv_heads, f"ring_rows.{i}", a.head_dim),
         )
+
+    def _head(self, g: Graph) -> dict[str, Value]:
+        """The target's head, or a copy of the rows that may be proposed."""
+        ids = self._draft_ids
+        if ids is None:
+            return self._target.head(self._tied).values(g, 0)
+        rows = self._target.packed("lm_head", ids, "draft").values(g, 0)
+        return {**rows, "id_map": g.constant("draft_ids", ids)}
 
     def _compose(self, g: Graph, last: Value, best: Value) -> Value:
         """[last, drafts], a forced id in place of a draft where there is one."""

@@ -127,6 +127,9 @@ class OrtEngine:
                 "lower engine.capacity"
             ) from e
 
+    def prepare(self, calls: Sequence[Call]) -> None:
+        """See Engine. Graphs and tensors of this engine are ready when they are made."""
+
     def run(self, calls: Sequence[Call]) -> None:
         """See Engine."""
         for call in calls:

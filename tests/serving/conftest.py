@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import zmq
 
-from thor_dflash.config import ServeConfig
+from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving import wire
 from thor_dflash.serving.backend import Backend, Prepared, Run, Stop
 from thor_dflash.serving.mock import MockBackend
@@ -41,6 +41,10 @@ class HeldRun:
     @property
     def done(self) -> bool:
         return self.run.done
+
+    @property
+    def phase(self) -> wire.Phase:
+        return self.run.phase
 
     def step(self) -> Sequence[wire.Chunk]:
         self.held.waiting.set()
@@ -99,6 +103,13 @@ class HeldBackend:
 
     def pin(self, request: wire.PrefixPut, stopped: Callable[[], bool]) -> dict[str, Any]:
         return self.mock.pin(request, stopped)
+
+    def keep(self, request: wire.PrefixPut) -> None:
+        self.mock.keep(request)
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        return self.mock.skipped
 
     def prefixes(self) -> list[dict[str, Any]]:
         return self.mock.prefixes()

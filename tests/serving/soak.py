@@ -19,8 +19,9 @@ from pathlib import Path
 from hostile import attack
 from soaking import Soak
 
-from thor_dflash.config import EngineConfig, ServeConfig
+from thor_dflash.config import EngineConfig
 from thor_dflash.progress import Silent
+from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving.client import Ask, Options, RemotePlanner
 
 RUN = "import sys; from thor_dflash.cli import main; sys.exit(main())"

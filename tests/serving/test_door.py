@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from thor_dflash.config import ServeConfig
+from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving import door as door_module
 from thor_dflash.serving.door import Door, Left, Letter
 

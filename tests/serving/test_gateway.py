@@ -14,7 +14,7 @@ import pytest
 import uvicorn
 from openai import APIStatusError, BadRequestError, OpenAI
 
-from thor_dflash.config import GatewayConfig
+from thor_dflash.serve_config import GatewayConfig
 from thor_dflash.serving import metrics
 from thor_dflash.serving.gateway import application
 from thor_dflash.serving.mock import PLAN, THINKING

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 import zmq
 
-from thor_dflash.config import ServeConfig
 from thor_dflash.errors import EngineError, ThorError
+from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving.mock import MockBackend
 from thor_dflash.serving.server import Server
 

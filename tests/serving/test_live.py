@@ -10,10 +10,11 @@ import pytest
 from constrained import PLAN, package
 from msgspec import structs
 
-from thor_dflash.config import EngineConfig, ServeConfig
+from thor_dflash.config import EngineConfig
 from thor_dflash.errors import ModelFault
 from thor_dflash.progress import Silent
 from thor_dflash.runtime.session import Request, Session, open_session
+from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving.backend import drive
 from thor_dflash.serving.check import Checker
 from thor_dflash.serving.client import Ask, Message, Options, PlanError, RemotePlanner

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 import zmq
 
-from thor_dflash.config import ServeConfig
 from thor_dflash.errors import ConfigError
+from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving import security
 from thor_dflash.serving.aclient import AsyncPlanner
 from thor_dflash.serving.client import (

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from thor_dflash import cli
-from thor_dflash.config import GatewayConfig, ServeConfig
 from thor_dflash.errors import ConfigError
+from thor_dflash.serve_config import GatewayConfig, ServeConfig
 from thor_dflash.serving import security
 from thor_dflash.serving.check import Checker
 from thor_dflash.serving.client import Options, PlanError, RemotePlanner

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import zmq
 
-from thor_dflash.config import ServeConfig
 from thor_dflash.errors import EngineError
+from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving.mock import PLAN, MockBackend
 
 SMALL = {"op": "plan", "prompt": "x"}

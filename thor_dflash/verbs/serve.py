@@ -44,9 +44,9 @@ def _load(args: Namespace, config: Config, progress: Progress) -> Backend:
     from thor_dflash.runtime.session import open_session
     from thor_dflash.serving.live import LiveBackend
 
-    session = open_session(args.package, config.engine, progress)
+    session = open_session(args.package, config.engine, progress, choose=True)
     progress.close()
-    return LiveBackend(session, config.serve)
+    return LiveBackend(session, config.serve, _log)
 
 
 def _log(text: str) -> None:

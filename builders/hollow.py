@@ -1,0 +1,129 @@
+"""Packages of a model's full size that hold everything but the weights.
+
+For measuring: the time of a step depends on shapes, not on values, so an engine that fills device
+memory by itself runs such a package like the real one, without tens of gigabytes on any disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from thor_dflash import manifest
+from thor_dflash.builders.build import describe, make_plan
+from thor_dflash.builders.checkpoint.drafter import drafter_layout
+from thor_dflash.builders.checkpoint.layout import Layout
+from thor_dflash.builders.checkpoint.matrix import Matrix, WeightKind
+from thor_dflash.builders.checkpoint.target import target_layout
+from thor_dflash.builders.packing import CONSTANTS
+from thor_dflash.config import BuildConfig
+from thor_dflash.dims import AttentionDims, DrafterDims, DraftLayerDims, GdnDims, TargetDims
+from thor_dflash.manifest import Manifest
+from thor_dflash.plugins.numerics import NVFP4_GROUP
+from thor_dflash.program import ENDING, render
+from thor_dflash.tensors import Array
+
+QWEN36_27B = TargetDims(
+    vocab=248320,
+    hidden=5120,
+    intermediate=17408,
+    layers=("gdn", "gdn", "gdn", "attention") * 16,
+    attention=AttentionDims(heads=24, kv_heads=4, head_dim=256, rotary_dim=64, rope_theta=1e7),
+    gdn=GdnDims(key_heads=16, value_heads=48, key_dim=128, value_dim=128, conv_kernel=4),
+    eps=1e-6,
+    tied=False,
+    max_position=262144,
+)
+"""Source: config.json of Qwen/Qwen3.6-27B."""
+
+QWEN36_27B_DFLASH = DrafterDims(
+    vocab=248320,
+    hidden=5120,
+    intermediate=17408,
+    layers=(
+        *[DraftLayerDims(causal=True, window=2048)] * 4,
+        DraftLayerDims(causal=False, window=0),
+    ),
+    attention=AttentionDims(heads=32, kv_heads=8, head_dim=128, rotary_dim=128, rope_theta=1e7),
+    eps=1e-6,
+    block=16,
+    taps=(1, 16, 31, 46, 61),
+    mask_token=248070,
+    target_layers=64,
+    max_position=262144,
+)
+"""Source: config.json of z-lab/Qwen3.6-27B-DFlash."""
+
+SHAPES = {"qwen3.6-27b": (QWEN36_27B, QWEN36_27B_DFLASH)}
+
+BF16_LINEARS = ("in_proj_a", "in_proj_b")
+"""Linears so thin that no NVFP4 checkpoint quantises them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hollow:
+    """A checkpoint of the right names, types and shapes whose arrays are one number each."""
+
+    directory: Path
+    dims: Any
+    """TargetDims or DrafterDims."""
+    layout: Layout
+    skipped: tuple[str, ...] = ()
+    kind: WeightKind = WeightKind.NVFP4
+
+    def matrix(self, name: str) -> Matrix:
+        """A linear."""
+        rows, columns = self.layout.matrices[name]
+        if name.endswith(BF16_LINEARS):
+            return Matrix(name, _all(ml_dtypes.bfloat16, (rows, columns)))
+        ones = _all(np.float32, (rows,))
+        if self.kind is WeightKind.FP8:
+            return Matrix(name, _all(ml_dtypes.float8_e4m3fn, (rows, columns)), None, ones)
+        scales = _all(ml_dtypes.float8_e4m3fn, (rows, columns // NVFP4_GROUP))
+        return Matrix(name, _all(np.uint8, (rows, columns // 2)), scales, ones)
+
+    def tensor(self, name: str) -> Array:
+        """Any other tensor."""
+        return _all(ml_dtypes.bfloat16, self.layout.tensors[name])
+
+    def kv_scales(self, layer: int) -> tuple[float, float] | None:
+        """FP8 scales of the cache: none, so 1."""
+        return None
+
+
+def _all(kind: Any, shape: tuple[int, ...]) -> Array:
+    return np.broadcast_to(np.ones((), kind), shape)
+
+
+def write_hollow(
+    shape: str, out: Path, config: BuildConfig, blocks: tuple[int, ...] = ()
+) -> Manifest:
+    """Write programs and manifest of a package into the directory `out`.
+
+    `blocks`: other rows of a block to have a verify for, however odd, for measuring.
+    """
+    target, drafter = SHAPES[shape]
+    (out / "config.json").write_text("{}")
+    plan = make_plan(
+        Hollow(out, target, target_layout(target)),
+        Hollow(out, drafter, drafter_layout(drafter)),
+        config,
+        blocks,
+    )
+    files: Mapping[str, manifest.FileEntry] = {}
+    for program in plan.programs:
+        path = out / f"{program.name}{ENDING}"
+        path.write_text(render(program), encoding="utf-8")
+        files = {**files, path.name: manifest.hash_file(path)}
+    (out / CONSTANTS).parent.mkdir()
+    plan.weights.write(CONSTANTS, out / CONSTANTS, lambda count: None)
+    files = {**files, CONSTANTS: manifest.hash_file(out / CONSTANTS)}
+    made = replace(describe(plan), files=files)
+    (out / manifest.NAME).write_text(manifest.render(made), encoding="utf-8")
+    (out / "config.json").unlink()
+    return made

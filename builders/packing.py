@@ -1,0 +1,79 @@
+"""Weights as kernels read them, each packed once however many graphs use it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from thor_dflash.builders.weights import Stored, WeightFiles
+from thor_dflash.plugins.launch import Site
+from thor_dflash.plugins.rules import Rule
+from thor_dflash.tensors import Array, DType
+
+CONSTANTS = "weights/constants.bin"
+"""Where numbers lie that the graphs hold themselves."""
+
+
+@dataclass(slots=True)
+class Packing:
+    """The weight files of a package for an engine that walks programs."""
+
+    source: WeightFiles
+    """As the graphs refer to them: what the checkpoints hold."""
+    files: WeightFiles = field(default_factory=WeightFiles)
+    """What the package will hold."""
+    _stored: dict[str, Stored] = field(default_factory=dict[str, Stored])
+    _sources: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    _last: dict[str, dict[str, Array]] = field(default_factory=dict[str, dict[str, Array]])
+    """The call packed last: its parts are written one after the other."""
+
+    def stored(self, name: str) -> Stored:
+        """Where a weight lies."""
+        return self._stored[name]
+
+    def plain(self, name: str) -> None:
+        """A tensor as the checkpoint stores it."""
+        if name not in self._stored:
+            old = self.source.stored(name)
+            self._stored[name] = self.files.add(
+                old.file, name, old.dtype, old.shape, lambda: self.source.array(name)
+            )
+
+    def constant(self, name: str, value: Array) -> None:
+        """A number the graph holds itself."""
+        if name not in self._stored:
+            self._stored[name] = self.files.add(
+                CONSTANTS, name, DType.of(value), value.shape, lambda: value
+            )
+
+    def packed(self, rule: Rule, site: Site, sources: Mapping[str, str]) -> dict[str, Stored]:
+        """Port -> what takes the place of a call's weights; `sources`: port -> their names."""
+        assert rule.packed is not None
+        first = sources["weight0"]
+        stem, names = first.removesuffix(".weight"), tuple(sources.values())
+        assert self._sources.setdefault(stem, names) == names, (stem, names)
+        made: dict[str, Stored] = {}
+        for port, shaped in rule.packed(site).items():
+            name = f"{stem}.{port}"
+            if name not in self._stored:
+                self._stored[name] = self.files.add(
+                    self.source.stored(first).file,
+                    name,
+                    shaped.dtype,
+                    shaped.shape,
+                    self._maker(rule, site, stem, port, sources),
+                )
+            made[port] = self._stored[name]
+        return made
+
+    def _maker(
+        self, rule: Rule, site: Site, stem: str, port: str, sources: Mapping[str, str]
+    ) -> Callable[[], Array]:
+        def make() -> Array:
+            if stem not in self._last:
+                assert rule.pack is not None
+                arrays = {p: self.source.array(name) for p, name in sources.items()}
+                self._last = {stem: rule.pack(site, arrays)}
+            return self._last[stem][port]
+
+        return make

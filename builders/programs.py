@@ -1,0 +1,360 @@
+"""ONNX graphs as launch lists: the room calls in order, weights packed as the kernels read them,
+and a place in scratch memory for every value between two calls.
+
+Nothing is described a second time: a program is read off the nodes of the ONNX graph. The few
+standard nodes our graphs use (embedding, concatenation, composing the drafted block) are
+recognised as whole patterns; a node outside them has no kernel and is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from thor_dflash.builders.packing import Packing
+from thor_dflash.errors import ConfigError
+from thor_dflash.plugins import OPS
+from thor_dflash.plugins.launch import Shaped, Site
+from thor_dflash.plugins.op import DOMAIN, Attribute, Attributes, Op
+from thor_dflash.plugins.rules import RULES, SQUARES_COLUMNS, SQUARES_ROWS
+from thor_dflash.program import ALIGNMENT, Program, Step, Value, Weight
+from thor_dflash.tensors import DType
+
+_TYPES = {op.type: op for op in OPS}
+_DTYPES = {1: DType.F32, 2: DType.U8, 6: DType.I32, 7: DType.I64, 9: DType.BOOL,
+           10: DType.F16, 16: DType.BF16, 17: DType.FP8}  # fmt: skip
+"""Element types of onnx.TensorProto."""
+Shape = tuple[int | str, ...]
+
+
+@dataclass(slots=True)
+class _Known:
+    dtype: DType
+    shape: Shape
+
+
+@dataclass(slots=True)
+class _Call:
+    """A step under construction."""
+
+    name: str
+    room: str
+    attributes: dict[str, Attribute]
+    inputs: dict[str, str]
+    outputs: dict[str, str]
+
+
+@dataclass(slots=True)
+class _Lowering:
+    """One graph on its way to a program."""
+
+    model: onnx.ModelProto
+    packing: Packing
+    known: dict[str, _Known] = field(default_factory=dict[str, _Known])
+    constants: dict[str, onnx.TensorProto] = field(default_factory=dict[str, onnx.TensorProto])
+    makers: dict[str, onnx.NodeProto] = field(default_factory=dict[str, onnx.NodeProto])
+    calls: list[_Call] = field(default_factory=list[_Call])
+    weights: dict[str, Weight] = field(default_factory=dict[str, Weight])
+
+    @property
+    def name(self) -> str:
+        return str(self.model.graph.name)
+
+    def read(self) -> None:
+        graph = self.model.graph
+        for info in (*graph.input, *graph.output, *graph.value_info):
+            kind = info.type.tensor_type
+            shape = tuple(d.dim_param or int(d.dim_value) for d in kind.shape.dim)
+            self.known[info.name] = _Known(_DTYPES[kind.elem_type], shape)
+        for tensor in graph.initializer:
+            self.constants[tensor.name] = tensor
+            self.known[tensor.name] = _Known(_DTYPES[tensor.data_type], tuple(tensor.dims))
+        for node in graph.node:
+            self.makers |= dict.fromkeys(node.output, node)
+
+    def refuse(self, node: onnx.NodeProto, why: str) -> ConfigError:
+        return ConfigError(
+            f"build.engine cuda must have a kernel for every node of the graphs "
+            f"(got {self.name}: {node.op_type} {node.name}: {why})"
+        )
+
+    def walk(self) -> None:
+        """Room calls in order; a standard node where its last node stands."""
+        for node in self.model.graph.node:
+            if node.domain == DOMAIN:
+                self.calls.append(self._room(node))
+            elif (call := self._standard(node)) is not None:
+                self.calls.append(call)
+
+    def _room(self, node: onnx.NodeProto) -> _Call:
+        op = _TYPES[node.op_type]
+        given = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+        values = {
+            name: given[name].decode() if isinstance(given[name], bytes) else given[name]
+            for name in op.attributes
+            if name in given
+        }
+        a = op.complete(values)
+        ins = zip(op.inputs_of(a), node.input, strict=False)
+        outs = zip(op.outputs_of(a), node.output, strict=True)
+        return _Call(
+            node.name,
+            op.name,
+            dict(a.values),
+            {port.name: name for port, name in ins if name},
+            {port.name: name for port, name in outs},
+        )
+
+    def _standard(self, node: onnx.NodeProto) -> _Call | None:
+        used = [n for n in self.model.graph.node if set(node.output) & set(n.input)]
+        if node.op_type == "Gather":
+            return None if _is(used, "Cast") else self._embed(node, node)
+        if node.op_type == "Cast" and _is([self.makers.get(node.input[0])], "Gather"):
+            return self._embed(self.makers[node.input[0]], node)
+        if node.op_type == "Concat" and self._axis(node) == 1:
+            sources = {f"x{i}": name for i, name in enumerate(node.input)}
+            return _Call(node.name, "concat", {}, sources, {"y": node.output[0]})
+        if node.op_type == "Concat" and _is(used, "Gather"):
+            return None  # the ids of a drafted block, folded into the embedding
+        if node.op_type == "Concat" and len(node.input) == 2:
+            return self._compose(node)
+        if node.op_type in ("Slice", "Cast", "Less", "Where"):
+            return None  # parts of what `_compose` recognises
+        raise self.refuse(node, "no such kernel")
+
+    def _axis(self, node: onnx.NodeProto) -> int:
+        return next(int(a.i) for a in node.attribute if a.name == "axis")
+
+    def _embed(self, gather: onnx.NodeProto, last: onnx.NodeProto) -> _Call:
+        """rows = table[ids]; or, for a drafter, of one id and the mask token."""
+        table, ids = gather.input
+        mask = -1
+        if (concat := self.makers.get(ids)) is not None:
+            ids, masks = concat.input
+            tokens = set(numpy_helper.to_array(self.constants[masks]).tolist())
+            if len(tokens) != 1:
+                raise self.refuse(concat, "the masks must be one token")
+            [mask] = tokens
+        return _Call(
+            last.output[0],
+            "embed",
+            {"mask": int(mask)},
+            {"table": table, "ids": ids},
+            {"rows": last.output[0]},
+        )
+
+    def _compose(self, node: onnx.NodeProto) -> _Call:
+        """tokens = [last, where(forced < 0, best[1:], forced[:-1])], through int64."""
+        last, follow = node.input
+        where = self._up(self._up(node, 1, "Cast"), 0, "Where")
+        less = self._up(where, 0, "Less")
+        best = self._up(self._up(where, 1, "Cast"), 0, "Slice")
+        forced = self._up(self._up(where, 2, "Cast"), 0, "Slice")
+        ends = [int(numpy_helper.to_array(self.constants[n])[0]) for s in (best, forced)
+                for n in s.input[1:3]]  # fmt: skip
+        rows = self.known[node.output[0]].shape[0]
+        if ends != [1, rows, 0, int(rows) - 1] or less.input[0] != where.input[2]:
+            raise self.refuse(node, f"not the composing of a block ({follow})")
+        return _Call(
+            node.output[0],
+            "compose",
+            {},
+            {"last": last, "forced": forced.input[0], "best": best.input[0]},
+            {"tokens": node.output[0]},
+        )
+
+    def _up(self, node: onnx.NodeProto, index: int, kind: str) -> onnx.NodeProto:
+        maker = self.makers.get(node.input[index])
+        if maker is None or maker.op_type != kind:
+            raise self.refuse(node, f"its input {index} must come from a {kind}")
+        return maker
+
+    def prune(self) -> None:
+        """Drop outputs that nobody reads: their kernels need not run."""
+        read = {n for call in self.calls for n in call.inputs.values()}
+        read |= {o.name for o in self.model.graph.output}
+        for call in self.calls:
+            rule = RULES[call.room]
+            call.outputs = {
+                port: name
+                for port, name in call.outputs.items()
+                if name in read or port not in rule.optional
+            }
+
+    def add_squares(self) -> None:
+        """Give every linear that norms whole rows of a block the rows' sums of squares, from
+        whoever makes the rows where that is possible.
+        """
+        by_output = {n: call for call in self.calls for n in call.outputs.values()}
+        made: list[_Call] = []
+        for call in self.calls:
+            if self._wants_squares(call):
+                x = call.inputs["x"]
+                squares = f"{x}.squares"
+                if squares not in self.known:
+                    columns = int(self.known[x].shape[1])
+                    shape = (-(-columns // SQUARES_COLUMNS), SQUARES_ROWS)
+                    self.known[squares] = _Known(DType.F32, shape)
+                    maker = by_output[x]
+                    port = RULES[maker.room].squares(maker.attributes)
+                    if port:
+                        maker.outputs[port] = squares
+                    else:
+                        made.append(_Call(squares, "squares", {}, {"x": x}, {"squares": squares}))
+                call.inputs["x_squares"] = squares
+            made.append(call)
+        self.calls = made
+
+    def _wants_squares(self, call: _Call) -> bool:
+        if call.room not in ("linear", "head") or "norm_weight" not in call.inputs:
+            return False
+        rows = int(self.known[call.inputs["x"]].shape[0])
+        return not call.attributes.get("head_dim", 0) and rows <= SQUARES_ROWS
+
+    def pack(self) -> None:
+        """Replace the weights of a call by what its kernels read; keep other constants."""
+        for call in self.calls:
+            rule = RULES[call.room]
+            if rule.packed is not None:
+                ports = [p for p in call.inputs if p.rstrip("0123456789") in _WEIGHT_PORTS]
+                sources = {port: call.inputs.pop(port) for port in ports}
+                site = self.site(call, sources)
+                self.check(call, site)
+                for port, stored in self.packing.packed(rule, site, sources).items():
+                    call.inputs[port] = stored.name
+                    self._use(stored.name)
+            for name in call.inputs.values():
+                if name in self.constants:
+                    self._place(name)
+            self.check(call, self.site(call, {}))
+
+    def _place(self, name: str) -> None:
+        tensor = self.constants[name]
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            self.packing.plain(name)
+        else:
+            self.packing.constant(name, numpy_helper.to_array(tensor))
+        self._use(name)
+
+    def _use(self, name: str) -> None:
+        stored = self.packing.stored(name)
+        self.known[name] = _Known(stored.dtype, stored.shape)
+        self.weights[name] = Weight(
+            dtype=stored.dtype.value, shape=stored.shape, file=stored.file, offset=stored.offset
+        )
+
+    def site(self, call: _Call, more: Mapping[str, str]) -> Site:
+        """The call with every size a number; a size that a session decides stands as a tile."""
+        ports: dict[str, Shaped] = {}
+        for port, name in {**call.inputs, **more, **call.outputs}.items():
+            known = self.known[name]
+            shape = tuple(NOMINAL if isinstance(d, str) else d for d in known.shape)
+            ports[port] = Shaped(known.dtype, shape)
+        return Site(RULES[call.room].op, Attributes(call.attributes), ports)
+
+    def check(self, call: _Call, site: Site) -> None:
+        """Refuse now what the engine would refuse when it loads the package."""
+        if why := RULES[call.room].refuse(site):
+            raise ConfigError(f"build.engine cuda: {self.name}: {call.name}: {why}")
+
+    def program(self) -> Program:
+        graph = self.model.graph
+        outside = {i.name for i in (*graph.input, *graph.output)}
+        used = {n for call in self.calls for n in (*call.inputs.values(), *call.outputs.values())}
+        inside = [n for n in used if n not in outside and n not in self.weights]
+        offsets, scratch = place(self._lives(set(inside)))
+        return Program(
+            name=self.name,
+            inputs={i.name: self._value(i.name) for i in graph.input},
+            outputs={o.name: self._value(o.name) for o in graph.output},
+            values={name: self._value(name, offsets[name]) for name in sorted(inside)},
+            weights=self.weights,
+            steps=tuple(
+                Step(name=c.name, room=c.room, attributes=c.attributes,
+                     ports={**c.inputs, **c.outputs})
+                for c in self.calls
+            ),
+            scratch=scratch,
+        )  # fmt: skip
+
+    def _value(self, name: str, offset: int = -1) -> Value:
+        known = self.known[name]
+        return Value(dtype=known.dtype.value, shape=known.shape, offset=offset)
+
+    def _lives(self, inside: set[str]) -> list[Life]:
+        lives: dict[str, Life] = {}
+        for at, call in enumerate(self.calls):
+            for name in (*call.inputs.values(), *call.outputs.values()):
+                if name in inside:
+                    life = lives.setdefault(name, Life(name, self._nbytes(name), at, at))
+                    life.last = at
+        return list(lives.values())
+
+    def _nbytes(self, name: str) -> int:
+        known = self.known[name]
+        size = int(np.prod([int(d) for d in known.shape], dtype=np.int64)) * known.dtype.bytes
+        return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+NOMINAL = 128
+"""Stands for the rows of a cache while a graph is checked."""
+_WEIGHT_PORTS = ("weight", "block_scale", "row_scale")
+
+
+def _is(nodes: Sequence[onnx.NodeProto | None], kind: str) -> bool:
+    return bool(nodes) and all(n is not None and n.op_type == kind for n in nodes)
+
+
+@dataclass(slots=True)
+class Life:
+    """A value from the step that writes it to the last that reads it, both included."""
+
+    name: str
+    nbytes: int
+    first: int
+    last: int
+
+
+def place(lives: Sequence[Life]) -> tuple[dict[str, int], int]:
+    """Offsets such that values alive at once never overlap, and the bytes they take together.
+
+    Largest first, each at the lowest offset that is free for its whole life (greedy by size;
+    Pisarchyk and Lee 2020).
+    """
+    placed: list[tuple[int, Life]] = []
+    for life in sorted(lives, key=lambda v: (-v.nbytes, v.first, v.name)):
+        busy = sorted(
+            (offset, offset + other.nbytes)
+            for offset, other in placed
+            if other.first <= life.last and life.first <= other.last
+        )
+        at = 0
+        for start, end in busy:
+            if start - at >= life.nbytes:
+                break
+            at = max(at, end)
+        placed.append((at, life))
+    total = max((offset + life.nbytes for offset, life in placed), default=0)
+    return {life.name: offset for offset, life in placed}, total
+
+
+def lower(model: onnx.ModelProto, packing: Packing) -> Program:
+    """The launch list of one graph; its weights are added to `packing`.
+
+    Raises:
+        ConfigError: the graph holds something no kernel does, naming the node and why.
+    """
+    lowering = _Lowering(model, packing)
+    lowering.read()
+    lowering.walk()
+    lowering.prune()
+    lowering.add_squares()
+    lowering.pack()
+    return lowering.program()
+
+
+__all__ = ["Life", "Op", "lower", "place"]

@@ -1,0 +1,80 @@
+"""accept on a GPU: one launch from logits to record."""
+
+from __future__ import annotations
+
+from thor_dflash.plugins.head.best import THREADS, slices
+from thor_dflash.plugins.launch import At, Device, Int, Launch, Scratch, Site
+
+MOST_ROWS = 32
+"""One lane of a warp decides one row."""
+
+IN_PLACE: frozenset[str] = frozenset()
+
+TOLERANCE = 0.0
+"""The record is integers. Logits are compared as they are and margins in doubles; only rule 2's sum
+of exponentials is float32, which moves a probability by some 1e-7 of itself at most."""
+
+_PORTS = (
+    "logits",
+    "tokens",
+    "forced",
+    "drafted",
+    "cap",
+    "stop",
+    "mask",
+    "rule",
+    "top_k",
+    "margin",
+    "close",
+    "strict",
+    "soft",
+    "soft_margin",
+    "record",
+)
+
+
+def refuse(site: Site) -> str:
+    """Why the kernel does not take this call; empty if it does."""
+    rows, width = site.ports["logits"].shape
+    if rows > MOST_ROWS:
+        return f"accept.logits must be at most {MOST_ROWS} rows (got {rows})"
+    words = -(-_limit(site) // 32)
+    if "mask" in site and site.size("mask", 1) < words:
+        return f"accept.mask must be {words} words a row (got {site.size('mask', 1)})"
+    if width < 1:
+        return f"accept.logits must be at least 1 wide (got {width})"
+    return ""
+
+
+def launches(site: Site, device: Device) -> tuple[Launch, ...]:
+    """One block for each slice of each row; the last to arrive writes the record."""
+    del device
+    rows, width = site.ports["logits"].shape
+    grid = (slices(_limit(site)), rows, 1)
+    sizes = (
+        rows,
+        width,
+        _limit(site),
+        site.size("mask", 1) if "mask" in site else 0,
+        site.size("stop", 0),
+        site.size("strict", 0),
+    )
+    return (
+        Launch(
+            kernel="accept_rows",
+            grid=grid,
+            threads=THREADS,
+            arguments=(
+                *(At(port) for port in _PORTS),
+                Scratch("found", 16 * grid[0] * rows),
+                Scratch("arrivals", 4, zeroed=True),
+                *(Int(size) for size in sizes),
+            ),
+        ),
+    )
+
+
+def _limit(site: Site) -> int:
+    """Logits of a row that may be chosen."""
+    width = site.size("logits", 1)
+    return min(site.attributes.integer("vocab") or width, width)

@@ -1,0 +1,69 @@
+"""context_kv on a GPU: one launch for every row of every layer."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from thor_dflash.plugins.draft_attention.launch import frequencies, refuse_heads
+from thor_dflash.plugins.launch import Addresses, At, Device, Int, Launch, Real, Site, Table
+from thor_dflash.tensors import DType
+
+LAYERS = 64
+"""Most layers whose rings are known to be written in place."""
+
+IN_PLACE = frozenset(f"next_ring_{n}{i}" for i in range(LAYERS) for n in "kv")
+"""Outputs written over their input."""
+
+TOLERANCE = 2.0**-8
+"""Largest error, relative to the largest value: the last bf16 place of a key that rounds the other
+way; values are copied."""
+
+WARPS = 8
+
+
+def refuse(site: Site) -> str:
+    """Why the kernel does not take this call; empty where it does."""
+    for i in range(site.attributes.integer("layers")):
+        for name in (f"k{i}", f"v{i}", f"ring_k{i}", f"ring_v{i}"):
+            if (dtype := site.ports[name].dtype) is not DType.BF16:
+                return f"context_kv.{name} must be bfloat16 (got {dtype.value})"
+        norm = site.ports[f"k_norm{i}"].dtype
+        if norm not in (DType.BF16, DType.F32) or norm is not site.ports["k_norm0"].dtype:
+            return f"context_kv.k_norm{i} must be all bfloat16 or all float32 (got {norm.value})"
+    if (layers := site.attributes.integer("layers")) > LAYERS:
+        return f"context_kv.layers must be at most {LAYERS} (got {layers})"
+    return refuse_heads("context_kv", site)
+
+
+def launches(site: Site, device: Device) -> tuple[Launch, ...]:
+    """One launch: x rows, y layers."""
+    del device
+    a = site.attributes
+    layers, kv = a.integer("layers"), a.integer("kv_heads")
+    rows = site.size("k0", 0)
+
+    def every(stem: str) -> Addresses:
+        return Addresses(tuple(f"{stem}{i}" for i in range(layers)))
+
+    slots = np.array([site.size(f"ring_k{i}", 1) for i in range(layers)], np.int32)
+    return (
+        Launch(
+            "context_kv",
+            (rows, layers, 1),
+            32 * min(WARPS, kv),
+            (
+                At("length"),
+                *(every(n) for n in ("k", "v", "k_norm", "next_ring_k", "next_ring_v")),
+                Table(slots),
+                Table(frequencies(site)),
+                Int(rows),
+                Int(kv),
+                Int(a.integer("rotary_dim")),
+                Real(a.real("norm_eps")),
+            ),
+            defines={
+                "HEAD_DIM": a.integer("head_dim"),
+                "NORM_F32": int(site.ports["k_norm0"].dtype is DType.F32),
+            },
+        ),
+    )

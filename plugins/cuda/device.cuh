@@ -1,0 +1,244 @@
+// What every kernel of the house may use of the machine: element types, warp and block
+// operations, copies, matrix products. Plain sm_90 and sm_110, no other header, so that NVRTC needs
+// no include path. A kernel holds no inline assembly of its own: whatever is asked of the hardware
+// is asked here, and a machine without the hardware can offer the same names
+// (tests/emulator/device.cuh runs the kernels on a CPU).
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef int i32;
+typedef long long i64;
+
+#define KERNEL extern "C" __global__
+#define DEVICE __device__ __forceinline__
+// The launch's dynamic shared memory, 128-byte aligned.
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(128) u8 name[]
+
+constexpr u32 ALL_LANES = 0xffffffffu;
+
+// ---- element types -------------------------------------------------------------------------
+// bf16 and fp8 travel as bits: u16 and u8, pairs in a u32 (first element in the low half).
+
+DEVICE float bits_float(u32 x) { return __uint_as_float(x); }
+DEVICE u32 float_bits(float x) { return __float_as_uint(x); }
+
+DEVICE float bf16_float(u16 x) { return bits_float(static_cast<u32>(x) << 16); }
+DEVICE float bf16x2_low(u32 x) { return bits_float(x << 16); }
+DEVICE float bf16x2_high(u32 x) { return bits_float(x & 0xffff0000u); }
+
+// Round to nearest even.
+DEVICE u32 pack_bf16x2(float low, float high) {
+    u32 r;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+DEVICE u16 float_bf16(float x) { return static_cast<u16>(pack_bf16x2(x, 0.0f) & 0xffffu); }
+
+// One rounding; subnormal operands count.
+DEVICE u32 mul_bf16x2(u32 a, u32 b) {
+    u32 r;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+
+// Either half, in both halves. Free as an operand of mul_bf16x2.
+DEVICE u32 twice_low(u32 x) {
+    u32 r;
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {l, l};}" : "=r"(r) : "r"(x));
+    return r;
+}
+DEVICE u32 twice_high(u32 x) {
+    u32 r;
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {h, h};}" : "=r"(r) : "r"(x));
+    return r;
+}
+
+DEVICE u32 pack_f16x2(float low, float high) {
+    u32 r;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+DEVICE float f16x2_low(u32 x) {
+    float r;
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(r) : "r"(x));
+    return r;
+}
+DEVICE float f16x2_high(u32 x) {
+    float r;
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h;}" : "=f"(r) : "r"(x));
+    return r;
+}
+
+// E4M3 (fn): nearest even, beyond 448 saturates, NaN stays.
+DEVICE u16 pack_e4m3x2(float low, float high) {
+    u16 r;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
+    return r;
+}
+// Exact.
+DEVICE u32 e4m3x2_f16x2(u16 x) {
+    u32 r;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"(x));
+    return r;
+}
+
+DEVICE u32 rotate_right(u32 x, int n) { return __funnelshift_r(x, x, n); }
+// Four bytes of {b, a} (b high), chosen by the nibbles of `selector`.
+DEVICE u32 select_bytes(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
+
+// ---- float32 arithmetic that the compiler must not rearrange or contract ---------------------
+DEVICE float fma_rn(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+DEVICE float mul_rn(float a, float b) { return __fmul_rn(a, b); }
+DEVICE float add_rn(float a, float b) { return __fadd_rn(a, b); }
+// 2^x to 2 units in the last place; 1 at 0, 0 below 2^-126.
+DEVICE float exp2_approx(float x) {
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+
+// ---- lanes, warps, blocks --------------------------------------------------------------------
+DEVICE void sync_block() { __syncthreads(); }
+DEVICE void sync_warp() { __syncwarp(); }
+// `threads` of the block (whole warps) meet at barrier `id`, 1..15.
+DEVICE void sync_some(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+// All 32 lanes take part in each of these.
+DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(ALL_LANES, x, mask); }
+DEVICE i32 shuffle_xor(i32 x, int mask) { return __shfl_xor_sync(ALL_LANES, x, mask); }
+DEVICE u32 shuffle_xor(u32 x, int mask) { return __shfl_xor_sync(ALL_LANES, x, mask); }
+DEVICE float shuffle(float x, int lane) { return __shfl_sync(ALL_LANES, x, lane); }
+DEVICE i32 shuffle(i32 x, int lane) { return __shfl_sync(ALL_LANES, x, lane); }
+DEVICE u32 shuffle(u32 x, int lane) { return __shfl_sync(ALL_LANES, x, lane); }
+DEVICE u32 ballot(bool x) { return __ballot_sync(ALL_LANES, x); }
+
+// ---- one kernel and the next (programmatic dependent launch) ---------------------------------
+// Everything the earlier kernels of the stream wrote is visible after this. Every kernel calls it,
+// in every thread that reads or writes what another kernel writes or reads, before it does.
+DEVICE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// The next kernel may start now; what this one writes later it still waits for.
+DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// ---- between blocks --------------------------------------------------------------------------
+// Adds 1, returns the old value; everything this thread wrote (and, after sync_block, this block)
+// is visible to whoever sees the new value and then fences.
+DEVICE u32 arrive(u32* counter) {
+    u32 old;
+    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;"
+                 : "=r"(old) : "l"(counter) : "memory");
+    return old;
+}
+// The same, for nothing but the number: a turn to take, no one waits for what was written.
+DEVICE u32 take(u32* counter) {
+    u32 old;
+    asm volatile("atom.add.relaxed.gpu.global.u32 %0, [%1], 1;" : "=r"(old) : "l"(counter));
+    return old;
+}
+DEVICE void fence_device() { __threadfence(); }
+
+// ---- loads that bypass or skip caches --------------------------------------------------------
+// Written by another block of this same launch: not from this multiprocessor's own cache.
+DEVICE float4 load_shared_result(const float4* p) { return __ldcg(p); }
+DEVICE uint4 load_shared_result(const uint4* p) { return __ldcg(p); }
+DEVICE float load_shared_result(const float* p) { return __ldcg(p); }
+DEVICE u32 load_shared_result(const u32* p) { return __ldcg(p); }
+
+// ---- shared memory by address ----------------------------------------------------------------
+typedef u32 saddr;
+DEVICE saddr shared_address(const void* p) {
+    return static_cast<u32>(__cvta_generic_to_shared(p));
+}
+
+// 16 bytes global -> shared, asynchronous; in order of commits.
+DEVICE void copy_async16(saddr to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+// The same, or 16 zero bytes where `valid` is false (`from` is not read then).
+DEVICE void copy_async16(saddr to, const void* from, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+}
+DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until at most N of this thread's commits are still under way.
+template <int N> DEVICE void copy_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+// A transaction barrier in shared memory: u64, 8-byte aligned. One phase ends when `count`
+// arrivals and all announced bytes are in.
+DEVICE void barrier_init(saddr barrier, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+// After the inits, by the thread that made them and before anyone uses them (sync in between).
+DEVICE void barrier_init_done() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+// Arrive once and announce `bytes` of bulk copies.
+DEVICE void barrier_expect(saddr barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                 ::"r"(barrier), "r"(bytes) : "memory");
+}
+DEVICE void barrier_arrive(saddr barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Until the phase of this parity (0 first, then 1, 0, ...) has ended.
+DEVICE void barrier_wait(saddr barrier, u32 parity) {
+    asm volatile("{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;"
+                 " @!p bra again;}" ::"r"(barrier), "r"(parity) : "memory");
+}
+// `bytes` (a multiple of 16, both ends 16-byte aligned) global -> shared by the copy engine;
+// completion is counted on `barrier`. Read once: the L2 cache keeps it no longer than it must.
+DEVICE void copy_bulk(saddr to, const void* from, u32 bytes, saddr barrier) {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 ".L2::cache_hint [%0], [%1], %2, [%3], %4;"
+                 ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+}
+// The same for bytes that other blocks read too: an ordinary guest of the L2 cache.
+DEVICE void copy_bulk_kept(saddr to, const void* from, u32 bytes, saddr barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 " [%0], [%1], %2, [%3];"
+                 ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
+DEVICE uint4 load_shared16(saddr p) {
+    uint4 r;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(p));
+    return r;
+}
+
+// ---- matrices --------------------------------------------------------------------------------
+// Four 8x8 matrices of 16-bit elements; lanes 8i..8i+7 give the row addresses of matrix i. Lane l
+// receives of each matrix row l/4, columns 2(l%4) and 2(l%4)+1.
+DEVICE void load_matrix4(u32 (&r)[4], saddr row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row) : "memory");
+}
+// The same, each matrix transposed: lane l receives rows 2(l%4), 2(l%4)+1 of column l/4.
+DEVICE void load_matrix4_transposed(u32 (&r)[4], saddr row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row) : "memory");
+}
+// d[16,8] += a[16,16] b[16,8], float32 accumulation. Fragments of lane l, g = l / 4, t = l % 4:
+//   a[0] (g, 2t..2t+1)  a[1] (g+8, 2t..)  a[2] (g, 2t+8..)  a[3] (g+8, 2t+8..)
+//   b0 (rows 2t..2t+1, column g)   b1 (rows 2t+8.., column g)
+//   d[0], d[1] (g, 2t..2t+1)   d[2], d[3] (g+8, 2t..)
+DEVICE void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+DEVICE void mma_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}

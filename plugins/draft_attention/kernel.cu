@@ -1,0 +1,421 @@
+// draft_attention in one launch. A block owns 32 rows of one key/value head (two query heads of 16
+// rows, or one of up to 32) and one stretch of the context; eight warps are 2 row tiles x 4 groups
+// of 16 positions. The last block of a head's rows to arrive merges the stretches, in their order.
+// The block's own keys and values belong to the last stretch.
+#include "draft_attention/rotary.cuh"
+
+#ifndef HEAD_DIM
+#error "HEAD_DIM must be defined"
+#endif
+#ifndef NORM_F32
+#error "NORM_F32 must be defined"
+#endif
+
+constexpr int D = HEAD_DIM;
+static_assert(D == 16 || D == 32 || D == 64 || D == 128 || D == 256, "head dimension");
+constexpr int THREADS = 256, WARPS = 8, GROUPS = 4;
+constexpr int ROWS = 32;                       // query rows of a block
+constexpr int TILE = 64;                       // positions of a stage
+constexpr int STAGES = D <= 128 ? 3 : 2;       // must agree with launch.py, as the next three
+constexpr int STRETCHES = 16;                  // at most
+constexpr int PITCH = D + 8;                   // floats; keeps the merge's writes off one bank
+constexpr u32 ROW_BYTES = D * 2, STAGE_BYTES = 2 * TILE * ROW_BYTES;
+constexpr u32 VALUES = TILE * ROW_BYTES;       // within a stage
+constexpr float NOTHING = -1e30f;              // below any score; its differences stay finite
+
+// Where a 16-byte chunk of a row lies: chunks are permuted so that eight rows meet eight banks.
+DEVICE u32 place(int row, int chunk) {
+    constexpr int mask = D / 8 < 8 ? D / 8 - 1 : 7;
+    return row * ROW_BYTES + ((chunk ^ (row & mask)) << 4);
+}
+
+// What a block works on.
+struct Stretch {
+    int low, end;       // context positions of the whole call that anyone may see
+    int first, last;    // tiles of this block
+    int count;          // stretches that have work
+    bool own;           // this one takes the block's own keys
+};
+
+DEVICE Stretch stretch_of(int length, int window, int first, int slots) {
+    Stretch s;
+    s.low = first > 0 ? first : 0;
+    if (s.low < length - slots) s.low = length - slots;
+    if (window > 0 && s.low < length - window + 1) s.low = length - window + 1;
+    s.end = length;
+    int tiles = s.low < length ? (length - s.low + TILE - 1) / TILE : 0;
+    int splits = static_cast<int>(gridDim.x), me = static_cast<int>(blockIdx.x);
+    s.count = tiles < splits ? (tiles > 0 ? tiles : 1) : splits;
+    s.first = static_cast<int>(static_cast<i64>(tiles) * me / s.count);
+    s.last = static_cast<int>(static_cast<i64>(tiles) * (me + 1) / s.count);
+    s.own = me == s.count - 1;
+    return s;
+}
+
+// One tile of keys and values from position `at`; zeros at and past `end`, where the ring may hold
+// anything: a NaN value times a zero weight would be NaN.
+DEVICE void fetch(saddr stage, const u16* keys, const u16* values, int at, int end, int slots) {
+    int base = at % slots;
+#pragma unroll
+    for (int i = 0; i < (TILE * D / 8 + THREADS - 1) / THREADS; i++) {
+        int item = i * THREADS + static_cast<int>(threadIdx.x);
+        int row = item / (D / 8), chunk = item % (D / 8);
+        if (row >= TILE) break;
+        bool valid = at + row < end;
+        int slot = base + row;
+        if (slot >= slots) slot -= slots;
+        if (!valid) slot = 0;
+        u64 from = static_cast<u64>(slot) * D + chunk * 8;
+        saddr to = stage + place(row, chunk);
+        copy_async16(to, keys + from, valid);
+        copy_async16(to + VALUES, values + from, valid);
+    }
+}
+
+// A warp's share: 16 rows against the positions of its group, running softmax in base 2.
+struct State {
+    float most[2], sum[2];  // of rows g and g + 8; the sum is this lane's part
+    float o[D / 8][4];
+};
+
+// Which keys a row sees.
+struct View {
+    int query;   // position of the lane's row g
+    int key;     // position of the group's first key
+    int end;     // keys at and past it do not exist
+    int window;
+    bool causal;
+};
+
+DEVICE bool seen(const View& v, int row, int column) {
+    int key = v.key + column, distance = v.query + row - key;
+    int size = distance < 0 ? -distance : distance;
+    return key < v.end && (v.window == 0 || size < v.window) && (!v.causal || distance >= 0);
+}
+
+DEVICE void score(float (&s)[2][4], saddr q, saddr keys, int row0, int key0) {
+    int lane = threadIdx.x % 32;
+    int q_row = row0 + (lane & 15), q_chunk = lane >> 4;
+    int k_row = key0 + (lane & 7) + ((lane >> 4) << 3), k_chunk = (lane >> 3) & 1;
+#pragma unroll
+    for (int k = 0; k < D / 16; k++) {
+        u32 a[4], b[4];
+        load_matrix4(a, q + place(q_row, 2 * k + q_chunk));
+        load_matrix4(b, keys + place(k_row, 2 * k + k_chunk));
+        mma_bf16(s[0], a, b[0], b[1]);
+        mma_bf16(s[1], a, b[2], b[3]);
+    }
+}
+
+// Masks and scales scores, turns them into weights; what was summed before is scaled down.
+DEVICE void weigh(State& state, float (&s)[2][4], const View& view) {
+    int column = 2 * (threadIdx.x % 4);
+    const float scale = 1.44269504f / sqrtf(static_cast<float>(D));
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float most = NOTHING;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float& x = s[i / 2][2 * half + i % 2];
+            bool in = seen(view, 8 * half, 8 * (i / 2) + column + i % 2);
+            x = in ? x * scale : NOTHING;
+            most = fmaxf(most, x);
+        }
+        most = fmaxf(most, shuffle_xor(most, 1));
+        most = fmaxf(most, shuffle_xor(most, 2));
+        most = fmaxf(most, state.most[half]);
+        float shrink = exp2f(state.most[half] - most);
+        state.most[half] = most;
+        state.sum[half] *= shrink;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float& x = s[i / 2][2 * half + i % 2];
+            // Where nothing has been seen yet the difference is 0, not a large one.
+            x = x == NOTHING ? 0.0f : exp2f(x - most);
+            state.sum[half] += x;
+        }
+#pragma unroll
+        for (int d = 0; d < D / 8; d++) {
+            state.o[d][2 * half] *= shrink;
+            state.o[d][2 * half + 1] *= shrink;
+        }
+    }
+}
+
+DEVICE void attend(State& state, saddr q, saddr stage, int row0, int key0, const View& view) {
+    float s[2][4] = {};
+    score(s, q, stage, row0, key0);
+    weigh(state, s, view);
+    u32 a[4] = {pack_bf16x2(s[0][0], s[0][1]), pack_bf16x2(s[0][2], s[0][3]),
+                pack_bf16x2(s[1][0], s[1][1]), pack_bf16x2(s[1][2], s[1][3])};
+    int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int d = 0; d < D / 16; d++) {
+        u32 b[4];
+        load_matrix4_transposed(b, stage + VALUES + place(key0 + (lane & 15), 2 * d + (lane >> 4)));
+        mma_bf16(state.o[2 * d], a, b[0], b[1]);
+        mma_bf16(state.o[2 * d + 1], a, b[2], b[3]);
+    }
+}
+
+DEVICE void put_head(u8* tile, int row, const Head<D>& h, int rotary) {
+#pragma unroll
+    for (int i = 0; i < Head<D>::UNITS; i++) {
+        int u = unit_of<D>(i);
+        if (u >= D / 4) break;
+        int low = low_of<D>(u, rotary), high = high_of<D>(u, rotary);
+        *reinterpret_cast<u32*>(tile + place(row, low / 8) + low % 8 * 2) =
+            pack_bf16x2(h.x[i][0], h.x[i][1]);
+        *reinterpret_cast<u32*>(tile + place(row, high / 8) + high % 8 * 2) =
+            pack_bf16x2(h.x[i][2], h.x[i][3]);
+    }
+}
+
+// The call's rows and where this block stands in them.
+struct Rows {
+    int count;      // T
+    int padded;     // rows of one query head in a block: 16 or 32
+    int head;       // first query head of this block
+    int heads;      // query heads of this block that exist
+    int kv;
+    int length, rotary;
+    float eps;
+    u64 q_pitch, kv_pitch;
+};
+
+// What does not change between launches, asked for before the wait.
+struct Constants {
+    Head<D> q_norm, k_norm;
+    Frequencies<D> frequencies;
+};
+
+// Queries, normed and turned, into `tile`; with `stage` also the block's own keys and values.
+DEVICE void put_rows(u8* tile, u8* stage, const Rows& r, const Constants& constants,
+                     const u16* q, const u16* k, const u16* v) {
+    int warp = threadIdx.x / 32;
+    for (int t = warp; t < r.padded; t += WARPS) {
+        Turn<D> turn = turn_at<D>(constants.frequencies, r.length + t);
+        for (int h = 0; h < ROWS / r.padded; h++) {
+            Head<D> x = {};
+            if (t < r.count && h < r.heads) {
+                x = load_head<D>(q + t * r.q_pitch + (r.head + h) * D, r.rotary);
+                norm_and_turn<D>(x, constants.q_norm, turn, r.eps);
+            }
+            put_head(tile, h * r.padded + t, x, r.rotary);
+        }
+        if (!stage) continue;
+        Head<D> key = {}, value = {};
+        if (t < r.count) {
+            key = load_head<D>(k + t * r.kv_pitch + r.kv * D, r.rotary);
+            value = load_head<D>(v + t * r.kv_pitch + r.kv * D, r.rotary);
+            norm_and_turn<D>(key, constants.k_norm, turn, r.eps);
+        }
+        put_head(stage, t, key, r.rotary);
+        put_head(stage + VALUES, t, value, r.rotary);
+    }
+}
+
+// Leaves the four groups' sums of weighted values at `merged` [GROUPS][ROWS][PITCH], relative to
+// one maximum a row, and that maximum and the sum of all weights at `facts` [ROWS].
+DEVICE void merge_groups(State& state, float* merged, float2* parts, float2* facts, int row0,
+                         int group) {
+    int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        state.sum[half] += shuffle_xor(state.sum[half], 1);
+        state.sum[half] += shuffle_xor(state.sum[half], 2);
+        if (lane % 4 == 0)
+            parts[group * ROWS + row0 + lane / 4 + 8 * half] =
+                make_float2(state.most[half], state.sum[half]);
+    }
+    sync_block();
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        int row = row0 + lane / 4 + 8 * half;
+        float most = NOTHING, sum = 0.0f;
+        for (int i = 0; i < GROUPS; i++) most = fmaxf(most, parts[i * ROWS + row].x);
+        for (int i = 0; i < GROUPS; i++)
+            sum += parts[i * ROWS + row].y * exp2f(parts[i * ROWS + row].x - most);
+        if (group == 0 && lane % 4 == 0) facts[row] = make_float2(most, sum);
+        float shrink = exp2f(state.most[half] - most);
+        float* to = merged + (group * ROWS + row) * PITCH + 2 * (lane % 4);
+#pragma unroll
+        for (int d = 0; d < D / 8; d++)
+            *reinterpret_cast<float2*>(to + 8 * d) =
+                make_float2(state.o[d][2 * half] * shrink, state.o[d][2 * half + 1] * shrink);
+    }
+    sync_block();
+}
+
+DEVICE Rows rows_of(int count, int heads, int kv_heads, int length, int rotary, float eps) {
+    Rows r;
+    r.count = count;
+    r.padded = count <= 16 ? 16 : 32;
+    int each = heads / kv_heads, here = ROWS / r.padded, blocks = (each + here - 1) / here;
+    int offset = static_cast<int>(blockIdx.y) % blocks * here;
+    r.kv = static_cast<int>(blockIdx.y) / blocks;
+    r.head = r.kv * each + offset;
+    r.heads = each - offset < here ? each - offset : here;
+    r.length = length;
+    r.rotary = rotary;
+    r.eps = eps;
+    r.q_pitch = static_cast<u64>(heads) * D;
+    r.kv_pitch = static_cast<u64>(kv_heads) * D;
+    return r;
+}
+
+DEVICE float4 add4(float4 a, float4 b, float weight) {
+    return make_float4(fma_rn(b.x, weight, a.x), fma_rn(b.y, weight, a.y), fma_rn(b.z, weight, a.z),
+                       fma_rn(b.w, weight, a.w));
+}
+
+DEVICE float4 group_sum(const float* merged, int row, int column) {
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+    for (int i = 0; i < GROUPS; i++)
+        sum = add4(sum,
+                   *reinterpret_cast<const float4*>(merged + (i * ROWS + row) * PITCH + column),
+                   1.0f);
+    return sum;
+}
+
+DEVICE void put_output(u16* o, const Rows& r, int row, int column, float4 x, float weight) {
+    int h = row / r.padded, t = row % r.padded;
+    if (t >= r.count || h >= r.heads) return;
+    uint2 packed = make_uint2(pack_bf16x2(x.x * weight, x.y * weight),
+                              pack_bf16x2(x.z * weight, x.w * weight));
+    *reinterpret_cast<uint2*>(o + t * r.q_pitch + (r.head + h) * D + column) = packed;
+}
+
+constexpr int ITEMS = ROWS * D / 4;  // groups of four columns of the block's rows
+
+// The block's result: rows of the output where there is one stretch only, else what is merged.
+DEVICE void leave(u16* o, const Rows& r, const float* merged, const float2* mine, float* sums,
+                  float2* facts, bool alone) {
+    for (int item = threadIdx.x; item < ITEMS; item += THREADS) {
+        int row = item / (D / 4), column = item % (D / 4) * 4;
+        float4 sum = group_sum(merged, row, column);
+        if (alone)
+            put_output(o, r, row, column, sum, 1.0f / mine[row].y);
+        else
+            *reinterpret_cast<float4*>(sums + row * D + column) = sum;
+    }
+    if (!alone && threadIdx.x < ROWS) facts[threadIdx.x] = mine[threadIdx.x];
+}
+
+// What the stretches left, weighed and added in their order.
+DEVICE void merge_stretches(u16* o, const Rows& r, const float* sums, const float2* facts,
+                            float (*weights)[ROWS], int count) {
+    if (threadIdx.x < ROWS) {
+        float most = NOTHING, sum = 0.0f;
+        float2 all[STRETCHES];
+#pragma unroll
+        for (int i = 0; i < STRETCHES; i++) {
+            const float* at = reinterpret_cast<const float*>(facts + i * ROWS + threadIdx.x);
+            all[i] = i < count ? make_float2(load_shared_result(at), load_shared_result(at + 1))
+                               : make_float2(NOTHING, 0.0f);
+            most = fmaxf(most, all[i].x);
+        }
+#pragma unroll
+        for (int i = 0; i < STRETCHES; i++) sum += all[i].y * exp2f(all[i].x - most);
+#pragma unroll
+        for (int i = 0; i < STRETCHES; i++)
+            weights[i][threadIdx.x] = exp2f(all[i].x - most) / sum;
+    }
+    sync_block();
+    for (int item = threadIdx.x; item < ITEMS; item += THREADS) {
+        int row = item / (D / 4), column = item % (D / 4) * 4;
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 8
+        for (int i = 0; i < count; i++) {
+            const float* at = sums + (i * ROWS + row) * D + column;
+            sum = add4(sum, load_shared_result(reinterpret_cast<const float4*>(at)),
+                       weights[i][row]);
+        }
+        put_output(o, r, row, column, sum, 1.0f);
+    }
+}
+
+KERNEL void __launch_bounds__(THREADS, D <= 128 ? 2 : 1)
+draft_attention(const u16* q, const u16* k, const u16* v, const void* q_norm, const void* k_norm,
+                const i32* length, const i32* window, const i32* first, const u16* ring_k,
+                const u16* ring_v, u16* o, const float* frequency, float* sums, float2* facts,
+                u32* arrived, int rows, int heads, int kv_heads, int slots, int causal, int rotary,
+                float eps) {
+    DYNAMIC_SHARED(memory);
+    __shared__ float2 parts[GROUPS * ROWS];
+    __shared__ float2 mine[ROWS];
+    __shared__ float weights[STRETCHES][ROWS];
+    __shared__ Rows kept;  // for what comes after the loop, which needs every register
+    __shared__ u32 order;
+    u8* q_tile = memory;
+    u8* stages = memory + ROWS * ROW_BYTES;
+
+    Constants constants;
+    constants.q_norm = load_weight<D>(q_norm, NORM_F32, rotary);
+    constants.k_norm = load_weight<D>(k_norm, NORM_F32, rotary);
+    constants.frequencies = load_frequencies<D>(frequency);
+    wait_for_previous();
+    let_next_start();
+    Rows r = rows_of(rows, heads, kv_heads, *length, rotary, eps);
+    int near = *window;
+    Stretch s = stretch_of(r.length, near, *first, slots);
+    if (static_cast<int>(blockIdx.x) >= s.count) return;
+
+    const u16* keys = ring_k + static_cast<u64>(r.kv) * slots * D;
+    const u16* values = ring_v + static_cast<u64>(r.kv) * slots * D;
+    saddr ring = shared_address(stages), queries = shared_address(q_tile);
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; i++) {
+        int tile = s.first + i;
+        if (tile < s.last)
+            fetch(ring + i * STAGE_BYTES, keys, values, s.low + tile * TILE, s.end, slots);
+        copy_async_commit();
+    }
+    // The last stage is still free: the block's own keys pass through it first.
+    u8* own = stages + (STAGES - 1) * STAGE_BYTES;
+    put_rows(q_tile, s.own ? own : nullptr, r, constants, q, k, v);
+    if (threadIdx.x == 0) kept = r;
+    sync_block();
+
+    int warp = threadIdx.x / 32, row0 = warp / GROUPS * 16, group = warp % GROUPS;
+    int row = row0 % r.padded + static_cast<int>(threadIdx.x % 32) / 4;
+    State state = {};
+    state.most[0] = state.most[1] = NOTHING;
+    View view;
+    view.query = r.length + row;
+    view.window = near;
+    view.causal = causal != 0;
+    if (s.own && group * 16 < r.padded) {
+        view.key = r.length + group * 16;
+        view.end = r.length + rows;
+        attend(state, queries, shared_address(own), row0, group * 16, view);
+    }
+    view.end = s.end;
+    for (int tile = s.first; tile < s.last; tile++) {
+        int i = tile - s.first, ahead = tile + STAGES - 1;
+        copy_async_wait<STAGES - 2>();
+        sync_block();
+        if (ahead < s.last)
+            fetch(ring + (i + STAGES - 1) % STAGES * STAGE_BYTES, keys, values,
+                  s.low + ahead * TILE, s.end, slots);
+        copy_async_commit();
+        view.key = s.low + tile * TILE + group * 16;
+        attend(state, queries, ring + i % STAGES * STAGE_BYTES, row0, group * 16, view);
+    }
+    sync_block();
+
+    float* merged = reinterpret_cast<float*>(stages);
+    merge_groups(state, merged, parts, mine, row0, group);
+    u64 stretch = static_cast<u64>(blockIdx.y) * gridDim.x + blockIdx.x;
+    leave(o, kept, merged, mine, sums + stretch * ROWS * D, facts + stretch * ROWS, s.count == 1);
+    if (s.count == 1) return;
+    sync_block();
+    if (threadIdx.x == 0) order = arrive(arrived + blockIdx.y);
+    sync_block();
+    if (order != static_cast<u32>(s.count - 1)) return;
+    fence_device();
+    stretch -= blockIdx.x;
+    merge_stretches(o, kept, sums + stretch * ROWS * D, facts + stretch * ROWS, weights, s.count);
+    if (threadIdx.x == 0) arrived[blockIdx.y] = 0;
+}

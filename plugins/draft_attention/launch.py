@@ -1,0 +1,111 @@
+"""draft_attention on a GPU: one launch, the context split over blocks that merge their parts."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from thor_dflash.plugins.launch import At, Device, Int, Launch, Real, Scratch, Site, Table
+from thor_dflash.plugins.numerics import inverse_frequency
+from thor_dflash.tensors import Array, DType
+
+IN_PLACE: frozenset[str] = frozenset()
+"""Outputs written over their input."""
+
+TOLERANCE = 2.0**-6
+"""Largest error, relative to the largest value of the output.
+
+Queries, keys and softmax weights are rounded to bf16 (2^-9) before the products, and so is the
+output; a query that rounds the other way than the reference's moves a score of size s by s * 2^-9.
+"""
+
+ROW_BYTES = 2
+BLOCK_ROWS = 32
+TILE = 64
+GROUPS = 4
+THREADS = 256
+STRETCHES = 16
+HEAD_DIMS = (16, 32, 64, 128, 256)
+
+
+def refuse(site: Site) -> str:
+    """Why the kernel does not take this call; empty where it does."""
+    for name in ("q", "k", "v", "ring_k", "ring_v"):
+        if (dtype := site.ports[name].dtype) is not DType.BF16:
+            return f"draft_attention.{name} must be bfloat16 (got {dtype.value})"
+    for name in ("q_norm", "k_norm"):
+        if (dtype := site.ports[name].dtype) not in (DType.BF16, DType.F32):
+            return f"draft_attention.{name} must be bfloat16 or float32 (got {dtype.value})"
+    if site.ports["q_norm"].dtype is not site.ports["k_norm"].dtype:
+        return "draft_attention.k_norm must be of q_norm's type (got another)"
+    if (rows := site.size("q", 0)) > BLOCK_ROWS:
+        return f"draft_attention.q must be at most {BLOCK_ROWS} rows (got {rows})"
+    return refuse_heads("draft_attention", site)
+
+
+def refuse_heads(room: str, site: Site) -> str:
+    """The same for head_dim, rotary_dim and head counts, shared with context_kv."""
+    a = site.attributes
+    dim, rotary = a.integer("head_dim"), a.integer("rotary_dim")
+    if dim not in HEAD_DIMS:
+        return f"{room}.head_dim must be one of {HEAD_DIMS} (got {dim})"
+    if rotary % 4 or not 0 < rotary <= dim:
+        return f"{room}.rotary_dim must be a multiple of 4 up to head_dim (got {rotary})"
+    heads = a.values.get("heads")
+    if heads is not None and a.integer("heads") % a.integer("kv_heads"):
+        return f"{room}.heads must be a multiple of kv_heads (got {heads})"
+    return ""
+
+
+def frequencies(site: Site) -> Array:
+    """float32 [head_dim / 2]: radians a position of every pair; 0 for those that do not turn."""
+    a = site.attributes
+    out = np.zeros(a.integer("head_dim") // 2, np.float32)
+    rotary = a.integer("rotary_dim")
+    out[: rotary // 2] = inverse_frequency(rotary, a.real("rope_theta"))
+    return out
+
+
+def shared_bytes(dim: int) -> int:
+    """Dynamic shared memory: the queries, and the stages or, after the loop, the groups' sums."""
+    stages = (3 if dim <= 128 else 2) * 2 * TILE * dim * ROW_BYTES
+    merge = GROUPS * BLOCK_ROWS * (dim + 8) * 4
+    return BLOCK_ROWS * dim * ROW_BYTES + max(stages, merge)
+
+
+def launches(site: Site, device: Device) -> tuple[Launch, ...]:
+    """One launch: x stretches of the context, y key/value heads times blocks of their rows."""
+    a = site.attributes
+    heads, kv, dim = (a.integer(n) for n in ("heads", "kv_heads", "head_dim"))
+    rows = site.size("q", 0)
+    here = BLOCK_ROWS // (16 if rows <= 16 else 32)
+    owners = kv * -(-heads // kv // here)
+    # A block an SM: more stretches only make more to merge.
+    splits = min(STRETCHES, max(2, device.multiprocessors // owners))
+    parts = owners * splits * BLOCK_ROWS
+    ports = ("q", "k", "v", "q_norm", "k_norm", "length", "window", "first", "ring_k", "ring_v")
+    return (
+        Launch(
+            "draft_attention",
+            (splits, owners, 1),
+            THREADS,
+            (
+                *(At(name) for name in (*ports, "o")),
+                Table(frequencies(site)),
+                Scratch("sums", parts * dim * 4),
+                Scratch("facts", parts * 8),
+                Scratch("arrived", owners * 4, zeroed=True),
+                Int(rows),
+                Int(heads),
+                Int(kv),
+                Int(site.size("ring_k", 1)),
+                Int(a.integer("causal")),
+                Int(a.integer("rotary_dim")),
+                Real(a.real("norm_eps")),
+            ),
+            shared=shared_bytes(dim),
+            defines={
+                "HEAD_DIM": dim,
+                "NORM_F32": int(site.ports["q_norm"].dtype is DType.F32),
+            },
+        ),
+    )

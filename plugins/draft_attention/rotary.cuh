@@ -1,0 +1,134 @@
+// One head of D elements spread over a warp: RMSNorm and rotary position embedding in float32.
+// A lane holds units u = lane, lane + 32, ... of D / 4; a unit is two neighbouring elements of the
+// lower half of what turns (or, past it, of what does not) and their two partners of the upper half.
+#pragma once
+#include "cuda/device.cuh"
+
+template <int D> struct Head {
+    static constexpr int UNITS = (D / 4 + 31) / 32;
+    float x[UNITS][4];  // low, low + 1, high, high + 1
+};
+
+// Cosine and sine of a lane's two angles a unit.
+template <int D> struct Turn {
+    float cosine[Head<D>::UNITS][2], sine[Head<D>::UNITS][2];
+};
+
+template <int D> DEVICE int unit_of(int i) { return i * 32 + static_cast<int>(threadIdx.x % 32); }
+
+// First element of unit u's lower and upper pair. Elements at and past `rotary` are paired among
+// themselves; their frequency is 0.
+template <int D> DEVICE int low_of(int u, int rotary) {
+    return 2 * u < rotary / 2 ? 2 * u : 2 * u + rotary / 2;
+}
+template <int D> DEVICE int high_of(int u, int rotary) {
+    return 2 * u < rotary / 2 ? 2 * u + rotary / 2 : 2 * u + D / 2;
+}
+
+// sin and cos of 0 <= angle < 2^18 to 2^-22. The angle is reduced by quarter turns with pi / 2 in
+// three parts; the library's functions keep a table in local memory for angles this large.
+DEVICE void sine_cosine(float angle, float& sine, float& cosine) {
+    const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    float shifted = add_rn(mul_rn(angle, 0.636619772f), magic);
+    float quarters = add_rn(shifted, -magic);
+    float r = fma_rn(quarters, -1.57079637050628662109375f, angle);
+    r = fma_rn(quarters, 4.37113900018624283e-8f, r);
+    r = fma_rn(quarters, 1.71512449e-15f, r);
+    float r2 = r * r;
+    float s = fma_rn(r2, -1.9515295891e-4f, 8.3321608736e-3f);
+    s = fma_rn(fma_rn(s, r2, -1.6666654611e-1f), r * r2, r);
+    float c = fma_rn(r2, 2.443315711809948e-5f, -1.388731625493765e-3f);
+    c = fma_rn(fma_rn(c, r2, 4.166664568298827e-2f), r2 * r2, fma_rn(r2, -0.5f, 1.0f));
+    u32 turn = float_bits(shifted);
+    float first = turn & 1u ? c : s;
+    float second = turn & 1u ? s : c;
+    sine = turn & 2u ? -first : first;
+    cosine = (turn + 1u) & 2u ? -second : second;
+}
+
+// A lane's part of the frequencies, float32 [D / 2], radians a position.
+template <int D> struct Frequencies {
+    float x[Head<D>::UNITS][2];
+};
+
+template <int D> DEVICE Frequencies<D> load_frequencies(const float* from) {
+    Frequencies<D> f;
+#pragma unroll
+    for (int i = 0; i < Head<D>::UNITS; i++) {
+        int u = unit_of<D>(i);
+        f.x[i][0] = u < D / 4 ? from[2 * u] : 0.0f;
+        f.x[i][1] = u < D / 4 ? from[2 * u + 1] : 0.0f;
+    }
+    return f;
+}
+
+// The angle is the float32 product, as everywhere in the house.
+template <int D> DEVICE Turn<D> turn_at(const Frequencies<D>& frequencies, int position) {
+    Turn<D> turn;
+    float at = static_cast<float>(position);
+#pragma unroll
+    for (int i = 0; i < Head<D>::UNITS; i++)
+#pragma unroll
+        for (int j = 0; j < 2; j++)
+            sine_cosine(mul_rn(at, frequencies.x[i][j]), turn.sine[i][j], turn.cosine[i][j]);
+    return turn;
+}
+
+template <int D> DEVICE Head<D> load_head(const u16* from, int rotary) {
+    Head<D> h;
+#pragma unroll
+    for (int i = 0; i < Head<D>::UNITS; i++) {
+        int u = unit_of<D>(i);
+        u32 low = 0, high = 0;
+        if (u < D / 4) {
+            low = *reinterpret_cast<const u32*>(from + low_of<D>(u, rotary));
+            high = *reinterpret_cast<const u32*>(from + high_of<D>(u, rotary));
+        }
+        h.x[i][0] = bf16x2_low(low);
+        h.x[i][1] = bf16x2_high(low);
+        h.x[i][2] = bf16x2_low(high);
+        h.x[i][3] = bf16x2_high(high);
+    }
+    return h;
+}
+
+// A norm's weight, bf16 or float32 [D].
+template <int D> DEVICE Head<D> load_weight(const void* from, bool wide, int rotary) {
+    if (!wide) return load_head<D>(static_cast<const u16*>(from), rotary);
+    Head<D> h;
+    const float* at = static_cast<const float*>(from);
+#pragma unroll
+    for (int i = 0; i < Head<D>::UNITS; i++) {
+        int u = unit_of<D>(i);
+        bool in = u < D / 4;
+        int low = low_of<D>(u, rotary), high = high_of<D>(u, rotary);
+        h.x[i][0] = in ? at[low] : 0.0f;
+        h.x[i][1] = in ? at[low + 1] : 0.0f;
+        h.x[i][2] = in ? at[high] : 0.0f;
+        h.x[i][3] = in ? at[high + 1] : 0.0f;
+    }
+    return h;
+}
+
+// x / rms(x) * weight, rotated. Every lane of the warp takes part.
+template <int D>
+DEVICE void norm_and_turn(Head<D>& h, const Head<D>& weight, const Turn<D>& turn, float eps) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < Head<D>::UNITS; i++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) sum = fma_rn(h.x[i][j], h.x[i][j], sum);
+#pragma unroll
+    for (int mask = 16; mask > 0; mask /= 2) sum += shuffle_xor(sum, mask);
+    float scale = 1.0f / sqrtf(sum * (1.0f / D) + eps);
+#pragma unroll
+    for (int i = 0; i < Head<D>::UNITS; i++)
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            float a = h.x[i][j] * scale * weight.x[i][j];
+            float b = h.x[i][j + 2] * scale * weight.x[i][j + 2];
+            float c = turn.cosine[i][j], s = turn.sine[i][j];
+            h.x[i][j] = fma_rn(a, c, -(b * s));
+            h.x[i][j + 2] = fma_rn(b, c, a * s);
+        }
+}

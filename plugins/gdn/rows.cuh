@@ -1,0 +1,89 @@
+// What every gdn kernel does to a row before the recurrence: causal convolution, SiLU, gates.
+#pragma once
+#include "cuda/device.cuh"
+
+constexpr int D = 128;    // key and value dimension of a head
+constexpr int TAPS = 4;   // convolution kernel
+constexpr float NORM_EPSILON = 1e-6f;
+constexpr float QUERY_SCALE = 0.08838834764831845f;  // D^-0.5
+
+// A plain parameter, float32 or bf16.
+DEVICE float plain(const void* values, int i, bool f32) {
+    return f32 ? static_cast<const float*>(values)[i]
+               : bf16_float(static_cast<const u16*>(values)[i]);
+}
+
+// The convolution weights of two neighbouring channels, oldest tap first.
+struct Taps {
+    float low[TAPS], high[TAPS];
+};
+
+DEVICE Taps load_taps(const void* weights, int channel, bool f32) {
+    Taps taps;
+    if (f32) {
+        const float4* at = static_cast<const float4*>(weights) + channel;
+        const float4 a = at[0], b = at[1];
+        taps.low[0] = a.x, taps.low[1] = a.y, taps.low[2] = a.z, taps.low[3] = a.w;
+        taps.high[0] = b.x, taps.high[1] = b.y, taps.high[2] = b.z, taps.high[3] = b.w;
+    } else {
+        const uint4 x = *(static_cast<const uint4*>(weights) + channel / 2);
+        taps.low[0] = bf16x2_low(x.x), taps.low[1] = bf16x2_high(x.x);
+        taps.low[2] = bf16x2_low(x.y), taps.low[3] = bf16x2_high(x.y);
+        taps.high[0] = bf16x2_low(x.z), taps.high[1] = bf16x2_high(x.z);
+        taps.high[2] = bf16x2_low(x.w), taps.high[3] = bf16x2_high(x.w);
+    }
+    return taps;
+}
+
+DEVICE float silu(float x) { return __fdividef(x, 1.0f + expf(-x)); }
+
+// One row of the two channels from its own inputs and the three before it, oldest first.
+DEVICE float2 convolved(const Taps& taps, u32 x0, u32 x1, u32 x2, u32 x3) {
+    float low = mul_rn(taps.low[0], bf16x2_low(x0));
+    float high = mul_rn(taps.high[0], bf16x2_high(x0));
+    low = fma_rn(taps.low[1], bf16x2_low(x1), low);
+    high = fma_rn(taps.high[1], bf16x2_high(x1), high);
+    low = fma_rn(taps.low[2], bf16x2_low(x2), low);
+    high = fma_rn(taps.high[2], bf16x2_high(x2), high);
+    low = fma_rn(taps.low[3], bf16x2_low(x3), low);
+    high = fma_rn(taps.high[3], bf16x2_high(x3), high);
+    return make_float2(silu(low), silu(high));
+}
+
+// The convolution's inputs, bf16 [rows, channels], channels in pairs. Rows -3..-1 are the history:
+// three rows of [tail | records] from row `folded` on.
+struct Inputs {
+    const u16 *rows, *tail, *records;
+    int channels, folded;
+
+    DEVICE const u16* row(int t) const {
+        if (t >= 0) return rows + static_cast<i64>(t) * channels;
+        const int at = folded + TAPS - 1 + t;
+        return at < TAPS - 1 ? tail + at * channels
+                             : records + static_cast<i64>(at - (TAPS - 1)) * channels;
+    }
+    DEVICE u32 pair(int t, int channel) const {
+        return *reinterpret_cast<const u32*>(row(t) + channel);
+    }
+};
+
+// exp(-exp(a_log) softplus(a + dt_bias))
+DEVICE float decay_gate(float a, float a_log, float dt_bias) {
+    const float x = a + dt_bias;
+    const float softplus = fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)));
+    return expf(-expf(a_log) * softplus);
+}
+
+DEVICE float beta_gate(float b) { return 1.0f / (1.0f + expf(-b)); }
+
+DEVICE float warp_sum(float x) {
+#pragma unroll
+    for (int mask = 16; mask; mask /= 2) x = add_rn(x, shuffle_xor(x, mask));
+    return x;
+}
+
+DEVICE float dot4(float4 a, float4 b) {
+    return fma_rn(a.x, b.x, fma_rn(a.y, b.y, fma_rn(a.z, b.z, mul_rn(a.w, b.w))));
+}
+
+DEVICE float4 scaled4(float4 a, float s) { return make_float4(a.x * s, a.y * s, a.z * s, a.w * s); }

@@ -1,0 +1,40 @@
+"""The launch of the head's second half: the best id of each row of logits."""
+
+from __future__ import annotations
+
+from thor_dflash.plugins.launch import At, Device, Int, Launch, Scratch, Site
+
+THREADS = 256
+"""Of a block that searches one slice of a row, as in cuda/slice.cuh."""
+
+SLICE = 8192
+"""Logits in a slice, as in cuda/slice.cuh. The same on every device: a row's result is its own."""
+
+
+def slices(width: int) -> int:
+    """How many slices a row of `width` logits has."""
+    return -(-width // SLICE)
+
+
+def best_launches(site: Site, device: Device, logits_port: str) -> tuple[Launch, ...]:
+    """From float32 logits [T, V] at `logits_port` to port `best`, int32 [T], in one launch."""
+    del device
+    rows, width = site.ports[logits_port].shape
+    limit = min(site.attributes.integer("vocab") or width, width)
+    return (
+        Launch(
+            kernel="head_best",
+            grid=(slices(limit), rows, 1),
+            threads=THREADS,
+            arguments=(
+                At(logits_port),
+                At("id_map"),
+                At("best"),
+                Scratch("best_found", 8 * rows * slices(limit)),
+                Scratch("best_arrivals", 4 * rows, zeroed=True),
+                Int(width),
+                Int(limit),
+            ),
+            source="best.cu",
+        ),
+    )

@@ -1,0 +1,32 @@
+"""head on a GPU: the vocabulary projection, then the best id of each row."""
+
+from __future__ import annotations
+
+from thor_dflash.plugins.head.best import best_launches
+from thor_dflash.plugins.launch import Device, Launch, Site
+from thor_dflash.plugins.linear.few import MOST_ROWS, Epilogue, Fused, Gate, Norm, few_launches
+from thor_dflash.plugins.linear.launch import PAIR, refuse_weight
+
+IN_PLACE: frozenset[str] = frozenset()
+
+TOLERANCE = 2.0**-8
+"""Logits; as in linear, without the last rounding."""
+
+
+def launches(site: Site, device: Device) -> tuple[Launch, ...]:
+    """The projection with the norm in front, as linear's, and the search over its logits where
+    somebody reads what it finds.
+    """
+    fused = Fused(Norm.ROW, Gate.NONE, Epilogue.LOGITS, ("logits",), folder="../linear/")
+    search = best_launches(site, device, "logits") if "best" in site else ()
+    return (*few_launches(site, device, fused), *search)
+
+
+def refuse(site: Site) -> str:
+    """Why the kernels do not take this call; empty if they do."""
+    rows, width = site.ports["logits"].shape
+    if rows > MOST_ROWS:
+        return f"head.x must be at most {MOST_ROWS} rows (got {rows})"
+    if width % PAIR:
+        return f"head.logits must have a multiple of {PAIR} columns (got {width})"
+    return refuse_weight(site, 1)

@@ -1,0 +1,261 @@
+// From the sums of an item to rows: the two halves of each step added, the pieces of a group that
+// several blocks made added in order of k by the last of them, then what comes after the product.
+//
+// Compile-time: EPILOGUE 0 none, 1 swiglu, 2 residual, 3 float32 logits.
+#pragma once
+#include "linear/products.cuh"
+#include "linear/ring.cuh"
+
+enum { NONE, SWIGLU, RESIDUAL, LOGITS };
+constexpr int GROUP_COLUMNS = 256;
+constexpr int MOST_SEGMENTS = 16;
+
+// Half a warp pair's sums: 4 strips of 8 columns.
+typedef float Own[ROW_TILES][4][4];
+
+// What the end of an item needs, in shared memory. Two items' columns: one may be at its end while
+// the next one's are on their way.
+struct Side {
+    float scales[2][GROUP_COLUMNS];
+    int2 strips[2][GROUP_COLUMNS / 8];  // segment << 24 | column, or -1; width of the segment
+    float y_squares[WARPS][MOST_ROWS];
+    u64 outputs[MOST_SEGMENTS];
+    u32 last;
+};
+
+struct Results {
+    const float* scales;
+    const int2* strips;
+    const u16* residual;
+    float* y_squares;
+    float4* partials;
+    u32* arrivals;
+    int rows;
+};
+
+// Requests what finish() will want of the columns; constants, so at any time.
+DEVICE void request_columns(Side& side, const Results& to, const Item& item, int parity) {
+    const int at = threadIdx.x;
+    if (at < 16 * item.tiles) {
+        copy_async16(shared_address(&side.scales[parity][4 * at]), to.scales + item.column + 4 * at);
+    } else if (at >= 128 && at < 128 + 4 * item.tiles) {
+        const int strip = 2 * (at - 128);
+        copy_async16(shared_address(&side.strips[parity][strip]), to.strips + item.column / 8 + strip);
+    }
+    copy_async_commit();
+}
+
+// sums -> own: strips 4 h.. of the n-tile for the warp of half step h, both halves added.
+DEVICE void exchange(Own& own, const Sums& sums, float4* room) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const bool second = warp & 1;
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; m++) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const float(&low)[4] = sums[m][j];
+            const float(&high)[4] = sums[m][4 + j];
+            room[((warp * ROW_TILES + m) * 4 + j) * 32 + lane] =
+                second ? make_float4(low[0], low[1], low[2], low[3])
+                       : make_float4(high[0], high[1], high[2], high[3]);
+        }
+    }
+    sync_some(1 + warp / 2, 64);
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; m++) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const float4 other = room[(((warp ^ 1) * ROW_TILES + m) * 4 + j) * 32 + lane];
+            const float parts[4] = {other.x, other.y, other.z, other.w};
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                own[m][j][i] = (second ? sums[m][4 + j][i] : sums[m][j][i]) + parts[i];
+            }
+        }
+    }
+}
+
+constexpr int PART = ROW_TILES * 4 * 32 * WARPS;  // float4 of one item's sums
+
+DEVICE void write_part(const Own& own, float4* part) {
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; m++) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            part[(m * 4 + j) * 32 * WARPS + threadIdx.x] =
+                make_float4(own[m][j][0], own[m][j][1], own[m][j][2], own[m][j][3]);
+        }
+    }
+}
+
+// In order of k, whoever made them.
+DEVICE void add_parts(Own& own, const float4* part, int parts) {
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; m++) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) own[m][j][i] = 0.0f;
+        }
+    }
+#pragma unroll 2
+    for (int p = 0; p < parts; p++, part += PART) {
+#pragma unroll
+        for (int m = 0; m < ROW_TILES; m++) {
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const float4 x =
+                    load_shared_result(part + (m * 4 + j) * 32 * WARPS + threadIdx.x);
+                own[m][j][0] += x.x;
+                own[m][j][1] += x.y;
+                own[m][j][2] += x.z;
+                own[m][j][3] += x.w;
+            }
+        }
+    }
+}
+
+// Of one lane's rows 16 m + 8 r + lane / 4: the sums of squares of what it stored.
+typedef float Squares[ROW_TILES][2];
+
+struct Place {
+    int2 strip;
+    u64 output;
+
+    // Of this lane's pair of columns.
+    DEVICE int column() const { return (strip.x & 0xffffff) + 2 * (threadIdx.x % 4); }
+    DEVICE bool valid() const { return strip.x >= 0 && column() < strip.y; }
+    DEVICE i64 at(int row) const { return static_cast<i64>(row) * strip.y + column(); }
+};
+
+DEVICE Place place(const Side& side, int parity, int j) {
+    const int warp = threadIdx.x / 32;
+    const int2 strip = side.strips[parity][4 * warp + j];
+    return {strip, strip.x < 0 ? 0 : side.outputs[strip.x >> 24]};
+}
+
+DEVICE u32 store_pair(const Place& to, int row, float low, float high) {
+    const u32 pair = pack_bf16x2(low, high);
+    *reinterpret_cast<u32*>(reinterpret_cast<u16*>(to.output) + to.at(row)) = pair;
+    return pair;
+}
+
+DEVICE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
+
+// The end of one strip (of a pair of strips, swiglu) for one of a lane's rows.
+DEVICE float store_strip(const Results& to, const Place& place, int row, float2 sum, float2 up,
+                         u32 residual) {
+    if (!place.valid() || row >= to.rows) return 0.0f;
+#if EPILOGUE == 3
+    *reinterpret_cast<float2*>(reinterpret_cast<float*>(place.output) + place.at(row)) = sum;
+    return 0.0f;
+#else
+#if EPILOGUE == 1
+    sum = make_float2(silu(sum.x) * up.x, silu(sum.y) * up.y);
+#elif EPILOGUE == 2
+    sum = make_float2(bf16x2_low(residual) + sum.x, bf16x2_high(residual) + sum.y);
+#endif
+    const u32 pair = store_pair(place, row, sum.x, sum.y);
+    const float low = bf16x2_low(pair), high = bf16x2_high(pair);
+    return fma_rn(high, high, low * low);
+#endif
+}
+
+typedef u32 Residual[ROW_TILES][2][4];
+
+DEVICE void load_residual(Residual& residual, const Side& side, const Results& from, int parity) {
+#if EPILOGUE == 2
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const Place at = place(side, parity, j);
+#pragma unroll
+        for (int i = 0; i < 2 * ROW_TILES; i++) {
+            const int row = 8 * i + threadIdx.x % 32 / 4;
+            residual[i / 2][i % 2][j] = 0;
+            if (at.valid() && row < from.rows) {
+                residual[i / 2][i % 2][j] =
+                    load_shared_result(reinterpret_cast<const u32*>(from.residual + at.at(row)));
+            }
+        }
+    }
+#endif
+}
+
+DEVICE void store_own(Squares& squares, const Own& own, const Residual& residual, const Side& side,
+                      const Results& to, int parity) {
+    const int lane = threadIdx.x % 32;
+    const float* scales = &side.scales[parity][threadIdx.x / 32 * 32 + lane % 4 * 2];
+    constexpr int STRIPS = EPILOGUE == SWIGLU ? 2 : 1;  // that make one strip of rows
+#pragma unroll
+    for (int i = 0; i < 2 * ROW_TILES; i++) {
+        const int m = i / 2, r = i % 2, row = 8 * i + lane / 4;
+        squares[m][r] = 0.0f;
+#pragma unroll
+        for (int j = 0; j < 4; j += STRIPS) {
+            float2 v[2];
+#pragma unroll
+            for (int s = 0; s < STRIPS; s++) {
+                const float(&sum)[4] = own[m][j + s];
+                const float* column = scales + 8 * (j + s);
+                v[s] = make_float2(sum[2 * r] * column[0], sum[2 * r + 1] * column[1]);
+            }
+            const u32 add = EPILOGUE == RESIDUAL ? residual[m][r][j] : 0;
+            squares[m][r] +=
+                store_strip(to, place(side, parity, j), row, v[0], v[STRIPS - 1], add);
+        }
+    }
+}
+
+// Sums of squares of 256 columns: lanes of a row, then warps, in order.
+DEVICE void store_squares(const Squares& squares, Side& side, const Results& to, const Item& item) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 2 * ROW_TILES; i++) {
+        float sum = squares[i / 2][i % 2];
+        sum += shuffle_xor(sum, 1);
+        sum += shuffle_xor(sum, 2);
+        if (lane % 4 == 0) side.y_squares[warp][8 * i + lane / 4] = sum;
+    }
+    sync_block();
+    if (threadIdx.x < MOST_ROWS) {
+        float sum = 0.0f;
+        if (threadIdx.x < ROWS) {
+#pragma unroll
+            for (int w = 0; w < WARPS; w++) sum += side.y_squares[w][threadIdx.x];
+        }
+        to.y_squares[item.column / GROUP_COLUMNS * MOST_ROWS + threadIdx.x] = sum;
+    }
+}
+
+// Whether this block has every piece of the group; `own` is then the whole group's.
+DEVICE bool complete(Own& own, const Item& item, Side& side, const Results& to, bool active) {
+    if (item.parts == 1) return true;
+    float4* parts = to.partials + static_cast<u64>(item.first) * PART;
+    if (active) write_part(own, parts + static_cast<u64>(item.order) * PART);
+    sync_block();
+    if (threadIdx.x == 0) side.last = arrive(to.arrivals + item.first) == item.parts - 1;
+    sync_block();
+    if (!side.last) return false;
+    fence_device();
+    if (threadIdx.x == 0) to.arrivals[item.first] = 0;
+    if (active) add_parts(own, parts, item.parts);
+    return true;
+}
+
+// `room`: where the chunks of rows are; every thread is done with them after the first sync.
+DEVICE void finish(const Sums& sums, const Item& item, Side& side, const Results& to, float4* room,
+                   int parity) {
+    copy_async_wait<0>();
+    sync_block();
+    const bool active = threadIdx.x / 32 < 2 * item.tiles;
+    Own own;
+    Residual residual;
+    Squares squares = {};
+    if (active) {
+        load_residual(residual, side, to, parity);
+        exchange(own, sums, room);
+    }
+    if (!complete(own, item, side, to, active)) return;
+    if (active) store_own(squares, own, residual, side, to, parity);
+    if (to.y_squares) store_squares(squares, side, to, item);
+}

@@ -1,0 +1,98 @@
+"""linear on a GPU: up to 32 rows at the speed of memory, more at the speed of the matrix units."""
+
+from __future__ import annotations
+
+from thor_dflash.plugins.launch import Device, Launch, Site
+from thor_dflash.plugins.linear import prefill_launch
+from thor_dflash.plugins.linear.few import (
+    MOST_ROWS,
+    Epilogue,
+    Fused,
+    Gate,
+    Norm,
+    few_launches,
+    squares_launch,
+)
+from thor_dflash.plugins.linear.layout import KIND_OF
+from thor_dflash.tensors import DType
+
+__all__ = ["IN_PLACE", "PAIR", "TOLERANCE", "launches", "refuse", "refuse_weight", "squares_launch"]
+
+IN_PLACE: frozenset[str] = frozenset()
+
+TOLERANCE = 2.0**-7
+"""Rows are bf16: the result is rounded once, 2^-9 of itself at most, and the reference's too. A row
+that enters the product after a norm or a gate in float32 may round to the neighbour of what the
+reference's float64 rounds to: 2^-8 of one of K terms, seldom. Weights are exact, sums float32."""
+
+PAIR = 2
+"""Columns that a thread stores at once."""
+_BLOCK = 16
+_MOST_SEGMENTS = 16
+
+
+def launches(site: Site, device: Device) -> tuple[Launch, ...]:
+    """One launch, after one for the sums of squares where a norm needs them and nobody gives them;
+    more than 32 rows: see prefill_launch.
+    """
+    if site.size("x", 0) > MOST_ROWS:
+        return prefill_launch.launches(site, device)
+    a = site.attributes
+    head_dim = a.integer("head_dim") % site.size("x", 1)
+    norm = Norm.NONE
+    if "norm_weight" in site:
+        norm = Norm.HEAD if head_dim else Norm.ROW
+    epilogue = Epilogue[a.word("epilogue").upper()]
+    segments = a.integer("segments") if epilogue is Epilogue.NONE else 1
+    outputs = tuple(f"y{i}" for i in range(segments))
+    gate = Gate[a.word("gate").upper()]
+    return few_launches(site, device, Fused(norm, gate, epilogue, outputs, head_dim))
+
+
+def refuse(site: Site) -> str:
+    """Why the kernels do not take this call; empty if they do."""
+    a = site.attributes
+    segments, head_dim = a.integer("segments"), a.integer("head_dim")
+    if segments > _MOST_SEGMENTS:
+        return f"linear.segments must be at most {_MOST_SEGMENTS} (got {segments})"
+    if head_dim not in (0, 8, 16, 32, 64, 128, site.size("x", 1)):
+        return f"linear.head_dim must be K or a power of two from 8 to 128 (got {head_dim})"
+    return refuse_weight(site, segments) or _refuse_swiglu(site) or _refuse_widths(site)
+
+
+def refuse_weight(site: Site, segments: int) -> str:
+    """Why rows, norm weight or weights of a linear or a head are not the kernels'; empty if not."""
+    room, k = site.op.name, site.size("x", 1)
+    if (dtype := site.ports["x"].dtype) is not DType.BF16:
+        return f"{room}.x must be bfloat16 (got {dtype.value})"
+    if "norm_weight" in site:
+        dtype = site.ports["norm_weight"].dtype
+        if dtype not in (DType.BF16, DType.F32):
+            return f"{room}.norm_weight must be bfloat16 or float32 (got {dtype.value})"
+    for weight in (f"weight{i}" for i in range(segments)):
+        if weight not in site:
+            continue
+        if (dtype := site.ports[weight].dtype) not in KIND_OF:
+            return f"{room}.{weight} must be NVFP4, FP8 or bfloat16 (got {dtype.value})"
+        if site.size(weight, 0) % PAIR:
+            n = site.size(weight, 0)
+            return f"{room}.{weight} must have a multiple of {PAIR} rows (got {n})"
+    if k % _BLOCK:
+        return f"{room}.x must have a multiple of {_BLOCK} columns (got {k})"
+    return ""
+
+
+def _refuse_swiglu(site: Site) -> str:
+    if site.attributes.word("epilogue") != "swiglu" or "weight0" not in site:
+        return ""
+    first, second = (site.ports[f"weight{i}"].dtype.value for i in (0, 1))
+    if first == second:
+        return ""
+    return f"linear.weight1 must be stored as weight0 is, for swiglu (got {second}, not {first})"
+
+
+def _refuse_widths(site: Site) -> str:
+    for port, shaped in site.ports.items():
+        if port.rstrip("0123456789") == "y" and shaped.shape[1] % PAIR:
+            return f"linear.{port} must have a multiple of {PAIR} columns (got {shaped.shape[1]})"
+    return ""

@@ -1,0 +1,115 @@
+"""Who makes what: the steps of every group of columns, cut into runs of equal bytes.
+
+A block streams one run from its first byte to its last. Where runs meet inside a group, each block
+makes a part of the group's K, and the parts are added in order of k whoever ends last: the cut is
+a function of the shapes and of the number of blocks, so a sum has the same bits every time.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+import numpy as np
+
+from thor_dflash.plugins.linear.layout import Group, Layout
+from thor_dflash.tensors import Array
+
+OFFSET_UNIT = 512
+"""Bytes; offsets of groups are given to the kernel in this unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Steps k0..k1 of one group, made by one block."""
+
+    group: Group
+    k0: int
+    k1: int
+    first: int
+    """Index of the group's first partial sum; 0 where there is one item."""
+    order: int
+    """Which of the group's items this is."""
+    parts: int
+    """How many items the group has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """The items of every block, in the order in which the block makes them."""
+
+    blocks: tuple[tuple[Item, ...], ...]
+
+    @property
+    def parts(self) -> int:
+        """Partial sums that are kept, of 256 columns each."""
+        return sum(item.parts > 1 for items in self.blocks for item in items)
+
+    def block_table(self) -> Array:
+        """int32 [blocks, 4]: first item, end, steps (an item's rounded up to even), 0."""
+        ends = list(accumulate(len(items) for items in self.blocks))
+        steps = [sum((i.k1 - i.k0 + 1) // 2 * 2 for i in items) for items in self.blocks]
+        rows = zip([0, *ends[:-1]], ends, steps, [0] * len(ends), strict=True)
+        return np.array(list(rows), np.int32)
+
+    def item_table(self) -> Array:
+        """int32 [items, 8]: offset / 512, k0, k1, kind | tiles << 8, column, first, order, parts."""
+        return np.array(
+            [
+                (
+                    i.group.offset // OFFSET_UNIT,
+                    i.k0,
+                    i.k1,
+                    i.group.kind | i.group.tiles << 8,
+                    i.group.column,
+                    i.first,
+                    i.order,
+                    i.parts,
+                )
+                for items in self.blocks
+                for i in items
+            ],
+            np.int32,
+        )
+
+
+@lru_cache(maxsize=256)
+def partition(plan: Layout, blocks: int) -> Partition:
+    """Cut a layout for at most so many blocks; none of them is left without work."""
+    steps = plan.steps
+    starts = [0, *accumulate(steps * group.step_bytes for group in plan.groups)]
+    cuts = {0, steps * len(plan.groups)}
+    for i in range(1, blocks):
+        byte = starts[-1] * i // blocks
+        at = bisect_right(starts, byte) - 1
+        size = plan.groups[at].step_bytes
+        cuts.add(at * steps + (byte - starts[at] + size // 2) // size)
+    edges = sorted(cuts)
+    pieces = [_pieces(a, b, steps) for a, b in zip(edges, edges[1:], strict=False)]
+    counts = [0] * len(plan.groups)
+    for group, _, _ in (piece for block in pieces for piece in block):
+        counts[group] += 1
+    firsts = [0, *accumulate(count if count > 1 else 0 for count in counts)]
+    seen = [0] * len(plan.groups)
+    made: list[tuple[Item, ...]] = []
+    for block in pieces:
+        items: list[Item] = []
+        for g, k0, k1 in block:
+            first = firsts[g] if counts[g] > 1 else 0
+            items.append(Item(plan.groups[g], k0, k1, first, seen[g], counts[g]))
+            seen[g] += 1
+        made.append(tuple(items))
+    return Partition(tuple(made))
+
+
+def _pieces(begin: int, end: int, steps: int) -> list[tuple[int, int, int]]:
+    """(group, k0, k1) of the units begin..end, a unit being one step of one group."""
+    made: list[tuple[int, int, int]] = []
+    while begin < end:
+        group, k0 = divmod(begin, steps)
+        k1 = min(steps, k0 + end - begin)
+        made.append((group, k0, k1))
+        begin += k1 - k0
+    return made

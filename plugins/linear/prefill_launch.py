@@ -1,0 +1,124 @@
+"""linear for more than 32 rows: the prologue's rows first, then tiles bound by the matrix units.
+
+2 T N K FLOP against N K (9/16, 1 or 2) + 2 T (K + N) bytes: beyond T = 200 the products decide.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from thor_dflash.plugins.launch import (
+    Addresses,
+    Argument,
+    At,
+    Device,
+    Int,
+    Launch,
+    Real,
+    Scratch,
+    Site,
+    Table,
+)
+from thor_dflash.plugins.linear.few import Epilogue, Gate, strip_table
+from thor_dflash.plugins.linear.layout import GROUP_TILES, Kind, Layout, layout
+from thor_dflash.tensors import Array, DType
+
+ROWS_THREADS = 256
+STAGES = 4
+"""Of the ring, as in prefill.cu."""
+STEP = 64
+"""Of K, one stage."""
+BARRIER_BYTES = 8
+OFFSET_UNIT = 512
+"""Of a group's offset, bytes."""
+
+
+def launches(site: Site, device: Device) -> tuple[Launch, ...]:
+    """The launches of a call of more than 32 rows."""
+    plain = "norm_weight" not in site and site.attributes.word("gate") == "none"
+    if plain:
+        return (_product(site, device, At("x")),)
+    rows = Scratch("rows", site.ports["x"].nbytes)
+    return _rows(site, rows), _product(site, device, rows)
+
+
+def _rows(site: Site, to: Scratch) -> Launch:
+    t, k = site.ports["x"].shape
+    a, norm = site.attributes, 0
+    if "norm_weight" in site:
+        norm = a.integer("head_dim") or k
+    wide = "norm_weight" in site and site.ports["norm_weight"].dtype is DType.F32
+    return Launch(
+        kernel="linear_rows",
+        source="rows.cu",
+        grid=(t, 1, 1),
+        threads=ROWS_THREADS,
+        arguments=(
+            At("x"),
+            At("norm_weight"),
+            At("gate"),
+            to,
+            Int(k),
+            Int(norm),
+            Int(Gate[a.word("gate").upper()]),
+            Real(a.real("norm_eps")),
+            Real(a.real("norm_offset")),
+        ),
+        defines={"WEIGHT_FLOAT": int(wide)},
+    )
+
+
+def _product(site: Site, device: Device, rows: Argument) -> Launch:
+    plan = layout(site)
+    t, k = site.ports["x"].shape
+    tile_rows = 64 if t <= 64 else 128
+    tiles = -(-t // tile_rows) * len(plan.groups)
+    shared = STAGES * (_slot_bytes(plan, tile_rows) + BARRIER_BYTES)
+    resident = 2 if tile_rows == 64 and 2 * (shared + 1024) <= device.shared else 1
+    blocks = resident * device.multiprocessors
+    whole = _whole(tiles, blocks) if tile_rows == 128 else tiles
+    epilogue = Epilogue[site.attributes.word("epilogue").upper()]
+    outputs = len(plan.widths) if epilogue is Epilogue.NONE else 1
+    return Launch(
+        kernel="linear_prefill",
+        source="prefill.cu",
+        grid=(min(2 * tiles - whole, blocks), 1, 1),
+        threads=tile_rows * 2,
+        arguments=(
+            rows,
+            At("packed"),
+            At("scales"),
+            Table(_groups(plan)),
+            Table(strip_table(plan)),
+            At("residual"),
+            Addresses(tuple(f"y{i}" for i in range(outputs))),
+            Int(t),
+            Int(k),
+            Int(len(plan.groups)),
+            Int(whole),
+        ),
+        shared=shared,
+        defines={
+            "TILE_ROWS": tile_rows,
+            "KINDS": sum(1 << kind for kind in set(plan.kinds)),
+            "EPILOGUE": epilogue,
+        },
+    )
+
+
+def _whole(tiles: int, blocks: int) -> int:
+    """Tiles that are done as one: what is left after full rounds is cut in two if that fits."""
+    left = tiles % blocks
+    return tiles - left if 2 * left <= blocks else tiles
+
+
+def _slot_bytes(plan: Layout, tile_rows: int) -> int:
+    """One stage: rows, and the n-tiles of a group of the largest kind."""
+    largest = Kind(max(plan.kinds))
+    return tile_rows * STEP * 2 + GROUP_TILES * largest.slots * largest.slot_bytes
+
+
+def _groups(plan: Layout) -> Array:
+    """int32 [groups, 4]: offset in units of 512 bytes, kind, n-tiles, first packed column."""
+    rows = [(g.offset // OFFSET_UNIT, int(g.kind), g.tiles, g.column) for g in plan.groups]
+    return np.array(rows, np.int32)

@@ -1,0 +1,95 @@
+// The rows that enter a product of more than 32 rows: the contract's prologue, in float32, rounded
+// to bf16 once. One block a row; a thread takes eight neighbouring columns at a time, so a row's
+// sums have one order whatever else is computed.
+#include "cuda/device.cuh"
+
+constexpr int THREADS = 256;
+constexpr int WARPS = THREADS / 32;
+enum { NO_GATE, SIGMOID, SILU };
+
+DEVICE void unpack8(float (&to)[8], uint4 from) {
+    const u32 words[4] = {from.x, from.y, from.z, from.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        to[2 * i] = bf16x2_low(words[i]);
+        to[2 * i + 1] = bf16x2_high(words[i]);
+    }
+}
+
+DEVICE float squares8(uint4 x) {
+    float v[8];
+    unpack8(v, x);
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; i++) sum = fma_rn(v[i], v[i], sum);
+    return sum;
+}
+
+// Every thread receives the sum over the block.
+DEVICE float block_sum(float sum, float* parts) {
+#pragma unroll
+    for (int mask = 16; mask; mask /= 2) sum += shuffle_xor(sum, mask);
+    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = sum;
+    sync_block();
+    sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < WARPS; i++) sum += parts[i];
+    return sum;
+}
+
+DEVICE float gated(float x, float gate, int kind) {
+    const float s = 1.0f / (1.0f + expf(-gate));
+    return kind == NO_GATE ? x : kind == SIGMOID ? x * s : x * (gate * s);
+}
+
+// x, gate, y [rows, width], width a multiple of 8; `norm` the columns of one norm: width, or a head
+// of 8 to 256 columns (a power of two), or 0 for none; norm_weight [norm], WEIGHT_FLOAT: float32.
+KERNEL void __launch_bounds__(THREADS)
+linear_rows(const u16* x, const void* __restrict__ norm_weight, const u16* gate, u16* y, int width,
+            int norm, int gate_kind, float eps, float offset) {
+    __shared__ float parts[WARPS];
+    let_next_start();
+    wait_for_previous();
+    const i64 row = static_cast<i64>(blockIdx.x) * width;
+    const uint4* in = reinterpret_cast<const uint4*>(x + row);
+    const uint4* gates = reinterpret_cast<const uint4*>(gate + row);
+    uint4* out = reinterpret_cast<uint4*>(y + row);
+    const int chunks = width / 8, lanes = norm / 8;  // `lanes` make one head's sum
+    const bool by_row = norm == width;
+    float scale = 1.0f;
+    if (by_row) {
+        float sum = 0.0f;
+        for (int c = threadIdx.x; c < chunks; c += THREADS) sum += squares8(in[c]);
+        scale = rsqrtf(block_sum(sum, parts) / width + eps);
+    }
+    // Whole warps go round: shuffles need every lane.
+    for (int first = 0; first < chunks; first += THREADS) {
+        const int c = first + threadIdx.x;
+        const bool there = c < chunks;
+        const uint4 packed = there ? in[c] : make_uint4(0, 0, 0, 0);
+        if (norm && !by_row) {
+            float sum = squares8(packed);
+            for (int mask = lanes / 2; mask; mask /= 2) sum += shuffle_xor(sum, mask);
+            scale = rsqrtf(sum / norm + eps);
+        }
+        if (!there) continue;
+        float v[8], g[8] = {};
+        unpack8(v, packed);
+        if (gate_kind != NO_GATE) unpack8(g, gates[c]);
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            if (norm) {
+                const int at = by_row ? c * 8 + i : (c * 8 + i) & (norm - 1);
+#if WEIGHT_FLOAT
+                const float w = static_cast<const float*>(norm_weight)[at];
+#else
+                const float w = bf16_float(static_cast<const u16*>(norm_weight)[at]);
+#endif
+                v[i] = v[i] * scale * (offset + w);
+            }
+            v[i] = gated(v[i], g[i], gate_kind);
+        }
+        out[c] = make_uint4(pack_bf16x2(v[0], v[1]), pack_bf16x2(v[2], v[3]),
+                            pack_bf16x2(v[4], v[5]), pack_bf16x2(v[6], v[7]));
+    }
+}

@@ -1,0 +1,153 @@
+"""The launch rule of every room, and of the standard nodes our graphs use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from thor_dflash import plugins
+from thor_dflash.plugins import OPS, Op
+from thor_dflash.plugins.accept import launch as accept
+from thor_dflash.plugins.context_kv import launch as context_kv
+from thor_dflash.plugins.draft_attention import launch as draft_attention
+from thor_dflash.plugins.gdn import launch as gdn
+from thor_dflash.plugins.head import launch as head
+from thor_dflash.plugins.launch import Device, Launch, Shaped, Site
+from thor_dflash.plugins.linear import launch as linear
+from thor_dflash.plugins.linear import pack
+from thor_dflash.plugins.op import Attribute
+from thor_dflash.plugins.standard import launch as standard
+from thor_dflash.plugins.standard.nodes import COMPOSE, CONCAT, EMBED, SQUARES
+from thor_dflash.plugins.verify_attention import launch as verify_attention
+from thor_dflash.tensors import Array
+
+SQUARES_COLUMNS = standard.SLICE
+"""Columns of one sum of squares."""
+SQUARES_ROWS = standard.SQUARE_ROWS
+"""Most rows of a block: linears of more rows make their own sums."""
+
+Pack = Callable[[Site, Mapping[str, Array]], dict[str, Array]]
+
+
+def _nothing(site: Site) -> str:
+    return ""
+
+
+def _no_squares(attributes: Mapping[str, Attribute]) -> str:
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What an engine needs to know of a room."""
+
+    op: Op
+    folder: Path
+    """Where the sources of the launches are."""
+    launches: Callable[[Site, Device], tuple[Launch, ...]]
+    refuse: Callable[[Site], str] = _nothing
+    """Why the kernels do not take a call, or ""."""
+    in_place: frozenset[str] = frozenset()
+    """Outputs written over the input they are the next value of."""
+    optional: frozenset[str] = frozenset()
+    """Outputs a call may leave out where nobody reads them."""
+    packed: Callable[[Site], Mapping[str, Shaped]] | None = None
+    """What takes the place of weight#, block_scale# and row_scale#."""
+    pack: Pack | None = None
+    squares: Callable[[Mapping[str, Attribute]], str] = _no_squares
+    """The port that gives the sums of squares of the rows a call makes, or ""."""
+
+
+def _linear_squares(attributes: Mapping[str, Attribute]) -> str:
+    single = attributes["segments"] == 1 and attributes["epilogue"] in ("none", "residual")
+    return "y0_squares" if single else ""
+
+
+def _embed_squares(attributes: Mapping[str, Attribute]) -> str:
+    return "squares"
+
+
+def _embed(site: Site, device: Device) -> tuple[Launch, ...]:
+    (rows, hidden), vocab = site.ports["rows"].shape, site.size("table", 0)
+    mask, squares = site.attributes.integer("mask"), "squares" in site
+    if mask < 0:
+        return (standard.embed(rows, vocab, hidden, squares=squares),)
+    return (standard.embed(rows, vocab, hidden, squares=squares, count=1, filler=mask),)
+
+
+def _refuse_embed(site: Site) -> str:
+    rows, hidden = site.ports["rows"].shape
+    return standard.refuse_embed(rows, hidden, "squares" in site)
+
+
+def _widths(site: Site) -> list[int]:
+    count = sum(port.startswith("x") for port in site.ports)
+    return [site.size(f"x{i}", 1) for i in range(count)]
+
+
+def _concat(site: Site, device: Device) -> tuple[Launch, ...]:
+    return (standard.concat(site.size("y", 0), _widths(site)),)
+
+
+def _refuse_concat(site: Site) -> str:
+    return standard.refuse_concat(_widths(site))
+
+
+def _compose(site: Site, device: Device) -> tuple[Launch, ...]:
+    return (standard.compose(site.size("tokens", 0)),)
+
+
+def _squares(site: Site, device: Device) -> tuple[Launch, ...]:
+    return (linear.squares_launch(*site.ports["x"].shape),)
+
+
+ROOT = Path(plugins.__file__).parent
+_ROOMS = {op.name: op for op in OPS}
+
+RULES: Mapping[str, Rule] = {
+    "linear": Rule(
+        _ROOMS["linear"],
+        ROOT / "linear",
+        linear.launches,
+        linear.refuse,
+        packed=pack.packed,
+        pack=pack.pack,
+        squares=_linear_squares,
+    ),
+    "head": Rule(
+        _ROOMS["head"],
+        ROOT,
+        head.launches,
+        head.refuse,
+        optional=frozenset({"best"}),
+        packed=pack.packed,
+        pack=pack.pack,
+    ),
+    "gdn": Rule(_ROOMS["gdn"], ROOT / "gdn", gdn.launches, gdn.refuse, gdn.IN_PLACE),
+    "verify_attention": Rule(
+        _ROOMS["verify_attention"],
+        ROOT / "verify_attention",
+        verify_attention.launches,
+        verify_attention.refuse,
+        verify_attention.IN_PLACE,
+    ),
+    "draft_attention": Rule(
+        _ROOMS["draft_attention"],
+        ROOT / "draft_attention",
+        draft_attention.launches,
+        draft_attention.refuse,
+    ),
+    "context_kv": Rule(
+        _ROOMS["context_kv"],
+        ROOT / "context_kv",
+        context_kv.launches,
+        context_kv.refuse,
+        context_kv.IN_PLACE,
+    ),
+    "accept": Rule(_ROOMS["accept"], ROOT / "accept", accept.launches, accept.refuse),
+    "embed": Rule(EMBED, ROOT / "standard", _embed, _refuse_embed, squares=_embed_squares),
+    "concat": Rule(CONCAT, ROOT / "standard", _concat, _refuse_concat),
+    "compose": Rule(COMPOSE, ROOT / "standard", _compose),
+    "squares": Rule(SQUARES, ROOT / "linear", _squares),
+}

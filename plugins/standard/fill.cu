@@ -1,0 +1,92 @@
+// Fills memory with reproducible pseudo-random weights: element i is a function of seed and i alone.
+#include "linear/units.cuh"
+
+constexpr int THREADS = 256;
+constexpr int SLOT_UNITS = NVFP4_SLOT / 16, CODE_UNITS = NVFP4_CODES / 16;
+constexpr u32 SCALE_CODES = 0x78787878u;  // four E5M3 bytes of 0.5; three bits of each stay free
+constexpr float BYTES_MEAN = 510.0f;      // of the sum of four bytes, and one over its deviation
+constexpr float BYTES_UNIT = 0.00676587f;
+
+// A bijection of 32 bits that leaves no bit as it was. Source: C. Wellons, lowbias32.
+DEVICE u32 mixed(u32 x) {
+    x ^= x >> 16;
+    x *= 0x7feb352du;
+    x ^= x >> 15;
+    x *= 0x846ca68bu;
+    return x ^ x >> 16;
+}
+DEVICE u32 word(u32 key, u32 i) { return mixed(i * 0x9e3779b9u + key); }
+
+// Mean 0, deviation 1, within 3.5: the sum of four uniform bytes.
+DEVICE float normal(u32 bits) {
+    u32 pairs = (bits & 0x00ff00ffu) + (bits >> 8 & 0x00ff00ffu);
+    return (static_cast<float>((pairs & 0xffffu) + (pairs >> 16)) - BYTES_MEAN) * BYTES_UNIT;
+}
+
+DEVICE u64 first_item() { return static_cast<u64>(blockIdx.x) * THREADS + threadIdx.x; }
+DEVICE u64 stride() { return static_cast<u64>(gridDim.x) * THREADS; }
+
+// Any codes, scales 0.5 .. 0.9375.
+KERNEL void __launch_bounds__(THREADS) fill_nvfp4(uint4* to, int slots, int seed) {
+    wait_for_previous();
+    let_next_start();
+    u32 key = mixed(static_cast<u32>(seed));
+    u64 units = static_cast<u64>(slots) * SLOT_UNITS;
+    for (u64 i = first_item(); i < units; i += stride()) {
+        u32 at = static_cast<u32>(i) * 4, x[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            u32 bits = word(key, at + j);
+            u32 scales = (bits & 0x07070707u) | SCALE_CODES;
+            // The bytes of a stored scale word start at bit 4.
+            x[j] = i % SLOT_UNITS < CODE_UNITS ? bits : rotate_right(scales, 28);
+        }
+        to[i] = make_uint4(x[0], x[1], x[2], x[3]);
+    }
+}
+
+// E4M3, deviation 1.
+KERNEL void __launch_bounds__(THREADS) fill_fp8(u32* to, int words, int seed) {
+    wait_for_previous();
+    let_next_start();
+    u32 key = mixed(static_cast<u32>(seed));
+    for (u64 i = first_item(); i < static_cast<u64>(words); i += stride()) {
+        u32 at = static_cast<u32>(i) * 4;
+        u32 low = pack_e4m3x2(normal(word(key, at)), normal(word(key, at + 1)));
+        u32 high = pack_e4m3x2(normal(word(key, at + 2)), normal(word(key, at + 3)));
+        to[i] = low | high << 16;
+    }
+}
+
+KERNEL void __launch_bounds__(THREADS)
+fill_bf16(u16* to, int count, int seed, float mean, float deviation) {
+    wait_for_previous();
+    let_next_start();
+    u32 key = mixed(static_cast<u32>(seed));
+    u64 all = static_cast<u64>(count);
+    for (u64 i = first_item() * 8; i < all; i += stride() * 8) {
+        u32 x[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            u32 at = static_cast<u32>(i) + 2 * j;
+            x[j] = pack_bf16x2(fma_rn(normal(word(key, at)), deviation, mean),
+                               fma_rn(normal(word(key, at + 1)), deviation, mean));
+        }
+        if (i + 8 <= all) {
+            *reinterpret_cast<uint4*>(to + i) = make_uint4(x[0], x[1], x[2], x[3]);
+            continue;
+        }
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            if (i + j < all) to[i + j] = static_cast<u16>(x[j / 2] >> 16 * (j % 2));
+    }
+}
+
+KERNEL void __launch_bounds__(THREADS)
+fill_f32(float* to, int count, int seed, float mean, float deviation) {
+    wait_for_previous();
+    let_next_start();
+    u32 key = mixed(static_cast<u32>(seed));
+    for (u64 i = first_item(); i < static_cast<u64>(count); i += stride())
+        to[i] = fma_rn(normal(word(key, static_cast<u32>(i))), deviation, mean);
+}

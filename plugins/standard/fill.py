@@ -1,0 +1,58 @@
+"""Launches that make a random model in device memory: weights as packed, without a file.
+
+Every launch writes the port `to`; element i depends on the seed and i alone, so that two devices
+hold the same model. Values are near normal (the sum of four uniform bytes) and within 3.5 standard
+deviations; NVFP4 codes are uniform.
+"""
+
+from __future__ import annotations
+
+from thor_dflash.plugins.launch import At, Device, Int, Launch, Real
+
+NVFP4_SLOT = 2304
+"""Bytes of the unit that `nvfp4` writes, see linear/units.cuh."""
+
+NVFP4_DEVIATION = 2.1445
+"""Standard deviation of what `nvfp4` writes, before the column's float32 scale: uniform E2M1 codes
+(root mean square 2.9262) times block scales of (8 .. 15) / 16 (0.7329)."""
+
+FP8_DEVIATION = 1.0
+"""The same of what `fp8` writes."""
+
+THREADS = 256
+BLOCKS_PER_MULTIPROCESSOR = 8
+LARGEST = 2**31 - 1
+"""Most elements of one launch."""
+
+
+def _launch(kernel: str, device: Device, count: int, seed: int, *more: Real) -> Launch:
+    assert 0 < count <= LARGEST, count
+    return Launch(
+        kernel,
+        (device.multiprocessors * BLOCKS_PER_MULTIPROCESSOR, 1, 1),
+        THREADS,
+        (At("to"), Int(count), Int(seed), *more),
+        source="fill.cu",
+    )
+
+
+def nvfp4(device: Device, nbytes: int, seed: int) -> Launch:
+    """`nbytes`, a multiple of 2304, of packed NVFP4 weights with their block scales."""
+    assert nbytes % NVFP4_SLOT == 0, nbytes
+    return _launch("fill_nvfp4", device, nbytes // NVFP4_SLOT, seed)
+
+
+def fp8(device: Device, nbytes: int, seed: int) -> Launch:
+    """`nbytes`, a multiple of 4, of E4M3 weights."""
+    assert nbytes % 4 == 0, nbytes
+    return _launch("fill_fp8", device, nbytes // 4, seed)
+
+
+def bf16(device: Device, count: int, seed: int, mean: float, deviation: float) -> Launch:
+    """`count` bfloat16 values; `deviation` 0 makes a constant. `to` is 16-byte aligned."""
+    return _launch("fill_bf16", device, count, seed, Real(mean), Real(deviation))
+
+
+def f32(device: Device, count: int, seed: int, mean: float, deviation: float) -> Launch:
+    """`count` float32 values; `deviation` 0 makes a constant."""
+    return _launch("fill_f32", device, count, seed, Real(mean), Real(deviation))

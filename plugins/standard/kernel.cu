@@ -1,0 +1,64 @@
+// The standard nodes of the graphs: embedding rows, rows side by side, the drafter's tokens.
+#include "cuda/device.cuh"
+
+constexpr int WARPS = 8, THREADS = 32 * WARPS;
+constexpr int SLICE = 256;       // columns of one sum of squares
+constexpr int SQUARE_ROWS = 32;  // rows of the sums
+constexpr u32 NAN_PAIR = 0x7fff7fffu;
+
+DEVICE float squares_of(u32 pair) {
+    float low = bf16x2_low(pair), high = bf16x2_high(pair);
+    return fma_rn(high, high, mul_rn(low, low));
+}
+
+// Row t is table[ids[t]], or table[filler] from `count` on. An id outside the table has no row:
+// NaN, which accept reports. A warp copies one slice of one row; `squares` [slices, 32] may be null.
+KERNEL void __launch_bounds__(THREADS)
+embed(const u16* table, const i32* ids, u16* rows, float* squares, int row_count, int vocabulary,
+      int hidden, int count, int filler) {
+    wait_for_previous();
+    let_next_start();
+    int lane = threadIdx.x % 32, t = blockIdx.y;
+    int slice = blockIdx.x * WARPS + threadIdx.x / 32;
+    int column = slice * SLICE + lane * 8;
+    if (slice * SLICE >= hidden) return;
+    float sum = 0.0f;
+    if (t < row_count && column < hidden) {
+        int id = t < count ? ids[t] : filler;
+        uint4 x = make_uint4(NAN_PAIR, NAN_PAIR, NAN_PAIR, NAN_PAIR);
+        if (id >= 0 && id < vocabulary)
+            x = *reinterpret_cast<const uint4*>(table + static_cast<u64>(id) * hidden + column);
+        *reinterpret_cast<uint4*>(rows + static_cast<u64>(t) * hidden + column) = x;
+        sum = add_rn(add_rn(squares_of(x.x), squares_of(x.y)),
+                     add_rn(squares_of(x.z), squares_of(x.w)));
+    }
+    if (!squares) return;
+#pragma unroll
+    for (int mask = 16; mask > 0; mask /= 2) sum = add_rn(sum, shuffle_xor(sum, mask));
+    if (lane == 0) squares[slice * SQUARE_ROWS + t] = sum;
+}
+
+// y[t] = [source 0's row t, source 1's row t, ...], in units of 16 bytes. x rows, y sources.
+KERNEL void __launch_bounds__(THREADS)
+concat(const u64* sources, const i32* widths, const i32* starts, uint4* y, int width) {
+    int t = blockIdx.x, source = blockIdx.y, units = widths[source];
+    const uint4* from = reinterpret_cast<const uint4*>(sources[source]) + static_cast<u64>(t) * units;
+    uint4* to = y + static_cast<u64>(t) * width + starts[source];
+    wait_for_previous();
+    let_next_start();
+    for (int i = threadIdx.x; i < units; i += THREADS) to[i] = from[i];
+}
+
+// tokens[0] = last; then the forced id where there is one, else the best of the draft's next row.
+KERNEL void compose(const i32* last, const i32* forced, const i32* best, i32* tokens, int rows) {
+    wait_for_previous();
+    let_next_start();
+    int i = static_cast<int>(threadIdx.x);
+    if (i >= rows) return;
+    int token = *last;
+    if (i > 0) {
+        int wanted = forced[i - 1];
+        token = wanted >= 0 ? wanted : best[i];
+    }
+    tokens[i] = token;
+}

@@ -1,0 +1,105 @@
+"""Launches of the standard nodes. Arguments name ports, which the caller binds to memory.
+
+Ports, all in device memory and 16-byte aligned unless a size says less:
+    embed    table bf16 [V, H], ids int32 [>= count] -> rows bf16 [T, H], squares f32 (optional)
+    concat   x0, x1, ... bf16 [T, W_i] -> y bf16 [T, sum W]
+    compose  last int32 [1], forced int32 [R], best int32 [R] -> tokens int32 [R]
+
+`squares` is float32 [ceil(H / 256), 32]: of each row (second axis) the sum of squares over each 256
+columns, 0 at and past row T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from thor_dflash.plugins.launch import Addresses, At, Int, Launch, Table
+
+SLICE = 256
+"""Columns of one sum of squares."""
+
+SQUARE_ROWS = 32
+"""Rows of `squares`; more rows have none."""
+
+WARPS = 8
+THREADS = 32 * WARPS
+UNIT = 8
+"""bf16 elements of the 16 bytes one lane moves."""
+
+
+def refuse_embed(rows: int, hidden: int, squares: bool) -> str:
+    """Why the kernel does not take such a gather; empty where it does."""
+    if hidden % UNIT:
+        return f"embed.hidden must be a multiple of {UNIT} (got {hidden})"
+    if squares and rows > SQUARE_ROWS:
+        return f"embed.rows must be at most {SQUARE_ROWS} to have squares (got {rows})"
+    return ""
+
+
+def embed(
+    rows: int,
+    vocabulary: int,
+    hidden: int,
+    *,
+    squares: bool = False,
+    count: int | None = None,
+    filler: int = 0,
+) -> Launch:
+    """Embedding rows of `ids`; from row `count` on the id is `filler`, which is how the drafter's
+    [last, mask, mask, ...] needs no node of its own. An id outside the table makes a NaN row.
+
+    Call it only where `refuse_embed` has nothing to say.
+    """
+    slices = -(-hidden // SLICE)
+    return Launch(
+        "embed",
+        (-(-slices // WARPS), SQUARE_ROWS if squares else rows, 1),
+        THREADS,
+        (
+            At("table"),
+            At("ids"),
+            At("rows"),
+            At("squares"),
+            Int(rows),
+            Int(vocabulary),
+            Int(hidden),
+            Int(rows if count is None else count),
+            Int(filler),
+        ),
+    )
+
+
+def refuse_concat(widths: Sequence[int]) -> str:
+    """Why the kernel does not take sources of these widths; empty where it does."""
+    odd = [width for width in widths if width % UNIT]
+    return f"concat.width must be a multiple of {UNIT} (got {odd[0]})" if odd else ""
+
+
+def concat(rows: int, widths: Sequence[int]) -> Launch:
+    """Rows of `x0`, `x1`, ... side by side. Only where `refuse_concat` has nothing to say."""
+    units = np.array(widths, np.int32) // UNIT
+    starts = np.concatenate([[0], np.cumsum(units)[:-1]]).astype(np.int32)
+    return Launch(
+        "concat",
+        (rows, len(widths), 1),
+        THREADS,
+        (
+            Addresses(tuple(f"x{i}" for i in range(len(widths)))),
+            Table(units),
+            Table(starts),
+            At("y"),
+            Int(int(units.sum())),
+        ),
+    )
+
+
+def compose(rows: int) -> Launch:
+    """tokens[0] = last; tokens[i + 1] = forced[i] if forced[i] >= 0 else best[i + 1].
+
+    `rows` at most 1024, one thread each.
+    """
+    threads = 32 * -(-rows // 32)
+    ports = ("last", "forced", "best", "tokens")
+    return Launch("compose", (1, 1, 1), threads, (*(At(name) for name in ports), Int(rows)))

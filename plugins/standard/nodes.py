@@ -1,0 +1,74 @@
+"""The standard nodes as contracts, so that a program can call them as it calls a room.
+
+They are no rooms: the ONNX body of each is the standard node itself. Ports: see launch.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from thor_dflash.plugins.op import Arrays, Attribute, Attributes, Case, Op
+from thor_dflash.plugins.standard.launch import SLICE, SQUARE_ROWS
+from thor_dflash.tensors import Array
+
+
+def _no_cases(rng: np.random.Generator) -> Iterator[Case]:
+    del rng
+    return iter(())
+
+
+def _squares(x: Array) -> Array:
+    """x [T, W] -> float64 [ceil(W / 256), 32]."""
+    rows, width = x.shape
+    padded = np.zeros((SQUARE_ROWS, -(-width // SLICE) * SLICE))
+    padded[:rows, :width] = x.astype(np.float64) ** 2
+    return padded.reshape(SQUARE_ROWS, -1, SLICE).sum(2).T
+
+
+def _embed(x: Arrays, a: Attributes) -> dict[str, Array]:
+    ids, mask = x["ids"], a.integer("mask")
+    if mask >= 0:
+        ids = np.concatenate([ids, np.full(a.integer("rows") - 1, mask, np.int32)])
+    rows = x["table"][ids]
+    return {"rows": rows, "squares": _squares(rows)} if len(ids) <= SQUARE_ROWS else {"rows": rows}
+
+
+def _concat(x: Arrays, a: Attributes) -> dict[str, Array]:
+    del a
+    return {"y": np.concatenate([x[f"x{i}"] for i in range(len(x))], axis=1)}
+
+
+def _compose(x: Arrays, a: Attributes) -> dict[str, Array]:
+    del a
+    follow = np.where(x["forced"] >= 0, x["forced"], np.append(x["best"][1:], -1))
+    return {"tokens": np.concatenate([x["last"], follow[:-1]]).astype(np.int32)}
+
+
+def _sums(x: Arrays, a: Attributes) -> dict[str, Array]:
+    del a
+    return {"squares": _squares(x["x"])}
+
+
+def _node(
+    name: str,
+    reference: Callable[[Arrays, Attributes], dict[str, Array]],
+    attributes: Mapping[str, Attribute],
+) -> Op:
+    return Op(
+        name=name,
+        inputs=(),
+        outputs=(),
+        attributes=attributes,
+        reference=reference,
+        cases=_no_cases,
+        room=Path(__file__).parent,
+    )
+
+
+EMBED = _node("embed", _embed, {"mask": -1, "rows": 0})
+CONCAT = _node("concat", _concat, {})
+COMPOSE = _node("compose", _compose, {})
+SQUARES = _node("squares", _sums, {})

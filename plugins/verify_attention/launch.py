@@ -1,0 +1,181 @@
+"""verify_attention on a GPU: pieces of the cache in parallel for a block, a walk for a prompt."""
+
+from __future__ import annotations
+
+from thor_dflash.plugins.launch import (
+    Argument,
+    At,
+    Device,
+    Int,
+    Launch,
+    Real,
+    Scratch,
+    Site,
+    Table,
+)
+from thor_dflash.plugins.numerics import inverse_frequency
+from thor_dflash.tensors import DType
+
+IN_PLACE = frozenset({"next_cache_k", "next_cache_v"})
+
+TOLERANCE = 1.2e-2
+"""Two roundings to bf16 in a row are 2^-9 + 2^-9 = 4e-3 of the output where the caches are bf16
+(weights, piece, output: three), and 2^-9 + 2^-10 where they are FP8 (weights and pieces are f16).
+Queries and keys are rounded to bf16 or the cache's type from float32 instead of float64 numbers:
+where those straddle a tie, one element of 256 moves by 2^-8, a score by some 1e-2 of its own size
+over 16, which the softmax passes on. FP8 cache elements are compared by the same measure with
+one exception: an element at a tie may be the neighbouring code, up to 1/16 of the largest."""
+
+SPLIT_ROWS = 32
+"""Calls up to this many rows walk the cache in parallel pieces; longer ones have rows enough."""
+
+TOKENS = 16
+WIDTH = 256
+GROUPS = (2, 4, 6)
+THREADS = 256
+COMBINE_WARPS = 4
+CACHES = (DType.BF16, DType.FP8)
+PLAIN = (DType.BF16, DType.F32)
+SHORT_LOG, LONG_FROM_LOG = 7, 12
+
+
+def segment_of(position: int) -> int:
+    """The piece that holds an absolute position; see segments.cuh."""
+    if position < 1 << LONG_FROM_LOG:
+        return position >> SHORT_LOG
+    octave = position.bit_length() - 1
+    pieces = 1 << (LONG_FROM_LOG - SHORT_LOG)
+    return pieces + 16 * (octave - LONG_FROM_LOG) + ((position >> (octave - 4)) & 15)
+
+
+def refuse(site: Site) -> str:
+    """Why the kernels do not take this call; empty if they do."""
+    a, ports = site.attributes, site.ports
+    group = a.integer("heads") / a.integer("kv_heads")
+    rotary = a.integer("rotary_dim")
+    caches = (ports["cache_k"].dtype, ports["cache_v"].dtype)
+    norms = (ports["q_norm"].dtype, ports["k_norm"].dtype)
+    rules = (
+        (ports["q"].dtype is DType.BF16, "q", "bfloat16", ports["q"].dtype.value),
+        (caches[0] in CACHES, "cache_k", "bfloat16 or FP8", caches[0].value),
+        (caches[0] is caches[1], "cache_v", f"{caches[0].value}, as cache_k", caches[1].value),
+        (norms[0] in PLAIN, "q_norm", "bfloat16 or float32", norms[0].value),
+        (norms[0] is norms[1], "k_norm", f"{norms[0].value}, as q_norm", norms[1].value),
+        (a.integer("head_dim") == WIDTH, "head_dim", str(WIDTH), a.integer("head_dim")),
+        (group in GROUPS, "heads / kv_heads", "2, 4 or 6", group),
+        (rotary in (16, 32, 64, 128, 256), "rotary_dim", "a power of two, 16 to 256", rotary),
+        (a.integer("tile") % 128 == 0, "tile", "a multiple of 128", a.integer("tile")),
+        (site.size("cache_k", 1) % 128 == 0, "cache_k", "whole tiles", site.size("cache_k", 1)),
+    )
+    for holds, what, rule, got in rules:
+        if not holds:
+            return f"verify_attention.{what} must be {rule} (got {got})"
+    return ""
+
+
+def launches(site: Site, device: Device) -> tuple[Launch, ...]:
+    """Two launches for a block of rows, two for a prompt."""
+    if site.size("q", 0) <= SPLIT_ROWS:
+        return _split(site, device)
+    return _dense(site)
+
+
+def _defines(site: Site) -> dict[str, int]:
+    a = site.attributes
+    return {
+        "GROUP": a.integer("heads") // a.integer("kv_heads"),
+        "FP8": int(site.ports["cache_k"].dtype is DType.FP8),
+        "NORM_F32": int(site.ports["q_norm"].dtype is DType.F32),
+    }
+
+
+def _shared(site: Site, fresh: int) -> int:
+    """Queries, weights, two stages of keys and values, maxima and sums, `fresh` own rows, bytes."""
+    query_rows = _defines(site)["GROUP"] * TOKENS
+    element = site.ports["cache_k"].dtype.bytes
+    positions = 128 // element
+    tiles = 2 * 2 * positions * WIDTH * element
+    weights = query_rows * positions * 2
+    return query_rows * (WIDTH * 2 + 32) + weights + tiles + 16 + 2 * fresh * WIDTH * element
+
+
+def _numbers(site: Site, *more: int) -> tuple[Argument, ...]:
+    a = site.attributes
+    counts = (site.size("q", 0), site.size("cache_k", 1), a.integer("rotary_dim") // 2, *more)
+    return (*map(Int, counts), Real(a.real("norm_offset")), Real(a.real("norm_eps")))
+
+
+def _frequency(site: Site) -> Table:
+    a = site.attributes
+    return Table(inverse_frequency(a.integer("rotary_dim"), a.real("rope_theta")))
+
+
+def _split(site: Site, device: Device) -> tuple[Launch, ...]:
+    rows, kv = site.size("q", 0), site.attributes.integer("kv_heads")
+    defines = _defines(site)
+    pieces = segment_of(site.size("cache_k", 1) - 1) + 1
+    blocks = -(-rows // TOKENS)
+    groups = blocks * kv
+    results = groups * pieces * defines["GROUP"] * TOKENS
+    mixtures, stats = Scratch("mixtures", results * WIDTH * 2), Scratch("stats", results * 8)
+    split = Launch(
+        kernel="attend_split",
+        grid=(min(pieces, max(1, device.multiprocessors // groups)), kv, blocks),
+        threads=THREADS,
+        shared=_shared(site, rows),
+        defines=defines,
+        arguments=(
+            *map(At, ("q", "k", "v", "q_norm", "k_norm", "length")),
+            *map(At, ("next_cache_k", "next_cache_v", "scale_k", "scale_v")),
+            _frequency(site),
+            mixtures,
+            stats,
+            Scratch("taken", 4 * groups, zeroed=True),
+            *_numbers(site, pieces),
+        ),
+    )
+    combine = Launch(
+        kernel="combine",
+        grid=(-(-rows * kv * defines["GROUP"] // COMBINE_WARPS), 1, 1),
+        threads=32 * COMBINE_WARPS,
+        defines=defines,
+        arguments=(
+            mixtures,
+            stats,
+            *map(At, ("length", "scale_v", "o")),
+            *map(Int, (rows, kv, pieces)),
+        ),
+    )
+    return split, combine
+
+
+def _dense(site: Site) -> tuple[Launch, ...]:
+    kv, blocks = site.attributes.integer("kv_heads"), -(-site.size("q", 0) // TOKENS)
+    caches = tuple(map(At, ("next_cache_k", "next_cache_v", "scale_k", "scale_v")))
+    write = Launch(
+        kernel="write_rows",
+        grid=(blocks, kv, 1),
+        threads=THREADS,
+        defines=_defines(site),
+        arguments=(
+            *map(At, ("k", "v", "k_norm", "length")),
+            *caches,
+            _frequency(site),
+            *_numbers(site),
+        ),
+    )
+    attend = Launch(
+        kernel="attend_dense",
+        grid=(1, kv, blocks),
+        threads=THREADS,
+        shared=_shared(site, 0),
+        defines=_defines(site),
+        arguments=(
+            *map(At, ("q", "q_norm", "length")),
+            *caches,
+            _frequency(site),
+            At("o"),
+            *_numbers(site),
+        ),
+    )
+    return write, attend

@@ -1,0 +1,175 @@
+// One warp and one head row of 256: RMSNorm, rotation, rounding. Lane l holds columns 8l .. 8l + 7.
+#pragma once
+
+#include "cuda/device.cuh"
+
+constexpr int WIDTH = 256;
+constexpr int CACHE_BYTES = FP8 ? WIDTH : 2 * WIDTH;  // of one row in the cache
+constexpr int PIECE = CACHE_BYTES / 32;               // of one lane
+
+// cosine [half] and sine [half] of every row's angles, one row after the other.
+struct Rotation {
+    float* table;
+    int half;
+};
+
+// The angle is the float32 product that the reference takes. |error| < 2^-22 up to 2^18 radians:
+// quarter turns come off in three steps, exact but for the last bit of what is left.
+DEVICE void cosine_sine(float angle, float& cosine, float& sine) {
+    const int quarters = static_cast<int>(fma_rn(angle, 0.636619747f, 0.5f));
+    const float turns = -static_cast<float>(quarters);
+    float x = fma_rn(turns, 1.57079637f, angle);
+    x = fma_rn(turns, -4.37113883e-8f, x);
+    const float xx = mul_rn(x, x);
+    float s = fma_rn(xx, -1.9515295891e-4f, 8.3321608736e-3f);
+    s = fma_rn(xx, s, -1.6666654611e-1f);
+    s = fma_rn(mul_rn(xx, x), s, x);
+    float c = fma_rn(xx, 2.443315711809948e-5f, -1.388731625493765e-3f);
+    c = fma_rn(xx, c, 4.166664568298827e-2f);
+    c = fma_rn(mul_rn(xx, xx), c, fma_rn(xx, -0.5f, 1.0f));
+    const bool swap = (quarters & 1) != 0;
+    const float a = swap ? s : c, b = swap ? c : s;
+    cosine = ((quarters + 1) & 2) != 0 ? -a : a;
+    sine = (quarters & 2) != 0 ? -b : b;
+}
+
+// Rows first .. first + count - 1, by the whole block.
+DEVICE void angles(const Rotation& to, const float* frequency, int first, int count) {
+    for (int i = threadIdx.x; i < count * to.half; i += blockDim.x) {
+        const int row = i / to.half, j = i - row * to.half;
+        float* at = to.table + row * 2 * to.half + j;
+        cosine_sine(mul_rn(static_cast<float>(first + row), frequency[j]), at[0], at[to.half]);
+    }
+}
+
+DEVICE void eight(float (&x)[8], const uint4& bits) {
+    const u32 pairs[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        x[2 * i] = bf16x2_low(pairs[i]);
+        x[2 * i + 1] = bf16x2_high(pairs[i]);
+    }
+}
+
+// offset + weight of this lane's columns.
+DEVICE void norm_weights(float (&w)[8], const void* weight, float offset, int lane) {
+    if (NORM_F32) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) w[i] = static_cast<const float*>(weight)[8 * lane + i];
+    } else {
+        eight(w, static_cast<const uint4*>(weight)[lane]);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) w[i] = add_rn(w[i], offset);
+}
+
+// Normalise N rows, then rotate row n by row angle[n] of the table; side by side, as each is a chain
+// of exchanges. Every operation is spelled out, so that two places that prepare the same row get
+// the same bits.
+template <int N>
+DEVICE void turn(float (&x)[N][8], const float (&w)[8], const Rotation& by, const int (&angle)[N],
+                 float eps, int lane) {
+    float sum[N];
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+        sum[n] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 8; i++) sum[n] = fma_rn(x[n][i], x[n][i], sum[n]);
+    }
+#pragma unroll
+    for (int mask = 16; mask >= 1; mask >>= 1)
+#pragma unroll
+        for (int n = 0; n < N; n++) sum[n] = add_rn(sum[n], shuffle_xor(sum[n], mask));
+    const int reach = by.half >> 3;  // lanes of one half
+    const bool second = (lane & reach) != 0;
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+        const float square = fma_rn(sum[n], 1.0f / WIDTH, eps);
+        float inverse = rsqrtf(square);  // and a step of Newton's: to the last bit or the one before
+        inverse = mul_rn(inverse, fma_rn(mul_rn(-0.5f * square, inverse), inverse, 1.5f));
+        const float* at = by.table + angle[n] * 2 * by.half + 8 * (lane & (reach - 1));
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            x[n][i] = mul_rn(mul_rn(x[n][i], inverse), w[i]);
+            const float other = shuffle_xor(x[n][i], reach);
+            if (lane < 2 * reach) {
+                const float c = at[i], s = second ? at[by.half + i] : -at[by.half + i];
+                x[n][i] = fma_rn(x[n][i], c, mul_rn(other, s));
+            }
+        }
+    }
+}
+
+// x / by.x, correctly rounded as a rule; by.y is 1 / by.x. Infinity stays what it is.
+DEVICE float divide(float x, const float2& by) {
+    const float near = mul_rn(x, by.y);
+    const float y = fma_rn(fma_rn(-near, by.x, x), by.y, near);
+    return isnan(y) ? near : y;
+}
+
+// Round x / scale as the cache stores it, into this lane's piece of the row.
+DEVICE void store_cache(u8* row, const float (&x)[8], const float2& scale,
+                        int lane) {
+    float y[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) y[i] = divide(x[i], scale);
+    u8* to = row + lane * PIECE;
+    if (FP8) {
+        u32 word[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const u32 low = pack_e4m3x2(y[4 * i], y[4 * i + 1]);
+            word[i] = low | static_cast<u32>(pack_e4m3x2(y[4 * i + 2], y[4 * i + 3])) << 16;
+        }
+        *reinterpret_cast<uint2*>(to) = make_uint2(word[0], word[1]);
+    } else {
+        *reinterpret_cast<uint4*>(to) =
+            make_uint4(pack_bf16x2(y[0], y[1]), pack_bf16x2(y[2], y[3]), pack_bf16x2(y[4], y[5]),
+                       pack_bf16x2(y[6], y[7]));
+    }
+}
+
+// The key and value rows of a call, and how the cache holds them.
+struct Fresh {
+    const u16* k;
+    const u16* v;
+    int rows, heads, head;
+    float eps;
+    float2 scale_k, scale_v;  // and their inverses
+};
+
+// Two tokens of a warp: rows t and t + 8 as they came, zeros past the last.
+constexpr int PAIR = 2;
+struct Pair {
+    uint4 k[PAIR], v[PAIR];
+};
+
+DEVICE void load_pair(Pair& to, const Fresh& x, int t, int lane) {
+#pragma unroll
+    for (int n = 0; n < PAIR; n++) {
+        const i64 row = static_cast<i64>(t + 8 * n) * x.heads + x.head;
+        to.k[n] = to.v[n] = make_uint4(0, 0, 0, 0);
+        if (t + 8 * n < x.rows) {
+            to.k[n] = reinterpret_cast<const uint4*>(x.k + row * WIDTH)[lane];
+            to.v[n] = reinterpret_cast<const uint4*>(x.v + row * WIDTH)[lane];
+        }
+    }
+}
+
+// Those rows as the cache holds them, at k and v plus token * CACHE_BYTES. Token t turns by row
+// `angle` of the table, t + 8 by `angle` + 8.
+DEVICE void store_pair(u8* k, u8* v, const Pair& pair, const Fresh& x, const float (&w)[8],
+                       const Rotation& by, int t, int angle, int lane) {
+    float y[PAIR][8];
+#pragma unroll
+    for (int n = 0; n < PAIR; n++) eight(y[n], pair.k[n]);
+    turn(y, w, by, {angle, angle + 8}, x.eps, lane);
+#pragma unroll
+    for (int n = 0; n < PAIR; n++) {
+        if (t + 8 * n >= x.rows) continue;
+        const i64 at = static_cast<i64>(t + 8 * n) * CACHE_BYTES;
+        store_cache(k + at, y[n], x.scale_k, lane);
+        eight(y[n], pair.v[n]);
+        store_cache(v + at, y[n], x.scale_v, lane);
+    }
+}

@@ -1,0 +1,215 @@
+"""Calls as launches with addresses: what is captured once and replayed after."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from thor_dflash.errors import EngineError
+from thor_dflash.plugins.launch import (
+    Addresses,
+    Argument,
+    At,
+    Device,
+    Int,
+    Launch,
+    Real,
+    Scratch,
+    Shaped,
+    Site,
+    Table,
+)
+from thor_dflash.plugins.op import NEXT, Attributes
+from thor_dflash.plugins.rules import RULES
+from thor_dflash.program import Program, Step
+from thor_dflash.runtime.engine import Call, Tensor
+from thor_dflash.tensors import DType, TensorSpec
+
+ALIGNMENT = 256
+"""Of every piece of working memory, bytes."""
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """Which of their two places the current values of some tensors have. They change together."""
+
+    front: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class CudaTensor:
+    """A tensor in device memory: one place, or two where a step cannot write over what it reads."""
+
+    spec: TensorSpec
+    places: list[int] = field(default_factory=list[int])
+    """Device addresses; empty until the engine has placed it."""
+    turn: Turn | None = None
+    """Set where there are two places."""
+    control: int = -1
+    """Offset in the control page, where small tensors that the host writes lie together."""
+
+    @property
+    def now(self) -> int:
+        """Address of the current value."""
+        return self.places[self.turn.front if self.turn else 0]
+
+    @property
+    def next(self) -> int:
+        """Address the next value goes to."""
+        return self.places[1 - self.turn.front if self.turn else 0]
+
+
+def cuda(tensor: Tensor) -> CudaTensor:
+    """A tensor of this engine."""
+    assert isinstance(tensor, CudaTensor)
+    return tensor
+
+
+@dataclass(slots=True, eq=False)
+class Planned:
+    """One launch of one step."""
+
+    step: Step
+    launch: Launch
+    source: Path
+    scratch: dict[str, int]
+    """Name of a Scratch argument -> offset in the working memory of the step."""
+
+
+@dataclass(slots=True, eq=False)
+class Bound:
+    """A call with every launch decided."""
+
+    call: Call
+    program: Program
+    planned: list[Planned]
+    working: int
+    """Bytes of scratch memory that lasts for one step."""
+    packed: Mapping[str, Site]
+    """Packed weight -> the call that reads it."""
+    turns: list[Turn] = field(default_factory=list[Turn])
+    """What changes place when the call has run."""
+
+    def swapped(self) -> list[CudaTensor]:
+        """Tensors the call reads and gives a new value that cannot be written over the old one."""
+        kept = in_place(self.program)
+        read = {id(t) for t in self.call.inputs.values()}
+        outputs = self.call.outputs.items()
+        return [cuda(t) for name, t in outputs if id(t) in read and name not in kept]
+
+
+def in_place(program: Program) -> frozenset[str]:
+    """Outputs of a program that its kernels write over the state they are the next value of."""
+    return frozenset(
+        step.ports[port]
+        for step in program.steps
+        for port in RULES[step.room].in_place
+        if step.ports.get(port, "").startswith(NEXT)
+    )
+
+
+def bind(call: Call, program: Program, device: Device) -> Bound:
+    """Decide the launches of a call.
+
+    Raises:
+        EngineError: a room's kernels do not take these sizes, naming the step.
+    """
+    shapes = _shapes(call, program)
+    planned: list[Planned] = []
+    packed: dict[str, Site] = {}
+    working = 0
+    for step in program.steps:
+        rule = RULES[step.room]
+        ports = {port: shapes[name] for port, name in step.ports.items()}
+        site = Site(rule.op, Attributes(step.attributes), ports)
+        if why := rule.refuse(site):
+            raise EngineError(f"{program.name}: {step.name}: {why}")
+        if "packed" in step.ports:
+            packed[step.ports["packed"]] = site
+        launches = rule.launches(site, device)
+        offsets, size = _working(launches)
+        planned += [Planned(step, one, rule.folder / one.source, offsets) for one in launches]
+        working = max(working, size)
+    return Bound(call, program, planned, working, packed)
+
+
+def _working(launches: tuple[Launch, ...]) -> tuple[dict[str, int], int]:
+    """Offsets of scratch memory that need not outlast its step, and its size."""
+    offsets: dict[str, int] = {}
+    end = 0
+    for launch in launches:
+        for argument in launch.arguments:
+            if not isinstance(argument, Scratch) or argument.zeroed or argument.name in offsets:
+                continue
+            offsets[argument.name] = end
+            end += -(-argument.nbytes // ALIGNMENT) * ALIGNMENT
+    return offsets, end
+
+
+def _shapes(call: Call, program: Program) -> dict[str, Shaped]:
+    found = {n: Shaped(DType(w.dtype), w.shape) for n, w in program.weights.items()}
+    for name, value in program.values.items():
+        found[name] = Shaped(DType(value.dtype), tuple(int(d) for d in value.shape))
+    for name, tensor in (*call.inputs.items(), *call.outputs.items()):
+        found[name] = Shaped(tensor.spec.dtype, tensor.spec.at({}))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Device addresses of what calls share."""
+
+    weights: Mapping[str, int]
+    values: int
+    """Base of the values between the steps of a call."""
+    working: int
+    """Base of scratch memory that lasts for one step."""
+    zeroed: Mapping[tuple[int, str], int]
+    """id of the step and name of the argument -> address."""
+    tables: dict[bytes, int]
+    """Content -> address."""
+
+
+def address(bound: Bound, step: Step, port: str, places: Places) -> int:
+    """Where a port of a step points; 0 where the call leaves it out."""
+    name = step.ports.get(port)
+    if name is None:
+        return 0
+    if name in places.weights:
+        return places.weights[name]
+    if name in bound.program.values:
+        return places.values + bound.program.values[name].offset
+    if name not in bound.call.outputs:
+        return cuda(bound.call.inputs[name]).now
+    tensor = cuda(bound.call.outputs[name])
+    return tensor.next if tensor.turn in bound.turns else tensor.now
+
+
+def table(bound: Bound, step: Step, argument: Table | Addresses, places: Places) -> bytes:
+    """The content of a table argument."""
+    if isinstance(argument, Table):
+        return argument.values.tobytes()
+    found = [address(bound, step, port, places) for port in argument.ports]
+    return b"".join(a.to_bytes(8, "little") for a in found)
+
+
+def values(bound: Bound, planned: Planned, places: Places) -> list[tuple[str, int | float]]:
+    """The arguments of one launch, as driver.pack takes them. Its tables are in place already."""
+
+    def value(argument: Argument) -> tuple[str, int | float]:
+        match argument:
+            case Int():
+                return "int", argument.value
+            case Real():
+                return "real", argument.value
+            case At():
+                return "address", address(bound, planned.step, argument.port, places)
+            case Table() | Addresses():
+                return "address", places.tables[table(bound, planned.step, argument, places)]
+            case Scratch(zeroed=True):
+                return "address", places.zeroed[id(planned.step), argument.name]
+            case Scratch():
+                return "address", places.working + planned.scratch[argument.name]
+
+    return [value(argument) for argument in planned.launch.arguments]

@@ -1,0 +1,145 @@
+"""Launches, eagerly or as a captured CUDA graph, with events around them to tell their time."""
+
+# cuda-python publishes no types.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from thor_dflash.plugins.launch import At, Int, Launch, Real
+from thor_dflash.runtime.engines.cuda.bound import Planned
+from thor_dflash.runtime.engines.cuda.compile import architecture, load
+from thor_dflash.runtime.engines.cuda.driver import Driver, pack
+
+Arguments = Sequence[tuple[str, int | float]]
+
+
+@dataclass(slots=True)
+class Captured:
+    """A step that can be run again and again."""
+
+    name: str
+    """Its graphs' names, joined by "+"."""
+    driver: Driver
+    start: Callable[[], None]
+    _spare: list[Any] = field(default_factory=list[Any])
+    _pending: list[tuple[Any, Any]] = field(default_factory=list[tuple[Any, Any]])
+
+    def run(self) -> None:
+        """Enqueue it."""
+        before, after = self._event(), self._event()
+        self.driver("cuEventRecord", before, self.driver.stream)
+        self.start()
+        self.driver("cuEventRecord", after, self.driver.stream)
+        self._pending.append((before, after))
+
+    def _event(self) -> Any:
+        return self._spare.pop() if self._spare else self.driver("cuEventCreate", 0)
+
+    def collect(self) -> list[float]:
+        """Seconds of each run since the last time this was asked. The stream must be idle."""
+        seconds: list[float] = []
+        for before, after in self._pending:
+            seconds.append(1e-3 * float(self.driver("cuEventElapsedTime", before, after)))
+            self._spare += [before, after]
+        self._pending.clear()
+        return seconds
+
+
+class Runner:
+    """Runs single launches that belong to no program, such as filling memory."""
+
+    def __init__(self, driver: Driver, cubins: Path) -> None:
+        self._driver = driver
+        self._cubins = cubins
+        self._modules: dict[tuple[object, ...], Any] = {}
+
+    def run(self, source: Path, launch: Launch, at: Mapping[str, int]) -> None:
+        """Enqueue one launch. Its arguments are ports, whose addresses `at` gives, and numbers."""
+        key = source, tuple(sorted(launch.defines.items()))
+        if key not in self._modules:
+            arch = architecture(self._driver.info.device.capability)
+            cubin = load(source, launch.defines, arch, self._cubins)
+            self._modules[key] = self._driver.module(cubin.image)
+        kernel = self._driver.function(self._modules[key], launch.kernel, launch.shared)
+        arguments: list[tuple[str, int | float]] = []
+        for argument in launch.arguments:
+            if isinstance(argument, At):
+                arguments.append(("address", at[argument.port]))
+            else:
+                assert isinstance(argument, Int | Real), argument
+                arguments.append(("int" if isinstance(argument, Int) else "real", argument.value))
+        enqueue(self._driver, kernel, launch, arguments, overlap=False)
+
+
+class Launcher:
+    """Launches kernels with their attributes."""
+
+    def __init__(
+        self, driver: Driver, kernels: Mapping[tuple[object, ...], Any], *, overlap: bool
+    ) -> None:
+        self._driver = driver
+        self._kernels = kernels
+        self._overlap = overlap
+
+    def capture(
+        self, name: str, launches: Sequence[tuple[Planned, Arguments]], *, graph: bool
+    ) -> Captured:
+        """The launches as one graph; or, with `graph` false, as themselves every time."""
+        driver = self._driver
+
+        def eager() -> None:
+            for i, (planned, arguments) in enumerate(launches):
+                self._launch(planned, arguments, first=i == 0)
+
+        if not graph:
+            return Captured(name, driver, eager)
+        modes = driver.cu.CUstreamCaptureMode
+        driver("cuStreamBeginCapture", driver.stream, modes.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+        eager()
+        made = driver("cuStreamEndCapture", driver.stream)
+        executable = driver("cuGraphInstantiate", made, 0)
+        driver("cuGraphDestroy", made)
+        driver("cuGraphUpload", executable, driver.stream)
+        return Captured(name, driver, lambda: driver("cuGraphLaunch", executable, driver.stream))
+
+    def _launch(self, planned: Planned, arguments: Arguments, *, first: bool) -> None:
+        launch = planned.launch
+        key = planned.source, tuple(sorted(launch.defines.items())), launch.kernel
+        overlap = self._overlap and launch.overlap and not first
+        enqueue(self._driver, self._kernels[key], launch, arguments, overlap=overlap)
+
+
+def enqueue(
+    driver: Driver, kernel: Any, launch: Launch, arguments: Arguments, *, overlap: bool
+) -> None:
+    """Launch one kernel on the driver's stream."""
+    cu = driver.cu
+    config = cu.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = launch.threads, 1, 1
+    config.sharedMemBytes = launch.shared
+    config.hStream = driver.stream
+    attributes: list[Any] = []
+    kinds = cu.CUlaunchAttributeID
+    if overlap:
+        one = cu.CUlaunchAttribute()
+        one.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        one.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(one)
+    if launch.cluster > 1:
+        one = cu.CUlaunchAttribute()
+        one.id = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        one.value.clusterDim.x = launch.cluster
+        one.value.clusterDim.y = one.value.clusterDim.z = 1
+        attributes.append(one)
+    config.attrs, config.numAttrs = attributes, len(attributes)
+    pointers, held = pack(arguments)
+    driver("cuLaunchKernelEx", config, kernel, ctypes.addressof(pointers), 0)
+    del held  # the driver has copied the arguments

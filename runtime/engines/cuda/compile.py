@@ -1,0 +1,183 @@
+"""Kernels from source, by NVRTC: a cubin per source file, constants and architecture, kept on disk.
+
+Nothing here needs a GPU or a driver, so cubins for a board can be made on any machine.
+"""
+
+# cuda-python publishes no types.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from thor_dflash import plugins
+from thor_dflash.errors import EngineError
+
+ROOT = Path(plugins.__file__).parent
+"""What `#include "room/file.cuh"` is relative to."""
+
+OPTIONS = ("--std=c++17", "--ptxas-options=-v", "--fmad=true", "--extra-device-vectorization")
+_USAGE = re.compile(
+    r"Compiling entry function '(?P<name>\w+)'.*?"
+    r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
+    r"(?P<loads>\d+) bytes spill loads.*?Used (?P<registers>\d+) registers"
+    r"(?:.*?(?P<shared>\d+) bytes smem)?",
+    re.DOTALL,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What ptxas reports of one kernel."""
+
+    registers: int
+    """Per thread."""
+    spilled: int
+    """Bytes stored to and loaded from local memory because registers ran out."""
+    shared: int
+    """Static shared memory, bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cubin:
+    """A compiled source file."""
+
+    image: bytes
+    log: str
+    """What the compiler said; empty where the image came from the cache."""
+
+    @property
+    def usage(self) -> dict[str, Usage]:
+        """Resources by kernel, from the log."""
+        found: dict[str, Usage] = {}
+        for part in re.split(r"(?=ptxas info\s*: Compiling entry)", self.log):
+            if match := _USAGE.search(part):
+                found[match["name"]] = Usage(
+                    int(match["registers"]),
+                    int(match["stores"]) + int(match["loads"]),
+                    int(match["shared"] or 0),
+                )
+        return found
+
+
+def architecture(capability: tuple[int, int]) -> str:
+    """The NVRTC target of a compute capability: (9, 0) is "sm_90"."""
+    major, minor = capability
+    return f"sm_{major}{minor}"
+
+
+def compile_source(source: Path, defines: Mapping[str, int], arch: str) -> Cubin:
+    """Compile a source file under plugins/.
+
+    Raises:
+        EngineError: NVRTC is missing, does not know `arch`, or the source does not compile.
+    """
+    nvrtc = _nvrtc()
+    headers = _headers()
+    program = _check(
+        nvrtc.nvrtcCreateProgram(
+            source.read_bytes(),
+            source.name.encode(),
+            len(headers),
+            [text for _, text in headers],
+            [name.encode() for name, _ in headers],
+        ),
+        "nvrtcCreateProgram",
+    )
+    options = [*OPTIONS, f"--gpu-architecture={arch}", *_defines(defines)]
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
+    log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise EngineError(f"{source} must compile for {arch} (got: {log.strip() or status.name})")
+    image = _bytes(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
+    nvrtc.nvrtcDestroyProgram(program)
+    return Cubin(image, log)
+
+
+def load(source: Path, defines: Mapping[str, int], arch: str, cache_directory: Path) -> Cubin:
+    """The cubin from the cache, or compiled and put there. Writers may race; all write the same.
+
+    Raises:
+        EngineError: as compile_source.
+    """
+    path = cache_directory / f"{digest(source, defines, arch)}.cubin"
+    try:
+        return Cubin(path.read_bytes(), "")
+    except OSError:
+        made = compile_source(source, defines, arch)
+    cache_directory.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=cache_directory)
+    with os.fdopen(handle, "wb") as file:
+        file.write(made.image)
+    Path(name).replace(path)
+    return made
+
+
+def digest(source: Path, defines: Mapping[str, int], arch: str) -> str:
+    """What a cubin is made of: source, headers, constants, target, options, compiler."""
+    nvrtc = _nvrtc()
+    version = _check_all(nvrtc.nvrtcVersion(), "nvrtcVersion")
+    made = hashlib.sha256(repr((version, arch, OPTIONS, _defines(defines))).encode())
+    for name, text in (("", source.read_bytes()), *_headers()):
+        made.update(f"\0{name}\0{len(text)}\0".encode() + text)
+    return made.hexdigest()
+
+
+def _defines(defines: Mapping[str, int]) -> list[str]:
+    return [f"-D{name}={value}" for name, value in sorted(defines.items())]
+
+
+@cache
+def _headers() -> tuple[tuple[str, bytes], ...]:
+    return tuple(
+        (path.relative_to(ROOT).as_posix(), path.read_bytes())
+        for path in sorted(ROOT.rglob("*.cuh"))
+    )
+
+
+@cache
+def _nvrtc() -> Any:
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError as e:
+        raise EngineError(
+            f"engine cuda must have cuda-python: pip install 'thor-dflash[cuda]' (got: {e})"
+        ) from e
+    try:
+        nvrtc.nvrtcVersion()
+    except RuntimeError as e:
+        raise EngineError(
+            f"engine cuda must have NVRTC: pip install 'thor-dflash[cuda]' (got: {e})"
+        ) from e
+    return nvrtc
+
+
+def _check(result: Any, what: str) -> Any:
+    [value] = _check_all(result, what)
+    return value
+
+
+def _check_all(result: Any, what: str) -> tuple[Any, ...]:
+    status, *values = result
+    if int(status) != 0:
+        raise EngineError(f"{what} must succeed (got {status.name})")
+    return tuple(values)
+
+
+def _bytes(size: Any, get: Any, program: Any) -> bytes:
+    buffer: bytes = b"\0" * int(_check(size(program), size.__name__))
+    _check_all(get(program, buffer), get.__name__)
+    return buffer
+
+
+def _text(size: Any, get: Any, program: Any) -> str:
+    return _bytes(size, get, program).rstrip(b"\0").decode(errors="replace")

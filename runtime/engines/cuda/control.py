@@ -1,0 +1,102 @@
+"""Host writes: gathered in page-locked memory, and copied in front of the work that needs them.
+
+Small tensors lie together in one control page, so that the dozen numbers a step is told travel as
+one or two copies. Nothing waits: a piece of the ring is used again once its copies have been made.
+"""
+
+# cuda-python publishes no types.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from thor_dflash.runtime.engines.cuda.driver import Driver, Pinned
+from thor_dflash.tensors import Array
+
+SMALL = 16 << 10
+"""Largest tensor that lies in the control page, bytes."""
+
+RING = 8 << 20
+"""Page-locked memory for copies under way, bytes."""
+
+SLOT = 16
+"""Alignment of a tensor in the control page, and of a piece of the ring, bytes."""
+
+
+@dataclass(slots=True)
+class Ring:
+    """Page-locked memory that is used over and over."""
+
+    driver: Driver
+    memory: Pinned
+    _at: int = 0
+    _busy: list[tuple[int, int, Any]] = field(default_factory=list[tuple[int, int, Any]])
+    """Pieces whose copies may be under way, oldest first: start, end, event."""
+    _spare: list[Any] = field(default_factory=list[Any])
+
+    def send(self, to: int, data: Array) -> None:
+        """Copy bytes (uint8 [n]) to a device address, in order with the stream's work."""
+        for start in range(0, len(data), RING // 2):
+            self._send(to + start, data[start : start + RING // 2])
+
+    def _send(self, to: int, data: Array) -> None:
+        size = -(-len(data) // SLOT) * SLOT
+        if self._at + size > len(self.memory.bytes):
+            self._at = 0
+        start, end = self._at, self._at + size
+        while self._busy and self._busy[0][0] < end and start < self._busy[0][1]:
+            self._retire()
+        self.memory.bytes[start : start + len(data)] = data
+        stream = self.driver.stream
+        self.driver("cuMemcpyHtoDAsync", to, self.memory.address + start, len(data), stream)
+        event = self._spare.pop() if self._spare else self._event()
+        self.driver("cuEventRecord", event, stream)
+        self._busy.append((start, end, event))
+        self._at = end
+
+    def _event(self) -> Any:
+        flags = self.driver.cu.CUevent_flags.CU_EVENT_DISABLE_TIMING.value
+        return self.driver("cuEventCreate", flags)
+
+    def _retire(self) -> None:
+        _, _, event = self._busy.pop(0)
+        self.driver("cuEventSynchronize", event)
+        self._spare.append(event)
+
+    def idle(self) -> None:
+        """All work of the stream is done, so every piece is free."""
+        self._spare += [event for _, _, event in self._busy]
+        self._busy.clear()
+
+
+class Page:
+    """The control page as the host last wrote it, and what of that the device has yet to see."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.bytes: Array = np.zeros(nbytes, np.uint8)
+        self._dirty: dict[int, int] = {}
+        """Start -> end."""
+
+    def write(self, offset: int, data: Array) -> None:
+        """Remember bytes (uint8 [n]) for the next flush."""
+        end = offset + len(data)
+        self.bytes[offset:end] = data
+        self._dirty[offset] = max(end, self._dirty.get(offset, 0))
+
+    def flush(self, base: int, ring: Ring) -> None:
+        """Send what changed; neighbours travel together."""
+        if not self._dirty:
+            return
+        spans = sorted(self._dirty.items())
+        self._dirty.clear()
+        start, end = spans[0]
+        for next_start, next_end in spans[1:]:
+            if next_start > -(-end // SLOT) * SLOT:
+                ring.send(base + start, self.bytes[start:end])
+                start = next_start
+            end = max(end, next_end)
+        ring.send(base + start, self.bytes[start:end])

@@ -1,0 +1,65 @@
+"""Where everything lies on the device: counted first, refused if it does not fit, then allocated
+once. Addresses never move after that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from thor_dflash.errors import EngineError
+from thor_dflash.progress import amount
+
+ALIGNMENT = 256
+"""Of every region, bytes."""
+
+RESERVE = 256 << 20
+"""Left free for the driver: modules, graphs, and what other programs take meanwhile, bytes."""
+
+
+@dataclass(slots=True)
+class Arena:
+    """One allocation, taken apart by kind. Sizes are known before a byte of it exists."""
+
+    sizes: dict[str, int] = field(default_factory=dict[str, int])
+    """Kind -> bytes, in the order they were first asked for."""
+    _end: int = 0
+    base: int = 0
+    """Device address; 0 until it is allocated."""
+
+    def take(self, kind: str, nbytes: int) -> int:
+        """Room for something; its offset."""
+        assert not self.base, "taken after the allocation"
+        padded = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
+        offset, self._end = self._end, self._end + padded
+        self.sizes[kind] = self.sizes.get(kind, 0) + padded
+        return offset
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return self._end
+
+    def check(self, free: int, context: int) -> None:
+        """Refuse what cannot fit.
+
+        Raises:
+            EngineError: with the byte table and what to lower.
+        """
+        if self.nbytes + RESERVE > free:
+            raise EngineError(
+                f"the package must fit in {amount(free, 'bytes')} of free device memory "
+                f"(got {self.describe()}, {amount(RESERVE, 'bytes')} kept free: "
+                f"{amount(self.nbytes + RESERVE, 'bytes')} together); {self._advice(context)}"
+            )
+
+    def describe(self) -> str:
+        """The byte table in one line."""
+        return ", ".join(f"{kind} {amount(size, 'bytes')}" for kind, size in self.sizes.items())
+
+    def _advice(self, context: int) -> str:
+        cache = self.sizes.get("cache", 0) + self.sizes.get("ring", 0)
+        each = cache / context if context else 0.0
+        return (
+            f"lower engine.capacity, each token of which takes {amount(int(each), 'bytes')} "
+            f"(now {context}), or build with fewer bits"
+        )

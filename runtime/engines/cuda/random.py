@@ -1,0 +1,109 @@
+"""Random weights of a model's full size, made on the device.
+
+The time of a step does not depend on the values, so a model without weights can be measured; but
+they must be numbers of ordinary size, or a step would fault, and must not be all alike, or the
+memory would be faster than it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from thor_dflash.plugins.launch import Device, Launch, Site
+from thor_dflash.plugins.linear.layout import STEP, Kind, layout
+from thor_dflash.plugins.linear.pack import NVFP4_FACTOR
+from thor_dflash.plugins.rules import ROOT
+from thor_dflash.plugins.standard import fill
+from thor_dflash.program import Weight
+from thor_dflash.progress import Silent
+from thor_dflash.runtime.engines.cuda.capture import Runner
+from thor_dflash.runtime.engines.cuda.driver import Driver
+from thor_dflash.runtime.engines.cuda.weights import Files
+from thor_dflash.tensors import DType
+
+SOURCE = ROOT / "standard" / "fill.cu"
+
+NVFP4_DEVIATION = 2.1
+"""Of a random code times its block scale, as fill_nvfp4 makes them."""
+
+PLAIN = (
+    ("conv1d.weight", 0.0, 0.3),
+    ("A_log", 0.0, 0.5),
+    ("dt_bias", 0.0, 0.5),
+    ("linear_attn.norm.weight", 1.0, 0.05),
+    ("drafter.", 1.0, 0.05),
+    ("embed_tokens.weight", 0.0, 0.5),
+    ("", 0.0, 0.05),
+)
+"""Part of the name of a tensor that is no matrix -> mean and deviation; the first that is in it.
+Norms of the target hold what is added to 1, those of the drafter and of the gdn heads do not."""
+
+
+@dataclass(frozen=True, slots=True)
+class RandomWeights:
+    """A Filler. Numbers a graph holds itself are read from the package all the same."""
+
+    package: Path
+    cubins: Path
+
+    def __call__(
+        self,
+        driver: Driver,
+        weights: Mapping[str, Weight],
+        at: Mapping[str, int],
+        packed: Mapping[str, Site],
+    ) -> None:
+        """See Filler."""
+        runner, device = Runner(driver, self.cubins), driver.info.device
+        there = {n: w for n, w in weights.items() if (self.package / w.file).exists()}
+        Files(self.package, Silent())(driver, there, at, packed)
+        for seed, (name, weight) in enumerate(sorted(weights.items())):
+            if name in there or name.endswith(".kinds"):
+                continue
+            for address, launch in _fills(device, name, weight, at[name], packed, seed):
+                runner.run(SOURCE, launch, {"to": address})
+        driver.synchronize()
+
+
+def _fills(
+    device: Device, name: str, weight: Weight, at: int, packed: Mapping[str, Site], seed: int
+) -> Iterator[tuple[int, Launch]]:
+    if name in packed:
+        yield from _packed(device, packed[name], at, seed)
+    elif name.endswith(".scales"):
+        yield from _scales(device, packed[f"{name.removesuffix('scales')}packed"], at, seed)
+    else:
+        mean, deviation = next((m, d) for part, m, d in PLAIN if part in name)
+        kind = DType(weight.dtype)
+        count = weight.nbytes // kind.bytes
+        make = fill.bf16 if kind is DType.BF16 else fill.f32
+        yield at, make(device, count, seed, mean, deviation)
+
+
+def _packed(device: Device, site: Site, at: int, seed: int) -> Iterator[tuple[int, Launch]]:
+    plan = layout(site)
+    deviation = (plan.steps * STEP) ** -0.5
+    for group in plan.groups:
+        size = plan.steps * group.tiles * group.kind.step_bytes
+        where = at + group.offset
+        if group.kind is Kind.NVFP4:
+            yield where, fill.nvfp4(device, size, seed + group.column)
+        elif group.kind is Kind.FP8:
+            yield where, fill.fp8(device, size, seed + group.column)
+        else:
+            yield where, fill.bf16(device, size // 2, seed + group.column, 0.0, deviation)
+
+
+def _scales(device: Device, site: Site, at: int, seed: int) -> Iterator[tuple[int, Launch]]:
+    plan = layout(site)
+    deviation = (plan.steps * STEP) ** -0.5
+    unit = {
+        Kind.NVFP4: float(NVFP4_FACTOR) * deviation / NVFP4_DEVIATION,
+        Kind.FP8: deviation,
+        Kind.BF16: 1.0,
+    }
+    for group in plan.groups:
+        columns = group.tiles * 64
+        yield at + 4 * group.column, fill.f32(device, columns, seed, unit[group.kind], 0.0)

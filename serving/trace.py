@@ -1,0 +1,67 @@
+"""The steps of one slow plan as a trace that ui.perfetto.dev and Chrome show."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from thor_dflash.serving import wire
+
+KEPT = 32
+"""Traces in the directory; older ones make room."""
+ENDING = ".trace.json"
+
+
+@dataclass(slots=True)
+class Trace:
+    """Marks of one plan. All times monotonic, s."""
+
+    arrived: float
+    _marks: list[tuple[str, float, float]] = field(default_factory=list[tuple[str, float, float]])
+    _last: float = 0.0
+
+    def begin(self) -> None:
+        """The queue is behind it."""
+        self._mark("queued", self.arrived)
+
+    def stepped(self, phase: wire.Phase) -> None:
+        """A step ended, and began where the one before it did."""
+        self._mark(phase, self._last)
+
+    def _mark(self, name: str, since: float) -> None:
+        self._last = time.monotonic()
+        self._marks.append((name, since, self._last))
+
+    def took_ms(self) -> float:
+        """From its arrival to its last step."""
+        return 1e3 * (self._last - self.arrived)
+
+    def events(self, result: wire.Result | None) -> dict[str, Any]:
+        """The trace: one row of steps, and what came of them."""
+        steps = [
+            {"ph": "X", "name": name, "pid": 1, "tid": "engine",
+             "ts": 1e6 * (since - self.arrived), "dur": 1e6 * (until - since)}
+            for name, since, until in self._marks
+        ]  # fmt: skip
+        told = None if result is None else (result.usage, result.timings, result.spec)
+        return {"traceEvents": steps, "displayTimeUnit": "ms", "otherData": {"result": told}}
+
+
+def write(directory: Path, id: str, trace: dict[str, Any]) -> Path:
+    """Write a trace, and let go of those that are one too many.
+
+    Raises:
+        OSError: the directory cannot be written.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    name = re.sub(r"[^A-Za-z0-9_.-]", "_", id)
+    path = directory / f"{time.time_ns()}-{name}{ENDING}"
+    path.write_bytes(msgspec.json.encode(trace))
+    for old in sorted(directory.glob(f"*{ENDING}"))[:-KEPT]:
+        old.unlink(missing_ok=True)
+    return path

@@ -1,0 +1,173 @@
+"""Launch lists: read off the ONNX graphs, nothing left out, nothing in each other's place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from checkpoints import GEOMETRIES, DrafterGeometry, write_drafter, write_target
+from hypothesis import given
+from hypothesis import strategies as st
+from onnx import TensorProto, helper
+
+from thor_dflash import manifest
+from thor_dflash.builders.build import build, make_plan
+from thor_dflash.builders.checkpoint.drafter import read_drafter
+from thor_dflash.builders.checkpoint.target import read_target
+from thor_dflash.builders.hollow import write_hollow
+from thor_dflash.builders.packing import Packing
+from thor_dflash.builders.programs import Life, lower, place
+from thor_dflash.builders.weights import WeightFiles
+from thor_dflash.config import BuildConfig
+from thor_dflash.errors import ConfigError, PackageError
+from thor_dflash.plugins.op import DOMAIN
+from thor_dflash.plugins.rules import RULES
+from thor_dflash.program import ENDING, Program, read
+from thor_dflash.progress import Silent
+
+NANO = Path(__file__).parents[2] / "models" / "planner-nano"
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("cuda") / "package"
+    config = BuildConfig(engine="cuda", chunk=128, capacity=512)
+    build(NANO / "target", NANO / "drafter", out, config, Silent())
+    return out
+
+
+def programs(package: Path) -> list[Program]:
+    return [read(package, p.name.removesuffix(ENDING)) for p in package.glob(f"*{ENDING}")]
+
+
+def test_a_package_for_cuda_holds_programs_and_no_onnx(package: Path) -> None:
+    found = manifest.read(package)
+    manifest.verify(package, found, Silent())
+    assert (found.engine, found.kv, found.activations) == ("cuda", "fp8", "bf16")
+    assert not list(package.glob("*.onnx"))
+    assert {"prefill", "verify", "accept", "accept_masked", "propose", "observe"} <= {
+        p.name for p in programs(package)
+    }
+
+
+def test_every_room_call_of_the_graph_is_a_step_in_order(package: Path) -> None:
+    config = BuildConfig(engine="cuda", chunk=128, capacity=512)
+    plan = make_plan(read_target(NANO / "target"), read_drafter(NANO / "drafter"), config)
+    for graph, program in zip(plan.graphs, plan.programs, strict=True):
+        nodes = [n.name for n in graph.proto().graph.node if n.domain == DOMAIN]
+        rooms = [s.name for s in program.steps if RULES[s.room].op.type.startswith("Thor")]
+        assert [name for name in rooms if name in nodes] == nodes
+        assert set(program.outputs) <= {n for s in program.steps for n in s.ports.values()}
+
+
+def test_values_are_written_before_they_are_read(package: Path) -> None:
+    for program in programs(package):
+        known = {*program.inputs, *program.weights}
+        for step in program.steps:
+            op = RULES[step.room].op
+            inside = {p: n for p, n in step.ports.items() if n in program.values}
+            fresh = {n for n in inside.values() if n not in known}
+            assert known >= {n for p, n in step.ports.items() if n not in fresh} - set(
+                program.outputs
+            ), op.name
+            known |= fresh
+
+
+def test_values_alive_at_once_do_not_overlap(package: Path) -> None:
+    for program in programs(package):
+        alive: dict[str, list[int]] = {}
+        for at, step in enumerate(program.steps):
+            for name in step.ports.values():
+                if name in program.values:
+                    alive.setdefault(name, []).append(at)
+        spans = [
+            (program.values[n].offset, program.values[n].offset + program.values[n].spec(n).nbytes({}),
+             min(ats), max(ats), n)
+            for n, ats in alive.items()
+        ]  # fmt: skip
+        for i, a in enumerate(spans):
+            assert a[1] <= program.scratch
+            for b in spans[:i]:
+                together = a[2] <= b[3] and b[2] <= a[3]
+                assert not together or a[1] <= b[0] or b[1] <= a[0], (program.name, a, b)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 12), st.integers(0, 5)), max_size=14))
+def test_any_lives_are_placed_apart(made: list[tuple[int, int, int]]) -> None:
+    lives = [Life(str(i), 256 * n, at, at + more) for i, (n, at, more) in enumerate(made)]
+    offsets, total = place(lives)
+    busiest = max(
+        (sum(v.nbytes for v in lives if v.first <= t <= v.last) for t in range(20)), default=0
+    )
+    assert busiest <= total <= sum(v.nbytes for v in lives)
+    for i, a in enumerate(lives):
+        for b in lives[:i]:
+            if a.first <= b.last and b.first <= a.last:
+                low, high = sorted((a, b), key=lambda v: offsets[v.name])
+                assert offsets[low.name] + low.nbytes <= offsets[high.name]
+
+
+def test_prefill_and_verify_share_their_weights(package: Path) -> None:
+    verify, prefill = read(package, "verify").weights, read(package, "prefill").weights
+    assert set(prefill) < set(verify)
+    assert all(verify[name] == weight for name, weight in prefill.items())
+
+
+def test_a_norm_of_whole_rows_gets_its_sums_from_whoever_made_the_rows(package: Path) -> None:
+    for step in read(package, "verify").steps:
+        assert step.room != "squares"
+        if "norm_weight" in step.ports and not step.attributes.get("head_dim"):
+            assert "x_squares" in step.ports, step.name
+    assert all("x_squares" not in s.ports for s in read(package, "prefill").steps)
+
+
+def test_outputs_nobody_reads_are_not_made(package: Path) -> None:
+    [head] = [s for s in read(package, "verify").steps if s.room == "head"]
+    assert "best" not in head.ports
+
+
+def test_a_node_without_a_kernel_is_refused_by_name() -> None:
+    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])
+    out = helper.make_tensor_value_info("y", TensorProto.FLOAT, [1])
+    node = helper.make_node("Sin", ["x"], ["y"], name="wave")
+    model = helper.make_model(helper.make_graph([node], "odd", [value], [out]))
+    with pytest.raises(ConfigError, match=r"every node of the graphs \(got odd: Sin wave"):
+        lower(model, Packing(WeightFiles()))
+
+
+def test_float32_rows_are_refused(tmp_path: Path) -> None:
+    write_target(tmp_path / "t", GEOMETRIES["27b"], 1, "bf16")
+    write_drafter(tmp_path / "d", GEOMETRIES["27b"], DrafterGeometry(), 2)
+    config = BuildConfig(engine="cuda", activations="f32")
+    with pytest.raises(ConfigError, match="bfloat16"):
+        make_plan(read_target(tmp_path / "t"), read_drafter(tmp_path / "d"), config)
+
+
+def test_a_torn_program_is_refused(package: Path, tmp_path: Path) -> None:
+    text = (package / f"verify{ENDING}").read_text()
+    (tmp_path / f"verify{ENDING}").write_text(text[:-40])
+    with pytest.raises(PackageError, match="must be JSON"):
+        read(tmp_path, "verify")
+    (tmp_path / f"verify{ENDING}").write_text(text.replace('"room"', '"rum"', 1))
+    with pytest.raises(PackageError, match="unknown key steps"):
+        read(tmp_path, "verify")
+
+
+def test_the_27b_is_lowered_without_its_weights(tmp_path: Path) -> None:
+    made = write_hollow("qwen3.6-27b", tmp_path, BuildConfig(engine="cuda"), (1, 32))
+    assert manifest.read(tmp_path) == made
+    verify = read(tmp_path, "verify")
+    linears = [s for s in verify.steps if s.room in ("linear", "head")]
+    assert len(linears) == 257
+    used = {n for s in linears for p, n in s.ports.items() if p == "packed"}
+    size = sum(verify.weights[n].nbytes for n in used)
+    assert size == pytest.approx(14.446e9, rel=2e-3)  # spec: sum of the 257 linears
+
+
+def test_constants_of_the_graph_are_kept(package: Path) -> None:
+    weight = read(package, "verify").weights["layers.3.self_attn.scale_k"]
+    data = (package / weight.file).read_bytes()[weight.offset : weight.offset + 4]
+    assert np.frombuffer(data, np.float32)[0] == 1.0
+    assert onnx.TensorProto.FLOAT == 1

@@ -1,0 +1,271 @@
+"""Kernels on a CPU: a room's source compiled by g++ against tests/emulator, and run.
+
+One block at a time, every thread of it a fiber (tests/emulator/machine.cpp). What a GPU leaves
+undefined is a fault here where it can be told: a read outside every buffer, lanes of one warp in
+different collectives, threads that wait for ever, copies that are not aligned.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from kernels import Buffer, Pointers, Step, Value
+
+from thor_dflash.plugins.launch import Int, Real
+from thor_dflash.tensors import Array
+
+ROOT = Path(__file__).parent.parent
+MACHINE = ROOT / "tests" / "emulator"
+PLUGINS = ROOT / "plugins"
+COMPILER = shutil.which("g++")
+FLAGS = ("-std=c++17", "-O1", "-g1", "-fPIC", "-w", "-ffp-contract=off", "-fno-strict-aliasing")
+CHECKED = (
+    "-fsanitize=thread,alignment,bounds,integer-divide-by-zero",
+    "-fsanitize-undefined-trap-on-error",
+    "--param=tsan-instrument-func-entry-exit=0",
+)
+KERNEL = re.compile(r"emulated_kernel\s+void\s+(\w+)\s*\(([^)]*)\)")
+MESSAGE_BYTES = 16384
+
+
+class EmulatorFault(AssertionError):
+    """What a kernel did that no GPU would have to put up with."""
+
+
+class _Range(ctypes.Structure):
+    _fields_ = [
+        ("begin", ctypes.c_void_p),
+        ("bytes", ctypes.c_uint64),
+        ("flags", ctypes.c_uint32),
+    ]
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = [
+        ("kernel", ctypes.c_char_p),
+        ("grid", ctypes.c_uint32 * 3),
+        ("threads", ctypes.c_int),
+        ("shared", ctypes.c_int),
+        ("seed", ctypes.c_uint32),
+        ("ranges", ctypes.c_int),
+        ("memory", ctypes.POINTER(_Range)),
+        ("message", ctypes.c_char_p),
+        ("message_bytes", ctypes.c_int),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """One buffer of a launch."""
+
+    address: int
+    nbytes: int
+    writable: bool = True
+    from_kernels: bool = False
+    """Other kernels write it or read it: not before wait_for_previous."""
+    early: bool = False
+    """But reading it is allowed."""
+
+
+def _compile(*arguments: str | Path) -> str:
+    assert COMPILER is not None
+    done = subprocess.run(
+        [COMPILER, *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        raise EmulatorFault(f"g++ does not take it:\n{done.stderr[:8000]}")
+    return done.stdout
+
+
+def _preprocessed(source: Path, defines: Mapping[str, int], *more: str) -> str:
+    wanted = [f"-D{name}={value}" for name, value in sorted(defines.items())]
+    return _compile(
+        "-E", "-std=c++17", "-w", *more, *wanted, "-I", MACHINE, "-I", PLUGINS, "-x", "c++", source
+    )
+
+
+@cache
+def _signatures(source: Path, defines: tuple[tuple[str, int], ...]) -> dict[str, tuple[str, ...]]:
+    text = _preprocessed(source, dict(defines), "-DEMULATOR_LIST", "-P")
+    found = {}
+    for name, parameters in KERNEL.findall(text):
+        parts = [part.strip() for part in parameters.split(",") if part.strip()]
+        found[name] = tuple(_kind(part) for part in parts)
+    return found
+
+
+def _kind(parameter: str) -> str:
+    if "*" in parameter:
+        return "pointer"
+    kind = re.sub(r"\bconst\b", "", parameter).strip().rpartition(" ")[0].strip()
+    return {"int": "int", "i32": "int", "float": "real"}.get(kind, kind)
+
+
+def signatures(source: Path, defines: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
+    """The kernels of a source file: the kind of each argument, "pointer", "int" or "real"."""
+    return _signatures(source, tuple(sorted(defines.items())))
+
+
+def _cached(key: str, suffix: str, make: object) -> Path:
+    assert callable(make)
+    folder = Path(tempfile.gettempdir()) / "thor-dflash-emulator"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}{suffix}"
+    if path.exists():
+        return path
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            with tempfile.TemporaryDirectory(dir=folder) as name:
+                made = Path(name) / path.name
+                make(made)
+                made.rename(path)
+    return path
+
+
+def _machine() -> str:
+    return "\n".join(p.read_text() for p in sorted(MACHINE.rglob("*")) if p.is_file())
+
+
+@cache
+def _machine_objects() -> tuple[Path, ...]:
+    def make(source: Path) -> Path:
+        def compiled(to: Path) -> None:
+            _compile(*FLAGS, "-O2", "-c", "-I", MACHINE, source, "-o", to)
+
+        return _cached(_machine() + source.name, ".o", compiled)
+
+    return make(MACHINE / "machine.cpp"), make(MACHINE / "hooks.cpp")
+
+
+@cache
+def _library(source: Path, defines: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
+    names = list(_signatures(source, defines))
+    shim = (
+        '#include "cuda/device.cuh"\n#include "registry.h"\n'
+        f'namespace {{\n#include "{source}"\n}}\n' + "".join(f"EMULATE({n})\n" for n in names)
+    )
+    wanted = [f"-D{name}={value}" for name, value in defines]
+
+    objects = _machine_objects()
+
+    def linked(to: Path) -> None:
+        file, unit = to.with_suffix(".cpp"), to.with_suffix(".o")
+        file.write_text(shim)
+        _compile(*FLAGS, *CHECKED, "-c", *wanted, "-I", MACHINE, "-I", PLUGINS, file, "-o", unit)
+        _compile("-shared", unit, *objects, "-o", to)
+
+    key = "\n".join([_preprocessed(source, dict(defines)), shim, _machine(), *FLAGS, *CHECKED])
+    return ctypes.CDLL(str(_cached(key, ".so", linked)))
+
+
+def run(
+    source: Path,
+    defines: Mapping[str, int],
+    kernel: str,
+    grid: tuple[int, int, int],
+    threads: int,
+    shared: int,
+    arguments: Sequence[ctypes.c_void_p | ctypes.c_int32 | ctypes.c_float],
+    memory: Sequence[Memory],
+    seed: int = 0,
+) -> None:
+    """Run one launch. `seed`: 0 threads and blocks in order, 1 backwards, else shuffled.
+
+    Raises:
+        EmulatorFault: the source does not compile, or the kernel did what it may not.
+    """
+    library = _library(source, tuple(sorted(defines.items())))
+    ranges = (_Range * len(memory))(
+        *(_Range(m.address, m.nbytes, m.writable + 2 * m.from_kernels + 4 * m.early) for m in memory)
+    )
+    message = ctypes.create_string_buffer(MESSAGE_BYTES)
+    launch = _Launch(
+        kernel.encode(),
+        (ctypes.c_uint32 * 3)(*grid),
+        threads,
+        shared,
+        seed,
+        len(memory),
+        ranges,
+        ctypes.cast(message, ctypes.c_char_p),
+        MESSAGE_BYTES,
+    )
+    pointers = (ctypes.c_void_p * max(1, len(arguments)))(*(ctypes.addressof(a) for a in arguments))
+    if library[f"emulate_{kernel}"](ctypes.byref(launch), pointers) != 0:
+        raise EmulatorFault(_placed(message.value.decode(), library._name))
+
+
+def _placed(message: str, library: str) -> str:
+    """The message with the kernel's source lines for its addresses."""
+    tool = shutil.which("addr2line")
+    if tool is None:
+        return message
+
+    def place(match: re.Match[str]) -> str:
+        lines = subprocess.run(
+            [tool, "-i", "-e", library, match.group(1)], capture_output=True, text=True, check=False
+        ).stdout.split("\n")
+        spots = [line.split(" (")[0].rpartition("/")[2] for line in lines if ":" in line]
+        spots = [spot for spot in spots if not spot.startswith(("device.cuh", "??"))]
+        return " < ".join(spots) or match.group(0)
+
+    return re.sub(r"@(0x[0-9a-f]+)", place, message)
+
+
+@dataclass(frozen=True, slots=True)
+class Emulator:
+    """The backend of tests/kernels.py that runs on this CPU."""
+
+    seed: int = 0
+    """Order of threads and blocks: 0 forward, 1 backwards, else shuffled."""
+
+    def __call__(self, buffers: Sequence[Buffer], steps: Sequence[Step]) -> None:
+        """Run the steps."""
+        tables: list[Array] = []
+
+        def value(given: Value) -> ctypes.c_void_p | ctypes.c_int32 | ctypes.c_float:
+            match given:
+                case Int(number):
+                    return ctypes.c_int32(number)
+                case Real(number):
+                    return ctypes.c_float(number)
+                case Pointers(targets):
+                    tables.append(np.array([_address(b) for b in targets], np.uint64))
+                    return ctypes.c_void_p(tables[-1].ctypes.data)
+                case _:
+                    return ctypes.c_void_p(_address(given))
+
+        for step in steps:
+            one = step.launch
+            arguments = [value(given) for given in step.arguments]
+            memory = [
+                Memory(b.data.ctypes.data, b.data.nbytes, b.writable, b.from_kernels and one.overlap, b.early)
+                for b in buffers
+            ] + [Memory(t.ctypes.data, t.nbytes, False) for t in tables]
+            run(
+                step.source,
+                one.defines,
+                one.kernel,
+                one.grid,
+                one.threads,
+                one.shared,
+                arguments,
+                memory,
+                self.seed,
+            )
+
+
+def _address(given: Buffer | None) -> int:
+    return 0 if given is None else given.data.ctypes.data

@@ -1,0 +1,75 @@
+// A fiber: a stack and where it stands. Hand-written switch on x86-64, ucontext elsewhere.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+namespace emulator {
+
+constexpr unsigned long STACK = 256 * 1024, PAGE = 64 * 1024;
+
+struct Fiber {
+    unsigned char* stack;
+#if defined(__x86_64__)
+    void* at;
+#else
+    ucontext_t context;
+#endif
+};
+
+// An untouched page below each stack, so that running over its end is an access that fails.
+inline unsigned char* new_stack() {
+    void* p = mmap(nullptr, STACK + PAGE, PROT_READ | PROT_WRITE,
+                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    mprotect(p, PAGE, PROT_NONE);
+    return static_cast<unsigned char*>(p) + PAGE;
+}
+
+#if defined(__x86_64__)
+extern "C" void emulator_switch(void** from, void* to);
+asm(R"(
+.text
+.globl emulator_switch
+.hidden emulator_switch
+emulator_switch:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    ret
+)");
+
+inline void switch_fiber(Fiber& from, Fiber& to) { emulator_switch(&from.at, to.at); }
+
+inline void start_fiber(Fiber& fiber, void (*body)()) {
+    void** top = reinterpret_cast<void**>(fiber.stack + STACK);
+    *--top = nullptr;                         // where `body` would return to; aligns its frame
+    *--top = reinterpret_cast<void*>(body);
+    for (int i = 0; i < 6; i++) *--top = nullptr;
+    fiber.at = top;
+}
+#else
+inline void switch_fiber(Fiber& from, Fiber& to) { swapcontext(&from.context, &to.context); }
+
+inline void start_fiber(Fiber& fiber, void (*body)()) {
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack;
+    fiber.context.uc_stack.ss_size = STACK;
+    fiber.context.uc_link = nullptr;
+    makecontext(&fiber.context, body, 0);
+}
+#endif
+
+}  // namespace emulator

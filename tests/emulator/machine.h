@@ -1,0 +1,72 @@
+// What a kernel compiled for the emulator asks of the machine (machine.cpp): one multiprocessor that
+// runs one block at a time, every thread of it a fiber. Collectives give way until all who must take
+// part have come.
+#pragma once
+
+struct Index {
+    unsigned x, y, z;
+};
+extern Index threadIdx, blockIdx, blockDim, gridDim;
+
+namespace emulator {
+
+typedef unsigned char u8;
+typedef unsigned u32;
+typedef unsigned long long u64;
+
+constexpr int LARGEST_SHARED = 232448;
+constexpr int GUARD = 4096;
+// Dynamic shared memory starts at 128 in 1024: no kernel may count on more than it asks for.
+constexpr int LEAD = 128;
+extern u8 dynamic_memory[LEAD + LARGEST_SHARED + GUARD];
+
+// ---- collectives -----------------------------------------------------------------------------
+void sync_block();
+void sync_some(int id, int threads);
+void sync_warp();
+u32 shuffle(u32 x, int lane);
+u32 shuffle_xor(u32 x, int mask);
+u32 ballot(bool x);
+void load_matrix4(u32* r, u32 row, bool transposed);
+void mma(float* d, const u32* a, u32 b0, u32 b1, bool half);
+
+// ---- shared memory: addresses count from the start of the block's memory ------------------------
+u32 shared_address(const void* p);
+void load_shared16(void* to, u32 from);
+void copy_async16(u32 to, const void* from, bool valid);
+void copy_async_commit();
+void copy_async_wait(int left);
+void barrier_init(u32 barrier, int count);
+void barrier_expect(u32 barrier, u32 bytes);
+void barrier_arrive(u32 barrier);
+void barrier_wait(u32 barrier, u32 parity);
+void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier);
+
+// ---- between kernels and blocks --------------------------------------------------------------
+void wait_for_previous();
+u32 arrive(u32* counter);
+
+// ---- launching -------------------------------------------------------------------------------
+// One stretch of device memory that the kernel may touch.
+struct Range {
+    u8* begin;
+    u64 bytes;
+    u32 flags;
+};
+// FROM_KERNELS: only after wait_for_previous; READ_EARLY: but reads may come before.
+enum { WRITABLE = 1, FROM_KERNELS = 2, READ_EARLY = 4 };
+
+struct Launch {
+    const char* kernel;
+    u32 grid[3];
+    int threads, shared;
+    u32 seed;  // 0: threads and blocks in order; 1: backwards; else shuffled
+    int ranges;
+    const Range* memory;
+    char* message;  // what went wrong, at most message_bytes
+    int message_bytes;
+};
+// 0, or 1 with the message set.
+int run(const Launch& launch, void (*body)());
+
+}  // namespace emulator

@@ -1,0 +1,178 @@
+"""What of the CUDA engine needs no device: counting memory, staging writes, cutting corners."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thor_dflash.errors import EngineError
+from thor_dflash.runtime.engines.cuda import control
+from thor_dflash.runtime.engines.cuda.control import RING, SLOT, Page, Ring
+from thor_dflash.runtime.engines.cuda.driver import STICKY, Driver
+from thor_dflash.runtime.engines.cuda.engine import corners
+from thor_dflash.runtime.engines.cuda.memory import RESERVE, Arena
+from thor_dflash.tensors import Array, DType, TensorSpec
+
+GB = 1 << 30
+
+
+def test_regions_are_aligned_apart_and_counted_by_kind() -> None:
+    arena = Arena()
+    starts = [
+        arena.take(kind, size) for kind, size in (("weights", 1), ("cache", 300), ("weights", 256))
+    ]
+    assert starts == [0, 256, 768]
+    assert arena.sizes == {"weights": 512, "cache": 512}
+    assert arena.nbytes == 1024
+
+
+def test_what_does_not_fit_is_refused_with_the_table_and_a_remedy() -> None:
+    arena = Arena()
+    arena.take("weights", 3 * GB)
+    arena.take("cache", GB)
+    arena.check(4 * GB + RESERVE, 1024)
+    with pytest.raises(EngineError) as e:
+        arena.check(4 * GB + RESERVE - 1, 1024)
+    for word in ("weights", "cache", "lower engine.capacity", "(now 1024)"):
+        assert word in str(e.value)
+
+
+class FakeDriver:
+    """Device memory as a dictionary of bytes, copies made only when an event is waited for."""
+
+    def __init__(self) -> None:
+        self.memory = np.zeros(RING * 3, np.uint8)
+        self.pending: list[tuple[int, int, int]] = []
+        self.host = np.zeros(RING, np.uint8)
+        self.stream = None
+        self.cu = SimpleNamespace(
+            CUevent_flags=SimpleNamespace(CU_EVENT_DISABLE_TIMING=SimpleNamespace(value=2))
+        )
+
+    def __call__(self, name: str, *args: Any) -> Any:
+        if name == "cuMemcpyHtoDAsync":
+            self.pending.append((args[0], args[1], args[2]))
+        elif name == "cuEventSynchronize":
+            self.finish()
+        return object()
+
+    def finish(self) -> None:
+        for to, start, count in self.pending:
+            self.memory[to : to + count] = self.host[start : start + count]
+        self.pending.clear()
+
+
+def ring() -> tuple[FakeDriver, Ring]:
+    fake = FakeDriver()
+    return fake, Ring(fake, SimpleNamespace(address=0, bytes=fake.host))  # type: ignore[arg-type]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, RING // 2 + 99)), max_size=12))
+def test_a_copy_under_way_is_never_written_over(writes: list[tuple[int, int]]) -> None:
+    fake, sender = ring()
+    want = np.zeros_like(fake.memory)
+    for i, (at, size) in enumerate(writes):
+        data = np.full(size, i + 1, np.uint8)
+        data[:: 1 + i] = 200 - i
+        sender.send(at * 1000, data)
+        want[at * 1000 : at * 1000 + size] = data
+    fake.finish()
+    assert np.array_equal(fake.memory, want)
+
+
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(0, 9), st.integers(1, 40)), min_size=1, max_size=8),
+        max_size=5,
+    )
+)
+def test_the_device_sees_what_the_host_wrote_and_nothing_else(
+    flushes: list[list[tuple[int, int]]],
+) -> None:
+    fake, sender = ring()
+    page = Page(10 * 48)
+    fake.memory[: 10 * 48] = 77  # what the device wrote itself
+    want = fake.memory[: 10 * 48].copy()
+    slots = {i: 48 * i for i in range(10)}
+    for n, flush in enumerate(flushes):
+        for slot, size in flush:
+            data = np.full(size, n + 1, np.uint8)
+            page.write(slots[slot], data)
+            want[slots[slot] : slots[slot] + size] = data
+        page.flush(0, sender)
+    fake.finish()
+    for start in slots.values():
+        wrote = want[start : start + 48] != 77
+        assert np.array_equal(
+            fake.memory[start : start + 48][wrote], want[start : start + 48][wrote]
+        )
+    untouched = [s for i, s in slots.items() if all(i != slot for f in flushes for slot, _ in f)]
+    assert all((fake.memory[s : s + 48] == 77).all() for s in untouched)
+
+
+def test_neighbours_travel_together() -> None:
+    fake, sender = ring()
+    page = Page(8 * SLOT)
+    for i in (0, 1, 2, 5):
+        page.write(i * SLOT, np.full(4, i, np.uint8))
+    page.flush(0, sender)
+    assert len(fake.pending) == 2
+    page.flush(0, sender)
+    assert len(fake.pending) == 2
+
+
+@given(st.data())
+def test_a_corner_is_cut_into_its_runs(data: st.DataObject) -> None:
+    whole = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
+    part = tuple(data.draw(st.integers(1, n)) for n in whole)
+    memory = np.zeros(int(np.prod(whole)) * 4, np.uint8)
+    values = np.arange(1, int(np.prod(part)) + 1, dtype=np.int32).reshape(part)
+    pieces = list(corners(TensorSpec("x", DType.I32, whole), values))
+    for at, piece in pieces:
+        memory[at : at + len(piece)] = piece
+    want = np.zeros(whole, np.int32)
+    want[tuple(slice(n) for n in part)] = values
+    assert np.array_equal(memory.view(np.int32).reshape(whole), want)
+    if part == whole:
+        assert len(pieces) == 1
+
+
+def gate(status: str) -> Driver:
+    driver = object.__new__(Driver)
+    code = type("Code", (int,), {"name": status})(700)
+    driver.cu = SimpleNamespace(
+        cuStreamSynchronize=lambda *_: (code,),
+        cuGetErrorString=lambda _: (0, b"the driver's words"),
+    )
+    driver._broken = ""
+    return driver
+
+
+def test_an_error_names_the_call_and_its_meaning() -> None:
+    driver = gate("CUDA_ERROR_OUT_OF_MEMORY")
+    with pytest.raises(
+        EngineError, match=r"cuStreamSynchronize .*the driver's words.*lower engine"
+    ):
+        driver("cuStreamSynchronize", 0)
+    assert not driver.ended
+
+
+@pytest.mark.parametrize("code", sorted(STICKY))
+def test_a_broken_context_is_not_asked_again(code: str) -> None:
+    driver = gate(code)
+    with pytest.raises(EngineError, match="this engine has ended"):
+        driver("cuStreamSynchronize", 0)
+    driver.cu.cuStreamSynchronize = None
+    with pytest.raises(EngineError, match=rf"must follow a new engine.*{code}"):
+        driver("cuStreamSynchronize", 0)
+
+
+def test_a_page_is_no_larger_than_what_is_small() -> None:
+    assert control.SMALL < RING // 4
+    sample: Array = np.zeros(3, np.uint8)
+    assert sample.nbytes == 3

@@ -1,0 +1,176 @@
+"""The CUDA engine on a device: the laws bit for bit with planner-nano, and against ONNX Runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from decoding import DEAD, answer, drafts, erring, oracle
+
+from thor_dflash.builders.build import build
+from thor_dflash.calib.heldout import tasks
+from thor_dflash.config import BuildConfig, EngineConfig
+from thor_dflash.errors import EngineError
+from thor_dflash.progress import Silent
+from thor_dflash.runtime.engines.cuda.engine import CudaEngine
+from thor_dflash.runtime.propose import Dflash, Nobody
+from thor_dflash.runtime.score import score
+from thor_dflash.runtime.session import Request, Session, open_session
+
+pytestmark = pytest.mark.gpu
+NANO = Path(__file__).parents[2] / "models" / "planner-nano"
+CAPACITY = 1024
+
+
+def package(out: Path, **options: object) -> Path:
+    settings = {"kv": "fp8", "activations": "bf16", "chunk": 64, "capacity": CAPACITY, **options}
+    config = BuildConfig(**settings)  # type: ignore[arg-type]
+    build(NANO / "target", NANO / "drafter", out, config, Silent())
+    return out
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return package(tmp_path_factory.mktemp("cuda") / "nano", engine="cuda")
+
+
+@pytest.fixture(scope="module")
+def session(made: Path) -> Iterator[Session]:
+    with closing(open_session(made, EngineConfig(), Silent())) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    out = package(tmp_path_factory.mktemp("ort") / "nano", engine="ort")
+    with closing(open_session(out, EngineConfig(), Silent())) as opened:
+        yield opened
+
+
+def request(s: Session, index: int, most: int = 256) -> Request:
+    task = tasks()[index]
+    assert s.text is not None
+    messages = [{"role": role, "content": content} for role, content in task.messages]
+    prompt = tuple(s.text.encode(s.text.render(messages, thinking=True)))
+    return Request(prompt=prompt, max_tokens=most, stop=frozenset(s.manifest.stop_tokens))
+
+
+def test_any_drafter_gives_the_plain_answer_on_every_held_out_prompt(session: Session) -> None:
+    drafted = 0
+    for index in range(len(tasks())):
+        asked = request(session, index)
+        truth = answer(session, asked, Nobody())
+        rng = np.random.default_rng(index)
+        random = drafts(lambda n, rng=rng: [int(t) for t in rng.integers(0, 1280, 15)])  # type: ignore[misc]
+        for proposer in (DEAD, random, oracle(truth), erring(truth, 0.2, index), Dflash()):
+            assert answer(session, asked, proposer) == truth, (index, proposer)
+            drafted += session.report().spec.drafted
+    assert drafted > 0
+
+
+def test_an_oracle_gives_a_full_block_a_cycle(session: Session) -> None:
+    asked = request(session, 0, 64)
+    truth = answer(session, asked, Nobody())
+    answer(session, asked, oracle([*truth, *[0] * 16]))
+    assert max(session.report().spec.accept_hist[:15]) <= 1
+
+
+def test_every_choice_is_one_onnx_runtime_all_but_makes(
+    session: Session, reference: Session
+) -> None:
+    """Teacher-forced: how much worse than its own best the reference finds each choice."""
+    worst = largest = 0.0
+    for index in range(0, len(tasks()), 6):
+        asked = request(session, index)
+        tokens = [*asked.prompt, *answer(session, asked, Dflash())]
+        ours = score(session, tokens, False, Silent())["logits"]
+        theirs = score(reference, tokens, False, Silent())["logits"]
+        scale = np.abs(theirs).max()
+        rows = np.arange(len(tokens))
+        regret = theirs.max(1) - theirs[rows, ours.argmax(1)]
+        worst = max(worst, float(regret.max() / scale))
+        largest = max(largest, float(np.abs(ours - theirs).max() / scale))
+    print(f"worst regret {worst:.4f} and worst difference {largest:.4f} of the logits' scale")
+    assert worst < 0.03
+    assert largest < 0.06
+
+
+@pytest.mark.parametrize("option", [{"saves": "states"}, {"chunk": 33}, {"kv": "bf16"}])
+def test_other_builds_obey_the_laws(tmp_path: Path, option: dict[str, object]) -> None:
+    out = package(tmp_path / "p", engine="cuda", **option)
+    with closing(open_session(out, EngineConfig(), Silent())) as s:
+        for index in range(0, 120, 12):
+            asked = request(s, index)
+            truth = answer(s, asked, Nobody())
+            for proposer in (DEAD, erring(truth, 0.3, index), Dflash()):
+                assert answer(s, asked, proposer) == truth
+
+
+def test_states_and_records_give_the_same_answers(session: Session, tmp_path: Path) -> None:
+    out = package(tmp_path / "p", engine="cuda", saves="states")
+    with closing(open_session(out, EngineConfig(), Silent())) as s:
+        for index in range(0, 120, 10):
+            asked = request(s, index)
+            assert answer(s, asked, Dflash()) == answer(session, asked, Dflash())
+
+
+def test_eager_launches_and_serial_launches_give_the_same_answers(
+    session: Session, made: Path
+) -> None:
+    for config in (EngineConfig(graphs=False), EngineConfig(overlap=False)):
+        with closing(open_session(made, config, Silent())) as s:
+            for index in range(0, 120, 24):
+                asked = request(s, index)
+                assert answer(s, asked, Dflash()) == answer(session, asked, Dflash())
+
+
+def test_a_snapshot_goes_on_like_the_original(session: Session) -> None:
+    asked = request(session, 3)
+    truth = answer(session, asked, Dflash())
+    session.prefixes.put("half", asked.prompt[: len(asked.prompt) - 1])
+    assert answer(session, asked, Dflash()) == truth
+    assert session.report().cached_tokens > 0
+    session.prefixes.drop("half")
+
+
+def test_a_dropped_request_leaves_nothing_behind(session: Session) -> None:
+    asked = request(session, 5)
+    truth = answer(session, asked, Dflash())
+    for steps in (1, 2, 5):
+        chunks = session.run(request(session, 7), Dflash())
+        for _ in range(steps):
+            next(chunks)
+        chunks.close()  # type: ignore[attr-defined]
+        assert answer(session, asked, Dflash()) == truth
+
+
+def test_a_thousand_requests_take_no_memory_and_change_nothing(session: Session) -> None:
+    engine = session.model.engine
+    assert isinstance(engine, CudaEngine)
+    rng = np.random.default_rng(0)
+    picks = [(int(i), int(n)) for i, n in zip(rng.integers(0, 120, 40), rng.integers(1, 90, 40),
+                                              strict=True)]  # fmt: skip
+    alone = {pick: answer(session, request(session, *pick), Dflash()) for pick in picks}
+    before = engine.driver.free_memory()
+    for n in range(1000):
+        pick = picks[int(rng.integers(0, len(picks)))]
+        assert answer(session, request(session, *pick), Dflash()) == alone[pick], n
+    assert engine.driver.free_memory() == before
+
+
+def test_too_large_a_context_is_refused_with_the_byte_table(tmp_path: Path) -> None:
+    from thor_dflash.builders.hollow import write_hollow
+    from thor_dflash.runtime.engines.cuda.random import RandomWeights
+    from thor_dflash.runtime.model import Model
+
+    made = write_hollow("qwen3.6-27b", tmp_path, BuildConfig(engine="cuda"))
+    config = EngineConfig()
+    fill = RandomWeights(tmp_path, Path(config.cubins).expanduser())
+    with (
+        closing(CudaEngine(tmp_path, config, Silent(), fill)) as engine,
+        pytest.raises(EngineError, match=r"must fit .* weights .* cache .* lower engine\.capacity"),
+    ):
+        Model(engine, made, 4_000_000, made.block)

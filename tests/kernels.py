@@ -1,0 +1,380 @@
+"""A room's kernels run on one of its cases, by a backend that knows no room.
+
+`run` does what the engine will do: rows in bf16, weights packed, outputs and scratch poisoned, each
+buffer between guards that must stay untouched.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from thor_dflash.plugins.launch import (
+    THOR,
+    Addresses,
+    Argument,
+    At,
+    Device,
+    Int,
+    Launch,
+    Real,
+    Scratch,
+    Shaped,
+    Site,
+    Table,
+)
+from thor_dflash.plugins.op import ACTIVATION, CACHE, Attributes, Case, Op, Port, bind
+from thor_dflash.tensors import Array, DType
+
+GUARD = 1024
+"""Bytes before and after every buffer that nobody may write; also its alignment."""
+CANARY = 0xFD
+POISON = 0xFF
+"""NaN in every float type, -1 in every integer."""
+
+IMMUTABLE = frozenset(
+    "norm_weight q_norm k_norm conv_weight a_log dt_bias id_map scale_k scale_v "
+    "weight block_scale row_scale".split()
+)
+"""Inputs no kernel writes: they may be read before wait_for_previous."""
+EARLY = frozenset({"state"})
+"""Inputs that were last written a graph launch ago: they may be read early, not written."""
+SQUARES_ROWS, SQUARES_COLUMNS = 32, 256
+
+
+class Refused(Exception):
+    """The room's kernels do not take this call."""
+
+
+@dataclass(slots=True, eq=False)
+class Buffer:
+    """Memory of one port, table or scratch, guards included."""
+
+    name: str
+    memory: Array
+    """uint8 [GUARD + size + GUARD], aligned to GUARD."""
+    writable: bool
+    from_kernels: bool
+    early: bool = False
+
+    @property
+    def data(self) -> Array:
+        """uint8 [size], between the guards."""
+        return self.memory[GUARD:-GUARD]
+
+
+@dataclass(frozen=True, slots=True)
+class Pointers:
+    """An argument: the address of a table of the addresses of these; 0 where there is none."""
+
+    buffers: tuple[Buffer | None, ...]
+
+
+Value = Buffer | Pointers | Int | Real | None
+"""What a backend is given for an argument; None is a null pointer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One launch with its arguments."""
+
+    source: Path
+    launch: Launch
+    arguments: tuple[Value, ...]
+
+
+class Backend(Protocol):
+    """Runs the steps in order over the buffers and leaves what they wrote in the buffers."""
+
+    def __call__(self, buffers: Sequence[Buffer], steps: Sequence[Step]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What the harness needs of a room's launch.py."""
+
+    launches: Callable[[Site, Device], tuple[Launch, ...]]
+    refuse: Callable[[Site], str]
+    in_place: frozenset[str]
+    tolerance: float
+    packed: Callable[[Site], Mapping[str, Shaped]] | None = None
+    pack: Callable[[Site, Mapping[str, Array]], Mapping[str, Array]] | None = None
+
+
+def rule(op: Op) -> Rule | None:
+    """The room's launch rule, or None where it has none."""
+    return _rule(op.name) if (op.room / "launch.py").exists() else None
+
+
+@cache
+def _rule(room: str) -> Rule:
+    here = vars(importlib.import_module(f"thor_dflash.plugins.{room}.launch"))
+    weights = room in ("linear", "head")
+    pack = vars(importlib.import_module("thor_dflash.plugins.linear.pack")) if weights else here
+    return Rule(
+        here["launches"],
+        here["refuse"],
+        here.get("IN_PLACE", frozenset()),
+        here["TOLERANCE"],
+        pack.get("packed"),
+        pack.get("pack"),
+    )
+
+
+def rule_of(op: Op) -> Rule:
+    """The launch rule of a room that has one."""
+    found = rule(op)
+    assert found is not None, f"{op.name} has no launch.py"
+    return found
+
+
+def source_of(op: Op, one: Launch) -> Path:
+    """The file of a launch: in the room's folder, or named from plugins/."""
+    own = op.room / one.source
+    return own if own.exists() else op.room.parent / one.source
+
+
+def stem(name: str) -> str:
+    """A port's name without the number of its group."""
+    return name.rstrip("0123456789")
+
+
+# ---- the call ----------------------------------------------------------------------------------
+def in_kernel_types(op: Op, case: Case) -> Case:
+    """The case as kernels take it: rows, caches and plain weights of float32 or float16 in bf16."""
+    a = op.complete(case.attributes)
+    narrow = {p.name for p in op.inputs_of(a) if p.dtypes in (ACTIVATION, CACHE)}
+    narrow |= {name for name in case.inputs if stem(name) == "weight"}
+    inputs = {
+        name: x.astype(DType.BF16.numpy)
+        if name in narrow and DType.of(x) in (DType.F32, DType.F16)
+        else x
+        for name, x in case.inputs.items()
+    }
+    return Case(case.name, inputs, case.attributes)
+
+
+def squares(rows: Array) -> Array:
+    """float32 [ceil(K / 256), 32]: sums of squares of 256 columns each, by row; 0 past T."""
+    wide = rows.astype(np.float64) ** 2
+    groups = -(-wide.shape[1] // SQUARES_COLUMNS)
+    wide = np.pad(wide, ((0, 0), (0, groups * SQUARES_COLUMNS - wide.shape[1])))
+    sums = wide.reshape(len(wide), groups, SQUARES_COLUMNS).sum(axis=2).T
+    return np.pad(sums, ((0, 0), (0, SQUARES_ROWS - len(wide)))).astype(np.float32)
+
+
+def shaped(x: Array) -> Shaped:
+    """Type and shape of an array."""
+    return Shaped(DType.of(x), x.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A case ready to be launched."""
+
+    site: Site
+    inputs: Mapping[str, Array]
+    want: Mapping[str, Array]
+    """What the reference says."""
+
+
+def call_of(op: Op, given: Case, x_squares: bool = False, y_squares: bool = False) -> Call:
+    """The call of a case, weights packed.
+
+    Raises:
+        Refused: the rule does not take it.
+    """
+    case = in_kernel_types(op, given)
+    a = op.complete(case.attributes)
+    want = op.reference(case.inputs, a)
+    inputs = dict(case.inputs)
+    if x_squares:
+        inputs["x_squares"] = squares(inputs["x"])
+    if y_squares:
+        want = {**want, "y0_squares": squares(want["y0"])}
+    ports = {name: shaped(x) for name, x in {**inputs, **want}.items()}
+    site = Site(op, a, ports)
+    return Call(*packed(site, inputs), want)
+
+
+def packed(site: Site, inputs: Mapping[str, Array]) -> tuple[Site, Mapping[str, Array]]:
+    """The site and inputs with the weights in the kernels' layout, where the rule has one.
+
+    Raises:
+        Refused: the rule does not take it.
+    """
+    here = rule_of(site.op)
+    if why := here.refuse(site):
+        raise Refused(why)
+    if here.packed is None or here.pack is None:
+        return site, inputs
+    new = here.packed(site)
+    arrays = here.pack(site, inputs) if inputs else {}
+    for name in arrays:
+        assert shaped(arrays[name]) == new[name], name
+    if inputs:
+        assert arrays.keys() == new.keys()
+    gone = {n for n in site.ports if stem(n) in ("weight", "block_scale", "row_scale")}
+    ports = {n: p for n, p in site.ports.items() if n not in gone} | dict(new)
+    kept = {n: x for n, x in inputs.items() if n not in gone} | dict(arrays)
+    return Site(site.op, site.attributes, ports), kept
+
+
+def site_of(
+    op: Op, attributes: Mapping[str, int | float | str], inputs: Mapping[str, Shaped]
+) -> Site:
+    """A site from its inputs alone; outputs follow from the contract."""
+    a = op.complete(attributes)
+    letters = bind(op, {name: s.shape for name, s in inputs.items()}, a)
+    ports = dict(inputs)
+    for port in op.outputs_of(a):
+        ports[port.name] = Shaped(_dtype(port, inputs), tuple(_size(letters[d]) if isinstance(d, str) else d for d in port.shape))
+    return Site(op, a, ports)
+
+
+def _dtype(port: Port, inputs: Mapping[str, Shaped]) -> DType:
+    return inputs[port.like].dtype if port.like else port.dtypes[0]
+
+
+def _size(size: int | str) -> int:
+    assert isinstance(size, int)
+    return size
+
+
+# ---- memory ------------------------------------------------------------------------------------
+def buffer(
+    name: str, content: Array | int, fill: int = POISON, writable: bool = True, kernels: bool = True
+) -> Buffer:
+    """A buffer that holds an array, or of so many bytes of `fill`."""
+    size = content if isinstance(content, int) else content.nbytes
+    raw = np.full(size + 3 * GUARD, CANARY, np.uint8)
+    start = -raw.ctypes.data % GUARD
+    memory = raw[start : start + size + 2 * GUARD]
+    made = Buffer(name, memory, writable, kernels, stem(name) in EARLY)
+    if isinstance(content, int):
+        made.data[:] = fill
+    else:
+        made.data[:] = np.ascontiguousarray(content).reshape(-1).view(np.uint8)
+    return made
+
+
+class _Memory:
+    """The buffers of one call."""
+
+    def __init__(self, call: Call, in_place: frozenset[str], poison: int) -> None:
+        self.poison = poison
+        self.zeroed: list[Buffer] = []
+        self.all: list[Buffer] = []
+        self.ports: dict[str, Buffer] = {}
+        self.scratch: dict[str, Buffer] = {}
+        for name, x in call.inputs.items():
+            new = name not in {p.name for p in call.site.op.inputs_of(call.site.attributes)}
+            fixed = stem(name) in IMMUTABLE or (new and name != "x_squares")
+            self.ports[name] = self._add(buffer(name, x, writable=False, kernels=not fixed))
+        for name, x in call.want.items():
+            if name in in_place:
+                source = self.ports[call.site.op.alias_of(name) or name.removeprefix("next_")]
+                source.writable = True
+                self.ports[name] = source
+            else:
+                self.ports[name] = self._add(buffer(name, x.nbytes, poison))
+
+    def _add(self, made: Buffer) -> Buffer:
+        self.all.append(made)
+        return made
+
+    def value(self, argument: Argument) -> Value:
+        """What the backend is given for an argument."""
+        match argument:
+            case At(port):
+                return self.ports.get(port)
+            case Addresses(ports):
+                return Pointers(tuple(self.ports.get(port) for port in ports))
+            case Scratch():
+                return self._scratch(argument)
+            case Table(values):
+                return self._add(buffer("table", values, writable=False, kernels=False))
+            case _:
+                return argument
+
+    def _scratch(self, wanted: Scratch) -> Buffer:
+        if wanted.name not in self.scratch:
+            fill = 0 if wanted.zeroed else self.poison
+            made = self._add(buffer(f"scratch {wanted.name}", wanted.nbytes, fill))
+            self.scratch[wanted.name] = made
+            self.zeroed += [made] if wanted.zeroed else []
+        found = self.scratch[wanted.name]
+        assert found.data.nbytes == wanted.nbytes, f"scratch {wanted.name} of two sizes"
+        return found
+
+    def check(self) -> None:
+        """Guards untouched, counters zero again."""
+        for made in self.all:
+            guards = np.concatenate([made.memory[:GUARD], made.memory[-GUARD:]])
+            assert np.all(guards == CANARY), f"{made.name}: its guard was written"
+        for made in self.zeroed:
+            assert not made.data.any(), f"{made.name} must be zero after every call"
+
+
+def launch(
+    call: Call, backend: Backend, device: Device = THOR, poison: int = POISON
+) -> dict[str, Array]:
+    """Run the launches of a call; its outputs."""
+    op = call.site.op
+    here = rule_of(op)
+    memory = _Memory(call, here.in_place, poison)
+    steps = [
+        Step(source_of(op, one), one, tuple(memory.value(x) for x in one.arguments))
+        for one in here.launches(call.site, device)
+    ]
+    backend(memory.all, steps)
+    memory.check()
+    return {
+        name: memory.ports[name].data.view(x.dtype).reshape(x.shape)
+        for name, x in call.want.items()
+    }
+
+
+def run(op: Op, case: Case, backend: Backend, device: Device = THOR) -> dict[str, Array]:
+    """Run a case and hold it to the reference.
+
+    Raises:
+        AssertionError: an output is off, a guard was written.
+        Refused: the rule does not take the case.
+    """
+    call = call_of(op, case)
+    got = launch(call, backend, device)
+    compare(op, got, call.want)
+    return got
+
+
+def compare(op: Op, got: Mapping[str, Array], want: Mapping[str, Array]) -> None:
+    """Integers exactly; floats to TOLERANCE of the largest value; FP8 also one step of its own."""
+    tolerance = rule_of(op).tolerance
+    for name, value in want.items():
+        have, wide = got[name].astype(np.float64), value.astype(np.float64)
+        if np.issubdtype(value.dtype, np.integer):
+            np.testing.assert_array_equal(got[name], value, f"{op.name}.{name}")
+            continue
+        bad = np.isfinite(have) != np.isfinite(wide)
+        assert not bad.any(), f"{op.name}.{name}: {bad.sum()} not finite, at {np.argwhere(bad)[:4]}"
+        finite = np.isfinite(wide)
+        have, wide = np.where(finite, have, 0), np.where(finite, wide, 0)
+        largest = np.abs(wide).max(initial=0.0)
+        step = 0.0
+        if value.dtype == DType.FP8.numpy:
+            step = np.maximum(np.abs(wide) / 8, 2.0**-9)
+        over = np.abs(have - wide) - step - tolerance * largest
+        worst = np.unravel_index(np.argmax(over), over.shape) if over.size else ()
+        assert np.all(over <= 0), (
+            f"{op.name}.{name}: off by {np.abs(have - wide)[worst] / largest:.3g} of the largest, "
+            f"more than {tolerance:.3g}, at {tuple(map(int, worst))}: "
+            f"{have[worst]:.6g}, not {wide[worst]:.6g} ({np.sum(over > 0)} of {over.size} are off)"
+        )
+

@@ -1,0 +1,170 @@
+"""The drafter's kernels on the emulator: blocks and rings chosen to hurt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from emulation import Emulator
+from kernels import call_of, launch, run
+
+from thor_dflash.plugins.context_kv import OP as CONTEXT_KV
+from thor_dflash.plugins.draft_attention import OP as DRAFT_ATTENTION
+from thor_dflash.plugins.draft_attention.launch import refuse
+from thor_dflash.plugins.launch import H100, THOR, Device, Shaped, Site
+from thor_dflash.plugins.op import Attribute, Case
+from thor_dflash.tensors import Array, DType
+
+BF16 = DType.BF16.numpy
+Shape = tuple[Any, ...]
+
+
+def normal(rng: np.random.Generator, *shape: int) -> Array:
+    return rng.standard_normal(shape).astype(BF16)
+
+
+# ---- draft_attention ---------------------------------------------------------------------------
+def block(
+    rows: int,
+    heads: int,
+    kv: int,
+    dim: int,
+    slots: int,
+    length: int,
+    window: int,
+    causal: int,
+    first: int = 0,
+    rotary: int = 0,
+    plain: DType = DType.F32,
+) -> Case:
+    """A block whose ring is NaN wherever nothing was put."""
+    rng = np.random.default_rng(length)
+    x: dict[str, Array] = {
+        "q": normal(rng, rows, heads * dim),
+        "k": normal(rng, rows, kv * dim),
+        "v": normal(rng, rows, kv * dim),
+        "q_norm": (1 + rng.standard_normal(dim) / 3).astype(plain.numpy),
+        "k_norm": (1 + rng.standard_normal(dim) / 3).astype(plain.numpy),
+        "length": np.array([length], np.int32),
+        "window": np.array([window], np.int32),
+        "first": np.array([first], np.int32),
+    }
+    live = np.arange(max(first, length - slots, 0), length) % slots
+    for name in ("ring_k", "ring_v"):
+        x[name] = np.full((kv, slots, dim), np.nan, BF16)
+        x[name][:, live] = normal(rng, kv, len(live), dim)
+    a: dict[str, Attribute] = {
+        "heads": heads,
+        "kv_heads": kv,
+        "head_dim": dim,
+        "rotary_dim": rotary or dim,
+        "causal": causal,
+    }
+    return Case("", x, a)
+
+
+BLOCKS = {
+    "sliding": (16, 4, 2, 128, 272, 500, 256, 1),
+    "full": (16, 4, 2, 128, 2048, 1000, 0, 0),
+    "bidirectional_window": (16, 4, 2, 128, 300, 500, 7, 0),
+    "no_context": (16, 4, 2, 128, 272, 0, 256, 1),
+    "three_positions": (16, 4, 2, 128, 272, 3, 256, 1),
+    "late_first": (16, 4, 2, 128, 272, 900, 256, 1, 880),
+    "first_is_length": (16, 4, 2, 128, 272, 900, 256, 1, 900),
+    "one_tile": (16, 4, 2, 128, 272, 64, 0, 0),
+    "one_tile_and_one": (16, 4, 2, 128, 272, 65, 0, 0),
+    "ring_just_full": (16, 4, 2, 128, 272, 272, 0, 0),
+    "four_heads_share_keys": (16, 8, 2, 128, 300, 299, 0, 0),
+    "three_heads_share_keys": (16, 3, 1, 32, 100, 70, 20, 0),
+    "five_rows": (5, 8, 2, 128, 300, 299, 0, 0),
+    "one_row": (1, 4, 1, 256, 200, 150, 0, 0),
+    "24_rows": (24, 6, 2, 64, 300, 1234, 100, 0),
+    "32_rows": (32, 3, 1, 64, 500, 499, 0, 1),
+    "far": (16, 8, 1, 128, 2064, 200_000, 2048, 1),
+    "partly_rotary": (16, 4, 4, 128, 100, 64, 0, 1, 0, 64, DType.BF16),
+}
+blocks = pytest.mark.parametrize("shape", BLOCKS.values(), ids=BLOCKS)
+
+
+@blocks
+@pytest.mark.parametrize("device", [H100, THOR], ids=["h100", "thor"])
+def test_a_block_attends_as_the_reference_says(shape: Shape, device: Device) -> None:
+    run(DRAFT_ATTENTION, block(*shape), Emulator(seed=3), device)
+
+
+@blocks
+def test_the_order_of_blocks_and_threads_changes_no_bit(shape: Shape) -> None:
+    call = call_of(DRAFT_ATTENTION, block(*shape))
+    outputs = [launch(call, Emulator(seed=seed), H100)["o"] for seed in (0, 1, 7)]
+    for other in outputs[1:]:
+        np.testing.assert_array_equal(outputs[0].view(np.uint16), other.view(np.uint16))
+
+
+@pytest.mark.parametrize("length", [0, 30, 500])
+def test_a_causal_row_does_not_know_how_many_follow(length: int) -> None:
+    case = block(16, 4, 2, 128, 272, length, 256, 1)
+    whole = launch(call_of(DRAFT_ATTENTION, case), Emulator(), H100)["o"]
+    for rows in (1, 5, 15):
+        inputs = {n: x[:rows] if n in ("q", "k", "v") else x for n, x in case.inputs.items()}
+        call = call_of(DRAFT_ATTENTION, Case("", inputs, case.attributes))
+        part = launch(call, Emulator(), H100)["o"]
+        np.testing.assert_array_equal(part.view(np.uint16), whole[:rows].view(np.uint16))
+
+
+def attention_site(**changed: Shaped | Attribute) -> Site:
+    case = block(16, 4, 2, 128, 272, 3, 256, 1)
+    ports = {n: Shaped(DType.of(x), x.shape) for n, x in case.inputs.items()}
+    ports |= {n: x for n, x in changed.items() if isinstance(x, Shaped)}
+    attributes = {n: x for n, x in changed.items() if not isinstance(x, Shaped)}
+    return Site(DRAFT_ATTENTION, DRAFT_ATTENTION.complete({**case.attributes, **attributes}), ports)
+
+
+def test_what_the_kernel_does_not_take_is_refused() -> None:
+    assert refuse(attention_site()) == ""
+    for name, change, why in (
+        ("q", Shaped(DType.F32, (16, 512)), "q must be bfloat16 (got float32)"),
+        ("q", Shaped(DType.BF16, (33, 512)), "q must be at most 32 rows (got 33)"),
+        ("k_norm", Shaped(DType.F16, (128,)), "bfloat16 or float32 (got float16)"),
+        ("head_dim", 96, "head_dim must be one of"),
+        ("rotary_dim", 66, "rotary_dim must be a multiple of 4"),
+        ("heads", 3, "heads must be a multiple of kv_heads (got 3)"),
+    ):
+        assert why in refuse(attention_site(**{name: change}))
+
+
+# ---- context_kv --------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("rows", "length", "slots", "kv", "dim"),
+    [
+        (16, 0, (272, 272, 2048), 2, 128),
+        (16, 263, (272, 272, 2048), 2, 128),
+        (100, 250, (272, 400), 8, 128),
+        (70, 31, (64, 300), 3, 64),
+        (3, 5000, (272,) * 8, 1, 256),
+        (1, 200_000, (272,), 9, 32),
+    ],
+)
+@pytest.mark.parametrize("plain", [DType.F32, DType.BF16], ids=str)
+def test_context_rows_land_in_their_slots_and_nothing_else_moves(
+    rows: int, length: int, slots: tuple[int, ...], kv: int, dim: int, plain: DType
+) -> None:
+    rng = np.random.default_rng(rows)
+    x: dict[str, Array] = {"length": np.array([length], np.int32)}
+    for i, n in enumerate(slots):
+        for name in ("k", "v"):
+            x[f"{name}{i}"] = normal(rng, rows, kv * dim)
+            x[f"ring_{name}{i}"] = normal(rng, kv, n, dim)
+        x[f"k_norm{i}"] = (1 + rng.standard_normal(dim) / 3).astype(plain.numpy)
+    a: dict[str, Attribute] = {
+        "layers": len(slots),
+        "kv_heads": kv,
+        "head_dim": dim,
+        "rotary_dim": dim,
+    }
+    got = run(CONTEXT_KV, Case("", x, a), Emulator(seed=2))
+    for i, n in enumerate(slots):
+        untouched = np.setdiff1d(np.arange(n), np.arange(length, length + rows) % n)
+        for name in (f"ring_k{i}", f"ring_v{i}"):
+            after = got[f"next_{name}"][:, untouched].view(np.uint16)
+            np.testing.assert_array_equal(after, x[name][:, untouched].view(np.uint16))

@@ -1,0 +1,115 @@
+"""The head's choice of a best id against numpy, on logits that are hard to choose among."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from emulation import Emulator
+from kernels import Step, Value, buffer, shaped
+
+from thor_dflash.plugins.head import OP
+from thor_dflash.plugins.head.best import SLICE, best_launches
+from thor_dflash.plugins.launch import THOR, Argument, At, Scratch, Shaped, Site
+from thor_dflash.tensors import Array, DType
+
+WIDTHS = (1, 3, 96, 1280, SLICE - 1, SLICE, SLICE + 1, 2 * SLICE + 36)
+"""One slice and several, rows that start on 16 bytes and rows that do not."""
+
+
+def site(logits: Array, vocab: int, id_map: Array | None) -> Site:
+    ports = {"sums": shaped(logits), "best": Shaped(DType.I32, (len(logits),))}
+    if id_map is not None:
+        ports["id_map"] = shaped(id_map)
+    return Site(OP, OP.complete({"vocab": vocab}), ports)
+
+
+def best(logits: Array, vocab: int = 0, id_map: Array | None = None, seed: int = 0) -> Array:
+    """What the kernel chooses, in poisoned memory."""
+    (launch,) = best_launches(site(logits, vocab, id_map), THOR, "sums")
+    buffers = {
+        "sums": buffer("sums", logits, writable=False),
+        "best": buffer("best", 4 * len(logits)),
+    }
+    if id_map is not None:
+        buffers["id_map"] = buffer("id_map", id_map, writable=False, kernels=False)
+
+    def value(argument: Argument) -> Value:
+        match argument:
+            case At(port):
+                return buffers.get(port)
+            case Scratch(name, nbytes, zeroed):
+                return buffers.setdefault(name, buffer(name, nbytes, 0 if zeroed else 0xFF))
+            case _:
+                return argument
+
+    step = Step(OP.room / launch.source, launch, tuple(map(value, launch.arguments)))
+    Emulator(seed=seed)([*buffers.values()], [step])
+    assert not buffers["best_arrivals"].data.any()
+    return buffers["best"].data.view(np.int32)
+
+
+def reference(logits: Array, vocab: int = 0, id_map: Array | None = None) -> Array:
+    chosen = logits[:, : vocab or None]
+    ids = chosen.argmax(axis=1)
+    return np.where(np.isnan(chosen).any(axis=1), -1, ids if id_map is None else id_map[ids])
+
+
+def any_logits(rng: np.random.Generator, width: int) -> Array:
+    """Many ties, both zeros, infinities of both signs, NaN of both signs."""
+    rows = int(rng.integers(1, 33)) if width < SLICE else int(rng.integers(1, 4))
+    logits = rng.standard_normal((rows, width))
+    if rng.random() < 0.6:
+        logits = np.round(logits)
+    logits = np.where(rng.random(logits.shape) < 0.2, -0.0, logits)
+    if rng.random() < 0.3:
+        logits = np.where(rng.random(logits.shape) < 0.9, -np.inf, logits)
+    for value in (np.nan, -np.nan, np.inf, np.inf):
+        if rng.random() < 0.3:
+            logits[rng.integers(rows), rng.integers(width)] = value
+    return logits.astype(np.float32)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_best_id_is_the_references_whatever_the_logits(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    width = int(rng.choice(WIDTHS))
+    logits = any_logits(rng, width)
+    vocab = int(rng.choice([0, width, max(1, width - 5), width + 9]))
+    id_map = rng.permutation(3 * width)[:width].astype(np.int32) if seed % 2 else None
+    np.testing.assert_array_equal(
+        best(logits, vocab, id_map, seed), reference(logits, vocab, id_map)
+    )
+
+
+@pytest.mark.parametrize("width", [SLICE - 3, 2 * SLICE + 8])
+def test_every_place_can_be_the_best_one(width: int) -> None:
+    places = [*range(8), 1023, 1024, width // 2, *range(width - 8, width)]
+    logits = np.zeros((len(places), width), np.float32)
+    logits[np.arange(len(places)), places] = 1.0
+    assert best(logits).tolist() == places
+
+
+def test_the_first_of_equals_wins_across_slices() -> None:
+    logits = np.full((1, 2 * SLICE + 8), -1.0, np.float32)
+    logits[0, [SLICE - 1, SLICE, 2 * SLICE]] = 2.0
+    for seed in range(4):
+        assert best(logits, seed=seed).tolist() == [SLICE - 1]
+
+
+def test_minus_infinity_everywhere_is_the_first_id() -> None:
+    assert best(np.full((2, SLICE + 1), -np.inf, np.float32)).tolist() == [0, 0]
+
+
+def test_padding_is_neither_chosen_nor_a_fault() -> None:
+    logits = np.zeros((2, 40), np.float32)
+    logits[0, 33], logits[1, 33], logits[:, 7] = np.inf, np.nan, 1.0
+    assert best(logits, vocab=33).tolist() == [7, 7]
+    assert best(logits, vocab=34).tolist() == [33, -1]
+
+
+def test_one_launch_over_the_rows_that_may_be_chosen() -> None:
+    for vocab, slices in ((0, 31), (65536, 8)):
+        ports = {"sums": Shaped(DType.F32, (16, 248320)), "best": Shaped(DType.I32, (16,))}
+        at = Site(OP, OP.complete({"vocab": vocab}), ports)
+        (launch,) = best_launches(at, THOR, "sums")
+        assert launch.grid == (slices, 16, 1)

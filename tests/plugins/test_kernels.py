@@ -1,0 +1,277 @@
+"""Every room's kernels held to its reference, on a CPU, by tests that know none of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import kernel_cases
+import numpy as np
+import pytest
+from emulation import COMPILER, Emulator, signatures
+from kernels import Call, Refused, call_of, compare, in_kernel_types, launch, packed, rule, rule_of
+from kernels import shaped, site_of, source_of
+
+from thor_dflash.plugins import OPS
+from thor_dflash.plugins.launch import H100, THOR, Addresses, At, Int, Launch, Real, Scratch, Site
+from thor_dflash.plugins.launch import Table
+from thor_dflash.plugins.op import Case, Op
+from thor_dflash.tensors import Array, DType
+
+ROOMS = [op for op in OPS if rule(op) is not None]
+every_room = pytest.mark.parametrize("op", ROOMS, ids=lambda op: op.name)
+emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
+DEVICES = {"thor": THOR, "h100": H100}
+FORWARD, BACKWARDS, SHUFFLED = 0, 1, 2
+REFUSAL = re.compile(r"\w+[.:].* must .+ \(got .+\)")
+
+
+@cache
+def cases_of(room: str) -> dict[str, Case]:
+    (op,) = (op for op in OPS if op.name == room)
+    found: dict[str, Case] = {}
+    own = [(case.name, case) for case in op.cases(np.random.default_rng(7))]
+    more = kernel_cases.cases(room, np.random.default_rng(8))
+    for name, case in own + [(f"more_{case.name}", case) for case in more]:
+        found[f"{name}_again" if name in found else name] = case
+    return found
+
+
+every_case = pytest.mark.parametrize(
+    ("op", "name"),
+    [pytest.param(op, name, id=f"{op.name}-{name}") for op in ROOMS for name in cases_of(op.name)],
+)
+
+
+def accepted(op: Op, case: Case, x_squares: bool = False, y_squares: bool = False) -> Call | None:
+    """The call, or None where the kernels refuse it, as they must say why."""
+    try:
+        return call_of(op, case, x_squares, y_squares)
+    except Refused as refusal:
+        assert REFUSAL.fullmatch(str(refusal)), refusal
+        return None
+
+
+def same_bits(got: dict[str, Array], want: dict[str, Array]) -> None:
+    for name, value in want.items():
+        np.testing.assert_array_equal(got[name].view(np.uint8), value.view(np.uint8), name)
+
+
+# ---- results -------------------------------------------------------------------------------------
+@emulated
+@every_case
+def test_kernels_equal_the_reference(op: Op, name: str) -> None:
+    call = accepted(op, cases_of(op.name)[name])
+    if call is None:
+        return
+    got = launch(call, Emulator(FORWARD), THOR)
+    compare(op, got, call.want)
+    # Bits that depend on the order of threads, or on what memory held before, are a missing
+    # barrier, an element never written, or a read of something nobody wrote.
+    same_bits(launch(call, Emulator(SHUFFLED), THOR, poison=0x5A), got)
+    compare(op, launch(call, Emulator(BACKWARDS), H100), call.want)
+
+
+@emulated
+@pytest.mark.parametrize("name", [n for n in cases_of("linear") if "t_0" not in n])
+def test_linear_takes_and_leaves_sums_of_squares(name: str) -> None:
+    (op,) = (op for op in OPS if op.name == "linear")
+    if rule(op) is None:
+        return
+    case = cases_of("linear")[name]
+    few = len(case.inputs["x"]) <= 32
+    single = case.attributes.get("segments", 1) == 1
+    call = accepted(op, case, few and "norm_weight" in case.inputs, few and single)
+    if call is None:
+        return
+    got = launch(call, Emulator(FORWARD), THOR)
+    compare(op, got, call.want)
+
+
+@emulated
+@pytest.mark.parametrize("rows", [16, 48])
+def test_every_fp4_code_times_every_scale_is_exact(rows: int) -> None:
+    (op,) = (op for op in OPS if op.name == "linear")
+    if rule(op) is None:
+        return
+    call = call_of(op, kernel_cases.every_code(rows))
+    y = launch(call, Emulator(FORWARD), THOR)["y0"].astype(np.float64)
+    np.testing.assert_array_equal(y, call.want["y0"].astype(np.float64))
+
+
+@emulated
+@every_room
+def test_enough_cases_are_taken(op: Op) -> None:
+    taken = [name for name, case in cases_of(op.name).items() if accepted(op, case)]
+    assert len(taken) >= 5
+
+
+def cut(op: Op, case: Case, rows: slice) -> Case:
+    """The case with some of its rows."""
+    a = op.complete(case.attributes)
+    by_row = {p.name for p in op.inputs_of(a) if p.shape[0] == "T"}
+    inputs = {n: x[rows] if n in by_row else x for n, x in case.inputs.items()}
+    return Case(case.name, inputs, case.attributes)
+
+
+def rows_of(op: Op, case: Case) -> int:
+    first = op.inputs_of(op.complete(case.attributes))[0].name
+    return len(case.inputs[first])
+
+
+def outputs_by_row(op: Op, got: dict[str, Array], call: Call) -> dict[str, Array]:
+    names = {p.name for p in op.outputs_of(call.site.attributes) if p.shape[0] == "T"}
+    return {name: x for name, x in got.items() if name in names}
+
+
+def prefixes(op: Op) -> Iterator[str]:
+    """Cases whose rows do not depend on later rows."""
+    if op.name in ("linear", "head", "verify_attention"):
+        yield from cases_of(op.name)
+    for name, case in cases_of(op.name).items():
+        if (op.name == "gdn" and case.attributes.get("mode") != "prefill") or (
+            op.name == "draft_attention" and case.attributes["causal"] == 1
+        ):
+            yield name
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [pytest.param(op, name, id=f"{op.name}-{name}") for op in ROOMS for name in prefixes(op)],
+)
+def test_a_row_does_not_depend_on_the_rows_after_it(op: Op, name: str) -> None:
+    case = in_kernel_types(op, cases_of(op.name)[name])
+    call, rows = accepted(op, case), rows_of(op, case)
+    if call is None:
+        return
+    whole = outputs_by_row(op, launch(call, Emulator(FORWARD), THOR), call)
+    same = 32 if rows > 32 else 0  # longer calls are another kernel's
+    for count in {max(same + 1, rows // 2), same + 1} - {rows}:
+        part_call = accepted(op, cut(op, case, slice(count)))
+        if part_call is None or count > rows:
+            continue
+        part = launch(part_call, Emulator(FORWARD), THOR)
+        part = outputs_by_row(op, part, part_call)
+        same_bits(part, {n: x[:count] for n, x in whole.items()})
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        pytest.param(op, name, id=f"{op.name}-{name}")
+        for op in ROOMS
+        if op.name in ("linear", "head")
+        for name in cases_of(op.name)
+    ],
+)
+def test_a_row_does_not_depend_on_its_place_or_its_neighbours(op: Op, name: str) -> None:
+    case = in_kernel_types(op, cases_of(op.name)[name])
+    call = accepted(op, case)
+    if call is None:
+        return
+    forward = outputs_by_row(op, launch(call, Emulator(FORWARD), THOR), call)
+    turned = call_of(op, cut(op, case, slice(None, None, -1)))
+    backward = outputs_by_row(op, launch(turned, Emulator(FORWARD), THOR), turned)
+    same_bits({n: np.ascontiguousarray(x[::-1]) for n, x in backward.items()}, forward)
+
+
+# ---- geometry --------------------------------------------------------------------------------------
+def sites(op: Op) -> Iterator[tuple[str, Site]]:
+    """Every call the kernels take, of the cases and of the full model."""
+    for name, case in cases_of(op.name).items():
+        case = in_kernel_types(op, case)
+        inputs = {n: shaped(x) for n, x in case.inputs.items()}
+        try:
+            yield name, packed(site_of(op, case.attributes, inputs), {})[0]
+        except Refused:
+            continue
+    for name, attributes, inputs in kernel_cases.sites(op.name):
+        yield name, packed(site_of(op, attributes, inputs), {})[0]
+
+
+@cache
+def launches(room: str) -> tuple[tuple[str, Launch], ...]:
+    (op,) = (op for op in OPS if op.name == room)
+    return tuple(
+        (f"{name} on {where}", one)
+        for name, site in sites(op)
+        for where, device in DEVICES.items()
+        for one in rule_of(op).launches(site, device)
+    )
+
+
+KINDS = {
+    At: "pointer", Addresses: "pointer", Scratch: "pointer", Table: "pointer",
+    Int: "int", Real: "real",
+}  # fmt: skip
+
+
+@every_room
+def test_the_geometry_of_every_launch_is_legal(op: Op) -> None:
+    for name, one in launches(op.name):
+        x, y, z = one.grid
+        assert 1 <= x < 2**31, name
+        assert 1 <= y <= 65535, name
+        assert 1 <= z <= 65535, name
+        assert 32 <= one.threads <= 1024, name
+        assert one.threads % 32 == 0, name
+        assert 0 <= one.shared <= THOR.shared, name
+        assert 1 <= one.cluster <= 8, name
+        assert x % one.cluster == 0, name
+        for argument in one.arguments:
+            if isinstance(argument, Int):
+                assert -(2**31) <= argument.value < 2**31, name
+            elif isinstance(argument, Scratch):
+                assert argument.nbytes > 0, name
+            elif isinstance(argument, Table):
+                assert argument.values.flags.c_contiguous, name
+
+
+@emulated
+@every_room
+def test_arguments_are_those_of_the_kernel(op: Op) -> None:
+    seen = set()
+    for name, one in launches(op.name):
+        kinds = tuple(KINDS[type(argument)] for argument in one.arguments)
+        key = (one.source, one.kernel, tuple(sorted(one.defines.items())), kinds)
+        if key in seen:
+            continue
+        seen.add(key)
+        known = signatures(source_of(op, one), one.defines)
+        assert one.kernel in known, name
+        assert kinds == known[one.kernel], f"{one.kernel}, {name}"
+
+
+@every_room
+def test_scratch_of_one_name_has_one_size_in_a_call(op: Op) -> None:
+    for _, site in sites(op):
+        for device in DEVICES.values():
+            sizes: dict[str, Scratch] = {}
+            for one in rule_of(op).launches(site, device):
+                for wanted in one.arguments:
+                    if isinstance(wanted, Scratch):
+                        assert sizes.setdefault(wanted.name, wanted) == wanted
+
+
+# ---- compilation -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("arch", ["sm_90", "sm_110"])
+@every_room
+def test_every_kernel_compiles_without_spills(op: Op, arch: str) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC (pip install cuda-bindings)")
+    from thor_dflash.runtime.engines.cuda.compile import compile_source
+
+    wanted: dict[tuple[Path, tuple[tuple[str, int], ...]], dict[str, int]] = {}
+    for _, one in launches(op.name):
+        key = (source_of(op, one), tuple(sorted(one.defines.items())))
+        dynamic = wanted.setdefault(key, {})
+        dynamic[one.kernel] = max(dynamic.get(one.kernel, 0), one.shared)
+    for (source, defines), kernels in wanted.items():
+        usage = compile_source(source, dict(defines), arch).usage
+        for kernel, dynamic in kernels.items():
+            found = usage[kernel]
+            assert found.spilled == 0, f"{source.name} {defines} {kernel}: {found}"
+            assert found.shared + dynamic <= THOR.shared, f"{source.name} {defines} {kernel}"

@@ -1,0 +1,132 @@
+"""linear on more than 32 rows: tiles cut in two, the ring's turns, a row in every place."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from emulation import COMPILER, Emulator
+from kernels import Call, call_of, compare, launch
+
+from thor_dflash.plugins import LINEAR
+from thor_dflash.plugins.launch import Device, Int, Launch, Site
+from thor_dflash.plugins.linear.launch import launches
+from thor_dflash.plugins.linear.reference import weight_case
+from thor_dflash.plugins.op import Attribute, Case
+from thor_dflash.tensors import Array, DType
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
+
+
+def device(multiprocessors: int) -> Device:
+    return Device((9, 0), multiprocessors)
+
+
+def rows(rng: np.random.Generator, t: int, width: int, scale: float = 1.0) -> Array:
+    return (rng.standard_normal((t, width)) * scale).astype(DType.BF16.numpy)
+
+
+def three_kinds(t: int, k: int = 352) -> Case:
+    """Groups of four n-tiles, of two and of one, a norm; the same rows for every T."""
+    rng = np.random.default_rng(4)
+    x = {"x": rows(rng, 300, k, 30)[:t], "norm_weight": rows(rng, 1, k)[0]}
+    for i, (kind, n) in enumerate((("nvfp4", 360), ("fp8", 40), ("bfloat16", 248))):
+        x |= weight_case(rng, kind, n, k, i)
+    return Case(f"{t}_rows", x, {"segments": 3, "norm_offset": 1.0})
+
+
+def run(call: Call, on: Device, seed: int = 0) -> dict[str, Array]:
+    got = launch(call, Emulator(seed), on)
+    compare(LINEAR, got, call.want)
+    return got
+
+
+def product(site: Site, on: Device) -> tuple[Launch, int]:
+    """The launch of the product and how many tiles it leaves whole."""
+    one = launches(site, on)[-1]
+    assert one.source == "prefill.cu"
+    last = one.arguments[-1]
+    assert isinstance(last, Int)
+    return one, last.value
+
+
+@pytest.mark.parametrize(
+    ("t", "multiprocessors"),
+    [(33, 1), (64, 3), (65, 132), (100, 3), (128, 7), (130, 4), (300, 8), (300, 5)],
+)
+def test_a_row_is_the_same_among_any_number_of_rows_and_blocks(
+    t: int, multiprocessors: int
+) -> None:
+    alone = run(call_of(LINEAR, three_kinds(33)), device(2))
+    among = run(call_of(LINEAR, three_kinds(t)), device(multiprocessors), seed=t)
+    for name, want in alone.items():
+        np.testing.assert_array_equal(among[name][:33].view(np.uint16), want.view(np.uint16))
+
+
+def test_a_row_is_the_same_in_every_place_of_a_tile() -> None:
+    case = three_kinds(300)
+    turned = Case("turned", {**case.inputs, "x": case.inputs["x"][::-1]}, case.attributes)
+    want = run(call_of(LINEAR, case), device(3))
+    for name, got in run(call_of(LINEAR, turned), device(16)).items():
+        np.testing.assert_array_equal(got[::-1].view(np.uint16), want[name].view(np.uint16))
+
+
+@pytest.mark.parametrize("multiprocessors", range(1, 20))
+def test_the_last_tiles_are_cut_where_half_the_blocks_would_idle(multiprocessors: int) -> None:
+    one, whole = product(call_of(LINEAR, three_kinds(300)).site, device(multiprocessors))
+    tiles = 3 * 4
+    assert 0 <= whole <= tiles
+    items = 2 * tiles - whole
+    assert one.grid == (min(items, multiprocessors), 1, 1)
+    if whole < tiles:
+        assert whole % multiprocessors == 0
+        assert 2 * (tiles - whole) <= multiprocessors
+    else:
+        left = tiles % multiprocessors
+        assert left == 0 or 2 * left > multiprocessors
+
+
+@pytest.mark.parametrize("k", [16, 64, 80, 128, 208, 1040])
+@pytest.mark.parametrize("kind", ["nvfp4", "fp8", "bfloat16"])
+def test_any_number_of_steps_goes_through_the_ring(kind: str, k: int) -> None:
+    rng = np.random.default_rng(k)
+    case = Case(kind, {"x": rows(rng, 70, k), **weight_case(rng, kind, 336, k)}, {})
+    run(call_of(LINEAR, case), device(1), seed=k)
+
+
+@pytest.mark.parametrize("t", [40, 140])
+@pytest.mark.parametrize("gate", ["none", "sigmoid", "silu"])
+@pytest.mark.parametrize("head_dim", [0, 8, 64, 128])
+def test_every_prologue_is_rounded_once(t: int, gate: str, head_dim: int) -> None:
+    rng = np.random.default_rng(9)
+    k, n = 384, 72
+    norm = rng.standard_normal(head_dim or k)
+    x = {"x": rows(rng, t, k, 9), "residual": rows(rng, t, n), "gate": rows(rng, t, k, 4)}
+    x["norm_weight"] = norm.astype(np.float32 if t == 40 else DType.BF16.numpy)
+    a: dict[str, Attribute] = {"epilogue": "residual", "gate": gate, "head_dim": head_dim}
+    run(call_of(LINEAR, Case("prologue", x | weight_case(rng, "nvfp4", n, k), a)), device(2), t)
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "fp8", "bfloat16"])
+@pytest.mark.parametrize("n", [8, 136, 296])
+def test_gate_and_up_meet_in_one_lane(kind: str, n: int) -> None:
+    rng = np.random.default_rng(n)
+    x = {"x": rows(rng, 130, 128), **weight_case(rng, kind, n, 128, 0)}
+    x |= weight_case(rng, kind, n, 128, 1)
+    call = call_of(LINEAR, Case("swiglu", x, {"segments": 2, "epilogue": "swiglu"}))
+    run(call, device(3), n)
+
+
+def test_every_code_times_every_scale() -> None:
+    codes = np.tile(np.arange(256, dtype=np.uint8), (128, 1))[:, :128]
+    codes = np.concatenate([codes, codes + 128])
+    scales = np.minimum(np.arange(256) % 128 + 1, 0x7E).astype(np.uint8)
+    x = {
+        "x": np.eye(256, dtype=np.float32).astype(DType.BF16.numpy),
+        "weight0": codes,
+        "block_scale0": np.repeat(scales[:, None], 16, axis=1).view(DType.FP8.numpy),
+        "row_scale0": np.ones(256, np.float32),
+    }
+    call = call_of(LINEAR, Case("codes", x, {}))
+    got = launch(call, Emulator(0), device(4))
+    # A code times a scale has 5 significant bits: bf16 holds it, and a sum with zeros keeps it.
+    np.testing.assert_array_equal(got["y0"].astype(np.float32), call.want["y0"].astype(np.float32))

@@ -1,0 +1,252 @@
+"""The kernels of the standard nodes, and those that fill memory, on the emulator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from emulation import Emulator, signatures
+from kernels import CANARY, GUARD, Buffer, Pointers, Step, Value, buffer, squares
+
+from thor_dflash.plugins import LINEAR
+from thor_dflash.plugins import standard as room
+from thor_dflash.plugins.launch import (
+    H100,
+    THOR,
+    Addresses,
+    Argument,
+    At,
+    Launch,
+    Scratch,
+    Shaped,
+    Site,
+    Table,
+)
+from thor_dflash.plugins.linear.pack import pack
+from thor_dflash.plugins.standard import fill
+from thor_dflash.plugins.standard.launch import (
+    SQUARE_ROWS,
+    compose,
+    concat,
+    embed,
+    refuse_concat,
+    refuse_embed,
+)
+from thor_dflash.tensors import Array, DType
+
+FOLDER = Path(room.__file__).parent
+BF16 = DType.BF16.numpy
+
+
+def value(argument: Argument, ports: Mapping[str, Buffer]) -> Value:
+    match argument:
+        case At(port):
+            return ports.get(port)
+        case Addresses(names):
+            return Pointers(tuple(ports[name] for name in names))
+        case Table(values):
+            return buffer("table", values, writable=False, kernels=False)
+        case Scratch():
+            raise AssertionError("these launches have no scratch")
+        case _:
+            return argument
+
+
+def execute(
+    one: Launch, inputs: Mapping[str, Array], outputs: Mapping[str, Array], seed: int = 0
+) -> None:
+    """Run a launch. `outputs` give type and shape; they hold what was written over the poison."""
+    ports = {n: buffer(n, x, writable=False) for n, x in inputs.items()}
+    ports |= {n: buffer(n, x.nbytes) for n, x in outputs.items()}
+    arguments = tuple(value(x, ports) for x in one.arguments)
+    tables = [x for x in arguments if isinstance(x, Buffer) and x.name == "table"]
+    Emulator(seed=seed)([*ports.values(), *tables], [Step(FOLDER / one.source, one, arguments)])
+    for name, x in outputs.items():
+        memory = ports[name].memory
+        assert np.all(memory[:GUARD] == CANARY), name
+        assert np.all(memory[-GUARD:] == CANARY), name
+        x.reshape(-1).view(np.uint8)[:] = ports[name].data
+
+
+def bits(x: Array) -> Array:
+    return x.view(np.uint16)
+
+
+# ---- embed -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("hidden", [8, 256, 264, 320, 2560])
+@pytest.mark.parametrize("rows", [1, 16, 32])
+def test_embedding_rows_are_copied_and_their_squares_summed(rows: int, hidden: int) -> None:
+    rng = np.random.default_rng(hidden)
+    table = rng.standard_normal((50, hidden)).astype(BF16)
+    ids = rng.integers(0, 50, rows).astype(np.int32)
+    out = {"rows": np.empty((rows, hidden), BF16)}
+    out["squares"] = np.empty((-(-hidden // 256), SQUARE_ROWS), np.float32)
+    one = embed(rows, 50, hidden, squares=True)
+    execute(one, {"table": table, "ids": ids}, out, seed=rows)
+    np.testing.assert_array_equal(bits(out["rows"]), bits(table[ids]))
+    np.testing.assert_allclose(out["squares"], squares(table[ids]), rtol=1e-6)
+    assert not out["squares"][:, rows:].any()
+
+
+def test_many_rows_are_embedded_without_squares() -> None:
+    rng = np.random.default_rng(0)
+    table = rng.standard_normal((7, 320)).astype(BF16)
+    ids = rng.integers(0, 7, 100).astype(np.int32)
+    out = {"rows": np.empty((100, 320), BF16)}
+    execute(embed(100, 7, 320), {"table": table, "ids": ids}, out)
+    np.testing.assert_array_equal(bits(out["rows"]), bits(table[ids]))
+
+
+def test_rows_past_the_count_are_the_filler() -> None:
+    table = np.arange(5 * 16).reshape(5, 16).astype(BF16)
+    out = {"rows": np.empty((4, 16), BF16)}
+    execute(
+        embed(4, 5, 16, count=1, filler=3), {"table": table, "ids": np.array([2], np.int32)}, out
+    )
+    np.testing.assert_array_equal(bits(out["rows"]), bits(table[[2, 3, 3, 3]]))
+
+
+def test_an_id_outside_the_table_makes_a_row_of_nan_and_no_other() -> None:
+    table = np.ones((5, 264), BF16)
+    ids = np.array([0, -1, 4, 5, 2**31 - 1, -(2**31), 1], np.int32)
+    out = {"rows": np.empty((7, 264), BF16), "squares": np.empty((2, SQUARE_ROWS), np.float32)}
+    execute(embed(7, 5, 264, squares=True), {"table": table, "ids": ids}, out)
+    bad = (ids < 0) | (ids >= 5)
+    assert np.isnan(out["rows"][bad].astype(np.float32)).all()
+    assert np.isnan(out["squares"][:, :7][:, bad]).all()
+    assert (out["rows"][~bad] == 1).all()
+    assert np.isfinite(out["squares"][:, :7][:, ~bad]).all()
+
+
+# ---- concat, compose ---------------------------------------------------------------------------
+@pytest.mark.parametrize("widths", [(8,), (320, 320, 320), (8, 2560, 16)])
+@pytest.mark.parametrize("rows", [1, 16, 67])
+def test_rows_stand_side_by_side(rows: int, widths: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(rows)
+    sources = {f"x{i}": rng.standard_normal((rows, w)).astype(BF16) for i, w in enumerate(widths)}
+    out = {"y": np.empty((rows, sum(widths)), BF16)}
+    execute(concat(rows, widths), sources, out, seed=1)
+    np.testing.assert_array_equal(bits(out["y"]), bits(np.concatenate([*sources.values()], axis=1)))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16, 33])
+def test_a_forced_id_takes_the_place_of_a_draft(rows: int) -> None:
+    rng = np.random.default_rng(rows)
+    last = np.array([17], np.int32)
+    forced = rng.integers(-2, 4, rows).astype(np.int32)
+    best = rng.integers(100, 200, rows).astype(np.int32)
+    out = {"tokens": np.empty(rows, np.int32)}
+    execute(compose(rows), {"last": last, "forced": forced, "best": best}, out)
+    want = [17, *(f if f >= 0 else b for f, b in zip(forced[:-1], best[1:], strict=True))]
+    np.testing.assert_array_equal(out["tokens"], want)
+
+
+def test_what_the_kernels_do_not_take_is_refused() -> None:
+    assert refuse_embed(32, 320, True) == ""
+    assert "multiple of 8 (got 12)" in refuse_embed(1, 12, False)
+    assert "at most 32 to have squares (got 33)" in refuse_embed(33, 320, True)
+    assert refuse_concat((8, 16)) == ""
+    assert "multiple of 8 (got 4)" in refuse_concat((8, 4))
+
+
+# ---- fill --------------------------------------------------------------------------------------
+def filled(one: Launch, size: int, seed: int = 0) -> Array:
+    """uint8 [size] as the launch leaves it."""
+    out = {"to": np.empty(size, np.uint8)}
+    execute(one, {}, out, seed)
+    return out["to"]
+
+
+def scale_bytes(slots: Array) -> Array:
+    """uint8 [n, 256]: the scales of slots [n, 2304], in the order they are stored."""
+    words = np.ascontiguousarray(slots[:, 2048:]).view(np.uint32)
+    return (words << np.uint32(28) | words >> np.uint32(4)).view(np.uint8).reshape(-1)
+
+
+def test_filled_scales_are_those_that_packing_stores() -> None:
+    known: set[int] = set()
+    for eighth in range(8, 16):
+        scale = np.full((64, 8), eighth / 16, np.float32).astype(DType.FP8.numpy)
+        arrays = {
+            "weight0": np.full((64, 64), 0x11, np.uint8),
+            "block_scale0": scale,
+            "row_scale0": np.ones(64, np.float32),
+        }
+        ports = {n: Shaped(DType.of(x), x.shape) for n, x in arrays.items()}
+        ports["x"] = Shaped(DType.BF16, (1, 128))
+        stored = pack(Site(LINEAR, LINEAR.complete({}), ports), arrays)["packed"]
+        known.update(scale_bytes(stored.reshape(-1, fill.NVFP4_SLOT)).tolist())
+    got = filled(fill.nvfp4(THOR, 40 * fill.NVFP4_SLOT, 5), 40 * fill.NVFP4_SLOT)
+    assert set(scale_bytes(got.reshape(-1, fill.NVFP4_SLOT)).tolist()) == known
+    assert len(known) == 8
+
+
+def test_filled_codes_have_the_deviation_that_is_promised() -> None:
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    scales = np.arange(8, 16) / 16
+    promised = np.sqrt(np.mean(values**2) * np.mean(scales**2))
+    assert abs(promised - fill.NVFP4_DEVIATION) < 1e-3
+    slots = filled(fill.nvfp4(THOR, 40 * fill.NVFP4_SLOT, 5), 40 * fill.NVFP4_SLOT)
+    codes = slots.reshape(-1, fill.NVFP4_SLOT)[:, :2048]
+    seen = np.bincount(codes.reshape(-1), minlength=256)
+    assert abs(seen / seen.mean() - 1).max() < 5 / np.sqrt(seen.mean())
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 30_011])
+def test_filled_numbers_have_the_mean_and_deviation_asked_for(count: int) -> None:
+    bf16 = filled(fill.bf16(THOR, count, 3, 2.0, 0.5), 2 * count).view(BF16).astype(np.float64)
+    f32 = filled(fill.f32(THOR, count, 3, 2.0, 0.5), 4 * count).view(np.float32)
+    constant = filled(fill.bf16(THOR, count, 3, 1.5, 0.0), 2 * count).view(BF16)
+    np.testing.assert_allclose(bf16, f32, rtol=2.0**-8)
+    assert (constant == 1.5).all()
+    assert (abs(f32 - 2) < 1.75).all()
+    if count > 1000:
+        error = 5 * 0.5 / np.sqrt(count)
+        assert abs(f32.mean() - 2) < error
+        assert abs(f32.std() - 0.5) < error
+        assert abs(np.corrcoef(f32[:-1], f32[1:])[0, 1]) < 5 / np.sqrt(count)
+
+
+def test_filled_fp8_has_deviation_one() -> None:
+    x = filled(fill.fp8(THOR, 30_000, 9), 30_000).view(DType.FP8.numpy).astype(np.float64)
+    assert abs(x.std() - fill.FP8_DEVIATION) < 0.03
+    assert abs(x.mean()) < 0.03
+
+
+def test_what_is_filled_depends_on_the_seed_alone() -> None:
+    size = 20 * fill.NVFP4_SLOT
+    first = filled(fill.nvfp4(THOR, size, 1), size)
+    np.testing.assert_array_equal(first, filled(fill.nvfp4(H100, size, 1), size, seed=4))
+    other = filled(fill.nvfp4(THOR, size, 2), size)
+    assert np.mean(first == other) < 0.2
+
+
+# ---- all of them ---------------------------------------------------------------------------------
+LAUNCHES = (
+    embed(16, 50, 320, squares=True),
+    concat(16, (320, 320)),
+    compose(16),
+    fill.nvfp4(THOR, fill.NVFP4_SLOT, 1),
+    fill.fp8(THOR, 4, 1),
+    fill.bf16(THOR, 1, 1, 0.0, 1.0),
+    fill.f32(THOR, 1, 1, 0.0, 1.0),
+)
+KINDS = {At: "pointer", Addresses: "pointer", Table: "pointer", Int: "int", Real: "real"}
+
+
+@pytest.mark.parametrize("one", LAUNCHES, ids=lambda one: one.kernel)
+def test_arguments_are_those_of_the_kernel(one: Launch) -> None:
+    kinds = tuple(KINDS[type(argument)] for argument in one.arguments)
+    assert kinds == signatures(FOLDER / one.source, {})[one.kernel]
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_110"])
+def test_every_kernel_compiles_without_spills(arch: str) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC (pip install cuda-bindings)")
+    from thor_dflash.runtime.engines.cuda.compile import compile_source
+
+    for one in LAUNCHES:
+        usage = compile_source(FOLDER / one.source, {}, arch).usage
+        assert usage[one.kernel].spilled == 0

@@ -1,0 +1,97 @@
+"""Several sizes of a prefill step in one package: any of them gives the same answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from checkpoints import GEOMETRIES, DrafterGeometry, write_drafter, write_target
+from decoding import answer, prompt
+
+from thor_dflash.builders.build import build
+from thor_dflash.config import BuildConfig, EngineConfig
+from thor_dflash.errors import ConfigError, PackageError
+from thor_dflash.progress import Silent
+from thor_dflash.runtime.prefix import Prefixes
+from thor_dflash.runtime.propose import Dflash, Nobody
+from thor_dflash.runtime.session import Request, Session, open_session
+
+SIZES = (32, 8, 100)
+LONG = prompt(300, 5)
+
+
+def written(root: Path, **config: object) -> Path:
+    g = GEOMETRIES["27b"]
+    write_target(root / "target", g, 3)
+    write_drafter(root / "drafter", g, DrafterGeometry(), 4)
+    wanted = BuildConfig(chunk=32, capacity=384, **config)  # type: ignore[arg-type]
+    build(root / "target", root / "drafter", root / "package", wanted, Silent())
+    return root / "package"
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("chunks"), chunks=(8, 100), widths=(8,))
+
+
+@pytest.fixture(scope="module")
+def every(package: Path) -> Session:
+    return open_session(package, EngineConfig(threads=1), Silent(), choose=True)
+
+
+def test_every_size_gives_the_same_tokens(every: Session) -> None:
+    request = Request(prompt=LONG[:207], max_tokens=40)
+    assert every.model.chunks == SIZES
+    told: list[list[int]] = []
+    for size in SIZES:
+        every.model.chunk = size
+        assert answer(every, request, Dflash()) == answer(every, request, Nobody())
+        chunks = list(every.run(request, Nobody()))
+        told.append([token for chunk in chunks for token in chunk.tokens])
+        done = [chunk.prompt_done for chunk in chunks if chunk.prompt_done]
+        assert done == [*range(size, 206, size), 206], size
+    assert told[0] == told[1] == told[2]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_prefix_is_kept_in_steps_of_the_size_that_was_chosen(every: Session, size: int) -> None:
+    every.model.chunk = size
+    every.prefixes = Prefixes(every.model)
+    request = Request(prompt=LONG[:290], max_tokens=24)
+    truth, spec = answer(every, request, Dflash()), every.report().spec
+    put = every.prefixes.put("skills", LONG[:250])
+    assert put
+    assert put.held == 249 // size * size
+    assert answer(every, request, Dflash()) == truth
+    assert every.report().cached_tokens == put.held
+    assert every.report().spec == spec, "the rings are the same, too"
+
+
+def test_a_prefix_of_other_steps_is_refused_from_disk(every: Session, tmp_path: Path) -> None:
+    every.model.chunk = 32
+    every.prefixes = Prefixes(every.model)
+    every.prefixes.put("skills", LONG[:250])
+    every.prefixes.save("skills", tmp_path / "p")
+    every.model.chunk = 8
+    with pytest.raises(PackageError, match=r"must be of prefill steps of 8 \(got 32\); put"):
+        every.prefixes.load(tmp_path / "p")
+
+
+@pytest.mark.parametrize("block", [0, 8])
+def test_one_size_is_loaded_unless_there_is_a_choice(package: Path, block: int) -> None:
+    for asked, found in ((0, 32), (100, 100)):
+        config = EngineConfig(threads=1, chunk=asked, block=block)
+        s = open_session(package, config, Silent(), choose=asked > 0)
+        assert s.model.chunks == (found,)
+        chunks = [c.prompt_done for c in s.run(Request(prompt=LONG[:120], max_tokens=1), Dflash())]
+        assert chunks[0] == found
+    with pytest.raises(ConfigError, match=r"engine.chunk must be 8 or 32 or 100, .* \(got 16\)"):
+        open_session(package, EngineConfig(chunk=16), Silent())
+
+
+def test_what_a_package_cannot_hold_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"build.chunks must be <= \d+, .* \(got 99999999\)"):
+        written(tmp_path, chunks=(99999999,))
+    for wrong in ((8, 8), (0,)):
+        with pytest.raises(ConfigError, match="build.chunks must be >= 1, each once"):
+            BuildConfig(chunks=wrong)

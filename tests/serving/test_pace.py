@@ -1,0 +1,113 @@
+"""How long a cancel waits: a prefill step chosen by its time, and the bound in hello."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from constrained import package
+
+from thor_dflash.config import EngineConfig
+from thor_dflash.progress import Silent
+from thor_dflash.runtime.model import Model
+from thor_dflash.runtime.session import Session, open_session
+from thor_dflash.serve_config import ServeConfig
+from thor_dflash.serving import pace
+from thor_dflash.serving.live import LiveBackend
+from thor_dflash.serving.rates import Rates
+
+SIZES = (16, 8, 64)
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    own, *others = SIZES
+    path = package(own, tuple(others))
+    it = open_session(path, EngineConfig(threads=1), Silent(), choose=True)
+    yield it
+    it.close()
+
+
+class Kept(LiveBackend):
+    """The session is the module's."""
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("limit", "rows", "took"), [(1000.0, 64, 128.0), (128.0, 64, 128.0), (127.0, 16, 32.0),
+                                (20.0, 8, 16.0), (3.0, 8, 16.0)]
+)  # fmt: skip
+def test_the_largest_step_that_a_cancel_can_wait_for(
+    session: Session, limit: float, rows: int, took: float
+) -> None:
+    log: list[str] = []
+    got = pace.choose_chunk(session.model, limit, log.append, lambda model: 2.0 * model.chunk)
+    assert (session.model.chunk, got) == (rows, took)
+    assert bool(log) == (limit < 16), "a limit that no size keeps is told"
+
+
+def test_what_a_step_takes_is_measured_where_it_takes_most(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+    prefill = Model.prefill
+
+    def seen(model: Model, tokens: Any, observe: bool) -> None:
+        lengths.append(model.state.length + len(tokens))
+        assert observe
+        prefill(model, tokens, observe)
+
+    monkeypatch.setattr(Model, "prefill", seen)
+    for session.model.chunk in SIZES:
+        assert pace.step_ms(session.model) > 0
+        assert session.model.state.length == 0, "the sequence is empty again"
+    assert set(lengths) == {session.model.limit}
+
+
+def test_the_bound_holds_the_slowest_prefill_step_from_the_first_moment() -> None:
+    rates = Rates(worst_chunk_ms=90.0)
+    assert rates.bound_ms() == 180.0
+    rates.cycle(20.0, 4, thinking=False)
+    assert rates.bound_ms() == 180.0
+    rates.cycle(200.0, 4, thinking=False)
+    assert rates.bound_ms() == 400.0, "and what was slower than that"
+
+
+def test_hello_publishes_size_and_bound(
+    session: Session, house: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pace, "step_ms", lambda model: 3.0 * model.chunk)
+    server = house.serve(Kept(session, ServeConfig(cancel_ms=100), house.log.append))
+    hello = house.peer(server).ask(op="hello", id="h")
+    assert hello["limits"]["prefill_chunk"] == 16, "48 ms, where 64 rows would take 192"
+    assert hello["limits"]["cancel_bound_ms"] >= 96
+
+
+def test_a_cancel_in_the_prefill_takes_the_step_under_way_and_no_more(
+    session: Session, house: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = house.serve(Kept(session, ServeConfig(cancel_ms=1), house.log.append))
+    assert session.model.chunk == 8
+    begun, go = threading.Event(), threading.Semaphore(0)
+    steps: list[int] = []
+    prefill = Model.prefill
+
+    def held(model: Model, tokens: Any, observe: bool) -> None:
+        steps.append(len(tokens))
+        begun.set()
+        assert go.acquire(timeout=20)
+        prefill(model, tokens, observe)
+
+    monkeypatch.setattr(Model, "prefill", held)
+    peer = house.peer(server)
+    peer.send(op="plan", id="p", prompt="word " * 60, thinking="off", max_tokens=4)
+    assert begun.wait(20)
+    assert peer.ask(op="cancel", id="c", target="p")["cancelled"] is True
+    assert peer.silent(), "the step under way is not over"
+    go.release(100)
+    assert peer.final("p")["code"] == "cancelled"
+    assert len(steps) == 1, "eight steps more would have been due"

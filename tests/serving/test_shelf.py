@@ -1,0 +1,218 @@
+"""Prefixes that outlive the server: whole or absent, the same bits, never lost in silence."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from constrained import package
+
+from thor_dflash.config import EngineConfig
+from thor_dflash.errors import ConfigError
+from thor_dflash.progress import Silent
+from thor_dflash.runtime.prefix import Prefixes
+from thor_dflash.runtime.session import Session, open_session
+from thor_dflash.serve_config import ServeConfig
+from thor_dflash.serving.client import Ask, Message, Options, PlanError, RemotePlanner
+from thor_dflash.serving.live import LiveBackend
+from thor_dflash.serving.server import serving
+from thor_dflash.serving.shelf import Shelf
+
+SYSTEM = "You plan for one arm. " + "It can pick, place and wait; nothing else at all. " * 6
+CHAT = (Message(role="system", content=SYSTEM), Message(role="user", content="Pick the mug."))
+ASK = Ask(messages=CHAT, thinking="off", max_tokens=12, parts=("tokens",))
+RUN = "import sys; from thor_dflash.cli import main; sys.exit(main())"
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    it = open_session(package(), EngineConfig(threads=1), Silent())
+    yield it
+    it.close()
+
+
+class Lent(LiveBackend):
+    """The session outlives it, what is in its memory does not."""
+
+    def close(self) -> None:
+        if self._shelf is not None:
+            self._shelf.close()
+        self.session.prefixes = Prefixes(self.session.model)
+
+
+Serve = Callable[[], RemotePlanner]
+
+
+@pytest.fixture
+def serve(session: Session, house: Any, tmp_path: Path) -> Iterator[Serve]:
+    """A server over tmp_path/kept; the one before it is stopped first."""
+    running: list[Any] = []
+    planners: list[RemotePlanner] = []
+
+    def begin() -> RemotePlanner:
+        while running:
+            running.pop().__exit__(None, None, None)
+        config = ServeConfig(bind=("tcp://127.0.0.1:*",), prefix_dir=str(tmp_path / "kept"))
+        log = house.log.append
+        it = serving(lambda: Lent(session, config, log), config, log=log)
+        server = it.__enter__()
+        running.append(it)
+        planners.append(RemotePlanner(server.endpoints[0], Options(timeout_s=20.0)))
+        return planners[-1]
+
+    yield begin
+    for planner in planners:
+        planner.close()
+    for it in running:
+        it.__exit__(None, None, None)
+
+
+def test_a_persisted_prefix_is_there_again_and_changes_nothing(serve: Serve) -> None:
+    planner = serve()
+    cold = planner.plan(ASK)
+    put = planner.put_prefix("arm/ü", SYSTEM, persist=True)
+    assert put["persisted"] is True
+    assert planner.put_prefix("short", SYSTEM + "Now.")["persisted"] is False
+    assert {p["prefix_id"]: p["persisted"] for p in planner.prefixes()} == {
+        "arm/ü": True, "short": False,
+    }  # fmt: skip
+    again = serve()
+    (kept,) = again.prefixes()
+    assert (kept["prefix_id"], kept["held"], kept["persisted"]) == ("arm/ü", put["held"], True)
+    warm = again.plan(ASK)
+    assert cold.usage.cached_tokens == 0
+    assert warm.usage.cached_tokens == put["held"] > 0
+    assert warm.tokens == cold.tokens
+
+
+def test_what_is_dropped_or_put_again_without_does_not_come_back(serve: Serve) -> None:
+    planner = serve()
+    for name in ("a", "b", "c"):
+        planner.put_prefix(name, SYSTEM, persist=True)
+    assert planner.drop_prefix("a") is True
+    assert planner.drop_prefix("a") is False
+    planner.put_prefix("b", SYSTEM)
+    assert [prefix["prefix_id"] for prefix in serve().prefixes()] == ["c"]
+
+
+def test_a_damaged_file_is_told_and_left_out(serve: Serve, house: Any, tmp_path: Path) -> None:
+    planner = serve()
+    planner.put_prefix("good", SYSTEM, persist=True)
+    planner.put_prefix("bad", SYSTEM, persist=True)
+    planner.put_prefix("cut", SYSTEM, persist=True)
+    shelf = Shelf.path_of
+    bad, cut = (shelf(tmp_path / "kept", name) for name in ("bad", "cut"))
+    whole = bad.read_bytes()
+    bad.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
+    cut.write_bytes(cut.read_bytes()[:-100])
+    again = serve()
+    assert [prefix["prefix_id"] for prefix in again.prefixes()] == ["good"]
+    skipped = again.skipped()
+    assert sorted(skipped) == sorted(
+        f"{path.name} must be as it was written (got an altered file); put the prefix again"
+        for path in (bad, cut)
+    )
+    assert all(any(line in said for said in house.log) for line in skipped)
+    assert str(tmp_path) not in str(skipped), "where it is on this machine is nobody's business"
+    again.put_prefix("bad", SYSTEM, persist=True)
+    assert len(serve().prefixes()) == 2, "putting it again mends it"
+
+
+def test_no_room_is_told_too(serve: Serve, session: Session) -> None:
+    serve().put_prefix("arm", SYSTEM, persist=True)
+    planner = serve()
+    session.prefixes.budget = 10
+    with pytest.raises(PlanError, match="must fit the 10 bytes"):
+        planner.put_prefix("other", SYSTEM, persist=True)
+
+
+def test_a_disk_that_is_full_is_told_and_the_prefix_still_serves(
+    serve: Serve, house: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    planner = serve()
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(PlanError, match="the log of the server says why") as caught:
+        planner.put_prefix("arm", SYSTEM, persist=True)
+    assert caught.value.code == "internal"
+    assert any("No space left on device" in line for line in house.log)
+    monkeypatch.undo()
+    assert [(p["prefix_id"], p["persisted"]) for p in planner.prefixes()] == [("arm", False)]
+    assert serve().prefixes() == []
+
+
+def test_plans_do_not_wait_for_the_disk(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    planner = serve()
+    writing, go = threading.Event(), threading.Event()
+
+    def slow(*_: object) -> None:
+        writing.set()
+        assert go.wait(20)
+
+    monkeypatch.setattr("os.fsync", slow)
+    answers: list[dict[str, Any]] = []
+    with RemotePlanner(planner.endpoint, Options(timeout_s=20.0)) as other:
+        put = threading.Thread(
+            target=lambda: answers.append(other.put_prefix("a", SYSTEM, persist=True))
+        )
+        put.start()
+        assert writing.wait(20)
+        assert planner.plan(ASK).usage.cached_tokens > 0, "it is pinned already"
+        assert not answers
+        go.set()
+        put.join()
+    assert answers[0]["persisted"] is True
+
+
+def test_without_a_directory_the_wish_is_refused(house: Any) -> None:
+    peer = house.peer(house.mock())
+    reply = peer.ask(op="prefix.put", id="p", prefix_id="a", system="x", persist=True)
+    assert (reply["code"], reply["field"]) == ("bad_request", "persist")
+
+
+def test_a_directory_is_of_one_server(tmp_path: Path) -> None:
+    first = Shelf(tmp_path / "kept")
+    with pytest.raises(ConfigError, match="of one server alone"):
+        Shelf(tmp_path / "kept")
+    first.close()
+    Shelf(tmp_path / "kept").close()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="must be a directory that can be written"):
+        Shelf(tmp_path / "file")
+    assert (tmp_path / "kept").stat().st_mode & 0o777 == 0o700
+
+
+def test_after_sigkill_persisted_prefixes_are_there_and_nothing_is_to_repair(
+    tmp_path: Path,
+) -> None:
+    kept, bind = tmp_path / "kept", f"ipc://{tmp_path}/plan"
+    command = [sys.executable, "-c", RUN, "serve", "--package", str(package()), "--bind", bind,
+               "--set", f"serve.prefix_dir={kept}", "--set", "engine.threads=1"]  # fmt: skip
+    seen: list[tuple[int, ...] | None] = []
+    held: list[int] = []
+    for _ in range(2):
+        child = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        try:
+            with RemotePlanner(bind, Options(timeout_s=60.0)) as planner:
+                if not seen:
+                    held.append(planner.put_prefix("arm", SYSTEM, persist=True)["held"])
+                result = planner.plan(ASK)
+                held.append(result.usage.cached_tokens)
+                seen.append(result.tokens)
+        finally:
+            child.kill()
+        assert child.wait(20) == -signal.SIGKILL
+        # As a kill in the middle of a write leaves it.
+        (kept / ".half.prefix.x7").write_bytes(b"half a file")
+    assert seen[0] == seen[1]
+    assert held[0] == held[1] == held[2] > 0
+    Shelf(kept).close()
+    assert [path.suffix for path in kept.iterdir()] == [".prefix"]

@@ -1,0 +1,156 @@
+"""What a server tells of itself: events, traces of slow plans, the device, idle time for others."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from constrained import package
+
+from thor_dflash.config import EngineConfig
+from thor_dflash.errors import ConfigError
+from thor_dflash.progress import Silent
+from thor_dflash.runtime.session import open_session
+from thor_dflash.serve_config import ServeConfig
+from thor_dflash.serving import device, trace
+from thor_dflash.serving.client import Ask
+from thor_dflash.serving.events import Events
+from thor_dflash.serving.live import LiveBackend
+from thor_dflash.serving.planner import LocalPlanner
+
+SMALL = {"op": "plan", "prompt": "the secret word"}
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_what_happens_is_written_down_and_prompts_are_not(house: Any, tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    server, held = house.held(events=str(path))
+    peer = house.peer(server)
+    peer.send(**SMALL, id="a", session="arm")
+    assert held.waiting.wait(20)
+    peer.send(**SMALL, id="b")
+    assert peer.ask(op="cancel", id="c", target="b")["cancelled"] is True
+    assert peer.final("b")["code"] == "cancelled"
+    held.let()
+    assert peer.final("a")["status"] == "ok"
+    assert peer.ask(op="prefix.put", id="p", prefix_id="x", system="You plan.")["tokens"] == 2
+    house.close()
+    told = lines(path)
+    assert [t["t"] for t in told] == sorted(t["t"] for t in told)
+    assert [(t["event"], t.get("id")) for t in told if "id" in t] == [
+        ("arrived", "a"), ("begun", "a"), ("arrived", "b"), ("cancel", "b"), ("refused", "b"),
+        ("answered", "a"), ("arrived", "p"), ("begun", "p"), ("pinned", "p"),
+    ]  # fmt: skip
+    states = [t["state"] for t in told if t["event"] == "state"]
+    assert states[-1] == "draining"
+    assert "ready" in states
+    assert "busy" in states
+    assert next(t for t in told if t["event"] == "answered")["usage"]["output_tokens"] > 0
+    assert told[-1]["event"] == "ended"
+    assert "secret" not in path.read_text()
+
+
+def test_a_file_of_events_is_added_to_and_a_full_disk_ends_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    for number in range(2):
+        tell = Events(str(path))
+        tell("state", state="ready", error=None, number=number)
+        tell.close()
+        tell("never")
+    assert [(t["event"], t["number"]) for t in lines(path)] == [("state", 0), ("state", 1)]
+    assert "error" not in path.read_text(), "what is null is left out"
+    full = Events("/dev/full")
+    full("state")
+    full("state")
+    with pytest.raises(ConfigError, match="serve.events must be a file that can be written"):
+        Events(str(tmp_path))
+
+
+def test_a_slow_plan_leaves_its_steps_and_a_fast_one_does_not(house: Any, tmp_path: Path) -> None:
+    server = house.mock(0.01, trace_slow_ms=60, trace_dir=str(tmp_path / "traces"))
+    peer = house.peer(server)
+    assert peer.ask(**SMALL, id="../slow", thinking_budget=4)["status"] == "ok"
+    assert peer.ask(**SMALL, id="fast", thinking="off", max_tokens=4)["type"] == "result"
+    peer.ask(**SMALL, id="slow2", thinking="off")
+    house.close()
+    first, second = sorted((tmp_path / "traces").iterdir())
+    assert first.name.endswith("-.._slow.trace.json")
+    assert second.name.endswith("-slow2.trace.json")
+    told = json.loads(first.read_text())
+    steps = told["traceEvents"]
+    names = [step["name"] for step in steps]
+    assert names[:3] == ["queued", "prefill", "thinking"]
+    assert set(names[3:]) == {"answer"}
+    assert all(step["ph"] == "X" and step["dur"] >= 0 for step in steps)
+    ends = [step["ts"] + step["dur"] for step in steps]
+    assert [step["ts"] for step in steps[1:]] == pytest.approx(ends[:-1])
+    assert ends[-1] >= 60e3
+    assert told["otherData"]["result"][0]["output_tokens"] > 0
+
+
+def test_traces_do_not_fill_a_disk(tmp_path: Path) -> None:
+    for number in range(trace.KEPT + 3):
+        trace.write(tmp_path, str(number), {})
+    left = {path.name.split("-")[1] for path in tmp_path.iterdir()}
+    assert left == {f"{number}.trace.json" for number in range(3, trace.KEPT + 3)}
+
+
+def test_the_device_is_told(house: Any) -> None:
+    peer = house.peer(house.mock())
+    told = peer.ask(op="hello", id="h")["device"]
+    assert told["engine"] == "mock"
+    assert told["memory_mb"] > 0
+    now = peer.ask(op="stats", id="s")["device"]
+    assert 0 < now["resident_mb"] < told["memory_mb"]
+    assert now["memory_available_mb"] > 0
+
+
+def test_a_thor_is_known_by_its_files(tmp_path: Path) -> None:
+    files = {
+        "proc/device-tree/model": "NVIDIA Jetson AGX Thor Developer Kit\0",
+        "proc/meminfo": "MemTotal:       128849018 kB\nMemAvailable:   101000000 kB\n",
+        "sys/class/devfreq/gpu-gpc-0/cur_freq": "1575000000\n",
+        "sys/class/devfreq/bwmgr/cur_freq": "4266000000\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    told = device.describe("cuda", tmp_path)
+    assert told["name"] == "NVIDIA Jetson AGX Thor Developer Kit"
+    assert told["memory_mb"] == 125829
+    now = device.now(tmp_path)
+    assert (now["gpu_mhz"], now["emc_mhz"], now["memory_available_mb"]) == (1575, 4266, 98632)
+    nothing = device.now(tmp_path / "empty")
+    assert set(nothing.values()) == {None}
+
+
+def test_a_card_is_known_by_its_drivers_file(tmp_path: Path) -> None:
+    path = tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0/information"
+    path.parent.mkdir(parents=True)
+    path.write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ: 42\n")
+    (tmp_path / "proc/cpuinfo").write_text("processor\t: 0\nmodel name\t: A CPU\n")
+    assert device.describe("cuda", tmp_path)["name"] == "NVIDIA H100 80GB HBM3"
+    assert device.describe("ort", tmp_path)["name"] == "A CPU", "which does not compute there"
+
+
+def test_idle_time_before_each_step_is_left_to_others_and_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    session = open_session(package(), EngineConfig(threads=1), Silent())
+    ask = Ask(prompt="Pick the mug.", thinking="off", max_tokens=20, parts=("tokens", "timings"))
+    told = []
+    for idle in (0, 700):
+        backend = LiveBackend(session, ServeConfig(yield_us=idle))
+        told.append(LocalPlanner(backend).plan(ask))
+    assert told[0].tokens == told[1].tokens
+    assert told[1].spec
+    assert slept == [700e-6] * (told[1].spec.cycles + 1), "each cycle, and one prefill step"
+    session.close()

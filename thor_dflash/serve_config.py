@@ -1,0 +1,96 @@
+"""The sections of the configuration that say how plans are served."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from thor_dflash.errors import ConfigError
+
+
+def _at_least(key: str, value: int, low: int) -> None:
+    if value < low:
+        raise ConfigError(f"{key} must be >= {low} (got {value})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """How plans are served. The wire protocol is in docs/protocol.md."""
+
+    bind: tuple[str, ...] = ("tcp://127.0.0.1:5571",)
+    """Endpoints. Loopback: a planner moves a robot. 5555 would be a GR00T server's."""
+    curve: str = ""
+    """Directory of `thor-dflash keygen`; "" serves without encryption."""
+    insecure: bool = False
+    """Allow other machines to connect without CURVE."""
+    token_file: str = ""
+    """File holding a secret that every request must name; "" asks for none."""
+    allow_admin: bool = False
+    """Answer drain and shutdown. On ipc and CURVE endpoints only."""
+    max_queue: int = 4
+    """Plans waiting, over all sessions. A robot would rather hear no than wait for its turn."""
+    max_message: int = 1 << 20
+    """Largest frame, bytes; a peer that sends a larger one is disconnected."""
+    max_tokens: int = 512
+    """Longest answer where a request does not say, thinking not counted, tokens."""
+    thinking: Literal["on", "off", "auto"] = "auto"
+    """Where a request does not say; auto thinks wherever the deadline leaves room."""
+    thinking_budget: int = 1024
+    """Longest thinking where a request does not say, tokens."""
+    watchdog_s: float = 10.0
+    """A step that takes longer means a dead device: the process ends, for systemd to restart."""
+    drain_s: float = 30.0
+    """How long SIGTERM lets accepted plans finish. A plan of the 27B takes 10 to 20 s."""
+    prefix_mb: int = 1024
+    """Memory for pinned prefixes, MB: about six of the 27B."""
+    prefix_dir: str = ""
+    """Directory, of this server alone, for the prefixes that a client wants to persist; "" refuses
+    such wishes. A file holds its prompt in the clear."""
+    cancel_ms: int = 250
+    """Longest a prefill step should take, and with it a cancel that meets one, ms: where the package
+    has several sizes of a prefill step, the largest that keeps to it is used. Of a 27B on a Thor two
+    to three verify cycles."""
+    yield_us: int = 0
+    """Idle time before each step, us: left to others that share the device. Slows plans down."""
+    events: str = ""
+    """File that gets a line of JSON for each thing that happens; "" for none. No prompts."""
+    trace_slow_ms: int = 0
+    """A plan that takes longer leaves a trace of its steps in `trace_dir`; 0 for none."""
+    trace_dir: str = "traces"
+    """Directory of the traces, made when the first is written. Perfetto and Chrome read them."""
+    log_prompts: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.bind:
+            raise ConfigError("serve.bind must have at least one endpoint (got none)")
+        _at_least("serve.max_queue", self.max_queue, 1)
+        _at_least("serve.max_message", self.max_message, 1024)
+        _at_least("serve.max_tokens", self.max_tokens, 1)
+        _at_least("serve.thinking_budget", self.thinking_budget, 0)
+        _at_least("serve.prefix_mb", self.prefix_mb, 0)
+        _at_least("serve.cancel_ms", self.cancel_ms, 1)
+        _at_least("serve.yield_us", self.yield_us, 0)
+        _at_least("serve.trace_slow_ms", self.trace_slow_ms, 0)
+        if not self.watchdog_s > 0 or not self.drain_s >= 0:
+            raise ConfigError(
+                "serve.watchdog_s must be > 0 and serve.drain_s >= 0 "
+                f"(got {self.watchdog_s} and {self.drain_s})"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig:
+    """OpenAI's HTTP in front of plan servers."""
+
+    servers: tuple[str, ...] = ("tcp://127.0.0.1:5571",)
+    """Plan servers; the least busy one that is ready gets the next request."""
+    listen: str = "127.0.0.1:8000"
+    """HTTP address. Loopback, as for the plan socket; the port is the custom of such servers."""
+    insecure: bool = False
+    """Allow other machines to connect: HTTP here has neither encryption nor names."""
+    keys: str = ""
+    """Directory of the client's CURVE keys; "" for servers without encryption."""
+
+    def __post_init__(self) -> None:
+        if not self.servers:
+            raise ConfigError("gateway.servers must have at least one endpoint (got none)")
