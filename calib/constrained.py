@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from pathlib import Path
 from statistics import median
 
 from thor_dflash.calib.planbench import Task, judge, task_from_line
+from thor_dflash.calib.planbench.again import again
 from thor_dflash.calib.planbench.scene import Scene
 from thor_dflash.calib.planbench.skills import skills_of
 from thor_dflash.config import EngineConfig
@@ -44,6 +46,8 @@ class Arm:
     tasks: int = 0
     schema_valid: int = 0
     executor_valid: int = 0
+    again_valid: int = 0
+    """The same, a plan that fails on the way asked anew from there, once."""
     stopped: int = 0
     cycles: int = 0
     """In the answer, the thinking left out."""
@@ -61,14 +65,15 @@ class Arm:
         ms = self.decode_ms / n
         return (
             f"| {self.name} | {self.stopped}/{n} | {self.schema_valid}/{n} | "
-            f"{self.executor_valid}/{n} | {self.tokens / max(1, self.cycles):.2f} | "
+            f"{self.executor_valid}/{n} | {self.again_valid}/{n} | "
+            f"{self.tokens / max(1, self.cycles):.2f} | "
             f"{100 * self.forced / max(1, self.tokens):.0f} % | {grammar} | {ms:.0f} |"
         )
 
 
 HEADER = (
-    "| decoding | stopped | schema | executor | accept length (answer) | forced | "
-    "grammar us/cycle | decode ms/plan |\n|---|--:|--:|--:|--:|--:|--:|--:|"
+    "| decoding | stopped | schema | executor | asked anew | accept length (answer) | forced | "
+    "grammar us/cycle | decode ms/plan |\n|---|--:|--:|--:|--:|--:|--:|--:|--:|"
 )
 
 
@@ -79,6 +84,23 @@ def schema_of(scene: Scene) -> Schema:
 
 def run(session: Session, task: Task, arm: Arm, proposer: Proposer) -> tuple[int, ...]:
     """Plan one task one way and count what came of it; the tokens."""
+    tokens, said, policies = _plan(session, task, arm, proposer)
+    _count(session, arm, policies)
+    verdict, obeys = judge(task, said), _obeys(schema_of(task.scene), said)
+    arm.schema_valid += obeys
+    arm.executor_valid += verdict.valid
+    if not verdict.valid:
+        print(f"{arm.name}, {task.name}: {verdict.reason}", file=sys.stderr)
+    rest = again(task, said) if obeys and not verdict.valid else None
+    anew = "" if rest is None else _plan(session, rest, arm, proposer)[1]
+    arm.again_valid += verdict.valid or (rest is not None and judge(rest, anew).valid)
+    return tokens
+
+
+def _plan(
+    session: Session, task: Task, arm: Arm, proposer: Proposer
+) -> tuple[tuple[int, ...], str, tuple[Constrain, ...]]:
+    """The tokens, the text of the answer, and the policies that had a say."""
     text = session.text
     assert text is not None
     messages = [{"role": role, "content": content} for role, content in task.messages]
@@ -90,11 +112,7 @@ def run(session: Session, task: Task, arm: Arm, proposer: Proposer) -> tuple[int
     if arm.force is not None:
         policies = (_constrain(session.grammar(schema), arm),)
     tokens = _tokens(session, request, proposer, policies)
-    _count(session, arm, policies)
-    said = _said(text, prompt, tokens)
-    arm.schema_valid += _obeys(schema, said)
-    arm.executor_valid += judge(task, said).valid
-    return tokens
+    return tokens, _said(text, prompt, tokens), policies
 
 
 def _constrain(grammar: Grammar, arm: Arm) -> Constrain:

@@ -117,7 +117,7 @@ RULES: Mapping[str, Rule] = {
     ),
     "head": Rule(
         _ROOMS["head"],
-        ROOT,
+        ROOT / "head",
         head.launches,
         head.refuse,
         optional=frozenset({"best"}),

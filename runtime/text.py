@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -28,6 +29,8 @@ from thor_dflash.runtime.thinking import Marks, Thinking
 THINK, END_THINK = "<think>", "</think>"
 TOOL_MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 ROLES = ("system", "user", "assistant", "tool")
+RECALLED = 8192
+"""Tokens whose bytes are remembered: more than a robot's plans ever use."""
 _KEYS = {"role", "content", "reasoning_content"}
 
 
@@ -46,6 +49,8 @@ class Text:
             i for i in (tokenizer.token_to_id(mark) for mark in TOOL_MARKS) if i is not None
         )
         """Ids of the marks around tool calls and their answers, those there are."""
+        self.recall = lru_cache(RECALLED)(self.bytes_of)
+        """`bytes_of`, from memory: an answer says the same few words again and again."""
 
     @property
     def marks(self) -> Marks | None:
@@ -129,7 +134,7 @@ class Stream:
 
     def feed(self, ids: Iterable[int]) -> str:
         """The text these ids complete."""
-        return self._utf8.decode(b"".join(self._text.bytes_of(i) for i in ids))
+        return self._utf8.decode(b"".join(map(self._text.recall, ids)))
 
     def end(self) -> str:
         """What was held back: U+FFFD if the answer stopped inside a character, else nothing."""

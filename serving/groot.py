@@ -1,6 +1,8 @@
 """The dialect of NVIDIA Isaac-GR00T's client: {"endpoint", "data", "api_token"}, plain answers.
 
-Its `PolicyClient` can thus call `ping` and `plan` here unchanged.
+Its `PolicyClient` can thus call `ping` and `plan` here unchanged. It takes any answer that has a
+field `error` for a failure, and the first message for the answer. Source: NVIDIA/Isaac-GR00T,
+gr00t/policy/server_client.py.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ def read(body_codec: Codec, body: bytes, head: Head) -> wire.Request:
     if not isinstance(data, dict):
         raise PlanError("bad_request", "data must be a map", field="data")
     fields: dict[str, Any] = dict(data)  # pyright: ignore[reportUnknownArgumentType]
+    if fields.get("stream"):
+        raise PlanError("bad_request", "stream must be of a DEALER client of TDP/1", field="stream")
     fields = {"id": uuid4().hex, **fields, "op": head.endpoint}
     if head.api_token is not None:
         fields["token"] = head.api_token
@@ -51,4 +55,6 @@ def answer(message: object) -> dict[str, Any]:
     table: dict[str, Any] = msgspec.to_builtins(message)
     if table.get("type") == "error":
         return {"error": f"{table['code']}: {table['message']}"}
+    if "error" in table:  # of `health`
+        table["last_error"] = table.pop("error")
     return table

@@ -17,7 +17,7 @@ STATUS: Mapping[Code, int] = {
     "schema_unsupported": 400, "prompt_too_long": 400, "deadline_infeasible": 400,
     "unauthorized": 401, "too_large": 413, "stale": 409, "cancelled": 409, "preempted": 409,
     "busy": 429, "deadline": 408, "not_ready": 503, "draining": 503, "unreachable": 503,
-    "engine_fault": 500, "internal": 500, "grammar_dead_end": 500,
+    "engine_fault": 500, "internal": 500,
 }  # fmt: skip
 FINISH: Mapping[str, str] = {"stop": "stop", "grammar_dead_end": "content_filter"}
 """OpenAI's word for an ending; all others are `length`: the text is not whole."""

@@ -9,7 +9,7 @@ from thor_dflash.errors import ThorError
 Code = Literal[
     "bad_request", "unsupported_version", "unauthorized", "too_large", "prompt_too_long",
     "schema_invalid", "schema_unsupported", "busy", "deadline_infeasible", "deadline",
-    "cancelled", "preempted", "stale", "grammar_dead_end", "not_ready", "draining",
+    "cancelled", "preempted", "stale", "not_ready", "draining",
     "engine_fault", "internal", "unreachable",
 ]  # fmt: skip
 """Codes on the wire; `unreachable` is said by a client whose server does not answer."""

@@ -43,6 +43,8 @@ class Speech:
 
     def cycle(self, pieces: Iterable[Piece], tokens: int) -> list[wire.Chunk]:
         """A cycle gave these pieces; `tokens` are committed."""
+        if not (self._text or self._progress or self._steps):
+            return []
         said = list(pieces)
         chunks = [chunk for piece in said for chunk in self._say(piece)]
         if self._progress and said:

@@ -26,7 +26,7 @@ Finish = Literal[
     "grammar_dead_end", "error",
 ]  # fmt: skip
 Kind = Literal["step", "thinking", "text", "progress"]
-Phase = Literal["queued", "prefill", "thinking", "answer"]
+Phase = Literal["prefill", "thinking", "answer"]
 Status = Literal["ok", "partial", "error"]
 State = Literal["loading", "warming", "ready", "busy", "degraded", "draining", "failed"]
 

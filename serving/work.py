@@ -169,6 +169,12 @@ def _prepare(backend: Backend, job: Job) -> Prepared:
     return backend.prepare(job.request, _left_ms(job))
 
 
+def be_polite() -> None:
+    """Let other threads of the machine go first, this one and those that it makes."""
+    with suppress(OSError):  # not every system has priorities of threads
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), POLITE)
+
+
 def engine(
     load: Callable[[], Backend],
     inbox: SimpleQueue[Job | None],
@@ -178,10 +184,8 @@ def engine(
     traced: Callable[[Job, object, Trace], None] = lambda job, outcome, trace: None,
 ) -> None:
     """Load, warm up, then run jobs until None comes; `traced` gets the steps of each."""
-    # Before the engine makes its own threads, which are as polite as the one that makes them. Not
-    # every system has priorities of threads.
-    with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), POLITE)
+    # Before the engine makes its own threads, which are as polite as the one that makes them.
+    be_polite()
     try:
         backend = load()
         post(Warming())

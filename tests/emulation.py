@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 MACHINE = ROOT / "tests" / "emulator"
 PLUGINS = ROOT / "plugins"
 COMPILER = shutil.which("g++")
-FLAGS = ("-std=c++17", "-O1", "-g1", "-fPIC", "-w", "-ffp-contract=off", "-fno-strict-aliasing")
+FLAGS = ("-std=c++17", "-O1", "-g1", "-gdwarf-4", "-fPIC", "-w", "-ffp-contract=off", "-fno-strict-aliasing")
 CHECKED = (
     "-fsanitize=thread,alignment,bounds,integer-divide-by-zero",
     "-fsanitize-undefined-trap-on-error",
@@ -164,7 +164,7 @@ def _library(source: Path, defines: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
         file, unit = to.with_suffix(".cpp"), to.with_suffix(".o")
         file.write_text(shim)
         _compile(*FLAGS, *CHECKED, "-c", *wanted, "-I", MACHINE, "-I", PLUGINS, file, "-o", unit)
-        _compile("-shared", unit, *objects, "-o", to)
+        _compile("-shared", *objects, unit, "-o", to)  # dynamic shared memory lies first
 
     key = "\n".join([_preprocessed(source, dict(defines)), shim, _machine(), *FLAGS, *CHECKED])
     return ctypes.CDLL(str(_cached(key, ".so", linked)))
@@ -188,7 +188,10 @@ def run(
     """
     library = _library(source, tuple(sorted(defines.items())))
     ranges = (_Range * len(memory))(
-        *(_Range(m.address, m.nbytes, m.writable + 2 * m.from_kernels + 4 * m.early) for m in memory)
+        *(
+            _Range(m.address, m.nbytes, m.writable + 2 * m.from_kernels + 4 * m.early)
+            for m in memory
+        )
     )
     message = ctypes.create_string_buffer(MESSAGE_BYTES)
     launch = _Launch(
@@ -251,7 +254,13 @@ class Emulator:
             one = step.launch
             arguments = [value(given) for given in step.arguments]
             memory = [
-                Memory(b.data.ctypes.data, b.data.nbytes, b.writable, b.from_kernels and one.overlap, b.early)
+                Memory(
+                    b.data.ctypes.data,
+                    b.data.nbytes,
+                    b.writable,
+                    b.from_kernels and one.overlap,
+                    b.early,
+                )
                 for b in buffers
             ] + [Memory(t.ctypes.data, t.nbytes, False) for t in tables]
             run(

@@ -55,7 +55,11 @@ def _linear(rng: Rng) -> Iterator[Case]:
         ):
             mixed |= weight_case(rng, kind, width, k, i)
         yield Case(f"mixed_{t}_of_{k}", mixed, {"segments": 5, "norm_offset": 1.0})
-        x = {"x": _bf16(rng, t, k), "gate": _bf16(rng, t, k, scale=4), "norm_weight": _bf16(rng, 128)}
+        x = {
+            "x": _bf16(rng, t, k),
+            "gate": _bf16(rng, t, k, scale=4),
+            "norm_weight": _bf16(rng, 128),
+        }
         x |= {"residual": _bf16(rng, t, n)} | weight_case(rng, "nvfp4", n, k)
         a = {"epilogue": "residual", "gate": "silu", "head_dim": 128}
         yield Case(f"gated_{t}_of_{k}", x, a)
@@ -237,7 +241,11 @@ def _linear_sites() -> Iterator[Full]:
                 yield f"{name}_{kind}_{t}", a, rows | norm | _weights(kind, widths, h)
             a = offset | {"segments": 2, "epilogue": "swiglu"}
             yield f"gate_up_{kind}_{t}", a, rows | norm | _weights(kind, (inner, inner), h)
-            yield f"fc_{kind}_{t}", {}, {"x": Shaped(BF16, (t, 5 * h))} | _weights(kind, (h,), 5 * h)
+            yield (
+                f"fc_{kind}_{t}",
+                {},
+                {"x": Shaped(BF16, (t, 5 * h))} | _weights(kind, (h,), 5 * h),
+            )
             for name, k in (("down", inner), ("o_proj", 6144), ("gdn_out", 6144)):
                 x = {"x": Shaped(BF16, (t, k)), "residual": Shaped(BF16, (t, h))}
                 a = {"epilogue": "residual"}

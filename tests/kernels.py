@@ -29,7 +29,7 @@ from thor_dflash.plugins.launch import (
     Site,
     Table,
 )
-from thor_dflash.plugins.op import ACTIVATION, CACHE, Attributes, Case, Op, Port, bind
+from thor_dflash.plugins.op import ACTIVATION, CACHE, Case, Op, Port, bind
 from thor_dflash.tensors import Array, DType
 
 GUARD = 1024
@@ -43,8 +43,10 @@ IMMUTABLE = frozenset(
     "weight block_scale row_scale".split()
 )
 """Inputs no kernel writes: they may be read before wait_for_previous."""
-EARLY = frozenset({"state"})
-"""Inputs that were last written a graph launch ago: they may be read early, not written."""
+EARLY = frozenset(
+    "state states accepted tail record_qkv record_k record_d record_decay".split()
+)
+"""Inputs of gdn last written a graph launch ago: they may be read early, not written."""
 SQUARES_ROWS, SQUARES_COLUMNS = 32, 256
 
 
@@ -234,7 +236,10 @@ def site_of(
     letters = bind(op, {name: s.shape for name, s in inputs.items()}, a)
     ports = dict(inputs)
     for port in op.outputs_of(a):
-        ports[port.name] = Shaped(_dtype(port, inputs), tuple(_size(letters[d]) if isinstance(d, str) else d for d in port.shape))
+        ports[port.name] = Shaped(
+            _dtype(port, inputs),
+            tuple(_size(letters[d]) if isinstance(d, str) else d for d in port.shape),
+        )
     return Site(op, a, ports)
 
 
@@ -377,4 +382,3 @@ def compare(op: Op, got: Mapping[str, Array], want: Mapping[str, Array]) -> None
             f"more than {tolerance:.3g}, at {tuple(map(int, worst))}: "
             f"{have[worst]:.6g}, not {wide[worst]:.6g} ({np.sum(over > 0)} of {over.size} are off)"
         )
-

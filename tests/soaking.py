@@ -38,6 +38,16 @@ class Robot:
     def send(self, fields: dict[str, Any]) -> None:
         self.socket.send_multipart([b"", msgspec.msgpack.encode(fields)])
 
+    def receive(self) -> dict[str, Any]:
+        assert self.socket.poll(1e3 * PATIENCE_S)
+        reply: dict[str, Any] = msgspec.msgpack.decode(self.socket.recv_multipart()[-1])
+        return reply
+
+    def drain(self, ms: int = 20) -> None:
+        """Read what still comes."""
+        while self.socket.poll(ms):
+            self.socket.recv_multipart()
+
     def leave(self) -> None:
         """Close in the middle of everything, and come back."""
         self.socket.close(0)

@@ -40,7 +40,7 @@ DEVICE float allowed_logit(const Call& c, int row, int id) {
 
 // The draft whose rank matters, as its logit; minus infinity where there is none.
 DEVICE float ranked_draft(const Call& c, int row, int& id) {
-    if (*c.rule == STRICT || row >= *c.drafted || row >= c.rows - 1) return minus_infinity();
+    if (*c.rule == STRICT || row >= *c.drafted) return minus_infinity();
     id = c.tokens[row + 1];
     return allowed_logit(c, row, id);
 }
@@ -207,17 +207,16 @@ DEVICE void write_record(const Call& c, const Row& r, const Found& f, i32* recor
                         r.soft_logit >= f.best.value - soft_margin;
     const int choice = soften ? r.soft : best;
 
-    const int close = *c.close;
-    const u32 closing = ballot(close >= 0 && row < c.rows - 1 && r.follow == close);
+    // No id is -1: where one equals an unused close or stop, the commit has ended anyway.
+    const u32 closing = ballot(r.follow == *c.close);
     const bool open = !closing || row < __ffs(closing) - 1;
-    const bool a_draft = row < c.rows - 1 && row < *c.drafted;
     const bool agrees =
-        a_draft && usable &&
+        row < *c.drafted && usable &&
         (r.follow == choice || (open && best == choice && accepts_relaxed(c, r, f)));
     const int agreed = __ffs(~ballot(agrees)) - 1;
     const int token = row < agreed ? r.follow : choice;
     int count = min(agreed + 1, *c.cap);
-    const u32 ends = ballot(row < count && token >= 0 && contains(c.stop, c.stops, token));
+    const u32 ends = ballot(row < count && contains(c.stop, c.stops, token));
     if (ends) count = __ffs(ends);
 
     const bool committed = row < count;

@@ -21,6 +21,7 @@ constexpr int STRETCHES = 16;                  // at most
 constexpr int PITCH = D + 8;                   // floats; keeps the merge's writes off one bank
 constexpr u32 ROW_BYTES = D * 2, STAGE_BYTES = 2 * TILE * ROW_BYTES;
 constexpr u32 VALUES = TILE * ROW_BYTES;       // within a stage
+constexpr int FAR = 1 << 30;                   // positions; more than any context
 constexpr float NOTHING = -1e30f;              // below any score; its differences stay finite
 
 // Where a 16-byte chunk of a row lies: chunks are permuted so that eight rows meet eight banks.
@@ -31,23 +32,24 @@ DEVICE u32 place(int row, int chunk) {
 
 // What a block works on.
 struct Stretch {
-    int low, end;       // context positions of the whole call that anyone may see
-    int first, last;    // tiles of this block
-    int count;          // stretches that have work
-    bool own;           // this one takes the block's own keys
+    int at, end;   // context positions; `end` is the whole call's
+    int tiles;
+    int count;     // stretches that have work
+    bool own;      // this one takes the block's own keys
 };
 
 DEVICE Stretch stretch_of(int length, int window, int first, int slots) {
-    Stretch s;
-    s.low = first > 0 ? first : 0;
-    if (s.low < length - slots) s.low = length - slots;
-    if (window > 0 && s.low < length - window + 1) s.low = length - window + 1;
-    s.end = length;
-    int tiles = s.low < length ? (length - s.low + TILE - 1) / TILE : 0;
+    int low = first > 0 ? first : 0;
+    if (low < length - slots) low = length - slots;
+    if (window > 0 && low < length - window + 1) low = length - window + 1;
+    int tiles = low < length ? (length - low + TILE - 1) / TILE : 0;
     int splits = static_cast<int>(gridDim.x), me = static_cast<int>(blockIdx.x);
+    Stretch s;
+    s.end = length;
     s.count = tiles < splits ? (tiles > 0 ? tiles : 1) : splits;
-    s.first = static_cast<int>(static_cast<i64>(tiles) * me / s.count);
-    s.last = static_cast<int>(static_cast<i64>(tiles) * (me + 1) / s.count);
+    int begin = static_cast<int>(static_cast<i64>(tiles) * me / s.count);
+    s.tiles = static_cast<int>(static_cast<i64>(tiles) * (me + 1) / s.count) - begin;
+    s.at = low + begin * TILE;
     s.own = me == s.count - 1;
     return s;
 }
@@ -83,14 +85,13 @@ struct View {
     int query;   // position of the lane's row g
     int key;     // position of the group's first key
     int end;     // keys at and past it do not exist
-    int window;
-    bool causal;
+    int least;   // distance, query - key, that is seen
+    int most;
 };
 
 DEVICE bool seen(const View& v, int row, int column) {
     int key = v.key + column, distance = v.query + row - key;
-    int size = distance < 0 ? -distance : distance;
-    return key < v.end && (v.window == 0 || size < v.window) && (!v.causal || distance >= 0);
+    return key < v.end && distance >= v.least && distance <= v.most;
 }
 
 DEVICE void score(float (&s)[2][4], saddr q, saddr keys, int row0, int key0) {
@@ -367,9 +368,8 @@ draft_attention(const u16* q, const u16* k, const u16* v, const void* q_norm, co
     saddr ring = shared_address(stages), queries = shared_address(q_tile);
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++) {
-        int tile = s.first + i;
-        if (tile < s.last)
-            fetch(ring + i * STAGE_BYTES, keys, values, s.low + tile * TILE, s.end, slots);
+        if (i < s.tiles)
+            fetch(ring + i * STAGE_BYTES, keys, values, s.at + i * TILE, s.end, slots);
         copy_async_commit();
     }
     // The last stage is still free: the block's own keys pass through it first.
@@ -384,23 +384,23 @@ draft_attention(const u16* q, const u16* k, const u16* v, const void* q_norm, co
     state.most[0] = state.most[1] = NOTHING;
     View view;
     view.query = r.length + row;
-    view.window = near;
-    view.causal = causal != 0;
+    view.most = near > 0 ? near - 1 : FAR;
+    view.least = causal ? 0 : -view.most;
     if (s.own && group * 16 < r.padded) {
         view.key = r.length + group * 16;
         view.end = r.length + rows;
         attend(state, queries, shared_address(own), row0, group * 16, view);
     }
     view.end = s.end;
-    for (int tile = s.first; tile < s.last; tile++) {
-        int i = tile - s.first, ahead = tile + STAGES - 1;
+    for (int i = 0; i < s.tiles; i++) {
+        int ahead = i + STAGES - 1;
         copy_async_wait<STAGES - 2>();
         sync_block();
-        if (ahead < s.last)
-            fetch(ring + (i + STAGES - 1) % STAGES * STAGE_BYTES, keys, values,
-                  s.low + ahead * TILE, s.end, slots);
+        if (ahead < s.tiles)
+            fetch(ring + ahead % STAGES * STAGE_BYTES, keys, values, s.at + ahead * TILE, s.end,
+                  slots);
         copy_async_commit();
-        view.key = s.low + tile * TILE + group * 16;
+        view.key = s.at + i * TILE + group * 16;
         attend(state, queries, ring + i % STAGES * STAGE_BYTES, row0, group * 16, view);
     }
     sync_block();

@@ -6,9 +6,9 @@
 // 32i + 4r + j, i, j < 4, of column c in registers, so a sum over rows is three shuffles.
 //
 // Nothing but the rows themselves comes from the kernel before this one. State, records, tail and
-// control words were written in an earlier step, and a step's first kernel starts only when the
-// step before has ended (a graph waits for the graph before it): everything up to the state's
-// write-back happens before wait_for_previous. Nobody else in this step reads or writes them.
+// the count of accepted rows were written in an earlier step, and a step's first kernel starts only
+// when the step before has ended and its control words are in place (a graph waits for the graph
+// before it): they are read, and the fold is done, before wait_for_previous.
 #include "gdn/rows.cuh"
 
 #ifndef PREFILL
@@ -308,6 +308,8 @@ gdn_rows(const u16* qkv, const u16* b, const u16* a, const void* conv_weight, co
 #if !SAVES_STATES
     fold(s, m, p, record_k, record_d, record_decay, n, key_heads, value_heads);
 #endif
+    wait_for_previous();
+    let_next_start();
 #if PREFILL
     const int end = *valid;
 #else
@@ -315,9 +317,6 @@ gdn_rows(const u16* qkv, const u16* b, const u16* a, const void* conv_weight, co
     if (p.active) store_state(next_state, s, p);
     keep_tail(next_tail, x, p, 0, key_channel, value_channel);
 #endif
-
-    wait_for_previous();
-    let_next_start();
 
     const i64 width = static_cast<i64>(value_heads) * D;
     for (int first = 0; first < end; first += piece) {

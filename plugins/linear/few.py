@@ -32,7 +32,7 @@ _WARPS = 8
 _GROUP_COLUMNS = 256
 _SLOT = 2304
 _CHUNK_ROW = 512
-_SIDE = 3776
+_SIDE = 3840
 """sizeof(Side) in finish.cuh, rounded up."""
 
 
@@ -148,10 +148,10 @@ def _product(site: Site, device: Device, fused: Fused, squares: Argument) -> Lau
         defines={
             "ROW_TILES": tiles,
             "KINDS": sum(1 << kind for kind in set(plan.kinds)),
-            "NORM": fused.norm,
+            "NORM": int(fused.norm),
             "NORM_F32": int(norm),
-            "GATE": fused.gate,
-            "EPILOGUE": fused.epilogue,
+            "GATE": int(fused.gate),
+            "EPILOGUE": int(fused.epilogue),
             "STAGES": stages,
         },
     )

@@ -18,6 +18,7 @@ typedef float Own[ROW_TILES][4][4];
 struct Side {
     float scales[2][GROUP_COLUMNS];
     int2 strips[2][GROUP_COLUMNS / 8];  // segment << 24 | column, or -1; width of the segment
+    int4 items[2][ITEM_WORDS];
     float y_squares[WARPS][MOST_ROWS];
     u64 outputs[MOST_SEGMENTS];
     u32 last;
@@ -33,14 +34,25 @@ struct Results {
     int rows;
 };
 
-// Requests what finish() will want of the columns; constants, so at any time.
-DEVICE void request_columns(Side& side, const Results& to, const Item& item, int parity) {
-    const int at = threadIdx.x;
-    if (at < 16 * item.tiles) {
-        copy_async16(shared_address(&side.scales[parity][4 * at]), to.scales + item.column + 4 * at);
-    } else if (at >= 128 && at < 128 + 4 * item.tiles) {
-        const int strip = 2 * (at - 128);
-        copy_async16(shared_address(&side.strips[parity][strip]), to.strips + item.column / 8 + strip);
+// Requests what finish() will want to know of item `at`; constants, so at any time.
+DEVICE void request_side(Side& side, const Results& to, const int4* items, int at, int tiles,
+                         int column) {
+    const int thread = threadIdx.x, parity = at & 1;
+    if (thread < GROUP_COLUMNS / 4) {
+        if (thread < 16 * tiles) {
+            copy_async16(shared_address(&side.scales[parity][4 * thread]),
+                         to.scales + column + 4 * thread);
+        }
+    } else if (thread < 128) {
+        const int strip = (thread - 64) % 32;
+        if (thread >= 96 && strip < ITEM_WORDS) {
+            copy_async16(shared_address(&side.items[parity][strip]), items + ITEM_WORDS * at + strip);
+        } else if (thread < 96 && strip >= 8 * tiles) {
+            side.strips[parity][strip] = make_int2(-1, 0);
+        } else if (thread < 96 && strip % 2 == 0) {
+            copy_async16(shared_address(&side.strips[parity][strip]),
+                         to.strips + column / 8 + strip);
+        }
     }
     copy_async_commit();
 }
@@ -228,34 +240,32 @@ DEVICE void store_squares(const Squares& squares, Side& side, const Results& to,
 }
 
 // Whether this block has every piece of the group; `own` is then the whole group's.
-DEVICE bool complete(Own& own, const Item& item, Side& side, const Results& to, bool active) {
+DEVICE bool complete(Own& own, const Item& item, Side& side, const Results& to) {
     if (item.parts == 1) return true;
     float4* parts = to.partials + static_cast<u64>(item.first) * PART;
-    if (active) write_part(own, parts + static_cast<u64>(item.order) * PART);
+    write_part(own, parts + static_cast<u64>(item.order) * PART);
     sync_block();
     if (threadIdx.x == 0) side.last = arrive(to.arrivals + item.first) == item.parts - 1;
     sync_block();
     if (!side.last) return false;
     fence_device();
     if (threadIdx.x == 0) to.arrivals[item.first] = 0;
-    if (active) add_parts(own, parts, item.parts);
+    add_parts(own, parts, item.parts);
     return true;
 }
 
-// `room`: where the chunks of rows are; every thread is done with them after the first sync.
-DEVICE void finish(const Sums& sums, const Item& item, Side& side, const Results& to, float4* room,
-                   int parity) {
+// `room`: where the chunks of rows are; every thread is done with them after the first sync. Warps
+// that have no n-tile in a narrow group go along with sums of zero.
+DEVICE void finish(const Sums& sums, Side& side, const Results& to, float4* room, int parity) {
     copy_async_wait<0>();
     sync_block();
-    const bool active = threadIdx.x / 32 < 2 * item.tiles;
+    const Item item = item_at(side.items[parity], 0);
     Own own;
     Residual residual;
-    Squares squares = {};
-    if (active) {
-        load_residual(residual, side, to, parity);
-        exchange(own, sums, room);
-    }
-    if (!complete(own, item, side, to, active)) return;
-    if (active) store_own(squares, own, residual, side, to, parity);
+    Squares squares;
+    exchange(own, sums, room);
+    load_residual(residual, side, to, parity);
+    if (!complete(own, item, side, to)) return;
+    store_own(squares, own, residual, side, to, parity);
     if (to.y_squares) store_squares(squares, side, to, item);
 }

@@ -77,7 +77,7 @@ linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u1
     if (threadIdx.x < segments) side.outputs[threadIdx.x] = outputs[threadIdx.x];
     int at = block.x, left = block.z;
     Item item = item_at(items, at);
-    request_columns(side, to, item, at & 1);
+    request_side(side, to, items, at, item.tiles, item.column);
 
     wait_for_previous();
     Pieces pieces;
@@ -96,7 +96,7 @@ linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u1
         }
         sync_block();
         const bool active = warp < 2 * item.tiles;
-        const int4 next = at + 1 < block.y ? items[2 * at + 2] : make_int4(0, 0, 0, 0);
+        const int4 next = at + 1 < block.y ? items[ITEM_WORDS * (at + 1)] : make_int4(0, 0, 0, 0);
         u8* chunk = chunks;
         Sums sums;
         clear(sums);
@@ -123,10 +123,10 @@ linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u1
             chunk = other;
             sync_block();
         }
-        finish(sums, item, side, to, reinterpret_cast<float4*>(chunks), at & 1);
+        finish(sums, side, to, reinterpret_cast<float4*>(chunks), at & 1);
         if (++at == block.y) break;
         item = item_at(items, at);
-        request_columns(side, to, item, at & 1);
+        request_side(side, to, items, at, item.tiles, item.column);
         if (ROW_TILES == 2) fetch(pieces, rows, 0, item.k0 * STEP_K, item.k1 * STEP_K);
         sync_block();
     }

@@ -249,35 +249,70 @@ struct Finish {
     u16* const* outputs;
 };
 
-// `column`: packed, of the warp's n-tile; `row`: first of the warp's 16 M.
+// Where one lane's two columns of a strip go, and their scales. `y` and `width` are those of the
+// first strip where there is but one segment.
+struct Target {
+    int column;  // below 0: nowhere
+    int width;
+    u16* y;
+    float2 scales, up;
+
+    DEVICE void find(const Finish& f, int packed, const Target& first) {
+        const int2 strip = f.strips[packed / 8];
+        column = strip.x < 0 ? -1 : (strip.x & 0xffffff) + packed % 8;
+        width = EPILOGUE == NONE || this == &first ? strip.y : first.width;
+        const int segment = strip.x < 0 ? 0 : strip.x >> 24;
+        y = EPILOGUE == NONE || this == &first ? f.outputs[segment] : first.y;
+        scales = *reinterpret_cast<const float2*>(f.scales + packed);
+        if (EPILOGUE == SWIGLU) up = *reinterpret_cast<const float2*>(f.scales + packed + 8);
+    }
+    DEVICE i64 at(int row) const { return static_cast<i64>(row) * width + column; }
+};
+
+// What is added to a strip: two columns of every eighth row from `row` on.
+template <int M>
+DEVICE void fetch_residual(u32 (&to)[2 * M], const Target& target, const u16* residual, int row,
+                           int rows) {
+    if (EPILOGUE != RESIDUAL) return;
+#pragma unroll
+    for (int i = 0; i < 2 * M; i++) {
+        const bool there = target.column >= 0 && row + i * 8 < rows;
+        to[i] = there ? *reinterpret_cast<const u32*>(residual + target.at(row + i * 8)) : 0;
+    }
+}
+
+// `column`: packed, of the warp's n-tile; `row`: first of the warp's 16 M. Loads come well before
+// the stores that they could not pass.
 template <int M>
 DEVICE void finish(const Sums<M>& sums, const Call& call, const Finish& f, int column, int row) {
+    constexpr int STRIDE = EPILOGUE == SWIGLU ? 2 : 1;
     const int lane = threadIdx.x % 32, pair = lane % 4 * 2;
     row += lane / 4;
+    Target targets[8];
 #pragma unroll
-    for (int j = 0; j < 8; j += EPILOGUE == SWIGLU ? 2 : 1) {
-        const int2 strip = f.strips[column / 8 + j];
-        if (strip.x < 0) continue;
-        const float2 s = *reinterpret_cast<const float2*>(f.scales + column + j * 8 + pair);
-        u16* y = f.outputs[strip.x >> 24];
-        const float2 up = *reinterpret_cast<const float2*>(
-            f.scales + column + (EPILOGUE == SWIGLU ? j + 1 : j) * 8 + pair);
+    for (int j = 0; j < 8; j += STRIDE) targets[j].find(f, column + j * 8 + pair, targets[0]);
+    u32 added[2][2 * M];
+    fetch_residual<M>(added[0], targets[0], f.residual, row, call.rows);
+#pragma unroll
+    for (int j = 0; j < 8; j += STRIDE) {
+        const Target& target = targets[j];
+        if (j < 7)
+            fetch_residual<M>(added[(j + 1) % 2], targets[j + 1], f.residual, row, call.rows);
+        if (target.column < 0) continue;
 #pragma unroll
         for (int i = 0; i < 2 * M; i++) {
             if (row + i * 8 >= call.rows) break;
-            const i64 at = static_cast<i64>(row + i * 8) * strip.y + (strip.x & 0xffffff) + pair;
-            float low = sums[i / 2][j][i % 2 * 2] * s.x;
-            float high = sums[i / 2][j][i % 2 * 2 + 1] * s.y;
+            float low = sums[i / 2][j][i % 2 * 2] * target.scales.x;
+            float high = sums[i / 2][j][i % 2 * 2 + 1] * target.scales.y;
             if (EPILOGUE == SWIGLU) {
-                low = silu(low) * (sums[i / 2][j + 1][i % 2 * 2] * up.x);
-                high = silu(high) * (sums[i / 2][j + 1][i % 2 * 2 + 1] * up.y);
+                low = silu(low) * (sums[i / 2][j + 1][i % 2 * 2] * target.up.x);
+                high = silu(high) * (sums[i / 2][j + 1][i % 2 * 2 + 1] * target.up.y);
             }
             if (EPILOGUE == RESIDUAL) {
-                const u32 r = *reinterpret_cast<const u32*>(f.residual + at);
-                low += bf16x2_low(r);
-                high += bf16x2_high(r);
+                low += bf16x2_low(added[j % 2][i]);
+                high += bf16x2_high(added[j % 2][i]);
             }
-            *reinterpret_cast<u32*>(y + at) = pack_bf16x2(low, high);
+            *reinterpret_cast<u32*>(target.y + target.at(row + i * 8)) = pack_bf16x2(low, high);
         }
     }
 }

@@ -18,8 +18,10 @@ struct Item {
     int first, order, parts;  // partial sums of this group: first of all, which is ours, how many
 };
 
+constexpr int ITEM_WORDS = 2;  // int4
+
 DEVICE Item item_at(const int4* items, int i) {
-    const int4 a = items[2 * i], b = items[2 * i + 1];
+    const int4 a = items[ITEM_WORDS * i], b = items[ITEM_WORDS * i + 1];
     return {static_cast<u32>(a.x), a.y, a.z, a.w & 255, a.w >> 8, b.x, b.y, b.z, b.w};
 }
 
@@ -33,7 +35,7 @@ struct Ring {
     int burst, in_burst;   // slots that follow each other, and those left of them
     u32 bytes, jump;       // of a slot; over the other warps' slots
     // Where the slots are.
-    saddr slot, slots, full;
+    saddr slot, full, end;
     u32 parity;
 
     DEVICE void open() {
@@ -73,15 +75,16 @@ struct Ring {
     DEVICE void advance() {
         slot += NVFP4_SLOT;
         full += 8;
-        if (slot == slots + RING_BYTES) {
-            slot = slots;
+        if (slot == end) {
+            slot -= RING_BYTES;
             full -= 8 * STAGES;
             parity ^= 1;
         }
     }
 
     DEVICE void start(saddr ring, saddr barriers) {
-        slot = slots = ring + threadIdx.x / 32 * RING_BYTES;
+        slot = ring + threadIdx.x / 32 * RING_BYTES;
+        end = slot + RING_BYTES;
         full = barriers + threadIdx.x / 32 * 8 * STAGES;
         parity = 0;
         if (threadIdx.x % 32 == 0) {

@@ -84,9 +84,8 @@ DEVICE void write_out(const u8* memory, u8* k, u8* v, int rows, int length, int 
 // Grid: blocks that share the pieces of one head, heads, blocks of 16 tokens. A block takes pieces
 // from the end of what is visible, longest first, until its head's counter says there are none.
 KERNEL void __launch_bounds__(THREADS, 1)
-    attend_split(const u16* q, const u16* k, const u16* v,
-                 const void* __restrict__ q_norm, const void* __restrict__ k_norm,
-                 const i32* length_at, u8* cache_k, u8* cache_v,
+    attend_split(const u16* q, const u16* k, const u16* v, const void* __restrict__ q_norm,
+                 const void* __restrict__ k_norm, const i32* length_at, u8* cache_k, u8* cache_v,
                  const float* __restrict__ scale_k, const float* __restrict__ scale_v,
                  const float* __restrict__ frequency, u16* mixtures, float2* stats, u32* taken,
                  int rows, int capacity, int half, int pieces, float offset, float eps) {
@@ -112,8 +111,10 @@ KERNEL void __launch_bounds__(THREADS, 1)
     u8* const values = cache_v + static_cast<i64>(head) * capacity * CACHE_BYTES;
     const int group = blockIdx.z * gridDim.y + head;
     int* const next = reinterpret_cast<int*>(memory + NEXT);
-    int first = segment_start(live - 1 - item), stage = 0;
-    load_tile(memory + TILES, keys, values, first, length);
+    int first = segment_start(live - 1 - item);
+    Pipe pipe = {memory, keys, values, length, 0, 0};
+    load_tile(pipe.stage(0), keys, values, first, length);
+    if (threadIdx.x == 0) init(pipe);
 
     // The angles lie where the second tile will.
     const Rotation by = {reinterpret_cast<float*>(memory + TILES + STAGE), half};
@@ -139,22 +140,19 @@ KERNEL void __launch_bounds__(THREADS, 1)
         const int segment = live - 1 - item;
         const int stop = min(segment_start(segment + 1), end);
         reset(r);
-        for (; first < stop; first += POSITIONS, stage ^= 1) {
-            u8* const tile = memory + TILES + stage * STAGE;
-            copy_async_wait<0>();
-            sync_block();
-            if (first + POSITIONS < stop) {
-                load_tile(memory + TILES + (stage ^ 1) * STAGE, keys, values, first + POSITIONS,
-                          length);
-            } else if (threadIdx.x == 0) {
+        arrived(pipe, pipe.tile, at);
+        for (bool begins = true; first < stop; first += POSITIONS, begins = false) {
+            const bool more = first + POSITIONS < stop;
+            if (!more && threadIdx.x == 0)
                 turn = take(taken + group);  // needed after the tile, when it will have come
-            }
+            barrier_wait(pipe.full(pipe.tile), (pipe.tile >> 1) & 1);
             if (first + POSITIONS > length && first < length + rows) {
-                overlay(tile, memory, rows, length, first);
+                overlay(pipe.stage(pipe.tile), memory, rows, length, first);
                 sync_block();
             }
-            absorb(r, memory, tile, logit, length + from, first, at);
+            absorb(r, pipe, logit, length + from, first, begins, more, at);
         }
+        pipe.piece++;
         if (threadIdx.x == 0) {
             *next = static_cast<int>(gridDim.x + turn);
             // As many turns are taken as there are pieces: this was the last.
@@ -164,7 +162,7 @@ KERNEL void __launch_bounds__(THREADS, 1)
         item = *next;
         if (item < live) {
             first = segment_start(live - 1 - item);
-            load_tile(memory + TILES + stage * STAGE, keys, values, first, length);
+            load_tile(pipe.stage(pipe.tile), keys, values, first, length);
         }
         if (!wrote)
             write_out(memory, keys, values, rows, length,
@@ -187,7 +185,6 @@ KERNEL void __launch_bounds__(THREADS, 1)
 }
 
 constexpr int COMBINE_WARPS = 4;
-
 constexpr int AHEAD = 8;  // pieces of a row that are loaded at once
 
 // A lane's columns of pieces first .. first + AHEAD - 1 of a row; zeros from `count` on.
@@ -213,9 +210,8 @@ DEVICE void add_piece(float (&sum)[8], float& total, const uint4& bits, float we
 
 // One warp a row and query head: its pieces in order of position.
 KERNEL void __launch_bounds__(32 * COMBINE_WARPS)
-    combine(const u16* mixtures, const float2* stats,
-            const i32* length_at, const float* __restrict__ scale_v,
-            u16* o, int rows, int kv_heads, int pieces) {
+    combine(const u16* mixtures, const float2* stats, const i32* length_at,
+            const float* __restrict__ scale_v, u16* o, int rows, int kv_heads, int pieces) {
     let_next_start();
     wait_for_previous();
     const int lane = threadIdx.x & 31;
@@ -259,11 +255,10 @@ KERNEL void __launch_bounds__(32 * COMBINE_WARPS)
 
 // Grid: blocks of 16 tokens, key/value heads. The call's rows into the cache.
 KERNEL void __launch_bounds__(THREADS)
-    write_rows(const u16* k, const u16* v,
-               const void* __restrict__ k_norm, const i32* length_at, u8* cache_k,
-               u8* cache_v, const float* __restrict__ scale_k, const float* __restrict__ scale_v,
-               const float* __restrict__ frequency, int rows, int capacity, int half,
-               float offset, float eps) {
+    write_rows(const u16* k, const u16* v, const void* __restrict__ k_norm, const i32* length_at,
+               u8* cache_k, u8* cache_v, const float* __restrict__ scale_k,
+               const float* __restrict__ scale_v, const float* __restrict__ frequency, int rows,
+               int capacity, int half, float offset, float eps) {
     __shared__ float table[TOKENS * WIDTH];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     float w[8];
@@ -284,11 +279,10 @@ KERNEL void __launch_bounds__(THREADS)
 
 // Grid: 1, key/value heads, blocks of 16 tokens, those that see most first.
 KERNEL void __launch_bounds__(THREADS, 1)
-    attend_dense(const u16* q, const void* __restrict__ q_norm,
-                 const i32* length_at, const u8* cache_k, const u8* cache_v,
-                 const float* __restrict__ scale_k, const float* __restrict__ scale_v,
-                 const float* __restrict__ frequency, u16* o, int rows, int capacity,
-                 int half, float offset, float eps) {
+    attend_dense(const u16* q, const void* __restrict__ q_norm, const i32* length_at,
+                 const u8* cache_k, const u8* cache_v, const float* __restrict__ scale_k,
+                 const float* __restrict__ scale_v, const float* __restrict__ frequency, u16* o,
+                 int rows, int capacity, int half, float offset, float eps) {
     DYNAMIC_SHARED(memory);
     const Lane at = this_lane();
     float w[8];
@@ -300,7 +294,9 @@ KERNEL void __launch_bounds__(THREADS, 1)
     const int length = *length_at, end = length + min(rows, from + TOKENS);
     const u8* const keys = cache_k + static_cast<i64>(head) * capacity * CACHE_BYTES;
     const u8* const values = cache_v + static_cast<i64>(head) * capacity * CACHE_BYTES;
-    load_tile(memory + TILES, keys, values, 0, end);
+    Pipe pipe = {memory, keys, values, end, 0, 0};
+    load_tile(pipe.stage(0), keys, values, 0, end);
+    if (threadIdx.x == 0) init(pipe);
     const Rotation by = {reinterpret_cast<float*>(memory + TILES + STAGE), half};
     angles(by, frequency, length + from, TOKENS);
     copy_async_wait<1>();
@@ -310,12 +306,10 @@ KERNEL void __launch_bounds__(THREADS, 1)
 
     Running r;
     reset(r);
-    for (int first = 0, stage = 0; first < end; first += POSITIONS, stage ^= 1) {
-        copy_async_wait<0>();
-        sync_block();
-        if (first + POSITIONS < end)
-            load_tile(memory + TILES + (stage ^ 1) * STAGE, keys, values, first + POSITIONS, end);
-        absorb(r, memory, memory + TILES + stage * STAGE, logit, length + from, first, at);
+    arrived(pipe, 0, at);
+    for (int first = 0; first < end; first += POSITIONS) {
+        barrier_wait(pipe.full(pipe.tile), (pipe.tile >> 1) & 1);
+        absorb(r, pipe, logit, length + from, first, first == 0, first + POSITIONS < end, at);
     }
     add_up(r, memory, at);
     const i64 stride = static_cast<i64>(gridDim.y) * GROUP * WIDTH;

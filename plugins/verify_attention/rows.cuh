@@ -63,9 +63,9 @@ DEVICE void norm_weights(float (&w)[8], const void* weight, float offset, int la
     for (int i = 0; i < 8; i++) w[i] = add_rn(w[i], offset);
 }
 
-// Normalise N rows, then rotate row n by row angle[n] of the table; side by side, as each is a chain
-// of exchanges. Every operation is spelled out, so that two places that prepare the same row get
-// the same bits.
+// Normalise N rows, then rotate row n by row angle[n] of the table. Side by side, as each is a
+// chain of exchanges; every operation spelled out, so that two places that prepare the same row
+// get the same bits.
 template <int N>
 DEVICE void turn(float (&x)[N][8], const float (&w)[8], const Rotation& by, const int (&angle)[N],
                  float eps, int lane) {
@@ -85,7 +85,7 @@ DEVICE void turn(float (&x)[N][8], const float (&w)[8], const Rotation& by, cons
 #pragma unroll
     for (int n = 0; n < N; n++) {
         const float square = fma_rn(sum[n], 1.0f / WIDTH, eps);
-        float inverse = rsqrtf(square);  // and a step of Newton's: to the last bit or the one before
+        float inverse = rsqrtf(square);  // and a step of Newton's, for the last bits
         inverse = mul_rn(inverse, fma_rn(mul_rn(-0.5f * square, inverse), inverse, 1.5f));
         const float* at = by.table + angle[n] * 2 * by.half + 8 * (lane & (reach - 1));
 #pragma unroll

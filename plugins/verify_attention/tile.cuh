@@ -2,9 +2,9 @@
 //
 // Query rows are GROUP heads of 16 tokens, one m16 tile each. Eight warps: warp w holds half w / 4
 // of the heads, and of each cache tile quarter w % 4 of the positions while it scores and quarter
-// w % 4 of the columns while it mixes. The two halves never wait for each other inside a tile, so
-// one fills the tensor cores while the other takes exponentials. Weights pass between the four
-// warps of a half through shared memory.
+// w % 4 of the columns while it mixes. Weights pass between the four warps of a half through shared
+// memory. The second half starts a piece when the first has its scores, and neither waits for the
+// other but for cache tiles: one fills the tensor cores while the other takes exponentials.
 //
 // An FP8 tile becomes f16 in registers, exactly; queries are bf16 numbers held as f16, also exactly
 // (|q| < 65504 after a norm; what f16 flushes is below 2^-24). Cache and queries in bf16: bf16
@@ -31,7 +31,8 @@ constexpr int TILES = WEIGHTS + ROWS * WEIGHT_PITCH;
 constexpr int TOPS = TILES + 2 * STAGE;         // float [4][ROWS]
 constexpr int SUMS = TOPS + 16 * ROWS;          // float [4][ROWS]
 constexpr int NEXT = SUMS + 16 * ROWS;          // int
-constexpr int FRESH = NEXT + 16;                // rows of this call as the cache holds them
+constexpr int BARRIERS = NEXT + 16;             // u64 [5], see Pipe
+constexpr int FRESH = BARRIERS + 48;            // rows of this call as the cache holds them
 
 DEVICE float nothing() { return bits_float(0xff800000u); }  // the maximum of no numbers
 
@@ -251,12 +252,14 @@ DEVICE void values(u32 (&b0)[NO], u32 (&b1)[NO], saddr tile, int step, const Lan
     }
 }
 
+// Positions 16 FROM .. 16 TO - 1 of the tile into the mixture.
+template <int FROM, int TO>
 DEVICE void mix(Running& r, saddr memory, saddr tile, const Lane& at) {
     const int row = at.half * MT * TOKENS + (at.lane & 15);
     const u32 weight = memory + WEIGHTS + row * WEIGHT_PITCH;
     const u32 twist = (row & 7) << 4, half = (at.lane >> 4) << 4;
 #pragma unroll
-    for (int step = 0; step < POSITIONS / 16; step++) {
+    for (int step = FROM; step < TO; step++) {
         u32 b0[NO], b1[NO];
         values(b0, b1, tile, step, at);
 #pragma unroll
@@ -269,17 +272,64 @@ DEVICE void mix(Running& r, saddr memory, saddr tile, const Lane& at) {
     }
 }
 
-// One tile that lies in `stage`; the block has met since it came in.
-DEVICE void absorb(Running& r, u8* memory, const u8* stage, float scale, int own, int first,
+// Cache tiles alternate between two stages; tile n of the block is in stage n & 1. Each warp
+// arrives once: at FULL when what it asked for has come, at EMPTY when it has mixed, and the first
+// half at ORDER when it has scored a piece's first tile.
+struct Pipe {
+    u8* memory;
+    const u8* keys;
+    const u8* values;
+    int limit;  // positions from here on are zeros
+    int tile;   // n
+    int piece;  // pieces begun before this one
+
+    DEVICE saddr full(int n) const { return barrier(n & 1); }
+    DEVICE saddr empty(int n) const { return barrier(2 + (n & 1)); }
+    DEVICE saddr order() const { return barrier(4); }
+    DEVICE saddr barrier(int i) const { return shared_address(memory + BARRIERS) + 8 * i; }
+    DEVICE u8* stage(int n) const { return memory + TILES + (n & 1) * STAGE; }
+};
+
+// By one thread; the block meets before any other use.
+DEVICE void init(const Pipe& pipe) {
+    for (int i = 0; i < 4; i++) barrier_init(pipe.barrier(i), THREADS / 32);
+    barrier_init(pipe.order(), THREADS / 64);
+    barrier_init_done();
+}
+
+DEVICE void warp_arrives(saddr barrier, const Lane& at) {
+    sync_warp();
+    if (at.lane == 0) barrier_arrive(barrier);
+}
+
+// This warp's copies of tile n are in, and all it wrote before is seen by who waits for the tile.
+DEVICE void arrived(const Pipe& pipe, int n, const Lane& at) {
+    copy_async_wait<0>();
+    warp_arrives(pipe.full(n), at);
+}
+
+// The tile at position `first`, which is in; `more`: the next one follows it.
+DEVICE void absorb(Running& r, Pipe& pipe, float scale, int own, int first, bool begins, bool more,
                    const Lane& at) {
-    const saddr base = shared_address(memory), keys = shared_address(stage);
+    const saddr base = shared_address(pipe.memory);
+    const saddr keys = shared_address(pipe.stage(pipe.tile));
+    if (begins && at.half) barrier_wait(pipe.order(), pipe.piece & 1);
     float s[MT][NS][4];
     score(s, base, keys, at);
-    mask(s, memory, scale, own, first, at);
+    if (begins && !at.half) warp_arrives(pipe.order(), at);
+    if (more) {
+        if (pipe.tile > 0) barrier_wait(pipe.empty(pipe.tile - 1), ((pipe.tile - 1) >> 1) & 1);
+        load_tile(pipe.stage(pipe.tile + 1), pipe.keys, pipe.values, first + POSITIONS, pipe.limit);
+    }
+    mask(s, pipe.memory, scale, own, first, at);
     sync_half(at.half);
-    weigh(r, s, memory, at);
+    weigh(r, s, pipe.memory, at);
     sync_half(at.half);
-    mix(r, base, keys + TILE, at);
+    mix<0, POSITIONS / 32>(r, base, keys + TILE, at);
+    if (more) arrived(pipe, pipe.tile + 1, at);
+    mix<POSITIONS / 32, POSITIONS / 16>(r, base, keys + TILE, at);
+    warp_arrives(pipe.empty(pipe.tile), at);
+    pipe.tile++;
 }
 
 // The sum of each row's weights over all lanes and quarters, in that order.

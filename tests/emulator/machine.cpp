@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "fiber.h"
+#include "races.h"
 
 Index threadIdx, blockIdx, blockDim, gridDim;
 
@@ -45,6 +46,7 @@ struct Copy {
     u32 barrier;
     bool valid;
     u32 group;
+    u64 site;
 };
 
 struct Thread {
@@ -82,6 +84,7 @@ const Launch* launch;
 void (*kernel_body)();
 jmp_buf leave;
 u64 chance;
+Races races;
 
 u32 pick(u32 n) {
     chance ^= chance << 13, chance ^= chance >> 7, chance ^= chance << 17;
@@ -154,6 +157,18 @@ void check_shared(u32 address, u32 bytes, u32 alignment, const char* what) {
     }
 }
 
+int number(const Thread* t) { return static_cast<int>(t - threads); }
+
+// An access of shared memory by the running thread, in order with those of all others.
+void check_race(u32 address, u32 bytes, bool write, const char* what) {
+    Races::Place other = races.access(number(self), address, bytes, write, offset(self->site));
+    if (other.thread < 0) return;
+    bool engine = other.thread == thread_count;
+    fault("%s: a race at shared address %u: %s %d %s it at @0x%llx and no barrier lies between",
+          what, address, engine ? "a bulk copy," : "thread", other.thread,
+          other.wrote ? "wrote" : "read", other.site);
+}
+
 const Range* last_range;
 
 const Range* find_range(const u8* p, u64 bytes) {
@@ -194,7 +209,9 @@ void access(const void* address, u64 bytes, bool write, const void* site) {
     self->site = static_cast<const u8*>(site) - 1;
     const char* what = write ? "store" : "load";
     if (own(p, dynamic_memory, __stop_emulated_shared)) {
-        check_shared(static_cast<u32>(p - dynamic_memory), static_cast<u32>(bytes), 1, what);
+        u32 where = static_cast<u32>(p - dynamic_memory);
+        check_shared(where, static_cast<u32>(bytes), 1, what);
+        check_race(where, static_cast<u32>(bytes), write, what);
     } else if (!own(p, __ehdr_start, _end)) {
         if (reinterpret_cast<u64>(p) % bytes != 0) {
             fault("%s: address must be a multiple of %llu (got %p)", what, bytes, address);
@@ -278,14 +295,22 @@ void open_meetings() {
                      meeting.arrived, wanted);
         }
         meeting.arrived = 0;
+        std::vector<int> these;
         for (int i = 0; i < thread_count; i++) {
             Thread& t = threads[i];
-            if (t.state == State::BLOCK && t.barrier == id) t.state = State::READY;
+            if (t.state != State::BLOCK || t.barrier != id) continue;
+            t.state = State::READY;
+            these.push_back(i);
         }
+        races.meet(these);
     }
 }
 
-void nothing(Thread*, int) {}
+void order_lanes(Thread* lanes, int count) {
+    std::vector<int> these;
+    for (int i = 0; i < count; i++) these.push_back(number(lanes + i));
+    races.meet(these);
+}
 
 }  // namespace
 
@@ -305,7 +330,7 @@ void sync_some(int id, int count) {
 
 void sync_warp() {
     SITE();
-    meet_warp("sync_warp", nothing, false);
+    meet_warp("sync_warp", order_lanes, false);
 }
 
 u32 shuffle(u32 x, int lane) {
@@ -414,6 +439,7 @@ template <float (*WIDEN)(u32)> void compute_mma(Thread* lanes, int) {
 void load_matrix4(u32* r, u32 row, bool transposed) {
     SITE();
     check_shared(row, 16, 16, "load_matrix4");
+    check_race(row, 16, false, "load_matrix4");
     self->in[0] = row;
     if (transposed) meet_warp("load_matrix4_transposed", compute_load<true>, true);
     else meet_warp("load_matrix4", compute_load<false>, true);
@@ -441,6 +467,7 @@ constexpr int MOST_BYTES = (1 << 20) - 1;
 
 Phase phase_at(u32 address, const char* what) {
     check_shared(address, 8, 8, what);
+    check_race(address, 8, false, what);
     Phase phase;
     memcpy(&phase, at(address), 8);
     if (phase.mark != MARK) fault("%s: no barrier_init at shared address %u", what, address);
@@ -464,6 +491,7 @@ void arrive_at(u32 address, u32 bytes, const char* what) {
     if (phase.bytes + bytes > MOST_BYTES) fault("%s: more than %d bytes", what, MOST_BYTES);
     phase.left -= 1;
     phase.bytes += bytes;
+    races.arrive(number(self), address);
     settle(address, phase);
 }
 
@@ -490,6 +518,7 @@ void land_bulk() {
                  copy.bytes, copy.barrier, int(phase.bytes));
     }
     phase.bytes -= copy.bytes;
+    races.land(copy.to, copy.bytes, copy.barrier, copy.site);
     settle(copy.barrier, phase);
 }
 
@@ -507,6 +536,7 @@ u32 shared_address(const void* p) {
 void load_shared16(void* to, u32 from) {
     SITE();
     check_shared(from, 16, 16, "load_shared16");
+    check_race(from, 16, false, "load_shared16");
     memcpy(to, at(from), 16);
 }
 
@@ -519,18 +549,22 @@ void copy_async16(u32 to, const void* from, bool valid) {
         }
         check_global(from, 16, false, "copy_async16");
     }
+    check_race(to, 16, true, "copy_async16");
     memset(at(to), POISON, 16);
-    self->copies.push_back({to, static_cast<const u8*>(from), 16, 0, valid, self->committed});
+    self->copies.push_back({to, static_cast<const u8*>(from), 16, 0, valid, self->committed,
+                            offset(self->site)});
 }
 
 void copy_async_commit() { self->committed++; }
 
 void copy_async_wait(int left) {
+    SITE();
     std::vector<Copy>& copies = self->copies;
     size_t n = 0;
     // Groups 0 .. committed - 1 are committed; the last `left` of them may still be under way.
     while (n < copies.size() && static_cast<int>(copies[n].group) <
            static_cast<int>(self->committed) - left) {
+        check_race(copies[n].to, 16, true, "copy_async16");
         land(copies[n++]);
     }
     copies.erase(copies.begin(), copies.begin() + static_cast<long>(n));
@@ -542,6 +576,7 @@ void barrier_init(u32 barrier, int count) {
     if (count < 1 || count > MOST_THREADS) {
         fault("barrier_init: count must be 1 to %d (got %d)", MOST_THREADS, count);
     }
+    check_race(barrier, 8, true, "barrier_init");
     Phase phase = {0, static_cast<u64>(count), static_cast<u64>(count), MARK, 0};
     memcpy(at(barrier), &phase, 8);
 }
@@ -560,10 +595,12 @@ void barrier_wait(u32 barrier, u32 parity) {
     SITE();
     if (parity > 1) fault("barrier_wait: parity must be 0 or 1 (got %u)", parity);
     Phase phase = phase_at(barrier, "barrier_wait");
-    if (phase.parity != parity) return;
-    self->doing = "barrier_wait";
-    self->phase = barrier;
-    give_way(State::PHASE);
+    if (phase.parity == parity) {
+        self->doing = "barrier_wait";
+        self->phase = barrier;
+        give_way(State::PHASE);
+    }
+    races.wait(number(self), barrier);
 }
 
 void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
@@ -574,8 +611,10 @@ void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
     check_shared(to, bytes, 16, "copy_bulk");
     check_global(from, bytes, false, "copy_bulk");
     phase_at(barrier, "copy_bulk");
+    check_race(to, bytes, true, "copy_bulk");
     memset(at(to), POISON, bytes);
-    bulk.push_back({to, static_cast<const u8*>(from), bytes, barrier, true, 0});
+    bulk.push_back({to, static_cast<const u8*>(from), bytes, barrier, true, 0,
+                    offset(self->site)});
 }
 
 void wait_for_previous() { self->waited = true; }
@@ -619,6 +658,7 @@ void start_block() {
     u8* statics = dynamic_memory + sizeof dynamic_memory;
     memset(statics, POISON, static_cast<size_t>(end - statics));
     alive = thread_count;
+    races.start(thread_count, static_cast<u64>(end - dynamic_memory));
     bulk.clear();
     memset(meetings, 0, sizeof meetings);
     for (int i = 0; i < thread_count; i++) {
@@ -743,6 +783,7 @@ int run(const Launch& given, void (*body)()) {
         fault_at(nullptr, "threads must be 1 to 1024 and shared memory 0 to %d (got %d, %d)",
                  LARGEST_SHARED, thread_count, given.shared);
     }
+    if (dynamic_memory != __start_emulated_shared) fault_at(nullptr, "machine.o must be linked first");
     make_stacks();
     run_grid();
     release_signals();

@@ -168,3 +168,25 @@ def test_context_rows_land_in_their_slots_and_nothing_else_moves(
         for name in (f"ring_k{i}", f"ring_v{i}"):
             after = got[f"next_{name}"][:, untouched].view(np.uint16)
             np.testing.assert_array_equal(after, x[name][:, untouched].view(np.uint16))
+
+
+@pytest.mark.parametrize("position", [0, 1, 1000, 105_615, 200_000, 262_143])
+def test_angles_are_right_far_out(position: int) -> None:
+    # Only the pair that turns fastest is not zero, so that its angle is all there is to see.
+    k = np.zeros((1, 128), BF16)
+    k[0, 0] = 1
+    x: dict[str, Array] = {
+        "length": np.array([position], np.int32),
+        "k0": k,
+        "v0": k,
+        "k_norm0": np.ones(128, np.float32),
+        "ring_k0": np.zeros((1, 64, 128), BF16),
+        "ring_v0": np.zeros((1, 64, 128), BF16),
+    }
+    case = Case("", x, {"layers": 1, "kv_heads": 1})
+    call = call_of(CONTEXT_KV, case)
+    got = launch(call, Emulator())["next_ring_k0"].astype(np.float64)
+    rounding = 2.0**-9 * np.sqrt(128)
+    np.testing.assert_allclose(
+        got, call.want["next_ring_k0"].astype(np.float64), rtol=0, atol=1.2 * rounding
+    )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from emulation import Emulator
+from emulation import COMPILER, Emulator
 from kernels import Step, Value, buffer, shaped
 
 from thor_dflash.plugins.head import OP
 from thor_dflash.plugins.head.best import SLICE, best_launches
 from thor_dflash.plugins.launch import THOR, Argument, At, Scratch, Shaped, Site
 from thor_dflash.tensors import Array, DType
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 
 WIDTHS = (1, 3, 96, 1280, SLICE - 1, SLICE, SLICE + 1, 2 * SLICE + 36)
 """One slice and several, rows that start on 16 bytes and rows that do not."""
@@ -94,6 +96,13 @@ def test_the_first_of_equals_wins_across_slices() -> None:
     logits[0, [SLICE - 1, SLICE, 2 * SLICE]] = 2.0
     for seed in range(4):
         assert best(logits, seed=seed).tolist() == [SLICE - 1]
+
+
+def test_a_row_may_have_more_slices_than_a_warp_has_lanes() -> None:
+    logits = np.zeros((2, 33 * SLICE), np.float32)
+    logits[0, 32 * SLICE + 9] = logits[1, SLICE] = 1.0
+    logits[1, 9] = np.nan
+    assert best(logits).tolist() == [32 * SLICE + 9, -1]
 
 
 def test_minus_infinity_everywhere_is_the_first_id() -> None:

@@ -18,7 +18,9 @@ from thor_dflash.plugins.launch import (
     Addresses,
     Argument,
     At,
+    Int,
     Launch,
+    Real,
     Scratch,
     Shaped,
     Site,
@@ -233,7 +235,13 @@ LAUNCHES = (
     fill.bf16(THOR, 1, 1, 0.0, 1.0),
     fill.f32(THOR, 1, 1, 0.0, 1.0),
 )
-KINDS = {At: "pointer", Addresses: "pointer", Table: "pointer", Int: "int", Real: "real"}
+KINDS: Mapping[type, str] = {
+    At: "pointer",
+    Addresses: "pointer",
+    Table: "pointer",
+    Int: "int",
+    Real: "real",
+}
 
 
 @pytest.mark.parametrize("one", LAUNCHES, ids=lambda one: one.kernel)

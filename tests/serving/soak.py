@@ -1,31 +1,44 @@
 """The long checks of serving, run by hand: what docs/measurements reports.
 
-    python tests/serving/soak.py PKG control|overhead|hostile|soak [COUNT]
+    python tests/serving/soak.py PKG control|overhead|cancel|hostile|soak [COUNT]
 
 From the repository root, with PYTHONPATH=.:tests. Each prints what it found and fails loudly.
 """
 
 from __future__ import annotations
 
+import json
+import random
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 
+import zmq
 from hostile import attack
-from soaking import Soak
+from soaking import Robot, Soak
 
 from thor_dflash.config import EngineConfig
 from thor_dflash.progress import Silent
+from thor_dflash.runtime.session import Request, open_session
 from thor_dflash.serve_config import ServeConfig
-from thor_dflash.serving.client import Ask, Options, RemotePlanner
+from thor_dflash.serving.client import Ask, Message, Options, RemotePlanner
+from thor_dflash.serving.live import LiveBackend
+from thor_dflash.serving.server import serving
+from thor_dflash.serving.work import be_polite
+from thor_dflash.verbs.serve import SWITCH_S
 
 RUN = "import sys; from thor_dflash.cli import main; sys.exit(main())"
 PROMPT = "Bring the cup to the table, then the plate to the kitchen."
+HELDOUT = Path(__file__).parent.parent.parent / "models/planner-nano/heldout.jsonl"
+LONGEST = 512
+"""Of a plan, tokens; those of planner-nano end by themselves before."""
 
 
 @contextmanager
@@ -100,48 +113,93 @@ def control(package: str, count: int) -> None:
         thread.join()
 
 
+def tasks(count: int) -> list[tuple[Message, ...]]:
+    """Chats as robots ask: planner-nano's held-out tasks, in turn."""
+    lines = HELDOUT.read_text(encoding="utf-8").splitlines()
+    chats = [json.loads(line)["messages"] for line in lines]
+    chosen = [chats[i % len(chats)] for i in range(count)]
+    return [tuple(Message(role=m["role"], content=m["content"]) for m in chat) for chat in chosen]
+
+
 def overhead(package: str, count: int) -> None:
-    """What of a plan's time at the client is not spent inside the decode loop."""
-    from thor_dflash.runtime.session import Chunk, Request, Session, open_session
-    from thor_dflash.serving.live import LiveBackend
-    from thor_dflash.serving.server import serving
+    """Plans by the loop itself and by the server, in turn: same session, same prompts, same tokens.
 
-    inside = [0.0]
-
-    class Clocked(Session):
-        """Times the loop itself: the same request, the same moment, whatever else goes on."""
-
-        def generate(self, request: Request) -> Iterator[Chunk]:
-            chunks = super().generate(request)
-            while True:
-                begin = time.perf_counter()
-                chunk = next(chunks, None)
-                inside[0] += time.perf_counter() - begin
-                if chunk is None:
-                    return
-                yield chunk
-
-    plain = open_session(Path(package), EngineConfig(), Silent())
-    session = Clocked(plain.model, plain.text)
+    The loop gets token ids and gives token ids; the server gets a chat over tcp and gives a plan.
+    Both run on a thread as polite as the server's engine thread is, so that what differs is the
+    server. Of each pair either goes first every other time.
+    """
+    session = open_session(Path(package), EngineConfig(), Silent())
+    text = session.text
+    assert text
     config = ServeConfig(bind=("tcp://127.0.0.1:*",))
-    ask = Ask(prompt=PROMPT, thinking="off", max_tokens=192, parts=("tokens",))
-    sys.setswitchinterval(0.0005)
+    sys.setswitchinterval(SWITCH_S)
+    pairs: list[tuple[float, float]] = []
     with (
-        serving(lambda: LiveBackend(session, config), config) as running,
+        ThreadPoolExecutor(1, initializer=be_polite) as pool,
+        serving(lambda: LiveBackend(session, config), config, log=lambda line: None) as running,
         RemotePlanner(running.endpoints[0]) as planner,
     ):
-        planner.plan(ask)
-        shares: list[float] = []
-        for _ in range(count):
-            inside[0], begin = 0.0, time.perf_counter()
-            planner.plan(ask)
-            whole = time.perf_counter() - begin
-            shares.append(100 * (whole - inside[0]) / whole)
-    ranked = sorted(shares)
+        for number, chat in enumerate([*tasks(2), *tasks(count)]):
+            messages = [{"role": m.role, "content": m.content} for m in chat]
+            prompt = tuple(text.encode(text.render(messages, thinking=False)))
+            request = Request(
+                prompt=prompt, max_tokens=LONGEST, stop=frozenset(session.manifest.stop_tokens)
+            )
+            ask = Ask(messages=chat, thinking="off", max_tokens=LONGEST,
+                      parts=("plan", "text", "timings", "tokens"))  # fmt: skip
+
+            def loop(request: Request = request) -> list[int]:
+                return [t for chunk in session.generate(request) for t in chunk.tokens]
+
+            def served(ask: Ask = ask) -> list[int]:
+                return list(planner.plan(ask).tokens or ())
+
+            ways: list[Callable[[], list[int]]] = [lambda: pool.submit(loop).result(), served]
+            took, told = [0.0, 0.0], [list[int](), list[int]()]
+            for way in (0, 1) if number % 2 else (1, 0):
+                begin = time.perf_counter()
+                told[way] = ways[way]()
+                took[way] = 1e3 * (time.perf_counter() - begin)
+            assert told[0] == told[1], "a server that changes the plan"
+            if number >= 2:  # the first two warm everything up
+                pairs.append((took[0], took[1]))
+    shares = sorted(100 * (server / loop - 1) for loop, server in pairs)
+    medians = [median(pair[way] for pair in pairs) for way in (0, 1)]
+    low, high = shares[len(shares) // 4], shares[len(shares) * 3 // 4]
     print(
-        f"overhead: {ranked[count // 2]:.2f} % of a plan's time at the client is outside the loop "
-        f"(best {ranked[0]:.2f}, worst {ranked[-1]:.2f}; {count} plans of 192 tokens)"
+        f"overhead: {median(shares):+.2f} % by the median of {count} pairs (quartiles {low:+.2f} and "
+        f"{high:+.2f}); medians {medians[0]:.1f} ms by the loop, {medians[1]:.1f} ms by the server"
     )
+
+
+def cancel(package: str, count: int) -> None:
+    """Cancels at random moments, of prefill and of decode, against the bound that hello gives."""
+    rng, late = random.Random(3), list[float]()
+    chat = [{"role": "user", "content": "Bring the cup to the table. " * 60}]
+    with server("--package", package) as (endpoint, _), RemotePlanner(endpoint) as planner:
+        limits = planner.hello()["limits"]
+        whole = planner.plan(Ask(prompt=chat[0]["content"], thinking="off", max_tokens=64))
+        assert whole.timings
+        robot = Robot(zmq.Context(), endpoint, "r")
+        for number in range(count):
+            plan = {"v": 1, "op": "plan", "id": f"p{number}", "messages": chat, "thinking": "off",
+                    "max_tokens": 64}  # fmt: skip
+            robot.send(plan)
+            time.sleep(rng.random() * 0.9e-3 * whole.timings.e2e_ms)
+            begin = time.perf_counter()
+            robot.send({"v": 1, "op": "cancel", "id": f"c{number}", "target": plan["id"]})
+            while (reply := robot.receive())["id"] != plan["id"]:
+                pass
+            if reply.get("code") == "cancelled":
+                late.append(1e3 * (time.perf_counter() - begin))
+            robot.drain()
+    over = sum(ms > limits["cancel_bound_ms"] for ms in late)
+    print(
+        f"cancel: {len(late)} of {count} in time, {percentiles(late)}; published bound "
+        f"{limits['cancel_bound_ms']:.0f} ms with steps of {limits['prefill_chunk']} tokens, "
+        f"{over} above it"
+    )
+    assert not over
 
 
 def hostile(package: str, count: int) -> None:
@@ -190,5 +248,8 @@ def soak(package: str, count: int) -> None:
 
 
 if __name__ == "__main__":
-    what = {"control": control, "overhead": overhead, "hostile": hostile, "soak": soak}
+    what = {
+        "control": control, "overhead": overhead, "cancel": cancel, "hostile": hostile,
+        "soak": soak,
+    }  # fmt: skip
     what[sys.argv[2]](sys.argv[1], int(sys.argv[3]) if len(sys.argv) > 3 else 100)

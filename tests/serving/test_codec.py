@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import re
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,7 +12,6 @@ from hypothesis import strategies as st
 from thor_dflash.serving import codec, fields, groot, wire
 from thor_dflash.serving.codec import JSON, MSGPACK, Codec, Head
 from thor_dflash.serving.refusal import PlanError
-from thor_dflash.serving.replies import CODES
 
 PLAN = {"v": 1, "op": "plan", "id": "a", "prompt": "Bring the cup."}
 
@@ -144,12 +141,3 @@ def test_groot_requests_are_the_same_requests() -> None:
     with pytest.raises(PlanError) as caught:
         groot.read(MSGPACK, wrong, MSGPACK.decode(wrong, Head))
     assert caught.value.field == "promt"
-
-
-def test_the_contract_names_every_field_operation_and_error() -> None:
-    text = (Path(__file__).parent.parent.parent / "docs/protocol.md").read_text()
-    names = {field.encode_name for field in msgspec.structs.fields(wire.Ask)}
-    for struct in (wire.Result, wire.Usage, wire.Timings, wire.Spec, wire.Failure, wire.Chunk):
-        names |= {field.name for field in msgspec.structs.fields(struct)}
-    for name in names | set(codec.OPERATIONS) | CODES - {"unreachable"}:
-        assert re.search(rf"[`\"]{re.escape(name)}\b", text), name

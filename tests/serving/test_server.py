@@ -99,17 +99,6 @@ def test_a_fault_of_ours_is_logged_and_not_sent(house: Any) -> None:
     assert peer.ask(op="validate", id="v", prompt="x")["code"] == "engine_fault"
 
 
-def test_groots_client_is_served(house: Any) -> None:
-    req = house.peer(house.mock(), zmq.REQ)
-    req.socket.send(msgspec.msgpack.encode({"endpoint": "ping"}))
-    pong = msgspec.msgpack.decode(req.socket.recv())
-    assert (pong["status"], pong["message"]) == ("ok", "Server is running")
-    req.socket.send(msgspec.msgpack.encode({"endpoint": "plan", "data": {"prompt": "x"}}))
-    assert msgspec.msgpack.decode(req.socket.recv())["plan"]["goal"] == "cup on table"
-    req.socket.send(msgspec.msgpack.encode({"endpoint": "kill"}))
-    assert "error" in msgspec.msgpack.decode(req.socket.recv())
-
-
 # --- plans
 
 

@@ -13,6 +13,7 @@ from thor_dflash.plugins.launch import Site
 from thor_dflash.program import Weight
 from thor_dflash.progress import Progress
 from thor_dflash.runtime.engines.cuda.driver import Driver, Pinned
+from thor_dflash.tensors import Array
 
 PIECE = 16 << 20
 """Read at a time, bytes."""
@@ -61,29 +62,24 @@ class Files:
         for _ in range(READERS):
             free.put(driver.pinned(PIECE))
 
-        def read(piece: tuple[Path, int, int, int]) -> tuple[Pinned, int, int]:
+        def load(piece: tuple[Path, int, int, int]) -> int:
             path, offset, size, address = piece
             pinned = free.get()
-            with path.open("rb", buffering=0) as file:
-                file.seek(offset)
-                view = pinned.bytes[:size].data
-                done = 0
-                while done < size and (count := file.readinto(view[done:])):
-                    done += count
-            if done < size:
-                raise PackageError(f"{path} must hold {offset + size} bytes (got {offset + done})")
-            return pinned, size, address
+            try:
+                _read(path, offset, pinned.bytes[:size])
+                driver("cuMemcpyHtoD", address, pinned.address, size)
+            finally:
+                free.put(pinned)
+            return size
 
         pieces = list(self._pieces(weights, at))
         with (
             self._progress.task("loading weights", total, "bytes") as task,
-            ThreadPoolExecutor(READERS) as pool,
+            ThreadPoolExecutor(READERS, initializer=driver.enter) as pool,
         ):
-            for pinned, size, address in pool.map(read, pieces):
-                driver("cuMemcpyHtoD", address, pinned.address, size)
-                free.put(pinned)
+            for size in pool.map(load, pieces):
                 task.advance(size)
-        while not free.empty():
+        for _ in range(READERS):
             driver("cuMemFreeHost", free.get().address)
 
     def _pieces(
@@ -94,3 +90,14 @@ class Files:
             for start in range(0, w.nbytes, PIECE):
                 size = min(PIECE, w.nbytes - start)
                 yield self._package / w.file, w.offset + start, size, at[name] + start
+
+
+def _read(path: Path, offset: int, into: Array) -> None:
+    """Fill uint8 [n] from a file."""
+    with path.open("rb", buffering=0) as file:
+        file.seek(offset)
+        done = 0
+        while done < len(into) and (count := file.readinto(into[done:].data)):
+            done += count
+    if done < len(into):
+        raise PackageError(f"{path} must hold {offset + len(into)} bytes (got {offset + done})")

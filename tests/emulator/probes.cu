@@ -1,0 +1,285 @@
+// Small kernels that say what the emulator does: right ones, and each with one mistake.
+#include "cuda/device.cuh"
+
+// ---- right -----------------------------------------------------------------------------------
+KERNEL void elements(const u32* in, u32* out) {
+    u32 x = in[threadIdx.x], y = in[threadIdx.x + 32];
+    float a = bits_float(x), b = bits_float(y);
+    u32* to = out + 12 * threadIdx.x;
+    to[0] = pack_bf16x2(a, b);
+    to[1] = pack_f16x2(a, b);
+    to[2] = pack_e4m3x2(a, b);
+    to[3] = mul_bf16x2(x, y);
+    to[4] = float_bits(f16x2_low(x));
+    to[5] = float_bits(f16x2_high(x));
+    to[6] = e4m3x2_f16x2(static_cast<u16>(x));
+    to[7] = rotate_right(x, 7);
+    to[8] = select_bytes(x, y, 0x6420);
+    to[9] = float_bits(bf16x2_low(x));
+    to[10] = float_bits(bf16x2_high(x));
+    to[11] = float_bits(fma_rn(a, b, a));
+}
+
+KERNEL void lanes(const u32* in, u32* out) {
+    u32 x = in[threadIdx.x];
+    int lane = static_cast<int>(threadIdx.x % 32);
+    u32* to = out + 4 * threadIdx.x;
+    to[0] = shuffle(x, (lane * 7 + 3) % 32);
+    to[1] = shuffle_xor(x, 5);
+    to[2] = ballot(x & 1u);
+    to[3] = float_bits(shuffle_xor(bits_float(x), 16));
+}
+
+KERNEL void product(const u16* a, const u16* b, const float* c, float* d, int half) {
+    // a [16, 16], b [16, 8], c and d [16, 8]
+    int l = static_cast<int>(threadIdx.x), g = l / 4, t = 2 * (l % 4);
+    auto pair = [](u16 x, u16 y) { return x | static_cast<u32>(y) << 16; };
+    u32 fragment[4];
+    for (int i = 0; i < 4; i++) {
+        const u16* p = a + (g + 8 * (i & 1)) * 16 + t + 8 * (i >> 1);
+        fragment[i] = pair(p[0], p[1]);
+    }
+    u32 b0 = pair(b[t * 8 + g], b[(t + 1) * 8 + g]);
+    u32 b1 = pair(b[(t + 8) * 8 + g], b[(t + 9) * 8 + g]);
+    float sum[4];
+    for (int i = 0; i < 4; i++) sum[i] = c[(g + 8 * (i >> 1)) * 8 + t + (i & 1)];
+    if (half) mma_f16(sum, fragment, b0, b1);
+    else mma_bf16(sum, fragment, b0, b1);
+    for (int i = 0; i < 4; i++) d[(g + 8 * (i >> 1)) * 8 + t + (i & 1)] = sum[i];
+}
+
+// in: four 8 x 8 matrices; out [lane, 8]: fragments, then those of the transposed.
+KERNEL void matrices(const u16* in, u32* out) {
+    __shared__ __align__(16) u16 tile[4 * 64];
+    for (int i = static_cast<int>(threadIdx.x); i < 256; i += 32) tile[i] = in[i];
+    sync_warp();
+    u32 r[4], s[4];
+    load_matrix4(r, shared_address(tile + 8 * threadIdx.x));
+    load_matrix4_transposed(s, shared_address(tile + 8 * threadIdx.x));
+    for (int i = 0; i < 4; i++) out[8 * threadIdx.x + i] = r[i], out[8 * threadIdx.x + 4 + i] = s[i];
+}
+
+// Sums of `parts` stages of 64 floats each through a ring of 2, one producer warp.
+KERNEL void ring(const float* in, float* out, int parts) {
+    DYNAMIC_SHARED(memory);
+    float* stage = reinterpret_cast<float*>(memory);
+    u64* barrier = reinterpret_cast<u64*>(memory + 512);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < 2; i++) {
+            barrier_init(shared_address(barrier + i), 1);
+            barrier_init(shared_address(barrier + 2 + i), 64);
+        }
+        barrier_init_done();
+    }
+    sync_block();
+    if (threadIdx.x >= 64) {
+        for (int i = 0; i < parts && threadIdx.x == 64; i++) {
+            if (i >= 2) barrier_wait(shared_address(barrier + 2 + i % 2), (i / 2 - 1) & 1);
+            barrier_expect(shared_address(barrier + i % 2), 256);
+            copy_bulk(shared_address(stage + 64 * (i % 2)), in + 64 * i, 256,
+                      shared_address(barrier + i % 2));
+        }
+        return;
+    }
+    float sum = 0;
+    for (int i = 0; i < parts; i++) {
+        barrier_wait(shared_address(barrier + i % 2), i / 2 & 1);
+        sum += stage[64 * (i % 2) + threadIdx.x];
+        barrier_arrive(shared_address(barrier + 2 + i % 2));
+    }
+    sync_some(1, 64);
+    out[threadIdx.x] = sum;
+}
+
+// The same by cp.async, each thread its own 16 bytes; groups past the end are zeros.
+KERNEL void groups(const float* in, float* out, int parts) {
+    DYNAMIC_SHARED(memory);
+    float* stage = reinterpret_cast<float*>(memory) + 4 * threadIdx.x;
+    auto fetch = [&](int i) {
+        copy_async16(shared_address(stage + 128 * (i % 3)), in + 128 * i + 4 * threadIdx.x, i < parts);
+        copy_async_commit();
+    };
+    fetch(0);
+    fetch(1);
+    float4 sum = make_float4(0, 0, 0, 0);
+    for (int i = 0; i < parts + 1; i++) {
+        copy_async_wait<1>();
+        float4 x = *reinterpret_cast<float4*>(stage + 128 * (i % 3));
+        sum = make_float4(sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w);
+        fetch(i + 2);
+    }
+    *reinterpret_cast<float4*>(out + 4 * threadIdx.x) = sum;
+}
+
+// The last block to arrive adds up what all blocks left.
+KERNEL void last_block(float* parts, u32* counter, float* out) {
+    __shared__ u32 old;
+    if (threadIdx.x == 0) {
+        parts[blockIdx.x] = static_cast<float>(blockIdx.x + 1);
+        old = arrive(counter);
+    }
+    sync_block();
+    if (old + 1 != gridDim.x || threadIdx.x != 0) return;
+    fence_device();
+    float sum = 0;
+    for (u32 i = 0; i < gridDim.x; i++) sum += load_shared_result(parts + i);
+    out[0] = sum;
+    *counter = 0;
+}
+
+// Warps that have ended do not count at sync_block.
+KERNEL void early_exit(u32* out) {
+    __shared__ u32 x;
+    if (threadIdx.x >= 32) return;
+    if (threadIdx.x == 0) x = 7;
+    sync_block();
+    out[threadIdx.x] = x;
+}
+
+KERNEL void waits(const u32* in, u32* out) {
+    wait_for_previous();
+    out[threadIdx.x] = in[threadIdx.x];
+}
+
+// ---- wrong -----------------------------------------------------------------------------------
+KERNEL void wrong_no_sync(const u32* in, u32* out) {
+    __shared__ u32 held[64];
+    held[threadIdx.x] = in[threadIdx.x];
+    out[threadIdx.x] = held[63 - threadIdx.x];
+}
+
+KERNEL void wrong_no_second_sync(const u32* in, u32* out) {
+    __shared__ u32 held[64];
+    u32 sum = 0;
+    for (u32 i = 0; i < 2; i++) {
+        held[threadIdx.x] = in[threadIdx.x] + i;
+        sync_block();
+        sum += held[63 - threadIdx.x];
+    }
+    out[threadIdx.x] = sum;
+}
+
+KERNEL void wrong_no_warp_sync(const u32* in, u32* out) {
+    __shared__ u32 held[32];
+    held[threadIdx.x] = in[threadIdx.x];
+    out[threadIdx.x] = held[31 - threadIdx.x];
+}
+
+KERNEL void wrong_no_init_sync(const u32* in, u32* out) {
+    __shared__ u64 barrier;
+    if (threadIdx.x == 0 || threadIdx.x == 63) barrier_init(shared_address(&barrier), 64);
+    sync_warp();
+    barrier_arrive(shared_address(&barrier));
+    out[threadIdx.x] = in[threadIdx.x];
+}
+
+// `ring`, but the producer does not wait until a stage has been read.
+KERNEL void wrong_no_release(const float* in, float* out) {
+    DYNAMIC_SHARED(memory);
+    float* stage = reinterpret_cast<float*>(memory);
+    u64* barrier = reinterpret_cast<u64*>(memory + 512);
+    if (threadIdx.x < 2) barrier_init(shared_address(barrier + threadIdx.x), 1);
+    sync_block();
+    for (int i = 0; i < 5; i++) {
+        u64* full = barrier + i % 2;
+        if (threadIdx.x == 64) {
+            if (i >= 2) barrier_wait(shared_address(full), (i / 2 - 1) & 1);
+            barrier_expect(shared_address(full), 256);
+            copy_bulk(shared_address(stage + 64 * (i % 2)), in + 64 * i, 256, shared_address(full));
+        } else if (threadIdx.x < 64) {
+            barrier_wait(shared_address(full), i / 2 & 1);
+            out[threadIdx.x] += stage[64 * (i % 2) + threadIdx.x];
+        }
+    }
+}
+
+KERNEL void wrong_lanes_diverge(u32* out) {
+    out[threadIdx.x] = threadIdx.x < 16 ? shuffle(1u, 0) : ballot(true);
+}
+
+KERNEL void wrong_lane_missing(u32* out) {
+    if (threadIdx.x == 5) return;
+    out[threadIdx.x] = shuffle_xor(1u, 1);
+}
+
+KERNEL void wrong_barrier_in_branch(u32* out) {
+    if (threadIdx.x < 40) sync_block();
+    else out[threadIdx.x] = ballot(true);
+}
+
+KERNEL void wrong_deadlock(u32* out) {
+    if (threadIdx.x < 32) sync_some(1, 64);
+    else sync_some(2, 64);
+    out[threadIdx.x] = 1;
+}
+
+KERNEL void wrong_wait_for_ever(u32* out) {
+    __shared__ u64 barrier;
+    if (threadIdx.x == 0) barrier_init(shared_address(&barrier), 33);
+    sync_block();
+    barrier_arrive(shared_address(&barrier));
+    barrier_wait(shared_address(&barrier), 0);
+    out[threadIdx.x] = 1;
+}
+
+KERNEL void wrong_arrivals(u32* out) {
+    __shared__ u64 barrier;
+    if (threadIdx.x == 0) {
+        barrier_init(shared_address(&barrier), 2);
+        barrier_expect(shared_address(&barrier), 16);
+        barrier_arrive(shared_address(&barrier));
+        barrier_arrive(shared_address(&barrier));
+    }
+    out[threadIdx.x] = 1;
+}
+
+KERNEL void wrong_no_init(u32* out) {
+    __shared__ u64 barrier;
+    barrier_arrive(shared_address(&barrier));
+    out[threadIdx.x] = 1;
+}
+
+KERNEL void wrong_copy(const float* in, float* out, int bytes, int from, int wait) {
+    DYNAMIC_SHARED(memory);
+    u64* barrier = reinterpret_cast<u64*>(memory + 256);
+    float* held = reinterpret_cast<float*>(memory);
+    if (threadIdx.x == 0) {
+        barrier_init(shared_address(barrier), 1);
+        barrier_expect(shared_address(barrier), static_cast<u32>(bytes));
+        copy_bulk(shared_address(memory), in + from, static_cast<u32>(bytes), shared_address(barrier));
+    }
+    sync_block();
+    if (wait) barrier_wait(shared_address(barrier), 0);
+    out[threadIdx.x] = held[threadIdx.x];
+    barrier_wait(shared_address(barrier), 0);
+}
+
+KERNEL void wrong_async(const float* in, float* out, int wait) {
+    DYNAMIC_SHARED(memory);
+    float* held = reinterpret_cast<float*>(memory) + 4 * threadIdx.x;
+    copy_async16(shared_address(held), in + 4 * threadIdx.x);
+    copy_async_commit();
+    if (wait) copy_async_wait<0>();
+    else copy_async_wait<1>();
+    for (int i = 0; i < 4; i++) out[4 * threadIdx.x + i] = held[i];
+}
+
+KERNEL void wrong_index(const u32* in, u32* out, int where) { out[threadIdx.x] = in[where]; }
+KERNEL void wrong_write(u32* in, u32* out, int where) { in[0] = out[where]; }
+KERNEL void wrong_shared(u32* out, int where) {
+    DYNAMIC_SHARED(memory);
+    out[threadIdx.x] = memory[where];
+}
+KERNEL void wrong_alignment(const u32* in, u32* out) {
+    out[threadIdx.x] = reinterpret_cast<const uint2*>(in + 1)->x;
+}
+KERNEL void wrong_no_wait(const u32* in, u32* out) {
+    out[threadIdx.x] = in[threadIdx.x];
+    wait_for_previous();
+}
+KERNEL void wrong_recursion(u32* out, int where) {
+    u32 big[8192];
+    for (int i = 0; i < 8192; i++) big[i] = static_cast<u32>(i);
+    for (int i = 0; i < where; i++) big[(i * 37) % 8192] += big[(i * 91) % 8192];
+    out[threadIdx.x] = big[where % 8192];
+}

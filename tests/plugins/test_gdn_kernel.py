@@ -1,0 +1,194 @@
+"""gdn's kernels against the reference, and the laws that no tolerance may soften."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+from emulation import Emulator
+from kernels import call_of, compare, launch, shaped, site_of
+
+from thor_dflash.plugins.gdn import OP
+from thor_dflash.plugins.gdn.launch import launches, refuse
+from thor_dflash.plugins.gdn.reference import gdn_case
+from thor_dflash.plugins.launch import H100, THOR, Device
+from thor_dflash.plugins.op import Attribute, Case
+from thor_dflash.tensors import Array, DType
+
+FLOAT_ERROR = 4e-6
+"""Of float32 outputs, relative to the largest."""
+
+
+def case_of(
+    seed: int,
+    rows: int,
+    held: int,
+    accepted: int,
+    heads: tuple[int, int] = (1, 2),
+    **attributes: Attribute,
+) -> Case:
+    """A case of the kernels' dimensions; rows are bf16."""
+    keys, values = heads
+    sizes: dict[str, Attribute] = {
+        "key_dim": 128, "value_dim": 128, "key_heads": keys, "value_heads": values
+    }  # fmt: skip
+    rng = np.random.default_rng(seed)
+    return gdn_case(rng, rows, held, accepted, sizes | attributes, DType.BF16)
+
+
+def prefill(case: Case, valid: int) -> Case:
+    return Case(case.name, {**case.inputs, "valid": np.array([valid], np.int32)}, case.attributes)
+
+
+def outputs(case: Case, device: Device = THOR, seed: int = 0) -> Mapping[str, Array]:
+    return launch(call_of(OP, case), Emulator(seed=seed), device)
+
+
+def check(case: Case, device: Device = THOR, seed: int = 0) -> Mapping[str, Array]:
+    """Run a case, hold it to the reference; float32 outputs closely."""
+    got = outputs(case, device, seed)
+    want = OP.reference(case.inputs, OP.complete(case.attributes))
+    compare(OP, got, want)
+    for name, value in want.items():
+        if value.dtype == np.float32:
+            error = np.abs(got[name] - value).max() / np.abs(value).max()
+            assert error < FLOAT_ERROR, (name, error)
+    return got
+
+
+@pytest.mark.parametrize(
+    ("rows", "held", "accepted"),
+    [(16, 16, 0), (16, 16, 1), (16, 16, 2), (16, 16, 3), (16, 16, 16), (1, 16, 7), (16, 1, 1),
+     (4, 16, 9), (32, 32, 31), (7, 5, 4)],
+)  # fmt: skip
+def test_a_block_is_the_reference_whatever_is_folded(rows: int, held: int, accepted: int) -> None:
+    check(case_of(accepted, rows, held, accepted), seed=accepted)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (3, 9), (2, 2), (2, 4), (1, 5)], ids=str)
+def test_value_heads_of_any_ratio_to_key_heads(heads: tuple[int, int]) -> None:
+    check(case_of(3, 5, 4, 3, heads))
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 6])
+def test_a_state_saved_after_every_row(accepted: int) -> None:
+    check(case_of(accepted, 6, 6, accepted, saves="states"))
+
+
+@pytest.mark.parametrize("types", [DType.BF16, DType.F32], ids=lambda t: t.value)
+def test_plain_parameters_of_either_type(types: DType) -> None:
+    case = case_of(11, 3, 2, 1)
+    narrow = {n: case.inputs[n].astype(types.numpy) for n in ("conv_weight", "a_log", "dt_bias")}
+    check(Case(case.name, {**case.inputs, **narrow}, case.attributes))
+
+
+def records_of(got: Mapping[str, Array], keep: slice) -> dict[str, Array]:
+    """The inputs a later call takes from an earlier one's outputs."""
+    return {n.removeprefix("next_"): v[keep] for n, v in got.items() if n.startswith("next_record")}
+
+
+def after(case: Case, more: Mapping[str, Array], accepted: int) -> Case:
+    count = np.array([accepted], np.int32)
+    return Case(case.name, {**case.inputs, **more, "accepted": count}, case.attributes)
+
+
+def test_rows_folded_at_once_one_by_one_or_never_left_the_block_have_the_same_bits() -> None:
+    rows = 5
+    case = case_of(21, rows, rows, 2)
+    block = outputs(case)
+    once = outputs(after(case, {**_state(block), **records_of(block, slice(None))}, rows))
+    now = case
+    alone: list[Array] = []
+    for t in range(rows):
+        row = {n: case.inputs[n][t : t + 1] for n in ("qkv", "b", "a")}
+        got = outputs(Case("", {**now.inputs, **row}, case.attributes))
+        alone.append(got["o"])
+        now = after(case, {**_state(got), **records_of(got, slice(None))}, 1)
+    step = outputs(now)
+    np.testing.assert_array_equal(block["o"], np.concatenate(alone))
+    for name in ("next_state", "next_tail"):
+        assert once[name].tobytes() == step[name].tobytes(), name
+    saved = case_of(21, rows, rows, 0, saves="states")
+    start = {n: v for n, v in block.items() if n in ("next_state", "next_tail")}
+    inputs = {**case.inputs, "states": saved.inputs["states"]} | {
+        n.removeprefix("next_"): v for n, v in start.items()
+    }
+    inputs = {n: v for n, v in inputs.items() if n not in ("record_k", "record_d", "record_decay")}
+    states = outputs(after(Case("", inputs, saved.attributes), {}, 0))["next_states"]
+    assert states[-1].tobytes() == once["next_state"].tobytes()
+
+
+def _state(got: Mapping[str, Array]) -> dict[str, Array]:
+    return {"state": got["next_state"].copy(), "tail": got["next_tail"].copy()}
+
+
+def test_bits_depend_neither_on_the_device_nor_on_who_runs_first() -> None:
+    case = case_of(5, 4, 3, 2, (2, 6))
+    want = outputs(case, THOR)
+    for device, seed in ((H100, 1), (Device((9, 0), 1), 2), (Device((9, 0), 3), 3)):
+        got = outputs(case, device, seed)
+        for name, value in want.items():
+            assert got[name].tobytes() == value.tobytes(), (name, device)
+
+
+@pytest.mark.parametrize(
+    ("rows", "accepted", "valid"),
+    [(64, 0, 64), (64, 3, 1), (64, 5, 2), (96, 1, 33), (70, 2, 69), (5, 4, 3), (160, 0, 97)],
+)
+def test_a_prefill_is_the_reference_wherever_it_stops(rows: int, accepted: int, valid: int) -> None:
+    check(prefill(case_of(valid, rows, 16, accepted, mode="prefill"), valid))
+
+
+def test_a_prefill_starts_from_a_saved_state() -> None:
+    check(prefill(case_of(3, 40, 4, 2, mode="prefill", saves="states"), 37))
+
+
+def test_rows_of_a_prefill_know_nothing_of_later_ones() -> None:
+    long = prefill(case_of(8, 160, 4, 2, mode="prefill"), 150)
+    want = outputs(long)["o"]
+    short = {n: long.inputs[n][:70] for n in ("qkv", "b", "a")}
+    got = outputs(prefill(Case("", {**long.inputs, **short}, long.attributes), 66))["o"]
+    assert got[:66].tobytes() == want[:66].tobytes()
+    assert not got[66:].any()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"key_dim": 64}, "key_dim must be 128"),
+        ({"value_dim": 64}, "value_dim must be 128"),
+        ({"conv_kernel": 3}, "conv_kernel must be 4"),
+    ],
+)
+def test_other_dimensions_are_refused(change: dict[str, int], message: str) -> None:
+    case = case_of(0, 4, 4, 1)
+    site = site_of(OP, case.attributes, {n: shaped(x) for n, x in case.inputs.items()})
+    assert not refuse(site)
+    changed = type(site)(OP, OP.complete({**case.attributes, **change}), site.ports)
+    assert message in refuse(changed)
+
+
+def test_types_and_rows_the_kernels_do_not_take_are_refused() -> None:
+    case = case_of(0, 4, 4, 1)
+    for name, kind, message in (
+        ("qkv", np.float32, "gdn.qkv must be bfloat16"),
+        ("a_log", np.float16, "gdn.a_log must be bfloat16 or float32"),
+    ):
+        inputs = {**case.inputs, name: case.inputs[name].astype(kind)}
+        site = site_of(OP, case.attributes, {n: shaped(x) for n, x in inputs.items()})
+        assert message in refuse(site)
+    for rows, held in ((33, 4), (4, 33)):
+        wide = case_of(0, rows, held, 1)
+        site = site_of(OP, wide.attributes, {n: shaped(x) for n, x in wide.inputs.items()})
+        assert "at most 32 rows" in refuse(site)
+
+
+@pytest.mark.parametrize("device", [H100, THOR, Device((9, 0), 1)], ids=str)
+def test_launches_are_legal_and_fill_the_device(device: Device) -> None:
+    case = case_of(0, 16, 16, 1, (16, 48))
+    site = site_of(OP, case.attributes, {n: shaped(x) for n, x in case.inputs.items()})
+    (one,) = launches(site, device)
+    assert one.threads <= 512
+    assert one.shared <= 48 * 1024
+    assert one.grid[0] * one.grid[1] >= min(96, device.multiprocessors)

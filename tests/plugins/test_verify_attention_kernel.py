@@ -1,0 +1,196 @@
+"""verify_attention's kernels on the emulator: what a row is must not depend on its block."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from emulation import COMPILER, Emulator
+from kernels import Call, call_of, compare, launch, shaped, site_of
+
+from thor_dflash.plugins.launch import H100, THOR, Device
+from thor_dflash.plugins.numerics import rounded
+from thor_dflash.plugins.op import Attribute, Case
+from thor_dflash.plugins.verify_attention import OP
+from thor_dflash.plugins.verify_attention.launch import SPLIT_ROWS, launches, refuse, segment_of
+from thor_dflash.tensors import Array, DType
+
+BF16, FP8, F32 = DType.BF16, DType.FP8, DType.F32
+CACHES = pytest.mark.parametrize("cache", [FP8, BF16], ids=lambda c: c.value)
+emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
+FEW = Device((9, 0), 3)
+"""So few multiprocessors that every block takes several pieces."""
+
+
+def case_of(
+    rows: int, length: int, cache: DType, capacity: int, heads: int = 4, kv: int = 1, **more: int
+) -> Case:
+    """Normal numbers; NaN wherever the cache was not written."""
+    rng = np.random.default_rng([rows, length])
+    x: dict[str, Array] = {
+        name: rng.standard_normal((rows, n * 256)).astype(BF16.numpy)
+        for name, n in (("q", heads), ("k", kv), ("v", kv))
+    }
+    x |= {n: rng.standard_normal(256).astype(np.float32) * 0.3 for n in ("q_norm", "k_norm")}
+    x["length"] = np.array([length], np.int32)
+    for name, scale in (("k", 0.07), ("v", 0.3)):
+        scale = scale if cache is FP8 else 1.0
+        stored = rounded(rng.standard_normal((kv, capacity, 256)) / scale, cache)
+        stored[:, length:] = np.nan
+        x[f"cache_{name}"], x[f"scale_{name}"] = stored, np.array([scale], np.float32)
+    a: dict[str, Attribute] = {"heads": heads, "kv_heads": kv, **more}
+    return Case("case", x, a)
+
+
+def later(case: Case, whole: dict[str, Array], start: int, stop: int) -> Case:
+    """Rows start .. stop - 1 of the case as a call of their own, the rows before them committed."""
+    length = int(case.inputs["length"][0]) + start
+    x = dict(case.inputs) | {name: case.inputs[name][start:stop] for name in "qkv"}
+    x["length"] = np.array([length], np.int32)
+    for name in ("cache_k", "cache_v"):
+        x[name] = whole[f"next_{name}"].copy()
+        x[name][:, length:] = np.nan
+    return Case(case.name, x, case.attributes)
+
+
+def bits(x: Array) -> Array:
+    return np.ascontiguousarray(x).view(np.uint8)
+
+
+def run(case: Case, seed: int = 0, device: Device = THOR) -> tuple[Call, dict[str, Array]]:
+    call = call_of(OP, case)
+    got = launch(call, Emulator(seed), device)
+    compare(OP, got, call.want)
+    return call, got
+
+
+def same_rows(case: Case, parts: list[tuple[int, int]]) -> None:
+    _, whole = run(case)
+    length = int(case.inputs["length"][0])
+    for seed, (start, stop) in enumerate(parts):
+        _, got = run(later(case, whole, start, stop), seed, (FEW, H100)[seed % 2])
+        np.testing.assert_array_equal(bits(got["o"]), bits(whole["o"][start:stop]))
+        for name in ("next_cache_k", "next_cache_v"):
+            rows = slice(length + start, length + stop)
+            np.testing.assert_array_equal(bits(got[name][:, rows]), bits(whole[name][:, rows]))
+
+
+@emulated
+@CACHES
+@pytest.mark.parametrize("length", [0, 100, 120, 128, 4070])
+def test_a_row_does_not_depend_on_where_its_block_began(length: int, cache: DType) -> None:
+    case = case_of(32, length, cache, length // 128 * 128 + 256, heads=2)
+    same_rows(case, [(0, 1), (0, 16), (3, 8), (10, 32), (27, 28), (31, 32)])
+
+
+@emulated
+@CACHES
+def test_a_prompt_row_does_not_depend_on_its_chunk(cache: DType) -> None:
+    case = case_of(100, 90, cache, 256)
+    same_rows(case, [(0, SPLIT_ROWS + 1), (7, 60), (50, 100)])
+
+
+@emulated
+@pytest.mark.parametrize("device", [FEW, THOR, H100], ids=lambda d: str(d.multiprocessors))
+def test_which_block_takes_a_piece_does_not_show(device: Device) -> None:
+    case = case_of(16, 4600, FP8, 4864, heads=2)
+    _, want = run(case, 0, H100)
+    for seed in (1, 2):
+        _, got = run(case, seed, device)
+        np.testing.assert_array_equal(bits(got["o"]), bits(want["o"]))
+
+
+@emulated
+@CACHES
+def test_another_row_may_hold_anything_before_it_is_seen(cache: DType) -> None:
+    case = case_of(16, 118, cache, 256)
+    _, want = run(case)
+    x = dict(case.inputs) | {n: case.inputs[n].copy() for n in "qkv"}
+    for name in "qkv":
+        x[name][9:] = np.asarray(100 * x[name][9:], BF16.numpy)
+    _, got = run(Case("other rows", x, case.attributes))
+    np.testing.assert_array_equal(bits(got["o"][:9]), bits(want["o"][:9]))
+
+
+@emulated
+def test_fp8_rows_saturate() -> None:
+    case = case_of(16, 120, FP8, 256)
+    x = dict(case.inputs) | {"v": (case.inputs["v"] * 1000).astype(BF16.numpy)}
+    call, got = run(Case("large", x, case.attributes))
+    fresh = got["next_cache_v"][:, 120:136].astype(np.float32)
+    assert np.abs(fresh).max() == 448
+    np.testing.assert_array_equal(fresh, call.want["next_cache_v"][:, 120:136].astype(np.float32))
+
+
+@emulated
+@pytest.mark.parametrize("rotary", [16, 32, 128, 256])
+def test_every_rotation_width(rotary: int) -> None:
+    run(case_of(16, 20, FP8, 128, rotary_dim=rotary))
+    run(case_of(40, 20, BF16, 128, rotary_dim=rotary))
+
+
+@emulated
+def test_angles_hold_at_far_positions() -> None:
+    call, got = run(case_of(2, 30_000, BF16, 30_080, heads=2))
+    have, want = (x["next_cache_k"][:, 30_000:30_002] for x in (got, call.want))
+    error = np.abs(have.astype(np.float64) - want.astype(np.float64))
+    assert np.all(error <= np.abs(want.astype(np.float64)) * 2**-7 + 1e-6)
+
+
+@emulated
+def test_a_later_key_weighs_by_its_score() -> None:
+    """Scores of many magnitudes: the running maximum moves in nearly every tile."""
+    case = case_of(16, 1000, BF16, 1152)
+    x = dict(case.inputs)
+    x["cache_k"] = (x["cache_k"] * np.linspace(0.1, 3, 1152)[:, None]).astype(BF16.numpy)
+    run(Case("rising", x, case.attributes), 0, FEW)
+
+
+def test_pieces_follow_absolute_positions_and_bound_the_longest() -> None:
+    pieces = np.array([segment_of(p) for p in range(40_000)])
+    steps = np.diff(pieces)
+    assert set(steps.tolist()) == {0, 1}
+    starts = np.flatnonzero(steps) + 1
+    lengths = np.diff(np.concatenate([[0], starts]))
+    assert np.all(starts % 128 == 0)
+    assert np.all(lengths <= np.maximum(128, starts // 16))
+    assert segment_of(32_767) + 1 == 80
+
+
+def test_partial_results_stay_small() -> None:
+    """At 32k: the pieces' mixtures and sums against the cache they were made of."""
+    x = {n: shaped(np.zeros((16, h * 256), BF16.numpy)) for n, h in (("q", 24), ("k", 4), ("v", 4))}
+    case = case_of(1, 0, FP8, 128)
+    x |= {n: shaped(case.inputs[n]) for n in ("q_norm", "k_norm", "length", "scale_k", "scale_v")}
+    x |= {f"cache_{n}": shaped(np.zeros((4, 32_768, 256), FP8.numpy)) for n in "kv"}
+    site = site_of(OP, {"heads": 24, "kv_heads": 4}, x)
+    split, combine = launches(site, H100)
+    assert split.grid == (33, 4, 1)
+    assert combine.grid == (96, 1, 1)
+    assert 80 * 4 * 96 * (512 + 8) < 0.25 * 2 * 4 * 32_768 * 256
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"heads": 3}, "heads / kv_heads must be 2, 4 or 6 (got 3.0)"),
+        ({"rotary_dim": 48}, "rotary_dim must be a power of two, 16 to 256 (got 48)"),
+        ({"tile": 32}, "tile must be a multiple of 128 (got 32)"),
+        ({"cache_v": BF16}, "cache_v must be float8_e4m3fn, as cache_k (got bfloat16)"),
+        ({"q_norm": DType.F16}, "q_norm must be bfloat16 or float32 (got float16)"),
+        ({"k_norm": BF16}, "k_norm must be float32, as q_norm (got bfloat16)"),
+        ({"q": F32}, "q must be bfloat16 (got float32)"),
+    ],
+)
+def test_refusals_name_the_port(change: dict[str, int | DType], why: str) -> None:
+    heads = change.get("heads", 4)
+    assert isinstance(heads, int)
+    case = case_of(1, 0, FP8, 128, heads=heads)
+    inputs = {n: shaped(x) for n, x in case.inputs.items()}
+    attributes = dict(case.attributes)
+    for name, value in change.items():
+        if isinstance(value, DType):
+            x = case.inputs[name].astype(np.float32).astype(value.numpy)
+            inputs[name] = shaped(x)
+        else:
+            attributes[name] = value
+    assert refuse(site_of(OP, attributes, inputs)) == f"verify_attention.{why}"

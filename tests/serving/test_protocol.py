@@ -1,0 +1,169 @@
+"""docs/protocol.md against the code, field by field: the contract says what is done, all of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import typing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec import structs
+
+from thor_dflash.serving import codec, wire
+from thor_dflash.serving.replies import CODES
+
+TEXT = (Path(__file__).parent.parent.parent / "docs/protocol.md").read_text()
+ENVELOPE = {"v", "op", "id", "token"}
+
+
+def part(title: str) -> str:
+    """A section of the contract, by the beginning of its heading."""
+    (found,) = re.findall(rf"^##+ {re.escape(title)}.*?\n(.*?)(?=^##|\Z)", TEXT, re.M | re.S)
+    return str(found)
+
+
+def rows(title: str) -> list[list[str]]:
+    """The cells of a section's table, without its head."""
+    lines = [line for line in part(title).splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def words(text: str) -> list[str]:
+    """What is set in code."""
+    return re.findall(r"`([^`]+)`", text)
+
+
+def outside(text: str) -> set[str]:
+    """What is set in code and not inside brackets."""
+    return set(words(re.sub(r"\([^()]*\)", "", text)))
+
+
+def said(what: str, after: str = "") -> set[str]:
+    """The words of the sentence, or bullet, that begins with `what`."""
+    (found,) = re.findall(
+        rf"^(?:\* )?`{what}`{re.escape(after)}(.*?)(?=\n\n|^\* )", TEXT, re.M | re.S
+    )
+    return outside(str(found))
+
+
+def names(struct: type[msgspec.Struct]) -> set[str]:
+    return {field.encode_name for field in structs.fields(struct)}
+
+
+def choices(hint: Any) -> set[str]:
+    return set(typing.get_args(hint))
+
+
+OPERATIONS = {words(row[0])[0]: row for row in rows("4. Operations")}
+
+
+def test_every_operation_and_each_of_its_fields() -> None:
+    assert OPERATIONS.keys() == codec.OPERATIONS.keys()
+    for op, row in OPERATIONS.items():
+        if op != "plan":
+            fields = names(codec.OPERATIONS[op]) - ENVELOPE
+            assert outside(row[1]) == fields, op
+
+
+def test_every_field_of_a_plan_and_its_default() -> None:
+    fields = {field.encode_name: field for field in structs.fields(wire.Ask)}
+    told: set[str] = set()
+    for first, default, text in rows("5. `plan`"):
+        told |= set(words(first))
+        if set(words(first)) == {"json_schema"}:
+            told |= {"response_format"} & set(re.findall(r"response_format", text))
+        if "Also `" in text:
+            told |= {words(text[text.index("Also `") :])[0]}
+        if default.startswith("`"):
+            value = fields[words(first)[0]].default
+            literal = words(default)[0]
+            plain = json.loads(literal) if literal[0] in "[f" else literal
+            assert value == (tuple(plain) if isinstance(plain, list) else plain), first
+        elif default.isdecimal():
+            assert fields[words(first)[0]].default == int(default)
+    assert told == fields.keys() - ENVELOPE
+
+
+@pytest.mark.parametrize(
+    ("field", "hint"), [("thinking", wire.Ask), ("preempt", wire.Ask), ("accept_mode", wire.Ask),
+                        ("on_deadline", wire.Ask)]
+)  # fmt: skip
+def test_every_choice_of_a_plan_is_named(field: str, hint: type[msgspec.Struct]) -> None:
+    hints = typing.get_type_hints(hint)
+    literals = re.findall(r"Literal\[([^\]]*)\]", str(hints[field]))
+    want = set(re.findall(r"'(\w+)'", literals[0]))
+    (row,) = (row for row in rows("5. `plan`") if words(row[0])[0] == field)
+    text = row[1] + row[2] + ("same_session" if field == "preempt" else "")
+    assert {word for word in want if word in text} == want
+
+
+def test_the_example_has_every_field_of_a_result() -> None:
+    (block,) = re.findall(r"```json\n(.*?)```", part("6."), re.S)
+    example = json.loads(block)
+    assert example.keys() == names(wire.Result)
+    assert example["usage"].keys() == names(wire.Usage)
+    assert example["timings"].keys() == names(wire.Timings)
+    assert example["spec"].keys() == names(wire.Spec)
+
+
+def test_every_word_a_result_may_hold() -> None:
+    hints = typing.get_type_hints(wire.Result)
+    assert said("finish_reason", ":") - {"max_tokens"} == choices(wire.Finish) - {
+        "cancelled", "preempted",
+    }  # fmt: skip
+    assert said("status", ":") == choices(wire.Status)
+    assert said("thinking_closed", ":") == choices(hints["thinking_closed"]) - {""}
+
+
+def test_every_chunk() -> None:
+    text = part("Chunks")
+    named = set(words(text[text.index("with `kind`") :]))
+    assert named >= choices(wire.Kind)
+    assert named >= choices(wire.Phase)
+    every = named | set(re.findall(r'"(\w+)":', text))
+    assert every >= names(wire.Chunk)
+
+
+def test_every_error_and_its_fields() -> None:
+    told = {word for row in rows("7. Errors") for word in words(row[0])}
+    assert told == CODES - {"unreachable"}
+    assert set(re.findall(r'"(\w+)":', part("7. Errors").splitlines()[0])) >= names(
+        wire.Failure
+    ) - {"v", "id", "seq"}
+
+
+def test_every_state() -> None:
+    assert said("state", ":") == choices(wire.State)
+
+
+def test_what_is_answered_is_what_the_contract_says(house: Any, tmp_path: Path) -> None:
+    bind = f"ipc://{tmp_path}/plan"
+    server = house.mock(bind=(bind,), allow_admin=True, prefix_dir=str(tmp_path / "kept"))
+    peer = house.peer(server)
+    asked: dict[str, dict[str, Any]] = {
+        "validate": {"prompt": "x", "json_schema": {"type": "object"}},
+        "cancel": {"target": "x"},
+        "prefix.put": {"prefix_id": "p", "system": "You plan.", "persist": True},
+        "prefix.drop": {"prefix_id": "p"},
+    }
+    told: dict[str, dict[str, Any]] = {}
+    for op in (*(OPERATIONS.keys() - {"plan", "drain", "shutdown"}), "drain", "shutdown"):
+        told[op] = peer.ask(op=op, id=op, **asked.get(op, {}))
+        fields = told[op].keys() - {"v", "id", "type", "seq"}
+        text = OPERATIONS[op][2]
+        allowed = outside(text) - {"ack", "prefix.put", "finish_reason"}
+        assert fields <= allowed, op
+        if op not in ("validate", "prefix.put"):  # a mock has less to say
+            assert fields == allowed, op
+    hello, stats = told["hello"], told["stats"]
+    for name, table in (("server", hello), ("defaults", hello), ("device", hello),
+                        ("device", stats)):  # fmt: skip
+        op = "hello" if table is hello else "stats"
+        (inside,) = re.findall(rf"`{name}` \(([^()]*)\)", OPERATIONS[op][2])
+        assert set(words(inside)) == table[name].keys(), (op, name)
+    assert said("limits", ":") - {"serve.cancel_ms"} >= hello["limits"].keys()
+    (model,) = re.findall(r"^`model`, null before `ready`:(.*?)\n\n", TEXT, re.M | re.S)
+    assert outside(model) == hello["model"].keys()
