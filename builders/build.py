@@ -126,10 +126,13 @@ def make_plan(
     drafter: DrafterSource | None,
     config: BuildConfig,
     blocks: tuple[int, ...] = (),
+    *,
+    fused: bool = True,
 ) -> Plan:
     """Decide shapes, make the graphs, place the weights. Reads scales, and no weight's codes.
 
-    `blocks`: rows of blocks to have a verify for beside those of the configuration.
+    `blocks`: rows of blocks to have a verify for beside those of the configuration. `fused` false:
+    launch lists whose linears only multiply. Both are for measuring.
     """
     if drafter is not None:
         check_pair(target.dims, drafter.dims)
@@ -159,7 +162,7 @@ def make_plan(
     programs: tuple[Program, ...] = ()
     if config.engine == "cuda":
         packing = Packing(weights)
-        programs = tuple(lower(graph.proto(), packing) for graph in graphs)
+        programs = tuple(lower(graph.proto(), packing, fused=fused) for graph in graphs)
         weights = packing.files
     return Plan(
         target,

@@ -101,11 +101,17 @@ def _all(kind: Any, shape: tuple[int, ...]) -> Array:
 
 
 def write_hollow(
-    shape: str, out: Path, config: BuildConfig, blocks: tuple[int, ...] = ()
+    shape: str,
+    out: Path,
+    config: BuildConfig,
+    blocks: tuple[int, ...] = (),
+    *,
+    fused: bool = True,
 ) -> Manifest:
     """Write programs and manifest of a package into the directory `out`.
 
-    `blocks`: other rows of a block to have a verify for, however odd, for measuring.
+    For measuring, `blocks` are other rows of a block to have a verify for, however odd, and `fused`
+    false takes the linears apart.
     """
     target, drafter = SHAPES[shape]
     (out / "config.json").write_text("{}")
@@ -114,6 +120,7 @@ def write_hollow(
         Hollow(out, drafter, drafter_layout(drafter)),
         config,
         blocks,
+        fused=fused,
     )
     files: Mapping[str, manifest.FileEntry] = {}
     for program in plan.programs:

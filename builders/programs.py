@@ -15,11 +15,13 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
+from thor_dflash.builders.calls import Known, RoomCall
 from thor_dflash.builders.packing import Packing
+from thor_dflash.builders.unfused import unfused
 from thor_dflash.errors import ConfigError
 from thor_dflash.plugins import OPS
 from thor_dflash.plugins.launch import Shaped, Site
-from thor_dflash.plugins.op import DOMAIN, Attribute, Attributes, Op
+from thor_dflash.plugins.op import DOMAIN, Attributes, Op
 from thor_dflash.plugins.rules import RULES, SQUARES_COLUMNS, SQUARES_ROWS
 from thor_dflash.program import ALIGNMENT, Program, Step, Value, Weight
 from thor_dflash.tensors import DType
@@ -28,24 +30,6 @@ _TYPES = {op.type: op for op in OPS}
 _DTYPES = {1: DType.F32, 2: DType.U8, 6: DType.I32, 7: DType.I64, 9: DType.BOOL,
            10: DType.F16, 16: DType.BF16, 17: DType.FP8}  # fmt: skip
 """Element types of onnx.TensorProto."""
-Shape = tuple[int | str, ...]
-
-
-@dataclass(slots=True)
-class _Known:
-    dtype: DType
-    shape: Shape
-
-
-@dataclass(slots=True)
-class _Call:
-    """A step under construction."""
-
-    name: str
-    room: str
-    attributes: dict[str, Attribute]
-    inputs: dict[str, str]
-    outputs: dict[str, str]
 
 
 @dataclass(slots=True)
@@ -54,10 +38,10 @@ class _Lowering:
 
     model: onnx.ModelProto
     packing: Packing
-    known: dict[str, _Known] = field(default_factory=dict[str, _Known])
+    known: dict[str, Known] = field(default_factory=dict[str, Known])
     constants: dict[str, onnx.TensorProto] = field(default_factory=dict[str, onnx.TensorProto])
     makers: dict[str, onnx.NodeProto] = field(default_factory=dict[str, onnx.NodeProto])
-    calls: list[_Call] = field(default_factory=list[_Call])
+    calls: list[RoomCall] = field(default_factory=list[RoomCall])
     weights: dict[str, Weight] = field(default_factory=dict[str, Weight])
 
     @property
@@ -69,10 +53,10 @@ class _Lowering:
         for info in (*graph.input, *graph.output, *graph.value_info):
             kind = info.type.tensor_type
             shape = tuple(d.dim_param or int(d.dim_value) for d in kind.shape.dim)
-            self.known[info.name] = _Known(_DTYPES[kind.elem_type], shape)
+            self.known[info.name] = Known(_DTYPES[kind.elem_type], shape)
         for tensor in graph.initializer:
             self.constants[tensor.name] = tensor
-            self.known[tensor.name] = _Known(_DTYPES[tensor.data_type], tuple(tensor.dims))
+            self.known[tensor.name] = Known(_DTYPES[tensor.data_type], tuple(tensor.dims))
         for node in graph.node:
             self.makers |= dict.fromkeys(node.output, node)
 
@@ -90,7 +74,7 @@ class _Lowering:
             elif (call := self._standard(node)) is not None:
                 self.calls.append(call)
 
-    def _room(self, node: onnx.NodeProto) -> _Call:
+    def _room(self, node: onnx.NodeProto) -> RoomCall:
         op = _TYPES[node.op_type]
         given = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
         values = {
@@ -101,7 +85,7 @@ class _Lowering:
         a = op.complete(values)
         ins = zip(op.inputs_of(a), node.input, strict=False)
         outs = zip(op.outputs_of(a), node.output, strict=True)
-        return _Call(
+        return RoomCall(
             node.name,
             op.name,
             dict(a.values),
@@ -109,7 +93,7 @@ class _Lowering:
             {port.name: name for port, name in outs},
         )
 
-    def _standard(self, node: onnx.NodeProto) -> _Call | None:
+    def _standard(self, node: onnx.NodeProto) -> RoomCall | None:
         used = [n for n in self.model.graph.node if set(node.output) & set(n.input)]
         if node.op_type == "Gather":
             return None if _is(used, "Cast") else self._embed(node, node)
@@ -117,7 +101,7 @@ class _Lowering:
             return self._embed(self.makers[node.input[0]], node)
         if node.op_type == "Concat" and self._axis(node) == 1:
             sources = {f"x{i}": name for i, name in enumerate(node.input)}
-            return _Call(node.name, "concat", {}, sources, {"y": node.output[0]})
+            return RoomCall(node.name, "concat", {}, sources, {"y": node.output[0]})
         if node.op_type == "Concat" and _is(used, "Gather"):
             return None  # the ids of a drafted block, folded into the embedding
         if node.op_type == "Concat" and len(node.input) == 2:
@@ -129,7 +113,7 @@ class _Lowering:
     def _axis(self, node: onnx.NodeProto) -> int:
         return next(int(a.i) for a in node.attribute if a.name == "axis")
 
-    def _embed(self, gather: onnx.NodeProto, last: onnx.NodeProto) -> _Call:
+    def _embed(self, gather: onnx.NodeProto, last: onnx.NodeProto) -> RoomCall:
         """rows = table[ids]; or, for a drafter, of one id and the mask token."""
         table, ids = gather.input
         mask = -1
@@ -139,7 +123,7 @@ class _Lowering:
             if len(tokens) != 1:
                 raise self.refuse(concat, "the masks must be one token")
             [mask] = tokens
-        return _Call(
+        return RoomCall(
             last.output[0],
             "embed",
             {"mask": int(mask)},
@@ -147,7 +131,7 @@ class _Lowering:
             {"rows": last.output[0]},
         )
 
-    def _compose(self, node: onnx.NodeProto) -> _Call:
+    def _compose(self, node: onnx.NodeProto) -> RoomCall:
         """tokens = [last, where(forced < 0, best[1:], forced[:-1])], through int64."""
         last, follow = node.input
         where = self._up(self._up(node, 1, "Cast"), 0, "Where")
@@ -159,7 +143,7 @@ class _Lowering:
         rows = self.known[node.output[0]].shape[0]
         if ends != [1, rows, 0, int(rows) - 1] or less.input[0] != where.input[2]:
             raise self.refuse(node, f"not the composing of a block ({follow})")
-        return _Call(
+        return RoomCall(
             node.output[0],
             "compose",
             {},
@@ -190,7 +174,7 @@ class _Lowering:
         whoever makes the rows where that is possible.
         """
         by_output = {n: call for call in self.calls for n in call.outputs.values()}
-        made: list[_Call] = []
+        made: list[RoomCall] = []
         for call in self.calls:
             if self._wants_squares(call):
                 x = call.inputs["x"]
@@ -198,18 +182,20 @@ class _Lowering:
                 if squares not in self.known:
                     columns = int(self.known[x].shape[1])
                     shape = (-(-columns // SQUARES_COLUMNS), SQUARES_ROWS)
-                    self.known[squares] = _Known(DType.F32, shape)
+                    self.known[squares] = Known(DType.F32, shape)
                     maker = by_output[x]
                     port = RULES[maker.room].squares(maker.attributes)
                     if port:
                         maker.outputs[port] = squares
                     else:
-                        made.append(_Call(squares, "squares", {}, {"x": x}, {"squares": squares}))
+                        made.append(
+                            RoomCall(squares, "squares", {}, {"x": x}, {"squares": squares})
+                        )
                 call.inputs["x_squares"] = squares
             made.append(call)
         self.calls = made
 
-    def _wants_squares(self, call: _Call) -> bool:
+    def _wants_squares(self, call: RoomCall) -> bool:
         if call.room not in ("linear", "head") or "norm_weight" not in call.inputs:
             return False
         rows = int(self.known[call.inputs["x"]].shape[0])
@@ -242,12 +228,12 @@ class _Lowering:
 
     def _use(self, name: str) -> None:
         stored = self.packing.stored(name)
-        self.known[name] = _Known(stored.dtype, stored.shape)
+        self.known[name] = Known(stored.dtype, stored.shape)
         self.weights[name] = Weight(
             dtype=stored.dtype.value, shape=stored.shape, file=stored.file, offset=stored.offset
         )
 
-    def site(self, call: _Call, more: Mapping[str, str]) -> Site:
+    def site(self, call: RoomCall, more: Mapping[str, str]) -> Site:
         """The call with every size a number; a size that a session decides stands as a tile."""
         ports: dict[str, Shaped] = {}
         for port, name in {**call.inputs, **more, **call.outputs}.items():
@@ -256,7 +242,7 @@ class _Lowering:
             ports[port] = Shaped(known.dtype, shape)
         return Site(RULES[call.room].op, Attributes(call.attributes), ports)
 
-    def check(self, call: _Call, site: Site) -> None:
+    def check(self, call: RoomCall, site: Site) -> None:
         """Refuse now what the engine would refuse when it loads the package."""
         if why := RULES[call.room].refuse(site):
             raise ConfigError(f"build.engine cuda: {self.name}: {call.name}: {why}")
@@ -342,8 +328,9 @@ def place(lives: Sequence[Life]) -> tuple[dict[str, int], int]:
     return {life.name: offset for offset, life in placed}, total
 
 
-def lower(model: onnx.ModelProto, packing: Packing) -> Program:
-    """The launch list of one graph; its weights are added to `packing`.
+def lower(model: onnx.ModelProto, packing: Packing, *, fused: bool = True) -> Program:
+    """The launch list of one graph; its weights are added to `packing`. `fused` false is for
+    measuring, see unfused.py.
 
     Raises:
         ConfigError: the graph holds something no kernel does, naming the node and why.
@@ -352,6 +339,8 @@ def lower(model: onnx.ModelProto, packing: Packing) -> Program:
     lowering.read()
     lowering.walk()
     lowering.prune()
+    if not fused:
+        lowering.calls = unfused(lowering.calls, lowering.known)
     lowering.add_squares()
     lowering.pack()
     return lowering.program()

@@ -18,7 +18,16 @@ from thor_dflash.plugins.linear import launch as linear
 from thor_dflash.plugins.linear import pack
 from thor_dflash.plugins.op import Attribute
 from thor_dflash.plugins.standard import launch as standard
-from thor_dflash.plugins.standard.nodes import COMPOSE, CONCAT, EMBED, SQUARES
+from thor_dflash.plugins.standard import unfused
+from thor_dflash.plugins.standard.nodes import (
+    ADD,
+    COMPOSE,
+    CONCAT,
+    EMBED,
+    ROWS,
+    SILU_MUL,
+    SQUARES,
+)
 from thor_dflash.plugins.verify_attention import launch as verify_attention
 from thor_dflash.tensors import Array
 
@@ -102,6 +111,14 @@ def _squares(site: Site, device: Device) -> tuple[Launch, ...]:
     return (linear.squares_launch(*site.ports["x"].shape),)
 
 
+def _rows(site: Site, device: Device) -> tuple[Launch, ...]:
+    return (unfused.rows(site),)
+
+
+def _pairs(site: Site, device: Device) -> tuple[Launch, ...]:
+    return (unfused.pairs(site),)
+
+
 ROOT = Path(plugins.__file__).parent
 _ROOMS = {op.name: op for op in OPS}
 
@@ -150,4 +167,7 @@ RULES: Mapping[str, Rule] = {
     "concat": Rule(CONCAT, ROOT / "standard", _concat, _refuse_concat),
     "compose": Rule(COMPOSE, ROOT / "standard", _compose),
     "squares": Rule(SQUARES, ROOT / "linear", _squares),
+    "rows": Rule(ROWS, ROOT / "standard", _rows, unfused.refuse_rows),
+    "add": Rule(ADD, ROOT / "standard", _pairs, unfused.refuse_pairs),
+    "silu_mul": Rule(SILU_MUL, ROOT / "standard", _pairs, unfused.refuse_pairs),
 }

@@ -17,8 +17,8 @@ import zmq.asyncio
 from msgspec import structs
 from zmq.utils.monitor import parse_monitor_message
 
+from thor_dflash.errors import PlanError
 from thor_dflash.serving import replies, wire
-from thor_dflash.serving.refusal import PlanError
 from thor_dflash.serving.replies import Options, Reply, Tries
 
 Inbox = asyncio.Queue[tuple[bytes, Reply] | PlanError]

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import jsonschema_rs
 
-from thor_dflash.serving.refusal import PlanError
+from thor_dflash.errors import PlanError
 
 
 def _offline(uri: str) -> NoReturn:

@@ -9,9 +9,9 @@ from typing import Any, Literal, TypeVar, cast
 import msgspec
 from msgspec import Struct
 
+from thor_dflash.errors import PlanError
 from thor_dflash.records import nearest
 from thor_dflash.serving import wire
-from thor_dflash.serving.refusal import PlanError
 
 T = TypeVar("T")
 Name = Literal["json", "msgpack"]

@@ -12,6 +12,7 @@ from typing import Any
 from msgspec import structs
 
 import thor_dflash
+from thor_dflash.errors import PlanError
 from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving import codec, device, fields, groot, security, wire
 from thor_dflash.serving.backend import Prepared
@@ -20,7 +21,6 @@ from thor_dflash.serving.door import Door, Letter
 from thor_dflash.serving.events import Events
 from thor_dflash.serving.life import Life
 from thor_dflash.serving.planner import admit, stopped
-from thor_dflash.serving.refusal import PlanError
 from thor_dflash.serving.schedule import Job, Peer, Schedule
 from thor_dflash.serving.stats import Stats
 from thor_dflash.serving.work import (
@@ -124,7 +124,7 @@ class Desk:
             self._cancel(peer, request)
         elif isinstance(request, wire.PrefixDrop):
             self._backend()
-            self._hands.keep((peer, request))
+            self._hands.keep(Drop(peer, request))
         elif isinstance(request, wire.Validate):
             self._backend()
             self._hands.check((peer, request))
@@ -262,9 +262,9 @@ class Desk:
             self.dispatch()
 
     def _ended(self, job: Job, outcome: wire.Result | dict[str, Any] | PlanError) -> None:
-        if isinstance(outcome, dict):
+        if isinstance(job.request, wire.PrefixPut) and isinstance(outcome, dict):
             job.state = "keeping"
-            self._hands.keep((job, outcome))
+            self._hands.keep(Pinned(job, job.request, outcome))
         else:
             self.answer(job, outcome)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from thor_dflash.errors import PlanError
 from thor_dflash.serving import wire
 from thor_dflash.serving.codec import plain
-from thor_dflash.serving.refusal import PlanError
 
 SCHEMA_BYTES = 128 << 10
 METADATA_BYTES = 1 << 10

@@ -7,10 +7,10 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from thor_dflash.errors import Code, PlanError
 from thor_dflash.serve_config import GatewayConfig
 from thor_dflash.serving import wire
 from thor_dflash.serving.aclient import AsyncPlanner
-from thor_dflash.serving.refusal import Code, PlanError
 from thor_dflash.serving.replies import Options
 
 LOOK_S = 1.0

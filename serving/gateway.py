@@ -14,11 +14,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from thor_dflash.errors import ConfigError
+from thor_dflash.errors import ConfigError, PlanError
 from thor_dflash.serve_config import GatewayConfig
 from thor_dflash.serving import metrics, openai, security, wire
 from thor_dflash.serving.fleet import Fleet
-from thor_dflash.serving.refusal import PlanError
 
 BODY_BYTES = 1 << 20
 """Largest request body: the plan socket takes no larger message either."""

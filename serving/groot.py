@@ -12,9 +12,9 @@ from uuid import uuid4
 
 import msgspec
 
+from thor_dflash.errors import PlanError
 from thor_dflash.serving import codec, wire
 from thor_dflash.serving.codec import Codec, Head
-from thor_dflash.serving.refusal import PlanError
 
 RUNNING = {"status": "ok", "message": "Server is running"}
 """What its `ping` expects to hear."""

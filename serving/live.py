@@ -12,7 +12,7 @@ from typing import Any
 
 from thor_dflash import manifest as package_manifest
 from thor_dflash.config import HINT, NO_BUDGET, BudgetConfig, RelaxedConfig
-from thor_dflash.errors import ModelFault, RequestError
+from thor_dflash.errors import ModelFault, PlanError, RequestError
 from thor_dflash.runtime.policies.grammar_compile import Grammar
 from thor_dflash.runtime.prefix import Prefix
 from thor_dflash.runtime.session import Request, Session
@@ -24,7 +24,6 @@ from thor_dflash.serving.check import Checker
 from thor_dflash.serving.liverun import LiveRun
 from thor_dflash.serving.pace import choose_chunk
 from thor_dflash.serving.rates import Rates
-from thor_dflash.serving.refusal import PlanError
 from thor_dflash.serving.shelf import Shelf
 
 SELF_TEST = "Self-test: put the cup on the table, then bring the plate to the kitchen."
@@ -91,7 +90,11 @@ class LiveBackend:
             max_context=self.session.model.limit,
             block=self.session.model.block,
             prefill_chunk=self.session.model.chunk,
-            features=(*FEATURES, "relaxed_thinking") if m.drafter else FEATURES,
+            features=(
+                *FEATURES,
+                *(("relaxed_thinking",) if m.drafter else ()),
+                *(("persist",) if self._shelf else ()),
+            ),
         )
 
     # --- warming up

@@ -6,6 +6,8 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from typing import cast
 
+import msgspec
+
 from thor_dflash.runtime.block import Finish
 from thor_dflash.runtime.session import Chunk, Report, Session
 from thor_dflash.runtime.text import Answer, Piece, Text
@@ -141,18 +143,13 @@ class LiveRun:
             grammar_ms=self._prepared.grammar_ms,
         )
 
-    def _spec(self, report: Report | None) -> wire.Spec | None:
-        if report is None:
-            return None
-        s = report.spec
-        return wire.Spec(
-            cycles=s.cycles,
-            drafted=s.drafted,
-            accepted=s.accepted,
-            accept_len=s.accept_len,
-            forced=s.forced,
-            accept_hist=s.accept_hist,
-            accepted_per_position=s.accepted_per_position,
+    @staticmethod
+    def _spec(report: Report | None) -> wire.Spec | None:
+        # The wire's own type, field for field: a client has none of the runtime.
+        return (
+            None
+            if report is None
+            else msgspec.convert(report.spec, wire.Spec, from_attributes=True)
         )
 
     def close(self) -> None:

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from thor_dflash.errors import PlanError
 from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving import fields, outcome, wire
 from thor_dflash.serving.backend import About, Prepared, Run, Stop
 from thor_dflash.serving.check import Checker
 from thor_dflash.serving.rates import Rates
-from thor_dflash.serving.refusal import PlanError
 from thor_dflash.serving.speech import Speech
 
 THINKING = "The cup is on the shelf and the robot is free to take it to the table at once. "

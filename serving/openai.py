@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from thor_dflash.errors import Code, PlanError
 from thor_dflash.serving import codec, wire
-from thor_dflash.serving.refusal import Code, PlanError
 
 STATUS: Mapping[Code, int] = {
     "bad_request": 400, "unsupported_version": 400, "schema_invalid": 400,

@@ -9,10 +9,9 @@ from typing import Protocol, Self
 
 from msgspec import structs
 
-from thor_dflash.errors import ThorError
+from thor_dflash.errors import PlanError, ThorError
 from thor_dflash.serving import fields, wire
 from thor_dflash.serving.backend import Backend, Run, Stop
-from thor_dflash.serving.refusal import PlanError
 
 
 class Planner(Protocol):

@@ -13,10 +13,9 @@ import msgspec
 import zmq
 from msgspec import Struct, structs
 
-from thor_dflash.errors import ConfigError
+from thor_dflash.errors import Code, ConfigError, PlanError
 from thor_dflash.serving import wire
 from thor_dflash.serving.codec import MSGPACK, Codec
-from thor_dflash.serving.refusal import Code, PlanError
 
 CODES = frozenset(typing.get_args(Code))
 GRACE_S = 2.0

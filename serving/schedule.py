@@ -10,10 +10,10 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Literal
 
+from thor_dflash.errors import PlanError
 from thor_dflash.serving import wire
 from thor_dflash.serving.backend import Prepared, Stop
 from thor_dflash.serving.codec import Codec
-from thor_dflash.serving.refusal import PlanError
 
 SESSIONS = 1024
 """Sessions whose latest generation is remembered."""

@@ -6,8 +6,8 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from thor_dflash.errors import PlanError
 from thor_dflash.serving import wire
-from thor_dflash.serving.refusal import PlanError
 
 KEPT = 256
 """Plans the percentiles are over."""

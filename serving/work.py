@@ -18,11 +18,10 @@ from typing import Any, TypeVar
 
 from msgspec import structs
 
-from thor_dflash.errors import RequestError, ThorError
+from thor_dflash.errors import PlanError, RequestError, ThorError
 from thor_dflash.serving import wire
 from thor_dflash.serving.backend import Backend, Prepared, Stop, drive
 from thor_dflash.serving.planner import final
-from thor_dflash.serving.refusal import PlanError
 from thor_dflash.serving.schedule import Job, Peer
 from thor_dflash.serving.trace import Trace
 
@@ -71,6 +70,23 @@ class Validated:
 
 
 @dataclass(frozen=True, slots=True)
+class Pinned:
+    """For the keeper: a prefix is pinned, and answered once it is on disk or off it."""
+
+    job: Job
+    request: wire.PrefixPut
+    answer: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """For the keeper: a `prefix.drop`."""
+
+    peer: Peer
+    request: wire.PrefixDrop
+
+
+@dataclass(frozen=True, slots=True)
 class Kept:
     """The keeper is done with a pinned prefix."""
 
@@ -96,9 +112,6 @@ class Ended:
 
 Post = Warming | Ready | Failed | Checked | Validated | Kept | Said | Ended
 Validation = tuple[Peer, wire.Validate]
-Drop = tuple[Peer, wire.PrefixDrop]
-Pinned = tuple[Job, dict[str, Any]]
-"""A `prefix.put` and its answer, once the prefix is on disk or off it."""
 
 
 @dataclass(slots=True)
@@ -144,20 +157,16 @@ def keeper(
     preparation wait for a disk.
     """
     while (item := inbox.get()) is not None:
-        if isinstance(item[0], Job):
-            job, answer = item
-            assert isinstance(answer, dict)
-            post(Kept(job, _guard(partial(_keep, backend, job, answer), log)))
+        if isinstance(item, Pinned):
+            post(Kept(item.job, _guard(partial(_keep, backend, item), log)))
         else:
-            peer, request = item
-            assert isinstance(request, wire.PrefixDrop)
-            post(Validated(peer, request.id, _guard(partial(_drop, backend, request), log)))
+            outcome = _guard(partial(_drop, backend, item.request), log)
+            post(Validated(item.peer, item.request.id, outcome))
 
 
-def _keep(backend: Backend, job: Job, answer: dict[str, Any]) -> dict[str, Any]:
-    assert isinstance(job.request, wire.PrefixPut)
-    backend.keep(job.request)
-    return {**answer, "persisted": job.request.persist}
+def _keep(backend: Backend, pinned: Pinned) -> dict[str, Any]:
+    backend.keep(pinned.request)
+    return {**pinned.answer, "persisted": pinned.request.persist}
 
 
 def _drop(backend: Backend, request: wire.PrefixDrop) -> dict[str, Any]:

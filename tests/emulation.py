@@ -14,7 +14,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -29,7 +29,16 @@ ROOT = Path(__file__).parent.parent
 MACHINE = ROOT / "tests" / "emulator"
 PLUGINS = ROOT / "plugins"
 COMPILER = shutil.which("g++")
-FLAGS = ("-std=c++17", "-O1", "-g1", "-gdwarf-4", "-fPIC", "-w", "-ffp-contract=off", "-fno-strict-aliasing")
+FLAGS = (
+    "-std=c++17",
+    "-O1",
+    "-g1",
+    "-gdwarf-4",
+    "-fPIC",
+    "-w",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+)
 CHECKED = (
     "-fsanitize=thread,alignment,bounds,integer-divide-by-zero",
     "-fsanitize-undefined-trap-on-error",
@@ -117,8 +126,8 @@ def signatures(source: Path, defines: Mapping[str, int]) -> dict[str, tuple[str,
     return _signatures(source, tuple(sorted(defines.items())))
 
 
-def _cached(key: str, suffix: str, make: object) -> Path:
-    assert callable(make)
+def cached(key: str, suffix: str, make: Callable[[Path], None]) -> Path:
+    """A file made once by `make(path)` for each key, whichever process comes first."""
     folder = Path(tempfile.gettempdir()) / "thor-dflash-emulator"
     folder.mkdir(exist_ok=True)
     path = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}{suffix}"
@@ -144,7 +153,7 @@ def _machine_objects() -> tuple[Path, ...]:
         def compiled(to: Path) -> None:
             _compile(*FLAGS, "-O2", "-c", "-I", MACHINE, source, "-o", to)
 
-        return _cached(_machine() + source.name, ".o", compiled)
+        return cached(_machine() + source.name, ".o", compiled)
 
     return make(MACHINE / "machine.cpp"), make(MACHINE / "hooks.cpp")
 
@@ -167,7 +176,7 @@ def _library(source: Path, defines: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
         _compile("-shared", *objects, unit, "-o", to)  # dynamic shared memory lies first
 
     key = "\n".join([_preprocessed(source, dict(defines)), shim, _machine(), *FLAGS, *CHECKED])
-    return ctypes.CDLL(str(_cached(key, ".so", linked)))
+    return ctypes.CDLL(str(cached(key, ".so", linked)))
 
 
 def run(
@@ -186,6 +195,8 @@ def run(
     Raises:
         EmulatorFault: the source does not compile, or the kernel did what it may not.
     """
+    if kernel not in signatures(source, defines):
+        raise EmulatorFault(f"{source.name} must have the kernel {kernel}")
     library = _library(source, tuple(sorted(defines.items())))
     ranges = (_Range * len(memory))(
         *(

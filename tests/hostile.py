@@ -19,6 +19,7 @@ GOOD: tuple[dict[str, object], ...] = (
     {"v": 1, "op": "cancel", "id": "g6", "target": "g2", "session": "s"},
     {"v": 1, "op": "validate", "id": "g7", "prompt": "x", "json_schema": {"type": "string"}},
     {"v": 1, "op": "prefix.put", "id": "g8", "prefix_id": "p", "system": "You plan."},
+    {"v": 1, "op": "prefix.put", "id": "g8", "prefix_id": "p", "system": "x", "persist": True},
     {"v": 1, "op": "prefix.drop", "id": "g9", "prefix_id": "p"},
     {"v": 1, "op": "stats", "id": "g10"},
     {"endpoint": "plan", "data": {"prompt": "x"}, "api_token": "t"},

@@ -43,9 +43,7 @@ IMMUTABLE = frozenset(
     "weight block_scale row_scale".split()
 )
 """Inputs no kernel writes: they may be read before wait_for_previous."""
-EARLY = frozenset(
-    "state states accepted tail record_qkv record_k record_d record_decay".split()
-)
+EARLY = frozenset("state states accepted tail record_qkv record_k record_d record_decay".split())
 """Inputs of gdn last written a graph launch ago: they may be read early, not written."""
 SQUARES_ROWS, SQUARES_COLUMNS = 32, 256
 
@@ -139,7 +137,7 @@ def rule_of(op: Op) -> Rule:
 def source_of(op: Op, one: Launch) -> Path:
     """The file of a launch: in the room's folder, or named from plugins/."""
     own = op.room / one.source
-    return own if own.exists() else op.room.parent / one.source
+    return own.resolve() if own.exists() else op.room.parent / one.source
 
 
 def stem(name: str) -> str:
@@ -372,9 +370,8 @@ def compare(op: Op, got: Mapping[str, Array], want: Mapping[str, Array]) -> None
         finite = np.isfinite(wide)
         have, wide = np.where(finite, have, 0), np.where(finite, wide, 0)
         largest = np.abs(wide).max(initial=0.0)
-        step = 0.0
-        if value.dtype == DType.FP8.numpy:
-            step = np.maximum(np.abs(wide) / 8, 2.0**-9)
+        fp8 = value.dtype == DType.FP8.numpy
+        step = np.maximum(np.abs(wide) / 8, 2.0**-9) * fp8
         over = np.abs(have - wide) - step - tolerance * largest
         worst = np.unravel_index(np.argmax(over), over.shape) if over.size else ()
         assert np.all(over <= 0), (

@@ -29,7 +29,7 @@ def test_keys_are_all_settable() -> None:
     assert "build.kv" in keys()
     for key in keys():
         with pytest.raises(ConfigError, match=rf"{key}(\[0\])? must be"):
-            load(None, (f"{key}=[1]",))
+            load(None, (f"{key}=[{{}}]",))
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ MAY = {
     "numpy": ["*"],
     "ml_dtypes": ["*"],
     "onnx": ["builders/*", "plugins/body.py", "plugins/*/body.py", "tests/*"],
-    "cuda": ["runtime/engines/cuda/*", "tests/*"],
+    "cuda": ["plugins/cuda/*", "tests/*"],
     "onnxruntime": ["runtime/engines/ort.py", "tests/*"],
     "tokenizers": ["runtime/text.py", "calib/nano/*", "tests/*"],
     "jinja2": ["runtime/text.py", "calib/nano/*", "tests/*"],

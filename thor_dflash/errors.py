@@ -4,6 +4,21 @@ Message form: `<what> must be <rule> (got <value>)`, naming the field, file or t
 line prints one line and exits 2; nothing else leaves a floor.
 """
 
+from __future__ import annotations
+
+from typing import Literal
+
+Code = Literal[
+    "bad_request", "unsupported_version", "unauthorized", "too_large", "prompt_too_long",
+    "schema_invalid", "schema_unsupported", "busy", "deadline_infeasible", "deadline",
+    "cancelled", "preempted", "stale", "not_ready", "draining",
+    "engine_fault", "internal", "unreachable",
+]  # fmt: skip
+"""Why a plan was refused, on the wire; `unreachable` is what a client says of a silent server."""
+
+RETRYABLE: frozenset[Code] = frozenset({"busy", "not_ready", "engine_fault", "unreachable"})
+"""The same request may succeed later, unchanged."""
+
 
 class ThorError(Exception):
     """Root of the tree."""
@@ -35,3 +50,30 @@ class RequestError(ThorError):
 
 class ModelFault(ThorError):
     """The model produced no usable token (NaN, infinity, or nothing left to choose)."""
+
+
+class PlanError(ThorError):
+    """A request that a planner refused or could not finish."""
+
+    def __init__(
+        self,
+        code: Code,
+        message: str,
+        *,
+        field: str | None = None,
+        retry_after_ms: float | None = None,
+        min_ms: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code: Code = code
+        self.message = message
+        self.field = field
+        """The request's field that is at fault."""
+        self.retry_after_ms = retry_after_ms
+        self.min_ms = min_ms
+        """Least deadline that could be met, ms."""
+
+    @property
+    def retryable(self) -> bool:
+        """Whether the same request may succeed later."""
+        return self.code in RETRYABLE

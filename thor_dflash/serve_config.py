@@ -47,9 +47,8 @@ class ServeConfig:
     """Directory, of this server alone, for the prefixes that a client wants to persist; "" refuses
     such wishes. A file holds its prompt in the clear."""
     cancel_ms: int = 250
-    """Longest a prefill step should take, and with it a cancel that meets one, ms: where the package
-    has several sizes of a prefill step, the largest that keeps to it is used. Of a 27B on a Thor two
-    to three verify cycles."""
+    """Longest a prefill step should take, and with it a cancel that meets one, ms. Of the sizes a
+    package has, the largest that keeps to it is used. Two to three verify cycles of a Thor."""
     yield_us: int = 0
     """Idle time before each step, us: left to others that share the device. Slows plans down."""
     events: str = ""

@@ -1,6 +1,7 @@
 // One head of D elements spread over a warp: RMSNorm and rotary position embedding in float32.
 // A lane holds units u = lane, lane + 32, ... of D / 4; a unit is two neighbouring elements of the
-// lower half of what turns (or, past it, of what does not) and their two partners of the upper half.
+// lower half of what turns (or, past it, of what does not) and their two partners in the upper
+// half.
 #pragma once
 #include "cuda/device.cuh"
 

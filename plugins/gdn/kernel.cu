@@ -1,9 +1,10 @@
-// gdn in one launch: fold the accepted records, write the state back, run the block's rows.
+// gdn of a block to verify, in one launch: fold the accepted records, write the state back, run the
+// rows, leave their records.
 //
-// A block works for one key head: q and k of its rows are convolved and normalised once, into shared
-// memory, for all the columns it owns. The columns of the key head's value heads (ratio * 128, next
-// to each other in every array but the state) go to warps in fours: lane 4r + c holds rows
-// 32i + 4r + j, i, j < 4, of column c in registers, so a sum over rows is three shuffles.
+// A block works for one key head: q and k of its rows are convolved and normalised once, into
+// shared memory, for all the columns it owns. The columns of the key head's value heads (ratio x
+// 128, next to each other in every array but the state) go to warps in fours: lane 4r + c holds
+// rows 32i + 4r + j, i, j < 4, of column c in registers, so a sum over rows is three shuffles.
 //
 // Nothing but the rows themselves comes from the kernel before this one. State, records, tail and
 // the count of accepted rows were written in an earlier step, and a step's first kernel starts only
@@ -11,9 +12,6 @@
 // before it): they are read, and the fold is done, before wait_for_previous.
 #include "gdn/rows.cuh"
 
-#ifndef PREFILL
-#error "PREFILL must be defined"
-#endif
 #ifndef SAVES_STATES
 #error "SAVES_STATES must be defined"
 #endif
@@ -21,9 +19,9 @@
 constexpr int LANES = 8;             // lanes that share a column
 constexpr int COLUMNS = 32 / LANES;  // of a warp; must agree with launch.py
 constexpr int HELD = D / LANES;      // state elements of a lane
-constexpr int MOST_THREADS = 512;
+constexpr int MOST_THREADS = 384;    // and two blocks fit on a multiprocessor: one of the next call
 constexpr int MOST_HEADS = 2;        // value heads that a block's columns touch
-constexpr int RUN = 8;               // rows a thread has loads under way for
+constexpr int RUN = 6;               // rows a thread has loads under way for
 
 // Where the block and this lane stand.
 struct Place {
@@ -55,7 +53,7 @@ DEVICE Place place_of(int key_heads, int value_heads) {
 struct Rows {
     float4 *k, *q;         // [rows][D / 4]
     float* v;              // [rows][columns]; while folding, d
-    float *decay, *beta;   // [MOST_HEADS][rows]
+    float2* gates;         // [MOST_HEADS][rows]: decay, beta
     float* kq;             // [rows]: k . q
     int rows;
 };
@@ -66,9 +64,8 @@ DEVICE Rows rows_at(u8* memory, int rows, int columns) {
     s.k = reinterpret_cast<float4*>(memory);
     s.q = s.k + rows * (D / 4);
     s.v = reinterpret_cast<float*>(s.q + rows * (D / 4));
-    s.decay = s.v + rows * columns;
-    s.beta = s.decay + MOST_HEADS * rows;
-    s.kq = s.beta + MOST_HEADS * rows;
+    s.gates = reinterpret_cast<float2*>(s.v + rows * columns);
+    s.kq = reinterpret_cast<float*>(s.gates + MOST_HEADS * rows);
     return s;
 }
 
@@ -146,14 +143,14 @@ DEVICE void fold(float (&s)[HELD], const Rows& m, const Place& p, const float* r
     for (int i = threadIdx.x; i < MOST_HEADS * n; i += threads) {
         const int slot = i / n, t = i % n;
         if (p.first / D + slot < p.ratio)
-            m.decay[slot * m.rows + t] = record_decay[t * value_heads + p.head(slot)];
+            m.gates[slot * m.rows + t].x = record_decay[t * value_heads + p.head(slot)];
     }
     sync_block();
     if (p.active) {
         for (int t = 0; t < n; t++) {
             float4 k[HELD / 4];
             row_part(k, m.k + t * (D / 4), p.r);
-            decayed(s, m.decay[p.slot() * m.rows + t]);
+            decayed(s, m.gates[p.slot() * m.rows + t].x);
             added(s, k, m.v[t * p.columns + p.column - p.first]);
         }
     }
@@ -161,87 +158,122 @@ DEVICE void fold(float (&s)[HELD], const Rows& m, const Place& p, const float* r
 }
 #endif
 
-// q or k of a pair of channels: convolved, not yet normalised. Rows first..first+count-1 of the call
-// go to rows 0.. of shared memory; `keep` receives the inputs where it is not null.
-DEVICE void convolve_keys(const Rows& m, const Place& p, const Inputs& x, const Taps& taps,
-                          int channel, int first, int count, u16* keep) {
+DEVICE void put_pair(u16* to, int row, int channels, int channel, u32 x) {
+    *reinterpret_cast<u32*>(to + row * channels + channel) = x;
+}
+
+// next_tail: the three inputs before the block.
+DEVICE void put_tail(u16* to, int channels, int channel, u32 x0, u32 x1, u32 x2) {
+    put_pair(to, 0, channels, channel, x0);
+    put_pair(to, 1, channels, channel, x1);
+    put_pair(to, 2, channels, channel, x2);
+}
+
+// q or k of a pair of channels: convolved, not yet normalised. Where `keep` is not null it receives
+// the inputs, and `tail` the three before them.
+DEVICE void convolve_keys(const Rows& m, const Inputs& x, const Taps& taps, int channel, int count,
+                          u16* keep, u16* tail) {
     const int parts = blockDim.x / D, part = threadIdx.x / D, pair = threadIdx.x % D;
     const int end = (part + 1) * count / parts;
     int t = part * count / parts;
     float* const to = reinterpret_cast<float*>(pair < D / 2 ? m.q : m.k) + pair % (D / 2) * 2;
-    u32 x0 = x.pair(first + t - 3, channel), x1 = x.pair(first + t - 2, channel);
-    u32 x2 = x.pair(first + t - 1, channel);
+    u32 x0 = x.pair(t - 3, channel), x1 = x.pair(t - 2, channel), x2 = x.pair(t - 1, channel);
+    if (keep != nullptr && part == 0) put_tail(tail, x.channels, channel, x0, x1, x2);
     for (; t < end; t += RUN) {
         u32 now[RUN];
 #pragma unroll
         for (int i = 0; i < RUN; i++)
-            if (t + i < end) now[i] = x.pair(first + t + i, channel);
+            if (t + i < end) now[i] = x.pair(t + i, channel);
 #pragma unroll
         for (int i = 0; i < RUN; i++) {
             if (t + i < end) {
                 const float2 y = convolved(taps, x0, x1, x2, now[i]);
                 *reinterpret_cast<float2*>(to + (t + i) * D) = y;
-                if (keep != nullptr) {
-                    const i64 at = static_cast<i64>(first + t + i) * x.channels + channel;
-                    *reinterpret_cast<u32*>(keep + at) = now[i];
-                }
+                if (keep != nullptr) put_pair(keep, t + i, x.channels, channel, now[i]);
                 x0 = x1, x1 = x2, x2 = now[i];
             }
         }
     }
 }
 
-// The same for v of the block's columns.
-DEVICE void convolve_values(const Rows& m, const Place& p, const Inputs& x, const Taps& taps,
-                            int channel, int first, int count, u16* keep) {
-    const int pairs = p.columns / 2, pair = threadIdx.x % pairs;
-    if (p.first + 2 * pair >= p.ratio * D) return;
-    for (int t = threadIdx.x / pairs; t < count; t += blockDim.x / pairs) {
-        const int row = first + t;
-        const u32 now = x.pair(row, channel);
-        const float2 y = convolved(taps, x.pair(row - 3, channel), x.pair(row - 2, channel),
-                                   x.pair(row - 1, channel), now);
-        *reinterpret_cast<float2*>(m.v + t * p.columns + 2 * pair) = y;
-        if (keep != nullptr) {
-            const i64 at = static_cast<i64>(row) * x.channels + channel;
-            *reinterpret_cast<u32*>(keep + at) = now;
-        }
+// The block's columns of v, pair by pair: thread `pair` + i * pairs takes every i-th row. The first
+// row's inputs are asked for before the keys are convolved.
+struct Values {
+    int pairs, pair, channel, t;
+    u32 x[TAPS];
+
+    DEVICE bool mine(const Place& p, int count) const {
+        return p.first + 2 * pair < p.ratio * D && t < count;
+    }
+    DEVICE void load(const Inputs& in) {
+#pragma unroll
+        for (int i = 0; i < TAPS; i++) x[i] = in.pair(t + i - (TAPS - 1), channel);
+    }
+};
+
+DEVICE void convolve_values(const Rows& m, const Place& p, const Inputs& in, const Taps& taps,
+                            Values& v, int count, u16* keep, u16* tail) {
+    while (v.mine(p, count)) {
+        if (v.t == 0) put_tail(tail, in.channels, v.channel, v.x[0], v.x[1], v.x[2]);
+        *reinterpret_cast<float2*>(m.v + v.t * p.columns + 2 * v.pair) =
+            convolved(taps, v.x[0], v.x[1], v.x[2], v.x[3]);
+        put_pair(keep, v.t, in.channels, v.channel, v.x[3]);
+        v.t += blockDim.x / v.pairs;
+        if (v.mine(p, count)) v.load(in);
     }
 }
 
-// decay and beta of the block's value heads; `record` [T, Hv] receives decay where it is not null.
-DEVICE void open_gates(const Rows& m, const Place& p, const u16* a, const u16* b, const void* a_log,
-                       const void* dt_bias, bool a_log_f32, bool dt_bias_f32, int first, int count,
-                       int value_heads, float* record) {
-    for (int i = threadIdx.x; i < MOST_HEADS * count; i += blockDim.x) {
-        const int slot = i / count, t = i % count;
-        const int start = (p.first / D + slot) * D;  // column 0 of the head
-        if (start >= p.ratio * D || start >= p.first + p.columns) continue;
-        const int head = p.head(slot);
-        const i64 at = static_cast<i64>(first + t) * value_heads + head;
-        const float decay = decay_gate(bf16_float(a[at]), plain(a_log, head, a_log_f32),
-                                       plain(dt_bias, head, dt_bias_f32));
-        m.decay[slot * m.rows + t] = decay;
-        m.beta[slot * m.rows + t] = beta_gate(bf16_float(b[at]));
-        if (record != nullptr && start >= p.first) record[at] = decay;
-    }
+// This thread's value head and row, if it has one. The last threads do: their warps have the fewest
+// rows to normalise.
+struct Gate {
+    bool mine, keeps;  // `keeps`: column 0 of the head is the block's
+    int slot, t, head;
+    float a_log, dt_bias;
+};
+
+DEVICE Gate gate_of(const Place& p, int count, const void* a_log, const void* dt_bias,
+                    bool a_log_f32, bool dt_bias_f32) {
+    Gate g;
+    const int i = blockDim.x - 1 - threadIdx.x;
+    g.slot = i / count, g.t = i % count;
+    const int start = (p.first / D + g.slot) * D;  // column 0 of the head
+    g.mine = g.slot < MOST_HEADS && start < p.ratio * D && start < p.first + p.columns;
+    g.keeps = start >= p.first;
+    g.head = p.head(g.slot);
+    g.a_log = g.mine ? plain(a_log, g.head, a_log_f32) : 0.0f;
+    g.dt_bias = g.mine ? plain(dt_bias, g.head, dt_bias_f32) : 0.0f;
+    return g;
 }
 
-// q and k to unit length; `record` [T, Hk, D] receives k where it is not null.
+// Over half a warp.
+DEVICE float row_sum(float x) {
+#pragma unroll
+    for (int mask = 8; mask; mask /= 2) x = add_rn(x, shuffle_xor(x, mask));
+    return x;
+}
+
+// q and k to unit length, half a warp a row; `record` [T, Hk, D] receives k where it is not null.
 DEVICE void normalise(const Rows& m, const Place& p, int count, int key_heads, float* record) {
-    const int lane = threadIdx.x % 32;
-    for (int t = threadIdx.x / 32; t < count; t += blockDim.x / 32) {
-        const int at = t * (D / 4) + lane;
-        const float4 q = m.q[at], k = m.k[at];
-        const float q_norm = sqrtf(warp_sum(dot4(q, q)) + NORM_EPSILON);
-        const float k_norm = sqrtf(warp_sum(dot4(k, k)) + NORM_EPSILON);
-        const float4 q_unit = scaled4(q, QUERY_SCALE / q_norm), k_unit = scaled4(k, 1.0f / k_norm);
-        const float kq = warp_sum(dot4(q_unit, k_unit));
-        m.q[at] = q_unit;
-        m.k[at] = k_unit;
-        if (lane == 0) m.kq[t] = kq;
-        if (record != nullptr)
-            reinterpret_cast<float4*>(record)[(t * key_heads + p.key_head) * (D / 4) + lane] = k_unit;
+    const int lane = threadIdx.x % 16;
+    for (int first = threadIdx.x / 32 * 2; first < count; first += blockDim.x / 16) {
+        const int t = first + threadIdx.x / 16 % 2;
+        const bool mine = t < count;
+        const int at = (mine ? t : first) * (D / 4) + lane;
+        const float4 q0 = m.q[at], q1 = m.q[at + 16], k0 = m.k[at], k1 = m.k[at + 16];
+        const float qq = row_sum(add_rn(dot4(q0, q0), dot4(q1, q1)));
+        const float kk = row_sum(add_rn(dot4(k0, k0), dot4(k1, k1)));
+        const float kq = row_sum(add_rn(dot4(k0, q0), dot4(k1, q1)));
+        const float q_scale = QUERY_SCALE / sqrtf(qq + NORM_EPSILON);
+        const float k_scale = 1.0f / sqrtf(kk + NORM_EPSILON);
+        sync_warp();  // a row without a partner was read by both halves
+        if (!mine) continue;
+        m.q[at] = scaled4(q0, q_scale), m.q[at + 16] = scaled4(q1, q_scale);
+        m.k[at] = scaled4(k0, k_scale), m.k[at + 16] = scaled4(k1, k_scale);
+        if (lane == 0) m.kq[t] = kq * k_scale * q_scale;
+        if (record == nullptr) continue;
+        float4* const to =
+            reinterpret_cast<float4*>(record) + (t * key_heads + p.key_head) * (D / 4) + lane;
+        to[0] = scaled4(k0, k_scale), to[16] = scaled4(k1, k_scale);
     }
 }
 
@@ -250,40 +282,28 @@ DEVICE void step(float (&s)[HELD], const Rows& m, const Place& p, int t, float& 
     float4 k[HELD / 4], q[HELD / 4];
     row_part(k, m.k + t * (D / 4), p.r);
     row_part(q, m.q + t * (D / 4), p.r);
-    const int gate = p.slot() * m.rows + t;
-    decayed(s, m.decay[gate]);
+    const float2 gate = m.gates[p.slot() * m.rows + t];
+    decayed(s, gate.x);
     // o = (S + k d)^T q = S^T q + (k . q) d: both sums are of the state before d is known.
     const float in_k = column_sum(dot(s, k)), in_q = column_sum(dot(s, q));
     const float v = m.v[t * p.columns + p.column - p.first];
-    d = mul_rn(m.beta[gate], add_rn(v, -in_k));
+    d = mul_rn(gate.y, add_rn(v, -in_k));
     added(s, k, d);
     o = fma_rn(m.kq[t], d, in_q);
 }
 
-// next_tail: the three inputs before row `end` of the call. Every channel is written by one block.
-DEVICE void keep_tail(u16* next_tail, const Inputs& x, const Place& p, int end, int key_channel,
-                      int value_channel) {
-    for (int j = threadIdx.x / D; j < TAPS - 1 && blockIdx.y == 0; j += blockDim.x / D)
-        *reinterpret_cast<u32*>(next_tail + j * x.channels + key_channel) =
-            x.pair(end - (TAPS - 1) + j, key_channel);
-    const int pairs = p.columns / 2;
-    if (p.first + threadIdx.x % pairs * 2 >= p.ratio * D) return;
-    for (int j = threadIdx.x / pairs; j < TAPS - 1; j += blockDim.x / pairs)
-        *reinterpret_cast<u32*>(next_tail + j * x.channels + value_channel) =
-            x.pair(end - (TAPS - 1) + j, value_channel);
-}
-
-KERNEL void __launch_bounds__(MOST_THREADS)
+KERNEL void __launch_bounds__(MOST_THREADS, 2)
 gdn_rows(const u16* qkv, const u16* b, const u16* a, const void* conv_weight, const void* a_log,
-         const void* dt_bias, const i32* accepted, const i32* valid, const float* state,
-         const u16* tail, const u16* record_qkv, const float* record_k, const float* record_d,
+         const void* dt_bias, const i32* accepted, const float* state, const u16* tail,
+         const u16* record_qkv, const float* record_k, const float* record_d,
          const float* record_decay, const float* states, u16* o, float* next_state, u16* next_tail,
          u16* next_record_qkv, float* next_record_k, float* next_record_d, float* next_record_decay,
-         float* next_states, int rows, int piece, int key_heads, int value_heads, int conv_f32,
+         float* next_states, int rows, int room, int key_heads, int value_heads, int conv_f32,
          int a_log_f32, int dt_bias_f32) {
     DYNAMIC_SHARED(memory);
+    let_next_start();
     const Place p = place_of(key_heads, value_heads);
-    const Rows m = rows_at(memory, piece, p.columns);
+    const Rows m = rows_at(memory, room, p.columns);
     const int n = *accepted;
     const bool first_slab = blockIdx.y == 0;
 
@@ -296,60 +316,50 @@ gdn_rows(const u16* qkv, const u16* b, const u16* a, const void* conv_weight, co
         load_state(s, state, p);
 #endif
     }
-    const int pair = threadIdx.x % D, pairs = p.columns / 2;
+    const int pair = threadIdx.x % D;
     const int key_channel = (pair / (D / 2) * key_heads + p.key_head) * D + pair % (D / 2) * 2;
-    const int last = p.ratio * D - 2;
-    const int mine = p.first + threadIdx.x % pairs * 2;
-    const int value_channel = (2 * key_heads + p.key_head * p.ratio) * D + (mine < last ? mine : last);
     const Taps key_taps = load_taps(conv_weight, key_channel, conv_f32);
-    const Taps value_taps = load_taps(conv_weight, value_channel, conv_f32);
+    Values v;
+    v.pairs = p.columns / 2, v.pair = threadIdx.x % v.pairs, v.t = threadIdx.x / v.pairs;
+    v.channel = (2 * key_heads + p.key_head * p.ratio) * D + p.first + 2 * v.pair;
+    Taps value_taps;
+    if (v.mine(p, rows)) value_taps = load_taps(conv_weight, v.channel, conv_f32);
+    const Gate gate = gate_of(p, rows, a_log, dt_bias, a_log_f32, dt_bias_f32);
     const Inputs x{qkv, tail, record_qkv, (2 * key_heads + value_heads) * D, n};
 
 #if !SAVES_STATES
     fold(s, m, p, record_k, record_d, record_decay, n, key_heads, value_heads);
 #endif
     wait_for_previous();
-    let_next_start();
-#if PREFILL
-    const int end = *valid;
-#else
-    const int end = rows;
+    // Every load that waits for the rows is under way before the first is used.
+    if (v.mine(p, rows)) v.load(x);
+    const int gate_at = gate.t * value_heads + gate.head;
+    const float gate_a = gate.mine ? bf16_float(a[gate_at]) : 0.0f;
+    const float gate_b = gate.mine ? bf16_float(b[gate_at]) : 0.0f;
+    convolve_keys(m, x, key_taps, key_channel, rows, first_slab ? next_record_qkv : nullptr,
+                  next_tail);
+    convolve_values(m, p, x, value_taps, v, rows, next_record_qkv, next_tail);
     if (p.active) store_state(next_state, s, p);
-    keep_tail(next_tail, x, p, 0, key_channel, value_channel);
-#endif
-
-    const i64 width = static_cast<i64>(value_heads) * D;
-    for (int first = 0; first < end; first += piece) {
-        const int count = end - first < piece ? end - first : piece;
-        convolve_keys(m, p, x, key_taps, key_channel, first, count,
-                      first_slab ? next_record_qkv : nullptr);
-        convolve_values(m, p, x, value_taps, value_channel, first, count, next_record_qkv);
-        open_gates(m, p, a, b, a_log, dt_bias, a_log_f32, dt_bias_f32, first, count, value_heads,
-                   next_record_decay);
-        sync_block();
-        normalise(m, p, count, key_heads, first_slab ? next_record_k : nullptr);
-        sync_block();
-        if (p.active) {
+    sync_block();
+    if (gate.mine) {
+        const float decay = decay_gate(gate_a, gate.a_log, gate.dt_bias);
+        m.gates[gate.slot * m.rows + gate.t] = make_float2(decay, beta_gate(gate_b));
+        if (gate.keeps && next_record_decay != nullptr) next_record_decay[gate_at] = decay;
+    }
+    normalise(m, p, rows, key_heads, first_slab ? next_record_k : nullptr);
+    sync_block();
+    if (!p.active) return;
+    const int width = value_heads * D;
 #pragma unroll 1
-            for (int t = 0; t < count; t++) {
-                float d, y;
-                step(s, m, p, t, d, y);
-                const i64 at = (first + t) * width + p.value_column();
-                if (p.r == 0) o[at] = float_bf16(y);
-#if SAVES_STATES && !PREFILL
-                store_state(next_states + (first + t) * static_cast<i64>(value_heads) * D * D, s, p);
-#elif !PREFILL
-                if (p.r == 0) next_record_d[at] = d;
+    for (int t = 0; t < rows; t++) {
+        float d, y;
+        step(s, m, p, t, d, y);
+        const int at = t * width + p.value_column();
+        if (p.r == 0) o[at] = float_bf16(y);
+#if SAVES_STATES
+        store_state(next_states + static_cast<i64>(t) * width * D, s, p);
+#else
+        if (p.r == 0) next_record_d[at] = d;
 #endif
-            }
-        }
-        sync_block();
     }
-#if PREFILL
-    if (p.active) {
-        store_state(next_state, s, p);
-        for (int t = end + p.r; t < rows; t += LANES) o[t * width + p.value_column()] = 0;
-    }
-    keep_tail(next_tail, x, p, end, key_channel, value_channel);
-#endif
 }

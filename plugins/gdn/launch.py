@@ -1,8 +1,8 @@
-"""gdn on a GPU: one launch; a block works on some columns of one key head's value heads."""
+"""gdn on a GPU: a block to verify is one launch, a prefill two."""
 
 from __future__ import annotations
 
-from thor_dflash.plugins.launch import At, Device, Int, Launch, Site
+from thor_dflash.plugins.launch import At, Device, Int, Launch, Scratch, Site
 from thor_dflash.tensors import DType
 
 IN_PLACE: frozenset[str] = frozenset({"next_state"})
@@ -17,15 +17,23 @@ DIM = 128
 TAPS = 4
 MOST_ROWS = 32
 """Of a block to verify, and of the records of one."""
-PIECE = 32
-"""Rows of a prefill that are in shared memory at a time."""
 COLUMNS = 4
 """Of a warp; must agree with kernel.cu, as must MOST_HEADS."""
 MOST_HEADS = 2
-WARPS = (4, 8, 12, 16)
+WARPS = (4, 8, 12)
 """Of a block: whole multiples of the 128 threads that take the key head's channels in pairs."""
 PROLOGUE_WARPS = 2.5
 """What convolution and norms of a block cost, in warps of the recurrence."""
+
+CHUNK = 32
+"""Rows of a prefill's chunk; this and what follows must agree with chunk.cuh."""
+THREADS = 128
+SLAB = 64
+"""Columns of a block of the walk."""
+KEY_BYTES = 4 * CHUNK * DIM * 2
+"""K and Q of a chunk and key head, in bf16 pairs."""
+MATRIX_BYTES = 4 * CHUNK * CHUNK * 2 + 2 * CHUNK * 4
+"""T and P of a chunk and value head, in bf16 pairs, and two float32 a row."""
 
 _PORTS = (
     "qkv",
@@ -35,7 +43,6 @@ _PORTS = (
     "a_log",
     "dt_bias",
     "accepted",
-    "valid",
     "state",
     "tail",
     "record_qkv",
@@ -52,27 +59,43 @@ _PORTS = (
     "next_record_decay",
     "next_states",
 )
+_PLAIN = ("conv_weight", "a_log", "dt_bias")
+_CHUNK_PORTS = (
+    *("qkv", "b", "a", *_PLAIN, "accepted", "valid", "tail", "record_qkv", "next_tail"),
+)
+_WALK_PORTS = (
+    *("qkv", "conv_weight", "accepted", "valid", "state", "tail", "record_qkv"),
+    *("record_k", "record_d", "record_decay", "states"),
+)
 
 
 def refuse(site: Site) -> str:
     """Why the kernels do not take this call; empty where they do."""
-    a = site.attributes
+    return _refuse_types(site) or _refuse_sizes(site)
+
+
+def _refuse_types(site: Site) -> str:
     for name in ("qkv", "b", "a", "tail", "record_qkv"):
         if (dtype := site.ports[name].dtype) is not DType.BF16:
             return f"gdn.{name} must be bfloat16 (got {dtype.value})"
-    for name in ("conv_weight", "a_log", "dt_bias"):
+    for name in _PLAIN:
         if (dtype := site.ports[name].dtype) not in (DType.BF16, DType.F32):
             return f"gdn.{name} must be bfloat16 or float32 (got {dtype.value})"
+    return ""
+
+
+def _refuse_sizes(site: Site) -> str:
+    a = site.attributes
     for name, size in (("key_dim", DIM), ("value_dim", DIM), ("conv_kernel", TAPS)):
         if (value := a.integer(name)) != size:
             return f"gdn.{name} must be {size} (got {value})"
     if (heads := a.integer("value_heads")) % a.integer("key_heads"):
         return f"gdn.value_heads must be a multiple of key_heads (got {heads})"
-    if (held := site.size("record_qkv", 0)) > MOST_ROWS:
-        return f"gdn.record_qkv must be at most {MOST_ROWS} rows (got {held})"
-    rows = site.size("qkv", 0)
-    if a.word("mode") == "verify" and rows > MOST_ROWS:
-        return f"gdn.qkv must be at most {MOST_ROWS} rows in verify mode (got {rows})"
+    if a.word("mode") == "prefill":
+        return ""
+    for name in ("qkv", "record_qkv"):
+        if (rows := site.size(name, 0)) > MOST_ROWS:
+            return f"gdn.{name} must be at most {MOST_ROWS} rows (got {rows})"
     return ""
 
 
@@ -99,29 +122,64 @@ def shared_bytes(rows: int, count: int) -> int:
 
 
 def launches(site: Site, device: Device) -> tuple[Launch, ...]:
-    """One launch: x key heads, y slabs of their columns."""
+    """Verify: one launch. Prefill: the matrices of every chunk, then the walk over the chunks."""
+    if site.attributes.word("mode") == "prefill":
+        return _prefill(site)
     a = site.attributes
     rows, held = site.size("qkv", 0), site.size("record_qkv", 0)
-    prefill = a.word("mode") == "prefill"
-    piece = max(PIECE if prefill else rows, held)
-    count = warps(site, device)
-    plain = (
-        Int(int(site.ports[name].dtype is DType.F32)) for name in ("conv_weight", "a_log", "dt_bias")
-    )
+    room, count = max(rows, held), warps(site, device)
     return (
         Launch(
             kernel="gdn_rows",
             grid=(a.integer("key_heads"), slabs(site, count), 1),
             threads=32 * count,
+            arguments=(*(At(port) for port in _PORTS), Int(rows), Int(room), *_sizes(site)),
+            shared=shared_bytes(room, count),
+            defines={"SAVES_STATES": int(a.word("saves") == "states")},
+        ),
+    )
+
+
+def _sizes(site: Site) -> tuple[Int, ...]:
+    """Heads and the types of the plain parameters."""
+    a = site.attributes
+    return (
+        Int(a.integer("key_heads")),
+        Int(a.integer("value_heads")),
+        *(Int(int(site.ports[name].dtype is DType.F32)) for name in _PLAIN),
+    )
+
+
+def _prefill(site: Site) -> tuple[Launch, ...]:
+    a = site.attributes
+    keys, values, rows = a.integer("key_heads"), a.integer("value_heads"), site.size("qkv", 0)
+    chunks = -(-rows // CHUNK)
+    scratch = (
+        Scratch("keys", chunks * keys * KEY_BYTES),
+        Scratch("matrices", chunks * values * MATRIX_BYTES),
+    )
+    return (
+        Launch(
+            kernel="gdn_chunks",
+            grid=(keys, chunks, 1),
+            threads=THREADS,
+            arguments=(*(At(port) for port in _CHUNK_PORTS), *scratch, *_sizes(site)),
+            shared=KEY_BYTES + 2 * CHUNK * DIM * 4,
+            source="chunks.cu",
+        ),
+        Launch(
+            kernel="gdn_prefill",
+            grid=(values, DIM // SLAB, 1),
+            threads=THREADS,
             arguments=(
-                *(At(port) for port in _PORTS),
+                *(At(port) for port in _WALK_PORTS),
+                *scratch,
+                At("o"),
+                At("next_state"),
                 Int(rows),
-                Int(piece),
-                Int(a.integer("key_heads")),
-                Int(a.integer("value_heads")),
-                *plain,
+                *_sizes(site)[:3],
             ),
-            shared=shared_bytes(piece, count),
-            defines={"PREFILL": int(prefill), "SAVES_STATES": int(a.word("saves") == "states")},
+            shared=2 * (KEY_BYTES + MATRIX_BYTES) + CHUNK * (SLAB + 4) * 4 + 16,
+            source="prefill.cu",
         ),
     )

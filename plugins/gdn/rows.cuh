@@ -76,12 +76,6 @@ DEVICE float decay_gate(float a, float a_log, float dt_bias) {
 
 DEVICE float beta_gate(float b) { return 1.0f / (1.0f + expf(-b)); }
 
-DEVICE float warp_sum(float x) {
-#pragma unroll
-    for (int mask = 16; mask; mask /= 2) x = add_rn(x, shuffle_xor(x, mask));
-    return x;
-}
-
 DEVICE float dot4(float4 a, float4 b) {
     return fma_rn(a.x, b.x, fma_rn(a.y, b.y, fma_rn(a.z, b.z, mul_rn(a.w, b.w))));
 }

@@ -1,4 +1,4 @@
-// Fills memory with reproducible pseudo-random weights: element i is a function of seed and i alone.
+// Fills memory with reproducible pseudo-random weights: element i depends on seed and i alone.
 #include "linear/units.cuh"
 
 constexpr int THREADS = 256;

@@ -12,7 +12,8 @@ DEVICE float squares_of(u32 pair) {
 }
 
 // Row t is table[ids[t]], or table[filler] from `count` on. An id outside the table has no row:
-// NaN, which accept reports. A warp copies one slice of one row; `squares` [slices, 32] may be null.
+// NaN, which accept reports. A warp copies one slice of one row. `squares` [slices, 32] may be
+// null.
 KERNEL void __launch_bounds__(THREADS)
 embed(const u16* table, const i32* ids, u16* rows, float* squares, int row_count, int vocabulary,
       int hidden, int count, int filler) {
@@ -42,8 +43,9 @@ embed(const u16* table, const i32* ids, u16* rows, float* squares, int row_count
 KERNEL void __launch_bounds__(THREADS)
 concat(const u64* sources, const i32* widths, const i32* starts, uint4* y, int width) {
     int t = blockIdx.x, source = blockIdx.y, units = widths[source];
-    const uint4* from = reinterpret_cast<const uint4*>(sources[source]) + static_cast<u64>(t) * units;
-    uint4* to = y + static_cast<u64>(t) * width + starts[source];
+    u64 row = static_cast<u64>(t);
+    const uint4* from = reinterpret_cast<const uint4*>(sources[source]) + row * units;
+    uint4* to = y + row * width + starts[source];
     wait_for_previous();
     let_next_start();
     for (int i = threadIdx.x; i < units; i += THREADS) to[i] = from[i];

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
+from thor_dflash.plugins.linear.reference import reference as linear
+from thor_dflash.plugins.numerics import rounded, silu, wide
 from thor_dflash.plugins.op import Arrays, Attribute, Attributes, Case, Op
 from thor_dflash.plugins.standard.launch import SLICE, SQUARE_ROWS
-from thor_dflash.tensors import Array
+from thor_dflash.tensors import Array, DType
 
 
 def _no_cases(rng: np.random.Generator) -> Iterator[Case]:
@@ -68,7 +70,28 @@ def _node(
     )
 
 
+def _rows(x: Arrays, a: Attributes) -> dict[str, Array]:
+    eye = np.eye(x["x"].shape[1], dtype=np.float32)
+    product = Attributes({**a.values, "segments": 1, "epilogue": "none"})
+    return {"y": linear({**x, "weight0": eye}, product)["y0"]}
+
+
+def _add(x: Arrays, a: Attributes) -> dict[str, Array]:
+    del a
+    return {"y": rounded(wide(x["a"]) + wide(x["b"]), DType.of(x["a"]))}
+
+
+def _silu_mul(x: Arrays, a: Attributes) -> dict[str, Array]:
+    del a
+    return {"y": rounded(silu(wide(x["a"])) * wide(x["b"]), DType.of(x["a"]))}
+
+
 EMBED = _node("embed", _embed, {"mask": -1, "rows": 0})
 CONCAT = _node("concat", _concat, {})
 COMPOSE = _node("compose", _compose, {})
 SQUARES = _node("squares", _sums, {})
+
+ROWS = _node("rows", _rows, {"norm_eps": 1e-6, "norm_offset": 0.0, "head_dim": 0, "gate": "none"})
+ADD = _node("add", _add, {})
+SILU_MUL = _node("silu_mul", _silu_mul, {})
+"""The parts of a linear that was taken apart, see unfused.py."""

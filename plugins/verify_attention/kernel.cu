@@ -13,7 +13,7 @@
 constexpr float LOGIT = 0.0625f * 1.44269504f;  // 1 / sqrt(WIDTH), and exp2 for exp
 
 constexpr int WARPS = THREADS / 32;
-constexpr int BATCH = 4;  // query rows that a warp prepares side by side
+constexpr int BATCH = GROUP == 6 ? 6 : 4;  // query rows that a warp prepares side by side
 
 // 16 tokens of one key/value head's group as they came, each row where its queries will lie; zeros
 // past the call's last. Warp w holds rows w, w + 8, ..., lane l 16 bytes of each.
@@ -94,11 +94,13 @@ KERNEL void __launch_bounds__(THREADS, 1)
     float w[8], w_key[8];
     norm_weights(w, q_norm, offset, at.lane);
     norm_weights(w_key, k_norm, offset, at.lane);
+    const float own = own_frequency(frequency, half);
+    const float2 by_k = with_inverse(*scale_k), by_v = with_inverse(*scale_v);
     let_next_start();
     wait_for_previous();
     const int head = blockIdx.y, from = blockIdx.z * TOKENS;
-    load_queries(memory, q, rows, from);
     const int length = *length_at;
+    load_queries(memory, q, rows, from);
     const int end = length + min(rows, from + TOKENS);  // of what any row of the block sees
     const int live = segment_of(end - 1) + 1;
     int item = blockIdx.x;
@@ -118,11 +120,10 @@ KERNEL void __launch_bounds__(THREADS, 1)
 
     // The angles lie where the second tile will.
     const Rotation by = {reinterpret_cast<float*>(memory + TILES + STAGE), half};
-    const Fresh fresh = {k, v, rows, static_cast<int>(gridDim.y), head, eps,
-                         with_inverse(*scale_k), with_inverse(*scale_v)};
+    const Fresh fresh = {k, v, rows, static_cast<int>(gridDim.y), head, eps, by_k, by_v};
     Pair pair;
     load_pair(pair, fresh, threadIdx.x >> 5, at.lane);
-    angles(by, frequency, length, gridDim.z * TOKENS);
+    angles(by, own, length, gridDim.z * TOKENS);
     copy_async_wait<1>();
     sync_block();
     turn_queries(memory, w, eps, by, from);
@@ -212,6 +213,7 @@ DEVICE void add_piece(float (&sum)[8], float& total, const uint4& bits, float we
 KERNEL void __launch_bounds__(32 * COMBINE_WARPS)
     combine(const u16* mixtures, const float2* stats, const i32* length_at,
             const float* __restrict__ scale_v, u16* o, int rows, int kv_heads, int pieces) {
+    const float scale = *scale_v;
     let_next_start();
     wait_for_previous();
     const int lane = threadIdx.x & 31;
@@ -227,6 +229,7 @@ KERNEL void __launch_bounds__(32 * COMBINE_WARPS)
     uint4 bits[AHEAD], more[AHEAD];
     load_pieces(bits, from, 0, count);
     float best = nothing();
+#pragma unroll 1
     for (int s = lane; s < count; s += 32) best = fmaxf(best, stats[s * ROWS].x);
 #pragma unroll
     for (int far = 16; far >= 1; far >>= 1) best = fmaxf(best, shuffle_xor(best, far));
@@ -247,7 +250,7 @@ KERNEL void __launch_bounds__(32 * COMBINE_WARPS)
             bits[s] = more[s];
         }
     }
-    const float by = *scale_v / total;
+    const float by = scale / total;
     reinterpret_cast<uint4*>(o + static_cast<i64>(index) * WIDTH)[lane] =
         make_uint4(pack_bf16x2(sum[0] * by, sum[1] * by), pack_bf16x2(sum[2] * by, sum[3] * by),
                    pack_bf16x2(sum[4] * by, sum[5] * by), pack_bf16x2(sum[6] * by, sum[7] * by));
@@ -263,15 +266,16 @@ KERNEL void __launch_bounds__(THREADS)
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     float w[8];
     norm_weights(w, k_norm, offset, lane);
+    const float own = own_frequency(frequency, half);
+    const float2 by_k = with_inverse(*scale_k), by_v = with_inverse(*scale_v);
     let_next_start();
     wait_for_previous();
     const int length = *length_at, from = blockIdx.x * TOKENS, head = blockIdx.y;
     const Rotation by = {table, half};
-    const Fresh fresh = {k, v, rows, static_cast<int>(gridDim.y), head, eps,
-                         with_inverse(*scale_k), with_inverse(*scale_v)};
+    const Fresh fresh = {k, v, rows, static_cast<int>(gridDim.y), head, eps, by_k, by_v};
     Pair pair;
     load_pair(pair, fresh, from + warp, lane);
-    angles(by, frequency, length + from, TOKENS);
+    angles(by, own, length + from, TOKENS);
     sync_block();
     const i64 to = (static_cast<i64>(head) * capacity + length) * CACHE_BYTES;
     store_pair(cache_k + to, cache_v + to, pair, fresh, w, by, from + warp, warp, lane);
@@ -287,18 +291,19 @@ KERNEL void __launch_bounds__(THREADS, 1)
     const Lane at = this_lane();
     float w[8];
     norm_weights(w, q_norm, offset, at.lane);
+    const float own = own_frequency(frequency, half);
     let_next_start();
     wait_for_previous();
     const int head = blockIdx.y, from = (gridDim.z - 1 - blockIdx.z) * TOKENS;
-    load_queries(memory, q, rows, from);
     const int length = *length_at, end = length + min(rows, from + TOKENS);
+    load_queries(memory, q, rows, from);
     const u8* const keys = cache_k + static_cast<i64>(head) * capacity * CACHE_BYTES;
     const u8* const values = cache_v + static_cast<i64>(head) * capacity * CACHE_BYTES;
     Pipe pipe = {memory, keys, values, end, 0, 0};
     load_tile(pipe.stage(0), keys, values, 0, end);
     if (threadIdx.x == 0) init(pipe);
     const Rotation by = {reinterpret_cast<float*>(memory + TILES + STAGE), half};
-    angles(by, frequency, length + from, TOKENS);
+    angles(by, own, length + from, TOKENS);
     copy_async_wait<1>();
     sync_block();
     turn_queries(memory, w, eps, by, 0);

@@ -33,12 +33,17 @@ DEVICE void cosine_sine(float angle, float& cosine, float& sine) {
     sine = (quarters & 2) != 0 ? -b : b;
 }
 
+// The frequency of this thread's angles: `half` is a power of two and divides the block.
+DEVICE float own_frequency(const float* frequency, int half) {
+    return frequency[threadIdx.x & (half - 1)];
+}
+
 // Rows first .. first + count - 1, by the whole block.
-DEVICE void angles(const Rotation& to, const float* frequency, int first, int count) {
-    for (int i = threadIdx.x; i < count * to.half; i += blockDim.x) {
-        const int row = i / to.half, j = i - row * to.half;
+DEVICE void angles(const Rotation& to, float own, int first, int count) {
+    const int log = __ffs(to.half) - 1, j = threadIdx.x & (to.half - 1);
+    for (int row = threadIdx.x >> log; row < count; row += blockDim.x >> log) {
         float* at = to.table + row * 2 * to.half + j;
-        cosine_sine(mul_rn(static_cast<float>(first + row), frequency[j]), at[0], at[to.half]);
+        cosine_sine(mul_rn(static_cast<float>(first + row), own), at[0], at[to.half]);
     }
 }
 

@@ -85,6 +85,7 @@ void (*kernel_body)();
 jmp_buf leave;
 u64 chance;
 Races races;
+Global between;
 
 u32 pick(u32 n) {
     chance ^= chance << 13, chance ^= chance >> 7, chance ^= chance << 17;
@@ -194,6 +195,13 @@ void check_global(const void* p, u64 bytes, bool write, const char* what) {
     if (range->flags & FROM_KERNELS && !early && !self->waited) {
         fault("%s: memory that other kernels use, before wait_for_previous, %p", what, p);
     }
+    if (!(range->flags & WRITABLE)) return;
+    u64 where = reinterpret_cast<u64>(p);
+    if (write) return between.write(races, number(self), where, bytes, offset(self->site));
+    Races::Place other = between.read(races, number(self), where, bytes);
+    if (other.thread < 0) return;
+    fault("%s: a race in device memory: thread %d of this or another block wrote it at @0x%llx and "
+          "nothing orders the two", what, other.thread, other.site);
 }
 
 bool own(const u8* p, const u8* begin, const u8* end) { return p >= begin && p < end; }
@@ -622,6 +630,7 @@ void wait_for_previous() { self->waited = true; }
 u32 arrive(u32* counter) {
     SITE();
     check_global(counter, 4, true, "arrive");
+    between.arrive(races, number(self));
     return (*counter)++;
 }
 
@@ -659,6 +668,7 @@ void start_block() {
     memset(statics, POISON, static_cast<size_t>(end - statics));
     alive = thread_count;
     races.start(thread_count, static_cast<u64>(end - dynamic_memory));
+    between.start_block();
     bulk.clear();
     memset(meetings, 0, sizeof meetings);
     for (int i = 0; i < thread_count; i++) {
@@ -785,6 +795,7 @@ int run(const Launch& given, void (*body)()) {
     }
     if (dynamic_memory != __start_emulated_shared) fault_at(nullptr, "machine.o must be linked first");
     make_stacks();
+    between.start_launch();
     run_grid();
     release_signals();
     return 0;

@@ -193,6 +193,24 @@ KERNEL void wrong_no_release(const float* in, float* out) {
     }
 }
 
+// `last_block`, but nothing orders what the other threads wrote before the arrival.
+KERNEL void wrong_arrival(float* parts, u32* counter, float* out) {
+    __shared__ u32 old;
+    parts[blockIdx.x * blockDim.x + threadIdx.x] = 1.0f;
+    if (threadIdx.x == 0) old = arrive(counter);
+    sync_block();
+    if (old + 1 != gridDim.x || threadIdx.x != 0) return;
+    float sum = 0;
+    for (u32 i = 0; i < gridDim.x * blockDim.x; i++) sum += load_shared_result(parts + i);
+    out[0] = sum;
+}
+
+// Every block reads what its neighbour may or may not have written.
+KERNEL void wrong_neighbour(float* parts, float* out) {
+    parts[blockIdx.x] = 1.0f;
+    out[blockIdx.x] = parts[(blockIdx.x + 1) % gridDim.x];
+}
+
 KERNEL void wrong_lanes_diverge(u32* out) {
     out[threadIdx.x] = threadIdx.x < 16 ? shuffle(1u, 0) : ballot(true);
 }

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thor_dflash.errors import EngineError
+from thor_dflash.plugins.cuda.driver import STICKY, Driver
 from thor_dflash.runtime.engines.cuda import control
 from thor_dflash.runtime.engines.cuda.control import RING, SLOT, Page, Ring
-from thor_dflash.runtime.engines.cuda.driver import STICKY, Driver
 from thor_dflash.runtime.engines.cuda.engine import corners
 from thor_dflash.runtime.engines.cuda.memory import RESERVE, Arena
 from thor_dflash.tensors import Array, DType, TensorSpec

@@ -30,7 +30,9 @@ def probe(
     from_kernels: bool = False,
 ) -> None:
     """Run a kernel of probes.cu on arrays, then integers. The first array is the input."""
-    arguments = [*(ctypes.c_void_p(x.ctypes.data) for x in arrays), *map(ctypes.c_int32, numbers)]
+    arguments: list[ctypes.c_void_p | ctypes.c_int32 | ctypes.c_float]
+    arguments = [ctypes.c_void_p(x.ctypes.data) for x in arrays]
+    arguments += [ctypes.c_int32(n) for n in numbers]
     memory = [
         Memory(x.ctypes.data, x.nbytes, writable or i > 0, from_kernels)
         for i, x in enumerate(arrays)
@@ -131,7 +133,8 @@ def test_lanes_exchange(seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_a_matrix_product_is_one(dtype: type) -> None:
-    a, b = floats(256).reshape(16, 16).astype(dtype), floats(128).reshape(16, 8).astype(dtype)
+    a: Array = floats(256).reshape(16, 16).astype(dtype)
+    b: Array = floats(128).reshape(16, 8).astype(dtype)
     c, d = floats(130)[2:].reshape(16, 8).copy(), np.zeros((16, 8), np.float32)
     probe("product", [a, b, c, d], int(dtype is F16))
     want = c + a.astype(np.float64) @ b.astype(np.float64)
@@ -213,6 +216,15 @@ def test_a_missing_barrier_is_a_race_in_every_order(kernel: str, threads: int, s
 def test_who_meets_wrongly_is_told(kernel: str, threads: int, message: str, seed: int) -> None:
     with pytest.raises(EmulatorFault, match=message):
         probe(kernel, [np.zeros(64, np.uint32)], threads=threads, seed=seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_blocks_hand_over_by_arriving_only(seed: int) -> None:
+    parts, counter, out = np.zeros(256, np.float32), np.zeros(1, np.uint32), np.zeros(9, np.float32)
+    with pytest.raises(EmulatorFault, match="a race in device memory"):
+        probe("wrong_arrival", [parts, counter, out], threads=64, blocks=4, seed=seed)
+    with pytest.raises(EmulatorFault, match="a race in device memory"):
+        probe("wrong_neighbour", [parts, out], threads=1, blocks=3, seed=seed)
 
 
 def test_a_fault_names_the_line() -> None:

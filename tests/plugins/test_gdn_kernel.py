@@ -16,8 +16,10 @@ from thor_dflash.plugins.launch import H100, THOR, Device
 from thor_dflash.plugins.op import Attribute, Case
 from thor_dflash.tensors import Array, DType
 
-FLOAT_ERROR = 4e-6
-"""Of float32 outputs, relative to the largest."""
+FLOAT_ERROR = 2e-6
+"""Of float32 outputs of a verify, relative to the largest."""
+CHUNK_ERROR = 5e-5
+"""The same of a prefill's state: its products are of bf16 pairs, 2^-16 of a term."""
 
 
 def case_of(
@@ -41,19 +43,33 @@ def prefill(case: Case, valid: int) -> Case:
     return Case(case.name, {**case.inputs, "valid": np.array([valid], np.int32)}, case.attributes)
 
 
+def poisoned(case: Case) -> Case:
+    """The same, with NaN in everything the counts say is not there."""
+    x = {name: value.copy() for name, value in case.inputs.items()}
+    for name in x:
+        if name.startswith(("record", "states")):
+            x[name][int(x["accepted"][0]) :] = np.nan
+    for name in ("qkv", "b", "a"):
+        if "valid" in x:
+            x[name][int(x["valid"][0]) :] = np.nan
+    return Case(case.name, x, case.attributes)
+
+
 def outputs(case: Case, device: Device = THOR, seed: int = 0) -> Mapping[str, Array]:
-    return launch(call_of(OP, case), Emulator(seed=seed), device)
+    with np.errstate(invalid="ignore"):  # the reference of poisoned rows
+        call = call_of(OP, case)
+    return launch(call, Emulator(seed=seed), device)
 
 
 def check(case: Case, device: Device = THOR, seed: int = 0) -> Mapping[str, Array]:
     """Run a case, hold it to the reference; float32 outputs closely."""
-    got = outputs(case, device, seed)
+    got = outputs(poisoned(case), device, seed)
     want = OP.reference(case.inputs, OP.complete(case.attributes))
     compare(OP, got, want)
     for name, value in want.items():
         if value.dtype == np.float32:
             error = np.abs(got[name] - value).max() / np.abs(value).max()
-            assert error < FLOAT_ERROR, (name, error)
+            assert error < (CHUNK_ERROR if "valid" in case.inputs else FLOAT_ERROR), (name, error)
     return got
 
 
@@ -140,6 +156,28 @@ def test_a_prefill_is_the_reference_wherever_it_stops(rows: int, accepted: int, 
     check(prefill(case_of(valid, rows, 16, accepted, mode="prefill"), valid))
 
 
+def test_a_prefill_of_keys_that_are_alike_and_states_that_never_fade() -> None:
+    """The chunk's triangular system at its worst: every row corrects all rows before it."""
+    case = prefill(case_of(1, 128, 4, 0, mode="prefill"), 128)
+    qkv = case.inputs["qkv"].copy()
+    qkv[:, 128:256] = (3 + 0.3 * qkv[:, 128:256].astype(np.float32)).astype(qkv.dtype)
+    slow = {"a_log": np.full(2, -9, np.float32), "b": np.full_like(case.inputs["b"], 5)}
+    check(Case(case.name, {**case.inputs, **slow, "qkv": qkv}, case.attributes))
+
+
+def test_a_prefill_of_decays_from_none_to_all() -> None:
+    """Ratios of decays across a row that forgets everything are those of the rows after it."""
+    case = prefill(case_of(2, 64, 4, 1, (1, 3), mode="prefill"), 64)
+    steep = case.inputs["a"].astype(np.float32) * 40 - 20
+    a = steep.astype(case.inputs["a"].dtype)
+    check(Case(case.name, {**case.inputs, "a": a}, case.attributes))
+
+
+def test_a_prefill_of_any_ratio_of_heads() -> None:
+    check(prefill(case_of(4, 40, 4, 3, (3, 9), mode="prefill"), 39))
+    check(prefill(case_of(4, 33, 4, 3, (1, 5), mode="prefill"), 33), seed=2)
+
+
 def test_a_prefill_starts_from_a_saved_state() -> None:
     check(prefill(case_of(3, 40, 4, 2, mode="prefill", saves="states"), 37))
 
@@ -189,6 +227,6 @@ def test_launches_are_legal_and_fill_the_device(device: Device) -> None:
     case = case_of(0, 16, 16, 1, (16, 48))
     site = site_of(OP, case.attributes, {n: shaped(x) for n, x in case.inputs.items()})
     (one,) = launches(site, device)
-    assert one.threads <= 512
-    assert one.shared <= 48 * 1024
+    assert one.threads <= 384
+    assert 2 * one.shared <= 228 * 1024
     assert one.grid[0] * one.grid[1] >= min(96, device.multiprocessors)

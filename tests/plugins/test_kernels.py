@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
+from dataclasses import astuple
 from functools import cache
 from pathlib import Path
 
-import kernel_cases
 import numpy as np
 import pytest
-from emulation import COMPILER, Emulator, signatures
+from emulation import COMPILER, Emulator, cached, signatures
+from kernel_cases import cases_of, every_code
+from kernel_sites import sites as model_sites
 from kernels import (
     Call,
     Refused,
@@ -26,7 +29,8 @@ from kernels import (
     source_of,
 )
 
-from thor_dflash.plugins import OPS
+from thor_dflash.plugins import LINEAR, OPS
+from thor_dflash.plugins.cuda.compile import Usage, compile_source, digest
 from thor_dflash.plugins.launch import (
     H100,
     THOR,
@@ -50,20 +54,9 @@ FORWARD, BACKWARDS, SHUFFLED = 0, 1, 2
 REFUSAL = re.compile(r"\w+[.:].* must .+ \(got .+\)")
 
 
-@cache
-def cases_of(room: str) -> dict[str, Case]:
-    (op,) = (op for op in OPS if op.name == room)
-    found: dict[str, Case] = {}
-    own = [(case.name, case) for case in op.cases(np.random.default_rng(7))]
-    more = kernel_cases.cases(room, np.random.default_rng(8))
-    for name, case in own + [(f"more_{case.name}", case) for case in more]:
-        found[f"{name}_again" if name in found else name] = case
-    return found
-
-
 every_case = pytest.mark.parametrize(
     ("op", "name"),
-    [pytest.param(op, name, id=f"{op.name}-{name}") for op in ROOMS for name in cases_of(op.name)],
+    [pytest.param(op, name, id=f"{op.name}-{name}") for op in ROOMS for name in cases_of(op)],
 )
 
 
@@ -72,8 +65,9 @@ def accepted(op: Op, case: Case, x_squares: bool = False, y_squares: bool = Fals
     try:
         return call_of(op, case, x_squares, y_squares)
     except Refused as refusal:
-        assert REFUSAL.fullmatch(str(refusal)), refusal
-        return None
+        why = str(refusal)
+    assert REFUSAL.fullmatch(why), why
+    return None
 
 
 def same_bits(got: dict[str, Array], want: dict[str, Array]) -> None:
@@ -85,7 +79,7 @@ def same_bits(got: dict[str, Array], want: dict[str, Array]) -> None:
 @emulated
 @every_case
 def test_kernels_equal_the_reference(op: Op, name: str) -> None:
-    call = accepted(op, cases_of(op.name)[name])
+    call = accepted(op, cases_of(op)[name])
     if call is None:
         return
     got = launch(call, Emulator(FORWARD), THOR)
@@ -97,12 +91,10 @@ def test_kernels_equal_the_reference(op: Op, name: str) -> None:
 
 
 @emulated
-@pytest.mark.parametrize("name", [n for n in cases_of("linear") if "t_0" not in n])
+@pytest.mark.parametrize("name", cases_of(LINEAR))
 def test_linear_takes_and_leaves_sums_of_squares(name: str) -> None:
-    (op,) = (op for op in OPS if op.name == "linear")
-    if rule(op) is None:
-        return
-    case = cases_of("linear")[name]
+    op = LINEAR
+    case = cases_of(LINEAR)[name]
     few = len(case.inputs["x"]) <= 32
     single = case.attributes.get("segments", 1) == 1
     call = accepted(op, case, few and "norm_weight" in case.inputs, few and single)
@@ -115,10 +107,8 @@ def test_linear_takes_and_leaves_sums_of_squares(name: str) -> None:
 @emulated
 @pytest.mark.parametrize("rows", [16, 48])
 def test_every_fp4_code_times_every_scale_is_exact(rows: int) -> None:
-    (op,) = (op for op in OPS if op.name == "linear")
-    if rule(op) is None:
-        return
-    call = call_of(op, kernel_cases.every_code(rows))
+    op = LINEAR
+    call = call_of(op, every_code(rows))
     y = launch(call, Emulator(FORWARD), THOR)["y0"].astype(np.float64)
     np.testing.assert_array_equal(y, call.want["y0"].astype(np.float64))
 
@@ -126,7 +116,7 @@ def test_every_fp4_code_times_every_scale_is_exact(rows: int) -> None:
 @emulated
 @every_room
 def test_enough_cases_are_taken(op: Op) -> None:
-    taken = [name for name, case in cases_of(op.name).items() if accepted(op, case)]
+    taken = [name for name, case in cases_of(op).items() if accepted(op, case)]
     assert len(taken) >= 5
 
 
@@ -151,8 +141,8 @@ def outputs_by_row(op: Op, got: dict[str, Array], call: Call) -> dict[str, Array
 def prefixes(op: Op) -> Iterator[str]:
     """Cases whose rows do not depend on later rows."""
     if op.name in ("linear", "head", "verify_attention"):
-        yield from cases_of(op.name)
-    for name, case in cases_of(op.name).items():
+        yield from cases_of(op)
+    for name, case in cases_of(op).items():
         if (op.name == "gdn" and case.attributes.get("mode") != "prefill") or (
             op.name == "draft_attention" and case.attributes["causal"] == 1
         ):
@@ -165,7 +155,7 @@ def prefixes(op: Op) -> Iterator[str]:
     [pytest.param(op, name, id=f"{op.name}-{name}") for op in ROOMS for name in prefixes(op)],
 )
 def test_a_row_does_not_depend_on_the_rows_after_it(op: Op, name: str) -> None:
-    case = in_kernel_types(op, cases_of(op.name)[name])
+    case = in_kernel_types(op, cases_of(op)[name])
     call, rows = accepted(op, case), rows_of(op, case)
     if call is None:
         return
@@ -187,11 +177,11 @@ def test_a_row_does_not_depend_on_the_rows_after_it(op: Op, name: str) -> None:
         pytest.param(op, name, id=f"{op.name}-{name}")
         for op in ROOMS
         if op.name in ("linear", "head")
-        for name in cases_of(op.name)
+        for name in cases_of(op)
     ],
 )
 def test_a_row_does_not_depend_on_its_place_or_its_neighbours(op: Op, name: str) -> None:
-    case = in_kernel_types(op, cases_of(op.name)[name])
+    case = in_kernel_types(op, cases_of(op)[name])
     call = accepted(op, case)
     if call is None:
         return
@@ -201,17 +191,17 @@ def test_a_row_does_not_depend_on_its_place_or_its_neighbours(op: Op, name: str)
     same_bits({n: np.ascontiguousarray(x[::-1]) for n, x in backward.items()}, forward)
 
 
-# ---- geometry --------------------------------------------------------------------------------------
+# ---- geometry ------------------------------------------------------------------------------------
 def sites(op: Op) -> Iterator[tuple[str, Site]]:
     """Every call the kernels take, of the cases and of the full model."""
-    for name, case in cases_of(op.name).items():
+    for name, case in cases_of(op).items():
         case = in_kernel_types(op, case)
-        inputs = {n: shaped(x) for n, x in case.inputs.items()}
+        given = {n: shaped(x) for n, x in case.inputs.items()}
         try:
-            yield name, packed(site_of(op, case.attributes, inputs), {})[0]
+            yield name, packed(site_of(op, case.attributes, given), {})[0]
         except Refused:
             continue
-    for name, attributes, inputs in kernel_cases.sites(op.name):
+    for name, attributes, inputs in model_sites(op.name):
         yield name, packed(site_of(op, attributes, inputs), {})[0]
 
 
@@ -279,24 +269,33 @@ def test_scratch_of_one_name_has_one_size_in_a_call(op: Op) -> None:
                         assert sizes.setdefault(wanted.name, wanted) == wanted
 
 
-# ---- compilation -----------------------------------------------------------------------------------
+# ---- compilation ---------------------------------------------------------------------------------
+def usage_of(source: Path, defines: tuple[tuple[str, int], ...], arch: str) -> dict[str, Usage]:
+    """What ptxas says of each kernel; compiled once for each text of the sources."""
+
+    def make(path: Path) -> None:
+        usage = compile_source(source, dict(defines), arch).usage
+        path.write_text(json.dumps({name: astuple(found) for name, found in usage.items()}))
+
+    path = cached(digest(source, dict(defines), arch), ".json", make)
+    return {name: Usage(*found) for name, found in json.loads(path.read_text()).items()}
+
+
 @pytest.mark.parametrize("arch", ["sm_90", "sm_110"])
 @every_room
 def test_every_kernel_compiles_without_spills(op: Op, arch: str) -> None:
-    pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC (pip install cuda-bindings)")
-    from thor_dflash.runtime.engines.cuda.compile import compile_source
-
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC (the extra [cuda])")
     wanted: dict[tuple[Path, tuple[tuple[str, int], ...]], dict[str, int]] = {}
     for _, one in launches(op.name):
-        key = (source_of(op, one), tuple(sorted(one.defines.items())))
-        dynamic = wanted.setdefault(key, {})
+        defines = tuple((name, int(value)) for name, value in sorted(one.defines.items()))
+        dynamic = wanted.setdefault((source_of(op, one), defines), {})
         dynamic[one.kernel] = max(dynamic.get(one.kernel, 0), one.shared)
     spilled = []
     for (source, defines), kernels in wanted.items():
-        usage = compile_source(source, dict(defines), arch).usage
-        for kernel, dynamic in kernels.items():
+        usage = usage_of(source, defines, arch)
+        for kernel, shared in kernels.items():
             found = usage[kernel]
-            assert found.shared + dynamic <= THOR.shared, f"{source.name} {defines} {kernel}"
+            assert found.shared + shared <= THOR.shared, f"{source.name} {defines} {kernel}"
             if found.spilled:
                 spilled.append(f"{source.name} {dict(defines)} {kernel}: {found}")
     assert not spilled, "\n".join(spilled)

@@ -253,7 +253,7 @@ def test_arguments_are_those_of_the_kernel(one: Launch) -> None:
 @pytest.mark.parametrize("arch", ["sm_90", "sm_110"])
 def test_every_kernel_compiles_without_spills(arch: str) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC (pip install cuda-bindings)")
-    from thor_dflash.runtime.engines.cuda.compile import compile_source
+    from thor_dflash.plugins.cuda.compile import compile_source
 
     for one in LAUNCHES:
         usage = compile_source(FOLDER / one.source, {}, arch).usage

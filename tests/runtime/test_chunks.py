@@ -53,6 +53,23 @@ def test_every_size_gives_the_same_tokens(every: Session) -> None:
     assert told[0] == told[1] == told[2]
 
 
+def test_caches_and_rings_have_room_for_the_largest(every: Session) -> None:
+    """A context to the brim: what one size writes past its end must not land on what is seen."""
+    limit = every.model.limit
+    request = Request(prompt=prompt(limit - 60, 6), max_tokens=60)
+    told: list[tuple[object, object]] = []
+    for size in SIZES:
+        every.model.chunk = size
+        told.append((answer(every, request, Dflash()), every.report().spec))
+    assert told[0] == told[1] == told[2]
+    for name, tensor in every.model.state.tensors.items():
+        if name.startswith("attention."):
+            assert tensor.spec.at({})[1] >= limit + max(SIZES), name
+    for i, layer in enumerate(every.manifest.drafter.layers if every.manifest.drafter else ()):
+        rows = every.model.state.tensors[f"drafter.{i}.k"].spec.at({})[1]
+        assert rows == (min(layer.window, limit) if layer.window else limit) + max(SIZES)
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_a_prefix_is_kept_in_steps_of_the_size_that_was_chosen(every: Session, size: int) -> None:
     every.model.chunk = size

@@ -167,7 +167,7 @@ def overhead(package: str, count: int) -> None:
     medians = [median(pair[way] for pair in pairs) for way in (0, 1)]
     low, high = shares[len(shares) // 4], shares[len(shares) * 3 // 4]
     print(
-        f"overhead: {median(shares):+.2f} % by the median of {count} pairs (quartiles {low:+.2f} and "
+        f"overhead: {median(shares):+.2f} % by the median of {count} pairs (quartiles {low:+.2f}, "
         f"{high:+.2f}); medians {medians[0]:.1f} ms by the loop, {medians[1]:.1f} ms by the server"
     )
 

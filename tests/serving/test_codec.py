@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from thor_dflash.errors import PlanError
 from thor_dflash.serving import codec, fields, groot, wire
 from thor_dflash.serving.codec import JSON, MSGPACK, Codec, Head
-from thor_dflash.serving.refusal import PlanError
 
 PLAN = {"v": 1, "op": "plan", "id": "a", "prompt": "Bring the cup."}
 

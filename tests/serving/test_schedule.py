@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from thor_dflash.errors import PlanError
 from thor_dflash.serving import wire
 from thor_dflash.serving.codec import JSON
-from thor_dflash.serving.refusal import PlanError
 from thor_dflash.serving.schedule import Job, Peer, Schedule
 
 

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,7 +47,7 @@ class Lent(LiveBackend):
         self.session.prefixes = Prefixes(self.session.model)
 
 
-Serve = Callable[[], RemotePlanner]
+Serve = Callable[..., RemotePlanner]
 
 
 @pytest.fixture
@@ -55,10 +56,11 @@ def serve(session: Session, house: Any, tmp_path: Path) -> Iterator[Serve]:
     running: list[Any] = []
     planners: list[RemotePlanner] = []
 
-    def begin() -> RemotePlanner:
+    def begin(**settings: Any) -> RemotePlanner:
         while running:
             running.pop().__exit__(None, None, None)
-        config = ServeConfig(bind=("tcp://127.0.0.1:*",), prefix_dir=str(tmp_path / "kept"))
+        kept = str(tmp_path / "kept")
+        config = ServeConfig(bind=("tcp://127.0.0.1:*",), prefix_dir=kept, **settings)
         log = house.log.append
         it = serving(lambda: Lent(session, config, log), config, log=log)
         server = it.__enter__()
@@ -76,6 +78,7 @@ def serve(session: Session, house: Any, tmp_path: Path) -> Iterator[Serve]:
 def test_a_persisted_prefix_is_there_again_and_changes_nothing(serve: Serve) -> None:
     planner = serve()
     cold = planner.plan(ASK)
+    assert "persist" in planner.hello()["features"]
     put = planner.put_prefix("arm/ü", SYSTEM, persist=True)
     assert put["persisted"] is True
     assert planner.put_prefix("short", SYSTEM + "Now.")["persisted"] is False
@@ -124,12 +127,12 @@ def test_a_damaged_file_is_told_and_left_out(serve: Serve, house: Any, tmp_path:
     assert len(serve().prefixes()) == 2, "putting it again mends it"
 
 
-def test_no_room_is_told_too(serve: Serve, session: Session) -> None:
+def test_what_no_longer_fits_is_told_and_stays_on_disk(serve: Serve) -> None:
     serve().put_prefix("arm", SYSTEM, persist=True)
-    planner = serve()
-    session.prefixes.budget = 10
-    with pytest.raises(PlanError, match="must fit the 10 bytes"):
-        planner.put_prefix("other", SYSTEM, persist=True)
+    small = serve(prefix_mb=0)
+    assert small.prefixes() == []
+    assert "must fit the 0 bytes for prefixes" in small.skipped()[0]
+    assert len(serve().prefixes()) == 1
 
 
 def test_a_disk_that_is_full_is_told_and_the_prefix_still_serves(
@@ -149,8 +152,11 @@ def test_a_disk_that_is_full_is_told_and_the_prefix_still_serves(
     assert serve().prefixes() == []
 
 
-def test_plans_do_not_wait_for_the_disk(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_do_not_wait_for_the_disk_and_nothing_stops_it(
+    serve: Serve, house: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     planner = serve()
+    assert planner.prefixes() == []
     writing, go = threading.Event(), threading.Event()
 
     def slow(*_: object) -> None:
@@ -158,18 +164,15 @@ def test_plans_do_not_wait_for_the_disk(serve: Serve, monkeypatch: pytest.Monkey
         assert go.wait(20)
 
     monkeypatch.setattr("os.fsync", slow)
-    answers: list[dict[str, Any]] = []
-    with RemotePlanner(planner.endpoint, Options(timeout_s=20.0)) as other:
-        put = threading.Thread(
-            target=lambda: answers.append(other.put_prefix("a", SYSTEM, persist=True))
-        )
-        put.start()
-        assert writing.wait(20)
-        assert planner.plan(ASK).usage.cached_tokens > 0, "it is pinned already"
-        assert not answers
-        go.set()
-        put.join()
-    assert answers[0]["persisted"] is True
+    peer = house.peer(SimpleNamespace(endpoints=(planner.endpoint,)))
+    peer.send(op="prefix.put", id="p", prefix_id="a", system=SYSTEM, persist=True)
+    assert writing.wait(20)
+    assert planner.plan(ASK).usage.cached_tokens > 0, "it is pinned already"
+    assert peer.ask(op="cancel", id="c", target="p")["cancelled"] is False
+    assert peer.silent(), "it is answered when it is on the disk"
+    go.set()
+    assert peer.final("p")["persisted"] is True
+    assert [prefix["persisted"] for prefix in planner.prefixes()] == [True]
 
 
 def test_without_a_directory_the_wish_is_refused(house: Any) -> None:

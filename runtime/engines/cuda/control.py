@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from thor_dflash.runtime.engines.cuda.driver import Driver, Pinned
+from thor_dflash.plugins.cuda.driver import Driver, Pinned
 from thor_dflash.tensors import Array
 
 SMALL = 16 << 10

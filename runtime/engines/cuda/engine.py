@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 
 from thor_dflash.config import EngineConfig
+from thor_dflash.plugins.cuda.compile import architecture, load
+from thor_dflash.plugins.cuda.driver import Driver, Info
 from thor_dflash.plugins.launch import Addresses, Launch, Scratch, Table
 from thor_dflash.program import Program, Step, Weight, read
 from thor_dflash.progress import Progress
@@ -32,9 +34,7 @@ from thor_dflash.runtime.engines.cuda.bound import (
     values,
 )
 from thor_dflash.runtime.engines.cuda.capture import Captured, Launcher
-from thor_dflash.runtime.engines.cuda.compile import architecture, load
 from thor_dflash.runtime.engines.cuda.control import RING, SLOT, SMALL, Page, Ring
-from thor_dflash.runtime.engines.cuda.driver import Driver, Info
 from thor_dflash.runtime.engines.cuda.memory import Arena
 from thor_dflash.runtime.engines.cuda.weights import Files, Filler
 from thor_dflash.tensors import Array, Dims, TensorSpec

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from thor_dflash.plugins.cuda.driver import Driver
 from thor_dflash.plugins.launch import Device, Launch, Site
 from thor_dflash.plugins.linear.layout import STEP, Kind, layout
 from thor_dflash.plugins.linear.pack import NVFP4_FACTOR
@@ -19,7 +20,6 @@ from thor_dflash.plugins.standard import fill
 from thor_dflash.program import Weight
 from thor_dflash.progress import Silent
 from thor_dflash.runtime.engines.cuda.capture import Runner
-from thor_dflash.runtime.engines.cuda.driver import Driver
 from thor_dflash.runtime.engines.cuda.weights import Files
 from thor_dflash.tensors import DType
 

@@ -9,10 +9,10 @@ from queue import SimpleQueue
 from typing import Protocol
 
 from thor_dflash.errors import PackageError
+from thor_dflash.plugins.cuda.driver import Driver, Pinned
 from thor_dflash.plugins.launch import Site
 from thor_dflash.program import Weight
 from thor_dflash.progress import Progress
-from thor_dflash.runtime.engines.cuda.driver import Driver, Pinned
 from thor_dflash.tensors import Array
 
 PIECE = 16 << 20

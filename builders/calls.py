@@ -1,0 +1,28 @@
+"""A program under construction: the calls of a graph, and what is known of its values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from thor_dflash.plugins.op import Attribute
+from thor_dflash.tensors import DType
+
+
+@dataclass(slots=True)
+class Known:
+    """Type and shape of a value. A size that a session decides is a letter."""
+
+    dtype: DType
+    shape: tuple[int | str, ...]
+
+
+@dataclass(slots=True)
+class RoomCall:
+    """A step before it is one: passes over the list add, drop and rename its ports."""
+
+    name: str
+    room: str
+    attributes: dict[str, Attribute]
+    inputs: dict[str, str]
+    """Port -> value."""
+    outputs: dict[str, str]

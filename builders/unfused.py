@@ -1,0 +1,58 @@
+"""The launch list of a graph whose linears do nothing but multiply, to show what fusion is worth.
+
+What surrounds a product becomes a step of its own: the norm and the gate in front, the gated unit
+and the residual behind. Values between them are rounded once more, so tokens may differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from thor_dflash.builders.calls import Known, RoomCall
+
+ROUNDS = ("norm_eps", "norm_offset", "head_dim", "gate")
+"""Attributes of a linear that belong to what is in front of the product."""
+
+
+def unfused(calls: Sequence[RoomCall], known: dict[str, Known]) -> list[RoomCall]:
+    """The calls with every linear taken apart; values that this makes are added to `known`.
+
+    The head keeps its norm: it is one call of hundreds, and its contract has no form without.
+    """
+    made: list[RoomCall] = []
+    for call in calls:
+        made += _apart(call, known) if call.room == "linear" else [call]
+    return made
+
+
+def _apart(call: RoomCall, known: dict[str, Known]) -> Iterator[RoomCall]:
+    product = replace(call, attributes=dict(call.attributes), inputs=dict(call.inputs))
+    if "norm_weight" in call.inputs or call.attributes["gate"] != "none":
+        yield _rows(product, known)
+    epilogue = call.attributes["epilogue"]
+    if epilogue == "none":
+        yield product
+        return
+    product.attributes["epilogue"] = "none"
+    y = call.outputs["y0"]
+    parts = [f"{call.name}.product{i}" for i in range(2 if epilogue == "swiglu" else 1)]
+    for part in parts:
+        known[part] = known[y]
+    product.outputs = {f"y{i}": part for i, part in enumerate(parts)}
+    if epilogue == "residual":
+        parts.append(product.inputs.pop("residual"))
+    yield product
+    room = "silu_mul" if epilogue == "swiglu" else "add"
+    yield RoomCall(f"{call.name}.{room}", room, {}, dict(zip("ab", parts, strict=True)), {"y": y})
+
+
+def _rows(product: RoomCall, known: dict[str, Known]) -> RoomCall:
+    """Takes the prologue from a product; the call that does it instead."""
+    x, made = product.inputs["x"], f"{product.name}.rows"
+    known[made] = known[x]
+    ports = {p: product.inputs.pop(p) for p in ("norm_weight", "gate") if p in product.inputs}
+    attributes = {name: product.attributes[name] for name in ROUNDS}
+    product.inputs["x"] = made
+    product.attributes |= {"gate": "none", "head_dim": 0}
+    return RoomCall(made, "rows", attributes, {"x": x, **ports}, {"y": made})

@@ -1,0 +1,71 @@
+"""Launches of what surrounds a product, as steps of their own: for measuring, never for speed.
+
+Ports, bf16 unless a size says less, rows 16-byte aligned:
+    rows              x [T, K], norm_weight bf16/f32 [K or head_dim] (optional), gate [T, K]
+                      (optional) -> y [T, K]: the prologue of a linear, by the kernel that prefill
+                      has for it
+    add, silu_mul     a, b [T, W] -> y [T, W]: a + b, silu(a) * b
+"""
+
+from __future__ import annotations
+
+from thor_dflash.plugins.launch import At, Int, Launch, Real, Site
+from thor_dflash.plugins.linear.few import Gate
+from thor_dflash.tensors import DType
+
+THREADS = 256
+UNIT = 8
+"""Elements of the 16 bytes one thread moves."""
+HEADS = (8, 16, 32, 64, 128, 256)
+"""Widths of a norm that is not over the whole row."""
+
+
+def refuse_rows(site: Site) -> str:
+    """Why the kernel does not take such rows; empty where it does."""
+    width, head = site.size("x", 1), site.attributes.integer("head_dim")
+    if width % UNIT:
+        return f"rows.width must be a multiple of {UNIT} (got {width})"
+    if head not in (0, width, *HEADS):
+        return f"rows.head_dim must be 0, the width or one of {HEADS} (got {head})"
+    return ""
+
+
+def rows(site: Site) -> Launch:
+    """Rows as they enter a product. Only where `refuse_rows` has nothing to say."""
+    (count, width), a = site.ports["x"].shape, site.attributes
+    there = "norm_weight" in site
+    wide = there and site.ports["norm_weight"].dtype is DType.F32
+    return Launch(
+        "linear_rows",
+        (count, 1, 1),
+        THREADS,
+        (
+            *(At(name) for name in ("x", "norm_weight", "gate", "y")),
+            Int(width),
+            Int((a.integer("head_dim") or width) if there else 0),
+            Int(Gate[a.word("gate").upper()]),
+            Real(a.real("norm_eps")),
+            Real(a.real("norm_offset")),
+        ),
+        defines={"WEIGHT_FLOAT": int(wide)},
+        source="../linear/rows.cu",
+    )
+
+
+def refuse_pairs(site: Site) -> str:
+    """Why `add` and `silu_mul` do not take such rows; empty where they do."""
+    width = site.size("y", 1)
+    return f"{site.op.name}.width must be a multiple of {UNIT} (got {width})" * bool(width % UNIT)
+
+
+def pairs(site: Site) -> Launch:
+    """`add` or `silu_mul`, by the site's op. Only where `refuse_pairs` has nothing to say."""
+    count, width = site.ports["y"].shape
+    units = count * width // UNIT
+    return Launch(
+        site.op.name,
+        (-(-units // THREADS), 1, 1),
+        THREADS,
+        (At("a"), At("b"), At("y"), Int(units)),
+        source="unfused.cu",
+    )

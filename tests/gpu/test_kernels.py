@@ -1,0 +1,41 @@
+"""Every room's kernels on the GPU held to the reference, on the cases the emulator runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from kernel_cases import cases_of
+from kernels import Refused, call_of, compare, launch
+from on_gpu import Gpu
+
+from thor_dflash.plugins import OPS
+from thor_dflash.plugins.op import Op
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gpu]:
+    made = Gpu(tmp_path_factory.mktemp("cubins"))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [pytest.param(op, name, id=f"{op.name}-{name}") for op in OPS for name in cases_of(op)],
+)
+def test_kernels_on_the_gpu_equal_the_reference(gpu: Gpu, op: Op, name: str) -> None:
+    try:
+        call = call_of(op, cases_of(op)[name])
+    except Refused:
+        return  # said why on the CPU
+    device = gpu.driver.info.device
+    got = launch(call, gpu, device)
+    compare(op, got, call.want)
+    for poison in (0x5A, 0xFF):
+        again = launch(call, gpu, device, poison=poison)
+        for port, value in got.items():
+            np.testing.assert_array_equal(again[port].view(np.uint8), value.view(np.uint8), port)

@@ -1,0 +1,164 @@
+"""Calls of Qwen3.6-27B and its drafter, sizes only: what launch rules are asked, and never run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from thor_dflash.plugins.launch import Shaped
+from thor_dflash.plugins.op import Attribute
+from thor_dflash.tensors import DType
+
+BF16, F32, I32, FP8, U8 = DType.BF16, DType.F32, DType.I32, DType.FP8, DType.U8
+Ports = Mapping[str, Shaped]
+Full = tuple[str, dict[str, Attribute], Ports]
+"""A call of the full model: name, attributes, inputs."""
+
+ROWS = (1, 16, 32, 512)
+
+
+def sites(room: str) -> Iterator[Full]:
+    """The calls of a room. Source: the model's and the drafter's config.json."""
+    yield from _SITES[room]()
+
+
+def _weights(kind: str, widths: tuple[int, ...], k: int) -> dict[str, Shaped]:
+    found: dict[str, Shaped] = {}
+    for i, n in enumerate(widths):
+        this = "bfloat16" if n == 48 else kind
+        if this == "nvfp4":
+            found[f"weight{i}"] = Shaped(U8, (n, k // 2))
+            found[f"block_scale{i}"] = Shaped(FP8, (n, k // 16))
+        else:
+            found[f"weight{i}"] = Shaped(DType(this), (n, k))
+        if this != "bfloat16":
+            found[f"row_scale{i}"] = Shaped(F32, (n,))
+    return found
+
+
+def _linear_sites() -> Iterator[Full]:
+    h, inner = 5120, 17408
+    for kind in ("nvfp4", "float8_e4m3fn", "bfloat16"):
+        for t in ROWS:
+            rows, norm = {"x": Shaped(BF16, (t, h))}, {"norm_weight": Shaped(BF16, (h,))}
+            offset: dict[str, Attribute] = {"norm_offset": 1.0}
+            for name, widths in (("gdn_in", (10240, 6144, 48, 48)), ("qkv", (12288, 1024, 1024))):
+                a = offset | {"segments": len(widths)}
+                yield f"{name}_{kind}_{t}", a, rows | norm | _weights(kind, widths, h)
+            a = offset | {"segments": 2, "epilogue": "swiglu"}
+            yield f"gate_up_{kind}_{t}", a, rows | norm | _weights(kind, (inner, inner), h)
+            yield (
+                f"fc_{kind}_{t}",
+                {},
+                {"x": Shaped(BF16, (t, 5 * h))} | _weights(kind, (h,), 5 * h),
+            )
+            for name, k in (("down", inner), ("o_proj", 6144), ("gdn_out", 6144)):
+                x = {"x": Shaped(BF16, (t, k)), "residual": Shaped(BF16, (t, h))}
+                a = {"epilogue": "residual"}
+                if name != "down":
+                    x["gate"] = Shaped(BF16, (t, k))
+                    a["gate"] = "sigmoid"
+                if name == "gdn_out":
+                    x["norm_weight"] = Shaped(BF16, (128,))
+                    a |= {"gate": "silu", "head_dim": 128}
+                yield f"{name}_{kind}_{t}", a, x | _weights(kind, (h,), k)
+
+
+def _head_sites() -> Iterator[Full]:
+    for v in (248320, 65536):
+        for t in (1, 16):
+            x = {"x": Shaped(BF16, (t, 5120)), "norm_weight": Shaped(BF16, (5120,))}
+            x |= {"id_map": Shaped(I32, (v,))} if v == 65536 else {}
+            yield f"{v}_{t}", {"norm_offset": 1.0}, x | _weights("nvfp4", (v,), 5120)
+
+
+def _attention(t: int, heads: int, kv: int, dim: int, norm: DType) -> dict[str, Shaped]:
+    return {
+        "q": Shaped(BF16, (t, heads * dim)),
+        "k": Shaped(BF16, (t, kv * dim)),
+        "v": Shaped(BF16, (t, kv * dim)),
+        "q_norm": Shaped(norm, (dim,)),
+        "k_norm": Shaped(norm, (dim,)),
+        "length": Shaped(I32, (1,)),
+    }
+
+
+def _verify_sites() -> Iterator[Full]:
+    for cache in (FP8, BF16):
+        for t, n in ((1, 2048), (16, 2048), (16, 32768), (16, 262144), (512, 8192)):
+            x = _attention(t, 24, 4, 256, BF16)
+            for name in "kv":
+                x[f"cache_{name}"] = Shaped(cache, (4, n, 256))
+                x[f"scale_{name}"] = Shaped(F32, (1,))
+            yield f"{cache.value}_{t}_of_{n}", {"heads": 24, "kv_heads": 4}, x
+
+
+def _draft_sites() -> Iterator[Full]:
+    for n, causal in ((2064, 1), (32768, 0)):
+        x = _attention(16, 32, 8, 128, BF16)
+        x |= {"window": Shaped(I32, (1,)), "first": Shaped(I32, (1,))}
+        x |= {f"ring_{name}": Shaped(BF16, (8, n, 128)) for name in "kv"}
+        yield f"ring_{n}", {"heads": 32, "kv_heads": 8, "causal": causal}, x
+
+
+def _context_sites() -> Iterator[Full]:
+    for t in (16, 512):
+        x = {"length": Shaped(I32, (1,))}
+        for i, n in enumerate((2560, 2560, 2560, 2560, 32768)):
+            x |= {f"{name}{i}": Shaped(BF16, (t, 1024)) for name in "kv"}
+            x |= {f"ring_{name}{i}": Shaped(BF16, (8, n, 128)) for name in "kv"}
+            x[f"k_norm{i}"] = Shaped(BF16, (128,))
+        yield f"{t}_rows", {"layers": 5, "kv_heads": 8}, x
+
+
+def _gdn_sites() -> Iterator[Full]:
+    a: dict[str, Attribute] = {"key_heads": 16, "value_heads": 48}
+    for mode, saves, t in (
+        ("verify", "records", 16),
+        ("verify", "records", 1),
+        ("verify", "states", 16),
+        ("prefill", "records", 512),
+        ("prefill", "states", 512),
+    ):
+        x = {
+            "qkv": Shaped(BF16, (t, 10240)),
+            "b": Shaped(BF16, (t, 48)),
+            "a": Shaped(BF16, (t, 48)),
+            "conv_weight": Shaped(BF16, (10240, 1, 4)),
+            "a_log": Shaped(F32, (48,)),
+            "dt_bias": Shaped(F32, (48,)),
+            "accepted": Shaped(I32, (1,)),
+            "state": Shaped(F32, (48, 128, 128)),
+            "tail": Shaped(BF16, (3, 10240)),
+            "record_qkv": Shaped(BF16, (16, 10240)),
+        }
+        x |= {"valid": Shaped(I32, (1,))} if mode == "prefill" else {}
+        if saves == "states":
+            x["states"] = Shaped(F32, (16, 48, 128, 128))
+        else:
+            x["record_k"] = Shaped(F32, (16, 16, 128))
+            x["record_d"] = Shaped(F32, (16, 48, 128))
+            x["record_decay"] = Shaped(F32, (16, 48))
+        yield f"{mode}_{saves}_{t}", a | {"mode": mode, "saves": saves}, x
+
+
+def _accept_sites() -> Iterator[Full]:
+    v = 248320
+    one = ("drafted", "cap", "rule", "top_k", "close")
+    x = {name: Shaped(I32, (1,)) for name in one}
+    x |= {name: Shaped(I32, (16,)) for name in ("tokens", "forced", "soft")}
+    x |= {name: Shaped(F32, (1,)) for name in ("margin", "soft_margin")}
+    x |= {"stop": Shaped(I32, (8,)), "strict": Shaped(I32, (8,)), "logits": Shaped(F32, (16, v))}
+    a: dict[str, Attribute] = {"vocab": 248077, "rows": 16}
+    yield "unmasked", a, x
+    yield "masked", a, x | {"mask": Shaped(I32, (16, -(-248077 // 32)))}
+
+
+_SITES = {
+    "linear": _linear_sites,
+    "head": _head_sites,
+    "verify_attention": _verify_sites,
+    "draft_attention": _draft_sites,
+    "context_kv": _context_sites,
+    "gdn": _gdn_sites,
+    "accept": _accept_sites,
+}
