@@ -169,33 +169,29 @@ class _Lowering:
                 if name in read or port not in rule.optional
             }
 
-    def add_squares(self) -> None:
-        """Give every linear that norms whole rows of a block the rows' sums of squares, from
-        whoever makes the rows where that is possible.
+    def share_norms(self) -> None:
+        """Let whoever makes the rows of a block apply the norm that the next linear begins with: it
+        has them in its hands. What it cannot know yet, 1 / rms of the whole row, follows from the
+        sums of squares it leaves beside them.
         """
         by_output = {n: call for call in self.calls for n in call.outputs.values()}
-        made: list[RoomCall] = []
         for call in self.calls:
-            if self._wants_squares(call):
-                x = call.inputs["x"]
-                squares = f"{x}.squares"
-                if squares not in self.known:
-                    columns = int(self.known[x].shape[1])
-                    shape = (-(-columns // SQUARES_COLUMNS), SQUARES_ROWS)
-                    self.known[squares] = Known(DType.F32, shape)
-                    maker = by_output[x]
-                    port = RULES[maker.room].squares(maker.attributes)
-                    if port:
-                        maker.outputs[port] = squares
-                    else:
-                        made.append(
-                            RoomCall(squares, "squares", {}, {"x": x}, {"squares": squares})
-                        )
-                call.inputs["x_squares"] = squares
-            made.append(call)
-        self.calls = made
+            x = call.inputs.get("x", "")
+            maker = by_output.get(x)
+            if maker is None or not self._norms_rows(call):
+                continue
+            normed, squares = f"{x}.normed", f"{x}.squares"
+            if not RULES[maker.room].norms(maker.attributes) or normed in self.known:
+                continue
+            columns = int(self.known[x].shape[1])
+            self.known[normed] = self.known[x]
+            self.known[squares] = Known(DType.F32, (-(-columns // SQUARES_COLUMNS), SQUARES_ROWS))
+            maker.inputs["next_norm_weight"] = call.inputs["norm_weight"]
+            maker.attributes["next_norm_offset"] = call.attributes["norm_offset"]
+            maker.outputs |= {"y0_normed": normed, "y0_squares": squares}
+            call.inputs |= {"x_normed": normed, "x_squares": squares}
 
-    def _wants_squares(self, call: RoomCall) -> bool:
+    def _norms_rows(self, call: RoomCall) -> bool:
         if call.room not in ("linear", "head") or "norm_weight" not in call.inputs:
             return False
         rows = int(self.known[call.inputs["x"]].shape[0])
@@ -341,7 +337,7 @@ def lower(model: onnx.ModelProto, packing: Packing, *, fused: bool = True) -> Pr
     lowering.prune()
     if not fused:
         lowering.calls = unfused(lowering.calls, lowering.known)
-    lowering.add_squares()
+    lowering.share_norms()
     lowering.pack()
     return lowering.program()
 

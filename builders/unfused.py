@@ -51,7 +51,8 @@ def _rows(product: RoomCall, known: dict[str, Known]) -> RoomCall:
     """Takes the prologue from a product; the call that does it instead."""
     x, made = product.inputs["x"], f"{product.name}.rows"
     known[made] = known[x]
-    ports = {p: product.inputs.pop(p) for p in ("norm_weight", "gate") if p in product.inputs}
+    moved = [port for port in product.inputs if port in ("norm_weight", "gate")]
+    ports = {port: product.inputs.pop(port) for port in moved}
     attributes = {name: product.attributes[name] for name in ROUNDS}
     product.inputs["x"] = made
     product.attributes |= {"gate": "none", "head_dim": 0}

@@ -26,7 +26,6 @@ from thor_dflash.plugins.standard.nodes import (
     EMBED,
     ROWS,
     SILU_MUL,
-    SQUARES,
 )
 from thor_dflash.plugins.verify_attention import launch as verify_attention
 from thor_dflash.tensors import Array
@@ -43,8 +42,8 @@ def _nothing(site: Site) -> str:
     return ""
 
 
-def _no_squares(attributes: Mapping[str, Attribute]) -> str:
-    return ""
+def _never(attributes: Mapping[str, Attribute]) -> bool:
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,30 +63,26 @@ class Rule:
     packed: Callable[[Site], Mapping[str, Shaped]] | None = None
     """What takes the place of weight#, block_scale# and row_scale#."""
     pack: Pack | None = None
-    squares: Callable[[Mapping[str, Attribute]], str] = _no_squares
-    """The port that gives the sums of squares of the rows a call makes, or ""."""
+    norms: Callable[[Mapping[str, Attribute]], bool] = _never
+    """Whether a call can also leave its rows normed for the next one: ports next_norm_weight,
+    y0_normed and y0_squares."""
 
 
-def _linear_squares(attributes: Mapping[str, Attribute]) -> str:
-    single = attributes["segments"] == 1 and attributes["epilogue"] in ("none", "residual")
-    return "y0_squares" if single else ""
-
-
-def _embed_squares(attributes: Mapping[str, Attribute]) -> str:
-    return "squares"
+def _single(attributes: Mapping[str, Attribute]) -> bool:
+    return attributes["segments"] == 1 and attributes["epilogue"] in ("none", "residual")
 
 
 def _embed(site: Site, device: Device) -> tuple[Launch, ...]:
     (rows, hidden), vocab = site.ports["rows"].shape, site.size("table", 0)
-    mask, squares = site.attributes.integer("mask"), "squares" in site
+    mask = site.attributes.integer("mask")
     if mask < 0:
-        return (standard.embed(rows, vocab, hidden, squares=squares),)
-    return (standard.embed(rows, vocab, hidden, squares=squares, count=1, filler=mask),)
+        return (standard.embed(rows, vocab, hidden),)
+    return (standard.embed(rows, vocab, hidden, count=1, filler=mask),)
 
 
 def _refuse_embed(site: Site) -> str:
     rows, hidden = site.ports["rows"].shape
-    return standard.refuse_embed(rows, hidden, "squares" in site)
+    return standard.refuse_embed(rows, hidden, False)
 
 
 def _widths(site: Site) -> list[int]:
@@ -105,10 +100,6 @@ def _refuse_concat(site: Site) -> str:
 
 def _compose(site: Site, device: Device) -> tuple[Launch, ...]:
     return (standard.compose(site.size("tokens", 0)),)
-
-
-def _squares(site: Site, device: Device) -> tuple[Launch, ...]:
-    return (linear.squares_launch(*site.ports["x"].shape),)
 
 
 def _rows(site: Site, device: Device) -> tuple[Launch, ...]:
@@ -130,7 +121,7 @@ RULES: Mapping[str, Rule] = {
         linear.refuse,
         packed=pack.packed,
         pack=pack.pack,
-        squares=_linear_squares,
+        norms=_single,
     ),
     "head": Rule(
         _ROOMS["head"],
@@ -163,10 +154,9 @@ RULES: Mapping[str, Rule] = {
         context_kv.IN_PLACE,
     ),
     "accept": Rule(_ROOMS["accept"], ROOT / "accept", accept.launches, accept.refuse),
-    "embed": Rule(EMBED, ROOT / "standard", _embed, _refuse_embed, squares=_embed_squares),
+    "embed": Rule(EMBED, ROOT / "standard", _embed, _refuse_embed),
     "concat": Rule(CONCAT, ROOT / "standard", _concat, _refuse_concat),
     "compose": Rule(COMPOSE, ROOT / "standard", _compose),
-    "squares": Rule(SQUARES, ROOT / "linear", _squares),
     "rows": Rule(ROWS, ROOT / "standard", _rows, unfused.refuse_rows),
     "add": Rule(ADD, ROOT / "standard", _pairs, unfused.refuse_pairs),
     "silu_mul": Rule(SILU_MUL, ROOT / "standard", _pairs, unfused.refuse_pairs),

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from kernels import GUARD, Buffer, Pointers, Step, Value
 
-from thor_dflash.plugins.cuda.compile import architecture, load
 from thor_dflash.plugins.cuda.driver import Driver
 from thor_dflash.plugins.cuda.enqueue import enqueue
+from thor_dflash.plugins.cuda.kernels import Kernels
 from thor_dflash.plugins.launch import Int, Real
 from thor_dflash.tensors import Array
 
@@ -21,8 +20,7 @@ class Gpu:
 
     def __init__(self, cubins: Path) -> None:
         self.driver = Driver()
-        self._cubins = cubins
-        self._modules: dict[tuple[object, ...], Any] = {}
+        self._kernels = Kernels(self.driver, self.driver.info.device, cubins)
 
     def __call__(self, buffers: Sequence[Buffer], steps: Sequence[Step]) -> None:
         """Run the steps."""
@@ -32,10 +30,10 @@ class Gpu:
         # All arguments first: a copy between two launches would keep them apart.
         tables: list[int] = []
         arguments = [[self._value(v, places, tables) for v in step.arguments] for step in steps]
-        kernels = [self._kernel(step) for step in steps]
+        kernels = [self._kernels.function(step.source, step.launch) for step in steps]
         for i, step in enumerate(steps):
             overlap = step.launch.overlap and i > 0
-            enqueue(driver, kernels[i], step.launch, arguments[i], overlap=overlap)
+            enqueue(driver, driver.stream, kernels[i], step.launch, arguments[i], overlap=overlap)
         driver.synchronize()
         for b in buffers:
             driver("cuMemcpyDtoH", b.memory.ctypes.data, places[id(b)], b.memory.nbytes)
@@ -61,15 +59,6 @@ class Gpu:
                 return "address", tables[-1]
             case _:
                 return "address", _address(given, places)
-
-    def _kernel(self, step: Step) -> Any:
-        one = step.launch
-        key = step.source, tuple(sorted(one.defines.items()))
-        if key not in self._modules:
-            arch = architecture(self.driver.info.device.capability)
-            cubin = load(step.source, one.defines, arch, self._cubins)
-            self._modules[key] = self.driver.module(cubin.image)
-        return self.driver.function(self._modules[key], one.kernel, one.shared)
 
     def close(self) -> None:
         """Give the context back."""

@@ -18,7 +18,8 @@ TOPS = ("plugins", "builders", "runtime", "calib", "serving")
 FLOORS = (
     ("errors", "tensors", "dims"),
     ("records", "progress", "serve_config"),
-    ("config", "manifest", "tokenizer"),
+    ("config", "manifest", "tokenizer", "program"),
+    ("plan",),
     ("plugins",),
     ("builders", "runtime"),
     ("serving",),
@@ -33,7 +34,7 @@ MAY = {
     "numpy": ["*"],
     "ml_dtypes": ["*"],
     "onnx": ["builders/*", "plugins/body.py", "plugins/*/body.py", "tests/*"],
-    "cuda": ["plugins/cuda/*", "tests/*"],
+    "cuda": ["plugins/cuda/*", "runtime/doctor/probe.py", "tests/*"],
     "onnxruntime": ["runtime/engines/ort.py", "tests/*"],
     "tokenizers": ["runtime/text.py", "calib/nano/*", "tests/*"],
     "jinja2": ["runtime/text.py", "calib/nano/*", "tests/*"],

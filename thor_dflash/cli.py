@@ -1,16 +1,19 @@
-"""thor-dflash build | generate | score | demo | bench | serve | plan | gateway | keygen.
+"""thor-dflash build | generate | score | check | doctor | demo | bench | serve | plan | gateway |
+keygen.
 
-Exit status: 0; 2 with one line on stderr for anything the user can put right; 130 on Ctrl-C;
-141 when the reader of stdout has gone. Anything else is a bug and shows its traceback.
+Exit status: 0; 1 where doctor or check found something wrong; 2 with one line on stderr for
+anything the user can put right; 130 on Ctrl-C; 141 when the reader of stdout has gone. Anything
+else is a bug and shows its traceback.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
 
@@ -33,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, run one verb, return the exit status."""
     _tolerate(sys.stdout)
     try:
-        run(sys.argv[1:] if argv is None else argv)
+        status = run(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
     except ThorError as e:
         print("thor-dflash:", " ".join(str(e).split()), file=sys.stderr)
@@ -51,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"thor-dflash: {e.filename} must be usable (got: {e.strerror})", file=sys.stderr)
         return 2
-    return 0
+    return status
 
 
 def _tolerate(stream: object) -> None:
@@ -60,8 +63,8 @@ def _tolerate(stream: object) -> None:
         cast("io.TextIOWrapper[io.BufferedWriter]", stream).reconfigure(errors="replace")
 
 
-def run(argv: Sequence[str]) -> None:
-    """Run one command line.
+def run(argv: Sequence[str]) -> int:
+    """Run one command line; its exit status.
 
     Raises:
         ThorError: anything the user can put right.
@@ -75,19 +78,16 @@ def run(argv: Sequence[str]) -> None:
     settings = config.load(args.config, overrides(args))
     report = progress.choose(sys.stderr, quiet="json" in args and args.json)
     try:
-        _verb(args, settings, report)
+        return _verb(args, settings, report) or 0
     finally:
         report.close()
 
 
-def _verb(args: argparse.Namespace, config: Config, progress: Progress) -> None:
-    from thor_dflash.verbs import bench, build, demo, gateway, generate, keygen, plan, score, serve
-
-    verbs = {
-        "build": build.run, "generate": generate.run, "score": score.run, "demo": demo.run,
-        "bench": bench.run, "serve": serve.run, "plan": plan.run, "gateway": gateway.run, "keygen": keygen.run,
-    }  # fmt: skip
-    verbs[args.verb](args, config, progress)
+def _verb(args: argparse.Namespace, config: Config, progress: Progress) -> int | None:
+    """The verb's exit status; most have none to tell."""
+    module = importlib.import_module(f"thor_dflash.verbs.{args.verb}")
+    verb: Callable[[argparse.Namespace, Config, Progress], int | None] = module.run
+    return verb(args, config, progress)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -126,6 +126,8 @@ def parser() -> argparse.ArgumentParser:
         ("build", _build, "two checkpoints to a package"),
         ("generate", _generate, "answer one prompt"),
         ("score", _score, "teacher-forced logits of token ids"),
+        ("check", _check_options, "compare engines operator by operator"),
+        ("doctor", _doctor, "what this machine can run, and how to put right what it cannot"),
         ("demo", _demo, "plan one task with the small model that ships here"),
         ("bench", _bench, "what each part of a step costs on this device"),
         ("serve", _serve, "answer plan requests over ZeroMQ"),
@@ -187,15 +189,44 @@ def _score(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--taps", action="store_true", help="the rows the drafter reads, too")
 
 
+def _check_options(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--package", type=Path, required=True, metavar="PKG")
+    other = sub.add_mutually_exclusive_group()
+    other.add_argument(
+        "--reference", metavar="PKG2|ort", help="a package of another engine; ort: PKG's graphs"
+    )
+    other.add_argument("--golden", type=Path, metavar="X.npz", help="made by --make-golden")
+    other.add_argument("--make-golden", type=Path, metavar="X.npz", help="write, compare nothing")
+    sub.add_argument("--tokens", type=Path, metavar="FILE", help="JSON list of ids")
+    sub.add_argument(
+        "--operators", choices=("auto", "all", "none"), default="auto",
+        help="hold each operator to its definition: where logits differ, always, or never",
+    )  # fmt: skip
+    sub.add_argument("--tolerance", type=float, metavar="X", help="of logits, share of the largest")
+    sub.add_argument("--json", action="store_true", help="the report as JSON")
+
+
+def _doctor(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--package", type=Path, metavar="PKG", help="which is to run here")
+    sub.add_argument("--json", action="store_true", help="the report as JSON")
+
+
 def _demo(sub: argparse.ArgumentParser) -> None:
     pass
 
 
 def _bench(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--shape", required=True, metavar="NAME", help="a model's sizes: qwen3.6-27b")
+    source = sub.add_mutually_exclusive_group(required=True)
+    source.add_argument("--shape", metavar="NAME", help="a model's sizes: qwen3.6-27b")
+    source.add_argument("--package", type=Path, metavar="PKG", help="with --ready")
     sub.add_argument("--random-weights", action="store_true", help="made on the device, not read")
     sub.add_argument("--engine", dest="build.engine", metavar="cuda")
-    sub.add_argument("--ablations", action="store_true", help="also with one thing left out each")
+    sub.add_argument("--quick", action="store_true", help="without one thing left out at a time")
+    sub.add_argument(
+        "--ready", action="store_true",
+        help="time from process start until it can answer; a shape is written to --out first",
+    )  # fmt: skip
+    sub.add_argument("--out", type=Path, metavar="DIR", help="a new directory for --ready")
     sub.add_argument("--json", action="store_true", help="the rows as JSON")
 
 

@@ -42,7 +42,8 @@ FOREIGN = {
 """Suffixes of quantisations that are not understood, and what they are."""
 
 ACTIVATION_SCALES = ("input_scale", "input_global_scale")
-"""Calibrated activation scales. Weights are all we quantise with, so they are passed over."""
+"""Calibrated activation scales, a multiplier and a divisor: only a prefill whose products TensorRT
+makes itself reads them."""
 
 NEGATIVE_OR_NAN = 0x7F
 """E4M3 bytes from here on: NaN (0x7f, 0xff) or a set sign bit, which scale units ignore."""
@@ -154,7 +155,17 @@ def load(shards: Shards, linear: Linear) -> Matrix:
     if block_scale is not None:
         _check_block_scale(block_scale, linear.block_scale)
     row_scale = _row_scale(shards, linear, codes.shape[0]) if linear.scale else None
-    return Matrix(linear.name, codes, block_scale, row_scale)
+    input_scale = _input_scale(shards, linear) if block_scale is not None else None
+    return Matrix(linear.name, codes, block_scale, row_scale, input_scale)
+
+
+def _input_scale(shards: Shards, linear: Linear) -> float | None:
+    """The one that is a positive finite number; nothing else depends on it, so none is refused."""
+    for name in linear.passed_over:
+        scale = shards.array(name).astype(np.float64).reshape(-1)
+        if scale.size == 1 and np.isfinite(scale[0]) and scale[0] > 0:
+            return float(1 / scale[0] if name.endswith(ACTIVATION_SCALES[1]) else scale[0])
+    return None
 
 
 def _row_scale(shards: Shards, linear: Linear, rows: int) -> NDArray[np.float32]:

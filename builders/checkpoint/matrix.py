@@ -48,6 +48,9 @@ class Matrix:
     """NVFP4: float8_e4m3fn [N, K/16]. Row-major, not swizzled."""
     row_scale: NDArray[np.float32] | None = None
     """NVFP4 and FP8: float32 [N], a multiplier."""
+    input_scale: float | None = None
+    """NVFP4: largest calibrated input / (6 * 448), where the checkpoint tells; for products whose
+    rows are quantised too."""
 
     @property
     def kind(self) -> WeightKind:
@@ -71,6 +74,7 @@ class Matrix:
             self.codes[rows],
             None if self.block_scale is None else self.block_scale[rows],
             None if self.row_scale is None else self.row_scale[rows],
+            self.input_scale,
         )
 
     def dequantise(self) -> NDArray[np.float32]:

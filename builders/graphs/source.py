@@ -54,6 +54,8 @@ class Source:
     files: WeightFiles
     prefix: str = ""
     """Put before every name in the package, so that target and drafter do not meet."""
+    input_scales: dict[str, float] = field(default_factory=dict[str, float])
+    """Stored weight -> Matrix.input_scale, where there is one."""
     _packed: dict[str, Packed] = field(default_factory=dict[str, Packed])
     _plain: dict[str, Stored] = field(default_factory=dict[str, Stored])
     _classes: Counter[tuple[str, WeightKind]] = field(
@@ -88,6 +90,8 @@ class Source:
             stored("block_scale", matrix.block_scale),
             stored("row_scale", matrix.row_scale),
         )
+        if matrix.input_scale is not None:
+            self.input_scales[packed.weight.name] = matrix.input_scale
         tensor_class = (self.prefix + name.split(".")[-1], matrix.kind)
         parts = (packed.weight, packed.block_scale, packed.row_scale)
         # A weight taken apart by rows is still one weight.

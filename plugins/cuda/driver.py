@@ -1,7 +1,10 @@
 """The CUDA driver behind one gate: every call is checked, named and explained.
 
-A call that leaves the context broken (an illegal address, a hung kernel) ends it: whatever is
-asked of it afterwards is refused at once, saying what broke it. A new `Driver` has a new context.
+A kernel that reads or writes outside its memory, hangs or hits a hardware fault breaks CUDA for
+the whole process: every later call, in a new context too, would report the same error. So this gate
+asks nothing more of a broken driver; it says what broke it and that the process must be started
+again. Source: CUDA driver API, CUDA_ERROR_ILLEGAL_ADDRESS ("the process must be terminated and
+relaunched"); an H100 with a driver for CUDA 13.0 does as it says.
 """
 
 # cuda-python publishes no types.
@@ -34,7 +37,9 @@ STICKY = {
     "CUDA_ERROR_ECC_UNCORRECTABLE": "the device's memory reported an error it cannot correct",
     "CUDA_ERROR_TENSOR_MEMORY_LEAK": "a kernel kept tensor memory",
 }
-"""Errors after which a context answers nothing else, and what each says."""
+"""Errors after which a process gets no other answer from CUDA, and what each says."""
+
+AGAIN = "CUDA answers nothing else in this process: start it again"
 
 HINTS = {
     "CUDA_ERROR_OUT_OF_MEMORY": "lower engine.capacity, or free memory on the device",
@@ -59,18 +64,12 @@ class Info:
     """CUDA version of the driver: 13000 is 13.0."""
 
 
-class Driver:
-    """One context on one device, its stream, and what is made of them. Use from one thread."""
+class Gate:
+    """The driver's functions in whatever context is current: checked, named, explained."""
 
-    def __init__(self, index: int = 0) -> None:
+    def __init__(self) -> None:
         self.cu = _bindings()
         self._broken = ""
-        self._context: Any = None
-        self("cuInit", 0)
-        handle = self("cuDeviceGet", index)
-        self.info = self._describe(handle)
-        self._context = self._create_context(handle)
-        self.stream = self("cuStreamCreate", self.cu.CUstream_flags.CU_STREAM_NON_BLOCKING.value)
 
     def __call__(self, name: str, *arguments: Any) -> Any:
         """Call a driver function by name; its one value, a tuple of several, or None.
@@ -79,9 +78,7 @@ class Driver:
             EngineError: names the call and what its error means.
         """
         if self._broken:
-            raise EngineError(
-                f"{name} must follow a new engine: this one ended (got: {self._broken})"
-            )
+            raise EngineError(f"{name} must be asked of a whole, open driver (got: {self._broken})")
         status, *values = getattr(self.cu, name)(*arguments)
         if int(status) != 0:
             self._fail(name, status)
@@ -93,10 +90,8 @@ class Driver:
         meaning = STICKY.get(code) or (text.decode() if text else "unknown")
         report = f"{code}: {meaning}"
         if code in STICKY:
-            self._broken = f"{name} reported {report}"
-            raise EngineError(
-                f"{name} must succeed (got {report}); this engine has ended, open a new one"
-            )
+            self._broken = f"{name} reported {report}; {AGAIN}"
+            raise EngineError(f"{name} must succeed (got {report}); {AGAIN}")
         hint = f"; {HINTS[code]}" if code in HINTS else ""
         raise EngineError(f"{name} must succeed (got {report}){hint}")
 
@@ -104,7 +99,12 @@ class Driver:
         kind = getattr(self.cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         return int(self("cuDeviceGetAttribute", kind, handle))
 
-    def _describe(self, handle: Any) -> Info:
+    def describe(self, handle: Any) -> Info:
+        """A device.
+
+        Raises:
+            EngineError: no kernel runs on it.
+        """
         capability = (
             self._attribute(handle, "COMPUTE_CAPABILITY_MAJOR"),
             self._attribute(handle, "COMPUTE_CAPABILITY_MINOR"),
@@ -128,25 +128,50 @@ class Driver:
             int(self("cuDriverGetVersion")),
         )
 
-    def _create_context(self, handle: Any) -> Any:
-        # A context of its own: a broken one goes away with its engine, and the next engine of the
-        # process starts clean. CUDA 13 takes parameters first, CUDA 12 does not.
-        if self.cu.CUDA_VERSION >= 13000:
-            return self("cuCtxCreate", None, 0, handle)
-        return self("cuCtxCreate", 0, handle)
+    def here(self) -> Info:
+        """The device of the current context."""
+        return self.describe(self("cuCtxGetDevice"))
 
     @property
     def ended(self) -> str:
-        """What broke the context; empty while it is whole."""
+        """What broke the driver, or that it was closed; empty while neither is so."""
         return self._broken
-
-    def free_memory(self) -> int:
-        """Bytes that can be allocated now."""
-        return int(self("cuMemGetInfo")[0])
 
     def allocate(self, nbytes: int) -> int:
         """Device memory, as an address."""
         return int(self("cuMemAlloc", nbytes))
+
+
+class Driver(Gate):
+    """One context on one device, its stream, and what is made of them. Use from one thread.
+
+    `shared` takes the context that every library of the process uses, for a library that launches
+    work of its own.
+    """
+
+    def __init__(self, index: int = 0, *, shared: bool = False) -> None:
+        super().__init__()
+        self._context: Any = None
+        self._shared = shared
+        self("cuInit", 0)
+        self._handle = self("cuDeviceGet", index)
+        self.info = self.describe(self._handle)
+        self._context = self._create_context(self._handle)
+        self.enter()
+        self.stream = self("cuStreamCreate", self.cu.CUstream_flags.CU_STREAM_NON_BLOCKING.value)
+
+    def _create_context(self, handle: Any) -> Any:
+        if self._shared:
+            return self("cuDevicePrimaryCtxRetain", handle)
+        # A context of its own: it takes all memory, modules and graphs with it when it is closed.
+        # CUDA 13 takes parameters first, CUDA 12 does not.
+        if self.cu.CUDA_VERSION >= 13000:
+            return self("cuCtxCreate", None, 0, handle)
+        return self("cuCtxCreate", 0, handle)
+
+    def free_memory(self) -> int:
+        """Bytes that can be allocated now."""
+        return int(self("cuMemGetInfo")[0])
 
     def pinned(self, nbytes: int) -> Pinned:
         """Host memory the device can copy from and to without a detour."""
@@ -162,28 +187,16 @@ class Driver:
         """Wait for all work of the stream."""
         self("cuStreamSynchronize", self.stream)
 
-    def module(self, image: bytes) -> Any:
-        """Load a cubin."""
-        return self("cuModuleLoadData", image)
-
-    def function(self, module: Any, name: str, shared: int) -> Any:
-        """A kernel, allowed `shared` bytes of dynamic shared memory."""
-        found = self("cuModuleGetFunction", module, name.encode())
-        if shared > 48 << 10:
-            kind = self.cu.CUfunction_attribute
-            self(
-                "cuFuncSetAttribute",
-                found,
-                kind.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                shared,
-            )
-        return found
-
     def close(self) -> None:
         """Give the context back, and with it all memory, modules and graphs. Idempotent."""
         context, self._context = self._context, None
         if context is not None:
-            self.cu.cuCtxDestroy(context)  # a broken context cannot be asked to succeed
+            # A broken context cannot be asked to succeed.
+            if self._shared:
+                self.cu.cuStreamDestroy(self.stream)
+                self.cu.cuDevicePrimaryCtxRelease(self._handle)
+            else:
+                self.cu.cuCtxDestroy(context)
             self._broken = self._broken or "it was closed"
 
 

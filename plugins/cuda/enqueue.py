@@ -1,4 +1,4 @@
-"""Launching one kernel."""
+"""Launches with the memory of their arguments found: what one call of a room puts on a stream."""
 
 # cuda-python publishes no types.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
@@ -7,26 +7,73 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from thor_dflash.plugins.cuda.driver import Driver, pack
-from thor_dflash.plugins.launch import Launch
+from thor_dflash.plugins.cuda.driver import Gate, pack
+from thor_dflash.plugins.launch import Addresses, Argument, At, Int, Launch, Real, Scratch, Table
+
+ALIGNMENT = 256
+"""Of every piece of working memory, bytes."""
 
 Arguments = Sequence[tuple[str, int | float]]
 """As `driver.pack` takes them."""
 
 
+def working(launches: Sequence[Launch]) -> tuple[dict[str, int], int]:
+    """Offsets of the scratch memory that need not outlast a call, by name, and its size, bytes."""
+    offsets: dict[str, int] = {}
+    end = 0
+    for launch in launches:
+        for argument in launch.arguments:
+            if not isinstance(argument, Scratch) or argument.zeroed or argument.name in offsets:
+                continue
+            offsets[argument.name] = end
+            end += -(-argument.nbytes // ALIGNMENT) * ALIGNMENT
+    return offsets, end
+
+
+def content(argument: Table | Addresses, address: Callable[[str], int]) -> bytes:
+    """What a table argument points at. `address` gives that of a port, 0 where it is left out."""
+    if isinstance(argument, Table):
+        return argument.values.tobytes()
+    return b"".join(address(port).to_bytes(8, "little") for port in argument.ports)
+
+
+def values(
+    launch: Launch,
+    address: Callable[[str], int],
+    table: Callable[[bytes], int],
+    scratch: Callable[[Scratch], int],
+) -> Arguments:
+    """The arguments of one launch: addresses of ports, of tables by content, and of scratch."""
+
+    def value(argument: Argument) -> tuple[str, int | float]:
+        match argument:
+            case Int():
+                return "int", argument.value
+            case Real():
+                return "real", argument.value
+            case At():
+                return "address", address(argument.port)
+            case Table() | Addresses():
+                return "address", table(content(argument, address))
+            case Scratch():
+                return "address", scratch(argument)
+
+    return [value(argument) for argument in launch.arguments]
+
+
 def enqueue(
-    driver: Driver, kernel: Any, launch: Launch, arguments: Arguments, *, overlap: bool
+    gate: Gate, stream: Any, kernel: Any, launch: Launch, arguments: Arguments, *, overlap: bool
 ) -> None:
-    """Launch one kernel on the driver's stream."""
-    cu = driver.cu
+    """Launch one kernel on a stream; with `overlap`, before the one before it has ended."""
+    cu = gate.cu
     config = cu.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
     config.blockDimX, config.blockDimY, config.blockDimZ = launch.threads, 1, 1
     config.sharedMemBytes = launch.shared
-    config.hStream = driver.stream
+    config.hStream = stream
     attributes: list[Any] = []
     kinds = cu.CUlaunchAttributeID
     if overlap:
@@ -42,5 +89,5 @@ def enqueue(
         attributes.append(one)
     config.attrs, config.numAttrs = attributes, len(attributes)
     pointers, held = pack(arguments)
-    driver("cuLaunchKernelEx", config, kernel, ctypes.addressof(pointers), 0)
+    gate("cuLaunchKernelEx", config, kernel, ctypes.addressof(pointers), 0)
     del held  # the driver has copied the arguments

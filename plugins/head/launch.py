@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from thor_dflash.plugins.head.best import best_launches
 from thor_dflash.plugins.launch import Device, Launch, Site
-from thor_dflash.plugins.linear.few import MOST_ROWS, Epilogue, Fused, Gate, Norm, few_launches
+from thor_dflash.plugins.linear.few import MOST_ROWS, Epilogue, Fused, few_launches
 from thor_dflash.plugins.linear.launch import PAIR, refuse_weight
 
 IN_PLACE: frozenset[str] = frozenset()
@@ -17,7 +17,7 @@ def launches(site: Site, device: Device) -> tuple[Launch, ...]:
     """The projection with the norm in front, as linear's, and the search over its logits where
     somebody reads what it finds.
     """
-    fused = Fused(Norm.ROW, Gate.NONE, Epilogue.LOGITS, ("logits",), folder="../linear/")
+    fused = Fused(Epilogue.LOGITS, ("logits",), folder="../linear/")
     search = best_launches(site, device, "logits") if "best" in site else ()
     return (*few_launches(site, device, fused), *search)
 

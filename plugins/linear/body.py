@@ -12,7 +12,7 @@ from thor_dflash.plugins.op import Attributes
 def body(b: Body, x: Inputs, a: Attributes) -> Mapping[str, str]:
     """See the room's docstring for shapes."""
     dtype = x.dtype("x")
-    rows = b.round(_prologue(b, x, a), dtype)
+    rows = b.round(prologue(b, x, a), dtype)
     y = [
         pieces.project(b, x, rows, f"weight{i}", f"block_scale{i}", f"row_scale{i}")
         for i in range(a.integer("segments"))
@@ -24,7 +24,8 @@ def body(b: Body, x: Inputs, a: Attributes) -> Mapping[str, str]:
     return {f"y{i}": b.narrow(value, dtype) for i, value in enumerate(y)}
 
 
-def _prologue(b: Body, x: Inputs, a: Attributes) -> str:
+def prologue(b: Body, x: Inputs, a: Attributes) -> str:
+    """The rows that enter the product, float32: normed and gated."""
     rows = x.f32(b, "x")
     if "norm_weight" in x:
         width = a.integer("head_dim")

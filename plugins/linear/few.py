@@ -21,6 +21,7 @@ from thor_dflash.plugins.launch import (
 )
 from thor_dflash.plugins.linear.layout import Layout, layout
 from thor_dflash.plugins.linear.partition import partition
+from thor_dflash.plugins.linear.prepare import prepared
 from thor_dflash.tensors import Array, DType
 
 MOST_ROWS = 32
@@ -30,26 +31,10 @@ TILE_ROWS = 16
 _THREADS = 256
 _WARPS = 8
 _GROUP_COLUMNS = 256
-_SLOT = 2304
-_CHUNK_ROW = 512
-_SIDE = 3840
+_SLOTS, _SLOT = 4, 2304
+_CHUNKS, _PITCH = 3, 528
+_SIDE = 4096
 """sizeof(Side) in finish.cuh, rounded up."""
-
-
-class Norm(IntEnum):
-    """Prologue norm, as NORM in stage.cuh."""
-
-    NONE = 0
-    ROW = 1
-    HEAD = 2
-
-
-class Gate(IntEnum):
-    """Prologue gate, as GATE in stage.cuh."""
-
-    NONE = 0
-    SIGMOID = 1
-    SILU = 2
 
 
 class Epilogue(IntEnum):
@@ -65,57 +50,29 @@ class Epilogue(IntEnum):
 class Fused:
     """What surrounds the product, and where the results go."""
 
-    norm: Norm
-    gate: Gate
     epilogue: Epilogue
     outputs: tuple[str, ...]
-    head_dim: int = 0
     folder: str = ""
     """Of linear's sources, from the room's own."""
 
 
 def few_launches(site: Site, device: Device, fused: Fused) -> tuple[Launch, ...]:
-    """The product, after the rows' sums of squares where nobody gives them as `x_squares`."""
-    squares: Argument = At("x_squares")
-    before: tuple[Launch, ...] = ()
-    if fused.norm is Norm.ROW and "x_squares" not in site:
-        rows, columns = site.ports["x"].shape
-        squares = Scratch("x_squares", squares_bytes(columns))
-        before = (_squares(rows, columns, squares, fused.folder),)
-    return (*before, _product(site, device, fused, squares))
-
-
-def squares_bytes(columns: int) -> int:
-    """Size of float32 [columns / 256 rounded up, 32]."""
-    return -(-columns // SQUARES_COLUMNS) * MOST_ROWS * 4
-
-
-def squares_launch(rows: int, columns: int) -> Launch:
-    """`squares` float32 [columns / 256 rounded up, 32] of `x` bf16 [rows, columns].
-
-    Each is the sum of the squares of 256 columns of a row; those of rows past the last are zero.
+    """The product; before it the prologue, unless the rows come with it (`x_normed`, which lack the
+    row's 1 / rms; that is made of `x_squares` at the end).
     """
-    return _squares(rows, columns, At("squares"), "")
+    if "x_normed" in site:
+        return (_product(site, device, fused, At("x_normed"), scaled=True),)
+    rows, before = prepared(site, fused.folder)
+    return (*before, _product(site, device, fused, rows, scaled=False))
 
 
-def _squares(rows: int, columns: int, squares: Argument, folder: str) -> Launch:
-    return Launch(
-        kernel="squares",
-        grid=(-(-columns // SQUARES_COLUMNS), 1, 1),
-        threads=_THREADS,
-        arguments=(At("x"), squares, Int(rows), Int(columns)),
-        source=f"{folder}squares.cu",
-    )
-
-
-def _product(site: Site, device: Device, fused: Fused, squares: Argument) -> Launch:
+def _product(site: Site, device: Device, fused: Fused, rows: Argument, *, scaled: bool) -> Launch:
     plan = layout(site)
-    rows = site.size("x", 0)
-    tiles = -(-rows // TILE_ROWS)
-    stages = 5 if tiles == 1 else 4
-    cut = partition(plan, device.multiprocessors)
+    count = site.size("x", 0)
+    tiles = -(-count // TILE_ROWS)
+    # Two blocks share a multiprocessor; one where 32 rows' sums take all its registers.
+    cut = partition(plan, device.multiprocessors * (2 if tiles == 1 else 1))
     part = TILE_ROWS * tiles * _GROUP_COLUMNS * 4
-    norm = "norm_weight" in site and site.ports["norm_weight"].dtype is DType.F32
     return Launch(
         kernel="linear",
         source=f"{fused.folder}kernel.cu",
@@ -124,37 +81,51 @@ def _product(site: Site, device: Device, fused: Fused, squares: Argument) -> Lau
         arguments=(
             At("packed"),
             At("scales"),
-            At("x"),
-            squares,
-            At("norm_weight"),
-            At("gate"),
+            rows,
+            At("x_squares"),
             At("residual"),
             Addresses(fused.outputs),
             At("y0_squares"),
-            Table(cut.block_table()),
+            At("y0_normed"),
+            At("next_norm_weight"),
             Table(cut.item_table()),
             Table(strip_table(plan)),
             Scratch("partials", max(1, cut.parts) * part),
             Scratch("arrivals", max(1, cut.parts) * 4, zeroed=True),
+            Int(cut.most_items),
             Int(len(fused.outputs)),
-            Int(rows),
+            Int(count),
             Int(plan.k),
-            Int(fused.head_dim),
             Real(site.attributes.real("norm_eps")),
-            Real(site.attributes.real("norm_offset")),
-            Int(stages),
+            Real(_next_offset(site)),
         ),
-        shared=_WARPS * stages * (_SLOT + 8) + 2 * TILE_ROWS * tiles * _CHUNK_ROW + _SIDE,
+        shared=_shared(tiles),
         defines={
             "ROW_TILES": tiles,
             "KINDS": sum(1 << kind for kind in set(plan.kinds)),
-            "NORM": int(fused.norm),
-            "NORM_F32": int(norm),
-            "GATE": int(fused.gate),
+            "ROW_SCALE": int(scaled),
             "EPILOGUE": int(fused.epilogue),
-            "STAGES": stages,
+            "NEXT": _next(site),
         },
     )
+
+
+def _shared(tiles: int) -> int:
+    weights = _WARPS * _SLOTS * (_SLOT + 8)
+    rows = _CHUNKS * (TILE_ROWS * tiles * _PITCH + 16)
+    return weights + rows + _WARPS * tiles * 2 * 32 * 16 + _SIDE
+
+
+def _next(site: Site) -> int:
+    """What is left of rows that the next call norms, as NEXT in finish.cuh."""
+    if "y0_normed" not in site:
+        return 0
+    return 2 if site.ports["next_norm_weight"].dtype is DType.F32 else 1
+
+
+def _next_offset(site: Site) -> float:
+    values = site.attributes.values
+    return site.attributes.real("next_norm_offset") if "next_norm_offset" in values else 0.0
 
 
 def strip_table(plan: Layout) -> Array:

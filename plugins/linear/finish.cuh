@@ -1,14 +1,16 @@
 // From the sums of an item to rows: the two halves of each step added, the pieces of a group that
 // several blocks made added in order of k by the last of them, then what comes after the product.
 //
-// Compile-time: EPILOGUE 0 none, 1 swiglu, 2 residual, 3 float32 logits.
+// Compile-time: EPILOGUE 0 none, 1 swiglu, 2 residual, 3 float32 logits; ROW_SCALE, whether the sums
+// of a row are multiplied by its 1 / rms; NEXT, what else is left of rows that the next kernel norms:
+// 0 nothing, 1 and 2 the rows times offset + weight, the weight bf16 or float32.
 #pragma once
 #include "linear/products.cuh"
-#include "linear/ring.cuh"
 
 enum { NONE, SWIGLU, RESIDUAL, LOGITS };
 constexpr int GROUP_COLUMNS = 256;
 constexpr int MOST_SEGMENTS = 16;
+constexpr int MOST_ROWS = 32;
 
 // Half a warp pair's sums: 4 strips of 8 columns.
 typedef float Own[ROW_TILES][4][4];
@@ -20,6 +22,7 @@ struct Side {
     int2 strips[2][GROUP_COLUMNS / 8];  // segment << 24 | column, or -1; width of the segment
     int4 items[2][ITEM_WORDS];
     float y_squares[WARPS][MOST_ROWS];
+    float row_scales[MOST_ROWS];
     u64 outputs[MOST_SEGMENTS];
     u32 last;
 };
@@ -29,8 +32,11 @@ struct Results {
     const int2* strips;
     const u16* residual;
     float* y_squares;
+    u16* y_normed;
+    const void* next_weight;
     float4* partials;
     u32* arrivals;
+    float next_offset;
     int rows;
 };
 
@@ -57,33 +63,43 @@ DEVICE void request_side(Side& side, const Results& to, const int4* items, int a
     copy_async_commit();
 }
 
-// sums -> own: strips 4 h.. of the n-tile for the warp of half step h, both halves added.
+constexpr int ROOM_BYTES = WARPS * ROW_TILES * 2 * 32 * 16;
+
+// sums -> own: strips 4 h.. of the n-tile for the warp of parity h, both parities added. Two strips
+// at a time, so that the room is small.
 DEVICE void exchange(Own& own, const Sums& sums, float4* room) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const bool second = warp & 1;
 #pragma unroll
-    for (int m = 0; m < ROW_TILES; m++) {
+    for (int turn = 0; turn < 4; turn += 2) {
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const float(&low)[4] = sums[m][j];
-            const float(&high)[4] = sums[m][4 + j];
-            room[((warp * ROW_TILES + m) * 4 + j) * 32 + lane] =
-                second ? make_float4(low[0], low[1], low[2], low[3])
-                       : make_float4(high[0], high[1], high[2], high[3]);
-        }
-    }
-    sync_some(1 + warp / 2, 64);
+        for (int m = 0; m < ROW_TILES; m++) {
 #pragma unroll
-    for (int m = 0; m < ROW_TILES; m++) {
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const float4 other = room[(((warp ^ 1) * ROW_TILES + m) * 4 + j) * 32 + lane];
-            const float parts[4] = {other.x, other.y, other.z, other.w};
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                own[m][j][i] = (second ? sums[m][4 + j][i] : sums[m][j][i]) + parts[i];
+            for (int j = 0; j < 2; j++) {
+                const float(&low)[4] = sums[m][turn + j];
+                const float(&high)[4] = sums[m][4 + turn + j];
+                room[((warp * ROW_TILES + m) * 2 + j) * 32 + lane] =
+                    second ? make_float4(low[0], low[1], low[2], low[3])
+                           : make_float4(high[0], high[1], high[2], high[3]);
             }
         }
+        sync_some(1 + warp / 2, 64);
+#pragma unroll
+        for (int m = 0; m < ROW_TILES; m++) {
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                const float4 other = room[(((warp ^ 1) * ROW_TILES + m) * 2 + j) * 32 + lane];
+                const float parts[4] = {other.x, other.y, other.z, other.w};
+                const int strip = turn + j;
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const float mine = second ? sums[m][4 + strip][i] : sums[m][strip][i];
+                    // Even steps first, whichever warp adds.
+                    own[m][strip][i] = second ? parts[i] + mine : mine + parts[i];
+                }
+            }
+        }
+        sync_some(1 + warp / 2, 64);
     }
 }
 
@@ -110,7 +126,7 @@ DEVICE void add_parts(Own& own, const float4* part, int parts) {
             for (int i = 0; i < 4; i++) own[m][j][i] = 0.0f;
         }
     }
-#pragma unroll 2
+#pragma unroll ROW_TILES == 1 ? 4 : 2
     for (int p = 0; p < parts; p++, part += PART) {
 #pragma unroll
         for (int m = 0; m < ROW_TILES; m++) {
@@ -154,6 +170,20 @@ DEVICE u32 store_pair(const Place& to, int row, float low, float high) {
 
 DEVICE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
+#if NEXT
+// offset + weight of a lane's pair of columns.
+DEVICE float2 next_factor(const Results& to, int column) {
+#if NEXT == 2
+    const float2 w = *reinterpret_cast<const float2*>(
+        static_cast<const float*>(to.next_weight) + column);
+    return make_float2(to.next_offset + w.x, to.next_offset + w.y);
+#else
+    const u32 w = *reinterpret_cast<const u32*>(static_cast<const u16*>(to.next_weight) + column);
+    return make_float2(to.next_offset + bf16x2_low(w), to.next_offset + bf16x2_high(w));
+#endif
+}
+#endif
+
 // The end of one strip (of a pair of strips, swiglu) for one of a lane's rows.
 DEVICE float store_strip(const Results& to, const Place& place, int row, float2 sum, float2 up,
                          u32 residual) {
@@ -169,6 +199,11 @@ DEVICE float store_strip(const Results& to, const Place& place, int row, float2 
 #endif
     const u32 pair = store_pair(place, row, sum.x, sum.y);
     const float low = bf16x2_low(pair), high = bf16x2_high(pair);
+#if NEXT
+    const float2 factor = next_factor(to, place.column());
+    *reinterpret_cast<u32*>(to.y_normed + place.at(row)) =
+        pack_bf16x2(low * factor.x, high * factor.y);
+#endif
     return fma_rn(high, high, low * low);
 #endif
 }
@@ -201,6 +236,7 @@ DEVICE void store_own(Squares& squares, const Own& own, const Residual& residual
 #pragma unroll
     for (int i = 0; i < 2 * ROW_TILES; i++) {
         const int m = i / 2, r = i % 2, row = 8 * i + lane / 4;
+        const float row_scale = ROW_SCALE ? side.row_scales[row] : 1.0f;
         squares[m][r] = 0.0f;
 #pragma unroll
         for (int j = 0; j < 4; j += STRIPS) {
@@ -209,7 +245,8 @@ DEVICE void store_own(Squares& squares, const Own& own, const Residual& residual
             for (int s = 0; s < STRIPS; s++) {
                 const float(&sum)[4] = own[m][j + s];
                 const float* column = scales + 8 * (j + s);
-                v[s] = make_float2(sum[2 * r] * column[0], sum[2 * r + 1] * column[1]);
+                v[s] = make_float2(sum[2 * r] * column[0] * row_scale,
+                                   sum[2 * r + 1] * column[1] * row_scale);
             }
             const u32 add = EPILOGUE == RESIDUAL ? residual[m][r][j] : 0;
             squares[m][r] +=
@@ -237,6 +274,30 @@ DEVICE void store_squares(const Squares& squares, Side& side, const Results& to,
         }
         to.y_squares[item.column / GROUP_COLUMNS * MOST_ROWS + threadIdx.x] = sum;
     }
+}
+
+// 1 / rms of every row, from the sums of squares [chunks, 32]: a warp's lanes add up one row.
+DEVICE void read_row_scales(Side& side, const float* squares, int rows, int k, float eps) {
+#if ROW_SCALE
+    constexpr int OWN = ROWS / WARPS;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    float sums[OWN];
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+        sums[i] = 0.0f;
+        for (int c = lane; c * GROUP_COLUMNS < k; c += 32) {
+            sums[i] += load_shared_result(squares + c * MOST_ROWS + warp * OWN + i);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+#pragma unroll
+        for (int mask = 16; mask; mask /= 2) sums[i] += shuffle_xor(sums[i], mask);
+        if (lane == 0) {
+            side.row_scales[warp * OWN + i] = rsqrtf(sums[i] / static_cast<float>(k) + eps);
+        }
+    }
+#endif
 }
 
 // Whether this block has every piece of the group; `own` is then the whole group's.

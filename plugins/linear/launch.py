@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from thor_dflash.plugins.launch import Device, Launch, Site
 from thor_dflash.plugins.linear import prefill_launch
-from thor_dflash.plugins.linear.few import (
-    MOST_ROWS,
-    Epilogue,
-    Fused,
-    Gate,
-    Norm,
-    few_launches,
-    squares_launch,
-)
+from thor_dflash.plugins.linear.few import MOST_ROWS, Epilogue, Fused, few_launches
 from thor_dflash.plugins.linear.layout import KIND_OF
 from thor_dflash.tensors import DType
 
-__all__ = ["IN_PLACE", "PAIR", "TOLERANCE", "launches", "refuse", "refuse_weight", "squares_launch"]
+__all__ = ["IN_PLACE", "PAIR", "TOLERANCE", "launches", "refuse", "refuse_weight"]
 
 IN_PLACE: frozenset[str] = frozenset()
 
@@ -32,21 +24,16 @@ _MOST_SEGMENTS = 16
 
 
 def launches(site: Site, device: Device) -> tuple[Launch, ...]:
-    """One launch, after one for the sums of squares where a norm needs them and nobody gives them;
-    more than 32 rows: see prefill_launch.
+    """One launch, after one for the prologue where nobody gives the rows ready; more than 32 rows:
+    see prefill_launch.
     """
     if site.size("x", 0) > MOST_ROWS:
         return prefill_launch.launches(site, device)
     a = site.attributes
-    head_dim = a.integer("head_dim") % site.size("x", 1)
-    norm = Norm.NONE
-    if "norm_weight" in site:
-        norm = Norm.HEAD if head_dim else Norm.ROW
     epilogue = Epilogue[a.word("epilogue").upper()]
     segments = a.integer("segments") if epilogue is Epilogue.NONE else 1
     outputs = tuple(f"y{i}" for i in range(segments))
-    gate = Gate[a.word("gate").upper()]
-    return few_launches(site, device, Fused(norm, gate, epilogue, outputs, head_dim))
+    return few_launches(site, device, Fused(epilogue, outputs))
 
 
 def refuse(site: Site) -> str:

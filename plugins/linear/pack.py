@@ -134,8 +134,8 @@ def _nvfp4(codes: Array, scales: Array, out: Array) -> None:
     for i in range(1, 4):
         word |= np.take(_SPREAD[i], by_strip[:, i])
     ordered = word.transpose(2, 1, 0).reshape(-1, 2, 4, 8, 2).transpose(0, 1, 3, 2, 4)
-    out[:, :, _CODES_BYTES:] = np.ascontiguousarray(ordered).view(np.uint8).reshape(
-        *out.shape[:2], 256
+    out[:, :, _CODES_BYTES:] = (
+        np.ascontiguousarray(ordered).view(np.uint8).reshape(*out.shape[:2], 256)
     )
 
 
@@ -207,16 +207,16 @@ _BITS = (
 
 
 def _fp8(rows: Array, out: Array) -> None:
-    """rows [64, K] -> out [steps, 2, 2 * 2048]: [k32][k16][half the strips][g][t][strip][b] pairs."""
+    """rows [64, K] -> out [steps, 2, 4096]: [k32][k16][half the strips][g][t][strip][b] pairs."""
     pairs = rows.view(np.uint16).reshape(2, 4, 8, -1, 2, 4)  # [half, strip, g, k16, b, t]
-    out[...] = np.ascontiguousarray(pairs.transpose(3, 0, 2, 5, 1, 4)).view(np.uint8).reshape(
-        out.shape
+    out[...] = (
+        np.ascontiguousarray(pairs.transpose(3, 0, 2, 5, 1, 4)).view(np.uint8).reshape(out.shape)
     )
 
 
 def _bf16(rows: Array, out: Array) -> None:
     """rows [64, 2 K] -> out [steps, 2, 4 * 2048]: [k16][quarter of the strips][g][t][strip][b]."""
     pairs = rows.view(np.uint32).reshape(4, 2, 8, -1, 2, 4)  # [quarter, strip, g, k16, b, t]
-    out[...] = np.ascontiguousarray(pairs.transpose(3, 0, 2, 5, 1, 4)).view(np.uint8).reshape(
-        out.shape
+    out[...] = (
+        np.ascontiguousarray(pairs.transpose(3, 0, 2, 5, 1, 4)).view(np.uint8).reshape(out.shape)
     )

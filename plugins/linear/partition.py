@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -47,32 +47,22 @@ class Partition:
         """Partial sums that are kept, of 256 columns each."""
         return sum(item.parts > 1 for items in self.blocks for item in items)
 
-    def block_table(self) -> Array:
-        """int32 [blocks, 4]: first item, end, steps (an item's rounded up to even), 0."""
-        ends = list(accumulate(len(items) for items in self.blocks))
-        steps = [sum((i.k1 - i.k0 + 1) // 2 * 2 for i in items) for items in self.blocks]
-        rows = zip([0, *ends[:-1]], ends, steps, [0] * len(ends), strict=True)
-        return np.array(list(rows), np.int32)
+    @property
+    def most_items(self) -> int:
+        """Items of the block that has most."""
+        return max(map(len, self.blocks))
 
     def item_table(self) -> Array:
-        """int32 [items, 8]: offset / 512, k0, k1, kind | tiles << 8, column, first, order, parts."""
-        return np.array(
-            [
-                (
-                    i.group.offset // OFFSET_UNIT,
-                    i.k0,
-                    i.k1,
-                    i.group.kind | i.group.tiles << 8,
-                    i.group.column,
-                    i.first,
-                    i.order,
-                    i.parts,
-                )
-                for items in self.blocks
-                for i in items
-            ],
-            np.int32,
-        )
+        """int32 [blocks, most_items, 8]: offset / 512, k0, k1, kind | tiles << 8 | last << 16,
+        column, first, order, parts.
+        """
+        table = np.zeros((len(self.blocks), self.most_items, 8), np.int32)
+        for block, items in zip(table, self.blocks, strict=True):
+            for row, i in zip(block, items, strict=False):
+                shape = i.group.kind | i.group.tiles << 8 | (i is items[-1]) << 16
+                row[:4] = i.group.offset // OFFSET_UNIT, i.k0, i.k1, shape
+                row[4:] = i.group.column, i.first, i.order, i.parts
+        return table
 
 
 @lru_cache(maxsize=256)
@@ -87,7 +77,7 @@ def partition(plan: Layout, blocks: int) -> Partition:
         size = plan.groups[at].step_bytes
         cuts.add(at * steps + (byte - starts[at] + size // 2) // size)
     edges = sorted(cuts)
-    pieces = [_pieces(a, b, steps) for a, b in zip(edges, edges[1:], strict=False)]
+    pieces = [_pieces(a, b, steps) for a, b in pairwise(edges)]
     counts = [0] * len(plan.groups)
     for group, _, _ in (piece for block in pieces for piece in block):
         counts[group] += 1

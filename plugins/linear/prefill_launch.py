@@ -14,16 +14,14 @@ from thor_dflash.plugins.launch import (
     Device,
     Int,
     Launch,
-    Real,
-    Scratch,
     Site,
     Table,
 )
-from thor_dflash.plugins.linear.few import Epilogue, Gate, strip_table
+from thor_dflash.plugins.linear.few import Epilogue, strip_table
 from thor_dflash.plugins.linear.layout import GROUP_TILES, Kind, Layout, layout
-from thor_dflash.tensors import Array, DType
+from thor_dflash.plugins.linear.prepare import prepared
+from thor_dflash.tensors import Array
 
-ROWS_THREADS = 256
 STAGES = 4
 """Of the ring, as in prefill.cu."""
 STEP = 64
@@ -35,37 +33,8 @@ OFFSET_UNIT = 512
 
 def launches(site: Site, device: Device) -> tuple[Launch, ...]:
     """The launches of a call of more than 32 rows."""
-    plain = "norm_weight" not in site and site.attributes.word("gate") == "none"
-    if plain:
-        return (_product(site, device, At("x")),)
-    rows = Scratch("rows", site.ports["x"].nbytes)
-    return _rows(site, rows), _product(site, device, rows)
-
-
-def _rows(site: Site, to: Scratch) -> Launch:
-    t, k = site.ports["x"].shape
-    a, norm = site.attributes, 0
-    if "norm_weight" in site:
-        norm = a.integer("head_dim") or k
-    wide = "norm_weight" in site and site.ports["norm_weight"].dtype is DType.F32
-    return Launch(
-        kernel="linear_rows",
-        source="rows.cu",
-        grid=(t, 1, 1),
-        threads=ROWS_THREADS,
-        arguments=(
-            At("x"),
-            At("norm_weight"),
-            At("gate"),
-            to,
-            Int(k),
-            Int(norm),
-            Int(Gate[a.word("gate").upper()]),
-            Real(a.real("norm_eps")),
-            Real(a.real("norm_offset")),
-        ),
-        defines={"WEIGHT_FLOAT": int(wide)},
-    )
+    rows, before = prepared(site)
+    return (*before, _product(site, device, rows))
 
 
 def _product(site: Site, device: Device, rows: Argument) -> Launch:

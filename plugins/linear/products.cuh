@@ -1,18 +1,15 @@
 // The products of one slot of weights with the rows of a chunk: sums[row tile][strip] += rows x
-// weights, in order of k. `rows` is where load_matrix4 finds this lane's row at the slot's half
-// step; 16 of K further is 32 bytes further, through the xor of stage.cuh.
+// weights, in order of k. `rows` is where load_matrix4 finds this lane's row at the slot's first k;
+// 16 of K further is 32 bytes further.
 #pragma once
-#include "linear/stage.cuh"
-#include "linear/units.cuh"
+#include "linear/ring.cuh"
 
 typedef float Sums[ROW_TILES][8][4];
 typedef u32 RowFragments[ROW_TILES][4];
 
 DEVICE void load_fragments(RowFragments& a, saddr rows, int k16) {
 #pragma unroll
-    for (int m = 0; m < ROW_TILES; m++) {
-        load_matrix4(a[m], (rows ^ static_cast<u32>(k16 << 5)) + m * 16 * CHUNK_ROW);
-    }
+    for (int m = 0; m < ROW_TILES; m++) load_matrix4(a[m], rows + 32 * k16 + m * 16 * PITCH);
 }
 
 DEVICE void add_strip(Sums& sums, const RowFragments& a, int strip, u32 b0, u32 b1) {
@@ -36,8 +33,8 @@ DEVICE void add_nvfp4_words(Sums& sums, const RowFragments& a, const uint4& code
     }
 }
 
-// 64 of K.
-DEVICE void add_nvfp4(Sums& sums, saddr slot, saddr rows) {
+// 64 of K, the first or second half of the step.
+DEVICE void add_nvfp4(Sums& sums, saddr slot, saddr rows, int part) {
     const u32 lane = threadIdx.x % 32;
     const saddr at = slot + lane * 16, scales = slot + NVFP4_CODES + lane / 4 * 32;
     const uint4 s0 = load_shared16(scales), s1 = load_shared16(scales + 16);
@@ -46,18 +43,18 @@ DEVICE void add_nvfp4(Sums& sums, saddr slot, saddr rows) {
     for (int k16 = 0; k16 < 4; k16++) {
         const uint4 codes = load_shared16(at + 512 * k16);
         RowFragments a;
-        load_fragments(a, rows, k16);
+        load_fragments(a, rows, 4 * part + k16);
         add_nvfp4_words(sums, a, codes, s[2 * k16], s[2 * k16 + 1]);
     }
 }
 
-// 32 of K, the first or second of the half step.
-DEVICE void add_fp8(Sums& sums, saddr slot, saddr rows, int half) {
+// 32 of K, one quarter of the step.
+DEVICE void add_fp8(Sums& sums, saddr slot, saddr rows, int part) {
     const saddr at = slot + threadIdx.x % 32 * 16;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         RowFragments a;
-        load_fragments(a, rows, 2 * half + i);
+        load_fragments(a, rows, 2 * part + i);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const uint4 codes = load_shared16(at + 1024 * i + 512 * h);
@@ -72,11 +69,11 @@ DEVICE void add_fp8(Sums& sums, saddr slot, saddr rows, int half) {
     }
 }
 
-// 16 of K.
-DEVICE void add_bf16(Sums& sums, saddr slot, saddr rows, int k16) {
+// 16 of K, one eighth of the step.
+DEVICE void add_bf16(Sums& sums, saddr slot, saddr rows, int part) {
     const saddr at = slot + threadIdx.x % 32 * 16;
     RowFragments a;
-    load_fragments(a, rows, k16);
+    load_fragments(a, rows, part);
 #pragma unroll
     for (int h = 0; h < 4; h++) {
         const uint4 b = load_shared16(at + 512 * h);

@@ -1,6 +1,6 @@
-// The rows that enter a product of more than 32 rows: the contract's prologue, in float32, rounded
-// to bf16 once. One block a row; a thread takes eight neighbouring columns at a time, so a row's
-// sums have one order whatever else is computed.
+// The rows that enter a product: the contract's prologue, in float32, rounded to bf16 once. One block
+// a row, several where no sum goes over the whole row; a thread takes eight neighbouring columns at a
+// time, so a row's sums have one order whatever else is computed.
 #include "cuda/device.cuh"
 
 constexpr int THREADS = 256;
@@ -63,7 +63,7 @@ linear_rows(const u16* x, const void* __restrict__ norm_weight, const u16* gate,
         scale = rsqrtf(block_sum(sum, parts) / width + eps);
     }
     // Whole warps go round: shuffles need every lane.
-    for (int first = 0; first < chunks; first += THREADS) {
+    for (int first = blockIdx.y * THREADS; first < chunks; first += gridDim.y * THREADS) {
         const int c = first + threadIdx.x;
         const bool there = c < chunks;
         const uint4 packed = there ? in[c] : make_uint4(0, 0, 0, 0);

@@ -13,7 +13,6 @@ import numpy as np
 from thor_dflash.plugins.linear.reference import reference as linear
 from thor_dflash.plugins.numerics import rounded, silu, wide
 from thor_dflash.plugins.op import Arrays, Attribute, Attributes, Case, Op
-from thor_dflash.plugins.standard.launch import SLICE, SQUARE_ROWS
 from thor_dflash.tensors import Array, DType
 
 
@@ -22,20 +21,11 @@ def _no_cases(rng: np.random.Generator) -> Iterator[Case]:
     return iter(())
 
 
-def _squares(x: Array) -> Array:
-    """x [T, W] -> float64 [ceil(W / 256), 32]."""
-    rows, width = x.shape
-    padded = np.zeros((SQUARE_ROWS, -(-width // SLICE) * SLICE))
-    padded[:rows, :width] = x.astype(np.float64) ** 2
-    return padded.reshape(SQUARE_ROWS, -1, SLICE).sum(2).T
-
-
 def _embed(x: Arrays, a: Attributes) -> dict[str, Array]:
     ids, mask = x["ids"], a.integer("mask")
     if mask >= 0:
         ids = np.concatenate([ids, np.full(a.integer("rows") - 1, mask, np.int32)])
-    rows = x["table"][ids]
-    return {"rows": rows, "squares": _squares(rows)} if len(ids) <= SQUARE_ROWS else {"rows": rows}
+    return {"rows": x["table"][ids]}
 
 
 def _concat(x: Arrays, a: Attributes) -> dict[str, Array]:
@@ -47,11 +37,6 @@ def _compose(x: Arrays, a: Attributes) -> dict[str, Array]:
     del a
     follow = np.where(x["forced"] >= 0, x["forced"], np.append(x["best"][1:], -1))
     return {"tokens": np.concatenate([x["last"], follow[:-1]]).astype(np.int32)}
-
-
-def _sums(x: Arrays, a: Attributes) -> dict[str, Array]:
-    del a
-    return {"squares": _squares(x["x"])}
 
 
 def _node(
@@ -89,7 +74,6 @@ def _silu_mul(x: Arrays, a: Attributes) -> dict[str, Array]:
 EMBED = _node("embed", _embed, {"mask": -1, "rows": 0})
 CONCAT = _node("concat", _concat, {})
 COMPOSE = _node("compose", _compose, {})
-SQUARES = _node("squares", _sums, {})
 
 ROWS = _node("rows", _rows, {"norm_eps": 1e-6, "norm_offset": 0.0, "head_dim": 0, "gate": "none"})
 ADD = _node("add", _add, {})

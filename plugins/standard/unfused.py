@@ -10,7 +10,7 @@ Ports, bf16 unless a size says less, rows 16-byte aligned:
 from __future__ import annotations
 
 from thor_dflash.plugins.launch import At, Int, Launch, Real, Site
-from thor_dflash.plugins.linear.few import Gate
+from thor_dflash.plugins.linear.prepare import Gate
 from thor_dflash.tensors import DType
 
 THREADS = 256

@@ -14,18 +14,22 @@ from onnx import TensorProto, helper
 
 from thor_dflash import manifest
 from thor_dflash.builders.build import build, make_plan
+from thor_dflash.builders.calls import Known, RoomCall
 from thor_dflash.builders.checkpoint.drafter import read_drafter
 from thor_dflash.builders.checkpoint.target import read_target
 from thor_dflash.builders.hollow import write_hollow
 from thor_dflash.builders.packing import Packing
 from thor_dflash.builders.programs import Life, lower, place
+from thor_dflash.builders.unfused import unfused
 from thor_dflash.builders.weights import WeightFiles
 from thor_dflash.config import BuildConfig
 from thor_dflash.errors import ConfigError, PackageError
+from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.op import DOMAIN
 from thor_dflash.plugins.rules import RULES
 from thor_dflash.program import ENDING, Program, read
 from thor_dflash.progress import Silent
+from thor_dflash.tensors import DType
 
 NANO = Path(__file__).parents[2] / "models" / "planner-nano"
 
@@ -117,10 +121,12 @@ def test_prefill_and_verify_share_their_weights(package: Path) -> None:
 
 def test_a_norm_of_whole_rows_gets_its_sums_from_whoever_made_the_rows(package: Path) -> None:
     for step in read(package, "verify").steps:
-        assert step.room != "squares"
         if "norm_weight" in step.ports and not step.attributes.get("head_dim"):
-            assert "x_squares" in step.ports, step.name
-    assert all("x_squares" not in s.ports for s in read(package, "prefill").steps)
+            # Nobody norms the embedding's rows but the linear itself.
+            assert ("x_normed" in step.ports) == (not step.ports["x"].startswith("embedding")), (
+                step.name
+            )
+    assert all("x_normed" not in s.ports for s in read(package, "prefill").steps)
 
 
 def test_outputs_nobody_reads_are_not_made(package: Path) -> None:
@@ -164,6 +170,53 @@ def test_the_27b_is_lowered_without_its_weights(tmp_path: Path) -> None:
     used = {n for s in linears for p, n in s.ports.items() if p == "packed"}
     size = sum(verify.weights[n].nbytes for n in used)
     assert size == pytest.approx(14.446e9, rel=2e-3)  # spec: sum of the 257 linears
+
+
+def test_a_list_taken_apart_multiplies_the_same_weights_and_nothing_more(tmp_path: Path) -> None:
+    config = BuildConfig(engine="cuda", chunk=2048, chunks=(2048,))
+    for name in ("whole", "apart"):
+        (tmp_path / name).mkdir()
+        write_hollow("qwen3.6-27b", tmp_path / name, config, fused=name == "whole")
+    for name in ("verify", "prefill", "propose", "observe"):
+        whole, apart = read(tmp_path / "whole", name), read(tmp_path / "apart", name)
+        assert weights(apart) == weights(whole)
+        assert (apart.inputs, apart.outputs) == (whole.inputs, whole.outputs)
+        made = set(apart.inputs) | set(apart.weights)
+        for step in apart.steps:
+            if step.room == "linear":
+                surrounded = {"norm_weight", "gate", "residual"} & set(step.ports)
+                assert not surrounded, step.name
+                assert (step.attributes["epilogue"], step.attributes["gate"]) == ("none", "none")
+            assert made >= {n for p, n in step.ports.items() if p in ("x", "a", "b", "gate", "q")}
+            made |= set(step.ports.values())
+
+
+def weights(program: Program) -> dict[str, int]:
+    return {name: weight.nbytes for name, weight in program.weights.items()}
+
+
+def test_a_linear_taken_apart_computes_the_same() -> None:
+    rng = np.random.default_rng(0)
+    for case in LINEAR.cases(rng):
+        a = LINEAR.complete(case.attributes)
+        if "norm_weight" not in case.inputs and "residual" not in case.inputs:
+            continue
+        known = {n: Known(DType.of(x), x.shape) for n, x in case.inputs.items()}
+        call = RoomCall(case.name, "linear", dict(a.values), {n: n for n in case.inputs},
+                        {p.name: p.name for p in LINEAR.outputs_of(a)})  # fmt: skip
+        want = LINEAR.reference(case.inputs, a)
+        known |= {n: Known(DType.of(x), x.shape) for n, x in want.items()}
+        values = dict(case.inputs)
+        for step in unfused([call], known):
+            op = RULES[step.room].op
+            given = {port: values[name] for port, name in step.inputs.items()}
+            got = op.reference(given, op.complete(step.attributes))
+            values |= {name: got[port] for port, name in step.outputs.items()}
+        for name, value in want.items():
+            have, wide = values[name].astype(np.float64), value.astype(np.float64)
+            # What lies between is rounded to the rows' type once more.
+            error = 2.0**-7 if value.dtype.itemsize == 2 else 1e-5
+            assert np.abs(have - wide).max() <= error * np.abs(wide).max(), (case.name, name)
 
 
 def test_constants_of_the_graph_are_kept(package: Path) -> None:

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from thor_dflash.errors import EngineError
 from thor_dflash.plugins.cuda.driver import STICKY, Driver
 from thor_dflash.runtime.engines.cuda import control
-from thor_dflash.runtime.engines.cuda.control import RING, SLOT, Page, Ring
-from thor_dflash.runtime.engines.cuda.engine import corners
+from thor_dflash.runtime.engines.cuda.control import RING, SLOT, Page, Ring, corners
 from thor_dflash.runtime.engines.cuda.memory import RESERVE, Arena
 from thor_dflash.tensors import Array, DType, TensorSpec
 
@@ -163,13 +162,15 @@ def test_an_error_names_the_call_and_its_meaning() -> None:
 
 
 @pytest.mark.parametrize("code", sorted(STICKY))
-def test_a_broken_context_is_not_asked_again(code: str) -> None:
+def test_a_broken_driver_is_not_asked_again_and_says_that_the_process_must_go(code: str) -> None:
     driver = gate(code)
-    with pytest.raises(EngineError, match="this engine has ended"):
+    with pytest.raises(EngineError, match=rf"got {code}: .*; .*in this process: start it again"):
         driver("cuStreamSynchronize", 0)
     driver.cu.cuStreamSynchronize = None
-    with pytest.raises(EngineError, match=rf"must follow a new engine.*{code}"):
+    again = rf"whole, open driver \(got: cuStreamSynchronize reported {code}: .*start it again\)"
+    with pytest.raises(EngineError, match=again):
         driver("cuStreamSynchronize", 0)
+    assert code in driver.ended
 
 
 def test_a_page_is_no_larger_than_what_is_small() -> None:

@@ -27,7 +27,8 @@ from thor_dflash.plugins.launch import (
     Table,
 )
 from thor_dflash.plugins.linear.pack import pack
-from thor_dflash.plugins.standard import fill
+from thor_dflash.plugins.op import Attribute, Op
+from thor_dflash.plugins.standard import fill, unfused
 from thor_dflash.plugins.standard.launch import (
     SQUARE_ROWS,
     compose,
@@ -36,6 +37,7 @@ from thor_dflash.plugins.standard.launch import (
     refuse_concat,
     refuse_embed,
 )
+from thor_dflash.plugins.standard.nodes import ADD, ROWS, SILU_MUL
 from thor_dflash.tensors import Array, DType
 
 FOLDER = Path(room.__file__).parent
@@ -153,6 +155,44 @@ def test_what_the_kernels_do_not_take_is_refused() -> None:
     assert "multiple of 8 (got 4)" in refuse_concat((8, 4))
 
 
+# ---- the parts of a linear -----------------------------------------------------------------------
+def part(op: Op, inputs: Mapping[str, Array], attributes: Mapping[str, Attribute]) -> Site:
+    like = next(iter(inputs.values()))
+    ports = {n: Shaped(DType.of(x), x.shape) for n, x in {**inputs, "y": like}.items()}
+    return Site(op, op.complete(attributes), ports)
+
+
+def close_to(got: Array, op: Op, inputs: Mapping[str, Array], site: Site) -> None:
+    want = op.reference(inputs, site.attributes)["y"].astype(np.float64)
+    np.testing.assert_allclose(got.astype(np.float64), want, rtol=2.0**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("norm", [BF16, np.float32])
+@pytest.mark.parametrize(("head", "gate"), [(0, "none"), (0, "sigmoid"), (128, "silu")])
+def test_rows_enter_a_product_as_a_linear_makes_them(head: int, gate: str, norm: type) -> None:
+    rng = np.random.default_rng(head)
+    inputs = {"x": rng.standard_normal((16, 640)).astype(BF16)}
+    inputs["norm_weight"] = rng.standard_normal(head or 640).astype(norm)
+    if gate != "none":
+        inputs["gate"] = rng.standard_normal((16, 640)).astype(BF16)
+    site = part(ROWS, inputs, {"head_dim": head, "gate": gate, "norm_offset": 1.0})
+    assert unfused.refuse_rows(site) == ""
+    out = {"y": np.empty((16, 640), BF16)}
+    execute(unfused.rows(site), inputs, out, seed=2)
+    close_to(out["y"], ROWS, inputs, site)
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (16, 520), (70, 320)])
+@pytest.mark.parametrize("op", [ADD, SILU_MUL], ids=lambda op: op.name)
+def test_an_epilogue_of_its_own_rounds_once(op: Op, shape: tuple[int, int]) -> None:
+    rng = np.random.default_rng(shape[1])
+    inputs = {name: (rng.standard_normal(shape) * 9).astype(BF16) for name in "ab"}
+    site = part(op, inputs, {})
+    out = {"y": np.empty(shape, BF16)}
+    execute(unfused.pairs(site), inputs, out, seed=1)
+    close_to(out["y"], op, inputs, site)
+
+
 # ---- fill --------------------------------------------------------------------------------------
 def filled(one: Launch, size: int, seed: int = 0) -> Array:
     """uint8 [size] as the launch leaves it."""
@@ -230,6 +270,8 @@ LAUNCHES = (
     embed(16, 50, 320, squares=True),
     concat(16, (320, 320)),
     compose(16),
+    unfused.rows(part(ROWS, {"x": np.empty((16, 640), BF16)}, {})),
+    *(unfused.pairs(part(op, {"a": np.empty((16, 640), BF16)}, {})) for op in (ADD, SILU_MUL)),
     fill.nvfp4(THOR, fill.NVFP4_SLOT, 1),
     fill.fp8(THOR, 4, 1),
     fill.bf16(THOR, 1, 1, 0.0, 1.0),
@@ -247,7 +289,7 @@ KINDS: Mapping[type, str] = {
 @pytest.mark.parametrize("one", LAUNCHES, ids=lambda one: one.kernel)
 def test_arguments_are_those_of_the_kernel(one: Launch) -> None:
     kinds = tuple(KINDS[type(argument)] for argument in one.arguments)
-    assert kinds == signatures(FOLDER / one.source, {})[one.kernel]
+    assert kinds == signatures(FOLDER / one.source, one.defines)[one.kernel]
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_110"])
@@ -256,5 +298,5 @@ def test_every_kernel_compiles_without_spills(arch: str) -> None:
     from thor_dflash.plugins.cuda.compile import compile_source
 
     for one in LAUNCHES:
-        usage = compile_source(FOLDER / one.source, {}, arch).usage
+        usage = compile_source(FOLDER / one.source, one.defines, arch).usage
         assert usage[one.kernel].spilled == 0

@@ -1,9 +1,14 @@
-"""`thor-dflash bench`: what each part of a step costs here, against this device's read rate."""
+"""`thor-dflash bench`: what each part of a step costs here, against this device's read rate; and
+how long a process takes until it can answer.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
+import subprocess
+import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Iterator
@@ -13,38 +18,56 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thor_dflash.config import BuildConfig, Config, EngineConfig
-from thor_dflash.errors import ConfigError
+from thor_dflash.errors import ConfigError, EngineError
 from thor_dflash.progress import Progress
 
 if TYPE_CHECKING:
     from thor_dflash.manifest import Manifest
-    from thor_dflash.runtime.engines.cuda.bench import Bench
+    from thor_dflash.runtime.engines.cuda.figures import Figure
 
 DRAFT_VOCABULARY = 65536
 """Rows of the reduced draft head. Source: TensorRT-Edge-LLM's sweep, in which 64 k kept all of the
 acceptance and 32 k did not."""
-CONTEXT, LONG = 2048, (8192, 32768)
 CAPACITY = 33280
-"""Holds the longest context and a block."""
-PROMPT = 2048
-CYCLES = 100
-LINEARS = ("linear", "head")
-THOR_READ = 259.7e9
-"""Bytes a second a Jetson Thor reads in a long stream. Source: ApxInf, doc/THOR-ROOFLINE.md."""
+"""Holds the longest context that is measured and a block."""
+CHUNK = 2048
+"""Rows of a prefill step where nobody says: a prompt of 2,048 is one step. 512 rows leave a third
+of an H100 idle, whose 132 multiprocessors then share 80 tiles of a product with 5,120 columns."""
+READY = 10.0
+"""Seconds a process may take until it is ready beside reading its package from the disk."""
+
+MAIN = "import sys; from thor_dflash.cli import main; sys.exit(main())"
+"""The command line, in a new process of this interpreter."""
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the table."""
+class Variant:
+    """What is measured: the configuration, or it with one thing left out."""
 
     name: str
-    value: float
-    unit: str
-    note: str = ""
+    build: BuildConfig
+    engine: EngineConfig
+    fused: bool = True
 
 
 def run(args: Namespace, config: Config, progress: Progress) -> None:
     """Measure and print."""
+    if args.package is not None:
+        _check_package(args)
+        _print(args, ready_here(args.package, config.engine, progress))
+        return
+    _check_shape(args, config)
+    _device(config.engine)
+    rows = _written(args, config, progress) if args.ready else _measured(args, config, progress)
+    _print(args, rows)
+
+
+def _check_package(args: Namespace) -> None:
+    if not args.ready or args.shape or args.out:
+        raise ConfigError("--package must go with --ready alone (got other options, or no --ready)")
+
+
+def _check_shape(args: Namespace, config: Config) -> None:
     from thor_dflash.builders.hollow import SHAPES
 
     if args.shape not in SHAPES:
@@ -53,132 +76,184 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         raise ConfigError("--shape must go with --random-weights (got --shape alone)")
     if config.build.engine != "cuda":
         raise ConfigError(f"bench must have --engine cuda (got {config.build.engine})")
-    rows: list[Row] = []
-    for name, build, engine in variants(config, ablations=args.ablations):
-        with progress.task(f"measuring: {name}"):
-            rows += [
-                dataclasses.replace(row, name=f"{name}: {row.name}" if rows else row.name)
-                for row in _variant(args.shape, build, engine, progress, brief=bool(rows))
-            ]
-    progress.close()
-    if args.json:
-        print(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
-    else:
-        print(table(rows))
+    if (args.out is not None) != args.ready:
+        raise ConfigError("--ready must go with --out DIR, or --package PKG (got one alone)")
 
 
-def variants(config: Config, *, ablations: bool) -> Iterator[tuple[str, BuildConfig, EngineConfig]]:
+def _device(config: EngineConfig) -> None:
+    """Fail at once where there is no device.
+
+    Raises:
+        EngineError: the driver says why.
+    """
+    from thor_dflash.plugins.cuda.driver import Driver
+
+    Driver(config.device).close()
+
+
+def _print(args: Namespace, rows: list[Figure]) -> None:
+    from thor_dflash.runtime.engines.cuda.figures import table
+
+    # JSON has no NaN; every figure is a number.
+    text = json.dumps([dataclasses.asdict(row) for row in rows], indent=1, allow_nan=False)
+    print(text if args.json else table(rows))
+
+
+# ---- steps ---------------------------------------------------------------------------------------
+def variants(config: Config, *, ablations: bool) -> Iterator[Variant]:
     """What is measured: the configuration as it is, and with one thing left out at a time."""
     build, engine = config.build, config.engine
-    yield "as built", build, engine
+    chunk = build.chunk or CHUNK
+    build = dataclasses.replace(build, chunk=chunk, chunks=build.chunks or (chunk,))
+    yield Variant("as built", build, engine)
     if ablations:
         replace = dataclasses.replace
-        yield "no dependent launch", build, replace(engine, overlap=False)
-        yield "no graph", build, replace(engine, graphs=False)
-        yield "states instead of records", replace(build, saves="states"), engine
+        yield Variant("no dependent launch", build, replace(engine, overlap=False))
+        yield Variant("no graph", build, replace(engine, graphs=False))
+        yield Variant("states instead of records", replace(build, saves="states"), engine)
+        yield Variant("no fusion", build, engine, fused=False)
+
+
+def _measured(args: Namespace, config: Config, progress: Progress) -> list[Figure]:
+    from thor_dflash.runtime.engines.cuda.figures import CONTEXT
+
+    rows: list[Figure] = []
+    for variant in variants(config, ablations=not args.quick):
+        whole = {
+            name: row.value
+            for row in rows
+            for name in ("verify", "cycle")
+            if row.name == f"{name} at {CONTEXT}" and row.section == "figures"
+        }
+        rows += _variant(args.shape, variant, whole, progress)
+    progress.close()
+    return rows
 
 
 def _variant(
-    shape: str, build: BuildConfig, engine: EngineConfig, progress: Progress, *, brief: bool
-) -> list[Row]:
-    from thor_dflash.builders.hollow import write_hollow
+    shape: str, variant: Variant, whole: dict[str, float], progress: Progress
+) -> list[Figure]:
+    """The figures of the first variant, where nothing is there to compare with; else the few that
+    tell what was left out.
+    """
     from thor_dflash.runtime.engines.cuda.bench import open_bench
     from thor_dflash.runtime.engines.cuda.engine import CudaEngine
+    from thor_dflash.runtime.engines.cuda.figures import WIDTHS, brief, figures
     from thor_dflash.runtime.engines.cuda.random import RandomWeights
 
-    widths = () if brief else (1, 32)
-    cubins = Path(engine.cubins).expanduser()
+    widths = () if whole else WIDTHS
+    cubins = Path(variant.engine.cubins).expanduser()
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory)
-        ids = out / "draft_ids.json"
+        manifest = hollow(shape, out, variant, widths)
+        engine = CudaEngine(out, variant.engine, progress, RandomWeights(out, cubins))
+        with closing(engine):
+            bench = open_bench(engine, manifest, CAPACITY, widths, cubins)
+            if not whole:
+                return list(figures(bench, progress))
+            with progress.task(f"measuring: {variant.name}"):
+                return list(brief(bench, variant.name, whole))
+
+
+def hollow(shape: str, out: Path, variant: Variant, widths: tuple[int, ...] = ()) -> Manifest:
+    """A package without weights in the directory `out`, its draft head reduced."""
+    from thor_dflash.builders.hollow import write_hollow
+
+    with tempfile.TemporaryDirectory() as directory:
+        ids = Path(directory) / "draft_ids.json"
         ids.write_text(json.dumps(list(range(DRAFT_VOCABULARY))))
+        build = variant.build
         build = dataclasses.replace(build, draft_ids=build.draft_ids or str(ids))
-        manifest = write_hollow(shape, out, build, widths)
-        opened = CudaEngine(out, engine, progress, RandomWeights(out, cubins))
-        with closing(opened):
-            bench = open_bench(opened, manifest, CAPACITY, widths, cubins)
-            return list(_brief(bench) if brief else _full(bench, manifest))
+        return write_hollow(shape, out, build, widths, fused=variant.fused)
 
 
-def _brief(bench: Bench) -> Iterator[Row]:
-    bench.at(CONTEXT, 16)
-    yield Row(f"verify at {CONTEXT}", bench.steps(["verify"]).median, "ms")
-    yield Row("cycle", bench.steps(CYCLE).median, "ms")
+# ---- ready ---------------------------------------------------------------------------------------
+def _written(args: Namespace, config: Config, progress: Progress) -> list[Figure]:
+    """Write a random package, and open it in a process of its own."""
+    from thor_dflash.runtime.coldstart import forget, read_seconds
+
+    write_random(args.shape, args.out, config, progress)
+    files = sorted(p for p in args.out.rglob("*") if p.is_file())
+    size = sum(p.stat().st_size for p in files)
+    forget(files)
+    with progress.task("reading the package", size, "bytes") as task:
+        disk = read_seconds(files, task.advance)
+    forget(files)
+    command = [sys.executable, "-c", MAIN, "bench", "--package", str(args.out)]
+    command += ["--ready", "--json", "-s", f"engine.device={config.engine.device}"]
+    command += ["-s", f"engine.cubins={json.dumps(config.engine.cubins)}"]
+    with progress.task("opening it in a process of its own"):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise EngineError(f"the new process must become ready (got: {done.stderr.strip()})")
+    return [*disk_rows(size, disk), *ready_rows(json.loads(done.stdout), disk)]
 
 
-CYCLE = ("propose", "verify", "accept", "observe")
+def write_random(shape: str, out: Path, config: Config, progress: Progress) -> None:
+    """A package of random weights in `out`, which must be new; complete, hashes and all.
+
+    Raises:
+        ConfigError: there is something, or no room.
+    """
+    from thor_dflash import manifest
+    from thor_dflash.runtime.engines.cuda.engine import CudaEngine
+    from thor_dflash.runtime.engines.cuda.random import RandomWeights, SavedWeights
+    from thor_dflash.runtime.model import Model
+
+    if out.exists():
+        raise ConfigError(f"--out must be a new directory (got {out}, which is there)")
+    out.mkdir(parents=True)
+    made = hollow(shape, out, next(variants(config, ablations=False)))
+    need = sum(share.bytes for kinds in made.quantisation.values() for share in kinds.values())
+    if (free := shutil.disk_usage(out).free) < need:
+        raise ConfigError(f"--out must have room for {need:,} bytes (got {free:,})")
+    cubins = Path(config.engine.cubins).expanduser()
+    fill = SavedWeights(RandomWeights(out, cubins), progress)
+    with closing(CudaEngine(out, config.engine, progress, fill)) as engine:
+        Model(engine, made, made.capacity, made.block)
+    files = sorted(p for p in out.rglob("*") if p.is_file() and p.name != manifest.NAME)
+    with progress.task("hashing", sum(p.stat().st_size for p in files), "bytes") as task:
+        entries = {
+            p.relative_to(out).as_posix(): manifest.hash_file(p, task.advance) for p in files
+        }
+    made = dataclasses.replace(made, files=entries)
+    (out / manifest.NAME).write_text(manifest.render(made), encoding="utf-8")
 
 
-def _full(bench: Bench, manifest: Manifest) -> Iterator[Row]:
-    del manifest
-    engine = bench.engine
-    info = engine.info
-    yield Row(info.name, info.device.multiprocessors, "SMs", f"driver {info.driver}")
-    read = bench.bandwidth()
-    yield Row("read bandwidth", read / 1e9, "GB/s")
-    bench.at(CONTEXT, 16)
-    yield from _linears(bench, read)
-    yield from _rooms(bench)
-    verify = bench.steps(["verify"]).median
-    yield Row(f"verify at {CONTEXT}", verify, "ms")
-    plain = bench.steps(["verify", "accept"]).median
-    yield Row("plain step", plain, "ms", f"{plain / verify:.3f} of the verify")
-    cycle = bench.steps(CYCLE).median
-    yield Row("cycle", cycle, "ms", f"{engine.launches([bench.call(n) for n in CYCLE])} launches")
-    yield from _contexts(bench, verify, read)
-    seconds = bench.prefill(PROMPT)
-    yield Row(f"prefill of {PROMPT}", seconds, "s", f"{PROMPT / seconds:.0f} tokens/s")
-    clock, graph = bench.loop(CONTEXT, CYCLES)
-    share = 100 * (clock - graph) / clock
-    yield Row("cycle of the loop", 1e3 * clock, "ms", f"{1e3 * graph:.3f} ms in the graph")
-    yield Row("host time outside the graph", share, "%")
-    for kind, size in engine.memory.items():
-        yield Row(f"memory: {kind}", size / 1e9, "GB")
+def ready_here(package: Path, config: EngineConfig, progress: Progress) -> list[Figure]:
+    """Open a package in this process and answer something short, which captures its graphs."""
+    from thor_dflash.runtime.coldstart import since_start
+    from thor_dflash.runtime.engines.cuda.figures import Figure
+    from thor_dflash.runtime.propose import Dflash, Nobody
+    from thor_dflash.runtime.session import Request, open_session
+
+    begun = since_start()
+    with closing(open_session(package, config, progress)) as session:
+        opened = since_start()
+        drafter = Dflash() if session.manifest.drafter else Nobody()
+        for _ in session.run(Request(prompt=(1, 2), max_tokens=2, stop=frozenset()), drafter):
+            pass
+        ready = since_start()
+    return [
+        Figure("ready", "from process start to the package", begun, "s", "Python and imports"),
+        Figure("ready", "from process start to loaded", opened, "s", "checked, loaded, compiled"),
+        Figure("ready", "from process start to ready", ready, "s", "two tokens answered"),
+    ]
 
 
-def _linears(bench: Bench, read: float) -> Iterator[Row]:
-    from thor_dflash.runtime.engines.cuda.bench import rooms
+def disk_rows(size: int, seconds: float) -> Iterator[Figure]:
+    """What the disk takes for the package."""
+    from thor_dflash.runtime.engines.cuda.figures import Figure
 
-    size = bench.bytes("verify", LINEARS)
-    base = bench.steps(["verify"], rooms(*LINEARS)).median
-    fraction = size / base * 1e3 / read
-    yield Row("linears of a verify", base, "ms", f"{size / 1e9:.2f} GB, {fraction:.1%} of read")
-    for rows in (1, 32):
-        other = bench.steps([f"verify.{rows}"], rooms(*LINEARS)).median
-        yield Row(f"the same, {rows} rows", other, "ms", f"{other / base:.3f} of 16 rows")
-    thor = size / (fraction * THOR_READ) * 1e3
-    yield Row("predicted on Thor: linears", thor, "ms", "same bytes and share of its read rate")
+    note = f"{size / 1e9:.2f} GB at {size / seconds / 1e9:.2f} GB/s"
+    yield Figure("ready", "reading the package from disk", seconds, "s", note)
 
 
-def _rooms(bench: Bench) -> Iterator[Row]:
-    from thor_dflash.runtime.engines.cuda.bench import rooms
+def ready_rows(found: list[dict[str, object]], disk: float) -> Iterator[Figure]:
+    """The rows of the other process, the last one beside its target."""
+    from thor_dflash.runtime.engines.cuda.figures import Figure, Target, judge
 
-    for room in ("gdn", "verify_attention", "head", "linear"):
-        timing = bench.steps(["verify"], rooms(room))
-        yield Row(f"{room} of a verify", timing.median, "ms")
-    for room in ("linear", "head", "draft_attention"):
-        yield Row(f"{room} of a draft", bench.steps(["propose"], rooms(room)).median, "ms")
-    for name in ("propose", "accept", "observe"):
-        yield Row(name, bench.steps([name]).median, "ms")
-
-
-def _contexts(bench: Bench, verify: float, read: float) -> Iterator[Row]:
-    each = bench.cache_bytes()
-    for length in LONG:
-        bench.at(length, 16)
-        longer = bench.steps(["verify"]).median
-        floor = each * (length - CONTEXT) / read * 1e3
-        yield Row(
-            f"verify at {length}", longer, "ms",
-            f"+{longer - verify:.3f} ms for {each * (length - CONTEXT) / 1e6:.0f} MB of cache, "
-            f"{floor:.3f} ms at read rate",
-        )  # fmt: skip
-
-
-def table(rows: list[Row]) -> str:
-    """Aligned."""
-    wide = max(len(row.name) for row in rows)
-    return "\n".join(
-        f"  {row.name:<{wide}}  {row.value:>10.3f} {row.unit:<5} {row.note}".rstrip()
-        for row in rows
-    )
+    rows = [Figure(**row) for row in found]  # type: ignore[arg-type]
+    yield from rows[:-1]
+    most = round(disk + READY, 3)
+    yield judge(rows[-1], Target(most, most))

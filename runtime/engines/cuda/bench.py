@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from thor_dflash.manifest import Manifest
-from thor_dflash.plugins.launch import At, Int, Launch
+from thor_dflash.plugins.launch import At, Device, Int, Launch
 from thor_dflash.plugins.op import NEXT
 from thor_dflash.plugins.rules import ROOT
 from thor_dflash.plugins.standard import fill
 from thor_dflash.plugins.verify_attention import TILE
-from thor_dflash.program import Step
+from thor_dflash.program import Program, Step
 from thor_dflash.runtime.block import Progress
 from thor_dflash.runtime.decode import Plan, decode
 from thor_dflash.runtime.engine import Call, Tensor
@@ -26,13 +27,16 @@ from thor_dflash.runtime.engines.cuda.engine import CudaEngine
 from thor_dflash.runtime.model import Model
 from thor_dflash.runtime.propose import Dflash
 from thor_dflash.runtime.telemetry import Meter
-from thor_dflash.tensors import DType
+from thor_dflash.tensors import DType, TensorSpec
 
 BLOCK_BYTES = 512 * 8 * 16
 """Read by one block of read_memory at a time."""
 WARM, RUNS = 3, 15
 SECONDS = 0.25
 """Spent warming a step up, so that clocks have risen."""
+STATE = {"state": (0.0, 0.1), "states": (0.0, 0.1), "record_d": (0.0, 0.1),
+         "record_k": (0.0, 0.088), "record_decay": (0.9, 0.0)}  # fmt: skip
+"""Mean and deviation of a gdn state where it is not 0 and 1: keys of length 1, states that last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +49,29 @@ class Timing:
     runs: int
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The calls of a step that are alike but for their layer."""
+
+    names: frozenset[str]
+    """Of the steps."""
+    nbytes: int
+    """Weights that all of them read together."""
+
+    def __contains__(self, step: Step) -> bool:
+        return step.name in self.names
+
+
+Keep = Callable[[Step], bool]
+
+
 def everything(step: Step) -> bool:
     """Every step of a call."""
     del step
     return True
 
 
-def rooms(*names: str) -> Callable[[Step], bool]:
+def rooms(*names: str) -> Keep:
     """The steps of some rooms."""
     return lambda step: step.room in names
 
@@ -62,15 +82,16 @@ class Bench:
 
     engine: CudaEngine
     model: Model
-    cubins: Path
+    runner: Runner
     extra: dict[str, Call]
     """Verify steps of other widths, by name."""
+    free: int
+    """Device memory that was free before anything was captured, bytes."""
 
     def bandwidth(self) -> float:
         """Read bandwidth, bytes a second: the weights themselves, read by the simplest kernel."""
         driver = self.engine.driver
         base, size = self.engine.weights
-        runner = Runner(driver, self.cubins)
         blocks = min(size // BLOCK_BYTES, 2**31 - 1)
         launch = Launch(
             "read_memory",
@@ -81,10 +102,27 @@ class Bench:
         at = {"from": base, "sink": cuda(self.call("verify").outputs["logits"]).now}
 
         def start() -> None:
-            runner.run(ROOT / "cuda" / "bandwidth.cu", launch, at)
+            self.runner.run(ROOT / "cuda" / "bandwidth.cu", launch, at)
 
         timing = self._time(Captured("read", driver, start))
         return blocks * BLOCK_BYTES / timing.median * 1e3
+
+    @property
+    def device(self) -> str:
+        """What this runs on, in words."""
+        info = self.engine.info
+        return f"{info.name}, {info.device.multiprocessors} SMs, driver {info.driver}"
+
+    @property
+    def memory(self) -> Mapping[str, int]:
+        """What the engine allocated: kind -> bytes."""
+        return self.engine.memory
+
+    def captured(self) -> int:
+        """Device memory that has gone since the engine was ready, bytes: captured graphs, and
+        what the driver loads when a kernel first runs.
+        """
+        return self.free - self.engine.driver.free_memory()
 
     def call(self, name: str) -> Call:
         """A step of the model, or of another width."""
@@ -92,17 +130,49 @@ class Bench:
 
     def bytes(self, name: str, rooms_: Sequence[str]) -> int:
         """Weights that some rooms of a step read."""
-        program = self.engine.program(name)
-        used = {n for s in program.steps if s.room in rooms_ for n in s.ports.values()}
-        return sum(w.nbytes for n, w in program.weights.items() if n in used)
+        return sum(s.nbytes for s in self.shares(name, rooms_).values())
+
+    def shares(self, name: str, rooms_: Sequence[str]) -> dict[str, Share]:
+        """The calls of some rooms of a step, those of all layers together: layers.*.mlp.down_proj
+        and the like.
+        """
+        program = self._program(name)
+        found: dict[str, list[Step]] = {}
+        for step in program.steps:
+            if step.room in rooms_:
+                found.setdefault(re.sub(r"\b\d+\b", "*", step.name), []).append(step)
+        return {
+            kind: Share(
+                frozenset(s.name for s in steps),
+                sum(
+                    program.weights[n].nbytes
+                    for n in {n for s in steps for n in s.ports.values()}
+                    if n in program.weights
+                ),
+            )
+            for kind, steps in found.items()
+        }
+
+    def _program(self, name: str) -> Program:
+        return self.engine.program(self.call(name).graph.name)
+
+    def launches(self, names: Sequence[str]) -> int:
+        """Kernels that some steps launch."""
+        return self.engine.launches([self.call(name) for name in names])
 
     def cache_bytes(self) -> int:
         """Key/value cache a token takes."""
         caches = [t.spec for n, t in self.model.state.tensors.items() if n.startswith("attention.")]
         return sum(spec.nbytes({}) // spec.at({})[1] for spec in caches)
 
-    def steps(self, names: Sequence[str], keep: Callable[[Step], bool] = everything) -> Timing:
+    def state_bytes(self) -> int:
+        """Recurrent state that a verify reads and writes, bytes, both counted; with its records."""
+        tensors = self.model.state.tensors.items()
+        return 2 * sum(t.spec.nbytes({}) for n, t in tensors if n.startswith("gdn."))
+
+    def steps(self, names: Sequence[str], keep: Keep = everything) -> Timing:
         """Some steps of some graphs, one after the other in one CUDA graph."""
+        self.fill_state()
         return self._time(self.engine.excerpt([self.call(name) for name in names], keep))
 
     def _time(self, captured: Captured) -> Timing:
@@ -131,29 +201,27 @@ class Bench:
                 rows = inputs["tokens"].spec.at({})[0]
                 ids = np.random.default_rng(length).integers(1, 200_000, rows)
                 self.engine.write(inputs["tokens"], ids.astype(np.int32))
+        # An excerpt does not send what the host wrote; a read does.
+        self.engine.read(self.call("verify").inputs["length"])
 
     def fill_state(self) -> None:
-        """Ordinary numbers in caches and rings: memory is faster on zeros."""
+        """Ordinary numbers in caches, rings and states: memory is faster on zeros, and so are
+        products with NaN, which excerpts leave behind.
+        """
         driver = self.engine.driver
-        runner, device = Runner(driver, self.cubins), driver.info.device
         for seed, (name, tensor) in enumerate(sorted(self.model.state.tensors.items())):
-            if name.startswith("gdn."):
-                continue
-            size = tensor.spec.nbytes({})
-            if tensor.spec.dtype is DType.FP8:
-                launch = fill.fp8(device, size, seed)
-            else:
-                launch = fill.bf16(device, size // 2, seed, 0.0, 1.0)
-            runner.run(ROOT / "standard" / "fill.cu", launch, {"to": cuda(tensor).now})
+            launch = _ordinary(driver.info.device, name, tensor.spec, seed)
+            self.runner.run(ROOT / "standard" / "fill.cu", launch, {"to": cuda(tensor).now})
         driver.synchronize()
 
     def prefill(self, tokens: int) -> float:
         """Seconds to read a prompt, the drafter looking on."""
-        chunk = self.model.manifest.chunk
+        chunk = self.model.chunk
         ids = [int(i) for i in np.random.default_rng(1).integers(1, 200_000, tokens)]
         best: list[float] = []
         for _ in range(4):
             self.model.state.reset()
+            self.engine.driver.synchronize()
             start = time.perf_counter()
             for at in range(0, tokens, chunk):
                 self.model.prefill(ids[at : at + chunk], observe=True)
@@ -166,18 +234,17 @@ class Bench:
         plan = Plan(prompt=ids, max_tokens=10**6, stop=(), proposer=Dflash(), policies=())
         meter = Meter(self.model.block, self.engine.busy())
         clock: list[float] = []
+        busy: list[float] = []
         chunks = decode(self.model, plan, Progress(ids), meter)
         for chunk in chunks:
             if not chunk.tokens:
                 continue
-            if len(clock) == WARM:
-                busy = sum(self.engine.busy().values())
             clock.append(time.perf_counter())
+            busy.append(sum(self.engine.busy().values()))
             if len(clock) == WARM + 1 + cycles:
                 break
-        graph = (sum(self.engine.busy().values()) - busy) / (cycles + 1)
         chunks.close()  # type: ignore[attr-defined]
-        return (clock[-1] - clock[WARM]) / cycles, graph
+        return (clock[-1] - clock[WARM]) / cycles, (busy[-1] - busy[WARM]) / cycles
 
 
 def open_bench(
@@ -186,8 +253,10 @@ def open_bench(
     """Load a package with verify steps of other widths beside its own."""
     extra = {f"verify.{width}": _other(engine, f"verify.{width}") for width in widths}
     engine.also(list(extra.values()))
-    bench = Bench(engine, Model(engine, manifest, capacity, manifest.block), cubins, extra)
+    model = Model(engine, manifest, capacity, manifest.block)
+    bench = Bench(engine, model, Runner(engine.driver, cubins), extra, 0)
     bench.fill_state()
+    bench.free = engine.driver.free_memory()
     return bench
 
 
@@ -203,3 +272,13 @@ def _other(engine: CudaEngine, name: str) -> Call:
         {n: tensors[n] for n in graph.inputs},
         {n: tensors[n.removeprefix(NEXT)] for n in graph.outputs},
     )
+
+
+def _ordinary(device: Device, name: str, spec: TensorSpec, seed: int) -> Launch:
+    size = spec.nbytes({})
+    mean, deviation = STATE.get(name.rpartition(".")[2], (0.0, 1.0))
+    if spec.dtype is DType.FP8:
+        return fill.fp8(device, size, seed)
+    if spec.dtype is DType.F32:
+        return fill.f32(device, size // 4, seed, mean, deviation)
+    return fill.bf16(device, size // 2, seed, mean, deviation)

@@ -7,14 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from thor_dflash.errors import EngineError
+from thor_dflash.plugins.cuda.enqueue import Arguments, content, values, working
 from thor_dflash.plugins.launch import (
     Addresses,
-    Argument,
-    At,
     Device,
-    Int,
     Launch,
-    Real,
     Scratch,
     Shaped,
     Site,
@@ -25,9 +22,6 @@ from thor_dflash.plugins.rules import RULES
 from thor_dflash.program import Program, Step
 from thor_dflash.runtime.engine import Call, Tensor
 from thor_dflash.tensors import DType, TensorSpec
-
-ALIGNMENT = 256
-"""Of every piece of working memory, bytes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -118,7 +112,7 @@ def bind(call: Call, program: Program, device: Device) -> Bound:
     shapes = _shapes(call, program)
     planned: list[Planned] = []
     packed: dict[str, Site] = {}
-    working = 0
+    most = 0
     for step in program.steps:
         rule = RULES[step.room]
         ports = {port: shapes[name] for port, name in step.ports.items()}
@@ -128,23 +122,10 @@ def bind(call: Call, program: Program, device: Device) -> Bound:
         if "packed" in step.ports:
             packed[step.ports["packed"]] = site
         launches = rule.launches(site, device)
-        offsets, size = _working(launches)
+        offsets, size = working(launches)
         planned += [Planned(step, one, rule.folder / one.source, offsets) for one in launches]
-        working = max(working, size)
-    return Bound(call, program, planned, working, packed)
-
-
-def _working(launches: tuple[Launch, ...]) -> tuple[dict[str, int], int]:
-    """Offsets of scratch memory that need not outlast its step, and its size."""
-    offsets: dict[str, int] = {}
-    end = 0
-    for launch in launches:
-        for argument in launch.arguments:
-            if not isinstance(argument, Scratch) or argument.zeroed or argument.name in offsets:
-                continue
-            offsets[argument.name] = end
-            end += -(-argument.nbytes // ALIGNMENT) * ALIGNMENT
-    return offsets, end
+        most = max(most, size)
+    return Bound(call, program, planned, most, packed)
 
 
 def _shapes(call: Call, program: Program) -> dict[str, Shaped]:
@@ -186,30 +167,22 @@ def address(bound: Bound, step: Step, port: str, places: Places) -> int:
     return tensor.next if tensor.turn in bound.turns else tensor.now
 
 
-def table(bound: Bound, step: Step, argument: Table | Addresses, places: Places) -> bytes:
+def table(bound: Bound, planned: Planned, argument: Table | Addresses, places: Places) -> bytes:
     """The content of a table argument."""
-    if isinstance(argument, Table):
-        return argument.values.tobytes()
-    found = [address(bound, step, port, places) for port in argument.ports]
-    return b"".join(a.to_bytes(8, "little") for a in found)
+    return content(argument, lambda port: address(bound, planned.step, port, places))
 
 
-def values(bound: Bound, planned: Planned, places: Places) -> list[tuple[str, int | float]]:
-    """The arguments of one launch, as driver.pack takes them. Its tables are in place already."""
+def arguments(bound: Bound, planned: Planned, places: Places) -> Arguments:
+    """The arguments of one launch. Its tables are in place already."""
 
-    def value(argument: Argument) -> tuple[str, int | float]:
-        match argument:
-            case Int():
-                return "int", argument.value
-            case Real():
-                return "real", argument.value
-            case At():
-                return "address", address(bound, planned.step, argument.port, places)
-            case Table() | Addresses():
-                return "address", places.tables[table(bound, planned.step, argument, places)]
-            case Scratch(zeroed=True):
-                return "address", places.zeroed[id(planned.step), argument.name]
-            case Scratch():
-                return "address", places.working + planned.scratch[argument.name]
+    def scratch(wanted: Scratch) -> int:
+        if wanted.zeroed:
+            return places.zeroed[id(planned.step), wanted.name]
+        return places.working + planned.scratch[wanted.name]
 
-    return [value(argument) for argument in planned.launch.arguments]
+    return values(
+        planned.launch,
+        lambda port: address(bound, planned.step, port, places),
+        places.tables.__getitem__,
+        scratch,
+    )

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from thor_dflash.plugins.cuda.compile import architecture, load
 from thor_dflash.plugins.cuda.driver import Driver
-from thor_dflash.plugins.cuda.enqueue import Arguments, enqueue
-from thor_dflash.plugins.launch import At, Int, Launch, Real
+from thor_dflash.plugins.cuda.enqueue import Arguments, enqueue, values
+from thor_dflash.plugins.cuda.kernels import Kernels
+from thor_dflash.plugins.launch import Launch
 from thor_dflash.runtime.engines.cuda.bound import Planned
 
 
@@ -55,33 +55,23 @@ class Runner:
 
     def __init__(self, driver: Driver, cubins: Path) -> None:
         self._driver = driver
-        self._cubins = cubins
-        self._modules: dict[tuple[object, ...], Any] = {}
+        self._kernels = Kernels(driver, driver.info.device, cubins)
 
     def run(self, source: Path, launch: Launch, at: Mapping[str, int]) -> None:
         """Enqueue one launch. Its arguments are ports, whose addresses `at` gives, and numbers."""
-        key = source, tuple(sorted(launch.defines.items()))
-        if key not in self._modules:
-            arch = architecture(self._driver.info.device.capability)
-            cubin = load(source, launch.defines, arch, self._cubins)
-            self._modules[key] = self._driver.module(cubin.image)
-        kernel = self._driver.function(self._modules[key], launch.kernel, launch.shared)
-        arguments: list[tuple[str, int | float]] = []
-        for argument in launch.arguments:
-            if isinstance(argument, At):
-                arguments.append(("address", at[argument.port]))
-            else:
-                assert isinstance(argument, Int | Real), argument
-                arguments.append(("int" if isinstance(argument, Int) else "real", argument.value))
-        enqueue(self._driver, kernel, launch, arguments, overlap=False)
+        kernel = self._kernels.function(source, launch)
+        found = values(launch, at.__getitem__, _nothing, _nothing)
+        enqueue(self._driver, self._driver.stream, kernel, launch, found, overlap=False)
+
+
+def _nothing(wanted: object) -> int:
+    raise AssertionError(wanted)
 
 
 class Launcher:
     """Launches kernels with their attributes."""
 
-    def __init__(
-        self, driver: Driver, kernels: Mapping[tuple[object, ...], Any], *, overlap: bool
-    ) -> None:
+    def __init__(self, driver: Driver, kernels: Kernels, *, overlap: bool) -> None:
         self._driver = driver
         self._kernels = kernels
         self._overlap = overlap
@@ -94,21 +84,31 @@ class Launcher:
 
         def eager() -> None:
             for i, (planned, arguments) in enumerate(launches):
-                self._launch(planned, arguments, first=i == 0)
+                launch = planned.launch
+                kernel = self._kernels.function(planned.source, launch)
+                overlap = self._overlap and launch.overlap and i > 0
+                enqueue(driver, driver.stream, kernel, launch, arguments, overlap=overlap)
 
-        if not graph:
-            return Captured(name, driver, eager)
-        modes = driver.cu.CUstreamCaptureMode
-        driver("cuStreamBeginCapture", driver.stream, modes.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+        return capture(name, driver, eager, graph=graph)
+
+
+def capture(name: str, driver: Driver, eager: Callable[[], None], *, graph: bool) -> Captured:
+    """What `eager` puts on the stream, as one graph; or, with `graph` false, as it is every time.
+
+    Raises:
+        EngineError: what `eager` raised, or it did something that cannot be captured.
+    """
+    if not graph:
+        return Captured(name, driver, eager)
+    modes = driver.cu.CUstreamCaptureMode
+    driver("cuStreamBeginCapture", driver.stream, modes.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+    try:
         eager()
-        made = driver("cuStreamEndCapture", driver.stream)
-        executable = driver("cuGraphInstantiate", made, 0)
-        driver("cuGraphDestroy", made)
-        driver("cuGraphUpload", executable, driver.stream)
-        return Captured(name, driver, lambda: driver("cuGraphLaunch", executable, driver.stream))
-
-    def _launch(self, planned: Planned, arguments: Arguments, *, first: bool) -> None:
-        launch = planned.launch
-        key = planned.source, tuple(sorted(launch.defines.items())), launch.kernel
-        overlap = self._overlap and launch.overlap and not first
-        enqueue(self._driver, self._kernels[key], launch, arguments, overlap=overlap)
+    except BaseException:
+        driver.cu.cuStreamEndCapture(driver.stream)  # it may have no graph to give
+        raise
+    made = driver("cuStreamEndCapture", driver.stream)
+    executable = driver("cuGraphInstantiate", made, 0)
+    driver("cuGraphDestroy", made)
+    driver("cuGraphUpload", executable, driver.stream)
+    return Captured(name, driver, lambda: driver("cuGraphLaunch", executable, driver.stream))

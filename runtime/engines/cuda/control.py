@@ -9,13 +9,14 @@ one or two copies. Nothing waits: a piece of the ring is used again once its cop
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from thor_dflash.plugins.cuda.driver import Driver, Pinned
-from thor_dflash.tensors import Array
+from thor_dflash.tensors import Array, TensorSpec
 
 SMALL = 16 << 10
 """Largest tensor that lies in the control page, bytes."""
@@ -100,3 +101,21 @@ class Page:
                 start = next_start
             end = max(end, next_end)
         ring.send(base + start, self.bytes[start:end])
+
+
+def corners(spec: TensorSpec, array: Array) -> Iterator[tuple[int, Array]]:
+    """The contiguous runs of a tensor's leading corner: offset in bytes, and uint8 view of the
+    array's part.
+    """
+    whole, part = spec.at({}), array.shape
+    assert all(p <= w for p, w in zip(part, whole, strict=True)), (spec, part)
+    # Axes from `split` on are complete, so everything under one index before it is one run.
+    split = len(part)
+    while split > 0 and part[split - 1] == whole[split - 1]:
+        split -= 1
+    head = part[: max(split - 1, 0)]
+    strides = np.cumprod([1, *whole[:0:-1]], dtype=np.int64)[::-1] * spec.dtype.bytes
+    flat = array.reshape(*head, -1) if head else array.reshape(1, -1)
+    for index in np.ndindex(*head) if head else [(0,)]:
+        offset = int(sum(i * s for i, s in zip(index, strides, strict=False))) if head else 0
+        yield offset, flat[index].view(np.uint8)

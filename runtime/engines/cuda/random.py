@@ -10,17 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
-from thor_dflash.plugins.cuda.driver import Driver
+from thor_dflash.plugins.cuda.driver import Driver, Pinned
 from thor_dflash.plugins.launch import Device, Launch, Site
 from thor_dflash.plugins.linear.layout import STEP, Kind, layout
 from thor_dflash.plugins.linear.pack import NVFP4_FACTOR
 from thor_dflash.plugins.rules import ROOT
 from thor_dflash.plugins.standard import fill
 from thor_dflash.program import Weight
-from thor_dflash.progress import Silent
+from thor_dflash.progress import Progress, Silent
 from thor_dflash.runtime.engines.cuda.capture import Runner
-from thor_dflash.runtime.engines.cuda.weights import Files
+from thor_dflash.runtime.engines.cuda.weights import PIECE, Files
 from thor_dflash.tensors import DType
 
 SOURCE = ROOT / "standard" / "fill.cu"
@@ -65,6 +66,50 @@ class RandomWeights:
             for address, launch in _fills(device, name, weight, at[name], packed, seed):
                 runner.run(SOURCE, launch, {"to": address})
         driver.synchronize()
+
+
+@dataclass(frozen=True, slots=True)
+class SavedWeights:
+    """A Filler that makes random weights and writes them into the package, which then is one like
+    any other but for its hashes.
+    """
+
+    random: RandomWeights
+    progress: Progress
+
+    def __call__(
+        self,
+        driver: Driver,
+        weights: Mapping[str, Weight],
+        at: Mapping[str, int],
+        packed: Mapping[str, Site],
+    ) -> None:
+        """See Filler."""
+        package = self.random.package
+        there = {w.file for w in weights.values() if (package / w.file).exists()}
+        self.random(driver, weights, at, packed)
+        missing = {n: w for n, w in weights.items() if w.file not in there}
+        total = sum(w.nbytes for w in missing.values())
+        pinned = driver.pinned(PIECE)
+        with self.progress.task("writing weights", total, "bytes") as task:
+            for name, weight in sorted(missing.items(), key=lambda item: item[1].offset):
+                path = package / weight.file
+                path.touch()
+                with path.open("r+b") as file:
+                    for size in _saved(driver, pinned, file, weight, at[name]):
+                        task.advance(size)
+        driver("cuMemFreeHost", pinned.address)
+
+
+def _saved(
+    driver: Driver, pinned: Pinned, file: BinaryIO, weight: Weight, at: int
+) -> Iterator[int]:
+    file.seek(weight.offset)
+    for start in range(0, weight.nbytes, PIECE):
+        size = min(PIECE, weight.nbytes - start)
+        driver("cuMemcpyDtoH", pinned.address, at + start, size)
+        file.write(pinned.bytes[:size].data)
+        yield size
 
 
 def _fills(

@@ -1,0 +1,76 @@
+"""Weights of TensorRT's own layers: written to one scratch file, mapped, and handed to the parser.
+
+TensorRT keeps pointers to them until an engine is built. A mapping costs no memory that the system
+cannot take back, which thirteen gigabytes of arrays would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+from thor_dflash.builders.weights import WeightFiles
+from thor_dflash.plugins.body import ONNX_TYPE
+from thor_dflash.tensors import Array, DType
+
+FILE = "constants.bin"
+"""Beside the deployment graph, which names it too."""
+FP4 = onnx.TensorProto.FLOAT4E2M1
+"""Element type of NVFP4 codes; two to a byte, the first in the low half, as we store them."""
+
+
+@dataclass(slots=True)
+class Constants:
+    """What some graphs hold as constants, each tensor once."""
+
+    source: WeightFiles
+    """Where the tensors are from, as the checkpoints hold them."""
+    files: WeightFiles = field(default_factory=WeightFiles)
+    _names: list[str] = field(default_factory=list[str])
+
+    def tensor(self, name: str) -> onnx.TensorProto:
+        """The initializer of a weight."""
+        if name not in self._names:
+            old = self.source.stored(name)
+            self._names.append(name)
+            self.files.add(FILE, name, old.dtype, old.shape, self._maker(name))
+        stored = self.files.stored(name)
+        kind, shape = ONNX_TYPE[stored.dtype], stored.shape
+        if stored.dtype is DType.U8:
+            kind, shape = FP4, (*shape[:-1], 2 * shape[-1])
+        tensor = onnx.TensorProto(name=name, data_type=kind, dims=shape)
+        tensor.data_location = onnx.TensorProto.EXTERNAL
+        place = {"location": FILE, "offset": stored.offset, "length": stored.nbytes}
+        for key, value in place.items():
+            tensor.external_data.add(key=key, value=str(value))
+        return tensor
+
+    def _maker(self, name: str) -> Callable[[], Array]:
+        return lambda: self.source.array(name)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file."""
+        return self.files.nbytes(FILE) if self._names else 0
+
+    def write(self, directory: Path, advance: Callable[[int], None], *, hollow: bool) -> None:
+        """Write the file; `hollow` leaves it a hole of the right size."""
+        path = directory / FILE
+        if not hollow:
+            self.files.write(FILE, path, advance)
+            return
+        with path.open("wb") as out:
+            out.truncate(self.nbytes)
+
+    def mapped(self, directory: Path) -> Iterator[tuple[str, Array]]:
+        """Name and bytes, uint8 [n], of every tensor. The arrays must outlive the build."""
+        if not self._names:
+            return
+        whole = np.memmap(directory / FILE, np.uint8, "r")
+        for name in self._names:
+            stored = self.files.stored(name)
+            yield name, whole[stored.offset : stored.offset + stored.nbytes]

@@ -1,0 +1,190 @@
+"""The linears of a prefill as TensorRT's own FP4 products instead of our plugin.
+
+    x -> prologue -> TRT_FP4DynamicQuantize -> DequantizeLinear \\
+                                                                  MatMul -> epilogue
+    codes, block scales -> DequantizeLinear -> Transpose ------- /
+
+TensorRT recognises this shape and multiplies in FP4: rows are quantised too (W4A4), which our
+kernels do not do, so a prompt is read a little differently, and a row's result may depend on the
+size of the prefill step. The scale that both quantises and dequantises the rows is the checkpoint's,
+rounded up to bfloat16: the same number on both sides.
+
+Source: the graphs that ModelOpt's NVFP4 exporter writes; spec of TRT_FP4DynamicQuantize.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+from thor_dflash.builders.tensorrt.constants import FP4, Constants
+from thor_dflash.builders.tensorrt.deploy import Sheet
+from thor_dflash.plugins import LINEAR
+from thor_dflash.plugins.body import Body, Inputs
+from thor_dflash.plugins.linear.body import prologue
+from thor_dflash.plugins.numerics import NVFP4_GROUP
+from thor_dflash.plugins.op import Attributes
+from thor_dflash.program import Program, Step
+from thor_dflash.tensors import Array, DType
+
+OPSET = 23
+"""First with 4-bit floats in DequantizeLinear."""
+TRT = "trt"
+"""Domain of TensorRT's own operators; its parser goes by the type alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """Writes the linears of one graph as standard nodes."""
+
+    program: Program
+    graph: onnx.GraphProto
+    """The graph the program was read off: it knows the weights as the checkpoint holds them."""
+    constants: Constants
+    scales: Mapping[str, float]
+    """Stored weight -> Matrix.input_scale."""
+
+    def takes(self, step: Step) -> bool:
+        """See Rewrite: a linear with NVFP4 weights, and none in FP8."""
+        if step.room != LINEAR.name:
+            return False
+        kinds = {self._dtype(name) for name in self._weights(step)}
+        return DType.U8 in kinds and DType.FP8 not in kinds
+
+    def unscaled(self) -> list[str]:
+        """NVFP4 weights of linears for whose rows the checkpoint tells no scale."""
+        return [
+            name
+            for step in self.program.steps
+            if self.takes(step)
+            for name in self._weights(step)
+            if self._dtype(name) is DType.U8 and name not in self.scales
+        ]
+
+    def write(self, step: Step, sheet: Sheet) -> None:
+        """See Rewrite."""
+        a = Attributes(step.attributes)
+        ports = self._ports(step)
+        b = Body(f"{step.name}.")
+        x = _Wired({p: self._dtype(n) for p, n in ports.items()}, ports)
+        rows = b.narrow(prologue(b, x, a), DType.BF16)
+        y = list(self._products(b, step, rows))
+        if a.word("epilogue") == "swiglu":
+            gate, up = (b.cast(value, DType.F32) for value in y)
+            y = [b.cast(b.op("Mul", b.silu(gate), up), DType.BF16)]
+        elif a.word("epilogue") == "residual":
+            y = [b.op("Add", ports["residual"], y[0])]
+        for i, value in enumerate(y):
+            _rename(b.nodes, value, step.ports[f"y{i}"])
+        for i, node in enumerate(b.nodes):
+            node.name = f"{step.name}.{i}"
+        sheet.nodes += b.nodes
+        sheet.domains |= {"": OPSET, TRT: 1}
+        for port, name in ports.items():
+            if name in self.program.values or name in self.program.inputs:
+                continue
+            sheet.constants[name] = self.constants.tensor(name)
+            assert port != "x", step.name
+
+    def _products(self, b: Body, step: Step, rows: str) -> Iterator[str]:
+        """bf16 [T, N] of every segment, in order. The rows are quantised once."""
+        node = self._node(step)
+        weights = self._weights(step)
+        codes = [name for name in weights if self._dtype(name) is DType.U8]
+        scale = _up(max(self.scales[name] for name in codes))
+        quantised = _quantise(b, rows, scale)
+        for i, name in enumerate(weights):
+            weight, operand = name, rows
+            if name in codes:
+                block, row = _ports(node)[f"block_scale{i}"], _ports(node)[f"row_scale{i}"]
+                weight, operand = _dequantised(b, name, block, self._global(row)), quantised
+            yield b.op("MatMul", operand, b.op("Transpose", weight, perm=(1, 0)))
+
+    def _global(self, name: str) -> float:
+        """The one number that a matrix's row scales are."""
+        scales = self.constants.source.array(name)
+        assert (scales == scales.flat[0]).all(), name
+        return float(scales.flat[0])
+
+    def _weights(self, step: Step) -> list[str]:
+        ports = _ports(self._node(step))
+        return [ports[f"weight{i}"] for i in range(int(step.attributes["segments"]))]
+
+    def _ports(self, step: Step) -> dict[str, str]:
+        """Everything the nodes read: the row scales become one number and are not among them."""
+        ports = _ports(self._node(step))
+        return {port: name for port, name in ports.items() if not port.startswith("row_scale")}
+
+    def _node(self, step: Step) -> onnx.NodeProto:
+        return next(n for n in self.graph.node if n.name == step.name)
+
+    def _dtype(self, name: str) -> DType:
+        if name in self.program.values:
+            return DType(self.program.values[name].dtype)
+        if name in self.program.inputs:
+            return DType(self.program.inputs[name].dtype)
+        return self.constants.source.stored(name).dtype
+
+
+class _Wired(Inputs):
+    """The inputs of a body by the names of the values that are bound to them."""
+
+    def __init__(self, dtypes: Mapping[str, DType], names: Mapping[str, str]) -> None:
+        super().__init__(dtypes)
+        self._names = names
+
+    def __getitem__(self, port: str) -> str:
+        return self._names[super().__getitem__(port)]
+
+    def f32(self, b: Body, port: str) -> str:
+        return self[port] if self.dtype(port) is DType.F32 else b.cast(self[port], DType.F32)
+
+
+def _ports(node: onnx.NodeProto) -> dict[str, str]:
+    given = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    a = LINEAR.complete({"segments": given["segments"]})
+    pairs = zip(LINEAR.inputs_of(a), node.input, strict=False)
+    return {port.name: name for port, name in pairs if name}
+
+
+def _quantise(b: Body, rows: str, scale: Array) -> str:
+    """Rows bf16 [T, K] as what is left of them in NVFP4, bf16 again."""
+    codes, blocks = b.name(), b.name()
+    wide = b.const(scale.astype(np.float32))
+    b.nodes.append(
+        helper.make_node(
+            "TRT_FP4DynamicQuantize",
+            [rows, wide],
+            [codes, blocks],
+            domain=TRT,
+            axis=-1,
+            block_size=NVFP4_GROUP,
+            scale_type=TensorProto.FLOAT8E4M3FN,
+        )
+    )
+    scales = b.op("DequantizeLinear", blocks, b.const(scale))
+    return b.op("DequantizeLinear", codes, scales, axis=-1, block_size=NVFP4_GROUP)
+
+
+def _dequantised(b: Body, codes: str, blocks: str, scale: float) -> str:
+    """A weight bf16 [N, K]."""
+    scales = b.cast(b.op("DequantizeLinear", blocks, b.f32(scale)), DType.BF16)
+    return b.op("DequantizeLinear", codes, scales, axis=-1, block_size=NVFP4_GROUP)
+
+
+def _up(scale: float) -> Array:
+    """The least bfloat16 that is not below, as a scalar."""
+    bits = np.array(scale, np.float32).view(np.uint32)
+    return ((bits + 0xFFFF) >> 16).astype(np.uint16).view(DType.BF16.numpy)
+
+
+def _rename(nodes: list[onnx.NodeProto], old: str, new: str) -> None:
+    [node] = [n for n in nodes if old in n.output]
+    node.output[list(node.output).index(old)] = new
+
+
+__all__ = ["FP4", "Dense"]

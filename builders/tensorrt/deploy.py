@@ -1,0 +1,184 @@
+"""Deployment graphs: a program written back as ONNX, one custom node a step, for TensorRT's parser.
+
+A node carries its attributes, and two strings that say what its tensors are: `ports`, the names of
+its inputs and outputs in order ("x norm_weight packed scales -> y0"), and `known`, ports of which a
+kernel needs the shape and nothing else ("kinds:uint8:2,1"). Ports that a call leaves out are left
+out, so no input is ever missing in the middle. There are no function bodies: without its plugin a
+node cannot be parsed.
+
+TensorRT has rules of its own for uint8, so packed bytes are declared as int32, a quarter as many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import onnx
+from onnx import helper
+
+from thor_dflash.plugins.body import IR_VERSION, ONNX_TYPE, OPSET
+from thor_dflash.plugins.op import DOMAIN, NEXT, VERSION
+from thor_dflash.plugins.rules import RULES
+from thor_dflash.program import Program, Step, Value, Weight
+from thor_dflash.tensors import DType
+
+KNOWN = "kinds"
+"""The port whose shape says everything."""
+ARROW = "->"
+WORD = 4
+"""Packed bytes to one int32."""
+
+Shape = tuple[int | str, ...]
+
+
+class Rewrite(Protocol):
+    """Steps that become standard nodes instead of a plugin."""
+
+    def takes(self, step: Step) -> bool:
+        """Whether this step does."""
+        ...
+
+    def write(self, step: Step, sheet: Sheet) -> None:
+        """Its nodes, and the constants they read."""
+        ...
+
+
+@dataclass(slots=True)
+class Sheet:
+    """A deployment graph under construction."""
+
+    nodes: list[onnx.NodeProto] = field(default_factory=list[onnx.NodeProto])
+    constants: dict[str, onnx.TensorProto] = field(default_factory=dict[str, onnx.TensorProto])
+    """TensorRT's own weights."""
+    values: dict[str, onnx.ValueInfoProto] = field(default_factory=dict[str, onnx.ValueInfoProto])
+    weights: dict[str, Weight] = field(default_factory=dict[str, Weight])
+    """Weights that are inputs."""
+    packed: list[str] = field(default_factory=list[str])
+    """Those of them that are matrices packed for `linear`."""
+    domains: dict[str, int] = field(default_factory=lambda: {"": OPSET, DOMAIN: VERSION})
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """What the parser reads, and what is known of it."""
+
+    name: str
+    model: onnx.ModelProto
+    inputs: Mapping[str, Value]
+    outputs: Mapping[str, Value]
+    weights: Mapping[str, Weight]
+    packed: tuple[str, ...]
+    in_place: tuple[str, ...]
+    """Outputs whose kernels write over the input they are the next value of."""
+    plugins: tuple[str, ...]
+    """Name of every custom node, in order."""
+    products: int = 0
+    """FP4 products that are TensorRT's own."""
+
+
+def deploy(program: Program, rewrite: Rewrite | None = None) -> Deployment:
+    """The deployment graph of a program."""
+    sheet = Sheet()
+    made = {*program.inputs, *program.weights}
+    in_place: list[str] = []
+    plugins: list[str] = []
+    products = 0
+    for step in program.steps:
+        outs = [port for port, value in step.ports.items() if value not in made]
+        made |= {step.ports[port] for port in outs}
+        if rewrite is not None and rewrite.takes(step):
+            rewrite.write(step, sheet)
+            products += 1
+            continue
+        sheet.nodes.append(_custom(program, step, outs, sheet))
+        plugins.append(step.name)
+        kept = sorted(RULES[step.room].in_place)
+        in_place += [step.ports[p] for p in kept if _is_state(step.ports.get(p, ""))]
+    return Deployment(
+        program.name,
+        _model(program, sheet),
+        program.inputs,
+        program.outputs,
+        sheet.weights,
+        tuple(sheet.packed),
+        tuple(in_place),
+        tuple(plugins),
+        products,
+    )
+
+
+def _is_state(value: str) -> bool:
+    return value.startswith(NEXT)
+
+
+def _custom(program: Program, step: Step, outs: Sequence[str], sheet: Sheet) -> onnx.NodeProto:
+    ins = [port for port in step.ports if port not in outs and port != KNOWN]
+    for port in ins:
+        name = step.ports[port]
+        if name in program.weights:
+            sheet.weights[name] = program.weights[name]
+            if port == "packed" and name not in sheet.packed:
+                sheet.packed.append(name)
+    node = helper.make_node(
+        RULES[step.room].op.type,
+        [step.ports[port] for port in ins],
+        [step.ports[port] for port in outs],
+        step.name,
+        domain=DOMAIN,
+    )
+    attributes = {
+        "plugin_namespace": DOMAIN,
+        "plugin_version": str(VERSION),
+        **step.attributes,
+        "ports": " ".join((*ins, ARROW, *outs)),
+        "known": _known(program, step),
+    }
+    node.attribute.extend(helper.make_attribute(k, v) for k, v in attributes.items())
+    return node
+
+
+def _known(program: Program, step: Step) -> str:
+    if KNOWN not in step.ports:
+        return ""
+    weight = program.weights[step.ports[KNOWN]]
+    return f"{KNOWN}:{weight.dtype}:{','.join(map(str, weight.shape))}"
+
+
+def bound(dtype: str, shape: Shape) -> tuple[DType, Shape]:
+    """Element type and shape a value has in TensorRT."""
+    if DType(dtype) is not DType.U8:
+        return DType(dtype), shape
+    [size] = shape
+    assert isinstance(size, int), shape
+    assert size % WORD == 0, size
+    return DType.I32, (size // WORD,)
+
+
+def info(name: str, dtype: str, shape: Shape) -> onnx.ValueInfoProto:
+    """A value as the graph declares it."""
+    kind, dims = bound(dtype, shape)
+    return helper.make_tensor_value_info(name, ONNX_TYPE[kind], dims)
+
+
+def _model(program: Program, sheet: Sheet) -> onnx.ModelProto:
+    made = {name for node in sheet.nodes for name in node.output}
+    inside = {n: info(n, v.dtype, v.shape) for n, v in program.values.items() if n in made}
+    graph = helper.make_graph(
+        sheet.nodes,
+        program.name,
+        [
+            *(info(name, v.dtype, v.shape) for name, v in program.inputs.items()),
+            *(info(name, w.dtype, w.shape) for name, w in sheet.weights.items()),
+        ],
+        [info(name, v.dtype, v.shape) for name, v in program.outputs.items()],
+        list(sheet.constants.values()),
+        value_info=list({**inside, **sheet.values}.values()),
+    )
+    return helper.make_model(
+        graph,
+        ir_version=IR_VERSION if sheet.domains[""] == OPSET else IR_VERSION + 1,
+        producer_name="thor-dflash",
+        opset_imports=[helper.make_opsetid(name, n) for name, n in sheet.domains.items()],
+    )

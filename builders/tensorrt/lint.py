@@ -1,0 +1,158 @@
+"""What TensorRT's ONNX parser asks of a graph beyond ONNX, checked where there is no TensorRT.
+
+The rules are those of the parsers of TensorRT 10.13 to 11.4:
+
+* It finds importers by type alone, whatever the domain, and tries its own first: a custom type must
+  not bear the name of a standard operator, nor begin as TensorRT's own do.
+* A node whose namespace and version stand on it as attributes becomes the registered plugin in all
+  of these versions; one whose namespace is its domain alone becomes its function body in some.
+* Functions are kept by name, without domain and overload, and their arity must match exactly.
+* Attributes become plugin fields: numbers of 32 bits, and text. A list or a tensor would too, but
+  not in every version alike.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import onnx
+from onnx import AttributeProto, TensorProto, helper
+
+from thor_dflash.plugins.op import DOMAIN, VERSION
+
+OPSETS = (21, 23)
+"""Of standard operators: 23 where there are 4-bit floats."""
+PREFIX = "Thor"
+"""Of every custom type."""
+OWN = "TRT_"
+"""How types of TensorRT's own begin that are no standard operators."""
+TYPES = {
+    TensorProto.FLOAT,
+    TensorProto.BFLOAT16,
+    TensorProto.FLOAT8E4M3FN,
+    TensorProto.INT32,
+}
+"""Element types of inputs, outputs and of everything a plugin reads and writes."""
+FIELDS = (AttributeProto.FLOAT, AttributeProto.INT, AttributeProto.STRING)
+LARGEST = 2**31 - 1
+"""Of an integer field; also the most bytes of a graph, and the most elements of a tensor."""
+
+
+def source_problems(model: onnx.ModelProto) -> list[str]:
+    """Why a graph as ONNX Runtime runs it is not as it should be; empty if it is.
+
+    Its custom nodes have bodies, which TensorRT must never take.
+    """
+    known = {(f.name, f.overload): f for f in model.functions}
+    return [*_every(model), *_bodies(model, known)]
+
+
+def deployed_problems(model: onnx.ModelProto) -> list[str]:
+    """Why a deployment graph is not as it should be; empty if it is."""
+    found = [*_every(model), *_types(model), *_dense(model)]
+    found += [f"a function {f.name}, which would be built in place of a plugin"
+              for f in model.functions]  # fmt: skip
+    return found
+
+
+def _every(model: onnx.ModelProto) -> Iterator[str]:
+    opsets = {entry.domain: entry.version for entry in model.opset_import}
+    if opsets.get("") not in OPSETS:
+        yield f"opset {opsets.get('')}, not one of {OPSETS}"
+    if model.ByteSize() > LARGEST:
+        yield f"{model.ByteSize()} bytes, more than {LARGEST}"
+    for name, count in Counter(node.name for node in model.graph.node if node.domain).items():
+        if count > 1 or not name:
+            yield f"{count} custom nodes named {name!r}"
+    for node in model.graph.node:
+        yield from (f"{node.op_type} {node.name}: {what}" for what in _node(node))
+    yield from _order(model.graph)
+
+
+def _node(node: onnx.NodeProto) -> Iterator[str]:
+    if node.domain != DOMAIN:
+        if not node.op_type.startswith(OWN) and not onnx.defs.has(node.op_type):
+            yield "no operator of ONNX"
+        return
+    if not node.op_type.startswith(PREFIX) or onnx.defs.has(node.op_type):
+        yield f"a custom type must begin with {PREFIX} and be no operator of ONNX"
+    given = {a.name: a for a in node.attribute}
+    for name, want in (("plugin_namespace", DOMAIN), ("plugin_version", str(VERSION))):
+        if name not in given or helper.get_attribute_value(given[name]) != want.encode():
+            yield f'{name} must be "{want}" on the node itself'
+    for a in node.attribute:
+        if a.type not in FIELDS:
+            yield f"{a.name} must be a number or text"
+        elif a.type == AttributeProto.INT and not -LARGEST <= a.i <= LARGEST:
+            yield f"{a.name} must fit in 32 bits (got {a.i})"
+        elif a.type == AttributeProto.STRING and (not a.s.isascii() or b"\0" in a.s):
+            yield f"{a.name} must be ASCII (got {a.s!r})"
+
+
+def _order(graph: onnx.GraphProto) -> Iterator[str]:
+    made = Counter([*(i.name for i in graph.input), *(t.name for t in graph.initializer)])
+    for node in graph.node:
+        for name in node.input:
+            if name and name not in made:
+                yield f"{node.op_type} {node.name}: {name} is read before anything makes it"
+        made.update(node.output)
+    yield from (f"{name} made {n} times" for name, n in made.items() if n > 1 and name)
+    yield from (f"output {o.name} that nothing makes" for o in graph.output if o.name not in made)
+
+
+def _bodies(
+    model: onnx.ModelProto, known: dict[tuple[str, str], onnx.FunctionProto]
+) -> Iterator[str]:
+    for node in model.graph.node:
+        if node.domain != DOMAIN:
+            continue
+        body = known.get((node.op_type, node.overload))
+        if body is None:
+            yield f"{node.op_type} {node.name}: no body"
+        elif (len(body.input), len(body.output)) != (len(node.input), len(node.output)):
+            yield f"{node.op_type} {node.name}: not as many inputs and outputs as its body"
+
+
+def _types(model: onnx.ModelProto) -> Iterator[str]:
+    graph = model.graph
+    kinds = {v.name: v.type.tensor_type for v in (*graph.input, *graph.output, *graph.value_info)}
+    outside = {v.name for v in (*graph.input, *graph.output)}
+    plugged = {n for node in graph.node if node.domain == DOMAIN for n in (*node.input, *node.output)}
+    for name in sorted(outside | plugged):
+        if name not in kinds:
+            yield f"{name} of no declared type"
+            continue
+        kind = kinds[name]
+        if kind.elem_type not in TYPES:
+            yield f"{name} of type {TensorProto.DataType.Name(kind.elem_type)}"
+        size = 1
+        for d in kind.shape.dim:
+            if not d.dim_param and d.dim_value < 1:
+                yield f"{name} of an empty or unknown size"
+            size *= d.dim_value or 1
+        if size > LARGEST:
+            yield f"{name} of {size} elements, more than {LARGEST}"
+
+
+def _dense(model: onnx.ModelProto) -> Iterator[str]:
+    """No plugin has an input left out: TensorRT would hand it a null tensor."""
+    for node in model.graph.node:
+        if node.domain == DOMAIN and "" in node.input:
+            yield f"{node.op_type} {node.name}: an input left out"
+
+
+def readers(model: onnx.ModelProto, name: str) -> int:
+    """How many nodes read a value."""
+    return sum(name in node.input for node in model.graph.node)
+
+
+def without_files(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with tensors of other files as inputs, for onnx.checker, which wants the files."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    for tensor in [t for t in copy.graph.initializer if t.data_location == TensorProto.EXTERNAL]:
+        kind = helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+        copy.graph.input.append(kind)
+        copy.graph.initializer.remove(tensor)
+    return copy

@@ -1,0 +1,81 @@
+"""The kernels of launches: compiled, loaded into a context, found again."""
+
+# cuda-python publishes no types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from thor_dflash.plugins.cuda.compile import architecture, load
+from thor_dflash.plugins.cuda.driver import Gate
+from thor_dflash.plugins.launch import Device, Launch
+
+COMPILERS = 4
+"""Kernels compiled at once."""
+MOST_STATIC = 48 << 10
+"""Shared memory a launch may ask for without saying so first, bytes."""
+
+Image = tuple[Path, tuple[tuple[str, int], ...]]
+"""What makes a cubin: source and constants."""
+
+
+class Kernels:
+    """Kernels of one context; `cubins` is the directory that keeps what was compiled."""
+
+    def __init__(self, gate: Gate, device: Device, cubins: Path) -> None:
+        self.gate = gate
+        self.device = device
+        self._cubins = cubins
+        self._modules: dict[Image, Any] = {}
+        self._found: dict[tuple[Image, str], Any] = {}
+        self._shared: dict[tuple[Image, str], int] = {}
+
+    def missing(self, launches: Iterable[tuple[Path, Launch]]) -> dict[Image, Mapping[str, int]]:
+        """The images of some launches, by source file, that are not loaded yet."""
+        return {
+            key: launch.defines
+            for source, launch in launches
+            if (key := _image(source, launch)) not in self._modules
+        }
+
+    def compile(
+        self, wanted: Mapping[Image, Mapping[str, int]], advance: Callable[[int], None]
+    ) -> None:
+        """Compile and load images, several at once. `advance` is told of each.
+
+        Raises:
+            EngineError: a source does not compile for this device.
+        """
+        arch = architecture(self.device.capability)
+        with ThreadPoolExecutor(COMPILERS) as pool:
+            jobs = {
+                key: pool.submit(load, key[0], defines, arch, self._cubins)
+                for key, defines in wanted.items()
+            }
+            for key, job in jobs.items():
+                self._modules[key] = self.gate("cuModuleLoadData", job.result().image)
+                advance(1)
+
+    def function(self, source: Path, launch: Launch) -> Any:
+        """The kernel of a launch, allowed the shared memory it asks for."""
+        image = _image(source, launch)
+        if image not in self._modules:
+            self.compile({image: launch.defines}, lambda _: None)
+        key = image, launch.kernel
+        if key not in self._found:
+            name = launch.kernel.encode()
+            self._found[key] = self.gate("cuModuleGetFunction", self._modules[image], name)
+        if launch.shared > self._shared.get(key, MOST_STATIC):
+            kind = self.gate.cu.CUfunction_attribute
+            most = kind.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            self.gate("cuFuncSetAttribute", self._found[key], most, launch.shared)
+            self._shared[key] = launch.shared
+        return self._found[key]
+
+
+def _image(source: Path, launch: Launch) -> Image:
+    return source, tuple(sorted(launch.defines.items()))

@@ -1,0 +1,47 @@
+"""The launch that makes the rows of a product ready: norm and gate in front, rounded once."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from thor_dflash.plugins.launch import Argument, At, Int, Launch, Real, Scratch, Site
+from thor_dflash.tensors import DType
+
+THREADS = 256
+_COLUMNS = 8 * THREADS
+"""Of a row that a block takes at a time."""
+
+
+class Gate(IntEnum):
+    """Prologue gate, as in rows.cu."""
+
+    NONE = 0
+    SIGMOID = 1
+    SILU = 2
+
+
+def prepared(site: Site, folder: str = "") -> tuple[Argument, tuple[Launch, ...]]:
+    """The rows that enter the product, and the launch that makes them; none where `x` is they.
+
+    `folder`: of linear's sources, from the room's own.
+    """
+    a = site.attributes
+    gate = Gate[a.word("gate").upper()] if "gate" in a.values else Gate.NONE
+    if "norm_weight" not in site and gate is Gate.NONE:
+        return At("x"), ()
+    t, k = site.ports["x"].shape
+    norm = 0
+    if "norm_weight" in site:
+        norm = (a.integer("head_dim") % k if "head_dim" in a.values else 0) or k
+    wide = "norm_weight" in site and site.ports["norm_weight"].dtype is DType.F32
+    rows = Scratch("rows", site.ports["x"].nbytes)
+    arguments = (At("x"), At("norm_weight"), At("gate"), rows, Int(k), Int(norm), Int(gate))
+    launch = Launch(
+        kernel="linear_rows",
+        source=f"{folder}rows.cu",
+        grid=(t, 1 if norm == k else -(-k // _COLUMNS), 1),
+        threads=THREADS,
+        arguments=(*arguments, Real(a.real("norm_eps")), Real(a.real("norm_offset"))),
+        defines={"WEIGHT_FLOAT": int(wide)},
+    )
+    return rows, (launch,)

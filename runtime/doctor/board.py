@@ -1,0 +1,131 @@
+"""What a Jetson adds: its release, power mode and clocks; and memory and disk of any machine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from thor_dflash.runtime.doctor.facts import Cuda, Finding, Machine
+
+RELEASE = "etc/nv_tegra_release"
+JETPACKS = {(38, 2): "7.0", (38, 4): "7.1", (39, 2): "7.2"}
+"""L4T release -> JetPack. Source: NVIDIA's JetPack archive."""
+FIRST = 38
+"""First L4T that runs on Thor."""
+DEVFREQ = "sys/class/devfreq"
+CLOCKS = {"GPU": "gpu", "EMC": "bwmgr"}
+"""What is meant -> how the kernel's devices of it begin."""
+CUBINS = 256 << 20
+"""More than every kernel of a package takes when compiled, bytes."""
+DROP_CACHES = "sync && echo 3 | sudo tee /proc/sys/vm/drop_caches"
+
+
+def is_jetson(machine: Machine) -> bool:
+    """Whether this is a Jetson."""
+    return bool(machine.text(RELEASE))
+
+
+def jetpack(machine: Machine) -> Finding:
+    """The release: "# R38 (release), REVISION: 4.0, ..."."""
+    text = machine.text(RELEASE)
+    found = re.search(r"R(\d+)[^,]*,\s*REVISION:\s*(\d+)(?:\.(\d+))?", text)
+    if found is None:
+        return Finding("jetpack", "warn", f"/{RELEASE} says {text.splitlines()[0][:80]!r}")
+    major, minor = int(found[1]), int(found[2])
+    name = JETPACKS.get((major, minor))
+    said = f"L4T {major}.{minor}.{found[3] or 0}" + (f", JetPack {name}" if name else "")
+    if major < FIRST:
+        return Finding(
+            "jetpack", "wrong", f"{said}; Thor needs JetPack 7", "flash JetPack 7.1 or later"
+        )
+    if name is None:
+        known = ", ".join(f"{JETPACKS[key]} (L4T {key[0]}.{key[1]})" for key in sorted(JETPACKS))
+        return Finding("jetpack", "warn", f"{said}; known are {known}")
+    return Finding("jetpack", "ok", said)
+
+
+def power(machine: Machine) -> Finding:
+    """The power mode."""
+    said = machine.run("nvpmodel", "-q")
+    found = re.search(r"NV Power Mode:\s*(\S+)", said.text)
+    if found is None:
+        text = f"nvpmodel -q said {' '.join(said.text.split())[:80]!r}"
+        return Finding("power mode", "warn", text, "sudo nvpmodel -q")
+    if found[1].upper().startswith("MAXN"):
+        return Finding("power mode", "ok", found[1])
+    text = f"{found[1]}; slower than MAXN"
+    return Finding("power mode", "warn", text, "sudo nvpmodel -m 0")
+
+
+def clocks(machine: Machine) -> Iterator[Finding]:
+    """Whether GPU and memory clocks stand at their top."""
+    shown = _shown(machine)
+    for what in CLOCKS:
+        item = f"{what} clock"
+        if what not in shown:
+            yield Finding(item, "warn", "cannot be read", "sudo jetson_clocks --show")
+            continue
+        low, now, high = shown[what]
+        text = f"{now / 1e6:.0f} MHz of {high / 1e6:.0f}"
+        if low < high:
+            yield Finding(item, "warn", f"{text}, free to fall to {low / 1e6:.0f}",
+                          "sudo jetson_clocks")  # fmt: skip
+        else:
+            yield Finding(item, "ok", f"{text}, held")
+
+
+def _shown(machine: Machine) -> dict[str, tuple[int, int, int]]:
+    """Lowest, current and highest clock, Hz: from the kernel, or else from jetson_clocks."""
+    found: dict[str, tuple[int, int, int]] = {}
+    for what, start in CLOCKS.items():
+        for path in machine.paths(f"{DEVFREQ}/*{start}*"):
+            words = [machine.text(f"{path}/{name}_freq") for name in ("min", "cur", "max")]
+            if all(word.isdecimal() for word in words):
+                low, now, high = map(int, words)
+                found.setdefault(what, (low, now, high))
+    if len(found) < len(CLOCKS):
+        said = machine.run("jetson_clocks", "--show").text
+        line = r"^\s*(GPU|EMC)\b.*?MinFreq=(\d+)\s+MaxFreq=(\d+)\s+CurrentFreq=(\d+)"
+        for row in re.finditer(line, said, re.MULTILINE):
+            found.setdefault(row[1], (int(row[2]), int(row[4]), int(row[3])))
+    return found
+
+
+def available(machine: Machine) -> int:
+    """Bytes that programs can still have, the page cache included; 0 where nobody says."""
+    return _meminfo(machine, "MemAvailable")
+
+
+def _meminfo(machine: Machine, name: str) -> int:
+    found = re.search(rf"^{name}:\s*(\d+) kB", machine.text("proc/meminfo"), re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
+
+
+def memory(machine: Machine, cuda: Cuda) -> Iterator[Finding]:
+    """Memory of the machine, and what a board's driver hides of it."""
+    free = available(machine)
+    text = f"{free / 1e9:.1f} GB available of {_meminfo(machine, 'MemTotal') / 1e9:.1f}"
+    if not free:
+        yield Finding("memory", "warn", "/proc/meminfo does not say what is available")
+        return
+    cached = [gpu for gpu in cuda.devices if gpu.integrated and gpu.free < 0.8 * free]
+    if cached:
+        text += f", of which the CUDA driver offers {cached[0].free / 1e9:.1f}: it counts the page "
+        yield Finding("memory", "warn", text + "cache as used", DROP_CACHES)
+    else:
+        yield Finding("memory", "ok", text)
+
+
+def disk(machine: Machine, cubins: str) -> Finding:
+    """Room for compiled kernels."""
+    free = machine.space(cubins)
+    if free < 0:
+        text = f"{cubins} cannot be written"
+        remedy = "thor-dflash generate --set engine.cubins=DIR ..."
+        return Finding("cubins", "wrong", text, remedy)
+    text = f"{free / 1e9:.1f} GB free for {cubins}"
+    if free < CUBINS:
+        return Finding(
+            "cubins", "wrong", f"{text}; {CUBINS / 1e6:.0f} MB are needed", f"df -h {cubins}"
+        )
+    return Finding("cubins", "ok", text)

@@ -1,0 +1,100 @@
+"""The whole examination, in the order in which one thing needs the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from thor_dflash.config import EngineConfig
+from thor_dflash.manifest import Manifest
+from thor_dflash.runtime.doctor import board, package, software
+from thor_dflash.runtime.doctor.facts import Cuda, Finding, Gpu, Machine, TensorRT
+
+EXTRAS = {
+    "ort": frozenset({"ort"}),
+    "cuda": frozenset({"cuda"}),
+    "tensorrt": frozenset({"cuda"}),
+}
+"""Engine of a package -> the extras it cannot run without."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything that was found."""
+
+    findings: tuple[Finding, ...]
+    engines: dict[str, str]
+    """Engine -> why it cannot run here; "" where it can."""
+
+    @property
+    def wrong(self) -> bool:
+        """Whether anything is."""
+        return any(finding.state == "wrong" for finding in self.findings)
+
+
+def examine(machine: Machine, config: EngineConfig, path: Path | None) -> Report:
+    """Ask everything. `path`: a package that is to run here."""
+    manifest, read = package.read(path) if path else (None, None)
+    cuda, tensorrt = machine.cuda(), machine.tensorrt()
+    findings = list(_findings(machine, config, cuda, tensorrt, manifest))
+    if read is not None:
+        findings.append(read)
+    if manifest is not None:
+        findings += package.fits(machine, cuda, manifest, config)
+    found = engines({f.item: f for f in findings}, cuda, tensorrt, config.device)
+    return Report(tuple(findings), found)
+
+
+def _findings(
+    machine: Machine,
+    config: EngineConfig,
+    cuda: Cuda,
+    tensorrt: TensorRT,
+    manifest: Manifest | None,
+) -> Iterator[Finding]:
+    engine: str = manifest.engine if manifest else ""
+    jetson, on_device = board.is_jetson(machine), engine in package.ON_DEVICE
+    yield software.python(machine)
+    yield from software.extras(machine, EXTRAS.get(engine, frozenset()))
+    yield software.driver(machine, cuda, jetson=jetson, needed=on_device)
+    for index, gpu in enumerate(cuda.devices):
+        yield software.device(index, gpu)
+    if machine.version("nvidia-cuda-nvrtc"):
+        yield _nvrtc(machine, cuda, config.device, needed=on_device)
+    yield from software.tensorrt(machine, tensorrt, jetson=jetson, needed=engine == "tensorrt")
+    if jetson:
+        yield board.jetpack(machine)
+        yield board.power(machine)
+        yield from board.clocks(machine)
+    yield from board.memory(machine, cuda)
+    yield board.disk(machine, config.cubins)
+
+
+def _nvrtc(machine: Machine, cuda: Cuda, index: int, *, needed: bool) -> Finding:
+    gpu = _usable(cuda, index)
+    arch = f"sm_{gpu.major}{gpu.minor}" if gpu else software.ARCH
+    found = machine.nvrtc(arch, index if gpu else -1)
+    return software.nvrtc(found, arch, needed=needed)
+
+
+def _usable(cuda: Cuda, index: int) -> Gpu | None:
+    gpu = cuda.devices[index] if index < len(cuda.devices) else None
+    return gpu if gpu and gpu.capability >= software.LEAST else None
+
+
+def engines(
+    found: Mapping[str, Finding], cuda: Cuda, tensorrt: TensorRT, index: int
+) -> dict[str, str]:
+    """What can run here at all, whatever package was asked about."""
+
+    def lacks(item: str) -> str:
+        finding = found.get(item)
+        return finding.text if finding and finding.state != "ok" else ""
+
+    device = cuda.error or ("" if _usable(cuda, index) else "no device of compute capability 9.0")
+    on_device = lacks("extra cuda") or device or lacks("cuda driver") or lacks("nvrtc")
+    bindings = tensorrt.error
+    if "tensorrt" in found and found["tensorrt"].state == "wrong":
+        bindings = found["tensorrt"].text
+    return {"ort": lacks("extra ort"), "cuda": on_device, "tensorrt": on_device or bindings}

@@ -1,0 +1,125 @@
+"""This machine, asked with a time limit on every question."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from thor_dflash import records
+from thor_dflash.errors import EngineError
+from thor_dflash.runtime.doctor import probe
+from thor_dflash.runtime.doctor.facts import Cuda, Nvrtc, Output, TensorRT
+
+T = TypeVar("T", Cuda, Nvrtc, TensorRT)
+COMMAND_SECONDS = 5.0
+PROBE_SECONDS = 60.0
+"""A driver that wakes a sleeping board takes seconds; TensorRT takes seconds to import."""
+LARGEST = 1 << 20
+"""Of a file, bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """See Machine."""
+
+    root: Path = Path("/")
+    probe_seconds: float = PROBE_SECONDS
+
+    @property
+    def python(self) -> tuple[int, int]:
+        """See Machine."""
+        return sys.version_info.major, sys.version_info.minor
+
+    @property
+    def processor(self) -> str:
+        """See Machine."""
+        return platform.machine()
+
+    def version(self, distribution: str) -> str:
+        """See Machine."""
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            return ""
+
+    def text(self, path: str) -> str:
+        """See Machine."""
+        try:
+            with (self.root / path).open("rb") as file:
+                return file.read(LARGEST).decode(errors="replace").strip("\0\n ")
+        except OSError:
+            return ""
+
+    def paths(self, pattern: str) -> Sequence[str]:
+        """See Machine."""
+        found = sorted(self.root.glob(pattern))
+        return [path.relative_to(self.root).as_posix() for path in found]
+
+    def run(self, *command: str) -> Output:
+        """See Machine."""
+        return _run([*command], COMMAND_SECONDS)
+
+    def space(self, directory: str) -> int:
+        """See Machine."""
+        path = Path(directory).expanduser()
+        while not path.exists() and path != path.parent:
+            path = path.parent
+        if not os.access(path, os.W_OK):
+            return -1
+        return shutil.disk_usage(path).free
+
+    def cuda(self) -> Cuda:
+        """See Machine."""
+        return self._ask(Cuda, "cuda")
+
+    def nvrtc(self, arch: str, device: int) -> Nvrtc:
+        """See Machine."""
+        return self._ask(Nvrtc, "nvrtc", arch, str(device))
+
+    def tensorrt(self) -> TensorRT:
+        """See Machine."""
+        return self._ask(TensorRT, "tensorrt")
+
+    def _ask(self, kind: type[T], question: str, *more: str) -> T:
+        words: list[str] = probe.arguments(question, more, sys.path)
+        said = _run([sys.executable, *words], self.probe_seconds)
+        last = said.text.strip().rpartition("\n")[2]
+        try:
+            # A library may end the child in its own clean-up; what it said before that counts.
+            return records.decode(kind, json.loads(last), "", EngineError)
+        except (ValueError, EngineError):
+            return kind(error=f"{self._ending(said)} ({last[-200:] or 'it said nothing'})")
+
+    def _ending(self, said: Output) -> str:
+        if said.code is None:
+            return f"no answer within {self.probe_seconds:.0f} s"
+        return f"its process ended with status {said.code}"
+
+
+def _run(command: list[str], seconds: float) -> Output:
+    # To a file, not through a pipe: a grandchild that keeps a pipe open keeps its reader waiting.
+    with tempfile.TemporaryFile() as file:
+        try:
+            child = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+            )
+        except OSError as e:
+            return Output(None, str(e))
+        try:
+            code: int | None = child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            # Not waited for again: a process stuck inside a driver does not end when it is told to.
+            child.kill()
+            code = None
+        file.seek(0)
+        return Output(code, file.read(LARGEST).decode(errors="replace"))

@@ -1,0 +1,64 @@
+"""What a package takes of memory, from its manifest alone: no engine, no device."""
+
+from __future__ import annotations
+
+from thor_dflash.dims import DrafterDims, GdnDims
+from thor_dflash.manifest import Manifest
+from thor_dflash.runtime.model import cache_rows, ring_rows
+
+BYTES = {"f32": 4, "bf16": 2, "fp8": 1}
+
+
+def needs(manifest: Manifest, capacity: int) -> dict[str, int]:
+    """Kind -> bytes with a context of `capacity` tokens, as engines name the kinds.
+
+    Activations between the operators of a step and what a library keeps for itself come on top.
+    """
+    target, rows = manifest.target, BYTES[manifest.activations]
+    attention, gdn = target.layers.count("attention"), target.layers.count("gdn")
+    shape = target.attention
+    token = 2 * shape.kv_heads * shape.head_dim * BYTES[manifest.kv]
+    cache = cache_rows(capacity, manifest.block, manifest.widest_chunk)
+    found = {
+        "weights": sum(e.bytes for name, e in manifest.files.items() if _weights(name)),
+        "cache": attention * token * cache,
+        "state": gdn * _gdn(target.gdn, manifest, rows),
+        "logits": manifest.block * target.vocab * 4,
+    }
+    if manifest.drafter is not None:
+        found["ring"] = _rings(manifest.drafter, manifest, capacity, rows)
+    return found
+
+
+def per_token(manifest: Manifest) -> int:
+    """Bytes that one more token of context takes."""
+    block = manifest.block
+    low, high = (sum(needs(manifest, block + n).values()) for n in (1 << 14, 1 << 15))
+    return (high - low) >> 14
+
+
+def _weights(name: str) -> bool:
+    return name.startswith("weights/") or name.endswith((".engine", ".plan"))
+
+
+def _gdn(dims: GdnDims, manifest: Manifest, rows: int) -> int:
+    """State and what a block leaves to be folded. An engine keeps two of the latter: the one it
+    reads and the one it writes.
+    """
+    keys, values = dims.key_heads * dims.key_dim, dims.value_heads * dims.value_dim
+    channels = 2 * keys + values
+    state = dims.value_heads * dims.key_dim * dims.value_dim * 4
+    if manifest.saves == "states":
+        saved = channels * rows + state
+    else:
+        saved = channels * rows + (keys + values + dims.value_heads) * 4
+    tail = (dims.conv_kernel - 1) * channels * rows
+    return state + 2 * (manifest.block * saved + tail)
+
+
+def _rings(drafter: DrafterDims, manifest: Manifest, capacity: int, rows: int) -> int:
+    shape = drafter.attention
+    token = 2 * shape.kv_heads * shape.head_dim * rows
+    widest = manifest.widest_chunk
+    slots = [ring_rows(layer.window, capacity, manifest.block, widest) for layer in drafter.layers]
+    return token * sum(slots)

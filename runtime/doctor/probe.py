@@ -1,0 +1,141 @@
+"""Questions that may hang or end a process, asked in a child: one JSON object on stdout."""
+
+# cuda-python and TensorRT publish no types.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from thor_dflash import records
+from thor_dflash.errors import ThorError
+from thor_dflash.runtime.doctor.facts import Cuda, Gpu, Nvrtc, TensorRT
+
+ROOM, SOURCE = "standard", "kernel.cu"
+"""Compiled as a trial: small, and it includes what every kernel includes."""
+LIBRARIES = ("libnvinfer.so.10", "libnvinfer.so.11")
+
+
+def main(question: str, *arguments: str) -> None:
+    """Answer one question."""
+    answer: object
+    if question == "cuda":
+        answer = cuda()
+    elif question == "nvrtc":
+        answer = nvrtc(arguments[0], int(arguments[1]))
+    else:
+        answer = tensorrt()
+    print(json.dumps(records.encode(answer)), flush=True)
+
+
+def cuda() -> Cuda:
+    """See Machine."""
+    try:
+        from cuda.bindings import driver
+    except ImportError as e:
+        return Cuda(error=f"ImportError: {e}")
+    try:
+        _, version = driver.cuDriverGetVersion()
+    except RuntimeError as e:  # the bindings found no libcuda
+        return Cuda(error=f"no driver: {e}", bindings=int(driver.CUDA_VERSION))
+    known = Cuda(driver=int(version), bindings=int(driver.CUDA_VERSION))
+    try:
+        _ask(driver, "cuInit", 0)
+        count = int(_ask(driver, "cuDeviceGetCount"))
+        return replace(known, devices=tuple(_gpu(driver, i) for i in range(count)))
+    except _DriverError as e:
+        return replace(known, error=str(e))
+
+
+class _DriverError(Exception):
+    """Name of the error, and of the call."""
+
+
+def _ask(driver: Any, name: str, *arguments: Any) -> Any:
+    status, *values = getattr(driver, name)(*arguments)
+    if int(status) != 0:
+        raise _DriverError(f"{status.name} from {name}")
+    return values[0] if len(values) == 1 else values
+
+
+def _gpu(driver: Any, index: int) -> Gpu:
+    handle = _ask(driver, "cuDeviceGet", index)
+
+    def attribute(name: str) -> int:
+        kind = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(_ask(driver, "cuDeviceGetAttribute", kind, handle))
+
+    context = _ask(driver, "cuDevicePrimaryCtxRetain", handle)
+    _ask(driver, "cuCtxSetCurrent", context)
+    free, total = _ask(driver, "cuMemGetInfo")
+    driver.cuDevicePrimaryCtxRelease(handle)
+    return Gpu(
+        name=_ask(driver, "cuDeviceGetName", 256, handle).split(b"\0")[0].decode(),
+        major=attribute("COMPUTE_CAPABILITY_MAJOR"),
+        minor=attribute("COMPUTE_CAPABILITY_MINOR"),
+        multiprocessors=attribute("MULTIPROCESSOR_COUNT"),
+        memory=int(total),
+        free=int(free),
+        integrated=bool(attribute("INTEGRATED")),
+    )
+
+
+def nvrtc(arch: str, device: int) -> Nvrtc:
+    """See Machine."""
+    from thor_dflash.plugins.cuda.compile import ROOT, compile_source
+    from thor_dflash.plugins.cuda.driver import Driver
+
+    try:
+        from cuda.bindings import nvrtc as bindings
+
+        _, major, minor = bindings.nvrtcVersion()
+        version = f"{major}.{minor}"
+    except (ImportError, RuntimeError) as e:
+        return Nvrtc(error=str(e))
+    start = time.perf_counter()
+    try:
+        cubin = compile_source(ROOT / ROOM / SOURCE, {}, arch)
+        seconds = time.perf_counter() - start
+        if device >= 0:
+            Driver(device).module(cubin.image)
+    except ThorError as e:
+        return Nvrtc(error=str(e), version=version)
+    return Nvrtc(version=version, seconds=seconds, loaded=device >= 0)
+
+
+def tensorrt() -> TensorRT:
+    """See Machine."""
+    try:
+        trt = importlib.import_module("tensorrt")
+    except Exception as e:  # a missing library of its own is an error of any kind
+        return TensorRT(error=f"{type(e).__name__}: {e}")
+    return TensorRT(bindings=str(trt.__version__), library=_library())
+
+
+def _library() -> int:
+    """Asked of the library that the bindings brought into this process."""
+    for name in LIBRARIES:
+        try:
+            # RTLD_NOLOAD: another version that happens to be on the disk is not it.
+            library = ctypes.CDLL(name, mode=4)
+        except OSError:
+            continue
+        return int(library.getInferLibVersion())
+    return 0
+
+
+def arguments(question: str, more: Sequence[str], path: Sequence[str]) -> list[str]:
+    """What follows the interpreter's name so that a child asks one question with this sys.path."""
+    call = ", ".join(repr(word) for word in (question, *more))
+    return [
+        "-c",
+        f"import sys; sys.path[:] = {list(path)!r}\n"
+        f"from thor_dflash.runtime.doctor.probe import main\nmain({call})",
+    ]

@@ -1,0 +1,213 @@
+"""Python, packages, the CUDA driver, its compiler, TensorRT."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from thor_dflash.runtime.doctor.facts import (
+    Cuda,
+    Finding,
+    Gpu,
+    Machine,
+    Nvrtc,
+    State,
+    TensorRT,
+)
+
+PYTHON = (3, 11)
+EXTRAS = {
+    "build": {"onnx": "1.19"},
+    "ort": {"onnxruntime": "1.22"},
+    "cuda": {"cuda-bindings": "13.0", "nvidia-cuda-nvrtc": "13.0"},
+    "serve": {"pyzmq": "27", "msgspec": "0.20", "jsonschema-rs": "0.38"},
+    "http": {"starlette": "1.0", "uvicorn": "0.40", "prometheus-client": "0.23"},
+}
+"""Extra of this package -> what it brings, and from which version on."""
+USES = {
+    "build": "to build packages",
+    "ort": "for packages of engine ort",
+    "cuda": "for packages of engine cuda",
+    "serve": "to serve plans, and to ask for one",
+    "http": "for the HTTP gateway",
+}
+CUDA = 13000
+"""Least CUDA version of the driver."""
+CAPABILITIES = {(9, 0): "H100 or H200", (11, 0): "Thor"}
+"""What the kernels are written for."""
+LEAST = (9, 0)
+PCI = "sys/bus/pci/devices/*/vendor"
+ARCH = "sm_110"
+"""Compiled for where there is no device: Thor's."""
+
+DRIVER_REMEDIES = {
+    "CUDA_ERROR_NO_DEVICE": "nvidia-smi -L",
+    "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "sudo reboot",
+    "CUDA_ERROR_SYSTEM_NOT_READY": "sudo systemctl restart nvidia-fabricmanager",
+    "CUDA_ERROR_UNKNOWN": "sudo reboot",
+    "CUDA_ERROR_DEVICE_UNAVAILABLE": "nvidia-smi",
+    "CUDA_ERROR_OPERATING_SYSTEM": "ls -l /dev/nvidia*",
+}
+"""First word of what went wrong -> what shows or cures it."""
+
+JETPACK_TENSORRT = ((10, 13), (10, 16))
+"""First and last TensorRT of JetPack 7.0 to 7.2. Source: NVIDIA's release notes."""
+
+
+def _missing(needed: bool) -> State:
+    return "wrong" if needed else "warn"
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """ "10.13.3.9" as (10, 13, 3, 9); what is no number ends it."""
+    found: list[int] = []
+    for part in version.split("."):
+        digits = re.match(r"\d+", part)
+        if digits is None:
+            break
+        found.append(int(digits.group()))
+    return tuple(found)
+
+
+def python(machine: Machine) -> Finding:
+    """The interpreter."""
+    text = ".".join(map(str, machine.python)) + f" on {machine.processor}"
+    if machine.python >= PYTHON:
+        return Finding("python", "ok", text)
+    return Finding(
+        "python", "wrong", f"{text}; 3.11 or later is needed", "python3.12 -m venv .venv"
+    )
+
+
+def extras(machine: Machine, needed: frozenset[str]) -> Iterator[Finding]:
+    """What each extra brings; wrong where one that is needed is not there."""
+    for extra, parts in EXTRAS.items():
+        have = {name: machine.version(name) for name in parts}
+        lacking = [
+            f"{name} {have[name] or 'missing'}"
+            for name, least in parts.items()
+            if not have[name] or numbers(have[name]) < numbers(least)
+        ]
+        item, command = f"extra {extra}", f"pip install 'thor-dflash[{extra}]'"
+        if not lacking:
+            text = ", ".join(f"{name} {version}" for name, version in have.items())
+            yield Finding(item, "ok", text)
+        else:
+            text = f"{', '.join(lacking)}; needed {USES[extra]}"
+            yield Finding(item, _missing(extra in needed), text, command)
+
+
+def driver(machine: Machine, cuda: Cuda, *, jetson: bool, needed: bool) -> Finding:
+    """The CUDA driver, or why there is none to speak of."""
+    if cuda.error:
+        return _no_driver(machine, cuda, jetson, needed)
+    text = f"CUDA {version(cuda.driver)}, bindings for CUDA {version(cuda.bindings)}"
+    if cuda.driver < CUDA:
+        text += f"; the driver must know CUDA {version(CUDA)}"
+        return Finding("cuda driver", "wrong" if needed else "warn", text, _new_driver(jetson))
+    return Finding("cuda driver", "ok", text)
+
+
+def _no_driver(machine: Machine, cuda: Cuda, jetson: bool, needed: bool) -> Finding:
+    text = f"{cuda.error}; engines cuda and tensorrt cannot run here, engine ort can"
+    if cuda.error.startswith("ImportError"):  # nobody could ask: nothing is known of a driver
+        state = _missing(needed)
+        return Finding("cuda driver", state, text, "pip install 'thor-dflash[cuda]'")
+    if cuda.error.startswith("no driver"):
+        if not jetson and not has_nvidia(machine):
+            state = _missing(needed)
+            return Finding("cuda driver", state, f"{text}; there is no NVIDIA device to drive")
+        return Finding("cuda driver", "wrong", text, _new_driver(jetson))
+    remedy = DRIVER_REMEDIES.get(cuda.error.partition(" ")[0], "nvidia-smi")
+    return Finding("cuda driver", "wrong", text, remedy)
+
+
+def has_nvidia(machine: Machine) -> bool:
+    """Whether a device of NVIDIA's is on the PCI bus."""
+    return any(machine.text(path) == "0x10de" for path in machine.paths(PCI))
+
+
+def _new_driver(jetson: bool) -> str:
+    return "sudo apt install nvidia-jetpack" if jetson else "sudo apt install nvidia-open-580"
+
+
+def version(number: int) -> str:
+    """13020 as "13.2"."""
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def device(index: int, gpu: Gpu) -> Finding:
+    """One device: what it is, and whether kernels are written for it."""
+    text = (
+        f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}, {gpu.multiprocessors} SMs, "
+        f"{gpu.memory / 1e9:.1f} GB, {gpu.free / 1e9:.1f} GB free"
+        + (", shared with the CPU" if gpu.integrated else "")
+    )
+    if gpu.capability < LEAST:
+        return Finding(f"device {index}", "warn", f"{text}; engine cuda needs 9.0 or later")
+    if gpu.capability not in CAPABILITIES:
+        known = " and ".join(f"{a}.{b} ({name})" for (a, b), name in CAPABILITIES.items())
+        return Finding(f"device {index}", "warn", f"{text}; the kernels are written for {known}")
+    return Finding(f"device {index}", "ok", text)
+
+
+def nvrtc(found: Nvrtc, arch: str, *, needed: bool) -> Finding:
+    """Whether a kernel compiles, and loads where there is a device."""
+    if found.error:
+        state = _missing(needed)
+        remedy = "pip install --upgrade 'thor-dflash[cuda]'"
+        return Finding("nvrtc", state, found.error, remedy)
+    text = f"{found.version}: a kernel for {arch} in {found.seconds:.1f} s"
+    return Finding("nvrtc", "ok", text + (", and the device takes it" if found.loaded else ""))
+
+
+def tensorrt(machine: Machine, found: TensorRT, *, jetson: bool, needed: bool) -> Iterator[Finding]:
+    """Bindings, library, and whether they are each other's."""
+    if found.error:
+        state = _missing(needed)
+        text = f"{found.error}; needed for packages of engine tensorrt"
+        yield Finding("tensorrt", state, text, _tensorrt_remedy(jetson))
+        return
+    bindings, library = numbers(found.bindings)[:3], _library(found.library)
+    text = f"bindings {found.bindings}, libnvinfer {'.'.join(map(str, library)) or 'unknown'}"
+    if library and bindings != library:
+        remedy = _tensorrt_remedy(jetson)
+        yield Finding("tensorrt", "wrong", f"{text}: they must be of one version", remedy)
+    elif outside := _outside(bindings, jetson):
+        yield Finding("tensorrt", "warn", f"{text}; {outside}", _tensorrt_remedy(jetson))
+    else:
+        yield Finding("tensorrt", "ok", text)
+    yield from _numpy(machine, bindings)
+
+
+def _library(number: int) -> tuple[int, ...]:
+    """101303 as (10, 13, 3)."""
+    return (number // 10000, number // 100 % 100, number % 100) if number else ()
+
+
+def _outside(bindings: tuple[int, ...], jetson: bool) -> str:
+    first, last = JETPACK_TENSORRT
+    if jetson and not first <= bindings[:2] <= last:
+        return "JetPack 7 has 10.13 to 10.16"
+    if not jetson and bindings[:2] < first:
+        return "the builder is written for 10.13 to 11"
+    return ""
+
+
+def _tensorrt_remedy(jetson: bool) -> str:
+    if jetson:
+        # The wheels of a package index know nothing of the board's own library.
+        return (
+            "sudo apt install --reinstall tensorrt python3-libnvinfer && "
+            "python3 -m venv --system-site-packages .venv"
+        )
+    return "pip install --upgrade tensorrt"
+
+
+def _numpy(machine: Machine, bindings: tuple[int, ...]) -> Iterator[Finding]:
+    have = machine.version("numpy")
+    # Until TensorRT 11.2 its Python plugins turn arrays of one element into numbers, which NumPy
+    # 2.4 refuses.
+    if bindings[:2] < (11, 2) and numbers(have)[:2] >= (2, 4):
+        text = f"{have}; Python plugins of TensorRT before 11.2 fail with 2.4 and later"
+        yield Finding("numpy", "warn", text, "pip install 'numpy>=2,<2.4'")

@@ -1,0 +1,201 @@
+"""What every engine on an NVIDIA device shares: tensors, host writes and reads, replayed cycles."""
+
+# cuda-python publishes no types.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from thor_dflash.plugins.cuda.driver import Driver, Info
+from thor_dflash.runtime.engine import Call, Tensor
+from thor_dflash.runtime.engines.cuda.bound import CudaTensor, Turn, cuda
+from thor_dflash.runtime.engines.cuda.capture import Captured
+from thor_dflash.runtime.engines.cuda.control import RING, SLOT, SMALL, Page, Ring, corners
+from thor_dflash.runtime.engines.cuda.memory import Arena
+from thor_dflash.tensors import Array, Dims, TensorSpec
+
+KINDS = {"attention": "cache", "drafter": "ring", "gdn": "state"}
+"""First word of a state's name -> its line in the byte table."""
+
+
+class Board(ABC):
+    """Tensors of one device and the calls captured on them.
+
+    Memory is counted before any of it is taken: tensors made before `place` are only promises, and
+    none can be made after it.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._thread = threading.get_ident()
+        self._tensors: list[CudaTensor] = []
+        self._arena = Arena()
+        self._turns: dict[int, list[Turn]] = {}
+        """id of a call -> what changes place when it has run."""
+        self._captured: dict[tuple[int, ...], Captured] = {}
+        self._page_at = 0
+        self._seconds: dict[str, float] = {}
+
+    @property
+    def info(self) -> Info:
+        """The device."""
+        return self._driver.info
+
+    @property
+    def driver(self) -> Driver:
+        """The device, for measuring."""
+        return self._driver
+
+    @property
+    def memory(self) -> Mapping[str, int]:
+        """What the engine holds on the device: kind -> bytes."""
+        return dict(self._arena.sizes)
+
+    def empty(self, spec: TensorSpec, dims: Dims) -> Tensor:
+        """See Engine."""
+        assert not self._arena.base, f"{spec} made after prepare"
+        tensor = CudaTensor(TensorSpec(spec.name, spec.dtype, spec.at(dims)))
+        self._tensors.append(tensor)
+        return tensor
+
+    # ---- memory --------------------------------------------------------------------------
+
+    def _take_turns(self, renewed: Sequence[tuple[Call, Sequence[CudaTensor]]]) -> None:
+        """Give tensors that a call cannot write over what it reads a second place. Those that the
+        same calls renew change place together.
+        """
+        by: dict[int, list[Call]] = {}
+        tensors: dict[int, CudaTensor] = {}
+        for call, swapped in renewed:
+            self._turns[id(call)] = []
+            for tensor in swapped:
+                by.setdefault(id(tensor), []).append(call)
+                tensors[id(tensor)] = tensor
+        turns: dict[tuple[int, ...], Turn] = {}
+        for key, calls in by.items():
+            together = tuple(map(id, calls))
+            if together not in turns:
+                turns[together] = Turn()
+                for call in calls:
+                    self._turns[id(call)].append(turns[together])
+            tensors[key].turn = turns[together]
+
+    def _count_tensors(self) -> int:
+        """Room for the tensors; where the control page begins in the arena."""
+        page = 0
+        for tensor in self._tensors:
+            size = tensor.spec.nbytes({})
+            if size <= SMALL and tensor.turn is None:
+                tensor.control = page
+                page += -(-size // SLOT) * SLOT
+            else:
+                kind = KINDS.get(tensor.spec.name.split(".")[0], "rows")
+                tensor.places = [
+                    self._arena.take(kind, size) for _ in range(2 if tensor.turn else 1)
+                ]
+        self._page = Page(page)
+        return self._arena.take("rows", page)
+
+    def _allocate(self, page: int) -> int:
+        """Take the memory that was counted, zeroed, and place the tensors; its address.
+
+        Raises:
+            EngineError: it does not fit.
+        """
+        caches = [t.spec.at({})[1] for t in self._tensors if t.spec.name.startswith("attention.")]
+        self._arena.check(self._driver.free_memory(), max(caches, default=0))
+        base = self._arena.base = self._driver.allocate(self._arena.nbytes)
+        self._driver("cuMemsetD8", base, 0, self._arena.nbytes)
+        for tensor in self._tensors:
+            if tensor.control >= 0:
+                tensor.places = [base + page + tensor.control]
+            else:
+                tensor.places = [base + offset for offset in tensor.places]
+        self._page_at = base + page
+        self._ring = Ring(self._driver, self._driver.pinned(RING))
+        self._back = self._driver.pinned(RING)
+        return base
+
+    # ---- run -----------------------------------------------------------------------------
+
+    @abstractmethod
+    def _capture(self, calls: Sequence[Call]) -> Captured:
+        """Calls as something that runs again and again, for the places tensors have now. Leaves
+        them turned as they are after the calls.
+        """
+
+    def run(self, calls: Sequence[Call]) -> None:
+        """See Engine."""
+        self._enter()
+        turns = [turn for call in calls for turn in self._turns[id(call)]]
+        key = (*map(id, calls), *(turn.front for turn in turns))
+        if key not in self._captured:
+            self._captured[key] = self._capture(calls)
+        else:
+            for call in calls:
+                self._turn(call)
+        self._page.flush(self._page_at, self._ring)
+        self._captured[key].run()
+
+    def _turn(self, call: Call) -> None:
+        for turn in self._turns[id(call)]:
+            turn.front = 1 - turn.front
+
+    def write(self, tensor: Tensor, values: Array) -> None:
+        """See Engine."""
+        self._enter()
+        t = cuda(tensor)
+        data = np.ascontiguousarray(values, t.spec.dtype.numpy)
+        for at, piece in corners(t.spec, data):
+            if t.control >= 0:
+                self._page.write(t.control + at, piece)
+            else:
+                self._ring.send(t.now + at, piece)
+
+    def read(self, tensor: Tensor, shape: tuple[int, ...] | None = None) -> Array:
+        """See Engine."""
+        self._enter()
+        t = cuda(tensor)
+        self._page.flush(self._page_at, self._ring)
+        out = np.empty(t.spec.at({}) if shape is None else shape, t.spec.dtype.numpy)
+        for at, piece in corners(t.spec, out):
+            for start in range(0, len(piece), RING):
+                part = piece[start : start + RING]
+                self._driver(
+                    "cuMemcpyDtoHAsync",
+                    self._back.address,
+                    t.now + at + start,
+                    len(part),
+                    self._driver.stream,
+                )
+                self._driver.synchronize()
+                part[:] = self._back.bytes[: len(part)]
+        self._ring.idle()
+        self._collect()
+        return out
+
+    def _collect(self) -> None:
+        for captured in self._captured.values():
+            self._seconds[captured.name] = self._seconds.get(captured.name, 0.0) + sum(
+                captured.collect()
+            )
+
+    def busy(self) -> Mapping[str, float]:
+        """See Engine. Graphs that run as one are one name: "propose+verify+accept+observe"."""
+        return dict(self._seconds)
+
+    def _enter(self) -> None:
+        """Make the context current: a session may move to another thread between requests."""
+        if self._thread != threading.get_ident():
+            self._driver.enter()
+            self._thread = threading.get_ident()
+
+    def close(self) -> None:
+        """See Engine."""
+        self._captured.clear()
+        self._driver.close()

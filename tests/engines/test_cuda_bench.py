@@ -1,0 +1,268 @@
+"""The bench without a device: what it measures, what it says of it, and that it runs at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from fake_cuda import MS, fake
+
+from thor_dflash import cli, manifest
+from thor_dflash.builders import hollow
+from thor_dflash.dims import DrafterDims, TargetDims
+from thor_dflash.plugins.rules import ROOT
+from thor_dflash.progress import Silent
+from thor_dflash.runtime import coldstart
+from thor_dflash.runtime.engines.cuda import bench, figures
+from thor_dflash.runtime.engines.cuda.bench import Keep, Share, Timing, everything
+from thor_dflash.runtime.engines.cuda.figures import THOR_READ, Figure, Target, judge, table
+
+READ = 3e12
+STEP = SimpleNamespace
+
+
+class Known:
+    """Measures whose answers are known: 1 GB of weights a layer, three layers."""
+
+    device = "a device"
+    memory: Mapping[str, int] = {"weights": 3 * 10**9, "cache": 10**9}
+
+    def __init__(self, ms: Mapping[str, float]) -> None:
+        self.ms = ms
+        self.length = 0
+
+    def bandwidth(self) -> float:
+        return READ
+
+    def captured(self) -> int:
+        return 5 * 10**6
+
+    def bytes(self, name: str, rooms_: Sequence[str]) -> int:
+        return {"verify": 3 * 10**9, "propose": 10**8, "observe": 10**7}[name]
+
+    def shares(self, name: str, rooms_: Sequence[str]) -> dict[str, Share]:
+        return {"layers.*.down": Share(frozenset({"a", "b"}), 3 * 10**9)}
+
+    def launches(self, names: Sequence[str]) -> int:
+        return 100 * len(names)
+
+    def cache_bytes(self) -> int:
+        return 32768
+
+    def state_bytes(self) -> int:
+        return 3 * 10**8
+
+    def steps(self, names: Sequence[str], keep: Keep = everything) -> Timing:
+        key = "+".join(names)
+        if keep is not everything:
+            parts = [r for r in ("linear", "gdn") if keep(STEP(room=r, name="a"))]  # type: ignore[arg-type]
+            key += f":{parts[0] if len(parts) == 1 else 'other'}"
+        grown = 32768 * max(0, self.length - 2048) / READ * 1e3 * self.ms["growth"]
+        ms = self.ms.get(key, 1.0) + (grown if key == "verify" else 0)
+        return Timing(ms, ms, ms, 1)
+
+    def at(self, length: int, accepted: int) -> None:
+        self.length = length
+
+    def prefill(self, tokens: int) -> float:
+        return self.ms["prefill"]
+
+    def loop(self, prompt: int, cycles: int) -> tuple[float, float]:
+        return 0.0100, 0.0098
+
+
+def measured(**ms: float) -> dict[str, Figure]:
+    times = {"verify:linear": 1.25, "verify:gdn": 0.3, "verify": 6.0, "growth": 1.12,
+             "propose+verify+accept+observe": 7.5, "verify.1:linear": 1.25,
+             "verify.32:linear": 1.5, "verify+accept": 6.06, "prefill": 0.5, **ms}  # fmt: skip
+    rows = list(figures.figures(Known(times), Silent()))
+    return {f"{row.section}/{row.name}": row for row in rows}
+
+
+def test_figures_stand_beside_what_they_must_be() -> None:
+    rows = measured()
+    want = {
+        "linears of a verify, share of read rate": (80, "missed"),
+        "the same linears at 1 row": (1.0, "aim"),
+        "the same linears at 32 rows": (1.2, "missed"),
+        "gdn of a verify": (0.3, "reached"),
+        "verify at 2048": (6.0, "reached"),
+        "cycle at 2048": (7.5, "missed"),
+        "plain step": (1.01, "aim"),
+        "growth from 2048 to 8192": (1.12, "reached"),
+        "growth from 2048 to 32768": (1.12, "reached"),
+        "prefill of 2048 tokens": (0.5, "missed"),
+        "host time of a cycle outside the graph": (2.0, "reached"),
+    }
+    assert want.keys() == figures.TARGETS.keys()
+    for name, (value, verdict) in want.items():
+        row = rows[f"figures/{name}"]
+        assert row.value == pytest.approx(value), name
+        assert row.verdict == verdict, name
+
+
+@pytest.mark.parametrize(
+    ("value", "verdict"), [(84.9, "missed"), (85, "reached"), (91.9, "reached"), (92, "aim")]
+)
+def test_at_least_is_the_other_way_round(value: float, verdict: str) -> None:
+    assert judge(Figure("", "", value, "%"), Target(85, 92, at_least=True)).verdict == verdict
+
+
+def test_the_prediction_is_the_same_bytes_at_the_same_share_of_the_read_rate() -> None:
+    rows = measured()
+    for name, ms in (("linears of a verify", 1.25), ("gdn of a verify", 0.3), ("propose", 1.0)):
+        row = rows[f"predicted on a Jetson Thor/{name}"]
+        assert row.value == pytest.approx(ms * READ / THOR_READ), name
+    assert "80.0% of read rate" in rows["predicted on a Jetson Thor/linears of a verify"].note
+
+
+def test_memory_is_told_by_kind_and_together_with_the_graphs() -> None:
+    rows = measured()
+    assert rows["memory/graphs"].value == 5
+    assert rows["memory/together"].value == 4005
+
+
+def test_the_table_is_aligned_and_says_every_figure() -> None:
+    rows = list(measured().values())
+    lines = table(rows).splitlines()
+    point = 2 + max(len(row.name) for row in rows) + len("123456")
+    for row in rows:
+        [line] = [x for x in lines if x.startswith(f"  {row.name} ") and row.note in x]
+        assert f"{row.value:.3f} {row.unit}" in line
+        assert line[point] == ".", line
+
+
+# ---- through the verb ----------------------------------------------------------------------------
+def small() -> tuple[TargetDims, DrafterDims]:
+    """A 27B of four layers and a narrow middle: one of each kind of call."""
+    target = hollow.QWEN36_27B
+    target = TargetDims(
+        vocab=66560,
+        hidden=1280,
+        intermediate=2048,
+        layers=target.layers[:4],
+        attention=target.attention,
+        gdn=target.gdn,
+        eps=target.eps,
+        tied=False,
+        max_position=target.max_position,
+    )
+    old = hollow.QWEN36_27B_DFLASH
+    drafter = DrafterDims(
+        vocab=66560, hidden=1280, intermediate=2048, layers=old.layers[-2:],
+        attention=old.attention, eps=old.eps, block=16, taps=(0, 1, 2), mask_token=5,
+        target_layers=4, max_position=old.max_position,
+    )  # fmt: skip
+    return target, drafter
+
+
+@pytest.fixture
+def shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(hollow.SHAPES, "small", small())
+    monkeypatch.setattr(bench, "SECONDS", 0.0)
+
+
+ARGUMENTS = ["bench", "--shape", "small", "--random-weights", "--engine", "cuda", "--json"]
+
+
+@pytest.mark.usefixtures("shapes")
+def test_one_command_measures_everything(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    device = fake(monkeypatch)
+    assert cli.main([*ARGUMENTS, "-s", f"engine.cubins={tmp_path}"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    named = {f"{row['section']}/{row['name']}": row for row in rows}
+    assert {row["name"] for row in rows if row["must"] is not None} == figures.TARGETS.keys()
+    assert named["figures/cycle at 2048"]["value"] == MS
+    assert named["memory/graphs"]["value"] > 0
+    cycle = int(named["figures/cycle at 2048"]["note"].split()[0])
+    assert cycle in device.graphs
+    ablations = {name: row for name, row in named.items() if name.startswith("ablations/")}
+    left_out = ("no dependent launch", "no graph", "states instead of records", "no fusion")
+    assert ablations.keys() == {
+        f"ablations/{what}: {step}" for what in left_out for step in ("verify", "cycle")
+    }
+    apart = int(ablations["ablations/no fusion: cycle"]["note"].split()[1])
+    assert apart > 1.5 * cycle
+
+
+@pytest.mark.usefixtures("shapes")
+def test_a_random_package_on_disk_is_a_whole_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    fake(monkeypatch)
+    child = [{"section": "ready", "name": n, "value": v, "unit": "s"} for n, v in
+             (("loaded", 3.0), ("ready", 1e6))]  # fmt: skip
+
+    def run(command: Sequence[str], **options: object) -> object:
+        assert [*command[3:6]] == ["--package", str(tmp_path / "out"), "--ready"]
+        return SimpleNamespace(returncode=0, stdout=json.dumps(child), stderr="")
+
+    monkeypatch.setattr("subprocess.run", run)
+    assert cli.main([*ARGUMENTS, "--ready", "--out", str(tmp_path / "out")]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in rows] == ["reading the package from disk", "loaded", "ready"]
+    assert rows[-1]["must"] == pytest.approx(rows[0]["value"] + 10, abs=1e-3)
+    assert rows[-1]["verdict"] == "missed"
+    found = manifest.read(tmp_path / "out")
+    manifest.verify(tmp_path / "out", found, Silent())
+    weights = [name for name in found.files if name.endswith(".bin")]
+    assert len(weights) > 1
+    # Opened again, it is what a session takes.
+    assert cli.main(["bench", "--package", str(tmp_path / "out"), "--ready", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert 0 < rows[0]["value"] < rows[1]["value"] < rows[2]["value"]
+    # and it is not written over
+    assert cli.main([*ARGUMENTS, "--ready", "--out", str(tmp_path / "out")]) == 2
+    assert "must be a new directory" in capsys.readouterr().err
+
+
+def test_a_machine_without_a_device_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["bench", "--shape", "qwen3.6-27b", "--random-weights", "--engine", "cuda"]
+    if cli.main([*arguments, "-s", "engine.device=99"]) != 2:
+        raise AssertionError("there is no device 99")
+    err = capsys.readouterr().err
+    assert err.startswith("thor-dflash: ")
+    assert err.count("\n") == 1
+    assert "NVIDIA's driver" in err or "engine.device" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--shape", "huge", "--random-weights"], "--shape must be one of qwen3.6-27b"),
+        (["--shape", "qwen3.6-27b"], "--shape must go with --random-weights"),
+        (["--shape", "qwen3.6-27b", "--random-weights"], "--engine cuda (got ort)"),
+        (["--package", "p"], "--package must go with --ready"),
+        (["--shape", "qwen3.6-27b", "--random-weights", "--engine", "cuda", "--ready"], "--out"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", *options]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_the_time_since_the_process_began_goes_on() -> None:
+    first = coldstart.since_start()
+    assert 0 < first < coldstart.since_start() + 1
+
+
+def test_every_byte_is_read_once(tmp_path: Path) -> None:
+    sizes = (0, 5, coldstart.PIECE, coldstart.PIECE + 1)
+    files = [tmp_path / str(size) for size in sizes]
+    for path, size in zip(files, sizes, strict=True):
+        path.write_bytes(b"x" * size)
+    seen: list[int] = []
+    coldstart.forget(files)
+    assert coldstart.read_seconds(files, seen.append) > 0
+    assert sum(seen) == sum(sizes)
+
+
+def test_the_yardstick_has_a_source() -> None:
+    assert (ROOT / "cuda" / "bandwidth.cu").exists()

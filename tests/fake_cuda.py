@@ -1,0 +1,134 @@
+"""CUDA's driver with no device behind it: memory without content, kernels that do nothing.
+
+What an engine asks of the driver is kept in order, so that a test can tell what would have run.
+Whatever is read back is int32 ones: a record of one committed row.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from thor_dflash.plugins.cuda import driver
+from thor_dflash.plugins.cuda.compile import Cubin
+from thor_dflash.runtime.engines.cuda import capture, engine
+
+OK = type("Status", (int,), {"name": "CUDA_SUCCESS"})(0)
+MS = 2.0
+"""Every event says it came so long after the one before."""
+MEMORY = 80 << 30
+FACTS = {
+    "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR": 9,
+    "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR": 0,
+    "CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT": 132,
+    "CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": 232448,
+    "CU_DEVICE_ATTRIBUTE_INTEGRATED": 0,
+}
+"""Each attribute is asked for by its value here."""
+
+
+class Fake:
+    """The functions, each answering (status, values...) as cuda-python does."""
+
+    CUDA_VERSION = 13000
+    CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=SimpleNamespace(value=1))
+    CUevent_flags = SimpleNamespace(CU_EVENT_DISABLE_TIMING=SimpleNamespace(value=2))
+    CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
+    CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8)
+    CUlaunchAttributeID = SimpleNamespace(
+        CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6,
+        CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION=4,
+    )
+    CUdevice_attribute = SimpleNamespace(**FACTS)
+
+    def __init__(self) -> None:
+        self.taken = 0
+        """Bytes of device memory."""
+        self.calls: list[str] = []
+        self.graphs: list[int] = []
+        """Kernels of each captured graph."""
+        self._host: list[Any] = []
+        self._counted = -1
+        for name, value in (
+            ("cuInit", ()), ("cuDeviceGet", (0,)), ("cuDeviceGetName", (b"Fake H100\0",)),
+            ("cuDeviceTotalMem", (MEMORY,)), ("cuDriverGetVersion", (13000,)),
+            ("cuCtxCreate", ("context",)), ("cuStreamCreate", (0,)), ("cuMemsetD8", ()),
+            ("cuMemcpyHtoD", ()), ("cuMemcpyHtoDAsync", ()), ("cuMemFreeHost", ()),
+            ("cuCtxSetCurrent", ()), ("cuCtxSynchronize", ()), ("cuStreamSynchronize", ()),
+            ("cuGraphInstantiate", ("graph",)), ("cuGraphDestroy", ()), ("cuGraphUpload", ()),
+            ("cuGraphLaunch", ()), ("cuEventCreate", ("event",)), ("cuEventRecord", ()),
+            ("cuEventSynchronize", ()), ("cuEventElapsedTime", (MS,)), ("cuFuncSetAttribute", ()),
+            ("cuModuleLoadData", ("module",)), ("cuModuleGetFunction", ("kernel",)),
+        ):  # fmt: skip
+            self.__dict__[name] = self._says(name, value)
+
+    def _says(self, name: str, value: tuple[Any, ...]) -> Callable[..., Any]:
+        def answer(*arguments: Any) -> Any:
+            self.calls.append(name)
+            return OK, *value
+
+        return answer
+
+    def cuDeviceGetAttribute(self, value: int, handle: Any) -> Any:  # noqa: N802
+        return OK, value
+
+    def cuMemGetInfo(self) -> Any:  # noqa: N802
+        return OK, MEMORY - self.taken, MEMORY
+
+    def cuMemAlloc(self, nbytes: int) -> Any:  # noqa: N802
+        self.taken += nbytes
+        return OK, 1 << 40
+
+    def cuMemAllocHost(self, nbytes: int) -> Any:  # noqa: N802
+        self._host.append(np.zeros(nbytes, np.uint8))
+        return OK, self._host[-1].ctypes.data
+
+    def cuMemcpyDtoHAsync(self, to: int, at: int, nbytes: int, stream: Any) -> Any:  # noqa: N802
+        assert at >= 1 << 40
+        ones = np.ones(-(-nbytes // 4), np.int32)
+        ctypes.memmove(to, ones.ctypes.data, nbytes)
+        return (OK,)
+
+    def cuMemcpyDtoH(self, to: int, at: int, nbytes: int) -> Any:  # noqa: N802
+        return self.cuMemcpyDtoHAsync(to, at, nbytes, 0)
+
+    def cuStreamBeginCapture(self, stream: Any, mode: Any) -> Any:  # noqa: N802
+        self._counted = 0
+        return (OK,)
+
+    def cuStreamEndCapture(self, stream: Any) -> Any:  # noqa: N802
+        self.graphs.append(self._counted)
+        self.taken += 4096 * self._counted
+        self._counted = -1
+        return OK, "captured"
+
+    def cuLaunchKernelEx(self, config: Any, kernel: Any, arguments: Any, extra: Any) -> Any:  # noqa: N802
+        assert config.numAttrs == len(config.attrs)
+        self.calls.append("cuLaunchKernelEx")
+        if self._counted >= 0:
+            self._counted += 1
+        return (OK,)
+
+    def cuCtxDestroy(self, context: Any) -> Any:  # noqa: N802
+        self.taken = 0
+        return (OK,)
+
+    def CUlaunchConfig(self) -> Any:  # noqa: N802
+        return SimpleNamespace()
+
+    def CUlaunchAttribute(self) -> Any:  # noqa: N802
+        return SimpleNamespace(value=SimpleNamespace(clusterDim=SimpleNamespace()))
+
+
+def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    """Put it in the driver's place, and empty kernels in the compiler's."""
+    made = Fake()
+    monkeypatch.setattr(driver, "_bindings", lambda: made)
+    for module in (capture, engine):
+        monkeypatch.setattr(module, "load", lambda *arguments: Cubin(b"", ""))
+    return made

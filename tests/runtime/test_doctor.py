@@ -1,0 +1,380 @@
+"""The doctor, shown machines: a Thor, an H100, a laptop, and broken ones."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+from decoding import session
+from samples import MANIFEST, package
+
+from thor_dflash import cli
+from thor_dflash.builders.hollow import QWEN36_27B, QWEN36_27B_DFLASH
+from thor_dflash.config import EngineConfig
+from thor_dflash.manifest import FileEntry, Manifest
+from thor_dflash.runtime.doctor import software
+from thor_dflash.runtime.doctor.examine import Report, examine
+from thor_dflash.runtime.doctor.facts import Cuda, Finding, Gpu, Nvrtc, Output, TensorRT
+from thor_dflash.runtime.doctor.here import Here
+from thor_dflash.runtime.doctor.needs import needs, per_token
+from thor_dflash.runtime.doctor.package import fits
+from thor_dflash.verbs import doctor
+
+GB, MHZ = 10**9, 10**6
+TEGRA = "etc/nv_tegra_release"
+EVERYTHING = {name: "99.0" for parts in software.EXTRAS.values() for name in parts}
+NO_DRIVER = Cuda(error="no driver: libcuda.so.1 is not there")
+COMPILER = Nvrtc(version="13.0", seconds=0.3)
+NO_TENSORRT = TensorRT(error="ModuleNotFoundError: No module named 'tensorrt'")
+NO_MACHINE = Output(None, "No such file or directory")
+
+
+@dataclass(frozen=True)
+class Pretend:
+    """A machine that is what its fields say. See Machine."""
+
+    python: tuple[int, int] = (3, 12)
+    processor: str = "x86_64"
+    versions: Mapping[str, str] = field(default_factory=lambda: {**EVERYTHING, "numpy": "2.3.5"})
+    files: Mapping[str, str] = field(
+        default_factory=lambda: {
+            "proc/meminfo": "MemTotal: 32000000 kB\nMemFree: 1 kB\nMemAvailable: 24000000 kB"
+        }
+    )
+    commands: Mapping[str, Output] = field(default_factory=dict)
+    gpu: Cuda = NO_DRIVER
+    compiler: Nvrtc = COMPILER
+    trt: TensorRT = NO_TENSORRT
+    room: int = 50 * GB
+
+    def version(self, distribution: str) -> str:
+        return self.versions.get(distribution, "")
+
+    def text(self, path: str) -> str:
+        return self.files.get(path, "")
+
+    def paths(self, pattern: str) -> Sequence[str]:
+        every = {path.rpartition("/")[0] for path in self.files} | set(self.files)
+        return sorted(path for path in every if fnmatch(path, pattern))
+
+    def run(self, *command: str) -> Output:
+        return self.commands.get(" ".join(command), NO_MACHINE)
+
+    def space(self, directory: str) -> int:
+        return self.room
+
+    def cuda(self) -> Cuda:
+        return self.gpu
+
+    def nvrtc(self, arch: str, device: int) -> Nvrtc:
+        return replace(self.compiler, loaded=device >= 0 and not self.compiler.error)
+
+    def tensorrt(self) -> TensorRT:
+        return self.trt
+
+
+def devfreq(name: str, low: int, now: int, high: int) -> dict[str, str]:
+    """Clocks, MHz."""
+    clocks = {"min": low, "cur": now, "max": high}
+    return {f"sys/class/devfreq/{name}/{n}_freq": str(mhz * MHZ) for n, mhz in clocks.items()}
+
+
+THOR_GPU = Gpu(
+    name="NVIDIA Thor", major=11, minor=0, multiprocessors=20, memory=128 * GB, free=110 * GB,
+    integrated=True,
+)  # fmt: skip
+H100_GPU = Gpu(
+    name="NVIDIA H100", major=9, minor=0, multiprocessors=132, memory=80 * GB, free=79 * GB,
+    integrated=False,
+)  # fmt: skip
+LAPTOP = Pretend()
+H100 = Pretend(
+    gpu=Cuda(driver=13000, bindings=13000, devices=(H100_GPU,)),
+    files={**LAPTOP.files, "sys/bus/pci/devices/0000:01:00.0/vendor": "0x10de"},
+)
+THOR = Pretend(
+    processor="aarch64",
+    gpu=Cuda(driver=13000, bindings=13000, devices=(THOR_GPU,)),
+    trt=TensorRT(bindings="10.13.3.9", library=101303),
+    files={
+        TEGRA: "# R38 (release), REVISION: 4.0, GCID: 1, BOARD: generic, EABI: x",
+        "proc/meminfo": "MemTotal: 125000000 kB\nMemAvailable: 115000000 kB",
+        **devfreq("gpu-gpc-0", 1575, 1575, 1575),
+        **devfreq("bwmgr", 4266, 4266, 4266),
+    },
+    commands={"nvpmodel -q": Output(0, "NV Power Mode: MAXN\n0\n")},
+)
+
+
+def examined(machine: Pretend, path: Path | None = None, **options: int) -> Report:
+    return examine(machine, EngineConfig(**options), path)  # type: ignore[arg-type]
+
+
+def found(report: Report, item: str) -> Finding:
+    return next(finding for finding in report.findings if finding.item == item)
+
+
+def off(report: Report) -> dict[str, str]:
+    """Items that are not ok, and their state."""
+    return {f.item: f.state for f in report.findings if f.state != "ok"}
+
+
+# ---- whole machines
+
+
+def test_a_thor_as_it_should_be_has_nothing_to_say_against() -> None:
+    report = examined(THOR)
+    assert off(report) == {}
+    assert report.engines == {"ort": "", "cuda": "", "tensorrt": ""}
+    assert found(report, "jetpack").text == "L4T 38.4.0, JetPack 7.1"
+    assert "11.0, 20 SMs" in found(report, "device 0").text
+    assert "shared with the CPU" in found(report, "device 0").text
+    assert "the device takes it" in found(report, "nvrtc").text
+
+
+def test_a_laptop_without_a_gpu_is_not_ill() -> None:
+    report = examined(LAPTOP)
+    assert not report.wrong
+    assert off(report) == {"cuda driver": "warn", "tensorrt": "warn"}
+    assert report.engines["ort"] == ""
+    assert "no driver" in report.engines["cuda"]
+    assert found(report, "cuda driver").remedy == ""
+    assert "sm_110" in found(report, "nvrtc").text
+
+
+def test_an_h100_lacks_nothing_but_tensorrt() -> None:
+    report = examined(H100)
+    assert off(report) == {"tensorrt": "warn"}
+    assert report.engines["cuda"] == ""
+    assert "ModuleNotFoundError" in report.engines["tensorrt"]
+    assert "jetpack" not in {finding.item for finding in report.findings}
+
+
+# ---- what is wrong, and its remedy
+
+
+@pytest.mark.parametrize(
+    ("machine", "item", "state", "text", "remedy"),
+    [
+        (replace(LAPTOP, python=(3, 10)), "python", "wrong", "3.11 or later", "python3.12 -m venv"),
+        (replace(LAPTOP, versions={}), "extra ort", "warn", "onnxruntime missing",
+         "pip install 'thor-dflash[ort]'"),
+        (replace(LAPTOP, versions={**EVERYTHING, "onnxruntime": "1.9"}), "extra ort", "warn",
+         "onnxruntime 1.9", "pip install 'thor-dflash[ort]'"),
+        (replace(LAPTOP, files={**LAPTOP.files, "sys/bus/pci/devices/a/vendor": "0x10de"}),
+         "cuda driver", "wrong", "no driver", "sudo apt install nvidia-open-580"),
+        (replace(H100, gpu=Cuda(error="CUDA_ERROR_SYSTEM_DRIVER_MISMATCH from cuInit")),
+         "cuda driver", "wrong", "MISMATCH", "sudo reboot"),
+        (replace(H100, gpu=Cuda(error="no answer within 60 s (it said nothing)")),
+         "cuda driver", "wrong", "no answer within 60 s", "nvidia-smi"),
+        (replace(H100, gpu=replace(H100.gpu, driver=12080)), "cuda driver", "warn",
+         "CUDA 12.8", "sudo apt install nvidia-open-580"),
+        (replace(H100, gpu=replace(H100.gpu, devices=(replace(H100_GPU, major=8, minor=9),))),
+         "device 0", "warn", "needs 9.0 or later", ""),
+        (replace(H100, gpu=replace(H100.gpu, devices=(replace(H100_GPU, major=12, minor=0),))),
+         "device 0", "warn", "written for 9.0 (H100 or H200) and 11.0 (Thor)", ""),
+        (replace(H100, compiler=Nvrtc(error="kernel.cu must compile", version="13.0")), "nvrtc",
+         "warn", "must compile", "pip install --upgrade 'thor-dflash[cuda]'"),
+        (replace(THOR, trt=TensorRT(bindings="10.16.2.1", library=101303)), "tensorrt", "wrong",
+         "libnvinfer 10.13.3: they must be of one version", "--system-site-packages"),
+        (replace(THOR, trt=TensorRT(bindings="11.4.0.1", library=110400)), "tensorrt", "warn",
+         "JetPack 7 has 10.13 to 10.16", "sudo apt install --reinstall tensorrt"),
+        (replace(H100, trt=TensorRT(bindings="10.9.0.1", library=100900)), "tensorrt", "warn",
+         "10.13 to 11", "pip install --upgrade tensorrt"),
+        (replace(THOR, versions={**EVERYTHING, "numpy": "2.4.6"}), "numpy", "warn", "2.4.6",
+         "pip install 'numpy>=2,<2.4'"),
+        (replace(THOR, files={**THOR.files, TEGRA: "# R36 (release), REVISION: 4.3"}),
+         "jetpack", "wrong", "L4T 36.4.3; Thor needs JetPack 7", "flash"),
+        (replace(THOR, files={**THOR.files, TEGRA: "# R40 (release), REVISION: 1.0"}),
+         "jetpack", "warn", "known are 7.0 (L4T 38.2)", ""),
+        (replace(THOR, commands={"nvpmodel -q": Output(0, "NV Power Mode: 70W\n2\n")}),
+         "power mode", "warn", "70W", "sudo nvpmodel -m 0"),
+        (replace(THOR, commands={}), "power mode", "warn", "nvpmodel -q said", "sudo nvpmodel -q"),
+        (replace(THOR, files={**THOR.files, **devfreq("gpu-gpc-0", 306, 306, 1575)}),
+         "GPU clock", "warn", "306 MHz of 1575, free to fall to 306", "sudo jetson_clocks"),
+        (replace(LAPTOP, room=-1), "cubins", "wrong", "cannot be written", "engine.cubins=DIR"),
+        (replace(LAPTOP, room=1), "cubins", "wrong", "268 MB are needed", "df -h"),
+        (replace(LAPTOP, files={}), "memory", "warn", "does not say", ""),
+    ],
+)  # fmt: skip
+def test_each_ill_has_its_line_and_its_remedy(
+    machine: Pretend, item: str, state: str, text: str, remedy: str
+) -> None:
+    finding = found(examined(machine), item)
+    assert (finding.state, text in finding.text) == (state, True), finding
+    assert remedy in finding.remedy
+    assert bool(remedy) == bool(finding.remedy), finding
+
+
+def test_clocks_come_from_jetson_clocks_where_the_kernel_hides_them() -> None:
+    shown = (
+        "GPU MinFreq=1575000000 MaxFreq=1575000000 CurrentFreq=1575000000\n"
+        "EMC MinFreq=665600000 MaxFreq=4266000000 CurrentFreq=665600000 FreqOverride=0\n"
+    )
+    hidden = {n: text for n, text in THOR.files.items() if "devfreq" not in n}
+    said = {**THOR.commands, "jetson_clocks --show": Output(0, shown)}
+    report = examined(replace(THOR, files=hidden, commands=said))
+    assert found(report, "GPU clock").state == "ok"
+    assert found(report, "EMC clock").text == "666 MHz of 4266, free to fall to 666"
+    report = examined(replace(THOR, files=hidden))
+    assert found(report, "GPU clock").remedy == "sudo jetson_clocks --show"
+
+
+def test_a_page_cache_that_the_driver_counts_as_used_is_named() -> None:
+    gpu = replace(THOR.gpu, devices=(replace(THOR_GPU, free=20 * GB),))
+    finding = found(examined(replace(THOR, gpu=gpu)), "memory")
+    assert finding.state == "warn"
+    assert "drop_caches" in finding.remedy
+    # A card of its own has memory of its own.
+    gpu = replace(H100.gpu, devices=(replace(H100_GPU, free=1 * GB),))
+    assert found(examined(replace(H100, gpu=gpu)), "memory").state == "ok"
+
+
+def test_the_extras_are_those_of_the_project() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    for extra, parts in software.EXTRAS.items():
+        asked = dict(need.split(">=") for need in project["optional-dependencies"][extra])
+        both = project["optional-dependencies"]["serve"] if extra == "http" else []
+        shared = {need.split(">=")[0] for need in both}
+        assert parts == {n: v for n, v in asked.items() if n not in shared}, extra
+
+
+# ---- packages
+
+
+BIG = replace(
+    MANIFEST, engine="cuda", target=QWEN36_27B, drafter=QWEN36_27B_DFLASH, kv="fp8",
+    activations="bf16", chunk=512, capacity=8192,
+    files={"weights/a.bin": FileEntry(sha256="0", bytes=17 * GB)},
+)  # fmt: skip
+
+
+def fitting(machine: Pretend, manifest: Manifest, **options: int) -> dict[str, Finding]:
+    config = EngineConfig(**options)  # type: ignore[arg-type]
+    return {f.item: f for f in fits(machine, machine.gpu, manifest, config)}
+
+
+def test_a_package_of_the_27b_fits_a_thor_and_no_laptop() -> None:
+    assert {f.state for f in fitting(THOR, BIG).values()} == {"ok"}
+    on_laptop = fitting(LAPTOP, BIG)["engine cuda"]
+    assert on_laptop.state == "wrong"
+    assert "--engine ort" in on_laptop.remedy
+
+
+def test_a_context_that_does_not_fit_is_refused_with_the_longest_that_does() -> None:
+    small = replace(H100, gpu=replace(H100.gpu, devices=(replace(H100_GPU, free=22 * GB),)))
+    finding = fitting(small, BIG, capacity=262144)["package memory"]
+    assert finding.state == "wrong"
+    assert "weights 17.0 GB" in finding.text
+    shorter = int(finding.remedy.rpartition("=")[2])
+    assert fitting(small, BIG, capacity=shorter - 2000)["package memory"].state == "ok"
+    assert fitting(small, BIG, capacity=shorter + 3000)["package memory"].state == "wrong"
+    tiny = replace(H100, gpu=replace(H100.gpu, devices=(replace(H100_GPU, free=9 * GB),)))
+    assert "no context is short enough" in fitting(tiny, BIG)["package memory"].text
+    assert fitting(THOR, BIG, capacity=10**6)["context"].remedy == "--set engine.capacity=8192"
+    assert "device 1" in fitting(THOR, BIG, device=1)["engine cuda"].text
+
+
+def test_a_board_gets_its_page_cache_back_for_a_package() -> None:
+    gpu = replace(THOR.gpu, devices=(replace(THOR_GPU, free=2 * GB),))
+    assert fitting(replace(THOR, gpu=gpu), BIG)["package memory"].state == "ok"
+
+
+def test_the_byte_table_of_the_27b_is_that_of_its_shapes() -> None:
+    found = needs(BIG, 8192)
+    assert per_token(BIG) == 16 * 2 * 4 * 256 + 2 * 8 * 128 * 2
+    assert found["state"] > 48 * 48 * 128 * 128 * 4
+    assert found["cache"] == 16 * 2 * 4 * 256 * (-(-(8192 - 16 + 512) // 128) * 128)
+
+
+@pytest.mark.parametrize("saves", ["records", "states"])
+def test_the_byte_table_is_what_an_engine_makes(saves: str) -> None:
+    model = session(saves=saves).model
+    have: dict[str, int] = {}
+    kinds = {"attention": "cache", "gdn": "state", "drafter": "ring"}
+    for name, tensor in model.state.tensors.items():
+        once = name.endswith((".state", ".k", ".v")) or kinds[name.split(".")[0]] != "state"
+        kind = kinds[name.split(".")[0]]
+        have[kind] = have.get(kind, 0) + tensor.spec.nbytes({}) * (1 if once else 2)
+    want = needs(model.manifest, model.capacity)
+    assert {kind: want[kind] for kind in have} == have
+
+
+def test_a_damaged_package_is_named(tmp_path: Path) -> None:
+    package(tmp_path, weights__a=b"12345678")
+    report = examined(LAPTOP, tmp_path)
+    assert found(report, "package").state == "ok"
+    (tmp_path / "weights" / "a").write_bytes(b"1")
+    report = examined(LAPTOP, tmp_path)
+    assert report.wrong
+    assert "weights/a is not as it was built" in found(report, "package").text
+    assert "must be a package directory" in found(examined(LAPTOP, tmp_path / "no"), "package").text
+
+
+def test_what_a_package_needs_is_wrong_where_it_is_missing(tmp_path: Path) -> None:
+    package(tmp_path, a=b"1")
+    bare = replace(LAPTOP, versions={})
+    assert off(examined(bare))["extra ort"] == "warn"
+    assert off(examined(bare, tmp_path))["extra ort"] == "wrong"
+
+
+# ---- this machine
+
+
+def test_here_answers_and_never_raises(tmp_path: Path) -> None:
+    here = Here()
+    assert here.version("numpy")
+    assert here.version("no-such-thing") == ""
+    assert here.text("no/such/file") == ""
+    assert here.run("no-such-command").code is None
+    assert here.run(sys.executable, "-c", "print('x'); raise SystemExit(3)") == Output(3, "x\n")
+    assert here.space(str(tmp_path / "new" / "folder")) > 0
+    assert here.cuda().bindings or here.cuda().error
+    assert here.tensorrt().bindings or here.tensorrt().error
+
+
+def test_a_question_that_hangs_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    from thor_dflash.runtime.doctor import probe
+
+    monkeypatch.setattr(probe, "arguments", lambda *a: ["-c", "import time; time.sleep(60)"])
+    start = time.monotonic()
+    assert "no answer within 1 s" in Here(probe_seconds=1.0).cuda().error
+    assert time.monotonic() - start < 30
+
+
+def test_a_question_that_crashes_says_so_and_one_that_crashes_late_is_heard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from thor_dflash.runtime.doctor import probe
+
+    crash = "import os, signal; print({!r}, flush=True); os.kill(os.getpid(), signal.SIGSEGV)"
+    monkeypatch.setattr(probe, "arguments", lambda *a: ["-c", crash.format("bang")])
+    assert "status -11 (bang)" in Here().tensorrt().error
+    said = json.dumps({"bindings": "10.13.3"})
+    monkeypatch.setattr(probe, "arguments", lambda *a: ["-c", crash.format(said)])
+    assert Here().tensorrt() == TensorRT(bindings="10.13.3")
+
+
+# ---- the verb
+
+
+def test_the_verb_tells_wrong_by_its_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("thor_dflash.runtime.doctor.here.Here", lambda: LAPTOP)
+    assert cli.main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "ok     python          3.12 on x86_64" in text
+    assert "engine cuda     cannot run here: " in text
+    assert cli.main(["doctor", "--json", "--package", str(tmp_path / "none")]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["wrong"] is True
+    assert told["items"][-1]["item"] == "package"
+    assert doctor.table(examined(THOR)).count("\n") == len(examined(THOR).findings) + 3

@@ -1,0 +1,5 @@
+"""x"""
+
+
+def run(args, config, progress):
+    return 0
