@@ -24,6 +24,8 @@ from thor_dflash.builders.graphs.target import ID_SLOTS, Shape, Target
 from thor_dflash.builders.packing import Packing
 from thor_dflash.builders.programs import lower
 from thor_dflash.builders.staging import Staging
+from thor_dflash.builders.tensorrt.package import Material, engines, maker, write_engines
+from thor_dflash.builders.tensorrt.profiles import session_ranges
 from thor_dflash.builders.weights import WeightFiles
 from thor_dflash.config import BLOCK, CAPACITY, BuildConfig
 from thor_dflash.dims import DrafterDims, TargetDims, longest_context
@@ -40,10 +42,13 @@ _NAMES: dict[DType, Literal["f32", "bf16", "fp8"]] = {
     DType.BF16: "bf16",
     DType.FP8: "fp8",
 }
-_AUTO = {"ort": (64, DType.F32, DType.F32), "cuda": (512, DType.FP8, DType.BF16)}
+_ON_GPU = (512, DType.FP8, DType.BF16)
+_AUTO = {"ort": (64, DType.F32, DType.F32), "cuda": _ON_GPU, "tensorrt": _ON_GPU}
 """Chunk, cache and activations where nobody says."""
-_CHUNKS: dict[str, tuple[int, ...]] = {"ort": (), "cuda": (128,)}
-"""Other sizes of a prefill step where nobody says."""
+_CHUNKS: dict[str, tuple[int, ...]] = {"ort": (), "cuda": (128,), "tensorrt": (128,)}
+"""Other sizes of a prefill step where nobody says. None above 512: a Thor's 20 multiprocessors are
+filled by 512 rows, and prefixes are kept in whole steps, so a larger one would keep nothing of a
+shorter prefix. build.chunks = [128, 2048] suits a device with many more."""
 
 
 class TargetSource(Protocol):
@@ -103,14 +108,18 @@ def build(
     """
     with progress.task("reading checkpoints"):
         plan = make_plan(read_target(target), read_drafter(drafter) if drafter else None, config)
-    with Staging(out, _key(plan)) as stage:
+        by = maker(config.tensorrt, progress) if config.engine == "tensorrt" else None
+        planned = engines(material(plan)) if by else None
+    with Staging(out, _key(plan, by.version if by else "")) as stage:
         total = sum(plan.weights.nbytes(file) for file in plan.weights.files)
         with progress.task("writing weights", total, "bytes") as task:
             for file in plan.weights.files:
                 done = [0]
                 stage.write(file, _weight_writer(plan.weights, file, task.advance, done))
                 task.advance(plan.weights.nbytes(file) - done[0])
-        for program in plan.programs:
+        if by and planned:
+            write_engines(stage, planned, by)
+        for program in () if by else plan.programs:
             stage.write(f"{program.name}{ENDING}", _program_writer(program))
         for graph in () if plan.programs else plan.graphs:
             stage.write(f"{graph.name}.onnx", _graph_writer(graph))
@@ -160,7 +169,7 @@ def make_plan(
         other.name = manifest.graph_name(other.name, block, 0)
         graphs.append(other)
     programs: tuple[Program, ...] = ()
-    if config.engine == "cuda":
+    if config.engine != "ort":
         packing = Packing(weights)
         programs = tuple(lower(graph.proto(), packing, fused=fused) for graph in graphs)
         weights = packing.files
@@ -343,9 +352,23 @@ def describe(plan: Plan) -> Manifest:
     )
 
 
-def _key(plan: Plan) -> str:
+def material(plan: Plan) -> Material:
+    """What TensorRT engines are made of."""
+    dims = plan.drafter.dims if plan.drafter else None
+    rows = max(plan.shape.block, plan.shape.chunk, *plan.chunks)
+    return Material(
+        plan.graphs,
+        plan.programs,
+        plan.sources[0].files,
+        {name: scale for source in plan.sources for name, scale in source.input_scales.items()},
+        session_ranges(plan.capacity, longest_context(plan.target.dims, dims), rows, dims),
+        plan.config.tensorrt,
+    )
+
+
+def _key(plan: Plan, tensorrt: str) -> str:
     """What a build is made of. Two builds with one key write the same bytes."""
-    digest = hashlib.sha256(repr((__version__, plan.config)).encode())
+    digest = hashlib.sha256(repr((__version__, plan.config, tensorrt)).encode())
     for line in _inventory(plan):
         digest.update(line.encode())
     return digest.hexdigest()

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from thor_dflash.plugins.cuda import driver
+from thor_dflash.plugins.cuda import driver, kernels
 from thor_dflash.plugins.cuda.compile import Cubin
-from thor_dflash.runtime.engines.cuda import capture, engine
 
 OK = type("Status", (int,), {"name": "CUDA_SUCCESS"})(0)
 MS = 2.0
@@ -54,14 +53,16 @@ class Fake:
         """Kernels of each captured graph."""
         self._host: list[Any] = []
         self._counted = -1
+        self.contexts = 0
+        self.current = 0
+        """Context of the only thread; a stream is named after its own."""
         for name, value in (
             ("cuInit", ()), ("cuDeviceGet", (0,)), ("cuDeviceGetName", (b"Fake H100\0",)),
             ("cuDeviceTotalMem", (MEMORY,)), ("cuDriverGetVersion", (13000,)),
-            ("cuCtxCreate", ("context",)), ("cuStreamCreate", (0,)), ("cuMemsetD8", ()),
-            ("cuMemcpyHtoD", ()), ("cuMemcpyHtoDAsync", ()), ("cuMemFreeHost", ()),
-            ("cuCtxSetCurrent", ()), ("cuCtxSynchronize", ()), ("cuStreamSynchronize", ()),
-            ("cuGraphInstantiate", ("graph",)), ("cuGraphDestroy", ()), ("cuGraphUpload", ()),
-            ("cuGraphLaunch", ()), ("cuEventCreate", ("event",)), ("cuEventRecord", ()),
+            ("cuMemsetD8", ()), ("cuMemcpyHtoD", ()), ("cuMemFreeHost", ()),
+            ("cuCtxSynchronize", ()), ("cuGraphUpload", ()),
+            ("cuGraphInstantiate", ("graph",)), ("cuGraphDestroy", ()),
+            ("cuEventCreate", ("event",)),
             ("cuEventSynchronize", ()), ("cuEventElapsedTime", (MS,)), ("cuFuncSetAttribute", ()),
             ("cuModuleLoadData", ("module",)), ("cuModuleGetFunction", ("kernel",)),
         ):  # fmt: skip
@@ -88,14 +89,43 @@ class Fake:
         self._host.append(np.zeros(nbytes, np.uint8))
         return OK, self._host[-1].ctypes.data
 
-    def cuMemcpyDtoHAsync(self, to: int, at: int, nbytes: int, stream: Any) -> Any:  # noqa: N802
+    def cuCtxCreate(self, *arguments: Any) -> Any:  # noqa: N802
+        self.contexts += 1
+        self.current = self.contexts
+        return OK, self.current
+
+    def cuCtxSetCurrent(self, context: int) -> Any:  # noqa: N802
+        self.current = context
+        return (OK,)
+
+    def cuStreamCreate(self, flags: int) -> Any:  # noqa: N802
+        return OK, self.current
+
+    def cuStreamSynchronize(self, stream: int) -> Any:  # noqa: N802
+        return self._on(stream)
+
+    def cuGraphLaunch(self, graph: Any, stream: int) -> Any:  # noqa: N802
+        return self._on(stream)
+
+    def cuEventRecord(self, event: Any, stream: int) -> Any:  # noqa: N802
+        return self._on(stream)
+
+    def cuMemcpyHtoDAsync(self, to: int, at: int, nbytes: int, stream: int) -> Any:  # noqa: N802
+        return self._on(stream)
+
+    def _on(self, stream: int) -> Any:
+        assert stream == self.current, "a stream of another context"
+        return (OK,)
+
+    def cuMemcpyDtoHAsync(self, to: int, at: int, nbytes: int, stream: int) -> Any:  # noqa: N802
         assert at >= 1 << 40
+        self._on(stream)
         ones = np.ones(-(-nbytes // 4), np.int32)
         ctypes.memmove(to, ones.ctypes.data, nbytes)
         return (OK,)
 
     def cuMemcpyDtoH(self, to: int, at: int, nbytes: int) -> Any:  # noqa: N802
-        return self.cuMemcpyDtoHAsync(to, at, nbytes, 0)
+        return self.cuMemcpyDtoHAsync(to, at, nbytes, self.current)
 
     def cuStreamBeginCapture(self, stream: Any, mode: Any) -> Any:  # noqa: N802
         self._counted = 0
@@ -109,6 +139,7 @@ class Fake:
 
     def cuLaunchKernelEx(self, config: Any, kernel: Any, arguments: Any, extra: Any) -> Any:  # noqa: N802
         assert config.numAttrs == len(config.attrs)
+        self._on(config.hStream)
         self.calls.append("cuLaunchKernelEx")
         if self._counted >= 0:
             self._counted += 1
@@ -129,6 +160,5 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     """Put it in the driver's place, and empty kernels in the compiler's."""
     made = Fake()
     monkeypatch.setattr(driver, "_bindings", lambda: made)
-    for module in (capture, engine):
-        monkeypatch.setattr(module, "load", lambda *arguments: Cubin(b"", ""))
+    monkeypatch.setattr(kernels, "load", lambda *arguments: Cubin(b"", ""))
     return made

@@ -31,6 +31,7 @@ class Gpu:
         tables: list[int] = []
         arguments = [[self._value(v, places, tables) for v in step.arguments] for step in steps]
         kernels = [self._kernels.function(step.source, step.launch) for step in steps]
+        driver("cuCtxSynchronize")  # a copy may return before it is made
         for i, step in enumerate(steps):
             overlap = step.launch.overlap and i > 0
             enqueue(driver, driver.stream, kernels[i], step.launch, arguments[i], overlap=overlap)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from thor_dflash import records
 from thor_dflash.errors import ConfigError
 from thor_dflash.serve_config import GatewayConfig, ServeConfig
+from thor_dflash.tensorrt_config import TensorRTConfig
 
 BLOCK = 16
 """Rows of a block where neither the configuration nor a drafter says."""
@@ -80,21 +81,21 @@ class CardConfig:
 class BuildConfig:
     """What `thor-dflash build` makes of two checkpoints."""
 
-    engine: Literal["ort", "cuda"] = "ort"
+    engine: Literal["ort", "cuda", "tensorrt"] = "ort"
     """Which engine the package is for."""
     block: int = 0
     """Rows of the verify block; 0 takes the drafter's, or 16 without a drafter."""
     chunk: int = 0
-    """Rows of a prefill step; 0 takes what suits the engine: 64 on ort, 512 on cuda."""
+    """Rows of a prefill step; 0 takes what suits the engine: 64 on ort, else 512."""
     chunks: tuple[int, ...] = ()
-    """Other sizes of a prefill step, rows; none takes what suits the engine: none on ort, 128 on
-    cuda. A server chooses among them by what a step takes. Larger ones read a prompt faster, make a
+    """Other sizes of a prefill step, rows; none takes what suits the engine: none on ort, else
+    128. A server chooses among them by what a step takes. Larger ones read a prompt faster, make a
     cancel wait longer, and have prefixes kept in larger pieces."""
     kv: Literal["auto", "f32", "bf16", "fp8"] = "auto"
-    """Element type of the target's KV cache; auto is f32 on ort, fp8 on cuda."""
+    """Element type of the target's KV cache; auto is f32 on ort, else fp8."""
     activations: Literal["auto", "f32", "bf16"] = "auto"
-    """Where the graph rounds between layers; f32 does not round. auto is f32 on ort, bf16 on cuda,
-    whose kernels know no other."""
+    """Where the graph rounds between layers; f32 does not round. auto is f32 on ort, else bf16: our
+    kernels know no other."""
     saves: Literal["records", "states"] = "records"
     """How a block's GDN steps are kept until the commit: inputs to replay, or a state per row."""
     capacity: int = 0
@@ -107,6 +108,7 @@ class BuildConfig:
     """A JSON file with the vocabulary ids the drafter may propose, ascending: its head then reads
     those rows alone. Empty: all of them. Source: EAGLE-3's reduced draft vocabulary."""
     card: CardConfig = field(default_factory=CardConfig)
+    tensorrt: TensorRTConfig = field(default_factory=TensorRTConfig)
 
     def __post_init__(self) -> None:
         _at_least("build.block", self.block, 0)
@@ -275,7 +277,6 @@ def load(path: Path | None = None, overrides: tuple[str, ...] = ()) -> Config:
     table = {} if path is None else _read(path)
     for item in overrides:
         _override(table, item)
-    _check_engine(table)
     return records.decode(Config, table, "", ConfigError)
 
 
@@ -327,15 +328,6 @@ def _parse(text: str) -> object:
     except tomllib.TOMLDecodeError:
         return text.strip()
     return table["v"] if len(table) == 1 else text
-
-
-def _check_engine(table: dict[str, Any]) -> None:
-    # Before the general check, whose words would not say why a planned engine is refused.
-    engine = (records.as_table(table.get("build")) or {}).get("engine")
-    if engine == "tensorrt":
-        raise ConfigError(
-            f'build.engine must be "ort" or "cuda", the engines of this version (got "{engine}")'
-        )
 
 
 def keys() -> tuple[str, ...]:

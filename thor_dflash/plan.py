@@ -38,6 +38,17 @@ class Made:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlanNode:
+    """One plugin of an engine."""
+
+    name: str
+    """Of its layer."""
+    room: str
+    fields: Mapping[str, int | float | str]
+    """`plugins.tensorrt.node.Node.fields()`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """One graph as a TensorRT engine. Every tensor the engine binds is an input, an output or a
     weight; weights are bound like inputs, so all engines of a package share one copy of them.
@@ -58,6 +69,8 @@ class Plan:
     """Engine tensor -> what is in it. uint8 [n] is bound as int32 [n / 4]."""
     in_place: tuple[str, ...] = ()
     """Outputs that lie over the input they are the next value of."""
+    nodes: tuple[PlanNode, ...]
+    """Every plugin of the file's engine, once."""
     made: Made
     tactics: Mapping[str, str] = field(default_factory=dict[str, str])
     """Layer -> what TensorRT chose, for the record."""

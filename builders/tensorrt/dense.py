@@ -6,8 +6,8 @@
 
 TensorRT recognises this shape and multiplies in FP4: rows are quantised too (W4A4), which our
 kernels do not do, so a prompt is read a little differently, and a row's result may depend on the
-size of the prefill step. The scale that both quantises and dequantises the rows is the checkpoint's,
-rounded up to bfloat16: the same number on both sides.
+size of the prefill step. The scale that both quantises and dequantises the rows is that of the
+checkpoint, rounded up to bfloat16: the same number on both sides.
 
 Source: the graphs that ModelOpt's NVFP4 exporter writes; spec of TRT_FP4DynamicQuantize.
 """

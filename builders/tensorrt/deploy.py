@@ -1,34 +1,31 @@
 """Deployment graphs: a program written back as ONNX, one custom node a step, for TensorRT's parser.
 
-A node carries its attributes, and two strings that say what its tensors are: `ports`, the names of
-its inputs and outputs in order ("x norm_weight packed scales -> y0"), and `known`, ports of which a
-kernel needs the shape and nothing else ("kinds:uint8:2,1"). Ports that a call leaves out are left
-out, so no input is ever missing in the middle. There are no function bodies: without its plugin a
-node cannot be parsed.
-
-TensorRT has rules of its own for uint8, so packed bytes are declared as int32, a quarter as many.
+A node carries its attributes and what plugins/tensorrt/node.py adds to them: which tensors it has.
+Ports that a call leaves out are left out, so no input is ever missing in the middle. There are no
+function bodies: without its plugin a node cannot be parsed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import onnx
 from onnx import helper
 
 from thor_dflash.plugins.body import IR_VERSION, ONNX_TYPE, OPSET
-from thor_dflash.plugins.op import DOMAIN, NEXT, VERSION
+from thor_dflash.plugins.launch import Shaped, Site
+from thor_dflash.plugins.op import DOMAIN, NEXT, VERSION, Attributes
 from thor_dflash.plugins.rules import RULES
+from thor_dflash.plugins.tensorrt.node import WORD, describe
 from thor_dflash.program import Program, Step, Value, Weight
 from thor_dflash.tensors import DType
 
-KNOWN = "kinds"
-"""The port whose shape says everything."""
-ARROW = "->"
-WORD = 4
-"""Packed bytes to one int32."""
+PACKED = "packed"
+"""The port of a matrix packed for `linear`."""
+NOMINAL = 128
+"""Stands for a size that a session decides; nothing of a node depends on it."""
 
 Shape = tuple[int | str, ...]
 
@@ -86,7 +83,7 @@ def deploy(program: Program, rewrite: Rewrite | None = None) -> Deployment:
     plugins: list[str] = []
     products = 0
     for step in program.steps:
-        outs = [port for port, value in step.ports.items() if value not in made]
+        outs = {port for port, value in step.ports.items() if value not in made}
         made |= {step.ports[port] for port in outs}
         if rewrite is not None and rewrite.takes(step):
             rewrite.write(step, sheet)
@@ -113,52 +110,54 @@ def _is_state(value: str) -> bool:
     return value.startswith(NEXT)
 
 
-def _custom(program: Program, step: Step, outs: Sequence[str], sheet: Sheet) -> onnx.NodeProto:
-    ins = [port for port in step.ports if port not in outs and port != KNOWN]
-    for port in ins:
+def _custom(program: Program, step: Step, outs: Collection[str], sheet: Sheet) -> onnx.NodeProto:
+    rule = RULES[step.room]
+    shapes = {port: _shaped(program, name) for port, name in step.ports.items()}
+    node = describe(Site(rule.op, Attributes(step.attributes), shapes))
+    tensors = (*node.inputs, *node.outputs)
+    node = replace(
+        node,
+        inputs=tuple(port for port in tensors if port not in outs),
+        outputs=tuple(port for port in tensors if port in outs),
+    )
+    for port in node.inputs:
         name = step.ports[port]
         if name in program.weights:
             sheet.weights[name] = program.weights[name]
-            if port == "packed" and name not in sheet.packed:
+            if port == PACKED and name not in sheet.packed:
                 sheet.packed.append(name)
-    node = helper.make_node(
-        RULES[step.room].op.type,
-        [step.ports[port] for port in ins],
-        [step.ports[port] for port in outs],
+    made = helper.make_node(
+        rule.op.type,
+        [step.ports[port] for port in node.inputs],
+        [step.ports[port] for port in node.outputs],
         step.name,
         domain=DOMAIN,
     )
-    attributes = {
-        "plugin_namespace": DOMAIN,
-        "plugin_version": str(VERSION),
-        **step.attributes,
-        "ports": " ".join((*ins, ARROW, *outs)),
-        "known": _known(program, step),
-    }
-    node.attribute.extend(helper.make_attribute(k, v) for k, v in attributes.items())
-    return node
+    named = {"plugin_namespace": DOMAIN, "plugin_version": str(VERSION)}
+    made.attribute.extend(
+        helper.make_attribute(key, value) for key, value in {**named, **node.fields()}.items()
+    )
+    return made
 
 
-def _known(program: Program, step: Step) -> str:
-    if KNOWN not in step.ports:
-        return ""
-    weight = program.weights[step.ports[KNOWN]]
-    return f"{KNOWN}:{weight.dtype}:{','.join(map(str, weight.shape))}"
-
-
-def bound(dtype: str, shape: Shape) -> tuple[DType, Shape]:
-    """Element type and shape a value has in TensorRT."""
-    if DType(dtype) is not DType.U8:
-        return DType(dtype), shape
-    [size] = shape
-    assert isinstance(size, int), shape
-    assert size % WORD == 0, size
-    return DType.I32, (size // WORD,)
+def _shaped(program: Program, name: str) -> Shaped:
+    value = (
+        program.weights.get(name)
+        or program.values.get(name)
+        or program.inputs.get(name)
+        or program.outputs[name]
+    )
+    sizes = (NOMINAL if isinstance(n, str) else n for n in value.shape)
+    return Shaped(DType(value.dtype), tuple(sizes))
 
 
 def info(name: str, dtype: str, shape: Shape) -> onnx.ValueInfoProto:
     """A value as the graph declares it."""
-    kind, dims = bound(dtype, shape)
+    kind, dims = DType(dtype), shape
+    if kind is DType.U8:
+        assert isinstance(shape[-1], int), name
+        assert shape[-1] % WORD == 0, name
+        kind, dims = DType.I32, (*shape[:-1], shape[-1] // WORD)
     return helper.make_tensor_value_info(name, ONNX_TYPE[kind], dims)
 
 

@@ -82,12 +82,16 @@ def _node(node: onnx.NodeProto) -> Iterator[str]:
         if name not in given or helper.get_attribute_value(given[name]) != want.encode():
             yield f'{name} must be "{want}" on the node itself'
     for a in node.attribute:
-        if a.type not in FIELDS:
-            yield f"{a.name} must be a number or text"
-        elif a.type == AttributeProto.INT and not -LARGEST <= a.i <= LARGEST:
-            yield f"{a.name} must fit in 32 bits (got {a.i})"
-        elif a.type == AttributeProto.STRING and (not a.s.isascii() or b"\0" in a.s):
-            yield f"{a.name} must be ASCII (got {a.s!r})"
+        yield from _field(a)
+
+
+def _field(a: AttributeProto) -> Iterator[str]:
+    if a.type not in FIELDS:
+        yield f"{a.name} must be a number or text"
+    elif a.type == AttributeProto.INT and not -LARGEST <= a.i <= LARGEST:
+        yield f"{a.name} must fit in 32 bits (got {a.i})"
+    elif a.type == AttributeProto.STRING and (not a.s.isascii() or b"\0" in a.s):
+        yield f"{a.name} must be ASCII (got {a.s!r})"
 
 
 def _order(graph: onnx.GraphProto) -> Iterator[str]:
@@ -118,7 +122,9 @@ def _types(model: onnx.ModelProto) -> Iterator[str]:
     graph = model.graph
     kinds = {v.name: v.type.tensor_type for v in (*graph.input, *graph.output, *graph.value_info)}
     outside = {v.name for v in (*graph.input, *graph.output)}
-    plugged = {n for node in graph.node if node.domain == DOMAIN for n in (*node.input, *node.output)}
+    plugged = {
+        n for node in graph.node if node.domain == DOMAIN for n in (*node.input, *node.output)
+    }
     for name in sorted(outside | plugged):
         if name not in kinds:
             yield f"{name} of no declared type"

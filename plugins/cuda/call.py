@@ -77,15 +77,17 @@ class Call:
 
     def _provide(self, at: Mapping[str, int], stream: Any) -> None:
         """Make the tables and counters that are not there yet."""
-        for launch in self._launches:
-            for argument in launch.arguments:
-                if isinstance(argument, Table | Addresses):
-                    made = content(argument, lambda port: at.get(port, 0))
-                    if made not in self._tables:
-                        self._tables[made] = self._upload(made, stream)
-                elif isinstance(argument, Scratch) and argument.zeroed:
-                    if argument.name not in self._counters:
-                        self._counters[argument.name] = self._zeros(argument.nbytes, stream)
+        for argument in (a for launch in self._launches for a in launch.arguments):
+            if isinstance(argument, Table | Addresses):
+                made = content(argument, lambda port: at.get(port, 0))
+                if made not in self._tables:
+                    self._tables[made] = self._upload(made, stream)
+            elif (
+                isinstance(argument, Scratch)
+                and argument.zeroed
+                and argument.name not in self._counters
+            ):
+                self._counters[argument.name] = self._zeros(argument.nbytes, stream)
 
     def _upload(self, data: bytes, stream: Any) -> int:
         address = self._allocate(len(data), stream)

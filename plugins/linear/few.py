@@ -33,7 +33,7 @@ _WARPS = 8
 _GROUP_COLUMNS = 256
 _SLOTS, _SLOT = 4, 2304
 _CHUNKS, _PITCH = 3, 528
-_SIDE = 4096
+_SIDE = 5120
 """sizeof(Side) in finish.cuh, rounded up."""
 
 

@@ -22,9 +22,9 @@ struct Side {
     int2 strips[2][GROUP_COLUMNS / 8];  // segment << 24 | column, or -1; width of the segment
     int4 items[2][ITEM_WORDS];
     float y_squares[WARPS][MOST_ROWS];
-    float row_scales[MOST_ROWS];
+    float x_squares[WARPS][MOST_ROWS];
     u64 outputs[MOST_SEGMENTS];
-    u32 last;
+    bool last[2];
 };
 
 struct Results {
@@ -36,7 +36,7 @@ struct Results {
     const void* next_weight;
     float4* partials;
     u32* arrivals;
-    float next_offset;
+    float next_offset, k, eps;
     int rows;
 };
 
@@ -170,23 +170,58 @@ DEVICE u32 store_pair(const Place& to, int row, float low, float high) {
 
 DEVICE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
-#if NEXT
-// offset + weight of a lane's pair of columns.
-DEVICE float2 next_factor(const Results& to, int column) {
-#if NEXT == 2
-    const float2 w = *reinterpret_cast<const float2*>(
-        static_cast<const float*>(to.next_weight) + column);
-    return make_float2(to.next_offset + w.x, to.next_offset + w.y);
-#else
-    const u32 w = *reinterpret_cast<const u32*>(static_cast<const u16*>(to.next_weight) + column);
-    return make_float2(to.next_offset + bf16x2_low(w), to.next_offset + bf16x2_high(w));
+// A part of each row's sum of squares (lane: row), from [chunks, 32]. Every block reads the same few
+// lines at the same time, so each line once, whole.
+DEVICE void read_squares(Side& side, const float* squares, int k) {
+#if ROW_SCALE
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    float sum = 0.0f;
+    for (int c = warp; c * GROUP_COLUMNS < k; c += WARPS) {
+        sum += load_shared_result(squares + c * MOST_ROWS + lane);
+    }
+    side.x_squares[warp][lane] = sum;
 #endif
 }
+
+// 1 / rms of a row.
+DEVICE float row_scale(const Side& side, const Results& to, int row) {
+#if ROW_SCALE
+    float sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) sum += side.x_squares[w][row];
+    return rsqrtf(sum / to.k + to.eps);
+#else
+    return 1.0f;
 #endif
+}
+
+// offset + weight of the next norm, for a lane's pairs of columns. Loaded before anything is stored:
+// the compiler cannot know that no store changes a weight, and would wait for each in turn.
+typedef float2 Factors[4];
+
+DEVICE void load_factors(Factors& factors, const Side& side, const Results& to, int parity) {
+#if NEXT
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const Place at = place(side, parity, j);
+        factors[j] = make_float2(0.0f, 0.0f);
+        if (!at.valid()) continue;
+#if NEXT == 2
+        const float2 w = *reinterpret_cast<const float2*>(
+            static_cast<const float*>(to.next_weight) + at.column());
+        factors[j] = make_float2(to.next_offset + w.x, to.next_offset + w.y);
+#else
+        const u32 w =
+            *reinterpret_cast<const u32*>(static_cast<const u16*>(to.next_weight) + at.column());
+        factors[j] = make_float2(to.next_offset + bf16x2_low(w), to.next_offset + bf16x2_high(w));
+#endif
+    }
+#endif
+}
 
 // The end of one strip (of a pair of strips, swiglu) for one of a lane's rows.
 DEVICE float store_strip(const Results& to, const Place& place, int row, float2 sum, float2 up,
-                         u32 residual) {
+                         u32 residual, float2 factor) {
     if (!place.valid() || row >= to.rows) return 0.0f;
 #if EPILOGUE == 3
     *reinterpret_cast<float2*>(reinterpret_cast<float*>(place.output) + place.at(row)) = sum;
@@ -200,7 +235,6 @@ DEVICE float store_strip(const Results& to, const Place& place, int row, float2 
     const u32 pair = store_pair(place, row, sum.x, sum.y);
     const float low = bf16x2_low(pair), high = bf16x2_high(pair);
 #if NEXT
-    const float2 factor = next_factor(to, place.column());
     *reinterpret_cast<u32*>(to.y_normed + place.at(row)) =
         pack_bf16x2(low * factor.x, high * factor.y);
 #endif
@@ -228,15 +262,15 @@ DEVICE void load_residual(Residual& residual, const Side& side, const Results& f
 #endif
 }
 
-DEVICE void store_own(Squares& squares, const Own& own, const Residual& residual, const Side& side,
-                      const Results& to, int parity) {
+DEVICE void store_own(Squares& squares, const Own& own, const Residual& residual,
+                      const Factors& factors, const Side& side, const Results& to, int parity) {
     const int lane = threadIdx.x % 32;
     const float* scales = &side.scales[parity][threadIdx.x / 32 * 32 + lane % 4 * 2];
     constexpr int STRIPS = EPILOGUE == SWIGLU ? 2 : 1;  // that make one strip of rows
 #pragma unroll
     for (int i = 0; i < 2 * ROW_TILES; i++) {
         const int m = i / 2, r = i % 2, row = 8 * i + lane / 4;
-        const float row_scale = ROW_SCALE ? side.row_scales[row] : 1.0f;
+        const float factor = row_scale(side, to, row);
         squares[m][r] = 0.0f;
 #pragma unroll
         for (int j = 0; j < 4; j += STRIPS) {
@@ -245,12 +279,12 @@ DEVICE void store_own(Squares& squares, const Own& own, const Residual& residual
             for (int s = 0; s < STRIPS; s++) {
                 const float(&sum)[4] = own[m][j + s];
                 const float* column = scales + 8 * (j + s);
-                v[s] = make_float2(sum[2 * r] * column[0] * row_scale,
-                                   sum[2 * r + 1] * column[1] * row_scale);
+                v[s] = make_float2(sum[2 * r] * column[0] * factor,
+                                   sum[2 * r + 1] * column[1] * factor);
             }
             const u32 add = EPILOGUE == RESIDUAL ? residual[m][r][j] : 0;
             squares[m][r] +=
-                store_strip(to, place(side, parity, j), row, v[0], v[STRIPS - 1], add);
+                store_strip(to, place(side, parity, j), row, v[0], v[STRIPS - 1], add, factors[j]);
         }
     }
 }
@@ -258,6 +292,7 @@ DEVICE void store_own(Squares& squares, const Own& own, const Residual& residual
 // Sums of squares of 256 columns: lanes of a row, then warps, in order.
 DEVICE void store_squares(const Squares& squares, Side& side, const Results& to, const Item& item) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    sync_block();  // another group of this block may just have ended
 #pragma unroll
     for (int i = 0; i < 2 * ROW_TILES; i++) {
         float sum = squares[i / 2][i % 2];
@@ -276,57 +311,51 @@ DEVICE void store_squares(const Squares& squares, Side& side, const Results& to,
     }
 }
 
-// 1 / rms of every row, from the sums of squares [chunks, 32]: a warp's lanes add up one row.
-DEVICE void read_row_scales(Side& side, const float* squares, int rows, int k, float eps) {
-#if ROW_SCALE
-    constexpr int OWN = ROWS / WARPS;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    float sums[OWN];
-#pragma unroll
-    for (int i = 0; i < OWN; i++) {
-        sums[i] = 0.0f;
-        for (int c = lane; c * GROUP_COLUMNS < k; c += 32) {
-            sums[i] += load_shared_result(squares + c * MOST_ROWS + warp * OWN + i);
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < OWN; i++) {
-#pragma unroll
-        for (int mask = 16; mask; mask /= 2) sums[i] += shuffle_xor(sums[i], mask);
-        if (lane == 0) {
-            side.row_scales[warp * OWN + i] = rsqrtf(sums[i] / static_cast<float>(k) + eps);
-        }
-    }
-#endif
+// What comes after the product, for a whole group.
+DEVICE void end_group(const Own& own, const Item& item, Side& side, const Results& to, int parity) {
+    Residual residual;
+    Factors factors;
+    Squares squares;
+    load_residual(residual, side, to, parity);
+    load_factors(factors, side, to, parity);
+    store_own(squares, own, residual, factors, side, to, parity);
+    if (to.y_squares) store_squares(squares, side, to, item);
 }
 
-// Whether this block has every piece of the group; `own` is then the whole group's.
-DEVICE bool complete(Own& own, const Item& item, Side& side, const Results& to) {
-    if (item.parts == 1) return true;
-    float4* parts = to.partials + static_cast<u64>(item.first) * PART;
-    write_part(own, parts + static_cast<u64>(item.order) * PART);
-    sync_block();
-    if (threadIdx.x == 0) side.last = arrive(to.arrivals + item.first) == item.parts - 1;
-    sync_block();
-    if (!side.last) return false;
-    fence_device();
+// An item this block has left its part of: if it was the last to, the group is its to end.
+DEVICE void end_if_last(Side& side, const Results& to, int parity) {
+    const Item item = item_at(side.items[parity], 0);
+    if (item.parts == 1 || !side.last[parity]) return;
     if (threadIdx.x == 0) to.arrivals[item.first] = 0;
-    add_parts(own, parts, item.parts);
-    return true;
+    Own own;
+    add_parts(own, to.partials + static_cast<u64>(item.first) * PART, item.parts);
+    end_group(own, item, side, to, parity);
 }
 
-// `room`: where the chunks of rows are; every thread is done with them after the first sync. Warps
-// that have no n-tile in a narrow group go along with sums of zero.
-DEVICE void finish(const Sums& sums, Side& side, const Results& to, float4* room, int parity) {
+// The sums of item `at` are done. A group that is whole ends at once. A part is left behind and
+// announced, by a thread that has no bulk copies under way, which a release would wait for; whether
+// it was the last part shows an item later, when the answer is there, and the stream goes on
+// meanwhile. `room`: where warps of a pair meet. Warps that have no n-tile in a narrow group go along
+// with sums of zero.
+DEVICE void finish(const Sums& sums, Side& side, const Results& to, float4* room, int at,
+                   bool first) {
+    const int parity = at & 1;
     copy_async_wait<0>();
     sync_block();
     const Item item = item_at(side.items[parity], 0);
     Own own;
-    Residual residual;
-    Squares squares;
     exchange(own, sums, room);
-    load_residual(residual, side, to, parity);
-    if (!complete(own, item, side, to)) return;
-    store_own(squares, own, residual, side, to, parity);
-    if (to.y_squares) store_squares(squares, side, to, item);
+    if (item.parts == 1) {
+        end_group(own, item, side, to, parity);
+    } else {
+        write_part(own, to.partials + static_cast<u64>(item.first + item.order) * PART);
+        sync_block();
+        if (threadIdx.x == 32 * WARPS - 1) {
+            side.last[parity] = arrive(to.arrivals + item.first) == item.parts - 1;
+        }
+    }
+    if (!first) end_if_last(side, to, parity ^ 1);
+    if (!item.last) return;
+    sync_block();
+    end_if_last(side, to, parity);
 }

@@ -69,7 +69,8 @@ linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u1
     let_next_start();
     Side& side = *reinterpret_cast<Side*>(memory + SIDE_AT);
     const Results to = {scales,   strips,   residual, y_squares,   y_normed,
-                        next_weight, partials, arrivals, next_offset, row_count};
+                        next_weight, partials, arrivals, next_offset, static_cast<float>(k),
+                        eps, row_count};
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int at = static_cast<int>(blockIdx.x) * most_items;
 
@@ -93,7 +94,7 @@ linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u1
     wait_for_previous();
     rows.ask();
     rows.ask();
-    read_row_scales(side, x_squares, row_count, k, eps);
+    read_squares(side, x_squares, k);
 
     const u32 row_at = (lane & 15) * PITCH + (warp & 1) * 2 * STEP_K + (lane >> 4 << 4);
     for (;;) {
@@ -109,7 +110,8 @@ linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u1
             }
             rows.next();
         }
-        finish(sums, side, to, reinterpret_cast<float4*>(memory + ROOM_AT), at & 1);
+        finish(sums, side, to, reinterpret_cast<float4*>(memory + ROOM_AT), at,
+               at == static_cast<int>(blockIdx.x) * most_items);
         if (item.last) break;
         item = item_at(items, ++at);
         request_side(side, to, items, at, item.tiles, item.column);

@@ -17,7 +17,7 @@ from thor_dflash.tensors import Array, DType
 NVFP4_FACTOR = np.float32(2.0**45)
 """True weight / weight that the kernel makes of code and scale byte, NVFP4."""
 
-_LARGEST_SCALE = 0x7E
+LARGEST_SCALE = 0x7E
 _BLOCK = 16
 _CODES_BYTES = 2048
 
@@ -65,8 +65,8 @@ def _pack_tile(
     k = plan.steps * 128
     if group.kind is Kind.NVFP4:
         scales = _rows(plan, first, "block_scale", k // _BLOCK, arrays)
-        if (scales > _LARGEST_SCALE).any():
-            bad = int(scales[scales > _LARGEST_SCALE][0])
+        if (scales > LARGEST_SCALE).any():
+            bad = int(scales[scales > LARGEST_SCALE][0])
             raise ValueError(f"block_scale must be a positive E4M3 number (got byte {bad:#x})")
         codes = _rows(plan, first, "weight", k // 2, arrays)
         _nvfp4(codes, scales, out)
@@ -112,7 +112,7 @@ def _scale_tables() -> Array:
     """uint32 [4, 256]: an E4M3 byte as the E5M3 byte of position 0..3 of a word of scales."""
     byte = np.arange(256, dtype=np.uint8)
     value = byte.view(DType.FP8.numpy).astype(np.float32)
-    usable = (byte > 0) & (byte <= _LARGEST_SCALE)
+    usable = (byte > 0) & (byte <= LARGEST_SCALE)
     mantissa, exponent = np.frexp(np.where(usable, value, 1))
     code = ((exponent + 15) << 3) | (np.round(mantissa * 16).astype(np.int64) - 8)
     e = np.where(usable, code, 0).astype(np.uint32)
@@ -120,7 +120,7 @@ def _scale_tables() -> Array:
     return np.stack(spread).astype(np.uint32)
 
 
-_SPREAD = _scale_tables()
+SPREAD = _scale_tables()
 
 
 def _nvfp4(codes: Array, scales: Array, out: Array) -> None:
@@ -130,9 +130,9 @@ def _nvfp4(codes: Array, scales: Array, out: Array) -> None:
         codes.reshape(TILE, blocks, 8)[scales == 0] = 0
     _words(codes, out.reshape(*out.shape[:2], -1)[:, :, :_CODES_BYTES])
     by_strip = scales.reshape(2, 4, 8, blocks)
-    word = np.take(_SPREAD[0], by_strip[:, 0])
+    word = np.take(SPREAD[0], by_strip[:, 0])
     for i in range(1, 4):
-        word |= np.take(_SPREAD[i], by_strip[:, i])
+        word |= np.take(SPREAD[i], by_strip[:, i])
     ordered = word.transpose(2, 1, 0).reshape(-1, 2, 4, 8, 2).transpose(0, 1, 3, 2, 4)
     out[:, :, _CODES_BYTES:] = (
         np.ascontiguousarray(ordered).view(np.uint8).reshape(*out.shape[:2], 256)
@@ -147,13 +147,13 @@ def _words(codes: Array, out: Array) -> None:
     turned = np.empty((k16, 8, 4, 4), np.uint32)
     parts = [(p, b) for p in (0, 1) for b in (0, 1)]
     q = [np.ascontiguousarray(quads[:, p, :, :, b].transpose(2, 1, 0)) for p, b in parts]
-    _transpose_bytes(q)
+    transpose_bytes(q)
     for t in range(4):
-        turned[:, :, t] = _permute(q[t])
+        turned[:, :, t] = permute(q[t])
     out[...] = turned.view(np.uint8).reshape(out.shape)
 
 
-def _transpose_bytes(q: list[Array]) -> None:
+def transpose_bytes(q: list[Array]) -> None:
     """Four words of four bytes, in place: byte j of word i <-> byte i of word j."""
     for a, b, shift, mask in (
         (0, 1, 8, 0x00FF00FF),
@@ -169,7 +169,7 @@ def _transpose_bytes(q: list[Array]) -> None:
         q[a] ^= swap
 
 
-def _permute(x: Array) -> Array:
+def permute(x: Array) -> Array:
     """Words of four bytes (strip 2j: k low, k high; strip 2j + 1 likewise), in the stored bits.
 
     First the even k's four nibbles go to the low half and the odd k's to the high half; then the

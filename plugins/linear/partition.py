@@ -11,6 +11,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from math import inf
 
 import numpy as np
 
@@ -65,19 +66,15 @@ class Partition:
         return table
 
 
+EVEN = 0.9
+"""Share of the mean run that the longest may exceed it by, inverted, for groups to be cut evenly: a
+block then ends one item only, and ending one in the middle of a run stops its stream for long."""
+
+
 @lru_cache(maxsize=256)
 def partition(plan: Layout, blocks: int) -> Partition:
     """Cut a layout for at most so many blocks; none of them is left without work."""
-    steps = plan.steps
-    starts = [0, *accumulate(steps * group.step_bytes for group in plan.groups)]
-    cuts = {0, steps * len(plan.groups)}
-    for i in range(1, blocks):
-        byte = starts[-1] * i // blocks
-        at = bisect_right(starts, byte) - 1
-        size = plan.groups[at].step_bytes
-        cuts.add(at * steps + (byte - starts[at] + size // 2) // size)
-    edges = sorted(cuts)
-    pieces = [_pieces(a, b, steps) for a, b in pairwise(edges)]
+    pieces = _evenly(plan, blocks) or _in_runs(plan, blocks)
     counts = [0] * len(plan.groups)
     for group, _, _ in (piece for block in pieces for piece in block):
         counts[group] += 1
@@ -92,6 +89,41 @@ def partition(plan: Layout, blocks: int) -> Partition:
             seen[g] += 1
         made.append(tuple(items))
     return Partition(tuple(made))
+
+
+def _evenly(plan: Layout, blocks: int) -> list[list[tuple[int, int, int]]]:
+    """Every group in equal pieces, each a block; none where that is too uneven."""
+    sizes = [plan.steps * group.step_bytes for group in plan.groups]
+    mean = sum(sizes) / blocks
+    counts = [min(plan.steps, max(1, int(size / (mean * EVEN)))) for size in sizes]
+    while sum(counts) > blocks:
+        ratios = [
+            size / count if count > 1 else inf for size, count in zip(sizes, counts, strict=True)
+        ]
+        if (least := min(ratios)) == inf:
+            return []
+        counts[ratios.index(least)] -= 1
+    longest = max(
+        -(-plan.steps // count) * group.step_bytes
+        for group, count in zip(plan.groups, counts, strict=True)
+    )
+    if mean < EVEN * longest:
+        return []
+    edges = [[plan.steps * i // count for i in range(count + 1)] for count in counts]
+    return [[(g, a, b)] for g, cuts in enumerate(edges) for a, b in pairwise(cuts)]
+
+
+def _in_runs(plan: Layout, blocks: int) -> list[list[tuple[int, int, int]]]:
+    """One run of bytes after the other, wherever it begins and ends."""
+    steps = plan.steps
+    starts = [0, *accumulate(steps * group.step_bytes for group in plan.groups)]
+    cuts = {0, steps * len(plan.groups)}
+    for i in range(1, blocks):
+        byte = starts[-1] * i // blocks
+        at = bisect_right(starts, byte) - 1
+        size = plan.groups[at].step_bytes
+        cuts.add(at * steps + (byte - starts[at] + size // 2) // size)
+    return [_pieces(a, b, steps) for a, b in pairwise(sorted(cuts))]
 
 
 def _pieces(begin: int, end: int, steps: int) -> list[tuple[int, int, int]]:

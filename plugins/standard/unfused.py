@@ -9,9 +9,10 @@ Ports, bf16 unless a size says less, rows 16-byte aligned:
 
 from __future__ import annotations
 
-from thor_dflash.plugins.launch import At, Int, Launch, Real, Site
-from thor_dflash.plugins.linear.prepare import Gate
-from thor_dflash.tensors import DType
+from dataclasses import replace
+
+from thor_dflash.plugins.launch import At, Int, Launch, Site
+from thor_dflash.plugins.linear.prepare import prepared
 
 THREADS = 256
 UNIT = 8
@@ -32,24 +33,10 @@ def refuse_rows(site: Site) -> str:
 
 def rows(site: Site) -> Launch:
     """Rows as they enter a product. Only where `refuse_rows` has nothing to say."""
-    (count, width), a = site.ports["x"].shape, site.attributes
-    there = "norm_weight" in site
-    wide = there and site.ports["norm_weight"].dtype is DType.F32
-    return Launch(
-        "linear_rows",
-        (count, 1, 1),
-        THREADS,
-        (
-            *(At(name) for name in ("x", "norm_weight", "gate", "y")),
-            Int(width),
-            Int((a.integer("head_dim") or width) if there else 0),
-            Int(Gate[a.word("gate").upper()]),
-            Real(a.real("norm_eps")),
-            Real(a.real("norm_offset")),
-        ),
-        defines={"WEIGHT_FLOAT": int(wide)},
-        source="../linear/rows.cu",
-    )
+    made, launches = prepared(site, "../linear/")
+    (launch,) = launches
+    arguments = tuple(At("y") if argument is made else argument for argument in launch.arguments)
+    return replace(launch, arguments=arguments)
 
 
 def refuse_pairs(site: Site) -> str:

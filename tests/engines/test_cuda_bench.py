@@ -28,6 +28,7 @@ class Known:
     """Measures whose answers are known: 1 GB of weights a layer, three layers."""
 
     device = "a device"
+    chunk = 512
     memory: Mapping[str, int] = {"weights": 3 * 10**9, "cache": 10**9}
 
     def __init__(self, ms: Mapping[str, float]) -> None:
@@ -199,7 +200,7 @@ def test_a_random_package_on_disk_is_a_whole_one(
              (("loaded", 3.0), ("ready", 1e6))]  # fmt: skip
 
     def run(command: Sequence[str], **options: object) -> object:
-        assert [*command[3:6]] == ["--package", str(tmp_path / "out"), "--ready"]
+        assert [*command[4:7]] == ["--package", str(tmp_path / "out"), "--ready"]
         return SimpleNamespace(returncode=0, stdout=json.dumps(child), stderr="")
 
     monkeypatch.setattr("subprocess.run", run)

@@ -9,29 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from decoding import DEAD, answer, drafts, erring, oracle
+from nano import package, request, tasks
 
-from thor_dflash.builders.build import build
-from thor_dflash.calib.heldout import tasks
 from thor_dflash.config import BuildConfig, EngineConfig
 from thor_dflash.errors import EngineError
 from thor_dflash.progress import Silent
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine
 from thor_dflash.runtime.propose import Dflash, Nobody
 from thor_dflash.runtime.score import score
-from thor_dflash.runtime.session import Request, Session, open_session
+from thor_dflash.runtime.session import Session, open_session
 
 pytestmark = pytest.mark.gpu
-NANO = Path(__file__).parents[2] / "models" / "planner-nano"
-CAPACITY = 1024
-
-
-def package(out: Path, **options: object) -> Path:
-    settings = {"kv": "fp8", "activations": "bf16", "chunk": 64, "capacity": CAPACITY, **options}
-    config = BuildConfig(**settings)  # type: ignore[arg-type]
-    build(NANO / "target", NANO / "drafter", out, config, Silent())
-    return out
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return package(tmp_path_factory.mktemp("cuda") / "nano", engine="cuda")
@@ -48,14 +36,6 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
     out = package(tmp_path_factory.mktemp("ort") / "nano", engine="ort")
     with closing(open_session(out, EngineConfig(), Silent())) as opened:
         yield opened
-
-
-def request(s: Session, index: int, most: int = 256) -> Request:
-    task = tasks()[index]
-    assert s.text is not None
-    messages = [{"role": role, "content": content} for role, content in task.messages]
-    prompt = tuple(s.text.encode(s.text.render(messages, thinking=True)))
-    return Request(prompt=prompt, max_tokens=most, stop=frozenset(s.manifest.stop_tokens))
 
 
 def test_any_drafter_gives_the_plain_answer_on_every_held_out_prompt(session: Session) -> None:
@@ -173,4 +153,4 @@ def test_too_large_a_context_is_refused_with_the_byte_table(tmp_path: Path) -> N
         closing(CudaEngine(tmp_path, config, Silent(), fill)) as engine,
         pytest.raises(EngineError, match=r"must fit .* weights .* cache .* lower engine\.capacity"),
     ):
-        Model(engine, made, 4_000_000, made.block)
+        Model(engine, made, 20_000_000, made.block)

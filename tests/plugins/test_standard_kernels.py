@@ -270,7 +270,7 @@ LAUNCHES = (
     embed(16, 50, 320, squares=True),
     concat(16, (320, 320)),
     compose(16),
-    unfused.rows(part(ROWS, {"x": np.empty((16, 640), BF16)}, {})),
+    unfused.rows(part(ROWS, {"x": np.empty((16, 640), BF16)}, {"gate": "silu"})),
     *(unfused.pairs(part(op, {"a": np.empty((16, 640), BF16)}, {})) for op in (ADD, SILU_MUL)),
     fill.nvfp4(THOR, fill.NVFP4_SLOT, 1),
     fill.fp8(THOR, 4, 1),

@@ -1,5 +1,161 @@
-"""x"""
+"""`thor-dflash check`: a package against another engine and against each operator's definition."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from thor_dflash import manifest as package_manifest
+from thor_dflash.config import Config, EngineConfig
+from thor_dflash.errors import RequestError
+from thor_dflash.progress import Progress
+from thor_dflash.verbs import score as score_verb
+from thor_dflash.verbs.inputs import in_vocabulary, read_tokens
+
+if TYPE_CHECKING:
+    from thor_dflash.calib.check.compare import Logits, Reference, Report, Walk
+    from thor_dflash.runtime.session import Session
+
+ORT = "ort"
+"""As a reference: ONNX Runtime over the graphs that the package itself holds."""
 
 
-def run(args, config, progress):
+def run(args: Namespace, config: Config, progress: Progress) -> int:
+    """Compare and print; 1 where something is over its tolerance."""
+    from thor_dflash.calib.check.compare import compare, some_tokens, tracer
+    from thor_dflash.runtime.session import open_session
+
+    if args.make_golden:
+        score_verb.check(args.make_golden, args.package, "--make-golden")
+    given = read_tokens(args.tokens) if args.tokens else None
+    with ExitStack() as stack:
+        session = stack.enter_context(closing(open_session(args.package, config.engine, progress)))
+        tokens = in_vocabulary(given or some_tokens(session), session.manifest.target.vocab)
+        show = tracer(session, args.package)
+        if args.make_golden:
+            return _make(args, session, tokens, progress)
+        reference = _reference(args, config.engine, session, tokens, stack, progress)
+        if reference is not None:
+            tokens = reference.golden.tokens
+        report = compare(session, show, reference, tokens, args.operators, args.tolerance, progress)
+    progress.close()
+    print(json.dumps(as_table(report), indent=1) if args.json else "\n".join(lines(report)))
+    return 0 if report.right else 1
+
+
+def _make(args: Namespace, session: Session, tokens: tuple[int, ...], progress: Progress) -> int:
+    from thor_dflash.calib.check.compare import make, tracer
+    from thor_dflash.calib.check.golden import arrays
+
+    golden = make(session, tracer(session, args.package), tokens, progress)
+    score_verb.write(args.make_golden, arrays(golden))
+    progress.close()
+    values = f"{len(golden.values)} values of the first block"
+    print(f"{args.make_golden}: logits of {len(tokens)} tokens, {values}")
     return 0
+
+
+def _reference(
+    args: Namespace,
+    config: EngineConfig,
+    session: Session,
+    tokens: tuple[int, ...],
+    stack: ExitStack,
+    progress: Progress,
+) -> Reference | None:
+    from thor_dflash.calib.check import golden
+    from thor_dflash.calib.check.compare import Reference, make, tracer
+
+    if args.golden:
+        if args.tokens:
+            raise RequestError("--tokens must go without --golden, which holds its own (got both)")
+        found = golden.read(args.golden)
+        golden.fits(found, session.manifest, str(args.golden))
+        return Reference(found)
+    if not args.reference:
+        return None
+    if args.reference == ORT:
+        path, other = args.package, _graphs(args.package, config, progress)
+    else:
+        from thor_dflash.runtime.session import open_session
+
+        path = Path(args.reference)
+        other = open_session(path, config, progress)
+    stack.enter_context(closing(other))
+    made = make(other, None, tokens, progress)
+    golden.fits(made, session.manifest, args.reference)
+    return Reference(made, other, tracer(other, path))
+
+
+def _graphs(package: Path, config: EngineConfig, progress: Progress) -> Session:
+    """The package's own graphs on ONNX Runtime, whatever engine it was built for."""
+    from thor_dflash.runtime.engines.ort import OrtEngine
+    from thor_dflash.runtime.model import Model
+    from thor_dflash.runtime.session import Session
+
+    found = package_manifest.read(package)
+    if "verify.onnx" not in found.files:
+        raise RequestError(
+            f"--reference ort must be for a package that holds ONNX graphs (got engine "
+            f"{found.engine}); build the same checkpoints with --engine ort and give that package"
+        )
+    del progress
+    capacity, block = config.capacity or found.capacity, config.block or found.block
+    engine = OrtEngine(package, config.threads)
+    own = replace(found, engine="ort")
+    return Session(Model(engine, own, capacity, block, (config.chunk or found.chunk,)), None)
+
+
+def lines(report: Report) -> Iterator[str]:
+    """The report in words."""
+    if report.logits is not None:
+        yield _logits(report.logits)
+    for layer, error in report.taps:
+        yield f"       after layer {layer}: off by {error:.2g} of the largest"
+    for walk in report.walks:
+        yield from _walk(walk)
+    for note in report.notes:
+        yield f"       {note}"
+    yield "the same within tolerance" if report.right else "NOT the same"
+
+
+def _logits(found: Logits) -> str:
+    state = "ok   " if found.first < 0 else "wrong"
+    first = "" if found.first < 0 else f", first over it at token {found.first}"
+    return (
+        f"{state}  logits of {found.rows} tokens: off by {found.worst:.2g} of the largest at token "
+        f"{found.row} (limit {found.limit:.2g}){first}; {found.choices} choices differ, by "
+        f"{found.regret:.2g} at most"
+    )
+
+
+def _walk(walk: Walk) -> Iterator[str]:
+    where = f"{walk.graph}, block {walk.block}"
+    if walk.wrong is None:
+        yield f"ok     {where}: {walk.operators} operators are what their definitions say"
+    else:
+        off = walk.wrong
+        yield (
+            f"wrong  {where}, operator {walk.operators}: {off.step} ({off.room}): {off.output} "
+            f"at {list(off.at)} is {off.have:.6g}, not {off.want:.6g}: off by {off.error:.2g} of "
+            f"the largest (limit {off.limit:.2g})"
+        )
+    if walk.parts is not None:
+        yield (
+            f"wrong  {where}: {walk.parts.step} is the first to part from the reference: off by "
+            f"{walk.parts.left:.2g}, all it read by {walk.parts.read:.2g}; its weights or "
+            "attributes are others, or it is wrong"
+        )
+    elif walk.furthest is not None:
+        furthest = walk.furthest
+        yield f"       furthest from the reference: {furthest.step}, by {furthest.left:.2g}"
+
+
+def as_table(report: Report) -> dict[str, object]:
+    """The report as JSON has it."""
+    return {"right": report.right, **asdict(report)}

@@ -31,14 +31,14 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         print(f"{args.out}: {name} {array.dtype} {list(array.shape)}")
 
 
-def check(out: Path, package: Path) -> None:
+def check(out: Path, package: Path, option: str = "--out") -> None:
     """Refuse a path that could not be written, before the work that would be lost."""
     if package.resolve() in out.resolve().parents:
-        raise RequestError(f"--out must be outside the package (got {out})")
+        raise RequestError(f"{option} must be outside the package (got {out})")
     if out.suffix != ".npz":
-        raise RequestError(f"--out must be a path ending in .npz (got {out})")
+        raise RequestError(f"{option} must be a path ending in .npz (got {out})")
     if out.is_dir() or not out.parent.is_dir():
-        raise RequestError(f"--out must be a file in a directory that exists (got {out})")
+        raise RequestError(f"{option} must be a file in a directory that exists (got {out})")
 
 
 def write(out: Path, arrays: Mapping[str, Array]) -> None:

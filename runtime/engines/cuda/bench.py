@@ -114,6 +114,11 @@ class Bench:
         return f"{info.name}, {info.device.multiprocessors} SMs, driver {info.driver}"
 
     @property
+    def chunk(self) -> int:
+        """Rows of a prefill step."""
+        return self.model.chunk
+
+    @property
     def memory(self) -> Mapping[str, int]:
         """What the engine allocated: kind -> bytes."""
         return self.engine.memory

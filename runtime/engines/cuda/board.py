@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
@@ -32,11 +31,12 @@ class Board(ABC):
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._thread = threading.get_ident()
         self._tensors: list[CudaTensor] = []
         self._arena = Arena()
         self._turns: dict[int, list[Turn]] = {}
         """id of a call -> what changes place when it has run."""
+        self._touched: dict[int, list[Turn]] = {}
+        """id of a call -> what of its tensors has two places, renewed by it or not."""
         self._captured: dict[tuple[int, ...], Captured] = {}
         self._page_at = 0
         self._seconds: dict[str, float] = {}
@@ -84,6 +84,9 @@ class Board(ABC):
                 for call in calls:
                     self._turns[id(call)].append(turns[together])
             tensors[key].turn = turns[together]
+        for call, _ in renewed:
+            found = [cuda(t).turn for t in (*call.inputs.values(), *call.outputs.values())]
+            self._touched[id(call)] = list({id(t): t for t in found if t}.values())
 
     def _count_tensors(self) -> int:
         """Room for the tensors; where the control page begins in the arena."""
@@ -132,7 +135,7 @@ class Board(ABC):
     def run(self, calls: Sequence[Call]) -> None:
         """See Engine."""
         self._enter()
-        turns = [turn for call in calls for turn in self._turns[id(call)]]
+        turns = [turn for call in calls for turn in self._touched[id(call)]]
         key = (*map(id, calls), *(turn.front for turn in turns))
         if key not in self._captured:
             self._captured[key] = self._capture(calls)
@@ -148,13 +151,13 @@ class Board(ABC):
 
     def write(self, tensor: Tensor, values: Array) -> None:
         """See Engine."""
-        self._enter()
         t = cuda(tensor)
         data = np.ascontiguousarray(values, t.spec.dtype.numpy)
         for at, piece in corners(t.spec, data):
             if t.control >= 0:
                 self._page.write(t.control + at, piece)
             else:
+                self._enter()
                 self._ring.send(t.now + at, piece)
 
     def read(self, tensor: Tensor, shape: tuple[int, ...] | None = None) -> Array:
@@ -190,10 +193,10 @@ class Board(ABC):
         return dict(self._seconds)
 
     def _enter(self) -> None:
-        """Make the context current: a session may move to another thread between requests."""
-        if self._thread != threading.get_ident():
-            self._driver.enter()
-            self._thread = threading.get_ident()
+        """Make the context current: a session may move to another thread between requests, and
+        another engine of this thread has a context of its own.
+        """
+        self._driver.enter()
 
     def close(self) -> None:
         """See Engine."""

@@ -21,7 +21,15 @@ from thor_dflash.program import Program, Step, Weight, read
 from thor_dflash.progress import Progress
 from thor_dflash.runtime.engine import Call, Graph
 from thor_dflash.runtime.engines.cuda.board import Board
-from thor_dflash.runtime.engines.cuda.bound import Bound, Places, Planned, arguments, bind, table
+from thor_dflash.runtime.engines.cuda.bound import (
+    Bound,
+    Places,
+    Planned,
+    address,
+    arguments,
+    bind,
+    table,
+)
 from thor_dflash.runtime.engines.cuda.capture import Captured, Launcher
 from thor_dflash.runtime.engines.cuda.weights import Files, Filler
 from thor_dflash.tensors import TensorSpec
@@ -158,6 +166,7 @@ class CudaEngine(Board):
                     at = next(self._spare)
                     data = np.frombuffer(made, np.uint8)
                     self._driver("cuMemcpyHtoD", at, data.ctypes.data, len(made))
+                    self._driver("cuCtxSynchronize")  # such a copy may return before it is made
                     self._places.tables[made] = at
 
     def excerpt(self, calls: Sequence[Call], keep: Callable[[Step], bool]) -> Captured:
@@ -171,6 +180,10 @@ class CudaEngine(Board):
                     self._write_tables(bound, planned)
                     launches.append((planned, arguments(bound, planned, self._places)))
         return self._launcher.capture("excerpt", launches, graph=self._config.graphs)
+
+    def place(self, call: Call, step: Step, port: str) -> int:
+        """Device address of what a step of a prepared call reads or writes there."""
+        return address(self._bound[id(call)], step, port, self._places)
 
     def program(self, name: str) -> Program:
         """A loaded graph's program."""

@@ -71,6 +71,8 @@ class Measures(Protocol):
     @property
     def device(self) -> str: ...  # noqa: D102
     @property
+    def chunk(self) -> int: ...  # noqa: D102
+    @property
     def memory(self) -> Mapping[str, int]: ...  # noqa: D102
     def bandwidth(self) -> float: ...  # noqa: D102
     def captured(self) -> int: ...  # noqa: D102
@@ -132,7 +134,8 @@ def figures(bench: Measures, progress: Progress) -> Iterator[Figure]:
 
 def _loop(bench: Measures) -> Iterator[Figure]:
     seconds = bench.prefill(PROMPT)
-    yield judged(f"prefill of {PROMPT} tokens", seconds, "s", f"{PROMPT / seconds:.0f} tokens/s")
+    note = f"{PROMPT / seconds:.0f} tokens/s in chunks of {bench.chunk}"
+    yield judged(f"prefill of {PROMPT} tokens", seconds, "s", note)
     clock, graph = bench.loop(CONTEXT, CYCLES)
     yield judged(
         "host time of a cycle outside the graph",
@@ -229,10 +232,9 @@ def predicted(bench: Measures, times: Mapping[str, float], read: float) -> Itera
         (f"cycle at {CONTEXT}", "cycle", verify + draft + context),
     ):
         share = size / times[key] * 1e3 / read
-        note = f"{size / 1e9:.3f} GB, {share:.1%} of read rate; {1e3 * size / THOR_READ:.2f} at all"
-        yield Figure(
-            "predicted on a Jetson Thor", name, 1e3 * size / (share * THOR_READ), "ms", note
-        )
+        least = 1e3 * size / THOR_READ
+        note = f"{size / 1e9:.3f} GB, {share:.1%} of read rate; at all of it {least:.2f} ms"
+        yield Figure("predicted on a Jetson Thor", name, least / share, "ms", note)
 
 
 def brief(bench: Measures, label: str, whole: Mapping[str, float]) -> Iterator[Figure]:

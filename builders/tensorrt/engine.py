@@ -1,0 +1,154 @@
+"""From a network to an engine on disk, and what is inside it."""
+
+# tensorrt is not installed where the checkers run: the tests check this file against its bindings.
+# pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUntypedBaseClass=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tensorrt as trt
+
+from thor_dflash.builders.tensorrt.constants import Constants
+from thor_dflash.builders.tensorrt.inspect import layers, problems
+from thor_dflash.builders.tensorrt.inspected import Layer
+from thor_dflash.builders.tensorrt.network import add_profiles, parse
+from thor_dflash.builders.tensorrt.profiles import Together
+from thor_dflash.builders.tensorrt.streams import Reader, Writer
+from thor_dflash.builders.tensorrt.watch import Messages, Phases
+from thor_dflash.errors import EngineError
+from thor_dflash.plugins.cuda.driver import Info
+from thor_dflash.plugins.tensorrt.node import fingerprint
+from thor_dflash.plugins.tensorrt.registry import register
+from thor_dflash.progress import Progress
+from thor_dflash.tensorrt_config import TensorRTConfig
+
+LEAST = (10, 13)
+"""First version of TensorRT that has all that is used here."""
+MIB = 1 << 20
+
+
+@dataclass(slots=True)
+class Maker:
+    """Builds engines, one after the other, with one timing cache."""
+
+    config: TensorRTConfig
+    device: Info
+    progress: Progress
+    messages: Messages = field(default_factory=Messages)
+
+    def __post_init__(self) -> None:
+        major, minor = trt.__version__.split(".")[:2]
+        if (int(major), int(minor)) < LEAST:
+            raise EngineError(
+                f"build.engine tensorrt must have TensorRT {LEAST[0]}.{LEAST[1]} or later "
+                f"(got {trt.__version__})"
+            )
+        register()
+
+    @property
+    def version(self) -> str:
+        """Of TensorRT."""
+        return str(trt.__version__)
+
+    @property
+    def options(self) -> dict[str, str]:
+        """What an engine is built with, for its description."""
+        return {
+            "workspace_mib": str(self.config.workspace_mib),
+            "level": str(self.config.level),
+            "flags": "DIRECT_IO MONITOR_MEMORY, no TF32, STRONGLY_TYPED",
+        }
+
+    @property
+    def said(self) -> list[str]:
+        """What TensorRT warned of."""
+        return self.messages.lines
+
+    def build(self, together: Together, constants: Constants, directory: Path, path: Path) -> None:
+        """Write the engine of some graphs at `path`; `directory` holds their constants.
+
+        Raises:
+            EngineError: TensorRT does not take a graph or does not build it, with its own words.
+            OSError: the engine or the timing cache cannot be written.
+        """
+        self.messages.begin(together.name)
+        builder = trt.Builder(self.messages)
+        network, held = parse(builder, self.messages, together, constants, directory)
+        config = self._config(builder)
+        add_profiles(builder, config, together)
+        phases, writer = Phases(together.name, self.progress), Writer(path)
+        config.progress_monitor = phases
+        try:
+            done = builder.build_serialized_network_to_stream(network, config, writer)
+        finally:
+            writer.close()
+            phases.close()
+        del held  # TensorRT kept pointers into it until now
+        if phases.stop is not None:
+            raise phases.stop
+        if writer.failure is not None:
+            raise writer.failure
+        if not done:
+            raise EngineError(f"{together.name} must build (got: {self.messages.why})")
+        self._keep_timings(config)
+
+    def look(self, together: Together, path: Path) -> list[Layer]:
+        """The layers of an engine that was built.
+
+        Raises:
+            EngineError: it does not load, or holds what nobody asked for and
+                build.tensorrt.inspect is "refuse".
+        """
+        runtime, reader = trt.Runtime(self.messages), Reader(path)
+        try:
+            engine = runtime.deserialize_cuda_engine(reader)
+        finally:
+            reader.close()
+        if engine is None:
+            raise EngineError(f"{path.name} must load again (got: {self.messages.why})")
+        found = layers(engine)
+        wrong = problems(engine, found, together)
+        self.messages.lines += [f"INSPECTED: {line}" for line in wrong]
+        if wrong and self.config.inspect == "refuse":
+            raise EngineError(
+                f"{path.name} must hold nothing that the graph does not (got {'; '.join(wrong)}); "
+                f'build.tensorrt.inspect = "note" builds it nevertheless'
+            )
+        return found
+
+    def _config(self, builder: trt.Builder) -> trt.IBuilderConfig:
+        config = builder.create_builder_config()
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, self.config.workspace_mib * MIB)
+        config.builder_optimization_level = self.config.level
+        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+        config.max_aux_streams = 0  # one stream is what a cycle's CUDA graph captures
+        config.set_flag(trt.BuilderFlag.DIRECT_IO)
+        config.set_flag(trt.BuilderFlag.MONITOR_MEMORY)
+        config.clear_flag(trt.BuilderFlag.TF32)
+        try:
+            known = self._timings.read_bytes()
+        except FileNotFoundError:
+            known = b""
+        config.set_timing_cache(config.create_timing_cache(known), False)
+        return config
+
+    @property
+    def _timings(self) -> Path:
+        """The timing cache: TensorRT's key says nothing of a plugin's kernels, so its name does."""
+        major, minor = self.device.device.capability
+        name = f"{self.version}-sm_{major}{minor}-{fingerprint()[:16]}.timing"
+        return Path(self.config.timings).expanduser() / name
+
+    def _keep_timings(self, config: trt.IBuilderConfig) -> None:
+        path = self._timings
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(bytes(config.get_timing_cache().serialize()))
+        Path(name).replace(path)

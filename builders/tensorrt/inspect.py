@@ -1,0 +1,82 @@
+"""What an engine holds, by TensorRT's inspector: nothing but what its graph says.
+
+The inspector's words are no interface that TensorRT promises to keep; what is read of them here is
+little, and build.tensorrt.inspect = "note" takes an engine in spite of it.
+"""
+
+# tensorrt is not installed where the checkers run: the tests check this file against its bindings.
+# pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUntypedBaseClass=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+
+import tensorrt as trt
+
+from thor_dflash import records
+from thor_dflash.builders.tensorrt.inspected import Layer
+from thor_dflash.builders.tensorrt.network import TYPES
+from thor_dflash.builders.tensorrt.profiles import Together
+
+REFORMAT = "Reformat"
+"""What the type, or the name, of a layer that copies into another format begins with."""
+PLUGIN = "PluginV3"
+FP4 = ("FP4", "E2M1", "fp4", "e2m1")
+"""How a product of 4-bit floats gives itself away."""
+
+
+def layers(engine: trt.ICudaEngine) -> list[Layer]:
+    """Every layer, in order."""
+    inspector = engine.create_engine_inspector()
+    text = inspector.get_engine_information(trt.LayerInformationFormat.JSON)
+    table = records.as_table(json.loads(text)) or {}
+    return [_layer(row) for row in records.as_list(table.get("Layers")) or []]
+
+
+def _layer(row: object) -> Layer:
+    table = records.as_table(row)
+    if table is None:
+        return Layer(str(row), "", "", str(row))
+    return Layer(
+        str(table.get("Name", "")),
+        str(table.get("LayerType", "")),
+        str(table.get("TacticName", table.get("TacticValue", ""))),
+        json.dumps(table),
+    )
+
+
+def problems(engine: trt.ICudaEngine, found: Sequence[Layer], together: Together) -> list[str]:
+    """What is in an engine that its graph does not say; empty where there is nothing."""
+    return [*_bindings(engine, together), *_layers(found, together)]
+
+
+def _bindings(engine: trt.ICudaEngine, together: Together) -> Iterator[str]:
+    graph = together.model.graph
+    wanted = {v.name: TYPES[v.type.tensor_type.elem_type] for v in (*graph.input, *graph.output)}
+    names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
+    for name in sorted({*names} ^ wanted.keys()):
+        yield f"tensor {name} {'missing' if name in wanted else 'too many'}"
+    for name in names:
+        if name in wanted and engine.get_tensor_dtype(name) != wanted[name]:
+            yield f"{name} of type {engine.get_tensor_dtype(name)}"
+        if engine.get_tensor_location(name) != trt.TensorLocation.DEVICE:
+            yield f"{name} in the host's memory"
+        for profile in range(len(together.ranges)):
+            if engine.get_tensor_format(name, profile) != trt.TensorFormat.LINEAR:
+                yield f"{name} in another format than rows"
+
+
+def _layers(found: Sequence[Layer], together: Together) -> Iterator[str]:
+    copies = [one.name for one in found if (one.kind or one.name).startswith(REFORMAT)]
+    if copies:
+        yield f"{len(copies)} copies into another format: {', '.join(copies[:3])}"
+    nodes = sum(len(graph.plugins) for graph in together.graphs[:1])
+    plugins = sum(one.kind == PLUGIN for one in found)
+    if any(one.kind for one in found) and plugins not in (nodes, nodes * len(together.graphs)):
+        yield f"{plugins} plugins of {nodes} nodes"
+    products = together.graphs[0].products
+    if products and not any(word in one.text for one in found for word in FP4):
+        yield f"none of {products} linears multiplied in FP4"

@@ -1,0 +1,172 @@
+"""From a deployment graph to a network, and whether TensorRT made of it what was meant."""
+
+# tensorrt is not installed where the checkers run: the tests check this file against its bindings.
+# pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUntypedBaseClass=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import onnx
+import tensorrt as trt
+
+from thor_dflash.builders.tensorrt.constants import Constants
+from thor_dflash.builders.tensorrt.profiles import Range, Together
+from thor_dflash.builders.tensorrt.watch import Messages
+from thor_dflash.errors import EngineError
+from thor_dflash.plugins.op import DOMAIN
+
+TYPES: Mapping[int, trt.DataType] = {
+    onnx.TensorProto.FLOAT: trt.DataType.FLOAT,
+    onnx.TensorProto.BFLOAT16: trt.DataType.BF16,
+    onnx.TensorProto.FLOAT8E4M3FN: trt.DataType.FP8,
+    onnx.TensorProto.INT32: trt.DataType.INT32,
+}
+"""Of everything that a graph or a plugin reads and writes."""
+LINEAR = 1 << int(trt.TensorFormat.LINEAR)
+DYNAMIC = -1
+"""A size that a profile decides."""
+NAMED = 3
+"""Most problems one error message names."""
+
+
+def parse(
+    builder: trt.Builder,
+    messages: Messages,
+    together: Together,
+    constants: Constants,
+    directory: Path,
+) -> tuple[trt.INetworkDefinition, list[object]]:
+    """The network of a deployment graph, and what must be kept until its engine is built.
+
+    Raises:
+        EngineError: TensorRT does not take the graph, or made something else of it.
+    """
+    flags = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+    network = builder.create_network(flags)
+    parser = trt.OnnxParser(network, messages)
+    text = together.model.SerializeToString(deterministic=True)
+    held: list[object] = [parser, text]
+    path = directory / f"{together.name}.onnx"
+    read = parser.load_model_proto(text, str(path))
+    wanted = {tensor.name for tensor in together.model.graph.initializer}
+    for name, array in constants.mapped(directory):
+        if name in wanted:
+            held.append(array)
+            read = read and parser.load_initializer(name, array.ctypes.data, array.nbytes)
+    if not (read and parser.parse_model_proto()):
+        found = [str(parser.get_error(i)) for i in range(parser.num_errors)]
+        raise EngineError(
+            f"{together.name} must be a graph that TensorRT takes "
+            f"(got: {'; '.join(found) or messages.why})"
+        )
+    if problems := list(_problems(network, together.model)):
+        more = f", and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
+        raise EngineError(
+            f"{together.name}: TensorRT must make of the graph what it says "
+            f"(got {', '.join(problems[:NAMED])}{more})"
+        )
+    _set_formats(network)
+    return network, held
+
+
+def _set_formats(network: trt.INetworkDefinition) -> None:
+    """Rows in their order, everywhere: with DIRECT_IO a state is never copied into another."""
+    for i in range(network.num_inputs):
+        network.get_input(i).allowed_formats = LINEAR
+    for i in range(network.num_outputs):
+        network.get_output(i).allowed_formats = LINEAR
+
+
+def _problems(network: trt.INetworkDefinition, model: onnx.ModelProto) -> Iterator[str]:
+    graph = model.graph
+    inputs = [network.get_input(i) for i in range(network.num_inputs)]
+    outputs = [network.get_output(i) for i in range(network.num_outputs)]
+    yield from _ports("input", inputs, graph.input)
+    yield from _ports("output", outputs, graph.output)
+    yield from (f"{t.name} read as a shape" for t in inputs if t.is_shape_tensor)
+    yield from _plugins(network, graph)
+
+
+def _ports(
+    what: str, found: list[trt.ITensor], wanted: Iterable[onnx.ValueInfoProto]
+) -> Iterator[str]:
+    by_name = {tensor.name: tensor for tensor in found}
+    infos = {v.name: v for v in wanted}
+    for name in sorted(by_name.keys() ^ infos.keys()):
+        yield f"{what} {name} {'too many' if name in by_name else 'missing'}"
+    for name in sorted(by_name.keys() & infos.keys()):
+        yield from _differences(f"{what} {name}", by_name[name], infos[name])
+
+
+def _differences(what: str, tensor: trt.ITensor, info: onnx.ValueInfoProto) -> Iterator[str]:
+    kind = info.type.tensor_type
+    want = TYPES[kind.elem_type]
+    if tensor.dtype != want:
+        yield f"{what} of type {tensor.dtype}, not {want}"
+    shape = dims(info)
+    if tuple(tensor.shape) != shape:
+        yield f"{what} of shape {tuple(tensor.shape)}, not {shape}"
+
+
+def dims(info: onnx.ValueInfoProto) -> tuple[int, ...]:
+    """A shape as TensorRT says it."""
+    return tuple(DYNAMIC if d.dim_param else d.dim_value for d in info.type.tensor_type.shape.dim)
+
+
+def _plugins(network: trt.INetworkDefinition, graph: onnx.GraphProto) -> Iterator[str]:
+    """Every custom node is one plugin layer, in order, reading and writing what the node says."""
+    layers = [network.get_layer(i) for i in range(network.num_layers)]
+    plugins = [layer for layer in layers if layer.type == trt.LayerType.PLUGIN_V3]
+    nodes = [node for node in graph.node if node.domain == DOMAIN]
+    if len(plugins) != len(nodes):
+        yield f"{len(plugins)} plugins of {len(nodes)} nodes"
+        return
+    if len(nodes) == len(graph.node) and len(layers) != len(plugins):
+        extra = [layer.name for layer in layers if layer.type != trt.LayerType.PLUGIN_V3]
+        yield f"layers that no node asked for: {' '.join(extra[:NAMED])}"
+    infos = {v.name: v for v in (*graph.input, *graph.output, *graph.value_info)}
+    for layer, node in zip(plugins, nodes, strict=True):
+        if (layer.num_inputs, layer.num_outputs) != (len(node.input), len(node.output)):
+            yield f"{node.name} with {layer.num_inputs} inputs and {layer.num_outputs} outputs"
+            continue
+        for i, name in enumerate(node.input):
+            yield from _differences(f"{node.name}: {name}", layer.get_input(i), infos[name])
+        for i, name in enumerate(node.output):
+            yield from _differences(f"{node.name}: {name}", layer.get_output(i), infos[name])
+
+
+def add_profiles(builder: trt.Builder, config: trt.IBuilderConfig, together: Together) -> None:
+    """The sizes the engine is built for.
+
+    Raises:
+        EngineError: TensorRT refuses them.
+    """
+    for number, ranges in enumerate(together.ranges):
+        profile = builder.create_optimization_profile()
+        for info in together.model.graph.input:
+            if DYNAMIC in dims(info):
+                least, best, most = _sizes(info, ranges)
+                profile.set_shape(info.name, least, best, most)
+        if config.add_optimization_profile(profile) != number:
+            raise EngineError(
+                f"{together.name}: TensorRT must take profile {number} (got a refusal of {ranges})"
+            )
+
+
+def _sizes(
+    info: onnx.ValueInfoProto, ranges: Mapping[str, Range]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    shape = info.type.tensor_type.shape.dim
+    each = [
+        ranges[d.dim_param] if d.dim_param else Range(d.dim_value, d.dim_value, d.dim_value)
+        for d in shape
+    ]
+    return (
+        tuple(size.least for size in each),
+        tuple(size.best for size in each),
+        tuple(size.most for size in each),
+    )

@@ -1,0 +1,246 @@
+"""The engines of a package: every graph deployed, checked, built and described.
+
+Nothing here imports tensorrt until `maker` is called, which is before anything is written: a
+machine without it is told so at once.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from thor_dflash import plan as sidecar
+from thor_dflash.builders.graphs.graph import Graph
+from thor_dflash.builders.tensorrt.constants import Constants
+from thor_dflash.builders.tensorrt.dense import Dense
+from thor_dflash.builders.tensorrt.deploy import Deployment, deploy
+from thor_dflash.builders.tensorrt.inspected import Layer
+from thor_dflash.builders.tensorrt.lint import deployed_problems, readers
+from thor_dflash.builders.tensorrt.profiles import Range, Together, gather
+from thor_dflash.builders.weights import WeightFiles
+from thor_dflash.errors import ConfigError, EngineError
+from thor_dflash.manifest import CHUNK_STEPS, FileEntry
+from thor_dflash.plan import Made, Plan
+from thor_dflash.plugins.cuda.driver import Driver, Info
+from thor_dflash.plugins.op import NEXT
+from thor_dflash.plugins.tensorrt.node import fingerprint
+from thor_dflash.program import Program
+from thor_dflash.progress import Progress
+from thor_dflash.tensorrt_config import TensorRTConfig
+
+LOG = "tensorrt.log"
+"""What TensorRT warned of, in the package."""
+ENGINE = ".plan"
+"""Ending of an engine's file."""
+SCRATCH = ".scratch"
+"""Directory beside the engines while they are built."""
+
+
+class Maker(Protocol):
+    """Builds engines. See engine.Maker, the only one outside tests."""
+
+    @property
+    def version(self) -> str:
+        """Of TensorRT."""
+        ...
+
+    @property
+    def device(self) -> Info:
+        """What the engines are built on, and for."""
+        ...
+
+    @property
+    def options(self) -> dict[str, str]:
+        """What engines are built with, for their descriptions."""
+        ...
+
+    @property
+    def said(self) -> Sequence[str]:
+        """What TensorRT warned of."""
+        ...
+
+    def build(self, together: Together, constants: Constants, directory: Path, path: Path) -> None:
+        """Write an engine."""
+        ...
+
+    def look(self, together: Together, path: Path) -> list[Layer]:
+        """What an engine holds."""
+        ...
+
+
+class Stage(Protocol):
+    """Where files of a package are written. See staging.Staging."""
+
+    def write(self, name: str, writer: Callable[[Path], None]) -> FileEntry:
+        """Have `writer` write one file at the path it is given."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """What the engines of a package are made of."""
+
+    graphs: Sequence[Graph]
+    programs: Sequence[Program]
+    stored: WeightFiles
+    """Weights as the checkpoints hold them."""
+    scales: Mapping[str, float]
+    """Stored weight -> Matrix.input_scale."""
+    ranges: Mapping[str, Range]
+    """Sizes that a session decides."""
+    config: TensorRTConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """The engines to build, and their constants."""
+
+    together: Sequence[Together]
+    constants: Constants
+    hollow: bool = False
+    """Leave constants out: for a model whose weights are nowhere."""
+
+
+def maker(config: TensorRTConfig, progress: Progress) -> Maker:
+    """What builds engines here.
+
+    Raises:
+        EngineError: there is no TensorRT, an old one, or no device.
+    """
+    try:
+        from thor_dflash.builders.tensorrt.engine import Maker as Real
+    except ImportError as e:
+        raise EngineError(
+            "build.engine tensorrt must have TensorRT's Python package; on a Jetson it comes with "
+            f"JetPack: python3 -m venv --system-site-packages (got: {e})"
+        ) from e
+    driver = Driver()
+    try:
+        return Real(config, driver.info, progress)
+    finally:
+        driver.close()
+
+
+def engines(material: Material) -> Engines:
+    """Decide the engines.
+
+    Raises:
+        ConfigError: an option does not fit the checkpoints, or a graph breaks a rule of the parser.
+    """
+    constants = Constants(material.stored)
+    made: list[Deployment] = []
+    for graph, program in zip(material.graphs, material.programs, strict=True):
+        made.append(deploy(program, _dense(material, graph, program, constants)))
+    together = list(gather(made, material.ranges))
+    for one in together:
+        if problems := [*deployed_problems(one.model), *_shared_states(one)]:
+            raise ConfigError(
+                f"build.engine tensorrt must have graphs that its parser takes "
+                f"(got {one.name}: {'; '.join(problems[:3])})"
+            )
+    return Engines(together, constants)
+
+
+def _dense(
+    material: Material, graph: Graph, program: Program, constants: Constants
+) -> Dense | None:
+    """What makes the linears of a prefill TensorRT's own, if anything is to."""
+    who = material.config.prefill_linears
+    if who == "plugin" or program.name.split(".")[0] != CHUNK_STEPS[0]:
+        return None
+    dense = Dense(program, graph.proto().graph, constants, material.scales)
+    missing = dense.unscaled()
+    taken = any(dense.takes(step) for step in program.steps)
+    if taken and not missing:
+        return dense
+    if who == "auto":
+        return None
+    what = f"{missing[0]} without an input_scale" if missing else "no NVFP4 weight"
+    raise ConfigError(
+        "build.tensorrt.prefill_linears must be auto or plugin where the checkpoint tells no scale "
+        f"of the rows (got tensorrt, and {what})"
+    )
+
+
+def _shared_states(one: Together) -> list[str]:
+    """States that are written over while somebody else may still read them."""
+    return [
+        f"{name} read by {count} nodes and written in place by one of them"
+        for graph in one.graphs
+        for output in graph.in_place
+        if (count := readers(graph.model, name := output.removeprefix(NEXT))) != 1
+    ]
+
+
+def write_engines(stage: Stage, made: Engines, by: Maker) -> None:
+    """Write every engine, its description, and what TensorRT warned of.
+
+    Raises:
+        EngineError: TensorRT refuses a graph, or made something else of it.
+    """
+    for one in made.together:
+        entry = stage.write(f"{one.name}{ENGINE}", _engine_writer(one, made, by))
+        for profile, graph in enumerate(one.graphs):
+            name = f"{graph.name}{sidecar.ENDING}"
+            stage.write(name, _card_writer(one, profile, entry, by))
+    stage.write(LOG, lambda path: _write_log(path, by))
+
+
+def _engine_writer(one: Together, made: Engines, by: Maker) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        scratch = path.with_name(SCRATCH)
+        scratch.mkdir(exist_ok=True)
+        try:
+            if any(graph.products for graph in one.graphs):
+                made.constants.write(scratch, lambda count: None, hollow=made.hollow)
+            by.build(one, made.constants, scratch, path)
+        finally:
+            shutil.rmtree(scratch)
+
+    return write
+
+
+def _card_writer(
+    one: Together, profile: int, entry: FileEntry, by: Maker
+) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        file = path.with_name(f"{one.name}{ENGINE}")
+        found = by.look(one, file)
+        card = describe(one, profile, entry, by, found)
+        path.write_text(sidecar.render(card), encoding="utf-8")
+
+    return write
+
+
+def describe(
+    one: Together, profile: int, entry: FileEntry, by: Maker, found: Sequence[Layer]
+) -> Plan:
+    """The description of one graph's engine."""
+    graph, info = one.graphs[profile], by.device
+    return Plan(
+        name=graph.name,
+        file=f"{one.name}{ENGINE}",
+        sha256=entry.sha256,
+        profile=profile,
+        inputs=graph.inputs,
+        outputs=graph.outputs,
+        weights=graph.weights,
+        packed=graph.packed,
+        in_place=graph.in_place,
+        made=Made(
+            tensorrt=by.version,
+            capability=info.device.capability,
+            device=info.name,
+            multiprocessors=info.device.multiprocessors,
+            kernels=fingerprint(),
+            options=by.options,
+        ),
+        tactics={layer.name: f"{layer.kind} {layer.tactic}".strip() for layer in found},
+    )
+
+
+def _write_log(path: Path, by: Maker) -> None:
+    path.write_text("".join(f"{line}\n" for line in by.said), encoding="utf-8")

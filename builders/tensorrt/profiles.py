@@ -1,0 +1,117 @@
+"""Which graphs share an engine, and the sizes each of its profiles is for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx
+
+from thor_dflash.builders.tensorrt.deploy import Deployment
+from thor_dflash.dims import DrafterDims
+from thor_dflash.plugins.tensorrt.node import KNOWN
+from thor_dflash.plugins.verify_attention import TILE
+
+CACHE = "cache_rows"
+RING = "ring_rows."
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Sizes of one dimension in one profile: least, the one to be fast at, most."""
+
+    least: int
+    best: int
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Graphs that are profiles of one engine."""
+
+    name: str
+    """Of the engine's file, without its ending."""
+    model: onnx.ModelProto
+    """Sizes in which the graphs differ are letters."""
+    graphs: tuple[Deployment, ...]
+    """By profile."""
+    ranges: tuple[Mapping[str, Range], ...]
+    """By profile: letter -> sizes."""
+
+
+def session_ranges(
+    capacity: int, longest: int, rows: int, drafter: DrafterDims | None
+) -> dict[str, Range]:
+    """The letters a session decides; `rows`: most rows of any step.
+
+    A cache is whole tiles for the context and one step; a ring is the window and one step, or all
+    of the context.
+    """
+
+    def tiles(context: int) -> int:
+        return -(-(context + rows) // TILE) * TILE
+
+    ranges = {CACHE: Range(TILE, tiles(capacity), tiles(longest))}
+    for i, layer in enumerate(drafter.layers if drafter else ()):
+        best, most = (min(layer.window or n, n) + rows for n in (capacity, longest))
+        ranges[f"{RING}{i}"] = Range(rows, best, most)
+    return ranges
+
+
+def gather(deployments: Sequence[Deployment], ranges: Mapping[str, Range]) -> Iterator[Together]:
+    """Every engine to build.
+
+    Graphs share one where they hold constants and differ in nothing but sizes; others are an engine
+    each, which costs nothing, for their weights are inputs.
+    """
+    groups: dict[object, list[Deployment]] = {}
+    for one in deployments:
+        key = tuple(map(_sizeless, one.model.graph.node)) if one.products else one.name
+        groups.setdefault(key, []).append(one)
+    for group in groups.values():
+        yield _together(group, ranges)
+
+
+def _sizeless(node: onnx.NodeProto) -> bytes:
+    """A node without `known`, which holds sizes of rows that no running plugin reads."""
+    copy = onnx.NodeProto()
+    copy.CopyFrom(node)
+    for attribute in [a for a in copy.attribute if a.name == KNOWN]:
+        copy.attribute.remove(attribute)
+    return copy.SerializeToString(deterministic=True)
+
+
+def _together(group: Sequence[Deployment], ranges: Mapping[str, Range]) -> Together:
+    model = onnx.ModelProto()
+    model.CopyFrom(group[0].model)
+    made: list[dict[str, Range]] = [{} for _ in group]
+    rows = (_values(one.model) for one in group)
+    for to, *values in zip(_values(model), *rows, strict=True):
+        _letter(to, values, made)
+    used = {d.dim_param for v in _values(model) for d in v.type.tensor_type.shape.dim}
+    for profile in made:
+        profile |= {letter: size for letter, size in ranges.items() if letter in used}
+    return Together(group[0].name, model, tuple(group), tuple(made))
+
+
+def _values(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
+    graph = model.graph
+    return sorted((*graph.input, *graph.output, *graph.value_info), key=lambda v: v.name)
+
+
+def _letter(
+    to: onnx.ValueInfoProto,
+    values: Sequence[onnx.ValueInfoProto],
+    made: Sequence[dict[str, Range]],
+) -> None:
+    """Make letters of the sizes in which some values differ."""
+    assert len({v.name for v in values}) == 1, [v.name for v in values]
+    shapes = [v.type.tensor_type.shape.dim for v in values]
+    for axis, dim in enumerate(to.type.tensor_type.shape.dim):
+        sizes = [shape[axis].dim_value for shape in shapes]
+        if dim.dim_param or len(set(sizes)) == 1:
+            continue
+        letter = "size." + ".".join(map(str, sizes))
+        dim.dim_param = letter
+        for profile, size in zip(made, sizes, strict=True):
+            profile[letter] = Range(size, size, size)

@@ -1,0 +1,90 @@
+"""What TensorRT says while it builds: messages kept for the package's log, phases on our bars."""
+
+# tensorrt is not installed where the checkers run: the tests check this file against its bindings.
+# pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUntypedBaseClass=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false
+
+from __future__ import annotations
+
+from threading import Lock
+
+import tensorrt as trt
+
+from thor_dflash.progress import Progress, Task
+
+DEPTH = 2
+"""Levels of phases that are shown; deeper ones come and go too fast to be read."""
+
+
+class Messages(trt.ILogger):
+    """Keeps warnings and errors."""
+
+    def __init__(self) -> None:
+        trt.ILogger.__init__(self)
+        self.lines: list[str] = []
+        self.errors: list[str] = []
+
+    def log(self, severity: trt.ILogger.Severity, msg: str) -> None:
+        """TensorRT calls this, from any thread."""
+        if severity in (trt.ILogger.Severity.ERROR, trt.ILogger.Severity.INTERNAL_ERROR):
+            self.errors.append(msg)
+        if severity not in (trt.ILogger.Severity.INFO, trt.ILogger.Severity.VERBOSE):
+            self.lines.append(f"{severity.name}: {msg}")
+
+    def begin(self, name: str) -> None:
+        """What follows is about this engine."""
+        self.errors.clear()
+        self.lines.append(f"== {name}")
+
+    @property
+    def why(self) -> str:
+        """The errors of the engine at hand, in one line."""
+        return "; ".join(self.errors) or "TensorRT did not say"
+
+
+class Phases(trt.IProgressMonitor):
+    """Shows the phases of a build as tasks. A stop that reaches a callback ends the build."""
+
+    def __init__(self, name: str, progress: Progress) -> None:
+        trt.IProgressMonitor.__init__(self)
+        self.stop: BaseException | None = None
+        """What a callback raised; TensorRT's own frames cannot carry it."""
+        self._name = name
+        self._progress = progress
+        self._lock = Lock()
+        self._depth: dict[str, int] = {}
+        self._tasks: dict[str, Task] = {}
+
+    def phase_start(self, phase_name: str, parent_phase: str, num_steps: int) -> None:
+        """TensorRT calls this. `parent_phase` is None at the top, whatever its stub says."""
+        with self._lock:
+            depth = self._depth.get(parent_phase, 0) + 1
+            self._depth[phase_name] = depth
+            if depth > DEPTH or phase_name in self._tasks:
+                return
+            task = self._progress.task(f"{self._name}: {phase_name}", num_steps, "steps")
+            self._tasks[phase_name] = task.__enter__()
+
+    def step_complete(self, phase_name: str, step: int) -> bool:
+        """TensorRT calls this; False ends the build."""
+        try:
+            with self._lock:
+                if phase_name in self._tasks:
+                    self._tasks[phase_name].advance(1)
+        except BaseException as e:
+            self.stop = e
+        return self.stop is None
+
+    def phase_finish(self, phase_name: str) -> None:
+        """TensorRT calls this, also for a phase that was ended early."""
+        with self._lock:
+            self._depth.pop(phase_name, None)
+            task = self._tasks.pop(phase_name, None)
+        if task is not None:
+            task.__exit__(None, None, None)
+
+    def close(self) -> None:
+        """End what a failed build left open."""
+        for name in list(self._tasks):
+            self.phase_finish(name)

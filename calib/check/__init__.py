@@ -1,0 +1,1 @@
+"""Two engines held against each other, and each operator against its definition."""

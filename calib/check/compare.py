@@ -1,0 +1,295 @@
+"""A package held against another engine and against the definitions; the first fault is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from thor_dflash.calib.check.golden import Golden, rounds, sources
+from thor_dflash.calib.check.judge import Drift, Off, against_definition, drift, jumps, share
+from thor_dflash.calib.check.seen import Outputs, Seen, Tracer
+from thor_dflash.calib.check.walks import walks
+from thor_dflash.plugins.op import NEXT
+from thor_dflash.progress import Progress
+from thor_dflash.runtime.engine import Engine
+from thor_dflash.runtime.score import score
+from thor_dflash.runtime.session import Session
+from thor_dflash.tensors import Array
+
+LENGTH = 3
+"""Blocks of tokens where nobody gives any: folding and a second tile of rows are among them."""
+EXACT, ROUNDED = 2e-3, 0.06
+"""Largest difference of logits, as a share of the largest: of engines that keep float32, and where
+one rounds activations or caches. See docs/numerics.md for what was measured."""
+PART = 0.25
+"""Of the tolerance of logits: from here on values of two engines are apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Logits:
+    """Teacher-forced logits of two engines."""
+
+    rows: int
+    worst: float
+    """Largest difference, as a share of the largest logit."""
+    limit: float
+    row: int
+    """Where it is."""
+    first: int
+    """First row over the limit; -1: none is."""
+    choices: int
+    """Rows whose largest logit is another one."""
+    regret: float
+    """How much worse than its own best the reference finds the package's choice, likewise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """A graph, operator by operator."""
+
+    graph: str
+    block: int
+    operators: int
+    """Held to their definitions."""
+    wrong: Off | None
+    """The first that is not what its definition says."""
+    parts: Drift | None
+    """The first whose values are apart from the reference's although all it read is not."""
+    furthest: Drift | None
+    """The one furthest from the reference."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything that was compared."""
+
+    logits: Logits | None
+    taps: Sequence[tuple[int, float]] = ()
+    """Tapped layer and its largest difference, in order."""
+    walks: Sequence[Walk] = ()
+    notes: Sequence[str] = field(default_factory=tuple[str, ...])
+
+    @property
+    def right(self) -> bool:
+        """Whether nothing is over its tolerance."""
+        wrong = any(walk.wrong or walk.parts for walk in self.walks)
+        return not wrong and (self.logits is None or self.logits.first < 0)
+
+
+def some_tokens(session: Session) -> tuple[int, ...]:
+    """The same ids on every machine."""
+    rng = np.random.default_rng(0)
+    count = min(LENGTH * session.model.block, session.model.limit)
+    return tuple(int(t) for t in rng.integers(0, session.manifest.vocab_limit, count))
+
+
+def tracer(session: Session, package: Path) -> Tracer | None:
+    """Who shows the steps of an engine; None where its engine shows none."""
+    made = _TRACERS.get(type(session.model.engine).__name__)
+    return made(package, session.model.engine) if made else None
+
+
+def _nodes(package: Path, engine: Engine) -> Tracer:
+    from thor_dflash.calib.check.nodes import Nodes
+
+    return Nodes(package, engine)
+
+
+def _programs(package: Path, engine: Engine) -> Tracer:
+    from thor_dflash.calib.check.device import Device
+    from thor_dflash.calib.check.programs import Programs
+    from thor_dflash.runtime.engines.cuda.engine import CudaEngine
+
+    del package
+    assert isinstance(engine, CudaEngine)
+    return Programs(Device(engine))
+
+
+_TRACERS: dict[str, Callable[[Path, Engine], Tracer]] = {
+    "OrtEngine": _nodes,
+    "CudaEngine": _programs,
+}
+"""Imported when asked for: a device has no ONNX Runtime, a laptop no driver."""
+
+
+def make(
+    session: Session, show: Tracer | None, tokens: Sequence[int], progress: Progress
+) -> Golden:
+    """What this package says. Its sequence is reset afterwards."""
+    taps = session.manifest.drafter is not None
+    found = score(session, tokens, taps, progress)
+    values = _values(session, show, tokens, 0) if show else {}
+    return Golden(
+        sources(session.manifest),
+        session.model.block,
+        rounds(session.manifest),
+        tuple(tokens),
+        found["logits"],
+        found.get("taps"),
+        values,
+    )
+
+
+def _values(session: Session, show: Tracer, tokens: Sequence[int], at: int) -> dict[str, Array]:
+    """Every value inside a verify, but for state."""
+    found: dict[str, Array] = {}
+    for seen in show.steps(walks(session.model)["verify"](tokens, at)):
+        found |= {n: x for n, x in seen.inputs.items() if not _state(session, n)}
+        found |= {n: x for n, x in seen.outputs.items() if not _state(session, n)}
+    session.model.state.reset()
+    return found
+
+
+def _state(session: Session, name: str) -> bool:
+    return name.startswith(NEXT) or name in session.model.state.tensors
+
+
+def logits(have: Array, want: Array, limit: float) -> Logits:
+    """Compare float32 [T, V]."""
+    scale = float(np.abs(want).max())
+    by_row = [share(a, b) * float(np.abs(b).max()) / scale for a, b in zip(have, want, strict=True)]
+    chosen, best = have.argmax(1), want.argmax(1)
+    rows = np.arange(len(want))
+    over = [row for row, error in enumerate(by_row) if not error <= limit]
+    return Logits(
+        len(want),
+        max(by_row),
+        limit,
+        int(np.argmax(by_row)),
+        over[0] if over else -1,
+        int((chosen != best).sum()),
+        float((want[rows, best] - want[rows, chosen]).max() / scale),
+    )
+
+
+def by_tap(session: Session, have: Array, want: Array) -> list[tuple[int, float]]:
+    """Difference of the residual stream after each tapped layer, in order of the layers."""
+    drafter = session.manifest.drafter
+    assert drafter is not None
+    width = session.manifest.target.hidden
+    parts = [slice(i * width, (i + 1) * width) for i in range(len(drafter.taps))]
+    found = {tap: share(have[:, p], want[:, p]) for tap, p in zip(drafter.taps, parts, strict=True)}
+    return sorted(found.items())
+
+
+def walk(
+    session: Session,
+    show: Tracer,
+    graph: str,
+    tokens: Sequence[int],
+    at: int,
+    other: Outputs,
+    floor: float,
+) -> Walk:
+    """Go through one graph until an operator is not what its definition says."""
+    count, parts, furthest = 0, None, None
+    wrong: Off | None = None
+    for seen in show.steps(walks(session.model)[graph](tokens, at)):
+        count += 1
+        apart = drift(_stateless(session, seen), other) if other else None
+        if apart and (furthest is None or apart.left > furthest.left):
+            furthest = apart
+        if apart and parts is None and jumps(apart, floor):
+            parts = apart
+        if wrong := against_definition(seen):
+            break
+    session.model.state.reset()
+    return Walk(graph, at, count, wrong, parts, furthest)
+
+
+def _stateless(session: Session, seen: Seen) -> Seen:
+    def kept(values: Outputs) -> Outputs:
+        return {n: x for n, x in values.items() if not _state(session, n)}
+
+    return replace(seen, inputs=kept(seen.inputs), outputs=kept(seen.outputs))
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What a package is held against: a file, or another engine that can be asked for more."""
+
+    golden: Golden
+    session: Session | None = None
+    show: Tracer | None = None
+
+    def values(self, block: int, at: int) -> Outputs:
+        """Values inside the verify of a block; none where nobody has them."""
+        if self.golden.block != block:
+            return {}
+        if self.session is None or self.show is None:
+            return self.golden.values if at == 0 else {}
+        return _values(self.session, self.show, self.golden.tokens, at)
+
+
+Operators = Literal["auto", "all", "none"]
+
+
+def compare(
+    session: Session,
+    show: Tracer | None,
+    reference: Reference | None,
+    tokens: Sequence[int],
+    operators: Operators,
+    tolerance: float | None,
+    progress: Progress,
+) -> Report:
+    """Logits, then operators: those of the first block that differs; or, with `all` or without a
+    reference, those of every graph.
+    """
+    report = Report(None)
+    limit = tolerance or _limit(session, reference)
+    if reference is not None:
+        report = _outside(session, reference, limit, progress)
+    differs = report.logits is not None and report.logits.first >= 0
+    if show is None:
+        return replace(report, notes=(UNSEEN.format(session.manifest.engine),))
+    if operators == "none" or (operators == "auto" and reference is not None and not differs):
+        return report
+    at = report.logits.first // session.model.block if report.logits and differs else 0
+    places = [("verify", at)]
+    if operators == "all" or reference is None:
+        last = (len(tokens) - 1) // session.model.block
+        places += [("verify", last)] * (last != at)
+        places += [(graph, at) for graph in walks(session.model) if graph != "verify"]
+    return replace(report, walks=_walked(session, show, reference, tokens, places, limit, progress))
+
+
+UNSEEN = "engine {} shows nothing inside its steps: its taps tell between which layers it parts"
+
+
+def _limit(session: Session, reference: Reference | None) -> float:
+    rounded = rounds(session.manifest) or (reference is not None and reference.golden.rounds)
+    return ROUNDED if rounded else EXACT
+
+
+def _outside(session: Session, reference: Reference, limit: float, progress: Progress) -> Report:
+    golden = reference.golden
+    taps = golden.taps is not None and session.manifest.drafter is not None
+    found = score(session, golden.tokens, taps, progress)
+    layers: Sequence[tuple[int, float]] = ()
+    if golden.taps is not None and taps:
+        layers = by_tap(session, found["taps"], golden.taps)
+    return Report(logits(found["logits"], golden.logits, limit), layers)
+
+
+def _walked(
+    session: Session,
+    show: Tracer,
+    reference: Reference | None,
+    tokens: Sequence[int],
+    places: Sequence[tuple[str, int]],
+    limit: float,
+    progress: Progress,
+) -> list[Walk]:
+    done: list[Walk] = []
+    with progress.task("operators", len(places), "graphs") as task:
+        for graph, at in places:
+            verifies = reference is not None and graph == "verify"
+            other = reference.values(session.model.block, at) if reference and verifies else {}
+            done.append(walk(session, show, graph, tokens, at, other, PART * limit))
+            task.advance(1)
+    return done

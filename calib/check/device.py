@@ -1,0 +1,61 @@
+"""The CUDA engine as something whose steps run one at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from thor_dflash.plugins.launch import Shaped, Site
+from thor_dflash.plugins.op import Attributes
+from thor_dflash.plugins.rules import RULES
+from thor_dflash.program import Program, Step
+from thor_dflash.runtime.engine import Call
+from thor_dflash.runtime.engines.cuda.engine import CudaEngine
+from thor_dflash.tensors import Array, DType
+
+
+class Device:
+    """See Stepped."""
+
+    def __init__(self, engine: CudaEngine) -> None:
+        self._engine = engine
+
+    def program(self, name: str) -> Program:
+        """See Stepped."""
+        return self._engine.program(name)
+
+    def site(self, call: Call, step: Step) -> Site:
+        """See Stepped."""
+        program = self._engine.program(call.graph.name)
+        tensors = {**call.inputs, **call.outputs}
+        ports: dict[str, Shaped] = {}
+        for port, name in step.ports.items():
+            if name in program.weights:
+                weight = program.weights[name]
+                ports[port] = Shaped(DType(weight.dtype), weight.shape)
+            elif name in program.values:
+                value = program.values[name].spec(name)
+                ports[port] = Shaped(value.dtype, value.at({}))
+            else:
+                spec = tensors[name].spec
+                ports[port] = Shaped(spec.dtype, spec.at({}))
+        return Site(RULES[step.room].op, Attributes(step.attributes), ports)
+
+    def fetch(self, call: Call, step: Step, port: str) -> Array:
+        """See Stepped."""
+        shaped = self.site(call, step).ports[port]
+        out = np.empty(shaped.shape, shaped.dtype.numpy)
+        address = self._engine.place(call, step, port)
+        self._engine.driver.synchronize()
+        self._engine.driver("cuMemcpyDtoH", out.ctypes.data, address, out.nbytes)
+        return out
+
+    def begin(self, call: Call) -> None:
+        """See Stepped."""
+        # A read waits for what the host wrote, and sends what has not left yet.
+        smallest = min(call.inputs.values(), key=lambda tensor: tensor.spec.nbytes({}))
+        self._engine.read(smallest)
+
+    def perform(self, call: Call, step: Step) -> None:
+        """See Stepped."""
+        self._engine.excerpt([call], lambda one: one is step).run()
+        self._engine.driver.synchronize()

@@ -1,0 +1,102 @@
+"""What a package said on one machine, in a file, to be held against another engine elsewhere."""
+
+from __future__ import annotations
+
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from thor_dflash.calib.check.seen import Outputs
+from thor_dflash.errors import RequestError
+from thor_dflash.manifest import Manifest
+from thor_dflash.tensors import Array, DType
+
+VALUE = "value."
+REMAKE = "make it again with `thor-dflash check --make-golden`"
+
+
+@dataclass(frozen=True, slots=True)
+class Golden:
+    """Logits of some tokens, and the values inside the step of their first block."""
+
+    sources: dict[str, str]
+    """"target", "drafter" -> SHA-256 of the checkpoint's config.json."""
+    block: int
+    rounds: bool
+    """The engine that made it rounds activations or caches to fewer bits than float32."""
+    tokens: tuple[int, ...]
+    logits: Array
+    """float32 [T, V]."""
+    taps: Array | None
+    """float32 [T, taps * H]; None of a package without a drafter."""
+    values: Outputs
+    """Name of a value in the verify graph -> the value, bf16 and FP8 as float32."""
+
+
+def sources(manifest: Manifest) -> dict[str, str]:
+    """As Golden.sources."""
+    return {name: source.config_sha256 for name, source in manifest.sources.items()}
+
+
+def rounds(manifest: Manifest) -> bool:
+    """As Golden.rounds."""
+    return (manifest.activations, manifest.kv) != ("f32", "f32")
+
+
+def arrays(golden: Golden) -> dict[str, Array]:
+    """What a file holds."""
+    out = {f"{VALUE}{name}": _plain(x) for name, x in golden.values.items()}
+    out |= {f"source.{name}": np.array(sha) for name, sha in golden.sources.items()}
+    out["block"] = np.array(golden.block)
+    out["rounds"] = np.array(golden.rounds)
+    out["tokens"] = np.array(golden.tokens, np.int32)
+    out["logits"] = golden.logits
+    if golden.taps is not None:
+        out["taps"] = golden.taps
+    return out
+
+
+def _plain(x: Array) -> Array:
+    """As numpy files know it."""
+    return x.astype(np.float32) if DType.of(x) in (DType.BF16, DType.F16, DType.FP8) else x
+
+
+def read(path: Path) -> Golden:
+    """A golden file.
+
+    Raises:
+        RequestError: it is none, or damaged.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            held: dict[str, Array] = {name: file[name] for name in file.files}
+        return Golden(
+            {n.removeprefix("source."): str(x) for n, x in held.items() if n.startswith("source.")},
+            int(held["block"]),
+            bool(held["rounds"]),
+            tuple(int(t) for t in held["tokens"]),
+            held["logits"],
+            held.get("taps"),
+            {n.removeprefix(VALUE): x for n, x in held.items() if n.startswith(VALUE)},
+        )
+    except OSError as e:
+        raise RequestError(f"{path} must be a readable file (got: {e.strerror or e})") from e
+    except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as e:
+        raise RequestError(f"{path} must be a golden file (got: {e}); {REMAKE}") from e
+
+
+def fits(golden: Golden, manifest: Manifest, where: str) -> None:
+    """Refuse a golden of another model.
+
+    Raises:
+        RequestError: it was made from another checkpoint.
+    """
+    have = sources(manifest)
+    for name, sha in golden.sources.items():
+        if have.get(name, sha) != sha:
+            raise RequestError(
+                f"{where} must be made of the {name} of the package "
+                f"(got another config.json: {sha[:12]}, not {have[name][:12]})"
+            )

@@ -1,0 +1,185 @@
+"""A package of engine ort, shown node by node: the same graph with every value an output."""
+
+# onnxruntime publishes no types.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from onnx import helper, numpy_helper
+from onnx.external_data_helper import load_external_data_for_tensor
+from onnx.reference import ReferenceEvaluator
+
+from thor_dflash.calib.check.head import own_best
+from thor_dflash.calib.check.seen import Outputs, Seen
+from thor_dflash.errors import EngineError
+from thor_dflash.plugins import OPS
+from thor_dflash.plugins.op import DOMAIN, Attributes, Op
+from thor_dflash.runtime.engine import Call, Engine
+from thor_dflash.tensors import Array, DType
+
+_TYPES = {op.type: op for op in OPS}
+_DTYPES = {1: DType.F32, 6: DType.I32, 7: DType.I64, 9: DType.BOOL, 16: DType.BF16, 17: DType.FP8}
+"""Element types of onnx.TensorProto."""
+ROUNDED = 2.0**-8
+"""Tolerance of rooms on bf16 rows: one row that enters a product may round to its neighbour."""
+FOLDER = "session.model_external_initializers_file_folder_path"
+
+
+class Nodes:
+    """See Tracer."""
+
+    def __init__(self, package: Path, engine: Engine) -> None:
+        self._package = package
+        self._engine = engine
+
+    def steps(self, call: Call) -> Iterator[Seen]:
+        """See Tracer. All nodes run at once; nothing of the engine moves."""
+        model = onnx.load(str(self._package / f"{call.graph.name}.onnx"), load_external_data=False)
+        values = {n: self._engine.read(t) for n, t in call.inputs.items()}
+        values |= self._run(model, values)
+        constants = {t.name: t for t in model.graph.initializer}
+        for node in model.graph.node:
+            yield self._seen(model, node, values, constants)
+
+    def _run(self, model: onnx.ModelProto, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Every value of the graph."""
+        letters = _letters(model, inputs)
+        infos = {v.name: v for v in (*model.graph.output, *model.graph.value_info)}
+        probed = onnx.ModelProto()
+        probed.CopyFrom(model)
+        del probed.graph.output[:]
+        probed.graph.output.extend(infos.values())
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        options.add_session_config_entry(FOLDER, str(self._package))
+        try:
+            session = ort.InferenceSession(
+                probed.SerializeToString(), options, providers=["CPUExecutionProvider"]
+            )
+            binding = session.io_binding()
+            for info in model.graph.input:
+                binding.bind_ortvalue_input(info.name, _shared(inputs[info.name]))
+            out = {name: _empty(info, letters) for name, info in infos.items()}
+            for name, array in out.items():
+                binding.bind_ortvalue_output(name, _shared(array))
+            session.run_with_iobinding(binding)
+        except Exception as e:  # ONNX Runtime's errors have no common base of their own
+            raise EngineError(f"{model.graph.name} must run with all its values (got: {e})") from e
+        return out
+
+    def _seen(
+        self,
+        model: onnx.ModelProto,
+        node: onnx.NodeProto,
+        values: Mapping[str, Array],
+        constants: Mapping[str, onnx.TensorProto],
+    ) -> Seen:
+        op = _TYPES.get(node.op_type) if node.domain == DOMAIN else None
+        outputs = {name: values[name] for name in node.output if name}
+        inputs = {name: values[name] for name in node.input if name in values}
+
+        def everything() -> dict[str, Array]:
+            held = {n: self._constant(constants[n]) for n in node.input if n in constants}
+            return {**inputs, **held}
+
+        define: Callable[[], Outputs]
+        if op is None:
+            ports = {name: name for name in outputs}
+            define = partial(_standard, model, node, everything)
+            tolerance = 0.0
+        else:
+            attributes = _attributes(op, node)
+            ports = _ports(op.outputs_of(attributes), node.output)
+            define = partial(_room, op, attributes, node, everything, outputs)
+            rows = any(DType.of(x) is DType.BF16 for x in inputs.values())
+            tolerance = max(op.rtol, ROUNDED) if rows else op.rtol
+        room = op.name if op else node.op_type
+        step = node.name or node.output[0]
+        return Seen(model.graph.name, step, room, inputs, outputs, ports, define, tolerance)
+
+    def _constant(self, tensor: onnx.TensorProto) -> Array:
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            whole = onnx.TensorProto()
+            whole.CopyFrom(tensor)
+            load_external_data_for_tensor(whole, str(self._package))
+            return numpy_helper.to_array(whole)
+        return numpy_helper.to_array(tensor)
+
+
+def _letters(model: onnx.ModelProto, inputs: Mapping[str, Array]) -> dict[str, int]:
+    return {
+        d.dim_param: size
+        for info in model.graph.input
+        for d, size in zip(info.type.tensor_type.shape.dim, inputs[info.name].shape, strict=True)
+        if d.dim_param
+    }
+
+
+def _empty(info: onnx.ValueInfoProto, letters: Mapping[str, int]) -> Array:
+    kind = info.type.tensor_type
+    shape = [letters[d.dim_param] if d.dim_param else int(d.dim_value) for d in kind.shape.dim]
+    return np.zeros(shape, _DTYPES[kind.elem_type].numpy)
+
+
+def _shared(array: Array) -> Any:
+    onnx_type = helper.np_dtype_to_tensor_dtype(array.dtype)
+    return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, onnx_type)
+
+
+def _attributes(op: Op, node: onnx.NodeProto) -> Attributes:
+    given = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    return op.complete(
+        {
+            name: value.decode() if isinstance(value, bytes) else value
+            for name, value in given.items()
+            if name in op.attributes
+        }
+    )
+
+
+def _ports(ports: tuple[Any, ...], names: Any) -> dict[str, str]:
+    """Value name -> port."""
+    return {name: port.name for port, name in zip(ports, names, strict=False) if name}
+
+
+def _room(
+    op: Op,
+    attributes: Attributes,
+    node: onnx.NodeProto,
+    everything: Callable[[], Mapping[str, Array]],
+    outputs: Outputs,
+) -> Outputs:
+    values = everything()
+    named = _ports(op.inputs_of(attributes), node.input)
+    x = {port: values[name] for name, port in named.items()}
+    # A value may be read through two ports.
+    pairs = zip(op.inputs_of(attributes), node.input, strict=False)
+    x = {port.name: values[name] for port, name in pairs if name}
+    have = dict(zip((p.name for p in op.outputs_of(attributes)), outputs.values(), strict=False))
+    return own_best(op, x, attributes, have, op.reference(x, attributes))
+
+
+def _standard(
+    model: onnx.ModelProto, node: onnx.NodeProto, everything: Callable[[], Mapping[str, Array]]
+) -> Outputs:
+    values = everything()
+    infos = [
+        helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(x.dtype), x.shape)
+        for n, x in values.items()
+    ]
+    outputs = [v for v in (*model.graph.value_info, *model.graph.output) if v.name in node.output]
+    graph = helper.make_graph([node], "one", infos, outputs)
+    one = helper.make_model(
+        graph, opset_imports=list(model.opset_import), ir_version=model.ir_version
+    )
+    found = ReferenceEvaluator(one).run(None, dict(values))
+    return {v.name: np.asarray(x) for v, x in zip(outputs, found, strict=True)}

@@ -1,0 +1,111 @@
+"""A package of engine cuda, shown step by step: each launched alone, its memory read around it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Protocol
+
+from thor_dflash.calib.check.head import own_best
+from thor_dflash.calib.check.seen import Outputs, Seen
+from thor_dflash.plugins.launch import Site
+from thor_dflash.plugins.linear.unpack import unpack
+from thor_dflash.plugins.op import Attributes, Op
+from thor_dflash.plugins.rules import RULES
+from thor_dflash.program import Program, Step
+from thor_dflash.runtime.engine import Call
+from thor_dflash.tensors import Array
+
+EXACT = 2e-5
+"""Tolerance of the standard nodes, which copy, or add up in float32."""
+
+
+class Stepped(Protocol):
+    """An engine whose steps can be run one at a time."""
+
+    def program(self, name: str) -> Program:
+        """The steps of a loaded graph."""
+        ...
+
+    def begin(self, call: Call) -> None:
+        """What the host wrote is there when this returns."""
+        ...
+
+    def site(self, call: Call, step: Step) -> Site:
+        """The ports of a step as they are bound."""
+        ...
+
+    def fetch(self, call: Call, step: Step, port: str) -> Array:
+        """What is in a port's memory now."""
+        ...
+
+    def perform(self, call: Call, step: Step) -> None:
+        """Run one step, and wait for it."""
+        ...
+
+
+class Programs:
+    """See Tracer."""
+
+    def __init__(self, engine: Stepped) -> None:
+        self._engine = engine
+
+    def steps(self, call: Call) -> Iterator[Seen]:
+        """See Tracer."""
+        program = self._engine.program(call.graph.name)
+        self._engine.begin(call)
+        for step in program.steps:
+            yield self._seen(call, program, step)
+
+    def _seen(self, call: Call, program: Program, step: Step) -> Seen:
+        site = self._engine.site(call, step)
+        left = _left(site.op, site.attributes, step, program)
+        # Before the step runs: what it writes in place is gone afterwards.
+        fetched = {p: self._engine.fetch(call, step, p) for p in step.ports if p not in left}
+        self._engine.perform(call, step)
+        outputs = {port: self._engine.fetch(call, step, port) for port in left}
+        names = step.ports
+        return Seen(
+            program.name,
+            step.name,
+            step.room,
+            {names[p]: x for p, x in fetched.items() if names[p] not in program.weights},
+            {names[p]: x for p, x in outputs.items()},
+            {names[p]: p for p in outputs},
+            partial(_define, site, fetched, outputs),
+            tolerance(step.room),
+        )
+
+
+def _left(op: Op, a: Attributes, step: Step, program: Program) -> frozenset[str]:
+    """Ports that a step writes: those no earlier step, no input and no weight gives it."""
+    given = {*program.inputs, *program.weights}
+    for earlier in program.steps:
+        if earlier is step:
+            break
+        given |= set(earlier.ports.values())
+    return frozenset(port for port, name in step.ports.items() if name not in given)
+
+
+def _define(site: Site, fetched: Mapping[str, Array], outputs: Outputs) -> Outputs:
+    """What the definition says; ports that only kernels know are left out."""
+    x = dict(fetched)
+    if "packed" in x:
+        x |= unpack(site, x.pop("packed"), x.pop("scales"))
+    op, a = site.op, site.attributes
+    if op.name == "embed":
+        a = Attributes({**a.values, "rows": len(outputs["rows"])})
+    elif op.inputs:
+        known = {port.name for port in op.inputs_of(a)}
+        x = {port: value for port, value in x.items() if port in known}
+    return own_best(op, x, a, outputs, op.reference(x, a))
+
+
+def tolerance(room: str) -> float:
+    """As the room's launch rule claims; see its docstring."""
+    if not RULES[room].op.inputs:
+        return EXACT
+    found: object = vars(importlib.import_module(f"thor_dflash.plugins.{room}.launch"))["TOLERANCE"]
+    assert isinstance(found, float)
+    return found

@@ -1,0 +1,110 @@
+"""Packed weights back in the contract's form: what a kernel reads, for holding it to the reference.
+
+The inverse of pack.py but for what packing drops: codes of a block whose scale is zero are zero,
+and the sign of a zero scale is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from thor_dflash.plugins.launch import Site
+from thor_dflash.plugins.linear import pack
+from thor_dflash.plugins.linear.layout import STRIP, TILE, Group, Kind, Layout, layout
+from thor_dflash.tensors import Array, DType
+
+_CODES_BYTES = 2048
+_DTYPE = {Kind.NVFP4: DType.U8, Kind.FP8: DType.FP8, Kind.BF16: DType.BF16}
+
+
+def unpack(site: Site, packed: Array, scales: Array) -> dict[str, Array]:
+    """weight# [N#, C#], and block_scale# and row_scale# where the kind has them.
+
+    `packed` uint8 [bytes] and `scales` float32 [packed columns] as `pack` makes them for `site`.
+    """
+    plan = layout(site)
+    out = _empty(plan)
+    for group in plan.groups:
+        size = plan.steps * group.step_bytes
+        shape = (plan.steps, group.tiles, 2, group.kind.slots * group.kind.slot_bytes)
+        blocks = packed[group.offset : group.offset + size].reshape(shape)
+        factor = pack.NVFP4_FACTOR if group.kind is Kind.NVFP4 else np.float32(1)
+        for tile in range(group.tiles):
+            first = group.column + tile * TILE
+            parts = _tile(plan, group, np.ascontiguousarray(blocks[:, tile]))
+            parts["row_scale"] = scales[first : first + TILE] / factor
+            _place(plan, first, parts, out)
+    return {name: value for name, value in out.items() if value.size}
+
+
+def _empty(plan: Layout) -> dict[str, Array]:
+    out: dict[str, Array] = {}
+    for i, (kind, width) in enumerate(zip(plan.kinds, plan.widths, strict=True)):
+        columns = plan.k // 2 if kind is Kind.NVFP4 else plan.k
+        out[f"weight{i}"] = np.empty((width, columns), _DTYPE[kind].numpy)
+        if kind is Kind.NVFP4:
+            out[f"block_scale{i}"] = np.empty((width, plan.k // 16), DType.FP8.numpy)
+        if kind is not Kind.BF16:
+            out[f"row_scale{i}"] = np.empty(width, np.float32)
+    return out
+
+
+def _place(plan: Layout, first: int, parts: Mapping[str, Array], out: Mapping[str, Array]) -> None:
+    """64 packed columns, strip by strip, to the rows of their segments."""
+    for i in range(TILE // STRIP):
+        strip = plan.strips[first // STRIP + i]
+        if strip is None:
+            continue
+        for port, rows in parts.items():
+            if (to := out.get(f"{port}{strip.segment}")) is not None:
+                part = to[strip.column : strip.column + STRIP]
+                found = rows[i * STRIP : i * STRIP + len(part)]
+                part[...] = found[:, : part.shape[1]] if part.ndim == 2 else found
+
+
+def _tile(plan: Layout, group: Group, blocks: Array) -> dict[str, Array]:
+    """[steps, 2, bytes] -> weight [64, ...], block_scale [64, K/16]; K padded to whole steps."""
+    if group.kind is Kind.NVFP4:
+        codes = _codes(np.ascontiguousarray(blocks[:, :, :_CODES_BYTES]))
+        return {"weight": codes, "block_scale": _block_scales(blocks[:, :, _CODES_BYTES:])}
+    if group.kind is Kind.FP8:
+        pairs = blocks.view(np.uint16).reshape(-1, 2, 8, 4, 4, 2)  # [k16, half, g, t, strip, b]
+        rows = np.ascontiguousarray(pairs.transpose(1, 4, 2, 0, 5, 3)).view(np.uint8)
+        return {"weight": rows.reshape(TILE, -1).view(DType.FP8.numpy)}
+    pairs = blocks.view(np.uint32).reshape(-1, 4, 8, 4, 2, 2)  # [k16, quarter, g, t, strip, b]
+    rows = np.ascontiguousarray(pairs.transpose(1, 4, 2, 0, 5, 3)).view(np.uint16)
+    return {"weight": rows.reshape(TILE, -1).view(DType.BF16.numpy)}
+
+
+def _codes(blocks: Array) -> Array:
+    """[steps, 2, 2048] -> codes [64, K/2]: what pack's `_words` does, step by step backwards."""
+    turned = blocks.view(np.uint32).reshape(-1, 8, 4, 4)  # [k16, g, t, j]
+    q = [_unpermute(np.ascontiguousarray(turned[:, :, t])) for t in range(4)]
+    pack.transpose_bytes(q)
+    quads = np.empty((4, 2, 8, len(turned), 2), np.uint32)
+    for i, (p, b) in enumerate((p, b) for p in (0, 1) for b in (0, 1)):
+        quads[:, p, :, :, b] = q[i].transpose(2, 1, 0)
+    return quads.reshape(TILE, -1).view(np.uint8)
+
+
+def _unpermute(x: Array) -> Array:
+    """The bits of `pack.permute` back in their places."""
+    word = np.zeros_like(x)
+    for to in range(32):
+        place = int(pack.permute(np.array([1 << to], np.uint32))[0]).bit_length() - 1
+        word |= ((x >> np.uint32(place)) & np.uint32(1)) << np.uint32(to)
+    return word
+
+
+def _block_scales(blocks: Array) -> Array:
+    """[steps, 2, 256] -> fp8 [64, K/16]."""
+    words = np.ascontiguousarray(blocks).view(np.uint32).reshape(-1, 2, 8, 4, 2)
+    word = words.transpose(0, 1, 3, 2, 4).reshape(-1, 8, 2).transpose(2, 1, 0)  # [half, g, block]
+    e = [(word >> np.uint32(shift)) & np.uint32(0xFF) for shift in (4, 20, 12)]
+    e.append((word >> np.uint32(28)) | ((word & np.uint32(15)) << np.uint32(4)))
+    byte = np.zeros(256, np.uint8)
+    known = np.arange(1, pack.LARGEST_SCALE + 1)
+    byte[pack.SPREAD[0][known] >> 4] = known
+    return byte[np.stack(e, axis=1)].reshape(TILE, -1).view(DType.FP8.numpy)

@@ -1,0 +1,1 @@
+"""The rooms as TensorRT plugins, derived from their contracts and launch rules."""

@@ -1,0 +1,250 @@
+"""A call of a room as a plugin node: which tensors it has in which order, and the fields that say
+so. Nothing here needs TensorRT.
+
+A plugin's tensors are the ports that a call has, without gaps. Four fields come on top of the
+operator's attributes. `ports` names the tensors in order, "x packed scales -> y0"; `known` gives
+what the contract does not: ports beyond it ("scales:float32:5120") and, where an output's size
+follows from no input, its letter ("N0=5120"). `call0` and `call1` are the hash of all that.
+
+A plugin reads the two numbers and finds the rest in a table: with numpy 2, TensorRT's bindings give
+back the first element of a field over and over (10.13.3 to 10.15.1; 10.16.1 and 11.4 do not), so
+neither strings nor lists arrive.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TypeVar
+
+from thor_dflash.plugins.launch import Shaped, Site
+from thor_dflash.plugins.op import Attribute, Attributes, Port
+from thor_dflash.plugins.rules import ROOT, RULES, Rule
+from thor_dflash.tensors import DType
+
+PORTS = "ports"
+KNOWN = "known"
+KEYS = ("call0", "call1")
+"""The hash of a node, in two int32."""
+BODILESS = frozenset({"kinds"})
+"""Ports that are their shape alone: no tensor stands behind them."""
+ROWS_AS = {"rows": "ids", "y": "x0", "tokens": "forced"}
+"""Output of a standard node -> the input that has as many rows, where it has as many."""
+WORD = 4
+"""uint8 travels as int32: TensorRT takes bytes for pixels. Bytes of one."""
+
+T = TypeVar("T")
+
+Key = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Beyond:
+    """A port the contract does not have."""
+
+    dtype: DType
+    shape: tuple[int | str, ...]
+    """A name is that input's first size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One plugin."""
+
+    room: str
+    attributes: Attributes
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    beyond: Mapping[str, Beyond]
+    letters: Mapping[str, int]
+
+    @property
+    def rule(self) -> Rule:
+        """The room."""
+        return RULES[self.room]
+
+    def fields(self) -> dict[str, Attribute]:
+        """What the node says of itself; `parse` reads it."""
+        ports = f"{' '.join(self.inputs)} -> {' '.join(self.outputs)}"
+        known = [
+            f"{name}:{port.dtype.value}:{','.join(map(str, port.shape))}"
+            for name, port in self.beyond.items()
+        ]
+        known += [f"{letter}={size}" for letter, size in self.letters.items()]
+        told = {**self.attributes.values, PORTS: ports, KNOWN: " ".join(known)}
+        digest = hashlib.sha256(repr((self.room, sorted(told.items()))).encode()).digest()
+        key = (int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little"))
+        return {**told, **{name: half >> 1 for name, half in zip(KEYS, key, strict=True)}}
+
+    @property
+    def key(self) -> Key:
+        """What its plugin finds it by."""
+        first, second = (self.fields()[name] for name in KEYS)
+        assert isinstance(first, int), first
+        assert isinstance(second, int), second
+        return first, second
+
+    def _contract(self) -> tuple[dict[str, Port], dict[str, Port]]:
+        op = self.rule.op
+        ins, outs = op.inputs_of(self.attributes), op.outputs_of(self.attributes)
+        return {p.name: p for p in ins}, {p.name: p for p in outs}
+
+    def takes(self, port: str, dtype: DType, inputs: Mapping[str, DType]) -> bool:
+        """Whether a tensor may have an element type, given those of the inputs before it."""
+        ins, _ = self._contract()
+        if port in self.outputs:
+            return dtype is self.output_dtype(port, inputs)
+        if port in ins:
+            return dtype in ins[port].dtypes
+        return dtype is tensor_of(Shaped(self.beyond[port].dtype, ())).dtype
+
+    def output_dtype(self, port: str, inputs: Mapping[str, DType]) -> DType:
+        """Element type of an output from those of the inputs."""
+        if port in self.beyond:
+            return self.beyond[port].dtype
+        _, outs = self._contract()
+        made = outs[port]
+        return inputs[made.like] if made.like else made.dtypes[0]
+
+    def output_shapes(
+        self, inputs: Mapping[str, Sequence[T]], constant: Callable[[int], T]
+    ) -> dict[str, tuple[T, ...]]:
+        """Shapes of the outputs from those of the inputs; sizes may be numbers or expressions.
+
+        Raises:
+            ValueError: an input has another rank than the contract's.
+        """
+        ins, outs = self._contract()
+        letters: dict[str, T] = {}
+        for name, shape in inputs.items():
+            want = ins[name].shape if name in ins else ()
+            if name in ins and len(want) != len(shape):
+                raise ValueError(f"{self.room}.{name} must be {want} (got {len(shape)} axes)")
+            for letter, given in zip(want, shape, strict=False):
+                if isinstance(letter, str):
+                    letters.setdefault(letter, given)
+        derived = self.rule.op.derived(self.attributes)
+        for letter, number in {**self.letters, **derived}.items():
+            letters[letter] = constant(number)
+
+        def size(port: str, axis: int | str) -> T:
+            if isinstance(axis, int):
+                return constant(axis)
+            return inputs[axis][0] if port in self.beyond else letters[axis]
+
+        return {
+            name: tuple(
+                size(name, axis)
+                for axis in (self.beyond[name] if name in self.beyond else outs[name]).shape
+            )
+            for name in self.outputs
+        }
+
+    def site(self, tensors: Mapping[str, Shaped]) -> Site:
+        """The call with every size a number, from the tensors as TensorRT has them."""
+        ports = {name: port_of(name, tensors[name], self.beyond) for name in tensors}
+        for name in BODILESS & self.beyond.keys():
+            sizes = [n for n in self.beyond[name].shape if isinstance(n, int)]
+            ports[name] = Shaped(self.beyond[name].dtype, tuple(sizes))
+        return Site(self.rule.op, self.attributes, ports)
+
+
+def tensor_of(port: Shaped) -> Shaped:
+    """The tensor that carries a port: bytes travel in words."""
+    if port.dtype is not DType.U8:
+        return port
+    return Shaped(DType.I32, (*port.shape[:-1], *(n // WORD for n in port.shape[-1:])))
+
+
+def port_of(name: str, tensor: Shaped, beyond: Mapping[str, Beyond]) -> Shaped:
+    """The port that a tensor carries."""
+    if name not in beyond or beyond[name].dtype is not DType.U8:
+        return tensor
+    return Shaped(DType.U8, (*tensor.shape[:-1], *(n * WORD for n in tensor.shape[-1:])))
+
+
+def describe(site: Site, outputs: Collection[str]) -> Node:
+    """The plugin node of a call, every size of which is a number; sizes that the inputs tell may
+    differ when it runs. `outputs` are the ports that the call writes.
+    """
+    op, a = site.op, site.attributes
+    ins, outs = op.inputs_of(a), op.outputs_of(a)
+    contract = {p.name for p in (*ins, *outs)}
+    # Contract order, then the ports beyond it as the call has them.
+    order = [p.name for p in (*ins, *outs) if p.name in site]
+    order += [name for name in site.ports if name not in contract]
+    tensors = [name for name in order if name not in BODILESS]
+    bound = {d for p in ins if p.name in site for d in p.shape} | op.derived(a).keys()
+    letters = {
+        d: site.size(p.name, axis)
+        for p in outs
+        if p.name in site
+        for axis, d in enumerate(p.shape)
+        if isinstance(d, str) and d not in bound
+    }
+    beyond = {
+        name: Beyond(port.dtype, _sizes(site, name) if name in outputs else port.shape)
+        for name, port in site.ports.items()
+        if name not in contract
+    }
+    return Node(
+        op.name,
+        a,
+        tuple(name for name in tensors if name not in outputs),
+        tuple(name for name in tensors if name in outputs),
+        beyond,
+        letters,
+    )
+
+
+def _sizes(site: Site, name: str) -> tuple[int | str, ...]:
+    shape = site.ports[name].shape
+    rows = ROWS_AS.get(name)
+    if rows is not None and rows in site and shape and site.size(rows, 0) == shape[0]:
+        return (rows, *shape[1:])
+    return shape
+
+
+def parse(room: str, fields: Mapping[str, Attribute]) -> Node:
+    """A node from its fields.
+
+    Raises:
+        ValueError: a field is missing or not as `Node.fields` writes it.
+    """
+    rule = RULES[room]
+    for name in (PORTS, KNOWN, *rule.op.attributes):
+        if name not in fields:
+            raise ValueError(f"{rule.op.type} must have the field {name} (got {sorted(fields)})")
+    inputs, arrow, outputs = str(fields[PORTS]).partition("->")
+    if not arrow or not outputs.split():
+        raise ValueError(
+            f'{rule.op.type}: ports must be "inputs -> outputs" (got {fields[PORTS]!r})'
+        )
+    beyond: dict[str, Beyond] = {}
+    letters: dict[str, int] = {}
+    for word in str(fields[KNOWN]).split():
+        letter, equals, size = word.partition("=")
+        if equals:
+            letters[letter] = int(size)
+        else:
+            name, dtype, shape = word.split(":")
+            sizes = [int(n) if n.isdecimal() else n for n in shape.split(",") if n]
+            beyond[name] = Beyond(DType(dtype), tuple(sizes))
+    attributes = rule.op.complete({n: fields[n] for n in rule.op.attributes})
+    node = Node(room, attributes, tuple(inputs.split()), tuple(outputs.split()), beyond, letters)
+    if node.fields() != {name: fields[name] for name in node.fields() if name in fields}:
+        raise ValueError(f"{rule.op.type} must be as it was written (got {dict(fields)})")
+    return node
+
+
+@cache
+def fingerprint() -> str:
+    """SHA-256 of everything that decides what the plugins launch: kernels and launch rules."""
+    digest = hashlib.sha256()
+    for path in sorted(ROOT.rglob("*")):
+        if path.suffix in (".cu", ".cuh", ".py") and path.stem not in ("reference", "body"):
+            text = path.read_bytes()
+            digest.update(f"\0{path.relative_to(ROOT).as_posix()}\0{len(text)}\0".encode() + text)
+    return digest.hexdigest()

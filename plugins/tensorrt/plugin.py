@@ -1,0 +1,298 @@
+"""Every room as an IPluginV3, derived from its contract and launch rule.
+
+A plugin answers TensorRT's questions about types, shapes and memory from the contract, and puts the
+kernels that the CUDA engine launches on TensorRT's stream. It is only ever run while a cycle is
+captured into a CUDA graph, and once before: replay has no Python in it.
+
+Written to the API that 10.13.3 and 11.4 have in common.
+"""
+
+# tensorrt is not installed where the checkers run: the tests check this file against its bindings.
+# pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUntypedBaseClass=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import tensorrt as trt
+
+from thor_dflash.errors import EngineError
+from thor_dflash.plugins.cuda.call import Call
+from thor_dflash.plugins.cuda.enqueue import working
+from thor_dflash.plugins.cuda.kernels import Kernels
+from thor_dflash.plugins.launch import Device, Shaped, Site
+from thor_dflash.plugins.op import DOMAIN, VERSION
+from thor_dflash.plugins.rules import RULES
+from thor_dflash.plugins.tensorrt.node import KEYS, Key, Node, fingerprint
+from thor_dflash.tensors import DType
+
+TYPES: Mapping[trt.DataType, DType] = {
+    trt.DataType.FLOAT: DType.F32,
+    trt.DataType.HALF: DType.F16,
+    trt.DataType.BF16: DType.BF16,
+    trt.DataType.FP8: DType.FP8,
+    trt.DataType.INT32: DType.I32,
+}
+"""Element types a plugin's tensor may have."""
+OF = {dtype: kind for kind, dtype in TYPES.items()}
+
+
+class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPluginV3OneRuntime):
+    """One call of one room. A context has a clone of its own, with memory of its own."""
+
+    def __init__(self, node: Node, device: Device, kernels: Kernels | None) -> None:
+        trt.IPluginV3.__init__(self)
+        trt.IPluginV3OneCore.__init__(self)
+        trt.IPluginV3OneBuild.__init__(self)
+        trt.IPluginV3OneRuntime.__init__(self)
+        self.plugin_name = node.rule.op.type
+        self.plugin_namespace = DOMAIN
+        self.plugin_version = str(VERSION)
+        self.num_outputs = len(node.outputs)
+        self.format_combination_limit = 1
+        # Without the kernels in it, a changed kernel would be judged by an old one's time.
+        self.timing_cache_id = f"{fingerprint()[:16]} {node.key}"
+        self.metadata_string = str(node.fields())
+        self.node = node
+        self._device = device
+        self._kernels = kernels
+        self._call: Call | None = None
+        self._serial = [np.array([half], np.int32) for half in node.key]
+
+    # ---- core ----------------------------------------------------------------------------
+
+    def get_capability_interface(self, type: trt.PluginCapabilityType) -> object:
+        """All three are this object."""
+        del type
+        return self
+
+    def clone(self) -> Plugin:
+        """The same call, with no memory yet."""
+        return Plugin(self.node, self._device, self._kernels)
+
+    def destroy(self) -> None:
+        """Give the memory back."""
+        call, self._call = self._call, None
+        if call is not None:
+            call.close()
+
+    # ---- build ---------------------------------------------------------------------------
+
+    def get_output_data_types(self, input_types: list[trt.DataType]) -> list[trt.DataType]:
+        """As the contract says."""
+        inputs = self._types(input_types)
+        return [OF[self.node.output_dtype(port, inputs)] for port in self.node.outputs]
+
+    def get_output_shapes(
+        self,
+        inputs: list[trt.DimsExprs],
+        shape_inputs: list[trt.DimsExprs],
+        expr_builder: trt.IExprBuilder,
+    ) -> list[trt.DimsExprs]:
+        """The contract's letters, bound by the inputs."""
+        del shape_inputs
+        known = {
+            port: [shape[axis] for axis in range(len(shape))]
+            for port, shape in zip(self.node.inputs, inputs, strict=True)
+        }
+        found = self.node.output_shapes(known, expr_builder.constant)
+        return [trt.DimsExprs(list(found[port])) for port in self.node.outputs]
+
+    def supports_format_combination(
+        self, pos: int, in_out: list[trt.DynamicPluginTensorDesc], num_inputs: int
+    ) -> bool:
+        """Rows in their order, the contract's types, and at the end what the launch rule says."""
+        descs = [described.desc for described in in_out[: pos + 1]]
+        kind = TYPES.get(descs[pos].type)
+        if descs[pos].format != trt.TensorFormat.LINEAR or kind is None:
+            return False
+        names = (*self.node.inputs, *self.node.outputs)
+        inputs = self._types([desc.type for desc in descs[:num_inputs]])
+        if not self.node.takes(names[pos], kind, inputs):
+            return False
+        if pos + 1 < len(names):
+            return True
+        sizes = [_largest(described) for described in in_out]
+        return not self.node.rule.refuse(self._site([d.desc.type for d in in_out], sizes))
+
+    def configure_plugin(
+        self,
+        pos_in: list[trt.DynamicPluginTensorDesc],
+        pos_out: list[trt.DynamicPluginTensorDesc],
+    ) -> None:
+        """Nothing to choose: sizes decide, when they are known."""
+
+    def get_valid_tactics(self) -> list[int]:
+        """None beside the launch rule's own."""
+        return []
+
+    def get_workspace_size(
+        self,
+        inputs: list[trt.DynamicPluginTensorDesc],
+        outputs: list[trt.DynamicPluginTensorDesc],
+    ) -> int:
+        """Scratch memory at the largest sizes, bytes; counters are not in it."""
+        both = [*inputs, *outputs]
+        site = self._site([d.desc.type for d in both], [_largest(d) for d in both])
+        return working(self.node.rule.launches(site, self._device))[1]
+
+    # ---- runtime -------------------------------------------------------------------------
+
+    def attach_to_context(self, resource_context: trt.IPluginResourceContext) -> Plugin:
+        """A plugin for one context."""
+        del resource_context
+        return self.clone()
+
+    def set_tactic(self, tactic: int) -> None:
+        """There is one."""
+        del tactic
+
+    def get_fields_to_serialize(self) -> trt.PluginFieldCollection:
+        """What finds the node again."""
+        kind = trt.PluginFieldType.INT32
+        return trt.PluginFieldCollection(
+            [trt.PluginField(n, half, kind) for n, half in zip(KEYS, self._serial, strict=True)]
+        )
+
+    def on_shape_change(
+        self, inputs: list[trt.PluginTensorDesc], outputs: list[trt.PluginTensorDesc]
+    ) -> None:
+        """Decide the launches.
+
+        Raises:
+            EngineError: the kernels do not take these sizes.
+        """
+        both = [*inputs, *outputs]
+        site = self._site([d.type for d in both], [tuple(d.dims) for d in both])
+        if why := self.node.rule.refuse(site):
+            raise EngineError(f"{self.plugin_name}: {why}")
+        self.destroy()
+        if self._kernels is not None:
+            self._call = Call(self._kernels, self.node.rule, site)
+
+    def enqueue(
+        self,
+        input_desc: list[trt.PluginTensorDesc],
+        output_desc: list[trt.PluginTensorDesc],
+        inputs: list[int],
+        outputs: list[int],
+        workspace: int,
+        stream: int,
+    ) -> None:
+        """Put the launches on the stream.
+
+        Raises:
+            EngineError: a launch failed, or the stream is captured with addresses that the plugin
+                never ran with.
+        """
+        if self._call is None:
+            self.on_shape_change(input_desc, output_desc)
+        if self._call is None or self._kernels is None:
+            raise EngineError(f"{self.plugin_name} must have a device to run on (got none)")
+        names = (*self.node.inputs, *self.node.outputs)
+        at = dict(zip(names, (*inputs, *outputs), strict=True))
+        self._call.run(at, workspace, self._kernels.gate.cu.CUstream(stream))
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of its own, bytes."""
+        return self._call.nbytes if self._call else 0
+
+    # ---- from descriptors to ports -------------------------------------------------------
+
+    def _types(self, types: Sequence[trt.DataType]) -> dict[str, DType]:
+        return {p: TYPES[t] for p, t in zip(self.node.inputs, types, strict=False) if t in TYPES}
+
+    def _site(self, types: Sequence[trt.DataType], sizes: Sequence[tuple[int, ...]]) -> Site:
+        names = (*self.node.inputs, *self.node.outputs)
+        return self.node.site(
+            {
+                name: Shaped(TYPES[kind], shape)
+                for name, kind, shape in zip(names, types, sizes, strict=True)
+            }
+        )
+
+
+def _largest(described: trt.DynamicPluginTensorDesc) -> tuple[int, ...]:
+    return tuple(
+        most if size < 0 else size
+        for size, most in zip(described.desc.dims, described.max, strict=True)
+    )
+
+
+class Creator(trt.IPluginCreatorV3One):
+    """Makes the plugins of one room."""
+
+    def __init__(
+        self, room: str, device: Device, kernels: Kernels | None, nodes: Mapping[Key, Node]
+    ) -> None:
+        trt.IPluginCreatorV3One.__init__(self)
+        self.name = RULES[room].op.type
+        self.plugin_namespace = DOMAIN
+        self.plugin_version = str(VERSION)
+        nothing = np.zeros(1, np.int32)
+        self.field_names = trt.PluginFieldCollection(
+            [trt.PluginField(name, nothing, trt.PluginFieldType.INT32) for name in KEYS]
+        )
+        self._nothing = nothing  # TensorRT keeps its address
+        self._room = room
+        self._device = device
+        self._kernels = kernels
+        self._nodes = nodes
+
+    def create_plugin(
+        self, name: str, field_collection: trt.PluginFieldCollection, phase: trt.TensorRTPhase
+    ) -> Plugin:
+        """The plugin of a node, when a network is built and when an engine is loaded.
+
+        Raises:
+            EngineError: the fields name no node of this room.
+        """
+        del phase
+        found = {field.name: int(np.ravel(field.data)[0]) for field in field_collection}
+        key = found.get(KEYS[0], -1), found.get(KEYS[1], -1)
+        node = self._nodes.get(key)
+        if node is None or node.room != self._room:
+            raise EngineError(
+                f"{name} must be a call that its package describes (got {self.name} {key}); "
+                "build the package again"
+            )
+        return Plugin(node, self._device, self._kernels)
+
+
+def register(
+    registry: trt.IPluginRegistry, device: Device, kernels: Kernels | None, nodes: Iterable[Node]
+) -> tuple[Creator, ...]:
+    """Register a creator for every room that `nodes` has calls of. Keep what it returns for as long
+    as networks or engines with these plugins live, then `deregister` it.
+
+    Args:
+        registry: `trt.get_plugin_registry()`.
+        device: What the launches are for.
+        kernels: What runs them; None where nothing does.
+        nodes: The calls.
+
+    Raises:
+        EngineError: creators of these names are there already.
+    """
+    table = {node.key: node for node in nodes}
+    made: list[Creator] = []
+    for room in sorted({node.room for node in table.values()}):
+        creator = Creator(room, device, kernels, table)
+        if not registry.register_creator(creator, DOMAIN):
+            deregister(registry, made)
+            raise EngineError(
+                f"{creator.name} must be registered once in a process (got it registered already); "
+                "close the other TensorRT engine or builder first"
+            )
+        made.append(creator)
+    return tuple(made)
+
+
+def deregister(registry: trt.IPluginRegistry, creators: Iterable[Creator]) -> None:
+    """Take creators out of the registry."""
+    for creator in creators:
+        registry.deregister_creator(creator)

@@ -1,0 +1,71 @@
+"""What of the CUDA engine needs no device, through a driver with none behind it."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from fake_cuda import MEMORY, Fake, fake
+from nano import package, request
+
+from thor_dflash.config import EngineConfig
+from thor_dflash.errors import EngineError
+from thor_dflash.progress import Silent
+from thor_dflash.runtime.propose import Dflash
+from thor_dflash.runtime.session import Session, open_session
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return package(tmp_path_factory.mktemp("cuda") / "nano", engine="cuda")
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    return fake(monkeypatch)
+
+
+def cycles(s: Session, count: int) -> int:
+    """Cycles of a request, which commit one token each with this driver."""
+    return sum(bool(chunk.tokens) for chunk in s.run(request(s, 0, count), Dflash()))
+
+
+def test_each_engine_of_a_thread_works_in_its_own_context(made: Path, device: Fake) -> None:
+    with (
+        closing(open_session(made, EngineConfig(), Silent())) as one,
+        closing(open_session(made, EngineConfig(), Silent())) as two,
+    ):
+        for _ in range(3):
+            assert cycles(one, 4) == cycles(two, 4) == 4
+    assert device.contexts == 2
+
+
+def test_a_step_is_captured_once_for_each_way_its_states_lie(made: Path, device: Fake) -> None:
+    with closing(open_session(made, EngineConfig(), Silent())) as s:
+        cycles(s, 9)
+        cycles(s, 9)
+        captured = len(device.graphs)
+        taken = device.taken
+        for _ in range(20):
+            cycles(s, 9)
+        assert (len(device.graphs), device.taken) == (captured, taken)
+        # A prefill step and a cycle; the tails that both renew and the records that a verify renews
+        # change places apart from each other.
+        assert captured <= 8
+
+
+def test_without_graphs_every_kernel_is_launched_every_time(made: Path, device: Fake) -> None:
+    with closing(open_session(made, EngineConfig(graphs=False), Silent())) as s:
+        cycles(s, 4)
+        assert not device.graphs
+        before = device.calls.count("cuLaunchKernelEx")
+        cycles(s, 4)
+        assert device.calls.count("cuLaunchKernelEx") > before + 4 * 60
+
+
+def test_what_does_not_fit_is_refused_before_it_is_taken(made: Path, device: Fake) -> None:
+    device.taken = MEMORY - (260 << 20)
+    with pytest.raises(EngineError, match=r"the package must fit .*lower engine\.capacity"):
+        open_session(made, EngineConfig(), Silent())
+    assert device.taken == MEMORY - (260 << 20)

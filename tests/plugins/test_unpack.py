@@ -1,0 +1,65 @@
+"""Unpacking gives back what was packed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from kernels import call_of, in_kernel_types
+
+from thor_dflash.plugins import HEAD, LINEAR, Op
+from thor_dflash.plugins.linear.reference import weight_case
+from thor_dflash.plugins.linear.unpack import unpack
+from thor_dflash.plugins.op import Case
+from thor_dflash.tensors import Array
+
+
+def stored(name: str, inputs: dict[str, Array]) -> bool:
+    return name.rstrip("0123456789") in ("weight", "block_scale", "row_scale")
+
+
+def case(op: Op, kinds: tuple[str, ...], widths: tuple[int, ...], k: int, epilogue: str) -> Case:
+    rng = np.random.default_rng(len(kinds) + k)
+    inputs: dict[str, Array] = {"x": rng.standard_normal((16, k)).astype(np.float32)}
+    for i, (kind, width) in enumerate(zip(kinds, widths, strict=True)):
+        made = weight_case(rng, kind, width, k)
+        inputs |= {name.replace("0", str(i)): value for name, value in made.items()}
+    attributes: dict[str, int | float | str] = {"segments": len(kinds), "epilogue": epilogue}
+    if op is HEAD:
+        attributes, inputs["norm_weight"] = {}, np.ones(k, np.float32)
+    return Case("x", inputs, attributes)
+
+
+@pytest.mark.parametrize(
+    ("op", "kinds", "widths", "k", "epilogue"),
+    [
+        (LINEAR, ("nvfp4",), (64,), 128, "none"),
+        (LINEAR, ("nvfp4",), (200,), 320, "none"),
+        (LINEAR, ("fp8",), (72,), 192, "none"),
+        (LINEAR, ("bfloat16",), (264,), 128, "none"),
+        (LINEAR, ("nvfp4", "nvfp4", "bfloat16", "fp8"), (520, 48, 8, 16), 256, "none"),
+        (LINEAR, ("nvfp4", "nvfp4"), (96, 96), 128, "swiglu"),
+        (HEAD, ("nvfp4",), (304,), 128, "none"),
+    ],
+)
+def test_unpacking_gives_back_what_was_packed(
+    op: Op, kinds: tuple[str, ...], widths: tuple[int, ...], k: int, epilogue: str
+) -> None:
+    given = in_kernel_types(op, case(op, kinds, widths, k, epilogue))
+    call = call_of(op, given)
+    got = unpack(call.site, call.inputs["packed"], call.inputs["scales"])
+    want = {n: x for n, x in given.inputs.items() if stored(n, dict(given.inputs))}
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert got[name].dtype == value.dtype
+        np.testing.assert_array_equal(got[name].view(np.uint8), value.view(np.uint8), name)
+
+
+def test_a_block_of_scale_zero_is_zero() -> None:
+    given = in_kernel_types(LINEAR, case(LINEAR, ("nvfp4",), (64,), 128, "none"))
+    inputs = dict(given.inputs)
+    inputs["block_scale0"] = inputs["block_scale0"].copy()
+    inputs["block_scale0"][3, 2] = 0
+    call = call_of(LINEAR, Case("zero", inputs, given.attributes))
+    got = unpack(call.site, call.inputs["packed"], call.inputs["scales"])
+    assert not got["weight0"][3, 16:24].any()
+    assert got["block_scale0"][3, 2] == 0
