@@ -9,18 +9,18 @@ from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
 from shutil import copyfile
-from typing import Literal, Protocol
+from typing import Literal
 
 from thor_dflash import __version__, manifest
 from thor_dflash.builders.card import make_card
 from thor_dflash.builders.checkpoint.drafter import check_pair, read_drafter
-from thor_dflash.builders.checkpoint.matrix import Matrix
 from thor_dflash.builders.checkpoint.target import read_target
 from thor_dflash.builders.draft_ids import read_draft_ids
 from thor_dflash.builders.graphs.drafter import Drafter
 from thor_dflash.builders.graphs.graph import Graph
 from thor_dflash.builders.graphs.source import Source
 from thor_dflash.builders.graphs.target import ID_SLOTS, Shape, Target
+from thor_dflash.builders.offered import DrafterSource, TargetSource
 from thor_dflash.builders.packing import Packing
 from thor_dflash.builders.programs import lower
 from thor_dflash.builders.staging import Staging
@@ -28,12 +28,12 @@ from thor_dflash.builders.tensorrt.package import Material, engines, maker, writ
 from thor_dflash.builders.tensorrt.profiles import session_ranges
 from thor_dflash.builders.weights import WeightFiles
 from thor_dflash.config import BLOCK, CAPACITY, BuildConfig
-from thor_dflash.dims import DrafterDims, TargetDims, longest_context
+from thor_dflash.dims import longest_context
 from thor_dflash.errors import CheckpointError, ConfigError
 from thor_dflash.manifest import KvScales, Manifest, Share
 from thor_dflash.program import ENDING, Program, render
 from thor_dflash.progress import Progress
-from thor_dflash.tensors import Array, DType
+from thor_dflash.tensors import DType
 from thor_dflash.tokenizer import addressed_ids, stop_tokens, tokenizer_files
 
 _DTYPE = {"f32": DType.F32, "bf16": DType.BF16, "fp8": DType.FP8}
@@ -49,31 +49,6 @@ _CHUNKS: dict[str, tuple[int, ...]] = {"ort": (), "cuda": (128,), "tensorrt": (1
 """Other sizes of a prefill step where nobody says. None above 512: a Thor's 20 multiprocessors are
 filled by 512 rows, and prefixes are kept in whole steps, so a larger one would keep nothing of a
 shorter prefix. build.chunks = [128, 2048] suits a device with many more."""
-
-
-class TargetSource(Protocol):
-    """What a build asks of a target checkpoint, whole or hollow."""
-
-    @property
-    def dims(self) -> TargetDims: ...  # noqa: D102
-    @property
-    def directory(self) -> Path: ...  # noqa: D102
-    @property
-    def skipped(self) -> tuple[str, ...]: ...  # noqa: D102
-    def matrix(self, name: str) -> Matrix: ...  # noqa: D102
-    def tensor(self, name: str) -> Array: ...  # noqa: D102
-    def kv_scales(self, layer: int) -> tuple[float, float] | None: ...  # noqa: D102
-
-
-class DrafterSource(Protocol):
-    """What a build asks of a drafter checkpoint."""
-
-    @property
-    def dims(self) -> DrafterDims: ...  # noqa: D102
-    @property
-    def directory(self) -> Path: ...  # noqa: D102
-    def matrix(self, name: str) -> Matrix: ...  # noqa: D102
-    def tensor(self, name: str) -> Array: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Any
 from thor_dflash import manifest as package_manifest
 from thor_dflash.config import EngineConfig
 from thor_dflash.dims import longest_context
-from thor_dflash.errors import ConfigError, RequestError
+from thor_dflash.errors import ConfigError, EngineError, RequestError
 from thor_dflash.manifest import Manifest
 from thor_dflash.progress import Progress as Reporter
 from thor_dflash.runtime.admission import Desk, Request
@@ -190,8 +190,20 @@ def _cuda(package: Path, config: EngineConfig, progress: Reporter) -> Engine:
     return CudaEngine(package, config, progress)
 
 
+def _tensorrt(package: Path, config: EngineConfig, progress: Reporter) -> Engine:
+    try:
+        from thor_dflash.runtime.engines.tensorrt.engine import TensorRTEngine
+    except ImportError as e:
+        raise EngineError(
+            "engine tensorrt must have TensorRT's Python package; on a Jetson it comes with "
+            f"JetPack: python3 -m venv --system-site-packages (got: {e})"
+        ) from e
+    return TensorRTEngine(package, config, progress)
+
+
 _ENGINES: dict[str, Callable[[Path, EngineConfig, Reporter], Engine]] = {
     "ort": _ort,
     "cuda": _cuda,
+    "tensorrt": _tensorrt,
 }
 """Imported when asked for: a machine installs what its packages run on."""

@@ -51,6 +51,8 @@ class Fake:
         self.calls: list[str] = []
         self.graphs: list[int] = []
         """Kernels of each captured graph."""
+        self.sent: list[tuple[int, bytes]] = []
+        """Copies from the host in the order of the stream: address and bytes."""
         self._host: list[Any] = []
         self._counted = -1
         self.contexts = 0
@@ -111,6 +113,7 @@ class Fake:
         return self._on(stream)
 
     def cuMemcpyHtoDAsync(self, to: int, at: int, nbytes: int, stream: int) -> Any:  # noqa: N802
+        self.sent.append((to, ctypes.string_at(at, nbytes)))
         return self._on(stream)
 
     def _on(self, stream: int) -> Any:

@@ -20,7 +20,7 @@ class Gpu:
 
     def __init__(self, cubins: Path) -> None:
         self.driver = Driver()
-        self._kernels = Kernels(self.driver, self.driver.info.device, cubins)
+        self.kernels = Kernels(self.driver, self.driver.info.device, cubins)
 
     def __call__(self, buffers: Sequence[Buffer], steps: Sequence[Step]) -> None:
         """Run the steps."""
@@ -30,7 +30,7 @@ class Gpu:
         # All arguments first: a copy between two launches would keep them apart.
         tables: list[int] = []
         arguments = [[self._value(v, places, tables) for v in step.arguments] for step in steps]
-        kernels = [self._kernels.function(step.source, step.launch) for step in steps]
+        kernels = [self.kernels.function(step.source, step.launch) for step in steps]
         driver("cuCtxSynchronize")  # a copy may return before it is made
         for i, step in enumerate(steps):
             overlap = step.launch.overlap and i > 0

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 TOPS = ("plugins", "builders", "runtime", "calib", "serving")
 FLOORS = (
     ("errors", "tensors", "dims"),
-    ("records", "progress", "serve_config"),
+    ("records", "progress", "serve_config", "tensorrt_config"),
     ("config", "manifest", "tokenizer", "program"),
     ("plan",),
     ("plugins",),
@@ -35,6 +35,13 @@ MAY = {
     "ml_dtypes": ["*"],
     "onnx": ["builders/*", "calib/check/nodes.py", "plugins/body.py", "plugins/*/body.py", "tests/*"],
     "cuda": ["plugins/cuda/*", "runtime/doctor/probe.py", "tests/*"],
+    "tensorrt": [
+        "builders/tensorrt/*",
+        "plugins/tensorrt/*",
+        "runtime/engines/tensorrt/*",
+        "runtime/doctor/*",
+        "tests/*",
+    ],
     "onnxruntime": ["runtime/engines/ort.py", "calib/check/nodes.py", "tests/*"],
     "tokenizers": ["runtime/text.py", "calib/nano/*", "tests/*"],
     "jinja2": ["runtime/text.py", "calib/nano/*", "tests/*"],

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from thor_dflash import records
 from thor_dflash.errors import ConfigError
 from thor_dflash.serve_config import GatewayConfig, ServeConfig
-from thor_dflash.tensorrt_config import TensorRTConfig
+from thor_dflash.tensorrt_config import CUBINS, TensorRTConfig
 
 BLOCK = 16
 """Rows of a block where neither the configuration nor a drafter says."""
@@ -144,7 +144,7 @@ class EngineConfig:
     overlap: bool = True
     """cuda: let a kernel fetch its weights while the one before it ends (programmatic dependent
     launch)."""
-    cubins: str = "~/.cache/thor-dflash/cubins"
+    cubins: str = CUBINS
     """cuda: where compiled kernels are kept."""
 
     def __post_init__(self) -> None:

@@ -105,7 +105,7 @@ class Manifest:
     """Version of thor-dflash that built it."""
     created: str
     """UTC, ISO 8601."""
-    engine: Literal["ort", "cuda"]
+    engine: Literal["ort", "cuda", "tensorrt"]
     block: int
     """Rows of the verify block."""
     chunk: int

@@ -7,6 +7,8 @@ from typing import Literal
 
 from thor_dflash.errors import ConfigError
 
+CUBINS = "~/.cache/thor-dflash/cubins"
+"""Where compiled kernels are kept."""
 LEVELS = 5
 """Highest level of TensorRT's builder."""
 
@@ -25,6 +27,8 @@ class TensorRTConfig:
     """How long it looks for faster layers, 0 to 5; 3 is TensorRT's own choice."""
     timings: str = "~/.cache/thor-dflash/timings"
     """Directory of what it has measured, so that the next build need not."""
+    cubins: str = CUBINS
+    """Directory of compiled kernels, as engine.cubins."""
     inspect: Literal["refuse", "note"] = "refuse"
     """What to do where an engine holds a copy, a precision or a layer that its graph does not:
     refuse it, or write it into the package's tensorrt.log."""

@@ -120,7 +120,9 @@ class Dense:
         return {port: name for port, name in ports.items() if not port.startswith("row_scale")}
 
     def _node(self, step: Step) -> onnx.NodeProto:
-        return next(n for n in self.graph.node if n.name == step.name)
+        [node] = [n for n in self.graph.node if n.name == step.name]
+        assert isinstance(node, onnx.NodeProto), step.name
+        return node
 
     def _dtype(self, name: str) -> DType:
         if name in self.program.values:

@@ -8,7 +8,7 @@ function bodies: without its plugin a node cannot be parsed.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import onnx
@@ -18,12 +18,10 @@ from thor_dflash.plugins.body import IR_VERSION, ONNX_TYPE, OPSET
 from thor_dflash.plugins.launch import Shaped, Site
 from thor_dflash.plugins.op import DOMAIN, NEXT, VERSION, Attributes
 from thor_dflash.plugins.rules import RULES
-from thor_dflash.plugins.tensorrt.node import WORD, describe
+from thor_dflash.plugins.tensorrt.node import WORD, Node, describe
 from thor_dflash.program import Program, Step, Value, Weight
 from thor_dflash.tensors import DType
 
-PACKED = "packed"
-"""The port of a matrix packed for `linear`."""
 NOMINAL = 128
 """Stands for a size that a session decides; nothing of a node depends on it."""
 
@@ -52,8 +50,9 @@ class Sheet:
     values: dict[str, onnx.ValueInfoProto] = field(default_factory=dict[str, onnx.ValueInfoProto])
     weights: dict[str, Weight] = field(default_factory=dict[str, Weight])
     """Weights that are inputs."""
-    packed: list[str] = field(default_factory=list[str])
-    """Those of them that are matrices packed for `linear`."""
+    plugins: list[tuple[str, Node]] = field(default_factory=list[tuple[str, Node]])
+    """Every custom node with its name, in order."""
+    products: int = 0
     domains: dict[str, int] = field(default_factory=lambda: {"": OPSET, DOMAIN: VERSION})
 
 
@@ -66,11 +65,10 @@ class Deployment:
     inputs: Mapping[str, Value]
     outputs: Mapping[str, Value]
     weights: Mapping[str, Weight]
-    packed: tuple[str, ...]
     in_place: tuple[str, ...]
     """Outputs whose kernels write over the input they are the next value of."""
-    plugins: tuple[str, ...]
-    """Name of every custom node, in order."""
+    plugins: tuple[tuple[str, Node], ...]
+    """Every custom node with its name, in order."""
     products: int = 0
     """FP4 products that are TensorRT's own."""
 
@@ -80,17 +78,14 @@ def deploy(program: Program, rewrite: Rewrite | None = None) -> Deployment:
     sheet = Sheet()
     made = {*program.inputs, *program.weights}
     in_place: list[str] = []
-    plugins: list[str] = []
-    products = 0
     for step in program.steps:
         outs = {port for port, value in step.ports.items() if value not in made}
         made |= {step.ports[port] for port in outs}
         if rewrite is not None and rewrite.takes(step):
             rewrite.write(step, sheet)
-            products += 1
+            sheet.products += 1
             continue
         sheet.nodes.append(_custom(program, step, outs, sheet))
-        plugins.append(step.name)
         kept = sorted(RULES[step.room].in_place)
         in_place += [step.ports[p] for p in kept if _is_state(step.ports.get(p, ""))]
     return Deployment(
@@ -99,10 +94,9 @@ def deploy(program: Program, rewrite: Rewrite | None = None) -> Deployment:
         program.inputs,
         program.outputs,
         sheet.weights,
-        tuple(sheet.packed),
         tuple(in_place),
-        tuple(plugins),
-        products,
+        tuple(sheet.plugins),
+        sheet.products,
     )
 
 
@@ -113,19 +107,12 @@ def _is_state(value: str) -> bool:
 def _custom(program: Program, step: Step, outs: Collection[str], sheet: Sheet) -> onnx.NodeProto:
     rule = RULES[step.room]
     shapes = {port: _shaped(program, name) for port, name in step.ports.items()}
-    node = describe(Site(rule.op, Attributes(step.attributes), shapes))
-    tensors = (*node.inputs, *node.outputs)
-    node = replace(
-        node,
-        inputs=tuple(port for port in tensors if port not in outs),
-        outputs=tuple(port for port in tensors if port in outs),
-    )
-    for port in node.inputs:
-        name = step.ports[port]
+    attributes = Attributes({**rule.op.attributes, **step.attributes})
+    node = describe(Site(rule.op, attributes, shapes), outs)
+    sheet.plugins.append((step.name, node))
+    for name in (step.ports[port] for port in node.inputs):
         if name in program.weights:
             sheet.weights[name] = program.weights[name]
-            if port == PACKED and name not in sheet.packed:
-                sheet.packed.append(name)
     made = helper.make_node(
         rule.op.type,
         [step.ports[port] for port in node.inputs],

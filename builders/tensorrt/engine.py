@@ -3,12 +3,14 @@
 # tensorrt is not installed where the checkers run: the tests check this file against its bindings.
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUntypedBaseClass=false, reportUnknownArgumentType=false
-# pyright: reportUnknownParameterType=false
+# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,9 +24,10 @@ from thor_dflash.builders.tensorrt.profiles import Together
 from thor_dflash.builders.tensorrt.streams import Reader, Writer
 from thor_dflash.builders.tensorrt.watch import Messages, Phases
 from thor_dflash.errors import EngineError
-from thor_dflash.plugins.cuda.driver import Info
-from thor_dflash.plugins.tensorrt.node import fingerprint
-from thor_dflash.plugins.tensorrt.registry import register
+from thor_dflash.plugins.cuda.driver import Driver, Info
+from thor_dflash.plugins.cuda.kernels import Kernels
+from thor_dflash.plugins.tensorrt.node import Node, fingerprint
+from thor_dflash.plugins.tensorrt.plugin import deregister, register
 from thor_dflash.progress import Progress
 from thor_dflash.tensorrt_config import TensorRTConfig
 
@@ -40,6 +43,8 @@ class Maker:
     config: TensorRTConfig
     device: Info
     progress: Progress
+    driver: Callable[[], Driver] | None
+    """The context TensorRT works in; None where nothing is run."""
     messages: Messages = field(default_factory=Messages)
 
     def __post_init__(self) -> None:
@@ -49,7 +54,22 @@ class Maker:
                 f"build.engine tensorrt must have TensorRT {LEAST[0]}.{LEAST[1]} or later "
                 f"(got {trt.__version__})"
             )
-        register()
+
+    @contextmanager
+    def calls(self, nodes: Iterable[Node]) -> Generator[None]:
+        """While it lasts, TensorRT knows the plugins of these calls."""
+        driver = self.driver() if self.driver is not None else None
+        device, kernels = self.device.device, None
+        if driver is not None:
+            kernels = Kernels(driver, device, Path(self.config.cubins).expanduser())
+        registry = trt.get_plugin_registry()
+        creators = register(registry, device, kernels, nodes)
+        try:
+            yield
+        finally:
+            deregister(registry, creators)
+            if driver is not None:
+                driver.close()
 
     @property
     def version(self) -> str:

@@ -3,7 +3,7 @@
 # tensorrt is not installed where the checkers run: the tests check this file against its bindings.
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUntypedBaseClass=false, reportUnknownArgumentType=false
-# pyright: reportUnknownParameterType=false
+# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ def parse(
     """
     flags = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
     network = builder.create_network(flags)
+    network.name = together.name
     parser = trt.OnnxParser(network, messages)
     text = together.model.SerializeToString(deterministic=True)
     held: list[object] = [parser, text]

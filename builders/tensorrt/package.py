@@ -7,7 +7,8 @@ machine without it is told so at once.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -23,10 +24,10 @@ from thor_dflash.builders.tensorrt.profiles import Range, Together, gather
 from thor_dflash.builders.weights import WeightFiles
 from thor_dflash.errors import ConfigError, EngineError
 from thor_dflash.manifest import CHUNK_STEPS, FileEntry
-from thor_dflash.plan import Made, Plan
+from thor_dflash.plan import Made, Plan, PlanNode
 from thor_dflash.plugins.cuda.driver import Driver, Info
 from thor_dflash.plugins.op import NEXT
-from thor_dflash.plugins.tensorrt.node import fingerprint
+from thor_dflash.plugins.tensorrt.node import Node, fingerprint
 from thor_dflash.program import Program
 from thor_dflash.progress import Progress
 from thor_dflash.tensorrt_config import TensorRTConfig
@@ -60,6 +61,10 @@ class Maker(Protocol):
     @property
     def said(self) -> Sequence[str]:
         """What TensorRT warned of."""
+        ...
+
+    def calls(self, nodes: Iterable[Node]) -> AbstractContextManager[None]:
+        """While it lasts, TensorRT knows the plugins of these calls."""
         ...
 
     def build(self, together: Together, constants: Constants, directory: Path, path: Path) -> None:
@@ -119,7 +124,7 @@ def maker(config: TensorRTConfig, progress: Progress) -> Maker:
         ) from e
     driver = Driver()
     try:
-        return Real(config, driver.info, progress)
+        return Real(config, driver.info, progress, lambda: Driver(shared=True))
     finally:
         driver.close()
 
@@ -181,11 +186,16 @@ def write_engines(stage: Stage, made: Engines, by: Maker) -> None:
     Raises:
         EngineError: TensorRT refuses a graph, or made something else of it.
     """
-    for one in made.together:
-        entry = stage.write(f"{one.name}{ENGINE}", _engine_writer(one, made, by))
-        for profile, graph in enumerate(one.graphs):
-            name = f"{graph.name}{sidecar.ENDING}"
-            stage.write(name, _card_writer(one, profile, entry, by))
+    # Graphs that share an engine share its nodes: those of the first.
+    nodes = [node for one in made.together for _, node in one.graphs[0].plugins]
+    with by.calls(nodes):
+        for one in made.together:
+            file = f"{one.name}{ENGINE}"
+            entry = stage.write(file, _engine_writer(one, made, by))
+            looked: list[Layer] = []
+            for profile, graph in enumerate(one.graphs):
+                writer = _card_writer(one, profile, entry, by, looked)
+                stage.write(f"{graph.name}{sidecar.ENDING}", writer)
     stage.write(LOG, lambda path: _write_log(path, by))
 
 
@@ -204,12 +214,14 @@ def _engine_writer(one: Together, made: Engines, by: Maker) -> Callable[[Path], 
 
 
 def _card_writer(
-    one: Together, profile: int, entry: FileEntry, by: Maker
+    one: Together, profile: int, entry: FileEntry, by: Maker, looked: list[Layer]
 ) -> Callable[[Path], None]:
+    """`looked` is filled by the first description of an engine and used by the others."""
+
     def write(path: Path) -> None:
-        file = path.with_name(f"{one.name}{ENGINE}")
-        found = by.look(one, file)
-        card = describe(one, profile, entry, by, found)
+        if not looked:
+            looked.extend(by.look(one, path.with_name(f"{one.name}{ENGINE}")))
+        card = describe(one, profile, entry, by, looked)
         path.write_text(sidecar.render(card), encoding="utf-8")
 
     return write
@@ -228,8 +240,11 @@ def describe(
         inputs=graph.inputs,
         outputs=graph.outputs,
         weights=graph.weights,
-        packed=graph.packed,
         in_place=graph.in_place,
+        nodes=tuple(
+            PlanNode(name=name, room=node.room, fields=node.fields())
+            for name, node in one.graphs[0].plugins
+        ),
         made=Made(
             tensorrt=by.version,
             capability=info.device.capability,

@@ -9,7 +9,7 @@ import onnx
 
 from thor_dflash.builders.tensorrt.deploy import Deployment
 from thor_dflash.dims import DrafterDims
-from thor_dflash.plugins.tensorrt.node import KNOWN
+from thor_dflash.plugins.tensorrt.node import KEYS, KNOWN
 from thor_dflash.plugins.verify_attention import TILE
 
 CACHE = "cache_rows"
@@ -73,12 +73,12 @@ def gather(deployments: Sequence[Deployment], ranges: Mapping[str, Range]) -> It
 
 
 def _sizeless(node: onnx.NodeProto) -> bytes:
-    """A node without `known`, which holds sizes of rows that no running plugin reads."""
+    """A node without `known`, whose sizes of rows no plugin reads, and the hash of it."""
     copy = onnx.NodeProto()
     copy.CopyFrom(node)
-    for attribute in [a for a in copy.attribute if a.name == KNOWN]:
+    for attribute in [a for a in copy.attribute if a.name in (KNOWN, *KEYS)]:
         copy.attribute.remove(attribute)
-    return copy.SerializeToString(deterministic=True)
+    return bytes(copy.SerializeToString(deterministic=True))
 
 
 def _together(group: Sequence[Deployment], ranges: Mapping[str, Range]) -> Together:

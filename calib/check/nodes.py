@@ -18,7 +18,7 @@ from onnx import helper, numpy_helper
 from onnx.external_data_helper import load_external_data_for_tensor
 from onnx.reference import ReferenceEvaluator
 
-from thor_dflash.calib.check.head import own_best
+from thor_dflash.calib.check.define import define as room_defines
 from thor_dflash.calib.check.seen import Outputs, Seen
 from thor_dflash.errors import EngineError
 from thor_dflash.plugins import OPS
@@ -159,13 +159,10 @@ def _room(
     outputs: Outputs,
 ) -> Outputs:
     values = everything()
-    named = _ports(op.inputs_of(attributes), node.input)
-    x = {port: values[name] for name, port in named.items()}
-    # A value may be read through two ports.
     pairs = zip(op.inputs_of(attributes), node.input, strict=False)
     x = {port.name: values[name] for port, name in pairs if name}
     have = dict(zip((p.name for p in op.outputs_of(attributes)), outputs.values(), strict=False))
-    return own_best(op, x, attributes, have, op.reference(x, attributes))
+    return room_defines(op, x, attributes, have)
 
 
 def _standard(

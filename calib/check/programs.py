@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Protocol
 
-from thor_dflash.calib.check.head import own_best
+from thor_dflash.calib.check.define import define
 from thor_dflash.calib.check.seen import Outputs, Seen
 from thor_dflash.plugins.launch import Site
 from thor_dflash.plugins.linear.unpack import unpack
@@ -99,7 +99,7 @@ def _define(site: Site, fetched: Mapping[str, Array], outputs: Outputs) -> Outpu
     elif op.inputs:
         known = {port.name for port in op.inputs_of(a)}
         x = {port: value for port, value in x.items() if port in known}
-    return own_best(op, x, a, outputs, op.reference(x, a))
+    return define(op, x, a, outputs)
 
 
 def tolerance(room: str) -> float:

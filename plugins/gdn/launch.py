@@ -128,16 +128,24 @@ def launches(site: Site, device: Device) -> tuple[Launch, ...]:
     a = site.attributes
     rows, held = site.size("qkv", 0), site.size("record_qkv", 0)
     room, count = max(rows, held), warps(site, device)
+    blocks = a.integer("key_heads") * slabs(site, count)
     return (
         Launch(
             kernel="gdn_rows",
             grid=(a.integer("key_heads"), slabs(site, count), 1),
             threads=32 * count,
             arguments=(*(At(port) for port in _PORTS), Int(rows), Int(room), *_sizes(site)),
-            shared=shared_bytes(room, count),
+            shared=_alone(shared_bytes(room, count), blocks, device),
             defines={"SAVES_STATES": int(a.word("saves") == "states")},
         ),
     )
+
+
+def _alone(shared: int, blocks: int, device: Device) -> int:
+    """Shared memory of a block, so much that no two share a multiprocessor where each can have its
+    own: two that do take twice as long, and the launch with them.
+    """
+    return shared if blocks > device.multiprocessors else max(shared, device.shared // 2 + 1)
 
 
 def _sizes(site: Site) -> tuple[Int, ...]:

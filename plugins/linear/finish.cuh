@@ -354,7 +354,10 @@ DEVICE void finish(const Sums& sums, Side& side, const Results& to, float4* room
             side.last[parity] = arrive(to.arrivals + item.first) == item.parts - 1;
         }
     }
-    if (!first) end_if_last(side, to, parity ^ 1);
+    if (!first) {
+        end_if_last(side, to, parity ^ 1);
+        sync_block();  // what it read makes room for the next item's
+    }
     if (!item.last) return;
     sync_block();
     end_if_last(side, to, parity);

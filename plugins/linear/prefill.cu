@@ -260,6 +260,7 @@ struct Target {
     DEVICE void find(const Finish& f, int packed, const Target& first) {
         const int2 strip = f.strips[packed / 8];
         column = strip.x < 0 ? -1 : (strip.x & 0xffffff) + packed % 8;
+        if (column >= strip.y) column = -1;  // a segment may end inside a strip
         width = EPILOGUE == NONE || this == &first ? strip.y : first.width;
         const int segment = strip.x < 0 ? 0 : strip.x >> 24;
         y = EPILOGUE == NONE || this == &first ? f.outputs[segment] : first.y;

@@ -73,9 +73,9 @@ def _tile(plan: Layout, group: Group, blocks: Array) -> dict[str, Array]:
         pairs = blocks.view(np.uint16).reshape(-1, 2, 8, 4, 4, 2)  # [k16, half, g, t, strip, b]
         rows = np.ascontiguousarray(pairs.transpose(1, 4, 2, 0, 5, 3)).view(np.uint8)
         return {"weight": rows.reshape(TILE, -1).view(DType.FP8.numpy)}
-    pairs = blocks.view(np.uint32).reshape(-1, 4, 8, 4, 2, 2)  # [k16, quarter, g, t, strip, b]
-    rows = np.ascontiguousarray(pairs.transpose(1, 4, 2, 0, 5, 3)).view(np.uint16)
-    return {"weight": rows.reshape(TILE, -1).view(DType.BF16.numpy)}
+    wide = blocks.view(np.uint32).reshape(-1, 4, 8, 4, 2, 2)  # [k16, quarter, g, t, strip, b]
+    turned = np.ascontiguousarray(wide.transpose(1, 4, 2, 0, 5, 3)).view(np.uint16)
+    return {"weight": turned.reshape(TILE, -1).view(DType.BF16.numpy)}
 
 
 def _codes(blocks: Array) -> Array:

@@ -3,8 +3,9 @@ so. Nothing here needs TensorRT.
 
 A plugin's tensors are the ports that a call has, without gaps. Four fields come on top of the
 operator's attributes. `ports` names the tensors in order, "x packed scales -> y0"; `known` gives
-what the contract does not: ports beyond it ("scales:float32:5120") and, where an output's size
-follows from no input, its letter ("N0=5120"). `call0` and `call1` are the hash of all that.
+what the contract does not: ports beyond it ("scales:float32:", "kinds:uint8:2,1") and, where an
+output's size follows from no input, its letter ("N0=5120"). `call0` and `call1` are the hash of all
+that.
 
 A plugin reads the two numbers and finds the rest in a table: with numpy 2, TensorRT's bindings give
 back the first element of a field over and over (10.13.3 to 10.15.1; 10.16.1 and 11.4 do not), so
@@ -185,7 +186,7 @@ def describe(site: Site, outputs: Collection[str]) -> Node:
         if isinstance(d, str) and d not in bound
     }
     beyond = {
-        name: Beyond(port.dtype, _sizes(site, name) if name in outputs else port.shape)
+        name: Beyond(port.dtype, _told(site, name, outputs))
         for name, port in site.ports.items()
         if name not in contract
     }
@@ -199,10 +200,13 @@ def describe(site: Site, outputs: Collection[str]) -> Node:
     )
 
 
-def _sizes(site: Site, name: str) -> tuple[int | str, ...]:
+def _told(site: Site, name: str, outputs: Collection[str]) -> tuple[int | str, ...]:
+    """The shape that no tensor tells: none of an input's."""
     shape = site.ports[name].shape
+    if name not in outputs:
+        return shape if name in BODILESS else ()
     rows = ROWS_AS.get(name)
-    if rows is not None and rows in site and shape and site.size(rows, 0) == shape[0]:
+    if rows is not None and rows in site and site.size(rows, 0) == shape[0]:
         return (rows, *shape[1:])
     return shape
 

@@ -81,15 +81,15 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
 
     # ---- build ---------------------------------------------------------------------------
 
-    def get_output_data_types(self, input_types: list[trt.DataType]) -> list[trt.DataType]:
+    def get_output_data_types(self, input_types: Sequence[trt.DataType]) -> list[trt.DataType]:
         """As the contract says."""
         inputs = self._types(input_types)
         return [OF[self.node.output_dtype(port, inputs)] for port in self.node.outputs]
 
     def get_output_shapes(
         self,
-        inputs: list[trt.DimsExprs],
-        shape_inputs: list[trt.DimsExprs],
+        inputs: Sequence[trt.DimsExprs],
+        shape_inputs: Sequence[trt.DimsExprs],
         expr_builder: trt.IExprBuilder,
     ) -> list[trt.DimsExprs]:
         """The contract's letters, bound by the inputs."""
@@ -102,7 +102,7 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
         return [trt.DimsExprs(list(found[port])) for port in self.node.outputs]
 
     def supports_format_combination(
-        self, pos: int, in_out: list[trt.DynamicPluginTensorDesc], num_inputs: int
+        self, pos: int, in_out: Sequence[trt.DynamicPluginTensorDesc], num_inputs: int
     ) -> bool:
         """Rows in their order, the contract's types, and at the end what the launch rule says."""
         descs = [described.desc for described in in_out[: pos + 1]]
@@ -120,8 +120,8 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
 
     def configure_plugin(
         self,
-        pos_in: list[trt.DynamicPluginTensorDesc],
-        pos_out: list[trt.DynamicPluginTensorDesc],
+        pos_in: Sequence[trt.DynamicPluginTensorDesc],
+        pos_out: Sequence[trt.DynamicPluginTensorDesc],
     ) -> None:
         """Nothing to choose: sizes decide, when they are known."""
 
@@ -131,8 +131,8 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
 
     def get_workspace_size(
         self,
-        inputs: list[trt.DynamicPluginTensorDesc],
-        outputs: list[trt.DynamicPluginTensorDesc],
+        inputs: Sequence[trt.DynamicPluginTensorDesc],
+        outputs: Sequence[trt.DynamicPluginTensorDesc],
     ) -> int:
         """Scratch memory at the largest sizes, bytes; counters are not in it."""
         both = [*inputs, *outputs]
@@ -152,13 +152,11 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
 
     def get_fields_to_serialize(self) -> trt.PluginFieldCollection:
         """What finds the node again."""
-        kind = trt.PluginFieldType.INT32
-        return trt.PluginFieldCollection(
-            [trt.PluginField(n, half, kind) for n, half in zip(KEYS, self._serial, strict=True)]
-        )
+        kind, halves = trt.PluginFieldType.INT32, zip(KEYS, self._serial, strict=True)
+        return trt.PluginFieldCollection([trt.PluginField(n, h.data, kind) for n, h in halves])
 
     def on_shape_change(
-        self, inputs: list[trt.PluginTensorDesc], outputs: list[trt.PluginTensorDesc]
+        self, inputs: Sequence[trt.PluginTensorDesc], outputs: Sequence[trt.PluginTensorDesc]
     ) -> None:
         """Decide the launches.
 
@@ -175,10 +173,10 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
 
     def enqueue(
         self,
-        input_desc: list[trt.PluginTensorDesc],
-        output_desc: list[trt.PluginTensorDesc],
-        inputs: list[int],
-        outputs: list[int],
+        input_desc: Sequence[trt.PluginTensorDesc],
+        output_desc: Sequence[trt.PluginTensorDesc],
+        inputs: Sequence[int],
+        outputs: Sequence[int],
         workspace: int,
         stream: int,
     ) -> None:
@@ -235,7 +233,7 @@ class Creator(trt.IPluginCreatorV3One):
         self.plugin_version = str(VERSION)
         nothing = np.zeros(1, np.int32)
         self.field_names = trt.PluginFieldCollection(
-            [trt.PluginField(name, nothing, trt.PluginFieldType.INT32) for name in KEYS]
+            [trt.PluginField(name, nothing.data, trt.PluginFieldType.INT32) for name in KEYS]
         )
         self._nothing = nothing  # TensorRT keeps its address
         self._room = room

@@ -14,7 +14,7 @@ from thor_dflash.runtime.doctor.facts import Cuda, Finding, Gpu, Machine, Tensor
 EXTRAS = {
     "ort": frozenset({"ort"}),
     "cuda": frozenset({"cuda"}),
-    "tensorrt": frozenset({"cuda"}),
+    "tensorrt": frozenset({"tensorrt"}),
 }
 """Engine of a package -> the extras it cannot run without."""
 
@@ -42,6 +42,8 @@ def examine(machine: Machine, config: EngineConfig, path: Path | None) -> Report
         findings.append(read)
     if manifest is not None:
         findings += package.fits(machine, cuda, manifest, config)
+        if path and manifest.engine == "tensorrt":
+            findings.append(package.plan(path, cuda, tensorrt, config.device))
     found = engines({f.item: f for f in findings}, cuda, tensorrt, config.device)
     return Report(tuple(findings), found)
 
@@ -53,7 +55,7 @@ def _findings(
     tensorrt: TensorRT,
     manifest: Manifest | None,
 ) -> Iterator[Finding]:
-    engine: str = manifest.engine if manifest else ""
+    engine = str(manifest.engine) if manifest else ""
     jetson, on_device = board.is_jetson(machine), engine in package.ON_DEVICE
     yield software.python(machine)
     yield from software.extras(machine, EXTRAS.get(engine, frozenset()))

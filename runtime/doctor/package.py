@@ -6,17 +6,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from thor_dflash import manifest as package_manifest
+from thor_dflash import plan as package_plan
 from thor_dflash.config import EngineConfig
 from thor_dflash.dims import longest_context
 from thor_dflash.errors import PackageError
 from thor_dflash.manifest import REBUILD, Manifest
 from thor_dflash.progress import amount
 from thor_dflash.runtime.doctor import board
-from thor_dflash.runtime.doctor.facts import Cuda, Finding, Gpu, Machine
+from thor_dflash.runtime.doctor.facts import Cuda, Finding, Gpu, Machine, TensorRT
 from thor_dflash.runtime.doctor.needs import needs, per_token
 from thor_dflash.runtime.doctor.software import LEAST
 from thor_dflash.runtime.engines.cuda.memory import RESERVE
 
+ON_SITE = "thor-dflash build --engine tensorrt ... --out PKG"
+"""Engines of TensorRT work where they were built."""
 ON_DEVICE = ("cuda", "tensorrt")
 """Engines that need a CUDA device."""
 
@@ -66,6 +69,25 @@ def fits(
         yield Finding("context", "wrong", text, f"--set engine.capacity={manifest.capacity}")
         return
     yield _memory(machine, gpu if manifest.engine in ON_DEVICE else None, manifest, capacity)
+
+
+def plan(path: Path, cuda: Cuda, tensorrt: TensorRT, device: int) -> Finding:
+    """Whether TensorRT's engines were built by this TensorRT for this device."""
+    item = "plans"
+    try:
+        made = package_plan.read(path, "verify").made
+    except PackageError as e:
+        return Finding(item, "wrong", str(e), ON_SITE)
+    gpu = _gpu(cuda, device)
+    here = (
+        ("TensorRT", made.tensorrt, tensorrt.bindings),
+        ("compute capability", made.capability, gpu.capability if gpu else None),
+        ("SMs", made.multiprocessors, gpu.multiprocessors if gpu else None),
+    )
+    other = [f"{what} {was}, here {now}" for what, was, now in here if was != now]
+    if other:
+        return Finding(item, "wrong", f"built with {', '.join(other)}", ON_SITE)
+    return Finding(item, "ok", f"built with TensorRT {made.tensorrt} on {made.device}")
 
 
 def _gpu(cuda: Cuda, index: int) -> Gpu | None:

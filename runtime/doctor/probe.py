@@ -104,7 +104,7 @@ def nvrtc(arch: str, device: int) -> Nvrtc:
         cubin = compile_source(ROOT / ROOM / SOURCE, {}, arch)
         seconds = time.perf_counter() - start
         if device >= 0:
-            Driver(device).module(cubin.image)
+            Driver(device)("cuModuleLoadData", cubin.image)
     except ThorError as e:
         return Nvrtc(error=str(e), version=version)
     return Nvrtc(version=version, seconds=seconds, loaded=device >= 0)

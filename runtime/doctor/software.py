@@ -20,6 +20,7 @@ EXTRAS = {
     "build": {"onnx": "1.19"},
     "ort": {"onnxruntime": "1.22"},
     "cuda": {"cuda-bindings": "13.0", "nvidia-cuda-nvrtc": "13.0"},
+    "tensorrt": {"onnx": "1.19", "cuda-bindings": "13.0", "nvidia-cuda-nvrtc": "13.0"},
     "serve": {"pyzmq": "27", "msgspec": "0.20", "jsonschema-rs": "0.38"},
     "http": {"starlette": "1.0", "uvicorn": "0.40", "prometheus-client": "0.23"},
 }
@@ -28,6 +29,7 @@ USES = {
     "build": "to build packages",
     "ort": "for packages of engine ort",
     "cuda": "for packages of engine cuda",
+    "tensorrt": "to build and run packages of engine tensorrt, beside TensorRT itself",
     "serve": "to serve plans, and to ask for one",
     "http": "for the HTTP gateway",
 }

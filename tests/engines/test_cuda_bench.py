@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,13 +13,17 @@ from fake_cuda import MS, fake
 
 from thor_dflash import cli, manifest
 from thor_dflash.builders import hollow
+from thor_dflash.config import BuildConfig, EngineConfig
 from thor_dflash.dims import DrafterDims, TargetDims
 from thor_dflash.plugins.rules import ROOT
 from thor_dflash.progress import Silent
 from thor_dflash.runtime import coldstart
 from thor_dflash.runtime.engines.cuda import bench, figures
 from thor_dflash.runtime.engines.cuda.bench import Keep, Share, Timing, everything
+from thor_dflash.runtime.engines.cuda.bound import cuda
+from thor_dflash.runtime.engines.cuda.engine import CudaEngine
 from thor_dflash.runtime.engines.cuda.figures import THOR_READ, Figure, Target, judge, table
+from thor_dflash.runtime.engines.cuda.random import RandomWeights
 
 READ = 3e12
 STEP = SimpleNamespace
@@ -179,6 +184,8 @@ def test_one_command_measures_everything(
     named = {f"{row['section']}/{row['name']}": row for row in rows}
     assert {row["name"] for row in rows if row["must"] is not None} == figures.TARGETS.keys()
     assert named["figures/cycle at 2048"]["value"] == MS
+    host = named["figures/host time of a cycle outside the graph"]["note"]
+    assert f"{MS:.3f} ms in the graph" in host
     assert named["memory/graphs"]["value"] > 0
     cycle = int(named["figures/cycle at 2048"]["note"].split()[0])
     assert cycle in device.graphs
@@ -220,6 +227,27 @@ def test_a_random_package_on_disk_is_a_whole_one(
     # and it is not written over
     assert cli.main([*ARGUMENTS, "--ready", "--out", str(tmp_path / "out")]) == 2
     assert "must be a new directory" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("shapes")
+def test_an_excerpt_finds_the_sequence_where_it_was_put(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    device = fake(monkeypatch)
+    made = hollow.write_hollow("small", tmp_path, BuildConfig(engine="cuda"), (1,))
+    weights = RandomWeights(tmp_path, tmp_path)
+    with closing(CudaEngine(tmp_path, EngineConfig(), Silent(), weights)) as engine:
+        it = bench.open_bench(engine, made, 4096, (1,), tmp_path)
+        for length in (2048, 3000):
+            device.sent.clear()
+            it.at(length, 7)
+            it.steps(["verify"])
+            sent = {at + i: data[i : i + 4] for at, data in device.sent
+                    for i in range(0, len(data), 4)}  # fmt: skip
+            for name in ("verify", "verify.1"):
+                inputs = it.call(name).inputs
+                for port, value in (("length", length), ("accepted", 7)):
+                    assert sent[cuda(inputs[port]).now] == value.to_bytes(4, "little"), port
 
 
 def test_a_machine_without_a_device_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:

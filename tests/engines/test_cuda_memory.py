@@ -37,7 +37,7 @@ def test_what_does_not_fit_is_refused_with_the_table_and_a_remedy() -> None:
     arena.check(4 * GB + RESERVE, 1024)
     with pytest.raises(EngineError) as e:
         arena.check(4 * GB + RESERVE - 1, 1024)
-    for word in ("weights", "cache", "lower engine.capacity", "(now 1024)"):
+    for word in ("weights", "cache", "graphs and driver", "lower engine.capacity", "(now 1024)"):
         assert word in str(e.value)
 
 

@@ -28,6 +28,7 @@ from kernels import (
     site_of,
     source_of,
 )
+from row_law import cut, outputs_by_row, prefixes, rows_of, same_bits
 
 from thor_dflash.plugins import LINEAR, OPS
 from thor_dflash.plugins.cuda.compile import Usage, compile_source, digest
@@ -44,7 +45,6 @@ from thor_dflash.plugins.launch import (
     Table,
 )
 from thor_dflash.plugins.op import Case, Op
-from thor_dflash.tensors import Array
 
 ROOMS = [op for op in OPS if rule(op) is not None]
 every_room = pytest.mark.parametrize("op", ROOMS, ids=lambda op: op.name)
@@ -68,11 +68,6 @@ def accepted(op: Op, case: Case, x_squares: bool = False, y_squares: bool = Fals
         why = str(refusal)
     assert REFUSAL.fullmatch(why), why
     return None
-
-
-def same_bits(got: dict[str, Array], want: dict[str, Array]) -> None:
-    for name, value in want.items():
-        np.testing.assert_array_equal(got[name].view(np.uint8), value.view(np.uint8), name)
 
 
 # ---- results -------------------------------------------------------------------------------------
@@ -118,35 +113,6 @@ def test_every_fp4_code_times_every_scale_is_exact(rows: int) -> None:
 def test_enough_cases_are_taken(op: Op) -> None:
     taken = [name for name, case in cases_of(op).items() if accepted(op, case)]
     assert len(taken) >= 5
-
-
-def cut(op: Op, case: Case, rows: slice) -> Case:
-    """The case with some of its rows."""
-    a = op.complete(case.attributes)
-    by_row = {p.name for p in op.inputs_of(a) if p.shape[0] == "T"}
-    inputs = {n: x[rows] if n in by_row else x for n, x in case.inputs.items()}
-    return Case(case.name, inputs, case.attributes)
-
-
-def rows_of(op: Op, case: Case) -> int:
-    first = op.inputs_of(op.complete(case.attributes))[0].name
-    return len(case.inputs[first])
-
-
-def outputs_by_row(op: Op, got: dict[str, Array], call: Call) -> dict[str, Array]:
-    names = {p.name for p in op.outputs_of(call.site.attributes) if p.shape[0] == "T"}
-    return {name: x for name, x in got.items() if name in names}
-
-
-def prefixes(op: Op) -> Iterator[str]:
-    """Cases whose rows do not depend on later rows."""
-    if op.name in ("linear", "head", "verify_attention"):
-        yield from cases_of(op)
-    for name, case in cases_of(op).items():
-        if (op.name == "gdn" and case.attributes.get("mode") != "prefill") or (
-            op.name == "draft_attention" and case.attributes["causal"] == 1
-        ):
-            yield name
 
 
 @emulated

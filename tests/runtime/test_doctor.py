@@ -6,111 +6,27 @@ import json
 import sys
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from fnmatch import fnmatch
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from decoding import session
+from machines import EVERYTHING, GB, H100, H100_GPU, LAPTOP, TEGRA, THOR, THOR_GPU, Pretend, devfreq
 from samples import MANIFEST, package
 
 from thor_dflash import cli
 from thor_dflash.builders.hollow import QWEN36_27B, QWEN36_27B_DFLASH
 from thor_dflash.config import EngineConfig
 from thor_dflash.manifest import FileEntry, Manifest
+from thor_dflash.plan import Made, Plan, render
 from thor_dflash.runtime.doctor import software
 from thor_dflash.runtime.doctor.examine import Report, examine
-from thor_dflash.runtime.doctor.facts import Cuda, Finding, Gpu, Nvrtc, Output, TensorRT
+from thor_dflash.runtime.doctor.facts import Cuda, Finding, Nvrtc, Output, TensorRT
 from thor_dflash.runtime.doctor.here import Here
 from thor_dflash.runtime.doctor.needs import needs, per_token
 from thor_dflash.runtime.doctor.package import fits
+from thor_dflash.runtime.doctor.package import plan as package_plan
 from thor_dflash.verbs import doctor
-
-GB, MHZ = 10**9, 10**6
-TEGRA = "etc/nv_tegra_release"
-EVERYTHING = {name: "99.0" for parts in software.EXTRAS.values() for name in parts}
-NO_DRIVER = Cuda(error="no driver: libcuda.so.1 is not there")
-COMPILER = Nvrtc(version="13.0", seconds=0.3)
-NO_TENSORRT = TensorRT(error="ModuleNotFoundError: No module named 'tensorrt'")
-NO_MACHINE = Output(None, "No such file or directory")
-
-
-@dataclass(frozen=True)
-class Pretend:
-    """A machine that is what its fields say. See Machine."""
-
-    python: tuple[int, int] = (3, 12)
-    processor: str = "x86_64"
-    versions: Mapping[str, str] = field(default_factory=lambda: {**EVERYTHING, "numpy": "2.3.5"})
-    files: Mapping[str, str] = field(
-        default_factory=lambda: {
-            "proc/meminfo": "MemTotal: 32000000 kB\nMemFree: 1 kB\nMemAvailable: 24000000 kB"
-        }
-    )
-    commands: Mapping[str, Output] = field(default_factory=dict)
-    gpu: Cuda = NO_DRIVER
-    compiler: Nvrtc = COMPILER
-    trt: TensorRT = NO_TENSORRT
-    room: int = 50 * GB
-
-    def version(self, distribution: str) -> str:
-        return self.versions.get(distribution, "")
-
-    def text(self, path: str) -> str:
-        return self.files.get(path, "")
-
-    def paths(self, pattern: str) -> Sequence[str]:
-        every = {path.rpartition("/")[0] for path in self.files} | set(self.files)
-        return sorted(path for path in every if fnmatch(path, pattern))
-
-    def run(self, *command: str) -> Output:
-        return self.commands.get(" ".join(command), NO_MACHINE)
-
-    def space(self, directory: str) -> int:
-        return self.room
-
-    def cuda(self) -> Cuda:
-        return self.gpu
-
-    def nvrtc(self, arch: str, device: int) -> Nvrtc:
-        return replace(self.compiler, loaded=device >= 0 and not self.compiler.error)
-
-    def tensorrt(self) -> TensorRT:
-        return self.trt
-
-
-def devfreq(name: str, low: int, now: int, high: int) -> dict[str, str]:
-    """Clocks, MHz."""
-    clocks = {"min": low, "cur": now, "max": high}
-    return {f"sys/class/devfreq/{name}/{n}_freq": str(mhz * MHZ) for n, mhz in clocks.items()}
-
-
-THOR_GPU = Gpu(
-    name="NVIDIA Thor", major=11, minor=0, multiprocessors=20, memory=128 * GB, free=110 * GB,
-    integrated=True,
-)  # fmt: skip
-H100_GPU = Gpu(
-    name="NVIDIA H100", major=9, minor=0, multiprocessors=132, memory=80 * GB, free=79 * GB,
-    integrated=False,
-)  # fmt: skip
-LAPTOP = Pretend()
-H100 = Pretend(
-    gpu=Cuda(driver=13000, bindings=13000, devices=(H100_GPU,)),
-    files={**LAPTOP.files, "sys/bus/pci/devices/0000:01:00.0/vendor": "0x10de"},
-)
-THOR = Pretend(
-    processor="aarch64",
-    gpu=Cuda(driver=13000, bindings=13000, devices=(THOR_GPU,)),
-    trt=TensorRT(bindings="10.13.3.9", library=101303),
-    files={
-        TEGRA: "# R38 (release), REVISION: 4.0, GCID: 1, BOARD: generic, EABI: x",
-        "proc/meminfo": "MemTotal: 125000000 kB\nMemAvailable: 115000000 kB",
-        **devfreq("gpu-gpc-0", 1575, 1575, 1575),
-        **devfreq("bwmgr", 4266, 4266, 4266),
-    },
-    commands={"nvpmodel -q": Output(0, "NV Power Mode: MAXN\n0\n")},
-)
 
 
 def examined(machine: Pretend, path: Path | None = None, **options: int) -> Report:
@@ -318,6 +234,25 @@ def test_a_damaged_package_is_named(tmp_path: Path) -> None:
     assert "must be a package directory" in found(examined(LAPTOP, tmp_path / "no"), "package").text
 
 
+def test_plans_of_another_tensorrt_or_device_are_refused(tmp_path: Path) -> None:
+    made = Made(
+        tensorrt="10.13.3.9", capability=(11, 0), device="NVIDIA Thor", multiprocessors=20,
+        kernels="k",
+    )  # fmt: skip
+    plan = Plan(
+        name="verify", file="verify.engine", sha256="0", profile=0, inputs={}, outputs={},
+        weights={}, nodes=(), made=made,
+    )  # fmt: skip
+    (tmp_path / "verify.plan.json").write_text(render(plan))
+    assert package_plan(tmp_path, THOR.gpu, THOR.trt, 0).state == "ok"
+    newer = package_plan(tmp_path, THOR.gpu, replace(THOR.trt, bindings="10.16.2.1"), 0)
+    assert (newer.state, "TensorRT 10.13.3.9, here 10.16.2.1" in newer.text) == ("wrong", True)
+    elsewhere = package_plan(tmp_path, H100.gpu, THOR.trt, 0)
+    assert "compute capability (11, 0), here (9, 0), SMs 20, here 132" in elsewhere.text
+    assert "--engine tensorrt" in elsewhere.remedy
+    assert package_plan(tmp_path / "no", THOR.gpu, THOR.trt, 0).state == "wrong"
+
+
 def test_what_a_package_needs_is_wrong_where_it_is_missing(tmp_path: Path) -> None:
     package(tmp_path, a=b"1")
     bare = replace(LAPTOP, versions={})
@@ -371,8 +306,8 @@ def test_the_verb_tells_wrong_by_its_status(
     monkeypatch.setattr("thor_dflash.runtime.doctor.here.Here", lambda: LAPTOP)
     assert cli.main(["doctor"]) == 0
     text = capsys.readouterr().out
-    assert "ok     python          3.12 on x86_64" in text
-    assert "engine cuda     cannot run here: " in text
+    assert "ok     python            3.12 on x86_64" in text
+    assert "engine cuda       cannot run here: " in text
     assert cli.main(["doctor", "--json", "--package", str(tmp_path / "none")]) == 1
     told = json.loads(capsys.readouterr().out)
     assert told["wrong"] is True

@@ -7,8 +7,9 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
+from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from thor_dflash import manifest as package_manifest
 from thor_dflash.config import Config, EngineConfig
@@ -147,9 +148,9 @@ def _walk(walk: Walk) -> Iterator[str]:
         )
     if walk.parts is not None:
         yield (
-            f"wrong  {where}: {walk.parts.step} is the first to part from the reference: off by "
-            f"{walk.parts.left:.2g}, all it read by {walk.parts.read:.2g}; its weights or "
-            "attributes are others, or it is wrong"
+            f"       {where}: {walk.parts.step} is the first to part from the reference: off by "
+            f"{walk.parts.left:.2g}, all it read by {walk.parts.read:.2g}; its weights, "
+            "attributes or element types are others, or it is wrong"
         )
     elif walk.furthest is not None:
         furthest = walk.furthest
@@ -157,5 +158,14 @@ def _walk(walk: Walk) -> Iterator[str]:
 
 
 def as_table(report: Report) -> dict[str, object]:
-    """The report as JSON has it."""
-    return {"right": report.right, **asdict(report)}
+    """The report as JSON has it, which knows no infinity: what is no number is null."""
+    return {"right": report.right, **_finite(asdict(report))}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        table = cast("dict[str, object]", value)
+        return {name: _finite(item) for name, item in table.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in cast("list[object]", value)]
+    return None if isinstance(value, float) and not isfinite(value) else value

@@ -14,7 +14,7 @@ from thor_dflash.progress import Progress
 if TYPE_CHECKING:
     from thor_dflash.runtime.doctor.examine import Report
 
-WIDE = 14
+WIDE = 16
 """Of the first column."""
 
 

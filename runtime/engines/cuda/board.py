@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -65,15 +65,20 @@ class Board(ABC):
 
     # ---- memory --------------------------------------------------------------------------
 
-    def _take_turns(self, renewed: Sequence[tuple[Call, Sequence[CudaTensor]]]) -> None:
-        """Give tensors that a call cannot write over what it reads a second place. Those that the
-        same calls renew change place together.
+    def _take_turns(self, prepared: Sequence[tuple[Call, Collection[str]]]) -> None:
+        """Give tensors a second place where a call renews what it reads and cannot write over it.
+        Those that the same calls renew change place together.
+
+        Args:
+            prepared: Every call, with the outputs that it writes over their input.
         """
         by: dict[int, list[Call]] = {}
         tensors: dict[int, CudaTensor] = {}
-        for call, swapped in renewed:
+        for call, kept in prepared:
             self._turns[id(call)] = []
-            for tensor in swapped:
+            read = {id(tensor) for tensor in call.inputs.values()}
+            outputs = [cuda(t) for name, t in call.outputs.items() if name not in kept]
+            for tensor in (t for t in outputs if id(t) in read):
                 by.setdefault(id(tensor), []).append(call)
                 tensors[id(tensor)] = tensor
         turns: dict[tuple[int, ...], Turn] = {}
@@ -84,7 +89,7 @@ class Board(ABC):
                 for call in calls:
                     self._turns[id(call)].append(turns[together])
             tensors[key].turn = turns[together]
-        for call, _ in renewed:
+        for call, _ in prepared:
             found = [cuda(t).turn for t in (*call.inputs.values(), *call.outputs.values())]
             self._touched[id(call)] = list({id(t): t for t in found if t}.values())
 

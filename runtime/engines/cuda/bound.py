@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -85,13 +85,6 @@ class Bound:
     turns: list[Turn] = field(default_factory=list[Turn])
     """What changes place when the call has run."""
 
-    def swapped(self) -> list[CudaTensor]:
-        """Tensors the call reads and gives a new value that cannot be written over the old one."""
-        kept = in_place(self.program)
-        read = {id(t) for t in self.call.inputs.values()}
-        outputs = self.call.outputs.items()
-        return [cuda(t) for name, t in outputs if id(t) in read and name not in kept]
-
 
 def in_place(program: Program) -> frozenset[str]:
     """Outputs of a program that its kernels write over the state they are the next value of."""
@@ -161,10 +154,15 @@ def address(bound: Bound, step: Step, port: str, places: Places) -> int:
         return places.weights[name]
     if name in bound.program.values:
         return places.values + bound.program.values[name].offset
-    if name not in bound.call.outputs:
-        return cuda(bound.call.inputs[name]).now
-    tensor = cuda(bound.call.outputs[name])
-    return tensor.next if tensor.turn in bound.turns else tensor.now
+    return where(bound.call, name, bound.turns)
+
+
+def where(call: Call, name: str, turns: Collection[Turn]) -> int:
+    """Address of an input or an output of a call, after which `turns` change place."""
+    if name not in call.outputs:
+        return cuda(call.inputs[name]).now
+    tensor = cuda(call.outputs[name])
+    return tensor.next if tensor.turn in turns else tensor.now
 
 
 def table(bound: Bound, planned: Planned, argument: Table | Addresses, places: Places) -> bytes:

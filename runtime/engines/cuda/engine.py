@@ -28,6 +28,7 @@ from thor_dflash.runtime.engines.cuda.bound import (
     address,
     arguments,
     bind,
+    in_place,
     table,
 )
 from thor_dflash.runtime.engines.cuda.capture import Captured, Launcher
@@ -79,7 +80,7 @@ class CudaEngine(Board):
             assert isinstance(graph, CudaGraph)
             self._bound[id(call)] = bind(call, graph.program, device)
         bounds = list(self._bound.values())
-        self._take_turns([(bound.call, bound.swapped()) for bound in bounds])
+        self._take_turns([(bound.call, in_place(bound.program)) for bound in bounds])
         for bound in bounds:
             bound.turns = self._turns[id(bound.call)]
         offsets = self._count(bounds)

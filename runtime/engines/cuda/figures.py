@@ -69,22 +69,63 @@ class Measures(Protocol):
     """What Bench measures; see there."""
 
     @property
-    def device(self) -> str: ...  # noqa: D102
+    def device(self) -> str:
+        """What this runs on, in words."""
+        ...
+
     @property
-    def chunk(self) -> int: ...  # noqa: D102
+    def chunk(self) -> int:
+        """Rows of a prefill step."""
+        ...
+
     @property
-    def memory(self) -> Mapping[str, int]: ...  # noqa: D102
-    def bandwidth(self) -> float: ...  # noqa: D102
-    def captured(self) -> int: ...  # noqa: D102
-    def bytes(self, name: str, rooms_: Sequence[str]) -> int: ...  # noqa: D102
-    def shares(self, name: str, rooms_: Sequence[str]) -> dict[str, Share]: ...  # noqa: D102
-    def launches(self, names: Sequence[str]) -> int: ...  # noqa: D102
-    def cache_bytes(self) -> int: ...  # noqa: D102
-    def state_bytes(self) -> int: ...  # noqa: D102
-    def steps(self, names: Sequence[str], keep: Keep = everything) -> Timing: ...  # noqa: D102
-    def at(self, length: int, accepted: int) -> None: ...  # noqa: D102
-    def prefill(self, tokens: int) -> float: ...  # noqa: D102
-    def loop(self, prompt: int, cycles: int) -> tuple[float, float]: ...  # noqa: D102
+    def memory(self) -> Mapping[str, int]:
+        """What is allocated: kind -> bytes."""
+        ...
+
+    def bandwidth(self) -> float:
+        """Read rate, bytes a second."""
+        ...
+
+    def captured(self) -> int:
+        """What captured graphs took, bytes."""
+        ...
+
+    def bytes(self, name: str, rooms_: Sequence[str]) -> int:
+        """Weights that some rooms of a step read."""
+        ...
+
+    def shares(self, name: str, rooms_: Sequence[str]) -> dict[str, Share]:
+        """The same, call by call, those of all layers together."""
+        ...
+
+    def launches(self, names: Sequence[str]) -> int:
+        """Kernels of some steps."""
+        ...
+
+    def cache_bytes(self) -> int:
+        """Cache of a token."""
+        ...
+
+    def state_bytes(self) -> int:
+        """Recurrent state a verify reads and writes, bytes."""
+        ...
+
+    def steps(self, names: Sequence[str], keep: Keep = everything) -> Timing:
+        """Some steps as one graph."""
+        ...
+
+    def at(self, length: int, accepted: int) -> None:
+        """Put the sequence at a context with rows to fold."""
+        ...
+
+    def prefill(self, tokens: int) -> float:
+        """Seconds to read a prompt."""
+        ...
+
+    def loop(self, prompt: int, cycles: int) -> tuple[float, float]:
+        """Seconds of a cycle: by the clock, and in the graph."""
+        ...
 
 
 def judged(name: str, value: float, unit: str, note: str = "") -> Figure:

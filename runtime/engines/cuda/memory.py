@@ -48,7 +48,7 @@ class Arena:
         if self.nbytes + RESERVE > free:
             raise EngineError(
                 f"the package must fit in {amount(free, 'bytes')} of free device memory "
-                f"(got {self.describe()}, {amount(RESERVE, 'bytes')} kept free: "
+                f"(got {self.describe()}, graphs and driver {amount(RESERVE, 'bytes')}: "
                 f"{amount(self.nbytes + RESERVE, 'bytes')} together); {self._advice(context)}"
             )
 

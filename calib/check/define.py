@@ -1,0 +1,37 @@
+"""What a room's definition makes of a call, for judging an engine's own outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from thor_dflash.plugins.op import Attributes, Op
+from thor_dflash.tensors import Array
+
+PART = 8192
+"""Vocabulary rows at a time: all of a large model's in float64 would take tens of gigabytes."""
+BY_ROW = ("weight0", "block_scale0", "row_scale0")
+
+
+def define(
+    op: Op, x: Mapping[str, Array], attributes: Attributes, have: Mapping[str, Array]
+) -> dict[str, Array]:
+    """The reference's outputs for inputs `x`, where an engine left `have`.
+
+    The choice of a head is judged by the logits that the engine itself made: of two logits that all
+    but tie, either may win once they are rounded.
+    """
+    if op.name != "head":
+        return op.reference(x, attributes)
+    whole = Attributes({**attributes.values, "vocab": 0})
+    rest = {name: value for name, value in x.items() if name not in (*BY_ROW, "id_map")}
+    parts = [
+        op.reference(rest | {n: x[n][at : at + PART] for n in BY_ROW if n in x}, whole)["logits"]
+        for at in range(0, len(x["weight0"]), PART)
+    ]
+    chosen = have["logits"][:, : attributes.integer("vocab") or None]
+    best = np.where(np.isnan(chosen).any(axis=1), -1, chosen.argmax(axis=1))
+    if "id_map" in x:
+        best = np.where(best < 0, -1, x["id_map"][best])
+    return {"logits": np.concatenate(parts, axis=1), "best": best.astype(np.int32)}

@@ -1,0 +1,65 @@
+"""What whoever runs TensorRT here gives it: an ear for its messages, and engines from disk."""
+
+# tensorrt is not installed where the checkers run: the tests check this file against its bindings.
+# pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUntypedBaseClass=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import tensorrt as trt
+
+
+class Messages(trt.ILogger):
+    """Keeps warnings and errors."""
+
+    def __init__(self) -> None:
+        trt.ILogger.__init__(self)
+        self.lines: list[str] = []
+        self.errors: list[str] = []
+
+    def log(self, severity: trt.ILogger.Severity, msg: str) -> None:
+        """TensorRT calls this, from any thread."""
+        if severity in (trt.ILogger.Severity.ERROR, trt.ILogger.Severity.INTERNAL_ERROR):
+            self.errors.append(msg)
+        if severity not in (trt.ILogger.Severity.INFO, trt.ILogger.Severity.VERBOSE):
+            self.lines.append(f"{severity.name}: {msg}")
+
+    def begin(self, name: str) -> None:
+        """What follows is about this engine."""
+        self.errors.clear()
+        self.lines.append(f"== {name}")
+
+    @property
+    def why(self) -> str:
+        """The errors of the engine at hand, in one line."""
+        return "; ".join(self.errors) or "TensorRT did not say"
+
+
+class Reader(trt.IStreamReaderV2):
+    """Reads an engine as TensorRT asks for it, so that it is never in memory twice."""
+
+    def __init__(self, path: Path) -> None:
+        trt.IStreamReaderV2.__init__(self)
+        self._file = path.open("rb")
+
+    def read(self, num_bytes: int, stream: int) -> bytes:
+        """TensorRT calls this."""
+        del stream
+        return self._file.read(num_bytes)
+
+    def seek(self, offset: int, where: trt.SeekPosition) -> bool:
+        """TensorRT calls this. From the end it counts backward."""
+        if where == trt.SeekPosition.END:
+            self._file.seek(-abs(offset), io.SEEK_END)
+        else:
+            first = where == trt.SeekPosition.SET
+            self._file.seek(offset, io.SEEK_SET if first else io.SEEK_CUR)
+        return True
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()

@@ -1,0 +1,1 @@
+"""The engine of a Jetson Thor: TensorRT engines whose custom layers are the rooms' kernels."""

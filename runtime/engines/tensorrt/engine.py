@@ -1,0 +1,287 @@
+"""The TensorRT engine: one execution context for each call and each way its states lie, all of them
+captured into one CUDA graph a cycle.
+
+A context runs once before it is captured, on empty states: that is when plugins make the tables
+their kernels read. After that nothing of a cycle is Python's or TensorRT's but its replay.
+
+Written to the API that 10.13.3 and 11.4 have in common.
+"""
+
+# tensorrt and cuda-python publish no types, or are not installed where the checkers run.
+# pyright: reportMissingImports=false, reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import tensorrt as trt
+
+from thor_dflash import manifest as package_manifest
+from thor_dflash import plan as sidecar
+from thor_dflash.config import EngineConfig
+from thor_dflash.errors import EngineError
+from thor_dflash.plan import Plan
+from thor_dflash.plugins.cuda.driver import Driver
+from thor_dflash.plugins.cuda.kernels import Kernels
+from thor_dflash.plugins.launch import Shaped
+from thor_dflash.plugins.tensorrt.host import Messages, Reader
+from thor_dflash.plugins.tensorrt.node import fingerprint, parse, tensor_of
+from thor_dflash.plugins.tensorrt.plugin import Creator, deregister, register
+from thor_dflash.program import Weight
+from thor_dflash.progress import Progress
+from thor_dflash.runtime.engine import Call, Graph
+from thor_dflash.runtime.engines.cuda.board import Board
+from thor_dflash.runtime.engines.cuda.bound import cuda, where
+from thor_dflash.runtime.engines.cuda.capture import Captured, capture
+from thor_dflash.runtime.engines.cuda.weights import Files, Filler
+from thor_dflash.runtime.engines.tensorrt.check import Here, check
+from thor_dflash.tensors import DType, TensorSpec
+
+Way = tuple[int, tuple[int, ...]]
+"""A call by its id, and which of their places its tensors with two have."""
+
+
+@dataclass(slots=True, eq=False)
+class PlanGraph:
+    """An engine's description and its ports."""
+
+    name: str
+    plan: Plan
+    inputs: Mapping[str, TensorSpec]
+    outputs: Mapping[str, TensorSpec]
+
+
+class TensorRTEngine(Board):
+    """TensorRT engines of one package directory on one device."""
+
+    def __init__(
+        self, package: Path, config: EngineConfig, progress: Progress, fill: Filler | None = None
+    ) -> None:
+        # TensorRT works in the context that all libraries of a process share.
+        super().__init__(Driver(config.device, shared=True))
+        self.package = package
+        self._config = config
+        self._progress = progress
+        self._fill = fill or Files(package, progress)
+        self._messages = Messages()
+        self._runtime = trt.Runtime(self._messages)
+        self._creators: tuple[Creator, ...] = ()
+        self._graphs: dict[str, PlanGraph] = {}
+        self._engines: dict[str, trt.ICudaEngine] = {}
+        self._contexts: dict[Way, trt.IExecutionContext] = {}
+        self._owned: dict[str, int] = {}
+
+    @property
+    def memory(self) -> Mapping[str, int]:
+        """What the engine holds on the device: kind -> bytes."""
+        return {**self._arena.sizes, **self._owned}
+
+    def load(self, name: str) -> Graph:
+        """See Engine.
+
+        Raises:
+            EngineError: the engine is of another machine, version or build.
+        """
+        if name not in self._graphs:
+            plan = sidecar.read(self.package, name)
+            device = self.info.device
+            here = Here(
+                str(trt.__version__),
+                self.info.name,
+                device.capability,
+                device.multiprocessors,
+                fingerprint(),
+            )
+            check(plan, here, package_manifest.read(self.package).files.get(plan.file))
+            inputs = {n: v.spec(n) for n, v in plan.inputs.items()}
+            outputs = {n: v.spec(n) for n, v in plan.outputs.items()}
+            self._graphs[name] = PlanGraph(name, plan, inputs, outputs)
+        return self._graphs[name]
+
+    # ---- prepare -------------------------------------------------------------------------
+
+    def prepare(self, calls: Sequence[Call]) -> None:
+        """See Engine."""
+        plans = {plan.name: plan for plan in map(_plan, calls)}
+        self._deserialise(list(plans.values()))
+        self._take_turns([(call, _plan(call).in_place) for call in calls])
+        take = self._arena.take
+        weights = {name: w for plan in plans.values() for name, w in plan.weights.items()}
+        at = {name: take("weights", w.nbytes) for name, w in weights.items()}
+        page = self._count_tensors()
+        working = max((self._working(plan) for plan in plans.values()), default=0)
+        scratch = take("scratch", working)
+        base = self._allocate(page)
+        places = {name: base + offset for name, offset in at.items()}
+        self._fill(self._driver, weights, places, {})
+        free = self._driver.free_memory()
+        for call in calls:
+            self._ready(call, places, base + scratch, working)
+        self._warm_up()
+        self._owned["contexts"] = max(0, free - self._driver.free_memory())
+
+    def _deserialise(self, plans: Sequence[Plan]) -> None:
+        """Load the engines' files, after the plugins that are in them."""
+        directory = Path(self._config.cubins).expanduser()
+        kernels = Kernels(self._driver, self.info.device, directory)
+        nodes = [parse(node.room, node.fields) for plan in plans for node in plan.nodes]
+        registry = trt.get_plugin_registry()
+        self._creators = register(registry, self.info.device, kernels, nodes)
+        free = self._driver.free_memory()
+        files = sorted({plan.file for plan in plans})
+        with self._progress.task("loading engines", len(files), "engines") as task:
+            for file in files:
+                self._engines[file] = self._engine(file)
+                task.advance(1)
+        self._owned["engines"] = max(0, free - self._driver.free_memory())
+        for plan in plans:
+            _check_tensors(plan, self._engines[plan.file])
+
+    def _engine(self, file: str) -> trt.ICudaEngine:
+        self._messages.begin(file)
+        with closing(Reader(self.package / file)) as reader:
+            # None where it fails, whatever the bindings' signature says.
+            engine: trt.ICudaEngine | None = self._runtime.deserialize_cuda_engine(reader)
+        if engine is None:
+            raise EngineError(
+                f"{file} must be an engine that TensorRT loads here (got: {self._messages.why})"
+            )
+        return engine
+
+    def _working(self, plan: Plan) -> int:
+        engine = self._engines[plan.file]
+        return int(engine.get_device_memory_size_for_profile_v2(plan.profile))
+
+    def _ready(self, call: Call, weights: Mapping[str, int], scratch: int, size: int) -> None:
+        """Contexts of a call, one for each way that its tensors with two places can lie."""
+        touched = self._touched[id(call)]
+        before = [turn.front for turn in touched]
+        for fronts in itertools.product((0, 1), repeat=len(touched)):
+            for turn, front in zip(touched, fronts, strict=True):
+                turn.front = front
+            self._contexts[id(call), fronts] = self._context(call, weights, scratch, size)
+        for turn, front in zip(touched, before, strict=True):
+            turn.front = front
+
+    def _context(
+        self, call: Call, weights: Mapping[str, int], scratch: int, size: int
+    ) -> trt.IExecutionContext:
+        """A context with every address and every size set, for the places tensors have now."""
+        plan = _plan(call)
+        self._messages.begin(plan.name)
+        engine = self._engines[plan.file]
+        managed = trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        context = engine.create_execution_context(managed)
+        # All contexts share it: they run one after the other.
+        context.set_device_memory(scratch, size)
+        stream = int(self._driver.stream)
+        _must(context.set_optimization_profile_async(plan.profile, stream), plan, self._messages)
+        self._driver.synchronize()
+        turns = self._turns[id(call)]
+        for name, tensor in call.inputs.items():
+            self._shape(context, plan, name, cuda(tensor).spec.at({}))
+        for name, weight in plan.weights.items():
+            self._shape(context, plan, name, _bound(weight))
+        addresses = {name: where(call, name, turns) for name in (*call.inputs, *call.outputs)}
+        for name, address in {**addresses, **{n: weights[n] for n in plan.weights}}.items():
+            _must(context.set_tensor_address(name, address), plan, self._messages)
+        if missing := context.infer_shapes():
+            raise EngineError(
+                f"{plan.name} must be bound in every tensor (got none for {', '.join(missing)})"
+            )
+        return context
+
+    def _shape(
+        self, context: trt.IExecutionContext, plan: Plan, name: str, shape: tuple[int, ...]
+    ) -> None:
+        if context.set_input_shape(name, shape):
+            return
+        engine = self._engines[plan.file]
+        least, _, most = engine.get_tensor_profile_shape(name, plan.profile)
+        raise EngineError(
+            f"{plan.name}: {name} must be {tuple(least)} to {tuple(most)} (got {shape}); set "
+            "engine.capacity to what the package was built for, or build it for this one"
+        )
+
+    def _warm_up(self) -> None:
+        """Run every context once, on numbers legal anywhere; all tensors are zero after."""
+        for tensor in self._tensors:
+            if tensor.spec.dtype is DType.I32:
+                for place in tensor.places:
+                    count = tensor.spec.nbytes({}) // DType.I32.bytes
+                    self._driver("cuMemsetD32Async", place, 1, count, self._driver.stream)
+        with self._progress.task("warming up", len(self._contexts), "steps") as task:
+            for context in self._contexts.values():
+                self._enqueue(context)
+                self._driver.synchronize()
+                task.advance(1)
+        for tensor in self._tensors:
+            for place in tensor.places:
+                size = tensor.spec.nbytes({})
+                self._driver("cuMemsetD8Async", place, 0, size, self._driver.stream)
+        self._driver.synchronize()
+
+    # ---- run -----------------------------------------------------------------------------
+
+    def _capture(self, calls: Sequence[Call]) -> Captured:
+        contexts: list[trt.IExecutionContext] = []
+        for call in calls:
+            fronts = tuple(turn.front for turn in self._touched[id(call)])
+            contexts.append(self._contexts[id(call), fronts])
+            self._turn(call)
+
+        def eager() -> None:
+            for context in contexts:
+                self._enqueue(context)
+
+        name = "+".join(call.graph.name for call in calls)
+        return capture(name, self._driver, eager, graph=self._config.graphs)
+
+    def _enqueue(self, context: trt.IExecutionContext) -> None:
+        if not context.execute_async_v3(int(self._driver.stream)):
+            raise EngineError(f"{context.name or 'an engine'} must run (got: {self._messages.why})")
+
+    def close(self) -> None:
+        """See Engine."""
+        self._contexts.clear()
+        self._engines.clear()
+        creators, self._creators = self._creators, ()
+        deregister(trt.get_plugin_registry(), creators)
+        base, self._arena.base = self._arena.base, 0
+        if base and not self._driver.ended:
+            # The context is not ours alone, so closing it gives nothing back.
+            self._driver.synchronize()
+            self._driver("cuMemFree", base)
+        super().close()
+
+
+def _plan(call: Call) -> Plan:
+    graph = call.graph
+    assert isinstance(graph, PlanGraph)
+    return graph.plan
+
+
+def _bound(weight: Weight) -> tuple[int, ...]:
+    return tensor_of(Shaped(DType(weight.dtype), weight.shape)).shape
+
+
+def _must(done: bool, plan: Plan, messages: Messages) -> None:
+    if not done:
+        raise EngineError(f"{plan.name} must take its tensors (got: {messages.why})")
+
+
+def _check_tensors(plan: Plan, engine: trt.ICudaEngine) -> None:
+    """The engine binds what its description says."""
+    found = {engine.get_tensor_name(i) for i in range(engine.num_io_tensors)}
+    wanted = {*plan.inputs, *plan.outputs, *plan.weights}
+    if odd := sorted(found ^ wanted):
+        raise EngineError(
+            f"{plan.file} must bind what {plan.name} describes (got {', '.join(odd[:5])} in one of "
+            "them alone); build the package again"
+        )

@@ -1,0 +1,204 @@
+"""The builder end to end against a recorder of TensorRT: what it asks for, node by node.
+
+The recorder is ours. That TensorRT itself takes all this is for a device to show.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import trt_recorder as recorder
+from trt_builds import CAPACITY, NANO, Recorded, options, record, record_hybrid
+
+from thor_dflash import manifest
+from thor_dflash.builders.build import make_plan
+from thor_dflash.builders.checkpoint.drafter import read_drafter
+from thor_dflash.builders.checkpoint.target import read_target
+from thor_dflash.builders.tensorrt import package
+from thor_dflash.config import BuildConfig
+from thor_dflash.plugins.launch import THOR
+from thor_dflash.plugins.op import DOMAIN, NEXT
+from thor_dflash.plugins.rules import RULES
+from thor_dflash.plugins.tensorrt.node import fingerprint, parse
+from thor_dflash.program import Program
+from thor_dflash.progress import Silent
+from thor_dflash.runtime.model import cache_rows, ring_rows
+from thor_dflash.tensors import DType
+
+KINDS = {DType.F32: recorder.DataType.FLOAT, DType.BF16: recorder.DataType.BF16,
+         DType.FP8: recorder.DataType.FP8, DType.I32: recorder.DataType.INT32}  # fmt: skip
+LINEAR = 1 << int(recorder.TensorFormat.LINEAR)
+
+
+@pytest.fixture(scope="module")
+def nano(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    tmp = tmp_path_factory.mktemp("trt")
+    return record(tmp / "package", NANO / "target", NANO / "drafter", options(tmp))
+
+
+def programs(target: Path, drafter: Path | None, config: BuildConfig) -> dict[str, Program]:
+    read = read_drafter(drafter) if drafter else None
+    return {p.name: p for p in make_plan(read_target(target), read, config).programs}
+
+
+def test_the_package_holds_engines_and_their_descriptions(nano: Recorded) -> None:
+    out, built = nano.out, nano.engines
+    found = manifest.read(out)
+    manifest.verify(out, found, Silent())
+    assert (found.engine, found.kv, found.activations) == ("tensorrt", "fp8", "bf16")
+    steps = {"verify", "accept", "accept_masked", "propose", "observe", "observe_chunk",
+             "observe_chunk.chunk64", "prefill", "prefill.chunk64"}  # fmt: skip
+    assert built.keys() == steps
+    for step in steps:
+        card = nano.card(step)
+        assert (card.name, card.file, card.profile) == (step, f"{step}.plan", 0)
+        assert card.sha256 == found.files[card.file].sha256
+    assert package.LOG in found.files
+    assert not [n for n in found.files if n.endswith((".onnx", ".program.json"))]
+    assert not list(out.rglob("*constants.bin.*"))
+
+
+def test_every_step_is_one_plugin_in_order_reading_and_writing_what_the_program_says(
+    nano: Recorded, tmp_path: Path
+) -> None:
+    for name, program in programs(NANO / "target", NANO / "drafter", options(tmp_path)).items():
+        layers = nano.engines[name].network.layers
+        assert [layer.name for layer in layers] == [step.name for step in program.steps]
+        for layer, step in zip(layers, program.steps, strict=True):
+            node = layer.plugin.node
+            assert layer.kind == RULES[step.room].op.type == layer.plugin.plugin_name
+            tensors = dict(zip((*node.inputs, *node.outputs), (*layer.inputs, *layer.outputs),
+                               strict=True))  # fmt: skip
+            assert tensors.keys() == step.ports.keys() - {"kinds"}
+            for port, tensor in tensors.items():
+                assert tensor.name == step.ports[port]
+                assert (tensor.dtype, tensor.shape) == expected(program, tensor.name)
+
+
+def expected(program: Program, name: str) -> tuple[recorder.DataType, tuple[int, ...]]:
+    """Type and shape in TensorRT of a value of a program."""
+    tables = (program.weights, program.values, program.inputs, program.outputs)
+    value = next(table[name] for table in tables if name in table)
+    shape = tuple(-1 if isinstance(n, str) else n for n in value.shape)
+    dtype = DType(value.dtype)
+    if dtype is DType.U8:
+        return recorder.DataType.INT32, (shape[0] // 4,)
+    return KINDS[dtype], shape
+
+
+def test_every_plugin_is_asked_for_by_name_version_and_namespace_and_finds_its_fields(
+    nano: Recorded,
+) -> None:
+    out, built = nano.out, nano.engines
+    for name, one in built.items():
+        nodes = {node.name: node for node in nano.card(name).nodes}
+        assert len(nodes) == len(one.network.layers)
+        for layer in one.network.layers:
+            fields = dict(layer.fields)
+            assert fields.pop("plugin_namespace") == DOMAIN.encode()
+            assert fields.pop("plugin_version") == b"1"
+            card = nodes[layer.name]
+            assert parse(card.room, card.fields) == layer.plugin.node
+            assert {k: v.decode() if isinstance(v, bytes) else pytest.approx(v)
+                    for k, v in fields.items()} == card.fields  # fmt: skip
+
+
+def test_inputs_and_outputs_are_states_and_weights_in_plain_rows(
+    nano: Recorded, tmp_path: Path
+) -> None:
+    out, built = nano.out, nano.engines
+    for name, program in programs(NANO / "target", NANO / "drafter", options(tmp_path)).items():
+        network, card = built[name].network, nano.card(name)
+        read = {n for step in program.steps for p, n in step.ports.items() if p != "kinds"}
+        weights = program.weights.keys() & read
+        assert {t.name for t in network.inputs} == program.inputs.keys() | weights
+        assert [t.name for t in network.outputs] == list(program.outputs)
+        assert {t.allowed_formats for t in (*network.inputs, *network.outputs)} == {LINEAR}
+        assert card.weights == {n: program.weights[n] for n in weights}
+        assert (card.inputs, card.outputs) == (program.inputs, program.outputs)
+        assert not network.initializers
+
+
+def test_what_is_written_in_place_is_read_by_its_writer_alone(nano: Recorded) -> None:
+    out, built = nano.out, nano.engines
+    kept: set[str] = set()
+    for name, one in built.items():
+        card = nano.card(name)
+        by_output = {t.name: layer for layer in one.network.layers for t in layer.outputs}
+        for output in card.in_place:
+            state = output.removeprefix(NEXT)
+            readers = [x for x in one.network.layers if state in {t.name for t in x.inputs}]
+            assert readers == [by_output[output]]
+            kept.add(output)
+        rooms = {n: RULES[by_output[n].plugin.node.room] for n in card.outputs if n in by_output}
+        ports = {n: by_output[n].plugin.node.outputs[[t.name for t in by_output[n].outputs].index(n)]
+                 for n in rooms}  # fmt: skip
+        meant = {n for n, rule in rooms.items() if n.startswith(NEXT) and ports[n] in rule.in_place}
+        assert set(card.in_place) == meant
+    assert any(n.endswith(".state") for n in kept)
+    assert any(".k" in n for n in kept)
+
+
+def test_profiles_hold_every_size_a_session_may_ask_for(nano: Recorded) -> None:
+    found = manifest.read(nano.out)
+    assert found.drafter
+    longest = found.target.max_position
+    letters: set[str] = set()
+    for name, one in nano.engines.items():
+        [profile] = one.config.profiles
+        card = nano.card(name)
+        free = {n: v.shape for n, v in card.inputs.items() if any(map(str, v.shape)) and
+                [d for d in v.shape if isinstance(d, str)]}  # fmt: skip
+        assert profile.shapes.keys() == free.keys()
+        for tensor, shape in free.items():
+            for axis, letter in enumerate(shape):
+                least, best, most = (size[axis] for size in profile.shapes[tensor])
+                if not isinstance(letter, str):
+                    assert least == best == most == letter
+                    continue
+                letters.add(letter)
+                for capacity in (found.block + 1, CAPACITY, longest):
+                    assert least <= needed(found, letter, capacity) <= most
+                assert needed(found, letter, CAPACITY) <= best <= most
+                assert least <= best
+    assert letters == {"cache_rows", *(f"ring_rows.{i}" for i in range(len(found.drafter.layers)))}
+
+
+def needed(found: manifest.Manifest, letter: str, capacity: int) -> int:
+    """The size a session of a context asks for."""
+    if letter == "cache_rows":
+        return cache_rows(capacity, found.block, found.widest_chunk)
+    assert found.drafter
+    window = found.drafter.layers[int(letter.partition(".")[2])].window
+    return ring_rows(window, capacity, found.block, found.widest_chunk)
+
+
+def test_the_builder_is_told_what_the_spec_says_and_no_more(nano: Recorded) -> None:
+    for one in nano.engines.values():
+        assert one.network.flags == 1 << int(recorder.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+        config = one.config
+        assert config.flags == {recorder.BuilderFlag.DIRECT_IO, recorder.BuilderFlag.MONITOR_MEMORY}
+        assert config.pools == {recorder.MemoryPoolType.WORKSPACE: 4096 << 20}
+        assert config.profiling_verbosity == recorder.ProfilingVerbosity.DETAILED
+        assert (config.builder_optimization_level, config.max_aux_streams) == (3, 0)
+        assert config.ignore_mismatch is False
+
+
+def test_a_description_says_what_made_the_engine(nano: Recorded) -> None:
+    card = nano.card("verify")
+    assert card.made.tensorrt == recorder.__version__
+    assert (card.made.device, card.made.capability) == ("NVIDIA Thor", (11, 0))
+    assert card.made.multiprocessors == THOR.multiprocessors
+    assert card.made.kernels == fingerprint()
+    assert card.tactics.keys() == {layer.name for layer in nano.engines["verify"].network.layers}
+
+
+def test_what_was_timed_is_kept_under_version_device_and_kernels(tmp_path: Path) -> None:
+    first = record_hybrid(tmp_path, "bf16").engines
+    [file] = (tmp_path / "timings").iterdir()
+    assert file.name == f"{recorder.__version__}-sm_110-{fingerprint()[:16]}.timing"
+    assert file.read_bytes() == b"+" * len(first)
+    again = record_hybrid(tmp_path, "bf16").engines
+    given = [one.config.cache.data for one in again.values() if one.config.cache]
+    assert given == [b"+" * (len(first) + i) for i in range(len(again))]

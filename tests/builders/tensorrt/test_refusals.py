@@ -1,0 +1,131 @@
+"""What a build with TensorRT refuses, and that nothing is left behind when it does."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import pytest
+import trt_recorder as recorder
+from trt_builds import NANO, maker, options, record, record_hybrid, recording
+
+from thor_dflash.builders import build as builds
+from thor_dflash.builders.build import build
+from thor_dflash.builders.tensorrt.package import LOG
+from thor_dflash.errors import ConfigError, EngineError
+from thor_dflash.progress import Silent
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("build", r"prefill must build \(got: no tactic for a layer\)"),
+        ("reformat", "1 copies into another format: Reformatting CopyNode for x"),
+        ("type", "tokens of type "),
+        ("layers", "plugins of .* nodes"),
+        ("fp4", "none of 8 linears multiplied in FP4"),
+        ("empty", "prefill.plan must load again"),
+        ("shape", "TensorRT must make of the graph what it says"),
+        ("extra", "layers that no node asked for: Cast.x"),
+        ("profile", "TensorRT must take profile 0"),
+    ],
+)
+def test_an_engine_that_is_not_what_was_meant_is_refused(
+    tmp_path: Path, fault: str, words: str
+) -> None:
+    with pytest.raises(EngineError, match=words):
+        record_hybrid(tmp_path, "modelopt", fault)
+    assert not (tmp_path / "package").exists()
+    assert not list(tmp_path.glob(".package*"))
+
+
+def test_what_the_inspector_finds_can_be_noted_instead(tmp_path: Path) -> None:
+    made = record_hybrid(tmp_path, "modelopt", "reformat", inspect="note")
+    lines = (made.out / LOG).read_text().splitlines()
+    assert lines[:2] == ["== prefill", "INSPECTED: 1 copies into another format: "
+                         "Reformatting CopyNode for x"]  # fmt: skip
+
+
+def test_a_plugin_that_is_missing_ends_the_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = recorder.IPluginRegistry.get_creator
+    monkeypatch.setattr(
+        recorder.IPluginRegistry,
+        "get_creator",
+        lambda self, kind, *rest: None if kind == "ThorGdn" else real(self, kind, *rest),
+    )
+    with pytest.raises(EngineError, match=r"TensorRT takes \(got: Plugin not found: ThorGdn 1"):
+        record_hybrid(tmp_path, "bf16")
+    assert not (tmp_path / "package").exists()
+
+
+def test_a_prefill_in_fp4_needs_scales_for_its_rows(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="without an input_scale"):
+        record(tmp_path / "p", NANO / "target", None, options(tmp_path, prefill_linears="tensorrt"))
+    with pytest.raises(ConfigError, match="no NVFP4 weight"):
+        record_hybrid(tmp_path, "bf16", prefill_linears="tensorrt")
+
+
+def test_a_machine_without_tensorrt_is_told_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [n for n in sys.modules if n.startswith("thor_dflash.builders.tensorrt.engine")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    with pytest.raises(EngineError, match="must have TensorRT's Python package"):
+        build(NANO / "target", None, tmp_path / "p", options(tmp_path), Silent())
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_old_tensorrt_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "__version__", "10.12.0.36")
+    with pytest.raises(EngineError, match=r"TensorRT 10.13 or later \(got 10.12.0.36\)"):
+        record_hybrid(tmp_path, "bf16")
+
+
+class _Stop(Silent):
+    """A Ctrl-C while TensorRT builds."""
+
+    def task(self, label: str, total: int | None = None, unit: str = "") -> _Stop:  # type: ignore[override]
+        self.label = label
+        return self
+
+    def advance(self, n: int) -> None:
+        if self.label.endswith("Timing"):
+            raise KeyboardInterrupt
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        pass
+
+
+def test_a_stop_reaches_tensorrt_and_comes_out_again(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        record(tmp_path / "p", NANO / "target", None, options(tmp_path), _Stop())
+    assert not (tmp_path / "p").exists()
+
+
+def test_a_full_disk_is_told_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with recording():
+        from thor_dflash.builders.tensorrt import engine
+
+        class Full(engine.Writer):
+            def write(self, data: bytes) -> int:
+                self.failure = OSError(28, "No space left on device")
+                return 0
+
+        monkeypatch.setattr(engine, "Writer", Full)
+        monkeypatch.setattr(builds, "maker", maker)
+        recorder.FAULTS = set()
+        with pytest.raises(Exception, match="no space left on device"):
+            build(NANO / "target", None, tmp_path / "p", options(tmp_path), Silent())

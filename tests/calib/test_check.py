@@ -1,0 +1,398 @@
+"""`check` names the operator that is wrong, and no other."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from decoding import prompt, session
+from stepping import Spoil, Stepping
+
+from thor_dflash import cli, manifest
+from thor_dflash.builders.build import build
+from thor_dflash.calib.check.compare import (
+    Reference,
+    Report,
+    compare,
+    make,
+    some_tokens,
+    tracer,
+    walk,
+)
+from thor_dflash.calib.check.golden import arrays, read
+from thor_dflash.calib.check.judge import Drift, differ, jumps
+from thor_dflash.calib.check.programs import Programs
+from thor_dflash.config import BuildConfig, EngineConfig
+from thor_dflash.errors import RequestError
+from thor_dflash.manifest import Manifest
+from thor_dflash.program import Step
+from thor_dflash.progress import Silent
+from thor_dflash.runtime.engine import Call
+from thor_dflash.runtime.model import Model
+from thor_dflash.runtime.session import Session, open_session
+from thor_dflash.tensors import Array, DType
+
+NANO = Path(__file__).parents[2] / "models" / "planner-nano"
+THREAD = EngineConfig(threads=1)
+
+
+def directory(s: Session) -> Path:
+    return Path(s.model.engine.package)  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module")
+def good() -> Path:
+    return directory(session())
+
+
+@pytest.fixture
+def copy(good: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(good, tmp_path / "package"))
+
+
+def rehash(package: Path) -> None:
+    """The manifest of files as they are now: damage that no hash tells."""
+    old = manifest.read(package)
+    files = {name: manifest.hash_file(package / name) for name in old.files}
+    text = manifest.render(dataclasses.replace(old, files=files))
+    (package / manifest.NAME).write_text(text)
+
+
+def graph(package: Path, name: str) -> onnx.ModelProto:
+    return onnx.load(str(package / f"{name}.onnx"), load_external_data=False)
+
+
+def spoil_weight(package: Path, name: str) -> None:
+    """Turn the sign of a stored float32 or bf16 tensor's first 64 elements."""
+    tensor = next(t for t in graph(package, "verify").graph.initializer if t.name == name)
+    place = {e.key: e.value for e in tensor.external_data}
+    path = package / place["location"]
+    raw = bytearray(path.read_bytes())
+    width = {onnx.TensorProto.FLOAT: 4, onnx.TensorProto.BFLOAT16: 2}[tensor.data_type]
+    for i in range(64):
+        raw[int(place["offset"]) + i * width + width - 1] ^= 0x80
+    path.write_bytes(raw)
+    rehash(package)
+
+
+def spoil_body(package: Path, step: str, old: str, new: str) -> None:
+    """Give one node a body of its own with another operator in it."""
+    model = graph(package, "verify")
+    node = next(n for n in model.graph.node if n.name == step)
+    body = onnx.FunctionProto()
+    body.CopyFrom(next(f for f in model.functions if f.overload == node.overload))
+    body.overload = node.overload = f"{node.overload}_spoiled"
+    next(n for n in reversed(body.node) if n.op_type == old).op_type = new
+    model.functions.append(body)
+    (package / "verify.onnx").write_bytes(model.SerializeToString())
+    rehash(package)
+
+
+def checked(package: Path, reference: Path | None, operators: str = "auto") -> Report:
+    with closing(open_session(package, THREAD, Silent())) as s:
+        tokens = some_tokens(s)
+        other = None
+        if reference is not None:
+            held = open_session(reference, THREAD, Silent())
+            golden = make(held, None, tokens, Silent())
+            other = Reference(golden, held, tracer(held, reference))
+        show = tracer(s, package)
+        return compare(s, show, other, tokens, operators, None, Silent())  # type: ignore[arg-type]
+
+
+# ---- ONNX Runtime
+
+
+def test_a_package_is_itself(good: Path) -> None:
+    report = checked(good, good, "all")
+    assert report.right
+    assert report.logits
+    assert report.logits.worst == 0
+    graphs = [walk.graph for walk in report.walks]
+    assert graphs == [
+        "verify",
+        "verify",
+        "prefill",
+        "accept",
+        "observe_chunk",
+        "propose",
+        "observe",
+    ]
+    model = graph(good, "verify")
+    assert report.walks[0].operators == len(model.graph.node)
+
+
+@pytest.mark.parametrize("kv", ["bf16", "fp8"])
+def test_rounding_is_no_fault(kv: str) -> None:
+    report = checked(directory(session(kv=kv, dialect="modelopt")), None)  # type: ignore[arg-type]
+    assert report.right, [walk.wrong for walk in report.walks]
+    other = checked(directory(session(kv=kv)), directory(session()), "all")  # type: ignore[arg-type]
+    assert other.right, other
+
+
+@pytest.mark.parametrize(
+    ("step", "old", "new"),
+    [
+        ("layers.2.mlp.down_proj", "Add", "Sub"),
+        ("layers.3.self_attn", "Mul", "Add"),
+        ("layers.1.linear_attn", "Softplus", "Sigmoid"),
+    ],
+)
+def test_a_wrong_operator_is_named(copy: Path, good: Path, step: str, old: str, new: str) -> None:
+    spoil_body(copy, step, old, new)
+    report = checked(copy, good)
+    assert not report.right
+    [only] = report.walks
+    assert only.wrong
+    assert only.wrong.step == step
+    # Without anything to compare with, its definition is enough.
+    alone = checked(copy, None)
+    assert alone.walks[0].wrong
+    assert alone.walks[0].wrong.step == step
+
+
+@pytest.mark.parametrize(
+    ("weight", "step"),
+    [
+        ("layers.1.mlp.down_proj.weight", "layers.1.mlp.down_proj"),
+        ("layers.3.self_attn.q_norm.weight", "layers.3.self_attn"),
+    ],
+)
+def test_a_weight_that_is_another_is_named_by_whoever_reads_it(
+    copy: Path, good: Path, weight: str, step: str
+) -> None:
+    spoil_weight(copy, weight)
+    report = checked(copy, good)
+    assert not report.right
+    [only] = report.walks
+    assert only.wrong is None  # the operator does what it should with what it has
+    assert only.parts
+    assert only.parts.step == step
+    assert only.parts.read < 1e-4 < only.parts.left
+
+
+def test_a_fault_that_shows_late_is_looked_for_where_it_shows(copy: Path, good: Path) -> None:
+    """A record is first folded by the second block: the first says nothing against it."""
+    model = graph(copy, "verify")
+    node = next(n for n in model.graph.node if n.name == "layers.0.linear_attn")
+    body = next(f for f in model.functions if f.overload == node.overload)
+    # next_record_d is left 1.5 times too large.
+    last = next(n for n in body.node if "next_record_d" in n.output)
+    name = "next_record_d"
+    last.output[list(last.output).index(name)] = "spoiled"
+    factor = onnx.helper.make_tensor("factor_value", onnx.TensorProto.FLOAT, [], [1.5])
+    body.node.append(onnx.helper.make_node("Constant", [], ["spoil_factor"], value=factor))
+    body.node.append(onnx.helper.make_node("Mul", ["spoiled", "spoil_factor"], [name]))
+    (copy / "verify.onnx").write_bytes(model.SerializeToString())
+    rehash(copy)
+    report = checked(copy, good)
+    assert report.logits
+    assert report.logits.first == 16
+    assert report.walks[0].block == 1
+    assert report.walks[0].wrong
+    assert (report.walks[0].wrong.step, report.walks[0].wrong.output) == (node.name, name)
+
+
+def test_logits_over_tolerance_are_named_by_row(good: Path, copy: Path) -> None:
+    spoil_weight(copy, "layers.1.mlp.down_proj.weight")
+    assert checked(copy, good, "none").walks == ()
+    with closing(open_session(copy, THREAD, Silent())) as s:
+        golden = make(session(), None, some_tokens(s), Silent())
+        loose = compare(s, None, Reference(golden), golden.tokens, "auto", 10.0, Silent())
+    assert loose.right
+    assert loose.logits
+    assert loose.logits.first == -1
+    assert dict(loose.taps)[0] < 1e-6 < dict(loose.taps)[1]
+    assert "shows nothing inside" in loose.notes[0]
+
+
+# ---- files
+
+
+def test_a_golden_file_carries_all_that_is_compared(good: Path, copy: Path, tmp_path: Path) -> None:
+    path = tmp_path / "g.npz"
+    args = ["check", "-s", "engine.threads=1", "--package"]
+    assert cli.main([*args, str(good), "--make-golden", str(path)]) == 0
+    assert cli.main([*args, str(good), "--golden", str(path)]) == 0
+    spoil_weight(copy, "layers.1.mlp.down_proj.weight")
+    assert cli.main([*args, str(copy), "--golden", str(path)]) == 1
+
+
+def test_the_report_is_told_in_words_and_as_json(
+    good: Path, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "g.npz"
+    args = ["check", "-s", "engine.threads=1", "--package"]
+    cli.main([*args, str(good), "--make-golden", str(path)])
+    spoil_body(copy, "layers.2.mlp.down_proj", "Add", "Sub")
+    capsys.readouterr()
+    assert cli.main([*args, str(copy), "--golden", str(path)]) == 1
+    text = capsys.readouterr().out
+    assert "wrong  verify, block 0, operator" in text
+    assert "layers.2.mlp.down_proj (linear): y0 at [" in text
+    assert text.endswith("NOT the same\n")
+    assert cli.main([*args, str(copy), "--golden", str(path), "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["right"] is False
+    assert told["walks"][0]["wrong"]["step"] == "layers.2.mlp.down_proj"
+
+
+def test_what_does_not_belong_together_is_refused(
+    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["check", "-s", "engine.threads=1", "--package", str(good)]
+
+    def refused(*more: str) -> str:
+        assert cli.main([*args, *more]) == 2
+        return capsys.readouterr().err
+
+    path = tmp_path / "g.npz"
+    assert cli.main([*args, "--make-golden", str(path)]) == 0
+    golden = read(path)
+    other = dataclasses.replace(golden, sources={"target": "0" * 64})
+    np.savez(tmp_path / "other.npz", allow_pickle=False, **arrays(other))
+    assert "got another config.json: 000000000000" in refused(
+        "--golden", str(tmp_path / "other.npz")
+    )
+    (tmp_path / "junk.npz").write_bytes(b"junk")
+    assert "must be a golden file" in refused("--golden", str(tmp_path / "junk.npz"))
+    assert "must be a readable file" in refused("--golden", str(tmp_path / "no.npz"))
+    assert "--make-golden must be a path ending in .npz" in refused("--make-golden", "x")
+    assert "must be a package directory" in refused("--reference", str(tmp_path / "no"))
+
+
+# ---- programs, on an engine that needs no device
+
+
+@pytest.fixture(scope="module")
+def nano(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Manifest]:
+    """planner-nano for cuda and for ONNX Runtime."""
+    root = tmp_path_factory.mktemp("nano")
+    options = {"kv": "fp8", "activations": "bf16", "chunk": 64, "capacity": 512}
+    for engine in ("cuda", "ort"):
+        config = BuildConfig(engine=engine, **options)  # type: ignore[arg-type]
+        made = build(NANO / "target", NANO / "drafter", root / engine, config, Silent())
+    return root / "cuda", root / "ort", made
+
+
+def stepped(nano: tuple[Path, Path, Manifest], engine: Stepping) -> Report:
+    package, graphs, made = nano
+    model = Model(engine, manifest.read(package), 512, made.block, (64,))
+    show = Programs(engine)
+    with closing(open_session(graphs, THREAD, Silent())) as other:
+        tokens = prompt(20, vocab=made.vocab_limit)
+        golden = make(other, None, tokens, Silent())
+        reference = Reference(golden, other, tracer(other, graphs))
+        return compare(Session(model, None), show, reference, tokens, "auto", None, Silent())
+
+
+def test_programs_whose_steps_are_right_are_the_same_as_their_graphs(
+    nano: tuple[Path, Path, Manifest],
+) -> None:
+    package, _, made = nano
+    engine = Stepping(package)
+    model = Model(engine, manifest.read(package), 512, made.block, (64,))
+    tokens = prompt(20, vocab=made.vocab_limit)
+    alone = compare(Session(model, None), Programs(engine), None, tokens, "all", None, Silent())
+    assert alone.right, alone
+    assert {walk.graph for walk in alone.walks} == set(engine.programs) - {"accept_masked"}
+    together = stepped(nano, Stepping(package))
+    assert together.right, together.logits
+
+
+def spoiled(name: str, port: str) -> Spoil:
+    def spoil(step: object, outputs: dict[str, Array]) -> None:
+        if step.name == name and port in outputs:  # type: ignore[attr-defined]
+            outputs[port] = (outputs[port].astype(np.float32) * 1.5).astype(outputs[port].dtype)
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("step", "port"),
+    [
+        ("layers.1.mlp.gate_up", "y0"),
+        ("layers.2.linear_attn", "next_record_d"),
+        ("layers.3.self_attn", "o"),
+    ],
+)
+def test_a_wrong_step_of_a_program_is_named(
+    nano: tuple[Path, Path, Manifest], step: str, port: str
+) -> None:
+    engine = Stepping(nano[0], spoiled(step, port))
+    model = Model(engine, manifest.read(nano[0]), 512, nano[2].block, (64,))
+    tokens = prompt(20, vocab=nano[2].vocab_limit)
+    wrong = walk(Session(model, None), Programs(engine), "verify", tokens, 0, {}, 1.0).wrong
+    assert wrong
+    assert (wrong.step, wrong.output) == (step, port)
+    assert wrong.error == pytest.approx(0.5, abs=0.02) or np.isinf(wrong.error)
+
+
+class Mispacked(Stepping):
+    """Reads one packed weight's scales as zeros: what a builder that packed another would do."""
+
+    def fetch(self, call: Call, step: Step, port: str) -> Array:
+        found = super().fetch(call, step, port)
+        spoiled = step.name == "layers.1.mlp.down_proj" and port == "scales"
+        return np.zeros_like(found) if spoiled else found
+
+
+def test_a_weight_that_was_packed_wrong_is_named(nano: tuple[Path, Path, Manifest]) -> None:
+    report = stepped(nano, Mispacked(nano[0]))
+    assert not report.right
+    [only] = report.walks
+    assert only.wrong is None
+    assert only.parts
+    assert only.parts.step == "layers.1.mlp.down_proj"
+
+
+# ---- judging
+
+
+def test_differences_are_judged_by_the_largest_value_and_one_rounding() -> None:
+    want = np.array([100.0, 1.0], np.float32)
+    assert differ(want + np.float32(0.05), want, 1e-3) is None
+    error, at = differ(want + np.array([0, 0.2], np.float32), want, 1e-3) or (0, ())
+    assert (round(error, 4), at) == (0.002, (1,))
+    narrow = want.astype(DType.BF16.numpy)
+    up = np.nextafter(narrow, DType.BF16.numpy.type(np.inf))
+    assert differ(up, narrow, 0.0) is None
+    nan = np.array([np.nan, 1.0], np.float32)
+    assert differ(nan, want, 1.0) == (float("inf"), (0,))
+    assert differ(nan, nan, 0.0) is None
+    ids = np.array([1, 2], np.int32)
+    assert differ(ids + np.int32(1), ids, 1.0) is not None
+
+
+def test_a_jump_is_more_than_what_was_read() -> None:
+    assert jumps(Drift("s", 0.0, 0.1), 0.01)
+    assert not jumps(Drift("s", 0.05, 0.1), 0.01)
+    assert not jumps(Drift("s", 0.0, 0.005), 0.01)
+
+
+def test_a_graph_reference_needs_graphs(
+    nano: tuple[Path, Path, Manifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from thor_dflash.verbs import check
+
+    with pytest.raises(RequestError, match="build the same checkpoints with --engine ort"):
+        check._graphs(nano[0], EngineConfig(), Silent())
+
+
+def test_a_head_is_defined_in_parts_as_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from thor_dflash.calib.check import define
+    from thor_dflash.plugins import HEAD
+
+    monkeypatch.setattr(define, "PART", 40)
+    for case in HEAD.cases(np.random.default_rng(5)):
+        a = HEAD.complete(case.attributes)
+        want = HEAD.reference(case.inputs, a)
+        got = define.define(HEAD, case.inputs, a, want)
+        for name, value in want.items():
+            assert differ(got[name], value, 1e-6) is None, (case.name, name)

@@ -1,0 +1,160 @@
+"""A call run the way TensorRT runs it: through its plugin's enqueue, on memory of ours."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import emulation
+import numpy as np
+import pytest
+import stand_in_trt as trt
+from kernels import GUARD, Call, rule_of
+
+from thor_dflash.plugins.cuda import call as calls
+from thor_dflash.plugins.launch import Device, Launch
+from thor_dflash.plugins.tensorrt.node import describe, tensor_of
+from thor_dflash.tensors import Array
+
+POISON = 0xFF
+
+
+class Machine(Protocol):
+    """Memory, kernels and a stream."""
+
+    kernels: Any
+    stream: int
+
+    def allocate(self, nbytes: int) -> int: ...
+
+    def put(self, address: int, content: Array) -> None: ...
+
+    def get(self, address: int, nbytes: int) -> Array: ...
+
+
+class Ready:
+    """A call's plugin, and the memory of its tensors. `apart` gives states that are renewed in
+    place other memory for their next value.
+    """
+
+    def __init__(self, machine: Machine, call: Call, *, apart: bool) -> None:
+        from thor_dflash.plugins.tensorrt.plugin import register
+
+        self.machine, self.call = machine, call
+        self.node = describe(call.site, set(call.want))
+        registry: Any = trt.get_plugin_registry()
+        registry.creators.clear()
+        register(registry, machine.kernels.device, machine.kernels, [self.node])
+        self.plugin = trt.made(self.node)
+        self.ins = [trt.desc(tensor_of(call.site.ports[port])) for port in self.node.inputs]
+        self.outs = [trt.desc(tensor_of(call.site.ports[port])) for port in self.node.outputs]
+        self.at = {port: machine.allocate(x.nbytes) for port, x in call.inputs.items()}
+        for port, x in call.want.items():
+            source = call.site.op.alias_of(port) or port.replace("next_", "", 1)
+            shared = port in rule_of(call.site.op).in_place and not apart
+            self.at[port] = self.at[source] if shared else machine.allocate(x.nbytes)
+        each = [
+            [trt.DynamicPluginTensorDesc(d, d.dims, d.dims, d.dims) for d in descs]
+            for descs in (self.ins, self.outs)
+        ]
+        self.size = self.plugin.get_workspace_size(*each)
+        self.workspace = machine.allocate(max(1, self.size))
+        self.plugin.on_shape_change(self.ins, self.outs)
+
+    def fill(self) -> None:
+        """Outputs and workspace poisoned, inputs as they are given."""
+        put = self.machine.put
+        put(self.workspace, np.full(self.size, POISON, np.uint8))
+        for port, x in self.call.want.items():
+            put(self.at[port], np.full(x.nbytes, POISON, np.uint8))
+        for port, x in self.call.inputs.items():
+            put(self.at[port], x)
+
+    def enqueue(self) -> None:
+        """As TensorRT does it."""
+        ins = [self.at[port] for port in self.node.inputs]
+        outs = [self.at[port] for port in self.node.outputs]
+        self.plugin.enqueue(self.ins, self.outs, ins, outs, self.workspace, self.machine.stream)
+
+    def outputs(self) -> dict[str, Array]:
+        """What is in the outputs' memory."""
+        return {
+            port: self.machine.get(self.at[port], x.nbytes).view(x.dtype).reshape(x.shape)
+            for port, x in self.call.want.items()
+        }
+
+
+# ---- on the CPU --------------------------------------------------------------------------------
+class Emulated:
+    """A driver whose memory is the host's and whose kernels are emulated."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
+        self.cu = SimpleNamespace(CUstream=int)
+        self.stream = 7
+        self.kernels: Any = SimpleNamespace(
+            gate=self, device=device, function=lambda source, launch: source
+        )
+        self.capturing = False
+        self.done: list[str] = []
+        """What was put on the stream."""
+        self._held: dict[int, Array] = {}
+        monkeypatch.setattr(calls, "enqueue", self._launch)
+
+    def allocate(self, nbytes: int) -> int:
+        raw = np.full(nbytes + 2 * GUARD, POISON, np.uint8)
+        address = raw.ctypes.data + -raw.ctypes.data % GUARD
+        self._held[address] = raw
+        return int(address)
+
+    def put(self, address: int, content: Array) -> None:
+        data = np.ascontiguousarray(content)
+        ctypes.memmove(address, data.ctypes.data, data.nbytes)
+
+    def get(self, address: int, nbytes: int) -> Array:
+        return np.frombuffer(ctypes.string_at(address, nbytes), np.uint8)
+
+    def __call__(self, name: str, *given: Any) -> Any:
+        if name == "cuStreamIsCapturing":
+            return int(self.capturing)
+        self.done.append(name)
+        if name == "cuMemFree":
+            del self._held[given[0]]
+            return None
+        assert given[-1] == self.stream, name
+        if name == "cuMemsetD8Async":
+            ctypes.memset(*given[:3])
+        else:
+            assert name in ("cuMemcpyHtoDAsync", "cuMemcpyDtoDAsync"), name
+            ctypes.memmove(*given[:3])
+        return None
+
+    def _launch(
+        self,
+        gate: Any,
+        stream: int,
+        source: Path,
+        launch: Launch,
+        arguments: Sequence[tuple[str, Any]],
+        *,
+        overlap: bool,
+    ) -> None:
+        assert gate is self
+        assert stream == self.stream
+        self.done.append(launch.kernel)
+        kinds = {"address": ctypes.c_void_p, "int": ctypes.c_int32, "real": ctypes.c_float}
+        emulation.run(
+            source.resolve(),
+            launch.defines,
+            launch.kernel,
+            launch.grid,
+            launch.threads,
+            launch.shared,
+            [kinds[kind](value) for kind, value in arguments],
+            [
+                emulation.Memory(address, raw.nbytes - 2 * GUARD)
+                for address, raw in self._held.items()
+            ],
+        )

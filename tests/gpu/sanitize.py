@@ -1,0 +1,47 @@
+"""One short request of the small planner, for a sanitizer to watch:
+
+    compute-sanitizer --tool memcheck python tests/gpu/sanitize.py
+    compute-sanitizer --tool racecheck python tests/gpu/sanitize.py
+
+Kernels run one after the other, launched one by one: the tools name the kernel then. With --graph
+they run as they do in earnest. Exit status 0 if the answer has tokens and drafts of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from contextlib import closing
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+
+from nano import package, request  # noqa: E402
+
+from thor_dflash.config import EngineConfig  # noqa: E402
+from thor_dflash.progress import Silent  # noqa: E402
+from thor_dflash.runtime.propose import Dflash  # noqa: E402
+from thor_dflash.runtime.session import open_session  # noqa: E402
+
+
+def main() -> int:
+    """Build, open, answer."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
+    parser.add_argument("--tokens", type=int, default=24, help="longest answer")
+    parser.add_argument("--graph", action="store_true", help="as one graph, kernels overlapping")
+    parser.add_argument("--saves", choices=("records", "states"), default="records")
+    args = parser.parse_args()
+    config = EngineConfig(graphs=args.graph, overlap=args.graph)
+    with tempfile.TemporaryDirectory() as folder:
+        out = package(Path(folder) / "nano", engine="cuda", saves=args.saves)
+        with closing(open_session(out, config, Silent())) as session:
+            asked = request(session, 0, args.tokens)
+            answer = [t for chunk in session.run(asked, Dflash()) for t in chunk.tokens]
+            drafted = session.report().spec.drafted
+    print(f"{len(asked.prompt)} prompt tokens, answer {answer}, {drafted} drafted")
+    return 0 if answer and drafted else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

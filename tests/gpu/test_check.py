@@ -1,0 +1,88 @@
+"""`check` and `doctor` on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from thor_dflash.builders.build import build
+from thor_dflash.calib.check.compare import Reference, compare, make, some_tokens, tracer
+from thor_dflash.config import BuildConfig, EngineConfig
+from thor_dflash.progress import Silent
+from thor_dflash.runtime.doctor.examine import examine
+from thor_dflash.runtime.doctor.here import Here
+from thor_dflash.runtime.doctor.needs import needs
+from thor_dflash.runtime.engines.cuda.engine import CudaEngine
+from thor_dflash.runtime.session import Session, open_session
+
+pytestmark = pytest.mark.gpu
+NANO = Path(__file__).parents[2] / "models" / "planner-nano"
+
+
+def package(out: Path, engine: str) -> Path:
+    options = {"kv": "fp8", "activations": "bf16", "chunk": 64, "capacity": 512}
+    config = BuildConfig(engine=engine, **options)  # type: ignore[arg-type]
+    build(NANO / "target", NANO / "drafter", out, config, Silent())
+    return out
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return package(tmp_path_factory.mktemp("cuda") / "nano", "cuda")
+
+
+@pytest.fixture
+def session(made: Path) -> Iterator[Session]:
+    with closing(open_session(made, EngineConfig(), Silent())) as opened:
+        yield opened
+
+
+def test_every_operator_on_the_device_is_what_its_definition_says(
+    session: Session, made: Path
+) -> None:
+    show = tracer(session, made)
+    report = compare(session, show, None, some_tokens(session), "all", None, Silent())
+    assert report.right, [walk.wrong for walk in report.walks]
+    assert {walk.graph for walk in report.walks} == {
+        "verify", "prefill", "accept", "propose", "observe", "observe_chunk",
+    }  # fmt: skip
+
+
+def test_the_device_agrees_with_onnx_runtime_and_a_weight_that_is_another_is_named(
+    session: Session, made: Path, tmp_path: Path
+) -> None:
+    graphs = package(tmp_path / "ort", "ort")
+    with closing(open_session(graphs, EngineConfig(), Silent())) as other:
+        tokens = some_tokens(session)
+        golden = make(other, None, tokens, Silent())
+        reference = Reference(golden, other, tracer(other, graphs))
+        show = tracer(session, made)
+        assert compare(session, show, reference, tokens, "auto", None, Silent()).right
+
+        engine = session.model.engine
+        assert isinstance(engine, CudaEngine)
+        call = session.model.call("verify")
+        steps = engine.program(call.graph.name).steps
+        step = next(s for s in steps if s.name == "layers.1.mlp.down_proj")
+        weight = engine.program(call.graph.name).weights[step.ports["scales"]]
+        engine.driver("cuMemsetD8", engine.place(call, step, "scales"), 0, weight.nbytes)
+        report = compare(session, show, reference, tokens, "auto", None, Silent())
+        assert not report.right
+        assert report.walks[0].parts
+        assert report.walks[0].parts.step == step.name
+
+
+def test_the_doctor_finds_the_device_and_counts_its_memory_as_the_engine_does(
+    session: Session, made: Path
+) -> None:
+    report = examine(Here(), EngineConfig(), made)
+    assert not report.wrong, report
+    assert report.engines["cuda"] == ""
+    engine = session.model.engine
+    assert isinstance(engine, CudaEngine)
+    have, want = engine.memory, needs(session.manifest, session.model.capacity)
+    for kind in ("weights", "cache", "ring", "state"):
+        assert want[kind] == pytest.approx(have[kind], rel=0.1), kind

@@ -1,0 +1,104 @@
+"""The laws of kernels on the GPU: rows, codes, and the same bits however often and however full."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from kernel_cases import cases_of, every_code
+from kernels import Refused, call_of, in_kernel_types, launch
+from on_gpu import Gpu
+from row_law import cut, outputs_by_row, prefixes, rows_of, same_bits
+
+from thor_dflash.plugins import LINEAR, OPS
+from thor_dflash.plugins.launch import Device
+from thor_dflash.plugins.op import Op
+
+pytestmark = pytest.mark.gpu
+TIMES = 20
+"""Runs of one call: a race shows now and then."""
+FEW = 32
+"""Rows up to which one kernel computes them all; longer calls are another's."""
+
+every_case = pytest.mark.parametrize(
+    ("op", "name"),
+    [pytest.param(op, name, id=f"{op.name}-{name}") for op in OPS for name in cases_of(op)],
+)
+every_prefix = pytest.mark.parametrize(
+    ("op", "name"),
+    [pytest.param(op, name, id=f"{op.name}-{name}") for op in OPS for name in prefixes(op)],
+)
+
+
+@pytest.fixture(scope="module")
+def gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gpu]:
+    made = Gpu(tmp_path_factory.mktemp("cubins"))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("rows", [16, 48])
+def test_every_fp4_code_times_every_scale_is_exact(gpu: Gpu, rows: int) -> None:
+    call = call_of(LINEAR, every_code(rows))
+    y = launch(call, gpu, gpu.driver.info.device)["y0"].astype(np.float64)
+    np.testing.assert_array_equal(y, call.want["y0"].astype(np.float64))
+
+
+@every_case
+def test_the_same_call_gives_the_same_bits_every_time(gpu: Gpu, op: Op, name: str) -> None:
+    try:
+        call = call_of(op, cases_of(op)[name])
+    except Refused:
+        return
+    device = gpu.driver.info.device
+    first = {n: x.copy() for n, x in launch(call, gpu, device).items()}
+    for n in range(TIMES):
+        same_bits(launch(call, gpu, device, poison=(0x5A, 0xFF)[n % 2]), first)
+
+
+@every_prefix
+def test_a_row_does_not_depend_on_the_rows_after_it(gpu: Gpu, op: Op, name: str) -> None:
+    case = in_kernel_types(op, cases_of(op)[name])
+    rows, device = rows_of(op, case), gpu.driver.info.device
+    try:
+        call = call_of(op, case)
+    except Refused:
+        return
+    whole = outputs_by_row(op, launch(call, gpu, device), call)
+    same = FEW if rows > FEW else 0
+    for count in {max(same + 1, rows // 2), same + 1} - {rows}:
+        if count > rows:
+            continue
+        part = call_of(op, cut(op, case, slice(count)))
+        got = outputs_by_row(op, launch(part, gpu, device), part)
+        same_bits(got, {n: x[:count] for n, x in whole.items()})
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op.name in ("linear", "head")],
+                         ids=lambda op: op.name)  # fmt: skip
+def test_a_row_does_not_depend_on_its_place_or_its_neighbours(gpu: Gpu, op: Op) -> None:
+    device = gpu.driver.info.device
+    for name in cases_of(op):
+        case = in_kernel_types(op, cases_of(op)[name])
+        try:
+            call = call_of(op, case)
+        except Refused:
+            continue
+        forward = outputs_by_row(op, launch(call, gpu, device), call)
+        turned = call_of(op, cut(op, case, slice(None, None, -1)))
+        backward = outputs_by_row(op, launch(turned, gpu, device), turned)
+        same_bits({n: np.ascontiguousarray(x[::-1]) for n, x in backward.items()}, forward)
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 20, 97])
+def test_a_product_is_right_however_it_is_dealt_out(gpu: Gpu, multiprocessors: int) -> None:
+    """Grids of other devices run here too, a Thor's among them."""
+    real = gpu.driver.info.device
+    device = Device(real.capability, multiprocessors, real.shared)
+    for name in ("more_norm_16_of_640", "more_swiglu_16_of_640", "more_mixed_32_of_640"):
+        call = call_of(LINEAR, cases_of(LINEAR)[name])
+        got = launch(call, gpu, device)
+        for port, want in call.want.items():
+            have, wide = got[port].astype(np.float64), want.astype(np.float64)
+            assert np.abs(have - wide).max() <= 2.0**-7 * np.abs(wide).max(), (name, port)

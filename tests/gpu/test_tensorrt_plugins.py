@@ -1,0 +1,98 @@
+"""Every room's plugin on the GPU, TensorRT's descriptors stood in for: enqueue, eager and captured,
+leaves bit for bit what the CUDA engine's launches leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import stand_in_trt as trt
+from enqueued import Ready
+from kernel_cases import cases_of
+from kernels import Refused, call_of, launch
+from on_gpu import Gpu
+
+from thor_dflash.plugins import OPS
+from thor_dflash.plugins.cuda.driver import Driver
+from thor_dflash.plugins.cuda.kernels import Kernels
+from thor_dflash.plugins.op import Op
+from thor_dflash.runtime.engines.cuda.capture import capture
+from thor_dflash.tensors import Array
+
+pytestmark = pytest.mark.gpu
+
+
+class Device:
+    """Memory, kernels and a stream of one context."""
+
+    def __init__(self, driver: Driver, kernels: Kernels) -> None:
+        self.driver, self.kernels = driver, kernels
+        self.stream = int(driver.stream)
+        self._held: list[int] = []
+
+    def allocate(self, nbytes: int) -> int:
+        self._held.append(self.driver.allocate(nbytes))
+        return self._held[-1]
+
+    def put(self, address: int, content: Array) -> None:
+        data = np.ascontiguousarray(content)
+        if data.nbytes:
+            self.driver("cuMemcpyHtoD", address, data.ctypes.data, data.nbytes)
+        self.driver("cuCtxSynchronize")
+
+    def get(self, address: int, nbytes: int) -> Array:
+        out = np.empty(nbytes, np.uint8)
+        self.driver("cuMemcpyDtoH", out.ctypes.data, address, nbytes)
+        return out
+
+    def free(self) -> None:
+        for address in self._held:
+            self.driver("cuMemFree", address)
+
+
+@pytest.fixture(scope="module")
+def gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gpu]:
+    made = Gpu(tmp_path_factory.mktemp("cubins"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
+    trt.stand_in(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [pytest.param(op, name, id=f"{op.name}-{name}") for op in OPS for name in cases_of(op)],
+)
+def test_enqueue_leaves_the_bits_that_the_launches_leave(gpu: Gpu, op: Op, name: str) -> None:
+    try:
+        call = call_of(op, cases_of(op)[name])
+    except Refused:
+        return  # said why on the CPU
+    driver = gpu.driver
+    want = launch(call, gpu, driver.info.device)
+    for apart in (False, True):
+        device = Device(driver, gpu.kernels)
+        ready = Ready(device, call, apart=apart)
+        ready.fill()
+        ready.enqueue()
+        driver.synchronize()
+        equal(ready.outputs(), want)
+        captured = capture("plugin", driver, ready.enqueue, graph=True)
+        for _ in range(2):
+            ready.fill()
+            captured.run()
+            driver.synchronize()
+            equal(ready.outputs(), want)
+        captured.collect()
+        ready.plugin.destroy()
+        device.free()
+
+
+def equal(got: dict[str, Array], want: dict[str, Array]) -> None:
+    for port, value in want.items():
+        np.testing.assert_array_equal(got[port].view(np.uint8), value.view(np.uint8), port)

@@ -1,0 +1,187 @@
+"""The linear kernel beyond its room's cases: how work is cut, norms shared, thin segments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import kernels
+import ml_dtypes
+import numpy as np
+import pytest
+from emulation import Emulator
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thor_dflash.plugins import LINEAR
+from thor_dflash.plugins.launch import H100, THOR, Device, Shaped, Site
+from thor_dflash.plugins.linear import launch
+from thor_dflash.plugins.linear.layout import Kind, _layout
+from thor_dflash.plugins.linear.pack import pack, packed
+from thor_dflash.plugins.linear.partition import EVEN, Partition, partition
+from thor_dflash.plugins.op import Attributes, Case
+from thor_dflash.tensors import Array, DType
+
+BF16 = ml_dtypes.bfloat16
+N4 = Kind.NVFP4
+SHAPES = {
+    "in_proj": (5120, (N4, N4, Kind.BF16, Kind.BF16), (10240, 6144, 48, 48), False),
+    "out_proj": (6144, (N4,), (5120,), False),
+    "gate_up": (5120, (N4, N4), (17408, 17408), True),
+    "down": (17408, (N4,), (5120,), False),
+    "qkv": (5120, (N4,) * 4, (6144, 6144, 1024, 1024), False),
+    "head": (5120, (N4,), (248320,), False),
+    "nano": (320, (N4, N4, Kind.BF16, Kind.BF16), (1024, 512, 4, 4), False),
+}
+
+
+def nvfp4(rng: np.random.Generator, n: int, k: int) -> dict[str, Array]:
+    return {
+        "weight": rng.integers(0, 256, (n, k // 2)).astype(np.uint8),
+        "block_scale": rng.uniform(0.5, 1, (n, k // 16)).astype(ml_dtypes.float8_e4m3fn),
+        "row_scale": rng.uniform(0.01, 0.02, n).astype(np.float32),
+    }
+
+
+def bf16(rng: np.random.Generator, n: int, k: int) -> dict[str, Array]:
+    return {"weight": rng.normal(0, 0.1, (n, k)).astype(BF16)}
+
+
+def steps(cut: Partition) -> list[tuple[int, int]]:
+    """(first column of the group, step) of every step that is made, in order of blocks."""
+    return [(i.group.column, k) for items in cut.blocks for i in items for k in range(i.k0, i.k1)]
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 20, 40, 132, 264])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_step_is_made_once_and_in_order(shape: str, blocks: int) -> None:
+    plan = _layout(*SHAPES[shape])
+    cut = partition(plan, blocks)
+    assert len(cut.blocks) <= blocks
+    want = [(g.column, k) for g in plan.groups for k in range(plan.steps)]
+    assert steps(cut) == want
+    for items in cut.blocks:
+        assert items
+    parts: dict[int, list[int]] = {}
+    for items in cut.blocks:
+        for item in items:
+            parts.setdefault(item.group.column, []).append(item.order)
+            assert item.parts == 1 or item.first + item.parts <= cut.parts
+    assert all(orders == list(range(len(orders))) for orders in parts.values())
+
+
+@pytest.mark.parametrize("device", [THOR, H100], ids=["thor", "h100"])
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s != "nano"])
+def test_blocks_stream_about_as_many_bytes(shape: str, device: Device) -> None:
+    cut = partition(_layout(*SHAPES[shape]), 2 * device.multiprocessors)
+    sizes = [sum((i.k1 - i.k0) * i.group.step_bytes for i in items) for items in cut.blocks]
+    assert max(sizes) <= sum(sizes) / (2 * device.multiprocessors) / EVEN + 2 * 18432
+
+
+@given(
+    st.integers(1, 40),
+    st.lists(st.tuples(st.sampled_from(Kind), st.integers(1, 90)), min_size=1, max_size=4),
+    st.integers(1, 50),
+)
+def test_any_layout_is_cut_whole(k: int, segments: list[tuple[Kind, int]], blocks: int) -> None:
+    kinds, widths = zip(*segments, strict=True)
+    plan = _layout(16 * k, tuple(kinds), tuple(8 * w for w in widths), False)
+    want = [(g.column, step) for g in plan.groups for step in range(plan.steps)]
+    assert steps(partition(plan, blocks)) == want
+
+
+@pytest.mark.parametrize("rows", [16, 40, 64, 130])
+def test_segments_may_end_inside_a_strip(rows: int) -> None:
+    rng = np.random.default_rng(rows)
+    inputs: dict[str, Array] = {
+        "x": rng.normal(0, 1, (rows, 320)).astype(BF16),
+        "norm_weight": rng.normal(0, 0.1, 320).astype(BF16),
+    }
+    for i, (n, make) in enumerate(((128, nvfp4), (64, nvfp4), (4, bf16), (6, bf16))):
+        inputs |= {f"{name}{i}": value for name, value in make(rng, n, 320).items()}
+    case = Case("thin", inputs, {"segments": 4, "norm_offset": 1.0})
+    kernels.run(LINEAR, case, Emulator(0))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 5])
+@pytest.mark.parametrize("rows", [3, 16, 20])
+def test_a_block_may_have_any_number_of_items(rows: int, seed: int) -> None:
+    """One block makes five groups of columns, and ends parts of two more."""
+    rng = np.random.default_rng(seed)
+    inputs = {
+        "x": rng.normal(0, 1, (rows, 384)).astype(BF16),
+        "residual": rng.normal(0, 1, (rows, 1664)).astype(BF16),
+        **{f"{name}0": value for name, value in nvfp4(rng, 1664, 384).items()},
+    }
+    case = Case("many", inputs, {"epilogue": "residual"})
+    call = kernels.call_of(LINEAR, case, y_squares=True)
+    device = Device((9, 0), 1)
+    assert partition(_layout(384, (N4,), (1664,), False), 2).most_items > 2
+    kernels.compare(LINEAR, kernels.launch(call, Emulator(seed), device), call.want)
+
+
+def site(ports: Mapping[str, Array], outputs: Mapping[str, Shaped], **attributes: object) -> Site:
+    shaped = {name: Shaped(DType.of(value), value.shape) for name, value in ports.items()}
+    return Site(LINEAR, LINEAR.complete(attributes), {**shaped, **outputs})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rows", [1, 16, 32])
+def test_rows_that_come_normed_give_what_the_norm_gives(rows: int) -> None:
+    """x * (offset + w) as rows and 1 / rms at the end is the norm, to the rounding of the rows."""
+    rng = np.random.default_rng(rows)
+    x = rng.normal(0, 3, (rows, 640)).astype(BF16)
+    weight = rng.normal(0, 0.2, 640).astype(BF16)
+    inputs = {"x": x, "norm_weight": weight}
+    inputs |= {f"{name}0": value for name, value in nvfp4(rng, 320, 640).items()}
+    case = Case("normed", inputs, {"norm_offset": 1.0})
+    call = kernels.call_of(LINEAR, case, x_squares=True)
+    normed = (x.astype(np.float32) * (1 + weight.astype(np.float32))).astype(BF16)
+    ports = {**call.site.ports, "x_normed": Shaped(DType.BF16, normed.shape)}
+    given_site = Site(call.site.op, call.site.attributes, ports)
+    [one] = launch.launches(given_site, H100)
+    assert one.defines["ROW_SCALE"] == 1
+    call = replace(call, site=given_site, inputs={**call.inputs, "x_normed": normed})
+    kernels.compare(LINEAR, kernels.launch(call, Emulator(0), H100), call.want)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("rows", [1, 16, 32])
+def test_whoever_makes_rows_can_norm_them_for_the_next(rows: int, wide: bool) -> None:
+    rng = np.random.default_rng(rows)
+    inputs = {
+        "x": rng.normal(0, 1, (rows, 384)).astype(BF16),
+        "residual": rng.normal(0, 1, (rows, 640)).astype(BF16),
+        **{f"{name}0": value for name, value in nvfp4(rng, 640, 384).items()},
+    }
+    call = kernels.call_of(LINEAR, Case("next", inputs, {"epilogue": "residual"}), y_squares=True)
+    weight = rng.normal(0, 0.2, 640).astype(np.float32 if wide else BF16)
+    normed = call.want["y0"] * (1 + weight.astype(np.float64))
+    ports = {
+        **call.site.ports,
+        "next_norm_weight": Shaped(DType.of(weight), (640,)),
+        "y0_normed": Shaped(DType.BF16, (rows, 640)),
+    }
+    attributes = Attributes({**call.site.attributes.values, "next_norm_offset": 1.0})
+    call = replace(
+        call,
+        site=Site(LINEAR, attributes, ports),
+        inputs={**call.inputs, "next_norm_weight": weight},
+        want={**call.want, "y0_normed": normed},
+    )
+    for device in (Device((9, 0), 2), H100):
+        kernels.compare(LINEAR, kernels.launch(call, Emulator(0), device), call.want)
+
+
+def test_packing_refuses_what_is_no_number() -> None:
+    rng = np.random.default_rng(0)
+    weights = {f"{name}0": value for name, value in nvfp4(rng, 64, 128).items()}
+    call = site({"x": np.zeros((1, 128), BF16), **weights}, {"y0": Shaped(DType.BF16, (1, 64))})
+    assert set(packed(call)) == {"packed", "scales", "kinds"}
+    pack(call, weights)
+    for bad in (np.nan, -1.0):
+        broken = dict(weights)
+        scales = broken["block_scale0"].copy()
+        scales[3, 2] = bad
+        broken["block_scale0"] = scales
+        with pytest.raises(ValueError, match="block_scale must be a positive E4M3 number"):
+            pack(call, broken)

@@ -1,0 +1,292 @@
+"""Every room as a TensorRT plugin: what it answers is what its contract says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import stand_in_trt as trt
+from emulation import Emulator
+from enqueued import Emulated, Ready
+from kernel_cases import cases_of
+from kernel_sites import sites
+from kernels import Refused, call_of, launch, packed, rule_of, site_of
+
+from thor_dflash.errors import EngineError
+from thor_dflash.plugins import OPS
+from thor_dflash.plugins.launch import THOR, Scratch, Shaped, Site
+from thor_dflash.plugins.op import DOMAIN, Op
+from thor_dflash.plugins.tensorrt.node import BODILESS, Node, describe, parse, tensor_of
+from thor_dflash.tensors import DType
+
+every_room = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+
+
+@pytest.fixture(autouse=True)
+def tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
+    trt.stand_in(monkeypatch)
+
+
+def taken(op: Op) -> Iterator[tuple[str, Site]]:
+    """Every call of a room that its kernels take: the cases, and those of the full model."""
+    for name, case in cases_of(op).items():
+        try:
+            yield name, call_of(op, case).site
+        except Refused:
+            continue
+    for name, attributes, inputs in sites(op.name):
+        yield name, packed(site_of(op, attributes, inputs), {})[0]
+
+
+def node_of(site: Site) -> Node:
+    return describe(site, outs_of(site))
+
+
+def outs_of(site: Site) -> set[str]:
+    return {p.name for p in site.op.outputs_of(site.attributes)} | {"y0_squares"}
+
+
+def tensors(site: Site, ports: tuple[str, ...]) -> list[Shaped]:
+    return [tensor_of(site.ports[port]) for port in ports]
+
+
+def registered(*nodes: Node) -> Any:
+    from thor_dflash.plugins.tensorrt.plugin import register
+
+    return register(trt.get_plugin_registry(), THOR, None, nodes)  # type: ignore[arg-type]
+
+
+@every_room
+def test_a_node_says_all_that_a_launch_rule_asks(op: Op) -> None:
+    for name, site in taken(op):
+        node = node_of(site)
+        assert parse(op.name, node.fields()) == node, name
+        shaped = dict(zip((*node.inputs, *node.outputs), both(site, node), strict=True))
+        again = node.site(shaped)
+        assert dict(again.ports) == dict(site.ports), name
+        assert again.attributes == site.attributes, name
+
+
+def both(site: Site, node: Node) -> list[Shaped]:
+    return tensors(site, (*node.inputs, *node.outputs))
+
+
+@every_room
+def test_types_and_shapes_are_the_contracts(op: Op) -> None:
+    for name, site in taken(op):
+        node = node_of(site)
+        registered(node)
+        plugin = trt.made(node)
+        found = trt.outputs(plugin, tensors(site, node.inputs))
+        want = [trt.desc(shaped) for shaped in tensors(site, node.outputs)]
+        assert found == want, name
+        assert plugin.num_outputs == len(want)
+        trt.get_plugin_registry().creators.clear()
+
+
+@every_room
+def test_a_size_that_nobody_knows_yet_stays_one(op: Op) -> None:
+    letters = {"T", "N", "N0"} - ({"N", "N0"} if op.name in ("linear", "head") else set())
+    for _, site in list(taken(op))[:3]:
+        node = node_of(site)
+        ports = {
+            p.name: p for p in (*op.inputs_of(site.attributes), *op.outputs_of(site.attributes))
+        }
+
+        def told(name: str, node: Node = node, ports: Any = ports, site: Site = site) -> list[Any]:
+            sizes = site.ports[name].shape
+            names = ports[name].shape if name in ports else sizes
+            return [n if n in letters else s for n, s in zip(names, sizes, strict=True)]
+
+        shapes = node.output_shapes({n: told(n) for n in node.inputs}, lambda n: n)
+        assert {n: list(s) for n, s in shapes.items()} == {n: told(n) for n in node.outputs}
+
+
+@every_room
+def test_one_format_is_taken_and_only_the_contracts_types(op: Op) -> None:
+    for _, site in list(taken(op))[:8]:
+        node = node_of(site)
+        registered(node)
+        plugin, count = trt.made(node), len(node.inputs)
+        good = [trt.dynamic(shaped) for shaped in both(site, node)]
+        for pos, described in enumerate(good):
+            assert plugin.supports_format_combination(pos, good, count), (pos, node.inputs)
+            for other in (
+                replace(described.desc, format=trt.TensorFormat.CHW32),
+                replace(described.desc, type=trt.DataType.INT8),
+            ):
+                bad = [*good[:pos], replace(described, desc=other), *good[pos + 1 :]]
+                assert not plugin.supports_format_combination(pos, bad, count)
+        trt.get_plugin_registry().creators.clear()
+
+
+@pytest.mark.parametrize("op", [o for o in OPS if o.name != "accept"], ids=lambda op: op.name)
+def test_what_the_kernels_refuse_is_refused_once_all_is_known(op: Op) -> None:
+    """Rows in float32 are in every contract and in no kernel."""
+    name, site = next(iter(taken(op)))
+    wide = {
+        port: Shaped(DType.F32, shaped.shape) if shaped.dtype is DType.BF16 else shaped
+        for port, shaped in site.ports.items()
+    }
+    site = Site(op, site.attributes, wide)
+    assert rule_of(op).refuse(site), name
+    node = node_of(site)
+    registered(node)
+    plugin, count = trt.made(node), len(node.inputs)
+    descs = [trt.dynamic(shaped) for shaped in both(site, node)]
+    answers = [plugin.supports_format_combination(i, descs, count) for i in range(len(descs))]
+    assert not answers[-1]
+    ins, outs = [d.desc for d in descs[:count]], [d.desc for d in descs[count:]]
+    with pytest.raises(EngineError, match=rf"Thor.*{op.name}\..* must be "):
+        plugin.on_shape_change(ins, outs)
+
+
+@every_room
+def test_workspace_is_the_scratch_that_need_not_last(op: Op) -> None:
+    for name, site in taken(op):
+        node = node_of(site)
+        registered(node)
+        plugin = trt.made(node)
+        descs = [trt.dynamic(shaped) for shaped in both(site, node)]
+        count = len(node.inputs)
+        wanted = {
+            a.name: -(-a.nbytes // 256) * 256
+            for one in rule_of(op).launches(site, THOR)
+            for a in one.arguments
+            if isinstance(a, Scratch) and not a.zeroed
+        }
+        got = plugin.get_workspace_size(descs[:count], descs[count:])
+        assert got == sum(wanted.values()), name
+        trt.get_plugin_registry().creators.clear()
+
+
+def test_a_node_is_found_by_what_it_is() -> None:
+    """No two calls have one key, and the key is in the fields."""
+    nodes = [node_of(site) for op in OPS for _, site in taken(op)]
+    keys = {node.key: repr(node) for node in nodes}
+    assert len(keys) == len({repr(node) for node in nodes})
+    for half in (0, 1):
+        assert all(0 <= key[half] < 1 << 31 for key in keys)
+
+
+def test_a_changed_field_is_no_node() -> None:
+    [node, *_] = [node_of(site) for _, site in taken(OPS[0])]
+    fields = node.fields()
+    with pytest.raises(ValueError, match="must be as it was written"):
+        parse("linear", {**fields, "norm_eps": 0.5})
+    with pytest.raises(ValueError, match="must have the field ports"):
+        parse("linear", {n: v for n, v in fields.items() if n != "ports"})
+
+
+def test_a_creator_makes_the_calls_of_its_package_and_no_others() -> None:
+    first, other = [node_of(site) for _, site in list(taken(OPS[0]))[:2]]
+    [creator] = registered(first)
+    assert [creator.name, creator.plugin_namespace, creator.plugin_version] == [
+        "ThorLinear",
+        DOMAIN,
+        "1",
+    ]
+    plugin = trt.made(first)
+    assert plugin.plugin_name == "ThorLinear"
+    assert plugin.node == first
+    with pytest.raises(EngineError, match="a call that its package describes"):
+        creator.create_plugin("x", trt.fields({"call0": other.key[0], "call1": other.key[1]}), None)
+    with pytest.raises(EngineError, match=r"registered once .* close the other"):
+        registered(first)
+
+
+def test_a_clone_has_no_memory_of_the_original() -> None:
+    site = next(taken(OPS[0]))[1]
+    node = node_of(site)
+    registered(node)
+    plugin = trt.made(node)
+    plugin._call = object()
+    assert plugin.clone()._call is None
+    plugin._call = None
+
+
+def test_bytes_travel_in_words() -> None:
+    assert tensor_of(Shaped(DType.U8, (40,))) == Shaped(DType.I32, (10,))
+    assert tensor_of(Shaped(DType.FP8, (2, 40))) == Shaped(DType.FP8, (2, 40))
+    for op in OPS[:1]:
+        for _, site in taken(op):
+            for port, shaped in site.ports.items():
+                if shaped.dtype is DType.U8 and port not in BODILESS:
+                    assert np.prod(shaped.shape) % 4 == 0, port
+
+
+# ---- enqueue -----------------------------------------------------------------------------------
+SMALL = 3
+"""Cases of a room that are run here, the quickest; all of them run on a GPU."""
+
+
+def small(op: Op) -> list[Any]:
+    found = []
+    for name, case in cases_of(op).items():
+        size = sum(x.nbytes for x in case.inputs.values())
+        try:
+            call_of(op, case)
+        except Refused:
+            continue
+        found.append((size, name))
+    return [pytest.param(op, name, id=f"{op.name}-{name}") for _, name in sorted(found)[:SMALL]]
+
+
+@pytest.mark.parametrize(("op", "name"), [param for op in OPS for param in small(op)])
+def test_enqueue_leaves_the_bits_that_the_launches_leave(
+    op: Op, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = call_of(op, cases_of(op)[name])
+    want = launch(call, Emulator(0), THOR)
+    for apart in (False, True):
+        machine = Emulated(monkeypatch, THOR)
+        ready = Ready(machine, call, apart=apart)
+        for capturing in (False, True):
+            machine.capturing = capturing
+            ready.fill()
+            ready.enqueue()
+            for port, value in ready.outputs().items():
+                np.testing.assert_array_equal(value.view(np.uint8), want[port].view(np.uint8), port)
+        copies = machine.done.count("cuMemcpyDtoDAsync")
+        assert copies == 2 * apart * len(rule_of(op).in_place & call.want.keys())
+
+
+@every_room
+def test_a_capture_finds_everything_made_or_says_so(
+    op: Op, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Allocating or uploading while a stream is captured would be lost or end the capture."""
+    call = call_of(op, cases_of(op)[small(op)[0].values[1]])
+    machine = Emulated(monkeypatch, THOR)
+    ready = Ready(machine, call, apart=False)
+    ready.fill()
+    ready.enqueue()
+    machine.capturing = True
+    before = len(machine.done)
+    ready.fill()
+    ready.enqueue()
+    assert not [name for name in machine.done[before:] if name.startswith("cuMem")]
+    made = [n for n in machine.done[:before] if n in ("cuMemcpyHtoDAsync", "cuMemsetD8Async")]
+    if made:
+        fresh = Ready(machine, call, apart=False)
+        with pytest.raises(EngineError, match="must run once with these addresses"):
+            fresh.enqueue()
+
+
+def test_what_a_plugin_took_it_gives_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = OPS[0]
+    call = call_of(op, cases_of(op)[small(op)[0].values[1]])
+    machine = Emulated(monkeypatch, THOR)
+    ready = Ready(machine, call, apart=False)
+    ready.fill()
+    ready.enqueue()
+    made = [n for n in machine.done if n in ("cuMemcpyHtoDAsync", "cuMemsetD8Async")]
+    assert made
+    assert ready.plugin.nbytes > 0
+    ready.plugin.destroy()
+    ready.plugin.destroy()
+    assert machine.done.count("cuMemFree") == len(made)
+    assert ready.plugin.nbytes == 0

@@ -1,0 +1,49 @@
+"""The law of rows, for whoever runs kernels: what a row comes to depends on nothing after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+from kernel_cases import cases_of
+from kernels import Call
+
+from thor_dflash.plugins.op import Case, Op
+from thor_dflash.tensors import Array
+
+
+def same_bits(got: Mapping[str, Array], want: Mapping[str, Array]) -> None:
+    """Raise AssertionError where a bit differs."""
+    for name, value in want.items():
+        np.testing.assert_array_equal(got[name].view(np.uint8), value.view(np.uint8), name)
+
+
+def cut(op: Op, case: Case, rows: slice) -> Case:
+    """The case with some of its rows."""
+    a = op.complete(case.attributes)
+    by_row = {p.name for p in op.inputs_of(a) if p.shape[0] == "T"}
+    inputs = {n: x[rows] if n in by_row else x for n, x in case.inputs.items()}
+    return Case(case.name, inputs, case.attributes)
+
+
+def rows_of(op: Op, case: Case) -> int:
+    """Rows of a case."""
+    first = op.inputs_of(op.complete(case.attributes))[0].name
+    return len(case.inputs[first])
+
+
+def outputs_by_row(op: Op, got: dict[str, Array], call: Call) -> dict[str, Array]:
+    """The outputs that have a row for each row of the input."""
+    names = {p.name for p in op.outputs_of(call.site.attributes) if p.shape[0] == "T"}
+    return {name: x for name, x in got.items() if name in names}
+
+
+def prefixes(op: Op) -> Iterator[str]:
+    """Cases whose rows do not depend on later rows."""
+    if op.name in ("linear", "head", "verify_attention"):
+        yield from cases_of(op)
+    for name, case in cases_of(op).items():
+        if (op.name == "gdn" and case.attributes.get("mode") != "prefill") or (
+            op.name == "draft_attention" and case.attributes["causal"] == 1
+        ):
+            yield name

@@ -1,0 +1,144 @@
+"""An engine of programs without a device: numpy memory, every step by its definition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from thor_dflash.plugins.launch import Shaped, Site
+from thor_dflash.plugins.linear.unpack import unpack
+from thor_dflash.plugins.op import Attributes
+from thor_dflash.plugins.rules import RULES
+from thor_dflash.program import Program, Step, read
+from thor_dflash.runtime.engine import Call, Graph, Tensor
+from thor_dflash.tensors import Array, Dims, DType, TensorSpec
+
+Spoil = Callable[[Step, dict[str, Array]], None]
+"""Changes what a step leaves, port by port."""
+
+
+@dataclass(eq=False)
+class Memory:
+    spec: TensorSpec
+    array: Array
+
+
+@dataclass(eq=False)
+class Loaded:
+    name: str
+    program: Program
+    inputs: Mapping[str, TensorSpec]
+    outputs: Mapping[str, TensorSpec]
+
+
+@dataclass
+class Stepping:
+    """See Engine and Stepped."""
+
+    package: Path
+    spoil: Spoil = lambda step, outputs: None
+    programs: dict[str, Program] = field(default_factory=dict)
+    unpacked: dict[str, dict[str, Array]] = field(default_factory=dict)
+    values: dict[int, dict[str, Array]] = field(default_factory=dict)
+    """Call -> what its steps have made so far."""
+
+    def load(self, name: str) -> Graph:
+        program = self.programs[name] = read(self.package, name)
+        return Loaded(
+            name,
+            program,
+            {n: v.spec(n) for n, v in program.inputs.items()},
+            {n: v.spec(n) for n, v in program.outputs.items()},
+        )
+
+    def empty(self, spec: TensorSpec, dims: Dims) -> Tensor:
+        bound = TensorSpec(spec.name, spec.dtype, spec.at(dims))
+        return Memory(bound, np.zeros(bound.at({}), bound.dtype.numpy))
+
+    def prepare(self, calls: Sequence[Call]) -> None: ...
+
+    def run(self, calls: Sequence[Call]) -> None:
+        for call in calls:
+            self.begin(call)
+            for step in self.program(call.graph.name).steps:
+                self.perform(call, step)
+            for name, tensor in call.outputs.items():
+                memory(tensor).array[...] = self.values[id(call)][name]
+
+    def write(self, tensor: Tensor, values: Array) -> None:
+        memory(tensor).array[tuple(slice(n) for n in values.shape)] = values
+
+    def read(self, tensor: Tensor, shape: tuple[int, ...] | None = None) -> Array:
+        array = memory(tensor).array
+        return array[tuple(slice(n) for n in shape or array.shape)].copy()
+
+    def busy(self) -> Mapping[str, float]:
+        return {}
+
+    def close(self) -> None: ...
+
+    # ---- one step at a time
+
+    def program(self, name: str) -> Program:
+        return self.programs[name]
+
+    def begin(self, call: Call) -> None:
+        self.values[id(call)] = {}
+
+    def site(self, call: Call, step: Step) -> Site:
+        program, tensors = self.program(call.graph.name), {**call.inputs, **call.outputs}
+        ports: dict[str, Shaped] = {}
+        for port, name in step.ports.items():
+            found = program.weights.get(name) or program.values.get(name)
+            if found is not None:
+                shape = tuple(int(n) for n in found.shape)
+                ports[port] = Shaped(DType(found.dtype), shape)
+            else:
+                ports[port] = Shaped(tensors[name].spec.dtype, tensors[name].spec.at({}))
+        return Site(RULES[step.room].op, Attributes(step.attributes), ports)
+
+    def fetch(self, call: Call, step: Step, port: str) -> Array:
+        name, program = step.ports[port], self.program(call.graph.name)
+        if name in program.weights:
+            weight = program.weights[name]
+            raw = np.fromfile(
+                self.package / weight.file, np.uint8, weight.nbytes, offset=weight.offset
+            )
+            return raw.view(DType(weight.dtype).numpy).reshape(weight.shape)
+        made = self.values[id(call)]
+        if name in made:
+            return made[name]
+        if name in call.inputs:
+            return memory(call.inputs[name]).array.copy()
+        shaped = self.site(call, step).ports[port]  # what only kernels know is never made here
+        return np.zeros(shaped.shape, shaped.dtype.numpy)
+
+    def perform(self, call: Call, step: Step) -> None:
+        site = self.site(call, step)
+        x = {port: self.fetch(call, step, port) for port, name in step.ports.items()}
+        if "packed" in x:
+            key = step.ports["packed"]
+            if key not in self.unpacked:
+                self.unpacked[key] = unpack(site, x["packed"], x["scales"])
+            x |= self.unpacked[key]
+        a = site.attributes
+        if site.op.inputs:
+            known = {port.name for port in site.op.inputs_of(a)}
+            x = {port: value for port, value in x.items() if port in known}
+        elif "rows" in x and site.op.name == "embed":
+            a = Attributes({**a.values, "rows": len(x["rows"])})
+        if site.op.name == "concat":
+            del x["y"]
+        outputs = {p: v for p, v in site.op.reference(x, a).items() if p in step.ports}
+        self.spoil(step, outputs)
+        for port, value in outputs.items():
+            shaped = site.ports[port]
+            self.values[id(call)][step.ports[port]] = value.astype(shaped.dtype.numpy)
+
+
+def memory(tensor: Tensor) -> Memory:
+    assert isinstance(tensor, Memory)
+    return tensor

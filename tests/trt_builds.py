@@ -1,0 +1,100 @@
+"""Packages built with the recorder in TensorRT's place, and what it was asked for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trt_recorder as recorder
+from checkpoints import GEOMETRIES, Dialect, write_target
+
+from thor_dflash import plan as sidecar
+from thor_dflash.builders import build as builds
+from thor_dflash.builders.build import build
+from thor_dflash.config import BuildConfig
+from thor_dflash.plan import Plan
+from thor_dflash.plugins.cuda.driver import Info
+from thor_dflash.plugins.launch import THOR
+from thor_dflash.progress import Progress, Silent
+from thor_dflash.tensorrt_config import TensorRTConfig
+
+NANO = Path(__file__).parents[1] / "models" / "planner-nano"
+DEVICE = Info("NVIDIA Thor", THOR, 128 << 30, True, 13000)
+HYBRID = replace(GEOMETRIES["heads27b"], value_heads=4)
+"""Small, with heads that our kernels take."""
+CAPACITY = 512
+CHUNKS = (128, 64)
+_OURS = ("thor_dflash.builders.tensorrt.", "thor_dflash.plugins.tensorrt.")
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """`import tensorrt` gives the recorder; modules that took it do not outlive this."""
+
+    def bound() -> list[str]:
+        found = [name for name in sys.modules if name.startswith(_OURS)]
+        return [name for name in found if "trt" in vars(sys.modules[name])]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in bound():
+            patch.delitem(sys.modules, name)
+        patch.setitem(sys.modules, "tensorrt", recorder)
+        yield
+        for name in bound():
+            del sys.modules[name]
+        assert not recorder.get_plugin_registry().creators, "plugins of a build must go with it"
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A package and what it was made by."""
+
+    out: Path
+    engines: dict[str, recorder.Built]
+
+    def card(self, graph: str) -> Plan:
+        return sidecar.read(self.out, graph)
+
+
+def maker(config: TensorRTConfig, progress: Progress) -> Any:
+    from thor_dflash.builders.tensorrt.engine import Maker
+
+    return Maker(config, DEVICE, progress, None)
+
+
+def options(tmp: Path, **more: Any) -> BuildConfig:
+    section = TensorRTConfig(timings=str(tmp / "timings"), **more)
+    first, *others = CHUNKS
+    return BuildConfig(
+        engine="tensorrt", chunk=first, chunks=tuple(others), capacity=CAPACITY, tensorrt=section
+    )
+
+
+def record(
+    out: Path,
+    target: Path,
+    drafter: Path | None,
+    config: BuildConfig,
+    progress: Progress | None = None,
+    fault: str = "",
+) -> Recorded:
+    """Build the package `out`; `fault` is what TensorRT does wrong, see recorder.FAULTS."""
+    recorder.BUILT.clear()
+    recorder.FAULTS = {fault}
+    with recording(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builds, "maker", maker)
+        build(target, drafter, out, config, progress or Silent())
+    return Recorded(out, {one.network.name: one for one in recorder.BUILT})
+
+
+def record_hybrid(tmp: Path, dialect: Dialect, fault: str = "", **more: Any) -> Recorded:
+    """A package of a small random model, its weights stored in some way."""
+    if not (tmp / "target").exists():
+        write_target(tmp / "target", HYBRID, 1, dialect)
+    config = options(tmp, **more)
+    return record(tmp / "package", tmp / "target", None, config, fault=fault)

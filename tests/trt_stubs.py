@@ -1,0 +1,184 @@
+"""Typing stubs of TensorRT, made from the bindings it publishes; and the bindings themselves.
+
+TensorRT cannot be installed here, but its Python bindings can be fetched and, with a stand-in for
+each library they link, imported: that shows every class, signature and enumeration of a version.
+
+    python tests/trt_stubs.py      fetches what the tests need, once; they need no network then
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+VERSIONS = ("10.13.3.9", "11.4.0.106")
+"""The oldest TensorRT for a Thor (JetPack 7.1), and the newest there is."""
+PACKAGE = "tensorrt_cu13_bindings"
+STORE = Path(sys.prefix) / "tensorrt-bindings"
+"""In the virtual environment, so that it goes when that goes."""
+FETCH_SECONDS = 120
+SYMBOLS = {
+    "nvinfer": (
+        "createInferBuilder_INTERNAL",
+        "createInferRefitter_INTERNAL",
+        "createInferRuntime_INTERNAL",
+        "getBuilderPluginRegistry",
+        "getPluginRegistry",
+    ),
+    "nvinfer_plugin": ("initLibNvInferPlugins",),
+    "nvonnxparser": (
+        "createNvOnnxParser_INTERNAL",
+        "createNvOnnxParserRefitter_INTERNAL",
+        "getNvOnnxParserVersion",
+    ),
+}
+"""Library -> the C functions the bindings take from it. Everything else is virtual."""
+
+_INSPECT = """
+import ctypes, sys
+site, out, *libraries = sys.argv[1:]
+for library in libraries:
+    ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
+sys.path.insert(0, site)
+from pybind11_stubgen import main
+main(["tensorrt_bindings", "-o", out, "--ignore-all-errors"])
+"""
+
+
+def bindings(version: str) -> Path:
+    """A directory to import `tensorrt_bindings` of a version from. Skips where it cannot be had."""
+    site = STORE / version
+    if not (site / "tensorrt_bindings").is_dir():
+        try:
+            _fetch(version, site)
+        except (subprocess.SubprocessError, OSError) as e:
+            pytest.skip(f"{PACKAGE}=={version} must be fetched once, by {__file__} (got: {e})")
+    return site
+
+
+def _fetch(version: str, site: Path) -> None:
+    wheels = STORE / "wheels"
+    wheels.mkdir(parents=True, exist_ok=True)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    what = ["download", "--no-deps", "--only-binary=:all:", f"--dest={wheels}"]
+    subprocess.run(
+        [*pip, *what, f"{PACKAGE}=={version}"],
+        check=True,
+        timeout=FETCH_SECONDS,
+        capture_output=True,
+    )
+    [wheel] = wheels.glob(f"{PACKAGE}-{version}-*.whl")
+    partial = site.with_name(f"{version}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    zipfile.ZipFile(wheel).extractall(partial)
+    partial.rename(site)
+
+
+def libraries(version: str, directory: Path) -> list[Path]:
+    """A stand-in for each library the bindings link: every function is there and gives null."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("a C compiler must be there to stand in for TensorRT's libraries (got none)")
+    made: list[Path] = []
+    for name, symbols in SYMBOLS.items():
+        file = f"lib{name}.so.{version.partition('.')[0]}"
+        source, library = directory / f"{name}.c", directory / file
+        source.write_text("".join(f"void *{s}(void) {{ return 0; }}\n" for s in symbols))
+        options = ["-shared", "-fPIC", f"-Wl,-soname,{file}", "-o", str(library), str(source)]
+        subprocess.run([compiler, *options], check=True, capture_output=True)
+        made.append(library)
+    return made
+
+
+def write_stubs(version: str, directory: Path) -> Path:
+    """Write `directory`/typings/tensorrt/__init__.pyi of a version; gives `directory`/typings."""
+    site, raw = bindings(version), directory / "raw"
+    made = [str(path) for path in libraries(version, directory)]
+    command = [sys.executable, "-c", _INSPECT, str(site), str(raw), *made]
+    subprocess.run(command, check=True, capture_output=True, timeout=FETCH_SECONDS)
+    text = (raw / "tensorrt_bindings" / "tensorrt.pyi").read_text()
+    package = directory / "typings" / "tensorrt"
+    package.mkdir(parents=True)
+    (package / "__init__.pyi").write_text(mend(text))
+    return package.parent
+
+
+MENDS = (
+    (r"typing\.SupportsInt", "int"),
+    (r"(->|:) \.\.\.(?=[,)=:]|$)", r"\1 typing.Any"),
+    (r": Dims(?=[,)])", ": Dims | collections.abc.Sequence[int]"),
+    (r"PluginFieldCollection_", "PluginFieldCollection"),
+    (r": FallbackString", ": str | FallbackString"),
+    (r"(?<=[ \[])bool(?=[,)\]:=| ]|$)", "builtins.bool"),
+    (r"(: )([\w.\[\], ]+?)( = None)", r"\1\2 | None\3"),
+    # What Python overrides takes bytes; what C++ sees behind it is what the signature tells.
+    (r"def write\(self, data: [\w.]+, size: int\)", "def write(self, data: bytes)"),
+    (
+        r"def read\(self, destination: [\w.]+, num_bytes: int, stream: int\) -> int",
+        "def read(self, num_bytes: int, stream: int) -> bytes",
+    ),
+)
+"""What the generator reads off docstrings wrongly, and what is meant."""
+PROTOCOLS = {
+    "Dims": "def __iter__(self) -> collections.abc.Iterator[int]: ...",
+    "IHostMemory": "def __buffer__(self, flags: int, /) -> memoryview: ...",
+}
+"""What classes do that no signature tells."""
+_HEAD = "import builtins\nimport collections.abc\n__version__: str\n"
+
+
+def mend(text: str) -> str:
+    """A generated stub as type checkers can read it."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        if re.match(r"\s*(def |\w+: )", line):
+            for pattern, put in MENDS:
+                line = re.sub(pattern, put, line)
+        lines.append(_signature(line) if re.match(r"\s*def ", line) else _member(line))
+    for name, member in PROTOCOLS.items():
+        [at] = [i for i, line in enumerate(lines) if re.match(rf"class {name}[(:]", line)]
+        lines.insert(at + 1, f"    {member}")
+    first = lines.index("from __future__ import annotations") + 1
+    return "\n".join([*lines[:first], _HEAD, *lines[first:]]) + "\n"
+
+
+def _signature(line: str) -> str:
+    """A signature that is none becomes one that takes anything."""
+    if _parses(f"{line.strip()} ..."):
+        return line
+    head, _, rest = line.partition("(")
+    seen, parts = False, re.split(r", (?=\*{0,2}\w+:? )", rest.rpartition(")")[0])
+    for i, part in enumerate(parts):
+        parts[i] = f"{part} = ..." if seen and "=" not in part and ":" in part else part
+        seen = seen or "=" in part
+    result = line.rpartition(")")[2]
+    mended = f"{head}({', '.join(parts)}){result}"
+    if _parses(f"{mended.strip()} ..."):
+        return mended
+    return f"{head}(self, *args: typing.Any, **kwargs: typing.Any) -> typing.Any:"
+
+
+def _member(line: str) -> str:
+    if re.match(r"\s*\w+: ", line) and not _parses(line.strip()):
+        return f"{line.partition(':')[0]}: typing.Any"
+    return line
+
+
+def _parses(text: str) -> bool:
+    try:
+        ast.parse(text)
+    except SyntaxError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    for wanted in VERSIONS:
+        print(bindings(wanted))
