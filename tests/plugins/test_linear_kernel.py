@@ -155,7 +155,7 @@ def test_whoever_makes_rows_can_norm_them_for_the_next(rows: int, wide: bool) ->
     }
     call = kernels.call_of(LINEAR, Case("next", inputs, {"epilogue": "residual"}), y_squares=True)
     weight = rng.normal(0, 0.2, 640).astype(np.float32 if wide else BF16)
-    normed = call.want["y0"] * (1 + weight.astype(np.float64))
+    normed = (call.want["y0"] * (1 + weight.astype(np.float64))).astype(BF16)
     ports = {
         **call.site.ports,
         "next_norm_weight": Shaped(DType.of(weight), (640,)),
