@@ -85,7 +85,7 @@ class Hollow:
         if self.kind is WeightKind.FP8:
             return Matrix(name, _all(ml_dtypes.float8_e4m3fn, (rows, columns)), None, ones)
         scales = _all(ml_dtypes.float8_e4m3fn, (rows, columns // NVFP4_GROUP))
-        return Matrix(name, _all(np.uint8, (rows, columns // 2)), scales, ones)
+        return Matrix(name, _all(np.uint8, (rows, columns // 2)), scales, ones, 1.0)
 
     def tensor(self, name: str) -> Array:
         """Any other tensor."""

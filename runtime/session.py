@@ -171,9 +171,13 @@ def open_session(
         rows = " or ".join(str(size) for size in sorted(sizes))
         raise ConfigError(f"engine.chunk must be {rows}, as the package was built (got {chunk})")
     engine = _ENGINES[found.engine](package, config, progress)
-    with progress.task("loading graphs"):
-        every = sizes if choose and not config.chunk else (chunk,)
-        model = Model(engine, found, capacity, block, every)
+    try:
+        with progress.task("loading graphs"):
+            every = sizes if choose and not config.chunk else (chunk,)
+            model = Model(engine, found, capacity, block, every)
+    except BaseException:
+        engine.close()
+        raise
     return Session(model, Text.load(package) if found.tokenizer else None)
 
 

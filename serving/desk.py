@@ -12,7 +12,7 @@ from typing import Any
 from msgspec import structs
 
 import thor_dflash
-from thor_dflash.errors import PlanError
+from thor_dflash.errors import PlanError, ThorError
 from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving import codec, device, fields, groot, security, wire
 from thor_dflash.serving.backend import Prepared
@@ -333,6 +333,11 @@ class Desk:
                 job.stop = job.stop or "cancelled"
             elif job.state != "keeping":
                 self.answer(job, PlanError("draining", "the server stops"))
+
+    def fail(self, error: ThorError) -> None:
+        """The engine is gone: whoever waits gets an answer before the process ends."""
+        for job in self.books.jobs():
+            self.answer(job, PlanError("engine_fault", str(error)))
 
     # --- answers
 

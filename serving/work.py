@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from msgspec import structs
 
-from thor_dflash.errors import PlanError, RequestError, ThorError
+from thor_dflash.errors import EngineLost, PlanError, RequestError, ThorError
 from thor_dflash.serving import wire
 from thor_dflash.serving.backend import Backend, Prepared, Stop, drive
 from thor_dflash.serving.planner import final
@@ -211,10 +211,16 @@ def engine(
         while (job := inbox.get()) is not None:
             pulse.beat(busy=True)
             trace = Trace(job.arrived)
-            outcome = _guard(partial(_run, backend, job, post, pulse, trace), log)
+            lost: list[EngineLost] = []
+            outcome = _guard(
+                partial(_alive, partial(_run, backend, job, post, pulse, trace), lost), log
+            )
             pulse.beat(busy=False)
             post(Ended(job, outcome))
             traced(job, outcome, trace)
+            if lost:
+                post(Failed(lost[0]))
+                return
     finally:
         backend.close()
 
@@ -242,6 +248,15 @@ def _run(
     trace.begin()
     result = drive(run, stopped, lambda chunk: post(Said(job, chunk)), trace.stepped)
     return final(_queued(result, queue_ms), job.request)
+
+
+def _alive(work: Callable[[], T], lost: list[EngineLost]) -> T:
+    """Notices an engine that this process will not get back."""
+    try:
+        return work()
+    except EngineLost as e:
+        lost.append(e)
+        raise
 
 
 def _queued(result: wire.Result, queue_ms: float) -> wire.Result:

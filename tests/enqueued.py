@@ -100,6 +100,8 @@ class Emulated:
         self.capturing = False
         self.done: list[str] = []
         """What was put on the stream."""
+        self.overlapped: list[bool] = []
+        """Whether each kernel may start before what is in front of it has ended."""
         self._held: dict[int, Array] = {}
         monkeypatch.setattr(calls, "enqueue", self._launch)
 
@@ -144,6 +146,7 @@ class Emulated:
         assert gate is self
         assert stream == self.stream
         self.done.append(launch.kernel)
+        self.overlapped.append(overlap)
         kinds = {"address": ctypes.c_void_p, "int": ctypes.c_int32, "real": ctypes.c_float}
         emulation.run(
             source.resolve(),

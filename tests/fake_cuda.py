@@ -55,6 +55,8 @@ class Fake:
         """Copies from the host in the order of the stream: address and bytes."""
         self._host: list[Any] = []
         self._counted = -1
+        self._end = 1 << 40
+        self._sizes: dict[int, int] = {}
         self.contexts = 0
         self.current = 0
         """Context of the only thread; a stream is named after its own."""
@@ -62,7 +64,7 @@ class Fake:
             ("cuInit", ()), ("cuDeviceGet", (0,)), ("cuDeviceGetName", (b"Fake H100\0",)),
             ("cuDeviceTotalMem", (MEMORY,)), ("cuDriverGetVersion", (13000,)),
             ("cuMemsetD8", ()), ("cuMemcpyHtoD", ()), ("cuMemFreeHost", ()),
-            ("cuCtxSynchronize", ()), ("cuGraphUpload", ()),
+            ("cuCtxSynchronize", ()), ("cuStreamDestroy", ()), ("cuGraphUpload", ()),
             ("cuGraphInstantiate", ("graph",)), ("cuGraphDestroy", ()),
             ("cuEventCreate", ("event",)),
             ("cuEventSynchronize", ()), ("cuEventElapsedTime", (MS,)), ("cuFuncSetAttribute", ()),
@@ -85,7 +87,13 @@ class Fake:
 
     def cuMemAlloc(self, nbytes: int) -> Any:  # noqa: N802
         self.taken += nbytes
-        return OK, 1 << 40
+        self._end += -(-nbytes // 256) * 256
+        self._sizes[self._end] = nbytes
+        return OK, self._end
+
+    def cuMemFree(self, address: int) -> Any:  # noqa: N802
+        self.taken -= self._sizes.pop(address)
+        return (OK,)
 
     def cuMemAllocHost(self, nbytes: int) -> Any:  # noqa: N802
         self._host.append(np.zeros(nbytes, np.uint8))
@@ -95,6 +103,25 @@ class Fake:
         self.contexts += 1
         self.current = self.contexts
         return OK, self.current
+
+    def cuDevicePrimaryCtxRetain(self, device: int) -> Any:  # noqa: N802
+        return self.cuCtxCreate(device)
+
+    def cuDevicePrimaryCtxRelease(self, device: int) -> Any:  # noqa: N802
+        return (OK,)
+
+    def CUstream(self, number: int) -> int:  # noqa: N802
+        return number
+
+    def cuStreamIsCapturing(self, stream: int) -> Any:  # noqa: N802
+        return OK, int(self._counted >= 0)
+
+    def cuMemsetD8Async(self, to: int, value: int, count: int, stream: int) -> Any:  # noqa: N802
+        self.calls.append("cuMemsetD8Async")
+        return self._on(stream)
+
+    def cuMemsetD32Async(self, to: int, value: int, count: int, stream: int) -> Any:  # noqa: N802
+        return self._on(stream)
 
     def cuCtxSetCurrent(self, context: int) -> Any:  # noqa: N802
         self.current = context
@@ -149,7 +176,8 @@ class Fake:
         return (OK,)
 
     def cuCtxDestroy(self, context: Any) -> Any:  # noqa: N802
-        self.taken = 0
+        self.taken -= sum(self._sizes.values()) + 4096 * sum(self.graphs)
+        self._sizes.clear()
         return (OK,)
 
     def CUlaunchConfig(self) -> Any:  # noqa: N802

@@ -10,7 +10,7 @@ import numpy as np
 
 from thor_dflash.plugins.launch import Shaped, Site
 from thor_dflash.plugins.linear.unpack import unpack
-from thor_dflash.plugins.op import Attributes
+from thor_dflash.plugins.op import NEXT, Attributes
 from thor_dflash.plugins.rules import RULES
 from thor_dflash.program import Program, Step, read
 from thor_dflash.runtime.engine import Call, Graph, Tensor
@@ -136,7 +136,11 @@ class Stepping:
         self.spoil(step, outputs)
         for port, value in outputs.items():
             shaped = site.ports[port]
-            self.values[id(call)][step.ports[port]] = value.astype(shaped.dtype.numpy)
+            made = value.astype(shaped.dtype.numpy)
+            name = step.ports[port]
+            self.values[id(call)][name] = made
+            if port in RULES[step.room].in_place and name.startswith(NEXT):
+                memory(call.inputs[name.removeprefix(NEXT)]).array[...] = made
 
 
 def memory(tensor: Tensor) -> Memory:

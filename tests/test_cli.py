@@ -285,7 +285,7 @@ def test_a_bug_shows_itself(session: Session) -> None:
             "generate --package p --messages no.json",
             "no.json must be a readable file (got: No such",
         ),
-        ("build --target t --out o --engine cuda", "the only engine of this version"),
+        ("build --target t --out o --engine tpu", "build.engine must be"),
         ("build --target t", "the following arguments are required: --out"),
         ("score --package p --tokens no.json --out x.npz", "no.json must be a readable file"),
         ("score --package p --tokens t --out x.npy", "--out must be a path ending in .npz"),

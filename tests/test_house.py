@@ -33,7 +33,13 @@ LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names}
 MAY = {
     "numpy": ["*"],
     "ml_dtypes": ["*"],
-    "onnx": ["builders/*", "calib/check/nodes.py", "plugins/body.py", "plugins/*/body.py", "tests/*"],
+    "onnx": [
+        "builders/*",
+        "calib/check/nodes.py",
+        "plugins/body.py",
+        "plugins/*/body.py",
+        "tests/*",
+    ],
     "cuda": ["plugins/cuda/*", "runtime/doctor/probe.py", "tests/*"],
     "tensorrt": [
         "builders/tensorrt/*",
@@ -42,6 +48,7 @@ MAY = {
         "runtime/doctor/*",
         "tests/*",
     ],
+    "tensorrt_bindings": ["tests/*"],
     "onnxruntime": ["runtime/engines/ort.py", "calib/check/nodes.py", "tests/*"],
     "tokenizers": ["runtime/text.py", "calib/nano/*", "tests/*"],
     "jinja2": ["runtime/text.py", "calib/nano/*", "tests/*"],

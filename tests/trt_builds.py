@@ -85,7 +85,8 @@ def record(
 ) -> Recorded:
     """Build the package `out`; `fault` is what TensorRT does wrong, see recorder.FAULTS."""
     recorder.BUILT.clear()
-    recorder.FAULTS = {fault}
+    recorder.FAULTS.clear()
+    recorder.FAULTS.add(fault)
     with recording(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(builds, "maker", maker)
         build(target, drafter, out, config, progress or Silent())

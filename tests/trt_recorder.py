@@ -8,427 +8,32 @@ lets pass TensorRT may refuse.
 
 from __future__ import annotations
 
-import ctypes
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import IntEnum
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import onnx
-from onnx import AttributeProto, TensorProto, helper
+from trt_parser import *  # noqa: F403
+from trt_parser import ILayer, INetworkDefinition, ITensor
+from trt_words import *  # noqa: F403
+from trt_words import (
+    FAULTS,
+    BuilderFlag,
+    DataType,
+    Dims,
+    DynamicPluginTensorDesc,
+    ILogger,
+    IStreamWriter,
+    LayerInformationFormat,
+    MemoryPoolType,
+    PluginTensorDesc,
+    ProfilingVerbosity,
+    SeekPosition,
+    TensorFormat,
+    TensorLocation,
+)
 
 __version__ = "10.13.3.9"
-
-DOMAIN = "thor_dflash"
-
-
-class DataType(IntEnum):
-    FLOAT = 0
-    HALF = 1
-    INT8 = 2
-    INT32 = 3
-    BOOL = 4
-    UINT8 = 5
-    FP8 = 6
-    BF16 = 7
-    INT64 = 8
-    INT4 = 9
-    FP4 = 10
-
-
-class TensorFormat(IntEnum):
-    LINEAR = 0
-    CHW32 = 5
-
-
-class LayerType(IntEnum):
-    CONSTANT = 0
-    PLUGIN_V3 = 1
-    MATRIX_MULTIPLY = 2
-    IDENTITY = 3
-
-
-class NetworkDefinitionCreationFlag(IntEnum):
-    EXPLICIT_BATCH = 0
-    STRONGLY_TYPED = 1
-
-
-class MemoryPoolType(IntEnum):
-    WORKSPACE = 0
-
-
-class BuilderFlag(IntEnum):
-    TF32 = 7
-    DIRECT_IO = 11
-    MONITOR_MEMORY = 23
-
-
-class ProfilingVerbosity(IntEnum):
-    LAYER_NAMES_ONLY = 0
-    NONE = 1
-    DETAILED = 2
-
-
-class LayerInformationFormat(IntEnum):
-    ONELINE = 0
-    JSON = 1
-
-
-class TensorLocation(IntEnum):
-    DEVICE = 0
-    HOST = 1
-
-
-class SeekPosition(IntEnum):
-    SET = 0
-    CUR = 1
-    END = 2
-
-
-class PluginFieldType(IntEnum):
-    FLOAT16 = 0
-    FLOAT32 = 1
-    INT32 = 5
-    CHAR = 6
-
-
-class PluginCapabilityType(IntEnum):
-    CORE = 0
-    BUILD = 1
-    RUNTIME = 2
-
-
-class TensorRTPhase(IntEnum):
-    BUILD = 0
-    RUNTIME = 1
-
-
-TYPES = {
-    TensorProto.FLOAT: DataType.FLOAT,
-    TensorProto.FLOAT16: DataType.HALF,
-    TensorProto.BFLOAT16: DataType.BF16,
-    TensorProto.FLOAT8E4M3FN: DataType.FP8,
-    TensorProto.FLOAT4E2M1: DataType.FP4,
-    TensorProto.INT32: DataType.INT32,
-    TensorProto.INT64: DataType.INT64,
-    TensorProto.UINT8: DataType.UINT8,
-    TensorProto.BOOL: DataType.BOOL,
-}
-
-
-class ILogger:
-    class Severity(IntEnum):
-        INTERNAL_ERROR = 0
-        ERROR = 1
-        WARNING = 2
-        INFO = 3
-        VERBOSE = 4
-
-
-class IProgressMonitor:
-    pass
-
-
-class IStreamWriter:
-    pass
-
-
-class IStreamReaderV2:
-    pass
-
-
-# ---- plugins ----------------------------------------------------------------------------------
-
-
-class IPluginV3:
-    pass
-
-
-class IPluginV3OneCore:
-    pass
-
-
-class IPluginV3OneBuild:
-    pass
-
-
-class IPluginV3OneRuntime:
-    pass
-
-
-class IPluginCreatorV3One:
-    pass
-
-
-class IPluginResourceContext:
-    pass
-
-
-@dataclass
-class PluginField:
-    name: str = ""
-    data: Any = None
-    type: PluginFieldType = PluginFieldType.INT32
-
-
-class PluginFieldCollection(list):
-    pass
-
-
-@dataclass
-class IDimensionExpr:
-    value: int
-    """-1: decided when it runs."""
-
-    def is_constant(self) -> bool:
-        return self.value >= 0
-
-    def get_constant_value(self) -> int:
-        return self.value
-
-
-class IExprBuilder:
-    def constant(self, value: int) -> IDimensionExpr:
-        return IDimensionExpr(value)
-
-
-class DimsExprs(list):
-    pass
-
-
-class Dims(tuple):
-    pass
-
-
-@dataclass
-class PluginTensorDesc:
-    dims: Dims
-    type: DataType
-    format: TensorFormat = TensorFormat.LINEAR
-
-
-@dataclass
-class DynamicPluginTensorDesc:
-    desc: PluginTensorDesc
-    min: Dims
-    max: Dims
-    opt: Dims
-
-
-class IPluginRegistry:
-    def __init__(self) -> None:
-        self.creators: dict[tuple[str, str, str], Any] = {}
-
-    def register_creator(self, creator: Any, plugin_namespace: str = "") -> bool:
-        key = (creator.name, creator.plugin_version, plugin_namespace)
-        fresh = key not in self.creators
-        self.creators[key] = creator
-        return fresh
-
-    def deregister_creator(self, creator: Any) -> bool:
-        found = [key for key, one in self.creators.items() if one is creator]
-        for key in found:
-            del self.creators[key]
-        return bool(found)
-
-    def get_creator(self, type: str, version: str, plugin_namespace: str = "") -> Any:
-        return self.creators.get((type, version, plugin_namespace))
-
-
-_REGISTRY = IPluginRegistry()
-
-
-def get_plugin_registry() -> IPluginRegistry:
-    return _REGISTRY
-
-
-# ---- networks ---------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class ITensor:
-    name: str
-    dtype: DataType | None
-    shape: Dims
-    is_shape_tensor: bool = False
-    allowed_formats: int = 0
-
-
-@dataclass(eq=False)
-class ILayer:
-    name: str
-    type: LayerType
-    inputs: list[ITensor]
-    outputs: list[ITensor]
-    kind: str
-    """ONNX type."""
-    plugin: Any = None
-    fields: dict[str, Any] = field(default_factory=dict)
-    """All attributes of the node."""
-
-    @property
-    def num_inputs(self) -> int:
-        return len(self.inputs)
-
-    @property
-    def num_outputs(self) -> int:
-        return len(self.outputs)
-
-    def get_input(self, index: int) -> ITensor:
-        return self.inputs[index]
-
-    def get_output(self, index: int) -> ITensor:
-        return self.outputs[index]
-
-
-@dataclass(eq=False)
-class INetworkDefinition:
-    flags: int
-    name: str = ""
-    inputs: list[ITensor] = field(default_factory=list)
-    outputs: list[ITensor] = field(default_factory=list)
-    layers: list[ILayer] = field(default_factory=list)
-    initializers: dict[str, int] = field(default_factory=dict)
-    """Handed over: name -> bytes."""
-    declared: dict[str, tuple[int | str, ...]] = field(default_factory=dict)
-    """Shapes as the graph declares them, with letters."""
-
-    @property
-    def num_inputs(self) -> int:
-        return len(self.inputs)
-
-    @property
-    def num_outputs(self) -> int:
-        return len(self.outputs)
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.layers)
-
-    def get_input(self, index: int) -> ITensor:
-        return self.inputs[index]
-
-    def get_output(self, index: int) -> ITensor:
-        return self.outputs[index]
-
-    def get_layer(self, index: int) -> ILayer:
-        return self.layers[index]
-
-
-class OnnxParser:
-    def __init__(self, network: INetworkDefinition, logger: ILogger) -> None:
-        self._network = network
-        self._logger = logger
-        self._errors: list[str] = []
-        self._model: onnx.ModelProto | None = None
-
-    @property
-    def num_errors(self) -> int:
-        return len(self._errors)
-
-    def get_error(self, index: int) -> str:
-        return self._errors[index]
-
-    def load_model_proto(self, model: bytes, path: str | None = None) -> bool:
-        del path
-        self._model = onnx.ModelProto()
-        self._model.ParseFromString(model)
-        return True
-
-    def load_initializer(self, name: str, data: int, size: int) -> bool:
-        assert self._model is not None
-        [tensor] = [t for t in self._model.graph.initializer if t.name == name]
-        length = next(int(e.value) for e in tensor.external_data if e.key == "length")
-        if length != size:
-            return False
-        ctypes.string_at(data, 1)  # it is there
-        self._network.initializers[name] = size
-        return True
-
-    def parse_model_proto(self) -> bool:
-        assert self._model is not None
-        graph = onnx.shape_inference.infer_shapes(self._model).graph
-        known = {v.name: v for v in (*graph.input, *graph.output, *graph.value_info)}
-        for tensor in graph.initializer:
-            if tensor.data_location == TensorProto.EXTERNAL:
-                assert tensor.name in self._network.initializers, tensor.name
-            known[tensor.name] = helper.make_tensor_value_info(
-                tensor.name, tensor.data_type, tensor.dims
-            )
-        self._network.declared = {
-            name: tuple(d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim)
-            for name, v in known.items()
-        }
-        tensors: dict[str, ITensor] = {}
-        for v in graph.input:
-            tensors[v.name] = _tensor(v.name, known)
-            self._network.inputs.append(tensors[v.name])
-        for tensor in graph.initializer:
-            tensors[tensor.name] = _tensor(tensor.name, known)
-        for node in graph.node:
-            inputs = [tensors[name] for name in node.input]
-            layer = self._layer(node, inputs, known)
-            if layer is None:
-                return False
-            tensors |= {t.name: t for t in layer.outputs}
-            self._network.layers.append(layer)
-        self._network.outputs += [tensors[v.name] for v in graph.output]
-        if "shape" in FAULTS:
-            tensors[graph.output[0].name].shape = Dims((7,))
-        if "extra" in FAULTS:
-            self._network.layers.append(ILayer("Cast.x", LayerType.IDENTITY, [], [], "Cast"))
-        return True
-
-    def _layer(
-        self, node: onnx.NodeProto, inputs: list[ITensor], known: dict[str, onnx.ValueInfoProto]
-    ) -> ILayer | None:
-        given = {a.name: a for a in node.attribute}
-        values = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-        # As TensorRT's: by type, version and namespace on the node; the domain is not asked here.
-        if "plugin_namespace" not in given:
-            kind = LayerType.MATRIX_MULTIPLY if node.op_type == "MatMul" else LayerType.IDENTITY
-            outputs = [_tensor(name, known) for name in node.output]
-            return ILayer(node.name, kind, inputs, outputs, node.op_type, None, values)
-        version, space = (values[n].decode() for n in ("plugin_version", "plugin_namespace"))
-        creator = _REGISTRY.get_creator(node.op_type, version, space)
-        if creator is None:
-            self._errors.append(f"Plugin not found: {node.op_type} {version} {space}")
-            return None
-        asked = [f.name for f in creator.field_names]
-        fields = PluginFieldCollection(_field(given[n]) for n in asked if n in given)
-        plugin = creator.create_plugin(node.name, fields, TensorRTPhase.BUILD)
-        types = plugin.get_output_data_types([t.dtype for t in inputs])
-        exprs = [DimsExprs(map(IDimensionExpr, t.shape)) for t in inputs]
-        shapes = plugin.get_output_shapes(exprs, [], IExprBuilder())
-        assert len(types) == len(shapes) == plugin.num_outputs == len(node.output), node.name
-        outputs = [
-            ITensor(name, dtype, Dims(e.value for e in shape))
-            for name, dtype, shape in zip(node.output, types, shapes, strict=True)
-        ]
-        kind = LayerType.PLUGIN_V3
-        return ILayer(node.name, kind, inputs, outputs, node.op_type, plugin, values)
-
-
-def _tensor(name: str, known: dict[str, onnx.ValueInfoProto]) -> ITensor:
-    if name not in known:
-        return ITensor(name, None, Dims())
-    kind = known[name].type.tensor_type
-    shape = Dims(-1 if d.dim_param else d.dim_value for d in kind.shape.dim)
-    return ITensor(name, TYPES[kind.elem_type], shape)
-
-
-def _field(a: onnx.AttributeProto) -> PluginField:
-    if a.type == AttributeProto.INT:
-        return PluginField(a.name, np.array([a.i], np.int32), PluginFieldType.INT32)
-    if a.type == AttributeProto.FLOAT:
-        return PluginField(a.name, np.array([a.f], np.float32), PluginFieldType.FLOAT32)
-    text = np.frombuffer(a.s + b"\0", np.int8)
-    return PluginField(a.name, text, PluginFieldType.CHAR)
-
-
-# ---- building ---------------------------------------------------------------------------------
 
 
 class IOptimizationProfile:
@@ -502,10 +107,6 @@ class Built:
 
 BUILT: list[Built] = []
 """In order. Tests empty it."""
-FAULTS: set[str] = set()
-"""What goes wrong: "build" at all; the inspector shows a "reformat", another "type", other "layers"
-or no "fp4"; the engine is "empty"; the parser makes another "shape" or an "extra" layer; a "profile"
-is refused."""
 PIECE = 1 << 12
 
 
@@ -530,8 +131,9 @@ class Builder:
             return False
         if not _report(config.progress_monitor):
             return False
+        profiles = config.profiles or [IOptimizationProfile()]
         needs = {
-            layer.name: max(_workspace(layer, network, p) for p in config.profiles)
+            layer.name: max(_workspace(layer, network, p) for p in profiles)
             for layer in network.layers
             if layer.plugin is not None
         }
@@ -600,8 +202,9 @@ def _plan(network: INetworkDefinition) -> dict[str, Any]:
 
 
 def _tactic(layer: ILayer) -> str:
-    fp4 = layer.kind == "MatMul" and "fp4" not in FAULTS
-    return "gemm_e2m1" if fp4 else layer.kind
+    if layer.kind != "MatMul":
+        return ""
+    return "gemm_f16" if "fp4" in FAULTS else "gemm_e2m1"
 
 
 class EngineInspector:

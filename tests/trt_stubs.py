@@ -9,10 +9,12 @@ each library they link, imported: that shows every class, signature and enumerat
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -59,26 +61,29 @@ def bindings(version: str) -> Path:
         try:
             _fetch(version, site)
         except (subprocess.SubprocessError, OSError) as e:
-            pytest.skip(f"{PACKAGE}=={version} must be fetched once, by {__file__} (got: {e})")
+            why = str(getattr(e, "stderr", None) or e).strip().splitlines()[-1]
+            pytest.skip(f"{PACKAGE}=={version} must be fetched once, by {__file__} (got: {why})")
     return site
 
 
 def _fetch(version: str, site: Path) -> None:
-    wheels = STORE / "wheels"
-    wheels.mkdir(parents=True, exist_ok=True)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-    what = ["download", "--no-deps", "--only-binary=:all:", f"--dest={wheels}"]
-    subprocess.run(
-        [*pip, *what, f"{PACKAGE}=={version}"],
-        check=True,
-        timeout=FETCH_SECONDS,
-        capture_output=True,
-    )
-    [wheel] = wheels.glob(f"{PACKAGE}-{version}-*.whl")
-    partial = site.with_name(f"{version}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    zipfile.ZipFile(wheel).extractall(partial)
-    partial.rename(site)
+    STORE.mkdir(parents=True, exist_ok=True)
+    # Tests run side by side: each fetches for itself, and the first to be ready is taken.
+    with tempfile.TemporaryDirectory(dir=STORE) as name:
+        partial = Path(name) / "site"
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+        what = ["download", "--no-deps", "--only-binary=:all:", f"--dest={name}"]
+        subprocess.run(
+            [*pip, *what, f"{PACKAGE}=={version}"],
+            check=True,
+            timeout=FETCH_SECONDS,
+            capture_output=True,
+            text=True,
+        )
+        [wheel] = Path(name).glob("*.whl")
+        zipfile.ZipFile(wheel).extractall(partial)
+        with contextlib.suppress(OSError):
+            partial.rename(site)
 
 
 def libraries(version: str, directory: Path) -> list[Path]:

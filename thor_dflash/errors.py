@@ -40,6 +40,10 @@ class EngineError(ThorError):
     """A graph, a binding or the device refused."""
 
 
+class EngineLost(EngineError):
+    """The device answers nothing else in this process; a new one may start again."""
+
+
 class TransactionError(ThorError):
     """A step used out of order. Always a bug in the caller."""
 

@@ -87,11 +87,4 @@ def read(package: Path, name: str) -> Plan:
     Raises:
         PackageError: it is missing or not as this version writes it.
     """
-    path = package / f"{name}{ENDING}"
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise PackageError(f"{path} must be readable (got: {e.strerror})") from e
-    except ValueError as e:
-        raise PackageError(f"{path} must be JSON (got: {e})") from e
-    return records.decode(Plan, table, "", PackageError)
+    return records.load(Plan, package / f"{name}{ENDING}", PackageError)

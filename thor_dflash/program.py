@@ -91,11 +91,4 @@ def read(package: Path, name: str) -> Program:
     Raises:
         PackageError: it is missing or not as this version writes it.
     """
-    path = package / f"{name}{ENDING}"
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise PackageError(f"{path} must be readable (got: {e.strerror})") from e
-    except ValueError as e:
-        raise PackageError(f"{path} must be JSON (got: {e})") from e
-    return records.decode(Program, table, "", PackageError)
+    return records.load(Program, package / f"{name}{ENDING}", PackageError)

@@ -11,6 +11,7 @@ import json
 import types
 import typing
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from thor_dflash.errors import ThorError
@@ -56,6 +57,21 @@ def encode(record: object) -> Any:
     if isinstance(record, tuple | list):
         return [encode(item) for item in typing.cast("Iterable[object]", record)]
     return record
+
+
+def load(cls: type[T], path: Path, error: type[ThorError]) -> T:
+    """Build `cls` from a JSON file.
+
+    Raises:
+        error: it is missing, no JSON, or not as `decode` wants it.
+    """
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise error(f"{path} must be readable (got: {e.strerror})") from e
+    except ValueError as e:
+        raise error(f"{path} must be JSON (got: {e})") from e
+    return decode(cls, table, "", error)
 
 
 def decode(cls: type[T], table: object, where: str, error: type[ThorError]) -> T:

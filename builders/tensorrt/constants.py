@@ -19,6 +19,7 @@ from thor_dflash.tensors import Array, DType
 
 FILE = "constants.bin"
 """Beside the deployment graph, which names it too."""
+EXTERNAL = onnx.TensorProto.EXTERNAL
 FP4 = onnx.TensorProto.FLOAT4E2M1
 """Element type of NVFP4 codes; two to a byte, the first in the low half, as we store them."""
 
@@ -43,7 +44,7 @@ class Constants:
         if stored.dtype is DType.U8:
             kind, shape = FP4, (*shape[:-1], 2 * shape[-1])
         tensor = onnx.TensorProto(name=name, data_type=kind, dims=shape)
-        tensor.data_location = onnx.TensorProto.EXTERNAL
+        tensor.data_location = EXTERNAL
         place = {"location": FILE, "offset": stored.offset, "length": stored.nbytes}
         for key, value in place.items():
             tensor.external_data.add(key=key, value=str(value))
@@ -66,11 +67,12 @@ class Constants:
         with path.open("wb") as out:
             out.truncate(self.nbytes)
 
-    def mapped(self, directory: Path) -> Iterator[tuple[str, Array]]:
-        """Name and bytes, uint8 [n], of every tensor. The arrays must outlive the build."""
-        if not self._names:
+    def mapped(self, graph: onnx.GraphProto, directory: Path) -> Iterator[tuple[str, Array]]:
+        """Name and bytes, uint8 [n], of what a graph holds. The arrays must outlive the build."""
+        names = [t.name for t in graph.initializer if t.data_location == EXTERNAL]
+        if not names:
             return
         whole = np.memmap(directory / FILE, np.uint8, "r")
-        for name in self._names:
+        for name in names:
             stored = self.files.stored(name)
             yield name, whole[stored.offset : stored.offset + stored.nbytes]

@@ -21,11 +21,12 @@ from thor_dflash.builders.tensorrt.inspect import layers, problems
 from thor_dflash.builders.tensorrt.inspected import Layer
 from thor_dflash.builders.tensorrt.network import add_profiles, parse
 from thor_dflash.builders.tensorrt.profiles import Together
-from thor_dflash.builders.tensorrt.streams import Reader, Writer
-from thor_dflash.builders.tensorrt.watch import Messages, Phases
+from thor_dflash.builders.tensorrt.streams import Writer
+from thor_dflash.builders.tensorrt.watch import Phases
 from thor_dflash.errors import EngineError
 from thor_dflash.plugins.cuda.driver import Driver, Info
 from thor_dflash.plugins.cuda.kernels import Kernels
+from thor_dflash.plugins.tensorrt.host import Messages, Reader
 from thor_dflash.plugins.tensorrt.node import Node, fingerprint
 from thor_dflash.plugins.tensorrt.plugin import deregister, register
 from thor_dflash.progress import Progress

@@ -24,8 +24,8 @@ from thor_dflash.builders.tensorrt.profiles import Together
 REFORMAT = "Reformat"
 """What the type, or the name, of a layer that copies into another format begins with."""
 PLUGIN = "PluginV3"
-FP4 = ("FP4", "E2M1", "fp4", "e2m1")
-"""How a product of 4-bit floats gives itself away."""
+FP4 = ("fp4", "e2m1")
+"""How the tactic of a product of 4-bit floats gives itself away."""
 
 
 def layers(engine: trt.ICudaEngine) -> list[Layer]:
@@ -39,12 +39,11 @@ def layers(engine: trt.ICudaEngine) -> list[Layer]:
 def _layer(row: object) -> Layer:
     table = records.as_table(row)
     if table is None:
-        return Layer(str(row), "", "", str(row))
+        return Layer(str(row), "", "")
     return Layer(
         str(table.get("Name", "")),
         str(table.get("LayerType", "")),
         str(table.get("TacticName", table.get("TacticValue", ""))),
-        json.dumps(table),
     )
 
 
@@ -78,5 +77,5 @@ def _layers(found: Sequence[Layer], together: Together) -> Iterator[str]:
     if any(one.kind for one in found) and plugins not in (nodes, nodes * len(together.graphs)):
         yield f"{plugins} plugins of {nodes} nodes"
     products = together.graphs[0].products
-    if products and not any(word in one.text for one in found for word in FP4):
+    if products and not any(word in one.tactic.lower() for one in found for word in FP4):
         yield f"none of {products} linears multiplied in FP4"

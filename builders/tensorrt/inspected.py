@@ -13,5 +13,4 @@ class Layer:
     kind: str
     """Empty where the inspector tells no more than names."""
     tactic: str
-    text: str
-    """Everything the inspector says of it."""
+    """What TensorRT chose."""

@@ -15,9 +15,9 @@ import tensorrt as trt
 
 from thor_dflash.builders.tensorrt.constants import Constants
 from thor_dflash.builders.tensorrt.profiles import Range, Together
-from thor_dflash.builders.tensorrt.watch import Messages
 from thor_dflash.errors import EngineError
 from thor_dflash.plugins.op import DOMAIN
+from thor_dflash.plugins.tensorrt.host import Messages
 
 TYPES: Mapping[int, trt.DataType] = {
     onnx.TensorProto.FLOAT: trt.DataType.FLOAT,
@@ -53,11 +53,9 @@ def parse(
     held: list[object] = [parser, text]
     path = directory / f"{together.name}.onnx"
     read = parser.load_model_proto(text, str(path))
-    wanted = {tensor.name for tensor in together.model.graph.initializer}
-    for name, array in constants.mapped(directory):
-        if name in wanted:
-            held.append(array)
-            read = read and parser.load_initializer(name, array.ctypes.data, array.nbytes)
+    for name, array in constants.mapped(together.model.graph, directory):
+        held.append(array)
+        read = read and parser.load_initializer(name, array.ctypes.data, array.nbytes)
     if not (read and parser.parse_model_proto()):
         found = [str(parser.get_error(i)) for i in range(parser.num_errors)]
         raise EngineError(
@@ -141,12 +139,13 @@ def _plugins(network: trt.INetworkDefinition, graph: onnx.GraphProto) -> Iterato
 
 
 def add_profiles(builder: trt.Builder, config: trt.IBuilderConfig, together: Together) -> None:
-    """The sizes the engine is built for.
+    """The sizes the engine is built for, where it has a choice.
 
     Raises:
         EngineError: TensorRT refuses them.
     """
-    for number, ranges in enumerate(together.ranges):
+    chosen = [ranges for ranges in together.ranges if ranges]
+    for number, ranges in enumerate(chosen):
         profile = builder.create_optimization_profile()
         for info in together.model.graph.input:
             if DYNAMIC in dims(info):

@@ -1,4 +1,4 @@
-"""Engines to and from disk without a copy in memory."""
+"""Engines to disk without a copy in memory."""
 
 # tensorrt is not installed where the checkers run: the tests check this file against its bindings.
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 from pathlib import Path
 
 import tensorrt as trt
@@ -38,29 +37,3 @@ class Writer(trt.IStreamWriter):
         """SHA-256 of what was written, in hexadecimal."""
         self._file.close()
         return self._digest.hexdigest()
-
-
-class Reader(trt.IStreamReaderV2):
-    """Reads an engine as TensorRT asks for it."""
-
-    def __init__(self, path: Path) -> None:
-        trt.IStreamReaderV2.__init__(self)
-        self._file = path.open("rb")
-
-    def read(self, num_bytes: int, stream: int) -> bytes:
-        """TensorRT calls this."""
-        del stream
-        return self._file.read(num_bytes)
-
-    def seek(self, offset: int, where: trt.SeekPosition) -> bool:
-        """TensorRT calls this. From the end it counts backward."""
-        if where == trt.SeekPosition.END:
-            self._file.seek(-abs(offset), io.SEEK_END)
-        else:
-            first = where == trt.SeekPosition.SET
-            self._file.seek(offset, io.SEEK_SET if first else io.SEEK_CUR)
-        return True
-
-    def close(self) -> None:
-        """Let go of the file."""
-        self._file.close()

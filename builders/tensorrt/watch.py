@@ -1,4 +1,4 @@
-"""What TensorRT says while it builds: messages kept for the package's log, phases on our bars."""
+"""The phases of a build, on our bars."""
 
 # tensorrt is not installed where the checkers run: the tests check this file against its bindings.
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -15,32 +15,6 @@ from thor_dflash.progress import Progress, Task
 
 DEPTH = 2
 """Levels of phases that are shown; deeper ones come and go too fast to be read."""
-
-
-class Messages(trt.ILogger):
-    """Keeps warnings and errors."""
-
-    def __init__(self) -> None:
-        trt.ILogger.__init__(self)
-        self.lines: list[str] = []
-        self.errors: list[str] = []
-
-    def log(self, severity: trt.ILogger.Severity, msg: str) -> None:
-        """TensorRT calls this, from any thread."""
-        if severity in (trt.ILogger.Severity.ERROR, trt.ILogger.Severity.INTERNAL_ERROR):
-            self.errors.append(msg)
-        if severity not in (trt.ILogger.Severity.INFO, trt.ILogger.Severity.VERBOSE):
-            self.lines.append(f"{severity.name}: {msg}")
-
-    def begin(self, name: str) -> None:
-        """What follows is about this engine."""
-        self.errors.clear()
-        self.lines.append(f"== {name}")
-
-    @property
-    def why(self) -> str:
-        """The errors of the engine at hand, in one line."""
-        return "; ".join(self.errors) or "TensorRT did not say"
 
 
 class Phases(trt.IProgressMonitor):

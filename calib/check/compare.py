@@ -185,19 +185,22 @@ def walk(
     at: int,
     other: Outputs,
     floor: float,
+    progress: Progress,
 ) -> Walk:
     """Go through one graph until an operator is not what its definition says."""
     count, parts, furthest = 0, None, None
     wrong: Off | None = None
-    for seen in show.steps(walks(session.model)[graph](tokens, at)):
-        count += 1
-        apart = drift(_stateless(session, seen), other) if other else None
-        if apart and (furthest is None or apart.left > furthest.left):
-            furthest = apart
-        if apart and parts is None and jumps(apart, floor):
-            parts = apart
-        if wrong := against_definition(seen):
-            break
+    with progress.task(f"checking {graph}", None, "operators") as task:
+        for seen in show.steps(walks(session.model)[graph](tokens, at)):
+            count += 1
+            task.advance(1)
+            apart = drift(_stateless(session, seen), other) if other else None
+            if apart and (furthest is None or apart.left > furthest.left):
+                furthest = apart
+            if apart and parts is None and jumps(apart, floor):
+                parts = apart
+            if wrong := against_definition(seen):
+                break
     session.model.state.reset()
     return Walk(graph, at, count, wrong, parts, furthest)
 
@@ -287,11 +290,9 @@ def _walked(
     progress: Progress,
 ) -> list[Walk]:
     done: list[Walk] = []
-    with progress.task("operators", len(places), "graphs") as task:
-        for graph, at in places:
-            other: Outputs = {}
-            if reference is not None and graph == "verify":
-                other = reference.values(session.model.block, at)
-            done.append(walk(session, show, graph, tokens, at, other, limit))
-            task.advance(1)
+    for graph, at in places:
+        other: Outputs = {}
+        if reference is not None and graph == "verify":
+            other = reference.values(session.model.block, at)
+        done.append(walk(session, show, graph, tokens, at, other, limit, progress))
     return done

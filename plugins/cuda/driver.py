@@ -17,11 +17,12 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from thor_dflash.errors import EngineError
+from thor_dflash.errors import EngineError, EngineLost
 from thor_dflash.plugins.launch import Device
 from thor_dflash.tensors import Array
 
@@ -76,9 +77,11 @@ class Gate:
 
         Raises:
             EngineError: names the call and what its error means.
+            EngineLost: an error after which the device answers nothing else in this process.
         """
         if self._broken:
-            raise EngineError(f"{name} must be asked of a whole, open driver (got: {self._broken})")
+            kind = EngineLost if AGAIN in self._broken else EngineError
+            raise kind(f"{name} must be asked of a whole, open driver (got: {self._broken})")
         status, *values = getattr(self.cu, name)(*arguments)
         if int(status) != 0:
             self._fail(name, status)
@@ -91,7 +94,7 @@ class Gate:
         report = f"{code}: {meaning}"
         if code in STICKY:
             self._broken = f"{name} reported {report}; {AGAIN}"
-            raise EngineError(f"{name} must succeed (got {report}); {AGAIN}")
+            raise EngineLost(f"{name} must succeed (got {report}); {AGAIN}")
         hint = f"; {HINTS[code]}" if code in HINTS else ""
         raise EngineError(f"{name} must succeed (got {report}){hint}")
 
@@ -170,8 +173,11 @@ class Driver(Gate):
         return self("cuCtxCreate", 0, handle)
 
     def free_memory(self) -> int:
-        """Bytes that can be allocated now."""
-        return int(self("cuMemGetInfo")[0])
+        """Bytes that can be allocated now. A device that shares the CPU's memory counts the page
+        cache as taken, which the system gives back when it is asked for.
+        """
+        free = int(self("cuMemGetInfo")[0])
+        return max(free, _available()) if self.info.integrated else free
 
     def pinned(self, nbytes: int) -> Pinned:
         """Host memory the device can copy from and to without a detour."""
@@ -198,6 +204,16 @@ class Driver(Gate):
             else:
                 self.cu.cuCtxDestroy(context)
             self._broken = self._broken or "it was closed"
+
+
+def _available() -> int:
+    """What Linux says a program can have without swapping, bytes; 0 where it does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0]) << 10 if found else 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -56,6 +56,15 @@ def refuse_weight(site: Site, segments: int) -> str:
         dtype = site.ports["norm_weight"].dtype
         if dtype not in (DType.BF16, DType.F32):
             return f"{room}.norm_weight must be bfloat16 or float32 (got {dtype.value})"
+    if why := _refuse_stored(site, segments):
+        return why
+    if k % _BLOCK:
+        return f"{room}.x must have a multiple of {_BLOCK} columns (got {k})"
+    return ""
+
+
+def _refuse_stored(site: Site, segments: int) -> str:
+    room = site.op.name
     for weight in (f"weight{i}" for i in range(segments)):
         if weight not in site:
             continue
@@ -64,8 +73,6 @@ def refuse_weight(site: Site, segments: int) -> str:
         if site.size(weight, 0) % PAIR:
             n = site.size(weight, 0)
             return f"{room}.{weight} must have a multiple of {PAIR} rows (got {n})"
-    if k % _BLOCK:
-        return f"{room}.x must have a multiple of {_BLOCK} columns (got {k})"
     return ""
 
 

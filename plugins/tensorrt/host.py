@@ -3,7 +3,7 @@
 # tensorrt is not installed where the checkers run: the tests check this file against its bindings.
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUntypedBaseClass=false, reportUnknownArgumentType=false
-# pyright: reportUnknownParameterType=false
+# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

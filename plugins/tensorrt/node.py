@@ -236,9 +236,10 @@ def parse(room: str, fields: Mapping[str, Attribute]) -> Node:
             name, dtype, shape = word.split(":")
             sizes = [int(n) if n.isdecimal() else n for n in shape.split(",") if n]
             beyond[name] = Beyond(DType(dtype), tuple(sizes))
-    attributes = rule.op.complete({n: fields[n] for n in rule.op.attributes})
+    told = {n: value for n, value in fields.items() if n not in (PORTS, KNOWN, *KEYS)}
+    attributes = Attributes(told)
     node = Node(room, attributes, tuple(inputs.split()), tuple(outputs.split()), beyond, letters)
-    if node.fields() != {name: fields[name] for name in node.fields() if name in fields}:
+    if node.fields() != dict(fields):
         raise ValueError(f"{rule.op.type} must be as it was written (got {dict(fields)})")
     return node
 

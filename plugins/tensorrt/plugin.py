@@ -10,11 +10,12 @@ Written to the API that 10.13.3 and 11.4 have in common.
 # tensorrt is not installed where the checkers run: the tests check this file against its bindings.
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUntypedBaseClass=false, reportUnknownArgumentType=false
-# pyright: reportUnknownParameterType=false
+# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 
 import numpy as np
 import tensorrt as trt
@@ -27,7 +28,7 @@ from thor_dflash.plugins.launch import Device, Shaped, Site
 from thor_dflash.plugins.op import DOMAIN, VERSION
 from thor_dflash.plugins.rules import RULES
 from thor_dflash.plugins.tensorrt.node import KEYS, Key, Node, fingerprint
-from thor_dflash.tensors import DType
+from thor_dflash.tensors import Array, DType
 
 TYPES: Mapping[trt.DataType, DType] = {
     trt.DataType.FLOAT: DType.F32,
@@ -60,7 +61,7 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
         self._device = device
         self._kernels = kernels
         self._call: Call | None = None
-        self._serial = [np.array([half], np.int32) for half in node.key]
+        self._at: Site | None = None
 
     # ---- core ----------------------------------------------------------------------------
 
@@ -152,7 +153,7 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
 
     def get_fields_to_serialize(self) -> trt.PluginFieldCollection:
         """What finds the node again."""
-        kind, halves = trt.PluginFieldType.INT32, zip(KEYS, self._serial, strict=True)
+        kind, halves = trt.PluginFieldType.INT32, zip(KEYS, _halves(self.node.key), strict=True)
         return trt.PluginFieldCollection([trt.PluginField(n, h.data, kind) for n, h in halves])
 
     def on_shape_change(
@@ -165,11 +166,13 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
         """
         both = [*inputs, *outputs]
         site = self._site([d.type for d in both], [tuple(d.dims) for d in both])
+        if self._call is not None and site == self._at:
+            return  # its tables stay, should TensorRT ask while a stream is captured
         if why := self.node.rule.refuse(site):
             raise EngineError(f"{self.plugin_name}: {why}")
         self.destroy()
         if self._kernels is not None:
-            self._call = Call(self._kernels, self.node.rule, site)
+            self._call, self._at = Call(self._kernels, self.node.rule, site), site
 
     def enqueue(
         self,
@@ -214,6 +217,12 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
         )
 
 
+@cache
+def _halves(key: Key) -> tuple[Array, ...]:
+    """A key as fields hold it. TensorRT keeps their addresses, so they are kept too."""
+    return tuple(np.array([half], np.int32) for half in key)
+
+
 def _largest(described: trt.DynamicPluginTensorDesc) -> tuple[int, ...]:
     return tuple(
         most if size < 0 else size
@@ -231,11 +240,10 @@ class Creator(trt.IPluginCreatorV3One):
         self.name = RULES[room].op.type
         self.plugin_namespace = DOMAIN
         self.plugin_version = str(VERSION)
-        nothing = np.zeros(1, np.int32)
+        kind, halves = trt.PluginFieldType.INT32, zip(KEYS, _halves((0, 0)), strict=True)
         self.field_names = trt.PluginFieldCollection(
-            [trt.PluginField(name, nothing.data, trt.PluginFieldType.INT32) for name in KEYS]
+            [trt.PluginField(name, half.data, kind) for name, half in halves]
         )
-        self._nothing = nothing  # TensorRT keeps its address
         self._room = room
         self._device = device
         self._kernels = kernels

@@ -77,7 +77,7 @@ def _nvrtc(machine: Machine, cuda: Cuda, index: int, *, needed: bool) -> Finding
     gpu = _usable(cuda, index)
     arch = f"sm_{gpu.major}{gpu.minor}" if gpu else software.ARCH
     found = machine.nvrtc(arch, index if gpu else -1)
-    return software.nvrtc(found, arch, needed=needed)
+    return software.nvrtc(found, arch, cuda.driver, needed=needed)
 
 
 def _usable(cuda: Cuda, index: int) -> Gpu | None:

@@ -71,12 +71,13 @@ class Here:
 
     def space(self, directory: str) -> int:
         """See Machine."""
-        path = Path(directory).expanduser()
-        while not path.exists() and path != path.parent:
-            path = path.parent
-        if not os.access(path, os.W_OK):
+        try:
+            path = Path(directory).expanduser()
+            while not path.exists() and path != path.parent:
+                path = path.parent
+            return shutil.disk_usage(path).free if os.access(path, os.W_OK) else -1
+        except (OSError, RuntimeError):  # no permission to look, or no home to expand
             return -1
-        return shutil.disk_usage(path).free
 
     def cuda(self) -> Cuda:
         """See Machine."""

@@ -130,7 +130,9 @@ def has_nvidia(machine: Machine) -> bool:
 
 
 def _new_driver(jetson: bool) -> str:
-    return "sudo apt install nvidia-jetpack" if jetson else "sudo apt install nvidia-open-580"
+    return (
+        "sudo apt install nvidia-jetpack" if jetson else "sudo apt install nvidia-driver-580-open"
+    )
 
 
 def version(number: int) -> str:
@@ -153,11 +155,14 @@ def device(index: int, gpu: Gpu) -> Finding:
     return Finding(f"device {index}", "ok", text)
 
 
-def nvrtc(found: Nvrtc, arch: str, *, needed: bool) -> Finding:
-    """Whether a kernel compiles, and loads where there is a device."""
+def nvrtc(found: Nvrtc, arch: str, driver: int, *, needed: bool) -> Finding:
+    """Whether a kernel compiles, and loads where there is a device. `driver`: its CUDA version."""
     if found.error:
         state = _missing(needed)
         remedy = "pip install --upgrade 'thor-dflash[cuda]'"
+        # A device may not take what a compiler newer than its driver makes.
+        if driver and numbers(found.version)[:2] > numbers(version(driver)):
+            remedy = f"pip install 'nvidia-cuda-nvrtc=={version(driver)}.*'"
         return Finding("nvrtc", state, found.error, remedy)
     text = f"{found.version}: a kernel for {arch} in {found.seconds:.1f} s"
     return Finding("nvrtc", "ok", text + (", and the device takes it" if found.loaded else ""))

@@ -328,7 +328,9 @@ def test_a_wrong_step_of_a_program_is_named(
     engine = Stepping(nano[0], spoiled(step, port))
     model = Model(engine, manifest.read(nano[0]), 512, nano[2].block, (64,))
     tokens = prompt(20, vocab=nano[2].vocab_limit)
-    wrong = walk(Session(model, None), Programs(engine), "verify", tokens, 0, {}, 1.0).wrong
+    wrong = walk(
+        Session(model, None), Programs(engine), "verify", tokens, 0, {}, 1.0, Silent()
+    ).wrong
     assert wrong
     assert (wrong.step, wrong.output) == (step, port)
     assert wrong.error == pytest.approx(0.5, abs=0.02) or np.isinf(wrong.error)

@@ -19,6 +19,7 @@ from thor_dflash.errors import EngineError
 from thor_dflash.plugins import OPS
 from thor_dflash.plugins.launch import THOR, Scratch, Shaped, Site
 from thor_dflash.plugins.op import DOMAIN, Op
+from thor_dflash.plugins.standard.nodes import EMBED
 from thor_dflash.plugins.tensorrt.node import BODILESS, Node, describe, parse, tensor_of
 from thor_dflash.tensors import DType
 
@@ -250,6 +251,9 @@ def test_enqueue_leaves_the_bits_that_the_launches_leave(
             ready.enqueue()
             for port, value in ready.outputs().items():
                 np.testing.assert_array_equal(value.view(np.uint8), want[port].view(np.uint8), port)
+        launches = len(machine.overlapped) // 2
+        assert not machine.overlapped[0], "it cannot know what is in front of it"
+        assert not machine.overlapped[launches]
         copies = machine.done.count("cuMemcpyDtoDAsync")
         assert copies == 2 * apart * len(rule_of(op).in_place & call.want.keys())
 
@@ -274,6 +278,36 @@ def test_a_capture_finds_everything_made_or_says_so(
         fresh = Ready(machine, call, apart=False)
         with pytest.raises(EngineError, match="must run once with these addresses"):
             fresh.enqueue()
+
+
+def test_the_same_sizes_told_again_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorRT may say them again while a stream is captured."""
+    op = OPS[0]
+    call = call_of(op, cases_of(op)[small(op)[0].values[1]])
+    machine = Emulated(monkeypatch, THOR)
+    ready = Ready(machine, call, apart=False)
+    ready.fill()
+    ready.enqueue()
+    machine.capturing = True
+    before = len(machine.done)
+    ready.plugin.on_shape_change(ready.ins, ready.outs)
+    ready.enqueue()
+    assert not [name for name in machine.done[before:] if name.startswith("cuMem")]
+
+
+@pytest.mark.parametrize("mask", [-1, 7])
+def test_a_standard_node_has_as_many_rows_as_its_input(mask: int) -> None:
+    """A prefill's embedding follows its ids; a drafter's has rows of its own."""
+    rows, ids = (40, 40) if mask < 0 else (16, 1)
+    ports = {
+        "table": Shaped(DType.BF16, (99, 64)),
+        "ids": Shaped(DType.I32, (ids,)),
+        "rows": Shaped(DType.BF16, (rows, 64)),
+    }
+    node = describe(Site(EMBED, EMBED.complete({"mask": mask, "rows": rows}), ports), {"rows"})
+    told = node.output_shapes({"table": [99, 64], "ids": ["T"]}, lambda n: n)
+    assert told == {"rows": ("T" if mask < 0 else 16, 64)}
+    assert parse("embed", node.fields()) == node
 
 
 def test_what_a_plugin_took_it_gives_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,19 +85,21 @@ def test_an_h100_lacks_nothing_but_tensorrt() -> None:
         (replace(LAPTOP, versions={**EVERYTHING, "onnxruntime": "1.9"}), "extra ort", "warn",
          "onnxruntime 1.9", "pip install 'thor-dflash[ort]'"),
         (replace(LAPTOP, files={**LAPTOP.files, "sys/bus/pci/devices/a/vendor": "0x10de"}),
-         "cuda driver", "wrong", "no driver", "sudo apt install nvidia-open-580"),
+         "cuda driver", "wrong", "no driver", "sudo apt install nvidia-driver-580-open"),
         (replace(H100, gpu=Cuda(error="CUDA_ERROR_SYSTEM_DRIVER_MISMATCH from cuInit")),
          "cuda driver", "wrong", "MISMATCH", "sudo reboot"),
         (replace(H100, gpu=Cuda(error="no answer within 60 s (it said nothing)")),
          "cuda driver", "wrong", "no answer within 60 s", "nvidia-smi"),
         (replace(H100, gpu=replace(H100.gpu, driver=12080)), "cuda driver", "warn",
-         "CUDA 12.8", "sudo apt install nvidia-open-580"),
+         "CUDA 12.8", "sudo apt install nvidia-driver-580-open"),
         (replace(H100, gpu=replace(H100.gpu, devices=(replace(H100_GPU, major=8, minor=9),))),
          "device 0", "warn", "needs 9.0 or later", ""),
         (replace(H100, gpu=replace(H100.gpu, devices=(replace(H100_GPU, major=12, minor=0),))),
          "device 0", "warn", "written for 9.0 (H100 or H200) and 11.0 (Thor)", ""),
         (replace(H100, compiler=Nvrtc(error="kernel.cu must compile", version="13.0")), "nvrtc",
          "warn", "must compile", "pip install --upgrade 'thor-dflash[cuda]'"),
+        (replace(H100, compiler=Nvrtc(error="cuModuleLoadData must succeed", version="13.2")),
+         "nvrtc", "warn", "must succeed", "pip install 'nvidia-cuda-nvrtc==13.0.*'"),
         (replace(THOR, trt=TensorRT(bindings="10.16.2.1", library=101303)), "tensorrt", "wrong",
          "libnvinfer 10.13.3: they must be of one version", "--system-site-packages"),
         (replace(THOR, trt=TensorRT(bindings="11.4.0.1", library=110400)), "tensorrt", "warn",
@@ -271,6 +273,7 @@ def test_here_answers_and_never_raises(tmp_path: Path) -> None:
     assert here.run("no-such-command").code is None
     assert here.run(sys.executable, "-c", "print('x'); raise SystemExit(3)") == Output(3, "x\n")
     assert here.space(str(tmp_path / "new" / "folder")) > 0
+    assert here.space("~nobody-of-this-name/cubins") == -1
     assert here.cuda().bindings or here.cuda().error
     assert here.tensorrt().bindings or here.tensorrt().error
 

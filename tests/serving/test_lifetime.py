@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import zmq
 
-from thor_dflash.errors import EngineError, ThorError
+from thor_dflash.errors import EngineError, EngineLost, ThorError
 from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving.mock import MockBackend
 from thor_dflash.serving.server import Server
@@ -185,5 +185,46 @@ def test_a_hung_engine_ends_the_process_for_the_next_one_to_start() -> None:
     thread.join(20)
     assert not thread.is_alive()
     assert notes[-1] == "STOPPING=1" or "STOPPING=1" in notes
+    peer.close()
+    context.term()
+
+
+def test_an_engine_that_is_lost_ends_the_server_after_an_answer_for_everybody() -> None:
+    class Lost(MockBackend):
+        def start(self, prepared: Any, left_ms: float | None) -> Any:
+            gate.wait(20)
+            raise EngineLost("the device answers nothing else")
+
+    def run() -> None:
+        with pytest.raises(EngineLost, match="answers nothing else"):
+            server.run()
+        ended.set()
+
+    gate, ended = threading.Event(), threading.Event()
+    settings = ServeConfig(bind=("tcp://127.0.0.1:*",))
+    log: list[str] = []
+    server = Server(lambda: Lost(ServeConfig()), settings, log=log.append)
+    threading.Thread(target=run, daemon=True).start()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    peer = context.socket(zmq.DEALER)
+    peer.linger, peer.rcvtimeo = 0, 20_000
+    peer.connect(server.endpoints[0])
+
+    def ask(**fields: str) -> None:
+        peer.send_multipart([b"", msgspec.json.encode(fields)])
+
+    def answer() -> Any:
+        return msgspec.json.decode(peer.recv_multipart()[-1])
+
+    until(lambda: any(line.startswith("ready after") for line in log))
+    for name in "ab":
+        ask(op="plan", prompt="x", id=name, session=name)
+    ask(op="health", id="h")
+    assert answer()["id"] == "h", "both plans are in the house"
+    gate.set()
+    assert {(r["id"], r["code"]) for r in (answer(), answer())} == {
+        (n, "engine_fault") for n in "ab"
+    }
+    assert ended.wait(20)
     peer.close()
     context.term()

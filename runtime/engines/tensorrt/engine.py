@@ -10,7 +10,7 @@ Written to the API that 10.13.3 and 11.4 have in common.
 # tensorrt and cuda-python publish no types, or are not installed where the checkers run.
 # pyright: reportMissingImports=false, reportMissingTypeStubs=false, reportUnknownMemberType=false
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownParameterType=false
+# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -256,6 +256,7 @@ class TensorRTEngine(Board):
         base, self._arena.base = self._arena.base, 0
         if base and not self._driver.ended:
             # The context is not ours alone, so closing it gives nothing back.
+            self._driver.enter()
             self._driver.synchronize()
             self._driver("cuMemFree", base)
         super().close()

@@ -1,0 +1,193 @@
+"""Plugins made with TensorRT's own bindings, as far as those go without the library.
+
+A process can hold one version of the bindings, so each is asked in a process of its own. What
+cannot be made without a network in the library (IDimensionExpr) is left to the stand-in.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from kernel_cases import cases_of
+from kernels import Refused, call_of, rule_of
+from trt_stubs import FETCH_SECONDS, STORE, libraries
+
+from thor_dflash.errors import EngineError
+from thor_dflash.plugins import OPS
+from thor_dflash.plugins.cuda.enqueue import working
+from thor_dflash.plugins.launch import THOR, Shaped, Site
+from thor_dflash.plugins.op import DOMAIN, VERSION
+from thor_dflash.plugins.tensorrt.node import KEYS, Node, describe, tensor_of
+from thor_dflash.tensors import DType
+
+LEAN = "tensorrt_lean_cu13_libs"
+"""The library without a builder, published for 11: its plugin registry is the real one."""
+_NVINFER = """
+extern void *getPluginRegistry(void);
+void *getBuilderPluginRegistry(int capability) { return getPluginRegistry(); }
+void *createInferBuilder_INTERNAL(void *l, int v) { return 0; }
+"""
+
+
+def lean(version: str) -> Path:
+    """The lean library, fetched once. Raises OSError or SubprocessError where it cannot be had."""
+    site = STORE / f"lean-{version}"
+    if not site.is_dir():
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "install"]
+        partial = site.with_name(f"{site.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        subprocess.run(
+            [*pip, "--no-deps", "--only-binary=:all:", f"--target={partial}", f"{LEAN}=={version}"],
+            check=True,
+            timeout=FETCH_SECONDS,
+            capture_output=True,
+        )
+        partial.rename(site)
+    [found] = site.glob("*/libnvinfer_lean.so.*")
+    return found
+
+
+def lean_libraries(version: str, directory: Path) -> list[Path]:
+    """As trt_stubs.libraries, with the lean library's registry and runtime behind them."""
+    real, stubs = lean(version), libraries(version, directory)
+    source = directory / "nvinfer.c"
+    source.write_text(_NVINFER)
+    [out] = [path for path in stubs if path.name.startswith("libnvinfer.so")]
+    command = ["cc", "-shared", "-fPIC", f"-Wl,-soname,{out.name}", "-o", str(out), str(source)]
+    link = ["-Wl,--no-as-needed", f"-L{real.parent}", f"-l:{real.name}"]
+    subprocess.run([*command, *link], check=True, capture_output=True)
+    return [real, *stubs]
+
+
+# ---- in a process of its own -------------------------------------------------------------------
+class Asked:
+    """Every case of every room, asked of the bindings."""
+
+    def __init__(self, trt: Any, plugin: Any) -> None:
+        self.trt, self.module = trt, plugin
+        self.types = {dtype: kind for kind, dtype in plugin.TYPES.items()}
+        self.registry = trt.get_plugin_registry()
+        self.count = 0
+
+    def all(self) -> dict[str, Any]:
+        for op in OPS:
+            cases = [site for site, _ in sites(op)]
+            nodes = [describe(site, outs) for site, outs in sites(op)]
+            creators = self.creators(nodes)
+            for site, node in zip(cases, nodes, strict=True):
+                self.one(site, node)
+                self.count += 1
+            if self.registry is not None:
+                self.module.deregister(self.registry, creators)
+                assert self.registry.get_creator(op.type, str(VERSION), DOMAIN) is None
+        return {
+            "version": self.trt.__version__,
+            "registry": self.registry is not None,
+            "plugins": self.count,
+        }
+
+    def creators(self, nodes: list[Node]) -> Any:
+        """Registered where there is a registry."""
+        self.table = {node.key: node for node in nodes}
+        if self.registry is None:
+            return [self.module.Creator(nodes[0].room, THOR, None, self.table)]
+        made = self.module.register(self.registry, THOR, None, nodes)
+        try:
+            self.module.register(self.registry, THOR, None, nodes)
+        except EngineError:
+            return made
+        raise AssertionError("registered twice")
+
+    def creator(self, node: Node) -> Any:
+        if self.registry is None:
+            return self.module.Creator(node.room, THOR, None, self.table)
+        return self.registry.get_creator(node.rule.op.type, str(VERSION), DOMAIN)
+
+    def one(self, site: Site, node: Node) -> None:
+        trt, creator = self.trt, self.creator(node)
+        assert [f.name for f in creator.field_names] == list(KEYS)
+        halves = [np.array([half], np.int32) for half in node.key]
+        kind = trt.PluginFieldType.INT32
+        told = trt.PluginFieldCollection(
+            [trt.PluginField(n, h, kind) for n, h in zip(KEYS, halves, strict=True)]
+        )
+        first = creator.create_plugin("layer", told, trt.TensorRTPhase.BUILD)
+        kept = first.clone().get_fields_to_serialize()
+        again = creator.create_plugin("layer", kept, trt.TensorRTPhase.RUNTIME)
+        assert again.node == node
+        for plugin in (first, again.attach_to_context(None)):
+            self.answers(plugin, site, node)
+
+    def answers(self, plugin: Any, site: Site, node: Node) -> None:
+        trt = self.trt
+        for kind in trt.PluginCapabilityType.__members__.values():
+            assert plugin.get_capability_interface(kind) is plugin
+        named = plugin.plugin_name, plugin.plugin_namespace, plugin.plugin_version
+        assert named == (node.rule.op.type, DOMAIN, str(VERSION))
+        assert plugin.num_outputs == len(node.outputs)
+        assert plugin.timing_cache_id.endswith(str(node.key))
+        ins = [tensor_of(site.ports[port]) for port in node.inputs]
+        outs = [tensor_of(site.ports[port]) for port in node.outputs]
+        types = plugin.get_output_data_types([self.types[x.dtype] for x in ins])
+        assert types == [self.types[x.dtype] for x in outs]
+        both = [self.dynamic(x) for x in (*ins, *outs)]
+        for pos in range(len(both)):
+            assert plugin.supports_format_combination(pos, both, len(ins)), (site, pos)
+            wrong = list(both)
+            wrong[pos] = self.dynamic((*ins, *outs)[pos], trt.DataType.INT8)
+            assert not plugin.supports_format_combination(pos, wrong, len(ins))
+        size = plugin.get_workspace_size(both[: len(ins)], both[len(ins) :])
+        assert size == working(rule_of(site.op).launches(site, THOR))[1]
+        plugin.on_shape_change([self.desc(x) for x in ins], [self.desc(x) for x in outs])
+        assert plugin.get_valid_tactics() == []
+        plugin.set_tactic(0)
+        plugin.destroy()
+
+    def desc(self, shaped: Shaped, kind: Any = None) -> Any:
+        made = self.trt.PluginTensorDesc()
+        made.dims = self.trt.Dims(shaped.shape)
+        made.type = kind or self.types[shaped.dtype]
+        made.format = self.trt.TensorFormat.LINEAR
+        return made
+
+    def dynamic(self, shaped: Shaped, kind: Any = None) -> Any:
+        """The first size is not known, only its largest."""
+        made = self.trt.DynamicPluginTensorDesc()
+        described = self.desc(shaped, kind)
+        described.dims = self.trt.Dims([-1, *shaped.shape[1:]])
+        made.desc = described
+        made.max = self.trt.Dims(shaped.shape)
+        return made
+
+
+def sites(op: Any) -> Iterator[tuple[Site, set[str]]]:
+    """Every case the kernels take, and its outputs."""
+    for case in cases_of(op).values():
+        try:
+            call = call_of(op, case)
+        except Refused:
+            continue
+        yield call.site, set(call.want)
+
+
+def main(site: str, *paths: str) -> None:
+    """Print what was asked, as JSON."""
+    for path in paths:
+        ctypes.CDLL(path, ctypes.RTLD_GLOBAL)
+    sys.path.insert(0, site)
+    import tensorrt_bindings as trt  # type: ignore[import-not-found]
+
+    sys.modules["tensorrt"] = trt
+    from thor_dflash.plugins.tensorrt import host, plugin
+
+    assert issubclass(host.Messages, trt.ILogger)
+    assert set(plugin.TYPES.values()) >= {DType.F32, DType.BF16, DType.FP8, DType.I32}
+    print(json.dumps(Asked(trt, plugin).all()))

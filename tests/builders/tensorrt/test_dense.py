@@ -1,0 +1,232 @@
+"""Prefill products that are TensorRT's own: who makes them, and what their nodes compute."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+from checkpoints import write_target
+from onnx import TensorProto, helper
+from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
+from trt_builds import CHUNKS, HYBRID, NANO, Recorded, options, record_hybrid
+
+from thor_dflash.builders.build import make_plan, material
+from thor_dflash.builders.checkpoint.target import read_target
+from thor_dflash.builders.tensorrt.constants import Constants
+from thor_dflash.builders.tensorrt.dense import Dense
+from thor_dflash.builders.tensorrt.deploy import Sheet
+from thor_dflash.builders.tensorrt.package import engines
+from thor_dflash.plugins import LINEAR
+from thor_dflash.plugins.linear.reference import reference
+from thor_dflash.plugins.op import Attributes
+from thor_dflash.tensors import Array, DType
+
+BF16 = DType.BF16.numpy
+FP4 = ml_dtypes.float4_e2m1fn
+ROWS = ("x", "gate", "residual")
+
+
+@pytest.fixture(scope="module")
+def modelopt(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    return record_hybrid(tmp_path_factory.mktemp("modelopt"), "modelopt")
+
+
+def test_prefills_of_every_size_are_profiles_of_one_engine(modelopt: Recorded) -> None:
+    assert {name for name in modelopt.engines if name.startswith("prefill")} == {"prefill"}
+    profiles = modelopt.engines["prefill"].config.profiles
+    for i, chunk in enumerate(CHUNKS):
+        name = "prefill" if i == 0 else f"prefill.chunk{chunk}"
+        card = modelopt.card(name)
+        assert (card.file, card.profile) == ("prefill.plan", i)
+        assert card.inputs["tokens"].shape == (chunk,)
+        assert profiles[i].shapes["tokens"] == ((chunk,),) * 3
+    assert len(profiles) == len(CHUNKS)
+
+
+def test_prefill_multiplies_by_itself_and_all_else_by_plugins(modelopt: Recorded) -> None:
+    kinds = {name: [layer.kind for layer in one.network.layers]
+             for name, one in modelopt.engines.items()}  # fmt: skip
+    assert "ThorLinear" not in kinds["prefill"]
+    assert "MatMul" not in kinds["verify"]
+    assert "ThorGdn" in kinds["prefill"]
+    layers = len(read_target(modelopt.out.parent / "target").dims.layers)
+    assert kinds["prefill"].count("TRT_FP4DynamicQuantize") == 4 * layers
+    assert kinds["verify"].count("ThorLinear") == 4 * layers
+
+
+def test_only_what_tensorrt_multiplies_with_is_a_constant(modelopt: Recorded) -> None:
+    prefill = modelopt.engines["prefill"].network
+    assert prefill.initializers
+    assert not {t.name for t in prefill.inputs} & prefill.initializers.keys()
+    assert not [n for n in prefill.initializers if "conv1d" in n or "embed" in n]
+    for name, one in modelopt.engines.items():
+        assert name == "prefill" or not one.network.initializers
+    assert not (modelopt.out / ".scratch").exists()
+
+
+def test_linears_stored_in_fp8_stay_plugins(tmp_path: Path) -> None:
+    network = record_hybrid(tmp_path, "mixed").engines["prefill"].network
+    kinds = [layer.kind for layer in network.layers]
+    assert "ThorLinear" in kinds
+    assert "TRT_FP4DynamicQuantize" in kinds
+
+
+def test_without_scales_for_the_rows_prefill_is_plugins(tmp_path: Path) -> None:
+    plan = make_plan(read_target(NANO / "target"), None, options(tmp_path))
+    graphs = [graph for one in engines(material(plan)).together for graph in one.graphs]
+    assert not [graph.name for graph in graphs if graph.products]
+
+
+def test_the_choice_can_be_made(tmp_path: Path) -> None:
+    made = record_hybrid(tmp_path, "modelopt", prefill_linears="plugin").engines
+    assert {"prefill", f"prefill.chunk{CHUNKS[1]}"} <= made.keys()
+    assert not [x for x in made["prefill"].network.layers if x.kind == "MatMul"]
+
+
+# ---- what the nodes compute -------------------------------------------------------------------
+
+
+class TRT_FP4DynamicQuantize(OpRun):  # noqa: N801
+    """As TensorRT documents it: E2M1 codes and an E4M3 scale for every 16 of a row."""
+
+    op_domain = "trt"
+
+    def _run(
+        self, x: Array, scale: Array, axis: int, block_size: int, scale_type: int
+    ) -> tuple[Array, Array]:
+        assert (axis, block_size, scale_type) == (-1, 16, TensorProto.FLOAT8E4M3FN)
+        return quantise(x, float(scale))
+
+
+def quantise(x: Array, scale: float) -> tuple[Array, Array]:
+    groups = x.astype(np.float64).reshape(*x.shape[:-1], -1, 16)
+    wanted = np.abs(groups).max(-1) / 6 / scale
+    blocks = wanted.clip(max=448).astype(ml_dtypes.float8_e4m3fn)
+    step = blocks.astype(np.float64) * scale
+    codes = (groups / np.where(step == 0, 1, step)[..., None]).clip(-6, 6)
+    return codes.astype(np.float32).astype(FP4).reshape(x.shape), blocks
+
+
+def evaluate(model: onnx.ModelProto, inputs: Mapping[str, Array]) -> dict[str, Array]:
+    run = ReferenceEvaluator(model, new_ops=[TRT_FP4DynamicQuantize])
+    names = [o.name for o in model.graph.output]
+    return dict(zip(names, run.run(None, dict(inputs)), strict=True))
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One linear of a prefill: its contract's inputs, and the nodes it became."""
+
+    attributes: Attributes
+    ports: dict[str, str]
+    outputs: dict[str, str]
+    arrays: dict[str, Array]
+    sheet: Sheet
+    scales: Mapping[str, float]
+
+
+def linear(directory: Path, part: str) -> Linear:
+    write_target(directory, HYBRID, 1, "modelopt")
+    plan = make_plan(read_target(directory), None, options(directory))
+    made = material(plan)
+    pairs = zip(plan.graphs, plan.programs, strict=True)
+    graph, program = next((g.proto().graph, p) for g, p in pairs if p.name == "prefill")
+    step = next(s for s in program.steps if s.name.endswith(part))
+    sheet = Sheet()
+    Dense(program, graph, Constants(made.stored), made.scales).write(step, sheet)
+    [node] = [n for n in graph.node if n.name == step.name]
+    a = LINEAR.complete({k: v for k, v in step.attributes.items() if k in LINEAR.attributes})
+    ports = {p.name: n for p, n in zip(LINEAR.inputs_of(a), node.input, strict=False) if n}
+    rng = np.random.default_rng(1)
+    arrays = {
+        port: rng.standard_normal((5, int(program.values[name].shape[1]))).astype(BF16)
+        if name in program.values
+        else made.stored.array(name)
+        for port, name in ports.items()
+    }
+    return Linear(a, ports, dict(step.ports), arrays, sheet, made.scales)
+
+
+@pytest.mark.parametrize("part", ["in_proj", "out_proj", "gate_up", "down_proj", "qkv", "o_proj"])
+def test_the_nodes_of_a_linear_are_the_room_over_quantised_rows(tmp_path: Path, part: str) -> None:
+    one = linear(tmp_path, part)
+    rows = {one.ports[p]: one.arrays[p] for p in ROWS if p in one.ports}
+    got = evaluate(model_of(one), rows)
+    exact, meant = reference(one.arrays, one.attributes), with_quantised_rows(one)
+    for port, want in meant.items():
+        value = got[one.outputs[port]].astype(np.float64)
+        wide = want.astype(np.float64)
+        assert np.abs(value - wide).max() <= 0.03 * np.abs(wide).max()
+        near = similar(value, exact[port].astype(np.float64))
+        assert near > 0.97
+        if part == "gate_up":  # nothing but the product shows there: rows were quantised indeed
+            assert near < 0.9999
+
+
+def similar(a: Array, b: Array) -> float:
+    return float((a * b).sum() / np.sqrt((a * a).sum() * (b * b).sum()))
+
+
+def with_quantised_rows(one: Linear) -> dict[str, Array]:
+    """The room's reference over rows that went through NVFP4, for segments stored in it."""
+    arrays, a = one.arrays, one.attributes
+    identity = np.eye(arrays["x"].shape[1], dtype=np.float32)
+    before = {p: arrays[p] for p in ("x", "norm_weight", "gate") if p in arrays}
+    prologue = Attributes({**a.values, "segments": 1, "epilogue": "none"})
+    rows = reference({**before, "weight0": identity}, prologue)["y0"]
+    scale = up(max(one.scales[n] for n in one.ports.values() if n in one.scales))
+    codes, blocks = quantise(rows, scale)
+    wide = codes.astype(np.float64).reshape(len(rows), -1, 16)
+    back = (wide * (blocks.astype(np.float64) * scale)[..., None]).reshape(rows.shape)
+    after = {p: v for p, v in arrays.items() if p not in before}
+    bare = Attributes({**a.values, "gate": "none", "head_dim": 0})
+    low = reference({**after, "x": back.astype(BF16)}, bare)
+    full = reference({**after, "x": rows}, bare)
+    return {p: low[p] if f"block_scale{p[1:]}" in arrays else full[p] for p in low}
+
+
+def up(scale: float) -> float:
+    near = np.array(scale, np.float32).astype(BF16)
+    return float(near if near >= scale else np.nextafter(near, BF16.type(np.inf)))
+
+
+def model_of(one: Linear) -> onnx.ModelProto:
+    """The nodes of one linear as a model of its own, its constants in it."""
+    bf16 = TensorProto.BFLOAT16
+    inputs = [
+        helper.make_tensor_value_info(one.ports[p], bf16, one.arrays[p].shape)
+        for p in ROWS
+        if p in one.ports
+    ]
+    outputs = [
+        helper.make_tensor_value_info(one.outputs[p.name], bf16, None)
+        for p in LINEAR.outputs_of(one.attributes)
+    ]
+    held = {name: one.arrays[port].tobytes() for port, name in one.ports.items()}
+    constants = [
+        helper.make_tensor(t.name, t.data_type, t.dims, held[t.name], raw=True)
+        for t in one.sheet.constants.values()
+    ]
+    opsets = [helper.make_opsetid(name, n) for name, n in one.sheet.domains.items()]
+    graph = helper.make_graph(one.sheet.nodes, "linear", inputs, outputs, constants)
+    return helper.make_model(graph, opset_imports=opsets, ir_version=11)
+
+
+def test_the_scale_of_rows_is_one_number_on_both_sides(modelopt: Recorded) -> None:
+    layers = modelopt.engines["prefill"].network.layers
+    made = {t.name: layer for layer in layers for t in layer.outputs}
+    quantisers = [layer for layer in layers if layer.kind == "TRT_FP4DynamicQuantize"]
+    assert quantisers
+    for layer in quantisers:
+        there = onnx.numpy_helper.to_array(made[layer.inputs[1].name].fields["value"])
+        [back] = [x for x in layers if layer.outputs[1] in x.inputs]
+        here = onnx.numpy_helper.to_array(made[back.inputs[1].name].fields["value"])
+        assert here.dtype == BF16
+        assert float(here) == float(there) >= 0.01
+        assert back.kind == "DequantizeLinear"

@@ -1,0 +1,56 @@
+"""The TensorRT engine on the GPU, TensorRT stood in for by one that calls the plugins in order."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import stand_in_trt as trt
+from nano import package, request
+from planned import planned
+
+from thor_dflash.config import EngineConfig
+from thor_dflash.plugins.cuda.driver import Driver
+from thor_dflash.plugins.tensorrt.node import fingerprint
+from thor_dflash.progress import Silent
+from thor_dflash.runtime.engines.tensorrt.check import Here
+from thor_dflash.runtime.session import open_session
+
+pytestmark = pytest.mark.gpu
+TOKENS = 96
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> Here:
+    trt.stand_in(monkeypatch)
+    driver = Driver()
+    info = driver.info
+    driver.close()
+    return Here(
+        trt.__version__,
+        info.name,
+        info.device.capability,
+        info.device.multiprocessors,
+        fingerprint(),
+    )
+
+
+def answers(out: Path, cubins: Path, *, graphs: bool = True) -> list[list[int]]:
+    config = EngineConfig(cubins=str(cubins), graphs=graphs)
+    with closing(open_session(out, config, Silent())) as s:
+        return [
+            [token for chunk in s.generate(request(s, index, TOKENS)) for token in chunk.tokens]
+            for index in (0, 1, 2, 0)
+        ]
+
+
+def test_it_answers_as_the_cuda_engine_does(here: Here, tmp_path: Path) -> None:
+    """The same kernels on the same weights: every token, with and without graphs."""
+    cubins = tmp_path / "cubins"
+    out = package(tmp_path / "nano", engine="cuda")
+    want = answers(out, cubins)
+    planned(out, here)
+    assert answers(out, cubins) == want
+    assert answers(out, cubins, graphs=False) == want
+    assert want[0] == want[3]

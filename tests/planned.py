@@ -1,0 +1,65 @@
+"""Packages for the CUDA engine, made packages for a stand-in of TensorRT."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from thor_dflash import manifest as package_manifest
+from thor_dflash import plan as sidecar
+from thor_dflash import program as programs
+from thor_dflash.builders.tensorrt.deploy import deploy
+from thor_dflash.manifest import Manifest, hash_file
+from thor_dflash.plan import Made, Plan, PlanNode
+from thor_dflash.program import Program
+from thor_dflash.runtime.engines.tensorrt.check import Here
+
+
+def planned(out: Path, here: Here) -> Path:
+    """A package for the CUDA engine made one for TensorRT: its programs are the engines."""
+    found = package_manifest.read(out)
+    files = dict(found.files)
+    for path in sorted(out.glob(f"*{programs.ENDING}")):
+        program = programs.read(out, path.name.removesuffix(programs.ENDING))
+        engine = out / f"{program.name}.plan"
+        path.rename(engine)
+        card = out / f"{program.name}{sidecar.ENDING}"
+        card.write_text(sidecar.render(describe(program, engine, here)))
+        del files[path.name]
+        files |= {p.name: hash_file(p) for p in (engine, card)}
+    write(out, replace(found, engine="tensorrt", files=files))
+    return out
+
+
+def describe(program: Program, engine: Path, here: Here) -> Plan:
+    deployed = deploy(program)
+    return Plan(
+        name=program.name,
+        file=engine.name,
+        sha256=hash_file(engine).sha256,
+        profile=0,
+        inputs=deployed.inputs,
+        outputs=deployed.outputs,
+        weights=deployed.weights,
+        in_place=deployed.in_place,
+        nodes=tuple(
+            PlanNode(name=name, room=node.room, fields=node.fields())
+            for name, node in deployed.plugins
+        ),
+        made=made_of(here),
+    )
+
+
+def made_of(here: Here) -> Made:
+    """What an engine made here says of that."""
+    return Made(
+        tensorrt=here.tensorrt,
+        capability=here.capability,
+        device=here.device,
+        multiprocessors=here.multiprocessors,
+        kernels=here.kernels,
+    )
+
+
+def write(out: Path, manifest: Manifest) -> None:
+    (out / package_manifest.NAME).write_text(package_manifest.render(manifest))
