@@ -297,7 +297,7 @@ class IExecutionContext:
 
     def set_tensor_address(self, name: str, memory: int) -> bool:
         self._at[name] = memory
-        return memory > 0
+        return memory > 0 and memory % ALIGNMENT == 0
 
     def infer_shapes(self) -> list[str]:
         program = self.engine.program

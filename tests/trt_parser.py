@@ -25,6 +25,8 @@ from trt_words import (
     get_plugin_registry,
 )
 
+BEGINNING = 256
+"""Bytes of an initializer that are kept."""
 TYPES = {
     TensorProto.FLOAT: DataType.FLOAT,
     TensorProto.FLOAT16: DataType.HALF,
@@ -83,6 +85,8 @@ class INetworkDefinition:
     layers: list[ILayer] = field(default_factory=list)
     initializers: dict[str, int] = field(default_factory=dict)
     """Handed over: name -> bytes."""
+    beginnings: dict[str, bytes] = field(default_factory=dict)
+    """Their first bytes."""
     declared: dict[str, tuple[int | str, ...]] = field(default_factory=dict)
     """Shapes as the graph declares them, with letters."""
 
@@ -134,8 +138,8 @@ class OnnxParser:
         length = next(int(e.value) for e in tensor.external_data if e.key == "length")
         if length != size:
             return False
-        ctypes.string_at(data, 1)  # it is there
         self._network.initializers[name] = size
+        self._network.beginnings[name] = ctypes.string_at(data, min(size, BEGINNING))
         return True
 
     def parse_model_proto(self) -> bool:

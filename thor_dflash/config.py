@@ -138,14 +138,14 @@ class EngineConfig:
     """Rows of a prefill step, one of the package's sizes; 0 takes its own, and lets a server choose
     by what a step takes."""
     device: int = 0
-    """cuda: which of the machine's devices, as the driver numbers them."""
+    """cuda, tensorrt: which of the machine's devices, as the driver numbers them."""
     graphs: bool = True
-    """cuda: replay each step as one CUDA graph; false launches its kernels one by one."""
+    """cuda, tensorrt: replay each step as one CUDA graph; false launches its kernels one by one."""
     overlap: bool = True
-    """cuda: let a kernel fetch its weights while the one before it ends (programmatic dependent
+    """cuda, tensorrt: let a kernel fetch its weights while the one before it ends (programmatic dependent
     launch)."""
     cubins: str = CUBINS
-    """cuda: where compiled kernels are kept."""
+    """cuda, tensorrt: where compiled kernels are kept."""
 
     def __post_init__(self) -> None:
         _at_least("engine.capacity", self.capacity, 0)

@@ -221,7 +221,7 @@ def test_stored_bytes_are_the_checkpoint_s(pair: tuple[Path, Path], tmp_path: Pa
 
 def test_a_resumed_build_is_of_the_same_things(pair: tuple[Path, Path], tmp_path: Path) -> None:
     def key(config: BuildConfig) -> str:
-        return _key(make_plan(read_target(pair[0]), read_drafter(pair[1]), config))
+        return _key(make_plan(read_target(pair[0]), read_drafter(pair[1]), config), "")
 
     base = key(BuildConfig())
     assert key(BuildConfig()) == base

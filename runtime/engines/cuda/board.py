@@ -29,8 +29,10 @@ class Board(ABC):
     none can be made after it.
     """
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver, slot: int = SLOT) -> None:
+        """`slot` is the alignment of a small tensor, bytes."""
         self._driver = driver
+        self._slot = slot
         self._tensors: list[CudaTensor] = []
         self._arena = Arena()
         self._turns: dict[int, list[Turn]] = {}
@@ -100,13 +102,13 @@ class Board(ABC):
             size = tensor.spec.nbytes({})
             if size <= SMALL and tensor.turn is None:
                 tensor.control = page
-                page += -(-size // SLOT) * SLOT
+                page += -(-size // self._slot) * self._slot
             else:
                 kind = KINDS.get(tensor.spec.name.split(".")[0], "rows")
                 tensor.places = [
                     self._arena.take(kind, size) for _ in range(2 if tensor.turn else 1)
                 ]
-        self._page = Page(page)
+        self._page = Page(page, self._slot)
         return self._arena.take("rows", page)
 
     def _allocate(self, page: int) -> int:

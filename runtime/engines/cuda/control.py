@@ -77,8 +77,9 @@ class Ring:
 class Page:
     """The control page as the host last wrote it, and what of that the device has yet to see."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, slot: int = SLOT) -> None:
         self.bytes: Array = np.zeros(nbytes, np.uint8)
+        self._slot = slot
         self._dirty: dict[int, int] = {}
         """Start -> end."""
 
@@ -96,7 +97,7 @@ class Page:
         self._dirty.clear()
         start, end = spans[0]
         for next_start, next_end in spans[1:]:
-            if next_start > -(-end // SLOT) * SLOT:
+            if next_start > -(-end // self._slot) * self._slot:
                 ring.send(base + start, self.bytes[start:end])
                 start = next_start
             end = max(end, next_end)

@@ -43,6 +43,9 @@ from thor_dflash.runtime.engines.cuda.weights import Files, Filler
 from thor_dflash.runtime.engines.tensorrt.check import Here, check
 from thor_dflash.tensors import DType, TensorSpec
 
+ALIGNMENT = 256
+"""Of every tensor it binds, bytes. Source: setTensorAddress in NvInferRuntime.h."""
+
 Way = tuple[int, tuple[int, ...]]
 """A call by its id, and which of their places its tensors with two have."""
 
@@ -64,7 +67,7 @@ class TensorRTEngine(Board):
         self, package: Path, config: EngineConfig, progress: Progress, fill: Filler | None = None
     ) -> None:
         # TensorRT works in the context that all libraries of a process share.
-        super().__init__(Driver(config.device, shared=True))
+        super().__init__(Driver(config.device, shared=True), ALIGNMENT)
         self.package = package
         self._config = config
         self._progress = progress
@@ -249,6 +252,9 @@ class TensorRTEngine(Board):
 
     def close(self) -> None:
         """See Engine."""
+        if not self._driver.ended:
+            self._driver.enter()  # plugins give their memory back as their contexts go
+            self._driver.synchronize()
         self._contexts.clear()
         self._engines.clear()
         creators, self._creators = self._creators, ()
@@ -256,8 +262,6 @@ class TensorRTEngine(Board):
         base, self._arena.base = self._arena.base, 0
         if base and not self._driver.ended:
             # The context is not ours alone, so closing it gives nothing back.
-            self._driver.enter()
-            self._driver.synchronize()
             self._driver("cuMemFree", base)
         super().close()
 

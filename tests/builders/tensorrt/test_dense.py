@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import onnx
 import pytest
-from checkpoints import write_target
+from checkpoints import Dialect, write_target
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
@@ -22,6 +22,7 @@ from thor_dflash.builders.tensorrt.constants import Constants
 from thor_dflash.builders.tensorrt.dense import Dense
 from thor_dflash.builders.tensorrt.deploy import Sheet
 from thor_dflash.builders.tensorrt.package import engines
+from thor_dflash.builders.weights import WeightFiles
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.linear.reference import reference
 from thor_dflash.plugins.op import Attributes
@@ -70,6 +71,38 @@ def test_only_what_tensorrt_multiplies_with_is_a_constant(modelopt: Recorded) ->
     assert not (modelopt.out / ".scratch").exists()
 
 
+def test_a_constant_is_the_checkpoints_weight(modelopt: Recorded, tmp_path: Path) -> None:
+    plan = make_plan(read_target(modelopt.out.parent / "target"), None, options(tmp_path))
+    stored = material(plan).stored
+    network = modelopt.engines["prefill"].network
+    for name, size in network.initializers.items():
+        value = stored.array(name).tobytes()
+        assert len(value) == size
+        assert value.startswith(network.beginnings[name])
+
+
+def test_a_linear_with_a_weight_in_fp8_is_none_of_tensorrts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_target(tmp_path / "t", HYBRID, 1, "modelopt")
+    plan = make_plan(read_target(tmp_path / "t"), None, options(tmp_path))
+    program = next(p for p in plan.programs if p.name == "prefill")
+    graph = next(g for g in plan.graphs if g.name == "prefill").proto().graph
+    made = material(plan)
+    dense = Dense(program, graph, Constants(made.stored), made.scales)
+    [step] = [s for s in program.steps if s.name == "layers.0.mlp.gate_up"]
+    assert dense.takes(step)
+    real = made.stored.stored
+    monkeypatch.setattr(
+        WeightFiles,
+        "stored",
+        lambda self, name: (
+            replace(real(name), dtype=DType.FP8) if name.endswith("up_proj.weight") else real(name)
+        ),
+    )
+    assert not dense.takes(step)
+
+
 def test_linears_stored_in_fp8_stay_plugins(tmp_path: Path) -> None:
     network = record_hybrid(tmp_path, "mixed").engines["prefill"].network
     kinds = [layer.kind for layer in network.layers]
@@ -81,6 +114,15 @@ def test_without_scales_for_the_rows_prefill_is_plugins(tmp_path: Path) -> None:
     plan = make_plan(read_target(NANO / "target"), None, options(tmp_path))
     graphs = [graph for one in engines(material(plan)).together for graph in one.graphs]
     assert not [graph.name for graph in graphs if graph.products]
+
+
+@pytest.mark.parametrize(("dialect", "scale"), [("modelopt", 0.01), ("compressed-tensors", 1 / 77)])
+def test_the_scale_of_rows_is_what_the_checkpoint_tells(
+    tmp_path: Path, dialect: Dialect, scale: float
+) -> None:
+    write_target(tmp_path / "t", HYBRID, 1, dialect)
+    plan = make_plan(read_target(tmp_path / "t"), None, options(tmp_path))
+    assert set(material(plan).scales.values()) == {pytest.approx(scale, rel=1e-6)}
 
 
 def test_the_choice_can_be_made(tmp_path: Path) -> None:
@@ -139,7 +181,9 @@ def linear(directory: Path, part: str) -> Linear:
     graph, program = next((g.proto().graph, p) for g, p in pairs if p.name == "prefill")
     step = next(s for s in program.steps if s.name.endswith(part))
     sheet = Sheet()
-    Dense(program, graph, Constants(made.stored), made.scales).write(step, sheet)
+    # One weight's rows were found larger than the other's: the larger scale holds both.
+    scales = {n: 3 * s if "gate_proj" in n else s for n, s in made.scales.items()}
+    Dense(program, graph, Constants(made.stored), scales).write(step, sheet)
     [node] = [n for n in graph.node if n.name == step.name]
     a = LINEAR.complete({k: v for k, v in step.attributes.items() if k in LINEAR.attributes})
     ports = {p.name: n for p, n in zip(LINEAR.inputs_of(a), node.input, strict=False) if n}
@@ -150,7 +194,7 @@ def linear(directory: Path, part: str) -> Linear:
         else made.stored.array(name)
         for port, name in ports.items()
     }
-    return Linear(a, ports, dict(step.ports), arrays, sheet, made.scales)
+    return Linear(a, ports, dict(step.ports), arrays, sheet, scales)
 
 
 @pytest.mark.parametrize("part", ["in_proj", "out_proj", "gate_up", "down_proj", "qkv", "o_proj"])
