@@ -48,6 +48,7 @@ $(DEV_READY): | $(VENV)/made
 	@echo "== installing into $(VENV), with the tools of make test (once)"
 	@$(PIP) -q 'setuptools>=77'
 	@$(PIP) --no-build-isolation -e '.[build,ort,cuda,serve,http,dev]'
+	@$(BIN)/python tests/trt_stubs.py
 	@rm -f $(VENV)/run-* $(VENV)/dev-* && touch $(RUN_READY) $@
 
 $(VENV)/made:

@@ -93,7 +93,7 @@ def build(
                 stage.write(file, _weight_writer(plan.weights, file, task.advance, done))
                 task.advance(plan.weights.nbytes(file) - done[0])
         if by and planned:
-            write_engines(stage, planned, by)
+            write_engines(stage, planned, by, progress)
         for program in () if by else plan.programs:
             stage.write(f"{program.name}{ENDING}", _program_writer(program))
         for graph in () if plan.programs else plan.graphs:

@@ -62,7 +62,7 @@ class _Lowering:
 
     def refuse(self, node: onnx.NodeProto, why: str) -> ConfigError:
         return ConfigError(
-            f"build.engine cuda must have a kernel for every node of the graphs "
+            f"build.engine cuda and tensorrt must have a kernel for every node of the graphs "
             f"(got {self.name}: {node.op_type} {node.name}: {why})"
         )
 
@@ -241,7 +241,7 @@ class _Lowering:
     def check(self, call: RoomCall, site: Site) -> None:
         """Refuse now what the engine would refuse when it loads the package."""
         if why := RULES[call.room].refuse(site):
-            raise ConfigError(f"build.engine cuda: {self.name}: {call.name}: {why}")
+            raise ConfigError(f"kernels: {self.name}: {call.name}: {why}")
 
     def program(self) -> Program:
         graph = self.model.graph

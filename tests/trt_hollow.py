@@ -49,7 +49,7 @@ def main(directory: Path, prefill: str) -> None:
     )
     made = replace(engines(material(plan)), hollow=True)
     with recording():
-        write_engines(Folder(directory), made, maker(section, Silent()))
+        write_engines(Folder(directory), made, maker(section, Silent()), Silent())
     weights = {n: w for one in made.together for g in one.graphs for n, w in g.weights.items()}
     report = {
         "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

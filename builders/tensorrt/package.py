@@ -180,7 +180,7 @@ def _shared_states(one: Together) -> list[str]:
     ]
 
 
-def write_engines(stage: Stage, made: Engines, by: Maker) -> None:
+def write_engines(stage: Stage, made: Engines, by: Maker, progress: Progress) -> None:
     """Write every engine, its description, and what TensorRT warned of.
 
     Raises:
@@ -191,7 +191,7 @@ def write_engines(stage: Stage, made: Engines, by: Maker) -> None:
     with by.calls(nodes):
         for one in made.together:
             file = f"{one.name}{ENGINE}"
-            entry = stage.write(file, _engine_writer(one, made, by))
+            entry = stage.write(file, _engine_writer(one, made, by, progress))
             looked: list[Layer] = []
             for profile, graph in enumerate(one.graphs):
                 writer = _card_writer(one, profile, entry, by, looked)
@@ -199,13 +199,16 @@ def write_engines(stage: Stage, made: Engines, by: Maker) -> None:
     stage.write(LOG, lambda path: _write_log(path, by))
 
 
-def _engine_writer(one: Together, made: Engines, by: Maker) -> Callable[[Path], None]:
+def _engine_writer(
+    one: Together, made: Engines, by: Maker, progress: Progress
+) -> Callable[[Path], None]:
     def write(path: Path) -> None:
         scratch = path.with_name(SCRATCH)
         scratch.mkdir(exist_ok=True)
         try:
             if any(graph.products for graph in one.graphs):
-                made.constants.write(scratch, lambda count: None, hollow=made.hollow)
+                with progress.task("writing constants", made.constants.nbytes, "bytes") as task:
+                    made.constants.write(scratch, task.advance, hollow=made.hollow)
             by.build(one, made.constants, scratch, path)
         finally:
             shutil.rmtree(scratch)
