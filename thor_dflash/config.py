@@ -142,8 +142,8 @@ class EngineConfig:
     graphs: bool = True
     """cuda, tensorrt: replay each step as one CUDA graph; false launches its kernels one by one."""
     overlap: bool = True
-    """cuda, tensorrt: let a kernel fetch its weights while the one before it ends (programmatic dependent
-    launch)."""
+    """cuda, tensorrt: let a kernel fetch its weights while the one before it ends (programmatic
+    dependent launch)."""
     cubins: str = CUBINS
     """cuda, tensorrt: where compiled kernels are kept."""
 

@@ -87,9 +87,9 @@ def test_values_alive_at_once_do_not_overlap(package: Path) -> None:
                 if name in program.values:
                     alive.setdefault(name, []).append(at)
         spans = [
-            (program.values[n].offset, program.values[n].offset + program.values[n].spec(n).nbytes({}),
-             min(ats), max(ats), n)
+            (v.offset, v.offset + v.spec(n).nbytes({}), min(ats), max(ats), n)
             for n, ats in alive.items()
+            for v in [program.values[n]]
         ]  # fmt: skip
         for i, a in enumerate(spans):
             assert a[1] <= program.scratch
