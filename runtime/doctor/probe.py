@@ -2,6 +2,7 @@
 
 # cuda-python and TensorRT publish no types.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportAttributeAccessIssue=false
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
