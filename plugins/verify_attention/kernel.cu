@@ -141,7 +141,7 @@ KERNEL void __launch_bounds__(THREADS, 1)
         const int segment = live - 1 - item;
         const int stop = min(segment_start(segment + 1), end);
         reset(r);
-        arrived(pipe, pipe.tile, at);
+        arrived(pipe, pipe.tile);
         for (bool begins = true; first < stop; first += POSITIONS, begins = false) {
             const bool more = first + POSITIONS < stop;
             if (!more && threadIdx.x == 0)
@@ -311,7 +311,7 @@ KERNEL void __launch_bounds__(THREADS, 1)
 
     Running r;
     reset(r);
-    arrived(pipe, 0, at);
+    arrived(pipe, 0);
     for (int first = 0; first < end; first += POSITIONS) {
         barrier_wait(pipe.full(pipe.tile), (pipe.tile >> 1) & 1);
         absorb(r, pipe, logit, length + from, first, first == 0, first + POSITIONS < end, at);

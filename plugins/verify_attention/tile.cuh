@@ -292,20 +292,15 @@ struct Pipe {
 
 // By one thread; the block meets before any other use.
 DEVICE void init(const Pipe& pipe) {
-    for (int i = 0; i < 4; i++) barrier_init(pipe.barrier(i), THREADS / 32);
-    barrier_init(pipe.order(), THREADS / 64);
+    for (int i = 0; i < 4; i++) barrier_init(pipe.barrier(i), THREADS);
+    barrier_init(pipe.order(), THREADS / 2);
     barrier_init_done();
 }
 
-DEVICE void warp_arrives(saddr barrier, const Lane& at) {
-    sync_warp();
-    if (at.lane == 0) barrier_arrive(barrier);
-}
-
-// This warp's copies of tile n are in, and all it wrote before is seen by who waits for the tile.
-DEVICE void arrived(const Pipe& pipe, int n, const Lane& at) {
+// This thread's copies of tile n are in, and all it wrote before is seen by who waits for the tile.
+DEVICE void arrived(const Pipe& pipe, int n) {
     copy_async_wait<0>();
-    warp_arrives(pipe.full(n), at);
+    barrier_arrive(pipe.full(n));
 }
 
 // The tile at position `first`, which is in; `more`: the next one follows it.
@@ -316,7 +311,7 @@ DEVICE void absorb(Running& r, Pipe& pipe, float scale, int own, int first, bool
     if (begins && at.half) barrier_wait(pipe.order(), pipe.piece & 1);
     float s[MT][NS][4];
     score(s, base, keys, at);
-    if (begins && !at.half) warp_arrives(pipe.order(), at);
+    if (begins && !at.half) barrier_arrive(pipe.order());
     if (more) {
         if (pipe.tile > 0) barrier_wait(pipe.empty(pipe.tile - 1), ((pipe.tile - 1) >> 1) & 1);
         load_tile(pipe.stage(pipe.tile + 1), pipe.keys, pipe.values, first + POSITIONS, pipe.limit);
@@ -326,9 +321,9 @@ DEVICE void absorb(Running& r, Pipe& pipe, float scale, int own, int first, bool
     weigh(r, s, pipe.memory, at);
     sync_half(at.half);
     mix<0, POSITIONS / 32>(r, base, keys + TILE, at);
-    if (more) arrived(pipe, pipe.tile + 1, at);
+    if (more) arrived(pipe, pipe.tile + 1);
     mix<POSITIONS / 32, POSITIONS / 16>(r, base, keys + TILE, at);
-    warp_arrives(pipe.empty(pipe.tile), at);
+    barrier_arrive(pipe.empty(pipe.tile));
     pipe.tile++;
 }
 
