@@ -15,7 +15,7 @@ from thor_dflash.plugins.cuda.driver import STICKY, Driver
 from thor_dflash.runtime.engines.cuda import control
 from thor_dflash.runtime.engines.cuda.control import RING, SLOT, Page, Ring, corners
 from thor_dflash.runtime.engines.cuda.memory import RESERVE, Arena
-from thor_dflash.tensors import Array, DType, TensorSpec
+from thor_dflash.tensors import DType, TensorSpec
 
 GB = 1 << 30
 
@@ -175,5 +175,3 @@ def test_a_broken_driver_is_not_asked_again_and_says_that_the_process_must_go(co
 
 def test_a_page_is_no_larger_than_what_is_small() -> None:
     assert control.SMALL < RING // 4
-    sample: Array = np.zeros(3, np.uint8)
-    assert sample.nbytes == 3
