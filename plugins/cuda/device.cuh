@@ -207,11 +207,99 @@ DEVICE void copy_bulk_kept(saddr to, const void* from, u32 bytes, saddr barrier)
                  ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
+// `bytes` (a multiple of 16, 16-byte aligned) global -> L2 cache. A hint: it makes nothing visible,
+// so memory of other kernels needs wait_for_previous here as anywhere.
+DEVICE void prefetch_bulk(const void* from, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 DEVICE uint4 load_shared16(saddr p) {
     uint4 r;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(p));
     return r;
+}
+
+// ---- clusters: blocks that reach into one another's shared memory -----------------------------
+// `Launch.cluster` neighbours along x run at the same time. An address of shared memory of any of
+// them is a u32 too, but another space than saddr: from cluster_address, for the functions whose
+// parameter is `remote`. One's own is among them.
+//
+// Nobody touches another block's memory before that block is known to have started, nor after it
+// may have ended: a cluster_arrive and cluster_wait of all lie before the first access and after
+// the last. (What one waits for oneself, stores and copies that others sent here, needs nothing
+// after it.)
+DEVICE u32 cluster_rank() {
+    u32 r;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+    return r;
+}
+// 1 for a launch without clusters.
+DEVICE u32 cluster_size() {
+    u32 r;
+    asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(r));
+    return r;
+}
+// All threads that have not ended, of all blocks of the cluster, arrive and then wait, in turn;
+// other work may lie between. What any of them wrote anywhere before it arrived is visible to all
+// after they waited.
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+// The same meeting, which makes visible nothing that was written: to know that the others have
+// started or are done reading, and to publish barriers after barrier_init_done.
+DEVICE void cluster_arrive_relaxed() {
+    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+}
+// Where the memory that is at `local` in this block is in block `rank` of the cluster.
+DEVICE u32 cluster_address(saddr local, u32 rank) {
+    u32 r;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(local), "r"(rank));
+    return r;
+}
+// 16 bytes, 16-byte aligned, of any block; as visible as any load's.
+DEVICE float4 load_cluster16(u32 remote) {
+    float4 r;
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w) : "r"(remote) : "memory");
+    return r;
+}
+// 16 bytes into any block, 16-byte aligned, asynchronous: counted as 16 announced bytes on
+// `remote_barrier`, a barrier of that same block, where barrier_wait_cluster makes them visible.
+// They may come before that phase's barrier_expect, as long as an arrival of the phase is missing;
+// the phase before must have ended. Nothing else this thread wrote becomes visible by it.
+DEVICE void store_cluster16(u32 remote, const float4& value, u32 remote_barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32"
+                 " [%0], {%1, %2, %3, %4}, [%5];"
+                 ::"r"(remote), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w),
+                 "r"(remote_barrier) : "memory");
+}
+// What this thread wrote to shared memory with ordinary stores (and what it has seen others write)
+// becomes visible to copies out of shared memory. By every thread that wrote, then a sync, then
+// the copy by one of them.
+DEVICE void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// `bytes` (a multiple of 16, both ends 16-byte aligned) of this block's shared memory -> that of
+// any block of the cluster, by the copy engine: one thread sends them all. Counted on
+// `remote_barrier`, a barrier of the block at `remote_to`, as store_cluster16's. After
+// fence_copies and a sync.
+// The source is read at any time until then: this block neither writes it again nor ends before it
+// knows that the phase of `remote_barrier` has ended, from who waited there (a cluster_arrive and
+// cluster_wait, or a barrier_arrive_cluster back).
+DEVICE void copy_cluster(u32 remote_to, saddr local_from, u32 bytes, u32 remote_barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
+                 " [%0], [%1], %2, [%3];"
+                 ::"r"(remote_to), "r"(local_from), "r"(bytes), "r"(remote_barrier) : "memory");
+}
+// barrier_arrive at any block's barrier: what this thread wrote or read before is over for who
+// waits there by barrier_wait_cluster.
+DEVICE void barrier_arrive_cluster(u32 remote_barrier) {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];"
+                 ::"r"(remote_barrier) : "memory");
+}
+// barrier_wait at one's own barrier where other blocks arrive, store or copy.
+DEVICE void barrier_wait_cluster(saddr barrier, u32 parity) {
+    asm volatile("{.reg .pred p; again:"
+                 " mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;"
+                 " @!p bra again;}" ::"r"(barrier), "r"(parity) : "memory");
 }
 
 // ---- matrices --------------------------------------------------------------------------------
