@@ -1,8 +1,9 @@
 """Kernels on a CPU: a room's source compiled by g++ against tests/emulator, and run.
 
-One block at a time, every thread of it a fiber (tests/emulator/machine.cpp). What a GPU leaves
+One cluster at a time, every thread of it a fiber (tests/emulator/machine.cpp). What a GPU leaves
 undefined is a fault here where it can be told: a read outside every buffer, lanes of one warp in
-different collectives, threads that wait for ever, copies that are not aligned.
+different collectives, threads that wait for ever, copies that are not aligned, a block that ends
+while another may still reach into its shared memory.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ CHECKED = (
     "-fsanitize-undefined-trap-on-error",
     "--param=tsan-instrument-func-entry-exit=0",
 )
+PARTS = ("memory", "machine", "lanes", "copies", "fiber", "hooks")
+"""Of the machine, in the order of linking."""
 KERNEL = re.compile(r"emulated_kernel\s+void\s+(\w+)\s*\(([^)]*)\)")
 MESSAGE_BYTES = 16384
 
@@ -66,6 +69,7 @@ class _Launch(ctypes.Structure):
         ("grid", ctypes.c_uint32 * 3),
         ("threads", ctypes.c_int),
         ("shared", ctypes.c_int),
+        ("cluster", ctypes.c_int),
         ("seed", ctypes.c_uint32),
         ("ranges", ctypes.c_int),
         ("memory", ctypes.POINTER(_Range)),
@@ -155,7 +159,7 @@ def _machine_objects() -> tuple[Path, ...]:
 
         return cached(_machine() + source.name, ".o", compiled)
 
-    return make(MACHINE / "machine.cpp"), make(MACHINE / "hooks.cpp")
+    return tuple(make(MACHINE / f"{name}.cpp") for name in PARTS)
 
 
 @cache
@@ -189,8 +193,10 @@ def run(
     arguments: Sequence[ctypes.c_void_p | ctypes.c_int32 | ctypes.c_float],
     memory: Sequence[Memory],
     seed: int = 0,
+    cluster: int = 1,
 ) -> None:
-    """Run one launch. `seed`: 0 threads and blocks in order, 1 backwards, else shuffled.
+    """Run one launch. `seed`: 0 threads and blocks in order, 1 backwards, else shuffled. `cluster`:
+    blocks along x that run at the same time.
 
     Raises:
         EmulatorFault: the source does not compile, or the kernel did what it may not.
@@ -210,6 +216,7 @@ def run(
         (ctypes.c_uint32 * 3)(*grid),
         threads,
         shared,
+        cluster,
         seed,
         len(memory),
         ranges,
@@ -284,6 +291,7 @@ class Emulator:
                 arguments,
                 memory,
                 self.seed,
+                one.cluster,
             )
 
 

@@ -160,4 +160,5 @@ class Emulated:
                 emulation.Memory(address, raw.nbytes - 2 * GUARD)
                 for address, raw in self._held.items()
             ],
+            cluster=launch.cluster,
         )

@@ -207,8 +207,8 @@ DEVICE void copy_bulk_kept(saddr to, const void* from, u32 bytes, saddr barrier)
                  ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// `bytes` (a multiple of 16, 16-byte aligned) global -> L2 cache. A hint: it makes nothing visible,
-// so memory of other kernels needs wait_for_previous here as anywhere.
+// `bytes` (a multiple of 16, 16-byte aligned) global -> L2 cache. A hint, right at any time: it
+// reads nothing for anyone, and what is written afterwards goes to that cache too.
 DEVICE void prefetch_bulk(const void* from, u32 bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }

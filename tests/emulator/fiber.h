@@ -28,28 +28,7 @@ inline unsigned char* new_stack() {
 }
 
 #if defined(__x86_64__)
-extern "C" void emulator_switch(void** from, void* to);
-asm(R"(
-.text
-.globl emulator_switch
-.hidden emulator_switch
-emulator_switch:
-    pushq %rbp
-    pushq %rbx
-    pushq %r12
-    pushq %r13
-    pushq %r14
-    pushq %r15
-    movq %rsp, (%rdi)
-    movq %rsi, %rsp
-    popq %r15
-    popq %r14
-    popq %r13
-    popq %r12
-    popq %rbx
-    popq %rbp
-    ret
-)");
+extern "C" void emulator_switch(void** from, void* to);  // fiber.cpp
 
 inline void switch_fiber(Fiber& from, Fiber& to) { emulator_switch(&from.at, to.at); }
 

@@ -1,6 +1,6 @@
-// What a kernel compiled for the emulator asks of the machine (machine.cpp): one multiprocessor that
-// runs one block at a time, every thread of it a fiber. Collectives give way until all who must take
-// part have come.
+// What a kernel compiled for the emulator asks of the machine: a multiprocessor that runs one cluster
+// at a time, most often of one block, every thread of it a fiber (machine.cpp). Collectives give way
+// until all who must take part have come (lanes.cpp).
 #pragma once
 
 struct Index {
@@ -19,6 +19,8 @@ constexpr int GUARD = 4096;
 // Dynamic shared memory starts at 128 in 1024: no kernel may count on more than it asks for.
 constexpr int LEAD = 128;
 extern u8 dynamic_memory[LEAD + LARGEST_SHARED + GUARD];
+// An address in the cluster: rank + 1 above, the address in that block below.
+constexpr int RANK_SHIFT = 24;
 
 // ---- collectives -----------------------------------------------------------------------------
 void sync_block();
@@ -37,10 +39,26 @@ void copy_async16(u32 to, const void* from, bool valid);
 void copy_async_commit();
 void copy_async_wait(int left);
 void barrier_init(u32 barrier, int count);
+void barrier_init_done();
 void barrier_expect(u32 barrier, u32 bytes);
 void barrier_arrive(u32 barrier);
 void barrier_wait(u32 barrier, u32 parity);
 void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier);
+void prefetch_bulk(const void* from, u32 bytes);
+
+// ---- clusters --------------------------------------------------------------------------------
+u32 cluster_rank();
+u32 cluster_size();
+void cluster_arrive();
+void cluster_arrive_relaxed();
+void cluster_wait();
+u32 cluster_address(u32 local, u32 rank);
+void load_cluster16(void* to, u32 remote);
+void store_cluster16(u32 remote, const void* value, u32 remote_barrier);
+void fence_copies();
+void copy_cluster(u32 remote_to, u32 from, u32 bytes, u32 remote_barrier);
+void barrier_arrive_cluster(u32 remote_barrier);
+void barrier_wait_cluster(u32 barrier, u32 parity);
 
 // ---- between kernels and blocks --------------------------------------------------------------
 void wait_for_previous();
@@ -60,6 +78,7 @@ struct Launch {
     const char* kernel;
     u32 grid[3];
     int threads, shared;
+    int cluster;  // blocks along x
     u32 seed;  // 0: threads and blocks in order; 1: backwards; else shuffled
     int ranges;
     const Range* memory;

@@ -233,7 +233,7 @@ DEVICE void copy_async16(saddr to, const void* from, bool valid) {
 DEVICE void copy_async_commit() { emulator::copy_async_commit(); }
 template <int N> DEVICE void copy_async_wait() { emulator::copy_async_wait(N); }
 DEVICE void barrier_init(saddr barrier, int count) { emulator::barrier_init(barrier, count); }
-DEVICE void barrier_init_done() {}
+DEVICE void barrier_init_done() { emulator::barrier_init_done(); }
 DEVICE void barrier_expect(saddr barrier, u32 bytes) { emulator::barrier_expect(barrier, bytes); }
 DEVICE void barrier_arrive(saddr barrier) { emulator::barrier_arrive(barrier); }
 DEVICE void barrier_wait(saddr barrier, u32 parity) { emulator::barrier_wait(barrier, parity); }
@@ -243,10 +243,38 @@ DEVICE void copy_bulk(saddr to, const void* from, u32 bytes, saddr barrier) {
 DEVICE void copy_bulk_kept(saddr to, const void* from, u32 bytes, saddr barrier) {
     emulator::copy_bulk(to, from, bytes, barrier);
 }
+DEVICE void prefetch_bulk(const void* from, u32 bytes) { emulator::prefetch_bulk(from, bytes); }
 DEVICE uint4 load_shared16(saddr p) {
     uint4 r;
     emulator::load_shared16(&r, p);
     return r;
+}
+
+// ---- clusters --------------------------------------------------------------------------------
+DEVICE u32 cluster_rank() { return emulator::cluster_rank(); }
+DEVICE u32 cluster_size() { return emulator::cluster_size(); }
+DEVICE void cluster_arrive() { emulator::cluster_arrive(); }
+DEVICE void cluster_arrive_relaxed() { emulator::cluster_arrive_relaxed(); }
+DEVICE void cluster_wait() { emulator::cluster_wait(); }
+DEVICE u32 cluster_address(saddr local, u32 rank) { return emulator::cluster_address(local, rank); }
+DEVICE float4 load_cluster16(u32 remote) {
+    float4 r;
+    emulator::load_cluster16(&r, remote);
+    return r;
+}
+DEVICE void store_cluster16(u32 remote, const float4& value, u32 remote_barrier) {
+    float4 read = value;  // an access of this thread, where it lies in memory
+    emulator::store_cluster16(remote, &read, remote_barrier);
+}
+DEVICE void fence_copies() { emulator::fence_copies(); }
+DEVICE void copy_cluster(u32 remote_to, saddr local_from, u32 bytes, u32 remote_barrier) {
+    emulator::copy_cluster(remote_to, local_from, bytes, remote_barrier);
+}
+DEVICE void barrier_arrive_cluster(u32 remote_barrier) {
+    emulator::barrier_arrive_cluster(remote_barrier);
+}
+DEVICE void barrier_wait_cluster(saddr barrier, u32 parity) {
+    emulator::barrier_wait_cluster(barrier, parity);
 }
 
 // ---- matrices --------------------------------------------------------------------------------

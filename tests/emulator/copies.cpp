@@ -1,0 +1,290 @@
+// Copies that are under way, and the transaction barriers that count them.
+#include <stdint.h>
+#include <string.h>
+
+#include "state.h"
+
+namespace emulator {
+namespace {
+
+// A bulk copy from device memory (`global`) or from the sender's shared memory, or 16 bytes of a
+// store (`held`), to any block of the cluster.
+struct Copy {
+    const char* what;
+    int sender;  // block
+    u32 clock;   // its number there
+    Spot to;
+    u32 bytes;
+    Spot barrier;
+    const u8* global;
+    u32 local;  // 0: none
+    u8 held[16];
+    u64 site;
+};
+std::vector<Copy> under_way;
+
+// What a u64 in shared memory holds once barrier_init has been there. `bytes` still to come: below
+// zero where they came before they were announced.
+struct Phase {
+    u64 parity : 1, count : 11, left : 11, mark : 17;
+    long long bytes : 24;
+};
+constexpr u64 MARK = 0x1b0a7;
+constexpr int MOST_BYTES = (1 << 20) - 1;
+
+Phase read_phase(Spot barrier) {
+    Phase phase;
+    memcpy(&phase, at(barrier), 8);
+    return phase;
+}
+
+// The barrier as the running thread finds it.
+Phase phase_at(Spot barrier, const char* what) {
+    check_shared(barrier.address, 8, 8, what);
+    if (!races.knows(self->number, barrier.rank, barrier.address)) {
+        tell_race(barrier, races.unseen(self->number, barrier.rank, barrier.address, 8), what);
+    }
+    Phase phase = read_phase(barrier);
+    if (phase.mark != MARK) {
+        fault("%s: no barrier_init at shared address %u", what, barrier.address);
+    }
+    return phase;
+}
+
+// The running thread uses it: nobody may write there until that is known to be over.
+void note(Spot barrier) {
+    races.access(self->number, barrier.rank, barrier.address, 8, false, offset(self->site));
+}
+
+// A barrier of any block.
+Spot barrier_of(u32 remote, const char* what) {
+    Spot barrier = check_remote(remote, 8, 8, what);
+    phase_at(barrier, what);
+    if (!races.is_published(barrier.rank, barrier.address)) {
+        fault("%s: no barrier_init_done after barrier_init at shared address %u", what,
+              barrier.address);
+    }
+    return barrier;
+}
+
+// Writes the barrier back; where the phase is complete, begins the next and wakes who waits.
+void settle(Spot barrier, Phase phase) {
+    bool complete = phase.left == 0 && phase.bytes == 0;
+    if (complete) phase.parity ^= 1u, phase.left = phase.count;
+    memcpy(at(barrier), &phase, 8);
+    for (int i = 0; complete && i < thread_count; i++) {
+        Thread& t = blocks[barrier.rank].threads[i];
+        if (t.state == State::PHASE && t.phase == barrier.address) t.state = State::READY;
+    }
+}
+
+void arrive_at(Spot barrier, u32 bytes, const char* what) {
+    Phase phase = phase_at(barrier, what);
+    note(barrier);
+    if (phase.left == 0) fault("%s: more arrivals than the barrier's %d", what, int(phase.count));
+    if (bytes > MOST_BYTES || phase.bytes + bytes > MOST_BYTES) {
+        fault("%s: more than %d bytes", what, MOST_BYTES);
+    }
+    phase.left -= 1;
+    phase.bytes += bytes;
+    if (phase.left == 0 && phase.bytes < 0) {
+        fault("%s: %d bytes more have come than were announced", what, -int(phase.bytes));
+    }
+    races.arrive(self->number, barrier.rank, barrier.address);
+    settle(barrier, phase);
+}
+
+void wait_at(u32 barrier, u32 parity, bool cluster, const char* what) {
+    if (parity > 1) fault("%s: parity must be 0 or 1 (got %u)", what, parity);
+    Phase phase = phase_at(own(barrier), what);
+    note(own(barrier));
+    if (phase.parity == parity) {
+        self->doing = what;
+        self->phase = barrier;
+        give_way(State::PHASE);
+    }
+    races.wait(self->number, self->block->rank, barrier, cluster);
+}
+
+// Under way from now on. What lies there cannot be read any more, nor can what comes yet.
+Copy& send(const char* what, Spot to, u32 bytes, Spot barrier) {
+    check_race(to, bytes, true, what);
+    memset(at(to), POISON, bytes);
+    int sender = self->block->rank;
+    u32 clock = races.send(sender);
+    u64 site = offset(self->site);
+    races.read_by_copy(sender, clock, barrier.rank, barrier.address, 8, site);
+    under_way.push_back({what, sender, clock, to, bytes, barrier, nullptr, 0, {}, site});
+    return under_way.back();
+}
+
+void land(const Copy& copy) {
+    const u8* from = copy.held;
+    if (copy.global != nullptr) from = copy.global;
+    if (copy.local != 0) from = at(Spot{copy.sender, copy.local});
+    memcpy(at(copy.to), from, copy.bytes);
+    races.land(copy.sender, copy.clock, copy.to.rank, copy.to.address, copy.bytes,
+               copy.barrier.address, copy.site);
+}
+
+void land(const Piece& piece) {
+    if (piece.valid) memcpy(at(piece.to), piece.from, 16);
+    else memset(at(piece.to), 0, 16);
+}
+
+}  // namespace
+
+// ---- bulk copies ---------------------------------------------------------------------------------
+void start_copies() { under_way.clear(); }
+bool copies_under_way() { return !under_way.empty(); }
+
+void check_copies_of(const Block& block) {
+    for (const Copy& copy : under_way) {
+        if (copy.to.rank != block.rank) continue;
+        fault_at(nullptr, "%s: the block (%u, %u, %u) ended before a copy to it did", copy.what,
+                 block.index.x, block.index.y, block.index.z);
+    }
+    for (const Copy& copy : under_way) {
+        if (copy.local == 0 || copy.sender != block.rank) continue;
+        fault_at(nullptr, "%s: the block (%u, %u, %u) ended before a copy of its memory did",
+                 copy.what, block.index.x, block.index.y, block.index.z);
+    }
+}
+
+// In any order, as late as possible: a missing wait meets poison.
+void land_copy() {
+    size_t i = launch->seed < 2 ? 0 : pick(static_cast<u32>(under_way.size()));
+    Copy copy = under_way[i];
+    under_way.erase(under_way.begin() + static_cast<long>(i));
+    self = nullptr;
+    Phase phase = read_phase(copy.barrier);
+    if (phase.mark != MARK) {
+        fault_at(nullptr, "%s: its barrier at %u was overwritten", copy.what,
+                 copy.barrier.address);
+    }
+    bool early = copy.sender != copy.to.rank && phase.left > 0;
+    if (!early && phase.bytes < static_cast<int>(copy.bytes)) {
+        fault_at(nullptr, "%s: %u bytes came, the barrier at %u expects %d more", copy.what,
+                 copy.bytes, copy.barrier.address, int(phase.bytes));
+    }
+    phase.bytes -= copy.bytes;
+    land(copy);
+    settle(copy.barrier, phase);
+}
+
+void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
+    SITE();
+    if (bytes == 0 || bytes % 16 != 0 || reinterpret_cast<u64>(from) % 16 != 0) {
+        fault("copy_bulk: bytes and source must be multiples of 16 (got %u, %p)", bytes, from);
+    }
+    check_shared(to, bytes, 16, "copy_bulk");
+    check_global(from, bytes, false, "copy_bulk");
+    phase_at(own(barrier), "copy_bulk");
+    send("copy_bulk", own(to), bytes, own(barrier)).global = static_cast<const u8*>(from);
+}
+
+void store_cluster16(u32 remote, const void* value, u32 remote_barrier) {
+    SITE();
+    Spot to = check_remote(remote, 16, 16, "store_cluster16");
+    Spot barrier = barrier_of(remote_barrier, "store_cluster16");
+    if (to.rank != barrier.rank) fault("store_cluster16: its barrier must be in the same block");
+    memcpy(send("store_cluster16", to, 16, barrier).held, value, 16);
+}
+
+void fence_copies() { races.fence(self->number); }
+
+void copy_cluster(u32 remote_to, u32 from, u32 bytes, u32 remote_barrier) {
+    SITE();
+    if (bytes == 0 || bytes % 16 != 0) {
+        fault("copy_cluster: bytes must be a multiple of 16 (got %u)", bytes);
+    }
+    Spot to = check_remote(remote_to, bytes, 16, "copy_cluster");
+    Spot barrier = barrier_of(remote_barrier, "copy_cluster");
+    if (to.rank != barrier.rank) fault("copy_cluster: its barrier must be in the same block");
+    check_shared(from, bytes, 16, "copy_cluster");
+    check_race(own(from), bytes, false, "copy_cluster");
+    Races::Place other = races.unfenced(self->number, from, bytes);
+    if (other.thread >= 0) {
+        fault("copy_cluster: %s wrote shared address %u at @0x%llx and no fence_copies lies between",
+              named(other.thread), other.address, other.site);
+    }
+    Copy& copy = send("copy_cluster", to, bytes, barrier);
+    copy.local = from;
+    races.read_by_copy(copy.sender, copy.clock, copy.sender, from, bytes, copy.site);
+}
+
+// ---- copies by groups ----------------------------------------------------------------------------
+void copy_async16(u32 to, const void* from, bool valid) {
+    SITE();
+    check_shared(to, 16, 16, "copy_async16");
+    if (valid) {
+        if (reinterpret_cast<u64>(from) % 16 != 0) {
+            fault("copy_async16: source must be a multiple of 16 (got %p)", from);
+        }
+        check_global(from, 16, false, "copy_async16");
+    }
+    check_race(own(to), 16, true, "copy_async16");
+    memset(at(to), POISON, 16);
+    self->pieces.push_back({to, static_cast<const u8*>(from), valid, self->committed});
+}
+
+void copy_async_commit() { self->committed++; }
+
+void copy_async_wait(int left) {
+    SITE();
+    std::vector<Piece>& pieces = self->pieces;
+    size_t n = 0;
+    // Groups 0 .. committed - 1 are committed; the last `left` of them may still be under way.
+    while (n < pieces.size() && static_cast<int>(pieces[n].group) <
+           static_cast<int>(self->committed) - left) {
+        check_race(own(pieces[n].to), 16, true, "copy_async16");
+        land(pieces[n++]);
+    }
+    pieces.erase(pieces.begin(), pieces.begin() + static_cast<long>(n));
+}
+
+// ---- transaction barriers --------------------------------------------------------------------------
+void barrier_init(u32 barrier, int count) {
+    SITE();
+    check_shared(barrier, 8, 8, "barrier_init");
+    if (count < 1 || count > MOST_THREADS) {
+        fault("barrier_init: count must be 1 to %d (got %d)", MOST_THREADS, count);
+    }
+    check_race(own(barrier), 8, true, "barrier_init");
+    Phase phase = {0, static_cast<u64>(count), static_cast<u64>(count), MARK, 0};
+    memcpy(at(barrier), &phase, 8);
+    races.unpublish(self->number, barrier);
+    self->inits.push_back(barrier);
+}
+
+void barrier_init_done() {
+    races.publish(self->number, self->inits);
+    self->inits.clear();
+}
+
+void barrier_expect(u32 barrier, u32 bytes) {
+    SITE();
+    arrive_at(own(barrier), bytes, "barrier_expect");
+}
+
+void barrier_arrive(u32 barrier) {
+    SITE();
+    arrive_at(own(barrier), 0, "barrier_arrive");
+}
+
+void barrier_arrive_cluster(u32 remote_barrier) {
+    SITE();
+    arrive_at(barrier_of(remote_barrier, "barrier_arrive_cluster"), 0, "barrier_arrive_cluster");
+}
+
+void barrier_wait(u32 barrier, u32 parity) {
+    SITE();
+    wait_at(barrier, parity, false, "barrier_wait");
+}
+
+void barrier_wait_cluster(u32 barrier, u32 parity) {
+    SITE();
+    wait_at(barrier, parity, true, "barrier_wait_cluster");
+}
+
+}  // namespace emulator

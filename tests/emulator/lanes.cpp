@@ -1,0 +1,281 @@
+// Collectives: barriers of a block, of some of its warps and of a cluster; exchanges and products of
+// a warp.
+#include <string.h>
+
+#include "state.h"
+
+namespace emulator {
+namespace {
+
+int lane_of(const Thread* t) { return static_cast<int>(t->index.x) % LANES; }
+Warp& warp_of(const Thread* t) { return t->block->warps[t->index.x / LANES]; }
+Thread* first_lane(const Thread* t) { return t->block->threads + t->index.x / LANES * LANES; }
+
+// All lanes of the warp come here; the last one runs `compute` over the operands of all.
+void meet_warp(const char* doing, void (*compute)(Thread* lanes, int count), bool whole) {
+    Warp& warp = warp_of(self);
+    Thread* lanes = first_lane(self);
+    self->doing = doing;
+    if (warp.arrived == 0) warp.doing = doing;
+    if (strcmp(warp.doing, doing) != 0) {
+        fault("lanes of one warp in different collectives: this one in %s, others in %s", doing,
+              warp.doing);
+    }
+    for (int i = 0; i < warp.lanes; i++) {
+        State state = lanes[i].state;
+        if (state == State::BLOCK || state == State::EXITED) {
+            fault("lanes of one warp in different collectives: this one in %s, lane %d %s %s",
+                  doing, i, state == State::BLOCK ? "in" : "has",
+                  state == State::BLOCK ? lanes[i].doing : "ended");
+        }
+    }
+    if (whole && warp.lanes != LANES) fault("%s needs 32 lanes (got %d)", doing, warp.lanes);
+    if (++warp.arrived < warp.lanes) return give_way(State::WARP);
+    warp.arrived = 0;
+    compute(lanes, warp.lanes);
+    for (int i = 0; i < warp.lanes; i++) lanes[i].state = State::READY;
+}
+
+void meet_block(int id, int wanted, const char* doing) {
+    Warp& warp = warp_of(self);
+    if (warp.arrived != 0) {
+        fault("lanes of one warp in different collectives: this one in %s, others in %s", doing,
+              warp.doing);
+    }
+    self->doing = doing;
+    self->barrier = id;
+    Meeting& meeting = self->block->meetings[id];
+    if (meeting.arrived == 0) meeting.wanted = wanted;
+    if (id != 0 && meeting.wanted != wanted) {
+        fault("barrier %d: threads must be the same for all (got %d and %d)", id, wanted,
+              meeting.wanted);
+    }
+    meeting.arrived++;
+    give_way(State::BLOCK);
+}
+
+void order_lanes(Thread* lanes, int count) {
+    std::vector<int> these;
+    for (int i = 0; i < count; i++) these.push_back(lanes[i].number);
+    races.meet(these);
+}
+
+// ---- the cluster ---------------------------------------------------------------------------------
+int arrived;   // at the meeting to come
+u32 meetings;  // that there were
+
+void arrive_cluster(bool relaxed, const char* doing) {
+    if (self->arrived) fault("%s: again before cluster_wait", doing);
+    self->arrived = true;
+    self->meeting = meetings;
+    races.arrive_cluster(self->number, relaxed);
+    arrived++;
+    open_cluster();
+}
+
+}  // namespace
+
+void start_meetings() { arrived = 0, meetings = 0; }
+
+void open_meetings(Block& block) {
+    for (int id = 0; id < BARRIERS; id++) {
+        Meeting& meeting = block.meetings[id];
+        int wanted = id == 0 ? block.alive : meeting.wanted;
+        if (meeting.arrived == 0 || meeting.arrived < wanted) continue;
+        if (meeting.arrived > wanted) {
+            self = nullptr;
+            fault_at(nullptr, "barrier %d: %d threads came, %d were meant to", id,
+                     meeting.arrived, wanted);
+        }
+        meeting.arrived = 0;
+        std::vector<int> these;
+        for (int i = 0; i < thread_count; i++) {
+            Thread& t = block.threads[i];
+            if (t.state != State::BLOCK || t.barrier != id) continue;
+            t.state = State::READY;
+            these.push_back(t.number);
+        }
+        races.meet(these);
+    }
+}
+
+// All threads of the cluster that have not ended are there.
+void open_cluster() {
+    int wanted = 0;
+    for (int b = 0; b < block_count; b++) wanted += blocks[b].alive;
+    if (arrived == 0 || arrived < wanted) return;
+    arrived = 0;
+    meetings++;
+    races.open_cluster();
+    for (int i = 0; i < block_count * thread_count; i++) {
+        Thread& t = blocks[0].threads[i];
+        if (t.state == State::CLUSTER) t.state = State::READY;
+    }
+}
+
+void cluster_arrive() {
+    SITE();
+    arrive_cluster(false, "cluster_arrive");
+}
+
+void cluster_arrive_relaxed() {
+    SITE();
+    arrive_cluster(true, "cluster_arrive_relaxed");
+}
+
+void cluster_wait() {
+    SITE();
+    if (!self->arrived) fault("cluster_wait: without cluster_arrive");
+    if (self->meeting == meetings) {
+        self->doing = "cluster_wait";
+        give_way(State::CLUSTER);
+    }
+    self->arrived = false;
+    races.wait_cluster(self->number);
+}
+
+u32 cluster_rank() { return static_cast<u32>(self->block->rank); }
+u32 cluster_size() { return static_cast<u32>(block_count); }
+
+void sync_block() {
+    SITE();
+    meet_block(0, 0, "sync_block");
+}
+
+void sync_some(int id, int count) {
+    SITE();
+    if (id < 1 || id >= BARRIERS) fault("sync_some: id must be 1 to 15 (got %d)", id);
+    if (count < LANES || count % LANES != 0 || count > thread_count) {
+        fault("sync_some: threads must be whole warps of the block (got %d)", count);
+    }
+    meet_block(id, count, "sync_some");
+}
+
+void sync_warp() {
+    SITE();
+    meet_warp("sync_warp", order_lanes, false);
+}
+
+u32 shuffle(u32 x, int lane) {
+    SITE();
+    self->in[0] = x;
+    self->in[1] = static_cast<u32>(lane) % LANES;
+    meet_warp("shuffle", [](Thread* lanes, int count) {
+        for (int i = 0; i < count; i++) lanes[i].out[0] = lanes[lanes[i].in[1]].in[0];
+    }, false);
+    return self->out[0];
+}
+
+u32 shuffle_xor(u32 x, int mask) {
+    SITE();
+    if (mask < 0 || mask >= LANES) fault("shuffle_xor: mask must be 0 to 31 (got %d)", mask);
+    self->in[0] = x;
+    self->in[1] = static_cast<u32>(lane_of(self) ^ mask);
+    meet_warp("shuffle_xor", [](Thread* lanes, int count) {
+        for (int i = 0; i < count; i++) lanes[i].out[0] = lanes[lanes[i].in[1]].in[0];
+    }, false);
+    return self->out[0];
+}
+
+u32 ballot(bool x) {
+    SITE();
+    self->in[0] = x;
+    meet_warp("ballot", [](Thread* lanes, int count) {
+        u32 all = 0;
+        for (int i = 0; i < count; i++) all |= lanes[i].in[0] << i;
+        for (int i = 0; i < count; i++) lanes[i].out[0] = all;
+    }, false);
+    return self->out[0];
+}
+
+// ---- matrices ----------------------------------------------------------------------------------
+namespace {
+
+u32 element(const Thread* lanes, int matrix, int row, int column) {
+    const u8* p = at(lanes[8 * matrix + row].in[0]) + 2 * column;
+    return static_cast<u32>(p[0] | p[1] << 8);
+}
+
+template <bool TRANSPOSED> void compute_load(Thread* lanes, int) {
+    for (int l = 0; l < LANES; l++) {
+        for (int m = 0; m < 4; m++) {
+            int far = l / 4, near = 2 * (l % 4);
+            lanes[l].out[m] = TRANSPOSED
+                ? element(lanes, m, near, far) | element(lanes, m, near + 1, far) << 16
+                : element(lanes, m, far, near) | element(lanes, m, far, near + 1) << 16;
+        }
+    }
+}
+
+float widen_bf16(u32 x) {
+    u32 bits = x << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+float widen_f16(u32 x) {
+    u32 magnitude = x & 0x7fffu, sign = (x & 0x8000u) << 16, bits;
+    float value;
+    if (magnitude >= 0x7c00u) {
+        bits = 0x7f800000u | (magnitude & 0x3ffu) << 13;
+    } else {
+        bits = magnitude << 13;
+        memcpy(&value, &bits, 4);
+        value *= 0x1p112f;
+        memcpy(&bits, &value, 4);
+    }
+    bits |= sign;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+template <float (*WIDEN)(u32)> void compute_mma(Thread* lanes, int) {
+    float a[16][16], b[16][8];
+    for (int l = 0; l < LANES; l++) {
+        int g = l / 4, t = 2 * (l % 4);
+        const u32* in = lanes[l].in;
+        for (int i = 0; i < 4; i++) {
+            float* row = a[g + 8 * (i & 1)] + t + 8 * (i >> 1);
+            row[0] = WIDEN(in[i] & 0xffffu), row[1] = WIDEN(in[i] >> 16);
+        }
+        for (int i = 0; i < 2; i++) {
+            b[t + 8 * i][g] = WIDEN(in[4 + i] & 0xffffu);
+            b[t + 8 * i + 1][g] = WIDEN(in[4 + i] >> 16);
+        }
+    }
+    float d[16][8];
+    for (int l = 0; l < LANES; l++) {
+        for (int i = 0; i < 4; i++) d[l / 4 + 8 * (i >> 1)][2 * (l % 4) + (i & 1)] = lanes[l].d[i];
+    }
+    for (int m = 0; m < 16; m++) {
+        for (int k = 0; k < 16; k++) {
+            for (int n = 0; n < 8; n++) d[m][n] += a[m][k] * b[k][n];
+        }
+    }
+    for (int l = 0; l < LANES; l++) {
+        for (int i = 0; i < 4; i++) lanes[l].d[i] = d[l / 4 + 8 * (i >> 1)][2 * (l % 4) + (i & 1)];
+    }
+}
+
+}  // namespace
+
+void load_matrix4(u32* r, u32 row, bool transposed) {
+    SITE();
+    check_shared(row, 16, 16, "load_matrix4");
+    check_race(own(row), 16, false, "load_matrix4");
+    self->in[0] = row;
+    if (transposed) meet_warp("load_matrix4_transposed", compute_load<true>, true);
+    else meet_warp("load_matrix4", compute_load<false>, true);
+    memcpy(r, self->out, sizeof self->out);
+}
+
+void mma(float* d, const u32* a, u32 b0, u32 b1, bool half) {
+    SITE();
+    memcpy(self->in, a, 16);
+    self->in[4] = b0, self->in[5] = b1;
+    self->d = d;
+    if (half) meet_warp("mma_f16", compute_mma<widen_f16>, true);
+    else meet_warp("mma_bf16", compute_mma<widen_bf16>, true);
+}
+
+}  // namespace emulator
