@@ -51,6 +51,8 @@ class Fake:
         self.calls: list[str] = []
         self.graphs: list[int] = []
         """Kernels of each captured graph."""
+        self.launched: list[dict[int, Any]] = []
+        """Attributes of each launch, by the number of their kind."""
         self.sent: list[tuple[int, bytes]] = []
         """Copies from the host in the order of the stream: address and bytes."""
         self._host: list[Any] = []
@@ -169,6 +171,12 @@ class Fake:
 
     def cuLaunchKernelEx(self, config: Any, kernel: Any, arguments: Any, extra: Any) -> Any:  # noqa: N802
         assert config.numAttrs == len(config.attrs)
+        self.launched.append({one.id: one.value for one in config.attrs})
+        if cluster := self.launched[-1].get(4):
+            x, y, z = cluster.clusterDim.x, cluster.clusterDim.y, cluster.clusterDim.z
+            assert (y, z) == (1, 1)
+            assert 1 < x <= 8
+            assert config.gridDimX % x == 0, "the grid must be whole clusters"
         self._on(config.hStream)
         self.calls.append("cuLaunchKernelEx")
         if self._counted >= 0:

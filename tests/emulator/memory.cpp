@@ -261,6 +261,7 @@ void wait_for_previous() { self->waited = true; }
 u32 arrive(u32* counter) {
     SITE();
     check_global(counter, 4, true, "arrive");
+    if (block_count > 1) races.count_at(self->number, reinterpret_cast<u64>(counter));
     between.arrive(races, self->number);
     return (*counter)++;
 }

@@ -34,7 +34,7 @@ public:
         cells.assign(bytes * static_cast<u64>(blocks), Cell{});
         engines.assign(static_cast<size_t>(blocks), 1);
         beginnings.assign(static_cast<size_t>(blocks), 1);
-        barriers.clear(), published.clear(), fences.clear(), fenced.clear();
+        barriers.clear(), published.clear(), fences.clear(), fenced.clear(), counters.clear();
         meeting.assign(static_cast<size_t>(count), 0);
         met = meeting;
     }
@@ -165,6 +165,14 @@ public:
         std::fill(meeting.begin(), meeting.end(), 0);
     }
     void wait_cluster(int thread) { join(of(thread), met.data()); }
+    // An arrival at a counter in device memory, after those that were there before.
+    void count_at(int thread, u64 counter) {
+        std::vector<u32>& there = counters[counter];
+        there.resize(static_cast<size_t>(count), 0);
+        join(of(thread), there.data());
+        join(there.data(), of(thread));
+        tick(thread);
+    }
     bool has_begun(int thread, int rank) { return of(thread)[beginning(rank)] != 0; }
     // What others do to the memory of a block that ends and none of its threads knows to be over.
     Place left_open(int rank, u32 first, u32 last) {
@@ -227,7 +235,7 @@ private:
     u64 span = 0;
     std::vector<u32> clocks, engines, beginnings, meeting, met;
     std::vector<Cell> cells;
-    std::map<u64, std::vector<u32>> barriers;
+    std::map<u64, std::vector<u32>> barriers, counters;
     std::map<u64, u32> published;
     std::map<int, std::vector<u32>> fences, fenced;
 };

@@ -28,6 +28,7 @@ def probe(
     seed: int = 0,
     writable: bool = True,
     from_kernels: bool = False,
+    cluster: int = 1,
 ) -> None:
     """Run a kernel of probes.cu on arrays, then integers. The first array is the input."""
     arguments: list[ctypes.c_void_p | ctypes.c_int32 | ctypes.c_float]
@@ -37,7 +38,7 @@ def probe(
         Memory(x.ctypes.data, x.nbytes, writable or i > 0, from_kernels)
         for i, x in enumerate(arrays)
     ]
-    run(PROBES, {}, kernel, (blocks, 1, 1), threads, shared, arguments, memory, seed)
+    run(PROBES, {}, kernel, (blocks, 1, 1), threads, shared, arguments, memory, seed, cluster)
 
 
 def words(n: int) -> Array:
@@ -169,9 +170,10 @@ def test_groups_of_async_copies(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_last_block_sees_all(seed: int) -> None:
+@pytest.mark.parametrize("cluster", [1, 3])
+def test_the_last_block_sees_all(cluster: int, seed: int) -> None:
     parts, counter, out = np.zeros(9, np.float32), np.zeros(1, np.uint32), np.zeros(1, np.float32)
-    probe("last_block", [parts, counter, out], threads=64, blocks=9, seed=seed)
+    probe("last_block", [parts, counter, out], threads=64, blocks=9, seed=seed, cluster=cluster)
     assert out[0] == 45
     assert counter[0] == 0
 
@@ -219,12 +221,15 @@ def test_who_meets_wrongly_is_told(kernel: str, threads: int, message: str, seed
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_blocks_hand_over_by_arriving_only(seed: int) -> None:
+@pytest.mark.parametrize("cluster", [1, 2, 4])
+def test_blocks_hand_over_by_arriving_only(cluster: int, seed: int) -> None:
     parts, counter, out = np.zeros(256, np.float32), np.zeros(1, np.uint32), np.zeros(9, np.float32)
     with pytest.raises(EmulatorFault, match="a race in device memory"):
-        probe("wrong_arrival", [parts, counter, out], threads=64, blocks=4, seed=seed)
+        probe(
+            "wrong_arrival", [parts, counter, out], threads=64, blocks=4, seed=seed, cluster=cluster
+        )
     with pytest.raises(EmulatorFault, match="a race in device memory"):
-        probe("wrong_neighbour", [parts, out], threads=1, blocks=3, seed=seed)
+        probe("wrong_neighbour", [parts, out], threads=1, blocks=4, seed=seed, cluster=cluster)
 
 
 def test_a_fault_names_the_line() -> None:

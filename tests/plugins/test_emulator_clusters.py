@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from emulation import COMPILER, MACHINE, EmulatorFault, Memory, run
 
+from thor_dflash.plugins.cuda.compile import compile_source
 from thor_dflash.tensors import Array
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
@@ -34,7 +35,7 @@ def probe(
     blocks: int | None = None,
     seed: int = 0,
 ) -> None:
-    """Run a kernel of cluster_probes.cu on arrays, then integers; one cluster unless it says more."""
+    """Run a kernel of cluster_probes.cu on arrays, then integers; one cluster if not told more."""
     arguments: list[ctypes.c_void_p | ctypes.c_int32 | ctypes.c_float]
     arguments = [ctypes.c_void_p(x.ctypes.data) for x in arrays]
     arguments += [ctypes.c_int32(n) for n in numbers]
@@ -48,6 +49,14 @@ def floats(*shape: int) -> Array:
     size = int(np.prod(shape))
     raw = np.random.default_rng(size).standard_normal(size + 4).astype(np.float32)
     return raw[-raw.ctypes.data // 4 % 4 :][:size].reshape(shape)
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_110"])
+def test_the_probes_compile_for_a_gpu(arch: str) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC (the extra [cuda])")
+    usage = compile_source(PROBES, {}, arch).usage
+    assert {"exchange", "feed", "wrong_send", "wrong_prefetch"} <= usage.keys()
+    assert not any(found.spilled for found in usage.values())
 
 
 # ---- right ---------------------------------------------------------------------------------------
