@@ -226,9 +226,9 @@ DEVICE uint4 load_shared16(saddr p) {
 // parameter is `remote`. One's own is among them.
 //
 // Nobody touches another block's memory before that block is known to have started, nor after it
-// may have ended: a cluster_arrive and cluster_wait of all lie before the first access and after
-// the last. (What one waits for oneself, stores and copies that others sent here, needs nothing
-// after it.)
+// may have ended: a meeting of all (cluster_arrive and cluster_wait) lies before the first access
+// and after the last. The last one is not needed by a block that has itself waited, on barriers of
+// its own, for all that others store, copy or arrive here, if nobody loads.
 DEVICE u32 cluster_rank() {
     u32 r;
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
@@ -241,12 +241,12 @@ DEVICE u32 cluster_size() {
     return r;
 }
 // All threads that have not ended, of all blocks of the cluster, arrive and then wait, in turn;
-// other work may lie between. What any of them wrote anywhere before it arrived is visible to all
-// after they waited.
+// other work may lie between, the end of the thread may not. What any of them wrote anywhere before
+// it arrived is visible to all after they waited, and what it read before has been read.
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-// The same meeting, which makes visible nothing that was written: to know that the others have
-// started or are done reading, and to publish barriers after barrier_init_done.
+// The same meeting, which orders no read or write before it: to know that the others have started,
+// and to publish barriers after barrier_init_done.
 DEVICE void cluster_arrive_relaxed() {
     asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 }

@@ -189,6 +189,20 @@ KERNEL void wrong_release(float* out, int mistake) {
     out[32 * blockIdx.x + i] = x.x;
 }
 
+// The last block reads the first one's memory, which may end before or after.
+KERNEL void wrong_one_sided(float* out, int mistake) {
+    __shared__ __align__(16) float held[4];
+    if (threadIdx.x < 4) held[threadIdx.x] = 1.0f;
+    cluster_arrive();
+    cluster_wait();
+    float4 x = make_float4(0, 0, 0, 0);
+    if (cluster_rank() > 0) x = load_cluster16(cluster_address(shared_address(held), 0));
+    if (mistake == RELAXED) cluster_arrive_relaxed();
+    else if (mistake != NO_END) cluster_arrive();
+    if (mistake != NO_END) cluster_wait();
+    out[32 * blockIdx.x + threadIdx.x] = x.w;
+}
+
 KERNEL void wrong_prefetch(const float* in, int from, int bytes) {
     prefetch_bulk(in + from, static_cast<u32>(bytes));
 }

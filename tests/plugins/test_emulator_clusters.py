@@ -191,6 +191,19 @@ def test_arrivals_release_what_was_read(mistake: str, seed: int) -> None:
         release()
 
 
+@pytest.mark.parametrize(
+    ("seed", "message"), [(0, "nothing makes it wait"), (1, "block 0 of the cluster has ended")]
+)
+def test_a_block_may_end_before_or_after_it_is_read(seed: int, message: str) -> None:
+    out = np.zeros((2, 32), np.float32)
+    probe("wrong_one_sided", [out], MISTAKES.index("NONE"), threads=32, seed=seed)
+    np.testing.assert_array_equal(out, [[0] * 32, [1] * 32])
+    with pytest.raises(EmulatorFault, match=message):
+        probe("wrong_one_sided", [out], MISTAKES.index("NO_END"), threads=32, seed=seed)
+    with pytest.raises(EmulatorFault, match="nothing makes it wait"):
+        probe("wrong_one_sided", [out], MISTAKES.index("RELAXED"), threads=32, seed=seed)
+
+
 def test_a_prefetch_stays_inside_of_a_buffer() -> None:
     x = floats(64)
     probe("wrong_prefetch", [x], 0, 256, threads=1)
