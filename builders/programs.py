@@ -22,7 +22,9 @@ from thor_dflash.errors import ConfigError
 from thor_dflash.plugins import OPS
 from thor_dflash.plugins.launch import Shaped, Site
 from thor_dflash.plugins.op import DOMAIN, Attributes, Op
-from thor_dflash.plugins.rules import RULES, SQUARES_COLUMNS, SQUARES_ROWS
+from thor_dflash.plugins.linear.few import SQUARES_COLUMNS, SQUARES_ROWS, slabs
+from thor_dflash.plugins.linear.prepare import SLAB
+from thor_dflash.plugins.rules import RULES
 from thor_dflash.program import ALIGNMENT, Program, Step, Value, Weight
 from thor_dflash.tensors import DType
 
@@ -169,33 +171,38 @@ class _Lowering:
                 if name in read or port not in rule.optional
             }
 
-    def share_norms(self) -> None:
-        """Let whoever makes the rows of a block apply the norm that the next linear begins with: it
-        has them in its hands. What it cannot know yet, 1 / rms of the whole row, follows from the
-        sums of squares it leaves beside them.
+    def share_rows(self) -> None:
+        """Let whoever makes the rows of a block leave them as the next linear's kernel reads them,
+        the norm that it begins with applied: the maker has them in its hands. What it cannot know
+        yet, 1 / rms of the whole row, follows from the sums of squares it leaves beside them.
         """
         by_output = {n: call for call in self.calls for n in call.outputs.values()}
         for call in self.calls:
             x = call.inputs.get("x", "")
             maker = by_output.get(x)
-            if maker is None or not self._norms_rows(call):
+            if maker is None or f"{x}.slabs" in self.known or not self._takes_slabs(call):
                 continue
-            normed, squares = f"{x}.normed", f"{x}.squares"
-            if not RULES[maker.room].norms(maker.attributes) or normed in self.known:
+            rule, norm = RULES[maker.room], call.inputs.get("norm_weight")
+            if not (rule.norms if norm else rule.slabs)(maker.attributes):
                 continue
-            columns = int(self.known[x].shape[1])
-            self.known[normed] = self.known[x]
-            self.known[squares] = Known(DType.F32, (-(-columns // SQUARES_COLUMNS), SQUARES_ROWS))
-            maker.inputs["next_norm_weight"] = call.inputs["norm_weight"]
-            maker.attributes["next_norm_offset"] = call.attributes["norm_offset"]
-            maker.outputs |= {"y0_normed": normed, "y0_squares": squares}
-            call.inputs |= {"x_normed": normed, "x_squares": squares}
+            rows, columns = (int(n) for n in self.known[x].shape)
+            self._share(f"{x}.slabs", Known(DType.BF16, slabs(rows, columns)), maker, call, "slabs")
+            if norm:
+                maker.inputs["next_norm_weight"] = norm
+                maker.attributes["next_norm_offset"] = call.attributes["norm_offset"]
+                sums = Known(DType.F32, (-(-columns // SQUARES_COLUMNS), SQUARES_ROWS))
+                self._share(f"{x}.squares", sums, maker, call, "squares")
 
-    def _norms_rows(self, call: RoomCall) -> bool:
-        if call.room not in ("linear", "head") or "norm_weight" not in call.inputs:
+    def _share(self, name: str, known: Known, maker: RoomCall, call: RoomCall, port: str) -> None:
+        self.known[name] = known
+        maker.outputs[f"y0_{port}"] = call.inputs[f"x_{port}"] = name
+
+    def _takes_slabs(self, call: RoomCall) -> bool:
+        if call.room not in ("linear", "head"):
             return False
-        rows = int(self.known[call.inputs["x"]].shape[0])
-        return not call.attributes.get("head_dim", 0) and rows <= SQUARES_ROWS
+        rows, columns = (int(n) for n in self.known[call.inputs["x"]].shape)
+        whole = not call.attributes.get("head_dim", 0) and "gate" not in call.inputs
+        return whole and rows <= SQUARES_ROWS and columns % SLAB == 0
 
     def pack(self) -> None:
         """Replace the weights of a call by what its kernels read; keep other constants."""
@@ -337,7 +344,7 @@ def lower(model: onnx.ModelProto, packing: Packing, *, fused: bool = True) -> Pr
     lowering.prune()
     if not fused:
         lowering.calls = unfused(lowering.calls, lowering.known)
-    lowering.share_norms()
+    lowering.share_rows()
     lowering.pack()
     return lowering.program()
 

@@ -30,11 +30,6 @@ from thor_dflash.plugins.standard.nodes import (
 from thor_dflash.plugins.verify_attention import launch as verify_attention
 from thor_dflash.tensors import Array
 
-SQUARES_COLUMNS = standard.SLICE
-"""Columns of one sum of squares."""
-SQUARES_ROWS = standard.SQUARE_ROWS
-"""Most rows of a block: linears of more rows make their own sums."""
-
 Pack = Callable[[Site, Mapping[str, Array]], dict[str, Array]]
 
 
@@ -64,12 +59,18 @@ class Rule:
     """What takes the place of weight#, block_scale# and row_scale#."""
     pack: Pack | None = None
     norms: Callable[[Mapping[str, Attribute]], bool] = _never
-    """Whether a call can also leave its rows normed for the next one: ports next_norm_weight,
-    y0_normed and y0_squares."""
+    """Whether a call can leave its rows normed for the next product: ports next_norm_weight,
+    y0_slabs and y0_squares."""
+    slabs: Callable[[Mapping[str, Attribute]], bool] = _never
+    """Whether a call can leave its rows as they are for the next product: port y0_slabs."""
 
 
 def _single(attributes: Mapping[str, Attribute]) -> bool:
     return attributes["segments"] == 1 and attributes["epilogue"] in ("none", "residual")
+
+
+def _one(attributes: Mapping[str, Attribute]) -> bool:
+    return _single(attributes) or attributes["epilogue"] == "swiglu"
 
 
 def _embed(site: Site, device: Device) -> tuple[Launch, ...]:
@@ -122,6 +123,7 @@ RULES: Mapping[str, Rule] = {
         packed=pack.packed,
         pack=pack.pack,
         norms=_single,
+        slabs=_one,
     ),
     "head": Rule(
         _ROOMS["head"],

@@ -45,7 +45,7 @@ IMMUTABLE = frozenset(
 """Inputs no kernel writes: they may be read before wait_for_previous."""
 EARLY = frozenset("state states accepted tail record_qkv record_k record_d record_decay".split())
 """Inputs of gdn last written a graph launch ago: they may be read early, not written."""
-SQUARES_ROWS, SQUARES_COLUMNS = 32, 256
+SQUARES_ROWS, SQUARES_COLUMNS = 32, 32
 
 
 class Refused(Exception):
@@ -161,7 +161,7 @@ def in_kernel_types(op: Op, case: Case) -> Case:
 
 
 def squares(rows: Array) -> Array:
-    """float32 [ceil(K / 256), 32]: sums of squares of 256 columns each, by row; 0 past T."""
+    """float32 [ceil(K / 32), 32]: sums of squares of 32 columns each, by row; 0 past T."""
     wide = rows.astype(np.float64) ** 2
     groups = -(-wide.shape[1] // SQUARES_COLUMNS)
     wide = np.pad(wide, ((0, 0), (0, groups * SQUARES_COLUMNS - wide.shape[1])))

@@ -85,6 +85,10 @@ DEVICE u32 e4m3x2_f16x2(u16 x) {
     return r;
 }
 
+// x, as a number that no compiler can know, so that it stays in a register instead of becoming an
+// immediate again at every use: blocks of threads have no depth.
+DEVICE u32 opaque(u32 x) { return x + (blockDim.z - 1); }
+
 DEVICE u32 rotate_right(u32 x, int n) { return __funnelshift_r(x, x, n); }
 // Four bytes of {b, a} (b high), chosen by the nibbles of `selector`.
 DEVICE u32 select_bytes(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }

@@ -15,26 +15,27 @@ from thor_dflash.plugins.launch import (
     Int,
     Launch,
     Real,
-    Scratch,
     Site,
     Table,
 )
 from thor_dflash.plugins.linear.layout import Layout, layout
 from thor_dflash.plugins.linear.partition import partition
-from thor_dflash.plugins.linear.prepare import prepared
+from thor_dflash.plugins.linear.prepare import SLAB, padded, prepared
 from thor_dflash.tensors import Array, DType
 
 MOST_ROWS = 32
-SQUARES_COLUMNS = 256
+SQUARES_COLUMNS = 32
 """Columns of one sum of squares."""
+SQUARES_ROWS = 32
+"""Rows of the sums of squares; more rows have none."""
 TILE_ROWS = 16
-_THREADS = 256
+_THREADS = 288
 _WARPS = 8
-_GROUP_COLUMNS = 256
-_SLOTS, _SLOT = 4, 2304
-_CHUNKS, _PITCH = 3, 528
-_SIDE = 5120
-"""sizeof(Side) in finish.cuh, rounded up."""
+_SLOT, _STAGE_SLABS = 2304, 4
+_SUMS = 32 * 1024
+"""Of an item, for 16 rows, bytes."""
+_SIDE = 256
+"""Barriers and row scales, bytes."""
 
 
 class Epilogue(IntEnum):
@@ -57,26 +58,30 @@ class Fused:
 
 
 def few_launches(site: Site, device: Device, fused: Fused) -> tuple[Launch, ...]:
-    """The product; before it the prologue, unless the rows come with it (`x_normed`, which lack the
-    row's 1 / rms; that is made of `x_squares` at the end).
+    """The product; before it the prologue, unless the rows that enter it are given: `x_slabs`, which
+    where the call has a norm lack the row's 1 / rms; that is made of `x_squares` at the end.
     """
-    if "x_normed" in site:
-        return (_product(site, device, fused, At("x_normed"), scaled=True),)
-    rows, before = prepared(site, fused.folder)
-    return (*before, _product(site, device, fused, rows, scaled=False))
+    if "x_slabs" in site:
+        return (_product(site, device, fused, At("x_slabs")),)
+    rows, before = prepared(site, fused.folder, slabs=True)
+    return (*before, _product(site, device, fused, rows))
 
 
-def _product(site: Site, device: Device, fused: Fused, rows: Argument, *, scaled: bool) -> Launch:
+def slabs(rows: int, columns: int) -> tuple[int, int, int]:
+    """Shape of the bf16 rows that enter a product: slab, row, column of it."""
+    return padded(columns) // SLAB, rows, SLAB
+
+
+def _product(site: Site, device: Device, fused: Fused, rows: Argument) -> Launch:
     plan = layout(site)
     count = site.size("x", 0)
     tiles = -(-count // TILE_ROWS)
     # Two blocks share a multiprocessor; one where 32 rows' sums take all its registers.
-    cut = partition(plan, device.multiprocessors * (2 if tiles == 1 else 1))
-    part = TILE_ROWS * tiles * _GROUP_COLUMNS * 4
+    cut = partition(plan, device.multiprocessors, 2 if tiles == 1 else 1)
     return Launch(
         kernel="linear",
         source=f"{fused.folder}kernel.cu",
-        grid=(len(cut.blocks), 1, 1),
+        grid=(cut.parts * len(cut.clusters), 1, 1),
         threads=_THREADS,
         arguments=(
             At("packed"),
@@ -86,14 +91,11 @@ def _product(site: Site, device: Device, fused: Fused, rows: Argument, *, scaled
             At("residual"),
             Addresses(fused.outputs),
             At("y0_squares"),
-            At("y0_normed"),
+            At("y0_slabs"),
             At("next_norm_weight"),
             Table(cut.item_table()),
             Table(strip_table(plan)),
-            Scratch("partials", max(1, cut.parts) * part),
-            Scratch("arrivals", max(1, cut.parts) * 4, zeroed=True),
             Int(cut.most_items),
-            Int(len(fused.outputs)),
             Int(count),
             Int(plan.k),
             Real(site.attributes.real("norm_eps")),
@@ -103,23 +105,26 @@ def _product(site: Site, device: Device, fused: Fused, rows: Argument, *, scaled
         defines={
             "ROW_TILES": tiles,
             "KINDS": sum(1 << kind for kind in set(plan.kinds)),
-            "ROW_SCALE": int(scaled),
+            "ROW_SCALE": int("x_slabs" in site and "x_squares" in site),
             "EPILOGUE": int(fused.epilogue),
             "NEXT": _next(site),
+            "PARTS": cut.parts,
         },
+        cluster=cut.parts,
     )
 
 
 def _shared(tiles: int) -> int:
-    weights = _WARPS * _SLOTS * (_SLOT + 8)
-    rows = _CHUNKS * (TILE_ROWS * tiles * _PITCH + 16)
-    return weights + rows + _WARPS * tiles * 2 * 32 * 16 + _SIDE
+    stage = _WARPS * _SLOT + _STAGE_SLABS * TILE_ROWS * tiles * 2 * SLAB
+    return (2 + tiles) * stage + tiles * _SUMS + _SIDE
 
 
 def _next(site: Site) -> int:
-    """What is left of rows that the next call norms, as NEXT in finish.cuh."""
-    if "y0_normed" not in site:
+    """What is left of the rows for the next product, as NEXT in finish.cuh."""
+    if "y0_slabs" not in site:
         return 0
+    if "next_norm_weight" not in site:
+        return 3
     return 2 if site.ports["next_norm_weight"].dtype is DType.F32 else 1
 
 

@@ -1,230 +1,232 @@
-// From the sums of an item to rows: the two halves of each step added, the pieces of a group that
-// several blocks made added in order of k by the last of them, then what comes after the product.
+// From the sums of an item to rows: what warps and blocks of a cluster made of different K, added in a
+// fixed order; then what comes after the product.
+//
+// Each block has its share of an item's columns to end. All warps send it their sums, into
+// its room; nobody waits for anything else, so that the stream goes on.
 //
 // Compile-time: EPILOGUE 0 none, 1 swiglu, 2 residual, 3 float32 logits; ROW_SCALE, whether the sums
-// of a row are multiplied by its 1 / rms; NEXT, what else is left of rows that the next kernel norms:
-// 0 nothing, 1 and 2 the rows times offset + weight, the weight bf16 or float32.
+// of a row are multiplied by its 1 / rms; NEXT, what is left in slabs for the next product: 0 nothing,
+// 1 and 2 the rows times offset + weight of its norm, the weight bf16 or float32, 3 the rows.
 #pragma once
 #include "linear/products.cuh"
 
 enum { NONE, SWIGLU, RESIDUAL, LOGITS };
-constexpr int GROUP_COLUMNS = 256;
 constexpr int MOST_SEGMENTS = 16;
 constexpr int MOST_ROWS = 32;
+constexpr int SQUARES_COLUMNS = 32;
 
-// Half a warp pair's sums: 4 strips of 8 columns.
+// Half an n-tile, which one warp brings to an end: 4 strips of 8 columns.
 typedef float Own[ROW_TILES][4][4];
-
-// What the end of an item needs, in shared memory. Two items' columns: one may be at its end while
-// the next one's are on their way.
-struct Side {
-    float scales[2][GROUP_COLUMNS];
-    int2 strips[2][GROUP_COLUMNS / 8];  // segment << 24 | column, or -1; width of the segment
-    int4 items[2][ITEM_WORDS];
-    float y_squares[WARPS][MOST_ROWS];
-    float x_squares[WARPS][MOST_ROWS];
-    u64 outputs[MOST_SEGMENTS];
-    bool last[2];
-};
+constexpr int HALF_SUMS = ROW_TILES * 4 * 32;                 // float4
+constexpr int ROOM_BYTES = 2 * WARPS * HALF_SUMS * 16;        // [own half][block][phase]
+constexpr int MOST_HALVES = 8;                                // of an item
 
 struct Results {
+    const u64* outputs;
     const float* scales;
     const int2* strips;
     const u16* residual;
     float* y_squares;
-    u16* y_normed;
+    u16* y_slabs;
     const void* next_weight;
-    float4* partials;
-    u32* arrivals;
-    float next_offset, k, eps;
+    const float* row_scales;  // shared memory
+    float next_offset;
     int rows;
 };
 
-// Requests what finish() will want to know of item `at`; constants, so at any time.
-DEVICE void request_side(Side& side, const Results& to, const int4* items, int at, int tiles,
-                         int column) {
-    const int thread = threadIdx.x, parity = at & 1;
-    if (thread < GROUP_COLUMNS / 4) {
-        if (thread < 16 * tiles) {
-            copy_async16(shared_address(&side.scales[parity][4 * thread]),
-                         to.scales + column + 4 * thread);
-        }
-    } else if (thread < 128) {
-        const int strip = (thread - 64) % 32;
-        if (thread >= 96 && strip < ITEM_WORDS) {
-            copy_async16(shared_address(&side.items[parity][strip]), items + ITEM_WORDS * at + strip);
-        } else if (thread < 96 && strip >= 8 * tiles) {
-            side.strips[parity][strip] = make_int2(-1, 0);
-        } else if (thread < 96 && strip % 2 == 0) {
-            copy_async16(shared_address(&side.strips[parity][strip]),
-                         to.strips + column / 8 + strip);
-        }
+// Where warps meet: whose turn the room is.
+struct Room {
+    saddr sums, arrived, free;  // memory; the barrier on which sums come; the one that says they were read
+    u32 parity;
+
+    // Halves of an item that a block ends.
+    DEVICE static int share(const Item& item) { return max(1, 2 * item.lanes() / PARTS); }
+
+    // By one thread of the block, before any sums of the item can come.
+    DEVICE void expect(const Item& item, int rank) const {
+        const int here = min(share(item), 2 * item.tiles - rank * share(item));
+        barrier_expect(arrived, max(0, here) * PARTS * item.phases() * HALF_SUMS * 16);
     }
-    copy_async_commit();
-}
 
-constexpr int ROOM_BYTES = WARPS * ROW_TILES * 2 * 32 * 16;
-
-// sums -> own: strips 4 h.. of the n-tile for the warp of parity h, both parities added. Two strips
-// at a time, so that the room is small.
-DEVICE void exchange(Own& own, const Sums& sums, float4* room) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const bool second = warp & 1;
+    // This warp's sums, to who ends them.
+    DEVICE void send(const Sums& sums, const Item& item, int rank) const {
+        const int phases = item.phases(), halves = share(item);
+        const int warp = threadIdx.x / 32, tile = warp >> item.phase_bits();
 #pragma unroll
-    for (int turn = 0; turn < 4; turn += 2) {
+        for (int h = 0; h < 2; h++) {
+            // `halves` is a power of two.
+            const int half = 2 * tile + h, own = half & halves - 1;
+            const int place = (own * PARTS + rank) * phases + (warp & phases - 1);
+            const u32 owner = half / halves;
+            const u32 to = cluster_address(sums_at(place), owner);
+            const u32 barrier = cluster_address(arrived, owner);
 #pragma unroll
-        for (int m = 0; m < ROW_TILES; m++) {
+            for (int m = 0; m < ROW_TILES; m++) {
 #pragma unroll
-            for (int j = 0; j < 2; j++) {
-                const float(&low)[4] = sums[m][turn + j];
-                const float(&high)[4] = sums[m][4 + turn + j];
-                room[((warp * ROW_TILES + m) * 2 + j) * 32 + lane] =
-                    second ? make_float4(low[0], low[1], low[2], low[3])
-                           : make_float4(high[0], high[1], high[2], high[3]);
-            }
-        }
-        sync_some(1 + warp / 2, 64);
-#pragma unroll
-        for (int m = 0; m < ROW_TILES; m++) {
-#pragma unroll
-            for (int j = 0; j < 2; j++) {
-                const float4 other = room[(((warp ^ 1) * ROW_TILES + m) * 2 + j) * 32 + lane];
-                const float parts[4] = {other.x, other.y, other.z, other.w};
-                const int strip = turn + j;
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const float mine = second ? sums[m][4 + strip][i] : sums[m][strip][i];
-                    // Even steps first, whichever warp adds.
-                    own[m][strip][i] = second ? parts[i] + mine : mine + parts[i];
+                for (int j = 0; j < 4; j++) {
+                    const float(&v)[4] = sums[m][4 * h + j];
+                    store_cluster16(to + (m * 4 + j) * 32 * 16,
+                                    make_float4(v[0], v[1], v[2], v[3]), barrier);
                 }
             }
         }
-        sync_some(1 + warp / 2, 64);
     }
-}
-
-constexpr int PART = ROW_TILES * 4 * 32 * WARPS;  // float4 of one item's sums
-
-DEVICE void write_part(const Own& own, float4* part) {
-#pragma unroll
-    for (int m = 0; m < ROW_TILES; m++) {
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            part[(m * 4 + j) * 32 * WARPS + threadIdx.x] =
-                make_float4(own[m][j][0], own[m][j][1], own[m][j][2], own[m][j][3]);
-        }
+    DEVICE saddr sums_at(int place) const {
+        return sums + (place * HALF_SUMS + threadIdx.x % 32) * 16;
     }
-}
 
-// In order of k, whoever made them.
-DEVICE void add_parts(Own& own, const float4* part, int parts) {
-#pragma unroll
-    for (int m = 0; m < ROW_TILES; m++) {
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) own[m][j][i] = 0.0f;
-        }
-    }
-#pragma unroll ROW_TILES == 1 ? 4 : 2
-    for (int p = 0; p < parts; p++, part += PART) {
+    // The sums of this warp's half, in order of blocks and then of phases.
+    DEVICE void add(Own& own, int phases) const {
+        const saddr from = sums_at(threadIdx.x / 32 * PARTS * phases);
 #pragma unroll
         for (int m = 0; m < ROW_TILES; m++) {
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                const float4 x =
-                    load_shared_result(part + (m * 4 + j) * 32 * WARPS + threadIdx.x);
-                own[m][j][0] += x.x;
-                own[m][j][1] += x.y;
-                own[m][j][2] += x.z;
-                own[m][j][3] += x.w;
+#pragma unroll
+                for (int i = 0; i < 4; i++) own[m][j][i] = 0.0f;
+            }
+        }
+#pragma unroll 2
+        for (int p = 0; p < PARTS * phases; p++) {
+#pragma unroll
+            for (int m = 0; m < ROW_TILES; m++) {
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    const uint4 v = load_shared16(from + ((p * ROW_TILES + m) * 4 + j) * 32 * 16);
+                    own[m][j][0] += bits_float(v.x);
+                    own[m][j][1] += bits_float(v.y);
+                    own[m][j][2] += bits_float(v.z);
+                    own[m][j][3] += bits_float(v.w);
+                }
             }
         }
     }
-}
+
+    // This warp has read its half: every block may send again once all halves have been. The first
+    // speaks for those that a narrow item has not.
+    DEVICE void release(const Item& item, int half) const {
+        sync_warp();
+        const int lane = threadIdx.x % 32, times = half == 0 ? MOST_HALVES + 1 - 2 * item.tiles : 1;
+        if (lane >= PARTS) return;
+        for (int i = 0; i < times; i++) barrier_arrive_cluster(cluster_address(free, lane));
+    }
+};
 
 // Of one lane's rows 16 m + 8 r + lane / 4: the sums of squares of what it stored.
 typedef float Squares[ROW_TILES][2];
 
+// A strip that this warp ends: where it goes.
 struct Place {
-    int2 strip;
+    int2 strip;  // segment << 24 | column, or -1; width of the segment
     u64 output;
 
     // Of this lane's pair of columns.
     DEVICE int column() const { return (strip.x & 0xffffff) + 2 * (threadIdx.x % 4); }
     DEVICE bool valid() const { return strip.x >= 0 && column() < strip.y; }
-    DEVICE i64 at(int row) const { return static_cast<i64>(row) * strip.y + column(); }
+    DEVICE int at(int row) const { return row * strip.y + column(); }
 };
 
-DEVICE Place place(const Side& side, int parity, int j) {
-    const int warp = threadIdx.x / 32;
-    const int2 strip = side.strips[parity][4 * warp + j];
-    return {strip, strip.x < 0 ? 0 : side.outputs[strip.x >> 24]};
+// What the end of half an n-tile needs of memory, for a lane's pairs of columns. Asked for before
+// sums are added, and before anything is stored: the compiler cannot know that no store changes a
+// weight, and would wait for each in turn.
+#if NEXT == 2
+typedef float RawOne;
+typedef float2 Raw;
+#else
+typedef u16 RawOne;
+typedef u32 Raw;
+#endif
+struct End {
+    Place places[4];
+    float2 scales[4];
+    Raw factors[4];  // weight of the next norm
+    u32 residual[ROW_TILES][2][4];
+};
+
+DEVICE Raw raw_factor(const Results& to, const Place& place) {
+#if NEXT == 1 || NEXT == 2
+    return *reinterpret_cast<const Raw*>(static_cast<const RawOne*>(to.next_weight) +
+                                         place.column());
+#else
+    return 0;
+#endif
 }
 
-DEVICE u32 store_pair(const Place& to, int row, float low, float high) {
-    const u32 pair = pack_bf16x2(low, high);
-    *reinterpret_cast<u32*>(reinterpret_cast<u16*>(to.output) + to.at(row)) = pair;
-    return pair;
+DEVICE float2 factor_of(const Results& to, Raw w) {
+#if NEXT == 2
+    return make_float2(to.next_offset + w.x, to.next_offset + w.y);
+#else
+    return make_float2(to.next_offset + bf16x2_low(w), to.next_offset + bf16x2_high(w));
+#endif
+}
+
+// `column`: packed, the first of the half n-tile.
+DEVICE void load_end(End& end, const Results& from, int column) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        end.places[j].strip = from.strips[column / 8 + j];
+        end.scales[j] = *reinterpret_cast<const float2*>(from.scales + column + 8 * j + lane % 4 * 2);
+    }
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        Place& place = end.places[j];
+        if (EPILOGUE != SWIGLU || j % 2 == 0) {
+            place.output = from.outputs[max(0, place.strip.x) >> 24];
+        }
+#if NEXT
+        if (place.valid()) end.factors[j] = raw_factor(from, place);
+#endif
+#if EPILOGUE == 2
+#pragma unroll
+        for (int i = 0; i < 2 * ROW_TILES; i++) {
+            const int row = 8 * i + lane / 4;
+            u32& residual = end.residual[i / 2][i % 2][j];
+            residual = 0;
+            if (place.valid() && row < from.rows) {
+                residual = load_shared_result(
+                    reinterpret_cast<const u32*>(from.residual + place.at(row)));
+            }
+        }
+#endif
+    }
 }
 
 DEVICE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
-// A part of each row's sum of squares (lane: row), from [chunks, 32]. Every block reads the same few
-// lines at the same time, so each line once, whole.
-DEVICE void read_squares(Side& side, const float* squares, int k) {
-#if ROW_SCALE
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    float sum = 0.0f;
-    for (int c = warp; c * GROUP_COLUMNS < k; c += WARPS) {
-        sum += load_shared_result(squares + c * MOST_ROWS + lane);
+// 1 / rms of each row from sums of squares [chunks, 32], by one warp: its lanes take four rows of
+// some of the chunks each.
+DEVICE void row_scales(float* scales, const float* squares, int k, float eps) {
+    constexpr int LANES = ROWS / 4;
+    const int lane = threadIdx.x % 32, chunks = (k + SQUARES_COLUMNS - 1) / SQUARES_COLUMNS;
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 10
+    for (int c = lane / LANES; c < chunks; c += 32 / LANES) {
+        const float4 v = load_shared_result(
+            reinterpret_cast<const float4*>(squares + c * MOST_ROWS + lane % LANES * 4));
+        sum = make_float4(sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w);
     }
-    side.x_squares[warp][lane] = sum;
-#endif
-}
-
-// 1 / rms of a row.
-DEVICE float row_scale(const Side& side, const Results& to, int row) {
-#if ROW_SCALE
-    float sum = 0.0f;
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) sum += side.x_squares[w][row];
-    return rsqrtf(sum / to.k + to.eps);
-#else
-    return 1.0f;
-#endif
-}
-
-// offset + weight of the next norm, for a lane's pairs of columns. Loaded before anything is stored:
-// the compiler cannot know that no store changes a weight, and would wait for each in turn.
-typedef float2 Factors[4];
-
-DEVICE void load_factors(Factors& factors, const Side& side, const Results& to, int parity) {
-#if NEXT
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-        const Place at = place(side, parity, j);
-        factors[j] = make_float2(0.0f, 0.0f);
-        if (!at.valid()) continue;
-#if NEXT == 2
-        const float2 w = *reinterpret_cast<const float2*>(
-            static_cast<const float*>(to.next_weight) + at.column());
-        factors[j] = make_float2(to.next_offset + w.x, to.next_offset + w.y);
-#else
-        const u32 w =
-            *reinterpret_cast<const u32*>(static_cast<const u16*>(to.next_weight) + at.column());
-        factors[j] = make_float2(to.next_offset + bf16x2_low(w), to.next_offset + bf16x2_high(w));
-#endif
+    for (int mask = LANES; mask < 32; mask *= 2) {
+        sum.x += shuffle_xor(sum.x, mask);
+        sum.y += shuffle_xor(sum.y, mask);
+        sum.z += shuffle_xor(sum.z, mask);
+        sum.w += shuffle_xor(sum.w, mask);
     }
-#endif
+    if (lane >= LANES) return;
+    scales[4 * lane] = rsqrtf(sum.x / k + eps);
+    scales[4 * lane + 1] = rsqrtf(sum.y / k + eps);
+    scales[4 * lane + 2] = rsqrtf(sum.z / k + eps);
+    scales[4 * lane + 3] = rsqrtf(sum.w / k + eps);
 }
 
 // The end of one strip (of a pair of strips, swiglu) for one of a lane's rows.
 DEVICE float store_strip(const Results& to, const Place& place, int row, float2 sum, float2 up,
-                         u32 residual, float2 factor) {
+                         u32 residual, Raw raw) {
     if (!place.valid() || row >= to.rows) return 0.0f;
+    const int at = place.at(row);
 #if EPILOGUE == 3
-    *reinterpret_cast<float2*>(reinterpret_cast<float*>(place.output) + place.at(row)) = sum;
+    *reinterpret_cast<float2*>(reinterpret_cast<float*>(place.output) + at) = sum;
     return 0.0f;
 #else
 #if EPILOGUE == 1
@@ -232,45 +234,29 @@ DEVICE float store_strip(const Results& to, const Place& place, int row, float2 
 #elif EPILOGUE == 2
     sum = make_float2(bf16x2_low(residual) + sum.x, bf16x2_high(residual) + sum.y);
 #endif
-    const u32 pair = store_pair(place, row, sum.x, sum.y);
+    const u32 pair = pack_bf16x2(sum.x, sum.y);
+    *reinterpret_cast<u32*>(reinterpret_cast<u16*>(place.output) + at) = pair;
     const float low = bf16x2_low(pair), high = bf16x2_high(pair);
 #if NEXT
-    *reinterpret_cast<u32*>(to.y_normed + place.at(row)) =
-        pack_bf16x2(low * factor.x, high * factor.y);
+    const int column = place.column();
+    u16* const slab = to.y_slabs + slab_offset(to.rows, row, column) + column % 8;
+#endif
+#if NEXT == 3
+    *reinterpret_cast<u32*>(slab) = pair;
+#elif NEXT
+    const float2 factor = factor_of(to, raw);
+    *reinterpret_cast<u32*>(slab) = pack_bf16x2(low * factor.x, high * factor.y);
 #endif
     return fma_rn(high, high, low * low);
 #endif
 }
 
-typedef u32 Residual[ROW_TILES][2][4];
-
-DEVICE void load_residual(Residual& residual, const Side& side, const Results& from, int parity) {
-#if EPILOGUE == 2
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-        const Place at = place(side, parity, j);
-#pragma unroll
-        for (int i = 0; i < 2 * ROW_TILES; i++) {
-            const int row = 8 * i + threadIdx.x % 32 / 4;
-            residual[i / 2][i % 2][j] = 0;
-            if (at.valid() && row < from.rows) {
-                residual[i / 2][i % 2][j] =
-                    load_shared_result(reinterpret_cast<const u32*>(from.residual + at.at(row)));
-            }
-        }
-    }
-#endif
-}
-
-DEVICE void store_own(Squares& squares, const Own& own, const Residual& residual,
-                      const Factors& factors, const Side& side, const Results& to, int parity) {
-    const int lane = threadIdx.x % 32;
-    const float* scales = &side.scales[parity][threadIdx.x / 32 * 32 + lane % 4 * 2];
+DEVICE void store_own(Squares& squares, const Own& own, const End& end, const Results& to) {
     constexpr int STRIPS = EPILOGUE == SWIGLU ? 2 : 1;  // that make one strip of rows
 #pragma unroll
     for (int i = 0; i < 2 * ROW_TILES; i++) {
-        const int m = i / 2, r = i % 2, row = 8 * i + lane / 4;
-        const float factor = row_scale(side, to, row);
+        const int m = i / 2, r = i % 2, row = 8 * i + threadIdx.x % 32 / 4;
+        const float factor = ROW_SCALE ? to.row_scales[row] : 1.0f;
         squares[m][r] = 0.0f;
 #pragma unroll
         for (int j = 0; j < 4; j += STRIPS) {
@@ -278,87 +264,51 @@ DEVICE void store_own(Squares& squares, const Own& own, const Residual& residual
 #pragma unroll
             for (int s = 0; s < STRIPS; s++) {
                 const float(&sum)[4] = own[m][j + s];
-                const float* column = scales + 8 * (j + s);
-                v[s] = make_float2(sum[2 * r] * column[0] * factor,
-                                   sum[2 * r + 1] * column[1] * factor);
+                const float2 scale = end.scales[j + s];
+                v[s] = make_float2(sum[2 * r] * scale.x * factor, sum[2 * r + 1] * scale.y * factor);
             }
-            const u32 add = EPILOGUE == RESIDUAL ? residual[m][r][j] : 0;
+            const u32 add = EPILOGUE == RESIDUAL ? end.residual[m][r][j] : 0;
             squares[m][r] +=
-                store_strip(to, place(side, parity, j), row, v[0], v[STRIPS - 1], add, factors[j]);
+                store_strip(to, end.places[j], row, v[0], v[STRIPS - 1], add, end.factors[j]);
         }
     }
 }
 
-// Sums of squares of 256 columns: lanes of a row, then warps, in order.
-DEVICE void store_squares(const Squares& squares, Side& side, const Results& to, const Item& item) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    sync_block();  // another group of this block may just have ended
+// Sums of squares of 32 columns, the lanes of a row in order.
+DEVICE void store_squares(const Squares& squares, const Results& to, int column) {
+    const int lane = threadIdx.x % 32;
+    float* const at = to.y_squares + column / SQUARES_COLUMNS * MOST_ROWS;
 #pragma unroll
     for (int i = 0; i < 2 * ROW_TILES; i++) {
         float sum = squares[i / 2][i % 2];
         sum += shuffle_xor(sum, 1);
         sum += shuffle_xor(sum, 2);
-        if (lane % 4 == 0) side.y_squares[warp][8 * i + lane / 4] = sum;
+        if (lane % 4 == 0) at[8 * i + lane / 4] = sum;
     }
-    sync_block();
-    if (threadIdx.x < MOST_ROWS) {
-        float sum = 0.0f;
-        if (threadIdx.x < ROWS) {
-#pragma unroll
-            for (int w = 0; w < WARPS; w++) sum += side.y_squares[w][threadIdx.x];
-        }
-        to.y_squares[item.column / GROUP_COLUMNS * MOST_ROWS + threadIdx.x] = sum;
-    }
+    if (ROW_TILES == 1 && lane < 16) at[16 + lane] = 0.0f;
 }
 
-// What comes after the product, for a whole group.
-DEVICE void end_group(const Own& own, const Item& item, Side& side, const Results& to, int parity) {
-    Residual residual;
-    Factors factors;
+// The sums of an item are done.
+DEVICE void finish(const Sums& sums, Room& room, saddr scales_made, const Results& to,
+                   const Item& item, int rank, bool first) {
+    const int warp = threadIdx.x / 32, halves = Room::share(item), half = rank * halves + warp;
+    const u32 parity = room.parity;
+    room.parity ^= 1;
+    if (warp >> item.phase_bits() < item.tiles) {
+        if (!first) barrier_wait_cluster(room.free, parity ^ 1);
+        room.send(sums, item, rank);
+    }
+    if (warp >= halves || half >= 2 * item.tiles) return;
+    const int column = item.column + half * SQUARES_COLUMNS;
+    End end;
+    load_end(end, to, column);
+    if (ROW_SCALE && first) barrier_wait(scales_made, 0);
+    barrier_wait_cluster(room.arrived, parity);
+    Own own;
+    room.add(own, item.phases());
+    if (item.left) room.release(item, half);
     Squares squares;
-    load_residual(residual, side, to, parity);
-    load_factors(factors, side, to, parity);
-    store_own(squares, own, residual, factors, side, to, parity);
-    if (to.y_squares) store_squares(squares, side, to, item);
-}
-
-// An item this block has left its part of: if it was the last to, the group is its to end.
-DEVICE void end_if_last(Side& side, const Results& to, int parity) {
-    const Item item = item_at(side.items[parity], 0);
-    if (item.parts == 1 || !side.last[parity]) return;
-    if (threadIdx.x == 0) to.arrivals[item.first] = 0;
-    Own own;
-    add_parts(own, to.partials + static_cast<u64>(item.first) * PART, item.parts);
-    end_group(own, item, side, to, parity);
-}
-
-// The sums of item `at` are done. A group that is whole ends at once. A part is left behind and
-// announced, by a thread that has no bulk copies under way, which a release would wait for; whether
-// it was the last part shows an item later, when the answer is there, and the stream goes on
-// meanwhile. `room`: where warps of a pair meet. Warps that have no n-tile in a narrow group go along
-// with sums of zero.
-DEVICE void finish(const Sums& sums, Side& side, const Results& to, float4* room, int at,
-                   bool first) {
-    const int parity = at & 1;
-    copy_async_wait<0>();
-    sync_block();
-    const Item item = item_at(side.items[parity], 0);
-    Own own;
-    exchange(own, sums, room);
-    if (item.parts == 1) {
-        end_group(own, item, side, to, parity);
-    } else {
-        write_part(own, to.partials + static_cast<u64>(item.first + item.order) * PART);
-        sync_block();
-        if (threadIdx.x == 32 * WARPS - 1) {
-            side.last[parity] = arrive(to.arrivals + item.first) == item.parts - 1;
-        }
-    }
-    if (!first) {
-        end_if_last(side, to, parity ^ 1);
-        sync_block();  // what it read makes room for the next item's
-    }
-    if (!item.last) return;
-    sync_block();
-    end_if_last(side, to, parity);
+    store_own(squares, own, end, to);
+    const bool padding = end.places[0].strip.x < 0;
+    if (to.y_squares && !padding) store_squares(squares, to, column);
 }

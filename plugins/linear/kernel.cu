@@ -1,119 +1,200 @@
 // rows x packed weight -> rows, for up to 32 rows: bound by reading the weight, once.
 //
-// The work, steps of 128 of K of groups of 256 columns, is cut into equal runs of bytes, one a
-// block. 8 warps: n-tile of 64 columns x parity of the step. Weights and rows come by the copy
-// engine (ring.cuh); nothing in the loop waits for the whole block. Two blocks share a
-// multiprocessor, so that one streams while the other ends, and a block of the next kernel moves in
-// where one has left. A block that has part of a group's K leaves its sums; the last one of the
-// group adds them in order of k (finish.cuh). No block waits for another, and no sum depends on
+// Columns are dealt to clusters of blocks, K to the blocks of a cluster, slots of K to the warps of a
+// block. Weights and rows come by the copy engine, asked for by a warp that does nothing else
+// (ring.cuh); the others never wait for each other. Two blocks share a multiprocessor, and a block of
+// the next kernel moves in where one has left. At the end of an item, up to 256 columns, warps send
+// their sums to the block of the cluster that adds them in order of k (finish.cuh). No sum depends on
 // who is first.
 //
 // The rows are what enters the product: a norm over the whole row is, but for the row's factor,
-// applied by whoever made the rows (y_normed); that factor comes from x_squares at the end.
+// applied by whoever made the rows (y_slabs); that factor comes from x_squares at the end.
 //
-// Compile-time: ROW_TILES; KINDS; ROW_SCALE, whether x_squares is given; and see finish.cuh.
+// Compile-time: ROW_TILES; KINDS; ROW_SCALE, whether x_squares is given; PARTS; and see finish.cuh.
 #include "cuda/device.cuh"
 #include "linear/finish.cuh"
 
-constexpr int THREADS = 32 * WARPS;
-constexpr int CHUNKS_AT = WARPS * RING_BYTES;
-constexpr int ROOM_AT = CHUNKS_AT + CHUNKS * CHUNK_BYTES;
+constexpr int THREADS = 32 * (WARPS + 1);
+constexpr int ROOM_AT = STAGES * STAGE_BYTES;
 constexpr int BARRIERS_AT = ROOM_AT + ROOM_BYTES;
-constexpr int SIDE_AT = BARRIERS_AT + 8 * (WARPS * SLOTS + 2 * CHUNKS);
+constexpr int SCALES_AT = BARRIERS_AT + 8 * (2 * STAGES + 3);
 
-// One step of K.
-DEVICE void add_step(Sums& sums, Weights& weights, saddr rows, int kind) {
-    if ((KINDS & 1 << NVFP4) && (ONLY_NVFP4 || kind == NVFP4)) {
-#pragma unroll
-        for (int i = 0; i < parts_of(NVFP4); i++) {
-            add_nvfp4(sums, weights.wait(), rows, i);
-            weights.next();
-        }
+// Where no row will ever be, zeros.
+DEVICE void clear_rows(u8* memory, int rows) {
+    if (rows == ROWS) return;
+    constexpr int EACH = STAGE_SLABS * ROWS * SLAB_ROW / 16;
+    for (int i = threadIdx.x; i < STAGES * EACH; i += THREADS) {
+        reinterpret_cast<uint4*>(memory + i / EACH * STAGE_BYTES + ROWS_AT)[i % EACH] =
+            make_uint4(0, 0, 0, 0);
     }
-    if ((KINDS & 1 << FP8) && kind == FP8) {
-#pragma unroll 1
-        for (int i = 0; i < parts_of(FP8); i++) {
-            add_fp8(sums, weights.wait(), rows, i);
-            weights.next();
-        }
+    barrier_init_done();
+}
+
+// The warp that asks: the first stages' weights, their rows as soon as they are there, then a stage
+// whenever one has been read.
+DEVICE void ask(const Source& source, Turn turn, Walk at, const float* x_squares, float* scales,
+                saddr scales_made, int k, float eps) {
+    Walk again = at;
+    Turn turn_again = turn;
+    for (int i = 0; i < STAGES && !at.over; i++) {
+        source.weights(at, turn);
+        at.next();
+        turn.next();
     }
-    if ((KINDS & 1 << BF16) && kind == BF16) {
-#pragma unroll 1
-        for (int i = 0; i < parts_of(BF16); i++) {
-            add_bf16(sums, weights.wait(), rows, i);
-            weights.next();
-        }
+    cluster_wait();
+    wait_for_previous();
+    for (int i = 0; i < STAGES && !again.over; i++) {
+        source.some_rows(again, turn_again);
+        again.next();
+        turn_again.next();
+    }
+    if (ROW_SCALE) {
+        row_scales(scales, x_squares, k, eps);
+        sync_warp();
+        if (threadIdx.x % 32 == 0) barrier_arrive(scales_made);
+    }
+    while (!at.over) {
+        barrier_wait(turn.read(), turn.parity ^ 1);
+        source.weights(at, turn);
+        source.some_rows(at, turn);
+        at.next();
+        turn.next();
     }
 }
 
-DEVICE void clear(Sums& sums) {
-#pragma unroll
-    for (int m = 0; m < ROW_TILES; m++) {
-#pragma unroll
-        for (int j = 0; j < 8; j++) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) sums[m][j][i] = 0.0f;
+// A warp that multiplies, in one item: stages of the block, of which slot `warp` is its own.
+struct Reader {
+    Turn& turn;
+    u32 slot_at, row_at;  // in a stage: of the warp's slot, of the lane's row
+    int end, phases;
+
+    DEVICE saddr slot() const { return turn.bytes() + slot_at; }
+    DEVICE void wait() const { barrier_wait(turn.filled(), turn.parity); }
+    // This stage has been read by every lane.
+    DEVICE void next() const {
+        sync_warp();
+        if (threadIdx.x % 32 == 0) barrier_arrive(turn.read());
+        turn.next();
+    }
+
+    // Stages in which the warp has no slot.
+    DEVICE void skip(int q, int phase) const {
+        for (; q - phase < end; q += phases) {
+            wait();
+            next();
         }
     }
-}
 
-// items: [blocks, most_items].
+    // A slot's slab is the stage's of the same number.
+    DEVICE void nvfp4(Sums& sums, int q, int phase) const {
+        const u32 rows_at = row_at + phase * ROWS * SLAB_ROW;
+        Nvfp4 now, ahead;
+        wait();
+        now.load_scales(slot());
+        now.load(slot(), turn.bytes() + rows_at, 0);
+#pragma unroll 1
+        for (;;) {
+#pragma unroll
+            for (int k16 = 0; k16 < 3; k16++) {
+                ahead.load(slot(), turn.bytes() + rows_at, k16 + 1);
+                now.add(sums, k16);
+                now.codes = ahead.codes;
+                copy_fragments(now.a, ahead.a);
+            }
+            next();
+            q += phases;
+            if (q >= end) break;
+            wait();
+            ahead.load_scales(slot());
+            ahead.load(slot(), turn.bytes() + rows_at, 0);
+            now.add(sums, 3);
+            now = ahead;
+        }
+        now.add(sums, 3);
+        skip(q, phase);
+    }
+
+    DEVICE void others(Sums& sums, int q, int phase, int kind) const {
+        const int sixteens = slot_columns(kind) / 16;
+        for (; q < end; q += phases) {
+            // Of the stage's slabs, and of the slab's K.
+            const int slab = q * sixteens / 4 - (q - phase) * sixteens / 4;
+            const saddr rows = turn.bytes() + row_at + slab * ROWS * SLAB_ROW;
+            wait();
+            add_slot(sums, slot(), rows ^ 32 * (q * sixteens % 4), kind);
+            next();
+        }
+        skip(q, phase);
+    }
+};
+
+// items: [clusters, most_items].
 KERNEL void __launch_bounds__(THREADS, ROW_TILES == 1 ? 2 : 1)
-linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u16* x,
+linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u8* slabs,
        const float* x_squares, const u16* residual, const u64* __restrict__ outputs,
-       float* y_squares, u16* y_normed, const void* __restrict__ next_weight,
-       const int4* __restrict__ items, const int2* __restrict__ strips, float4* partials,
-       u32* arrivals, int most_items, int segments, int row_count, int k, float eps,
-       float next_offset) {
+       float* y_squares, u16* y_slabs, const void* __restrict__ next_weight,
+       const int4* __restrict__ items, const int2* __restrict__ strips, int most_items,
+       int row_count, int k, float eps, float next_offset) {
     DYNAMIC_SHARED(memory);
     let_next_start();
-    Side& side = *reinterpret_cast<Side*>(memory + SIDE_AT);
-    const Results to = {scales,   strips,   residual, y_squares,   y_normed,
-                        next_weight, partials, arrivals, next_offset, static_cast<float>(k),
-                        eps, row_count};
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int at = static_cast<int>(blockIdx.x) * most_items;
-
-    Weights weights;
-    weights.packed = packed;
-    weights.items = items;
-    weights.item = at;
-    weights.start(shared_address(memory), shared_address(memory + BARRIERS_AT));
-    Rows rows;
-    rows.x = x;
-    rows.items = items;
-    rows.item = at;
-    rows.count = row_count;
-    rows.k = k;
-    rows.start(memory + CHUNKS_AT, shared_address(memory + BARRIERS_AT) + 8 * WARPS * SLOTS);
-    if (threadIdx.x < segments) side.outputs[threadIdx.x] = outputs[threadIdx.x];
-    Item item = item_at(items, at);
-    request_side(side, to, items, at, item.tiles, item.column);
-    sync_block();
-
+    const int rank = cluster_rank(), count = (k + HALF_K - 1) / HALF_K;
+    const saddr barriers = shared_address(memory + BARRIERS_AT);
+    float* const scale_of_row = reinterpret_cast<float*>(memory + SCALES_AT);
+    Turn turn;
+    turn.start(shared_address(memory), barriers);
+    Room room = {shared_address(memory + ROOM_AT), barriers + 16 * STAGES,
+                 barriers + 16 * STAGES + 8, 0};
+    const saddr scales_made = barriers + 16 * STAGES + 16;
+    Walk at;
+    at.items = items + blockIdx.x / PARTS * most_items;
+    at.halves = {count * rank / PARTS, count * (rank + 1) / PARTS};
+    at.start();
+    clear_rows(memory, row_count);
+    if (warp == WARPS && lane == 0) {
+        for (int i = 0; i < STAGES; i++) {
+            barrier_init(turn.full + 8 * i, 1);
+            barrier_init(turn.empty + 8 * i, WARPS);
+        }
+        barrier_init(room.arrived, 1);
+        barrier_init(room.free, MOST_HALVES);
+        barrier_init(scales_made, 1);
+        barrier_init_done();
+    }
+    sync_warp();
+    if (row_count != ROWS) sync_block();  // the cluster's meeting shows barriers, not memory
+    cluster_arrive_relaxed();
+    if (warp == WARPS) {
+        if (lane == 0) room.expect(at.item, rank);
+        ask({packed, slabs, row_count}, turn, at, x_squares, scale_of_row, scales_made, k, eps);
+        return;
+    }
+    cluster_wait();
     wait_for_previous();
-    rows.ask();
-    rows.ask();
-    read_squares(side, x_squares, k);
-
-    const u32 row_at = (lane & 15) * PITCH + (warp & 1) * 2 * STEP_K + (lane >> 4 << 4);
-    for (;;) {
-        const bool active = warp / 2 < item.tiles;
+    const Results to = {outputs,  scales,      strips,       residual,    y_squares,
+                        y_slabs,  next_weight, scale_of_row, next_offset, row_count};
+    const u32 row_at = ROWS_AT + lane % 16 * SLAB_ROW + (lane % 8 ^ lane / 16) * 16;
+    for (bool first = true;; first = false) {
+        const Item item = at.item;
+        const int phases = item.phases(), phase = warp & phases - 1, q = at.q + phase;
+        const bool active = warp >> item.phase_bits() < item.tiles && q < at.end;
+        const Reader reader = {turn, static_cast<u32>(warp * SLOT), row_at, at.end, phases};
         Sums sums;
         clear(sums);
-#pragma unroll 1
-        for (int step = item.k0; step < item.k1; step += 2) {
-            rows.ask();
-            const saddr chunk = rows.wait();
-            if (active && step + (warp & 1) < item.k1) {
-                add_step(sums, weights, chunk + row_at, item.kind);
-            }
-            rows.next();
+        if (!active) {
+            reader.skip(q, phase);
+        } else if (ONLY_NVFP4 || item.kind == NVFP4) {
+            reader.nvfp4(sums, q, phase);
+        } else {
+            reader.others(sums, q, phase, item.kind);
         }
-        finish(sums, side, to, reinterpret_cast<float4*>(memory + ROOM_AT), at,
-               at == static_cast<int>(blockIdx.x) * most_items);
-        if (item.last) break;
-        item = item_at(items, ++at);
-        request_side(side, to, items, at, item.tiles, item.column);
+        finish(sums, room, scales_made, to, item, rank, first);
+        if (item.left == 0) return;
+        at.items++;
+        at.open();
+        if (threadIdx.x == 0) {
+            barrier_wait_cluster(room.arrived, room.parity ^ 1);
+            room.expect(at.item, rank);
+        }
     }
 }

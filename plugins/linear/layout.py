@@ -1,12 +1,13 @@
 """Where the parts of a packed weight lie: what packing writes and every kernel reads.
 
-The segments of a call lie side by side as packed columns, 64 columns to an n-tile, and up to four
+The segments of a call lie side by side as packed columns, 64 columns to an n-tile, and up to twelve
 n-tiles of one kind to a group; the gate and up of a swiglu alternate every 8 columns. A group is
 stored by steps of 128 of K, then n-tile, then half a step, then slots; see units.cuh for a slot.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
@@ -48,8 +49,10 @@ TILE = 64
 """Columns of an n-tile."""
 STRIP = 8
 """Columns of one matrix fragment; a strip belongs to one segment."""
-GROUP_TILES = 4
-"""Most n-tiles of a group."""
+GROUP_TILES = 12
+"""Most n-tiles of a group: cut evenly in pieces of 1 to 4."""
+PIECE_TILES = 4
+"""Most n-tiles that a block makes at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ class Strip:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Up to 256 packed columns of one kind."""
+    """Up to 768 packed columns of one kind."""
 
     offset: int
     """Of its first byte in the packed weight; a multiple of 512."""
@@ -75,6 +78,36 @@ class Group:
     def step_bytes(self) -> int:
         """Bytes of one step of K."""
         return self.tiles * self.kind.step_bytes
+
+    def pieces(self, width: int, first: int = 0) -> Iterator[Piece]:
+        """Its n-tiles from `first` on, `width` at a time."""
+        for tile in range(first, self.tiles, width):
+            yield Piece(self, tile, min(width, self.tiles - tile))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Neighbouring n-tiles of a group."""
+
+    group: Group
+    first: int
+    """Of the group's n-tiles."""
+    tiles: int
+
+    @property
+    def offset(self) -> int:
+        """Of its first byte in the packed weight; a multiple of 512."""
+        return self.group.offset + self.first * self.group.kind.step_bytes
+
+    @property
+    def column(self) -> int:
+        """First packed column."""
+        return self.group.column + self.first * TILE
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of one step of K."""
+        return self.tiles * self.group.kind.step_bytes
 
 
 @dataclass(frozen=True, slots=True)

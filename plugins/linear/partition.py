@@ -1,137 +1,149 @@
-"""Who makes what: the steps of every group of columns, cut into runs of equal bytes.
+"""How the work of a product with few rows is cut: columns between clusters, K between the blocks of
+one.
 
-A block streams one run from its first byte to its last. Where runs meet inside a group, each block
-makes a part of the group's K, and the parts are added in order of k whoever ends last: the cut is
-a function of the shapes and of the number of blocks, so a sum has the same bits every time.
+A cluster makes whole sums of its columns, each of its blocks over a run of K, and adds them in order
+of k through its blocks' shared memory. More blocks to a cluster make an even cut of few columns
+possible; fewer leave less to add.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import heapq
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
-from math import inf
 
 import numpy as np
 
-from thor_dflash.plugins.linear.layout import Group, Layout
+from thor_dflash.plugins.linear.layout import PIECE_TILES, Group, Kind, Layout, Piece
 from thor_dflash.tensors import Array
 
 OFFSET_UNIT = 512
-"""Bytes; offsets of groups are given to the kernel in this unit."""
+"""Bytes; offsets into the packed weight are given to the kernel in this unit."""
 
+PARTS = (2, 4, 8)
+"""Blocks a cluster may have. 8 is the most that every device takes. Source: CUDA C++ Programming
+Guide, Thread Block Clusters."""
 
-@dataclass(frozen=True, slots=True)
-class Item:
-    """Steps k0..k1 of one group, made by one block."""
+FIT = {2: 1.0, 4: 0.9, 8: 0.85}
+"""Share of a device's blocks that clusters of so many can be at the same time: they lie within one set
+of multiprocessors, and sets differ in size. An H100 takes 1, 0.94 and 0.91."""
 
-    group: Group
-    k0: int
-    k1: int
-    first: int
-    """Index of the group's first partial sum; 0 where there is one item."""
-    order: int
-    """Which of the group's items this is."""
-    parts: int
-    """How many items the group has."""
+END = 12 * 2304
+"""What the end of an item costs a block, in bytes it could have read. Measured on an H100."""
+
+ROWS = 0.4 * 2048
+"""What the rows of a half step cost a block, in the same measure: they come from the L2 cache."""
+
+WORK = {Kind.NVFP4: 1.0, Kind.FP8: 0.6, Kind.BF16: 0.4}
+"""What a byte of weight costs a block: less where less is to be decoded and multiplied for it. All
+blocks together are bound by memory; one that has more bytes than others is not."""
+
+WARPS = 8
+NARROW = 2
+"""Tiles of an item up to which each has half of the block's warps, and not a quarter."""
+HALF = 64
+"""Of K, half a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """The items of every block, in the order in which the block makes them."""
+    """The items of every cluster, in the order in which it makes them."""
 
-    blocks: tuple[tuple[Item, ...], ...]
-
-    @property
-    def parts(self) -> int:
-        """Partial sums that are kept, of 256 columns each."""
-        return sum(item.parts > 1 for items in self.blocks for item in items)
+    parts: int
+    """Blocks of a cluster."""
+    clusters: tuple[tuple[Piece, ...], ...]
 
     @property
     def most_items(self) -> int:
-        """Items of the block that has most."""
-        return max(map(len, self.blocks))
+        """Items of the cluster that has most."""
+        return max(map(len, self.clusters))
 
     def item_table(self) -> Array:
-        """int32 [blocks, most_items, 8]: offset / 512, k0, k1, kind | tiles << 8 | last << 16,
-        column, first, order, parts.
+        """int32 [clusters, most_items, 4]: offset / 512 of the first n-tile, bytes / 512 of a step,
+        first packed column, kind | tiles << 8 | items that follow << 16.
         """
-        table = np.zeros((len(self.blocks), self.most_items, 8), np.int32)
-        for block, items in zip(table, self.blocks, strict=True):
-            for row, i in zip(block, items, strict=False):
-                shape = i.group.kind | i.group.tiles << 8 | (i is items[-1]) << 16
-                row[:4] = i.group.offset // OFFSET_UNIT, i.k0, i.k1, shape
-                row[4:] = i.group.column, i.first, i.order, i.parts
+        table = np.zeros((len(self.clusters), self.most_items, 4), np.int32)
+        for cluster, items in zip(table, self.clusters, strict=True):
+            for left, row, i in zip(range(len(items) - 1, -1, -1), cluster, items, strict=False):
+                row[:2] = i.offset // OFFSET_UNIT, i.group.step_bytes // OFFSET_UNIT
+                row[2:] = i.column, i.group.kind | i.tiles << 8 | left << 16
         return table
 
 
-EVEN = 0.9
-"""Share of the mean run that the longest may exceed it by, inverted, for groups to be cut evenly: a
-block then ends one item only, and ending one in the middle of a run stops its stream for long."""
+def halves(plan: Layout, parts: int) -> list[range]:
+    """Half steps of K of each block of a cluster."""
+    count = -(-plan.k // HALF)
+    return [range(count * i // parts, count * (i + 1) // parts) for i in range(parts)]
 
 
 @lru_cache(maxsize=256)
-def partition(plan: Layout, blocks: int) -> Partition:
-    """Cut a layout for at most so many blocks; none of them is left without work."""
-    pieces = _evenly(plan, blocks) or _in_runs(plan, blocks)
-    counts = [0] * len(plan.groups)
-    for group, _, _ in (piece for block in pieces for piece in block):
-        counts[group] += 1
-    firsts = [0, *accumulate(count if count > 1 else 0 for count in counts)]
-    seen = [0] * len(plan.groups)
-    made: list[tuple[Item, ...]] = []
-    for block in pieces:
-        items: list[Item] = []
-        for g, k0, k1 in block:
-            first = firsts[g] if counts[g] > 1 else 0
-            items.append(Item(plan.groups[g], k0, k1, first, seen[g], counts[g]))
-            seen[g] += 1
-        made.append(tuple(items))
-    return Partition(tuple(made))
+def partition(plan: Layout, multiprocessors: int, each: int) -> Partition:
+    """Cut a layout for a device whose multiprocessors take `each` blocks. No cluster is left without
+    work; the cut with the shortest run of its busiest block is taken, of equals the one with the
+    smallest clusters.
+    """
+    found = [_cut(plan, p, clusters(p, multiprocessors, each)) for p in _parts(plan)]
+    return min(found, key=lambda cut: _cost(plan, cut))
 
 
-def _evenly(plan: Layout, blocks: int) -> list[list[tuple[int, int, int]]]:
-    """Every group in equal pieces, each a block; none where that is too uneven."""
-    sizes = [plan.steps * group.step_bytes for group in plan.groups]
-    mean = sum(sizes) / blocks
-    counts = [min(plan.steps, max(1, int(size / (mean * EVEN)))) for size in sizes]
-    while sum(counts) > blocks:
-        ratios = [
-            size / count if count > 1 else inf for size, count in zip(sizes, counts, strict=True)
-        ]
-        if (least := min(ratios)) == inf:
-            return []
-        counts[ratios.index(least)] -= 1
-    longest = max(
-        -(-plan.steps // count) * group.step_bytes
-        for group, count in zip(plan.groups, counts, strict=True)
-    )
-    if mean < EVEN * longest:
-        return []
-    edges = [[plan.steps * i // count for i in range(count + 1)] for count in counts]
-    return [[(g, a, b)] for g, cuts in enumerate(edges) for a, b in pairwise(cuts)]
+def clusters(parts: int, multiprocessors: int, each: int) -> int:
+    """Clusters that run at the same time."""
+    return max(1, int(multiprocessors * each * FIT[parts] / parts))
 
 
-def _in_runs(plan: Layout, blocks: int) -> list[list[tuple[int, int, int]]]:
-    """One run of bytes after the other, wherever it begins and ends."""
-    steps = plan.steps
-    starts = [0, *accumulate(steps * group.step_bytes for group in plan.groups)]
-    cuts = {0, steps * len(plan.groups)}
-    for i in range(1, blocks):
-        byte = starts[-1] * i // blocks
-        at = bisect_right(starts, byte) - 1
-        size = plan.groups[at].step_bytes
-        cuts.add(at * steps + (byte - starts[at] + size // 2) // size)
-    return [_pieces(a, b, steps) for a, b in pairwise(sorted(cuts))]
+def _parts(plan: Layout) -> Iterator[int]:
+    return (p for p in PARTS if p == PARTS[0] or p <= -(-plan.k // HALF))
 
 
-def _pieces(begin: int, end: int, steps: int) -> list[tuple[int, int, int]]:
-    """(group, k0, k1) of the units begin..end, a unit being one step of one group."""
-    made: list[tuple[int, int, int]] = []
-    while begin < end:
-        group, k0 = divmod(begin, steps)
-        k1 = min(steps, k0 + end - begin)
-        made.append((group, k0, k1))
-        begin += k1 - k0
-    return made
+def _cut(plan: Layout, parts: int, count: int) -> Partition:
+    """The best of several widths of items."""
+    cuts = [_dealt(plan, parts, count, width) for width in range(PIECE_TILES, 0, -1)]
+    return min(cuts, key=lambda cut: _cost(plan, cut))
+
+
+def _dealt(plan: Layout, parts: int, count: int, width: int) -> Partition:
+    """Every piece to the cluster that has least, the longest first. Wide pieces as long as every
+    cluster gets equally many, then pieces of `width`.
+    """
+    wide = [p for group in plan.groups for p in group.pieces(_tiles(group, PIECE_TILES))]
+    whole = len(wide) // count * count
+    rest: list[Piece] = []
+    for piece in wide[whole:]:
+        group, own = piece.group, _tiles(piece.group, width)
+        if not rest or rest[-1].group is not group:
+            rest += group.pieces(own, piece.first)
+    pieces = sorted(wide[:whole] + rest, key=lambda p: -_piece_cost(plan, p, parts))
+    heap = [(0.0, i) for i in range(min(count, len(pieces)))]
+    dealt: list[list[Piece]] = [[] for _ in heap]
+    for piece in pieces:
+        load, i = heapq.heappop(heap)
+        dealt[i].append(piece)
+        heapq.heappush(heap, (load + _piece_cost(plan, piece, parts), i))
+    return Partition(parts, tuple(map(tuple, dealt)))
+
+
+def _tiles(group: Group, width: int) -> int:
+    """As many n-tiles of a wider kind as are the work of `width` of NVFP4."""
+    return max(1, width // group.kind.slots)
+
+
+def lanes(piece: Piece, parts: int) -> int:
+    """n-tiles, there or not, that a block's warps are dealt to; as Item::lanes in ring.cuh."""
+    if piece.tiles > NARROW or parts > 4:
+        return 4
+    return 1 if piece.tiles == 1 and parts == 2 and piece.group.kind is not Kind.NVFP4 else NARROW
+
+
+def _piece_cost(plan: Layout, piece: Piece, parts: int) -> float:
+    """Bytes that the busiest block of a cluster streams for a piece, with what its end costs."""
+    longest = max(map(len, halves(plan, parts)))
+    kind = piece.group.kind
+    phases = WARPS // lanes(piece, parts)  # the warps of an n-tile take slots in turn
+    turns = -(-longest * kind.slots // phases) * phases
+    weights = turns * piece.tiles * kind.slot_bytes * WORK[kind]
+    return weights + turns / kind.slots * ROWS + END
+
+
+def _cost(plan: Layout, cut: Partition) -> float:
+    return max(sum(_piece_cost(plan, p, cut.parts) for p in items) for items in cut.clusters)

@@ -1,6 +1,6 @@
 // rows x packed weight -> rows for more than 32 rows: bound by the matrix units, not by memory.
 //
-// A block makes TILE_ROWS rows x 256 packed columns (one group of up to four n-tiles) at a time: a
+// A block makes TILE_ROWS rows x 256 packed columns (up to four n-tiles of a group) at a time: a
 // warp owns 64 rows x one n-tile of 64 columns, 128 float32 sums a lane. K goes by in steps of 64
 // through a ring in shared memory: rows by asynchronous copies (swizzled for load_matrix4), weights
 // by bulk copies as they are stored; every warp dequantises its own fragments in registers, so no
@@ -36,6 +36,7 @@ static_assert(TILE_ROWS == 64 || TILE_ROWS == 128, "TILE_ROWS");
 struct Group {
     u32 offset;  // into the packed weight, in units of 512 bytes
     int kind;
+    int stride;  // n-tiles of the stored group
     int tiles;
     int column;  // first packed column
 };
@@ -59,7 +60,7 @@ DEVICE Item item_of(const Call& call, int index) {
     const int tile = half < 0 ? index : call.whole + half / 2;
     const int4 g = call.groups[tile / call.row_tiles];
     const int row = tile % call.row_tiles * TILE_ROWS;
-    return {{static_cast<u32>(g.x), g.y, g.z, g.w},
+    return {{static_cast<u32>(g.x), g.y & 255, g.y >> 8, g.z, g.w},
             half < 0 ? row : row + half % 2 * (TILE_ROWS / 2),
             half < 0 ? TILE_ROWS : TILE_ROWS / 2};
 }
@@ -69,7 +70,7 @@ struct Ahead {
     int item, step, slot;
     const u8* weights;
     u32 bytes;  // of one n-tile in one step
-    int tiles;
+    int tiles, stride;
     const u16* rows;  // of this thread's first row and 16 bytes, at k = 0
     int rows_left;    // from this thread's first row on
 
@@ -80,6 +81,7 @@ struct Ahead {
         weights = call.weights + static_cast<u64>(next.group.offset) * 512;
         bytes = unit_bytes(next.group.kind);
         tiles = next.group.tiles;
+        stride = next.group.stride;
         const int row = threadIdx.x / 8;
         rows = call.x + static_cast<i64>(next.row + row) * call.width + threadIdx.x % 8 * 8;
         rows_left = min(next.height, call.rows - next.row) - row;
@@ -99,7 +101,7 @@ DEVICE void fetch_weights(const Call& call, const Ahead& at, saddr ring, saddr f
     const bool there = tile < at.tiles;
     barrier_expect(full + 8 * at.slot, there ? at.bytes : 0);
     if (!there) return;
-    const int unit = ((at.step >> 1) * at.tiles + tile) * 2 + (at.step & 1);
+    const int unit = ((at.step >> 1) * at.stride + tile) * 2 + (at.step & 1);
     copy_bulk_kept(ring + at.slot * SLOT_BYTES + ROWS_BYTES + tile * UNIT_BYTES,
                    at.weights + static_cast<u64>(unit) * at.bytes, at.bytes, full + 8 * at.slot);
 }

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from thor_dflash.plugins.launch import (
@@ -18,7 +20,7 @@ from thor_dflash.plugins.launch import (
     Table,
 )
 from thor_dflash.plugins.linear.few import Epilogue, strip_table
-from thor_dflash.plugins.linear.layout import GROUP_TILES, Kind, Layout, layout
+from thor_dflash.plugins.linear.layout import PIECE_TILES, Kind, Layout, Piece, layout
 from thor_dflash.plugins.linear.prepare import prepared
 from thor_dflash.tensors import Array
 
@@ -28,7 +30,7 @@ STEP = 64
 """Of K, one stage."""
 BARRIER_BYTES = 8
 OFFSET_UNIT = 512
-"""Of a group's offset, bytes."""
+"""Of a piece's offset, bytes."""
 
 
 def launches(site: Site, device: Device) -> tuple[Launch, ...]:
@@ -41,7 +43,8 @@ def _product(site: Site, device: Device, rows: Argument) -> Launch:
     plan = layout(site)
     t, k = site.ports["x"].shape
     tile_rows = 64 if t <= 64 else 128
-    tiles = -(-t // tile_rows) * len(plan.groups)
+    pieces = _pieces(plan)
+    tiles = -(-t // tile_rows) * len(pieces)
     shared = STAGES * (_slot_bytes(plan, tile_rows) + BARRIER_BYTES)
     resident = 2 if tile_rows == 64 and 2 * (shared + 1024) <= device.shared else 1
     blocks = resident * device.multiprocessors
@@ -57,13 +60,13 @@ def _product(site: Site, device: Device, rows: Argument) -> Launch:
             rows,
             At("packed"),
             At("scales"),
-            Table(_groups(plan)),
+            Table(_table(pieces)),
             Table(strip_table(plan)),
             At("residual"),
             Addresses(tuple(f"y{i}" for i in range(outputs))),
             Int(t),
             Int(k),
-            Int(len(plan.groups)),
+            Int(len(pieces)),
             Int(whole),
         ),
         shared=shared,
@@ -84,10 +87,19 @@ def _whole(tiles: int, blocks: int) -> int:
 def _slot_bytes(plan: Layout, tile_rows: int) -> int:
     """One stage: rows, and the n-tiles of a group of the largest kind."""
     largest = Kind(max(plan.kinds))
-    return tile_rows * STEP * 2 + GROUP_TILES * largest.slots * largest.slot_bytes
+    return tile_rows * STEP * 2 + PIECE_TILES * largest.slots * largest.slot_bytes
 
 
-def _groups(plan: Layout) -> Array:
-    """int32 [groups, 4]: offset in units of 512 bytes, kind, n-tiles, first packed column."""
-    rows = [(g.offset // OFFSET_UNIT, int(g.kind), g.tiles, g.column) for g in plan.groups]
+def _pieces(plan: Layout) -> list[Piece]:
+    return [piece for group in plan.groups for piece in group.pieces(PIECE_TILES)]
+
+
+def _table(pieces: Sequence[Piece]) -> Array:
+    """int32 [pieces, 4]: offset in units of 512 bytes, kind | n-tiles of the group << 8, n-tiles,
+    first packed column.
+    """
+    rows = [
+        (p.offset // OFFSET_UNIT, p.group.kind | p.group.tiles << 8, p.tiles, p.column)
+        for p in pieces
+    ]
     return np.array(rows, np.int32)

@@ -12,6 +12,10 @@ _COLUMNS = 8 * THREADS
 """Of a row that a block takes at a time."""
 
 
+SLAB = 64
+"""Columns of a slab."""
+
+
 class Gate(IntEnum):
     """Prologue gate, as in rows.cu."""
 
@@ -20,21 +24,30 @@ class Gate(IntEnum):
     SILU = 2
 
 
-def prepared(site: Site, folder: str = "") -> tuple[Argument, tuple[Launch, ...]]:
+def padded(k: int) -> int:
+    """Columns of whole slabs."""
+    return -(-k // SLAB) * SLAB
+
+
+def prepared(
+    site: Site, folder: str = "", *, slabs: bool = False
+) -> tuple[Argument, tuple[Launch, ...]]:
     """The rows that enter the product, and the launch that makes them; none where `x` is they.
 
-    `folder`: of linear's sources, from the room's own.
+    Args:
+        folder: Of linear's sources, from the room's own.
+        slabs: In the order of few rows' kernel (units.cuh), which no `x` has.
     """
     a = site.attributes
     gate = Gate[a.word("gate").upper()] if "gate" in a.values else Gate.NONE
-    if "norm_weight" not in site and gate is Gate.NONE:
+    if "norm_weight" not in site and gate is Gate.NONE and not slabs:
         return At("x"), ()
     t, k = site.ports["x"].shape
     norm = 0
     if "norm_weight" in site:
         norm = (a.integer("head_dim") % k if "head_dim" in a.values else 0) or k
     wide = "norm_weight" in site and site.ports["norm_weight"].dtype is DType.F32
-    rows = Scratch("rows", site.ports["x"].nbytes)
+    rows = Scratch("rows", 2 * t * padded(k))
     arguments = (At("x"), At("norm_weight"), At("gate"), rows, Int(k), Int(norm), Int(gate))
     launch = Launch(
         kernel="linear_rows",
@@ -42,6 +55,6 @@ def prepared(site: Site, folder: str = "") -> tuple[Argument, tuple[Launch, ...]
         grid=(t, 1 if norm == k else -(-k // _COLUMNS), 1),
         threads=THREADS,
         arguments=(*arguments, Real(a.real("norm_eps")), Real(a.real("norm_offset"))),
-        defines={"WEIGHT_FLOAT": int(wide)},
+        defines={"WEIGHT_FLOAT": int(wide), "SLABS": int(slabs)},
     )
     return rows, (launch,)

@@ -1,6 +1,6 @@
-// The products of one slot of weights with the rows of a chunk: sums[row tile][strip] += rows x
-// weights, in order of k. `rows` is where load_matrix4 finds this lane's row at the slot's first k;
-// 16 of K further is 32 bytes further.
+// The products of one slot of weights with the rows of its stage: sums[row tile][strip] += rows x
+// weights, in order of k. `rows` is where load_matrix4 finds this lane's row in the slot's slab, at
+// the slab's first k; 16 of K further is that ^ 32 bytes.
 #pragma once
 #include "linear/ring.cuh"
 
@@ -9,7 +9,15 @@ typedef u32 RowFragments[ROW_TILES][4];
 
 DEVICE void load_fragments(RowFragments& a, saddr rows, int k16) {
 #pragma unroll
-    for (int m = 0; m < ROW_TILES; m++) load_matrix4(a[m], rows + 32 * k16 + m * 16 * PITCH);
+    for (int m = 0; m < ROW_TILES; m++) load_matrix4(a[m], (rows ^ 32 * k16) + m * 16 * SLAB_ROW);
+}
+
+DEVICE void copy_fragments(RowFragments& to, const RowFragments& from) {
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; m++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) to[m][i] = from[m][i];
+    }
 }
 
 DEVICE void add_strip(Sums& sums, const RowFragments& a, int strip, u32 b0, u32 b1) {
@@ -33,28 +41,36 @@ DEVICE void add_nvfp4_words(Sums& sums, const RowFragments& a, const uint4& code
     }
 }
 
-// 64 of K, the first or second half of the step.
-DEVICE void add_nvfp4(Sums& sums, saddr slot, saddr rows, int part) {
-    const u32 lane = threadIdx.x % 32;
-    const saddr at = slot + lane * 16, scales = slot + NVFP4_CODES + lane / 4 * 32;
-    const uint4 s0 = load_shared16(scales), s1 = load_shared16(scales + 16);
-    const u32 s[8] = {s0.x, s0.y, s0.z, s0.w, s1.x, s1.y, s1.z, s1.w};
-#pragma unroll
-    for (int k16 = 0; k16 < 4; k16++) {
-        const uint4 codes = load_shared16(at + 512 * k16);
-        RowFragments a;
-        load_fragments(a, rows, 4 * part + k16);
-        add_nvfp4_words(sums, a, codes, s[2 * k16], s[2 * k16 + 1]);
-    }
-}
+// What a lane holds of a slot of 64 of K: the scales, and codes and rows of the 16 in turn. Those of
+// the next 16, or of the next slot, are loaded before the products of these are made.
+struct Nvfp4 {
+    uint4 scales[2];
+    uint4 codes;
+    RowFragments a;
 
-// 32 of K, one quarter of the step.
-DEVICE void add_fp8(Sums& sums, saddr slot, saddr rows, int part) {
+    DEVICE void load(saddr slot, saddr rows, int k16) {
+        const u32 lane = threadIdx.x % 32;
+        codes = load_shared16(slot + 512 * k16 + 16 * lane);
+        load_fragments(a, rows, k16);
+    }
+    DEVICE void load_scales(saddr slot) {
+        const saddr at = slot + NVFP4_CODES + threadIdx.x % 32 / 4 * 32;
+        scales[0] = load_shared16(at);
+        scales[1] = load_shared16(at + 16);
+    }
+    DEVICE void add(Sums& sums, int k16) const {
+        const uint4& s = scales[k16 / 2];
+        add_nvfp4_words(sums, a, codes, k16 % 2 ? s.z : s.x, k16 % 2 ? s.w : s.y);
+    }
+};
+
+// 32 of K.
+DEVICE void add_fp8(Sums& sums, saddr slot, saddr rows) {
     const saddr at = slot + threadIdx.x % 32 * 16;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         RowFragments a;
-        load_fragments(a, rows, 2 * part + i);
+        load_fragments(a, rows, i);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const uint4 codes = load_shared16(at + 1024 * i + 512 * h);
@@ -69,15 +85,32 @@ DEVICE void add_fp8(Sums& sums, saddr slot, saddr rows, int part) {
     }
 }
 
-// 16 of K, one eighth of the step.
-DEVICE void add_bf16(Sums& sums, saddr slot, saddr rows, int part) {
+// 16 of K.
+DEVICE void add_bf16(Sums& sums, saddr slot, saddr rows) {
     const saddr at = slot + threadIdx.x % 32 * 16;
     RowFragments a;
-    load_fragments(a, rows, part);
+    load_fragments(a, rows, 0);
 #pragma unroll
     for (int h = 0; h < 4; h++) {
         const uint4 b = load_shared16(at + 512 * h);
         add_strip(sums, a, 2 * h, b.x, b.y);
         add_strip(sums, a, 2 * h + 1, b.z, b.w);
+    }
+}
+
+// Slots of kinds that are not NVFP4.
+DEVICE void add_slot(Sums& sums, saddr slot, saddr rows, int kind) {
+    if ((KINDS & 1 << FP8) && kind == FP8) add_fp8(sums, slot, rows);
+    if ((KINDS & 1 << BF16) && kind == BF16) add_bf16(sums, slot, rows);
+}
+
+DEVICE void clear(Sums& sums) {
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; m++) {
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) sums[m][j][i] = 0.0f;
+        }
     }
 }

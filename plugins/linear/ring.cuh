@@ -1,8 +1,9 @@
-// What a block streams: each warp its own weights, and all warps the rows they meet. Both come by
-// the copy engine into slots of shared memory, in the order in which they are read, across the
-// items of the block; weights are asked for before the kernel before this one has ended.
+// What a block streams. One warp asks the copy engine for it, stage by stage across the items of the
+// block, and eight multiply. A stage holds a slot of weight for each of those and the rows that they
+// meet; the first stages' weights are asked for before the kernel before this one has ended.
 //
-// Compile-time: KINDS, the kinds of weight that occur (1 << kind); ROW_TILES, row tiles of 16.
+// Compile-time: KINDS, the kinds of weight that occur (1 << kind); ROW_TILES, row tiles of 16; PARTS,
+// blocks of a cluster.
 #pragma once
 #include "linear/units.cuh"
 
@@ -10,188 +11,135 @@ constexpr int WARPS = 8;
 constexpr int ROWS = 16 * ROW_TILES;
 constexpr bool ONLY_NVFP4 = KINDS == 1 << NVFP4;
 
-// Weights: a slot holds half a step of K of an n-tile (less where weights are wider). Even steps of
-// an item go to one warp of a pair, odd steps to the other.
 constexpr int SLOT = NVFP4_SLOT;
-constexpr int SLOTS = 4;
-constexpr int RING_BYTES = SLOTS * SLOT;  // of one warp
+constexpr int ROWS_AT = WARPS * SLOT;
+constexpr int STAGE_SLABS = 4;  // at most
+constexpr int STAGE_BYTES = ROWS_AT + STAGE_SLABS * ROWS * SLAB_ROW;
+constexpr int STAGES = 2 + ROW_TILES;
 
-// Rows: a chunk is two steps of K of every row. A row is padded by 16 bytes, so that load_matrix4
-// meets no bank twice.
-constexpr int CHUNK = 2 * STEP_K;
-constexpr int PITCH = 2 * CHUNK + 16;
-constexpr int CHUNK_BYTES = ROWS * PITCH;
-constexpr int CHUNKS = 3;
-
-// A piece of one group that one block makes: steps k0..k1 of K.
+// Up to four neighbouring n-tiles of one group. A cluster makes them, each of its blocks a run of
+// K.
 struct Item {
-    u32 offset;  // of the group in the packed weight, 512 bytes
-    int k0, k1;
+    u32 offset, stride;  // of the first tile in the packed weight; of a step; 512 bytes
+    int column;          // first packed column
     int kind, tiles;
-    bool last;   // of the block
-    int column;  // first packed column
-    int first, order, parts;  // partial sums of this group: first of all, which is ours, how many
-};
+    int left;            // items of the cluster after this one
 
-constexpr int ITEM_WORDS = 2;  // int4
+    // n-tiles, there or not, that a block's warps are dealt to; and warps of one, which take its
+    // slots in turn.
+    DEVICE int lanes() const { return WARPS >> phase_bits(); }
+    DEVICE int phases() const { return 1 << phase_bits(); }
+    DEVICE int phase_bits() const {
+        if (tiles > 2 || PARTS > 4) return 1;
+        return tiles == 1 && PARTS == 2 && kind != NVFP4 ? 3 : 2;
+    }
+};
 
 DEVICE Item item_at(const int4* items, int i) {
-    const int4 a = items[ITEM_WORDS * i], b = items[ITEM_WORDS * i + 1];
-    return {static_cast<u32>(a.x), a.y, a.z, a.w & 255, a.w >> 8 & 255, (a.w >> 16) != 0,
-            b.x, b.y, b.z, b.w};
+    const int4 a = items[i];
+    const int kind = ONLY_NVFP4 ? NVFP4 : a.w & 255;
+    return {static_cast<u32>(a.x), static_cast<u32>(a.y), a.z, kind, a.w >> 8 & 255, a.w >> 16};
 }
 
-// Slots of one n-tile's step.
-DEVICE constexpr int parts_of(int kind) { return 2 * slots_of(kind); }
+// The block's half steps of K. The last step's second one may lie past K.
+constexpr int HALF_K = STEP_K / 2;
+struct Halves {
+    int begin, end;
+};
 
-// One warp's weights.
-struct Weights {
-    const u8* packed;
+// Where a block stands: the slots of K q.. of an item.
+struct Walk {
     const int4* items;
-    int item;             // next to open; -1 after the last
-    const u8* from;       // where the next slot's bytes come from
-    int left;             // slots of the open item
-    int burst, in_burst;  // slots that follow each other, and those left of them
-    u32 bytes, jump;      // of a slot; from the last of a step to the first of the step after next
-    saddr slots, full;    // of this warp
-    u32 slot, parity;     // the slot in turn, to be read or to be filled
+    Halves halves;
+    Item item;
+    int q, end;
+    bool over;
 
     DEVICE void open() {
-        left = 0;
-        while (left == 0 && item >= 0) {
-            const Item it = item_at(items, item);
-            item = it.last ? -1 : item + 1;
-            const int warp = threadIdx.x / 32, tile = warp / 2, odd = warp & 1;
-            if (tile >= it.tiles) continue;
-            const int kind = ONLY_NVFP4 ? NVFP4 : it.kind;
-            burst = in_burst = parts_of(kind);
-            bytes = slot_bytes(kind);
-            const u32 own = burst * bytes, step = it.tiles * own;
-            jump = 2 * step - own + bytes;
-            from = packed + static_cast<u64>(it.offset) * 512 +
-                   static_cast<u64>(it.k0 + odd) * step + tile * own;
-            left = (it.k1 - it.k0 + 1 - odd) / 2 * burst;
-        }
+        item = item_at(items, 0);
+        q = halves.begin * slots_of(item.kind);
+        end = halves.end * slots_of(item.kind);
     }
-
-    // Ask for the next slot's bytes, if there are any, into the slot in turn; then on to the next.
-    DEVICE void request() {
-        if (left != 0) {
-            if (threadIdx.x % 32 == 0) {
-                const u32 size = ONLY_NVFP4 ? SLOT : bytes;
-                barrier_expect(full + 8 * slot, size);
-                copy_bulk(slots + slot * SLOT, from, size, full + 8 * slot);
-            }
-            if (--in_burst == 0) {
-                from += jump;
-                in_burst = burst;
-            } else {
-                from += bytes;
-            }
-            if (--left == 0) open();
-        }
-        slot = (slot + 1) % SLOTS;
-        parity ^= slot == 0;
-    }
-
-    DEVICE void start(saddr ring, saddr barriers) {
-        const int warp = threadIdx.x / 32;
-        slots = ring + warp * RING_BYTES;
-        full = barriers + warp * 8 * SLOTS;
-        slot = parity = 0;
-        if (threadIdx.x % 32 == 0) {
-#pragma unroll
-            for (int i = 0; i < SLOTS; i++) barrier_init(full + 8 * i, 1);
-            barrier_init_done();
-        }
-        sync_warp();
+    // To the first stage, or over: a block may have none.
+    DEVICE void start() {
         open();
-#pragma unroll
-        for (int i = 0; i < SLOTS; i++) request();
-        parity = 0;
+        over = q >= end;
     }
-
-    // The slot in turn, its bytes there.
-    DEVICE saddr wait() const {
-        barrier_wait(full + 8 * slot, parity);
-        return slots + slot * SLOT;
-    }
-    // Every lane has read it.
     DEVICE void next() {
-        sync_warp();
-        request();
+        q += item.phases();
+        if (q < end) return;
+        over = item.left == 0;
+        if (over) return;
+        items++;
+        open();
     }
 };
 
-// The rows, seen alike by every warp. Chunk n is asked for by warp n % WARPS, two chunks ahead.
-struct Rows {
-    const u16* x;
-    const int4* items;
-    int count, k;          // rows there are; elements of one
-    int item;              // of the chunk asked for next; -1 after the last
-    int step, end;         // where it starts, and the item's end
-    int asked, read;       // chunks so far
-    saddr chunks, full, empty;
+// The barriers of a stage, and which one is in turn.
+struct Turn {
+    saddr stages, full, empty;
+    u32 stage, parity;
 
-    DEVICE void open() {
-        if (item < 0) return;
-        const Item it = item_at(items, item);
-        item = it.last ? -1 : item + 1;
-        step = it.k0;
-        end = it.k1;
-    }
-
-    DEVICE void ask() {
-        if (step >= end) return;
-        if (threadIdx.x / 32 == asked % WARPS) fetch();
-        asked++;
-        step += 2;
-        if (step >= end) open();
-    }
-
-    DEVICE void fetch() const {
-        const int lane = threadIdx.x % 32, turn = asked / CHUNKS;
-        const u32 slot = asked % CHUNKS;
-        if (turn > 0) barrier_wait(empty + 8 * slot, (turn - 1) & 1);
-        const int first = step * STEP_K;
-        const int columns = min(min(CHUNK, (end - step) * STEP_K), k - first);
-        const u32 size = columns > 0 ? 2 * columns : 0;
-        if (lane == 0) barrier_expect(full + 8 * slot, size * count);
-        sync_warp();
-        if (lane < count && size) {
-            copy_bulk_kept(chunks + slot * CHUNK_BYTES + lane * PITCH,
-                           x + static_cast<i64>(lane) * k + first, size, full + 8 * slot);
-        }
-    }
-
-    // Barriers, and zeros where no row will ever be.
-    DEVICE void start(u8* memory, saddr barriers) {
-        chunks = shared_address(memory);
+    DEVICE void start(saddr memory, saddr barriers) {
+        stages = memory;
         full = barriers;
-        empty = barriers + 8 * CHUNKS;
-        for (int i = threadIdx.x; i < CHUNKS * CHUNK_BYTES / 16; i += 32 * WARPS) {
-            reinterpret_cast<uint4*>(memory)[i] = make_uint4(0, 0, 0, 0);
-        }
-        if (threadIdx.x == 0) {
-#pragma unroll
-            for (int i = 0; i < CHUNKS; i++) {
-                barrier_init(full + 8 * i, 1);
-                barrier_init(empty + 8 * i, WARPS);
-            }
-        }
-        barrier_init_done();
-        asked = read = step = end = 0;
-        open();
+        empty = barriers + 8 * STAGES;
+        stage = parity = 0;
+    }
+    DEVICE saddr bytes() const { return stages + stage * STAGE_BYTES; }
+    DEVICE saddr filled() const { return full + 8 * stage; }
+    DEVICE saddr read() const { return empty + 8 * stage; }
+    DEVICE void next() {
+        const bool wrap = stage == STAGES - 1;
+        stage = wrap ? 0 : stage + 1;
+        parity ^= wrap;
+    }
+};
+
+// The warp that asks.
+struct Source {
+    const u8* packed;
+    const u8* slabs;
+    int rows;
+
+    // The first slab of a stage, and the one after its last.
+    DEVICE static int first_slab(const Walk& at) {
+        return at.q * slot_columns(at.item.kind) / SLAB_COLUMNS;
+    }
+    DEVICE static int end_slab(const Walk& at) {
+        const int end = min(at.q + at.item.phases(), at.end) * slot_columns(at.item.kind);
+        return (end + SLAB_COLUMNS - 1) / SLAB_COLUMNS;
     }
 
-    DEVICE saddr wait() const {
-        const u32 slot = read % CHUNKS;
-        barrier_wait(full + 8 * slot, read / CHUNKS & 1);
-        return chunks + slot * CHUNK_BYTES;
+    DEVICE u32 slab_bytes(const Walk& at) const {
+        return (end_slab(at) - first_slab(at)) * rows * SLAB_ROW;
     }
-    DEVICE void next() {
+
+    // Announces a stage and asks for its weights: a lane a slot.
+    DEVICE void weights(const Walk& at, const Turn& turn) const {
+        const int lane = threadIdx.x % 32, kind = at.item.kind, bits = at.item.phase_bits();
+        const int tile = lane >> bits, q = at.q + (lane & (1 << bits) - 1);
+        const bool there = lane < WARPS && tile < at.item.tiles && q < at.end;
+        const u32 bytes = slot_bytes(kind), count = __popc(ballot(there));
+        if (lane == 0) barrier_expect(turn.filled(), count * bytes + slab_bytes(at));
         sync_warp();
-        if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * (read % CHUNKS));
-        read++;
+        if (!there) return;
+        const int in_step = 2 * slots_of(kind);
+        const u64 step = static_cast<u64>(at.item.stride) * (q >> kind + 1);
+        copy_bulk(turn.bytes() + lane * SLOT,
+                  packed + (at.item.offset + step) * 512 +
+                      (tile * in_step + (q & in_step - 1)) * bytes,
+                  bytes, turn.filled());
+    }
+    // Asks for its rows.
+    DEVICE void some_rows(const Walk& at, const Turn& turn) const {
+        const int lane = threadIdx.x % 32, first = first_slab(at), each = rows * SLAB_ROW;
+        const saddr to = turn.bytes() + ROWS_AT;
+        const u8* const from = slabs + static_cast<i64>(first) * each;
+        if (rows == ROWS) {
+            if (lane == 0) copy_bulk_kept(to, from, slab_bytes(at), turn.filled());
+        } else if (lane < end_slab(at) - first) {
+            copy_bulk_kept(to + lane * ROWS * SLAB_ROW, from + lane * each, each, turn.filled());
+        }
     }
 };

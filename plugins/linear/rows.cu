@@ -1,7 +1,7 @@
 // The rows that enter a product: the contract's prologue, in float32, rounded to bf16 once. One block
 // a row, several where no sum goes over the whole row; a thread takes eight neighbouring columns at a
 // time, so a row's sums have one order whatever else is computed.
-#include "cuda/device.cuh"
+#include "linear/units.cuh"
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
@@ -42,7 +42,7 @@ DEVICE float gated(float x, float gate, int kind) {
     return kind == NO_GATE ? x : kind == SIGMOID ? x * s : x * (gate * s);
 }
 
-// x, gate, y [rows, width], width a multiple of 8; `norm` the columns of one norm: width, or a head
+// x, gate, y [rows, width], width a multiple of 8; SLABS: y in slabs, zero up to a whole slab; `norm` the columns of one norm: width, or a head
 // of 8 to 256 columns (a power of two), or 0 for none; norm_weight [norm], WEIGHT_FLOAT: float32.
 KERNEL void __launch_bounds__(THREADS)
 linear_rows(const u16* x, const void* __restrict__ norm_weight, const u16* gate, u16* y, int width,
@@ -53,8 +53,9 @@ linear_rows(const u16* x, const void* __restrict__ norm_weight, const u16* gate,
     const i64 row = static_cast<i64>(blockIdx.x) * width;
     const uint4* in = reinterpret_cast<const uint4*>(x + row);
     const uint4* gates = reinterpret_cast<const uint4*>(gate + row);
-    uint4* out = reinterpret_cast<uint4*>(y + row);
+    uint4* out = reinterpret_cast<uint4*>(SLABS ? y : y + row);
     const int chunks = width / 8, lanes = norm / 8;  // `lanes` make one head's sum
+    const int end = SLABS ? (chunks + 7) / 8 * 8 : chunks;
     const bool by_row = norm == width;
     float scale = 1.0f;
     if (by_row) {
@@ -63,7 +64,7 @@ linear_rows(const u16* x, const void* __restrict__ norm_weight, const u16* gate,
         scale = rsqrtf(block_sum(sum, parts) / width + eps);
     }
     // Whole warps go round: shuffles need every lane.
-    for (int first = blockIdx.y * THREADS; first < chunks; first += gridDim.y * THREADS) {
+    for (int first = blockIdx.y * THREADS; first < end; first += gridDim.y * THREADS) {
         const int c = first + threadIdx.x;
         const bool there = c < chunks;
         const uint4 packed = there ? in[c] : make_uint4(0, 0, 0, 0);
@@ -72,7 +73,12 @@ linear_rows(const u16* x, const void* __restrict__ norm_weight, const u16* gate,
             for (int mask = lanes / 2; mask; mask /= 2) sum += shuffle_xor(sum, mask);
             scale = rsqrtf(sum / norm + eps);
         }
-        if (!there) continue;
+        if (!there) {
+            if (SLABS && c < end) {
+                out[slab_offset(gridDim.x, blockIdx.x, 8 * c) / 8] = make_uint4(0, 0, 0, 0);
+            }
+            continue;
+        }
         float v[8], g[8] = {};
         unpack8(v, packed);
         if (gate_kind != NO_GATE) unpack8(g, gates[c]);
@@ -89,7 +95,7 @@ linear_rows(const u16* x, const void* __restrict__ norm_weight, const u16* gate,
             }
             v[i] = gated(v[i], g[i], gate_kind);
         }
-        out[c] = make_uint4(pack_bf16x2(v[0], v[1]), pack_bf16x2(v[2], v[3]),
+        out[SLABS ? slab_offset(gridDim.x, blockIdx.x, 8 * c) / 8 : c] = make_uint4(pack_bf16x2(v[0], v[1]), pack_bf16x2(v[2], v[3]),
                             pack_bf16x2(v[4], v[5]), pack_bf16x2(v[6], v[7]));
     }
 }

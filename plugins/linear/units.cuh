@@ -9,8 +9,20 @@
 //          bytes k = 2t, 2t + 1 (b0), 2t + 8, 2t + 9 (b1)
 //   BF16   16 of K, 2048 bytes: [h: 4][lane][word: 4] = b0, b1 of strip 2h, b0, b1 of strip 2h + 1
 // The sums of a column are multiplied by its float32 `scales` at the end.
+//
+// The rows that enter a product, bf16 in slabs of 64 of K: [slab][row][64], the eights of a row r in
+// the order u ^ r % 8, so that load_matrix4 meets no bank twice.
 #pragma once
 #include "cuda/device.cuh"
+
+constexpr int SLAB_COLUMNS = 64;
+constexpr int SLAB_ROW = 2 * SLAB_COLUMNS;  // bytes
+
+// Elements before those of 8 columns from `column` of a row, of `rows`.
+DEVICE int slab_offset(int rows, int row, int column) {
+    return (column / SLAB_COLUMNS * rows + row) * SLAB_COLUMNS +
+           ((column % SLAB_COLUMNS / 8) ^ (row % 8)) * 8;
+}
 
 enum Kind { NVFP4 = 0, FP8 = 1, BF16 = 2 };
 
@@ -20,15 +32,18 @@ constexpr int NVFP4_SLOT = 2304;
 constexpr int PLAIN_SLOT = 2048;
 constexpr int NVFP4_CODES = 2048;  // bytes before the scales
 
-// Slots of half a step, bytes of one of them, bytes of one n-tile in one step.
+// Slots of half a step, of one of them K and bytes; bytes of one n-tile in one step.
 DEVICE constexpr int slots_of(int kind) { return 1 << kind; }
+DEVICE constexpr int slot_columns(int kind) { return STEP_K / 2 >> kind; }
 DEVICE constexpr int slot_bytes(int kind) { return kind == NVFP4 ? NVFP4_SLOT : PLAIN_SLOT; }
 DEVICE constexpr int step_bytes(int kind) { return 2 * slots_of(kind) * slot_bytes(kind); }
 
-// Two words of E5M3 scales of four strips, times 2^81: one strip per half register.
+// Two words of E5M3 scales of four strips, times 2^81: one strip per half register. The constant in
+// a register, so that one instruction masks and adds it.
 DEVICE void nvfp4_scales(u32 word, u32 (&scale)[2]) {
-    scale[0] = (word & 0x0ff00ff0u) | 0x60006000u;
-    scale[1] = (rotate_right(word, 8) & 0x0ff00ff0u) | 0x60006000u;
+    const u32 exponent = opaque(0x60006000u);
+    scale[0] = (word & 0x0ff00ff0u) | exponent;
+    scale[1] = (rotate_right(word, 8) & 0x0ff00ff0u) | exponent;
 }
 
 // One word of codes and its two scales -> b0, b1 of the even strip and b0, b1 of the odd strip,

@@ -174,6 +174,7 @@ DEVICE u32 e4m3x2_f16x2(u16 x) {
     return pack_f16x2(emulated_e4m3_float(static_cast<u8>(x)), emulated_e4m3_float(static_cast<u8>(x >> 8)));
 }
 
+DEVICE u32 opaque(u32 x) { return x; }
 DEVICE u32 rotate_right(u32 x, int n) { return x >> (n & 31) | x << (-n & 31); }
 DEVICE u32 select_bytes(u32 a, u32 b, u32 selector) {
     u64 all = static_cast<u64>(b) << 32 | a;
