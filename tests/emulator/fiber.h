@@ -27,6 +27,8 @@ inline unsigned char* new_stack() {
     return static_cast<unsigned char*>(p) + PAGE;
 }
 
+inline void free_stack(unsigned char* stack) { munmap(stack - PAGE, STACK + PAGE); }
+
 #if defined(__x86_64__)
 extern "C" void emulator_switch(void** from, void* to);  // fiber.cpp
 

@@ -245,6 +245,15 @@ void release_signals() {
     for (int i = 0; i < 4; i++) sigaction(CAUGHT[i], &before[i], nullptr);
 }
 
+// A process may have 65530 mappings, a stack is two, and every emulated kernel has its own machine.
+void free_stacks() {
+    for (int i = 0; i < block_count * thread_count; i++) {
+        Fiber& fiber = threads[i].fiber;
+        if (fiber.stack != nullptr) free_stack(fiber.stack);
+        fiber.stack = nullptr;
+    }
+}
+
 void check_launch() {
     if (thread_count < 1 || thread_count > MOST_THREADS || launch->shared > LARGEST_SHARED) {
         fault_at(nullptr, "threads must be 1 to 1024 and shared memory 0 to %d (got %d, %d)",
@@ -277,12 +286,14 @@ int run(const Launch& given, void (*body)()) {
     catch_signals();
     if (setjmp(left) != 0) {
         self = nullptr;
+        free_stacks();
         release_signals();
         return 1;
     }
     check_launch();
     between.start_launch();
     run_grid();
+    free_stacks();
     release_signals();
     return 0;
 }
