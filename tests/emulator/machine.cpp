@@ -247,7 +247,7 @@ void release_signals() {
 
 // A process may have 65530 mappings, a stack is two, and every emulated kernel has its own machine.
 void free_stacks() {
-    for (int i = 0; i < block_count * thread_count; i++) {
+    for (int i = 0; i < MOST_BLOCKS * MOST_THREADS; i++) {
         Fiber& fiber = threads[i].fiber;
         if (fiber.stack != nullptr) free_stack(fiber.stack);
         fiber.stack = nullptr;
