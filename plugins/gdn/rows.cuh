@@ -65,6 +65,9 @@ struct Inputs {
     DEVICE u32 pair(int t, int channel) const {
         return *reinterpret_cast<const u32*>(row(t) + channel);
     }
+    DEVICE uint2 four(int t, int channel) const {
+        return *reinterpret_cast<const uint2*>(row(t) + channel);
+    }
 };
 
 // exp(-exp(a_log) softplus(a + dt_bias))
