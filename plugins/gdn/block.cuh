@@ -1,217 +1,179 @@
-// The rows of a block to verify, before the recurrence: q, k, v and gates of what a block of four
-// warps works for, HEADS value heads of one key head and SLAB columns of each, into shared memory.
-// A warp convolves q and k of four whole rows, so their norms are sums over its own lanes.
+// The rows of a block to verify, before the recurrence: q, k and v, into shared memory, of what a
+// block of threads works for, HEADS value heads of one key head and SLAB columns of each. A warp
+// does a row, so that its norms are sums over the warp's own lanes; a lane has four channels.
 #pragma once
 #include "gdn/rows.cuh"
 
-#ifndef HEADS
-#error "HEADS must be defined"
+#if !defined(KEY_HEADS) || !defined(VALUE_HEADS)
+#error "KEY_HEADS and VALUE_HEADS must be defined"
 #endif
-static_assert(HEADS >= 1 && HEADS <= 3, "a row's gates are eight floats");
+#if !defined(CONV_WEIGHT_F32) || !defined(A_LOG_F32) || !defined(DT_BIAS_F32)
+#error "the types of the plain parameters must be defined"
+#endif
 
-constexpr int WARPS = 4, THREADS = 32 * WARPS;
+constexpr int RATIO = VALUE_HEADS / KEY_HEADS;
+constexpr int HEADS = RATIO % 3 == 0 ? 3 : RATIO % 2 == 0 ? 2 : 1;  // as in launch.py
+constexpr int CHANNELS = (2 * KEY_HEADS + VALUE_HEADS) * D;
+constexpr int WIDTH = VALUE_HEADS * D;
+constexpr int WALKERS = 4;                  // warps that have the state; as in launch.py
+constexpr int MAKERS = 4;                   // warps that make the rows, as many at a time
+constexpr int THREADS = 32 * (WALKERS + MAKERS);
 constexpr int SLAB = 16, SLABS = D / SLAB;  // columns of each head; as in launch.py
 constexpr int FOURS = D / 4;                // of a row of q or k
-constexpr int TILE = D * SLAB;              // floats of the state of a head and slab
+constexpr int COLUMNS = HEADS * SLAB;       // of a block
 constexpr int GATES = 8;                    // floats: decay of each head, k . q at 3, beta from 4
-constexpr int TOGETHER = 16;                // rows that are convolved at once: four a warp
-constexpr int EACH = TOGETHER / WARPS;      // q and k of a warp
-constexpr int VALUE_ROWS = 2;               // v of a thread
 
-// Where the block and this lane stand.
+// Where the block and this thread stand.
 struct Place {
     int slab, head, key_head;  // `head`: the first of HEADS
-    int warp, r, c;
-    bool first;                // of the key head's blocks of this slab
+    int warp, lane;
 
-    DEVICE int column() const { return slab * SLAB + 4 * warp + c; }
+    // Of the block's columns in fours, the x-th: its place in a row of v, d or o.
+    DEVICE int value_four(int x) const { return (head + x / 4) * D + slab * SLAB + x % 4 * 4; }
 };
 
-DEVICE Place place_of(int key_heads, int value_heads) {
+DEVICE Place place_of() {
     Place p;
-    const int lane = threadIdx.x % 32, ratio = value_heads / key_heads;
     p.slab = blockIdx.x % SLABS;
     p.head = blockIdx.x / SLABS * HEADS;
-    p.key_head = p.head / ratio;
-    p.first = p.head % ratio == 0;
-    p.warp = threadIdx.x / 32, p.r = lane / 4, p.c = lane % 4;
+    p.key_head = p.head / RATIO;
+    p.warp = threadIdx.x / 32, p.lane = threadIdx.x % 32;
     return p;
 }
 
-// Shared memory.
+// Rows in shared memory.
 struct Rows {
-    float* tile;      // [HEADS][D][SLAB], fours of a row in tile_at's order
-    float4 *k, *q;    // [rows][FOURS]
-    float* v;         // [rows][HEADS][SLAB]; while folding, d
-    float* gates;     // [rows][GATES]
+    float4 *k, *q;  // [rows][FOURS]
+    float* v;       // [rows][COLUMNS]
+    float* gates;   // [rows][GATES]
 };
 
-DEVICE Rows rows_at(u8* memory, int rows) {
+DEVICE Rows rows_at(float* memory, int rows) {
     Rows m;
-    m.tile = reinterpret_cast<float*>(memory);
-    m.k = reinterpret_cast<float4*>(m.tile + HEADS * TILE);
+    m.k = reinterpret_cast<float4*>(memory);
     m.q = m.k + rows * FOURS;
     m.v = reinterpret_cast<float*>(m.q + rows * FOURS);
-    m.gates = m.v + rows * (HEADS * SLAB);
+    m.gates = m.v + rows * COLUMNS;
     return m;
 }
 
-// The inputs of N rows from `t` on and of the three before, four channels wide. Rows from `count`
-// on are not there.
-template <int N> struct Window {
-    uint2 x[N + TAPS - 1];
+// The rows before the convolution, bf16, from the three before the block on: q | k | v of the
+// block's columns. The history may be there before the rows are.
+struct Raw {
+    u16* at;
+    static constexpr int K = D, V = 2 * D, PITCH = 2 * D + COLUMNS;
 
-    DEVICE void load(const Inputs& in, int t, int channel, int count) {
-#pragma unroll
-        for (int i = 0; i < N + TAPS - 1; i++) {
-            const int row = t + i - (TAPS - 1);
-            x[i] = row < count ? in.four(row, channel) : make_uint2(0, 0);
-        }
+    DEVICE u16* row(int t) const { return at + (t + TAPS - 1) * PITCH; }
+    // Row t, by a warp.
+    DEVICE void fetch(const Place& p, const Inputs& in, int t) const {
+        const u16* const from = in.row(t);
+        const int half = p.lane / 16, piece = p.lane % 16 * 8;
+        copy_async16(shared_address(row(t) + half * K + piece),
+                     from + (half * KEY_HEADS + p.key_head) * D + piece);
+        if (p.lane < COLUMNS / 8)
+            copy_async16(shared_address(row(t) + V + p.lane * 8),
+                         from + 2 * KEY_HEADS * D + p.value_four(2 * p.lane));
     }
-    DEVICE float4 convolved(const Taps& low, const Taps& high, int i) const {
-        const float2 a = ::convolved(low, x[i].x, x[i + 1].x, x[i + 2].x, x[i + 3].x);
-        const float2 b = ::convolved(high, x[i].y, x[i + 1].y, x[i + 2].y, x[i + 3].y);
+};
+
+// The inputs of a row and of the three before, four channels wide.
+struct Window {
+    uint2 x[TAPS];
+
+    // `row`: of the earliest.
+    DEVICE void load(const u16* row) {
+#pragma unroll
+        for (int i = 0; i < TAPS; i++)
+            x[i] = *reinterpret_cast<const uint2*>(row + i * Raw::PITCH);
+    }
+    DEVICE float4 convolved(const Taps (&taps)[2]) const {
+        const float2 a = ::convolved(taps[0], x[0].x, x[1].x, x[2].x, x[3].x);
+        const float2 b = ::convolved(taps[1], x[0].y, x[1].y, x[2].y, x[3].y);
         return make_float4(a.x, a.y, b.x, b.y);
     }
-    DEVICE void keep(u16* rows, int i, int t, int channels, int channel) const {
-        *reinterpret_cast<uint2*>(rows + t * channels + channel) = x[i + TAPS - 1];
-    }
+    DEVICE void keep(u16* to) const { *reinterpret_cast<uint2*>(to) = x[TAPS - 1]; }
     // next_tail: the three inputs before the block.
-    DEVICE void keep_tail(u16* tail, int channels, int channel) const {
+    DEVICE void keep_tail(u16* to) const {
 #pragma unroll
-        for (int i = 0; i < TAPS - 1; i++)
-            *reinterpret_cast<uint2*>(tail + i * channels + channel) = x[i];
+        for (int i = 0; i < TAPS - 1; i++) *reinterpret_cast<uint2*>(to + i * CHANNELS) = x[i];
     }
 };
 
-// Sums over the warp of EACH rows' values; lane l has those of row l / 8.
-DEVICE float sum_of_row(const float (&x)[EACH]) {
-    const bool upper = threadIdx.x & 16, odd = threadIdx.x & 8;
-    const float a = add_rn(upper ? x[2] : x[0], shuffle_xor(upper ? x[0] : x[2], 16));
-    const float b = add_rn(upper ? x[3] : x[1], shuffle_xor(upper ? x[1] : x[3], 16));
-    float sum = add_rn(odd ? b : a, shuffle_xor(odd ? a : b, 8));
+DEVICE float warp_sum(float x) {
 #pragma unroll
-    for (int mask = 4; mask; mask /= 2) sum = add_rn(sum, shuffle_xor(sum, mask));
-    return sum;
+    for (int mask = 16; mask; mask /= 2) x = add_rn(x, shuffle_xor(x, mask));
+    return x;
 }
 
-// q and k of a warp's rows: convolved and brought to unit length; `record` receives k.
-struct Keys {
-    Window<EACH> q, k;
-    int t, count, channel, k_channel;
+// Makes rows: what a lane needs for any of them.
+struct Maker {
+    Taps q_taps[2], k_taps[2], v_taps[2];
+    int q, k, v;  // channels
+    bool has_v;   // the lane's four is of the block's columns
 
-    // The channels' place, whatever the rows.
-    DEVICE void stand(const Place& p, int key_heads) {
-        channel = p.key_head * D + threadIdx.x % 32 * 4, k_channel = channel + key_heads * D;
-    }
-    DEVICE void load(const Inputs& in, const Place& p, int first, int rows) {
-        t = first + p.warp * EACH, count = rows;
-        q.load(in, t, channel, count);
-        k.load(in, t, k_channel, count);
-    }
-    // The rows that are this block's to keep.
-    DEVICE bool keeps(const Place& p, int row) const {
-        return p.first && row % SLABS == p.slab && row < count;
-    }
-    DEVICE void keep_inputs(const Place& p, u16* rows, u16* tail, int channels) const {
+    DEVICE Maker(const Place& p, const void* weights) {
+        has_v = p.lane < COLUMNS / 4;
+        q = p.key_head * D + p.lane * 4, k = KEY_HEADS * D + q;
+        v = 2 * KEY_HEADS * D + p.value_four(has_v ? p.lane : 0);
 #pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            if (!keeps(p, t + i)) continue;
-            q.keep(rows, i, t + i, channels, channel);
-            k.keep(rows, i, t + i, channels, k_channel);
+        for (int i = 0; i < 2; i++) {
+            q_taps[i] = load_taps(weights, q + 2 * i, CONV_WEIGHT_F32);
+            k_taps[i] = load_taps(weights, k + 2 * i, CONV_WEIGHT_F32);
+            v_taps[i] = load_taps(weights, v + 2 * i, CONV_WEIGHT_F32);
         }
-        if (t != 0 || !keeps(p, 0)) return;
-        q.keep_tail(tail, channels, channel);
-        k.keep_tail(tail, channels, k_channel);
     }
-    DEVICE void put(const Rows& m, const Place& p, const Taps (&taps)[4], int key_heads,
-                    float* record) const {
-        const int lane = threadIdx.x % 32;
-        float4 query[EACH], key[EACH];
-        float qq[EACH], kk[EACH], kq[EACH];
-#pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            query[i] = q.convolved(taps[0], taps[1], i);
-            key[i] = k.convolved(taps[2], taps[3], i);
-            qq[i] = dot4(query[i], query[i]), kk[i] = dot4(key[i], key[i]);
-            kq[i] = dot4(key[i], query[i]);
-        }
-        const float q_scale = QUERY_SCALE / sqrtf(sum_of_row(qq) + NORM_EPSILON);
-        const float k_scale = 1.0f / sqrtf(sum_of_row(kk) + NORM_EPSILON);
-        const float product = sum_of_row(kq) * k_scale * q_scale;
-        const int mine = t + lane / 8;
-        if (lane % 8 == 0 && mine < count) m.gates[mine * GATES + 3] = product;
-#pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            const float4 a = scaled4(query[i], shuffle(q_scale, 8 * i));
-            const float4 b = scaled4(key[i], shuffle(k_scale, 8 * i));
-            const int row = t + i;
-            if (row >= count) continue;
-            m.q[row * FOURS + lane] = a, m.k[row * FOURS + lane] = b;
-            if (record == nullptr || !keeps(p, row)) continue;
-            reinterpret_cast<float4*>(record)[(row * key_heads + p.key_head) * FOURS + lane] = b;
-        }
+
+    // Row t. Of a key head's blocks one keeps q's and k's inputs and k: those of its slab.
+    DEVICE void row(const Rows& m, const Place& p, const Raw& raw, int t, u16* next_tail,
+                     u16* record_qkv, float* record_k) const {
+        Window wq, wk, wv;
+        const u16* const earliest = raw.row(t - (TAPS - 1));
+        wq.load(earliest + p.lane * 4);
+        wk.load(earliest + Raw::K + p.lane * 4);
+        if (has_v) wv.load(earliest + Raw::V + p.lane * 4);
+
+        const bool keeps = t % SLABS == p.slab && p.head % RATIO == 0;
+        u16* const kept = record_qkv + t * CHANNELS;
+        if (keeps) wq.keep(kept + q), wk.keep(kept + k);
+        if (keeps && t == 0) wq.keep_tail(next_tail + q), wk.keep_tail(next_tail + k);
+        if (has_v) wv.keep(kept + v);
+        if (has_v && t == 0) wv.keep_tail(next_tail + v);
+
+        const float4 query = wq.convolved(q_taps), key = wk.convolved(k_taps);
+        const float qq = warp_sum(dot4(query, query)), kk = warp_sum(dot4(key, key));
+        const float kq = warp_sum(dot4(key, query));
+        const float q_scale = mul_rn(QUERY_SCALE, rsqrtf(add_rn(qq, NORM_EPSILON)));
+        const float k_scale = rsqrtf(add_rn(kk, NORM_EPSILON));
+        const float4 unit = scaled4(key, k_scale);
+        m.q[t * FOURS + p.lane] = scaled4(query, q_scale);
+        m.k[t * FOURS + p.lane] = unit;
+        if (p.lane == 0) m.gates[t * GATES + 3] = mul_rn(mul_rn(kq, k_scale), q_scale);
+        if (has_v)
+            *reinterpret_cast<float4*>(m.v + t * COLUMNS + p.lane * 4) = wv.convolved(v_taps);
+        if (keeps && record_k != nullptr)
+            reinterpret_cast<float4*>(record_k)[(t * KEY_HEADS + p.key_head) * FOURS + p.lane] =
+                unit;
     }
 };
 
-// v of the block's columns: four of one head and VALUE_ROWS rows a thread.
-struct Values {
-    Window<VALUE_ROWS> v;
-    int t, count, column, channel;  // `column` of HEADS * SLAB
-
-    // The channel's place, whatever the rows.
-    DEVICE void stand(const Place& p, int key_heads) {
-        column = threadIdx.x % (HEADS * SLAB / 4) * 4;
-        channel = (2 * key_heads + p.head + column / SLAB) * D + p.slab * SLAB + column % SLAB;
-    }
-    DEVICE void load(const Inputs& in, int first, int rows) {
-        const int part = threadIdx.x / (HEADS * SLAB / 4);
-        t = first + part * VALUE_ROWS, count = part < TOGETHER / VALUE_ROWS ? rows : 0;
-        if (t < count) v.load(in, t, channel, count);
-    }
-    DEVICE void put(const Rows& m, const Taps (&taps)[2], u16* rows, u16* tail,
-                    int channels) const {
-#pragma unroll
-        for (int i = 0; i < VALUE_ROWS; i++) {
-            if (t + i >= count) continue;
-            *reinterpret_cast<float4*>(m.v + (t + i) * (HEADS * SLAB) + column) =
-                v.convolved(taps[0], taps[1], i);
-            v.keep(rows, i, t + i, channels, channel);
-        }
-        if (t == 0 && count != 0) v.keep_tail(tail, channels, channel);
-    }
-};
-static_assert(HEADS * SLAB / 4 * (TOGETHER / VALUE_ROWS) <= THREADS - 32, "the last warp: gates");
-
-// The gates of one row, by a lane of the last warp.
+// The gates of the rows: a warp has a head, a lane a row.
 struct Gates {
-    float a_log[HEADS], dt_bias[HEADS], a[HEADS], b[HEADS];
-    int t;  // -1: none
+    float rate, dt_bias, a, b;
+    int head, at;
 
-    DEVICE void stand(const Place& p, int rows, const void* logs, const void* biases, bool logs_f32,
-                      bool biases_f32) {
-        t = p.warp == WARPS - 1 && threadIdx.x % 32 < rows ? threadIdx.x % 32 : -1;
-#pragma unroll
-        for (int h = 0; h < HEADS; h++) {
-            a_log[h] = plain(logs, p.head + h, logs_f32);
-            dt_bias[h] = plain(biases, p.head + h, biases_f32);
-        }
+    DEVICE bool mine(const Place& p, int rows) const { return p.warp < HEADS && p.lane < rows; }
+    DEVICE Gates(const Place& p, const void* a_log, const void* biases) {
+        head = p.head + min(p.warp, HEADS - 1), at = p.lane * VALUE_HEADS + head;
+        rate = -expf(plain(a_log, head, A_LOG_F32));
+        dt_bias = plain(biases, head, DT_BIAS_F32);
     }
-    DEVICE void load(const Place& p, const u16* rows_a, const u16* rows_b, int value_heads) {
-        if (t < 0) return;
-#pragma unroll
-        for (int h = 0; h < HEADS; h++) {
-            a[h] = bf16_float(rows_a[t * value_heads + p.head + h]);
-            b[h] = bf16_float(rows_b[t * value_heads + p.head + h]);
-        }
+    DEVICE void load(const u16* rows_a, const u16* rows_b) {
+        a = bf16_float(rows_a[at]), b = bf16_float(rows_b[at]);
     }
-    DEVICE void put(const Rows& m, const Place& p, int value_heads, float* record) const {
-        if (t < 0) return;
-#pragma unroll
-        for (int h = 0; h < HEADS; h++) {
-            const float decay = decay_gate(a[h], a_log[h], dt_bias[h]);
-            m.gates[t * GATES + h] = decay, m.gates[t * GATES + 4 + h] = beta_gate(b[h]);
-            if (p.slab == 0 && record != nullptr) record[t * value_heads + p.head + h] = decay;
-        }
+    DEVICE void put(const Rows& m, const Place& p, float* record) const {
+        const float decay = expf(mul_rn(rate, softplus(add_rn(a, dt_bias))));
+        m.gates[p.lane * GATES + p.warp] = decay;
+        m.gates[p.lane * GATES + 4 + p.warp] = sigmoid(b);
+        if (p.slab == 0 && record != nullptr) record[at] = decay;
     }
 };

@@ -1,71 +1,94 @@
 // gdn of a block to verify, in one launch: fold the accepted records, write the state back, run the
 // rows, leave their records.
 //
-// A block of four warps works for HEADS value heads of one key head, SLAB columns of each: q and k
-// of its rows are convolved and normalised once, into shared memory, for all of them. A warp has
-// four columns of each head; lane 4r + c holds rows 32i + 4r + j, i, j < 4, of column c of every
-// head in registers, so what it reads of q and k serves HEADS columns, as many sums are under way
-// at once, and a sum over rows is three shuffles.
+// A block of threads works for HEADS value heads of one key head, SLAB columns of each. Half of its
+// warps, the makers, convolve and normalise the rows into shared memory, four rows at a time. The
+// others, the walkers, have the state in registers and walk the rows behind them: four columns of
+// each head a warp; lane 4r + c holds rows 32i + 4r + j, i, j < 4, of column c of every head. So what
+// a lane reads of q and k serves HEADS columns, as many sums are under way at once, and a sum over
+// rows is three shuffles.
 //
 // Nothing but the rows themselves comes from the kernel before this one. State, records, tail and
 // the count of accepted rows were written in an earlier step, and a step's first kernel starts only
 // when the step before has ended and its control words are in place (a graph waits for the graph
 // before it): they are read, and the fold is done, before wait_for_previous. Two blocks fit on a
-// multiprocessor, so a launch folds while the one before it still runs its rows.
+// multiprocessor, so a launch folds while the one before it still walks its rows.
 #include "gdn/block.cuh"
 
 #ifndef SAVES_STATES
 #error "SAVES_STATES must be defined"
 #endif
 
-constexpr int HELD = 16;  // rows of a column that a lane holds
+constexpr int HELD = 16;         // rows of a column that a lane holds
+constexpr int TILE = D * SLAB;   // floats of the state of a head and slab
+constexpr int APART = THREADS / 4;  // rows of the state between two that a thread copies
 
 typedef float State[HEADS][HELD];
+
+// Shared memory.
+struct Memory {
+    float* tile;  // [HEADS][D][SLAB], fours of a row in tile_at's order
+    Rows rows;
+    Rows records;  // v: d; gates: the decays alone
+    Raw raw;
+};
+
+DEVICE Memory memory_of(u8* memory, int rows, int held) {
+    float* const tile = reinterpret_cast<float*>(memory);
+    const Rows m = rows_at(tile + HEADS * TILE, rows);
+    const Rows r = rows_at(m.gates + rows * GATES, held);
+    return {tile, m, r, Raw{reinterpret_cast<u16*>(r.gates + held * GATES)}};
+}
 
 // Of four columns of a row in the tile: both a lane's rows and a row's fours in different banks.
 DEVICE int tile_at(int row, int four) {
     return row / 2 * 32 + (((row % 2 * 4 + four) ^ (row / 4 % 8)) * 4);
 }
+static_assert(APART % 32 == 0, "tile_at(row + APART, four) = tile_at(row, four) + APART * SLAB");
 
-// Floats from the state's first to what the tile's x-th four is of, and into the tile.
-DEVICE i64 state_four(const Place& p, int x) {
-    return (static_cast<i64>(p.head) * D + x / 4) * D + p.slab * SLAB + x % 4 * 4;
+// Of the block's part of the state, four columns of a row of its first head.
+DEVICE i64 state_at(const Place& p, int row, int four) {
+    return (static_cast<i64>(p.head) * D + row) * D + p.slab * SLAB + four * 4;
 }
-DEVICE int tile_four(int x) { return x / (D * 4) * TILE + tile_at(x / 4 % D, x % 4); }
 
-DEVICE void fetch_state(const Rows& m, const Place& p, const float* state) {
+DEVICE void fetch_state(const float* tile, const Place& p, const float* state) {
+    const int row = threadIdx.x / 4, four = threadIdx.x % 4;
+    const float* const from = state + state_at(p, row, four);
+    const saddr to = shared_address(tile + tile_at(row, four));
 #pragma unroll
-    for (int i = 0; i < HEADS * TILE / 4 / THREADS; i++) {
-        const int x = threadIdx.x + i * THREADS;
-        copy_async16(shared_address(m.tile + tile_four(x)), state + state_four(p, x));
-    }
+    for (int i = 0; i < HEADS * D / APART; i++)
+        copy_async16(to + i * APART * SLAB * 4, from + i * APART * D);
 }
 
-DEVICE void put_state(float* state, const Rows& m, const Place& p) {
+// By the walkers.
+DEVICE void put_state(float* state, const float* tile, const Place& p) {
+    const int row = threadIdx.x / 4, four = threadIdx.x % 4;
+    float* const to = state + state_at(p, row, four);
+    const float* const from = tile + tile_at(row, four);
 #pragma unroll
-    for (int i = 0; i < HEADS * TILE / 4 / THREADS; i++) {
-        const int x = threadIdx.x + i * THREADS;
-        *reinterpret_cast<float4*>(state + state_four(p, x)) =
-            *reinterpret_cast<const float4*>(m.tile + tile_four(x));
-    }
+    for (int i = 0; i < HEADS * D / (8 * WALKERS); i++)
+        *reinterpret_cast<float4*>(to + i * (8 * WALKERS) * D) =
+            *reinterpret_cast<const float4*>(from + i * (8 * WALKERS) * SLAB);
 }
 
-DEVICE float& held(const Rows& m, const Place& p, int head, int e) {
-    return m.tile[head * TILE + tile_at(e / 4 * 32 + 4 * p.r + e % 4, p.warp) + p.c];
+// A lane's element e of a head: row 32 (e / 4) + 4 (lane / 4) + e % 4.
+DEVICE float& held(float* tile, const Place& p, int head, int e) {
+    return tile[head * TILE + e / 4 * 32 * SLAB + tile_at(p.lane / 4 * 4 + e % 4, p.warp) +
+                p.lane % 4];
 }
 
-DEVICE void take_state(State& s, const Rows& m, const Place& p) {
+DEVICE void take_state(State& s, float* tile, const Place& p) {
 #pragma unroll
     for (int h = 0; h < HEADS; h++)
 #pragma unroll
-        for (int e = 0; e < HELD; e++) s[h][e] = held(m, p, h, e);
+        for (int e = 0; e < HELD; e++) s[h][e] = held(tile, p, h, e);
 }
 
-DEVICE void leave_state(const State& s, const Rows& m, const Place& p) {
+DEVICE void leave_state(const State& s, float* tile, const Place& p) {
 #pragma unroll
     for (int h = 0; h < HEADS; h++)
 #pragma unroll
-        for (int e = 0; e < HELD; e++) held(m, p, h, e) = s[h][e];
+        for (int e = 0; e < HELD; e++) held(tile, p, h, e) = s[h][e];
 }
 
 // S <- decay S and S <- S + k d: these two and no others move a state, whoever calls.
@@ -84,44 +107,42 @@ DEVICE void added(float (&s)[HELD], const float4 (&k)[HELD / 4], float d) {
     }
 }
 
-DEVICE void row_part(float4 (&x)[HELD / 4], const float4* row, int r) {
+DEVICE void row_part(float4 (&x)[HELD / 4], const float4* row, const Place& p) {
 #pragma unroll
-    for (int i = 0; i < HELD / 4; i++) x[i] = row[8 * i + r];
+    for (int i = 0; i < HELD / 4; i++) x[i] = row[8 * i + p.lane / 4];
+}
+
+// Of a row of v or d, this lane's column of the first head.
+DEVICE const float* column_of(const float* row, const Place& p) {
+    return row + 4 * p.warp + p.lane % 4;
 }
 
 // This lane's part of S^T x.
 DEVICE float dot(const float (&s)[HELD], const float4 (&x)[HELD / 4]) {
     float a = mul_rn(s[0], x[0].x), b = mul_rn(s[1], x[0].y);
-    float c = mul_rn(s[2], x[0].z), d = mul_rn(s[3], x[0].w);
+    a = fma_rn(s[2], x[0].z, a), b = fma_rn(s[3], x[0].w, b);
 #pragma unroll
     for (int i = 1; i < HELD / 4; i++) {
-        a = fma_rn(s[4 * i], x[i].x, a);
-        b = fma_rn(s[4 * i + 1], x[i].y, b);
-        c = fma_rn(s[4 * i + 2], x[i].z, c);
-        d = fma_rn(s[4 * i + 3], x[i].w, d);
+        a = fma_rn(s[4 * i], x[i].x, a), b = fma_rn(s[4 * i + 1], x[i].y, b);
+        a = fma_rn(s[4 * i + 2], x[i].z, a), b = fma_rn(s[4 * i + 3], x[i].w, b);
     }
-    return add_rn(add_rn(a, b), add_rn(c, d));
+    return add_rn(a, b);
 }
 
 #if !SAVES_STATES
 // The records on their way into shared memory, all that there are: how many count is not known yet.
-DEVICE void fetch_records(const Rows& m, const Place& p, const float* k, const float* d, int held,
-                          int key_heads, int value_heads) {
-    for (int i = threadIdx.x; i < held * FOURS; i += THREADS)
-        copy_async16(shared_address(m.k + i),
-                     k + ((i / FOURS * key_heads + p.key_head) * FOURS + i % FOURS) * 4);
-    constexpr int FOUR = HEADS * SLAB / 4;
-    for (int i = threadIdx.x; i < held * FOUR; i += THREADS) {
-        const int t = i / FOUR, h = i % FOUR / 4, four = i % 4;
-        copy_async16(shared_address(m.v + i * 4),
-                     d + (t * value_heads + p.head + h) * D + p.slab * SLAB + four * 4);
+DEVICE void fetch_records(const Rows& m, const Place& p, const float* k, const float* d,
+                          const float* decay, int held) {
+#pragma unroll 1
+    for (int t = p.warp; t < held; t += WALKERS + MAKERS) {
+        copy_async16(shared_address(m.k + t * FOURS + p.lane),
+                     k + (t * KEY_HEADS + p.key_head) * D + p.lane * 4);
+        if (p.lane < COLUMNS / 4)
+            copy_async16(shared_address(m.v + t * COLUMNS + p.lane * 4),
+                         d + t * WIDTH + p.value_four(p.lane));
     }
-}
-
-DEVICE void fetch_decays(const Rows& m, const Place& p, const float* decay, int held,
-                         int value_heads) {
-    for (int i = threadIdx.x; i < held * HEADS; i += THREADS)
-        m.gates[i / HEADS * GATES + i % HEADS] = decay[i / HEADS * value_heads + p.head + i % HEADS];
+    if (p.warp < HEADS && p.lane < held)
+        m.gates[p.lane * GATES + p.warp] = decay[p.lane * VALUE_HEADS + p.head + p.warp];
 }
 
 // n records into the state.
@@ -129,8 +150,8 @@ DEVICE void fold(State& s, const Rows& m, const Place& p, int n) {
 #pragma unroll 2
     for (int t = 0; t < n; t++) {
         float4 k[HELD / 4];
-        row_part(k, m.k + t * FOURS, p.r);
-        const float* const d = m.v + t * (HEADS * SLAB) + 4 * p.warp + p.c;
+        row_part(k, m.k + t * FOURS, p);
+        const float* const d = column_of(m.v + t * COLUMNS, p);
 #pragma unroll
         for (int h = 0; h < HEADS; h++) {
             decayed(s[h], m.gates[t * GATES + h]);
@@ -148,14 +169,14 @@ DEVICE float column_sum(float x) {
 }
 
 // Of each head's values the one of the head whose results a lane has after sum_of_head.
-DEVICE float pick(const float (&x)[HEADS], int r) {
-    if (HEADS == 3 && r / 2 == 2) return x[HEADS - 1];
-    return r / 2 % 2 ? x[HEADS > 1] : x[0];
+DEVICE float pick(const float (&x)[HEADS], const Place& p) {
+    if (HEADS == 3 && p.lane / 8 == 2) return x[HEADS - 1];
+    return p.lane / 8 % 2 ? x[HEADS > 1] : x[0];
 }
 
-// As column_sum, but each head's to the lanes of its own alone: r / 2 is the head.
-DEVICE float sum_of_head(const float (&x)[HEADS]) {
-    const bool upper = threadIdx.x & 16, odd = threadIdx.x & 8;
+// As column_sum, but each head's to the lanes of its own alone: lane / 8 is the head.
+DEVICE float sum_of_head(const float (&x)[HEADS], const Place& p) {
+    const bool upper = p.lane & 16, odd = p.lane & 8;
     const float first = x[0], middle = x[HEADS > 1], last = x[HEADS == 3 ? 2 : 0];
     const float a = add_rn(upper ? last : first, shuffle_xor(upper ? first : last, 16));
     const float b = add_rn(middle, shuffle_xor(middle, 16));
@@ -163,34 +184,50 @@ DEVICE float sum_of_head(const float (&x)[HEADS]) {
     return add_rn(sum, shuffle_xor(sum, 4));
 }
 
-// One row: the state moves on; d of every head, o of the lane's.
-DEVICE float step(State& s, const Rows& m, const Place& p, int t, float (&d)[HEADS]) {
-    float4 k[HELD / 4], q[HELD / 4];
-    row_part(k, m.k + t * FOURS, p.r);
-    row_part(q, m.q + t * FOURS, p.r);
-    float decay[HEADS], beta[HEADS], v[HEADS], in_k[HEADS], in_q[HEADS];
-    const float* const gates = m.gates + t * GATES;
+// What a walker needs of a row.
+struct Row {
+    float4 q[HELD / 4], k[HELD / 4];
+    float decay[HEADS], beta[HEADS], v[HEADS], kq;
+
+    DEVICE void load_q(const Rows& m, const Place& p, int t) { row_part(q, m.q + t * FOURS, p); }
+    DEVICE void load_k(const Rows& m, const Place& p, int t) { row_part(k, m.k + t * FOURS, p); }
+    DEVICE void load_gates(const Rows& m, const Place& p, int t) {
+        const float4* const gates = reinterpret_cast<const float4*>(m.gates + t * GATES);
+        const float4 low = gates[0], high = gates[1];
+        const float* const values = column_of(m.v + t * COLUMNS, p);
+        const float decays[] = {low.x, low.y, low.z}, betas[] = {high.x, high.y, high.z};
 #pragma unroll
-    for (int h = 0; h < HEADS; h++) {
-        decay[h] = gates[h], beta[h] = gates[4 + h];
-        v[h] = m.v[(t * HEADS + h) * SLAB + 4 * p.warp + p.c];
+        for (int h = 0; h < HEADS; h++)
+            decay[h] = decays[h], beta[h] = betas[h], v[h] = values[h * SLAB];
+        kq = low.w;
     }
+};
+
+// One row: the state moves on; d of every head, o of the lane's. Row `next` is asked for as soon as
+// its place is free.
+DEVICE float step(State& s, Row& row, const Rows& m, const Place& p, int next, float (&d)[HEADS]) {
+    float in_k[HEADS], in_q[HEADS];
     // Both sums are of the state before its decay, which moves on while they cross the lanes:
     // o = (decay S + k d)^T q = decay S^T q + (k . q) d.
 #pragma unroll
-    for (int h = 0; h < HEADS; h++) in_k[h] = dot(s[h], k);
+    for (int h = 0; h < HEADS; h++) in_q[h] = dot(s[h], row.q);
+    row.load_q(m, p, next);
+#pragma unroll
+    for (int h = 0; h < HEADS; h++) in_k[h] = dot(s[h], row.k);
 #pragma unroll
     for (int h = 0; h < HEADS; h++) in_k[h] = column_sum(in_k[h]);
 #pragma unroll
-    for (int h = 0; h < HEADS; h++) in_q[h] = dot(s[h], q);
-#pragma unroll
-    for (int h = 0; h < HEADS; h++) decayed(s[h], decay[h]);
+    for (int h = 0; h < HEADS; h++) decayed(s[h], row.decay[h]);
+    const float past = mul_rn(pick(row.decay, p), sum_of_head(in_q, p));
 #pragma unroll
     for (int h = 0; h < HEADS; h++) {
-        d[h] = mul_rn(beta[h], fma_rn(-decay[h], in_k[h], v[h]));
-        added(s[h], k, d[h]);
+        d[h] = mul_rn(row.beta[h], fma_rn(-row.decay[h], in_k[h], row.v[h]));
+        added(s[h], row.k, d[h]);
     }
-    return fma_rn(gates[3], pick(d, p.r), mul_rn(pick(decay, p.r), sum_of_head(in_q)));
+    const float y = fma_rn(row.kq, pick(d, p), past);
+    row.load_k(m, p, next);
+    row.load_gates(m, p, next);
+    return y;
 }
 
 #if SAVES_STATES
@@ -199,10 +236,35 @@ DEVICE void save_state(float* state, const State& s, const Place& p) {
     for (int h = 0; h < HEADS; h++)
 #pragma unroll
         for (int e = 0; e < HELD; e++)
-            state[(static_cast<i64>(p.head + h) * D + e / 4 * 32 + 4 * p.r + e % 4) * D +
-                  p.column()] = s[h][e];
+            state[((p.head + h) * D + e / 4 * 32 + p.lane / 4 * 4 + e % 4) * D + p.slab * SLAB +
+                  4 * p.warp + p.lane % 4] = s[h][e];
 }
 #endif
+
+// The walkers' part after the fold. MAKERS rows are there at every barrier.
+DEVICE void walk(State& s, const Rows& m, const Place& p, int rows, u16* o, float* record_d,
+                 float* states) {
+    const bool mine = p.lane / 4 % 2 == 0 && p.lane / 8 < HEADS;
+    int at = (p.head + min(p.lane / 8, HEADS - 1)) * D + p.slab * SLAB + 4 * p.warp + p.lane % 4;
+    Row row;
+    sync_block();
+    row.load_q(m, p, 0);
+    row.load_k(m, p, 0);
+    row.load_gates(m, p, 0);
+#pragma unroll 1
+    for (int t = 0; t < rows; t++, at += WIDTH) {
+        const int next = min(t + 1, rows - 1);
+        if (t % MAKERS == MAKERS - 1 && next > t) sync_block();
+        float d[HEADS];
+        const float y = step(s, row, m, p, next, d);
+        if (mine) o[at] = float_bf16(y);
+#if SAVES_STATES
+        save_state(states + static_cast<i64>(t) * WIDTH * D, s, p);
+#else
+        if (mine) record_d[at] = pick(d, p);
+#endif
+    }
+}
 
 KERNEL void __launch_bounds__(THREADS, 2)
 gdn_rows(const u16* qkv, const u16* b, const u16* a, const void* conv_weight, const void* a_log,
@@ -210,78 +272,57 @@ gdn_rows(const u16* qkv, const u16* b, const u16* a, const void* conv_weight, co
          const u16* record_qkv, const float* record_k, const float* record_d,
          const float* record_decay, const float* states, u16* o, float* next_state, u16* next_tail,
          u16* next_record_qkv, float* next_record_k, float* next_record_d, float* next_record_decay,
-         float* next_states, int rows, int held, int key_heads, int value_heads, int conv_f32,
-         int a_log_f32, int dt_bias_f32) {
-    DYNAMIC_SHARED(memory);
+         float* next_states, int rows, int held) {
+    DYNAMIC_SHARED(dynamic);
     let_next_start();
-    const Place p = place_of(key_heads, value_heads);
-    if (p.head >= value_heads) {  // keeps a multiprocessor from a second block of the next launch
+    const Place p = place_of();
+    if (p.head >= VALUE_HEADS) {  // keeps a multiprocessor from a second block of the next launch
         wait_for_previous();
         return;
     }
-    const Rows m = rows_at(memory, max(rows, held));
+    const Memory m = memory_of(dynamic, rows, held);
     const int n = *accepted;
 #if SAVES_STATES
-    const i64 each = static_cast<i64>(value_heads) * D * D;
-    fetch_state(m, p, n == 0 ? state : states + (n - 1) * each);
+    fetch_state(m.tile, p, n == 0 ? state : states + static_cast<i64>(n - 1) * WIDTH * D);
 #else
-    fetch_state(m, p, state);
-    fetch_records(m, p, record_k, record_d, held, key_heads, value_heads);
-    fetch_decays(m, p, record_decay, held, value_heads);
+    fetch_state(m.tile, p, state);
+    fetch_records(m.records, p, record_k, record_d, record_decay, held);
 #endif
+    const Inputs x{qkv, tail, record_qkv, CHANNELS, n};
+    const int maker = p.warp - WALKERS;
+    if (maker >= 0 && maker < TAPS - 1) m.raw.fetch(p, x, maker - (TAPS - 1));
     copy_async_commit();
-    Keys keys;
-    Values values;
-    Gates gates;
-    Taps key_taps[4], value_taps[2];
-    keys.stand(p, key_heads);
-    values.stand(p, key_heads);
-    gates.stand(p, rows, a_log, dt_bias, a_log_f32, dt_bias_f32);
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        key_taps[i] = load_taps(conv_weight, keys.channel + 2 * i, conv_f32);
-        key_taps[2 + i] = load_taps(conv_weight, keys.k_channel + 2 * i, conv_f32);
-        value_taps[i] = load_taps(conv_weight, values.channel + 2 * i, conv_f32);
+    if (maker >= 0) {
+        const Maker make(p, conv_weight);
+        copy_async_wait<0>();
+        sync_block();
+        wait_for_previous();
+        for (int t = maker; t < rows; t += MAKERS) m.raw.fetch(p, x, t);
+        copy_async_commit();
+        copy_async_wait<0>();
+        sync_some(2, 32 * MAKERS);
+#pragma unroll 1
+        for (int first = 0; first < rows; first += MAKERS) {
+            if (first + maker < rows)
+                make.row(m.rows, p, m.raw, first + maker, next_tail, next_record_qkv,
+                         next_record_k);
+            sync_block();
+        }
+        return;
     }
+    Gates gates(p, a_log, dt_bias);
     copy_async_wait<0>();
     sync_block();
-
     State s;
-    take_state(s, m, p);
+    take_state(s, m.tile, p);
 #if !SAVES_STATES
-    fold(s, m, p, n);
-    leave_state(s, m, p);
+    fold(s, m.records, p, n);
+    leave_state(s, m.tile, p);
 #endif
-    sync_block();
+    sync_some(1, 32 * WALKERS);
     wait_for_previous();
-    const Inputs x{qkv, tail, record_qkv, (2 * key_heads + value_heads) * D, n};
-    keys.load(x, p, 0, rows);
-    values.load(x, 0, rows);
-    gates.load(p, a, b, value_heads);
-    put_state(next_state, m, p);
-    for (int first = 0;;) {
-        keys.keep_inputs(p, next_record_qkv, next_tail, x.channels);
-        keys.put(m, p, key_taps, key_heads, next_record_k);
-        values.put(m, value_taps, next_record_qkv, next_tail, x.channels);
-        if ((first += TOGETHER) >= rows) break;
-        keys.load(x, p, first, rows);
-        values.load(x, first, rows);
-    }
-    gates.put(m, p, value_heads, next_record_decay);
-    sync_block();
-
-    const int width = value_heads * D;
-    int at = (p.head + min(p.r / 2, HEADS - 1)) * D + p.column();
-    const bool mine = p.r % 2 == 0 && p.r / 2 < HEADS;
-#pragma unroll 1
-    for (int t = 0; t < rows; t++, at += width) {
-        float d[HEADS];
-        const float y = step(s, m, p, t, d);
-        if (mine) o[at] = float_bf16(y);
-#if SAVES_STATES
-        save_state(next_states + static_cast<i64>(t) * width * D, s, p);
-#else
-        if (mine) next_record_d[at] = pick(d, p.r);
-#endif
-    }
+    if (gates.mine(p, rows)) gates.load(a, b);
+    put_state(next_state, m.tile, p);
+    if (gates.mine(p, rows)) gates.put(m.rows, p, next_record_decay);
+    walk(s, m.rows, p, rows, o, next_record_d, next_states);
 }

@@ -19,8 +19,10 @@ MOST_ROWS = 32
 """Of a block to verify, and of the records of one."""
 SLAB = 16
 """Columns of each of its value heads that a block of a verify has; as in block.cuh."""
+VERIFY_THREADS = 256
+"""Of a block of a verify."""
 THREADS = 128
-"""Of every block."""
+"""Of a block of a prefill."""
 MOST_HEADS = 3
 """Value heads of such a block."""
 GATES = 8
@@ -106,9 +108,12 @@ def heads(site: Site) -> int:
     return max(n for n in range(1, MOST_HEADS + 1) if ratio % n == 0)
 
 
-def shared_bytes(rows: int, count: int) -> int:
-    """The state of a block's `count` heads, q, k and v of the rows and their gates, float32."""
-    return 4 * (count * DIM * SLAB + rows * (2 * DIM + count * SLAB + GATES))
+def shared_bytes(rows: int, held: int, count: int) -> int:
+    """The state of a block's `count` heads; q, k, v and gates of the rows, as much of the records:
+    float32. The rows before the convolution and the three before them: bf16.
+    """
+    wide = count * DIM * SLAB + (rows + held) * (2 * DIM + count * SLAB + GATES)
+    return 4 * wide + 2 * (rows + TAPS - 1) * (2 * DIM + count * SLAB)
 
 
 def launches(site: Site, device: Device) -> tuple[Launch, ...]:
@@ -122,19 +127,17 @@ def launches(site: Site, device: Device) -> tuple[Launch, ...]:
         Launch(
             kernel="gdn_rows",
             grid=(max(blocks, device.multiprocessors), 1, 1),
-            threads=THREADS,
-            arguments=(*(At(port) for port in _PORTS), Int(rows), Int(held), *_sizes(site)),
-            shared=_halves(shared_bytes(max(rows, held), count), device),
-            defines={"SAVES_STATES": int(a.word("saves") == "states"), "HEADS": count},
+            threads=VERIFY_THREADS,
+            arguments=(*(At(port) for port in _PORTS), Int(rows), Int(held)),
+            shared=shared_bytes(rows, held, count),
+            defines={
+                "SAVES_STATES": int(a.word("saves") == "states"),
+                "KEY_HEADS": a.integer("key_heads"),
+                "VALUE_HEADS": a.integer("value_heads"),
+            }
+            | {f"{name.upper()}_F32": _wide(site, name) for name in _PLAIN},
         ),
     )
-
-
-def _halves(shared: int, device: Device) -> int:
-    """Shared memory of a block, so much that two blocks take a multiprocessor's: one of a launch
-    that runs its rows, one of the next, which folds.
-    """
-    return max(shared, device.shared // 2 - 1024)
 
 
 def _sizes(site: Site) -> tuple[Int, ...]:
@@ -143,8 +146,13 @@ def _sizes(site: Site) -> tuple[Int, ...]:
     return (
         Int(a.integer("key_heads")),
         Int(a.integer("value_heads")),
-        *(Int(int(site.ports[name].dtype is DType.F32)) for name in _PLAIN),
+        *(Int(_wide(site, name)) for name in _PLAIN),
     )
+
+
+def _wide(site: Site, name: str) -> int:
+    """1 where a plain parameter is float32."""
+    return int(site.ports[name].dtype is DType.F32)
 
 
 def _prefill(site: Site) -> tuple[Launch, ...]:
