@@ -128,7 +128,6 @@ DEVICE u32 ballot(bool x) { return __ballot_sync(ALL_LANES, x); }
 DEVICE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 // The next kernel may start now; what this one writes later it still waits for.
 DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
 // ---- between blocks --------------------------------------------------------------------------
 // Adds 1, returns the old value; everything this thread wrote (and, after sync_block, this block)
 // is visible to whoever sees the new value and then fences.

@@ -60,15 +60,16 @@ DEVICE void fetch_state(const float* tile, const Place& p, const float* state) {
         copy_async16(to + i * APART * SLAB * 4, from + i * APART * D);
 }
 
-// By the walkers.
+// By the makers.
 DEVICE void put_state(float* state, const float* tile, const Place& p) {
-    const int row = threadIdx.x / 4, four = threadIdx.x % 4;
+    constexpr int NEXT = 8 * MAKERS;
+    const int row = threadIdx.x / 4 % NEXT, four = threadIdx.x % 4;
     float* const to = state + state_at(p, row, four);
     const float* const from = tile + tile_at(row, four);
 #pragma unroll
-    for (int i = 0; i < HEADS * D / (8 * WALKERS); i++)
-        *reinterpret_cast<float4*>(to + i * (8 * WALKERS) * D) =
-            *reinterpret_cast<const float4*>(from + i * (8 * WALKERS) * SLAB);
+    for (int i = 0; i < HEADS * D / NEXT; i++)
+        *reinterpret_cast<float4*>(to + i * NEXT * D) =
+            *reinterpret_cast<const float4*>(from + i * NEXT * SLAB);
 }
 
 // A lane's element e of a head: row 32 (e / 4) + 4 (lane / 4) + e % 4.
@@ -145,18 +146,38 @@ DEVICE void fetch_records(const Rows& m, const Place& p, const float* k, const f
         m.gates[p.lane * GATES + p.warp] = decay[p.lane * VALUE_HEADS + p.head + p.warp];
 }
 
-// n records into the state.
-DEVICE void fold(State& s, const Rows& m, const Place& p, int n) {
-#pragma unroll 2
-    for (int t = 0; t < n; t++) {
-        float4 k[HELD / 4];
+// What a walker needs of a record.
+struct Record {
+    float4 k[HELD / 4];
+    float decay[HEADS], d[HEADS];
+
+    DEVICE void load(const Rows& m, const Place& p, int t) {
         row_part(k, m.k + t * FOURS, p);
-        const float* const d = column_of(m.v + t * COLUMNS, p);
+        const float* const column = column_of(m.v + t * COLUMNS, p);
 #pragma unroll
-        for (int h = 0; h < HEADS; h++) {
-            decayed(s[h], m.gates[t * GATES + h]);
-            added(s[h], k, d[h * SLAB]);
-        }
+        for (int h = 0; h < HEADS; h++)
+            decay[h] = m.gates[t * GATES + h], d[h] = column[h * SLAB];
+    }
+};
+
+DEVICE void fold_one(State& s, const Record& x) {
+#pragma unroll
+    for (int h = 0; h < HEADS; h++) {
+        decayed(s[h], x.decay[h]);
+        added(s[h], x.k, x.d[h]);
+    }
+}
+
+// n records into the state, each asked for while the one before it is folded.
+DEVICE void fold(State& s, const Rows& m, const Place& p, int n) {
+    if (n == 0) return;
+    Record one, other;
+    one.load(m, p, 0);
+    for (int t = 0; t < n; t += 2) {
+        other.load(m, p, min(t + 1, n - 1));
+        fold_one(s, one);
+        one.load(m, p, min(t + 2, n - 1));
+        if (t + 1 < n) fold_one(s, other);
     }
 }
 #endif
@@ -210,12 +231,11 @@ DEVICE float step(State& s, Row& row, const Rows& m, const Place& p, int next, f
     // Both sums are of the state before its decay, which moves on while they cross the lanes:
     // o = (decay S + k d)^T q = decay S^T q + (k . q) d.
 #pragma unroll
-    for (int h = 0; h < HEADS; h++) in_q[h] = dot(s[h], row.q);
-    row.load_q(m, p, next);
-#pragma unroll
     for (int h = 0; h < HEADS; h++) in_k[h] = dot(s[h], row.k);
 #pragma unroll
     for (int h = 0; h < HEADS; h++) in_k[h] = column_sum(in_k[h]);
+#pragma unroll
+    for (int h = 0; h < HEADS; h++) in_q[h] = dot(s[h], row.q);
 #pragma unroll
     for (int h = 0; h < HEADS; h++) decayed(s[h], row.decay[h]);
     const float past = mul_rn(pick(row.decay, p), sum_of_head(in_q, p));
@@ -226,6 +246,7 @@ DEVICE float step(State& s, Row& row, const Rows& m, const Place& p, int next, f
     }
     const float y = fma_rn(row.kq, pick(d, p), past);
     row.load_k(m, p, next);
+    row.load_q(m, p, next);
     row.load_gates(m, p, next);
     return y;
 }
@@ -251,18 +272,23 @@ DEVICE void walk(State& s, const Rows& m, const Place& p, int rows, u16* o, floa
     row.load_q(m, p, 0);
     row.load_k(m, p, 0);
     row.load_gates(m, p, 0);
+    // A row is asked for while the one before it is walked: so the barrier comes a row early.
+    int t = 0;
+    for (int end = MAKERS - 1;; end += MAKERS) {
+        const int stop = end + 1 < rows ? end : rows;
 #pragma unroll 1
-    for (int t = 0; t < rows; t++, at += WIDTH) {
-        const int next = min(t + 1, rows - 1);
-        if (t % MAKERS == MAKERS - 1 && next > t) sync_block();
-        float d[HEADS];
-        const float y = step(s, row, m, p, next, d);
-        if (mine) o[at] = float_bf16(y);
+        for (; t < stop; t++, at += WIDTH) {
+            float d[HEADS];
+            const float y = step(s, row, m, p, min(t + 1, rows - 1), d);
+            if (mine) o[at] = float_bf16(y);
 #if SAVES_STATES
-        save_state(states + static_cast<i64>(t) * WIDTH * D, s, p);
+            save_state(states + static_cast<i64>(t) * WIDTH * D, s, p);
 #else
-        if (mine) record_d[at] = pick(d, p);
+            if (mine) record_d[at] = pick(d, p);
 #endif
+        }
+        if (stop == rows) break;
+        sync_block();
     }
 }
 
@@ -274,12 +300,7 @@ gdn_rows(const u16* qkv, const u16* b, const u16* a, const void* conv_weight, co
          u16* next_record_qkv, float* next_record_k, float* next_record_d, float* next_record_decay,
          float* next_states, int rows, int held) {
     DYNAMIC_SHARED(dynamic);
-    let_next_start();
     const Place p = place_of();
-    if (p.head >= VALUE_HEADS) {  // keeps a multiprocessor from a second block of the next launch
-        wait_for_previous();
-        return;
-    }
     const Memory m = memory_of(dynamic, rows, held);
     const int n = *accepted;
 #if SAVES_STATES
@@ -297,6 +318,7 @@ gdn_rows(const u16* qkv, const u16* b, const u16* a, const void* conv_weight, co
         copy_async_wait<0>();
         sync_block();
         wait_for_previous();
+        let_next_start();
         for (int t = maker; t < rows; t += MAKERS) m.raw.fetch(p, x, t);
         copy_async_commit();
         copy_async_wait<0>();
@@ -308,6 +330,7 @@ gdn_rows(const u16* qkv, const u16* b, const u16* a, const void* conv_weight, co
                          next_record_k);
             sync_block();
         }
+        put_state(next_state, m.tile, p);
         return;
     }
     Gates gates(p, a_log, dt_bias);
@@ -315,14 +338,13 @@ gdn_rows(const u16* qkv, const u16* b, const u16* a, const void* conv_weight, co
     sync_block();
     State s;
     take_state(s, m.tile, p);
+    wait_for_previous();
+    let_next_start();
+    if (gates.mine(p, rows)) gates.load(a, b);
 #if !SAVES_STATES
     fold(s, m.records, p, n);
     leave_state(s, m.tile, p);
 #endif
-    sync_some(1, 32 * WALKERS);
-    wait_for_previous();
-    if (gates.mine(p, rows)) gates.load(a, b);
-    put_state(next_state, m.tile, p);
     if (gates.mine(p, rows)) gates.put(m.rows, p, next_record_decay);
     walk(s, m.rows, p, rows, o, next_record_d, next_states);
 }

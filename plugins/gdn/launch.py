@@ -126,7 +126,7 @@ def launches(site: Site, device: Device) -> tuple[Launch, ...]:
     return (
         Launch(
             kernel="gdn_rows",
-            grid=(max(blocks, device.multiprocessors), 1, 1),
+            grid=(blocks, 1, 1),
             threads=VERIFY_THREADS,
             arguments=(*(At(port) for port in _PORTS), Int(rows), Int(held)),
             shared=shared_bytes(rows, held, count),
