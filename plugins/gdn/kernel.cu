@@ -1,18 +1,21 @@
 // gdn of a block to verify, in one launch: fold the accepted records, write the state back, run the
 // rows, leave their records.
 //
-// A block of threads works for HEADS value heads of one key head, SLAB columns of each. Half of its
-// warps, the makers, convolve and normalise the rows into shared memory, four rows at a time. The
-// others, the walkers, have the state in registers and walk the rows behind them: four columns of
-// each head a warp; lane 4r + c holds rows 32i + 4r + j, i, j < 4, of column c of every head. So what
-// a lane reads of q and k serves HEADS columns, as many sums are under way at once, and a sum over
-// rows is three shuffles.
+// A block works for HEADS value heads of one key head, SLAB columns of each. Half of its warps, the
+// makers, convolve and normalise the rows into shared memory, four rows at a time. The others, the
+// walkers, have the state in registers and walk the rows behind them: four columns of each head a
+// warp; lane 4r + c holds rows 32i + 4r + j, i, j < 4, of column c of every head. So what a lane
+// reads of q and k serves HEADS columns, as many sums are under way at once, and a sum over rows is
+// three shuffles.
 //
 // Nothing but the rows themselves comes from the kernel before this one. State, records, tail and
 // the count of accepted rows were written in an earlier step, and a step's first kernel starts only
 // when the step before has ended and its control words are in place (a graph waits for the graph
-// before it): they are read, and the fold is done, before wait_for_previous. Two blocks fit on a
-// multiprocessor, so a launch folds while the one before it still walks its rows.
+// before it): they are read, and the fold is done, before wait_for_previous.
+//
+// Two blocks fit on a multiprocessor, so a launch folds while the one before it walks. It may start
+// only when that one's rows have come: earlier, its state would be on the way before them, and
+// blocks of one launch would share a multiprocessor that blocks of the last had not yet left.
 #include "gdn/block.cuh"
 
 #ifndef SAVES_STATES
@@ -21,7 +24,6 @@
 
 constexpr int HELD = 16;         // rows of a column that a lane holds
 constexpr int TILE = D * SLAB;   // floats of the state of a head and slab
-constexpr int APART = THREADS / 4;  // rows of the state between two that a thread copies
 
 typedef float State[HEADS][HELD];
 
@@ -44,32 +46,27 @@ DEVICE Memory memory_of(u8* memory, int rows, int held) {
 DEVICE int tile_at(int row, int four) {
     return row / 2 * 32 + (((row % 2 * 4 + four) ^ (row / 4 % 8)) * 4);
 }
-static_assert(APART % 32 == 0, "tile_at(row + APART, four) = tile_at(row, four) + APART * SLAB");
-
 // Of the block's part of the state, four columns of a row of its first head.
 DEVICE i64 state_at(const Place& p, int row, int four) {
     return (static_cast<i64>(p.head) * D + row) * D + p.slab * SLAB + four * 4;
 }
 
+// By the walkers.
 DEVICE void fetch_state(const float* tile, const Place& p, const float* state) {
     const int row = threadIdx.x / 4, four = threadIdx.x % 4;
-    const float* const from = state + state_at(p, row, four);
-    const saddr to = shared_address(tile + tile_at(row, four));
 #pragma unroll
-    for (int i = 0; i < HEADS * D / APART; i++)
-        copy_async16(to + i * APART * SLAB * 4, from + i * APART * D);
+    for (int i = 0; i < HEADS * D; i += 8 * WALKERS)
+        copy_async16(shared_address(tile + tile_at(row + i, four)),
+                     state + state_at(p, row + i, four));
 }
 
 // By the makers.
 DEVICE void put_state(float* state, const float* tile, const Place& p) {
-    constexpr int NEXT = 8 * MAKERS;
-    const int row = threadIdx.x / 4 % NEXT, four = threadIdx.x % 4;
-    float* const to = state + state_at(p, row, four);
-    const float* const from = tile + tile_at(row, four);
-#pragma unroll
-    for (int i = 0; i < HEADS * D / NEXT; i++)
-        *reinterpret_cast<float4*>(to + i * NEXT * D) =
-            *reinterpret_cast<const float4*>(from + i * NEXT * SLAB);
+    const int thread = threadIdx.x - 32 * WALKERS, row = thread / 4, four = thread % 4;
+#pragma unroll 8
+    for (int i = 0; i < HEADS * D; i += 8 * MAKERS)
+        *reinterpret_cast<float4*>(state + state_at(p, row + i, four)) =
+            *reinterpret_cast<const float4*>(tile + tile_at(row + i, four));
 }
 
 // A lane's element e of a head: row 32 (e / 4) + 4 (lane / 4) + e % 4.
@@ -108,9 +105,15 @@ DEVICE void added(float (&s)[HELD], const float4 (&k)[HELD / 4], float d) {
     }
 }
 
+// Where it stands: the compiler moves other loads down to their use, and waits for them there.
+DEVICE float4 load_four(const void* from) {
+    const uint4 x = load_shared16(shared_address(from));
+    return make_float4(bits_float(x.x), bits_float(x.y), bits_float(x.z), bits_float(x.w));
+}
+
 DEVICE void row_part(float4 (&x)[HELD / 4], const float4* row, const Place& p) {
 #pragma unroll
-    for (int i = 0; i < HELD / 4; i++) x[i] = row[8 * i + p.lane / 4];
+    for (int i = 0; i < HELD / 4; i++) x[i] = load_four(row + 8 * i + p.lane / 4);
 }
 
 // Of a row of v or d, this lane's column of the first head.
@@ -153,10 +156,11 @@ struct Record {
 
     DEVICE void load(const Rows& m, const Place& p, int t) {
         row_part(k, m.k + t * FOURS, p);
+        const float4 gates = load_four(m.gates + t * GATES);
+        const float decays[] = {gates.x, gates.y, gates.z};
         const float* const column = column_of(m.v + t * COLUMNS, p);
 #pragma unroll
-        for (int h = 0; h < HEADS; h++)
-            decay[h] = m.gates[t * GATES + h], d[h] = column[h * SLAB];
+        for (int h = 0; h < HEADS; h++) decay[h] = decays[h], d[h] = column[h * SLAB];
     }
 };
 
@@ -173,12 +177,14 @@ DEVICE void fold(State& s, const Rows& m, const Place& p, int n) {
     if (n == 0) return;
     Record one, other;
     one.load(m, p, 0);
-    for (int t = 0; t < n; t += 2) {
-        other.load(m, p, min(t + 1, n - 1));
+#pragma unroll 1
+    for (int t = 1; t < n; t += 2) {
+        other.load(m, p, t);
         fold_one(s, one);
-        one.load(m, p, min(t + 2, n - 1));
-        if (t + 1 < n) fold_one(s, other);
+        one.load(m, p, min(t + 1, n - 1));
+        fold_one(s, other);
     }
+    if (n % 2) fold_one(s, one);
 }
 #endif
 
@@ -210,11 +216,11 @@ struct Row {
     float4 q[HELD / 4], k[HELD / 4];
     float decay[HEADS], beta[HEADS], v[HEADS], kq;
 
-    DEVICE void load_q(const Rows& m, const Place& p, int t) { row_part(q, m.q + t * FOURS, p); }
-    DEVICE void load_k(const Rows& m, const Place& p, int t) { row_part(k, m.k + t * FOURS, p); }
-    DEVICE void load_gates(const Rows& m, const Place& p, int t) {
-        const float4* const gates = reinterpret_cast<const float4*>(m.gates + t * GATES);
-        const float4 low = gates[0], high = gates[1];
+    DEVICE void load(const Rows& m, const Place& p, int t) {
+        row_part(k, m.k + t * FOURS, p);
+        row_part(q, m.q + t * FOURS, p);
+        const float4 low = load_four(m.gates + t * GATES);
+        const float4 high = load_four(m.gates + t * GATES + 4);
         const float* const values = column_of(m.v + t * COLUMNS, p);
         const float decays[] = {low.x, low.y, low.z}, betas[] = {high.x, high.y, high.z};
 #pragma unroll
@@ -224,9 +230,8 @@ struct Row {
     }
 };
 
-// One row: the state moves on; d of every head, o of the lane's. Row `next` is asked for as soon as
-// its place is free.
-DEVICE float step(State& s, Row& row, const Rows& m, const Place& p, int next, float (&d)[HEADS]) {
+// One row: the state moves on; d of every head, o of the lane's.
+DEVICE float step(State& s, const Row& row, const Place& p, float (&d)[HEADS]) {
     float in_k[HEADS], in_q[HEADS];
     // Both sums are of the state before its decay, which moves on while they cross the lanes:
     // o = (decay S + k d)^T q = decay S^T q + (k . q) d.
@@ -244,11 +249,7 @@ DEVICE float step(State& s, Row& row, const Rows& m, const Place& p, int next, f
         d[h] = mul_rn(row.beta[h], fma_rn(-row.decay[h], in_k[h], row.v[h]));
         added(s[h], row.k, d[h]);
     }
-    const float y = fma_rn(row.kq, pick(d, p), past);
-    row.load_k(m, p, next);
-    row.load_q(m, p, next);
-    row.load_gates(m, p, next);
-    return y;
+    return fma_rn(row.kq, pick(d, p), past);
 }
 
 #if SAVES_STATES
@@ -262,34 +263,44 @@ DEVICE void save_state(float* state, const State& s, const Place& p) {
 }
 #endif
 
-// The walkers' part after the fold. MAKERS rows are there at every barrier.
-DEVICE void walk(State& s, const Rows& m, const Place& p, int rows, u16* o, float* record_d,
-                 float* states) {
-    const bool mine = p.lane / 4 % 2 == 0 && p.lane / 8 < HEADS;
-    int at = (p.head + min(p.lane / 8, HEADS - 1)) * D + p.slab * SLAB + 4 * p.warp + p.lane % 4;
-    Row row;
-    sync_block();
-    row.load_q(m, p, 0);
-    row.load_k(m, p, 0);
-    row.load_gates(m, p, 0);
-    // A row is asked for while the one before it is walked: so the barrier comes a row early.
-    int t = 0;
-    for (int end = MAKERS - 1;; end += MAKERS) {
-        const int stop = end + 1 < rows ? end : rows;
-#pragma unroll 1
-        for (; t < stop; t++, at += WIDTH) {
-            float d[HEADS];
-            const float y = step(s, row, m, p, min(t + 1, rows - 1), d);
-            if (mine) o[at] = float_bf16(y);
+// What the walkers leave of a row.
+struct Left {
+    u16* o;
+    float *record_d, *states;
+    bool mine;  // of the lanes that have a head's results, one writes
+    int at;
+
+    DEVICE void step_and_put(State& s, const Row& row, const Place& p, int t) const {
+        float d[HEADS];
+        const float y = step(s, row, p, d);
+        if (mine) o[at + t * WIDTH] = float_bf16(y);
 #if SAVES_STATES
-            save_state(states + static_cast<i64>(t) * WIDTH * D, s, p);
+        save_state(states + static_cast<i64>(t) * WIDTH * D, s, p);
 #else
-            if (mine) record_d[at] = pick(d, p);
+        if (mine) record_d[at + t * WIDTH] = pick(d, p);
 #endif
-        }
-        if (stop == rows) break;
-        sync_block();
     }
+};
+
+// The walkers' part after the fold. Each barrier is for MAKERS more rows; each row is asked for
+// while the one before it is walked.
+DEVICE void walk(State& s, const Rows& m, const Place& p, int rows, Left left) {
+    static_assert(MAKERS % 2 == 0, "two rows a turn");
+    left.mine = p.lane / 4 % 2 == 0 && p.lane / 8 < HEADS;
+    left.at = (p.head + min(p.lane / 8, HEADS - 1)) * D + p.slab * SLAB + 4 * p.warp + p.lane % 4;
+    Row one, other;
+    sync_block();
+    let_next_start();
+    one.load(m, p, 0);
+#pragma unroll 1
+    for (int t = 1; t < rows; t += 2) {
+        other.load(m, p, t);
+        left.step_and_put(s, one, p, t - 1);
+        if ((t + 1) % MAKERS == 0 && t + 1 < rows) sync_block();
+        one.load(m, p, min(t + 1, rows - 1));
+        left.step_and_put(s, other, p, t);
+    }
+    if (rows % 2) left.step_and_put(s, one, p, rows - 1);
 }
 
 KERNEL void __launch_bounds__(THREADS, 2)
@@ -304,24 +315,26 @@ gdn_rows(const u16* qkv, const u16* b, const u16* a, const void* conv_weight, co
     const Memory m = memory_of(dynamic, rows, held);
     const int n = *accepted;
 #if SAVES_STATES
-    fetch_state(m.tile, p, n == 0 ? state : states + static_cast<i64>(n - 1) * WIDTH * D);
-#else
-    fetch_state(m.tile, p, state);
+    if (n > 0) state = states + static_cast<i64>(n - 1) * WIDTH * D;
+#endif
+    if (p.warp < WALKERS) fetch_state(m.tile, p, state);
+#if !SAVES_STATES
     fetch_records(m.records, p, record_k, record_d, record_decay, held);
 #endif
     const Inputs x{qkv, tail, record_qkv, CHANNELS, n};
     const int maker = p.warp - WALKERS;
-    if (maker >= 0 && maker < TAPS - 1) m.raw.fetch(p, x, maker - (TAPS - 1));
+    if (maker >= 0)
+        for (int t = maker - (TAPS - 1); t < 0; t += MAKERS) m.raw.fetch(p, x, t);
     copy_async_commit();
     if (maker >= 0) {
         const Maker make(p, conv_weight);
         copy_async_wait<0>();
         sync_block();
         wait_for_previous();
-        let_next_start();
         for (int t = maker; t < rows; t += MAKERS) m.raw.fetch(p, x, t);
         copy_async_commit();
         copy_async_wait<0>();
+        let_next_start();
         sync_some(2, 32 * MAKERS);
 #pragma unroll 1
         for (int first = 0; first < rows; first += MAKERS) {
@@ -338,13 +351,12 @@ gdn_rows(const u16* qkv, const u16* b, const u16* a, const void* conv_weight, co
     sync_block();
     State s;
     take_state(s, m.tile, p);
-    wait_for_previous();
-    let_next_start();
-    if (gates.mine(p, rows)) gates.load(a, b);
 #if !SAVES_STATES
     fold(s, m.records, p, n);
     leave_state(s, m.tile, p);
 #endif
+    wait_for_previous();
+    if (gates.mine(p, rows)) gates.load(a, b);
     if (gates.mine(p, rows)) gates.put(m.rows, p, next_record_decay);
-    walk(s, m.rows, p, rows, o, next_record_d, next_states);
+    walk(s, m.rows, p, rows, Left{o, next_record_d, next_states, false, 0});
 }
