@@ -303,7 +303,8 @@ DEVICE void walk(State& s, const Rows& m, const Place& p, int rows, Left left) {
     if (rows % 2) left.step_and_put(s, one, p, rows - 1);
 }
 
-KERNEL void __launch_bounds__(THREADS, 2)
+// A state saved after every row takes more registers; that launch is bound by its stores.
+KERNEL void __launch_bounds__(THREADS, SAVES_STATES ? 1 : 2)
 gdn_rows(const u16* qkv, const u16* b, const u16* a, const void* conv_weight, const void* a_log,
          const void* dt_bias, const i32* accepted, const float* state, const u16* tail,
          const u16* record_qkv, const float* record_k, const float* record_d,
