@@ -102,7 +102,7 @@ def _refuse_sizes(site: Site) -> str:
 
 
 def heads(site: Site) -> int:
-    """Value heads of a block: as many of a key head's as a lane can hold columns, none left over."""
+    """Value heads of a block: the most that divide a key head's evenly."""
     a = site.attributes
     ratio = a.integer("value_heads") // a.integer("key_heads")
     return max(n for n in range(1, MOST_HEADS + 1) if ratio % n == 0)
