@@ -103,6 +103,12 @@ DEVICE float exp2_approx(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
     return r;
 }
+// 1 / x to 1 unit in the last place; 0 from 2^126 on.
+DEVICE float reciprocal_approx(float x) {
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
 
 // ---- lanes, warps, blocks --------------------------------------------------------------------
 DEVICE void sync_block() { __syncthreads(); }
@@ -126,7 +132,6 @@ DEVICE u32 ballot(bool x) { return __ballot_sync(ALL_LANES, x); }
 DEVICE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 // The next kernel may start now; what this one writes later it still waits for.
 DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
 // ---- between blocks --------------------------------------------------------------------------
 // Adds 1, returns the old value; everything this thread wrote (and, after sync_block, this block)
 // is visible to whoever sees the new value and then fences.

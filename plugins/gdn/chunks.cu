@@ -145,7 +145,7 @@ gdn_chunks(const u16* qkv, const u16* b, const u16* a, const void* conv_weight, 
         if (row < end) {
             decay = decay_gate(bf16_float(a[at]), plain(a_log, head, a_log_f32),
                                plain(dt_bias, head, dt_bias_f32));
-            beta = beta_gate(bf16_float(b[at]));
+            beta = sigmoid(bf16_float(b[at]));
         }
         solve(matrices + (static_cast<i64>(chunk) * value_heads + head) * MATRIX_BYTES, k, decay,
               beta);

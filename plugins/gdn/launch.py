@@ -17,18 +17,20 @@ DIM = 128
 TAPS = 4
 MOST_ROWS = 32
 """Of a block to verify, and of the records of one."""
-COLUMNS = 4
-"""Of a warp; must agree with kernel.cu, as must MOST_HEADS."""
-MOST_HEADS = 2
-WARPS = (4, 8, 12)
-"""Of a block: whole multiples of the 128 threads that take the key head's channels in pairs."""
-PROLOGUE_WARPS = 2.5
-"""What convolution and norms of a block cost, in warps of the recurrence."""
+SLAB = 16
+"""Columns of each of its value heads that a block of a verify has; as in block.cuh."""
+VERIFY_THREADS = 256
+"""Of a block of a verify."""
+THREADS = 128
+"""Of a block of a prefill."""
+MOST_HEADS = 3
+"""Value heads of such a block."""
+GATES = 8
+"""Floats of a row's gates."""
 
 CHUNK = 32
 """Rows of a prefill's chunk; this and what follows must agree with chunk.cuh."""
-THREADS = 128
-SLAB = 64
+WALK_SLAB = 64
 """Columns of a block of the walk."""
 KEY_BYTES = 4 * CHUNK * DIM * 2
 """K and Q of a chunk and key head, in bf16 pairs."""
@@ -99,26 +101,19 @@ def _refuse_sizes(site: Site) -> str:
     return ""
 
 
-def warps(site: Site, device: Device) -> int:
-    """Warps of a block: the number with the shortest work of the busiest multiprocessor."""
-
-    def cost(count: int) -> float:
-        blocks = site.attributes.integer("key_heads") * slabs(site, count)
-        return -(-blocks // device.multiprocessors) * (count + PROLOGUE_WARPS)
-
-    return min(WARPS, key=cost)
-
-
-def slabs(site: Site, count: int) -> int:
-    """Blocks of `count` warps that cover the columns of a key head's value heads."""
+def heads(site: Site) -> int:
+    """Value heads of a block: the most that divide a key head's evenly."""
     a = site.attributes
-    columns = a.integer("value_heads") // a.integer("key_heads") * DIM
-    return -(-columns // (count * COLUMNS))
+    ratio = a.integer("value_heads") // a.integer("key_heads")
+    return max(n for n in range(1, MOST_HEADS + 1) if ratio % n == 0)
 
 
-def shared_bytes(rows: int, count: int) -> int:
-    """q, k and v of the rows, their gates and k . q, float32."""
-    return rows * 4 * (2 * DIM + count * COLUMNS + 2 * MOST_HEADS + 1)
+def shared_bytes(rows: int, held: int, count: int) -> int:
+    """The state of a block's `count` heads; q, k, v and gates of the rows, as much of the records:
+    float32. The rows before the convolution and the three before them: bf16.
+    """
+    wide = count * DIM * SLAB + (rows + held) * (2 * DIM + count * SLAB + GATES)
+    return 4 * wide + 2 * (rows + TAPS - 1) * (2 * DIM + count * SLAB)
 
 
 def launches(site: Site, device: Device) -> tuple[Launch, ...]:
@@ -126,26 +121,23 @@ def launches(site: Site, device: Device) -> tuple[Launch, ...]:
     if site.attributes.word("mode") == "prefill":
         return _prefill(site)
     a = site.attributes
-    rows, held = site.size("qkv", 0), site.size("record_qkv", 0)
-    room, count = max(rows, held), warps(site, device)
-    blocks = a.integer("key_heads") * slabs(site, count)
+    rows, held, count = site.size("qkv", 0), site.size("record_qkv", 0), heads(site)
+    blocks = a.integer("value_heads") // count * (DIM // SLAB)
     return (
         Launch(
             kernel="gdn_rows",
-            grid=(a.integer("key_heads"), slabs(site, count), 1),
-            threads=32 * count,
-            arguments=(*(At(port) for port in _PORTS), Int(rows), Int(room), *_sizes(site)),
-            shared=_alone(shared_bytes(room, count), blocks, device),
-            defines={"SAVES_STATES": int(a.word("saves") == "states")},
+            grid=(blocks, 1, 1),
+            threads=VERIFY_THREADS,
+            arguments=(*(At(port) for port in _PORTS), Int(rows), Int(held)),
+            shared=shared_bytes(rows, held, count),
+            defines={
+                "SAVES_STATES": int(a.word("saves") == "states"),
+                "KEY_HEADS": a.integer("key_heads"),
+                "VALUE_HEADS": a.integer("value_heads"),
+            }
+            | {f"{name.upper()}_F32": _wide(site, name) for name in _PLAIN},
         ),
     )
-
-
-def _alone(shared: int, blocks: int, device: Device) -> int:
-    """Shared memory of a block, so much that no two share a multiprocessor where each can have its
-    own: two that do take twice as long, and the launch with them.
-    """
-    return shared if blocks > device.multiprocessors else max(shared, device.shared // 2 + 1)
 
 
 def _sizes(site: Site) -> tuple[Int, ...]:
@@ -154,8 +146,13 @@ def _sizes(site: Site) -> tuple[Int, ...]:
     return (
         Int(a.integer("key_heads")),
         Int(a.integer("value_heads")),
-        *(Int(int(site.ports[name].dtype is DType.F32)) for name in _PLAIN),
+        *(Int(_wide(site, name)) for name in _PLAIN),
     )
+
+
+def _wide(site: Site, name: str) -> int:
+    """1 where a plain parameter is float32."""
+    return int(site.ports[name].dtype is DType.F32)
 
 
 def _prefill(site: Site) -> tuple[Launch, ...]:
@@ -177,7 +174,7 @@ def _prefill(site: Site) -> tuple[Launch, ...]:
         ),
         Launch(
             kernel="gdn_prefill",
-            grid=(values, DIM // SLAB, 1),
+            grid=(values, DIM // WALK_SLAB, 1),
             threads=THREADS,
             arguments=(
                 *(At(port) for port in _WALK_PORTS),
@@ -187,7 +184,7 @@ def _prefill(site: Site) -> tuple[Launch, ...]:
                 Int(rows),
                 *_sizes(site)[:3],
             ),
-            shared=2 * (KEY_BYTES + MATRIX_BYTES) + CHUNK * (SLAB + 4) * 4 + 16,
+            shared=2 * (KEY_BYTES + MATRIX_BYTES) + CHUNK * (WALK_SLAB + 4) * 4 + 16,
             source="prefill.cu",
         ),
     )

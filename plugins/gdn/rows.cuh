@@ -35,7 +35,10 @@ DEVICE Taps load_taps(const void* weights, int channel, bool f32) {
     return taps;
 }
 
-DEVICE float silu(float x) { return __fdividef(x, 1.0f + expf(-x)); }
+DEVICE float sigmoid(float x) {
+    return reciprocal_approx(add_rn(1.0f, exp2_approx(mul_rn(-1.4426950408889634f, x))));
+}
+DEVICE float silu(float x) { return mul_rn(x, sigmoid(x)); }
 
 // One row of the two channels from its own inputs and the three before it, oldest first.
 DEVICE float2 convolved(const Taps& taps, u32 x0, u32 x1, u32 x2, u32 x3) {
@@ -67,17 +70,17 @@ struct Inputs {
     }
 };
 
+DEVICE float softplus(float x) { return add_rn(fmaxf(x, 0.0f), log1pf(expf(-fabsf(x)))); }
+
 // exp(-exp(a_log) softplus(a + dt_bias))
 DEVICE float decay_gate(float a, float a_log, float dt_bias) {
-    const float x = a + dt_bias;
-    const float softplus = fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)));
-    return expf(-expf(a_log) * softplus);
+    return expf(mul_rn(-expf(a_log), softplus(add_rn(a, dt_bias))));
 }
-
-DEVICE float beta_gate(float b) { return 1.0f / (1.0f + expf(-b)); }
 
 DEVICE float dot4(float4 a, float4 b) {
     return fma_rn(a.x, b.x, fma_rn(a.y, b.y, fma_rn(a.z, b.z, mul_rn(a.w, b.w))));
 }
 
-DEVICE float4 scaled4(float4 a, float s) { return make_float4(a.x * s, a.y * s, a.z * s, a.w * s); }
+DEVICE float4 scaled4(float4 a, float s) {
+    return make_float4(mul_rn(a.x, s), mul_rn(a.y, s), mul_rn(a.z, s), mul_rn(a.w, s));
+}

@@ -194,6 +194,7 @@ DEVICE float add_rn(float a, float b) { return a + b; }
 DEVICE float exp2_approx(float x) { return x < -126.0f ? 0.0f : exp2f(x); }
 
 // ---- lanes, warps, blocks --------------------------------------------------------------------
+DEVICE float reciprocal_approx(float x) { return fabsf(x) > 0x1p126f ? 0.0f : 1.0f / x; }
 DEVICE void sync_block() { emulator::sync_block(); }
 DEVICE void sync_warp() { emulator::sync_warp(); }
 DEVICE void sync_some(int id, int threads) { emulator::sync_some(id, threads); }
