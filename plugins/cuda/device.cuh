@@ -84,6 +84,12 @@ DEVICE u32 e4m3x2_f16x2(u16 x) {
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"(x));
     return r;
 }
+// The two pairs of a word, low then high.
+DEVICE void e4m3x4_f16x4(u32 x, u32& low, u32& high) {
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %2;"
+        " cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h;}"
+        : "=r"(low), "=r"(high) : "r"(x));
+}
 
 DEVICE u32 rotate_right(u32 x, int n) { return __funnelshift_r(x, x, n); }
 // Four bytes of {b, a} (b high), chosen by the nibbles of `selector`.

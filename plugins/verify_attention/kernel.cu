@@ -6,11 +6,8 @@
 // Compile-time: GROUP (query heads of a key/value head: 2, 4, 6), FP8 (the caches' type; bf16
 // otherwise), NORM_F32 (the norm weights' type; bf16 otherwise).
 #include "cuda/device.cuh"
-#include "verify_attention/mix.cuh"
-#include "verify_attention/pieces.cuh"
+#include "verify_attention/attend.cuh"
 #include "verify_attention/rows.cuh"
-#include "verify_attention/score.cuh"
-#include "verify_attention/tile.cuh"
 
 constexpr float LOGIT = 0.0625f * 1.44269504f;  // 1 / sqrt(WIDTH), and exp2 for exp
 
@@ -18,16 +15,15 @@ constexpr int WARPS = THREADS / 32;
 constexpr int BATCH = GROUP == 6 ? 6 : 4;  // query rows that a warp prepares side by side
 
 // 16 tokens of one key/value head's group as they came, each row where its queries will lie; zeros
-// past the call's last. Warp w holds rows w, w + 8, ..., lane l 16 bytes of each.
-DEVICE void load_queries(u8* memory, const u16* q, int rows, int from) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+// past the call's last. By the first half of the warps, a row at a time, lane l 16 bytes of it.
+DEVICE void load_queries(u8* memory, const u16* q, int rows, int from, const Lane& at) {
     const i64 stride = static_cast<i64>(gridDim.y) * GROUP * WIDTH;
-    const saddr to = shared_address(memory + QUERIES) + 16 * lane;
+    const saddr to = shared_address(memory + QUERIES) + 16 * at.lane;
 #pragma unroll
-    for (int i = 0; i < ROWS / WARPS; i++) {
-        const int row = warp + i * WARPS, head = row / TOKENS, t = from + row % TOKENS;
-        const u16* at = q + t * stride + (blockIdx.y * GROUP + head) * WIDTH + 8 * lane;
-        copy_async16(to + row * QUERY_PITCH, at, t < rows);
+    for (int i = 0; i < ROWS / 4; i++) {
+        const int row = at.quarter + i * 4, head = row / TOKENS, t = from + row % TOKENS;
+        const u16* source = q + t * stride + (blockIdx.y * GROUP + head) * WIDTH + 8 * at.lane;
+        copy_async16(to + row * QUERY_PITCH, source, t < rows);
     }
     copy_async_commit();
 }
@@ -57,35 +53,15 @@ DEVICE void turn_queries(u8* memory, const float (&w)[8], float eps, const Rotat
 DEVICE float2 with_inverse(float x) { return make_float2(x, 1.0f / x); }
 
 // The call's rows into the cache, by one block.
-DEVICE void write_out(const u8* memory, const Work& work, u8* k, u8* v) {
+DEVICE void write_out(const Past& past, u8* k, u8* v) {
     constexpr int CHUNKS = CACHE_BYTES / 16;
-    const int count = CHUNKS * work.rows, from = work.limit;
+    const int count = CHUNKS * past.rows;
+    const uint4* from = reinterpret_cast<const uint4*>(past.memory + FRESH);
     for (int i = threadIdx.x; i < 2 * count; i += THREADS) {
         const int which = i >= count, chunk = i - which * count;
-        const int position = from + chunk / CHUNKS, column = chunk % CHUNKS;
-        u8* to = (which ? v : k) + static_cast<i64>(position) * CACHE_BYTES;
-        reinterpret_cast<uint4*>(to)[column] =
-            reinterpret_cast<const uint4*>(fresh_row(memory, work, which, position))[column];
+        u8* to = (which ? v : k) + static_cast<i64>(past.limit) * CACHE_BYTES;
+        reinterpret_cast<uint4*>(to)[chunk] = from[i];
     }
-}
-
-// The first asks of a warp, as many as its ring holds.
-DEVICE Ahead ask_first(u8* memory, const Work& work, const Lane& at) {
-    Ahead ahead = ahead_of(work);
-    if (at.mixes)
-#pragma unroll 1
-        for (int i = 0; i < VALUE_STAGES; i++)
-            ask_values(ahead, value_stage(memory, i, at), work, at);
-    else
-#pragma unroll 1
-        for (int i = 0; i < KEY_STAGES; i++) ask_keys(ahead, key_stage(memory, i, at), work, at);
-    return ahead;
-}
-
-// All that this thread asked for before ask_first is in.
-DEVICE void queries_are_in(const Lane& at) {
-    if (at.mixes) copy_async_wait<VALUE_STAGES>();
-    else copy_async_wait<KEY_STAGES>();
 }
 
 // Whether any of this block's pieces reaches past what the cache holds.
@@ -109,7 +85,7 @@ DEVICE void prepare(u8* memory, const Fresh& fresh, const float (&w)[8], const f
         Pair pair;
         if (needs) load_pair(pair, fresh, first + warp, at.lane);
         angles(by, own, length + first, TOKENS);
-        if (n == 0) queries_are_in(at);
+        if (n == 0 && at.half == 0) copy_async_wait<0>();
         sync_block();
         if (n == 0) turn_queries(memory, w, fresh.eps, by, 0);
         if (needs)
@@ -139,34 +115,26 @@ KERNEL void __launch_bounds__(THREADS, 1)
     const int length = *length_at;
     const Pieces pieces = divided(length + from, length + min(rows, from + TOKENS), gridDim.x);
     if (static_cast<int>(blockIdx.x) >= pieces.count) return;
-    load_queries(memory, q, rows, from);
-
+    if (threadIdx.x == 0) init(memory);
     const i64 begin = static_cast<i64>(head) * capacity * CACHE_BYTES;
-    if (threadIdx.x == 0)
-        init(memory, {cache_k + begin, cache_v + begin, length, rows, pieces});
-    sync_block();
-    const Work& work = work_of(memory);
-    Ahead ahead = ask_first(memory, work, at);
+    const Past past = {memory, cache_k + begin, cache_v + begin, length, rows, pieces};
+    Ahead ahead(past);
+    if (at.half) ahead.begin(past, at);
+    else load_queries(memory, q, rows, from, at);
     // Who takes the last piece writes, and needs what it writes.
     const bool last = (pieces.count - 1) % gridDim.x == blockIdx.x;
     const Fresh fresh = {k, v, rows, static_cast<int>(gridDim.y), head, eps, by_k, by_v};
     prepare(memory, fresh, w, w_key, {reinterpret_cast<float*>(memory + WEIGHTS), half}, own,
             length, from, last || sees_fresh(pieces, length), at);
-    if (last && from == 0) write_out(memory, work, cache_k + begin, cache_v + begin);
-    if (at.mixes) {
-        mix_all<FP8 != 0>(
-            memory, ahead,
-            [=](int slot) {
-                const int group = blockIdx.z * gridDim.y + blockIdx.y;
-                const i64 place = (static_cast<i64>(group) * slots + slot) * ROWS;
-                return Sink{mixtures + place * WIDTH, WIDTH, TOKENS * WIDTH, 1.0f,
-                            rows - static_cast<int>(blockIdx.z) * TOKENS, stats + place};
-            },
-            at);
-    } else {
-        score_all(memory, ahead, mul_rn(by_k.x, LOGIT), length + from, at);
-    }
-    copy_async_wait<0>();
+    if (last && from == 0) write_out(past, cache_k + begin, cache_v + begin);
+    attend<FP8 != 0>(
+        past, ahead, mul_rn(by_k.x, LOGIT), length + from,
+        [=](int slot) {
+            const i64 place = static_cast<i64>(blockIdx.z * gridDim.y + head) * slots + slot;
+            return Sink{mixtures + place * ROWS * WIDTH, WIDTH, TOKENS * WIDTH, 1.0f, rows - from,
+                        stats + place * ROWS};
+        },
+        at);
 }
 
 constexpr int COMBINE_WARPS = 4;
@@ -269,30 +237,24 @@ KERNEL void __launch_bounds__(THREADS, 1)
     wait_for_previous();
     const int head = blockIdx.y, from = (gridDim.z - 1 - blockIdx.z) * TOKENS;
     const int length = *length_at, end = length + min(rows, from + TOKENS);
-    load_queries(memory, q, rows, from);
+    if (threadIdx.x == 0) init(memory);
     const i64 begin = static_cast<i64>(head) * capacity * CACHE_BYTES;
-    if (threadIdx.x == 0)
-        init(memory, {cache_k + begin, cache_v + begin, end, 0, undivided(end)});
-    sync_block();
-    Ahead ahead = ask_first(memory, work_of(memory), at);
+    const Past past = {memory, cache_k + begin, cache_v + begin, end, 0, undivided(end)};
+    Ahead ahead(past);
+    if (at.half) ahead.begin(past, at);
+    else load_queries(memory, q, rows, from, at);
     const Rotation by = {reinterpret_cast<float*>(memory + WEIGHTS), half};
     angles(by, own, length + from, TOKENS);
-    queries_are_in(at);
+    if (at.half == 0) copy_async_wait<0>();
     sync_block();
     turn_queries(memory, w, eps, by, 0);
     sync_block();
-    if (at.mixes) {
-        mix_all<false>(
-            memory, ahead,
-            [=](int) {
-                const int first = (gridDim.z - 1 - blockIdx.z) * TOKENS;
-                const i64 stride = static_cast<i64>(gridDim.y) * GROUP * WIDTH;
-                return Sink{o + first * stride + static_cast<i64>(blockIdx.y) * GROUP * WIDTH,
-                            stride, WIDTH, *scale_v, rows - first, nullptr};
-            },
-            at);
-    } else {
-        score_all(memory, ahead, mul_rn(*scale_k, LOGIT), length + from, at);
-    }
-    copy_async_wait<0>();
+    attend<false>(
+        past, ahead, mul_rn(*scale_k, LOGIT), length + from,
+        [=](int) {
+            const i64 stride = static_cast<i64>(gridDim.y) * GROUP * WIDTH;
+            return Sink{o + from * stride + static_cast<i64>(head) * GROUP * WIDTH, stride, WIDTH,
+                        *scale_v, rows - from, nullptr};
+        },
+        at);
 }

@@ -90,9 +90,9 @@ def _shared(site: Site, fresh: int) -> int:
     query_rows = _defines(site)["GROUP"] * TOKENS
     row = WIDTH * site.ports["cache_k"].dtype.bytes
     positions = 128 * WIDTH // row
-    weights = max(2 * query_rows * positions * 2, TOKENS * WIDTH * 4)
-    keys, values = 3 * positions * row // 2, 6 * positions * row // 4
-    return query_rows * (WIDTH * 2 + 80) + weights + keys + values + 96 + 2 * fresh * row
+    weights = max(query_rows * positions * 2, TOKENS * WIDTH * 4)
+    tiles = 2 * 2 * positions * row
+    return query_rows * (WIDTH * 2 + 32) + weights + tiles + 256 + 2 * fresh * row
 
 
 def _numbers(site: Site, *more: int) -> tuple[Argument, ...]:

@@ -173,6 +173,10 @@ DEVICE u16 pack_e4m3x2(float low, float high) {
 DEVICE u32 e4m3x2_f16x2(u16 x) {
     return pack_f16x2(emulated_e4m3_float(static_cast<u8>(x)), emulated_e4m3_float(static_cast<u8>(x >> 8)));
 }
+DEVICE void e4m3x4_f16x4(u32 x, u32& low, u32& high) {
+    low = e4m3x2_f16x2(static_cast<u16>(x));
+    high = e4m3x2_f16x2(static_cast<u16>(x >> 16));
+}
 
 DEVICE u32 rotate_right(u32 x, int n) { return x >> (n & 31) | x << (-n & 31); }
 DEVICE u32 select_bytes(u32 a, u32 b, u32 selector) {
