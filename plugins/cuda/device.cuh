@@ -105,6 +105,12 @@ DEVICE float exp2_approx(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
     return r;
 }
+// 1 / x to 1 unit in the last place; 0 where that is below 2^-126.
+DEVICE float reciprocal_approx(float x) {
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
 
 // ---- lanes, warps, blocks --------------------------------------------------------------------
 DEVICE void sync_block() { __syncthreads(); }

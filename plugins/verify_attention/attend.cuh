@@ -274,7 +274,8 @@ template <bool F16> DEVICE void store(const Running& r, const Sink& sink, const 
         for (int h = 0; h < 2; h++) {
             const int token = 8 * h + at.g;
             if (token >= sink.tokens) continue;
-            const float sum = r.sum[i][h], by = sum > 0.0f ? sink.scale / sum : sum;
+            const float sum = r.sum[i][h];
+            const float by = sum > 0.0f ? mul_rn(sink.scale, reciprocal_approx(sum)) : sum;
             if (sink.stats && at.quarter == 0 && at.t == 0)
                 sink.stats[row_of(i, h, at)] = make_float2(r.base[i][h], sum);
             u16* row = sink.to + token * sink.token_stride + (at.half * MT + i) * sink.head_stride +

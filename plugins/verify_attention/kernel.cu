@@ -39,7 +39,7 @@ DEVICE void turn_queries(u8* memory, const float (&w)[8], float eps, const Rotat
 #pragma unroll
         for (int n = 0; n < BATCH; n++) {
             const int row = first + n * WARPS;
-            eight(x[n], reinterpret_cast<const uint4*>(memory + QUERIES + row * QUERY_PITCH)[lane]);
+            eight(x[n], words(memory + QUERIES + row * QUERY_PITCH, lane));
             angle[n] = row % TOKENS + turned;
         }
         turn(x, w, by, angle, eps, lane);
@@ -112,15 +112,18 @@ KERNEL void __launch_bounds__(THREADS, 1)
     let_next_start();
     wait_for_previous();
     const int head = blockIdx.y, from = blockIdx.z * TOKENS;
+    if (at.half == 0) load_queries(memory, q, rows, from, at);
     const int length = *length_at;
     const Pieces pieces = divided(length + from, length + min(rows, from + TOKENS), gridDim.x);
-    if (static_cast<int>(blockIdx.x) >= pieces.count) return;
+    if (static_cast<int>(blockIdx.x) >= pieces.count) {
+        copy_async_wait<0>();  // nothing may still be coming in when the block ends
+        return;
+    }
     if (threadIdx.x == 0) init(memory);
     const i64 begin = static_cast<i64>(head) * capacity * CACHE_BYTES;
     const Past past = {memory, cache_k + begin, cache_v + begin, length, rows, pieces};
     Ahead ahead(past);
     if (at.half) ahead.begin(past, at);
-    else load_queries(memory, q, rows, from, at);
     // Who takes the last piece writes, and needs what it writes.
     const bool last = (pieces.count - 1) % gridDim.x == blockIdx.x;
     const Fresh fresh = {k, v, rows, static_cast<int>(gridDim.y), head, eps, by_k, by_v};
@@ -236,13 +239,13 @@ KERNEL void __launch_bounds__(THREADS, 1)
     let_next_start();
     wait_for_previous();
     const int head = blockIdx.y, from = (gridDim.z - 1 - blockIdx.z) * TOKENS;
+    if (at.half == 0) load_queries(memory, q, rows, from, at);
     const int length = *length_at, end = length + min(rows, from + TOKENS);
     if (threadIdx.x == 0) init(memory);
     const i64 begin = static_cast<i64>(head) * capacity * CACHE_BYTES;
     const Past past = {memory, cache_k + begin, cache_v + begin, end, 0, undivided(end)};
     Ahead ahead(past);
     if (at.half) ahead.begin(past, at);
-    else load_queries(memory, q, rows, from, at);
     const Rotation by = {reinterpret_cast<float*>(memory + WEIGHTS), half};
     angles(by, own, length + from, TOKENS);
     if (at.half == 0) copy_async_wait<0>();

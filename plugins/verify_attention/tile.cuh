@@ -80,20 +80,13 @@ DEVICE void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 // A normalised, rotated query row into shared memory. For FP8 keys lane t's two pairs of each 16
 // columns are 4t, 4t + 1 and 4t + 2, 4t + 3, as four neighbouring bytes of a key are read.
 DEVICE void store_query(u8* queries, int row, const float (&x)[8], int lane) {
-    u32 pair[4];
+    // The lane's pair of columns within 16 bytes of its 64 columns.
+    const int chunk = FP8 ? (lane >> 3) * 2 + (lane & 1) : lane >> 2;
+    const int word = FP8 ? (lane & 7) >> 1 : lane & 3;
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        pair[i] = pack_bf16x2(x[2 * i], x[2 * i + 1]);
-        if (FP8) pair[i] = pack_f16x2(bf16x2_low(pair[i]), bf16x2_high(pair[i]));
-    }
-    if (FP8) {
-        const int chunk = lane & ~1, offset = 8 * (lane & 1);
-        *reinterpret_cast<uint2*>(queries + swizzled(row, chunk, QUERY_PITCH) + offset) =
-            make_uint2(pair[0], pair[2]);
-        *reinterpret_cast<uint2*>(queries + swizzled(row, chunk + 1, QUERY_PITCH) + offset) =
-            make_uint2(pair[1], pair[3]);
-    } else {
-        *reinterpret_cast<uint4*>(queries + swizzled(row, lane, QUERY_PITCH)) =
-            make_uint4(pair[0], pair[1], pair[2], pair[3]);
+    for (int j = 0; j < WORDS; j++) {
+        u32 pair = pack_bf16x2(x[2 * j], x[2 * j + 1]);
+        if (FP8) pair = pack_f16x2(bf16x2_low(pair), bf16x2_high(pair));
+        reinterpret_cast<u32*>(queries + swizzled(row, 8 * j + chunk, QUERY_PITCH))[word] = pair;
     }
 }

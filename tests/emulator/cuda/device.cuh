@@ -194,6 +194,7 @@ DEVICE u32 select_bytes(u32 a, u32 b, u32 selector) {
 DEVICE float fma_rn(float a, float b, float c) { return fmaf(a, b, c); }
 DEVICE float mul_rn(float a, float b) { return a * b; }
 DEVICE float add_rn(float a, float b) { return a + b; }
+DEVICE float reciprocal_approx(float x) { return 1.0f / x; }
 DEVICE float exp2_approx(float x) { return x < -126.0f ? 0.0f : exp2f(x); }
 
 // ---- lanes, warps, blocks --------------------------------------------------------------------
