@@ -296,47 +296,70 @@ template <bool F16> DEVICE void store(const Running& r, const Sink& sink, const 
         }
 }
 
-// Every tile of the block's pieces, of which `ahead` has asked for the first two; piece after piece
-// goes to where `sink(slot)` says. `own` is the position of token 0 of the query rows.
+// One of a pair multiplies while the other takes exponentials: turn n of the second comes after turn
+// n of the first, turn n + 1 of the first after that.
+DEVICE void await_turn(const u8* memory, int n, const Lane& at) {
+    if (at.half) barrier_wait(pair_barrier(memory, 4, at), n & 1);
+    else if (n > 0) barrier_wait(pair_barrier(memory, 5, at), (n - 1) & 1);
+}
+DEVICE void end_turn(const u8* memory, const Lane& at) {
+    barrier_arrive(pair_barrier(memory, 4 + at.half, at));
+}
+
+// The scores of tile n become weights in shared memory. `first`: of this warp's positions.
+DEVICE void soften(Running& r, Scores& s, u8* memory, float scale, int own, int first,
+                   const Lane& at) {
+    if (first + QUARTER - 1 > own) mask(s, own, first, at);
+    share_tops(s, memory, scale, at);
+    sync_half(at.half);
+    move_bases(r, memory, at);
+    weigh(r, s, memory, scale, at);
+    sync_half(at.half);
+}
+
+DEVICE void score_tile(Scores& s, u8* memory, int n, const Lane& at) {
+    barrier_wait(Keys::full(memory, n, at), (n >> 1) & 1);
+    score(s, memory, shared_address(Keys::part(memory, n, at)), at);
+}
+
+DEVICE void mix_tile(Running& r, u8* memory, int n, const Lane& at) {
+    barrier_wait(Values::full(memory, n, at), (n >> 1) & 1);
+    mix(r, memory, shared_address(Values::part(memory, n, at)), at);
+}
+
+// Every tile of the block's pieces; piece after piece goes to where `sink(slot)` says. `own` is the
+// position of token 0 of the query rows.
 template <bool F16, class Where>
 DEVICE void attend(const Past& past, Ahead& ahead, float scale, int own, const Where& sink,
                    const Lane& at) {
     u8* const memory = past.memory;
-    const bool asks = at.half != 0;
-    if (asks) {
-        const int first = Walk<POSITIONS>(past.pieces).first;
-        pass_on<Keys, 3>(past, 0, first, at);
-        pass_on<Values, 2>(past, 0, first, at);
-    }
+    Walk<POSITIONS> walk(past.pieces);
     Running r;
+    Scores s;
     reset(r);
-    int n = 0;
-    for (Walk<POSITIONS> walk(past.pieces); walk.valid(past.pieces); walk.step(past.pieces), n++) {
-        Scores s;
-        barrier_wait(Keys::full(memory, n, at), (n >> 1) & 1);
-        score(s, memory, shared_address(Keys::part(memory, n, at)), at);
-        if (asks) ahead.follow<Keys>(past, n, at);
-        else barrier_arrive(Keys::empty(memory, n, at));
-        const int mine = walk.first + at.quarter * QUARTER;
-        if (mine + QUARTER - 1 > own) mask(s, own, mine, at);
-        share_tops(s, memory, scale, at);
-        sync_half(at.half);
-        move_bases(r, memory, at);
-        weigh(r, s, memory, scale, at);
-        sync_half(at.half);
-        barrier_wait(Values::full(memory, n, at), (n >> 1) & 1);
-        mix(r, memory, shared_address(Values::part(memory, n, at)), at);
-        if (asks) {
-            ahead.follow<Values>(past, n, at);
-            ahead.step(past);
-        } else {
-            barrier_arrive(Values::empty(memory, n, at));
+    if (at.half) ahead.begin(past, walk.first, at);
+    for (int n = 0;; n++) {
+        await_turn(memory, n, at);
+        const bool ends = n > 0 && walk.ends();
+        const int slot = ends ? past.pieces.span(walk.item).slot : 0;
+        if (n > 0) {
+            mix_tile(r, memory, n - 1, at);
+            walk.step(past.pieces);
         }
-        if (walk.ends()) {
+        const bool more = walk.valid(past.pieces);
+        if (more) {
+            score_tile(s, memory, n, at);
+            if (at.half) ahead.provide(past, n, walk.first, at);
+        }
+        end_turn(memory, at);
+        if (more && at.half) ahead.refill(past, n, at);
+        if (ends) {
             add_up(r, memory, at);
-            store<F16>(r, sink(past.pieces.span(walk.item).slot), at);
+            store<F16>(r, sink(slot), at);
             reset(r);
         }
+        if (!more) break;
+        soften(r, s, memory, scale, own, walk.first + at.quarter * QUARTER, at);
     }
     copy_async_wait<0>();
 }

@@ -1,5 +1,5 @@
-// How tiles of the cache come into shared memory: the second warp of a pair asks for the quarters
-// that both read, two tiles ahead.
+// How tiles of the cache come into shared memory, and who uses the tensor cores. Warps w and w + 4
+// are a pair: they read the same quarters, which the second of them asks for, and take turns.
 #pragma once
 
 #include "verify_attention/tile.cuh"
@@ -13,19 +13,21 @@ struct Past {
     Pieces pieces;
 };
 
-// Where one of a pair's two kinds of parts lies, and its barriers: the first half of the heads
-// arrives at EMPTY when it has read a part, the second at FULL when what it asked for has come.
+// Barrier i of this lane's pair. 0 .. 3: a part is full, of keys and of values, tile & 1. 4: the
+// first warp's turn is over; 5: the second's.
+DEVICE saddr pair_barrier(const u8* memory, int i, const Lane& at) {
+    return shared_address(memory + BARRIERS) + 8 * (at.quarter * 8 + i);
+}
+
+// Where one of a pair's two kinds of parts lies.
 template <bool VALUES> struct Side {
     DEVICE static u8* part(u8* memory, int n, const Lane& at) {
         return memory + CACHE + ((2 * VALUES + (n & 1)) * 4 + at.quarter) * PART;
     }
     DEVICE static saddr full(const u8* memory, int n, const Lane& at) {
-        return shared_address(memory + BARRIERS) + 8 * (at.quarter * 8 + 4 * VALUES + (n & 1));
+        return pair_barrier(memory, 2 * VALUES + (n & 1), at);
     }
-    DEVICE static saddr empty(const u8* memory, int n, const Lane& at) {
-        return full(memory, n, at) + 16;
-    }
-    // Elements of a part's rows.
+    // A part's rows.
     static constexpr int LINES = VALUES ? POSITIONS : QUARTER;
     static constexpr int PITCH = VALUES ? VALUE_PITCH : CACHE_BYTES;
     static constexpr int CHUNKS = PITCH / 16;
@@ -67,11 +69,9 @@ template <class Of> DEVICE void ask(const Past& past, int n, int first, const La
     }
 }
 
-// What was asked for, but for the last LATER commits, is in and may be read, the call's own rows
-// included; it is of the tile at `first`, the n-th.
-template <class Of, int LATER>
-DEVICE void pass_on(const Past& past, int n, int first, const Lane& at) {
-    copy_async_wait<LATER>();
+// What was asked for of the tile at `first`, the n-th, is in: now the call's own rows over it, and
+// the pair may read it.
+template <class Of> DEVICE void pass_on(const Past& past, int n, int first, const Lane& at) {
     const int from = Of::position(first, at);
     const int begin = max(from, past.limit), end = min(from + Of::LINES, past.limit + past.rows);
     if (begin < end) {
@@ -90,35 +90,41 @@ DEVICE void pass_on(const Past& past, int n, int first, const Lane& at) {
     barrier_arrive(Of::full(past.memory, n, at));
 }
 
-// What the second half of the heads asks for and when: tile n + 2 while tile n is worked on.
+// What the second warp of a pair asks for, and when. A turn n is the mixture of tile n - 1 and the
+// scores of tile n.
 struct Ahead {
     Walk<POSITIONS> walk;  // at tile n + 2
     int coming;            // where tile n + 1 begins; negative where there is none
 
-    DEVICE Ahead(const Past& past) : walk(past.pieces), coming(-1) {}
-
-    // The first two tiles.
-    DEVICE void begin(const Past& past, const Lane& at) {
-#pragma unroll 1
-        for (int n = 0; n < 2; n++) {
-            const bool valid = walk.valid(past.pieces);
-            coming = valid ? walk.first : -1;
-            if (valid) ask<Keys>(past, n, walk.first, at);
-            copy_async_commit();
-            if (valid) ask<Values>(past, n, walk.first, at);
-            copy_async_commit();
-            if (valid) walk.step(past.pieces);
-        }
-    }
-    // This warp has read its part of tile n: it passes on the next, and asks for the one after.
-    template <class Of> DEVICE void follow(const Past& past, int n, const Lane& at) const {
-        sync_warp();
-        if (coming >= 0) pass_on<Of, 1>(past, n + 1, coming, at);
-        if (walk.valid(past.pieces)) {
-            barrier_wait(Of::empty(past.memory, n, at), (n >> 1) & 1);
-            ask<Of>(past, n, walk.first, at);
-        }
+    // Before turn 0.
+    DEVICE Ahead(const Past& past, const Lane& at) : walk(past.pieces), coming(-1) {
+        if (!at.half) return;
+        ask<Keys>(past, 0, walk.first, at);
         copy_async_commit();
+        ask<Values>(past, 0, walk.first, at);
+        step(past);
+        step(past);
+        if (coming >= 0) ask<Keys>(past, 1, coming, at);
+        copy_async_commit();
+    }
+    // Tile 0 may be scored.
+    DEVICE void begin(const Past& past, int first, const Lane& at) const {
+        copy_async_wait<1>();
+        pass_on<Keys>(past, 0, first, at);
+    }
+    // At the end of turn n, whose scores are of the tile at `first`: what the next one reads.
+    DEVICE void provide(const Past& past, int n, int first, const Lane& at) const {
+        copy_async_wait<0>();
+        pass_on<Values>(past, n, first, at);
+        if (coming >= 0) pass_on<Keys>(past, n + 1, coming, at);
+    }
+    // After turn n, when the pair has read its keys and the values before: what turn n + 2 reads.
+    DEVICE void refill(const Past& past, int n, const Lane& at) {
+        sync_warp();
+        if (coming >= 0) ask<Values>(past, n + 1, coming, at);
+        if (walk.valid(past.pieces)) ask<Keys>(past, n + 2, walk.first, at);
+        copy_async_commit();
+        step(past);
     }
     DEVICE void step(const Past& past) {
         const bool valid = walk.valid(past.pieces);

@@ -122,8 +122,7 @@ KERNEL void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) init(memory);
     const i64 begin = static_cast<i64>(head) * capacity * CACHE_BYTES;
     const Past past = {memory, cache_k + begin, cache_v + begin, length, rows, pieces};
-    Ahead ahead(past);
-    if (at.half) ahead.begin(past, at);
+    Ahead ahead(past, at);
     // Who takes the last piece writes, and needs what it writes.
     const bool last = (pieces.count - 1) % gridDim.x == blockIdx.x;
     const Fresh fresh = {k, v, rows, static_cast<int>(gridDim.y), head, eps, by_k, by_v};
@@ -244,8 +243,7 @@ KERNEL void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) init(memory);
     const i64 begin = static_cast<i64>(head) * capacity * CACHE_BYTES;
     const Past past = {memory, cache_k + begin, cache_v + begin, end, 0, undivided(end)};
-    Ahead ahead(past);
-    if (at.half) ahead.begin(past, at);
+    Ahead ahead(past, at);
     const Rotation by = {reinterpret_cast<float*>(memory + WEIGHTS), half};
     angles(by, own, length + from, TOKENS);
     if (at.half == 0) copy_async_wait<0>();
