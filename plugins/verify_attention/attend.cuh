@@ -47,6 +47,34 @@ struct Operand {
     }
 };
 
+// The b fragments of 16 columns of this warp's keys.
+DEVICE void key_fragments(u32 (&b0)[NS], u32 (&b1)[NS], const u32 (&raw)[4]) {
+#pragma unroll
+    for (int n = 0; n < NS; n++) {
+        if (FP8) {
+            e4m3x4_f16x4(raw[n], b0[n], b1[n]);
+        } else {
+            b0[n] = raw[(2 * n) & 3];
+            b1[n] = raw[(2 * n + 1) & 3];
+        }
+    }
+}
+
+template <int N>
+DEVICE void multiply(float (&d)[MT][N][4], const u32 (&a)[MT][4], const u32 (&b0)[N],
+                     const u32 (&b1)[N]) {
+#pragma unroll
+    for (int i = 0; i < MT; i++)
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            if (FP8) mma_f16(d[i][n], a[i], b0[n], b1[n]);
+            else mma_bf16(d[i][n], a[i], b0[n], b1[n]);
+        }
+}
+
+// Steps of 16 columns or positions that are unrolled: more would not fit the instruction caches.
+constexpr int ROLL = 4;
+
 // s = queries . keys, of this warp's heads and quarter of the positions. Operands come a step early.
 DEVICE void score(Scores& s, u8* memory, saddr keys, const Lane& at) {
     // FP8: matrix j of a load is n8 tile j, 16 columns. bf16: n8 tile j / 2, 8 columns each.
@@ -63,28 +91,19 @@ DEVICE void score(Scores& s, u8* memory, saddr keys, const Lane& at) {
         for (int n = 0; n < NS; n++)
 #pragma unroll
             for (int j = 0; j < 4; j++) s[i][n][j] = 0.0f;
+#pragma unroll 1
+    for (int first = 0; first < WIDTH / 16; first += ROLL)
 #pragma unroll
-    for (int step = 0; step < WIDTH / 16; step++) {
-        const int now = step & 1;
-        if (step + 1 < WIDTH / 16) {
-            load_matrix4(raw[now ^ 1], key + (((step + 1) * (FP8 ? 16 : 32)) ^ twist));
-            queries.load<QUERY_PITCH>(a[now ^ 1], step + 1);
-        }
-        u32 b0[NS], b1[NS];
-#pragma unroll
-        for (int n = 0; n < NS; n++) {
-            if (FP8) {
-                e4m3x4_f16x4(raw[now][n], b0[n], b1[n]);
-            } else {
-                b0[n] = raw[now][(2 * n) & 3];
-                b1[n] = raw[now][(2 * n + 1) & 3];
+        for (int i = 0; i < ROLL; i++) {
+            const int step = first + i, now = i & 1;
+            if (i + 1 < ROLL || step + 1 < WIDTH / 16) {
+                load_matrix4(raw[now ^ 1], key + (((step + 1) * (FP8 ? 16 : 32)) ^ twist));
+                queries.load<QUERY_PITCH>(a[now ^ 1], step + 1);
             }
+            u32 b0[NS], b1[NS];
+            key_fragments(b0, b1, raw[now]);
+            multiply(s, a[now], b0, b1);
         }
-#pragma unroll
-        for (int i = 0; i < MT; i++)
-#pragma unroll
-            for (int n = 0; n < NS; n++) multiply(s[i][n], a[now][i], b0[n], b1[n]);
-    }
 }
 
 // Nothing after the row's own position. `own` is that of token 0, `first` that of this warp's keys.
@@ -183,11 +202,10 @@ DEVICE void weigh(Running& r, const Scores& s, u8* memory, float scale, const La
 
 // 16 positions of this warp's columns as they lie: FP8 bytes travel in pairs of columns.
 constexpr int LOADS = FP8 ? 2 : 4;
-DEVICE void load_values(u32 (&raw)[LOADS][4], saddr part, int step, const Lane& at) {
-    const int position = step * 16 + (at.lane & 15);
+DEVICE void load_values(u32 (&raw)[LOADS][4], const saddr (&place)[LOADS], int step) {
 #pragma unroll
     for (int l = 0; l < LOADS; l++)
-        load_matrix4_transposed(raw[l], part + value_at(position, 2 * l + (at.lane >> 4)));
+        load_matrix4_transposed(raw[l], place[l] + step * 16 * VALUE_PITCH);
 }
 
 // The b fragments of those, two n8 tiles each 16 columns. FP8: tile 2c holds the even columns,
@@ -213,22 +231,25 @@ DEVICE void fragments(u32 (&b0)[NO], u32 (&b1)[NO], const u32 (&raw)[LOADS][4]) 
 DEVICE void mix(Running& r, u8* memory, saddr part, const Lane& at) {
     const Operand weights(shared_address(memory + WEIGHTS), WEIGHT_PITCH, at);
     u32 raw[2][LOADS][4], a[2][MT][4];
-    load_values(raw[0], part, 0, at);
+    saddr place[LOADS];  // of 16 positions: rows swap their chunks alike every 8
+#pragma unroll
+    for (int l = 0; l < LOADS; l++)
+        place[l] = part + value_at(at.lane & 15, 2 * l + (at.lane >> 4));
+    load_values(raw[0], place, 0);
     weights.load<WEIGHT_PITCH>(a[0], 0);
+#pragma unroll 1
+    for (int first = 0; first < POSITIONS / 16; first += ROLL)
 #pragma unroll
-    for (int step = 0; step < POSITIONS / 16; step++) {
-        const int now = step & 1;
-        if (step + 1 < POSITIONS / 16) {
-            load_values(raw[now ^ 1], part, step + 1, at);
-            weights.load<WEIGHT_PITCH>(a[now ^ 1], step + 1);
+        for (int i = 0; i < ROLL; i++) {
+            const int step = first + i, now = i & 1;
+            if (i + 1 < ROLL || step + 1 < POSITIONS / 16) {
+                load_values(raw[now ^ 1], place, step + 1);
+                weights.load<WEIGHT_PITCH>(a[now ^ 1], step + 1);
+            }
+            u32 b0[NO], b1[NO];
+            fragments(b0, b1, raw[now]);
+            multiply(r.o, a[now], b0, b1);
         }
-        u32 b0[NO], b1[NO];
-        fragments(b0, b1, raw[now]);
-#pragma unroll
-        for (int i = 0; i < MT; i++)
-#pragma unroll
-            for (int n = 0; n < NO; n++) multiply(r.o[i][n], a[now][i], b0[n], b1[n]);
-    }
 }
 
 // The sum of each row's weights over all lanes and quarters, in that order.
@@ -296,16 +317,6 @@ template <bool F16> DEVICE void store(const Running& r, const Sink& sink, const 
         }
 }
 
-// One of a pair multiplies while the other takes exponentials: turn n of the second comes after turn
-// n of the first, turn n + 1 of the first after that.
-DEVICE void await_turn(const u8* memory, int n, const Lane& at) {
-    if (at.half) barrier_wait(pair_barrier(memory, 4, at), n & 1);
-    else if (n > 0) barrier_wait(pair_barrier(memory, 5, at), (n - 1) & 1);
-}
-DEVICE void end_turn(const u8* memory, const Lane& at) {
-    barrier_arrive(pair_barrier(memory, 4 + at.half, at));
-}
-
 // The scores of tile n become weights in shared memory. `first`: of this warp's positions.
 DEVICE void soften(Running& r, Scores& s, u8* memory, float scale, int own, int first,
                    const Lane& at) {
@@ -339,7 +350,8 @@ DEVICE void attend(const Past& past, Ahead& ahead, float scale, int own, const W
     reset(r);
     if (at.half) ahead.begin(past, walk.first, at);
     for (int n = 0;; n++) {
-        await_turn(memory, n, at);
+        // One of a pair is to multiply while the other takes exponentials.
+        if (n == 0 && at.half) barrier_wait(turn_over(memory, at), 0);
         const bool ends = n > 0 && walk.ends();
         const int slot = ends ? past.pieces.span(walk.item).slot : 0;
         if (n > 0) {
@@ -351,8 +363,8 @@ DEVICE void attend(const Past& past, Ahead& ahead, float scale, int own, const W
             score_tile(s, memory, n, at);
             if (at.half) ahead.provide(past, n, walk.first, at);
         }
-        end_turn(memory, at);
-        if (more && at.half) ahead.refill(past, n, at);
+        if (!at.half) barrier_arrive(turn_over(memory, at));
+        else if (more) ahead.refill(past, n, at);
         if (ends) {
             add_up(r, memory, at);
             store<F16>(r, sink(slot), at);

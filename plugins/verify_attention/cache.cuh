@@ -1,5 +1,5 @@
-// How tiles of the cache come into shared memory, and who uses the tensor cores. Warps w and w + 4
-// are a pair: they read the same quarters, which the second of them asks for, and take turns.
+// How tiles of the cache come into shared memory. Warps w and w + 4
+// are a pair: they read the same quarters, which the second of them asks for.
 #pragma once
 
 #include "verify_attention/tile.cuh"
@@ -13,11 +13,13 @@ struct Past {
     Pieces pieces;
 };
 
-// Barrier i of this lane's pair. 0 .. 3: a part is full, of keys and of values, tile & 1. 4: the
-// first warp's turn is over; 5: the second's.
+// Barrier i of this lane's pair. 0 .. 3: a part is full, of keys and of values, tile & 1. 4: a turn
+// of the first warp is over.
 DEVICE saddr pair_barrier(const u8* memory, int i, const Lane& at) {
     return shared_address(memory + BARRIERS) + 8 * (at.quarter * 8 + i);
 }
+
+DEVICE saddr turn_over(const u8* memory, const Lane& at) { return pair_barrier(memory, 4, at); }
 
 // Where one of a pair's two kinds of parts lies.
 template <bool VALUES> struct Side {
@@ -58,7 +60,7 @@ template <class Of> DEVICE void ask(const Past& past, int n, int first, const La
     const u8* from = (Of::PITCH == CACHE_BYTES ? past.keys : past.values) +
                      static_cast<i64>(position) * CACHE_BYTES + Of::column(at) + chunk * 16;
     if (first + POSITIONS <= past.limit) {
-#pragma unroll
+#pragma unroll 4
         for (int i = 0; i < Of::LINES / STEP; i++)
             copy_async16(to + Of::place(row + i * STEP, chunk), from + i * STEP * CACHE_BYTES);
     } else {
@@ -99,12 +101,14 @@ struct Ahead {
     // Before turn 0.
     DEVICE Ahead(const Past& past, const Lane& at) : walk(past.pieces), coming(-1) {
         if (!at.half) return;
-        ask<Keys>(past, 0, walk.first, at);
-        copy_async_commit();
-        ask<Values>(past, 0, walk.first, at);
-        step(past);
-        step(past);
-        if (coming >= 0) ask<Keys>(past, 1, coming, at);
+        const int first = walk.first;
+#pragma unroll 1
+        for (int n = 0; n < 2; n++) {
+            step(past);
+            if (coming >= 0) ask<Keys>(past, n, coming, at);
+            if (n == 0) copy_async_commit();
+        }
+        ask<Values>(past, 0, first, at);
         copy_async_commit();
     }
     // Tile 0 may be scored.
@@ -121,6 +125,7 @@ struct Ahead {
     // After turn n, when the pair has read its keys and the values before: what turn n + 2 reads.
     DEVICE void refill(const Past& past, int n, const Lane& at) {
         sync_warp();
+        barrier_wait(turn_over(past.memory, at), n & 1);
         if (coming >= 0) ask<Values>(past, n + 1, coming, at);
         if (walk.valid(past.pieces)) ask<Keys>(past, n + 2, walk.first, at);
         copy_async_commit();

@@ -12,7 +12,7 @@
 constexpr float LOGIT = 0.0625f * 1.44269504f;  // 1 / sqrt(WIDTH), and exp2 for exp
 
 constexpr int WARPS = THREADS / 32;
-constexpr int BATCH = GROUP == 6 ? 6 : 4;  // query rows that a warp prepares side by side
+constexpr int BATCH = GROUP == 6 ? 3 : 4;  // query rows that a warp prepares side by side
 
 // 16 tokens of one key/value head's group as they came, each row where its queries will lie; zeros
 // past the call's last. By the first half of the warps, a row at a time, lane l 16 bytes of it.
@@ -140,6 +140,16 @@ KERNEL void __launch_bounds__(THREADS, 1)
 }
 
 constexpr int COMBINE_WARPS = 4;
+constexpr int AHEAD = 11;  // pieces of a row that are loaded at once
+
+// A lane's columns of pieces first .. first + AHEAD - 1 of a row; zeros from `count` on.
+DEVICE void load_pieces(uint4 (&to)[AHEAD], const uint4* from, int first, int count) {
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) {
+        to[i] = make_uint4(0, 0, 0, 0);
+        if (first + i < count) to[i] = from[(first + i) * (ROWS * WIDTH / 8)];
+    }
+}
 
 DEVICE void add_piece(float (&sum)[8], float& total, const uint4& bits, float weight) {
     const u32 pairs[4] = {bits.x, bits.y, bits.z, bits.w};
@@ -171,28 +181,30 @@ KERNEL void __launch_bounds__(32 * COMBINE_WARPS)
     stats += row;
     const uint4* from = reinterpret_cast<const uint4*>(mixtures + row * WIDTH) + lane;
 
-    uint4 bits[PIECES];
-#pragma unroll
-    for (int s = 0; s < PIECES; s++) {
-        bits[s] = make_uint4(0, 0, 0, 0);
-        if (s < count) bits[s] = from[s * (ROWS * WIDTH / 8)];
-    }
+    uint4 bits[AHEAD], more[AHEAD];
+    load_pieces(bits, from, 0, count);
+    load_pieces(more, from, AHEAD, count);
     // Lane s weighs piece s; the last of 33 is everybody's.
     float2 mine = make_float2(nothing(), 0.0f), extra = mine;
     if (lane < count) mine = stats[lane * ROWS];
-    if (count == PIECES) extra = stats[32 * ROWS];
+    if (count == PIECES) extra = stats[(PIECES - 1) * ROWS];
     float best = fmaxf(mine.x, extra.x);
 #pragma unroll
     for (int far = 16; far >= 1; far >>= 1) best = fmaxf(best, shuffle_xor(best, far));
     const float weight = mul_rn(mine.y, exp2_approx(mine.x - best));
+    const float last = mul_rn(extra.y, exp2_approx(extra.x - best));
     float total = 0.0f, sum[8] = {};
+#pragma unroll 1
+    for (int first = 0; first < count; first += AHEAD) {
 #pragma unroll
-    for (int s = 0; s < PIECES - 1; s++) {
-        const float w = shuffle(weight, s);
-        if (s < count) add_piece(sum, total, bits[s], w);
+        for (int i = 0; i < AHEAD; i++) {
+            // Nothing past the last piece: a weight of zero on zeros.
+            const float w = shuffle(weight, first + i);
+            add_piece(sum, total, bits[i], first + i < PIECES - 1 ? w : last);
+            bits[i] = more[i];
+        }
+        if (first == 0) load_pieces(more, from, 2 * AHEAD, count);
     }
-    if (count == PIECES)
-        add_piece(sum, total, bits[PIECES - 1], mul_rn(extra.y, exp2_approx(extra.x - best)));
     const float by = scale / total;
     reinterpret_cast<uint4*>(o + static_cast<i64>(index) * WIDTH)[lane] =
         make_uint4(pack_bf16x2(sum[0] * by, sum[1] * by), pack_bf16x2(sum[2] * by, sum[3] * by),

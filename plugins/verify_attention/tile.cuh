@@ -72,11 +72,6 @@ DEVICE void sync_half(int half) {
     else sync_some(1, THREADS / 2);
 }
 
-DEVICE void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    if (FP8) mma_f16(d, a, b0, b1);
-    else mma_bf16(d, a, b0, b1);
-}
-
 // A normalised, rotated query row into shared memory. For FP8 keys lane t's two pairs of each 16
 // columns are 4t, 4t + 1 and 4t + 2, 4t + 3, as four neighbouring bytes of a key are read.
 DEVICE void store_query(u8* queries, int row, const float (&x)[8], int lane) {
