@@ -72,9 +72,6 @@ DEVICE void multiply(float (&d)[MT][N][4], const u32 (&a)[MT][4], const u32 (&b0
         }
 }
 
-// Steps of 16 columns or positions that are unrolled: more would not fit the instruction caches.
-constexpr int ROLL = 4;
-
 // s = queries . keys, of this warp's heads and quarter of the positions. Operands come a step early.
 DEVICE void score(Scores& s, u8* memory, saddr keys, const Lane& at) {
     // FP8: matrix j of a load is n8 tile j, 16 columns. bf16: n8 tile j / 2, 8 columns each.
@@ -91,19 +88,17 @@ DEVICE void score(Scores& s, u8* memory, saddr keys, const Lane& at) {
         for (int n = 0; n < NS; n++)
 #pragma unroll
             for (int j = 0; j < 4; j++) s[i][n][j] = 0.0f;
-#pragma unroll 1
-    for (int first = 0; first < WIDTH / 16; first += ROLL)
 #pragma unroll
-        for (int i = 0; i < ROLL; i++) {
-            const int step = first + i, now = i & 1;
-            if (i + 1 < ROLL || step + 1 < WIDTH / 16) {
-                load_matrix4(raw[now ^ 1], key + (((step + 1) * (FP8 ? 16 : 32)) ^ twist));
-                queries.load<QUERY_PITCH>(a[now ^ 1], step + 1);
-            }
-            u32 b0[NS], b1[NS];
-            key_fragments(b0, b1, raw[now]);
-            multiply(s, a[now], b0, b1);
+    for (int step = 0; step < WIDTH / 16; step++) {
+        const int now = step & 1;
+        if (step + 1 < WIDTH / 16) {
+            load_matrix4(raw[now ^ 1], key + (((step + 1) * (FP8 ? 16 : 32)) ^ twist));
+            queries.load<QUERY_PITCH>(a[now ^ 1], step + 1);
         }
+        u32 b0[NS], b1[NS];
+        key_fragments(b0, b1, raw[now]);
+        multiply(s, a[now], b0, b1);
+    }
 }
 
 // Nothing after the row's own position. `own` is that of token 0, `first` that of this warp's keys.
@@ -237,19 +232,17 @@ DEVICE void mix(Running& r, u8* memory, saddr part, const Lane& at) {
         place[l] = part + value_at(at.lane & 15, 2 * l + (at.lane >> 4));
     load_values(raw[0], place, 0);
     weights.load<WEIGHT_PITCH>(a[0], 0);
-#pragma unroll 1
-    for (int first = 0; first < POSITIONS / 16; first += ROLL)
 #pragma unroll
-        for (int i = 0; i < ROLL; i++) {
-            const int step = first + i, now = i & 1;
-            if (i + 1 < ROLL || step + 1 < POSITIONS / 16) {
-                load_values(raw[now ^ 1], place, step + 1);
-                weights.load<WEIGHT_PITCH>(a[now ^ 1], step + 1);
-            }
-            u32 b0[NO], b1[NO];
-            fragments(b0, b1, raw[now]);
-            multiply(r.o, a[now], b0, b1);
+    for (int step = 0; step < POSITIONS / 16; step++) {
+        const int now = step & 1;
+        if (step + 1 < POSITIONS / 16) {
+            load_values(raw[now ^ 1], place, step + 1);
+            weights.load<WEIGHT_PITCH>(a[now ^ 1], step + 1);
         }
+        u32 b0[NO], b1[NO];
+        fragments(b0, b1, raw[now]);
+        multiply(r.o, a[now], b0, b1);
+    }
 }
 
 // The sum of each row's weights over all lanes and quarters, in that order.
@@ -350,8 +343,10 @@ DEVICE void attend(const Past& past, Ahead& ahead, float scale, int own, const W
     reset(r);
     if (at.half) ahead.begin(past, walk.first, at);
     for (int n = 0;; n++) {
-        // One of a pair is to multiply while the other takes exponentials.
-        if (n == 0 && at.half) barrier_wait(turn_over(memory, at), 0);
+        // One of a pair is to multiply while the other takes exponentials: worth a later start
+        // where a piece has several tiles.
+        if (n == 0 && at.half && past.pieces.after > POSITIONS)
+            barrier_wait(turn_over(memory, at), 0);
         const bool ends = n > 0 && walk.ends();
         const int slot = ends ? past.pieces.span(walk.item).slot : 0;
         if (n > 0) {
