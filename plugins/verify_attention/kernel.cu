@@ -139,51 +139,27 @@ KERNEL void __launch_bounds__(THREADS, 1)
         at);
 }
 
-constexpr int COMBINE_WARPS = 4;
-constexpr int AHEAD = 11;  // pieces of a row that are loaded at once
-
-// A lane's columns of pieces first .. first + AHEAD - 1 of a row; zeros from `count` on.
-DEVICE void load_pieces(uint4 (&to)[AHEAD], const uint4* from, int first, int count) {
-#pragma unroll
-    for (int i = 0; i < AHEAD; i++) {
-        to[i] = make_uint4(0, 0, 0, 0);
-        if (first + i < count) to[i] = from[(first + i) * (ROWS * WIDTH / 8)];
-    }
-}
-
-DEVICE void add_piece(float (&sum)[8], float& total, const uint4& bits, float weight) {
-    const u32 pairs[4] = {bits.x, bits.y, bits.z, bits.w};
-    total = add_rn(total, weight);
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const float x = FP8 ? f16x2_low(pairs[i]) : bf16x2_low(pairs[i]);
-        const float y = FP8 ? f16x2_high(pairs[i]) : bf16x2_high(pairs[i]);
-        sum[2 * i] = fma_rn(weight, x, sum[2 * i]);
-        sum[2 * i + 1] = fma_rn(weight, y, sum[2 * i + 1]);
-    }
-}
-
-// One warp a row and query head: its pieces in order of position, all of them loaded at once.
-KERNEL void __launch_bounds__(32 * COMBINE_WARPS)
+// One block a row and query head, one warp 64 columns: its pieces in order of position, all of them
+// loaded at once.
+KERNEL void __launch_bounds__(WIDTH / 2)
     combine(const u16* mixtures, const float2* stats, const i32* length_at,
-            const float* __restrict__ scale_v, u16* o, int rows, int kv_heads, int slots) {
+            const float* __restrict__ scale_v, u16* o, int kv_heads, int slots) {
     const float scale = *scale_v;
     let_next_start();
     wait_for_previous();
     const int lane = threadIdx.x & 31;
-    const int index = blockIdx.x * COMBINE_WARPS + (threadIdx.x >> 5);
-    if (index >= rows * kv_heads * GROUP) return;
-    const int t = index / (kv_heads * GROUP), head = index % (kv_heads * GROUP);
+    const int t = blockIdx.x / (kv_heads * GROUP), head = blockIdx.x % (kv_heads * GROUP);
     const int position = *length_at + t, piece = piece_of(position);
     const int count = position / piece + 1;
     const i64 group = t / TOKENS * kv_heads + head / GROUP;
     const i64 row = (group * slots + slots_of(piece)) * ROWS + head % GROUP * TOKENS + t % TOKENS;
     stats += row;
-    const uint4* from = reinterpret_cast<const uint4*>(mixtures + row * WIDTH) + lane;
+    const u32* from = reinterpret_cast<const u32*>(mixtures + row * WIDTH) + threadIdx.x;
 
-    uint4 bits[AHEAD], more[AHEAD];
-    load_pieces(bits, from, 0, count);
-    load_pieces(more, from, AHEAD, count);
+    u32 bits[PIECES];
+#pragma unroll
+    for (int s = 0; s < PIECES; s++)
+        bits[s] = s < count ? from[s * (ROWS * WIDTH / 2)] : 0;
     // Lane s weighs piece s; the last of 33 is everybody's.
     float2 mine = make_float2(nothing(), 0.0f), extra = mine;
     if (lane < count) mine = stats[lane * ROWS];
@@ -193,22 +169,18 @@ KERNEL void __launch_bounds__(32 * COMBINE_WARPS)
     for (int far = 16; far >= 1; far >>= 1) best = fmaxf(best, shuffle_xor(best, far));
     const float weight = mul_rn(mine.y, exp2_approx(mine.x - best));
     const float last = mul_rn(extra.y, exp2_approx(extra.x - best));
-    float total = 0.0f, sum[8] = {};
-#pragma unroll 1
-    for (int first = 0; first < count; first += AHEAD) {
+    float total = 0.0f, x = 0.0f, y = 0.0f;
 #pragma unroll
-        for (int i = 0; i < AHEAD; i++) {
-            // Nothing past the last piece: a weight of zero on zeros.
-            const float w = shuffle(weight, first + i);
-            add_piece(sum, total, bits[i], first + i < PIECES - 1 ? w : last);
-            bits[i] = more[i];
-        }
-        if (first == 0) load_pieces(more, from, 2 * AHEAD, count);
+    for (int s = 0; s < PIECES; s++) {
+        // Nothing past the last piece: a weight of zero on zeros.
+        const float w = s < PIECES - 1 ? shuffle(weight, s) : last;
+        total = add_rn(total, w);
+        x = fma_rn(w, FP8 ? f16x2_low(bits[s]) : bf16x2_low(bits[s]), x);
+        y = fma_rn(w, FP8 ? f16x2_high(bits[s]) : bf16x2_high(bits[s]), y);
     }
     const float by = scale / total;
-    reinterpret_cast<uint4*>(o + static_cast<i64>(index) * WIDTH)[lane] =
-        make_uint4(pack_bf16x2(sum[0] * by, sum[1] * by), pack_bf16x2(sum[2] * by, sum[3] * by),
-                   pack_bf16x2(sum[4] * by, sum[5] * by), pack_bf16x2(sum[6] * by, sum[7] * by));
+    reinterpret_cast<u32*>(o + static_cast<i64>(blockIdx.x) * WIDTH)[threadIdx.x] =
+        pack_bf16x2(x * by, y * by);
 }
 
 // Grid: blocks of 16 tokens, key/value heads. The call's rows into the cache.

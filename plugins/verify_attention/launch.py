@@ -33,7 +33,6 @@ TOKENS = 16
 WIDTH = 256
 GROUPS = (2, 4, 6)
 THREADS = 256
-COMBINE_WARPS = 4
 CACHES = (DType.BF16, DType.FP8)
 PLAIN = (DType.BF16, DType.F32)
 PIECES, UNIT = 33, 128
@@ -131,14 +130,14 @@ def _split(site: Site, device: Device) -> tuple[Launch, ...]:
     )
     combine = Launch(
         kernel="combine",
-        grid=(-(-rows * kv * defines["GROUP"] // COMBINE_WARPS), 1, 1),
-        threads=32 * COMBINE_WARPS,
+        grid=(rows * kv * defines["GROUP"], 1, 1),
+        threads=WIDTH // 2,
         defines=defines,
         arguments=(
             mixtures,
             stats,
             *map(At, ("length", "scale_v", "o")),
-            *map(Int, (rows, kv, pieces)),
+            *map(Int, (kv, pieces)),
         ),
     )
     return split, combine
