@@ -4,7 +4,7 @@
 //   short calls   attend_split (pieces of the cache in parallel, see pieces.cuh) and combine
 //   long calls    write_rows, then attend_dense (every 16 tokens walk the cache by themselves)
 // Compile-time: GROUP (query heads of a key/value head: 2, 4, 6), FP8 (the caches' type; bf16
-// otherwise), NORM_F32 (the norm weights' type; bf16 otherwise), HALF (of the columns that rotate).
+// otherwise), NORM_F32 (the norm weights' type; bf16 otherwise).
 #include "cuda/device.cuh"
 #include "verify_attention/attend.cuh"
 #include "verify_attention/query.cuh"
@@ -94,14 +94,14 @@ KERNEL void __launch_bounds__(THREADS, 1)
                  const void* __restrict__ k_norm, const i32* length_at, u8* cache_k, u8* cache_v,
                  const float* __restrict__ scale_k, const float* __restrict__ scale_v,
                  const float* __restrict__ frequency, u16* mixtures, float2* stats, int rows,
-                 int capacity, int slots, float offset, float eps) {
+                 int capacity, int half, int slots, float offset, float eps) {
     DYNAMIC_SHARED(memory);
     const Lane at = this_lane();
     QueryWeights w;
     float w_key[8];
     query_weights(w, q_norm, offset, at.lane & 7);
     norm_weights(w_key, k_norm, offset, at.lane);
-    const float own = own_frequency(frequency);
+    const float own = own_frequency(frequency, half);
     const float2 by_k = with_inverse(*scale_k), by_v = with_inverse(*scale_v);
     let_next_start();
     wait_for_previous();
@@ -120,7 +120,7 @@ KERNEL void __launch_bounds__(THREADS, 1)
     // Who takes the last piece writes, and needs what it writes.
     const bool last = (pieces.count - 1) % gridDim.x == blockIdx.x;
     const Fresh fresh = {k, v, rows, static_cast<int>(gridDim.y), head, eps, by_k, by_v};
-    prepare(memory, fresh, w, w_key, {reinterpret_cast<float*>(memory + WEIGHTS)}, own,
+    prepare(memory, fresh, w, w_key, {reinterpret_cast<float*>(memory + WEIGHTS), half}, own,
             length, from, last || sees_fresh(pieces, length), at);
     if (last && from == 0) write_out(past, cache_k + begin, cache_v + begin);
     attend<FP8 != 0>(
@@ -182,17 +182,17 @@ KERNEL void __launch_bounds__(THREADS)
     write_rows(const u16* k, const u16* v, const void* __restrict__ k_norm, const i32* length_at,
                u8* cache_k, u8* cache_v, const float* __restrict__ scale_k,
                const float* __restrict__ scale_v, const float* __restrict__ frequency, int rows,
-               int capacity, float offset, float eps) {
+               int capacity, int half, float offset, float eps) {
     __shared__ float table[TOKENS * WIDTH];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     float w[8];
     norm_weights(w, k_norm, offset, lane);
-    const float own = own_frequency(frequency);
+    const float own = own_frequency(frequency, half);
     const float2 by_k = with_inverse(*scale_k), by_v = with_inverse(*scale_v);
     let_next_start();
     wait_for_previous();
     const int length = *length_at, from = blockIdx.x * TOKENS, head = blockIdx.y;
-    const Rotation by = {table};
+    const Rotation by = {table, half};
     const Fresh fresh = {k, v, rows, static_cast<int>(gridDim.y), head, eps, by_k, by_v};
     Pair pair;
     load_pair(pair, fresh, from + warp, lane);
@@ -207,12 +207,12 @@ KERNEL void __launch_bounds__(THREADS, 1)
     attend_dense(const u16* q, const void* __restrict__ q_norm, const i32* length_at,
                  const u8* cache_k, const u8* cache_v, const float* __restrict__ scale_k,
                  const float* __restrict__ scale_v, const float* __restrict__ frequency, u16* o,
-                 int rows, int capacity, float offset, float eps) {
+                 int rows, int capacity, int half, float offset, float eps) {
     DYNAMIC_SHARED(memory);
     const Lane at = this_lane();
     QueryWeights w;
     query_weights(w, q_norm, offset, at.lane & 7);
-    const float own = own_frequency(frequency);
+    const float own = own_frequency(frequency, half);
     let_next_start();
     wait_for_previous();
     const int head = blockIdx.y, from = (gridDim.z - 1 - blockIdx.z) * TOKENS;
@@ -222,7 +222,7 @@ KERNEL void __launch_bounds__(THREADS, 1)
     const i64 begin = static_cast<i64>(head) * capacity * CACHE_BYTES;
     const Past past = {memory, cache_k + begin, cache_v + begin, end, 0, undivided(end)};
     Ahead ahead(past, at);
-    const Rotation by = {reinterpret_cast<float*>(memory + WEIGHTS)};
+    const Rotation by = {reinterpret_cast<float*>(memory + WEIGHTS), half};
     angles(by, own, length + from, TOKENS);
     if (at.half == 0) copy_async_wait<0>();
     sync_block();

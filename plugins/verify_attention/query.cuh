@@ -58,16 +58,16 @@ template <int JUMP> DEVICE void rotate_quads(Query& q, const float* at, int l) {
     }
 }
 
-// Pairs that lie HALF / 4 lanes apart, in the first quad.
-DEVICE void rotate_lanes(Query& q, const float* at, int l) {
-    constexpr int reach = HALF / 4;
+// Pairs that lie in lanes `half` / 4 apart, in the first quad.
+DEVICE void rotate_lanes(Query& q, const float* at, int half, int l) {
+    const int reach = half >> 2;
     const bool second = (l & reach) != 0;
 #pragma unroll
     for (int e = 0; e < 4; e++) {
         const float other = shuffle_xor(q.x[0][e], reach);
         if (l >= 2 * reach) continue;
-        const int angle = (4 * l & (HALF - 1)) + e;
-        const float s = second ? at[HALF + angle] : -at[HALF + angle];
+        const int angle = (4 * l & (half - 1)) + e;
+        const float s = second ? at[half + angle] : -at[half + angle];
         q.x[0][e] = fma_rn(q.x[0][e], at[angle], mul_rn(other, s));
     }
 }
@@ -89,9 +89,11 @@ DEVICE void turn_query(Query& q, const QueryWeights& w, const Rotation& by, int 
 #pragma unroll
         for (int e = 0; e < 4; e++)
             q.x[m][e] = mul_rn(mul_rn(q.x[m][e], inverse), w.x[m][e]);
-    const float* at = by.table + angle * 2 * HALF;
-    if (HALF >= 32) rotate_quads<HALF / 32>(q, at, l);
-    else rotate_lanes(q, at, l);
+    const float* at = by.table + angle * 2 * by.half;
+    if (by.half == 32) rotate_quads<1>(q, at, l);
+    else if (by.half == 64) rotate_quads<2>(q, at, l);
+    else if (by.half == 128) rotate_quads<4>(q, at, l);
+    else rotate_lanes(q, at, by.half, l);
 }
 
 // Rounded, into shared memory. For FP8 keys lane t's two pairs of each 16 columns are 4t, 4t + 1 and

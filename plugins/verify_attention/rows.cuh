@@ -8,9 +8,10 @@ constexpr int WIDTH = 256;
 constexpr int CACHE_BYTES = FP8 ? WIDTH : 2 * WIDTH;  // of one row in the cache
 constexpr int WORDS = WIDTH / 64;  // of two columns, of one lane
 
-// cosine [HALF] and sine [HALF] of every row's angles, one row after the other.
+// cosine [half] and sine [half] of every row's angles, one row after the other.
 struct Rotation {
     float* table;
+    int half;
 };
 
 // The angle is the float32 product that the reference takes. |error| < 2^-22 up to 2^18 radians:
@@ -33,15 +34,17 @@ DEVICE void cosine_sine(float angle, float& cosine, float& sine) {
     sine = (quarters & 2) != 0 ? -b : b;
 }
 
-// The frequency of this thread's angles: HALF is a power of two and divides the block.
-DEVICE float own_frequency(const float* frequency) { return frequency[threadIdx.x & (HALF - 1)]; }
+// The frequency of this thread's angles: `half` is a power of two and divides the block.
+DEVICE float own_frequency(const float* frequency, int half) {
+    return frequency[threadIdx.x & (half - 1)];
+}
 
 // Rows first .. first + count - 1, by the whole block.
 DEVICE void angles(const Rotation& to, float own, int first, int count) {
-    const int j = threadIdx.x & (HALF - 1);
-    for (int row = threadIdx.x / HALF; row < count; row += blockDim.x / HALF) {
-        float* at = to.table + row * 2 * HALF + j;
-        cosine_sine(mul_rn(static_cast<float>(first + row), own), at[0], at[HALF]);
+    const int log = __ffs(to.half) - 1, j = threadIdx.x & (to.half - 1);
+    for (int row = threadIdx.x >> log; row < count; row += blockDim.x >> log) {
+        float* at = to.table + row * 2 * to.half + j;
+        cosine_sine(mul_rn(static_cast<float>(first + row), own), at[0], at[to.half]);
     }
 }
 
@@ -87,18 +90,18 @@ template <int JUMP> DEVICE void rotate_within(float (&x)[8], const float* at, in
     }
 }
 
-// A row by its angles. Up to 64 columns turn in the first words of HALF lanes.
-DEVICE void rotate(float (&x)[8], const float* at, int lane) {
-    if (HALF == 128) return rotate_within<2>(x, at, lane);
-    if (HALF == 64) return rotate_within<1>(x, at, lane);
-    constexpr int reach = HALF / 2;  // lanes
+// A row by its angles. Up to 64 columns turn in the first words of `half` lanes.
+DEVICE void rotate(float (&x)[8], const float* at, int half, int lane) {
+    if (half == 128) return rotate_within<2>(x, at, lane);
+    if (half == 64) return rotate_within<1>(x, at, lane);
+    const int reach = half >> 1;  // lanes
     const bool second = (lane & reach) != 0;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         const float other = shuffle_xor(x[i], reach);
-        if (lane < HALF) {
-            const int angle = (2 * lane & (HALF - 1)) + i;
-            const float c = at[angle], s = second ? at[HALF + angle] : -at[HALF + angle];
+        if (lane < half) {
+            const int angle = (2 * lane & (half - 1)) + i;
+            const float c = at[angle], s = second ? at[half + angle] : -at[half + angle];
             x[i] = fma_rn(x[i], c, mul_rn(other, s));
         }
     }
@@ -135,7 +138,7 @@ DEVICE void turn(float (&x)[N][8], const float (&w)[8], const Rotation& by, cons
         for (int i = 0; i < 8; i++) x[n][i] = mul_rn(mul_rn(x[n][i], inverse), w[i]);
     }
 #pragma unroll
-    for (int n = 0; n < N; n++) rotate(x[n], by.table + angle[n] * 2 * HALF, lane);
+    for (int n = 0; n < N; n++) rotate(x[n], by.table + angle[n] * 2 * by.half, by.half, lane);
 }
 
 // x / by.x, correctly rounded as a rule; by.y is 1 / by.x. Infinity stays what it is.
