@@ -7,39 +7,46 @@
 // otherwise), NORM_F32 (the norm weights' type; bf16 otherwise).
 #include "cuda/device.cuh"
 #include "verify_attention/attend.cuh"
-#include "verify_attention/query.cuh"
 #include "verify_attention/rows.cuh"
 
 constexpr float LOGIT = 0.0625f * 1.44269504f;  // 1 / sqrt(WIDTH), and exp2 for exp
 
-constexpr int ROWS_AT_ONCE = THREADS / 8;
+constexpr int WARPS = THREADS / 32;
+constexpr int BATCH = GROUP == 6 ? 3 : 4;  // query rows that a warp prepares side by side
 
-// 16 tokens of one key/value head's group as they came; zeros past the call's last. By the first
-// half of the warps, a row at a time, lane l 16 bytes of it.
+// 16 tokens of one key/value head's group as they came, each row where its queries will lie; zeros
+// past the call's last. By the first half of the warps, a row at a time, lane l 16 bytes of it.
 DEVICE void load_queries(u8* memory, const u16* q, int rows, int from, const Lane& at) {
     const i64 stride = static_cast<i64>(gridDim.y) * GROUP * WIDTH;
-    const saddr to = shared_address(memory + QUERIES);
+    const saddr to = shared_address(memory + QUERIES) + 16 * at.lane;
 #pragma unroll
     for (int i = 0; i < ROWS / 4; i++) {
         const int row = at.quarter + i * 4, head = row / TOKENS, t = from + row % TOKENS;
         const u16* source = q + t * stride + (blockIdx.y * GROUP + head) * WIDTH + 8 * at.lane;
-        copy_async16(to + swizzled(row, at.lane, QUERY_PITCH), source, t < rows);
+        copy_async16(to + row * QUERY_PITCH, source, t < rows);
     }
     copy_async_commit();
 }
 
-// Normalised and rotated in place: rows are a warp's, four at a time, none of whose accesses meet in
-// a bank.
-DEVICE void turn_queries(u8* memory, const QueryWeights& w, float eps, const Rotation& by) {
+// Normalised and rotated in place. Token t of the block turns by row t + `turned`.
+DEVICE void turn_queries(u8* memory, const float (&w)[8], float eps, const Rotation& by,
+                         int turned) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const int own = warp / 2 * 8 + warp % 2 * 2 + (lane >> 4) + ((lane >> 1) & 4);
 #pragma unroll 1
-    for (int row = own; row < ROWS; row += ROWS_AT_ONCE) {
-        Query x;
-        load_query(x, memory + QUERIES, row, lane & 7);
-        turn_query(x, w, by, row % TOKENS, eps, lane & 7);
+    for (int first = warp; first < ROWS; first += BATCH * WARPS) {
+        float x[BATCH][8];
+        int angle[BATCH];
+#pragma unroll
+        for (int n = 0; n < BATCH; n++) {
+            const int row = first + n * WARPS;
+            eight(x[n], words(memory + QUERIES + row * QUERY_PITCH, lane));
+            angle[n] = row % TOKENS + turned;
+        }
+        turn(x, w, by, angle, eps, lane);
         sync_warp();
-        store_query(memory + QUERIES, row, x, lane & 7);
+#pragma unroll
+        for (int n = 0; n < BATCH; n++)
+            store_query(memory + QUERIES, first + n * WARPS, x[n], lane);
     }
 }
 
@@ -66,7 +73,7 @@ DEVICE bool sees_fresh(const Pieces& pieces, int length) {
 
 // The call's rows as the cache holds them, and its queries, 16 tokens at a time: this block's own
 // come first, as its queries turn by the same angles.
-DEVICE void prepare(u8* memory, const Fresh& fresh, const QueryWeights& w, const float (&w_key)[8],
+DEVICE void prepare(u8* memory, const Fresh& fresh, const float (&w)[8], const float (&w_key)[8],
                     const Rotation& by, float own, int length, int from, bool needs,
                     const Lane& at) {
     const int warp = threadIdx.x >> 5;
@@ -80,7 +87,7 @@ DEVICE void prepare(u8* memory, const Fresh& fresh, const QueryWeights& w, const
         angles(by, own, length + first, TOKENS);
         if (n == 0 && at.half == 0) copy_async_wait<0>();
         sync_block();
-        if (n == 0) turn_queries(memory, w, fresh.eps, by);
+        if (n == 0) turn_queries(memory, w, fresh.eps, by, 0);
         if (needs)
             store_pair(k, k + fresh.rows * CACHE_BYTES, pair, fresh, w_key, by, first + warp, warp,
                        at.lane);
@@ -97,9 +104,8 @@ KERNEL void __launch_bounds__(THREADS, 1)
                  int capacity, int half, int slots, float offset, float eps) {
     DYNAMIC_SHARED(memory);
     const Lane at = this_lane();
-    QueryWeights w;
-    float w_key[8];
-    query_weights(w, q_norm, offset, at.lane & 7);
+    float w[8], w_key[8];
+    norm_weights(w, q_norm, offset, at.lane);
     norm_weights(w_key, k_norm, offset, at.lane);
     const float own = own_frequency(frequency, half);
     const float2 by_k = with_inverse(*scale_k), by_v = with_inverse(*scale_v);
@@ -210,8 +216,8 @@ KERNEL void __launch_bounds__(THREADS, 1)
                  int rows, int capacity, int half, float offset, float eps) {
     DYNAMIC_SHARED(memory);
     const Lane at = this_lane();
-    QueryWeights w;
-    query_weights(w, q_norm, offset, at.lane & 7);
+    float w[8];
+    norm_weights(w, q_norm, offset, at.lane);
     const float own = own_frequency(frequency, half);
     let_next_start();
     wait_for_previous();
@@ -226,7 +232,7 @@ KERNEL void __launch_bounds__(THREADS, 1)
     angles(by, own, length + from, TOKENS);
     if (at.half == 0) copy_async_wait<0>();
     sync_block();
-    turn_queries(memory, w, eps, by);
+    turn_queries(memory, w, eps, by, 0);
     sync_block();
     attend<false>(
         past, ahead, mul_rn(*scale_k, LOGIT), length + from,

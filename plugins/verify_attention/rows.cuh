@@ -107,12 +107,6 @@ DEVICE void rotate(float (&x)[8], const float* at, int half, int lane) {
     }
 }
 
-// 1 / sqrt(x), with a step of Newton's for the last bits.
-DEVICE float inverse_root(float x) {
-    const float y = rsqrtf(x);
-    return mul_rn(y, fma_rn(mul_rn(-0.5f * x, y), y, 1.5f));
-}
-
 // Normalise N rows, then rotate row n by row angle[n] of the table. Side by side, as each is a
 // chain of exchanges; every operation spelled out, so that two places that prepare the same row
 // get the same bits.
@@ -133,7 +127,8 @@ DEVICE void turn(float (&x)[N][8], const float (&w)[8], const Rotation& by, cons
 #pragma unroll
     for (int n = 0; n < N; n++) {
         const float square = fma_rn(sum[n], 1.0f / WIDTH, eps);
-        const float inverse = inverse_root(square);
+        float inverse = rsqrtf(square);  // and a step of Newton's, for the last bits
+        inverse = mul_rn(inverse, fma_rn(mul_rn(-0.5f * square, inverse), inverse, 1.5f));
 #pragma unroll
         for (int i = 0; i < 8; i++) x[n][i] = mul_rn(mul_rn(x[n][i], inverse), w[i]);
     }

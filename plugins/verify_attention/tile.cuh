@@ -71,3 +71,17 @@ DEVICE void sync_half(int half) {
     if (half) sync_some(2, THREADS / 2);
     else sync_some(1, THREADS / 2);
 }
+
+// A normalised, rotated query row into shared memory. For FP8 keys lane t's two pairs of each 16
+// columns are 4t, 4t + 1 and 4t + 2, 4t + 3, as four neighbouring bytes of a key are read.
+DEVICE void store_query(u8* queries, int row, const float (&x)[8], int lane) {
+    // The lane's pair of columns within 16 bytes of its 64 columns.
+    const int chunk = FP8 ? (lane >> 3) * 2 + (lane & 1) : lane >> 2;
+    const int word = FP8 ? (lane & 7) >> 1 : lane & 3;
+#pragma unroll
+    for (int j = 0; j < WORDS; j++) {
+        u32 pair = pack_bf16x2(x[2 * j], x[2 * j + 1]);
+        if (FP8) pair = pack_f16x2(bf16x2_low(pair), bf16x2_high(pair));
+        reinterpret_cast<u32*>(queries + swizzled(row, 8 * j + chunk, QUERY_PITCH))[word] = pair;
+    }
+}
