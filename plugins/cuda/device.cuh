@@ -84,6 +84,12 @@ DEVICE u32 e4m3x2_f16x2(u16 x) {
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"(x));
     return r;
 }
+// The two pairs of a word, low then high.
+DEVICE void e4m3x4_f16x4(u32 x, u32& low, u32& high) {
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %2;"
+        " cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h;}"
+        : "=r"(low), "=r"(high) : "r"(x));
+}
 
 // x, as a number that no compiler can know, so that it stays in a register instead of becoming an
 // immediate again at every use: blocks of threads have no depth.
@@ -103,7 +109,7 @@ DEVICE float exp2_approx(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
     return r;
 }
-// 1 / x to 1 unit in the last place; 0 from 2^126 on.
+// 1 / x to 1 unit in the last place; 0 where that is below 2^-126.
 DEVICE float reciprocal_approx(float x) {
     float r;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));

@@ -1,31 +1,29 @@
 // verify_attention: query rows against the key/value cache, after writing the call's own rows.
 //
 // Two forms, each with the same bits for a row wherever its block began and however full it was:
-//   short calls   attend_split (pieces of the cache in parallel, see segments.cuh) and combine
+//   short calls   attend_split (pieces of the cache in parallel, see pieces.cuh) and combine
 //   long calls    write_rows, then attend_dense (every 16 tokens walk the cache by themselves)
 // Compile-time: GROUP (query heads of a key/value head: 2, 4, 6), FP8 (the caches' type; bf16
 // otherwise), NORM_F32 (the norm weights' type; bf16 otherwise).
 #include "cuda/device.cuh"
+#include "verify_attention/attend.cuh"
 #include "verify_attention/rows.cuh"
-#include "verify_attention/segments.cuh"
-#include "verify_attention/tile.cuh"
 
 constexpr float LOGIT = 0.0625f * 1.44269504f;  // 1 / sqrt(WIDTH), and exp2 for exp
 
 constexpr int WARPS = THREADS / 32;
-constexpr int BATCH = GROUP == 6 ? 6 : 4;  // query rows that a warp prepares side by side
+constexpr int BATCH = GROUP == 6 ? 3 : 4;  // query rows that a warp prepares side by side
 
 // 16 tokens of one key/value head's group as they came, each row where its queries will lie; zeros
-// past the call's last. Warp w holds rows w, w + 8, ..., lane l 16 bytes of each.
-DEVICE void load_queries(u8* memory, const u16* q, int rows, int from) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+// past the call's last. By the first half of the warps, a row at a time, lane l 16 bytes of it.
+DEVICE void load_queries(u8* memory, const u16* q, int rows, int from, const Lane& at) {
     const i64 stride = static_cast<i64>(gridDim.y) * GROUP * WIDTH;
-    const saddr to = shared_address(memory + QUERIES) + 16 * lane;
+    const saddr to = shared_address(memory + QUERIES) + 16 * at.lane;
 #pragma unroll
-    for (int i = 0; i < ROWS / WARPS; i++) {
-        const int row = warp + i * WARPS, head = row / TOKENS, t = from + row % TOKENS;
-        const u16* at = q + t * stride + (blockIdx.y * GROUP + head) * WIDTH + 8 * lane;
-        copy_async16(to + row * QUERY_PITCH, at, t < rows);
+    for (int i = 0; i < ROWS / 4; i++) {
+        const int row = at.quarter + i * 4, head = row / TOKENS, t = from + row % TOKENS;
+        const u16* source = q + t * stride + (blockIdx.y * GROUP + head) * WIDTH + 8 * at.lane;
+        copy_async16(to + row * QUERY_PITCH, source, t < rows);
     }
     copy_async_commit();
 }
@@ -41,7 +39,7 @@ DEVICE void turn_queries(u8* memory, const float (&w)[8], float eps, const Rotat
 #pragma unroll
         for (int n = 0; n < BATCH; n++) {
             const int row = first + n * WARPS;
-            eight(x[n], reinterpret_cast<const uint4*>(memory + QUERIES + row * QUERY_PITCH)[lane]);
+            eight(x[n], words(memory + QUERIES + row * QUERY_PITCH, lane));
             angle[n] = row % TOKENS + turned;
         }
         turn(x, w, by, angle, eps, lane);
@@ -54,41 +52,56 @@ DEVICE void turn_queries(u8* memory, const float (&w)[8], float eps, const Rotat
 
 DEVICE float2 with_inverse(float x) { return make_float2(x, 1.0f / x); }
 
-// The call's rows that lie in the tile at `first`, over what was loaded there.
-DEVICE void overlay(u8* stage, const u8* memory, int rows, int length, int first) {
+// The call's rows into the cache, by one block.
+DEVICE void write_out(const Past& past, u8* k, u8* v) {
     constexpr int CHUNKS = CACHE_BYTES / 16;
-    const int begin = max(length, first), end = min(length + rows, first + POSITIONS);
-    const int count = (end - begin) * CHUNKS;
+    const int count = CHUNKS * past.rows;
+    const uint4* from = reinterpret_cast<const uint4*>(past.memory + FRESH);
     for (int i = threadIdx.x; i < 2 * count; i += THREADS) {
         const int which = i >= count, chunk = i - which * count;
-        const int position = begin + chunk / CHUNKS, column = chunk % CHUNKS;
-        const u8* from = memory + FRESH + (which * rows + position - length) * CACHE_BYTES;
-        *reinterpret_cast<uint4*>(stage + which * TILE +
-                                  swizzled(position - first, column, CACHE_BYTES)) =
-            reinterpret_cast<const uint4*>(from)[column];
+        u8* to = (which ? v : k) + static_cast<i64>(past.limit) * CACHE_BYTES;
+        reinterpret_cast<uint4*>(to)[chunk] = from[i];
     }
 }
 
-// The call's rows into the cache, shared out over the `blocks` that work for this head.
-DEVICE void write_out(const u8* memory, u8* k, u8* v, int rows, int length, int blocks) {
-    constexpr int CHUNKS = CACHE_BYTES / 16;
-    for (int t = blockIdx.x; t < rows; t += blocks)
-        for (int i = threadIdx.x; i < 2 * CHUNKS; i += THREADS) {
-            const int which = i >= CHUNKS, column = i % CHUNKS;
-            u8* to = (which ? v : k) + static_cast<i64>(length + t) * CACHE_BYTES;
-            const u8* from = memory + FRESH + (which * rows + t) * CACHE_BYTES;
-            reinterpret_cast<uint4*>(to)[column] = reinterpret_cast<const uint4*>(from)[column];
-        }
+// Whether any of this block's pieces reaches past what the cache holds.
+DEVICE bool sees_fresh(const Pieces& pieces, int length) {
+    for (int item = blockIdx.x; item < pieces.count; item += gridDim.x)
+        if (pieces.span(item).stop > length) return true;
+    return false;
 }
 
-// Grid: blocks that share the pieces of one head, heads, blocks of 16 tokens. A block takes pieces
-// from the end of what is visible, longest first, until its head's counter says there are none.
+// The call's rows as the cache holds them, and its queries, 16 tokens at a time: this block's own
+// come first, as its queries turn by the same angles.
+DEVICE void prepare(u8* memory, const Fresh& fresh, const float (&w)[8], const float (&w_key)[8],
+                    const Rotation& by, float own, int length, int from, bool needs,
+                    const Lane& at) {
+    const int warp = threadIdx.x >> 5;
+    const int blocks = needs ? static_cast<int>(gridDim.z) : 1;
+    u8* const k = memory + FRESH;
+#pragma unroll 1
+    for (int n = 0; n < blocks; n++) {
+        const int first = (from + n * TOKENS) % (gridDim.z * TOKENS);
+        Pair pair;
+        if (needs) load_pair(pair, fresh, first + warp, at.lane);
+        angles(by, own, length + first, TOKENS);
+        if (n == 0 && at.half == 0) copy_async_wait<0>();
+        sync_block();
+        if (n == 0) turn_queries(memory, w, fresh.eps, by, 0);
+        if (needs)
+            store_pair(k, k + fresh.rows * CACHE_BYTES, pair, fresh, w_key, by, first + warp, warp,
+                       at.lane);
+        sync_block();
+    }
+}
+
+// Grid: blocks that share the pieces of one head, heads, blocks of 16 tokens.
 KERNEL void __launch_bounds__(THREADS, 1)
     attend_split(const u16* q, const u16* k, const u16* v, const void* __restrict__ q_norm,
                  const void* __restrict__ k_norm, const i32* length_at, u8* cache_k, u8* cache_v,
                  const float* __restrict__ scale_k, const float* __restrict__ scale_v,
-                 const float* __restrict__ frequency, u16* mixtures, float2* stats, u32* taken,
-                 int rows, int capacity, int half, int pieces, float offset, float eps) {
+                 const float* __restrict__ frequency, u16* mixtures, float2* stats, int rows,
+                 int capacity, int half, int slots, float offset, float eps) {
     DYNAMIC_SHARED(memory);
     const Lane at = this_lane();
     float w[8], w_key[8];
@@ -99,161 +112,75 @@ KERNEL void __launch_bounds__(THREADS, 1)
     let_next_start();
     wait_for_previous();
     const int head = blockIdx.y, from = blockIdx.z * TOKENS;
+    if (at.half == 0) load_queries(memory, q, rows, from, at);
     const int length = *length_at;
-    load_queries(memory, q, rows, from);
-    const int end = length + min(rows, from + TOKENS);  // of what any row of the block sees
-    const int live = segment_of(end - 1) + 1;
-    int item = blockIdx.x;
-    if (item >= live) {
+    const Pieces pieces = divided(length + from, length + min(rows, from + TOKENS), gridDim.x);
+    if (static_cast<int>(blockIdx.x) >= pieces.count) {
         copy_async_wait<0>();  // nothing may still be coming in when the block ends
         return;
     }
-
-    u8* const keys = cache_k + static_cast<i64>(head) * capacity * CACHE_BYTES;
-    u8* const values = cache_v + static_cast<i64>(head) * capacity * CACHE_BYTES;
-    const int group = blockIdx.z * gridDim.y + head;
-    int* const next = reinterpret_cast<int*>(memory + NEXT);
-    int first = segment_start(live - 1 - item);
-    Pipe pipe = {memory, keys, values, length, 0, 0};
-    load_tile(pipe.stage(0), keys, values, first, length);
-    if (threadIdx.x == 0) init(pipe);
-
-    // The angles lie where the second tile will.
-    const Rotation by = {reinterpret_cast<float*>(memory + TILES + STAGE), half};
+    if (threadIdx.x == 0) init(memory);
+    const i64 begin = static_cast<i64>(head) * capacity * CACHE_BYTES;
+    const Past past = {memory, cache_k + begin, cache_v + begin, length, rows, pieces};
+    Ahead ahead(past, at);
+    // Who takes the last piece writes, and needs what it writes.
+    const bool last = (pieces.count - 1) % gridDim.x == blockIdx.x;
     const Fresh fresh = {k, v, rows, static_cast<int>(gridDim.y), head, eps, by_k, by_v};
-    Pair pair;
-    load_pair(pair, fresh, threadIdx.x >> 5, at.lane);
-    angles(by, own, length, gridDim.z * TOKENS);
-    copy_async_wait<1>();
-    sync_block();
-    turn_queries(memory, w, eps, by, from);
-    for (int t = threadIdx.x >> 5; t < rows; t += TOKENS) {
-        store_pair(memory + FRESH, memory + FRESH + rows * CACHE_BYTES, pair, fresh, w_key, by, t,
-                   t, at.lane);
-        load_pair(pair, fresh, t + TOKENS, at.lane);
-    }
-    const float logit = mul_rn(fresh.scale_k.x, LOGIT);
-
-    Running r;
-    bool wrote = blockIdx.z != 0;
-    u32 turn = 0;
-    while (true) {
-        const int segment = live - 1 - item;
-        const int stop = min(segment_start(segment + 1), end);
-        reset(r);
-        arrived(pipe, pipe.tile);
-        for (bool begins = true; first < stop; first += POSITIONS, begins = false) {
-            const bool more = first + POSITIONS < stop;
-            if (!more && threadIdx.x == 0)
-                turn = take(taken + group);  // needed after the tile, when it will have come
-            barrier_wait(pipe.full(pipe.tile), (pipe.tile >> 1) & 1);
-            if (first + POSITIONS > length && first < length + rows) {
-                overlay(pipe.stage(pipe.tile), memory, rows, length, first);
-                sync_block();
-            }
-            absorb(r, pipe, logit, length + from, first, begins, more, at);
-        }
-        pipe.piece++;
-        if (threadIdx.x == 0) {
-            *next = static_cast<int>(gridDim.x + turn);
-            // As many turns are taken as there are pieces: this was the last.
-            if (turn == static_cast<u32>(live - 1)) taken[group] = 0;
-        }
-        sync_block();
-        item = *next;
-        if (item < live) {
-            first = segment_start(live - 1 - item);
-            load_tile(pipe.stage(pipe.tile), keys, values, first, length);
-        }
-        if (!wrote)
-            write_out(memory, keys, values, rows, length,
-                      min(live, static_cast<int>(gridDim.x)));
-        wrote = true;
-        add_up(r, memory, at);
-        const i64 slot = static_cast<i64>(group) * pieces + segment;
-        store_rows<FP8 != 0>(r, mixtures + slot * ROWS * WIDTH, WIDTH, TOKENS * WIDTH, 1.0f,
-                             rows - from, at);
-        if (at.quarter == 0 && at.t == 0)
-#pragma unroll
-            for (int i = 0; i < MT; i++)
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    const int row = (at.half * MT + i) * TOKENS + 8 * h + at.g;
-                    stats[slot * ROWS + row] = make_float2(r.best[i][h], r.sum[i][h]);
-                }
-        if (item >= live) break;
-    }
+    prepare(memory, fresh, w, w_key, {reinterpret_cast<float*>(memory + WEIGHTS), half}, own,
+            length, from, last || sees_fresh(pieces, length), at);
+    if (last && from == 0) write_out(past, cache_k + begin, cache_v + begin);
+    attend<FP8 != 0>(
+        past, ahead, mul_rn(by_k.x, LOGIT), length + from,
+        [=](int slot) {
+            const i64 place = static_cast<i64>(blockIdx.z * gridDim.y + head) * slots + slot;
+            return Sink{mixtures + place * ROWS * WIDTH, WIDTH, TOKENS * WIDTH, 1.0f, rows - from,
+                        stats + place * ROWS};
+        },
+        at);
 }
 
-constexpr int COMBINE_WARPS = 4;
-constexpr int AHEAD = 8;  // pieces of a row that are loaded at once
-
-// A lane's columns of pieces first .. first + AHEAD - 1 of a row; zeros from `count` on.
-DEVICE void load_pieces(uint4 (&to)[AHEAD], const uint4* from, int first, int count) {
-#pragma unroll
-    for (int i = 0; i < AHEAD; i++) {
-        to[i] = make_uint4(0, 0, 0, 0);
-        if (first + i < count) to[i] = from[static_cast<i64>(first + i) * (ROWS * WIDTH / 8)];
-    }
-}
-
-DEVICE void add_piece(float (&sum)[8], float& total, const uint4& bits, float weight) {
-    const u32 pairs[4] = {bits.x, bits.y, bits.z, bits.w};
-    total = add_rn(total, weight);
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const float x = FP8 ? f16x2_low(pairs[i]) : bf16x2_low(pairs[i]);
-        const float y = FP8 ? f16x2_high(pairs[i]) : bf16x2_high(pairs[i]);
-        sum[2 * i] = fma_rn(weight, x, sum[2 * i]);
-        sum[2 * i + 1] = fma_rn(weight, y, sum[2 * i + 1]);
-    }
-}
-
-// One warp a row and query head: its pieces in order of position.
-KERNEL void __launch_bounds__(32 * COMBINE_WARPS)
+// One block a row and query head, one warp 64 columns: its pieces in order of position, all of them
+// loaded at once.
+KERNEL void __launch_bounds__(WIDTH / 2)
     combine(const u16* mixtures, const float2* stats, const i32* length_at,
-            const float* __restrict__ scale_v, u16* o, int rows, int kv_heads, int pieces) {
+            const float* __restrict__ scale_v, u16* o, int kv_heads, int slots) {
     const float scale = *scale_v;
     let_next_start();
     wait_for_previous();
     const int lane = threadIdx.x & 31;
-    const int index = blockIdx.x * COMBINE_WARPS + (threadIdx.x >> 5);
-    if (index >= rows * kv_heads * GROUP) return;
-    const int t = index / (kv_heads * GROUP), head = index % (kv_heads * GROUP);
-    const int count = segment_of(*length_at + t) + 1;
+    const int t = blockIdx.x / (kv_heads * GROUP), head = blockIdx.x % (kv_heads * GROUP);
+    const int position = *length_at + t, piece = piece_of(position);
+    const int count = position / piece + 1;
     const i64 group = t / TOKENS * kv_heads + head / GROUP;
-    const i64 row = group * pieces * ROWS + head % GROUP * TOKENS + t % TOKENS;
+    const i64 row = (group * slots + slots_of(piece)) * ROWS + head % GROUP * TOKENS + t % TOKENS;
     stats += row;
-    const uint4* from = reinterpret_cast<const uint4*>(mixtures + row * WIDTH) + lane;
+    const u32* from = reinterpret_cast<const u32*>(mixtures + row * WIDTH) + threadIdx.x;
 
-    uint4 bits[AHEAD], more[AHEAD];
-    load_pieces(bits, from, 0, count);
-    float best = nothing();
-#pragma unroll 1
-    for (int s = lane; s < count; s += 32) best = fmaxf(best, stats[s * ROWS].x);
+    u32 bits[PIECES];
+#pragma unroll
+    for (int s = 0; s < PIECES; s++)
+        bits[s] = s < count ? from[s * (ROWS * WIDTH / 2)] : 0;
+    // Lane s weighs piece s; the last of 33 is everybody's.
+    float2 mine = make_float2(nothing(), 0.0f), extra = mine;
+    if (lane < count) mine = stats[lane * ROWS];
+    if (count == PIECES) extra = stats[(PIECES - 1) * ROWS];
+    float best = fmaxf(mine.x, extra.x);
 #pragma unroll
     for (int far = 16; far >= 1; far >>= 1) best = fmaxf(best, shuffle_xor(best, far));
-    float weight = 0.0f, total = 0.0f, sum[8] = {};
-    for (int first = 0; first < count; first += AHEAD) {
-        load_pieces(more, from, first + AHEAD, count);
-        if (first % 32 == 0) {
-            // Nothing past the last piece: a weight of zero on zeros.
-            weight = 0.0f;
-            if (first + lane < count) {
-                const float2 piece = stats[(first + lane) * ROWS];
-                weight = mul_rn(piece.y, exp2_approx(piece.x - best));
-            }
-        }
+    const float weight = mul_rn(mine.y, exp2_approx(mine.x - best));
+    const float last = mul_rn(extra.y, exp2_approx(extra.x - best));
+    float total = 0.0f, x = 0.0f, y = 0.0f;
 #pragma unroll
-        for (int s = 0; s < AHEAD; s++) {
-            add_piece(sum, total, bits[s], shuffle(weight, first % 32 + s));
-            bits[s] = more[s];
-        }
+    for (int s = 0; s < PIECES; s++) {
+        // Nothing past the last piece: a weight of zero on zeros.
+        const float w = s < PIECES - 1 ? shuffle(weight, s) : last;
+        total = add_rn(total, w);
+        x = fma_rn(w, FP8 ? f16x2_low(bits[s]) : bf16x2_low(bits[s]), x);
+        y = fma_rn(w, FP8 ? f16x2_high(bits[s]) : bf16x2_high(bits[s]), y);
     }
     const float by = scale / total;
-    reinterpret_cast<uint4*>(o + static_cast<i64>(index) * WIDTH)[lane] =
-        make_uint4(pack_bf16x2(sum[0] * by, sum[1] * by), pack_bf16x2(sum[2] * by, sum[3] * by),
-                   pack_bf16x2(sum[4] * by, sum[5] * by), pack_bf16x2(sum[6] * by, sum[7] * by));
+    reinterpret_cast<u32*>(o + static_cast<i64>(blockIdx.x) * WIDTH)[threadIdx.x] =
+        pack_bf16x2(x * by, y * by);
 }
 
 // Grid: blocks of 16 tokens, key/value heads. The call's rows into the cache.
@@ -295,29 +222,24 @@ KERNEL void __launch_bounds__(THREADS, 1)
     let_next_start();
     wait_for_previous();
     const int head = blockIdx.y, from = (gridDim.z - 1 - blockIdx.z) * TOKENS;
+    if (at.half == 0) load_queries(memory, q, rows, from, at);
     const int length = *length_at, end = length + min(rows, from + TOKENS);
-    load_queries(memory, q, rows, from);
-    const u8* const keys = cache_k + static_cast<i64>(head) * capacity * CACHE_BYTES;
-    const u8* const values = cache_v + static_cast<i64>(head) * capacity * CACHE_BYTES;
-    Pipe pipe = {memory, keys, values, end, 0, 0};
-    load_tile(pipe.stage(0), keys, values, 0, end);
-    if (threadIdx.x == 0) init(pipe);
-    const Rotation by = {reinterpret_cast<float*>(memory + TILES + STAGE), half};
+    if (threadIdx.x == 0) init(memory);
+    const i64 begin = static_cast<i64>(head) * capacity * CACHE_BYTES;
+    const Past past = {memory, cache_k + begin, cache_v + begin, end, 0, undivided(end)};
+    Ahead ahead(past, at);
+    const Rotation by = {reinterpret_cast<float*>(memory + WEIGHTS), half};
     angles(by, own, length + from, TOKENS);
-    copy_async_wait<1>();
+    if (at.half == 0) copy_async_wait<0>();
     sync_block();
     turn_queries(memory, w, eps, by, 0);
-    const float logit = mul_rn(*scale_k, LOGIT);
-
-    Running r;
-    reset(r);
-    arrived(pipe, 0);
-    for (int first = 0; first < end; first += POSITIONS) {
-        barrier_wait(pipe.full(pipe.tile), (pipe.tile >> 1) & 1);
-        absorb(r, pipe, logit, length + from, first, first == 0, first + POSITIONS < end, at);
-    }
-    add_up(r, memory, at);
-    const i64 stride = static_cast<i64>(gridDim.y) * GROUP * WIDTH;
-    store_rows<false>(r, o + from * stride + static_cast<i64>(head) * GROUP * WIDTH, stride, WIDTH,
-                      *scale_v, rows - from, at);
+    sync_block();
+    attend<false>(
+        past, ahead, mul_rn(*scale_k, LOGIT), length + from,
+        [=](int) {
+            const i64 stride = static_cast<i64>(gridDim.y) * GROUP * WIDTH;
+            return Sink{o + from * stride + static_cast<i64>(head) * GROUP * WIDTH, stride, WIDTH,
+                        *scale_v, rows - from, nullptr};
+        },
+        at);
 }

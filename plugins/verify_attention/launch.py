@@ -33,19 +33,14 @@ TOKENS = 16
 WIDTH = 256
 GROUPS = (2, 4, 6)
 THREADS = 256
-COMBINE_WARPS = 4
 CACHES = (DType.BF16, DType.FP8)
 PLAIN = (DType.BF16, DType.F32)
-SHORT_LOG, LONG_FROM_LOG = 7, 12
+PIECES, UNIT = 33, 128
 
 
-def segment_of(position: int) -> int:
-    """The piece that holds an absolute position; see segments.cuh."""
-    if position < 1 << LONG_FROM_LOG:
-        return position >> SHORT_LOG
-    octave = position.bit_length() - 1
-    pieces = 1 << (LONG_FROM_LOG - SHORT_LOG)
-    return pieces + 16 * (octave - LONG_FROM_LOG) + ((position >> (octave - 4)) & 15)
+def slots(positions: int) -> int:
+    """Results of pieces to keep for rows at `positions` positions from 0 on; see pieces.cuh."""
+    return min(-(-positions // UNIT), PIECES) if positions <= PIECES * UNIT else 2 * PIECES
 
 
 def refuse(site: Site) -> str:
@@ -90,13 +85,13 @@ def _defines(site: Site) -> dict[str, int]:
 
 
 def _shared(site: Site, fresh: int) -> int:
-    """Queries, weights, two stages of keys and values, maxima and sums, `fresh` own rows, bytes."""
+    """As tile.cuh lays it out: `fresh` of the call's own rows, bytes."""
     query_rows = _defines(site)["GROUP"] * TOKENS
-    element = site.ports["cache_k"].dtype.bytes
-    positions = 128 // element
-    tiles = 2 * 2 * positions * WIDTH * element
-    weights = query_rows * positions * 2
-    return query_rows * (WIDTH * 2 + 32) + weights + tiles + 64 + 2 * fresh * WIDTH * element
+    row = WIDTH * site.ports["cache_k"].dtype.bytes
+    positions = 128 * WIDTH // row
+    weights = max(query_rows * positions * 2, TOKENS * WIDTH * 4)
+    tiles = 2 * 2 * positions * row
+    return query_rows * (WIDTH * 2 + 32) + weights + tiles + 256 + 2 * fresh * row
 
 
 def _numbers(site: Site, *more: int) -> tuple[Argument, ...]:
@@ -113,14 +108,14 @@ def _frequency(site: Site) -> Table:
 def _split(site: Site, device: Device) -> tuple[Launch, ...]:
     rows, kv = site.size("q", 0), site.attributes.integer("kv_heads")
     defines = _defines(site)
-    pieces = segment_of(site.size("cache_k", 1) - 1) + 1
+    pieces = slots(site.size("cache_k", 1))
     blocks = -(-rows // TOKENS)
     groups = blocks * kv
     results = groups * pieces * defines["GROUP"] * TOKENS
     mixtures, stats = Scratch("mixtures", results * WIDTH * 2), Scratch("stats", results * 8)
     split = Launch(
         kernel="attend_split",
-        grid=(min(pieces, max(1, device.multiprocessors // groups)), kv, blocks),
+        grid=(min(pieces, PIECES, max(1, device.multiprocessors // groups)), kv, blocks),
         threads=THREADS,
         shared=_shared(site, rows),
         defines=defines,
@@ -130,20 +125,19 @@ def _split(site: Site, device: Device) -> tuple[Launch, ...]:
             _frequency(site),
             mixtures,
             stats,
-            Scratch("taken", 4 * groups, zeroed=True),
             *_numbers(site, pieces),
         ),
     )
     combine = Launch(
         kernel="combine",
-        grid=(-(-rows * kv * defines["GROUP"] // COMBINE_WARPS), 1, 1),
-        threads=32 * COMBINE_WARPS,
+        grid=(rows * kv * defines["GROUP"], 1, 1),
+        threads=WIDTH // 2,
         defines=defines,
         arguments=(
             mixtures,
             stats,
             *map(At, ("length", "scale_v", "o")),
-            *map(Int, (rows, kv, pieces)),
+            *map(Int, (kv, pieces)),
         ),
     )
     return split, combine

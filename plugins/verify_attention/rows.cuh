@@ -1,11 +1,12 @@
-// One warp and one head row of 256: RMSNorm, rotation, rounding. Lane l holds columns 8l .. 8l + 7.
+// One warp and one head row of 256: RMSNorm, rotation, rounding. Lane l holds columns 2l and 2l + 1
+// of each 64, so that few elements of few lanes turn where the rotation is narrow.
 #pragma once
 
 #include "cuda/device.cuh"
 
 constexpr int WIDTH = 256;
 constexpr int CACHE_BYTES = FP8 ? WIDTH : 2 * WIDTH;  // of one row in the cache
-constexpr int PIECE = CACHE_BYTES / 32;               // of one lane
+constexpr int WORDS = WIDTH / 64;  // of two columns, of one lane
 
 // cosine [half] and sine [half] of every row's angles, one row after the other.
 struct Rotation {
@@ -47,12 +48,21 @@ DEVICE void angles(const Rotation& to, float own, int first, int count) {
     }
 }
 
-DEVICE void eight(float (&x)[8], const uint4& bits) {
-    const u32 pairs[4] = {bits.x, bits.y, bits.z, bits.w};
+// This lane's part of a row of 16-bit elements.
+struct Words {
+    u32 at[WORDS];
+};
+DEVICE Words words(const void* row, int lane) {
+    Words x;
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        x[2 * i] = bf16x2_low(pairs[i]);
-        x[2 * i + 1] = bf16x2_high(pairs[i]);
+    for (int j = 0; j < WORDS; j++) x.at[j] = static_cast<const u32*>(row)[32 * j + lane];
+    return x;
+}
+DEVICE void eight(float (&x)[8], const Words& bits) {
+#pragma unroll
+    for (int j = 0; j < WORDS; j++) {
+        x[2 * j] = bf16x2_low(bits.at[j]);
+        x[2 * j + 1] = bf16x2_high(bits.at[j]);
     }
 }
 
@@ -60,12 +70,41 @@ DEVICE void eight(float (&x)[8], const uint4& bits) {
 DEVICE void norm_weights(float (&w)[8], const void* weight, float offset, int lane) {
     if (NORM_F32) {
 #pragma unroll
-        for (int i = 0; i < 8; i++) w[i] = static_cast<const float*>(weight)[8 * lane + i];
+        for (int i = 0; i < 8; i++)
+            w[i] = static_cast<const float*>(weight)[64 * (i / 2) + 2 * lane + i % 2];
     } else {
-        eight(w, static_cast<const uint4*>(weight)[lane]);
+        eight(w, words(weight, lane));
     }
 #pragma unroll
     for (int i = 0; i < 8; i++) w[i] = add_rn(w[i], offset);
+}
+
+// A row whose pairs lie JUMP words apart in one lane.
+template <int JUMP> DEVICE void rotate_within(float (&x)[8], const float* at, int lane) {
+#pragma unroll
+    for (int i = 0; i < 2 * JUMP; i++) {
+        const int angle = 64 * (i / 2) + 2 * lane + i % 2;
+        const float c = at[angle], s = at[64 * JUMP + angle], low = x[i], high = x[i + 2 * JUMP];
+        x[i] = fma_rn(low, c, mul_rn(high, -s));
+        x[i + 2 * JUMP] = fma_rn(high, c, mul_rn(low, s));
+    }
+}
+
+// A row by its angles. Up to 64 columns turn in the first words of `half` lanes.
+DEVICE void rotate(float (&x)[8], const float* at, int half, int lane) {
+    if (half == 128) return rotate_within<2>(x, at, lane);
+    if (half == 64) return rotate_within<1>(x, at, lane);
+    const int reach = half >> 1;  // lanes
+    const bool second = (lane & reach) != 0;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float other = shuffle_xor(x[i], reach);
+        if (lane < half) {
+            const int angle = (2 * lane & (half - 1)) + i;
+            const float c = at[angle], s = second ? at[half + angle] : -at[half + angle];
+            x[i] = fma_rn(x[i], c, mul_rn(other, s));
+        }
+    }
 }
 
 // Normalise N rows, then rotate row n by row angle[n] of the table. Side by side, as each is a
@@ -85,24 +124,16 @@ DEVICE void turn(float (&x)[N][8], const float (&w)[8], const Rotation& by, cons
     for (int mask = 16; mask >= 1; mask >>= 1)
 #pragma unroll
         for (int n = 0; n < N; n++) sum[n] = add_rn(sum[n], shuffle_xor(sum[n], mask));
-    const int reach = by.half >> 3;  // lanes of one half
-    const bool second = (lane & reach) != 0;
 #pragma unroll
     for (int n = 0; n < N; n++) {
         const float square = fma_rn(sum[n], 1.0f / WIDTH, eps);
         float inverse = rsqrtf(square);  // and a step of Newton's, for the last bits
         inverse = mul_rn(inverse, fma_rn(mul_rn(-0.5f * square, inverse), inverse, 1.5f));
-        const float* at = by.table + angle[n] * 2 * by.half + 8 * (lane & (reach - 1));
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            x[n][i] = mul_rn(mul_rn(x[n][i], inverse), w[i]);
-            const float other = shuffle_xor(x[n][i], reach);
-            if (lane < 2 * reach) {
-                const float c = at[i], s = second ? at[by.half + i] : -at[by.half + i];
-                x[n][i] = fma_rn(x[n][i], c, mul_rn(other, s));
-            }
-        }
+        for (int i = 0; i < 8; i++) x[n][i] = mul_rn(mul_rn(x[n][i], inverse), w[i]);
     }
+#pragma unroll
+    for (int n = 0; n < N; n++) rotate(x[n], by.table + angle[n] * 2 * by.half, by.half, lane);
 }
 
 // x / by.x, correctly rounded as a rule; by.y is 1 / by.x. Infinity stays what it is.
@@ -112,25 +143,13 @@ DEVICE float divide(float x, const float2& by) {
     return isnan(y) ? near : y;
 }
 
-// Round x / scale as the cache stores it, into this lane's piece of the row.
-DEVICE void store_cache(u8* row, const float (&x)[8], const float2& scale,
-                        int lane) {
-    float y[8];
+// Round x / scale as the cache stores it, into this lane's columns of the row.
+DEVICE void store_cache(u8* row, const float (&x)[8], const float2& scale, int lane) {
 #pragma unroll
-    for (int i = 0; i < 8; i++) y[i] = divide(x[i], scale);
-    u8* to = row + lane * PIECE;
-    if (FP8) {
-        u32 word[2];
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const u32 low = pack_e4m3x2(y[4 * i], y[4 * i + 1]);
-            word[i] = low | static_cast<u32>(pack_e4m3x2(y[4 * i + 2], y[4 * i + 3])) << 16;
-        }
-        *reinterpret_cast<uint2*>(to) = make_uint2(word[0], word[1]);
-    } else {
-        *reinterpret_cast<uint4*>(to) =
-            make_uint4(pack_bf16x2(y[0], y[1]), pack_bf16x2(y[2], y[3]), pack_bf16x2(y[4], y[5]),
-                       pack_bf16x2(y[6], y[7]));
+    for (int j = 0; j < WORDS; j++) {
+        const float low = divide(x[2 * j], scale), high = divide(x[2 * j + 1], scale);
+        if (FP8) reinterpret_cast<u16*>(row)[32 * j + lane] = pack_e4m3x2(low, high);
+        else reinterpret_cast<u32*>(row)[32 * j + lane] = pack_bf16x2(low, high);
     }
 }
 
@@ -146,17 +165,17 @@ struct Fresh {
 // Two tokens of a warp: rows t and t + 8 as they came, zeros past the last.
 constexpr int PAIR = 2;
 struct Pair {
-    uint4 k[PAIR], v[PAIR];
+    Words k[PAIR], v[PAIR];
 };
 
 DEVICE void load_pair(Pair& to, const Fresh& x, int t, int lane) {
 #pragma unroll
     for (int n = 0; n < PAIR; n++) {
         const i64 row = static_cast<i64>(t + 8 * n) * x.heads + x.head;
-        to.k[n] = to.v[n] = make_uint4(0, 0, 0, 0);
+        to.k[n] = to.v[n] = {};
         if (t + 8 * n < x.rows) {
-            to.k[n] = reinterpret_cast<const uint4*>(x.k + row * WIDTH)[lane];
-            to.v[n] = reinterpret_cast<const uint4*>(x.v + row * WIDTH)[lane];
+            to.k[n] = words(x.k + row * WIDTH, lane);
+            to.v[n] = words(x.v + row * WIDTH, lane);
         }
     }
 }

@@ -11,7 +11,7 @@ from thor_dflash.plugins.launch import H100, THOR, Device
 from thor_dflash.plugins.numerics import rounded
 from thor_dflash.plugins.op import Attribute, Case
 from thor_dflash.plugins.verify_attention import OP
-from thor_dflash.plugins.verify_attention.launch import SPLIT_ROWS, launches, refuse, segment_of
+from thor_dflash.plugins.verify_attention.launch import SPLIT_ROWS, launches, refuse, slots
 from thor_dflash.tensors import Array, DType
 
 BF16, FP8, F32 = DType.BF16, DType.FP8, DType.F32
@@ -76,7 +76,7 @@ def same_rows(case: Case, parts: list[tuple[int, int]]) -> None:
 
 @emulated
 @CACHES
-@pytest.mark.parametrize("length", [0, 100, 120, 128, 4070])
+@pytest.mark.parametrize("length", [0, 100, 120, 128, 4070, 4208])
 def test_a_row_does_not_depend_on_where_its_block_began(length: int, cache: DType) -> None:
     case = case_of(32, length, cache, length // 128 * 128 + 256, heads=2)
     same_rows(case, [(0, 1), (0, 16), (3, 8), (10, 32), (27, 28), (31, 32)])
@@ -145,15 +145,8 @@ def test_a_later_key_weighs_by_its_score() -> None:
     run(Case("rising", x, case.attributes), 0, FEW)
 
 
-def test_pieces_follow_absolute_positions_and_bound_the_longest() -> None:
-    pieces = np.array([segment_of(p) for p in range(40_000)])
-    steps = np.diff(pieces)
-    assert set(steps.tolist()) == {0, 1}
-    starts = np.flatnonzero(steps) + 1
-    lengths = np.diff(np.concatenate([[0], starts]))
-    assert np.all(starts % 128 == 0)
-    assert np.all(lengths <= np.maximum(128, starts // 16))
-    assert segment_of(32_767) + 1 == 80
+def test_results_of_pieces_have_places_for_both_sides_of_a_border() -> None:
+    assert [slots(n) for n in (128, 384, 33 * 128, 33 * 128 + 128, 262_144)] == [1, 3, 33, 66, 66]
 
 
 def test_partial_results_stay_small() -> None:
@@ -165,8 +158,8 @@ def test_partial_results_stay_small() -> None:
     site = site_of(OP, {"heads": 24, "kv_heads": 4}, x)
     split, combine = launches(site, H100)
     assert split.grid == (33, 4, 1)
-    assert combine.grid == (96, 1, 1)
-    assert 80 * 4 * 96 * (512 + 8) < 0.25 * 2 * 4 * 32_768 * 256
+    assert combine.grid == (384, 1, 1)
+    assert 33 * 4 * 96 * (512 + 8) < 0.1 * 2 * 4 * 32_768 * 256
 
 
 @pytest.mark.parametrize(

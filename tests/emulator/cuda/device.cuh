@@ -173,6 +173,10 @@ DEVICE u16 pack_e4m3x2(float low, float high) {
 DEVICE u32 e4m3x2_f16x2(u16 x) {
     return pack_f16x2(emulated_e4m3_float(static_cast<u8>(x)), emulated_e4m3_float(static_cast<u8>(x >> 8)));
 }
+DEVICE void e4m3x4_f16x4(u32 x, u32& low, u32& high) {
+    low = e4m3x2_f16x2(static_cast<u16>(x));
+    high = e4m3x2_f16x2(static_cast<u16>(x >> 16));
+}
 
 DEVICE u32 opaque(u32 x) { return x; }
 DEVICE u32 rotate_right(u32 x, int n) { return x >> (n & 31) | x << (-n & 31); }
@@ -191,10 +195,10 @@ DEVICE u32 select_bytes(u32 a, u32 b, u32 selector) {
 DEVICE float fma_rn(float a, float b, float c) { return fmaf(a, b, c); }
 DEVICE float mul_rn(float a, float b) { return a * b; }
 DEVICE float add_rn(float a, float b) { return a + b; }
+DEVICE float reciprocal_approx(float x) { return fabsf(x) > 0x1p126f ? 0.0f : 1.0f / x; }
 DEVICE float exp2_approx(float x) { return x < -126.0f ? 0.0f : exp2f(x); }
 
 // ---- lanes, warps, blocks --------------------------------------------------------------------
-DEVICE float reciprocal_approx(float x) { return fabsf(x) > 0x1p126f ? 0.0f : 1.0f / x; }
 DEVICE void sync_block() { emulator::sync_block(); }
 DEVICE void sync_warp() { emulator::sync_warp(); }
 DEVICE void sync_some(int id, int threads) { emulator::sync_some(id, threads); }

@@ -1,0 +1,372 @@
+// A warp's work: its half of the heads against a quarter of each tile's positions, then against a
+// quarter of the columns, with a running softmax.
+#pragma once
+
+#include "verify_attention/cache.cuh"
+
+typedef float Scores[MT][NS][4];
+
+// A row's exponents are taken from `base`, which follows the maximum in steps of at least this: 256
+// is the largest weight, and rows whose maximum creeps leave the mixture alone.
+constexpr float SLACK = 8.0f;
+
+// What a warp carries from tile to tile. Sums of weights stay split over the lanes and quarters.
+struct Running {
+    float o[MT][NO][4];
+    float base[MT][2];
+    float sum[MT][2];
+};
+
+DEVICE void reset(Running& r) {
+#pragma unroll
+    for (int i = 0; i < MT; i++) {
+#pragma unroll
+        for (int n = 0; n < NO; n++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) r.o[i][n][j] = 0.0f;
+        r.base[i][0] = r.base[i][1] = nothing();
+        r.sum[i][0] = r.sum[i][1] = 0.0f;
+    }
+}
+
+// Where this lane's addresses into rows of 16-bit elements begin: the rows of its half of the heads.
+struct Operand {
+    saddr row;
+    u32 twist;
+
+    DEVICE Operand(saddr begin, int pitch, const Lane& at) {
+        const int index = at.half * MT * TOKENS + (at.lane & 15);
+        row = begin + index * pitch;
+        twist = ((index & 7) ^ (at.lane >> 4)) << 4;
+    }
+    // The a fragments of columns 16 step .. 16 step + 15 of every m16 tile.
+    template <int PITCH> DEVICE void load(u32 (&a)[MT][4], int step) const {
+#pragma unroll
+        for (int i = 0; i < MT; i++)
+            load_matrix4(a[i], row + i * TOKENS * PITCH + ((step * 32) ^ twist));
+    }
+};
+
+// The b fragments of 16 columns of this warp's keys.
+DEVICE void key_fragments(u32 (&b0)[NS], u32 (&b1)[NS], const u32 (&raw)[4]) {
+#pragma unroll
+    for (int n = 0; n < NS; n++) {
+        if (FP8) {
+            e4m3x4_f16x4(raw[n], b0[n], b1[n]);
+        } else {
+            b0[n] = raw[(2 * n) & 3];
+            b1[n] = raw[(2 * n + 1) & 3];
+        }
+    }
+}
+
+template <int N>
+DEVICE void multiply(float (&d)[MT][N][4], const u32 (&a)[MT][4], const u32 (&b0)[N],
+                     const u32 (&b1)[N]) {
+#pragma unroll
+    for (int i = 0; i < MT; i++)
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            if (FP8) mma_f16(d[i][n], a[i], b0[n], b1[n]);
+            else mma_bf16(d[i][n], a[i], b0[n], b1[n]);
+        }
+}
+
+// s = queries . keys, of this warp's heads and quarter of the positions. Operands come a step early.
+DEVICE void score(Scores& s, u8* memory, saddr keys, const Lane& at) {
+    // FP8: matrix j of a load is n8 tile j, 16 columns. bf16: n8 tile j / 2, 8 columns each.
+    const int position = FP8 ? at.lane : ((at.lane >> 4) << 3) + (at.lane & 7);
+    const u32 key = keys + position * CACHE_BYTES;
+    const u32 twist = ((position & 7) ^ (FP8 ? 0 : (at.lane >> 3) & 1)) << 4;
+    const Operand queries(shared_address(memory + QUERIES), QUERY_PITCH, at);
+    u32 raw[2][4], a[2][MT][4];
+    load_matrix4(raw[0], key + twist);
+    queries.load<QUERY_PITCH>(a[0], 0);
+#pragma unroll
+    for (int i = 0; i < MT; i++)
+#pragma unroll
+        for (int n = 0; n < NS; n++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) s[i][n][j] = 0.0f;
+#pragma unroll
+    for (int step = 0; step < WIDTH / 16; step++) {
+        const int now = step & 1;
+        if (step + 1 < WIDTH / 16) {
+            load_matrix4(raw[now ^ 1], key + (((step + 1) * (FP8 ? 16 : 32)) ^ twist));
+            queries.load<QUERY_PITCH>(a[now ^ 1], step + 1);
+        }
+        u32 b0[NS], b1[NS];
+        key_fragments(b0, b1, raw[now]);
+        multiply(s, a[now], b0, b1);
+    }
+}
+
+// Nothing after the row's own position. `own` is that of token 0, `first` that of this warp's keys.
+DEVICE void mask(Scores& s, int own, int first, const Lane& at) {
+    // Last visible column of this lane's fragments, for rows g and g + 8.
+    const int last = own + at.g - (first + 2 * at.t);
+#pragma unroll
+    for (int i = 0; i < MT; i++)
+#pragma unroll
+        for (int n = 0; n < NS; n++)
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                if (8 * n + (j & 1) > last + 8 * (j >> 1)) s[i][n][j] = nothing();
+}
+
+// This lane's row in tile i, h-th half: of all query rows.
+DEVICE int row_of(int i, int h, const Lane& at) {
+    return (at.half * MT + i) * TOKENS + 8 * h + at.g;
+}
+
+// The row maxima of this quarter for the other three, as logits of base 2.
+DEVICE void share_tops(const Scores& s, u8* memory, float scale, const Lane& at) {
+    float top[MT][2];
+#pragma unroll
+    for (int i = 0; i < MT; i++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            top[i][h] = fmaxf(s[i][0][2 * h], s[i][0][2 * h + 1]);
+#pragma unroll
+            for (int n = 1; n < NS; n++)
+                top[i][h] = fmaxf(top[i][h], fmaxf(s[i][n][2 * h], s[i][n][2 * h + 1]));
+        }
+#pragma unroll
+    for (int far = 1; far <= 2; far++)
+#pragma unroll
+        for (int i = 0; i < MT; i++)
+#pragma unroll
+            for (int h = 0; h < 2; h++)
+                top[i][h] = fmaxf(top[i][h], shuffle_xor(top[i][h], far));
+    if (at.t == 0) {
+        float* to = reinterpret_cast<float*>(memory + TOPS) + at.quarter;
+#pragma unroll
+        for (int i = 0; i < MT; i++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) to[4 * row_of(i, h, at)] = mul_rn(top[i][h], scale);
+    }
+}
+
+// The bases after this tile; what was summed and mixed before follows those that moved.
+DEVICE void move_bases(Running& r, const u8* memory, const Lane& at) {
+    float keep[MT][2];
+    bool moved = false;
+#pragma unroll
+    for (int i = 0; i < MT; i++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const float4 top = reinterpret_cast<const float4*>(memory + TOPS)[row_of(i, h, at)];
+            const float best = fmaxf(fmaxf(top.x, top.y), fmaxf(top.z, top.w));
+            const bool moves = best > add_rn(r.base[i][h], SLACK);
+            keep[i][h] = moves ? exp2_approx(r.base[i][h] - best) : 1.0f;
+            r.base[i][h] = moves ? best : r.base[i][h];
+            r.sum[i][h] = mul_rn(r.sum[i][h], keep[i][h]);
+            moved = moved || moves;
+        }
+    // Times one changes nothing, so whether other rows moved does not show.
+    if (ballot(moved) == 0) return;
+#pragma unroll
+    for (int i = 0; i < MT; i++)
+#pragma unroll
+        for (int n = 0; n < NO; n++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) r.o[i][n][j] = mul_rn(r.o[i][n][j], keep[i][j >> 1]);
+}
+
+// exp2(logit - base) into shared memory.
+DEVICE void weigh(Running& r, const Scores& s, u8* memory, float scale, const Lane& at) {
+#pragma unroll
+    for (int i = 0; i < MT; i++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            // Nothing seen yet: any finite number leaves every weight at zero.
+            const float base = r.base[i][h] == nothing() ? 0.0f : r.base[i][h];
+            float sum = r.sum[i][h];
+#pragma unroll
+            for (int n = 0; n < NS; n++) {
+                const float x = exp2_approx(fma_rn(s[i][n][2 * h], scale, -base));
+                const float y = exp2_approx(fma_rn(s[i][n][2 * h + 1], scale, -base));
+                sum = add_rn(sum, add_rn(x, y));
+                u8* to = memory + WEIGHTS +
+                         swizzled(row_of(i, h, at), at.quarter * NS + n, WEIGHT_PITCH);
+                reinterpret_cast<u32*>(to)[at.t] = FP8 ? pack_f16x2(x, y) : pack_bf16x2(x, y);
+            }
+            r.sum[i][h] = sum;
+        }
+}
+
+// 16 positions of this warp's columns as they lie: FP8 bytes travel in pairs of columns.
+constexpr int LOADS = FP8 ? 2 : 4;
+DEVICE void load_values(u32 (&raw)[LOADS][4], const saddr (&place)[LOADS], int step) {
+#pragma unroll
+    for (int l = 0; l < LOADS; l++)
+        load_matrix4_transposed(raw[l], place[l] + step * 16 * VALUE_PITCH);
+}
+
+// The b fragments of those, two n8 tiles each 16 columns. FP8: tile 2c holds the even columns,
+// 2c + 1 the odd ones.
+DEVICE void fragments(u32 (&b0)[NO], u32 (&b1)[NO], const u32 (&raw)[LOADS][4]) {
+#pragma unroll
+    for (int l = 0; l < LOADS; l++)
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            const u32 low = raw[l][2 * c], high = raw[l][2 * c + 1];
+            if (FP8) {
+                const int n = (4 * l + 2 * c) & 7;
+                e4m3x4_f16x4(select_bytes(low, 0, 0x3120), b0[n], b0[n + 1]);
+                e4m3x4_f16x4(select_bytes(high, 0, 0x3120), b1[n], b1[n + 1]);
+            } else {
+                b0[(2 * l + c) & 7] = low;
+                b1[(2 * l + c) & 7] = high;
+            }
+        }
+}
+
+// A tile into the mixture. Operands come a step early.
+DEVICE void mix(Running& r, u8* memory, saddr part, const Lane& at) {
+    const Operand weights(shared_address(memory + WEIGHTS), WEIGHT_PITCH, at);
+    u32 raw[2][LOADS][4], a[2][MT][4];
+    saddr place[LOADS];  // of 16 positions: rows swap their chunks alike every 8
+#pragma unroll
+    for (int l = 0; l < LOADS; l++)
+        place[l] = part + value_at(at.lane & 15, 2 * l + (at.lane >> 4));
+    load_values(raw[0], place, 0);
+    weights.load<WEIGHT_PITCH>(a[0], 0);
+#pragma unroll
+    for (int step = 0; step < POSITIONS / 16; step++) {
+        const int now = step & 1;
+        if (step + 1 < POSITIONS / 16) {
+            load_values(raw[now ^ 1], place, step + 1);
+            weights.load<WEIGHT_PITCH>(a[now ^ 1], step + 1);
+        }
+        u32 b0[NO], b1[NO];
+        fragments(b0, b1, raw[now]);
+        multiply(r.o, a[now], b0, b1);
+    }
+}
+
+// The sum of each row's weights over all lanes and quarters, in that order.
+DEVICE void add_up(Running& r, u8* memory, const Lane& at) {
+#pragma unroll
+    for (int i = 0; i < MT; i++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float x = r.sum[i][h];
+            x = add_rn(x, shuffle_xor(x, 1));
+            x = add_rn(x, shuffle_xor(x, 2));
+            if (at.t == 0)
+                reinterpret_cast<float*>(memory + SUMS)[4 * row_of(i, h, at) + at.quarter] = x;
+        }
+    sync_half(at.half);
+#pragma unroll
+    for (int i = 0; i < MT; i++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const float4 x = reinterpret_cast<const float4*>(memory + SUMS)[row_of(i, h, at)];
+            r.sum[i][h] = add_rn(add_rn(add_rn(x.x, x.y), x.z), x.w);
+        }
+}
+
+template <bool F16> DEVICE u32 pack(float x, float y) {
+    return F16 ? pack_f16x2(x, y) : pack_bf16x2(x, y);
+}
+
+// Where a mixture goes: elements of 16 bits at to + token * token_stride + head of the group *
+// head_stride, times scale / sum; with `stats` each row's base and sum.
+struct Sink {
+    u16* to;
+    i64 token_stride, head_stride;
+    float scale;
+    int tokens;
+    float2* stats;
+};
+
+template <bool F16> DEVICE void store(const Running& r, const Sink& sink, const Lane& at) {
+#pragma unroll
+    for (int i = 0; i < MT; i++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int token = 8 * h + at.g;
+            if (token >= sink.tokens) continue;
+            const float sum = r.sum[i][h];
+            const float by = sum > 0.0f ? mul_rn(sink.scale, reciprocal_approx(sum)) : sum;
+            if (sink.stats && at.quarter == 0 && at.t == 0)
+                sink.stats[row_of(i, h, at)] = make_float2(r.base[i][h], sum);
+            u16* row = sink.to + token * sink.token_stride + (at.half * MT + i) * sink.head_stride +
+                       at.quarter * (WIDTH / 4);
+#pragma unroll
+            for (int c = 0; c < NO / 2; c++) {
+                const float x0 = r.o[i][2 * c][2 * h] * by, x1 = r.o[i][2 * c][2 * h + 1] * by;
+                const float y0 = r.o[i][2 * c + 1][2 * h] * by;
+                const float y1 = r.o[i][2 * c + 1][2 * h + 1] * by;
+                if (FP8) {
+                    *reinterpret_cast<uint2*>(row + 16 * c + 4 * at.t) =
+                        make_uint2(pack<F16>(x0, y0), pack<F16>(x1, y1));
+                } else {
+                    *reinterpret_cast<u32*>(row + 16 * c + 2 * at.t) = pack<F16>(x0, x1);
+                    *reinterpret_cast<u32*>(row + 16 * c + 8 + 2 * at.t) = pack<F16>(y0, y1);
+                }
+            }
+        }
+}
+
+// The scores of tile n become weights in shared memory. `first`: of this warp's positions.
+DEVICE void soften(Running& r, Scores& s, u8* memory, float scale, int own, int first,
+                   const Lane& at) {
+    if (first + QUARTER - 1 > own) mask(s, own, first, at);
+    share_tops(s, memory, scale, at);
+    sync_half(at.half);
+    move_bases(r, memory, at);
+    weigh(r, s, memory, scale, at);
+    sync_half(at.half);
+}
+
+DEVICE void score_tile(Scores& s, u8* memory, int n, const Lane& at) {
+    barrier_wait(Keys::full(memory, n, at), (n >> 1) & 1);
+    score(s, memory, shared_address(Keys::part(memory, n, at)), at);
+}
+
+DEVICE void mix_tile(Running& r, u8* memory, int n, const Lane& at) {
+    barrier_wait(Values::full(memory, n, at), (n >> 1) & 1);
+    mix(r, memory, shared_address(Values::part(memory, n, at)), at);
+}
+
+// Every tile of the block's pieces; piece after piece goes to where `sink(slot)` says. `own` is the
+// position of token 0 of the query rows.
+template <bool F16, class Where>
+DEVICE void attend(const Past& past, Ahead& ahead, float scale, int own, const Where& sink,
+                   const Lane& at) {
+    u8* const memory = past.memory;
+    Walk<POSITIONS> walk(past.pieces);
+    Running r;
+    Scores s;
+    reset(r);
+    if (at.half) ahead.begin(past, walk.first, at);
+    for (int n = 0;; n++) {
+        // One of a pair is to multiply while the other takes exponentials: worth a later start
+        // where a piece has several tiles.
+        if (n == 0 && at.half && past.pieces.after > POSITIONS)
+            barrier_wait(turn_over(memory, at), 0);
+        const bool ends = n > 0 && walk.ends();
+        const int slot = ends ? past.pieces.span(walk.item).slot : 0;
+        if (n > 0) {
+            mix_tile(r, memory, n - 1, at);
+            walk.step(past.pieces);
+        }
+        const bool more = walk.valid(past.pieces);
+        if (more) {
+            score_tile(s, memory, n, at);
+            if (at.half) ahead.provide(past, n, walk.first, at);
+        }
+        if (!at.half) barrier_arrive(turn_over(memory, at));
+        else if (more) ahead.refill(past, n, at);
+        if (ends) {
+            add_up(r, memory, at);
+            store<F16>(r, sink(slot), at);
+            reset(r);
+        }
+        if (!more) break;
+        soften(r, s, memory, scale, own, walk.first + at.quarter * QUARTER, at);
+    }
+    copy_async_wait<0>();
+}

@@ -1,0 +1,139 @@
+// How tiles of the cache come into shared memory. Warps w and w + 4
+// are a pair: they read the same quarters, which the second of them asks for.
+#pragma once
+
+#include "verify_attention/tile.cuh"
+
+// What is attended to. From `limit` on: `rows` of the call itself, which lie at FRESH, then zeros.
+struct Past {
+    u8* memory;
+    const u8* keys;  // of this head
+    const u8* values;
+    int limit, rows;
+    Pieces pieces;
+};
+
+// Barrier i of this lane's pair. 0 .. 3: a part is full, of keys and of values, tile & 1. 4: a turn
+// of the first warp is over.
+DEVICE saddr pair_barrier(const u8* memory, int i, const Lane& at) {
+    return shared_address(memory + BARRIERS) + 8 * (at.quarter * 8 + i);
+}
+
+DEVICE saddr turn_over(const u8* memory, const Lane& at) { return pair_barrier(memory, 4, at); }
+
+// Where one of a pair's two kinds of parts lies.
+template <bool VALUES> struct Side {
+    DEVICE static u8* part(u8* memory, int n, const Lane& at) {
+        return memory + CACHE + ((2 * VALUES + (n & 1)) * 4 + at.quarter) * PART;
+    }
+    DEVICE static saddr full(const u8* memory, int n, const Lane& at) {
+        return pair_barrier(memory, 2 * VALUES + (n & 1), at);
+    }
+    // A part's rows.
+    static constexpr int LINES = VALUES ? POSITIONS : QUARTER;
+    static constexpr int PITCH = VALUES ? VALUE_PITCH : CACHE_BYTES;
+    static constexpr int CHUNKS = PITCH / 16;
+    DEVICE static u32 place(int row, int chunk) {
+        return VALUES ? value_at(row, chunk) : swizzled(row, chunk, CACHE_BYTES);
+    }
+    // The position of a part's first row, and its first byte of each.
+    DEVICE static int position(int first, const Lane& at) {
+        return VALUES ? first : first + at.quarter * QUARTER;
+    }
+    DEVICE static int column(const Lane& at) { return VALUES ? at.quarter * VALUE_PITCH : 0; }
+};
+typedef Side<false> Keys;
+typedef Side<true> Values;
+
+// By one thread; the block meets before any other use.
+DEVICE void init(u8* memory) {
+    for (int i = 0; i < 32; i++) barrier_init(shared_address(memory + BARRIERS) + 8 * i, 32);
+    barrier_init_done();
+}
+
+// This warp's part of the tile at `first`, the n-th, asynchronously; zeros from the limit on.
+template <class Of> DEVICE void ask(const Past& past, int n, int first, const Lane& at) {
+    constexpr int STEP = 32 / Of::CHUNKS;
+    const saddr to = shared_address(Of::part(past.memory, n, at));
+    const int row = at.lane / Of::CHUNKS, chunk = at.lane % Of::CHUNKS;
+    const int position = Of::position(first, at) + row;
+    const u8* from = (Of::PITCH == CACHE_BYTES ? past.keys : past.values) +
+                     static_cast<i64>(position) * CACHE_BYTES + Of::column(at) + chunk * 16;
+    if (first + POSITIONS <= past.limit) {
+#pragma unroll 4
+        for (int i = 0; i < Of::LINES / STEP; i++)
+            copy_async16(to + Of::place(row + i * STEP, chunk), from + i * STEP * CACHE_BYTES);
+    } else {
+#pragma unroll 1
+        for (int i = 0; i < Of::LINES / STEP; i++)
+            copy_async16(to + Of::place(row + i * STEP, chunk), from + i * STEP * CACHE_BYTES,
+                         position + i * STEP < past.limit);
+    }
+}
+
+// What was asked for of the tile at `first`, the n-th, is in: now the call's own rows over it, and
+// the pair may read it.
+template <class Of> DEVICE void pass_on(const Past& past, int n, int first, const Lane& at) {
+    const int from = Of::position(first, at);
+    const int begin = max(from, past.limit), end = min(from + Of::LINES, past.limit + past.rows);
+    if (begin < end) {
+        sync_warp();
+        u8* part = Of::part(past.memory, n, at);
+        const u8* fresh = past.memory + FRESH + Of::column(at) +
+                          (Of::PITCH == CACHE_BYTES ? 0 : past.rows * CACHE_BYTES);
+#pragma unroll 1
+        for (int i = at.lane; i < (end - begin) * Of::CHUNKS; i += 32) {
+            const int position = begin + i / Of::CHUNKS, chunk = i % Of::CHUNKS;
+            const u8* row = fresh + (position - past.limit) * CACHE_BYTES;
+            *reinterpret_cast<uint4*>(part + Of::place(position - from, chunk)) =
+                reinterpret_cast<const uint4*>(row)[chunk];
+        }
+    }
+    barrier_arrive(Of::full(past.memory, n, at));
+}
+
+// What the second warp of a pair asks for, and when. A turn n is the mixture of tile n - 1 and the
+// scores of tile n.
+struct Ahead {
+    Walk<POSITIONS> walk;  // at tile n + 2
+    int coming;            // where tile n + 1 begins; negative where there is none
+
+    // Before turn 0.
+    DEVICE Ahead(const Past& past, const Lane& at) : walk(past.pieces), coming(-1) {
+        if (!at.half) return;
+        const int first = walk.first;
+#pragma unroll 1
+        for (int n = 0; n < 2; n++) {
+            step(past);
+            if (coming >= 0) ask<Keys>(past, n, coming, at);
+            if (n == 0) copy_async_commit();
+        }
+        ask<Values>(past, 0, first, at);
+        copy_async_commit();
+    }
+    // Tile 0 may be scored.
+    DEVICE void begin(const Past& past, int first, const Lane& at) const {
+        copy_async_wait<1>();
+        pass_on<Keys>(past, 0, first, at);
+    }
+    // At the end of turn n, whose scores are of the tile at `first`: what the next one reads.
+    DEVICE void provide(const Past& past, int n, int first, const Lane& at) const {
+        copy_async_wait<0>();
+        pass_on<Values>(past, n, first, at);
+        if (coming >= 0) pass_on<Keys>(past, n + 1, coming, at);
+    }
+    // After turn n, when the pair has read its keys and the values before: what turn n + 2 reads.
+    DEVICE void refill(const Past& past, int n, const Lane& at) {
+        sync_warp();
+        barrier_wait(turn_over(past.memory, at), n & 1);
+        if (coming >= 0) ask<Values>(past, n + 1, coming, at);
+        if (walk.valid(past.pieces)) ask<Keys>(past, n + 2, walk.first, at);
+        copy_async_commit();
+        step(past);
+    }
+    DEVICE void step(const Past& past) {
+        const bool valid = walk.valid(past.pieces);
+        coming = valid ? walk.first : -1;
+        if (valid) walk.step(past.pieces);
+    }
+};
