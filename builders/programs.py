@@ -21,9 +21,9 @@ from thor_dflash.builders.unfused import unfused
 from thor_dflash.errors import ConfigError
 from thor_dflash.plugins import OPS
 from thor_dflash.plugins.launch import Shaped, Site
-from thor_dflash.plugins.op import DOMAIN, Attributes, Op
 from thor_dflash.plugins.linear.few import SQUARES_COLUMNS, SQUARES_ROWS, slabs
 from thor_dflash.plugins.linear.prepare import SLAB
+from thor_dflash.plugins.op import DOMAIN, Attributes, Op
 from thor_dflash.plugins.rules import RULES
 from thor_dflash.program import ALIGNMENT, Program, Step, Value, Weight
 from thor_dflash.tensors import DType

@@ -82,8 +82,7 @@ def _embed(site: Site, device: Device) -> tuple[Launch, ...]:
 
 
 def _refuse_embed(site: Site) -> str:
-    rows, hidden = site.ports["rows"].shape
-    return standard.refuse_embed(rows, hidden, False)
+    return standard.refuse_embed(site.size("rows", 1))
 
 
 def _widths(site: Site) -> list[int]:

@@ -45,7 +45,7 @@ IMMUTABLE = frozenset(
 """Inputs no kernel writes: they may be read before wait_for_previous."""
 EARLY = frozenset("state states accepted tail record_qkv record_k record_d record_decay".split())
 """Inputs of gdn last written a graph launch ago: they may be read early, not written."""
-SQUARES_ROWS, SQUARES_COLUMNS = 32, 32
+SQUARES_ROWS, SQUARES_COLUMNS, SLAB = 32, 32, 64
 
 
 class Refused(Exception):
@@ -169,6 +169,17 @@ def squares(rows: Array) -> Array:
     return np.pad(sums, ((0, 0), (0, SQUARES_ROWS - len(wide)))).astype(np.float32)
 
 
+def slabs(rows: Array) -> Array:
+    """bf16 [ceil(K / 64), T, 64]: rows as a product reads them, the eights of row t in the order
+    u ^ t % 8; zeros past K.
+    """
+    t, k = rows.shape
+    wide = np.pad(rows, ((0, 0), (0, -k % SLAB))).astype(DType.BF16.numpy)
+    by_slab = wide.reshape(t, -1, 8, 8).transpose(1, 0, 2, 3)
+    order = np.arange(8) ^ (np.arange(t)[:, None] % 8)
+    return np.take_along_axis(by_slab, order[None, :, :, None], axis=2).reshape(-1, t, SLAB)
+
+
 def shaped(x: Array) -> Shaped:
     """Type and shape of an array."""
     return Shaped(DType.of(x), x.shape)
@@ -278,7 +289,7 @@ class _Memory:
         self.scratch: dict[str, Buffer] = {}
         for name, x in call.inputs.items():
             new = name not in {p.name for p in call.site.op.inputs_of(call.site.attributes)}
-            fixed = stem(name) in IMMUTABLE or (new and name != "x_squares")
+            fixed = stem(name) in IMMUTABLE or (new and name not in ("x_squares", "x_slabs"))
             self.ports[name] = self._add(buffer(name, x, writable=False, kernels=not fixed))
         for name, x in call.want.items():
             if name in in_place:

@@ -2,41 +2,24 @@
 #include "cuda/device.cuh"
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
-constexpr int SLICE = 256;       // columns of one sum of squares
-constexpr int SQUARE_ROWS = 32;  // rows of the sums
+constexpr int SLICE = 256;  // columns that a warp moves
 constexpr u32 NAN_PAIR = 0x7fff7fffu;
 
-DEVICE float squares_of(u32 pair) {
-    float low = bf16x2_low(pair), high = bf16x2_high(pair);
-    return fma_rn(high, high, mul_rn(low, low));
-}
-
 // Row t is table[ids[t]], or table[filler] from `count` on. An id outside the table has no row:
-// NaN, which accept reports. A warp copies one slice of one row. `squares` [slices, 32] may be
-// null.
+// NaN, which accept reports. A warp copies one slice of one row.
 KERNEL void __launch_bounds__(THREADS)
-embed(const u16* table, const i32* ids, u16* rows, float* squares, int row_count, int vocabulary,
-      int hidden, int count, int filler) {
+embed(const u16* table, const i32* ids, u16* rows, int vocabulary, int hidden, int count,
+      int filler) {
     wait_for_previous();
     let_next_start();
-    int lane = threadIdx.x % 32, t = blockIdx.y;
-    int slice = blockIdx.x * WARPS + threadIdx.x / 32;
-    int column = slice * SLICE + lane * 8;
-    if (slice * SLICE >= hidden) return;
-    float sum = 0.0f;
-    if (t < row_count && column < hidden) {
-        int id = t < count ? ids[t] : filler;
-        uint4 x = make_uint4(NAN_PAIR, NAN_PAIR, NAN_PAIR, NAN_PAIR);
-        if (id >= 0 && id < vocabulary)
-            x = *reinterpret_cast<const uint4*>(table + static_cast<u64>(id) * hidden + column);
-        *reinterpret_cast<uint4*>(rows + static_cast<u64>(t) * hidden + column) = x;
-        sum = add_rn(add_rn(squares_of(x.x), squares_of(x.y)),
-                     add_rn(squares_of(x.z), squares_of(x.w)));
-    }
-    if (!squares) return;
-#pragma unroll
-    for (int mask = 16; mask > 0; mask /= 2) sum = add_rn(sum, shuffle_xor(sum, mask));
-    if (lane == 0) squares[slice * SQUARE_ROWS + t] = sum;
+    int t = blockIdx.y, slice = blockIdx.x * WARPS + threadIdx.x / 32;
+    int column = slice * SLICE + threadIdx.x % 32 * 8;
+    if (column >= hidden) return;
+    int id = t < count ? ids[t] : filler;
+    uint4 x = make_uint4(NAN_PAIR, NAN_PAIR, NAN_PAIR, NAN_PAIR);
+    if (id >= 0 && id < vocabulary)
+        x = *reinterpret_cast<const uint4*>(table + static_cast<u64>(id) * hidden + column);
+    *reinterpret_cast<uint4*>(rows + static_cast<u64>(t) * hidden + column) = x;
 }
 
 // y[t] = [source 0's row t, source 1's row t, ...], in units of 16 bytes. x rows, y sources.

@@ -1,12 +1,9 @@
 """Launches of the standard nodes. Arguments name ports, which the caller binds to memory.
 
 Ports, all in device memory and 16-byte aligned unless a size says less:
-    embed    table bf16 [V, H], ids int32 [>= count] -> rows bf16 [T, H], squares f32 (optional)
+    embed    table bf16 [V, H], ids int32 [>= count] -> rows bf16 [T, H]
     concat   x0, x1, ... bf16 [T, W_i] -> y bf16 [T, sum W]
     compose  last int32 [1], forced int32 [R], best int32 [R] -> tokens int32 [R]
-
-`squares` is float32 [ceil(H / 256), 32]: of each row (second axis) the sum of squares over each 256
-columns, 0 at and past row T.
 """
 
 from __future__ import annotations
@@ -17,25 +14,17 @@ import numpy as np
 
 from thor_dflash.plugins.launch import Addresses, At, Int, Launch, Table
 
-SLICE = 256
-"""Columns of one sum of squares."""
-
-SQUARE_ROWS = 32
-"""Rows of `squares`; more rows have none."""
-
 WARPS = 8
 THREADS = 32 * WARPS
 UNIT = 8
 """bf16 elements of the 16 bytes one lane moves."""
+SLICE = 32 * UNIT
+"""Columns that a warp moves."""
 
 
-def refuse_embed(rows: int, hidden: int, squares: bool) -> str:
+def refuse_embed(hidden: int) -> str:
     """Why the kernel does not take such a gather; empty where it does."""
-    if hidden % UNIT:
-        return f"embed.hidden must be a multiple of {UNIT} (got {hidden})"
-    if squares and rows > SQUARE_ROWS:
-        return f"embed.rows must be at most {SQUARE_ROWS} to have squares (got {rows})"
-    return ""
+    return f"embed.hidden must be a multiple of {UNIT} (got {hidden})" if hidden % UNIT else ""
 
 
 def embed(
@@ -43,7 +32,6 @@ def embed(
     vocabulary: int,
     hidden: int,
     *,
-    squares: bool = False,
     count: int | None = None,
     filler: int = 0,
 ) -> Launch:
@@ -55,14 +43,12 @@ def embed(
     slices = -(-hidden // SLICE)
     return Launch(
         "embed",
-        (-(-slices // WARPS), SQUARE_ROWS if squares else rows, 1),
+        (-(-slices // WARPS), rows, 1),
         THREADS,
         (
             At("table"),
             At("ids"),
             At("rows"),
-            At("squares"),
-            Int(rows),
             Int(vocabulary),
             Int(hidden),
             Int(rows if count is None else count),

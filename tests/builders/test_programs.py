@@ -122,10 +122,19 @@ def test_a_norm_of_whole_rows_gets_its_sums_from_whoever_made_the_rows(package: 
     for step in read(package, "verify").steps:
         if "norm_weight" in step.ports and not step.attributes.get("head_dim"):
             # Nobody norms the embedding's rows but the linear itself.
-            assert ("x_normed" in step.ports) == (not step.ports["x"].startswith("embedding")), (
-                step.name
-            )
-    assert all("x_normed" not in s.ports for s in read(package, "prefill").steps)
+            shared = not step.ports["x"].startswith("embedding")
+            assert ("x_slabs" in step.ports) == ("x_squares" in step.ports) == shared, step.name
+    assert all("x_slabs" not in s.ports for s in read(package, "prefill").steps)
+
+
+def test_rows_without_a_norm_come_as_the_product_reads_them(package: Path) -> None:
+    steps = read(package, "verify").steps
+    makers = {s.ports.get("y0_slabs") for s in steps} - {None}
+    down = [s for s in steps if s.name.endswith("down_proj")]
+    assert down
+    for step in down:
+        assert step.ports["x_slabs"] in makers
+        assert "x_squares" not in step.ports
 
 
 def test_outputs_nobody_reads_are_not_made(package: Path) -> None:

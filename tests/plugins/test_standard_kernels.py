@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from emulation import Emulator, signatures
-from kernels import CANARY, GUARD, Buffer, Pointers, Step, Value, buffer, squares
+from kernels import CANARY, GUARD, Buffer, Pointers, Step, Value, buffer
 
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins import standard as room
@@ -30,7 +30,6 @@ from thor_dflash.plugins.linear.pack import pack
 from thor_dflash.plugins.op import Attribute, Op
 from thor_dflash.plugins.standard import fill, unfused
 from thor_dflash.plugins.standard.launch import (
-    SQUARE_ROWS,
     compose,
     concat,
     embed,
@@ -80,26 +79,13 @@ def bits(x: Array) -> Array:
 
 # ---- embed -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("hidden", [8, 256, 264, 320, 2560])
-@pytest.mark.parametrize("rows", [1, 16, 32])
-def test_embedding_rows_are_copied_and_their_squares_summed(rows: int, hidden: int) -> None:
+@pytest.mark.parametrize("rows", [1, 16, 100])
+def test_embedding_rows_are_copied(rows: int, hidden: int) -> None:
     rng = np.random.default_rng(hidden)
     table = rng.standard_normal((50, hidden)).astype(BF16)
     ids = rng.integers(0, 50, rows).astype(np.int32)
     out = {"rows": np.empty((rows, hidden), BF16)}
-    out["squares"] = np.empty((-(-hidden // 256), SQUARE_ROWS), np.float32)
-    one = embed(rows, 50, hidden, squares=True)
-    execute(one, {"table": table, "ids": ids}, out, seed=rows)
-    np.testing.assert_array_equal(bits(out["rows"]), bits(table[ids]))
-    np.testing.assert_allclose(out["squares"], squares(table[ids]), rtol=1e-6)
-    assert not out["squares"][:, rows:].any()
-
-
-def test_many_rows_are_embedded_without_squares() -> None:
-    rng = np.random.default_rng(0)
-    table = rng.standard_normal((7, 320)).astype(BF16)
-    ids = rng.integers(0, 7, 100).astype(np.int32)
-    out = {"rows": np.empty((100, 320), BF16)}
-    execute(embed(100, 7, 320), {"table": table, "ids": ids}, out)
+    execute(embed(rows, 50, hidden), {"table": table, "ids": ids}, out, seed=rows)
     np.testing.assert_array_equal(bits(out["rows"]), bits(table[ids]))
 
 
@@ -115,13 +101,11 @@ def test_rows_past_the_count_are_the_filler() -> None:
 def test_an_id_outside_the_table_makes_a_row_of_nan_and_no_other() -> None:
     table = np.ones((5, 264), BF16)
     ids = np.array([0, -1, 4, 5, 2**31 - 1, -(2**31), 1], np.int32)
-    out = {"rows": np.empty((7, 264), BF16), "squares": np.empty((2, SQUARE_ROWS), np.float32)}
-    execute(embed(7, 5, 264, squares=True), {"table": table, "ids": ids}, out)
+    out = {"rows": np.empty((7, 264), BF16)}
+    execute(embed(7, 5, 264), {"table": table, "ids": ids}, out)
     bad = (ids < 0) | (ids >= 5)
     assert np.isnan(out["rows"][bad].astype(np.float32)).all()
-    assert np.isnan(out["squares"][:, :7][:, bad]).all()
     assert (out["rows"][~bad] == 1).all()
-    assert np.isfinite(out["squares"][:, :7][:, ~bad]).all()
 
 
 # ---- concat, compose ---------------------------------------------------------------------------
@@ -148,9 +132,8 @@ def test_a_forced_id_takes_the_place_of_a_draft(rows: int) -> None:
 
 
 def test_what_the_kernels_do_not_take_is_refused() -> None:
-    assert refuse_embed(32, 320, True) == ""
-    assert "multiple of 8 (got 12)" in refuse_embed(1, 12, False)
-    assert "at most 32 to have squares (got 33)" in refuse_embed(33, 320, True)
+    assert refuse_embed(320) == ""
+    assert "multiple of 8 (got 12)" in refuse_embed(12)
     assert refuse_concat((8, 16)) == ""
     assert "multiple of 8 (got 4)" in refuse_concat((8, 4))
 
@@ -267,7 +250,7 @@ def test_what_is_filled_depends_on_the_seed_alone() -> None:
 
 # ---- all of them ---------------------------------------------------------------------------------
 LAUNCHES = (
-    embed(16, 50, 320, squares=True),
+    embed(16, 50, 320),
     concat(16, (320, 320)),
     compose(16),
     unfused.rows(part(ROWS, {"x": np.empty((16, 640), BF16)}, {"gate": "silu"})),
