@@ -58,8 +58,8 @@ class Fused:
 
 
 def few_launches(site: Site, device: Device, fused: Fused) -> tuple[Launch, ...]:
-    """The product; before it the prologue, unless the rows that enter it are given: `x_slabs`. Where
-    the call has a norm, those lack the row's 1 / rms, which is made of `x_squares` at the end.
+    """The product; before it the prologue, unless the rows that enter it are given: `x_slabs`.
+    Where the call has a norm, those lack the row's 1 / rms, made of `x_squares` at the end.
     """
     if "x_slabs" in site:
         return (_product(site, device, fused, At("x_slabs")),)

@@ -26,8 +26,8 @@ PARTS = (2, 4, 8)
 Guide, Thread Block Clusters."""
 
 FIT = {2: 1.0, 4: 0.9, 8: 0.85}
-"""Share of a device's blocks that clusters of so many can be at the same time: a cluster lies in one
-set of multiprocessors, and sets differ in size. An H100 takes 1, 0.94 and 0.91."""
+"""Share of a device's blocks that clusters of so many can be at the same time: a cluster lies in
+one set of multiprocessors, and sets differ in size. An H100 takes 1, 0.94 and 0.91."""
 
 END = 12 * 2304
 """What the end of an item costs a block, in bytes it could have read: 2.5 us, traced on an H100."""
