@@ -170,9 +170,17 @@ void end_block(const Block& block) {
     leave();
 }
 
-// As far ahead of the other blocks as it gets, or some way.
+bool ready(const Block& block) {
+    for (int i = 0; i < thread_count; i++) {
+        if (block.threads[i].state == State::READY) return true;
+    }
+    return false;
+}
+
+// As far ahead of the other blocks as it gets, or some way. Entering a block costs a copy of its
+// shared memory.
 bool run_block(Block& block) {
-    if (block.alive == 0) return false;
+    if (block.alive == 0 || !ready(block)) return false;
     enter(block);
     u32 most = launch->seed < 2 || block_count == 1 ? ~0u : 1 + pick(4);
     bool any = false;
@@ -182,8 +190,8 @@ bool run_block(Block& block) {
 }
 
 bool any_ready() {
-    for (int i = 0; i < block_count * thread_count; i++) {
-        if (threads[i].state == State::READY) return true;
+    for (int b = 0; b < block_count; b++) {
+        if (ready(blocks[b])) return true;
     }
     return false;
 }
@@ -209,7 +217,8 @@ void run_cluster(Index first) {
         for (int b = 0; b < block_count; b++) alive += blocks[b].alive;
         if (any || alive == 0 || any_ready()) continue;
         if (!copies_under_way()) stuck();
-        land_copy();
+        do land_copy();
+        while (copies_under_way() && !any_ready());
     }
 }
 
