@@ -1,8 +1,8 @@
-// From the sums of an item to rows: what warps and blocks of a cluster made of different K, added in a
-// fixed order; then what comes after the product.
+// From the sums of an item to rows: what warps and blocks of a cluster made of different K, added in
+// a fixed order; then what comes after the product.
 //
-// Each block has its share of an item's columns to end. All warps send it their sums, into
-// its room; nobody waits for anything else, so that the stream goes on.
+// Each block has its share of an item's columns to end. All warps send it their sums, into its room;
+// nobody waits for anything else, so that the stream goes on.
 //
 // Compile-time: EPILOGUE 0 none, 1 swiglu, 2 residual, 3 float32 logits; ROW_SCALE, whether the sums
 // of a row are multiplied by its 1 / rms; NEXT, what is left in slabs for the next product: 0 nothing,
@@ -17,9 +17,9 @@ constexpr int SQUARES_COLUMNS = 32;
 
 // Half an n-tile, which one warp brings to an end: 4 strips of 8 columns.
 typedef float Own[ROW_TILES][4][4];
-constexpr int HALF_SUMS = ROW_TILES * 4 * 32;                 // float4
-constexpr int ROOM_BYTES = 2 * WARPS * HALF_SUMS * 16;        // [own half][block][phase]
-constexpr int MOST_HALVES = 8;                                // of an item
+constexpr int HALF_SUMS = ROW_TILES * 4 * 32;           // float4
+constexpr int ROOM_BYTES = 2 * WARPS * HALF_SUMS * 16;  // [own half][block][phase]
+constexpr int MOST_HALVES = 8;                          // of an item
 
 struct Results {
     const u64* outputs;
@@ -36,7 +36,9 @@ struct Results {
 
 // Where warps meet: whose turn the room is.
 struct Room {
-    saddr sums, arrived, free;  // memory; the barrier on which sums come; the one that says they were read
+    saddr sums;     // memory
+    saddr arrived;  // barrier: sums have come
+    saddr free;     // barrier: all blocks have read theirs
     u32 parity;
 
     // Halves of an item that a block ends.

@@ -1,7 +1,7 @@
 // rows x packed weight -> rows, for up to 32 rows: bound by reading the weight, once.
 //
-// Columns are dealt to clusters of blocks, K to the blocks of a cluster, slots of K to the warps of a
-// block. Weights and rows come by the copy engine, asked for by a warp that does nothing else
+// Columns are dealt to clusters of blocks, K to the blocks of a cluster, slots of K to the warps of
+// a block. Weights and rows come by the copy engine, asked for by a warp that does nothing else
 // (ring.cuh); the others never wait for each other. Two blocks share a multiprocessor, and a block of
 // the next kernel moves in where one has left. At the end of an item, up to 256 columns, warps send
 // their sums to the block of the cluster that adds them in order of k (finish.cuh). No sum depends on
