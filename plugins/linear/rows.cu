@@ -42,8 +42,9 @@ DEVICE float gated(float x, float gate, int kind) {
     return kind == NO_GATE ? x : kind == SIGMOID ? x * s : x * (gate * s);
 }
 
-// x, gate, y [rows, width], width a multiple of 8; SLABS: y in slabs, zero up to a whole slab; `norm` the columns of one norm: width, or a head
+// x, gate, y [rows, width], width a multiple of 8; `norm` the columns of one norm: width, or a head
 // of 8 to 256 columns (a power of two), or 0 for none; norm_weight [norm], WEIGHT_FLOAT: float32.
+// SLABS: y in slabs, with zeros up to a whole one.
 KERNEL void __launch_bounds__(THREADS)
 linear_rows(const u16* x, const void* __restrict__ norm_weight, const u16* gate, u16* y, int width,
             int norm, int gate_kind, float eps, float offset) {
@@ -73,10 +74,10 @@ linear_rows(const u16* x, const void* __restrict__ norm_weight, const u16* gate,
             for (int mask = lanes / 2; mask; mask /= 2) sum += shuffle_xor(sum, mask);
             scale = rsqrtf(sum / norm + eps);
         }
+        if (c >= end) continue;
+        uint4& to = out[SLABS ? slab_offset(gridDim.x, blockIdx.x, 8 * c) / 8 : c];
         if (!there) {
-            if (SLABS && c < end) {
-                out[slab_offset(gridDim.x, blockIdx.x, 8 * c) / 8] = make_uint4(0, 0, 0, 0);
-            }
+            to = make_uint4(0, 0, 0, 0);
             continue;
         }
         float v[8], g[8] = {};
@@ -95,7 +96,7 @@ linear_rows(const u16* x, const void* __restrict__ norm_weight, const u16* gate,
             }
             v[i] = gated(v[i], g[i], gate_kind);
         }
-        out[SLABS ? slab_offset(gridDim.x, blockIdx.x, 8 * c) / 8 : c] = make_uint4(pack_bf16x2(v[0], v[1]), pack_bf16x2(v[2], v[3]),
-                            pack_bf16x2(v[4], v[5]), pack_bf16x2(v[6], v[7]));
+        to = make_uint4(pack_bf16x2(v[0], v[1]), pack_bf16x2(v[2], v[3]), pack_bf16x2(v[4], v[5]),
+                        pack_bf16x2(v[6], v[7]));
     }
 }
