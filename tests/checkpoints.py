@@ -39,12 +39,13 @@ KEYS = """
 
 @dataclass(frozen=True, kw_only=True)
 class TargetGeometry:
-    """Sizes and packaging of a target checkpoint. Layer i is attention iff (i + 1) % 4 == 0."""
+    """Sizes and packaging of a target checkpoint. Every interval-th layer is attention."""
 
     vocab: int = 256
     hidden: int = 64
     intermediate: int = 96
     layers: int = 4
+    interval: int = 4
     heads: int = 4
     kv_heads: int = 1
     head_dim: int = 64
@@ -58,6 +59,7 @@ class TargetGeometry:
     rope_theta: float = 1e7
     eps: float = 1e-6
     tied: bool = False
+    mix: str = "mlp.=modelopt lm_head=modelopt self_attn.=fp8"
     prefix: str = "model."
     wrapper: bool = False
     """config.json is the multimodal one; vision and MTP tensors are there."""
@@ -71,8 +73,8 @@ class TargetGeometry:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        kind = {True: "full_attention", False: "linear_attention"}
-        return tuple(kind[(i + 1) % 4 == 0] for i in range(self.layers))
+        kind = ("full_attention", *["linear_attention"] * (self.interval - 1))
+        return tuple(kind[(i + 1) % self.interval] for i in range(self.layers))
 
 
 GEOMETRIES: dict[str, TargetGeometry] = {
@@ -148,14 +150,14 @@ def _encode(name: str, w: Floats, how: str) -> Iterator[tuple[str, Array]]:
         yield f"{name}.weight", w.astype(DTYPES[how.upper()])
 
 
-def _how(name: str, dialect: Dialect) -> str:
+def _how(name: str, dialect: Dialect, mix: str = TargetGeometry.mix) -> str:
     if dialect in ("bf16", "f32", "f16"):
         return dialect
     if name.endswith(("in_proj_a", "in_proj_b")):
         return "bf16"
     if dialect == "mixed":
-        kinds = {"mlp.": "modelopt", "lm_head": "modelopt", "self_attn.": "fp8"}
-        return next((how for part, how in kinds.items() if part in name), "bf16")
+        kinds = (pair.split("=") for pair in mix.split())
+        return next((how for part, how in kinds if part in name), "bf16")
     return "bf16" if name == "lm_head" and dialect != "modelopt" else dialect
 
 
@@ -196,16 +198,15 @@ class _Draws:
         self.around(f"{stem}.k_norm.weight", centre, g.head_dim)
 
     def gdn(self, stem: str, g: TargetGeometry) -> None:
-        value = g.value_heads * g.value_dim
-        rows = {"qkv": g.channels, "z": value, "b": g.value_heads, "a": g.value_heads}
-        for part, n in rows.items():
+        heads, value = g.value_heads, g.value_heads * g.value_dim
+        for part, n in (("qkv", g.channels), ("z", value), ("b", heads), ("a", heads)):
             self.linear(f"{stem}.in_proj_{part}", n, g.hidden)
         self.linear(f"{stem}.out_proj", g.hidden, value)
         # HF draws A from 0.01..16 and conv from +-1/2. A is spread over the decades of that range:
         # drawn evenly, nearly every head forgets its state within a token and hides errors in it.
-        place = (np.arange(g.value_heads) + self.rng.random(g.value_heads)) / g.value_heads
+        place = (np.arange(heads) + self.rng.random(heads)) / heads
         self.tensors[f"{stem}.A_log"] = np.log(0.01 * 1600**place).astype(np.float32)
-        self.around(f"{stem}.dt_bias", 1, g.value_heads)
+        self.around(f"{stem}.dt_bias", 1, heads)
         conv = self.rng.uniform(-0.5, 0.5, (g.channels, 1, g.conv_kernel))
         self.tensors[f"{stem}.conv1d.weight"] = conv.astype(np.float32)
         self.around(f"{stem}.norm.weight", 1, g.value_dim)
@@ -235,7 +236,7 @@ def _target_tensors(g: TargetGeometry, seed: int, dialect: Dialect) -> dict[str,
     out = {g.prefix + n: w.astype(_plain(n, dialect)) for n, w in draws.tensors.items()}
     for name, w in draws.linears.items():
         prefix = "" if name == "lm_head" else g.prefix
-        out |= {prefix + part: value for part, value in _encode(name, w, _how(name, dialect))}
+        out |= {prefix + part: t for part, t in _encode(name, w, _how(name, dialect, g.mix))}
     if g.wrapper:
         bf16 = DTYPES["BF16"]
         out["model.visual.patch_embed.proj.weight"] = draws.rng.normal(size=(8, 3, 2)).astype(bf16)
@@ -252,7 +253,7 @@ def _named(g: TargetGeometry | DrafterGeometry) -> dict[str, object]:
 def _target_config(g: TargetGeometry) -> dict[str, object]:
     text = _named(g)
     text |= {"model_type": "qwen3_5_text", "hidden_act": "silu", "attention_bias": False}
-    text |= {"attn_output_gate": True, "full_attention_interval": 4, "dtype": "bfloat16"}
+    text |= {"attn_output_gate": True, "full_attention_interval": g.interval, "dtype": "bfloat16"}
     rope = {"rope_theta": g.rope_theta, "partial_rotary_factor": g.rotary / g.head_dim}
     if g.flat_rope:
         text |= rope
@@ -330,8 +331,7 @@ def write_config(directory: Path, config: Mapping[str, object]) -> None:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((directory / "config.json").read_text())
-    return config
+    return dict(json.loads((directory / "config.json").read_text()))
 
 
 def write_safetensors(file: Path, tensors: Mapping[str, Array]) -> None:

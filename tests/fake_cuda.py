@@ -72,7 +72,8 @@ class Fake:
             ("cuEventSynchronize", ()), ("cuEventElapsedTime", (MS,)), ("cuFuncSetAttribute", ()),
             ("cuModuleLoadData", ("module",)), ("cuModuleGetFunction", ("kernel",)),
         ):  # fmt: skip
-            self.__dict__[name] = self._says(name, value)
+            if name not in dir(type(self)):
+                self.__dict__[name] = self._says(name, value)
 
     def _says(self, name: str, value: tuple[Any, ...]) -> Callable[..., Any]:
         def answer(*arguments: Any) -> Any:

@@ -1,0 +1,307 @@
+"""CUDA's driver with the emulator behind it: memory of the host, graphs that run on this CPU.
+
+The engine is the product's, whole: it counts and places its memory, fills it, captures and replays.
+A launch may touch what its arguments point at, each as large as the program says, and nothing else;
+before a step begins, what it makes and its scratch are poisoned, so a value that was never written,
+or lies where another is still needed, is NaN wherever it is read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import emulation
+import numpy as np
+import pytest
+from emulation import Memory
+from fake_cuda import FACTS, MEMORY, OK, Fake
+from kernels import EARLY, POISON, stem
+
+from thor_dflash.plugins.cuda import driver, enqueue, kernels
+from thor_dflash.plugins.cuda.compile import Cubin
+from thor_dflash.plugins.launch import Addresses, At, Device, Launch, Scratch, Table
+from thor_dflash.plugins.op import NEXT
+from thor_dflash.plugins.rules import RULES
+from thor_dflash.program import Program, Step
+from thor_dflash.runtime.engine import Call
+from thor_dflash.runtime.engines.cuda import bound, capture, engine
+from thor_dflash.tensors import Array
+
+ALIGNMENT = 1024
+KINDS = {"pointer": ctypes.c_void_p, "int": ctypes.c_int32, "real": ctypes.c_float}
+OVERLAP = Fake.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """What a program says of one port of one step."""
+
+    nbytes: int
+    weight: bool
+    made: bool
+    """Written by this step."""
+    kept: bool
+    """Written over the state that it is the next value of."""
+    early: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Meant:
+    """A launch as the engine bound it."""
+
+    step: Step
+    begins: frozenset[str]
+    """Ports and scratch that no launch of the step before it was given."""
+    ports: dict[str, Port]
+
+
+def meanings(program: Program, nbytes: dict[str, int]) -> Iterator[tuple[Step, dict[str, Port]]]:
+    """The ports of every step; `nbytes` by value. Who names a value first makes it."""
+    known = {*program.inputs, *program.weights}
+    for step in program.steps:
+        rule, ports = RULES[step.room], {}
+        for port, name in step.ports.items():
+            kept = port in rule.in_place and name.startswith(NEXT)
+            early = step.room == "gdn" and stem(port) in EARLY
+            weight = name in program.weights
+            ports[port] = Port(nbytes[name], weight, name not in known, kept, early)
+        known |= set(step.ports.values())
+        yield step, ports
+
+
+def names(launch: Launch) -> set[str]:
+    """Ports and scratch of a launch."""
+    found: set[str] = set()
+    for argument in launch.arguments:
+        match argument:
+            case At(name) | Scratch(name):
+                found.add(name)
+            case Addresses(ports):
+                found |= set(ports)
+            case _:
+                pass
+    return found
+
+
+@dataclass(slots=True)
+class Work:
+    """A launch with its arguments, as a stream holds it."""
+
+    source: Path
+    defines: dict[str, int]
+    kernel: str
+    grid: tuple[int, int, int]
+    threads: int
+    shared: int
+    cluster: int
+    arguments: list[Any]
+    memory: list[Memory]
+    poisoned: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """Address and bytes."""
+    logits: tuple[int, int] | None = None
+    """The same, where a head makes them."""
+    zeroed: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """The same, of what must be zero before and after."""
+
+    def run(self) -> None:
+        """On this CPU."""
+        for address, nbytes in self.poisoned:
+            ctypes.memset(address, POISON, nbytes)
+        emulation.run(
+            self.source, self.defines, self.kernel, self.grid, self.threads, self.shared,
+            self.arguments, self.memory, cluster=self.cluster,
+        )  # fmt: skip
+        for address, nbytes in self.zeroed:
+            assert not any(ctypes.string_at(address, nbytes)), f"{self.kernel}: zero no more"
+
+
+class Emulated(Fake):
+    """See the head of the file."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        major, minor = device.capability
+        facts = {"COMPUTE_CAPABILITY_MAJOR": major, "COMPUTE_CAPABILITY_MINOR": minor,
+                 "MULTIPROCESSOR_COUNT": device.multiprocessors,
+                 "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": device.shared}  # fmt: skip
+        named = {f"CU_DEVICE_ATTRIBUTE_{name}": value for name, value in facts.items()}
+        self.CUdevice_attribute = SimpleNamespace(**FACTS | named)
+        self.meant: dict[int, Meant] = {}
+        """id of a launch -> what it is."""
+        self.bounds: list[bound.Bound] = []
+        self.ran: list[Work] = []
+        """Everything that ran, in order."""
+        self.logits: list[bytes] = []
+        """What each head of the last graph made, in order."""
+        self._memory: list[Array] = []
+        self._graph: list[Work] | None = None
+        self._next: tuple[Launch, Sequence[int | float]] | None = None
+
+    # ---- what the engine is asked on the way ---------------------------------------------------
+    def bind(self, call: Call, program: Program, device: Device) -> bound.Bound:
+        """The engine's own, noted."""
+        made = bound.bind(call, program, device)
+        self.bounds.append(made)
+        specs = {n: v.spec(n) for n, v in program.values.items()}
+        specs |= {n: t.spec for n, t in (*call.inputs.items(), *call.outputs.items())}
+        sizes = {n: w.nbytes for n, w in program.weights.items()}
+        sizes |= {n: spec.nbytes({}) for n, spec in specs.items()}
+        ports = {id(step): found for step, found in meanings(program, sizes)}
+        seen: dict[int, set[str]] = {}
+        for planned in made.planned:
+            step, launch = planned.step, planned.launch
+            before = seen.setdefault(id(step), set())
+            self.meant[id(launch)] = Meant(step, frozenset(names(launch) - before), ports[id(step)])
+            before |= names(launch)
+        return made
+
+    def enqueue(
+        self, gate: Any, stream: Any, kernel: Any, launch: Launch, given: Any, *, overlap: bool
+    ) -> None:
+        """The engine's own, noted."""
+        self._next = launch, [value for _, value in given]
+        enqueue.enqueue(gate, stream, kernel, launch, given, overlap=overlap)
+
+    # ---- the driver ----------------------------------------------------------------------------
+    def cuMemAlloc(self, nbytes: int) -> Any:  # noqa: N802
+        raw = np.full(nbytes + ALIGNMENT, POISON, np.uint8)
+        self._memory.append(raw)
+        self.taken += nbytes
+        assert self.taken <= MEMORY
+        return OK, raw.ctypes.data + -raw.ctypes.data % ALIGNMENT
+
+    def cuMemsetD8(self, to: int, value: int, count: int) -> Any:  # noqa: N802
+        ctypes.memset(to, value, count)
+        return (OK,)
+
+    def cuMemcpyHtoD(self, to: int, at: int, nbytes: int) -> Any:  # noqa: N802
+        ctypes.memmove(to, at, nbytes)
+        return (OK,)
+
+    def cuMemcpyHtoDAsync(self, to: int, at: int, nbytes: int, stream: int) -> Any:  # noqa: N802
+        assert self._graph is None
+        ctypes.memmove(to, at, nbytes)
+        return self._on(stream)
+
+    def cuMemcpyDtoHAsync(self, to: int, at: int, nbytes: int, stream: int) -> Any:  # noqa: N802
+        return self.cuMemcpyHtoDAsync(to, at, nbytes, stream)
+
+    def cuModuleLoadData(self, image: bytes) -> Any:  # noqa: N802
+        return OK, pickle.loads(image)
+
+    def cuModuleGetFunction(self, module: Any, name: bytes) -> Any:  # noqa: N802
+        return OK, (*module, name.decode())
+
+    def cuStreamBeginCapture(self, stream: Any, mode: Any) -> Any:  # noqa: N802
+        self._graph = []
+        return self._on(stream)
+
+    def cuStreamEndCapture(self, stream: Any) -> Any:  # noqa: N802
+        made, self._graph = self._graph, None
+        return OK, made
+
+    def cuGraphInstantiate(self, graph: Any, flags: int) -> Any:  # noqa: N802
+        return OK, graph
+
+    def cuGraphLaunch(self, graph: Any, stream: int) -> Any:  # noqa: N802
+        self.logits.clear()
+        for work in graph:
+            self._run(work)
+        return self._on(stream)
+
+    def cuLaunchKernelEx(self, config: Any, kernel: Any, arguments: Any, extra: Any) -> Any:  # noqa: N802
+        assert self._next is not None
+        launch, values = self._next
+        attributes = {one.id: one.value for one in config.attrs}
+        source, defines, name = kernel
+        kinds = emulation.signatures(source, defines)[name]
+        pointers = (ctypes.c_void_p * len(kinds)).from_address(arguments)
+        given = [KINDS[kind].from_buffer_copy(KINDS[kind].from_address(at or 0))
+                 for kind, at in zip(kinds, pointers, strict=True)]  # fmt: skip
+        assert len(values) == len(kinds), f"{name}: {len(values)} arguments"
+        work = Work(
+            source, defines, name, (config.gridDimX, config.gridDimY, config.gridDimZ),
+            config.blockDimX, config.sharedMemBytes, launch.cluster, given, [],
+        )  # fmt: skip
+        assert (4 in attributes) == (launch.cluster > 1)
+        self._reach(work, self.meant[id(launch)], launch, values, OVERLAP in attributes)
+        if self._graph is None:
+            self._run(work)
+        else:
+            self._graph.append(work)
+        return self._on(config.hStream)
+
+    def cuCtxDestroy(self, context: Any) -> Any:  # noqa: N802
+        self._memory.clear()
+        return (OK,)
+
+    # ---- what a launch may touch ---------------------------------------------------------------
+    def _run(self, work: Work) -> None:
+        work.run()
+        self.ran.append(work)
+        if work.logits:
+            self.logits.append(ctypes.string_at(*work.logits))
+
+    def _reach(
+        self, work: Work, meant: Meant, launch: Launch, values: Sequence[Any], overlap: bool
+    ) -> None:
+        for argument, value in zip(launch.arguments, values, strict=True):
+            match argument:
+                case At(port):
+                    self._port(work, meant, port, value, overlap)
+                case Addresses(ports):
+                    work.memory.append(Memory(value, 8 * len(ports), writable=False))
+                    table = np.frombuffer(ctypes.string_at(value, 8 * len(ports)), np.uint64)
+                    for port, target in zip(ports, table.tolist(), strict=True):
+                        self._port(work, meant, port, target, overlap)
+                case Scratch():
+                    self._scratch(work, meant, argument, value, overlap)
+                case Table():
+                    work.memory.append(Memory(value, argument.values.nbytes, writable=False))
+                case _:
+                    pass
+
+    def _scratch(self, work: Work, meant: Meant, wanted: Scratch, at: int, overlap: bool) -> None:
+        work.memory.append(Memory(at, wanted.nbytes, True, overlap))
+        if wanted.zeroed:
+            work.zeroed.append((at, wanted.nbytes))
+        elif wanted.name in meant.begins:
+            work.poisoned.append((at, wanted.nbytes))
+
+    def _port(self, work: Work, meant: Meant, port: str, at: int, overlap: bool) -> None:
+        """A state that is renewed in place is one buffer, whichever port it comes by."""
+        if port not in meant.ports:
+            assert at == 0, f"{meant.step.name}: {port} is left out"
+            return
+        found = meant.ports[port]
+        if port == "logits" and found.made and work.kernel == "linear":
+            work.logits = at, found.nbytes
+        if found.made and not found.kept and port in meant.begins:
+            work.poisoned.append((at, found.nbytes))
+        writable, early = found.made, found.early
+        for other in [m for m in work.memory if m.address == at]:
+            assert other.nbytes == found.nbytes, (meant.step.name, port)
+            work.memory.remove(other)
+            writable, early = writable or other.writable, early or other.early
+        foreign = overlap and not found.weight
+        work.memory.append(Memory(at, found.nbytes, writable, foreign, early))
+
+
+def emulate(monkeypatch: pytest.MonkeyPatch, device: Device) -> Emulated:
+    """Put it in the driver's place, and a kernel's source in that of its cubin."""
+    made = Emulated(device)
+
+    def load(source: Path, defines: dict[str, int], *rest: object) -> Cubin:
+        return Cubin(pickle.dumps((source.resolve(), dict(defines))), "")
+
+    monkeypatch.setattr(driver, "_bindings", lambda: made)
+    monkeypatch.setattr(kernels, "load", load)
+    monkeypatch.setattr(engine, "bind", made.bind)
+    monkeypatch.setattr(capture, "enqueue", made.enqueue)
+    return made

@@ -1,0 +1,88 @@
+"""Whole programs on the CPU: the engine captures and replays them, the emulator runs the kernels.
+
+What a builder shares between the calls of a program (norms, slabs, sums of squares, places in
+scratch) is in no room's test. Here a small package goes through cycles as on a device, against ONNX
+Runtime doing the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+import emulation
+import pytest
+from emulated_cuda import emulate
+from paired import DEVICE, Pair, built, near, opened, packages, paired
+
+from thor_dflash.builders import build as builder
+from thor_dflash.program import read
+
+pytestmark = pytest.mark.skipif(emulation.COMPILER is None, reason="needs g++")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return packages(tmp_path_factory.mktemp("programs"))
+
+
+@pytest.fixture(scope="module")
+def pair(root: Path) -> Iterator[Pair]:
+    """After a first cycle that commits five rows."""
+    with paired(root, 16) as made:
+        made.cycle([1, 200, 3, 40])
+        yield made
+
+
+def test_cycles_leave_what_onnx_runtime_leaves(pair: Pair) -> None:
+    pair.cycle(list(range(90, 105)))
+    assert set(pair.ours.engine.busy()) == {"propose+verify+accept+observe"}
+    for name, places in pair.places.items():
+        apart = name.startswith("gdn.") and not name.endswith(".state")
+        assert len(places) == 1 + apart, name
+
+
+def test_a_list_taken_apart_says_the_same(pair: Pair, root: Path) -> None:
+    assert pair.begun is not None
+    tokens, logits = pair.begun
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builder, "make_plan", partial(builder.make_plan, fused=False))
+        apart = built(root, "cuda", "apart")
+    assert not any("x_slabs" in step.ports for step in read(apart, "verify").steps[:-1])
+    with pytest.MonkeyPatch.context() as patch:
+        emulate(patch, DEVICE)
+        with closing(opened(apart)) as session:
+            session.model.write_tokens(tokens.tolist())
+            session.model.verify()
+            near("logits", session.model.read("logits"), logits)
+
+
+SHARED = {
+    "verify": "layers.0.mlp.gate_up= layers.0.mlp.down_proj layers.1.linear_attn.in_proj= "
+    "layers.1.mlp.gate_up= layers.1.mlp.down_proj layers.2.self_attn.qkv= "
+    "layers.2.mlp.gate_up= layers.2.mlp.down_proj head=",
+    "propose": "drafter.layers.0.mlp.gate_up= drafter.layers.0.mlp.down_proj "
+    "drafter.layers.1.self_attn.qkv= drafter.layers.1.mlp.gate_up= "
+    "drafter.layers.1.mlp.down_proj head=",
+    "observe": "drafter.context=",
+}
+"""Calls whose rows somebody leaves as the kernel reads them; "=": normed, with sums of squares."""
+
+
+def test_rows_are_shared_as_far_as_they_can_be(pair: Pair) -> None:
+    bounds = {bound.program.name: bound for bound in pair.device.bounds}
+    for name, calls in SHARED.items():
+        found: list[str] = []
+        for step in bounds[name].program.steps:
+            launched = [p.launch.kernel for p in bounds[name].planned if p.step is step]
+            if "x_slabs" in step.ports:
+                found.append(step.name + "=" * ("x_squares" in step.ports))
+                assert "linear_rows" not in launched
+                makers = [s for s in bounds[name].program.steps
+                          if s.ports.get("y0_slabs") == step.ports["x_slabs"]]  # fmt: skip
+                assert [m.ports["y0"] for m in makers] == [step.ports["x"]]
+            elif step.room in ("linear", "head"):
+                assert launched[0] == "linear_rows"
+        assert found == calls.split()
