@@ -92,10 +92,16 @@ def _codes(blocks: Array) -> Array:
 def _unpermute(x: Array) -> Array:
     """The bits of `pack.permute` back in their places."""
     word = np.zeros_like(x)
-    for to in range(32):
-        place = int(pack.permute(np.array([1 << to], np.uint32))[0]).bit_length() - 1
+    for to, place in enumerate(_PLACES):
         word |= ((x >> np.uint32(place)) & np.uint32(1)) << np.uint32(to)
     return word
+
+
+_PLACES = [
+    int(bit).bit_length() - 1
+    for bit in pack.permute(np.uint32(1) << np.arange(32, dtype=np.uint32))
+]
+"""Where `pack.permute` puts each bit."""
 
 
 def _block_scales(blocks: Array) -> Array:
