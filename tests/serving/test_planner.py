@@ -109,7 +109,8 @@ def test_a_stream_says_what_the_result_says(planner: Planner) -> None:
         (Ask(prompt="x " * 9000), "prompt_too_long", "prompt"),
         (Ask(prompt="x", json_schema={"type": 7}), "schema_invalid", "json_schema"),
         (Ask(prompt="x", prefix_id="none"), "bad_request", "prefix_id"),
-        (Ask(prompt="x " * 2000, deadline_ms=1), "deadline_infeasible", "deadline_ms"),
+        # Enough that a busy machine has not spent it before the ask is looked at.
+        (Ask(prompt="x " * 4000, deadline_ms=60), "deadline_infeasible", "deadline_ms"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
