@@ -255,7 +255,9 @@ void release_signals() {
 }
 
 // A process may have 65530 mappings, a stack is two, and every emulated kernel has its own machine.
-void free_stacks() {
+void free_memory() {
+    races.forget();
+    for (Block& block : blocks) std::vector<u8>().swap(block.memory);
     for (int i = 0; i < MOST_BLOCKS * MOST_THREADS; i++) {
         Fiber& fiber = threads[i].fiber;
         if (fiber.stack != nullptr) free_stack(fiber.stack);
@@ -295,14 +297,14 @@ int run(const Launch& given, void (*body)()) {
     catch_signals();
     if (setjmp(left) != 0) {
         self = nullptr;
-        free_stacks();
+        free_memory();
         release_signals();
         return 1;
     }
     check_launch();
     between.start_launch();
     run_grid();
-    free_stacks();
+    free_memory();
     release_signals();
     return 0;
 }

@@ -27,6 +27,12 @@ public:
     static constexpr Place NONE = {-1, 0, false, 0};
 
     // `blocks` of `threads` each, with so many bytes of shared memory.
+    // A large cluster's records are some 200 MB, and every emulated kernel has its own.
+    void forget() {
+        std::vector<Cell>().swap(cells);
+        std::vector<u32>().swap(clocks);
+    }
+
     void start(int threads, int blocks, u64 bytes) {
         each = threads, all = threads * blocks, count = all + 2 * blocks, span = bytes;
         clocks.assign(static_cast<size_t>(all) * static_cast<size_t>(count), 0);
