@@ -78,13 +78,7 @@ DEVICE u16 pack_e4m3x2(float low, float high) {
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
     return r;
 }
-// Exact.
-DEVICE u32 e4m3x2_f16x2(u16 x) {
-    u32 r;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"(x));
-    return r;
-}
-// The two pairs of a word, low then high.
+// The two pairs of a word, low then high; exact.
 DEVICE void e4m3x4_f16x4(u32 x, u32& low, u32& high) {
     asm("{.reg .b16 l, h; mov.b32 {l, h}, %2;"
         " cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h;}"
@@ -145,12 +139,6 @@ DEVICE u32 arrive(u32* counter) {
     u32 old;
     asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;"
                  : "=r"(old) : "l"(counter) : "memory");
-    return old;
-}
-// The same, for nothing but the number: a turn to take, no one waits for what was written.
-DEVICE u32 take(u32* counter) {
-    u32 old;
-    asm volatile("atom.add.relaxed.gpu.global.u32 %0, [%1], 1;" : "=r"(old) : "l"(counter));
     return old;
 }
 DEVICE void fence_device() { __threadfence(); }

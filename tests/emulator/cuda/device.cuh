@@ -170,12 +170,12 @@ DEVICE float emulated_e4m3_float(u8 x) {
 DEVICE u16 pack_e4m3x2(float low, float high) {
     return static_cast<u16>(emulated_e4m3(low) | emulated_e4m3(high) << 8);
 }
-DEVICE u32 e4m3x2_f16x2(u16 x) {
+inline u32 emulated_e4m3x2_f16x2(u16 x) {
     return pack_f16x2(emulated_e4m3_float(static_cast<u8>(x)), emulated_e4m3_float(static_cast<u8>(x >> 8)));
 }
 DEVICE void e4m3x4_f16x4(u32 x, u32& low, u32& high) {
-    low = e4m3x2_f16x2(static_cast<u16>(x));
-    high = e4m3x2_f16x2(static_cast<u16>(x >> 16));
+    low = emulated_e4m3x2_f16x2(static_cast<u16>(x));
+    high = emulated_e4m3x2_f16x2(static_cast<u16>(x >> 16));
 }
 
 DEVICE u32 opaque(u32 x) { return x; }
@@ -222,7 +222,6 @@ DEVICE u32 ballot(bool x) { return emulator::ballot(x); }
 DEVICE void wait_for_previous() { emulator::wait_for_previous(); }
 DEVICE void let_next_start() {}
 DEVICE u32 arrive(u32* counter) { return emulator::arrive(counter); }
-DEVICE u32 take(u32* counter) { return emulator::arrive(counter); }
 DEVICE void fence_device() {}
 DEVICE float4 load_shared_result(const float4* p) { return *p; }
 DEVICE uint4 load_shared_result(const uint4* p) { return *p; }
