@@ -75,6 +75,17 @@ def test_every_tile_is_made_once_over_all_of_k(shape: str, multiprocessors: int,
     assert covered == list(range(-(-plan.k // 64)))
 
 
+@pytest.mark.parametrize(
+    ("parts", "each", "fit"),
+    [(2, 1, 66), (4, 1, 30), (8, 1, 15), (2, 2, 132), (4, 2, 62), (8, 2, 30)],
+)
+def test_all_clusters_of_a_launch_fit_on_an_h100(parts: int, each: int, fit: int) -> None:
+    """`fit` is what cuOccupancyMaxActiveClusters said there; one more runs when the others have
+    ended, and a launch takes twice as long.
+    """
+    assert clusters(parts, H100.multiprocessors, each) <= fit
+
+
 @pytest.mark.parametrize("device", [THOR, H100], ids=["thor", "h100"])
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s not in ("nano", "in_proj")])
 def test_blocks_stream_about_as_many_bytes(shape: str, device: Device) -> None:
