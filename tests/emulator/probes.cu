@@ -5,19 +5,19 @@
 KERNEL void elements(const u32* in, u32* out) {
     u32 x = in[threadIdx.x], y = in[threadIdx.x + 32];
     float a = bits_float(x), b = bits_float(y);
-    u32* to = out + 12 * threadIdx.x;
+    u32* to = out + 13 * threadIdx.x;
     to[0] = pack_bf16x2(a, b);
     to[1] = pack_f16x2(a, b);
     to[2] = pack_e4m3x2(a, b);
     to[3] = mul_bf16x2(x, y);
     to[4] = float_bits(f16x2_low(x));
     to[5] = float_bits(f16x2_high(x));
-    to[6] = e4m3x2_f16x2(static_cast<u16>(x));
-    to[7] = rotate_right(x, 7);
-    to[8] = select_bytes(x, y, 0x6420);
-    to[9] = float_bits(bf16x2_low(x));
-    to[10] = float_bits(bf16x2_high(x));
-    to[11] = float_bits(fma_rn(a, b, a));
+    e4m3x4_f16x4(x, to[6], to[7]);
+    to[8] = rotate_right(x, 7);
+    to[9] = select_bytes(x, y, 0x6420);
+    to[10] = float_bits(bf16x2_low(x));
+    to[11] = float_bits(bf16x2_high(x));
+    to[12] = float_bits(fma_rn(a, b, a));
 }
 
 KERNEL void lanes(const u32* in, u32* out) {

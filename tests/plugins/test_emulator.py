@@ -86,7 +86,7 @@ def test_conversions_round_as_the_types_do() -> None:
     x = awkward()
     for first in range(0, 1024, 64):
         part = x[first : first + 64]
-        out = np.zeros((32, 12), np.uint32)
+        out = np.zeros((32, 13), np.uint32)
         with np.errstate(all="ignore"):
             probe("elements", [part.view(np.uint32), out])
             low, high = part[:32], part[32:]
@@ -101,23 +101,23 @@ def test_bits_become_the_floats_they_stand_for() -> None:
     pairs = np.stack([every, every[::-1]], axis=1).reshape(-1).view(np.uint32)
     for first in range(0, 65536, 4096):
         x = pairs[first : first + 64].copy()
-        out = np.zeros((32, 12), np.uint32)
+        out = np.zeros((32, 13), np.uint32)
         probe("elements", [x, out])
         halves = x[:32].view(np.uint16).reshape(32, 2)
         with np.errstate(all="ignore"):
             f16, bf16 = halves.view(F16).astype(np.float32), halves.view(BF16).astype(np.float32)
             np.testing.assert_array_equal(out[:, 4:6].view(np.float32), f16)
-            np.testing.assert_array_equal(out[:, 9:11].view(np.float32), bf16)
+            np.testing.assert_array_equal(out[:, 10:12].view(np.float32), bf16)
             other = x[32:].view(np.uint16).reshape(32, 2).view(BF16).astype(np.float32)
             product = (bf16 * other).astype(BF16).astype(np.float32)
             got = out[:, 3].copy().view(BF16).reshape(32, 2).astype(np.float32)
             np.testing.assert_array_equal(got, product)
-            fp8 = x[:32].view(np.uint8).reshape(32, 4)[:, :2].view(FP8).astype(np.float32)
-            got = out[:, 6].copy().view(F16).reshape(32, 2).astype(np.float32)
+            fp8 = x[:32].view(np.uint8).reshape(32, 4).view(FP8).astype(np.float32)
+            got = out[:, 6:8].copy().view(F16).reshape(32, 4).astype(np.float32)
             np.testing.assert_array_equal(got, fp8)
-        np.testing.assert_array_equal(out[:, 7], x[:32] >> 7 | x[:32] << 25)
+        np.testing.assert_array_equal(out[:, 8], x[:32] >> 7 | x[:32] << 25)
         picked = np.stack([x[:32], x[32:]], axis=1).view(np.uint8).reshape(32, 8)[:, ::2]
-        np.testing.assert_array_equal(out[:, 8], np.ascontiguousarray(picked).view(np.uint32)[:, 0])
+        np.testing.assert_array_equal(out[:, 9], np.ascontiguousarray(picked).view(np.uint32)[:, 0])
 
 
 @pytest.mark.parametrize("seed", SEEDS)
