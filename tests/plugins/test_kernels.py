@@ -42,6 +42,7 @@ from thor_dflash.plugins.launch import (
     Launch,
     Real,
     Scratch,
+    Shift,
     Site,
     Table,
 )
@@ -186,8 +187,8 @@ def launches(room: str) -> tuple[tuple[str, Launch], ...]:
 
 
 KINDS = {
-    At: "pointer", Addresses: "pointer", Scratch: "pointer", Table: "pointer",
-    Int: "int", Real: "real",
+    At: "pointer", Addresses: "pointer", Scratch: "pointer", Shift: "pointer",
+    Table: "pointer", Int: "int", Real: "real",
 }  # fmt: skip
 
 
