@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fake_cuda import MEMORY, Fake, fake
 from nano import package, request
@@ -61,6 +62,28 @@ def test_a_kernel_that_is_not_told_where_its_states_are_is_refused(
     wrong = r"prefill: layers\.0\.linear_attn: .* told where .* \(got none for record_qkv\)"
     with pytest.raises(EngineError, match=wrong):
         open_session(made, EngineConfig(), Silent())
+
+
+def test_a_cycle_is_told_its_numbers_in_one_copy(made: Path, device: Fake) -> None:
+    with closing(open_session(made, EngineConfig(), Silent())) as s:
+        chunks = s.run(request(s, 0, 9), Dflash())
+        sent: list[int] = []
+        for chunk in chunks:
+            sent += [len(device.sent)] if chunk.tokens else []
+            device.sent.clear()
+    assert sent[1:] == [1] * 8
+
+
+def test_what_a_kernel_may_have_changed_is_sent_again(made: Path, device: Fake) -> None:
+    with closing(open_session(made, EngineConfig(), Silent())) as s:
+        engine, call = s.model.engine, s.model.call("propose")
+        for tensor, copies in ((call.outputs["tokens"], 2), (call.inputs["last"], 1)):
+            engine.read(tensor)
+            device.sent.clear()
+            for _ in range(2):
+                engine.write(tensor, np.full(tensor.spec.at({}), 7, np.int32))
+                engine.read(tensor)
+            assert len(device.sent) == copies, tensor.spec.name
 
 
 def test_without_graphs_every_kernel_is_launched_every_time(made: Path, device: Fake) -> None:

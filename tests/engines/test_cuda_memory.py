@@ -88,41 +88,59 @@ def test_a_copy_under_way_is_never_written_over(writes: list[tuple[int, int]]) -
     st.lists(
         st.lists(st.tuples(st.integers(0, 9), st.integers(1, 40)), min_size=1, max_size=8),
         max_size=5,
-    )
+    ),
+    st.integers(0, 10),
 )
 def test_the_device_sees_what_the_host_wrote_and_nothing_else(
-    flushes: list[list[tuple[int, int]]],
+    flushes: list[list[tuple[int, int]]], own: int
 ) -> None:
     fake, sender = ring()
-    page = Page(10 * 48)
-    fake.memory[: 10 * 48] = 77  # what the device wrote itself
+    page = Page(10 * 48, own=48 * own)
+    fake.memory[48 * own : 10 * 48] = 77  # what the device wrote itself
     want = fake.memory[: 10 * 48].copy()
     slots = {i: 48 * i for i in range(10)}
     for n, flush in enumerate(flushes):
         for slot, size in flush:
-            data = np.full(size, n + 1, np.uint8)
-            page.write(slots[slot], data)
+            data = np.full(size, n % 2 + 1, np.uint8)
+            page.write(slots[slot], data.tobytes())
             want[slots[slot] : slots[slot] + size] = data
         page.flush(0, sender)
     fake.finish()
+    assert np.array_equal(fake.memory[: 48 * own], want[: 48 * own])
     for start in slots.values():
         wrote = want[start : start + 48] != 77
         assert np.array_equal(
             fake.memory[start : start + 48][wrote], want[start : start + 48][wrote]
         )
     untouched = [s for i, s in slots.items() if all(i != slot for f in flushes for slot, _ in f)]
-    assert all((fake.memory[s : s + 48] == 77).all() for s in untouched)
+    assert all((fake.memory[s : s + 48] == 77).all() for s in untouched if s >= 48 * own)
 
 
 def test_neighbours_travel_together() -> None:
     fake, sender = ring()
     page = Page(8 * SLOT)
     for i in (0, 1, 2, 5):
-        page.write(i * SLOT, np.full(4, i, np.uint8))
+        page.write(i * SLOT, bytes([i] * 4))
     page.flush(0, sender)
     assert len(fake.pending) == 2
     page.flush(0, sender)
     assert len(fake.pending) == 2
+
+
+def test_what_no_kernel_writes_travels_as_one_and_only_when_it_changes() -> None:
+    fake, sender = ring()
+    page = Page(8 * SLOT, own=6 * SLOT)
+    for i in (0, 2, 5, 7):
+        page.write(i * SLOT, bytes([1] * 4))
+    page.flush(0, sender)
+    assert [(to, count) for to, _, count in fake.pending] == [(0, 5 * SLOT + 4), (7 * SLOT, 4)]
+    for i in (0, 2, 5):
+        page.write(i * SLOT, bytes([1] * 4))
+    page.flush(0, sender)
+    assert len(fake.pending) == 2
+    page.write(7 * SLOT, bytes([1] * 4))  # a kernel may have written there since
+    page.flush(0, sender)
+    assert len(fake.pending) == 3
 
 
 @given(st.data())

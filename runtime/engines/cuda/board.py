@@ -53,6 +53,8 @@ class Board(ABC):
         """id of a call -> what changes place when it has run."""
         self._touched: dict[int, list[Turn]] = {}
         """id of a call -> what of its tensors has two places, renewed by it or not."""
+        self._made: set[int] = set()
+        """id of tensors that calls write."""
         self._captured: dict[tuple[int, ...], Captured] = {}
         self._page_at = 0
         self._seconds: dict[str, float] = {}
@@ -92,6 +94,7 @@ class Board(ABC):
         tensors: dict[int, CudaTensor] = {}
         for call, kept in prepared:
             self._turns[id(call)] = []
+            self._made |= {id(tensor) for tensor in call.outputs.values()}
             read = {id(tensor) for tensor in call.inputs.values()}
             outputs = [cuda(t) for name, t in call.outputs.items() if name not in kept]
             for tensor in (t for t in outputs if id(t) in read):
@@ -111,15 +114,14 @@ class Board(ABC):
 
     def _count_tensors(self) -> int:
         """Room for the tensors; where the control page begins in the arena."""
-        page = 0
         turns: dict[Turn, list[CudaTensor]] = {}
+        small: list[CudaTensor] = []
         for tensor in self._tensors:
             size = tensor.spec.nbytes({})
             if tensor.turn:
                 turns.setdefault(tensor.turn, []).append(tensor)
             elif size <= SMALL:
-                tensor.control = page
-                page += -(-size // self._slot) * self._slot
+                small.append(tensor)
             else:
                 tensor.places = [self._arena.take(_kind(tensor), size)]
         for turn, tensors in turns.items():
@@ -129,11 +131,28 @@ class Board(ABC):
                     size = tensor.spec.nbytes({})
                     tensor.places.append(self._arena.take(_kind(tensor), size))
             turn.distance = tensors[0].places[1] - tensors[0].places[0]
-            if self._told:
-                turn.control = page
-                page += -(-WORD // self._slot) * self._slot
-        self._page = Page(page, self._slot)
-        return self._arena.take("rows", page)
+        return self._arena.take("rows", self._lay_out(small, list(turns) if self._told else []))
+
+    def _lay_out(self, small: Sequence[CudaTensor], turns: Sequence[Turn]) -> int:
+        """Lay out the control page, what only the host writes first; its bytes."""
+        end = 0
+
+        def take(size: int) -> int:
+            nonlocal end
+            start, end = end, end + -(-size // self._slot) * self._slot
+            return start
+
+        for turn in turns:
+            turn.control = take(WORD)
+        for tensor in small:
+            if id(tensor) not in self._made:
+                tensor.control = take(tensor.spec.nbytes({}))
+        own = end
+        for tensor in small:
+            if id(tensor) in self._made:
+                tensor.control = take(tensor.spec.nbytes({}))
+        self._page = Page(end, self._slot, own)
+        return end
 
     def _allocate(self, page: int) -> int:
         """Take the memory that was counted, zeroed, and place the tensors; its address.
@@ -201,8 +220,7 @@ class Board(ABC):
     def _tell(self, calls: Sequence[Call]) -> None:
         """Write where the tensors of some calls are, for the next flush."""
         for turn in {turn for call in calls for turn in self._touched[id(call)] if self._told}:
-            word = np.array([turn.front * turn.distance], np.int64)
-            self._page.write(turn.control, word.view(np.uint8))
+            self._page.write(turn.control, (turn.front * turn.distance).to_bytes(WORD, "little"))
 
     @contextmanager
     def _as_placed(self, calls: Sequence[Call]) -> Generator[None]:
@@ -230,9 +248,12 @@ class Board(ABC):
         """See Engine."""
         t = cuda(tensor)
         data = np.ascontiguousarray(values, t.spec.dtype.numpy)
+        if t.control >= 0 and data.shape == t.spec.shape:
+            self._page.write(t.control, data.tobytes())
+            return
         for at, piece in corners(t.spec, data):
             if t.control >= 0:
-                self._page.write(t.control + at, piece)
+                self._page.write(t.control + at, piece.tobytes())
             else:
                 self._enter()
                 self._ring.send(t.now + at, piece)

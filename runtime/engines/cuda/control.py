@@ -1,7 +1,7 @@
 """Host writes: gathered in page-locked memory, and copied in front of the work that needs them.
 
 Small tensors lie together in one control page, so that the dozen numbers a step is told travel as
-one or two copies. Nothing waits: a piece of the ring is used again once its copies have been made.
+one copy. Nothing waits: a piece of the ring is used again once its copies have been made.
 """
 
 # cuda-python publishes no types.
@@ -75,18 +75,26 @@ class Ring:
 
 
 class Page:
-    """The control page as the host last wrote it, and what of that the device has yet to see."""
+    """The control page as the host last wrote it, and what of that the device has yet to see.
 
-    def __init__(self, nbytes: int, slot: int = SLOT) -> None:
-        self.bytes: Array = np.zeros(nbytes, np.uint8)
+    Of its first `own` bytes, which no kernel writes, the device has what was sent: what the host
+    writes there again is not sent again, and what lies between two pieces goes along with them.
+    """
+
+    def __init__(self, nbytes: int, slot: int = SLOT, own: int = 0) -> None:
+        self._memory = bytearray(nbytes)
+        self.bytes: Array = np.frombuffer(self._memory, np.uint8)
         self._slot = slot
+        self._own = own
         self._dirty: dict[int, int] = {}
         """Start -> end."""
 
-    def write(self, offset: int, data: Array) -> None:
-        """Remember bytes (uint8 [n]) for the next flush."""
+    def write(self, offset: int, data: bytes) -> None:
+        """Remember bytes for the next flush."""
         end = offset + len(data)
-        self.bytes[offset:end] = data
+        if end <= self._own and bytes(self._memory[offset:end]) == data:
+            return
+        self._memory[offset:end] = data
         self._dirty[offset] = max(end, self._dirty.get(offset, 0))
 
     def flush(self, base: int, ring: Ring) -> None:
@@ -97,7 +105,7 @@ class Page:
         self._dirty.clear()
         start, end = spans[0]
         for next_start, next_end in spans[1:]:
-            if next_start > -(-end // self._slot) * self._slot:
+            if next_start >= self._own and next_start > -(-end // self._slot) * self._slot:
                 ring.send(base + start, self.bytes[start:end])
                 start = next_start
             end = max(end, next_end)
@@ -108,6 +116,9 @@ def corners(spec: TensorSpec, array: Array) -> Iterator[tuple[int, Array]]:
     """The contiguous runs of a tensor's leading corner: offset in bytes, and uint8 view of the
     array's part.
     """
+    if array.shape == spec.shape:
+        yield 0, array.reshape(-1).view(np.uint8)
+        return
     whole, part = spec.at({}), array.shape
     assert all(p <= w for p, w in zip(part, whole, strict=True)), (spec, part)
     # Axes from `split` on are complete, so everything under one index before it is one run.
