@@ -49,7 +49,8 @@ class Ring:
         if self._at + size > len(self.memory.bytes):
             self._at = 0
         start, end = self._at, self._at + size
-        while self._busy and self._busy[0][0] < end and start < self._busy[0][1]:
+        # Not only the oldest: one left from the end of the round before may lie past this one.
+        while any(first < end and start < last for first, last, _ in self._busy):
             self._retire()
         self.memory.bytes[start : start + len(data)] = data
         stream = self.driver.stream
@@ -102,7 +103,6 @@ class Page:
         if not self._dirty:
             return
         spans = sorted(self._dirty.items())
-        self._dirty.clear()
         start, end = spans[0]
         for next_start, next_end in spans[1:]:
             if next_start >= self._own and next_start > -(-end // self._slot) * self._slot:
@@ -110,6 +110,7 @@ class Page:
                 start = next_start
             end = max(end, next_end)
         ring.send(base + start, self.bytes[start:end])
+        self._dirty.clear()  # not before: what could not be sent has yet to be seen
 
 
 def corners(spec: TensorSpec, array: Array) -> Iterator[tuple[int, Array]]:
