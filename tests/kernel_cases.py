@@ -10,10 +10,10 @@ from functools import cache
 
 import numpy as np
 
-from thor_dflash.plugins import OPS
+from thor_dflash.plugins import LINEAR, OPS
 from thor_dflash.plugins.accept.reference import accept_case
 from thor_dflash.plugins.gdn.reference import gdn_case
-from thor_dflash.plugins.linear.reference import weight_case
+from thor_dflash.plugins.linear.reference import reference, weight_case
 from thor_dflash.plugins.numerics import rounded
 from thor_dflash.plugins.op import Attribute, Case, Op
 from thor_dflash.tensors import Array, DType
@@ -78,6 +78,7 @@ def _linear(rng: Rng) -> Iterator[Case]:
         yield Case(f"sigmoid_{t}_of_{k}", x, {"epilogue": "residual", "gate": "sigmoid"})
     yield every_code(16)
     yield every_code(48)
+    yield _cancelled(rng)
 
 
 def every_code(rows: int) -> Case:
@@ -95,6 +96,16 @@ def every_code(rows: int) -> Case:
         },
         {},
     )
+
+
+def _cancelled(rng: Rng) -> Case:
+    """A residual that leaves no more of a sum than what bf16 rounded away: how the sum itself was
+    rounded shows, and whether every row's was alike.
+    """
+    t, n, k = 16, 200, 640
+    x = {"x": _bf16(rng, t, k), **weight_case(rng, "nvfp4", n, k)}
+    sums = reference(x, LINEAR.complete({}))["y0"]
+    return Case("cancelled", x | {"residual": -sums}, {"epilogue": "residual"})
 
 
 def _head(rng: Rng) -> Iterator[Case]:

@@ -26,7 +26,9 @@ from thor_dflash.errors import EngineError
 ROOT = Path(plugins.__file__).parent
 """What `#include "room/file.cuh"` is relative to."""
 
-OPTIONS = ("--std=c++17", "--ptxas-options=-v", "--fmad=true", "--extra-device-vectorization")
+OPTIONS = ("--std=c++17", "--ptxas-options=-v", "--fmad=false", "--extra-device-vectorization")
+"""No product and sum are rounded as one but where a kernel says fma_rn: the compiler would do it for
+some of an unrolled loop's rows and not for others, and a row's bits would depend on its place."""
 _USAGE = re.compile(
     r"Compiling entry function '(?P<name>\w+)'.*?"
     r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from emulation import COMPILER, Emulator, cached, signatures
+from emulation import COMPILER, FLAGS, Emulator, cached, signatures
 from kernel_cases import cases_of, every_code
 from kernel_sites import sites as model_sites
 from kernels import (
@@ -31,7 +31,7 @@ from kernels import (
 from row_law import cut, outputs_by_row, prefixes, rows_of, same_bits
 
 from thor_dflash.plugins import LINEAR, OPS
-from thor_dflash.plugins.cuda.compile import Usage, architecture, compile_source, digest
+from thor_dflash.plugins.cuda.compile import OPTIONS, Usage, architecture, compile_source, digest
 from thor_dflash.plugins.launch import (
     H100,
     THOR,
@@ -268,6 +268,12 @@ def usage_of(source: Path, defines: tuple[tuple[str, int], ...], arch: str) -> d
 
     path = cached(digest(source, dict(defines), arch), ".json", make)
     return {name: Usage(*found) for name, found in json.loads(path.read_text()).items()}
+
+
+def test_the_compiler_may_not_round_a_product_and_a_sum_as_one() -> None:
+    """It would in some rows of an unrolled loop and not in others. The emulator's never does."""
+    assert "--fmad=false" in OPTIONS
+    assert "-ffp-contract=off" in FLAGS
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_110"])
