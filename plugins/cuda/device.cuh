@@ -216,6 +216,11 @@ DEVICE void prefetch_bulk(const void* from, u32 bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
+DEVICE u32 load_shared4(saddr p) {
+    u32 r;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r) : "r"(p));
+    return r;
+}
 DEVICE uint4 load_shared16(saddr p) {
     uint4 r;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"

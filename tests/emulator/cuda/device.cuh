@@ -249,9 +249,14 @@ DEVICE void copy_bulk_kept(saddr to, const void* from, u32 bytes, saddr barrier)
     emulator::copy_bulk(to, from, bytes, barrier);
 }
 DEVICE void prefetch_bulk(const void* from, u32 bytes) { emulator::prefetch_bulk(from, bytes); }
+DEVICE u32 load_shared4(saddr p) {
+    u32 r;
+    emulator::load_shared(&r, p, 4);
+    return r;
+}
 DEVICE uint4 load_shared16(saddr p) {
     uint4 r;
-    emulator::load_shared16(&r, p);
+    emulator::load_shared(&r, p, 16);
     return r;
 }
 
