@@ -296,15 +296,14 @@ DEVICE void finish(const Sums& sums, Room& room, saddr scales_made, const Result
     const int warp = threadIdx.x / 32, halves = Room::share(item), half = rank * halves + warp;
     const u32 parity = room.parity;
     room.parity ^= 1;
-    if (warp >> item.phase_bits() < item.tiles) {
-        if (!first) barrier_wait_cluster(room.free, parity ^ 1);
-        room.send(sums, item, rank);
-    }
+    // Also a warp that has nothing to send: else it could be two turns ahead, and miss one.
+    if (!first) barrier_wait_cluster(room.free, parity ^ 1);
+    if (warp >> item.phase_bits() < item.tiles) room.send(sums, item, rank);
     if (warp >= halves || half >= 2 * item.tiles) return;
     const int column = item.column + half * SQUARES_COLUMNS;
     End end;
     load_end(end, to, column);
-    if (ROW_SCALE && first) barrier_wait(scales_made, 0);
+    if (ROW_SCALE) barrier_wait(scales_made, 0);
     barrier_wait_cluster(room.arrived, parity);
     Own own;
     room.add(own, item.phases());
