@@ -77,6 +77,17 @@ class Addresses:
 
 
 @dataclass(frozen=True, slots=True)
+class Shift:
+    """An argument: the address of an int64 in device memory, how far states are from where the
+    addresses of some ports say. An input lies so many bytes past its address, and an output goes as
+    many before its own: the two places of a state that is not renewed in place, either way round.
+    A null pointer where that is always 0.
+    """
+
+    ports: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Int:
     """An int32 argument."""
 
@@ -110,7 +121,7 @@ class Table:
     values: Array
 
 
-Argument = At | Addresses | Int | Real | Scratch | Table
+Argument = At | Addresses | Shift | Int | Real | Scratch | Table
 NO_DEFINES: Mapping[str, int] = {}
 
 

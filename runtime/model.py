@@ -70,6 +70,8 @@ class Model:
         for step, graph in self.graphs.items():
             for spec in (*graph.inputs.values(), *graph.outputs.values()):
                 self._scratch(step, spec)
+        self._said: dict[str, int | float | tuple[int, ...]] = {}
+        """What a block's bounds were last: most of them are those of the block before."""
         self._calls = {name: self._bind(name) for name in self.graphs}
         engine.prepare(list(self._calls.values()))
         if drafter:
@@ -213,7 +215,7 @@ class Model:
 
     def _forced(self, block: Block) -> None:
         for name, ids in (("forced", block.forced), ("soft", block.soft)):
-            self._set(name, *ids, *[-1] * (self.block - len(ids)))
+            self._set_ids(name, ids)
 
     def _position(self) -> None:
         self._set("length", self.state.length)
@@ -231,10 +233,18 @@ class Model:
             "soft_margin": block.soft_margin,
         }
         for name, value in numbers.items():
-            self._set(name, value)
+            if self._said.get(name) != value:
+                self._set(name, value)
+                self._said[name] = value
         for name, ids in (("stop", stop), ("strict", relaxed.never)):
+            self._set_ids(name, ids)
+
+    def _set_ids(self, name: str, ids: Sequence[int]) -> None:
+        """Ids in the first places of an input, -1 in the others."""
+        if self._said.get(name) != ids:
             slots = self._inputs[name].spec.at({})[0]
             self._set(name, *ids, *[-1] * (slots - len(ids)))
+            self._said[name] = tuple(ids)
 
 
 def _key(step: str, name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Literal
 
@@ -66,7 +66,14 @@ class Part:
 
     def plus(self, other: Part) -> Part:
         """Both together."""
-        return Part(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return Part(
+            self.cycles + other.cycles,
+            self.committed + other.committed,
+            self.drafted + other.drafted,
+            self.accepted + other.accepted,
+            self.relaxed + other.relaxed,
+            self.ms + other.ms,
+        )
 
 
 @dataclass(frozen=True, slots=True)

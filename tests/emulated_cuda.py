@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import pickle
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +25,7 @@ from kernels import EARLY, POISON, stem
 
 from thor_dflash.plugins.cuda import driver, enqueue, kernels
 from thor_dflash.plugins.cuda.compile import Cubin
-from thor_dflash.plugins.launch import Addresses, At, Device, Launch, Scratch, Table
+from thor_dflash.plugins.launch import Addresses, At, Device, Launch, Scratch, Shift, Table
 from thor_dflash.plugins.op import NEXT
 from thor_dflash.plugins.rules import RULES
 from thor_dflash.program import Program, Step
@@ -108,17 +108,27 @@ class Work:
     """The same, where a head makes them."""
     zeroed: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """The same, of what must be zero before and after."""
+    shifts: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
+    """Address of a state with two places, as arguments say it -> where the shift of its values is
+    told, and 1 for an input, -1 for an output.
+    """
 
     def run(self) -> None:
         """On this CPU."""
         for address, nbytes in self.poisoned:
-            ctypes.memset(address, POISON, nbytes)
+            ctypes.memset(self._now(address), POISON, nbytes)
+        memory = [replace(one, address=self._now(one.address)) for one in self.memory]
         emulation.run(
             self.source, self.defines, self.kernel, self.grid, self.threads, self.shared,
-            self.arguments, self.memory, cluster=self.cluster,
+            self.arguments, memory, cluster=self.cluster,
         )  # fmt: skip
         for address, nbytes in self.zeroed:
             assert not any(ctypes.string_at(address, nbytes)), f"{self.kernel}: zero no more"
+
+    def _now(self, address: int) -> int:
+        """Where what arguments say is there is in this run."""
+        word, sign = self.shifts.get(address, (0, 0))
+        return address + sign * ctypes.c_int64.from_address(word).value if word else address
 
 
 class Emulated(Fake):
@@ -204,6 +214,8 @@ class Emulated(Fake):
 
     def cuStreamEndCapture(self, stream: Any) -> Any:  # noqa: N802
         made, self._graph = self._graph, None
+        assert made is not None
+        self.graphs.append(len(made))
         return OK, made
 
     def cuGraphInstantiate(self, graph: Any, flags: int) -> Any:  # noqa: N802
@@ -262,10 +274,22 @@ class Emulated(Fake):
                         self._port(work, meant, port, target, overlap)
                 case Scratch():
                     self._scratch(work, meant, argument, value, overlap)
+                case Shift(ports):
+                    self._shift(work, launch, values, ports, value)
                 case Table():
                     work.memory.append(Memory(value, argument.values.nbytes, writable=False))
                 case _:
                     pass
+
+    def _shift(
+        self, work: Work, launch: Launch, values: Sequence[Any], ports: Sequence[str], word: int
+    ) -> None:
+        """The states of a launch that are told to be elsewhere by one number."""
+        work.memory.append(Memory(word, 8, writable=False))
+        for argument, value in zip(launch.arguments, values, strict=True):
+            if isinstance(argument, At) and argument.port in ports and value:
+                sign = -1 if argument.port.startswith("next_") else 1
+                assert work.shifts.setdefault(value, (word, sign)) == (word, sign), argument
 
     def _scratch(self, work: Work, meant: Meant, wanted: Scratch, at: int, overlap: bool) -> None:
         work.memory.append(Memory(at, wanted.nbytes, True, overlap))

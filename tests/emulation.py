@@ -296,4 +296,4 @@ class Emulator:
 
 
 def _address(given: Buffer | None) -> int:
-    return 0 if given is None else given.data.ctypes.data
+    return 0 if given is None else given.data.ctypes.data + given.told

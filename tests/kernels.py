@@ -26,6 +26,7 @@ from thor_dflash.plugins.launch import (
     Real,
     Scratch,
     Shaped,
+    Shift,
     Site,
     Table,
 )
@@ -34,9 +35,8 @@ from thor_dflash.tensors import Array, DType
 
 GUARD = 1024
 """Bytes before and after every buffer that nobody may write; also its alignment."""
-CANARY = 0xFD
-POISON = 0xFF
-"""NaN in every float type, -1 in every integer."""
+CANARY, POISON = 0xFD, 0xFF
+"""The second: NaN in every float type, -1 in every integer."""
 
 IMMUTABLE = frozenset(
     "norm_weight q_norm k_norm conv_weight a_log dt_bias id_map scale_k scale_v "
@@ -62,6 +62,8 @@ class Buffer:
     writable: bool
     from_kernels: bool
     early: bool = False
+    told: int = 0
+    """Bytes past it that arguments say it is."""
 
     @property
     def data(self) -> Array:
@@ -281,8 +283,9 @@ def buffer(
 class _Memory:
     """The buffers of one call."""
 
-    def __init__(self, call: Call, in_place: frozenset[str], poison: int) -> None:
+    def __init__(self, call: Call, in_place: frozenset[str], poison: int, shift: int) -> None:
         self.poison = poison
+        self.shift = shift
         self.zeroed: list[Buffer] = []
         self.all: list[Buffer] = []
         self.ports: dict[str, Buffer] = {}
@@ -312,6 +315,11 @@ class _Memory:
                 return Pointers(tuple(self.ports.get(port) for port in ports))
             case Scratch():
                 return self._scratch(argument)
+            case Shift(ports):
+                for port in self.ports.keys() & set(ports):
+                    self.ports[port].told = self.shift if port.startswith("next_") else -self.shift
+                word = buffer("shift", np.array([self.shift]), writable=False, kernels=False)
+                return self._add(word) if self.shift else None
             case Table(values):
                 return self._add(buffer("table", values, writable=False, kernels=False))
             case _:
@@ -337,12 +345,12 @@ class _Memory:
 
 
 def launch(
-    call: Call, backend: Backend, device: Device = THOR, poison: int = POISON
+    call: Call, backend: Backend, device: Device = THOR, poison: int = POISON, shift: int = 4096
 ) -> dict[str, Array]:
-    """Run the launches of a call; its outputs."""
+    """Run the launches of a call, told that states are `shift` bytes off; its outputs."""
     op = call.site.op
     here = rule_of(op)
-    memory = _Memory(call, here.in_place, poison)
+    memory = _Memory(call, here.in_place, poison, shift)
     steps = [
         Step(source_of(op, one), one, tuple(memory.value(x) for x in one.arguments))
         for one in here.launches(call.site, device)

@@ -30,7 +30,7 @@ class DType(Enum):
     @property
     def numpy(self) -> np.dtype[Any]:
         """The numpy element type."""
-        return _NUMPY[self]
+        return _NUMPY[self._value_]
 
     @property
     def bytes(self) -> int:
@@ -43,16 +43,20 @@ class DType(Enum):
         return cls(array.dtype.name)
 
 
-_NUMPY: dict[DType, np.dtype[Any]] = {
-    DType.F32: np.dtype(np.float32),
-    DType.F16: np.dtype(np.float16),
-    DType.BF16: np.dtype(ml_dtypes.bfloat16),
-    DType.FP8: np.dtype(ml_dtypes.float8_e4m3fn),
-    DType.U8: np.dtype(np.uint8),
-    DType.I32: np.dtype(np.int32),
-    DType.I64: np.dtype(np.int64),
-    DType.BOOL: np.dtype(np.bool_),
+_NUMPY: dict[str, np.dtype[Any]] = {
+    dtype.value: np.dtype(kind)
+    for dtype, kind in {
+        DType.F32: np.float32,
+        DType.F16: np.float16,
+        DType.BF16: ml_dtypes.bfloat16,
+        DType.FP8: ml_dtypes.float8_e4m3fn,
+        DType.U8: np.uint8,
+        DType.I32: np.int32,
+        DType.I64: np.int64,
+        DType.BOOL: np.bool_,
+    }.items()
 }
+"""By value: the hash of an Enum is a call of Python."""
 
 Dims = Mapping[str, int]
 """Sizes bound to the letters of a spec, as {"T": 16}."""

@@ -60,7 +60,7 @@ class Call:
         self._provide(where, stream)
         for i, launch in enumerate(self._launches):
             kernel = self._kernels.function(self._rule.folder / launch.source, launch)
-            arguments = values(launch, address, self._tables.__getitem__, scratch)
+            arguments = values(launch, address, self._tables.__getitem__, scratch, lambda wanted: 0)
             # Only behind one of its own: what ran before the call may be no kernel at all.
             overlap = launch.overlap and i > 0
             enqueue(self._kernels.gate, stream, kernel, launch, arguments, overlap=overlap)

@@ -11,7 +11,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from thor_dflash.plugins.cuda.driver import Gate, pack
-from thor_dflash.plugins.launch import Addresses, Argument, At, Int, Launch, Real, Scratch, Table
+from thor_dflash.plugins.launch import (
+    Addresses,
+    Argument,
+    At,
+    Int,
+    Launch,
+    Real,
+    Scratch,
+    Shift,
+    Table,
+)
 
 ALIGNMENT = 256
 """Of every piece of working memory, bytes."""
@@ -45,8 +55,11 @@ def values(
     address: Callable[[str], int],
     table: Callable[[bytes], int],
     scratch: Callable[[Scratch], int],
+    shift: Callable[[Shift], int],
 ) -> Arguments:
-    """The arguments of one launch: addresses of ports, of tables by content, and of scratch."""
+    """The arguments of one launch: addresses of ports, of tables by content, of scratch, and of
+    what says where states are.
+    """
 
     def value(argument: Argument) -> tuple[str, int | float]:
         match argument:
@@ -60,6 +73,8 @@ def values(
                 return "address", table(content(argument, address))
             case Scratch():
                 return "address", scratch(argument)
+            case Shift():
+                return "address", shift(argument)
 
     return [value(argument) for argument in launch.arguments]
 

@@ -105,8 +105,9 @@ DEVICE void keep_tail(u16* next_tail, const Inputs& x, int end, int key_heads, i
 KERNEL void __launch_bounds__(THREADS)
 gdn_chunks(const u16* qkv, const u16* b, const u16* a, const void* conv_weight, const void* a_log,
            const void* dt_bias, const i32* accepted, const i32* valid, const u16* tail,
-           const u16* record_qkv, u16* next_tail, u8* keys, u8* matrices, int key_heads,
-           int value_heads, int conv_f32, int a_log_f32, int dt_bias_f32) {
+           const u16* record_qkv, u16* next_tail, const i64* tail_shift, const i64* record_shift,
+           u8* keys, u8* matrices, int key_heads, int value_heads, int conv_f32, int a_log_f32,
+           int dt_bias_f32) {
     DYNAMIC_SHARED(image);  // KEY_BYTES, then k and q in float32, later the dot products
     let_next_start();
     float* const k = reinterpret_cast<float*>(image + KEY_BYTES);
@@ -117,6 +118,10 @@ gdn_chunks(const u16* qkv, const u16* b, const u16* a, const void* conv_weight, 
     const bool key = threadIdx.x < D / 2;
     const int channel = ((key ? key_heads : 0) + key_head) * D + pair;
     const Taps taps = load_taps(conv_weight, channel, conv_f32);
+
+    const i64 tail_by = shift_of(tail_shift);
+    move(tail, tail_by), move(next_tail, -tail_by);
+    move(record_qkv, shift_of(record_shift));
 
     wait_for_previous();
     const int end = *valid;

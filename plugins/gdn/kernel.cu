@@ -310,13 +310,21 @@ gdn_rows(const u16* qkv, const u16* b, const u16* a, const void* conv_weight, co
          const u16* record_qkv, const float* record_k, const float* record_d,
          const float* record_decay, const float* states, u16* o, float* next_state, u16* next_tail,
          u16* next_record_qkv, float* next_record_k, float* next_record_d, float* next_record_decay,
-         float* next_states, int rows, int held) {
+         float* next_states, const i64* tail_shift, const i64* record_shift, int rows, int held) {
     DYNAMIC_SHARED(dynamic);
     const Place p = place_of();
     const Memory m = memory_of(dynamic, rows, held);
     const int n = *accepted;
+    const i64 tail_by = shift_of(tail_shift), record_by = shift_of(record_shift);
+    move(tail, tail_by), move(next_tail, -tail_by);
+    move(record_qkv, record_by), move(next_record_qkv, -record_by);
 #if SAVES_STATES
+    move(states, record_by), move(next_states, -record_by);
     if (n > 0) state = states + static_cast<i64>(n - 1) * WIDTH * D;
+#else
+    move(record_k, record_by), move(next_record_k, -record_by);
+    move(record_d, record_by), move(next_record_d, -record_by);
+    move(record_decay, record_by), move(next_record_decay, -record_by);
 #endif
     if (p.warp < WALKERS) fetch_state(m.tile, p, state);
 #if !SAVES_STATES

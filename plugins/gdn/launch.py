@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from thor_dflash.plugins.launch import At, Device, Int, Launch, Scratch, Site
+from thor_dflash.plugins.launch import At, Device, Int, Launch, Scratch, Shift, Site
 from thor_dflash.tensors import DType
 
 IN_PLACE: frozenset[str] = frozenset({"next_state"})
@@ -61,6 +61,12 @@ _PORTS = (
     "next_record_decay",
     "next_states",
 )
+_RECORDS = ("record_qkv", "record_k", "record_d", "record_decay", "states")
+_SHIFTS = (
+    Shift(("tail", "next_tail")),
+    Shift((*_RECORDS, *(f"next_{name}" for name in _RECORDS))),
+)
+"""Not all of these ports are in every call."""
 _PLAIN = ("conv_weight", "a_log", "dt_bias")
 _CHUNK_PORTS = (
     *("qkv", "b", "a", *_PLAIN, "accepted", "valid", "tail", "record_qkv", "next_tail"),
@@ -128,7 +134,7 @@ def launches(site: Site, device: Device) -> tuple[Launch, ...]:
             kernel="gdn_rows",
             grid=(blocks, 1, 1),
             threads=VERIFY_THREADS,
-            arguments=(*(At(port) for port in _PORTS), Int(rows), Int(held)),
+            arguments=(*(At(port) for port in _PORTS), *_SHIFTS, Int(rows), Int(held)),
             shared=shared_bytes(rows, held, count),
             defines={
                 "SAVES_STATES": int(a.word("saves") == "states"),
@@ -168,7 +174,7 @@ def _prefill(site: Site) -> tuple[Launch, ...]:
             kernel="gdn_chunks",
             grid=(keys, chunks, 1),
             threads=THREADS,
-            arguments=(*(At(port) for port in _CHUNK_PORTS), *scratch, *_sizes(site)),
+            arguments=(*(At(port) for port in _CHUNK_PORTS), *_SHIFTS, *scratch, *_sizes(site)),
             shared=KEY_BYTES + 2 * CHUNK * DIM * 4,
             source="chunks.cu",
         ),
@@ -178,6 +184,7 @@ def _prefill(site: Site) -> tuple[Launch, ...]:
             threads=THREADS,
             arguments=(
                 *(At(port) for port in _WALK_PORTS),
+                *_SHIFTS,
                 *scratch,
                 At("o"),
                 At("next_state"),

@@ -158,9 +158,9 @@ DEVICE void fetch(u8* memory, saddr barriers, int c, const u8* keys, int key_hea
 KERNEL void __launch_bounds__(THREADS)
 gdn_prefill(const u16* qkv, const void* conv_weight, const i32* accepted, const i32* valid,
             const float* state, const u16* tail, const u16* record_qkv, const float* record_k,
-            const float* record_d, const float* record_decay, const float* states, const u8* keys,
-            const u8* matrices, u16* o, float* next_state, int rows, int key_heads, int value_heads,
-            int conv_f32) {
+            const float* record_d, const float* record_decay, const float* states,
+            const i64* tail_shift, const i64* record_shift, const u8* keys, const u8* matrices,
+            u16* o, float* next_state, int rows, int key_heads, int value_heads, int conv_f32) {
     DYNAMIC_SHARED(memory);  // two stages, the values, two barriers
     let_next_start();
     float* const values = reinterpret_cast<float*>(memory + 2 * STAGE);
@@ -169,6 +169,9 @@ gdn_prefill(const u16* qkv, const void* conv_weight, const i32* accepted, const 
     const int key_head = head / (value_heads / key_heads), n = *accepted;
     const Lane lane{head, start + warp * 16 + static_cast<int>(threadIdx.x) % 32 / 4,
                     static_cast<int>(threadIdx.x) % 4};
+    const i64 record_by = shift_of(record_shift);
+    move(tail, shift_of(tail_shift)), move(record_qkv, record_by), move(record_k, record_by);
+    move(record_d, record_by), move(record_decay, record_by), move(states, record_by);
     const int channel = (2 * key_heads + head) * D + start + threadIdx.x % 32 * 2;
     const Taps taps = load_taps(conv_weight, channel, conv_f32);
     const Inputs x{qkv, tail, record_qkv, (2 * key_heads + value_heads) * D, n};

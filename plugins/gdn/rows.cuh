@@ -7,6 +7,13 @@ constexpr int TAPS = 4;   // convolution kernel
 constexpr float NORM_EPSILON = 1e-6f;
 constexpr float QUERY_SCALE = 0.08838834764831845f;  // D^-0.5
 
+// How far a state is from where arguments say, bytes (Shift of launch.py).
+DEVICE i64 shift_of(const i64* shift) { return shift ? *shift : 0; }
+template <typename T>
+DEVICE void move(T*& place, i64 bytes) {
+    if (place) place = reinterpret_cast<T*>(reinterpret_cast<u64>(place) + bytes);
+}
+
 // A plain parameter, float32 or bf16.
 DEVICE float plain(const void* values, int i, bool f32) {
     return f32 ? static_cast<const float*>(values)[i]

@@ -346,7 +346,7 @@ DEVICE void attend(const Past& past, Ahead& ahead, float scale, int own, const W
         // One of a pair is to multiply while the other takes exponentials: worth a later start
         // where a piece has several tiles.
         if (n == 0 && at.half && past.pieces.after > POSITIONS)
-            barrier_wait(turn_over(memory, at), 0);
+            barrier_wait(turn_over(memory, 0, at), 0);
         const bool ends = n > 0 && walk.ends();
         const int slot = ends ? past.pieces.span(walk.item).slot : 0;
         if (n > 0) {
@@ -358,7 +358,7 @@ DEVICE void attend(const Past& past, Ahead& ahead, float scale, int own, const W
             score_tile(s, memory, n, at);
             if (at.half) ahead.provide(past, n, walk.first, at);
         }
-        if (!at.half) barrier_arrive(turn_over(memory, at));
+        if (!at.half) barrier_arrive(turn_over(memory, n, at));
         else if (more) ahead.refill(past, n, at);
         if (ends) {
             add_up(r, memory, at);

@@ -13,13 +13,15 @@ struct Past {
     Pieces pieces;
 };
 
-// Barrier i of this lane's pair. 0 .. 3: a part is full, of keys and of values, tile & 1. 4: a turn
-// of the first warp is over.
+// Barrier i of this lane's pair. 0 .. 3: a part is full, of keys and of values, tile & 1. 4, 5: a turn
+// of the first warp is over, turn & 1: it may end the next one before the other has asked.
 DEVICE saddr pair_barrier(const u8* memory, int i, const Lane& at) {
     return shared_address(memory + BARRIERS) + 8 * (at.quarter * 8 + i);
 }
 
-DEVICE saddr turn_over(const u8* memory, const Lane& at) { return pair_barrier(memory, 4, at); }
+DEVICE saddr turn_over(const u8* memory, int n, const Lane& at) {
+    return pair_barrier(memory, 4 + (n & 1), at);
+}
 
 // Where one of a pair's two kinds of parts lies.
 template <bool VALUES> struct Side {
@@ -125,7 +127,7 @@ struct Ahead {
     // After turn n, when the pair has read its keys and the values before: what turn n + 2 reads.
     DEVICE void refill(const Past& past, int n, const Lane& at) {
         sync_warp();
-        barrier_wait(turn_over(past.memory, at), n & 1);
+        barrier_wait(turn_over(past.memory, n, at), (n >> 1) & 1);
         if (coming >= 0) ask<Values>(past, n + 1, coming, at);
         if (walk.valid(past.pieces)) ask<Keys>(past, n + 2, walk.first, at);
         copy_async_commit();

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-from fake_cuda import fake
+from fake_cuda import Fake, fake
 
 from thor_dflash.plugins.cuda.driver import Driver
 from thor_dflash.runtime.engine import Call
@@ -21,54 +22,115 @@ LARGE = TensorSpec("gdn.0.record", DType.F32, (64, 256))
 
 
 class Noted(Board):
-    """Captures nothing but the addresses that calls would use, and notes them when replayed."""
+    """Captures nothing but the addresses that calls would use; notes where those lead when
+    replayed, by what the device was told till then.
+    """
 
-    ran: list[list[int]]
+    def __init__(self, device: Fake, *, told: bool) -> None:
+        super().__init__(Driver(), told=told)
+        self.ran: list[list[int]] = []
+        self.device = device
 
     def _capture(self, calls: Sequence[Call]) -> Captured:
-        at: list[int] = []
+        at: list[tuple[int, int, int]] = []
         for call in calls:
             turns = self._turns[id(call)]
-            at += [cuda(tensor).now for tensor in call.inputs.values()]
-            at += [where(call, name, turns) for name in call.outputs]
+            reads = [cuda(tensor) for tensor in call.inputs.values()]
+            at += [(t.now, 1, t.turn.word if t.turn else 0) for t in reads]
+            for name, tensor in call.outputs.items():
+                turn = cuda(tensor).turn
+                at.append((where(call, name, turns), -1, turn.word if turn else 0))
             self._turn(call)
-        return Captured("noted", self._driver, lambda: self.ran.append(at))
+
+        def start() -> None:
+            self.ran.append([address + sign * self._told_at(word) for address, sign, word in at])
+
+        return Captured("noted", self._driver, start)
+
+    def _told_at(self, word: int) -> int:
+        found = 0
+        for address, data in self.device.sent:
+            if word and address <= word < address + len(data):
+                found = int(np.frombuffer(data[word - address :][:8], np.int64)[0])
+        return found
+
+    def ready(self, *calls: Call, kept: Collection[str] = ()) -> None:
+        self._take_turns([(call, kept) for call in calls])
+        self._allocate(self._count_tensors())
 
 
 def call(name: str, reads: dict[str, Any], writes: dict[str, Any]) -> Call:
     return Call(SimpleNamespace(name=name), reads, writes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("order", list(itertools.product("ab", repeat=4)), ids="".join)
+both = pytest.mark.parametrize("told", [False, True], ids=["baked", "told"])
+
+
+@both
+@pytest.mark.parametrize("order", list(itertools.product("abc", repeat=4)), ids="".join)
 def test_who_only_reads_a_state_reads_where_it_is(
-    order: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    order: tuple[str, ...], told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A renews it beside what it reads, b reads it: as verify and prefill do with the records."""
-    fake(monkeypatch)
-    board = Noted(Driver())
-    board.ran = []
-    state = board.empty(LARGE, {})
-    calls = {"a": call("a", {"x": state}, {"next.x": state}), "b": call("b", {"x": state}, {})}
-    board._take_turns([(one, ()) for one in calls.values()])
-    board._allocate(board._count_tensors())
-    first, second = cuda(state).places
-    now = first
+    """A renews records and a tail, c the tail alone, b reads both: as verify and prefill do."""
+    board = Noted(fake(monkeypatch), told=told)
+    small = TensorSpec("gdn.0.tail", DType.F32, (3, 5))
+    records, tails = board.empty(LARGE, {}), board.empty(small, {})
+    reads = {"r": records, "t": tails}
+    calls = {
+        "a": call("a", reads, {"next.r": records, "next.t": tails}),
+        "b": call("b", reads, {}),
+        "c": call("c", reads, {"next.t": tails}),
+    }
+    board.ready(*calls.values())
+    now = {n: cuda(t).places[0] for n, t in reads.items()}
     for step in order:
         board.run([calls[step]])
-        other = second if now == first else first
-        assert board.ran[-1] == ([now, other] if step == "a" else [now])
-        now = other if step == "a" else now
-        assert cuda(state).now == now
+        other = {n: sum(cuda(t).places) - now[n] for n, t in reads.items()}
+        written = {"a": "rt", "b": "", "c": "t"}[step]
+        assert board.ran[-1] == [*now.values(), *(other[n] for n in written)]
+        now |= {n: other[n] for n in written}
+        assert {n: cuda(t).now for n, t in reads.items()} == now
+    assert len(board._captured) == len(set(order)) or not told
 
 
-def test_what_is_written_over_itself_has_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake(monkeypatch)
-    board = Noted(Driver())
-    board.ran = []
+@both
+def test_a_run_may_renew_a_state_twice(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    board = Noted(fake(monkeypatch), told=told)
     state = board.empty(LARGE, {})
     renew = call("a", {"x": state}, {"next.x": state})
-    board._take_turns([(renew, {"next.x"})])
-    board._allocate(board._count_tensors())
+    look = call("b", {"x": state}, {})
+    board.ready(renew, look)
+    first, second = cuda(state).places
+    for _ in range(2):
+        board.run([look, renew, renew, look, renew])
+        board.run([renew, look])
+        wanted = [first, first, second, second, first, first, first, second, second, first, first]
+        assert list(itertools.chain(*board.ran)) == wanted
+        board.ran.clear()
+
+
+def test_a_capture_that_fails_turns_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    board = Noted(fake(monkeypatch), told=True)
+    state = board.empty(LARGE, {})
+    renew, again = (call(n, {"x": state}, {"next.x": state}) for n in "ab")
+    board.ready(renew, again)
+    board.run([renew])
+    now = cuda(state).now
+    with monkeypatch.context() as patch:
+        patch.setattr(board, "_turn", lambda call: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            board.run([again])
+    assert cuda(state).now == now
+
+
+@both
+def test_what_is_written_over_itself_has_one_place(
+    told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    board = Noted(fake(monkeypatch), told=told)
+    state = board.empty(LARGE, {})
+    renew = call("a", {"x": state}, {"next.x": state})
+    board.ready(renew, kept={"next.x"})
     [place] = cuda(state).places
     board.run([renew])
     assert board.ran == [[place, place]]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from thor_dflash.errors import EngineError
@@ -42,11 +42,15 @@ def test_what_does_not_fit_is_refused_with_the_table_and_a_remedy() -> None:
 
 
 class FakeDriver:
-    """Device memory as a dictionary of bytes, copies made only when an event is waited for."""
+    """Device memory as an array of bytes, copies made only when an event after them is waited for,
+    and none that is later than that event.
+    """
 
     def __init__(self) -> None:
         self.memory = np.zeros(RING * 3, np.uint8)
         self.pending: list[tuple[int, int, int]] = []
+        self.made = 0
+        """Copies so far."""
         self.host = np.zeros(RING, np.uint8)
         self.stream = None
         self.cu = SimpleNamespace(
@@ -56,14 +60,18 @@ class FakeDriver:
     def __call__(self, name: str, *args: Any) -> Any:
         if name == "cuMemcpyHtoDAsync":
             self.pending.append((args[0], args[1], args[2]))
+        elif name == "cuEventRecord":
+            args[0].after = self.made + len(self.pending)
         elif name == "cuEventSynchronize":
-            self.finish()
-        return object()
+            self.finish(args[0].after - self.made)
+        return SimpleNamespace()
 
-    def finish(self) -> None:
-        for to, start, count in self.pending:
-            self.memory[to : to + count] = self.host[start : start + count]
-        self.pending.clear()
+    def finish(self, count: int | None = None) -> None:
+        done = self.pending[:count]
+        for to, start, size in done:
+            self.memory[to : to + size] = self.host[start : start + size]
+        self.made += len(done)
+        del self.pending[: len(done)]
 
 
 def ring() -> tuple[FakeDriver, Ring]:
@@ -72,6 +80,7 @@ def ring() -> tuple[FakeDriver, Ring]:
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, RING // 2 + 99)), max_size=12))
+@example([(i, RING // 8 * eighths) for i, eighths in enumerate([3, 3, 1, 3, 3, 3])])
 def test_a_copy_under_way_is_never_written_over(writes: list[tuple[int, int]]) -> None:
     fake, sender = ring()
     want = np.zeros_like(fake.memory)
@@ -88,41 +97,59 @@ def test_a_copy_under_way_is_never_written_over(writes: list[tuple[int, int]]) -
     st.lists(
         st.lists(st.tuples(st.integers(0, 9), st.integers(1, 40)), min_size=1, max_size=8),
         max_size=5,
-    )
+    ),
+    st.integers(0, 10),
 )
 def test_the_device_sees_what_the_host_wrote_and_nothing_else(
-    flushes: list[list[tuple[int, int]]],
+    flushes: list[list[tuple[int, int]]], own: int
 ) -> None:
     fake, sender = ring()
-    page = Page(10 * 48)
-    fake.memory[: 10 * 48] = 77  # what the device wrote itself
+    page = Page(10 * 48, own=48 * own)
+    fake.memory[48 * own : 10 * 48] = 77  # what the device wrote itself
     want = fake.memory[: 10 * 48].copy()
     slots = {i: 48 * i for i in range(10)}
     for n, flush in enumerate(flushes):
         for slot, size in flush:
-            data = np.full(size, n + 1, np.uint8)
-            page.write(slots[slot], data)
+            data = np.full(size, n % 2 + 1, np.uint8)
+            page.write(slots[slot], data.tobytes())
             want[slots[slot] : slots[slot] + size] = data
         page.flush(0, sender)
     fake.finish()
+    assert np.array_equal(fake.memory[: 48 * own], want[: 48 * own])
     for start in slots.values():
         wrote = want[start : start + 48] != 77
         assert np.array_equal(
             fake.memory[start : start + 48][wrote], want[start : start + 48][wrote]
         )
     untouched = [s for i, s in slots.items() if all(i != slot for f in flushes for slot, _ in f)]
-    assert all((fake.memory[s : s + 48] == 77).all() for s in untouched)
+    assert all((fake.memory[s : s + 48] == 77).all() for s in untouched if s >= 48 * own)
 
 
 def test_neighbours_travel_together() -> None:
     fake, sender = ring()
     page = Page(8 * SLOT)
     for i in (0, 1, 2, 5):
-        page.write(i * SLOT, np.full(4, i, np.uint8))
+        page.write(i * SLOT, bytes([i] * 4))
     page.flush(0, sender)
     assert len(fake.pending) == 2
     page.flush(0, sender)
     assert len(fake.pending) == 2
+
+
+def test_what_no_kernel_writes_travels_as_one_and_only_when_it_changes() -> None:
+    fake, sender = ring()
+    page = Page(8 * SLOT, own=6 * SLOT)
+    for i in (0, 2, 5, 7):
+        page.write(i * SLOT, bytes([1] * 4))
+    page.flush(0, sender)
+    assert [(to, count) for to, _, count in fake.pending] == [(0, 5 * SLOT + 4), (7 * SLOT, 4)]
+    for i in (0, 2, 5):
+        page.write(i * SLOT, bytes([1] * 4))
+    page.flush(0, sender)
+    assert len(fake.pending) == 2
+    page.write(7 * SLOT, bytes([1] * 4))  # a kernel may have written there since
+    page.flush(0, sender)
+    assert len(fake.pending) == 3
 
 
 @given(st.data())

@@ -8,14 +8,22 @@ import emulation
 import pytest
 from paired import packages, paired
 
+from thor_dflash.runtime.engines.cuda.bound import cuda
+
 pytestmark = pytest.mark.skipif(emulation.COMPILER is None, reason="needs g++")
 
 
 def test_a_prompt_and_blocks_of_another_width(tmp_path: Path) -> None:
-    """A whole block is folded by a block, a part of one by a prompt of 37 rows and 11 for show."""
+    """A whole block is folded by a prompt of 37 rows and 11 for show, which renews tails and no
+    records: the next block finds them turned differently.
+    """
     with paired(packages(tmp_path), 8) as pair:
         pair.cycle([5, 6, 7, 8, 9, 10, 11])
-        pair.cycle([12, 13])
         pair.prefill(list(range(100, 137)))
+        pair.cycle([12, 13])
+        tensors = {n: cuda(t) for n, t in pair.ours.state.tensors.items()}
+        fronts = {n: t.turn.front for n, t in tensors.items() if t.turn}
+        assert fronts == {n: n.endswith(".tail") for n in tensors if n in pair.moved()}
+        assert len(pair.device.graphs) == 2  # a prompt's step and a cycle
         kernels = {work.kernel for work in pair.device.ran}
         assert {"linear", "linear_prefill", "gdn_prefill", "attend_dense"} <= kernels

@@ -82,6 +82,17 @@ def test_a_block_is_the_reference_whatever_is_folded(rows: int, held: int, accep
     check(case_of(accepted, rows, held, accepted), seed=accepted)
 
 
+@pytest.mark.parametrize("mode", ["verify", "prefill"])
+@pytest.mark.parametrize("saves", ["records", "states"])
+def test_states_that_never_change_place_are_where_arguments_say(mode: str, saves: str) -> None:
+    case = case_of(5, 5, 4, 3, mode=mode, saves=saves)
+    case = prefill(case, 5) if mode == "prefill" else case
+    call = call_of(OP, case)
+    here = launch(call, Emulator(), shift=0)
+    for name, value in launch(call, Emulator(), shift=1 << 12).items():
+        assert np.array_equal(value, here[name]), name
+
+
 @pytest.mark.parametrize("heads", [(1, 1), (3, 9), (2, 2), (2, 4), (1, 5)], ids=str)
 def test_value_heads_of_any_ratio_to_key_heads(heads: tuple[int, int]) -> None:
     check(case_of(3, 5, 4, 3, heads))

@@ -41,6 +41,7 @@ from thor_dflash.plugins.launch import (
     Launch,
     Real,
     Scratch,
+    Shift,
     Site,
     Table,
 )
@@ -185,8 +186,8 @@ def launches(room: str) -> tuple[tuple[str, Launch], ...]:
 
 
 KINDS = {
-    At: "pointer", Addresses: "pointer", Scratch: "pointer", Table: "pointer",
-    Int: "int", Real: "real",
+    At: "pointer", Addresses: "pointer", Scratch: "pointer", Shift: "pointer",
+    Table: "pointer", Int: "int", Real: "real",
 }  # fmt: skip
 
 

@@ -190,6 +190,19 @@ def test_a_block_may_have_any_number_of_items(rows: int, seed: int) -> None:
     kernels.compare(LINEAR, kernels.launch(call, Emulator(seed), device), call.want)
 
 
+@pytest.mark.parametrize("seed", [0, 1, 5])
+def test_warps_without_a_tile_wait_for_the_room_too(seed: int) -> None:
+    """Short items, the later ones narrow: who ends nothing is soon two items ahead."""
+    rng = np.random.default_rng(seed)
+    inputs: dict[str, Array] = {"x": rng.normal(0, 1, (16, 128)).astype(BF16)}
+    for i, (n, make) in enumerate(((448, nvfp4), (128, bf16))):
+        inputs |= {f"{name}{i}": value for name, value in make(rng, n, 128).items()}
+    call = kernels.call_of(LINEAR, Case("narrowing", inputs, {"segments": 2}))
+    [pieces] = partition(_layout(128, (N4, Kind.BF16), (448, 128), False), 1, 2).clusters
+    assert [piece.tiles for piece in pieces] == [4, 3, 1, 1]
+    kernels.compare(LINEAR, kernels.launch(call, Emulator(seed), Device((9, 0), 1)), call.want)
+
+
 def site(ports: Mapping[str, Array], outputs: Mapping[str, Shaped], **attributes: object) -> Site:
     shaped = {name: Shaped(DType.of(value), value.shape) for name, value in ports.items()}
     return Site(LINEAR, LINEAR.complete(attributes), {**shaped, **outputs})  # type: ignore[arg-type]

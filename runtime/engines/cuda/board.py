@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -22,6 +23,15 @@ KINDS = {"attention": "cache", "drafter": "ring", "gdn": "state"}
 """First word of a state's name -> its line in the byte table."""
 
 
+WORD = 8
+"""Bytes of what says where tensors are."""
+
+
+def _kind(tensor: CudaTensor) -> str:
+    """Its line in the byte table."""
+    return KINDS.get(tensor.spec.name.split(".")[0], "rows")
+
+
 class Board(ABC):
     """Tensors of one device and the calls captured on them.
 
@@ -29,16 +39,22 @@ class Board(ABC):
     none can be made after it.
     """
 
-    def __init__(self, driver: Driver, slot: int = SLOT) -> None:
-        """`slot` is the alignment of a small tensor, bytes."""
+    def __init__(self, driver: Driver, slot: int = SLOT, *, told: bool = False) -> None:
+        """`slot` is the alignment of a small tensor, bytes. Where kernels are `told` where the
+        values are of tensors that have two places, calls are captured once; else once for each way
+        they can lie.
+        """
         self._driver = driver
         self._slot = slot
+        self._told = told
         self._tensors: list[CudaTensor] = []
         self._arena = Arena()
         self._turns: dict[int, list[Turn]] = {}
         """id of a call -> what changes place when it has run."""
         self._touched: dict[int, list[Turn]] = {}
         """id of a call -> what of its tensors has two places, renewed by it or not."""
+        self._made: set[int] = set()
+        """id of tensors that calls write."""
         self._captured: dict[tuple[int, ...], Captured] = {}
         self._page_at = 0
         self._seconds: dict[str, float] = {}
@@ -78,6 +94,7 @@ class Board(ABC):
         tensors: dict[int, CudaTensor] = {}
         for call, kept in prepared:
             self._turns[id(call)] = []
+            self._made |= {id(tensor) for tensor in call.outputs.values()}
             read = {id(tensor) for tensor in call.inputs.values()}
             outputs = [cuda(t) for name, t in call.outputs.items() if name not in kept]
             for tensor in (t for t in outputs if id(t) in read):
@@ -97,19 +114,45 @@ class Board(ABC):
 
     def _count_tensors(self) -> int:
         """Room for the tensors; where the control page begins in the arena."""
-        page = 0
+        turns: dict[Turn, list[CudaTensor]] = {}
+        small: list[CudaTensor] = []
         for tensor in self._tensors:
             size = tensor.spec.nbytes({})
-            if size <= SMALL and tensor.turn is None:
-                tensor.control = page
-                page += -(-size // self._slot) * self._slot
+            if tensor.turn:
+                turns.setdefault(tensor.turn, []).append(tensor)
+            elif size <= SMALL:
+                small.append(tensor)
             else:
-                kind = KINDS.get(tensor.spec.name.split(".")[0], "rows")
-                tensor.places = [
-                    self._arena.take(kind, size) for _ in range(2 if tensor.turn else 1)
-                ]
-        self._page = Page(page, self._slot)
-        return self._arena.take("rows", page)
+                tensor.places = [self._arena.take(_kind(tensor), size)]
+        for turn, tensors in turns.items():
+            # All the first places, then all the second ones: every distance is the same.
+            for _ in range(2):
+                for tensor in tensors:
+                    size = tensor.spec.nbytes({})
+                    tensor.places.append(self._arena.take(_kind(tensor), size))
+            turn.distance = tensors[0].places[1] - tensors[0].places[0]
+        return self._arena.take("rows", self._lay_out(small, list(turns) if self._told else []))
+
+    def _lay_out(self, small: Sequence[CudaTensor], turns: Sequence[Turn]) -> int:
+        """Lay out the control page, what only the host writes first; its bytes."""
+        end = 0
+
+        def take(size: int) -> int:
+            nonlocal end
+            start, end = end, end + -(-size // self._slot) * self._slot
+            return start
+
+        for turn in turns:
+            turn.control = take(WORD)
+        for tensor in small:
+            if id(tensor) not in self._made:
+                tensor.control = take(tensor.spec.nbytes({}))
+        own = end
+        for tensor in small:
+            if id(tensor) in self._made:
+                tensor.control = take(tensor.spec.nbytes({}))
+        self._page = Page(end, self._slot, own)
+        return end
 
     def _allocate(self, page: int) -> int:
         """Take the memory that was counted, zeroed, and place the tensors; its address.
@@ -126,6 +169,8 @@ class Board(ABC):
                 tensor.places = [base + page + tensor.control]
             else:
                 tensor.places = [base + offset for offset in tensor.places]
+        for turn in {turn for turns in self._touched.values() for turn in turns if self._told}:
+            turn.word = base + page + turn.control
         self._page_at = base + page
         self._ring = Ring(self._driver, self._driver.pinned(RING))
         self._back = self._driver.pinned(RING)
@@ -142,15 +187,58 @@ class Board(ABC):
     def run(self, calls: Sequence[Call]) -> None:
         """See Engine."""
         self._enter()
+        for part in self._parts(calls) if self._told else [calls]:
+            self._run(part)
+
+    def _run(self, calls: Sequence[Call]) -> None:
         turns = [turn for call in calls for turn in self._touched[id(call)]]
-        key = (*map(id, calls), *(turn.front for turn in turns))
+        key = (*map(id, calls), *(turn.front for turn in turns if not self._told))
+        self._tell(calls)
         if key not in self._captured:
-            self._captured[key] = self._capture(calls)
+            with self._as_placed(calls):
+                self._captured[key] = self._capture(calls)
         else:
             for call in calls:
                 self._turn(call)
         self._page.flush(self._page_at, self._ring)
         self._captured[key].run()
+
+    def _parts(self, calls: Sequence[Call]) -> Iterator[Sequence[Call]]:
+        """Calls that can be told once where tensors are: none of a part touches what an earlier
+        one of it renewed in another place.
+        """
+        part: list[Call] = []
+        renewed: set[Turn] = set()
+        for call in calls:
+            if renewed & set(self._touched[id(call)]):
+                yield part
+                part, renewed = [], set()
+            part.append(call)
+            renewed |= set(self._turns[id(call)])
+        yield part
+
+    def _tell(self, calls: Sequence[Call]) -> None:
+        """Write where the tensors of some calls are, for the next flush."""
+        for turn in {turn for call in calls for turn in self._touched[id(call)] if self._told}:
+            self._page.write(turn.control, (turn.front * turn.distance).to_bytes(WORD, "little"))
+
+    @contextmanager
+    def _as_placed(self, calls: Sequence[Call]) -> Generator[None]:
+        """What is captured meanwhile is for values in their first places, where kernels are told
+        how far from there they are.
+        """
+        touched = {turn for call in calls for turn in self._touched[id(call)]}
+        before = {turn: turn.front for turn in touched if self._told}
+        for turn in before:
+            turn.front = 0
+        try:
+            yield
+        except BaseException:
+            for turn, front in before.items():
+                turn.front = front
+            raise
+        for turn, front in before.items():
+            turn.front ^= front
 
     def _turn(self, call: Call) -> None:
         for turn in self._turns[id(call)]:
@@ -160,9 +248,12 @@ class Board(ABC):
         """See Engine."""
         t = cuda(tensor)
         data = np.ascontiguousarray(values, t.spec.dtype.numpy)
+        if t.control >= 0 and data.shape == t.spec.shape:
+            self._page.write(t.control, data.tobytes())
+            return
         for at, piece in corners(t.spec, data):
             if t.control >= 0:
-                self._page.write(t.control + at, piece)
+                self._page.write(t.control + at, piece.tobytes())
             else:
                 self._enter()
                 self._ring.send(t.now + at, piece)

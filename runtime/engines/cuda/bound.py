@@ -10,10 +10,12 @@ from thor_dflash.errors import EngineError
 from thor_dflash.plugins.cuda.enqueue import Arguments, content, values, working
 from thor_dflash.plugins.launch import (
     Addresses,
+    At,
     Device,
     Launch,
     Scratch,
     Shaped,
+    Shift,
     Site,
     Table,
 )
@@ -29,6 +31,14 @@ class Turn:
     """Which of their two places the current values of some tensors have. They change together."""
 
     front: int = 0
+    distance: int = 0
+    """Bytes from the first place of any of them to the second."""
+    control: int = -1
+    """Offset in the control page of what tells kernels: an int64, 0 or the distance. -1: nothing
+    does, and a capture is for the places of its time.
+    """
+    word: int = 0
+    """Its device address."""
 
 
 @dataclass(slots=True, eq=False)
@@ -183,4 +193,36 @@ def arguments(bound: Bound, planned: Planned, places: Places) -> Arguments:
         lambda port: address(bound, planned.step, port, places),
         places.tables.__getitem__,
         scratch,
+        lambda wanted: _word(bound, planned, wanted),
     )
+
+
+def _word(bound: Bound, planned: Planned, wanted: Shift) -> int:
+    """Address of what says where the values of some ports are; 0 where they have one place."""
+    found = {turn.word for port in wanted.ports if (turn := _turn(bound, planned.step, port))}
+    assert len(found) <= 1, f"{planned.step.name}: {wanted.ports} do not change place together"
+    return found.pop() if found else 0
+
+
+def _turn(bound: Bound, step: Step, port: str) -> Turn | None:
+    """What the value of a port changes place with; None where it has one place."""
+    name = step.ports.get(port, "")
+    tensor = bound.call.inputs.get(name) or bound.call.outputs.get(name)
+    return cuda(tensor).turn if tensor else None
+
+
+def untold(bound: Bound, planned: Planned) -> list[str]:
+    """Ports of a launch whose values change place, and that no argument says the place of."""
+    told: set[str] = set()
+    used: set[str] = set()
+    for argument in planned.launch.arguments:
+        match argument:
+            case At(port):
+                used.add(port)
+            case Addresses(ports):
+                used |= set(ports)
+            case Shift(ports):
+                told |= set(ports)
+            case _:
+                pass
+    return sorted(port for port in used - told if _turn(bound, planned.step, port))

@@ -60,7 +60,7 @@ class Runner:
     def run(self, source: Path, launch: Launch, at: Mapping[str, int]) -> None:
         """Enqueue one launch. Its arguments are ports, whose addresses `at` gives, and numbers."""
         kernel = self._kernels.function(source, launch)
-        found = values(launch, at.__getitem__, _nothing, _nothing)
+        found = values(launch, at.__getitem__, _nothing, _nothing, _nothing)
         enqueue(self._driver, self._driver.stream, kernel, launch, found, overlap=False)
 
 

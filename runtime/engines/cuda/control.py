@@ -1,7 +1,7 @@
 """Host writes: gathered in page-locked memory, and copied in front of the work that needs them.
 
 Small tensors lie together in one control page, so that the dozen numbers a step is told travel as
-one or two copies. Nothing waits: a piece of the ring is used again once its copies have been made.
+one copy. Nothing waits: a piece of the ring is used again once its copies have been made.
 """
 
 # cuda-python publishes no types.
@@ -49,7 +49,8 @@ class Ring:
         if self._at + size > len(self.memory.bytes):
             self._at = 0
         start, end = self._at, self._at + size
-        while self._busy and self._busy[0][0] < end and start < self._busy[0][1]:
+        # Not only the oldest: one left from the end of the round before may lie past this one.
+        while any(first < end and start < last for first, last, _ in self._busy):
             self._retire()
         self.memory.bytes[start : start + len(data)] = data
         stream = self.driver.stream
@@ -75,18 +76,26 @@ class Ring:
 
 
 class Page:
-    """The control page as the host last wrote it, and what of that the device has yet to see."""
+    """The control page as the host last wrote it, and what of that the device has yet to see.
 
-    def __init__(self, nbytes: int, slot: int = SLOT) -> None:
-        self.bytes: Array = np.zeros(nbytes, np.uint8)
+    Of its first `own` bytes, which no kernel writes, the device has what was sent: what the host
+    writes there again is not sent again, and what lies between two pieces goes along with them.
+    """
+
+    def __init__(self, nbytes: int, slot: int = SLOT, own: int = 0) -> None:
+        self._memory = bytearray(nbytes)
+        self.bytes: Array = np.frombuffer(self._memory, np.uint8)
         self._slot = slot
+        self._own = own
         self._dirty: dict[int, int] = {}
         """Start -> end."""
 
-    def write(self, offset: int, data: Array) -> None:
-        """Remember bytes (uint8 [n]) for the next flush."""
+    def write(self, offset: int, data: bytes) -> None:
+        """Remember bytes for the next flush."""
         end = offset + len(data)
-        self.bytes[offset:end] = data
+        if end <= self._own and bytes(self._memory[offset:end]) == data:
+            return
+        self._memory[offset:end] = data
         self._dirty[offset] = max(end, self._dirty.get(offset, 0))
 
     def flush(self, base: int, ring: Ring) -> None:
@@ -94,20 +103,23 @@ class Page:
         if not self._dirty:
             return
         spans = sorted(self._dirty.items())
-        self._dirty.clear()
         start, end = spans[0]
         for next_start, next_end in spans[1:]:
-            if next_start > -(-end // self._slot) * self._slot:
+            if next_start >= self._own and next_start > -(-end // self._slot) * self._slot:
                 ring.send(base + start, self.bytes[start:end])
                 start = next_start
             end = max(end, next_end)
         ring.send(base + start, self.bytes[start:end])
+        self._dirty.clear()  # not before: what could not be sent has yet to be seen
 
 
 def corners(spec: TensorSpec, array: Array) -> Iterator[tuple[int, Array]]:
     """The contiguous runs of a tensor's leading corner: offset in bytes, and uint8 view of the
     array's part.
     """
+    if array.shape == spec.shape:
+        yield 0, array.reshape(-1).view(np.uint8)
+        return
     whole, part = spec.at({}), array.shape
     assert all(p <= w for p, w in zip(part, whole, strict=True)), (spec, part)
     # Axes from `split` on are complete, so everything under one index before it is one run.

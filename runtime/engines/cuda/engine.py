@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from thor_dflash.config import EngineConfig
+from thor_dflash.errors import EngineError
 from thor_dflash.plugins.cuda.driver import Driver
 from thor_dflash.plugins.cuda.enqueue import Arguments
 from thor_dflash.plugins.cuda.kernels import Kernels
@@ -30,6 +31,7 @@ from thor_dflash.runtime.engines.cuda.bound import (
     bind,
     in_place,
     table,
+    untold,
 )
 from thor_dflash.runtime.engines.cuda.capture import Captured, Launcher
 from thor_dflash.runtime.engines.cuda.weights import Files, Filler
@@ -52,7 +54,7 @@ class CudaEngine(Board):
     def __init__(
         self, package: Path, config: EngineConfig, progress: Progress, fill: Filler | None = None
     ) -> None:
-        super().__init__(Driver(config.device))
+        super().__init__(Driver(config.device), told=True)
         self.package = package
         self._config = config
         self._progress = progress
@@ -85,6 +87,7 @@ class CudaEngine(Board):
             bound.turns = self._turns[id(bound.call)]
         offsets = self._count(bounds)
         self._place(self._allocate(offsets.page), offsets)
+        self._write_tables(bounds, iter(offsets.spare))
         packed = {name: site for bound in bounds for name, site in bound.packed.items()}
         self._fill(self._driver, offsets.weights, self._places.weights, packed)
         self._launcher = Launcher(self._driver, self._compile(bounds), overlap=self._config.overlap)
@@ -115,10 +118,7 @@ class CudaEngine(Board):
                 if content not in found.tables:
                     found.tables[content] = self._arena.take("tables", len(content))
             elif isinstance(argument, Addresses):
-                # One for each way the tensors it points at can be turned.
-                found.spare += [
-                    self._arena.take("tables", 8 * len(argument.ports)) for _ in range(4)
-                ]
+                found.spare.append(self._arena.take("tables", 8 * len(argument.ports)))
 
     def _place(self, base: int, found: Offsets) -> None:
         """Offsets become addresses."""
@@ -129,11 +129,27 @@ class CudaEngine(Board):
             {key: base + offset for key, offset in found.zeroed.items()},
             {content: base + offset for content, offset in found.tables.items()},
         )
-        self._spare = iter([base + offset for offset in found.spare])
         for content, at in self._places.tables.items():
-            self._driver(
-                "cuMemcpyHtoD", at, np.frombuffer(content, np.uint8).ctypes.data, len(content)
-            )
+            self._write_table(at, content)
+
+    def _write_tables(self, bounds: Sequence[Bound], spare: Iterator[int]) -> None:
+        """The tables of addresses, now that there are addresses."""
+        for bound in bounds:
+            for planned in bound.planned:
+                if ports := untold(bound, planned):
+                    raise EngineError(
+                        f"{bound.program.name}: {planned.step.name}: a kernel must be told where "
+                        f"states with two places are (got none for {', '.join(ports)})"
+                    )
+                for argument in planned.launch.arguments:
+                    if isinstance(argument, Addresses):
+                        made = table(bound, planned, argument, self._places)
+                        at = self._arena.base + next(spare)
+                        self._write_table(self._places.tables.setdefault(made, at), made)
+
+    def _write_table(self, at: int, content: bytes) -> None:
+        data = np.frombuffer(content, np.uint8)
+        self._driver("cuMemcpyHtoD", at, data.ctypes.data, len(content))
 
     def _compile(self, bounds: Sequence[Bound]) -> Kernels:
         kernels = Kernels(
@@ -153,33 +169,23 @@ class CudaEngine(Board):
         for call in calls:
             bound = self._bound[id(call)]
             for planned in bound.planned:
-                self._write_tables(bound, planned)
                 launches.append((planned, arguments(bound, planned, self._places)))
             self._turn(call)
         name = "+".join(call.graph.name for call in calls)
         return self._launcher.capture(name, launches, graph=self._config.graphs)
-
-    def _write_tables(self, bound: Bound, planned: Planned) -> None:
-        for argument in planned.launch.arguments:
-            if isinstance(argument, Addresses):
-                made = table(bound, planned, argument, self._places)
-                if made not in self._places.tables:
-                    at = next(self._spare)
-                    data = np.frombuffer(made, np.uint8)
-                    self._driver("cuMemcpyHtoD", at, data.ctypes.data, len(made))
-                    self._driver("cuCtxSynchronize")  # such a copy may return before it is made
-                    self._places.tables[made] = at
 
     def excerpt(self, calls: Sequence[Call], keep: Callable[[Step], bool]) -> Captured:
         """Some steps of prepared calls as one graph, for measuring. What runs this way leaves
         values behind that mean nothing.
         """
         launches: list[tuple[Planned, Arguments]] = []
-        for bound in [self._bound[id(call)] for call in calls]:
-            for planned in bound.planned:
-                if keep(planned.step):
-                    self._write_tables(bound, planned)
-                    launches.append((planned, arguments(bound, planned, self._places)))
+        with self._as_placed(calls):
+            for bound in [self._bound[id(call)] for call in calls]:
+                for planned in bound.planned:
+                    if keep(planned.step):
+                        launches.append((planned, arguments(bound, planned, self._places)))
+        self._tell(calls)
+        self._page.flush(self._page_at, self._ring)
         return self._launcher.capture("excerpt", launches, graph=self._config.graphs)
 
     def place(self, call: Call, step: Step, port: str) -> int:
