@@ -30,7 +30,7 @@ test: $(DEV_READY)
 	@echo "== ruff" && $(BIN)/ruff check . && $(BIN)/ruff format --check .
 	@echo "== mypy" && $(BIN)/mypy
 	@echo "== pyright" && $(PYRIGHT)
-	@echo "== pytest" && $(BIN)/python -m pytest -q -n 2
+	@echo "== pytest" && OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
 
 demo: $(RUN_READY)
 	@$(BIN)/thor-dflash demo

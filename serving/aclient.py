@@ -23,6 +23,9 @@ from thor_dflash.serving.replies import Options, Reply, Tries
 
 Inbox = asyncio.Queue[tuple[bytes, Reply] | PlanError]
 
+GRACE_S = 0.01
+"""For what came before a connection was lost to be read: the loss may be heard of first."""
+
 
 class AsyncPlanner:
     """See client.RemotePlanner. Make and use it on one event loop."""
@@ -167,8 +170,10 @@ class AsyncPlanner:
             if not (event == zmq.EVENT_DISCONNECTED and self._seen & replies.FAILED_HANDSHAKE):
                 self._seen = event
             if event == zmq.EVENT_DISCONNECTED:
-                for inbox in self._inboxes.values():
-                    inbox.put_nowait(replies.unreachable(self._endpoint, self._seen))
+                why, waiting = self._seen, list(self._inboxes.values())
+                await asyncio.sleep(GRACE_S)
+                for inbox in waiting:
+                    inbox.put_nowait(replies.unreachable(self._endpoint, why))
 
     async def close(self) -> None:
         """Close the connection. Idempotent."""

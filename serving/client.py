@@ -40,12 +40,15 @@ class _Line:
             self._socket.setsockopt(zmq.REQ_CORRELATE, 1)
         self._monitor = self._socket.get_monitor_socket(replies.WATCHED)
         self._seen = 0
+        self._lost = False
+        """The connection was, since the last message to the server."""
         self._envelope = [] if kind == zmq.REQ else [b""]
         replies.connect(self._socket, endpoint)
 
     def send(self, body: bytes, until: float) -> None:
         """Send as soon as there is a connection."""
         self._drain()
+        self._lost = False
         if not self._socket.poll(_ms(until), zmq.POLLOUT):
             self._drain()
             raise replies.unreachable(self._endpoint, self._seen)
@@ -60,23 +63,23 @@ class _Line:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
-        while poller.poll(_ms(until)):
+        while self._lost or poller.poll(_ms(until)):
+            # First: what came before the connection was lost is there when the loss is heard of.
+            self._drain()
             if self._socket.poll(0):
                 return self._socket.recv_multipart()[-1]
-            if self._drain():
+            if self._lost:
                 break
         raise replies.unreachable(self._endpoint, self._seen)
 
-    def _drain(self) -> bool:
-        """Read what happened; whether the connection was lost."""
-        lost = False
+    def _drain(self) -> None:
+        """Read what happened."""
         while self._monitor.poll(0):
             event = int(recv_monitor_message(self._monitor)["event"])
             # A refused handshake is followed by its disconnection, which says less.
             if not (event == zmq.EVENT_DISCONNECTED and self._seen & replies.FAILED_HANDSHAKE):
                 self._seen = event
-            lost = lost or event == zmq.EVENT_DISCONNECTED
-        return lost
+            self._lost = self._lost or event == zmq.EVENT_DISCONNECTED
 
     def close(self, linger_ms: int = 0) -> None:
         self._socket.disable_monitor()

@@ -11,10 +11,12 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import hashlib
+import json
 import re
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -45,9 +47,12 @@ CHECKED = (
     "-fsanitize-undefined-trap-on-error",
     "--param=tsan-instrument-func-entry-exit=0",
 )
+FAST = ("-O3",)
+"""For the machine: it is compiled once, each kernel by itself."""
 PARTS = ("memory", "machine", "lanes", "copies", "fiber", "hooks")
 """Of the machine, in the order of linking."""
 KERNEL = re.compile(r"emulated_kernel\s+void\s+(\w+)\s*\(([^)]*)\)")
+INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 MESSAGE_BYTES = 16384
 
 
@@ -63,6 +68,10 @@ class _Range(ctypes.Structure):
     ]
 
 
+class _Stacks(ctypes.Structure):
+    _fields_ = [("begin", ctypes.c_void_p), ("made", ctypes.c_uint64)]
+
+
 class _Launch(ctypes.Structure):
     _fields_ = [
         ("kernel", ctypes.c_char_p),
@@ -75,7 +84,13 @@ class _Launch(ctypes.Structure):
         ("memory", ctypes.POINTER(_Range)),
         ("message", ctypes.c_char_p),
         ("message_bytes", ctypes.c_int),
+        ("stacks", ctypes.POINTER(_Stacks)),
     ]
+
+
+_STACKS = _Stacks()
+_ONE_AT_A_TIME = threading.Lock()
+"""All launches share the stacks, and those of one kernel its machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +125,32 @@ def _preprocessed(source: Path, defines: Mapping[str, int], *more: str) -> str:
 
 @cache
 def _signatures(source: Path, defines: tuple[tuple[str, int], ...]) -> dict[str, tuple[str, ...]]:
-    text = _preprocessed(source, dict(defines), "-DEMULATOR_LIST", "-P")
+    def make(path: Path) -> None:
+        text = _preprocessed(source, dict(defines), "-DEMULATOR_LIST", "-P")
+        path.write_text(json.dumps(KERNEL.findall(text)))
+
+    path = cached("\n".join([_text(source), repr(defines), KERNEL.pattern]), ".kernels", make)
     found = {}
-    for name, parameters in KERNEL.findall(text):
+    for name, parameters in json.loads(path.read_text()):
         parts = [part.strip() for part in parameters.split(",") if part.strip()]
         found[name] = tuple(_kind(part) for part in parts)
     return found
+
+
+@cache
+def _text(source: Path) -> str:
+    """The source, with every file of ours that it includes, however far."""
+    known: dict[Path, str] = {}
+    left = [source]
+    while left:
+        path = left.pop()
+        if path in known:
+            continue
+        known[path] = path.read_text()
+        for name in INCLUDE.findall(known[path]):
+            places = (path.parent / name, MACHINE / name, PLUGINS / name)
+            left += [place for place in places if place.exists()]
+    return "\n".join(f"{path}\n{known[path]}" for path in sorted(known))
 
 
 def _kind(parameter: str) -> str:
@@ -147,6 +182,7 @@ def cached(key: str, suffix: str, make: Callable[[Path], None]) -> Path:
     return path
 
 
+@cache
 def _machine() -> str:
     return "\n".join(p.read_text() for p in sorted(MACHINE.rglob("*")) if p.is_file())
 
@@ -155,9 +191,9 @@ def _machine() -> str:
 def _machine_objects() -> tuple[Path, ...]:
     def make(source: Path) -> Path:
         def compiled(to: Path) -> None:
-            _compile(*FLAGS, "-O2", "-c", "-I", MACHINE, source, "-o", to)
+            _compile(*FLAGS, *FAST, "-c", "-I", MACHINE, source, "-o", to)
 
-        return cached(_machine() + source.name, ".o", compiled)
+        return cached("\n".join([_machine(), source.name, *FLAGS, *FAST]), ".o", compiled)
 
     return tuple(make(MACHINE / f"{name}.cpp") for name in PARTS)
 
@@ -179,7 +215,7 @@ def _library(source: Path, defines: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
         _compile(*FLAGS, *CHECKED, "-c", *wanted, "-I", MACHINE, "-I", PLUGINS, file, "-o", unit)
         _compile("-shared", *objects, unit, "-o", to)  # dynamic shared memory lies first
 
-    key = "\n".join([_preprocessed(source, dict(defines)), shim, _machine(), *FLAGS, *CHECKED])
+    key = "\n".join([_text(source), repr(defines), shim, _machine(), *FLAGS, *FAST, *CHECKED])
     return ctypes.CDLL(str(cached(key, ".so", linked)))
 
 
@@ -222,9 +258,12 @@ def run(
         ranges,
         ctypes.cast(message, ctypes.c_char_p),
         MESSAGE_BYTES,
+        ctypes.pointer(_STACKS),
     )
     pointers = (ctypes.c_void_p * max(1, len(arguments)))(*(ctypes.addressof(a) for a in arguments))
-    if library[f"emulate_{kernel}"](ctypes.byref(launch), pointers) != 0:
+    with _ONE_AT_A_TIME:
+        failed = library[f"emulate_{kernel}"](ctypes.byref(launch), pointers)
+    if failed:
         raise EmulatorFault(_placed(message.value.decode(), library._name))
 
 

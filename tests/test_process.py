@@ -34,8 +34,11 @@ def test_a_reader_that_leaves_is_no_error() -> None:
 
 
 def test_ctrl_c_is_130_and_one_line() -> None:
+    # A shell without job control starts what is in the background with SIGINT ignored, and so the
+    # tests and every child of theirs.
     script = (
-        "import sys, time; from thor_dflash import cli\n"
+        "import signal, sys, time; from thor_dflash import cli\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "def wait(argv): print('ready', flush=True); time.sleep(60)\n"
         "cli.run = wait\n"
         "sys.exit(cli.main([]))"

@@ -2,6 +2,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include <deque>
+
 #include "state.h"
 
 namespace emulator {
@@ -21,7 +23,7 @@ struct Copy {
     u8 held[16];
     u64 site;
 };
-std::vector<Copy> under_way;
+std::deque<Copy> under_way;
 
 // What a u64 in shared memory holds once barrier_init has been there. `bytes` still to come: below
 // zero where they came before they were announced.
@@ -154,8 +156,9 @@ void check_copies_of(const Block& block) {
 // In any order, as late as possible: a missing wait meets poison.
 void land_copy() {
     size_t i = launch->seed < 2 ? 0 : pick(static_cast<u32>(under_way.size()));
-    Copy copy = under_way[i];
-    under_way.erase(under_way.begin() + static_cast<long>(i));
+    std::swap(under_way[i], under_way.front());
+    Copy copy = under_way.front();
+    under_way.pop_front();  // thousands may be under way
     self = nullptr;
     Phase phase = read_phase(copy.barrier);
     if (phase.mark != MARK) {

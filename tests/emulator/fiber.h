@@ -6,9 +6,11 @@
 #include <sys/mman.h>
 #include <ucontext.h>
 
+#include "machine.h"
+
 namespace emulator {
 
-constexpr unsigned long STACK = 256 * 1024, PAGE = 64 * 1024;
+constexpr unsigned long STACK = 256 * 1024, PAGE = 64 * 1024, MOST_STACKS = 8 * 1024;
 
 struct Fiber {
     unsigned char* stack;
@@ -19,15 +21,19 @@ struct Fiber {
 #endif
 };
 
-// An untouched page below each stack, so that running over its end is an access that fails.
-inline unsigned char* new_stack() {
-    void* p = mmap(nullptr, STACK + PAGE, PROT_READ | PROT_WRITE,
-                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    mprotect(p, PAGE, PROT_NONE);
-    return static_cast<unsigned char*>(p) + PAGE;
+// One of at most MOST_STACKS, each made once: a process may have 65530 mappings and a stack is two.
+// An untouched page below it, so that running over its end is an access that fails.
+inline unsigned char* stack_of(Stacks& all, int number) {
+    if (all.begin == nullptr) {
+        void* p = mmap(nullptr, MOST_STACKS * (STACK + PAGE), PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        all.begin = static_cast<unsigned char*>(p);
+    }
+    for (; all.made <= static_cast<unsigned>(number); all.made++) {
+        mprotect(all.begin + all.made * (STACK + PAGE), PAGE, PROT_NONE);
+    }
+    return all.begin + static_cast<unsigned>(number) * (STACK + PAGE) + PAGE;
 }
-
-inline void free_stack(unsigned char* stack) { munmap(stack - PAGE, STACK + PAGE); }
 
 #if defined(__x86_64__)
 extern "C" void emulator_switch(void** from, void* to);  // fiber.cpp

@@ -17,11 +17,11 @@ void meet_warp(const char* doing, void (*compute)(Thread* lanes, int count), boo
     Thread* lanes = first_lane(self);
     self->doing = doing;
     if (warp.arrived == 0) warp.doing = doing;
-    if (strcmp(warp.doing, doing) != 0) {
+    if (warp.doing != doing && strcmp(warp.doing, doing) != 0) {
         fault("lanes of one warp in different collectives: this one in %s, others in %s", doing,
               warp.doing);
     }
-    for (int i = 0; i < warp.lanes; i++) {
+    for (int i = 0; warp.away > 0 && i < warp.lanes; i++) {
         State state = lanes[i].state;
         if (state == State::BLOCK || state == State::EXITED) {
             fault("lanes of one warp in different collectives: this one in %s, lane %d %s %s",
@@ -51,6 +51,7 @@ void meet_block(int id, int wanted, const char* doing) {
               meeting.wanted);
     }
     meeting.arrived++;
+    warp.away++;
     give_way(State::BLOCK);
 }
 
@@ -93,6 +94,7 @@ void open_meetings(Block& block) {
             Thread& t = block.threads[i];
             if (t.state != State::BLOCK || t.barrier != id) continue;
             t.state = State::READY;
+            warp_of(&t).away--;
             these.push_back(t.number);
         }
         races.meet(these);

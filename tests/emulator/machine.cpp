@@ -50,6 +50,7 @@ void thread_main() {
     if (self->arrived) fault("ended between cluster_arrive and cluster_wait");
     self->state = State::EXITED;
     self->block->alive--;
+    self->block->warps[self->index.x / LANES].away++;
     open_cluster();
     switch_fiber(self->fiber, scheduler);
 }
@@ -96,7 +97,7 @@ bool run_warps(Block& block) {
 
 // ---- a block ---------------------------------------------------------------------------------------
 void start_thread(Thread& t, Block& block, int i) {
-    if (t.fiber.stack == nullptr) t.fiber.stack = new_stack();
+    t.fiber.stack = stack_of(*launch->stacks, block.rank * thread_count + i);
     t.block = &block;
     t.index = {static_cast<unsigned>(i), 0, 0};
     t.number = block.rank * thread_count + i;
@@ -124,7 +125,7 @@ void start_block(Block& block, int rank, Index index) {
     memset(dynamic_memory + sizeof dynamic_memory, POISON, all - sizeof dynamic_memory);
     for (int i = 0; i < thread_count; i++) start_thread(block.threads[i], block, i);
     for (int w = 0; w * LANES < thread_count; w++) {
-        block.warps[w] = {"", 0, std::min(LANES, thread_count - w * LANES)};
+        block.warps[w] = {"", 0, std::min(LANES, thread_count - w * LANES), 0};
     }
 }
 
@@ -138,8 +139,11 @@ void check_left_open(const Block& block, u32 begin, u32 end) {
 
 void end_block(const Block& block) {
     check_copies_of(block);
-    for (int i = 0; i < GUARD; i++) {
-        if (dynamic_memory[LEAD + launch->shared + i] != CANARY) {
+    const u8* guard = dynamic_memory + LEAD + launch->shared;
+    // All bytes are the first one where each is the one before it.
+    bool untouched = guard[0] == CANARY && memcmp(guard, guard + 1, GUARD - 1) == 0;
+    for (int i = 0; !untouched && i < GUARD; i++) {
+        if (guard[i] != CANARY) {
             fault_at(nullptr, "block (%u, %u, %u) wrote %d bytes behind its shared memory",
                      blockIdx.x, blockIdx.y, blockIdx.z, i);
         }
@@ -198,8 +202,7 @@ bool any_ready() {
 
 void run_cluster(Index first) {
     here = nullptr;
-    races.start(thread_count, block_count,
-                static_cast<u64>(__stop_emulated_shared - dynamic_memory));
+    races.start_cluster();
     between.start_cluster();
     start_copies();
     start_meetings();
@@ -254,15 +257,9 @@ void release_signals() {
     for (int i = 0; i < 4; i++) sigaction(CAUGHT[i], &before[i], nullptr);
 }
 
-// A process may have 65530 mappings, a stack is two, and every emulated kernel has its own machine.
 void free_memory() {
     races.forget();
     for (Block& block : blocks) std::vector<u8>().swap(block.memory);
-    for (int i = 0; i < MOST_BLOCKS * MOST_THREADS; i++) {
-        Fiber& fiber = threads[i].fiber;
-        if (fiber.stack != nullptr) free_stack(fiber.stack);
-        fiber.stack = nullptr;
-    }
 }
 
 void check_launch() {
@@ -303,6 +300,9 @@ int run(const Launch& given, void (*body)()) {
     }
     check_launch();
     between.start_launch();
+    races.start_launch(thread_count, block_count, static_cast<u32>(LEAD + launch->shared),
+                       sizeof dynamic_memory,
+                       static_cast<u64>(__stop_emulated_shared - dynamic_memory));
     run_grid();
     free_memory();
     release_signals();

@@ -74,6 +74,12 @@ struct Range {
 // FROM_KERNELS: only after wait_for_previous; READ_EARLY: but reads may come before.
 enum { WRITABLE = 1, FROM_KERNELS = 2, READ_EARLY = 4 };
 
+// The stacks of all threads, the same for every launch of the process: zero at first.
+struct Stacks {
+    u8* begin;
+    u64 made;
+};
+
 struct Launch {
     const char* kernel;
     u32 grid[3];
@@ -84,6 +90,7 @@ struct Launch {
     const Range* memory;
     char* message;  // what went wrong, at most message_bytes
     int message_bytes;
+    Stacks* stacks;
 };
 // 0, or 1 with the message set.
 int run(const Launch& launch, void (*body)());

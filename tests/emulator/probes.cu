@@ -159,6 +159,46 @@ KERNEL void wrong_no_second_sync(const u32* in, u32* out) {
     out[threadIdx.x] = sum;
 }
 
+// Threads have a byte each, four of them a word.
+KERNEL void bytes_of_words(u32* out) {
+    __shared__ u8 held[64];
+    held[threadIdx.x] = static_cast<u8>(threadIdx.x);
+    sync_block();
+    if (threadIdx.x < 16) out[threadIdx.x] = reinterpret_cast<const u32*>(held)[threadIdx.x];
+    sync_block();
+    held[threadIdx.x ^ 1] = 0;
+}
+
+// One thread a word, one of another warp a byte of it.
+KERNEL void wrong_byte_of_a_word(const u32* in, u32* out) {
+    __shared__ u32 held[1];
+    if (threadIdx.x == 0) held[0] = in[0];
+    if (threadIdx.x == 32) out[0] = reinterpret_cast<const u8*>(held)[2];
+}
+
+KERNEL void wrong_word_of_bytes(const u32* in, u32* out) {
+    __shared__ u32 held[16];
+    reinterpret_cast<u8*>(held)[threadIdx.x] = static_cast<u8>(in[threadIdx.x]);
+    out[threadIdx.x] = held[threadIdx.x / 4];
+}
+
+KERNEL void wrong_word_after_a_byte(const u32* in, u32* out) {
+    __shared__ u32 held[1];
+    if (threadIdx.x == 0) {
+        reinterpret_cast<volatile u8*>(held)[1] = 3;
+        held[0] = in[0];
+    }
+    if (threadIdx.x == 32) out[0] = held[0];
+}
+
+// The blocks before it touch the same memory as they should.
+KERNEL void wrong_in_one_block(const u32* in, u32* out) {
+    __shared__ u32 held[64];
+    held[threadIdx.x] = in[threadIdx.x];
+    if (blockIdx.x != gridDim.x / 2) sync_block();
+    out[threadIdx.x] = held[63 - threadIdx.x];
+}
+
 KERNEL void wrong_no_warp_sync(const u32* in, u32* out) {
     __shared__ u32 held[32];
     held[threadIdx.x] = in[threadIdx.x];

@@ -6,6 +6,7 @@
 // its copies and one that stands for its beginning: who has seen that one may touch its memory.
 #pragma once
 
+#include <stdlib.h>
 #include <string.h>
 
 #include <algorithm>
@@ -26,22 +27,38 @@ public:
     };
     static constexpr Place NONE = {-1, 0, false, 0};
 
-    // `blocks` of `threads` each, with so many bytes of shared memory.
-    // A large cluster's records are some 200 MB, and every emulated kernel has its own.
+    // Every emulated kernel has its own, and a large cluster's records are some 30 MB.
     void forget() {
-        std::vector<Cell>().swap(cells);
+        words.reset(), cells.reset();
         std::vector<u32>().swap(clocks);
     }
 
-    void start(int threads, int blocks, u64 bytes) {
-        each = threads, all = threads * blocks, count = all + 2 * blocks, span = bytes;
+    // A launch of clusters of `blocks` of `threads` each. Addresses of shared memory are those below
+    // `hole` and those from `after` to `bytes`.
+    void start_launch(int threads, int blocks, u32 hole, u32 after, u64 bytes) {
+        each = threads, all = threads * blocks, count = all + 2 * blocks;
+        hole_begin = (hole + 3) / 4 * 4, hole_bytes = after - hole_begin;
+        span = (bytes - hole_bytes + 3) / 4 * 4;
+        words.reset(make_cells(span * static_cast<u64>(blocks) / 4));
+        cells.reset(make_cells(span * static_cast<u64>(blocks)));
+        origin = 0;
+        engines.assign(static_cast<size_t>(blocks), 0);
+        beginnings = engines;
         clocks.assign(static_cast<size_t>(all) * static_cast<size_t>(count), 0);
-        for (int t = 0; t < all; t++) of(t)[t] = of(t)[beginning(t / each)] = 1;
-        cells.assign(bytes * static_cast<u64>(blocks), Cell{});
-        engines.assign(static_cast<size_t>(blocks), 1);
-        beginnings.assign(static_cast<size_t>(blocks), 1);
+    }
+
+    // Clocks go on where those of the cluster before ended, so its records are all of the past and
+    // need not be cleared: a clock of `origin` has seen nothing of this cluster.
+    void start_cluster() {
+        for (int t = 0; t < all; t++) origin = std::max(origin, of(t)[t]);
+        for (u32 clock : engines) origin = std::max(origin, clock);
+        for (u32 clock : beginnings) origin = std::max(origin, clock);
+        std::fill(clocks.begin(), clocks.end(), origin);
+        for (int t = 0; t < all; t++) of(t)[t] = of(t)[beginning(t / each)] = origin + 1;
+        std::fill(engines.begin(), engines.end(), origin + 1);
+        std::fill(beginnings.begin(), beginnings.end(), origin + 1);
         barriers.clear(), published.clear(), fences.clear(), fenced.clear(), counters.clear();
-        meeting.assign(static_cast<size_t>(count), 0);
+        meeting.assign(static_cast<size_t>(count), origin);
         met = meeting;
     }
 
@@ -49,27 +66,12 @@ public:
     Place access(int thread, int rank, u32 address, u64 bytes, bool write, u64 site) {
         const u32* now = of(thread);
         Place found = NONE;
-        Cell* cell = cell_of(rank, address);
-        for (u64 i = 0; i < bytes; i++, cell++) {
-            u32 where = address + static_cast<u32>(i);
-            if (cell->wrote > now[cell->writer]) {
-                found = {cell->writer, cell->write_site, true, where};
-            }
-            for (const Read& read : cell->reads) {
-                if (write && read.clock > now[read.thread]) {
-                    found = {read.thread, read.site, false, where};
-                }
-            }
-            if (write) {
-                *cell = {now[thread], static_cast<u32>(site), u16(thread), {}};
-                continue;
-            }
-            Read* reads = cell->reads;
-            // What comes from outside of the block is kept until it is known to be over.
-            bool kept = foreign(reads[1].thread, rank) && reads[1].clock > now[reads[1].thread];
-            if (!kept && reads[0].thread / 32 != thread / 32) reads[1] = reads[0];
-            reads[0] = {now[thread], static_cast<u32>(site), u16(thread)};
-        }
+        visit(rank, address, bytes, [&](Cell& cell, u32 at) {
+            Place other = race(cell, now, write, at);
+            if (other.thread >= 0) found = other;
+            if (write) cell = Cell{now[thread], static_cast<u32>(site), u16(thread)};
+            else note_read(cell, rank, now, thread, static_cast<u32>(site));
+        });
         return found;
     }
 
@@ -113,26 +115,24 @@ public:
     u32 send(int rank) { return engines[static_cast<size_t>(rank)]++; }
     // Copy `clock` of block `from` reads this, until it has landed.
     void read_by_copy(int from, u32 clock, int rank, u32 address, u64 bytes, u64 site) {
-        Cell* cell = cell_of(rank, address);
-        for (u64 i = 0; i < bytes; i++, cell++) {
-            cell->reads[1] = {clock, static_cast<u32>(site), u16(engine(from))};
-        }
+        visit(rank, address, bytes, [&](Cell& cell, u32) {
+            cell.reads[1] = {clock, static_cast<u32>(site), u32(engine(from))};
+        });
     }
     // Who wrote what this thread has not seen; notes no access.
     Place unseen(int thread, int rank, u32 address, u64 bytes) {
-        const Cell* cell = cell_of(rank, address);
-        for (u64 i = 0; i < bytes; i++, cell++) {
-            if (cell->wrote <= of(thread)[cell->writer]) continue;
-            return {cell->writer, cell->write_site, true, address + static_cast<u32>(i)};
-        }
-        return NONE;
+        const u32* now = of(thread);
+        Place found = NONE;
+        visit(rank, address, bytes, [&](const Cell& cell, u32 at) {
+            if (cell.wrote > now[cell.writer]) found = {cell.writer, cell.write_site, true, at};
+        });
+        return found;
     }
     // Copy `clock` of block `from` is there: who waits for the barrier may read it.
     void land(int from, u32 clock, int rank, u32 address, u64 bytes, u32 barrier, u64 site) {
-        Cell* cell = cell_of(rank, address);
-        for (u64 i = 0; i < bytes; i++, cell++) {
-            *cell = {clock, static_cast<u32>(site), u16(engine(from)), {}};
-        }
+        visit(rank, address, bytes, [&](Cell& cell, u32) {
+            cell = Cell{clock, static_cast<u32>(site), u16(engine(from))};
+        });
         u32& seen = left_at(rank, barrier, from != rank)[engine(from)];
         seen = std::max(seen, clock);
     }
@@ -145,16 +145,16 @@ public:
     Place unfenced(int thread, u32 address, u64 bytes) {
         const u32* now = of(thread);
         const std::vector<u32>& mine = fenced[thread];
-        const Cell* cell = cell_of(thread / each, address);
-        for (u64 i = 0; i < bytes; i++, cell++) {
-            if (cell->wrote == 0 || cell->writer >= all) continue;
-            if (!mine.empty() && cell->wrote <= mine[cell->writer]) continue;
-            const std::vector<u32>& theirs = fences[cell->writer];
-            auto after = std::lower_bound(theirs.begin(), theirs.end(), cell->wrote);
-            if (after != theirs.end() && *after < now[cell->writer]) continue;
-            return {cell->writer, cell->write_site, true, address + static_cast<u32>(i)};
-        }
-        return NONE;
+        Place found = NONE;
+        visit(thread / each, address, bytes, [&](const Cell& cell, u32 at) {
+            if (cell.wrote <= origin || cell.writer >= all) return;
+            if (!mine.empty() && cell.wrote <= mine[cell.writer]) return;
+            const std::vector<u32>& theirs = fences[cell.writer];
+            auto after = std::lower_bound(theirs.begin(), theirs.end(), cell.wrote);
+            if (after != theirs.end() && *after < now[cell.writer]) return;
+            found = {cell.writer, cell.write_site, true, at};
+        });
+        return found;
     }
 
     // ---- the cluster ----------------------------------------------------------------------------
@@ -168,7 +168,7 @@ public:
     }
     void open_cluster() {
         met.swap(meeting);
-        std::fill(meeting.begin(), meeting.end(), 0);
+        std::fill(meeting.begin(), meeting.end(), origin);
     }
     void wait_cluster(int thread) { join(of(thread), met.data()); }
     // An arrival at a counter in device memory, after those that were there before.
@@ -179,23 +179,23 @@ public:
         join(there.data(), of(thread));
         tick(thread);
     }
-    bool has_begun(int thread, int rank) { return of(thread)[beginning(rank)] != 0; }
+    bool has_begun(int thread, int rank) { return of(thread)[beginning(rank)] > origin; }
     // What others do to the memory of a block that ends and none of its threads knows to be over.
     Place left_open(int rank, u32 first, u32 last) {
         std::vector<u32> end(static_cast<size_t>(count), 0);
         for (int t = rank * each; t < (rank + 1) * each; t++) join(end.data(), of(t));
-        const Cell* cell = cell_of(rank, first);
-        for (u32 i = first; i < last; i++, cell++) {
-            for (const Read& read : cell->reads) {
-                if (foreign(read.thread, rank) && read.clock > end[read.thread]) {
-                    return {read.thread, read.site, false, i};
+        Place found = NONE;
+        visit(rank, first, last - first, [&](const Cell& cell, u32 at) {
+            if (cell.wrote > end[cell.writer] && foreign(cell.writer, rank)) {
+                found = {cell.writer, cell.write_site, true, at};
+            }
+            for (const Read& read : cell.reads) {
+                if (read.clock > end[read.thread] && foreign(int(read.thread), rank)) {
+                    found = {int(read.thread), read.site, false, at};
                 }
             }
-            if (foreign(cell->writer, rank) && cell->wrote > end[cell->writer]) {
-                return {cell->writer, cell->write_site, true, i};
-            }
-        }
-        return NONE;
+        });
+        return found;
     }
 
     // What thread knows of another: the clock up to which it has seen it.
@@ -208,13 +208,29 @@ private:
     typedef unsigned short u16;
     struct Read {
         u32 clock, site;
-        u16 thread;
+        u32 thread;
     };
     struct Cell {
         u32 wrote, write_site;
-        u16 writer;
-        Read reads[2];  // the last, and the last of another warp
+        u16 writer, split;  // split: of a word's bytes each has its own
+        Read reads[2];      // the last, and the last of another warp
     };
+
+    static Place race(const Cell& cell, const u32* now, bool write, u32 at) {
+        for (int i = 1; write && i >= 0; i--) {
+            const Read& read = cell.reads[i];
+            if (read.clock > now[read.thread]) return {int(read.thread), read.site, false, at};
+        }
+        if (cell.wrote > now[cell.writer]) return {cell.writer, cell.write_site, true, at};
+        return NONE;
+    }
+    void note_read(Cell& cell, int rank, const u32* now, int thread, u32 site) {
+        Read* reads = cell.reads;
+        // What comes from outside of the block is kept until it is known to be over.
+        bool kept = reads[1].clock > now[reads[1].thread] && foreign(int(reads[1].thread), rank);
+        if (!kept && reads[0].thread / 32 != u32(thread) / 32) reads[1] = reads[0];
+        reads[0] = {now[thread], site, u32(thread)};
+    }
 
     u32* of(int thread) {
         return clocks.data() + static_cast<size_t>(thread) * static_cast<size_t>(count);
@@ -227,20 +243,44 @@ private:
     bool foreign(int thread, int rank) const {
         return thread < rank * each || thread >= (rank + 1) * each;
     }
-    Cell* cell_of(int rank, u32 address) {
-        return cells.data() + static_cast<u64>(rank) * span + address;
+    // Calls see(cell, address) with every record of these bytes. There is one for each four bytes
+    // until some of them are touched without the others.
+    template <class See> void visit(int rank, u32 address, u64 bytes, See see) {
+        u64 place = static_cast<u64>(rank) * span +
+                    (address < hole_begin ? address : address - hole_bytes);
+        for (u64 next, end = place + bytes; place < end; address += u32(next - place), place = next) {
+            Cell& word = words[place / 4];
+            Cell* four = cells.get() + place / 4 * 4;
+            next = std::min(end, (place / 4 + 1) * 4);
+            bool whole = next - place == 4;
+            if (whole && !word.split) {
+                see(word, address);
+                continue;
+            }
+            if (!word.split) std::fill(four, four + 4, word), word.split = 1;
+            for (u64 i = place; i < next; i++) see(cells[i], address + u32(i - place));
+            // No padding in a cell, and the split of these four is 0.
+            if (whole && memcmp(four, four + 1, 3 * sizeof *four) == 0) word = *four;
+        }
     }
-    u64 key(int rank, u32 barrier) const { return static_cast<u64>(rank) * span + barrier; }
+    static u64 key(int rank, u32 barrier) { return static_cast<u64>(rank) << 32 | barrier; }
     u32* left_at(int rank, u32 barrier, bool far) {
         std::vector<u32>& there = barriers[2 * key(rank, barrier) + far];
         there.resize(static_cast<size_t>(count), 0);
         return there.data();
     }
 
+    // Pages of them that no thread touches take no memory.
+    static Cell* make_cells(u64 n) { return static_cast<Cell*>(calloc(n, sizeof(Cell))); }
+    struct Free {
+        void operator()(void* p) const { free(p); }
+    };
+
     int each = 0, all = 0, count = 0;
+    u32 origin = 0, hole_begin = 0, hole_bytes = 0;
     u64 span = 0;
     std::vector<u32> clocks, engines, beginnings, meeting, met;
-    std::vector<Cell> cells;
+    std::unique_ptr<Cell[], Free> words, cells;
     std::map<u64, std::vector<u32>> barriers, counters;
     std::map<u64, u32> published;
     std::map<int, std::vector<u32>> fences, fenced;

@@ -64,6 +64,7 @@ struct Thread {
 struct Warp {
     const char* doing;
     int arrived, lanes;
+    int away;  // of them in a barrier of the block, or ended
 };
 
 struct Meeting {

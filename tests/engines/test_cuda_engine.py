@@ -13,6 +13,7 @@ from nano import package, request
 from thor_dflash.config import EngineConfig
 from thor_dflash.errors import EngineError
 from thor_dflash.plugins.gdn import launch as gdn
+from thor_dflash.plugins.launch import Shift
 from thor_dflash.progress import Silent
 from thor_dflash.runtime.propose import Dflash
 from thor_dflash.runtime.session import Session, open_session
@@ -62,6 +63,17 @@ def test_a_kernel_that_is_not_told_where_its_states_are_is_refused(
     wrong = r"prefill: layers\.0\.linear_attn: .* told where .* \(got none for record_qkv\)"
     with pytest.raises(EngineError, match=wrong):
         open_session(made, EngineConfig(), Silent())
+
+
+def test_states_that_change_place_apart_need_a_shift_each(
+    made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = Shift(tuple(port for shift in gdn._SHIFTS for port in shift.ports))
+    monkeypatch.setattr(gdn, "_SHIFTS", (together, together))
+    wrong = r"must change place together \(got tail, next_tail"
+    session = open_session(made, EngineConfig(), Silent())
+    with closing(session) as s, pytest.raises(EngineError, match=wrong):
+        cycles(s, 1)
 
 
 def test_a_cycle_is_told_its_numbers_in_one_copy(made: Path, device: Fake) -> None:

@@ -15,7 +15,7 @@ from thor_dflash.plugins.cuda.driver import STICKY, Driver
 from thor_dflash.runtime.engines.cuda import control
 from thor_dflash.runtime.engines.cuda.control import RING, SLOT, Page, Ring, corners
 from thor_dflash.runtime.engines.cuda.memory import RESERVE, Arena
-from thor_dflash.tensors import DType, TensorSpec
+from thor_dflash.tensors import Array, DType, TensorSpec
 
 GB = 1 << 30
 
@@ -150,6 +150,21 @@ def test_what_no_kernel_writes_travels_as_one_and_only_when_it_changes() -> None
     page.write(7 * SLOT, bytes([1] * 4))  # a kernel may have written there since
     page.flush(0, sender)
     assert len(fake.pending) == 3
+
+
+def test_what_could_not_be_sent_is_sent_with_the_next_flush() -> None:
+    fake, sender = ring()
+    page = Page(4 * SLOT, own=4 * SLOT)
+    page.write(0, b"1234")
+    with pytest.raises(EngineError):
+        page.flush(0, SimpleNamespace(send=_refuse))  # type: ignore[arg-type]
+    page.write(0, b"1234")
+    page.flush(0, sender)
+    assert [(to, count) for to, _, count in fake.pending] == [(0, 4)]
+
+
+def _refuse(to: int, data: Array) -> None:
+    raise EngineError("no")
 
 
 @given(st.data())

@@ -190,6 +190,9 @@ def test_ended_warps_do_not_count_at_a_barrier() -> None:
     ("kernel", "threads"),
     [
         ("wrong_no_sync", 64),
+        ("wrong_byte_of_a_word", 64),
+        ("wrong_word_of_bytes", 64),
+        ("wrong_word_after_a_byte", 64),
         ("wrong_no_second_sync", 64),
         ("wrong_no_warp_sync", 32),
         ("wrong_no_init_sync", 64),
@@ -200,6 +203,20 @@ def test_a_missing_barrier_is_a_race_in_every_order(kernel: str, threads: int, s
     x = np.ones(1024, np.uint32)
     with pytest.raises(EmulatorFault, match=r"a race at .*probes\.cu:\d+ and no barrier"):
         probe(kernel, [x, np.zeros(64, np.uint32)], threads=threads, shared=544, seed=seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_race_is_found_whatever_blocks_did_before(seed: int) -> None:
+    x = np.ones(64, np.uint32)
+    with pytest.raises(EmulatorFault, match="block .2, 0, 0. .*a race at"):
+        probe("wrong_in_one_block", [x, np.zeros(64, np.uint32)], threads=64, blocks=5, seed=seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_bytes_of_a_word_are_apart(seed: int) -> None:
+    out = np.zeros(16, np.uint32)
+    probe("bytes_of_words", [out], threads=64, seed=seed)
+    np.testing.assert_array_equal(out, np.arange(64, dtype=np.uint8).view(np.uint32))
 
 
 @pytest.mark.parametrize(

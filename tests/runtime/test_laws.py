@@ -112,6 +112,21 @@ def commit(s: Session, tokens: list[int], count: int) -> None:
     s.model.state.commit(count)
 
 
+def test_a_restored_snapshot_says_what_the_drafter_never_saw() -> None:
+    s = session()
+    state = s.model.state
+    answers = s.run(Request(prompt=prompt(40, 7), max_tokens=60), Nobody())
+    while not next(answers).tokens:
+        pass
+    answers.close()
+    unseen, here = state.first, state.snapshot()
+    assert unseen == state.length
+    state.reset()
+    assert state.first == 0
+    state.restore(here)
+    assert state.first == unseen
+
+
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 @pytest.mark.parametrize("count", range(1, 17))
 def test_fold_of_n_rows_is_n_folds_of_one(geometry: str, count: int) -> None:

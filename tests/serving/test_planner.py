@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,7 +18,7 @@ import zmq
 
 from thor_dflash.errors import ConfigError
 from thor_dflash.serve_config import ServeConfig
-from thor_dflash.serving import security
+from thor_dflash.serving import client, security
 from thor_dflash.serving.aclient import AsyncPlanner
 from thor_dflash.serving.client import (
     Ask,
@@ -27,6 +29,7 @@ from thor_dflash.serving.client import (
     RemotePlanner,
     Result,
 )
+from thor_dflash.serving.codec import MSGPACK
 from thor_dflash.serving.mock import PLAN, MockBackend
 from thor_dflash.serving.planner import LocalPlanner, Planner
 
@@ -282,3 +285,56 @@ def test_a_server_that_is_not_there_is_said_to_be_so() -> None:
         with pytest.raises(PlanError, match="nothing is connected"):
             planner.plan(Ask(prompt="x"))
         assert time.monotonic() - begin < 60, "a connection is not waited for as a plan is"
+
+
+@pytest.mark.parametrize("looks", [0, 1])
+def test_a_reply_that_came_before_the_connection_was_lost_is_read(
+    looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both come together, before or between the looks of one wait."""
+    replies, events, seen = [b"the end"], [zmq.EVENT_DISCONNECTED], count()
+
+    def look(at: list[Any]) -> bool:
+        return next(seen) >= looks and bool(at)
+
+    ready = SimpleNamespace(register=lambda *_: None, poll=lambda _: True)
+    monkeypatch.setattr(client.zmq, "Poller", lambda: ready)
+    monkeypatch.setattr(client, "recv_monitor_message", lambda _: {"event": events.pop()})
+    line = object.__new__(client._Line)
+    line._endpoint, line._seen, line._lost = "inproc://x", 0, False
+    line._socket = SimpleNamespace(
+        poll=lambda *_: look(replies), recv_multipart=lambda: [replies.pop()]
+    )  # type: ignore[assignment]
+    line._monitor = SimpleNamespace(poll=lambda _: look(events))  # type: ignore[assignment]
+    assert line.receive(time.monotonic() + 1) == b"the end"
+    with pytest.raises(PlanError, match="lost"):
+        line.receive(time.monotonic() + 1)
+
+
+def test_replies_that_came_before_the_connection_was_lost_are_read_first() -> None:
+    """Of two sockets that are ready, the loop may ask the monitor first."""
+    lost = [zmq.EVENT_DISCONNECTED.to_bytes(2, "little") + bytes(4), b"inproc://x"]
+    frames = [[b"", MSGPACK.encode({"type": kind, "id": "1"})] for kind in ("a", "b")]
+
+    async def soon(values: list[Any], turns: int) -> Any:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        return values.pop(0) if values else await asyncio.Event().wait()
+
+    async def heard() -> list[Any]:
+        planner: Any = object.__new__(AsyncPlanner)
+        planner.options, planner._endpoint, planner._seen = Options(), "inproc://x", 0
+        planner._inboxes = {"1": asyncio.Queue()}
+        events = [lost]
+        planner._monitor = SimpleNamespace(recv_multipart=lambda: soon(events, 0))
+        planner._socket = SimpleNamespace(recv_multipart=lambda: soon(frames, 3))
+        tasks = [asyncio.create_task(work()) for work in (planner._watch, planner._read)]
+        async with asyncio.timeout(5):
+            items = [await planner._inboxes["1"].get() for _ in range(3)]
+        for task in tasks:
+            task.cancel()
+        return items
+
+    *come, end = asyncio.run(heard())
+    assert [reply.type for _, reply in come] == ["a", "b"]
+    assert isinstance(end, PlanError)

@@ -200,7 +200,11 @@ def arguments(bound: Bound, planned: Planned, places: Places) -> Arguments:
 def _word(bound: Bound, planned: Planned, wanted: Shift) -> int:
     """Address of what says where the values of some ports are; 0 where they have one place."""
     found = {turn.word for port in wanted.ports if (turn := _turn(bound, planned.step, port))}
-    assert len(found) <= 1, f"{planned.step.name}: {wanted.ports} do not change place together"
+    if len(found) > 1:
+        raise EngineError(
+            f"{planned.step.name}: ports of one shift must change place together "
+            f"(got {', '.join(wanted.ports)})"
+        )
     return found.pop() if found else 0
 
 

@@ -1,0 +1,57 @@
+"""What Python does in a cycle of the loop, with a driver that does nothing:
+
+    python tests/host_time.py
+
+planner-nano on the CUDA engine over fake_cuda, drafter on, one token a cycle. Prints microseconds a
+cycle, the least and the median of some runs. What cuda-python and the driver take is not in it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+
+from fake_cuda import Fake, fake  # noqa: E402
+from nano import package, request  # noqa: E402
+
+from thor_dflash.config import EngineConfig  # noqa: E402
+from thor_dflash.progress import Silent  # noqa: E402
+from thor_dflash.runtime.propose import Dflash  # noqa: E402
+from thor_dflash.runtime.session import Session, open_session  # noqa: E402
+
+WARM, CYCLES, RUNS = 10, 500, 7
+
+
+def one_run(session: Session, device: Fake) -> float:
+    """Microseconds a cycle."""
+    chunks = (c for c in session.run(request(session, 0, WARM + CYCLES), Dflash()) if c.tokens)
+    for _ in range(WARM):
+        next(chunks)
+    start = time.perf_counter()
+    count = sum(1 for _ in chunks)
+    spent = time.perf_counter() - start
+    device.sent.clear()
+    device.calls.clear()
+    return 1e6 * spent / count
+
+
+def main() -> None:
+    """Build, open, run."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        device = fake(patch)
+        out = package(Path(folder) / "nano", engine="cuda")
+        with closing(open_session(out, EngineConfig(), Silent())) as session:
+            times = [one_run(session, device) for _ in range(RUNS)]
+    print(f"{min(times):.0f} least, {statistics.median(times):.0f} median of {RUNS}, us a cycle")
+
+
+if __name__ == "__main__":
+    main()
