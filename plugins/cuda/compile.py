@@ -27,8 +27,8 @@ ROOT = Path(plugins.__file__).parent
 """What `#include "room/file.cuh"` is relative to."""
 
 OPTIONS = ("--std=c++17", "--ptxas-options=-v", "--fmad=false", "--extra-device-vectorization")
-"""No product and sum are rounded as one but where a kernel says fma_rn: the compiler would do it for
-some of an unrolled loop's rows and not for others, and a row's bits would depend on its place."""
+"""No product and sum are rounded as one but where a kernel says fma_rn: the compiler would do it in
+some of an unrolled loop's rows and not in others, and a row's bits would depend on its place."""
 _USAGE = re.compile(
     r"Compiling entry function '(?P<name>\w+)'.*?"
     r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "

@@ -89,6 +89,16 @@ DEVICE void e4m3x4_f16x4(u32 x, u32& low, u32& high) {
 // immediate again at every use: blocks of threads have no depth.
 DEVICE u32 opaque(u32 x) { return x + (blockDim.z - 1); }
 
+// Goes on when x has come out of shared memory. A load only begins where it stands: neither a barrier
+// nor an arrival waits for what nobody uses yet, and an asynchronous copy that they let begin can
+// overwrite what is still to be read (seen on an H100: one load of some 10^9). So of every load whose
+// bytes others may then overwrite, a word of the result, or of what was made of it, passes here
+// first; several as one, by ^. Blocks of threads have no depth: nothing ever sleeps.
+DEVICE void received(u32 x) {
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %0, 0; @p nanosleep.u32 1;}"
+                 ::"r"(x & (blockDim.z - 1)) : "memory");
+}
+
 DEVICE u32 rotate_right(u32 x, int n) { return __funnelshift_r(x, x, n); }
 // Four bytes of {b, a} (b high), chosen by the nibbles of `selector`.
 DEVICE u32 select_bytes(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
@@ -216,6 +226,11 @@ DEVICE void prefetch_bulk(const void* from, u32 bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
+DEVICE u32 load_shared4(saddr p) {
+    u32 r;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r) : "r"(p));
+    return r;
+}
 DEVICE uint4 load_shared16(saddr p) {
     uint4 r;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -285,6 +285,7 @@ draft_attention(const u16* q, const u16* k, const u16* v, const void* q_norm, co
     for (int i = 0; i < s.tiles; i++) {
         int ahead = i + STAGES - 1;
         copy_async_wait<STAGES - 2>();
+        received(last_of(state));
         sync_block();
         if (ahead < s.tiles)
             fetch(ring + ahead % STAGES * STAGE_BYTES, keys, values, s.at + ahead * TILE, s.end,

@@ -97,6 +97,14 @@ DEVICE void weigh(State& state, float (&s)[2][4], const View& view) {
     }
 }
 
+// Of the weighted values, in which every load of a tile has a part.
+DEVICE u32 last_of(const State& state) {
+    u32 x = 0;
+#pragma unroll
+    for (int d = 0; d < D / 8; d += 2) x ^= float_bits(state.o[d][0]);
+    return x;
+}
+
 DEVICE void attend(State& state, saddr q, saddr stage, int row0, int key0, const View& view) {
     float s[2][4] = {};
     score(s, q, stage, row0, key0);

@@ -131,6 +131,14 @@ DEVICE void advance(float (&s)[D / 8][4], float (&o)[4][4], const u8* stage, con
     into_state(s, d, keys);
 }
 
+// Of the state, in which every load of the stage has a part.
+DEVICE u32 last_of(const float (&s)[D / 8][4]) {
+    u32 x = 0;
+#pragma unroll
+    for (int j = 0; j < D / 8; j += 2) x ^= float_bits(s[j][0]);
+    return x;
+}
+
 // o [T, width] from `at` on: rows first.. below end.
 DEVICE void put_rows(u16* at, const float (&o)[4][4], int first, int end, i64 width) {
 #pragma unroll
@@ -214,6 +222,7 @@ gdn_prefill(const u16* qkv, const void* conv_weight, const i32* accepted, const 
         float y[4][4];
         advance(s, y, memory + c % 2 * STAGE, values + warp * 16 + threadIdx.x % 32 / 4);
         put_rows(out, y, c * CHUNK, end, width);
+        received(last_of(s));
         sync_block();
         if (threadIdx.x == 0 && c + 2 < chunks)
             fetch(memory, barriers, c + 2, k_from, key_heads, m_from, value_heads);

@@ -34,6 +34,10 @@ _WARPS = 8
 _SLOT, _STAGE_SLABS = 2304, 4
 _SUMS = 32 * 1024
 """Of an item, for 16 rows, bytes."""
+_NARROW = 2, 576, 8 * 1024
+"""Where items may have a narrow tile: slabs of a stage, bytes of a narrow slot for each, bytes of
+its sums for 16 rows. The room for it is what more slabs would take: two blocks must fit on a
+multiprocessor."""
 _SIDE = 256
 """Barriers and row scales, bytes."""
 
@@ -101,7 +105,7 @@ def _product(site: Site, device: Device, fused: Fused, rows: Argument) -> Launch
             Real(site.attributes.real("norm_eps")),
             Real(_next_offset(site)),
         ),
-        shared=_shared(tiles),
+        shared=_shared(tiles, narrow=bool(plan.narrow)),
         defines={
             "ROW_TILES": tiles,
             "KINDS": sum(1 << kind for kind in set(plan.kinds)),
@@ -109,14 +113,16 @@ def _product(site: Site, device: Device, fused: Fused, rows: Argument) -> Launch
             "EPILOGUE": int(fused.epilogue),
             "NEXT": _next(site),
             "PARTS": cut.parts,
+            "NARROW": int(bool(plan.narrow)),
         },
         cluster=cut.parts,
     )
 
 
-def _shared(tiles: int) -> int:
-    stage = _WARPS * _SLOT + _STAGE_SLABS * TILE_ROWS * tiles * 2 * SLAB
-    return (2 + tiles) * stage + tiles * _SUMS + _SIDE
+def _shared(tiles: int, *, narrow: bool) -> int:
+    slabs, slot, sums = _NARROW if narrow else (_STAGE_SLABS, 0, 0)
+    stage = _WARPS * _SLOT + slabs * (TILE_ROWS * tiles * 2 * SLAB + slot)
+    return (2 + tiles) * stage + tiles * (_SUMS + sums) + _SIDE
 
 
 def _next(site: Site) -> int:

@@ -18,8 +18,15 @@ constexpr int SQUARES_COLUMNS = 32;
 // Half an n-tile, which one warp brings to an end: 4 strips of 8 columns.
 typedef float Own[ROW_TILES][4][4];
 constexpr int HALF_SUMS = ROW_TILES * 4 * 32;           // float4
-constexpr int ROOM_BYTES = 2 * WARPS * HALF_SUMS * 16;  // [own half][block][phase]
-constexpr int MOST_HALVES = 8;                          // of an item
+constexpr int HALVES_ROOM = 2 * WARPS * HALF_SUMS * 16;  // [own half][block][phase]
+constexpr int MOST_HALVES = 8;                           // of an item
+
+// Eight rows of a narrow tile, which one warp brings to an end.
+constexpr int OCTETS = 2 * ROW_TILES;
+constexpr int OWN_OCTETS = OCTETS / 2;  // of one of two blocks
+constexpr int NARROW_ROOM = NARROW * OWN_OCTETS * 2 * WARPS * 32 * 16;  // [own octet][block][warp]
+constexpr int ROOM_BYTES = HALVES_ROOM + NARROW_ROOM;
+static_assert(!NARROW || EPILOGUE == SWIGLU, "nobody wants squares of a narrow tile");
 
 struct Results {
     const u64* outputs;
@@ -46,8 +53,9 @@ struct Room {
 
     // By one thread of the block, before any sums of the item can come.
     DEVICE void expect(const Item& item, int rank) const {
-        const int here = min(share(item), 2 * item.tiles - rank * share(item));
-        barrier_expect(arrived, max(0, here) * PARTS * item.phases() * HALF_SUMS * 16);
+        const int here = min(share(item), item.halves() - rank * share(item));
+        const int narrow = item.narrow.there() ? NARROW_ROOM : 0;
+        barrier_expect(arrived, max(0, here) * PARTS * item.phases() * HALF_SUMS * 16 + narrow);
     }
 
     // This warp's sums, to who ends them.
@@ -58,6 +66,7 @@ struct Room {
         for (int h = 0; h < 2; h++) {
             // `halves` is a power of two.
             const int half = 2 * tile + h, own = half & halves - 1;
+            if (h == 1 && item.half) break;
             const int place = (own * PARTS + rank) * phases + (warp & phases - 1);
             const u32 owner = half / halves;
             const u32 to = cluster_address(sums_at(place), owner);
@@ -73,6 +82,36 @@ struct Room {
             }
         }
     }
+    // And of its part of a narrow tile: a row of two strips is a lane's.
+    DEVICE void send_narrow(const NarrowSums& sums, int rank) const {
+        const int warp = threadIdx.x / 32;
+#pragma unroll
+        for (int octet = 0; octet < OCTETS; octet++) {
+            const int m = octet / 2, r = octet % 2 * 2, owner = octet / OWN_OCTETS;
+            const saddr at = narrow_at((octet % OWN_OCTETS * 2 + rank) * WARPS + warp);
+            store_cluster16(cluster_address(at, owner),
+                            make_float4(sums[m][0][r], sums[m][0][r + 1], sums[m][1][r],
+                                        sums[m][1][r + 1]),
+                            cluster_address(arrived, owner));
+        }
+    }
+    DEVICE saddr narrow_at(int place) const {
+        return sums + HALVES_ROOM + (place * 32 + threadIdx.x % 32) * 16;
+    }
+    // The sums of an octet, in order of blocks and then of warps.
+    DEVICE float4 add_narrow(int own) const {
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 4
+        for (int p = 0; p < 2 * WARPS; p++) {
+            const uint4 v = load_shared16(narrow_at(own * 2 * WARPS + p));
+            sum.x += bits_float(v.x);
+            sum.y += bits_float(v.y);
+            sum.z += bits_float(v.z);
+            sum.w += bits_float(v.w);
+        }
+        return sum;
+    }
+
     DEVICE saddr sums_at(int place) const {
         return sums + (place * HALF_SUMS + threadIdx.x % 32) * 16;
     }
@@ -105,10 +144,21 @@ struct Room {
     }
 
     // This warp has read its half: every block may send again once all halves have been. The first
-    // speaks for those that a narrow item has not.
-    DEVICE void release(const Item& item, int half) const {
+    // speaks for those that the item has not.
+    DEVICE void release(const Item& item, int half, const Own& own) const {
+        u32 last = 0;
+#pragma unroll
+        for (int m = 0; m < ROW_TILES; m++) {
+#pragma unroll
+            for (int j = 0; j < 4; j++) last ^= float_bits(own[m][j][0]);
+        }
+        const int narrow = NARROW && !item.narrow.there() ? OCTETS : 0;
+        release(half == 0 ? MOST_HALVES + 1 - item.halves() + narrow : 1, last);
+    }
+    DEVICE void release(int times, u32 last) const {
+        received(last);
         sync_warp();
-        const int lane = threadIdx.x % 32, times = half == 0 ? MOST_HALVES + 1 - 2 * item.tiles : 1;
+        const int lane = threadIdx.x % 32;
         if (lane >= PARTS) return;
         for (int i = 0; i < times; i++) barrier_arrive_cluster(cluster_address(free, lane));
     }
@@ -290,16 +340,40 @@ DEVICE void store_squares(const Squares& squares, const Results& to, int column)
     if (ROW_TILES == 1 && lane < 16) at[16 + lane] = 0.0f;
 }
 
+// Eight rows of a narrow tile: a strip of gate and one of up.
+DEVICE void finish_narrow(const Room& room, saddr scales_made, const Results& to, const Item& item,
+                          int octet, u32 parity) {
+    const int lane = threadIdx.x % 32, row = 8 * octet + lane / 4, column = item.narrow.column;
+    const float* const scales = to.scales + column + lane % 4 * 2;
+    const float2 gate = *reinterpret_cast<const float2*>(scales);
+    const float2 up = *reinterpret_cast<const float2*>(scales + 8);
+    Place place;
+    place.strip = to.strips[column / 8];
+    place.output = to.outputs[0];
+    if (ROW_SCALE) barrier_wait(scales_made, 0);
+    barrier_wait_cluster(room.arrived, parity);
+    const float4 sum = room.add_narrow(octet % OWN_OCTETS);
+    if (item.left) room.release(1, float_bits(sum.x));
+    const float factor = ROW_SCALE ? to.row_scales[row] : 1.0f;
+    store_strip(to, place, row, make_float2(sum.x * gate.x * factor, sum.y * gate.y * factor),
+                make_float2(sum.z * up.x * factor, sum.w * up.y * factor), 0, Raw{});
+}
+
 // The sums of an item are done.
-DEVICE void finish(const Sums& sums, Room& room, saddr scales_made, const Results& to,
-                   const Item& item, int rank, bool first) {
+DEVICE void finish(const Sums& sums, const NarrowSums& narrow_sums, Room& room, saddr scales_made,
+                   const Results& to, const Item& item, int rank, bool first) {
     const int warp = threadIdx.x / 32, halves = Room::share(item), half = rank * halves + warp;
     const u32 parity = room.parity;
     room.parity ^= 1;
-    // By every warp: one that skipped a turn of the room could take it for the next.
+    const bool narrow = item.narrow.there(), some = warp >> item.phase_bits() < item.tiles;
+    // Also a warp that has nothing to send: else it could be two turns ahead, and miss one.
     if (!first) barrier_wait_cluster(room.free, parity ^ 1);
-    if (warp >> item.phase_bits() < item.tiles) room.send(sums, item, rank);
-    if (warp >= halves || half >= 2 * item.tiles) return;
+    if (some) room.send(sums, item, rank);
+    if (narrow) room.send_narrow(narrow_sums, rank);
+    if (narrow && warp >= halves && warp < halves + OWN_OCTETS) {
+        finish_narrow(room, scales_made, to, item, rank * OWN_OCTETS + warp - halves, parity);
+    }
+    if (warp >= halves || half >= item.halves()) return;
     const int column = item.column + half * SQUARES_COLUMNS;
     End end;
     load_end(end, to, column);
@@ -307,7 +381,7 @@ DEVICE void finish(const Sums& sums, Room& room, saddr scales_made, const Result
     barrier_wait_cluster(room.arrived, parity);
     Own own;
     room.add(own, item.phases());
-    if (item.left) room.release(item, half);
+    if (item.left) room.release(item, half, own);
     Squares squares;
     store_own(squares, own, end, to);
     const bool padding = end.places[0].strip.x < 0;

@@ -7,10 +7,14 @@
 // their sums to the block of the cluster that adds them in order of k (finish.cuh). No sum depends on
 // who is first.
 //
+// An item may have a narrow tile: each warp multiplies 16 of K of one of its slots with each of its
+// own, so that the item is a sixteenth longer for all warps and not a quarter for two.
+//
 // The rows are what enters the product: a norm over the whole row is, but for the row's factor,
 // applied by whoever made the rows (y_slabs); that factor comes from x_squares at the end.
 //
-// Compile-time: ROW_TILES; KINDS; ROW_SCALE, whether x_squares is given; PARTS; and see finish.cuh.
+// Compile-time: ROW_TILES; KINDS; ROW_SCALE, whether x_squares is given; PARTS; NARROW; and see
+// finish.cuh.
 #include "cuda/device.cuh"
 #include "linear/finish.cuh"
 
@@ -70,8 +74,9 @@ struct Reader {
 
     DEVICE saddr slot() const { return turn.bytes() + slot_at; }
     DEVICE void wait() const { barrier_wait(turn.filled(), turn.parity); }
-    // This stage has been read by every lane.
-    DEVICE void next() const {
+    // This stage has been read by every lane; `last`: of its last loads.
+    DEVICE void next(u32 last) const {
+        received(last);
         sync_warp();
         if (threadIdx.x % 32 == 0) barrier_arrive(turn.read());
         turn.next();
@@ -81,14 +86,34 @@ struct Reader {
     DEVICE void skip(int q, int phase) const {
         for (; q - phase < end; q += phases) {
             wait();
-            next();
+            next(0);
         }
     }
 
+    // The warp's part of a narrow slot.
+    DEVICE static int narrow_k16() { return threadIdx.x / 64; }
+    DEVICE void load_narrow(Narrow& narrow, int phase) const {
+        narrow.load(turn.bytes() + NARROW_AT + phase * NARROW_SLOT,
+                    turn.bytes() + row_at + phase * ROWS * SLAB_ROW, narrow_k16());
+    }
+    DEVICE void only_narrow(NarrowSums& sums, int q, int phase) const {
+#pragma unroll 1
+        for (; q < end; q += phases) {
+            Narrow narrow;
+            wait();
+            load_narrow(narrow, phase);
+            next(narrow.last());
+            narrow.add(sums, narrow_k16());
+        }
+        skip(q, phase);
+    }
+
     // A slot's slab is the stage's of the same number.
-    DEVICE void nvfp4(Sums& sums, int q, int phase) const {
+    template <bool WITH_NARROW>
+    DEVICE void nvfp4(Sums& sums, NarrowSums& narrow_sums, int q, int phase) const {
         const u32 rows_at = row_at + phase * ROWS * SLAB_ROW;
         Nvfp4 now, ahead;
+        Narrow narrow;
         wait();
         now.load_scales(slot());
         now.load(slot(), turn.bytes() + rows_at, 0);
@@ -101,7 +126,12 @@ struct Reader {
                 now.codes = ahead.codes;
                 copy_fragments(now.a, ahead.a);
             }
-            next();
+            if (WITH_NARROW) {
+                load_narrow(narrow, phase);
+                received(now.last());
+                narrow.add(narrow_sums, narrow_k16());
+            }
+            next(WITH_NARROW ? narrow.last() : now.last());
             q += phases;
             if (q >= end) break;
             wait();
@@ -114,21 +144,21 @@ struct Reader {
         skip(q, phase);
     }
 
-    DEVICE void others(Sums& sums, int q, int phase, int kind) const {
+    DEVICE void others(Sums& sums, int q, int phase, int kind, bool half) const {
         const int sixteens = slot_columns(kind) / 16;
         for (; q < end; q += phases) {
             // Of the stage's slabs, and of the slab's K.
             const int slab = q * sixteens / 4 - (q - phase) * sixteens / 4;
             const saddr rows = turn.bytes() + row_at + slab * ROWS * SLAB_ROW;
             wait();
-            add_slot(sums, slot(), rows ^ 32 * (q * sixteens % 4), kind);
-            next();
+            add_slot(sums, slot(), rows ^ 32 * (q * sixteens % 4), kind, half);
+            next(last_of(sums));
         }
         skip(q, phase);
     }
 };
 
-// items: [clusters, most_items].
+// items: [clusters, most_items, 2].
 KERNEL void __launch_bounds__(THREADS, ROW_TILES == 1 ? 2 : 1)
 linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u8* slabs,
        const float* x_squares, const u16* residual, const u64* __restrict__ outputs,
@@ -147,7 +177,8 @@ linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u8
                  barriers + 16 * STAGES + 8, 0};
     const saddr scales_made = barriers + 16 * STAGES + 16;
     Walk at;
-    at.items = items + blockIdx.x / PARTS * most_items;
+    at.table = items;
+    at.at = blockIdx.x / PARTS * most_items * 2;
     at.halves = {count * rank / PARTS, count * (rank + 1) / PARTS};
     at.start();
     clear_rows(memory, row_count);
@@ -157,7 +188,7 @@ linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u8
             barrier_init(turn.empty + 8 * i, WARPS);
         }
         barrier_init(room.arrived, 1);
-        barrier_init(room.free, MOST_HALVES);
+        barrier_init(room.free, MOST_HALVES + NARROW * OCTETS);
         barrier_init(scales_made, 1);
         barrier_init_done();
     }
@@ -180,17 +211,26 @@ linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u8
         const bool active = warp >> item.phase_bits() < item.tiles && q < at.end;
         const Reader reader = {turn, static_cast<u32>(warp * SLOT), row_at, at.end, phases};
         Sums sums;
+        NarrowSums narrow_sums;
         clear(sums);
-        if (!active) {
+        clear(narrow_sums);
+        if (item.narrow.there()) {
+            if (active) {
+                reader.nvfp4<true>(sums, narrow_sums, q, phase);
+            } else {
+                reader.only_narrow(narrow_sums, q, phase);
+            }
+        } else if (!active) {
             reader.skip(q, phase);
         } else if (ONLY_NVFP4 || item.kind == NVFP4) {
-            reader.nvfp4(sums, q, phase);
+            reader.nvfp4<false>(sums, narrow_sums, q, phase);
         } else {
-            reader.others(sums, q, phase, item.kind);
+            reader.others(sums, q, phase, item.kind, item.half);
         }
-        finish(sums, room, scales_made, to, item, rank, first);
+        // Asked for anew: in a register throughout the loop, it would cost the loop one.
+        finish(sums, narrow_sums, room, scales_made, to, item, cluster_rank(), first);
         if (item.left == 0) return;
-        at.items++;
+        at.at += 2;
         at.open();
         if (threadIdx.x == 0) {
             barrier_wait_cluster(room.arrived, room.parity ^ 1);

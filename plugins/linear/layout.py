@@ -3,6 +3,11 @@
 The segments of a call lie side by side as packed columns, 64 columns to an n-tile, and up to twelve
 n-tiles of one kind to a group; the gate and up of a swiglu alternate every 8 columns. A group is
 stored by steps of 128 of K, then n-tile, then half a step, then slots; see units.cuh for a slot.
+
+A few n-tiles may be stored as four narrow ones, of 16 columns: a cluster can have one of these
+beside n-tiles, so that work which is a little more than a whole number of n-tiles is cut evenly.
+The others keep slots whose words a lane loads four at a time: in quarters it would load each by
+itself, 14 more instructions in a loop of 320.
 """
 
 from __future__ import annotations
@@ -53,6 +58,18 @@ GROUP_TILES = 12
 """Most n-tiles of a group: cut evenly in pieces of 1 to 4."""
 PIECE_TILES = 4
 """Most n-tiles that a block makes at a time."""
+HALF_TILE = 32
+"""Columns of half an n-tile: what one warp brings to an end."""
+NARROW = 16
+"""Columns of a narrow tile."""
+NARROW_IN_TILE = TILE // NARROW
+
+CLUSTERS = 132
+"""Clusters of two blocks on the largest device that is aimed at, an H100: sizes alone decide how a
+weight is packed, and any other device can cut it."""
+ROUNDS = range(4, 8)
+"""n-tiles of every cluster where some are stored narrow. With fewer, there might not be an item for
+each narrow tile to go with; with more, one n-tile more is little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +90,8 @@ class Group:
     tiles: int
     column: int
     """First packed column."""
+    narrow: bool = False
+    """Whether each slot is stored as four, of 16 columns."""
 
     @property
     def step_bytes(self) -> int:
@@ -87,27 +106,60 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Neighbouring n-tiles of a group."""
+    """Neighbouring n-tiles of a group, or half of one."""
 
     group: Group
     first: int
     """Of the group's n-tiles."""
     tiles: int
+    half: int | None = None
+    """Where the piece is half of a bf16 n-tile: which. The columns of a half lie together in a slot
+    of that kind alone."""
 
     @property
     def offset(self) -> int:
         """Of its first byte in the packed weight; a multiple of 512."""
-        return self.group.offset + self.first * self.group.kind.step_bytes
+        kind = self.group.kind
+        own = (self.half or 0) * kind.slot_bytes // 2
+        return self.group.offset + self.first * kind.step_bytes + own
 
     @property
     def column(self) -> int:
         """First packed column."""
-        return self.group.column + self.first * TILE
+        return self.group.column + self.first * TILE + (self.half or 0) * HALF_TILE
+
+    @property
+    def columns(self) -> int:
+        """Packed columns."""
+        return self.tiles * TILE if self.half is None else HALF_TILE
 
     @property
     def step_bytes(self) -> int:
         """Bytes of one step of K."""
-        return self.tiles * self.group.kind.step_bytes
+        return self.columns * self.group.kind.step_bytes // TILE
+
+
+@dataclass(frozen=True, slots=True)
+class NarrowTile:
+    """16 columns of a narrow group."""
+
+    group: Group
+    index: int
+    """Of the group's narrow tiles."""
+
+    @property
+    def offset(self) -> int:
+        """Of its first byte in the packed weight; a multiple of 64."""
+        tile, quarter = divmod(self.index, NARROW_IN_TILE)
+        kind = self.group.kind
+        return (
+            self.group.offset + tile * kind.step_bytes + quarter * kind.slot_bytes // NARROW_IN_TILE
+        )
+
+    @property
+    def column(self) -> int:
+        """First packed column."""
+        return self.group.column + self.index * NARROW
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +189,17 @@ class Layout:
         """Size of the packed weight."""
         last = self.groups[-1]
         return last.offset + self.steps * last.step_bytes
+
+    @property
+    def narrow(self) -> tuple[NarrowTile, ...]:
+        """Every narrow tile."""
+        groups = (group for group in self.groups if group.narrow)
+        return tuple(NarrowTile(g, i) for g in groups for i in range(g.tiles * NARROW_IN_TILE))
+
+    def padding(self, piece: Piece) -> bool:
+        """Whether no column of it belongs to a segment."""
+        first = piece.column // STRIP
+        return not any(self.strips[first : first + piece.columns // STRIP])
 
 
 def segments(site: Site) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
@@ -173,8 +236,20 @@ def _layout(k: int, kinds: tuple[Kind, ...], widths: tuple[int, ...], swiglu: bo
         strips += [strip for part in by_segment for strip in part]
         strips += [None] * (-len(strips) % (TILE // STRIP))
         tiles = (len(strips) - start) * STRIP // TILE
-        for first in range(0, tiles, GROUP_TILES):
-            column = start * STRIP + first * TILE
-            groups.append(Group(offset, kind, min(GROUP_TILES, tiles - first), column))
-            offset += -(-k // STEP) * groups[-1].step_bytes
+        narrow = narrow_tiles(tiles) if swiglu and kind is Kind.NVFP4 else 0
+        for first, end in ((0, tiles - narrow), (tiles - narrow, tiles)):
+            for tile in range(first, end, GROUP_TILES):
+                column = start * STRIP + tile * TILE
+                count = min(GROUP_TILES, end - tile)
+                groups.append(Group(offset, kind, count, column, narrow=first > 0))
+                offset += -(-k // STEP) * groups[-1].step_bytes
     return Layout(k, kinds, widths, tuple(groups), tuple(strips))
+
+
+def narrow_tiles(tiles: int) -> int:
+    """How many n-tiles of a swiglu in NVFP4 are stored narrow: those that `CLUSTERS` do not share
+    evenly, where each has to take but one narrow tile for them. Of other products the sums of
+    squares, by 32 columns, forbid it.
+    """
+    each, left = divmod(tiles, CLUSTERS)
+    return left if each in ROUNDS and left * NARROW_IN_TILE <= CLUSTERS else 0

@@ -11,7 +11,15 @@ from collections.abc import Mapping
 import numpy as np
 
 from thor_dflash.plugins.launch import Shaped, Site
-from thor_dflash.plugins.linear.layout import STRIP, TILE, Group, Kind, Layout, layout
+from thor_dflash.plugins.linear.layout import (
+    NARROW_IN_TILE,
+    STRIP,
+    TILE,
+    Group,
+    Kind,
+    Layout,
+    layout,
+)
 from thor_dflash.tensors import Array, DType
 
 NVFP4_FACTOR = np.float32(2.0**45)
@@ -69,7 +77,7 @@ def _pack_tile(
             bad = int(scales[scales > LARGEST_SCALE][0])
             raise ValueError(f"block_scale must be a positive E4M3 number (got byte {bad:#x})")
         codes = _rows(plan, first, "weight", k // 2, arrays)
-        _nvfp4(codes, scales, out)
+        (_narrow if group.narrow else _nvfp4)(codes, scales, out)
     elif group.kind is Kind.FP8:
         rows = _rows(plan, first, "weight", k, arrays)
         if ((rows & 0x7F) == 0x7F).any():
@@ -125,22 +133,51 @@ SPREAD = _scale_tables()
 
 def _nvfp4(codes: Array, scales: Array, out: Array) -> None:
     """codes [64, K/2], scales [64, K/16] -> out [steps, 2, 2304]."""
-    blocks = scales.shape[1]
-    if (scales == 0).any():
-        codes.reshape(TILE, blocks, 8)[scales == 0] = 0
-    _words(codes, out.reshape(*out.shape[:2], -1)[:, :, :_CODES_BYTES])
-    by_strip = scales.reshape(2, 4, 8, blocks)
-    word = np.take(SPREAD[0], by_strip[:, 0])
-    for i in range(1, 4):
-        word |= np.take(SPREAD[i], by_strip[:, i])
+    _clear(codes, scales)
+    out[:, :, :_CODES_BYTES] = _words(codes).view(np.uint8).reshape(*out.shape[:2], _CODES_BYTES)
+    word = _scale_words(scales.reshape(2, 4, 8, -1).swapaxes(0, 1))  # [half, g, block]
     ordered = word.transpose(2, 1, 0).reshape(-1, 2, 4, 8, 2).transpose(0, 1, 3, 2, 4)
     out[:, :, _CODES_BYTES:] = (
         np.ascontiguousarray(ordered).view(np.uint8).reshape(*out.shape[:2], 256)
     )
 
 
-def _words(codes: Array, out: Array) -> None:
-    """codes [64, K/2] -> out [steps, 2, 2048]: words [k16][g][t][j], bits as in units.cuh."""
+def _narrow(codes: Array, scales: Array, out: Array) -> None:
+    """The same for four narrow tiles: out [steps, 2, 4 * (512 + 64)]."""
+    _clear(codes, scales)
+    quarters = out.reshape(*out.shape[:2], NARROW_IN_TILE, -1)
+    words = _words(codes).reshape(-1, 2, 4, 32, NARROW_IN_TILE)  # [step, half, k16, lane, j]
+    cut = _CODES_BYTES // NARROW_IN_TILE
+    quarters[..., :cut] = (
+        np.ascontiguousarray(words.transpose(0, 1, 4, 2, 3))
+        .view(np.uint8)
+        .reshape(*quarters.shape[:3], cut)
+    )
+    # [k16 % 2, strip of the tile, tile, g, k16 / 2]
+    turned = scales.reshape(NARROW_IN_TILE, 2, 8, -1, 2).transpose(4, 1, 0, 2, 3)
+    word = _scale_words(turned.reshape(4, *turned.shape[2:]))
+    ordered = word.reshape(NARROW_IN_TILE, 8, -1, 2, 2).transpose(2, 3, 0, 1, 4)
+    quarters[..., cut:] = (
+        np.ascontiguousarray(ordered).view(np.uint8).reshape(*quarters.shape[:3], -1)
+    )
+
+
+def _clear(codes: Array, scales: Array) -> None:
+    """Codes of a block whose scale is zero."""
+    if (scales == 0).any():
+        codes.reshape(*scales.shape, 8)[scales == 0] = 0
+
+
+def _scale_words(scales: Array) -> Array:
+    """[4, ...]: by position in a word -> words [...]."""
+    word: Array = np.take(SPREAD[0], scales[0])
+    for i in range(1, 4):
+        word |= np.take(SPREAD[i], scales[i])
+    return word
+
+
+def _words(codes: Array) -> Array:
+    """codes [64, K/2] -> uint32 [k16, g, t, j], bits as in units.cuh."""
     # [j, p, g, k16, b] of four bytes t: strip 2j + p, column g, k = 16 k16 + 8 b + 2 t
     quads = codes.view(np.uint32).reshape(4, 2, 8, -1, 2)
     k16 = quads.shape[3]
@@ -150,7 +187,7 @@ def _words(codes: Array, out: Array) -> None:
     transpose_bytes(q)
     for t in range(4):
         turned[:, :, t] = permute(q[t])
-    out[...] = turned.view(np.uint8).reshape(out.shape)
+    return turned
 
 
 def transpose_bytes(q: list[Array]) -> None:

@@ -4,6 +4,10 @@ one.
 A cluster makes whole sums of its columns, each of its blocks over a run of K, and adds them in
 order of k through its blocks' shared memory. More blocks to a cluster make an even cut of few
 columns possible; fewer leave less to add.
+
+A narrow tile goes with an item of n-tiles: it shares their rows and their end, and all warps of the
+block share its products. By the costs below, one of gate and up is a twentieth of four n-tiles; as
+an item of its own it would be a fifth.
 """
 
 from __future__ import annotations
@@ -15,11 +19,21 @@ from functools import lru_cache
 
 import numpy as np
 
-from thor_dflash.plugins.linear.layout import PIECE_TILES, Group, Kind, Layout, Piece
+from thor_dflash.plugins.linear.layout import (
+    NARROW_IN_TILE,
+    PIECE_TILES,
+    Group,
+    Kind,
+    Layout,
+    NarrowTile,
+    Piece,
+)
 from thor_dflash.tensors import Array
 
 OFFSET_UNIT = 512
 """Bytes; offsets into the packed weight are given to the kernel in this unit."""
+NARROW_UNIT = 64
+"""The same for narrow tiles."""
 
 PARTS = (2, 4, 8)
 """Blocks a cluster may have. 8 is the most that every device takes. Source: CUDA C++ Programming
@@ -36,15 +50,24 @@ ROWS = 0.4 * 2048
 """What the rows of a half step cost a block, in the same measure: they come from the L2 cache. An
 estimate."""
 
-WORK = {Kind.NVFP4: 1.0, Kind.FP8: 0.6, Kind.BF16: 0.4}
-"""What a byte of weight costs a block: less where less is to be decoded and multiplied for it. All
-blocks together are bound by memory; one that has more bytes than others is not. An estimate."""
+WORK = {Kind.NVFP4: 1.0, Kind.FP8: 0.85, Kind.BF16: 0.75}
+"""What a byte of weight costs a block: less where less is to be decoded and multiplied for it. That
+of bf16 is from a trace on an H100, where blocks with one n-tile of it took 24 us and those with two
+of NVFP4 19. That of FP8 is an estimate."""
 
 WARPS = 8
-NARROW = 2
-"""Tiles of an item up to which each has half of the block's warps, and not a quarter."""
+WARP_TILES = 2
+"""n-tiles of an item up to which each has half of the block's warps, and not a quarter."""
 HALF = 64
 """Of K, half a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """What a cluster makes at a time."""
+
+    piece: Piece
+    narrow: NarrowTile | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +76,7 @@ class Partition:
 
     parts: int
     """Blocks of a cluster."""
-    clusters: tuple[tuple[Piece, ...], ...]
+    clusters: tuple[tuple[Item, ...], ...]
 
     @property
     def most_items(self) -> int:
@@ -61,15 +84,26 @@ class Partition:
         return max(map(len, self.clusters))
 
     def item_table(self) -> Array:
-        """int32 [clusters, most_items, 4]: offset / 512 of the first n-tile, bytes / 512 of a step,
-        first packed column, kind | tiles << 8 | items that follow << 16.
+        """int32 [clusters, most_items, 2, 4]: offset / 512 of the first n-tile, bytes / 512 of a
+        step, first packed column, kind | half an n-tile << 2 | n-tiles << 8 | items that follow
+        << 16; then of the narrow tile offset / 64, bytes / 512 of a step, first packed column, 0;
+        or -1 for that column.
         """
-        table = np.zeros((len(self.clusters), self.most_items, 4), np.int32)
+        table = np.zeros((len(self.clusters), self.most_items, 2, 4), np.int32)
         for cluster, items in zip(table, self.clusters, strict=True):
             for left, row, i in zip(range(len(items) - 1, -1, -1), cluster, items, strict=False):
-                row[:2] = i.offset // OFFSET_UNIT, i.group.step_bytes // OFFSET_UNIT
-                row[2:] = i.column, i.group.kind | i.tiles << 8 | left << 16
+                row[0], row[1] = _piece_words(i.piece, left), (0, 0, -1, 0)
+                if i.narrow is not None:
+                    step = i.narrow.group.step_bytes // OFFSET_UNIT
+                    row[1] = i.narrow.offset // NARROW_UNIT, step, i.narrow.column, 0
         return table
+
+
+def _piece_words(piece: Piece, left: int) -> tuple[int, int, int, int]:
+    half = 0 if piece.half is None else 1 << 2
+    rest = piece.group.kind | half | piece.tiles << 8 | left << 16
+    step = piece.group.step_bytes // OFFSET_UNIT
+    return piece.offset // OFFSET_UNIT, step, piece.column, rest
 
 
 def halves(plan: Layout, parts: int) -> list[range]:
@@ -94,7 +128,9 @@ def clusters(parts: int, multiprocessors: int, each: int) -> int:
 
 
 def _parts(plan: Layout) -> Iterator[int]:
-    return (p for p in PARTS if p == PARTS[0] or p <= -(-plan.k // HALF))
+    """Two blocks have room for the sums of a narrow tile, more have not."""
+    parts = PARTS[:1] if plan.narrow else PARTS
+    return (p for p in parts if p == PARTS[0] or p <= -(-plan.k // HALF))
 
 
 def _cut(plan: Layout, parts: int, count: int) -> Partition:
@@ -105,46 +141,85 @@ def _cut(plan: Layout, parts: int, count: int) -> Partition:
 
 def _dealt(plan: Layout, parts: int, count: int, width: int) -> Partition:
     """Every piece to the cluster that has least, the longest first. Wide pieces as long as every
-    cluster gets equally many, then pieces of `width`.
+    cluster gets equally many, then pieces of `width`; at last the narrow tiles.
     """
-    wide = [p for group in plan.groups for p in group.pieces(_tiles(group, PIECE_TILES))]
+    wide = [p for g in plan.groups if not g.narrow for p in _pieces(plan, g, PIECE_TILES)]
     whole = len(wide) // count * count
     rest: list[Piece] = []
     for piece in wide[whole:]:
-        group, own = piece.group, _tiles(piece.group, width)
-        if not rest or rest[-1].group is not group:
-            rest += group.pieces(own, piece.first)
+        if not rest or rest[-1].group is not piece.group:
+            rest += _pieces(plan, piece.group, width, piece.first)
     pieces = sorted(wide[:whole] + rest, key=lambda p: -_piece_cost(plan, p, parts))
     heap = [(0.0, i) for i in range(min(count, len(pieces)))]
-    dealt: list[list[Piece]] = [[] for _ in heap]
+    dealt: list[list[Item]] = [[] for _ in heap]
     for piece in pieces:
         load, i = heapq.heappop(heap)
-        dealt[i].append(piece)
+        dealt[i].append(Item(piece))
         heapq.heappush(heap, (load + _piece_cost(plan, piece, parts), i))
+    _deal_narrow(plan, parts, heap, dealt)
     return Partition(parts, tuple(map(tuple, dealt)))
 
 
-def _tiles(group: Group, width: int) -> int:
-    """As many n-tiles of a wider kind as are the work of `width` of NVFP4."""
-    return max(1, width // group.kind.slots)
+def _deal_narrow(
+    plan: Layout, parts: int, heap: list[tuple[float, int]], dealt: list[list[Item]]
+) -> None:
+    """To the cluster that has least, of those with an item that has none yet."""
+    given = [0] * len(dealt)
+    for tile in plan.narrow:
+        load, i = heapq.heappop(heap)
+        items, at = dealt[i], given[i]
+        items[at] = Item(items[at].piece, tile)
+        given[i] += 1
+        if given[i] < len(items):
+            heapq.heappush(heap, (load + _narrow_cost(plan, parts), i))
 
 
-def lanes(piece: Piece, parts: int) -> int:
+def _pieces(plan: Layout, group: Group, width: int, first: int = 0) -> Iterator[Piece]:
+    """From an n-tile on, as many of a wider kind as are the work of `width` of NVFP4, or halves of
+    bf16 ones; no halves that are padding.
+    """
+    slots = group.kind.slots
+    if group.kind is not Kind.BF16 or width >= slots:
+        return group.pieces(max(1, width // slots), first)
+    found = (Piece(group, t, 1, half) for t in range(first, group.tiles) for half in (0, 1))
+    return (piece for piece in found if not plan.padding(piece))
+
+
+def lanes(plan: Layout, piece: Piece, parts: int) -> int:
     """n-tiles, there or not, that a block's warps are dealt to; as Item::lanes in ring.cuh."""
-    if piece.tiles > NARROW or parts > 4:
+    if piece.tiles > WARP_TILES or parts > 4 or plan.narrow:
         return 4
-    return 1 if piece.tiles == 1 and parts == 2 and piece.group.kind is not Kind.NVFP4 else NARROW
+    alone = piece.tiles == 1 and parts == 2 and piece.group.kind is not Kind.NVFP4
+    return 1 if alone else WARP_TILES
 
 
 def _piece_cost(plan: Layout, piece: Piece, parts: int) -> float:
     """Bytes that the busiest block of a cluster streams for a piece, with what its end costs."""
-    longest = max(map(len, halves(plan, parts)))
     kind = piece.group.kind
-    phases = WARPS // lanes(piece, parts)  # the warps of an n-tile take slots in turn
-    turns = -(-longest * kind.slots // phases) * phases
-    weights = turns * piece.tiles * kind.slot_bytes * WORK[kind]
+    turns = _turns(plan, kind, parts, WARPS // lanes(plan, piece, parts))
+    weights = turns * piece.step_bytes / (2 * kind.slots) * WORK[kind]
     return weights + turns / kind.slots * ROWS + END
 
 
+def _narrow_cost(plan: Layout, parts: int) -> float:
+    """What a narrow tile adds to its item: nothing at the end, which is an estimate."""
+    kind = Kind.NVFP4
+    turns = _turns(plan, kind, parts, WARPS // PIECE_TILES)
+    return turns * kind.slot_bytes / NARROW_IN_TILE * WORK[kind]
+
+
+def _turns(plan: Layout, kind: Kind, parts: int, phases: int) -> int:
+    """Slots of the block that has most, in whole stages: the warps of an n-tile take them in
+    turn.
+    """
+    longest = max(map(len, halves(plan, parts)))
+    return -(-longest * kind.slots // phases) * phases
+
+
+def _item_cost(plan: Layout, item: Item, parts: int) -> float:
+    narrow = 0.0 if item.narrow is None else _narrow_cost(plan, parts)
+    return _piece_cost(plan, item.piece, parts) + narrow
+
+
 def _cost(plan: Layout, cut: Partition) -> float:
-    return max(sum(_piece_cost(plan, p, cut.parts) for p in items) for items in cut.clusters)
+    return max(sum(_item_cost(plan, i, cut.parts) for i in items) for items in cut.clusters)

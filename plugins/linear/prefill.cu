@@ -11,10 +11,10 @@
 // tiles, where they leave more than half the blocks idle, are cut in two by rows. A row's sums are
 // made in order of k, whatever T and wherever the row lies.
 //
-// Compile-time: TILE_ROWS 64 or 128; KINDS, the weight kinds of the launch (1 << kind); EPILOGUE as
-// below.
+// Compile-time: TILE_ROWS 64 or 128; KINDS, the weight kinds of the launch (1 << kind), of which one is
+// NVFP4 in narrow tiles; EPILOGUE as below.
 #include "cuda/device.cuh"
-#include "linear/units.cuh"
+#include "linear/fragments.cuh"
 
 enum { NONE, SWIGLU, RESIDUAL };
 
@@ -22,11 +22,12 @@ constexpr int STAGES = 4;  // of the ring
 constexpr int TILES = 4;   // n-tiles of a group, and warps side by side
 constexpr int WARPS = TILE_ROWS / 64 * TILES;
 constexpr int THREADS = 32 * WARPS;
-constexpr int STEP = 64;        // of K
-constexpr int ROW_BYTES = 128;  // of one step
+constexpr int STEP = 64;  // of K
 constexpr int ROWS_BYTES = TILE_ROWS * ROW_BYTES;
 // One n-tile in one step, as stored; the ring has room for the largest kind of the launch.
-DEVICE constexpr int unit_bytes(int kind) { return step_bytes(kind) * STEP / STEP_K; }
+DEVICE constexpr int unit_bytes(int kind) {
+    return step_bytes(kind == NARROW ? NVFP4 : kind) * STEP / STEP_K;
+}
 constexpr int UNIT_BYTES = unit_bytes(KINDS & 1 << BF16 ? BF16 : KINDS & 1 << FP8 ? FP8 : NVFP4);
 constexpr int SLOT_BYTES = ROWS_BYTES + TILES * UNIT_BYTES;
 constexpr int AT_ONCE = THREADS / 8;  // rows that one pass of the block copies
@@ -124,56 +125,6 @@ DEVICE void fetch_rows(const Call& call, const Ahead& at, saddr ring) {
     copy_async_commit();
 }
 
-// One warp's share of a slot for 16 of K, as loaded: 16 M rows, and 64 columns still packed.
-template <int KIND, int M> struct Fragments {
-    static constexpr int LOADS = slots_of(KIND);
-    u32 rows[M][4];
-    uint4 packed[LOADS];
-    uint4 scales;  // NVFP4: of two k16
-
-    // `rows_at`: this lane's row and half in the slot. `before`: of the 16 of K before.
-    DEVICE void load(saddr rows_at, saddr unit, int k16, const Fragments& before) {
-        const int lane = threadIdx.x % 32;
-#pragma unroll
-        for (int m = 0; m < M; m++)
-            load_matrix4(rows[m], (rows_at ^ (k16 << 5)) + m * 16 * ROW_BYTES);
-#pragma unroll
-        for (int i = 0; i < LOADS; i++)
-            packed[i] = load_shared16(unit + (k16 * LOADS + i) * 512 + lane * 16);
-        if (KIND != NVFP4) return;
-        scales = k16 % 2 ? before.scales
-                         : load_shared16(unit + NVFP4_CODES + lane / 4 * 32 + k16 * 8);
-    }
-
-    // b0, b1 of strip 2 j and of strip 2 j + 1.
-    DEVICE void strips(u32 (&b)[4], int k16, int j) const {
-        if (KIND == NVFP4) {
-            const u32 word = j == 0   ? packed[0].x
-                             : j == 1 ? packed[0].y
-                             : j == 2 ? packed[0].z
-                                      : packed[0].w;
-            u32 pair[2];
-            nvfp4_scales(k16 % 2 ? (j / 2 ? scales.w : scales.z) : (j / 2 ? scales.y : scales.x),
-                         pair);
-            nvfp4_fragments(word, pair[j % 2], b);
-        } else if (KIND == FP8) {
-            const uint4 words = packed[j / 2];
-            u32 even[2], odd[2];
-            fp8_fragments(j % 2 ? words.z : words.x, even);
-            fp8_fragments(j % 2 ? words.w : words.y, odd);
-            b[0] = even[0];
-            b[1] = even[1];
-            b[2] = odd[0];
-            b[3] = odd[1];
-        } else {
-            b[0] = packed[j].x;
-            b[1] = packed[j].y;
-            b[2] = packed[j].z;
-            b[3] = packed[j].w;
-        }
-    }
-};
-
 // What a warp keeps in mind while it reads the ring.
 struct Reader {
     saddr ring, full;
@@ -220,6 +171,7 @@ DEVICE void multiply(Sums<M>& sums, const Call& call, Reader& reader, Ahead& ahe
             if (k16 < 3) {
                 then.load(reader.rows_at(), reader.unit_at(), k16 + 1, now);
             } else {
+                received(now.last());
                 reader.next();
                 if (step < call.steps) {
                     reader.acquire();
@@ -338,6 +290,7 @@ DEVICE void work(const Item& item, const Call& call, const Finish& f, Reader& re
                       static_cast<u32>((lane / 16 ^ (lane & 7)) << 4);
     Sums<M> sums = {};
     if ((KINDS & 1 << NVFP4) && kind == NVFP4) multiply<NVFP4, M>(sums, call, reader, ahead);
+    if ((KINDS & 1 << NARROW) && kind == NARROW) multiply<NARROW, M>(sums, call, reader, ahead);
     if ((KINDS & 1 << FP8) && kind == FP8) multiply<FP8, M>(sums, call, reader, ahead);
     if ((KINDS & 1 << BF16) && kind == BF16) multiply<BF16, M>(sums, call, reader, ahead);
     finish<M>(sums, call, f, item.group.column + tile * 64, item.row + down);

@@ -20,7 +20,7 @@ from thor_dflash.plugins.launch import (
     Table,
 )
 from thor_dflash.plugins.linear.few import Epilogue, strip_table
-from thor_dflash.plugins.linear.layout import PIECE_TILES, Kind, Layout, Piece, layout
+from thor_dflash.plugins.linear.layout import PIECE_TILES, Group, Kind, Layout, Piece, layout
 from thor_dflash.plugins.linear.prepare import prepared
 from thor_dflash.tensors import Array
 
@@ -31,6 +31,8 @@ STEP = 64
 BARRIER_BYTES = 8
 OFFSET_UNIT = 512
 """Of a piece's offset, bytes."""
+NARROW = 3
+"""As in prefill.cu: the kind of n-tiles that are stored narrow."""
 
 
 def launches(site: Site, device: Device) -> tuple[Launch, ...]:
@@ -72,7 +74,7 @@ def _product(site: Site, device: Device, rows: Argument) -> Launch:
         shared=shared,
         defines={
             "TILE_ROWS": tile_rows,
-            "KINDS": sum(1 << kind for kind in set(plan.kinds)),
+            "KINDS": sum(1 << kind for kind in {_kind(group) for group in plan.groups}),
             "EPILOGUE": epilogue,
         },
     )
@@ -99,7 +101,11 @@ def _table(pieces: Sequence[Piece]) -> Array:
     first packed column.
     """
     rows = [
-        (p.offset // OFFSET_UNIT, p.group.kind | p.group.tiles << 8, p.tiles, p.column)
+        (p.offset // OFFSET_UNIT, _kind(p.group) | p.group.tiles << 8, p.tiles, p.column)
         for p in pieces
     ]
     return np.array(rows, np.int32)
+
+
+def _kind(group: Group) -> int:
+    return NARROW if group.narrow else group.kind

@@ -5,11 +5,30 @@
 #include "linear/ring.cuh"
 
 typedef float Sums[ROW_TILES][8][4];
+typedef float NarrowSums[ROW_TILES][2][4];
 typedef u32 RowFragments[ROW_TILES][4];
 
 DEVICE void load_fragments(RowFragments& a, saddr rows, int k16) {
 #pragma unroll
     for (int m = 0; m < ROW_TILES; m++) load_matrix4(a[m], (rows ^ 32 * k16) + m * 16 * SLAB_ROW);
+}
+
+// Of what was loaded, for `received`.
+DEVICE u32 last_of(const RowFragments& a) {
+    u32 x = 0;
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; m++) x ^= a[m][0];
+    return x;
+}
+// Of sums in which every load has a part.
+DEVICE u32 last_of(const Sums& sums) {
+    u32 x = 0;
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; m++) {
+#pragma unroll
+        for (int j = 0; j < 8; j += 2) x ^= float_bits(sums[m][j][0]);
+    }
+    return x;
 }
 
 DEVICE void copy_fragments(RowFragments& to, const RowFragments& from) {
@@ -53,6 +72,8 @@ struct Nvfp4 {
         codes = load_shared16(slot + 512 * k16 + 16 * lane);
         load_fragments(a, rows, k16);
     }
+    // Of the last loads.
+    DEVICE u32 last() const { return codes.x ^ last_of(a); }
     DEVICE void load_scales(saddr slot) {
         const saddr at = slot + NVFP4_CODES + threadIdx.x % 32 / 4 * 32;
         scales[0] = load_shared16(at);
@@ -61,6 +82,29 @@ struct Nvfp4 {
     DEVICE void add(Sums& sums, int k16) const {
         const uint4& s = scales[k16 / 2];
         add_nvfp4_words(sums, a, codes, k16 % 2 ? s.z : s.x, k16 % 2 ? s.w : s.y);
+    }
+};
+
+// What a lane holds of a narrow slot: 16 of K, the same for the whole item.
+struct Narrow {
+    u32 codes, scales;
+    RowFragments a;
+
+    DEVICE void load(saddr slot, saddr rows, int k16) {
+        const u32 lane = threadIdx.x % 32;
+        codes = load_shared4(slot + 128 * k16 + 4 * lane);
+        scales = load_shared4(slot + NARROW_CODES + lane / 4 * 8 + k16 / 2 * 4);
+        load_fragments(a, rows, k16);
+    }
+    DEVICE u32 last() const { return codes ^ scales ^ last_of(a); }
+    DEVICE void add(NarrowSums& sums, int k16) const {
+        u32 b[4];
+        nvfp4_fragments(codes, nvfp4_scale(scales, k16 % 2), b);
+#pragma unroll
+        for (int m = 0; m < ROW_TILES; m++) {
+            mma_bf16(sums[m][0], a[m], b[0], b[1]);
+            mma_bf16(sums[m][1], a[m], b[2], b[3]);
+        }
     }
 };
 
@@ -85,13 +129,14 @@ DEVICE void add_fp8(Sums& sums, saddr slot, saddr rows) {
     }
 }
 
-// 16 of K.
-DEVICE void add_bf16(Sums& sums, saddr slot, saddr rows) {
+// 16 of K; `half`: of the first four strips.
+DEVICE void add_bf16(Sums& sums, saddr slot, saddr rows, bool half) {
     const saddr at = slot + threadIdx.x % 32 * 16;
     RowFragments a;
     load_fragments(a, rows, 0);
 #pragma unroll
     for (int h = 0; h < 4; h++) {
+        if (h == 2 && half) return;
         const uint4 b = load_shared16(at + 512 * h);
         add_strip(sums, a, 2 * h, b.x, b.y);
         add_strip(sums, a, 2 * h + 1, b.z, b.w);
@@ -99,16 +144,16 @@ DEVICE void add_bf16(Sums& sums, saddr slot, saddr rows) {
 }
 
 // Slots of kinds that are not NVFP4.
-DEVICE void add_slot(Sums& sums, saddr slot, saddr rows, int kind) {
+DEVICE void add_slot(Sums& sums, saddr slot, saddr rows, int kind, bool half) {
     if ((KINDS & 1 << FP8) && kind == FP8) add_fp8(sums, slot, rows);
-    if ((KINDS & 1 << BF16) && kind == BF16) add_bf16(sums, slot, rows);
+    if ((KINDS & 1 << BF16) && kind == BF16) add_bf16(sums, slot, rows, half);
 }
 
-DEVICE void clear(Sums& sums) {
+template <int STRIPS> DEVICE void clear(float (&sums)[ROW_TILES][STRIPS][4]) {
 #pragma unroll
     for (int m = 0; m < ROW_TILES; m++) {
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
+        for (int j = 0; j < STRIPS; j++) {
 #pragma unroll
             for (int i = 0; i < 4; i++) sums[m][j][i] = 0.0f;
         }

@@ -3,7 +3,7 @@
 // meet; the first stages' weights are asked for before the kernel before this one has ended.
 //
 // Compile-time: KINDS, the kinds of weight that occur (1 << kind); ROW_TILES, row tiles of 16; PARTS,
-// blocks of a cluster.
+// blocks of a cluster; NARROW, whether items may have a narrow tile.
 #pragma once
 #include "linear/units.cuh"
 
@@ -13,32 +13,57 @@ constexpr bool ONLY_NVFP4 = KINDS == 1 << NVFP4;
 
 constexpr int SLOT = NVFP4_SLOT;
 constexpr int ROWS_AT = WARPS * SLOT;
-constexpr int STAGE_SLABS = 4;  // at most
-constexpr int STAGE_BYTES = ROWS_AT + STAGE_SLABS * ROWS * SLAB_ROW;
+constexpr int STAGE_SLABS = NARROW ? 2 : 4;  // at most
+constexpr int NARROW_AT = ROWS_AT + STAGE_SLABS * ROWS * SLAB_ROW;
+constexpr int STAGE_BYTES = NARROW_AT + NARROW * STAGE_SLABS * NARROW_SLOT;
 constexpr int STAGES = 2 + ROW_TILES;
+static_assert(!NARROW || (ONLY_NVFP4 && PARTS == 2), "where a narrow tile's slots and sums fit");
 
-// Up to four neighbouring n-tiles of one group. A cluster makes them, each of its blocks a run of
-// K.
+// 16 columns that are made together with n-tiles: a stage holds its slot of every slab, and each
+// warp of the block multiplies a quarter of one.
+struct NarrowTile {
+    u32 offset, stride;  // in the packed weight, 64 bytes; of a step, 512 bytes
+    int column;          // below 0: no tile
+
+    DEVICE bool there() const { return NARROW && column >= 0; }
+};
+
+// Up to four neighbouring n-tiles of one group, or half of a bf16 one. A cluster makes them, each of
+// its blocks a run of K.
 struct Item {
     u32 offset, stride;  // of the first tile in the packed weight; of a step; 512 bytes
     int column;          // first packed column
     int kind, tiles;
     int left;            // items of the cluster after this one
+    bool half;
+    NarrowTile narrow;
+
+    // Half n-tiles.
+    DEVICE int halves() const { return 2 * tiles - half; }
 
     // n-tiles, there or not, that a block's warps are dealt to; and warps of one, which take its
     // slots in turn.
     DEVICE int lanes() const { return WARPS >> phase_bits(); }
     DEVICE int phases() const { return 1 << phase_bits(); }
     DEVICE int phase_bits() const {
-        if (tiles > 2 || PARTS > 4) return 1;
+        if (NARROW || tiles > 2 || PARTS > 4) return 1;
         return tiles == 1 && PARTS == 2 && kind != NVFP4 ? 3 : 2;
     }
 };
 
-DEVICE Item item_at(const int4* items, int i) {
-    const int4 a = items[i];
-    const int kind = ONLY_NVFP4 ? NVFP4 : a.w & 255;
-    return {static_cast<u32>(a.x), static_cast<u32>(a.y), a.z, kind, a.w >> 8 & 255, a.w >> 16};
+// items: two int4 each.
+DEVICE Item item_at(const int4* items) {
+    const int4 a = items[0], n = NARROW ? items[1] : make_int4(0, 0, -1, 0);
+    const int kind = ONLY_NVFP4 ? NVFP4 : a.w & 3;
+    const bool half = !ONLY_NVFP4 && (a.w & 4);
+    return {static_cast<u32>(a.x),
+            static_cast<u32>(a.y),
+            a.z,
+            kind,
+            a.w >> 8 & 255,
+            a.w >> 16,
+            half,
+            {static_cast<u32>(n.x), static_cast<u32>(n.y), n.z}};
 }
 
 // The block's half steps of K. The last step's second one may lie past K.
@@ -49,14 +74,15 @@ struct Halves {
 
 // Where a block stands: the slots of K q.. of an item.
 struct Walk {
-    const int4* items;
+    const int4* table;
+    int at;  // of the item, in the table
     Halves halves;
     Item item;
     int q, end;
     bool over;
 
     DEVICE void open() {
-        item = item_at(items, 0);
+        item = item_at(table + at);
         q = halves.begin * slots_of(item.kind);
         end = halves.end * slots_of(item.kind);
     }
@@ -70,7 +96,7 @@ struct Walk {
         if (q < end) return;
         over = item.left == 0;
         if (over) return;
-        items++;
+        at += 2;
         open();
     }
 };
@@ -120,16 +146,33 @@ struct Source {
         const int lane = threadIdx.x % 32, kind = at.item.kind, bits = at.item.phase_bits();
         const int tile = lane >> bits, q = at.q + (lane & (1 << bits) - 1);
         const bool there = lane < WARPS && tile < at.item.tiles && q < at.end;
-        const u32 bytes = slot_bytes(kind), count = __popc(ballot(there));
-        if (lane == 0) barrier_expect(turn.filled(), count * bytes + slab_bytes(at));
+        const u32 slot = slot_bytes(kind), bytes = at.item.half ? slot / 2 : slot;
+        const u32 count = __popc(ballot(there)), narrow = narrow_slots(at);
+        if (lane == 0) {
+            barrier_expect(turn.filled(),
+                           count * bytes + narrow * NARROW_SLOT + slab_bytes(at));
+        }
         sync_warp();
+        if (NARROW && lane >= WARPS && lane < WARPS + narrow) narrow_weights(at, turn, lane - WARPS);
         if (!there) return;
         const int in_step = 2 * slots_of(kind);
         const u64 step = static_cast<u64>(at.item.stride) * (q >> kind + 1);
         copy_bulk(turn.bytes() + lane * SLOT,
                   packed + (at.item.offset + step) * 512 +
-                      (tile * in_step + (q & in_step - 1)) * bytes,
+                      (tile * in_step + (q & in_step - 1)) * slot,
                   bytes, turn.filled());
+    }
+    DEVICE static u32 narrow_slots(const Walk& at) {
+        return at.item.narrow.there() ? min(STAGE_SLABS, at.end - at.q) : 0;
+    }
+    // Slot `i` of the stage.
+    DEVICE void narrow_weights(const Walk& at, const Turn& turn, int i) const {
+        const NarrowTile& tile = at.item.narrow;
+        const int q = at.q + i;
+        const u64 step = static_cast<u64>(tile.stride) * (q >> 1) * 512;
+        copy_bulk(turn.bytes() + NARROW_AT + i * NARROW_SLOT,
+                  packed + static_cast<u64>(tile.offset) * 64 + step + (q & 1) * NVFP4_SLOT,
+                  NARROW_SLOT, turn.filled());
     }
     // Asks for its rows.
     DEVICE void some_rows(const Walk& at, const Turn& turn) const {

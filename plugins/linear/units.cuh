@@ -8,6 +8,10 @@
 //   FP8    32 of K, 2048 bytes: [k16: 2][h: 2][lane][word: 4], word j = strip 4h + j:
 //          bytes k = 2t, 2t + 1 (b0), 2t + 8, 2t + 9 (b1)
 //   BF16   16 of K, 2048 bytes: [h: 4][lane][word: 4] = b0, b1 of strip 2h, b0, b1 of strip 2h + 1
+// Some n-tiles of NVFP4 are stored narrow: the slot is four, of 16 columns each, of which a block may
+// make but one:
+//          64 of K, 576 bytes: codes [k16: 4][lane] of two strips, then scales [g: 8][word: 2], word
+//          h = of k16 2h and 2h + 1
 // The sums of a column are multiplied by its float32 `scales` at the end.
 //
 // The rows that enter a product, bf16 in slabs of 64 of K: [slab][row][64], the eights of a row r in
@@ -21,7 +25,7 @@ constexpr int SLAB_ROW = 2 * SLAB_COLUMNS;  // bytes
 // Elements before those of 8 columns from `column` of a row, of `rows`.
 DEVICE int slab_offset(int rows, int row, int column) {
     return (column / SLAB_COLUMNS * rows + row) * SLAB_COLUMNS +
-           ((column % SLAB_COLUMNS / 8) ^ (row % 8)) * 8;
+           ((column % SLAB_COLUMNS / 8) ^ (row & 7)) * 8;
 }
 
 enum Kind { NVFP4 = 0, FP8 = 1, BF16 = 2 };
@@ -31,6 +35,9 @@ constexpr int TILE_COLUMNS = 64;
 constexpr int NVFP4_SLOT = 2304;
 constexpr int PLAIN_SLOT = 2048;
 constexpr int NVFP4_CODES = 2048;  // bytes before the scales
+constexpr int NARROW_SLOT = NVFP4_SLOT / 4;
+constexpr int NARROW_CODES = NVFP4_CODES / 4;
+constexpr int HALF_TILE = TILE_COLUMNS / 2;
 
 // Slots of half a step, of one of them K and bytes; bytes of one n-tile in one step.
 DEVICE constexpr int slots_of(int kind) { return 1 << kind; }
@@ -44,6 +51,11 @@ DEVICE void nvfp4_scales(u32 word, u32 (&scale)[2]) {
     const u32 exponent = opaque(0x60006000u);
     scale[0] = (word & 0x0ff00ff0u) | exponent;
     scale[1] = (rotate_right(word, 8) & 0x0ff00ff0u) | exponent;
+}
+
+// Of one of the pairs alone.
+DEVICE u32 nvfp4_scale(u32 word, int pair) {
+    return (rotate_right(word, 8 * pair) & 0x0ff00ff0u) | opaque(0x60006000u);
 }
 
 // One word of codes and its two scales -> b0, b1 of the even strip and b0, b1 of the odd strip,

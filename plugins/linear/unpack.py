@@ -12,7 +12,15 @@ import numpy as np
 
 from thor_dflash.plugins.launch import Site
 from thor_dflash.plugins.linear import pack
-from thor_dflash.plugins.linear.layout import STRIP, TILE, Group, Kind, Layout, layout
+from thor_dflash.plugins.linear.layout import (
+    NARROW_IN_TILE,
+    STRIP,
+    TILE,
+    Group,
+    Kind,
+    Layout,
+    layout,
+)
 from thor_dflash.tensors import Array, DType
 
 _CODES_BYTES = 2048
@@ -66,8 +74,10 @@ def _place(plan: Layout, first: int, parts: Mapping[str, Array], out: Mapping[st
 
 def _tile(plan: Layout, group: Group, blocks: Array) -> dict[str, Array]:
     """[steps, 2, bytes] -> weight [64, ...], block_scale [64, K/16]; K padded to whole steps."""
+    if group.narrow:
+        return _narrow(blocks)
     if group.kind is Kind.NVFP4:
-        codes = _codes(np.ascontiguousarray(blocks[:, :, :_CODES_BYTES]))
+        codes = _codes(np.ascontiguousarray(blocks[:, :, :_CODES_BYTES]).view(np.uint32))
         return {"weight": codes, "block_scale": _block_scales(blocks[:, :, _CODES_BYTES:])}
     if group.kind is Kind.FP8:
         pairs = blocks.view(np.uint16).reshape(-1, 2, 8, 4, 4, 2)  # [k16, half, g, t, strip, b]
@@ -78,9 +88,23 @@ def _tile(plan: Layout, group: Group, blocks: Array) -> dict[str, Array]:
     return {"weight": turned.reshape(TILE, -1).view(DType.BF16.numpy)}
 
 
-def _codes(blocks: Array) -> Array:
-    """[steps, 2, 2048] -> codes [64, K/2]: what pack's `_words` does, step by step backwards."""
-    turned = blocks.view(np.uint32).reshape(-1, 8, 4, 4)  # [k16, g, t, j]
+def _narrow(blocks: Array) -> dict[str, Array]:
+    """[steps, 2, 4 * (512 + 64)]: four narrow tiles."""
+    cut = _CODES_BYTES // NARROW_IN_TILE // 4
+    words = blocks.view(np.uint32).reshape(-1, NARROW_IN_TILE, cut + 16)  # of half a step
+    by_tile = words[..., :cut].reshape(-1, NARROW_IN_TILE, 4, 32).transpose(0, 2, 3, 1)
+    scales = words[..., cut:].reshape(-1, NARROW_IN_TILE, 8, 2)
+    # [tile, strip of it, g, half a step, k16 / 2, k16 % 2], from bytes [k16 % 2, strip]
+    e = _scale_bytes(scales).reshape(2, 2, *scales.shape).transpose(3, 1, 4, 2, 5, 0)
+    return {
+        "weight": _codes(np.ascontiguousarray(by_tile)),
+        "block_scale": np.ascontiguousarray(e).reshape(TILE, -1).view(DType.FP8.numpy),
+    }
+
+
+def _codes(words: Array) -> Array:
+    """uint32 [steps, 2, 512] -> codes [64, K/2]: what pack's `_words` does, backwards."""
+    turned = words.reshape(-1, 8, 4, 4)  # [k16, g, t, j]
     q = [_unpermute(np.ascontiguousarray(turned[:, :, t])) for t in range(4)]
     pack.transpose_bytes(q)
     quads = np.empty((4, 2, 8, len(turned), 2), np.uint32)
@@ -108,9 +132,15 @@ def _block_scales(blocks: Array) -> Array:
     """[steps, 2, 256] -> fp8 [64, K/16]."""
     words = np.ascontiguousarray(blocks).view(np.uint32).reshape(-1, 2, 8, 4, 2)
     word = words.transpose(0, 1, 3, 2, 4).reshape(-1, 8, 2).transpose(2, 1, 0)  # [half, g, block]
+    stored = np.ascontiguousarray(_scale_bytes(word).swapaxes(0, 1))
+    return stored.reshape(TILE, -1).view(DType.FP8.numpy)
+
+
+def _scale_bytes(word: Array) -> Array:
+    """Words of four scales -> E4M3 bytes [4, ...], by position in the word."""
     e = [(word >> np.uint32(shift)) & np.uint32(0xFF) for shift in (4, 20, 12)]
     e.append((word >> np.uint32(28)) | ((word & np.uint32(15)) << np.uint32(4)))
     byte = np.zeros(256, np.uint8)
     known = np.arange(1, pack.LARGEST_SCALE + 1)
     byte[pack.SPREAD[0][known] >> 4] = known
-    return byte[np.stack(e, axis=1)].reshape(TILE, -1).view(DType.FP8.numpy)
+    return byte[np.stack(e)]

@@ -2,7 +2,6 @@
 #include "linear/units.cuh"
 
 constexpr int THREADS = 256;
-constexpr int SLOT_UNITS = NVFP4_SLOT / 16, CODE_UNITS = NVFP4_CODES / 16;
 constexpr u32 SCALE_CODES = 0x78787878u;  // four E5M3 bytes of 0.5; three bits of each stay free
 constexpr float BYTES_MEAN = 510.0f;      // of the sum of four bytes, and one over its deviation
 constexpr float BYTES_UNIT = 0.00676587f;
@@ -26,12 +25,14 @@ DEVICE float normal(u32 bits) {
 DEVICE u64 first_item() { return static_cast<u64>(blockIdx.x) * THREADS + threadIdx.x; }
 DEVICE u64 stride() { return static_cast<u64>(gridDim.x) * THREADS; }
 
-// Any codes, scales 0.5 .. 0.9375.
-KERNEL void __launch_bounds__(THREADS) fill_nvfp4(uint4* to, int slots, int seed) {
+// Any codes, scales 0.5 .. 0.9375. `slot`: bytes of one, whole or narrow; an eighth as many as of
+// codes are of scales.
+KERNEL void __launch_bounds__(THREADS) fill_nvfp4(uint4* to, int slots, int seed, int slot) {
     wait_for_previous();
     let_next_start();
     u32 key = mixed(static_cast<u32>(seed));
-    u64 units = static_cast<u64>(slots) * SLOT_UNITS;
+    const int slot_units = slot / 16, code_units = slot_units / 9 * 8;
+    u64 units = static_cast<u64>(slots) * slot_units;
     for (u64 i = first_item(); i < units; i += stride()) {
         u32 at = static_cast<u32>(i) * 4, x[4];
 #pragma unroll
@@ -39,7 +40,7 @@ KERNEL void __launch_bounds__(THREADS) fill_nvfp4(uint4* to, int slots, int seed
             u32 bits = word(key, at + j);
             u32 scales = (bits & 0x07070707u) | SCALE_CODES;
             // The bytes of a stored scale word start at bit 4.
-            x[j] = i % SLOT_UNITS < CODE_UNITS ? bits : rotate_right(scales, 28);
+            x[j] = static_cast<int>(i % slot_units) < code_units ? bits : rotate_right(scales, 28);
         }
         to[i] = make_uint4(x[0], x[1], x[2], x[3]);
     }

@@ -11,6 +11,8 @@ from thor_dflash.plugins.launch import At, Device, Int, Launch, Real
 
 NVFP4_SLOT = 2304
 """Bytes of the unit that `nvfp4` writes, see linear/units.cuh."""
+NARROW_SLOT = NVFP4_SLOT // 4
+"""The same of narrow tiles."""
 
 NVFP4_DEVIATION = 2.1445
 """Standard deviation of what `nvfp4` writes, before the column's float32 scale: uniform E2M1 codes
@@ -25,7 +27,7 @@ LARGEST = 2**31 - 1
 """Most elements of one launch."""
 
 
-def _launch(kernel: str, device: Device, count: int, seed: int, *more: Real) -> Launch:
+def _launch(kernel: str, device: Device, count: int, seed: int, *more: Int | Real) -> Launch:
     assert 0 < count <= LARGEST, count
     return Launch(
         kernel,
@@ -36,10 +38,10 @@ def _launch(kernel: str, device: Device, count: int, seed: int, *more: Real) -> 
     )
 
 
-def nvfp4(device: Device, nbytes: int, seed: int) -> Launch:
-    """`nbytes`, a multiple of 2304, of packed NVFP4 weights with their block scales."""
-    assert nbytes % NVFP4_SLOT == 0, nbytes
-    return _launch("fill_nvfp4", device, nbytes // NVFP4_SLOT, seed)
+def nvfp4(device: Device, nbytes: int, seed: int, slot: int = NVFP4_SLOT) -> Launch:
+    """`nbytes`, a multiple of `slot`, of packed NVFP4 weights with their block scales."""
+    assert nbytes % slot == 0, nbytes
+    return _launch("fill_nvfp4", device, nbytes // slot, seed, Int(slot))
 
 
 def fp8(device: Device, nbytes: int, seed: int) -> Launch:

@@ -331,6 +331,14 @@ DEVICE void mix_tile(Running& r, u8* memory, int n, const Lane& at) {
     mix(r, memory, shared_address(Values::part(memory, n, at)), at);
 }
 
+// Of the last loads of a turn: in each has every load of its step a part.
+DEVICE u32 last_of(const Scores& s, const Running& r) {
+    u32 x = float_bits(s[0][0][0]);
+#pragma unroll
+    for (int n = 0; n < NO; n += 2) x ^= float_bits(r.o[0][n][0]);
+    return x;
+}
+
 // Every tile of the block's pieces; piece after piece goes to where `sink(slot)` says. `own` is the
 // position of token 0 of the query rows.
 template <bool F16, class Where>
@@ -358,6 +366,7 @@ DEVICE void attend(const Past& past, Ahead& ahead, float scale, int own, const W
             score_tile(s, memory, n, at);
             if (at.half) ahead.provide(past, n, walk.first, at);
         }
+        received(last_of(s, r));
         if (!at.half) barrier_arrive(turn_over(memory, n, at));
         else if (more) ahead.refill(past, n, at);
         if (ends) {

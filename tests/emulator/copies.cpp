@@ -165,7 +165,7 @@ void land_copy() {
         fault_at(nullptr, "%s: its barrier at %u was overwritten", copy.what,
                  copy.barrier.address);
     }
-    bool early = copy.sender != copy.to.rank && phase.left > 0;
+    bool early = copy.global == nullptr && phase.left > 0;  // announced later, which is right
     if (!early && phase.bytes < static_cast<int>(copy.bytes)) {
         fault_at(nullptr, "%s: %u bytes came, the barrier at %u expects %d more", copy.what,
                  copy.bytes, copy.barrier.address, int(phase.bytes));

@@ -242,11 +242,12 @@ u32 cluster_address(u32 local, u32 rank) {
     return rank + 1 << RANK_SHIFT | local;
 }
 
-void load_shared16(void* to, u32 from) {
+void load_shared(void* to, u32 from, u32 bytes) {
     SITE();
-    check_shared(from, 16, 16, "load_shared16");
-    check_race(own(from), 16, false, "load_shared16");
-    memcpy(to, at(from), 16);
+    const char* name = bytes == 4 ? "load_shared4" : "load_shared16";
+    check_shared(from, bytes, bytes, name);
+    check_race(own(from), bytes, false, name);
+    memcpy(to, at(from), bytes);
 }
 
 void load_cluster16(void* to, u32 remote) {

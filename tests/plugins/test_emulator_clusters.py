@@ -98,6 +98,14 @@ def test_a_stage_is_filled_again_when_all_have_read_it(parts: int, seed: int) ->
         np.testing.assert_allclose(got, x.sum(0), atol=1e-5)
 
 
+@every_order
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_words_may_come_before_they_are_announced(cluster: int, seed: int) -> None:
+    x, out = floats(64), np.zeros((4, 64), np.float32)
+    probe("unannounced", [x, out], cluster=cluster, blocks=4, seed=seed)
+    np.testing.assert_array_equal(out, np.tile(x, (4, 1)))
+
+
 # ---- mistakes ------------------------------------------------------------------------------------
 LOADS = {
     "NO_START": "may not have started",

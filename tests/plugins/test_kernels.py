@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
-from dataclasses import astuple
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
-from emulation import COMPILER, FLAGS, Emulator, cached, signatures
+from compiled import usage_of
+from emulation import COMPILER, FLAGS, Emulator, signatures
 from kernel_cases import cases_of, every_code
 from kernel_sites import sites as model_sites
 from kernels import (
@@ -31,7 +30,7 @@ from kernels import (
 from row_law import cut, outputs_by_row, prefixes, rows_of, same_bits
 
 from thor_dflash.plugins import LINEAR, OPS
-from thor_dflash.plugins.cuda.compile import OPTIONS, Usage, architecture, compile_source, digest
+from thor_dflash.plugins.cuda.compile import OPTIONS, architecture
 from thor_dflash.plugins.launch import (
     H100,
     THOR,
@@ -259,17 +258,6 @@ def test_scratch_of_one_name_has_one_size_in_a_call(op: Op) -> None:
 
 
 # ---- compilation ---------------------------------------------------------------------------------
-def usage_of(source: Path, defines: tuple[tuple[str, int], ...], arch: str) -> dict[str, Usage]:
-    """What ptxas says of each kernel; compiled once for each text of the sources."""
-
-    def make(path: Path) -> None:
-        usage = compile_source(source, dict(defines), arch).usage
-        path.write_text(json.dumps({name: astuple(found) for name, found in usage.items()}))
-
-    path = cached(digest(source, dict(defines), arch), ".json", make)
-    return {name: Usage(*found) for name, found in json.loads(path.read_text()).items()}
-
-
 def test_the_compiler_may_not_round_a_product_and_a_sum_as_one() -> None:
     """It would in some rows of an unrolled loop and not in others. The emulator's never does."""
     assert "--fmad=false" in OPTIONS
@@ -290,7 +278,7 @@ def test_every_kernel_compiles_without_spills(op: Op, arch: str) -> None:
         dynamic[one.kernel] = max(dynamic.get(one.kernel, 0), one.shared)
     spilled = []
     for (source, defines), kernels in wanted.items():
-        usage = usage_of(source, defines, arch)
+        usage = usage_of(source, dict(defines), arch)
         for kernel, shared in kernels.items():
             found = usage[kernel]
             assert found.shared + shared <= THOR.shared, f"{source.name} {defines} {kernel}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import kernels
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.launch import H100, THOR, Device, Shaped, Site
 from thor_dflash.plugins.linear import launch
-from thor_dflash.plugins.linear.layout import TILE, Kind, Layout, _layout
+from thor_dflash.plugins.linear.layout import NARROW, TILE, Kind, Layout, _layout
 from thor_dflash.plugins.linear.pack import pack, packed
 from thor_dflash.plugins.linear.partition import Partition, clusters, halves, partition
 from thor_dflash.plugins.op import Attributes, Case
@@ -48,18 +48,42 @@ def bf16(rng: np.random.Generator, n: int, k: int) -> dict[str, Array]:
     return {"weight": rng.normal(0, 0.1, (n, k)).astype(BF16)}
 
 
-def tiles(cut: Partition) -> list[tuple[int, int]]:
-    """(first packed column, kind) of every n-tile that is made."""
-    return sorted(
-        (piece.column + TILE * i, int(piece.group.kind))
+Sixteen = tuple[int, Kind, bool]
+"""First packed column, kind and whether stored narrow of 16 columns."""
+
+
+def made(plan: Layout, cut: Partition) -> list[Sixteen]:
+    """All that is made but for padding."""
+    found = []
+    for item in (item for items in cut.clusters for item in items):
+        piece = item.piece
+        columns = range(piece.column, piece.column + piece.columns, NARROW)
+        found += [(c, piece.group.kind, False) for c in columns]
+        if item.narrow is not None:
+            found.append((item.narrow.column, item.narrow.group.kind, True))
+    return sorted(s for s in found if there(plan, s))
+
+
+def wanted(plan: Layout) -> list[Sixteen]:
+    return [
+        sixteen
+        for g in plan.groups
+        for column in range(g.column, g.column + g.tiles * TILE, NARROW)
+        if there(plan, sixteen := (column, g.kind, g.narrow))
+    ]
+
+
+def there(plan: Layout, sixteen: Sixteen) -> bool:
+    return any(plan.strips[sixteen[0] // 8 :][:2])
+
+
+def streamed(plan: Layout, cut: Partition) -> list[float]:
+    """Bytes of weight that the busiest block of each cluster reads."""
+    longest = max(map(len, halves(plan, cut.parts)))
+    return [
+        sum(i.piece.step_bytes + (1152 if i.narrow else 0) for i in items) / 2 * longest
         for items in cut.clusters
-        for piece in items
-        for i in range(piece.tiles)
-    )
-
-
-def all_tiles(plan: Layout) -> list[tuple[int, int]]:
-    return [(g.column + TILE * i, int(g.kind)) for g in plan.groups for i in range(g.tiles)]
+    ]
 
 
 @pytest.mark.parametrize("each", [1, 2])
@@ -68,11 +92,38 @@ def all_tiles(plan: Layout) -> list[tuple[int, int]]:
 def test_every_tile_is_made_once_over_all_of_k(shape: str, multiprocessors: int, each: int) -> None:
     plan = _layout(*SHAPES[shape])
     cut = partition(plan, multiprocessors, each)
-    assert tiles(cut) == all_tiles(plan)
+    assert made(plan, cut) == wanted(plan)
     assert all(cut.clusters)
     assert len(cut.clusters) <= clusters(cut.parts, multiprocessors, each)
     covered = [h for run in halves(plan, cut.parts) for h in run]
     assert covered == list(range(-(-plan.k // 64)))
+
+
+def copies(table: Array, count: int) -> Iterator[tuple[int, int]]:
+    """(first byte, bytes) of all that the blocks of a launch ask for, over `count` half steps."""
+    for (offset, stride, _, rest), narrow in table.reshape(-1, 2, 4).tolist():
+        kind = Kind(rest & 3)
+        in_step = 2 * kind.slots
+        for tile, q in np.ndindex(rest >> 8 & 255, count * kind.slots):
+            at = 512 * (offset + stride * (q // in_step))
+            at += (tile * in_step + q % in_step) * kind.slot_bytes
+            yield at, kind.slot_bytes // (2 if rest & 4 else 1)
+        there = rest >> 8 & 255 and narrow[2] >= 0
+        for q in range(count if there else 0):
+            yield 64 * narrow[0] + 512 * narrow[1] * (q // 2) + 2304 * (q % 2), 576
+
+
+@pytest.mark.parametrize("device", [THOR, H100], ids=["thor", "h100"])
+@pytest.mark.parametrize("shape", ["in_proj", "gate_up", "out_proj"])
+def test_every_byte_is_asked_for_once(shape: str, device: Device) -> None:
+    plan = _layout(*SHAPES[shape])
+    cut = partition(plan, device.multiprocessors, 2)
+    times = np.zeros(plan.nbytes // 64, np.int8)
+    for at, size in copies(cut.item_table(), -(-plan.k // 64)):
+        times[at // 64 : (at + size) // 64] += 1
+    assert times.max() == 1
+    padding = 32 if shape == "in_proj" else 0  # half of a bf16 n-tile
+    assert (times == 0).sum() * 64 == padding * 2 * plan.k
 
 
 @pytest.mark.parametrize(
@@ -87,16 +138,15 @@ def test_all_clusters_of_a_launch_fit_on_an_h100(parts: int, each: int, fit: int
 
 
 @pytest.mark.parametrize("device", [THOR, H100], ids=["thor", "h100"])
-@pytest.mark.parametrize("shape", [s for s in SHAPES if s not in ("nano", "in_proj")])
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s != "nano"])
 def test_blocks_stream_about_as_many_bytes(shape: str, device: Device) -> None:
-    """Clusters do not fit everywhere, and tiles are whole: no block has a third more than its
-    share. in_proj's few bf16 columns have more, but less work a byte.
+    """Clusters do not fit everywhere, and most tiles are whole: no block has a quarter more than
+    its share; of the products that read most, hardly more than that.
     """
     plan = _layout(*SHAPES[shape])
     cut = partition(plan, device.multiprocessors, 2)
-    longest = max(map(len, halves(plan, cut.parts)))
-    sizes = [sum(p.step_bytes for p in items) / 2 * longest for items in cut.clusters]
-    assert max(sizes) <= plan.nbytes / (2 * device.multiprocessors) * 4 / 3
+    most = 1.05 if shape in ("gate_up", "in_proj", "head") else 1.25
+    assert max(streamed(plan, cut)) <= plan.nbytes / (2 * device.multiprocessors) * most
 
 
 @given(
@@ -107,7 +157,7 @@ def test_blocks_stream_about_as_many_bytes(shape: str, device: Device) -> None:
 def test_any_layout_is_cut_whole(k: int, segments: list[tuple[Kind, int]], count: int) -> None:
     kinds, widths = zip(*segments, strict=True)
     plan = _layout(16 * k, tuple(kinds), tuple(8 * w for w in widths), False)
-    assert tiles(partition(plan, count, 2)) == all_tiles(plan)
+    assert made(plan, partition(plan, count, 2)) == wanted(plan)
 
 
 @pytest.mark.parametrize("rows", [16, 40, 64, 130])
@@ -148,8 +198,8 @@ def test_warps_without_a_tile_wait_for_the_room_too(seed: int) -> None:
     for i, (n, make) in enumerate(((448, nvfp4), (128, bf16))):
         inputs |= {f"{name}{i}": value for name, value in make(rng, n, 128).items()}
     call = kernels.call_of(LINEAR, Case("narrowing", inputs, {"segments": 2}))
-    [pieces] = partition(_layout(128, (N4, Kind.BF16), (448, 128), False), 1, 2).clusters
-    assert [piece.tiles for piece in pieces] == [4, 3, 1, 1]
+    [items] = partition(_layout(128, (N4, Kind.BF16), (448, 128), False), 1, 2).clusters
+    assert [item.piece.tiles for item in items] == [4, 3, 1, 1]
     kernels.compare(LINEAR, kernels.launch(call, Emulator(seed), Device((9, 0), 1)), call.want)
 
 

@@ -208,6 +208,15 @@ def test_filled_scales_are_those_that_packing_stores() -> None:
     assert len(known) == 8
 
 
+def test_filled_narrow_tiles_have_the_same_scales() -> None:
+    size = 40 * fill.NVFP4_SLOT
+    slots = filled(fill.nvfp4(THOR, size, 5, fill.NARROW_SLOT), size).reshape(-1, fill.NARROW_SLOT)
+    words = np.ascontiguousarray(slots[:, 512:]).view(np.uint32)
+    scales = (words << np.uint32(28) | words >> np.uint32(4)).view(np.uint8)
+    assert set((scales >> 3).reshape(-1).tolist()) == {0x78 >> 3}
+    assert len(np.unique(slots[:, :512])) == 256
+
+
 def test_filled_codes_have_the_deviation_that_is_promised() -> None:
     values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     scales = np.arange(8, 16) / 16

@@ -134,7 +134,8 @@ def _packed(device: Device, site: Site, at: int, seed: int) -> Iterator[tuple[in
         size = plan.steps * group.tiles * group.kind.step_bytes
         where = at + group.offset
         if group.kind is Kind.NVFP4:
-            yield where, fill.nvfp4(device, size, seed + group.column)
+            slot = fill.NARROW_SLOT if group.narrow else fill.NVFP4_SLOT
+            yield where, fill.nvfp4(device, size, seed + group.column, slot)
         elif group.kind is Kind.FP8:
             yield where, fill.fp8(device, size, seed + group.column)
         else:

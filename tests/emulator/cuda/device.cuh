@@ -179,6 +179,7 @@ DEVICE void e4m3x4_f16x4(u32 x, u32& low, u32& high) {
 }
 
 DEVICE u32 opaque(u32 x) { return x; }
+DEVICE void received(u32) {}  // a load is done where it stands
 DEVICE u32 rotate_right(u32 x, int n) { return x >> (n & 31) | x << (-n & 31); }
 DEVICE u32 select_bytes(u32 a, u32 b, u32 selector) {
     u64 all = static_cast<u64>(b) << 32 | a;
@@ -249,9 +250,14 @@ DEVICE void copy_bulk_kept(saddr to, const void* from, u32 bytes, saddr barrier)
     emulator::copy_bulk(to, from, bytes, barrier);
 }
 DEVICE void prefetch_bulk(const void* from, u32 bytes) { emulator::prefetch_bulk(from, bytes); }
+DEVICE u32 load_shared4(saddr p) {
+    u32 r;
+    emulator::load_shared(&r, p, 4);
+    return r;
+}
 DEVICE uint4 load_shared16(saddr p) {
     uint4 r;
-    emulator::load_shared16(&r, p);
+    emulator::load_shared(&r, p, 16);
     return r;
 }
 

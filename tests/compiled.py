@@ -1,0 +1,23 @@
+"""What the compiler says of kernels, asked once for each text of the sources."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import astuple
+from pathlib import Path
+
+from emulation import cached
+
+from thor_dflash.plugins.cuda.compile import Usage, compile_source, digest
+
+
+def usage_of(source: Path, defines: Mapping[str, int], arch: str) -> dict[str, Usage]:
+    """What ptxas says of each kernel of a file."""
+
+    def make(path: Path) -> None:
+        usage = compile_source(source, defines, arch).usage
+        path.write_text(json.dumps({name: astuple(found) for name, found in usage.items()}))
+
+    path = cached(digest(source, defines, arch), ".json", make)
+    return {name: Usage(*found) for name, found in json.loads(path.read_text()).items()}

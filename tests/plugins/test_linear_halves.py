@@ -1,0 +1,70 @@
+"""linear where half n-tiles of bf16 are dealt: those of a few columns beside many of NVFP4."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import kernels
+import numpy as np
+import pytest
+from emulation import COMPILER, Emulator
+
+from thor_dflash.plugins import LINEAR
+from thor_dflash.plugins.launch import Device
+from thor_dflash.plugins.linear.layout import Kind, _layout
+from thor_dflash.plugins.linear.partition import Partition, partition
+from thor_dflash.plugins.linear.reference import weight_case
+from thor_dflash.plugins.op import Case
+from thor_dflash.tensors import Array, DType
+
+BF16 = DType.BF16.numpy
+N4 = Kind.NVFP4
+
+emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
+
+
+def check(call: kernels.Call, on: Device, seed: int = 0) -> None:
+    kernels.compare(LINEAR, kernels.launch(call, Emulator(seed), on), call.want)
+
+
+THIN = (("nvfp4", 256), ("bfloat16", 48), ("bfloat16", 44))
+
+
+def thin(rows: int, k: int, segments: Sequence[tuple[str, int]] = THIN) -> Case:
+    rng = np.random.default_rng(rows)
+    inputs: dict[str, Array] = {"x": rng.standard_normal((rows, k)).astype(BF16)}
+    for i, (kind, n) in enumerate(segments):
+        inputs |= weight_case(rng, kind, n, k, i)
+    return Case("thin", inputs, {"segments": len(segments)})
+
+
+def thin_cut(k: int, on: Device) -> Partition:
+    kinds = tuple(N4 if kind == "nvfp4" else Kind.BF16 for kind, _ in THIN)
+    plan = _layout(k, kinds, tuple(n for _, n in THIN), False)
+    return partition(plan, on.multiprocessors, 2)
+
+
+@emulated
+@pytest.mark.parametrize("rows", [1, 16, 32])
+@pytest.mark.parametrize("k", [16, 128, 320, 1152])
+@pytest.mark.parametrize("multiprocessors", [3, 5, 40])
+def test_halves_of_bf16_tiles_equal_the_reference(rows: int, k: int, multiprocessors: int) -> None:
+    check(kernels.call_of(LINEAR, thin(rows, k)), Device((9, 0), multiprocessors), rows)
+
+
+@emulated
+@pytest.mark.parametrize("k", [128, 384])
+def test_no_half_is_read_beyond_its_end(k: int) -> None:
+    """The last half lies at the end of the packed weight, and a slot of it is half a slot."""
+    check(
+        kernels.call_of(LINEAR, thin(16, k, [("nvfp4", 256), ("bfloat16", 120)])), Device((9, 0), 8)
+    )
+
+
+def test_halves_that_are_padding_are_nobodys() -> None:
+    for k, on, parts in ((320, 5, 2), (1152, 40, 8)):
+        cut = thin_cut(k, Device((9, 0), on))
+        pieces = [i.piece for items in cut.clusters for i in items]
+        found = sorted((p.first, p.half) for p in pieces if p.half is not None)
+        assert found == [(0, 0), (0, 1), (1, 0)]
+        assert cut.parts == parts

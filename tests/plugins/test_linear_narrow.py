@@ -1,0 +1,376 @@
+"""linear where some n-tiles are stored narrow: small layouts that have them, packed, multiplied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import kernels
+import numpy as np
+import pytest
+from compiled import usage_of
+from emulation import COMPILER, Emulator
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thor_dflash.plugins import LINEAR
+from thor_dflash.plugins.launch import H100, THOR, Device, Int, Shaped, Site
+from thor_dflash.plugins.linear import few, layout
+from thor_dflash.plugins.linear.launch import launches
+from thor_dflash.plugins.linear.layout import (
+    Kind,
+    Layout,
+    NarrowTile,
+    Piece,
+    _layout,
+    narrow_tiles,
+)
+from thor_dflash.plugins.linear.partition import Item, Partition, partition
+from thor_dflash.plugins.linear.reference import weight_case
+from thor_dflash.plugins.linear.unpack import unpack
+from thor_dflash.plugins.op import Case
+from thor_dflash.runtime.engines.cuda import random
+from thor_dflash.tensors import Array, DType
+
+BF16 = DType.BF16.numpy
+N4 = Kind.NVFP4
+WIDTH = 17 * 64 // 2
+"""Columns of gate and of up: four n-tiles for each of `CLUSTERS`, and one that is stored narrow."""
+
+MANY = 29 * 64 // 2
+"""The same with seven n-tiles for each."""
+
+emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
+
+
+@pytest.fixture(autouse=True)
+def _few_clusters(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Aim at a device that is small enough for the emulator."""
+    monkeypatch.setattr(layout, "CLUSTERS", 4)
+    _forget()
+    yield
+    monkeypatch.undo()
+    _forget()
+
+
+def _forget() -> None:
+    _layout.cache_clear()
+    partition.cache_clear()
+
+
+def device(multiprocessors: int) -> Device:
+    return Device((9, 0), multiprocessors)
+
+
+def gate_up(rows: int, k: int, width: int = WIDTH) -> Case:
+    rng = np.random.default_rng(k)
+    inputs: dict[str, Array] = {"x": rng.standard_normal((32, k))[:rows].astype(BF16)}
+    if rows > 32:
+        inputs["x"] = rng.standard_normal((rows, k)).astype(BF16)
+    inputs |= weight_case(rng, "nvfp4", width, k, 0) | weight_case(rng, "nvfp4", width, k, 1)
+    return Case(f"{rows}_of_{k}", inputs, {"segments": 2, "epilogue": "swiglu"})
+
+
+def run(call: kernels.Call, on: Device, seed: int = 0) -> dict[str, Array]:
+    got = kernels.launch(call, Emulator(seed), on)
+    kernels.compare(LINEAR, got, call.want)
+    return got
+
+
+def cut_of(k: int, on: Device, rows: int = 16, width: int = WIDTH) -> Partition:
+    plan = _layout(k, (N4, N4), (width, width), True)
+    return partition(plan, on.multiprocessors, 2 if rows <= 16 else 1)
+
+
+# ---- layout --------------------------------------------------------------------------------------
+def test_sizes_decide_what_is_stored_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "CLUSTERS", 132)
+    assert narrow_tiles(544) == 16
+    assert [narrow_tiles(528 + i) for i in (0, 1, 33, 34, 131)] == [0, 1, 33, 0, 0]
+    assert [narrow_tiles(132 * i + 1) for i in (0, 3, 4, 7, 8, 29)] == [0, 0, 1, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "swiglu"),
+    [((N4, N4), False), ((Kind.FP8, Kind.FP8), True), ((Kind.BF16, Kind.BF16), True)],
+)
+def test_only_gate_and_up_in_nvfp4_are_stored_narrow(kinds: tuple[Kind], swiglu: bool) -> None:
+    assert not _layout(128, kinds, (WIDTH, WIDTH), swiglu).narrow
+    assert len(_layout(128, (N4, N4), (WIDTH, WIDTH), True).narrow) == 4
+
+
+@given(st.integers(1, 40), st.integers(1, 400))
+def test_groups_share_the_packed_weight_without_a_gap(k: int, strips: int) -> None:
+    plan = _layout(16 * k, (N4, N4), (8 * strips,) * 2, True)
+    at = column = 0
+    for group in plan.groups:
+        assert (group.offset, group.column) == (at, column)
+        at += plan.steps * group.step_bytes
+        column += group.tiles * 64
+    assert (plan.nbytes, plan.columns) == (at, column)
+    assert plan.narrow == tuple(
+        NarrowTile(g, i) for g in plan.groups if g.narrow for i in range(4 * g.tiles)
+    )
+
+
+@given(st.integers(1, 40), st.integers(1, 400), st.integers(1, 150), st.sampled_from([1, 2]))
+def test_every_narrow_tile_goes_with_an_item(k: int, strips: int, count: int, each: int) -> None:
+    plan = _layout(16 * k, (N4, N4), (8 * strips,) * 2, True)
+    cut = partition(plan, count, each)
+    given_tiles = [i.narrow for items in cut.clusters for i in items if i.narrow]
+    assert sorted(t.column for t in given_tiles) == [t.column for t in plan.narrow]
+    assert cut.parts == 2 or not plan.narrow
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_the_item_table_says_where_a_narrow_tile_lies(
+    times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "CLUSTERS", 4 * times)
+    plan = _layout(320, (N4, N4), (times * WIDTH,) * 2, True)
+    table = partition(plan, 3, 2).item_table()
+    narrow = [row for row in table[:, :, 1].reshape(-1, 4).tolist() if row[2] > 0]
+    first = 16 * times * 3 * 2 * 2304  # bytes before: 16 n-tiles, three steps
+    at = [first + 2 * 2304 * (i // 4) + 576 * (i % 4) for i in range(4 * times)]
+    assert sorted(narrow) == [
+        [a // 64, times * 2 * 2304 // 512, times * 1024 + 16 * i, 0] for i, a in enumerate(at)
+    ]
+
+
+# ---- packing -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("k", [16, 64, 320, 384])
+@pytest.mark.parametrize("width", [WIDTH, WIDTH - 24])
+def test_unpacking_gives_back_narrow_tiles(k: int, width: int) -> None:
+    given_case = kernels.in_kernel_types(LINEAR, gate_up(1, k, width))
+    call = kernels.call_of(LINEAR, given_case)
+    got = unpack(call.site, call.inputs["packed"], call.inputs["scales"])
+    for name, value in got.items():
+        want = given_case.inputs[name]
+        np.testing.assert_array_equal(value.view(np.uint8), want.view(np.uint8), name)
+
+
+def test_a_narrow_slot_holds_what_a_slot_of_its_columns_would() -> None:
+    """Codes and scales of a quarter are those of the whole n-tile, in the order of units.cuh."""
+    case = gate_up(1, 128)
+    narrow = _tile(case, 16, 2 * 2304)
+    layout.CLUSTERS = 5  # whole n-tiles
+    _forget()
+    whole = _tile(case, 16, 2 * 2304)
+    codes = whole[:, :2048].view(np.uint32).reshape(2, 4, 32, 4)  # [half, k16, lane, j]
+    quarters = narrow.reshape(2, 4, 576)
+    got = np.ascontiguousarray(quarters[:, :, :512]).view(np.uint32).reshape(2, 4, 4, 32)
+    np.testing.assert_array_equal(got, codes.transpose(0, 3, 1, 2))
+    # [half, g, k16, h], of a word bytes [strip of the n-tile's half]
+    words = np.ascontiguousarray(whole[:, 2048:]).view(np.uint32).reshape(2, 8, 4, 2)
+    stored = np.ascontiguousarray(quarters[:, :, 512:]).view(np.uint32).reshape(2, 4, 8, 2)
+    for half, j, g, k16 in np.ndindex(2, 4, 8, 4):
+        want = _scales(words[half, g, k16, j // 2])[j % 2 * 2 :][:2]
+        assert _scales(stored[half, j, g, k16 // 2])[k16 % 2 * 2 :][:2] == want
+
+
+def _tile(case: Case, tile: int, nbytes: int) -> Array:
+    """One step of an n-tile: [half, slot]."""
+    call = kernels.call_of(LINEAR, kernels.in_kernel_types(LINEAR, case))
+    plan = layout.layout(call.site)
+    group = next(g for g in reversed(plan.groups) if g.column <= 64 * tile)
+    at = group.offset + (tile - group.column // 64) * nbytes
+    return call.inputs["packed"][at : at + nbytes].reshape(2, -1)
+
+
+def _scales(word: int) -> list[int]:
+    """The bytes of a word of scales, as nvfp4_scales takes them."""
+    word = int(word)
+    turned = (word >> 8 | word << 24) & 0xFFFFFFFF
+    return [w >> shift & 0xFF for w in (word, turned) for shift in (4, 20)]
+
+
+# ---- few rows ------------------------------------------------------------------------------------
+@emulated
+@pytest.mark.parametrize("rows", [1, 7, 16, 17, 32])
+@pytest.mark.parametrize(
+    ("k", "multiprocessors"), [(16, 2), (64, 1), (128, 3), (192, 4), (384, 2), (704, 4), (704, 40)]
+)
+def test_narrow_tiles_equal_the_reference(rows: int, k: int, multiprocessors: int) -> None:
+    """One cluster that has all of them on four items, several; n-tiles four to an item and one; a
+    block without any slot; stages that are full and not.
+    """
+    call = kernels.call_of(LINEAR, gate_up(rows, k))
+    assert launches(call.site, H100)[-1].defines["NARROW"] == 1
+    got = run(call, device(multiprocessors))
+    again = kernels.launch(call, Emulator(rows), device(multiprocessors), poison=0x5A)
+    np.testing.assert_array_equal(got["y0"], again["y0"])
+
+
+def test_those_cuts_are_what_they_are_for() -> None:
+    with_narrow = [i for items in cut_of(64, device(1)).clusters for i in items if i.narrow]
+    assert len(with_narrow) == 4
+    assert len(cut_of(64, device(1)).clusters) == 1
+    spread = cut_of(704, device(40))
+    assert {(i.piece.tiles, i.narrow is None) for items in spread.clusters for i in items} == {
+        (1, True),
+        (1, False),
+    }
+    some = cut_of(704, device(4)).clusters
+    assert {(len(items), items[0].piece.tiles) for items in some} == {(1, 4)}
+    [items] = cut_of(128, device(1), width=MANY).clusters
+    assert [i.narrow is not None for i in items] == [True] * 4 + [False] * 3
+
+
+@emulated
+@pytest.mark.parametrize("rows", [3, 16, 20])
+@pytest.mark.parametrize("seed", [0, 1, 5])
+def test_items_with_and_without_a_narrow_tile_follow_each_other(rows: int, seed: int) -> None:
+    run(kernels.call_of(LINEAR, gate_up(rows, 128, MANY)), device(1), seed)
+
+
+def odd_cut(plan: Layout, multiprocessors: int, each: int) -> Partition:
+    """Two clusters; items of any number of n-tiles in any order, narrow tiles with some."""
+    first, second, *_ = plan.groups
+    narrow = plan.narrow or (None,) * 4
+    one = (
+        Item(Piece(first, 0, 1)),
+        Item(Piece(first, 1, 3), narrow[2]),
+        Item(Piece(first, 4, 1), narrow[0]),
+        Item(Piece(first, 5, 4)),
+    )
+    other = [
+        Item(Piece(first, 9, 2), narrow[3]),
+        Item(Piece(second, 0, 4)),
+        Item(Piece(first, 11, 1), narrow[1]),
+    ]
+    if not plan.narrow:
+        other.append(Item(Piece(second, 4, 1)))
+    return Partition(2, (one, tuple(other)))
+
+
+@emulated
+@pytest.mark.parametrize("rows", [3, 16, 32])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("k", [64, 256, 704])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_items_may_come_in_any_order(
+    rows: int, seed: int, k: int, narrow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not narrow:
+        monkeypatch.setattr(layout, "CLUSTERS", 132)
+    case = gate_up(rows, k)
+    want = kernels.launch(kernels.call_of(LINEAR, case), Emulator(0), device(4))["y0"]
+    monkeypatch.setattr(few, "partition", odd_cut)
+    got = run(kernels.call_of(LINEAR, case), device(4), seed)["y0"]
+    if narrow:  # all warps of an n-tile are two, whatever the item
+        np.testing.assert_array_equal(got, want)
+
+
+@emulated
+@pytest.mark.parametrize("rows", [5, 16, 30])
+@pytest.mark.parametrize("width", [WIDTH - 8, WIDTH - 24])
+def test_segments_may_end_inside_narrow_tiles(rows: int, width: int) -> None:
+    for on in (1, 3):
+        run(kernels.call_of(LINEAR, gate_up(rows, 192, width)), device(on), on)
+
+
+@emulated
+def test_a_row_does_not_depend_on_how_many_there_are() -> None:
+    want = run(kernels.call_of(LINEAR, gate_up(16, 320)), device(4))["y0"]
+    for rows in (1, 2, 9, 15):
+        got = run(kernels.call_of(LINEAR, gate_up(rows, 320)), device(4), rows)["y0"]
+        np.testing.assert_array_equal(got, want[:rows])
+
+
+@emulated
+@pytest.mark.parametrize("multiprocessors", [1, 4])
+@pytest.mark.parametrize("rows", [1, 16, 32])
+def test_normed_rows_come_in_and_rows_are_left(
+    rows: int, multiprocessors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a verify's gate and up are called: 1 / rms at the end, slabs for down_proj."""
+    monkeypatch.setattr(layout, "CLUSTERS", 8)
+    rng = np.random.default_rng(rows)
+    case = gate_up(rows, 320, 2 * WIDTH)  # whole slabs
+    x, weight = case.inputs["x"], rng.normal(0, 0.2, 320).astype(BF16)
+    inputs = {**case.inputs, "norm_weight": weight}
+    case = Case("normed", inputs, {**case.attributes, "norm_offset": 1.0})
+    call = kernels.call_of(LINEAR, case, x_squares=True)
+    normed = (x.astype(np.float32) * (1 + weight.astype(np.float32))).astype(BF16)
+    given_rows, left = kernels.slabs(normed), kernels.slabs(call.want["y0"])
+    ports = {**call.site.ports, "x_slabs": kernels.shaped(given_rows)}
+    ports["y0_slabs"] = kernels.shaped(left)
+    call = replace(
+        call,
+        site=Site(LINEAR, call.site.attributes, ports),
+        inputs={**call.inputs, "x_slabs": given_rows},
+        want={**call.want, "y0_slabs": left},
+    )
+    [one] = launches(call.site, device(multiprocessors))
+    assert (one.defines["ROW_SCALE"], one.defines["NEXT"], one.defines["NARROW"]) == (1, 3, 1)
+    got = run(call, device(multiprocessors), rows)
+    np.testing.assert_array_equal(got["y0_slabs"], kernels.slabs(got["y0"]))
+
+
+@emulated
+@pytest.mark.parametrize("rows", [16, 32])
+@pytest.mark.parametrize("k", [64, 384])
+def test_rows_need_their_factor_in_any_item(
+    rows: int, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = gate_up(rows, k)
+    inputs = {**case.inputs, "norm_weight": np.zeros(k, BF16)}
+    case = Case("normed", inputs, {**case.attributes, "norm_offset": 1.0})
+    call = kernels.call_of(LINEAR, case, x_squares=True)
+    given_rows = kernels.slabs(inputs["x"])
+    ports = {**call.site.ports, "x_slabs": kernels.shaped(given_rows)}
+    call = replace(
+        call,
+        site=Site(LINEAR, call.site.attributes, ports),
+        inputs={**call.inputs, "x_slabs": given_rows},
+    )
+    monkeypatch.setattr(few, "partition", odd_cut)
+    for seed in range(4):
+        run(call, device(4), seed)
+
+
+def test_two_blocks_fit_on_a_multiprocessor() -> None:
+    """Of 228 KB a block takes 1 KB more than it asks for. Source: CUDA programming guide."""
+    for narrow in (False, True):
+        assert 2 * (few._shared(1, narrow=narrow) + 1024) <= 228 * 1024
+        assert few._shared(2, narrow=narrow) <= THOR.shared
+
+
+def test_random_weights_know_which_tiles_are_narrow() -> None:
+    call = kernels.call_of(LINEAR, gate_up(1, 128))
+    slots = {at: one.arguments[-1] for at, one in random._packed(THOR, call.site, 0, 0)}
+    plan = layout.layout(call.site)
+    assert slots == {g.offset: Int(576 if g.narrow else 2304) for g in plan.groups}
+    assert [g.narrow for g in plan.groups] == [False, False, True]
+
+
+# ---- many rows -----------------------------------------------------------------------------------
+@emulated
+@pytest.mark.parametrize("k", [16, 64, 208, 640])
+@pytest.mark.parametrize("rows", [33, 64, 130])
+def test_prefill_reads_narrow_tiles(rows: int, k: int) -> None:
+    call = kernels.call_of(LINEAR, gate_up(rows, k))
+    assert launches(call.site, H100)[-1].defines["KINDS"] == 1 << N4 | 1 << 3
+    run(call, device(3), rows)
+
+
+# ---- as built ------------------------------------------------------------------------------------
+@pytest.mark.parametrize("arch", ["sm_90", "sm_110"])
+@pytest.mark.parametrize("rows", [16, 32])
+def test_the_kernel_of_a_verify_does_not_spill(arch: str, rows: int) -> None:
+    """With what a verify gives it: normed rows in slabs, rows left in slabs."""
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC (the extra [cuda])")
+    site = kernels.call_of(LINEAR, gate_up(rows, 320)).site
+    ports = {
+        **site.ports,
+        "x_slabs": Shaped(DType.BF16, few.slabs(rows, 320)),
+        "x_squares": Shaped(DType.F32, (10, 32)),
+        "y0_slabs": Shaped(DType.BF16, few.slabs(rows, WIDTH)),
+    }
+    [one] = launches(Site(LINEAR, site.attributes, ports), H100)
+    usage = usage_of(kernels.source_of(LINEAR, one), one.defines, arch)["linear"]
+    assert usage.spilled == 0
+    blocks = 2 if rows == 16 else 1
+    # Each of the four parts of a multiprocessor has 512 registers for the lanes of its warps.
+    warps = -(-blocks * one.threads // 32 // 4)
+    assert usage.registers * warps <= 512
