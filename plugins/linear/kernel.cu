@@ -144,14 +144,14 @@ struct Reader {
         skip(q, phase);
     }
 
-    DEVICE void others(Sums& sums, int q, int phase, int kind, bool half) const {
-        const int sixteens = slot_columns(kind) / 16;
+    DEVICE void others(Sums& sums, int q, int phase, const Item& item) const {
+        const int sixteens = item.columns() / 16;
         for (; q < end; q += phases) {
             // Of the stage's slabs, and of the slab's K.
             const int slab = q * sixteens / 4 - (q - phase) * sixteens / 4;
             const saddr rows = turn.bytes() + row_at + slab * ROWS * SLAB_ROW;
             wait();
-            add_slot(sums, slot(), rows ^ 32 * (q * sixteens % 4), kind, half);
+            add_slot(sums, slot(), rows, q * sixteens % 4, item);
             next(last_of(sums));
         }
         skip(q, phase);
@@ -225,7 +225,7 @@ linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u8
         } else if (ONLY_NVFP4 || item.kind == NVFP4) {
             reader.nvfp4<false>(sums, narrow_sums, q, phase);
         } else {
-            reader.others(sums, q, phase, item.kind, item.half);
+            reader.others(sums, q, phase, item);
         }
         // Asked for anew: in a register throughout the loop, it would cost the loop one.
         finish(sums, narrow_sums, room, scales_made, to, item, cluster_rank(), first);

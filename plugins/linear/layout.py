@@ -138,6 +138,11 @@ class Piece:
         """Bytes of one step of K."""
         return self.columns * self.group.kind.step_bytes // TILE
 
+    @property
+    def slots(self) -> int:
+        """What a warp takes at once of its n-tile, of 64 of K: a slot, or the halves of two."""
+        return self.group.kind.slots if self.half is None else self.group.kind.slots // 2
+
 
 @dataclass(frozen=True, slots=True)
 class NarrowTile:

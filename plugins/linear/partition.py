@@ -195,25 +195,24 @@ def lanes(plan: Layout, piece: Piece, parts: int) -> int:
 
 def _piece_cost(plan: Layout, piece: Piece, parts: int) -> float:
     """Bytes that the busiest block of a cluster streams for a piece, with what its end costs."""
-    kind = piece.group.kind
-    turns = _turns(plan, kind, parts, WARPS // lanes(plan, piece, parts))
-    weights = turns * piece.step_bytes / (2 * kind.slots) * WORK[kind]
-    return weights + turns / kind.slots * ROWS + END
+    turns = _turns(plan, piece.slots, parts, WARPS // lanes(plan, piece, parts))
+    weights = turns * piece.step_bytes / (2 * piece.slots) * WORK[piece.group.kind]
+    return weights + turns / piece.slots * ROWS + END
 
 
 def _narrow_cost(plan: Layout, parts: int) -> float:
     """What a narrow tile adds to its item: nothing at the end, which is an estimate."""
     kind = Kind.NVFP4
-    turns = _turns(plan, kind, parts, WARPS // PIECE_TILES)
+    turns = _turns(plan, kind.slots, parts, WARPS // PIECE_TILES)
     return turns * kind.slot_bytes / NARROW_IN_TILE * WORK[kind]
 
 
-def _turns(plan: Layout, kind: Kind, parts: int, phases: int) -> int:
-    """Slots of the block that has most, in whole stages: the warps of an n-tile take them in
-    turn.
+def _turns(plan: Layout, slots: int, parts: int, phases: int) -> int:
+    """Slots of the block that has most, `slots` to 64 of K, in whole stages: the warps of an n-tile
+    take them in turn.
     """
     longest = max(map(len, halves(plan, parts)))
-    return -(-longest * kind.slots // phases) * phases
+    return -(-longest * slots // phases) * phases
 
 
 def _item_cost(plan: Layout, item: Item, parts: int) -> float:

@@ -129,7 +129,7 @@ DEVICE void add_fp8(Sums& sums, saddr slot, saddr rows) {
     }
 }
 
-// 16 of K; `half`: of the first four strips.
+// 16 of K; `half`: of four strips, which lie together.
 DEVICE void add_bf16(Sums& sums, saddr slot, saddr rows, bool half) {
     const saddr at = slot + threadIdx.x % 32 * 16;
     RowFragments a;
@@ -143,10 +143,12 @@ DEVICE void add_bf16(Sums& sums, saddr slot, saddr rows, bool half) {
     }
 }
 
-// Slots of kinds that are not NVFP4.
-DEVICE void add_slot(Sums& sums, saddr slot, saddr rows, int kind, bool half) {
-    if ((KINDS & 1 << FP8) && kind == FP8) add_fp8(sums, slot, rows);
-    if ((KINDS & 1 << BF16) && kind == BF16) add_bf16(sums, slot, rows, half);
+// What a warp takes at once of kinds that are not NVFP4, from 16 of K number `k16` of a slab on.
+DEVICE void add_slot(Sums& sums, saddr slot, saddr rows, int k16, const Item& item) {
+    if ((KINDS & 1 << FP8) && item.kind == FP8) add_fp8(sums, slot, rows ^ 32 * k16);
+    if (!(KINDS & 1 << BF16) || item.kind != BF16) return;
+    add_bf16(sums, slot, rows ^ 32 * k16, item.half);
+    if (item.half) add_bf16(sums, slot + PLAIN_SLOT / 2, rows ^ 32 * (k16 + 1), true);
 }
 
 template <int STRIPS> DEVICE void clear(float (&sums)[ROW_TILES][STRIPS][4]) {

@@ -41,6 +41,11 @@ struct Item {
     // Half n-tiles.
     DEVICE int halves() const { return 2 * tiles - half; }
 
+    // What a warp takes at once is a slot, or the halves of two neighbouring ones: how many that are
+    // of half a step, and K of each.
+    DEVICE int slots() const { return slots_of(kind) >> half; }
+    DEVICE int columns() const { return slot_columns(kind) << half; }
+
     // n-tiles, there or not, that a block's warps are dealt to; and warps of one, which take its
     // slots in turn.
     DEVICE int lanes() const { return WARPS >> phase_bits(); }
@@ -83,8 +88,8 @@ struct Walk {
 
     DEVICE void open() {
         item = item_at(table + at);
-        q = halves.begin * slots_of(item.kind);
-        end = halves.end * slots_of(item.kind);
+        q = halves.begin * item.slots();
+        end = halves.end * item.slots();
     }
     // To the first stage, or over: a block may have none.
     DEVICE void start() {
@@ -130,10 +135,10 @@ struct Source {
 
     // The first slab of a stage, and the one after its last.
     DEVICE static int first_slab(const Walk& at) {
-        return at.q * slot_columns(at.item.kind) / SLAB_COLUMNS;
+        return at.q * at.item.columns() / SLAB_COLUMNS;
     }
     DEVICE static int end_slab(const Walk& at) {
-        const int end = min(at.q + at.item.phases(), at.end) * slot_columns(at.item.kind);
+        const int end = min(at.q + at.item.phases(), at.end) * at.item.columns();
         return (end + SLAB_COLUMNS - 1) / SLAB_COLUMNS;
     }
 
@@ -141,12 +146,13 @@ struct Source {
         return (end_slab(at) - first_slab(at)) * rows * SLAB_ROW;
     }
 
-    // Announces a stage and asks for its weights: a lane a slot.
+    // Announces a stage and asks for its weights: a lane a slot, or half of one.
     DEVICE void weights(const Walk& at, const Turn& turn) const {
         const int lane = threadIdx.x % 32, kind = at.item.kind, bits = at.item.phase_bits();
-        const int tile = lane >> bits, q = at.q + (lane & (1 << bits) - 1);
-        const bool there = lane < WARPS && tile < at.item.tiles && q < at.end;
-        const u32 slot = slot_bytes(kind), bytes = at.item.half ? slot / 2 : slot;
+        const int half = at.item.half, warp = lane % WARPS, part = lane / WARPS;
+        const int tile = warp >> bits, q = at.q + (warp & (1 << bits) - 1);
+        const bool there = part <= half && tile < at.item.tiles && q < at.end;
+        const u32 slot = slot_bytes(kind), bytes = slot >> half;
         const u32 count = __popc(ballot(there)), narrow = narrow_slots(at);
         if (lane == 0) {
             barrier_expect(turn.filled(),
@@ -155,11 +161,11 @@ struct Source {
         sync_warp();
         if (NARROW && lane >= WARPS && lane < WARPS + narrow) narrow_weights(at, turn, lane - WARPS);
         if (!there) return;
-        const int in_step = 2 * slots_of(kind);
-        const u64 step = static_cast<u64>(at.item.stride) * (q >> kind + 1);
-        copy_bulk(turn.bytes() + lane * SLOT,
+        const int in_step = 2 * slots_of(kind), stored = (q << half) + part;
+        const u64 step = static_cast<u64>(at.item.stride) * (stored >> kind + 1);
+        copy_bulk(turn.bytes() + warp * SLOT + part * bytes,
                   packed + (at.item.offset + step) * 512 +
-                      (tile * in_step + (q & in_step - 1)) * slot,
+                      (tile * in_step + (stored & in_step - 1)) * slot,
                   bytes, turn.filled());
     }
     DEVICE static u32 narrow_slots(const Walk& at) {
