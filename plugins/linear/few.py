@@ -19,7 +19,7 @@ from thor_dflash.plugins.launch import (
     Table,
 )
 from thor_dflash.plugins.linear.layout import Layout, layout
-from thor_dflash.plugins.linear.partition import partition
+from thor_dflash.plugins.linear.partition import Partition, partition
 from thor_dflash.plugins.linear.prepare import SLAB, padded, prepared
 from thor_dflash.tensors import Array, DType
 
@@ -29,11 +29,9 @@ SQUARES_COLUMNS = 32
 SQUARES_ROWS = 32
 """Rows of the sums of squares; more rows have none."""
 TILE_ROWS = 16
-_THREADS = 288
-_WARPS = 8
 _SLOT, _STAGE_SLABS = 2304, 4
-_SUMS = 32 * 1024
-"""Of an item, for 16 rows, bytes."""
+_PLACE = 2048
+"""Of a warp's sums of half an n-tile, for 16 rows, bytes."""
 _NARROW = 2, 576, 8 * 1024
 """Where items may have a narrow tile: slabs of a stage, bytes of a narrow slot for each, bytes of
 its sums for 16 rows. The room for it is what more slabs would take: two blocks must fit on a
@@ -86,7 +84,7 @@ def _product(site: Site, device: Device, fused: Fused, rows: Argument) -> Launch
         kernel="linear",
         source=f"{fused.folder}kernel.cu",
         grid=(cut.parts * len(cut.clusters), 1, 1),
-        threads=_THREADS,
+        threads=32 * (cut.warps + 1),
         arguments=(
             At("packed"),
             At("scales"),
@@ -105,8 +103,9 @@ def _product(site: Site, device: Device, fused: Fused, rows: Argument) -> Launch
             Real(site.attributes.real("norm_eps")),
             Real(_next_offset(site)),
         ),
-        shared=_shared(tiles, narrow=bool(plan.narrow)),
+        shared=_shared(tiles, cut, narrow=bool(plan.narrow)),
         defines={
+            "WARPS": cut.warps,
             "ROW_TILES": tiles,
             "KINDS": sum(1 << kind for kind in set(plan.kinds)),
             "ROW_SCALE": int("x_slabs" in site and "x_squares" in site),
@@ -119,10 +118,11 @@ def _product(site: Site, device: Device, fused: Fused, rows: Argument) -> Launch
     )
 
 
-def _shared(tiles: int, *, narrow: bool) -> int:
-    slabs, slot, sums = _NARROW if narrow else (_STAGE_SLABS, 0, 0)
-    stage = _WARPS * _SLOT + slabs * (TILE_ROWS * tiles * 2 * SLAB + slot)
-    return (2 + tiles) * stage + tiles * (_SUMS + sums) + _SIDE
+def _shared(tiles: int, cut: Partition, *, narrow: bool) -> int:
+    slabs, slot, sums = _NARROW if narrow else (_STAGE_SLABS if cut.warps > 4 else 2, 0, 0)
+    stage = cut.warps * _SLOT + slabs * (TILE_ROWS * tiles * 2 * SLAB + slot)
+    places = 2 * max(cut.warps, cut.parts)
+    return (2 + tiles) * stage + tiles * (places * _PLACE + sums) + _SIDE
 
 
 def _next(site: Site) -> int:

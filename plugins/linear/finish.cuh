@@ -18,7 +18,8 @@ constexpr int SQUARES_COLUMNS = 32;
 // Half an n-tile, which one warp brings to an end: 4 strips of 8 columns.
 typedef float Own[ROW_TILES][4][4];
 constexpr int HALF_SUMS = ROW_TILES * 4 * 32;           // float4
-constexpr int HALVES_ROOM = 2 * WARPS * HALF_SUMS * 16;  // [own half][block][phase]
+constexpr int PLACES = 2 * (PARTS > WARPS ? PARTS : WARPS);  // [own half][block][phase], at most
+constexpr int HALVES_ROOM = PLACES * HALF_SUMS * 16;
 constexpr int MOST_HALVES = 8;                           // of an item
 
 // Eight rows of a narrow tile, which one warp brings to an end.

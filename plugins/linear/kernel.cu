@@ -2,10 +2,10 @@
 //
 // Columns are dealt to clusters of blocks, K to the blocks of a cluster, slots of K to the warps of
 // a block. Weights and rows come by the copy engine, asked for by a warp that does nothing else
-// (ring.cuh); the others never wait for each other. Two blocks share a multiprocessor, and a block of
-// the next kernel moves in where one has left. At the end of an item, up to 256 columns, warps send
-// their sums to the block of the cluster that adds them in order of k (finish.cuh). No sum depends on
-// who is first.
+// (ring.cuh); the others never wait for each other. Two blocks share a multiprocessor, or three with
+// half of the warps, and a block of the next kernel moves in where one has left. At the end of an
+// item, up to 256 columns, warps send their sums to the block of the cluster that adds them in order
+// of k (finish.cuh). No sum depends on who is first.
 //
 // An item may have a narrow tile: each warp multiplies 16 of K of one of its slots with each of its
 // own, so that the item is a sixteenth longer for all warps and not a quarter for two.
@@ -13,8 +13,8 @@
 // The rows are what enters the product: a norm over the whole row is, but for the row's factor,
 // applied by whoever made the rows (y_slabs); that factor comes from x_squares at the end.
 //
-// Compile-time: ROW_TILES; KINDS; ROW_SCALE, whether x_squares is given; PARTS; NARROW; and see
-// finish.cuh.
+// Compile-time: WARPS; ROW_TILES; KINDS; ROW_SCALE, whether x_squares is given; PARTS; NARROW; and
+// see finish.cuh.
 #include "cuda/device.cuh"
 #include "linear/finish.cuh"
 
@@ -159,7 +159,7 @@ struct Reader {
 };
 
 // items: [clusters, most_items, 2].
-KERNEL void __launch_bounds__(THREADS, ROW_TILES == 1 ? 2 : 1)
+KERNEL void __launch_bounds__(THREADS, ROW_TILES > 1 ? 1 : WARPS == 4 ? 3 : 2)
 linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u8* slabs,
        const float* x_squares, const u16* residual, const u64* __restrict__ outputs,
        float* y_squares, u16* y_slabs, const void* __restrict__ next_weight,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -41,7 +41,7 @@ Guide, Thread Block Clusters."""
 
 FIT = {2: 1.0, 4: 0.9, 8: 0.85}
 """Share of a device's blocks that clusters of so many can be at the same time: a cluster lies in
-one set of multiprocessors, and sets differ in size. An H100 takes 1, 0.94 and 0.91."""
+one set of multiprocessors, and sets differ in size. An H100 takes 1, 0.93 and 0.91."""
 
 END = 12 * 2304
 """What the end of an item costs a block, in bytes it could have read: 2.5 us, traced on an H100."""
@@ -56,6 +56,14 @@ of bf16 is from a trace on an H100, where blocks with one n-tile of it took 24 u
 of NVFP4 19. That of FP8 is an estimate."""
 
 WARPS = 8
+"""Of a block."""
+SLIM, SLIM_EACH = 4, 3
+"""The same of a smaller block, and how many of these share a multiprocessor where two of the others
+would. Few columns leave some multiprocessors two blocks and others one, and with three n-tiles of
+four some schedulers half of the work: two n-tiles and three blocks make the 50 MB of down_proj 20.2
+us instead of 24.8, measured on an H100."""
+SCHEDULERS = 4
+"""Of a multiprocessor; a block's warps go round them."""
 WARP_TILES = 2
 """n-tiles of an item up to which each has half of the block's warps, and not a quarter."""
 HALF = 64
@@ -74,6 +82,10 @@ class Item:
 class Partition:
     """The items of every cluster, in the order in which it makes them."""
 
+    warps: int
+    """That multiply, of a block."""
+    each: int
+    """Blocks that a multiprocessor takes."""
     parts: int
     """Blocks of a cluster."""
     clusters: tuple[tuple[Item, ...], ...]
@@ -114,11 +126,20 @@ def halves(plan: Layout, parts: int) -> list[range]:
 
 @lru_cache(maxsize=256)
 def partition(plan: Layout, multiprocessors: int, each: int) -> Partition:
-    """Cut a layout for a device whose multiprocessors take `each` blocks. No cluster is left
-    without work; the cut with the shortest run of its busiest block is taken, of equals the one
-    with the smallest clusters.
+    """Cut a layout for a device whose multiprocessors take `each` blocks, or SLIM_EACH slim ones
+    where they take two. No cluster is left without work; the cut with the shortest run of its
+    busiest multiprocessor is taken, of equals the one with the largest blocks and the smallest
+    clusters.
     """
-    found = [_cut(plan, p, clusters(p, multiprocessors, each)) for p in _parts(plan)]
+    shapes = [(WARPS, each), *([(SLIM, SLIM_EACH)] if each == 2 and not plan.narrow else [])]
+    found = [
+        _dealt(
+            plan, Partition(warps, some, parts, ()), clusters(parts, multiprocessors, some), width
+        )
+        for warps, some in shapes
+        for parts in _parts(plan)
+        for width in range(most_tiles(warps), 0, -1)
+    ]
     return min(found, key=lambda cut: _cost(plan, cut))
 
 
@@ -133,35 +154,35 @@ def _parts(plan: Layout) -> Iterator[int]:
     return (p for p in parts if p == PARTS[0] or p <= -(-plan.k // HALF))
 
 
-def _cut(plan: Layout, parts: int, count: int) -> Partition:
-    """The best of several widths of items."""
-    cuts = [_dealt(plan, parts, count, width) for width in range(PIECE_TILES, 0, -1)]
-    return min(cuts, key=lambda cut: _cost(plan, cut))
+def most_tiles(warps: int) -> int:
+    """n-tiles of an item: two warps for each at least."""
+    return min(PIECE_TILES, warps // 2)
 
 
-def _dealt(plan: Layout, parts: int, count: int, width: int) -> Partition:
+def _dealt(plan: Layout, cut: Partition, count: int, width: int) -> Partition:
     """Every piece to the cluster that has least, the longest first. Wide pieces as long as every
     cluster gets equally many, then pieces of `width`; at last the narrow tiles.
     """
-    wide = [p for g in plan.groups if not g.narrow for p in _pieces(plan, g, PIECE_TILES)]
+    most = most_tiles(cut.warps)
+    wide = [p for g in plan.groups if not g.narrow for p in _pieces(plan, g, most)]
     whole = len(wide) // count * count
     rest: list[Piece] = []
     for piece in wide[whole:]:
         if not rest or rest[-1].group is not piece.group:
             rest += _pieces(plan, piece.group, width, piece.first)
-    pieces = sorted(wide[:whole] + rest, key=lambda p: -_piece_cost(plan, p, parts))
+    pieces = sorted(wide[:whole] + rest, key=lambda p: -_piece_cost(plan, p, cut))
     heap = [(0.0, i) for i in range(min(count, len(pieces)))]
     dealt: list[list[Item]] = [[] for _ in heap]
     for piece in pieces:
         load, i = heapq.heappop(heap)
         dealt[i].append(Item(piece))
-        heapq.heappush(heap, (load + _piece_cost(plan, piece, parts), i))
-    _deal_narrow(plan, parts, heap, dealt)
-    return Partition(parts, tuple(map(tuple, dealt)))
+        heapq.heappush(heap, (load + _piece_cost(plan, piece, cut) + END, i))
+    _deal_narrow(plan, cut, heap, dealt)
+    return replace(cut, clusters=tuple(map(tuple, dealt)))
 
 
 def _deal_narrow(
-    plan: Layout, parts: int, heap: list[tuple[float, int]], dealt: list[list[Item]]
+    plan: Layout, cut: Partition, heap: list[tuple[float, int]], dealt: list[list[Item]]
 ) -> None:
     """To the cluster that has least, of those with an item that has none yet."""
     given = [0] * len(dealt)
@@ -171,7 +192,7 @@ def _deal_narrow(
         items[at] = Item(items[at].piece, tile)
         given[i] += 1
         if given[i] < len(items):
-            heapq.heappush(heap, (load + _narrow_cost(plan, parts), i))
+            heapq.heappush(heap, (load + _narrow_cost(plan, cut), i))
 
 
 def _pieces(plan: Layout, group: Group, width: int, first: int = 0) -> Iterator[Piece]:
@@ -185,25 +206,29 @@ def _pieces(plan: Layout, group: Group, width: int, first: int = 0) -> Iterator[
     return (piece for piece in found if not plan.padding(piece))
 
 
-def lanes(plan: Layout, piece: Piece, parts: int) -> int:
+def lanes(plan: Layout, piece: Piece, cut: Partition) -> int:
     """n-tiles, there or not, that a block's warps are dealt to; as Item::lanes in ring.cuh."""
-    if piece.tiles > WARP_TILES or parts > 4 or plan.narrow:
-        return 4
-    alone = piece.tiles == 1 and parts == 2 and piece.group.kind is not Kind.NVFP4
+    if cut.warps == SLIM or piece.tiles > WARP_TILES or cut.parts > 4 or plan.narrow:
+        return cut.warps // 2
+    alone = piece.tiles == 1 and cut.parts == 2 and piece.group.kind is not Kind.NVFP4
     return 1 if alone else WARP_TILES
 
 
-def _piece_cost(plan: Layout, piece: Piece, parts: int) -> float:
-    """Bytes that the busiest block of a cluster streams for a piece, with what its end costs."""
-    turns = _turns(plan, piece.slots, parts, WARPS // lanes(plan, piece, parts))
-    weights = turns * piece.step_bytes / (2 * piece.slots) * WORK[piece.group.kind]
-    return weights + turns / piece.slots * ROWS + END
+def _piece_cost(plan: Layout, piece: Piece, cut: Partition) -> float:
+    """Bytes that the busiest block of a cluster streams for a piece; as many as if all schedulers
+    had as much to do as the busiest one.
+    """
+    phases = cut.warps // lanes(plan, piece, cut)
+    turns = _turns(plan, piece.slots, cut.parts, phases)
+    busy = -(-piece.tiles * phases // SCHEDULERS) * SCHEDULERS / (piece.tiles * phases)
+    weights = busy * turns * piece.step_bytes / (2 * piece.slots) * WORK[piece.group.kind]
+    return weights + turns / piece.slots * ROWS
 
 
-def _narrow_cost(plan: Layout, parts: int) -> float:
+def _narrow_cost(plan: Layout, cut: Partition) -> float:
     """What a narrow tile adds to its item: nothing at the end, which is an estimate."""
     kind = Kind.NVFP4
-    turns = _turns(plan, kind.slots, parts, WARPS // PIECE_TILES)
+    turns = _turns(plan, kind.slots, cut.parts, WARPS // PIECE_TILES)
     return turns * kind.slot_bytes / NARROW_IN_TILE * WORK[kind]
 
 
@@ -215,10 +240,15 @@ def _turns(plan: Layout, slots: int, parts: int, phases: int) -> int:
     return -(-longest * slots // phases) * phases
 
 
-def _item_cost(plan: Layout, item: Item, parts: int) -> float:
-    narrow = 0.0 if item.narrow is None else _narrow_cost(plan, parts)
-    return _piece_cost(plan, item.piece, parts) + narrow
+def _item_cost(plan: Layout, item: Item, cut: Partition) -> float:
+    narrow = 0.0 if item.narrow is None else _narrow_cost(plan, cut)
+    return _piece_cost(plan, item.piece, cut) + narrow
 
 
 def _cost(plan: Layout, cut: Partition) -> float:
-    return max(sum(_item_cost(plan, i, cut.parts) for i in items) for items in cut.clusters)
+    """Of the busiest multiprocessor: its blocks share it, and wait for the ends of items together.
+    It is taken to have as many as it can: which one gets a block does not ask what others have.
+    """
+    return max(
+        sum(cut.each * _item_cost(plan, i, cut) + END for i in items) for items in cut.clusters
+    )

@@ -1,23 +1,23 @@
 // What a block streams. One warp asks the copy engine for it, stage by stage across the items of the
-// block, and eight multiply. A stage holds a slot of weight for each of those and the rows that they
+// block, and WARPS multiply. A stage holds a slot of weight for each of those and the rows that they
 // meet; the first stages' weights are asked for before the kernel before this one has ended.
 //
-// Compile-time: KINDS, the kinds of weight that occur (1 << kind); ROW_TILES, row tiles of 16; PARTS,
+// Compile-time: WARPS, 8 or 4; KINDS, the kinds of weight that occur (1 << kind); ROW_TILES, row tiles of 16; PARTS,
 // blocks of a cluster; NARROW, whether items may have a narrow tile.
 #pragma once
 #include "linear/units.cuh"
 
-constexpr int WARPS = 8;
 constexpr int ROWS = 16 * ROW_TILES;
 constexpr bool ONLY_NVFP4 = KINDS == 1 << NVFP4;
 
 constexpr int SLOT = NVFP4_SLOT;
 constexpr int ROWS_AT = WARPS * SLOT;
-constexpr int STAGE_SLABS = NARROW ? 2 : 4;  // at most
+constexpr int STAGE_SLABS = NARROW || WARPS == 4 ? 2 : 4;  // at most
 constexpr int NARROW_AT = ROWS_AT + STAGE_SLABS * ROWS * SLAB_ROW;
 constexpr int STAGE_BYTES = NARROW_AT + NARROW * STAGE_SLABS * NARROW_SLOT;
 constexpr int STAGES = 2 + ROW_TILES;
-static_assert(!NARROW || (ONLY_NVFP4 && PARTS == 2), "where a narrow tile's slots and sums fit");
+static_assert(WARPS == 4 || WARPS == 8, "warps of an n-tile share its slots");
+static_assert(!NARROW || (ONLY_NVFP4 && PARTS == 2 && WARPS == 8), "where a narrow tile's slots and sums fit");
 
 // 16 columns that are made together with n-tiles: a stage holds its slot of every slab, and each
 // warp of the block multiplies a quarter of one.
@@ -51,7 +51,7 @@ struct Item {
     DEVICE int lanes() const { return WARPS >> phase_bits(); }
     DEVICE int phases() const { return 1 << phase_bits(); }
     DEVICE int phase_bits() const {
-        if (NARROW || tiles > 2 || PARTS > 4) return 1;
+        if (NARROW || WARPS == 4 || tiles > 2 || PARTS > 4) return 1;
         return tiles == 1 && PARTS == 2 && kind != NVFP4 ? 3 : 2;
     }
 };

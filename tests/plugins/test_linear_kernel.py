@@ -94,7 +94,7 @@ def test_every_tile_is_made_once_over_all_of_k(shape: str, multiprocessors: int,
     cut = partition(plan, multiprocessors, each)
     assert made(plan, cut) == wanted(plan)
     assert all(cut.clusters)
-    assert len(cut.clusters) <= clusters(cut.parts, multiprocessors, each)
+    assert len(cut.clusters) <= clusters(cut.parts, multiprocessors, cut.each)
     covered = [h for run in halves(plan, cut.parts) for h in run]
     assert covered == list(range(-(-plan.k // 64)))
 
@@ -128,7 +128,16 @@ def test_every_byte_is_asked_for_once(shape: str, device: Device) -> None:
 
 @pytest.mark.parametrize(
     ("parts", "each", "fit"),
-    [(2, 1, 66), (4, 1, 30), (8, 1, 15), (2, 2, 132), (4, 2, 62), (8, 2, 30)],
+    [
+        (2, 1, 66),
+        (4, 1, 30),
+        (8, 1, 15),
+        (2, 2, 132),
+        (4, 2, 62),
+        (8, 2, 30),
+        (4, 3, 92),
+        (8, 3, 45),
+    ],
 )
 def test_all_clusters_of_a_launch_fit_on_an_h100(parts: int, each: int, fit: int) -> None:
     """`fit` is what cuOccupancyMaxActiveClusters said there; one more runs when the others have

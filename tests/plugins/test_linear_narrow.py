@@ -207,8 +207,8 @@ def test_those_cuts_are_what_they_are_for() -> None:
     assert len(cut_of(64, device(1)).clusters) == 1
     spread = cut_of(704, device(40))
     assert {(i.piece.tiles, i.narrow is None) for items in spread.clusters for i in items} == {
-        (1, True),
-        (1, False),
+        (2, True),
+        (2, False),
     }
     some = cut_of(704, device(4)).clusters
     assert {(len(items), items[0].piece.tiles) for items in some} == {(1, 4)}
@@ -240,7 +240,7 @@ def odd_cut(plan: Layout, multiprocessors: int, each: int) -> Partition:
     ]
     if not plan.narrow:
         other.append(Item(Piece(second, 4, 1)))
-    return Partition(2, (one, tuple(other)))
+    return Partition(8, each, 2, (one, tuple(other)))
 
 
 @emulated
@@ -329,11 +329,14 @@ def test_rows_need_their_factor_in_any_item(
         run(call, device(4), seed)
 
 
-def test_two_blocks_fit_on_a_multiprocessor() -> None:
+@pytest.mark.parametrize("parts", [2, 4, 8])
+@pytest.mark.parametrize(("warps", "each"), [(8, 2), (4, 3)])
+def test_blocks_fit_on_a_multiprocessor(warps: int, each: int, parts: int) -> None:
     """Of 228 KB a block takes 1 KB more than it asks for. Source: CUDA programming guide."""
-    for narrow in (False, True):
-        assert 2 * (few._shared(1, narrow=narrow) + 1024) <= 228 * 1024
-        assert few._shared(2, narrow=narrow) <= THOR.shared
+    cut = Partition(warps, each, parts, ())
+    for narrow in (False, True) if warps == 8 else (False,):
+        assert each * (few._shared(1, cut, narrow=narrow) + 1024) <= 228 * 1024
+        assert few._shared(2, cut, narrow=narrow) <= THOR.shared
 
 
 def test_random_weights_know_which_tiles_are_narrow() -> None:

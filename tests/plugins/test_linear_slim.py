@@ -1,0 +1,83 @@
+"""linear where its blocks have half of the warps, so that three share a multiprocessor."""
+
+from __future__ import annotations
+
+import kernels
+import numpy as np
+import pytest
+from emulation import COMPILER, Emulator
+from kernel_cases import cases_of
+
+from thor_dflash.plugins import LINEAR
+from thor_dflash.plugins.launch import H100, THOR, Device
+from thor_dflash.plugins.linear import few
+from thor_dflash.plugins.linear.layout import Kind, Layout, _layout
+from thor_dflash.plugins.linear.partition import Partition, _dealt, clusters, partition
+from thor_dflash.plugins.linear.reference import weight_case
+from thor_dflash.plugins.op import Case
+from thor_dflash.tensors import DType
+
+emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
+
+
+def residual(rows: int, n: int, k: int, kind: str = "nvfp4") -> Case:
+    rng = np.random.default_rng(rows)
+    x = {"x": rng.standard_normal((rows, k)).astype(DType.BF16.numpy)}
+    x["residual"] = rng.standard_normal((rows, n)).astype(DType.BF16.numpy)
+    return Case("slim", x | weight_case(rng, kind, n, k), {"epilogue": "residual"})
+
+
+@emulated
+@pytest.mark.parametrize("rows", [1, 9, 16])
+@pytest.mark.parametrize(
+    ("n", "k", "kind", "multiprocessors", "parts"),
+    [
+        (640, 640, "nvfp4", 4, 2),
+        (640, 640, "nvfp4", 8, 4),
+        (640, 640, "nvfp4", 16, 8),
+        (200, 640, "nvfp4", 7, 8),
+        (320, 64, "nvfp4", 2, 2),
+        (320, 64, "fp8", 4, 2),
+        (320, 64, "bfloat16", 7, 2),
+    ],
+)
+def test_slim_blocks_equal_the_reference(
+    rows: int, n: int, k: int, kind: str, multiprocessors: int, parts: int
+) -> None:
+    call = kernels.call_of(LINEAR, residual(rows, n, k, kind))
+    on = Device((9, 0), multiprocessors)
+    defines = few.few_launches(
+        call.site, on, few.Fused(few.Epilogue.RESIDUAL, ("y0",))
+    )[-1].defines  # fmt: skip
+    assert (defines["WARPS"], defines["PARTS"]) == (4, parts)
+    kernels.compare(LINEAR, kernels.launch(call, Emulator(rows), on), call.want)
+
+
+@emulated
+@pytest.mark.parametrize("parts", [2, 4, 8])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(
+    "name",
+    ["more_mixed_16_of_640", "more_norm_5_of_640", "more_swiglu_16_of_640", "more_cancelled"],
+)
+def test_any_product_may_be_made_by_slim_blocks(
+    name: str, seed: int, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several items, of one n-tile and of two, halves among them."""
+
+    def slim(plan: Layout, multiprocessors: int, each: int) -> Partition:
+        cut = Partition(4, 3, parts, ())
+        return _dealt(plan, cut, clusters(parts, multiprocessors, 3), 1 + seed % 2)
+
+    monkeypatch.setattr(few, "partition", slim)
+    call = kernels.call_of(LINEAR, cases_of(LINEAR)[name])
+    kernels.compare(LINEAR, kernels.launch(call, Emulator(seed), Device((9, 0), 3)), call.want)
+
+
+@pytest.mark.parametrize("k", [6144, 17408])
+def test_an_h100_makes_few_columns_by_slim_blocks_and_a_thor_does_not(k: int) -> None:
+    plan = _layout(k, (Kind.NVFP4,), (5120,), False)
+    cut = partition(plan, H100.multiprocessors, 2)
+    assert (cut.warps, cut.parts) == (4, 8)
+    assert [len(items) for items in cut.clusters] == [1] * 40
+    assert partition(plan, THOR.multiprocessors, 2).warps == 8
