@@ -19,6 +19,8 @@ from thor_dflash.tensors import Array
 
 pytestmark = pytest.mark.gpu
 CAPACITY, CHUNK, ROWS = 4096, 512, 16
+TIMES = 600
+"""Verifies, each of 257 products: a race that one load of 10^9 lost showed in one of a hundred."""
 RNG = np.random.default_rng(0)
 PROMPT = [int(t) for t in RNG.integers(1, 200_000, 700)]
 BLOCK = [int(t) for t in RNG.integers(1, 200_000, ROWS)]
@@ -65,7 +67,7 @@ def test_the_same_block_gives_the_same_bits_every_time(model: Model) -> None:
     first = logits(model, BLOCK)
     assert np.isfinite(first).all()
     assert first.std() > 0.01
-    for _ in range(20):
+    for _ in range(TIMES):
         same(logits(model, BLOCK), first)
     read_prompt(model)
     same(logits(model, BLOCK), first)
