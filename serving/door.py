@@ -25,8 +25,8 @@ BURST = 64
 PATIENCE_S = 5.0
 """A peer that takes none of its results for so long is as good as gone."""
 LINGER_MS = 2000
-"""For the last answers, when the server ends. A peer that reads has them at once; where the machine is
-busy, what writes them may wait for its turn."""
+"""For the last answers, when the server ends. A peer that reads has them at once; on a busy machine
+what writes them may wait for its turn."""
 HELD = 256
 """Messages kept for a peer whose socket is full."""
 ROUTER_OPTIONS = {
