@@ -62,6 +62,7 @@ KERNEL void exchange(const float* in, float* out, int how, int rounds) {
         if (how < 2) barrier_wait_cluster(barrier, round & 1);
         else sync_block();
         for (u32 from = 0; from < size; from++) sum += parts[64 * from + i];
+        received(float_bits(sum));
         cluster_arrive();
         cluster_wait();
     }
@@ -94,6 +95,7 @@ KERNEL void feed(const float* in, float* out, int parts) {
             if (i == 0) barrier_expect(full, 256);
             barrier_wait_cluster(full, part & 1);
             sum += stage[i];
+            received(float_bits(sum));
             barrier_arrive_cluster(cluster_address(empty, 0));
         }
     }

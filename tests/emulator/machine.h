@@ -56,6 +56,7 @@ u32 cluster_address(u32 local, u32 rank);
 void load_cluster16(void* to, u32 remote);
 void store_cluster16(u32 remote, const void* value, u32 remote_barrier);
 void fence_copies();
+void received();
 void copy_cluster(u32 remote_to, u32 from, u32 bytes, u32 remote_barrier);
 void barrier_arrive_cluster(u32 remote_barrier);
 void barrier_wait_cluster(u32 barrier, u32 parity);

@@ -85,6 +85,7 @@ KERNEL void ring(const float* in, float* out, int parts) {
     for (int i = 0; i < parts; i++) {
         barrier_wait(shared_address(barrier + i % 2), i / 2 & 1);
         sum += stage[64 * (i % 2) + threadIdx.x];
+        received(float_bits(sum));
         barrier_arrive(shared_address(barrier + 2 + i % 2));
     }
     sync_some(1, 64);
@@ -106,6 +107,7 @@ KERNEL void groups(const float* in, float* out, int parts) {
         copy_async_wait<1>();
         float4 x = *reinterpret_cast<float4*>(stage + 128 * (i % 3));
         sum = make_float4(sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w);
+        received(float_bits(sum.x));
         fetch(i + 2);
     }
     *reinterpret_cast<float4*>(out + 4 * threadIdx.x) = sum;
@@ -320,6 +322,40 @@ KERNEL void wrong_async(const float* in, float* out, int wait) {
     if (wait) copy_async_wait<0>();
     else copy_async_wait<1>();
     for (int i = 0; i < 4; i++) out[4 * threadIdx.x + i] = held[i];
+}
+
+// A stage is read, and filled again: by the copy engine, or asynchronously. The value read is used
+// only after that; with `late` a lane says that it has come when others may have overwritten it.
+KERNEL void wrong_refill(const float* in, float* out, int engine, int receives, int late) {
+    DYNAMIC_SHARED(memory);
+    __shared__ u64 barrier[1];
+    const float* held = reinterpret_cast<const float*>(memory) + threadIdx.x;
+    const saddr to = shared_address(memory), full = shared_address(barrier);
+    float sum = 0;
+    if (threadIdx.x == 0) {
+        barrier_init(full, 1);
+        barrier_init_done();
+    }
+    sync_block();
+    for (int round = 0; round < 2; round++) {
+        if (engine && threadIdx.x == 0) {
+            barrier_expect(full, 256);
+            copy_bulk(to, in + 64 * round, 256, full);
+        }
+        if (!engine && threadIdx.x < 16) {
+            copy_async16(to + 16 * threadIdx.x, in + 64 * round + 4 * threadIdx.x);
+            copy_async_commit();
+            copy_async_wait<0>();
+        }
+        if (engine) barrier_wait(full, round & 1);
+        else sync_block();
+        const float x = *held;
+        if (receives && !late) received(float_bits(x));
+        sync_block();
+        sum += x;
+        if (receives && late && round == 1) received(float_bits(x));
+    }
+    out[threadIdx.x] = sum;
 }
 
 KERNEL void wrong_index(const u32* in, u32* out, int where) { out[threadIdx.x] = in[where]; }

@@ -1,6 +1,7 @@
 // Races on shared memory, by vector clocks (Flanagan and Freund, FastTrack, 2009): two threads touch a
 // byte, one of them writes, and no barrier orders them. Of many readers two are kept, so a race may
-// stay unseen, but what is told is one. Shuffles and matrix products order nothing.
+// stay unseen, but what is told is one. Shuffles and matrix products order nothing. A read that nobody
+// has waited for is not over when a barrier is: see `received`.
 //
 // Threads are numbered through the cluster. After them come, for each block, the engine that makes
 // its copies and one that stands for its beginning: who has seen that one may touch its memory.
@@ -56,6 +57,7 @@ public:
         std::fill(clocks.begin(), clocks.end(), origin);
         for (int t = 0; t < all; t++) of(t)[t] = of(t)[beginning(t / each)] = origin + 1;
         std::fill(engines.begin(), engines.end(), origin + 1);
+        got.assign(static_cast<size_t>(all), origin);
         std::fill(beginnings.begin(), beginnings.end(), origin + 1);
         barriers.clear(), published.clear(), fences.clear(), fenced.clear(), counters.clear();
         meeting.assign(static_cast<size_t>(count), origin);
@@ -135,6 +137,22 @@ public:
         });
         u32& seen = left_at(rank, barrier, from != rank)[engine(from)];
         seen = std::max(seen, clock);
+    }
+    // What this thread has read so far has come.
+    void received(int thread) {
+        got[static_cast<size_t>(thread)] = of(thread)[thread];
+        tick(thread);
+    }
+    // Who may still be reading this: read it, and has received nothing since.
+    Place unreceived(int rank, u32 address, u64 bytes) {
+        Place found = NONE;
+        visit(rank, address, bytes, [&](const Cell& cell, u32 at) {
+            for (const Read& read : cell.reads) {
+                if (read.clock <= origin || read.thread >= u32(all)) continue;
+                if (read.clock > got[read.thread]) found = {int(read.thread), read.site, false, at};
+            }
+        });
+        return found;
     }
     void fence(int thread) {
         fences[thread].push_back(of(thread)[thread]);
@@ -279,7 +297,7 @@ private:
     int each = 0, all = 0, count = 0;
     u32 origin = 0, hole_begin = 0, hole_bytes = 0;
     u64 span = 0;
-    std::vector<u32> clocks, engines, beginnings, meeting, met;
+    std::vector<u32> clocks, engines, beginnings, meeting, met, got;
     std::unique_ptr<Cell[], Free> words, cells;
     std::map<u64, std::vector<u32>> barriers, counters;
     std::map<u64, u32> published;

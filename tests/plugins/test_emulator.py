@@ -280,6 +280,18 @@ def test_a_copy_not_waited_for_is_not_there(seed: int) -> None:
         assert np.all(grouped == 1) if waited else np.all(np.isnan(grouped))
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("engine", [0, 1])
+def test_what_is_overwritten_has_been_received(engine: int, seed: int) -> None:
+    x, out = floats(128), np.zeros(64, np.float32)
+    probe("wrong_refill", [x, out], engine, 1, 0, threads=64, shared=256, seed=seed)
+    np.testing.assert_array_equal(out, x[:64] + x[64:])
+    for receives in (0, 1):
+        with pytest.raises(EmulatorFault, match="no received lies between"):
+            probe("wrong_refill", [x, out], engine, receives, 1, threads=64, shared=256, seed=seed)
+
+
+
 @pytest.mark.parametrize("where", [-1, 32, 1 << 20])
 def test_a_read_outside_every_buffer_is_told(where: int) -> None:
     with pytest.raises(EmulatorFault, match="in no buffer"):
