@@ -220,17 +220,6 @@ DEVICE void copy_bulk_kept(saddr to, const void* from, u32 bytes, saddr barrier)
                  ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// `bytes` (a multiple of 16, 16-byte aligned) global -> L2 cache. A hint, right at any time: it
-// reads nothing for anyone, and what is written afterwards goes to that cache too.
-DEVICE void prefetch_bulk(const void* from, u32 bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
-
-DEVICE u32 load_shared4(saddr p) {
-    u32 r;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r) : "r"(p));
-    return r;
-}
 DEVICE uint4 load_shared16(saddr p) {
     uint4 r;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -290,22 +279,6 @@ DEVICE void store_cluster16(u32 remote, const float4& value, u32 remote_barrier)
                  " [%0], {%1, %2, %3, %4}, [%5];"
                  ::"r"(remote), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w),
                  "r"(remote_barrier) : "memory");
-}
-// What this thread wrote to shared memory with ordinary stores (and what it has seen others write)
-// becomes visible to copies out of shared memory. By every thread that wrote, then a sync, then
-// the copy by one of them.
-DEVICE void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// `bytes` (a multiple of 16, both ends 16-byte aligned) of this block's shared memory -> that of
-// any block of the cluster, by the copy engine: one thread sends them all. Counted on
-// `remote_barrier`, a barrier of the block at `remote_to`, as store_cluster16's. After
-// fence_copies and a sync.
-// The source is read at any time until then: this block neither writes it again nor ends before it
-// knows that the phase of `remote_barrier` has ended, from who waited there (a cluster_arrive and
-// cluster_wait, or a barrier_arrive_cluster back).
-DEVICE void copy_cluster(u32 remote_to, saddr local_from, u32 bytes, u32 remote_barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
-                 " [%0], [%1], %2, [%3];"
-                 ::"r"(remote_to), "r"(local_from), "r"(bytes), "r"(remote_barrier) : "memory");
 }
 // barrier_arrive at any block's barrier: what this thread wrote or read before is over for who
 // waits there by barrier_wait_cluster.

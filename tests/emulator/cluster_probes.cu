@@ -20,9 +20,9 @@ KERNEL void own_memory(float* out) {
     out[32 * blockIdx.x + i] = *kept + fixed[31 - i];
 }
 
-// Every block sends its words to all others (itself too), who add them in order of rank: by stores
-// (how 0), copies (1), or loads from all (2). out [block, 64].
-KERNEL void exchange(const float* in, float* out, int how, int rounds) {
+// Every block sends its words to all others (itself too), who add them in order of rank; or `loads`
+// from all. out [block, 64].
+KERNEL void exchange(const float* in, float* out, int loads, int rounds) {
     DYNAMIC_SHARED(memory);
     u32 rank = cluster_rank(), size = cluster_size(), i = threadIdx.x;
     float* own = reinterpret_cast<float*>(memory);            // [64]
@@ -33,14 +33,12 @@ KERNEL void exchange(const float* in, float* out, int how, int rounds) {
         barrier_init_done();
     }
     cluster_arrive_relaxed();
-    prefetch_bulk(in + 64 * blockIdx.x, 256);
     cluster_wait();
     float sum = 0;
     for (int round = 0; round < rounds; round++) {
-        if (i == 0) barrier_expect(barrier, how < 2 ? 256 * size : 0);
+        if (i == 0) barrier_expect(barrier, loads ? 0 : 256 * size);
         own[i] = in[64 * blockIdx.x + i] + static_cast<float>(round);
-        if (how == 1) fence_copies();
-        if (how == 2) {
+        if (loads) {
             cluster_arrive();
             cluster_wait();
         } else {
@@ -49,18 +47,17 @@ KERNEL void exchange(const float* in, float* out, int how, int rounds) {
         for (u32 to = 0; to < size; to++) {
             u32 there = cluster_address(barrier, to);
             u32 place = cluster_address(shared_address(parts + 64 * rank), to);
-            if (how == 0 && i < 16) {
+            if (!loads && i < 16) {
                 float4 x = *reinterpret_cast<float4*>(own + 4 * i);
                 store_cluster16(place + 16 * i, x, there);
             }
-            if (how == 1 && i == 0) copy_cluster(place, shared_address(own), 256, there);
-            if (how == 2 && i < 16) {
+            if (loads && i < 16) {
                 float4 x = load_cluster16(cluster_address(shared_address(own + 4 * i), to));
                 *reinterpret_cast<float4*>(parts + 64 * to + 4 * i) = x;
             }
         }
-        if (how < 2) barrier_wait_cluster(barrier, round & 1);
-        else sync_block();
+        if (loads) sync_block();
+        else barrier_wait_cluster(barrier, round & 1);
         for (u32 from = 0; from < size; from++) sum += parts[64 * from + i];
         received(float_bits(sum));
         cluster_arrive();
@@ -136,7 +133,7 @@ KERNEL void unannounced(const float* in, float* out) {
 
 // ---- wrong -----------------------------------------------------------------------------------
 // One block hands 64 words to its neighbour. `mistake` 0 makes none.
-enum { NONE, NO_START, NO_END, NO_INIT_DONE, NO_EXPECT, RELAXED, NO_FENCE, OVERWRITE, WRONG_WAIT,
+enum { NONE, NO_START, NO_END, NO_INIT_DONE, NO_EXPECT, RELAXED, OVERWRITE, WRONG_WAIT,
        NO_WAIT, TWO_ARRIVALS, NO_ARRIVAL, ENDS_EARLY, FAR_BARRIER, BEHIND, LOCAL, TOO_MUCH,
        NO_SYNC };
 
@@ -164,8 +161,8 @@ KERNEL void wrong_load(const float* in, float* out, int mistake) {
     out[64 * blockIdx.x + i] = x.x + x.y + x.z + x.w;
 }
 
-// By stores (copies 0) or a copy (1) that the neighbour waits for.
-KERNEL void wrong_send(const float* in, float* out, int copies, int mistake) {
+// By stores that the neighbour waits for.
+KERNEL void wrong_send(const float* in, float* out, int mistake) {
     DYNAMIC_SHARED(memory);
     float* held = reinterpret_cast<float*>(memory);
     float* got = held + 64;
@@ -181,12 +178,10 @@ KERNEL void wrong_send(const float* in, float* out, int copies, int mistake) {
         cluster_wait();
     }
     held[i] = in[64 * blockIdx.x + i];
-    if (copies && mistake != NO_FENCE) fence_copies();
     if (mistake != NO_SYNC) sync_block();
     u32 there = cluster_address(barrier, mistake == FAR_BARRIER ? cluster_rank() : next);
     u32 place = cluster_address(shared_address(got), next);
-    if (copies && i == 0) copy_cluster(place, shared_address(held), 256, there);
-    if (!copies && i < 16) {
+    if (i < 16) {
         store_cluster16(place + 16 * i, *reinterpret_cast<float4*>(held + 4 * i), there);
     }
     if (mistake == OVERWRITE) {
@@ -196,10 +191,6 @@ KERNEL void wrong_send(const float* in, float* out, int copies, int mistake) {
     if (mistake == WRONG_WAIT) barrier_wait(barrier, 0);
     else if (mistake != NO_WAIT) barrier_wait_cluster(barrier, 0);
     out[64 * blockIdx.x + i] = got[i];
-    if (copies && mistake != NO_END) {
-        cluster_arrive();
-        cluster_wait();
-    }
 }
 
 // By arrivals: the neighbour may write again what has been read.
@@ -234,8 +225,4 @@ KERNEL void wrong_one_sided(float* out, int mistake) {
     else if (mistake != NO_END) cluster_arrive();
     if (mistake != NO_END) cluster_wait();
     out[32 * blockIdx.x + threadIdx.x] = x.w;
-}
-
-KERNEL void wrong_prefetch(const float* in, int from, int bytes) {
-    prefetch_bulk(in + from, static_cast<u32>(bytes));
 }

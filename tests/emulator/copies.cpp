@@ -9,8 +9,8 @@
 namespace emulator {
 namespace {
 
-// A bulk copy from device memory (`global`) or from the sender's shared memory, or 16 bytes of a
-// store (`held`), to any block of the cluster.
+// A bulk copy from device memory (`global`), or 16 bytes of a store (`held`), to any block of the
+// cluster.
 struct Copy {
     const char* what;
     int sender;  // block
@@ -19,7 +19,6 @@ struct Copy {
     u32 bytes;
     Spot barrier;
     const u8* global;
-    u32 local;  // 0: none
     u8 held[16];
     u64 site;
 };
@@ -126,14 +125,13 @@ Copy& send(const char* what, Spot to, u32 bytes, Spot barrier) {
     u32 clock = races.send(sender);
     u64 site = offset(self->site);
     races.read_by_copy(sender, clock, barrier.rank, barrier.address, 8, site);
-    under_way.push_back({what, sender, clock, to, bytes, barrier, nullptr, 0, {}, site});
+    under_way.push_back({what, sender, clock, to, bytes, barrier, nullptr, {}, site});
     return under_way.back();
 }
 
 void land(const Copy& copy) {
     const u8* from = copy.held;
     if (copy.global != nullptr) from = copy.global;
-    if (copy.local != 0) from = at(Spot{copy.sender, copy.local});
     memcpy(at(copy.to), from, copy.bytes);
     races.land(copy.sender, copy.clock, copy.to.rank, copy.to.address, copy.bytes,
                copy.barrier.address, copy.site);
@@ -155,11 +153,6 @@ void check_copies_of(const Block& block) {
         if (copy.to.rank != block.rank) continue;
         fault_at(nullptr, "%s: the block (%u, %u, %u) ended before a copy to it did", copy.what,
                  block.index.x, block.index.y, block.index.z);
-    }
-    for (const Copy& copy : under_way) {
-        if (copy.local == 0 || copy.sender != block.rank) continue;
-        fault_at(nullptr, "%s: the block (%u, %u, %u) ended before a copy of its memory did",
-                 copy.what, block.index.x, block.index.y, block.index.z);
     }
 }
 
@@ -202,28 +195,6 @@ void store_cluster16(u32 remote, const void* value, u32 remote_barrier) {
     Spot barrier = barrier_of(remote_barrier, "store_cluster16");
     if (to.rank != barrier.rank) fault("store_cluster16: its barrier must be in the same block");
     memcpy(send("store_cluster16", to, 16, barrier).held, value, 16);
-}
-
-void fence_copies() { races.fence(self->number); }
-
-void copy_cluster(u32 remote_to, u32 from, u32 bytes, u32 remote_barrier) {
-    SITE();
-    if (bytes == 0 || bytes % 16 != 0) {
-        fault("copy_cluster: bytes must be a multiple of 16 (got %u)", bytes);
-    }
-    Spot to = check_remote(remote_to, bytes, 16, "copy_cluster");
-    Spot barrier = barrier_of(remote_barrier, "copy_cluster");
-    if (to.rank != barrier.rank) fault("copy_cluster: its barrier must be in the same block");
-    check_shared(from, bytes, 16, "copy_cluster");
-    check_race(own(from), bytes, false, "copy_cluster");
-    Races::Place other = races.unfenced(self->number, from, bytes);
-    if (other.thread >= 0) {
-        fault("copy_cluster: %s wrote shared address %u at @0x%llx and no fence_copies lies between",
-              named(other.thread), other.address, other.site);
-    }
-    Copy& copy = send("copy_cluster", to, bytes, barrier);
-    copy.local = from;
-    races.read_by_copy(copy.sender, copy.clock, copy.sender, from, bytes, copy.site);
 }
 
 // ---- copies by groups ----------------------------------------------------------------------------

@@ -44,7 +44,6 @@ void barrier_expect(u32 barrier, u32 bytes);
 void barrier_arrive(u32 barrier);
 void barrier_wait(u32 barrier, u32 parity);
 void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier);
-void prefetch_bulk(const void* from, u32 bytes);
 
 // ---- clusters --------------------------------------------------------------------------------
 u32 cluster_rank();
@@ -55,9 +54,7 @@ void cluster_wait();
 u32 cluster_address(u32 local, u32 rank);
 void load_cluster16(void* to, u32 remote);
 void store_cluster16(u32 remote, const void* value, u32 remote_barrier);
-void fence_copies();
 void received();
-void copy_cluster(u32 remote_to, u32 from, u32 bytes, u32 remote_barrier);
 void barrier_arrive_cluster(u32 remote_barrier);
 void barrier_wait_cluster(u32 barrier, u32 parity);
 

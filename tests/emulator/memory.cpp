@@ -179,15 +179,11 @@ bool within(const u8* p, const u8* begin, const u8* end) { return p >= begin && 
 
 }  // namespace
 
-void check_known(const void* p, u64 bytes, const char* what) {
-    if (find_range(static_cast<const u8*>(p), bytes) == nullptr) {
+void check_global(const void* p, u64 bytes, bool write, const char* what) {
+    const Range* range = find_range(static_cast<const u8*>(p), bytes);
+    if (range == nullptr) {
         fault("%s: %llu bytes at %p are in no buffer of this call", what, bytes, p);
     }
-}
-
-void check_global(const void* p, u64 bytes, bool write, const char* what) {
-    check_known(p, bytes, what);
-    const Range* range = last_range;
     if (write && !(range->flags & WRITABLE)) {
         fault("%s: a write to an input, %p", what, p);
     }
@@ -265,14 +261,6 @@ u32 arrive(u32* counter) {
     if (block_count > 1) races.count_at(self->number, reinterpret_cast<u64>(counter));
     between.arrive(races, self->number);
     return (*counter)++;
-}
-
-void prefetch_bulk(const void* from, u32 bytes) {
-    SITE();
-    if (bytes == 0 || bytes % 16 != 0 || reinterpret_cast<u64>(from) % 16 != 0) {
-        fault("prefetch_bulk: bytes and source must be multiples of 16 (got %u, %p)", bytes, from);
-    }
-    check_known(from, bytes, "prefetch_bulk");
 }
 
 }  // namespace emulator

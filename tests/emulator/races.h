@@ -59,7 +59,7 @@ public:
         std::fill(engines.begin(), engines.end(), origin + 1);
         got.assign(static_cast<size_t>(all), origin);
         std::fill(beginnings.begin(), beginnings.end(), origin + 1);
-        barriers.clear(), published.clear(), fences.clear(), fenced.clear(), counters.clear();
+        barriers.clear(), published.clear(), counters.clear();
         meeting.assign(static_cast<size_t>(count), origin);
         met = meeting;
     }
@@ -151,26 +151,6 @@ public:
                 if (read.clock <= origin || read.thread >= u32(all)) continue;
                 if (read.clock > got[read.thread]) found = {int(read.thread), read.site, false, at};
             }
-        });
-        return found;
-    }
-    void fence(int thread) {
-        fences[thread].push_back(of(thread)[thread]);
-        fenced[thread].assign(of(thread), of(thread) + count);
-        tick(thread);
-    }
-    // Who wrote what a copy by this thread is to read, with no fence by either in between.
-    Place unfenced(int thread, u32 address, u64 bytes) {
-        const u32* now = of(thread);
-        const std::vector<u32>& mine = fenced[thread];
-        Place found = NONE;
-        visit(thread / each, address, bytes, [&](const Cell& cell, u32 at) {
-            if (cell.wrote <= origin || cell.writer >= all) return;
-            if (!mine.empty() && cell.wrote <= mine[cell.writer]) return;
-            const std::vector<u32>& theirs = fences[cell.writer];
-            auto after = std::lower_bound(theirs.begin(), theirs.end(), cell.wrote);
-            if (after != theirs.end() && *after < now[cell.writer]) return;
-            found = {cell.writer, cell.write_site, true, at};
         });
         return found;
     }
@@ -301,7 +281,6 @@ private:
     std::unique_ptr<Cell[], Free> words, cells;
     std::map<u64, std::vector<u32>> barriers, counters;
     std::map<u64, u32> published;
-    std::map<int, std::vector<u32>> fences, fenced;
 };
 
 // The same for reads of device memory that this launch has written. A cluster hands over to another

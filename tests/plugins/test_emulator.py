@@ -291,7 +291,6 @@ def test_what_is_overwritten_has_been_received(engine: int, seed: int) -> None:
             probe("wrong_refill", [x, out], engine, receives, 1, threads=64, shared=256, seed=seed)
 
 
-
 @pytest.mark.parametrize("where", [-1, 32, 1 << 20])
 def test_a_read_outside_every_buffer_is_told(where: int) -> None:
     with pytest.raises(EmulatorFault, match="in no buffer"):

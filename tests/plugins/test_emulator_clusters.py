@@ -15,13 +15,13 @@ from thor_dflash.tensors import Array
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 PROBES = MACHINE / "cluster_probes.cu"
 MISTAKES = (
-    "NONE", "NO_START", "NO_END", "NO_INIT_DONE", "NO_EXPECT", "RELAXED", "NO_FENCE", "OVERWRITE",
+    "NONE", "NO_START", "NO_END", "NO_INIT_DONE", "NO_EXPECT", "RELAXED", "OVERWRITE",
     "WRONG_WAIT", "NO_WAIT", "TWO_ARRIVALS", "NO_ARRIVAL", "ENDS_EARLY", "FAR_BARRIER", "BEHIND",
     "LOCAL", "TOO_MUCH", "NO_SYNC",
 )  # fmt: skip
 """As the probes number them."""
 RACE = r"a race at .*cluster_probes\.cu:\d+ and no barrier"
-ENDED = "has ended|ended and nothing makes it wait|ended before a copy of its memory"
+ENDED = "has ended|ended and nothing makes it wait"
 every_order = pytest.mark.parametrize("seed", range(6))
 
 
@@ -55,7 +55,7 @@ def floats(*shape: int) -> Array:
 def test_the_probes_compile_for_a_gpu(arch: str) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC (the extra [cuda])")
     usage = compile_source(PROBES, {}, arch).usage
-    assert {"exchange", "feed", "wrong_send", "wrong_prefetch"} <= usage.keys()
+    assert {"exchange", "feed", "wrong_send"} <= usage.keys()
     assert not any(found.spilled for found in usage.values())
 
 
@@ -71,13 +71,13 @@ def test_every_block_has_memory_of_its_own(cluster: int, seed: int) -> None:
 
 @every_order
 @pytest.mark.parametrize("cluster", [1, 2, 4, 8])
-@pytest.mark.parametrize("how", ["stores", "copies", "loads"])
+@pytest.mark.parametrize("how", ["stores", "loads"])
 def test_blocks_exchange_words(how: str, cluster: int, seed: int) -> None:
     x, out = floats(8, 64), np.zeros((8, 64), np.float32)
     probe(
         "exchange",
         [x, out],
-        ["stores", "copies", "loads"].index(how),
+        ["stores", "loads"].index(how),
         3,
         shared=256 * (1 + cluster) + 8,
         cluster=cluster,
@@ -128,13 +128,6 @@ STORES = {
     "FAR_BARRIER": "must be in the same block",
     "TOO_MUCH": f"{RACE}|has ended|ended before a copy to it",
 }
-COPIES = STORES | {
-    "NO_FENCE": "no fence_copies lies between",
-    "OVERWRITE": RACE,
-    "NO_END": ENDED,
-    "TOO_MUCH": "256 bytes came, the barrier at .* expects 240 more",
-    "NO_WAIT": RACE,
-}
 ARRIVALS = {
     "NO_INIT_DONE": "no barrier_init_done",
     "WRONG_WAIT": RACE,
@@ -163,23 +156,19 @@ def test_loads_need_meetings(mistake: str, cluster: int, seed: int) -> None:
 
 
 @every_order
-@pytest.mark.parametrize(
-    ("copies", "mistake"),
-    [(0, m) for m in ("NONE", "NO_END", "OVERWRITE", "NO_FENCE", *STORES)]
-    + [(1, m) for m in ("NONE", *COPIES)],
-)
-def test_what_is_sent_needs_waits(copies: int, mistake: str, seed: int) -> None:
+@pytest.mark.parametrize("mistake", ["NONE", "OVERWRITE", *STORES])
+def test_what_is_sent_needs_waits(mistake: str, seed: int) -> None:
     x, out = floats(3, 64), np.zeros((3, 64), np.float32)
 
     def send() -> None:
         number = MISTAKES.index(mistake)
-        probe("wrong_send", [x, out], copies, number, shared=520, cluster=3, seed=seed)
+        probe("wrong_send", [x, out], number, shared=520, cluster=3, seed=seed)
 
-    if message := (COPIES if copies else STORES).get(mistake):
+    if message := STORES.get(mistake):
         with pytest.raises(EmulatorFault, match=message):
             send()
         return
-    send()  # a store has its words with it: its source may change, and its block end
+    send()  # a store has its words with it: its source may change
     np.testing.assert_array_equal(out, np.roll(x, 1, axis=0))
 
 
@@ -210,17 +199,6 @@ def test_a_block_may_end_before_or_after_it_is_read(seed: int, message: str) -> 
         probe("wrong_one_sided", [out], MISTAKES.index("NO_END"), threads=32, seed=seed)
     with pytest.raises(EmulatorFault, match="nothing makes it wait"):
         probe("wrong_one_sided", [out], MISTAKES.index("RELAXED"), threads=32, seed=seed)
-
-
-def test_a_prefetch_stays_inside_of_a_buffer() -> None:
-    x = floats(64)
-    probe("wrong_prefetch", [x], 0, 256, threads=1)
-    for start, size in ((0, 0), (0, 100), (1, 16)):
-        with pytest.raises(EmulatorFault, match="multiples of 16"):
-            probe("wrong_prefetch", [x], start, size, threads=1)
-    for start, size in ((0, 272), (64, 16), (-4, 16)):
-        with pytest.raises(EmulatorFault, match="in no buffer"):
-            probe("wrong_prefetch", [x], start, size, threads=1)
 
 
 @pytest.mark.parametrize(("blocks", "cluster"), [(3, 2), (16, 16), (2, 0)])

@@ -249,7 +249,6 @@ DEVICE void copy_bulk(saddr to, const void* from, u32 bytes, saddr barrier) {
 DEVICE void copy_bulk_kept(saddr to, const void* from, u32 bytes, saddr barrier) {
     emulator::copy_bulk(to, from, bytes, barrier);
 }
-DEVICE void prefetch_bulk(const void* from, u32 bytes) { emulator::prefetch_bulk(from, bytes); }
 DEVICE u32 load_shared4(saddr p) {
     u32 r;
     emulator::load_shared(&r, p, 4);
@@ -276,10 +275,6 @@ DEVICE float4 load_cluster16(u32 remote) {
 DEVICE void store_cluster16(u32 remote, const float4& value, u32 remote_barrier) {
     float4 read = value;  // an access of this thread, where it lies in memory
     emulator::store_cluster16(remote, &read, remote_barrier);
-}
-DEVICE void fence_copies() { emulator::fence_copies(); }
-DEVICE void copy_cluster(u32 remote_to, saddr local_from, u32 bytes, u32 remote_barrier) {
-    emulator::copy_cluster(remote_to, local_from, bytes, remote_barrier);
 }
 DEVICE void barrier_arrive_cluster(u32 remote_barrier) {
     emulator::barrier_arrive_cluster(remote_barrier);
