@@ -220,6 +220,11 @@ DEVICE void copy_bulk_kept(saddr to, const void* from, u32 bytes, saddr barrier)
                  ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
+DEVICE u32 load_shared4(saddr p) {
+    u32 r;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r) : "r"(p));
+    return r;
+}
 DEVICE uint4 load_shared16(saddr p) {
     uint4 r;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
