@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import deque
@@ -78,6 +79,8 @@ class Door:
         security.check(config)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._held: dict[bytes, _Held] = {}
+        self.last_sent = -math.inf
+        """When something was last sent, by the monotonic clock."""
         self._out, self._bell = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._gone: set[int] = set()
         """Descriptors closed and not yet used again."""
@@ -195,6 +198,7 @@ class Door:
         return "held"
 
     def _send(self, message: list[bytes]) -> Sent:
+        self.last_sent = time.monotonic()
         try:
             self._router.send_multipart(message, zmq.NOBLOCK)
         except zmq.Again:

@@ -9,6 +9,7 @@ Only the I/O thread touches sockets and books. The others get jobs through queue
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -32,6 +33,9 @@ from thor_dflash.serving.work import Drop, Failed, Log, Pinned, Post, Ready, Val
 
 TICK_S = 1.0
 """Longest sleep of the I/O thread: it feeds systemd's watchdog, which is set in seconds."""
+READING_S = 0.5
+"""From the last answer of a drain to the end: when a connection is lost, libzmq drops what a client
+has received and not read yet (pipe_t::terminate after a hiccup, where ZMQ_IMMEDIATE is set)."""
 HUNG = 70
 """Exit status of a server whose engine hangs: EX_SOFTWARE, systemd restarts it."""
 
@@ -73,6 +77,7 @@ class Server:
         self._desk = Desk(self._door, config, self._life, hands, token, log, self._tell)
         self._threads: list[threading.Thread] = []
         self._stops = 0
+        self._stopped_at = math.inf
         self._notified = 0.0
 
     @property
@@ -82,6 +87,7 @@ class Server:
 
     def stop(self) -> None:
         """Take no more work, finish what was taken, end. The second time: end now."""
+        self._stopped_at = min(self._stopped_at, time.monotonic())
         self._stops += 1
         self._door.ring()
 
@@ -201,6 +207,8 @@ class Server:
             thread.join(self._config.watchdog_s)
         self._tell("ended")
         self._tell.close()
+        if self._door.last_sent >= self._stopped_at:
+            time.sleep(max(0.0, self._door.last_sent + READING_S - time.monotonic()))
         self._door.close()
 
 
