@@ -25,9 +25,6 @@ BURST = 64
 """Messages read before other work gets its turn: a flood must not starve the engine's results."""
 PATIENCE_S = 5.0
 """A peer that takes none of its results for so long is as good as gone."""
-LINGER_MS = 2000
-"""For the last answers, when the server ends. A peer that reads has them at once; on a busy machine
-what writes them may wait for its turn."""
 HELD = 256
 """Messages kept for a peer whose socket is full."""
 ROUTER_OPTIONS = {
@@ -237,8 +234,8 @@ class Door:
         if self._closed:
             return
         self._closed = True
-        # For answers that libzmq still holds: a drained server owes its last ones.
-        self._router.linger = LINGER_MS
+        # A moment for answers that libzmq still holds: a drained server owes its last ones.
+        self._router.linger = 200
         self._router.disable_monitor()
         for source in (self._router, self._monitor, self._zap):
             if source is not None:

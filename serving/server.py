@@ -207,7 +207,7 @@ class Server:
             thread.join(self._config.watchdog_s)
         self._tell("ended")
         self._tell.close()
-        if self._door.last_sent >= self._stopped_at:
+        if self._stops == 1 and self._door.last_sent >= self._stopped_at:
             time.sleep(max(0.0, self._door.last_sent + READING_S - time.monotonic()))
         self._door.close()
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,17 @@ def test_sigterm_drains(start: Start, planner: RemotePlanner) -> None:
     *_, result = stream
     assert result.status == "ok"  # type: ignore[union-attr]
     assert child.wait(20) == 0
+
+
+def test_a_drained_server_leaves_time_to_read(start: Start, planner: RemotePlanner) -> None:
+    """What a client has received and not read is lost with the connection."""
+    child = start("--mock-cycle-ms", "1")
+    stream = planner.stream(Ask(prompt="x", stream="all"))
+    next(stream)
+    child.send_signal(signal.SIGTERM)
+    time.sleep(0.3)  # meanwhile the last answer has come
+    *_, result = stream
+    assert result.status == "ok"  # type: ignore[union-attr]
 
 
 def test_two_signals_end_at_once(start: Start, planner: RemotePlanner) -> None:
