@@ -19,7 +19,7 @@ from thor_dflash.plugins.launch import (
     Table,
 )
 from thor_dflash.plugins.linear.layout import Layout, layout
-from thor_dflash.plugins.linear.partition import Partition, partition
+from thor_dflash.plugins.linear.partition import SLIM, WARPS, Partition, partition
 from thor_dflash.plugins.linear.prepare import SLAB, padded, prepared
 from thor_dflash.tensors import Array, DType
 
@@ -29,7 +29,9 @@ SQUARES_COLUMNS = 32
 SQUARES_ROWS = 32
 """Rows of the sums of squares; more rows have none."""
 TILE_ROWS = 16
-_SLOT, _STAGE_SLABS = 2304, 4
+_SLOT = 2304
+_SLABS = {WARPS: 4, SLIM: 2}
+"""Of a stage, by warps of a block."""
 _PLACE = 2048
 """Of a warp's sums of half an n-tile, for 16 rows, bytes."""
 _NARROW = 2, 576, 8 * 1024
@@ -119,7 +121,7 @@ def _product(site: Site, device: Device, fused: Fused, rows: Argument) -> Launch
 
 
 def _shared(tiles: int, cut: Partition, *, narrow: bool) -> int:
-    slabs, slot, sums = _NARROW if narrow else (_STAGE_SLABS if cut.warps > 4 else 2, 0, 0)
+    slabs, slot, sums = _NARROW if narrow else (_SLABS[cut.warps], 0, 0)
     stage = cut.warps * _SLOT + slabs * (TILE_ROWS * tiles * 2 * SLAB + slot)
     places = 2 * max(cut.warps, cut.parts)
     return (2 + tiles) * stage + tiles * (places * _PLACE + sums) + _SIDE

@@ -53,7 +53,7 @@ estimate."""
 WORK = {Kind.NVFP4: 1.0, Kind.FP8: 0.85, Kind.BF16: 0.75}
 """What a byte of weight costs a block: less where less is to be decoded and multiplied for it. That
 of bf16 is from a trace on an H100, where blocks with one n-tile of it took 24 us and those with two
-of NVFP4 19. That of FP8 is an estimate."""
+of NVFP4 19; halves have not been traced. That of FP8 is an estimate."""
 
 WARPS = 8
 """Of a block."""
@@ -138,7 +138,7 @@ def partition(plan: Layout, multiprocessors: int, each: int) -> Partition:
         )
         for warps, some in shapes
         for parts in _parts(plan)
-        for width in range(most_tiles(warps), 0, -1)
+        for width in range(_most_tiles(warps), 0, -1)
     ]
     return min(found, key=lambda cut: _cost(plan, cut))
 
@@ -154,7 +154,7 @@ def _parts(plan: Layout) -> Iterator[int]:
     return (p for p in parts if p == PARTS[0] or p <= -(-plan.k // HALF))
 
 
-def most_tiles(warps: int) -> int:
+def _most_tiles(warps: int) -> int:
     """n-tiles of an item: two warps for each at least."""
     return min(PIECE_TILES, warps // 2)
 
@@ -163,7 +163,7 @@ def _dealt(plan: Layout, cut: Partition, count: int, width: int) -> Partition:
     """Every piece to the cluster that has least, the longest first. Wide pieces as long as every
     cluster gets equally many, then pieces of `width`; at last the narrow tiles.
     """
-    most = most_tiles(cut.warps)
+    most = _most_tiles(cut.warps)
     wide = [p for g in plan.groups if not g.narrow for p in _pieces(plan, g, most)]
     whole = len(wide) // count * count
     rest: list[Piece] = []
