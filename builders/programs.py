@@ -173,20 +173,23 @@ class _Lowering:
 
     def share_rows(self) -> None:
         """Let whoever makes the rows of a block leave them as the next linear's kernel reads them,
-        the norm that it begins with applied: the maker has them in its hands. What it cannot know
-        yet, 1 / rms of the whole row, follows from the sums of squares it leaves beside them.
+        the norm or the gate that it begins with applied: the maker has them in its hands. What it
+        cannot know yet, 1 / rms of the whole row, follows from the sums of squares it leaves beside
+        them.
         """
-        by_output = {n: call for call in self.calls for n in call.outputs.values()}
+        order = {n: at for at, call in enumerate(self.calls) for n in call.outputs.values()}
         for call in self.calls:
-            x = call.inputs.get("x", "")
-            maker = by_output.get(x)
-            if maker is None or f"{x}.slabs" in self.known or not self._takes_slabs(call):
+            x, gate = call.inputs.get("x", ""), call.inputs.get("gate", "")
+            if x not in order or f"{x}.slabs" in self.known or not self._takes_slabs(call):
                 continue
-            rule, norm = RULES[maker.room], call.inputs.get("norm_weight")
-            if not (rule.norms if norm else rule.slabs)(maker.attributes):
+            maker, norm = self.calls[order[x]], call.inputs.get("norm_weight")
+            # A gate that is made later than the rows cannot be applied to them.
+            if not _prepares(maker, call) or order.get(gate, -1) > order[x]:
                 continue
             rows, columns = (int(n) for n in self.known[x].shape)
             self._share(f"{x}.slabs", Known(DType.BF16, slabs(rows, columns)), maker, call, "slabs")
+            if gate:
+                maker.inputs["next_gate"] = gate
             if norm:
                 maker.inputs["next_norm_weight"] = norm
                 maker.attributes["next_norm_offset"] = call.attributes["norm_offset"]
@@ -201,7 +204,7 @@ class _Lowering:
         if call.room not in ("linear", "head"):
             return False
         rows, columns = (int(n) for n in self.known[call.inputs["x"]].shape)
-        whole = not call.attributes.get("head_dim", 0) and "gate" not in call.inputs
+        whole = not call.attributes.get("head_dim", 0)
         return whole and rows <= SQUARES_ROWS and columns % SLAB == 0
 
     def pack(self) -> None:
@@ -292,6 +295,14 @@ class _Lowering:
 NOMINAL = 128
 """Stands for the rows of a cache while a graph is checked."""
 _WEIGHT_PORTS = ("weight", "block_scale", "row_scale")
+
+
+def _prepares(maker: RoomCall, call: RoomCall) -> bool:
+    """Whether a call can leave its rows as another's product reads them."""
+    rule, gate = RULES[maker.room], call.attributes.get("gate", "none")
+    if gate != "none":
+        return gate == "sigmoid" and "norm_weight" not in call.inputs and rule.gates
+    return (rule.norms if "norm_weight" in call.inputs else rule.slabs)(maker.attributes)
 
 
 def _is(nodes: Sequence[onnx.NodeProto | None], kind: str) -> bool:

@@ -63,6 +63,9 @@ class Rule:
     y0_slabs and y0_squares."""
     slabs: Callable[[Mapping[str, Attribute]], bool] = _never
     """Whether a call can leave its rows as they are for the next product: port y0_slabs."""
+    gates: bool = False
+    """Whether a call can leave its rows times a sigmoid for the next product: ports next_gate and
+    y0_slabs."""
 
 
 def _single(attributes: Mapping[str, Attribute]) -> bool:
@@ -140,6 +143,7 @@ RULES: Mapping[str, Rule] = {
         verify_attention.launches,
         verify_attention.refuse,
         verify_attention.IN_PLACE,
+        gates=True,
     ),
     "draft_attention": Rule(
         _ROOMS["draft_attention"],

@@ -24,7 +24,7 @@ from thor_dflash.dims import DrafterDims, TargetDims
 from thor_dflash.errors import PackageError
 from thor_dflash.progress import Progress
 
-FORMAT = 2
+FORMAT = 3
 """Version of the package format. A runtime reads its own and no other."""
 NAME = "manifest.toml"
 MAGIC = "# thor-dflash package, sha256 of the lines below: "

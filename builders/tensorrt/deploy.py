@@ -8,7 +8,7 @@ function bodies: without its plugin a node cannot be parsed.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import onnx
@@ -26,6 +26,11 @@ NOMINAL = 128
 """Stands for a size that a session decides; nothing of a node depends on it."""
 
 Shape = tuple[int | str, ...]
+
+_LEFT = {"y0_slabs", "y0_squares", "next_norm_weight", "next_norm_offset", "next_gate"}
+"""Ports and attributes of a step that leaves rows in slabs for another."""
+_TAKEN = {"x_slabs", "x_squares"}
+"""Ports of a step that takes them. It has what it needs to make them from `x` too."""
 
 
 class Rewrite(Protocol):
@@ -78,7 +83,7 @@ def deploy(program: Program, rewrite: Rewrite | None = None) -> Deployment:
     sheet = Sheet()
     made = {*program.inputs, *program.weights}
     in_place: list[str] = []
-    for step in program.steps:
+    for step in _among_plugins(program, rewrite):
         outs = {port for port, value in step.ports.items() if value not in made}
         made |= {step.ports[port] for port in outs}
         if rewrite is not None and rewrite.takes(step):
@@ -97,6 +102,26 @@ def deploy(program: Program, rewrite: Rewrite | None = None) -> Deployment:
         tuple(in_place),
         tuple(sheet.plugins),
         sheet.products,
+    )
+
+
+def _among_plugins(program: Program, rewrite: Rewrite | None) -> list[Step]:
+    """The steps, rows in slabs left by plugins for plugins alone."""
+    ours = [step for step in program.steps if rewrite is None or not rewrite.takes(step)]
+    left, taken = ({s.ports.get(port) for s in ours} for port in ("y0_slabs", "x_slabs"))
+    return [_trimmed(step, left & taken) for step in program.steps]
+
+
+def _trimmed(step: Step, kept: Collection[str | None]) -> Step:
+    """A step that neither leaves nor takes other slabs than these."""
+    gone: set[str] = set()
+    for port, all_of_it in (("y0_slabs", _LEFT), ("x_slabs", _TAKEN)):
+        if step.ports.get(port) not in kept:
+            gone |= all_of_it
+    return replace(
+        step,
+        ports={port: name for port, name in step.ports.items() if port not in gone},
+        attributes={name: x for name, x in step.attributes.items() if name not in gone},
     )
 
 

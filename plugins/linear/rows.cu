@@ -1,7 +1,7 @@
 // The rows that enter a product: the contract's prologue, in float32, rounded to bf16 once. One block
 // a row, several where no sum goes over the whole row; a thread takes eight neighbouring columns at a
 // time, so a row's sums have one order whatever else is computed.
-#include "linear/units.cuh"
+#include "linear/rows.cuh"
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
@@ -38,7 +38,7 @@ DEVICE float block_sum(float sum, float* parts) {
 }
 
 DEVICE float gated(float x, float gate, int kind) {
-    const float s = 1.0f / (1.0f + expf(-gate));
+    const float s = sigmoid(gate);
     return kind == NO_GATE ? x : kind == SIGMOID ? x * s : x * (gate * s);
 }
 

@@ -13,20 +13,8 @@
 //          64 of K, 576 bytes: codes [k16: 4][lane] of two strips, then scales [g: 8][word: 2], word
 //          h = of k16 2h and 2h + 1
 // The sums of a column are multiplied by its float32 `scales` at the end.
-//
-// The rows that enter a product, bf16 in slabs of 64 of K: [slab][row][64], the eights of a row r in
-// the order u ^ r % 8, so that load_matrix4 meets no bank twice.
 #pragma once
-#include "cuda/device.cuh"
-
-constexpr int SLAB_COLUMNS = 64;
-constexpr int SLAB_ROW = 2 * SLAB_COLUMNS;  // bytes
-
-// Elements before those of 8 columns from `column` of a row, of `rows`.
-DEVICE int slab_offset(int rows, int row, int column) {
-    return (column / SLAB_COLUMNS * rows + row) * SLAB_COLUMNS +
-           ((column % SLAB_COLUMNS / 8) ^ (row & 7)) * 8;
-}
+#include "linear/rows.cuh"
 
 enum Kind { NVFP4 = 0, FP8 = 1, BF16 = 2 };
 

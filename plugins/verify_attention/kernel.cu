@@ -6,6 +6,7 @@
 // Compile-time: GROUP (query heads of a key/value head: 2, 4, 6), FP8 (the caches' type; bf16
 // otherwise), NORM_F32 (the norm weights' type; bf16 otherwise).
 #include "cuda/device.cuh"
+#include "linear/rows.cuh"
 #include "verify_attention/attend.cuh"
 #include "verify_attention/rows.cuh"
 
@@ -140,10 +141,11 @@ KERNEL void __launch_bounds__(THREADS, 1)
 }
 
 // One block a row and query head, one warp 64 columns: its pieces in order of position, all of them
-// loaded at once.
+// loaded at once. With `slabs`, also the row times sigmoid(gate) as the next product reads it.
 KERNEL void __launch_bounds__(WIDTH / 2)
     combine(const u16* mixtures, const float2* stats, const i32* length_at,
-            const float* __restrict__ scale_v, u16* o, int kv_heads, int slots) {
+            const float* __restrict__ scale_v, const u16* gate, u16* o, u16* slabs, int rows,
+            int kv_heads, int slots) {
     const float scale = *scale_v;
     let_next_start();
     wait_for_previous();
@@ -155,8 +157,10 @@ KERNEL void __launch_bounds__(WIDTH / 2)
     const i64 row = (group * slots + slots_of(piece)) * ROWS + head % GROUP * TOKENS + t % TOKENS;
     stats += row;
     const u32* from = reinterpret_cast<const u32*>(mixtures + row * WIDTH) + threadIdx.x;
+    const i64 own = static_cast<i64>(blockIdx.x) * (WIDTH / 2) + threadIdx.x;
 
-    u32 bits[PIECES];
+    u32 bits[PIECES], gate_bits = 0;
+    if (slabs) gate_bits = reinterpret_cast<const u32*>(gate)[own];
 #pragma unroll
     for (int s = 0; s < PIECES; s++)
         bits[s] = s < count ? from[s * (ROWS * WIDTH / 2)] : 0;
@@ -164,6 +168,9 @@ KERNEL void __launch_bounds__(WIDTH / 2)
     float2 mine = make_float2(nothing(), 0.0f), extra = mine;
     if (lane < count) mine = stats[lane * ROWS];
     if (count == PIECES) extra = stats[(PIECES - 1) * ROWS];
+    float2 by_gate = make_float2(0.0f, 0.0f);  // here, while the pieces are on their way
+    if (slabs)
+        by_gate = make_float2(sigmoid(bf16x2_low(gate_bits)), sigmoid(bf16x2_high(gate_bits)));
     float best = fmaxf(mine.x, extra.x);
 #pragma unroll
     for (int far = 16; far >= 1; far >>= 1) best = fmaxf(best, shuffle_xor(best, far));
@@ -179,8 +186,13 @@ KERNEL void __launch_bounds__(WIDTH / 2)
         y = fma_rn(w, FP8 ? f16x2_high(bits[s]) : bf16x2_high(bits[s]), y);
     }
     const float by = scale / total;
-    reinterpret_cast<u32*>(o + static_cast<i64>(blockIdx.x) * WIDTH)[threadIdx.x] =
-        pack_bf16x2(x * by, y * by);
+    const u32 pair = pack_bf16x2(x * by, y * by);
+    reinterpret_cast<u32*>(o)[own] = pair;
+    if (!slabs) return;
+    const int column = head * WIDTH + 2 * threadIdx.x;
+    slabs += slab_offset(rows, t, column) + column % 8;
+    *reinterpret_cast<u32*>(slabs) =
+        pack_bf16x2(bf16x2_low(pair) * by_gate.x, bf16x2_high(pair) * by_gate.y);
 }
 
 // Grid: blocks of 16 tokens, key/value heads. The call's rows into the cache.

@@ -47,7 +47,7 @@ def refuse(site: Site) -> str:
     """Why the kernels do not take this call; empty if they do."""
     a, ports = site.attributes, site.ports
     group = a.integer("heads") / a.integer("kv_heads")
-    rotary = a.integer("rotary_dim")
+    rows, rotary, slabs = site.size("q", 0), a.integer("rotary_dim"), "y0_slabs" in site
     caches = (ports["cache_k"].dtype, ports["cache_v"].dtype)
     norms = (ports["q_norm"].dtype, ports["k_norm"].dtype)
     rules = (
@@ -60,6 +60,7 @@ def refuse(site: Site) -> str:
         (group in GROUPS, "heads / kv_heads", "2, 4 or 6", group),
         (rotary in (16, 32, 64, 128, 256), "rotary_dim", "a power of two, 16 to 256", rotary),
         (a.integer("tile") % 128 == 0, "tile", "a multiple of 128", a.integer("tile")),
+        (not slabs or rows <= SPLIT_ROWS, "y0_slabs", f"of at most {SPLIT_ROWS} rows", rows),
         (site.size("cache_k", 1) % 128 == 0, "cache_k", "whole tiles", site.size("cache_k", 1)),
     )
     for holds, what, rule, got in rules:
@@ -69,7 +70,9 @@ def refuse(site: Site) -> str:
 
 
 def launches(site: Site, device: Device) -> tuple[Launch, ...]:
-    """Two launches for a block of rows, two for a prompt."""
+    """Two launches for a block of rows, two for a prompt. Those of a block also leave the output
+    times sigmoid(`next_gate`) in `y0_slabs`, where the call has these ports.
+    """
     if site.size("q", 0) <= SPLIT_ROWS:
         return _split(site, device)
     return _dense(site)
@@ -136,8 +139,8 @@ def _split(site: Site, device: Device) -> tuple[Launch, ...]:
         arguments=(
             mixtures,
             stats,
-            *map(At, ("length", "scale_v", "o")),
-            *map(Int, (kv, pieces)),
+            *map(At, ("length", "scale_v", "next_gate", "o", "y0_slabs")),
+            *map(Int, (rows, kv, pieces)),
         ),
     )
     return split, combine

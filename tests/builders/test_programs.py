@@ -18,13 +18,13 @@ from thor_dflash.builders.checkpoint.drafter import read_drafter
 from thor_dflash.builders.checkpoint.target import read_target
 from thor_dflash.builders.hollow import write_hollow
 from thor_dflash.builders.packing import Packing
-from thor_dflash.builders.programs import Life, lower, place
+from thor_dflash.builders.programs import Life, _Lowering, lower, place
 from thor_dflash.builders.unfused import unfused
 from thor_dflash.builders.weights import WeightFiles
 from thor_dflash.config import BuildConfig
 from thor_dflash.errors import ConfigError, PackageError
 from thor_dflash.plugins import LINEAR
-from thor_dflash.plugins.op import DOMAIN
+from thor_dflash.plugins.op import DOMAIN, Attribute
 from thor_dflash.plugins.rules import RULES
 from thor_dflash.program import ENDING, Program, read
 from thor_dflash.progress import Silent
@@ -135,6 +135,56 @@ def test_rows_without_a_norm_come_as_the_product_reads_them(package: Path) -> No
     for step in down:
         assert step.ports["x_slabs"] in makers
         assert "x_squares" not in step.ports
+
+
+def test_attention_leaves_its_rows_gated_for_the_next_product(package: Path) -> None:
+    steps = read(package, "verify").steps
+    products = {s.ports["x"]: s for s in steps if s.name.endswith("o_proj")}
+    makers = [s for s in steps if s.room == "verify_attention"]
+    assert makers
+    for maker in makers:
+        product = products.pop(maker.ports["o"])
+        assert maker.ports["y0_slabs"] == product.ports["x_slabs"]
+        assert maker.ports["next_gate"] == product.ports["gate"]
+        assert "x_squares" not in product.ports
+    assert not products
+    long = [s for s in read(package, "prefill").steps if s.room == "verify_attention"]
+    assert all({"next_gate", "y0_slabs"}.isdisjoint(s.ports) for s in long)
+
+
+def attended(**more: Attribute) -> tuple[list[RoomCall], dict[str, Known]]:
+    """What makes a gate, attention, and the linear that reads both."""
+    attributes = {"gate": "sigmoid", "head_dim": 0, **more}
+    calls = [
+        RoomCall("qkv", "linear", {}, {"x": "h"}, {"y1": "g"}),
+        RoomCall("attention", "verify_attention", {}, {"q": "q"}, {"o": "o"}),
+        RoomCall("o_proj", "linear", attributes, {"x": "o", "gate": "g"}, {"y0": "y"}),
+    ]
+    return calls, {"o": Known(DType.BF16, (16, 512))}
+
+
+def shares(calls: list[RoomCall], known: dict[str, Known]) -> bool:
+    model = helper.make_model(helper.make_graph([], "part", [], []))
+    lowering = _Lowering(model, Packing(WeightFiles()), known=known, calls=calls)
+    lowering.share_rows()
+    [maker] = [call for call in calls if call.room == "verify_attention"]
+    ours = maker.inputs.get("next_gate") == "g" and "y0_slabs" in maker.outputs
+    assert ours == ("x_slabs" in calls[-1].inputs) == ("o.slabs" in lowering.known)
+    return ours
+
+
+def test_rows_are_gated_where_that_is_all_there_is_to_do() -> None:
+    calls, known = attended()
+    assert shares(calls, known)
+    assert not shares(*attended(gate="silu"))
+    assert not shares(*attended(head_dim=256))
+    calls, known = attended()
+    calls[-1].inputs["norm_weight"] = "w"
+    assert not shares(calls, known)
+    for shape in ((33, 512), (16, 520)):
+        assert not shares(attended()[0], {"o": Known(DType.BF16, shape)})
+    (gate, rows, product), known = attended()
+    assert not shares([rows, gate, product], known), "the gate is not there yet"
 
 
 def test_outputs_nobody_reads_are_not_made(package: Path) -> None:

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import emulation
+import numpy as np
 import pytest
 from emulated_cuda import emulate
 from paired import DEVICE, Pair, built, near, opened, packages, paired
 
 from thor_dflash.builders import build as builder
+from thor_dflash.plugins.rules import RULES
 from thor_dflash.program import read
+from thor_dflash.tensors import Array
 
 pytestmark = pytest.mark.skipif(emulation.COMPILER is None, reason="needs g++")
 
@@ -49,19 +53,36 @@ def test_a_list_taken_apart_says_the_same(pair: Pair, root: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(builder, "make_plan", partial(builder.make_plan, fused=False))
         apart = built(root, "cuda", "apart")
-    assert not any("x_slabs" in step.ports for step in read(apart, "verify").steps[:-1])
+    steps = read(apart, "verify").steps
+    assert not any({"x_slabs", "next_gate"} & step.ports.keys() for step in steps[:-1])
+    near("logits", verified(apart, tokens), logits)
+
+
+def verified(package: Path, tokens: Array) -> Array:
+    """Logits of a first block."""
     with pytest.MonkeyPatch.context() as patch:
         emulate(patch, DEVICE)
-        with closing(opened(apart)) as session:
+        with closing(opened(package)) as session:
             session.model.write_tokens(tokens.tolist())
             session.model.verify()
-            near("logits", session.model.read("logits"), logits)
+            return session.model.read("logits")
+
+
+def test_rows_that_attention_gates_are_those_that_the_product_would(pair: Pair, root: Path) -> None:
+    assert pair.begun is not None
+    tokens, logits = pair.begun
+    with pytest.MonkeyPatch.context() as patch:
+        rule = replace(RULES["verify_attention"], gates=False)
+        patch.setitem(RULES, "verify_attention", rule)  # type: ignore[arg-type]
+        other = built(root, "cuda", "ungated")
+    assert not any("next_gate" in step.ports for step in read(other, "verify").steps)
+    np.testing.assert_array_equal(verified(other, tokens).view(np.uint32), logits.view(np.uint32))
 
 
 SHARED = {
     "verify": "layers.0.mlp.gate_up= layers.0.mlp.down_proj layers.1.linear_attn.in_proj= "
     "layers.1.mlp.gate_up= layers.1.mlp.down_proj layers.2.self_attn.qkv= "
-    "layers.2.mlp.gate_up= layers.2.mlp.down_proj head=",
+    "layers.2.self_attn.o_proj layers.2.mlp.gate_up= layers.2.mlp.down_proj head=",
     "propose": "drafter.layers.0.mlp.gate_up= drafter.layers.0.mlp.down_proj "
     "drafter.layers.1.self_attn.qkv= drafter.layers.1.mlp.gate_up= "
     "drafter.layers.1.mlp.down_proj head=",
@@ -81,7 +102,8 @@ def test_rows_are_shared_as_far_as_they_can_be(pair: Pair) -> None:
                 assert "linear_rows" not in launched
                 makers = [s for s in bounds[name].program.steps
                           if s.ports.get("y0_slabs") == step.ports["x_slabs"]]  # fmt: skip
-                assert [m.ports["y0"] for m in makers] == [step.ports["x"]]
+                rows = [m.ports["o" if m.room == "verify_attention" else "y0"] for m in makers]
+                assert rows == [step.ports["x"]]
             elif step.room in ("linear", "head"):
                 assert launched[0] == "linear_rows"
         assert found == calls.split()

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from gating import entering, gated_call
 from kernel_cases import cases_of, every_code
 from kernels import Refused, call_of, in_kernel_types, launch
 from on_gpu import Gpu
 from row_law import cut, outputs_by_row, prefixes, rows_of, same_bits
 
-from thor_dflash.plugins import LINEAR, OPS
+from thor_dflash.plugins import LINEAR, OPS, VERIFY_ATTENTION
 from thor_dflash.plugins.launch import Device
 from thor_dflash.plugins.op import Op
 
@@ -89,6 +90,18 @@ def test_a_row_does_not_depend_on_its_place_or_its_neighbours(gpu: Gpu, op: Op) 
         turned = call_of(op, cut(op, case, slice(None, None, -1)))
         backward = outputs_by_row(op, launch(turned, gpu, device), turned)
         same_bits({n: np.ascontiguousarray(x[::-1]) for n, x in backward.items()}, forward)
+
+
+def test_attention_gates_rows_as_the_launch_in_front_of_a_product_does(gpu: Gpu) -> None:
+    for case in cases_of(VERIFY_ATTENTION).values():
+        try:
+            call = gated_call(case)
+        except Refused:
+            continue
+        if len(call.inputs["q"]) <= FEW:
+            got = launch(call, gpu, gpu.driver.info.device)
+            made = entering(got["o"], call.inputs["next_gate"], gpu)
+            same_bits({"y0_slabs": got["y0_slabs"]}, {"y0_slabs": made})
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 20, 97])

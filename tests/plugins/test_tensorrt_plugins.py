@@ -11,12 +11,13 @@ import pytest
 import stand_in_trt as trt
 from emulation import Emulator
 from enqueued import Emulated, Ready
+from gating import gated_call
 from kernel_cases import cases_of
 from kernel_sites import sites
-from kernels import Refused, call_of, launch, packed, rule_of, site_of
+from kernels import Call, Refused, call_of, launch, packed, rule_of, site_of
 
 from thor_dflash.errors import EngineError
-from thor_dflash.plugins import OPS
+from thor_dflash.plugins import OPS, VERIFY_ATTENTION
 from thor_dflash.plugins.launch import THOR, Scratch, Shaped, Site
 from thor_dflash.plugins.op import DOMAIN, Op
 from thor_dflash.plugins.standard.nodes import EMBED
@@ -240,7 +241,16 @@ def small(op: Op) -> list[Any]:
 def test_enqueue_leaves_the_bits_that_the_launches_leave(
     op: Op, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call = call_of(op, cases_of(op)[name])
+    enqueued_as_launched(call_of(op, cases_of(op)[name]), monkeypatch)
+
+
+def test_enqueue_leaves_rows_for_the_next_product_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = cases_of(VERIFY_ATTENTION)
+    enqueued_as_launched(gated_call(cases["more_7_rows_at_120_4x2x256_bfloat16"]), monkeypatch)
+
+
+def enqueued_as_launched(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    op = call.site.op
     want = launch(call, Emulator(0), THOR)
     for apart in (False, True):
         machine = Emulated(monkeypatch, THOR)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from emulation import COMPILER, Emulator
+from gating import entering, gated_call
 from kernels import Call, call_of, compare, launch, shaped, site_of
 
 from thor_dflash.plugins.launch import H100, THOR, Device
@@ -143,6 +144,27 @@ def test_a_later_key_weighs_by_its_score() -> None:
     x = dict(case.inputs)
     x["cache_k"] = (x["cache_k"] * np.linspace(0.1, 3, 1152)[:, None]).astype(BF16.numpy)
     run(Case("rising", x, case.attributes), 0, FEW)
+
+
+@emulated
+@CACHES
+@pytest.mark.parametrize("rows", [1, 16, 32])
+def test_rows_can_be_left_gated_for_the_next_product(rows: int, cache: DType) -> None:
+    """The bits of the launch that would gate them and put them into slabs."""
+    case = case_of(rows, 120, cache, 256, heads=4, kv=2)
+    call = gated_call(case)
+    got = launch(call, Emulator(rows), THOR)
+    compare(OP, got, call.want)
+    made = entering(got["o"], call.inputs["next_gate"], Emulator())
+    np.testing.assert_array_equal(bits(got["y0_slabs"]), bits(made))
+    _, alone = run(case)
+    np.testing.assert_array_equal(bits(got["o"]), bits(alone["o"]))
+
+
+def test_rows_of_a_prompt_are_not_left_in_slabs() -> None:
+    assert refuse(gated_call(case_of(SPLIT_ROWS, 0, FP8, 128)).site) == ""
+    more = gated_call(case_of(SPLIT_ROWS + 1, 0, FP8, 128)).site
+    assert refuse(more) == "verify_attention.y0_slabs must be of at most 32 rows (got 33)"
 
 
 def test_results_of_pieces_have_places_for_both_sides_of_a_border() -> None:

@@ -50,6 +50,28 @@ def test_prefills_of_every_size_are_profiles_of_one_engine(modelopt: Recorded) -
     assert len(profiles) == len(CHUNKS)
 
 
+@pytest.mark.parametrize(("dialect", "some"), [("modelopt", False), ("mixed", True)])
+def test_plugins_leave_rows_ready_for_plugins_alone(
+    tmp_path: Path, dialect: Dialect, some: bool
+) -> None:
+    """In a step of few rows, where all products are TensorRT's own or some are plugins."""
+    write_target(tmp_path / "t", HYBRID, 1, dialect)
+    config = replace(options(tmp_path), chunks=(CHUNKS[0], 16))
+    made = engines(material(make_plan(read_target(tmp_path / "t"), None, config))).together
+    graphs = {graph.name: graph for one in made for graph in one.graphs}
+    short = graphs["prefill.chunk16"].plugins
+    left = [name for name, node in short if "y0_slabs" in node.outputs]
+    taken = [name for name, node in short if "x_slabs" in (*node.inputs, *node.outputs)]
+    assert len(left) == len(taken)
+    assert bool(left) == some
+    together = next(one.graphs for one in made if one.name == "prefill")
+    assert len(together) == (1 if some else 2)
+    for name, node in short:
+        if name not in left:
+            told = {*node.inputs, *node.outputs, *node.attributes.values}
+            assert not {"next_gate", "next_norm_weight", "next_norm_offset", "y0_squares"} & told
+
+
 def test_prefill_multiplies_by_itself_and_all_else_by_plugins(modelopt: Recorded) -> None:
     kinds = {name: [layer.kind for layer in one.network.layers]
              for name, one in modelopt.engines.items()}  # fmt: skip

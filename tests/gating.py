@@ -1,0 +1,52 @@
+"""Attention whose rows are left gated for the next product, and the launch that this saves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from kernels import Backend, Call, Step, Value, buffer, call_of, shaped, slabs, source_of
+
+from thor_dflash.plugins import LINEAR
+from thor_dflash.plugins.launch import Argument, At, Int, Real, Scratch, Site
+from thor_dflash.plugins.linear.prepare import prepared
+from thor_dflash.plugins.op import Case
+from thor_dflash.plugins.verify_attention import OP
+from thor_dflash.tensors import Array, DType
+
+BF16 = DType.BF16.numpy
+
+
+def gated_call(case: Case) -> Call:
+    """The call of a case with a gate, and its rows wanted in slabs too."""
+    call = call_of(OP, case)
+    o = call.want["o"]
+    gate = (np.random.default_rng(o.shape).standard_normal(o.shape) * 4).astype(BF16)
+    gate[0, :4] = 200, -200, np.inf, -np.inf  # nothing of exp(-gate) is left, or all of it
+    left = slabs((o / (1 + np.exp(-gate.astype(np.float64)))).astype(BF16))
+    ports = {**call.site.ports, "next_gate": shaped(gate), "y0_slabs": shaped(left)}
+    return replace(
+        call,
+        site=Site(OP, call.site.attributes, ports),
+        inputs={**call.inputs, "next_gate": gate},
+        want={**call.want, "y0_slabs": left},
+    )
+
+
+def entering(x: Array, gate: Array, backend: Backend) -> Array:
+    """The slabs that the launch in front of a product makes of rows and their gate."""
+    given = {"x": x, "gate": gate}
+    ports = {name: shaped(value) for name, value in given.items()}
+    rows, [one] = prepared(Site(LINEAR, LINEAR.complete({"gate": "sigmoid"}), ports), slabs=True)
+    assert isinstance(rows, Scratch)
+    made = {name: buffer(name, value, writable=False) for name, value in given.items()}
+    out = buffer("rows", rows.nbytes)
+
+    def value(argument: Argument) -> Value:
+        if isinstance(argument, Int | Real):
+            return argument
+        return made.get(argument.port) if isinstance(argument, At) else out
+
+    step = Step(source_of(LINEAR, one), one, tuple(map(value, one.arguments)))
+    backend([*made.values(), out], [step])
+    return out.data.view(BF16).reshape(-1, len(x), 64)
