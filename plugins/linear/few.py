@@ -40,6 +40,8 @@ its sums for 16 rows. The room for it is what more slabs would take: two blocks 
 multiprocessor."""
 _SIDE = 256
 """Barriers and row scales, bytes."""
+_STAGED = 288
+"""What a warp needs at the end of an item, as STAGED_BYTES in ends.cuh."""
 
 
 class Epilogue(IntEnum):
@@ -124,7 +126,8 @@ def _shared(tiles: int, cut: Partition, *, narrow: bool) -> int:
     slabs, slot, sums = _NARROW if narrow else (_SLABS[cut.warps], 0, 0)
     stage = cut.warps * _SLOT + slabs * (TILE_ROWS * tiles * 2 * SLAB + slot)
     places = 2 * max(cut.warps, cut.parts)
-    return (2 + tiles) * stage + tiles * (places * _PLACE + sums) + _SIDE
+    room = tiles * (places * _PLACE + sums)
+    return (2 + tiles) * stage + room + _SIDE + cut.warps * _STAGED
 
 
 def _next(site: Site) -> int:

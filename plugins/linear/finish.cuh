@@ -8,10 +8,8 @@
 // of a row are multiplied by its 1 / rms; NEXT, what is left in slabs for the next product: 0 nothing,
 // 1 and 2 the rows times offset + weight of its norm, the weight bf16 or float32, 3 the rows.
 #pragma once
-#include "linear/products.cuh"
+#include "linear/ends.cuh"
 
-enum { NONE, SWIGLU, RESIDUAL, LOGITS };
-constexpr int MOST_SEGMENTS = 16;
 constexpr int MOST_ROWS = 32;
 constexpr int SQUARES_COLUMNS = 32;
 
@@ -28,19 +26,6 @@ constexpr int OWN_OCTETS = OCTETS / 2;  // of one of two blocks
 constexpr int NARROW_ROOM = NARROW * OWN_OCTETS * 2 * WARPS * 32 * 16;  // [own octet][block][warp]
 constexpr int ROOM_BYTES = HALVES_ROOM + NARROW_ROOM;
 static_assert(!NARROW || EPILOGUE == SWIGLU, "nobody wants squares of a narrow tile");
-
-struct Results {
-    const u64* outputs;
-    const float* scales;
-    const int2* strips;
-    const u16* residual;
-    float* y_squares;
-    u16* y_slabs;
-    const void* next_weight;
-    const float* row_scales;  // shared memory
-    float next_offset;
-    int rows;
-};
 
 // Where warps meet: whose turn the room is.
 struct Room {
@@ -146,8 +131,7 @@ struct Room {
 
     // This warp has read its half: every block may send again once all halves have been. The first
     // speaks for those that the item has not.
-    DEVICE void release(const Item& item, int half, const Own& own) const {
-        u32 last = 0;
+    DEVICE void release(const Item& item, int half, const Own& own, u32 last) const {
 #pragma unroll
         for (int m = 0; m < ROW_TILES; m++) {
 #pragma unroll
@@ -161,89 +145,13 @@ struct Room {
         sync_warp();
         const int lane = threadIdx.x % 32;
         if (lane >= PARTS) return;
+#pragma unroll 1
         for (int i = 0; i < times; i++) barrier_arrive_cluster(cluster_address(free, lane));
     }
 };
 
 // Of one lane's rows 16 m + 8 r + lane / 4: the sums of squares of what it stored.
 typedef float Squares[ROW_TILES][2];
-
-// A strip that this warp ends: where it goes.
-struct Place {
-    int2 strip;  // segment << 24 | column, or -1; width of the segment
-    u64 output;
-
-    // Of this lane's pair of columns.
-    DEVICE int column() const { return (strip.x & 0xffffff) + 2 * (threadIdx.x % 4); }
-    DEVICE bool valid() const { return strip.x >= 0 && column() < strip.y; }
-    DEVICE int at(int row) const { return row * strip.y + column(); }
-};
-
-// What the end of half an n-tile needs of memory, for a lane's pairs of columns. Asked for before
-// sums are added, and before anything is stored: the compiler cannot know that no store changes a
-// weight, and would wait for each in turn.
-#if NEXT == 2
-typedef float RawOne;
-typedef float2 Raw;
-#else
-typedef u16 RawOne;
-typedef u32 Raw;
-#endif
-struct End {
-    Place places[4];
-    float2 scales[4];
-    Raw factors[4];  // weight of the next norm
-    u32 residual[ROW_TILES][2][4];
-};
-
-DEVICE Raw raw_factor(const Results& to, const Place& place) {
-#if NEXT == 1 || NEXT == 2
-    return *reinterpret_cast<const Raw*>(static_cast<const RawOne*>(to.next_weight) +
-                                         place.column());
-#else
-    return 0;
-#endif
-}
-
-DEVICE float2 factor_of(const Results& to, Raw w) {
-#if NEXT == 2
-    return make_float2(to.next_offset + w.x, to.next_offset + w.y);
-#else
-    return make_float2(to.next_offset + bf16x2_low(w), to.next_offset + bf16x2_high(w));
-#endif
-}
-
-// `column`: packed, the first of the half n-tile.
-DEVICE void load_end(End& end, const Results& from, int column) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-        end.places[j].strip = from.strips[column / 8 + j];
-        end.scales[j] = *reinterpret_cast<const float2*>(from.scales + column + 8 * j + lane % 4 * 2);
-    }
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-        Place& place = end.places[j];
-        if (EPILOGUE != SWIGLU || j % 2 == 0) {
-            place.output = from.outputs[max(0, place.strip.x) >> 24];
-        }
-#if NEXT
-        if (place.valid()) end.factors[j] = raw_factor(from, place);
-#endif
-#if EPILOGUE == 2
-#pragma unroll
-        for (int i = 0; i < 2 * ROW_TILES; i++) {
-            const int row = 8 * i + lane / 4;
-            u32& residual = end.residual[i / 2][i % 2][j];
-            residual = 0;
-            if (place.valid() && row < from.rows) {
-                residual = load_shared_result(
-                    reinterpret_cast<const u32*>(from.residual + place.at(row)));
-            }
-        }
-#endif
-    }
-}
 
 DEVICE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
@@ -343,46 +251,65 @@ DEVICE void store_squares(const Squares& squares, const Results& to, int column)
 
 // Eight rows of a narrow tile: a strip of gate and one of up.
 DEVICE void finish_narrow(const Room& room, saddr scales_made, const Results& to, const Item& item,
-                          int octet, u32 parity) {
-    const int lane = threadIdx.x % 32, row = 8 * octet + lane / 4, column = item.narrow.column;
-    const float* const scales = to.scales + column + lane % 4 * 2;
-    const float2 gate = *reinterpret_cast<const float2*>(scales);
-    const float2 up = *reinterpret_cast<const float2*>(scales + 8);
+                          const u8* staged, int octet, u32 parity) {
+    const int lane = threadIdx.x % 32, row = 8 * octet + lane / 4;
+    wait_staged();
+    const float2 gate = reinterpret_cast<const float2*>(staged)[lane % 4];
+    const float2 up = reinterpret_cast<const float2*>(staged)[4 + lane % 4];
     Place place;
-    place.strip = to.strips[column / 8];
+    place.strip = *reinterpret_cast<const int2*>(staged + STAGED_STRIPS);
     place.output = to.outputs[0];
     if (ROW_SCALE) barrier_wait(scales_made, 0);
     barrier_wait_cluster(room.arrived, parity);
     const float4 sum = room.add_narrow(octet % OWN_OCTETS);
-    if (item.left) room.release(1, float_bits(sum.x));
+    if (item.left) {
+        room.release(1, float_bits(sum.x) ^ float_bits(gate.x) ^ float_bits(up.x) ^ place.strip.x);
+    }
     const float factor = ROW_SCALE ? to.row_scales[row] : 1.0f;
     store_strip(to, place, row, make_float2(sum.x * gate.x * factor, sum.y * gate.y * factor),
                 make_float2(sum.z * up.x * factor, sum.w * up.y * factor), 0, Raw{});
 }
 
-// The sums of an item are done.
+// What a warp ends of an item: half an n-tile, eight rows of a narrow tile, or nothing.
+struct Share {
+    int half, octet;  // below 0: none
+
+    DEVICE Share(const Item& item, int rank) {
+        const int warp = threadIdx.x / 32, halves = Room::share(item);
+        half = warp < halves && rank * halves + warp < item.halves() ? rank * halves + warp : -1;
+        const bool narrow = item.narrow.there() && warp >= halves && warp < halves + OWN_OCTETS;
+        octet = narrow ? rank * OWN_OCTETS + warp - halves : -1;
+    }
+    DEVICE int column(const Item& item) const { return item.column + half * SQUARES_COLUMNS; }
+    DEVICE void stage(saddr to, const Results& from, const Item& item) const {
+        if (half >= 0) stage_end(to, from, column(item), HALF_TILE);
+        if (octet >= 0) stage_end(to, from, item.narrow.column, HALF_TILE / 2);
+    }
+};
+
+// The sums of an item are done. `staged`: what this warp's share needs.
 DEVICE void finish(const Sums& sums, const NarrowSums& narrow_sums, Room& room, saddr scales_made,
-                   const Results& to, const Item& item, int rank, bool first) {
-    const int warp = threadIdx.x / 32, halves = Room::share(item), half = rank * halves + warp;
+                   const Results& to, const Item& item, const u8* staged, int rank, bool first) {
+    const Share share(item, rank);
     const u32 parity = room.parity;
     room.parity ^= 1;
-    const bool narrow = item.narrow.there(), some = warp >> item.phase_bits() < item.tiles;
     // Also a warp that has nothing to send: else it could be two turns ahead, and miss one.
     if (!first) barrier_wait_cluster(room.free, parity ^ 1);
-    if (some) room.send(sums, item, rank);
-    if (narrow) room.send_narrow(narrow_sums, rank);
-    if (narrow && warp >= halves && warp < halves + OWN_OCTETS) {
-        finish_narrow(room, scales_made, to, item, rank * OWN_OCTETS + warp - halves, parity);
+    if (threadIdx.x / 32 >> item.phase_bits() < item.tiles) room.send(sums, item, rank);
+    if (item.narrow.there()) room.send_narrow(narrow_sums, rank);
+    if (share.octet >= 0) {
+        finish_narrow(room, scales_made, to, item, staged, share.octet, parity);
     }
-    if (warp >= halves || half >= item.halves()) return;
-    const int column = item.column + half * SQUARES_COLUMNS;
+    if (share.half < 0) return;
+    const int column = share.column(item);
     End end;
-    load_end(end, to, column);
+    wait_staged();
+    load_end(end, to, staged);
     if (ROW_SCALE) barrier_wait(scales_made, 0);
     barrier_wait_cluster(room.arrived, parity);
     Own own;
     room.add(own, item.phases());
-    if (item.left) room.release(item, half, own);
+    if (item.left) room.release(item, share.half, own, end.last());
     Squares squares;
     store_own(squares, own, end, to);
     const bool padding = end.places[0].strip.x < 0;

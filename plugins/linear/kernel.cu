@@ -22,11 +22,14 @@ constexpr int THREADS = 32 * (WARPS + 1);
 constexpr int ROOM_AT = STAGES * STAGE_BYTES;
 constexpr int BARRIERS_AT = ROOM_AT + ROOM_BYTES;
 constexpr int SCALES_AT = BARRIERS_AT + 8 * (2 * STAGES + 3);
+constexpr int STAGED_AT = BARRIERS_AT + 256;
+static_assert(SCALES_AT + 4 * ROWS <= STAGED_AT, "barriers and row scales fit");
 
 // Where no row will ever be, zeros.
 DEVICE void clear_rows(u8* memory, int rows) {
     if (rows == ROWS) return;
     constexpr int EACH = STAGE_SLABS * ROWS * SLAB_ROW / 16;
+#pragma unroll 1
     for (int i = threadIdx.x; i < STAGES * EACH; i += THREADS) {
         reinterpret_cast<uint4*>(memory + i / EACH * STAGE_BYTES + ROWS_AT)[i % EACH] =
             make_uint4(0, 0, 0, 0);
@@ -40,6 +43,7 @@ DEVICE void ask(const Source& source, Turn turn, Walk at, const float* x_squares
                 saddr scales_made, int k, float eps) {
     Walk again = at;
     Turn turn_again = turn;
+#pragma unroll 1
     for (int i = 0; i < STAGES && !at.over; i++) {
         source.weights(at, turn);
         at.next();
@@ -47,6 +51,7 @@ DEVICE void ask(const Source& source, Turn turn, Walk at, const float* x_squares
     }
     cluster_wait();
     wait_for_previous();
+#pragma unroll 1
     for (int i = 0; i < STAGES && !again.over; i++) {
         source.some_rows(again, turn_again);
         again.next();
@@ -56,6 +61,7 @@ DEVICE void ask(const Source& source, Turn turn, Walk at, const float* x_squares
         row_scales(scales, x_squares, k, eps);
         barrier_arrive(scales_made);
     }
+#pragma unroll 1
     while (!at.over) {
         barrier_wait(turn.read(), turn.parity ^ 1);
         source.weights(at, turn);
@@ -83,6 +89,7 @@ struct Reader {
 
     // Stages in which the warp has no slot.
     DEVICE void skip(int q, int phase) const {
+#pragma unroll 1
         for (; q - phase < end; q += phases) {
             wait();
             next(0);
@@ -199,10 +206,12 @@ linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u8
         ask({packed, slabs, row_count}, turn, at, x_squares, scale_of_row, scales_made, k, eps);
         return;
     }
-    cluster_wait();
-    wait_for_previous();
     const Results to = {outputs,  scales,      strips,       residual,    y_squares,
                         y_slabs,  next_weight, scale_of_row, next_offset, row_count};
+    const u8* const staged = memory + STAGED_AT + warp * STAGED_BYTES;
+    Share(at.item, rank).stage(shared_address(staged), to, at.item);
+    cluster_wait();
+    wait_for_previous();
     const u32 row_at = ROWS_AT + lane % 16 * SLAB_ROW + (lane % 8 ^ lane / 16) * 16;
     for (bool first = true;; first = false) {
         const Item item = at.item;
@@ -227,10 +236,12 @@ linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u8
             reader.others(sums, q, phase, item);
         }
         // Asked for anew: in a register throughout the loop, it would cost the loop one.
-        finish(sums, narrow_sums, room, scales_made, to, item, cluster_rank(), first);
+        finish(sums, narrow_sums, room, scales_made, to, item, staged, cluster_rank(), first);
         if (item.left == 0) return;
         at.at += 2;
         at.open();
+        sync_warp();  // all lanes have read what was staged
+        Share(at.item, cluster_rank()).stage(shared_address(staged), to, at.item);
         if (threadIdx.x == 0) {
             barrier_wait_cluster(room.arrived, room.parity ^ 1);
             room.expect(at.item, rank);

@@ -1,0 +1,133 @@
+// What the end of half an n-tile, or of a narrow tile, needs beside its sums. What no kernel writes is
+// asked for when the item begins and lies in shared memory, a warp's in its own place: after the
+// sums, every load that waits for another would be time in which nothing streams.
+//
+// Compile-time: see finish.cuh.
+#pragma once
+#include "linear/products.cuh"
+
+enum { NONE, SWIGLU, RESIDUAL, LOGITS };
+
+struct Results {
+    const u64* outputs;
+    const float* scales;
+    const int2* strips;
+    const u16* residual;
+    float* y_squares;
+    u16* y_slabs;
+    const void* next_weight;
+    const float* row_scales;  // shared memory
+    float next_offset;
+    int rows;
+};
+
+// Float32 scales of 32 columns, the int2 strips of these, the next norm's weight for them.
+constexpr int STAGED_STRIPS = 4 * HALF_TILE;
+constexpr int STAGED_WEIGHTS = STAGED_STRIPS + HALF_TILE;
+constexpr int STAGED_BYTES = STAGED_WEIGHTS + 4 * HALF_TILE;  // of a warp
+constexpr int WEIGHT_BYTES = NEXT == 2 ? 4 : 2;
+
+// By one warp, of `columns` (a multiple of 16, 32 at most) from packed column `column` on.
+DEVICE void stage_end(saddr to, const Results& from, int column, int columns) {
+    const int lane = threadIdx.x % 32;
+    if (lane < columns / 4) copy_async16(to + 16 * lane, from.scales + column + 4 * lane);
+    if (lane < columns / 16) {
+        copy_async16(to + STAGED_STRIPS + 16 * lane, from.strips + column / 8 + 2 * lane);
+    }
+#if NEXT == 1 || NEXT == 2
+    constexpr int COPIES = WEIGHT_BYTES / 2;  // of a strip
+    const int strip = lane < columns / 8 * COPIES ? from.strips[column / 8 + lane / COPIES].x : -1;
+    if (strip >= 0) {
+        copy_async16(to + STAGED_WEIGHTS + 16 * lane,
+                     static_cast<const u8*>(from.next_weight) +
+                         (strip & 0xffffff) * WEIGHT_BYTES + lane % COPIES * 16);
+    }
+#endif
+    copy_async_commit();
+}
+// Until it is there.
+DEVICE void wait_staged() {
+    copy_async_wait<0>();
+    sync_warp();
+}
+
+// A strip that this warp ends: where it goes.
+struct Place {
+    int2 strip;  // segment << 24 | column, or -1; width of the segment
+    u64 output;
+
+    // Of this lane's pair of columns.
+    DEVICE int column() const { return (strip.x & 0xffffff) + 2 * (threadIdx.x % 4); }
+    DEVICE bool valid() const { return strip.x >= 0 && column() < strip.y; }
+    DEVICE int at(int row) const { return row * strip.y + column(); }
+};
+
+// Of a lane's pairs of columns in half an n-tile.
+#if NEXT == 2
+typedef float2 Raw;
+#else
+typedef u32 Raw;
+#endif
+struct End {
+    Place places[4];
+    float2 scales[4];
+    Raw factors[4];  // weight of the next norm
+    u32 residual[ROW_TILES][2][4];
+
+    // Of what was staged, for `received`.
+    DEVICE u32 last() const {
+        u32 x = 0;
+#pragma unroll
+        for (int j = 0; j < 4; j++) x ^= places[j].strip.x ^ float_bits(scales[j].x);
+#if NEXT == 1
+#pragma unroll
+        for (int j = 0; j < 4; j++) x ^= factors[j];
+#elif NEXT == 2
+#pragma unroll
+        for (int j = 0; j < 4; j++) x ^= float_bits(factors[j].x);
+#endif
+        return x;
+    }
+};
+
+DEVICE float2 factor_of(const Results& to, Raw w) {
+#if NEXT == 2
+    return make_float2(to.next_offset + w.x, to.next_offset + w.y);
+#else
+    return make_float2(to.next_offset + bf16x2_low(w), to.next_offset + bf16x2_high(w));
+#endif
+}
+
+// Before anything is stored: the compiler cannot know that no store changes what is loaded.
+DEVICE void load_end(End& end, const Results& from, const u8* staged) {
+    const int lane = threadIdx.x % 32, pair = lane % 4;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        end.places[j].strip = reinterpret_cast<const int2*>(staged + STAGED_STRIPS)[j];
+        end.scales[j] = reinterpret_cast<const float2*>(staged)[4 * j + pair];
+#if NEXT == 1 || NEXT == 2
+        if (end.places[j].valid()) {
+            end.factors[j] = reinterpret_cast<const Raw*>(staged + STAGED_WEIGHTS)[4 * j + pair];
+        }
+#endif
+    }
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        Place& place = end.places[j];
+        if (EPILOGUE != SWIGLU || j % 2 == 0) {
+            place.output = from.outputs[max(0, place.strip.x) >> 24];
+        }
+#if EPILOGUE == 2
+#pragma unroll
+        for (int i = 0; i < 2 * ROW_TILES; i++) {
+            const int row = 8 * i + lane / 4;
+            u32& residual = end.residual[i / 2][i % 2][j];
+            residual = 0;
+            if (place.valid() && row < from.rows) {
+                residual = load_shared_result(
+                    reinterpret_cast<const u32*>(from.residual + place.at(row)));
+            }
+        }
+#endif
+    }
+}
