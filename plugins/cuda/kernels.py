@@ -18,6 +18,10 @@ COMPILERS = 4
 """Kernels compiled at once."""
 MOST_STATIC = 48 << 10
 """Shared memory a launch may ask for without saying so first, bytes."""
+SHARED_SHARE = 100
+"""Of the memory that shared memory and L1 cache divide between them, what every kernel prefers as
+shared memory, percent. A multiprocessor divides anew only when it is empty: a kernel that wants
+less would keep out the one after it, whose blocks come before its own have left."""
 
 Image = tuple[Path, tuple[tuple[str, int], ...]]
 """What makes a cubin: source and constants."""
@@ -65,13 +69,15 @@ class Kernels:
         image = _image(source, launch)
         if image not in self._modules:
             self.compile({image: launch.defines}, lambda _: None)
-        key = image, launch.kernel
+        key, kinds = (image, launch.kernel), self.gate.cu.CUfunction_attribute
         if key not in self._found:
             name = launch.kernel.encode()
-            self._found[key] = self.gate("cuModuleGetFunction", self._modules[image], name)
+            found = self.gate("cuModuleGetFunction", self._modules[image], name)
+            divide = kinds.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+            self.gate("cuFuncSetAttribute", found, divide, SHARED_SHARE)
+            self._found[key] = found
         if launch.shared > self._shared.get(key, MOST_STATIC):
-            kind = self.gate.cu.CUfunction_attribute
-            most = kind.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            most = kinds.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             self.gate("cuFuncSetAttribute", self._found[key], most, launch.shared)
             self._shared[key] = launch.shared
         return self._found[key]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 from fake_cuda import fake
 
+from thor_dflash.plugins.cuda.compile import Cubin
 from thor_dflash.plugins.cuda.driver import Gate
 from thor_dflash.plugins.cuda.enqueue import enqueue
-from thor_dflash.plugins.launch import Launch
+from thor_dflash.plugins.cuda.kernels import MOST_STATIC, Kernels
+from thor_dflash.plugins.launch import H100, Launch
 
 OVERLAP, CLUSTER = 6, 4
 """CUlaunchAttributeID of programmatic stream serialization and of the cluster's size."""
@@ -34,3 +39,23 @@ def test_clusters_and_overlap_are_attributes_of_one_launch(
     if cluster > 1:
         size = attributes[CLUSTER].clusterDim
         assert (size.x, size.y, size.z) == (4, 1, 1)
+
+
+@pytest.mark.parametrize("shared", [0, MOST_STATIC, MOST_STATIC + 1])
+def test_every_kernel_prefers_shared_memory_and_is_allowed_what_it_asks_for(
+    shared: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cuda = fake(monkeypatch)
+    said: list[tuple[Any, ...]] = []
+
+    def set_attribute(*arguments: Any) -> tuple[int]:
+        said.append(arguments)
+        return (0,)
+
+    monkeypatch.setattr(cuda, "cuFuncSetAttribute", set_attribute)
+    monkeypatch.setattr("thor_dflash.plugins.cuda.kernels.load", lambda *_: Cubin(b"", ""))
+    kernels = Kernels(Gate(), H100, tmp_path)
+    launch = Launch("kernel", (1, 1, 1), 32, (), shared=shared)
+    for _ in range(2):
+        assert kernels.function(tmp_path / "kernel.cu", launch) == "kernel"
+    assert said == [("kernel", 9, 100), *([("kernel", 8, shared)] if shared > MOST_STATIC else [])]
