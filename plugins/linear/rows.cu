@@ -42,6 +42,21 @@ DEVICE float gated(float x, float gate, int kind) {
     return kind == NO_GATE ? x : kind == SIGMOID ? x * s : x * (gate * s);
 }
 
+// offset + the weight of eight neighbouring columns.
+DEVICE void norm_weights(float (&w)[8], const void* weight, int column, float offset) {
+#if WEIGHT_FLOAT
+    const float* const at = static_cast<const float*>(weight) + column;
+    const float4* const from = reinterpret_cast<const float4*>(at);
+    const float4 a = from[0], b = from[1];
+    const float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#else
+    float v[8];
+    unpack8(v, *reinterpret_cast<const uint4*>(static_cast<const u16*>(weight) + column));
+#endif
+#pragma unroll
+    for (int i = 0; i < 8; i++) w[i] = offset + v[i];
+}
+
 // x, gate, y [rows, width], width a multiple of 8; `norm` the columns of one norm: width, or a head
 // of 8 to 256 columns (a power of two), or 0 for none; norm_weight [norm], WEIGHT_FLOAT: float32.
 // SLABS: y in slabs, with zeros up to a whole one.
@@ -49,6 +64,10 @@ KERNEL void __launch_bounds__(THREADS)
 linear_rows(const u16* x, const void* __restrict__ norm_weight, const u16* gate, u16* y, int width,
             int norm, int gate_kind, float eps, float offset) {
     __shared__ float parts[WARPS];
+    const bool by_row = norm == width, by_head = norm && !by_row;
+    float w[8] = {};
+    // Comes from memory, so before the next kernel, whose weights keep memory busy, may start.
+    if (by_head) norm_weights(w, norm_weight, threadIdx.x * 8 & (norm - 1), offset);
     let_next_start();
     wait_for_previous();
     const i64 row = static_cast<i64>(blockIdx.x) * width;
@@ -57,7 +76,6 @@ linear_rows(const u16* x, const void* __restrict__ norm_weight, const u16* gate,
     uint4* out = reinterpret_cast<uint4*>(SLABS ? y : y + row);
     const int chunks = width / 8, lanes = norm / 8;  // `lanes` make one head's sum
     const int end = SLABS ? (chunks + 7) / 8 * 8 : chunks;
-    const bool by_row = norm == width;
     float scale = 1.0f;
     if (by_row) {
         float sum = 0.0f;
@@ -69,7 +87,8 @@ linear_rows(const u16* x, const void* __restrict__ norm_weight, const u16* gate,
         const int c = first + threadIdx.x;
         const bool there = c < chunks;
         const uint4 packed = there ? in[c] : make_uint4(0, 0, 0, 0);
-        if (norm && !by_row) {
+        const uint4 gate8 = there && gate_kind ? gates[c] : make_uint4(0, 0, 0, 0);
+        if (by_head) {
             float sum = squares8(packed);
             for (int mask = lanes / 2; mask; mask /= 2) sum += shuffle_xor(sum, mask);
             scale = rsqrtf(sum / norm + eps);
@@ -80,21 +99,13 @@ linear_rows(const u16* x, const void* __restrict__ norm_weight, const u16* gate,
             to = make_uint4(0, 0, 0, 0);
             continue;
         }
-        float v[8], g[8] = {};
+        float v[8], g[8];
         unpack8(v, packed);
-        if (gate_kind != NO_GATE) unpack8(g, gates[c]);
+        unpack8(g, gate8);
+        if (by_row) norm_weights(w, norm_weight, 8 * c, offset);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            if (norm) {
-                const int at = by_row ? c * 8 + i : (c * 8 + i) & (norm - 1);
-#if WEIGHT_FLOAT
-                const float w = static_cast<const float*>(norm_weight)[at];
-#else
-                const float w = bf16_float(static_cast<const u16*>(norm_weight)[at]);
-#endif
-                v[i] = v[i] * scale * (offset + w);
-            }
-            v[i] = gated(v[i], g[i], gate_kind);
+            v[i] = gated(norm ? v[i] * scale * w[i] : v[i], g[i], gate_kind);
         }
         to = make_uint4(pack_bf16x2(v[0], v[1]), pack_bf16x2(v[2], v[3]), pack_bf16x2(v[4], v[5]),
                         pack_bf16x2(v[6], v[7]));
