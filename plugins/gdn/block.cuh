@@ -20,6 +20,7 @@ constexpr int CHANNELS = (2 * KEY_HEADS + VALUE_HEADS) * D;
 constexpr int WIDTH = VALUE_HEADS * D;
 constexpr int MAKERS = 4;                   // warps that make the rows, as many at a time; as in launch.py
 constexpr int THREADS = 32 * (WALKERS + MAKERS);
+constexpr int MOST_ROWS = 32;               // of a block; as in launch.py
 constexpr int SLAB = 16, SLABS = D / SLAB;  // columns of each head; as in launch.py
 constexpr int FOURS = D / 4;                // of a row of q or k
 constexpr int COLUMNS = HEADS * SLAB;       // of a block
@@ -58,6 +59,35 @@ DEVICE Rows rows_at(float* memory, int rows) {
     m.gates = m.v + rows * COLUMNS;
     return m;
 }
+
+// What makers and walkers wait for of each other, each barrier for one use. Every lane arrives for
+// itself: racecheck knows of no lane that speaks for others.
+struct Barriers {
+    saddr at;
+    static constexpr int TURNS = MOST_ROWS / MAKERS;
+    static constexpr int BYTES = 128;  // as in launch.py
+    static_assert(8 * (TURNS + 2) <= BYTES, "a barrier for each turn, and two more");
+
+    // Row t is made, and the others of its turn.
+    DEVICE saddr made(int t) const { return at + t / MAKERS * 8; }
+    // The state and all records are in shared memory.
+    DEVICE saddr fetched() const { return at + TURNS * 8; }
+    // The tile is as it is to be written back.
+    DEVICE saddr folded() const { return at + TURNS * 8 + 8; }
+    // By one thread; the block meets before any other use.
+    DEVICE void init() const {
+        for (int t = 0; t < MOST_ROWS; t += MAKERS) barrier_init(made(t), 32 * MAKERS);
+        barrier_init(fetched(), THREADS);
+        barrier_init(folded(), 32 * WALKERS);
+        barrier_init_done();
+    }
+    // Until all have arrived; then the warp is together again. The compiler for sm_110 would else take
+    // its lanes for divided from here on, make all that has shuffles twice and run out of registers.
+    DEVICE static void wait(saddr barrier) {
+        barrier_wait(barrier, 0);
+        sync_warp();
+    }
+};
 
 // The rows before the convolution, bf16, from the three before the block on: q | k | v of the
 // block's columns. The history may be there before the rows are.

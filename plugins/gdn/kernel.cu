@@ -8,6 +8,10 @@
 // of every head. So what a lane reads of q and k serves HEADS columns, and as many sums are under way
 // at once. A sum is one of eights, each added up in order: the same however many walkers there are.
 //
+// All warps meet once, before anything is handed over. From then on each half meets within itself
+// alone, and what it leaves for the other in shared memory has a barrier of its own. Makers run
+// ahead through all rows; at their end they wait for the folded state, which they write back.
+//
 // Nothing but the rows themselves comes from the kernel before this one. State, records, tail and
 // the count of accepted rows were written in an earlier step, and a step's first kernel starts only
 // when the step before has ended and its control words are in place (a graph waits for the graph
@@ -31,6 +35,7 @@ typedef float State[HEADS][HELD];
 
 // Shared memory.
 struct Memory {
+    Barriers barriers;
     float* tile;  // [HEADS][D][SLAB], fours of a row in tile_at's order
     Rows rows;
     Rows records;  // v: d; gates: the decays alone
@@ -38,10 +43,11 @@ struct Memory {
 };
 
 DEVICE Memory memory_of(u8* memory, int rows, int held) {
-    float* const tile = reinterpret_cast<float*>(memory);
+    float* const tile = reinterpret_cast<float*>(memory + Barriers::BYTES);
     const Rows m = rows_at(tile + HEADS * TILE, rows);
     const Rows r = rows_at(m.gates + rows * GATES, held);
-    return {tile, m, r, Raw{reinterpret_cast<u16*>(r.gates + held * GATES)}};
+    const Raw raw = {reinterpret_cast<u16*>(r.gates + held * GATES)};
+    return {{shared_address(memory)}, tile, m, r, raw};
 }
 
 // Of four columns of a row in the tile: both a lane's rows and a row's fours in different banks.
@@ -291,22 +297,22 @@ struct Left {
     }
 };
 
-// The walkers' part after the fold. Each barrier is for MAKERS more rows; each row is asked for
-// while the one before it is walked.
-DEVICE void walk(State& s, const Rows& m, const Place& p, int rows, Left left) {
+// The walkers' part after the fold: each turn of rows when it is made, each row asked for while the
+// one before it is walked.
+DEVICE void walk(State& s, const Memory& m, const Place& p, int rows, Left left) {
     static_assert(MAKERS % 2 == 0, "two rows a turn");
     left.mine = p.lane % 8 < EACH && p.lane / 8 < HEADS;
     left.at = (p.head + min(p.lane / 8, HEADS - 1)) * D + p.slab * SLAB + own_column(p);
     Row one, other;
-    sync_block();
+    Barriers::wait(m.barriers.made(0));
     let_next_start();
-    one.load(m, p, 0);
+    one.load(m.rows, p, 0);
 #pragma unroll 1
     for (int t = 1; t < rows; t += 2) {
-        other.load(m, p, t);
+        other.load(m.rows, p, t);
         left.step_and_put(s, one, p, t - 1);
-        if ((t + 1) % MAKERS == 0 && t + 1 < rows) sync_block();
-        one.load(m, p, min(t + 1, rows - 1));
+        if ((t + 1) % MAKERS == 0 && t + 1 < rows) Barriers::wait(m.barriers.made(t + 1));
+        one.load(m.rows, p, min(t + 1, rows - 1));
         left.step_and_put(s, other, p, t);
     }
     if (rows % 2) left.step_and_put(s, one, p, rows - 1);
@@ -344,10 +350,12 @@ gdn_rows(const u16* qkv, const u16* b, const u16* a, const void* conv_weight, co
     if (maker >= 0)
         for (int t = maker - (TAPS - 1); t < 0; t += MAKERS) m.raw.fetch(p, x, t);
     copy_async_commit();
+    if (threadIdx.x == 0) m.barriers.init();
+    sync_block();
     if (maker >= 0) {
         const Maker make(p, conv_weight);
         copy_async_wait<0>();
-        sync_block();
+        barrier_arrive(m.barriers.fetched());
         wait_for_previous();
         for (int t = maker; t < rows; t += MAKERS) m.raw.fetch(p, x, t);
         copy_async_commit();
@@ -359,22 +367,26 @@ gdn_rows(const u16* qkv, const u16* b, const u16* a, const void* conv_weight, co
             if (first + maker < rows)
                 make.row(m.rows, p, m.raw, first + maker, next_tail, next_record_qkv,
                          next_record_k);
-            sync_block();
+            barrier_arrive(m.barriers.made(first));
         }
+        Barriers::wait(m.barriers.folded());
         put_state(next_state, m.tile, p);
         return;
     }
     Gates gates(p, a_log, dt_bias);
     copy_async_wait<0>();
-    sync_block();
+    barrier_arrive(m.barriers.fetched());
+    Barriers::wait(m.barriers.fetched());
     State s;
     take_state(s, m.tile, p);
 #if !SAVES_STATES
     fold(s, m.records, p, n);
     leave_state(s, m.tile, p);
 #endif
+    barrier_arrive(m.barriers.folded());
     wait_for_previous();
     if (gates.mine(p, rows)) gates.load(a, b);
     if (gates.mine(p, rows)) gates.put(m.rows, p, next_record_decay);
-    walk(s, m.rows, p, rows, Left{o, next_record_d, next_states, false, 0});
+    sync_some(1, 32 * WALKERS);  // each of them reads all gates
+    walk(s, m, p, rows, Left{o, next_record_d, next_states, false, 0});
 }

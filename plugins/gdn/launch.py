@@ -34,6 +34,8 @@ MOST_HEADS = 3
 """Value heads of such a block."""
 GATES = 8
 """Floats of a row's gates."""
+BARRIERS = 128
+"""Bytes of the barriers of a block of a verify; as in block.cuh."""
 
 CHUNK = 32
 """Rows of a prefill's chunk; this and what follows must agree with chunk.cuh."""
@@ -122,11 +124,11 @@ def heads(site: Site) -> int:
 
 
 def shared_bytes(rows: int, held: int, count: int) -> int:
-    """The state of a block's `count` heads; q, k, v and gates of the rows, as much of the records:
-    float32. The rows before the convolution and the three before them: bf16.
+    """The barriers. The state of a block's `count` heads; q, k, v and gates of the rows, as much of
+    the records: float32. The rows before the convolution and the three before them: bf16.
     """
     wide = count * DIM * SLAB + (rows + held) * (2 * DIM + count * SLAB + GATES)
-    return 4 * wide + 2 * (rows + TAPS - 1) * (2 * DIM + count * SLAB)
+    return BARRIERS + 4 * wide + 2 * (rows + TAPS - 1) * (2 * DIM + count * SLAB)
 
 
 def launches(site: Site, device: Device) -> tuple[Launch, ...]:

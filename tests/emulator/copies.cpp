@@ -71,7 +71,10 @@ Spot barrier_of(u32 remote, const char* what) {
 // Writes the barrier back; where the phase is complete, begins the next and wakes who waits.
 void settle(Spot barrier, Phase phase) {
     bool complete = phase.left == 0 && phase.bytes == 0;
-    if (complete) phase.parity ^= 1u, phase.left = phase.count;
+    if (complete) {
+        phase.parity ^= 1u, phase.left = phase.count;
+        races.end_phase(barrier.rank, barrier.address);
+    }
     memcpy(at(barrier), &phase, 8);
     for (int i = 0; complete && i < thread_count; i++) {
         Thread& t = blocks[barrier.rank].threads[i];

@@ -215,6 +215,21 @@ KERNEL void wrong_no_init_sync(const u32* in, u32* out) {
     out[threadIdx.x] = in[threadIdx.x];
 }
 
+// `count` threads arrive before the phase ends; the words of the others may not be there.
+KERNEL void wrong_count(const u32* in, u32* out, int count) {
+    __shared__ u64 barrier;
+    __shared__ u32 held[64];
+    if (threadIdx.x == 0) {
+        barrier_init(shared_address(&barrier), count);
+        barrier_init_done();
+    }
+    sync_block();
+    held[threadIdx.x] = in[threadIdx.x];
+    barrier_arrive(shared_address(&barrier));
+    barrier_wait(shared_address(&barrier), 0);
+    out[threadIdx.x] = held[63 - threadIdx.x];
+}
+
 // `ring`, but the producer does not wait until a stage has been read.
 KERNEL void wrong_no_release(const float* in, float* out) {
     DYNAMIC_SHARED(memory);

@@ -59,7 +59,7 @@ public:
         std::fill(engines.begin(), engines.end(), origin + 1);
         got.assign(static_cast<size_t>(all), origin);
         std::fill(beginnings.begin(), beginnings.end(), origin + 1);
-        barriers.clear(), published.clear(), counters.clear();
+        barriers.clear(), ended.clear(), published.clear(), counters.clear();
         meeting.assign(static_cast<size_t>(count), origin);
         met = meeting;
     }
@@ -93,9 +93,17 @@ public:
         join(left_at(rank, barrier, thread / each != rank), of(thread));
         tick(thread);
     }
+    // A phase ends: who waits for it sees what has arrived by now, and of what comes later nothing.
+    void end_phase(int rank, u32 barrier) {
+        for (u64 far = 0; far <= 1; far++) {
+            auto there = barriers.find(2 * key(rank, barrier) + far);
+            if (there != barriers.end()) ended[there->first] = there->second;
+        }
+    }
     void wait(int thread, int rank, u32 barrier, bool cluster) {
-        for (int far = 0; far <= static_cast<int>(cluster); far++) {
-            join(of(thread), left_at(rank, barrier, far));
+        for (u64 far = 0; far <= static_cast<u64>(cluster); far++) {
+            auto found = ended.find(2 * key(rank, barrier) + far);
+            if (found != ended.end()) join(of(thread), found->second.data());
         }
     }
     // By barrier_init_done: who meets this thread, however loosely, may use the barrier.
@@ -279,7 +287,7 @@ private:
     u64 span = 0;
     std::vector<u32> clocks, engines, beginnings, meeting, met, got;
     std::unique_ptr<Cell[], Free> words, cells;
-    std::map<u64, std::vector<u32>> barriers, counters;
+    std::map<u64, std::vector<u32>> barriers, ended, counters;
     std::map<u64, u32> published;
 };
 

@@ -206,6 +206,16 @@ def test_a_missing_barrier_is_a_race_in_every_order(kernel: str, threads: int, s
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("count", [32, 63])
+def test_who_arrives_after_the_phase_has_ended_is_not_waited_for(count: int, seed: int) -> None:
+    x, out = words(64), np.zeros(64, np.uint32)
+    probe("wrong_count", [x, out], 64, threads=64, seed=seed)
+    np.testing.assert_array_equal(out, x[::-1])
+    with pytest.raises(EmulatorFault, match=r"a race at .*probes\.cu:\d+ and no barrier"):
+        probe("wrong_count", [x, out], count, threads=64, seed=seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_race_is_found_whatever_blocks_did_before(seed: int) -> None:
     x = np.ones(64, np.uint32)
     with pytest.raises(EmulatorFault, match="block .2, 0, 0. .*a race at"):
