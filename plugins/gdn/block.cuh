@@ -7,9 +7,6 @@
 #if !defined(KEY_HEADS) || !defined(VALUE_HEADS)
 #error "KEY_HEADS and VALUE_HEADS must be defined"
 #endif
-#if WALKERS != 4 && WALKERS != 8  // warps that have the state
-#error "WALKERS must be 4 or 8"
-#endif
 #if !defined(CONV_WEIGHT_F32) || !defined(A_LOG_F32) || !defined(DT_BIAS_F32)
 #error "the types of the plain parameters must be defined"
 #endif
@@ -18,7 +15,8 @@ constexpr int RATIO = VALUE_HEADS / KEY_HEADS;
 constexpr int HEADS = RATIO % 3 == 0 ? 3 : RATIO % 2 == 0 ? 2 : 1;  // as in launch.py
 constexpr int CHANNELS = (2 * KEY_HEADS + VALUE_HEADS) * D;
 constexpr int WIDTH = VALUE_HEADS * D;
-constexpr int MAKERS = 4;                   // warps that make the rows, as many at a time; as in launch.py
+constexpr int WALKERS = 4;                  // warps that have the state; as in launch.py
+constexpr int MAKERS = 4;                   // warps that make the rows, as many at a time
 constexpr int THREADS = 32 * (WALKERS + MAKERS);
 constexpr int MOST_ROWS = 32;               // of a block; as in launch.py
 constexpr int SLAB = 16, SLABS = D / SLAB;  // columns of each head; as in launch.py

@@ -3,10 +3,10 @@
 //
 // A block works for HEADS value heads of one key head, SLAB columns of each. Half of its warps, the
 // makers, convolve and normalise the rows into shared memory, four rows at a time. The others, the
-// walkers, have the state in registers and walk the rows behind them: EACH columns of each head a
-// warp; lane EACH l + c holds rows 64i + 4 (EIGHTS l + n) + j, i < 2, n < EIGHTS, j < 4, of column c
-// of every head. So what a lane reads of q and k serves HEADS columns, and as many sums are under way
-// at once. A sum is one of eights, each added up in order: the same however many walkers there are.
+// walkers, have the state in registers and walk the rows behind them: four columns of each head a
+// warp; lane 4r + c holds rows 32i + 4r + j, i, j < 4, of column c of every head. So what a lane
+// reads of q and k serves HEADS columns, as many sums are under way at once, and a sum over rows is
+// three shuffles.
 //
 // All warps meet once, before anything is handed over. From then on each half meets within itself
 // alone, and what it leaves for the other in shared memory has a barrier of its own. Makers run
@@ -17,19 +17,17 @@
 // when the step before has ended and its control words are in place (a graph waits for the graph
 // before it): they are read, and the fold is done, before wait_for_previous.
 //
-// Where there are multiprocessors enough, each block has eight walkers and one to itself; elsewhere
-// four, and two blocks share one. The next launch may start only when this one's rows have come:
-// earlier, its state would be on the way before them.
+// Two blocks fit on a multiprocessor, so a launch folds while the one before it walks. It may start
+// only when that one's rows have come: earlier, its state would be on the way before them, and
+// blocks of one launch would share a multiprocessor that blocks of the last had not yet left.
 #include "gdn/block.cuh"
 
 #ifndef SAVES_STATES
 #error "SAVES_STATES must be defined"
 #endif
 
-constexpr int EACH = SLAB / WALKERS;  // columns of a head that a warp walks
-constexpr int HELD = D * EACH / 32;   // rows of one that a lane holds
-constexpr int EIGHTS = HELD / 8;
-constexpr int TILE = D * SLAB;        // floats of the state of a head and slab
+constexpr int HELD = 16;         // rows of a column that a lane holds
+constexpr int TILE = D * SLAB;   // floats of the state of a head and slab
 
 typedef float State[HEADS][HELD];
 
@@ -77,14 +75,10 @@ DEVICE void put_state(float* state, const float* tile, const Place& p) {
             *reinterpret_cast<const float4*>(tile + tile_at(row + i, four));
 }
 
-// A lane's column in the slab of a head, and the row of its element e.
-DEVICE int own_column(const Place& p) { return EACH * p.warp + p.lane % EACH; }
-DEVICE int own_row(const Place& p, int e) {
-    return e / 4 % 2 * 64 + (p.lane / EACH * EIGHTS + e / 8) * 4 + e % 4;
-}
+// A lane's element e of a head: row 32 (e / 4) + 4 (lane / 4) + e % 4.
 DEVICE float& held(float* tile, const Place& p, int head, int e) {
-    const int column = own_column(p);
-    return tile[head * TILE + tile_at(own_row(p, e), column / 4) + column % 4];
+    return tile[head * TILE + e / 4 * 32 * SLAB + tile_at(p.lane / 4 * 4 + e % 4, p.warp) +
+                p.lane % 4];
 }
 
 DEVICE void take_state(State& s, float* tile, const Place& p) {
@@ -125,27 +119,24 @@ DEVICE float4 load_four(const void* from) {
 
 DEVICE void row_part(float4 (&x)[HELD / 4], const float4* row, const Place& p) {
 #pragma unroll
-    for (int i = 0; i < HELD / 4; i++) x[i] = load_four(row + i % 2 * 16 + p.lane / EACH * EIGHTS + i / 2);
+    for (int i = 0; i < HELD / 4; i++) x[i] = load_four(row + 8 * i + p.lane / 4);
 }
 
 // Of a row of v or d, this lane's column of the first head.
 DEVICE const float* column_of(const float* row, const Place& p) {
-    return row + own_column(p);
+    return row + 4 * p.warp + p.lane % 4;
 }
 
-// Of S^T x, the sum over an eight: fours i and i + 1.
-DEVICE float dot_eight(const float (&s)[HELD], const float4 (&x)[HELD / 4], int i) {
-    float a = mul_rn(s[4 * i], x[i].x), b = mul_rn(s[4 * i + 1], x[i].y);
-    a = fma_rn(s[4 * i + 2], x[i].z, a), b = fma_rn(s[4 * i + 3], x[i].w, b);
-    a = fma_rn(s[4 * i + 4], x[i + 1].x, a), b = fma_rn(s[4 * i + 5], x[i + 1].y, b);
-    a = fma_rn(s[4 * i + 6], x[i + 1].z, a), b = fma_rn(s[4 * i + 7], x[i + 1].w, b);
+// This lane's part of S^T x.
+DEVICE float dot(const float (&s)[HELD], const float4 (&x)[HELD / 4]) {
+    float a = mul_rn(s[0], x[0].x), b = mul_rn(s[1], x[0].y);
+    a = fma_rn(s[2], x[0].z, a), b = fma_rn(s[3], x[0].w, b);
+#pragma unroll
+    for (int i = 1; i < HELD / 4; i++) {
+        a = fma_rn(s[4 * i], x[i].x, a), b = fma_rn(s[4 * i + 1], x[i].y, b);
+        a = fma_rn(s[4 * i + 2], x[i].z, a), b = fma_rn(s[4 * i + 3], x[i].w, b);
+    }
     return add_rn(a, b);
-}
-
-// And over two neighbouring ones, which a lane has, or two lanes.
-DEVICE float dot_eights(const float (&s)[HELD], const float4 (&x)[HELD / 4]) {
-    const float first = dot_eight(s, x, 0);
-    return add_rn(first, EIGHTS == 2 ? dot_eight(s, x, HELD / 4 - 2) : shuffle_xor(first, EACH));
 }
 
 #if !SAVES_STATES
@@ -203,8 +194,7 @@ DEVICE void fold(State& s, const Rows& m, const Place& p, int n) {
 }
 #endif
 
-// Over the lanes of a column, to all of them; lane and lane ^ 2 already have the same where a warp
-// walks two.
+// Over the lanes of a column, to all of them.
 DEVICE float column_sum(float x) {
 #pragma unroll
     for (int mask = 4; mask < 32; mask *= 2) x = add_rn(x, shuffle_xor(x, mask));
@@ -252,11 +242,11 @@ DEVICE float step(State& s, const Row& row, const Place& p, float (&d)[HEADS]) {
     // Both sums are of the state before its decay, which moves on while they cross the lanes:
     // o = (decay S + k d)^T q = decay S^T q + (k . q) d.
 #pragma unroll
-    for (int h = 0; h < HEADS; h++) in_k[h] = dot_eights(s[h], row.k);
+    for (int h = 0; h < HEADS; h++) in_k[h] = dot(s[h], row.k);
 #pragma unroll
     for (int h = 0; h < HEADS; h++) in_k[h] = column_sum(in_k[h]);
 #pragma unroll
-    for (int h = 0; h < HEADS; h++) in_q[h] = dot_eights(s[h], row.q);
+    for (int h = 0; h < HEADS; h++) in_q[h] = dot(s[h], row.q);
 #pragma unroll
     for (int h = 0; h < HEADS; h++) decayed(s[h], row.decay[h]);
     const float past = mul_rn(pick(row.decay, p), sum_of_head(in_q, p));
@@ -274,7 +264,8 @@ DEVICE void save_state(float* state, const State& s, const Place& p) {
     for (int h = 0; h < HEADS; h++)
 #pragma unroll
         for (int e = 0; e < HELD; e++)
-            state[((p.head + h) * D + own_row(p, e)) * D + p.slab * SLAB + own_column(p)] = s[h][e];
+            state[((p.head + h) * D + e / 4 * 32 + p.lane / 4 * 4 + e % 4) * D + p.slab * SLAB +
+                  4 * p.warp + p.lane % 4] = s[h][e];
 }
 #endif
 
@@ -301,8 +292,8 @@ struct Left {
 // one before it is walked.
 DEVICE void walk(State& s, const Memory& m, const Place& p, int rows, Left left) {
     static_assert(MAKERS % 2 == 0, "two rows a turn");
-    left.mine = p.lane % 8 < EACH && p.lane / 8 < HEADS;
-    left.at = (p.head + min(p.lane / 8, HEADS - 1)) * D + p.slab * SLAB + own_column(p);
+    left.mine = p.lane / 4 % 2 == 0 && p.lane / 8 < HEADS;
+    left.at = (p.head + min(p.lane / 8, HEADS - 1)) * D + p.slab * SLAB + 4 * p.warp + p.lane % 4;
     Row one, other;
     Barriers::wait(m.barriers.made(0));
     let_next_start();
@@ -319,7 +310,7 @@ DEVICE void walk(State& s, const Memory& m, const Place& p, int rows, Left left)
 }
 
 // A state saved after every row takes more registers; that launch is bound by its stores.
-KERNEL void __launch_bounds__(THREADS, SAVES_STATES || WALKERS == 8 ? 1 : 2)
+KERNEL void __launch_bounds__(THREADS, SAVES_STATES ? 1 : 2)
 gdn_rows(const u16* qkv, const u16* b, const u16* a, const void* conv_weight, const void* a_log,
          const void* dt_bias, const i32* accepted, const float* state, const u16* tail,
          const u16* record_qkv, const float* record_k, const float* record_d,

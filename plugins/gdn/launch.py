@@ -19,15 +19,8 @@ MOST_ROWS = 32
 """Of a block to verify, and of the records of one."""
 SLAB = 16
 """Columns of each of its value heads that a block of a verify has; as in block.cuh."""
-MAKERS = 4
-"""Warps of a block of a verify that make its rows; as in block.cuh."""
-WALKERS, WALKERS_ALONE = 4, 8
-"""Warps that walk them: where blocks share a multiprocessor, and where each has one to itself. Two
-that share one take twice as long, and some share one while others are empty: an H100's 128 blocks
-were done in 7.4 to 11.8 us."""
-ALONE_BYTES = 231936 // 2
-"""Shared memory that keeps a second block away from a multiprocessor of 228 KiB, and still fits
-beside a block of the product before."""
+VERIFY_THREADS = 256
+"""Of a block of a verify."""
 THREADS = 128
 """Of a block of a prefill."""
 MOST_HEADS = 3
@@ -138,18 +131,14 @@ def launches(site: Site, device: Device) -> tuple[Launch, ...]:
     a = site.attributes
     rows, held, count = site.size("qkv", 0), site.size("record_qkv", 0), heads(site)
     blocks = a.integer("value_heads") // count * (DIM // SLAB)
-    alone = blocks <= device.multiprocessors
-    walkers = WALKERS_ALONE if alone else WALKERS
-    shared = shared_bytes(rows, held, count)
     return (
         Launch(
             kernel="gdn_rows",
             grid=(blocks, 1, 1),
-            threads=32 * (walkers + MAKERS),
+            threads=VERIFY_THREADS,
             arguments=(*(At(port) for port in _PORTS), *_SHIFTS, Int(rows), Int(held)),
-            shared=max(shared, ALONE_BYTES) if alone else shared,
+            shared=shared_bytes(rows, held, count),
             defines={
-                "WALKERS": walkers,
                 "SAVES_STATES": int(a.word("saves") == "states"),
                 "KEY_HEADS": a.integer("key_heads"),
                 "VALUE_HEADS": a.integer("value_heads"),
