@@ -17,9 +17,9 @@
 // when the step before has ended and its control words are in place (a graph waits for the graph
 // before it): they are read, and the fold is done, before wait_for_previous.
 //
-// Two blocks fit on a multiprocessor, so a launch folds while the one before it walks. It may start
-// only when that one's rows have come: earlier, its state would be on the way before them, and
-// blocks of one launch would share a multiprocessor that blocks of the last had not yet left.
+// A block has a multiprocessor to itself where there are enough of them (launch.py); elsewhere two
+// share one. The next launch may start only when this one's rows have come: earlier, what it reads
+// would be on the way before them.
 #include "gdn/block.cuh"
 
 #ifndef SAVES_STATES
@@ -57,22 +57,27 @@ DEVICE i64 state_at(const Place& p, int row, int four) {
     return (static_cast<i64>(p.head) * D + row) * D + p.slab * SLAB + four * 4;
 }
 
+// Four columns of every 32nd row, from a thread's own on: the tile repeats itself.
+constexpr int ROWS_AT_ONCE = 32;
+static_assert(8 * WALKERS == ROWS_AT_ONCE && 8 * MAKERS == ROWS_AT_ONCE, "a thread four columns");
+
 // By the walkers.
 DEVICE void fetch_state(const float* tile, const Place& p, const float* state) {
     const int row = threadIdx.x / 4, four = threadIdx.x % 4;
+    const saddr to = shared_address(tile + tile_at(row, four));
+    const float* const from = state + state_at(p, row, four);
 #pragma unroll
-    for (int i = 0; i < HEADS * D; i += 8 * WALKERS)
-        copy_async16(shared_address(tile + tile_at(row + i, four)),
-                     state + state_at(p, row + i, four));
+    for (int i = 0; i < HEADS * D; i += ROWS_AT_ONCE) copy_async16(to + i * SLAB * 4, from + i * D);
 }
 
 // By the makers.
 DEVICE void put_state(float* state, const float* tile, const Place& p) {
     const int thread = threadIdx.x - 32 * WALKERS, row = thread / 4, four = thread % 4;
+    const float* const from = tile + tile_at(row, four);
+    float* const to = state + state_at(p, row, four);
 #pragma unroll 8
-    for (int i = 0; i < HEADS * D; i += 8 * MAKERS)
-        *reinterpret_cast<float4*>(state + state_at(p, row + i, four)) =
-            *reinterpret_cast<const float4*>(tile + tile_at(row + i, four));
+    for (int i = 0; i < HEADS * D; i += ROWS_AT_ONCE)
+        *reinterpret_cast<float4*>(to + i * D) = *reinterpret_cast<const float4*>(from + i * SLAB);
 }
 
 // A lane's element e of a head: row 32 (e / 4) + 4 (lane / 4) + e % 4.
@@ -322,18 +327,19 @@ gdn_rows(const u16* qkv, const u16* b, const u16* a, const void* conv_weight, co
     const Memory m = memory_of(dynamic, rows, held);
     const int n = *accepted;
     const i64 tail_by = shift_of(tail_shift), record_by = shift_of(record_shift);
+#if !SAVES_STATES
+    if (p.warp < WALKERS) fetch_state(m.tile, p, state);  // while those three come
+#endif
     move(tail, tail_by), move(next_tail, -tail_by);
     move(record_qkv, record_by), move(next_record_qkv, -record_by);
 #if SAVES_STATES
     move(states, record_by), move(next_states, -record_by);
     if (n > 0) state = states + static_cast<i64>(n - 1) * WIDTH * D;
+    if (p.warp < WALKERS) fetch_state(m.tile, p, state);
 #else
     move(record_k, record_by), move(next_record_k, -record_by);
     move(record_d, record_by), move(next_record_d, -record_by);
     move(record_decay, record_by), move(next_record_decay, -record_by);
-#endif
-    if (p.warp < WALKERS) fetch_state(m.tile, p, state);
-#if !SAVES_STATES
     fetch_records(m.records, p, record_k, record_d, record_decay, held);
 #endif
     const Inputs x{qkv, tail, record_qkv, CHANNELS, n};

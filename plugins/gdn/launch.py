@@ -124,6 +124,15 @@ def shared_bytes(rows: int, held: int, count: int) -> int:
     return BARRIERS + 4 * wide + 2 * (rows + TAPS - 1) * (2 * DIM + count * SLAB)
 
 
+def alone_bytes(device: Device) -> int:
+    """Shared memory with which a block keeps others of its launch away from its multiprocessor: two,
+    and what the driver takes for each, do not fit. Two that share one end later, and a block goes
+    wherever one of the launch before has left: some would share one while others stand empty. There
+    is still room beside a block of a product, which may end later than its neighbour.
+    """
+    return device.shared // 2
+
+
 def launches(site: Site, device: Device) -> tuple[Launch, ...]:
     """Verify: one launch. Prefill: the matrices of every chunk, then the walk over the chunks."""
     if site.attributes.word("mode") == "prefill":
@@ -131,13 +140,16 @@ def launches(site: Site, device: Device) -> tuple[Launch, ...]:
     a = site.attributes
     rows, held, count = site.size("qkv", 0), site.size("record_qkv", 0), heads(site)
     blocks = a.integer("value_heads") // count * (DIM // SLAB)
+    shared = shared_bytes(rows, held, count)
+    if blocks <= device.multiprocessors:
+        shared = max(shared, alone_bytes(device))
     return (
         Launch(
             kernel="gdn_rows",
             grid=(blocks, 1, 1),
             threads=VERIFY_THREADS,
             arguments=(*(At(port) for port in _PORTS), *_SHIFTS, Int(rows), Int(held)),
-            shared=shared_bytes(rows, held, count),
+            shared=shared,
             defines={
                 "SAVES_STATES": int(a.word("saves") == "states"),
                 "KEY_HEADS": a.integer("key_heads"),

@@ -160,6 +160,19 @@ def test_bits_depend_neither_on_the_device_nor_on_who_runs_first() -> None:
 
 
 @pytest.mark.parametrize(
+    ("device", "alone"), [(H100, True), (THOR, False), (Device((9, 0), 127), False)]
+)
+def test_a_block_is_alone_where_each_can_be(device: Device, alone: bool) -> None:
+    case = case_of(7, 16, 16, 0, (16, 48))
+    inputs = {n: shaped(x) for n, x in case.inputs.items()}
+    (one,) = launches(site_of(OP, case.attributes, inputs), device)
+    assert one.grid == (128, 1, 1)
+    whole, each = device.shared + 1024, one.shared + 1024  # the driver takes 1 KiB a block
+    assert (2 * each > whole) == alone
+    assert one.shared <= device.shared
+
+
+@pytest.mark.parametrize(
     ("rows", "accepted", "valid"),
     [(64, 0, 64), (64, 3, 1), (64, 5, 2), (96, 1, 33), (70, 2, 69), (5, 4, 3), (160, 0, 97)],
 )
