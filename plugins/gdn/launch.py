@@ -125,8 +125,8 @@ def shared_bytes(rows: int, held: int, count: int) -> int:
 
 
 def alone_bytes(device: Device) -> int:
-    """Shared memory with which a block keeps others of its launch away from its multiprocessor: two,
-    and what the driver takes for each, do not fit. Two that share one end later, and a block goes
+    """Shared memory with which a block keeps others of its launch off its multiprocessor: two, and
+    what the driver takes for each, do not fit. Two that share one end later, and a block goes
     wherever one of the launch before has left: some would share one while others stand empty. There
     is still room beside a block of a product, which may end later than its neighbour.
     """
