@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from emulation import Emulator, signatures
-from kernels import CANARY, GUARD, Buffer, Pointers, Step, Value, buffer
+from kernels import CANARY, GUARD, IMMUTABLE, Buffer, Pointers, Step, Value, buffer
 
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins import standard as room
@@ -61,7 +61,7 @@ def execute(
     one: Launch, inputs: Mapping[str, Array], outputs: Mapping[str, Array], seed: int = 0
 ) -> None:
     """Run a launch. `outputs` give type and shape; they hold what was written over the poison."""
-    ports = {n: buffer(n, x, writable=False) for n, x in inputs.items()}
+    ports = {n: buffer(n, x, writable=False, kernels=n not in IMMUTABLE) for n, x in inputs.items()}
     ports |= {n: buffer(n, x.nbytes) for n, x in outputs.items()}
     arguments = tuple(value(x, ports) for x in one.arguments)
     tables = [x for x in arguments if isinstance(x, Buffer) and x.name == "table"]
