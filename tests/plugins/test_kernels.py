@@ -204,6 +204,19 @@ def launches(room: str) -> tuple[tuple[str, Launch], ...]:
     )
 
 
+DRIVERS = 1024
+"""Shared memory that the driver takes for each block, bytes; a multiprocessor has as much more than
+one block may have. Source: CUDA C++ Programming Guide, compute capabilities 9.0 and 11.0."""
+
+
+def test_a_block_of_gdn_that_is_alone_fits_beside_one_of_the_product_before() -> None:
+    """That one may end later than its neighbour; the state would be asked for only then."""
+    product = max(one.shared for n, one in launches("linear") if n == "gdn_in_nvfp4_16 on h100")
+    (gdn,) = (one.shared for n, one in launches("gdn") if n == "verify_records_16 on h100")
+    whole = H100.shared + DRIVERS
+    assert gdn + product + 2 * DRIVERS <= whole < 2 * (gdn + DRIVERS)
+
+
 KINDS = {
     At: "pointer", Addresses: "pointer", Scratch: "pointer", Shift: "pointer",
     Table: "pointer", Int: "int", Real: "real",
