@@ -20,8 +20,9 @@ MOST_STATIC = 48 << 10
 """Shared memory a launch may ask for without saying so first, bytes."""
 SHARED_SHARE = 100
 """Of the memory that shared memory and L1 cache divide between them, what every kernel prefers as
-shared memory, percent. A multiprocessor divides anew only when it is empty: a kernel that wants
-less would keep out the one after it, whose blocks come before its own have left."""
+shared memory, percent. Between kernels that prefer differently the device may wait, and blocks of
+the next one are to come before this one's have left. Source: CUDA Driver API,
+cuFuncSetCacheConfig; 0.06 ms of a verify on an H100, docs/measurements."""
 
 Image = tuple[Path, tuple[tuple[str, int], ...]]
 """What makes a cubin: source and constants."""

@@ -18,7 +18,7 @@ from thor_dflash.plugins.launch import (
     Site,
     Table,
 )
-from thor_dflash.plugins.linear.layout import Layout, layout
+from thor_dflash.plugins.linear.layout import NARROW_IN_TILE, Kind, Layout, layout
 from thor_dflash.plugins.linear.partition import SLIM, WARPS, Partition, partition
 from thor_dflash.plugins.linear.prepare import SLAB, padded, prepared
 from thor_dflash.tensors import Array, DType
@@ -29,12 +29,11 @@ SQUARES_COLUMNS = 32
 SQUARES_ROWS = 32
 """Rows of the sums of squares; more rows have none."""
 TILE_ROWS = 16
-_SLOT = 2304
 _SLABS = {WARPS: 4, SLIM: 2}
 """Of a stage, by warps of a block."""
 _PLACE = 2048
 """Of a warp's sums of half an n-tile, for 16 rows, bytes."""
-_NARROW = 2, 576, 8 * 1024
+_NARROW = 2, Kind.NVFP4.slot_bytes // NARROW_IN_TILE, 8 * 1024
 """Where items may have a narrow tile: slabs of a stage, bytes of a narrow slot for each, bytes of
 its sums for 16 rows. The room for it is what more slabs would take: two blocks must fit on a
 multiprocessor."""
@@ -64,8 +63,9 @@ class Fused:
 
 
 def few_launches(site: Site, device: Device, fused: Fused) -> tuple[Launch, ...]:
-    """The product; before it the prologue, unless the rows that enter it are given: `x_slabs`.
-    Where the call has a norm, those lack the row's 1 / rms, made of `x_squares` at the end.
+    """The product; before it the prologue, unless the rows that enter it are given: `x_slabs`,
+    gated if the call has a gate. Where it has a norm, they lack the row's 1 / rms, made of
+    `x_squares` at the end.
     """
     if "x_slabs" in site:
         return (_product(site, device, fused, At("x_slabs")),)
@@ -124,7 +124,7 @@ def _product(site: Site, device: Device, fused: Fused, rows: Argument) -> Launch
 
 def _shared(tiles: int, cut: Partition, *, narrow: bool) -> int:
     slabs, slot, sums = _NARROW if narrow else (_SLABS[cut.warps], 0, 0)
-    stage = cut.warps * _SLOT + slabs * (TILE_ROWS * tiles * 2 * SLAB + slot)
+    stage = cut.warps * Kind.NVFP4.slot_bytes + slabs * (TILE_ROWS * tiles * 2 * SLAB + slot)
     places = 2 * max(cut.warps, cut.parts)
     room = tiles * (places * _PLACE + sums)
     return (2 + tiles) * stage + room + _SIDE + cut.warps * _STAGED

@@ -21,6 +21,9 @@ from itertools import groupby
 from thor_dflash.plugins.launch import Site
 from thor_dflash.tensors import DType
 
+SLOT_WEIGHTS = 2048
+"""Bytes of weights in a slot of any kind; those of NVFP4, its codes, come before its scales."""
+
 
 class Kind(IntEnum):
     """How a weight is stored; the numbers are those of units.cuh."""
@@ -36,8 +39,8 @@ class Kind(IntEnum):
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one slot: 2048 of weights, and the block scales of NVFP4."""
-        return 2304 if self is Kind.NVFP4 else 2048
+        """Bytes of one slot: of weights, and the block scales of NVFP4."""
+        return SLOT_WEIGHTS + (256 if self is Kind.NVFP4 else 0)
 
     @property
     def step_bytes(self) -> int:

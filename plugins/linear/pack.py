@@ -13,6 +13,7 @@ import numpy as np
 from thor_dflash.plugins.launch import Shaped, Site
 from thor_dflash.plugins.linear.layout import (
     NARROW_IN_TILE,
+    SLOT_WEIGHTS,
     STRIP,
     TILE,
     Group,
@@ -27,7 +28,6 @@ NVFP4_FACTOR = np.float32(2.0**45)
 
 LARGEST_SCALE = 0x7E
 _BLOCK = 16
-_CODES_BYTES = 2048
 
 
 def packed(site: Site) -> dict[str, Shaped]:
@@ -134,10 +134,10 @@ SPREAD = _scale_tables()
 def _nvfp4(codes: Array, scales: Array, out: Array) -> None:
     """codes [64, K/2], scales [64, K/16] -> out [steps, 2, 2304]."""
     _clear(codes, scales)
-    out[:, :, :_CODES_BYTES] = _words(codes).view(np.uint8).reshape(*out.shape[:2], _CODES_BYTES)
+    out[:, :, :SLOT_WEIGHTS] = _words(codes).view(np.uint8).reshape(*out.shape[:2], SLOT_WEIGHTS)
     word = _scale_words(scales.reshape(2, 4, 8, -1).swapaxes(0, 1))  # [half, g, block]
     ordered = word.transpose(2, 1, 0).reshape(-1, 2, 4, 8, 2).transpose(0, 1, 3, 2, 4)
-    out[:, :, _CODES_BYTES:] = (
+    out[:, :, SLOT_WEIGHTS:] = (
         np.ascontiguousarray(ordered).view(np.uint8).reshape(*out.shape[:2], 256)
     )
 
@@ -147,7 +147,7 @@ def _narrow(codes: Array, scales: Array, out: Array) -> None:
     _clear(codes, scales)
     quarters = out.reshape(*out.shape[:2], NARROW_IN_TILE, -1)
     words = _words(codes).reshape(-1, 2, 4, 32, NARROW_IN_TILE)  # [step, half, k16, lane, j]
-    cut = _CODES_BYTES // NARROW_IN_TILE
+    cut = SLOT_WEIGHTS // NARROW_IN_TILE
     quarters[..., :cut] = (
         np.ascontiguousarray(words.transpose(0, 1, 4, 2, 3))
         .view(np.uint8)

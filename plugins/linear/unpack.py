@@ -14,6 +14,7 @@ from thor_dflash.plugins.launch import Site
 from thor_dflash.plugins.linear import pack
 from thor_dflash.plugins.linear.layout import (
     NARROW_IN_TILE,
+    SLOT_WEIGHTS,
     STRIP,
     TILE,
     Group,
@@ -23,7 +24,6 @@ from thor_dflash.plugins.linear.layout import (
 )
 from thor_dflash.tensors import Array, DType
 
-_CODES_BYTES = 2048
 _DTYPE = {Kind.NVFP4: DType.U8, Kind.FP8: DType.FP8, Kind.BF16: DType.BF16}
 
 
@@ -77,8 +77,8 @@ def _tile(plan: Layout, group: Group, blocks: Array) -> dict[str, Array]:
     if group.narrow:
         return _narrow(blocks)
     if group.kind is Kind.NVFP4:
-        codes = _codes(np.ascontiguousarray(blocks[:, :, :_CODES_BYTES]).view(np.uint32))
-        return {"weight": codes, "block_scale": _block_scales(blocks[:, :, _CODES_BYTES:])}
+        codes = _codes(np.ascontiguousarray(blocks[:, :, :SLOT_WEIGHTS]).view(np.uint32))
+        return {"weight": codes, "block_scale": _block_scales(blocks[:, :, SLOT_WEIGHTS:])}
     if group.kind is Kind.FP8:
         pairs = blocks.view(np.uint16).reshape(-1, 2, 8, 4, 4, 2)  # [k16, half, g, t, strip, b]
         rows = np.ascontiguousarray(pairs.transpose(1, 4, 2, 0, 5, 3)).view(np.uint8)
@@ -90,7 +90,7 @@ def _tile(plan: Layout, group: Group, blocks: Array) -> dict[str, Array]:
 
 def _narrow(blocks: Array) -> dict[str, Array]:
     """[steps, 2, 4 * (512 + 64)]: four narrow tiles."""
-    cut = _CODES_BYTES // NARROW_IN_TILE // 4
+    cut = SLOT_WEIGHTS // NARROW_IN_TILE // 4
     words = blocks.view(np.uint32).reshape(-1, NARROW_IN_TILE, cut + 16)  # of half a step
     by_tile = words[..., :cut].reshape(-1, NARROW_IN_TILE, 4, 32).transpose(0, 2, 3, 1)
     scales = words[..., cut:].reshape(-1, NARROW_IN_TILE, 8, 2)

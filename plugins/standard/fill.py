@@ -8,10 +8,11 @@ deviations; NVFP4 codes are uniform.
 from __future__ import annotations
 
 from thor_dflash.plugins.launch import At, Device, Int, Launch, Real
+from thor_dflash.plugins.linear.layout import NARROW_IN_TILE, Kind
 
-NVFP4_SLOT = 2304
-"""Bytes of the unit that `nvfp4` writes, see linear/units.cuh."""
-NARROW_SLOT = NVFP4_SLOT // 4
+NVFP4_SLOT = Kind.NVFP4.slot_bytes
+"""Bytes of the unit that `nvfp4` writes."""
+NARROW_SLOT = NVFP4_SLOT // NARROW_IN_TILE
 """The same of narrow tiles."""
 
 NVFP4_DEVIATION = 2.1445
