@@ -14,6 +14,7 @@ from typing import Protocol
 import onnx
 from onnx import helper
 
+from thor_dflash.errors import EngineError
 from thor_dflash.plugins.body import IR_VERSION, ONNX_TYPE, OPSET
 from thor_dflash.plugins.launch import Shaped, Site
 from thor_dflash.plugins.op import DOMAIN, NEXT, VERSION, Attributes
@@ -79,12 +80,16 @@ class Deployment:
 
 
 def deploy(program: Program, rewrite: Rewrite | None = None) -> Deployment:
-    """The deployment graph of a program."""
+    """The deployment graph of a program.
+
+    Raises:
+        EngineError: a step reads what no step before it makes.
+    """
     sheet = Sheet()
     made = {*program.inputs, *program.weights}
     in_place: list[str] = []
     for step in _among_plugins(program, rewrite):
-        outs = {port for port, value in step.ports.items() if value not in made}
+        outs = _written(step, made)
         made |= {step.ports[port] for port in outs}
         if rewrite is not None and rewrite.takes(step):
             rewrite.write(step, sheet)
@@ -103,6 +108,18 @@ def deploy(program: Program, rewrite: Rewrite | None = None) -> Deployment:
         tuple(sheet.plugins),
         sheet.products,
     )
+
+
+def _written(step: Step, made: Collection[str]) -> set[str]:
+    """The ports that a step writes: those whose values are new."""
+    op = RULES[step.room].op
+    written = {port for port, value in step.ports.items() if value not in made}
+    attributes = Attributes({**op.attributes, **step.attributes})
+    reads = {port.name for port in op.inputs_of(attributes)} | {"next_gate", *_TAKEN}
+    if wrong := sorted(written & reads):
+        value = step.ports[wrong[0]]
+        raise EngineError(f"{step.name}.{wrong[0]} must be made by an earlier step (got {value})")
+    return written
 
 
 def _among_plugins(program: Program, rewrite: Rewrite | None) -> list[Step]:

@@ -14,8 +14,10 @@ from trt_builds import NANO, maker, options, record, record_hybrid, recording
 
 from thor_dflash.builders import build as builds
 from thor_dflash.builders.build import build
+from thor_dflash.builders.tensorrt.deploy import deploy
 from thor_dflash.builders.tensorrt.package import LOG
 from thor_dflash.errors import ConfigError, EngineError, PackageError
+from thor_dflash.program import Program, Step, Value
 from thor_dflash.progress import Silent
 
 
@@ -130,3 +132,18 @@ def test_a_full_disk_is_told_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         recorder.FAULTS.clear()
         with pytest.raises(PackageError, match="no space left on device"):
             build(NANO / "target", None, tmp_path / "p", options(tmp_path), Silent())
+
+
+def test_a_step_that_reads_what_nobody_has_made_is_refused() -> None:
+    rows = Value(dtype="bfloat16", shape=(16, 64))
+    program = Program(
+        name="step",
+        inputs={},
+        outputs={"y": rows},
+        values={"later": rows},
+        weights={},
+        steps=(Step(name="one", room="linear", attributes={}, ports={"x": "later", "y0": "y"}),),
+        scratch=0,
+    )
+    with pytest.raises(EngineError, match=r"one\.x must be made by an earlier step \(got later\)"):
+        deploy(program)
