@@ -124,12 +124,12 @@ def _written(step: Step, made: Collection[str]) -> set[str]:
 
 def _among_plugins(program: Program, rewrite: Rewrite | None) -> list[Step]:
     """The steps, rows in slabs left by plugins for plugins alone."""
-    ours = [step for step in program.steps if rewrite is None or not rewrite.takes(step)]
-    left, taken = ({s.ports.get(port) for s in ours} for port in ("y0_slabs", "x_slabs"))
+    ours = [step.ports for step in program.steps if rewrite is None or not rewrite.takes(step)]
+    left, taken = ({p[port] for p in ours if port in p} for port in ("y0_slabs", "x_slabs"))
     return [_trimmed(step, left & taken) for step in program.steps]
 
 
-def _trimmed(step: Step, kept: Collection[str | None]) -> Step:
+def _trimmed(step: Step, kept: Collection[str]) -> Step:
     """A step that neither leaves nor takes other slabs than these."""
     gone: set[str] = set()
     for port, all_of_it in (("y0_slabs", _LEFT), ("x_slabs", _TAKEN)):
