@@ -32,6 +32,14 @@ def rows_of(op: Op, case: Case) -> int:
     return len(case.inputs[first])
 
 
+def served_apart(op: Op, rows: int) -> int:
+    """Up to so many rows another kernel serves than `rows`, or for a product another cut of K: it has
+    one for 16 rows and one for 32.
+    """
+    bounds = (16, 32) if op.name in ("linear", "head") else (32,)
+    return max((bound for bound in bounds if bound < rows), default=0)
+
+
 def outputs_by_row(op: Op, got: dict[str, Array], call: Call) -> dict[str, Array]:
     """The outputs that have a row for each row of the input."""
     names = {p.name for p in op.outputs_of(call.site.attributes) if p.shape[0] == "T"}

@@ -174,7 +174,7 @@ linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u8
     DYNAMIC_SHARED(memory);
     let_next_start();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int rank = cluster_rank(), count = (k + HALF_K - 1) / HALF_K;
+    const int rank = cluster_rank(), steps = (k + STEP_K - 1) / STEP_K;
     const saddr barriers = shared_address(memory + BARRIERS_AT);
     float* const scale_of_row = reinterpret_cast<float*>(memory + SCALES_AT);
     Turn turn;
@@ -185,7 +185,7 @@ linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u8
     Walk at;
     at.table = items;
     at.at = blockIdx.x / PARTS * most_items * 2;
-    at.halves = {count * rank / PARTS, count * (rank + 1) / PARTS};
+    at.halves = halves_of(k, steps * rank / PARTS, steps * (rank + 1) / PARTS);
     at.start();
     clear_rows(memory, row_count);
     if (warp == WARPS && lane == 0) {
@@ -217,7 +217,8 @@ linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u8
         const Item item = at.item;
         const int phases = item.phases(), phase = warp & phases - 1, q = at.q + phase;
         const bool active = warp >> item.phase_bits() < item.tiles && q < at.end;
-        const Reader reader = {turn, static_cast<u32>(warp * SLOT), row_at, at.end, phases};
+        const u32 slot_at = item.slot_at(warp >> item.phase_bits(), phase, warp);
+        const Reader reader = {turn, slot_at, row_at, at.end, phases};
         Sums sums;
         NarrowSums narrow_sums;
         clear(sums);

@@ -13,6 +13,7 @@ an item of its own it would be a fifth.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -45,6 +46,12 @@ one set of multiprocessors, and sets differ in size. An H100 takes 1, 0.93 and 0
 
 END = 12 * 2304
 """What the end of an item costs a block, in bytes it could have read: 2.5 us, traced on an H100."""
+
+END_ALONE = 8 * END
+"""The same where no other block of its multiprocessor reads meanwhile, and the sums are of 32 rows.
+What makes out_proj in 16.4 us and not in 21.1, measured on an H100: one item of four n-tiles for a
+cluster, and not up to three of two.
+"""
 
 ROWS = 0.4 * 2048
 """What the rows of a half step cost a block, in the same measure: they come from the L2 cache. An
@@ -119,9 +126,10 @@ def _piece_words(piece: Piece, left: int) -> tuple[int, int, int, int]:
 
 
 def halves(plan: Layout, parts: int) -> list[range]:
-    """Half steps of K of each block of a cluster."""
+    """Half steps of K of each block of a cluster: whole steps, but for the last one's padding."""
     count = -(-plan.k // HALF)
-    return [range(count * i // parts, count * (i + 1) // parts) for i in range(parts)]
+    bounds = [min(count, plan.steps * i // parts * 2) for i in range(parts + 1)]
+    return [range(begin, end) for begin, end in itertools.pairwise(bounds)]
 
 
 @lru_cache(maxsize=256)
@@ -151,7 +159,7 @@ def clusters(parts: int, multiprocessors: int, each: int) -> int:
 def _parts(plan: Layout) -> Iterator[int]:
     """Two blocks have room for the sums of a narrow tile, more have not."""
     parts = PARTS[:1] if plan.narrow else PARTS
-    return (p for p in parts if p == PARTS[0] or p <= -(-plan.k // HALF))
+    return (p for p in parts if p == PARTS[0] or p <= plan.steps)
 
 
 def _most_tiles(warps: int) -> int:
@@ -249,6 +257,7 @@ def _cost(plan: Layout, cut: Partition) -> float:
     """Of the busiest multiprocessor: its blocks share it, and wait for the ends of items together.
     It is taken to have as many as it can: which one gets a block does not ask what others have.
     """
+    end = END_ALONE if cut.each == 1 else END
     return max(
-        sum(cut.each * _item_cost(plan, i, cut) + END for i in items) for items in cut.clusters
+        sum(cut.each * _item_cost(plan, i, cut) + end for i in items) for items in cut.clusters
     )

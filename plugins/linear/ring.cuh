@@ -2,8 +2,8 @@
 // block, and WARPS multiply. A stage holds a slot of weight for each of those and the rows that they
 // meet; the first stages' weights are asked for before the kernel before this one has ended.
 //
-// Compile-time: WARPS, 8 or 4; KINDS, the kinds of weight that occur (1 << kind); ROW_TILES, row tiles of 16; PARTS,
-// blocks of a cluster; NARROW, whether items may have a narrow tile.
+// Compile-time: WARPS, 8 or 4; KINDS, the kinds of weight that occur (1 << kind); ROW_TILES, row
+// tiles of 16; PARTS, blocks of a cluster; NARROW, whether items may have a narrow tile.
 #pragma once
 #include "linear/units.cuh"
 
@@ -50,6 +50,12 @@ struct Item {
     // slots in turn.
     DEVICE int lanes() const { return WARPS >> phase_bits(); }
     DEVICE int phases() const { return 1 << phase_bits(); }
+    // Where in a stage the slot of a warp lies: as steps are stored, [step][n-tile][half of it], or
+    // one after the other.
+    DEVICE int slot_at(int tile, int phase, int warp) const {
+        const bool steps = ONLY_NVFP4 || kind == NVFP4;
+        return (steps ? (phase / 2 * tiles + tile) * 2 + phase % 2 : warp) * SLOT;
+    }
     DEVICE int phase_bits() const {
         if (NARROW || WARPS == 4 || tiles > 2 || PARTS > 4) return 1;
         return tiles == 1 && PARTS == 2 && kind != NVFP4 ? 3 : 2;
@@ -71,11 +77,15 @@ DEVICE Item item_at(const int4* items) {
             {static_cast<u32>(n.x), static_cast<u32>(n.y), n.z}};
 }
 
-// The block's half steps of K. The last step's second one may lie past K.
+// The block's half steps of K, whole steps but for the last one, whose second half may lie past K.
 constexpr int HALF_K = STEP_K / 2;
 struct Halves {
     int begin, end;
 };
+
+DEVICE Halves halves_of(int k, int first_step, int end_step) {
+    return {2 * first_step, min(2 * end_step, (k + HALF_K - 1) / HALF_K)};
+}
 
 // Where a block stands: the slots of K q.. of an item.
 struct Walk {
@@ -146,26 +156,45 @@ struct Source {
         return (end_slab(at) - first_slab(at)) * rows * SLAB_ROW;
     }
 
-    // Announces a stage and asks for its weights: a lane a slot, or half of one.
+    // Announces a stage and asks for its weights.
     DEVICE void weights(const Walk& at, const Turn& turn) const {
+        if (ONLY_NVFP4 || at.item.kind == NVFP4) {
+            steps(at, turn);
+        } else {
+            slots(at, turn);
+        }
+    }
+    // NVFP4: a lane a step of all n-tiles, which lies together. Of a last step that is half padding
+    // the padding comes too.
+    DEVICE void steps(const Walk& at, const Turn& turn) const {
+        const int lane = threadIdx.x % 32;
+        const int count = (min(at.item.phases(), at.end - at.q) + 1) / 2;
+        const u32 bytes = at.item.tiles * step_bytes(NVFP4), narrow = narrow_slots(at);
+        if (lane == 0) {
+            barrier_expect(turn.filled(), count * bytes + narrow * NARROW_SLOT + slab_bytes(at));
+        }
+        sync_warp();
+        if (NARROW && lane >= WARPS && lane < WARPS + narrow) narrow_weights(at, turn, lane - WARPS);
+        if (lane >= count) return;
+        const u64 step = static_cast<u64>(at.item.stride) * (at.q / 2 + lane);
+        copy_bulk(turn.bytes() + lane * bytes, packed + (at.item.offset + step) * 512, bytes,
+                  turn.filled());
+    }
+    // Other kinds: a lane a slot, or half of one.
+    DEVICE void slots(const Walk& at, const Turn& turn) const {
         const int lane = threadIdx.x % 32, kind = at.item.kind, bits = at.item.phase_bits();
         const int half = at.item.half, warp = lane % WARPS, part = lane / WARPS;
         const int tile = warp >> bits, q = at.q + (warp & (1 << bits) - 1);
         const bool there = part <= half && tile < at.item.tiles && q < at.end;
-        const u32 slot = slot_bytes(kind), bytes = slot >> half;
-        const u32 count = __popc(ballot(there)), narrow = narrow_slots(at);
-        if (lane == 0) {
-            barrier_expect(turn.filled(),
-                           count * bytes + narrow * NARROW_SLOT + slab_bytes(at));
-        }
+        const u32 bytes = PLAIN_SLOT >> half, count = __popc(ballot(there));
+        if (lane == 0) barrier_expect(turn.filled(), count * bytes + slab_bytes(at));
         sync_warp();
-        if (NARROW && lane >= WARPS && lane < WARPS + narrow) narrow_weights(at, turn, lane - WARPS);
         if (!there) return;
         const int in_step = 2 * slots_of(kind), stored = (q << half) + part;
         const u64 step = static_cast<u64>(at.item.stride) * (stored >> kind + 1);
         copy_bulk(turn.bytes() + warp * SLOT + part * bytes,
                   packed + (at.item.offset + step) * 512 +
-                      (tile * in_step + (stored & in_step - 1)) * slot,
+                      (tile * in_step + (stored & in_step - 1)) * PLAIN_SLOT,
                   bytes, turn.filled());
     }
     DEVICE static u32 narrow_slots(const Walk& at) {

@@ -10,7 +10,7 @@ from gating import entering, gated_call
 from kernel_cases import cases_of, every_code
 from kernels import Refused, call_of, in_kernel_types, launch
 from on_gpu import Gpu
-from row_law import cut, outputs_by_row, prefixes, rows_of, same_bits
+from row_law import cut, outputs_by_row, prefixes, rows_of, same_bits, served_apart
 
 from thor_dflash.plugins import LINEAR, OPS, VERIFY_ATTENTION
 from thor_dflash.plugins.launch import Device
@@ -67,7 +67,7 @@ def test_a_row_does_not_depend_on_the_rows_after_it(gpu: Gpu, op: Op, name: str)
     except Refused:
         return
     whole = outputs_by_row(op, launch(call, gpu, device), call)
-    same = FEW if rows > FEW else 0
+    same = served_apart(op, rows)
     for count in {max(same + 1, rows // 2), same + 1} - {rows}:
         if count > rows:
             continue

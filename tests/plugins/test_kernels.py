@@ -27,7 +27,7 @@ from kernels import (
     site_of,
     source_of,
 )
-from row_law import cut, outputs_by_row, prefixes, rows_of, same_bits
+from row_law import cut, outputs_by_row, prefixes, rows_of, same_bits, served_apart
 
 from thor_dflash.plugins import LINEAR, OPS
 from thor_dflash.plugins.cuda.compile import OPTIONS, architecture
@@ -145,7 +145,7 @@ def test_a_row_does_not_depend_on_the_rows_after_it(op: Op, name: str) -> None:
         return
     call, got = run
     whole = outputs_by_row(op, got, call)
-    same = 32 if rows > 32 else 0  # longer calls are another kernel's
+    same = served_apart(op, rows)
     for count in {max(same + 1, rows // 2), same + 1} - {rows}:
         part_call = accepted(op, cut(op, case, slice(count)))
         if part_call is None or count > rows:

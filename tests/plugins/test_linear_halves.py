@@ -62,7 +62,7 @@ def test_no_half_is_read_beyond_its_end(k: int) -> None:
 
 
 def test_halves_that_are_padding_are_nobodys() -> None:
-    for k, on, parts in ((320, 5, 2), (1152, 40, 8)):
+    for k, on, parts in ((320, 5, 2), (2048, 40, 8)):
         cut = thin_cut(k, Device((9, 0), on))
         pieces = [i.piece for items in cut.clusters for i in items]
         found = sorted((p.first, p.half) for p in pieces if p.half is not None)

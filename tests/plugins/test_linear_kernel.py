@@ -95,20 +95,26 @@ def test_every_tile_is_made_once_over_all_of_k(shape: str, multiprocessors: int,
     assert made(plan, cut) == wanted(plan)
     assert all(cut.clusters)
     assert len(cut.clusters) <= clusters(cut.parts, multiprocessors, cut.each)
+    assert all(run.start % 2 == 0 for run in halves(plan, cut.parts))
     covered = [h for run in halves(plan, cut.parts) for h in run]
     assert covered == list(range(-(-plan.k // 64)))
 
 
 def copies(table: Array, count: int) -> Iterator[tuple[int, int]]:
-    """(first byte, bytes) of all that the blocks of a launch ask for, over `count` half steps."""
+    """(first byte, bytes) of all that the blocks of a launch ask for, over `count` half steps:
+    whole steps of NVFP4, slots of the others.
+    """
     for (offset, stride, _, rest), narrow in table.reshape(-1, 2, 4).tolist():
-        kind = Kind(rest & 3)
-        in_step = 2 * kind.slots
-        for tile, q in np.ndindex(rest >> 8 & 255, count * kind.slots):
+        kind, tiles = Kind(rest & 3), rest >> 8 & 255
+        in_step, steps = 2 * kind.slots, -(-count // 2)
+        if kind is N4:
+            for step in range(steps):
+                yield 512 * (offset + stride * step), tiles * kind.step_bytes
+        for tile, q in np.ndindex(tiles, 0 if kind is N4 else count * kind.slots):
             at = 512 * (offset + stride * (q // in_step))
             at += (tile * in_step + q % in_step) * kind.slot_bytes
             yield at, kind.slot_bytes // (2 if rest & 4 else 1)
-        there = rest >> 8 & 255 and narrow[2] >= 0
+        there = tiles and narrow[2] >= 0
         for q in range(count if there else 0):
             yield 64 * narrow[0] + 512 * narrow[1] * (q // 2) + 2304 * (q % 2), 576
 
