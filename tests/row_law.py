@@ -33,8 +33,8 @@ def rows_of(op: Op, case: Case) -> int:
 
 
 def served_apart(op: Op, rows: int) -> int:
-    """Up to so many rows another kernel serves than `rows`, or for a product another cut of K: it has
-    one for 16 rows and one for 32.
+    """Rows up to which another kernel serves than for `rows`, or for a product another cut of K: it
+    has one for 16 rows and one for 32.
     """
     bounds = (16, 32) if op.name in ("linear", "head") else (32,)
     return max((bound for bound in bounds if bound < rows), default=0)

@@ -39,6 +39,7 @@ class Known:
     def __init__(self, ms: Mapping[str, float]) -> None:
         self.ms = ms
         self.length = 0
+        self.measured = 0
 
     def bandwidth(self) -> float:
         return READ
@@ -67,7 +68,9 @@ class Known:
             parts = [r for r in ("linear", "gdn") if keep(STEP(room=r, name="a"))]  # type: ignore[arg-type]
             key += f":{parts[0] if len(parts) == 1 else 'other'}"
         grown = 32768 * max(0, self.length - 2048) / READ * 1e3 * self.ms["growth"]
-        ms = self.ms.get(key, 1.0) + (grown if key == "verify" else 0)
+        self.measured += 1
+        drifted = self.measured * self.ms.get("drift", 0.0)
+        ms = self.ms.get(key, 1.0) + (grown + drifted if key == "verify" else 0)
         return Timing(ms, ms, ms, 1)
 
     def at(self, length: int, accepted: int) -> None:
@@ -108,6 +111,13 @@ def test_figures_stand_beside_what_they_must_be() -> None:
         row = rows[f"figures/{name}"]
         assert row.value == pytest.approx(value), name
         assert row.verdict == verdict, name
+
+
+def test_growth_is_of_neighbours_while_clocks_drift() -> None:
+    """A verify that becomes 0.1 ms slower with every measurement: more than 6,144 tokens cost."""
+    rows = measured(drift=0.1)
+    for length in figures.LONG:
+        assert rows[f"figures/growth from 2048 to {length}"].value == pytest.approx(1.12)
 
 
 @pytest.mark.parametrize(

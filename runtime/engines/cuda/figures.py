@@ -5,6 +5,7 @@ Jetson Thor.
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -14,6 +15,8 @@ from thor_dflash.runtime.engines.cuda.bench import Keep, Share, Timing, everythi
 
 CONTEXT, LONG = 2048, (8192, 32768)
 """Tokens in the cache."""
+ROUNDS = 6
+"""Of a comparison of two contexts; even, so that each comes first as often as the other."""
 PROMPT, CYCLES = 2048, 100
 WIDTHS = (1, 32)
 """Rows of the blocks a verify is compared with."""
@@ -168,7 +171,7 @@ def figures(bench: Measures, progress: Progress) -> Iterator[Figure]:
         yield from _rooms(bench, times)
         yield from _kinds(bench, read)
     with progress.task("measuring long contexts"):
-        yield from _contexts(bench, times["verify"], read)
+        yield from _contexts(bench, read)
     yield from _memory(bench, captured)
     yield from predicted(bench, times, read)
 
@@ -209,20 +212,33 @@ def _steps(bench: Measures, times: Mapping[str, float], read: float) -> Iterator
     yield judged("plain step", plain / verify, "x", f"{plain:.3f} ms, against the verify")
 
 
-def _contexts(bench: Measures, verify: float, read: float) -> Iterator[Figure]:
+def _contexts(bench: Measures, read: float) -> Iterator[Figure]:
+    """A verify with a long context beside one with a short, ROUNDS times: they differ by less than
+    clocks make of one verify from minute to minute.
+    """
     each = bench.cache_bytes()
     for length in LONG:
-        bench.at(length, BLOCK)
-        longer = bench.steps(["verify"]).median
+        rounds = [_pair(bench, length, longer_first=i % 2 == 1) for i in range(ROUNDS)]
+        grown = statistics.median(longer - short for short, longer in rounds)
+        longer = statistics.median(longer for _, longer in rounds)
         floor = each * (length - CONTEXT) / read * 1e3
         yield judged(
             f"growth from {CONTEXT} to {length}",
-            (longer - verify) / floor,
+            grown / floor,
             "x",
-            f"verify {longer:.3f} ms, +{longer - verify:.3f} for "
+            f"verify {longer:.3f} ms, +{grown:.3f} for "
             f"{each * (length - CONTEXT) / 1e6:.0f} MB of cache, {floor:.3f} at read rate",
         )
     bench.at(CONTEXT, BLOCK)
+
+
+def _pair(bench: Measures, length: int, *, longer_first: bool) -> tuple[float, float]:
+    """Milliseconds of a verify at CONTEXT and at `length`."""
+    found: dict[int, float] = {}
+    for at in (length, CONTEXT) if longer_first else (CONTEXT, length):
+        bench.at(at, BLOCK)
+        found[at] = bench.steps(["verify"]).median
+    return found[CONTEXT], found[length]
 
 
 def _rooms(bench: Measures, times: Mapping[str, float]) -> Iterator[Figure]:
