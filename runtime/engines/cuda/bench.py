@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import statistics
 import time
@@ -47,6 +48,18 @@ class Timing:
     low: float
     high: float
     runs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """Of a cycle of the real loop, seconds."""
+
+    clock: float
+    """Median by the clock."""
+    graph: float
+    """Median in the CUDA graph."""
+    mean: float
+    """By the clock; above the median where something else took the processor now and then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +246,8 @@ class Bench:
             best.append(time.perf_counter() - start)
         return statistics.median(best[1:])
 
-    def loop(self, prompt: int, cycles: int) -> tuple[float, float]:
-        """Seconds of a cycle of the real loop: by the clock, and of that in the CUDA graph."""
+    def loop(self, prompt: int, cycles: int) -> Loop:
+        """Cycles of the real loop."""
         ids = tuple(int(i) for i in np.random.default_rng(2).integers(1, 200_000, prompt))
         plan = Plan(prompt=ids, max_tokens=10**6, stop=(), proposer=Dflash(), policies=())
         meter = Meter(self.model.block, self.engine.busy())
@@ -249,7 +262,11 @@ class Bench:
             if len(clock) == WARM + 1 + cycles:
                 break
         chunks.close()  # type: ignore[attr-defined]
-        return (clock[-1] - clock[WARM]) / cycles, (busy[-1] - busy[WARM]) / cycles
+        by_clock = [after - before for before, after in itertools.pairwise(clock[WARM:])]
+        in_graph = [after - before for before, after in itertools.pairwise(busy[WARM:])]
+        return Loop(
+            statistics.median(by_clock), statistics.median(in_graph), statistics.mean(by_clock)
+        )
 
 
 def open_bench(
