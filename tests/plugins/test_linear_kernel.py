@@ -100,6 +100,12 @@ def test_every_tile_is_made_once_over_all_of_k(shape: str, multiprocessors: int,
     assert covered == list(range(-(-plan.k // 64)))
 
 
+def test_a_block_of_a_cluster_begins_with_a_whole_step() -> None:
+    """Half steps of 832 of K, the last of which has no other half."""
+    plan = _layout(832, (N4,), (256,), False)
+    assert halves(plan, 4) == [range(2), range(2, 6), range(6, 10), range(10, 13)]
+
+
 def copies(table: Array, count: int) -> Iterator[tuple[int, int]]:
     """(first byte, bytes) of all that the blocks of a launch ask for, over `count` half steps:
     whole steps of NVFP4, slots of the others.

@@ -75,6 +75,13 @@ def test_any_product_may_be_made_by_slim_blocks(
 
 
 @pytest.mark.parametrize("k", [6144, 17408])
+def test_a_block_alone_with_32_rows_ends_one_item(k: int) -> None:
+    """The ends of several cost more than an uneven cut."""
+    cut = partition(_layout(k, (Kind.NVFP4,), (5120,), False), H100.multiprocessors, 1)
+    assert cut.most_items == 1
+
+
+@pytest.mark.parametrize("k", [6144, 17408])
 def test_an_h100_makes_few_columns_by_slim_blocks_and_a_thor_does_not(k: int) -> None:
     plan = _layout(k, (Kind.NVFP4,), (5120,), False)
     cut = partition(plan, H100.multiprocessors, 2)
