@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -258,6 +259,23 @@ def test_an_excerpt_finds_the_sequence_where_it_was_put(
                 inputs = it.call(name).inputs
                 for port, value in (("length", length), ("accepted", 7)):
                     assert sent[cuda(inputs[port]).now] == value.to_bytes(4, "little"), port
+
+
+@pytest.mark.usefixtures("shapes")
+def test_one_slow_cycle_is_not_the_host_s_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake(monkeypatch)
+    made = hollow.write_hollow("small", tmp_path, BuildConfig(engine="cuda"), ())
+    warm, cycles = [9.0] * bench.WARM, [2.0, 3.0, 50.0, 2.0, 3.0]
+    ticks = itertools.accumulate([*warm, *cycles], initial=0.0)
+    weights = RandomWeights(tmp_path, tmp_path)
+    with closing(CudaEngine(tmp_path, EngineConfig(), Silent(), weights)) as engine:
+        it = bench.open_bench(engine, made, 4096, (), tmp_path)
+        monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=ticks.__next__))
+        found = it.loop(20, len(cycles))
+    assert (found.clock, found.mean) == (3.0, 12.0)
+    assert found.graph == pytest.approx(MS / 1e3)
 
 
 def test_a_machine_without_a_device_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -112,14 +112,14 @@ def copies(table: Array, count: int) -> Iterator[tuple[int, int]]:
     """
     for (offset, stride, _, rest), narrow in table.reshape(-1, 2, 4).tolist():
         kind, tiles = Kind(rest & 3), rest >> 8 & 255
-        in_step, steps = 2 * kind.slots, -(-count // 2)
         if kind is N4:
-            for step in range(steps):
+            for step in range(-(-count // 2)):
                 yield 512 * (offset + stride * step), tiles * kind.step_bytes
-        for tile, q in np.ndindex(tiles, 0 if kind is N4 else count * kind.slots):
-            at = 512 * (offset + stride * (q // in_step))
-            at += (tile * in_step + q % in_step) * kind.slot_bytes
-            yield at, kind.slot_bytes // (2 if rest & 4 else 1)
+        else:
+            for tile, q in np.ndindex(tiles, count * kind.slots):
+                step, slot = divmod(q, 2 * kind.slots)
+                at = 512 * (offset + stride * step) + tile * kind.step_bytes
+                yield at + slot * kind.slot_bytes, kind.slot_bytes // (2 if rest & 4 else 1)
         there = tiles and narrow[2] >= 0
         for q in range(count if there else 0):
             yield 64 * narrow[0] + 512 * narrow[1] * (q // 2) + 2304 * (q % 2), 576
