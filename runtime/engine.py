@@ -88,6 +88,10 @@ class Engine(Protocol):
         """Copy into the leading corner of a tensor: all of it, or as much as `values` has."""
         ...
 
+    def clear(self, tensor: Tensor) -> None:
+        """Zero a tensor."""
+        ...
+
     def read(self, tensor: Tensor, shape: tuple[int, ...] | None = None) -> Array:
         """Wait for all work enqueued so far; copy a tensor's leading corner. The only wait."""
         ...

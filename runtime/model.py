@@ -71,7 +71,7 @@ class Model:
             for spec in (*graph.inputs.values(), *graph.outputs.values()):
                 self._scratch(step, spec)
         self._said: dict[str, int | float | tuple[int, ...]] = {}
-        """What a block's bounds were last: most of them are those of the block before."""
+        """What some inputs were last: most of a block's are those of the block before."""
         self._calls = {name: self._bind(name) for name in self.graphs}
         engine.prepare(list(self._calls.values()))
         if drafter:
@@ -133,7 +133,7 @@ class Model:
     def write_first(self, context: int) -> None:
         """Positions before the block the drafter sees, at most; 0: all there are."""
         oldest = self.state.length - context if context else 0
-        self._set("drafter.first", max(self.state.first, oldest))
+        self._say("drafter.first", max(self.state.first, oldest))
 
     def hold(self, count: int) -> None:
         """Keep the taps of the rows just committed for `catch_up`.
@@ -233,11 +233,15 @@ class Model:
             "soft_margin": block.soft_margin,
         }
         for name, value in numbers.items():
-            if self._said.get(name) != value:
-                self._set(name, value)
-                self._said[name] = value
+            self._say(name, value)
         for name, ids in (("stop", stop), ("strict", relaxed.never)):
             self._set_ids(name, ids)
+
+    def _say(self, name: str, value: int | float) -> None:
+        """Set a number that only this sets."""
+        if self._said.get(name) != value:
+            self._set(name, value)
+            self._said[name] = value
 
     def _set_ids(self, name: str, ids: Sequence[int]) -> None:
         """Ids in the first places of an input, -1 in the others."""

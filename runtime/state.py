@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from thor_dflash.errors import TransactionError
 from thor_dflash.plugins.op import NEXT
 from thor_dflash.runtime.engine import Engine, Graph, Tensor
@@ -84,7 +82,7 @@ class State:
         self.begun += 1
         for name, tensor in self.tensors.items():
             if name.startswith("gdn."):
-                self._engine.write(tensor, np.zeros(tensor.spec.at({}), tensor.spec.dtype.numpy))
+                self._engine.clear(tensor)
 
     def verified(self, rows: int) -> None:
         """A verify ran: what was accepted before is folded now, and `rows` may be committed."""

@@ -71,6 +71,9 @@ class Stepping:
     def write(self, tensor: Tensor, values: Array) -> None:
         memory(tensor).array[tuple(slice(n) for n in values.shape)] = values
 
+    def clear(self, tensor: Tensor) -> None:
+        memory(tensor).array.fill(0)
+
     def read(self, tensor: Tensor, shape: tuple[int, ...] | None = None) -> Array:
         array = memory(tensor).array
         return array[tuple(slice(n) for n in shape or array.shape)].copy()

@@ -38,7 +38,7 @@ class Record:
     @classmethod
     def read(cls, words: Array) -> Record:
         """From the operator's int32 [5 + 2R] output."""
-        values = [int(v) for v in words]
+        values: list[int] = words.tolist()
         rows = (len(values) - HEADER) // 2
         count, fault, relaxed, agreed, softened = values[:HEADER]
         return cls(

@@ -144,6 +144,10 @@ class OrtEngine:
         array = _ort(tensor).now.array
         array[tuple(slice(n) for n in values.shape)] = values
 
+    def clear(self, tensor: Tensor) -> None:
+        """See Engine."""
+        _ort(tensor).now.array.fill(0)
+
     def read(self, tensor: Tensor, shape: tuple[int, ...] | None = None) -> Array:
         """See Engine."""
         array = _ort(tensor).now.array

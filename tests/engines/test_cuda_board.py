@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_cuda import Fake, fake
+from fake_cuda import MS, Fake, fake
 
 from thor_dflash.plugins.cuda.driver import Driver
 from thor_dflash.runtime.engine import Call
@@ -134,3 +134,77 @@ def test_what_is_written_over_itself_has_one_place(
     [place] = cuda(state).places
     board.run([renew])
     assert board.ran == [[place, place]]
+
+
+def test_time_of_runs_is_asked_for_while_the_next_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two runs the device stands still: nothing that can wait is done there."""
+    device = fake(monkeypatch)
+    board = Noted(device, told=True)
+    small = board.empty(TensorSpec("length", DType.I32, (1,)), {})
+    step = call("a", {"x": small}, {})
+    board.ready(step)
+    for _ in range(3):
+        board.run([step])
+        ran = len(board.ran)
+        board.read(small)
+        assert "cuEventElapsedTime" not in device.calls
+        board.run([step])
+        assert device.calls.count("cuEventElapsedTime") == ran
+        board.read(small)
+        assert board.busy() == {"noted": MS * 1e-3 * len(board.ran)}
+        device.calls.clear()
+        board.ran.clear()
+        board._seconds.clear()
+
+
+def test_time_counts_once_its_run_was_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    board = Noted(fake(monkeypatch), told=True)
+    small = board.empty(TensorSpec("length", DType.I32, (1,)), {})
+    step = call("a", {"x": small}, {})
+    board.ready(step)
+    board.run([step, step])
+    board.run([step])
+    assert board.busy() == {}
+    board.read(small)
+    board.run([step])
+    assert board.busy() == board.busy() == {"noted": 2 * MS * 1e-3}
+    board.read(small)
+    assert board.busy() == {"noted": 3 * MS * 1e-3}
+
+
+def test_a_closed_board_says_what_it_knew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report is made of it also where the device was lost."""
+    board = Noted(fake(monkeypatch), told=True)
+    small = board.empty(TensorSpec("length", DType.I32, (1,)), {})
+    step = call("a", {"x": small}, {})
+    board.ready(step)
+    for _ in range(2):
+        board.run([step])
+        board.read(small)
+    board.close()
+    assert board.busy() == {"noted": MS * 1e-3}
+
+
+def test_a_state_is_cleared_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of its size is copied there, and it has its turn among the steps."""
+    device = fake(monkeypatch)
+    cleared: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(
+        device, "cuMemsetD8Async", lambda at, value, n, _: cleared.append((at, value, n)) or (0,)
+    )
+    board = Noted(device, told=True)
+    state, small = board.empty(LARGE, {}), board.empty(TensorSpec("a", DType.I32, (3,)), {})
+    renew = call("a", {"x": state, "y": small}, {"next.x": state})
+    board.ready(renew)
+    board.run([renew])
+    board.write(small, np.array([1, 2, 3], np.int32))
+    board.clear(state)
+    board.clear(small)
+    assert cleared == [(cuda(state).now, 0, LARGE.nbytes({}))]
+    assert cuda(state).now == cuda(state).places[1]
+    device.sent.clear()
+    board.run([renew])
+    assert all(len(data) < 64 for _, data in device.sent)
+    at = cuda(small).places[0]
+    [(start, data)] = [(to, d) for to, d in device.sent if to <= at < to + len(d)]
+    assert data[at - start :][:12] == bytes(12)

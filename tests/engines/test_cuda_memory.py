@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from thor_dflash.errors import EngineError
 from thor_dflash.plugins.cuda.driver import STICKY, Driver
 from thor_dflash.runtime.engines.cuda import control
-from thor_dflash.runtime.engines.cuda.control import RING, SLOT, Page, Ring, corners
+from thor_dflash.runtime.engines.cuda.control import RING, SLOT, SMALL, Page, Ring, corners
 from thor_dflash.runtime.engines.cuda.memory import RESERVE, Arena
 from thor_dflash.tensors import Array, DType, TensorSpec
 
@@ -66,6 +66,9 @@ class FakeDriver:
             self.finish(args[0].after - self.made)
         return SimpleNamespace()
 
+    def synchronize(self) -> None:
+        self.finish()
+
     def finish(self, count: int | None = None) -> None:
         done = self.pending[:count]
         for to, start, size in done:
@@ -81,6 +84,7 @@ def ring() -> tuple[FakeDriver, Ring]:
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, RING // 2 + 99)), max_size=12))
 @example([(i, RING // 8 * eighths) for i, eighths in enumerate([3, 3, 1, 3, 3, 3])])
+@example([(0, SMALL), (1, RING // 2), (2, RING // 2), (3, 99), (4, RING // 2), (5, SMALL + 1)])
 def test_a_copy_under_way_is_never_written_over(writes: list[tuple[int, int]]) -> None:
     fake, sender = ring()
     want = np.zeros_like(fake.memory)

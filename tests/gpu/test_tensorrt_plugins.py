@@ -88,6 +88,7 @@ def test_enqueue_leaves_the_bits_that_the_launches_leave(gpu: Gpu, op: Op, name:
             captured.run()
             driver.synchronize()
             equal(ready.outputs(), want)
+        captured.idle()
         captured.collect()
         ready.plugin.destroy()
         device.free()

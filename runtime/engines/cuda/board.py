@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -30,6 +31,19 @@ WORD = 8
 def _kind(tensor: CudaTensor) -> str:
     """Its line in the byte table."""
     return KINDS.get(tensor.spec.name.split(".")[0], "rows")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Calls that run as one."""
+
+    calls: tuple[Call, ...]
+    key: tuple[int, ...]
+    """id of each."""
+    touched: tuple[Turn, ...]
+    """What of their tensors has two places, each once."""
+    turned: tuple[Turn, ...]
+    """What changes place when they have run, once for each call that renews it."""
 
 
 class Board(ABC):
@@ -56,7 +70,10 @@ class Board(ABC):
         self._made: set[int] = set()
         """id of tensors that calls write."""
         self._captured: dict[tuple[int, ...], Captured] = {}
+        self._split: dict[tuple[int, ...], list[Part]] = {}
         self._page_at = 0
+        self._running: list[Captured] = []
+        self._ended: list[Captured] = []
         self._seconds: dict[str, float] = {}
 
     @property
@@ -187,21 +204,33 @@ class Board(ABC):
     def run(self, calls: Sequence[Call]) -> None:
         """See Engine."""
         self._enter()
-        for part in self._parts(calls) if self._told else [calls]:
+        key = tuple(map(id, calls))
+        if key not in self._split:
+            parts = self._parts(calls) if self._told else [calls]
+            self._split[key] = [self._part(part) for part in parts]
+        for part in self._split[key]:
             self._run(part)
+        # Of earlier runs: asked now, it takes time in which the device works.
+        self._collect()
 
-    def _run(self, calls: Sequence[Call]) -> None:
-        turns = [turn for call in calls for turn in self._touched[id(call)]]
-        key = (*map(id, calls), *(turn.front for turn in turns if not self._told))
-        self._tell(calls)
+    def _run(self, part: Part) -> None:
+        key = part.key if self._told else (*part.key, *(turn.front for turn in part.touched))
+        self._tell(part)
         if key not in self._captured:
-            with self._as_placed(calls):
-                self._captured[key] = self._capture(calls)
+            with self._as_placed(part):
+                self._captured[key] = self._capture(part.calls)
         else:
-            for call in calls:
-                self._turn(call)
+            for turn in part.turned:
+                turn.front = 1 - turn.front
         self._page.flush(self._page_at, self._ring)
-        self._captured[key].run()
+        captured = self._captured[key]
+        captured.run()
+        self._running.append(captured)
+
+    def _part(self, calls: Sequence[Call]) -> Part:
+        touched = dict.fromkeys(turn for call in calls for turn in self._touched[id(call)])
+        turned = [turn for call in calls for turn in self._turns[id(call)]]
+        return Part(tuple(calls), tuple(map(id, calls)), tuple(touched), tuple(turned))
 
     def _parts(self, calls: Sequence[Call]) -> Iterator[Sequence[Call]]:
         """Calls that can be told once where tensors are: none of a part touches what an earlier
@@ -217,18 +246,17 @@ class Board(ABC):
             renewed |= set(self._turns[id(call)])
         yield part
 
-    def _tell(self, calls: Sequence[Call]) -> None:
+    def _tell(self, part: Part) -> None:
         """Write where the tensors of some calls are, for the next flush."""
-        for turn in {turn for call in calls for turn in self._touched[id(call)] if self._told}:
+        for turn in part.touched if self._told else ():
             self._page.write(turn.control, (turn.front * turn.distance).to_bytes(WORD, "little"))
 
     @contextmanager
-    def _as_placed(self, calls: Sequence[Call]) -> Generator[None]:
+    def _as_placed(self, part: Part) -> Generator[None]:
         """What is captured meanwhile is for values in their first places, where kernels are told
         how far from there they are.
         """
-        touched = {turn for call in calls for turn in self._touched[id(call)]}
-        before = {turn: turn.front for turn in touched if self._told}
+        before = {turn: turn.front for turn in part.touched if self._told}
         for turn in before:
             turn.front = 0
         try:
@@ -258,6 +286,15 @@ class Board(ABC):
                 self._enter()
                 self._ring.send(t.now + at, piece)
 
+    def clear(self, tensor: Tensor) -> None:
+        """See Engine."""
+        t, size = cuda(tensor), tensor.spec.nbytes({})
+        if t.control >= 0:
+            self._page.write(t.control, bytes(size))
+            return
+        self._enter()
+        self._driver("cuMemsetD8Async", t.now, 0, size, self._driver.stream)
+
     def read(self, tensor: Tensor, shape: tuple[int, ...] | None = None) -> Array:
         """See Engine."""
         self._enter()
@@ -276,18 +313,29 @@ class Board(ABC):
                 )
                 self._driver.synchronize()
                 part[:] = self._back.bytes[: len(part)]
-        self._ring.idle()
-        self._collect()
+        self._idle()
         return out
 
+    def _idle(self) -> None:
+        """All work of the stream is done."""
+        self._ring.idle()
+        for captured in self._running:
+            captured.idle()
+        self._ended += self._running
+        self._running.clear()
+
     def _collect(self) -> None:
-        for captured in self._captured.values():
+        for captured in self._ended:
             self._seconds[captured.name] = self._seconds.get(captured.name, 0.0) + sum(
                 captured.collect()
             )
+        self._ended.clear()
 
     def busy(self) -> Mapping[str, float]:
         """See Engine. Graphs that run as one are one name: "propose+verify+accept+observe"."""
+        if self._ended and not self._driver.ended:
+            self._enter()
+            self._collect()
         return dict(self._seconds)
 
     def _enter(self) -> None:

@@ -27,7 +27,8 @@ class Captured:
     driver: Driver
     start: Callable[[], None]
     _spare: list[Any] = field(default_factory=list[Any])
-    _pending: list[tuple[Any, Any]] = field(default_factory=list[tuple[Any, Any]])
+    _running: list[tuple[Any, Any]] = field(default_factory=list[tuple[Any, Any]])
+    _ended: list[tuple[Any, Any]] = field(default_factory=list[tuple[Any, Any]])
 
     def run(self) -> None:
         """Enqueue it."""
@@ -35,18 +36,23 @@ class Captured:
         self.driver("cuEventRecord", before, self.driver.stream)
         self.start()
         self.driver("cuEventRecord", after, self.driver.stream)
-        self._pending.append((before, after))
+        self._running.append((before, after))
 
     def _event(self) -> Any:
         return self._spare.pop() if self._spare else self.driver("cuEventCreate", 0)
 
+    def idle(self) -> None:
+        """The stream has been waited for: what ran has ended."""
+        self._ended += self._running
+        self._running.clear()
+
     def collect(self) -> list[float]:
-        """Seconds of each run since the last time this was asked. The stream must be idle."""
+        """Seconds of each run that had ended when `idle` was last said, each told once."""
         seconds: list[float] = []
-        for before, after in self._pending:
+        for before, after in self._ended:
             seconds.append(1e-3 * float(self.driver("cuEventElapsedTime", before, after)))
             self._spare += [before, after]
-        self._pending.clear()
+        self._ended.clear()
         return seconds
 
 

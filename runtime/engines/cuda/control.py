@@ -36,7 +36,9 @@ class Ring:
     memory: Pinned
     _at: int = 0
     _busy: list[tuple[int, int, Any]] = field(default_factory=list[tuple[int, int, Any]])
-    """Pieces whose copies may be under way, oldest first: start, end, event."""
+    """Pieces whose copies may be under way, oldest first: start, end, event after the copy. None
+    for a small one: something is read, and all waited for, long before the ring comes round.
+    """
     _spare: list[Any] = field(default_factory=list[Any])
 
     def send(self, to: int, data: Array) -> None:
@@ -55,23 +57,27 @@ class Ring:
         self.memory.bytes[start : start + len(data)] = data
         stream = self.driver.stream
         self.driver("cuMemcpyHtoDAsync", to, self.memory.address + start, len(data), stream)
-        event = self._spare.pop() if self._spare else self._event()
-        self.driver("cuEventRecord", event, stream)
-        self._busy.append((start, end, event))
+        self._busy.append((start, end, self._recorded() if size > SMALL else None))
         self._at = end
 
-    def _event(self) -> Any:
+    def _recorded(self) -> Any:
         flags = self.driver.cu.CUevent_flags.CU_EVENT_DISABLE_TIMING.value
-        return self.driver("cuEventCreate", flags)
+        event = self._spare.pop() if self._spare else self.driver("cuEventCreate", flags)
+        self.driver("cuEventRecord", event, self.driver.stream)
+        return event
 
     def _retire(self) -> None:
         _, _, event = self._busy.pop(0)
-        self.driver("cuEventSynchronize", event)
-        self._spare.append(event)
+        if event is None:
+            self.driver.synchronize()
+            self.idle()
+        else:
+            self.driver("cuEventSynchronize", event)
+            self._spare.append(event)
 
     def idle(self) -> None:
         """All work of the stream is done, so every piece is free."""
-        self._spare += [event for _, _, event in self._busy]
+        self._spare += [event for _, _, event in self._busy if event is not None]
         self._busy.clear()
 
 

@@ -179,12 +179,13 @@ class CudaEngine(Board):
         values behind that mean nothing.
         """
         launches: list[tuple[Planned, Arguments]] = []
-        with self._as_placed(calls):
+        part = self._part(calls)
+        with self._as_placed(part):
             for bound in [self._bound[id(call)] for call in calls]:
                 for planned in bound.planned:
                     if keep(planned.step):
                         launches.append((planned, arguments(bound, planned, self._places)))
-        self._tell(calls)
+        self._tell(part)
         self._page.flush(self._page_at, self._ring)
         return self._launcher.capture("excerpt", launches, graph=self._config.graphs)
 
