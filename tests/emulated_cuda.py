@@ -19,9 +19,9 @@ from typing import Any
 import emulation
 import numpy as np
 import pytest
-from emulation import Memory
+from emulation import Memory, is_early
 from fake_cuda import FACTS, MEMORY, OK, Fake
-from kernels import EARLY, POISON, stem
+from kernels import POISON
 
 from thor_dflash.plugins.cuda import driver, enqueue, kernels
 from thor_dflash.plugins.cuda.compile import Cubin
@@ -48,7 +48,6 @@ class Port:
     """Written by this step."""
     kept: bool
     """Written over the state that it is the next value of."""
-    early: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +67,8 @@ def meanings(program: Program, nbytes: dict[str, int]) -> Iterator[tuple[Step, d
         rule, ports = RULES[step.room], {}
         for port, name in step.ports.items():
             kept = port in rule.in_place and name.startswith(NEXT)
-            early = step.room == "gdn" and stem(port) in EARLY
             weight = name in program.weights
-            ports[port] = Port(nbytes[name], weight, name not in known, kept, early)
+            ports[port] = Port(nbytes[name], weight, name not in known, kept)
         known |= set(step.ports.values())
         yield step, ports
 
@@ -308,7 +306,7 @@ class Emulated(Fake):
             work.logits = at, found.nbytes
         if found.made and not found.kept and port in meant.begins:
             work.poisoned.append((at, found.nbytes))
-        writable, early = found.made, found.early
+        writable, early = found.made, is_early(work.kernel, port)
         for other in [m for m in work.memory if m.address == at]:
             assert other.nbytes == found.nbytes, (meant.step.name, port)
             work.memory.remove(other)

@@ -93,6 +93,21 @@ _ONE_AT_A_TIME = threading.Lock()
 """All launches share the stacks, and those of one kernel its machine."""
 
 
+_GDN = frozenset("state states accepted tail record_qkv record_k record_d record_decay".split())
+EARLY = {
+    "gdn_rows": _GDN,
+    "gdn_prefill": _GDN,
+    "attend_split": frozenset("length cache_k cache_v next_cache_k next_cache_v".split()),
+    "draft_attention": frozenset("length window first ring_k ring_v".split()),
+}
+"""By kernel, inputs last written a graph launch ago: they may be read early, not written."""
+
+
+def is_early(kernel: str, port: str) -> bool:
+    """Whether a kernel may read a port before wait_for_previous."""
+    return port.rstrip("0123456789") in EARLY.get(kernel, ())
+
+
 @dataclass(frozen=True, slots=True)
 class Memory:
     """One buffer of a launch."""
@@ -316,7 +331,7 @@ class Emulator:
                     b.data.nbytes,
                     b.writable,
                     b.from_kernels and one.overlap,
-                    b.early,
+                    is_early(one.kernel, b.name),
                 )
                 for b in buffers
             ] + [Memory(t.ctypes.data, t.nbytes, False) for t in tables]

@@ -43,8 +43,6 @@ IMMUTABLE = frozenset(
     "weight block_scale row_scale".split()
 )
 """Inputs no kernel writes: they may be read before wait_for_previous."""
-EARLY = frozenset("state states accepted tail record_qkv record_k record_d record_decay".split())
-"""Inputs of gdn last written a graph launch ago: they may be read early, not written."""
 SQUARES_ROWS, SQUARES_COLUMNS, SLAB = 32, 32, 64
 
 
@@ -61,7 +59,6 @@ class Buffer:
     """uint8 [GUARD + size + GUARD], aligned to GUARD."""
     writable: bool
     from_kernels: bool
-    early: bool = False
     told: int = 0
     """Bytes past it that arguments say it is."""
 
@@ -272,7 +269,7 @@ def buffer(
     raw = np.full(size + 3 * GUARD, CANARY, np.uint8)
     start = -raw.ctypes.data % GUARD
     memory = raw[start : start + size + 2 * GUARD]
-    made = Buffer(name, memory, writable, kernels, stem(name) in EARLY)
+    made = Buffer(name, memory, writable, kernels)
     if isinstance(content, int):
         made.data[:] = fill
     else:

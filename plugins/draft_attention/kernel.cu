@@ -2,6 +2,9 @@
 // rows, or one of up to 32) and one stretch of the context; eight warps are 2 row tiles x 4 groups
 // of 16 positions. The last block of a head's rows to arrive merges the stretches, in their order.
 // The block's own keys and values belong to the last stretch.
+//
+// Nothing but the call's own rows comes from the kernel before this one: the rings, their length and
+// the bounds of what is seen were written in an earlier step, and are read before the wait.
 #include "draft_attention/rotary.cuh"
 #include "draft_attention/tile.cuh"
 
@@ -22,8 +25,9 @@ DEVICE Stretch stretch_of(int length, int window, int first, int slots) {
     Stretch s;
     s.end = length;
     s.count = tiles < splits ? (tiles > 0 ? tiles : 1) : splits;
-    int begin = static_cast<int>(static_cast<i64>(tiles) * me / s.count);
-    s.tiles = static_cast<int>(static_cast<i64>(tiles) * (me + 1) / s.count) - begin;
+    // Products of a few thousand tiles and of STRETCHES: 64 bits would take far longer to divide.
+    int begin = tiles * me / s.count;
+    s.tiles = tiles * (me + 1) / s.count - begin;
     s.at = low + begin * TILE;
     s.own = me == s.count - 1;
     return s;
@@ -72,37 +76,73 @@ struct Rows {
     int length, rotary;
     float eps;
     u64 q_pitch, kv_pitch;
+
+    // Of a row of the block: which of its query heads, and which row of the call.
+    DEVICE int head_of(int row) const { return padded == ROWS ? 0 : row / (ROWS / 2); }
+    DEVICE int row_of(int row) const { return row - head_of(row) * padded; }
 };
 
-// What does not change between launches, asked for before the wait.
+constexpr int EACH = ROWS / WARPS;  // query rows that a warp prepares
+
+// What a warp needs to prepare its rows beside the rows themselves: known before the wait.
 struct Constants {
     Head<D> q_norm, k_norm;
-    Frequencies<D> frequencies;
+    Turn<D> turns[EACH];
 };
 
-// Queries, normed and turned, into `tile`; with `stage` also the block's own keys and values.
+// A warp's i-th row among the block's: head `h` of its query heads, row `t` of the call.
+struct Spot {
+    int h, t;
+
+    DEVICE Spot(const Rows& r, int i) {
+        const int row = static_cast<int>(threadIdx.x) / 32 + i * WARPS;
+        h = r.head_of(row);
+        t = r.row_of(row);
+    }
+};
+
+// Queries, normed and turned, into `tile`; with `stage` also the block's own keys and values. All
+// are asked for before any is used; in place of rows that do not exist, some that do.
 DEVICE void put_rows(u8* tile, u8* stage, const Rows& r, const Constants& constants,
                      const u16* q, const u16* k, const u16* v) {
-    int warp = threadIdx.x / 32;
-    for (int t = warp; t < r.padded; t += WARPS) {
-        Turn<D> turn = turn_at<D>(constants.frequencies, r.length + t);
-        for (int h = 0; h < ROWS / r.padded; h++) {
-            Head<D> x = {};
-            if (t < r.count && h < r.heads) {
-                x = load_head<D>(q + t * r.q_pitch + (r.head + h) * D, r.rotary);
-                norm_and_turn<D>(x, constants.q_norm, turn, r.eps);
-            }
-            put_head(tile, h * r.padded + t, x, r.rotary);
+    Packed<D> queries[EACH], keys[EACH], values[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        const Spot at(r, i);
+        const int t = min(at.t, r.count - 1), h = r.head + min(at.h, r.heads - 1);
+        queries[i] = load_packed<D>(q + t * r.q_pitch + h * D, r.rotary);
+    }
+    if (stage) {
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            const u64 from = min(Spot(r, i).t, r.count - 1) * r.kv_pitch + r.kv * D;
+            keys[i] = load_packed<D>(k + from, r.rotary);
+            values[i] = load_packed<D>(v + from, r.rotary);
         }
-        if (!stage) continue;
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        const Spot at(r, i);
+        Head<D> x = {};
+        if (at.t < r.count && at.h < r.heads) {
+            x = unpacked<D>(queries[i]);
+            norm_and_turn<D>(x, constants.q_norm, constants.turns[i], r.eps);
+        }
+        put_head(tile, at.h * r.padded + at.t, x, r.rotary);
+    }
+    if (!stage) return;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        const Spot at(r, i);
+        if (at.h > 0) break;  // of the first head: every row once
         Head<D> key = {}, value = {};
-        if (t < r.count) {
-            key = load_head<D>(k + t * r.kv_pitch + r.kv * D, r.rotary);
-            value = load_head<D>(v + t * r.kv_pitch + r.kv * D, r.rotary);
-            norm_and_turn<D>(key, constants.k_norm, turn, r.eps);
+        if (at.t < r.count) {
+            key = unpacked<D>(keys[i]);
+            value = unpacked<D>(values[i]);
+            norm_and_turn<D>(key, constants.k_norm, constants.turns[i], r.eps);
         }
-        put_head(stage, t, key, r.rotary);
-        put_head(stage + VALUES, t, value, r.rotary);
+        put_head(stage, at.t, key, r.rotary);
+        put_head(stage + VALUES, at.t, value, r.rotary);
     }
 }
 
@@ -171,7 +211,7 @@ DEVICE float4 group_sum(const float* merged, int row, int column) {
 }
 
 DEVICE void put_output(u16* o, const Rows& r, int row, int column, float4 x, float weight) {
-    int h = row / r.padded, t = row % r.padded;
+    int h = r.head_of(row), t = r.row_of(row);
     if (t >= r.count || h >= r.heads) return;
     uint2 packed = make_uint2(pack_bf16x2(x.x * weight, x.y * weight),
                               pack_bf16x2(x.z * weight, x.w * weight));
@@ -242,12 +282,6 @@ draft_attention(const u16* q, const u16* k, const u16* v, const void* q_norm, co
     u8* q_tile = memory;
     u8* stages = memory + ROWS * ROW_BYTES;
 
-    Constants constants;
-    constants.q_norm = load_weight<D>(q_norm, NORM_F32, rotary);
-    constants.k_norm = load_weight<D>(k_norm, NORM_F32, rotary);
-    constants.frequencies = load_frequencies<D>(frequency);
-    wait_for_previous();
-    let_next_start();
     Rows r = rows_of(rows, heads, kv_heads, *length, rotary, eps);
     int near = *window;
     Stretch s = stretch_of(r.length, near, *first, slots);
@@ -262,6 +296,15 @@ draft_attention(const u16* q, const u16* k, const u16* v, const void* q_norm, co
             fetch(ring + i * STAGE_BYTES, keys, values, s.at + i * TILE, s.end, slots);
         copy_async_commit();
     }
+    Constants constants;
+    constants.q_norm = load_weight<D>(q_norm, NORM_F32, rotary);
+    constants.k_norm = load_weight<D>(k_norm, NORM_F32, rotary);
+    const Frequencies<D> frequencies = load_frequencies<D>(frequency);
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+        constants.turns[i] = turn_at<D>(frequencies, r.length + Spot(r, i).t);
+    let_next_start();
+    wait_for_previous();
     // The last stage is still free: the block's own keys pass through it first.
     u8* own = stages + (STAGES - 1) * STAGE_BYTES;
     put_rows(q_tile, s.own ? own : nullptr, r, constants, q, k, v);
@@ -269,7 +312,7 @@ draft_attention(const u16* q, const u16* k, const u16* v, const void* q_norm, co
     sync_block();
 
     int warp = threadIdx.x / 32, row0 = warp / GROUPS * 16, group = warp % GROUPS;
-    int row = row0 % r.padded + static_cast<int>(threadIdx.x % 32) / 4;
+    int row = r.row_of(row0) + static_cast<int>(threadIdx.x % 32) / 4;
     State state = {};
     state.most[0] = state.most[1] = NOTHING;
     View view;

@@ -75,22 +75,39 @@ template <int D> DEVICE Turn<D> turn_at(const Frequencies<D>& frequencies, int p
     return turn;
 }
 
-template <int D> DEVICE Head<D> load_head(const u16* from, int rotary) {
-    Head<D> h;
+// A head as it lies in memory: what is on its way until it is unpacked.
+template <int D> struct Packed {
+    u32 low[Head<D>::UNITS], high[Head<D>::UNITS];
+};
+
+template <int D> DEVICE Packed<D> load_packed(const u16* from, int rotary) {
+    Packed<D> p;
 #pragma unroll
     for (int i = 0; i < Head<D>::UNITS; i++) {
         int u = unit_of<D>(i);
-        u32 low = 0, high = 0;
+        p.low[i] = p.high[i] = 0;
         if (u < D / 4) {
-            low = *reinterpret_cast<const u32*>(from + low_of<D>(u, rotary));
-            high = *reinterpret_cast<const u32*>(from + high_of<D>(u, rotary));
+            p.low[i] = *reinterpret_cast<const u32*>(from + low_of<D>(u, rotary));
+            p.high[i] = *reinterpret_cast<const u32*>(from + high_of<D>(u, rotary));
         }
-        h.x[i][0] = bf16x2_low(low);
-        h.x[i][1] = bf16x2_high(low);
-        h.x[i][2] = bf16x2_low(high);
-        h.x[i][3] = bf16x2_high(high);
+    }
+    return p;
+}
+
+template <int D> DEVICE Head<D> unpacked(const Packed<D>& p) {
+    Head<D> h;
+#pragma unroll
+    for (int i = 0; i < Head<D>::UNITS; i++) {
+        h.x[i][0] = bf16x2_low(p.low[i]);
+        h.x[i][1] = bf16x2_high(p.low[i]);
+        h.x[i][2] = bf16x2_low(p.high[i]);
+        h.x[i][3] = bf16x2_high(p.high[i]);
     }
     return h;
+}
+
+template <int D> DEVICE Head<D> load_head(const u16* from, int rotary) {
+    return unpacked<D>(load_packed<D>(from, rotary));
 }
 
 // A norm's weight, bf16 or float32 [D].

@@ -157,11 +157,13 @@ DEVICE void move_bases(Running& r, const u8* memory, const Lane& at) {
         for (int h = 0; h < 2; h++) {
             const float4 top = reinterpret_cast<const float4*>(memory + TOPS)[row_of(i, h, at)];
             const float best = fmaxf(fmaxf(top.x, top.y), fmaxf(top.z, top.w));
+            const bool before = r.base[i][h] != nothing();
             const bool moves = best > add_rn(r.base[i][h], SLACK);
             keep[i][h] = moves ? exp2_approx(r.base[i][h] - best) : 1.0f;
             r.base[i][h] = moves ? best : r.base[i][h];
             r.sum[i][h] = mul_rn(r.sum[i][h], keep[i][h]);
-            moved = moved || moves;
+            // Where nothing was seen before, there are zeros: a row's first tile moves nothing.
+            moved = moved || (moves && before);
         }
     // Times one changes nothing, so whether other rows moved does not show.
     if (ballot(moved) == 0) return;
@@ -222,7 +224,8 @@ DEVICE void fragments(u32 (&b0)[NO], u32 (&b1)[NO], const u32 (&raw)[LOADS][4]) 
         }
 }
 
-// A tile into the mixture. Operands come a step early.
+// A tile into the mixture. Operands come a step early. Two steps at a time: more code than needed is
+// what other kernels' code has to make room for.
 DEVICE void mix(Running& r, u8* memory, saddr part, const Lane& at) {
     const Operand weights(shared_address(memory + WEIGHTS), WEIGHT_PITCH, at);
     u32 raw[2][LOADS][4], a[2][MT][4];
@@ -232,7 +235,7 @@ DEVICE void mix(Running& r, u8* memory, saddr part, const Lane& at) {
         place[l] = part + value_at(at.lane & 15, 2 * l + (at.lane >> 4));
     load_values(raw[0], place, 0);
     weights.load<WEIGHT_PITCH>(a[0], 0);
-#pragma unroll
+#pragma unroll 2
     for (int step = 0; step < POSITIONS / 16; step++) {
         const int now = step & 1;
         if (step + 1 < POSITIONS / 16) {

@@ -3,6 +3,8 @@
 // Two forms, each with the same bits for a row wherever its block began and however full it was:
 //   short calls   attend_split (pieces of the cache in parallel, see pieces.cuh) and combine
 //   long calls    write_rows, then attend_dense (every 16 tokens walk the cache by themselves)
+// Nothing but the call's own rows comes to attend_split from the kernel before it: the length, and
+// the cache up to it, were written in an earlier step, and are read before the wait.
 // Compile-time: GROUP (query heads of a key/value head: 2, 4, 6), FP8 (the caches' type; bf16
 // otherwise), NORM_F32 (the norm weights' type; bf16 otherwise).
 #include "cuda/device.cuh"
@@ -73,7 +75,7 @@ DEVICE bool sees_fresh(const Pieces& pieces, int length) {
 }
 
 // The call's rows as the cache holds them, and its queries, 16 tokens at a time: this block's own
-// come first, as its queries turn by the same angles.
+// come first, as its queries turn by the same angles, which are there already.
 DEVICE void prepare(u8* memory, const Fresh& fresh, const float (&w)[8], const float (&w_key)[8],
                     const Rotation& by, float own, int length, int from, bool needs,
                     const Lane& at) {
@@ -85,7 +87,7 @@ DEVICE void prepare(u8* memory, const Fresh& fresh, const float (&w)[8], const f
         const int first = (from + n * TOKENS) % (gridDim.z * TOKENS);
         Pair pair;
         if (needs) load_pair(pair, fresh, first + warp, at.lane);
-        angles(by, own, length + first, TOKENS);
+        if (n > 0) angles(by, own, length + first, TOKENS);
         if (n == 0 && at.half == 0) copy_async_wait<0>();
         sync_block();
         if (n == 0) turn_queries(memory, w, fresh.eps, by, 0);
@@ -110,25 +112,22 @@ KERNEL void __launch_bounds__(THREADS, 1)
     norm_weights(w_key, k_norm, offset, at.lane);
     const float own = own_frequency(frequency, half);
     const float2 by_k = with_inverse(*scale_k), by_v = with_inverse(*scale_v);
-    let_next_start();
-    wait_for_previous();
-    const int head = blockIdx.y, from = blockIdx.z * TOKENS;
-    if (at.half == 0) load_queries(memory, q, rows, from, at);
-    const int length = *length_at;
+    const int head = blockIdx.y, from = blockIdx.z * TOKENS, length = *length_at;
     const Pieces pieces = divided(length + from, length + min(rows, from + TOKENS), gridDim.x);
-    if (static_cast<int>(blockIdx.x) >= pieces.count) {
-        copy_async_wait<0>();  // nothing may still be coming in when the block ends
-        return;
-    }
+    if (static_cast<int>(blockIdx.x) >= pieces.count) return;
     if (threadIdx.x == 0) init(memory);
     const i64 begin = static_cast<i64>(head) * capacity * CACHE_BYTES;
     const Past past = {memory, cache_k + begin, cache_v + begin, length, rows, pieces};
     Ahead ahead(past, at);
+    const Rotation by = {reinterpret_cast<float*>(memory + WEIGHTS), half};
+    angles(by, own, length + from, TOKENS);
+    let_next_start();
+    wait_for_previous();
+    if (at.half == 0) load_queries(memory, q, rows, from, at);
     // Who takes the last piece writes, and needs what it writes.
     const bool last = (pieces.count - 1) % gridDim.x == blockIdx.x;
     const Fresh fresh = {k, v, rows, static_cast<int>(gridDim.y), head, eps, by_k, by_v};
-    prepare(memory, fresh, w, w_key, {reinterpret_cast<float*>(memory + WEIGHTS), half}, own,
-            length, from, last || sees_fresh(pieces, length), at);
+    prepare(memory, fresh, w, w_key, by, own, length, from, last || sees_fresh(pieces, length), at);
     if (last && from == 0) write_out(past, cache_k + begin, cache_v + begin);
     attend<FP8 != 0>(
         past, ahead, mul_rn(by_k.x, LOGIT), length + from,
