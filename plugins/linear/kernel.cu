@@ -38,23 +38,27 @@ DEVICE void clear_rows(u8* memory, int rows) {
 }
 
 // The warp that asks: the first stages' weights, their rows as soon as they are there, then a stage
-// whenever one has been read.
+// whenever one has been read. What to ask for is known before each wait.
 DEVICE void ask(const Source& source, Turn turn, Walk at, const float* x_squares, float* scales,
                 saddr scales_made, int k, float eps) {
-    Walk again = at;
     Turn turn_again = turn;
-#pragma unroll 1
-    for (int i = 0; i < STAGES && !at.over; i++) {
-        source.weights(at, turn);
+    Wish rows[STAGES];
+#pragma unroll
+    for (int i = 0; i < STAGES; i++) {
+        rows[i].row_bytes = 0;
+        if (at.over) continue;
+        rows[i] = source.wish(at);
+        source.ask_weights(rows[i], turn);
         at.next();
         turn.next();
     }
+    Wish next;
+    if (!at.over) next = source.wish(at);
     cluster_wait();
     wait_for_previous();
-#pragma unroll 1
-    for (int i = 0; i < STAGES && !again.over; i++) {
-        source.some_rows(again, turn_again);
-        again.next();
+#pragma unroll
+    for (int i = 0; i < STAGES; i++) {
+        source.ask_rows(rows[i], turn_again);
         turn_again.next();
     }
     if (ROW_SCALE) {
@@ -64,10 +68,11 @@ DEVICE void ask(const Source& source, Turn turn, Walk at, const float* x_squares
 #pragma unroll 1
     while (!at.over) {
         barrier_wait(turn.read(), turn.parity ^ 1);
-        source.weights(at, turn);
-        source.some_rows(at, turn);
-        at.next();
+        source.ask_weights(next, turn);
+        source.ask_rows(next, turn);
         turn.next();
+        at.next();
+        if (!at.over) next = source.wish(at);
     }
 }
 

@@ -137,6 +137,15 @@ struct Turn {
     }
 };
 
+// What a lane asks for of a stage, found out before the stage is free: a piece of weight, a piece of
+// rows. Where there are no bytes it asks for nothing.
+struct Wish {
+    const u8 *weight, *rows;
+    u32 weight_at, weight_bytes;  // in the stage
+    u32 rows_at, row_bytes;
+    u32 all;  // bytes of the stage, of all lanes
+};
+
 // The warp that asks.
 struct Source {
     const u8* packed;
@@ -152,72 +161,82 @@ struct Source {
         return (end + SLAB_COLUMNS - 1) / SLAB_COLUMNS;
     }
 
-    DEVICE u32 slab_bytes(const Walk& at) const {
-        return (end_slab(at) - first_slab(at)) * rows * SLAB_ROW;
-    }
-
-    // Announces a stage and asks for its weights.
-    DEVICE void weights(const Walk& at, const Turn& turn) const {
+    DEVICE Wish wish(const Walk& at) const {
+        Wish w = rows_of(at);
+        w.weight_bytes = 0;
         if (ONLY_NVFP4 || at.item.kind == NVFP4) {
-            steps(at, turn);
+            steps(w, at);
         } else {
-            slots(at, turn);
+            slots(w, at);
         }
+        return w;
     }
     // NVFP4: a lane a step of all n-tiles, which lies together. Of a last step that is half padding
     // the padding comes too.
-    DEVICE void steps(const Walk& at, const Turn& turn) const {
+    DEVICE void steps(Wish& w, const Walk& at) const {
         const int lane = threadIdx.x % 32;
         const int count = (min(at.item.phases(), at.end - at.q) + 1) / 2;
-        const u32 bytes = at.item.tiles * step_bytes(NVFP4), narrow = narrow_slots(at);
-        if (lane == 0) {
-            barrier_expect(turn.filled(), count * bytes + narrow * NARROW_SLOT + slab_bytes(at));
+        const u32 bytes = at.item.tiles * step_bytes(NVFP4);
+        w.all += count * bytes;
+        if (lane < count) {
+            const u64 step = static_cast<u64>(at.item.stride) * (at.q / 2 + lane);
+            w.weight = packed + (at.item.offset + step) * 512;
+            w.weight_at = lane * bytes;
+            w.weight_bytes = bytes;
         }
-        sync_warp();
-        if (NARROW && lane >= WARPS && lane < WARPS + narrow) narrow_weights(at, turn, lane - WARPS);
-        if (lane >= count) return;
-        const u64 step = static_cast<u64>(at.item.stride) * (at.q / 2 + lane);
-        copy_bulk(turn.bytes() + lane * bytes, packed + (at.item.offset + step) * 512, bytes,
-                  turn.filled());
+        if (NARROW && at.item.narrow.there()) narrow(w, at, lane - WARPS);
     }
     // Other kinds: a lane a slot, or half of one.
-    DEVICE void slots(const Walk& at, const Turn& turn) const {
+    DEVICE void slots(Wish& w, const Walk& at) const {
         const int lane = threadIdx.x % 32, kind = at.item.kind, bits = at.item.phase_bits();
         const int half = at.item.half, warp = lane % WARPS, part = lane / WARPS;
         const int tile = warp >> bits, q = at.q + (warp & (1 << bits) - 1);
         const bool there = part <= half && tile < at.item.tiles && q < at.end;
-        const u32 bytes = PLAIN_SLOT >> half, count = __popc(ballot(there));
-        if (lane == 0) barrier_expect(turn.filled(), count * bytes + slab_bytes(at));
-        sync_warp();
+        const u32 bytes = PLAIN_SLOT >> half;
+        w.all += __popc(ballot(there)) * bytes;
         if (!there) return;
         const int in_step = 2 * slots_of(kind), stored = (q << half) + part;
         const u64 step = static_cast<u64>(at.item.stride) * (stored >> kind + 1);
-        copy_bulk(turn.bytes() + warp * SLOT + part * bytes,
-                  packed + (at.item.offset + step) * 512 +
-                      (tile * in_step + (stored & in_step - 1)) * PLAIN_SLOT,
-                  bytes, turn.filled());
+        w.weight = packed + (at.item.offset + step) * 512 +
+                   (tile * in_step + (stored & in_step - 1)) * PLAIN_SLOT;
+        w.weight_at = warp * SLOT + part * bytes;
+        w.weight_bytes = bytes;
     }
-    DEVICE static u32 narrow_slots(const Walk& at) {
-        return at.item.narrow.there() ? min(STAGE_SLABS, at.end - at.q) : 0;
-    }
-    // Slot `i` of the stage.
-    DEVICE void narrow_weights(const Walk& at, const Turn& turn, int i) const {
+    // Slot `i` of the stage, of a narrow tile.
+    DEVICE void narrow(Wish& w, const Walk& at, int i) const {
         const NarrowTile& tile = at.item.narrow;
-        const int q = at.q + i;
+        const int count = min(STAGE_SLABS, at.end - at.q), q = at.q + i;
+        w.all += count * NARROW_SLOT;
+        if (i < 0 || i >= count) return;
         const u64 step = static_cast<u64>(tile.stride) * (q >> 1) * 512;
-        copy_bulk(turn.bytes() + NARROW_AT + i * NARROW_SLOT,
-                  packed + static_cast<u64>(tile.offset) * 64 + step + (q & 1) * NVFP4_SLOT,
-                  NARROW_SLOT, turn.filled());
+        w.weight = packed + static_cast<u64>(tile.offset) * 64 + step + (q & 1) * NVFP4_SLOT;
+        w.weight_at = NARROW_AT + i * NARROW_SLOT;
+        w.weight_bytes = NARROW_SLOT;
     }
-    // Asks for its rows.
-    DEVICE void some_rows(const Walk& at, const Turn& turn) const {
-        const int lane = threadIdx.x % 32, first = first_slab(at), each = rows * SLAB_ROW;
-        const saddr to = turn.bytes() + ROWS_AT;
-        const u8* const from = slabs + static_cast<i64>(first) * each;
-        if (rows == ROWS) {
-            if (lane == 0) copy_bulk_kept(to, from, slab_bytes(at), turn.filled());
-        } else if (lane < end_slab(at) - first) {
-            copy_bulk_kept(to + lane * ROWS * SLAB_ROW, from + lane * each, each, turn.filled());
+    // Of a stage's rows alone.
+    DEVICE Wish rows_of(const Walk& at) const {
+        const int lane = threadIdx.x % 32, first = first_slab(at), count = end_slab(at) - first;
+        const u32 each = rows * SLAB_ROW;
+        const bool whole = rows == ROWS;  // then they lie in the stage as they come
+        Wish w;
+        w.all = count * each;
+        w.rows = slabs + (static_cast<i64>(first) + lane) * each;
+        w.rows_at = ROWS_AT + lane * ROWS * SLAB_ROW;
+        w.row_bytes = whole ? (lane == 0 ? count * each : 0) : lane < count ? each : 0;
+        return w;
+    }
+
+    // Announces a stage and asks for its weights.
+    DEVICE static void ask_weights(const Wish& w, const Turn& turn) {
+        if (threadIdx.x % 32 == 0) barrier_expect(turn.filled(), w.all);
+        sync_warp();
+        if (w.weight_bytes) {
+            copy_bulk(turn.bytes() + w.weight_at, w.weight, w.weight_bytes, turn.filled());
+        }
+    }
+    DEVICE static void ask_rows(const Wish& w, const Turn& turn) {
+        if (w.row_bytes) {
+            copy_bulk_kept(turn.bytes() + w.rows_at, w.rows, w.row_bytes, turn.filled());
         }
     }
 };

@@ -15,4 +15,4 @@ DEVICE int slab_offset(int rows, int row, int column) {
 }
 
 // What a gate multiplies a row by, in float32 before the one rounding; silu is gate * sigmoid(gate).
-DEVICE float sigmoid(float gate) { return 1.0f / (1.0f + expf(-gate)); }
+DEVICE float sigmoid(float gate) { return __fdividef(1.0f, 1.0f + __expf(-gate)); }
