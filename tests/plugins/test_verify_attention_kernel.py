@@ -138,11 +138,17 @@ def test_angles_hold_at_far_positions() -> None:
 
 
 @emulated
-def test_a_later_key_weighs_by_its_score() -> None:
-    """Scores of many magnitudes: the running maximum moves in nearly every tile."""
-    case = case_of(16, 1000, BF16, 1152)
+@CACHES
+@pytest.mark.parametrize(("rows", "length"), [(16, 4300), (SPLIT_ROWS + 1, 300)])
+def test_a_later_key_weighs_by_its_score(rows: int, length: int, cache: DType) -> None:
+    """The second tile of every walk has scores so much larger that what the first one left is
+    rescaled: by far more than the slack of the running maximum.
+    """
+    case = case_of(rows, length, cache, -(-(length + rows) // 128) * 128, heads=2)
     x = dict(case.inputs)
-    x["cache_k"] = (x["cache_k"] * np.linspace(0.1, 3, 1152)[:, None]).astype(BF16.numpy)
+    tile = np.arange(x["cache_k"].shape[1]) // (128 if cache is FP8 else 64)
+    sized = x["cache_k"].astype(np.float32) * np.where(tile % 2, 6, 0.1)[:, None]
+    x["cache_k"] = rounded(sized, cache)
     run(Case("rising", x, case.attributes), 0, FEW)
 
 
