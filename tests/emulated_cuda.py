@@ -150,6 +150,8 @@ class Emulated(Fake):
         self._memory: list[Array] = []
         self._graph: list[Work] | None = None
         self._next: tuple[Launch, Sequence[int | float]] | None = None
+        self._written: set[int] = set()
+        """Addresses of what launches may have written since the last that waited for all before."""
 
     # ---- what the engine is asked on the way ---------------------------------------------------
     def bind(self, call: Call, program: Program, device: Device) -> bound.Bound:
@@ -187,6 +189,11 @@ class Emulated(Fake):
     def cuMemsetD8(self, to: int, value: int, count: int) -> Any:  # noqa: N802
         ctypes.memset(to, value, count)
         return (OK,)
+
+    def cuMemsetD8Async(self, to: int, value: int, count: int, stream: int) -> Any:  # noqa: N802
+        assert self._graph is None
+        ctypes.memset(to, value, count)
+        return self._on(stream)
 
     def cuMemcpyHtoD(self, to: int, at: int, nbytes: int) -> Any:  # noqa: N802
         ctypes.memmove(to, at, nbytes)
@@ -240,7 +247,10 @@ class Emulated(Fake):
             config.blockDimX, config.sharedMemBytes, launch.cluster, given, [],
         )  # fmt: skip
         assert (4 in attributes) == (launch.cluster > 1)
+        if OVERLAP not in attributes:
+            self._written.clear()
         self._reach(work, self.meant[id(launch)], launch, values, OVERLAP in attributes)
+        self._written |= {memory.address for memory in work.memory if memory.writable}
         if self._graph is None:
             self._run(work)
         else:
@@ -306,7 +316,8 @@ class Emulated(Fake):
             work.logits = at, found.nbytes
         if found.made and not found.kept and port in meant.begins:
             work.poisoned.append((at, found.nbytes))
-        writable, early = found.made, is_early(work.kernel, port)
+        writable = found.made
+        early = is_early(work.kernel, port) and at not in self._written
         for other in [m for m in work.memory if m.address == at]:
             assert other.nbytes == found.nbytes, (meant.step.name, port)
             work.memory.remove(other)

@@ -105,7 +105,7 @@ EARLY = {
 
 def is_early(kernel: str, port: str) -> bool:
     """Whether a kernel may read a port before wait_for_previous."""
-    return port.rstrip("0123456789") in EARLY.get(kernel, ())
+    return port in EARLY.get(kernel, ())
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,28 @@ def test_rows_that_attention_gates_are_those_that_the_product_would(pair: Pair, 
     np.testing.assert_array_equal(verified(other, tokens).view(np.uint32), logits.view(np.uint32))
 
 
+def test_a_new_sequence_finds_cleared_states(root: Path) -> None:
+    with paired(root, 16) as made:
+        engine, state = made.ours.engine, made.ours.state
+        states = {n: t for n, t in state.tensors.items() if n.startswith("gdn.")}
+        for tensor in states.values():
+            engine.write(tensor, np.ones(tensor.spec.shape, tensor.spec.dtype.numpy))
+        assert all(engine.read(tensor).all() for tensor in states.values())
+        state.reset()
+        assert [n for n, tensor in states.items() if engine.read(tensor).any()] == []
+
+
+def test_rings_written_in_the_same_graph_are_not_read_early(root: Path) -> None:
+    """The drafter fetches them before it waits: what a cycle keeps apart stays apart."""
+    with paired(root, 16) as made:
+        engine, calls = made.ours.engine, [made.ours.call(n) for n in ("observe", "propose")]
+        engine.write(calls[0].inputs["length"], np.array([20], np.int32))
+        for call in calls:
+            engine.run([call])
+        with pytest.raises(emulation.EmulatorFault, match=r"draft_attention: .* wait_for_previous"):
+            engine.run(calls)
+
+
 SHARED = {
     "verify": "layers.0.mlp.gate_up= layers.0.mlp.down_proj layers.1.linear_attn.in_proj= "
     "layers.1.mlp.gate_up= layers.1.mlp.down_proj layers.2.self_attn.qkv= "
