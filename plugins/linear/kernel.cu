@@ -38,10 +38,12 @@ DEVICE void clear_rows(u8* memory, int rows) {
 }
 
 // The warp that asks: the first stages' weights, their rows as soon as they are there, then a stage
-// whenever one has been read. What to ask for is known before each wait.
+// whenever one has been read. What to ask for is known before each wait. The row scales, which only
+// the end of an item needs, come when the first item has been asked for.
 DEVICE void ask(const Source& source, Turn turn, Walk at, const float* x_squares, float* scales,
                 saddr scales_made, int k, float eps) {
     Turn turn_again = turn;
+    const int first_item = at.at;
     Wish rows[STAGES];
 #pragma unroll
     for (int i = 0; i < STAGES; i++) {
@@ -61,12 +63,15 @@ DEVICE void ask(const Source& source, Turn turn, Walk at, const float* x_squares
         source.ask_rows(rows[i], turn_again);
         turn_again.next();
     }
-    if (ROW_SCALE) {
-        row_scales(scales, x_squares, k, eps);
-        barrier_arrive(scales_made);
-    }
+    bool scaled = !ROW_SCALE;
 #pragma unroll 1
-    while (!at.over) {
+    for (;;) {
+        if (!scaled && (at.over || at.at != first_item)) {
+            row_scales(scales, x_squares, k, eps);
+            barrier_arrive(scales_made);
+            scaled = true;
+        }
+        if (at.over) return;
         barrier_wait(turn.read(), turn.parity ^ 1);
         source.ask_weights(next, turn);
         source.ask_rows(next, turn);
