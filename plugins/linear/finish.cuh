@@ -38,10 +38,14 @@ struct Room {
     DEVICE static int share(const Item& item) { return max(1, 2 * item.lanes() / PARTS); }
 
     // By one thread of the block, before any sums of the item can come.
-    DEVICE void expect(const Item& item, int rank) const {
+    DEVICE void expect(const Item& item, int rank, bool first) const {
         const int here = min(share(item), item.halves() - rank * share(item));
         const int narrow = item.narrow.there() ? NARROW_ROOM : 0;
-        barrier_expect(arrived, max(0, here) * PARTS * item.phases() * HALF_SUMS * 16 + narrow);
+        const u32 bytes = max(0, here) * PARTS * item.phases() * HALF_SUMS * 16 + narrow;
+        // With nothing to come the phase ends at once: a warp of this block that has yet to see the
+        // end of the one before would miss it, and wait for ever.
+        if (bytes == 0 && !first) barrier_wait_cluster(free, parity ^ 1);
+        barrier_expect(arrived, bytes);
     }
 
     // This warp's sums, to who ends them.

@@ -212,7 +212,7 @@ linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u8
     if (row_count != ROWS) sync_block();  // the cluster's meeting shows barriers, not memory
     cluster_arrive_relaxed();
     if (warp == WARPS) {
-        if (lane == 0) room.expect(at.item, rank);
+        if (lane == 0) room.expect(at.item, rank, true);
         ask({packed, slabs, row_count}, turn, at, x_squares, scale_of_row, scales_made, k, eps);
         return;
     }
@@ -255,7 +255,7 @@ linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u8
         Share(at.item, cluster_rank()).stage(shared_address(staged), to, at.item);
         if (threadIdx.x == 0) {
             barrier_wait_cluster(room.arrived, room.parity ^ 1);
-            room.expect(at.item, rank);
+            room.expect(at.item, rank, false);
         }
     }
 }

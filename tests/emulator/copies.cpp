@@ -106,6 +106,11 @@ void wait_at(u32 barrier, u32 parity, bool cluster, const char* what) {
         self->doing = what;
         self->phase = barrier;
         give_way(State::PHASE);
+        // A GPU looks now and then: it would find the parity as it was, and wait on.
+        if (read_phase(own(barrier)).parity == parity) {
+            fault("%s: the phase after this one has ended too, so that this one's end may be missed",
+                  what);
+        }
     }
     races.wait(self->number, self->block->rank, barrier, cluster);
 }

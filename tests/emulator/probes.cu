@@ -308,6 +308,20 @@ KERNEL void wrong_arrivals(u32* out) {
     out[threadIdx.x] = 1;
 }
 
+// Two phases end, and the second does not wait for those who wait for the end of the first.
+KERNEL void wrong_two_phases(u32* out) {
+    __shared__ u64 barrier;
+    if (threadIdx.x == 0) barrier_init(shared_address(&barrier), 32);
+    sync_block();
+    if (threadIdx.x < 32) {
+        barrier_arrive(shared_address(&barrier));
+        barrier_arrive(shared_address(&barrier));
+    } else {
+        barrier_wait(shared_address(&barrier), 0);
+    }
+    out[threadIdx.x] = 1;
+}
+
 KERNEL void wrong_no_init(u32* out) {
     __shared__ u64 barrier;
     barrier_arrive(shared_address(&barrier));

@@ -247,6 +247,14 @@ def test_who_meets_wrongly_is_told(kernel: str, threads: int, message: str, seed
         probe(kernel, [np.zeros(64, np.uint32)], threads=threads, seed=seed)
 
 
+@pytest.mark.parametrize(
+    ("seed", "message"), [(0, "no thread can go on"), (1, "this one's end may be missed")]
+)
+def test_a_phase_that_ends_unseen_is_told(seed: int, message: str) -> None:
+    with pytest.raises(EmulatorFault, match=message):
+        probe("wrong_two_phases", [np.zeros(64, np.uint32)], threads=64, seed=seed)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("cluster", [1, 2, 4])
 def test_blocks_hand_over_by_arriving_only(cluster: int, seed: int) -> None:
