@@ -6,15 +6,17 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from attention_cases import rising
 from gating import entering, gated_call
 from kernel_cases import cases_of, every_code
-from kernels import Refused, call_of, in_kernel_types, launch
+from kernels import Refused, call_of, compare, in_kernel_types, launch
 from on_gpu import Gpu
 from row_law import cut, outputs_by_row, prefixes, rows_of, same_bits, served_apart
 
 from thor_dflash.plugins import LINEAR, OPS, VERIFY_ATTENTION
 from thor_dflash.plugins.launch import Device
 from thor_dflash.plugins.op import Op
+from thor_dflash.tensors import DType
 
 pytestmark = pytest.mark.gpu
 TIMES = 20
@@ -102,6 +104,14 @@ def test_attention_gates_rows_as_the_launch_in_front_of_a_product_does(gpu: Gpu)
             got = launch(call, gpu, gpu.driver.info.device)
             made = entering(got["o"], call.inputs["next_gate"], gpu)
             same_bits({"y0_slabs": got["y0_slabs"]}, {"y0_slabs": made})
+
+
+@pytest.mark.parametrize("cache", [DType.FP8, DType.BF16], ids=lambda c: c.value)
+@pytest.mark.parametrize(("rows", "length"), [(16, 4300), (FEW + 1, 300)])
+def test_a_later_key_weighs_by_its_score(gpu: Gpu, rows: int, length: int, cache: DType) -> None:
+    real = gpu.driver.info.device
+    call = call_of(VERIFY_ATTENTION, rising(rows, length, cache))
+    compare(VERIFY_ATTENTION, launch(call, gpu, Device(real.capability, 3, real.shared)), call.want)
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 20, 97])

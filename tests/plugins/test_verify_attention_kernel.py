@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from attention_cases import case_of, rising
 from emulation import COMPILER, Emulator
 from gating import entering, gated_call
 from kernels import Call, call_of, compare, launch, shaped, site_of
 
 from thor_dflash.plugins.launch import H100, THOR, Device
-from thor_dflash.plugins.numerics import rounded
-from thor_dflash.plugins.op import Attribute, Case
+from thor_dflash.plugins.op import Case
 from thor_dflash.plugins.verify_attention import OP
 from thor_dflash.plugins.verify_attention.launch import SPLIT_ROWS, launches, refuse, slots
 from thor_dflash.tensors import Array, DType
@@ -20,26 +20,6 @@ CACHES = pytest.mark.parametrize("cache", [FP8, BF16], ids=lambda c: c.value)
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 FEW = Device((9, 0), 3)
 """So few multiprocessors that every block takes several pieces."""
-
-
-def case_of(
-    rows: int, length: int, cache: DType, capacity: int, heads: int = 4, kv: int = 1, **more: int
-) -> Case:
-    """Normal numbers; NaN wherever the cache was not written."""
-    rng = np.random.default_rng([rows, length])
-    x: dict[str, Array] = {
-        name: rng.standard_normal((rows, n * 256)).astype(BF16.numpy)
-        for name, n in (("q", heads), ("k", kv), ("v", kv))
-    }
-    x |= {n: rng.standard_normal(256).astype(np.float32) * 0.3 for n in ("q_norm", "k_norm")}
-    x["length"] = np.array([length], np.int32)
-    for name, scale in (("k", 0.07), ("v", 0.3)):
-        scale = scale if cache is FP8 else 1.0
-        stored = rounded(rng.standard_normal((kv, capacity, 256)) / scale, cache)
-        stored[:, length:] = np.nan
-        x[f"cache_{name}"], x[f"scale_{name}"] = stored, np.array([scale], np.float32)
-    a: dict[str, Attribute] = {"heads": heads, "kv_heads": kv, **more}
-    return Case("case", x, a)
 
 
 def later(case: Case, whole: dict[str, Array], start: int, stop: int) -> Case:
@@ -141,15 +121,7 @@ def test_angles_hold_at_far_positions() -> None:
 @CACHES
 @pytest.mark.parametrize(("rows", "length"), [(16, 4300), (SPLIT_ROWS + 1, 300)])
 def test_a_later_key_weighs_by_its_score(rows: int, length: int, cache: DType) -> None:
-    """The second tile of every walk has scores so much larger that what the first one left is
-    rescaled: by far more than the slack of the running maximum.
-    """
-    case = case_of(rows, length, cache, -(-(length + rows) // 128) * 128, heads=2)
-    x = dict(case.inputs)
-    tile = np.arange(x["cache_k"].shape[1]) // (128 if cache is FP8 else 64)
-    sized = x["cache_k"].astype(np.float32) * np.where(tile % 2, 6, 0.1)[:, None]
-    x["cache_k"] = rounded(sized, cache)
-    run(Case("rising", x, case.attributes), 0, FEW)
+    run(rising(rows, length, cache), 0, FEW)
 
 
 @emulated
