@@ -8,15 +8,18 @@ while another may still reach into its shared memory.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -54,6 +57,7 @@ PARTS = ("memory", "machine", "lanes", "copies", "fiber", "hooks")
 KERNEL = re.compile(r"emulated_kernel\s+void\s+(\w+)\s*\(([^)]*)\)")
 INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 MESSAGE_BYTES = 16384
+KEPT = 7 * 86400
 
 
 class EmulatorFault(AssertionError):
@@ -180,12 +184,25 @@ def signatures(source: Path, defines: Mapping[str, int]) -> dict[str, tuple[str,
     return _signatures(source, tuple(sorted(defines.items())))
 
 
+@cache
+def folder_of(place: str) -> Path:
+    """What was compiled, for all processes; without what nobody has used for KEPT seconds."""
+    folder = Path(place) / "thor-dflash-emulator"
+    folder.mkdir(exist_ok=True)
+    oldest = time.time() - KEPT
+    for file in os.scandir(folder):
+        with contextlib.suppress(FileNotFoundError):  # another process was faster
+            if file.is_file() and file.stat().st_mtime < oldest:
+                os.unlink(file)
+    return folder
+
+
 def cached(key: str, suffix: str, make: Callable[[Path], None]) -> Path:
     """A file made once by `make(path)` for each key, whichever process comes first."""
-    folder = Path(tempfile.gettempdir()) / "thor-dflash-emulator"
-    folder.mkdir(exist_ok=True)
+    folder = folder_of(tempfile.gettempdir())
     path = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}{suffix}"
     if path.exists():
+        os.utime(path)
         return path
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

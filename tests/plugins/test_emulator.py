@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
-from emulation import COMPILER, MACHINE, EmulatorFault, Memory, run, signatures
+from emulation import (
+    COMPILER,
+    KEPT,
+    MACHINE,
+    EmulatorFault,
+    Memory,
+    cached,
+    folder_of,
+    run,
+    signatures,
+)
 
 from thor_dflash.tensors import Array
 
@@ -353,3 +366,17 @@ def test_signatures_are_read_from_the_source() -> None:
     found = signatures(PROBES, {})
     assert found["product"] == ("pointer",) * 4 + ("int",)
     assert found["wrong_wait_for_ever"] == ("pointer",)
+
+
+def test_what_was_compiled_is_kept_while_it_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    old, used = (cached(key, ".so", lambda path: path.write_bytes(b"")) for key in ("old", "used"))
+    for path in (old, used):
+        os.utime(path, (0, time.time() - KEPT - 60))
+    assert cached("used", ".so", pytest.fail) == used  # there already
+    folder_of.cache_clear()
+    folder_of(str(tmp_path))
+    assert used.exists()
+    assert not old.exists()
