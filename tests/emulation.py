@@ -58,6 +58,7 @@ KERNEL = re.compile(r"emulated_kernel\s+void\s+(\w+)\s*\(([^)]*)\)")
 INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 MESSAGE_BYTES = 16384
 KEPT = 7 * 86400
+"""Seconds that something compiled stays after its last use."""
 
 
 class EmulatorFault(AssertionError):
@@ -186,7 +187,7 @@ def signatures(source: Path, defines: Mapping[str, int]) -> dict[str, tuple[str,
 
 @cache
 def folder_of(place: str) -> Path:
-    """What was compiled, for all processes; without what nobody has used for KEPT seconds."""
+    """What was compiled, for all processes; without what nobody has used for long."""
     folder = Path(place) / "thor-dflash-emulator"
     folder.mkdir(exist_ok=True)
     oldest = time.time() - KEPT
@@ -201,7 +202,7 @@ def cached(key: str, suffix: str, make: Callable[[Path], None]) -> Path:
     """A file made once by `make(path)` for each key, whichever process comes first."""
     folder = folder_of(tempfile.gettempdir())
     path = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}{suffix}"
-    if path.exists():
+    with contextlib.suppress(FileNotFoundError):
         os.utime(path)
         return path
     with path.with_suffix(".lock").open("w") as lock:

@@ -294,7 +294,6 @@ KERNEL void wrong_wait_for_ever(u32* out) {
     sync_block();
     barrier_arrive(shared_address(&barrier));
     barrier_wait(shared_address(&barrier), 0);
-    out[threadIdx.x] = 1;
 }
 
 KERNEL void wrong_arrivals(u32* out) {
@@ -305,7 +304,6 @@ KERNEL void wrong_arrivals(u32* out) {
         barrier_arrive(shared_address(&barrier));
         barrier_arrive(shared_address(&barrier));
     }
-    out[threadIdx.x] = 1;
 }
 
 // Two phases end, and the second does not wait for those who wait for the end of the first.
@@ -313,19 +311,13 @@ KERNEL void wrong_two_phases(u32* out) {
     __shared__ u64 barrier;
     if (threadIdx.x == 0) barrier_init(shared_address(&barrier), 32);
     sync_block();
-    if (threadIdx.x < 32) {
-        barrier_arrive(shared_address(&barrier));
-        barrier_arrive(shared_address(&barrier));
-    } else {
-        barrier_wait(shared_address(&barrier), 0);
-    }
-    out[threadIdx.x] = 1;
+    if (threadIdx.x >= 32) return barrier_wait(shared_address(&barrier), 0);
+    for (int i = 0; i < 2; i++) barrier_arrive(shared_address(&barrier));
 }
 
 KERNEL void wrong_no_init(u32* out) {
     __shared__ u64 barrier;
     barrier_arrive(shared_address(&barrier));
-    out[threadIdx.x] = 1;
 }
 
 KERNEL void wrong_copy(const float* in, float* out, int bytes, int from, int wait) {
