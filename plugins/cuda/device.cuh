@@ -225,6 +225,11 @@ DEVICE u32 load_shared4(saddr p) {
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r) : "r"(p));
     return r;
 }
+DEVICE uint2 load_shared8(saddr p) {
+    uint2 r;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(r.x), "=r"(r.y) : "r"(p));
+    return r;
+}
 DEVICE uint4 load_shared16(saddr p) {
     uint4 r;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"

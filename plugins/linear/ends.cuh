@@ -16,7 +16,7 @@ struct Results {
     float* y_squares;
     u16* y_slabs;
     const void* next_weight;
-    const float* row_scales;  // shared memory
+    saddr row_scales;
     float next_offset;
     int rows;
 };
@@ -62,17 +62,28 @@ struct Place {
     DEVICE int at(int row) const { return row * strip.y + column(); }
 };
 
-// Of a lane's pairs of columns in half an n-tile.
+DEVICE int2 strip_at(saddr at) {
+    const uint2 words = load_shared8(at);
+    return make_int2(words.x, words.y);
+}
+DEVICE float2 pair_at(saddr at) {
+    const uint2 words = load_shared8(at);
+    return make_float2(bits_float(words.x), bits_float(words.y));
+}
+
+// Of a lane's pairs of columns in half an n-tile, of a row tile.
 #if NEXT == 2
 typedef float2 Raw;
+DEVICE Raw raw_at(saddr at) { return pair_at(at); }
 #else
 typedef u32 Raw;
+DEVICE Raw raw_at(saddr at) { return load_shared4(at); }
 #endif
 struct End {
     Place places[4];
     float2 scales[4];
     Raw factors[4];  // weight of the next norm
-    u32 residual[ROW_TILES][2][4];
+    u32 residual[2][4];
 
     // Of what was staged, for `received`.
     DEVICE u32 last() const {
@@ -99,15 +110,15 @@ DEVICE float2 factor_of(const Results& to, Raw w) {
 }
 
 // Before anything is stored: the compiler cannot know that no store changes what is loaded.
-DEVICE void load_end(End& end, const Results& from, const u8* staged) {
+DEVICE void load_end(End& end, const Results& from, saddr staged, int m) {
     const int lane = threadIdx.x % 32, pair = lane % 4;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-        end.places[j].strip = reinterpret_cast<const int2*>(staged + STAGED_STRIPS)[j];
-        end.scales[j] = reinterpret_cast<const float2*>(staged)[4 * j + pair];
+        end.places[j].strip = strip_at(staged + STAGED_STRIPS + 8 * j);
+        end.scales[j] = pair_at(staged + 8 * (4 * j + pair));
 #if NEXT == 1 || NEXT == 2
         if (end.places[j].valid()) {
-            end.factors[j] = reinterpret_cast<const Raw*>(staged + STAGED_WEIGHTS)[4 * j + pair];
+            end.factors[j] = raw_at(staged + STAGED_WEIGHTS + sizeof(Raw) * (4 * j + pair));
         }
 #endif
     }
@@ -119,9 +130,9 @@ DEVICE void load_end(End& end, const Results& from, const u8* staged) {
         }
 #if EPILOGUE == 2
 #pragma unroll
-        for (int i = 0; i < 2 * ROW_TILES; i++) {
-            const int row = 8 * i + lane / 4;
-            u32& residual = end.residual[i / 2][i % 2][j];
+        for (int i = 0; i < 2; i++) {
+            const int row = 16 * m + 8 * i + lane / 4;
+            u32& residual = end.residual[i][j];
             residual = 0;
             if (place.valid() && row < from.rows) {
                 residual = load_shared_result(

@@ -82,8 +82,7 @@ def _product(site: Site, device: Device, fused: Fused, rows: Argument) -> Launch
     plan = layout(site)
     count = site.size("x", 0)
     tiles = -(-count // TILE_ROWS)
-    # Two blocks share a multiprocessor; one where 32 rows' sums take all its registers.
-    cut = partition(plan, device.multiprocessors, 2 if tiles == 1 else 1)
+    cut = partition(plan, device.multiprocessors)
     return Launch(
         kernel="linear",
         source=f"{fused.folder}kernel.cu",
@@ -125,9 +124,10 @@ def _product(site: Site, device: Device, fused: Fused, rows: Argument) -> Launch
 def _shared(tiles: int, cut: Partition, *, narrow: bool) -> int:
     slabs, slot, sums = _NARROW if narrow else (_SLABS[cut.warps], 0, 0)
     stage = cut.warps * Kind.NVFP4.slot_bytes + slabs * (TILE_ROWS * tiles * 2 * SLAB + slot)
-    places = 2 * max(cut.warps, cut.parts)
-    room = tiles * (places * _PLACE + sums)
-    return (2 + tiles) * stage + room + _SIDE + cut.warps * _STAGED
+    room = 2 * max(cut.warps, cut.parts) * _PLACE + sums
+    stages = 2 if tiles > 1 else 3
+    staged = cut.warps + (tiles if narrow and tiles > 1 else 0)
+    return stages * stage + room + _SIDE + staged * _STAGED
 
 
 def _next(site: Site) -> int:

@@ -13,17 +13,18 @@
 constexpr int MOST_ROWS = 32;
 constexpr int SQUARES_COLUMNS = 32;
 
-// Half an n-tile, which one warp brings to an end: 4 strips of 8 columns.
-typedef float Own[ROW_TILES][4][4];
+// Half an n-tile of a row tile, which one warp brings to an end: 4 strips of 8 columns.
+typedef float Own[4][4];
 constexpr int HALF_SUMS = ROW_TILES * 4 * 32;           // float4
-constexpr int PLACES = 2 * (PARTS > WARPS ? PARTS : WARPS);  // [own half][block][phase], at most
+constexpr int PLACES = 2 * (PARTS > WARPS ? PARTS : WARPS) / SPLIT;  // [own half][block][group], at most
 constexpr int HALVES_ROOM = PLACES * HALF_SUMS * 16;
 constexpr int MOST_HALVES = 8;                           // of an item
 
 // Eight rows of a narrow tile, which one warp brings to an end.
 constexpr int OCTETS = 2 * ROW_TILES;
 constexpr int OWN_OCTETS = OCTETS / 2;  // of one of two blocks
-constexpr int NARROW_ROOM = NARROW * OWN_OCTETS * 2 * WARPS * 32 * 16;  // [own octet][block][warp]
+constexpr int SENDERS = WARPS / SPLIT;  // that have a part of an octet, of a block
+constexpr int NARROW_ROOM = NARROW * OWN_OCTETS * 2 * SENDERS * 32 * 16;  // [own octet][block][sender]
 constexpr int ROOM_BYTES = HALVES_ROOM + NARROW_ROOM;
 static_assert(!NARROW || EPILOGUE == SWIGLU, "nobody wants squares of a narrow tile");
 
@@ -38,26 +39,26 @@ struct Room {
     DEVICE static int share(const Item& item) { return max(1, 2 * item.lanes() / PARTS); }
 
     // By one thread of the block, before any sums of the item can come.
-    DEVICE void expect(const Item& item, int rank, bool first) const {
+    DEVICE void expect(const Item& item, int rank) const {
         const int here = min(share(item), item.halves() - rank * share(item));
         const int narrow = item.narrow.there() ? NARROW_ROOM : 0;
-        const u32 bytes = max(0, here) * PARTS * item.phases() * HALF_SUMS * 16 + narrow;
+        const u32 bytes = max(0, here) * PARTS * item.groups() * HALF_SUMS * 16 + narrow;
         // With nothing to come the phase ends at once: a warp of this block that has yet to see the
         // end of the one before would miss it, and wait for ever.
-        if (bytes == 0 && !first) barrier_wait_cluster(free, parity ^ 1);
+        if (bytes == 0) barrier_wait_cluster(free, parity ^ 1);
         barrier_expect(arrived, bytes);
     }
 
     // This warp's sums, to who ends them.
     DEVICE void send(const Sums& sums, const Item& item, int rank) const {
-        const int phases = item.phases(), halves = share(item);
-        const int warp = threadIdx.x / 32, tile = warp >> item.phase_bits();
+        const Part part(item, threadIdx.x / 32);
+        const int groups = item.groups(), halves = share(item);
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
+        for (int h = 0; h < 2 / SPLIT; h++) {
             // `halves` is a power of two.
-            const int half = 2 * tile + h, own = half & halves - 1;
+            const int half = 2 * part.tile + part.side + h, own = half & halves - 1;
             if (h == 1 && item.half) break;
-            const int place = (own * PARTS + rank) * phases + (warp & phases - 1);
+            const int place = (own * PARTS + rank) * groups + part.phase / SPLIT;
             const u32 owner = half / halves;
             const u32 to = cluster_address(sums_at(place), owner);
             const u32 barrier = cluster_address(arrived, owner);
@@ -76,12 +77,12 @@ struct Room {
     DEVICE void send_narrow(const NarrowSums& sums, int rank) const {
         const int warp = threadIdx.x / 32;
 #pragma unroll
-        for (int octet = 0; octet < OCTETS; octet++) {
-            const int m = octet / 2, r = octet % 2 * 2, owner = octet / OWN_OCTETS;
-            const saddr at = narrow_at((octet % OWN_OCTETS * 2 + rank) * WARPS + warp);
+        for (int i = 0; i < 2; i++) {
+            const int octet = warp % SPLIT * 2 + i, owner = octet / OWN_OCTETS;
+            const saddr at = narrow_at((octet % OWN_OCTETS * 2 + rank) * SENDERS + warp / SPLIT);
             store_cluster16(cluster_address(at, owner),
-                            make_float4(sums[m][0][r], sums[m][0][r + 1], sums[m][1][r],
-                                        sums[m][1][r + 1]),
+                            make_float4(sums[0][2 * i], sums[0][2 * i + 1], sums[1][2 * i],
+                                        sums[1][2 * i + 1]),
                             cluster_address(arrived, owner));
         }
     }
@@ -92,8 +93,8 @@ struct Room {
     DEVICE float4 add_narrow(int own) const {
         float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 4
-        for (int p = 0; p < 2 * WARPS; p++) {
-            const uint4 v = load_shared16(narrow_at(own * 2 * WARPS + p));
+        for (int p = 0; p < 2 * SENDERS; p++) {
+            const uint4 v = load_shared16(narrow_at(own * 2 * SENDERS + p));
             sum.x += bits_float(v.x);
             sum.y += bits_float(v.y);
             sum.z += bits_float(v.z);
@@ -106,43 +107,35 @@ struct Room {
         return sums + (place * HALF_SUMS + threadIdx.x % 32) * 16;
     }
 
-    // The sums of this warp's half, in order of blocks and then of phases.
-    DEVICE void add(Own& own, int phases) const {
-        const saddr from = sums_at(threadIdx.x / 32 * PARTS * phases);
+    // The sums of this warp's half and row tile, in order of blocks and then of groups.
+    DEVICE void add(Own& own, int groups) const {
+        const int warp = threadIdx.x / 32;
+        const saddr from = sums_at(warp / ROW_TILES * PARTS * groups) + warp % ROW_TILES * 4 * 32 * 16;
 #pragma unroll
-        for (int m = 0; m < ROW_TILES; m++) {
+        for (int j = 0; j < 4; j++) {
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
-#pragma unroll
-                for (int i = 0; i < 4; i++) own[m][j][i] = 0.0f;
-            }
+            for (int i = 0; i < 4; i++) own[j][i] = 0.0f;
         }
 #pragma unroll 2
-        for (int p = 0; p < PARTS * phases; p++) {
+        for (int p = 0; p < PARTS * groups; p++) {
 #pragma unroll
-            for (int m = 0; m < ROW_TILES; m++) {
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    const uint4 v = load_shared16(from + ((p * ROW_TILES + m) * 4 + j) * 32 * 16);
-                    own[m][j][0] += bits_float(v.x);
-                    own[m][j][1] += bits_float(v.y);
-                    own[m][j][2] += bits_float(v.z);
-                    own[m][j][3] += bits_float(v.w);
-                }
+            for (int j = 0; j < 4; j++) {
+                const uint4 v = load_shared16(from + (p * HALF_SUMS + j * 32) * 16);
+                own[j][0] += bits_float(v.x);
+                own[j][1] += bits_float(v.y);
+                own[j][2] += bits_float(v.z);
+                own[j][3] += bits_float(v.w);
             }
         }
     }
 
-    // This warp has read its half: every block may send again once all halves have been. The first
-    // speaks for those that the item has not.
-    DEVICE void release(const Item& item, int half, const Own& own, u32 last) const {
+    // This warp has read its sums: every block may send again once all have been. The first speaks for
+    // those that the item has not.
+    DEVICE void release(const Item& item, bool first, const Own& own, u32 last) const {
 #pragma unroll
-        for (int m = 0; m < ROW_TILES; m++) {
-#pragma unroll
-            for (int j = 0; j < 4; j++) last ^= float_bits(own[m][j][0]);
-        }
+        for (int j = 0; j < 4; j++) last ^= float_bits(own[j][0]);
         const int narrow = NARROW && !item.narrow.there() ? OCTETS : 0;
-        release(half == 0 ? MOST_HALVES + 1 - item.halves() + narrow : 1, last);
+        release(first ? (MOST_HALVES - item.halves()) * ROW_TILES + 1 + narrow : 1, last);
     }
     DEVICE void release(int times, u32 last) const {
         received(last);
@@ -154,8 +147,12 @@ struct Room {
     }
 };
 
-// Of one lane's rows 16 m + 8 r + lane / 4: the sums of squares of what it stored.
-typedef float Squares[ROW_TILES][2];
+// Of one lane's rows 8 i + lane / 4 of a row tile: the sums of squares of what it stored.
+typedef float Squares[2];
+
+DEVICE float scale_of(const Results& to, int row) {
+    return bits_float(load_shared4(to.row_scales + 4 * row));
+}
 
 DEVICE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
@@ -216,36 +213,36 @@ DEVICE float store_strip(const Results& to, const Place& place, int row, float2 
 #endif
 }
 
-DEVICE void store_own(Squares& squares, const Own& own, const End& end, const Results& to) {
-    constexpr int STRIPS = EPILOGUE == SWIGLU ? 2 : 1;  // that make one strip of rows
+DEVICE void store_own(Squares& squares, const Own& own, const End& end, const Results& to, int m) {
+    constexpr int STRIDE = EPILOGUE == SWIGLU ? 2 : 1;  // strips that make one strip of rows
 #pragma unroll
-    for (int i = 0; i < 2 * ROW_TILES; i++) {
-        const int m = i / 2, r = i % 2, row = 8 * i + threadIdx.x % 32 / 4;
-        const float factor = ROW_SCALE ? to.row_scales[row] : 1.0f;
-        squares[m][r] = 0.0f;
+    for (int i = 0; i < 2; i++) {
+        const int row = 16 * m + 8 * i + threadIdx.x % 32 / 4;
+        const float factor = ROW_SCALE ? scale_of(to, row) : 1.0f;
+        squares[i] = 0.0f;
 #pragma unroll
-        for (int j = 0; j < 4; j += STRIPS) {
+        for (int j = 0; j < 4; j += STRIDE) {
             float2 v[2];
 #pragma unroll
-            for (int s = 0; s < STRIPS; s++) {
-                const float(&sum)[4] = own[m][j + s];
+            for (int s = 0; s < STRIDE; s++) {
+                const float(&sum)[4] = own[j + s];
                 const float2 scale = end.scales[j + s];
-                v[s] = make_float2(sum[2 * r] * scale.x * factor, sum[2 * r + 1] * scale.y * factor);
+                v[s] = make_float2(sum[2 * i] * scale.x * factor, sum[2 * i + 1] * scale.y * factor);
             }
-            const u32 add = EPILOGUE == RESIDUAL ? end.residual[m][r][j] : 0;
-            squares[m][r] +=
-                store_strip(to, end.places[j], row, v[0], v[STRIPS - 1], add, end.factors[j]);
+            const u32 add = EPILOGUE == RESIDUAL ? end.residual[i][j] : 0;
+            squares[i] +=
+                store_strip(to, end.places[j], row, v[0], v[STRIDE - 1], add, end.factors[j]);
         }
     }
 }
 
 // Sums of squares of 32 columns, the lanes of a row in order.
-DEVICE void store_squares(const Squares& squares, const Results& to, int column) {
+DEVICE void store_squares(const Squares& squares, const Results& to, int column, int m) {
     const int lane = threadIdx.x % 32;
-    float* const at = to.y_squares + column / SQUARES_COLUMNS * MOST_ROWS;
+    float* const at = to.y_squares + column / SQUARES_COLUMNS * MOST_ROWS + 16 * m;
 #pragma unroll
-    for (int i = 0; i < 2 * ROW_TILES; i++) {
-        float sum = squares[i / 2][i % 2];
+    for (int i = 0; i < 2; i++) {
+        float sum = squares[i];
         sum += shuffle_xor(sum, 1);
         sum += shuffle_xor(sum, 2);
         if (lane % 4 == 0) at[8 * i + lane / 4] = sum;
@@ -255,13 +252,12 @@ DEVICE void store_squares(const Squares& squares, const Results& to, int column)
 
 // Eight rows of a narrow tile: a strip of gate and one of up.
 DEVICE void finish_narrow(const Room& room, saddr scales_made, const Results& to, const Item& item,
-                          const u8* staged, int octet, u32 parity) {
+                          saddr staged, int octet, u32 parity) {
     const int lane = threadIdx.x % 32, row = 8 * octet + lane / 4;
     wait_staged();
-    const float2 gate = reinterpret_cast<const float2*>(staged)[lane % 4];
-    const float2 up = reinterpret_cast<const float2*>(staged)[4 + lane % 4];
+    const float2 gate = pair_at(staged + 8 * (lane % 4)), up = pair_at(staged + 8 * (4 + lane % 4));
     Place place;
-    place.strip = *reinterpret_cast<const int2*>(staged + STAGED_STRIPS);
+    place.strip = strip_at(staged + STAGED_STRIPS);
     place.output = to.outputs[0];
     if (ROW_SCALE) barrier_wait(scales_made, 0);
     barrier_wait_cluster(room.arrived, parity);
@@ -269,53 +265,60 @@ DEVICE void finish_narrow(const Room& room, saddr scales_made, const Results& to
     if (item.left) {
         room.release(1, float_bits(sum.x) ^ float_bits(gate.x) ^ float_bits(up.x) ^ place.strip.x);
     }
-    const float factor = ROW_SCALE ? to.row_scales[row] : 1.0f;
+    const float factor = ROW_SCALE ? scale_of(to, row) : 1.0f;
     store_strip(to, place, row, make_float2(sum.x * gate.x * factor, sum.y * gate.y * factor),
                 make_float2(sum.z * up.x * factor, sum.w * up.y * factor), 0, Raw{});
 }
 
-// What a warp ends of an item: half an n-tile, eight rows of a narrow tile, or nothing.
+// What a warp ends of an item: of a row tile half an n-tile, and eight rows of a narrow tile, or
+// nothing.
 struct Share {
     int half, octet;  // below 0: none
 
     DEVICE Share(const Item& item, int rank) {
-        const int warp = threadIdx.x / 32, halves = Room::share(item);
-        half = warp < halves && rank * halves + warp < item.halves() ? rank * halves + warp : -1;
-        const bool narrow = item.narrow.there() && warp >= halves && warp < halves + OWN_OCTETS;
-        octet = narrow ? rank * OWN_OCTETS + warp - halves : -1;
+        const int warp = threadIdx.x / 32, halves = Room::share(item), own = warp / ROW_TILES;
+        half = own < halves && rank * halves + own < item.halves() ? rank * halves + own : -1;
+        // By a warp that ends no half, where there are any.
+        const int first = ROW_TILES > 1 ? 0 : halves;
+        const bool narrow = item.narrow.there() && warp >= first && warp < first + OWN_OCTETS;
+        octet = narrow ? rank * OWN_OCTETS + warp - first : -1;
     }
+    DEVICE static int row_tile() { return threadIdx.x / 32 % ROW_TILES; }
     DEVICE int column(const Item& item) const { return item.column + half * SQUARES_COLUMNS; }
+    // Where a narrow tile's are: a warp's own place, or those after all of them.
+    DEVICE static int narrow_at() { return ROW_TILES > 1 ? WARPS * STAGED_BYTES : 0; }
     DEVICE void stage(saddr to, const Results& from, const Item& item) const {
         if (half >= 0) stage_end(to, from, column(item), HALF_TILE);
-        if (octet >= 0) stage_end(to, from, item.narrow.column, HALF_TILE / 2);
+        if (octet >= 0) stage_end(to + narrow_at(), from, item.narrow.column, HALF_TILE / 2);
     }
 };
 
 // The sums of an item are done. `staged`: what this warp's share needs.
 DEVICE void finish(const Sums& sums, const NarrowSums& narrow_sums, Room& room, saddr scales_made,
-                   const Results& to, const Item& item, const u8* staged, int rank, bool first) {
+                   const Results& to, const Item& item, saddr staged, int rank, bool first) {
     const Share share(item, rank);
     const u32 parity = room.parity;
     room.parity ^= 1;
-    // Also a warp that has nothing to send: else it could be two turns ahead, and miss one.
+    // Also a warp that has nothing to send: else it could be two turns ahead, and miss one. At first the
+    // barrier lets everyone pass, which takes time all the same.
     if (!first) barrier_wait_cluster(room.free, parity ^ 1);
-    if (threadIdx.x / 32 >> item.phase_bits() < item.tiles) room.send(sums, item, rank);
+    if (Part(item, threadIdx.x / 32).of(item)) room.send(sums, item, rank);
     if (item.narrow.there()) room.send_narrow(narrow_sums, rank);
     if (share.octet >= 0) {
-        finish_narrow(room, scales_made, to, item, staged, share.octet, parity);
+        finish_narrow(room, scales_made, to, item, staged + Share::narrow_at(), share.octet, parity);
     }
     if (share.half < 0) return;
-    const int column = share.column(item);
+    const int column = share.column(item), m = Share::row_tile();
     End end;
     wait_staged();
-    load_end(end, to, staged);
+    load_end(end, to, staged, m);
     if (ROW_SCALE) barrier_wait(scales_made, 0);
     barrier_wait_cluster(room.arrived, parity);
     Own own;
-    room.add(own, item.phases());
-    if (item.left) room.release(item, share.half, own, end.last());
+    room.add(own, item.groups());
+    if (item.left) room.release(item, share.half == 0 && m == 0, own, end.last());
     Squares squares;
-    store_own(squares, own, end, to);
+    store_own(squares, own, end, to, m);
     const bool padding = end.places[0].strip.x < 0;
-    if (to.y_squares && !padding) store_squares(squares, to, column);
+    if (to.y_squares && !padding) store_squares(squares, to, column, m);
 }

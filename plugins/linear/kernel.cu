@@ -81,13 +81,15 @@ DEVICE void ask(const Source& source, Turn turn, Walk at, const float* x_squares
     }
 }
 
-// A warp that multiplies, in one item: stages of the block, of which slot `warp` is its own.
+// A warp that multiplies, in one item: stages of the block, of which slots `phase`.. are its own.
 struct Reader {
     Turn& turn;
-    u32 slot_at, row_at;  // in a stage: of the warp's slot, of the lane's row
+    u32 slot_at, row_at;  // in a stage: of the warp's first slot, of the lane's row
     int end, phases;
+    Part part;
 
     DEVICE saddr slot() const { return turn.bytes() + slot_at; }
+    DEVICE saddr slab(int i) const { return turn.bytes() + row_at + i * ROWS * SLAB_ROW; }
     DEVICE void wait() const { barrier_wait(turn.filled(), turn.parity); }
     // This lane has read the stage; `last`: of its last loads. Every lane arrives for itself: it costs
     // nothing measurable, and racecheck knows of no lane that speaks for others.
@@ -97,85 +99,100 @@ struct Reader {
         turn.next();
     }
 
-    // Stages in which the warp has no slot.
-    DEVICE void skip(int q, int phase) const {
+    // `q`, here and below: the first slot of a stage. From there on, stages in which the warp has none.
+    DEVICE void skip(int q) const {
 #pragma unroll 1
-        for (; q - phase < end; q += phases) {
+        for (; q < end; q += phases) {
             wait();
             next(0);
         }
     }
 
-    // The warp's part of a narrow slot.
+    // The warp's part of a narrow slot beside its own slot `i` of a stage: 16 of K of a row tile.
     DEVICE static int narrow_k16() { return threadIdx.x / 64; }
-    DEVICE void load_narrow(Narrow& narrow, int phase) const {
-        narrow.load(turn.bytes() + NARROW_AT + phase * NARROW_SLOT,
-                    turn.bytes() + row_at + phase * ROWS * SLAB_ROW, narrow_k16());
+    DEVICE void load_narrow(Narrow& narrow, int i) const {
+        narrow.load(turn.bytes() + NARROW_AT + (part.phase + i) * NARROW_SLOT,
+                    slab(part.phase + i) + part.side * 16 * SLAB_ROW, narrow_k16());
     }
-    DEVICE void only_narrow(NarrowSums& sums, int q, int phase) const {
+    DEVICE void only_narrow(NarrowSums& sums, int q) const {
 #pragma unroll 1
-        for (; q < end; q += phases) {
-            Narrow narrow;
+        for (; q + part.phase < end; q += phases) {
             wait();
-            load_narrow(narrow, phase);
-            next(narrow.last());
-            narrow.add(sums, narrow_k16());
+#pragma unroll 1
+            for (int i = 0; i < SPLIT && q + part.phase + i < end; i++) {
+                Narrow narrow;
+                load_narrow(narrow, i);
+                received(narrow.last());
+                narrow.add(sums, narrow_k16());
+            }
+            next(0);
         }
-        skip(q, phase);
+        skip(q);
     }
 
     // A slot's slab is the stage's of the same number.
     template <bool WITH_NARROW>
-    DEVICE void nvfp4(Sums& sums, NarrowSums& narrow_sums, int q, int phase) const {
-        const u32 rows_at = row_at + phase * ROWS * SLAB_ROW;
+    DEVICE void nvfp4(Sums& sums, NarrowSums& narrow_sums, int q) const {
         Nvfp4 now, ahead;
         Narrow narrow;
         wait();
-        now.load_scales(slot());
-        now.load(slot(), turn.bytes() + rows_at, 0);
+        saddr at = slot(), rows = slab(part.phase);
+        now.load_scales(at);
+        now.load(at, rows, 0, part.side);
 #pragma unroll 1
         for (;;) {
 #pragma unroll
             for (int k16 = 0; k16 < 3; k16++) {
-                ahead.load(slot(), turn.bytes() + rows_at, k16 + 1);
+                ahead.load(at, rows, k16 + 1, part.side);
                 now.add(sums, k16);
-                now.codes = ahead.codes;
-                copy_fragments(now.a, ahead.a);
+                now.follow(ahead);
             }
+            const bool second = SPLIT > 1 && at == slot() && q + part.phase + 1 < end;
             if (WITH_NARROW) {
-                load_narrow(narrow, phase);
+                load_narrow(narrow, SPLIT > 1 && at != slot());
                 received(now.last());
                 narrow.add(narrow_sums, narrow_k16());
             }
-            next(WITH_NARROW ? narrow.last() : now.last());
-            q += phases;
-            if (q >= end) break;
-            wait();
-            ahead.load_scales(slot());
-            ahead.load(slot(), turn.bytes() + rows_at, 0);
+            if (second) {
+                at += SLOT;
+                rows += ROWS * SLAB_ROW;
+            } else {
+                next(WITH_NARROW ? narrow.last() : now.last());
+                q += phases;
+                if (q + part.phase >= end) break;
+                wait();
+                at = slot();
+                rows = slab(part.phase);
+            }
+            ahead.load_scales(at);
+            ahead.load(at, rows, 0, part.side);
             now.add(sums, 3);
             now = ahead;
         }
         now.add(sums, 3);
-        skip(q, phase);
+        skip(q);
     }
 
-    DEVICE void others(Sums& sums, int q, int phase, const Item& item) const {
+    // Half a step has two of these slots or more.
+    DEVICE void others(Sums& sums, int q, const Item& item) const {
         const int sixteens = item.columns() / 16;
-        for (; q < end; q += phases) {
-            // Of the stage's slabs, and of the slab's K.
-            const int slab = q * sixteens / 4 - (q - phase) * sixteens / 4;
-            const saddr rows = turn.bytes() + row_at + slab * ROWS * SLAB_ROW;
+        for (; q + part.phase < end; q += phases) {
             wait();
-            add_slot(sums, slot(), rows, q * sixteens % 4, item);
+#pragma unroll 1
+            for (int i = 0; i < SPLIT; i++) {
+                const int own = q + part.phase + i;
+                // Of the stage's slabs, and of the slab's K.
+                const int at = own * sixteens / 4 - q * sixteens / 4;
+                add_slot(sums, slot() + i * SLOT, slab(at), own * sixteens % 4, item, part.side);
+            }
             next(last_of(sums));
         }
-        skip(q, phase);
+        skip(q);
     }
 };
 
 // items: [clusters, most_items, 2].
-KERNEL void __launch_bounds__(THREADS, ROW_TILES > 1 ? 1 : WARPS == 4 ? 3 : 2)
+KERNEL void __launch_bounds__(THREADS, WARPS == 4 ? 3 : 2)
 linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u8* slabs,
        const float* x_squares, const u16* residual, const u64* __restrict__ outputs,
        float* y_squares, u16* y_slabs, const void* __restrict__ next_weight,
@@ -186,7 +203,6 @@ linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u8
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int rank = cluster_rank(), steps = (k + STEP_K - 1) / STEP_K;
     const saddr barriers = shared_address(memory + BARRIERS_AT);
-    float* const scale_of_row = reinterpret_cast<float*>(memory + SCALES_AT);
     Turn turn;
     turn.start(shared_address(memory), barriers);
     Room room = {shared_address(memory + ROOM_AT), barriers + 16 * STAGES,
@@ -204,7 +220,7 @@ linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u8
             barrier_init(turn.empty + 8 * i, 32 * WARPS);
         }
         barrier_init(room.arrived, 1);
-        barrier_init(room.free, MOST_HALVES + NARROW * OCTETS);
+        barrier_init(room.free, MOST_HALVES * ROW_TILES + NARROW * OCTETS);
         barrier_init(scales_made, 32);
         barrier_init_done();
     }
@@ -212,39 +228,41 @@ linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u8
     if (row_count != ROWS) sync_block();  // the cluster's meeting shows barriers, not memory
     cluster_arrive_relaxed();
     if (warp == WARPS) {
-        if (lane == 0) room.expect(at.item, rank, true);
-        ask({packed, slabs, row_count}, turn, at, x_squares, scale_of_row, scales_made, k, eps);
+        if (lane == 0) room.expect(at.item, rank);
+        ask({packed, slabs, row_count}, turn, at, x_squares,
+            reinterpret_cast<float*>(memory + SCALES_AT), scales_made, k, eps);
         return;
     }
+    const saddr scales_at = shared_address(memory) + SCALES_AT;
     const Results to = {outputs,  scales,      strips,       residual,    y_squares,
-                        y_slabs,  next_weight, scale_of_row, next_offset, row_count};
-    const u8* const staged = memory + STAGED_AT + warp * STAGED_BYTES;
-    Share(at.item, rank).stage(shared_address(staged), to, at.item);
+                        y_slabs,  next_weight, scales_at, next_offset, row_count};
+    const saddr staged = shared_address(memory) + STAGED_AT + warp * STAGED_BYTES;
+    Share(at.item, rank).stage(staged, to, at.item);
     cluster_wait();
     wait_for_previous();
     const u32 row_at = ROWS_AT + lane % 16 * SLAB_ROW + (lane % 8 ^ lane / 16) * 16;
     for (bool first = true;; first = false) {
         const Item item = at.item;
-        const int phases = item.phases(), phase = warp & phases - 1, q = at.q + phase;
-        const bool active = warp >> item.phase_bits() < item.tiles && q < at.end;
-        const u32 slot_at = item.slot_at(warp >> item.phase_bits(), phase, warp);
-        const Reader reader = {turn, slot_at, row_at, at.end, phases};
+        const Part part(item, warp);
+        const bool active = part.of(item) && at.q + part.phase < at.end;
+        const u32 slot_at = item.slot_at(part.tile, part.phase);
+        const Reader reader = {turn, slot_at, row_at, at.end, item.phases(), part};
         Sums sums;
         NarrowSums narrow_sums;
         clear(sums);
-        clear(narrow_sums);
+        clear_narrow(narrow_sums);
         if (item.narrow.there()) {
             if (active) {
-                reader.nvfp4<true>(sums, narrow_sums, q, phase);
+                reader.nvfp4<true>(sums, narrow_sums, at.q);
             } else {
-                reader.only_narrow(narrow_sums, q, phase);
+                reader.only_narrow(narrow_sums, at.q);
             }
         } else if (!active) {
-            reader.skip(q, phase);
+            reader.skip(at.q);
         } else if (ONLY_NVFP4 || item.kind == NVFP4) {
-            reader.nvfp4<false>(sums, narrow_sums, q, phase);
+            reader.nvfp4<false>(sums, narrow_sums, at.q);
         } else {
-            reader.others(sums, q, phase, item);
+            reader.others(sums, at.q, item);
         }
         // Asked for anew: in a register throughout the loop, it would cost the loop one.
         finish(sums, narrow_sums, room, scales_made, to, item, staged, cluster_rank(), first);
@@ -252,10 +270,10 @@ linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u8
         at.at += 2;
         at.open();
         sync_warp();  // all lanes have read what was staged
-        Share(at.item, cluster_rank()).stage(shared_address(staged), to, at.item);
+        Share(at.item, cluster_rank()).stage(staged, to, at.item);
         if (threadIdx.x == 0) {
             barrier_wait_cluster(room.arrived, room.parity ^ 1);
-            room.expect(at.item, rank, false);
+            room.expect(at.item, rank);
         }
     }
 }

@@ -47,11 +47,6 @@ one set of multiprocessors, and sets differ in size. An H100 takes 1, 0.93 and 0
 END = 12 * 2304
 """What the end of an item costs a block, in bytes it could have read: 2.5 us, traced on an H100."""
 
-END_ALONE = 8 * END
-"""The same where no other block of its multiprocessor reads meanwhile, and the sums are of 32 rows.
-A choice, not a trace: with it few columns are one item of a cluster and not up to three, and
-out_proj takes 16.4 us instead of 21.1; measured on an H100, docs/measurements."""
-
 ROWS = 0.4 * 2048
 """What the rows of a half step cost a block, in the same measure: they come from the L2 cache. An
 estimate."""
@@ -61,8 +56,8 @@ WORK = {Kind.NVFP4: 1.0, Kind.FP8: 0.85, Kind.BF16: 0.75}
 of bf16 is from a trace on an H100, where blocks with one n-tile of it took 24 us and those with two
 of NVFP4 19; halves have not been traced. That of FP8 is an estimate."""
 
-WARPS = 8
-"""Of a block."""
+WARPS, EACH = 8, 2
+"""Of a block; blocks that share a multiprocessor."""
 SLIM, SLIM_EACH = 4, 3
 """The same of a smaller block, and how many of these share a multiprocessor where two of the others
 would. Few columns leave some multiprocessors two blocks and others one, and with three n-tiles of
@@ -132,13 +127,12 @@ def halves(plan: Layout, parts: int) -> list[range]:
 
 
 @lru_cache(maxsize=256)
-def partition(plan: Layout, multiprocessors: int, each: int) -> Partition:
-    """Cut a layout for a device whose multiprocessors take `each` blocks, or SLIM_EACH slim ones
-    where they take two. No cluster is left without work; the cut with the shortest run of its
-    busiest multiprocessor is taken, of equals the one with the largest blocks and the smallest
+def partition(plan: Layout, multiprocessors: int) -> Partition:
+    """Cut a layout for a device. No cluster is left without work; the cut with the shortest run of
+    its busiest multiprocessor is taken, of equals the one with the largest blocks and the smallest
     clusters.
     """
-    shapes = [(WARPS, each), *([(SLIM, SLIM_EACH)] if each == 2 and not plan.narrow else [])]
+    shapes = [(WARPS, EACH), *([] if plan.narrow else [(SLIM, SLIM_EACH)])]
     found = [
         _dealt(
             plan, Partition(warps, some, parts, ()), clusters(parts, multiprocessors, some), width
@@ -176,16 +170,22 @@ def _dealt(plan: Layout, cut: Partition, count: int, width: int) -> Partition:
     rest: list[Piece] = []
     for piece in wide[whole:]:
         if not rest or rest[-1].group is not piece.group:
-            rest += _pieces(plan, piece.group, width, piece.first)
-    pieces = sorted(wide[:whole] + rest, key=lambda p: -_piece_cost(plan, p, cut))
-    heap = [(0.0, i) for i in range(min(count, len(pieces)))]
+            pieces = _pieces(plan, piece.group, width, piece.first)
+            rest += [p for p in pieces if _place(p) >= _place(piece)]
+    ordered = sorted(wide[:whole] + rest, key=lambda p: -_piece_cost(plan, p, cut))
+    heap = [(0.0, i) for i in range(min(count, len(ordered)))]
     dealt: list[list[Item]] = [[] for _ in heap]
-    for piece in pieces:
+    for piece in ordered:
         load, i = heapq.heappop(heap)
         dealt[i].append(Item(piece))
         heapq.heappush(heap, (load + _piece_cost(plan, piece, cut) + END, i))
     _deal_narrow(plan, cut, heap, dealt)
     return replace(cut, clusters=tuple(map(tuple, dealt)))
+
+
+def _place(piece: Piece) -> tuple[int, int]:
+    """In its group: the first n-tile, and half of it."""
+    return piece.first, piece.half or 0
 
 
 def _deal_narrow(
@@ -256,7 +256,6 @@ def _cost(plan: Layout, cut: Partition) -> float:
     """Of the busiest multiprocessor: its blocks share it, and wait for the ends of items together.
     It is taken to have as many as it can: which one gets a block does not ask what others have.
     """
-    end = END_ALONE if cut.each == 1 else END
     return max(
-        sum(cut.each * _item_cost(plan, i, cut) + end for i in items) for items in cut.clusters
+        sum(cut.each * _item_cost(plan, i, cut) + END for i in items) for items in cut.clusters
     )

@@ -8,6 +8,10 @@
 #include "linear/units.cuh"
 
 constexpr int ROWS = 16 * ROW_TILES;
+// Warps that share the columns of a slot: with twice the rows a warp makes half of an n-tile, so that
+// its sums take no more registers, and of each stage takes twice the slots.
+constexpr int SPLIT = ROW_TILES;
+constexpr int STRIPS = 8 / SPLIT;  // of 8 columns, that a warp makes
 constexpr bool ONLY_NVFP4 = KINDS == 1 << NVFP4;
 
 constexpr int SLOT = NVFP4_SLOT;
@@ -15,7 +19,8 @@ constexpr int ROWS_AT = WARPS * SLOT;
 constexpr int STAGE_SLABS = NARROW || WARPS == 4 ? 2 : 4;  // at most
 constexpr int NARROW_AT = ROWS_AT + STAGE_SLABS * ROWS * SLAB_ROW;
 constexpr int STAGE_BYTES = NARROW_AT + NARROW * STAGE_SLABS * NARROW_SLOT;
-constexpr int STAGES = 2 + ROW_TILES;
+// Two blocks, or three with half of the warps, have room on a multiprocessor.
+constexpr int STAGES = ROW_TILES > 1 ? 2 : 3;
 static_assert(WARPS == 4 || WARPS == 8, "warps of an n-tile share its slots");
 static_assert(!NARROW || (ONLY_NVFP4 && PARTS == 2 && WARPS == 8), "where a narrow tile's slots and sums fit");
 
@@ -50,15 +55,34 @@ struct Item {
     // slots in turn.
     DEVICE int lanes() const { return WARPS >> phase_bits(); }
     DEVICE int phases() const { return 1 << phase_bits(); }
-    // Where in a stage the slot of a warp lies: as steps are stored, [step][n-tile][half of it], or
-    // one after the other.
-    DEVICE int slot_at(int tile, int phase, int warp) const {
+    // Warps of an n-tile that make sums of the same columns.
+    DEVICE int groups() const { return phases() / SPLIT; }
+    // Where in a stage a slot lies: as steps are stored, [step][n-tile][half of it], or one after the
+    // other.
+    DEVICE int slot_at(int tile, int phase) const {
         const bool steps = ONLY_NVFP4 || kind == NVFP4;
-        return (steps ? (phase / 2 * tiles + tile) * 2 + phase % 2 : warp) * SLOT;
+        return (steps ? (phase / 2 * tiles + tile) * 2 + phase % 2 : tile * phases() + phase) * SLOT;
     }
     DEVICE int phase_bits() const {
         if (NARROW || WARPS == 4 || tiles > 2 || PARTS > 4) return 1;
         return tiles == 1 && PARTS == 2 && kind != NVFP4 ? 3 : 2;
+    }
+};
+
+// What a warp makes of an item: columns of one n-tile, of some of the slots of each stage.
+struct Part {
+    int tile, phase;  // phase: of the first slot of a stage
+    int side;         // which of the warps that share columns
+
+    DEVICE Part(const Item& item, int warp) {
+        const int own = warp & item.phases() - 1;
+        tile = warp >> item.phase_bits();
+        side = own % SPLIT;
+        phase = own / SPLIT * SPLIT;
+    }
+    // Half an n-tile has one side.
+    DEVICE bool of(const Item& item) const {
+        return tile < item.tiles && (SPLIT == 1 || !item.half || side == 0);
     }
 };
 

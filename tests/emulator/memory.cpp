@@ -240,7 +240,9 @@ u32 cluster_address(u32 local, u32 rank) {
 
 void load_shared(void* to, u32 from, u32 bytes) {
     SITE();
-    const char* name = bytes == 4 ? "load_shared4" : "load_shared16";
+    const char* name = bytes == 4   ? "load_shared4"
+                       : bytes == 8 ? "load_shared8"
+                                    : "load_shared16";
     check_shared(from, bytes, bytes, name);
     check_race(own(from), bytes, false, name);
     memcpy(to, at(from), bytes);

@@ -41,7 +41,7 @@ def thin(rows: int, k: int, segments: Sequence[tuple[str, int]] = THIN) -> Case:
 def thin_cut(k: int, on: Device) -> Partition:
     kinds = tuple(N4 if kind == "nvfp4" else Kind.BF16 for kind, _ in THIN)
     plan = _layout(k, kinds, tuple(n for _, n in THIN), False)
-    return partition(plan, on.multiprocessors, 2)
+    return partition(plan, on.multiprocessors)
 
 
 @emulated

@@ -254,6 +254,11 @@ DEVICE u32 load_shared4(saddr p) {
     emulator::load_shared(&r, p, 4);
     return r;
 }
+DEVICE uint2 load_shared8(saddr p) {
+    uint2 r;
+    emulator::load_shared(&r, p, 8);
+    return r;
+}
 DEVICE uint4 load_shared16(saddr p) {
     uint4 r;
     emulator::load_shared(&r, p, 16);
