@@ -203,9 +203,12 @@ class _Lowering:
     def _takes_slabs(self, call: RoomCall) -> bool:
         if call.room not in ("linear", "head"):
             return False
-        rows, columns = (int(n) for n in self.known[call.inputs["x"]].shape)
+        columns = int(self.known[call.inputs["x"]].shape[1])
         whole = not call.attributes.get("head_dim", 0)
-        return whole and rows <= SQUARES_ROWS and columns % SLAB == 0
+        return whole and self._few(call) and columns % SLAB == 0
+
+    def _few(self, product: RoomCall) -> bool:
+        return int(self.known[product.inputs["x"]].shape[0]) <= SQUARES_ROWS
 
     def pack(self) -> None:
         """Replace the weights of a call by what its kernels read; keep other constants."""
@@ -223,6 +226,17 @@ class _Lowering:
                 if name in self.constants:
                     self._place(name)
             self.check(call, self.site(call, {}))
+
+    def look_ahead(self) -> None:
+        """Let a call that leaves memory idle fetch the weight that the next product reads; not a
+        prompt's, which has enough to read of its own.
+        """
+        product: RoomCall | None = None
+        for call in reversed(self.calls):
+            if "packed" in call.inputs:
+                product = call
+            elif product and RULES[call.room].ahead(call.attributes) and self._few(product):
+                call.inputs["next_packed"] = product.inputs["packed"]
 
     def _place(self, name: str) -> None:
         tensor = self.constants[name]
@@ -357,6 +371,7 @@ def lower(model: onnx.ModelProto, packing: Packing, *, fused: bool = True) -> Pr
         lowering.calls = unfused(lowering.calls, lowering.known)
     lowering.share_rows()
     lowering.pack()
+    lowering.look_ahead()
     return lowering.program()
 
 

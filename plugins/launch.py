@@ -125,6 +125,19 @@ Argument = At | Addresses | Shift | Int | Real | Scratch | Table
 NO_DEFINES: Mapping[str, int] = {}
 
 
+MOST_AHEAD = 24 << 20
+"""Bytes of a weight that are fetched ahead: a Thor's L2 cache has 32 MiB, an H100's 50."""
+
+
+def ahead(site: Site, blocks: int) -> tuple[At, Int]:
+    """Arguments of a launch that leaves memory idle: the weight that the next product reads, where
+    the call has it as `next_packed`, and the bytes of it that each of `blocks` brings into the L2
+    cache (fetch_ahead in cuda/device.cuh).
+    """
+    nbytes = site.ports["next_packed"].nbytes if "next_packed" in site else 0
+    return At("next_packed"), Int(min(nbytes, MOST_AHEAD) // blocks // 16 * 16)
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """One kernel launch."""

@@ -63,9 +63,20 @@ class Rule:
     y0_slabs and y0_squares."""
     slabs: Callable[[Mapping[str, Attribute]], bool] = _never
     """Whether a call can leave its rows as they are for the next product: port y0_slabs."""
+    ahead: Callable[[Mapping[str, Attribute]], bool] = _never
+    """Whether a call of few rows can fetch the weight that the next product reads: port
+    next_packed."""
     gates: bool = False
     """Whether a call can leave its rows times a sigmoid for the next product: ports next_gate and
     y0_slabs."""
+
+
+def _always(attributes: Mapping[str, Attribute]) -> bool:
+    return True
+
+
+def _verifies(attributes: Mapping[str, Attribute]) -> bool:
+    return attributes["mode"] == "verify"
 
 
 def _single(attributes: Mapping[str, Attribute]) -> bool:
@@ -136,13 +147,16 @@ RULES: Mapping[str, Rule] = {
         packed=pack.packed,
         pack=pack.pack,
     ),
-    "gdn": Rule(_ROOMS["gdn"], ROOT / "gdn", gdn.launches, gdn.refuse, gdn.IN_PLACE),
+    "gdn": Rule(
+        _ROOMS["gdn"], ROOT / "gdn", gdn.launches, gdn.refuse, gdn.IN_PLACE, ahead=_verifies
+    ),
     "verify_attention": Rule(
         _ROOMS["verify_attention"],
         ROOT / "verify_attention",
         verify_attention.launches,
         verify_attention.refuse,
         verify_attention.IN_PLACE,
+        ahead=_always,
         gates=True,
     ),
     "draft_attention": Rule(

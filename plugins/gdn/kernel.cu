@@ -18,8 +18,9 @@
 // before it): they are read, and the fold is done, before wait_for_previous.
 //
 // A block has a multiprocessor to itself where there are enough of them (launch.py); elsewhere two
-// share one. The next launch may start only when this one's rows have come: earlier, what it reads
-// would be on the way before them.
+// share one. The next launch may start, and the next product's weight be fetched ahead, only when this
+// one's rows have come: earlier, what is read there would be on the way before them. From then on
+// memory has little else to do.
 #include "gdn/block.cuh"
 
 #ifndef SAVES_STATES
@@ -321,7 +322,8 @@ gdn_rows(const u16* qkv, const u16* b, const u16* a, const void* conv_weight, co
          const u16* record_qkv, const float* record_k, const float* record_d,
          const float* record_decay, const float* states, u16* o, float* next_state, u16* next_tail,
          u16* next_record_qkv, float* next_record_k, float* next_record_d, float* next_record_decay,
-         float* next_states, const i64* tail_shift, const i64* record_shift, int rows, int held) {
+         float* next_states, const i64* tail_shift, const i64* record_shift, const u8* next_packed,
+         int next_share, int rows, int held) {
     DYNAMIC_SHARED(dynamic);
     const Place p = place_of();
     const Memory m = memory_of(dynamic, rows, held);
@@ -357,6 +359,7 @@ gdn_rows(const u16* qkv, const u16* b, const u16* a, const void* conv_weight, co
         for (int t = maker; t < rows; t += MAKERS) m.raw.fetch(p, x, t);
         copy_async_commit();
         copy_async_wait<0>();
+        if (maker == 0 && p.lane == 0) fetch_ahead(next_packed, blockIdx.x, next_share);
         let_next_start();
         sync_some(2, 32 * MAKERS);
 #pragma unroll 1

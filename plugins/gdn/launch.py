@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from thor_dflash.plugins.launch import At, Device, Int, Launch, Scratch, Shift, Site
+from thor_dflash.plugins.launch import At, Device, Int, Launch, Scratch, Shift, Site, ahead
 from thor_dflash.tensors import DType
 
 IN_PLACE: frozenset[str] = frozenset({"next_state"})
@@ -148,7 +148,13 @@ def launches(site: Site, device: Device) -> tuple[Launch, ...]:
             kernel="gdn_rows",
             grid=(blocks, 1, 1),
             threads=VERIFY_THREADS,
-            arguments=(*(At(port) for port in _PORTS), *_SHIFTS, Int(rows), Int(held)),
+            arguments=(
+                *(At(port) for port in _PORTS),
+                *_SHIFTS,
+                *ahead(site, blocks),
+                Int(rows),
+                Int(held),
+            ),
             shared=shared,
             defines={
                 "SAVES_STATES": int(a.word("saves") == "states"),

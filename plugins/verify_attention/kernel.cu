@@ -103,8 +103,9 @@ KERNEL void __launch_bounds__(THREADS, 1)
     attend_split(const u16* q, const u16* k, const u16* v, const void* __restrict__ q_norm,
                  const void* __restrict__ k_norm, const i32* length_at, u8* cache_k, u8* cache_v,
                  const float* __restrict__ scale_k, const float* __restrict__ scale_v,
-                 const float* __restrict__ frequency, u16* mixtures, float2* stats, int rows,
-                 int capacity, int half, int slots, float offset, float eps) {
+                 const float* __restrict__ frequency, u16* mixtures, float2* stats,
+                 const u8* __restrict__ next_packed, int next_share, int rows, int capacity,
+                 int half, int slots, float offset, float eps) {
     DYNAMIC_SHARED(memory);
     const Lane at = this_lane();
     float w[8], w_key[8];
@@ -114,7 +115,11 @@ KERNEL void __launch_bounds__(THREADS, 1)
     const float2 by_k = with_inverse(*scale_k), by_v = with_inverse(*scale_v);
     const int head = blockIdx.y, from = blockIdx.z * TOKENS, length = *length_at;
     const Pieces pieces = divided(length + from, length + min(rows, from + TOKENS), gridDim.x);
-    if (static_cast<int>(blockIdx.x) >= pieces.count) return;
+    const int block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+    if (static_cast<int>(blockIdx.x) >= pieces.count) {
+        if (threadIdx.x == 0) fetch_ahead(next_packed, block, next_share);
+        return;
+    }
     if (threadIdx.x == 0) init(memory);
     const i64 begin = static_cast<i64>(head) * capacity * CACHE_BYTES;
     const Past past = {memory, cache_k + begin, cache_v + begin, length, rows, pieces};
@@ -124,6 +129,7 @@ KERNEL void __launch_bounds__(THREADS, 1)
     let_next_start();
     wait_for_previous();
     if (at.half == 0) load_queries(memory, q, rows, from, at);
+    if (threadIdx.x == THREADS - 1) fetch_ahead(next_packed, block, next_share);
     // Who takes the last piece writes, and needs what it writes.
     const bool last = (pieces.count - 1) % gridDim.x == blockIdx.x;
     const Fresh fresh = {k, v, rows, static_cast<int>(gridDim.y), head, eps, by_k, by_v};

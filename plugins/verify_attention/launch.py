@@ -12,6 +12,7 @@ from thor_dflash.plugins.launch import (
     Scratch,
     Site,
     Table,
+    ahead,
 )
 from thor_dflash.plugins.numerics import inverse_frequency
 from thor_dflash.tensors import DType
@@ -116,9 +117,10 @@ def _split(site: Site, device: Device) -> tuple[Launch, ...]:
     groups = blocks * kv
     results = groups * pieces * defines["GROUP"] * TOKENS
     mixtures, stats = Scratch("mixtures", results * WIDTH * 2), Scratch("stats", results * 8)
+    sharers = min(pieces, PIECES, max(1, device.multiprocessors // groups))
     split = Launch(
         kernel="attend_split",
-        grid=(min(pieces, PIECES, max(1, device.multiprocessors // groups)), kv, blocks),
+        grid=(sharers, kv, blocks),
         threads=THREADS,
         shared=_shared(site, rows),
         defines=defines,
@@ -128,6 +130,7 @@ def _split(site: Site, device: Device) -> tuple[Launch, ...]:
             _frequency(site),
             mixtures,
             stats,
+            *ahead(site, sharers * groups),
             *_numbers(site, pieces),
         ),
     )

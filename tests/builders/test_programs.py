@@ -152,6 +152,20 @@ def test_attention_leaves_its_rows_gated_for_the_next_product(package: Path) -> 
     assert all({"next_gate", "y0_slabs"}.isdisjoint(s.ports) for s in long)
 
 
+def test_what_leaves_memory_idle_knows_the_weight_that_is_read_next(package: Path) -> None:
+    steps = read(package, "verify").steps
+    idle = [i for i, s in enumerate(steps) if s.room in ("gdn", "verify_attention")]
+    assert {steps[i].room for i in idle} == {"gdn", "verify_attention"}
+    for i in idle:
+        product = next(s for s in steps[i:] if "packed" in s.ports)
+        assert product.name.endswith(("out_proj", "o_proj"))
+        assert steps[i].ports["next_packed"] == product.ports["packed"]
+    told = [s.room for s in steps if "next_packed" in s.ports]
+    assert len(told) == len(idle)
+    for name in ("prefill", "propose"):
+        assert not any("next_packed" in s.ports for s in read(package, name).steps)
+
+
 def attended(**more: Attribute) -> tuple[list[RoomCall], dict[str, Known]]:
     """What makes a gate, attention, and the linear that reads both."""
     attributes = {"gate": "sigmoid", "head_dim": 0, **more}

@@ -186,6 +186,14 @@ void land_copy() {
     settle(copy.barrier, phase);
 }
 
+void prefetch(const void* from, u32 bytes) {
+    SITE();
+    if (bytes % 16 != 0 || reinterpret_cast<u64>(from) % 16 != 0) {
+        fault("prefetch: bytes and source must be multiples of 16 (got %u, %p)", bytes, from);
+    }
+    check_global(from, bytes, false, "prefetch");
+}
+
 void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
     SITE();
     if (bytes == 0 || bytes % 16 != 0 || reinterpret_cast<u64>(from) % 16 != 0) {

@@ -44,6 +44,7 @@ void barrier_expect(u32 barrier, u32 bytes);
 void barrier_arrive(u32 barrier);
 void barrier_wait(u32 barrier, u32 parity);
 void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier);
+void prefetch(const void* from, u32 bytes);
 
 // ---- clusters --------------------------------------------------------------------------------
 u32 cluster_rank();

@@ -16,12 +16,14 @@ from thor_dflash import cli, manifest
 from thor_dflash.builders import hollow
 from thor_dflash.config import BuildConfig, EngineConfig
 from thor_dflash.dims import DrafterDims, TargetDims
+from thor_dflash.plugins.cuda.enqueue import Arguments
 from thor_dflash.plugins.rules import ROOT
 from thor_dflash.progress import Silent
 from thor_dflash.runtime import coldstart
 from thor_dflash.runtime.engines.cuda import bench, figures
 from thor_dflash.runtime.engines.cuda.bench import Keep, Loop, Share, Timing, everything
-from thor_dflash.runtime.engines.cuda.bound import cuda
+from thor_dflash.runtime.engines.cuda.bound import Planned, cuda
+from thor_dflash.runtime.engines.cuda.capture import Captured
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine
 from thor_dflash.runtime.engines.cuda.figures import THOR_READ, Figure, Target, judge, table
 from thor_dflash.runtime.engines.cuda.random import RandomWeights
@@ -259,6 +261,33 @@ def test_an_excerpt_finds_the_sequence_where_it_was_put(
                 inputs = it.call(name).inputs
                 for port, value in (("length", length), ("accepted", 7)):
                     assert sent[cuda(inputs[port]).now] == value.to_bytes(4, "little"), port
+
+
+@pytest.mark.usefixtures("shapes")
+def test_an_excerpt_fetches_no_weight_for_what_does_not_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake(monkeypatch)
+    made = hollow.write_hollow("small", tmp_path, BuildConfig(engine="cuda"), ())
+    weights = RandomWeights(tmp_path, tmp_path)
+    with closing(CudaEngine(tmp_path, EngineConfig(), Silent(), weights)) as engine:
+        it = bench.open_bench(engine, made, 4096, (), tmp_path)
+        call = it.call("verify")
+        steps = [s for s in engine.program(call.graph.name).steps if "next_packed" in s.ports]
+        fetched = {engine.place(call, step, "next_packed") for step in steps}
+        for kept, there in (("gdn",), False), (("gdn", "linear"), True), (("linear",), False):
+            found: set[int | float] = set()
+
+            def capture(name: str, launches: Sequence[tuple[Planned, Arguments]], *,
+                        graph: bool, found: set[int | float] = found) -> Captured:  # fmt: skip
+                for planned, arguments in launches:
+                    if "next_packed" in planned.step.ports:
+                        found |= {value for kind, value in arguments if kind == "address"}
+                return Captured(name, engine.driver, lambda: None)
+
+            monkeypatch.setattr(engine._launcher, "capture", capture)
+            engine.excerpt([call], bench.rooms(*kept))
+            assert bool(found & fetched) == there
 
 
 @pytest.mark.usefixtures("shapes")

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from attention_cases import rising
+from fetching import fetching, of_few_rows
 from gating import entering, gated_call
 from kernel_cases import cases_of, every_code
 from kernels import Refused, call_of, compare, in_kernel_types, launch
 from on_gpu import Gpu
 from row_law import cut, outputs_by_row, prefixes, rows_of, same_bits, served_apart
 
-from thor_dflash.plugins import LINEAR, OPS, VERIFY_ATTENTION
+from thor_dflash.plugins import GDN, LINEAR, OPS, VERIFY_ATTENTION
 from thor_dflash.plugins.launch import Device
 from thor_dflash.plugins.op import Op
 from thor_dflash.tensors import DType
@@ -104,6 +105,13 @@ def test_attention_gates_rows_as_the_launch_in_front_of_a_product_does(gpu: Gpu)
             got = launch(call, gpu, gpu.driver.info.device)
             made = entering(got["o"], call.inputs["next_gate"], gpu)
             same_bits({"y0_slabs": got["y0_slabs"]}, {"y0_slabs": made})
+
+
+@pytest.mark.parametrize("op", [GDN, VERIFY_ATTENTION], ids=lambda op: op.name)
+def test_what_fetches_the_next_weight_makes_the_same(gpu: Gpu, op: Op) -> None:
+    device = gpu.driver.info.device
+    for call in of_few_rows(op).values():
+        same_bits(launch(fetching(call), gpu, device), launch(call, gpu, device))
 
 
 @pytest.mark.parametrize("cache", [DType.FP8, DType.BF16], ids=lambda c: c.value)

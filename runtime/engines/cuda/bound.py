@@ -180,8 +180,12 @@ def table(bound: Bound, planned: Planned, argument: Table | Addresses, places: P
     return content(argument, lambda port: address(bound, planned.step, port, places))
 
 
-def arguments(bound: Bound, planned: Planned, places: Places) -> Arguments:
-    """The arguments of one launch. Its tables are in place already."""
+def arguments(
+    bound: Bound, planned: Planned, places: Places, left_out: Collection[str] = ()
+) -> Arguments:
+    """The arguments of one launch, null pointers for ports `left_out`. Its tables are in place
+    already.
+    """
 
     def scratch(wanted: Scratch) -> int:
         if wanted.zeroed:
@@ -190,7 +194,7 @@ def arguments(bound: Bound, planned: Planned, places: Places) -> Arguments:
 
     return values(
         planned.launch,
-        lambda port: address(bound, planned.step, port, places),
+        lambda port: 0 if port in left_out else address(bound, planned.step, port, places),
         places.tables.__getitem__,
         scratch,
         lambda wanted: _word(bound, planned, wanted),

@@ -176,15 +176,17 @@ class CudaEngine(Board):
 
     def excerpt(self, calls: Sequence[Call], keep: Callable[[Step], bool]) -> Captured:
         """Some steps of prepared calls as one graph, for measuring. What runs this way leaves
-        values behind that mean nothing.
+        values behind that mean nothing. No weight is fetched ahead for a step that does not run.
         """
         launches: list[tuple[Planned, Arguments]] = []
         part = self._part(calls)
         with self._as_placed(part):
             for bound in [self._bound[id(call)] for call in calls]:
-                for planned in bound.planned:
-                    if keep(planned.step):
-                        launches.append((planned, arguments(bound, planned, self._places)))
+                kept = [planned for planned in bound.planned if keep(planned.step)]
+                read = {planned.step.ports.get("packed") for planned in kept}
+                for planned in kept:
+                    out = () if planned.step.ports.get("next_packed") in read else ("next_packed",)
+                    launches.append((planned, arguments(bound, planned, self._places, out)))
         self._tell(part)
         self._page.flush(self._page_at, self._ring)
         return self._launcher.capture("excerpt", launches, graph=self._config.graphs)

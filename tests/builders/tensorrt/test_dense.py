@@ -67,8 +67,9 @@ def test_plugins_leave_rows_ready_for_plugins_alone(
     together = next(one.graphs for one in made if one.name == "prefill")
     assert len(together) == (1 if some else 2)
     for name, node in short:
+        told = {*node.inputs, *node.outputs, *node.attributes.values}
+        assert "next_packed" not in told
         if name not in left:
-            told = {*node.inputs, *node.outputs, *node.attributes.values}
             assert not {"next_gate", "next_norm_weight", "next_norm_offset", "y0_squares"} & told
 
 

@@ -1,0 +1,39 @@
+"""Calls that also fetch the weight of the next product."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from kernel_cases import cases_of
+from kernels import Call, Refused, call_of, shaped
+
+from thor_dflash.plugins import Op
+from thor_dflash.plugins.launch import Site
+
+PACKED = 20 * 132 * 16 + 8
+"""Bytes of such a weight; no number of blocks divides them into equal shares."""
+
+
+def fetching(call: Call, nbytes: int = PACKED) -> Call:
+    """The call with `next_packed`."""
+    packed = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
+    ports = {**call.site.ports, "next_packed": shaped(packed)}
+    return replace(
+        call,
+        site=Site(call.site.op, call.site.attributes, ports),
+        inputs={**call.inputs, "next_packed": packed},
+    )
+
+
+def of_few_rows(op: Op) -> dict[str, Call]:
+    """Calls of a block."""
+    found: dict[str, Call] = {}
+    for name, case in cases_of(op).items():
+        try:
+            call = call_of(op, case)
+        except Refused:
+            continue
+        if "prefill" not in call.site.attributes.values.values() and call.site.size("o", 0) <= 32:
+            found[name] = call
+    return found
