@@ -32,10 +32,11 @@ TILE_ROWS = 16
 _SLABS = {WARPS: 4, SLIM: 2}
 """Of a stage, by warps of a block."""
 _PLACE = 2048
-"""Of a warp's sums of half an n-tile, for 16 rows, bytes."""
+"""Of a warp's sums of half an n-tile and 16 rows, bytes. With 32 rows a warp has as many sums: of
+half the columns."""
 _NARROW = 2, Kind.NVFP4.slot_bytes // NARROW_IN_TILE, 8 * 1024
 """Where items may have a narrow tile: slabs of a stage, bytes of a narrow slot for each, bytes of
-its sums for 16 rows. The room for it is what more slabs would take: two blocks must fit on a
+its sums. The room for it is what more slabs would take: two blocks must fit on a
 multiprocessor."""
 _SIDE = 256
 """Barriers and row scales, bytes."""

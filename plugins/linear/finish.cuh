@@ -16,7 +16,8 @@ constexpr int SQUARES_COLUMNS = 32;
 // Half an n-tile of a row tile, which one warp brings to an end: 4 strips of 8 columns.
 typedef float Own[4][4];
 constexpr int HALF_SUMS = ROW_TILES * 4 * 32;           // float4
-constexpr int PLACES = 2 * (PARTS > WARPS ? PARTS : WARPS) / SPLIT;  // [own half][block][group], at most
+// [own half][block][group], at most
+constexpr int PLACES = 2 * (PARTS > WARPS ? PARTS : WARPS) / SPLIT;
 constexpr int HALVES_ROOM = PLACES * HALF_SUMS * 16;
 constexpr int MOST_HALVES = 8;                           // of an item
 
@@ -24,7 +25,8 @@ constexpr int MOST_HALVES = 8;                           // of an item
 constexpr int OCTETS = 2 * ROW_TILES;
 constexpr int OWN_OCTETS = OCTETS / 2;  // of one of two blocks
 constexpr int SENDERS = WARPS / SPLIT;  // that have a part of an octet, of a block
-constexpr int NARROW_ROOM = NARROW * OWN_OCTETS * 2 * SENDERS * 32 * 16;  // [own octet][block][sender]
+// [own octet][block][sender]
+constexpr int NARROW_ROOM = NARROW * OWN_OCTETS * 2 * SENDERS * 32 * 16;
 constexpr int ROOM_BYTES = HALVES_ROOM + NARROW_ROOM;
 static_assert(!NARROW || EPILOGUE == SWIGLU, "nobody wants squares of a narrow tile");
 
@@ -109,8 +111,8 @@ struct Room {
 
     // The sums of this warp's half and row tile, in order of blocks and then of groups.
     DEVICE void add(Own& own, int groups) const {
-        const int warp = threadIdx.x / 32;
-        const saddr from = sums_at(warp / ROW_TILES * PARTS * groups) + warp % ROW_TILES * 4 * 32 * 16;
+        const int warp = threadIdx.x / 32, m = warp % ROW_TILES;
+        const saddr from = sums_at(warp / ROW_TILES * PARTS * groups) + m * 4 * 32 * 16;
 #pragma unroll
         for (int j = 0; j < 4; j++) {
 #pragma unroll
@@ -129,8 +131,8 @@ struct Room {
         }
     }
 
-    // This warp has read its sums: every block may send again once all have been. The first speaks for
-    // those that the item has not.
+    // This warp has read its sums: every block may send again once all have been. The first speaks
+    // for those that the item has not.
     DEVICE void release(const Item& item, bool first, const Own& own, u32 last) const {
 #pragma unroll
         for (int j = 0; j < 4; j++) last ^= float_bits(own[j][0]);
@@ -299,8 +301,8 @@ DEVICE void finish(const Sums& sums, const NarrowSums& narrow_sums, Room& room, 
     const Share share(item, rank);
     const u32 parity = room.parity;
     room.parity ^= 1;
-    // Also a warp that has nothing to send: else it could be two turns ahead, and miss one. At first the
-    // barrier lets everyone pass, which takes time all the same.
+    // Also a warp that has nothing to send: else it could be two turns ahead, and miss one. At first
+    // the barrier lets everyone pass, which takes time all the same.
     if (!first) barrier_wait_cluster(room.free, parity ^ 1);
     if (Part(item, threadIdx.x / 32).of(item)) room.send(sums, item, rank);
     if (item.narrow.there()) room.send_narrow(narrow_sums, rank);

@@ -99,7 +99,8 @@ struct Reader {
         turn.next();
     }
 
-    // `q`, here and below: the first slot of a stage. From there on, stages in which the warp has none.
+    // `q`, here and below: the first slot of a stage. From there on, stages in which the warp has no
+    // slot.
     DEVICE void skip(int q) const {
 #pragma unroll 1
         for (; q < end; q += phases) {

@@ -44,9 +44,9 @@ DEVICE void add_strip(Sums& sums, const RowFragments& a, int strip, u32 b0, u32 
     for (int m = 0; m < ROW_TILES; m++) mma_bf16(sums[m][strip], a[m], b0, b1);
 }
 
-// What a lane holds of a slot of 64 of K: codes and rows of the 16 in turn. Those of the next 16, or of
-// the next slot, are loaded before the products of these are made. With whole n-tiles also the scales
-// of all 64, which come by 16 bytes; with halves of them those of the 16.
+// What a lane holds of a slot of 64 of K: codes and rows of the 16 in turn. Those of the next 16, or
+// of the next slot, are loaded before the products of these are made. With whole n-tiles also the
+// scales of all 64, which come by 16 bytes; with halves of them those of the 16.
 struct Nvfp4 {
     static constexpr int SCALED = SPLIT > 1 ? 1 : 4;  // of 16 of K
     u32 scales[SCALED][STRIPS / 4];
@@ -99,7 +99,8 @@ struct Nvfp4 {
     }
 };
 
-// What a lane holds of a narrow slot: 16 of K, the same for the whole item, and those of a row tile.
+// What a lane holds of a narrow slot: 16 of K, the same for the whole item, and these of a row
+// tile.
 struct Narrow {
     u32 codes, scales;
     u32 a[4];

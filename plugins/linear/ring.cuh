@@ -8,8 +8,8 @@
 #include "linear/units.cuh"
 
 constexpr int ROWS = 16 * ROW_TILES;
-// Warps that share the columns of a slot: with twice the rows a warp makes half of an n-tile, so that
-// its sums take no more registers, and of each stage takes twice the slots.
+// Warps that share the columns of a slot: with twice the rows a warp makes half of an n-tile, so
+// that its sums take no more registers, and of each stage takes twice the slots.
 constexpr int SPLIT = ROW_TILES;
 constexpr int STRIPS = 8 / SPLIT;  // of 8 columns, that a warp makes
 constexpr bool ONLY_NVFP4 = KINDS == 1 << NVFP4;
@@ -57,11 +57,12 @@ struct Item {
     DEVICE int phases() const { return 1 << phase_bits(); }
     // Warps of an n-tile that make sums of the same columns.
     DEVICE int groups() const { return phases() / SPLIT; }
-    // Where in a stage a slot lies: as steps are stored, [step][n-tile][half of it], or one after the
-    // other.
+    // Where in a stage a slot lies: as steps are stored, [step][n-tile][half of it], or one after
+    // the other.
     DEVICE int slot_at(int tile, int phase) const {
         const bool steps = ONLY_NVFP4 || kind == NVFP4;
-        return (steps ? (phase / 2 * tiles + tile) * 2 + phase % 2 : tile * phases() + phase) * SLOT;
+        const int before = steps ? (phase / 2 * tiles + tile) * 2 : tile * phases();
+        return (before + (steps ? phase % 2 : phase)) * SLOT;
     }
     DEVICE int phase_bits() const {
         if (NARROW || WARPS == 4 || tiles > 2 || PARTS > 4) return 1;

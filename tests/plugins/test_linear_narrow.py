@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -335,9 +336,8 @@ def test_rows_need_their_factor_in_any_item(
 def test_blocks_fit_on_a_multiprocessor(warps: int, each: int, parts: int) -> None:
     """Of 228 KB a block takes 1 KB more than it asks for. Source: CUDA programming guide."""
     cut = Partition(warps, each, parts, ())
-    for narrow in (False, True) if warps == 8 else (False,):
-        assert each * (few._shared(1, cut, narrow=narrow) + 1024) <= 228 * 1024
-        assert few._shared(2, cut, narrow=narrow) <= THOR.shared
+    for narrow, tiles in itertools.product((False, True) if warps == 8 else (False,), (1, 2)):
+        assert each * (few._shared(tiles, cut, narrow=narrow) + 1024) <= 228 * 1024
 
 
 def test_random_weights_know_which_tiles_are_narrow() -> None:
