@@ -228,15 +228,20 @@ class _Lowering:
             self.check(call, self.site(call, {}))
 
     def look_ahead(self) -> None:
-        """Let a call that leaves memory idle fetch the weight that the next product reads; not a
-        prompt's, which has enough to read of its own.
+        """Let a call that leaves memory idle fetch the weight that the next product reads; this
+        one, which then finds its own in the L2 cache, the first of the one after it. Not a
+        prompt's calls, which have enough to read of their own.
         """
-        product: RoomCall | None = None
-        for call in reversed(self.calls):
+        idle = False
+        before: RoomCall | None = None  # idle, or a product that was fetched for
+        for call in self.calls:
             if "packed" in call.inputs:
-                product = call
-            elif product and RULES[call.room].ahead(call.attributes) and self._few(product):
-                call.inputs["next_packed"] = product.inputs["packed"]
+                fetched = before is not None and self._few(call)
+                if before is not None and fetched:
+                    before.inputs["next_packed"] = call.inputs["packed"]
+                before, idle = (call if fetched and idle else None), False
+            elif RULES[call.room].ahead(call.attributes):
+                before, idle = call, True
 
     def _place(self, name: str) -> None:
         tensor = self.constants[name]

@@ -52,7 +52,9 @@ class Site:
     op: Op
     attributes: Attributes
     ports: Mapping[str, Shaped]
-    """Inputs and outputs of the contract by name, and what `Rule.packed` and `Rule.sides` add."""
+    """Inputs and outputs of the contract by name, and what programs and `Rule.packed` add."""
+    following: Site | None = None
+    """The call that reads `next_packed`, where that is known."""
 
     def size(self, port: str, axis: int) -> int:
         """One size of one port."""
@@ -132,7 +134,7 @@ MOST_AHEAD = 24 << 20
 def ahead(site: Site, blocks: int) -> tuple[At, Int]:
     """Arguments of a launch that leaves memory idle: the weight that the next product reads, where
     the call has it as `next_packed`, and the bytes of it that each of `blocks` brings into the L2
-    cache (fetch_ahead in cuda/device.cuh).
+    cache (cuda/ahead.cuh).
     """
     nbytes = site.ports["next_packed"].nbytes if "next_packed" in site else 0
     return At("next_packed"), Int(min(nbytes, MOST_AHEAD) // blocks // 16 * 16)

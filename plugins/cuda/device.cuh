@@ -220,12 +220,9 @@ DEVICE void copy_bulk_kept(saddr to, const void* from, u32 bytes, saddr barrier)
                  ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// By one thread of a block: its `share` bytes (a multiple of 16) of the weight that the next product
-// reads, if there is one, on their way into the L2 cache.
-DEVICE void fetch_ahead(const u8* weight, int block, u32 share) {
-    if (!weight || !share) return;
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;"
-                 ::"l"(weight + static_cast<i64>(block) * share), "r"(share) : "memory");
+// `bytes` (a multiple of 16, from a 16-byte aligned address on) on their way into the L2 cache.
+DEVICE void prefetch_bulk(const void* from, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
 DEVICE u32 load_shared4(saddr p) {

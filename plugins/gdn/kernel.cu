@@ -21,6 +21,7 @@
 // share one. The next launch may start, and the next product's weight be fetched ahead, only when this
 // one's rows have come: earlier, what is read there would be on the way before them. From then on
 // memory has little else to do.
+#include "cuda/ahead.cuh"
 #include "gdn/block.cuh"
 
 #ifndef SAVES_STATES

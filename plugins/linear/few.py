@@ -8,6 +8,7 @@ from enum import IntEnum
 import numpy as np
 
 from thor_dflash.plugins.launch import (
+    MOST_AHEAD,
     Addresses,
     Argument,
     At,
@@ -19,7 +20,14 @@ from thor_dflash.plugins.launch import (
     Table,
 )
 from thor_dflash.plugins.linear.layout import NARROW_IN_TILE, Kind, Layout, layout
-from thor_dflash.plugins.linear.partition import SLIM, WARPS, Partition, partition
+from thor_dflash.plugins.linear.partition import (
+    OFFSET_UNIT,
+    SLIM,
+    WARPS,
+    Partition,
+    halves,
+    partition,
+)
 from thor_dflash.plugins.linear.prepare import SLAB, padded, prepared
 from thor_dflash.tensors import Array, DType
 
@@ -84,6 +92,7 @@ def _product(site: Site, device: Device, fused: Fused, rows: Argument) -> Launch
     count = site.size("x", 0)
     tiles = -(-count // TILE_ROWS)
     cut = partition(plan, device.multiprocessors)
+    first = first_read(site.following, device)
     return Launch(
         kernel="linear",
         source=f"{fused.folder}kernel.cu",
@@ -106,6 +115,9 @@ def _product(site: Site, device: Device, fused: Fused, rows: Argument) -> Launch
             Int(plan.k),
             Real(site.attributes.real("norm_eps")),
             Real(_next_offset(site)),
+            At("next_packed"),
+            Table(first if len(first) else np.zeros((1, 2), np.int32)),
+            Int(len(first)),
         ),
         shared=_shared(tiles, cut, narrow=bool(plan.narrow)),
         defines={
@@ -120,6 +132,25 @@ def _product(site: Site, device: Device, fused: Fused, rows: Argument) -> Launch
         },
         cluster=cut.parts,
     )
+
+
+def first_read(site: Site | None, device: Device) -> Array:
+    """int32 [pieces, 2], offset and bytes / 512: of its packed weight what a product reads first, a
+    step of every group for each block of a cluster. Nothing of it where that is no small part.
+    """
+    if site is None:
+        return np.zeros((0, 2), np.int32)
+    plan = layout(site)
+    runs = halves(plan, partition(plan, device.multiprocessors).parts)
+    pieces = [
+        (group.offset + run.start // 2 * group.step_bytes, group.step_bytes)
+        for run in runs
+        for group in plan.groups
+        if run
+    ]
+    if sum(size for _, size in pieces) > MOST_AHEAD:
+        pieces = []
+    return np.array(pieces, np.int32).reshape(-1, 2) // OFFSET_UNIT
 
 
 def _shared(tiles: int, cut: Partition, *, narrow: bool) -> int:

@@ -15,7 +15,7 @@
 //
 // Compile-time: WARPS; ROW_TILES; KINDS; ROW_SCALE, whether x_squares is given; PARTS; NARROW; and
 // see finish.cuh.
-#include "cuda/device.cuh"
+#include "cuda/ahead.cuh"
 #include "linear/finish.cuh"
 
 constexpr int THREADS = 32 * (WARPS + 1);
@@ -41,7 +41,7 @@ DEVICE void clear_rows(u8* memory, int rows) {
 // whenever one has been read. What to ask for is known before each wait. The row scales, which only
 // the end of an item needs, come when the first item has been asked for.
 DEVICE void ask(const Source& source, Turn turn, Walk at, const float* x_squares, float* scales,
-                saddr scales_made, int k, float eps) {
+                saddr scales_made, int k, float eps, const Following& following) {
     Turn turn_again = turn;
     const int first_item = at.at;
     Wish rows[STAGES];
@@ -56,6 +56,7 @@ DEVICE void ask(const Source& source, Turn turn, Walk at, const float* x_squares
     }
     Wish next;
     if (!at.over) next = source.wish(at);
+    following.fetch();
     cluster_wait();
     wait_for_previous();
 #pragma unroll
@@ -198,7 +199,8 @@ linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u8
        const float* x_squares, const u16* residual, const u64* __restrict__ outputs,
        float* y_squares, u16* y_slabs, const void* __restrict__ next_weight,
        const int4* __restrict__ items, const int2* __restrict__ strips, int most_items,
-       int row_count, int k, float eps, float next_offset) {
+       int row_count, int k, float eps, float next_offset, const u8* __restrict__ next_packed,
+       const int2* __restrict__ next_first, int next_count) {
     DYNAMIC_SHARED(memory);
     let_next_start();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -231,7 +233,8 @@ linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u8
     if (warp == WARPS) {
         if (lane == 0) room.expect(at.item, rank);
         ask({packed, slabs, row_count}, turn, at, x_squares,
-            reinterpret_cast<float*>(memory + SCALES_AT), scales_made, k, eps);
+            reinterpret_cast<float*>(memory + SCALES_AT), scales_made, k, eps,
+            {next_packed, next_first, next_count});
         return;
     }
     const saddr scales_at = shared_address(memory) + SCALES_AT;

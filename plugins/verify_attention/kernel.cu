@@ -7,6 +7,7 @@
 // the cache up to it, were written in an earlier step, and are read before the wait.
 // Compile-time: GROUP (query heads of a key/value head: 2, 4, 6), FP8 (the caches' type; bf16
 // otherwise), NORM_F32 (the norm weights' type; bf16 otherwise).
+#include "cuda/ahead.cuh"
 #include "cuda/device.cuh"
 #include "linear/rows.cuh"
 #include "verify_attention/attend.cuh"

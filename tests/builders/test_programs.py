@@ -152,16 +152,19 @@ def test_attention_leaves_its_rows_gated_for_the_next_product(package: Path) -> 
     assert all({"next_gate", "y0_slabs"}.isdisjoint(s.ports) for s in long)
 
 
-def test_what_leaves_memory_idle_knows_the_weight_that_is_read_next(package: Path) -> None:
+def test_what_leaves_memory_idle_and_the_product_after_it_fetch_ahead(package: Path) -> None:
     steps = read(package, "verify").steps
     idle = [i for i, s in enumerate(steps) if s.room in ("gdn", "verify_attention")]
     assert {steps[i].room for i in idle} == {"gdn", "verify_attention"}
+    told = 0
     for i in idle:
-        product = next(s for s in steps[i:] if "packed" in s.ports)
+        product, after = [s for s in steps[i:] if "packed" in s.ports][:2]
         assert product.name.endswith(("out_proj", "o_proj"))
+        assert after.name.endswith("gate_up")
         assert steps[i].ports["next_packed"] == product.ports["packed"]
-    told = [s.room for s in steps if "next_packed" in s.ports]
-    assert len(told) == len(idle)
+        assert product.ports["next_packed"] == after.ports["packed"]
+        told += 2
+    assert sum("next_packed" in s.ports for s in steps) == told
     for name in ("prefill", "propose"):
         assert not any("next_packed" in s.ports for s in read(package, name).steps)
 

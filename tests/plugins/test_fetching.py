@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from emulation import COMPILER, Emulator, EmulatorFault
 from fetching import PACKED, fetching, of_few_rows
-from kernels import launch
+from kernel_cases import cases_of
+from kernels import Call, call_of, launch
 from row_law import same_bits
 
-from thor_dflash.plugins import GDN, VERIFY_ATTENTION, Op
+from thor_dflash.plugins import GDN, LINEAR, VERIFY_ATTENTION, Op
 from thor_dflash.plugins.gdn import launch as gdn
-from thor_dflash.plugins.launch import MOST_AHEAD, THOR, At, Int, ahead
+from thor_dflash.plugins.launch import H100, MOST_AHEAD, THOR, At, Device, Int, Shaped, Site, ahead
+from thor_dflash.plugins.linear import few, layout, pack
+from thor_dflash.plugins.linear.launch import launches
+from thor_dflash.plugins.linear.layout import Kind
+from thor_dflash.plugins.linear.partition import halves, partition
+from thor_dflash.tensors import DType
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 rooms = pytest.mark.parametrize("op", [GDN, VERIFY_ATTENTION], ids=lambda op: op.name)
@@ -46,3 +55,62 @@ def test_blocks_share_the_weight(op: Op) -> None:
         site = fetching(call, nbytes).site
         assert ahead(site, 128) == (At("next_packed"), Int(share))
     assert MOST_AHEAD == 128 * 196_608
+
+
+def followed(name: str, product: str) -> Call:
+    """A linear that knows which one comes next."""
+    call, after = (call_of(LINEAR, cases_of(LINEAR)[case]) for case in (name, product))
+    sized = pack.packed(after.site)
+    ports = {**{p: x for p, x in after.site.ports.items() if "0" not in p or p == "y0"}, **sized}
+    call = fetching(call, sized["packed"].nbytes)
+    return replace(call, site=replace(call.site, following=replace(after.site, ports=ports)))
+
+
+PRODUCTS = ("more_swiglu_16_of_640", "more_mixed_16_of_640", "more_residual_fp8_16_of_640")
+
+
+@emulated
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_a_product_fetches_what_the_next_reads_first(product: str) -> None:
+    name = "more_norm_5_of_640"
+    alone = launch(call_of(LINEAR, cases_of(LINEAR)[name]), Emulator(1), THOR)
+    call = followed(name, product)
+    assert launches(call.site, THOR)[-1].arguments[-1] != Int(0)
+    same_bits(launch(call, Emulator(1), THOR), alone)
+
+
+@emulated
+def test_it_fetches_nothing_beyond_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = followed("more_norm_5_of_640", PRODUCTS[0])
+    size = call.inputs["next_packed"].nbytes // 512
+    monkeypatch.setattr(few, "first_read", lambda *_: np.array([[1, size]], np.int32))
+    with pytest.raises(EmulatorFault, match="prefetch"):
+        launch(call, Emulator(0), THOR)
+
+
+@pytest.mark.parametrize("device", [THOR, H100], ids=["thor", "h100"])
+@pytest.mark.parametrize("swiglu", [False, True])
+def test_it_is_what_every_block_asks_for_first(device: Device, swiglu: bool) -> None:
+    """Of gate and up of the 27B, and of as many plain columns."""
+    plan = layout._layout(5120, (Kind.NVFP4,) * 2, (17408, 17408), swiglu)
+    ports = {"x": Shaped(DType.BF16, (16, 5120)), "kinds": Shaped(DType.U8, (1, 1))}
+    for i in range(1 if swiglu else 2):
+        ports[f"y{i}"] = Shaped(DType.BF16, (16, 17408))
+    epilogue = {"epilogue": "swiglu" if swiglu else "none", "segments": 2}
+    found = few.first_read(Site(LINEAR, LINEAR.complete(epilogue), ports), device)
+    fetched = np.zeros(plan.nbytes // 512, np.int8)
+    for at, size in found.tolist():
+        fetched[at : at + size] += 1
+    assert fetched.max() == 1
+    cut = partition(plan, device.multiprocessors)
+    for items in cut.clusters:
+        for run in halves(plan, cut.parts):
+            piece = items[0].piece
+            at = piece.offset + run.start // 2 * piece.group.step_bytes
+            assert fetched[at // 512 : (at + piece.tiles * 4608) // 512].all()
+
+
+def test_much_is_not_fetched() -> None:
+    ports = {"x": Shaped(DType.BF16, (16, 128)), "kinds": Shaped(DType.U8, (3,))}
+    site = Site(LINEAR, LINEAR.complete({}), ports | {"y0": Shaped(DType.BF16, (16, 100_000))})
+    assert len(few.first_read(site, H100)) == 0

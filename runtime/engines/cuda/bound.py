@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from thor_dflash.errors import EngineError
@@ -113,22 +113,29 @@ def bind(call: Call, program: Program, device: Device) -> Bound:
         EngineError: a room's kernels do not take these sizes, naming the step.
     """
     shapes = _shapes(call, program)
+    sites = [_site(step, shapes) for step in program.steps]
+    packed = {
+        step.ports["packed"]: site
+        for step, site in zip(program.steps, sites, strict=True)
+        if "packed" in step.ports
+    }
     planned: list[Planned] = []
-    packed: dict[str, Site] = {}
     most = 0
-    for step in program.steps:
+    for step, alone in zip(program.steps, sites, strict=True):
         rule = RULES[step.room]
-        ports = {port: shapes[name] for port, name in step.ports.items()}
-        site = Site(rule.op, Attributes(step.attributes), ports)
-        if why := rule.refuse(site):
+        if why := rule.refuse(alone):
             raise EngineError(f"{program.name}: {step.name}: {why}")
-        if "packed" in step.ports:
-            packed[step.ports["packed"]] = site
+        site = replace(alone, following=packed.get(step.ports.get("next_packed", "")))
         launches = rule.launches(site, device)
         offsets, size = working(launches)
         planned += [Planned(step, one, rule.folder / one.source, offsets) for one in launches]
         most = max(most, size)
     return Bound(call, program, planned, most, packed)
+
+
+def _site(step: Step, shapes: Mapping[str, Shaped]) -> Site:
+    ports = {port: shapes[name] for port, name in step.ports.items()}
+    return Site(RULES[step.room].op, Attributes(step.attributes), ports)
 
 
 def _shapes(call: Call, program: Program) -> dict[str, Shaped]:

@@ -249,9 +249,7 @@ DEVICE void copy_bulk(saddr to, const void* from, u32 bytes, saddr barrier) {
 DEVICE void copy_bulk_kept(saddr to, const void* from, u32 bytes, saddr barrier) {
     emulator::copy_bulk(to, from, bytes, barrier);
 }
-DEVICE void fetch_ahead(const u8* weight, int block, u32 share) {
-    if (weight && share) emulator::prefetch(weight + static_cast<i64>(block) * share, share);
-}
+DEVICE void prefetch_bulk(const void* from, u32 bytes) { emulator::prefetch(from, bytes); }
 DEVICE u32 load_shared4(saddr p) {
     u32 r;
     emulator::load_shared(&r, p, 4);
