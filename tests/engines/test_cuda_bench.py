@@ -290,6 +290,13 @@ def test_an_excerpt_fetches_no_weight_for_what_does_not_run(
             engine.excerpt([call], bench.rooms(*kept))
             return found
 
+        # What is fetched ahead is one product's bytes, not two's.
+        program = engine.program(call.graph.name)
+        whole, steps = program.weights, program.steps
+        for kind, share in it.shares("verify", ["linear", "head"]).items():
+            read = {step.ports["packed"] for step in steps if step.name in share.names}
+            own = sum(whole[name].nbytes for name in read)
+            assert own <= share.nbytes < 1.5 * own, kind
         assert fetching("gdn", "verify_attention") == set()
         assert fetching("gdn", "linear") == {"gdn", "linear"}
         assert fetching("linear") == {"linear"}
