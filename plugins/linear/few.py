@@ -150,7 +150,7 @@ def first_read(site: Site | None, device: Device) -> Array:
     ]
     if sum(size for _, size in pieces) > MOST_AHEAD:
         pieces = []
-    return np.array(pieces, np.int32).reshape(-1, 2) // OFFSET_UNIT
+    return (np.array(pieces, np.int64).reshape(-1, 2) // OFFSET_UNIT).astype(np.int32)
 
 
 def _shared(tiles: int, cut: Partition, *, narrow: bool) -> int:

@@ -114,3 +114,12 @@ def test_much_is_not_fetched() -> None:
     ports = {"x": Shaped(DType.BF16, (16, 128)), "kinds": Shaped(DType.U8, (3,))}
     site = Site(LINEAR, LINEAR.complete({}), ports | {"y0": Shaped(DType.BF16, (16, 100_000))})
     assert len(few.first_read(site, H100)) == 0
+
+
+def test_a_weight_may_be_larger_than_an_int32_counts() -> None:
+    ports = {"x": Shaped(DType.BF16, (16, 65536)), "kinds": Shaped(DType.U8, (3,))}
+    site = Site(LINEAR, LINEAR.complete({}), ports | {"y0": Shaped(DType.BF16, (16, 20_480))})
+    assert layout.layout(site).nbytes > 2**31
+    pieces = few.first_read(site, H100)
+    assert 2**22 * 0.9 < pieces[:, 0].max() < layout.layout(site).nbytes // 512
+    assert pieces.min() >= 0
