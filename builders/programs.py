@@ -20,7 +20,7 @@ from thor_dflash.builders.packing import Packing
 from thor_dflash.builders.unfused import unfused
 from thor_dflash.errors import ConfigError
 from thor_dflash.plugins import OPS
-from thor_dflash.plugins.launch import Shaped, Site
+from thor_dflash.plugins.launch import AHEAD, Shaped, Site
 from thor_dflash.plugins.linear.few import SQUARES_COLUMNS, SQUARES_ROWS, slabs
 from thor_dflash.plugins.linear.prepare import SLAB
 from thor_dflash.plugins.op import DOMAIN, Attributes, Op
@@ -238,7 +238,7 @@ class _Lowering:
             if "packed" in call.inputs:
                 fetched = before is not None and self._few(call)
                 if before is not None and fetched:
-                    before.inputs["next_packed"] = call.inputs["packed"]
+                    before.inputs[AHEAD] = call.inputs["packed"]
                 before, idle = (call if fetched and idle else None), False
             elif RULES[call.room].ahead(call.attributes):
                 before, idle = call, True

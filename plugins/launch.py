@@ -54,7 +54,7 @@ class Site:
     ports: Mapping[str, Shaped]
     """Inputs and outputs of the contract by name, and what programs and `Rule.packed` add."""
     following: Site | None = None
-    """The call that reads `next_packed`, where that is known."""
+    """The call whose weight this one fetches ahead (AHEAD), where that is known."""
 
     def size(self, port: str, axis: int) -> int:
         """One size of one port."""
@@ -127,17 +127,19 @@ Argument = At | Addresses | Shift | Int | Real | Scratch | Table
 NO_DEFINES: Mapping[str, int] = {}
 
 
+AHEAD = "next_packed"
+"""Port of a call that fetches ahead: the packed weight of the next product, that another reads."""
 MOST_AHEAD = 24 << 20
 """Bytes of a weight that are fetched ahead: a Thor's L2 cache has 32 MiB, an H100's 50."""
 
 
 def ahead(site: Site, blocks: int) -> tuple[At, Int]:
     """Arguments of a launch that leaves memory idle: the weight that the next product reads, where
-    the call has it as `next_packed`, and the bytes of it that each of `blocks` brings into the L2
-    cache (cuda/ahead.cuh).
+    the call has it, and the bytes of it that each of `blocks` brings into the L2 cache
+    (cuda/ahead.cuh).
     """
-    nbytes = site.ports["next_packed"].nbytes if "next_packed" in site else 0
-    return At("next_packed"), Int(min(nbytes, MOST_AHEAD) // blocks // 16 * 16)
+    nbytes = site.ports[AHEAD].nbytes if AHEAD in site else 0
+    return At(AHEAD), Int(min(nbytes, MOST_AHEAD) // blocks // 16 * 16)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,20 +9,20 @@ from kernel_cases import cases_of
 from kernels import Call, Refused, call_of, shaped
 
 from thor_dflash.plugins import Op
-from thor_dflash.plugins.launch import Site
+from thor_dflash.plugins.launch import AHEAD, Site
 
 PACKED = 20 * 132 * 16 + 8
 """Bytes of such a weight; no number of blocks divides them into equal shares."""
 
 
 def fetching(call: Call, nbytes: int = PACKED) -> Call:
-    """The call with `next_packed`."""
+    """The call with such a weight of so many bytes."""
     packed = np.zeros(nbytes, np.uint8)
-    ports = {**call.site.ports, "next_packed": shaped(packed)}
+    ports = {**call.site.ports, AHEAD: shaped(packed)}
     return replace(
         call,
         site=Site(call.site.op, call.site.attributes, ports),
-        inputs={**call.inputs, "next_packed": packed},
+        inputs={**call.inputs, AHEAD: packed},
     )
 
 

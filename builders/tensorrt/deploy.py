@@ -16,7 +16,7 @@ from onnx import helper
 
 from thor_dflash.errors import EngineError
 from thor_dflash.plugins.body import IR_VERSION, ONNX_TYPE, OPSET
-from thor_dflash.plugins.launch import Shaped, Site
+from thor_dflash.plugins.launch import AHEAD, Shaped, Site
 from thor_dflash.plugins.op import DOMAIN, NEXT, VERSION, Attributes
 from thor_dflash.plugins.rules import RULES
 from thor_dflash.plugins.tensorrt.node import WORD, Node, describe
@@ -32,8 +32,6 @@ _LEFT = {"y0_slabs", "y0_squares", "next_norm_weight", "next_norm_offset", "next
 """Ports and attributes of a step that leaves rows in slabs for another."""
 _TAKEN = {"x_slabs", "x_squares"}
 """Ports of a step that takes them. It has what it needs to make them from `x` too."""
-_AHEAD = "next_packed"
-"""Not the plugins': TensorRT decides what runs after a step."""
 
 
 class Rewrite(Protocol):
@@ -133,7 +131,7 @@ def _among_plugins(program: Program, rewrite: Rewrite | None) -> list[Step]:
 
 def _trimmed(step: Step, kept: Collection[str]) -> Step:
     """A step that neither leaves nor takes other slabs than these."""
-    gone: set[str] = {_AHEAD}
+    gone: set[str] = {AHEAD}  # TensorRT decides what runs after a step
     for port, all_of_it in (("y0_slabs", _LEFT), ("x_slabs", _TAKEN)):
         if step.ports.get(port) not in kept:
             gone |= all_of_it

@@ -8,6 +8,7 @@ from enum import IntEnum
 import numpy as np
 
 from thor_dflash.plugins.launch import (
+    AHEAD,
     MOST_AHEAD,
     Addresses,
     Argument,
@@ -115,7 +116,7 @@ def _product(site: Site, device: Device, fused: Fused, rows: Argument) -> Launch
             Int(plan.k),
             Real(site.attributes.real("norm_eps")),
             Real(_next_offset(site)),
-            At("next_packed"),
+            At(AHEAD),
             Table(first if len(first) else np.zeros((1, 2), np.int32)),
             Int(len(first)),
         ),
@@ -135,8 +136,9 @@ def _product(site: Site, device: Device, fused: Fused, rows: Argument) -> Launch
 
 
 def first_read(site: Site | None, device: Device) -> Array:
-    """int32 [pieces, 2], offset and bytes / 512: of its packed weight what a product reads first, a
-    step of every group for each block of a cluster. Nothing of it where that is no small part.
+    """int32 [pieces, 2], offset and bytes / 512: of its packed weight what a product reads first,
+    for each block of a cluster the first step of all columns. Nothing where the product is not
+    known, or where that is more than MOST_AHEAD.
     """
     if site is None:
         return np.zeros((0, 2), np.int32)

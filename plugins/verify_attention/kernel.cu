@@ -130,6 +130,7 @@ KERNEL void __launch_bounds__(THREADS, 1)
     let_next_start();
     wait_for_previous();
     if (at.half == 0) load_queries(memory, q, rows, from, at);
+    // Behind the queries: from here on memory has little to do, but for a long cache.
     if (threadIdx.x == THREADS - 1) fetch_ahead(next_packed, block, next_share);
     // Who takes the last piece writes, and needs what it writes.
     const bool last = (pieces.count - 1) % gridDim.x == blockIdx.x;

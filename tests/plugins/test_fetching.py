@@ -14,14 +14,27 @@ from row_law import same_bits
 
 from thor_dflash.plugins import GDN, LINEAR, VERIFY_ATTENTION, Op
 from thor_dflash.plugins.gdn import launch as gdn
-from thor_dflash.plugins.launch import H100, MOST_AHEAD, THOR, At, Device, Int, Shaped, Site, ahead
+from thor_dflash.plugins.launch import (
+    AHEAD,
+    H100,
+    MOST_AHEAD,
+    THOR,
+    At,
+    Device,
+    Int,
+    Shaped,
+    Site,
+    ahead,
+)
 from thor_dflash.plugins.linear import few, layout, pack
 from thor_dflash.plugins.linear.launch import launches
 from thor_dflash.plugins.linear.layout import Kind
 from thor_dflash.plugins.linear.partition import halves, partition
+from thor_dflash.plugins.verify_attention import launch as verify_attention
 from thor_dflash.tensors import DType
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
+MODULES = {"gdn": gdn, "verify_attention": verify_attention}
 rooms = pytest.mark.parametrize("op", [GDN, VERIFY_ATTENTION], ids=lambda op: op.name)
 
 
@@ -35,14 +48,15 @@ def test_nothing_else_changes(op: Op) -> None:
 
 
 @emulated
-def test_no_byte_beyond_the_weight_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
-    call = next(iter(of_few_rows(GDN).values()))
+@rooms
+def test_no_byte_beyond_the_weight_is_fetched(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = next(iter(of_few_rows(op).values()))
     launch(fetching(call), Emulator(0), THOR)
 
     def more(site: object, blocks: int) -> tuple[At, Int]:
-        return At("next_packed"), Int((PACKED // blocks // 16 + 1) * 16)
+        return At(AHEAD), Int((PACKED // blocks // 16 + 1) * 16)
 
-    monkeypatch.setattr(gdn, "ahead", more)
+    monkeypatch.setattr(MODULES[op.name], "ahead", more)
     with pytest.raises(EmulatorFault, match="prefetch"):
         launch(fetching(call), Emulator(0), THOR)
 
@@ -50,10 +64,10 @@ def test_no_byte_beyond_the_weight_is_fetched(monkeypatch: pytest.MonkeyPatch) -
 @rooms
 def test_blocks_share_the_weight(op: Op) -> None:
     call = next(iter(of_few_rows(op).values()))
-    assert ahead(call.site, 128) == (At("next_packed"), Int(0))
+    assert ahead(call.site, 128) == (At(AHEAD), Int(0))
     for nbytes, share in ((100, 0), (128 * 31, 16), (MOST_AHEAD + 1, 196_608)):
         site = fetching(call, nbytes).site
-        assert ahead(site, 128) == (At("next_packed"), Int(share))
+        assert ahead(site, 128) == (At(AHEAD), Int(share))
     assert MOST_AHEAD == 128 * 196_608
 
 
@@ -82,7 +96,7 @@ def test_a_product_fetches_what_the_next_reads_first(product: str) -> None:
 @emulated
 def test_it_fetches_nothing_beyond_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     call = followed("more_norm_5_of_640", PRODUCTS[0])
-    size = call.inputs["next_packed"].nbytes // 512
+    size = call.inputs[AHEAD].nbytes // 512
     monkeypatch.setattr(few, "first_read", lambda *_: np.array([[1, size]], np.int32))
     with pytest.raises(EmulatorFault, match="prefetch"):
         launch(call, Emulator(0), THOR)

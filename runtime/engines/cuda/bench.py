@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from thor_dflash.manifest import Manifest
-from thor_dflash.plugins.launch import At, Device, Int, Launch
+from thor_dflash.plugins.launch import AHEAD, At, Device, Int, Launch
 from thor_dflash.plugins.op import NEXT
 from thor_dflash.plugins.rules import ROOT
 from thor_dflash.plugins.standard import fill
@@ -35,8 +35,6 @@ BLOCK_BYTES = 512 * 8 * 16
 WARM, RUNS = 3, 15
 SECONDS = 0.25
 """Spent warming a step up, so that clocks have risen."""
-AHEAD = "next_packed"
-"""A port whose weight another step reads."""
 STATE = {"state": (0.0, 0.1), "states": (0.0, 0.1), "record_d": (0.0, 0.1),
          "record_k": (0.0, 0.088), "record_decay": (0.9, 0.0)}  # fmt: skip
 """Mean and deviation of a gdn state where it is not 0 and 1: keys of length 1, states that last."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from thor_dflash.errors import EngineError
 from thor_dflash.plugins.cuda.enqueue import Arguments, content, values, working
 from thor_dflash.plugins.launch import (
+    AHEAD,
     Addresses,
     At,
     Device,
@@ -125,7 +126,7 @@ def bind(call: Call, program: Program, device: Device) -> Bound:
         rule = RULES[step.room]
         if why := rule.refuse(alone):
             raise EngineError(f"{program.name}: {step.name}: {why}")
-        site = replace(alone, following=packed.get(step.ports.get("next_packed", "")))
+        site = replace(alone, following=packed.get(step.ports.get(AHEAD, "")))
         launches = rule.launches(site, device)
         offsets, size = working(launches)
         planned += [Planned(step, one, rule.folder / one.source, offsets) for one in launches]

@@ -17,7 +17,7 @@ from thor_dflash.errors import EngineError
 from thor_dflash.plugins.cuda.driver import Driver
 from thor_dflash.plugins.cuda.enqueue import Arguments
 from thor_dflash.plugins.cuda.kernels import Kernels
-from thor_dflash.plugins.launch import Addresses, Launch, Scratch, Table
+from thor_dflash.plugins.launch import AHEAD, Addresses, Launch, Scratch, Table
 from thor_dflash.program import Program, Step, Weight, read
 from thor_dflash.progress import Progress
 from thor_dflash.runtime.engine import Call, Graph
@@ -185,7 +185,7 @@ class CudaEngine(Board):
                 kept = [planned for planned in bound.planned if keep(planned.step)]
                 read = {planned.step.ports.get("packed") for planned in kept}
                 for planned in kept:
-                    out = () if planned.step.ports.get("next_packed") in read else ("next_packed",)
+                    out = () if planned.step.ports.get(AHEAD) in read else (AHEAD,)
                     launches.append((planned, arguments(bound, planned, self._places, out)))
         self._tell(part)
         self._page.flush(self._page_at, self._ring)
