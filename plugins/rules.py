@@ -164,6 +164,7 @@ RULES: Mapping[str, Rule] = {
         ROOT / "draft_attention",
         draft_attention.launches,
         draft_attention.refuse,
+        slabs=_always,
     ),
     "context_kv": Rule(
         _ROOMS["context_kv"],

@@ -7,6 +7,7 @@
 // the bounds of what is seen were written in an earlier step, and are read before the wait.
 #include "draft_attention/rotary.cuh"
 #include "draft_attention/tile.cuh"
+#include "linear/rows.cuh"
 
 // What a block works on.
 struct Stretch {
@@ -210,24 +211,30 @@ DEVICE float4 group_sum(const float* merged, int row, int column) {
     return sum;
 }
 
-DEVICE void put_output(u16* o, const Rows& r, int row, int column, float4 x, float weight) {
-    int h = r.head_of(row), t = r.row_of(row);
-    if (t >= r.count || h >= r.heads) return;
-    uint2 packed = make_uint2(pack_bf16x2(x.x * weight, x.y * weight),
-                              pack_bf16x2(x.z * weight, x.w * weight));
-    *reinterpret_cast<uint2*>(o + t * r.q_pitch + (r.head + h) * D + column) = packed;
-}
+// Where the result goes: `o`, and if it is there `slabs`, the same as the next product reads it.
+struct Output {
+    u16 *o, *slabs;
+
+    DEVICE void put(const Rows& r, int row, int column, float4 x, float weight) const {
+        int h = r.head_of(row), t = r.row_of(row), k = (r.head + h) * D + column;
+        if (t >= r.count || h >= r.heads) return;
+        uint2 packed = make_uint2(pack_bf16x2(x.x * weight, x.y * weight),
+                                  pack_bf16x2(x.z * weight, x.w * weight));
+        *reinterpret_cast<uint2*>(o + t * r.q_pitch + k) = packed;
+        if (slabs) *reinterpret_cast<uint2*>(slabs + slab_offset(r.count, t, k) + k % 8) = packed;
+    }
+};
 
 constexpr int ITEMS = ROWS * D / 4;  // groups of four columns of the block's rows
 
 // The block's result: rows of the output where there is one stretch only, else what is merged.
-DEVICE void leave(u16* o, const Rows& r, const float* merged, const float2* mine, float* sums,
+DEVICE void leave(const Output& to, const Rows& r, const float* merged, const float2* mine, float* sums,
                   float2* facts, bool alone) {
     for (int item = threadIdx.x; item < ITEMS; item += THREADS) {
         int row = item / (D / 4), column = item % (D / 4) * 4;
         float4 sum = group_sum(merged, row, column);
         if (alone)
-            put_output(o, r, row, column, sum, 1.0f / mine[row].y);
+            to.put(r, row, column, sum, 1.0f / mine[row].y);
         else
             *reinterpret_cast<float4*>(sums + row * D + column) = sum;
     }
@@ -235,7 +242,7 @@ DEVICE void leave(u16* o, const Rows& r, const float* merged, const float2* mine
 }
 
 // What the stretches left, weighed and added in their order.
-DEVICE void merge_stretches(u16* o, const Rows& r, const float* sums, const float2* facts,
+DEVICE void merge_stretches(const Output& to, const Rows& r, const float* sums, const float2* facts,
                             float (*weights)[ROWS], int count) {
     if (threadIdx.x < ROWS) {
         float most = NOTHING, sum = 0.0f;
@@ -263,16 +270,16 @@ DEVICE void merge_stretches(u16* o, const Rows& r, const float* sums, const floa
             sum = add4(sum, load_shared_result(reinterpret_cast<const float4*>(at)),
                        weights[i][row]);
         }
-        put_output(o, r, row, column, sum, 1.0f);
+        to.put(r, row, column, sum, 1.0f);
     }
 }
 
 KERNEL void __launch_bounds__(THREADS, D <= 128 ? 2 : 1)
 draft_attention(const u16* q, const u16* k, const u16* v, const void* q_norm, const void* k_norm,
                 const i32* length, const i32* window, const i32* first, const u16* ring_k,
-                const u16* ring_v, u16* o, const float* frequency, float* sums, float2* facts,
-                u32* arrived, int rows, int heads, int kv_heads, int slots, int causal, int rotary,
-                float eps) {
+                const u16* ring_v, u16* o, u16* slabs, const float* frequency, float* sums,
+                float2* facts, u32* arrived, int rows, int heads, int kv_heads, int slots,
+                int causal, int rotary, float eps) {
     DYNAMIC_SHARED(memory);
     __shared__ float2 parts[GROUPS * ROWS];
     __shared__ float2 mine[ROWS];
@@ -342,7 +349,8 @@ draft_attention(const u16* q, const u16* k, const u16* v, const void* q_norm, co
     float* merged = reinterpret_cast<float*>(stages);
     merge_groups(state, merged, parts, mine, row0, group);
     u64 stretch = static_cast<u64>(blockIdx.y) * gridDim.x + blockIdx.x;
-    leave(o, kept, merged, mine, sums + stretch * ROWS * D, facts + stretch * ROWS, s.count == 1);
+    const Output to = {o, slabs};
+    leave(to, kept, merged, mine, sums + stretch * ROWS * D, facts + stretch * ROWS, s.count == 1);
     if (s.count == 1) return;
     sync_block();
     if (threadIdx.x == 0) order = arrive(arrived + blockIdx.y);
@@ -350,6 +358,6 @@ draft_attention(const u16* q, const u16* k, const u16* v, const void* q_norm, co
     if (order != static_cast<u32>(s.count - 1)) return;
     fence_device();
     stretch -= blockIdx.x;
-    merge_stretches(o, kept, sums + stretch * ROWS * D, facts + stretch * ROWS, weights, s.count);
+    merge_stretches(to, kept, sums + stretch * ROWS * D, facts + stretch * ROWS, weights, s.count);
     if (threadIdx.x == 0) arrived[blockIdx.y] = 0;
 }

@@ -73,7 +73,9 @@ def shared_bytes(dim: int) -> int:
 
 
 def launches(site: Site, device: Device) -> tuple[Launch, ...]:
-    """One launch: x stretches of the context, y key/value heads times blocks of their rows."""
+    """One launch: x stretches of the context, y key/value heads times blocks of their rows. It also
+    leaves its rows in `y0_slabs`, where the call has this port.
+    """
     a = site.attributes
     heads, kv, dim = (a.integer(n) for n in ("heads", "kv_heads", "head_dim"))
     rows = site.size("q", 0)
@@ -89,7 +91,7 @@ def launches(site: Site, device: Device) -> tuple[Launch, ...]:
             (splits, owners, 1),
             THREADS,
             (
-                *(At(name) for name in (*ports, "o")),
+                *(At(name) for name in (*ports, "o", "y0_slabs")),
                 Table(frequencies(site)),
                 Scratch("sums", parts * dim * 4),
                 Scratch("facts", parts * 8),

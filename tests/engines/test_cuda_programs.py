@@ -105,8 +105,9 @@ SHARED = {
     "verify": "layers.0.mlp.gate_up= layers.0.mlp.down_proj layers.1.linear_attn.in_proj= "
     "layers.1.mlp.gate_up= layers.1.mlp.down_proj layers.2.self_attn.qkv= "
     "layers.2.self_attn.o_proj layers.2.mlp.gate_up= layers.2.mlp.down_proj head=",
-    "propose": "drafter.layers.0.mlp.gate_up= drafter.layers.0.mlp.down_proj "
-    "drafter.layers.1.self_attn.qkv= drafter.layers.1.mlp.gate_up= "
+    "propose": "drafter.layers.0.self_attn.o_proj drafter.layers.0.mlp.gate_up= "
+    "drafter.layers.0.mlp.down_proj drafter.layers.1.self_attn.qkv= "
+    "drafter.layers.1.self_attn.o_proj drafter.layers.1.mlp.gate_up= "
     "drafter.layers.1.mlp.down_proj head=",
     "observe": "drafter.context=",
 }
@@ -124,7 +125,7 @@ def test_rows_are_shared_as_far_as_they_can_be(pair: Pair) -> None:
                 assert "linear_rows" not in launched
                 makers = [s for s in bounds[name].program.steps
                           if s.ports.get("y0_slabs") == step.ports["x_slabs"]]  # fmt: skip
-                rows = [m.ports["o" if m.room == "verify_attention" else "y0"] for m in makers]
+                rows = [m.ports["o" if m.room.endswith("attention") else "y0"] for m in makers]
                 assert rows == [step.ports["x"]]
             elif step.room in ("linear", "head"):
                 assert launched[0] == "linear_rows"

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from emulation import Emulator
-from kernels import call_of, launch, run
+from kernels import call_of, launch, run, shaped, slabs
 
 from thor_dflash.plugins.context_kv import OP as CONTEXT_KV
 from thor_dflash.plugins.draft_attention import OP as DRAFT_ATTENTION
 from thor_dflash.plugins.draft_attention.launch import refuse
 from thor_dflash.plugins.launch import H100, THOR, Device, Shaped, Site
+from thor_dflash.plugins.linear.prepare import SLAB
 from thor_dflash.plugins.op import Attribute, Case
 from thor_dflash.tensors import Array, DType
 
 BF16 = DType.BF16.numpy
 Shape = tuple[Any, ...]
+
+
+def bits(rows: Array) -> Array:
+    return rows.view(np.uint16)
 
 
 def normal(rng: np.random.Generator, *shape: int) -> Array:
@@ -98,7 +104,26 @@ def test_the_order_of_blocks_and_threads_changes_no_bit(shape: Shape) -> None:
     call = call_of(DRAFT_ATTENTION, block(*shape))
     outputs = [launch(call, Emulator(seed=seed), H100)["o"] for seed in (0, 1, 7)]
     for other in outputs[1:]:
-        np.testing.assert_array_equal(outputs[0].view(np.uint16), other.view(np.uint16))
+        np.testing.assert_array_equal(bits(outputs[0]), bits(other))
+
+
+WHOLE = {name: shape for name, shape in BLOCKS.items() if shape[1] * shape[3] % SLAB == 0}
+"""Rows that end within a slab are left by nobody."""
+
+
+@pytest.mark.parametrize("shape", WHOLE.values(), ids=WHOLE)
+@pytest.mark.parametrize("device", [H100, THOR], ids=["h100", "thor"])
+def test_rows_can_be_left_for_the_next_product(shape: Shape, device: Device) -> None:
+    """The rows in slabs are the rows, of one stretch of the context and of several."""
+    call = call_of(DRAFT_ATTENTION, block(*shape))
+    left = slabs(call.want["o"])
+    ports = {**call.site.ports, "y0_slabs": shaped(left)}
+    site = Site(DRAFT_ATTENTION, call.site.attributes, ports)
+    more = replace(call, site=site, want={**call.want, "y0_slabs": left})
+    got = launch(more, Emulator(seed=5), device)
+    np.testing.assert_array_equal(bits(got["y0_slabs"]), bits(slabs(got["o"])))
+    same = launch(call, Emulator(seed=5), device)["o"]
+    np.testing.assert_array_equal(bits(got["o"]), bits(same))
 
 
 @pytest.mark.parametrize("length", [0, 30, 500])
@@ -109,7 +134,7 @@ def test_a_causal_row_does_not_know_how_many_follow(length: int) -> None:
         inputs = {n: x[:rows] if n in ("q", "k", "v") else x for n, x in case.inputs.items()}
         call = call_of(DRAFT_ATTENTION, Case("", inputs, case.attributes))
         part = launch(call, Emulator(), H100)["o"]
-        np.testing.assert_array_equal(part.view(np.uint16), whole[:rows].view(np.uint16))
+        np.testing.assert_array_equal(bits(part), bits(whole[:rows]))
 
 
 def attention_site(**changed: Shaped | Attribute) -> Site:
