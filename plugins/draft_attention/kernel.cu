@@ -228,8 +228,8 @@ struct Output {
 constexpr int ITEMS = ROWS * D / 4;  // groups of four columns of the block's rows
 
 // The block's result: rows of the output where there is one stretch only, else what is merged.
-DEVICE void leave(const Output& to, const Rows& r, const float* merged, const float2* mine, float* sums,
-                  float2* facts, bool alone) {
+DEVICE void leave(const Output& to, const Rows& r, const float* merged, const float2* mine,
+                  float* sums, float2* facts, bool alone) {
     for (int item = threadIdx.x; item < ITEMS; item += THREADS) {
         int row = item / (D / 4), column = item % (D / 4) * 4;
         float4 sum = group_sum(merged, row, column);
