@@ -56,6 +56,7 @@ PARTS = ("memory", "machine", "lanes", "copies", "fiber", "hooks")
 """Of the machine, in the order of linking."""
 KERNEL = re.compile(r"emulated_kernel\s+void\s+(\w+)\s*\(([^)]*)\)")
 INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
+HEADER = '#include "cuda/device.cuh"\n#include "registry.h"\n'
 MESSAGE_BYTES = 16384
 KEPT = 7 * 86400
 """Seconds that something compiled stays after its last use."""
@@ -232,23 +233,38 @@ def _machine_objects() -> tuple[Path, ...]:
 
 
 @cache
+def _header() -> Path:
+    """What every kernel includes first; beside it the same compiled, by the name g++ asks for."""
+
+    def written(to: Path) -> None:
+        to.write_text(HEADER)
+
+    def compiled(to: Path) -> None:
+        _compile(*FLAGS, *CHECKED, "-I", MACHINE, "-x", "c++-header", path, "-o", to)
+
+    key = "\n".join([str(MACHINE), _machine(), HEADER, *FLAGS, *CHECKED])
+    path = cached(key, ".h", written)
+    cached(key, ".h.gch", compiled)
+    return path
+
+
+@cache
 def _library(source: Path, defines: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
     names = list(_signatures(source, defines))
-    shim = (
-        '#include "cuda/device.cuh"\n#include "registry.h"\n'
-        f'namespace {{\n#include "{source}"\n}}\n' + "".join(f"EMULATE({n})\n" for n in names)
-    )
+    shim = f'namespace {{\n#include "{source}"\n}}\n' + "".join(f"EMULATE({n})\n" for n in names)
     wanted = [f"-D{name}={value}" for name, value in defines]
 
-    objects = _machine_objects()
+    header, objects = _header(), _machine_objects()
 
     def linked(to: Path) -> None:
         file, unit = to.with_suffix(".cpp"), to.with_suffix(".o")
         file.write_text(shim)
-        _compile(*FLAGS, *CHECKED, "-c", *wanted, "-I", MACHINE, "-I", PLUGINS, file, "-o", unit)
+        include = ("-include", header, "-I", MACHINE, "-I", PLUGINS)
+        _compile(*FLAGS, *CHECKED, "-c", *wanted, *include, file, "-o", unit)
         _compile("-shared", *objects, unit, "-o", to)  # dynamic shared memory lies first
 
-    key = "\n".join([_text(source), repr(defines), shim, _machine(), *FLAGS, *FAST, *CHECKED])
+    flags = (*FLAGS, *FAST, *CHECKED)
+    key = "\n".join([_text(source), repr(defines), shim, HEADER, _machine(), *flags])
     return ctypes.CDLL(str(cached(key, ".so", linked)))
 
 
