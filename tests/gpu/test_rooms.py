@@ -10,11 +10,12 @@ from attention_cases import rising
 from fetching import fetching, of_few_rows
 from gating import entering, gated_call
 from kernel_cases import cases_of, every_code
-from kernels import Refused, call_of, compare, in_kernel_types, launch
+from kernels import Refused, call_of, compare, in_kernel_types, launch, slabs
+from leaving import leaving
 from on_gpu import Gpu
 from row_law import cut, outputs_by_row, prefixes, rows_of, same_bits, served_apart
 
-from thor_dflash.plugins import GDN, LINEAR, OPS, VERIFY_ATTENTION
+from thor_dflash.plugins import DRAFT_ATTENTION, GDN, LINEAR, OPS, VERIFY_ATTENTION
 from thor_dflash.plugins.launch import Device
 from thor_dflash.plugins.op import Op
 from thor_dflash.tensors import DType
@@ -105,6 +106,13 @@ def test_attention_gates_rows_as_the_launch_in_front_of_a_product_does(gpu: Gpu)
             got = launch(call, gpu, gpu.driver.info.device)
             made = entering(got["o"], call.inputs["next_gate"], gpu)
             same_bits({"y0_slabs": got["y0_slabs"]}, {"y0_slabs": made})
+
+
+def test_the_drafters_attention_leaves_its_rows_for_the_next_product(gpu: Gpu) -> None:
+    for case in cases_of(DRAFT_ATTENTION).values():
+        call = leaving(call_of(DRAFT_ATTENTION, case), "o")
+        got = launch(call, gpu, gpu.driver.info.device)
+        same_bits({"y0_slabs": got["y0_slabs"]}, {"y0_slabs": slabs(got["o"])})
 
 
 @pytest.mark.parametrize("op", [GDN, VERIFY_ATTENTION], ids=lambda op: op.name)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from emulation import Emulator
-from kernels import call_of, launch, run, shaped, slabs
+from kernels import call_of, launch, run, slabs
+from leaving import leaving
 
 from thor_dflash.plugins.context_kv import OP as CONTEXT_KV
 from thor_dflash.plugins.draft_attention import OP as DRAFT_ATTENTION
@@ -116,11 +116,7 @@ WHOLE = {name: shape for name, shape in BLOCKS.items() if shape[1] * shape[3] % 
 def test_rows_can_be_left_for_the_next_product(shape: Shape, device: Device) -> None:
     """The rows in slabs are the rows, of one stretch of the context and of several."""
     call = call_of(DRAFT_ATTENTION, block(*shape))
-    left = slabs(call.want["o"])
-    ports = {**call.site.ports, "y0_slabs": shaped(left)}
-    site = Site(DRAFT_ATTENTION, call.site.attributes, ports)
-    more = replace(call, site=site, want={**call.want, "y0_slabs": left})
-    got = launch(more, Emulator(seed=5), device)
+    got = launch(leaving(call, "o"), Emulator(seed=5), device)
     np.testing.assert_array_equal(bits(got["y0_slabs"]), bits(slabs(got["o"])))
     same = launch(call, Emulator(seed=5), device)["o"]
     np.testing.assert_array_equal(bits(got["o"]), bits(same))

@@ -12,6 +12,7 @@ import pytest
 from emulation import Emulator
 from hypothesis import example, given
 from hypothesis import strategies as st
+from leaving import leaving
 
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.launch import H100, THOR, Device, Shaped, Site
@@ -280,12 +281,7 @@ def test_rows_can_be_left_for_the_next_product(rows: int, epilogue: str) -> None
     if epilogue == "residual":
         inputs["residual"] = rng.normal(0, 1, (rows, 320)).astype(BF16)
     case = Case("left", inputs, {"epilogue": epilogue, "segments": segments})
-    call = kernels.call_of(LINEAR, case)
-    left = kernels.slabs(call.want["y0"])
-    ports = {**call.site.ports, "y0_slabs": kernels.shaped(left)}
-    call = replace(
-        call, site=Site(LINEAR, call.site.attributes, ports), want={**call.want, "y0_slabs": left}
-    )
+    call = leaving(kernels.call_of(LINEAR, case), "y0")
     got = kernels.launch(call, Emulator(rows), SMALL)
     kernels.compare(LINEAR, got, call.want)
     np.testing.assert_array_equal(got["y0_slabs"], kernels.slabs(got["y0"]))

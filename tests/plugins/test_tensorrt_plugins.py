@@ -15,9 +15,10 @@ from gating import gated_call
 from kernel_cases import cases_of
 from kernel_sites import sites
 from kernels import Call, Refused, call_of, launch, packed, rule_of, site_of
+from leaving import leaving
 
 from thor_dflash.errors import EngineError
-from thor_dflash.plugins import OPS, VERIFY_ATTENTION
+from thor_dflash.plugins import DRAFT_ATTENTION, OPS, VERIFY_ATTENTION
 from thor_dflash.plugins.launch import THOR, Scratch, Shaped, Site
 from thor_dflash.plugins.op import DOMAIN, Op
 from thor_dflash.plugins.standard.nodes import EMBED
@@ -245,8 +246,10 @@ def test_enqueue_leaves_the_bits_that_the_launches_leave(
 
 
 def test_enqueue_leaves_rows_for_the_next_product_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = cases_of(VERIFY_ATTENTION)
-    enqueued_as_launched(gated_call(cases["more_7_rows_at_120_4x2x256_bfloat16"]), monkeypatch)
+    case = cases_of(VERIFY_ATTENTION)["more_7_rows_at_120_4x2x256_bfloat16"]
+    enqueued_as_launched(gated_call(case), monkeypatch)
+    case = cases_of(DRAFT_ATTENTION)["more_5_rows_causal_1_window_100_at_140"]
+    enqueued_as_launched(leaving(call_of(DRAFT_ATTENTION, case), "o"), monkeypatch)
 
 
 def enqueued_as_launched(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

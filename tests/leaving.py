@@ -1,0 +1,17 @@
+"""Calls that leave their rows as the next product reads them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kernels import Call, shaped, slabs
+
+from thor_dflash.plugins.launch import Site
+
+
+def leaving(call: Call, rows: str) -> Call:
+    """The call, its output `rows` wanted in slabs too."""
+    left = slabs(call.want[rows])
+    ports = {**call.site.ports, "y0_slabs": shaped(left)}
+    site = Site(call.site.op, call.site.attributes, ports)
+    return replace(call, site=site, want={**call.want, "y0_slabs": left})
