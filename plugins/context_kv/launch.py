@@ -58,11 +58,11 @@ def launches(site: Site, device: Device) -> tuple[Launch, ...]:
                 Table(frequencies(site)),
                 Int(rows),
                 Int(kv),
-                Int(a.integer("rotary_dim")),
                 Real(a.real("norm_eps")),
             ),
             defines={
                 "HEAD_DIM": a.integer("head_dim"),
+                "ROTARY": a.integer("rotary_dim"),
                 "NORM_F32": int(site.ports["k_norm0"].dtype is DType.F32),
             },
         ),

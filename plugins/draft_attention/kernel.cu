@@ -54,16 +54,17 @@ DEVICE void fetch(saddr stage, const u16* keys, const u16* values, int at, int e
     }
 }
 
-DEVICE void put_head(u8* tile, int row, const Head<D>& h, int rotary) {
+// Zeros where there is no such head.
+DEVICE void put_head(u8* tile, int row, const Head<D>& h, bool there) {
 #pragma unroll
     for (int i = 0; i < Head<D>::UNITS; i++) {
         int u = unit_of<D>(i);
         if (u >= D / 4) break;
-        int low = low_of<D>(u, rotary), high = high_of<D>(u, rotary);
+        int low = low_of<D>(u), high = high_of<D>(u);
         *reinterpret_cast<u32*>(tile + place(row, low / 8) + low % 8 * 2) =
-            pack_bf16x2(h.x[i][0], h.x[i][1]);
+            there ? pack_bf16x2(h.x[i][0], h.x[i][1]) : 0;
         *reinterpret_cast<u32*>(tile + place(row, high / 8) + high % 8 * 2) =
-            pack_bf16x2(h.x[i][2], h.x[i][3]);
+            there ? pack_bf16x2(h.x[i][2], h.x[i][3]) : 0;
     }
 }
 
@@ -74,7 +75,7 @@ struct Rows {
     int head;       // first query head of this block
     int heads;      // query heads of this block that exist
     int kv;
-    int length, rotary;
+    int length;
     float eps;
     u64 q_pitch, kv_pitch;
 
@@ -111,39 +112,35 @@ DEVICE void put_rows(u8* tile, u8* stage, const Rows& r, const Constants& consta
     for (int i = 0; i < EACH; i++) {
         const Spot at(r, i);
         const int t = min(at.t, r.count - 1), h = r.head + min(at.h, r.heads - 1);
-        queries[i] = load_packed<D>(q + t * r.q_pitch + h * D, r.rotary);
+        queries[i] = load_packed<D>(q + t * r.q_pitch + h * D);
     }
     if (stage) {
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
             const u64 from = min(Spot(r, i).t, r.count - 1) * r.kv_pitch + r.kv * D;
-            keys[i] = load_packed<D>(k + from, r.rotary);
-            values[i] = load_packed<D>(v + from, r.rotary);
+            keys[i] = load_packed<D>(k + from);
+            values[i] = load_packed<D>(v + from);
         }
     }
+    Head<D> x[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; i++) x[i] = unpacked<D>(queries[i]);
+    norm_and_turn(x, constants.q_norm, constants.turns, r.eps);
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
         const Spot at(r, i);
-        Head<D> x = {};
-        if (at.t < r.count && at.h < r.heads) {
-            x = unpacked<D>(queries[i]);
-            norm_and_turn<D>(x, constants.q_norm, constants.turns[i], r.eps);
-        }
-        put_head(tile, at.h * r.padded + at.t, x, r.rotary);
+        put_head(tile, at.h * r.padded + at.t, x[i], at.t < r.count && at.h < r.heads);
     }
     if (!stage) return;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) x[i] = unpacked<D>(keys[i]);
+    norm_and_turn(x, constants.k_norm, constants.turns, r.eps);
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
         const Spot at(r, i);
         if (at.h > 0) break;  // of the first head: every row once
-        Head<D> key = {}, value = {};
-        if (at.t < r.count) {
-            key = unpacked<D>(keys[i]);
-            value = unpacked<D>(values[i]);
-            norm_and_turn<D>(key, constants.k_norm, constants.turns[i], r.eps);
-        }
-        put_head(stage, at.t, key, r.rotary);
-        put_head(stage + VALUES, at.t, value, r.rotary);
+        put_head(stage, at.t, x[i], at.t < r.count);
+        put_head(stage + VALUES, at.t, unpacked<D>(values[i]), at.t < r.count);
     }
 }
 
@@ -179,7 +176,7 @@ DEVICE void merge_groups(State& state, float* merged, float2* parts, float2* fac
     sync_block();
 }
 
-DEVICE Rows rows_of(int count, int heads, int kv_heads, int length, int rotary, float eps) {
+DEVICE Rows rows_of(int count, int heads, int kv_heads, int length, float eps) {
     Rows r;
     r.count = count;
     r.padded = count <= 16 ? 16 : 32;
@@ -189,7 +186,6 @@ DEVICE Rows rows_of(int count, int heads, int kv_heads, int length, int rotary, 
     r.head = r.kv * each + offset;
     r.heads = each - offset < here ? each - offset : here;
     r.length = length;
-    r.rotary = rotary;
     r.eps = eps;
     r.q_pitch = static_cast<u64>(heads) * D;
     r.kv_pitch = static_cast<u64>(kv_heads) * D;
@@ -245,7 +241,7 @@ DEVICE void leave(const Output& to, const Rows& r, const float* merged, const fl
 DEVICE void merge_stretches(const Output& to, const Rows& r, const float* sums, const float2* facts,
                             float (*weights)[ROWS], int count) {
     if (threadIdx.x < ROWS) {
-        float most = NOTHING, sum = 0.0f;
+        float most = NOTHING, sum = 0.0f, weight[STRETCHES];
         float2 all[STRETCHES];
 #pragma unroll
         for (int i = 0; i < STRETCHES; i++) {
@@ -255,10 +251,13 @@ DEVICE void merge_stretches(const Output& to, const Rows& r, const float* sums, 
             most = fmaxf(most, all[i].x);
         }
 #pragma unroll
-        for (int i = 0; i < STRETCHES; i++) sum += all[i].y * exp2f(all[i].x - most);
+        for (int i = 0; i < STRETCHES; i++) {
+            weight[i] = exp2f(all[i].x - most);
+            sum += all[i].y * weight[i];
+        }
+        const float by = 1.0f / sum;
 #pragma unroll
-        for (int i = 0; i < STRETCHES; i++)
-            weights[i][threadIdx.x] = exp2f(all[i].x - most) / sum;
+        for (int i = 0; i < STRETCHES; i++) weights[i][threadIdx.x] = weight[i] * by;
     }
     sync_block();
     for (int item = threadIdx.x; item < ITEMS; item += THREADS) {
@@ -279,7 +278,7 @@ draft_attention(const u16* q, const u16* k, const u16* v, const void* q_norm, co
                 const i32* length, const i32* window, const i32* first, const u16* ring_k,
                 const u16* ring_v, u16* o, u16* slabs, const float* frequency, float* sums,
                 float2* facts, u32* arrived, int rows, int heads, int kv_heads, int slots,
-                int causal, int rotary, float eps) {
+                int causal, float eps) {
     DYNAMIC_SHARED(memory);
     __shared__ float2 parts[GROUPS * ROWS];
     __shared__ float2 mine[ROWS];
@@ -289,7 +288,7 @@ draft_attention(const u16* q, const u16* k, const u16* v, const void* q_norm, co
     u8* q_tile = memory;
     u8* stages = memory + ROWS * ROW_BYTES;
 
-    Rows r = rows_of(rows, heads, kv_heads, *length, rotary, eps);
+    Rows r = rows_of(rows, heads, kv_heads, *length, eps);
     int near = *window;
     Stretch s = stretch_of(r.length, near, *first, slots);
     if (static_cast<int>(blockIdx.x) >= s.count) return;
@@ -304,8 +303,8 @@ draft_attention(const u16* q, const u16* k, const u16* v, const void* q_norm, co
         copy_async_commit();
     }
     Constants constants;
-    constants.q_norm = load_weight<D>(q_norm, NORM_F32, rotary);
-    constants.k_norm = load_weight<D>(k_norm, NORM_F32, rotary);
+    constants.q_norm = load_weight<D>(q_norm, NORM_F32);
+    constants.k_norm = load_weight<D>(k_norm, NORM_F32);
     const Frequencies<D> frequencies = load_frequencies<D>(frequency);
 #pragma unroll
     for (int i = 0; i < EACH; i++)

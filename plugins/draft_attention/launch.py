@@ -101,12 +101,12 @@ def launches(site: Site, device: Device) -> tuple[Launch, ...]:
                 Int(kv),
                 Int(site.size("ring_k", 1)),
                 Int(a.integer("causal")),
-                Int(a.integer("rotary_dim")),
                 Real(a.real("norm_eps")),
             ),
             shared=shared_bytes(dim),
             defines={
                 "HEAD_DIM": dim,
+                "ROTARY": a.integer("rotary_dim"),
                 "NORM_F32": int(site.ports["q_norm"].dtype is DType.F32),
             },
         ),

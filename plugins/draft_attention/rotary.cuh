@@ -2,8 +2,14 @@
 // A lane holds units u = lane, lane + 32, ... of D / 4; a unit is two neighbouring elements of the
 // lower half of what turns (or, past it, of what does not) and their two partners in the upper
 // half.
+//
+// Compile-time: ROTARY, how many elements of a head turn (a multiple of 4).
 #pragma once
 #include "cuda/device.cuh"
+
+#ifndef ROTARY
+#error "ROTARY must be defined"
+#endif
 
 template <int D> struct Head {
     static constexpr int UNITS = (D / 4 + 31) / 32;
@@ -17,13 +23,13 @@ template <int D> struct Turn {
 
 template <int D> DEVICE int unit_of(int i) { return i * 32 + static_cast<int>(threadIdx.x % 32); }
 
-// First element of unit u's lower and upper pair. Elements at and past `rotary` are paired among
+// First element of unit u's lower and upper pair. Elements at and past ROTARY are paired among
 // themselves; their frequency is 0.
-template <int D> DEVICE int low_of(int u, int rotary) {
-    return 2 * u < rotary / 2 ? 2 * u : 2 * u + rotary / 2;
+template <int D> DEVICE int low_of(int u) {
+    return ROTARY == D || 2 * u < ROTARY / 2 ? 2 * u : 2 * u + ROTARY / 2;
 }
-template <int D> DEVICE int high_of(int u, int rotary) {
-    return 2 * u < rotary / 2 ? 2 * u + rotary / 2 : 2 * u + D / 2;
+template <int D> DEVICE int high_of(int u) {
+    return ROTARY == D || 2 * u < ROTARY / 2 ? 2 * u + ROTARY / 2 : 2 * u + D / 2;
 }
 
 // sin and cos of 0 <= angle < 2^18 to 2^-22. The angle is reduced by quarter turns with pi / 2 in
@@ -80,15 +86,15 @@ template <int D> struct Packed {
     u32 low[Head<D>::UNITS], high[Head<D>::UNITS];
 };
 
-template <int D> DEVICE Packed<D> load_packed(const u16* from, int rotary) {
+template <int D> DEVICE Packed<D> load_packed(const u16* from) {
     Packed<D> p;
 #pragma unroll
     for (int i = 0; i < Head<D>::UNITS; i++) {
         int u = unit_of<D>(i);
         p.low[i] = p.high[i] = 0;
         if (u < D / 4) {
-            p.low[i] = *reinterpret_cast<const u32*>(from + low_of<D>(u, rotary));
-            p.high[i] = *reinterpret_cast<const u32*>(from + high_of<D>(u, rotary));
+            p.low[i] = *reinterpret_cast<const u32*>(from + low_of<D>(u));
+            p.high[i] = *reinterpret_cast<const u32*>(from + high_of<D>(u));
         }
     }
     return p;
@@ -106,20 +112,20 @@ template <int D> DEVICE Head<D> unpacked(const Packed<D>& p) {
     return h;
 }
 
-template <int D> DEVICE Head<D> load_head(const u16* from, int rotary) {
-    return unpacked<D>(load_packed<D>(from, rotary));
+template <int D> DEVICE Head<D> load_head(const u16* from) {
+    return unpacked<D>(load_packed<D>(from));
 }
 
 // A norm's weight, bf16 or float32 [D].
-template <int D> DEVICE Head<D> load_weight(const void* from, bool wide, int rotary) {
-    if (!wide) return load_head<D>(static_cast<const u16*>(from), rotary);
+template <int D> DEVICE Head<D> load_weight(const void* from, bool wide) {
+    if (!wide) return load_head<D>(static_cast<const u16*>(from));
     Head<D> h;
     const float* at = static_cast<const float*>(from);
 #pragma unroll
     for (int i = 0; i < Head<D>::UNITS; i++) {
         int u = unit_of<D>(i);
         bool in = u < D / 4;
-        int low = low_of<D>(u, rotary), high = high_of<D>(u, rotary);
+        int low = low_of<D>(u), high = high_of<D>(u);
         h.x[i][0] = in ? at[low] : 0.0f;
         h.x[i][1] = in ? at[low + 1] : 0.0f;
         h.x[i][2] = in ? at[high] : 0.0f;
@@ -128,25 +134,38 @@ template <int D> DEVICE Head<D> load_weight(const void* from, bool wide, int rot
     return h;
 }
 
-// x / rms(x) * weight, rotated. Every lane of the warp takes part.
-template <int D>
-DEVICE void norm_and_turn(Head<D>& h, const Head<D>& weight, const Turn<D>& turn, float eps) {
-    float sum = 0.0f;
+// x / rms(x) * weight, rotated, of N heads side by side, as each is a chain of exchanges. Every lane
+// of the warp takes part.
+template <int D, int N>
+DEVICE void norm_and_turn(Head<D> (&h)[N], const Head<D>& weight, const Turn<D> (&turn)[N],
+                          float eps) {
+    float sum[N];
 #pragma unroll
-    for (int i = 0; i < Head<D>::UNITS; i++)
+    for (int n = 0; n < N; n++) {
+        sum[n] = 0.0f;
 #pragma unroll
-        for (int j = 0; j < 4; j++) sum = fma_rn(h.x[i][j], h.x[i][j], sum);
+        for (int i = 0; i < Head<D>::UNITS; i++)
 #pragma unroll
-    for (int mask = 16; mask > 0; mask /= 2) sum += shuffle_xor(sum, mask);
-    float scale = 1.0f / sqrtf(sum * (1.0f / D) + eps);
+            for (int j = 0; j < 4; j++) sum[n] = fma_rn(h[n].x[i][j], h[n].x[i][j], sum[n]);
+    }
 #pragma unroll
-    for (int i = 0; i < Head<D>::UNITS; i++)
+    for (int mask = 16; mask > 0; mask /= 2)
 #pragma unroll
-        for (int j = 0; j < 2; j++) {
-            float a = h.x[i][j] * scale * weight.x[i][j];
-            float b = h.x[i][j + 2] * scale * weight.x[i][j + 2];
-            float c = turn.cosine[i][j], s = turn.sine[i][j];
-            h.x[i][j] = fma_rn(a, c, -(b * s));
-            h.x[i][j + 2] = fma_rn(b, c, a * s);
-        }
+        for (int n = 0; n < N; n++) sum[n] += shuffle_xor(sum[n], mask);
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+        const float scale = rsqrtf(sum[n] * (1.0f / D) + eps);
+#pragma unroll
+        for (int i = 0; i < Head<D>::UNITS; i++)
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                float& low = h[n].x[i][j];
+                float& high = h[n].x[i][j + 2];
+                const float a = low * scale * weight.x[i][j];
+                const float b = high * scale * weight.x[i][j + 2];
+                const float c = turn[n].cosine[i][j], s = turn[n].sine[i][j];
+                low = fma_rn(a, c, -(b * s));
+                high = fma_rn(b, c, a * s);
+            }
+    }
 }

@@ -10,6 +10,8 @@ from thor_dflash.tensors import DType
 THREADS = 256
 _COLUMNS = 8 * THREADS
 """Of a row that a block takes at a time."""
+_WHOLE_ROW = 1
+"""What a norm over the row is to the kernel, instead of a head's columns."""
 
 
 SLAB = 64
@@ -43,18 +45,30 @@ def prepared(
     if "norm_weight" not in site and gate is Gate.NONE and not slabs:
         return At("x"), ()
     t, k = site.ports["x"].shape
-    norm = 0
-    if "norm_weight" in site:
-        norm = (a.integer("head_dim") % k if "head_dim" in a.values else 0) or k
+    norm = _norm(site)
     wide = "norm_weight" in site and site.ports["norm_weight"].dtype is DType.F32
     rows = Scratch("rows", 2 * t * padded(k))
-    arguments = (At("x"), At("norm_weight"), At("gate"), rows, Int(k), Int(norm), Int(gate))
+    arguments = (At("x"), At("norm_weight"), At("gate"), rows, Int(k))
     launch = Launch(
         kernel="linear_rows",
         source=f"{folder}rows.cu",
-        grid=(t, 1 if norm == k else -(-k // _COLUMNS), 1),
+        grid=(t, 1 if norm == _WHOLE_ROW else -(-k // _COLUMNS), 1),
         threads=THREADS,
         arguments=(*arguments, Real(a.real("norm_eps")), Real(a.real("norm_offset"))),
-        defines={"WEIGHT_FLOAT": int(wide), "SLABS": int(slabs)},
+        defines={
+            "WEIGHT_FLOAT": int(wide),
+            "SLABS": int(slabs),
+            "GATE": int(gate),
+            "NORM": norm,
+        },
     )
     return rows, (launch,)
+
+
+def _norm(site: Site) -> int:
+    """As NORM in rows.cu."""
+    if "norm_weight" not in site:
+        return 0
+    values = site.attributes.values
+    head = site.attributes.integer("head_dim") if "head_dim" in values else 0
+    return _WHOLE_ROW if head in (0, site.size("x", 1)) else head

@@ -1,6 +1,10 @@
 // The rows that enter a product: the contract's prologue, in float32, rounded to bf16 once. One block
 // a row, several where no sum goes over the whole row; a thread takes eight neighbouring columns at a
-// time, so a row's sums have one order whatever else is computed.
+// time, so a row's sums have one order whatever else is computed. What a call does not need is not in
+// its code: much of what a launch this short takes is instructions on their way.
+//
+// Compile-time: WEIGHT_FLOAT, the norm's weight float32 and not bf16; SLABS, rows in slabs; GATE; NORM,
+// 0 for none, 1 for one over the row, else the columns of a head (a power of two, 8 to 128).
 #include "linear/rows.cuh"
 
 constexpr int THREADS = 256;
@@ -37,9 +41,10 @@ DEVICE float block_sum(float sum, float* parts) {
     return sum;
 }
 
-DEVICE float gated(float x, float gate, int kind) {
+DEVICE float gated(float x, float gate) {
+    if (GATE == NO_GATE) return x;
     const float s = sigmoid(gate);
-    return kind == NO_GATE ? x : kind == SIGMOID ? x * s : x * (gate * s);
+    return GATE == SIGMOID ? x * s : x * (gate * s);
 }
 
 // offset + the weight of eight neighbouring columns.
@@ -57,24 +62,24 @@ DEVICE void norm_weights(float (&w)[8], const void* weight, int column, float of
     for (int i = 0; i < 8; i++) w[i] = offset + v[i];
 }
 
-// x, gate, y [rows, width], width a multiple of 8; `norm` the columns of one norm: width, or a head
-// of 8 to 256 columns (a power of two), or 0 for none; norm_weight [norm], WEIGHT_FLOAT: float32.
-// SLABS: y in slabs, with zeros up to a whole one.
+// x, gate, y [rows, width], width a multiple of 8; norm_weight of the row or a head. SLABS: y in slabs,
+// with zeros up to a whole one.
 KERNEL void __launch_bounds__(THREADS)
 linear_rows(const u16* x, const void* __restrict__ norm_weight, const u16* gate, u16* y, int width,
-            int norm, int gate_kind, float eps, float offset) {
+            float eps, float offset) {
     __shared__ float parts[WARPS];
-    const bool by_row = norm == width, by_head = norm && !by_row;
+    constexpr bool by_row = NORM == 1, by_head = NORM > 1;
     float w[8] = {};
     // Comes from memory, so before the next kernel, whose weights keep memory busy, may start.
-    if (by_head) norm_weights(w, norm_weight, threadIdx.x * 8 & (norm - 1), offset);
+    if (by_head) norm_weights(w, norm_weight, threadIdx.x * 8 & (NORM - 1), offset);
     let_next_start();
     wait_for_previous();
     const i64 row = static_cast<i64>(blockIdx.x) * width;
     const uint4* in = reinterpret_cast<const uint4*>(x + row);
     const uint4* gates = reinterpret_cast<const uint4*>(gate + row);
     uint4* out = reinterpret_cast<uint4*>(SLABS ? y : y + row);
-    const int chunks = width / 8, lanes = norm / 8;  // `lanes` make one head's sum
+    constexpr int lanes = NORM / 8;  // make one head's sum
+    const int chunks = width / 8;
     const int end = SLABS ? (chunks + 7) / 8 * 8 : chunks;
     float scale = 1.0f;
     if (by_row) {
@@ -87,11 +92,12 @@ linear_rows(const u16* x, const void* __restrict__ norm_weight, const u16* gate,
         const int c = first + threadIdx.x;
         const bool there = c < chunks;
         const uint4 packed = there ? in[c] : make_uint4(0, 0, 0, 0);
-        const uint4 gate8 = there && gate_kind ? gates[c] : make_uint4(0, 0, 0, 0);
+        const uint4 gate8 = there && GATE ? gates[c] : make_uint4(0, 0, 0, 0);
         if (by_head) {
             float sum = squares8(packed);
+#pragma unroll
             for (int mask = lanes / 2; mask; mask /= 2) sum += shuffle_xor(sum, mask);
-            scale = rsqrtf(sum / norm + eps);
+            scale = rsqrtf(sum * (1.0f / NORM) + eps);
         }
         if (c >= end) continue;
         uint4& to = out[SLABS ? slab_offset(gridDim.x, blockIdx.x, 8 * c) / 8 : c];
@@ -105,7 +111,7 @@ linear_rows(const u16* x, const void* __restrict__ norm_weight, const u16* gate,
         if (by_row) norm_weights(w, norm_weight, 8 * c, offset);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            v[i] = gated(norm ? v[i] * scale * w[i] : v[i], g[i], gate_kind);
+            v[i] = gated(NORM ? v[i] * scale * w[i] : v[i], g[i]);
         }
         to = make_uint4(pack_bf16x2(v[0], v[1]), pack_bf16x2(v[2], v[3]), pack_bf16x2(v[4], v[5]),
                         pack_bf16x2(v[6], v[7]));

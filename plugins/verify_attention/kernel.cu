@@ -6,7 +6,8 @@
 // Nothing but the call's own rows comes to attend_split from the kernel before it: the length, and
 // the cache up to it, were written in an earlier step, and are read before the wait.
 // Compile-time: GROUP (query heads of a key/value head: 2, 4, 6), FP8 (the caches' type; bf16
-// otherwise), NORM_F32 (the norm weights' type; bf16 otherwise).
+// otherwise), NORM_F32 (the norm weights' type; bf16 otherwise), HALF (angles of a row: half of the
+// columns that turn).
 #include "cuda/ahead.cuh"
 #include "cuda/device.cuh"
 #include "linear/rows.cuh"
@@ -33,7 +34,7 @@ DEVICE void load_queries(u8* memory, const u16* q, int rows, int from, const Lan
 }
 
 // Normalised and rotated in place. Token t of the block turns by row t + `turned`.
-DEVICE void turn_queries(u8* memory, const float (&w)[8], float eps, const Rotation& by,
+DEVICE void turn_queries(u8* memory, const float (&w)[8], float eps, const float* table,
                          int turned) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 #pragma unroll 1
@@ -46,7 +47,7 @@ DEVICE void turn_queries(u8* memory, const float (&w)[8], float eps, const Rotat
             eight(x[n], words(memory + QUERIES + row * QUERY_PITCH, lane));
             angle[n] = row % TOKENS + turned;
         }
-        turn(x, w, by, angle, eps, lane);
+        turn(x, w, table, angle, eps, lane);
         sync_warp();
 #pragma unroll
         for (int n = 0; n < BATCH; n++)
@@ -78,7 +79,7 @@ DEVICE bool sees_fresh(const Pieces& pieces, int length) {
 // The call's rows as the cache holds them, and its queries, 16 tokens at a time: this block's own
 // come first, as its queries turn by the same angles, which are there already.
 DEVICE void prepare(u8* memory, const Fresh& fresh, const float (&w)[8], const float (&w_key)[8],
-                    const Rotation& by, float own, int length, int from, bool needs,
+                    float* table, float own, int length, int from, bool needs,
                     const Lane& at) {
     const int warp = threadIdx.x >> 5;
     const int blocks = needs ? static_cast<int>(gridDim.z) : 1;
@@ -88,12 +89,12 @@ DEVICE void prepare(u8* memory, const Fresh& fresh, const float (&w)[8], const f
         const int first = (from + n * TOKENS) % (gridDim.z * TOKENS);
         Pair pair;
         if (needs) load_pair(pair, fresh, first + warp, at.lane);
-        if (n > 0) angles(by, own, length + first, TOKENS);
+        if (n > 0) angles(table, own, length + first, TOKENS);
         if (n == 0 && at.half == 0) copy_async_wait<0>();
         sync_block();
-        if (n == 0) turn_queries(memory, w, fresh.eps, by, 0);
+        if (n == 0) turn_queries(memory, w, fresh.eps, table, 0);
         if (needs)
-            store_pair(k, k + fresh.rows * CACHE_BYTES, pair, fresh, w_key, by, first + warp, warp,
+            store_pair(k, k + fresh.rows * CACHE_BYTES, pair, fresh, w_key, table, first + warp, warp,
                        at.lane);
         sync_block();
     }
@@ -106,13 +107,13 @@ KERNEL void __launch_bounds__(THREADS, 1)
                  const float* __restrict__ scale_k, const float* __restrict__ scale_v,
                  const float* __restrict__ frequency, u16* mixtures, float2* stats,
                  const u8* __restrict__ next_packed, int next_share, int rows, int capacity,
-                 int half, int slots, float offset, float eps) {
+                 int slots, float offset, float eps) {
     DYNAMIC_SHARED(memory);
     const Lane at = this_lane();
     float w[8], w_key[8];
     norm_weights(w, q_norm, offset, at.lane);
     norm_weights(w_key, k_norm, offset, at.lane);
-    const float own = own_frequency(frequency, half);
+    const float own = own_frequency(frequency);
     const float2 by_k = with_inverse(*scale_k), by_v = with_inverse(*scale_v);
     const int head = blockIdx.y, from = blockIdx.z * TOKENS, length = *length_at;
     const Pieces pieces = divided(length + from, length + min(rows, from + TOKENS), gridDim.x);
@@ -125,8 +126,8 @@ KERNEL void __launch_bounds__(THREADS, 1)
     const i64 begin = static_cast<i64>(head) * capacity * CACHE_BYTES;
     const Past past = {memory, cache_k + begin, cache_v + begin, length, rows, pieces};
     Ahead ahead(past, at);
-    const Rotation by = {reinterpret_cast<float*>(memory + WEIGHTS), half};
-    angles(by, own, length + from, TOKENS);
+    float* const table = reinterpret_cast<float*>(memory + WEIGHTS);
+    angles(table, own, length + from, TOKENS);
     let_next_start();
     wait_for_previous();
     if (at.half == 0) load_queries(memory, q, rows, from, at);
@@ -135,7 +136,7 @@ KERNEL void __launch_bounds__(THREADS, 1)
     // Who takes the last piece writes, and needs what it writes.
     const bool last = (pieces.count - 1) % gridDim.x == blockIdx.x;
     const Fresh fresh = {k, v, rows, static_cast<int>(gridDim.y), head, eps, by_k, by_v};
-    prepare(memory, fresh, w, w_key, by, own, length, from, last || sees_fresh(pieces, length), at);
+    prepare(memory, fresh, w, w_key, table, own, length, from, last || sees_fresh(pieces, length), at);
     if (last && from == 0) write_out(past, cache_k + begin, cache_v + begin);
     attend<FP8 != 0>(
         past, ahead, mul_rn(by_k.x, LOGIT), length + from,
@@ -207,24 +208,23 @@ KERNEL void __launch_bounds__(THREADS)
     write_rows(const u16* k, const u16* v, const void* __restrict__ k_norm, const i32* length_at,
                u8* cache_k, u8* cache_v, const float* __restrict__ scale_k,
                const float* __restrict__ scale_v, const float* __restrict__ frequency, int rows,
-               int capacity, int half, float offset, float eps) {
+               int capacity, float offset, float eps) {
     __shared__ float table[TOKENS * WIDTH];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     float w[8];
     norm_weights(w, k_norm, offset, lane);
-    const float own = own_frequency(frequency, half);
+    const float own = own_frequency(frequency);
     const float2 by_k = with_inverse(*scale_k), by_v = with_inverse(*scale_v);
     let_next_start();
     wait_for_previous();
     const int length = *length_at, from = blockIdx.x * TOKENS, head = blockIdx.y;
-    const Rotation by = {table, half};
     const Fresh fresh = {k, v, rows, static_cast<int>(gridDim.y), head, eps, by_k, by_v};
     Pair pair;
     load_pair(pair, fresh, from + warp, lane);
-    angles(by, own, length + from, TOKENS);
+    angles(table, own, length + from, TOKENS);
     sync_block();
     const i64 to = (static_cast<i64>(head) * capacity + length) * CACHE_BYTES;
-    store_pair(cache_k + to, cache_v + to, pair, fresh, w, by, from + warp, warp, lane);
+    store_pair(cache_k + to, cache_v + to, pair, fresh, w, table, from + warp, warp, lane);
 }
 
 // Grid: 1, key/value heads, blocks of 16 tokens, those that see most first.
@@ -232,12 +232,12 @@ KERNEL void __launch_bounds__(THREADS, 1)
     attend_dense(const u16* q, const void* __restrict__ q_norm, const i32* length_at,
                  const u8* cache_k, const u8* cache_v, const float* __restrict__ scale_k,
                  const float* __restrict__ scale_v, const float* __restrict__ frequency, u16* o,
-                 int rows, int capacity, int half, float offset, float eps) {
+                 int rows, int capacity, float offset, float eps) {
     DYNAMIC_SHARED(memory);
     const Lane at = this_lane();
     float w[8];
     norm_weights(w, q_norm, offset, at.lane);
-    const float own = own_frequency(frequency, half);
+    const float own = own_frequency(frequency);
     let_next_start();
     wait_for_previous();
     const int head = blockIdx.y, from = (gridDim.z - 1 - blockIdx.z) * TOKENS;
@@ -247,11 +247,11 @@ KERNEL void __launch_bounds__(THREADS, 1)
     const i64 begin = static_cast<i64>(head) * capacity * CACHE_BYTES;
     const Past past = {memory, cache_k + begin, cache_v + begin, end, 0, undivided(end)};
     Ahead ahead(past, at);
-    const Rotation by = {reinterpret_cast<float*>(memory + WEIGHTS), half};
-    angles(by, own, length + from, TOKENS);
+    float* const table = reinterpret_cast<float*>(memory + WEIGHTS);
+    angles(table, own, length + from, TOKENS);
     if (at.half == 0) copy_async_wait<0>();
     sync_block();
-    turn_queries(memory, w, eps, by, 0);
+    turn_queries(memory, w, eps, table, 0);
     sync_block();
     attend<false>(
         past, ahead, mul_rn(*scale_k, LOGIT), length + from,

@@ -85,6 +85,7 @@ def _defines(site: Site) -> dict[str, int]:
         "GROUP": a.integer("heads") // a.integer("kv_heads"),
         "FP8": int(site.ports["cache_k"].dtype is DType.FP8),
         "NORM_F32": int(site.ports["q_norm"].dtype is DType.F32),
+        "HALF": a.integer("rotary_dim") // 2,
     }
 
 
@@ -100,7 +101,7 @@ def _shared(site: Site, fresh: int) -> int:
 
 def _numbers(site: Site, *more: int) -> tuple[Argument, ...]:
     a = site.attributes
-    counts = (site.size("q", 0), site.size("cache_k", 1), a.integer("rotary_dim") // 2, *more)
+    counts = (site.size("q", 0), site.size("cache_k", 1), *more)
     return (*map(Int, counts), Real(a.real("norm_offset")), Real(a.real("norm_eps")))
 
 

@@ -8,11 +8,8 @@ constexpr int WIDTH = 256;
 constexpr int CACHE_BYTES = FP8 ? WIDTH : 2 * WIDTH;  // of one row in the cache
 constexpr int WORDS = WIDTH / 64;  // of two columns, of one lane
 
-// cosine [half] and sine [half] of every row's angles, one row after the other.
-struct Rotation {
-    float* table;
-    int half;
-};
+// Of a row's angles: a power of two, so that it divides the block.
+static_assert(HALF >= 8 && HALF <= WIDTH / 2 && (HALF & (HALF - 1)) == 0, "angles of a row");
 
 // The angle is the float32 product that the reference takes. |error| < 2^-22 up to 2^18 radians:
 // quarter turns come off in three steps, exact but for the last bit of what is left.
@@ -34,17 +31,18 @@ DEVICE void cosine_sine(float angle, float& cosine, float& sine) {
     sine = (quarters & 2) != 0 ? -b : b;
 }
 
-// The frequency of this thread's angles: `half` is a power of two and divides the block.
-DEVICE float own_frequency(const float* frequency, int half) {
-    return frequency[threadIdx.x & (half - 1)];
+// The frequency of this thread's angles.
+DEVICE float own_frequency(const float* frequency) {
+    return frequency[threadIdx.x & (HALF - 1)];
 }
 
-// Rows first .. first + count - 1, by the whole block.
-DEVICE void angles(const Rotation& to, float own, int first, int count) {
-    const int log = __ffs(to.half) - 1, j = threadIdx.x & (to.half - 1);
-    for (int row = threadIdx.x >> log; row < count; row += blockDim.x >> log) {
-        float* at = to.table + row * 2 * to.half + j;
-        cosine_sine(mul_rn(static_cast<float>(first + row), own), at[0], at[to.half]);
+// Cosine [HALF] and sine [HALF] of each of rows first .. first + count - 1, one row after the other,
+// by the whole block.
+DEVICE void angles(float* table, float own, int first, int count) {
+    const int j = threadIdx.x & (HALF - 1);
+    for (int row = threadIdx.x / HALF; row < count; row += blockDim.x / HALF) {
+        float* at = table + row * 2 * HALF + j;
+        cosine_sine(mul_rn(static_cast<float>(first + row), own), at[0], at[HALF]);
     }
 }
 
@@ -90,18 +88,18 @@ template <int JUMP> DEVICE void rotate_within(float (&x)[8], const float* at, in
     }
 }
 
-// A row by its angles. Up to 64 columns turn in the first words of `half` lanes.
-DEVICE void rotate(float (&x)[8], const float* at, int half, int lane) {
-    if (half == 128) return rotate_within<2>(x, at, lane);
-    if (half == 64) return rotate_within<1>(x, at, lane);
-    const int reach = half >> 1;  // lanes
+// A row by its angles. Up to 64 columns turn in the first words of HALF lanes.
+DEVICE void rotate(float (&x)[8], const float* at, int lane) {
+    if (HALF == 128) return rotate_within<2>(x, at, lane);
+    if (HALF == 64) return rotate_within<1>(x, at, lane);
+    constexpr int reach = HALF / 2;  // lanes
     const bool second = (lane & reach) != 0;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         const float other = shuffle_xor(x[i], reach);
-        if (lane < half) {
-            const int angle = (2 * lane & (half - 1)) + i;
-            const float c = at[angle], s = second ? at[half + angle] : -at[half + angle];
+        if (lane < HALF) {
+            const int angle = (2 * lane & (HALF - 1)) + i;
+            const float c = at[angle], s = second ? at[HALF + angle] : -at[HALF + angle];
             x[i] = fma_rn(x[i], c, mul_rn(other, s));
         }
     }
@@ -111,7 +109,7 @@ DEVICE void rotate(float (&x)[8], const float* at, int half, int lane) {
 // chain of exchanges; every operation spelled out, so that two places that prepare the same row
 // get the same bits.
 template <int N>
-DEVICE void turn(float (&x)[N][8], const float (&w)[8], const Rotation& by, const int (&angle)[N],
+DEVICE void turn(float (&x)[N][8], const float (&w)[8], const float* table, const int (&angle)[N],
                  float eps, int lane) {
     float sum[N];
 #pragma unroll
@@ -133,7 +131,7 @@ DEVICE void turn(float (&x)[N][8], const float (&w)[8], const Rotation& by, cons
         for (int i = 0; i < 8; i++) x[n][i] = mul_rn(mul_rn(x[n][i], inverse), w[i]);
     }
 #pragma unroll
-    for (int n = 0; n < N; n++) rotate(x[n], by.table + angle[n] * 2 * by.half, by.half, lane);
+    for (int n = 0; n < N; n++) rotate(x[n], table + angle[n] * 2 * HALF, lane);
 }
 
 // x / by.x, correctly rounded as a rule; by.y is 1 / by.x. Infinity stays what it is.
@@ -183,11 +181,11 @@ DEVICE void load_pair(Pair& to, const Fresh& x, int t, int lane) {
 // Those rows as the cache holds them, at k and v plus token * CACHE_BYTES. Token t turns by row
 // `angle` of the table, t + 8 by `angle` + 8.
 DEVICE void store_pair(u8* k, u8* v, const Pair& pair, const Fresh& x, const float (&w)[8],
-                       const Rotation& by, int t, int angle, int lane) {
+                       const float* table, int t, int angle, int lane) {
     float y[PAIR][8];
 #pragma unroll
     for (int n = 0; n < PAIR; n++) eight(y[n], pair.k[n]);
-    turn(y, w, by, {angle, angle + 8}, x.eps, lane);
+    turn(y, w, table, {angle, angle + 8}, x.eps, lane);
 #pragma unroll
     for (int n = 0; n < PAIR; n++) {
         if (t + 8 * n >= x.rows) continue;
