@@ -226,6 +226,7 @@ constexpr int ITEMS = ROWS * D / 4;  // groups of four columns of the block's ro
 // The block's result: rows of the output where there is one stretch only, else what is merged.
 DEVICE void leave(const Output& to, const Rows& r, const float* merged, const float2* mine,
                   float* sums, float2* facts, bool alone) {
+#pragma unroll 1
     for (int item = threadIdx.x; item < ITEMS; item += THREADS) {
         int row = item / (D / 4), column = item % (D / 4) * 4;
         float4 sum = group_sum(merged, row, column);
@@ -307,8 +308,11 @@ draft_attention(const u16* q, const u16* k, const u16* v, const void* q_norm, co
     constants.k_norm = load_weight<D>(k_norm, NORM_F32);
     const Frequencies<D> frequencies = load_frequencies<D>(frequency);
 #pragma unroll
-    for (int i = 0; i < EACH; i++)
-        constants.turns[i] = turn_at<D>(frequencies, r.length + Spot(r, i).t);
+    for (int i = 0; i < EACH; i++) {
+        const bool again = i >= EACH / 2 && r.padded < ROWS;  // the same rows of the second head
+        constants.turns[i] = again ? constants.turns[i - EACH / 2]
+                                   : turn_at<D>(frequencies, r.length + Spot(r, i).t);
+    }
     let_next_start();
     wait_for_previous();
     // The last stage is still free: the block's own keys pass through it first.

@@ -148,6 +148,9 @@ KERNEL void __launch_bounds__(THREADS, 1)
         at);
 }
 
+// Up to so many pieces the code for more is not walked through: adding their nothing takes time.
+constexpr int FEW = 17;
+
 // One block a row and query head, one warp 64 columns: its pieces in order of position, all of them
 // loaded at once. With `slabs`, also the row times sigmoid(gate) as the next product reads it.
 KERNEL void __launch_bounds__(WIDTH / 2)
@@ -170,8 +173,10 @@ KERNEL void __launch_bounds__(WIDTH / 2)
     u32 bits[PIECES], gate_bits = 0;
     if (slabs) gate_bits = reinterpret_cast<const u32*>(gate)[own];
 #pragma unroll
-    for (int s = 0; s < PIECES; s++)
+    for (int s = 0; s < PIECES; s++) {
+        if (s == FEW && count <= FEW) break;
         bits[s] = s < count ? from[s * (ROWS * WIDTH / 2)] : 0;
+    }
     // Lane s weighs piece s; the last of 33 is everybody's.
     float2 mine = make_float2(nothing(), 0.0f), extra = mine;
     if (lane < count) mine = stats[lane * ROWS];
@@ -187,6 +192,7 @@ KERNEL void __launch_bounds__(WIDTH / 2)
     float total = 0.0f, x = 0.0f, y = 0.0f;
 #pragma unroll
     for (int s = 0; s < PIECES; s++) {
+        if (s == FEW && count <= FEW) break;
         // Nothing past the last piece: a weight of zero on zeros.
         const float w = s < PIECES - 1 ? shuffle(weight, s) : last;
         total = add_rn(total, w);
