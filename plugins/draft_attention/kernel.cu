@@ -192,54 +192,63 @@ DEVICE Rows rows_of(int count, int heads, int kv_heads, int length, float eps) {
     return r;
 }
 
-DEVICE float4 add4(float4 a, float4 b, float weight) {
-    return make_float4(fma_rn(b.x, weight, a.x), fma_rn(b.y, weight, a.y), fma_rn(b.z, weight, a.z),
-                       fma_rn(b.w, weight, a.w));
-}
-
 DEVICE float4 group_sum(const float* merged, int row, int column) {
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-    for (int i = 0; i < GROUPS; i++)
-        sum = add4(sum,
-                   *reinterpret_cast<const float4*>(merged + (i * ROWS + row) * PITCH + column),
-                   1.0f);
+    for (int i = 0; i < GROUPS; i++) {
+        const float4 x =
+            *reinterpret_cast<const float4*>(merged + (i * ROWS + row) * PITCH + column);
+        sum = make_float4(sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w);
+    }
     return sum;
+}
+
+DEVICE uint2 packed4(float4 x, float by) {
+    return make_uint2(pack_bf16x2(x.x * by, x.y * by), pack_bf16x2(x.z * by, x.w * by));
 }
 
 // Where the result goes: `o`, and if it is there `slabs`, the same as the next product reads it.
 struct Output {
     u16 *o, *slabs;
 
-    DEVICE void put(const Rows& r, int row, int column, float4 x, float weight) const {
+    // Neighbouring columns, 4 or 8, that lie in one eighth of a slab's row.
+    template <class Packed> DEVICE void put(const Rows& r, int row, int column, Packed x) const {
         int h = r.head_of(row), t = r.row_of(row), k = (r.head + h) * D + column;
         if (t >= r.count || h >= r.heads) return;
-        uint2 packed = make_uint2(pack_bf16x2(x.x * weight, x.y * weight),
-                                  pack_bf16x2(x.z * weight, x.w * weight));
-        *reinterpret_cast<uint2*>(o + t * r.q_pitch + k) = packed;
-        if (slabs) *reinterpret_cast<uint2*>(slabs + slab_offset(r.count, t, k) + k % 8) = packed;
+        *reinterpret_cast<Packed*>(o + t * r.q_pitch + k) = x;
+        if (slabs) *reinterpret_cast<Packed*>(slabs + slab_offset(r.count, t, k) + k % 8) = x;
     }
 };
 
-constexpr int ITEMS = ROWS * D / 4;  // groups of four columns of the block's rows
-
-// The block's result: rows of the output where there is one stretch only, else what is merged.
+// The block's result, bf16: rows of the output where there is one stretch only, else what is merged.
+// No row's weights add up to nothing: of several stretches all but the last are whole tiles, of which
+// a window hides less than ROWS from a row, and the last has the block's own keys.
+static_assert(ROWS < TILE, "a row sees something of every tile");
 DEVICE void leave(const Output& to, const Rows& r, const float* merged, const float2* mine,
-                  float* sums, float2* facts, bool alone) {
+                  u16* means, float2* facts, bool alone) {
 #pragma unroll 1
-    for (int item = threadIdx.x; item < ITEMS; item += THREADS) {
+    for (int item = threadIdx.x; item < ROWS * D / 4; item += THREADS) {
         int row = item / (D / 4), column = item % (D / 4) * 4;
-        float4 sum = group_sum(merged, row, column);
+        const uint2 mean = packed4(group_sum(merged, row, column), 1.0f / mine[row].y);
         if (alone)
-            to.put(r, row, column, sum, 1.0f / mine[row].y);
+            to.put(r, row, column, mean);
         else
-            *reinterpret_cast<float4*>(sums + row * D + column) = sum;
+            *reinterpret_cast<uint2*>(means + row * D + column) = mean;
     }
     if (!alone && threadIdx.x < ROWS) facts[threadIdx.x] = mine[threadIdx.x];
 }
 
+DEVICE void add8(float (&sum)[8], uint4 x, float weight) {
+    const u32 words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        sum[2 * i] = fma_rn(bf16x2_low(words[i]), weight, sum[2 * i]);
+        sum[2 * i + 1] = fma_rn(bf16x2_high(words[i]), weight, sum[2 * i + 1]);
+    }
+}
+
 // What the stretches left, weighed and added in their order.
-DEVICE void merge_stretches(const Output& to, const Rows& r, const float* sums, const float2* facts,
+DEVICE void merge_stretches(const Output& to, const Rows& r, const u16* means, const float2* facts,
                             float (*weights)[ROWS], int count) {
     if (threadIdx.x < ROWS) {
         float most = NOTHING, sum = 0.0f, weight[STRETCHES];
@@ -253,31 +262,32 @@ DEVICE void merge_stretches(const Output& to, const Rows& r, const float* sums, 
         }
 #pragma unroll
         for (int i = 0; i < STRETCHES; i++) {
-            weight[i] = exp2f(all[i].x - most);
-            sum += all[i].y * weight[i];
+            weight[i] = all[i].y * exp2f(all[i].x - most);
+            sum += weight[i];
         }
         const float by = 1.0f / sum;
 #pragma unroll
         for (int i = 0; i < STRETCHES; i++) weights[i][threadIdx.x] = weight[i] * by;
     }
     sync_block();
-    for (int item = threadIdx.x; item < ITEMS; item += THREADS) {
-        int row = item / (D / 4), column = item % (D / 4) * 4;
-        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int item = threadIdx.x; item < ROWS * D / 8; item += THREADS) {
+        int row = item / (D / 8), column = item % (D / 8) * 8;
+        float sum[8] = {};
 #pragma unroll 8
         for (int i = 0; i < count; i++) {
-            const float* at = sums + (i * ROWS + row) * D + column;
-            sum = add4(sum, load_shared_result(reinterpret_cast<const float4*>(at)),
-                       weights[i][row]);
+            const u16* at = means + (i * ROWS + row) * D + column;
+            add8(sum, load_shared_result(reinterpret_cast<const uint4*>(at)), weights[i][row]);
         }
-        to.put(r, row, column, sum, 1.0f);
+        to.put(r, row, column,
+               make_uint4(pack_bf16x2(sum[0], sum[1]), pack_bf16x2(sum[2], sum[3]),
+                          pack_bf16x2(sum[4], sum[5]), pack_bf16x2(sum[6], sum[7])));
     }
 }
 
 KERNEL void __launch_bounds__(THREADS, D <= 128 ? 2 : 1)
 draft_attention(const u16* q, const u16* k, const u16* v, const void* q_norm, const void* k_norm,
                 const i32* length, const i32* window, const i32* first, const u16* ring_k,
-                const u16* ring_v, u16* o, u16* slabs, const float* frequency, float* sums,
+                const u16* ring_v, u16* o, u16* slabs, const float* frequency, u16* means,
                 float2* facts, u32* arrived, int rows, int heads, int kv_heads, int slots,
                 int causal, float eps) {
     DYNAMIC_SHARED(memory);
@@ -353,7 +363,7 @@ draft_attention(const u16* q, const u16* k, const u16* v, const void* q_norm, co
     merge_groups(state, merged, parts, mine, row0, group);
     u64 stretch = static_cast<u64>(blockIdx.y) * gridDim.x + blockIdx.x;
     const Output to = {o, slabs};
-    leave(to, kept, merged, mine, sums + stretch * ROWS * D, facts + stretch * ROWS, s.count == 1);
+    leave(to, kept, merged, mine, means + stretch * ROWS * D, facts + stretch * ROWS, s.count == 1);
     if (s.count == 1) return;
     sync_block();
     if (threadIdx.x == 0) order = arrive(arrived + blockIdx.y);
@@ -361,6 +371,6 @@ draft_attention(const u16* q, const u16* k, const u16* v, const void* q_norm, co
     if (order != static_cast<u32>(s.count - 1)) return;
     fence_device();
     stretch -= blockIdx.x;
-    merge_stretches(to, kept, sums + stretch * ROWS * D, facts + stretch * ROWS, weights, s.count);
+    merge_stretches(to, kept, means + stretch * ROWS * D, facts + stretch * ROWS, weights, s.count);
     if (threadIdx.x == 0) arrived[blockIdx.y] = 0;
 }

@@ -14,8 +14,9 @@ IN_PLACE: frozenset[str] = frozenset()
 TOLERANCE = 2.0**-6
 """Largest error, relative to the largest value of the output.
 
-Queries, keys and softmax weights are rounded to bf16 (2^-9) before the products, and so is the
-output; a query that rounds the other way than the reference's moves a score of size s by s * 2^-9.
+Queries, keys and softmax weights are rounded to bf16 (2^-9) before the products, and so are the
+output and what each stretch of the context adds to it; a query that rounds the other way than the
+reference's moves a score of size s by s * 2^-9.
 """
 
 ROW_BYTES = 2
@@ -93,7 +94,7 @@ def launches(site: Site, device: Device) -> tuple[Launch, ...]:
             (
                 *(At(name) for name in (*ports, "o", "y0_slabs")),
                 Table(frequencies(site)),
-                Scratch("sums", parts * dim * 4),
+                Scratch("means", parts * dim * 2),
                 Scratch("facts", parts * 8),
                 Scratch("arrived", owners * 4, zeroed=True),
                 Int(rows),
