@@ -95,7 +95,7 @@ def test_any_number_of_steps_goes_through_the_ring(kind: str, k: int) -> None:
 
 @pytest.mark.parametrize("t", [40, 140])
 @pytest.mark.parametrize("gate", ["none", "sigmoid", "silu"])
-@pytest.mark.parametrize("head_dim", [0, 8, 64, 128])
+@pytest.mark.parametrize("head_dim", [0, 8, 64, 128, 384])
 def test_every_prologue_is_rounded_once(t: int, gate: str, head_dim: int) -> None:
     rng = np.random.default_rng(9)
     k, n = 384, 72
