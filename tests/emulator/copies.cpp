@@ -42,12 +42,17 @@ Phase read_phase(Spot barrier) {
 // The barrier as the running thread finds it.
 Phase phase_at(Spot barrier, const char* what) {
     check_shared(barrier.address, 8, 8, what);
-    if (!races.knows(self->number, barrier.rank, barrier.address)) {
+    const bool known = races.knows(self->number, barrier.rank, barrier.address);
+    if (!known) {
         tell_race(barrier, races.unseen(self->number, barrier.rank, barrier.address, 8), what);
     }
     Phase phase = read_phase(barrier);
     if (phase.mark != MARK) {
         fault("%s: no barrier_init at shared address %u", what, barrier.address);
+    }
+    if (!known && !races.is_published(barrier.rank, barrier.address)) {
+        fault("%s: no barrier_init_done after barrier_init at shared address %u", what,
+              barrier.address);
     }
     return phase;
 }
@@ -61,10 +66,6 @@ void note(Spot barrier) {
 Spot barrier_of(u32 remote, const char* what) {
     Spot barrier = check_remote(remote, 8, 8, what);
     phase_at(barrier, what);
-    if (!races.is_published(barrier.rank, barrier.address)) {
-        fault("%s: no barrier_init_done after barrier_init at shared address %u", what,
-              barrier.address);
-    }
     return barrier;
 }
 

@@ -209,7 +209,10 @@ KERNEL void wrong_no_warp_sync(const u32* in, u32* out) {
 
 KERNEL void wrong_no_init_sync(const u32* in, u32* out) {
     __shared__ u64 barrier;
-    if (threadIdx.x == 0 || threadIdx.x == 63) barrier_init(shared_address(&barrier), 64);
+    if (threadIdx.x == 0 || threadIdx.x == 63) {
+        barrier_init(shared_address(&barrier), 64);
+        barrier_init_done();
+    }
     sync_warp();
     barrier_arrive(shared_address(&barrier));
     out[threadIdx.x] = in[threadIdx.x];
@@ -235,7 +238,10 @@ KERNEL void wrong_no_release(const float* in, float* out) {
     DYNAMIC_SHARED(memory);
     float* stage = reinterpret_cast<float*>(memory);
     u64* barrier = reinterpret_cast<u64*>(memory + 512);
-    if (threadIdx.x < 2) barrier_init(shared_address(barrier + threadIdx.x), 1);
+    if (threadIdx.x < 2) {
+        barrier_init(shared_address(barrier + threadIdx.x), 1);
+        barrier_init_done();
+    }
     sync_block();
     for (int i = 0; i < 5; i++) {
         u64* full = barrier + i % 2;
@@ -290,7 +296,10 @@ KERNEL void wrong_deadlock(u32* out) {
 
 KERNEL void wrong_wait_for_ever(u32* out) {
     __shared__ u64 barrier;
-    if (threadIdx.x == 0) barrier_init(shared_address(&barrier), 33);
+    if (threadIdx.x == 0) {
+        barrier_init(shared_address(&barrier), 33);
+        barrier_init_done();
+    }
     sync_block();
     barrier_arrive(shared_address(&barrier));
     barrier_wait(shared_address(&barrier), 0);
@@ -300,6 +309,7 @@ KERNEL void wrong_arrivals(u32* out) {
     __shared__ u64 barrier;
     if (threadIdx.x == 0) {
         barrier_init(shared_address(&barrier), 2);
+        barrier_init_done();
         barrier_expect(shared_address(&barrier), 16);
         barrier_arrive(shared_address(&barrier));
         barrier_arrive(shared_address(&barrier));
@@ -309,10 +319,23 @@ KERNEL void wrong_arrivals(u32* out) {
 // Two phases end, and the second does not wait for those who wait for the end of the first.
 KERNEL void wrong_two_phases(u32* out) {
     __shared__ u64 barrier;
-    if (threadIdx.x == 0) barrier_init(shared_address(&barrier), 32);
+    if (threadIdx.x == 0) {
+        barrier_init(shared_address(&barrier), 32);
+        barrier_init_done();
+    }
     sync_block();
     if (threadIdx.x >= 32) return barrier_wait(shared_address(&barrier), 0);
     for (int i = 0; i < 2; i++) barrier_arrive(shared_address(&barrier));
+}
+
+// The meeting shows that the barrier is there, not that a copy may count on it.
+KERNEL void wrong_no_init_done(u32* out) {
+    __shared__ u64 barrier;
+    if (threadIdx.x == 0) barrier_init(shared_address(&barrier), 32);
+    sync_block();
+    barrier_arrive(shared_address(&barrier));
+    barrier_wait(shared_address(&barrier), 0);
+    out[threadIdx.x] = 1;
 }
 
 KERNEL void wrong_no_init(u32* out) {
@@ -326,6 +349,7 @@ KERNEL void wrong_copy(const float* in, float* out, int bytes, int from, int wai
     float* held = reinterpret_cast<float*>(memory);
     if (threadIdx.x == 0) {
         barrier_init(shared_address(barrier), 1);
+        barrier_init_done();
         barrier_expect(shared_address(barrier), static_cast<u32>(bytes));
         copy_bulk(shared_address(memory), in + from, static_cast<u32>(bytes), shared_address(barrier));
     }

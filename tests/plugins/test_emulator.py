@@ -251,7 +251,8 @@ def test_bytes_of_a_word_are_apart(seed: int) -> None:
         ("wrong_deadlock", 64, "no thread can go on"),
         ("wrong_wait_for_ever", 32, "no thread can go on(.|\n)*barrier_wait"),
         ("wrong_arrivals", 32, "more arrivals than the barrier's 2"),
-        ("wrong_no_init", 32, "no barrier_init"),
+        ("wrong_no_init", 32, "no barrier_init at"),
+        ("wrong_no_init_done", 32, "no barrier_init_done"),
     ],
 )
 @pytest.mark.parametrize("seed", SEEDS)
