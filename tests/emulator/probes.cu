@@ -328,7 +328,7 @@ KERNEL void wrong_two_phases(u32* out) {
     for (int i = 0; i < 2; i++) barrier_arrive(shared_address(&barrier));
 }
 
-// The meeting shows that the barrier is there, not that a copy may count on it.
+// All have met, but whoever made the barrier has not said that it is made.
 KERNEL void wrong_no_init_done(u32* out) {
     __shared__ u64 barrier;
     if (threadIdx.x == 0) barrier_init(shared_address(&barrier), 32);
