@@ -3,19 +3,13 @@
 #pragma once
 
 #include "verify_attention/cache.cuh"
+#include "verify_attention/results.cuh"
 
 typedef float Scores[MT][NS][4];
 
 // A row's exponents are taken from `base`, which follows the maximum in steps of at least this: 256
 // is the largest weight, and rows whose maximum creeps leave the mixture alone.
 constexpr float SLACK = 8.0f;
-
-// What a warp carries from tile to tile. Sums of weights stay split over the lanes and quarters.
-struct Running {
-    float o[MT][NO][4];
-    float base[MT][2];
-    float sum[MT][2];
-};
 
 DEVICE void reset(Running& r) {
 #pragma unroll
@@ -30,20 +24,20 @@ DEVICE void reset(Running& r) {
 }
 
 // Where this lane's addresses into rows of 16-bit elements begin: the rows of its half of the heads.
-struct Operand {
+// Tokens of a head lie PITCH apart, heads TILE.
+template <int PITCH, int TILE> struct Operand {
     saddr row;
     u32 twist;
 
-    DEVICE Operand(saddr begin, int pitch, const Lane& at) {
-        const int index = at.half * MT * TOKENS + (at.lane & 15);
-        row = begin + index * pitch;
-        twist = ((index & 7) ^ (at.lane >> 4)) << 4;
+    DEVICE Operand(saddr begin, const Lane& at) {
+        const int token = at.lane & 15;
+        row = begin + at.half * MT * TILE + token * PITCH;
+        twist = ((token & 7) ^ (at.lane >> 4)) << 4;
     }
     // The a fragments of columns 16 step .. 16 step + 15 of every m16 tile.
-    template <int PITCH> DEVICE void load(u32 (&a)[MT][4], int step) const {
+    DEVICE void load(u32 (&a)[MT][4], int step) const {
 #pragma unroll
-        for (int i = 0; i < MT; i++)
-            load_matrix4(a[i], row + i * TOKENS * PITCH + ((step * 32) ^ twist));
+        for (int i = 0; i < MT; i++) load_matrix4(a[i], row + i * TILE + ((step * 32) ^ twist));
     }
 };
 
@@ -78,10 +72,10 @@ DEVICE void score(Scores& s, u8* memory, saddr keys, const Lane& at) {
     const int position = FP8 ? at.lane : ((at.lane >> 4) << 3) + (at.lane & 7);
     const u32 key = keys + position * CACHE_BYTES;
     const u32 twist = ((position & 7) ^ (FP8 ? 0 : (at.lane >> 3) & 1)) << 4;
-    const Operand queries(shared_address(memory + QUERIES), QUERY_PITCH, at);
+    const Operand<QUERY_PITCH, QUERY_BYTES> queries(shared_address(memory + QUERIES), at);
     u32 raw[2][4], a[2][MT][4];
     load_matrix4(raw[0], key + twist);
-    queries.load<QUERY_PITCH>(a[0], 0);
+    queries.load(a[0], 0);
 #pragma unroll
     for (int i = 0; i < MT; i++)
 #pragma unroll
@@ -93,7 +87,7 @@ DEVICE void score(Scores& s, u8* memory, saddr keys, const Lane& at) {
         const int now = step & 1;
         if (step + 1 < WIDTH / 16) {
             load_matrix4(raw[now ^ 1], key + (((step + 1) * (FP8 ? 16 : 32)) ^ twist));
-            queries.load<QUERY_PITCH>(a[now ^ 1], step + 1);
+            queries.load(a[now ^ 1], step + 1);
         }
         u32 b0[NS], b1[NS];
         key_fragments(b0, b1, raw[now]);
@@ -112,11 +106,6 @@ DEVICE void mask(Scores& s, int own, int first, const Lane& at) {
 #pragma unroll
             for (int j = 0; j < 4; j++)
                 if (8 * n + (j & 1) > last + 8 * (j >> 1)) s[i][n][j] = nothing();
-}
-
-// This lane's row in tile i, h-th half: of all query rows.
-DEVICE int row_of(int i, int h, const Lane& at) {
-    return (at.half * MT + i) * TOKENS + 8 * h + at.g;
 }
 
 // The row maxima of this quarter for the other three, as logits of base 2.
@@ -227,20 +216,20 @@ DEVICE void fragments(u32 (&b0)[NO], u32 (&b1)[NO], const u32 (&raw)[LOADS][4]) 
 // A tile into the mixture. Operands come a step early. Unrolled by two steps and not by all eight: a
 // verify is a little faster with less code, although this kernel alone is not.
 DEVICE void mix(Running& r, u8* memory, saddr part, const Lane& at) {
-    const Operand weights(shared_address(memory + WEIGHTS), WEIGHT_PITCH, at);
+    const Operand<WEIGHT_PITCH, TOKENS * WEIGHT_PITCH> weights(shared_address(memory + WEIGHTS), at);
     u32 raw[2][LOADS][4], a[2][MT][4];
     saddr place[LOADS];  // of 16 positions: rows swap their chunks alike every 8
 #pragma unroll
     for (int l = 0; l < LOADS; l++)
         place[l] = part + value_at(at.lane & 15, 2 * l + (at.lane >> 4));
     load_values(raw[0], place, 0);
-    weights.load<WEIGHT_PITCH>(a[0], 0);
+    weights.load(a[0], 0);
 #pragma unroll 2
     for (int step = 0; step < POSITIONS / 16; step++) {
         const int now = step & 1;
         if (step + 1 < POSITIONS / 16) {
             load_values(raw[now ^ 1], place, step + 1);
-            weights.load<WEIGHT_PITCH>(a[now ^ 1], step + 1);
+            weights.load(a[now ^ 1], step + 1);
         }
         u32 b0[NO], b1[NO];
         fragments(b0, b1, raw[now]);
@@ -267,49 +256,6 @@ DEVICE void add_up(Running& r, u8* memory, const Lane& at) {
         for (int h = 0; h < 2; h++) {
             const float4 x = reinterpret_cast<const float4*>(memory + SUMS)[row_of(i, h, at)];
             r.sum[i][h] = add_rn(add_rn(add_rn(x.x, x.y), x.z), x.w);
-        }
-}
-
-template <bool F16> DEVICE u32 pack(float x, float y) {
-    return F16 ? pack_f16x2(x, y) : pack_bf16x2(x, y);
-}
-
-// Where a mixture goes: elements of 16 bits at to + token * token_stride + head of the group *
-// head_stride, times scale / sum; with `stats` each row's base and sum.
-struct Sink {
-    u16* to;
-    i64 token_stride, head_stride;
-    float scale;
-    int tokens;
-    float2* stats;
-};
-
-template <bool F16> DEVICE void store(const Running& r, const Sink& sink, const Lane& at) {
-#pragma unroll
-    for (int i = 0; i < MT; i++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const int token = 8 * h + at.g;
-            if (token >= sink.tokens) continue;
-            const float sum = r.sum[i][h];
-            const float by = sum > 0.0f ? mul_rn(sink.scale, reciprocal_approx(sum)) : sum;
-            if (sink.stats && at.quarter == 0 && at.t == 0)
-                sink.stats[row_of(i, h, at)] = make_float2(r.base[i][h], sum);
-            u16* row = sink.to + token * sink.token_stride + (at.half * MT + i) * sink.head_stride +
-                       at.quarter * (WIDTH / 4);
-#pragma unroll
-            for (int c = 0; c < NO / 2; c++) {
-                const float x0 = r.o[i][2 * c][2 * h] * by, x1 = r.o[i][2 * c][2 * h + 1] * by;
-                const float y0 = r.o[i][2 * c + 1][2 * h] * by;
-                const float y1 = r.o[i][2 * c + 1][2 * h + 1] * by;
-                if (FP8) {
-                    *reinterpret_cast<uint2*>(row + 16 * c + 4 * at.t) =
-                        make_uint2(pack<F16>(x0, y0), pack<F16>(x1, y1));
-                } else {
-                    *reinterpret_cast<u32*>(row + 16 * c + 2 * at.t) = pack<F16>(x0, x1);
-                    *reinterpret_cast<u32*>(row + 16 * c + 8 + 2 * at.t) = pack<F16>(y0, y1);
-                }
-            }
         }
 }
 
@@ -342,9 +288,9 @@ DEVICE u32 last_of(const Scores& s, const Running& r) {
     return x;
 }
 
-// Every tile of the block's pieces; piece after piece goes to where `sink(slot)` says. `own` is the
+// Every tile of the block's pieces; piece after piece is stored as `sink(slot)` says. `own` is the
 // position of token 0 of the query rows.
-template <bool F16, class Where>
+template <class Where>
 DEVICE void attend(const Past& past, Ahead& ahead, float scale, int own, const Where& sink,
                    const Lane& at) {
     u8* const memory = past.memory;
@@ -374,7 +320,7 @@ DEVICE void attend(const Past& past, Ahead& ahead, float scale, int own, const W
         else if (more) ahead.refill(past, n, at);
         if (ends) {
             add_up(r, memory, at);
-            store<F16>(r, sink(slot), at);
+            sink(slot).store(r, at);
             reset(r);
         }
         if (!more) break;

@@ -47,9 +47,15 @@ template <bool VALUES> struct Side {
 typedef Side<false> Keys;
 typedef Side<true> Values;
 
+// The barrier at which the query rows have come: one of those that pairs leave.
+DEVICE saddr queries_there(const u8* memory) {
+    return shared_address(memory + BARRIERS) + 8 * 31;
+}
+
 // By one thread; the block meets before any other use.
 DEVICE void init(u8* memory) {
-    for (int i = 0; i < 32; i++) barrier_init(shared_address(memory + BARRIERS) + 8 * i, 32);
+    for (int i = 0; i < 31; i++) barrier_init(shared_address(memory + BARRIERS) + 8 * i, 32);
+    barrier_init(queries_there(memory), 1);
     barrier_init_done();
 }
 

@@ -17,41 +17,53 @@
 constexpr float LOGIT = 0.0625f * 1.44269504f;  // 1 / sqrt(WIDTH), and exp2 for exp
 
 constexpr int WARPS = THREADS / 32;
-constexpr int BATCH = GROUP == 6 ? 3 : 4;  // query rows that a warp prepares side by side
+constexpr int BATCH = GROUP == 6 ? 3 : GROUP;  // query rows that a warp prepares side by side
 
-// 16 tokens of one key/value head's group as they came, each row where its queries will lie; zeros
-// past the call's last. By the first half of the warps, a row at a time, lane l 16 bytes of it.
-DEVICE void load_queries(u8* memory, const u16* q, int rows, int from, const Lane& at) {
-    const i64 stride = static_cast<i64>(gridDim.y) * GROUP * WIDTH;
-    const saddr to = shared_address(memory + QUERIES) + 16 * at.lane;
-#pragma unroll
-    for (int i = 0; i < ROWS / 4; i++) {
-        const int row = at.quarter + i * 4, head = row / TOKENS, t = from + row % TOKENS;
-        const u16* source = q + t * stride + (blockIdx.y * GROUP + head) * WIDTH + 8 * at.lane;
-        copy_async16(to + row * QUERY_PITCH, source, t < rows);
+// 16 tokens of one key/value head's group, on their way to where their queries will lie. A warp makes
+// its copies one after the other, so each makes two.
+DEVICE void ask_queries(u8* memory, const u16* q, int rows, int from) {
+    const int warp = threadIdx.x >> 5, count = min(TOKENS, rows - from);
+    if ((threadIdx.x & 31) != 0) return;
+    for (int t = warp; t < count; t += WARPS) {
+        const i64 row = static_cast<i64>(from + t) * gridDim.y + blockIdx.y;
+        copy_bulk_kept(shared_address(memory + QUERIES) + t * QUERY_PITCH, q + row * GROUP * WIDTH,
+                       QUERY_PITCH, queries_there(memory));
     }
-    copy_async_commit();
 }
 
-// Normalised and rotated in place. Token t of the block turns by row t + `turned`.
-DEVICE void turn_queries(u8* memory, const float (&w)[8], float eps, const float* table,
-                         int turned) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+// Before the block meets to ask for them; zeros for the tokens past the call's last.
+DEVICE void expect_queries(u8* memory, int rows, int from) {
+    constexpr int CHUNKS = QUERY_PITCH / 16;
+    if (threadIdx.x == 0)
+        barrier_expect(queries_there(memory), min(TOKENS, rows - from) * QUERY_PITCH);
 #pragma unroll 1
-    for (int first = warp; first < ROWS; first += BATCH * WARPS) {
-        float x[BATCH][8];
-        int angle[BATCH];
+    for (int i = (rows - from) * CHUNKS + threadIdx.x; i < TOKENS * CHUNKS; i += THREADS)
+        reinterpret_cast<uint4*>(memory + QUERIES)[i] = make_uint4(0, 0, 0, 0);
+}
+
+// Normalised and rotated in place. A warp's tokens are eight apart, so that the chunks of its rows are
+// exchanged alike.
+DEVICE void turn_queries(u8* memory, const float (&w)[8], float eps, const float* table) {
+    static_assert(WARPS % 8 == 0, "see swizzled");
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const u32 place = query_at(warp, lane);
+#pragma unroll 1
+    for (int t = warp; t < TOKENS; t += WARPS) {
+        const Turning by = turning(table + t * 2 * HALF, lane);
+        u8* rows = memory + QUERIES + t * QUERY_PITCH;
+#pragma unroll 1
+        for (int head = 0; head < GROUP; head += BATCH, rows += BATCH * QUERY_BYTES) {
+            float x[BATCH][8];
 #pragma unroll
-        for (int n = 0; n < BATCH; n++) {
-            const int row = first + n * WARPS;
-            eight(x[n], words(memory + QUERIES + row * QUERY_PITCH, lane));
-            angle[n] = row % TOKENS + turned;
+            for (int n = 0; n < BATCH; n++) eight(x[n], words(rows + n * QUERY_BYTES, lane));
+            norm(x, w, eps);
+            sync_warp();
+#pragma unroll
+            for (int n = 0; n < BATCH; n++) {
+                rotate(x[n], by, lane);
+                store_query(rows + n * QUERY_BYTES + place, x[n]);
+            }
         }
-        turn(x, w, table, angle, eps, lane);
-        sync_warp();
-#pragma unroll
-        for (int n = 0; n < BATCH; n++)
-            store_query(memory + QUERIES, first + n * WARPS, x[n], lane);
     }
 }
 
@@ -89,10 +101,13 @@ DEVICE void prepare(u8* memory, const Fresh& fresh, const float (&w)[8], const f
         const int first = (from + n * TOKENS) % (gridDim.z * TOKENS);
         Pair pair;
         if (needs) load_pair(pair, fresh, first + warp, at.lane);
-        if (n > 0) angles(table, own, length + first, TOKENS);
-        if (n == 0 && at.half == 0) copy_async_wait<0>();
-        sync_block();
-        if (n == 0) turn_queries(memory, w, fresh.eps, table, 0);
+        if (n == 0) {
+            barrier_wait(queries_there(memory), 0);
+            turn_queries(memory, w, fresh.eps, table);
+        } else {
+            angles(table, own, length + first, TOKENS);
+            sync_block();
+        }
         if (needs)
             store_pair(k, k + fresh.rows * CACHE_BYTES, pair, fresh, w_key, table, first + warp, warp,
                        at.lane);
@@ -128,22 +143,23 @@ KERNEL void __launch_bounds__(THREADS, 1)
     Ahead ahead(past, at);
     float* const table = reinterpret_cast<float*>(memory + WEIGHTS);
     angles(table, own, length + from, TOKENS);
+    expect_queries(memory, rows, from);
+    sync_block();
     let_next_start();
     wait_for_previous();
-    if (at.half == 0) load_queries(memory, q, rows, from, at);
-    // Behind the queries: from here on memory has little to do, but for a long cache.
-    if (threadIdx.x == THREADS - 1) fetch_ahead(next_packed, block, next_share);
+    ask_queries(memory, q, rows, from);
     // Who takes the last piece writes, and needs what it writes.
     const bool last = (pieces.count - 1) % gridDim.x == blockIdx.x;
     const Fresh fresh = {k, v, rows, static_cast<int>(gridDim.y), head, eps, by_k, by_v};
     prepare(memory, fresh, w, w_key, table, own, length, from, last || sees_fresh(pieces, length), at);
+    // Behind the queries: from here on memory has little to do, but for a long cache.
+    if (threadIdx.x == THREADS - 1) fetch_ahead(next_packed, block, next_share);
     if (last && from == 0) write_out(past, cache_k + begin, cache_v + begin);
-    attend<FP8 != 0>(
+    attend(
         past, ahead, mul_rn(by_k.x, LOGIT), length + from,
         [=](int slot) {
             const i64 place = static_cast<i64>(blockIdx.z * gridDim.y + head) * slots + slot;
-            return Sink{mixtures + place * ROWS * WIDTH, WIDTH, TOKENS * WIDTH, 1.0f, rows - from,
-                        stats + place * ROWS};
+            return Piece{mixtures + place * ROWS * WIDTH, stats + place * ROWS, rows - from};
         },
         at);
 }
@@ -168,7 +184,8 @@ KERNEL void __launch_bounds__(WIDTH / 2)
     const i64 row = (group * slots + slots_of(piece)) * ROWS + head % GROUP * TOKENS + t % TOKENS;
     stats += row;
     const u32* from = reinterpret_cast<const u32*>(mixtures + row * WIDTH) + threadIdx.x;
-    const i64 own = static_cast<i64>(blockIdx.x) * (WIDTH / 2) + threadIdx.x;
+    const int column = head * WIDTH + piece_column(threadIdx.x);
+    const i64 own = (static_cast<i64>(t) * kv_heads * GROUP * WIDTH + column) / 2;
 
     u32 bits[PIECES], gate_bits = 0;
     if (slabs) gate_bits = reinterpret_cast<const u32*>(gate)[own];
@@ -203,7 +220,6 @@ KERNEL void __launch_bounds__(WIDTH / 2)
     const u32 pair = pack_bf16x2(x * by, y * by);
     reinterpret_cast<u32*>(o)[own] = pair;
     if (!slabs) return;
-    const int column = head * WIDTH + 2 * threadIdx.x;
     slabs += slab_offset(rows, t, column) + column % 8;
     *reinterpret_cast<u32*>(slabs) =
         pack_bf16x2(bf16x2_low(pair) * by_gate.x, bf16x2_high(pair) * by_gate.y);
@@ -247,7 +263,6 @@ KERNEL void __launch_bounds__(THREADS, 1)
     let_next_start();
     wait_for_previous();
     const int head = blockIdx.y, from = (gridDim.z - 1 - blockIdx.z) * TOKENS;
-    if (at.half == 0) load_queries(memory, q, rows, from, at);
     const int length = *length_at, end = length + min(rows, from + TOKENS);
     if (threadIdx.x == 0) init(memory);
     const i64 begin = static_cast<i64>(head) * capacity * CACHE_BYTES;
@@ -255,16 +270,18 @@ KERNEL void __launch_bounds__(THREADS, 1)
     Ahead ahead(past, at);
     float* const table = reinterpret_cast<float*>(memory + WEIGHTS);
     angles(table, own, length + from, TOKENS);
-    if (at.half == 0) copy_async_wait<0>();
+    expect_queries(memory, rows, from);
     sync_block();
-    turn_queries(memory, w, eps, table, 0);
+    ask_queries(memory, q, rows, from);
+    barrier_wait(queries_there(memory), 0);
+    turn_queries(memory, w, eps, table);
     sync_block();
-    attend<false>(
+    attend(
         past, ahead, mul_rn(*scale_k, LOGIT), length + from,
         [=](int) {
             const i64 stride = static_cast<i64>(gridDim.y) * GROUP * WIDTH;
-            return Sink{o + from * stride + static_cast<i64>(head) * GROUP * WIDTH, stride, WIDTH,
-                        *scale_v, rows - from, nullptr};
+            return Output{o + from * stride + static_cast<i64>(head) * GROUP * WIDTH, stride, *scale_v,
+                          rows - from};
         },
         at);
 }

@@ -77,40 +77,45 @@ DEVICE void norm_weights(float (&w)[8], const void* weight, float offset, int la
     for (int i = 0; i < 8; i++) w[i] = add_rn(w[i], offset);
 }
 
-// A row whose pairs lie JUMP words apart in one lane.
-template <int JUMP> DEVICE void rotate_within(float (&x)[8], const float* at, int lane) {
+// Cosines and sines of this lane's columns that turn. Where both of a pair are the lane's own, they
+// lie in the first and the second half of the columns that do; else lanes exchange them.
+constexpr bool WITHIN = HALF >= 64;
+constexpr int TURNED = WITHIN ? HALF / 32 : 2;  // angles of a lane
+struct Turning {
+    float c[TURNED], s[TURNED];
+};
+
+// Of a row of the table. Up to 64 columns turn in the first words of HALF lanes.
+DEVICE Turning turning(const float* at, int lane) {
+    const bool first = WITHIN || (lane & HALF / 2) == 0;
+    Turning to;
 #pragma unroll
-    for (int i = 0; i < 2 * JUMP; i++) {
-        const int angle = 64 * (i / 2) + 2 * lane + i % 2;
-        const float c = at[angle], s = at[64 * JUMP + angle], low = x[i], high = x[i + 2 * JUMP];
-        x[i] = fma_rn(low, c, mul_rn(high, -s));
-        x[i + 2 * JUMP] = fma_rn(high, c, mul_rn(low, s));
+    for (int i = 0; i < TURNED; i++) {
+        const int angle = WITHIN ? 64 * (i / 2) + 2 * lane + i % 2 : (2 * lane & (HALF - 1)) + i;
+        to.c[i] = at[angle];
+        to.s[i] = first ? -at[HALF + angle] : at[HALF + angle];
     }
+    return to;
 }
 
-// A row by its angles. Up to 64 columns turn in the first words of HALF lanes.
-DEVICE void rotate(float (&x)[8], const float* at, int lane) {
-    if (HALF == 128) return rotate_within<2>(x, at, lane);
-    if (HALF == 64) return rotate_within<1>(x, at, lane);
-    constexpr int reach = HALF / 2;  // lanes
-    const bool second = (lane & reach) != 0;
+// A row by its angles.
+DEVICE void rotate(float (&x)[8], const Turning& by, int lane) {
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const float other = shuffle_xor(x[i], reach);
-        if (lane < HALF) {
-            const int angle = (2 * lane & (HALF - 1)) + i;
-            const float c = at[angle], s = second ? at[HALF + angle] : -at[HALF + angle];
-            x[i] = fma_rn(x[i], c, mul_rn(other, s));
+    for (int i = 0; i < TURNED; i++) {
+        if (WITHIN) {
+            const float low = x[i], high = x[(i + TURNED) % 8];
+            x[i] = fma_rn(low, by.c[i], mul_rn(high, by.s[i]));
+            x[(i + TURNED) % 8] = fma_rn(high, by.c[i], mul_rn(low, -by.s[i]));
+        } else {
+            const float other = shuffle_xor(x[i], HALF / 2);
+            if (lane < HALF) x[i] = fma_rn(x[i], by.c[i], mul_rn(other, by.s[i]));
         }
     }
 }
 
-// Normalise N rows, then rotate row n by row angle[n] of the table. Side by side, as each is a
-// chain of exchanges; every operation spelled out, so that two places that prepare the same row
-// get the same bits.
-template <int N>
-DEVICE void turn(float (&x)[N][8], const float (&w)[8], const float* table, const int (&angle)[N],
-                 float eps, int lane) {
+// Normalise N rows. Side by side, as each is a chain of exchanges; every operation spelled out, so
+// that two places that prepare the same row get the same bits.
+template <int N> DEVICE void norm(float (&x)[N][8], const float (&w)[8], float eps) {
     float sum[N];
 #pragma unroll
     for (int n = 0; n < N; n++) {
@@ -130,8 +135,6 @@ DEVICE void turn(float (&x)[N][8], const float (&w)[8], const float* table, cons
 #pragma unroll
         for (int i = 0; i < 8; i++) x[n][i] = mul_rn(mul_rn(x[n][i], inverse), w[i]);
     }
-#pragma unroll
-    for (int n = 0; n < N; n++) rotate(x[n], table + angle[n] * 2 * HALF, lane);
 }
 
 // x / by.x, correctly rounded as a rule; by.y is 1 / by.x. Infinity stays what it is.
@@ -185,9 +188,10 @@ DEVICE void store_pair(u8* k, u8* v, const Pair& pair, const Fresh& x, const flo
     float y[PAIR][8];
 #pragma unroll
     for (int n = 0; n < PAIR; n++) eight(y[n], pair.k[n]);
-    turn(y, w, table, {angle, angle + 8}, x.eps, lane);
+    norm(y, w, x.eps);
 #pragma unroll
     for (int n = 0; n < PAIR; n++) {
+        rotate(y[n], turning(table + (angle + 8 * n) * 2 * HALF, lane), lane);
         if (t + 8 * n >= x.rows) continue;
         const i64 at = static_cast<i64>(t + 8 * n) * CACHE_BYTES;
         store_cache(k + at, y[n], x.scale_k, lane);

@@ -24,7 +24,8 @@ constexpr int NS = QUARTER / 8;                 // n8 tiles of a warp's scores
 constexpr int NO = 8;                           // n8 tiles of a warp's mixture
 constexpr int THREADS = 256;
 
-constexpr int QUERY_PITCH = 2 * WIDTH;
+constexpr int QUERY_BYTES = 2 * WIDTH;          // of a head; a token's heads lie together
+constexpr int QUERY_PITCH = GROUP * QUERY_BYTES;
 constexpr int WEIGHT_PITCH = 2 * POSITIONS;
 // Weights lie where the angles of 16 rows were.
 constexpr int WEIGHT_BYTES = ROWS * WEIGHT_PITCH, ANGLE_BYTES = TOKENS * WIDTH * 4;
@@ -34,7 +35,7 @@ constexpr int PART = QUARTER * CACHE_BYTES;     // a quarter of a tile's keys, o
 
 // Shared memory.
 constexpr int QUERIES = 0;
-constexpr int WEIGHTS = QUERIES + ROWS * QUERY_PITCH;
+constexpr int WEIGHTS = QUERIES + TOKENS * QUERY_PITCH;
 constexpr int CACHE = WEIGHTS + WEIGHT_SPACE;   // [keys, values][tile & 1][quarter] parts
 constexpr int TOPS = CACHE + 16 * PART;         // float4 [ROWS], by quarter
 constexpr int SUMS = TOPS + 16 * ROWS;          // float4 [ROWS], by quarter
@@ -72,16 +73,21 @@ DEVICE void sync_half(int half) {
     else sync_some(1, THREADS / 2);
 }
 
-// A normalised, rotated query row into shared memory. For FP8 keys lane t's two pairs of each 16
-// columns are 4t, 4t + 1 and 4t + 2, 4t + 3, as four neighbouring bytes of a key are read.
-DEVICE void store_query(u8* queries, int row, const float (&x)[8], int lane) {
-    // The lane's pair of columns within 16 bytes of its 64 columns.
+// Where a lane's pair of the first 64 columns lies in a query row, bytes. For FP8 keys lane t's two
+// pairs of each 16 columns are 4t, 4t + 1 and 4t + 2, 4t + 3, as four neighbouring bytes of a key are
+// read.
+DEVICE u32 query_at(int row, int lane) {
     const int chunk = FP8 ? (lane >> 3) * 2 + (lane & 1) : lane >> 2;
     const int word = FP8 ? (lane & 7) >> 1 : lane & 3;
+    return swizzled(row, chunk, 0) + 4 * word;
+}
+
+// A normalised, rotated query row; `to`: where this lane's first pair lies.
+DEVICE void store_query(u8* to, const float (&x)[8]) {
 #pragma unroll
     for (int j = 0; j < WORDS; j++) {
         u32 pair = pack_bf16x2(x[2 * j], x[2 * j + 1]);
         if (FP8) pair = pack_f16x2(bf16x2_low(pair), bf16x2_high(pair));
-        reinterpret_cast<u32*>(queries + swizzled(row, 8 * j + chunk, QUERY_PITCH))[word] = pair;
+        *reinterpret_cast<u32*>(to + 128 * j) = pair;
     }
 }

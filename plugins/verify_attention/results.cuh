@@ -1,0 +1,94 @@
+// What a warp makes of a tile or of many, and how it is stored: as a piece's result for `combine`, or
+// as the output.
+#pragma once
+
+#include "verify_attention/tile.cuh"
+
+// What a warp carries from tile to tile. Sums of weights stay split over the lanes and quarters.
+struct Running {
+    float o[MT][NO][4];
+    float base[MT][2];
+    float sum[MT][2];
+};
+
+// This lane's row in tile i, h-th half: of all query rows.
+DEVICE int row_of(int i, int h, const Lane& at) {
+    return (at.half * MT + i) * TOKENS + 8 * h + at.g;
+}
+
+template <bool F16> DEVICE u32 pack(float x, float y) {
+    return F16 ? pack_f16x2(x, y) : pack_bf16x2(x, y);
+}
+
+// The first column of a pair, by its place in a piece's row: [quarter: 4][c / 2: 2][t: 4][c % 2: 2]
+// [pair: 2], so that a lane stores 16 bytes at once.
+DEVICE int piece_column(int place) {
+    const int c = place / 16 % 2 * 2 + place / 2 % 2, t = place / 4 % 4, second = place % 2;
+    return place / 32 * (WIDTH / 4) + 16 * c + (FP8 ? 4 * t + 2 * second : 2 * t + 8 * second);
+}
+
+// Of 16 columns c of a row what this lane holds, times `by`: two pairs, where piece_column says.
+template <bool F16> DEVICE uint2 pairs(const Running& r, int i, int h, int c, float by) {
+    const float x0 = r.o[i][2 * c][2 * h] * by, x1 = r.o[i][2 * c][2 * h + 1] * by;
+    const float y0 = r.o[i][2 * c + 1][2 * h] * by, y1 = r.o[i][2 * c + 1][2 * h + 1] * by;
+    return FP8 ? make_uint2(pack<F16>(x0, y0), pack<F16>(x1, y1))
+               : make_uint2(pack<F16>(x0, x1), pack<F16>(y0, y1));
+}
+
+// A piece's mixture over its sum, and base and sum of each row, for `combine`.
+struct Piece {
+    u16* to;  // [ROWS, WIDTH]
+    float2* stats;
+    int tokens;
+
+    DEVICE void store(const Running& r, const Lane& at) const {
+#pragma unroll
+        for (int i = 0; i < MT; i++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                if (8 * h + at.g >= tokens) continue;
+                const int row = row_of(i, h, at);
+                const float sum = r.sum[i][h], by = sum > 0.0f ? reciprocal_approx(sum) : sum;
+                if (at.quarter == 0 && at.t == 0) stats[row] = make_float2(r.base[i][h], sum);
+                uint4* place = reinterpret_cast<uint4*>(to + row * WIDTH) + at.quarter * 8 + at.t;
+#pragma unroll
+                for (int c = 0; c < NO / 2; c += 2) {
+                    const uint2 a = pairs<FP8 != 0>(r, i, h, c, by);
+                    const uint2 b = pairs<FP8 != 0>(r, i, h, c + 1, by);
+                    place[2 * c] = make_uint4(a.x, a.y, b.x, b.y);
+                }
+            }
+    }
+};
+
+// A mixture times scale / sum, as the output: heads of a group lie one after the other.
+struct Output {
+    u16* to;  // of the first token and head
+    i64 token_stride;
+    float scale;
+    int tokens;
+
+    DEVICE void store(const Running& r, const Lane& at) const {
+#pragma unroll
+        for (int i = 0; i < MT; i++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const int token = 8 * h + at.g;
+                if (token >= tokens) continue;
+                const float sum = r.sum[i][h];
+                const float by = sum > 0.0f ? mul_rn(scale, reciprocal_approx(sum)) : sum;
+                u16* row = to + token * token_stride + (at.half * MT + i) * WIDTH +
+                           at.quarter * (WIDTH / 4);
+#pragma unroll
+                for (int c = 0; c < NO / 2; c++) {
+                    const uint2 both = pairs<false>(r, i, h, c, by);
+                    if (FP8) {
+                        *reinterpret_cast<uint2*>(row + 16 * c + 4 * at.t) = both;
+                    } else {
+                        *reinterpret_cast<u32*>(row + 16 * c + 2 * at.t) = both.x;
+                        *reinterpret_cast<u32*>(row + 16 * c + 8 + 2 * at.t) = both.y;
+                    }
+                }
+            }
+    }
+};
