@@ -11,6 +11,9 @@ from pathlib import Path
 from shutil import copyfile
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from thor_dflash import __version__, manifest
 from thor_dflash.builders.card import make_card
 from thor_dflash.builders.checkpoint.drafter import check_pair, read_drafter
@@ -69,6 +72,8 @@ class Plan:
     """The graphs as launch lists, for an engine that walks them itself."""
     weights: WeightFiles
     sources: tuple[Source, ...]
+    draft_ids: NDArray[np.int32] | None
+    """The ids of a reduced draft vocabulary."""
 
 
 def build(
@@ -160,6 +165,7 @@ def make_plan(
         programs,
         weights,
         tuple(sources),
+        ids,
     )
 
 
@@ -344,6 +350,8 @@ def material(plan: Plan) -> Material:
 def _key(plan: Plan, tensorrt: str) -> str:
     """What a build is made of. Two builds with one key write the same bytes."""
     digest = hashlib.sha256(repr((__version__, plan.config, tensorrt)).encode())
+    if plan.draft_ids is not None:
+        digest.update(plan.draft_ids.tobytes())
     for line in _inventory(plan):
         digest.update(line.encode())
     return digest.hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import cast
@@ -27,13 +28,13 @@ def read_draft_ids(path: Path, vocab: int) -> NDArray[np.int32]:
         ) from e
     except ValueError as e:
         raise ConfigError(f"build.draft_ids must be a JSON list of ids (got {path}: {e})") from e
-    ids = records.as_list(value)
-    if not ids or any(type(i) is not int for i in ids):
+    listed = records.as_list(value)
+    if not listed or any(type(i) is not int for i in listed):
         raise ConfigError(f"build.draft_ids must be a JSON list of ids (got {records.show(value)})")
-    found = np.array(cast("list[int]", ids), np.int64)
-    if found[0] < 0 or found[-1] >= vocab or (np.diff(found) <= 0).any():
+    ids = cast("list[int]", listed)
+    if not 0 <= min(ids) <= max(ids) < vocab or any(a >= b for a, b in itertools.pairwise(ids)):
         raise ConfigError(
             f"build.draft_ids must be ascending ids below {vocab} "
-            f"(got {len(found)} from {found[0]} to {found[-1]})"
+            f"(got {len(ids)} from {ids[0]} to {ids[-1]})"
         )
-    return found.astype(np.int32)
+    return np.array(ids, np.int32)

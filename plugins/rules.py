@@ -96,7 +96,7 @@ def _embed(site: Site, device: Device) -> tuple[Launch, ...]:
 
 
 def _refuse_embed(site: Site) -> str:
-    return standard.refuse_embed(site.size("rows", 1))
+    return standard.refuse_embed(site.ports["table"].dtype, site.size("rows", 1))
 
 
 def _widths(site: Site) -> list[int]:

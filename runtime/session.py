@@ -11,12 +11,14 @@ from typing import Any
 from thor_dflash import manifest as package_manifest
 from thor_dflash.config import EngineConfig
 from thor_dflash.dims import longest_context
-from thor_dflash.errors import ConfigError, EngineError, RequestError
+from thor_dflash.errors import ConfigError, EngineError, NoRoom, RequestError
 from thor_dflash.manifest import Manifest
 from thor_dflash.progress import Progress as Reporter
+from thor_dflash.progress import amount
 from thor_dflash.runtime.admission import Desk, Request
 from thor_dflash.runtime.block import Limit, Policy, Progress
 from thor_dflash.runtime.decode import Chunk, Plan, check, decode
+from thor_dflash.runtime.doctor.needs import per_token, shorter
 from thor_dflash.runtime.engine import Engine
 from thor_dflash.runtime.model import Model
 from thor_dflash.runtime.policies.grammar import Constrain, Place
@@ -175,10 +177,20 @@ def open_session(
         with progress.task("loading graphs"):
             every = sizes if choose and not config.chunk else (chunk,)
             model = Model(engine, found, capacity, block, every)
-    except BaseException:
+    except BaseException as e:
         engine.close()
+        if isinstance(e, NoRoom):
+            raise EngineError(f"{e}; {_remedy(found, capacity, e.lacks)}") from e
         raise
     return Session(model, Text.load(package) if found.tokenizer else None)
+
+
+def _remedy(found: Manifest, capacity: int, lacks: int) -> str:
+    """Where a context of `capacity` tokens takes `lacks` bytes too many."""
+    each = f"a token takes {amount(per_token(found), 'bytes')}"
+    if fits := shorter(found, capacity, lacks):
+        return f"lower engine.capacity from {capacity} to {fits}: {each}"
+    return f"no engine.capacity is low enough (now {capacity}, {each}): build with fewer bits"
 
 
 def _ort(package: Path, config: EngineConfig, progress: Reporter) -> Engine:

@@ -84,7 +84,7 @@ def _attention(t: int, heads: int, kv: int, dim: int, norm: DType) -> dict[str, 
 
 def _verify_sites() -> Iterator[Full]:
     for cache in (FP8, BF16):
-        for t, n in ((1, 2048), (16, 2048), (16, 32768), (16, 262144), (512, 8192)):
+        for t, n in ((1, 2048), (16, 2048), (16, 32768), (16, 262144), (32, 2048), (512, 8192)):
             x = _attention(t, 24, 4, 256, BF16)
             for name in "kv":
                 x[f"cache_{name}"] = Shaped(cache, (4, n, 256))

@@ -93,6 +93,9 @@ def _verb(args: argparse.Namespace, config: Config, progress: Progress) -> int |
 def _check(args: argparse.Namespace) -> None:
     if args.verb == "generate" and args.tokens and vars(args)["decode.thinking"]:
         raise ConfigError("--thinking must go with --prompt or --messages (got --tokens)")
+    limit = args.tolerance if args.verb == "check" else None
+    if limit is not None and not 0 <= limit < float("inf"):
+        raise ConfigError(f"--tolerance must be a finite number of at least 0 (got {limit})")
 
 
 def overrides(args: argparse.Namespace) -> tuple[str, ...]:

@@ -40,6 +40,15 @@ class EngineError(ThorError):
     """A graph, a binding or the device refused."""
 
 
+class NoRoom(EngineError):
+    """What is to be loaded does not fit in memory. Nothing was allocated."""
+
+    def __init__(self, text: str, lacks: int) -> None:
+        super().__init__(text)
+        self.lacks = lacks
+        """Bytes."""
+
+
 class EngineLost(EngineError):
     """The device answers nothing else in this process; a new one may start again."""
 

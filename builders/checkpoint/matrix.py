@@ -5,6 +5,7 @@ Letters: N rows (outputs), K columns (inputs).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from thor_dflash.errors import CheckpointError
 from thor_dflash.plugins.numerics import E2M1, NVFP4_GROUP
 from thor_dflash.tensors import Array
 
@@ -34,6 +36,37 @@ KINDS = {
     "float32": WeightKind.F32,
 }
 """Element type of the codes -> kind."""
+
+
+_EXPONENT: Mapping[str, tuple[type[np.unsignedinteger[Any]], int]] = {
+    "float8_e4m3fn": (np.uint8, 0x7F),
+    "bfloat16": (np.uint16, 0x7F80),
+    "float16": (np.uint16, 0x7C00),
+    "float32": (np.uint32, 0x7F80_0000),
+}
+"""Element type -> its bits, and those of them that are all set in what is no finite number."""
+_PIECE = 1 << 24
+"""Elements looked at together."""
+
+
+def finite(values: Array, name: str) -> Array:
+    """The values, whatever they are; only of numbers it is known which are finite.
+
+    Raises: CheckpointError where one is infinite or NaN.
+    """
+    bits, exponent = _EXPONENT.get(values.dtype.name, (np.uint8, 0))
+    if not exponent:
+        return values
+    flat = values.reshape(-1)
+    for start in range(0, flat.size, _PIECE):
+        piece = flat[start : start + _PIECE]
+        bad = np.flatnonzero((piece.view(bits) & bits(exponent)) == exponent)
+        if bad.size:
+            place = np.array(np.unravel_index(start + int(bad[0]), values.shape)).tolist()
+            raise CheckpointError(
+                f"{name} must hold finite numbers (got {float(piece[bad[0]])} at {place})"
+            )
+    return values
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from thor_dflash.builders.checkpoint.matrix import Matrix, WeightKind
+from thor_dflash.builders.checkpoint.matrix import Matrix, WeightKind, finite
 from thor_dflash.builders.graphs.graph import Graph, Value
 from thor_dflash.builders.weights import Stored, WeightFiles
 from thor_dflash.tensors import Array, DType
@@ -77,12 +77,13 @@ class Source:
             if whole is None:
                 return None
             shape = (len(whole) if rows is None else len(rows), *whole.shape[1:])
+            own = f"{self.prefix}{key}.{field_name}"
             return self.files.add(
                 self._file(name),
-                f"{self.prefix}{key}.{field_name}",
+                own,
                 DType.of(whole),
                 shape,
-                lambda: whole if rows is None else whole[rows],
+                lambda: finite(whole if rows is None else whole[rows], own),
             )
 
         packed = Packed(
@@ -109,9 +110,9 @@ class Source:
 
     def _place(self, name: str) -> Stored:
         if name not in self._plain:
-            array = self.checkpoint.tensor(name)
+            array, own = self.checkpoint.tensor(name), self.prefix + name
             self._plain[name] = self.files.add(
-                self._file(name), self.prefix + name, DType.of(array), array.shape, lambda: array
+                self._file(name), own, DType.of(array), array.shape, lambda: finite(array, own)
             )
         return self._plain[name]
 

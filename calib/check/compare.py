@@ -245,7 +245,7 @@ def compare(
     reference, those of every graph.
     """
     report = Report(None)
-    limit = tolerance or _limit(session, reference)
+    limit = _limit(session, reference) if tolerance is None else tolerance
     if reference is not None:
         report = _outside(session, reference, limit, progress)
     differs = report.logits is not None and report.logits.first >= 0

@@ -10,6 +10,7 @@ Nothing here needs a GPU or a driver, so cubins for a board can be made on any m
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -57,6 +58,8 @@ class Cubin:
     image: bytes
     log: str
     """What the compiler said; empty where the image came from the cache."""
+    kept: bool = False
+    """Whether it came from the cache, and may be anything."""
 
     @property
     def usage(self) -> dict[str, Usage]:
@@ -106,23 +109,43 @@ def compile_source(source: Path, defines: Mapping[str, int], arch: str) -> Cubin
     return Cubin(image, log)
 
 
-def load(source: Path, defines: Mapping[str, int], arch: str, cache_directory: Path) -> Cubin:
-    """The cubin from the cache, or compiled and put there. Writers may race; all write the same.
+def load(
+    source: Path, defines: Mapping[str, int], arch: str, cache: Path, *, anew: bool = False
+) -> Cubin:
+    """The cubin from the directory `cache`, or compiled and put there; with `anew` whatever is
+    there. Writers may race; all write the same.
 
     Raises:
-        EngineError: as compile_source.
+        EngineError: as compile_source, or the directory cannot keep it.
     """
-    path = cache_directory / f"{digest(source, defines, arch)}.cubin"
+    path = cache / f"{digest(source, defines, arch)}.cubin"
+    if not anew:
+        with contextlib.suppress(OSError):
+            return Cubin(path.read_bytes(), "", kept=True)
+    made = compile_source(source, defines, arch)
     try:
-        return Cubin(path.read_bytes(), "")
-    except OSError:
-        made = compile_source(source, defines, arch)
-    cache_directory.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=cache_directory)
-    with os.fdopen(handle, "wb") as file:
-        file.write(made.image)
-    Path(name).replace(path)
+        _keep(path, made.image)
+    except OSError as e:
+        raise EngineError(
+            f"engine.cubins must be a directory to keep kernels in (got {cache}: {e.strerror})"
+        ) from e
     return made
+
+
+def _keep(path: Path, image: bytes) -> None:
+    """Whole or not at all, also when the power goes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            os.fchmod(handle, 0o644)  # other users of the directory may have them too
+            file.write(image)
+            file.flush()
+            os.fsync(handle)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink()
+        raise
 
 
 def digest(source: Path, defines: Mapping[str, int], arch: str) -> str:

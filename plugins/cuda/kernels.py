@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from thor_dflash.plugins.cuda.compile import architecture, load
+from thor_dflash.errors import EngineError, EngineLost
+from thor_dflash.plugins.cuda.compile import Cubin, architecture, load
 from thor_dflash.plugins.cuda.driver import Gate
 from thor_dflash.plugins.launch import Device, Launch
 
@@ -50,20 +51,36 @@ class Kernels:
     def compile(
         self, wanted: Mapping[Image, Mapping[str, int]], advance: Callable[[int], None]
     ) -> None:
-        """Compile and load images, several at once. `advance` is told of each.
+        """Compile and load images, several at once. `advance` is told of each. What is kept and
+        cannot be loaded, as a disk may have lost some of it, is compiled anew.
 
         Raises:
-            EngineError: a source does not compile for this device.
+            EngineError: a source does not compile for this device, or cannot be kept.
         """
         arch = architecture(self.device.capability)
-        with ThreadPoolExecutor(COMPILERS) as pool:
+        pool = ThreadPoolExecutor(COMPILERS)
+        try:
             jobs = {
                 key: pool.submit(load, key[0], defines, arch, self._cubins)
                 for key, defines in wanted.items()
             }
             for key, job in jobs.items():
-                self._modules[key] = self.gate("cuModuleLoadData", job.result().image)
+                self._modules[key] = self._module(key[0], wanted[key], job.result())
                 advance(1)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _module(self, source: Path, defines: Mapping[str, int], cubin: Cubin) -> Any:
+        try:
+            return self.gate("cuModuleLoadData", cubin.image)
+        except EngineLost:
+            raise
+        except EngineError:
+            if not cubin.kept:
+                raise
+        arch = architecture(self.device.capability)
+        made = load(source, defines, arch, self._cubins, anew=True)
+        return self.gate("cuModuleLoadData", made.image)
 
     def function(self, source: Path, launch: Launch) -> Any:
         """The kernel of a launch, allowed the shared memory it asks for."""

@@ -12,7 +12,7 @@ embed(const u16* table, const i32* ids, u16* rows, int vocabulary, int hidden, i
       int filler) {
     wait_for_previous();
     let_next_start();
-    int t = blockIdx.y, slice = blockIdx.x * WARPS + threadIdx.x / 32;
+    int t = blockIdx.x, slice = blockIdx.y * WARPS + threadIdx.x / 32;
     int column = slice * SLICE + threadIdx.x % 32 * 8;
     if (column >= hidden) return;
     int id = t < count ? ids[t] : filler;

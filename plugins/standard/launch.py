@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from thor_dflash.plugins.launch import Addresses, At, Int, Launch, Table
+from thor_dflash.tensors import DType
 
 WARPS = 8
 THREADS = 32 * WARPS
@@ -22,8 +23,10 @@ SLICE = 32 * UNIT
 """Columns that a warp moves."""
 
 
-def refuse_embed(hidden: int) -> str:
+def refuse_embed(table: DType, hidden: int) -> str:
     """Why the kernel does not take such a gather; empty where it does."""
+    if table is not DType.BF16:
+        return f"embed.table must be bfloat16 (got {table.value})"
     return f"embed.hidden must be a multiple of {UNIT} (got {hidden})" if hidden % UNIT else ""
 
 
@@ -43,7 +46,7 @@ def embed(
     slices = -(-hidden // SLICE)
     return Launch(
         "embed",
-        (-(-slices // WARPS), rows, 1),
+        (rows, -(-slices // WARPS), 1),
         THREADS,
         (
             At("table"),

@@ -52,11 +52,13 @@ DEVICE saddr queries_there(const u8* memory) {
     return shared_address(memory + BARRIERS) + 8 * 31;
 }
 
-// By one thread; the block meets before any other use.
-DEVICE void init(u8* memory) {
-    for (int i = 0; i < 31; i++) barrier_init(shared_address(memory + BARRIERS) + 8 * i, 32);
-    barrier_init(queries_there(memory), 1);
+// By one thread; the block meets before any other use. `tokens`: of the query rows.
+DEVICE void init(u8* memory, int tokens) {
+    const saddr first = shared_address(memory + BARRIERS), queries = queries_there(memory);
+    for (saddr barrier = first; barrier < queries; barrier += 8) barrier_init(barrier, 32);
+    barrier_init(queries, 1);
     barrier_init_done();
+    barrier_expect(queries, tokens * QUERY_PITCH);
 }
 
 // This warp's part of the tile at `first`, the n-th, asynchronously; zeros from the limit on.

@@ -20,25 +20,16 @@ constexpr int WARPS = THREADS / 32;
 constexpr int BATCH = GROUP == 6 ? 3 : GROUP;  // query rows that a warp prepares side by side
 
 // 16 tokens of one key/value head's group, on their way to where their queries will lie. A warp makes
-// its copies one after the other, so each makes two.
-DEVICE void ask_queries(u8* memory, const u16* q, int rows, int from) {
-    const int warp = threadIdx.x >> 5, count = min(TOKENS, rows - from);
+// its copies one after the other, so each makes two. Past the call's last token lies whatever was there:
+// no row depends on another.
+DEVICE void ask_queries(u8* memory, const u16* q, int count, int from) {
+    const int warp = threadIdx.x >> 5;
     if ((threadIdx.x & 31) != 0) return;
     for (int t = warp; t < count; t += WARPS) {
         const i64 row = static_cast<i64>(from + t) * gridDim.y + blockIdx.y;
         copy_bulk_kept(shared_address(memory + QUERIES) + t * QUERY_PITCH, q + row * GROUP * WIDTH,
                        QUERY_PITCH, queries_there(memory));
     }
-}
-
-// Before the block meets to ask for them; zeros for the tokens past the call's last.
-DEVICE void expect_queries(u8* memory, int rows, int from) {
-    constexpr int CHUNKS = QUERY_PITCH / 16;
-    if (threadIdx.x == 0)
-        barrier_expect(queries_there(memory), min(TOKENS, rows - from) * QUERY_PITCH);
-#pragma unroll 1
-    for (int i = (rows - from) * CHUNKS + threadIdx.x; i < TOKENS * CHUNKS; i += THREADS)
-        reinterpret_cast<uint4*>(memory + QUERIES)[i] = make_uint4(0, 0, 0, 0);
 }
 
 // Normalised and rotated in place. A warp's tokens are eight apart, so that the chunks of its rows are
@@ -131,23 +122,23 @@ KERNEL void __launch_bounds__(THREADS, 1)
     const float own = own_frequency(frequency);
     const float2 by_k = with_inverse(*scale_k), by_v = with_inverse(*scale_v);
     const int head = blockIdx.y, from = blockIdx.z * TOKENS, length = *length_at;
-    const Pieces pieces = divided(length + from, length + min(rows, from + TOKENS), gridDim.x);
+    const int count = min(TOKENS, rows - from);
+    const Pieces pieces = divided(length + from, length + from + count, gridDim.x);
     const int block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
     if (static_cast<int>(blockIdx.x) >= pieces.count) {
         if (threadIdx.x == 0) fetch_ahead(next_packed, block, next_share);
         return;
     }
-    if (threadIdx.x == 0) init(memory);
+    if (threadIdx.x == 0) init(memory, count);
     const i64 begin = static_cast<i64>(head) * capacity * CACHE_BYTES;
     const Past past = {memory, cache_k + begin, cache_v + begin, length, rows, pieces};
     Ahead ahead(past, at);
     float* const table = reinterpret_cast<float*>(memory + WEIGHTS);
     angles(table, own, length + from, TOKENS);
-    expect_queries(memory, rows, from);
     sync_block();
     let_next_start();
     wait_for_previous();
-    ask_queries(memory, q, rows, from);
+    ask_queries(memory, q, count, from);
     // Who takes the last piece writes, and needs what it writes.
     const bool last = (pieces.count - 1) % gridDim.x == blockIdx.x;
     const Fresh fresh = {k, v, rows, static_cast<int>(gridDim.y), head, eps, by_k, by_v};
@@ -159,7 +150,7 @@ KERNEL void __launch_bounds__(THREADS, 1)
         past, ahead, mul_rn(by_k.x, LOGIT), length + from,
         [=](int slot) {
             const i64 place = static_cast<i64>(blockIdx.z * gridDim.y + head) * slots + slot;
-            return Piece{mixtures + place * ROWS * WIDTH, stats + place * ROWS, rows - from};
+            return Piece{mixtures + place * ROWS * WIDTH, stats + place * ROWS, count};
         },
         at);
 }
@@ -263,16 +254,16 @@ KERNEL void __launch_bounds__(THREADS, 1)
     let_next_start();
     wait_for_previous();
     const int head = blockIdx.y, from = (gridDim.z - 1 - blockIdx.z) * TOKENS;
-    const int length = *length_at, end = length + min(rows, from + TOKENS);
-    if (threadIdx.x == 0) init(memory);
+    const int count = min(TOKENS, rows - from);
+    const int length = *length_at, end = length + from + count;
+    if (threadIdx.x == 0) init(memory, count);
     const i64 begin = static_cast<i64>(head) * capacity * CACHE_BYTES;
     const Past past = {memory, cache_k + begin, cache_v + begin, end, 0, undivided(end)};
     Ahead ahead(past, at);
     float* const table = reinterpret_cast<float*>(memory + WEIGHTS);
     angles(table, own, length + from, TOKENS);
-    expect_queries(memory, rows, from);
     sync_block();
-    ask_queries(memory, q, rows, from);
+    ask_queries(memory, q, count, from);
     barrier_wait(queries_there(memory), 0);
     turn_queries(memory, w, eps, table);
     sync_block();
@@ -281,7 +272,7 @@ KERNEL void __launch_bounds__(THREADS, 1)
         [=](int) {
             const i64 stride = static_cast<i64>(gridDim.y) * GROUP * WIDTH;
             return Output{o + from * stride + static_cast<i64>(head) * GROUP * WIDTH, stride, *scale_v,
-                          rows - from};
+                          count};
         },
         at);
 }

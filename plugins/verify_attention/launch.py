@@ -94,7 +94,8 @@ def _shared(site: Site, fresh: int) -> int:
     query_rows = _defines(site)["GROUP"] * TOKENS
     row = WIDTH * site.ports["cache_k"].dtype.bytes
     positions = 128 * WIDTH // row
-    weights = max(query_rows * positions * 2, TOKENS * WIDTH * 4)
+    angles = TOKENS * site.attributes.integer("rotary_dim") * 4
+    weights = max(query_rows * positions * 2, angles)
     tiles = 2 * 2 * positions * row
     return query_rows * (WIDTH * 2 + 32) + weights + tiles + 256 + 2 * fresh * row
 

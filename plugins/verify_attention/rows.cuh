@@ -87,7 +87,7 @@ struct Turning {
 
 // Of a row of the table. Up to 64 columns turn in the first words of HALF lanes.
 DEVICE Turning turning(const float* at, int lane) {
-    const bool first = WITHIN || (lane & HALF / 2) == 0;
+    const bool first = (lane & HALF / 2) == 0;
     Turning to;
 #pragma unroll
     for (int i = 0; i < TURNED; i++) {

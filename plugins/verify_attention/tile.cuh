@@ -28,7 +28,7 @@ constexpr int QUERY_BYTES = 2 * WIDTH;          // of a head; a token's heads li
 constexpr int QUERY_PITCH = GROUP * QUERY_BYTES;
 constexpr int WEIGHT_PITCH = 2 * POSITIONS;
 // Weights lie where the angles of 16 rows were.
-constexpr int WEIGHT_BYTES = ROWS * WEIGHT_PITCH, ANGLE_BYTES = TOKENS * WIDTH * 4;
+constexpr int WEIGHT_BYTES = ROWS * WEIGHT_PITCH, ANGLE_BYTES = TOKENS * 2 * HALF * 4;
 constexpr int WEIGHT_SPACE = WEIGHT_BYTES > ANGLE_BYTES ? WEIGHT_BYTES : ANGLE_BYTES;
 constexpr int VALUE_PITCH = CACHE_BYTES / 4;
 constexpr int PART = QUARTER * CACHE_BYTES;     // a quarter of a tile's keys, or of its values

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 from thor_dflash.dims import DrafterDims, GdnDims
 from thor_dflash.manifest import Manifest
+from thor_dflash.plugins.verify_attention import TILE
 from thor_dflash.runtime.model import cache_rows, ring_rows
 
 BYTES = {"f32": 4, "bf16": 2, "fp8": 1}
@@ -35,6 +38,16 @@ def per_token(manifest: Manifest) -> int:
     block = manifest.block
     low, high = (sum(needs(manifest, block + n).values()) for n in (1 << 14, 1 << 15))
     return (high - low) >> 14
+
+
+def shorter(manifest: Manifest, capacity: int, lacks: int) -> int:
+    """The longest context in whole tiles, tokens, that takes `lacks` bytes less than one of
+    `capacity`; 0 where none does.
+    """
+    most = sum(needs(manifest, capacity).values()) - lacks
+    tiles = range(manifest.block // TILE + 1, -(-capacity // TILE))
+    fit = bisect_right(tiles, most, key=lambda n: sum(needs(manifest, n * TILE).values()))
+    return tiles[fit - 1] * TILE if fit else 0
 
 
 def _weights(name: str) -> bool:

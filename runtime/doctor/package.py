@@ -14,7 +14,7 @@ from thor_dflash.manifest import REBUILD, Manifest
 from thor_dflash.progress import amount
 from thor_dflash.runtime.doctor import board
 from thor_dflash.runtime.doctor.facts import Cuda, Finding, Gpu, Machine, TensorRT
-from thor_dflash.runtime.doctor.needs import needs, per_token
+from thor_dflash.runtime.doctor.needs import needs, shorter
 from thor_dflash.runtime.doctor.software import LEAST
 from thor_dflash.runtime.engines.cuda.memory import RESERVE
 
@@ -122,8 +122,6 @@ def _memory(machine: Machine, gpu: Gpu | None, manifest: Manifest, capacity: int
     )
     if total <= free:
         return Finding("package memory", "ok", text)
-    left = free - (total - per_token(manifest) * capacity)
-    shorter = int(left // max(per_token(manifest), 1))
-    if shorter > manifest.block:
-        return Finding("package memory", "wrong", text, f"--set engine.capacity={shorter}")
+    if fits := shorter(manifest, capacity, total - free):
+        return Finding("package memory", "wrong", text, f"--set engine.capacity={fits}")
     return Finding("package memory", "wrong", f"{text}; no context is short enough", "free memory")

@@ -23,6 +23,7 @@ from checkpoints import (
 from thor_dflash import manifest
 from thor_dflash.builders.build import _key, build, make_plan
 from thor_dflash.builders.checkpoint.drafter import read_drafter
+from thor_dflash.builders.checkpoint.shards import Shards
 from thor_dflash.builders.checkpoint.target import read_target
 from thor_dflash.builders.staging import Staging
 from thor_dflash.config import BuildConfig
@@ -253,6 +254,24 @@ def test_a_killed_build_of_other_options_is_not_mixed_in(
     assert digests(tmp_path / "p") == digests(tmp_path / "clean")
 
 
+def test_a_killed_build_of_another_list_of_ids_is_not_mixed_in(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The list is written anew under its name."""
+    ids = tmp_path / "ids.json"
+    config = BuildConfig(draft_ids=str(ids))
+    ids.write_text(json.dumps([*range(40, 56)]))
+    with monkeypatch.context() as patch:
+        patch.setattr("thor_dflash.builders.staging.Staging.finish", lambda *_: 1 / 0)
+        patch.setattr("thor_dflash.builders.staging.Staging._discard", _killed)
+        with pytest.raises(ZeroDivisionError):
+            build(*pair, tmp_path / "p", config, Silent())
+    ids.write_text(json.dumps([*range(1, 17)]))
+    for name in ("p", "clean"):
+        build(*pair, tmp_path / name, config, Silent())
+    assert digests(tmp_path / "p") == digests(tmp_path / "clean")
+
+
 def _killed(stage: Staging) -> None:
     """What a killed process leaves: everything, but for its lock."""
     os.close(stage._lock)
@@ -290,3 +309,33 @@ def test_the_context_is_no_longer_than_the_drafter_s(
     assert build(*pair, tmp_path / "p", BuildConfig(), Silent()).capacity == 200
     with pytest.raises(ConfigError, match=r"build.capacity must be 17 to 200"):
         build(*pair, tmp_path / "q", BuildConfig(capacity=201), Silent())
+
+
+@pytest.mark.parametrize(
+    ("tensor", "bad"),
+    [
+        ("layers.3.self_attn.o_proj.weight", b"\xff"),  # FP8
+        ("layers.0.linear_attn.in_proj_qkv.weight", b"\x80\x7f"),  # bf16: infinity
+        ("embed_tokens.weight", b"\xc0\xff"),
+    ],
+)
+def test_what_is_no_number_is_named_and_leaves_nothing(
+    pair: tuple[Path, Path], tmp_path: Path, tensor: str, bad: bytes
+) -> None:
+    shards = Shards.open(pair[0])
+    name = next(name for name in shards if name.endswith(tensor))
+    entry = shards.entry(name)
+    with entry.file.open("r+b") as file:
+        file.seek(entry.begin + 7 * len(bad))
+        file.write(bad)
+    with pytest.raises(CheckpointError, match=rf"{tensor} must hold finite numbers .* at \[0, 7\]"):
+        build(*pair, tmp_path / "p", BuildConfig(), Silent())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["drafter", "target"]
+
+
+def test_draft_ids_may_be_any_integers(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    ids = tmp_path / "ids.json"
+    for wrong in ("[1, 1000000000000000000000000000000]", "[-1, 2]", "[2, 2]", "[3, 2]"):
+        ids.write_text(wrong)
+        with pytest.raises(ConfigError, match=r"draft_ids must be ascending ids below"):
+            build(*pair, tmp_path / "p", BuildConfig(draft_ids=str(ids)), Silent())

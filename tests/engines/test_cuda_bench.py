@@ -10,12 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from benching import ARGUMENTS
 from fake_cuda import MS, fake
 
-from thor_dflash import cli, manifest
+from thor_dflash import cli
 from thor_dflash.builders import hollow
 from thor_dflash.config import BuildConfig, EngineConfig
-from thor_dflash.dims import DrafterDims, TargetDims
 from thor_dflash.plugins.cuda.enqueue import Arguments
 from thor_dflash.plugins.launch import AHEAD
 from thor_dflash.plugins.rules import ROOT
@@ -156,39 +156,7 @@ def test_the_table_is_aligned_and_says_every_figure() -> None:
 
 
 # ---- through the verb ----------------------------------------------------------------------------
-def small() -> tuple[TargetDims, DrafterDims]:
-    """A 27B of four layers and a narrow middle: one of each kind of call."""
-    target = hollow.QWEN36_27B
-    target = TargetDims(
-        vocab=66560,
-        hidden=1280,
-        intermediate=2048,
-        layers=target.layers[:4],
-        attention=target.attention,
-        gdn=target.gdn,
-        eps=target.eps,
-        tied=False,
-        max_position=target.max_position,
-    )
-    old = hollow.QWEN36_27B_DFLASH
-    drafter = DrafterDims(
-        vocab=66560, hidden=1280, intermediate=2048, layers=old.layers[-2:],
-        attention=old.attention, eps=old.eps, block=16, taps=(0, 1, 2), mask_token=5,
-        target_layers=4, max_position=old.max_position,
-    )  # fmt: skip
-    return target, drafter
-
-
-@pytest.fixture
-def shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(hollow.SHAPES, "small", small())
-    monkeypatch.setattr(bench, "SECONDS", 0.0)
-
-
-ARGUMENTS = ["bench", "--shape", "small", "--random-weights", "--engine", "cuda", "--json"]
-
-
-@pytest.mark.usefixtures("shapes")
+@pytest.mark.usefixtures("small_shape")
 def test_one_command_measures_everything(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -212,37 +180,6 @@ def test_one_command_measures_everything(
     assert apart > 1.5 * cycle
 
 
-@pytest.mark.usefixtures("shapes")
-def test_a_random_package_on_disk_is_a_whole_one(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    fake(monkeypatch)
-    child = [{"section": "ready", "name": n, "value": v, "unit": "s"} for n, v in
-             (("loaded", 3.0), ("ready", 1e6))]  # fmt: skip
-
-    def run(command: Sequence[str], **options: object) -> object:
-        assert [*command[4:7]] == ["--package", str(tmp_path / "out"), "--ready"]
-        return SimpleNamespace(returncode=0, stdout=json.dumps(child), stderr="")
-
-    monkeypatch.setattr("subprocess.run", run)
-    assert cli.main([*ARGUMENTS, "--ready", "--out", str(tmp_path / "out")]) == 0
-    rows = json.loads(capsys.readouterr().out)
-    assert [row["name"] for row in rows] == ["reading the package from disk", "loaded", "ready"]
-    assert rows[-1]["must"] == pytest.approx(rows[0]["value"] + 10, abs=1e-3)
-    assert rows[-1]["verdict"] == "missed"
-    found = manifest.read(tmp_path / "out")
-    manifest.verify(tmp_path / "out", found, Silent())
-    weights = [name for name in found.files if name.endswith(".bin")]
-    assert len(weights) > 1
-    # Opened again, it is what a session takes.
-    assert cli.main(["bench", "--package", str(tmp_path / "out"), "--ready", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
-    assert 0 < rows[0]["value"] < rows[1]["value"] < rows[2]["value"]
-    # and it is not written over
-    assert cli.main([*ARGUMENTS, "--ready", "--out", str(tmp_path / "out")]) == 2
-    assert "must be a new directory" in capsys.readouterr().err
-
-
 @contextmanager
 def opened(folder: Path, widths: tuple[int, ...]) -> Iterator[bench.Bench]:
     """A bench of the small shape, its package in `folder`."""
@@ -252,7 +189,7 @@ def opened(folder: Path, widths: tuple[int, ...]) -> Iterator[bench.Bench]:
         yield bench.open_bench(engine, made, 4096, widths, folder)
 
 
-@pytest.mark.usefixtures("shapes")
+@pytest.mark.usefixtures("small_shape")
 def test_an_excerpt_finds_the_sequence_where_it_was_put(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -270,7 +207,7 @@ def test_an_excerpt_finds_the_sequence_where_it_was_put(
                     assert sent[cuda(inputs[port]).now] == value.to_bytes(4, "little"), port
 
 
-@pytest.mark.usefixtures("shapes")
+@pytest.mark.usefixtures("small_shape")
 def test_a_weight_that_is_fetched_ahead_is_counted_where_it_is_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -283,7 +220,7 @@ def test_a_weight_that_is_fetched_ahead_is_counted_where_it_is_read(
             assert own <= share.nbytes < 1.5 * own, kind
 
 
-@pytest.mark.usefixtures("shapes")
+@pytest.mark.usefixtures("small_shape")
 def test_an_excerpt_fetches_no_weight_for_what_does_not_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -312,7 +249,7 @@ def test_an_excerpt_fetches_no_weight_for_what_does_not_run(
         assert fetching("linear") == {"linear"}
 
 
-@pytest.mark.usefixtures("shapes")
+@pytest.mark.usefixtures("small_shape")
 def test_one_slow_cycle_is_not_the_host_s_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fake_cuda import MEMORY, Fake, fake
+from fake_cuda import FACTS, MEMORY, Fake, fake
 from nano import package, request
 
+from thor_dflash import manifest
 from thor_dflash.config import EngineConfig
 from thor_dflash.errors import EngineError
 from thor_dflash.plugins.gdn import launch as gdn
 from thor_dflash.plugins.launch import Shift
 from thor_dflash.progress import Silent
+from thor_dflash.runtime.engines.cuda.memory import RESERVE
 from thor_dflash.runtime.propose import Dflash
 from thor_dflash.runtime.session import Session, open_session
 
@@ -109,6 +112,33 @@ def test_without_graphs_every_kernel_is_launched_every_time(made: Path, device: 
 
 def test_what_does_not_fit_is_refused_before_it_is_taken(made: Path, device: Fake) -> None:
     device.taken = MEMORY - (260 << 20)
-    with pytest.raises(EngineError, match=r"the package must fit .*lower engine\.capacity"):
+    with pytest.raises(EngineError, match=r"the package must fit .*build with fewer bits"):
         open_session(made, EngineConfig(), Silent())
     assert "cuMemAlloc" not in device.calls
+
+
+def test_a_context_that_does_not_fit_is_refused_with_one_that_does(
+    made: Path, device: Fake
+) -> None:
+    longest = manifest.read(made).target.max_position
+    with closing(open_session(made, EngineConfig(capacity=longest), Silent())):
+        most = device.taken
+    device.taken = 0
+    with closing(open_session(made, EngineConfig(capacity=longest // 2), Silent())):
+        least = device.taken
+    device.taken = MEMORY - (most + least) // 2 - RESERVE
+    with pytest.raises(EngineError, match=rf"engine\.capacity from {longest} to ") as e:
+        open_session(made, EngineConfig(capacity=longest), Silent())
+    fits = int(str(e.value).rpartition(" to ")[2].partition(":")[0])
+    assert longest // 2 <= fits < longest
+    open_session(made, EngineConfig(capacity=fits), Silent()).close()
+
+
+def test_a_device_with_too_little_shared_memory_is_refused(
+    made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = {**FACTS, "CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": 101376}
+    monkeypatch.setattr(device, "CUdevice_attribute", SimpleNamespace(**facts))
+    wrong = r"\w+: layers\.0\..*: shared memory .* must be at most 101376 bytes .* \(got \d+\)"
+    with pytest.raises(EngineError, match=wrong):
+        open_session(made, EngineConfig(), Silent())

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from thor_dflash.errors import EngineError
+from thor_dflash.errors import EngineError, NoRoom
 from thor_dflash.plugins.cuda.driver import STICKY, Driver
 from thor_dflash.runtime.engines.cuda import control
 from thor_dflash.runtime.engines.cuda.control import RING, SLOT, SMALL, Page, Ring, corners
@@ -30,15 +30,16 @@ def test_regions_are_aligned_apart_and_counted_by_kind() -> None:
     assert arena.nbytes == 1024
 
 
-def test_what_does_not_fit_is_refused_with_the_table_and_a_remedy() -> None:
+def test_what_does_not_fit_is_refused_with_the_table() -> None:
     arena = Arena()
     arena.take("weights", 3 * GB)
     arena.take("cache", GB)
-    arena.check(4 * GB + RESERVE, 1024)
-    with pytest.raises(EngineError) as e:
-        arena.check(4 * GB + RESERVE - 1, 1024)
-    for word in ("weights", "cache", "graphs and driver", "lower engine.capacity", "(now 1024)"):
+    arena.check(4 * GB + RESERVE)
+    with pytest.raises(NoRoom) as e:
+        arena.check(4 * GB + RESERVE - 7)
+    for word in ("weights", "cache", "graphs and driver"):
         assert word in str(e.value)
+    assert e.value.lacks == 7
 
 
 class FakeDriver:

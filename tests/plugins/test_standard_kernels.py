@@ -98,6 +98,10 @@ def test_rows_past_the_count_are_the_filler() -> None:
     np.testing.assert_array_equal(bits(out["rows"]), bits(table[[2, 3, 3, 3]]))
 
 
+def test_a_prompt_may_be_longer_than_a_grid_is_wide() -> None:
+    assert embed(70_000, 5, 16).grid == (70_000, 1, 1)
+
+
 def test_an_id_outside_the_table_makes_a_row_of_nan_and_no_other() -> None:
     table = np.ones((5, 264), BF16)
     ids = np.array([0, -1, 4, 5, 2**31 - 1, -(2**31), 1], np.int32)
@@ -132,8 +136,10 @@ def test_a_forced_id_takes_the_place_of_a_draft(rows: int) -> None:
 
 
 def test_what_the_kernels_do_not_take_is_refused() -> None:
-    assert refuse_embed(320) == ""
-    assert "multiple of 8 (got 12)" in refuse_embed(12)
+    assert refuse_embed(DType.BF16, 320) == ""
+    assert "multiple of 8 (got 12)" in refuse_embed(DType.BF16, 12)
+    for dtype in (DType.F16, DType.F32):
+        assert refuse_embed(dtype, 320) == f"embed.table must be bfloat16 (got {dtype.value})"
     assert refuse_concat((8, 16)) == ""
     assert "multiple of 8 (got 4)" in refuse_concat((8, 4))
 

@@ -202,22 +202,36 @@ def write_random(shape: str, out: Path, config: Config, progress: Progress) -> N
 
     if out.exists():
         raise ConfigError(f"--out must be a new directory (got {out}, which is there)")
-    out.mkdir(parents=True)
-    made = hollow(shape, out, next(variants(config, ablations=False)))
-    need = sum(share.bytes for kinds in made.quantisation.values() for share in kinds.values())
-    if (free := shutil.disk_usage(out).free) < need:
-        raise ConfigError(f"--out must have room for {need:,} bytes (got {free:,})")
-    cubins = Path(config.engine.cubins).expanduser()
-    fill = SavedWeights(RandomWeights(out, cubins), progress)
-    with closing(CudaEngine(out, config.engine, progress, fill)) as engine:
-        Model(engine, made, made.capacity, made.block)
-    files = sorted(p for p in out.rglob("*") if p.is_file() and p.name != manifest.NAME)
-    with progress.task("hashing", sum(p.stat().st_size for p in files), "bytes") as task:
-        entries = {
-            p.relative_to(out).as_posix(): manifest.hash_file(p, task.advance) for p in files
-        }
-    made = dataclasses.replace(made, files=entries)
-    (out / manifest.NAME).write_text(manifest.render(made), encoding="utf-8")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # Beside it, so that what is there under its own name is always whole.
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as directory:
+        part = Path(directory) / out.name
+        part.mkdir()
+        made = hollow(shape, part, next(variants(config, ablations=False)))
+        need = _weight_bytes(part, made)
+        if (free := shutil.disk_usage(part).free) < need:
+            raise ConfigError(f"--out must have room for {need:,} bytes (got {free:,})")
+        cubins = Path(config.engine.cubins).expanduser()
+        fill = SavedWeights(RandomWeights(part, cubins), progress)
+        with closing(CudaEngine(part, config.engine, progress, fill)) as engine:
+            Model(engine, made, made.capacity, made.block)
+        files = sorted(p for p in part.rglob("*") if p.is_file() and p.name != manifest.NAME)
+        with progress.task("hashing", sum(p.stat().st_size for p in files), "bytes") as task:
+            entries = {
+                p.relative_to(part).as_posix(): manifest.hash_file(p, task.advance) for p in files
+            }
+        made = dataclasses.replace(made, files=entries)
+        (part / manifest.NAME).write_text(manifest.render(made), encoding="utf-8")
+        part.rename(out)
+
+
+def _weight_bytes(package: Path, made: Manifest) -> int:
+    """Of all programs, each weight once."""
+    from thor_dflash.program import ENDING, read
+
+    names = [name.removesuffix(ENDING) for name in made.files if name.endswith(ENDING)]
+    weights = {n: w for name in names for n, w in read(package, name).weights.items()}
+    return sum(weight.nbytes for weight in weights.values())
 
 
 def ready_here(package: Path, config: EngineConfig, progress: Progress) -> list[Figure]:

@@ -175,10 +175,9 @@ class Board(ABC):
         """Take the memory that was counted, zeroed, and place the tensors; its address.
 
         Raises:
-            EngineError: it does not fit.
+            NoRoom: it does not fit.
         """
-        caches = [t.spec.at({})[1] for t in self._tensors if t.spec.name.startswith("attention.")]
-        self._arena.check(self._driver.free_memory(), max(caches, default=0))
+        self._arena.check(self._driver.free_memory())
         base = self._arena.base = self._driver.allocate(self._arena.nbytes)
         self._driver("cuMemsetD8", base, 0, self._arena.nbytes)
         for tensor in self._tensors:

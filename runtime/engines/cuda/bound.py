@@ -111,7 +111,8 @@ def bind(call: Call, program: Program, device: Device) -> Bound:
     """Decide the launches of a call.
 
     Raises:
-        EngineError: a room's kernels do not take these sizes, naming the step.
+        EngineError: a room's kernels do not take these sizes, or the device not the kernels,
+            naming the step.
     """
     shapes = _shapes(call, program)
     sites = [_site(step, shapes) for step in program.steps]
@@ -128,6 +129,11 @@ def bind(call: Call, program: Program, device: Device) -> Bound:
             raise EngineError(f"{program.name}: {step.name}: {why}")
         site = replace(alone, following=packed.get(step.ports.get(AHEAD, "")))
         launches = rule.launches(site, device)
+        if (shared := max(one.shared for one in launches)) > device.shared:
+            raise EngineError(
+                f"{program.name}: {step.name}: shared memory of a block must be at most "
+                f"{device.shared} bytes on this device (got {shared})"
+            )
         offsets, size = working(launches)
         planned += [Planned(step, one, rule.folder / one.source, offsets) for one in launches]
         most = max(most, size)

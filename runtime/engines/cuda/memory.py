@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from thor_dflash.errors import EngineError
+from thor_dflash.errors import NoRoom
 from thor_dflash.progress import amount
 
 ALIGNMENT = 256
@@ -39,27 +39,20 @@ class Arena:
         """All of it."""
         return self._end
 
-    def check(self, free: int, context: int) -> None:
+    def check(self, free: int) -> None:
         """Refuse what cannot fit.
 
         Raises:
-            EngineError: with the byte table and what to lower.
+            NoRoom: with the byte table.
         """
         if self.nbytes + RESERVE > free:
-            raise EngineError(
+            raise NoRoom(
                 f"the package must fit in {amount(free, 'bytes')} of free device memory "
                 f"(got {self.describe()}, graphs and driver {amount(RESERVE, 'bytes')}: "
-                f"{amount(self.nbytes + RESERVE, 'bytes')} together); {self._advice(context)}"
+                f"{amount(self.nbytes + RESERVE, 'bytes')} together)",
+                self.nbytes + RESERVE - free,
             )
 
     def describe(self) -> str:
         """The byte table in one line."""
         return ", ".join(f"{kind} {amount(size, 'bytes')}" for kind, size in self.sizes.items())
-
-    def _advice(self, context: int) -> str:
-        cache = self.sizes.get("cache", 0) + self.sizes.get("ring", 0)
-        each = cache / context if context else 0.0
-        return (
-            f"lower engine.capacity, each token of which takes {amount(int(each), 'bytes')} "
-            f"(now {context}), or build with fewer bits"
-        )

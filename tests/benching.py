@@ -1,0 +1,31 @@
+"""A shape that a bench is through with in no time."""
+
+from __future__ import annotations
+
+from thor_dflash.builders import hollow
+from thor_dflash.dims import DrafterDims, TargetDims
+
+ARGUMENTS = ["bench", "--shape", "small", "--random-weights", "--engine", "cuda", "--json"]
+
+
+def small() -> tuple[TargetDims, DrafterDims]:
+    """A 27B of four layers and a narrow middle: one of each kind of call."""
+    target = hollow.QWEN36_27B
+    target = TargetDims(
+        vocab=66560,
+        hidden=1280,
+        intermediate=2048,
+        layers=target.layers[:4],
+        attention=target.attention,
+        gdn=target.gdn,
+        eps=target.eps,
+        tied=False,
+        max_position=target.max_position,
+    )
+    old = hollow.QWEN36_27B_DFLASH
+    drafter = DrafterDims(
+        vocab=66560, hidden=1280, intermediate=2048, layers=old.layers[-2:],
+        attention=old.attention, eps=old.eps, block=16, taps=(0, 1, 2), mask_token=5,
+        target_layers=4, max_position=old.max_position,
+    )  # fmt: skip
+    return target, drafter

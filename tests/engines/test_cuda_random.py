@@ -1,0 +1,85 @@
+"""A package of random weights on disk: whole, or not there."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from benching import ARGUMENTS
+from fake_cuda import fake
+
+from thor_dflash import cli, manifest
+from thor_dflash.config import BuildConfig, Config
+from thor_dflash.errors import EngineError
+from thor_dflash.progress import Silent
+from thor_dflash.runtime.engines.cuda.random import RandomWeights
+from thor_dflash.verbs.bench import write_random
+
+
+@pytest.mark.usefixtures("small_shape")
+def test_a_random_package_on_disk_is_a_whole_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    fake(monkeypatch)
+    child = [{"section": "ready", "name": n, "value": v, "unit": "s"} for n, v in
+             (("loaded", 3.0), ("ready", 1e6))]  # fmt: skip
+
+    def run(command: Sequence[str], **options: object) -> object:
+        assert [*command[4:7]] == ["--package", str(tmp_path / "out"), "--ready"]
+        return SimpleNamespace(returncode=0, stdout=json.dumps(child), stderr="")
+
+    monkeypatch.setattr("subprocess.run", run)
+    assert cli.main([*ARGUMENTS, "--ready", "--out", str(tmp_path / "out")]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in rows] == ["reading the package from disk", "loaded", "ready"]
+    assert rows[-1]["must"] == pytest.approx(rows[0]["value"] + 10, abs=1e-3)
+    assert rows[-1]["verdict"] == "missed"
+    found = manifest.read(tmp_path / "out")
+    manifest.verify(tmp_path / "out", found, Silent())
+    weights = [name for name in found.files if name.endswith(".bin")]
+    assert len(weights) > 1
+    # Opened again, it is what a session takes.
+    assert cli.main(["bench", "--package", str(tmp_path / "out"), "--ready", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert 0 < rows[0]["value"] < rows[1]["value"] < rows[2]["value"]
+    # and it is not written over
+    assert cli.main([*ARGUMENTS, "--ready", "--out", str(tmp_path / "out")]) == 2
+    assert "must be a new directory" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("small_shape")
+@pytest.mark.parametrize("error", [KeyboardInterrupt, EngineError])
+def test_a_random_package_that_is_not_finished_leaves_nothing(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake(monkeypatch)
+
+    def stop(*arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr(RandomWeights, "__call__", stop)
+    cubins = ["-s", f"engine.cubins={tmp_path / 'cubins'}"]
+    status = cli.main([*ARGUMENTS, *cubins, "--ready", "--out", str(tmp_path / "out")])
+    assert status == (130 if error is KeyboardInterrupt else 2)
+    assert [p.name for p in tmp_path.iterdir() if p.name != "cubins"] == []
+
+
+@pytest.mark.usefixtures("small_shape")
+def test_a_random_package_needs_room_for_every_weight(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    fake(monkeypatch)
+    config = Config(build=BuildConfig(engine="cuda"))
+    write_random("small", tmp_path / "whole", config, Silent())
+    stored = sum(p.stat().st_size for p in (tmp_path / "whole").rglob("*.bin"))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=stored // 2))
+    assert cli.main([*ARGUMENTS, "--ready", "--out", str(tmp_path / "out")]) == 2
+    said = re.search(r"room for ([\d,]+) bytes", capsys.readouterr().err)
+    assert said is not None
+    need = int(said[1].replace(",", ""))
+    assert 0.9 * stored < need <= stored  # tensors start on pages
+    assert [p.name for p in tmp_path.iterdir()] == ["whole"]

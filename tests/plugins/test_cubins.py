@@ -1,0 +1,127 @@
+"""The directory of compiled kernels: whatever happens to it, an engine starts or says why."""
+
+from __future__ import annotations
+
+import errno
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_cuda import OK, Fake, fake
+
+from thor_dflash.errors import EngineError, EngineLost
+from thor_dflash.plugins.cuda import compile as compiler
+from thor_dflash.plugins.cuda import kernels
+from thor_dflash.plugins.cuda.compile import ROOT, Cubin
+from thor_dflash.plugins.cuda.driver import Gate
+from thor_dflash.plugins.cuda.kernels import COMPILERS, Kernels
+from thor_dflash.plugins.launch import H100, Launch
+
+SOURCE = ROOT / "cuda" / "bandwidth.cu"
+LAUNCH = Launch("read_memory", (1, 1, 1), 512, ())
+WHOLE = b"\x7fELF"
+
+
+def status(code: str) -> Any:
+    return type("Status", (int,), {"name": code})(200)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    """Takes images that begin as one does, and is compiled for in earnest."""
+    made = fake(monkeypatch)
+
+    def take(image: bytes) -> Any:
+        return (OK, "module") if image.startswith(WHOLE) else (status("CUDA_ERROR_INVALID_IMAGE"),)
+
+    monkeypatch.setattr(made, "cuModuleLoadData", take)
+    monkeypatch.setattr(made, "cuGetErrorString", lambda _: (0, b"invalid"), raising=False)
+    monkeypatch.setattr(kernels, "load", compiler.load)
+    return made
+
+
+def start(cubins: Path) -> None:
+    assert Kernels(Gate(), H100, cubins).function(SOURCE, LAUNCH) == "kernel"
+
+
+@pytest.mark.usefixtures("device")
+def test_what_was_compiled_is_kept_for_everybody(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    start(tmp_path / "new" / "cubins")
+    [kept] = (tmp_path / "new" / "cubins").iterdir()
+    assert kept.stat().st_mode & 0o777 == 0o644
+    monkeypatch.setattr(compiler, "compile_source", lambda *_: 1 / 0)
+    start(tmp_path / "new" / "cubins")
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("left", [b"", b"half of it"])
+def test_what_a_failing_disk_left_is_compiled_anew(tmp_path: Path, left: bytes) -> None:
+    start(tmp_path)
+    [kept] = tmp_path.iterdir()
+    whole = kept.read_bytes()
+    kept.write_bytes(left)
+    start(tmp_path)
+    assert kept.read_bytes() == whole
+    assert [*tmp_path.iterdir()] == [kept]
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [("CUDA_ERROR_NO_BINARY_FOR_GPU", EngineError), ("CUDA_ERROR_ILLEGAL_ADDRESS", EngineLost)],
+)
+def test_an_image_that_the_device_does_not_take_is_compiled_once(
+    device: Fake,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    code: str,
+    error: type[EngineError],
+) -> None:
+    start(tmp_path)
+    made: list[Path] = []
+
+    def compiled(source: Path, *_: object) -> Cubin:
+        made.append(source)
+        return Cubin(WHOLE, "")
+
+    monkeypatch.setattr(device, "cuModuleLoadData", lambda _: (status(code),))
+    monkeypatch.setattr(compiler, "compile_source", compiled)
+    with pytest.raises(error, match=f"cuModuleLoadData must succeed .*{code}"):
+        start(tmp_path)
+    assert made == ([] if error is EngineLost else [SOURCE])
+
+
+@pytest.mark.usefixtures("device")
+def test_a_full_disk_is_named_and_left_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(EngineError, match=rf"engine.cubins must .* \(got {tmp_path}: No space"):
+        start(tmp_path)
+    assert not any(tmp_path.iterdir())
+
+
+def test_after_an_error_nothing_more_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake(monkeypatch)
+    begun: list[Path] = []
+
+    def load(source: Path, *_: object) -> Cubin:
+        begun.append(source)
+        if source.name == "0":
+            raise EngineError("no")
+        time.sleep(0.1)
+        return Cubin(WHOLE, "")
+
+    monkeypatch.setattr(kernels, "load", load)
+    with pytest.raises(EngineError, match="no"):
+        Kernels(Gate(), H100, tmp_path).compile(
+            {(tmp_path / str(i), ()): {} for i in range(99)}, lambda _: None
+        )
+    assert len(begun) <= 2 * COMPILERS
