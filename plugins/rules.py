@@ -89,10 +89,11 @@ def _one(attributes: Mapping[str, Attribute]) -> bool:
 
 def _embed(site: Site, device: Device) -> tuple[Launch, ...]:
     (rows, hidden), vocab = site.ports["rows"].shape, site.size("table", 0)
-    mask = site.attributes.integer("mask")
-    if mask < 0:
-        return (standard.embed(rows, vocab, hidden),)
-    return (standard.embed(rows, vocab, hidden, count=1, filler=mask),)
+    a, weight = site.attributes, site.ports.get("next_norm_weight")
+    count, mask = (1, a.integer("mask")) if a.integer("mask") >= 0 else (rows, 0)
+    norm, offset = (weight.dtype, a.real("next_norm_offset")) if weight else (None, 0.0)
+    one = standard.embed(rows, vocab, hidden, count=count, filler=mask, norm=norm, offset=offset)
+    return (one,)
 
 
 def _refuse_embed(site: Site) -> str:
@@ -174,7 +175,7 @@ RULES: Mapping[str, Rule] = {
         context_kv.IN_PLACE,
     ),
     "accept": Rule(_ROOMS["accept"], ROOT / "accept", accept.launches, accept.refuse),
-    "embed": Rule(EMBED, ROOT / "standard", _embed, _refuse_embed),
+    "embed": Rule(EMBED, ROOT / "standard", _embed, _refuse_embed, norms=_always),
     "concat": Rule(CONCAT, ROOT / "standard", _concat, _refuse_concat),
     "compose": Rule(COMPOSE, ROOT / "standard", _compose),
     "rows": Rule(ROWS, ROOT / "standard", _rows, unfused.refuse_rows),

@@ -39,7 +39,7 @@ CANARY, POISON = 0xFD, 0xFF
 """The second: NaN in every float type, -1 in every integer."""
 
 IMMUTABLE = frozenset(
-    "norm_weight q_norm k_norm conv_weight a_log dt_bias id_map scale_k scale_v "
+    "norm_weight next_norm_weight q_norm k_norm conv_weight a_log dt_bias id_map scale_k scale_v "
     "weight block_scale row_scale".split()
 )
 """Inputs no kernel writes: they may be read before wait_for_previous."""

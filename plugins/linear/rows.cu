@@ -5,29 +5,12 @@
 //
 // Compile-time: WEIGHT_FLOAT, the norm's weight float32 and not bf16; SLABS, rows in slabs; GATE; NORM,
 // 0 for none, 1 for one over the row, else the columns of a head (a power of two, 8 to 128).
+#include "linear/eights.cuh"
 #include "linear/rows.cuh"
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
 enum { NO_GATE, SIGMOID, SILU };
-
-DEVICE void unpack8(float (&to)[8], uint4 from) {
-    const u32 words[4] = {from.x, from.y, from.z, from.w};
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        to[2 * i] = bf16x2_low(words[i]);
-        to[2 * i + 1] = bf16x2_high(words[i]);
-    }
-}
-
-DEVICE float squares8(uint4 x) {
-    float v[8];
-    unpack8(v, x);
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 8; i++) sum = fma_rn(v[i], v[i], sum);
-    return sum;
-}
 
 // Every thread receives the sum over the block.
 DEVICE float block_sum(float sum, float* parts) {
@@ -47,21 +30,6 @@ DEVICE float gated(float x, float gate) {
     return GATE == SIGMOID ? x * s : x * (gate * s);
 }
 
-// offset + the weight of eight neighbouring columns.
-DEVICE void norm_weights(float (&w)[8], const void* weight, int column, float offset) {
-#if WEIGHT_FLOAT
-    const float* const at = static_cast<const float*>(weight) + column;
-    const float4* const from = reinterpret_cast<const float4*>(at);
-    const float4 a = from[0], b = from[1];
-    const float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-#else
-    float v[8];
-    unpack8(v, *reinterpret_cast<const uint4*>(static_cast<const u16*>(weight) + column));
-#endif
-#pragma unroll
-    for (int i = 0; i < 8; i++) w[i] = offset + v[i];
-}
-
 // x, gate, y [rows, width], width a multiple of 8; norm_weight of the row or a head. SLABS: y in slabs,
 // with zeros up to a whole one.
 KERNEL void __launch_bounds__(THREADS)
@@ -71,7 +39,7 @@ linear_rows(const u16* x, const void* __restrict__ norm_weight, const u16* gate,
     constexpr bool by_row = NORM == 1, by_head = NORM > 1;
     float w[8] = {};
     // Comes from memory, so before the next kernel, whose weights keep memory busy, may start.
-    if (by_head) norm_weights(w, norm_weight, threadIdx.x * 8 & (NORM - 1), offset);
+    if (by_head) norm_weights8<WEIGHT_FLOAT>(w, norm_weight, threadIdx.x * 8 & (NORM - 1), offset);
     let_next_start();
     wait_for_previous();
     const i64 row = static_cast<i64>(blockIdx.x) * width;
@@ -108,7 +76,7 @@ linear_rows(const u16* x, const void* __restrict__ norm_weight, const u16* gate,
         float v[8], g[8];
         unpack8(v, packed);
         unpack8(g, gate8);
-        if (by_row) norm_weights(w, norm_weight, 8 * c, offset);
+        if (by_row) norm_weights8<WEIGHT_FLOAT>(w, norm_weight, 8 * c, offset);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             v[i] = gated(NORM ? v[i] * scale * w[i] : v[i], g[i]);

@@ -2,6 +2,7 @@
 
 Ports, all in device memory and 16-byte aligned unless a size says less:
     embed    table bf16 [V, H], ids int32 [>= count] -> rows bf16 [T, H]
+             and next_norm_weight bf16 or float32 [H] -> y0_slabs, y0_squares, as linear leaves them
     concat   x0, x1, ... bf16 [T, W_i] -> y bf16 [T, sum W]
     compose  last int32 [1], forced int32 [R], best int32 [R] -> tokens int32 [R]
 """
@@ -12,7 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from thor_dflash.plugins.launch import Addresses, At, Int, Launch, Table
+from thor_dflash.plugins.launch import Addresses, At, Int, Launch, Real, Table
+from thor_dflash.plugins.linear.few import SQUARES_ROWS
 from thor_dflash.tensors import DType
 
 WARPS = 8
@@ -37,26 +39,33 @@ def embed(
     *,
     count: int | None = None,
     filler: int = 0,
+    norm: DType | None = None,
+    offset: float = 0.0,
 ) -> Launch:
     """Embedding rows of `ids`; from row `count` on the id is `filler`, which is how the drafter's
     [last, mask, mask, ...] needs no node of its own. An id outside the table makes a NaN row.
+
+    With `norm`, the type of a norm's weight, also what the product after that norm reads; at most
+    SQUARES_ROWS rows of whole slabs then.
 
     Call it only where `refuse_embed` has nothing to say.
     """
     slices = -(-hidden // SLICE)
     return Launch(
         "embed",
-        (rows, -(-slices // WARPS), 1),
+        (rows if norm is None else SQUARES_ROWS, -(-slices // WARPS), 1),
         THREADS,
         (
-            At("table"),
-            At("ids"),
-            At("rows"),
+            *map(At, ("table", "ids", "rows", "y0_slabs", "y0_squares", "next_norm_weight")),
             Int(vocabulary),
             Int(hidden),
+            Int(rows),
             Int(rows if count is None else count),
             Int(filler),
+            Real(offset),
         ),
+        source="embed.cu",
+        defines={"NEXT": 0 if norm is None else 2 if norm is DType.F32 else 1},
     )
 
 

@@ -121,9 +121,8 @@ def test_prefill_and_verify_share_their_weights(package: Path) -> None:
 def test_a_norm_of_whole_rows_gets_its_sums_from_whoever_made_the_rows(package: Path) -> None:
     for step in read(package, "verify").steps:
         if "norm_weight" in step.ports and not step.attributes.get("head_dim"):
-            # Nobody norms the embedding's rows but the linear itself.
-            shared = not step.ports["x"].startswith("embedding")
-            assert ("x_slabs" in step.ports) == ("x_squares" in step.ports) == shared, step.name
+            assert "x_slabs" in step.ports, step.name
+            assert "x_squares" in step.ports, step.name
     assert all("x_slabs" not in s.ports for s in read(package, "prefill").steps)
 
 

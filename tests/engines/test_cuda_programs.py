@@ -102,16 +102,19 @@ def test_rings_written_in_the_same_graph_are_not_read_early(root: Path) -> None:
 
 
 SHARED = {
-    "verify": "layers.0.mlp.gate_up= layers.0.mlp.down_proj layers.1.linear_attn.in_proj= "
+    "verify": "layers.0.linear_attn.in_proj= "
+    "layers.0.mlp.gate_up= layers.0.mlp.down_proj layers.1.linear_attn.in_proj= "
     "layers.1.mlp.gate_up= layers.1.mlp.down_proj layers.2.self_attn.qkv= "
     "layers.2.self_attn.o_proj layers.2.mlp.gate_up= layers.2.mlp.down_proj head=",
-    "propose": "drafter.layers.0.self_attn.o_proj drafter.layers.0.mlp.gate_up= "
+    "propose": "drafter.layers.0.self_attn.qkv= "
+    "drafter.layers.0.self_attn.o_proj drafter.layers.0.mlp.gate_up= "
     "drafter.layers.0.mlp.down_proj drafter.layers.1.self_attn.qkv= "
     "drafter.layers.1.self_attn.o_proj drafter.layers.1.mlp.gate_up= "
     "drafter.layers.1.mlp.down_proj head=",
     "observe": "drafter.context=",
 }
 """Calls whose rows somebody leaves as the kernel reads them; "=": normed, with sums of squares."""
+ROWS_OF = {"embed": "rows", "verify_attention": "o", "draft_attention": "o"}
 
 
 def test_rows_are_shared_as_far_as_they_can_be(pair: Pair) -> None:
@@ -125,8 +128,7 @@ def test_rows_are_shared_as_far_as_they_can_be(pair: Pair) -> None:
                 assert "linear_rows" not in launched
                 makers = [s for s in bounds[name].program.steps
                           if s.ports.get("y0_slabs") == step.ports["x_slabs"]]  # fmt: skip
-                rows = [m.ports["o" if m.room.endswith("attention") else "y0"] for m in makers]
-                assert rows == [step.ports["x"]]
+                assert [m.ports[ROWS_OF.get(m.room, "y0")] for m in makers] == [step.ports["x"]]
             elif step.room in ("linear", "head"):
                 assert launched[0] == "linear_rows"
         assert found == calls.split()

@@ -174,7 +174,7 @@ def test_an_engine_that_failed_to_load_is_closed(made: Path, device: Fake) -> No
 
 def test_what_does_not_fit_is_refused_before_it_is_taken(made: Path, device: Fake) -> None:
     device.taken = MEMORY - (260 << 20)
-    with pytest.raises(EngineError, match=r"the package must fit .*lower engine\.capacity"):
+    with pytest.raises(EngineError, match=r"the package must fit .*build with fewer bits"):
         open_session(made, EngineConfig(), Silent())
 
 

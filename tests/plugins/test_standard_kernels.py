@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from emulation import Emulator, signatures
-from kernels import CANARY, GUARD, IMMUTABLE, Buffer, Pointers, Step, Value, buffer
+from kernels import CANARY, GUARD, IMMUTABLE, Buffer, Pointers, Step, Value, buffer, slabs
 
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins import standard as room
@@ -110,6 +110,31 @@ def test_an_id_outside_the_table_makes_a_row_of_nan_and_no_other() -> None:
     bad = (ids < 0) | (ids >= 5)
     assert np.isnan(out["rows"][bad].astype(np.float32)).all()
     assert (out["rows"][~bad] == 1).all()
+
+
+@pytest.mark.parametrize("norm", [DType.BF16, DType.F32])
+@pytest.mark.parametrize(("rows", "hidden"), [(1, 64), (5, 320), (16, 2560), (32, 256)])
+def test_rows_are_left_as_the_first_product_reads_them(rows: int, hidden: int, norm: DType) -> None:
+    rng = np.random.default_rng(rows)
+    table = rng.standard_normal((50, hidden)).astype(BF16)
+    ids = rng.integers(0, 50, rows).astype(np.int32)
+    ids[-1] = 50
+    weight = rng.standard_normal(hidden).astype(norm.numpy)
+    out = {
+        "rows": np.empty((rows, hidden), BF16),
+        "y0_slabs": np.empty((hidden // 64, rows, 64), BF16),
+        "y0_squares": np.empty((hidden // 32, 32), np.float32),
+    }
+    launch = embed(rows, 50, hidden, norm=norm, offset=1.0)
+    execute(launch, {"table": table, "ids": ids, "next_norm_weight": weight}, out, seed=rows)
+    want = np.vstack([table, np.full((1, hidden), np.nan, BF16)])[ids]
+    x, w = want.astype(np.float32), np.float32(1) + weight.astype(np.float32)
+    np.testing.assert_array_equal(out["rows"].astype(np.float32), x)
+    left = slabs((x * w).astype(BF16)).astype(np.float32)
+    np.testing.assert_array_equal(out["y0_slabs"].astype(np.float32), left)
+    squares = (x.astype(np.float64) ** 2).reshape(rows, -1, 32).sum(axis=2).T
+    np.testing.assert_allclose(out["y0_squares"][:, :rows], squares, rtol=1e-6)
+    assert not out["y0_squares"][:, rows:].any()
 
 
 # ---- concat, compose ---------------------------------------------------------------------------
