@@ -331,6 +331,15 @@ def test_a_dead_end_in_any_row_ends_the_request_there(at: int, kind: str) -> Non
     assert session().report().finish == "grammar_dead_end"
 
 
+def test_a_drafted_stop_id_ends_its_block() -> None:
+    made = grammar({"type": "integer", "minimum": 0, "maximum": 99})
+    said = text().encode("7")  # it may end here and may go on
+    for stop in made.vocabulary.stop:
+        drafted = (0, *said, stop, *[5] * (14 - len(said)))
+        block = Constrain(made, Place(thinking=False), force=False).look(drafted, Block(cap=16))
+        assert block.cap == len(said) + 1, "the row that it follows is the last"
+
+
 def test_the_same_constrained_request_after_any_other_and_after_cancel() -> None:
     made, request = grammar(PLAN), asked(False)
     first = constrained(request, Dflash(), made)
