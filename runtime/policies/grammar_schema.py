@@ -65,9 +65,8 @@ def text_of(schema: str | Mapping[str, Any]) -> str:
 
 
 def _check_bounds(node: Node) -> None:
-    for key in _BOUNDS & node.table.keys():
-        value = node.table[key]
-        most = MAX_BOUND.get(type(value))
+    for key, value in node.table.items():
+        most = MAX_BOUND.get(type(value)) if key in _BOUNDS else None
         if most and isinstance(value, int | float) and not -most <= value <= most:
             raise RequestError(f"{node.where}.{key} must be {-most} to {most} (got {show(value)})")
 
