@@ -53,7 +53,10 @@ def text_of(schema: str | Mapping[str, Any]) -> str:
     """
     table = _table(schema)
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False, default=_no_json)
-    size = len(text.encode())
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as e:
+        raise RequestError(f"schema must be UTF-8 (got: {e.reason} at {e.start})") from e
     if size > MAX_BYTES:
         raise RequestError(f"schema must be at most {MAX_BYTES} bytes of JSON (got {size})")
     for node in nodes(table):

@@ -54,6 +54,8 @@ def nested(depth: int) -> dict[str, Any]:
         ({"$ref": "#/$defs/none"}, r"schema must be one that can be compiled"),
         ({"const": object()}, r"schema must be JSON \(got a value of type object\)"),
         ({"minimum": "1"}, r"can be compiled \(got: "),
+        ({"const": "\ud800"}, r"schema must be UTF-8 \(got: surrogates not allowed at 10\)"),
+        ('{"title": "\\ud800"}', r"schema must be UTF-8"),
     ],
 )
 def test_a_schema_is_refused_by_what_is_wrong_with_it(schema: Any, message: str) -> None:
