@@ -197,6 +197,11 @@ def unreachable(endpoint: str, seen: int) -> PlanError:
     return PlanError("unreachable", f"{endpoint} must answer (got none: {why})")
 
 
+def closed(endpoint: str) -> PlanError:
+    """A server that is asked by a client that was closed."""
+    return PlanError("unreachable", f"{endpoint} must answer (got none: the client was closed)")
+
+
 def prepare(socket: zmq.Socket[Any], options: Options) -> None:
     """Set what both clients' sockets have in common.
 

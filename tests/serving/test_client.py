@@ -1,0 +1,109 @@
+"""The clients alone: how they end, try again and know their own answers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thor_dflash.errors import ConfigError, PlanError
+from thor_dflash.serving import security
+from thor_dflash.serving.client import Ask, Options, RemotePlanner
+
+NOWHERE = "tcp://127.0.0.1:9"
+STREAM = Ask(prompt="x", stream="all")
+
+
+def ends(work: Callable[[], None]) -> None:
+    """Run what might never return, and let the test fail where it does not."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as e:
+            errors.append(e)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive(), "it hangs"
+    if errors:
+        raise errors[0]
+
+
+def until(what: Callable[[], object]) -> None:
+    """Wait until something is true."""
+    end = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.002)
+
+
+# --- closing
+
+
+def test_closing_a_client_ends_its_open_streams(house: Any) -> None:
+    server, held = house.held()
+    held.let(2)
+    streams: list[Any] = []
+
+    def leave() -> None:
+        with RemotePlanner(server.endpoints[0]) as planner:
+            streams.extend(planner.stream(STREAM) for _ in range(2))
+            next(streams[0])
+            assert held.waiting.wait(20)
+
+    ends(leave)
+    for stream in streams:  # one that had begun, one that had not
+        with pytest.raises(PlanError, match=r"must answer \(got none: the client was closed\)"):
+            next(stream)
+    running = server._desk.books.running
+    until(lambda: running.stop)
+    held.let()
+    until(lambda: held.ended)
+    assert held.ended == ["cancelled"]
+
+
+def test_a_stream_may_be_closed_after_its_client(house: Any) -> None:
+    planner = RemotePlanner(house.mock().endpoints[0])
+    stream: Any = planner.stream(STREAM)
+    next(stream)
+    ends(planner.close)
+    stream.close()
+    planner.close()
+
+
+def test_a_closed_client_says_so_at_once(house: Any) -> None:
+    planner = RemotePlanner(house.mock().endpoints[0], Options(retries=10**9))
+    planner.close()
+    for work in (planner.ping, lambda: planner.plan(STREAM), lambda: list(planner.stream(STREAM))):
+        with pytest.raises(PlanError, match="the client was closed") as caught:
+            work()
+        assert caught.value.code == "unreachable"
+
+
+def test_a_client_ends_where_a_deadline_passed_while_trying() -> None:
+    def ask() -> None:
+        with RemotePlanner(NOWHERE, Options(timeout_s=0.02)) as planner:
+            list(planner.stream(Ask(prompt="x", deadline_ms=30)))
+
+    with pytest.raises(PlanError) as caught:
+        ends(ask)
+    assert caught.value.code == "deadline"
+
+
+def test_a_client_ends_where_its_keys_went(tmp_path: Path) -> None:
+    security.keygen(tmp_path / "keys")
+
+    def ask() -> None:
+        with RemotePlanner(NOWHERE, Options(keys=str(tmp_path / "keys"))) as planner:
+            (tmp_path / "keys/client.secret").unlink()
+            list(planner.stream(STREAM))
+
+    with pytest.raises(ConfigError, match=r"client.secret must be"):
+        ends(ask)
