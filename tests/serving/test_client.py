@@ -8,11 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from thor_dflash.errors import ConfigError, PlanError
-from thor_dflash.serving import security
+from thor_dflash.serving import security, wire
 from thor_dflash.serving.client import Ask, Options, RemotePlanner
+from thor_dflash.serving.replies import GRACE_S, Tries
 
 NOWHERE = "tcp://127.0.0.1:9"
 STREAM = Ask(prompt="x", stream="all")
@@ -107,3 +109,30 @@ def test_a_client_ends_where_its_keys_went(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"client.secret must be"):
         ends(ask)
+
+
+# --- trying
+
+
+def test_a_deadline_is_less_with_every_try() -> None:
+    began = time.monotonic() - 3
+    tries = Tries(Options(), Ask(prompt="x", deadline_ms=60_000), began=began)
+    assert msgspec.msgpack.decode(tries.send().body)["deadline_ms"] <= 57_000
+    late = Tries(Options(), Ask(prompt="x", deadline_ms=2999), began=began)
+    with pytest.raises(PlanError) as caught:
+        late.send()
+    assert caught.value.code == "deadline"
+
+
+def test_a_connection_is_waited_for_until_the_deadline_and_an_answer_longer() -> None:
+    began, options = time.monotonic(), Options(timeout_s=60.0, plan_timeout_s=500.0)
+    tries = Tries(options, Ask(prompt="x", deadline_ms=5000), began=began)
+    assert (tries.connect_by, tries.until) == (began + 5, began + 5 + GRACE_S)
+    for request, until in (
+        (Ask(prompt="x"), 500),
+        (wire.PrefixPut(prefix_id="a", system="x"), 500),
+        (wire.Simple(op="ping"), 60),
+    ):
+        tries = Tries(options, request, began=began)
+        assert tries.until == began + until
+        assert tries.connect_by <= time.monotonic() + 60
