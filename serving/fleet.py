@@ -83,11 +83,12 @@ class Fleet:
 
     async def close(self) -> None:
         """Close every connection."""
-        for member in self.members:
-            for task in member.tasks:
-                task.cancel()
-            await asyncio.gather(*member.tasks, return_exceptions=True)
-            await member.planner.close()
+        tasks = [task for member in self.members for task in member.tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        # Together: a plan that one lets go must not be taken to the next.
+        await asyncio.gather(*(member.planner.close() for member in self.members))
 
 
 async def _of(member: Member, ask: wire.Ask) -> AsyncGenerator[wire.Event]:

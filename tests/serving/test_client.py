@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 
 from thor_dflash.errors import ConfigError, PlanError
 from thor_dflash.serving import security, wire
+from thor_dflash.serving.aclient import AsyncPlanner
 from thor_dflash.serving.client import Ask, Options, RemotePlanner
 from thor_dflash.serving.replies import GRACE_S, Tries
 
@@ -64,8 +66,8 @@ def test_closing_a_client_ends_its_open_streams(house: Any) -> None:
     for stream in streams:  # one that had begun, one that had not
         with pytest.raises(PlanError, match=r"must answer \(got none: the client was closed\)"):
             next(stream)
-    running = server._desk.books.running
-    until(lambda: running.stop)
+    books = server._desk.books
+    until(lambda: books.running is None or books.running.stop)
     held.let()
     until(lambda: held.ended)
     assert held.ended == ["cancelled"]
@@ -109,6 +111,40 @@ def test_a_client_ends_where_its_keys_went(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"client.secret must be"):
         ends(ask)
+
+
+def test_closing_an_asyncio_client_ends_all_that_wait(house: Any) -> None:
+    """For an answer, for the rest of a stream, for a connection, and for the next try."""
+    server, held = house.held(max_queue=1, watchdog_s=60.0)
+    held.let(2)
+
+    async def main() -> None:
+        planner = AsyncPlanner(server.endpoints[0], Options(retries=10**9, plan_timeout_s=5.0))
+        lonely = AsyncPlanner(NOWHERE, Options(timeout_s=5.0))
+        stream = planner.stream(STREAM)
+        await anext(stream)
+        asks = [Ask(prompt="x", session=f"{i}") for i in range(2)]
+        waiting = [asyncio.create_task(planner.plan(asks[0]))]
+        while (await planner.simple("health"))["waiting"] < 1:
+            await asyncio.sleep(0.002)
+        waiting += [asyncio.create_task(planner.plan(asks[1]))]
+        while (await planner.simple("stats"))["refused"].get("busy", 0) < 1:
+            await asyncio.sleep(0.002)
+        waiting += [asyncio.create_task(lonely.simple("ping"))]
+        await asyncio.sleep(0.01)
+        for client in (planner, lonely):
+            await client.close()
+            await client.close()
+        for work in (*waiting, rest(stream), planner.plan(asks[0]), planner.simple("ping")):
+            with pytest.raises(PlanError, match="the client was closed") as caught:
+                await work
+            assert caught.value.code == "unreachable"
+
+    async def rest(stream: Any) -> None:
+        async for _ in stream:
+            pass
+
+    asyncio.run(main())
 
 
 # --- trying

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from thor_dflash.errors import PlanError
+from thor_dflash.serving import replies
 from thor_dflash.serving.client import Ask, Result
 from thor_dflash.serving.fleet import Fleet, Member
 
@@ -30,9 +31,34 @@ class Slow:
         yield Result(finish_reason="stop")
 
 
-def answer(ask: Ask, *planners: Slow) -> list[Any]:
+@dataclass
+class Open:
+    """A planner whose plans last until it is closed."""
+
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+    asked: list[Ask] = field(default_factory=list[Ask])
+
+    async def stream(self, ask: Ask) -> AsyncIterator[Any]:
+        if not self.closed.is_set():
+            self.asked.append(ask)
+        await self.closed.wait()
+        raise replies.closed("here")
+        yield
+
+    async def close(self) -> None:
+        self.closed.set()
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+
+def fleet_of(*planners: Any) -> Fleet:
     fleet = object.__new__(Fleet)
-    fleet.members = [Member(f"{i}", planner) for i, planner in enumerate(planners)]  # type: ignore[arg-type]
+    fleet.members = [Member(f"{i}", planner) for i, planner in enumerate(planners)]
+    return fleet
+
+
+def answer(ask: Ask, *planners: Slow) -> list[Any]:
+    fleet = fleet_of(*planners)
 
     async def events() -> list[Any]:
         return [event async for event in fleet.stream(ask)]
@@ -62,3 +88,19 @@ def test_without_a_deadline_none_is_made_up() -> None:
     first, second = Slow(0.0), Slow(0.0, refuses=False)
     answer(Ask(prompt="x"), first, second)
     assert second.asked == [Ask(prompt="x")]
+
+
+def test_closing_takes_no_plan_from_one_server_to_the_next() -> None:
+    first, second = Open(), Open()
+    fleet = fleet_of(first, second)
+
+    async def main() -> None:
+        plan = asyncio.ensure_future(anext(fleet.stream(Ask(prompt="x"))))
+        while not first.asked:
+            await asyncio.sleep(0)
+        await fleet.close()
+        with pytest.raises(PlanError, match="the client was closed"):
+            await plan
+
+    asyncio.run(main())
+    assert (len(first.asked), second.asked) == (1, [])
