@@ -15,6 +15,7 @@ import uvicorn
 from openai import APIStatusError, BadRequestError, OpenAI
 
 from thor_dflash.serve_config import GatewayConfig
+from thor_dflash.serving import gateway as gateway_module
 from thor_dflash.serving import metrics
 from thor_dflash.serving.gateway import application
 from thor_dflash.serving.mock import PLAN, THINKING
@@ -150,6 +151,14 @@ def test_without_a_server_it_says_so(house: Any) -> None:
                 model="m", messages=CHAT, extra_body={"deadline_ms": 100}
             )
         assert (caught.value.status_code, caught.value.code) in ((503, "unreachable"),)
+
+
+@pytest.mark.parametrize(
+    ("ms", "seconds"), [(0.0, "1"), (400.0, "1"), (500.0, "1"), (1000.0, "1"), (1400.0, "2")]
+)
+def test_nobody_is_told_to_come_back_too_early(ms: float, seconds: str) -> None:
+    assert gateway_module._json({}, 429, ms).headers["retry-after"] == seconds
+    assert "retry-after" not in gateway_module._json({}).headers
 
 
 def test_several_servers_share_the_work(house: Any) -> None:
