@@ -101,6 +101,11 @@ def test_a_schema_and_what_is_refused(house: Any) -> None:
             ({"stop": ["."]}, "stop"),
             ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
             ({"response_format": {"type": "json_object"}}, "response_format"),
+            *(
+                ({"reasoning_effort": effort}, "reasoning_effort")
+                for effort in ("minimal", "low", "medium", "high", "much")
+            ),
+            ({"reasoning_effort": "none", "extra_body": {"thinking": "on"}}, "reasoning_effort"),
             ({"extra_body": {"priority": 99}}, "priority"),
             ({"extra_body": {"prefix_id": "none"}}, "prefix_id"),
         ):
