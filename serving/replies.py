@@ -52,6 +52,7 @@ class Options:
     session: str = field(default_factory=lambda: uuid4().hex)
     """Plans of one session replace each other. A repeated request so replaces its lost self."""
     token: str | None = None
+    """Of requests that name none."""
     keys: str = ""
     """Directory with client.secret, client.public and server.public; "" for no encryption."""
     codec: Codec = MSGPACK
@@ -76,7 +77,9 @@ class Sent:
 def fill(request: wire.Request, options: Options) -> Sent:
     """A request with an id that was never used before, so that no late reply can be its."""
     id = uuid4().hex
-    given: dict[str, Any] = {"id": id, "token": options.token}
+    given: dict[str, Any] = {"id": id}
+    if request.token is None:
+        given["token"] = options.token
     if isinstance(request, wire.Ask) and request.session is None:
         given["session"] = options.session
     filled = structs.replace(request, **given)

@@ -16,7 +16,7 @@ from thor_dflash.errors import ConfigError, PlanError
 from thor_dflash.serving import security, wire
 from thor_dflash.serving.aclient import AsyncPlanner
 from thor_dflash.serving.client import Ask, Options, RemotePlanner
-from thor_dflash.serving.replies import GRACE_S, Tries
+from thor_dflash.serving.replies import GRACE_S, Tries, fill
 
 NOWHERE = "tcp://127.0.0.1:9"
 STREAM = Ask(prompt="x", stream="all")
@@ -145,6 +145,21 @@ def test_closing_an_asyncio_client_ends_all_that_wait(house: Any) -> None:
             pass
 
     asyncio.run(main())
+
+
+# --- asking
+
+
+@pytest.mark.parametrize(
+    ("own", "usual", "sent"),
+    [("own", "usual", "own"), ("own", None, "own"), (None, "usual", "usual"), (None, None, None)],
+)
+def test_a_token_of_the_request_goes_before_that_of_the_client(
+    own: str | None, usual: str | None, sent: str | None
+) -> None:
+    for request in (Ask(prompt="x", token=own), wire.Simple(op="ping", token=own)):
+        body = fill(request, Options(token=usual)).body
+        assert msgspec.msgpack.decode(body).get("token") == sent
 
 
 # --- trying
