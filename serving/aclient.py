@@ -136,12 +136,11 @@ class AsyncPlanner:
         finally:
             del self._inboxes[sent.id]
             if not (over or self._closed.is_set()):
-                self._farewell(sent.id)
+                self._farewell(tries.farewell(sent))
 
-    def _farewell(self, target: str) -> None:
-        cancel = replies.fill(wire.Cancel(target=target), self.options)
+    def _farewell(self, cancel: bytes) -> None:
         # Tried at once, before this returns: the loop may be on its way out.
-        sent = asyncio.ensure_future(self._socket.send_multipart([b"", cancel.body], zmq.NOBLOCK))
+        sent = asyncio.ensure_future(self._socket.send_multipart([b"", cancel], zmq.NOBLOCK))
         # If it failed the connection is gone, and with it the server's reason to go on.
         sent.add_done_callback(_heard)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -88,6 +89,12 @@ class _Line:
             self._socket.close(linger_ms)
 
 
+def _farewell(line: _Line, cancel: bytes) -> None:
+    # If it fails the connection is gone, and with it the server's reason to go on.
+    with suppress(PlanError):
+        line.send(cancel, time.monotonic())
+
+
 def _ms(until: float) -> int:
     return max(0, round(1e3 * (until - time.monotonic())))
 
@@ -163,15 +170,8 @@ class RemotePlanner:
         finally:
             self._streams.discard(line)
             if not (over or self._context.closed):
-                self._farewell(line, sent.id)
+                _farewell(line, tries.farewell(sent))
             line.close(0 if over else replies.FAREWELL_MS)
-
-    def _farewell(self, line: _Line, target: str) -> None:
-        try:
-            cancel = replies.fill(wire.Cancel(target=target), self.options)
-            line.send(cancel.body, time.monotonic())
-        except PlanError:
-            pass  # the connection is gone, and with it the server's reason to go on
 
     def _check_open(self) -> None:
         if self._context.closed:

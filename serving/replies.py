@@ -187,6 +187,11 @@ class Tries:
             request = rest(request, self.began)
         return fill(request, self.options)
 
+    def farewell(self, sent: Sent) -> bytes:
+        """What cancels an attempt: whoever may ask may."""
+        cancel = wire.Cancel(target=sent.id, token=self.request.token)
+        return fill(cancel, self.options).body
+
     def again(self, error: PlanError) -> float:
         """Seconds to wait before the next attempt.
 

@@ -162,6 +162,26 @@ def test_a_token_of_the_request_goes_before_that_of_the_client(
         assert msgspec.msgpack.decode(body).get("token") == sent
 
 
+def test_a_stream_is_cancelled_with_the_token_that_began_it(house: Any, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("own")
+    token.chmod(0o600)
+    server, held = house.held(token_file=str(token))
+    held.let(2)
+
+    async def main() -> None:
+        async with AsyncPlanner(server.endpoints[0], Options(token="another")) as planner:
+            stream: Any = planner.stream(Ask(prompt="x", stream="all", token="own"))
+            await anext(stream)
+            await stream.aclose()
+            # By the same connection: what is answered here came after the farewell.
+            stats = await planner.call(wire.Simple(op="stats", token="own"))
+            assert stats["refused"] == {}
+            assert stats["requests"]["cancel"] == 1
+
+    asyncio.run(main())
+
+
 # --- trying
 
 
