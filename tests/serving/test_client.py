@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import zmq
 
 from thor_dflash.errors import ConfigError, PlanError
 from thor_dflash.serving import security, wire
@@ -113,8 +115,11 @@ def test_a_client_ends_where_its_keys_went(tmp_path: Path) -> None:
         ends(ask)
 
 
-def test_closing_an_asyncio_client_ends_all_that_wait(house: Any) -> None:
+def test_closing_an_asyncio_client_ends_all_that_wait(
+    house: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For an answer, for the rest of a stream, for a connection, and for the next try."""
+    monkeypatch.setattr(Tries, "again", lambda *_: 3600.0)
     server, held = house.held(max_queue=1, watchdog_s=60.0)
     held.let(2)
 
@@ -137,7 +142,7 @@ def test_closing_an_asyncio_client_ends_all_that_wait(house: Any) -> None:
             await client.close()
         for work in (*waiting, rest(stream), planner.plan(asks[0]), planner.simple("ping")):
             with pytest.raises(PlanError, match="the client was closed") as caught:
-                await work
+                await asyncio.wait_for(work, 20)
             assert caught.value.code == "unreachable"
 
     async def rest(stream: Any) -> None:
@@ -180,6 +185,50 @@ def test_a_stream_is_cancelled_with_the_token_that_began_it(house: Any, tmp_path
             assert stats["requests"]["cancel"] == 1
 
     asyncio.run(main())
+
+
+@contextmanager
+def answering(texts: dict[str, str]) -> Iterator[str]:
+    """A server that answers one request with results: texts by id, "" for the right one."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.linger, router.rcvtimeo = 0, 20_000
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+
+    def serve() -> None:
+        *envelope, body = router.recv_multipart()
+        own = msgspec.msgpack.decode(body)["id"]
+        for id, text in texts.items():
+            reply = {"type": "result", "id": id or own, "finish_reason": "stop", "text": text}
+            router.send_multipart([*envelope, msgspec.msgpack.encode(reply)])
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield f"tcp://127.0.0.1:{port}"
+    finally:
+        thread.join(20)
+        router.close()
+        context.term()
+
+
+def test_an_answer_to_another_request_is_none() -> None:
+    """Though it came by the right way."""
+    with (
+        answering({"another": "wrong"}) as endpoint,
+        RemotePlanner(endpoint, Options(retries=0)) as planner,
+        pytest.raises(PlanError, match=r"the reply must be to .* \(got another\)"),
+    ):
+        planner.plan(Ask(prompt="x"))
+
+
+def test_a_stream_passes_over_what_is_not_its_own() -> None:
+    with (
+        answering({"another": "wrong", "": "right"}) as endpoint,
+        RemotePlanner(endpoint, Options(retries=0)) as planner,
+    ):
+        (result,) = planner.stream(Ask(prompt="x", stream="steps"))
+    assert result.text == "right"
 
 
 # --- trying
