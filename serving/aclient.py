@@ -45,6 +45,7 @@ class AsyncPlanner:
         self._monitor = self._socket.get_monitor_socket(replies.WATCHED)
         self._seen = 0
         self._inboxes: dict[str, Inbox] = {}
+        self._closed = asyncio.Event()
         replies.connect(self._socket, endpoint)
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
 
@@ -78,7 +79,7 @@ class AsyncPlanner:
             try:
                 first = await anext(events)
             except PlanError as e:
-                await asyncio.sleep(tries.again(e))
+                await self._wait(tries, e)
                 continue
             try:
                 yield first
@@ -99,11 +100,19 @@ class AsyncPlanner:
             try:
                 return await self._table(tries)
             except PlanError as e:
-                await asyncio.sleep(tries.again(e))
+                await self._wait(tries, e)
 
     async def simple(self, op: str) -> dict[str, Any]:
         """A control operation without arguments: hello, ping, health, stats, ..."""
         return await self.call(wire.Simple(op=op))
+
+    async def _wait(self, tries: Tries, error: PlanError) -> None:
+        try:
+            async with asyncio.timeout(tries.again(error)):
+                await self._closed.wait()
+        except TimeoutError:
+            return
+        raise replies.closed(self._endpoint) from error
 
     async def _table(self, tries: Tries) -> dict[str, Any]:
         sent = tries.send()
@@ -126,22 +135,28 @@ class AsyncPlanner:
                 yield replies.event(self.options, body, reply)
         finally:
             del self._inboxes[sent.id]
-            if not over:
-                self._farewell(sent.id)
+            if not (over or self._closed.is_set()):
+                self._farewell(tries.farewell(sent))
 
-    def _farewell(self, target: str) -> None:
-        cancel = replies.fill(wire.Cancel(target=target), self.options)
+    def _farewell(self, cancel: bytes) -> None:
         # Tried at once, before this returns: the loop may be on its way out.
-        sent = asyncio.ensure_future(self._socket.send_multipart([b"", cancel.body], zmq.NOBLOCK))
+        sent = asyncio.ensure_future(self._socket.send_multipart([b"", cancel], zmq.NOBLOCK))
         # If it failed the connection is gone, and with it the server's reason to go on.
         sent.add_done_callback(_heard)
 
     async def _send(self, body: bytes, until: float) -> None:
+        if self._closed.is_set():
+            raise replies.closed(self._endpoint)
+        sending = asyncio.ensure_future(self._socket.send_multipart([b"", body]))
         try:
-            async with asyncio.timeout(until - time.monotonic()):
-                await self._socket.send_multipart([b"", body])
-        except TimeoutError:
-            raise replies.unreachable(self._endpoint, self._seen) from None
+            await asyncio.wait([sending], timeout=until - time.monotonic())
+            if self._closed.is_set():  # which has cancelled it
+                raise replies.closed(self._endpoint)
+            if not sending.done():
+                raise replies.unreachable(self._endpoint, self._seen)
+            sending.result()
+        finally:
+            sending.cancel()
 
     async def _next(self, inbox: Inbox, until: float) -> tuple[bytes, Reply]:
         try:
@@ -176,9 +191,12 @@ class AsyncPlanner:
                     inbox.put_nowait(replies.unreachable(self._endpoint, why))
 
     async def close(self) -> None:
-        """Close the connection. Idempotent."""
-        if self._socket.closed:
+        """Close the connection. What waits for an answer is unreachable at once. Idempotent."""
+        if self._closed.is_set():
             return
+        self._closed.set()
+        for inbox in self._inboxes.values():
+            inbox.put_nowait(replies.closed(self._endpoint))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

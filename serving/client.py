@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -82,9 +83,16 @@ class _Line:
             self._lost = self._lost or event == zmq.EVENT_DISCONNECTED
 
     def close(self, linger_ms: int = 0) -> None:
-        self._socket.disable_monitor()
-        self._monitor.close(0)
-        self._socket.close(linger_ms)
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+            self._monitor.close(0)
+            self._socket.close(linger_ms)
+
+
+def _farewell(line: _Line, cancel: bytes) -> None:
+    # If it fails the connection is gone, and with it the server's reason to go on.
+    with suppress(PlanError):
+        line.send(cancel, time.monotonic())
 
 
 def _ms(until: float) -> int:
@@ -104,6 +112,8 @@ class RemotePlanner:
         self.endpoint = endpoint
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._line = _Line(self._context, zmq.REQ, endpoint, self.options)
+        self._streams: set[_Line] = set()
+        """Of streams that are not at their end."""
 
     def __enter__(self) -> Self:
         return self
@@ -128,6 +138,7 @@ class RemotePlanner:
 
     def stream(self, ask: wire.Ask) -> Iterator[wire.Event]:
         """See Planner. A connection of its own carries it."""
+        self._check_open()
         tries = Tries(self.options, ask)
         while True:
             events = self._events(tries)
@@ -144,27 +155,27 @@ class RemotePlanner:
             return
 
     def _events(self, tries: Tries) -> Generator[wire.Event]:
-        line = _Line(self._context, zmq.DEALER, self.endpoint, self.options)
         sent, over = tries.send(), False
+        line = _Line(self._context, zmq.DEALER, self.endpoint, self.options)
+        self._streams.add(line)
         try:
             line.send(sent.body, tries.connect_by)
             while not over:
+                self._check_open()
                 body = line.receive(tries.until)
                 reply = replies.head(self.options, body)
                 if reply.id == sent.id:
                     over = reply.type != "chunk"
                     yield replies.event(self.options, body, reply)
         finally:
-            if not over:
-                self._farewell(line, sent.id)
+            self._streams.discard(line)
+            if not (over or self._context.closed):
+                _farewell(line, tries.farewell(sent))
             line.close(0 if over else replies.FAREWELL_MS)
 
-    def _farewell(self, line: _Line, target: str) -> None:
-        try:
-            cancel = replies.fill(wire.Cancel(target=target), self.options)
-            line.send(cancel.body, time.monotonic())
-        except PlanError:
-            pass  # the connection is gone, and with it the server's reason to go on
+    def _check_open(self) -> None:
+        if self._context.closed:
+            raise replies.closed(self.endpoint)
 
     # --- control
 
@@ -220,10 +231,12 @@ class RemotePlanner:
         self._simple("shutdown")
 
     def close(self) -> None:
-        """See Planner."""
+        """See Planner. A stream that is not at its end is cancelled."""
         if not self._context.closed:
-            self._line.close()
-            self._context.term()
+            for line in (self._line, *self._streams):
+                line.close()
+            # Not `term`, which waits for the socket of a line that could not be made.
+            self._context.destroy(linger=0)
 
     def _simple(self, op: str) -> dict[str, Any]:
         return self._table(wire.Simple(op=op))
@@ -233,6 +246,7 @@ class RemotePlanner:
         return replies.table(self.options, body, reply)
 
     def _call(self, request: wire.Request) -> tuple[bytes, Reply]:
+        self._check_open()
         tries = Tries(self.options, request)
         while True:
             try:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from thor_dflash.errors import Code, PlanError
 from thor_dflash.serve_config import GatewayConfig
-from thor_dflash.serving import wire
+from thor_dflash.serving import replies, wire
 from thor_dflash.serving.aclient import AsyncPlanner
 from thor_dflash.serving.replies import Options
 
@@ -49,11 +50,12 @@ class Fleet:
         """Answer an ask by whichever server takes it.
 
         Raises:
-            PlanError: no server did; what the last one said.
+            PlanError: no server did; what the last one said, or that the deadline passed.
         """
+        began = time.monotonic()
         error = PlanError("unreachable", "a plan server must be ready (got none)")
         for member in self._order():
-            events = _of(member, ask)
+            events = _of(member, replies.rest(ask, began))
             try:
                 first = await anext(events)
             except PlanError as e:
@@ -81,11 +83,12 @@ class Fleet:
 
     async def close(self) -> None:
         """Close every connection."""
-        for member in self.members:
-            for task in member.tasks:
-                task.cancel()
-            await asyncio.gather(*member.tasks, return_exceptions=True)
-            await member.planner.close()
+        tasks = [task for member in self.members for task in member.tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        # Together: a plan that one lets go must not be taken to the next.
+        await asyncio.gather(*(member.planner.close() for member in self.members))
 
 
 async def _of(member: Member, ask: wire.Ask) -> AsyncGenerator[wire.Event]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -179,6 +180,9 @@ def _sse(value: dict[str, Any]) -> bytes:
 
 
 def _json(value: object, status: int = 200, retry_after_ms: float | None = None) -> Response:
-    headers = {} if retry_after_ms is None else {"Retry-After": f"{retry_after_ms / 1e3:.0f}"}
+    headers: dict[str, str] = {}
+    if retry_after_ms is not None:
+        # Whole seconds are all it can say, and 0 would have the client come back at once.
+        headers["Retry-After"] = str(max(1, math.ceil(retry_after_ms / 1e3)))
     body = msgspec.json.encode(value)
     return Response(body, status, headers, media_type="application/json")

@@ -76,7 +76,8 @@ class Completion(Struct, frozen=True, forbid_unknown_fields=True):
     stop: None = None
     logprobs: Literal[False] | None = None
     user: str | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
+    reasoning_effort: str | None = None
+    """`none`, as `thinking: off`. How much else is a number here, `thinking_budget`."""
     thinking: Literal["on", "off", "auto"] | None = None
     thinking_budget: int | None = None
     deadline_ms: int | None = None
@@ -105,6 +106,7 @@ def ask_of(request: Completion) -> wire.Ask:
             "bad_request", "temperature and top_p must be left out, decoding is greedy",
             field="temperature",
         )  # fmt: skip
+    thinking = _thinking(request)
     format = request.response_format
     if isinstance(format, JsonObject):
         raise PlanError(
@@ -115,7 +117,7 @@ def ask_of(request: Completion) -> wire.Ask:
         "messages": [_turn(message) for message in request.messages],
         "stream": "text" if request.stream else False,
         "max_tokens": request.max_completion_tokens or request.max_tokens,
-        "thinking": "off" if request.reasoning_effort == "none" else request.thinking,
+        "thinking": thinking,
         "thinking_budget": request.thinking_budget,
         "deadline_ms": request.deadline_ms,
         # Without a session of their own, two chats of one gateway would replace each other.
@@ -129,6 +131,22 @@ def ask_of(request: Completion) -> wire.Ask:
     ask = codec.convert({k: v for k, v in fields.items() if v is not None}, wire.Ask)
     assert isinstance(ask, wire.Ask)
     return ask
+
+
+def _thinking(request: Completion) -> str | None:
+    effort = request.reasoning_effort
+    if effort is None:
+        return request.thinking
+    if effort != "none":
+        rule = "be none, or thinking_budget be given instead, in tokens"
+    elif request.thinking not in (None, "off"):
+        rule = f"be left out where thinking is {request.thinking}"
+    else:
+        return "off"
+    raise PlanError(
+        "bad_request", f"reasoning_effort must {rule} (got {effort[:40]})",
+        field="reasoning_effort",
+    )  # fmt: skip
 
 
 def _turn(message: Message) -> dict[str, str]:

@@ -52,6 +52,7 @@ class Options:
     session: str = field(default_factory=lambda: uuid4().hex)
     """Plans of one session replace each other. A repeated request so replaces its lost self."""
     token: str | None = None
+    """Of requests that name none."""
     keys: str = ""
     """Directory with client.secret, client.public and server.public; "" for no encryption."""
     codec: Codec = MSGPACK
@@ -76,13 +77,29 @@ class Sent:
 def fill(request: wire.Request, options: Options) -> Sent:
     """A request with an id that was never used before, so that no late reply can be its."""
     id = uuid4().hex
-    given: dict[str, Any] = {"id": id, "token": options.token}
+    given: dict[str, Any] = {"id": id}
+    if request.token is None:
+        given["token"] = options.token
     if isinstance(request, wire.Ask) and request.session is None:
         given["session"] = options.session
     filled = structs.replace(request, **given)
     table = msgspec.to_builtins(filled)
     # Defaults are left out; these three must be said.
     return Sent(id, options.codec.encode({**table, "v": wire.VERSION, "op": request.op, "id": id}))
+
+
+def rest(ask: wire.Ask, began: float) -> wire.Ask:
+    """An ask of `began` (monotonic, s) as it is now: its deadline is what is left of it.
+
+    Raises:
+        PlanError: nothing is.
+    """
+    if ask.deadline_ms is None:
+        return ask
+    left = ask.deadline_ms - int(1e3 * (time.monotonic() - began))
+    if left < 1:
+        raise PlanError("deadline", "the deadline passed before a server took the plan")
+    return structs.replace(ask, deadline_ms=left)
 
 
 def head(options: Options, body: bytes) -> Reply:
@@ -142,18 +159,22 @@ class Tries:
     @property
     def until(self) -> float:
         """When to give up, monotonic s."""
-        if isinstance(self.request, wire.PrefixPut):  # it is read like a prompt, in its turn
-            return self.began + self.options.plan_timeout_s
-        if not isinstance(self.request, wire.Ask):
-            return self.began + self.options.timeout_s
-        if self.request.deadline_ms is None:
-            return self.began + self.options.plan_timeout_s
-        return self.began + 1e-3 * self.request.deadline_ms + GRACE_S
+        return self._due + (GRACE_S if _deadline_ms(self.request) is not None else 0.0)
 
     @property
     def connect_by(self) -> float:
-        """When to give up waiting for a connection, monotonic s: long before a plan's own time."""
-        return min(self.until, time.monotonic() + self.options.timeout_s)
+        """When to give up waiting for a connection, monotonic s: long before a plan's own time,
+        and before its deadline, after which nothing is asked.
+        """
+        return min(self._due, time.monotonic() + self.options.timeout_s)
+
+    @property
+    def _due(self) -> float:
+        if (ms := _deadline_ms(self.request)) is not None:
+            return self.began + 1e-3 * ms
+        # A prefix is read like a prompt, in its turn.
+        slow = isinstance(self.request, wire.Ask | wire.PrefixPut)
+        return self.began + (self.options.plan_timeout_s if slow else self.options.timeout_s)
 
     def send(self) -> Sent:
         """The next attempt. A deadline is what is left of it.
@@ -162,12 +183,14 @@ class Tries:
             PlanError: the deadline passed while trying.
         """
         request = self.request
-        if isinstance(request, wire.Ask) and request.deadline_ms is not None:
-            left = request.deadline_ms - int(1e3 * (time.monotonic() - self.began))
-            if left < 1:
-                raise PlanError("deadline", "the deadline passed before a server took the plan")
-            request = structs.replace(request, deadline_ms=left)
+        if isinstance(request, wire.Ask):
+            request = rest(request, self.began)
         return fill(request, self.options)
+
+    def farewell(self, sent: Sent) -> bytes:
+        """What cancels an attempt: whoever may ask may."""
+        cancel = wire.Cancel(target=sent.id, token=self.request.token)
+        return fill(cancel, self.options).body
 
     def again(self, error: PlanError) -> float:
         """Seconds to wait before the next attempt.
@@ -184,6 +207,10 @@ class Tries:
         return wait
 
 
+def _deadline_ms(request: wire.Request) -> int | None:
+    return request.deadline_ms if isinstance(request, wire.Ask) else None
+
+
 def unreachable(endpoint: str, seen: int) -> PlanError:
     """A server that does not answer; `seen` is the last event of the connection, 0 for none."""
     if seen & FAILED_HANDSHAKE:
@@ -195,6 +222,11 @@ def unreachable(endpoint: str, seen: int) -> PlanError:
     else:
         why = "nothing is connected there"
     return PlanError("unreachable", f"{endpoint} must answer (got none: {why})")
+
+
+def closed(endpoint: str) -> PlanError:
+    """A server that is asked by a client that was closed."""
+    return PlanError("unreachable", f"{endpoint} must answer (got none: the client was closed)")
 
 
 def prepare(socket: zmq.Socket[Any], options: Options) -> None:

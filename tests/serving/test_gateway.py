@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import http.client
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,11 +16,21 @@ import uvicorn
 from openai import APIStatusError, BadRequestError, OpenAI
 
 from thor_dflash.serve_config import GatewayConfig
-from thor_dflash.serving import metrics
+from thor_dflash.serving import gateway as gateway_module
+from thor_dflash.serving import metrics, wire
+from thor_dflash.serving import openai as openai_words
 from thor_dflash.serving.gateway import application
 from thor_dflash.serving.mock import PLAN, THINKING
 
 CHAT: list[Any] = [{"role": "user", "content": "Bring the cup."}]
+
+
+def until(what: Callable[[], object]) -> None:
+    """Wait until something is true."""
+    end = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.002)
 
 
 @contextmanager
@@ -100,6 +111,11 @@ def test_a_schema_and_what_is_refused(house: Any) -> None:
             ({"stop": ["."]}, "stop"),
             ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
             ({"response_format": {"type": "json_object"}}, "response_format"),
+            *(
+                ({"reasoning_effort": effort}, "reasoning_effort")
+                for effort in ("minimal", "low", "medium", "high", "much")
+            ),
+            ({"reasoning_effort": "none", "extra_body": {"thinking": "on"}}, "reasoning_effort"),
             ({"extra_body": {"priority": 99}}, "priority"),
             ({"extra_body": {"prefix_id": "none"}}, "prefix_id"),
         ):
@@ -152,6 +168,14 @@ def test_without_a_server_it_says_so(house: Any) -> None:
         assert (caught.value.status_code, caught.value.code) in ((503, "unreachable"),)
 
 
+@pytest.mark.parametrize(
+    ("ms", "seconds"), [(0.0, "1"), (400.0, "1"), (500.0, "1"), (1000.0, "1"), (1400.0, "2")]
+)
+def test_nobody_is_told_to_come_back_too_early(ms: float, seconds: str) -> None:
+    assert gateway_module._json({}, 429, ms).headers["retry-after"] == seconds
+    assert "retry-after" not in gateway_module._json({}).headers
+
+
 def test_several_servers_share_the_work(house: Any) -> None:
     pairs = [house.held() for _ in range(2)]
     answers: list[Any] = []
@@ -175,6 +199,37 @@ def test_several_servers_share_the_work(house: Any) -> None:
         for thread in threads:
             thread.join(20)
     assert len(answers) == 2
+
+
+def test_chats_of_one_gateway_do_not_replace_each_other(house: Any) -> None:
+    server, held = house.held()
+    peer = house.peer(server)
+    answers: list[Any] = []
+
+    def ask() -> None:
+        with client(address) as openai:
+            answers.append(openai.chat.completions.create(model="m", messages=CHAT))
+
+    with gateway(server.endpoints[0]) as address:
+        threads = [threading.Thread(target=ask) for _ in range(2)]
+        threads[0].start()
+        assert held.waiting.wait(20)
+        threads[1].start()
+        until(lambda: peer.ask(op="health", id="h")["waiting"] == 1)
+        held.let()
+        for thread in threads:
+            thread.join(20)
+    assert [answer.choices[0].message.content for answer in answers] == [PLAN, PLAN]
+
+
+def test_a_session_of_their_own_has_chats_replace_each_other() -> None:
+    def ask(**fields: object) -> wire.Ask:
+        return openai_words.ask_of(
+            openai_words.read(msgspec.json.encode({"messages": CHAT, **fields}))
+        )
+
+    assert (ask().session, ask().preempt) == (None, "none")
+    assert (ask(session="arm").session, ask(session="arm").preempt) == ("arm", "same_session")
 
 
 def test_what_one_server_refuses_another_may_take(house: Any) -> None:
@@ -207,4 +262,21 @@ def test_a_reader_that_leaves_cancels_its_plan(house: Any) -> None:
         held.let()
         while not held.ended:
             time.sleep(0.005)
+    assert held.ended == ["cancelled"]
+
+
+def test_a_client_that_leaves_before_its_answer_cancels_its_plan(
+    house: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway_module, "LOOK_S", 0.01)
+    server, held = house.held(watchdog_s=60.0)
+    with gateway(server.endpoints[0]) as address:
+        leaver = http.client.HTTPConnection(address.removeprefix("http://"))
+        leaver.request("POST", "/v1/chat/completions", msgspec.json.encode({"messages": CHAT}))
+        assert held.waiting.wait(20)
+        leaver.close()
+        peer = house.peer(server)
+        until(lambda: peer.ask(op="stats", id="s")["requests"].get("cancel"))
+        held.let()
+        until(lambda: held.ended)
     assert held.ended == ["cancelled"]

@@ -1,0 +1,258 @@
+"""The clients alone: how they end, try again and know their own answers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from thor_dflash.errors import ConfigError, PlanError
+from thor_dflash.serving import security, wire
+from thor_dflash.serving.aclient import AsyncPlanner
+from thor_dflash.serving.client import Ask, Options, RemotePlanner
+from thor_dflash.serving.replies import GRACE_S, Tries, fill
+
+NOWHERE = "tcp://127.0.0.1:9"
+STREAM = Ask(prompt="x", stream="all")
+
+
+def ends(work: Callable[[], None]) -> None:
+    """Run what might never return, and let the test fail where it does not."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as e:
+            errors.append(e)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive(), "it hangs"
+    if errors:
+        raise errors[0]
+
+
+def until(what: Callable[[], object]) -> None:
+    """Wait until something is true."""
+    end = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.002)
+
+
+# --- closing
+
+
+def test_closing_a_client_ends_its_open_streams(house: Any) -> None:
+    server, held = house.held()
+    held.let(2)
+    streams: list[Any] = []
+
+    def leave() -> None:
+        with RemotePlanner(server.endpoints[0]) as planner:
+            streams.extend(planner.stream(STREAM) for _ in range(2))
+            next(streams[0])
+            assert held.waiting.wait(20)
+
+    ends(leave)
+    for stream in streams:  # one that had begun, one that had not
+        with pytest.raises(PlanError, match=r"must answer \(got none: the client was closed\)"):
+            next(stream)
+    books = server._desk.books
+    until(lambda: books.running is None or books.running.stop)
+    held.let()
+    until(lambda: held.ended)
+    assert held.ended == ["cancelled"]
+
+
+def test_a_stream_may_be_closed_after_its_client(house: Any) -> None:
+    planner = RemotePlanner(house.mock().endpoints[0])
+    stream: Any = planner.stream(STREAM)
+    next(stream)
+    ends(planner.close)
+    stream.close()
+    planner.close()
+
+
+def test_a_closed_client_says_so_at_once(house: Any) -> None:
+    planner = RemotePlanner(house.mock().endpoints[0], Options(retries=10**9))
+    planner.close()
+    for work in (planner.ping, lambda: planner.plan(STREAM), lambda: list(planner.stream(STREAM))):
+        with pytest.raises(PlanError, match="the client was closed") as caught:
+            work()
+        assert caught.value.code == "unreachable"
+
+
+def test_a_client_ends_where_a_deadline_passed_while_trying() -> None:
+    def ask() -> None:
+        with RemotePlanner(NOWHERE, Options(timeout_s=0.02)) as planner:
+            list(planner.stream(Ask(prompt="x", deadline_ms=30)))
+
+    with pytest.raises(PlanError) as caught:
+        ends(ask)
+    assert caught.value.code == "deadline"
+
+
+def test_a_client_ends_where_its_keys_went(tmp_path: Path) -> None:
+    security.keygen(tmp_path / "keys")
+
+    def ask() -> None:
+        with RemotePlanner(NOWHERE, Options(keys=str(tmp_path / "keys"))) as planner:
+            (tmp_path / "keys/client.secret").unlink()
+            list(planner.stream(STREAM))
+
+    with pytest.raises(ConfigError, match=r"client.secret must be"):
+        ends(ask)
+
+
+def test_closing_an_asyncio_client_ends_all_that_wait(
+    house: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For an answer, for the rest of a stream, for a connection, and for the next try."""
+    monkeypatch.setattr(Tries, "again", lambda *_: 3600.0)
+    server, held = house.held(max_queue=1, watchdog_s=60.0)
+    held.let(2)
+
+    async def main() -> None:
+        planner = AsyncPlanner(server.endpoints[0], Options(retries=10**9, plan_timeout_s=5.0))
+        lonely = AsyncPlanner(NOWHERE, Options(timeout_s=5.0))
+        stream = planner.stream(STREAM)
+        await anext(stream)
+        asks = [Ask(prompt="x", session=f"{i}") for i in range(2)]
+        waiting = [asyncio.create_task(planner.plan(asks[0]))]
+        while (await planner.simple("health"))["waiting"] < 1:
+            await asyncio.sleep(0.002)
+        waiting += [asyncio.create_task(planner.plan(asks[1]))]
+        while (await planner.simple("stats"))["refused"].get("busy", 0) < 1:
+            await asyncio.sleep(0.002)
+        waiting += [asyncio.create_task(lonely.simple("ping"))]
+        await asyncio.sleep(0.01)
+        for client in (planner, lonely):
+            await client.close()
+            await client.close()
+        for work in (*waiting, rest(stream), planner.plan(asks[0]), planner.simple("ping")):
+            with pytest.raises(PlanError, match="the client was closed") as caught:
+                await asyncio.wait_for(work, 20)
+            assert caught.value.code == "unreachable"
+
+    async def rest(stream: Any) -> None:
+        async for _ in stream:
+            pass
+
+    asyncio.run(main())
+
+
+# --- asking
+
+
+@pytest.mark.parametrize(
+    ("own", "usual", "sent"),
+    [("own", "usual", "own"), ("own", None, "own"), (None, "usual", "usual"), (None, None, None)],
+)
+def test_a_token_of_the_request_goes_before_that_of_the_client(
+    own: str | None, usual: str | None, sent: str | None
+) -> None:
+    for request in (Ask(prompt="x", token=own), wire.Simple(op="ping", token=own)):
+        body = fill(request, Options(token=usual)).body
+        assert msgspec.msgpack.decode(body).get("token") == sent
+
+
+def test_a_stream_is_cancelled_with_the_token_that_began_it(house: Any, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("own")
+    token.chmod(0o600)
+    server, held = house.held(token_file=str(token))
+    held.let(2)
+
+    async def main() -> None:
+        async with AsyncPlanner(server.endpoints[0], Options(token="another")) as planner:
+            stream: Any = planner.stream(Ask(prompt="x", stream="all", token="own"))
+            await anext(stream)
+            await stream.aclose()
+            # By the same connection: what is answered here came after the farewell.
+            stats = await planner.call(wire.Simple(op="stats", token="own"))
+            assert stats["refused"] == {}
+            assert stats["requests"]["cancel"] == 1
+
+    asyncio.run(main())
+
+
+@contextmanager
+def answering(texts: dict[str, str]) -> Iterator[str]:
+    """A server that answers one request with results: texts by id, "" for the right one."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.linger, router.rcvtimeo = 0, 20_000
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+
+    def serve() -> None:
+        *envelope, body = router.recv_multipart()
+        own = msgspec.msgpack.decode(body)["id"]
+        for id, text in texts.items():
+            reply = {"type": "result", "id": id or own, "finish_reason": "stop", "text": text}
+            router.send_multipart([*envelope, msgspec.msgpack.encode(reply)])
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield f"tcp://127.0.0.1:{port}"
+    finally:
+        thread.join(20)
+        router.close()
+        context.term()
+
+
+def test_an_answer_to_another_request_is_none() -> None:
+    """Though it came by the right way."""
+    with (
+        answering({"another": "wrong"}) as endpoint,
+        RemotePlanner(endpoint, Options(retries=0)) as planner,
+        pytest.raises(PlanError, match=r"the reply must be to .* \(got another\)"),
+    ):
+        planner.plan(Ask(prompt="x"))
+
+
+def test_a_stream_passes_over_what_is_not_its_own() -> None:
+    with (
+        answering({"another": "wrong", "": "right"}) as endpoint,
+        RemotePlanner(endpoint, Options(retries=0)) as planner,
+    ):
+        (result,) = planner.stream(Ask(prompt="x", stream="steps"))
+    assert result.text == "right"
+
+
+# --- trying
+
+
+def test_a_deadline_is_less_with_every_try() -> None:
+    began = time.monotonic() - 3
+    tries = Tries(Options(), Ask(prompt="x", deadline_ms=60_000), began=began)
+    assert msgspec.msgpack.decode(tries.send().body)["deadline_ms"] <= 57_000
+    late = Tries(Options(), Ask(prompt="x", deadline_ms=2999), began=began)
+    with pytest.raises(PlanError) as caught:
+        late.send()
+    assert caught.value.code == "deadline"
+
+
+def test_a_connection_is_waited_for_until_the_deadline_and_an_answer_longer() -> None:
+    began, options = time.monotonic(), Options(timeout_s=60.0, plan_timeout_s=500.0)
+    tries = Tries(options, Ask(prompt="x", deadline_ms=5000), began=began)
+    assert (tries.connect_by, tries.until) == (began + 5, began + 5 + GRACE_S)
+    for request, until in (
+        (Ask(prompt="x"), 500),
+        (wire.PrefixPut(prefix_id="a", system="x"), 500),
+        (wire.Simple(op="ping"), 60),
+    ):
+        tries = Tries(options, request, began=began)
+        assert tries.until == began + until
+        assert tries.connect_by <= time.monotonic() + 60
