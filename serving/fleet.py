@@ -11,6 +11,7 @@ from thor_dflash.errors import Code, PlanError
 from thor_dflash.serve_config import GatewayConfig
 from thor_dflash.serving import wire
 from thor_dflash.serving.aclient import AsyncPlanner
+from thor_dflash.serving.client import RemotePlanner
 from thor_dflash.serving.replies import Options
 
 LOOK_S = 1.0
@@ -37,8 +38,7 @@ class Fleet:
 
     def __init__(self, config: GatewayConfig) -> None:
         """Begin to connect to all. An event loop must run."""
-        # One try each: what one server refuses, the next one may take.
-        options = Options(keys=config.keys, retries=0, timeout_s=2.0)
+        options = _options(config)
         self.members = [
             Member(endpoint, AsyncPlanner(endpoint, options)) for endpoint in config.servers
         ]
@@ -86,6 +86,21 @@ class Fleet:
                 task.cancel()
             await asyncio.gather(*member.tasks, return_exceptions=True)
             await member.planner.close()
+
+
+def check(config: GatewayConfig) -> None:
+    """Refuse servers that no connection can be begun to, before there is an event loop.
+
+    Raises:
+        ConfigError: a malformed endpoint, or keys that cannot be read.
+    """
+    for endpoint in config.servers:
+        RemotePlanner(endpoint, _options(config)).close()
+
+
+def _options(config: GatewayConfig) -> Options:
+    # One try each: what one server refuses, the next one may take.
+    return Options(keys=config.keys, retries=0, timeout_s=2.0)
 
 
 async def _of(member: Member, ask: wire.Ask) -> AsyncGenerator[wire.Event]:

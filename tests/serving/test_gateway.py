@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -14,6 +17,7 @@ import pytest
 import uvicorn
 from openai import APIStatusError, BadRequestError, OpenAI
 
+from thor_dflash import cli
 from thor_dflash.serve_config import GatewayConfig
 from thor_dflash.serving import metrics
 from thor_dflash.serving.gateway import application
@@ -208,3 +212,40 @@ def test_a_reader_that_leaves_cancels_its_plan(house: Any) -> None:
         while not held.ended:
             time.sleep(0.005)
     assert held.ended == ["cancelled"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--server", "foo"], "endpoint must be tcp://host:port or ipc://path (got foo)"),
+        (["--server", "ipc://a", "--server", "ipc://"], "endpoint must be "),
+        (["--keys", "nokeys"], "nokeys/client.secret must be a readable file (got: "),
+        (["--listen", "127.0.0.1:PORT"], "gateway.listen must be a free address (got: "),
+        (["--listen", "127.0.0.1"], "gateway.listen must be HOST:PORT (got 127.0.0.1)"),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_one_line_before_anything_listens(
+    args: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        given = ["--listen", f"127.0.0.1:{port}", *args]  # that nothing starts, whatever happens
+        assert cli.main(["gateway", *(arg.replace("PORT", port) for arg in given)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"thor-dflash: {message}")
+
+
+def test_the_command_listens_where_it_says() -> None:
+    script = "import sys; from thor_dflash.cli import main; sys.exit(main())"
+    args = ["gateway", "--server", "ipc:///nowhere/plan", "--listen", "127.0.0.1:0"]
+    with subprocess.Popen(
+        [sys.executable, "-c", script, *args], stderr=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stderr
+        line = child.stderr.readline()
+        assert line.startswith("listening on http://127.0.0.1:"), line
+        assert '"object":"list"' in get(f"{line.split()[-1]}/models")
+        child.terminate()
+        assert "Traceback" not in child.stderr.read()
