@@ -1,0 +1,50 @@
+"""`thor-dflash plan`: what it says on the way to a server."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from thor_dflash import cli
+from thor_dflash.config import Config
+from thor_dflash.progress import Lines
+from thor_dflash.serving import client
+from thor_dflash.serving.client import Options, PlanError
+from thor_dflash.serving.mock import PLAN
+from thor_dflash.verbs import plan
+
+
+def ask(*args: str) -> None:
+    """The verb as on a terminal: with --json, too, it says how far it is."""
+    plan.run(cli.parser().parse_args(["plan", *args]), Config(), Lines(sys.stderr))
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]], ids=str)
+def test_who_waits_is_told_for_whom(
+    form: list[str], house: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = house.mock().endpoints[0]
+    ask("Bring it.", "--server", server, *form)
+    out, err = capsys.readouterr()
+    assert PLAN in out or form
+    assert err.startswith(f"waiting for {server}\n")
+    monkeypatch.setattr(client, "Options", partial(Options, timeout_s=0.05, retries=0))
+    with pytest.raises(PlanError, match="nothing is connected"):
+        ask("Bring it.", "--server", "ipc:///nowhere/plan", *form)
+    assert capsys.readouterr().err == "waiting for ipc:///nowhere/plan\n"
+
+
+def test_the_wait_is_over_before_the_first_word(house: Any, capsys: Any) -> None:
+    before: list[str] = []
+    waiting = ExitStack()
+    waiting.callback(lambda: before.append(capsys.readouterr().out))
+    progress: Any = SimpleNamespace(task=lambda label: waiting)
+    args = ["plan", "Bring it.", "--server", house.mock().endpoints[0]]
+    plan.run(cli.parser().parse_args(args), Config(), progress)
+    assert before == [""]
+    assert PLAN in capsys.readouterr().out
