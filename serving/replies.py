@@ -194,7 +194,10 @@ def unreachable(endpoint: str, seen: int) -> PlanError:
         why = "the connection was lost"
     else:
         why = "nothing is connected there"
-    return PlanError("unreachable", f"{endpoint} must answer (got none: {why})")
+    # Who was refused will be, until somebody changes the keys.
+    retryable = not seen & FAILED_HANDSHAKE
+    text = f"{endpoint} must answer (got none: {why})"
+    return PlanError("unreachable", text, retryable=retryable)
 
 
 def prepare(socket: zmq.Socket[Any], options: Options) -> None:

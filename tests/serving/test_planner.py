@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -42,10 +43,11 @@ class AsyncBehindSync:
     """The asyncio client, held to the same tests."""
 
     endpoint: str
+    options: Options = field(default_factory=lambda: Options(retries=0))
 
     def _run(self, work: Callable[[AsyncPlanner], Coroutine[Any, Any, Any]]) -> Any:
         async def main() -> Any:
-            async with AsyncPlanner(self.endpoint, Options(retries=0)) as planner:
+            async with AsyncPlanner(self.endpoint, self.options) as planner:
                 return await work(planner)
 
         return asyncio.run(main())
@@ -288,6 +290,26 @@ def test_a_server_that_is_not_there_is_said_to_be_so() -> None:
         with pytest.raises(PlanError, match="nothing is connected"):
             planner.plan(Ask(prompt="x"))
         assert time.monotonic() - begin < 60, "a connection is not waited for as a plan is"
+
+
+@pytest.mark.parametrize("kind", [RemotePlanner, AsyncBehindSync])
+def test_a_connection_that_never_was_loses_no_request(kind: Any, house: Any) -> None:
+    """A server on its way out closes it before the handshake; the next one answers, at once."""
+    answers: list[Result] = []
+    with socket.create_server(("127.0.0.1", 0)) as leaving:
+        endpoint = f"tcp://127.0.0.1:{leaving.getsockname()[1]}"
+        options = Options(retries=0, timeout_s=20.0)
+
+        def ask() -> None:
+            with closing(kind(endpoint, options)) as planner:
+                answers.append(planner.plan(Ask(prompt="x")))
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        leaving.accept()[0].close()
+    house.mock(bind=(endpoint,))
+    thread.join(20)
+    assert [answer.status for answer in answers] == ["ok"]
 
 
 @pytest.mark.parametrize("looks", [0, 1])
