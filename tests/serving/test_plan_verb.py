@@ -12,6 +12,7 @@ import pytest
 
 from thor_dflash import cli
 from thor_dflash.config import Config
+from thor_dflash.errors import ConfigError
 from thor_dflash.progress import Lines
 from thor_dflash.serving import client
 from thor_dflash.serving.client import Options, PlanError
@@ -48,3 +49,20 @@ def test_the_wait_is_over_before_the_first_word(house: Any, capsys: Any) -> None
     plan.run(cli.parser().parse_args(args), Config(), progress)
     assert before == [""]
     assert PLAN in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["\udcff"], "prompt must be UTF-8 (got: surrogates not allowed at 0)"),
+        (["Bring it.", "--session", "a\udcff"], "session must be UTF-8 (got: surr"),
+    ],
+    ids=ascii,
+)
+def test_what_is_not_utf8_is_refused_in_a_line(args: list[str], message: str, capsys: Any) -> None:
+    assert cli.main(["plan", "--json", "--server", "ipc:///nowhere/plan", *args]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"thor-dflash: {message}")
+    with pytest.raises(ConfigError, match="endpoint must be tcp"):
+        ask("Bring it.", "--server", "ipc://\udcff")

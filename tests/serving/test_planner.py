@@ -30,7 +30,7 @@ from thor_dflash.serving.client import (
     RemotePlanner,
     Result,
 )
-from thor_dflash.serving.codec import MSGPACK
+from thor_dflash.serving.codec import JSON, MSGPACK, Codec
 from thor_dflash.serving.mock import PLAN, MockBackend
 from thor_dflash.serving.planner import LocalPlanner, Planner
 
@@ -208,6 +208,29 @@ def wait_until_free(endpoint: str) -> None:
             time.sleep(0.002)
         else:
             return
+
+
+@pytest.mark.parametrize(
+    ("ask", "field"),
+    [
+        (Ask(prompt="\udcff"), "prompt"),
+        (Ask(prompt="x", session="arm\udcff"), "session"),
+        (Ask(prompt="x", prefix_id="\ud800"), "prefix_id"),
+        (Ask(messages=(Message(role="user", content="\udcff"),)), "messages"),
+        (Ask(prompt="x", json_schema={"enum": ["\udcff"]}), "json_schema"),
+        (Ask(prompt="x", metadata={"\udcff": 1}), "metadata"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("codec", [JSON, MSGPACK])
+def test_what_is_not_utf8_is_not_sent(ask: Ask, field: str, codec: Codec) -> None:
+    """Lone surrogates are what Python makes of other bytes on a command line."""
+    options = Options(codec=codec)
+    for kind in (RemotePlanner, AsyncBehindSync):
+        with closing(kind("ipc:///nowhere/plan", options)) as planner:
+            with pytest.raises(PlanError, match=f"{field} must be UTF-8 .got: surr") as caught:
+                planner.plan(ask)
+            assert (caught.value.code, caught.value.field) == ("bad_request", field)
 
 
 def test_busy_is_tried_again_and_a_refusal_is_not(house: Any) -> None:
