@@ -9,7 +9,7 @@ from typing import Any
 
 from thor_dflash.errors import Code, PlanError
 from thor_dflash.serve_config import GatewayConfig
-from thor_dflash.serving import wire
+from thor_dflash.serving import security, wire
 from thor_dflash.serving.aclient import AsyncPlanner
 from thor_dflash.serving.client import RemotePlanner
 from thor_dflash.serving.replies import Options
@@ -92,7 +92,7 @@ def check(config: GatewayConfig) -> None:
     """Refuse servers that no connection can be begun to, before there is an event loop.
 
     Raises:
-        ConfigError: a malformed endpoint, or keys that cannot be read.
+        ConfigError: a malformed endpoint, or keys or a secret that cannot be read.
     """
     for endpoint in config.servers:
         RemotePlanner(endpoint, _options(config)).close()
@@ -100,7 +100,8 @@ def check(config: GatewayConfig) -> None:
 
 def _options(config: GatewayConfig) -> Options:
     # One try each: what one server refuses, the next one may take.
-    return Options(keys=config.keys, retries=0, timeout_s=2.0)
+    token = security.read_token(config.token_file)
+    return Options(keys=config.keys, token=token, retries=0, timeout_s=2.0)
 
 
 async def _of(member: Member, ask: wire.Ask) -> AsyncGenerator[wire.Event]:

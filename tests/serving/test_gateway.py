@@ -10,12 +10,13 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import uvicorn
-from openai import APIStatusError, BadRequestError, OpenAI
+from openai import APIStatusError, AuthenticationError, BadRequestError, OpenAI
 
 from thor_dflash import cli
 from thor_dflash.serve_config import GatewayConfig
@@ -27,9 +28,9 @@ CHAT: list[Any] = [{"role": "user", "content": "Bring the cup."}]
 
 
 @contextmanager
-def gateway(*servers: str) -> Iterator[str]:
+def gateway(*servers: str, **config: Any) -> Iterator[str]:
     """Its address."""
-    app = application(GatewayConfig(servers=servers))
+    app = application(GatewayConfig(servers=servers, **config))
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -156,6 +157,22 @@ def test_without_a_server_it_says_so(house: Any) -> None:
         assert (caught.value.status_code, caught.value.code) in ((503, "unreachable"),)
 
 
+def test_a_server_with_a_secret(house: Any, tmp_path: Path) -> None:
+    secret = tmp_path / "token"
+    secret.write_text("open sesame\n")
+    secret.chmod(0o600)
+    server = house.mock(token_file=str(secret)).endpoints[0]
+    with gateway(server, token_file=str(secret)) as address, client(address) as openai:
+        answer = openai.chat.completions.create(model="m", messages=CHAT)
+        assert answer.choices[0].message.content == PLAN
+    with (
+        gateway(server) as address,
+        client(address) as openai,
+        pytest.raises(AuthenticationError, match="token"),
+    ):
+        openai.chat.completions.create(model="m", messages=CHAT)
+
+
 def test_several_servers_share_the_work(house: Any) -> None:
     pairs = [house.held() for _ in range(2)]
     answers: list[Any] = []
@@ -219,6 +236,7 @@ def test_a_reader_that_leaves_cancels_its_plan(house: Any) -> None:
     [
         (["--server", "foo"], "endpoint must be tcp://host:port or ipc://path (got foo)"),
         (["--server", "ipc://a", "--server", "ipc://"], "endpoint must be "),
+        (["--set", "gateway.token_file=none"], "none must be a readable file (got: "),
         (["--keys", "nokeys"], "nokeys/client.secret must be a readable file (got: "),
         (["--listen", "127.0.0.1:PORT"], "gateway.listen must be a free address (got: "),
         (["--listen", "127.0.0.1"], "gateway.listen must be HOST:PORT (got 127.0.0.1)"),

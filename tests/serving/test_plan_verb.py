@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,3 +67,22 @@ def test_what_is_not_utf8_is_refused_in_a_line(args: list[str], message: str, ca
     assert err.startswith(f"thor-dflash: {message}")
     with pytest.raises(ConfigError, match="endpoint must be tcp"):
         ask("Bring it.", "--server", "ipc://\udcff")
+
+
+def test_a_server_with_a_secret(house: Any, tmp_path: Path, capsys: Any) -> None:
+    secret, empty = tmp_path / "token", tmp_path / "empty"
+    secret.write_text("open sesame\n")
+    empty.write_text("")
+    empty.chmod(0o600)
+    secret.chmod(0o600)
+    server = house.mock(token_file=str(secret)).endpoints[0]
+    command = ["plan", "Bring it.", "--json", "--server", server]
+    assert cli.main([*command, "--token-file", str(secret)]) == 0
+    assert '"plan_valid": true' in capsys.readouterr().out
+    assert cli.main(command) == 2
+    assert "token must be" in capsys.readouterr().err
+    assert cli.main([*command, "--token-file", str(empty)]) == 2
+    assert "must hold a secret" in capsys.readouterr().err
+    secret.chmod(0o644)
+    assert cli.main([*command, "--token-file", str(secret)]) == 2
+    assert "chmod 600" in capsys.readouterr().err

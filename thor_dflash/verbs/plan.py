@@ -35,9 +35,11 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     from thor_dflash.serving.extras import extra
 
     with extra("serve"):
+        from thor_dflash.serving import security
         from thor_dflash.serving.client import Options, RemotePlanner
 
-    with RemotePlanner(args.server, Options(keys=args.keys or "")) as planner:
+    token = None if args.token_file is None else security.read_token(str(args.token_file))
+    with RemotePlanner(args.server, Options(keys=args.keys or "", token=token)) as planner:
         ask = _ask(args)
         waiting = progress.task(f"waiting for {args.server}")
         if args.json:
