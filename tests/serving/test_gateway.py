@@ -19,10 +19,12 @@ import uvicorn
 from openai import APIStatusError, AuthenticationError, BadRequestError, OpenAI
 
 from thor_dflash import cli
+from thor_dflash.errors import PlanError
 from thor_dflash.serve_config import GatewayConfig
 from thor_dflash.serving import metrics
 from thor_dflash.serving.gateway import application
 from thor_dflash.serving.mock import PLAN, THINKING
+from thor_dflash.serving.openai import ask_of, read
 
 CHAT: list[Any] = [{"role": "user", "content": "Bring the cup."}]
 
@@ -100,6 +102,7 @@ def test_a_schema_and_what_is_refused(house: Any) -> None:
         assert ask(response_format=wrapped).thor_dflash["plan_valid"] is True
         for fields, name in (
             ({"temperature": 0.7}, "temperature"),
+            ({"top_p": 0.7}, "top_p"),
             ({"n": 2}, "n"),
             ({"logprobs": True}, "logprobs"),
             ({"stop": ["."]}, "stop"),
@@ -116,6 +119,52 @@ def test_a_schema_and_what_is_refused(house: Any) -> None:
                 model="m", messages=[{"role": "user", "content": "x " * 9000}]
             )
         assert caught.value.code == "prompt_too_long"
+
+
+LEFT_OUT = "must be left out: the gateway does not do it"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n": 2}, "n must be 1 (got 2)"),
+        ({"n": "2"}, "n must be 1 (got str)"),
+        ({"logprobs": True}, "logprobs must be false (got True)"),
+        ({"stop": ["."]}, "stop must be left out: the end of an answer is the model's (got array)"),
+        ({"temperature": 0.7}, "temperature must be 0: decoding is greedy (got 0.7)"),
+        ({"top_p": 0.5}, "top_p must be 1: decoding is greedy (got 0.5)"),
+        ({"thinking": "some"}, "thinking must be on, off or auto (got 'some')"),
+        ({"tools": []}, f"tools {LEFT_OUT}"),
+        ({"frequency_penalty": 1}, f"frequency_penalty {LEFT_OUT}"),
+        (
+            {"response_format": {"type": "grammar"}},
+            "response_format.type must be text or json_schema (got 'grammar')",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "x": 1}}},
+            f"response_format.json_schema.x {LEFT_OUT}",
+        ),
+        (
+            {"messages": [*CHAT, {"role": "function", "content": ""}]},
+            "messages[1].role must be system, developer, user, assistant or tool (got 'function')",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].type must be text (got 'image_url')",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": []}]},
+            f"messages[0].tool_calls {LEFT_OUT}",
+        ),
+    ],
+    ids=str,
+)
+def test_a_refusal_says_what_there_is(fields: dict[str, Any], message: str) -> None:
+    body = msgspec.json.encode({"messages": CHAT, **fields})
+    with pytest.raises(PlanError) as caught:
+        ask_of(read(body))
+    assert caught.value.message == message
+    assert caught.value.field == message.split()[0]
 
 
 def test_models_health_and_metrics(house: Any) -> None:
