@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from thor_dflash.serving import metrics
 from thor_dflash.serving.gateway import application
 from thor_dflash.serving.mock import PLAN, THINKING
 from thor_dflash.serving.openai import ask_of, read
+from thor_dflash.serving.stats import KEPT
 
 CHAT: list[Any] = [{"role": "user", "content": "Bring the cup."}]
 
@@ -195,6 +197,23 @@ def test_positions_are_metrics_of_their_own() -> None:
     text = metrics.render([("a", stats)]).decode()
     name = "thor_dflash:spec_decode_num_accepted_tokens_per_pos_total"
     assert f'{name}{{position="1",server="a"}} 2.0' in text
+
+
+def test_the_latencies_are_what_the_document_says() -> None:
+    ranks = {"p50": 1.0, "p90": 2.0, "p99": 3.0}
+    stats: dict[str, Any] = {
+        "spec": {"accepted_per_position": []},
+        "tokens": {}, "finished": {}, "refused": {}, "running": 0, "waiting": 0,
+        "percentiles": dict.fromkeys(("ttft_ms", "ttfa_ms", "e2e_ms", "queue_ms"), ranks),
+    }  # fmt: skip
+    rows = metrics.render([("a", stats)]).decode().splitlines()
+    shown = {row.partition("{")[0] for row in rows if "quantile=" in row}
+    text = (Path(__file__).parent.parent.parent / "docs/serving.md").read_text()
+    told = set(re.findall(r"`([a-z0-9_]+_ms)`", text.partition("Latencies are")[2]))
+    told -= {"deadline_ms"}  # a field of a request
+    assert shown == {f"thor_dflash:{name}" for name in told}
+    assert 'thor_dflash:e2e_request_latency_ms{quantile="0.90",server="a"} 2.0' in rows
+    assert f"of the last {KEPT} plans" in text
 
 
 def test_without_a_server_it_says_so(house: Any) -> None:
