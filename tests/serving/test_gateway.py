@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import socket
-import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -19,14 +15,10 @@ import pytest
 import uvicorn
 from openai import APIStatusError, AuthenticationError, BadRequestError, OpenAI
 
-from thor_dflash import cli
-from thor_dflash.errors import PlanError
 from thor_dflash.serve_config import GatewayConfig
 from thor_dflash.serving import metrics
 from thor_dflash.serving.gateway import application
 from thor_dflash.serving.mock import PLAN, THINKING
-from thor_dflash.serving.openai import ask_of, read
-from thor_dflash.serving.stats import KEPT
 
 CHAT: list[Any] = [{"role": "user", "content": "Bring the cup."}]
 
@@ -123,52 +115,6 @@ def test_a_schema_and_what_is_refused(house: Any) -> None:
         assert caught.value.code == "prompt_too_long"
 
 
-LEFT_OUT = "must be left out: the gateway does not do it"
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"n": 2}, "n must be 1 (got 2)"),
-        ({"n": "2"}, "n must be 1 (got str)"),
-        ({"logprobs": True}, "logprobs must be false (got True)"),
-        ({"stop": ["."]}, "stop must be left out: the end of an answer is the model's (got array)"),
-        ({"temperature": 0.7}, "temperature must be 0: decoding is greedy (got 0.7)"),
-        ({"top_p": 0.5}, "top_p must be 1: decoding is greedy (got 0.5)"),
-        ({"thinking": "some"}, "thinking must be on, off or auto (got 'some')"),
-        ({"tools": []}, f"tools {LEFT_OUT}"),
-        ({"frequency_penalty": 1}, f"frequency_penalty {LEFT_OUT}"),
-        (
-            {"response_format": {"type": "grammar"}},
-            "response_format.type must be text or json_schema (got 'grammar')",
-        ),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "x": 1}}},
-            f"response_format.json_schema.x {LEFT_OUT}",
-        ),
-        (
-            {"messages": [*CHAT, {"role": "function", "content": ""}]},
-            "messages[1].role must be system, developer, user, assistant or tool (got 'function')",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages[0].content[0].type must be text (got 'image_url')",
-        ),
-        (
-            {"messages": [{"role": "assistant", "content": "", "tool_calls": []}]},
-            f"messages[0].tool_calls {LEFT_OUT}",
-        ),
-    ],
-    ids=str,
-)
-def test_a_refusal_says_what_there_is(fields: dict[str, Any], message: str) -> None:
-    body = msgspec.json.encode({"messages": CHAT, **fields})
-    with pytest.raises(PlanError) as caught:
-        ask_of(read(body))
-    assert caught.value.message == message
-    assert caught.value.field == message.split()[0]
-
-
 def test_models_health_and_metrics(house: Any) -> None:
     servers = [house.mock().endpoints[0], "ipc:///nowhere/plan"]
     with gateway(*servers) as address, client(address) as openai:
@@ -197,23 +143,6 @@ def test_positions_are_metrics_of_their_own() -> None:
     text = metrics.render([("a", stats)]).decode()
     name = "thor_dflash:spec_decode_num_accepted_tokens_per_pos_total"
     assert f'{name}{{position="1",server="a"}} 2.0' in text
-
-
-def test_the_latencies_are_what_the_document_says() -> None:
-    ranks = {"p50": 1.0, "p90": 2.0, "p99": 3.0}
-    stats: dict[str, Any] = {
-        "spec": {"accepted_per_position": []},
-        "tokens": {}, "finished": {}, "refused": {}, "running": 0, "waiting": 0,
-        "percentiles": dict.fromkeys(("ttft_ms", "ttfa_ms", "e2e_ms", "queue_ms"), ranks),
-    }  # fmt: skip
-    rows = metrics.render([("a", stats)]).decode().splitlines()
-    shown = {row.partition("{")[0] for row in rows if "quantile=" in row}
-    text = (Path(__file__).parent.parent.parent / "docs/serving.md").read_text()
-    told = set(re.findall(r"`([a-z0-9_]+_ms)`", text.partition("Latencies are")[2]))
-    told -= {"deadline_ms"}  # a field of a request
-    assert shown == {f"thor_dflash:{name}" for name in told}
-    assert 'thor_dflash:e2e_request_latency_ms{quantile="0.90",server="a"} 2.0' in rows
-    assert f"of the last {KEPT} plans" in text
 
 
 def test_without_a_server_it_says_so(house: Any) -> None:
@@ -297,41 +226,3 @@ def test_a_reader_that_leaves_cancels_its_plan(house: Any) -> None:
         while not held.ended:
             time.sleep(0.005)
     assert held.ended == ["cancelled"]
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--server", "foo"], "endpoint must be tcp://host:port or ipc://path (got foo)"),
-        (["--server", "ipc://a", "--server", "ipc://"], "endpoint must be "),
-        (["--set", "gateway.token_file=none"], "none must be a readable file (got: "),
-        (["--keys", "nokeys"], "nokeys/client.secret must be a readable file (got: "),
-        (["--listen", "127.0.0.1:PORT"], "gateway.listen must be a free address (got: "),
-        (["--listen", "127.0.0.1"], "gateway.listen must be HOST:PORT (got 127.0.0.1)"),
-    ],
-    ids=str,
-)
-def test_a_mistake_is_one_line_before_anything_listens(
-    args: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        given = ["--listen", f"127.0.0.1:{port}", *args]  # that nothing starts, whatever happens
-        assert cli.main(["gateway", *(arg.replace("PORT", port) for arg in given)]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert err.startswith(f"thor-dflash: {message}")
-
-
-def test_the_command_listens_where_it_says() -> None:
-    script = "import sys; from thor_dflash.cli import main; sys.exit(main())"
-    args = ["gateway", "--server", "ipc:///nowhere/plan", "--listen", "127.0.0.1:0"]
-    with subprocess.Popen(
-        [sys.executable, "-c", script, *args], stderr=subprocess.PIPE, text=True
-    ) as child:
-        assert child.stderr
-        line = child.stderr.readline()
-        assert line.startswith("listening on http://127.0.0.1:"), line
-        assert '"object":"list"' in get(f"{line.split()[-1]}/models")
-        child.terminate()
-        assert "Traceback" not in child.stderr.read()
