@@ -182,8 +182,9 @@ class AsyncPlanner:
     async def _watch(self) -> None:
         while True:
             event = int(parse_monitor_message(await self._monitor.recv_multipart())["event"])
-            if not (event == zmq.EVENT_DISCONNECTED and self._seen & replies.FAILED_HANDSHAKE):
-                self._seen = event
+            if event == zmq.EVENT_DISCONNECTED and self._seen & replies.FAILED_HANDSHAKE:
+                continue  # as in client.py: nothing was sent that could be lost
+            self._seen = event
             if event == zmq.EVENT_DISCONNECTED:
                 why, waiting = self._seen, list(self._inboxes.values())
                 await asyncio.sleep(GRACE_S)

@@ -77,10 +77,11 @@ class _Line:
         """Read what happened."""
         while self._monitor.poll(0):
             event = int(recv_monitor_message(self._monitor)["event"])
-            # A refused handshake is followed by its disconnection, which says less.
+            # A refused handshake is followed by its disconnection, which says less: nothing was
+            # sent that could be lost.
             if not (event == zmq.EVENT_DISCONNECTED and self._seen & replies.FAILED_HANDSHAKE):
                 self._seen = event
-            self._lost = self._lost or event == zmq.EVENT_DISCONNECTED
+                self._lost = self._lost or event == zmq.EVENT_DISCONNECTED
 
     def close(self, linger_ms: int = 0) -> None:
         if not self._socket.closed:

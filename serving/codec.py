@@ -16,6 +16,8 @@ from thor_dflash.serving import wire
 T = TypeVar("T")
 Name = Literal["json", "msgpack"]
 
+UNKNOWN = "must be a field of TDP/1"
+"""What is said of a field that there is not."""
 DEPTH = 64
 """Deepest nesting of a request's free values: above any schema, far below the interpreter's."""
 
@@ -140,12 +142,12 @@ def _explain(error: msgspec.ValidationError) -> PlanError:
     path = where.rstrip("`").lstrip(".")
     if unknown := re.search(r"unknown field `(.*)`", what, re.DOTALL):
         name = ".".join(part for part in (path, unknown[1][:64]) if part)
-        return PlanError("bad_request", f"{name} must be a field of TDP/1", field=name)
+        return PlanError("bad_request", f"{name} {UNKNOWN}", field=name)
     if missing := re.search(r"required field `(.*)`", what):
         name = ".".join(part for part in (path, missing[1]) if part)
         return PlanError("bad_request", f"{name} must be present (got nothing)", field=name)
     rule = what.replace("`", "").removeprefix("Expected ")
-    rule = rule.replace("Invalid enum value ", "one of the words of docs/protocol.md, got ")
+    rule = re.sub("Invalid (enum )?value ", "one of the words of docs/protocol.md, got ", rule)
     rule, comma, got = rule.partition(", got ")
     text = f"{path or 'body'} must be {rule}" + (f" (got {got})" if comma else "")
     return PlanError("bad_request", text[:300], field=path or None)

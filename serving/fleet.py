@@ -10,8 +10,9 @@ from typing import Any
 
 from thor_dflash.errors import Code, PlanError
 from thor_dflash.serve_config import GatewayConfig
-from thor_dflash.serving import replies, wire
+from thor_dflash.serving import replies, security, wire
 from thor_dflash.serving.aclient import AsyncPlanner
+from thor_dflash.serving.client import RemotePlanner
 from thor_dflash.serving.replies import Options
 
 LOOK_S = 1.0
@@ -38,8 +39,7 @@ class Fleet:
 
     def __init__(self, config: GatewayConfig) -> None:
         """Begin to connect to all. An event loop must run."""
-        # One try each: what one server refuses, the next one may take.
-        options = Options(keys=config.keys, retries=0, timeout_s=2.0)
+        options = _options(config)
         self.members = [
             Member(endpoint, AsyncPlanner(endpoint, options)) for endpoint in config.servers
         ]
@@ -89,6 +89,22 @@ class Fleet:
         await asyncio.gather(*tasks, return_exceptions=True)
         # Together: a plan that one lets go must not be taken to the next.
         await asyncio.gather(*(member.planner.close() for member in self.members))
+
+
+def check(config: GatewayConfig) -> None:
+    """Refuse servers that no connection can be begun to, before there is an event loop.
+
+    Raises:
+        ConfigError: a malformed endpoint, or keys or a secret that cannot be read.
+    """
+    for endpoint in config.servers:
+        RemotePlanner(endpoint, _options(config)).close()
+
+
+def _options(config: GatewayConfig) -> Options:
+    # One try each: what one server refuses, the next one may take.
+    token = security.read_token(config.token_file)
+    return Options(keys=config.keys, token=token, retries=0, timeout_s=2.0)
 
 
 async def _of(member: Member, ask: wire.Ask) -> AsyncGenerator[wire.Event]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -42,6 +43,20 @@ def listen_at(config: GatewayConfig) -> tuple[str, int]:
             f"gateway.listen must be loopback, or have gateway.insecure (got {config.listen})"
         )
     return host.strip("[]"), int(port)
+
+
+def listener(config: GatewayConfig) -> socket.socket:
+    """The socket of HTTP, listening. uvicorn would end the process where it cannot have one.
+
+    Raises:
+        ConfigError: as `listen_at`, or the address is taken or not of this machine.
+    """
+    host, port = listen_at(config)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except (OSError, UnicodeError) as e:
+        raise ConfigError(f"gateway.listen must be a free address (got: {e})") from e
 
 
 def application(config: GatewayConfig) -> Starlette:

@@ -1,4 +1,6 @@
-"""`stats` of every server as Prometheus metrics, under the names vLLM's dashboards use."""
+"""`stats` of every server as Prometheus metrics. What vLLM counts, too, has its name; latencies,
+which a server tells as quantiles, are no histograms and have names of their own.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -21,6 +22,17 @@ STATUS: Mapping[Code, int] = {
 }  # fmt: skip
 FINISH: Mapping[str, str] = {"stop": "stop", "grammar_dead_end": "content_filter"}
 """OpenAI's word for an ending; all others are `length`: the text is not whole."""
+
+SUPPORTED: Mapping[str, str] = {
+    "n": "1",
+    "logprobs": "false",
+    "stop": "left out: the end of an answer is the model's",
+    "thinking": "on, off or auto",
+    "messages.role": "system, developer, user, assistant or tool",
+    "messages.content.type": "text",
+    "response_format.type": "text or json_schema",
+}
+"""What a field must be, where its type alone does not say it."""
 
 
 class Part(Struct, frozen=True):
@@ -92,7 +104,22 @@ def read(body: bytes) -> Completion:
     Raises:
         PlanError: bad_request, naming the field.
     """
-    return codec.JSON.decode(body, Completion)
+    try:
+        return codec.JSON.decode(body, Completion)
+    except PlanError as e:
+        raise _plain(e) from e.__cause__
+
+
+def _plain(e: PlanError) -> PlanError:
+    """The same for a reader of OpenAI's documents, who knows neither TDP/1 nor its page."""
+    name = e.field or ""
+    rule = SUPPORTED.get(re.sub(r"\[.*?\]", "", name))
+    if e.message.endswith(codec.UNKNOWN):
+        rule = "left out: the gateway does not do it"
+    if rule is None:
+        return e
+    _, got, value = e.message.partition(" (got ")
+    return PlanError(e.code, f"{name} must be {rule}{got}{value}", field=name)
 
 
 def ask_of(request: Completion) -> wire.Ask:
@@ -101,10 +128,16 @@ def ask_of(request: Completion) -> wire.Ask:
     Raises:
         PlanError: bad_request.
     """
-    if request.temperature not in (None, 0) or request.top_p not in (None, 1):
+    for name, value, fine in (("temperature", request.temperature, 0), ("top_p", request.top_p, 1)):
+        if value not in (None, fine):
+            raise PlanError(
+                "bad_request", f"{name} must be {fine}: decoding is greedy (got {value})",
+                field=name,
+            )  # fmt: skip
+    if request.max_tokens and request.max_completion_tokens:
         raise PlanError(
-            "bad_request", "temperature and top_p must be left out, decoding is greedy",
-            field="temperature",
+            "bad_request", "max_tokens must be left out where max_completion_tokens is given "
+            f"(got {request.max_tokens})", field="max_tokens",
         )  # fmt: skip
     thinking = _thinking(request)
     format = request.response_format

@@ -75,7 +75,11 @@ class Sent:
 
 
 def fill(request: wire.Request, options: Options) -> Sent:
-    """A request with an id that was never used before, so that no late reply can be its."""
+    """A request with an id that was never used before, so that no late reply can be its.
+
+    Raises:
+        PlanError: bad_request, a text in it is not UTF-8.
+    """
     id = uuid4().hex
     given: dict[str, Any] = {"id": id}
     if request.token is None:
@@ -85,7 +89,21 @@ def fill(request: wire.Request, options: Options) -> Sent:
     filled = structs.replace(request, **given)
     table = msgspec.to_builtins(filled)
     # Defaults are left out; these three must be said.
-    return Sent(id, options.codec.encode({**table, "v": wire.VERSION, "op": request.op, "id": id}))
+    table |= {"v": wire.VERSION, "op": request.op, "id": id}
+    try:
+        return Sent(id, options.codec.encode(table))
+    except UnicodeEncodeError:
+        for name, value in table.items():
+            _check_text(name, value)
+        raise
+
+
+def _check_text(name: str, value: object) -> None:
+    try:
+        MSGPACK.encode(value)
+    except UnicodeEncodeError as e:
+        text = f"{name} must be UTF-8 (got: {e.reason} at {e.start})"
+        raise PlanError("bad_request", text, field=name) from e
 
 
 def rest(ask: wire.Ask, began: float) -> wire.Ask:
@@ -221,7 +239,10 @@ def unreachable(endpoint: str, seen: int) -> PlanError:
         why = "the connection was lost"
     else:
         why = "nothing is connected there"
-    return PlanError("unreachable", f"{endpoint} must answer (got none: {why})")
+    # Who was refused will be, until somebody changes the keys.
+    retryable = not seen & FAILED_HANDSHAKE
+    text = f"{endpoint} must answer (got none: {why})"
+    return PlanError("unreachable", text, retryable=retryable)
 
 
 def closed(endpoint: str) -> PlanError:
@@ -256,5 +277,5 @@ def connect(socket: zmq.Socket[Any], endpoint: str) -> None:
     socket.setsockopt(zmq.IPV6, int("[" in endpoint))
     try:
         socket.connect(endpoint)
-    except zmq.ZMQError as e:
+    except (zmq.ZMQError, UnicodeError) as e:
         raise ConfigError(f"endpoint must be tcp://host:port or ipc://path (got {endpoint})") from e

@@ -264,6 +264,7 @@ def _plan(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("prompt", metavar="TEXT")
     sub.add_argument("--server", default="tcp://127.0.0.1:5571", metavar="ENDPOINT")
     sub.add_argument("--keys", metavar="DIR", help="CURVE keys of a client")
+    sub.add_argument("--token-file", type=Path, metavar="FILE", help="the server's secret")
     sub.add_argument("--schema", type=Path, metavar="FILE.json", help="what the plan must obey")
     sub.add_argument("--thinking", choices=("on", "off", "auto"))
     sub.add_argument("--max-tokens", type=int, metavar="N", help="longest answer")

@@ -76,6 +76,7 @@ class PlanError(ThorError):
         field: str | None = None,
         retry_after_ms: float | None = None,
         min_ms: float | None = None,
+        retryable: bool | None = None,
     ) -> None:
         super().__init__(message)
         self.code: Code = code
@@ -85,8 +86,5 @@ class PlanError(ThorError):
         self.retry_after_ms = retry_after_ms
         self.min_ms = min_ms
         """Least deadline that could be met, ms."""
-
-    @property
-    def retryable(self) -> bool:
-        """Whether the same request may succeed later."""
-        return self.code in RETRYABLE
+        self.retryable = code in RETRYABLE if retryable is None else retryable
+        """Whether the same request may succeed later; where it is not said, the code says it."""

@@ -89,6 +89,8 @@ class GatewayConfig:
     """Allow other machines to connect: HTTP here has neither encryption nor names."""
     keys: str = ""
     """Directory of the client's CURVE keys; "" for servers without encryption."""
+    token_file: str = ""
+    """File holding the servers' secret, as their `serve.token_file`; "" for servers without one."""
 
     def __post_init__(self) -> None:
         if not self.servers:

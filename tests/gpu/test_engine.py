@@ -12,7 +12,7 @@ from decoding import DEAD, answer, drafts, erring, oracle
 from nano import package, request, tasks
 
 from thor_dflash.config import BuildConfig, EngineConfig
-from thor_dflash.errors import EngineError
+from thor_dflash.errors import NoRoom
 from thor_dflash.progress import Silent
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine
 from thor_dflash.runtime.propose import Dflash, Nobody
@@ -178,6 +178,6 @@ def test_too_large_a_context_is_refused_with_the_byte_table(tmp_path: Path) -> N
     fill = RandomWeights(tmp_path, Path(config.cubins).expanduser())
     with (
         closing(CudaEngine(tmp_path, config, Silent(), fill)) as engine,
-        pytest.raises(EngineError, match=r"must fit .* weights .* cache .* lower engine\.capacity"),
+        pytest.raises(NoRoom, match=r"must fit .* weights .* cache .* together"),
     ):
         Model(engine, made, 20_000_000, made.block)

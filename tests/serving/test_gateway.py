@@ -8,12 +8,13 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import uvicorn
-from openai import APIStatusError, BadRequestError, OpenAI
+from openai import APIStatusError, AuthenticationError, BadRequestError, OpenAI
 
 from thor_dflash.serve_config import GatewayConfig
 from thor_dflash.serving import gateway as gateway_module
@@ -34,9 +35,9 @@ def until(what: Callable[[], object]) -> None:
 
 
 @contextmanager
-def gateway(*servers: str) -> Iterator[str]:
+def gateway(*servers: str, **config: Any) -> Iterator[str]:
     """Its address."""
-    app = application(GatewayConfig(servers=servers))
+    app = application(GatewayConfig(servers=servers, **config))
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -106,6 +107,7 @@ def test_a_schema_and_what_is_refused(house: Any) -> None:
         assert ask(response_format=wrapped).thor_dflash["plan_valid"] is True
         for fields, name in (
             ({"temperature": 0.7}, "temperature"),
+            ({"top_p": 0.7}, "top_p"),
             ({"n": 2}, "n"),
             ({"logprobs": True}, "logprobs"),
             ({"stop": ["."]}, "stop"),
@@ -174,6 +176,22 @@ def test_without_a_server_it_says_so(house: Any) -> None:
 def test_nobody_is_told_to_come_back_too_early(ms: float, seconds: str) -> None:
     assert gateway_module._json({}, 429, ms).headers["retry-after"] == seconds
     assert "retry-after" not in gateway_module._json({}).headers
+
+
+def test_a_server_with_a_secret(house: Any, tmp_path: Path) -> None:
+    secret = tmp_path / "token"
+    secret.write_text("open sesame\n")
+    secret.chmod(0o600)
+    server = house.mock(token_file=str(secret)).endpoints[0]
+    with gateway(server, token_file=str(secret)) as address, client(address) as openai:
+        answer = openai.chat.completions.create(model="m", messages=CHAT)
+        assert answer.choices[0].message.content == PLAN
+    with (
+        gateway(server) as address,
+        client(address) as openai,
+        pytest.raises(AuthenticationError, match="token"),
+    ):
+        openai.chat.completions.create(model="m", messages=CHAT)
 
 
 def test_several_servers_share_the_work(house: Any) -> None:

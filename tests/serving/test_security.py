@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import socket
 import stat
 from pathlib import Path
@@ -11,9 +12,11 @@ from thor_dflash import cli
 from thor_dflash.errors import ConfigError
 from thor_dflash.serve_config import GatewayConfig, ServeConfig
 from thor_dflash.serving import security
+from thor_dflash.serving.aclient import AsyncPlanner
 from thor_dflash.serving.check import Checker
-from thor_dflash.serving.client import Options, PlanError, RemotePlanner
+from thor_dflash.serving.client import Ask, Options, PlanError, RemotePlanner
 from thor_dflash.serving.gateway import listen_at
+from thor_dflash.serving.replies import Tries
 
 
 @pytest.mark.parametrize(
@@ -107,6 +110,32 @@ def test_a_stranger_is_told_of_the_keys(house: Any, tmp_path: Path) -> None:
         pytest.raises(PlanError, match="CURVE"),
     ):
         planner.ping()
+
+
+@pytest.mark.parametrize("form", ["remote", "asyncio"])
+def test_who_was_refused_does_not_ask_again(
+    form: str, house: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    security.keygen(tmp_path / "keys")
+    endpoint = house.mock(curve=str(tmp_path / "keys")).endpoints[0]
+    options, ask = Options(timeout_s=0.5, retries=3), Ask(prompt="x")
+    send, sent = Tries.send, list[Any]()
+
+    def counted(tries: Tries) -> Any:
+        sent.append(send(tries))
+        return sent[-1]
+
+    async def work() -> None:
+        async with AsyncPlanner(endpoint, options) as planner:
+            await planner.plan(ask)
+
+    monkeypatch.setattr(Tries, "send", counted)
+    with pytest.raises(PlanError, match="CURVE"):
+        if form == "asyncio":
+            asyncio.run(work())
+        with RemotePlanner(endpoint, options) as planner:
+            planner.plan(ask)
+    assert len(sent) == 1
 
 
 def test_a_secret_is_asked_of_everybody(house: Any, tmp_path: Path) -> None:

@@ -16,10 +16,14 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     with extra("http"):
         import uvicorn
 
-        from thor_dflash.serving.gateway import application, listen_at
+        from thor_dflash.serving import fleet, gateway
 
-    host, port = listen_at(config.gateway)
+    fleet.check(config.gateway)
+    listener = gateway.listener(config.gateway)
+    app = gateway.application(config.gateway)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
     progress.close()
-    app = application(config.gateway)
+    host, port = config.gateway.listen.rpartition(":")[0], listener.getsockname()[1]
     print(f"listening on http://{host}:{port}/v1", file=sys.stderr, flush=True)
-    uvicorn.run(app, host=host, port=port, log_level="warning", access_log=False)
+    server.run(sockets=[listener])
+    assert server.started, "what can be refused was, before"

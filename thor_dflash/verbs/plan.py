@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from thor_dflash.config import Config
 from thor_dflash.errors import RequestError
-from thor_dflash.progress import Progress
+from thor_dflash.progress import Progress, Task
 from thor_dflash.records import as_table
 from thor_dflash.verbs.generate import Printer
 from thor_dflash.verbs.inputs import read_json
@@ -35,15 +35,19 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     from thor_dflash.serving.extras import extra
 
     with extra("serve"):
+        from thor_dflash.serving import security
         from thor_dflash.serving.client import Options, RemotePlanner
 
-    with RemotePlanner(args.server, Options(keys=args.keys or "")) as planner:
-        progress.close()
+    token = None if args.token_file is None else security.read_token(str(args.token_file))
+    with RemotePlanner(args.server, Options(keys=args.keys or "", token=token)) as planner:
         ask = _ask(args)
+        waiting = progress.task(f"waiting for {args.server}")
         if args.json:
-            print(json.dumps(_table(planner.plan(ask))))
+            with waiting:
+                result = planner.plan(ask)
+            print(json.dumps(_table(result)))
             return
-        result = _show(planner.stream(ask))
+        result = _show(_begun(planner.stream(ask), waiting))
     print(_summary(result), file=sys.stderr)
 
 
@@ -59,6 +63,14 @@ def _ask(args: Namespace) -> Ask:
         if given["json_schema"] is None:
             raise RequestError(f"{args.schema} must hold a JSON object (got another value)")
     return Ask(prompt=args.prompt, **given)
+
+
+def _begun(events: Iterator[Event], waiting: Task) -> Iterator[Event]:
+    """The same events; `waiting` is over with the first."""
+    with waiting:
+        first = next(events)
+    yield first
+    yield from events
 
 
 def _show(events: Iterator[Event]) -> Result:

@@ -1,0 +1,51 @@
+"""`thor-dflash gateway`: what it refuses, and that it listens where it says."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+
+from thor_dflash import cli
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--server", "foo"], "endpoint must be tcp://host:port or ipc://path (got foo)"),
+        (["--server", "ipc://a", "--server", "ipc://"], "endpoint must be "),
+        (["--set", "gateway.token_file=none"], "none must be a readable file (got: "),
+        (["--keys", "nokeys"], "nokeys/client.secret must be a readable file (got: "),
+        (["--listen", "127.0.0.1:PORT"], "gateway.listen must be a free address (got: "),
+        (["--listen", "127.0.0.1"], "gateway.listen must be HOST:PORT (got 127.0.0.1)"),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_one_line_before_anything_listens(
+    args: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        given = ["--listen", f"127.0.0.1:{port}", *args]  # that nothing starts, whatever happens
+        assert cli.main(["gateway", *(arg.replace("PORT", port) for arg in given)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"thor-dflash: {message}")
+
+
+def test_the_command_listens_where_it_says() -> None:
+    script = "import sys; from thor_dflash.cli import main; sys.exit(main())"
+    args = ["gateway", "--server", "ipc:///nowhere/plan", "--listen", "127.0.0.1:0"]
+    with subprocess.Popen(
+        [sys.executable, "-c", script, *args], stderr=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stderr
+        line = child.stderr.readline()
+        assert line.startswith("listening on http://127.0.0.1:"), line
+        with urllib.request.urlopen(f"{line.split()[-1]}/models", timeout=20) as reply:
+            assert b'"object":"list"' in reply.read()
+        child.terminate()
+        assert "Traceback" not in child.stderr.read()

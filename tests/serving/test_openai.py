@@ -1,0 +1,82 @@
+"""What the gateway says to readers of OpenAI's documents, and its metrics to those of its own."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from thor_dflash.errors import PlanError
+from thor_dflash.serving import metrics
+from thor_dflash.serving.openai import ask_of, read
+from thor_dflash.serving.stats import KEPT
+
+CHAT = [{"role": "user", "content": "Bring the cup."}]
+LEFT_OUT = "must be left out: the gateway does not do it"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n": 2}, "n must be 1 (got 2)"),
+        ({"n": "2"}, "n must be 1 (got str)"),
+        ({"logprobs": True}, "logprobs must be false (got True)"),
+        ({"stop": ["."]}, "stop must be left out: the end of an answer is the model's (got array)"),
+        ({"temperature": 0.7}, "temperature must be 0: decoding is greedy (got 0.7)"),
+        ({"top_p": 0.5}, "top_p must be 1: decoding is greedy (got 0.5)"),
+        ({"thinking": "some"}, "thinking must be on, off or auto (got 'some')"),
+        ({"tools": []}, f"tools {LEFT_OUT}"),
+        (
+            {"max_tokens": 5, "max_completion_tokens": 6},
+            "max_tokens must be left out where max_completion_tokens is given (got 5)",
+        ),
+        ({"frequency_penalty": 1}, f"frequency_penalty {LEFT_OUT}"),
+        (
+            {"response_format": {"type": "grammar"}},
+            "response_format.type must be text or json_schema (got 'grammar')",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "x": 1}}},
+            f"response_format.json_schema.x {LEFT_OUT}",
+        ),
+        (
+            {"messages": [*CHAT, {"role": "function", "content": ""}]},
+            "messages[1].role must be system, developer, user, assistant or tool (got 'function')",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].type must be text (got 'image_url')",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": []}]},
+            f"messages[0].tool_calls {LEFT_OUT}",
+        ),
+    ],
+    ids=str,
+)
+def test_a_refusal_says_what_there_is(fields: dict[str, Any], message: str) -> None:
+    body = msgspec.json.encode({"messages": CHAT, **fields})
+    with pytest.raises(PlanError) as caught:
+        ask_of(read(body))
+    assert caught.value.message == message
+    assert caught.value.field == message.split()[0]
+
+
+def test_the_latencies_are_what_the_document_says() -> None:
+    ranks = {"p50": 1.0, "p90": 2.0, "p99": 3.0}
+    stats: dict[str, Any] = {
+        "spec": {"accepted_per_position": []},
+        "tokens": {}, "finished": {}, "refused": {}, "running": 0, "waiting": 0,
+        "percentiles": dict.fromkeys(("ttft_ms", "ttfa_ms", "e2e_ms", "queue_ms"), ranks),
+    }  # fmt: skip
+    rows = metrics.render([("a", stats)]).decode().splitlines()
+    shown = {row.partition("{")[0] for row in rows if "quantile=" in row}
+    text = (Path(__file__).parent.parent.parent / "docs/serving.md").read_text()
+    told = set(re.findall(r"`([a-z0-9_]+_ms)`", text.partition("Latencies are")[2]))
+    told -= {"deadline_ms"}  # a field of a request
+    assert shown == {f"thor_dflash:{name}" for name in told}
+    assert 'thor_dflash:e2e_request_latency_ms{quantile="0.90",server="a"} 2.0' in rows
+    assert f"of the last {KEPT} plans" in text

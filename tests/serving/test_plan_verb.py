@@ -1,0 +1,88 @@
+"""`thor-dflash plan`: what it says on the way to a server."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from thor_dflash import cli
+from thor_dflash.config import Config
+from thor_dflash.errors import ConfigError
+from thor_dflash.progress import Lines
+from thor_dflash.serving import client
+from thor_dflash.serving.client import Options, PlanError
+from thor_dflash.serving.mock import PLAN
+from thor_dflash.verbs import plan
+
+
+def ask(*args: str) -> None:
+    """The verb as on a terminal: with --json, too, it says how far it is."""
+    plan.run(cli.parser().parse_args(["plan", *args]), Config(), Lines(sys.stderr))
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]], ids=str)
+def test_who_waits_is_told_for_whom(
+    form: list[str], house: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = house.mock().endpoints[0]
+    ask("Bring it.", "--server", server, *form)
+    out, err = capsys.readouterr()
+    assert PLAN in out or form
+    assert err.startswith(f"waiting for {server}\n")
+    monkeypatch.setattr(client, "Options", partial(Options, timeout_s=0.05, retries=0))
+    with pytest.raises(PlanError, match="nothing is connected"):
+        ask("Bring it.", "--server", "ipc:///nowhere/plan", *form)
+    assert capsys.readouterr().err == "waiting for ipc:///nowhere/plan\n"
+
+
+def test_the_wait_is_over_before_the_first_word(house: Any, capsys: Any) -> None:
+    before: list[str] = []
+    waiting = ExitStack()
+    waiting.callback(lambda: before.append(capsys.readouterr().out))
+    progress: Any = SimpleNamespace(task=lambda label: waiting)
+    args = ["plan", "Bring it.", "--server", house.mock().endpoints[0]]
+    plan.run(cli.parser().parse_args(args), Config(), progress)
+    assert before == [""]
+    assert PLAN in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["\udcff"], "prompt must be UTF-8 (got: surrogates not allowed at 0)"),
+        (["Bring it.", "--session", "a\udcff"], "session must be UTF-8 (got: surr"),
+    ],
+    ids=ascii,
+)
+def test_what_is_not_utf8_is_refused_in_a_line(args: list[str], message: str, capsys: Any) -> None:
+    assert cli.main(["plan", "--json", "--server", "ipc:///nowhere/plan", *args]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"thor-dflash: {message}")
+    with pytest.raises(ConfigError, match="endpoint must be tcp"):
+        ask("Bring it.", "--server", "ipc://\udcff")
+
+
+def test_a_server_with_a_secret(house: Any, tmp_path: Path, capsys: Any) -> None:
+    secret, empty = tmp_path / "token", tmp_path / "empty"
+    secret.write_text("open sesame\n")
+    empty.write_text("")
+    empty.chmod(0o600)
+    secret.chmod(0o600)
+    server = house.mock(token_file=str(secret)).endpoints[0]
+    command = ["plan", "Bring it.", "--json", "--server", server]
+    assert cli.main([*command, "--token-file", str(secret)]) == 0
+    assert '"plan_valid": true' in capsys.readouterr().out
+    assert cli.main(command) == 2
+    assert "token must be" in capsys.readouterr().err
+    assert cli.main([*command, "--token-file", str(empty)]) == 2
+    assert "must hold a secret" in capsys.readouterr().err
+    secret.chmod(0o644)
+    assert cli.main([*command, "--token-file", str(secret)]) == 2
+    assert "chmod 600" in capsys.readouterr().err

@@ -1,0 +1,65 @@
+"""Both clients until a request is with the server: what they refuse to send, what they keep."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from typing import Any
+
+import pytest
+
+from thor_dflash.serving.aclient import AsyncPlanner
+from thor_dflash.serving.client import Ask, Message, Options, PlanError, RemotePlanner, Result
+from thor_dflash.serving.codec import JSON, MSGPACK, Codec
+
+every_client = pytest.mark.parametrize("form", ["remote", "asyncio"])
+
+
+def plan(form: str, endpoint: str, options: Options, ask: Ask) -> Result:
+    async def main() -> Result:
+        async with AsyncPlanner(endpoint, options) as planner:
+            return await planner.plan(ask)
+
+    if form == "asyncio":
+        return asyncio.run(main())
+    with RemotePlanner(endpoint, options) as planner:
+        return planner.plan(ask)
+
+
+@pytest.mark.parametrize(
+    ("ask", "field"),
+    [
+        (Ask(prompt="\udcff"), "prompt"),
+        (Ask(prompt="x", session="arm\udcff"), "session"),
+        (Ask(prompt="x", prefix_id="\ud800"), "prefix_id"),
+        (Ask(messages=(Message(role="user", content="\udcff"),)), "messages"),
+        (Ask(prompt="x", json_schema={"enum": ["\udcff"]}), "json_schema"),
+        (Ask(prompt="x", metadata={"\udcff": 1}), "metadata"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("codec", [JSON, MSGPACK], ids=lambda codec: codec.name)
+@every_client
+def test_what_is_not_utf8_is_not_sent(form: str, codec: Codec, ask: Ask, field: str) -> None:
+    """Lone surrogates are what Python makes of other bytes on a command line."""
+    with pytest.raises(PlanError, match=f"{field} must be UTF-8 .got: surrogates") as caught:
+        plan(form, "ipc:///nowhere/plan", Options(codec=codec), ask)
+    assert (caught.value.code, caught.value.field) == ("bad_request", field)
+
+
+@every_client
+def test_a_connection_that_never_was_loses_no_request(form: str, house: Any) -> None:
+    """A server on its way out closes it before the handshake; the next one answers, at once."""
+    answers: list[Result] = []
+    options = Options(retries=0, timeout_s=20.0)
+    with socket.create_server(("127.0.0.1", 0)) as leaving:
+        endpoint = f"tcp://127.0.0.1:{leaving.getsockname()[1]}"
+        thread = threading.Thread(
+            target=lambda: answers.append(plan(form, endpoint, options, Ask(prompt="x")))
+        )
+        thread.start()
+        leaving.accept()[0].close()
+    house.mock(bind=(endpoint,))
+    thread.join(20)
+    assert [answer.status for answer in answers] == ["ok"]
