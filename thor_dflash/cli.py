@@ -76,6 +76,7 @@ def run(argv: Sequence[str]) -> int:
     from thor_dflash import config, progress
 
     settings = config.load(args.config, overrides(args))
+    _belongs(args)
     report = progress.choose(sys.stderr, quiet="json" in args and args.json)
     try:
         return _verb(args, settings, report) or 0
@@ -118,6 +119,21 @@ def overrides(args: argparse.Namespace) -> tuple[str, ...]:
     return (*args.set, *items)
 
 
+def _belongs(args: argparse.Namespace) -> None:
+    """Refuse what the verb would not look at. A file may hold sections of other verbs, too."""
+    for item in args.set:
+        key = item.partition("=")[0].strip()
+        if key.partition(".")[0] not in args.reads:
+            raise ConfigError(
+                f"{key} must be a setting of {args.verb} "
+                f"(got --set {item}; {args.verb} reads {_listed(args.reads)})"
+            )
+
+
+def _listed(sections: Sequence[str]) -> str:
+    return ", ".join(sections) or "no section"
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = _Parser(prog="thor-dflash", description=thor_dflash.__doc__, allow_abbrev=False)
@@ -125,25 +141,28 @@ def parser() -> argparse.ArgumentParser:
         "--version", action="version", version=f"thor-dflash {thor_dflash.__version__}"
     )
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for name, add, text in (
-        ("build", _build, "two checkpoints to a package"),
-        ("generate", _generate, "answer one prompt"),
-        ("score", _score, "teacher-forced logits of token ids"),
-        ("check", _check_options, "compare engines operator by operator"),
-        ("doctor", _doctor, "what this machine can run, and how to put right what it cannot"),
-        ("demo", _demo, "plan one task with the small model that ships here"),
-        ("bench", _bench, "what each part of a step costs on this device"),
-        ("serve", _serve, "answer plan requests over ZeroMQ"),
-        ("plan", _plan, "ask a server for one plan"),
-        ("gateway", _gateway, "OpenAI's HTTP in front of plan servers"),
-        ("keygen", _keygen, "keys for an encrypted server"),
+    for name, add, sections, text in (
+        ("build", _build, "build", "two checkpoints to a package"),
+        ("generate", _generate, "engine decode", "answer one prompt"),
+        ("score", _score, "engine", "teacher-forced logits of token ids"),
+        ("check", _check_options, "engine", "compare engines operator by operator"),
+        ("doctor", _doctor, "engine", "what this machine can run, and how to mend the rest"),
+        ("demo", _demo, "build engine", "plan one task with the small model that ships here"),
+        ("bench", _bench, "build engine", "what each part of a step costs on this device"),
+        ("serve", _serve, "engine serve", "answer plan requests over ZeroMQ"),
+        ("plan", _plan, "", "ask a server for one plan"),
+        ("gateway", _gateway, "gateway", "OpenAI's HTTP in front of plan servers"),
+        ("keygen", _keygen, "", "keys for an encrypted server"),
     ):
         sub = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
         add(sub)
+        reads = sections.split()
+        sub.set_defaults(reads=reads)
         sub.add_argument("-c", "--config", type=Path, metavar="FILE.toml", help="configuration")
         sub.add_argument(
-            "-s", "--set", action="append", default=[], metavar="a.b=value", help="change one key"
-        )
+            "-s", "--set", action="append", default=[], metavar="a.b=value",
+            help=f"change one key; this verb reads {_listed(reads)}",
+        )  # fmt: skip
     return top
 
 

@@ -1,0 +1,73 @@
+"""Options and --set: what a verb takes, and what it refuses rather than ignore."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from thor_dflash import cli
+from thor_dflash.config import keys
+
+VERBS = {
+    "build": "--target t --out o",
+    "generate": "--package p --prompt a",
+    "score": "--package p --tokens t --out x.npz",
+    "check": "--package p",
+    "doctor": "",
+    "demo": "",
+    "bench": "--package p",
+    "serve": "--package p",
+    "plan": "a",
+    "gateway": "",
+    "keygen": "d",
+}
+"""The least that each verb wants."""
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """The one line on stderr of a command that exits 2."""
+    assert cli.main(args) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    return err.removeprefix("thor-dflash: ").rstrip()
+
+
+# ---- sections
+
+
+@pytest.mark.parametrize(
+    ("verb", "item", "reads"),
+    [
+        ("serve", "decode.gate=on", "engine, serve"),
+        ("serve", "decode.max_tokens=5", "engine, serve"),
+        ("generate", "build.capacity=5", "engine, decode"),
+        ("build", "engine.threads=1", "build"),
+        ("score", "decode.accept=relaxed", "engine"),
+        ("plan", "decode.thinking=off", "no section"),
+    ],
+)
+def test_a_verb_refuses_a_setting_it_does_not_read(
+    capsys: pytest.CaptureFixture[str], verb: str, item: str, reads: str
+) -> None:
+    key = item.partition("=")[0]
+    assert refused(capsys, verb, *VERBS[verb].split(), "-s", item) == (
+        f"{key} must be a setting of {verb} (got --set {item}; {verb} reads {reads})"
+    )
+
+
+def test_a_file_may_hold_sections_of_other_verbs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "all.toml").write_text("[decode]\ngate = 'on'\n[build]\ncapacity = 5\n")
+    args = ("--package", str(tmp_path / "none"), "-c", str(tmp_path / "all.toml"))
+    assert "must be a package directory (got nothing" in refused(capsys, "check", *args)
+
+
+def test_every_option_of_a_verb_is_of_a_section_it_reads() -> None:
+    sections = {key.partition(".")[0] for key in keys()}
+    for verb, least in VERBS.items():
+        args = cli.parser().parse_args([verb, *least.split()])
+        assert {dest.partition(".")[0] for dest in vars(args) if "." in dest} <= set(args.reads)
+        assert set(args.reads) <= sections
