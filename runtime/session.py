@@ -12,6 +12,7 @@ from thor_dflash import manifest as package_manifest
 from thor_dflash.config import EngineConfig
 from thor_dflash.dims import longest_context
 from thor_dflash.errors import ConfigError, EngineError, NoRoom, RequestError
+from thor_dflash.extras import extra
 from thor_dflash.manifest import Manifest
 from thor_dflash.progress import Progress as Reporter
 from thor_dflash.progress import amount
@@ -194,8 +195,8 @@ def _remedy(found: Manifest, capacity: int, lacks: int) -> str:
 
 
 def _ort(package: Path, config: EngineConfig, progress: Reporter) -> Engine:
-
-    from thor_dflash.runtime.engines.ort import OrtEngine
+    with extra("ort"):
+        from thor_dflash.runtime.engines.ort import OrtEngine
 
     return OrtEngine(package, config.threads)
 

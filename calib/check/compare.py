@@ -13,6 +13,7 @@ from thor_dflash.calib.check.golden import Golden, rounds, sources
 from thor_dflash.calib.check.judge import Drift, Off, against_definition, drift, jumps, share
 from thor_dflash.calib.check.seen import Outputs, Seen, Tracer
 from thor_dflash.calib.check.walks import walks
+from thor_dflash.extras import extra
 from thor_dflash.plugins.op import NEXT
 from thor_dflash.progress import Progress
 from thor_dflash.runtime.engine import Engine
@@ -95,7 +96,8 @@ def tracer(session: Session, package: Path) -> Tracer | None:
 
 
 def _nodes(package: Path, engine: Engine) -> Tracer:
-    from thor_dflash.calib.check.nodes import Nodes
+    with extra("build"):
+        from thor_dflash.calib.check.nodes import Nodes
 
     return Nodes(package, engine)
 

@@ -95,9 +95,12 @@ def _reference(
 
 def _graphs(package: Path, config: EngineConfig, progress: Progress) -> Session:
     """The package's own graphs on ONNX Runtime, whatever engine it was built for."""
-    from thor_dflash.runtime.engines.ort import OrtEngine
+    from thor_dflash.extras import extra
     from thor_dflash.runtime.model import Model
     from thor_dflash.runtime.session import Session
+
+    with extra("ort"):
+        from thor_dflash.runtime.engines.ort import OrtEngine
 
     found = package_manifest.read(package)
     if "verify.onnx" not in found.files:
