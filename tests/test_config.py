@@ -52,6 +52,8 @@ def test_keys_are_all_settable() -> None:
         ("build.tensorrt.workspace_mib=0", "build.tensorrt.workspace_mib must be >= 1 (got 0)"),
         ("engine.threads=-1", "engine.threads must be >= 0 (got -1)"),
         ("engine.capacity=-1", "engine.capacity must be >= 0 (got -1)"),
+        ("build.card.close=foo", 'build.card.close must hold </think> once (got "foo")'),
+        ("build.card.close=</think></think>", "build.card.close must hold </think> once (got"),
         ("decode.max_tokens=0", "decode.max_tokens must be >= 1 (got 0)"),
         ("decode.ignore_eos=1", "decode.ignore_eos must be true or false (got 1)"),
         ("decode.drafter=true", 'decode.drafter must be "auto" or "dflash" or "none" (got true)'),

@@ -75,6 +75,10 @@ class CardConfig:
     def __post_init__(self) -> None:
         for name in ("max_tokens", "complex", "reply", "low", "medium", "high", "x_high", "max"):
             _at_least(f"build.card.{name}", getattr(self, name), 0)
+        if self.close.count("</think>") != 1:
+            raise ConfigError(
+                f"build.card.close must hold </think> once (got {records.show(self.close)})"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
