@@ -71,3 +71,29 @@ def test_every_option_of_a_verb_is_of_a_section_it_reads() -> None:
         args = cli.parser().parse_args([verb, *least.split()])
         assert {dest.partition(".")[0] for dest in vars(args) if "." in dest} <= set(args.reads)
         assert set(args.reads) <= sections
+
+
+# ---- values
+
+
+@pytest.mark.parametrize("wrong", ["-1", "nan", "inf"])
+def test_a_tolerance_is_a_number_of_at_least_0(
+    wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(capsys, "check", "--package", "p", f"--tolerance={wrong}")
+    assert "--tolerance must be a finite number of at least 0 (got" in said
+
+
+@pytest.mark.parametrize("more", ["", "--make-golden x.npz"])
+def test_a_check_of_nothing_is_refused(capsys: pytest.CaptureFixture[str], more: str) -> None:
+    assert refused(capsys, "check", "--package", "p", "--operators", "none", *more.split()) == (
+        "--operators none must go with --reference or --golden (got neither)"
+    )
+
+
+@pytest.mark.parametrize("wrong", ["-5", "nan", "inf"])
+def test_a_mock_s_cycle_is_a_number_of_at_least_0(
+    wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(capsys, "serve", "--mock", f"--mock-cycle-ms={wrong}", "--bind", "no://where")
+    assert said.startswith("--mock-cycle-ms must be a finite number of at least 0 (got")

@@ -94,9 +94,17 @@ def _verb(args: argparse.Namespace, config: Config, progress: Progress) -> int |
 def _check(args: argparse.Namespace) -> None:
     if args.verb == "generate" and args.tokens and vars(args)["decode.thinking"]:
         raise ConfigError("--thinking must go with --prompt or --messages (got --tokens)")
-    limit = args.tolerance if args.verb == "check" else None
-    if limit is not None and not 0 <= limit < float("inf"):
-        raise ConfigError(f"--tolerance must be a finite number of at least 0 (got {limit})")
+    if args.verb == "check":
+        _at_least_0("--tolerance", args.tolerance)
+        if args.operators == "none" and not (args.reference or args.golden):
+            raise ConfigError("--operators none must go with --reference or --golden (got neither)")
+    if args.verb == "serve":
+        _at_least_0("--mock-cycle-ms", args.mock_cycle_ms)
+
+
+def _at_least_0(option: str, value: float | None) -> None:
+    if value is not None and not 0 <= value < float("inf"):
+        raise ConfigError(f"{option} must be a finite number of at least 0 (got {value})")
 
 
 def overrides(args: argparse.Namespace) -> tuple[str, ...]:
