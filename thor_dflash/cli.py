@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, NoReturn, TextIO, cast
 
 import thor_dflash
 from thor_dflash.errors import ConfigError, ThorError
@@ -34,8 +34,8 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, run one verb, return the exit status."""
-    _tolerate(sys.stdout)
     try:
+        _prepare(sys.stdout)
         status = run(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
     except ThorError as e:
@@ -45,20 +45,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("thor-dflash: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # Python flushes stdout once more at exit; give it something that takes the bytes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _leave(sys.stdout)
         return 141
     except OSError as e:
-        # A path the system will not look at (too long, no permission) is the user's to put right.
-        if e.filename is None:
+        # A path the system will not look at (too long, no permission) is the user's to put right,
+        # and so is a stdout that takes nothing.
+        if e.filename is None and not _refuses(sys.stdout):
             raise
-        print(f"thor-dflash: {e.filename} must be usable (got: {e.strerror})", file=sys.stderr)
+        what = f"{e.filename} must be usable" if e.filename else "stdout must be writable"
+        print(f"thor-dflash: {what} (got: {e.strerror})", file=sys.stderr)
         return 2
     return status
 
 
-def _tolerate(stream: object) -> None:
+def _refuses(stream: TextIO) -> bool:
+    """Whether the stream cannot be written. Its buffer forgets a large write that failed, so one
+    more is tried.
+    """
+    try:
+        print(file=stream, flush=True)
+    except OSError:
+        _leave(stream)
+        return True
+    return False
+
+
+def _leave(stream: TextIO) -> None:
+    """Python flushes stdout once more at exit; give it something that takes the bytes."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _prepare(stream: object) -> None:
     """Let a terminal that cannot show a letter show ? instead of failing."""
+    if stream is None:  # Python's stdout where the shell closed it (>&-)
+        raise ConfigError("stdout must be writable (got: it is closed)")
     if isinstance(stream, io.TextIOWrapper):
         cast("io.TextIOWrapper[io.BufferedWriter]", stream).reconfigure(errors="replace")
 
