@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
 from thor_dflash import cli
-from thor_dflash.config import keys
+from thor_dflash.config import BuildConfig, keys
 
 VERBS = {
     "build": "--target t --out o",
@@ -71,6 +72,41 @@ def test_every_option_of_a_verb_is_of_a_section_it_reads() -> None:
         args = cli.parser().parse_args([verb, *least.split()])
         assert {dest.partition(".")[0] for dest in vars(args) if "." in dest} <= set(args.reads)
         assert set(args.reads) <= sections
+
+
+# ---- options
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_an_option_of_one_value_is_given_once(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str
+) -> None:
+    files = [str(tmp_path / name) for name in ("a.toml", "b.toml")]
+    least = VERBS[verb].split()
+    assert refused(capsys, verb, *least, "-c", files[0], "--config", files[1]) == (
+        f"-c/--config must be given once (got {files[0]} and {files[1]})"
+    )
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        "generate --package p --prompt a --max-tokens 3 --max-tokens 3",
+        "generate --package p --package p --prompt a",
+        "check --package p --operators auto --operators all",
+        "serve --mock --mock-cycle-ms 0 --mock-cycle-ms 1 --bind no://where",
+        "plan a --deadline-ms 5 --deadline-ms 6 --server no://where",
+    ],
+)
+def test_a_second_value_does_not_win(capsys: pytest.CaptureFixture[str], args: str) -> None:
+    assert "must be given once (got" in refused(capsys, *args.split())
+
+
+def test_build_offers_every_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["build", "--help"])
+    hint = get_type_hints(BuildConfig)["engine"]
+    assert f"--engine {'|'.join(get_args(hint))}" in capsys.readouterr().out
 
 
 # ---- values

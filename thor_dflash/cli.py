@@ -32,6 +32,27 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
 
+class _Once(argparse.Action):
+    """Stores one value, as argparse does, but refuses a second one, which would silently win."""
+
+    given: object = None
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        if self.given is not None:
+            raise ConfigError(
+                f"{'/'.join(self.option_strings)} must be given once "
+                f"(got {self.given} and {values})"
+            )
+        self.given = values
+        vars(namespace)[self.dest] = values
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, run one verb, return the exit status."""
     try:
@@ -183,6 +204,7 @@ def parser() -> argparse.ArgumentParser:
         ("keygen", _keygen, "", "keys for an encrypted server"),
     ):
         sub = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
+        sub.register("action", None, _Once)
         add(sub)
         reads = sections.split()
         sub.set_defaults(reads=reads)
@@ -199,7 +221,7 @@ def _build(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--drafter", type=Path, metavar="DIR", help="DFlash checkpoint, if any")
     sub.add_argument("--out", type=Path, required=True, metavar="PKG", help="package to write")
     sub.add_argument(
-        "--engine", dest="build.engine", metavar="ort|cuda", help="engine to build for"
+        "--engine", dest="build.engine", metavar="ort|cuda|tensorrt", help="engine to build for"
     )
 
 
