@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -156,6 +157,11 @@ def open_session(
         ConfigError: the options do not fit it.
         EngineError: its graphs do not run here.
     """
+    # More of them would only wait for each other; a mistyped number would start them all.
+    if config.threads > (cores := os.cpu_count() or 1):
+        raise ConfigError(
+            f"engine.threads must be <= {cores}, the cores of this machine (got {config.threads})"
+        )
     found = package_manifest.read(package)
     package_manifest.verify(package, found, progress)
     capacity = config.capacity or found.capacity

@@ -41,7 +41,6 @@ def test_keys_are_all_settable() -> None:
         ("build.block=4.5", "build.block must be an integer (got 4.5)"),
         ("build.block=true", "build.block must be an integer (got true)"),
         ("build.block=1", "build.block must be 0 or >= 2 (got 1)"),
-        ("engine.threads=3000", "engine.threads must be <= 1024 (got 3000)"),
         ("build.block=-3", "build.block must be >= 0 (got -3)"),
         ("build.chunk=-1", "build.chunk must be >= 0 (got -1)"),
         ("build.capacity=-1", "build.capacity must be >= 0 (got -1)"),
