@@ -27,13 +27,14 @@ from thor_dflash.builders.offered import DrafterSource, TargetSource
 from thor_dflash.builders.packing import Packing
 from thor_dflash.builders.programs import lower
 from thor_dflash.builders.staging import Staging
-from thor_dflash.builders.tensorrt.package import Material, engines, maker, write_engines
+from thor_dflash.builders.tensorrt.package import Maker, Material, engines, maker, write_engines
 from thor_dflash.builders.tensorrt.profiles import session_ranges
 from thor_dflash.builders.weights import WeightFiles
 from thor_dflash.config import BLOCK, CAPACITY, BuildConfig
 from thor_dflash.dims import longest_context
 from thor_dflash.errors import CheckpointError, ConfigError
 from thor_dflash.manifest import KvScales, Manifest, Share
+from thor_dflash.plugins.tensorrt.node import fingerprint
 from thor_dflash.program import ENDING, Program, render
 from thor_dflash.progress import Progress
 from thor_dflash.tensors import DType
@@ -90,7 +91,7 @@ def build(
         plan = make_plan(read_target(target), read_drafter(drafter) if drafter else None, config)
         by = maker(config.tensorrt, progress) if config.engine == "tensorrt" else None
         planned = engines(material(plan)) if by else None
-    with Staging(out, _key(plan, by.version if by else "")) as stage:
+    with Staging(out, _key(plan, by)) as stage:
         total = sum(plan.weights.nbytes(file) for file in plan.weights.files)
         with progress.task("writing weights", total, "bytes") as task:
             for file in plan.weights.files:
@@ -347,9 +348,11 @@ def material(plan: Plan) -> Material:
     )
 
 
-def _key(plan: Plan, tensorrt: str) -> str:
+def _key(plan: Plan, by: Maker | None) -> str:
     """What a build is made of. Two builds with one key write the same bytes."""
-    digest = hashlib.sha256(repr((__version__, plan.config, tensorrt)).encode())
+    kernels = fingerprint() if plan.config.engine != "ort" else ""
+    device = (by.version, by.device.name, by.device.device) if by else ()
+    digest = hashlib.sha256(repr((__version__, plan.config, kernels, device)).encode())
     if plan.draft_ids is not None:
         digest.update(plan.draft_ids.tobytes())
     for line in _inventory(plan):

@@ -16,10 +16,11 @@ from thor_dflash.runtime.model import Model
 from thor_dflash.runtime.policies.budget import Budget, Soft
 from thor_dflash.runtime.policies.envelope import Envelope, envelope
 from thor_dflash.runtime.policies.gate import Costs, Gate, Rule
+from thor_dflash.runtime.policies.grammar import leads
 from thor_dflash.runtime.policies.grammar_compile import Grammar
 from thor_dflash.runtime.policies.relaxed import RelaxedThinking
 from thor_dflash.runtime.propose import Dflash, Nobody, Proposer
-from thor_dflash.runtime.text import Text
+from thor_dflash.runtime.text import END_THINK, Text
 from thor_dflash.runtime.thinking import Marks, Thinking
 
 _RULES = {"margin": LOG_MARGIN, "delta": PROBABILITY_DELTA}
@@ -122,21 +123,31 @@ class Desk:
             raise RequestError(
                 'budget.effort must not be "none" where the prompt thinks (got an open <think>)'
             )
-        close = self._message(config.message or card.close)
+        close = self._closing(request)
         found = envelope(config, card, len(close), request.max_tokens)
         soft = None
         if config.close == "soft":
             soft = Soft(math.ceil(config.soften * found.think), -math.log(config.ratio))
         return found, Budget(found.think, close, soft)
 
-    def _message(self, message: str) -> tuple[int, ...]:
-        if message not in self._messages:
-            assert self._text is not None
-            ids = tuple(self._text.encode(message))
-            if ids.count(self._marks("a thinking budget").close) != 1:
-                raise RequestError(f"budget.message must hold </think> once (got {show(message)})")
-            self._messages[message] = ids
-        return self._messages[message]
+    def _closing(self, request: Request) -> tuple[int, ...]:
+        assert self._text is not None
+        own, cards = request.budget.message, self._model.manifest.card.close
+        message = own or cards
+        name = "card.close" if message and message == cards else "budget.message"
+        ids = self._messages.get(message) or tuple(self._text.encode(message))
+        close = self._marks("a thinking budget").close
+        if ids.count(close) != 1:
+            raise RequestError(f"{name} must hold </think> once (got {show(message)})")
+        after, grammar = ids[ids.index(close) + 1 :], request.grammar
+        words = message.partition(END_THINK)[2]
+        if grammar and (words.strip("\n") or not leads(after, grammar.vocabulary)):
+            raise RequestError(
+                f"{name} must have at most a blank line after </think> where a grammar follows "
+                f"(got {show(words)})"
+            )
+        self._messages[message] = ids
+        return ids
 
     def _relaxed(self, request: Request, config: RelaxedConfig) -> RelaxedThinking:
         marks = self._marks("accept relaxed")

@@ -119,7 +119,8 @@ class Meter:
     start: float = field(default_factory=time.perf_counter)
     prefilled: float = 0.0
     first: float = 0.0
-    end: float = 0.0
+    last: float = 0.0
+    """When the last block was committed, or the prompt was done."""
     cycles: int = 0
     drafted: int = 0
     forced: int = 0
@@ -135,7 +136,7 @@ class Meter:
 
     def prompt_done(self) -> None:
         """The prompt is in the state."""
-        self.prefilled = self.end = time.perf_counter()
+        self.prefilled = self.last = time.perf_counter()
 
     def cycle(self, block: Block, record: Record, count: int, drafted: int) -> None:
         """A block was committed, `drafted` rows of which held a draft or a forced id instead."""
@@ -149,9 +150,9 @@ class Meter:
         for reason in block.reasons:
             if reason.what != "soft" or record.softened:
                 self._note(reason)
-        part = Part(1, count, drafts, accepted, record.relaxed, 1e3 * (now - self.end))
+        part = Part(1, count, drafts, accepted, record.relaxed, 1e3 * (now - self.last))
         self.parts[block.phase] = self.parts.get(block.phase, Part()).plus(part)
-        self.first, self.end = self.first or now, now
+        self.first, self.last = self.first or now, now
         self.hist[count - 1] += 1
         self.drafted += drafts
         self.forced += sum(forced[:count])
@@ -172,11 +173,12 @@ class Meter:
     def report(self, finish: str, completion: int, busy: Mapping[str, float]) -> Report:
         """The sums."""
         now = time.perf_counter()
-        prefilled, end = self.prefilled or now, self.end or now
-        decode = max(end - prefilled, 1e-9)
+        prefilled = self.prefilled or now
+        decode = max(now - prefilled, 1e-9)
         committed = sum((i + 1) * n for i, n in enumerate(self.hist))
         phases = {name: 1e3 * (busy[name] - self.busy.get(name, 0.0)) for name in busy}
-        phases["host"] = 1e3 * (end - self.start) - sum(phases.values())
+        # To this moment, as `busy`: the last step may have committed nothing.
+        phases["host"] = 1e3 * (now - self.start) - sum(phases.values())
         return Report(
             finish,
             completion,
@@ -193,8 +195,8 @@ class Meter:
             Timings(
                 1e3 * (prefilled - self.start),
                 1e3 * (self.first - self.start) if self.first else 0.0,
-                1e3 * (end - prefilled),
-                1e3 * (end - self.start),
+                1e3 * (now - prefilled),
+                1e3 * (now - self.start),
                 committed / decode,
                 {name: ms for name, ms in phases.items() if ms},
             ),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
@@ -97,10 +97,14 @@ class Text:
         return stream.feed(ids) + stream.end()
 
     def grammar_json(self) -> str:
-        """The tokenizer as JSON, every added token special: none of them is text to a grammar."""
+        """The tokenizer as JSON for a grammar: bytes become the tokens that spell them and nothing
+        else. No added token is text, nor spelt by any, and no text is rewritten before.
+        """
         table = json.loads(self._tokenizer.to_str())
+        table["normalizer"] = None
         for token in table["added_tokens"]:
-            token["special"] = True
+            nobody_s = f"\0added {token['id']}\0"
+            token |= {"special": True, "normalized": False, "content": nobody_s}
         return json.dumps(table)
 
     def stream(self) -> Stream:
@@ -171,8 +175,7 @@ class Answer:
 
     def feed(self, tokens: Sequence[int]) -> list[Piece]:
         """The pieces of text these tokens complete, empty ones left out."""
-        pieces = [self._one(token) for token in tokens]
-        return [piece for piece in pieces if piece.text]
+        return [piece for token in tokens for piece in self._one(token) if piece.text]
 
     def end(self) -> list[Piece]:
         """The piece that was held back, if any."""
@@ -190,12 +193,14 @@ class Answer:
         rest = self._text.decode(self._tokens[self._thinking :])
         return rest.lstrip("\n") if self._thinking else rest
 
-    def _one(self, token: int) -> Piece:
+    def _one(self, token: int) -> Iterator[Piece]:
         self._tokens.append(token)
+        if token in (self._text.think, self._text.end_think):
+            yield from self.end()  # a mark is a piece of its own, also after half a character
         inside = self._state.feed(token)
         if inside:
             self._thinking = len(self._tokens)
-        return Piece(self._stream.feed((token,)), inside)
+        yield Piece(self._stream.feed((token,)), inside)
 
 
 def open_at_end(text: Text, prompt: Sequence[int]) -> bool:

@@ -65,7 +65,8 @@ class CardConfig:
     x_high: int = 0
     max: int = 0
     close: str = HINT
-    """What closes thinking at its budget; holds </think> once."""
+    """What closes thinking at its budget; holds </think> once, and after it a blank line at most
+    where grammars are asked for."""
     source: str = ""
     """Where these numbers are from."""
 
@@ -175,7 +176,8 @@ class BudgetConfig:
     """Tokens kept for the answer, closing message included; 0 takes the card's, or what max_tokens
     leaves if that is less."""
     message: str = ""
-    """What closes thinking at the budget; holds </think> once. Empty takes the card's."""
+    """What closes thinking at the budget; holds </think> once, and with a grammar at most a blank
+    line after it. Empty takes the card's."""
     ratio: float = 0.5
     """soft: p(</think>) over the largest p from which on </think> is chosen. Half: at the near ties
     where rounding, not the model, decides."""

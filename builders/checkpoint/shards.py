@@ -65,8 +65,15 @@ def _mapped(file: Path) -> NDArray[np.uint8]:
 
 
 def _alone(directory: Path) -> dict[str, Stored]:
-    """The tensors of the only safetensors file of a directory without an index."""
+    """The tensors of a directory without an index: of its only safetensors file, or of
+    `model.safetensors` and what lies beside it, as a prediction head may.
+    """
     files = sorted(directory.glob("*.safetensors"))
+    if len(files) > 1 and directory / SINGLE in files:
+        stored: dict[str, Stored] = {}
+        for file in files:
+            _merge(stored, read_header(file))
+        return stored
     if len(files) != 1:
         found = ", ".join(file.name for file in files[:3]) or "no .safetensors file"
         more = f" and {len(files) - 3} more" if len(files) > 3 else ""

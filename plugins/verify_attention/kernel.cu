@@ -20,8 +20,8 @@ constexpr int WARPS = THREADS / 32;
 constexpr int BATCH = GROUP == 6 ? 3 : GROUP;  // query rows that a warp prepares side by side
 
 // 16 tokens of one key/value head's group, on their way to where their queries will lie. A warp makes
-// its copies one after the other, so each makes two. Past the call's last token lies whatever was there:
-// no row depends on another.
+// its copies one after the other, so each makes two. Past the call's last token lies whatever was
+// there: no row depends on another.
 DEVICE void ask_queries(u8* memory, const u16* q, int count, int from) {
     const int warp = threadIdx.x >> 5;
     if ((threadIdx.x & 31) != 0) return;

@@ -41,8 +41,18 @@ class Place:
         if self.thinking:
             ends = token == vocabulary.end_think
             return Place(False, vocabulary.lead) if ends else self
-        # A budget's own words in place of the lead end it.
+        # A budget's own line breaks in place of the lead end it.
         return Place(False, self.lead[1:] if token == self.lead[0] else ())
+
+
+def leads(ids: Sequence[int], vocabulary: Vocabulary) -> bool:
+    """Whether the answer begins after these ids that follow the thinking, and not among them."""
+    place = Place(thinking=False, lead=vocabulary.lead)
+    for token in ids:
+        if place.inside:
+            return False
+        place = place.after(token, vocabulary)
+    return True
 
 
 @dataclass(slots=True)

@@ -15,10 +15,14 @@ MAX_BYTES = 128 << 10
 """Longest schema, bytes of compact JSON. Ten skills over forty objects are about 6 KB."""
 MAX_DEPTH = 64
 """Deepest nesting of the schema's own JSON. A plan's is 12; the compiler gives up at 128."""
+MAX_BOUND: Mapping[type, int] = {int: 2**53 - 1, float: (2**53 - 1) // 10}
+"""Largest bound of a number, either way. The compiler keeps bounds as float64, one written with a
+point as all its digits over ten, and makes int64 of them: larger ones would change in silence, and
+the lowest make it crash."""
 
-_PLAIN = frozenset(
-    "type const enum required minItems maxItems minLength maxLength pattern format minimum maximum "
-    "exclusiveMinimum exclusiveMaximum $ref".split()
+_BOUNDS = frozenset("minimum maximum exclusiveMinimum exclusiveMaximum".split())
+_PLAIN = _BOUNDS | frozenset(
+    "type const enum required minItems maxItems minLength maxLength pattern format $ref".split()
 )
 _NOTES = frozenset("title description default examples deprecated $comment $schema".split())
 """Say nothing about what is valid."""
@@ -45,18 +49,29 @@ def text_of(schema: str | Mapping[str, Any]) -> str:
     """The schema as compact JSON, its keys in the order given: an answer's keys come in that order.
 
     Raises:
-        RequestError: no JSON object, too long, too deep, or with an unsupported keyword.
+        RequestError: no JSON object, too long, too deep, or with an unsupported keyword or bound.
     """
     table = _table(schema)
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False, default=_no_json)
-    size = len(text.encode())
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as e:
+        raise RequestError(f"schema must be UTF-8 (got: {e.reason} at {e.start})") from e
     if size > MAX_BYTES:
         raise RequestError(f"schema must be at most {MAX_BYTES} bytes of JSON (got {size})")
     for node in nodes(table):
         for key in node.table:
             if key not in KEYWORDS:
                 raise RequestError(f"{node.where} must have supported keywords only (got {key})")
+        _check_bounds(node)
     return text
+
+
+def _check_bounds(node: Node) -> None:
+    for key, value in node.table.items():
+        most = MAX_BOUND.get(type(value)) if key in _BOUNDS else None
+        if most and isinstance(value, int | float) and not -most <= value <= most:
+            raise RequestError(f"{node.where}.{key} must be {-most} to {most} (got {show(value)})")
 
 
 def _table(schema: str | Mapping[str, Any]) -> dict[str, object]:

@@ -6,7 +6,10 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import onnx
@@ -26,9 +29,11 @@ from thor_dflash.builders.checkpoint.drafter import read_drafter
 from thor_dflash.builders.checkpoint.shards import Shards
 from thor_dflash.builders.checkpoint.target import read_target
 from thor_dflash.builders.staging import Staging
+from thor_dflash.builders.tensorrt.package import Maker
 from thor_dflash.config import BuildConfig
 from thor_dflash.errors import CheckpointError, ConfigError, ThorError
 from thor_dflash.plugins import OPS
+from thor_dflash.plugins.launch import H100, THOR, Device
 from thor_dflash.plugins.op import DOMAIN
 from thor_dflash.progress import Silent
 
@@ -222,7 +227,7 @@ def test_stored_bytes_are_the_checkpoint_s(pair: tuple[Path, Path], tmp_path: Pa
 
 def test_a_resumed_build_is_of_the_same_things(pair: tuple[Path, Path], tmp_path: Path) -> None:
     def key(config: BuildConfig) -> str:
-        return _key(make_plan(read_target(pair[0]), read_drafter(pair[1]), config), "")
+        return _key(make_plan(read_target(pair[0]), read_drafter(pair[1]), config), None)
 
     base = key(BuildConfig())
     assert key(BuildConfig()) == base
@@ -237,6 +242,23 @@ def test_a_resumed_build_is_of_the_same_things(pair: tuple[Path, Path], tmp_path
     assert base not in {key(config) for config in others}
     os.utime(pair[0] / "model.safetensors", (1, 1))
     assert key(BuildConfig()) != base
+
+
+def test_a_resumed_build_is_for_the_same_kernels_and_device(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = make_plan(read_target(pair[0]), read_drafter(pair[1]), BuildConfig())
+    plan = replace(plan, config=BuildConfig(engine="cuda"))
+
+    def by(version: str, name: str, device: Device) -> Maker:
+        return cast("Maker", SimpleNamespace(version=version, device=SimpleNamespace(**locals())))
+
+    makers = (None, by("10.13", "a", THOR), by("10.16", "a", THOR), by("10.13", "b", THOR),
+              by("10.13", "a", H100))  # fmt: skip
+    before = [_key(plan, maker) for maker in makers]
+    monkeypatch.setattr("thor_dflash.builders.build.fingerprint", lambda: "other kernels")
+    after = [_key(plan, maker) for maker in makers]
+    assert len({*before, *after}) == 2 * len(makers)
 
 
 def test_a_killed_build_of_other_options_is_not_mixed_in(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -14,7 +15,7 @@ from thor_dflash.errors import TransactionError
 from thor_dflash.runtime.block import Block
 from thor_dflash.runtime.propose import Dflash, Nobody, Proposer
 from thor_dflash.runtime.session import Request, Session
-from thor_dflash.runtime.state import Snapshot
+from thor_dflash.runtime.state import Snapshot, State
 
 GEOMETRIES = ("0.8b", "4b", "27b", "heads27b")
 LAWFUL = settings(
@@ -222,16 +223,30 @@ def test_commit_must_follow_a_verify(rows: int, count: int) -> None:
         s.model.state.commit(count)
 
 
-def test_a_failed_step_must_be_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restored_state_has_no_rows_to_commit() -> None:
     s = session()
     started(s)
+    here = s.model.state.snapshot()
+    s.model.verify()
+    s.model.state.restore(here)
+    with pytest.raises(TransactionError, match=r"must be 1..0 of the last verify \(got 1\)"):
+        s.model.state.commit(1)
+
+
+@pytest.mark.parametrize("again", [State.reset, State.restore])
+def test_a_failed_step_must_be_reset_or_restored(
+    again: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s = session()
+    started(s)
+    before = (s.model.state.snapshot(),) if again == State.restore else ()
     with monkeypatch.context() as patch:
         patch.setattr(type(s.model.engine), "run", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             s.model.verify()
     with pytest.raises(TransactionError, match="must follow a finished one"):
         s.model.step(Block(cap=1), (), (), ())
-    s.model.state.reset()
+    again(s.model.state, *before)
     s.model.verify()
 
 

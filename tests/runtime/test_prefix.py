@@ -168,8 +168,17 @@ def test_what_cannot_fit_is_refused_before_anything_is_read_or_lost(s: Session) 
             s.prefixes.put("long", LONG[:200], pinned=pinned)
     assert s.model.state.begun == begun
     assert [p.name for p in s.prefixes.list()] == ["fixed", "free"]
+
+
+def test_a_pinned_prefix_makes_room_for_itself(s: Session, tmp_path: Path) -> None:
+    s.prefixes.budget = s.prefixes.bytes_of(64)
+    s.prefixes.put("fixed", LONG[:65])
+    s.prefixes.save("fixed", tmp_path / "p")
     s.prefixes.put("fixed", prompt(65, 61))
     assert s.prefixes.find((*prompt(65, 61), 3)) is not None
+    s.prefixes.load(tmp_path / "p")
+    assert s.prefixes.find(LONG) is not None
+    assert len(s.prefixes.list()) == 1
 
 
 @pytest.mark.parametrize(
@@ -201,13 +210,15 @@ def test_put_can_be_stopped_and_drop_forgets(s: Session) -> None:
 
 
 def test_a_request_whose_state_a_put_took_away_fails(s: Session) -> None:
-    for steps in (1, 8):
+    for steps in (1, 4, 8):  # in the prompt, after its last step, in the answer
         answers = s.run(Request(prompt=LONG[:100], max_tokens=30), Dflash())
         for _ in range(steps):
             next(answers)
         s.prefixes.put("skills", LONG[:40])
+        here = s.model.state.length
         with pytest.raises(TransactionError, match="must have the state to itself"):
-            list(answers)
+            next(answers)
+        assert s.model.state.length == here, "not one step more"
         s.prefixes.drop("skills")
 
 

@@ -152,16 +152,19 @@ def test_a_drafter_that_drafts_nothing_known_changes_no_fault() -> None:
         list(answers)
 
 
-def test_a_token_outside_the_vocabulary_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("first", [512, 10**6, -1])
+def test_a_token_outside_the_vocabulary_is_a_fault(
+    first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     s = session()
     step = type(s.model).step
 
     def wrong(*a: object, **k: object) -> Record:
         record = step(*a, **k)  # type: ignore[arg-type]
-        return replace(record, tokens=(10**6, *record.tokens[1:]))
+        return replace(record, tokens=(first, *record.tokens[1:]))
 
     monkeypatch.setattr(type(s.model), "step", wrong)
-    with pytest.raises(ModelFault, match=r"must be ids below \d+ \(got 1000000\)"):
+    with pytest.raises(ModelFault, match=rf"must be ids below 512 \(got {first}\)"):
         list(s.run(Request(prompt=prompt(20, 1), max_tokens=4), DEAD))
 
 

@@ -243,6 +243,16 @@ def test_an_answer_is_split_where_thinking_ends(
     assert "".join(p.text for p in pieces if not p.thinking).lstrip("\n") == text
 
 
+def test_a_mark_is_a_piece_of_its_own_after_half_a_character(shared: Shared) -> None:
+    text = shared[0]
+    half = next(token for token in range(1280) if text.bytes_of(token) == b"\xc3")
+    assert text.end_think is not None
+    result = Answer(text, text.encode("<think>\n"))
+    pieces = result.feed([half, text.end_think, *text.encode("red")])
+    assert [(p.text, p.thinking) for p in pieces[:2]] == [("\ufffd", True), ("</think>", True)]
+    assert (result.thinking(), result.text()) == ("\ufffd", "red")
+
+
 # --- what the files say
 
 

@@ -68,6 +68,15 @@ def test_the_only_file_may_have_any_name(tmp_path: Path) -> None:
     assert set(Shards.open(tmp_path)) == set(TENSORS)
 
 
+def test_a_prediction_head_may_lie_beside_the_model(tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "model.safetensors", {"a": TENSORS["a"]})
+    write_safetensors(tmp_path / "mtp.safetensors", {"b": TENSORS["b"]})
+    assert set(Shards.open(tmp_path)) == {"a", "b"}
+    write_safetensors(tmp_path / "mtp.safetensors", {"a": TENSORS["a"]})
+    with pytest.raises(CheckpointError, match=r"a must be in one shard"):
+        Shards.open(tmp_path)
+
+
 def test_an_index_finds_each_tensor(tmp_path: Path) -> None:
     write_index(tmp_path, write_pair(tmp_path))
     shards = Shards.open(tmp_path)

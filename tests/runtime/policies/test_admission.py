@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from checkpoints import GEOMETRIES, DrafterGeometry, write_drafter, write_target
+from decoding import drafts
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from thor_dflash import cli, manifest
@@ -25,8 +27,12 @@ from thor_dflash.config import (
 )
 from thor_dflash.errors import RequestError
 from thor_dflash.manifest import Card
+from thor_dflash.plugins.accept.reference import LOG_MARGIN, PROBABILITY_DELTA
 from thor_dflash.progress import Silent
+from thor_dflash.runtime.admission import Desk
+from thor_dflash.runtime.block import Relaxed
 from thor_dflash.runtime.policies.envelope import Envelope, effort, envelope
+from thor_dflash.runtime.policies.relaxed import RelaxedThinking
 from thor_dflash.runtime.session import Request, Session, open_session
 
 TEMPLATE = "{{ messages[0].content }}<think>\n{{ '' if enable_thinking else '\n</think>\n\n' }}"
@@ -85,6 +91,8 @@ def answer(s: Session, **asked: object) -> list[int]:
     return [t for chunk in s.generate(request) for t in chunk.tokens]
 
 
+CLOSES, STOP, TOOLS = 257, 258, (259, 260)
+"""Ids of what must not be accepted for being near."""
 CLOSE = len(HINT.encode()) - len("</think>") + 1
 """The hint in tokens of this tokenizer: bytes, and one for the mark."""
 
@@ -193,6 +201,34 @@ def test_everything_at_once(session: Session) -> None:
     assert answer(session, **asked, gate=True, draft=DraftConfig(context=64)) == strict
     assert answer(session, **asked, relaxed=RelaxedConfig(k=1), gate=True) == strict
     assert len(answer(session, **asked, relaxed=RelaxedConfig(rule="delta"))) == len(strict)
+
+
+@pytest.mark.parametrize(
+    ("config", "rule", "k", "margin"),
+    [
+        (RelaxedConfig(), LOG_MARGIN, 3, 1.0),
+        (RelaxedConfig(rule="delta"), PROBABILITY_DELTA, 10, 0.6),
+        (RelaxedConfig(k=7, margin=0.0), LOG_MARGIN, 7, 0.0),
+    ],
+)
+def test_what_relaxed_comes_to(
+    session: Session, config: RelaxedConfig, rule: int, k: int, margin: float
+) -> None:
+    request = Request(prompt=chat(session), max_tokens=9, stop=frozenset({7}), relaxed=config)
+    never = (7, STOP, *TOOLS)
+    want = Relaxed(rule=rule, top_k=k, margin=margin, close=CLOSES, never=never)
+    admitted = Desk(session.model, session.text, time.perf_counter).admit(request)
+    assert admitted.policies == (RelaxedThinking(want),)
+
+
+@pytest.mark.parametrize("draft", [9, CLOSES, STOP, *TOOLS])
+def test_marks_are_never_committed_for_being_near(session: Session, draft: int) -> None:
+    config = RelaxedConfig(k=512, margin=1e9)
+    request = Request(prompt=chat(session), max_tokens=48, relaxed=config)
+    admitted = Desk(session.model, session.text, time.perf_counter).admit(request)
+    list(session.run(request, drafts(lambda n: [draft] * 15), admitted.policies))
+    taken = session.report().phases["thinking"].relaxed
+    assert taken > 30 if draft == 9 else taken == 0
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLParserLimits
 
+from thor_dflash.config import BudgetConfig
 from thor_dflash.errors import RequestError
 from thor_dflash.plugins.accept.reference import Record
+from thor_dflash.records import show
 from thor_dflash.runtime.block import Block, Policy, Progress
 from thor_dflash.runtime.policies.budget import Budget
 from thor_dflash.runtime.policies.grammar import Constrain, Place, Walk
@@ -208,6 +211,35 @@ def test_a_budget_that_closes_thinking_leads_into_the_grammar(limit: int, messag
     assert answer(oracle(truth)) == truth
 
 
+@pytest.mark.parametrize(
+    "after", ["\n\nHere is the plan: ", "\n\n\n\n ", " ", "X", "{", "\n\n" * 9, "<|im_end|>"]
+)
+def test_a_closing_message_says_nothing_where_the_grammar_speaks(
+    after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s, message = session(), f"stop.\n</think>{after}"
+    own = BudgetConfig(tokens=4, reply=120, message=message)
+    request = replace(asked(True), grammar=grammar(SMALL), budget=own)
+    wrong = rf"must have at most a blank line after </think> .*\(got {re.escape(show(after))}\)"
+    with pytest.raises(RequestError, match=f"budget.message {wrong}"):
+        s.generate(request)
+    s.generate(replace(request, grammar=None))  # an answer that is free may begin so
+    card = replace(s.manifest.card, close=message)
+    monkeypatch.setattr(s.model, "manifest", replace(s.manifest, card=card))
+    with pytest.raises(RequestError, match=f"card.close {wrong}"):
+        s.generate(replace(request, budget=replace(own, message="")))
+
+
+@pytest.mark.parametrize("after", ["", "\n", "\n\n"])
+def test_a_closing_message_may_bring_line_breaks(after: str) -> None:
+    s = session()
+    budget = BudgetConfig(tokens=4, reply=120, message=f"stop.\n</think>{after}")
+    request = replace(asked(True), grammar=grammar(SMALL), budget=budget)
+    said = text().decode([t for chunk in s.generate(request) for t in chunk.tokens])
+    assert s.report().finish == "stop"
+    assert Checker(SMALL).valid(json.loads(said.partition("</think>")[2]))
+
+
 def test_a_constrained_cycle_is_cut_and_an_unconstrained_one_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -297,6 +329,15 @@ def test_a_dead_end_in_any_row_ends_the_request_there(at: int, kind: str) -> Non
     got = constrained(asked(False), drafter(kind, truth, 1), mute, force=False)
     assert got == truth[:at]
     assert session().report().finish == "grammar_dead_end"
+
+
+def test_a_drafted_stop_id_ends_its_block() -> None:
+    made = grammar({"type": "integer", "minimum": 0, "maximum": 99})
+    said = text().encode("7")  # it may end here and may go on
+    for stop in made.vocabulary.stop:
+        drafted = (0, *said, stop, *[5] * (14 - len(said)))
+        block = Constrain(made, Place(thinking=False), force=False).look(drafted, Block(cap=16))
+        assert block.cap == len(said) + 1, "the row that it follows is the last"
 
 
 def test_the_same_constrained_request_after_any_other_and_after_cancel() -> None:

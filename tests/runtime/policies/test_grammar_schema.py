@@ -53,11 +53,51 @@ def nested(depth: int) -> dict[str, Any]:
         ({"$ref": "http://robots.example/plan"}, r"can be compiled \(got: Resource"),
         ({"$ref": "#/$defs/none"}, r"schema must be one that can be compiled"),
         ({"const": object()}, r"schema must be JSON \(got a value of type object\)"),
+        ({"minimum": "1"}, r"can be compiled \(got: "),
+        ({"const": "\ud800"}, r"schema must be UTF-8 \(got: surrogates not allowed at 10\)"),
+        ('{"title": "\\ud800"}', r"schema must be UTF-8"),
     ],
 )
 def test_a_schema_is_refused_by_what_is_wrong_with_it(schema: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         session().grammar(schema)
+
+
+@pytest.mark.parametrize("key", ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"])
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (1e25, r"1e\+25"),
+        (-1e25, r"-1e\+25"),
+        (10**25, f"{10**25}"),
+        (2**53, f"{2**53}"),
+        (900719925474100.0, r"900719925474100\.0"),
+        (-900719925474100.0, r"-900719925474100\.0"),
+        (-(2**63), f"-{2**63}"),
+        (float("inf"), "Infinity"),
+        (float("nan"), "NaN"),
+    ],
+)
+def test_a_bound_that_the_compiler_would_change_is_refused(
+    key: str, value: float, said: str
+) -> None:
+    # Elsewhere than its type: what is bounded may be told by another part of the schema.
+    schema = {"allOf": [{"type": "integer"}, {key: value}]}
+    most = 9007199254740991 if isinstance(value, int) else 900719925474099
+    wrong = rf"schema.allOf\[1\].{key} must be -{most} to {most} \(got {said}\)"
+    with pytest.raises(RequestError, match=wrong):
+        session().grammar(schema)
+
+
+@pytest.mark.parametrize("least", [-(2**53) + 1, 2**53 - 3, -900719925474099.0, 900719925474097.0])
+def test_the_largest_bounds_are_exact(least: float) -> None:
+    schema = {"type": "integer", "exclusiveMinimum": least, "maximum": least + 2}
+    matcher = session().grammar(schema).matcher
+    for off in range(-1, 4):
+        tokens = text().encode(str(int(least) + off))
+        tried = matcher.deep_copy()
+        legal = tried.try_consume_tokens(tokens) == len(tokens) and tried.is_accepting()
+        assert legal == (off in (1, 2))
 
 
 def test_the_order_of_keys_is_kept() -> None:

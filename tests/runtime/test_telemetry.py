@@ -1,0 +1,69 @@
+"""What a meter makes of blocks and of time: the counts and the clock are the tests' own."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import pytest
+
+from thor_dflash.plugins.accept.reference import Record
+from thor_dflash.runtime.block import Block
+from thor_dflash.runtime.telemetry import Meter
+
+
+@dataclass
+class Clock:
+    """Stands still until it is told to go on."""
+
+    now: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    it = Clock()
+    monkeypatch.setattr(time, "perf_counter", it)
+    return it
+
+
+def test_a_last_step_that_commits_nothing_has_its_time(clock: Clock) -> None:
+    meter = Meter(16, {"prefill": 3.0, "verify": 7.0}, start=clock())
+    clock.now += 2
+    meter.prompt_done()
+    clock.now += 5  # a verify, and then a dead end
+    report = meter.report("grammar_dead_end", 0, {"prefill": 4.5, "verify": 11.0})
+    assert report.timings.phases_ms == {"prefill": 1500, "verify": 4000, "host": 1500}
+    assert (report.timings.decode_ms, report.timings.e2e_ms) == (5000, 7000)
+
+
+@pytest.mark.parametrize(
+    ("forced", "count", "agreed", "drafted", "want"),
+    [
+        # Every row but the first holds a draft, and a cap leaves three.
+        ((), 3, 7, 7, (7, (1, 1, 1, 0, 0, 0, 0), 0)),
+        ((), 8, 7, 7, (7, (1, 1, 1, 1, 1, 1, 1), 0)),
+        ((), 3, 2, 7, (7, (1, 1, 0, 0, 0, 0, 0), 0)),
+        ((), 3, 7, 2, (2, (1, 1, 0, 0, 0, 0, 0), 0)),
+        # A forced id is no draft, and counts where it was committed.
+        ((9, 9, 9), 2, 7, 7, (4, (0, 0, 0, 0, 0, 0, 0), 2)),
+        ((-1, 9, -1, 9), 3, 7, 7, (5, (1, 0, 1, 0, 0, 0, 0), 1)),
+    ],
+)
+def test_what_a_block_counts_for(
+    forced: tuple[int, ...],
+    count: int,
+    agreed: int,
+    drafted: int,
+    want: tuple[int, tuple[int, ...], int],
+) -> None:
+    meter = Meter(8, {})
+    record = Record(count, -1, 0, agreed, 0, tokens=(5,) * count, choices=(5,) * 8)
+    meter.cycle(Block(cap=count, forced=forced), record, count, drafted)
+    report = meter.report("length", count, {})
+    spec, part = report.spec, report.phases["answer"]
+    assert (spec.drafted, spec.accepted_per_position, spec.forced) == want
+    assert (part.drafted, part.accepted) == (spec.drafted, spec.accepted) == (want[0], sum(want[1]))
+    assert part.committed == count == spec.accept_hist.index(1) + 1

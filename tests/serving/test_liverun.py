@@ -1,0 +1,154 @@
+"""One request on a session: how it ended, what is told of it, and what the rates learn."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from queue import SimpleQueue
+
+import pytest
+from constrained import package
+from msgspec import structs
+
+from thor_dflash.config import EngineConfig
+from thor_dflash.progress import Silent
+from thor_dflash.runtime.session import Chunk, Session, open_session
+from thor_dflash.serve_config import ServeConfig
+from thor_dflash.serving import wire
+from thor_dflash.serving.backend import drive
+from thor_dflash.serving.client import Ask
+from thor_dflash.serving.codec import JSON
+from thor_dflash.serving.live import LiveBackend
+from thor_dflash.serving.liverun import LiveRun
+from thor_dflash.serving.schedule import Job, Peer
+from thor_dflash.serving.work import Ended, Post, Pulse, engine
+
+THINKS = Ask(prompt="Pick the mug.", thinking="on", thinking_budget=24, parts=("timings",))
+ANSWERS = structs.replace(THINKS, thinking="off", thinking_budget=None)
+LONG_AGO_S = 1000.0
+
+
+class Kept(LiveBackend):
+    """A backend whose session is the module's."""
+
+    def warm(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    it = open_session(package(), EngineConfig(threads=1), Silent())
+    yield it
+    it.close()
+
+
+@pytest.fixture
+def backend(session: Session) -> Kept:
+    it = Kept(session, ServeConfig(thinking_budget=24, max_tokens=20))
+    plan(it, ANSWERS)
+    it.rates.e2e_ms, it.rates.answer_tokens = 0.0, 160.0
+    return it
+
+
+def plan(backend: LiveBackend, ask: Ask) -> wire.Result:
+    run = backend.start(backend.prepare(ask, None), None)
+    return drive(run, lambda: None, lambda chunk: None)
+
+
+def told(backend: LiveBackend, ask: Ask, *chunks: Chunk) -> LiveRun:
+    """A run of a session that says just this."""
+    prepared = backend.prepare(ask, None)
+    said = (chunk for chunk in chunks)
+    return LiveRun(backend.session, backend.text, backend.rates, prepared, said)
+
+
+def test_the_mode_of_acceptance_reaches_the_loop(backend: Kept) -> None:
+    for mode in ("strict", "relaxed_thinking"):
+        result = plan(backend, structs.replace(THINKS, accept_mode=mode))
+        assert result.accept_mode == mode
+        notes = {note.what for note in backend.session.report().notes}
+        assert ("relaxed" in notes) == (mode == "relaxed_thinking")
+
+
+@pytest.mark.parametrize(
+    ("ask", "said", "finish"),
+    [
+        (THINKS, "I think", "thinking_exhausted"),
+        (THINKS, "I think.</think>", "thinking_exhausted"),
+        (THINKS, "I think.</think>{", "length"),
+        (ANSWERS, "{", "length"),
+        (ANSWERS, "<think>I think", "length"),
+    ],
+)
+def test_an_answer_that_never_came_is_thinking_exhausted(
+    backend: Kept, ask: Ask, said: str, finish: str
+) -> None:
+    run = told(backend, ask, Chunk(tuple(backend.text.encode(said)), "length"))
+    result = drive(run, lambda: None, lambda chunk: None)
+    assert (result.finish_reason, result.status) == (finish, "partial")
+
+
+def test_what_was_held_back_is_streamed_at_the_end(backend: Kept) -> None:
+    half = backend.text.encode("{ü")[:-1]
+    assert backend.text.decode(half) == "{�"
+    chunks: list[wire.Chunk] = []
+    ask = structs.replace(ANSWERS, stream="text", parts=("text",))
+    result = drive(told(backend, ask, Chunk(tuple(half), "stop")), lambda: None, chunks.append)
+    assert "".join(chunk.text or "" for chunk in chunks) == result.text == "{�"
+
+
+@pytest.mark.parametrize(
+    ("finish", "stop", "learns"),
+    [
+        ("stop", None, True),
+        ("length", None, False),
+        ("grammar_dead_end", None, False),
+        ("", "cancelled", False),
+        ("", "deadline", False),
+        ("", "preempted", False),
+    ],
+)
+def test_the_rates_learn_from_whole_plans_only(
+    backend: Kept, finish: object, stop: object, learns: bool
+) -> None:
+    run = told(backend, ANSWERS, Chunk((5, 6), finish))  # type: ignore[arg-type]
+    run.step()
+    assert run.result(stop).finish_reason == (finish or stop)  # type: ignore[arg-type]
+    rates = backend.rates
+    assert (rates.e2e_ms > 0, rates.answer_tokens < 160) == (learns, learns)
+
+
+def test_a_run_that_never_stepped_tells_nothing_of_the_one_before(backend: Kept) -> None:
+    assert plan(backend, ANSWERS).spec
+    result = backend.start(backend.prepare(ANSWERS, None), None).result("cancelled")
+    assert result.spec is None
+    assert result.timings
+    times = (result.timings.prefill_ms, result.timings.ttft_ms, result.timings.decode_ms)
+    assert times == (0, 0, 0)
+
+
+def test_times_of_a_plan_that_waited_count_from_its_arrival(backend: Kept) -> None:
+    job = Job(
+        request=THINKS,
+        peer=Peer((b"peer",), JSON),
+        session="",
+        arrived=time.monotonic() - LONG_AGO_S,
+        state="running",
+        prepared=backend.prepare(THINKS, None),
+    )
+    inbox, posts = SimpleQueue[Job | None](), list[Post]()
+    inbox.put(job)
+    inbox.put(None)
+    thread = threading.Thread(
+        target=engine, args=(lambda: backend, inbox, posts.append, Pulse(), print)
+    )
+    thread.start()
+    thread.join()
+    (result,) = [post.outcome for post in posts if isinstance(post, Ended)]
+    assert isinstance(result, wire.Result)
+    times = result.timings
+    assert times
+    assert times.ttfa_ms is not None
+    assert 1e3 * LONG_AGO_S <= times.queue_ms < times.ttft_ms <= times.ttfa_ms <= times.e2e_ms
