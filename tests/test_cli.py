@@ -322,7 +322,7 @@ def test_a_prompt_must_be_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert generate("--prompt", " ") == 2
     assert "--prompt must be some text" in line(capsys)
     assert generate("--prompt", "\udcff") == 2
-    assert "text must be UTF-8" in line(capsys)
+    assert "--prompt must be UTF-8" in line(capsys)
 
 
 # --- score, build, demo

@@ -133,3 +133,33 @@ def test_a_mock_s_cycle_is_a_number_of_at_least_0(
 ) -> None:
     said = refused(capsys, "serve", "--mock", f"--mock-cycle-ms={wrong}", "--bind", "no://where")
     assert said.startswith("--mock-cycle-ms must be a finite number of at least 0 (got")
+
+
+# ---- what can be looked at before the package is; here there is none
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("check --golden none.npz", "none.npz must be a readable file (got: No such file"),
+        ("check --golden g.npz --tokens t", "--tokens must go without --golden"),
+        ("generate --messages role.json", "messages[0].role must be one of system"),
+        ("generate --messages half.json", "messages[0].content must be UTF-8 (got: surrogates"),
+        ("generate --prompt \udcff", "--prompt must be UTF-8 (got: surrogates not allowed at 0)"),
+        ("score --tokens ids.json --out /proc/x.npz", "/proc/x.npz must be writable (got: "),
+        ("check --make-golden /proc/x.npz", "/proc/x.npz must be writable (got: "),
+    ],
+)
+def test_inputs_are_looked_at_before_the_package(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    args: str,
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("role.json").write_text('[{"role": "robot", "content": "a"}]')
+    Path("half.json").write_text('[{"role": "user", "content": "\\ud800"}]')
+    Path("ids.json").write_text("[1]")
+    verb, *rest = args.split()
+    assert refused(capsys, verb, "--package", "none", *rest).startswith(message)

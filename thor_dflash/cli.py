@@ -136,6 +136,8 @@ def _check(args: argparse.Namespace) -> None:
     if args.verb == "generate" and args.tokens and vars(args)["decode.thinking"]:
         raise ConfigError("--thinking must go with --prompt or --messages (got --tokens)")
     if args.verb == "check":
+        if args.golden and args.tokens:
+            raise ConfigError("--tokens must go without --golden, which holds its own (got both)")
         _at_least_0("--tolerance", args.tolerance)
         if args.operators == "none" and not (args.reference or args.golden):
             raise ConfigError("--operators none must go with --reference or --golden (got neither)")
