@@ -44,9 +44,11 @@ def run(args: Namespace, config: Config, progress: Progress) -> int:
             return _make(args, session, tokens, progress)
         if held is not None:
             golden.fits(held, session.manifest, str(args.golden))
-            reference = Reference(held)
-        else:
-            reference = _reference(args, config.engine, session, tokens, stack, progress)
+        reference = (
+            _reference(args, config.engine, session, tokens, stack, progress)
+            if held is None
+            else Reference(held)
+        )
         if reference is not None:
             tokens = reference.golden.tokens
         report = compare(session, show, reference, tokens, args.operators, args.tolerance, progress)
