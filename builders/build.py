@@ -198,7 +198,18 @@ def _chunks(target: TargetSource, config: BuildConfig, own: int) -> tuple[int, .
     return tuple(rows for rows in chunks if rows != own)
 
 
+def _check_types(config: BuildConfig) -> None:
+    """The kernels know no float32 rows and no float32 cache."""
+    for key, asked, known in (
+        ("kv", config.kv, "auto or bf16 or fp8"),
+        ("activations", config.activations, "auto or bf16"),
+    ):
+        if config.engine != "ort" and asked == "f32":
+            raise ConfigError(f"build.{key} must be {known} for engine {config.engine} (got f32)")
+
+
 def _shape(target: TargetSource, drafter: DrafterSource | None, config: BuildConfig) -> Shape:
+    _check_types(config)
     block = config.block or (drafter.dims.block if drafter else BLOCK)
     if drafter is not None and block > drafter.dims.block:
         raise ConfigError(

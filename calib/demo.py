@@ -19,6 +19,7 @@ from thor_dflash.config import Config
 from thor_dflash.errors import ConfigError
 from thor_dflash.manifest import Manifest
 from thor_dflash.progress import Progress, amount
+from thor_dflash.progress import Task as Timing
 from thor_dflash.runtime.propose import Nobody, Proposer
 from thor_dflash.runtime.session import Report, Request, Session, open_session
 from thor_dflash.runtime.text import Answer, Text
@@ -31,6 +32,15 @@ RUNS = 3
 """Runs a time is the median of."""
 
 BARS = " ▁▂▃▄▅▆▇█"
+
+
+class _Console(Console):
+    """rich, with a reader that has gone as the command line knows it: rich itself would exit 1.
+    `on_broken_pipe` is its documented hook.
+    """
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +71,9 @@ def run(config: Config, progress: Progress, number: int = 0) -> None:
     manifest = build(MODEL / "target", MODEL / "drafter", PACKAGE, config.build, progress)
     session = open_session(PACKAGE, config.engine, progress)
     progress.close()
-    console = Console(file=sys.stdout, highlight=False)
+    console = _Console(file=sys.stdout, highlight=False)
     try:
-        _show(console, session, manifest, task)
+        _show(console, session, manifest, task, progress)
     finally:
         session.close()
 
@@ -79,7 +89,9 @@ def read_task(number: int) -> Task:
     return task_from_line(lines[number])
 
 
-def _show(console: Console, session: Session, manifest: Manifest, task: Task) -> None:
+def _show(
+    console: Console, session: Session, manifest: Manifest, task: Task, progress: Progress
+) -> None:
     text = session.text
     assert text is not None
     _introduce(console, manifest, task)
@@ -89,9 +101,9 @@ def _show(console: Console, session: Session, manifest: Manifest, task: Task) ->
     answer = _stream(console, session, text, request)
     verdict = judge(task, answer.text())
     console.print(_plan(answer.text(), verdict))
-    with console.status("timing it against its own plain decoding"):
-        fast = _measure(session, request)
-        plain = _measure(session, request, Nobody())
+    with progress.task("timing it against its own plain decoding", 2 * RUNS, "runs") as timing:
+        fast = _measure(session, request, timing)
+        plain = _measure(session, request, timing, Nobody())
     console.print(_numbers(fast, plain, len(prompt)))
     same = fast.tokens == plain.tokens
     console.print(
@@ -153,13 +165,16 @@ def _plan(text: str, verdict: Verdict) -> Panel:
                  title_align="left", border_style=colour)  # fmt: skip
 
 
-def _measure(session: Session, request: Request, proposer: Proposer | None = None) -> Run:
+def _measure(
+    session: Session, request: Request, timing: Timing, proposer: Proposer | None = None
+) -> Run:
     reports: list[Report] = []
     tokens: tuple[int, ...] = ()
     for _ in range(RUNS):
         chunks = session.run(request, proposer) if proposer else session.generate(request)
         tokens = tuple(t for c in chunks for t in c.tokens)
         reports.append(session.report())
+        timing.advance(1)
     return Run(tokens, tuple(reports))
 
 

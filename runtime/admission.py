@@ -114,14 +114,16 @@ class Desk:
         for name, value in (("window", draft.window), ("full", draft.full)):
             if value and not block <= value <= bounds[name]:
                 raise RequestError(
-                    f"draft.{name} must be 0 or {block} to {bounds[name]} tokens (got {value})"
+                    f"decode.draft.{name} must be 0 or {block} to {bounds[name]} tokens "
+                    f"(got {value})"
                 )
 
     def _budget(self, request: Request) -> tuple[Envelope, Budget]:
         config, card = request.budget, self._model.manifest.card
         if config.effort == "none" and config.tokens < 0:
             raise RequestError(
-                'budget.effort must not be "none" where the prompt thinks (got an open <think>)'
+                'decode.budget.effort must not be "none" where the prompt thinks '
+                "(got an open <think>)"
             )
         close = self._closing(request)
         found = envelope(config, card, len(close), request.max_tokens)
@@ -134,7 +136,7 @@ class Desk:
         assert self._text is not None
         own, cards = request.budget.message, self._model.manifest.card.close
         message = own or cards
-        name = "card.close" if message and message == cards else "budget.message"
+        name = "card.close" if message and message == cards else "decode.budget.message"
         ids = self._messages.get(message) or tuple(self._text.encode(message))
         close = self._marks("a thinking budget").close
         if ids.count(close) != 1:
@@ -179,5 +181,7 @@ def _budgeted(config: BudgetConfig) -> bool:
     """
     asked = config.tokens >= 0 or bool(config.effort)
     if config.close == "soft" and not asked:
-        raise RequestError("budget.close must be hard without a budget or an effort (got soft)")
+        raise RequestError(
+            "decode.budget.close must be hard without a budget or an effort (got soft)"
+        )
     return asked

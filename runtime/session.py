@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -12,6 +13,7 @@ from thor_dflash import manifest as package_manifest
 from thor_dflash.config import EngineConfig
 from thor_dflash.dims import longest_context
 from thor_dflash.errors import ConfigError, EngineError, NoRoom, RequestError
+from thor_dflash.extras import extra
 from thor_dflash.manifest import Manifest
 from thor_dflash.progress import Progress as Reporter
 from thor_dflash.progress import amount
@@ -155,6 +157,11 @@ def open_session(
         ConfigError: the options do not fit it.
         EngineError: its graphs do not run here.
     """
+    # More of them would only wait for each other; a mistyped number would start them all.
+    if config.threads > (cores := os.cpu_count() or 1):
+        raise ConfigError(
+            f"engine.threads must be <= {cores}, the cores of this machine (got {config.threads})"
+        )
     found = package_manifest.read(package)
     package_manifest.verify(package, found, progress)
     capacity = config.capacity or found.capacity
@@ -194,8 +201,8 @@ def _remedy(found: Manifest, capacity: int, lacks: int) -> str:
 
 
 def _ort(package: Path, config: EngineConfig, progress: Reporter) -> Engine:
-
-    from thor_dflash.runtime.engines.ort import OrtEngine
+    with extra("ort"):
+        from thor_dflash.runtime.engines.ort import OrtEngine
 
     return OrtEngine(package, config.threads)
 

@@ -85,10 +85,7 @@ class Text:
         Raises:
             RequestError: `text` holds lone surrogates: it was not UTF-8 where it came from.
         """
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as e:
-            raise RequestError(f"text must be UTF-8 (got: {e.reason} at {e.start})") from e
+        check_utf8("text", text)
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -208,6 +205,18 @@ def open_at_end(text: Text, prompt: Sequence[int]) -> bool:
     return Thinking(text.marks, prompt).inside
 
 
+def check_utf8(what: str, text: str) -> None:
+    """Refuse lone surrogates: such a text was not UTF-8 where it came from.
+
+    Raises:
+        RequestError: `what` holds some.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as e:
+        raise RequestError(f"{what} must be UTF-8 (got: {e.reason} at {e.start})") from e
+
+
 def chat(messages: object) -> list[dict[str, str]]:
     """Check that `messages` is a chat: a list of objects with a known role and a string content.
 
@@ -232,6 +241,7 @@ def _entry(entry: object, where: str) -> dict[str, str]:
     for key, value in fields.items():
         if not isinstance(value, str):
             raise RequestError(f"{where}.{key} must be a string (got {show(value)})")
+        check_utf8(f"{where}.{key}", value)
     if fields["role"] not in ROLES:
         known = ", ".join(ROLES)
         raise RequestError(f"{where}.role must be one of {known} (got {show(fields['role'])})")

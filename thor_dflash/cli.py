@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, NoReturn, TextIO, cast
 
 import thor_dflash
 from thor_dflash.errors import ConfigError, ThorError
@@ -32,10 +32,31 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
 
+class _Once(argparse.Action):
+    """Stores one value, as argparse does, but refuses a second one, which would silently win."""
+
+    given: object = None
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        if self.given is not None:
+            raise ConfigError(
+                f"{'/'.join(self.option_strings)} must be given once "
+                f"(got {self.given} and {values})"
+            )
+        self.given = values
+        vars(namespace)[self.dest] = values
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, run one verb, return the exit status."""
-    _tolerate(sys.stdout)
     try:
+        _prepare(sys.stdout)
         status = run(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
     except ThorError as e:
@@ -45,20 +66,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("thor-dflash: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # Python flushes stdout once more at exit; give it something that takes the bytes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _leave(sys.stdout)
         return 141
     except OSError as e:
-        # A path the system will not look at (too long, no permission) is the user's to put right.
-        if e.filename is None:
+        # A path the system will not look at (too long, no permission) is the user's to put right,
+        # and so is a stdout that takes nothing.
+        if e.filename is None and not _refuses(sys.stdout):
             raise
-        print(f"thor-dflash: {e.filename} must be usable (got: {e.strerror})", file=sys.stderr)
+        what = f"{e.filename} must be usable" if e.filename else "stdout must be writable"
+        print(f"thor-dflash: {what} (got: {e.strerror})", file=sys.stderr)
         return 2
     return status
 
 
-def _tolerate(stream: object) -> None:
+def _refuses(stream: TextIO) -> bool:
+    """Whether the stream cannot be written. Its buffer forgets a large write that failed, so one
+    more is tried.
+    """
+    try:
+        print(file=stream, flush=True)
+    except OSError:
+        _leave(stream)
+        return True
+    return False
+
+
+def _leave(stream: TextIO) -> None:
+    """Python flushes stdout once more at exit; give it something that takes the bytes."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _prepare(stream: object) -> None:
     """Let a terminal that cannot show a letter show ? instead of failing."""
+    if stream is None:  # Python's stdout where the shell closed it (>&-)
+        raise ConfigError("stdout must be writable (got: it is closed)")
     if isinstance(stream, io.TextIOWrapper):
         cast("io.TextIOWrapper[io.BufferedWriter]", stream).reconfigure(errors="replace")
 
@@ -76,6 +117,7 @@ def run(argv: Sequence[str]) -> int:
     from thor_dflash import config, progress
 
     settings = config.load(args.config, overrides(args))
+    _belongs(args)
     report = progress.choose(sys.stderr, quiet="json" in args and args.json)
     try:
         return _verb(args, settings, report) or 0
@@ -93,9 +135,19 @@ def _verb(args: argparse.Namespace, config: Config, progress: Progress) -> int |
 def _check(args: argparse.Namespace) -> None:
     if args.verb == "generate" and args.tokens and vars(args)["decode.thinking"]:
         raise ConfigError("--thinking must go with --prompt or --messages (got --tokens)")
-    limit = args.tolerance if args.verb == "check" else None
-    if limit is not None and not 0 <= limit < float("inf"):
-        raise ConfigError(f"--tolerance must be a finite number of at least 0 (got {limit})")
+    if args.verb == "check":
+        if args.golden and args.tokens:
+            raise ConfigError("--tokens must go without --golden, which holds its own (got both)")
+        _at_least_0("--tolerance", args.tolerance)
+        if args.operators == "none" and not (args.reference or args.golden):
+            raise ConfigError("--operators none must go with --reference or --golden (got neither)")
+    if args.verb == "serve":
+        _at_least_0("--mock-cycle-ms", args.mock_cycle_ms)
+
+
+def _at_least_0(option: str, value: float | None) -> None:
+    if value is not None and not 0 <= value < float("inf"):
+        raise ConfigError(f"{option} must be a finite number of at least 0 (got {value})")
 
 
 def overrides(args: argparse.Namespace) -> tuple[str, ...]:
@@ -118,6 +170,21 @@ def overrides(args: argparse.Namespace) -> tuple[str, ...]:
     return (*args.set, *items)
 
 
+def _belongs(args: argparse.Namespace) -> None:
+    """Refuse what the verb would not look at. A file may hold sections of other verbs, too."""
+    for item in args.set:
+        key = item.partition("=")[0].strip()
+        if key.partition(".")[0] not in args.reads:
+            raise ConfigError(
+                f"{key} must be a setting of {args.verb} "
+                f"(got --set {item}; {args.verb} reads {_listed(args.reads)})"
+            )
+
+
+def _listed(sections: Sequence[str]) -> str:
+    return ", ".join(sections) or "no section"
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = _Parser(prog="thor-dflash", description=thor_dflash.__doc__, allow_abbrev=False)
@@ -125,25 +192,29 @@ def parser() -> argparse.ArgumentParser:
         "--version", action="version", version=f"thor-dflash {thor_dflash.__version__}"
     )
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for name, add, text in (
-        ("build", _build, "two checkpoints to a package"),
-        ("generate", _generate, "answer one prompt"),
-        ("score", _score, "teacher-forced logits of token ids"),
-        ("check", _check_options, "compare engines operator by operator"),
-        ("doctor", _doctor, "what this machine can run, and how to put right what it cannot"),
-        ("demo", _demo, "plan one task with the small model that ships here"),
-        ("bench", _bench, "what each part of a step costs on this device"),
-        ("serve", _serve, "answer plan requests over ZeroMQ"),
-        ("plan", _plan, "ask a server for one plan"),
-        ("gateway", _gateway, "OpenAI's HTTP in front of plan servers"),
-        ("keygen", _keygen, "keys for an encrypted server"),
+    for name, add, sections, text in (
+        ("build", _build, "build", "two checkpoints to a package"),
+        ("generate", _generate, "engine decode", "answer one prompt"),
+        ("score", _score, "engine", "teacher-forced logits of token ids"),
+        ("check", _check_options, "engine", "compare engines operator by operator"),
+        ("doctor", _doctor, "engine", "what this machine can run, and how to mend the rest"),
+        ("demo", _demo, "build engine", "plan one task with the small model that ships here"),
+        ("bench", _bench, "build engine", "what each part of a step costs on this device"),
+        ("serve", _serve, "engine serve", "answer plan requests over ZeroMQ"),
+        ("plan", _plan, "", "ask a server for one plan"),
+        ("gateway", _gateway, "gateway", "OpenAI's HTTP in front of plan servers"),
+        ("keygen", _keygen, "", "keys for an encrypted server"),
     ):
         sub = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
+        sub.register("action", None, _Once)
         add(sub)
+        reads = sections.split()
+        sub.set_defaults(reads=reads)
         sub.add_argument("-c", "--config", type=Path, metavar="FILE.toml", help="configuration")
         sub.add_argument(
-            "-s", "--set", action="append", default=[], metavar="a.b=value", help="change one key"
-        )
+            "-s", "--set", action="append", default=[], metavar="a.b=value",
+            help=f"change one key; this verb reads {_listed(reads)}",
+        )  # fmt: skip
     return top
 
 
@@ -152,7 +223,7 @@ def _build(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--drafter", type=Path, metavar="DIR", help="DFlash checkpoint, if any")
     sub.add_argument("--out", type=Path, required=True, metavar="PKG", help="package to write")
     sub.add_argument(
-        "--engine", dest="build.engine", metavar="ort|cuda", help="engine to build for"
+        "--engine", dest="build.engine", metavar="ort|cuda|tensorrt", help="engine to build for"
     )
 
 

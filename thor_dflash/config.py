@@ -22,9 +22,6 @@ from thor_dflash.tensorrt_config import CUBINS, TensorRTConfig
 BLOCK = 16
 """Rows of a block where neither the configuration nor a drafter says."""
 
-MOST_THREADS = 1024
-"""More than any machine has; a mistyped number would start them all."""
-
 CAPACITY = 8192
 """Context where nobody asks for another, tokens."""
 
@@ -76,6 +73,10 @@ class CardConfig:
     def __post_init__(self) -> None:
         for name in ("max_tokens", "complex", "reply", "low", "medium", "high", "x_high", "max"):
             _at_least(f"build.card.{name}", getattr(self, name), 0)
+        if self.close.count("</think>") != 1:
+            raise ConfigError(
+                f"build.card.close must hold </think> once (got {records.show(self.close)})"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +133,7 @@ class EngineConfig:
     capacity: int = 0
     """Context of the session, tokens; 0 takes the package's."""
     threads: int = 0
-    """CPU threads; 0 takes every core."""
+    """CPU threads, at most one a core of the machine that opens the package; 0 takes every core."""
     block: int = 0
     """Rows of a verify block, one of the package's widths; 0 takes its own."""
     chunk: int = 0
@@ -151,8 +152,6 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _at_least("engine.capacity", self.capacity, 0)
         _at_least("engine.threads", self.threads, 0)
-        if self.threads > MOST_THREADS:
-            raise ConfigError(f"engine.threads must be <= {MOST_THREADS} (got {self.threads})")
         _at_least("engine.block", self.block, 0)
         _at_least("engine.chunk", self.chunk, 0)
         _at_least("engine.device", self.device, 0)

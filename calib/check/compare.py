@@ -13,6 +13,8 @@ from thor_dflash.calib.check.golden import Golden, rounds, sources
 from thor_dflash.calib.check.judge import Drift, Off, against_definition, drift, jumps, share
 from thor_dflash.calib.check.seen import Outputs, Seen, Tracer
 from thor_dflash.calib.check.walks import walks
+from thor_dflash.errors import RequestError
+from thor_dflash.extras import extra
 from thor_dflash.plugins.op import NEXT
 from thor_dflash.progress import Progress
 from thor_dflash.runtime.engine import Engine
@@ -95,7 +97,8 @@ def tracer(session: Session, package: Path) -> Tracer | None:
 
 
 def _nodes(package: Path, engine: Engine) -> Tracer:
-    from thor_dflash.calib.check.nodes import Nodes
+    with extra("build"):
+        from thor_dflash.calib.check.nodes import Nodes
 
     return Nodes(package, engine)
 
@@ -243,7 +246,15 @@ def compare(
 ) -> Report:
     """Logits, then operators: those of the first block that differs; or, with `all` or without a
     reference, those of every graph.
+
+    Raises:
+        RequestError: there is nothing to compare with.
     """
+    if show is None and reference is None:
+        raise RequestError(
+            f"check of engine {session.manifest.engine}, which shows nothing inside its steps, "
+            "must go with --reference or --golden (got neither)"
+        )
     report = Report(None)
     limit = _limit(session, reference) if tolerance is None else tolerance
     if reference is not None:

@@ -28,9 +28,9 @@ def envelope(config: BudgetConfig, card: Card, close: int, max_tokens: int) -> E
     budget = config.tokens if config.tokens >= 0 else effort(config.effort, card)
     reply = config.reply or _reply(config, card, budget, max_tokens)
     if reply <= close:
+        what = "decode.budget.reply" if config.reply else "reply (of max_tokens or the model card)"
         raise RequestError(
-            f"the reply budget must be >= {close + 1} tokens, the closing message and one more "
-            f"(got {reply}; budget.reply, max_tokens or the model card bound it)"
+            f"{what} must be >= {close + 1} tokens, the closing message and one more (got {reply})"
         )
     if reply > max_tokens:
         raise RequestError(f"max_tokens must be >= {reply}, the reply budget (got {max_tokens})")
@@ -41,7 +41,9 @@ def envelope(config: BudgetConfig, card: Card, close: int, max_tokens: int) -> E
 def _reply(config: BudgetConfig, card: Card, budget: int, max_tokens: int) -> int:
     """The card's; a budget in tokens is kept whole, so it may leave less."""
     if not card.reply:
-        raise RequestError("budget.reply must be given, the package has no model card (got 0)")
+        raise RequestError(
+            "decode.budget.reply must be given, the package has no model card (got 0)"
+        )
     return card.reply if config.tokens < 0 else min(card.reply, max_tokens - budget)
 
 
@@ -60,5 +62,5 @@ def effort(name: str, card: Card) -> int:
         "max": card.max,
     }
     if not tiers[name]:
-        raise RequestError(f'budget.effort must be "" without a model card (got "{name}")')
+        raise RequestError(f'decode.budget.effort must be "" without a model card (got "{name}")')
     return tiers[name]

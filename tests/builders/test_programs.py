@@ -217,11 +217,14 @@ def test_a_node_without_a_kernel_is_refused_by_name() -> None:
         lower(model, Packing(WeightFiles()))
 
 
-def test_float32_rows_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["cuda", "tensorrt"])
+@pytest.mark.parametrize("key", ["kv", "activations"])
+def test_float32_is_refused_by_its_key(tmp_path: Path, engine: str, key: str) -> None:
     write_target(tmp_path / "t", GEOMETRIES["27b"], 1, "bf16")
     write_drafter(tmp_path / "d", GEOMETRIES["27b"], DrafterGeometry(), 2)
-    config = BuildConfig(engine="cuda", activations="f32")
-    with pytest.raises(ConfigError, match="bfloat16"):
+    config = BuildConfig(**{"engine": engine, key: "f32"})  # type: ignore[arg-type]
+    said = rf"build.{key} must be auto or bf16( or fp8)? for engine {engine} \(got f32\)"
+    with pytest.raises(ConfigError, match=said):
         make_plan(read_target(tmp_path / "t"), read_drafter(tmp_path / "d"), config)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,6 +113,12 @@ def test_capacity_must_fit_the_model(tmp_path: Path, capacity: int) -> None:
         ConfigError, match=rf"engine.capacity must be 17 to \d+.*\(got {capacity}\)"
     ):
         open_session(package(tmp_path), EngineConfig(capacity=capacity), Silent())
+
+
+def test_more_threads_than_cores_are_refused_before_anything_is_read(tmp_path: Path) -> None:
+    cores = os.cpu_count() or 1
+    with pytest.raises(ConfigError, match=rf"engine.threads must be <= {cores}, .*{cores + 1}"):
+        open_session(tmp_path / "none", EngineConfig(threads=cores + 1), Silent())
 
 
 def test_a_damaged_graph_is_named_by_its_hash(tmp_path: Path) -> None:

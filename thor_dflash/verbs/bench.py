@@ -68,7 +68,10 @@ def _check_package(args: Namespace) -> None:
 
 
 def _check_shape(args: Namespace, config: Config) -> None:
-    from thor_dflash.builders.hollow import SHAPES
+    from thor_dflash.extras import extra
+
+    with extra("build"):
+        from thor_dflash.builders.hollow import SHAPES
 
     if args.shape not in SHAPES:
         raise ConfigError(f"--shape must be one of {', '.join(SHAPES)} (got {args.shape})")

@@ -17,8 +17,11 @@ NAMED = 8
 
 def run(args: Namespace, config: Config, progress: Progress) -> None:
     """Build the package and say what is in it."""
-    from thor_dflash.builders.build import build
-    from thor_dflash.builders.staging import check_out
+    from thor_dflash.extras import extra
+
+    with extra("build"):
+        from thor_dflash.builders.build import build
+        from thor_dflash.builders.staging import check_out
 
     check_out(args.out)  # before the checkpoints are read
     manifest = build(args.target, args.drafter, args.out, config.build, progress)

@@ -28,19 +28,27 @@ ORT = "ort"
 
 def run(args: Namespace, config: Config, progress: Progress) -> int:
     """Compare and print; 1 where something is over its tolerance."""
-    from thor_dflash.calib.check.compare import compare, some_tokens, tracer
+    from thor_dflash.calib.check import golden
+    from thor_dflash.calib.check.compare import Reference, compare, some_tokens, tracer
     from thor_dflash.runtime.session import open_session
 
     if args.make_golden:
         score_verb.check(args.make_golden, args.package, "--make-golden")
     given = read_tokens(args.tokens) if args.tokens else None
+    held = golden.read(args.golden) if args.golden else None
     with ExitStack() as stack:
         session = stack.enter_context(closing(open_session(args.package, config.engine, progress)))
         tokens = in_vocabulary(given or some_tokens(session), session.manifest.target.vocab)
         show = tracer(session, args.package)
         if args.make_golden:
             return _make(args, session, tokens, progress)
-        reference = _reference(args, config.engine, session, tokens, stack, progress)
+        if held is not None:
+            golden.fits(held, session.manifest, str(args.golden))
+        reference = (
+            _reference(args, config.engine, session, tokens, stack, progress)
+            if held is None
+            else Reference(held)
+        )
         if reference is not None:
             tokens = reference.golden.tokens
         report = compare(session, show, reference, tokens, args.operators, args.tolerance, progress)
@@ -72,12 +80,6 @@ def _reference(
     from thor_dflash.calib.check import golden
     from thor_dflash.calib.check.compare import Reference, make, tracer
 
-    if args.golden:
-        if args.tokens:
-            raise RequestError("--tokens must go without --golden, which holds its own (got both)")
-        found = golden.read(args.golden)
-        golden.fits(found, session.manifest, str(args.golden))
-        return Reference(found)
     if not args.reference:
         return None
     if args.reference == ORT:
@@ -95,9 +97,12 @@ def _reference(
 
 def _graphs(package: Path, config: EngineConfig, progress: Progress) -> Session:
     """The package's own graphs on ONNX Runtime, whatever engine it was built for."""
-    from thor_dflash.runtime.engines.ort import OrtEngine
+    from thor_dflash.extras import extra
     from thor_dflash.runtime.model import Model
     from thor_dflash.runtime.session import Session
+
+    with extra("ort"):
+        from thor_dflash.runtime.engines.ort import OrtEngine
 
     found = package_manifest.read(package)
     if "verify.onnx" not in found.files:

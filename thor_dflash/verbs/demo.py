@@ -10,6 +10,9 @@ from thor_dflash.progress import Progress
 
 def run(args: Namespace, config: Config, progress: Progress) -> None:
     """Build the small model and plan one task."""
-    from thor_dflash.calib import demo
+    from thor_dflash.extras import extra
+
+    with extra("build"):
+        from thor_dflash.calib import demo
 
     demo.run(config, progress)

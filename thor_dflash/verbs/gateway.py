@@ -11,7 +11,7 @@ from thor_dflash.progress import Progress
 
 def run(args: Namespace, config: Config, progress: Progress) -> None:
     """Serve HTTP until SIGTERM."""
-    from thor_dflash.serving.extras import extra
+    from thor_dflash.extras import extra
 
     with extra("http"):
         import uvicorn

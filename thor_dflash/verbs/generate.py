@@ -83,13 +83,16 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         print(_summary(output, report), file=sys.stderr)
 
 
-def _messages(args: Namespace) -> object:
+def _messages(args: Namespace) -> list[dict[str, str]] | None:
     """The chat to render, or None where token ids are given. Read before anything is loaded."""
+    from thor_dflash.runtime.text import chat, check_utf8
+
     if args.prompt is not None:
         if not args.prompt.strip():
             raise RequestError(f"--prompt must be some text (got {args.prompt!r})")
+        check_utf8("--prompt", args.prompt)
         return [{"role": "user", "content": args.prompt}]
-    return read_json(args.messages) if args.messages else None
+    return chat(read_json(args.messages)) if args.messages else None
 
 
 def _render(messages: object, session: Session, thinking: bool) -> tuple[int, ...]:

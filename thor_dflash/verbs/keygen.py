@@ -10,7 +10,7 @@ from thor_dflash.progress import Progress
 
 def run(args: Namespace, config: Config, progress: Progress) -> None:
     """Make the keys and say what goes where."""
-    from thor_dflash.serving.extras import extra
+    from thor_dflash.extras import extra
 
     with extra("serve"):
         from thor_dflash.serving import security

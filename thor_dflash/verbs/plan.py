@@ -32,7 +32,7 @@ class _Piece:
 
 def run(args: Namespace, config: Config, progress: Progress) -> None:
     """Ask a server for a plan and print it."""
-    from thor_dflash.serving.extras import extra
+    from thor_dflash.extras import extra
 
     with extra("serve"):
         from thor_dflash.serving import security

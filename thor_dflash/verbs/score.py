@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Generator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from thor_dflash.config import Config
@@ -39,19 +39,28 @@ def check(out: Path, package: Path, option: str = "--out") -> None:
         raise RequestError(f"{option} must be a path ending in .npz (got {out})")
     if out.is_dir() or not out.parent.is_dir():
         raise RequestError(f"{option} must be a file in a directory that exists (got {out})")
+    with _beside(out) as partial:
+        partial.touch()
 
 
 def write(out: Path, arrays: Mapping[str, Array]) -> None:
     """Write the arrays to `out` in one rename: whole, or not at all."""
     import numpy as np
 
-    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    try:
+    with _beside(out) as partial:
         with partial.open("wb") as file:
             np.savez(file, allow_pickle=False, **arrays)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(out)
+
+
+@contextmanager
+def _beside(out: Path) -> Generator[Path]:
+    """Where `out` is written before it has its name; gone afterwards."""
+    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    try:
+        yield partial
     except OSError as e:
         raise RequestError(f"{out} must be writable (got: {e.strerror or e})") from e
     finally:

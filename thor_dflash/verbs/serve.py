@@ -20,7 +20,7 @@ be most of what a control operation may take."""
 
 def run(args: Namespace, config: Config, progress: Progress) -> None:
     """Serve on this thread; SIGTERM and SIGINT drain, a second one ends."""
-    from thor_dflash.serving.extras import extra
+    from thor_dflash.extras import extra
 
     with extra("serve"):
         from thor_dflash.serving.server import Server

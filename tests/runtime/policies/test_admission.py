@@ -143,11 +143,21 @@ def test_lengths(config: BudgetConfig, max_tokens: int, want: Envelope) -> None:
 @pytest.mark.parametrize(
     ("config", "max_tokens", "card", "message"),
     [
-        (BudgetConfig(tokens=5, reply=20), 99, CARD, r"must be >= 21 tokens.*\(got 20;"),
-        (BudgetConfig(tokens=90), 99, CARD, r"reply budget must be >= 21 tokens.*\(got 9;"),
+        (
+            BudgetConfig(tokens=5, reply=20),
+            99,
+            CARD,
+            r"^decode.budget.reply must be >= 21 .*\(got 20\)",
+        ),
+        (BudgetConfig(tokens=90), 99, CARD, r"^reply .of max_tokens or .*>= 21 tokens.*\(got 9\)"),
         (BudgetConfig(effort="low"), 4095, CARD, r"max_tokens must be >= 4096.*\(got 4095\)"),
-        (BudgetConfig(tokens=5), 99, Card(), r"budget.reply must be given, .*no model card"),
-        (BudgetConfig(effort="low"), 99, Card(), r'budget.effort must be "" without a model card'),
+        (
+            BudgetConfig(tokens=5),
+            99,
+            Card(),
+            r"^decode.budget.reply must be given, .*no model card",
+        ),
+        (BudgetConfig(effort="low"), 99, Card(), r'^decode.budget.effort must be "" without'),
     ],
 )
 def test_lengths_that_leave_no_room(
@@ -319,7 +329,7 @@ def test_effort_none_does_not_think(capsys: pytest.CaptureFixture[str], package:
     [
         ("--thinking-budget -2", "decode.budget.tokens must be >= -1 (got -2)"),
         ("--thinking-close firm", 'decode.budget.close must be "hard" or "soft" (got "firm")'),
-        ("--thinking-close soft", "must be hard without a budget or an effort"),
+        ("--thinking-close soft", "decode.budget.close must be hard without a budget or an effort"),
         ("--reasoning-effort lots", "decode.budget.effort must be"),
         ("--accept loose", 'decode.accept must be "strict" or "relaxed"'),
         ("--accept relaxed --drafter none", "accept relaxed must go with a drafter"),
@@ -328,7 +338,7 @@ def test_effort_none_does_not_think(capsys: pytest.CaptureFixture[str], package:
         ("--block 6", "engine.block must be 8 or 16, as the package was built (got 6)"),
         ("--set decode.relaxed.margin=-2", "decode.relaxed.margin must be >= 0, or -1"),
         ("--set decode.budget.ratio=0.0", "decode.budget.ratio must be above 0 and at most 1"),
-        ("--set decode.draft.window=5", "draft.window must be 0 or 16 to 32 tokens (got 5)"),
+        ("--set decode.draft.window=5", "decode.draft.window must be 0 or 16 to 32 tokens (got 5)"),
         ("--set decode.budget.x=1", "unknown key decode.budget.x"),
     ],
 )

@@ -221,7 +221,7 @@ def test_a_closing_message_says_nothing_where_the_grammar_speaks(
     own = BudgetConfig(tokens=4, reply=120, message=message)
     request = replace(asked(True), grammar=grammar(SMALL), budget=own)
     wrong = rf"must have at most a blank line after </think> .*\(got {re.escape(show(after))}\)"
-    with pytest.raises(RequestError, match=f"budget.message {wrong}"):
+    with pytest.raises(RequestError, match=f"^decode.budget.message {wrong}"):
         s.generate(request)
     s.generate(replace(request, grammar=None))  # an answer that is free may begin so
     card = replace(s.manifest.card, close=message)

@@ -1,0 +1,62 @@
+"""What the demo says, and to whom."""
+
+from __future__ import annotations
+
+import io
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+from samples import MANIFEST
+
+from thor_dflash.calib import demo
+from thor_dflash.progress import Lines
+
+
+class Gone(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+class Session:
+    """Answers with one token."""
+
+    text = SimpleNamespace(render=lambda *a, **k: "", encode=lambda text: [1])
+
+    def generate(self, *asked: object) -> Any:
+        return iter([SimpleNamespace(tokens=(1,))])
+
+    run = generate
+
+    def report(self) -> None:
+        return None
+
+
+def test_off_a_terminal_it_says_that_it_is_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_introduce", "_stream", "_plan", "_numbers", "judge"):
+        monkeypatch.setattr(demo, name, lambda *a: SimpleNamespace(text=str))
+    said = io.StringIO()
+    show: Any = demo._show
+    show(
+        Console(file=io.StringIO()),
+        Session(),
+        MANIFEST,
+        demo.read_task(0),
+        Lines(said, lambda: 0.0),
+    )
+    assert said.getvalue() == "timing it against its own plain decoding 6 runs\n"
+
+
+def test_a_reader_that_leaves_is_for_the_command_line_to_tell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def introduce(console: Console, *rest: object) -> None:
+        console.print("planner-nano")
+
+    monkeypatch.setattr(demo, "build", lambda *a: MANIFEST)
+    monkeypatch.setattr(demo, "open_session", lambda *a: SimpleNamespace(text=1, close=bool))
+    monkeypatch.setattr(demo, "_introduce", introduce)
+    monkeypatch.setattr("sys.stdout", Gone())
+    with pytest.raises(BrokenPipeError):
+        demo.run(demo.Config(), Lines(io.StringIO()))

@@ -1,0 +1,45 @@
+"""A machine installs what it needs: what is missing is named, with the extra that brings it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import nano
+import pytest
+
+SCRIPT = (
+    "import sys; sys.modules[sys.argv[1]] = None\n"
+    "from thor_dflash.cli import main\n"
+    "sys.exit(main(sys.argv[2:]))"
+)
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return nano.package(tmp_path_factory.mktemp("package") / "p")
+
+
+@pytest.mark.parametrize(
+    ("missing", "extra", "args"),
+    [
+        ("onnx", "build", "build --target t --out o"),
+        ("onnx", "build", "demo"),
+        ("onnx", "build", "bench --shape qwen3.6-27b --random-weights --engine cuda"),
+        ("onnx", "build", "check -s engine.threads=1 --package"),
+        ("onnxruntime", "ort", "generate --prompt hi --package"),
+        ("zmq", "serve", "serve --mock"),
+    ],
+)
+def test_a_missing_extra_is_one_line(
+    package: Path, tmp_path: Path, missing: str, extra: str, args: str
+) -> None:
+    whole = [*args.split(), *[str(package)] * args.endswith("--package")]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, missing, *whole],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    said = f"thor-dflash: {missing} must be installed: pip install 'thor-dflash[{extra}]'"
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr.splitlines()[-1]

@@ -1,0 +1,165 @@
+"""Options and --set: what a verb takes, and what it refuses rather than ignore."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+
+from thor_dflash import cli
+from thor_dflash.config import BuildConfig, keys
+
+VERBS = {
+    "build": "--target t --out o",
+    "generate": "--package p --prompt a",
+    "score": "--package p --tokens t --out x.npz",
+    "check": "--package p",
+    "doctor": "",
+    "demo": "",
+    "bench": "--package p",
+    "serve": "--package p",
+    "plan": "a",
+    "gateway": "",
+    "keygen": "d",
+}
+"""The least that each verb wants."""
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """The one line on stderr of a command that exits 2."""
+    assert cli.main(args) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    return err.removeprefix("thor-dflash: ").rstrip()
+
+
+# ---- sections
+
+
+@pytest.mark.parametrize(
+    ("verb", "item", "reads"),
+    [
+        ("serve", "decode.gate=on", "engine, serve"),
+        ("serve", "decode.max_tokens=5", "engine, serve"),
+        ("generate", "build.capacity=5", "engine, decode"),
+        ("build", "engine.threads=1", "build"),
+        ("score", "decode.accept=relaxed", "engine"),
+        ("plan", "decode.thinking=off", "no section"),
+    ],
+)
+def test_a_verb_refuses_a_setting_it_does_not_read(
+    capsys: pytest.CaptureFixture[str], verb: str, item: str, reads: str
+) -> None:
+    key = item.partition("=")[0]
+    assert refused(capsys, verb, *VERBS[verb].split(), "-s", item) == (
+        f"{key} must be a setting of {verb} (got --set {item}; {verb} reads {reads})"
+    )
+
+
+def test_a_file_may_hold_sections_of_other_verbs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "all.toml").write_text("[decode]\ngate = 'on'\n[build]\ncapacity = 5\n")
+    args = ("--package", str(tmp_path / "none"), "-c", str(tmp_path / "all.toml"))
+    assert "must be a package directory (got nothing" in refused(capsys, "check", *args)
+
+
+def test_every_option_of_a_verb_is_of_a_section_it_reads() -> None:
+    sections = {key.partition(".")[0] for key in keys()}
+    for verb, least in VERBS.items():
+        args = cli.parser().parse_args([verb, *least.split()])
+        assert {dest.partition(".")[0] for dest in vars(args) if "." in dest} <= set(args.reads)
+        assert set(args.reads) <= sections
+
+
+# ---- options
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_an_option_of_one_value_is_given_once(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str
+) -> None:
+    files = [str(tmp_path / name) for name in ("a.toml", "b.toml")]
+    least = VERBS[verb].split()
+    assert refused(capsys, verb, *least, "-c", files[0], "--config", files[1]) == (
+        f"-c/--config must be given once (got {files[0]} and {files[1]})"
+    )
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        "generate --package p --prompt a --max-tokens 3 --max-tokens 3",
+        "generate --package p --package p --prompt a",
+        "check --package p --operators auto --operators all",
+        "serve --mock --mock-cycle-ms 0 --mock-cycle-ms 1 --bind no://where",
+        "plan a --deadline-ms 5 --deadline-ms 6 --server no://where",
+    ],
+)
+def test_a_second_value_does_not_win(capsys: pytest.CaptureFixture[str], args: str) -> None:
+    assert "must be given once (got" in refused(capsys, *args.split())
+
+
+def test_build_offers_every_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["build", "--help"])
+    hint = get_type_hints(BuildConfig)["engine"]
+    assert f"--engine {'|'.join(get_args(hint))}" in capsys.readouterr().out
+
+
+# ---- values
+
+
+@pytest.mark.parametrize("wrong", ["-1", "nan", "inf"])
+def test_a_tolerance_is_a_number_of_at_least_0(
+    wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(capsys, "check", "--package", "p", f"--tolerance={wrong}")
+    assert "--tolerance must be a finite number of at least 0 (got" in said
+
+
+@pytest.mark.parametrize("more", ["", "--make-golden x.npz"])
+def test_a_check_of_nothing_is_refused(capsys: pytest.CaptureFixture[str], more: str) -> None:
+    assert refused(capsys, "check", "--package", "p", "--operators", "none", *more.split()) == (
+        "--operators none must go with --reference or --golden (got neither)"
+    )
+
+
+@pytest.mark.parametrize("wrong", ["-5", "nan", "inf"])
+def test_a_mock_s_cycle_is_a_number_of_at_least_0(
+    wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(capsys, "serve", "--mock", f"--mock-cycle-ms={wrong}", "--bind", "no://where")
+    assert said.startswith("--mock-cycle-ms must be a finite number of at least 0 (got")
+
+
+# ---- what can be looked at before the package is; here there is none
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("check --golden none.npz", "none.npz must be a readable file (got: No such file"),
+        ("check --golden g.npz --tokens t", "--tokens must go without --golden"),
+        ("generate --messages role.json", "messages[0].role must be one of system"),
+        ("generate --messages half.json", "messages[0].content must be UTF-8 (got: surrogates"),
+        ("generate --prompt \udcff", "--prompt must be UTF-8 (got: surrogates not allowed at 0)"),
+        ("score --tokens ids.json --out /proc/x.npz", "/proc/x.npz must be writable (got: "),
+        ("check --make-golden /proc/x.npz", "/proc/x.npz must be writable (got: "),
+    ],
+)
+def test_inputs_are_looked_at_before_the_package(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    args: str,
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("role.json").write_text('[{"role": "robot", "content": "a"}]')
+    Path("half.json").write_text('[{"role": "user", "content": "\\ud800"}]')
+    Path("ids.json").write_text("[1]")
+    verb, *rest = args.split()
+    assert refused(capsys, verb, "--package", "none", *rest).startswith(message)
