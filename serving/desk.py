@@ -11,10 +11,9 @@ from typing import Any
 
 from msgspec import structs
 
-import thor_dflash
 from thor_dflash.errors import PlanError, ThorError
 from thor_dflash.serve_config import ServeConfig
-from thor_dflash.serving import codec, device, fields, groot, security, wire
+from thor_dflash.serving import codec, device, fields, groot, hello, security, wire
 from thor_dflash.serving.backend import Prepared
 from thor_dflash.serving.codec import JSON, Head
 from thor_dflash.serving.door import Door, Letter
@@ -168,36 +167,7 @@ class Desk:
     # --- operations
 
     def _hello(self, peer: Peer, id: str) -> None:
-        backend, c = self._life.backend, self._config
-        about = None if backend is None else backend.about
-        self._result(
-            peer,
-            id,
-            {
-                "server": {"name": "thor-dflash", "version": thor_dflash.__version__},
-                "versions": [wire.VERSION],
-                "model": about,
-                "features": () if about is None else about.features,
-                "limits": {
-                    "max_message": c.max_message,
-                    "max_queue": c.max_queue,
-                    "max_context": None if about is None else about.max_context,
-                    "max_schema": fields.SCHEMA_BYTES,
-                    "max_metadata": fields.METADATA_BYTES,
-                    "max_depth": codec.DEPTH,
-                    "prefill_chunk": None if about is None else about.prefill_chunk,
-                    "cancel_bound_ms": None if backend is None else backend.rates.bound_ms(),
-                },
-                "defaults": {
-                    "max_tokens": c.max_tokens,
-                    "thinking": c.thinking,
-                    "thinking_budget": c.thinking_budget,
-                },
-                "prefixes": [] if backend is None else backend.prefixes(),
-                "device": device.describe("" if about is None else about.engine),
-                "admin": c.allow_admin,
-            },
-        )
+        self._result(peer, id, hello.about(self._config, self._life.backend))
 
     def _health(self, peer: Peer, id: str) -> None:
         running = self.books.running is not None
@@ -273,7 +243,9 @@ class Desk:
         if job.state != "running" or job.gone:
             return
         job.seq += 1
-        self._send(job.peer, chunk, droppable=chunk.kind in DROPPABLE)
+        droppable = chunk.kind in DROPPABLE
+        if not self._send(job.peer, chunk, job.request.id, chunk.seq, droppable=droppable):
+            self._abandon(lambda other: other is job)  # it has had its one final answer
 
     def _checked(self, job: Job, outcome: Prepared | PlanError) -> None:
         if job.state != "preparing":
@@ -364,22 +336,38 @@ class Desk:
         )  # fmt: skip
         self.stats.result(outcome)
         if not job.gone:
-            self._send(job.peer, structs.replace(outcome, id=id, seq=seq))
+            self._send(job.peer, structs.replace(outcome, id=id, seq=seq), id, seq)
 
     def _refuse(self, peer: Peer, id: str | None, error: PlanError, seq: int = 0) -> None:
         self.stats.error(error)
-        self._send(peer, codec.failure(error, id, seq))
+        self._send(peer, codec.failure(error, id, seq), id, seq)
 
     def _result(self, peer: Peer, id: str, fields_: dict[str, Any]) -> None:
-        self._send(peer, {"v": wire.VERSION, "id": id, "type": "result", "seq": 0, **fields_})
+        self._send(peer, {"v": wire.VERSION, "id": id, "type": "result", "seq": 0, **fields_}, id)
 
     def _ack(self, peer: Peer, id: str, **fields_: bool) -> None:
-        self._send(peer, {"v": wire.VERSION, "id": id, "type": "ack", "seq": 0, **fields_})
+        self._send(peer, {"v": wire.VERSION, "id": id, "type": "ack", "seq": 0, **fields_}, id)
 
-    def _send(self, peer: Peer, message: object, *, droppable: bool = False) -> None:
-        body = peer.codec.encode(groot.answer(message) if peer.groot else message)
+    def _send(
+        self, peer: Peer, message: object, id: str | None, seq: int = 0, *, droppable: bool = False
+    ) -> bool:
+        """Whether the message could be written; else the request was answered with an error."""
+        written = True
+        try:
+            body = _body(peer, message)
+        except Exception:
+            # Whatever it holds: one answer must not take the other plans with it.
+            self._log(traceback.format_exc())
+            error = PlanError("internal", "the answer could not be written; the log says why")
+            self.stats.error(error)
+            body, droppable, written = _body(peer, codec.failure(error, id, seq)), False, False
         if self._door.send(peer.envelope, body, droppable=droppable) == "gone":
             self.lost(peer.routing)
+        return written
+
+
+def _body(peer: Peer, message: object) -> bytes:
+    return peer.codec.encode(groot.answer(message) if peer.groot else message)
 
 
 def _job(peer: Peer, request: wire.Ask | wire.PrefixPut) -> Job:
