@@ -253,7 +253,9 @@ class Desk:
         if isinstance(outcome, Prepared):
             try:
                 left = None if job.deadline is None else 1e3 * (job.deadline - time.monotonic())
-                admit(outcome.min_ms, left)
+                assert self._life.backend is not None, "it has prepared this job"
+                free = self.books.running is None
+                admit(outcome.min_ms, left, self._life.backend.rates, free=free)
             except PlanError as e:
                 outcome = e
         if isinstance(outcome, PlanError):
