@@ -155,8 +155,7 @@ class Desk:
             )  # fmt: skip
         job = _job(peer, request)
         after = max(RETRY_MS, backend.rates.e2e_ms)
-        for old, error in self.books.arrive(job, after):
-            self._refuse(old.peer, old.request.id, error, old.seq)
+        self.books.arrive(job, after)
         self._tell("arrived", op=request.op, id=request.id, session=job.session)
         if isinstance(request, wire.Ask):
             self._hands.check(job)
@@ -250,17 +249,19 @@ class Desk:
     def _checked(self, job: Job, outcome: Prepared | PlanError) -> None:
         if job.state != "preparing":
             return
-        if isinstance(outcome, Prepared):
-            try:
-                left = None if job.deadline is None else 1e3 * (job.deadline - time.monotonic())
-                assert self._life.backend is not None, "it has prepared this job"
-                free = self.books.running is None
-                admit(outcome.min_ms, left, self._life.backend.rates, free=free)
-            except PlanError as e:
-                outcome = e
-        if isinstance(outcome, PlanError):
-            self.answer(job, outcome)
+        try:
+            if isinstance(outcome, PlanError):
+                raise outcome
+            assert self._life.backend is not None, "it has prepared this job"
+            left = None if job.deadline is None else 1e3 * (job.deadline - time.monotonic())
+            free = self.books.running is None
+            admit(outcome.min_ms, left, self._life.backend.rates, free=free)
+            displaced = self.books.accept(job)
+        except PlanError as e:
+            self.answer(job, e)
             return
+        for old, error in displaced:
+            self.answer(old, error)
         job.prepared, job.state = outcome, "queued"
         self.dispatch()
 
