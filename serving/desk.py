@@ -20,7 +20,7 @@ from thor_dflash.serving.door import Door, Letter
 from thor_dflash.serving.events import Events
 from thor_dflash.serving.life import Life
 from thor_dflash.serving.planner import admit, stopped
-from thor_dflash.serving.schedule import Job, Peer, Schedule
+from thor_dflash.serving.schedule import Job, Peer, Schedule, job_of
 from thor_dflash.serving.stats import Stats
 from thor_dflash.serving.work import (
     Checked,
@@ -78,6 +78,8 @@ class Desk:
         self._tell = tell
         self.books = Schedule(config.max_queue)
         self.stats = Stats()
+        self._owed: list[tuple[Peer, str]] = []
+        """Each `validate` and `prefix.drop` under way. They are no jobs."""
         self._simple: dict[str, Callable[[Peer, str], None]] = {
             "hello": self._hello,
             "ping": lambda peer, id: self._result(peer, id, groot.RUNNING),
@@ -123,9 +125,11 @@ class Desk:
             self._cancel(peer, request)
         elif isinstance(request, wire.PrefixDrop):
             self._backend()
+            self._owed.append((peer, request.id))
             self._hands.keep(Drop(peer, request))
         elif isinstance(request, wire.Validate):
             self._backend()
+            self._owed.append((peer, request.id))
             self._hands.check((peer, request))
         else:
             self._work(peer, request)
@@ -153,7 +157,7 @@ class Desk:
                 "bad_request", "persist must go with a server's serve.prefix_dir (got none)",
                 field="persist",
             )  # fmt: skip
-        job = _job(peer, request)
+        job = job_of(peer, request, time.monotonic())
         after = max(RETRY_MS, backend.rates.e2e_ms)
         self.books.arrive(job, after)
         self._tell("arrived", op=request.op, id=request.id, session=job.session)
@@ -215,10 +219,7 @@ class Desk:
     def posted(self, post: Checked | Validated | Kept | Said | Ended) -> None:
         """Take in what another thread has to say."""
         if isinstance(post, Validated):
-            if isinstance(post.outcome, PlanError):
-                self._refuse(post.peer, post.id, post.outcome)
-            else:
-                self._result(post.peer, post.id, post.outcome)
+            self._validated(post)
         elif isinstance(post, Said):
             self._say(post)
         elif isinstance(post, Checked):
@@ -229,6 +230,15 @@ class Desk:
             self._note(post)
             self._ended(post.job, post.outcome)
             self.dispatch()
+
+    def _validated(self, post: Validated) -> None:
+        if (post.peer, post.id) not in self._owed:
+            return  # it was given up
+        self._owed.remove((post.peer, post.id))
+        if isinstance(post.outcome, PlanError):
+            self._refuse(post.peer, post.id, post.outcome)
+        else:
+            self._result(post.peer, post.id, post.outcome)
 
     def _ended(self, job: Job, outcome: wire.Result | dict[str, Any] | PlanError) -> None:
         if isinstance(job.request, wire.PrefixPut) and isinstance(outcome, dict):
@@ -308,11 +318,23 @@ class Desk:
                 job.stop = job.stop or "cancelled"
             elif job.state != "keeping":
                 self.answer(job, PlanError("draining", "the server stops"))
+        self._owe_nothing(PlanError("draining", "the server stops"))
 
     def fail(self, error: ThorError) -> None:
         """The engine is gone: whoever waits gets an answer before the process ends."""
         for job in self.books.jobs():
             self.answer(job, PlanError("engine_fault", str(error)))
+        self._owe_nothing(PlanError("engine_fault", str(error)))
+
+    def _owe_nothing(self, error: PlanError) -> None:
+        for peer, id in self._owed:
+            self._refuse(peer, id, error)
+        self._owed.clear()
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything that was taken is answered."""
+        return not len(self.books) and not self._owed
 
     # --- answers
 
@@ -371,17 +393,3 @@ class Desk:
 
 def _body(peer: Peer, message: object) -> bytes:
     return peer.codec.encode(groot.answer(message) if peer.groot else message)
-
-
-def _job(peer: Peer, request: wire.Ask | wire.PrefixPut) -> Job:
-    now = time.monotonic()
-    named = request.session if isinstance(request, wire.Ask) else None
-    ms = request.deadline_ms if isinstance(request, wire.Ask) else None
-    return Job(
-        request=request,
-        peer=peer,
-        # Longer than an Id may be where the name is of the wire: no session can take a peer's.
-        session=named or "peer:" + peer.routing.hex().rjust(64, "0"),
-        arrived=now,
-        deadline=None if ms is None else now + 1e-3 * ms,
-    )

@@ -70,6 +70,20 @@ class Job:
         return self.request.generation if isinstance(self.request, wire.Ask) else None
 
 
+def job_of(peer: Peer, request: wire.Ask | wire.PrefixPut, now: float) -> Job:
+    """A request that arrived at `now` (monotonic, s) as a job."""
+    named = request.session if isinstance(request, wire.Ask) else None
+    ms = request.deadline_ms if isinstance(request, wire.Ask) else None
+    return Job(
+        request=request,
+        peer=peer,
+        # Longer than an Id may be where the name is of the wire: no session can take a peer's.
+        session=named or "peer:" + peer.routing.hex().rjust(64, "0"),
+        arrived=now,
+        deadline=None if ms is None else now + 1e-3 * ms,
+    )
+
+
 class Schedule:
     """The jobs in the house."""
 

@@ -138,6 +138,75 @@ def test_a_second_stop_does_not_wait(house: Any) -> None:
     assert peer.final("a")["code"] == "cancelled"
 
 
+class Slow(MockBackend):
+    """Takes as long as it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(ServeConfig())
+        self.begun = threading.Semaphore(0)
+        self.go, self.pinned = threading.Event(), threading.Event()
+
+    def validate(self, request: Any) -> Any:
+        self.begun.release()
+        assert self.go.wait(20)
+        return super().validate(request)
+
+    def pin(self, request: Any, stopped: Any) -> Any:
+        self.begun.release()
+        assert self.pinned.wait(20)
+        return super().pin(request, stopped)
+
+    def drop(self, prefix_id: str) -> bool:
+        self.begun.release()
+        assert self.go.wait(20)
+        return super().drop(prefix_id)
+
+
+OWED = (
+    {"op": "validate", "id": "v", "prompt": "x"},
+    {"op": "prefix.drop", "id": "d", "prefix_id": "x"},
+)
+
+
+def owing(house: Any) -> tuple[Any, Any, Slow]:
+    """A server of which a validation and a dropped prefix are under way, and who waits for them."""
+    backend = Slow()
+    server = house.serve(backend, watchdog_s=60.0)
+    peer = house.peer(server)
+    for fields in OWED:
+        peer.send(**fields)
+        assert backend.begun.acquire(timeout=20)
+    return server, peer, backend
+
+
+def test_stopping_finishes_what_clerk_and_keeper_have(house: Any) -> None:
+    server, peer, backend = owing(house)
+    server.stop()
+    until(lambda: peer.ask(op="health", id="h")["state"] == "draining")
+    backend.go.set()
+    assert {reply["id"]: reply["type"] for reply in (peer.receive(), peer.receive())} == {
+        "v": "result", "d": "result"
+    }  # fmt: skip
+    until(lambda: server._desk.idle)
+    assert not server._desk.stats.refused, "nothing was given up"
+
+
+def test_a_second_stop_waits_for_neither(house: Any) -> None:
+    server, peer, backend = owing(house)
+    peer.send(op="prefix.put", id="p", prefix_id="x", system="x")
+    assert backend.begun.acquire(timeout=20)
+    server.stop()
+    server.stop()
+    assert {reply["id"]: reply["code"] for reply in (peer.receive(), peer.receive())} == {
+        "v": "draining", "d": "draining"
+    }  # fmt: skip
+    backend.go.set()
+    for _ in range(3):
+        assert peer.ask(op="ping", id="g")["id"] == "g", "each is answered once"
+    backend.pinned.set()
+    assert peer.receive()["id"] == "p"
+
+
 def test_admin_is_for_those_who_were_let(house: Any, tmp_path: Path) -> None:
     peer = house.peer(house.mock())
     for op in ("drain", "shutdown"):
@@ -195,12 +264,16 @@ def test_an_engine_that_is_lost_ends_the_server_after_an_answer_for_everybody() 
             gate.wait(20)
             raise EngineLost("the device answers nothing else")
 
+        def validate(self, request: Any) -> Any:
+            late.wait(20)
+            return super().validate(request)
+
     def run() -> None:
         with pytest.raises(EngineLost, match="answers nothing else"):
             server.run()
         ended.set()
 
-    gate, ended = threading.Event(), threading.Event()
+    gate, late, ended = threading.Event(), threading.Event(), threading.Event()
     settings = ServeConfig(bind=("tcp://127.0.0.1:*",))
     log: list[str] = []
     server = Server(lambda: Lost(ServeConfig()), settings, log=log.append)
@@ -219,12 +292,14 @@ def test_an_engine_that_is_lost_ends_the_server_after_an_answer_for_everybody() 
     until(lambda: any(line.startswith("ready after") for line in log))
     for name in "ab":
         ask(op="plan", prompt="x", id=name, session=name)
+    ask(op="validate", id="v", prompt="x")
     ask(op="health", id="h")
-    assert answer()["id"] == "h", "both plans are in the house"
+    assert answer()["id"] == "h", "all three are in the house"
     gate.set()
-    assert {(r["id"], r["code"]) for r in (answer(), answer())} == {
-        (n, "engine_fault") for n in "ab"
+    assert {(r["id"], r["code"]) for r in (answer(), answer(), answer())} == {
+        (n, "engine_fault") for n in "abv"
     }
+    late.set()
     assert ended.wait(20)
     peer.close()
     context.term()
