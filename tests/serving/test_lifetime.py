@@ -73,6 +73,29 @@ def test_a_client_that_comes_back_under_its_name_gets_its_own_answers_only(house
     context.term()
 
 
+@pytest.mark.parametrize("streams", [True, False])
+def test_work_for_a_client_that_cannot_be_reached_is_dropped(
+    house: Any, monkeypatch: pytest.MonkeyPatch, streams: bool
+) -> None:
+    server, held = house.held(watchdog_s=60.0)
+    peer = house.peer(server)
+    peer.send(**SMALL, id="a", session="a", thinking="off", stream="all" if streams else False)
+    peer.send(**SMALL, id="b", session="b")
+    until(lambda: peer.ask(op="health", id="h")["waiting"] == 1)
+    assert held.waiting.wait(20)
+    if streams:
+        monkeypatch.setattr(server._door, "send", lambda *_, **__: "gone")
+        held.let(1)
+    else:
+        (routing,) = {job.peer.routing for job in server._desk.books.jobs()}
+        monkeypatch.setattr(server._door, "retry", lambda now: [routing])
+        server._door.ring()
+    until(lambda: len(server._desk.books) < 2)
+    held.let()
+    until(lambda: held.ended == ["cancelled"])
+    assert held.started == ["a"]
+
+
 # --- beginning and end
 
 
@@ -122,6 +145,20 @@ def test_stopping_finishes_what_was_taken_and_takes_no_more(house: Any) -> None:
     held.let()
     assert peer.final("a")["status"] == "ok"
     assert peer.final("b")["status"] == "ok"
+
+
+def test_the_end_waits_for_answers_that_a_slow_reader_has_not_taken(
+    house: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = house.mock()
+    peer = house.peer(server)
+    with monkeypatch.context() as full:
+        full.setattr(server._door, "_send", lambda message: "held")
+        peer.send(op="ping", id="p")
+        until(lambda: server._door.holding)
+        server.stop()
+        until(lambda: server._life.stopping)
+    assert peer.receive()["id"] == "p"
 
 
 def test_a_second_stop_does_not_wait(house: Any) -> None:
@@ -220,6 +257,37 @@ def test_admin_is_for_those_who_were_let(house: Any, tmp_path: Path) -> None:
     assert peer.ask(op="shutdown", id="d")["stopping"] is True
     held.let()
     assert peer.final("a")["status"] == "ok"
+
+
+def test_each_step_is_a_sign_of_life_and_no_work_needs_none(house: Any) -> None:
+    server, held = house.held()
+    peer, pulse = house.peer(server), server._life.pulse
+    peer.send(**SMALL, id="a")
+    assert held.waiting.wait(20)
+    for step in range(1, 4):
+        before = pulse.at
+        held.let(1)
+        until(lambda step=step: held.steps == step and held.waiting.is_set())  # type: ignore[misc]
+        assert pulse.busy
+        assert pulse.at > before
+    held.let()
+    assert peer.final("a")["status"] == "ok"
+    assert pulse.age(time.monotonic() + 3600) == 0, "an idle engine is not a hung one"
+
+
+def test_a_prefix_gives_signs_of_life_too(house: Any) -> None:
+    class Long(MockBackend):
+        def pin(self, request: Any, stopped: Any) -> Any:
+            begun = server._life.pulse.at
+            assert not stopped()
+            signs.append(server._life.pulse.at > begun)
+            return super().pin(request, stopped)
+
+    signs: list[bool] = []
+    server = house.serve(Long(ServeConfig()))
+    reply = house.peer(server).ask(op="prefix.put", id="p", prefix_id="x", system="x")
+    assert reply["type"] == "result"
+    assert signs == [True]
 
 
 def test_a_hung_engine_ends_the_process_for_the_next_one_to_start() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thor_dflash.errors import PlanError
-from thor_dflash.serving import wire
+from thor_dflash.serving import schedule, wire
 from thor_dflash.serving.codec import JSON
 from thor_dflash.serving.schedule import Job, Peer, Schedule
 
@@ -164,6 +164,27 @@ def test_plans_for_an_older_world_are_stale() -> None:
         books.arrive(job("c", "arm", generation=7), 1.0)
     assert (caught.value.code, caught.value.field) == ("stale", "generation")
     assert queue(books, job("d", "leg", generation=1)) == [], "another session, another count"
+
+
+def test_the_session_that_was_silent_longest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule, "SESSIONS", 2)
+    books = Schedule(8)
+    for id, session in (("a", "arm"), ("b", "leg"), ("c", "arm"), ("d", "foot")):
+        queue(books, job(id, session, generation=7))
+    with pytest.raises(PlanError, match="generation"):
+        books.arrive(job("e", "arm", generation=6), 1.0)
+    assert queue(books, job("f", "leg", generation=6)) == [("b", "preempted")], "and not stale"
+
+
+def test_who_was_stopped_first_is_told_the_first_reason() -> None:
+    books = Schedule(4)
+    queue(books, job("a", "arm"))
+    run(books)
+    running = books.running
+    assert running
+    running.stop = "cancelled"
+    queue(books, job("b", "arm"))
+    assert running.stop == "cancelled"
 
 
 def test_an_id_in_use_is_refused_and_only_for_its_own_peer() -> None:
