@@ -11,17 +11,16 @@ from typing import Any
 
 from msgspec import structs
 
-import thor_dflash
 from thor_dflash.errors import PlanError, ThorError
 from thor_dflash.serve_config import ServeConfig
-from thor_dflash.serving import codec, device, fields, groot, security, wire
+from thor_dflash.serving import codec, device, fields, groot, hello, security, wire
 from thor_dflash.serving.backend import Prepared
 from thor_dflash.serving.codec import JSON, Head
 from thor_dflash.serving.door import Door, Letter
 from thor_dflash.serving.events import Events
 from thor_dflash.serving.life import Life
 from thor_dflash.serving.planner import admit, stopped
-from thor_dflash.serving.schedule import Job, Peer, Schedule
+from thor_dflash.serving.schedule import Job, Peer, Schedule, job_of
 from thor_dflash.serving.stats import Stats
 from thor_dflash.serving.work import (
     Checked,
@@ -79,6 +78,8 @@ class Desk:
         self._tell = tell
         self.books = Schedule(config.max_queue)
         self.stats = Stats()
+        self._owed: list[tuple[Peer, str]] = []
+        """Each `validate` and `prefix.drop` under way. They are no jobs."""
         self._simple: dict[str, Callable[[Peer, str], None]] = {
             "hello": self._hello,
             "ping": lambda peer, id: self._result(peer, id, groot.RUNNING),
@@ -124,9 +125,11 @@ class Desk:
             self._cancel(peer, request)
         elif isinstance(request, wire.PrefixDrop):
             self._backend()
+            self._owed.append((peer, request.id))
             self._hands.keep(Drop(peer, request))
         elif isinstance(request, wire.Validate):
             self._backend()
+            self._owed.append((peer, request.id))
             self._hands.check((peer, request))
         else:
             self._work(peer, request)
@@ -154,10 +157,9 @@ class Desk:
                 "bad_request", "persist must go with a server's serve.prefix_dir (got none)",
                 field="persist",
             )  # fmt: skip
-        job = _job(peer, request)
+        job = job_of(peer, request, time.monotonic())
         after = max(RETRY_MS, backend.rates.e2e_ms)
-        for old, error in self.books.arrive(job, after):
-            self._refuse(old.peer, old.request.id, error, old.seq)
+        self.books.arrive(job, after)
         self._tell("arrived", op=request.op, id=request.id, session=job.session)
         if isinstance(request, wire.Ask):
             self._hands.check(job)
@@ -168,36 +170,7 @@ class Desk:
     # --- operations
 
     def _hello(self, peer: Peer, id: str) -> None:
-        backend, c = self._life.backend, self._config
-        about = None if backend is None else backend.about
-        self._result(
-            peer,
-            id,
-            {
-                "server": {"name": "thor-dflash", "version": thor_dflash.__version__},
-                "versions": [wire.VERSION],
-                "model": about,
-                "features": () if about is None else about.features,
-                "limits": {
-                    "max_message": c.max_message,
-                    "max_queue": c.max_queue,
-                    "max_context": None if about is None else about.max_context,
-                    "max_schema": fields.SCHEMA_BYTES,
-                    "max_metadata": fields.METADATA_BYTES,
-                    "max_depth": codec.DEPTH,
-                    "prefill_chunk": None if about is None else about.prefill_chunk,
-                    "cancel_bound_ms": None if backend is None else backend.rates.bound_ms(),
-                },
-                "defaults": {
-                    "max_tokens": c.max_tokens,
-                    "thinking": c.thinking,
-                    "thinking_budget": c.thinking_budget,
-                },
-                "prefixes": [] if backend is None else backend.prefixes(),
-                "device": device.describe("" if about is None else about.engine),
-                "admin": c.allow_admin,
-            },
-        )
+        self._result(peer, id, hello.about(self._config, self._life.backend))
 
     def _health(self, peer: Peer, id: str) -> None:
         running = self.books.running is not None
@@ -246,10 +219,7 @@ class Desk:
     def posted(self, post: Checked | Validated | Kept | Said | Ended) -> None:
         """Take in what another thread has to say."""
         if isinstance(post, Validated):
-            if isinstance(post.outcome, PlanError):
-                self._refuse(post.peer, post.id, post.outcome)
-            else:
-                self._result(post.peer, post.id, post.outcome)
+            self._validated(post)
         elif isinstance(post, Said):
             self._say(post)
         elif isinstance(post, Checked):
@@ -260,6 +230,15 @@ class Desk:
             self._note(post)
             self._ended(post.job, post.outcome)
             self.dispatch()
+
+    def _validated(self, post: Validated) -> None:
+        if (post.peer, post.id) not in self._owed:
+            return  # it was given up
+        self._owed.remove((post.peer, post.id))
+        if isinstance(post.outcome, PlanError):
+            self._refuse(post.peer, post.id, post.outcome)
+        else:
+            self._result(post.peer, post.id, post.outcome)
 
     def _ended(self, job: Job, outcome: wire.Result | dict[str, Any] | PlanError) -> None:
         if isinstance(job.request, wire.PrefixPut) and isinstance(outcome, dict):
@@ -273,20 +252,26 @@ class Desk:
         if job.state != "running" or job.gone:
             return
         job.seq += 1
-        self._send(job.peer, chunk, droppable=chunk.kind in DROPPABLE)
+        droppable = chunk.kind in DROPPABLE
+        if not self._send(job.peer, chunk, job.request.id, chunk.seq, droppable=droppable):
+            self._abandon(lambda other: other is job)  # it has had its one final answer
 
     def _checked(self, job: Job, outcome: Prepared | PlanError) -> None:
         if job.state != "preparing":
             return
-        if isinstance(outcome, Prepared):
-            try:
-                left = None if job.deadline is None else 1e3 * (job.deadline - time.monotonic())
-                admit(outcome.min_ms, left)
-            except PlanError as e:
-                outcome = e
-        if isinstance(outcome, PlanError):
-            self.answer(job, outcome)
+        try:
+            if isinstance(outcome, PlanError):
+                raise outcome
+            assert self._life.backend is not None, "it has prepared this job"
+            left = None if job.deadline is None else 1e3 * (job.deadline - time.monotonic())
+            free = self.books.running is None
+            admit(outcome.min_ms, left, self._life.backend.rates, free=free)
+            displaced = self.books.accept(job)
+        except PlanError as e:
+            self.answer(job, e)
             return
+        for old, error in displaced:
+            self.answer(old, error)
         job.prepared, job.state = outcome, "queued"
         self.dispatch()
 
@@ -333,11 +318,23 @@ class Desk:
                 job.stop = job.stop or "cancelled"
             elif job.state != "keeping":
                 self.answer(job, PlanError("draining", "the server stops"))
+        self._owe_nothing(PlanError("draining", "the server stops"))
 
     def fail(self, error: ThorError) -> None:
         """The engine is gone: whoever waits gets an answer before the process ends."""
         for job in self.books.jobs():
             self.answer(job, PlanError("engine_fault", str(error)))
+        self._owe_nothing(PlanError("engine_fault", str(error)))
+
+    def _owe_nothing(self, error: PlanError) -> None:
+        for peer, id in self._owed:
+            self._refuse(peer, id, error)
+        self._owed.clear()
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything that was taken is answered."""
+        return not len(self.books) and not self._owed
 
     # --- answers
 
@@ -364,33 +361,35 @@ class Desk:
         )  # fmt: skip
         self.stats.result(outcome)
         if not job.gone:
-            self._send(job.peer, structs.replace(outcome, id=id, seq=seq))
+            self._send(job.peer, structs.replace(outcome, id=id, seq=seq), id, seq)
 
     def _refuse(self, peer: Peer, id: str | None, error: PlanError, seq: int = 0) -> None:
         self.stats.error(error)
-        self._send(peer, codec.failure(error, id, seq))
+        self._send(peer, codec.failure(error, id, seq), id, seq)
 
     def _result(self, peer: Peer, id: str, fields_: dict[str, Any]) -> None:
-        self._send(peer, {"v": wire.VERSION, "id": id, "type": "result", "seq": 0, **fields_})
+        self._send(peer, {"v": wire.VERSION, "id": id, "type": "result", "seq": 0, **fields_}, id)
 
     def _ack(self, peer: Peer, id: str, **fields_: bool) -> None:
-        self._send(peer, {"v": wire.VERSION, "id": id, "type": "ack", "seq": 0, **fields_})
+        self._send(peer, {"v": wire.VERSION, "id": id, "type": "ack", "seq": 0, **fields_}, id)
 
-    def _send(self, peer: Peer, message: object, *, droppable: bool = False) -> None:
-        body = peer.codec.encode(groot.answer(message) if peer.groot else message)
+    def _send(
+        self, peer: Peer, message: object, id: str | None, seq: int = 0, *, droppable: bool = False
+    ) -> bool:
+        """Whether the message could be written; else the request was answered with an error."""
+        written = True
+        try:
+            body = _body(peer, message)
+        except Exception:
+            # Whatever it holds: one answer must not take the other plans with it.
+            self._log(traceback.format_exc())
+            error = PlanError("internal", "the answer could not be written; the log says why")
+            self.stats.error(error)
+            body, droppable, written = _body(peer, codec.failure(error, id, seq)), False, False
         if self._door.send(peer.envelope, body, droppable=droppable) == "gone":
             self.lost(peer.routing)
+        return written
 
 
-def _job(peer: Peer, request: wire.Ask | wire.PrefixPut) -> Job:
-    now = time.monotonic()
-    named = request.session if isinstance(request, wire.Ask) else None
-    ms = request.deadline_ms if isinstance(request, wire.Ask) else None
-    return Job(
-        request=request,
-        peer=peer,
-        # Longer than an Id may be where the name is of the wire: no session can take a peer's.
-        session=named or "peer:" + peer.routing.hex().rjust(64, "0"),
-        arrived=now,
-        deadline=None if ms is None else now + 1e-3 * ms,
-    )
+def _body(peer: Peer, message: object) -> bytes:
+    return peer.codec.encode(groot.answer(message) if peer.groot else message)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -79,6 +80,8 @@ class Door:
         self.last_sent = -math.inf
         """When something was last sent, by the monotonic clock."""
         self._out, self._bell = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._ringing = threading.RLock()
+        """Held while the bell is used. A signal's handler may ring in the midst of that."""
         self._gone: set[int] = set()
         """Descriptors closed and not yet used again."""
         self._closed = False
@@ -120,9 +123,9 @@ class Door:
 
     def ring(self) -> None:
         """Wake the I/O thread. From any thread."""
-        # No OSError: it has been rung often enough, or nobody is at home any more.
-        with suppress(OSError):
-            os.write(self._bell, b"\0")
+        with self._ringing, suppress(BlockingIOError):  # it has been rung often enough
+            if self._bell >= 0:
+                os.write(self._bell, b"\0")
 
     def wait(self, seconds: float) -> Iterator[Letter | Left]:
         """Wait for something to happen; give what came in, oldest first, at most BURST of it."""
@@ -241,8 +244,11 @@ class Door:
             if source is not None:
                 source.close()
         self._context.term()
+        with self._ringing:
+            # Forgotten first: whoever rings later must not find another file under its number.
+            bell, self._bell = self._bell, -1
+            os.close(bell)
         os.close(self._out)
-        os.close(self._bell)
 
 
 def _descriptor(frame: zmq.Frame) -> int:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Literal
 
-from thor_dflash.records import as_table
 from thor_dflash.serving import wire
 from thor_dflash.serving.backend import Prepared
-from thor_dflash.serving.plan_text import close_partial
+from thor_dflash.serving.plan_text import close_partial, read_object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,18 +52,11 @@ def result(prepared: Prepared, decoded: Decoded) -> wire.Result:
 
 
 def _plan(decoded: Decoded) -> dict[str, object] | None:
-    whole = _object(decoded.text)
+    whole = read_object(decoded.text)
     if whole is not None or decoded.finish == "stop":
         return whole
     closed = close_partial(decoded.text)
-    return None if closed is None else _object(closed)
-
-
-def _object(text: str) -> dict[str, object] | None:
-    try:
-        return as_table(json.loads(text))
-    except (ValueError, RecursionError):
-        return None
+    return None if closed is None else read_object(closed)
 
 
 def _status(finish: wire.Finish, sound: bool) -> wire.Status:

@@ -2,13 +2,16 @@
 
 A plan is a JSON object; its steps are the objects in an array that is one of its values. Nothing
 here needs the whole text, and no text can break it: what is not such an object has no steps.
+
+What a model writes is read here and nowhere else, so that nothing comes of it that cannot be sent.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
+
+import msgspec
 
 from thor_dflash.records import as_table
 
@@ -76,10 +79,21 @@ class StepStream:
                 self._text.clear()
             self._text.append(letter)
             if self._scanner.feed(letter):
-                step = as_table(_value("".join(self._text)))
+                step = read_object("".join(self._text))
                 self._scanner.dead = step is None
                 steps += [] if step is None else [step]
         return steps
+
+
+def read_object(text: str) -> dict[str, object] | None:
+    """The object that JSON text says; None where it says none, or one that TDP/1 cannot carry."""
+    try:
+        value = msgspec.json.decode(text)
+        # Integers past 64 bits are read, and msgpack cannot write them.
+        msgspec.msgpack.encode(value)
+    except (msgspec.DecodeError, ValueError, OverflowError, RecursionError):
+        return None
+    return as_table(value)
 
 
 def close_partial(text: str) -> str | None:
@@ -88,12 +102,12 @@ def close_partial(text: str) -> str | None:
     A whole plan comes back as it is. None where no step is whole, or where the text is no plan.
     """
     whole = text.strip()
-    if as_table(_value(whole)) is not None:
+    if read_object(whole) is not None:
         return whole
     kept = _last_step(text)
     if kept is None:
         return None
-    plain = as_table(_value(f"{kept}]{_PLAIN_TAIL}"))
+    plain = read_object(f"{kept}]{_PLAIN_TAIL}")
     if plain is None:
         return None
     asks = "steps" in plain and "needs_clarification" not in plain
@@ -106,18 +120,3 @@ def _last_step(text: str) -> str | None:
         if scanner.feed(letter):
             end = at + 1
     return text[:end].strip() if end else None
-
-
-def _value(text: str) -> Any:
-    """What JSON text says; None where it is none that could be sent on."""
-    try:
-        value = json.loads(text, parse_constant=_refuse)
-        # Numbers past the doubles and halves of surrogate pairs are read, and cannot be written.
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, RecursionError):
-        return None
-    return value
-
-
-def _refuse(name: str) -> NoReturn:
-    raise ValueError(f"a number must be finite (got {name})")

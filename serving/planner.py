@@ -12,6 +12,7 @@ from msgspec import structs
 from thor_dflash.errors import PlanError, ThorError
 from thor_dflash.serving import fields, wire
 from thor_dflash.serving.backend import Backend, Run, Stop
+from thor_dflash.serving.rates import TRIAL, Rates
 
 
 class Planner(Protocol):
@@ -68,7 +69,7 @@ class LocalPlanner:
         begun = time.monotonic()
         left = left_of(ask, begun)
         prepared = self._backend.prepare(ask, left())
-        admit(prepared.min_ms, left())
+        admit(prepared.min_ms, left(), self._backend.rates)
         run = self._backend.start(prepared, left())
         return _events(run, left, ask)
 
@@ -102,19 +103,26 @@ def left_of(ask: wire.Ask, arrived: float) -> Callable[[], float | None]:
     return lambda: deadline - 1e3 * (time.monotonic() - arrived)
 
 
-def admit(min_ms: float, left_ms: float | None) -> None:
+def admit(min_ms: float, left_ms: float | None, rates: Rates, *, free: bool = True) -> None:
     """Refuse at once what cannot be done in time: a robot would rather hear no.
+
+    A machine that was slow is known to be fast again by its steps alone. So where the engine is
+    free and there were none, one plan after so many refusals is a trial.
 
     Raises:
         PlanError: deadline_infeasible, with the least deadline that could be met.
     """
-    if left_ms is not None and left_ms < min_ms:
-        raise PlanError(
-            "deadline_infeasible",
-            f"deadline_ms must leave {min_ms:.0f} ms or more (got {left_ms:.0f})",
-            field="deadline_ms",
-            min_ms=min_ms,
-        )
+    if left_ms is None or left_ms >= min_ms:
+        return
+    rates.refused += 1
+    if free and left_ms > 0 and rates.refused >= TRIAL:
+        return
+    raise PlanError(
+        "deadline_infeasible",
+        f"deadline_ms must leave {min_ms:.0f} ms or more (got {left_ms:.0f})",
+        field="deadline_ms",
+        min_ms=min_ms,
+    )
 
 
 def final(result: wire.Result, ask: wire.Ask) -> wire.Result:

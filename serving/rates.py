@@ -5,20 +5,30 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
 
-WEIGHT = 0.2
-"""Of a new measurement in a running mean: five plans back is history."""
+KEPT = 7
+"""Of the newest times, to take the median of: one that met another process changes nothing."""
+LENGTHS = 32
+"""Cycles that commit lengths are the mean of. None is longer than a block, so none outweighs the
+others, and the sum of them is what an answer is made of: a median is not."""
 RECENT = 512
 """Steps the worst one is looked for in."""
+TRIAL = 8
+"""Refusals in a row, nothing being measured between them, the last of which is a trial instead."""
 FIRST_STEP = 32
 """Tokens until a plan's first step is whole: goal and one call, as planner-nano writes them."""
 MARGIN = 1.25
-"""Of a predicted time, for what one mean does not tell."""
+"""Of a predicted time, for what one median does not tell."""
 
 
 @dataclass(slots=True)
 class Rates:
-    """Running means. Written by the engine thread, read by all: single words, no lock."""
+    """What was lately measured. Written by the engine thread, read by all: single words, no lock.
+
+    Only `refused` is also written by whoever admits plans.
+    """
 
     cycle_ms: float = 0.0
     """One verify cycle."""
@@ -31,31 +41,45 @@ class Rates:
     answer_len: float = 1.0
     """Tokens a cycle commits in the answer."""
     answer_tokens: float = 160.0
-    """Length of an answer. Starts at a plan of five steps."""
+    """Length of an answer. Until the first one, a plan of five steps."""
     e2e_ms: float = 0.0
     """One plan."""
     worst_chunk_ms: float = 0.0
     """The prefill step at the end of the longest prompt, measured before the first request."""
-    _recent: deque[float] = field(default_factory=lambda: deque[float](maxlen=RECENT))
+    refused: int = 0
+    """Plans refused for their deadline since a step was last measured."""
+    _recent: deque[float] = field(default_factory=partial(deque[float], maxlen=RECENT))
+    _cycles: deque[float] = field(default_factory=partial(deque[float], maxlen=KEPT))
+    _chunks: deque[float] = field(default_factory=partial(deque[float], maxlen=KEPT))
+    _thinking: deque[float] = field(default_factory=partial(deque[float], maxlen=LENGTHS))
+    _answer: deque[float] = field(default_factory=partial(deque[float], maxlen=LENGTHS))
+    _plans: deque[float] = field(default_factory=partial(deque[float], maxlen=KEPT))
+    _answers: deque[float] = field(default_factory=partial(deque[float], maxlen=KEPT))
 
     def cycle(self, ms: float, tokens: int, thinking: bool) -> None:
-        """A cycle committed `tokens`."""
-        self.cycle_ms = _mean(self.cycle_ms, ms)
+        """A cycle committed `tokens`; one that committed none says nothing of the others."""
+        self._step(ms)
+        if not tokens:
+            return
+        self.cycle_ms = _median(self._cycles, ms)
         if thinking:
-            self.thinking_len = _mean(self.thinking_len, tokens)
+            self.thinking_len = _mean(self._thinking, tokens)
         else:
-            self.answer_len = _mean(self.answer_len, tokens)
-        self._recent.append(ms)
+            self.answer_len = _mean(self._answer, tokens)
 
     def chunk(self, ms: float) -> None:
         """A prefill step ran."""
-        self.chunk_ms = _mean(self.chunk_ms, ms)
+        self._step(ms)
+        self.chunk_ms = _median(self._chunks, ms)
+
+    def _step(self, ms: float) -> None:
         self._recent.append(ms)
+        self.refused = 0
 
     def plan(self, ms: float, answer_tokens: int) -> None:
         """A plan was finished without being cut short."""
-        self.e2e_ms = _mean(self.e2e_ms, ms)
-        self.answer_tokens = _mean(self.answer_tokens, answer_tokens)
+        self.e2e_ms = _median(self._plans, ms)
+        self.answer_tokens = _median(self._answers, answer_tokens)
 
     def bound_ms(self) -> float:
         """Longest a cancel waits for the step under way, ms: twice the worst step, of those lately
@@ -87,5 +111,11 @@ class Rates:
         return max(0, int(spare / MARGIN / self.cycle_ms * self.thinking_len))
 
 
-def _mean(old: float, new: float) -> float:
-    return new if not old else (1 - WEIGHT) * old + WEIGHT * new
+def _median(kept: deque[float], new: float) -> float:
+    kept.append(new)
+    return median(kept)
+
+
+def _mean(kept: deque[float], new: float) -> float:
+    kept.append(new)
+    return sum(kept) / len(kept)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Literal
 
 from thor_dflash.errors import PlanError
@@ -69,6 +70,20 @@ class Job:
         return self.request.generation if isinstance(self.request, wire.Ask) else None
 
 
+def job_of(peer: Peer, request: wire.Ask | wire.PrefixPut, now: float) -> Job:
+    """A request that arrived at `now` (monotonic, s) as a job."""
+    named = request.session if isinstance(request, wire.Ask) else None
+    ms = request.deadline_ms if isinstance(request, wire.Ask) else None
+    return Job(
+        request=request,
+        peer=peer,
+        # Longer than an Id may be where the name is of the wire: no session can take a peer's.
+        session=named or "peer:" + peer.routing.hex().rjust(64, "0"),
+        arrived=now,
+        deadline=None if ms is None else now + 1e-3 * ms,
+    )
+
+
 class Schedule:
     """The jobs in the house."""
 
@@ -94,29 +109,40 @@ class Schedule:
         """All of them, in order of arrival."""
         return list(self._jobs)
 
-    def arrive(self, job: Job, retry_after_ms: float) -> list[tuple[Job, PlanError]]:
-        """Take a job in. Gives the waiting jobs it displaced, each with its answer.
+    def arrive(self, job: Job, retry_after_ms: float) -> None:
+        """Take a job in, to be checked. The others go on as if it had not come.
 
         Raises:
             PlanError: stale, busy, or an id that is in use. Nothing has changed.
         """
         self._check_id(job)
         self._check_generation(job)
-        displaced = self._displaced(job)
+        pending = [one for one in self._jobs if one.state == "preparing"]
+        # Counted as if all that is being checked were accepted: no session takes others' room by
+        # plans that displace each other. So those that a session has under check are bounded, too.
+        replaced = {old for one in (*pending, job) for old, _ in self._displaced(one)}
+        own = sum(one.session == job.session for one in pending)
         # One more than may wait: the one that runs, or is on its way to a free engine.
-        if len(self._jobs) - len(displaced) > self._max_queue:
+        if max(own, len(self._jobs) - len(replaced)) > self._max_queue:
             raise PlanError(
                 "busy", f"plans that wait must be <= {self._max_queue} (got as many)",
                 retry_after_ms=retry_after_ms,
             )  # fmt: skip
+        self._jobs.append(job)
+
+    def accept(self, job: Job) -> list[tuple[Job, PlanError]]:
+        """A job was found fit, and others make way for it: the running one is told to stop. Gives
+        the waiting ones it displaces, each with its answer.
+
+        Raises:
+            PlanError: stale. Nothing has changed.
+        """
+        self._check_generation(job)
         self._remember(job)
-        for old, _ in displaced:
-            self.leave(old)
         running = self.running
         if running and self._preempts(job, running):
             running.stop = running.stop or "preempted"
-        self._jobs.append(job)
-        return displaced
+        return self._displaced(job)
 
     def _check_id(self, job: Job) -> None:
         for other in self._jobs:
@@ -144,7 +170,7 @@ class Schedule:
 
     def _displaced(self, job: Job) -> list[tuple[Job, PlanError]]:
         out: list[tuple[Job, PlanError]] = []
-        for old in self.waiting:
+        for old in takewhile(lambda other: other is not job, self.waiting):
             older = None not in (job.generation, old.generation) and (
                 (old.generation or 0) < (job.generation or 0)
             )

@@ -197,8 +197,7 @@ class Server:
     def _over(self) -> bool:
         if self._life.failed is not None:
             return True
-        done = not len(self._desk.books) and not self._door.holding
-        return self._life.stopping and done
+        return self._life.stopping and self._desk.idle and not self._door.holding
 
     def _close(self) -> None:
         for inbox in (self._engine, self._clerk, self._keeper):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Iterator
 
@@ -129,3 +131,38 @@ def test_a_bell_wakes_and_does_not_ring_on(door: Door) -> None:
     begin = time.monotonic()
     assert list(door.wait(0.05)) == []
     assert time.monotonic() - begin >= 0.04
+
+
+def test_a_bell_that_is_rung_after_the_end_writes_into_nobodys_file() -> None:
+    it = Door(ServeConfig(bind=("tcp://127.0.0.1:*",)))
+    bell = it._bell
+    it.close()
+    out, other = os.pipe()
+    try:
+        os.dup2(other, bell)  # as the next file to be opened may well be given the number
+        it.ring()
+        os.set_blocking(out, False)
+        with pytest.raises(BlockingIOError):
+            os.read(out, 1)
+    finally:
+        for descriptor in {out, other, bell}:
+            os.close(descriptor)
+
+
+def test_a_signal_may_ring_while_the_bell_is_rung(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = Door(ServeConfig(bind=("tcp://127.0.0.1:*",)))
+    write, rung = os.write, list[int]()
+
+    def interrupted(bell: int, data: bytes) -> int:
+        rung.append(bell)
+        if len(rung) == 1:
+            it.ring()
+        return write(bell, data)
+
+    monkeypatch.setattr(os, "write", interrupted)
+    thread = threading.Thread(target=it.ring, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive(), "and closing it would wait for ever, too"
+    assert len(rung) == 2
+    it.close()

@@ -73,6 +73,29 @@ def test_a_client_that_comes_back_under_its_name_gets_its_own_answers_only(house
     context.term()
 
 
+@pytest.mark.parametrize("streams", [True, False])
+def test_work_for_a_client_that_cannot_be_reached_is_dropped(
+    house: Any, monkeypatch: pytest.MonkeyPatch, streams: bool
+) -> None:
+    server, held = house.held(watchdog_s=60.0)
+    peer = house.peer(server)
+    peer.send(**SMALL, id="a", session="a", thinking="off", stream="all" if streams else False)
+    peer.send(**SMALL, id="b", session="b")
+    until(lambda: peer.ask(op="health", id="h")["waiting"] == 1)
+    assert held.waiting.wait(20)
+    if streams:
+        monkeypatch.setattr(server._door, "send", lambda *_, **__: "gone")
+        held.let(1)
+    else:
+        (routing,) = {job.peer.routing for job in server._desk.books.jobs()}
+        monkeypatch.setattr(server._door, "retry", lambda now: [routing])
+        server._door.ring()
+    until(lambda: len(server._desk.books) < 2)
+    held.let()
+    until(lambda: held.ended == ["cancelled"])
+    assert held.started == ["a"]
+
+
 # --- beginning and end
 
 
@@ -124,6 +147,20 @@ def test_stopping_finishes_what_was_taken_and_takes_no_more(house: Any) -> None:
     assert peer.final("b")["status"] == "ok"
 
 
+def test_the_end_waits_for_answers_that_a_slow_reader_has_not_taken(
+    house: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = house.mock()
+    peer = house.peer(server)
+    with monkeypatch.context() as full:
+        full.setattr(server._door, "_send", lambda message: "held")
+        peer.send(op="ping", id="p")
+        until(lambda: server._door.holding)
+        server.stop()
+        until(lambda: server._life.stopping)
+    assert peer.receive()["id"] == "p"
+
+
 def test_a_second_stop_does_not_wait(house: Any) -> None:
     server, held = house.held()
     peer = house.peer(server)
@@ -136,6 +173,75 @@ def test_a_second_stop_does_not_wait(house: Any) -> None:
     assert peer.final("b")["code"] == "draining"
     held.let()
     assert peer.final("a")["code"] == "cancelled"
+
+
+class Slow(MockBackend):
+    """Takes as long as it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(ServeConfig())
+        self.begun = threading.Semaphore(0)
+        self.go, self.pinned = threading.Event(), threading.Event()
+
+    def validate(self, request: Any) -> Any:
+        self.begun.release()
+        assert self.go.wait(20)
+        return super().validate(request)
+
+    def pin(self, request: Any, stopped: Any) -> Any:
+        self.begun.release()
+        assert self.pinned.wait(20)
+        return super().pin(request, stopped)
+
+    def drop(self, prefix_id: str) -> bool:
+        self.begun.release()
+        assert self.go.wait(20)
+        return super().drop(prefix_id)
+
+
+OWED = (
+    {"op": "validate", "id": "v", "prompt": "x"},
+    {"op": "prefix.drop", "id": "d", "prefix_id": "x"},
+)
+
+
+def owing(house: Any) -> tuple[Any, Any, Slow]:
+    """A server of which a validation and a dropped prefix are under way, and who waits for them."""
+    backend = Slow()
+    server = house.serve(backend, watchdog_s=60.0)
+    peer = house.peer(server)
+    for fields in OWED:
+        peer.send(**fields)
+        assert backend.begun.acquire(timeout=20)
+    return server, peer, backend
+
+
+def test_stopping_finishes_what_clerk_and_keeper_have(house: Any) -> None:
+    server, peer, backend = owing(house)
+    server.stop()
+    until(lambda: peer.ask(op="health", id="h")["state"] == "draining")
+    backend.go.set()
+    assert {reply["id"]: reply["type"] for reply in (peer.receive(), peer.receive())} == {
+        "v": "result", "d": "result"
+    }  # fmt: skip
+    until(lambda: server._desk.idle)
+    assert not server._desk.stats.refused, "nothing was given up"
+
+
+def test_a_second_stop_waits_for_neither(house: Any) -> None:
+    server, peer, backend = owing(house)
+    peer.send(op="prefix.put", id="p", prefix_id="x", system="x")
+    assert backend.begun.acquire(timeout=20)
+    server.stop()
+    server.stop()
+    assert {reply["id"]: reply["code"] for reply in (peer.receive(), peer.receive())} == {
+        "v": "draining", "d": "draining"
+    }  # fmt: skip
+    backend.go.set()
+    for _ in range(3):
+        assert peer.ask(op="ping", id="g")["id"] == "g", "each is answered once"
+    backend.pinned.set()
+    assert peer.receive()["id"] == "p"
 
 
 def test_admin_is_for_those_who_were_let(house: Any, tmp_path: Path) -> None:
@@ -151,6 +257,37 @@ def test_admin_is_for_those_who_were_let(house: Any, tmp_path: Path) -> None:
     assert peer.ask(op="shutdown", id="d")["stopping"] is True
     held.let()
     assert peer.final("a")["status"] == "ok"
+
+
+def test_each_step_is_a_sign_of_life_and_no_work_needs_none(house: Any) -> None:
+    server, held = house.held()
+    peer, pulse = house.peer(server), server._life.pulse
+    peer.send(**SMALL, id="a")
+    assert held.waiting.wait(20)
+    for step in range(1, 4):
+        before = pulse.at
+        held.let(1)
+        until(lambda step=step: held.steps == step and held.waiting.is_set())  # type: ignore[misc]
+        assert pulse.busy
+        assert pulse.at > before
+    held.let()
+    assert peer.final("a")["status"] == "ok"
+    assert pulse.age(time.monotonic() + 3600) == 0, "an idle engine is not a hung one"
+
+
+def test_a_prefix_gives_signs_of_life_too(house: Any) -> None:
+    class Long(MockBackend):
+        def pin(self, request: Any, stopped: Any) -> Any:
+            begun = server._life.pulse.at
+            assert not stopped()
+            signs.append(server._life.pulse.at > begun)
+            return super().pin(request, stopped)
+
+    signs: list[bool] = []
+    server = house.serve(Long(ServeConfig()))
+    reply = house.peer(server).ask(op="prefix.put", id="p", prefix_id="x", system="x")
+    assert reply["type"] == "result"
+    assert signs == [True]
 
 
 def test_a_hung_engine_ends_the_process_for_the_next_one_to_start() -> None:
@@ -195,12 +332,16 @@ def test_an_engine_that_is_lost_ends_the_server_after_an_answer_for_everybody() 
             gate.wait(20)
             raise EngineLost("the device answers nothing else")
 
+        def validate(self, request: Any) -> Any:
+            late.wait(20)
+            return super().validate(request)
+
     def run() -> None:
         with pytest.raises(EngineLost, match="answers nothing else"):
             server.run()
         ended.set()
 
-    gate, ended = threading.Event(), threading.Event()
+    gate, late, ended = threading.Event(), threading.Event(), threading.Event()
     settings = ServeConfig(bind=("tcp://127.0.0.1:*",))
     log: list[str] = []
     server = Server(lambda: Lost(ServeConfig()), settings, log=log.append)
@@ -219,12 +360,14 @@ def test_an_engine_that_is_lost_ends_the_server_after_an_answer_for_everybody() 
     until(lambda: any(line.startswith("ready after") for line in log))
     for name in "ab":
         ask(op="plan", prompt="x", id=name, session=name)
+    ask(op="validate", id="v", prompt="x")
     ask(op="health", id="h")
-    assert answer()["id"] == "h", "both plans are in the house"
+    assert answer()["id"] == "h", "all three are in the house"
     gate.set()
-    assert {(r["id"], r["code"]) for r in (answer(), answer())} == {
-        (n, "engine_fault") for n in "ab"
+    assert {(r["id"], r["code"]) for r in (answer(), answer(), answer())} == {
+        (n, "engine_fault") for n in "abv"
     }
+    late.set()
     assert ended.wait(20)
     peer.close()
     context.term()

@@ -107,6 +107,25 @@ def test_what_does_not_fit_is_refused_with_the_limit(backend: LiveBackend) -> No
     assert caught.value.code == "prompt_too_long"
 
 
+def test_the_context_is_used_to_its_last_token_and_no_further(backend: LiveBackend) -> None:
+    limit, closing = backend.session.model.limit, len(backend.text.encode(backend._close))
+    assert closing
+    ask = Ask(prompt="x", thinking="on", thinking_budget=9)
+    used = len(backend.prepare(ask, None).prompt) + closing
+    for room in (9, 8, 0):
+        tight = backend.prepare(structs.replace(ask, max_tokens=limit - used - room), None)
+        assert tight.thinks
+        assert tight.budget == room, "thinking takes what the answer leaves"
+    with pytest.raises(PlanError) as caught:
+        backend.prepare(structs.replace(ask, max_tokens=limit - used + 1), None)
+    assert caught.value.code == "prompt_too_long"
+    plain = Ask(prompt="x", thinking="off")
+    used = len(backend.prepare(plain, None).prompt)
+    assert backend.prepare(structs.replace(plain, max_tokens=limit - used), None).budget == 0
+    with pytest.raises(PlanError, match=f"<= {limit}"):
+        backend.prepare(structs.replace(plain, max_tokens=limit - used + 1), None)
+
+
 def test_cancelling_leaves_the_next_plan_as_it_was(backend: LiveBackend) -> None:
     ask = Ask(prompt="Pick the mug.", thinking_budget=8, parts=("tokens",))
     whole = LocalPlanner(backend).plan(ask).tokens
@@ -132,7 +151,11 @@ def test_a_pinned_prefix_saves_reading_and_changes_nothing(backend: LiveBackend)
     cold = planner.plan(ask)
     put = backend.pin(PrefixPut(prefix_id="arm", system=SYSTEM), lambda: False)
     assert put["tokens"] > put["held"] > 0
-    assert backend.prepare(ask, None).cached == put["held"], "deadlines know of it"
+    prepared = backend.prepare(ask, None)
+    assert prepared.cached == put["held"]
+    new = len(prepared.prompt) - put["held"]
+    assert prepared.min_ms == backend.rates.min_ms(new, 40, whole=False), "deadlines know of it"
+    assert prepared.min_ms < backend.rates.min_ms(len(prepared.prompt), 40, whole=False)
     warm = planner.plan(ask)
     named = planner.plan(structs.replace(ask, prefix_id="arm"))
     assert cold.usage.cached_tokens == 0

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thor_dflash.serving.plan_text import StepStream, close_partial
+from thor_dflash.serving.plan_text import StepStream, close_partial, read_object
 
 words = st.text(st.characters(codec="utf-8"), max_size=6)
 values = st.recursive(
@@ -91,6 +91,7 @@ def test_no_text_breaks_it_and_nothing_broken_comes_of_it(text: str) -> None:
         ('{"steps":[{"id":NaN},', None),
         ('{"steps":[{"id":1e999},', None),
         ('{"steps":[{"id":"\\ud800"},', None),
+        ('{"steps":[{"id":18446744073709551616},', None),
         ('{"steps":[{"id":1}}', {"steps": 1}),
         ("[" * 100_000, None),
         ('{"a":' * 100_000, None),
@@ -107,6 +108,32 @@ def test_examples(text: str, kept: dict[str, Any] | None) -> None:
     found = json.loads(closed)
     for key, value in kept.items():
         assert (len(found[key]) if isinstance(found[key], list) else found[key]) == value
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["NaN", "-Infinity", "1e999", "-1e999", "9" * 400 + ".0", "18446744073709551616",
+     "-9223372036854775809", "9" * 5000, '"\\ud800"', '"\\udc00 "', '{"\\ud800":1}', '"\ud800"'],
+    ids=lambda value: ascii(value[:24]),
+)  # fmt: skip
+def test_what_the_protocol_cannot_carry_is_not_read(value: str) -> None:
+    assert read_object(f'{{"a":{value}}}') is None
+    assert read_object(f'{{"a":[1,{{"b":{value}}}]}}') is None
+    assert StepStream().feed(f'{{"steps":[{{"a":{value}}},{{"b":1}}]}}') == []
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["18446744073709551615", "-9223372036854775808", "1.7976931348623157e308", "1e-999", "-0",
+     "0.1", '"\\ud83d\\ude00"', '"\\u0000"', "[[]]", "null"],
+)  # fmt: skip
+def test_what_it_can_carry_is_read_as_it_is(value: str) -> None:
+    assert read_object(f' {{"a":{value}}}\n') == {"a": json.loads(value)}
+
+
+@pytest.mark.parametrize("text", ["[1]", "1", "null", "", "{", '{"a":1} {', "[" * 100_000])
+def test_what_is_no_object_is_not_read(text: str) -> None:
+    assert read_object(text) is None
 
 
 def test_what_follows_a_plan_is_no_step() -> None:

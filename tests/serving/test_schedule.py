@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thor_dflash.errors import PlanError
-from thor_dflash.serving import wire
+from thor_dflash.serving import schedule, wire
 from thor_dflash.serving.codec import JSON
 from thor_dflash.serving.schedule import Job, Peer, Schedule
 
@@ -28,9 +28,16 @@ def queue(books: Schedule, *jobs: Job) -> list[tuple[str, str]]:
     """Take jobs in, ready to run. Gives who was displaced and why."""
     out: list[tuple[str, str]] = []
     for one in jobs:
-        out += [(old.request.id, error.code) for old, error in books.arrive(one, 10.0)]
-        one.state = "queued"
+        books.arrive(one, 10.0)
+        out += accept(books, one)
     return out
+
+
+def accept(books: Schedule, one: Job) -> list[tuple[str, str]]:
+    displaced = books.accept(one)
+    assert all(books.leave(old) for old, _ in displaced)
+    one.state = "queued"
+    return [(old.request.id, error.code) for old, error in displaced]
 
 
 def run(books: Schedule) -> str | None:
@@ -94,6 +101,50 @@ def test_the_latest_stops_the_running_one() -> None:
     assert running.stop == "preempted"
 
 
+def test_a_plan_that_is_not_accepted_changes_nothing_for_the_others() -> None:
+    books = Schedule(2)
+    queue(books, job("a", "arm", generation=1))
+    run(books)
+    queue(books, job("b", "arm", generation=1, preempt="none"))
+    bad = job("c", "arm", generation=9, priority=9, preempt="lower")
+    books.arrive(bad, 1.0)
+    running = books.running
+    assert running
+    assert running.stop is None
+    assert books.leave(bad), "the clerk refused it"
+    assert [one.request.id for one in books.jobs()] == ["a", "b"]
+    assert queue(books, job("d", "arm", generation=2)) == [("b", "stale")], "9 was never seen"
+    assert running.stop == "preempted"
+
+
+def test_a_plan_that_is_checked_makes_way_for_no_earlier_one() -> None:
+    books = Schedule(4)
+    first, second = job("a", "arm", generation=2), job("b", "arm", generation=1)
+    for one in (first, second):
+        books.arrive(one, 1.0)
+    assert accept(books, first) == []
+    with pytest.raises(PlanError) as caught:
+        books.accept(second)
+    assert caught.value.code == "stale", "a newer one was accepted since it came"
+    assert first.state == "queued"
+
+
+def test_plans_of_a_session_that_are_checked_take_one_place_and_are_bounded() -> None:
+    books = Schedule(2)
+    queue(books, job("a", "leg"))
+    run(books)
+    flood = [job(f"{i}", "arm") for i in range(3)]
+    for one in flood:
+        books.arrive(one, 1.0)
+    with pytest.raises(PlanError, match="wait"):
+        books.arrive(job("3", "arm"), 1.0)
+    queue(books, job("b", "foot"))
+    with pytest.raises(PlanError, match="wait"):
+        books.arrive(job("c", "hand"), 1.0)
+    assert [accept(books, one) for one in flood] == [[], [("0", "preempted")], [("1", "preempted")]]
+    assert [one.request.id for one in books.jobs()] == ["a", "2", "b"]
+
+
 @pytest.mark.parametrize(("priority", "stop"), [(4, None), (5, None), (6, "preempted")])
 def test_lower_means_lower(priority: int, stop: str | None) -> None:
     books = Schedule(4)
@@ -113,6 +164,27 @@ def test_plans_for_an_older_world_are_stale() -> None:
         books.arrive(job("c", "arm", generation=7), 1.0)
     assert (caught.value.code, caught.value.field) == ("stale", "generation")
     assert queue(books, job("d", "leg", generation=1)) == [], "another session, another count"
+
+
+def test_the_session_that_was_silent_longest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule, "SESSIONS", 2)
+    books = Schedule(8)
+    for id, session in (("a", "arm"), ("b", "leg"), ("c", "arm"), ("d", "foot")):
+        queue(books, job(id, session, generation=7))
+    with pytest.raises(PlanError, match="generation"):
+        books.arrive(job("e", "arm", generation=6), 1.0)
+    assert queue(books, job("f", "leg", generation=6)) == [("b", "preempted")], "and not stale"
+
+
+def test_who_was_stopped_first_is_told_the_first_reason() -> None:
+    books = Schedule(4)
+    queue(books, job("a", "arm"))
+    run(books)
+    running = books.running
+    assert running
+    running.stop = "cancelled"
+    queue(books, job("b", "arm"))
+    assert running.stop == "cancelled"
 
 
 def test_an_id_in_use_is_refused_and_only_for_its_own_peer() -> None:
@@ -142,27 +214,31 @@ def test_a_job_is_found_by_its_own_connection_or_by_name() -> None:
     assert not books.find("b", b"p", "arm")
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2), st.integers(0, 9)), max_size=60))
+@given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 2), st.integers(0, 9)), max_size=60))
 def test_every_job_leaves_once(steps: list[tuple[int, int, int]]) -> None:
     books, left, taken = Schedule(3), list[str](), 0
     for number, (what, session, value) in enumerate(steps):
+        checked = next((one for one in books.jobs() if one.state == "preparing"), None)
         if what < 3:
             preempt = ("none", "same_session", "lower")[what]
             one = job(f"{number}", f"s{session}", priority=value, preempt=preempt)
             try:
-                displaced = books.arrive(one, 1.0)
+                books.arrive(one, 1.0)
             except PlanError:
                 continue
             taken += 1
-            one.state = "queued"
-            left += [old.request.id for old, _ in displaced]
-        elif what == 3 or books.running is None:
+        elif what < 5 and checked:
+            left += [id for id, _ in accept(books, checked)]
+        elif what == 5 and checked:
+            assert books.leave(checked)
+            left.append(checked.request.id)
+        elif what == 6 or books.running is None:
             run(books)
         else:
             running = books.running
             assert books.leave(running)
             assert not books.leave(running), "twice"
             left.append(running.request.id)
-        assert len(books) <= 4
+        assert len(books) <= 16, "a full house of sessions, each with its checks"
     left += [one.request.id for one in books.jobs()]
     assert len(left) == len(set(left)) == taken

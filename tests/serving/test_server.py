@@ -163,6 +163,26 @@ def test_the_latest_plan_of_a_session_wins(house: Any) -> None:
     assert held.ended == ["preempted", None]
 
 
+def test_a_plan_that_is_refused_takes_no_other_plans_place(house: Any) -> None:
+    server, held = house.held()
+    held.rates.cycle_ms = 1e6
+    peer = house.peer(server)
+    peer.send(**SMALL, id="a", session="arm", generation=1)
+    assert held.waiting.wait(20)
+    peer.send(**SMALL, id="b", session="arm", generation=1, preempt="none")
+    newer = {"op": "plan", "session": "arm", "generation": 9, "priority": 9, "preempt": "lower"}
+    for fields, code in (
+        ({"prompt": "x", "json_schema": {"type": 7}}, "schema_invalid"),
+        ({"prompt": "x " * 9000}, "prompt_too_long"),
+        ({"prompt": "x", "deadline_ms": 60_000}, "deadline_infeasible"),
+    ):
+        assert peer.ask(**newer, **fields, id="bad")["code"] == code
+    held.let()
+    assert peer.final("a")["status"] == "ok"
+    assert peer.final("b")["status"] == "ok"
+    assert peer.ask(**SMALL, id="c", session="arm", generation=2)["status"] == "ok"
+
+
 def test_cancel_takes_the_step_under_way_and_no_more(house: Any) -> None:
     server, held = house.held()
     peer = house.peer(server)

@@ -34,17 +34,25 @@ def test_what_happens_is_written_down_and_prompts_are_not(house: Any, tmp_path: 
     peer = house.peer(server)
     peer.send(**SMALL, id="a", session="arm")
     assert held.waiting.wait(20)
+    peer.send(**SMALL, id="0", session="leg")
+    peer.send(**SMALL, id="1", session="leg")
+    assert peer.final("0")["code"] == "preempted"
+    assert peer.ask(op="cancel", id="c", target="1")["cancelled"] is True
+    assert peer.final("1")["code"] == "cancelled"
     peer.send(**SMALL, id="b")
     assert peer.ask(op="cancel", id="c", target="b")["cancelled"] is True
     assert peer.final("b")["code"] == "cancelled"
     held.let()
     assert peer.final("a")["status"] == "ok"
     assert peer.ask(op="prefix.put", id="p", prefix_id="x", system="You plan.")["tokens"] == 2
+    finished = peer.ask(op="stats", id="s")["finished"]
+    assert finished == {"preempted": 1, "cancelled": 2, "stop": 1}
     house.close()
     told = lines(path)
     assert [t["t"] for t in told] == sorted(t["t"] for t in told)
     assert [(t["event"], t.get("id")) for t in told if "id" in t] == [
-        ("arrived", "a"), ("begun", "a"), ("arrived", "b"), ("cancel", "b"), ("refused", "b"),
+        ("arrived", "a"), ("begun", "a"), ("arrived", "0"), ("arrived", "1"), ("refused", "0"),
+        ("cancel", "1"), ("refused", "1"), ("arrived", "b"), ("cancel", "b"), ("refused", "b"),
         ("answered", "a"), ("arrived", "p"), ("begun", "p"), ("pinned", "p"),
     ]  # fmt: skip
     states = [t["state"] for t in told if t["event"] == "state"]

@@ -1,0 +1,135 @@
+"""What a step is taken to cost: one slow step changes nothing, and no verdict is for ever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from thor_dflash.errors import PlanError
+from thor_dflash.serve_config import ServeConfig
+from thor_dflash.serving.client import Ask
+from thor_dflash.serving.mock import MockBackend
+from thor_dflash.serving.planner import LocalPlanner, admit
+from thor_dflash.serving.rates import KEPT, LENGTHS, TRIAL, Rates
+
+
+def measured() -> Rates:
+    rates = Rates(chunk_tokens=64)
+    for _ in range(KEPT):
+        rates.cycle(95.0, 4, thinking=False)
+        rates.cycle(95.0, 3, thinking=True)
+        rates.chunk(50.0)
+        rates.plan(4000.0, 150)
+    return rates
+
+
+def predicted(rates: Rates) -> list[float]:
+    return [
+        rates.min_ms(640, 512, whole=False),
+        rates.min_ms(640, 512, whole=True),
+        rates.thinking_room(30_000.0, 640, 512),
+        rates.e2e_ms,
+    ]
+
+
+def test_predictions_are_what_was_measured() -> None:
+    rates = measured()
+    assert predicted(rates)[:2] == [500 + 95 * 32 / 4, 500 + 95 * 150 / 4]
+    assert rates.e2e_ms == 4000.0
+    half = Rates()
+    for tokens in (1, 1, 1, 9):
+        half.cycle(10.0, tokens, thinking=False)
+    assert half.answer_len == 3, "what four cycles commit is their sum"
+
+
+def test_one_outlier_changes_nothing() -> None:
+    rates = measured()
+    before = predicted(rates)
+    rates.cycle(3000.0, 4, thinking=False)
+    rates.cycle(0.0, 3, thinking=True)
+    rates.chunk(9000.0)
+    rates.plan(60_000.0, 4000)
+    assert predicted(rates) == before
+    assert rates.bound_ms() == 18_000, "but a cancel may have to wait for such a one"
+
+
+def test_a_cycle_that_commits_nothing_says_nothing_of_the_others() -> None:
+    rates = measured()
+    before = predicted(rates)
+    for _ in range(2 * LENGTHS):
+        rates.cycle(950.0, 0, thinking=False)
+        rates.cycle(950.0, 0, thinking=True)
+    assert predicted(rates) == before
+    assert rates.bound_ms() == 1900
+
+
+def test_a_machine_that_became_slower_is_known_to_be() -> None:
+    rates = measured()
+    for _ in range(LENGTHS):
+        rates.cycle(190.0, 2, thinking=False)
+        rates.chunk(100.0)
+    assert rates.min_ms(640, 512, whole=False) == 1000 + 190 * 32 / 2
+
+
+def refused(rates: Rates, times: int, left_ms: float = 700.0, *, free: bool = True) -> int:
+    codes: list[str] = []
+    for _ in range(times):
+        try:
+            admit(1260.0, left_ms, rates, free=free)
+        except PlanError as e:
+            codes.append(e.code)
+    assert set(codes) <= {"deadline_infeasible"}
+    return len(codes)
+
+
+def test_after_refusals_enough_a_plan_is_a_trial() -> None:
+    rates = measured()
+    assert refused(rates, TRIAL) == TRIAL - 1
+    assert refused(rates, 1) == 0, "the trial may not have begun: so is the next one"
+    rates.chunk(50.0)
+    assert refused(rates, TRIAL) == TRIAL - 1, "a step was measured"
+    rates.cycle(95.0, 0, thinking=False)
+    assert refused(rates, TRIAL) == TRIAL - 1
+
+
+def test_there_is_no_trial_while_another_plan_is_measured_or_without_time() -> None:
+    rates = measured()
+    assert refused(rates, 3 * TRIAL, free=False) == 3 * TRIAL
+    assert refused(rates, 3 * TRIAL, left_ms=0.0) == 3 * TRIAL
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_a_machine_that_was_slow_for_a_minute_is_trusted_again(house: Any, local: bool) -> None:
+    backend = MockBackend(ServeConfig())
+    backend.rates.cycle_ms = 1e7
+    peer = None if local else house.peer(house.serve(backend))
+
+    def ask(number: int) -> str:
+        if peer:
+            reply = peer.ask(op="plan", id=f"{number}", prompt="x", deadline_ms=60_000)
+            return str(reply.get("code") or reply["status"])
+        try:
+            return LocalPlanner(backend).plan(Ask(prompt="x", deadline_ms=60_000)).status
+        except PlanError as e:
+            return e.code
+
+    said = [ask(number) for number in range(TRIAL + 2)]
+    assert said == ["deadline_infeasible"] * (TRIAL - 1) + ["ok"] * 3
+
+
+def test_there_is_no_trial_while_a_plan_runs(house: Any) -> None:
+    server, held = house.held()
+    held.rates.cycle_ms = 1e7
+    peer = house.peer(server)
+    peer.send(op="plan", id="good", session="arm", prompt="x")
+    assert held.waiting.wait(20)
+    for number in range(2 * TRIAL):
+        ask = {"op": "plan", "id": f"{number}", "session": "leg", "prompt": "x"}
+        peer.send(**ask, preempt="none", deadline_ms=60_000)
+        # The clerk goes by order of arrival: a plan that is not refused by now is taken.
+        peer.send(op="validate", id="v", prompt="x")
+        assert peer.receive().get("code") == "deadline_infeasible"
+        assert peer.receive()["id"] == "v"
+    held.let()
+    assert peer.final("good")["status"] == "ok"

@@ -1,0 +1,34 @@
+"""What a server counts."""
+
+from __future__ import annotations
+
+from thor_dflash.serving import wire
+from thor_dflash.serving.stats import KEPT, Stats
+
+
+def test_percentiles_are_plans_that_were() -> None:
+    stats = Stats()
+    for number in range(KEPT + 100, 0, -1):
+        times = wire.Timings(queue_ms=number, e2e_ms=2.0 * number)
+        stats.result(wire.Result(finish_reason="stop", timings=times))
+    shown = stats.show()["percentiles"]
+    # Of 1 to 256: the first of those that so many hundredths are below.
+    assert shown["queue_ms"] == {"p50": 129, "p90": 231, "p99": 254}
+    assert shown["e2e_ms"] == {"p50": 258, "p90": 462, "p99": 508}
+    assert shown["ttfa_ms"] is None
+    one = Stats()
+    one.result(wire.Result(finish_reason="stop", timings=wire.Timings(queue_ms=7)))
+    assert one.show()["percentiles"]["queue_ms"] == {"p50": 7, "p90": 7, "p99": 7}
+
+
+def test_speculation_is_summed() -> None:
+    stats = Stats()
+    for accepted in ((2, 1), (3, 0, 1)):
+        spec = wire.Spec(cycles=5, drafted=20, accepted=7, forced=1, accepted_per_position=accepted)
+        stats.result(wire.Result(finish_reason="stop", spec=spec))
+    stats.result(wire.Result(finish_reason="stop"))
+    assert stats.show()["spec"] == {
+        "cycles": 10, "drafted": 40, "accepted": 14, "forced": 2,
+        "accepted_per_position": [5, 1, 1],
+    }  # fmt: skip
+    assert stats.show()["finished"] == {"stop": 3}
