@@ -13,6 +13,7 @@ import math
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -110,9 +111,18 @@ class Server:
 
     def _start(self, target: Callable[[], None]) -> None:
         # Daemons: a hung engine must not keep a process alive that was told to end.
-        thread = threading.Thread(target=target, daemon=True)
+        thread = threading.Thread(target=lambda: self._or_fail(target), daemon=True)
         self._threads.append(thread)
         thread.start()
+
+    def _or_fail(self, target: Callable[[], None]) -> None:
+        """A server that lost a thread would look healthy and answer nothing."""
+        try:
+            target()
+        except BaseException:  # a panic of a library in Rust is no Exception
+            fault = "the server's threads must go on (got an unexpected fault, see the log)"
+            self._post(Failed(ThorError(fault)))
+            self._log(traceback.format_exc())
 
     def _post(self, post: Post) -> None:
         self._posts.put(post)
@@ -166,9 +176,10 @@ class Server:
         result = outcome if isinstance(outcome, wire.Result) else None
         try:
             path = write(Path(self._config.trace_dir), job.request.id, trace.events(result))
-            self._log(f"{job.request.id} took {trace.took_ms():.0f} ms: its steps are in {path}")
         except OSError as e:
             self._log(f"{self._config.trace_dir} must be a directory for traces (got: {e})")
+        else:
+            self._log(f"{job.request.id} took {trace.took_ms():.0f} ms: its steps are in {path}")
 
     def _changed(self) -> None:
         state = self._life.state(self._desk.books.running is not None)

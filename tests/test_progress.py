@@ -47,6 +47,15 @@ def test_a_task_that_fails_is_not_done() -> None:
     assert out.getvalue() == "rows\n"
 
 
+def test_lines_that_cannot_be_written_end_no_work() -> None:
+    class Full(io.StringIO):
+        def write(self, text: str, /) -> int:
+            raise OSError(28, "No space left on device")
+
+    with Lines(Full()).task("rows") as task:
+        task.advance(1)
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Literal, Protocol, Self, TextIO
 
@@ -97,7 +98,8 @@ class Lines:
         """See Progress."""
 
     def _say(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        with suppress(OSError):  # a full disk under a log is no reason to end the work
+            print(text, file=self._stream, flush=True)
 
 
 class Bars:

@@ -326,6 +326,32 @@ def test_a_hung_engine_ends_the_process_for_the_next_one_to_start() -> None:
     context.term()
 
 
+@pytest.mark.parametrize("thread", ["engine", "clerk"])
+def test_a_thread_that_dies_ends_the_server(
+    house: Any, monkeypatch: pytest.MonkeyPatch, thread: str
+) -> None:
+    class Panic(BaseException):
+        """As of a library in Rust."""
+
+    def panic(*_: object) -> Any:
+        raise Panic("secret detail")
+
+    backend = MockBackend(ServeConfig(), 0.002)
+    if thread == "clerk":
+        monkeypatch.setattr(backend, "prepare", panic)
+    else:
+        monkeypatch.setattr("thor_dflash.serving.server.write", panic)
+    server = house.serve(backend, trace_slow_ms=1)
+    reply = house.peer(server).ask(**SMALL, id="a")
+    assert reply.get("code", "none") == ("engine_fault" if thread == "clerk" else "none")
+    assert "secret" not in str(reply)
+    until(lambda: server._life.failed)
+    assert server._life.health(0, 0)["state"] == "failed"
+    house.close()
+    assert any("Panic: secret detail" in line for line in house.log)
+    house.log[:] = [line for line in house.log if "Traceback" not in line]
+
+
 def test_an_engine_that_is_lost_ends_the_server_after_an_answer_for_everybody() -> None:
     class Lost(MockBackend):
         def start(self, prepared: Any, left_ms: float | None) -> Any:

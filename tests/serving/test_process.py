@@ -11,12 +11,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from thor_dflash.serving.client import Ask, Options, RemotePlanner
+from thor_dflash.verbs.serve import Log
 
 EXAMPLES = Path(__file__).parent.parent.parent / "docs/examples"
 RUN = "import sys; from thor_dflash.cli import main; sys.exit(main())"
@@ -88,6 +90,37 @@ def test_after_sigkill_there_is_nothing_to_repair(start: Start, planner: RemoteP
     assert first.wait(20) == -signal.SIGKILL
     start()
     assert planner.plan(Ask(prompt="x")).status == "ok"
+
+
+def test_a_log_that_nobody_reads_ends_nothing(
+    start: Start, planner: RemotePlanner, tmp_path: Path
+) -> None:
+    traces = f"serve.trace_dir={tmp_path / 'traces'}"
+    child = start("--mock-cycle-ms", "1", "--trace-slow", "1", "--set", traces)
+    assert child.stderr
+    child.stderr.close()
+    child.stderr = None
+    for _ in range(3):
+        assert planner.plan(Ask(prompt="x")).status == "ok"
+    child.terminate()
+    assert child.wait(20) == 0
+
+
+def test_lines_that_a_full_log_lost_are_counted() -> None:
+    out, file = os.pipe2(os.O_NONBLOCK)
+    with os.fdopen(out, "rb", 0) as log, os.fdopen(file, "w") as full:
+        say = Log(full)
+        with suppress(BlockingIOError):
+            while os.write(file, bytes(4096)):
+                pass
+        say("lost")
+        say("lost")
+        while log.read(4096):
+            pass
+        say("here\n")
+        say("again")
+        told = log.read(4096)
+    assert told == b"2 lines of this log could not be written\nhere\nagain\n"
 
 
 @pytest.mark.parametrize("kind", ["path", "abstract"])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from argparse import Namespace
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TextIO
 
 from thor_dflash.config import Config
 from thor_dflash.progress import Progress
@@ -26,17 +29,41 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         from thor_dflash.serving.server import Server
         from thor_dflash.serving.systemd import notifier
 
+    log = Log(sys.stderr)
     server = Server(
-        lambda: _load(args, config, progress), config.serve, log=_log, notify=notifier()
+        lambda: _load(args, config, progress, log), config.serve, log=log, notify=notifier()
     )
     sys.setswitchinterval(SWITCH_S)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda signum, frame: server.stop())
-    _log(f"listening on {', '.join(server.endpoints)}")
+    log(f"listening on {', '.join(server.endpoints)}")
     server.run()
 
 
-def _load(args: Namespace, config: Config, progress: Progress) -> Backend:
+@dataclass(slots=True)
+class Log:
+    """Lines to a stream, past its buffer. One that cannot be written is dropped and counted:
+    neither a full disk nor a reader that is gone may end a planner.
+    """
+
+    stream: TextIO
+    lost: int = 0
+
+    def __call__(self, text: str) -> None:
+        """Write a line, or the lines of a traceback."""
+        line = text.rstrip() + "\n"
+        if self.lost:
+            line = f"{self.lost} lines of this log could not be written\n{line}"
+        try:
+            os.write(self.stream.fileno(), line.encode(errors="backslashreplace"))
+            self.lost = 0
+        except OSError:
+            self.lost += 1
+
+
+def _load(
+    args: Namespace, config: Config, progress: Progress, log: Callable[[str], None]
+) -> Backend:
     if args.mock:
         from thor_dflash.serving.mock import MockBackend
 
@@ -46,8 +73,4 @@ def _load(args: Namespace, config: Config, progress: Progress) -> Backend:
 
     session = open_session(args.package, config.engine, progress, choose=True)
     progress.close()
-    return LiveBackend(session, config.serve, _log)
-
-
-def _log(text: str) -> None:
-    print(text.rstrip(), file=sys.stderr, flush=True)
+    return LiveBackend(session, config.serve, log)
