@@ -166,14 +166,17 @@ def allowed(directory: Path) -> frozenset[bytes]:
 
 
 def check_free(endpoint: str) -> None:
-    """Refuse an ipc path where a server listens: zmq would take it over without a word.
+    """Refuse an ipc path where a server listens or a file is: zmq would remove what is there
+    without a word.
 
     Raises:
-        ConfigError: somebody answers.
+        ConfigError: somebody answers, or it is no socket.
     """
     path = endpoint.removeprefix("ipc://")
-    if endpoint == path or not Path(path).exists():
+    if endpoint == path or not os.path.lexists(path):
         return
+    if not stat.S_ISSOCK(os.lstat(path).st_mode):
+        raise ConfigError(f"serve.bind must be a free path or a socket (got {endpoint})")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(path)

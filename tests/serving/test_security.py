@@ -164,6 +164,21 @@ def test_an_ipc_socket_is_its_owners_and_not_taken_over(house: Any, tmp_path: Pa
         house.mock(bind=(endpoint,))
 
 
+def test_no_server_takes_the_place_of_a_file(house: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("plans of last year")
+    (tmp_path / "link").symlink_to("nowhere")
+    (tmp_path / "folder").mkdir()
+    for name in ("file", "link", "folder"):
+        message = rf"serve.bind must be a free path or a socket \(got ipc://.*/{name}\)"
+        with pytest.raises(ConfigError, match=message):
+            house.mock(bind=(f"ipc://{tmp_path / name}",))
+    assert (tmp_path / "file").read_text() == "plans of last year"
+    assert (tmp_path / "link").is_symlink()
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(tmp_path / "dead"))
+    house.mock(bind=(f"ipc://{tmp_path / 'dead'}",))
+
+
 def test_loopback_of_the_other_kind(house: Any) -> None:
     try:
         server = house.mock(bind=("tcp://[::1]:*",))
