@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import os
+import re
 import socket
 import stat
 from pathlib import Path
@@ -29,6 +30,11 @@ def check(config: ServeConfig) -> None:
     for endpoint in config.bind:
         if not endpoint.startswith(("tcp://", "ipc://")):
             raise ConfigError(f"serve.bind must be tcp:// or ipc:// endpoints (got {endpoint})")
+        if not _has_port(endpoint):
+            raise ConfigError(
+                "serve.bind must end in a port of 1 to 65535, or * for any that is free "
+                f"(got {endpoint})"
+            )
         if not (is_local(endpoint) or config.curve or config.insecure):
             raise ConfigError(
                 f"serve.bind must be loopback or ipc, or have serve.curve keys (thor-dflash "
@@ -45,6 +51,13 @@ def check(config: ServeConfig) -> None:
         raise ConfigError(
             f"serve.allow_admin must go with ipc or CURVE endpoints only (got {open_[0]})"
         )
+
+
+def _has_port(endpoint: str) -> bool:
+    """Whether a tcp endpoint names its port. zmq would take any number, modulo 65536."""
+    port = endpoint.rpartition(":")[2]
+    number = int(port) if re.fullmatch("[0-9]{1,5}", port) else 0
+    return endpoint.startswith("ipc://") or port == "*" or 1 <= number <= 65535
 
 
 def is_local(endpoint: str) -> bool:
