@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from thor_dflash.errors import PlanError
+from thor_dflash.records import show
 from thor_dflash.serving import wire
 from thor_dflash.serving.codec import plain
 
@@ -55,6 +56,12 @@ def schema_of(ask: wire.Ask) -> Mapping[str, Any] | None:
     if ask.response_format is not None:
         return ask.response_format.json_schema.schema
     return ask.json_schema
+
+
+def no_object(schema: Mapping[str, Any]) -> PlanError:
+    """The refusal of a schema that no plan obeys, because a plan is an object."""
+    text = f"the root of json_schema must be an object (got {show(schema)})"
+    return PlanError("schema_unsupported", text, field="json_schema")
 
 
 def check_values(ask: wire.Ask) -> None:

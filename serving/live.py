@@ -183,9 +183,12 @@ class LiveBackend:
 
     def _grammar(self, schema: Mapping[str, Any]) -> Grammar:
         try:
-            return self.session.grammar(schema)
+            grammar = self.session.grammar(schema)
         except RequestError as e:
             raise PlanError("schema_unsupported", str(e), field="json_schema") from e
+        if not grammar.matcher.deep_copy().try_consume_tokens(self.text.encode("{")):
+            raise fields.no_object(schema)
+        return grammar
 
     def _budget(
         self, ask: wire.Ask, left_ms: float | None, messages: list[object], max_tokens: int

@@ -6,7 +6,7 @@ It answers every request with the same plan, token by token, a word a token, fou
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,15 @@ CONTEXT = 8192
 def words(text: str) -> list[str]:
     """A text as the mock's tokens: words with the space after them."""
     return [word + " " for word in text.split(" ")]
+
+
+def _checker(schema: Mapping[str, Any]) -> Checker:
+    checker = Checker(schema)
+    literals = [schema["const"]] if "const" in schema else schema.get("enum", [{}])
+    # Further in, only a grammar finds whether there can be an object, and a mock has none.
+    if "object" not in schema.get("type", "object") or dict not in map(type, literals):
+        raise fields.no_object(schema)
+    return checker
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +113,7 @@ class MockBackend:
             max_tokens=max_tokens,
             budget=budget,
             thinks=budget > 0,
-            checker=None if schema is None else Checker(schema),
+            checker=None if schema is None else _checker(schema),
             grammar=None,
             grammar_ms=0.0,
             min_ms=self._rates.min_ms(len(prompt), max_tokens, whole=ask.on_deadline == "error"),
@@ -117,7 +126,7 @@ class MockBackend:
     def validate(self, request: wire.Validate) -> dict[str, Any]:
         """See Backend."""
         if request.json_schema is not None:
-            Checker(request.json_schema)
+            _checker(request.json_schema)
         return {"max_context": CONTEXT, "prompt_tokens": len(words(request.prompt or ""))}
 
     def pin(self, request: wire.PrefixPut, stopped: Callable[[], bool]) -> dict[str, Any]:

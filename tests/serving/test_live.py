@@ -19,8 +19,9 @@ from thor_dflash.serving.backend import drive
 from thor_dflash.serving.check import Checker
 from thor_dflash.serving.client import Ask, Message, Options, PlanError, RemotePlanner
 from thor_dflash.serving.live import LiveBackend
+from thor_dflash.serving.mock import MockBackend
 from thor_dflash.serving.planner import LocalPlanner
-from thor_dflash.serving.wire import PrefixPut
+from thor_dflash.serving.wire import PrefixPut, Validate
 
 SYSTEM = "You plan for one arm. " + "It can pick, place and wait; nothing else at all. " * 6
 CONFIG = ServeConfig(thinking_budget=24, max_tokens=40)
@@ -98,6 +99,46 @@ def test_what_cannot_be_compiled_is_refused(backend: LiveBackend) -> None:
     with pytest.raises(PlanError) as caught:
         LocalPlanner(backend).plan(Ask(prompt="x", json_schema={"not": {"type": "null"}}))
     assert caught.value.code == "schema_unsupported"
+
+
+Schemas = tuple[dict[str, Any], ...]
+NO_PLAN: Schemas = (
+    {"type": "array", "items": {"type": "integer"}, "maxItems": 2},
+    {"type": ["string", "null"]},
+    {"const": "x\ny"},
+    {"enum": [1, ["{"]]},
+    {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"const": 1}, {"type": "null"}]}}},
+)
+SOME_PLAN: Schemas = (
+    PLAN,
+    {"type": ["array", "object"]},
+    {"const": {"goal": "g"}},
+    {"enum": [1, {}]},
+    {"title": "anything"},
+    {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/a"}], "$defs": {"a": {"type": "object"}}},
+)
+
+
+@pytest.mark.parametrize("schema", NO_PLAN, ids=str)
+def test_a_schema_under_which_there_is_no_plan_is_refused(
+    backend: LiveBackend, schema: dict[str, Any]
+) -> None:
+    # A mock has no grammar: it sees the root alone.
+    backends = (backend,) if "$ref" in schema else (backend, MockBackend(CONFIG))
+    for each in backends:
+        with pytest.raises(PlanError, match=r"json_schema must be an object \(got") as caught:
+            each.prepare(Ask(prompt="x", json_schema=schema), None)
+        assert (caught.value.code, caught.value.field) == ("schema_unsupported", "json_schema")
+        with pytest.raises(PlanError, match=r"json_schema must be an object \(got"):
+            each.validate(Validate(json_schema=schema))
+
+
+@pytest.mark.parametrize("schema", SOME_PLAN, ids=lambda schema: str(schema)[:40])
+def test_a_schema_under_which_there_may_be_a_plan_is_taken(
+    backend: LiveBackend, schema: dict[str, Any]
+) -> None:
+    for each in (backend, MockBackend(CONFIG)):
+        each.validate(Validate(json_schema=schema))
 
 
 def test_what_does_not_fit_is_refused_with_the_limit(backend: LiveBackend) -> None:
