@@ -26,8 +26,6 @@ PLAN = (
     '{"id": 3, "skill": "place", "args": {"object": "cup", "on": "table"}, "on_fail": "replan"}'
     '], "needs_clarification": null}'
 )
-KINDS = (True, False)
-"""Thinking and the rest."""
 PER_CYCLE = 4
 CHUNK = 64
 CONTEXT = 8192
@@ -36,6 +34,27 @@ CONTEXT = 8192
 def words(text: str) -> list[str]:
     """A text as the mock's tokens: words with the space after them."""
     return [word + " " for word in text.split(" ")]
+
+
+def _tokens(request: wire.Ask | wire.Validate) -> int:
+    turns = [request.prompt] if request.messages is None else [m.content for m in request.messages]
+    return sum(len(words(turn or "")) for turn in turns)
+
+
+def _spec(tokens: int) -> wire.Spec:
+    """Of a drafter that is always right."""
+    sizes = [min(PER_CYCLE, tokens - at) for at in range(0, tokens, PER_CYCLE)]
+    cycles = len(sizes)
+    return wire.Spec(
+        cycles=cycles,
+        drafted=(PER_CYCLE - 1) * cycles,
+        accepted=tokens - cycles,
+        accept_len=tokens / cycles if cycles else 0.0,
+        accept_hist=tuple(sizes.count(size) for size in range(1, PER_CYCLE + 1)),
+        accepted_per_position=tuple(
+            sum(size > place for size in sizes) for place in range(1, PER_CYCLE)
+        ),
+    )
 
 
 def _checker(schema: Mapping[str, Any]) -> Checker:
@@ -63,7 +82,7 @@ class MockBackend:
         self._rates = Rates(chunk_tokens=CHUNK, cycle_ms=1e3 * cycle_s, chunk_ms=1e3 * cycle_s)
         self._rates.answer_len = self._rates.thinking_len = PER_CYCLE
         self._rates.answer_tokens = len(words(PLAN))
-        self._prefixes: dict[str, int] = {}
+        self._prefixes: dict[str, dict[str, Any]] = {}
 
     @property
     def about(self) -> About:
@@ -93,23 +112,23 @@ class MockBackend:
         """See Backend."""
         fields.check_values(ask)
         schema = fields.schema_of(ask)
-        turns = [ask.prompt] if ask.messages is None else [m.content for m in ask.messages]
-        prompt = tuple(range(sum(len(words(turn or "")) for turn in turns)))
-        if ask.prefix_id is not None and ask.prefix_id not in self._prefixes:
-            raise PlanError(
-                "bad_request", "prefix_id must be a pinned prefix (got another)", field="prefix_id"
-            )
+        prompt = tuple(range(_tokens(ask)))
+        name = ask.prefix_id
+        if name is not None and name not in self._prefixes:
+            text = f"prefix_id must be a pinned prefix (got {name})"
+            raise PlanError("bad_request", text, field="prefix_id")
         max_tokens = ask.max_tokens or self.config.max_tokens
         if len(prompt) + max_tokens > CONTEXT:
-            raise PlanError(
-                "prompt_too_long", f"prompt must be <= {CONTEXT} tokens (got {len(prompt)})",
-                field="prompt",
-            )  # fmt: skip
+            text = (
+                f"prompt and answer together must be <= {CONTEXT} tokens "
+                f"(got {len(prompt)} + {max_tokens})"
+            )
+            raise PlanError("prompt_too_long", text, field="prompt")
         budget = fields.budget_of(ask, self.config.thinking_budget)
         return Prepared(
             ask=ask,
             prompt=prompt,
-            cached=min(len(prompt), self._prefixes.get(ask.prefix_id or "", 0)),
+            cached=0 if name is None else min(len(prompt), self._prefixes[name]["held"]),
             max_tokens=max_tokens,
             budget=budget,
             thinks=budget > 0,
@@ -125,14 +144,27 @@ class MockBackend:
 
     def validate(self, request: wire.Validate) -> dict[str, Any]:
         """See Backend."""
+        out: dict[str, Any] = {"max_context": CONTEXT}
+        if request.prompt is not None or request.messages is not None:
+            out["prompt_tokens"] = _tokens(request)
         if request.json_schema is not None:
+            fields.check_values(wire.Ask(json_schema=request.json_schema))
             _checker(request.json_schema)
-        return {"max_context": CONTEXT, "prompt_tokens": len(words(request.prompt or ""))}
+            out |= {"compile_ms": 0.0, "warnings": ()}
+        return out
 
     def pin(self, request: wire.PrefixPut, stopped: Callable[[], bool]) -> dict[str, Any]:
         """See Backend."""
-        self._prefixes[request.prefix_id] = len(words(request.system))
-        return {"prefix_id": request.prefix_id, "tokens": self._prefixes[request.prefix_id]}
+        tokens = len(words(request.system))
+        self._prefixes[request.prefix_id] = {
+            "prefix_id": request.prefix_id,
+            "tokens": tokens,
+            "held": tokens,
+            "bytes": len(request.system.encode()),
+            "build_ms": 1e3 * self.cycle_s,
+            "persisted": request.persist,
+        }
+        return self._prefixes[request.prefix_id]
 
     def keep(self, request: wire.PrefixPut) -> None:
         """See Backend. A mock forgets."""
@@ -144,7 +176,7 @@ class MockBackend:
 
     def prefixes(self) -> list[dict[str, Any]]:
         """See Backend."""
-        return [{"prefix_id": name, "tokens": n} for name, n in self._prefixes.items()]
+        return list(self._prefixes.values())
 
     def drop(self, prefix_id: str) -> bool:
         """See Backend."""
@@ -170,6 +202,8 @@ class MockRun:
         self._prompt_done = prepared.cached
         self._said = 0
         self._start = time.perf_counter()
+        self._firsts: dict[bool, float] = {}
+        """When the first token was said, of thinking and of the rest, ms since the start."""
 
     @property
     def done(self) -> bool:
@@ -192,6 +226,8 @@ class MockRun:
             return self._speech.prefill(min(self._prompt_done, len(self._prepared.prompt)))
         pieces = self._script[self._said : self._said + PER_CYCLE]
         self._said += len(pieces)
+        for piece in pieces:
+            self._firsts.setdefault(piece.thinking, self._ms())
         self._rates.cycle(1e3 * self._cycle_s, len(pieces), thinking=pieces[0].thinking)
         return self._speech.cycle(pieces, self._said)
 
@@ -213,10 +249,28 @@ class MockRun:
                 thinking_tokens=thinking,
                 output_tokens=len(said) - thinking,
             ),
-            timings=wire.Timings(e2e_ms=1e3 * (time.perf_counter() - self._start)),
-            spec=None,
+            timings=self._timings(),
+            spec=_spec(self._said),
         )
         return outcome.result(self._prepared, decoded)
+
+    def _timings(self) -> wire.Timings:
+        e2e = self._ms()
+        if not self._firsts:
+            return wire.Timings(e2e_ms=e2e)
+        first = min(self._firsts.values())
+        decode = e2e - first
+        return wire.Timings(
+            prefill_ms=first,
+            ttft_ms=first,
+            ttfa_ms=self._firsts.get(False),
+            decode_ms=decode,
+            e2e_ms=e2e,
+            tok_s=1e3 * (self._said - 1) / decode if decode else 0.0,
+        )
+
+    def _ms(self) -> float:
+        return 1e3 * (time.perf_counter() - self._start)
 
     def close(self) -> None:
         """See Run."""

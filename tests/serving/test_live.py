@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from thor_dflash.errors import ModelFault
 from thor_dflash.progress import Silent
 from thor_dflash.runtime.session import Request, Session, open_session
 from thor_dflash.serve_config import ServeConfig
+from thor_dflash.serving import codec
 from thor_dflash.serving.backend import drive
 from thor_dflash.serving.check import Checker
 from thor_dflash.serving.client import Ask, Message, Options, PlanError, RemotePlanner
@@ -40,6 +42,13 @@ def backend(session: Session) -> LiveBackend:
     for prefix in it.prefixes():
         it.drop(prefix["prefix_id"])
     return it
+
+
+class Lent(LiveBackend):
+    """The session is the module's."""
+
+    def close(self) -> None:
+        pass
 
 
 def alone(session: Session, words: str, count: int) -> list[int]:
@@ -254,12 +263,8 @@ def test_the_self_test_notices_a_drafter_that_changes_the_answer(
 
 
 def test_a_server_over_it_answers_the_same(session: Session, house: Any) -> None:
-    class Kept(LiveBackend):
-        def close(self) -> None:
-            pass  # the session is the module's
-
     expected = alone(session, "Pick the mug.", 40)
-    server = house.serve(Kept(session, CONFIG))
+    server = house.serve(Lent(session, CONFIG))
     with RemotePlanner(server.endpoints[0], Options()) as planner:
         ask = Ask(prompt="Pick the mug.", thinking="off", parts=("tokens", "timings"))
         for _ in range(2):
@@ -270,3 +275,47 @@ def test_a_server_over_it_answers_the_same(session: Session, house: Any) -> None
         assert planner.put_prefix("arm", SYSTEM)["held"] > 0
         assert [prefix["prefix_id"] for prefix in planner.prefixes()] == ["arm"]
         assert planner.drop_prefix("arm") is True
+
+
+def paths(value: Any, at: str = "") -> set[str]:
+    """Every field of a reply, its inner ones by their path; the codes of errors."""
+    if at == ".code":
+        return {str(value)}
+    if at in (".plan", ".model.quantisation"):
+        return {at}  # of whatever plan, of whatever tensors
+    if isinstance(value, list):
+        return {at}.union(*(paths(item, f"{at}[]") for item in value))
+    if not isinstance(value, dict):
+        return {at}
+    return {at}.union(*(paths(item, f"{at}.{name}") for name, item in value.items()))
+
+
+REQUESTS: tuple[dict[str, Any], ...] = (
+    {"op": "plan", "prompt": "x", "max_tokens": 30, "thinking_budget": 4, "json_schema": PLAN},
+    {"op": "plan", "prompt": "x", "max_tokens": 0},
+    {"op": "plan", "prompt": "x", "max_tokens": 1 << 20},
+    {"op": "plan", "prompt": "x", "prefix_id": "leg"},
+    {"op": "cancel", "target": "x"},
+    {"op": "validate"},
+    {"op": "validate", "prompt": "x"},
+    {"op": "validate", "messages": [{"role": "user", "content": "x"}]},
+    {"op": "validate", "json_schema": PLAN},
+    {"op": "validate", "json_schema": {"type": "array"}},
+    {"op": "prefix.put", "prefix_id": "arm", "system": SYSTEM},
+    {"op": "prefix.list"},
+    {"op": "prefix.drop", "prefix_id": "arm"},
+    *({"op": op} for op in ("hello", "ping", "health", "stats", "drain", "shutdown")),
+)
+
+
+def test_a_mock_answers_with_the_fields_of_a_live_server(
+    session: Session, house: Any, tmp_path: Path
+) -> None:
+    assert {request["op"] for request in REQUESTS} == codec.OPERATIONS.keys()
+    told: list[list[set[str]]] = []
+    for name, backend in (("live", Lent(session, CONFIG)), ("mock", MockBackend(CONFIG))):
+        server = house.serve(backend, bind=(f"ipc://{tmp_path}/{name}",), allow_admin=True)
+        peer = house.peer(server)
+        told.append([paths(peer.ask(id="a", **request)) for request in REQUESTS])
+    for request, live, mock in zip(REQUESTS, *told, strict=True):
+        assert live == mock, request

@@ -156,8 +156,7 @@ def test_what_is_answered_is_what_the_contract_says(house: Any, tmp_path: Path) 
         text = OPERATIONS[op][2]
         allowed = outside(text) - {"ack", "prefix.put", "finish_reason"}
         assert fields <= allowed, op
-        if op not in ("validate", "prefix.put"):  # a mock has less to say
-            assert fields == allowed, op
+        assert fields == allowed, op
     hello, stats = told["hello"], told["stats"]
     for name, table in (("server", hello), ("defaults", hello), ("device", hello),
                         ("device", stats)):  # fmt: skip
