@@ -202,6 +202,9 @@ class Server:
             life.draining = life.stopping = True
             life.stop_by = now + self._config.drain_s
             self._notify("STOPPING=1")
+            if (n := len(self._desk.books)) and self._stops == 1:
+                within = f"{'s' * (n > 1)}, for up to {self._config.drain_s:g} s"
+                self._log(f"finishing {n} plan{within}; again to end now")
         if life.stopping and (self._stops > 1 or (life.stop_by or now) <= now):
             self._desk.give_up()
 
