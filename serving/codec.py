@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast
 
@@ -10,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from thor_dflash.errors import PlanError
-from thor_dflash.records import nearest
+from thor_dflash.records import nearest, show
 from thor_dflash.serving import wire
 
 T = TypeVar("T")
@@ -20,6 +21,17 @@ UNKNOWN = "must be a field of TDP/1"
 """What is said of a field that there is not."""
 DEPTH = 64
 """Deepest nesting of a request's free values: above any schema, far below the interpreter's."""
+
+WORDS = {
+    "int": "an integer", "float": "a number", "bool": "true or false", "str": "a string",
+    "array": "a list", "object": "an object",
+}  # fmt: skip
+"""msgspec's names of types."""
+HALF = rb"\ufffd"
+ESCAPES = re.compile(
+    rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(?P<half>u[dD][89a-fA-F]..)|.)", re.DOTALL
+)
+"""Of JSON: whole surrogate pairs, halves, and whatever else follows a backslash."""
 
 OPERATIONS: dict[str, type[wire.Request]] = {
     "plan": wire.Ask,
@@ -56,12 +68,15 @@ class Codec:
                 return msgspec.json.decode(body, type=kind)
             return msgspec.msgpack.decode(body, type=kind)
         except msgspec.ValidationError as e:
-            raise _explain(e) from e
+            raise _explain(e, lambda: self.decode(body, dict[str, Any])) from e
         except (msgspec.DecodeError, ValueError, OverflowError) as e:
+            if self.name == "json" and (torn := _torn(body)) is not None:
+                raise torn from e
             text = str(e)[:200]
             raise PlanError("bad_request", f"body must be {self.name} (got: {text})") from e
         except RecursionError as e:
-            raise PlanError("bad_request", "body must not be nested so deep") from e
+            text = "body must be nested less deep (got more levels than can be read)"
+            raise PlanError("bad_request", text) from e
 
 
 JSON, MSGPACK = Codec("json"), Codec("msgpack")
@@ -78,7 +93,8 @@ def codec_of(body: bytes) -> Codec:
         return JSON
     if 0x80 <= first <= 0x8F or first in (0xDE, 0xDF):
         return MSGPACK
-    raise PlanError("bad_request", "body must be a JSON object or a msgpack map")
+    got = "nothing" if not body else f"a first byte of 0x{first:02x}"
+    raise PlanError("bad_request", f"body must be a JSON object or a msgpack map (got {got})")
 
 
 class Head(Struct, frozen=True):
@@ -90,6 +106,21 @@ class Head(Struct, frozen=True):
     endpoint: Any = None
     token: Any = None
     api_token: Any = None
+
+
+def head_of(codec: Codec, body: bytes) -> Head:
+    """The head of a body, also of one that `read` refuses for half a surrogate pair.
+
+    Raises:
+        PlanError: bad_request.
+    """
+    try:
+        return codec.decode(body, Head)
+    except PlanError:
+        mended = _mended(body, HALF) if codec.name == "json" else body
+        if mended == body:
+            raise
+        return codec.decode(mended, Head)
 
 
 def id_of(head: Head) -> str | None:
@@ -104,12 +135,13 @@ def read(codec: Codec, body: bytes, head: Head) -> wire.Request:
         PlanError: bad_request or unsupported_version.
     """
     if type(head.v) is not int or head.v != wire.VERSION:
-        got = str(head.v)[:40]
-        raise PlanError("unsupported_version", f"v must be {wire.VERSION} (got {got})", field="v")
+        text = f"v must be {wire.VERSION} (got {_shown(head.v)})"
+        raise PlanError("unsupported_version", text, field="v")
     kind = OPERATIONS.get(head.op) if isinstance(head.op, str) else None
     if kind is None:
         known = nearest(str(head.op)[:40], OPERATIONS)
-        raise PlanError("bad_request", f"op must be an operation ({known})", field="op")
+        text = f"op must be an operation (got {_shown(head.op)}; {known})"
+        raise PlanError("bad_request", text, field="op")
     return _typed(codec, body, kind)
 
 
@@ -133,24 +165,82 @@ def convert(table: dict[str, Any], kind: type[wire.Request]) -> wire.Request:
     try:
         return msgspec.convert(table, kind)
     except msgspec.ValidationError as e:
-        raise _explain(e) from e
+        raise _explain(e, lambda: table) from e
 
 
-def _explain(error: msgspec.ValidationError) -> PlanError:
+def _explain(error: msgspec.ValidationError, source: Callable[[], dict[str, Any]]) -> PlanError:
     """msgspec's complaint in the words of the house, with the field it is about."""
-    what, _, where = str(error).partition(" - at `$")
-    path = where.rstrip("`").lstrip(".")
+    what, _, where = str(error).partition(" - at `")
+    key = where.startswith("key` in `")
+    path = where.rstrip("`").removeprefix("key` in `").lstrip("$.")
     if unknown := re.search(r"unknown field `(.*)`", what, re.DOTALL):
         name = ".".join(part for part in (path, unknown[1][:64]) if part)
         return PlanError("bad_request", f"{name} {UNKNOWN}", field=name)
     if missing := re.search(r"required field `(.*)`", what):
         name = ".".join(part for part in (path, missing[1]) if part)
         return PlanError("bad_request", f"{name} must be present (got nothing)", field=name)
-    rule = what.replace("`", "").removeprefix("Expected ")
-    rule = re.sub("Invalid (enum )?value ", "one of the words of docs/protocol.md, got ", rule)
-    rule, comma, got = rule.partition(", got ")
-    text = f"{path or 'body'} must be {rule}" + (f" (got {got})" if comma else "")
-    return PlanError("bad_request", text[:300], field=path or None)
+    rule, got = _rule(what)
+    if key:
+        rule = f"an object whose every key is {rule}"
+    elif path and "[...]" not in path and "range" not in got:
+        got = _shown(_at(source(), path))
+    # Where no field is named, the place is inside a value of any name.
+    named = path[:1] not in ("", "[")
+    text = f"{(path if named else 'body' + path)[:100]} must be {rule} (got {got})"
+    return PlanError("bad_request", text, field=path if named else None)
+
+
+def _rule(what: str) -> tuple[str, str]:
+    """What msgspec wants and, as far as it says so, what it got."""
+    if what.endswith("out of range"):
+        return "a number of 64 bits", "one out of range"
+    if re.match("Invalid (enum )?value", what):
+        return "one of the words of docs/protocol.md", "another"
+    text = re.sub("`(.*?)`", lambda kinds: _in_words(kinds[1]), what)
+    rule, _, got = text.removeprefix("Expected ").partition(", got ")
+    return rule, got
+
+
+def _in_words(kinds: str) -> str:
+    return " or ".join(WORDS.get(kind, kind) for kind in kinds.split(" | "))
+
+
+def _at(value: Any, path: str) -> Any:
+    for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
+        value = value[int(index) if index else name]
+    return value
+
+
+def _shown(value: object) -> str:
+    try:
+        return show(value)
+    except (TypeError, ValueError, RecursionError):  # what msgpack can say and JSON cannot
+        return f"a value of type {type(value).__name__}"
+
+
+def _torn(body: bytes) -> PlanError | None:
+    """The refusal of a JSON body for half a surrogate pair, which no reply could say again."""
+    if (mended := _mended(body, HALF)) == body:
+        return None
+    try:
+        one = JSON.decode(mended, dict[str, Any])
+        other = JSON.decode(_mended(body, b"?"), dict[str, Any])
+    except PlanError:
+        return None  # it is no JSON anyway
+    differ = (name for name, value in one.items() if name not in other or other[name] != value)
+    if (name := next(differ, None)) is None:
+        return None
+    text = f"{name} must be Unicode text (got half a surrogate pair in {_shown(one[name])})"
+    return PlanError("bad_request", text, field=name)
+
+
+def _mended(body: bytes, by: bytes) -> bytes:
+    """JSON text with `by` in the place of each half of a surrogate pair."""
+
+    def mend(escape: re.Match[bytes]) -> bytes:
+        return by if escape["half"] else escape[0]
+
+    return ESCAPES.sub(mend, body)
 
 
 def plain(value: object, what: str, limit: int) -> None:
@@ -165,7 +255,8 @@ def plain(value: object, what: str, limit: int) -> None:
         if not level:
             break
     else:
-        raise PlanError("bad_request", f"{what} must be nested <= {DEPTH} deep", field=what)
+        text = f"{what} must be nested <= {DEPTH} deep (got more)"
+        raise PlanError("bad_request", text, field=what)
     size = len(msgspec.json.encode(value))
     if size > limit:
         raise PlanError("too_large", f"{what} must be <= {limit} bytes (got {size})", field=what)
@@ -174,13 +265,15 @@ def plain(value: object, what: str, limit: int) -> None:
 def _children(item: object, what: str) -> list[object]:
     if isinstance(item, dict):
         table = cast("dict[object, object]", item)
-        if any(not isinstance(key, str) for key in table):
-            raise PlanError("bad_request", f"{what} must have string keys only", field=what)
+        if other := [key for key in table if not isinstance(key, str)]:
+            text = f"{what} must have string keys only (got {_shown(other[0])})"
+            raise PlanError("bad_request", text, field=what)
         return list(table.values())
     if isinstance(item, list):
         return cast("list[object]", item)
     if isinstance(item, float) and item - item != 0:
-        raise PlanError("bad_request", f"{what} must have finite numbers", field=what)
+        text = f"{what} must have finite numbers (got {item})"
+        raise PlanError("bad_request", text, field=what)
     if item is None or isinstance(item, str | int | float):
         return []
     kind = type(item).__name__

@@ -103,7 +103,7 @@ class Desk:
             if len(rest) != 1 or split > ENVELOPE:
                 raise PlanError("bad_request", f"a message must have one body (got {len(rest)})")
             peer = dataclasses.replace(peer, codec=codec.codec_of(rest[0]))
-            head = peer.codec.decode(rest[0], Head)
+            head = codec.head_of(peer.codec, rest[0])
             peer = dataclasses.replace(peer, groot=groot.speaks(head))
             self._request(peer, head, rest[0])
         except PlanError as e:

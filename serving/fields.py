@@ -21,7 +21,8 @@ def check(ask: wire.Ask) -> None:
         PlanError: naming the field.
     """
     if (ask.prompt is None) == (ask.messages is None):
-        raise _bad("prompt", "prompt or messages must be given, and one of them only")
+        got = "neither" if ask.prompt is None else "both"
+        raise _bad("prompt", f"prompt or messages must be given, and one of them only (got {got})")
     if ask.prompt is not None and not ask.prompt.strip():
         raise _bad("prompt", "prompt must be some text (got none)")
     if ask.messages is not None and not ask.messages:

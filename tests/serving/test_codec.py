@@ -18,7 +18,7 @@ PLAN = {"v": 1, "op": "plan", "id": "a", "prompt": "Bring the cup."}
 
 def read(body: bytes) -> wire.Request:
     found = codec.codec_of(body)
-    return codec.read(found, body, found.decode(body, Head))
+    return codec.read(found, body, codec.head_of(found, body))
 
 
 def refused(body: bytes | dict[str, Any]) -> PlanError:
@@ -79,6 +79,88 @@ def test_what_is_not_understood_is_refused_by_name(change: dict[str, Any], field
     assert error.field == field
     assert error.code in ("bad_request", "too_large", "unsupported_version")
     assert field.split("[")[0].split(".")[0] in error.message
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens must be an integer >= 1 (got 0)"),
+        ({"max_tokens": "4"}, 'max_tokens must be an integer or null (got "4")'),
+        ({"max_tokens": 1 << 31 | 1}, "max_tokens must be an integer <= 2147483648 (got 21474836"),
+        ({"priority": True}, "priority must be an integer (got true)"),
+        ({"session": ""}, 'session must be a string of length >= 1 (got "")'),
+        ({"session": "x" * 500}, f'session must be a string of length <= 64 (got "{"x" * 76}...)'),
+        ({"stop": [".", 5]}, "stop[1] must be a string (got 5)"),
+        ({"stop": 5}, "stop must be a string or a list or null (got 5)"),
+        ({"return": ["plan", "all"]}, 'return[1] must be one of the words of docs/protocol.md (go'),
+        ({"messages": [{"role": "robot"}]}, "messages[0].role must be one of the words of docs"),
+        ({"json_schema": [{"a": 1}]}, 'json_schema must be an object or null (got [{"a": 1}])'),
+        ({"op": "pland"}, 'op must be an operation (got "pland"; did you mean plan?)'),
+        ({"v": "1"}, 'v must be 1 (got "1")'),
+        ({"messages": []}, "prompt or messages must be given, and one of them only (got both)"),
+        ({"prompt": None}, "prompt or messages must be given, and one of them only (got neither)"),
+    ],
+    ids=lambda value: str(value)[:40],
+)  # fmt: skip
+@pytest.mark.parametrize("encoding", [JSON, MSGPACK], ids=["json", "msgpack"])
+def test_a_refusal_says_what_must_be_and_what_there_was(
+    encoding: Codec, change: dict[str, Any], message: str
+) -> None:
+    error = refused(encoding.encode({**PLAN, **change}))
+    assert error.message.startswith(message)
+    assert error.message.endswith(")")
+
+
+BEGUN = b'{"op":"plan","id":"a","prompt":"x",'
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (BEGUN + b'"temperature":1e999}', "temperature must be a number of 64 bits (got one out"),
+        (BEGUN + b'"metadata":{"a":[1e999]}}', "metadata[...][0] must be a number of 64 bits (got"),
+        (BEGUN + b'"x_a":1e999}', "body[...] must be a number of 64 bits (got one out of range)"),
+        (BEGUN + b'"seed":' + b"9" * 5000 + b"}", "seed must be a number of 64 bits (got one out"),
+        (BEGUN + b'"prompt":' + b"[" * 500 + b"]" * 500 + b"}", "prompt must be a string or null"),
+        (MSGPACK.encode({**PLAN, "metadata": {1: 2}}), "metadata must be an object whose every ke"),
+        (MSGPACK.encode({**PLAN, "prompt": {b"x": 2}}), "prompt must be a string or null (got a v"),
+        (b"", "body must be a JSON object or a msgpack map (got nothing)"),
+        (b"[1]", "body must be a JSON object or a msgpack map (got a first byte of 0x5b)"),
+    ],
+    ids=lambda value: repr(value)[:30],
+)  # fmt: skip
+def test_what_cannot_be_shown_is_still_told(body: bytes, message: str) -> None:
+    error = refused(body)
+    assert error.message.startswith(message)
+    assert JSON.encode(codec.failure(error, "a"))
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (b'"prompt":"a\\ud800b"', "prompt must be Unicode text (got half a surrogate pair in "),
+        (b'"prompt":"\\udc00\\ud800"', "prompt must be Unicode text"),
+        (b'"prompt":"\\\\ud800","session":"\\uD800\\u0041"', "session must be Unicode text"),
+        (b'"prompt":"\xef\xbf\xbd","metadata":{"a":["\\ud800"]}', "metadata must be Unicode text"),
+        (b'"prompt":"x","\\ud800":1', "\ufffd must be Unicode text"),
+    ],
+)  # fmt: skip
+def test_half_a_surrogate_pair_is_refused_by_its_field(text: bytes, shown: str) -> None:
+    body = b'{"op":"plan","id":"a",' + text + b"}"
+    assert codec.head_of(JSON, body).id == "a", "the refusal names its request"
+    error = refused(body)
+    assert error.message.startswith(shown)
+    assert error.field == shown.partition(" ")[0]
+    assert JSON.encode(codec.failure(error, "a"))
+
+
+def test_whole_surrogate_pairs_are_text_and_broken_bodies_stay_broken() -> None:
+    request = read(b'{"op":"plan","prompt":"\\ud83d\\ude00 \\\\ud800"}')
+    assert isinstance(request, wire.Ask)
+    assert request.prompt == "\U0001f600 \\ud800"
+    twice = b'{"op":"plan","prompt":"\\ud800","prompt":"x"}'
+    for body in (twice, b'{"op":"plan","prompt":"\\ud800" x}', b'{"\\ud8'):
+        assert refused(body).message.startswith("body must be json (got: ")
 
 
 def test_fields_of_ones_own_are_ignored_and_others_are_not() -> None:

@@ -22,12 +22,12 @@ LEFT_OUT = "must be left out: the gateway does not do it"
     ("fields", "message"),
     [
         ({"n": 2}, "n must be 1 (got 2)"),
-        ({"n": "2"}, "n must be 1 (got str)"),
-        ({"logprobs": True}, "logprobs must be false (got True)"),
-        ({"stop": ["."]}, "stop must be left out: the end of an answer is the model's (got array)"),
+        ({"n": "2"}, 'n must be 1 (got "2")'),
+        ({"logprobs": True}, "logprobs must be false (got true)"),
+        ({"stop": [5]}, "stop must be left out: the end of an answer is the model's (got [5])"),
         ({"temperature": 0.7}, "temperature must be 0: decoding is greedy (got 0.7)"),
         ({"top_p": 0.5}, "top_p must be 1: decoding is greedy (got 0.5)"),
-        ({"thinking": "some"}, "thinking must be on, off or auto (got 'some')"),
+        ({"thinking": "some"}, 'thinking must be on, off or auto (got "some")'),
         ({"tools": []}, f"tools {LEFT_OUT}"),
         (
             {"max_tokens": 5, "max_completion_tokens": 6},
@@ -36,7 +36,7 @@ LEFT_OUT = "must be left out: the gateway does not do it"
         ({"frequency_penalty": 1}, f"frequency_penalty {LEFT_OUT}"),
         (
             {"response_format": {"type": "grammar"}},
-            "response_format.type must be text or json_schema (got 'grammar')",
+            'response_format.type must be text or json_schema (got "grammar")',
         ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "x": 1}}},
@@ -44,11 +44,11 @@ LEFT_OUT = "must be left out: the gateway does not do it"
         ),
         (
             {"messages": [*CHAT, {"role": "function", "content": ""}]},
-            "messages[1].role must be system, developer, user, assistant or tool (got 'function')",
+            'messages[1].role must be system, developer, user, assistant or tool (got "function")',
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages[0].content[0].type must be text (got 'image_url')",
+            'messages[0].content[0].type must be text (got "image_url")',
         ),
         (
             {"messages": [{"role": "assistant", "content": "", "tool_calls": []}]},
