@@ -181,7 +181,7 @@ def test_a_stream_is_cancelled_with_the_token_that_began_it(house: Any, tmp_path
             await stream.aclose()
             # By the same connection: what is answered here came after the farewell.
             stats = await planner.call(wire.Simple(op="stats", token="own"))
-            assert stats["refused"] == {}
+            assert stats["refused"].keys() <= {"cancelled"}  # and none is unauthorized
             assert stats["requests"]["cancel"] == 1
 
     asyncio.run(main())
