@@ -120,9 +120,8 @@ def test_a_tolerance_is_a_number_of_at_least_0(
     assert "--tolerance must be a finite number of at least 0 (got" in said
 
 
-@pytest.mark.parametrize("more", ["", "--make-golden x.npz"])
-def test_a_check_of_nothing_is_refused(capsys: pytest.CaptureFixture[str], more: str) -> None:
-    assert refused(capsys, "check", "--package", "p", "--operators", "none", *more.split()) == (
+def test_a_check_of_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, "check", "--package", "p", "--operators", "none") == (
         "--operators none must go with --reference or --golden (got neither)"
     )
 
@@ -163,3 +162,37 @@ def test_inputs_are_looked_at_before_the_package(
     Path("ids.json").write_text("[1]")
     verb, *rest = args.split()
     assert refused(capsys, verb, "--package", "none", *rest).startswith(message)
+
+
+# ---- options that leave others without a meaning
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("check --package p --golden g --tokens t", "--tokens must go without --golden"),
+        ("check --package p --make-golden g.npz --tolerance 0", "--tolerance must go without --m"),
+        ("check --package p --make-golden g.npz --json", "--json must go without --make-golden"),
+        ("check --package p --make-golden g.npz --operators all", "--operators must go without"),
+        ("bench --package p --ready --quick", "--quick must go without --package"),
+        ("bench --package p --ready --engine cuda", "--engine must go without --package"),
+        ("bench --package p --ready --random-weights", "--random-weights must go without --p"),
+        ("bench --package p --ready --out d", "--out must go without --package"),
+        ("bench --shape s --random-weights --ready --out d --quick", "--quick must go without --r"),
+        ("serve --package p --mock-cycle-ms 5", "--mock-cycle-ms must go without --package"),
+        (
+            "bench --package p --ready -s build.chunk=8",
+            "build.chunk must be a setting of bench --package "
+            "(got --set build.chunk=8; bench --package reads engine)",
+        ),
+        (
+            "serve --mock -s engine.device=1",
+            "engine.device must be a setting of serve --mock "
+            "(got --set engine.device=1; serve --mock reads serve)",
+        ),
+    ],
+)
+def test_an_option_that_would_mean_nothing_is_refused(
+    capsys: pytest.CaptureFixture[str], line: str, message: str
+) -> None:
+    assert refused(capsys, *line.split()).startswith(message)

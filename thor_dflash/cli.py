@@ -13,7 +13,7 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO, cast
 
@@ -135,14 +135,38 @@ def _verb(args: argparse.Namespace, config: Config, progress: Progress) -> int |
 def _check(args: argparse.Namespace) -> None:
     if args.verb == "generate" and args.tokens and vars(args)["decode.thinking"]:
         raise ConfigError("--thinking must go with --prompt or --messages (got --tokens)")
+    for one, *others in _APART.get(args.verb, ()):
+        for other in others:
+            if _given(args, one) and _given(args, other):
+                raise ConfigError(f"{other} must go without {one} (got both)")
     if args.verb == "check":
-        if args.golden and args.tokens:
-            raise ConfigError("--tokens must go without --golden, which holds its own (got both)")
         _at_least_0("--tolerance", args.tolerance)
         if args.operators == "none" and not (args.reference or args.golden):
             raise ConfigError("--operators none must go with --reference or --golden (got neither)")
     if args.verb == "serve":
         _at_least_0("--mock-cycle-ms", args.mock_cycle_ms)
+
+
+_APART: Mapping[str, Sequence[Sequence[str]]] = {
+    "check": (
+        ("--golden", "--tokens"),  # which holds its own
+        ("--make-golden", "--tolerance", "--operators", "--json"),
+    ),
+    "bench": (
+        ("--package", "--random-weights", "--engine", "--quick", "--out"),
+        ("--ready", "--quick"),
+    ),
+    "serve": (("--package", "--mock-cycle-ms"),),
+}
+"""Verb -> options, each with those that it would leave without a meaning."""
+_SAYS_NOTHING: Mapping[str, object] = {"--operators": "auto"}
+"""Options with a default -> what they are where nobody gives them."""
+
+
+def _given(args: argparse.Namespace, option: str) -> bool:
+    name = "build.engine" if option == "--engine" else option[2:].replace("-", "_")
+    value = vars(args)[name]
+    return value is not None and value is not False and value != _SAYS_NOTHING.get(option)
 
 
 def _at_least_0(option: str, value: float | None) -> None:
@@ -172,13 +196,22 @@ def overrides(args: argparse.Namespace) -> tuple[str, ...]:
 
 def _belongs(args: argparse.Namespace) -> None:
     """Refuse what the verb would not look at. A file may hold sections of other verbs, too."""
+    reads, verb = list(args.reads), args.verb
+    for verb_, option, section in _UNREAD:
+        if verb == verb_ and _given(args, option):
+            reads.remove(section)
+            verb = f"{verb_} {option}"
     for item in args.set:
         key = item.partition("=")[0].strip()
-        if key.partition(".")[0] not in args.reads:
+        if key.partition(".")[0] not in reads:
             raise ConfigError(
-                f"{key} must be a setting of {args.verb} "
-                f"(got --set {item}; {args.verb} reads {_listed(args.reads)})"
+                f"{key} must be a setting of {verb} "
+                f"(got --set {item}; {verb} reads {_listed(reads)})"
             )
+
+
+_UNREAD = (("bench", "--package", "build"), ("serve", "--mock", "engine"))
+"""Verb, an option with which it does not read a section, the section."""
 
 
 def _listed(sections: Sequence[str]) -> str:
@@ -308,9 +341,7 @@ def _serve(sub: argparse.ArgumentParser) -> None:
     source = sub.add_mutually_exclusive_group(required=True)
     source.add_argument("--package", type=Path, metavar="PKG")
     source.add_argument("--mock", action="store_true", help="no model: always the same plan")
-    sub.add_argument(
-        "--mock-cycle-ms", type=float, default=0.0, metavar="MS", help="time of a mock's step"
-    )
+    sub.add_argument("--mock-cycle-ms", type=float, metavar="MS", help="time of a mock's step")
     sub.add_argument(
         "--bind", dest="serve.bind", action="append", metavar="ENDPOINT", help="tcp:// or ipc://"
     )

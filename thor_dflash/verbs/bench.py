@@ -63,8 +63,8 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
 
 
 def _check_package(args: Namespace) -> None:
-    if not args.ready or args.shape or args.out:
-        raise ConfigError("--package must go with --ready alone (got other options, or no --ready)")
+    if not args.ready:
+        raise ConfigError("--package must go with --ready (got --package alone)")
 
 
 def _check_shape(args: Namespace, config: Config) -> None:
@@ -183,8 +183,9 @@ def _written(args: Namespace, config: Config, progress: Progress) -> list[Figure
         disk = read_seconds(files, task.advance)
     forget(files)
     command = [sys.executable, "-c", MAIN, "bench", "--package", str(args.out)]
-    command += ["--ready", "--json", "-s", f"engine.device={config.engine.device}"]
-    command += ["-s", f"engine.cubins={json.dumps(config.engine.cubins)}"]
+    command += ["--ready", "--json", *(["-c", str(args.config)] if args.config else [])]
+    for item in args.set:
+        command += ["-s", item] if item.strip().startswith("engine.") else []
     with progress.task("opening it in a process of its own"):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:

@@ -67,7 +67,7 @@ def _load(
     if args.mock:
         from thor_dflash.serving.mock import MockBackend
 
-        return MockBackend(config.serve, args.mock_cycle_ms / 1e3)
+        return MockBackend(config.serve, (args.mock_cycle_ms or 0.0) / 1e3)
     from thor_dflash.runtime.session import open_session
     from thor_dflash.serving.live import LiveBackend
 
