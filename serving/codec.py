@@ -183,10 +183,10 @@ def _explain(error: msgspec.ValidationError, source: Callable[[], dict[str, Any]
     if key:
         rule = f"an object whose every key is {rule}"
     elif path and "[...]" not in path and "range" not in got:
-        got = _shown(_at(source(), path))
+        got = _at(source(), path)
     # Where no field is named, the place is inside a value of any name.
     named = path[:1] not in ("", "[")
-    text = f"{(path if named else 'body' + path)[:100]} must be {rule} (got {got})"
+    text = f"{(path if named else 'body' + path)[:100]} must be {rule} (got {got or 'another'})"
     return PlanError("bad_request", text, field=path if named else None)
 
 
@@ -205,10 +205,13 @@ def _in_words(kinds: str) -> str:
     return " or ".join(WORDS.get(kind, kind) for kind in kinds.split(" | "))
 
 
-def _at(value: Any, path: str) -> Any:
-    for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
-        value = value[int(index) if index else name]
-    return value
+def _at(value: Any, path: str) -> str:
+    try:
+        for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
+            value = value[int(index) if index else name]
+    except (KeyError, IndexError, TypeError):  # the last of the same name is what a table keeps
+        return "a name more than once"
+    return _shown(value)
 
 
 def _shown(value: object) -> str:

@@ -124,6 +124,9 @@ BEGUN = b'{"op":"plan","id":"a","prompt":"x",'
         (BEGUN + b'"prompt":' + b"[" * 500 + b"]" * 500 + b"}", "prompt must be a string or null"),
         (MSGPACK.encode({**PLAN, "metadata": {1: 2}}), "metadata must be an object whose every ke"),
         (MSGPACK.encode({**PLAN, "prompt": {b"x": 2}}), "prompt must be a string or null (got a v"),
+        (BEGUN + b'"stop":[5],"stop":null}', "stop[0] must be a string (got a name more"),
+        (BEGUN + b'"stop":[5],"stop":[]}', "stop[0] must be a string (got a name more"),
+        (BEGUN + b'"response_format":{"type":1},"response_format":{}}', "response_format.type mu"),
         (b"", "body must be a JSON object or a msgpack map (got nothing)"),
         (b"[1]", "body must be a JSON object or a msgpack map (got a first byte of 0x5b)"),
     ],
@@ -213,6 +216,15 @@ def test_no_mutation_does_either(data: st.DataObject) -> None:
     at = data.draw(st.integers(0, len(whole) - 1))
     body = whole[:at] + data.draw(st.binary(max_size=3)) + whole[at + 1 :]
     assert outcome(body) in ("read", "bad_request", "unsupported_version")
+
+
+def test_a_key_that_is_no_string_is_told_in_both_dialects() -> None:
+    rule = "body must be an object whose every key is a string"
+    assert refused(MSGPACK.encode({"op": "ping", 1: 2})).message == f"{rule} (got an integer)"
+    body = MSGPACK.encode({"endpoint": "ping", "data": {1: 2}})
+    with pytest.raises(PlanError) as caught:
+        groot.read(MSGPACK, body, codec.head_of(MSGPACK, body))
+    assert caught.value.message == f"{rule} (got another)"
 
 
 def test_groot_requests_are_the_same_requests() -> None:
