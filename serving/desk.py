@@ -270,9 +270,10 @@ class Desk:
         except PlanError as e:
             self.answer(job, e)
             return
+        # Before the others hear of it: to find that their peer is gone may take this job out, too.
+        job.prepared, job.state = outcome, "queued"
         for old, error in displaced:
             self.answer(old, error)
-        job.prepared, job.state = outcome, "queued"
         self.dispatch()
 
     def _note(self, post: Ended) -> None:
@@ -321,8 +322,9 @@ class Desk:
         self._owe_nothing(PlanError("draining", "the server stops"))
 
     def fail(self, error: ThorError) -> None:
-        """The engine is gone: whoever waits gets an answer before the process ends."""
+        """A thread is gone: whoever waits gets an answer before the process ends."""
         for job in self.books.jobs():
+            job.stop = job.stop or "cancelled"  # the end waits for an engine that still runs
             self.answer(job, PlanError("engine_fault", str(error)))
         self._owe_nothing(PlanError("engine_fault", str(error)))
 

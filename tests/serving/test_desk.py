@@ -1,0 +1,80 @@
+"""The desk alone: what it does to the books where a peer or a thread is gone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from thor_dflash.errors import ThorError
+from thor_dflash.serve_config import ServeConfig
+from thor_dflash.serving.desk import Desk, Hands
+from thor_dflash.serving.door import Letter
+from thor_dflash.serving.events import Events
+from thor_dflash.serving.life import Life
+from thor_dflash.serving.mock import MockBackend
+from thor_dflash.serving.schedule import Job
+from thor_dflash.serving.work import Checked
+
+BACKEND = MockBackend(ServeConfig())
+
+
+class Door:
+    """Whom a message cannot reach is gone."""
+
+    def __init__(self) -> None:
+        self.gone = False
+        self.sent: list[dict[str, Any]] = []
+
+    def send(self, envelope: object, body: bytes, *, droppable: bool) -> str:
+        self.sent.append(msgspec.json.decode(body))
+        return "gone" if self.gone else "sent"
+
+
+@pytest.fixture
+def door() -> Door:
+    return Door()
+
+
+@pytest.fixture
+def desk(door: Any) -> Desk:
+    life = Life(10.0)
+    life.backend = BACKEND
+    hands = Hands(check=lambda job: None, run=lambda job: None, keep=print, stop=print)
+    return Desk(door, ServeConfig(), life, hands, None, print, Events(""))
+
+
+def asked(desk: Desk, id: str, **fields: object) -> Job:
+    body = msgspec.json.encode({"op": "plan", "id": id, "prompt": "x", "session": "s", **fields})
+    desk.letter(Letter((b"peer", b"", body), 7))
+    return desk.books.jobs()[-1]
+
+
+def checked(desk: Desk, job: Job) -> None:
+    request: Any = job.request
+    desk.posted(Checked(job, BACKEND.prepare(request, None)))
+
+
+def test_a_plan_whose_peer_is_found_gone_by_what_it_displaces_is_gone_too(
+    desk: Desk, door: Door
+) -> None:
+    jobs = [asked(desk, id, preempt="none") for id in "ab"]
+    for job in jobs:
+        checked(desk, job)
+    assert [job.state for job in jobs] == ["running", "queued"]
+    last = asked(desk, "c", preempt="same_session")
+    door.gone = True
+    checked(desk, last)
+    assert [job.state for job in (*jobs, last)] == ["running", "left", "left"]
+    assert desk.books.jobs() == jobs[:1]
+    assert [reply["id"] for reply in door.sent] == ["b"], "nobody hears of the others"
+
+
+def test_an_engine_that_outlives_another_thread_is_told_to_stop(desk: Desk, door: Door) -> None:
+    job = asked(desk, "a")
+    checked(desk, job)
+    assert (job.state, job.stop) == ("running", None)
+    desk.fail(ThorError("the clerk is gone"))
+    assert job.stop == "cancelled", "its thread is waited for, and nobody hears its plan"
+    assert [reply["code"] for reply in door.sent] == ["engine_fault"]
