@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import sys
@@ -50,3 +51,22 @@ def test_the_command_listens_where_it_says() -> None:
             assert b'"object":"list"' in reply.read()
         child.terminate()
         assert "Traceback" not in child.stderr.read()
+
+
+def test_ctrl_c_ends_it_in_order() -> None:
+    # What a test starts in the background may have SIGINT ignored.
+    script = (
+        "import signal, sys; from thor_dflash.cli import main\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "sys.exit(main())"
+    )
+    args = ["gateway", "--server", "ipc:///nowhere/plan", "--listen", "127.0.0.1:0"]
+    with subprocess.Popen(
+        [sys.executable, "-c", script, *args], stderr=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stderr
+        line = child.stderr.readline()
+        with urllib.request.urlopen(f"{line.split()[-1]}/models", timeout=20):
+            child.send_signal(signal.SIGINT)
+        assert child.stderr.read() == ""
+        assert child.wait(20) == 0

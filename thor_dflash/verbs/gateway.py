@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
+from contextlib import suppress
 
 from thor_dflash.config import Config
 from thor_dflash.progress import Progress
 
 
 def run(args: Namespace, config: Config, progress: Progress) -> None:
-    """Serve HTTP until SIGTERM."""
+    """Serve HTTP until SIGTERM or SIGINT."""
     from thor_dflash.extras import extra
 
     with extra("http"):
@@ -25,5 +26,6 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     progress.close()
     host, port = config.gateway.listen.rpartition(":")[0], listener.getsockname()[1]
     print(f"listening on http://{host}:{port}/v1", file=sys.stderr, flush=True)
-    server.run(sockets=[listener])
-    assert server.started, "what can be refused was, before"
+    with suppress(KeyboardInterrupt):  # uvicorn raises it again once it has ended in order
+        server.run(sockets=[listener])
+        assert server.started, "what can be refused was, before"
