@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import sys
 from typing import Any
 
 import msgspec
@@ -155,6 +156,36 @@ def test_half_a_surrogate_pair_is_refused_by_its_field(text: bytes, shown: str) 
     assert error.message.startswith(shown)
     assert error.field == shown.partition(" ")[0]
     assert JSON.encode(codec.failure(error, "a"))
+
+
+def test_no_escape_of_a_broken_body_costs_a_call() -> None:
+    # Nobody else is answered meanwhile, and a body holds half a million of them.
+    for escapes in (rb"\n" * 9000, rb"\ud83d\ude00" * 2000, rb"\ud800" * 9000):
+        calls = 0
+
+        def count(frame: object, event: str, arg: object) -> None:
+            nonlocal calls
+            calls += 1
+
+        sys.setprofile(count)
+        try:
+            refused(b'{"op":"plan","id":"a","prompt":"' + escapes)
+        finally:
+            sys.setprofile(None)
+        assert calls < 1000
+
+
+@pytest.mark.parametrize(
+    ("text", "mended"),
+    [
+        (rb"\ud800\ud83d\ude00\ude00", "\ufffd\U0001f600\ufffd"),
+        (rb"\\ud83d\ude00", "\\ud83d\ufffd"),
+        (rb"\\\ud83d\\\ude00", "\\\ufffd\\\ufffd"),
+        (rb"\uD83D\uDE00\u0041\n", "\U0001f600A\n"),
+    ],
+)
+def test_halves_alone_are_mended(text: bytes, mended: str) -> None:
+    assert codec.head_of(JSON, b'{"id":"' + text + b'"}').id == mended
 
 
 def test_whole_surrogate_pairs_are_text_and_broken_bodies_stay_broken() -> None:
