@@ -108,6 +108,7 @@ class Desk:
             peer = dataclasses.replace(peer, groot=groot.speaks(head))
             self._request(peer, head, rest[0])
         except PlanError as e:
+            self._tell("refused", id=codec.id_of(head), code=e.code)
             self._refuse(peer, codec.id_of(head), e)
         except Exception:
             self._log(traceback.format_exc())
@@ -130,6 +131,7 @@ class Desk:
             self._hands.keep(Drop(peer, request))
         elif isinstance(request, wire.Validate):
             self._backend()
+            fields.check_prompt(request)
             self._owed.append((peer, request.id))
             self._hands.check((peer, request))
         else:

@@ -146,6 +146,7 @@ class LiveBackend:
     def prepare(self, ask: wire.Ask, left_ms: float | None) -> Prepared:
         """See Backend."""
         fields.check_values(ask)
+        self._check_mode(ask)
         max_tokens = ask.max_tokens or self.config.max_tokens
         schema = fields.schema_of(ask)
         checker = None if schema is None else Checker(schema)
@@ -180,6 +181,12 @@ class LiveBackend:
                 len(prompt) - cached, max_tokens, whole=ask.on_deadline == "error"
             ),
         )
+
+    def _check_mode(self, ask: wire.Ask) -> None:
+        """Before others make way for the plan: the session would refuse it when it is begun."""
+        if ask.accept_mode == "relaxed_thinking" and self.session.manifest.drafter is None:
+            text = "accept_mode must be exact, the package has no drafter (got relaxed_thinking)"
+            raise PlanError("bad_request", text, field="accept_mode")
 
     def _grammar(self, schema: Mapping[str, Any]) -> Grammar:
         try:
@@ -273,7 +280,13 @@ class LiveBackend:
         )
         # What both chats begin with is the part that does not depend on the user's words.
         same = next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), 0)
-        prefix = self.session.prefixes.put(request.prefix_id, one[:same], stopped=stopped)
+        if same >= (limit := self.session.model.limit):
+            text = f"system must be < {limit} tokens with the chat around it (got {same})"
+            raise PlanError("prompt_too_long", text, field="system")
+        try:
+            prefix = self.session.prefixes.put(request.prefix_id, one[:same], stopped=stopped)
+        except RequestError as e:  # the memory for prefixes
+            raise PlanError("too_large", str(e), field="system") from e
         if prefix is None:
             raise PlanError("cancelled", "the prefix was cancelled")
         return _shown(prefix)
