@@ -167,7 +167,7 @@ class LiveBackend:
                 field="prompt",
             )
         cached = prefix.held if prefix else 0
-        return Prepared(
+        prepared = Prepared(
             ask=ask,
             prompt=prompt,
             cached=cached,
@@ -181,9 +181,14 @@ class LiveBackend:
                 len(prompt) - cached, max_tokens, whole=ask.on_deadline == "error"
             ),
         )
+        try:
+            # Before others make way for it.
+            self.session.check(self._request(prepared, prepared.budget))
+        except RequestError as e:
+            raise PlanError("bad_request", str(e)) from e
+        return prepared
 
     def _check_mode(self, ask: wire.Ask) -> None:
-        """Before others make way for the plan: the session would refuse it when it is begun."""
         if ask.accept_mode == "relaxed_thinking" and self.session.manifest.drafter is None:
             text = "accept_mode must be exact, the package has no drafter (got relaxed_thinking)"
             raise PlanError("bad_request", text, field="accept_mode")
@@ -229,26 +234,28 @@ class LiveBackend:
 
     def start(self, prepared: Prepared, left_ms: float | None) -> Run:
         """See Backend."""
-        ask, budget = prepared.ask, prepared.budget
+        budget = prepared.budget
         if left_ms is not None:
             # By the clock of this moment: the request may have waited in the queue.
             new = len(prepared.prompt) - prepared.cached
             budget = min(budget, self._rates.thinking_room(left_ms, new, prepared.max_tokens))
+        chunks = self.session.generate(self._request(prepared, budget))
+        yield_s = 1e-6 * self.config.yield_us
+        return LiveRun(self.session, self.text, self._rates, prepared, chunks, yield_s)
+
+    def _request(self, prepared: Prepared, budget: int) -> Request:
         reply = prepared.max_tokens + (self._closing if prepared.thinks else 0)
         limit = BudgetConfig(tokens=budget, reply=reply, message=self._close)
-        grammar = prepared.grammar
-        request = Request(
+        grammar, mode = prepared.grammar, prepared.ask.accept_mode
+        return Request(
             prompt=prepared.prompt,
             max_tokens=budget + reply if prepared.thinks else reply,
             stop=frozenset(self.session.manifest.stop_tokens),
             drafter=self._drafter(),
             grammar=grammar if isinstance(grammar, Grammar) else None,
             budget=limit if prepared.thinks else NO_BUDGET,
-            relaxed=RelaxedConfig() if ask.accept_mode == "relaxed_thinking" else None,
+            relaxed=RelaxedConfig() if mode == "relaxed_thinking" else None,
         )
-        chunks = self.session.generate(request)
-        yield_s = 1e-6 * self.config.yield_us
-        return LiveRun(self.session, self.text, self._rates, prepared, chunks, yield_s)
 
     def validate(self, request: wire.Validate) -> dict[str, Any]:
         """See Backend."""

@@ -188,6 +188,16 @@ def test_a_mode_the_package_cannot_do_is_refused_before_others_make_way(
     assert (caught.value.code, caught.value.field) == ("bad_request", "accept_mode")
 
 
+def test_what_the_session_would_refuse_is_refused_before_others_make_way(
+    backend: LiveBackend,
+) -> None:
+    ask = Ask(prompt="x", thinking_budget=9, max_tokens=100)
+    backend._close = "Enough.\n</think>Well: "
+    assert backend.prepare(ask, None).thinks
+    with pytest.raises(PlanError, match="at most a blank line after </think>"):
+        backend.prepare(structs.replace(ask, json_schema=PLAN), None)
+
+
 def test_a_prefix_that_does_not_fit_is_refused_by_its_field(backend: LiveBackend) -> None:
     for system, code in (("word " * 3000, "prompt_too_long"), (SYSTEM, "too_large")):
         backend.session.prefixes.budget = 1000
