@@ -82,6 +82,16 @@ class Session:
             (*admitted.policies, *self.constrain(request)),
         )
 
+    def check(self, request: Request) -> None:
+        """Refuse what does not go together or not with this package, and begin nothing. Any thread
+        may ask.
+
+        Raises:
+            RequestError: as `generate`.
+        """
+        self._desk.admit(request)
+        self.constrain(request)
+
     def constrain(self, request: Request) -> tuple[Policy, ...]:
         """The policy of a request's grammar; none where it has none.
 

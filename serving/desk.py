@@ -19,6 +19,7 @@ from thor_dflash.serving.codec import JSON, Head
 from thor_dflash.serving.door import Door, Letter
 from thor_dflash.serving.events import Events
 from thor_dflash.serving.life import Life
+from thor_dflash.serving.outcome import asked
 from thor_dflash.serving.planner import admit, stopped
 from thor_dflash.serving.schedule import Job, Peer, Schedule, job_of
 from thor_dflash.serving.stats import Stats
@@ -107,6 +108,7 @@ class Desk:
             peer = dataclasses.replace(peer, groot=groot.speaks(head))
             self._request(peer, head, rest[0])
         except PlanError as e:
+            self._tell("refused", id=codec.id_of(head), code=e.code)
             self._refuse(peer, codec.id_of(head), e)
         except Exception:
             self._log(traceback.format_exc())
@@ -129,6 +131,7 @@ class Desk:
             self._hands.keep(Drop(peer, request))
         elif isinstance(request, wire.Validate):
             self._backend()
+            fields.check_prompt(request)
             self._owed.append((peer, request.id))
             self._hands.check((peer, request))
         else:
@@ -362,8 +365,10 @@ class Desk:
             plan_valid=outcome.plan_valid, usage=outcome.usage, timings=outcome.timings,
         )  # fmt: skip
         self.stats.result(outcome)
+        assert isinstance(job.request, wire.Ask), "a prefix has no result of this kind"
         if not job.gone:
-            self._send(job.peer, structs.replace(outcome, id=id, seq=seq), id, seq)
+            told = structs.replace(asked(outcome, job.request), id=id, seq=seq)
+            self._send(job.peer, told, id, seq)
 
     def _refuse(self, peer: Peer, id: str | None, error: PlanError, seq: int = 0) -> None:
         self.stats.error(error)

@@ -12,6 +12,7 @@ from thor_dflash.serving.codec import plain
 
 SCHEMA_BYTES = 128 << 10
 METADATA_BYTES = 1 << 10
+ONE_OF_TWO = "prompt or messages must be given, and one of them only"
 
 
 def check(ask: wire.Ask) -> None:
@@ -20,13 +21,9 @@ def check(ask: wire.Ask) -> None:
     Raises:
         PlanError: naming the field.
     """
-    if (ask.prompt is None) == (ask.messages is None):
-        got = "neither" if ask.prompt is None else "both"
-        raise _bad("prompt", f"prompt or messages must be given, and one of them only (got {got})")
-    if ask.prompt is not None and not ask.prompt.strip():
-        raise _bad("prompt", "prompt must be some text (got none)")
-    if ask.messages is not None and not ask.messages:
-        raise _bad("messages", "messages must be at least one (got none)")
+    if ask.prompt is None and ask.messages is None:
+        raise _bad("prompt", ONE_OF_TWO + " (got neither)")
+    check_prompt(ask)
     if ask.stream is True:
         raise _bad("stream", "stream must be false, steps, text or all (got true)")
     _greedy(ask)
@@ -36,6 +33,20 @@ def check(ask: wire.Ask) -> None:
         raise _bad(name, f"{name} must be given alone (got thinking_budget, too)")
     if ask.json_schema is not None and ask.response_format is not None:
         raise _bad("response_format", "json_schema must be given once (got both spellings)")
+
+
+def check_prompt(request: wire.Ask | wire.Validate) -> None:
+    """Refuse two prompts, or one that says nothing.
+
+    Raises:
+        PlanError: naming the field.
+    """
+    if request.prompt is not None and request.messages is not None:
+        raise _bad("prompt", ONE_OF_TWO + " (got both)")
+    if request.prompt is not None and not request.prompt.strip():
+        raise _bad("prompt", "prompt must be some text (got none)")
+    if request.messages is not None and not request.messages:
+        raise _bad("messages", "messages must be at least one (got none)")
 
 
 def _greedy(ask: wire.Ask) -> None:

@@ -38,7 +38,7 @@ def read(body_codec: Codec, body: bytes, head: Head) -> wire.Request:
     if unknown := table.keys() - {"endpoint", "data", "api_token", "requires_input"}:
         name = min(unknown)
         raise PlanError("bad_request", f"{name} must be endpoint, data or api_token", field=name)
-    data: Any = table.get("data") or {}
+    data: Any = {} if table.get("data") is None else table["data"]
     if not isinstance(data, dict):
         raise PlanError("bad_request", "data must be a map", field="data")
     fields: dict[str, Any] = dict(data)  # pyright: ignore[reportUnknownArgumentType]

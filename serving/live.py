@@ -146,6 +146,7 @@ class LiveBackend:
     def prepare(self, ask: wire.Ask, left_ms: float | None) -> Prepared:
         """See Backend."""
         fields.check_values(ask)
+        self._check_mode(ask)
         max_tokens = ask.max_tokens or self.config.max_tokens
         schema = fields.schema_of(ask)
         checker = None if schema is None else Checker(schema)
@@ -166,7 +167,7 @@ class LiveBackend:
                 field="prompt",
             )
         cached = prefix.held if prefix else 0
-        return Prepared(
+        prepared = Prepared(
             ask=ask,
             prompt=prompt,
             cached=cached,
@@ -180,6 +181,17 @@ class LiveBackend:
                 len(prompt) - cached, max_tokens, whole=ask.on_deadline == "error"
             ),
         )
+        try:
+            # Before others make way for it.
+            self.session.check(self._request(prepared, prepared.budget))
+        except RequestError as e:
+            raise PlanError("bad_request", str(e)) from e
+        return prepared
+
+    def _check_mode(self, ask: wire.Ask) -> None:
+        if ask.accept_mode == "relaxed_thinking" and self.session.manifest.drafter is None:
+            text = "accept_mode must be exact, the package has no drafter (got relaxed_thinking)"
+            raise PlanError("bad_request", text, field="accept_mode")
 
     def _grammar(self, schema: Mapping[str, Any]) -> Grammar:
         try:
@@ -222,26 +234,28 @@ class LiveBackend:
 
     def start(self, prepared: Prepared, left_ms: float | None) -> Run:
         """See Backend."""
-        ask, budget = prepared.ask, prepared.budget
+        budget = prepared.budget
         if left_ms is not None:
             # By the clock of this moment: the request may have waited in the queue.
             new = len(prepared.prompt) - prepared.cached
             budget = min(budget, self._rates.thinking_room(left_ms, new, prepared.max_tokens))
+        chunks = self.session.generate(self._request(prepared, budget))
+        yield_s = 1e-6 * self.config.yield_us
+        return LiveRun(self.session, self.text, self._rates, prepared, chunks, yield_s)
+
+    def _request(self, prepared: Prepared, budget: int) -> Request:
         reply = prepared.max_tokens + (self._closing if prepared.thinks else 0)
         limit = BudgetConfig(tokens=budget, reply=reply, message=self._close)
-        grammar = prepared.grammar
-        request = Request(
+        grammar, mode = prepared.grammar, prepared.ask.accept_mode
+        return Request(
             prompt=prepared.prompt,
             max_tokens=budget + reply if prepared.thinks else reply,
             stop=frozenset(self.session.manifest.stop_tokens),
             drafter=self._drafter(),
             grammar=grammar if isinstance(grammar, Grammar) else None,
             budget=limit if prepared.thinks else NO_BUDGET,
-            relaxed=RelaxedConfig() if ask.accept_mode == "relaxed_thinking" else None,
+            relaxed=RelaxedConfig() if mode == "relaxed_thinking" else None,
         )
-        chunks = self.session.generate(request)
-        yield_s = 1e-6 * self.config.yield_us
-        return LiveRun(self.session, self.text, self._rates, prepared, chunks, yield_s)
 
     def validate(self, request: wire.Validate) -> dict[str, Any]:
         """See Backend."""
@@ -273,7 +287,13 @@ class LiveBackend:
         )
         # What both chats begin with is the part that does not depend on the user's words.
         same = next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), 0)
-        prefix = self.session.prefixes.put(request.prefix_id, one[:same], stopped=stopped)
+        if same >= (limit := self.session.model.limit):
+            text = f"system must be < {limit} tokens with the chat around it (got {same})"
+            raise PlanError("prompt_too_long", text, field="system")
+        try:
+            prefix = self.session.prefixes.put(request.prefix_id, one[:same], stopped=stopped)
+        except RequestError as e:  # the memory for prefixes
+            raise PlanError("too_large", str(e), field="system") from e
         if prefix is None:
             raise PlanError("cancelled", "the prefix was cancelled")
         return _shown(prefix)

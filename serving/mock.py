@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from thor_dflash.errors import PlanError
 from thor_dflash.serve_config import ServeConfig
@@ -97,7 +97,16 @@ class MockBackend:
             max_context=CONTEXT,
             block=PER_CYCLE,
             prefill_chunk=CHUNK,
-            features=("mock", "stream", "deadline", "preempt", "prefix", "json_schema"),
+            features=(
+                "mock",
+                "stream",
+                "deadline",
+                "preempt",
+                "prefix",
+                "json_schema",
+                "thinking_budget",
+                "relaxed_thinking",
+            ),
         )
 
     @property
@@ -198,6 +207,7 @@ class MockRun:
         self._script = [_Piece(w, thinking=True) for w in thought]
         self._script += [_Piece(w, thinking=False) for w in answer[: prepared.max_tokens]]
         self._cut = len(answer) > prepared.max_tokens
+        self._thought = len(thought)
         self._speech = Speech(prepared.ask.stream)
         self._prompt_done = prepared.cached
         self._said = 0
@@ -251,8 +261,14 @@ class MockRun:
             ),
             timings=self._timings(),
             spec=_spec(self._said),
+            closed=self._closed(),
         )
         return outcome.result(self._prepared, decoded)
+
+    def _closed(self) -> Literal["", "natural", "hard"]:
+        if not self._thought or self._said <= self._thought:
+            return ""
+        return "natural" if self._thought == len(words(THINKING)) else "hard"
 
     def _timings(self) -> wire.Timings:
         e2e = self._ms()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from msgspec import structs
+
 from thor_dflash.serving import wire
 from thor_dflash.serving.backend import Prepared
 from thor_dflash.serving.plan_text import close_partial, read_object
@@ -27,7 +29,7 @@ class Decoded:
 
 
 def result(prepared: Prepared, decoded: Decoded) -> wire.Result:
-    """The result of a run, holding the parts that were asked for."""
+    """The result of a run, holding the parts that were asked for; `asked` sees to the times."""
     ask, wanted = prepared.ask, frozenset(prepared.ask.parts)
     plan = _plan(decoded)
     valid = plan is not None and (prepared.checker is None or prepared.checker.valid(plan))
@@ -45,10 +47,19 @@ def result(prepared: Prepared, decoded: Decoded) -> wire.Result:
         accept_mode=ask.accept_mode,
         thinking_closed=decoded.closed,
         usage=decoded.usage,
-        timings=decoded.timings if "timings" in wanted else None,
-        spec=decoded.spec if "timings" in wanted else None,
+        timings=decoded.timings,
+        spec=decoded.spec,
         metadata=ask.metadata,
     )
+
+
+def asked(result: wire.Result, ask: wire.Ask) -> wire.Result:
+    """A result as it is sent: its times only to who asks for them. Whoever counts plans has them
+    of every one.
+    """
+    if "timings" in ask.parts:
+        return result
+    return structs.replace(result, timings=None, spec=None)
 
 
 def _plan(decoded: Decoded) -> dict[str, object] | None:

@@ -12,6 +12,7 @@ from msgspec import structs
 from thor_dflash.errors import PlanError, ThorError
 from thor_dflash.serving import fields, wire
 from thor_dflash.serving.backend import Backend, Run, Stop
+from thor_dflash.serving.outcome import asked
 from thor_dflash.serving.rates import TRIAL, Rates
 
 
@@ -92,7 +93,7 @@ def _events(run: Run, left: Callable[[], float | None], ask: wire.Ask) -> Iterat
         raise PlanError("engine_fault", str(e)) from e
     finally:
         run.close()
-    yield final(structs.replace(result, id=ask.id, seq=seq), ask)
+    yield asked(final(structs.replace(result, id=ask.id, seq=seq), ask), ask)
 
 
 def left_of(ask: wire.Ask, arrived: float) -> Callable[[], float | None]:

@@ -20,6 +20,7 @@ PLAN = b"\x82\xa8endpoint\xa4plan\xa4data\x81\xa6prompt\xaeBring the cup."
 HEALTH = b"\x81\xa8endpoint\xa6health"
 HEALTH_NO_DATA = b"\x82\xa8endpoint\xa6health\xa4data\xc0"
 """`call_endpoint("health")`: it then says that there are data, and that they are None."""
+HEALTH_LIST = b"\x82\xa8endpoint\xa6health\xa4data\x90"
 OTHERS = (b"\x81\xa8endpoint\xa5hello", b"\x81\xa8endpoint\xa5stats",
           b"\x81\xa8endpoint\xabprefix.list",
           b"\x82\xa8endpoint\xa6cancel\xa4data\x81\xa6target\xa1x")  # fmt: skip
@@ -74,7 +75,8 @@ def test_it_may_call_whatever_there_is(client: Any) -> None:
 
 def test_what_there_is_not_is_an_error_and_the_server_stays(client: Any) -> None:
     for body, says in ((KILL, "got kill"), (RESET, "got reset"), (GET_ACTION, "got get_action"),
-                       (PLAN_ARRAY, "metadata must be plain JSON values")):  # fmt: skip
+                       (PLAN_ARRAY, "metadata must be plain JSON values"),
+                       (HEALTH_LIST, "data must be a map")):  # fmt: skip
         with pytest.raises(RuntimeError, match=says):
             call(client, body)
     assert call(client, PING)["status"] == "ok"

@@ -176,6 +176,37 @@ def test_the_context_is_used_to_its_last_token_and_no_further(backend: LiveBacke
         backend.prepare(structs.replace(plain, max_tokens=limit - used + 1), None)
 
 
+def test_a_mode_the_package_cannot_do_is_refused_before_others_make_way(
+    backend: LiveBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = Ask(prompt="x", accept_mode="relaxed_thinking")
+    assert backend.prepare(ask, None).thinks
+    alone = replace(backend.session.manifest, drafter=None)
+    monkeypatch.setattr(backend.session.model, "manifest", alone)
+    with pytest.raises(PlanError, match="accept_mode must be exact") as caught:
+        backend.prepare(ask, None)
+    assert (caught.value.code, caught.value.field) == ("bad_request", "accept_mode")
+
+
+def test_what_the_session_would_refuse_is_refused_before_others_make_way(
+    backend: LiveBackend,
+) -> None:
+    ask = Ask(prompt="x", thinking_budget=9, max_tokens=100)
+    backend._close = "Enough.\n</think>Well: "
+    assert backend.prepare(ask, None).thinks
+    with pytest.raises(PlanError, match="at most a blank line after </think>"):
+        backend.prepare(structs.replace(ask, json_schema=PLAN), None)
+
+
+def test_a_prefix_that_does_not_fit_is_refused_by_its_field(backend: LiveBackend) -> None:
+    for system, code in (("word " * 3000, "prompt_too_long"), (SYSTEM, "too_large")):
+        backend.session.prefixes.budget = 1000
+        with pytest.raises(PlanError) as caught:
+            backend.pin(PrefixPut(prefix_id="arm", system=system), lambda: False)
+        assert (caught.value.code, caught.value.field) == (code, "system")
+    assert backend.prefixes() == []
+
+
 def test_cancelling_leaves_the_next_plan_as_it_was(backend: LiveBackend) -> None:
     ask = Ask(prompt="Pick the mug.", thinking_budget=8, parts=("tokens",))
     whole = LocalPlanner(backend).plan(ask).tokens

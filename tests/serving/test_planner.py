@@ -344,3 +344,15 @@ def test_replies_that_came_before_the_connection_was_lost_are_read_first() -> No
     *come, end = asyncio.run(heard())
     assert [reply.type for _, reply in come] == ["a", "b"]
     assert isinstance(end, PlanError)
+
+
+def test_a_mock_says_how_its_thinking_ended() -> None:
+    backend = MockBackend(ServeConfig())
+    planner = LocalPlanner(backend)
+    for budget, closed in ((0, ""), (8, "hard"), (1000, "natural")):
+        result = planner.plan(Ask(prompt="x", thinking_budget=budget))
+        assert result.thinking_closed == closed
+    run = backend.start(backend.prepare(Ask(prompt="x"), None), None)
+    for _ in range(2):
+        run.step()
+    assert run.result("deadline").thinking_closed == "", "it did not end"

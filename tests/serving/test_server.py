@@ -42,6 +42,16 @@ def test_control_is_answered_while_the_engine_stands(house: Any) -> None:
     assert peer.final("p")["status"] == "ok"
 
 
+def test_what_no_plan_may_ask_is_not_validated(house: Any) -> None:
+    peer = house.peer(house.mock())
+    chat = [{"role": "user", "content": "x"}]
+    for name, wrong in (("prompt", {"prompt": "x", "messages": chat}), ("prompt", {"prompt": " "}),
+                        ("messages", {"messages": []})):  # fmt: skip
+        for op in ("plan", "validate"):
+            told = peer.ask(op=op, id="v", **wrong)
+            assert (told["type"], told.get("field")) == ("error", name), (op, wrong)
+
+
 def test_hello_tells_what_a_client_must_know(house: Any) -> None:
     hello = house.peer(house.mock()).ask(op="hello", id="h")
     assert hello["versions"] == [1]

@@ -64,6 +64,33 @@ def test_what_happens_is_written_down_and_prompts_are_not(house: Any, tmp_path: 
     assert "secret" not in path.read_text()
 
 
+def test_what_is_refused_at_the_door_is_written_down_too(house: Any, tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    peer = house.peer(house.mock(events=str(path)))
+    peer.ask(**SMALL, id="a", generation=2, session="arm")
+    assert peer.ask(**SMALL, id="b", generation=1, session="arm")["code"] == "stale"
+    assert peer.ask(**SMALL, id="c", secret=1)["code"] == "bad_request"
+    house.close()
+    told = [(t.get("id"), t["code"]) for t in lines(path) if t["event"] == "refused"]
+    assert told == [("b", "stale"), ("c", "bad_request")]
+
+
+def test_a_plan_is_counted_whatever_it_wants_returned(house: Any, tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    server = house.mock(events=str(path), trace_slow_ms=1, trace_dir=str(tmp_path), cycle_s=0.001)
+    peer = house.peer(server)
+    told = peer.ask(**SMALL, id="a", **{"return": ["plan"]})
+    assert (told["timings"], told["spec"]) == (None, None)
+    stats = peer.ask(op="stats", id="s")
+    assert stats["last"][0]["e2e_ms"] == stats["percentiles"]["e2e_ms"]["p50"] > 0
+    assert stats["spec"]["cycles"] > 0
+    house.close()
+    (answered,) = [one for one in lines(path) if one["event"] == "answered"]
+    assert answered["timings"]["e2e_ms"] == stats["last"][0]["e2e_ms"]
+    (kept,) = tmp_path.glob("*.trace.json")
+    assert None not in json.loads(kept.read_text())["otherData"]["result"]
+
+
 def test_a_file_of_events_is_added_to_and_a_full_disk_ends_nothing(tmp_path: Path) -> None:
     path = tmp_path / "events"
     for number in range(2):
