@@ -386,17 +386,13 @@ class Desk:
         """Whether the message could be written; else the request was answered with an error."""
         written = True
         try:
-            body = _body(peer, message)
+            body = peer.body(message)
         except Exception:
             # Whatever it holds: one answer must not take the other plans with it.
             self._log(traceback.format_exc())
             error = PlanError("internal", "the answer could not be written; the log says why")
             self.stats.error(error)
-            body, droppable, written = _body(peer, codec.failure(error, id, seq)), False, False
+            body, droppable, written = peer.body(codec.failure(error, id, seq)), False, False
         if self._door.send(peer.envelope, body, droppable=droppable) == "gone":
             self.lost(peer.routing)
         return written
-
-
-def _body(peer: Peer, message: object) -> bytes:
-    return peer.codec.encode(groot.answer(message) if peer.groot else message)

@@ -12,7 +12,7 @@ from itertools import takewhile
 from typing import Literal
 
 from thor_dflash.errors import PlanError
-from thor_dflash.serving import wire
+from thor_dflash.serving import groot, wire
 from thor_dflash.serving.backend import Prepared, Stop
 from thor_dflash.serving.codec import Codec
 
@@ -36,6 +36,10 @@ class Peer:
     def routing(self) -> bytes:
         """The routing id."""
         return self.envelope[0]
+
+    def body(self, message: object) -> bytes:
+        """A message as this peer reads it."""
+        return self.codec.encode(groot.answer(message) if self.groot else message)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
