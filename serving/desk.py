@@ -95,8 +95,8 @@ class Desk:
     def letter(self, letter: Letter) -> None:
         """Answer a message, whatever it is."""
         at = next((i for i, f in enumerate(letter.frames) if i and not f), None)
-        # Without the empty frame the sender gets its answer without one, too.
-        split = 1 if at is None else at + 1
+        # Without the empty frame the sender gets its answer without one, too, by the hops it took.
+        split = max(1, len(letter.frames) - 1) if at is None else at + 1
         envelope, rest = letter.frames[:split], letter.frames[split:]
         peer, head = Peer(envelope, JSON, fd=letter.fd), Head()
         try:

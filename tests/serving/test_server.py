@@ -68,6 +68,9 @@ def test_every_kind_of_client_is_answered_in_its_own_way(house: Any) -> None:
     dealer.socket.send_multipart([b'{"op":"ping","id":"4"}'])
     (bare,) = dealer.socket.recv_multipart()
     assert msgspec.json.decode(bare)["id"] == "4", "no empty frame: none in the answer"
+    dealer.socket.send_multipart([b"hop", b'{"op":"ping","id":"5"}'])
+    hop, bare = dealer.socket.recv_multipart()
+    assert (hop, msgspec.json.decode(bare)["id"]) == (b"hop", "5"), "nor by a proxy"
     dealer.socket.send_multipart([b"", b"{", b"}"])
     assert dealer.receive()["code"] == "bad_request"
 
