@@ -345,7 +345,8 @@ class Desk:
         id, seq = job.request.id, job.seq
         if isinstance(outcome, PlanError):
             self._tell("refused", id=id, session=job.session, code=outcome.code, gone=job.gone)
-            if outcome.code in ("cancelled", "preempted", "deadline"):
+            planned = isinstance(job.request, wire.Ask)
+            if planned and outcome.code in ("cancelled", "preempted", "deadline"):
                 self.stats.finished[outcome.code] += 1
             if not job.gone:
                 self._refuse(job.peer, id, outcome, seq)

@@ -297,6 +297,18 @@ def test_where_half_a_plan_is_none_the_deadline_is_an_error(house: Any) -> None:
     assert peer.final("a")["code"] == "deadline"
 
 
+def test_a_prefix_that_was_cancelled_is_no_finished_plan(house: Any) -> None:
+    server, held = house.held()
+    peer = house.peer(server)
+    peer.send(**SMALL, id="runs")
+    assert held.waiting.wait(20)
+    peer.send(op="prefix.put", id="put", prefix_id="a", system="x")
+    assert peer.ask(op="cancel", id="c", target="put")["cancelled"]
+    assert peer.final("put")["code"] == "cancelled"
+    stats = peer.ask(op="stats", id="s")
+    assert (stats["finished"], stats["refused"]) == ({}, {"cancelled": 1})
+
+
 def test_a_deadline_passes_in_the_queue_without_the_engine(house: Any) -> None:
     server, held = house.held()
     peer = house.peer(server)
