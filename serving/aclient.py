@@ -140,14 +140,15 @@ class AsyncPlanner:
 
     def _farewell(self, cancel: bytes) -> None:
         # Tried at once, before this returns: the loop may be on its way out.
-        sent = asyncio.ensure_future(self._socket.send_multipart([b"", cancel], zmq.NOBLOCK))
+        sent = asyncio.ensure_future(self._socket.send(cancel, zmq.NOBLOCK))
         # If it failed the connection is gone, and with it the server's reason to go on.
         sent.add_done_callback(_heard)
 
     async def _send(self, body: bytes, until: float) -> None:
         if self._closed.is_set():
             raise replies.closed(self._endpoint)
-        sending = asyncio.ensure_future(self._socket.send_multipart([b"", body]))
+        # Without an empty frame, so that an answer has none: see protocol.md, section 1.
+        sending = asyncio.ensure_future(self._socket.send(body))
         try:
             await asyncio.wait([sending], timeout=until - time.monotonic())
             if self._closed.is_set():  # which has cancelled it

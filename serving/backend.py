@@ -137,7 +137,7 @@ class Backend(Protocol):
         as the disk does; one thread at a time, as `drop`.
 
         Raises:
-            PlanError: it cannot be written.
+            PlanError: it cannot be written, or was dropped before.
         """
         ...
 

@@ -43,7 +43,6 @@ class _Line:
         self._seen = 0
         self._lost = False
         """The connection was, since the last message to the server."""
-        self._envelope = [] if kind == zmq.REQ else [b""]
         replies.connect(self._socket, endpoint)
 
     def send(self, body: bytes, until: float) -> None:
@@ -53,7 +52,8 @@ class _Line:
         if not self._socket.poll(_ms(until), zmq.POLLOUT):
             self._drain()
             raise replies.unreachable(self._endpoint, self._seen)
-        self._socket.send_multipart([*self._envelope, body])
+        # Without an empty frame, so that an answer has none: see protocol.md, section 1.
+        self._socket.send(body)
 
     def receive(self, until: float) -> bytes:
         """The next body.

@@ -96,8 +96,8 @@ class Desk:
     def letter(self, letter: Letter) -> None:
         """Answer a message, whatever it is."""
         at = next((i for i, f in enumerate(letter.frames) if i and not f), None)
-        # Without the empty frame the sender gets its answer without one, too.
-        split = 1 if at is None else at + 1
+        # Without the empty frame the sender gets its answer without one, too, by the hops it took.
+        split = max(1, len(letter.frames) - 1) if at is None else at + 1
         envelope, rest = letter.frames[:split], letter.frames[split:]
         peer, head = Peer(envelope, JSON, fd=letter.fd), Head()
         try:
@@ -350,7 +350,8 @@ class Desk:
         id, seq = job.request.id, job.seq
         if isinstance(outcome, PlanError):
             self._tell("refused", id=id, session=job.session, code=outcome.code, gone=job.gone)
-            if outcome.code in ("cancelled", "preempted", "deadline"):
+            planned = isinstance(job.request, wire.Ask)
+            if planned and outcome.code in ("cancelled", "preempted", "deadline"):
                 self.stats.finished[outcome.code] += 1
             if not job.gone:
                 self._refuse(job.peer, id, outcome, seq)

@@ -302,6 +302,10 @@ class LiveBackend:
         """See Backend."""
         if self._shelf is None:
             return
+        # Only this thread drops: one that is held now is held until it is written.
+        held = self.session.prefixes.list()
+        if request.persist and all(prefix.name != request.prefix_id for prefix in held):
+            raise PlanError("cancelled", "the prefix was dropped before it was written")
         with self._disk(request.prefix_id):
             if request.persist:
                 self._shelf.keep(self.session.prefixes, request.prefix_id)

@@ -188,7 +188,7 @@ def test_a_stream_is_cancelled_with_the_token_that_began_it(house: Any, tmp_path
 
 
 @contextmanager
-def answering(texts: dict[str, str]) -> Iterator[str]:
+def answering(texts: dict[str, str], envelopes: list[list[bytes]] | None = None) -> Iterator[str]:
     """A server that answers one request with results: texts by id, "" for the right one."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router = context.socket(zmq.ROUTER)
@@ -197,6 +197,8 @@ def answering(texts: dict[str, str]) -> Iterator[str]:
 
     def serve() -> None:
         *envelope, body = router.recv_multipart()
+        if envelopes is not None:
+            envelopes.append(envelope)
         own = msgspec.msgpack.decode(body)["id"]
         for id, text in texts.items():
             reply = {"type": "result", "id": id or own, "finish_reason": "stop", "text": text}
@@ -229,6 +231,22 @@ def test_a_stream_passes_over_what_is_not_its_own() -> None:
     ):
         (result,) = planner.stream(Ask(prompt="x", stream="steps"))
     assert result.text == "right"
+
+
+def test_an_answer_has_no_frame_before_its_body() -> None:
+    """libzmq ends the process where a connection is lost between two frames of one message."""
+    envelopes: list[list[bytes]] = []
+    with answering({"": "right"}, envelopes) as endpoint, RemotePlanner(endpoint) as planner:
+        (result,) = planner.stream(Ask(prompt="x", stream="steps"))
+    assert result.text == "right"
+
+    async def ask(endpoint: str) -> wire.Result:
+        async with AsyncPlanner(endpoint) as planner:
+            return await planner.plan(Ask(prompt="x"))
+
+    with answering({"": "right"}, envelopes) as endpoint:
+        assert asyncio.run(ask(endpoint)).text == "right"
+    assert [len(envelope) for envelope in envelopes] == [1, 1], "the routing id alone"
 
 
 # --- trying

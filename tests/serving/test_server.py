@@ -78,6 +78,9 @@ def test_every_kind_of_client_is_answered_in_its_own_way(house: Any) -> None:
     dealer.socket.send_multipart([b'{"op":"ping","id":"4"}'])
     (bare,) = dealer.socket.recv_multipart()
     assert msgspec.json.decode(bare)["id"] == "4", "no empty frame: none in the answer"
+    dealer.socket.send_multipart([b"hop", b'{"op":"ping","id":"5"}'])
+    hop, bare = dealer.socket.recv_multipart()
+    assert (hop, msgspec.json.decode(bare)["id"]) == (b"hop", "5"), "nor by a proxy"
     dealer.socket.send_multipart([b"", b"{", b"}"])
     assert dealer.receive()["code"] == "bad_request"
 
@@ -302,6 +305,18 @@ def test_where_half_a_plan_is_none_the_deadline_is_an_error(house: Any) -> None:
     time.sleep(0.35)
     held.let()
     assert peer.final("a")["code"] == "deadline"
+
+
+def test_a_prefix_that_was_cancelled_is_no_finished_plan(house: Any) -> None:
+    server, held = house.held()
+    peer = house.peer(server)
+    peer.send(**SMALL, id="runs")
+    assert held.waiting.wait(20)
+    peer.send(op="prefix.put", id="put", prefix_id="a", system="x")
+    assert peer.ask(op="cancel", id="c", target="put")["cancelled"]
+    assert peer.final("put")["code"] == "cancelled"
+    stats = peer.ask(op="stats", id="s")
+    assert (stats["finished"], stats["refused"]) == ({}, {"cancelled": 1})
 
 
 def test_a_deadline_passes_in_the_queue_without_the_engine(house: Any) -> None:

@@ -175,6 +175,34 @@ def test_plans_do_not_wait_for_the_disk_and_nothing_stops_it(
     assert [prefix["persisted"] for prefix in planner.prefixes()] == [True]
 
 
+def test_a_prefix_that_is_dropped_before_it_is_written_is_cancelled(
+    serve: Serve, house: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planner = serve()
+    assert planner.prefixes() == []
+    writing, go = threading.Event(), threading.Event()
+
+    def slow(*_: object) -> None:
+        writing.set()
+        assert go.wait(20)
+
+    monkeypatch.setattr("os.fsync", slow)
+    peer = house.peer(SimpleNamespace(endpoints=(planner.endpoint,)))
+    put = {"op": "prefix.put", "prefix_id": "a", "system": SYSTEM, "persist": True}
+    peer.send(id="first", **put)
+    assert writing.wait(20)
+    peer.send(op="prefix.drop", id="drop", prefix_id="a")
+    peer.send(id="second", **put)
+    planner.plan(ASK)  # after the second is pinned, and before its turn at the disk
+    go.set()
+    replies = {reply["id"]: reply for reply in (peer.receive() for _ in range(3))}
+    assert replies["first"]["persisted"] is True
+    assert replies["drop"]["dropped"] is True
+    assert replies["second"]["code"] == "cancelled", replies["second"]
+    assert planner.prefixes() == []
+    assert serve().prefixes() == []
+
+
 def test_without_a_directory_the_wish_is_refused(house: Any) -> None:
     peer = house.peer(house.mock())
     reply = peer.ask(op="prefix.put", id="p", prefix_id="a", system="x", persist=True)
