@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from attention_cases import case_of, rising
@@ -160,6 +162,23 @@ def test_partial_results_stay_small() -> None:
     assert split.grid == (33, 4, 1)
     assert combine.grid == (384, 1, 1)
     assert 33 * 4 * 96 * (512 + 8) < 0.1 * 2 * 4 * 32_768 * 256
+
+
+def test_no_call_is_taken_whose_block_has_not_enough_memory() -> None:
+    """Of what the other rules leave, 32 rows of the widest rotation, group and cache."""
+    refused = []
+    for rows in (1, 16, 31, 32, 33):
+        for heads, rotary in itertools.product((2, 4, 6), (16, 64, 128, 256)):
+            for cache in (BF16, FP8):
+                case = case_of(rows, 0, cache, 128, heads=heads, rotary_dim=rotary)
+                inputs = {n: shaped(x) for n, x in case.inputs.items()}
+                site = site_of(OP, case.attributes, inputs)
+                if why := refuse(site):
+                    refused.append((rows, heads, rotary, cache, why))
+                else:
+                    assert all(one.shared <= THOR.shared for one in launches(site, THOR))
+    why = "verify_attention.shared memory must be at most 232448 bytes (got 232704)"
+    assert refused == [(32, 6, 256, BF16, why)]
 
 
 @pytest.mark.parametrize(
