@@ -54,7 +54,7 @@ def refuse(site: Site) -> str:
     norms = (ports["q_norm"].dtype, ports["k_norm"].dtype)
     shared = _shared(site, rows if rows <= SPLIT_ROWS else 0)
     rules = (
-        (ports["q"].dtype is DType.BF16, "q", "bfloat16", ports["q"].dtype.value),
+        *((ports[n].dtype is DType.BF16, n, "bfloat16", ports[n].dtype.value) for n in "qkv"),
         (caches[0] in CACHES, "cache_k", "bfloat16 or FP8", caches[0].value),
         (caches[0] is caches[1], "cache_v", f"{caches[0].value}, as cache_k", caches[1].value),
         (norms[0] in PLAIN, "q_norm", "bfloat16 or float32", norms[0].value),

@@ -191,6 +191,8 @@ def test_no_call_is_taken_whose_block_has_not_enough_memory() -> None:
         ({"q_norm": DType.F16}, "q_norm must be bfloat16 or float32 (got float16)"),
         ({"k_norm": BF16}, "k_norm must be float32, as q_norm (got bfloat16)"),
         ({"q": F32}, "q must be bfloat16 (got float32)"),
+        ({"k": F32}, "k must be bfloat16 (got float32)"),
+        ({"v": F32}, "v must be bfloat16 (got float32)"),
     ],
 )
 def test_refusals_name_the_port(change: dict[str, int | DType], why: str) -> None:
