@@ -166,7 +166,7 @@ def test_partial_results_stay_small() -> None:
 
 def test_no_call_is_taken_whose_block_has_not_enough_memory() -> None:
     """Of what the other rules leave, 32 rows of the widest rotation, group and cache."""
-    refused = []
+    refused: list[tuple[int, int, int, DType, str]] = []
     for rows in (1, 16, 31, 32, 33):
         for heads, rotary in itertools.product((2, 4, 6), (16, 64, 128, 256)):
             for cache in (BF16, FP8):
