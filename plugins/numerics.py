@@ -30,7 +30,8 @@ def rounded(x: Array, dtype: DType) -> Array:
 
 def sigmoid(x: Array) -> Array:
     """Logistic function, stable on both sides."""
-    return np.where(x >= 0, 1 / (1 + np.exp(-np.abs(x))), 1 - 1 / (1 + np.exp(-np.abs(x))))
+    small = np.exp(-np.abs(x))
+    return np.where(x >= 0, 1, small) / (1 + small)
 
 
 def silu(x: Array) -> Array:

@@ -76,6 +76,12 @@ def _linear(rng: Rng) -> Iterator[Case]:
         yield Case(f"gated_{t}_of_{k}", x, a)
         x = {name: x[name] for name in x if name != "norm_weight"}
         yield Case(f"sigmoid_{t}_of_{k}", x, {"epilogue": "residual", "gate": "sigmoid"})
+    for t in (4, 40):
+        down: dict[str, Array] = {"x": np.ones((t, 64), BF16.numpy)}
+        down |= {
+            f"weight{i}": np.full((16, 64), sign, BF16.numpy) for i, sign in enumerate((-1, 1))
+        }
+        yield Case(f"gates_far_below_zero_{t}", down, {"segments": 2, "epilogue": "swiglu"})
     yield every_code(16)
     yield every_code(48)
     yield _cancelled(rng)
@@ -187,6 +193,18 @@ def _context(rng: Rng) -> Iterator[Case]:
             x |= {f"ring_{n}{i}": _bf16(rng, kv, slots, dim) for n in "kv"}
             x[f"k_norm{i}"] = _bf16(rng, dim)
         yield Case(f"{rows}_rows_at_{length}_2x128", x, {"layers": 2, "kv_heads": kv})
+    yield _key_between_two_numbers(dim)
+
+
+def _key_between_two_numbers(dim: int) -> Case:
+    """The largest element of the key lies so near to the middle of two of bf16's numbers that the
+    kernel's float32 rounds it to the other one; found by trying.
+    """
+    rng = np.random.default_rng(3959)
+    k = rng.standard_normal((16, 4, dim)).astype(BF16.numpy)[10, 2][None]
+    ring = np.zeros((1, 32, dim), BF16.numpy)
+    x = {"k0": k, "v0": k, "ring_k0": ring, "ring_v0": ring, "length": _number(17)}
+    return Case("key_between_two_numbers", x | {"k_norm0": np.ones(dim, np.float32)}, {})
 
 
 # ---- gdn, accept ---------------------------------------------------------------------------------

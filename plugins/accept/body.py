@@ -109,13 +109,19 @@ def _softened(b: Body, n: _Ints, margin: str, logits: str, best: str) -> str:
     top = b.op("ReduceMax", logits, b.i64(1), keepdims=0)
     near = b.op(
         "And",
-        b.op("GreaterOrEqual", mine, b.op("Sub", top, margin)),
+        _within(b, mine, top, margin),
         b.op("Greater", mine, b.f32(-np.inf)),
     )
     free = b.op(
         "And", b.op("Less", n["forced"], _int(b, 0)), b.op("GreaterOrEqual", best, _int(b, 0))
     )
     return b.op("Where", b.op("And", b.op("And", inside, near), free), soft, best)
+
+
+def _within(b: Body, mine: str, top: str, margin: str) -> str:
+    """bool: mine >= top - margin, in doubles: no float32 is as near to a logit."""
+    mine, top, margin = (b.op("Cast", x, to=11) for x in (mine, top, margin))
+    return b.op("GreaterOrEqual", mine, b.op("Sub", top, margin))
 
 
 def _differ(b: Body, pair: tuple[str, str], among: str) -> str:
@@ -176,11 +182,11 @@ def _relaxed(b: Body, n: _Ints, margin: str, block: tuple[str, str, str, str]) -
 def _near(b: Body, rule: str, margin: str, logits: str, mine: str) -> str:
     """bool [R - 1, 1]: within the margin of the best, under the rule in force."""
     top = b.max(logits, 1)
-    close = b.op("GreaterOrEqual", mine, b.op("Sub", top, margin))
+    close = _within(b, mine, top, margin)
     total = b.sum(b.op("Exp", b.op("Sub", logits, top)), 1)
     share = b.op("Div", b.op("Exp", b.op("Sub", mine, top)), total)
     best = b.op("Div", b.f32(1.0), total)
-    likely = b.op("GreaterOrEqual", share, b.op("Sub", best, margin))
+    likely = _within(b, share, best, margin)
     by_log = b.op("Equal", rule, _int(b, LOG_MARGIN))
     near = b.op("Or", b.op("And", by_log, close), b.op("And", b.op("Not", by_log), likely))
     return b.op("And", near, b.op("Greater", margin, b.f32(0.0)))

@@ -269,6 +269,10 @@ def _soft_cases(rng: np.random.Generator, rows: int, vocab: int) -> Iterator[Cas
         soft_margin=9.0,
         vocab=vocab - 2,
     )
+    halves = np.where(np.arange(vocab) < 3, [0.5], [0.25]) * np.ones((rows, 1))
+    just = np.nextafter(np.float32(0.25), np.float32(0))
+    for name, margin in (("within", 0.25), ("outside", just)):
+        yield accept_case(f"soft_just_{name}", halves, full, soft=wanted, soft_margin=margin)
     logits[4, 30] = np.nan
     yield accept_case("soft_over_a_fault", logits, full, soft=wanted, soft_margin=0.0)
 
@@ -316,6 +320,14 @@ def _relaxed_cases(rng: np.random.Generator, rows: int, vocab: int, rule: int) -
             margin=9.0,
             top_k=40,
             drafted=drafted,
+        )
+    halves = np.where(np.arange(vocab) < 1, [0.5], [0.25]) * np.ones((rows, 1))
+    for name, limit in (
+        ("within", 0.25),
+        ("outside", np.nextafter(np.float32(0.25), np.float32(0))),
+    ):
+        yield accept_case(
+            f"rule_{rule}_just_{name}", halves, np.ones(rows), rule=rule, top_k=2, margin=limit
         )
     flat = np.zeros((rows, vocab))
     yield accept_case(

@@ -21,12 +21,13 @@ def body(b: Body, x: Inputs, a: Attributes) -> Mapping[str, str]:
     k = b.op("Transpose", k, perm=(1, 0, 2))
     v = pieces.heads_first(b, x.f32(b, "v"), kv, dim)
     live, context = _context(b, x)
+    first = b.op("Min", b.cast(x["first"], DType.I64), b.cast(x["length"], DType.I64))
     keys = b.concat(1, _live(b, x, "ring_k", live), k)
     # A slot that was never filled may hold NaN, and NaN times a zero weight is NaN.
-    filled = b.op("GreaterOrEqual", context, b.cast(x["first"], DType.I64))
+    filled = b.op("GreaterOrEqual", context, first)
     known = b.op("Where", b.reshape(filled, 1, -1, 1), _live(b, x, "ring_v", live), b.f32(0.0))
     values = b.concat(1, known, v)
-    seen = _seen(b, x, a, at, b.concat(0, context, at))
+    seen = _seen(b, x, a, at, first, b.concat(0, context, at))
     group = heads // kv
     q = b.op("Transpose", b.reshape(q, 0, kv, group, dim), perm=(1, 2, 0, 3))
     q = b.reshape(b.op("Mul", q, b.f32(dim**-0.5)), 0, -1, dim)
@@ -65,14 +66,14 @@ def _live(b: Body, x: Inputs, name: str, live: str) -> str:
     return rows if x.dtype(name) is DType.F32 else b.cast(rows, DType.F32)
 
 
-def _seen(b: Body, x: Inputs, a: Attributes, at: str, where: str) -> str:
+def _seen(b: Body, x: Inputs, a: Attributes, at: str, first: str, where: str) -> str:
     """bool [T, keys]."""
     distance = b.op("Sub", b.reshape(at, -1, 1), b.reshape(where, 1, -1))
     window = b.cast(x["window"], DType.I64)
     near = b.op("Less", b.op("Abs", distance), window)
     seen = b.op("Or", near, b.op("Equal", window, b.i64(0)))
-    # Rows of the block stand at or past the length, hence past `first`.
-    seen = b.op("And", seen, b.op("GreaterOrEqual", where, b.cast(x["first"], DType.I64)))
+    # Rows of the block stand at or past the length, hence at or past this `first`.
+    seen = b.op("And", seen, b.op("GreaterOrEqual", where, first))
     if a.integer("causal"):
         seen = b.op("And", seen, b.op("GreaterOrEqual", distance, b.scalar(0)))
     return seen

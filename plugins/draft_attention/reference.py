@@ -48,12 +48,12 @@ def _turned(x: Array, norm: Array, at: Array, a: Attributes, heads: int) -> Arra
 LENGTHS = (0, 1, 8, 23, 24, 25, 47, 48, 49, 200, 200_000)
 
 
-def _stale(x: Arrays, length: int) -> dict[str, Array]:
-    """The rings with NaN in every slot but those of the last 5 positions."""
+def _stale(x: Arrays, first: int, length: int) -> dict[str, Array]:
+    """The rings with NaN in every slot but those of the positions from `first` on."""
     out = dict(x)
     for name in ("ring_k", "ring_v"):
         slots = out[name].shape[1]
-        kept = np.arange(length - 5, length) % slots
+        kept = np.arange(first, length) % slots
         ring = np.full_like(out[name], np.nan)
         ring[:, kept] = out[name][:, kept]
         out[name] = ring
@@ -94,5 +94,6 @@ def cases(rng: np.random.Generator) -> Iterator[Case]:
                 name = f"causal_{causal}_window_{window}_at_{length}_{dtype.value}"
                 yield Case(name, x, a)
                 if length in (25, 49, 200):
-                    late = np.array([length - 5], np.int32)
-                    yield Case(f"{name}_from_{late[0]}", {**_stale(x, length), "first": late}, a)
+                    for first in (length - 5, length, length + 3):
+                        late = {"first": np.array([first], np.int32)}
+                        yield Case(f"{name}_from_{first}", _stale(x, first, length) | late, a)

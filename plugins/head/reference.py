@@ -50,6 +50,13 @@ def cases(rng: np.random.Generator) -> Iterator[Case]:
     broken = rows()
     broken[3, 5] = np.nan
     yield Case("nan_row", {"x": broken, "norm_weight": norm, "weight0": weight}, {})
+    endless = weight.copy()
+    endless[[7, 30], 5] = np.inf, -np.inf
+    positive = {
+        "x": np.full((16, hidden), 3, np.float32),
+        "norm_weight": np.full(hidden, 9, np.float32),
+    }
+    yield Case("infinities", {**positive, "weight0": endless}, {})
     ids = rng.permutation(1000)[:vocab].astype(np.int32)
     yield Case(
         "reduced_vocabulary",

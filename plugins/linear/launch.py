@@ -50,8 +50,9 @@ def refuse(site: Site) -> str:
 def refuse_weight(site: Site, segments: int) -> str:
     """Why rows, norm weight or weights of a linear or a head are not the kernels'; empty if not."""
     room, k = site.op.name, site.size("x", 1)
-    if (dtype := site.ports["x"].dtype) is not DType.BF16:
-        return f"{room}.x must be bfloat16 (got {dtype.value})"
+    for name in ("x", "gate", "residual"):
+        if name in site and (dtype := site.ports[name].dtype) is not DType.BF16:
+            return f"{room}.{name} must be bfloat16 (got {dtype.value})"
     if "norm_weight" in site:
         dtype = site.ports["norm_weight"].dtype
         if dtype not in (DType.BF16, DType.F32):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from thor_dflash.plugins.launch import (
+    THOR,
     Argument,
     At,
     Device,
@@ -51,8 +52,9 @@ def refuse(site: Site) -> str:
     rows, rotary, slabs = site.size("q", 0), a.integer("rotary_dim"), "y0_slabs" in site
     caches = (ports["cache_k"].dtype, ports["cache_v"].dtype)
     norms = (ports["q_norm"].dtype, ports["k_norm"].dtype)
+    shared = _shared(site, rows if rows <= SPLIT_ROWS else 0)
     rules = (
-        (ports["q"].dtype is DType.BF16, "q", "bfloat16", ports["q"].dtype.value),
+        *((ports[n].dtype is DType.BF16, n, "bfloat16", ports[n].dtype.value) for n in "qkv"),
         (caches[0] in CACHES, "cache_k", "bfloat16 or FP8", caches[0].value),
         (caches[0] is caches[1], "cache_v", f"{caches[0].value}, as cache_k", caches[1].value),
         (norms[0] in PLAIN, "q_norm", "bfloat16 or float32", norms[0].value),
@@ -63,6 +65,7 @@ def refuse(site: Site) -> str:
         (a.integer("tile") % 128 == 0, "tile", "a multiple of 128", a.integer("tile")),
         (not slabs or rows <= SPLIT_ROWS, "y0_slabs", f"of at most {SPLIT_ROWS} rows", rows),
         (site.size("cache_k", 1) % 128 == 0, "cache_k", "whole tiles", site.size("cache_k", 1)),
+        (shared <= THOR.shared, "shared memory", f"at most {THOR.shared} bytes", shared),
     )
     for holds, what, rule, got in rules:
         if not holds:

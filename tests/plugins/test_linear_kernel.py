@@ -287,6 +287,17 @@ def test_rows_can_be_left_for_the_next_product(rows: int, epilogue: str) -> None
     np.testing.assert_array_equal(got["y0_slabs"], kernels.slabs(got["y0"]))
 
 
+@pytest.mark.parametrize("port", ["x", "gate", "residual"])
+def test_rows_of_another_type_are_refused(port: str) -> None:
+    rows = np.ones((2, 64), BF16)
+    weight = np.ones((64, 64), BF16)
+    inputs = {"x": rows, "gate": rows, "residual": rows, "weight0": weight}
+    inputs[port] = inputs[port].astype(np.float32)
+    a: dict[str, int | float | str] = {"gate": "silu", "epilogue": "residual"}
+    site = kernels.site_of(LINEAR, a, {name: kernels.shaped(x) for name, x in inputs.items()})
+    assert launch.refuse(site) == f"linear.{port} must be bfloat16 (got float32)"
+
+
 def test_packing_refuses_what_is_no_number() -> None:
     rng = np.random.default_rng(0)
     weights = {f"{name}0": value for name, value in nvfp4(rng, 64, 128).items()}

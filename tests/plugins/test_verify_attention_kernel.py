@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from attention_cases import case_of, rising
@@ -162,6 +164,23 @@ def test_partial_results_stay_small() -> None:
     assert 33 * 4 * 96 * (512 + 8) < 0.1 * 2 * 4 * 32_768 * 256
 
 
+def test_no_call_is_taken_whose_block_has_not_enough_memory() -> None:
+    """Of what the other rules leave, 32 rows of the widest rotation, group and cache."""
+    refused: list[tuple[int, int, int, DType, str]] = []
+    for rows in (1, 16, 31, 32, 33):
+        for heads, rotary in itertools.product((2, 4, 6), (16, 64, 128, 256)):
+            for cache in (BF16, FP8):
+                case = case_of(rows, 0, cache, 128, heads=heads, rotary_dim=rotary)
+                inputs = {n: shaped(x) for n, x in case.inputs.items()}
+                site = site_of(OP, case.attributes, inputs)
+                if why := refuse(site):
+                    refused.append((rows, heads, rotary, cache, why))
+                else:
+                    assert all(one.shared <= THOR.shared for one in launches(site, THOR))
+    why = "verify_attention.shared memory must be at most 232448 bytes (got 232704)"
+    assert refused == [(32, 6, 256, BF16, why)]
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -172,6 +191,8 @@ def test_partial_results_stay_small() -> None:
         ({"q_norm": DType.F16}, "q_norm must be bfloat16 or float32 (got float16)"),
         ({"k_norm": BF16}, "k_norm must be float32, as q_norm (got bfloat16)"),
         ({"q": F32}, "q must be bfloat16 (got float32)"),
+        ({"k": F32}, "k must be bfloat16 (got float32)"),
+        ({"v": F32}, "v must be bfloat16 (got float32)"),
     ],
 )
 def test_refusals_name_the_port(change: dict[str, int | DType], why: str) -> None:
