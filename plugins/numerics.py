@@ -31,7 +31,7 @@ def rounded(x: Array, dtype: DType) -> Array:
 def sigmoid(x: Array) -> Array:
     """Logistic function, stable on both sides."""
     small = np.exp(-np.abs(x))
-    return np.where(x >= 0, 1, small) / (1 + small)
+    return np.asarray(np.where(x >= 0, 1, small) / (1 + small))
 
 
 def silu(x: Array) -> Array:
