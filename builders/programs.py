@@ -108,7 +108,7 @@ class _Lowering:
             return None  # the ids of a drafted block, folded into the embedding
         if node.op_type == "Concat" and len(node.input) == 2:
             return self._compose(node)
-        if node.op_type in ("Slice", "Cast", "Less", "Where"):
+        if node.op_type in ("Slice", "Cast", "Max", "Less", "Where"):
             return None  # parts of what `_compose` recognises
         raise self.refuse(node, "no such kernel")
 
@@ -134,11 +134,11 @@ class _Lowering:
         )
 
     def _compose(self, node: onnx.NodeProto) -> RoomCall:
-        """tokens = [last, where(forced < 0, best[1:], forced[:-1])], through int64."""
+        """tokens = [last, where(forced < 0, max(best[1:], 0), forced[:-1])], through int64."""
         last, follow = node.input
         where = self._up(self._up(node, 1, "Cast"), 0, "Where")
         less = self._up(where, 0, "Less")
-        best = self._up(self._up(where, 1, "Cast"), 0, "Slice")
+        best = self._up(self._up(self._up(where, 1, "Max"), 0, "Cast"), 0, "Slice")
         forced = self._up(self._up(where, 2, "Cast"), 0, "Slice")
         ends = [int(numpy_helper.to_array(self.constants[n])[0]) for s in (best, forced)
                 for n in s.input[1:3]]  # fmt: skip

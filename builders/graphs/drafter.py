@@ -161,9 +161,11 @@ class Drafter:
         # Row i of the block asks what follows token i; slot i + 1 of the draft answers it.
         drafts = _wide(g, "drafts", _slice(g, "drafts", best, 1, rows))
         wanted = _wide(g, "wanted", _slice(g, "wanted", forced, 0, rows - 1))
-        free = g.node(
-            "Less", "free", DType.BOOL, (rows - 1,), wanted, g.constant("zero", integers(0))
-        )
+        zero = g.constant("zero", integers(0))
+        # A row that was no numbers has no best (-1). Any id will do, as the target decides, but an
+        # id there must be: its row is one that other rows of the block are computed beside.
+        drafts = g.node("Max", "drafts.some", DType.I64, (rows - 1,), drafts, zero)
+        free = g.node("Less", "free", DType.BOOL, (rows - 1,), wanted, zero)
         follow = g.node("Where", "follow.wide", DType.I64, (rows - 1,), free, drafts, wanted)
         narrow = g.node("Cast", "follow", DType.I32, (rows - 1,), follow, to=ONNX_TYPE[DType.I32])
         return g.node("Concat", "tokens", DType.I32, (rows,), last, narrow, axis=0)

@@ -15,7 +15,9 @@ concat(const u64* sources, const i32* widths, const i32* starts, uint4* y, int w
     for (int i = threadIdx.x; i < units; i += THREADS) to[i] = from[i];
 }
 
-// tokens[0] = last; then the forced id where there is one, else the best of the draft's next row.
+// tokens[0] = last; then the forced id where there is one, else the best of the draft's next row. Where
+// that is none (-1: the row was no numbers) any id will do: the target's choice decides, and -1 would
+// be a row of NaN to it.
 KERNEL void compose(const i32* last, const i32* forced, const i32* best, i32* tokens, int rows) {
     wait_for_previous();
     let_next_start();
@@ -24,7 +26,7 @@ KERNEL void compose(const i32* last, const i32* forced, const i32* best, i32* to
     int token = *last;
     if (i > 0) {
         int wanted = forced[i - 1];
-        token = wanted >= 0 ? wanted : best[i];
+        token = wanted >= 0 ? wanted : max(best[i], 0);
     }
     tokens[i] = token;
 }

@@ -94,7 +94,7 @@ def concat(rows: int, widths: Sequence[int]) -> Launch:
 
 
 def compose(rows: int) -> Launch:
-    """tokens[0] = last; tokens[i + 1] = forced[i] if forced[i] >= 0 else best[i + 1].
+    """tokens[0] = last; tokens[i + 1] = forced[i] if forced[i] >= 0 else best[i + 1], 0 for -1.
 
     `rows` at most 1024, one thread each.
     """

@@ -35,7 +35,8 @@ def _concat(x: Arrays, a: Attributes) -> dict[str, Array]:
 
 def _compose(x: Arrays, a: Attributes) -> dict[str, Array]:
     del a
-    follow = np.where(x["forced"] >= 0, x["forced"], np.append(x["best"][1:], -1))
+    drafts = np.maximum(np.append(x["best"][1:], -1), 0)
+    follow = np.where(x["forced"] >= 0, x["forced"], drafts)
     return {"tokens": np.concatenate([x["last"], follow[:-1]]).astype(np.int32)}
 
 

@@ -154,9 +154,10 @@ def test_a_forced_id_takes_the_place_of_a_draft(rows: int) -> None:
     last = np.array([17], np.int32)
     forced = rng.integers(-2, 4, rows).astype(np.int32)
     best = rng.integers(100, 200, rows).astype(np.int32)
+    best[::4] = -1  # of rows that were no numbers
     out = {"tokens": np.empty(rows, np.int32)}
     execute(compose(rows), {"last": last, "forced": forced, "best": best}, out)
-    want = [17, *(f if f >= 0 else b for f, b in zip(forced[:-1], best[1:], strict=True))]
+    want = [17, *(f if f >= 0 else max(b, 0) for f, b in zip(forced[:-1], best[1:], strict=True))]
     np.testing.assert_array_equal(out["tokens"], want)
 
 
