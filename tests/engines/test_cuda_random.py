@@ -29,11 +29,21 @@ def test_a_random_package_on_disk_is_a_whole_one(
              (("loaded", 3.0), ("ready", 1e6))]  # fmt: skip
 
     def run(command: Sequence[str], **options: object) -> object:
-        assert [*command[4:7]] == ["--package", str(tmp_path / "out"), "--ready"]
+        assert [*command[4:]] == [
+            "--package",
+            str(tmp_path / "out"),
+            "--ready",
+            "--json",
+            *settings,
+        ]
         return SimpleNamespace(returncode=0, stdout=json.dumps(child), stderr="")
 
+    (tmp_path / "one.toml").write_text("[engine]\ncapacity = 2048\n")
+    settings = ["-c", str(tmp_path / "one.toml"), "-s", "engine.overlap=false"]
+    others = ["-s", "build.chunk=512"]  # of what is written, not of who opens it
     monkeypatch.setattr("subprocess.run", run)
-    assert cli.main([*ARGUMENTS, "--ready", "--out", str(tmp_path / "out")]) == 0
+    out = ["--ready", "--out", str(tmp_path / "out")]
+    assert cli.main([*ARGUMENTS, *settings, *others, *out]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["name"] for row in rows] == ["reading the package from disk", "loaded", "ready"]
     assert rows[-1]["must"] == pytest.approx(rows[0]["value"] + 10, abs=1e-3)

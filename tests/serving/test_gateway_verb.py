@@ -7,6 +7,8 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -38,8 +40,10 @@ def test_a_mistake_is_one_line_before_anything_listens(
     assert err.startswith(f"thor-dflash: {message}")
 
 
-def test_the_command_listens_where_it_says() -> None:
-    script = "import sys; from thor_dflash.cli import main; sys.exit(main())"
+@contextmanager
+def running(first: str = "") -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The command in a process of its own that runs `first` before, and its address."""
+    script = f"import signal, sys; from thor_dflash.cli import main\n{first}\nsys.exit(main())"
     args = ["gateway", "--server", "ipc:///nowhere/plan", "--listen", "127.0.0.1:0"]
     with subprocess.Popen(
         [sys.executable, "-c", script, *args], stderr=subprocess.PIPE, text=True
@@ -47,26 +51,23 @@ def test_the_command_listens_where_it_says() -> None:
         assert child.stderr
         line = child.stderr.readline()
         assert line.startswith("listening on http://127.0.0.1:"), line
-        with urllib.request.urlopen(f"{line.split()[-1]}/models", timeout=20) as reply:
+        yield child, line.split()[-1]
+
+
+def test_the_command_listens_where_it_says() -> None:
+    with running() as (child, address):
+        with urllib.request.urlopen(f"{address}/models", timeout=20) as reply:
             assert b'"object":"list"' in reply.read()
         child.terminate()
+        assert child.stderr
         assert "Traceback" not in child.stderr.read()
 
 
 def test_ctrl_c_ends_it_in_order() -> None:
     # What a test starts in the background may have SIGINT ignored.
-    script = (
-        "import signal, sys; from thor_dflash.cli import main\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "sys.exit(main())"
-    )
-    args = ["gateway", "--server", "ipc:///nowhere/plan", "--listen", "127.0.0.1:0"]
-    with subprocess.Popen(
-        [sys.executable, "-c", script, *args], stderr=subprocess.PIPE, text=True
-    ) as child:
-        assert child.stderr
-        line = child.stderr.readline()
-        with urllib.request.urlopen(f"{line.split()[-1]}/models", timeout=20):
+    with running("signal.signal(signal.SIGINT, signal.default_int_handler)") as (child, address):
+        with urllib.request.urlopen(f"{address}/models", timeout=20):
             child.send_signal(signal.SIGINT)
+        assert child.stderr
         assert child.stderr.read() == ""
         assert child.wait(20) == 0

@@ -152,11 +152,8 @@ def test_a_disk_that_is_full_is_told_and_the_prefix_still_serves(
     assert serve().prefixes() == []
 
 
-def test_plans_do_not_wait_for_the_disk_and_nothing_stops_it(
-    serve: Serve, house: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    planner = serve()
-    assert planner.prefixes() == []
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """A file is being written; it may be done."""
     writing, go = threading.Event(), threading.Event()
 
     def slow(*_: object) -> None:
@@ -164,6 +161,15 @@ def test_plans_do_not_wait_for_the_disk_and_nothing_stops_it(
         assert go.wait(20)
 
     monkeypatch.setattr("os.fsync", slow)
+    return writing, go
+
+
+def test_plans_do_not_wait_for_the_disk_and_nothing_stops_it(
+    serve: Serve, house: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planner = serve()
+    assert planner.prefixes() == []
+    writing, go = slow_disk(monkeypatch)
     peer = house.peer(SimpleNamespace(endpoints=(planner.endpoint,)))
     peer.send(op="prefix.put", id="p", prefix_id="a", system=SYSTEM, persist=True)
     assert writing.wait(20)
@@ -180,20 +186,15 @@ def test_a_prefix_that_is_dropped_before_it_is_written_is_cancelled(
 ) -> None:
     planner = serve()
     assert planner.prefixes() == []
-    writing, go = threading.Event(), threading.Event()
-
-    def slow(*_: object) -> None:
-        writing.set()
-        assert go.wait(20)
-
-    monkeypatch.setattr("os.fsync", slow)
+    writing, go = slow_disk(monkeypatch)
     peer = house.peer(SimpleNamespace(endpoints=(planner.endpoint,)))
     put = {"op": "prefix.put", "prefix_id": "a", "system": SYSTEM, "persist": True}
     peer.send(id="first", **put)
     assert writing.wait(20)
     peer.send(op="prefix.drop", id="drop", prefix_id="a")
     peer.send(id="second", **put)
-    planner.plan(ASK)  # after the second is pinned, and before its turn at the disk
+    # By the same connection, so after the second is pinned; and before its turn at the disk.
+    assert peer.ask(op="plan", id="plan", prompt="Pick the mug.", max_tokens=4)["type"] == "result"
     go.set()
     replies = {reply["id"]: reply for reply in (peer.receive() for _ in range(3))}
     assert replies["first"]["persisted"] is True
