@@ -4,7 +4,8 @@
 // The block's own keys and values belong to the last stretch.
 //
 // Nothing but the call's own rows comes from the kernel before this one: the rings, their length and
-// the bounds of what is seen were written in an earlier step, and are read before the wait.
+// the bounds of what is seen were written in an earlier step, and are read before the wait. The next
+// kernel may start when a block has asked for its last tile: its weights would be in the way of that.
 #include "draft_attention/rotary.cuh"
 #include "draft_attention/tile.cuh"
 #include "linear/rows.cuh"
@@ -247,40 +248,69 @@ DEVICE void add8(float (&sum)[8], uint4 x, float weight) {
     }
 }
 
-// What the stretches left, weighed and added in their order.
+constexpr int MERGED = ROWS * D / 8;  // results of eight columns of a row
+constexpr int TURNS = (MERGED + THREADS - 1) / THREADS, AT_ONCE = TURNS < 2 ? TURNS : 2;
+typedef uint4 Parts[AT_ONCE][STRETCHES];
+
+DEVICE int result_of(int turn) { return turn * THREADS + static_cast<int>(threadIdx.x); }
+
+// What the stretches left of this thread's results from `turn` on.
+DEVICE void load_parts(Parts& parts, const u16* means, int turn, int count) {
+#pragma unroll
+    for (int n = 0; n < AT_ONCE; n++) {
+        const int result = result_of(turn + n);
+#pragma unroll
+        for (int i = 0; i < STRETCHES; i++) {
+            const uint4* const from = reinterpret_cast<const uint4*>(means + i * ROWS * D);
+            if (i < count && result < MERGED) parts[n][i] = load_shared_result(from + result);
+        }
+    }
+}
+
+// A stretch's share of a row, by one thread for each row.
+DEVICE void weigh_stretches(float (*weights)[ROWS], const float2* facts, int count) {
+    float most = NOTHING, sum = 0.0f, weight[STRETCHES];
+    float2 all[STRETCHES];
+#pragma unroll
+    for (int i = 0; i < STRETCHES; i++) {
+        const float* at = reinterpret_cast<const float*>(facts + i * ROWS + threadIdx.x);
+        all[i] = i < count ? make_float2(load_shared_result(at), load_shared_result(at + 1))
+                           : make_float2(NOTHING, 0.0f);
+        most = fmaxf(most, all[i].x);
+    }
+#pragma unroll
+    for (int i = 0; i < STRETCHES; i++) {
+        weight[i] = all[i].y * exp2f(all[i].x - most);
+        sum += weight[i];
+    }
+    const float by = 1.0f / sum;
+#pragma unroll
+    for (int i = 0; i < STRETCHES; i++) weights[i][threadIdx.x] = weight[i] * by;
+}
+
+// What the stretches left, added in their order. It is on its way while it is weighed.
 DEVICE void merge_stretches(const Output& to, const Rows& r, const u16* means, const float2* facts,
                             float (*weights)[ROWS], int count) {
-    if (threadIdx.x < ROWS) {
-        float most = NOTHING, sum = 0.0f, weight[STRETCHES];
-        float2 all[STRETCHES];
-#pragma unroll
-        for (int i = 0; i < STRETCHES; i++) {
-            const float* at = reinterpret_cast<const float*>(facts + i * ROWS + threadIdx.x);
-            all[i] = i < count ? make_float2(load_shared_result(at), load_shared_result(at + 1))
-                               : make_float2(NOTHING, 0.0f);
-            most = fmaxf(most, all[i].x);
-        }
-#pragma unroll
-        for (int i = 0; i < STRETCHES; i++) {
-            weight[i] = all[i].y * exp2f(all[i].x - most);
-            sum += weight[i];
-        }
-        const float by = 1.0f / sum;
-#pragma unroll
-        for (int i = 0; i < STRETCHES; i++) weights[i][threadIdx.x] = weight[i] * by;
-    }
+    Parts parts;
+    load_parts(parts, means, 0, count);
+    if (threadIdx.x < ROWS) weigh_stretches(weights, facts, count);
     sync_block();
-    for (int item = threadIdx.x; item < ROWS * D / 8; item += THREADS) {
-        int row = item / (D / 8), column = item % (D / 8) * 8;
-        float sum[8] = {};
-#pragma unroll 8
-        for (int i = 0; i < count; i++) {
-            const u16* at = means + (i * ROWS + row) * D + column;
-            add8(sum, load_shared_result(reinterpret_cast<const uint4*>(at)), weights[i][row]);
+#pragma unroll 1
+    for (int turn = 0; turn < TURNS; turn += AT_ONCE) {
+        if (turn > 0) load_parts(parts, means, turn, count);
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; n++) {
+            const int result = result_of(turn + n);
+            if (result >= MERGED) break;
+            const int row = result / (D / 8), column = result % (D / 8) * 8;
+            float sum[8] = {};
+#pragma unroll
+            for (int i = 0; i < STRETCHES; i++)
+                if (i < count) add8(sum, parts[n][i], weights[i][row]);
+            to.put(r, row, column,
+                   make_uint4(pack_bf16x2(sum[0], sum[1]), pack_bf16x2(sum[2], sum[3]),
+                              pack_bf16x2(sum[4], sum[5]), pack_bf16x2(sum[6], sum[7])));
         }
-        to.put(r, row, column,
-               make_uint4(pack_bf16x2(sum[0], sum[1]), pack_bf16x2(sum[2], sum[3]),
-                          pack_bf16x2(sum[4], sum[5]), pack_bf16x2(sum[6], sum[7])));
     }
 }
 
@@ -323,7 +353,7 @@ draft_attention(const u16* q, const u16* k, const u16* v, const void* q_norm, co
         constants.turns[i] = again ? constants.turns[i - EACH / 2]
                                    : turn_at<D>(frequencies, r.length + Spot(r, i).t);
     }
-    let_next_start();
+    if (s.tiles < STAGES) let_next_start();
     wait_for_previous();
     // The last stage is still free: the block's own keys pass through it first.
     u8* own = stages + (STAGES - 1) * STAGE_BYTES;
@@ -354,6 +384,7 @@ draft_attention(const u16* q, const u16* k, const u16* v, const void* q_norm, co
             fetch(ring + ahead % STAGES * STAGE_BYTES, keys, values, s.at + ahead * TILE, s.end,
                   slots);
         copy_async_commit();
+        if (ahead == s.tiles - 1) let_next_start();
         view.key = s.at + i * TILE + group * 16;
         attend(state, queries, ring + i % STAGES * STAGE_BYTES, row0, group * 16, view);
     }

@@ -24,7 +24,7 @@ BLOCK_ROWS = 32
 TILE = 64
 GROUPS = 4
 THREADS = 256
-STRETCHES = 16
+STRETCHES = 8
 HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
@@ -82,7 +82,7 @@ def launches(site: Site, device: Device) -> tuple[Launch, ...]:
     rows = site.size("q", 0)
     here = BLOCK_ROWS // (16 if rows <= 16 else 32)
     owners = kv * -(-heads // kv // here)
-    # A block an SM: more stretches only make more to merge.
+    # A block a multiprocessor: more stretches only make more to merge.
     splits = min(STRETCHES, max(2, device.multiprocessors // owners))
     parts = owners * splits * BLOCK_ROWS
     ports = ("q", "k", "v", "q_norm", "k_norm", "length", "window", "first", "ring_k", "ring_v")

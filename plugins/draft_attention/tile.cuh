@@ -15,7 +15,7 @@ constexpr int THREADS = 256, WARPS = 8, GROUPS = 4;
 constexpr int ROWS = 32;                       // query rows of a block
 constexpr int TILE = 64;                       // positions of a stage
 constexpr int STAGES = D <= 128 ? 3 : 2;       // must agree with launch.py, as the next three
-constexpr int STRETCHES = 16;                  // at most
+constexpr int STRETCHES = 8;                   // at most: a thread holds something of each
 constexpr int PITCH = D + 8;                   // floats; keeps the merge's writes off one bank
 constexpr u32 ROW_BYTES = D * 2, STAGE_BYTES = 2 * TILE * ROW_BYTES;
 constexpr u32 VALUES = TILE * ROW_BYTES;       // within a stage

@@ -136,14 +136,15 @@ KERNEL void __launch_bounds__(THREADS, 1)
     float* const table = reinterpret_cast<float*>(memory + WEIGHTS);
     angles(table, own, length + from, TOKENS);
     sync_block();
-    let_next_start();
     wait_for_previous();
     ask_queries(memory, q, count, from);
     // Who takes the last piece writes, and needs what it writes.
     const bool last = (pieces.count - 1) % gridDim.x == blockIdx.x;
     const Fresh fresh = {k, v, rows, static_cast<int>(gridDim.y), head, eps, by_k, by_v};
     prepare(memory, fresh, w, w_key, table, own, length, from, last || sees_fresh(pieces, length), at);
-    // Behind the queries: from here on memory has little to do, but for a long cache.
+    // Behind the queries, as are the kernels after this one, whose weights would be in their way: from
+    // here on memory has little to do, but for a long cache.
+    let_next_start();
     if (threadIdx.x == THREADS - 1) fetch_ahead(next_packed, block, next_share);
     if (last && from == 0) write_out(past, cache_k + begin, cache_v + begin);
     attend(
