@@ -33,8 +33,8 @@ context_kv(const i32* length, const u64* keys, const u64* values, const u64* nor
     int ring = slots[layer];
     Head<D> weight = load_weight<D>(pointer<const void>(norms, layer), NORM_F32);
     Frequencies<D> frequencies = load_frequencies<D>(frequency);
-    wait_for_previous();
     let_next_start();
+    wait_for_previous();
     // A later row of this call has the same slot: the newest position stays.
     if (t + ring < rows) return;
     int position = *length + t;

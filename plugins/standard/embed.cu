@@ -22,8 +22,8 @@ embed(const u16* table, const i32* ids, u16* rows, u16* slabs, float* squares,
     const bool inside = column < hidden, there = inside && t < total;
     float w[8];
     if (NEXT && inside) norm_weights8<NEXT == 2>(w, norm_weight, column, offset);
-    wait_for_previous();
     let_next_start();
+    wait_for_previous();
     uint4 x = make_uint4(0, 0, 0, 0);
     if (there) {
         const int id = t < count ? ids[t] : filler;

@@ -28,8 +28,8 @@ DEVICE u64 stride() { return static_cast<u64>(gridDim.x) * THREADS; }
 // Any codes, scales 0.5 .. 0.9375. `slot`: bytes of one, whole or narrow; an eighth as many as of
 // codes are of scales.
 KERNEL void __launch_bounds__(THREADS) fill_nvfp4(uint4* to, int slots, int seed, int slot) {
-    wait_for_previous();
     let_next_start();
+    wait_for_previous();
     u32 key = mixed(static_cast<u32>(seed));
     const int slot_units = slot / 16, code_units = slot_units / 9 * 8;
     u64 units = static_cast<u64>(slots) * slot_units;
@@ -48,8 +48,8 @@ KERNEL void __launch_bounds__(THREADS) fill_nvfp4(uint4* to, int slots, int seed
 
 // E4M3, deviation 1.
 KERNEL void __launch_bounds__(THREADS) fill_fp8(u32* to, int words, int seed) {
-    wait_for_previous();
     let_next_start();
+    wait_for_previous();
     u32 key = mixed(static_cast<u32>(seed));
     for (u64 i = first_item(); i < static_cast<u64>(words); i += stride()) {
         u32 at = static_cast<u32>(i) * 4;
@@ -61,8 +61,8 @@ KERNEL void __launch_bounds__(THREADS) fill_fp8(u32* to, int words, int seed) {
 
 KERNEL void __launch_bounds__(THREADS)
 fill_bf16(u16* to, int count, int seed, float mean, float deviation) {
-    wait_for_previous();
     let_next_start();
+    wait_for_previous();
     u32 key = mixed(static_cast<u32>(seed));
     u64 all = static_cast<u64>(count);
     for (u64 i = first_item() * 8; i < all; i += stride() * 8) {
@@ -85,8 +85,8 @@ fill_bf16(u16* to, int count, int seed, float mean, float deviation) {
 
 KERNEL void __launch_bounds__(THREADS)
 fill_f32(float* to, int count, int seed, float mean, float deviation) {
-    wait_for_previous();
     let_next_start();
+    wait_for_previous();
     u32 key = mixed(static_cast<u32>(seed));
     for (u64 i = first_item(); i < static_cast<u64>(count); i += stride())
         to[i] = fma_rn(normal(word(key, static_cast<u32>(i))), deviation, mean);

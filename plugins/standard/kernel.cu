@@ -10,8 +10,8 @@ concat(const u64* sources, const i32* widths, const i32* starts, uint4* y, int w
     u64 row = static_cast<u64>(t);
     const uint4* from = reinterpret_cast<const uint4*>(sources[source]) + row * units;
     uint4* to = y + row * width + starts[source];
-    wait_for_previous();
     let_next_start();
+    wait_for_previous();
     for (int i = threadIdx.x; i < units; i += THREADS) to[i] = from[i];
 }
 
@@ -19,8 +19,8 @@ concat(const u64* sources, const i32* widths, const i32* starts, uint4* y, int w
 // that is none (-1: the row was no numbers) any id will do: the target's choice decides, and -1 would
 // be a row of NaN to it.
 KERNEL void compose(const i32* last, const i32* forced, const i32* best, i32* tokens, int rows) {
-    wait_for_previous();
     let_next_start();
+    wait_for_previous();
     int i = static_cast<int>(threadIdx.x);
     if (i >= rows) return;
     int token = *last;

@@ -77,6 +77,9 @@ class Known:
         ms = self.ms.get(key, 1.0) + (grown + drifted if key == "verify" else 0)
         return Timing(ms, ms, ms, 1)
 
+    def repeated(self, names: Sequence[str], seconds: float) -> Timing:
+        return Timing(7.7, 7.5, 8.25, 600)
+
     def at(self, length: int, accepted: int) -> None:
         self.length = length
 
@@ -115,6 +118,12 @@ def test_figures_stand_beside_what_they_must_be() -> None:
         row = rows[f"figures/{name}"]
         assert row.value == pytest.approx(value), name
         assert row.verdict == verdict, name
+
+
+def test_a_cycle_is_also_told_without_rest() -> None:
+    row = measured()["without rest/cycle at 2048"]
+    assert (row.value, row.must) == (7.7, None)
+    assert row.note == "7.500 to 8.250 ms, medians of 30 in 5 s"
 
 
 def test_growth_is_of_neighbours_while_clocks_drift() -> None:
@@ -247,6 +256,24 @@ def test_an_excerpt_fetches_no_weight_for_what_does_not_run(
         assert fetching("gdn", "verify_attention") == set()
         assert fetching("gdn", "linear") == {"gdn", "linear"}
         assert fetching("linear") == {"linear"}
+
+
+@pytest.mark.usefixtures("small_shape")
+def test_a_step_rests_before_it_is_timed_unless_it_is_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake(monkeypatch)
+    slept: list[float] = []
+    ticks = iter([0.0, 1.0, 2.0, 3.0])
+    with opened(tmp_path, ()) as it:
+        monkeypatch.setattr(
+            bench, "time", SimpleNamespace(sleep=slept.append, perf_counter=ticks.__next__)
+        )
+        monkeypatch.setattr(bench, "REST", 0.25)
+        assert it.steps(["verify"]).runs == bench.RUNS
+        assert slept == [0.25]
+        assert it.repeated(["verify"], 2.5).runs == 3 * bench.BATCH
+        assert slept == [0.25]
 
 
 @pytest.mark.usefixtures("small_shape")

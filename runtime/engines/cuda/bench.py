@@ -32,9 +32,12 @@ from thor_dflash.tensors import DType, TensorSpec
 
 BLOCK_BYTES = 512 * 8 * 16
 """Read by one block of read_memory at a time."""
-WARM, RUNS = 3, 15
-SECONDS = 0.25
-"""Spent warming a step up, so that clocks have risen."""
+WARM, RUNS = 10, 15
+REST = 0.25
+"""Seconds of rest before a step is timed. Some seconds of repetition bring an H100 to its power
+limit; then its clock falls, and which step meets that would be chance."""
+BATCH = 30
+"""Runs of a step that goes on without rest, of which one median is taken."""
 STATE = {"state": (0.0, 0.1), "states": (0.0, 0.1), "record_d": (0.0, 0.1),
          "record_k": (0.0, 0.088), "record_decay": (0.9, 0.0)}  # fmt: skip
 """Mean and deviation of a gdn state where it is not 0 and 1: keys of length 1, states that last."""
@@ -193,22 +196,31 @@ class Bench:
         self.fill_state()
         return self._time(self.engine.excerpt([self.call(name) for name in names], keep))
 
+    def repeated(self, names: Sequence[str], seconds: float) -> Timing:
+        """The same, again and again without rest: medians of every BATCH runs."""
+        self.fill_state()
+        captured = self.engine.excerpt([self.call(name) for name in names], everything)
+        end = time.perf_counter() + seconds
+        medians: list[float] = []
+        while not medians or time.perf_counter() < end:
+            medians.append(statistics.median(self._run(captured, BATCH)))
+        times = sorted(medians)
+        return Timing(statistics.median(times), times[0], times[-1], BATCH * len(times))
+
     def _time(self, captured: Captured) -> Timing:
-        driver = self.engine.driver
-        end = time.perf_counter() + SECONDS
-        runs = 0
-        while runs < WARM or time.perf_counter() < end:
-            captured.run()
-            driver.synchronize()
-            runs += 1
-        captured.idle()
-        captured.collect()
-        for _ in range(RUNS):
-            captured.run()
-        driver.synchronize()
-        captured.idle()
-        times = sorted(1e3 * t for t in captured.collect())
+        self.engine.driver.synchronize()
+        time.sleep(REST)
+        self._run(captured, WARM)
+        times = self._run(captured, RUNS)
         return Timing(statistics.median(times), times[0], times[-1], RUNS)
+
+    def _run(self, captured: Captured, count: int) -> list[float]:
+        """Milliseconds of each of some runs, one behind the other, the shortest first."""
+        for _ in range(count):
+            captured.run()
+        self.engine.driver.synchronize()
+        captured.idle()
+        return sorted(1e3 * t for t in captured.collect())
 
     def at(self, length: int, accepted: int) -> None:
         """Put the sequence at a context of `length` with `accepted` rows to fold."""

@@ -11,13 +11,23 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from thor_dflash.progress import Progress
-from thor_dflash.runtime.engines.cuda.bench import Keep, Loop, Share, Timing, everything, rooms
+from thor_dflash.runtime.engines.cuda.bench import (
+    BATCH,
+    Keep,
+    Loop,
+    Share,
+    Timing,
+    everything,
+    rooms,
+)
 
 CONTEXT, LONG = 2048, (8192, 32768)
 """Tokens in the cache."""
 ROUNDS = 6
 """Of a comparison of two contexts; even, so that each comes first as often as the other."""
 PROMPT, CYCLES = 2048, 100
+REPEATED = 5.0
+"""Seconds of cycles without rest."""
 WIDTHS = (1, 32)
 """Rows of the blocks a verify is compared with."""
 CYCLE = ("propose", "verify", "accept", "observe")
@@ -118,6 +128,10 @@ class Measures(Protocol):
         """Some steps as one graph."""
         ...
 
+    def repeated(self, names: Sequence[str], seconds: float) -> Timing:
+        """The same for some time, without rest."""
+        ...
+
     def at(self, length: int, accepted: int) -> None:
         """Put the sequence at a context with rows to fold."""
         ...
@@ -167,6 +181,8 @@ def figures(bench: Measures, progress: Progress) -> Iterator[Figure]:
         times["cycle"] = bench.steps(CYCLE).median
         yield from _steps(bench, times, read)
     yield from loop
+    with progress.task("measuring without rest"):
+        yield _without_rest(bench)
     with progress.task("measuring rooms and weights"):
         yield from _rooms(bench, times)
         yield from _kinds(bench, read)
@@ -188,6 +204,13 @@ def _loop(bench: Measures) -> Iterator[Figure]:
         f"{1e3 * loop.clock:.3f} ms by the clock (mean {1e3 * loop.mean:.3f}), "
         f"{1e3 * loop.graph:.3f} ms in the graph",
     )
+
+
+def _without_rest(bench: Measures) -> Figure:
+    """What the device keeps up: every other figure is of a step after a rest."""
+    found = bench.repeated(CYCLE, REPEATED)
+    note = f"{found.low:.3f} to {found.high:.3f} ms, medians of {BATCH} in {REPEATED:.0f} s"
+    return Figure("without rest", f"cycle at {CONTEXT}", found.median, "ms", note)
 
 
 def _steps(bench: Measures, times: Mapping[str, float], read: float) -> Iterator[Figure]:
