@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+MAIN = "import sys; from thor_dflash.cli import main; sys.exit(main())"
+
 
 def test_help_and_version_load_nothing_heavy() -> None:
     script = (
@@ -70,6 +72,37 @@ def test_a_closed_stdout_is_one_line() -> None:
     done = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, text=True)
     assert done.stderr == "thor-dflash: stdout must be writable (got: it is closed)\n"
     assert done.returncode == 2
+
+
+@pytest.mark.parametrize("streams", ["2>&-", "2>/dev/full", "0<&-", "0<&- 2>&-"])
+def test_streams_that_lead_nowhere_change_no_result(streams: str, tmp_path: Path) -> None:
+    program = f'{sys.executable} -c "{MAIN}"'
+    done = shell(f"{program} keygen {tmp_path / 'keys'} {streams}")
+    assert (done.returncode, len(done.stdout.splitlines()), done.stderr) == (0, 4, "")
+    assert (tmp_path / "keys" / "server.secret").is_file()
+    # What goes wrong is said on stderr or nowhere: stdout is for results.
+    done = shell(f"{program} keygen {tmp_path / 'keys'} {streams}")
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_no_file_takes_the_number_of_a_closed_stream(tmp_path: Path) -> None:
+    # A library that complains on stderr would write into it.
+    script = (
+        "import os, subprocess, sys; from thor_dflash import cli\n"
+        "def work(argv):\n"
+        f"    with open('{tmp_path / 'weights'}', 'wb') as file:\n"
+        "        os.write(2, b'a warning')\n"
+        "        subprocess.run(['sh', '-c', 'echo another >&2; cat; echo read'], check=True)\n"
+        "cli.run = work\n"
+        "sys.exit(cli.main([]))"
+    )
+    done = shell(f'{sys.executable} -c "{script}" 0<&- 2>&-')
+    assert (done.returncode, done.stdout) == (0, "read\n")
+    assert (tmp_path / "weights").read_bytes() == b""
+
+
+def shell(command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True)
 
 
 def test_ctrl_c_is_130_and_one_line() -> None:
