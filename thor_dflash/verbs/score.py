@@ -33,7 +33,8 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
 
 def check(out: Path, package: Path, option: str = "--out") -> None:
     """Refuse a path that could not be written, before the work that would be lost."""
-    if package.resolve() in out.resolve().parents:
+    # Not Path.resolve, which fails where links go round.
+    if Path(os.path.realpath(package)) in Path(os.path.realpath(out)).parents:
         raise RequestError(f"{option} must be outside the package (got {out})")
     if out.suffix != ".npz":
         raise RequestError(f"{option} must be a path ending in .npz (got {out})")
