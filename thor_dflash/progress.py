@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Literal, Protocol, Self, TextIO
+from typing import Literal, Protocol, Self, TextIO, cast
 
 INTERVAL = 2.0
 """Least time between two plain lines of one task, s."""
@@ -106,6 +106,26 @@ class Lines:
         """See Progress."""
 
 
+class _Unheard:
+    """A terminal that may go away, as it does from under who outlives a hang-up: see `say`."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.encoding = stream.encoding
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+    def isatty(self) -> bool:
+        return True
+
+
 class Bars:
     """Bars on a terminal. They vanish when their task ends; the scroll-back stays clean."""
 
@@ -120,7 +140,7 @@ class Bars:
             BarColumn(bar_width=30),
             TextColumn("{task.fields[note]}", markup=False),
             TimeElapsedColumn(),
-            console=Console(file=stream),
+            console=Console(file=cast("TextIO", _Unheard(stream))),
             transient=True,
         )
         self._open = 0
