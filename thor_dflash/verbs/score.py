@@ -61,8 +61,9 @@ def _beside(out: Path) -> Generator[Path]:
     """Where `out` is written before it has its name; gone afterwards."""
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
-        yield partial
+        try:
+            yield partial
+        finally:
+            partial.unlink(missing_ok=True)
     except OSError as e:
         raise RequestError(f"{out} must be writable (got: {e.strerror or e})") from e
-    finally:
-        partial.unlink(missing_ok=True)
