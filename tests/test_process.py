@@ -124,3 +124,23 @@ def test_ctrl_c_is_130_and_one_line() -> None:
     child.send_signal(signal.SIGINT)
     _, err = child.communicate(timeout=20)
     assert (child.returncode, err) == (130, "thor-dflash: interrupted\n")
+
+
+def test_ctrl_c_while_a_library_is_loaded_comes_after(tmp_path: Path) -> None:
+    (tmp_path / "library.py").write_text(
+        "import os, signal\n"
+        "try: os.kill(os.getpid(), signal.SIGINT); sum(range(1000))\n"
+        "except KeyboardInterrupt: raise ImportError('initialization failed')\n"
+        "print('loaded')\n"
+    )
+    script = (
+        "import signal, sys, time; from thor_dflash import cli\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"sys.path.append('{tmp_path}')\n"
+        "def work(argv): import library; time.sleep(60)\n"
+        "cli.run = work\n"
+        "sys.exit(cli.main([]))"
+    )
+    done = shell(f'{sys.executable} -c "{script}"')
+    said = (130, "loaded\n", "thor-dflash: interrupted\n")
+    assert (done.returncode, done.stdout, done.stderr) == said

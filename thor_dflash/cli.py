@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 import thor_dflash
@@ -57,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, run one verb, return the exit status."""
     try:
         streams.prepare()
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, _interrupt)
         status = run(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
     except ThorError as e:
@@ -77,6 +83,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain(f"{what} (got: {e.strerror})")
         return 2
     return status
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Ctrl-C, put off while a module is imported: an interrupt between two steps of loading a
+    library is an ImportError to some and the end of the process to others.
+    """
+    while frame is not None and frame.f_code is not main.__code__:
+        if frame.f_code.co_filename == _IMPORT:
+            again = threading.Timer(_PUT_OFF, os.kill, (os.getpid(), number))
+            again.daemon = True
+            again.start()
+            return
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
+_IMPORT = "<frozen importlib._bootstrap>"
+_PUT_OFF = 0.02
+"""Seconds."""
 
 
 def _complain(text: str) -> None:
