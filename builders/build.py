@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -336,7 +337,7 @@ def describe(plan: Plan) -> Manifest:
         },
         sources={
             name: manifest.Source(
-                directory=path.resolve().name,
+                directory=os.fsencode(path.resolve().name).decode(errors="replace"),
                 config_sha256=hashlib.sha256((path / "config.json").read_bytes()).hexdigest(),
             )
             for name, path in checkpoints.items()
@@ -367,7 +368,7 @@ def _key(plan: Plan, by: Maker | None) -> str:
     if plan.draft_ids is not None:
         digest.update(plan.draft_ids.tobytes())
     for line in _inventory(plan):
-        digest.update(line.encode())
+        digest.update(os.fsencode(line))
     return digest.hexdigest()
 
 
@@ -378,4 +379,4 @@ def _inventory(plan: Plan) -> Iterator[str]:
         for path in sorted(checkpoint.directory.iterdir()):
             # Not followed: a link that leads nowhere is a file nobody asked for.
             stat = path.stat() if path.exists() else path.lstat()
-            yield f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}\n"
+            yield f"{os.path.realpath(path)} {stat.st_size} {stat.st_mtime_ns}\n"

@@ -42,7 +42,7 @@ class Staging:
     """
 
     def __init__(self, out: Path, key: str) -> None:
-        self.out = out.resolve()
+        self.out = Path(os.path.realpath(out))  # resolve() fails where links go round
         self._key = key
         self._partial = self.out.with_name(f".{self.out.name}.partial")
         self._files: dict[str, FileEntry] = {}

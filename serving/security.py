@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import stat
+from contextlib import ExitStack
 from pathlib import Path
 
 import zmq
@@ -110,30 +111,34 @@ def token_fits(token: str | None, given: object) -> bool:
 
 
 def keygen(directory: Path) -> None:
-    """Make a server's and a client's CURVE keys; the client is allowed to connect.
+    """Make a server's and a client's CURVE keys; the client is allowed to connect. All of them, or
+    none.
 
     Raises:
         ConfigError: there are keys already, or the directory cannot be written.
     """
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        clients = directory / CLIENTS
-        clients.mkdir(mode=0o700, exist_ok=True)
-        for name in (SERVER, CLIENT):
-            public, secret = (key.decode() for key in zmq.curve_keypair())
-            _write(directory / f"{name}{SECRET}", secret)
-            _write(directory / f"{name}{PUBLIC}", public)
-            if name == CLIENT:
-                _write(clients / f"{name}{PUBLIC}", public)
-    except OSError as e:
-        raise ConfigError(
-            f"{directory} must take new keys (got: {e.strerror}: {e.filename})"
-        ) from e
+    with ExitStack() as failed:
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            clients = directory / CLIENTS
+            clients.mkdir(mode=0o700, exist_ok=True)
+            for name in (SERVER, CLIENT):
+                public, secret = (key.decode() for key in zmq.curve_keypair())
+                _write(directory / f"{name}{SECRET}", secret, failed)
+                _write(directory / f"{name}{PUBLIC}", public, failed)
+                if name == CLIENT:
+                    _write(clients / f"{name}{PUBLIC}", public, failed)
+        except OSError as e:
+            raise ConfigError(
+                f"{directory} must take new keys (got: {e.strerror}: {e.filename or directory})"
+            ) from e
+        failed.pop_all()
 
 
-def _write(path: Path, key: str) -> None:
+def _write(path: Path, key: str, failed: ExitStack) -> None:
     # Created with its mode, never widened: there is no moment at which others could read it.
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    failed.callback(path.unlink)
     with os.fdopen(fd, "w") as file:
         file.write(key + "\n")
 

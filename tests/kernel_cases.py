@@ -85,6 +85,10 @@ def _linear(rng: Rng) -> Iterator[Case]:
     yield every_code(16)
     yield every_code(48)
     yield _cancelled(rng)
+    for t in (16, 48):
+        x = {"x": _bf16(rng, t, 768, scale=9), "norm_weight": _bf16(rng, 256)}
+        x |= weight_case(rng, "nvfp4", n, 768)
+        yield Case(f"heads_of_256_{t}_of_768", x, {"head_dim": 256, "norm_offset": 1.0})
 
 
 def every_code(rows: int) -> Case:

@@ -135,7 +135,14 @@ def line(capsys: pytest.CaptureFixture[str]) -> str:
 # --- generate
 
 
-def test_plain_output_is_the_text(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
+class Full(io.StringIO):
+    def write(self, s: str, /) -> int:
+        raise OSError(28, "No space left on device")
+
+
+def test_plain_output_is_the_text(
+    session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert generate("--prompt", "hi", "--max-tokens", "9") == 0
     out, err = capsys.readouterr()
     assert out == "think</think>\n\nhé\n"
@@ -146,6 +153,9 @@ def test_plain_output_is_the_text(session: Session, capsys: pytest.CaptureFixtur
     assert request.prompt == tuple(session.text.encode("hi|<think>"))
     assert (request.max_tokens, request.stop, request.drafter) == (9, {271, 272}, "dflash")
     assert session.closed
+    monkeypatch.setattr(sys, "stderr", Full())
+    assert generate("--prompt", "hi") == 0
+    assert capsys.readouterr().out == out
 
 
 def test_json_is_one_object(session: Session, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 TOPS = ("plugins", "builders", "runtime", "calib", "serving")
 FLOORS = (
     ("errors", "tensors", "dims"),
-    ("records", "progress", "extras", "serve_config", "tensorrt_config"),
+    ("records", "progress", "extras", "streams", "serve_config", "tensorrt_config"),
     ("config", "manifest", "tokenizer", "program"),
     ("plan",),
     ("plugins",),

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+MAIN = "import sys; from thor_dflash.cli import main; sys.exit(main())"
+
 
 def test_help_and_version_load_nothing_heavy() -> None:
     script = (
@@ -72,6 +74,37 @@ def test_a_closed_stdout_is_one_line() -> None:
     assert done.returncode == 2
 
 
+@pytest.mark.parametrize("streams", ["2>&-", "2>/dev/full", "0<&-", "0<&- 2>&-"])
+def test_streams_that_lead_nowhere_change_no_result(streams: str, tmp_path: Path) -> None:
+    program = f'{sys.executable} -c "{MAIN}"'
+    done = shell(f"{program} keygen {tmp_path / 'keys'} {streams}")
+    assert (done.returncode, len(done.stdout.splitlines()), done.stderr) == (0, 4, "")
+    assert (tmp_path / "keys" / "server.secret").is_file()
+    # What goes wrong is said on stderr or nowhere: stdout is for results.
+    done = shell(f"{program} keygen {tmp_path / 'keys'} {streams}")
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_no_file_takes_the_number_of_a_closed_stream(tmp_path: Path) -> None:
+    # A library that complains on stderr would write into it.
+    script = (
+        "import os, subprocess, sys; from thor_dflash import cli\n"
+        "def work(argv):\n"
+        f"    with open('{tmp_path / 'weights'}', 'wb') as file:\n"
+        "        os.write(2, b'a warning')\n"
+        "        subprocess.run(['sh', '-c', 'echo another >&2; cat; echo read'], check=True)\n"
+        "cli.run = work\n"
+        "sys.exit(cli.main([]))"
+    )
+    done = shell(f'{sys.executable} -c "{script}" 0<&- 2>&-')
+    assert (done.returncode, done.stdout) == (0, "read\n")
+    assert (tmp_path / "weights").read_bytes() == b""
+
+
+def shell(command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+
+
 def test_ctrl_c_is_130_and_one_line() -> None:
     # A shell without job control starts what is in the background with SIGINT ignored, and so the
     # tests and every child of theirs.
@@ -91,3 +124,23 @@ def test_ctrl_c_is_130_and_one_line() -> None:
     child.send_signal(signal.SIGINT)
     _, err = child.communicate(timeout=20)
     assert (child.returncode, err) == (130, "thor-dflash: interrupted\n")
+
+
+def test_ctrl_c_while_a_library_is_loaded_comes_after(tmp_path: Path) -> None:
+    (tmp_path / "library.py").write_text(
+        "import os, signal\n"
+        "try: os.kill(os.getpid(), signal.SIGINT); sum(range(1000))\n"
+        "except KeyboardInterrupt: raise ImportError('initialization failed')\n"
+        "print('loaded')\n"
+    )
+    script = (
+        "import signal, sys, time; from thor_dflash import cli\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"sys.path.append('{tmp_path}')\n"
+        "def work(argv): import library; time.sleep(60)\n"
+        "cli.run = work\n"
+        "sys.exit(cli.main([]))"
+    )
+    done = shell(f'{sys.executable} -c "{script}"')
+    said = (130, "loaded\n", "thor-dflash: interrupted\n")
+    assert (done.returncode, done.stdout, done.stderr) == said

@@ -47,13 +47,19 @@ def test_a_task_that_fails_is_not_done() -> None:
     assert out.getvalue() == "rows\n"
 
 
-def test_lines_that_cannot_be_written_end_no_work() -> None:
-    class Full(io.StringIO):
+@pytest.mark.parametrize("kind", [Lines, Bars])
+def test_what_cannot_be_written_ends_no_work(kind: type[Lines | Bars]) -> None:
+    class Gone(io.StringIO):
         def write(self, text: str, /) -> int:
-            raise OSError(28, "No space left on device")
+            raise OSError(5, "Input/output error")
 
-    with Lines(Full()).task("rows") as task:
+        def flush(self) -> None:
+            raise OSError(5, "Input/output error")
+
+    report = kind(Gone())
+    with report.task("rows", 2) as task:
         task.advance(1)
+    report.close()
 
 
 class Terminal(io.StringIO):

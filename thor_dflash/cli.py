@@ -3,22 +3,26 @@ keygen.
 
 Exit status: 0; 1 where doctor or check found something wrong; 2 with one line on stderr for
 anything the user can put right; 130 on Ctrl-C; 141 when the reader of stdout has gone. Anything
-else is a bug and shows its traceback.
+else is a bug and shows its traceback. Whether anybody reads stderr changes none of it.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import io
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TextIO, cast
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
 
 import thor_dflash
+from thor_dflash import streams
 from thor_dflash.errors import ConfigError, ThorError
+from thor_dflash.progress import say
 
 if TYPE_CHECKING:
     from thor_dflash.config import Config
@@ -56,52 +60,52 @@ class _Once(argparse.Action):
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, run one verb, return the exit status."""
     try:
-        _prepare(sys.stdout)
+        streams.prepare()
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, _interrupt)
         status = run(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
     except ThorError as e:
-        print("thor-dflash:", " ".join(str(e).split()), file=sys.stderr)
+        _complain(" ".join(str(e).split()))
         return 2
     except KeyboardInterrupt:
-        print("thor-dflash: interrupted", file=sys.stderr)
+        _complain("interrupted")
         return 130
     except BrokenPipeError:
-        _leave(sys.stdout)
+        streams.leave(sys.stdout)
         return 141
     except OSError as e:
         # A path the system will not look at (too long, no permission) is the user's to put right,
         # and so is a stdout that takes nothing.
-        if e.filename is None and not _refuses(sys.stdout):
+        if e.filename is None and not streams.refuses(sys.stdout):
             raise
         what = f"{e.filename} must be usable" if e.filename else "stdout must be writable"
-        print(f"thor-dflash: {what} (got: {e.strerror})", file=sys.stderr)
+        _complain(f"{what} (got: {e.strerror})")
         return 2
     return status
 
 
-def _refuses(stream: TextIO) -> bool:
-    """Whether the stream cannot be written. Its buffer forgets a large write that failed, so one
-    more is tried.
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Ctrl-C, put off while a module is imported: an interrupt between two steps of loading a
+    library is an ImportError to some and the end of the process to others.
     """
-    try:
-        print(file=stream, flush=True)
-    except OSError:
-        _leave(stream)
-        return True
-    return False
+    while frame is not None and frame.f_code is not main.__code__:
+        if frame.f_code.co_filename == _IMPORT:
+            again = threading.Timer(_PUT_OFF, os.kill, (os.getpid(), number))
+            again.daemon = True
+            again.start()
+            return
+        frame = frame.f_back
+    raise KeyboardInterrupt
 
 
-def _leave(stream: TextIO) -> None:
-    """Python flushes stdout once more at exit; give it something that takes the bytes."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+_IMPORT = "<frozen importlib._bootstrap>"
+_PUT_OFF = 0.02
+"""Seconds."""
 
 
-def _prepare(stream: object) -> None:
-    """Let a terminal that cannot show a letter show ? instead of failing."""
-    if stream is None:  # Python's stdout where the shell closed it (>&-)
-        raise ConfigError("stdout must be writable (got: it is closed)")
-    if isinstance(stream, io.TextIOWrapper):
-        cast("io.TextIOWrapper[io.BufferedWriter]", stream).reconfigure(errors="replace")
+def _complain(text: str) -> None:
+    say(sys.stderr, f"thor-dflash: {text}")
 
 
 def run(argv: Sequence[str]) -> int:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Literal, Protocol, Self, TextIO
+from typing import Literal, Protocol, Self, TextIO, cast
 
 INTERVAL = 2.0
 """Least time between two plain lines of one task, s."""
@@ -57,6 +57,14 @@ def amount(n: int, unit: str) -> str:
     return f"{n} B" if names[0] == "B" else f"{size:.1f} {names[0]}"
 
 
+def say(stream: TextIO, text: str) -> None:
+    """A line for whoever listens: a full disk under a log, or a reader that is gone, is no reason
+    to end the work, nor to end it otherwise.
+    """
+    with suppress(OSError):
+        print(text, file=stream, flush=True)
+
+
 class Silent:
     """Says nothing."""
 
@@ -79,27 +87,43 @@ class Lines:
         """See Progress."""
         start = last = self._clock()
         whole = "" if total is None else f" {amount(total, unit)}"
-        self._say(f"{label}{whole}")
+        say(self._stream, f"{label}{whole}")
 
         def show(done: int, state: State) -> None:
             nonlocal last
             now = self._clock()
             if state == "done" and now - start >= INTERVAL:
                 what = f": {amount(done, unit)}" if done else ""
-                self._say(f"{label} done{what} in {now - start:.1f} s")
+                say(self._stream, f"{label} done{what} in {now - start:.1f} s")
             elif state == "going" and now - last >= INTERVAL:
                 last = now
                 part = f" of {amount(total, unit)}" if total else ""
-                self._say(f"{label} {amount(done, unit)}{part}")
+                say(self._stream, f"{label} {amount(done, unit)}{part}")
 
         return _Counter(show)
 
     def close(self) -> None:
         """See Progress."""
 
-    def _say(self, text: str) -> None:
-        with suppress(OSError):  # a full disk under a log is no reason to end the work
-            print(text, file=self._stream, flush=True)
+
+class _Unheard:
+    """A terminal that may go away, as it does from under who outlives a hang-up: see `say`."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.encoding = stream.encoding
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+    def isatty(self) -> bool:
+        return True
 
 
 class Bars:
@@ -116,7 +140,7 @@ class Bars:
             BarColumn(bar_width=30),
             TextColumn("{task.fields[note]}", markup=False),
             TimeElapsedColumn(),
-            console=Console(file=stream),
+            console=Console(file=cast("TextIO", _Unheard(stream))),
             transient=True,
         )
         self._open = 0

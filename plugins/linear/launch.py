@@ -6,6 +6,7 @@ from thor_dflash.plugins.launch import Device, Launch, Site
 from thor_dflash.plugins.linear import prefill_launch
 from thor_dflash.plugins.linear.few import MOST_ROWS, Epilogue, Fused, few_launches
 from thor_dflash.plugins.linear.layout import KIND_OF
+from thor_dflash.plugins.linear.prepare import HEADS
 from thor_dflash.tensors import DType
 
 __all__ = ["IN_PLACE", "PAIR", "TOLERANCE", "launches", "refuse", "refuse_weight"]
@@ -42,8 +43,8 @@ def refuse(site: Site) -> str:
     segments, head_dim = a.integer("segments"), a.integer("head_dim")
     if segments > _MOST_SEGMENTS:
         return f"linear.segments must be at most {_MOST_SEGMENTS} (got {segments})"
-    if head_dim not in (0, 8, 16, 32, 64, 128, site.size("x", 1)):
-        return f"linear.head_dim must be K or a power of two from 8 to 128 (got {head_dim})"
+    if head_dim not in (0, site.size("x", 1), *HEADS):
+        return f"linear.head_dim must be K or one of {HEADS} (got {head_dim})"
     return refuse_weight(site, segments) or _refuse_swiglu(site) or _refuse_widths(site)
 
 

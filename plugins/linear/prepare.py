@@ -12,7 +12,8 @@ _COLUMNS = 8 * THREADS
 """Of a row that a block takes at a time."""
 _WHOLE_ROW = 1
 """What a norm over the row is to the kernel, instead of a head's columns."""
-
+HEADS = (8, 16, 32, 64, 128, 256)
+"""Columns of a head with a norm of its own: eight a thread, in one warp."""
 
 SLAB = 64
 """Columns of a slab."""

@@ -4,7 +4,7 @@
 // its code: with all of it there the launch takes half a microsecond longer.
 //
 // Compile-time: WEIGHT_FLOAT, the norm's weight float32 and not bf16; SLABS, rows in slabs; GATE; NORM,
-// 0 for none, 1 for one over the row, else the columns of a head (a power of two, 8 to 128).
+// 0 for none, 1 for one over the row, else the columns of a head (one of HEADS in prepare.py).
 #include "linear/eights.cuh"
 #include "linear/rows.cuh"
 

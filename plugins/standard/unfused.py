@@ -12,13 +12,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from thor_dflash.plugins.launch import At, Int, Launch, Site
-from thor_dflash.plugins.linear.prepare import prepared
+from thor_dflash.plugins.linear.prepare import HEADS, prepared
 
 THREADS = 256
 UNIT = 8
 """Elements of the 16 bytes one thread moves."""
-HEADS = (8, 16, 32, 64, 128, 256)
-"""Widths of a norm that is not over the whole row."""
 
 
 def refuse_rows(site: Site) -> str:

@@ -317,11 +317,21 @@ def test_stop_ids_are_checked_before_anything_is_written(
         build(*pair, tmp_path / "p", BuildConfig(), Silent())
 
 
-def test_a_dangling_link_in_a_checkpoint_is_nobody_s_business(
+@pytest.mark.parametrize("to", ["nowhere", "README.md"])
+def test_a_link_to_nothing_in_a_checkpoint_is_nobody_s_business(
+    pair: tuple[Path, Path], tmp_path: Path, to: str
+) -> None:
+    (pair[0] / "README.md").symlink_to(to)
+    build(*pair, tmp_path / "p", BuildConfig(), Silent())
+
+
+def test_a_checkpoint_may_have_a_name_that_is_no_utf_8(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    (pair[0] / "README.md").symlink_to("nowhere")
-    build(*pair, tmp_path / "p", BuildConfig(), Silent())
+    target = pair[0].rename(tmp_path / "caf\udce9")
+    (target / "\udcff").touch()
+    build(target, pair[1], tmp_path / "p", BuildConfig(), Silent())
+    assert manifest.read(tmp_path / "p").sources["target"].directory == "caf\ufffd"
 
 
 def test_the_context_is_no_longer_than_the_drafter_s(

@@ -119,9 +119,11 @@ def test_refuses_what_is_no_package_before_any_work(tmp_path: Path) -> None:
     for name, what in (("file", "a file"), ("dir", "a directory of something else")):
         with pytest.raises(PackageError, match=f"must be free or a thor-dflash .*got {what}"):
             Staging(tmp_path / name, "k").__enter__()
-    with pytest.raises(PackageError, match="must be writable .got: "):
-        Staging(tmp_path / "file" / "pkg", "k").__enter__()
-    assert tree(tmp_path) == ["dir", "dir/manifest.toml", "file"]
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("file", "loop"):
+        with pytest.raises(PackageError, match="must be writable .got: "):
+            Staging(tmp_path / name / "pkg", "k").__enter__()
+    assert tree(tmp_path) == ["dir", "dir/manifest.toml", "file", "loop"]
 
 
 def test_a_killed_build_resumes_file_by_file(tmp_path: Path) -> None:

@@ -55,6 +55,14 @@ def bound(engine: OrtEngine, rows: int = 4) -> tuple[Call, dict[str, object]]:
     return call, dict(tensors)
 
 
+def test_a_name_that_the_library_does_not_take_is_said_to_be_it(tmp_path: Path) -> None:
+    package = tmp_path / "caf\udce9"
+    package.mkdir()
+    write_graph(package, in_place=True)
+    with pytest.raises(EngineError, match=r"step\.onnx must be a name in UTF-8 for ONNX Runtime"):
+        OrtEngine(package, 1).load("step")
+
+
 @pytest.mark.parametrize("in_place", [True, False])
 def test_state_moves_from_call_to_call(tmp_path: Path, in_place: bool) -> None:
     write_graph(tmp_path, in_place=in_place)

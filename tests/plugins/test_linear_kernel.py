@@ -287,6 +287,17 @@ def test_rows_can_be_left_for_the_next_product(rows: int, epilogue: str) -> None
     np.testing.assert_array_equal(got["y0_slabs"], kernels.slabs(got["y0"]))
 
 
+@pytest.mark.parametrize("head", [8, 16, 32, 64, 128, 256, 768])
+def test_the_norm_may_be_over_a_head_of_any_of_its_widths(head: int) -> None:
+    rng = np.random.default_rng(head)
+    inputs = {
+        "x": rng.normal(0, 3, (5, 768)).astype(BF16),
+        "norm_weight": rng.normal(0, 1, head).astype(BF16),
+        **{f"{name}0": value for name, value in nvfp4(rng, 64, 768).items()},
+    }
+    kernels.run(LINEAR, Case("heads", inputs, {"head_dim": head}), Emulator(head))
+
+
 @pytest.mark.parametrize("port", ["x", "gate", "residual"])
 def test_rows_of_another_type_are_refused(port: str) -> None:
     rows = np.ones((2, 64), BF16)

@@ -95,10 +95,10 @@ def test_any_number_of_steps_goes_through_the_ring(kind: str, k: int) -> None:
 
 @pytest.mark.parametrize("t", [40, 140])
 @pytest.mark.parametrize("gate", ["none", "sigmoid", "silu"])
-@pytest.mark.parametrize("head_dim", [0, 8, 64, 128, 384])
+@pytest.mark.parametrize("head_dim", [0, 8, 64, 128, 256, 768])
 def test_every_prologue_is_rounded_once(t: int, gate: str, head_dim: int) -> None:
     rng = np.random.default_rng(9)
-    k, n = 384, 72
+    k, n = 768, 72
     norm = rng.standard_normal(head_dim or k)
     x = {"x": rows(rng, t, k, 9), "residual": rows(rng, t, n), "gate": rows(rng, t, k, 4)}
     x["norm_weight"] = norm.astype(np.float32 if t == 40 else DType.BF16.numpy)

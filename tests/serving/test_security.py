@@ -91,6 +91,16 @@ def test_keys_are_for_their_owner(tmp_path: Path, capsys: Any) -> None:
         security.secret_key(keys / "server.secret")
 
 
+@pytest.mark.parametrize("taken", ["client.secret", "clients/client.public"])
+def test_keys_are_made_all_or_none(tmp_path: Path, taken: str) -> None:
+    (tmp_path / "clients").mkdir()
+    (tmp_path / taken).touch()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError, match=f"must take new keys .got: File exists: .*{taken}"):
+        security.keygen(tmp_path)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_curve_lets_in_who_is_known(house: Any, tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     for keys in (ours, theirs):

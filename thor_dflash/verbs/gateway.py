@@ -7,7 +7,7 @@ from argparse import Namespace
 from contextlib import suppress
 
 from thor_dflash.config import Config
-from thor_dflash.progress import Progress
+from thor_dflash.progress import Progress, say
 
 
 def run(args: Namespace, config: Config, progress: Progress) -> None:
@@ -25,7 +25,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
     progress.close()
     host, port = config.gateway.listen.rpartition(":")[0], listener.getsockname()[1]
-    print(f"listening on http://{host}:{port}/v1", file=sys.stderr, flush=True)
+    say(sys.stderr, f"listening on http://{host}:{port}/v1")
     with suppress(KeyboardInterrupt):  # uvicorn raises it again once it has ended in order
         server.run(sockets=[listener])
         assert server.started, "what can be refused was, before"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from thor_dflash.config import Config, DecodeConfig
 from thor_dflash.errors import RequestError
-from thor_dflash.progress import Progress
+from thor_dflash.progress import Progress, say
 from thor_dflash.verbs.inputs import in_vocabulary, read_json, read_tokens
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     if args.json:
         print(json.dumps(_result(prompt, output, answer, report)))
     else:
-        print(_summary(output, report), file=sys.stderr)
+        say(sys.stderr, _summary(output, report))
 
 
 def _messages(args: Namespace) -> list[dict[str, str]] | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from thor_dflash.config import Config
 from thor_dflash.errors import RequestError
-from thor_dflash.progress import Progress, Task
+from thor_dflash.progress import Progress, Task, say
 from thor_dflash.records import as_table
 from thor_dflash.verbs.generate import Printer
 from thor_dflash.verbs.inputs import read_json
@@ -48,7 +48,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
             print(json.dumps(_table(result)))
             return
         result = _show(_begun(planner.stream(ask), waiting))
-    print(_summary(result), file=sys.stderr)
+    say(sys.stderr, _summary(result))
 
 
 def _ask(args: Namespace) -> Ask:

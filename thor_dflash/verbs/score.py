@@ -33,7 +33,8 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
 
 def check(out: Path, package: Path, option: str = "--out") -> None:
     """Refuse a path that could not be written, before the work that would be lost."""
-    if package.resolve() in out.resolve().parents:
+    # Not Path.resolve, which fails where links go round.
+    if Path(os.path.realpath(package)) in Path(os.path.realpath(out)).parents:
         raise RequestError(f"{option} must be outside the package (got {out})")
     if out.suffix != ".npz":
         raise RequestError(f"{option} must be a path ending in .npz (got {out})")
@@ -60,8 +61,9 @@ def _beside(out: Path) -> Generator[Path]:
     """Where `out` is written before it has its name; gone afterwards."""
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
-        yield partial
+        try:
+            yield partial
+        finally:
+            partial.unlink(missing_ok=True)
     except OSError as e:
         raise RequestError(f"{out} must be writable (got: {e.strerror or e})") from e
-    finally:
-        partial.unlink(missing_ok=True)

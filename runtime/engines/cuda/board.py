@@ -42,8 +42,6 @@ class Part:
     """id of each."""
     touched: tuple[Turn, ...]
     """What of their tensors has two places, each once."""
-    turned: tuple[Turn, ...]
-    """What changes place when they have run, once for each call that renews it."""
 
 
 class Board(ABC):
@@ -219,8 +217,8 @@ class Board(ABC):
             with self._as_placed(part):
                 self._captured[key] = self._capture(part.calls)
         else:
-            for turn in part.turned:
-                turn.front = 1 - turn.front
+            for call in part.calls:
+                self._turn(call)
         self._page.flush(self._page_at, self._ring)
         captured = self._captured[key]
         captured.run()
@@ -228,8 +226,7 @@ class Board(ABC):
 
     def _part(self, calls: Sequence[Call]) -> Part:
         touched = dict.fromkeys(turn for call in calls for turn in self._touched[id(call)])
-        turned = [turn for call in calls for turn in self._turns[id(call)]]
-        return Part(tuple(calls), tuple(map(id, calls)), tuple(touched), tuple(turned))
+        return Part(tuple(calls), tuple(map(id, calls)), tuple(touched))
 
     def _parts(self, calls: Sequence[Call]) -> Iterator[Sequence[Call]]:
         """Calls that can be told once where tensors are: none of a part touches what an earlier
