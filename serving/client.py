@@ -112,7 +112,12 @@ class RemotePlanner:
         self.options = options or Options()
         self.endpoint = endpoint
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._line = _Line(self._context, zmq.REQ, endpoint, self.options)
+        try:
+            self._line = _Line(self._context, zmq.REQ, endpoint, self.options)
+        except BaseException:
+            # Nobody else can: and a context that is collected first waits for its socket for ever.
+            self._context.destroy(linger=0)
+            raise
         self._streams: set[_Line] = set()
         """Of streams that are not at their end."""
 

@@ -115,6 +115,23 @@ def test_a_client_ends_where_its_keys_went(tmp_path: Path) -> None:
         ends(ask)
 
 
+@pytest.mark.parametrize("kind", [RemotePlanner, AsyncPlanner])
+@pytest.mark.parametrize(
+    ("endpoint", "keys"), [("nowhere", ""), (NOWHERE, "nokeys")], ids=["endpoint", "keys"]
+)
+def test_a_client_that_cannot_be_made_leaves_nothing_open(
+    kind: Any, endpoint: str, keys: str
+) -> None:
+    """Its context, if it was collected before its socket, would wait for that one for ever."""
+    it = kind.__new__(kind)
+    try:
+        with pytest.raises(ConfigError):
+            it.__init__(endpoint, Options(keys=keys))
+        assert it._context.closed
+    finally:
+        it._context.destroy(linger=0)
+
+
 def test_closing_an_asyncio_client_ends_all_that_wait(
     house: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
