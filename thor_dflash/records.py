@@ -18,13 +18,21 @@ from thor_dflash.errors import ThorError
 
 T = TypeVar("T")
 
+SHOWN = 80
+"""Letters of a value that a message has, at most."""
 _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
 
 
 def show(value: object) -> str:
     """A value as it would be written in TOML, shortened for a message."""
-    text = json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= 80 else text[:77] + "..."
+    cut = value[: SHOWN + 1] if isinstance(value, str | bytes) else value
+    text = ""
+    # Piece by piece: to write a large value out takes long, and its beginning is all that is told.
+    for piece in json.JSONEncoder(default=str, ensure_ascii=False).iterencode(cut):
+        text += piece
+        if len(text) > SHOWN:
+            return text[: SHOWN - 3] + "..."
+    return text
 
 
 def as_table(value: object) -> dict[str, object] | None:
