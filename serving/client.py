@@ -67,8 +67,9 @@ class _Line:
         while self._lost or poller.poll(_ms(until)):
             # First: what came before the connection was lost is there when the loss is heard of.
             self._drain()
-            if self._socket.poll(0):
-                return self._socket.recv_multipart()[-1]
+            # What is there may be a late answer to another, which is dropped by reading on.
+            with suppress(zmq.Again):
+                return self._socket.recv_multipart(zmq.NOBLOCK)[-1]
             if self._lost:
                 break
         raise replies.unreachable(self._endpoint, self._seen)
@@ -263,7 +264,13 @@ class RemotePlanner:
     def _once(self, tries: Tries) -> tuple[bytes, Reply]:
         sent = tries.send()
         self._line.send(sent.body, tries.connect_by)
-        body = self._line.receive(tries.until)
+        try:
+            body = self._line.receive(tries.until)
+        except BaseException:
+            # Nobody waits for it any more.
+            if isinstance(tries.request, wire.Ask) and not self._context.closed:
+                _farewell(self._line, tries.farewell(sent))
+            raise
         reply = replies.head(self.options, body)
         if reply.type == "error":
             raise replies.error(self.options, body)

@@ -24,7 +24,7 @@ NOWHERE = "tcp://127.0.0.1:9"
 STREAM = Ask(prompt="x", stream="all")
 
 
-def ends(work: Callable[[], None]) -> None:
+def ends(work: Callable[[], object]) -> None:
     """Run what might never return, and let the test fail where it does not."""
     errors: list[BaseException] = []
 
@@ -204,6 +204,21 @@ def test_a_stream_is_cancelled_with_the_token_that_began_it(house: Any, tmp_path
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("kind", ["plan", "stream"])
+def test_a_plan_that_is_waited_for_no_longer_is_cancelled(house: Any, kind: str) -> None:
+    server, held = house.held(watchdog_s=60.0)
+    options = Options(plan_timeout_s=0.05, timeout_s=20.0)
+    with RemotePlanner(server.endpoints[0], options) as planner:
+        with pytest.raises(PlanError, match="it is connected, and silent") as caught:
+            planner.plan(STREAM) if kind == "plan" else list(planner.stream(STREAM))
+        assert caught.value.code == "unreachable"
+        until(lambda: planner.stats()["requests"].get("cancel"))
+        held.let()
+        until(lambda: not planner.stats()["running"])
+        assert planner.stats()["finished"] == {"cancelled": 1}
+        assert planner.plan(Ask(prompt="x", deadline_ms=20_000)).status == "ok"
+
+
 @contextmanager
 def answering(texts: dict[str, str], envelopes: list[list[bytes]] | None = None) -> Iterator[str]:
     """A server that answers one request with results: texts by id, "" for the right one."""
@@ -231,6 +246,34 @@ def answering(texts: dict[str, str], envelopes: list[list[bytes]] | None = None)
         context.term()
 
 
+@pytest.fixture
+def late() -> Iterator[str]:
+    """A server that answers each request when the next one comes."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.linger = 0
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    over = threading.Event()
+
+    def serve() -> None:
+        last: list[bytes] = []
+        while not over.is_set():
+            if router.poll(10):
+                if last:
+                    router.send_multipart(last)
+                *envelope, body = router.recv_multipart()
+                reply = {"type": "result", "id": msgspec.msgpack.decode(body)["id"]}
+                last = [*envelope, msgspec.msgpack.encode(reply)]
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield f"tcp://127.0.0.1:{port}"
+    over.set()
+    thread.join(20)
+    router.close()
+    context.term()
+
+
 def test_an_answer_to_another_request_is_none() -> None:
     """Though it came by the right way."""
     with (
@@ -239,6 +282,14 @@ def test_an_answer_to_another_request_is_none() -> None:
         pytest.raises(PlanError, match=r"the reply must be to .* \(got another\)"),
     ):
         planner.plan(Ask(prompt="x"))
+
+
+def test_a_late_answer_is_not_waited_behind(late: str) -> None:
+    """It arrives while the next one is waited for, which never comes."""
+    with RemotePlanner(late, Options(timeout_s=0.1, retries=0)) as planner:
+        for _ in range(2):
+            with pytest.raises(PlanError, match="it is connected, and silent"):
+                ends(planner.ping)
 
 
 def test_a_stream_passes_over_what_is_not_its_own() -> None:
