@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from thor_dflash.errors import PlanError
-from thor_dflash.records import nearest, show
+from thor_dflash.records import WORDS, nearest, show
 from thor_dflash.serving import wire
 
 T = TypeVar("T")
@@ -24,10 +24,7 @@ NAME = 64
 DEPTH = 64
 """Deepest nesting of a request's free values: above any schema, far below the interpreter's."""
 
-WORDS = {
-    "int": "an integer", "float": "a number", "bool": "true or false", "str": "a string",
-    "array": "a list", "object": "an object",
-}  # fmt: skip
+KINDS = {**WORDS, "array": "a list", "object": "an object"}
 """msgspec's names of types."""
 HALF = rb"\\ufffd"
 """In the place of half a surrogate pair, as a template of `re`."""
@@ -207,7 +204,7 @@ def _rule(what: str) -> tuple[str, str]:
 
 
 def _in_words(kinds: str) -> str:
-    return " or ".join(WORDS.get(kind, kind) for kind in kinds.split(" | "))
+    return " or ".join(KINDS.get(kind, kind) for kind in kinds.split(" | "))
 
 
 def _at(value: Any, path: str) -> str:

@@ -15,11 +15,9 @@ import pytest
 from constrained import package
 
 from thor_dflash import cli
-from thor_dflash.config import EngineConfig
 from thor_dflash.errors import ConfigError
-from thor_dflash.progress import Silent
 from thor_dflash.runtime.prefix import Prefixes
-from thor_dflash.runtime.session import Session, open_session
+from thor_dflash.runtime.session import Session
 from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving.client import Ask, Message, Options, PlanError, RemotePlanner
 from thor_dflash.serving.live import LiveBackend
@@ -30,13 +28,6 @@ SYSTEM = "You plan for one arm. " + "It can pick, place and wait; nothing else a
 CHAT = (Message(role="system", content=SYSTEM), Message(role="user", content="Pick the mug."))
 ASK = Ask(messages=CHAT, thinking="off", max_tokens=12, parts=("tokens",))
 RUN = "import sys; from thor_dflash.cli import main; sys.exit(main())"
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[Session]:
-    it = open_session(package(), EngineConfig(threads=1), Silent())
-    yield it
-    it.close()
 
 
 class Lent(LiveBackend):
