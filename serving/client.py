@@ -86,6 +86,9 @@ class _Line:
 
     def close(self, linger_ms: int = 0) -> None:
         if not self._socket.closed:
+            # Of a client that was idle it may be full, and libzmq's thread waits to write to it,
+            # for which `disable_monitor` would wait.
+            self._drain()
             self._socket.disable_monitor()
             self._monitor.close(0)
             self._socket.close(linger_ms)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import zmq
 
 from thor_dflash.errors import ConfigError, PlanError
-from thor_dflash.serving import security, wire
+from thor_dflash.serving import replies, security, wire
 from thor_dflash.serving.aclient import AsyncPlanner
 from thor_dflash.serving.client import Ask, Options, RemotePlanner
 from thor_dflash.serving.replies import GRACE_S, Tries, fill
@@ -113,6 +114,21 @@ def test_a_client_ends_where_its_keys_went(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"client.secret must be"):
         ends(ask)
+
+
+def test_an_idle_client_that_was_refused_for_long_may_be_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Hurried: for one with a wrong key it takes two minutes until libzmq can tell no more."""
+    monkeypatch.setitem(replies.SOCKET_OPTIONS, zmq.RECONNECT_IVL, 1)
+    monkeypatch.setattr(replies, "WATCHED", zmq.EVENT_ALL)
+    with socket.create_server(("127.0.0.1", 0)) as refusing:
+        planner = RemotePlanner(f"tcp://127.0.0.1:{refusing.getsockname()[1]}")
+        refusing.settimeout(0.2)
+        with suppress(TimeoutError):  # it no longer comes
+            for _ in range(500):  # each one tells of five things, and two thousand fit
+                refusing.accept()[0].close()
+        ends(planner.close)
 
 
 @pytest.mark.parametrize("kind", [RemotePlanner, AsyncPlanner])
