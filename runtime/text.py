@@ -23,7 +23,7 @@ from tokenizers import AddedToken, Tokenizer, decoders
 
 from thor_dflash import tokenizer as files
 from thor_dflash.errors import PackageError, RequestError
-from thor_dflash.records import as_list, as_table, show
+from thor_dflash.records import as_list, as_table, check_utf8, show
 from thor_dflash.runtime.thinking import Marks, Thinking
 
 THINK, END_THINK = "<think>", "</think>"
@@ -203,18 +203,6 @@ class Answer:
 def open_at_end(text: Text, prompt: Sequence[int]) -> bool:
     """Whether an answer to this prompt begins inside the thinking block."""
     return Thinking(text.marks, prompt).inside
-
-
-def check_utf8(what: str, text: str) -> None:
-    """Refuse lone surrogates: such a text was not UTF-8 where it came from.
-
-    Raises:
-        RequestError: `what` holds some.
-    """
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as e:
-        raise RequestError(f"{what} must be UTF-8 (got: {e.reason} at {e.start})") from e
 
 
 def chat(messages: object) -> list[dict[str, str]]:

@@ -41,12 +41,16 @@ class AsyncPlanner:
         self._context = zmq.asyncio.Context()
         # Any: pyzmq's types of asyncio sockets are not whole.
         self._socket: Any = self._context.socket(zmq.DEALER)
-        replies.prepare(self._socket, self.options)
-        self._monitor = self._socket.get_monitor_socket(replies.WATCHED)
+        try:
+            replies.prepare(self._socket, self.options)
+            self._monitor = self._socket.get_monitor_socket(replies.WATCHED)
+            replies.connect(self._socket, endpoint)
+        except BaseException:
+            self._context.destroy(linger=0)  # as in client.py
+            raise
         self._seen = 0
         self._inboxes: dict[str, Inbox] = {}
         self._closed = asyncio.Event()
-        replies.connect(self._socket, endpoint)
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
 
     async def __aenter__(self) -> Self:

@@ -67,8 +67,9 @@ class _Line:
         while self._lost or poller.poll(_ms(until)):
             # First: what came before the connection was lost is there when the loss is heard of.
             self._drain()
-            if self._socket.poll(0):
-                return self._socket.recv_multipart()[-1]
+            # What is there may be a late answer to another, which is dropped by reading on.
+            with suppress(zmq.Again):
+                return self._socket.recv_multipart(zmq.NOBLOCK)[-1]
             if self._lost:
                 break
         raise replies.unreachable(self._endpoint, self._seen)
@@ -85,6 +86,9 @@ class _Line:
 
     def close(self, linger_ms: int = 0) -> None:
         if not self._socket.closed:
+            # Of a client that was idle it may be full, and libzmq's thread waits to write to it,
+            # for which `disable_monitor` would wait.
+            self._drain()
             self._socket.disable_monitor()
             self._monitor.close(0)
             self._socket.close(linger_ms)
@@ -112,7 +116,12 @@ class RemotePlanner:
         self.options = options or Options()
         self.endpoint = endpoint
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._line = _Line(self._context, zmq.REQ, endpoint, self.options)
+        try:
+            self._line = _Line(self._context, zmq.REQ, endpoint, self.options)
+        except BaseException:
+            # Nobody else can: and a context that is collected first waits for its socket for ever.
+            self._context.destroy(linger=0)
+            raise
         self._streams: set[_Line] = set()
         """Of streams that are not at their end."""
 
@@ -258,7 +267,13 @@ class RemotePlanner:
     def _once(self, tries: Tries) -> tuple[bytes, Reply]:
         sent = tries.send()
         self._line.send(sent.body, tries.connect_by)
-        body = self._line.receive(tries.until)
+        try:
+            body = self._line.receive(tries.until)
+        except BaseException:
+            # Nobody waits for it any more.
+            if isinstance(tries.request, wire.Ask) and not self._context.closed:
+                _farewell(self._line, tries.farewell(sent))
+            raise
         reply = replies.head(self.options, body)
         if reply.type == "error":
             raise replies.error(self.options, body)

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from thor_dflash.errors import PlanError
-from thor_dflash.records import nearest, show
+from thor_dflash.records import WORDS, nearest, show
 from thor_dflash.serving import wire
 
 T = TypeVar("T")
@@ -19,13 +19,12 @@ Name = Literal["json", "msgpack"]
 
 UNKNOWN = "must be a field of TDP/1"
 """What is said of a field that there is not."""
+NAME = 64
+"""Letters of a name that was sent that a refusal says again, at most."""
 DEPTH = 64
 """Deepest nesting of a request's free values: above any schema, far below the interpreter's."""
 
-WORDS = {
-    "int": "an integer", "float": "a number", "bool": "true or false", "str": "a string",
-    "array": "a list", "object": "an object",
-}  # fmt: skip
+KINDS = {**WORDS, "array": "a list", "object": "an object"}
 """msgspec's names of types."""
 HALF = rb"\\ufffd"
 """In the place of half a surrogate pair, as a template of `re`."""
@@ -142,7 +141,7 @@ def read(codec: Codec, body: bytes, head: Head) -> wire.Request:
         raise PlanError("unsupported_version", text, field="v")
     kind = OPERATIONS.get(head.op) if isinstance(head.op, str) else None
     if kind is None:
-        known = nearest(str(head.op)[:40], OPERATIONS)
+        known = nearest(head.op[:40] if isinstance(head.op, str) else "", OPERATIONS)
         text = f"op must be an operation (got {_shown(head.op)}; {known})"
         raise PlanError("bad_request", text, field="op")
     return _typed(codec, body, kind)
@@ -177,7 +176,7 @@ def _explain(error: msgspec.ValidationError, source: Callable[[], dict[str, Any]
     key = where.startswith("key` in `")
     path = where.rstrip("`").removeprefix("key` in `").lstrip("$.")
     if unknown := re.search(r"unknown field `(.*)`", what, re.DOTALL):
-        name = ".".join(part for part in (path, unknown[1][:64]) if part)
+        name = ".".join(part for part in (path, unknown[1][:NAME]) if part)
         return PlanError("bad_request", f"{name} {UNKNOWN}", field=name)
     if missing := re.search(r"required field `(.*)`", what):
         name = ".".join(part for part in (path, missing[1]) if part)
@@ -205,7 +204,7 @@ def _rule(what: str) -> tuple[str, str]:
 
 
 def _in_words(kinds: str) -> str:
-    return " or ".join(WORDS.get(kind, kind) for kind in kinds.split(" | "))
+    return " or ".join(KINDS.get(kind, kind) for kind in kinds.split(" | "))
 
 
 def _at(value: Any, path: str) -> str:
@@ -236,8 +235,9 @@ def _torn(body: bytes) -> PlanError | None:
     differ = (name for name, value in one.items() if name not in other or other[name] != value)
     if (name := next(differ, None)) is None:
         return None
-    text = f"{name} must be Unicode text (got half a surrogate pair in {_shown(one[name])})"
-    return PlanError("bad_request", text, field=name)
+    told = name[:NAME]
+    text = f"{told} must be Unicode text (got half a surrogate pair in {_shown(one[name])})"
+    return PlanError("bad_request", text, field=told)
 
 
 def _mended(body: bytes, by: bytes) -> bytes:

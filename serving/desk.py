@@ -18,7 +18,7 @@ from thor_dflash.serving.backend import Prepared
 from thor_dflash.serving.codec import JSON, Head
 from thor_dflash.serving.door import Door, Letter
 from thor_dflash.serving.events import Events
-from thor_dflash.serving.life import Life
+from thor_dflash.serving.life import RETRY_MS, Life
 from thor_dflash.serving.outcome import asked
 from thor_dflash.serving.planner import admit, stopped
 from thor_dflash.serving.schedule import Job, Peer, Schedule, job_of
@@ -37,8 +37,6 @@ from thor_dflash.serving.work import (
 
 ENVELOPE = 8
 """Most frames before the body: the hops of any sane chain of proxies."""
-RETRY_MS = 500.0
-"""When to come again where nothing better is known."""
 DROPPABLE = ("text", "thinking", "progress")
 """Chunks a slow reader may lose; steps and results are kept for it."""
 
@@ -126,31 +124,19 @@ class Desk:
         elif isinstance(request, wire.Cancel):
             self._cancel(peer, request)
         elif isinstance(request, wire.PrefixDrop):
-            self._backend()
+            self._life.open()
             self._owed.append((peer, request.id))
             self._hands.keep(Drop(peer, request))
         elif isinstance(request, wire.Validate):
-            self._backend()
+            self._life.open()
             fields.check_prompt(request)
             self._owed.append((peer, request.id))
             self._hands.check((peer, request))
         else:
             self._work(peer, request)
 
-    def _backend(self) -> Any:
-        if self._life.failed is not None:
-            raise PlanError("engine_fault", str(self._life.failed))
-        if self._life.backend is None:
-            raise PlanError(
-                "not_ready", "the server must be ready (got one that is warming up)",
-                retry_after_ms=RETRY_MS,
-            )  # fmt: skip
-        if self._life.draining:
-            raise PlanError("draining", "the server is about to stop and takes no more work")
-        return self._life.backend
-
     def _work(self, peer: Peer, request: wire.Ask | wire.PrefixPut) -> None:
-        backend = self._backend()
+        backend = self._life.open()
         if isinstance(request, wire.Ask):
             fields.check(request)
             if self._config.log_prompts:
@@ -187,9 +173,8 @@ class Desk:
         self._result(peer, id, {**self.stats.show(), **now})
 
     def _prefix_list(self, peer: Peer, id: str) -> None:
-        backend = self._backend()
-        told = {"prefixes": backend.prefixes(), "skipped": backend.skipped}
-        self._result(peer, id, told)
+        backend = self._life.loaded()
+        self._result(peer, id, {"prefixes": backend.prefixes(), "skipped": backend.skipped})
 
     def _admin(self) -> None:
         if not self._config.allow_admin:

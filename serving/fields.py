@@ -59,8 +59,7 @@ def _greedy(ask: wire.Ask) -> None:
     }
     for name, (value, fine) in rules.items():
         if not fine:
-            shown = str(value)[:40]
-            raise _bad(name, f"{name} must be left out, decoding is greedy (got {shown})")
+            raise _bad(name, f"{name} must be left out, decoding is greedy (got {show(value)})")
 
 
 def schema_of(ask: wire.Ask) -> Mapping[str, Any] | None:

@@ -12,7 +12,6 @@ from thor_dflash.errors import Code, PlanError
 from thor_dflash.serve_config import GatewayConfig
 from thor_dflash.serving import replies, security, wire
 from thor_dflash.serving.aclient import AsyncPlanner
-from thor_dflash.serving.client import RemotePlanner
 from thor_dflash.serving.replies import Options
 
 LOOK_S = 1.0
@@ -98,7 +97,7 @@ def check(config: GatewayConfig) -> None:
         ConfigError: a malformed endpoint, or keys or a secret that cannot be read.
     """
     for endpoint in config.servers:
-        RemotePlanner(endpoint, _options(config)).close()
+        replies.check(endpoint, _options(config), "gateway.servers")
 
 
 def _options(config: GatewayConfig) -> Options:

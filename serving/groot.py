@@ -36,7 +36,7 @@ def read(body_codec: Codec, body: bytes, head: Head) -> wire.Request:
         raise PlanError("bad_request", f"endpoint must be an operation (got {head.endpoint:.40})")
     table = body_codec.decode(body, dict[str, Any])
     if unknown := table.keys() - {"endpoint", "data", "api_token", "requires_input"}:
-        name = min(unknown)
+        name = min(unknown)[: codec.NAME]
         raise PlanError("bad_request", f"{name} must be endpoint, data or api_token", field=name)
     data: Any = {} if table.get("data") is None else table["data"]
     if not isinstance(data, dict):

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from thor_dflash.errors import ThorError
+from thor_dflash.errors import PlanError, ThorError
 from thor_dflash.serving import wire
 from thor_dflash.serving.backend import Backend
 from thor_dflash.serving.work import Pulse
@@ -16,6 +16,8 @@ LEVELS = {
     "degraded": "ERROR", "failed": "ERROR",
 }  # fmt: skip
 """ROS diagnostics level of each state."""
+RETRY_MS = 500.0
+"""When to come again where nothing better is known."""
 DEGRADED = 0.2
 """Of the watchdog's time: a step that takes longer is reported, before it is fatal."""
 
@@ -54,6 +56,30 @@ class Life:
     def ready(self) -> bool:
         """Whether plans are taken."""
         return self.backend is not None and not self.draining and self.failed is None
+
+    def loaded(self) -> Backend:
+        """The backend, to look at: it may be draining.
+
+        Raises:
+            PlanError: there is none, or none yet.
+        """
+        if self.failed is not None:
+            raise PlanError("engine_fault", str(self.failed))
+        if self.backend is None:
+            text = "the server must be ready (got one that is warming up)"
+            raise PlanError("not_ready", text, retry_after_ms=RETRY_MS)
+        return self.backend
+
+    def open(self) -> Backend:
+        """The backend, for what starts work or changes something.
+
+        Raises:
+            PlanError: as `loaded`, or it takes no more.
+        """
+        backend = self.loaded()
+        if self.draining:
+            raise PlanError("draining", "the server is about to stop and takes no more work")
+        return backend
 
     def health(self, running: int, waiting: int) -> dict[str, Any]:
         """The answer to `health`."""

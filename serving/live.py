@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from thor_dflash import manifest as package_manifest
@@ -41,21 +40,25 @@ class LiveBackend:
     """A package loaded on an engine."""
 
     def __init__(
-        self, session: Session, config: ServeConfig, log: Callable[[str], None] = print
+        self,
+        session: Session,
+        config: ServeConfig,
+        log: Callable[[str], None] = print,
+        shelf: Shelf | None = None,
     ) -> None:
-        """Take a session over.
+        """Take a session over, and the shelf of the directory of prefixes where there is one.
 
         Raises:
             RequestError: its package has no tokenizer.
-            ConfigError: the directory of prefixes cannot be used.
         """
+        assert (shelf is not None) == bool(config.prefix_dir), "what was promised to persist does"
         if session.text is None:
             raise RequestError("a package to serve must have a tokenizer (got one without)")
         self.session = session
         self.text: Text = session.text
         self.config = config
         self._log = log
-        self._shelf = Shelf(Path(config.prefix_dir)) if config.prefix_dir else None
+        self._shelf = shelf
         self._skipped: tuple[str, ...] = ()
         session.prefixes.budget = config.prefix_mb << 20
         self._rates = Rates(chunk_tokens=session.model.chunk)

@@ -268,8 +268,8 @@ def prepare(socket: zmq.Socket[Any], options: Options) -> None:
         socket.curve_serverkey = security.public_key(keys / "server.public")
 
 
-def connect(socket: zmq.Socket[Any], endpoint: str) -> None:
-    """Begin to connect.
+def connect(socket: zmq.Socket[Any], endpoint: str, what: str = "endpoint") -> None:
+    """Begin to connect. `what` is the name by which the endpoint was given.
 
     Raises:
         ConfigError: the endpoint is malformed.
@@ -278,4 +278,15 @@ def connect(socket: zmq.Socket[Any], endpoint: str) -> None:
     try:
         socket.connect(endpoint)
     except (zmq.ZMQError, UnicodeError) as e:
-        raise ConfigError(f"endpoint must be tcp://host:port or ipc://path (got {endpoint})") from e
+        raise ConfigError(f"{what} must be tcp://host:port or ipc://path (got {endpoint})") from e
+
+
+def check(endpoint: str, options: Options, what: str) -> None:
+    """Refuse what no connection can be begun with, before there is a client.
+
+    Raises:
+        ConfigError: as `prepare` and `connect`.
+    """
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        prepare(socket, options)
+        connect(socket, endpoint, what)

@@ -14,17 +14,38 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from thor_dflash.errors import ThorError
+from thor_dflash.errors import RequestError, ThorError
 
 T = TypeVar("T")
 
-_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+SHOWN = 80
+"""Letters of a value that a message has, at most."""
+WORDS = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "a string"}
+"""What is said for the names of types."""
 
 
 def show(value: object) -> str:
     """A value as it would be written in TOML, shortened for a message."""
-    text = json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= 80 else text[:77] + "..."
+    cut = value[: SHOWN + 1] if isinstance(value, str | bytes) else value
+    text = ""
+    # Piece by piece: to write a large value out takes long, and its beginning is all that is told.
+    for piece in json.JSONEncoder(default=str, ensure_ascii=False).iterencode(cut):
+        text += piece
+        if len(text) > SHOWN:
+            return text[: SHOWN - 3] + "..."
+    return text
+
+
+def check_utf8(what: str, text: str) -> None:
+    """Refuse lone surrogates: such a text was not UTF-8 where it came from.
+
+    Raises:
+        RequestError: `what` holds some.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as e:
+        raise RequestError(f"{what} must be UTF-8 (got: {e.reason} at {e.start})") from e
 
 
 def as_table(value: object) -> dict[str, object] | None:
@@ -109,7 +130,7 @@ def _value(hint: Any, value: object, where: str, error: type[ThorError]) -> Any:
     if origin is types.UnionType:
         kinds = [arg for arg in args if arg is not type(None)]
         if len(kinds) > 1 and type(value) not in kinds:
-            words = " or ".join(_WORDS[kind] for kind in kinds)
+            words = " or ".join(WORDS[kind.__name__] for kind in kinds)
             raise error(f"{where} must be {words} (got {show(value)})")
         return value if len(kinds) > 1 else _value(kinds[0], value, where, error)
     if origin is tuple:
@@ -145,4 +166,4 @@ def _plain(hint: type[Any], value: object, where: str, error: type[ThorError]) -
         return value
     if hint is float and type(value) is int:
         return float(value)
-    raise error(f"{where} must be {_WORDS[hint]} (got {show(value)})")
+    raise error(f"{where} must be {WORDS[hint.__name__]} (got {show(value)})")

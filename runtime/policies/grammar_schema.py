@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from thor_dflash.errors import RequestError
-from thor_dflash.records import as_list, as_table, show
+from thor_dflash.records import as_list, as_table, check_utf8, show
 
 MAX_BYTES = 128 << 10
 """Longest schema, bytes of compact JSON. Ten skills over forty objects are about 6 KB."""
@@ -53,11 +53,8 @@ def text_of(schema: str | Mapping[str, Any]) -> str:
     """
     table = _table(schema)
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False, default=_no_json)
-    try:
-        size = len(text.encode())
-    except UnicodeEncodeError as e:
-        raise RequestError(f"schema must be UTF-8 (got: {e.reason} at {e.start})") from e
-    if size > MAX_BYTES:
+    check_utf8("schema", text)
+    if (size := len(text.encode())) > MAX_BYTES:
         raise RequestError(f"schema must be at most {MAX_BYTES} bytes of JSON (got {size})")
     for node in nodes(table):
         for key in node.table:

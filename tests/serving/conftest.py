@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -18,6 +18,9 @@ from thor_dflash.serving import wire
 from thor_dflash.serving.backend import Backend, Prepared, Run, Stop
 from thor_dflash.serving.mock import MockBackend
 from thor_dflash.serving.server import Server, serving
+
+if TYPE_CHECKING:
+    from thor_dflash.runtime.session import Session
 
 PATIENCE_S = 20.0
 """Until a test gives up waiting: only ever used up by a test that fails."""
@@ -203,3 +206,18 @@ def house() -> Iterator[House]:
     yield it
     it.close()
     assert not [line for line in it.log if "Traceback" in line], it.log
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    """Random weights; of the tests of one file."""
+    # Imported here: most tests of serving need no model.
+    from constrained import package
+
+    from thor_dflash.config import EngineConfig
+    from thor_dflash.progress import Silent
+    from thor_dflash.runtime.session import open_session
+
+    it = open_session(package(), EngineConfig(threads=1), Silent())
+    yield it
+    it.close()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import zmq
 
 from thor_dflash.errors import ConfigError, PlanError
-from thor_dflash.serving import security, wire
+from thor_dflash.serving import replies, security, wire
 from thor_dflash.serving.aclient import AsyncPlanner
 from thor_dflash.serving.client import Ask, Options, RemotePlanner
 from thor_dflash.serving.replies import GRACE_S, Tries, fill
@@ -24,7 +25,7 @@ NOWHERE = "tcp://127.0.0.1:9"
 STREAM = Ask(prompt="x", stream="all")
 
 
-def ends(work: Callable[[], None]) -> None:
+def ends(work: Callable[[], object]) -> None:
     """Run what might never return, and let the test fail where it does not."""
     errors: list[BaseException] = []
 
@@ -115,6 +116,38 @@ def test_a_client_ends_where_its_keys_went(tmp_path: Path) -> None:
         ends(ask)
 
 
+def test_an_idle_client_that_was_refused_for_long_may_be_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Hurried: for one with a wrong key it takes two minutes until libzmq can tell no more."""
+    monkeypatch.setitem(replies.SOCKET_OPTIONS, zmq.RECONNECT_IVL, 1)
+    monkeypatch.setattr(replies, "WATCHED", zmq.EVENT_ALL)
+    with socket.create_server(("127.0.0.1", 0)) as refusing:
+        planner = RemotePlanner(f"tcp://127.0.0.1:{refusing.getsockname()[1]}")
+        refusing.settimeout(0.2)
+        with suppress(TimeoutError):  # it no longer comes
+            for _ in range(500):  # each one tells of five things, and two thousand fit
+                refusing.accept()[0].close()
+        ends(planner.close)
+
+
+@pytest.mark.parametrize("kind", [RemotePlanner, AsyncPlanner])
+@pytest.mark.parametrize(
+    ("endpoint", "keys"), [("nowhere", ""), (NOWHERE, "nokeys")], ids=["endpoint", "keys"]
+)
+def test_a_client_that_cannot_be_made_leaves_nothing_open(
+    kind: Any, endpoint: str, keys: str
+) -> None:
+    """Its context, if it was collected before its socket, would wait for that one for ever."""
+    it = kind.__new__(kind)
+    try:
+        with pytest.raises(ConfigError):
+            it.__init__(endpoint, Options(keys=keys))
+        assert it._context.closed
+    finally:
+        it._context.destroy(linger=0)
+
+
 def test_closing_an_asyncio_client_ends_all_that_wait(
     house: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,6 +220,21 @@ def test_a_stream_is_cancelled_with_the_token_that_began_it(house: Any, tmp_path
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("kind", ["plan", "stream"])
+def test_a_plan_that_is_waited_for_no_longer_is_cancelled(house: Any, kind: str) -> None:
+    server, held = house.held(watchdog_s=60.0)
+    options = Options(plan_timeout_s=0.05, timeout_s=20.0)
+    with RemotePlanner(server.endpoints[0], options) as planner:
+        with pytest.raises(PlanError, match="it is connected, and silent") as caught:
+            planner.plan(STREAM) if kind == "plan" else list(planner.stream(STREAM))
+        assert caught.value.code == "unreachable"
+        until(lambda: planner.stats()["requests"].get("cancel"))
+        held.let()
+        until(lambda: not planner.stats()["running"])
+        assert planner.stats()["finished"] == {"cancelled": 1}
+        assert planner.plan(Ask(prompt="x", deadline_ms=20_000)).status == "ok"
+
+
 @contextmanager
 def answering(texts: dict[str, str], envelopes: list[list[bytes]] | None = None) -> Iterator[str]:
     """A server that answers one request with results: texts by id, "" for the right one."""
@@ -214,6 +262,34 @@ def answering(texts: dict[str, str], envelopes: list[list[bytes]] | None = None)
         context.term()
 
 
+@pytest.fixture
+def late() -> Iterator[str]:
+    """A server that answers each request when the next one comes."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.linger = 0
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    over = threading.Event()
+
+    def serve() -> None:
+        last: list[bytes] = []
+        while not over.is_set():
+            if router.poll(10):
+                if last:
+                    router.send_multipart(last)
+                *envelope, body = router.recv_multipart()
+                reply = {"type": "result", "id": msgspec.msgpack.decode(body)["id"]}
+                last = [*envelope, msgspec.msgpack.encode(reply)]
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield f"tcp://127.0.0.1:{port}"
+    over.set()
+    thread.join(20)
+    router.close()
+    context.term()
+
+
 def test_an_answer_to_another_request_is_none() -> None:
     """Though it came by the right way."""
     with (
@@ -222,6 +298,14 @@ def test_an_answer_to_another_request_is_none() -> None:
         pytest.raises(PlanError, match=r"the reply must be to .* \(got another\)"),
     ):
         planner.plan(Ask(prompt="x"))
+
+
+def test_a_late_answer_is_not_waited_behind(late: str) -> None:
+    """It arrives while the next one is waited for, which never comes."""
+    with RemotePlanner(late, Options(timeout_s=0.1, retries=0)) as planner:
+        for _ in range(2):
+            with pytest.raises(PlanError, match="it is connected, and silent"):
+                ends(planner.ping)
 
 
 def test_a_stream_passes_over_what_is_not_its_own() -> None:

@@ -270,3 +270,32 @@ def test_groot_requests_are_the_same_requests() -> None:
     with pytest.raises(PlanError) as caught:
         groot.read(MSGPACK, wrong, MSGPACK.decode(wrong, Head))
     assert caught.value.field == "promt"
+
+
+class Unwritten:
+    """Stands where no message comes to: it cannot be written."""
+
+    def __repr__(self) -> str:
+        raise AssertionError("a value is cut before it is written")
+
+
+@pytest.mark.parametrize("large", [["x" * 50, "y" * 50, Unwritten()], {"x" * 90: Unwritten()}])
+def test_of_a_large_value_no_more_is_written_than_is_told(large: Any) -> None:
+    """A megabyte that is written out for its first letters keeps everybody waiting meanwhile."""
+    for head in (Head(op=large), Head(op="plan", v=large)):
+        with pytest.raises(PlanError, match=r"\(got [\[{]\"x+.{,50}\.\.\.[;)]"):
+            codec.read(JSON, b"{}", head)
+    with pytest.raises(PlanError, match=r"stop must be left out.*\(got "):
+        fields.check(wire.Ask(prompt="x", stop=large))
+
+
+@pytest.mark.parametrize("rest", ['": 1}', '\\ud800": 1}'], ids=["unknown", "torn"])
+@pytest.mark.parametrize("key", ["op", "endpoint"])
+def test_a_long_name_is_told_cut(key: str, rest: str) -> None:
+    body = f'{{"{key}": "plan", "{"q" * 2000}{rest}'.encode()
+    head = codec.head_of(JSON, body)
+    reader = groot.read if groot.speaks(head) else codec.read
+    with pytest.raises(PlanError, match="^q{64} must be ") as caught:
+        reader(JSON, body, head)
+    assert caught.value.field == "q" * 64
+    assert len(caught.value.message) < 300

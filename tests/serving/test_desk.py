@@ -38,9 +38,12 @@ def door() -> Door:
 
 
 @pytest.fixture
-def desk(door: Any) -> Desk:
-    life = Life(10.0)
-    life.backend = BACKEND
+def life() -> Life:
+    return Life(10.0, BACKEND)
+
+
+@pytest.fixture
+def desk(door: Any, life: Life) -> Desk:
     hands = Hands(check=lambda job: None, run=lambda job: None, keep=print, stop=print)
     return Desk(door, ServeConfig(), life, hands, None, print, Events(""))
 
@@ -78,3 +81,22 @@ def test_an_engine_that_outlives_another_thread_is_told_to_stop(desk: Desk, door
     desk.fail(ThorError("the clerk is gone"))
     assert job.stop == "cancelled", "its thread is waited for, and nobody hears its plan"
     assert [reply["code"] for reply in door.sent] == ["engine_fault"]
+
+
+def test_who_looks_is_answered_while_it_drains_and_who_wants_something_is_not(
+    desk: Desk, door: Door, life: Life
+) -> None:
+    life.draining = True
+    looks = ("hello", "ping", "health", "stats", "prefix.list", "cancel")
+    wants = ("plan", "validate", "prefix.put", "prefix.drop")
+    given: dict[str, dict[str, str]] = {
+        "cancel": {"target": "a"},
+        "plan": {"prompt": "x"},
+        "validate": {"prompt": "x"},
+        "prefix.put": {"prefix_id": "a", "system": "x"},
+        "prefix.drop": {"prefix_id": "a"},
+    }
+    for op in (*looks, *wants):
+        body = msgspec.json.encode({"op": op, **given.get(op, {})})
+        desk.letter(Letter((b"peer", b"", body), 7))
+    assert [reply.get("code") for reply in door.sent] == [None] * 6 + ["draining"] * 4

@@ -18,8 +18,9 @@ from thor_dflash import cli
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--server", "foo"], "endpoint must be tcp://host:port or ipc://path (got foo)"),
-        (["--server", "ipc://a", "--server", "ipc://"], "endpoint must be "),
+        (["--server", "foo"], "gateway.servers must be tcp://host:port or ipc://path (got foo)"),
+        (["--server", "ipc://a", "--server", "ipc://"], "gateway.servers must be "),
+        (["--set", 'gateway.servers=["foo"]'], "gateway.servers must be "),
         (["--set", "gateway.token_file=none"], "none must be a readable file (got: "),
         (["--keys", "nokeys"], "nokeys/client.secret must be a readable file (got: "),
         (["--listen", "127.0.0.1:PORT"], "gateway.listen must be a free address (got: "),

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from constrained import PLAN, package
+from constrained import PLAN
 from msgspec import structs
 
-from thor_dflash.config import EngineConfig
 from thor_dflash.errors import ModelFault
-from thor_dflash.progress import Silent
-from thor_dflash.runtime.session import Request, Session, open_session
+from thor_dflash.runtime.session import Request, Session
 from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving import codec
 from thor_dflash.serving.backend import drive
@@ -27,13 +24,6 @@ from thor_dflash.serving.wire import PrefixPut, Validate
 
 SYSTEM = "You plan for one arm. " + "It can pick, place and wait; nothing else at all. " * 6
 CONFIG = ServeConfig(thinking_budget=24, max_tokens=40)
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[Session]:
-    it = open_session(package(), EngineConfig(threads=1), Silent())
-    yield it
-    it.close()
 
 
 @pytest.fixture

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from queue import SimpleQueue
 
 import pytest
-from constrained import package
 from msgspec import structs
 
-from thor_dflash.config import EngineConfig
-from thor_dflash.progress import Silent
-from thor_dflash.runtime.session import Chunk, Session, open_session
+from thor_dflash.runtime.session import Chunk, Session
 from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving import wire
 from thor_dflash.serving.backend import drive
@@ -35,13 +31,6 @@ class Kept(LiveBackend):
     def warm(self) -> None: ...
 
     def close(self) -> None: ...
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[Session]:
-    it = open_session(package(), EngineConfig(threads=1), Silent())
-    yield it
-    it.close()
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ def test_what_is_not_utf8_is_refused_in_a_line(args: list[str], message: str, ca
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith(f"thor-dflash: {message}")
-    with pytest.raises(ConfigError, match="endpoint must be tcp"):
+    with pytest.raises(ConfigError, match=r"^--server must be tcp://host:port or ipc"):
         ask("Bring it.", "--server", "ipc://\udcff")
 
 

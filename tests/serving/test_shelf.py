@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 from constrained import package
 
-from thor_dflash.config import EngineConfig
+from thor_dflash import cli
 from thor_dflash.errors import ConfigError
-from thor_dflash.progress import Silent
 from thor_dflash.runtime.prefix import Prefixes
-from thor_dflash.runtime.session import Session, open_session
+from thor_dflash.runtime.session import Session
 from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving.client import Ask, Message, Options, PlanError, RemotePlanner
 from thor_dflash.serving.live import LiveBackend
@@ -29,13 +28,6 @@ SYSTEM = "You plan for one arm. " + "It can pick, place and wait; nothing else a
 CHAT = (Message(role="system", content=SYSTEM), Message(role="user", content="Pick the mug."))
 ASK = Ask(messages=CHAT, thinking="off", max_tokens=12, parts=("tokens",))
 RUN = "import sys; from thor_dflash.cli import main; sys.exit(main())"
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[Session]:
-    it = open_session(package(), EngineConfig(threads=1), Silent())
-    yield it
-    it.close()
 
 
 class Lent(LiveBackend):
@@ -62,7 +54,7 @@ def serve(session: Session, house: Any, tmp_path: Path) -> Iterator[Serve]:
         kept = str(tmp_path / "kept")
         config = ServeConfig(bind=("tcp://127.0.0.1:*",), prefix_dir=kept, **settings)
         log = house.log.append
-        it = serving(lambda: Lent(session, config, log), config, log=log)
+        it = serving(lambda: Lent(session, config, log, Shelf(Path(kept))), config, log=log)
         server = it.__enter__()
         running.append(it)
         planners.append(RemotePlanner(server.endpoints[0], Options(timeout_s=20.0)))
@@ -220,6 +212,22 @@ def test_a_directory_is_of_one_server(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="must be a directory that can be written"):
         Shelf(tmp_path / "file")
     assert (tmp_path / "kept").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_directory_that_another_server_has_is_refused_before_anything_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("signal.signal", print)
+    monkeypatch.setattr("sys.setswitchinterval", print)
+    kept, bind = str(tmp_path / "kept"), f"ipc://{tmp_path}/plan"
+    command = ["serve", "--package", str(tmp_path / "none"), "--prefix-dir", kept, "--bind", bind]
+    another = Shelf(Path(kept))
+    assert cli.main(command) == 2
+    assert "serve.prefix_dir must be of one server alone" in capsys.readouterr().err
+    another.close()
+    assert cli.main(command) == 2
+    assert "none must be a package directory" in capsys.readouterr().err
+    Shelf(Path(kept)).close()  # it is free again
 
 
 def test_after_sigkill_persisted_prefixes_are_there_and_nothing_is_to_repair(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TextIO
 from thor_dflash.config import Config, DecodeConfig
 from thor_dflash.errors import RequestError
 from thor_dflash.progress import Progress, say
+from thor_dflash.records import check_utf8
 from thor_dflash.verbs.inputs import in_vocabulary, read_json, read_tokens
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
 
 def _messages(args: Namespace) -> list[dict[str, str]] | None:
     """The chat to render, or None where token ids are given. Read before anything is loaded."""
-    from thor_dflash.runtime.text import chat, check_utf8
+    from thor_dflash.runtime.text import chat
 
     if args.prompt is not None:
         if not args.prompt.strip():

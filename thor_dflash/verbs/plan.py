@@ -35,11 +35,13 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     from thor_dflash.extras import extra
 
     with extra("serve"):
-        from thor_dflash.serving import security
+        from thor_dflash.serving import replies, security
         from thor_dflash.serving.client import Options, RemotePlanner
 
     token = None if args.token_file is None else security.read_token(str(args.token_file))
-    with RemotePlanner(args.server, Options(keys=args.keys or "", token=token)) as planner:
+    options = Options(keys=args.keys or "", token=token)
+    replies.check(args.server, options, "--server")
+    with RemotePlanner(args.server, options) as planner:
         ask = _ask(args)
         waiting = progress.task(f"waiting for {args.server}")
         if args.json:

@@ -8,6 +8,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from thor_dflash.config import Config
@@ -70,7 +71,15 @@ def _load(
         return MockBackend(config.serve, (args.mock_cycle_ms or 0.0) / 1e3)
     from thor_dflash.runtime.session import open_session
     from thor_dflash.serving.live import LiveBackend
+    from thor_dflash.serving.shelf import Shelf
 
-    session = open_session(args.package, config.engine, progress, choose=True)
-    progress.close()
-    return LiveBackend(session, config.serve, log)
+    # First: a model is long in loading, and another server may have the directory.
+    shelf = Shelf(Path(config.serve.prefix_dir)) if config.serve.prefix_dir else None
+    try:
+        session = open_session(args.package, config.engine, progress, choose=True)
+        progress.close()
+        return LiveBackend(session, config.serve, log, shelf)
+    except BaseException:
+        if shelf is not None:
+            shelf.close()
+        raise
