@@ -46,6 +46,7 @@ from thor_dflash.plugins.launch import (
     Table,
 )
 from thor_dflash.plugins.op import Case, Op
+from thor_dflash.plugins.rules import ROOT
 from thor_dflash.tensors import Array
 
 ROOMS = [op for op in OPS if rule(op) is not None]
@@ -268,6 +269,23 @@ def test_scratch_of_one_name_has_one_size_in_a_call(op: Op) -> None:
                 for wanted in one.arguments:
                     if isinstance(wanted, Scratch):
                         assert sizes.setdefault(wanted.name, wanted) == wanted
+
+
+LATER = {"gdn_rows", "attend_split"}
+"""Kernels whose successor would be in their way: docs/cuda.md."""
+
+
+def test_the_next_kernel_may_start_before_this_one_waits() -> None:
+    """No result shows it, and a cycle takes longer where it is forgotten."""
+    found: dict[str, bool] = {}
+    for path in ROOT.rglob("*.cu"):
+        for kernel in re.findall(r"^KERNEL.*?^}", path.read_text(), re.DOTALL | re.MULTILINE):
+            if "wait_for_previous()" in kernel:
+                head = re.sub(r"__launch_bounds__\(.*?\)", "", kernel)
+                name = re.findall(r"\w+(?=\()", head)[0]
+                found[name] = "let_next_start()" not in kernel.split("wait_for_previous()")[0]
+    assert len(found) > len(LATER) + 10
+    assert {name for name, later in found.items() if later} == LATER
 
 
 # ---- compilation ---------------------------------------------------------------------------------
