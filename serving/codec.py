@@ -104,7 +104,7 @@ class Head(Struct, frozen=True):
 
     v: Any = wire.VERSION
     op: Any = None
-    id: Any = None
+    id: Any = "-"
     endpoint: Any = None
     token: Any = None
     api_token: Any = None

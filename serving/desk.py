@@ -97,7 +97,7 @@ class Desk:
         # Without the empty frame the sender gets its answer without one, too, by the hops it took.
         split = max(1, len(letter.frames) - 1) if at is None else at + 1
         envelope, rest = letter.frames[:split], letter.frames[split:]
-        peer, head = Peer(envelope, JSON, fd=letter.fd), Head()
+        peer, head = Peer(envelope, JSON, fd=letter.fd), Head(id=None)
         try:
             if len(rest) != 1 or split > ENVELOPE:
                 raise PlanError("bad_request", f"a message must have one body (got {len(rest)})")

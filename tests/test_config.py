@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import argparse
+import re
+import tomllib
+from functools import reduce
 from pathlib import Path
 
 import pytest
 
+from thor_dflash.cli import parser
 from thor_dflash.config import Config, keys, load
 from thor_dflash.errors import ConfigError
 
@@ -23,6 +28,31 @@ def test_file_then_overrides_and_the_last_one_counts(tmp_path: Path) -> None:
 def test_an_override_is_toml_or_a_bare_word() -> None:
     assert load(None, ('build.kv="bf16"',)) == load(None, ("build.kv=bf16",))
     assert load(None, ("build.capacity=1_000",)).build.capacity == 1000
+
+
+PAGE = (Path(__file__).parent.parent / "docs/configuration.md").read_text()
+ROWS = re.findall(r"^\| `([a-z_.]+)` \| `(.*?)` \| (.*?) ?\|$", PAGE, re.M)
+
+
+def test_the_page_has_every_key_and_its_default() -> None:
+    assert [key for key, _, _ in ROWS] == list(keys())
+    for key, default, _ in ROWS:
+        value: object = reduce(getattr, key.split("."), Config())
+        told = tomllib.loads(f"v = {default}")["v"]
+        assert (tuple(told) if isinstance(told, list) else told) == value, key
+
+
+def test_the_page_has_every_option_that_spells_a_key() -> None:
+    (verbs,) = (a for a in parser()._actions if isinstance(a, argparse._SubParsersAction))
+    spelled = {
+        (action.dest, option)
+        for verb in verbs.choices.values()
+        for action in verb._actions
+        for option in action.option_strings
+        if "." in action.dest
+    }
+    told = {(key, option) for key, _, text in ROWS for option in re.findall(r"`(--\S+)`", text)}
+    assert told == spelled
 
 
 def test_keys_are_all_settable() -> None:

@@ -100,3 +100,16 @@ def test_who_looks_is_answered_while_it_drains_and_who_wants_something_is_not(
         body = msgspec.json.encode({"op": op, **given.get(op, {})})
         desk.letter(Letter((b"peer", b"", body), 7))
     assert [reply.get("code") for reply in door.sent] == [None] * 6 + ["draining"] * 4
+
+
+@pytest.mark.parametrize(
+    ("body", "id"),
+    [(b'{"op":"plan"}', "-"), (b'{"op":"drain"}', "-"), (b'{"v":2,"op":"ping"}', "-"),
+     (b'{"op":"ping","id":null}', None), (b"{", None), (b"?", None)],
+)  # fmt: skip
+def test_a_refusal_names_a_request_without_an_id_as_its_answer_would(
+    desk: Desk, door: Door, body: bytes, id: str | None
+) -> None:
+    desk.letter(Letter((b"peer", b"", body), 7))
+    (reply,) = door.sent
+    assert (reply["type"], reply["id"]) == ("error", id)

@@ -11,10 +11,11 @@ import pytest
 
 from thor_dflash.errors import PlanError
 from thor_dflash.serving import metrics
-from thor_dflash.serving.openai import ask_of, read
+from thor_dflash.serving.openai import STATUS, ask_of, read
 from thor_dflash.serving.stats import KEPT
 
 CHAT = [{"role": "user", "content": "Bring the cup."}]
+DOCUMENT = (Path(__file__).parent.parent.parent / "docs/serving.md").read_text()
 LEFT_OUT = "must be left out: the gateway does not do it"
 
 
@@ -65,6 +66,16 @@ def test_a_refusal_says_what_there_is(fields: dict[str, Any], message: str) -> N
     assert caught.value.field == message.split()[0]
 
 
+def test_the_statuses_are_what_the_document_says() -> None:
+    text = DOCUMENT.partition("Errors are OpenAI's")[2].partition(". `Retry-After`")[0]
+    told = {
+        word: int(status)
+        for status, words in re.findall(r"(\d{3})\s\(([^)]*)\)", text)
+        for word in re.findall(r"`(\w+)`", words)
+    }
+    assert told == {code: status for code, status in STATUS.items() if status != 400}
+
+
 def test_the_latencies_are_what_the_document_says() -> None:
     ranks = {"p50": 1.0, "p90": 2.0, "p99": 3.0}
     stats: dict[str, Any] = {
@@ -74,9 +85,8 @@ def test_the_latencies_are_what_the_document_says() -> None:
     }  # fmt: skip
     rows = metrics.render([("a", stats)]).decode().splitlines()
     shown = {row.partition("{")[0] for row in rows if "quantile=" in row}
-    text = (Path(__file__).parent.parent.parent / "docs/serving.md").read_text()
-    told = set(re.findall(r"`([a-z0-9_]+_ms)`", text.partition("Latencies are")[2]))
+    told = set(re.findall(r"`([a-z0-9_]+_ms)`", DOCUMENT.partition("Latencies are")[2]))
     told -= {"deadline_ms"}  # a field of a request
     assert shown == {f"thor_dflash:{name}" for name in told}
     assert 'thor_dflash:e2e_request_latency_ms{quantile="0.90",server="a"} 2.0' in rows
-    assert f"of the last {KEPT} plans" in text
+    assert f"of the last {KEPT} plans" in DOCUMENT
