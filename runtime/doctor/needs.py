@@ -10,6 +10,8 @@ from thor_dflash.plugins.verify_attention import TILE
 from thor_dflash.runtime.model import cache_rows, ring_rows
 
 BYTES = {"f32": 4, "bf16": 2, "fp8": 1}
+STORED = {"nvfp4": 4.5 / 8, "fp8": 1, "bf16": 2, "f16": 2, "f32": 4}
+"""Bytes of a weight; NVFP4 with its share of a block's scale."""
 
 
 def needs(manifest: Manifest, capacity: int) -> dict[str, int]:
@@ -30,6 +32,8 @@ def needs(manifest: Manifest, capacity: int) -> dict[str, int]:
     }
     if manifest.drafter is not None:
         found["ring"] = _rings(manifest.drafter, manifest, capacity, rows)
+    if manifest.engine == "ort":
+        found["unpacked weights"] = _unpacked(manifest)
     return found
 
 
@@ -52,6 +56,17 @@ def shorter(manifest: Manifest, capacity: int, lacks: int) -> int:
 
 def _weights(name: str) -> bool:
     return name.startswith("weights/") or name.endswith((".engine", ".plan"))
+
+
+def _unpacked(manifest: Manifest) -> int:
+    """What ONNX Runtime makes of weights when it loads a graph: float32, of the target once for
+    prefill and once for verify.
+    """
+    total = 0.0
+    for name, kinds in manifest.quantisation.items():
+        times = 1 if name.startswith("drafter.") else 2
+        total += times * sum(4 * share.bytes / STORED[kind] for kind, share in kinds.items())
+    return round(total)
 
 
 def _gdn(dims: GdnDims, manifest: Manifest, rows: int) -> int:

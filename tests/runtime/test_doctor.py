@@ -17,7 +17,7 @@ from samples import MANIFEST, package
 from thor_dflash import cli
 from thor_dflash.builders.hollow import QWEN36_27B, QWEN36_27B_DFLASH
 from thor_dflash.config import EngineConfig
-from thor_dflash.manifest import FileEntry, Manifest
+from thor_dflash.manifest import FileEntry, Manifest, Share
 from thor_dflash.plan import Made, Plan, render
 from thor_dflash.runtime.doctor import software
 from thor_dflash.runtime.doctor.examine import Report, examine
@@ -184,6 +184,16 @@ def test_a_package_of_the_27b_fits_a_thor_and_no_laptop() -> None:
     on_laptop = fitting(LAPTOP, BIG)["engine cuda"]
     assert on_laptop.state == "wrong"
     assert "--engine ort" in on_laptop.remedy
+
+
+def test_a_package_of_the_27b_for_a_cpu_is_far_larger_in_memory() -> None:
+    shares = {"mlp": {"nvfp4": Share(count=3, bytes=9 * GB), "fp8": Share(count=1, bytes=2 * GB)},
+              "drafter.fc": {"bf16": Share(count=1, bytes=GB)}}  # fmt: skip
+    on_cpu = replace(BIG, engine="ort", quantisation=shares)
+    assert needs(on_cpu, 8192)["unpacked weights"] == (2 * (4 * 16 + 4 * 2) + 2) * GB
+    finding = fitting(LAPTOP, on_cpu)["package memory"]
+    assert (finding.state, finding.remedy) == ("wrong", "free memory")
+    assert "unpacked weights 146.0 GB" in finding.text
 
 
 def test_a_context_that_does_not_fit_is_refused_with_the_longest_that_does() -> None:
