@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from thor_dflash.errors import PlanError
+from thor_dflash.serving import fleet as fleet_module
 from thor_dflash.serving import replies
-from thor_dflash.serving.client import Ask, Result
-from thor_dflash.serving.fleet import Fleet, Member
+from thor_dflash.serving.client import Ask, Options, Result
+from thor_dflash.serving.fleet import Fleet, Member, _look_after
 
 
 @dataclass
@@ -49,6 +50,24 @@ class Open:
         self.closed.set()
         for _ in range(10):
             await asyncio.sleep(0)
+
+
+@dataclass
+class Changing:
+    """A server that is restarted with another model and other limits."""
+
+    options: Options = field(default_factory=Options)
+    ready: bool = False
+    name: str = ""
+    looks: int = 0
+    met: int = 0
+
+    async def simple(self, op: str) -> dict[str, Any]:
+        if op == "health":
+            self.looks += 1
+            return {"ready": self.ready}
+        self.met += 1
+        return {"model": {"model": self.name}, "limits": {"max_message": len(self.name)}}
 
 
 def fleet_of(*planners: Any) -> Fleet:
@@ -88,6 +107,24 @@ def test_without_a_deadline_none_is_made_up() -> None:
     first, second = Slow(0.0), Slow(0.0, refuses=False)
     answer(Ask(prompt="x"), first, second)
     assert second.asked == [Ask(prompt="x")]
+
+
+def test_a_server_that_was_away_is_met_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "LOOK_S", 0.0)
+    changing = Changing()
+    member = Member("here", cast("Any", changing))
+
+    async def main() -> None:
+        task = asyncio.ensure_future(_look_after(member))
+        for ready, name in ((True, "first"), (False, "first"), (True, "second"), (True, "second")):
+            changing.ready, changing.name, seen = ready, name, changing.looks
+            while changing.looks < seen + 3:
+                await asyncio.sleep(0)
+            assert (member.ready, member.model) == (ready, name)
+        task.cancel()
+
+    asyncio.run(main())
+    assert (changing.met, changing.options.max_message) == (2, len("second"))
 
 
 def test_closing_takes_no_plan_from_one_server_to_the_next() -> None:
