@@ -57,7 +57,10 @@ def running(
         assert child.stderr
         line = child.stderr.readline()
         assert line.startswith("listening on http://127.0.0.1:"), line
-        yield child, line.split()[-1]
+        try:
+            yield child, line.split()[-1]
+        finally:
+            child.kill()  # a test that failed must not wait for it
 
 
 def test_the_command_listens_where_it_says() -> None:
@@ -117,6 +120,7 @@ def test_a_client_that_stalls_does_not_keep_it_alive() -> None:
         client.sendall(b"Expect: 100-continue\r\nContent-Length: 9\r\n\r\n")
         assert client.recv(99).startswith(b"HTTP/1.1 100"), "it waits for the body"
         child.terminate()
+        child.wait(20)
         assert child.stderr
         told = child.stderr.read()
         assert told.count("\n") == 1, told
