@@ -49,7 +49,7 @@ class Fleet:
         """Answer an ask by whichever server takes it.
 
         Raises:
-            PlanError: no server did; what the last one said, or that the deadline passed.
+            PlanError: no server did; what the first that was there said, or that time is up.
         """
         began = time.monotonic()
         error = PlanError("unreachable", "a plan server must be ready (got none)")
@@ -60,7 +60,8 @@ class Fleet:
             except PlanError as e:
                 if e.code not in ELSEWHERE:
                     raise
-                error = e
+                # A refusal says when to come again; that another is not there says nothing.
+                error = e if error.code == "unreachable" else error
                 continue
             try:
                 yield first

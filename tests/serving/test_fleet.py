@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from itertools import permutations
 from typing import Any, cast
 
 import pytest
 
-from thor_dflash.errors import PlanError
+from thor_dflash.errors import Code, PlanError
 from thor_dflash.serving import fleet as fleet_module
 from thor_dflash.serving import replies
 from thor_dflash.serving.client import Ask, Options, Result
@@ -22,13 +23,14 @@ class Slow:
 
     takes_s: float
     refuses: bool = True
+    code: Code = "busy"
     asked: list[Ask] = field(default_factory=list[Ask])
 
     async def stream(self, ask: Ask) -> AsyncIterator[Any]:
         self.asked.append(ask)
         await asyncio.sleep(self.takes_s)
         if self.refuses:
-            raise PlanError("busy", "later")
+            raise PlanError(self.code, "later")
         yield Result(finish_reason="stop")
 
 
@@ -101,6 +103,16 @@ def test_nothing_is_asked_when_the_deadline_has_passed() -> None:
         answer(Ask(prompt="x", deadline_ms=10), first, second)
     assert caught.value.code == "deadline"
     assert (len(first.asked), second.asked) == (1, [])
+
+
+@pytest.mark.parametrize("others", [("unreachable", "unreachable"), ("unreachable", "draining")])
+def test_a_refusal_says_more_than_a_server_that_is_not_there(others: tuple[Code, ...]) -> None:
+    for codes in set(permutations(("busy", *others))):
+        planners = [Slow(0.0, code=code) for code in codes]
+        with pytest.raises(PlanError) as caught:
+            answer(Ask(prompt="x"), *planners)
+        assert caught.value.code == next(code for code in codes if code != "unreachable")
+        assert [len(planner.asked) for planner in planners] == [1, 1, 1]
 
 
 def test_without_a_deadline_none_is_made_up() -> None:
