@@ -100,13 +100,14 @@ class Gateway:
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
+        asked = None
         try:
             asked = openai.read(await _body(request))
             events = self.fleet.stream(openai.ask_of(asked))
             # The first event decides the status line; refusals come before any chunk.
             first = await _while_there(request, events)
         except PlanError as e:
-            return _json(openai.error(e), openai.STATUS[e.code], e.retry_after_ms)
+            return _json(openai.error(e, asked), openai.STATUS[e.code], e.retry_after_ms)
         except ClientDisconnect:
             return Response(status_code=499)
         id, model = f"chatcmpl-{uuid4().hex}", asked.model or self._model()

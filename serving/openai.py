@@ -246,10 +246,22 @@ def telemetry(result: wire.Result) -> dict[str, Any]:
     return {name: table[name] for name in names}
 
 
-def error(e: PlanError) -> dict[str, Any]:
-    """An error as OpenAI sends it."""
+def error(e: PlanError, asked: Completion | None = None) -> dict[str, Any]:
+    """An error as OpenAI sends it. A field has the name by which it was `asked` for."""
     kind = "invalid_request_error" if STATUS[e.code] < 500 else "server_error"
-    return {"error": {"message": e.message, "type": kind, "param": e.field, "code": e.code}}
+    message, param = e.message, e.field
+    if param is not None and asked is not None:
+        param = _asked_as(param, asked)
+        message = message.replace(e.field or "", param, 1)
+    return {"error": {"message": message, "type": kind, "param": param, "code": e.code}}
+
+
+def _asked_as(field: str, asked: Completion) -> str:
+    if field == "json_schema":
+        return "response_format.json_schema.schema"
+    if field == "max_tokens" and asked.max_tokens is None and asked.max_completion_tokens:
+        return "max_completion_tokens"
+    return field
 
 
 def _finish(result: wire.Result) -> str:

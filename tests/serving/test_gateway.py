@@ -105,6 +105,7 @@ def test_a_schema_and_what_is_refused(house: Any) -> None:
         schema = {"type": "object", "required": ["goal"]}
         wrapped = {"type": "json_schema", "json_schema": {"name": "plan", "schema": schema}}
         assert ask(response_format=wrapped).thor_dflash["plan_valid"] is True
+        wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strin"}}}
         for fields, name in (
             ({"temperature": 0.7}, "temperature"),
             ({"top_p": 0.7}, "top_p"),
@@ -120,10 +121,16 @@ def test_a_schema_and_what_is_refused(house: Any) -> None:
             ({"reasoning_effort": "none", "extra_body": {"thinking": "on"}}, "reasoning_effort"),
             ({"extra_body": {"priority": 99}}, "priority"),
             ({"extra_body": {"prefix_id": "none"}}, "prefix_id"),
+            ({"max_tokens": 1 << 40}, "max_tokens"),
+            ({"max_completion_tokens": 1 << 40}, "max_completion_tokens"),
+            ({"max_tokens": 5, "max_completion_tokens": 5}, "max_tokens"),
+            ({"extra_body": {"json_schema": {}}}, "json_schema"),
+            ({"response_format": wrong}, "response_format.json_schema.schema"),
         ):
             with pytest.raises(BadRequestError) as caught:
                 ask(**fields)
             assert caught.value.param == name, fields
+            assert name in caught.value.message
         with pytest.raises(BadRequestError) as caught:
             openai.chat.completions.create(
                 model="m", messages=[{"role": "user", "content": "x " * 9000}]
