@@ -25,6 +25,10 @@ from thor_dflash import cli
         (["--server", "ipc://a", "--server", "ipc://"], "gateway.servers must be "),
         (["--set", 'gateway.servers=["foo"]'], "gateway.servers must be "),
         (["--set", "gateway.token_file=none"], "none must be a readable file (got: "),
+        (
+            ["--server", "ipc://a", "--server", "ipc://a"],
+            "gateway.servers must name each server once",
+        ),
         (["--keys", "nokeys"], "nokeys/client.secret must be a readable file (got: "),
         (["--listen", "127.0.0.1:PORT"], "gateway.listen must be a free address (got: "),
         (["--listen", "127.0.0.1"], "gateway.listen must be HOST:PORT (got 127.0.0.1)"),
