@@ -35,7 +35,7 @@ SUPPORTED: Mapping[str, str] = {
 """What a field must be, where its type alone does not say it."""
 
 
-class Part(Struct, frozen=True):
+class Part(Struct, frozen=True, forbid_unknown_fields=True):
     """A piece of a message; only text is understood."""
 
     type: Literal["text"]
@@ -65,7 +65,7 @@ class JsonSchema(Struct, frozen=True, tag_field="type", tag="json_schema"):
     json_schema: wire.SchemaOf
 
 
-class StreamOptions(Struct, frozen=True):
+class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """Options of a stream."""
 
     include_usage: bool = False
@@ -138,6 +138,11 @@ def ask_of(request: Completion) -> wire.Ask:
         raise PlanError(
             "bad_request", "max_tokens must be left out where max_completion_tokens is given "
             f"(got {request.max_tokens})", field="max_tokens",
+        )  # fmt: skip
+    if request.stream_options is not None and not request.stream:
+        raise PlanError(
+            "bad_request", "stream_options must go with stream: true (got false)",
+            field="stream_options",
         )  # fmt: skip
     thinking = _thinking(request)
     format = request.response_format
