@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 import uvicorn
-from openai import APIStatusError, AuthenticationError, BadRequestError, OpenAI
+from openai import APIStatusError, AuthenticationError, BadRequestError, NotFoundError, OpenAI
 
 from thor_dflash.serve_config import GatewayConfig
 from thor_dflash.serving import gateway as gateway_module
@@ -166,6 +167,17 @@ def test_positions_are_metrics_of_their_own() -> None:
     text = metrics.render([("a", stats)]).decode()
     name = "thor_dflash:spec_decode_num_accepted_tokens_per_pos_total"
     assert f'{name}{{position="1",server="a"}} 2.0' in text
+
+
+def test_what_is_no_route_is_refused_as_openai_does(house: Any) -> None:
+    with gateway("ipc:///nowhere/plan") as address, client(address) as openai:
+        with pytest.raises(NotFoundError, match="POST /v1/completions must be a route") as caught:
+            openai.completions.create(model="m", prompt="x")
+        assert (caught.value.type, caught.value.code) == ("invalid_request_error", "bad_request")
+        with pytest.raises(urllib.error.HTTPError) as wrong:
+            get(f"{address}/v1/chat/completions")
+        assert (wrong.value.code, wrong.value.headers["allow"]) == (405, "POST")
+        assert "Method Not Allowed" in msgspec.json.decode(wrong.value.read())["error"]["message"]
 
 
 def test_without_a_server_it_says_so(house: Any) -> None:
