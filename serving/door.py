@@ -26,6 +26,8 @@ BURST = 64
 """Messages read before other work gets its turn: a flood must not starve the engine's results."""
 PATIENCE_S = 5.0
 """A peer that takes none of its results for so long is as good as gone."""
+SEAL_BYTES = 33
+"""What CURVE adds to a frame before libzmq looks at its size: name, nonce, flags and seal."""
 HELD = 256
 """Messages kept for a peer whose socket is full."""
 ROUTER_OPTIONS = {
@@ -103,7 +105,8 @@ class Door:
         router = self._context.socket(zmq.ROUTER)
         for option, value in ROUTER_OPTIONS.items():
             router.setsockopt(option, value)
-        router.setsockopt(zmq.MAXMSGSIZE, config.max_message)
+        sealed = SEAL_BYTES if config.curve else 0
+        router.setsockopt(zmq.MAXMSGSIZE, config.max_message + sealed)
         router.ipv6 = any("[" in endpoint for endpoint in config.bind)
         if config.curve:
             self._lock(router, Path(config.curve))

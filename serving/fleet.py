@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from thor_dflash.errors import Code, PlanError
@@ -49,7 +49,7 @@ class Fleet:
         """Answer an ask by whichever server takes it.
 
         Raises:
-            PlanError: no server did; what the last one said, or that the deadline passed.
+            PlanError: no server did; what the first that was there said, or that time is up.
         """
         began = time.monotonic()
         error = PlanError("unreachable", "a plan server must be ready (got none)")
@@ -60,7 +60,8 @@ class Fleet:
             except PlanError as e:
                 if e.code not in ELSEWHERE:
                     raise
-                error = e
+                # A refusal says when to come again; that another is not there says nothing.
+                error = e if error.code == "unreachable" else error
                 continue
             try:
                 yield first
@@ -128,8 +129,18 @@ async def _simple(member: Member, op: str) -> dict[str, Any] | None:
 async def _look_after(member: Member) -> None:
     while True:
         health = await _simple(member, "health")
-        member.ready = bool(health and health["ready"])
-        if member.ready and not member.model:
-            hello = await _simple(member, "hello")
-            member.model = hello["model"]["model"] if hello and hello["model"] else ""
+        ready = bool(health and health["ready"])
+        # Asked again of one that was away: it may have come back as another.
+        member.ready = ready and (member.ready or await _meet(member))
         await asyncio.sleep(LOOK_S)
+
+
+async def _meet(member: Member) -> bool:
+    """Learn what serves there and what it takes; whether that was told."""
+    hello = await _simple(member, "hello")
+    if hello is None or hello["model"] is None:
+        return False
+    member.model = hello["model"]["model"]
+    largest = hello["limits"]["max_message"]
+    member.planner.options = replace(member.planner.options, max_message=largest)
+    return True

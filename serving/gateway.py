@@ -12,6 +12,7 @@ from uuid import uuid4
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -69,6 +70,7 @@ def application(config: GatewayConfig) -> Starlette:
             Route("/health", gateway.health),
             Route("/metrics", gateway.metrics),
         ],
+        exception_handlers={HTTPException: _no_route},
         lifespan=gateway.lifespan,
     )
 
@@ -100,13 +102,14 @@ class Gateway:
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
+        asked = None
         try:
             asked = openai.read(await _body(request))
             events = self.fleet.stream(openai.ask_of(asked))
             # The first event decides the status line; refusals come before any chunk.
             first = await _while_there(request, events)
         except PlanError as e:
-            return _json(openai.error(e), openai.STATUS[e.code], e.retry_after_ms)
+            return _json(openai.error(e, asked), openai.STATUS[e.code], e.retry_after_ms)
         except ClientDisconnect:
             return Response(status_code=499)
         id, model = f"chatcmpl-{uuid4().hex}", asked.model or self._model()
@@ -135,6 +138,15 @@ class Gateway:
         found = await self.fleet.everywhere("stats")
         text = metrics.render([(member.endpoint, stats) for member, stats in found])
         return Response(text, media_type="text/plain; version=0.0.4")
+
+
+async def _no_route(request: Request, e: Exception) -> Response:
+    # An Exception by starlette's types, and never another than it was registered for.
+    assert isinstance(e, HTTPException), e
+    text = f"{request.method} {request.url.path} must be a route of the gateway (got: {e.detail})"
+    reply = _json(openai.error(PlanError("bad_request", text)), e.status_code)
+    reply.headers.update(e.headers or {})
+    return reply
 
 
 async def _while_there(request: Request, events: AsyncIterator[wire.Event]) -> wire.Event:

@@ -35,7 +35,7 @@ SUPPORTED: Mapping[str, str] = {
 """What a field must be, where its type alone does not say it."""
 
 
-class Part(Struct, frozen=True):
+class Part(Struct, frozen=True, forbid_unknown_fields=True):
     """A piece of a message; only text is understood."""
 
     type: Literal["text"]
@@ -65,7 +65,7 @@ class JsonSchema(Struct, frozen=True, tag_field="type", tag="json_schema"):
     json_schema: wire.SchemaOf
 
 
-class StreamOptions(Struct, frozen=True):
+class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """Options of a stream."""
 
     include_usage: bool = False
@@ -138,6 +138,11 @@ def ask_of(request: Completion) -> wire.Ask:
         raise PlanError(
             "bad_request", "max_tokens must be left out where max_completion_tokens is given "
             f"(got {request.max_tokens})", field="max_tokens",
+        )  # fmt: skip
+    if request.stream_options is not None and not request.stream:
+        raise PlanError(
+            "bad_request", "stream_options must go with stream: true (got false)",
+            field="stream_options",
         )  # fmt: skip
     thinking = _thinking(request)
     format = request.response_format
@@ -246,10 +251,22 @@ def telemetry(result: wire.Result) -> dict[str, Any]:
     return {name: table[name] for name in names}
 
 
-def error(e: PlanError) -> dict[str, Any]:
-    """An error as OpenAI sends it."""
+def error(e: PlanError, asked: Completion | None = None) -> dict[str, Any]:
+    """An error as OpenAI sends it. A field has the name by which it was `asked` for."""
     kind = "invalid_request_error" if STATUS[e.code] < 500 else "server_error"
-    return {"error": {"message": e.message, "type": kind, "param": e.field, "code": e.code}}
+    message, param = e.message, e.field
+    if param is not None and asked is not None:
+        param = _asked_as(param, asked)
+        message = message.replace(e.field or "", param, 1)
+    return {"error": {"message": message, "type": kind, "param": param, "code": e.code}}
+
+
+def _asked_as(field: str, asked: Completion) -> str:
+    if field == "json_schema":
+        return "response_format.json_schema.schema"
+    if field == "max_tokens" and asked.max_tokens is None and asked.max_completion_tokens:
+        return "max_completion_tokens"
+    return field
 
 
 def _finish(result: wire.Result) -> str:

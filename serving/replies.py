@@ -56,6 +56,9 @@ class Options:
     keys: str = ""
     """Directory with client.secret, client.public and server.public; "" for no encryption."""
     codec: Codec = MSGPACK
+    max_message: int = 1 << 20
+    """Longest request, bytes: the server's `limits.max_message`. A longer one would end the
+    connection, and with it every other plan that came by it."""
 
 
 class Reply(Struct, frozen=True):
@@ -78,7 +81,7 @@ def fill(request: wire.Request, options: Options) -> Sent:
     """A request with an id that was never used before, so that no late reply can be its.
 
     Raises:
-        PlanError: bad_request, a text in it is not UTF-8.
+        PlanError: bad_request, a text in it is not UTF-8; too_large.
     """
     id = uuid4().hex
     given: dict[str, Any] = {"id": id}
@@ -91,11 +94,15 @@ def fill(request: wire.Request, options: Options) -> Sent:
     # Defaults are left out; these three must be said.
     table |= {"v": wire.VERSION, "op": request.op, "id": id}
     try:
-        return Sent(id, options.codec.encode(table))
+        body = options.codec.encode(table)
     except UnicodeEncodeError:
         for name, value in table.items():
             _check_text(name, value)
         raise
+    if len(body) > options.max_message:
+        rule = f"be <= {options.max_message} bytes, as it is sent to the server"
+        raise PlanError("too_large", f"a request must {rule} (got {len(body)})")
+    return Sent(id, body)
 
 
 def _check_text(name: str, value: object) -> None:

@@ -28,7 +28,7 @@ from thor_dflash.serving.door import Door, Letter
 from thor_dflash.serving.events import Events
 from thor_dflash.serving.life import Life
 from thor_dflash.serving.schedule import Job
-from thor_dflash.serving.systemd import Notify
+from thor_dflash.serving.systemd import ALIVE, Notify
 from thor_dflash.serving.trace import Trace, write
 from thor_dflash.serving.work import Drop, Failed, Log, Pinned, Post, Ready, Validation, Warming
 
@@ -194,7 +194,7 @@ class Server:
             self._die(HUNG)
         if now - self._notified >= TICK_S:
             self._notified = now
-            self._notify("WATCHDOG=1")
+            self._notify(ALIVE)
 
     def _stopping(self, now: float) -> None:
         life = self._life

@@ -12,6 +12,9 @@ from collections.abc import Callable
 from contextlib import suppress
 
 Notify = Callable[[str], None]
+ALIVE = "WATCHDOG=1"
+WAIT_S = 1.0
+"""For a reader that is slow to make room, where the word comes once only."""
 
 
 def notifier() -> Notify:
@@ -25,6 +28,8 @@ def notifier() -> Notify:
         kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC
         # A failure needs no word: systemd notices a silent service by itself.
         with suppress(OSError), socket.socket(socket.AF_UNIX, kind) as out:
+            # The next sign of life comes in a second, and nothing is answered meanwhile.
+            out.settimeout(0.0 if state == ALIVE else WAIT_S)
             out.sendto(state.encode(), path)
 
     return send

@@ -53,15 +53,29 @@ class Trace:
 
 
 def write(directory: Path, id: str, trace: dict[str, Any]) -> Path:
-    """Write a trace, and let go of those that are one too many.
+    """Let go of the oldest traces, to write one more.
 
     Raises:
         OSError: the directory cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    name = re.sub(r"[^A-Za-z0-9_.-]", "_", id)
-    path = directory / f"{time.time_ns()}-{name}{ENDING}"
-    path.write_bytes(msgspec.json.encode(trace))
-    for old in sorted(directory.glob(f"*{ENDING}"))[:-KEPT]:
+    kept = sorted((path for path in directory.glob(f"*{ENDING}") if _number(path)), key=_number)
+    # First, so that a disk that is full of them has room.
+    for old in kept[: 1 - KEPT]:
         old.unlink(missing_ok=True)
+    # The newest whatever the clock says: a machine may have lost its time.
+    number = max(time.time_ns(), 1 + max(map(_number, kept), default=0))
+    name = re.sub(r"[^A-Za-z0-9_.-]", "_", id)
+    path = directory / f"{number}-{name}{ENDING}"
+    try:
+        path.write_bytes(msgspec.json.encode(trace))
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
     return path
+
+
+def _number(path: Path) -> int:
+    """By which traces are in order, ns since 1970; 0 of a file that is none of ours."""
+    found = re.match("([0-9]+)-", path.name)
+    return int(found[1]) if found else 0

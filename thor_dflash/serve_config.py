@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
@@ -95,3 +96,5 @@ class GatewayConfig:
     def __post_init__(self) -> None:
         if not self.servers:
             raise ConfigError("gateway.servers must have at least one endpoint (got none)")
+        if twice := [name for name, n in Counter(self.servers).items() if n > 1]:
+            raise ConfigError(f"gateway.servers must name each server once (got {twice[0]} again)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 import uvicorn
-from openai import APIStatusError, AuthenticationError, BadRequestError, OpenAI
+from openai import APIStatusError, AuthenticationError, BadRequestError, NotFoundError, OpenAI
 
 from thor_dflash.serve_config import GatewayConfig
 from thor_dflash.serving import gateway as gateway_module
@@ -105,6 +106,7 @@ def test_a_schema_and_what_is_refused(house: Any) -> None:
         schema = {"type": "object", "required": ["goal"]}
         wrapped = {"type": "json_schema", "json_schema": {"name": "plan", "schema": schema}}
         assert ask(response_format=wrapped).thor_dflash["plan_valid"] is True
+        wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strin"}}}
         for fields, name in (
             ({"temperature": 0.7}, "temperature"),
             ({"top_p": 0.7}, "top_p"),
@@ -120,10 +122,16 @@ def test_a_schema_and_what_is_refused(house: Any) -> None:
             ({"reasoning_effort": "none", "extra_body": {"thinking": "on"}}, "reasoning_effort"),
             ({"extra_body": {"priority": 99}}, "priority"),
             ({"extra_body": {"prefix_id": "none"}}, "prefix_id"),
+            ({"max_tokens": 1 << 40}, "max_tokens"),
+            ({"max_completion_tokens": 1 << 40}, "max_completion_tokens"),
+            ({"max_tokens": 5, "max_completion_tokens": 5}, "max_tokens"),
+            ({"extra_body": {"json_schema": {}}}, "json_schema"),
+            ({"response_format": wrong}, "response_format.json_schema.schema"),
         ):
             with pytest.raises(BadRequestError) as caught:
                 ask(**fields)
             assert caught.value.param == name, fields
+            assert name in caught.value.message
         with pytest.raises(BadRequestError) as caught:
             openai.chat.completions.create(
                 model="m", messages=[{"role": "user", "content": "x " * 9000}]
@@ -159,6 +167,17 @@ def test_positions_are_metrics_of_their_own() -> None:
     text = metrics.render([("a", stats)]).decode()
     name = "thor_dflash:spec_decode_num_accepted_tokens_per_pos_total"
     assert f'{name}{{position="1",server="a"}} 2.0' in text
+
+
+def test_what_is_no_route_is_refused_as_openai_does(house: Any) -> None:
+    with gateway("ipc:///nowhere/plan") as address, client(address) as openai:
+        with pytest.raises(NotFoundError, match="POST /v1/completions must be a route") as caught:
+            openai.completions.create(model="m", prompt="x")
+        assert (caught.value.type, caught.value.code) == ("invalid_request_error", "bad_request")
+        with pytest.raises(urllib.error.HTTPError) as wrong:
+            get(f"{address}/v1/chat/completions")
+        assert (wrong.value.code, wrong.value.headers["allow"]) == (405, "POST")
+        assert "Method Not Allowed" in msgspec.json.decode(wrong.value.read())["error"]["message"]
 
 
 def test_without_a_server_it_says_so(house: Any) -> None:
@@ -264,6 +283,22 @@ def test_what_one_server_refuses_another_may_take(house: Any) -> None:
                 answer = openai.chat.completions.create(model="m", messages=CHAT)
             assert answer.choices[0].message.content == PLAN
     held.let()
+
+
+def test_a_chat_too_long_for_the_server_ends_nobody_elses(house: Any) -> None:
+    server, held = house.held(max_message=4000)
+    held.let(2)
+    with gateway(server.endpoints[0]) as address, client(address) as openai:
+        until(lambda: list(openai.models.list()))  # its limits are known then
+        other = iter(openai.chat.completions.create(model="m", messages=CHAT, stream=True))
+        next(other)
+        with pytest.raises(APIStatusError) as caught:
+            openai.chat.completions.create(
+                model="m", messages=[{"role": "user", "content": "x" * 4000}]
+            )
+        assert (caught.value.status_code, caught.value.code) == (413, "too_large")
+        held.let()
+        assert [piece.choices[0].finish_reason for piece in other][-1] == "stop"
 
 
 def test_a_reader_that_leaves_cancels_its_plan(house: Any) -> None:

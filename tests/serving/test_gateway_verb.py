@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import http.client
 import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -22,6 +25,10 @@ from thor_dflash import cli
         (["--server", "ipc://a", "--server", "ipc://"], "gateway.servers must be "),
         (["--set", 'gateway.servers=["foo"]'], "gateway.servers must be "),
         (["--set", "gateway.token_file=none"], "none must be a readable file (got: "),
+        (
+            ["--server", "ipc://a", "--server", "ipc://a"],
+            "gateway.servers must name each server once",
+        ),
         (["--keys", "nokeys"], "nokeys/client.secret must be a readable file (got: "),
         (["--listen", "127.0.0.1:PORT"], "gateway.listen must be a free address (got: "),
         (["--listen", "127.0.0.1"], "gateway.listen must be HOST:PORT (got 127.0.0.1)"),
@@ -42,17 +49,22 @@ def test_a_mistake_is_one_line_before_anything_listens(
 
 
 @contextmanager
-def running(first: str = "") -> Iterator[tuple[subprocess.Popen[str], str]]:
+def running(
+    first: str = "", server: str = "ipc:///nowhere/plan"
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The command in a process of its own that runs `first` before, and its address."""
     script = f"import signal, sys; from thor_dflash.cli import main\n{first}\nsys.exit(main())"
-    args = ["gateway", "--server", "ipc:///nowhere/plan", "--listen", "127.0.0.1:0"]
+    args = ["gateway", "--server", server, "--listen", "127.0.0.1:0"]
     with subprocess.Popen(
         [sys.executable, "-c", script, *args], stderr=subprocess.PIPE, text=True
     ) as child:
         assert child.stderr
         line = child.stderr.readline()
         assert line.startswith("listening on http://127.0.0.1:"), line
-        yield child, line.split()[-1]
+        try:
+            yield child, line.split()[-1]
+        finally:
+            child.kill()  # a test that failed must not wait for it
 
 
 def test_the_command_listens_where_it_says() -> None:
@@ -72,3 +84,64 @@ def test_ctrl_c_ends_it_in_order() -> None:
         assert child.stderr
         assert child.stderr.read() == ""
         assert child.wait(20) == 0
+
+
+def until(what: Callable[[], object]) -> None:
+    """Wait until something is true."""
+    end = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.002)
+
+
+def place(address: str) -> tuple[str, int]:
+    """Host and port."""
+    host, _, port = address.split("/")[2].partition(":")
+    return host, int(port)
+
+
+def listens(address: str) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(place(address)) == 0
+
+
+def stream(address: str) -> http.client.HTTPResponse:
+    """Of a plan that has begun."""
+    connection = http.client.HTTPConnection(*place(address), timeout=20)
+    body = b'{"messages": [{"role": "user", "content": "x"}], "stream": true}'
+    connection.request("POST", "/v1/chat/completions", body)
+    reply = connection.getresponse()
+    assert reply.readline().startswith(b"data: ")
+    return reply
+
+
+def test_a_client_that_stalls_does_not_keep_it_alive() -> None:
+    first = "from thor_dflash.verbs import gateway; gateway.DRAIN_S = 0"
+    with running(first) as (child, address), socket.socket() as client:
+        client.settimeout(20)
+        client.connect(place(address))
+        client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n")
+        client.sendall(b"Expect: 100-continue\r\nContent-Length: 9\r\n\r\n")
+        assert client.recv(99).startswith(b"HTTP/1.1 100"), "it waits for the body"
+        child.terminate()
+        child.wait(20)
+        assert child.stderr
+        told = child.stderr.read()
+        assert told.count("\n") == 1, told
+        assert "1 running task" in told
+
+
+def test_ctrl_c_twice_ends_its_plans_and_is_no_fault(house: Any) -> None:
+    server, held = house.held()
+    held.let(2)
+    first = "signal.signal(signal.SIGINT, signal.default_int_handler)"
+    with running(first, server.endpoints[0]) as (child, address), stream(address):
+        assert held.waiting.wait(20)
+        child.send_signal(signal.SIGINT)
+        until(lambda: not listens(address))  # two signals at once would be one
+        child.send_signal(signal.SIGINT)
+        assert child.stderr
+        assert (child.stderr.read(), child.wait(20)) == ("", 0)
+        held.let()
+    until(lambda: held.ended)
+    assert held.ended == ["cancelled"]

@@ -16,6 +16,7 @@ from thor_dflash.serving.stats import KEPT
 
 CHAT = [{"role": "user", "content": "Bring the cup."}]
 DOCUMENT = (Path(__file__).parent.parent.parent / "docs/serving.md").read_text()
+TEXT = {"type": "text", "text": "Bring it."}
 LEFT_OUT = "must be left out: the gateway does not do it"
 
 
@@ -35,6 +36,18 @@ LEFT_OUT = "must be left out: the gateway does not do it"
             "max_tokens must be left out where max_completion_tokens is given (got 5)",
         ),
         ({"frequency_penalty": 1}, f"frequency_penalty {LEFT_OUT}"),
+        (
+            {"stream_options": {"include_usage": True}},
+            "stream_options must go with stream: true (got false)",
+        ),
+        (
+            {"stream": True, "stream_options": {"include_obfuscation": False}},
+            f"stream_options.include_obfuscation {LEFT_OUT}",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{**TEXT, "cache_control": {}}]}]},
+            f"messages[0].content[0].cache_control {LEFT_OUT}",
+        ),
         (
             {"response_format": {"type": "grammar"}},
             'response_format.type must be text or json_schema (got "grammar")',

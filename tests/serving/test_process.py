@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from thor_dflash.serving import systemd
 from thor_dflash.serving.client import Ask, Options, RemotePlanner
 from thor_dflash.verbs.serve import Log
 
@@ -126,17 +128,38 @@ def test_lines_that_a_full_log_lost_are_counted() -> None:
 @pytest.mark.parametrize("kind", ["path", "abstract"])
 def test_systemd_is_told(start: Start, tmp_path: Path, kind: str) -> None:
     name = str(tmp_path / "notify") if kind == "path" else f"\0thor-dflash-test-{os.getpid()}"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
-        systemd.bind(name)
-        systemd.settimeout(20)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as reader:
+        reader.bind(name)
+        reader.settimeout(20)
         child = start(env=("env", "NOTIFY_SOCKET=" + name.replace("\0", "@")))
-        heard = [systemd.recv(99)]
+        heard = [reader.recv(99)]
         while b"READY=1" not in heard or b"WATCHDOG=1" not in heard:
-            heard.append(systemd.recv(99))
+            heard.append(reader.recv(99))
         child.terminate()
         while heard[-1] != b"STOPPING=1":
-            heard.append(systemd.recv(99))
+            heard.append(reader.recv(99))
         assert child.wait(20) == 0
+
+
+def test_a_systemd_that_reads_nothing_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(systemd, "WAIT_S", 0.01)
+    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as reader:
+        reader.bind(str(tmp_path / "notify"))
+        reader.settimeout(20)
+        tell, ended = systemd.notifier(), threading.Event()
+
+        def work() -> None:
+            for _ in range(2000):
+                tell(systemd.ALIVE)
+            tell("STOPPING=1")
+            ended.set()
+
+        threading.Thread(target=work, daemon=True).start()
+        assert ended.wait(20)
+        assert reader.recv(99) == b"WATCHDOG=1"
 
 
 def test_the_command_line_client(start: Start, tmp_path: Path) -> None:

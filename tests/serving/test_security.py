@@ -16,7 +16,7 @@ from thor_dflash.serving.aclient import AsyncPlanner
 from thor_dflash.serving.check import Checker
 from thor_dflash.serving.client import Ask, Options, PlanError, RemotePlanner
 from thor_dflash.serving.gateway import listen_at
-from thor_dflash.serving.replies import Tries
+from thor_dflash.serving.replies import Tries, fill
 
 
 @pytest.mark.parametrize(
@@ -129,6 +129,21 @@ def test_a_stranger_is_told_of_the_keys(house: Any, tmp_path: Path) -> None:
         pytest.raises(PlanError, match="CURVE"),
     ):
         planner.ping()
+
+
+@pytest.mark.parametrize("locked", [False, True])
+def test_the_longest_message_is_as_long_with_keys(locked: bool, house: Any, tmp_path: Path) -> None:
+    security.keygen(tmp_path)
+    keys = str(tmp_path) if locked else ""
+    server = house.mock(curve=keys, max_message=2000)
+    options = Options(keys=keys, max_message=2000, retries=0)
+    prompt = "x" * (2000 - len(fill(Ask(prompt="x" * 256), options).body) + 256)
+    with RemotePlanner(server.endpoints[0], options) as planner:
+        with pytest.raises(PlanError) as caught:
+            planner.plan(Ask(prompt=prompt + "x"))
+        assert caught.value.code == "too_large"
+        assert "2000 bytes, as it is sent to the server (got 2001)" in caught.value.message
+        assert planner.plan(Ask(prompt=prompt)).status == "ok"
 
 
 @pytest.mark.parametrize("form", ["remote", "asyncio"])

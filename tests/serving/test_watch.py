@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +111,54 @@ def test_a_file_of_events_is_added_to_and_a_full_disk_ends_nothing(tmp_path: Pat
         Events(str(tmp_path))
 
 
+@contextmanager
+def full_beyond(size: int) -> Iterator[None]:
+    """No file of this process may grow longer, as on a disk that is nearly full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_events_go_on_when_there_is_room_again(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    tell = Events(str(path))
+    tell("state", number=0)
+    with full_beyond(path.stat().st_size + 10):
+        for number in (1, 2, 3):
+            tell("state", number=number)
+    tell("state", number=4)
+    tell("state", number=5)
+    tell.close()
+    told = [(t["event"], t.get("number", t.get("lines"))) for t in lines(path)]
+    assert told == [("state", 0), ("lost", 3), ("state", 4), ("state", 5)]
+
+
+def test_no_reader_of_events_is_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match="serve.events must be a file that can be written"):
+        Events(str(path))
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    tell, sent = Events(str(path)), 3000
+    for number in range(sent):
+        tell("state", number=number)
+    text = b""
+    with suppress(BlockingIOError):  # there is no more in it
+        while more := os.read(reader, 1 << 16):
+            text += more
+    read = [json.loads(line) for line in text.splitlines()]
+    assert [t["number"] for t in read] == list(range(len(read)))
+    tell("ended")
+    lost, ended = map(json.loads, os.read(reader, 1 << 16).splitlines())
+    assert (lost["event"], lost["lines"], ended["event"]) == ("lost", sent - len(read), "ended")
+    os.close(reader)
+    tell("never")
+    tell.close()
+
+
 def test_a_slow_plan_leaves_its_steps_and_a_fast_one_does_not(house: Any, tmp_path: Path) -> None:
     server = house.mock(0.01, trace_slow_ms=60, trace_dir=str(tmp_path / "traces"))
     peer = house.peer(server)
@@ -134,6 +186,28 @@ def test_traces_do_not_fill_a_disk(tmp_path: Path) -> None:
         trace.write(tmp_path, str(number), {})
     left = {path.name.split("-")[1] for path in tmp_path.iterdir()}
     assert left == {f"{number}.trace.json" for number in range(3, trace.KEPT + 3)}
+
+
+@pytest.mark.parametrize("now", [0, 10**15, 10**18], ids=str)
+def test_a_clock_that_was_set_back_costs_no_new_trace(
+    now: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "kept-by-hand.trace.json"
+    own.touch()
+    for number in range(trace.KEPT):
+        trace.write(tmp_path, f"old{number}", {})
+    monkeypatch.setattr(time, "time_ns", lambda: now)
+    for number in range(3):
+        assert trace.write(tmp_path, f"new{number}", {}).exists()
+    left = {path.name.split("-")[1].split(".")[0] for path in tmp_path.iterdir() if path != own}
+    assert left == {f"old{n}" for n in range(3, trace.KEPT)} | {"new0", "new1", "new2"}
+    assert own.exists()
+
+
+def test_a_full_disk_leaves_no_half_a_trace(tmp_path: Path) -> None:
+    with full_beyond(1000), pytest.raises(OSError, match="too large"):
+        trace.write(tmp_path, "a", {"traceEvents": ["x" * 5000]})
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_device_is_told(house: Any) -> None:

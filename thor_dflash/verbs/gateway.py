@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import sys
 from argparse import Namespace
 from contextlib import suppress
 
 from thor_dflash.config import Config
 from thor_dflash.progress import Progress, say
+
+DRAIN_S = 30
+"""From the first signal to the end of requests that are still open, as `serve.drain_s`: a client
+that stalls must not keep a gateway alive that was told to end."""
 
 
 def run(args: Namespace, config: Config, progress: Progress) -> None:
@@ -22,10 +28,24 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     fleet.check(config.gateway)
     listener = gateway.listener(config.gateway)
     app = gateway.application(config.gateway)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app, log_level="warning", access_log=False, timeout_graceful_shutdown=DRAIN_S
+        )
+    )
+    logging.getLogger("uvicorn.error").addFilter(_is_news)
     progress.close()
     host, port = config.gateway.listen.rpartition(":")[0], listener.getsockname()[1]
     say(sys.stderr, f"listening on http://{host}:{port}/v1")
     with suppress(KeyboardInterrupt):  # uvicorn raises it again once it has ended in order
         server.run(sockets=[listener])
         assert server.started, "what can be refused was, before"
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """All but traces of what the end has cut short, which is no fault: a request's is an exception,
+    that of the application itself a text.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    name = asyncio.CancelledError.__name__
+    return not (isinstance(error, asyncio.CancelledError) or name in record.getMessage())
