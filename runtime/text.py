@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -182,8 +183,9 @@ class Answer:
     def thinking(self) -> str:
         """The text of the thinking block without its marks."""
         marks = (self._text.think, self._text.end_think)
-        block = [t for t in self._tokens[: self._thinking] if t not in marks]
-        return self._text.decode(block).strip("\n")
+        runs = groupby(self._tokens[: self._thinking], marks.__contains__)
+        # One by one: halves of a character on both sides of a mark are none.
+        return "".join(self._text.decode(run) for mark, run in runs if not mark).strip("\n")
 
     def text(self) -> str:
         """The text after the thinking block."""

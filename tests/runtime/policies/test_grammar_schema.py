@@ -140,9 +140,7 @@ def test_exclusive_bounds_are_exclusive(schema: Any, out: str) -> None:
         {"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 3},
     ],
 )
-@pytest.mark.parametrize(
-    ("place", "ref"), [("default", "default"), ("examples", "examples/0")]
-)
+@pytest.mark.parametrize(("place", "ref"), [("default", "default"), ("examples", "examples/0")])
 def test_what_is_no_schema_cannot_be_brought_in_as_one(inner: Any, place: str, ref: str) -> None:
     schema = {place: inner if place == "default" else [inner], "items": {"$ref": f"#/{ref}"}}
     with pytest.raises(RequestError, match=rf"schema.items.\$ref must be # .*#/{ref}"):
