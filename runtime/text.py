@@ -99,9 +99,12 @@ class Text:
         else. No added token is text, nor spelt by any, and no text is rewritten before.
         """
         table = json.loads(self._tokenizer.to_str())
-        table["normalizer"] = None
+        table["normalizer"], vocab = None, table["model"]["vocab"]
         for token in table["added_tokens"]:
             nobody_s = f"\0added {token['id']}\0"
+            # The id is that of the vocabulary's word where it has one, else the next free one.
+            if token["content"] in vocab:
+                vocab[nobody_s] = vocab.pop(token["content"])
             token |= {"special": True, "normalized": False, "content": nobody_s}
         return json.dumps(table)
 

@@ -134,6 +134,8 @@ def check_near(schema: str) -> None:
     Raises:
         RequestError: it has one.
     """
+    if '"exclusiveM' not in schema:
+        return
     table = cast("dict[str, object]", json.loads(schema))
     tables = {node.at: node.table for node in nodes(table)}
     if not _near(list(tables.values())):

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
-from constrained import asked, constrained, session, text
+from constrained import TOKENIZER, asked, constrained, session, text
 
+from thor_dflash import tokenizer as files
 from thor_dflash.errors import RequestError
+from thor_dflash.runtime.policies.grammar_compile import Grammars
 from thor_dflash.runtime.propose import Nobody
+from thor_dflash.runtime.text import Text
 
 
 @pytest.mark.parametrize(
@@ -28,6 +33,22 @@ def test_a_literal_is_spelt_as_it_stands(literal: str, force: bool) -> None:
     out = constrained(asked(False), Nobody(), session().grammar(schema), force=force)
     assert session().report().finish == "stop"
     assert json.loads(text().decode(out)) == {"object": {literal: literal}}
+
+
+def test_added_tokens_may_stand_in_the_vocabulary_too(tmp_path: Path) -> None:
+    for name in files.tokenizer_files(TOKENIZER):
+        shutil.copy(TOKENIZER / name, tmp_path / name)
+    table = json.loads((tmp_path / files.TOKENIZER).read_text(encoding="utf-8"))
+    added = {token["content"]: token["id"] for token in table["added_tokens"]}
+    table["model"]["vocab"] |= added
+    (tmp_path / files.TOKENIZER).write_text(json.dumps(table), encoding="utf-8")
+    size, start = files.addressed_ids(tmp_path), text().encode('"a')
+    matcher = (
+        Grammars(Text.load(tmp_path), size, (size - 1,)).compile({"const": "a<think>"}).matcher
+    )
+    assert matcher.deep_copy().try_consume_tokens([*start, added["<think>"]]) == len(start)
+    said = [*start, *text().encode("<th"), *text().encode('ink>"')]
+    assert matcher.deep_copy().try_consume_tokens(said) == len(said)
 
 
 def legal(schema: dict[str, Any], said: str) -> bool:
