@@ -30,8 +30,8 @@ class Replay:
         model = self.session.model
         model.state.reset()
         rows = prompt[:-1]
-        for start in range(0, len(rows), model.manifest.chunk):
-            model.prefill(rows[start : start + model.manifest.chunk], observe=False)
+        for start in range(0, len(rows), model.chunk):
+            model.prefill(rows[start : start + model.chunk], observe=False)
         tokens: list[int] = []
         while len(tokens) < count:
             last = tokens[-1] if tokens else prompt[-1]

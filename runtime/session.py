@@ -89,8 +89,9 @@ class Session:
         Raises:
             RequestError: as `generate`.
         """
-        self._desk.admit(request)
+        admitted = self._desk.admit(request)
         self.constrain(request)
+        check(self.model, request.prompt, admitted.max_tokens, tuple(request.stop))
 
     def constrain(self, request: Request) -> tuple[Policy, ...]:
         """The policy of a request's grammar; none where it has none.

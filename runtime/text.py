@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -98,9 +99,12 @@ class Text:
         else. No added token is text, nor spelt by any, and no text is rewritten before.
         """
         table = json.loads(self._tokenizer.to_str())
-        table["normalizer"] = None
+        table["normalizer"], vocab = None, table["model"]["vocab"]
         for token in table["added_tokens"]:
             nobody_s = f"\0added {token['id']}\0"
+            # The id is that of the vocabulary's word where it has one, else the next free one.
+            if token["content"] in vocab:
+                vocab[nobody_s] = vocab.pop(token["content"])
             token |= {"special": True, "normalized": False, "content": nobody_s}
         return json.dumps(table)
 
@@ -182,8 +186,9 @@ class Answer:
     def thinking(self) -> str:
         """The text of the thinking block without its marks."""
         marks = (self._text.think, self._text.end_think)
-        block = [t for t in self._tokens[: self._thinking] if t not in marks]
-        return self._text.decode(block).strip("\n")
+        runs = groupby(self._tokens[: self._thinking], marks.__contains__)
+        # One by one: halves of a character on both sides of a mark are none.
+        return "".join(self._text.decode(run) for mark, run in runs if not mark).strip("\n")
 
     def text(self) -> str:
         """The text after the thinking block."""

@@ -13,7 +13,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from thor_dflash.errors import PackageError, RequestError
-from thor_dflash.runtime.policies.grammar_schema import lint, text_of
+from thor_dflash.runtime.policies.grammar_schema import check_near, lint, text_of
 from thor_dflash.runtime.text import Text
 from thor_dflash.tensors import Array
 
@@ -23,6 +23,9 @@ KEPT = 16
 """Compiled grammars held. A robot has one for each set of skills and objects it lately saw."""
 LEAD = "\n\n"
 """What chat templates put between the thinking block and the answer."""
+ESCAPES = 'nrbtf\\"'
+"""Letters of escapes. Not u: by its code a declared key would pass for another one, and half a
+surrogate pair for a character."""
 SILENT = 0
 """llguidance's log level: it would print to stderr, and errors are read from the matcher."""
 
@@ -159,9 +162,11 @@ class Grammars:
 
     def _compile(self, text: str) -> Grammar:
         start = time.perf_counter()
+        check_near(text)
         try:
             source = LLMatcher.grammar_from_json_schema(
-                text, overrides={"whitespace_flexible": False}
+                text,
+                overrides={"whitespace_flexible": False, "json_allowed_escapes": ESCAPES},
             )
         except ValueError as e:
             raise RequestError(f"schema must be one that can be compiled (got: {e})") from e

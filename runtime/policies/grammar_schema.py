@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, cast
+from urllib.parse import unquote
 
 from thor_dflash.errors import RequestError
 from thor_dflash.records import as_list, as_table, check_utf8, show
@@ -20,14 +23,22 @@ MAX_BOUND: Mapping[type, int] = {int: 2**53 - 1, float: (2**53 - 1) // 10}
 point as all its digits over ten, and makes int64 of them: larger ones would change in silence, and
 the lowest make it crash."""
 
-_BOUNDS = frozenset("minimum maximum exclusiveMinimum exclusiveMaximum".split())
+_WHOLE = MAX_BOUND[int]
+"""Largest integer of a literal, either way: the compiler makes float64 of literals, too."""
+_PLACES = 300
+"""Most digits after the point of a literal: the power of ten is a float64."""
+_CONTROLS = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+"""Have no short escape in JSON, and no answer has a long one."""
+_LOW, _HIGH = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+_BOUNDS = frozenset((*_LOW, *_HIGH))
 _PLAIN = _BOUNDS | frozenset(
     "type const enum required minItems maxItems minLength maxLength pattern format $ref".split()
 )
 _NOTES = frozenset("title description default examples deprecated $comment $schema".split())
 """Say nothing about what is valid."""
 _ONE = frozenset(("items", "additionalProperties"))
-_MANY = frozenset(("anyOf", "oneOf", "allOf", "prefixItems"))
+_SAME = frozenset(("anyOf", "oneOf", "allOf"))
+_MANY = _SAME | {"prefixItems"}
 _NAMED = frozenset(("properties", "$defs", "definitions"))
 KEYWORDS = _PLAIN | _NOTES | _ONE | _MANY | _NAMED
 """All others are refused by name: the compiler would ignore some of them in silence."""
@@ -42,6 +53,8 @@ class Node:
 
     where: str
     """Dotted path, `schema` at the top."""
+    at: str
+    """What a $ref to it says."""
     table: Mapping[str, object]
 
 
@@ -49,7 +62,8 @@ def text_of(schema: str | Mapping[str, Any]) -> str:
     """The schema as compact JSON, its keys in the order given: an answer's keys come in that order.
 
     Raises:
-        RequestError: no JSON object, too long, too deep, or with an unsupported keyword or bound.
+        RequestError: no JSON object, too long, too deep, or with an unsupported keyword, bound,
+        literal or $ref.
     """
     table = _table(schema)
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False, default=_no_json)
@@ -61,6 +75,9 @@ def text_of(schema: str | Mapping[str, Any]) -> str:
             if key not in KEYWORDS:
                 raise RequestError(f"{node.where} must have supported keywords only (got {key})")
         _check_bounds(node)
+        for key in node.table.keys() & {"const", "enum"}:
+            _check_literal(f"{node.where}.{key}", node.table[key])
+    _check_refs(table)
     return text
 
 
@@ -69,6 +86,98 @@ def _check_bounds(node: Node) -> None:
         most = MAX_BOUND.get(type(value)) if key in _BOUNDS else None
         if most and isinstance(value, int | float) and not -most <= value <= most:
             raise RequestError(f"{node.where}.{key} must be {-most} to {most} (got {show(value)})")
+
+
+def _check_literal(where: str, value: object) -> None:
+    if isinstance(value, int | float) and not _kept(value):
+        raise RequestError(
+            f"{where} must be {-_WHOLE} to {_WHOLE}, and of fewer digits where float64 has no more "
+            f"(got {show(value)})"
+        )
+    if isinstance(value, str) and _CONTROLS.search(value):
+        raise RequestError(
+            f"{where} must have no control characters but \\b, \\t, \\n, \\f and \\r "
+            f"(got {json.dumps(value)})"
+        )
+    for i, inner in enumerate(as_list(value) or ()):
+        _check_literal(f"{where}[{i}]", inner)
+    for name, inner in (as_table(value) or {}).items():
+        _check_literal(f"{where}.{name}", inner)
+
+
+def _kept(value: float) -> bool:
+    """Whether the compiler reads what is written: it rounds the digits, then what a power of ten
+    makes of them.
+    """
+    if not -_WHOLE <= value <= _WHOLE:
+        return False
+    _, digits, exponent = Decimal(repr(abs(value) + 0)).as_tuple()
+    number, places = int("".join(map(str, digits))), -int(exponent)
+    return places <= _PLACES and float(number) / float(10**places) == abs(value)
+
+
+def _check_refs(schema: Mapping[str, object]) -> None:
+    """A $ref to anything but a schema would bring in what nobody has checked."""
+    places = {at for _, at, _ in _schemas(schema)}
+    for node in nodes(schema):
+        ref = node.table.get("$ref")
+        if isinstance(ref, str) and unquote(ref) not in places:
+            raise RequestError(
+                f"{node.where}.$ref must be # or a path from there to a schema (got {show(ref)})"
+            )
+
+
+def check_near(schema: str) -> None:
+    """Refuse a whole exclusive bound with the other bound less than 1 away: the compiler would
+    take it for an inclusive one. What judges one value is all over a schema, so this can take long.
+
+    Raises:
+        RequestError: it has one.
+    """
+    if '"exclusiveM' not in schema:
+        return
+    table = cast("dict[str, object]", json.loads(schema))
+    tables = {node.at: node.table for node in nodes(table)}
+    if not _near(list(tables.values())):
+        return
+    for node in nodes(table):
+        if found := _near([tables[at] for at in _together(node.at, tables)]):
+            key, bound, other = found
+            raise RequestError(
+                f"{node.where}.{key} must have a fraction, or 1 between it and the other bound "
+                f"(got {show(bound)} and {show(other)})"
+            )
+
+
+def _near(tables: list[Mapping[str, object]]) -> tuple[str, float, float] | None:
+    """An exclusive bound, its keyword in front, and one of the other side that is too near."""
+    for (_, key), others, way in ((_LOW, _HIGH, 1), (_HIGH, _LOW, -1)):
+        ahead = sorted(way * other for other in _numbers(tables, others))
+        for bound in _numbers(tables, (key,)):
+            at = bisect_right(ahead, way * bound)
+            if bound == int(bound) and at < len(ahead) and ahead[at] - way * bound < 1:
+                return key, bound, way * ahead[at]
+    return None
+
+
+def _numbers(tables: list[Mapping[str, object]], keys: tuple[str, ...]) -> list[float]:
+    values = (table.get(key) for table in tables for key in keys)
+    return [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
+
+
+def _together(start: str, tables: Mapping[str, Mapping[str, object]]) -> set[str]:
+    """Where the schemas are that judge the same value as one."""
+    seen, front = set[str](), [start]
+    while front:
+        at = front.pop()
+        if at in seen or at not in tables:
+            continue
+        seen.add(at)
+        table = tables[at]
+        front.append(unquote(str(table.get("$ref", ""))))
+        for key in _SAME & table.keys():
+            front += [f"{at}/{key}/{i}" for i, _ in enumerate(as_list(table[key]) or ())]
+    return seen
 
 
 def _table(schema: str | Mapping[str, Any]) -> dict[str, object]:
@@ -102,36 +211,48 @@ def _depth(value: object) -> int:
     return 1 + max((_depth(item) for item in inner), default=0)
 
 
-def nodes(schema: Mapping[str, object], where: str = "schema") -> Iterator[Node]:
-    """The schema and every schema inside it, outermost first.
+def nodes(schema: Mapping[str, object]) -> Iterator[Node]:
+    """The schema and every schema inside it but true and false, outermost first.
 
     Raises:
         RequestError: a keyword's value is not what the keyword takes.
     """
-    yield Node(where, schema)
-    for key, value in schema.items():
-        for name, inner in _inside(key, value, f"{where}.{key}"):
-            table = as_table(inner)
-            if table is not None:
-                yield from nodes(table, name)
-            elif not isinstance(inner, bool):
-                raise RequestError(f"{name} must be a schema (got {show(inner)})")
+    for where, at, value in _schemas(schema):
+        if (table := as_table(value)) is not None:
+            yield Node(where, at, table)
 
 
-def _inside(key: str, value: object, where: str) -> list[tuple[str, object]]:
+def _schemas(
+    schema: object, where: str = "schema", at: str = "#"
+) -> Iterator[tuple[str, str, object]]:
+    table = as_table(schema)
+    if table is None and not isinstance(schema, bool):
+        raise RequestError(f"{where} must be a schema (got {show(schema)})")
+    yield where, at, schema
+    for key, value in (table or {}).items():
+        for name, step, inner in _inside(key, value, f"{where}.{key}"):
+            yield from _schemas(inner, name, f"{at}/{key}{step}")
+
+
+def _inside(key: str, value: object, where: str) -> list[tuple[str, str, object]]:
+    """Dotted path, what of a $ref follows the keyword, and value of what is to be a schema."""
     if key in _ONE:
-        return [(where, value)]
+        return [(where, "", value)]
     if key in _MANY:
         rows = as_list(value)
         if rows is None:
             raise RequestError(f"{where} must be a list of schemas (got {show(value)})")
-        return [(f"{where}[{i}]", row) for i, row in enumerate(rows)]
+        return [(f"{where}[{i}]", f"/{i}", row) for i, row in enumerate(rows)]
     if key in _NAMED:
         table = as_table(value)
         if table is None:
             raise RequestError(f"{where} must be an object of schemas (got {show(value)})")
-        return [(f"{where}.{name}", row) for name, row in table.items()]
+        return [(f"{where}.{name}", f"/{_escaped(name)}", row) for name, row in table.items()]
     return []
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
 
 
 def lint(schema: str) -> tuple[str, ...]:

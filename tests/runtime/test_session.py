@@ -34,8 +34,9 @@ from thor_dflash.tensors import DType, TensorSpec
 )
 def test_admission_refuses_before_anything_runs(request_: Request, message: str) -> None:
     s = session()
-    with pytest.raises(RequestError, match=message):
-        s.generate(request_)
+    for refused in (s.generate, s.check):
+        with pytest.raises(RequestError, match=message):
+            refused(request_)
 
 
 def test_a_package_without_a_drafter_says_so() -> None:

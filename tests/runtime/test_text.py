@@ -253,6 +253,19 @@ def test_a_mark_is_a_piece_of_its_own_after_half_a_character(shared: Shared) -> 
     assert (result.thinking(), result.text()) == ("\ufffd", "red")
 
 
+def test_a_mark_between_two_halves_of_a_character_leaves_them_halves(shared: Shared) -> None:
+    text = shared[0]
+    first, second = (
+        next(token for token in range(1280) if text.bytes_of(token) == half)
+        for half in (b"\xc3", b"\xa9")
+    )
+    assert text.think is not None
+    result = Answer(text, text.encode("<think>\n"))
+    pieces = [*result.feed([first, text.think, second]), *result.end()]
+    assert [p.text for p in pieces] == ["\ufffd", "<think>", "\ufffd"]
+    assert result.thinking() == "\ufffd\ufffd"
+
+
 # --- what the files say
 
 

@@ -50,8 +50,8 @@ def nested(depth: int) -> dict[str, Any]:
         ({"enum": []}, r"can be compiled \(got: Unsatisfiable"),
         ({"type": "string", "pattern": "(?=a)b"}, r"can be compiled \(got: regex"),
         ({"type": "string", "format": "foo"}, r"can be compiled \(got: Unknown format: foo"),
-        ({"$ref": "http://robots.example/plan"}, r"can be compiled \(got: Resource"),
-        ({"$ref": "#/$defs/none"}, r"schema must be one that can be compiled"),
+        ({"$ref": "http://robots.example/plan"}, r"schema.\$ref must be # or a path from there"),
+        ({"$ref": "#/$defs/none"}, r"to a schema \(got \"#/\$defs/none\"\)"),
         ({"const": object()}, r"schema must be JSON \(got a value of type object\)"),
         ({"minimum": "1"}, r"can be compiled \(got: "),
         ({"const": "\ud800"}, r"schema must be UTF-8 \(got: surrogates not allowed at 10\)"),
@@ -98,6 +98,60 @@ def test_the_largest_bounds_are_exact(least: float) -> None:
         tried = matcher.deep_copy()
         legal = tried.try_consume_tokens(tokens) == len(tokens) and tried.is_accepting()
         assert legal == (off in (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, r"schema.exclusiveMinimum .* \(got 0 and 0.5\)"),
+        ({"exclusiveMaximum": -1.0, "minimum": -1.25}, r"Maximum .* \(got -1.0 and -1.25\)"),
+        ({"exclusiveMinimum": 3, "exclusiveMaximum": 3.9}, r"Minimum .* \(got 3 and 3.9\)"),
+        (
+            {"anyOf": [{"$ref": "#/$defs/far"}], "exclusiveMinimum": 9},
+            r"schema.exclusiveMinimum .* \(got 9 and 9.5\)",
+        ),
+    ],
+)
+def test_a_whole_bound_that_would_be_taken_for_an_inclusive_one(schema: Any, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        session().grammar({"type": "number", "$defs": {"far": {"maximum": 9.5}}} | schema)
+
+
+@pytest.mark.parametrize(
+    ("schema", "out"),
+    [
+        ({"exclusiveMinimum": 0, "maximum": 1}, "0"),
+        ({"exclusiveMaximum": -1, "minimum": -2}, "-1"),
+        ({"exclusiveMinimum": 0.5, "maximum": 0.75}, "0.5"),
+        ({"exclusiveMinimum": 0, "allOf": [{"maximum": 2.5}]}, "0"),
+    ],
+)
+def test_exclusive_bounds_are_exclusive(schema: Any, out: str) -> None:
+    matcher = session().grammar({"type": "number"} | schema).matcher.deep_copy()
+    tokens = text().encode(out)
+    assert matcher.try_consume_tokens(tokens) < len(tokens) or not matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        {"type": "string", "nullable": True},
+        {"type": "integer", "multipleOf": 999983},
+        {"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 3},
+    ],
+)
+@pytest.mark.parametrize(("place", "ref"), [("default", "default"), ("examples", "examples/0")])
+def test_what_is_no_schema_cannot_be_brought_in_as_one(inner: Any, place: str, ref: str) -> None:
+    schema = {place: inner if place == "default" else [inner], "items": {"$ref": f"#/{ref}"}}
+    with pytest.raises(RequestError, match=rf"schema.items.\$ref must be # .*#/{ref}"):
+        session().grammar(schema)
+
+
+def test_a_ref_may_lead_to_any_schema() -> None:
+    found = {"anything": True, "a/~ b": {"prefixItems": [{"type": "null"}]}}
+    refs = ("#/$defs/anything", "#/$defs/a~1~0%20b/prefixItems/0", "#/properties/x0")
+    schema = {f"x{i}": {"$ref": ref} for i, ref in enumerate(refs)}
+    session().grammar({"type": "object", "$defs": found, "properties": schema})
 
 
 def test_the_order_of_keys_is_kept() -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import constrained
 import numpy as np
 import pytest
 from decoding import answer, erring, prompt, session
 
 from thor_dflash.calib.replay import Replay
+from thor_dflash.config import EngineConfig
+from thor_dflash.progress import Silent
 from thor_dflash.runtime.propose import Dflash, Nobody
-from thor_dflash.runtime.session import Request, Session
+from thor_dflash.runtime.session import Request, Session, open_session
 
 KEPT = (".state", ".tail")
 
@@ -61,6 +64,15 @@ def test_a_replayed_state_is_a_folded_one() -> None:
     replay = Replay(s, lambda tokens: [truth[len(tokens)], -1] if len(tokens) < 50 else [])
     assert replay.answer(request.prompt, 50) == truth
     assert folded(s) == folds
+
+
+def test_the_replay_baseline_prefills_by_the_chunk_of_its_session() -> None:
+    package = constrained.package(32, (16,))
+    s = open_session(package, EngineConfig(threads=1, chunk=16), Silent())
+    request = Request(prompt=prompt(40, seed=8), max_tokens=4)
+    truth = answer(s, request, Nobody())
+    assert Replay(s, lambda tokens: truth[len(tokens) :]).answer(request.prompt, 4) == truth
+    s.close()
 
 
 def test_the_replay_baseline_costs_two_verifies_a_cycle() -> None:
