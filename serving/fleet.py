@@ -14,6 +14,8 @@ from thor_dflash.serving import replies, security, wire
 from thor_dflash.serving.aclient import AsyncPlanner
 from thor_dflash.serving.replies import Options
 
+SOON_S = 0.8
+"""For the answers of all servers: who probes a gateway gives up after a second, as a rule."""
 LOOK_S = 1.0
 """Between two looks at every server's health."""
 ELSEWHERE: frozenset[Code] = frozenset({"busy", "not_ready", "draining", "unreachable"})
@@ -77,8 +79,8 @@ class Fleet:
         return sorted(self.members, key=lambda member: (not member.ready, member.active))
 
     async def everywhere(self, op: str) -> list[tuple[Member, dict[str, Any] | None]]:
-        """A control operation's answer of every server, None of one that does not answer."""
-        answers = await asyncio.gather(*(_simple(member, op) for member in self.members))
+        """A control operation's answer of every server, None of one that does not answer soon."""
+        answers = await asyncio.gather(*(_soon(member, op) for member in self.members))
         return list(zip(self.members, answers, strict=True))
 
     async def close(self) -> None:
@@ -123,6 +125,14 @@ async def _simple(member: Member, op: str) -> dict[str, Any] | None:
     try:
         return await member.planner.simple(op)
     except PlanError:
+        return None
+
+
+async def _soon(member: Member, op: str) -> dict[str, Any] | None:
+    try:
+        async with asyncio.timeout(SOON_S):
+            return await _simple(member, op)
+    except TimeoutError:
         return None
 
 

@@ -153,3 +153,20 @@ def test_closing_takes_no_plan_from_one_server_to_the_next() -> None:
 
     asyncio.run(main())
     assert (len(first.asked), second.asked) == (1, [])
+
+
+def test_who_asks_for_all_does_not_wait_for_one_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Gone(Changing):
+        async def simple(self, op: str) -> dict[str, Any]:
+            await asyncio.Event().wait()
+            raise AssertionError(op)
+
+    monkeypatch.setattr(fleet_module, "SOON_S", 0.01)
+
+    async def main() -> list[Any]:
+        async with asyncio.timeout(20):
+            return await fleet_of(Gone(), Changing(ready=True), Gone()).everywhere("health")
+
+    assert [health for _, health in asyncio.run(main())] == [None, {"ready": True}, None]
