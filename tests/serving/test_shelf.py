@@ -144,47 +144,45 @@ def test_a_disk_that_is_full_is_told_and_the_prefix_still_serves(
     assert serve().prefixes() == []
 
 
-def slow_disk(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
-    """A file is being written; it may be done."""
+PUT = {"op": "prefix.put", "prefix_id": "a", "system": SYSTEM, "persist": True}
+
+
+@pytest.fixture
+def written(
+    serve: Serve, house: Any, monkeypatch: pytest.MonkeyPatch
+) -> tuple[RemotePlanner, Any, threading.Event]:
+    """A planner, a peer whose request "first" is being written to its disk, and: it may be done."""
     writing, go = threading.Event(), threading.Event()
 
     def slow(*_: object) -> None:
         writing.set()
         assert go.wait(20)
 
-    monkeypatch.setattr("os.fsync", slow)
-    return writing, go
-
-
-def test_plans_do_not_wait_for_the_disk_and_nothing_stops_it(
-    serve: Serve, house: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
     planner = serve()
     assert planner.prefixes() == []
-    writing, go = slow_disk(monkeypatch)
+    monkeypatch.setattr("os.fsync", slow)
     peer = house.peer(SimpleNamespace(endpoints=(planner.endpoint,)))
-    peer.send(op="prefix.put", id="p", prefix_id="a", system=SYSTEM, persist=True)
+    peer.send(id="first", **PUT)
     assert writing.wait(20)
+    return planner, peer, go
+
+
+def test_plans_do_not_wait_for_the_disk_and_nothing_stops_it(written: Any) -> None:
+    planner, peer, go = written
     assert planner.plan(ASK).usage.cached_tokens > 0, "it is pinned already"
-    assert peer.ask(op="cancel", id="c", target="p")["cancelled"] is False
+    assert peer.ask(op="cancel", id="c", target="first")["cancelled"] is False
     assert peer.silent(), "it is answered when it is on the disk"
     go.set()
-    assert peer.final("p")["persisted"] is True
+    assert peer.final("first")["persisted"] is True
     assert [prefix["persisted"] for prefix in planner.prefixes()] == [True]
 
 
 def test_a_prefix_that_is_dropped_before_it_is_written_is_cancelled(
-    serve: Serve, house: Any, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, written: Any
 ) -> None:
-    planner = serve()
-    assert planner.prefixes() == []
-    writing, go = slow_disk(monkeypatch)
-    peer = house.peer(SimpleNamespace(endpoints=(planner.endpoint,)))
-    put = {"op": "prefix.put", "prefix_id": "a", "system": SYSTEM, "persist": True}
-    peer.send(id="first", **put)
-    assert writing.wait(20)
+    planner, peer, go = written
     peer.send(op="prefix.drop", id="drop", prefix_id="a")
-    peer.send(id="second", **put)
+    peer.send(id="second", **PUT)
     # By the same connection, so after the second is pinned; and before its turn at the disk.
     assert peer.ask(op="plan", id="plan", prompt="Pick the mug.", max_tokens=4)["type"] == "result"
     go.set()
