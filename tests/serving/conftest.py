@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 import zmq
+from waiting import PATIENCE_S, until
 
 from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving import wire
@@ -21,17 +21,6 @@ from thor_dflash.serving.server import Server, serving
 
 if TYPE_CHECKING:
     from thor_dflash.runtime.session import Session
-
-PATIENCE_S = 20.0
-"""Until a test gives up waiting: only ever used up by a test that fails."""
-
-
-def wait_for(what: Callable[[], object]) -> None:
-    """Wait until something is true."""
-    until = time.monotonic() + PATIENCE_S
-    while not what():
-        assert time.monotonic() < until, "waited in vain"
-        time.sleep(0.002)
 
 
 @dataclass
@@ -173,7 +162,7 @@ class House:
         settings = ServeConfig(**{"bind": ("tcp://127.0.0.1:*",), "drain_s": 10.0, **config})
         ready = self._ready() + 1
         server = self.load(lambda: backend, settings)
-        wait_for(lambda: self._ready() == ready)
+        until(lambda: self._ready() == ready)
         return server
 
     def _ready(self) -> int:

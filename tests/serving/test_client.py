@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from waiting import until
 
 from thor_dflash.errors import ConfigError, PlanError
 from thor_dflash.serving import replies, security, wire
@@ -41,14 +42,6 @@ def ends(work: Callable[[], object]) -> None:
     assert not thread.is_alive(), "it hangs"
     if errors:
         raise errors[0]
-
-
-def until(what: Callable[[], object]) -> None:
-    """Wait until something is true."""
-    end = time.monotonic() + 20
-    while not what():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.002)
 
 
 # --- closing
@@ -350,11 +343,11 @@ def test_a_connection_is_waited_for_until_the_deadline_and_an_answer_longer() ->
     began, options = time.monotonic(), Options(timeout_s=60.0, plan_timeout_s=500.0)
     tries = Tries(options, Ask(prompt="x", deadline_ms=5000), began=began)
     assert (tries.connect_by, tries.until) == (began + 5, began + 5 + GRACE_S)
-    for request, until in (
+    for request, limit in (
         (Ask(prompt="x"), 500),
         (wire.PrefixPut(prefix_id="a", system="x"), 500),
         (wire.Simple(op="ping"), 60),
     ):
         tries = Tries(options, request, began=began)
-        assert tries.until == began + until
+        assert tries.until == began + limit
         assert tries.connect_by <= time.monotonic() + 60

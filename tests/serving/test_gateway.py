@@ -7,7 +7,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import msgspec
 import pytest
 import uvicorn
 from openai import APIStatusError, AuthenticationError, BadRequestError, NotFoundError, OpenAI
+from waiting import until
 
 from thor_dflash.serve_config import GatewayConfig
 from thor_dflash.serving import gateway as gateway_module
@@ -25,14 +26,6 @@ from thor_dflash.serving.gateway import application
 from thor_dflash.serving.mock import PLAN, THINKING
 
 CHAT: list[Any] = [{"role": "user", "content": "Bring the cup."}]
-
-
-def until(what: Callable[[], object]) -> None:
-    """Wait until something is true."""
-    end = time.monotonic() + 20
-    while not what():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.002)
 
 
 @contextmanager

@@ -7,13 +7,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from waiting import until
 
 from thor_dflash import cli
 
@@ -84,14 +84,6 @@ def test_ctrl_c_ends_it_in_order() -> None:
         assert child.stderr
         assert child.stderr.read() == ""
         assert child.wait(20) == 0
-
-
-def until(what: Callable[[], object]) -> None:
-    """Wait until something is true."""
-    end = time.monotonic() + 20
-    while not what():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.002)
 
 
 def place(address: str) -> tuple[str, int]:

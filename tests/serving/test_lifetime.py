@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import zmq
+from waiting import until
 
 from thor_dflash.errors import EngineError, EngineLost, ThorError
 from thor_dflash.serve_config import ServeConfig
@@ -18,14 +18,6 @@ from thor_dflash.serving.mock import MockBackend
 from thor_dflash.serving.server import Server
 
 SMALL = {"op": "plan", "prompt": "x"}
-
-
-def until(what: Callable[[], object]) -> None:
-    """Wait until something is true."""
-    end = time.monotonic() + 20
-    while not what():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.002)
 
 
 # --- clients that go

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import zmq
+from waiting import until
 
 from thor_dflash.errors import EngineError
 from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving.mock import PLAN, MockBackend
 
 SMALL = {"op": "plan", "prompt": "x"}
-
-
-def until(what: Callable[[], object]) -> None:
-    """Wait until something is true."""
-    end = time.monotonic() + 20
-    while not what():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.002)
 
 
 # --- control while a plan decodes

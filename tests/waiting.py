@@ -1,0 +1,17 @@
+"""Waiting for what another thread does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+PATIENCE_S = 20.0
+"""Until a test gives up waiting: only ever used up by a test that fails."""
+
+
+def until(what: Callable[[], object]) -> None:
+    """Wait until something is true."""
+    end = time.monotonic() + PATIENCE_S
+    while not what():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.002)
