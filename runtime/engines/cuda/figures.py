@@ -207,7 +207,7 @@ def _loop(bench: Measures) -> Iterator[Figure]:
 
 
 def _without_rest(bench: Measures) -> Figure:
-    """What the device keeps up: every other figure is of a step after a rest."""
+    """What the device keeps up: other steps are timed after a rest."""
     found = bench.repeated(CYCLE, REPEATED)
     note = f"{found.low:.3f} to {found.high:.3f} ms, medians of {BATCH} in {REPEATED:.0f} s"
     return Figure("without rest", f"cycle at {CONTEXT}", found.median, "ms", note)
