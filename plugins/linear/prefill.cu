@@ -1,38 +1,43 @@
 // rows x packed weight -> rows for more than 32 rows: bound by the matrix units, not by memory.
 //
 // A block makes TILE_ROWS rows x 256 packed columns (up to four n-tiles of a group) at a time: a
-// warp owns 64 rows x one n-tile of 64 columns, 128 float32 sums a lane. K goes by in steps of 64
-// through a ring in shared memory: rows by asynchronous copies (swizzled for load_matrix4), weights
-// by bulk copies as they are stored; every warp dequantises its own fragments in registers, so no
-// bf16 copy of a weight exists. The fragments of the next 16 of K are loaded while the products of
-// this 16 run. Blocks are persistent: the ring runs ahead into the next item, over its epilogue.
+// warp owns all of the rows x half an n-tile of 32 columns, so that every weight is decoded once in a
+// block, in registers; no bf16 copy of it exists. K goes by in steps of 64 through a ring in shared
+// memory: rows by asynchronous copies (swizzled for load_matrix4), weights by bulk copies as they are
+// stored. All warps fill it, a step of each between the products of one; they meet nowhere but at the
+// barriers of its stages, with a stage to spare. Blocks are persistent: the ring runs ahead into the
+// next item, over its epilogue.
 //
 // Items go row tile first, so that the blocks that run together share their weights in L2. The last
 // tiles, where they leave more than half the blocks idle, are cut in two by rows. A row's sums are
 // made in order of k, whatever T and wherever the row lies.
 //
-// Compile-time: TILE_ROWS 64 or 128; KINDS, the weight kinds of the launch (1 << kind), of which one is
-// NVFP4 in narrow tiles; EPILOGUE as below.
+// Compile-time: TILE_ROWS 64 or 128; STAGES of the ring; KINDS, the weight kinds of the launch
+// (1 << kind), of which one is NVFP4 in narrow tiles; EPILOGUE as below.
 #include "cuda/device.cuh"
 #include "linear/fragments.cuh"
 
 enum { NONE, SWIGLU, RESIDUAL };
 
-constexpr int STAGES = 4;  // of the ring
-constexpr int TILES = 4;   // n-tiles of a group, and warps side by side
-constexpr int WARPS = TILE_ROWS / 64 * TILES;
+constexpr int TILES = 4;  // n-tiles of a group
+constexpr int WARPS = 2 * TILES;
 constexpr int THREADS = 32 * WARPS;
-constexpr int STEP = 64;  // of K
+constexpr int STEP = 64;        // of K
+constexpr int ROW_BYTES = 128;  // of a step
 constexpr int ROWS_BYTES = TILE_ROWS * ROW_BYTES;
 // One n-tile in one step, as stored; the ring has room for the largest kind of the launch.
 DEVICE constexpr int unit_bytes(int kind) {
     return step_bytes(kind == NARROW ? NVFP4 : kind) * STEP / STEP_K;
 }
 constexpr int UNIT_BYTES = unit_bytes(KINDS & 1 << BF16 ? BF16 : KINDS & 1 << FP8 ? FP8 : NVFP4);
-constexpr int SLOT_BYTES = ROWS_BYTES + TILES * UNIT_BYTES;
+constexpr int STAGE_BYTES = ROWS_BYTES + TILES * UNIT_BYTES;
+static_assert(TILE_ROWS == 64 || TILE_ROWS == 128, "TILE_ROWS");
+// A stage is asked for when the one that is read is so many before it: one of those between may
+// still be read by other warps. It is announced when LAG more have been asked for.
+constexpr int AHEAD = STAGES - 2, LAG = 1;
 constexpr int AT_ONCE = THREADS / 8;  // rows that one pass of the block copies
 constexpr int PASSES = TILE_ROWS / AT_ONCE;
-static_assert(TILE_ROWS == 64 || TILE_ROWS == 128, "TILE_ROWS");
+static_assert(AHEAD > LAG, "what is read next has been announced");
 
 struct Group {
     u32 offset;  // into the packed weight, in units of 512 bytes
@@ -66,135 +71,160 @@ DEVICE Item item_of(const Call& call, int index) {
             half < 0 ? TILE_ROWS : TILE_ROWS / 2};
 }
 
-// The step that is requested next. One item's steps follow the other's.
-struct Ahead {
-    int item, step, slot;
-    const u8* weights;
-    u32 bytes;  // of one n-tile in one step
-    int tiles, stride;
-    const u16* rows;  // of this thread's first row and 16 bytes, at k = 0
-    int rows_left;    // from this thread's first row on
+// Whose turn it is of the stages. `full`: all threads have their rows, and one has announced the
+// weights. `empty`: all have read it.
+struct Turn {
+    saddr stages, full, empty;
+    int stage;
+    u32 parity;
 
+    DEVICE saddr bytes() const { return stages + stage * STAGE_BYTES; }
+    DEVICE saddr filled() const { return full + 8 * stage; }
+    DEVICE saddr read() const { return empty + 8 * stage; }
+    DEVICE void next() {
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
+        parity ^= stage == 0;
+    }
+};
+
+// The step that is asked for next. One item's steps follow the other's.
+struct Ahead {
+    Turn turn;
+    int item, step;
+    const u8* weights;  // of this thread's n-tile, at the next step
+    u32 bytes;          // of one n-tile in one step
+    int tiles, stride;
+    const u16* rows;    // of this thread's first row and 16 bytes, at the next step
+    int rows_left;      // from this thread's first row on
+
+    DEVICE bool over(const Call& call) const { return item >= call.items; }
     DEVICE void start(const Call& call) {
         step = 0;
-        if (item >= call.items) return;
+        if (over(call)) return;
         const Item next = item_of(call, item);
-        weights = call.weights + static_cast<u64>(next.group.offset) * 512;
         bytes = unit_bytes(next.group.kind);
         tiles = next.group.tiles;
         stride = next.group.stride;
+        weights = call.weights + static_cast<u64>(next.group.offset) * 512;
         const int row = threadIdx.x / 8;
         rows = call.x + static_cast<i64>(next.row + row) * call.width + threadIdx.x % 8 * 8;
         rows_left = min(next.height, call.rows - next.row) - row;
     }
     DEVICE void advance(const Call& call) {
-        slot = slot + 1 == STAGES ? 0 : slot + 1;
+        turn.next();
         if (++step < call.steps) return;
         item += gridDim.x;
         start(call);
     }
+
+    // Stored order of a group: 128 of K, n-tile, 64 of K.
+    DEVICE void fetch_weights(const Call& call) const {
+        const int tile = threadIdx.x;
+        if (tile >= TILES || over(call)) return;
+        if (tile == 0) barrier_expect(turn.filled(), tiles * bytes);
+        if (tile >= tiles) return;
+        const int unit = ((step >> 1) * stride + tile) * 2 + (step & 1);
+        copy_bulk_kept(turn.bytes() + ROWS_BYTES + tile * UNIT_BYTES,
+                       weights + static_cast<u64>(unit) * bytes, bytes, turn.filled());
+    }
+    // Pass `i` of the block over the rows. Sixteen bytes `c` of row `r` lie at chunk c ^ (r % 8):
+    // load_matrix4 meets no bank twice.
+    DEVICE void fetch_rows(const Call& call, int i) const {
+        if (over(call)) return;
+        const int chunk = threadIdx.x % 8, row = threadIdx.x / 8;
+        copy_async16(
+            turn.bytes() + (i * AT_ONCE + row) * ROW_BYTES + ((chunk ^ (row & 7)) << 4),
+            rows + static_cast<i64>(i * AT_ONCE) * call.width + step * STEP,
+            step * STEP + chunk * 8 < call.width && i * AT_ONCE < rows_left);
+    }
+    // The rows of the stage LAG before this one are in, of this thread. Past the end nobody waits for
+    // them.
+    DEVICE void announce() const {
+        copy_async_commit();
+        copy_async_wait<LAG>();
+        const int before = turn.stage < LAG ? turn.stage + STAGES - LAG : turn.stage - LAG;
+        barrier_arrive(turn.full + 8 * before);
+    }
+    // All of it in parts, for between products.
+    static constexpr int PARTS = PASSES + 3;
+    DEVICE void part(const Call& call, int i) {
+        if (i == 0) {
+            barrier_wait(turn.read(), turn.parity ^ 1);
+            fetch_weights(call);
+        } else if (i <= PASSES) {
+            fetch_rows(call, i - 1);
+        } else if (i == PASSES + 1) {
+            announce();
+        } else if (i == PASSES + 2) {
+            advance(call);
+        }
+    }
 };
-
-// Stored order of a group: 128 of K, n-tile, 64 of K.
-DEVICE void fetch_weights(const Call& call, const Ahead& at, saddr ring, saddr full) {
-    if (at.item >= call.items || threadIdx.x >= TILES) return;
-    const int tile = threadIdx.x;
-    const bool there = tile < at.tiles;
-    barrier_expect(full + 8 * at.slot, there ? at.bytes : 0);
-    if (!there) return;
-    const int unit = ((at.step >> 1) * at.stride + tile) * 2 + (at.step & 1);
-    copy_bulk_kept(ring + at.slot * SLOT_BYTES + ROWS_BYTES + tile * UNIT_BYTES,
-                   at.weights + static_cast<u64>(unit) * at.bytes, at.bytes, full + 8 * at.slot);
-}
-
-// Pass `i` of the block over the rows. Sixteen bytes `c` of row `r` lie at chunk c ^ (r % 8):
-// load_matrix4 meets no bank twice.
-DEVICE void fetch_rows(const Call& call, const Ahead& at, saddr ring, int i) {
-    if (at.item >= call.items) return;
-    const int chunk = threadIdx.x % 8, row = threadIdx.x / 8;
-    copy_async16(ring + at.slot * SLOT_BYTES + (i * AT_ONCE + row) * ROW_BYTES +
-                     ((chunk ^ (row & 7)) << 4),
-                 at.rows + static_cast<i64>(i * AT_ONCE) * call.width + at.step * STEP,
-                 at.step * STEP + chunk * 8 < call.width && i * AT_ONCE < at.rows_left);
-}
-
-// All of it. Commits also where nothing is left: the waits count commits.
-DEVICE void fetch_rows(const Call& call, const Ahead& at, saddr ring) {
-#pragma unroll
-    for (int i = 0; i < PASSES; i++) fetch_rows(call, at, ring, i);
-    copy_async_commit();
-}
 
 // What a warp keeps in mind while it reads the ring.
 struct Reader {
-    saddr ring, full;
-    int slot;
-    u32 parity;
-    u32 lane_row;  // of the lane's row and half within a slot; the item decides
-    u32 unit;      // of the warp's n-tile within a slot
+    const Call& call;
+    Turn turn;
+    Ahead ahead;
+    u32 lane_row;  // in a stage: of the lane's row and half
+    u32 unit;      // in a stage: of the warp's n-tile
+    int side;      // which half of it
 
-    DEVICE saddr rows_at() const { return ring + slot * SLOT_BYTES + lane_row; }
-    DEVICE saddr unit_at() const { return ring + slot * SLOT_BYTES + unit; }
-
-    // Until the slot's step is in, for all. Nobody reads the slot before it any more: `refill`.
-    DEVICE void acquire() const {
-        copy_async_wait<STAGES - 2>();
-        barrier_wait(full + 8 * slot, parity);
-        sync_block();
+    DEVICE void acquire() const { barrier_wait(turn.filled(), turn.parity); }
+    // `last`: of the last loads.
+    DEVICE void release(u32 last) {
+        received(last);
+        barrier_arrive(turn.read());
+        turn.next();
     }
-    // In parts, for between the products.
-    DEVICE void refill(const Call& call, Ahead& ahead, int part) const {
-        if (part == 0) fetch_weights(call, ahead, ring, full);
-        if (part > 0 && part <= PASSES) fetch_rows(call, ahead, ring, part - 1);
-        if (part == PASSES) copy_async_commit();
-        if (part == PASSES + 1) ahead.advance(call);
+    // The rows of a 16 of K, from `m` times 16 on.
+    DEVICE void load_rows(u32 (&a)[4], int k16, int m) const {
+        load_matrix4(a, turn.bytes() + (lane_row ^ (k16 << 5)) + m * 16 * ROW_BYTES);
     }
-    DEVICE void next() {
-        slot = slot + 1 == STAGES ? 0 : slot + 1;
-        parity ^= slot == 0;
+    template <int KIND> DEVICE void load(Packed<KIND>& packed, int k16) const {
+        packed.load(turn.bytes() + unit, k16, side);
     }
 };
 
-template <int M> using Sums = float[M][8][4];  // [16 rows][8 columns][fragment]
+template <int M> using Sums = float[M][STRIPS][4];  // [16 rows][8 columns][fragment]
 
+// Rows are loaded EARLY fragments before their products, weights as early before the next 16 of K.
 template <int KIND, int M>
-DEVICE void multiply(Sums<M>& sums, const Call& call, Reader& reader, Ahead& ahead) {
-    Fragments<KIND, M> loaded[2];
+DEVICE void multiply(Sums<M>& sums, int steps, Reader& reader) {
+    constexpr int EARLY = 3, ALL = STEP / 16 * M, EACH = ALL / 2 / Ahead::PARTS;
+    static_assert(EACH > 0, "a step is asked for in the first half of another");
+    u32 a[EARLY + 1][4];
+    StripFragments b[2];
+    Packed<KIND> packed;
     reader.acquire();
-    loaded[0].load(reader.rows_at(), reader.unit_at(), 0, loaded[1]);
+    reader.load(packed, 0);
+#pragma unroll
+    for (int i = 0; i < EARLY; i++) reader.load_rows(a[i], i / M, i % M);
+    packed.decode(b[0], 0);
 #pragma unroll 1
-    for (int step = 1; step <= call.steps; step++) {
+    for (int left = steps; left > 0; left--) {
 #pragma unroll
-        for (int k16 = 0; k16 < STEP / 16; k16++) {
-            Fragments<KIND, M>& now = loaded[k16 % 2];
-            Fragments<KIND, M>& then = loaded[(k16 + 1) % 2];
-            if (k16 < 3) {
-                then.load(reader.rows_at(), reader.unit_at(), k16 + 1, now);
-            } else {
-                received(now.last());
-                reader.next();
-                if (step < call.steps) {
-                    reader.acquire();
-                    then.load(reader.rows_at(), reader.unit_at(), 0, now);
-                }
+        for (int i = 0; i < ALL; i++) {
+            const int k16 = i / M, m = i % M, then = (i + EARLY) % ALL;
+            if (then == 0) {
+                reader.release(a[(i + EARLY - 1) % (EARLY + 1)][0] ^ packed.last());
+                if (left > 1) reader.acquire();
             }
-            u32 b[2][4];
-            now.strips(b[0], k16, 0);
+            if (i + EARLY < ALL || left > 1) {
+                reader.load_rows(a[(i + EARLY) % (EARLY + 1)], then / M, then % M);
+                if (m == M - EARLY) reader.load(packed, (k16 + 1) % 4);
+            }
+            if (m == M - 1) packed.decode(b[(k16 + 1) % 2], (k16 + 1) % 4);
+            if (i % EACH == 0) reader.ahead.part(reader.call, i / EACH);
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                if (j < 3) now.strips(b[(j + 1) % 2], k16, j + 1);
-#pragma unroll
-                for (int m = 0; m < M; m++) {
-                    mma_bf16(sums[m][2 * j], now.rows[m], b[j % 2][0], b[j % 2][1]);
-                    mma_bf16(sums[m][2 * j + 1], now.rows[m], b[j % 2][2], b[j % 2][3]);
-                }
-                reader.refill(call, ahead, k16 * 4 + j);
+            for (int j = 0; j < STRIPS; j++) {
+                mma_bf16(sums[m][j], a[i % (EARLY + 1)], b[k16 % 2][j][0], b[k16 % 2][j][1]);
             }
         }
     }
 }
 
-DEVICE float silu(float x) { return x / (1.0f + expf(-x)); }
+DEVICE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
 struct Finish {
     const float* scales;
@@ -236,22 +266,22 @@ DEVICE void fetch_residual(u32 (&to)[2 * M], const Target& target, const u16* re
     }
 }
 
-// `column`: packed, of the warp's n-tile; `row`: first of the warp's 16 M. Loads come well before
+// `column`: packed, of the warp's half n-tile; `row`: first of its 16 M. Loads come well before
 // the stores that they could not pass.
 template <int M>
 DEVICE void finish(const Sums<M>& sums, const Call& call, const Finish& f, int column, int row) {
     constexpr int STRIDE = EPILOGUE == SWIGLU ? 2 : 1;
     const int lane = threadIdx.x % 32, pair = lane % 4 * 2;
     row += lane / 4;
-    Target targets[8];
+    Target targets[STRIPS];
 #pragma unroll
-    for (int j = 0; j < 8; j += STRIDE) targets[j].find(f, column + j * 8 + pair, targets[0]);
+    for (int j = 0; j < STRIPS; j += STRIDE) targets[j].find(f, column + j * 8 + pair, targets[0]);
     u32 added[2][2 * M];
     fetch_residual<M>(added[0], targets[0], f.residual, row, call.rows);
 #pragma unroll
-    for (int j = 0; j < 8; j += STRIDE) {
+    for (int j = 0; j < STRIPS; j += STRIDE) {
         const Target& target = targets[j];
-        if (j < 7)
+        if (j + 1 < STRIPS)
             fetch_residual<M>(added[(j + 1) % 2], targets[j + 1], f.residual, row, call.rows);
         if (target.column < 0) continue;
 #pragma unroll
@@ -272,28 +302,25 @@ DEVICE void finish(const Sums<M>& sums, const Call& call, const Finish& f, int c
     }
 }
 
-// One item, for a warp: 16 M rows, the n-tile `tile` of the group.
+// One item, for a warp: 16 M rows, half an n-tile of the group.
 template <int M>
-DEVICE void work(const Item& item, const Call& call, const Finish& f, Reader& reader,
-                 Ahead& ahead) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int tile = warp % TILES, down = warp / TILES * 16 * M, kind = item.group.kind;
-    if (tile >= item.group.tiles || item.row + down >= call.rows) {
+DEVICE void work(const Item& item, const Call& call, const Finish& f, Reader& reader) {
+    const int tile = threadIdx.x / 32 / 2, kind = item.group.kind;
+    if (tile >= item.group.tiles) {
         for (int step = 0; step < call.steps; step++) {
             reader.acquire();
-            for (int part = 0; part < PASSES + 2; part++) reader.refill(call, ahead, part);
-            reader.next();
+            for (int part = 0; part < Ahead::PARTS; part++) reader.ahead.part(call, part);
+            reader.release(0);
         }
         return;
     }
-    reader.lane_row = static_cast<u32>((down + lane % 16) * ROW_BYTES) +
-                      static_cast<u32>((lane / 16 ^ (lane & 7)) << 4);
     Sums<M> sums = {};
-    if ((KINDS & 1 << NVFP4) && kind == NVFP4) multiply<NVFP4, M>(sums, call, reader, ahead);
-    if ((KINDS & 1 << NARROW) && kind == NARROW) multiply<NARROW, M>(sums, call, reader, ahead);
-    if ((KINDS & 1 << FP8) && kind == FP8) multiply<FP8, M>(sums, call, reader, ahead);
-    if ((KINDS & 1 << BF16) && kind == BF16) multiply<BF16, M>(sums, call, reader, ahead);
-    finish<M>(sums, call, f, item.group.column + tile * 64, item.row + down);
+    if ((KINDS & 1 << NVFP4) && kind == NVFP4) multiply<NVFP4, M>(sums, call.steps, reader);
+    if ((KINDS & 1 << NARROW) && kind == NARROW) multiply<NARROW, M>(sums, call.steps, reader);
+    if ((KINDS & 1 << FP8) && kind == FP8) multiply<FP8, M>(sums, call.steps, reader);
+    if ((KINDS & 1 << BF16) && kind == BF16) multiply<BF16, M>(sums, call.steps, reader);
+    finish<M>(sums, call, f, item.group.column + tile * TILE_COLUMNS + reader.side * HALF_TILE,
+              item.row);
 }
 
 KERNEL void __launch_bounds__(THREADS, TILE_ROWS == 64 ? 2 : 1)
@@ -302,7 +329,8 @@ linear_prefill(const u16* x, const u8* __restrict__ weights, const float* __rest
                const u16* residual, u16* const* __restrict__ outputs, int rows, int width,
                int group_count, int whole) {
     DYNAMIC_SHARED(shared);
-    const saddr ring = shared_address(shared), full = ring + STAGES * SLOT_BYTES;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const saddr stages = shared_address(shared), full = stages + STAGES * STAGE_BYTES;
     const int row_tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     const Call call = {x,     weights,
                        groups, rows,
@@ -310,37 +338,43 @@ linear_prefill(const u16* x, const u8* __restrict__ weights, const float* __rest
                        (width + STEP - 1) / STEP, whole,
                        2 * row_tiles * group_count - whole};
     const Finish f = {scales, strips, residual, outputs};
+    const Turn turn = {stages, full, full + 8 * STAGES, 0, 0};
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) barrier_init(full + 8 * i, TILES);
+        for (int i = 0; i < STAGES; i++) {
+            barrier_init(turn.full + 8 * i, THREADS + 1);
+            barrier_init(turn.empty + 8 * i, THREADS);
+        }
         barrier_init_done();
     }
     sync_block();
 
     // Weights never change; rows are what the kernel before wrote.
-    Ahead ahead = {static_cast<int>(blockIdx.x)};
-    ahead.start(call);
-    const Ahead first = ahead;
-    for (int i = 0; i < STAGES - 1; i++) {
-        fetch_weights(call, ahead, ring, full);
-        ahead.advance(call);
+    Ahead first = {turn, static_cast<int>(blockIdx.x)};
+    first.start(call);
+    Reader reader = {call, turn, first, lane % 16 * ROW_BYTES + ((lane / 16 ^ (lane & 7)) << 4),
+                     static_cast<u32>(ROWS_BYTES + warp / 2 * UNIT_BYTES), warp % 2};
+    for (int i = 0; i < AHEAD; i++) {
+        first.fetch_weights(call);
+        first.advance(call);
     }
     let_next_start();
     wait_for_previous();
-    ahead = first;
-    for (int i = 0; i < STAGES - 1; i++) {
-        fetch_rows(call, ahead, ring);
-        ahead.advance(call);
+    for (int i = 0; i < AHEAD; i++) {
+        for (int pass = 0; pass < PASSES; pass++) reader.ahead.fetch_rows(call, pass);
+        if (i < LAG) {
+            copy_async_commit();
+        } else {
+            reader.ahead.announce();
+        }
+        reader.ahead.advance(call);
     }
-
-    Reader reader = {ring, full, 0, 0, 0,
-                     static_cast<u32>(ROWS_BYTES + threadIdx.x / 32 % TILES * UNIT_BYTES)};
 #pragma unroll 1
     for (int index = blockIdx.x; index < call.items; index += gridDim.x) {
         const Item item = item_of(call, index);
-        if (TILE_ROWS == 64 || item.height == TILE_ROWS)
-            work<4>(item, call, f, reader, ahead);
+        if (TILE_ROWS == 64 || item.height < TILE_ROWS)
+            work<4>(item, call, f, reader);
         else
-            work<2>(item, call, f, reader, ahead);
+            work<TILE_ROWS / 16>(item, call, f, reader);
     }
     copy_async_wait<0>();
 }

@@ -24,11 +24,15 @@ from thor_dflash.plugins.linear.layout import PIECE_TILES, Group, Kind, Layout, 
 from thor_dflash.plugins.linear.prepare import prepared
 from thor_dflash.tensors import Array
 
-STAGES = 4
-"""Of the ring, as in prefill.cu."""
+RING = 160 * 1024
+"""Bytes that the stages of the ring take at most."""
+STAGES = 4, 6
+"""Fewest that work, most that help."""
+THREADS = 256
 STEP = 64
 """Of K, one stage."""
-BARRIER_BYTES = 8
+BARRIER_BYTES = 2 * 8
+"""Of a stage."""
 OFFSET_UNIT = 512
 """Of a piece's offset, bytes."""
 NARROW = 3
@@ -47,7 +51,9 @@ def _product(site: Site, device: Device, rows: Argument) -> Launch:
     tile_rows = 64 if t <= 64 else 128
     pieces = _pieces(plan)
     tiles = -(-t // tile_rows) * len(pieces)
-    shared = STAGES * (_slot_bytes(plan, tile_rows) + BARRIER_BYTES)
+    stage = _stage_bytes(plan, tile_rows)
+    stages = max(STAGES[0], min(STAGES[1], RING // stage // (2 if tile_rows == 64 else 1)))
+    shared = stages * (stage + BARRIER_BYTES)
     resident = 2 if tile_rows == 64 and 2 * (shared + 1024) <= device.shared else 1
     blocks = resident * device.multiprocessors
     whole = _whole(tiles, blocks) if tile_rows == 128 else tiles
@@ -57,7 +63,7 @@ def _product(site: Site, device: Device, rows: Argument) -> Launch:
         kernel="linear_prefill",
         source="prefill.cu",
         grid=(min(2 * tiles - whole, blocks), 1, 1),
-        threads=tile_rows * 2,
+        threads=THREADS,
         arguments=(
             rows,
             At("packed"),
@@ -74,6 +80,7 @@ def _product(site: Site, device: Device, rows: Argument) -> Launch:
         shared=shared,
         defines={
             "TILE_ROWS": tile_rows,
+            "STAGES": stages,
             "KINDS": sum(1 << kind for kind in {_kind(group) for group in plan.groups}),
             "EPILOGUE": epilogue,
         },
@@ -86,7 +93,7 @@ def _whole(tiles: int, blocks: int) -> int:
     return tiles - left if 2 * left <= blocks else tiles
 
 
-def _slot_bytes(plan: Layout, tile_rows: int) -> int:
+def _stage_bytes(plan: Layout, tile_rows: int) -> int:
     """One stage: rows, and the n-tiles of a group of the largest kind."""
     largest = Kind(max(plan.kinds))
     return tile_rows * STEP * 2 + PIECE_TILES * largest.slots * largest.slot_bytes
