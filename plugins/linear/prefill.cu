@@ -3,10 +3,12 @@
 // A block makes TILE_ROWS rows x 256 packed columns (up to four n-tiles of a group) at a time: a
 // warp owns all of the rows x half an n-tile of 32 columns, so that every weight is decoded once in a
 // block, in registers; no bf16 copy of it exists. K goes by in steps of 64 through a ring in shared
-// memory: rows by asynchronous copies (swizzled for load_matrix4), weights by bulk copies as they are
-// stored. All warps fill it, a step of each between the products of one; they meet nowhere but at the
-// barriers of its stages, with a stage to spare. Blocks are persistent: the ring runs ahead into the
-// next item, over its epilogue.
+// memory, rows (in slabs: rows.cuh) and weights by bulk copies as they lie in memory. Warps ask for
+// the steps in turn, and meet nowhere but at the barriers of the ring's stages. Blocks are
+// persistent: the ring runs ahead into the next item, over its epilogue.
+//
+// Matrix products share their issue slots with everything else: what counts is how many other
+// instructions there are for each.
 //
 // Items go row tile first, so that the blocks that run together share their weights in L2. The last
 // tiles, where they leave more than half the blocks idle, are cut in two by rows. A row's sums are
@@ -22,9 +24,8 @@ enum { NONE, SWIGLU, RESIDUAL };
 constexpr int TILES = 4;  // n-tiles of a group
 constexpr int WARPS = 2 * TILES;
 constexpr int THREADS = 32 * WARPS;
-constexpr int STEP = 64;        // of K
-constexpr int ROW_BYTES = 128;  // of a step
-constexpr int ROWS_BYTES = TILE_ROWS * ROW_BYTES;
+constexpr int STEP = SLAB_COLUMNS;  // of K
+constexpr int ROWS_BYTES = TILE_ROWS * SLAB_ROW;
 // One n-tile in one step, as stored; the ring has room for the largest kind of the launch.
 DEVICE constexpr int unit_bytes(int kind) {
     return step_bytes(kind == NARROW ? NVFP4 : kind) * STEP / STEP_K;
@@ -32,12 +33,10 @@ DEVICE constexpr int unit_bytes(int kind) {
 constexpr int UNIT_BYTES = unit_bytes(KINDS & 1 << BF16 ? BF16 : KINDS & 1 << FP8 ? FP8 : NVFP4);
 constexpr int STAGE_BYTES = ROWS_BYTES + TILES * UNIT_BYTES;
 static_assert(TILE_ROWS == 64 || TILE_ROWS == 128, "TILE_ROWS");
-// A stage is asked for when the one that is read is so many before it: one of those between may
-// still be read by other warps. It is announced when LAG more have been asked for.
-constexpr int AHEAD = STAGES - 2, LAG = 1;
-constexpr int AT_ONCE = THREADS / 8;  // rows that one pass of the block copies
-constexpr int PASSES = TILE_ROWS / AT_ONCE;
-static_assert(AHEAD > LAG, "what is read next has been announced");
+// A step is asked for when the one that is read is so many before it: the stage is that of the step
+// before the one that is read, which other warps have nearly always read by then.
+constexpr int AHEAD = STAGES - 1;
+static_assert(AHEAD > 0 && AHEAD <= WARPS, "a warp asks for one of the first steps at most");
 
 struct Group {
     u32 offset;  // into the packed weight, in units of 512 bytes
@@ -48,10 +47,10 @@ struct Group {
 };
 
 struct Call {
-    const u16* x;
+    const u8* slabs;
     const u8* weights;
     const int4* groups;
-    int rows, width, row_tiles, steps;
+    int rows, row_tiles, steps;
     int whole;  // tiles that are one item; the others are two, of half the rows
     int items;
 };
@@ -71,8 +70,7 @@ DEVICE Item item_of(const Call& call, int index) {
             half < 0 ? TILE_ROWS : TILE_ROWS / 2};
 }
 
-// Whose turn it is of the stages. `full`: all threads have their rows, and one has announced the
-// weights. `empty`: all have read it.
+// The barriers of a stage. `full`: what was announced has come. `empty`: all threads have read it.
 struct Turn {
     saddr stages, full, empty;
     int stage;
@@ -81,83 +79,67 @@ struct Turn {
     DEVICE saddr bytes() const { return stages + stage * STAGE_BYTES; }
     DEVICE saddr filled() const { return full + 8 * stage; }
     DEVICE saddr read() const { return empty + 8 * stage; }
-    DEVICE void next() {
-        stage = stage + 1 == STAGES ? 0 : stage + 1;
-        parity ^= stage == 0;
+    DEVICE void next(int count = 1) {
+        stage += count;
+#pragma unroll
+        for (int i = 0; i < (WARPS + STAGES - 1) / STAGES && i < count; i++) {
+            const bool wrap = stage >= STAGES;
+            stage -= wrap ? STAGES : 0;
+            parity ^= wrap;
+        }
     }
 };
 
-// The step that is asked for next. One item's steps follow the other's.
+// The steps that a warp asks for: every WARPS'th. One item's steps follow the other's.
 struct Ahead {
     Turn turn;
     int item, step;
-    const u8* weights;  // of this thread's n-tile, at the next step
-    u32 bytes;          // of one n-tile in one step
+    const u8* weights;  // of the item's first n-tile and step
+    const u8* rows;
+    u32 unit, row_bytes;  // of one n-tile in one step; of all rows in one step
     int tiles, stride;
-    const u16* rows;    // of this thread's first row and 16 bytes, at the next step
-    int rows_left;      // from this thread's first row on
 
     DEVICE bool over(const Call& call) const { return item >= call.items; }
     DEVICE void start(const Call& call) {
-        step = 0;
         if (over(call)) return;
         const Item next = item_of(call, item);
-        bytes = unit_bytes(next.group.kind);
+        weights = call.weights + static_cast<u64>(next.group.offset) * 512;
+        unit = unit_bytes(next.group.kind);
         tiles = next.group.tiles;
         stride = next.group.stride;
-        weights = call.weights + static_cast<u64>(next.group.offset) * 512;
-        const int row = threadIdx.x / 8;
-        rows = call.x + static_cast<i64>(next.row + row) * call.width + threadIdx.x % 8 * 8;
-        rows_left = min(next.height, call.rows - next.row) - row;
+        rows = call.slabs + static_cast<i64>(next.row) * SLAB_ROW;
+        row_bytes = max(0, min(next.height, call.rows - next.row)) * SLAB_ROW;
     }
     DEVICE void advance(const Call& call) {
-        turn.next();
-        if (++step < call.steps) return;
-        item += gridDim.x;
+        turn.next(WARPS);
+        step += WARPS;
+        settle(call);
+    }
+    DEVICE void settle(const Call& call) {
+        if (step < call.steps) return;
+        while (step >= call.steps) {
+            step -= call.steps;
+            item += gridDim.x;
+        }
         start(call);
     }
 
-    // Stored order of a group: 128 of K, n-tile, 64 of K.
+    // Announces all, asks for the weights: a lane an n-tile. Stored order of a group: 128 of K,
+    // n-tile, 64 of K.
     DEVICE void fetch_weights(const Call& call) const {
-        const int tile = threadIdx.x;
-        if (tile >= TILES || over(call)) return;
-        if (tile == 0) barrier_expect(turn.filled(), tiles * bytes);
-        if (tile >= tiles) return;
-        const int unit = ((step >> 1) * stride + tile) * 2 + (step & 1);
-        copy_bulk_kept(turn.bytes() + ROWS_BYTES + tile * UNIT_BYTES,
-                       weights + static_cast<u64>(unit) * bytes, bytes, turn.filled());
-    }
-    // Pass `i` of the block over the rows. Sixteen bytes `c` of row `r` lie at chunk c ^ (r % 8):
-    // load_matrix4 meets no bank twice.
-    DEVICE void fetch_rows(const Call& call, int i) const {
+        const int tile = threadIdx.x % 32;
         if (over(call)) return;
-        const int chunk = threadIdx.x % 8, row = threadIdx.x / 8;
-        copy_async16(
-            turn.bytes() + (i * AT_ONCE + row) * ROW_BYTES + ((chunk ^ (row & 7)) << 4),
-            rows + static_cast<i64>(i * AT_ONCE) * call.width + step * STEP,
-            step * STEP + chunk * 8 < call.width && i * AT_ONCE < rows_left);
+        if (tile == 0) barrier_expect(turn.filled(), tiles * unit + row_bytes);
+        sync_warp();
+        if (tile >= tiles) return;
+        const int at = ((step >> 1) * stride + tile) * 2 + (step & 1);
+        copy_bulk_kept(turn.bytes() + ROWS_BYTES + tile * UNIT_BYTES,
+                       weights + static_cast<u64>(at) * unit, unit, turn.filled());
     }
-    // The rows of the stage LAG before this one are in, of this thread. Past the end nobody waits for
-    // them.
-    DEVICE void announce() const {
-        copy_async_commit();
-        copy_async_wait<LAG>();
-        const int before = turn.stage < LAG ? turn.stage + STAGES - LAG : turn.stage - LAG;
-        barrier_arrive(turn.full + 8 * before);
-    }
-    // All of it in parts, for between products.
-    static constexpr int PARTS = PASSES + 3;
-    DEVICE void part(const Call& call, int i) {
-        if (i == 0) {
-            barrier_wait(turn.read(), turn.parity ^ 1);
-            fetch_weights(call);
-        } else if (i <= PASSES) {
-            fetch_rows(call, i - 1);
-        } else if (i == PASSES + 1) {
-            announce();
-        } else if (i == PASSES + 2) {
-            advance(call);
-        }
+    DEVICE void fetch_rows(const Call& call) const {
+        if (over(call) || threadIdx.x % 32 != 0 || row_bytes == 0) return;
+        copy_bulk_kept(turn.bytes(), rows + static_cast<i64>(step) * call.rows * SLAB_ROW, row_bytes,
+                       turn.filled());
     }
 };
 
@@ -166,9 +148,10 @@ struct Reader {
     const Call& call;
     Turn turn;
     Ahead ahead;
-    u32 lane_row;  // in a stage: of the lane's row and half
-    u32 unit;      // in a stage: of the warp's n-tile
-    int side;      // which half of it
+    int due;         // steps until this warp asks for one
+    u32 lane_row;    // in a stage: of the lane's row and half
+    u32 unit;        // in a stage: of the warp's n-tile
+    int side;        // which half of it
 
     DEVICE void acquire() const { barrier_wait(turn.filled(), turn.parity); }
     // `last`: of the last loads.
@@ -177,9 +160,18 @@ struct Reader {
         barrier_arrive(turn.read());
         turn.next();
     }
+    // Once for each step that is read.
+    DEVICE void ask() {
+        if (due-- > 0) return;
+        due = WARPS - 1;
+        barrier_wait(ahead.turn.read(), ahead.turn.parity ^ 1);
+        ahead.fetch_weights(call);
+        ahead.fetch_rows(call);
+        ahead.advance(call);
+    }
     // The rows of a 16 of K, from `m` times 16 on.
     DEVICE void load_rows(u32 (&a)[4], int k16, int m) const {
-        load_matrix4(a, turn.bytes() + (lane_row ^ (k16 << 5)) + m * 16 * ROW_BYTES);
+        load_matrix4(a, turn.bytes() + (lane_row ^ (k16 << 5)) + m * 16 * SLAB_ROW);
     }
     template <int KIND> DEVICE void load(Packed<KIND>& packed, int k16) const {
         packed.load(turn.bytes() + unit, k16, side);
@@ -191,8 +183,7 @@ template <int M> using Sums = float[M][STRIPS][4];  // [16 rows][8 columns][frag
 // Rows are loaded EARLY fragments before their products, weights as early before the next 16 of K.
 template <int KIND, int M>
 DEVICE void multiply(Sums<M>& sums, int steps, Reader& reader) {
-    constexpr int EARLY = 3, ALL = STEP / 16 * M, EACH = ALL / 2 / Ahead::PARTS;
-    static_assert(EACH > 0, "a step is asked for in the first half of another");
+    constexpr int EARLY = 3, ALL = STEP / 16 * M;
     u32 a[EARLY + 1][4];
     StripFragments b[2];
     Packed<KIND> packed;
@@ -215,7 +206,7 @@ DEVICE void multiply(Sums<M>& sums, int steps, Reader& reader) {
                 if (m == M - EARLY) reader.load(packed, (k16 + 1) % 4);
             }
             if (m == M - 1) packed.decode(b[(k16 + 1) % 2], (k16 + 1) % 4);
-            if (i % EACH == 0) reader.ahead.part(reader.call, i / EACH);
+            if (i == ALL / 2) reader.ask();
 #pragma unroll
             for (int j = 0; j < STRIPS; j++) {
                 mma_bf16(sums[m][j], a[i % (EARLY + 1)], b[k16 % 2][j][0], b[k16 % 2][j][1]);
@@ -309,7 +300,7 @@ DEVICE void work(const Item& item, const Call& call, const Finish& f, Reader& re
     if (tile >= item.group.tiles) {
         for (int step = 0; step < call.steps; step++) {
             reader.acquire();
-            for (int part = 0; part < Ahead::PARTS; part++) reader.ahead.part(call, part);
+            reader.ask();
             reader.release(0);
         }
         return;
@@ -324,7 +315,7 @@ DEVICE void work(const Item& item, const Call& call, const Finish& f, Reader& re
 }
 
 KERNEL void __launch_bounds__(THREADS, TILE_ROWS == 64 ? 2 : 1)
-linear_prefill(const u16* x, const u8* __restrict__ weights, const float* __restrict__ scales,
+linear_prefill(const u8* slabs, const u8* __restrict__ weights, const float* __restrict__ scales,
                const int4* __restrict__ groups, const int2* __restrict__ strips,
                const u16* residual, u16* const* __restrict__ outputs, int rows, int width,
                int group_count, int whole) {
@@ -332,40 +323,36 @@ linear_prefill(const u16* x, const u8* __restrict__ weights, const float* __rest
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const saddr stages = shared_address(shared), full = stages + STAGES * STAGE_BYTES;
     const int row_tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
-    const Call call = {x,     weights,
-                       groups, rows,
-                       width, row_tiles,
-                       (width + STEP - 1) / STEP, whole,
-                       2 * row_tiles * group_count - whole};
+    const Call call = {slabs,     weights, groups, rows,
+                       row_tiles, (width + STEP - 1) / STEP,
+                       whole,     2 * row_tiles * group_count - whole};
     const Finish f = {scales, strips, residual, outputs};
     const Turn turn = {stages, full, full + 8 * STAGES, 0, 0};
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
-            barrier_init(turn.full + 8 * i, THREADS + 1);
+            barrier_init(turn.full + 8 * i, 1);
             barrier_init(turn.empty + 8 * i, THREADS);
         }
         barrier_init_done();
     }
     sync_block();
 
+    Reader reader = {call,
+                     turn,
+                     {turn, static_cast<int>(blockIdx.x), warp},
+                     (warp + WARPS - AHEAD) % WARPS,
+                     lane % 16 * SLAB_ROW + ((lane / 16 ^ (lane & 7)) << 4),
+                     static_cast<u32>(ROWS_BYTES + warp / 2 * UNIT_BYTES),
+                     warp % 2};
+    reader.ahead.start(call);
+    reader.ahead.turn.next(warp);
+    reader.ahead.settle(call);
     // Weights never change; rows are what the kernel before wrote.
-    Ahead first = {turn, static_cast<int>(blockIdx.x)};
-    first.start(call);
-    Reader reader = {call, turn, first, lane % 16 * ROW_BYTES + ((lane / 16 ^ (lane & 7)) << 4),
-                     static_cast<u32>(ROWS_BYTES + warp / 2 * UNIT_BYTES), warp % 2};
-    for (int i = 0; i < AHEAD; i++) {
-        first.fetch_weights(call);
-        first.advance(call);
-    }
+    if (warp < AHEAD) reader.ahead.fetch_weights(call);
     let_next_start();
     wait_for_previous();
-    for (int i = 0; i < AHEAD; i++) {
-        for (int pass = 0; pass < PASSES; pass++) reader.ahead.fetch_rows(call, pass);
-        if (i < LAG) {
-            copy_async_commit();
-        } else {
-            reader.ahead.announce();
-        }
+    if (warp < AHEAD) {
+        reader.ahead.fetch_rows(call);
         reader.ahead.advance(call);
     }
 #pragma unroll 1
@@ -376,5 +363,4 @@ linear_prefill(const u16* x, const u8* __restrict__ weights, const float* __rest
         else
             work<TILE_ROWS / 16>(item, call, f, reader);
     }
-    copy_async_wait<0>();
 }

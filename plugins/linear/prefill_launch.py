@@ -24,10 +24,10 @@ from thor_dflash.plugins.linear.layout import PIECE_TILES, Group, Kind, Layout, 
 from thor_dflash.plugins.linear.prepare import prepared
 from thor_dflash.tensors import Array
 
-RING = 160 * 1024
+RING = 200 * 1024
 """Bytes that the stages of the ring take at most."""
-STAGES = 4, 6
-"""Fewest that work, most that help."""
+STAGES = 6
+"""Most that help."""
 THREADS = 256
 STEP = 64
 """Of K, one stage."""
@@ -41,7 +41,7 @@ NARROW = 3
 
 def launches(site: Site, device: Device) -> tuple[Launch, ...]:
     """The launches of a call of more than 32 rows."""
-    rows, before = prepared(site)
+    rows, before = prepared(site, slabs=True)
     return (*before, _product(site, device, rows))
 
 
@@ -52,7 +52,7 @@ def _product(site: Site, device: Device, rows: Argument) -> Launch:
     pieces = _pieces(plan)
     tiles = -(-t // tile_rows) * len(pieces)
     stage = _stage_bytes(plan, tile_rows)
-    stages = max(STAGES[0], min(STAGES[1], RING // stage // (2 if tile_rows == 64 else 1)))
+    stages = min(STAGES, RING // stage // (2 if tile_rows == 64 else 1))
     shared = stages * (stage + BARRIER_BYTES)
     resident = 2 if tile_rows == 64 and 2 * (shared + 1024) <= device.shared else 1
     blocks = resident * device.multiprocessors
