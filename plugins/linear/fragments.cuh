@@ -9,31 +9,42 @@ constexpr int STRIPS = 4;  // of 8 columns, in half an n-tile
 // b0, b1 of each strip.
 typedef u32 StripFragments[STRIPS][2];
 
-// `unit`: of the n-tile in a stage, 64 of K; `side`: which half of its columns.
+// A lane's part of 64 of K x 64 columns, as stored.
 template <int KIND> struct Packed {
     static constexpr int WORDS = KIND == BF16 ? 8 : KIND == FP8 ? 4 : 2;
+    static constexpr int LOADS = KIND == NARROW ? 2 : (WORDS + 3) / 4;
     u32 words[WORDS];
     u32 scales[2];  // NVFP4: one; NARROW: of each narrow tile
 
-    DEVICE void load(saddr unit, int k16, int side) {
-        const int lane = threadIdx.x % 32;
+    // From the first byte: where this lane finds its words and its scales; `side`: of which half of
+    // the columns.
+    DEVICE static u32 words_at(int side) {
+        const u32 lane = threadIdx.x % 32;
+        if (KIND == NVFP4) return lane * 16 + side * 8;
+        return KIND == NARROW ? lane * 4 + side * 2 * NARROW_SLOT
+                              : lane * 16 + side * LOADS * 512;
+    }
+    DEVICE static u32 scales_at(int side) {
+        const u32 column = threadIdx.x % 32 / 4;
+        return KIND == NVFP4 ? NVFP4_CODES + column * 32 + side * 4
+                             : NARROW_CODES + column * 8 + side * 2 * NARROW_SLOT;
+    }
+
+    // 16 of K, from there on.
+    DEVICE void load(saddr words_at, saddr scales_at, int k16) {
         if (KIND == NVFP4) {
-            const uint2 codes = load_shared8(unit + k16 * 512 + lane * 16 + side * 8);
+            const uint2 codes = load_shared8(words_at + k16 * 512);
             words[0] = codes.x, words[1] = codes.y;
-            scales[0] = load_shared4(unit + NVFP4_CODES + lane / 4 * 32 + k16 * 8 + side * 4);
-        } else if (KIND == NARROW) {
+            scales[0] = load_shared4(scales_at + k16 * 8);
+            return;
+        }
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const saddr tile = unit + (2 * side + i) * NARROW_SLOT;
-                words[i] = load_shared4(tile + k16 * 128 + lane * 4);
-                scales[i] = load_shared4(tile + NARROW_CODES + lane / 4 * 8 + k16 / 2 * 4);
-            }
-        } else {
-            constexpr int LOADS = WORDS / 4;
-#pragma unroll
-            for (int i = 0; i < LOADS; i++) {
-                const int eighth = (k16 * 2 + side) * LOADS + i;
-                const uint4 v = load_shared16(unit + eighth * 512 + lane * 16);
+        for (int i = 0; i < LOADS; i++) {
+            if (KIND == NARROW) {
+                words[i] = load_shared4(words_at + k16 * 128 + i * NARROW_SLOT);
+                scales[i] = load_shared4(scales_at + k16 / 2 * 4 + i * NARROW_SLOT);
+            } else {
+                const uint4 v = load_shared16(words_at + (k16 * 2 * LOADS + i) * 512);
                 words[4 * i] = v.x, words[4 * i + 1] = v.y;
                 words[4 * i + 2] = v.z, words[4 * i + 3] = v.w;
             }
@@ -50,14 +61,15 @@ template <int KIND> struct Packed {
         return x;
     }
 
-    DEVICE void decode(StripFragments& b, int k16) const {
+    // `exponent`: see nvfp4_scales.
+    DEVICE void decode(StripFragments& b, int k16, u32 exponent) const {
         if (KIND == NVFP4 || KIND == NARROW) {
             u32 scale[2];
             if (KIND == NVFP4) {
-                nvfp4_scales(scales[0], scale);
+                nvfp4_scales(scales[0], scale, exponent);
             } else {
-                scale[0] = nvfp4_scale(scales[0], k16 % 2);
-                scale[1] = nvfp4_scale(scales[1], k16 % 2);
+                scale[0] = nvfp4_scale(scales[0], k16 % 2, exponent);
+                scale[1] = nvfp4_scale(scales[1], k16 % 2, exponent);
             }
 #pragma unroll
             for (int i = 0; i < 2; i++) {

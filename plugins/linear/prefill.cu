@@ -70,6 +70,9 @@ DEVICE Item item_of(const Call& call, int index) {
             half < 0 ? TILE_ROWS : TILE_ROWS / 2};
 }
 
+// x, in a register: the compiler cannot make it again, as it would at every use of what is cheap.
+DEVICE u32 kept(u32 x) { return shuffle(x, threadIdx.x % 32); }
+
 // The barriers of a stage. `full`: what was announced has come. `empty`: all threads have read it.
 struct Turn {
     saddr stages, full, empty;
@@ -148,10 +151,10 @@ struct Reader {
     const Call& call;
     Turn turn;
     Ahead ahead;
-    int due;         // steps until this warp asks for one
-    u32 lane_row;    // in a stage: of the lane's row and half
-    u32 unit;        // in a stage: of the warp's n-tile
-    int side;        // which half of it
+    int due;       // steps until this warp asks for one
+    u32 unit;      // in a stage: of the warp's n-tile
+    int side;      // which half of it
+    u32 exponent;  // SCALE_EXPONENT
 
     DEVICE void acquire() const { barrier_wait(turn.filled(), turn.parity); }
     // `last`: of the last loads.
@@ -169,13 +172,28 @@ struct Reader {
         ahead.fetch_rows(call);
         ahead.advance(call);
     }
-    // The rows of a 16 of K, from `m` times 16 on.
-    DEVICE void load_rows(u32 (&a)[4], int k16, int m) const {
-        load_matrix4(a, turn.bytes() + (lane_row ^ (k16 << 5)) + m * 16 * SLAB_ROW);
+};
+
+// Where a lane reads a stage, and loads of 16 of K of it.
+template <int KIND> struct Place {
+    u32 rows_in, words_in, scales_in;
+    saddr rows, words, scales;
+
+    DEVICE Place(const Reader& reader) {
+        const u32 lane = threadIdx.x % 32;
+        rows_in = kept(lane % 16 * SLAB_ROW + ((lane / 16 ^ (lane & 7)) << 4));
+        words_in = kept(reader.unit + Packed<KIND>::words_at(reader.side));
+        scales_in = kept(reader.unit + Packed<KIND>::scales_at(reader.side));
     }
-    template <int KIND> DEVICE void load(Packed<KIND>& packed, int k16) const {
-        packed.load(turn.bytes() + unit, k16, side);
+    DEVICE void enter(const Turn& turn) {
+        const saddr at = turn.bytes();
+        rows = at + rows_in, words = at + words_in, scales = at + scales_in;
     }
+    // From row 16 m on.
+    DEVICE void load(u32 (&a)[4], int k16, int m) const {
+        load_matrix4(a, (rows ^ (k16 << 5)) + m * 16 * SLAB_ROW);
+    }
+    DEVICE void load(Packed<KIND>& packed, int k16) const { packed.load(words, scales, k16); }
 };
 
 template <int M> using Sums = float[M][STRIPS][4];  // [16 rows][8 columns][fragment]
@@ -187,11 +205,13 @@ DEVICE void multiply(Sums<M>& sums, int steps, Reader& reader) {
     u32 a[EARLY + 1][4];
     StripFragments b[2];
     Packed<KIND> packed;
+    Place<KIND> place(reader);
     reader.acquire();
-    reader.load(packed, 0);
+    place.enter(reader.turn);
+    place.load(packed, 0);
 #pragma unroll
-    for (int i = 0; i < EARLY; i++) reader.load_rows(a[i], i / M, i % M);
-    packed.decode(b[0], 0);
+    for (int i = 0; i < EARLY; i++) place.load(a[i], i / M, i % M);
+    packed.decode(b[0], 0, reader.exponent);
 #pragma unroll 1
     for (int left = steps; left > 0; left--) {
 #pragma unroll
@@ -199,13 +219,16 @@ DEVICE void multiply(Sums<M>& sums, int steps, Reader& reader) {
             const int k16 = i / M, m = i % M, then = (i + EARLY) % ALL;
             if (then == 0) {
                 reader.release(a[(i + EARLY - 1) % (EARLY + 1)][0] ^ packed.last());
-                if (left > 1) reader.acquire();
+                if (left > 1) {
+                    reader.acquire();
+                    place.enter(reader.turn);
+                }
             }
             if (i + EARLY < ALL || left > 1) {
-                reader.load_rows(a[(i + EARLY) % (EARLY + 1)], then / M, then % M);
-                if (m == M - EARLY) reader.load(packed, (k16 + 1) % 4);
+                place.load(a[(i + EARLY) % (EARLY + 1)], then / M, then % M);
+                if (m == M - EARLY) place.load(packed, (k16 + 1) % 4);
             }
-            if (m == M - 1) packed.decode(b[(k16 + 1) % 2], (k16 + 1) % 4);
+            if (m == M - 1) packed.decode(b[(k16 + 1) % 2], (k16 + 1) % 4, reader.exponent);
             if (i == ALL / 2) reader.ask();
 #pragma unroll
             for (int j = 0; j < STRIPS; j++) {
@@ -314,13 +337,13 @@ DEVICE void work(const Item& item, const Call& call, const Finish& f, Reader& re
               item.row);
 }
 
-KERNEL void __launch_bounds__(THREADS, TILE_ROWS == 64 ? 2 : 1)
+KERNEL void __launch_bounds__(THREADS, 1)
 linear_prefill(const u8* slabs, const u8* __restrict__ weights, const float* __restrict__ scales,
                const int4* __restrict__ groups, const int2* __restrict__ strips,
                const u16* residual, u16* const* __restrict__ outputs, int rows, int width,
                int group_count, int whole) {
     DYNAMIC_SHARED(shared);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int warp = threadIdx.x / 32;
     const saddr stages = shared_address(shared), full = stages + STAGES * STAGE_BYTES;
     const int row_tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     const Call call = {slabs,     weights, groups, rows,
@@ -341,9 +364,9 @@ linear_prefill(const u8* slabs, const u8* __restrict__ weights, const float* __r
                      turn,
                      {turn, static_cast<int>(blockIdx.x), warp},
                      (warp + WARPS - AHEAD) % WARPS,
-                     lane % 16 * SLAB_ROW + ((lane / 16 ^ (lane & 7)) << 4),
                      static_cast<u32>(ROWS_BYTES + warp / 2 * UNIT_BYTES),
-                     warp % 2};
+                     warp % 2,
+                     kept(opaque(SCALE_EXPONENT))};
     reader.ahead.start(call);
     reader.ahead.turn.next(warp);
     reader.ahead.settle(call);

@@ -52,10 +52,9 @@ def _product(site: Site, device: Device, rows: Argument) -> Launch:
     pieces = _pieces(plan)
     tiles = -(-t // tile_rows) * len(pieces)
     stage = _stage_bytes(plan, tile_rows)
-    stages = min(STAGES, RING // stage // (2 if tile_rows == 64 else 1))
+    stages = min(STAGES, RING // stage)
     shared = stages * (stage + BARRIER_BYTES)
-    resident = 2 if tile_rows == 64 and 2 * (shared + 1024) <= device.shared else 1
-    blocks = resident * device.multiprocessors
+    blocks = device.multiprocessors
     whole = _whole(tiles, blocks) if tile_rows == 128 else tiles
     epilogue = Epilogue[site.attributes.word("epilogue").upper()]
     outputs = len(plan.widths) if epilogue is Epilogue.NONE else 1

@@ -33,17 +33,17 @@ DEVICE constexpr int slot_columns(int kind) { return STEP_K / 2 >> kind; }
 DEVICE constexpr int slot_bytes(int kind) { return kind == NVFP4 ? NVFP4_SLOT : PLAIN_SLOT; }
 DEVICE constexpr int step_bytes(int kind) { return 2 * slots_of(kind) * slot_bytes(kind); }
 
-// Two words of E5M3 scales of four strips, times 2^81: one strip per half register. The constant in
-// a register, so that one instruction masks and adds it.
-DEVICE void nvfp4_scales(u32 word, u32 (&scale)[2]) {
-    const u32 exponent = opaque(0x60006000u);
+// Two words of E5M3 scales of four strips, times 2^81: one strip per half register. The exponent's
+// constant in a register, so that one instruction masks and adds it.
+constexpr u32 SCALE_EXPONENT = 0x60006000u;
+DEVICE void nvfp4_scales(u32 word, u32 (&scale)[2], u32 exponent = opaque(SCALE_EXPONENT)) {
     scale[0] = (word & 0x0ff00ff0u) | exponent;
     scale[1] = (rotate_right(word, 8) & 0x0ff00ff0u) | exponent;
 }
 
 // Of one of the pairs alone.
-DEVICE u32 nvfp4_scale(u32 word, int pair) {
-    return (rotate_right(word, 8 * pair) & 0x0ff00ff0u) | opaque(0x60006000u);
+DEVICE u32 nvfp4_scale(u32 word, int pair, u32 exponent = opaque(SCALE_EXPONENT)) {
+    return (rotate_right(word, 8 * pair) & 0x0ff00ff0u) | exponent;
 }
 
 // One word of codes and its two scales -> b0, b1 of the even strip and b0, b1 of the odd strip,
