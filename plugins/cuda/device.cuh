@@ -134,6 +134,8 @@ DEVICE u32 shuffle_xor(u32 x, int mask) { return __shfl_xor_sync(ALL_LANES, x, m
 DEVICE float shuffle(float x, int lane) { return __shfl_sync(ALL_LANES, x, lane); }
 DEVICE i32 shuffle(i32 x, int lane) { return __shfl_sync(ALL_LANES, x, lane); }
 DEVICE u32 shuffle(u32 x, int lane) { return __shfl_sync(ALL_LANES, x, lane); }
+// x, in a register: the compiler cannot make it again at every use, as it does with what is cheap.
+DEVICE u32 kept(u32 x) { return shuffle(x, threadIdx.x % 32); }
 DEVICE u32 ballot(bool x) { return __ballot_sync(ALL_LANES, x); }
 
 // ---- one kernel and the next (programmatic dependent launch) ---------------------------------
@@ -198,6 +200,10 @@ DEVICE void barrier_expect(saddr barrier, u32 bytes) {
 }
 DEVICE void barrier_arrive(saddr barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// The same when `x` has come out of shared memory, as in `received`: the address hangs on it.
+DEVICE void barrier_arrive_received(saddr barrier, u32 x) {
+    barrier_arrive(barrier + (x & (blockDim.z - 1)));
 }
 // Until the phase of this parity (0 first, then 1, 0, ...) has ended.
 DEVICE void barrier_wait(saddr barrier, u32 parity) {

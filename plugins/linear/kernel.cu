@@ -132,9 +132,55 @@ struct Reader {
         skip(q);
     }
 
+    // The first three 16 of K of a slot; the fourth is loaded.
+    DEVICE void three(Nvfp4& now, Nvfp4& ahead, Sums& sums, saddr at, saddr rows) const {
+#pragma unroll
+        for (int k16 = 0; k16 < 3; k16++) {
+            ahead.load(at, rows, k16 + 1, part.side);
+            now.add(sums, k16);
+            now.follow(ahead);
+        }
+    }
+    // The fourth, when the first of the slot after it is on its way.
+    DEVICE void fourth(Nvfp4& now, Nvfp4& ahead, Sums& sums, saddr at, saddr rows) const {
+        ahead.load_scales(at);
+        ahead.load(at, rows, 0, part.side);
+        now.add(sums, 3);
+        now = ahead;
+    }
     // A slot's slab is the stage's of the same number.
+    DEVICE void nvfp4(Sums& sums, int q) const {
+        Nvfp4 now, ahead;
+        wait();
+        saddr at = slot(), rows = slab(part.phase);
+        now.load_scales(at);
+        now.load(at, rows, 0, part.side);
+#pragma unroll 1
+        for (;;) {
+            int left = min(SPLIT, end - q - part.phase);
+#pragma unroll 1
+            for (;;) {
+                three(now, ahead, sums, at, rows);
+                if (SPLIT == 1 || --left == 0) break;
+                at += SLOT;
+                rows += ROWS * SLAB_ROW;
+                fourth(now, ahead, sums, at, rows);
+            }
+            next(now.last());
+            q += phases;
+            if (q + part.phase >= end) break;
+            wait();
+            at = slot();
+            rows = slab(part.phase);
+            fourth(now, ahead, sums, at, rows);
+        }
+        now.add(sums, 3);
+        skip(q);
+    }
+    // The same in a kernel with narrow tiles, of an item with one or without. One loop for stages and
+    // their slots: two would take more registers than there are.
     template <bool WITH_NARROW>
-    DEVICE void nvfp4(Sums& sums, NarrowSums& narrow_sums, int q) const {
+    DEVICE void nvfp4_narrow(Sums& sums, NarrowSums& narrow_sums, int q) const {
         Nvfp4 now, ahead;
         Narrow narrow;
         wait();
@@ -143,12 +189,7 @@ struct Reader {
         now.load(at, rows, 0, part.side);
 #pragma unroll 1
         for (;;) {
-#pragma unroll
-            for (int k16 = 0; k16 < 3; k16++) {
-                ahead.load(at, rows, k16 + 1, part.side);
-                now.add(sums, k16);
-                now.follow(ahead);
-            }
+            three(now, ahead, sums, at, rows);
             const bool second = SPLIT > 1 && at == slot() && q + part.phase + 1 < end;
             if (WITH_NARROW) {
                 load_narrow(narrow, SPLIT > 1 && at != slot());
@@ -166,10 +207,7 @@ struct Reader {
                 at = slot();
                 rows = slab(part.phase);
             }
-            ahead.load_scales(at);
-            ahead.load(at, rows, 0, part.side);
-            now.add(sums, 3);
-            now = ahead;
+            fourth(now, ahead, sums, at, rows);
         }
         now.add(sums, 3);
         skip(q);
@@ -257,14 +295,16 @@ linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u8
         clear_narrow(narrow_sums);
         if (item.narrow.there()) {
             if (active) {
-                reader.nvfp4<true>(sums, narrow_sums, at.q);
+                reader.nvfp4_narrow<true>(sums, narrow_sums, at.q);
             } else {
                 reader.only_narrow(narrow_sums, at.q);
             }
         } else if (!active) {
             reader.skip(at.q);
-        } else if (ONLY_NVFP4 || item.kind == NVFP4) {
-            reader.nvfp4<false>(sums, narrow_sums, at.q);
+        } else if (NARROW) {
+            reader.nvfp4_narrow<false>(sums, narrow_sums, at.q);
+        } else if (ONLY_NVFP4 || (KINDS & 1 << NVFP4 && item.kind == NVFP4)) {
+            reader.nvfp4(sums, at.q);
         } else {
             reader.others(sums, at.q, item);
         }

@@ -70,9 +70,6 @@ DEVICE Item item_of(const Call& call, int index) {
             half < 0 ? TILE_ROWS : TILE_ROWS / 2};
 }
 
-// x, in a register: the compiler cannot make it again, as it would at every use of what is cheap.
-DEVICE u32 kept(u32 x) { return shuffle(x, threadIdx.x % 32); }
-
 // The barriers of a stage. `full`: what was announced has come. `empty`: all threads have read it.
 struct Turn {
     saddr stages, full, empty;
@@ -159,8 +156,7 @@ struct Reader {
     DEVICE void acquire() const { barrier_wait(turn.filled(), turn.parity); }
     // `last`: of the last loads.
     DEVICE void release(u32 last) {
-        received(last);
-        barrier_arrive(turn.read());
+        barrier_arrive_received(turn.read(), last);
         turn.next();
     }
     // Once for each step that is read.

@@ -179,6 +179,7 @@ DEVICE void e4m3x4_f16x4(u32 x, u32& low, u32& high) {
 }
 
 DEVICE u32 opaque(u32 x) { return x; }
+DEVICE u32 kept(u32 x) { return x; }
 DEVICE void received(u32) { emulator::received(); }
 DEVICE u32 rotate_right(u32 x, int n) { return x >> (n & 31) | x << (-n & 31); }
 DEVICE u32 select_bytes(u32 a, u32 b, u32 selector) {
@@ -242,6 +243,10 @@ DEVICE void barrier_init(saddr barrier, int count) { emulator::barrier_init(barr
 DEVICE void barrier_init_done() { emulator::barrier_init_done(); }
 DEVICE void barrier_expect(saddr barrier, u32 bytes) { emulator::barrier_expect(barrier, bytes); }
 DEVICE void barrier_arrive(saddr barrier) { emulator::barrier_arrive(barrier); }
+DEVICE void barrier_arrive_received(saddr barrier, u32) {
+    emulator::received();
+    emulator::barrier_arrive(barrier);
+}
 DEVICE void barrier_wait(saddr barrier, u32 parity) { emulator::barrier_wait(barrier, parity); }
 DEVICE void copy_bulk(saddr to, const void* from, u32 bytes, saddr barrier) {
     emulator::copy_bulk(to, from, bytes, barrier);
