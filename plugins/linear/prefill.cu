@@ -7,8 +7,8 @@
 // the steps in turn, and meet nowhere but at the barriers of the ring's stages. Blocks are
 // persistent: the ring runs ahead into the next item, over its epilogue.
 //
-// Matrix products share their issue slots with everything else: what counts is how many other
-// instructions there are for each.
+// A scheduler issues a matrix product in six to seven clocks and nothing else meanwhile: what counts
+// is how many other instructions there are for each.
 //
 // Items go row tile first, so that the blocks that run together share their weights in L2. The last
 // tiles, where they leave more than half the blocks idle, are cut in two by rows. A row's sums are
@@ -154,7 +154,7 @@ struct Reader {
     u32 exponent;  // SCALE_EXPONENT
 
     DEVICE void acquire() const { barrier_wait(turn.filled(), turn.parity); }
-    // `last`: of the last loads.
+    // `last`: of the loads that no product has had yet.
     DEVICE void release(u32 last) {
         barrier_arrive_received(turn.read(), last);
         turn.next();
@@ -214,7 +214,10 @@ DEVICE void multiply(Sums<M>& sums, int steps, Reader& reader) {
         for (int i = 0; i < ALL; i++) {
             const int k16 = i / M, m = i % M, then = (i + EARLY) % ALL;
             if (then == 0) {
-                reader.release(a[(i + EARLY - 1) % (EARLY + 1)][0] ^ packed.last());
+                u32 last = packed.last();
+#pragma unroll
+                for (int e = 0; e < EARLY; e++) last ^= a[(i + e) % (EARLY + 1)][0];
+                reader.release(last);
                 if (left > 1) {
                     reader.acquire();
                     place.enter(reader.turn);

@@ -21,15 +21,13 @@ from thor_dflash.plugins.launch import (
 )
 from thor_dflash.plugins.linear.few import Epilogue, strip_table
 from thor_dflash.plugins.linear.layout import PIECE_TILES, Group, Kind, Layout, Piece, layout
-from thor_dflash.plugins.linear.prepare import prepared
+from thor_dflash.plugins.linear.prepare import SLAB, prepared
 from thor_dflash.tensors import Array
 
-RING = 200 * 1024
-"""Bytes that the stages of the ring take at most."""
 STAGES = 6
-"""Most that help."""
+"""Most stages of the ring."""
 THREADS = 256
-STEP = 64
+STEP = SLAB
 """Of K, one stage."""
 BARRIER_BYTES = 2 * 8
 """Of a stage."""
@@ -52,8 +50,7 @@ def _product(site: Site, device: Device, rows: Argument) -> Launch:
     pieces = _pieces(plan)
     tiles = -(-t // tile_rows) * len(pieces)
     stage = _stage_bytes(plan, tile_rows)
-    stages = min(STAGES, RING // stage)
-    shared = stages * (stage + BARRIER_BYTES)
+    stages = min(STAGES, device.shared // stage)
     blocks = device.multiprocessors
     whole = _whole(tiles, blocks) if tile_rows == 128 else tiles
     epilogue = Epilogue[site.attributes.word("epilogue").upper()]
@@ -76,7 +73,7 @@ def _product(site: Site, device: Device, rows: Argument) -> Launch:
             Int(len(pieces)),
             Int(whole),
         ),
-        shared=shared,
+        shared=stages * stage,
         defines={
             "TILE_ROWS": tile_rows,
             "STAGES": stages,
@@ -93,9 +90,10 @@ def _whole(tiles: int, blocks: int) -> int:
 
 
 def _stage_bytes(plan: Layout, tile_rows: int) -> int:
-    """One stage: rows, and the n-tiles of a group of the largest kind."""
+    """One stage: rows, the n-tiles of a group of the largest kind, barriers."""
     largest = Kind(max(plan.kinds))
-    return tile_rows * STEP * 2 + PIECE_TILES * largest.slots * largest.slot_bytes
+    weights = PIECE_TILES * largest.slots * largest.slot_bytes
+    return tile_rows * STEP * 2 + weights + BARRIER_BYTES
 
 
 def _pieces(plan: Layout) -> list[Piece]:

@@ -39,7 +39,7 @@ def prepared(
 
     Args:
         folder: Of linear's sources, from the room's own.
-        slabs: In the order of few rows' kernel (rows.cuh), which no `x` has.
+        slabs: As the products' kernels read them (rows.cuh), which no `x` is.
     """
     a = site.attributes
     gate = Gate[a.word("gate").upper()] if "gate" in a.values else Gate.NONE

@@ -85,12 +85,26 @@ def test_the_last_tiles_are_cut_where_half_the_blocks_would_idle(multiprocessors
         assert left == 0 or 2 * left > multiprocessors
 
 
+@pytest.mark.parametrize("shared", [232448, 101376])
+@pytest.mark.parametrize("t", [64, 128])
+@pytest.mark.parametrize("kind", ["nvfp4", "fp8", "bfloat16"])
+def test_the_ring_takes_what_a_block_may_have(kind: str, t: int, shared: int) -> None:
+    rng = np.random.default_rng(t)
+    case = Case(kind, {"x": rows(rng, t, 64), **weight_case(rng, kind, 8, 64)}, {})
+    one, _ = product(call_of(LINEAR, case).site, Device((9, 0), 132, shared))
+    stages = one.defines["STAGES"]
+    assert 2 <= stages <= 6
+    assert one.shared <= shared
+    assert stages == 6 or one.shared // stages * (stages + 1) > shared
+
+
+@pytest.mark.parametrize("shared", [232448, 101376])
 @pytest.mark.parametrize("k", [16, 64, 80, 128, 208, 1040])
 @pytest.mark.parametrize("kind", ["nvfp4", "fp8", "bfloat16"])
-def test_any_number_of_steps_goes_through_the_ring(kind: str, k: int) -> None:
+def test_any_number_of_steps_goes_through_the_ring(kind: str, k: int, shared: int) -> None:
     rng = np.random.default_rng(k)
     case = Case(kind, {"x": rows(rng, 70, k), **weight_case(rng, kind, 336, k)}, {})
-    run(call_of(LINEAR, case), device(1), seed=k)
+    run(call_of(LINEAR, case), Device((9, 0), 1, shared), seed=k)
 
 
 @pytest.mark.parametrize("t", [40, 140])
