@@ -24,8 +24,8 @@ from thor_dflash.plugins.linear.layout import PIECE_TILES, Group, Kind, Layout, 
 from thor_dflash.plugins.linear.prepare import SLAB, prepared
 from thor_dflash.tensors import Array
 
-STAGES = 6
-"""Most stages of the ring."""
+STAGES = 2, 6
+"""Of the ring: fewest that work, most that help."""
 THREADS = 256
 STEP = SLAB
 """Of K, one stage."""
@@ -50,7 +50,7 @@ def _product(site: Site, device: Device, rows: Argument) -> Launch:
     pieces = _pieces(plan)
     tiles = -(-t // tile_rows) * len(pieces)
     stage = _stage_bytes(plan, tile_rows)
-    stages = min(STAGES, device.shared // stage)
+    stages = max(STAGES[0], min(STAGES[1], device.shared // stage))
     blocks = device.multiprocessors
     whole = _whole(tiles, blocks) if tile_rows == 128 else tiles
     epilogue = Epilogue[site.attributes.word("epilogue").upper()]

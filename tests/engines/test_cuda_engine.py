@@ -134,11 +134,13 @@ def test_a_context_that_does_not_fit_is_refused_with_one_that_does(
     open_session(made, EngineConfig(capacity=fits), Silent()).close()
 
 
+@pytest.mark.parametrize(("shared", "layer"), [(49152, 0), (101376, 3)])
 def test_a_device_with_too_little_shared_memory_is_refused(
-    made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch
+    made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch, shared: int, layer: int
 ) -> None:
-    facts = {**FACTS, "CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": 101376}
+    """Two stages of a linear do not fit; linears make do with less, an attention does not."""
+    facts = {**FACTS, "CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": shared}
     monkeypatch.setattr(device, "CUdevice_attribute", SimpleNamespace(**facts))
-    wrong = r"\w+: layers\.0\..*: shared memory .* must be at most 101376 bytes .* \(got \d+\)"
+    wrong = rf"\w+: layers\.{layer}\..*: shared memory .* must be at most {shared} bytes .* \(got"
     with pytest.raises(EngineError, match=wrong):
         open_session(made, EngineConfig(), Silent())
