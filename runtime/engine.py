@@ -53,6 +53,11 @@ class Call:
 class Engine(Protocol):
     """All but `read` return at once; work happens in call order on one stream."""
 
+    @property
+    def device(self) -> str:
+        """What it runs on, in words."""
+        ...
+
     def load(self, name: str) -> Graph:
         """Load a graph of the package.
 

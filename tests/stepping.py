@@ -45,6 +45,10 @@ class Stepping:
     values: dict[int, dict[str, Array]] = field(default_factory=dict)
     """Call -> what its steps have made so far."""
 
+    @property
+    def device(self) -> str:
+        return "numpy"
+
     def load(self, name: str) -> Graph:
         program = self.programs[name] = read(self.package, name)
         return Loaded(

@@ -25,6 +25,7 @@ FLOORS = (
     ("serving",),
     ("calib",),
     ("verbs",),
+    ("options",),
     ("cli",),
 )
 LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names}

@@ -13,6 +13,7 @@ from thor_dflash.config import BuildConfig, keys
 VERBS = {
     "build": "--target t --out o",
     "generate": "--package p --prompt a",
+    "profile": "--package p --prompt a",
     "score": "--package p --tokens t --out x.npz",
     "check": "--package p",
     "doctor": "",

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -86,6 +88,12 @@ class OrtEngine:
     threads: int = 0
     """0 takes every core."""
     _graphs: dict[str, OrtGraph] = field(default_factory=dict[str, OrtGraph])
+
+    @property
+    def device(self) -> str:
+        """See Engine."""
+        threads = self.threads or os.cpu_count()
+        return f"CPU ({platform.machine()}), {threads} threads, ONNX Runtime {ort.__version__}"
 
     def load(self, name: str) -> Graph:
         """See Engine."""

@@ -29,7 +29,7 @@ class Noted(Board):
     def __init__(self, device: Fake, *, told: bool) -> None:
         super().__init__(Driver(), told=told)
         self.ran: list[list[int]] = []
-        self.device = device
+        self.gpu = device
 
     def _capture(self, calls: Sequence[Call]) -> Captured:
         at: list[tuple[int, int, int]] = []
@@ -49,7 +49,7 @@ class Noted(Board):
 
     def _told_at(self, word: int) -> int:
         found = 0
-        for address, data in self.device.sent:
+        for address, data in self.gpu.sent:
             if word and address <= word < address + len(data):
                 found = int(np.frombuffer(data[word - address :][:8], np.int64)[0])
         return found

@@ -11,11 +11,9 @@ from collections.abc import Iterable
 from contextlib import closing
 from typing import TYPE_CHECKING, TextIO
 
-from thor_dflash.config import Config, DecodeConfig
-from thor_dflash.errors import RequestError
+from thor_dflash.config import Config
 from thor_dflash.progress import Progress, say
-from thor_dflash.records import check_utf8
-from thor_dflash.verbs.inputs import in_vocabulary, read_json, read_tokens
+from thor_dflash.verbs.question import read_question
 
 if TYPE_CHECKING:
     from thor_dflash.runtime.session import Report, Request, Session
@@ -65,66 +63,17 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     from thor_dflash.runtime.session import open_session
     from thor_dflash.runtime.text import Answer
 
-    tokens = read_tokens(args.tokens) if args.tokens else None
-    messages = _messages(args)
+    question = read_question(args)
     with closing(open_session(args.package, config.engine, progress)) as session:
-        prompt = (
-            _render(messages, session, _thinks(config.decode))
-            if tokens is None
-            else in_vocabulary(tokens, session.manifest.target.vocab)
-        )
-        request = _request(prompt, session, config)
+        request = question.request(session, config)
         progress.close()
-        answer = Answer(session.text, prompt) if session.text else None
+        answer = Answer(session.text, request.prompt) if session.text else None
         output = _stream(session, request, answer, quiet=args.json)
         report = session.report()
     if args.json:
-        print(json.dumps(_result(prompt, output, answer, report)))
+        print(json.dumps(_result(request.prompt, output, answer, report)))
     else:
         say(sys.stderr, _summary(output, report))
-
-
-def _messages(args: Namespace) -> list[dict[str, str]] | None:
-    """The chat to render, or None where token ids are given. Read before anything is loaded."""
-    from thor_dflash.runtime.text import chat
-
-    if args.prompt is not None:
-        if not args.prompt.strip():
-            raise RequestError(f"--prompt must be some text (got {args.prompt!r})")
-        check_utf8("--prompt", args.prompt)
-        return [{"role": "user", "content": args.prompt}]
-    return chat(read_json(args.messages)) if args.messages else None
-
-
-def _render(messages: object, session: Session, thinking: bool) -> tuple[int, ...]:
-    if session.text is None:
-        raise RequestError("the prompt must be --tokens (got a package without a tokenizer)")
-    return tuple(session.text.encode(session.text.render(messages, thinking)))
-
-
-def _thinks(decode: DecodeConfig) -> bool:
-    """Whether the prompt is to open a thinking block: the effort `none` does not."""
-    none = decode.budget.effort == "none" and decode.budget.tokens < 0
-    return decode.thinking == "on" and not none
-
-
-def _request(prompt: tuple[int, ...], session: Session, config: Config) -> Request:
-    from thor_dflash.runtime.session import Request
-
-    has, asked = session.manifest.drafter is not None, config.decode.drafter
-    if asked == "dflash" and not has:
-        raise RequestError("decode.drafter must be none, the package has no drafter (got dflash)")
-    stop = () if config.decode.ignore_eos else session.manifest.stop_tokens
-    return Request(
-        prompt=prompt,
-        max_tokens=config.decode.max_tokens,
-        stop=frozenset(stop),
-        drafter="dflash" if has and asked != "none" else "none",
-        budget=config.decode.budget,
-        relaxed=config.decode.relaxed if config.decode.accept == "relaxed" else None,
-        gate=config.decode.gate == "on",
-        draft=config.decode.draft,
-    )
 
 
 def _stream(session: Session, request: Request, answer: Answer | None, *, quiet: bool) -> Output:

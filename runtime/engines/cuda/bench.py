@@ -126,8 +126,7 @@ class Bench:
     @property
     def device(self) -> str:
         """What this runs on, in words."""
-        info = self.engine.info
-        return f"{info.name}, {info.device.multiprocessors} SMs, driver {info.driver}"
+        return self.engine.device
 
     @property
     def chunk(self) -> int:

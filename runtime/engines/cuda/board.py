@@ -80,6 +80,12 @@ class Board(ABC):
         return self._driver.info
 
     @property
+    def device(self) -> str:
+        """See Engine."""
+        count = self.info.device.multiprocessors
+        return f"{self.info.name}, {count} SMs, driver {self.info.driver}"
+
+    @property
     def driver(self) -> Driver:
         """The device, for measuring."""
         return self._driver

@@ -1,0 +1,102 @@
+"""`thor-dflash profile`, with a small model of random weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from checkpoints import GEOMETRIES, DrafterGeometry, write_drafter, write_target
+
+from thor_dflash import cli
+from thor_dflash.builders.build import build
+from thor_dflash.config import BuildConfig
+from thor_dflash.progress import Silent
+
+FEW = ("--runs", "3", "--warmup", "1", "--max-tokens", "8", "--ignore-eos")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A package `pkg`, and token ids."""
+    root = tmp_path_factory.mktemp("profile")
+    write_target(root / "target", GEOMETRIES["27b"], 3, "bf16")
+    write_drafter(root / "drafter", GEOMETRIES["27b"], DrafterGeometry(), 4)
+    config = BuildConfig(chunk=32, capacity=512)
+    build(root / "target", root / "drafter", root / "pkg", config, Silent())
+    (root / "ids.json").write_text(json.dumps(list(range(40))))
+    return root
+
+
+def profile(root: Path, *more: str) -> int:
+    source = ("--package", str(root / "pkg"), "--tokens", str(root / "ids.json"))
+    return cli.main(["profile", *source, *FEW, *more])
+
+
+def test_json_is_one_object_that_adds_up(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert profile(root, "--json", "--drafter", "none") == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.count("\n") == 1
+    found = json.loads(out)
+    assert (found["runs"], found["warmup"], found["tokens"], found["finish"]) == (3, 1, 8, "length")
+    assert (found["subject"]["prompt_tokens"], found["subject"]["engine"]) == (40, "ort")
+    assert found["subject"]["settings"]["decode.drafter"] == "none"
+    assert "engine.cubins" not in found["subject"]["settings"]
+    assert math.isclose(sum(p["share"] for p in found["phases"].values()), 1, abs_tol=1e-6)
+    assert set(found["phases"]) == {"prefill", "verify", "accept", "host"}
+    assert (found["spec"]["cycles"], found["spec"]["drafted"]) == (8, 0)
+    for s in found["times"].values():
+        assert 0 < s["low"] <= s["median"] <= s["p90"] <= s["p99"] <= s["high"]
+
+
+def test_a_profile_beside_an_earlier_one(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = tmp_path / "before.json"
+    assert profile(root, "--json") == 0
+    table = json.loads(capsys.readouterr().out)
+    table["subject"]["version"] = "0"
+    table["times"]["e2e_ms"]["median"] = 1e-3
+    before.write_text(json.dumps(table))
+    assert profile(root, "--compare", str(before)) == 0
+    out = capsys.readouterr().out
+    (whole,) = (line for line in out.splitlines() if "whole answer" in line)
+    assert whole.endswith("x of 0.00")
+    assert float(whole.split()[-3].removesuffix("x")) > 1000
+    assert "prompt of 40 tokens, answer of 8, ended by length; 3 runs after 1" in out
+    assert "cut by decode.max_tokens" in out
+    assert "\n  committed tokens a cycle, 1 to 16:  |█" in out
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (("--runs", "0"), "--runs must be at least 1 (got 0)"),
+        (("--warmup", "-1"), "--warmup must be at least 0 (got -1)"),
+        (("--thinking", "off"), "--thinking must go with --prompt or --messages (got --tokens)"),
+        (("--compare", "none.json"), "none.json must be a readable file"),
+    ],
+)
+def test_what_is_refused_is_refused_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str], more: tuple[str, ...], told: str
+) -> None:
+    assert cli.main(["profile", "--package", "none", "--tokens", "none", *more]) == 2
+    assert capsys.readouterr().err.startswith(f"thor-dflash: {told}")
+
+
+def test_other_things_are_not_compared(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = tmp_path / "before.json"
+    assert profile(root, "--json", "--gate", "on") == 0
+    before.write_text(capsys.readouterr().out)
+    assert profile(root, "--json", "--compare", str(before)) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    told = "--compare must be a profile of the same (got decode.gate off, not on)"
+    assert err == f"thor-dflash: {told}\n"
+    before.write_text('{"runs": 3}')
+    assert profile(root, "--json", "--compare", str(before)) == 2
+    assert f"{before}.subject must be present" in capsys.readouterr().err

@@ -1,0 +1,89 @@
+"""The prompt of a command line, and what is asked of it: generate and profile."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from thor_dflash.config import Config, DecodeConfig
+from thor_dflash.errors import RequestError
+from thor_dflash.records import check_utf8
+from thor_dflash.verbs.inputs import in_vocabulary, read_json, read_tokens
+
+if TYPE_CHECKING:
+    from thor_dflash.runtime.session import Request, Session
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A chat to render, or token ids as they are."""
+
+    messages: list[dict[str, str]] | None
+    tokens: tuple[int, ...] | None
+
+    def request(self, session: Session, config: Config) -> Request:
+        """What to ask of a session.
+
+        Raises:
+            RequestError: the package cannot answer it.
+        """
+        prompt = (
+            _render(self.messages, session, _thinks(config.decode))
+            if self.tokens is None
+            else in_vocabulary(self.tokens, session.manifest.target.vocab)
+        )
+        return _request(prompt, session, config)
+
+
+def read_question(args: Namespace) -> Question:
+    """--prompt, --messages or --tokens. Read before anything is loaded.
+
+    Raises:
+        RequestError: a file or a text is not what it must be.
+    """
+    tokens = read_tokens(args.tokens) if args.tokens else None
+    return Question(_messages(args), tokens)
+
+
+def _messages(args: Namespace) -> list[dict[str, str]] | None:
+    """None where token ids are given."""
+    from thor_dflash.runtime.text import chat
+
+    if args.prompt is not None:
+        if not args.prompt.strip():
+            raise RequestError(f"--prompt must be some text (got {args.prompt!r})")
+        check_utf8("--prompt", args.prompt)
+        return [{"role": "user", "content": args.prompt}]
+    return chat(read_json(args.messages)) if args.messages else None
+
+
+def _render(messages: object, session: Session, thinking: bool) -> tuple[int, ...]:
+    if session.text is None:
+        raise RequestError("the prompt must be --tokens (got a package without a tokenizer)")
+    return tuple(session.text.encode(session.text.render(messages, thinking)))
+
+
+def _thinks(decode: DecodeConfig) -> bool:
+    """Whether the prompt is to open a thinking block: the effort `none` does not."""
+    none = decode.budget.effort == "none" and decode.budget.tokens < 0
+    return decode.thinking == "on" and not none
+
+
+def _request(prompt: tuple[int, ...], session: Session, config: Config) -> Request:
+    from thor_dflash.runtime.session import Request
+
+    has, asked = session.manifest.drafter is not None, config.decode.drafter
+    if asked == "dflash" and not has:
+        raise RequestError("decode.drafter must be none, the package has no drafter (got dflash)")
+    stop = () if config.decode.ignore_eos else session.manifest.stop_tokens
+    return Request(
+        prompt=prompt,
+        max_tokens=config.decode.max_tokens,
+        stop=frozenset(stop),
+        drafter="dflash" if has and asked != "none" else "none",
+        budget=config.decode.budget,
+        relaxed=config.decode.relaxed if config.decode.accept == "relaxed" else None,
+        gate=config.decode.gate == "on",
+        draft=config.decode.draft,
+    )
