@@ -141,11 +141,12 @@ def _times(times: Mapping[str, Spread], before: Mapping[str, Spread]) -> list[st
 
 
 def _phases(phases: Mapping[str, Phase]) -> list[str]:
-    lines = [f"{'where its time goes':<24}{'ms':>10}{'a cycle':>10}{'share':>10}"]
+    wide = max(22, *(len(name) for name in phases))  # graphs that run as one have one long name
+    lines = [f"{'where its time goes':<{wide + 2}}{'ms':>10}{'a cycle':>10}{'share':>10}"]
     for name, phase in phases.items():
         cycle = f"{phase.cycle_ms:10.3f}" if phase.cycle_ms else " " * 10
         bar = "█" * round(20 * phase.share)
-        lines.append(f"  {name:<22}{phase.ms:10.2f}{cycle}{phase.share:10.1%}  {bar}".rstrip())
+        lines.append(f"  {name:<{wide}}{phase.ms:10.2f}{cycle}{phase.share:10.1%}  {bar}".rstrip())
     return lines
 
 
