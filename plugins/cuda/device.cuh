@@ -134,7 +134,8 @@ DEVICE u32 shuffle_xor(u32 x, int mask) { return __shfl_xor_sync(ALL_LANES, x, m
 DEVICE float shuffle(float x, int lane) { return __shfl_sync(ALL_LANES, x, lane); }
 DEVICE i32 shuffle(i32 x, int lane) { return __shfl_sync(ALL_LANES, x, lane); }
 DEVICE u32 shuffle(u32 x, int lane) { return __shfl_sync(ALL_LANES, x, lane); }
-// x, in a register: the compiler cannot make it again at every use, as it does with what is cheap.
+// x, by way of a shuffle: the compiler keeps the result in a register, where it would compute anything
+// cheap again at every use.
 DEVICE u32 kept(u32 x) { return shuffle(x, threadIdx.x % 32); }
 DEVICE u32 ballot(bool x) { return __ballot_sync(ALL_LANES, x); }
 
@@ -201,7 +202,8 @@ DEVICE void barrier_expect(saddr barrier, u32 bytes) {
 DEVICE void barrier_arrive(saddr barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// The same when `x` has come out of shared memory, as in `received`: the address hangs on it.
+// received and barrier_arrive in one: the address depends on `x`, so that the arrival is not issued
+// before the loads that x was made of have returned. Blocks of threads have no depth: x adds nothing.
 DEVICE void barrier_arrive_received(saddr barrier, u32 x) {
     barrier_arrive(barrier + (x & (blockDim.z - 1)));
 }

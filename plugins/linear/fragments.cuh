@@ -9,15 +9,15 @@ constexpr int STRIPS = 4;  // of 8 columns, in half an n-tile
 // b0, b1 of each strip.
 typedef u32 StripFragments[STRIPS][2];
 
-// A lane's part of 64 of K x 64 columns, as stored.
+// A lane's part of 16 of K x 32 columns, as stored (units.cuh).
 template <int KIND> struct Packed {
     static constexpr int WORDS = KIND == BF16 ? 8 : KIND == FP8 ? 4 : 2;
     static constexpr int LOADS = KIND == NARROW ? 2 : (WORDS + 3) / 4;
     u32 words[WORDS];
-    u32 scales[2];  // NVFP4: one; NARROW: of each narrow tile
+    u32 scales[2];  // NVFP4: one word; NARROW: a word of each narrow tile, for 32 of K
 
-    // From the first byte: where this lane finds its words and its scales; `side`: of which half of
-    // the columns.
+    // Bytes from the start of an n-tile x 64 of K to this lane's first words and scales. `side`: which
+    // half of the n-tile.
     DEVICE static u32 words_at(int side) {
         const u32 lane = threadIdx.x % 32;
         if (KIND == NVFP4) return lane * 16 + side * 8;
@@ -30,7 +30,7 @@ template <int KIND> struct Packed {
                              : NARROW_CODES + column * 8 + side * 2 * NARROW_SLOT;
     }
 
-    // 16 of K, from there on.
+    // The k16th 16 of K; `words_at` and `scales_at` are addresses now.
     DEVICE void load(saddr words_at, saddr scales_at, int k16) {
         if (KIND == NVFP4) {
             const uint2 codes = load_shared8(words_at + k16 * 512);
@@ -51,7 +51,7 @@ template <int KIND> struct Packed {
         }
     }
 
-    // Of every load, for `received`.
+    // Made of every load, for barrier_arrive_received.
     DEVICE u32 last() const {
         u32 x = 0;
 #pragma unroll
@@ -61,7 +61,7 @@ template <int KIND> struct Packed {
         return x;
     }
 
-    // `exponent`: see nvfp4_scales.
+    // `exponent`: SCALE_EXPONENT, see nvfp4_scales.
     DEVICE void decode(StripFragments& b, int k16, u32 exponent) const {
         if (KIND == NVFP4 || KIND == NARROW) {
             u32 scale[2];

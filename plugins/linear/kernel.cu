@@ -132,7 +132,7 @@ struct Reader {
         skip(q);
     }
 
-    // The first three 16 of K of a slot; the fourth is loaded.
+    // Adds the first three 16 of K of a slot and loads the fourth.
     DEVICE void three(Nvfp4& now, Nvfp4& ahead, Sums& sums, saddr at, saddr rows) const {
 #pragma unroll
         for (int k16 = 0; k16 < 3; k16++) {
@@ -141,7 +141,7 @@ struct Reader {
             now.follow(ahead);
         }
     }
-    // The fourth, when the first of the slot after it is on its way.
+    // Adds the fourth, once the loads of the next slot's first (`at`, `rows`) are under way.
     DEVICE void fourth(Nvfp4& now, Nvfp4& ahead, Sums& sums, saddr at, saddr rows) const {
         ahead.load_scales(at);
         ahead.load(at, rows, 0, part.side);
@@ -177,8 +177,8 @@ struct Reader {
         now.add(sums, 3);
         skip(q);
     }
-    // The same in a kernel with narrow tiles, of an item with one or without. One loop for stages and
-    // their slots: two would take more registers than there are.
+    // The same in a kernel with narrow tiles, of an item with one or without. One loop goes over stages
+    // and their slots: a loop in a loop would take more registers than there are.
     template <bool WITH_NARROW>
     DEVICE void nvfp4_narrow(Sums& sums, NarrowSums& narrow_sums, int q) const {
         Nvfp4 now, ahead;

@@ -1,17 +1,18 @@
 // rows x packed weight -> rows for more than 32 rows: bound by the matrix units, not by memory.
 //
-// A block makes TILE_ROWS rows x 256 packed columns (up to four n-tiles of a group) at a time: a
-// warp owns all of the rows x half an n-tile of 32 columns, so that every weight is decoded once in a
-// block, in registers; no bf16 copy of it exists. K goes by in steps of 64 through a ring in shared
-// memory, rows (in slabs: rows.cuh) and weights by bulk copies as they lie in memory. Warps ask for
-// the steps in turn, and meet nowhere but at the barriers of the ring's stages. Blocks are
-// persistent: the ring runs ahead into the next item, over its epilogue.
+// A block makes an output tile of TILE_ROWS rows x 256 packed columns (up to four n-tiles of a group)
+// at a time: a warp owns all of the rows x half an n-tile of 32 columns, so that every weight is
+// decoded once in a block, in registers; no bf16 copy of it exists. K goes by in steps of 64, each a
+// stage of a ring in shared memory; rows (in slabs: rows.cuh) and weights are bulk copies of what
+// lies in device memory. No warp is a producer: all multiply, and issue the copies of every WARPS'th
+// step in turn. They meet nowhere but at the mbarriers of the stages. Blocks are persistent: the ring
+// is filled for the next item while the epilogue of this one runs.
 //
-// A scheduler issues a matrix product in six to seven clocks and nothing else meanwhile: what counts
-// is how many other instructions there are for each.
+// A warp scheduler issues a matrix product in six to seven clocks and nothing else meanwhile: what
+// counts is how many other instructions there are for each.
 //
 // Items go row tile first, so that the blocks that run together share their weights in L2. The last
-// tiles, where they leave more than half the blocks idle, are cut in two by rows. A row's sums are
+// tiles, where they leave half of the blocks idle or more, are cut in two by rows. A row's sums are
 // made in order of k, whatever T and wherever the row lies.
 //
 // Compile-time: TILE_ROWS 64 or 128; STAGES of the ring; KINDS, the weight kinds of the launch
@@ -33,8 +34,9 @@ DEVICE constexpr int unit_bytes(int kind) {
 constexpr int UNIT_BYTES = unit_bytes(KINDS & 1 << BF16 ? BF16 : KINDS & 1 << FP8 ? FP8 : NVFP4);
 constexpr int STAGE_BYTES = ROWS_BYTES + TILES * UNIT_BYTES;
 static_assert(TILE_ROWS == 64 || TILE_ROWS == 128, "TILE_ROWS");
-// A step is asked for when the one that is read is so many before it: the stage is that of the step
-// before the one that is read, which other warps have nearly always read by then.
+static_assert(STAGE_BYTES % SLAB_ROW == 0, "Place::load xors the bits below");
+// While step s is read, step s + AHEAD is asked for. Its stage is that of step s - 1, which the other
+// warps have nearly always released by then.
 constexpr int AHEAD = STAGES - 1;
 static_assert(AHEAD > 0 && AHEAD <= WARPS, "a warp asks for one of the first steps at most");
 
@@ -70,7 +72,8 @@ DEVICE Item item_of(const Call& call, int index) {
             half < 0 ? TILE_ROWS : TILE_ROWS / 2};
 }
 
-// The barriers of a stage. `full`: what was announced has come. `empty`: all threads have read it.
+// A stage of the ring, and the parity of the phase that its barriers are in. `full`: what was
+// announced has come. `empty`: all threads have read it.
 struct Turn {
     saddr stages, full, empty;
     int stage;
@@ -79,6 +82,7 @@ struct Turn {
     DEVICE saddr bytes() const { return stages + stage * STAGE_BYTES; }
     DEVICE saddr filled() const { return full + 8 * stage; }
     DEVICE saddr read() const { return empty + 8 * stage; }
+    // `count`: WARPS at most.
     DEVICE void next(int count = 1) {
         stage += count;
 #pragma unroll
@@ -90,7 +94,8 @@ struct Turn {
     }
 };
 
-// The steps that a warp asks for: every WARPS'th. One item's steps follow the other's.
+// The step that a warp asks for next: every WARPS'th of the block's, where one item's steps follow
+// the other's.
 struct Ahead {
     Turn turn;
     int item, step;
@@ -115,6 +120,7 @@ struct Ahead {
         step += WARPS;
         settle(call);
     }
+    // A step past the item's last is one of a later item: with few steps, not of the very next.
     DEVICE void settle(const Call& call) {
         if (step < call.steps) return;
         while (step >= call.steps) {
@@ -124,8 +130,8 @@ struct Ahead {
         start(call);
     }
 
-    // Announces all, asks for the weights: a lane an n-tile. Stored order of a group: 128 of K,
-    // n-tile, 64 of K.
+    // Announces the bytes of the whole stage, rows too; copies the weights, an n-tile by each lane. A
+    // group is stored as [128 of K][n-tile][64 of K].
     DEVICE void fetch_weights(const Call& call) const {
         const int tile = threadIdx.x % 32;
         if (over(call)) return;
@@ -148,18 +154,19 @@ struct Reader {
     const Call& call;
     Turn turn;
     Ahead ahead;
-    int due;       // steps until this warp asks for one
-    u32 unit;      // in a stage: of the warp's n-tile
-    int side;      // which half of it
-    u32 exponent;  // SCALE_EXPONENT
+    int due;       // steps to read before this warp asks for one
+    u32 unit;      // where in a stage the weights of the warp's n-tile lie
+    int side;      // which half of the n-tile is the warp's
+    u32 exponent;  // SCALE_EXPONENT, in a register
 
     DEVICE void acquire() const { barrier_wait(turn.filled(), turn.parity); }
-    // `last`: of the loads that no product has had yet.
+    // This lane has read the stage. `last` must be made of every load of it that may be under way.
     DEVICE void release(u32 last) {
         barrier_arrive_received(turn.read(), last);
         turn.next();
     }
-    // Once for each step that is read.
+    // Called once for each step that is read, after the one before it was released: it waits until
+    // all threads have released that one.
     DEVICE void ask() {
         if (due-- > 0) return;
         due = WARPS - 1;
@@ -170,10 +177,10 @@ struct Reader {
     }
 };
 
-// Where a lane reads a stage, and loads of 16 of K of it.
+// What a lane reads of a stage: where, and the loads of 16 of K.
 template <int KIND> struct Place {
-    u32 rows_in, words_in, scales_in;
-    saddr rows, words, scales;
+    u32 rows_in, words_in, scales_in;  // from the stage's first byte
+    saddr rows, words, scales;         // of the stage that was entered
 
     DEVICE Place(const Reader& reader) {
         const u32 lane = threadIdx.x % 32;
@@ -185,7 +192,7 @@ template <int KIND> struct Place {
         const saddr at = turn.bytes();
         rows = at + rows_in, words = at + words_in, scales = at + scales_in;
     }
-    // From row 16 m on.
+    // Rows 16 m and on. Slabs are swizzled, so that k16 is an xor and not a sum.
     DEVICE void load(u32 (&a)[4], int k16, int m) const {
         load_matrix4(a, (rows ^ (k16 << 5)) + m * 16 * SLAB_ROW);
     }
@@ -194,7 +201,9 @@ template <int KIND> struct Place {
 
 template <int M> using Sums = float[M][STRIPS][4];  // [16 rows][8 columns][fragment]
 
-// Rows are loaded EARLY fragments before their products, weights as early before the next 16 of K.
+// The sums of an item, over all of K. Software-pipelined, across steps too: a fragment of 16 rows is
+// loaded EARLY fragments before its products, the weights of the next 16 of K as early before the first
+// product with them, and a stage is released when nothing of it is left to load.
 template <int KIND, int M>
 DEVICE void multiply(Sums<M>& sums, int steps, Reader& reader) {
     constexpr int EARLY = 3, ALL = STEP / 16 * M;
@@ -279,8 +288,8 @@ DEVICE void fetch_residual(u32 (&to)[2 * M], const Target& target, const u16* re
     }
 }
 
-// `column`: packed, of the warp's half n-tile; `row`: first of its 16 M. Loads come well before
-// the stores that they could not pass.
+// The epilogue. `column`: packed, of the warp's half n-tile; `row`: first of its 16 M. Loads of the
+// residual come a strip ahead, before stores that the compiler may not move them over.
 template <int M>
 DEVICE void finish(const Sums<M>& sums, const Call& call, const Finish& f, int column, int row) {
     constexpr int STRIDE = EPILOGUE == SWIGLU ? 2 : 1;
@@ -319,7 +328,7 @@ DEVICE void finish(const Sums<M>& sums, const Call& call, const Finish& f, int c
 template <int M>
 DEVICE void work(const Item& item, const Call& call, const Finish& f, Reader& reader) {
     const int tile = threadIdx.x / 32 / 2, kind = item.group.kind;
-    if (tile >= item.group.tiles) {
+    if (tile >= item.group.tiles) {  // nothing to multiply, but its turns to ask
         for (int step = 0; step < call.steps; step++) {
             reader.acquire();
             reader.ask();

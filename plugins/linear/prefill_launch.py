@@ -20,15 +20,15 @@ from thor_dflash.plugins.launch import (
     Table,
 )
 from thor_dflash.plugins.linear.few import Epilogue, strip_table
-from thor_dflash.plugins.linear.layout import PIECE_TILES, Group, Kind, Layout, Piece, layout
+from thor_dflash.plugins.linear.layout import PIECE_TILES, Group, Layout, Piece, layout
 from thor_dflash.plugins.linear.prepare import SLAB, prepared
 from thor_dflash.tensors import Array
 
-STAGES = 2, 6
-"""Of the ring: fewest that work, most that help."""
+FEWEST_STAGES = 2
+"""Of the ring, that work."""
+MOST_STAGES = 6
+"""Of the ring, that help."""
 THREADS = 256
-STEP = SLAB
-"""Of K, one stage."""
 BARRIER_BYTES = 2 * 8
 """Of a stage."""
 OFFSET_UNIT = 512
@@ -50,7 +50,7 @@ def _product(site: Site, device: Device, rows: Argument) -> Launch:
     pieces = _pieces(plan)
     tiles = -(-t // tile_rows) * len(pieces)
     stage = _stage_bytes(plan, tile_rows)
-    stages = max(STAGES[0], min(STAGES[1], device.shared // stage))
+    stages = max(FEWEST_STAGES, min(MOST_STAGES, device.shared // stage))
     blocks = device.multiprocessors
     whole = _whole(tiles, blocks) if tile_rows == 128 else tiles
     epilogue = Epilogue[site.attributes.word("epilogue").upper()]
@@ -90,10 +90,9 @@ def _whole(tiles: int, blocks: int) -> int:
 
 
 def _stage_bytes(plan: Layout, tile_rows: int) -> int:
-    """One stage: rows, the n-tiles of a group of the largest kind, barriers."""
-    largest = Kind(max(plan.kinds))
-    weights = PIECE_TILES * largest.slots * largest.slot_bytes
-    return tile_rows * STEP * 2 + weights + BARRIER_BYTES
+    """One stage, half a step of K: rows, the n-tiles of a piece of the largest kind, barriers."""
+    weights = PIECE_TILES * max(plan.kinds).step_bytes // 2
+    return tile_rows * 2 * SLAB + weights + BARRIER_BYTES
 
 
 def _pieces(plan: Layout) -> list[Piece]:

@@ -33,15 +33,16 @@ DEVICE constexpr int slot_columns(int kind) { return STEP_K / 2 >> kind; }
 DEVICE constexpr int slot_bytes(int kind) { return kind == NVFP4 ? NVFP4_SLOT : PLAIN_SLOT; }
 DEVICE constexpr int step_bytes(int kind) { return 2 * slots_of(kind) * slot_bytes(kind); }
 
-// Two words of E5M3 scales of four strips, times 2^81: one strip per half register. The exponent's
-// constant in a register, so that one instruction masks and adds it.
+// What makes the E5M3 bits of a scale a bf16 of 2^81 its value: exponent bits, in both halves. It comes
+// in a register, so that one lop3 masks and ors.
 constexpr u32 SCALE_EXPONENT = 0x60006000u;
+// One word, the scales of four strips -> two words, one strip per half.
 DEVICE void nvfp4_scales(u32 word, u32 (&scale)[2], u32 exponent = opaque(SCALE_EXPONENT)) {
     scale[0] = (word & 0x0ff00ff0u) | exponent;
     scale[1] = (rotate_right(word, 8) & 0x0ff00ff0u) | exponent;
 }
 
-// Of one of the pairs alone.
+// One of the two words alone.
 DEVICE u32 nvfp4_scale(u32 word, int pair, u32 exponent = opaque(SCALE_EXPONENT)) {
     return (rotate_right(word, 8 * pair) & 0x0ff00ff0u) | exponent;
 }

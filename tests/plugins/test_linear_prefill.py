@@ -26,10 +26,12 @@ def rows(rng: np.random.Generator, t: int, width: int, scale: float = 1.0) -> Ar
 
 
 def three_kinds(t: int, k: int = 352) -> Case:
-    """Groups of four n-tiles, of two and of one, a norm; the same rows for every T."""
+    """Pieces of four n-tiles, of two and of one, segments that end inside a strip, a norm; the same
+    rows for every T.
+    """
     rng = np.random.default_rng(4)
     x = {"x": rows(rng, 300, k, 30)[:t], "norm_weight": rows(rng, 1, k)[0]}
-    for i, (kind, n) in enumerate((("nvfp4", 360), ("fp8", 40), ("bfloat16", 248))):
+    for i, (kind, n) in enumerate((("nvfp4", 354), ("fp8", 42), ("bfloat16", 250))):
         x |= weight_case(rng, kind, n, k, i)
     return Case(f"{t}_rows", x, {"segments": 3, "norm_offset": 1.0})
 
@@ -105,6 +107,21 @@ def test_any_number_of_steps_goes_through_the_ring(kind: str, k: int, shared: in
     rng = np.random.default_rng(k)
     case = Case(kind, {"x": rows(rng, 70, k), **weight_case(rng, kind, 336, k)}, {})
     run(call_of(LINEAR, case), Device((9, 0), 1, shared), seed=k)
+
+
+@pytest.mark.parametrize("k", [16, 80, 352])
+@pytest.mark.parametrize("t", [33, 130])
+def test_a_row_is_the_same_with_any_ring(t: int, k: int) -> None:
+    """Items of one, of two and of six steps, many to a block and one."""
+    call = call_of(LINEAR, three_kinds(t, k))
+    one, _ = product(call.site, device(1))
+    stage = one.shared // one.defines["STAGES"]
+    want = run(call, device(132))
+    for stages in range(2, one.defines["STAGES"] + 1):
+        small = Device((9, 0), 1 + stages % 2, stages * stage)
+        assert product(call.site, small)[0].defines["STAGES"] == stages
+        for name, got in run(call, small, stages).items():
+            np.testing.assert_array_equal(got.view(np.uint16), want[name].view(np.uint16))
 
 
 @pytest.mark.parametrize("t", [40, 140])

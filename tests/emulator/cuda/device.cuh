@@ -179,7 +179,6 @@ DEVICE void e4m3x4_f16x4(u32 x, u32& low, u32& high) {
 }
 
 DEVICE u32 opaque(u32 x) { return x; }
-DEVICE u32 kept(u32 x) { return x; }
 DEVICE void received(u32) { emulator::received(); }
 DEVICE u32 rotate_right(u32 x, int n) { return x >> (n & 31) | x << (-n & 31); }
 DEVICE u32 select_bytes(u32 a, u32 b, u32 selector) {
@@ -212,6 +211,7 @@ DEVICE float shuffle_xor(float x, int mask) {
     return bits_float(emulator::shuffle_xor(float_bits(x), mask));
 }
 DEVICE u32 shuffle(u32 x, int lane) { return emulator::shuffle(x, lane); }
+DEVICE u32 kept(u32 x) { return shuffle(x, static_cast<int>(threadIdx.x % 32)); }
 DEVICE i32 shuffle(i32 x, int lane) {
     return static_cast<i32>(emulator::shuffle(static_cast<u32>(x), lane));
 }
