@@ -219,14 +219,18 @@ DEVICE void multiply(Sums<M>& sums, int steps, Reader& reader) {
     packed.decode(b[0], 0, reader.exponent);
 #pragma unroll 1
     for (int left = steps; left > 0; left--) {
+        u32 seen = 0;
 #pragma unroll
         for (int i = 0; i < ALL; i++) {
             const int k16 = i / M, m = i % M, then = (i + EARLY) % ALL;
+            // Products of the last 16 of K may come to stand behind the release, and so would the
+            // waits for what they read.
+            if (i >= ALL - M - 1 && i < ALL - EARLY) seen ^= a[i % (EARLY + 1)][0];
             if (then == 0) {
-                u32 last = packed.last();
+                seen ^= packed.last();
 #pragma unroll
-                for (int e = 0; e < EARLY; e++) last ^= a[(i + e) % (EARLY + 1)][0];
-                reader.release(last);
+                for (int e = 0; e < EARLY; e++) seen ^= a[(i + e) % (EARLY + 1)][0];
+                reader.release(seen);
                 if (left > 1) {
                     reader.acquire();
                     place.enter(reader.turn);
