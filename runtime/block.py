@@ -122,11 +122,13 @@ class Progress:
         """The next token belongs to the thinking block."""
         return self._thinking.inside
 
-    def commit(self, tokens: Sequence[int]) -> None:
-        """Take the tokens of one block."""
+    def commit(self, tokens: Sequence[int]) -> bool:
+        """Take the tokens of one block; tell whether thinking ended among them."""
+        ended = False
         for token in tokens:
-            self._thinking.feed(token)
+            ended |= self._thinking.feed(token) and not self._thinking.inside
         self.tokens.extend(tokens)
+        return ended
 
 
 class Policy(Protocol):

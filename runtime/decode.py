@@ -75,10 +75,9 @@ def decode(model: Model, plan: Plan, progress: Progress, meter: Meter) -> Iterat
         plan.proposer.committed(model, block, count)
         tokens = record.tokens[:count]
         emitted, finish = resolve(len(progress.tokens), tokens, plan.stop, plan.max_tokens)
-        thinking = progress.thinking
-        progress.commit(tokens)
+        closed = progress.commit(tokens)
         meter.cycle(block, record, count, drafted)
-        if thinking and not progress.thinking:
+        if closed:
             meter.closed(block, record)
         for policy in plan.policies:
             policy.observe(progress, count)
