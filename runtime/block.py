@@ -57,6 +57,9 @@ class Block:
     once, while the verify runs."""
     draft: bool = True
     """Ask the drafter."""
+    ends: tuple[int, ...] = ()
+    """Ids after which nothing more of the block is committed, beside the stop ids; they take places
+    among those. No draft of them is accepted by `relaxed`."""
     drafted: int = 0
     """Tokens after the first that hold a draft or a forced id, 0..R - 1. Set by the loop."""
     relaxed: Relaxed = Relaxed()
