@@ -141,8 +141,10 @@ class Policy(Protocol):
         """Narrow the next block."""
         ...
 
-    def judge(self, progress: Progress, record: Record) -> int:
-        """Rows to commit, 0..record.count; 0 ends the request: nothing may follow."""
+    def judge(self, progress: Progress, block: Block, record: Record) -> int:
+        """Rows to commit, 0..record.count; 0 ends the request: nothing may follow. `block` is as it
+        was verified, a look at its drafts included.
+        """
         ...
 
     def observe(self, progress: Progress, committed: int) -> None:
@@ -160,7 +162,7 @@ class Limit:
         """See Policy."""
         return block.capped(self.max_tokens - len(progress.tokens), "max_tokens")
 
-    def judge(self, progress: Progress, record: Record) -> int:
+    def judge(self, progress: Progress, block: Block, record: Record) -> int:
         """See Policy."""
         return record.count
 

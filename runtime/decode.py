@@ -66,7 +66,7 @@ def decode(model: Model, plan: Plan, progress: Progress, meter: Meter) -> Iterat
     while True:
         block = _shape(model, plan, progress)
         block, record, drafted = _step(model, plan, progress, block)
-        count = min([record.count, *(p.judge(progress, record) for p in plan.policies)])
+        count = min([record.count, *(p.judge(progress, block, record) for p in plan.policies)])
         if count == 0:
             yield Chunk((), "grammar_dead_end")
             return

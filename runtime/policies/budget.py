@@ -55,7 +55,7 @@ class Budget:
             return self._soften(progress, block.capped(self.limit - done, WHY))
         return block
 
-    def judge(self, progress: Progress, record: Record) -> int:
+    def judge(self, progress: Progress, block: Block, record: Record) -> int:
         """See Policy."""
         return record.count
 
