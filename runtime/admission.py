@@ -165,6 +165,10 @@ class Desk:
         marks = self._marks("accept relaxed")
         assert self._text is not None
         k, margin = RELAXED[config.rule]
+        if config.k > (vocab := self._model.manifest.target.vocab):
+            raise RequestError(
+                f"decode.relaxed.k must be at most {vocab}, the vocabulary (got {config.k})"
+            )
         stop = {*request.stop, *self._model.manifest.stop_tokens}
         never = tuple(sorted(stop | set(self._text.tools)))
         slots = self._model.graphs["accept"].inputs["strict"].at({})[0]
