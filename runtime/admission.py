@@ -129,8 +129,18 @@ class Desk:
         found = envelope(config, card, len(close), request.max_tokens)
         soft = None
         if config.close == "soft":
+            self._check_ends(request)
             soft = Soft(math.ceil(config.soften * found.think), -math.log(config.ratio))
         return found, Budget(found.think, close, soft)
+
+    def _check_ends(self, request: Request) -> None:
+        """A soft mark ends its block, as a stop id does."""
+        slots = self._model.graphs["accept"].inputs["stop"].at({})[0] - 1
+        if len(request.stop) > slots:
+            raise RequestError(
+                f"decode.budget.close soft must have at most {slots} stop ids "
+                f"(got {len(request.stop)})"
+            )
 
     def _closing(self, request: Request) -> tuple[int, ...]:
         assert self._text is not None
@@ -155,6 +165,10 @@ class Desk:
         marks = self._marks("accept relaxed")
         assert self._text is not None
         k, margin = RELAXED[config.rule]
+        if config.k > (vocab := self._model.manifest.target.vocab):
+            raise RequestError(
+                f"decode.relaxed.k must be at most {vocab}, the vocabulary (got {config.k})"
+            )
         stop = {*request.stop, *self._model.manifest.stop_tokens}
         never = tuple(sorted(stop | set(self._text.tools)))
         slots = self._model.graphs["accept"].inputs["strict"].at({})[0]

@@ -57,6 +57,9 @@ class Block:
     once, while the verify runs."""
     draft: bool = True
     """Ask the drafter."""
+    ends: tuple[int, ...] = ()
+    """Ids after which nothing more of the block is committed, beside the stop ids; they take places
+    among those. No draft of them is accepted by `relaxed`."""
     drafted: int = 0
     """Tokens after the first that hold a draft or a forced id, 0..R - 1. Set by the loop."""
     relaxed: Relaxed = Relaxed()
@@ -122,11 +125,13 @@ class Progress:
         """The next token belongs to the thinking block."""
         return self._thinking.inside
 
-    def commit(self, tokens: Sequence[int]) -> None:
-        """Take the tokens of one block."""
+    def commit(self, tokens: Sequence[int]) -> bool:
+        """Take the tokens of one block; tell whether thinking ended among them."""
+        ended = False
         for token in tokens:
-            self._thinking.feed(token)
+            ended |= self._thinking.feed(token) and not self._thinking.inside
         self.tokens.extend(tokens)
+        return ended
 
 
 class Policy(Protocol):
@@ -136,8 +141,10 @@ class Policy(Protocol):
         """Narrow the next block."""
         ...
 
-    def judge(self, progress: Progress, record: Record) -> int:
-        """Rows to commit, 0..record.count; 0 ends the request: nothing may follow."""
+    def judge(self, progress: Progress, block: Block, record: Record) -> int:
+        """Rows to commit, 0..record.count; 0 ends the request: nothing may follow. `block` is as it
+        was verified, a look at its drafts included.
+        """
         ...
 
     def observe(self, progress: Progress, committed: int) -> None:
@@ -155,7 +162,7 @@ class Limit:
         """See Policy."""
         return block.capped(self.max_tokens - len(progress.tokens), "max_tokens")
 
-    def judge(self, progress: Progress, record: Record) -> int:
+    def judge(self, progress: Progress, block: Block, record: Record) -> int:
         """See Policy."""
         return record.count
 

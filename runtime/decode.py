@@ -66,7 +66,7 @@ def decode(model: Model, plan: Plan, progress: Progress, meter: Meter) -> Iterat
     while True:
         block = _shape(model, plan, progress)
         block, record, drafted = _step(model, plan, progress, block)
-        count = min([record.count, *(p.judge(progress, record) for p in plan.policies)])
+        count = min([record.count, *(p.judge(progress, block, record) for p in plan.policies)])
         if count == 0:
             yield Chunk((), "grammar_dead_end")
             return
@@ -75,10 +75,9 @@ def decode(model: Model, plan: Plan, progress: Progress, meter: Meter) -> Iterat
         plan.proposer.committed(model, block, count)
         tokens = record.tokens[:count]
         emitted, finish = resolve(len(progress.tokens), tokens, plan.stop, plan.max_tokens)
-        thinking = progress.thinking
-        progress.commit(tokens)
+        closed = progress.commit(tokens)
         meter.cycle(block, record, count, drafted)
-        if thinking and not progress.thinking:
+        if closed:
             meter.closed(block, record)
         for policy in plan.policies:
             policy.observe(progress, count)
@@ -196,3 +195,5 @@ def check(model: Model, prompt: Sequence[int], max_tokens: int, stop: Sequence[i
     slots = model.graphs["accept"].inputs["stop"].at({})[0]
     if len(stop) > slots:
         raise RequestError(f"stop must be at most {slots} ids (got {len(stop)})")
+    if wrong := [token for token in stop if not 0 <= token < vocab]:
+        raise RequestError(f"stop must be ids 0 to {vocab - 1} (got {wrong[0]})")

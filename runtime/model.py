@@ -234,7 +234,8 @@ class Model:
         }
         for name, value in numbers.items():
             self._say(name, value)
-        for name, ids in (("stop", stop), ("strict", relaxed.never)):
+        ends = tuple(sorted({*stop, *block.ends}))
+        for name, ids in (("stop", ends), ("strict", relaxed.never)):
             self._set_ids(name, ids)
 
     def _say(self, name: str, value: int | float) -> None:

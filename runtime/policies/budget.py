@@ -55,13 +55,9 @@ class Budget:
             return self._soften(progress, block.capped(self.limit - done, WHY))
         return block
 
-    def judge(self, progress: Progress, record: Record) -> int:
-        """Rows after a closing mark are the answer's, where nothing is soft: they come again."""
-        marks = progress.marks
-        if self._stage != "think" or self.soft is None or marks is None:
-            return record.count
-        close = (i + 1 for i, token in enumerate(record.tokens) if token == marks.close)
-        return next(close, record.count)
+    def judge(self, progress: Progress, block: Block, record: Record) -> int:
+        """See Policy."""
+        return record.count
 
     def observe(self, progress: Progress, committed: int) -> None:
         """See Policy."""
@@ -85,4 +81,11 @@ class Budget:
         start = self.soft.start
         soft = tuple(marks.close if done + i >= start else -1 for i in range(block.cap))
         reasons = (*block.reasons, Reason("soft", WHY))
-        return replace(block, soft=soft, soft_margin=self.soft.margin, reasons=reasons)
+        # Rows after a closing mark are the answer's, where nothing is soft: they come again.
+        return replace(
+            block,
+            soft=soft,
+            soft_margin=self.soft.margin,
+            ends=(*block.ends, marks.close),
+            reasons=reasons,
+        )

@@ -1,6 +1,7 @@
 """The gate: the drafter is left out while plain decoding is faster.
 
 A drafted cycle pays when it commits more tokens than `even`, its cost over that of a plain step.
+Forced ids are not counted: what a plain step commits is them and one token that had a choice.
 Both costs are measured in this process while it works. A moving average of what the drafts of a
 request are worth is held against `even`, with some slack on both sides; while the gate is shut the
 drafter is tried again as often as a fixed share of the time allows.
@@ -80,7 +81,7 @@ class Costs:
 
     @property
     def even(self) -> float:
-        """Tokens a drafted cycle must commit to be worth its time."""
+        """Tokens that had a choice a drafted cycle must commit to be worth its time."""
         return median(self._drafted) / median(self._plain)
 
     def trial(self, cycles: int) -> float:
@@ -124,9 +125,12 @@ class Gate:
         self._counts = not block.forced
         return block
 
-    def judge(self, progress: Progress, record: Record) -> int:
-        """Drafts are worth what agreed, whatever else cuts the block."""
-        self._agreed = record.agreed
+    def judge(self, progress: Progress, block: Block, record: Record) -> int:
+        """Drafts are worth what agreed, whatever else cuts the block; but for forced ids, which a
+        plain step commits as well.
+        """
+        forced = sum(token >= 0 for token in block.forced[: record.agreed])
+        self._agreed = record.agreed - forced
         return record.count
 
     def observe(self, progress: Progress, committed: int) -> None:

@@ -137,7 +137,7 @@ class Constrain:
         """Ask to see the drafts."""
         return replace(block, look=self.look)
 
-    def judge(self, progress: Progress, record: Record) -> int:
+    def judge(self, progress: Progress, block: Block, record: Record) -> int:
         """Stop before a row that nothing may follow. The next block begins there, and ends so."""
         dead = record.fault >= 0 and self._walk is not None and self._walk.dead(record.fault)
         return record.fault if dead else record.count

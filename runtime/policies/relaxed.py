@@ -30,7 +30,7 @@ class RelaxedThinking:
             block, relaxed=self.relaxed, reasons=(*block.reasons, Reason("relaxed", "thinking"))
         )
 
-    def judge(self, progress: Progress, record: Record) -> int:
+    def judge(self, progress: Progress, block: Block, record: Record) -> int:
         """See Policy."""
         return record.count
 

@@ -116,7 +116,7 @@ class Diary:
         count = 7 * len(self.blocks) % 10
         return replace(block, forced=tuple(TOKENS[:count]))
 
-    def judge(self, progress: Progress, record: Record) -> int:
+    def judge(self, progress: Progress, block: Block, record: Record) -> int:
         known = len(progress.prompt) + len(progress.tokens)
         self.blocks.append((known, 7 * len(self.blocks) % 10, self.read()))
         return record.count

@@ -28,7 +28,7 @@ class Looking:
     def shape(self, progress: Progress, block: Block) -> Block:
         return replace(block, look=self._look)
 
-    def judge(self, progress: Progress, record: Record) -> int:
+    def judge(self, progress: Progress, block: Block, record: Record) -> int:
         return record.count
 
     def observe(self, progress: Progress, committed: int) -> None:
@@ -80,7 +80,7 @@ def test_a_row_nothing_may_follow_is_a_fault_unless_a_policy_stops_before_it(row
 
     @dataclass
     class Stopping(Looking):
-        def judge(self, progress: Progress, record: Record) -> int:
+        def judge(self, progress: Progress, block: Block, record: Record) -> int:
             return record.fault if record.fault >= 0 else record.count
 
     looking = Stopping(lambda _, block: replace(block, mask=mute))

@@ -30,6 +30,8 @@ from thor_dflash.tensors import DType, TensorSpec
         (Request(prompt=(1,), max_tokens=0), r"max_tokens must be >= 1 \(got 0\)"),
         (Request(prompt=(1,) * 490, max_tokens=7), r"<= 496 tokens.*\(got 490 \+ 7 = 497\)"),
         (Request(prompt=(1,), max_tokens=5, stop=frozenset(range(9))), r"at most 8 ids \(got 9\)"),
+        (Request(prompt=(1,), max_tokens=5, stop=frozenset({5, 512})), r"ids 0 to 511 \(got 512\)"),
+        (Request(prompt=(1,), max_tokens=5, stop=frozenset({-1})), r"stop must be ids .*got -1"),
     ],
 )
 def test_admission_refuses_before_anything_runs(request_: Request, message: str) -> None:

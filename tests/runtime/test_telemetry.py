@@ -6,10 +6,15 @@ import time
 from dataclasses import dataclass
 
 import pytest
+from decoding import prompt, session
+from thoughts import after, first_seen, oracle
 
 from thor_dflash.plugins.accept.reference import Record
-from thor_dflash.runtime.block import Block
+from thor_dflash.runtime.block import Block, Limit, Progress
+from thor_dflash.runtime.decode import Plan, decode
+from thor_dflash.runtime.propose import Nobody
 from thor_dflash.runtime.telemetry import Meter
+from thor_dflash.runtime.thinking import Marks
 
 
 @dataclass
@@ -67,3 +72,18 @@ def test_what_a_block_counts_for(
     assert (spec.drafted, spec.accepted_per_position, spec.forced) == want
     assert (part.drafted, part.accepted) == (spec.drafted, spec.accepted) == (want[0], sum(want[1]))
     assert part.committed == count == spec.accept_hist.index(1) + 1
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_thinking_that_opens_and_ends_in_one_block_has_a_close(drafted: bool) -> None:
+    """An answer may open its thinking itself: then no block begins inside."""
+    asked, model = prompt(24, 1), session().model
+    truth = after(asked, 20)
+    marks = Marks(truth[0], truth[first_seen(truth, 3)])
+    who = oracle(truth) if drafted else Nobody()
+    limit = (Limit(20),)
+    plan = Plan(prompt=asked, max_tokens=20, stop=(), proposer=who, policies=limit, marks=marks)
+    progress, meter = Progress(asked, marks), Meter(16, model.engine.busy())
+    assert [t for chunk in decode(model, plan, progress, meter) for t in chunk.tokens] == truth
+    report = meter.report("length", 20, model.engine.busy())
+    assert (report.close, "thinking" in report.phases) == ("natural", not drafted)

@@ -248,7 +248,12 @@ def test_marks_are_never_committed_for_being_near(session: Session, draft: int) 
         ({"budget": BudgetConfig(tokens=5, message="no mark")}, r"hold </think> once \(got \"no"),
         ({"budget": BudgetConfig(tokens=5, message="</think></think>")}, "hold </think> once"),
         ({"budget": BudgetConfig(close="soft")}, r"must be hard without a budget.*\(got soft\)"),
+        (
+            {"budget": BudgetConfig(tokens=5, close="soft"), "stop": frozenset(range(8))},
+            r"close soft must have at most 7 stop ids \(got 8\)",
+        ),
         ({"budget": BudgetConfig(effort="none")}, r'must not be "none" where the prompt thinks'),
+        ({"relaxed": RelaxedConfig(k=2**31)}, r"relaxed.k must be at most \d+.*\(got 2147483648\)"),
         ({"drafter": "none", "gate": True}, r"gate must go with a drafter"),
         ({"drafter": "none", "relaxed": RelaxedConfig()}, r"accept relaxed must go with a drafter"),
         (

@@ -188,6 +188,18 @@ def test_nothing_is_soft_after_the_close() -> None:
     assert got == [*begin, *after([*it.prompt, *begin], 42)]
 
 
+@pytest.mark.parametrize("at", [18, 25, 32])
+def test_a_natural_close_in_front_of_soft_rows_is_natural(at: int) -> None:
+    """With an endless margin the row after the mark would close again, in the same block."""
+    at = _new(at)
+    it = Asked(thoughts()[at], max_tokens=50)
+    for proposer in (Nobody(), oracle(thoughts())):
+        got, report = run(it, proposer, [Budget(45, (NEVER,), Soft(at + 1, 1e9))])
+        assert got == thoughts()[:50]
+        assert report.close == "natural"
+        assert "soft" not in {note.what for note in report.notes}
+
+
 def test_a_margin_of_nothing_changes_nothing() -> None:
     want = by_hand(20, message(4))
     got, report = run(asked(20), Dflash(), [Budget(20, message(4), Soft(0, 0.0))])

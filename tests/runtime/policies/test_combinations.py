@@ -38,7 +38,7 @@ class Masked:
         words[start:, -1] |= np.int32(-(2**31))  # the closing mark is odd
         return replace(block, mask=lambda: words)
 
-    def judge(self, progress: Progress, record: Record) -> int:
+    def judge(self, progress: Progress, block: Block, record: Record) -> int:
         return record.count
 
     def observe(self, progress: Progress, committed: int) -> None:

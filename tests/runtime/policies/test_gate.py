@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from thor_dflash.runtime.block import Block, Progress
 from thor_dflash.runtime.engine import Call
 from thor_dflash.runtime.model import Model
 from thor_dflash.runtime.policies.gate import Costs, Gate, Rule
-from thor_dflash.runtime.propose import Dflash, Proposal
+from thor_dflash.runtime.propose import Dflash, Guess, Nobody, Proposal
 
 PLAIN = 1.0
 """Cost of a plain step, in units of itself."""
@@ -45,7 +45,7 @@ class World:
             self.now += self.catch_up * (block.draft and self.behind)
             self.behind = not block.draft
             record = Record(agreed + 1, -1, 0, agreed, 0, (7,) * (agreed + 1), (7,) * 16)
-            assert gate.judge(progress, record) == agreed + 1
+            assert gate.judge(progress, block, record) == agreed + 1
             progress.commit(record.tokens)
             gate.observe(progress, agreed + 1)
             steps.append(block.draft)
@@ -160,13 +160,52 @@ def test_forced_and_cut_blocks_are_no_evidence() -> None:
         forced = gate.shape(progress, Block(cap=16).forcing([5] * 3, "x"))
         assert forced.draft
         now[0] += 1.35
-        gate.judge(progress, Record(1, -1, 0, 0, 0, (5,), (5,) * 16))
+        gate.judge(progress, forced, Record(1, -1, 0, 0, 0, (5,), (5,) * 16))
         gate.observe(progress, 1)
     for _ in range(60):
-        assert gate.shape(progress, Block(cap=1)).draft
+        cut = gate.shape(progress, Block(cap=1))
+        assert cut.draft
         now[0] += 1.35
-        gate.judge(progress, Record(1, -1, 0, 9, 0, (5,), (5,) * 16))
+        gate.judge(progress, cut, Record(1, -1, 0, 9, 0, (5,), (5,) * 16))
         gate.observe(progress, 1)
+
+
+@dataclass(frozen=True)
+class Sixes:
+    """Forces six ids of seven once the drafts are known, as a grammar does."""
+
+    def shape(self, progress: Progress, block: Block) -> Block:
+        n = len(progress.tokens)
+        forced = tuple(5 if (n + i) % 7 < 6 else -1 for i in range(16))
+        return replace(block, look=lambda tokens, block: replace(block, forced=forced))
+
+    def judge(self, progress: Progress, block: Block, record: Record) -> int:
+        return record.count
+
+    def observe(self, progress: Progress, committed: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("right", [False, True])
+def test_what_a_look_forces_is_no_worth_of_drafts(right: bool) -> None:
+    """A plain step commits it, too: it must not hide that no draft is right."""
+    asked, now, drafted = Asked(511, max_tokens=175), [0.0], list[int]()
+    truth, plain = run(asked, Nobody(), [Sixes()])
+
+    def clock() -> float:
+        now[0] += 1.0
+        return now[0]
+
+    def guess(progress: Progress) -> list[int]:
+        now[0] += 0.5
+        n = len(progress.tokens)
+        drafted.append(n)
+        return [(t + (not right)) % 512 for t in (truth[n:] + [9] * 15)[:15]]
+
+    got, report = run(asked, Guess(guess), [Gate(Costs(), clock, Rule()), Sixes()])
+    assert got == truth
+    assert (plain.spec.cycles, report.spec.accepted > 0) == (25, right)
+    assert len(drafted) == report.spec.cycles - 3 if right else len(drafted) < 12
 
 
 # --- what gated steps leave behind
@@ -183,7 +222,7 @@ class Every:
         self.seen.append(1)
         return block if len(self.seen) % self.period == 0 else block.undrafted("test")
 
-    def judge(self, progress: Progress, record: Record) -> int:
+    def judge(self, progress: Progress, block: Block, record: Record) -> int:
         return record.count
 
     def observe(self, progress: Progress, committed: int) -> None:

@@ -66,7 +66,7 @@ class Closing:
         assert close is not None
         return replace(block, soft=(*[-1] * row, close), soft_margin=1e9)
 
-    def judge(self, progress: Progress, record: Record) -> int:
+    def judge(self, progress: Progress, block: Block, record: Record) -> int:
         return record.count
 
     def observe(self, progress: Progress, committed: int) -> None:
