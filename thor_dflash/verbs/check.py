@@ -44,7 +44,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> int:
         if args.make_golden:
             return _make(args, session, tokens, progress)
         if held is not None:
-            golden.fits(held, session.manifest, str(args.golden))
+            golden.fits(held, session.model, str(args.golden))
         reference = (
             _reference(args, config.engine, session, tokens, stack, progress)
             if held is None
@@ -103,9 +103,8 @@ def _reference(
         path = Path(args.reference)
         other = open_session(path, config, progress)
     stack.enter_context(closing(other))
-    made = make(other, None, tokens, progress)
-    golden.fits(made, session.manifest, args.reference)
-    return Reference(made, other, tracer(other, path))
+    golden.same(golden.sources(other.manifest), session.manifest, args.reference)
+    return Reference(make(other, None, tokens, progress), other, tracer(other, path))
 
 
 def _graphs(package: Path, config: EngineConfig, progress: Progress) -> Session:
