@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING, TextIO
 
@@ -18,7 +18,7 @@ from thor_dflash.records import check_utf8
 from thor_dflash.verbs.inputs import in_vocabulary, read_json, read_tokens
 
 if TYPE_CHECKING:
-    from thor_dflash.runtime.session import Report, Request, Session
+    from thor_dflash.runtime.session import Chunk, Report, Request, Session
     from thor_dflash.runtime.text import Answer, Piece
 
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
@@ -76,7 +76,8 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         request = _request(prompt, session, config)
         progress.close()
         answer = Answer(session.text, prompt) if session.text else None
-        output = _stream(session, request, answer, quiet=args.json)
+        chunks = _read(session.generate(request), len(prompt), progress)
+        output = _stream(chunks, answer, quiet=args.json)
         report = session.report()
     if args.json:
         print(json.dumps(_result(prompt, output, answer, report)))
@@ -127,11 +128,26 @@ def _request(prompt: tuple[int, ...], session: Session, config: Config) -> Reque
     )
 
 
-def _stream(session: Session, request: Request, answer: Answer | None, *, quiet: bool) -> Output:
+def _read(chunks: Iterator[Chunk], length: int, progress: Progress) -> Iterator[Chunk]:
+    """The same chunks; those of a prompt of `length` tokens, if one step does not read it all, are
+    told as progress.
+    """
+    chunk, done = next(chunks), 0
+    if not chunk.tokens and 0 < chunk.prompt_done < length - 1:
+        with progress.task("reading the prompt", length, "tokens") as task:
+            while not chunk.tokens and not chunk.finish:
+                task.advance(chunk.prompt_done - done)
+                done = chunk.prompt_done
+                chunk = next(chunks)
+    yield chunk
+    yield from chunks
+
+
+def _stream(chunks: Iterator[Chunk], answer: Answer | None, *, quiet: bool) -> Output:
     output, printer = Output([]), Printer(sys.stdout)
     start = time.perf_counter()
     try:
-        for chunk in session.generate(request):
+        for chunk in chunks:
             output.tokens += chunk.tokens
             output.finish = chunk.finish
             pieces = answer.feed(chunk.tokens) if answer else _ids(chunk.tokens)
