@@ -89,6 +89,16 @@ def test_keys_are_all_settable() -> None:
         ("decode", '--set must be section.key=value (got "decode")'),
         ("kv=fp8", '--set must be section.key=value (got "kv=fp8"); did you mean build.kv?'),
         ("capacity=9", "did you mean build.capacity or engine.capacity?"),
+        ("decode.budget={tokens=5}", "--set must be of a key, not of a section (got "),
+        ("build.card=3", '--set must be of a key, not of a section (got "build.card=3")'),
+        ("decode.max_tokens=" + "9" * 5000, 'decode.max_tokens must be an integer (got "999'),
+        ("decode.thinking=" + "[" * 5000, 'decode.thinking must be "on" or "off" (got "[[['),
+        ("decode.relaxed.k=2147483648", "decode.relaxed.k must be 0 to 2147483647 (got 2147483648"),
+        ("decode.relaxed.k=-1", "decode.relaxed.k must be 0 to 2147483647 (got -1)"),
+        (
+            "decode.relaxed.margin=1e300",
+            "decode.relaxed.margin must be -1, or 0 to 2147483647 (got",
+        ),
         ("build.kv.x=9", "unknown key build.kv.x (did you mean build.kv?)"),
     ],
 )
@@ -103,6 +113,7 @@ def test_refusals_name_the_key_and_the_value(override: str, message: str) -> Non
     [
         (b"[build\n", "must be TOML in UTF-8"),
         (b"\xff", "must be TOML in UTF-8"),
+        (b"x = " + b"[" * 5000, "must be TOML (got lists nested too deep)"),
         (b"build = 3\n", "build must be a section (got 3)"),
         (b"[build]\ncapacity = '9'\n", 'build.capacity must be an integer (got "9")'),
         (b"[build]\ncapacity = 1979-05-27\n", "build.capacity must be an integer (got"),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,6 +79,22 @@ def test_refuses_a_manifest_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / NAME).unlink()
     (tmp_path / NAME).mkdir()
     with pytest.raises(PackageError, match="Is a directory"):
+        read(tmp_path)
+
+
+def test_a_manifest_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / NAME)
+    with pytest.raises(PackageError, match=rf"{NAME} must be a file \(got a pipe\); build it"):
+        read(tmp_path)
+    assert not m.is_package(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [("[" * 5000, "lists nested too deep"), ("9" * 5000, "Exceeds the limit")]
+)
+def test_a_manifest_that_cannot_be_parsed_is_told(tmp_path: Path, value: str, said: str) -> None:
+    (tmp_path / NAME).write_text(f"{MAGIC}\nx = {value}\n")
+    with pytest.raises(PackageError, match=rf"{NAME} must be TOML \(got:? {said}.*build it again"):
         read(tmp_path)
 
 

@@ -121,6 +121,27 @@ def test_a_tolerance_is_a_number_of_at_least_0(
     assert "--tolerance must be a finite number of at least 0 (got" in said
 
 
+def test_a_tolerance_of_logits_that_nobody_compares_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert refused(capsys, "check", "--package", "p", "--tolerance", "0.5") == (
+        "--tolerance must go with --reference or --golden (got neither)"
+    )
+
+
+def test_a_reference_without_a_name_is_not_none(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "check", "--package", "p", "--reference", "")
+    assert said == "--reference must be a package or ort (got an empty name)"
+
+
+@pytest.mark.parametrize("how", ["--thinking=off", "-sdecode.thinking=off"])
+def test_ids_have_no_template_to_tell_of_thinking(
+    capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    said = refused(capsys, "generate", "--package", "p", "--tokens", "t", how)
+    assert said == "--thinking must go with --prompt or --messages (got --tokens)"
+
+
 def test_a_check_of_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, "check", "--package", "p", "--operators", "none") == (
         "--operators none must go with --reference or --golden (got neither)"

@@ -74,6 +74,16 @@ def test_a_closed_stdout_is_one_line() -> None:
     assert done.returncode == 2
 
 
+@pytest.mark.parametrize("what", ["--help", "--version", "bench --help"])
+def test_help_that_nobody_can_read_is_told(what: str) -> None:
+    # -E: without a buffer, which the environment may ask for, argparse drops what it cannot write.
+    command = [sys.executable, "-E", "-c", MAIN, *what.split()]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.stderr == "thor-dflash: stdout must be writable (got: No space left on device)\n"
+    assert done.returncode == 2
+
+
 @pytest.mark.parametrize("streams", ["2>&-", "2>/dev/full", "0<&-", "0<&- 2>&-"])
 def test_streams_that_lead_nowhere_change_no_result(streams: str, tmp_path: Path) -> None:
     program = f'{sys.executable} -c "{MAIN}"'

@@ -87,7 +87,6 @@ def run(argv: Sequence[str]) -> int:
     """
     args = parser().parse_args(argv)
     _check(args)
-
     # Imported here, as each verb imports its floor, so that --help answers at once.
     from thor_dflash import config, progress
 
@@ -108,18 +107,15 @@ def _verb(args: argparse.Namespace, config: Config, progress: Progress) -> int |
 
 
 def _check(args: argparse.Namespace) -> None:
-    if args.verb in ("generate", "profile") and args.tokens and vars(args)["decode.thinking"]:
+    thinking = vars(args).get("decode.thinking") or "decode.thinking" in _set(args)
+    if args.verb in ("generate", "profile") and args.tokens and thinking:
         raise ConfigError("--thinking must go with --prompt or --messages (got --tokens)")
     for one, *others in _APART.get(args.verb, ()):
         for other in others:
             if _given(args, one) and _given(args, other):
                 raise ConfigError(f"{other} must go without {one} (got both)")
-    if args.verb == "check":
-        _at_least_0("--tolerance", args.tolerance)
-        if args.operators == "none" and not (args.reference or args.golden):
-            raise ConfigError("--operators none must go with --reference or --golden (got neither)")
-    if args.verb == "serve":
-        _at_least_0("--mock-cycle-ms", args.mock_cycle_ms)
+    _at_least_0("--tolerance", vars(args).get("tolerance"))
+    _at_least_0("--mock-cycle-ms", vars(args).get("mock_cycle_ms"))
 
 
 _APART: Mapping[str, Sequence[Sequence[str]]] = {
@@ -155,7 +151,7 @@ def overrides(args: argparse.Namespace) -> tuple[str, ...]:
     Raises:
         ConfigError: a key is given twice, or both ways.
     """
-    given = [item.partition("=")[0].strip() for item in args.set]
+    given = _set(args)
     for key in given:
         if given.count(key) > 1:
             raise ConfigError(f"{key} must be given once (got --set {given.count(key)} times)")
@@ -169,6 +165,11 @@ def overrides(args: argparse.Namespace) -> tuple[str, ...]:
     return (*args.set, *items)
 
 
+def _set(args: argparse.Namespace) -> list[str]:
+    """The key of every --set."""
+    return [item.partition("=")[0].strip() for item in args.set]
+
+
 def _belongs(args: argparse.Namespace) -> None:
     """Refuse what the verb would not look at. A file may hold sections of other verbs, too."""
     reads, verb = list(args.reads), args.verb
@@ -176,8 +177,7 @@ def _belongs(args: argparse.Namespace) -> None:
         if verb == verb_ and _given(args, option):
             reads.remove(section)
             verb = f"{verb_} {option}"
-    for item in args.set:
-        key = item.partition("=")[0].strip()
+    for key, item in zip(_set(args), args.set, strict=True):
         if key.partition(".")[0] not in reads:
             raise ConfigError(
                 f"{key} must be a setting of {verb} "

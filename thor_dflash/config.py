@@ -192,6 +192,8 @@ class BudgetConfig:
 
 
 NO_BUDGET = BudgetConfig()
+LARGEST = 2**31
+"""From here on a number is none to a graph, whose integers have 32 bits."""
 RELAXED = {"margin": (3, 1.0), "delta": (10, 0.6)}
 """k and margin of each rule. Source: FlashRT; TensorRT-LLM's example for DeepSeek-R1."""
 
@@ -208,9 +210,12 @@ class RelaxedConfig:
     """Largest distance to the target's best, nats or probability; -1 takes RELAXED."""
 
     def __post_init__(self) -> None:
-        _at_least("decode.relaxed.k", self.k, 0)
-        if not (self.margin == -1 or 0 <= self.margin < float("inf")):
-            raise ConfigError(f"decode.relaxed.margin must be >= 0, or -1 (got {self.margin})")
+        if not 0 <= self.k < LARGEST:
+            raise ConfigError(f"decode.relaxed.k must be 0 to {LARGEST - 1} (got {self.k})")
+        if not (self.margin == -1 or 0 <= self.margin < LARGEST):
+            raise ConfigError(
+                f"decode.relaxed.margin must be -1, or 0 to {LARGEST - 1} (got {self.margin})"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,6 +291,8 @@ def _read(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
         raise ConfigError(f"{path} must be a readable file (got: {e.strerror})") from e
+    except RecursionError as e:
+        raise ConfigError(f"{path} must be TOML (got lists nested too deep)") from e
     except ValueError as e:
         raise ConfigError(f"{path} must be TOML in UTF-8 (got: {e})") from e
 
@@ -297,6 +304,9 @@ def _override(table: dict[str, Any], item: str) -> None:
         raise ConfigError(
             f"--set must be section.key=value (got {records.show(item)}){_meant(item)}"
         )
+    if any(name.startswith(f"{'.'.join((*path, key))}.") for name in keys()):
+        # Whole, it would silently take back what was said of its keys.
+        raise ConfigError(f"--set must be of a key, not of a section (got {records.show(item)})")
     row: dict[str, object] = table
     for i, section in enumerate(path):
         inner = records.as_table(row.setdefault(section, {}))
@@ -326,7 +336,7 @@ def _parse(text: str) -> object:
     """A TOML value; a bare word is a string."""
     try:
         table = tomllib.loads(f"v = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text.strip()
     return table["v"] if len(table) == 1 else text
 

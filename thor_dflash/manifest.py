@@ -170,6 +170,8 @@ def render(manifest: Manifest) -> str:
 
 def is_package(path: Path) -> bool:
     """Whether `path` is a directory that some version of thor-dflash built, damaged or not."""
+    if (path / NAME).is_fifo():  # as in `read`
+        return False
     try:
         with (path / NAME).open("rb") as file:
             return file.read(len(MAGIC)) == MAGIC.encode()
@@ -186,6 +188,8 @@ def read(package: Path) -> Manifest:
     if not package.is_dir():
         raise PackageError(f"{package} must be a package directory (got {_what(package)})")
     path = package / NAME
+    if path.is_fifo():  # to read it is to wait for who writes it
+        raise PackageError(f"{path} must be a file (got a pipe); {REBUILD}")
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as e:
@@ -199,7 +203,9 @@ def _parse(path: Path, text: str) -> Manifest:
     head, _, body = text.partition("\n")
     try:
         table = tomllib.loads(body)
-    except tomllib.TOMLDecodeError as e:
+    except RecursionError as e:
+        raise PackageError(f"{path} must be TOML (got lists nested too deep); {REBUILD}") from e
+    except ValueError as e:
         raise PackageError(f"{path} must be TOML (got: {e}); {REBUILD}") from e
     if not head.startswith(MAGIC):
         raise PackageError(f"{path} must begin with {MAGIC!r} (got {head[:60]!r}); {REBUILD}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -12,10 +13,14 @@ from thor_dflash.errors import ConfigError
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, with its complaints as errors of ours. `error` is its documented hook."""
+    """argparse, with its complaints as errors of ours. `error`, `exit` are its documented hooks."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        sys.stdout.flush()  # not at the interpreter's end, where nobody tells what is wrong with it
+        super().exit(status, message)
 
 
 class _Once(argparse.Action):

@@ -10,7 +10,16 @@ from typing import Literal
 import numpy as np
 
 from thor_dflash.calib.check.golden import Golden, rounds, sources
-from thor_dflash.calib.check.judge import Drift, Off, against_definition, drift, jumps, share
+from thor_dflash.calib.check.judge import (
+    NOTHING,
+    Drift,
+    Off,
+    against_definition,
+    distance,
+    drift,
+    jumps,
+    share,
+)
 from thor_dflash.calib.check.seen import Outputs, Seen, Tracer
 from thor_dflash.calib.check.walks import walks
 from thor_dflash.errors import RequestError
@@ -154,8 +163,8 @@ def _state(session: Session, name: str) -> bool:
 
 def logits(have: Array, want: Array, limit: float) -> Logits:
     """Compare float32 [T, V]."""
-    scale = float(np.abs(want).max())
-    by_row = [share(a, b) * float(np.abs(b).max()) / scale for a, b in zip(have, want, strict=True)]
+    scale = max(float(np.abs(want).max()), NOTHING)
+    by_row = [distance(a, b) / scale for a, b in zip(have, want, strict=True)]
     chosen, best = have.argmax(1), want.argmax(1)
     rows = np.arange(len(want))
     over = [row for row, error in enumerate(by_row) if not error <= limit]
@@ -166,7 +175,7 @@ def logits(have: Array, want: Array, limit: float) -> Logits:
         int(np.argmax(by_row)),
         over[0] if over else -1,
         int((chosen != best).sum()),
-        float((want[rows, best] - want[rows, chosen]).max() / scale),
+        float((want[rows, best] - want[rows, chosen]).max()) / scale,
     )
 
 

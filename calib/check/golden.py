@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import zipfile
+import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import numpy as np
 from thor_dflash.calib.check.seen import Outputs
 from thor_dflash.errors import RequestError
 from thor_dflash.manifest import Manifest
+from thor_dflash.runtime.model import Model
 from thor_dflash.tensors import Array, DType
 
 VALUE = "value."
@@ -83,18 +86,36 @@ def read(path: Path) -> Golden:
         )
     except OSError as e:
         raise RequestError(f"{path} must be a readable file (got: {e.strerror or e})") from e
-    except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as e:
+    except (ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as e:
         raise RequestError(f"{path} must be a golden file (got: {e}); {REMAKE}") from e
 
 
-def fits(golden: Golden, manifest: Manifest, where: str) -> None:
-    """Refuse a golden of another model.
+def fits(golden: Golden, model: Model, where: str) -> None:
+    """Refuse a golden of another model, or one of which a part is missing.
 
     Raises:
-        RequestError: it was made from another checkpoint.
+        RequestError: it was made from another checkpoint, or is not as `arrays` wrote it.
+    """
+    same(golden.sources, model.manifest, where)
+    for name, rows in (("logits", golden.logits), ("taps", golden.taps)):
+        port = model.graphs["verify"].outputs.get(name)
+        if rows is None or port is None:
+            continue
+        if rows.shape != (want := (len(golden.tokens), port.at({})[1])) or rows.dtype != np.float32:
+            raise RequestError(
+                f"{where}: {name} must be float32 {list(want)}, of every token a row "
+                f"(got {rows.dtype} {list(rows.shape)}); {REMAKE}"
+            )
+
+
+def same(made: Mapping[str, str], manifest: Manifest, where: str) -> None:
+    """Refuse what was made from other checkpoints, `made` as Golden.sources.
+
+    Raises:
+        RequestError: naming the one that is another.
     """
     have = sources(manifest)
-    for name, sha in golden.sources.items():
+    for name, sha in made.items():
         if have.get(name, sha) != sha:
             raise RequestError(
                 f"{where} must be made of the {name} of the package "

@@ -16,6 +16,8 @@ SMALLEST_FP8 = 2.0**-9
 """Distance of the smallest E4M3 numbers."""
 JUMP = 8.0
 """A step that is off by this much more than all that it read has a fault of its own."""
+NOTHING = 1e-300
+"""The scale of values that are all 0."""
 DUST = 1e-6
 """Off by less is not off: two orders of summing float32."""
 
@@ -77,7 +79,7 @@ def differ(have: Array, want: Array, tolerance: float) -> tuple[float, tuple[int
     if not over.size or over.max() <= 0:
         return None
     at = _place(np.unravel_index(int(over.argmax()), over.shape))
-    return float(np.abs(a - b)[at] / max(largest, 1e-300)), at
+    return float(np.abs(a - b)[at] / max(largest, NOTHING)), at
 
 
 def _place(index: object) -> tuple[int, ...]:
@@ -86,6 +88,13 @@ def _place(index: object) -> tuple[int, ...]:
 
 def share(have: Array, want: Array) -> float:
     """Largest error as a share of the largest value; infinite where one is no number."""
+    b = want.astype(np.float64)
+    largest = float(np.abs(b[np.isfinite(b)]).max(initial=0.0))
+    return distance(have, want) / max(largest, NOTHING)
+
+
+def distance(have: Array, want: Array) -> float:
+    """Largest error; infinite where one is no number."""
     if have.shape != want.shape:
         return float("inf")
     a, b = have.astype(np.float64), want.astype(np.float64)
@@ -93,7 +102,7 @@ def share(have: Array, want: Array) -> float:
     if not np.array_equal(finite, np.isfinite(a)):
         return float("inf")
     a, b = np.where(finite, a, 0.0), np.where(finite, b, 0.0)
-    return float(np.abs(a - b).max(initial=0.0) / max(np.abs(b).max(initial=0.0), 1e-300))
+    return float(np.abs(a - b).max(initial=0.0))
 
 
 @dataclass(frozen=True, slots=True)

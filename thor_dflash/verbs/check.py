@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from thor_dflash import manifest as package_manifest
 from thor_dflash.config import Config, EngineConfig
-from thor_dflash.errors import RequestError
+from thor_dflash.errors import ConfigError, RequestError
 from thor_dflash.progress import Progress
 from thor_dflash.verbs import score as score_verb
 from thor_dflash.verbs.inputs import in_vocabulary, read_tokens
@@ -32,6 +32,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> int:
     from thor_dflash.calib.check.compare import Reference, compare, some_tokens, tracer
     from thor_dflash.runtime.session import open_session
 
+    _check(args)
     if args.make_golden:
         score_verb.check(args.make_golden, args.package, "--make-golden")
     given = read_tokens(args.tokens) if args.tokens else None
@@ -43,7 +44,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> int:
         if args.make_golden:
             return _make(args, session, tokens, progress)
         if held is not None:
-            golden.fits(held, session.manifest, str(args.golden))
+            golden.fits(held, session.model, str(args.golden))
         reference = (
             _reference(args, config.engine, session, tokens, stack, progress)
             if held is None
@@ -55,6 +56,18 @@ def run(args: Namespace, config: Config, progress: Progress) -> int:
     progress.close()
     print(json.dumps(as_table(report), indent=1) if args.json else "\n".join(lines(report)))
     return 0 if report.right else 1
+
+
+def _check(args: Namespace) -> None:
+    """Refuse a reference without a name, and what has no meaning without one."""
+    if args.reference == "":  # the working directory, as a path
+        raise ConfigError("--reference must be a package or ort (got an empty name)")
+    if args.reference is not None or args.golden is not None:
+        return
+    if args.operators == "none":
+        raise ConfigError("--operators none must go with --reference or --golden (got neither)")
+    if args.tolerance is not None:
+        raise ConfigError("--tolerance must go with --reference or --golden (got neither)")
 
 
 def _make(args: Namespace, session: Session, tokens: tuple[int, ...], progress: Progress) -> int:
@@ -80,7 +93,7 @@ def _reference(
     from thor_dflash.calib.check import golden
     from thor_dflash.calib.check.compare import Reference, make, tracer
 
-    if not args.reference:
+    if args.reference is None:
         return None
     if args.reference == ORT:
         path, other = args.package, _graphs(args.package, config, progress)
@@ -90,9 +103,8 @@ def _reference(
         path = Path(args.reference)
         other = open_session(path, config, progress)
     stack.enter_context(closing(other))
-    made = make(other, None, tokens, progress)
-    golden.fits(made, session.manifest, args.reference)
-    return Reference(made, other, tracer(other, path))
+    golden.same(golden.sources(other.manifest), session.manifest, args.reference)
+    return Reference(make(other, None, tokens, progress), other, tracer(other, path))
 
 
 def _graphs(package: Path, config: EngineConfig, progress: Progress) -> Session:

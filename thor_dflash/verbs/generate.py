@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING, TextIO
 
@@ -16,7 +16,7 @@ from thor_dflash.progress import Progress, say
 from thor_dflash.verbs.question import read_question
 
 if TYPE_CHECKING:
-    from thor_dflash.runtime.session import Report, Request, Session
+    from thor_dflash.runtime.session import Chunk, Report
     from thor_dflash.runtime.text import Answer, Piece
 
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
@@ -68,7 +68,8 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         request = question.request(session, config)
         progress.close()
         answer = Answer(session.text, request.prompt) if session.text else None
-        output = _stream(session, request, answer, quiet=args.json)
+        chunks = _read(session.generate(request), len(request.prompt), progress)
+        output = _stream(chunks, answer, quiet=args.json)
         report = session.report()
     if args.json:
         print(json.dumps(_result(request.prompt, output, answer, report)))
@@ -76,11 +77,26 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         say(sys.stderr, _summary(output, report))
 
 
-def _stream(session: Session, request: Request, answer: Answer | None, *, quiet: bool) -> Output:
+def _read(chunks: Iterator[Chunk], length: int, progress: Progress) -> Iterator[Chunk]:
+    """The same chunks; those of a prompt of `length` tokens, if one step does not read it all, are
+    told as progress.
+    """
+    chunk, done = next(chunks), 0
+    if not chunk.tokens and 0 < chunk.prompt_done < length - 1:
+        with progress.task("reading the prompt", length, "tokens") as task:
+            while not chunk.tokens and not chunk.finish:
+                task.advance(chunk.prompt_done - done)
+                done = chunk.prompt_done
+                chunk = next(chunks)
+    yield chunk
+    yield from chunks
+
+
+def _stream(chunks: Iterator[Chunk], answer: Answer | None, *, quiet: bool) -> Output:
     output, printer = Output([]), Printer(sys.stdout)
     start = time.perf_counter()
     try:
-        for chunk in session.generate(request):
+        for chunk in chunks:
             output.tokens += chunk.tokens
             output.finish = chunk.finish
             pieces = answer.feed(chunk.tokens) if answer else _ids(chunk.tokens)

@@ -1,0 +1,77 @@
+"""Golden files that are none: damaged, of another model, or of another kind of .npz."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from decoding import session
+
+from thor_dflash import cli
+from thor_dflash.calib.check.compare import logits, make, some_tokens
+from thor_dflash.calib.check.golden import arrays, fits, read
+from thor_dflash.errors import RequestError
+from thor_dflash.progress import Silent
+from thor_dflash.tensors import Array
+
+
+@pytest.fixture(scope="module")
+def made() -> Mapping[str, Array]:
+    """What the file of a small model holds, less the values inside its graphs."""
+    s = session()
+    return arrays(make(s, None, some_tokens(s), Silent()))
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "said"),
+    [
+        ("logits", np.zeros((5, 512), np.float32), r"float32 \[48, 512\].*float32 \[5, 512\]"),
+        ("logits", np.zeros((48, 5), np.float32), r"\(got float32 \[48, 5\]\); make it again"),
+        ("logits", np.zeros((48, 512)), r"logits must be float32 .* \(got float64 \[48, 512\]"),
+        ("taps", np.zeros((48, 5), np.float32), r"taps must be .* \(got float32 \[48, 5\]\)"),
+        ("block", np.zeros(3), "must be a golden file"),
+        ("tokens", np.array(5), "must be a golden file"),
+    ],
+)
+def test_a_golden_with_a_part_missing_is_refused(
+    made: Mapping[str, Array], tmp_path: Path, name: str, wrong: Array, said: str
+) -> None:
+    path = tmp_path / "g.npz"
+    np.savez(path, allow_pickle=False, **{**made, name: wrong})
+    with pytest.raises(RequestError, match=said):
+        fits(read(path), session().model, str(path))
+
+
+def test_a_golden_as_it_was_made_fits(made: Mapping[str, Array], tmp_path: Path) -> None:
+    path = tmp_path / "g.npz"
+    np.savez(path, allow_pickle=False, **made)
+    fits(read(path), session().model, str(path))
+    fits(replace(read(path), taps=None), session().model, str(path))
+
+
+def test_one_array_is_no_golden(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.zeros(3))
+    (tmp_path / "a.npy").rename(tmp_path / "a.npz")
+    with pytest.raises(RequestError, match="must be a golden file"):
+        read(tmp_path / "a.npz")
+
+
+def test_logits_that_are_all_0_can_be_compared() -> None:
+    zero, other = np.zeros((2, 5), np.float32), np.ones((2, 5), np.float32)
+    assert logits(zero, zero, 0.1).first == -1
+    assert logits(other, zero, 0.1).first == 0
+
+
+def test_a_reference_of_another_model_is_named_before_it_is_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here, other = (str(session(g).model.engine.package) for g in ("27b", "nested"))  # type: ignore[attr-defined]
+    (tmp_path / "t.json").write_text("[511]")
+    args = ["check", "-s", "engine.threads=1", "--package", here, "--reference", other]
+    assert cli.main([*args, "--tokens", str(tmp_path / "t.json")]) == 2
+    err = capsys.readouterr().err
+    assert f"{other} must be made of the target of the package" in err
+    assert "scoring" not in err
