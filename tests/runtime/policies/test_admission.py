@@ -253,7 +253,7 @@ def test_marks_are_never_committed_for_being_near(session: Session, draft: int) 
             r"close soft must have at most 7 stop ids \(got 8\)",
         ),
         ({"budget": BudgetConfig(effort="none")}, r'must not be "none" where the prompt thinks'),
-        ({"relaxed": RelaxedConfig(k=2**31 - 1)}, r"relaxed.k must be at most \d+.*\(got 2147483647\)"),
+        ({"relaxed": RelaxedConfig(k=10**9)}, r"relaxed.k must be at most \d+.*\(got 1000000000\)"),
         ({"drafter": "none", "gate": True}, r"gate must go with a drafter"),
         ({"drafter": "none", "relaxed": RelaxedConfig()}, r"accept relaxed must go with a drafter"),
         (
@@ -341,7 +341,7 @@ def test_effort_none_does_not_think(capsys: pytest.CaptureFixture[str], package:
         ("--gate maybe", "decode.gate must be"),
         ("--gate on --drafter none", "gate must go with a drafter"),
         ("--block 6", "engine.block must be 8 or 16, as the package was built (got 6)"),
-        ("--set decode.relaxed.margin=-2", "decode.relaxed.margin must be >= 0, or -1"),
+        ("--set decode.relaxed.margin=-2", "decode.relaxed.margin must be -1, or 0 to 2147483647"),
         ("--set decode.budget.ratio=0.0", "decode.budget.ratio must be above 0 and at most 1"),
         ("--set decode.draft.window=5", "decode.draft.window must be 0 or 16 to 32 tokens (got 5)"),
         ("--set decode.budget.x=1", "unknown key decode.budget.x"),
