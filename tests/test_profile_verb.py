@@ -77,6 +77,7 @@ def test_a_profile_beside_an_earlier_one(
         (("--warmup", "-1"), "--warmup must be at least 0 (got -1)"),
         (("--thinking", "off"), "--thinking must go with --prompt or --messages (got --tokens)"),
         (("--compare", "none.json"), "none.json must be a readable file"),
+        (("--compare", "x", "--json"), "--compare must go without --json (got both)"),
     ],
 )
 def test_what_is_refused_is_refused_before_anything_is_loaded(
@@ -92,11 +93,23 @@ def test_other_things_are_not_compared(
     before = tmp_path / "before.json"
     assert profile(root, "--json", "--gate", "on") == 0
     before.write_text(capsys.readouterr().out)
-    assert profile(root, "--json", "--compare", str(before)) == 2
+    assert profile(root, "--compare", str(before)) == 2
     out, err = capsys.readouterr()
     assert out == ""
     told = "--compare must be a profile of the same (got decode.gate off, not on)"
-    assert err == f"thor-dflash: {told}\n"
+    assert err.endswith(f"thor-dflash: {told}\n")
+
+
+def test_what_is_no_profile_is_told(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = tmp_path / "before.json"
     before.write_text('{"runs": 3}')
-    assert profile(root, "--json", "--compare", str(before)) == 2
+    assert profile(root, "--compare", str(before)) == 2
     assert f"{before}.subject must be present" in capsys.readouterr().err
+    assert profile(root, "--json") == 0
+    table = json.loads(capsys.readouterr().out)
+    del table["times"]["tok_s"]
+    before.write_text(json.dumps(table))
+    assert profile(root, "--compare", str(before)) == 2
+    assert f"{before}.times must hold tok_s (got ttft_ms, " in capsys.readouterr().err

@@ -87,6 +87,7 @@ def run(argv: Sequence[str]) -> int:
     """
     args = parser().parse_args(argv)
     _check(args)
+
     # Imported here, as each verb imports its floor, so that --help answers at once.
     from thor_dflash import config, progress
 
@@ -123,6 +124,7 @@ _APART: Mapping[str, Sequence[Sequence[str]]] = {
         ("--golden", "--tokens"),  # which holds its own
         ("--make-golden", "--tolerance", "--operators", "--json"),
     ),
+    "profile": (("--json", "--compare"),),  # which prints a profile by itself
     "bench": (
         ("--package", "--random-weights", "--engine", "--quick", "--out"),
         ("--ready", "--quick"),

@@ -170,9 +170,9 @@ def render(manifest: Manifest) -> str:
 
 def is_package(path: Path) -> bool:
     """Whether `path` is a directory that some version of thor-dflash built, damaged or not."""
-    if (path / NAME).is_fifo():  # as in `read`
-        return False
     try:
+        if (path / NAME).is_fifo():  # as in `read`
+            return False
         with (path / NAME).open("rb") as file:
             return file.read(len(MAGIC)) == MAGIC.encode()
     except OSError:
@@ -188,9 +188,9 @@ def read(package: Path) -> Manifest:
     if not package.is_dir():
         raise PackageError(f"{package} must be a package directory (got {_what(package)})")
     path = package / NAME
-    if path.is_fifo():  # to read it is to wait for who writes it
-        raise PackageError(f"{path} must be a file (got a pipe); {REBUILD}")
     try:
+        if path.is_fifo():  # to read it is to wait for who writes it
+            raise PackageError(f"{path} must be a file (got a pipe); {REBUILD}")
         text = path.read_text(encoding="utf-8")
     except OSError as e:
         raise PackageError(f"{package} must hold a {NAME} (got: {e.strerror}); {REBUILD}") from e

@@ -132,6 +132,12 @@ struct Reader {
         skip(q);
     }
 
+    // To the warp's first slot of a stage, and its rows.
+    DEVICE void enter(saddr& at, saddr& rows) const {
+        wait();
+        at = slot();
+        rows = slab(part.phase);
+    }
     // Adds the first three 16 of K of a slot and loads the fourth.
     DEVICE void three(Nvfp4& now, Nvfp4& ahead, Sums& sums, saddr at, saddr rows) const {
 #pragma unroll
@@ -151,8 +157,8 @@ struct Reader {
     // A slot's slab is the stage's of the same number.
     DEVICE void nvfp4(Sums& sums, int q) const {
         Nvfp4 now, ahead;
-        wait();
-        saddr at = slot(), rows = slab(part.phase);
+        saddr at, rows;
+        enter(at, rows);
         now.load_scales(at);
         now.load(at, rows, 0, part.side);
 #pragma unroll 1
@@ -169,9 +175,7 @@ struct Reader {
             next(now.last());
             q += phases;
             if (q + part.phase >= end) break;
-            wait();
-            at = slot();
-            rows = slab(part.phase);
+            enter(at, rows);
             fourth(now, ahead, sums, at, rows);
         }
         now.add(sums, 3);
@@ -183,8 +187,8 @@ struct Reader {
     DEVICE void nvfp4_narrow(Sums& sums, NarrowSums& narrow_sums, int q) const {
         Nvfp4 now, ahead;
         Narrow narrow;
-        wait();
-        saddr at = slot(), rows = slab(part.phase);
+        saddr at, rows;
+        enter(at, rows);
         now.load_scales(at);
         now.load(at, rows, 0, part.side);
 #pragma unroll 1
@@ -203,9 +207,7 @@ struct Reader {
                 next(WITH_NARROW ? narrow.last() : now.last());
                 q += phases;
                 if (q + part.phase >= end) break;
-                wait();
-                at = slot();
-                rows = slab(part.phase);
+                enter(at, rows);
             }
             fourth(now, ahead, sums, at, rows);
         }

@@ -46,7 +46,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     question = read_question(args)
     with closing(open_session(args.package, config.engine, progress)) as session:
         request = question.request(session, config)
-        subject = _subject(args.package, session, request, config)
+        subject = _subject(session, request, config)
         if base and (told := base.subject.differs(subject)):
             raise RequestError(f"--compare must be a profile of the same (got {'; '.join(told)})")
         reports, answers = _runs(session, request, args, progress)
@@ -58,10 +58,13 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
 def _base(path: Path) -> Profile:
     from thor_dflash.runtime.profile import Profile
 
-    return records.decode(Profile, read_json(path), str(path), RequestError)
+    found = records.decode(Profile, read_json(path), str(path), RequestError)
+    if missing := TITLES.keys() - found.times.keys():
+        raise RequestError(f"{path}.times must hold {min(missing)} (got {', '.join(found.times)})")
+    return found
 
 
-def _subject(package: Path, session: Session, request: Request, config: Config) -> Subject:
+def _subject(session: Session, request: Request, config: Config) -> Subject:
     from thor_dflash.runtime.profile import Subject
 
     text = manifest.render(session.manifest)
