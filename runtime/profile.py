@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -31,10 +32,12 @@ class Subject:
     prompt_tokens: int
     settings: Mapping[str, str]
     """Of engine and decode, by dotted name."""
+    machine: Mapping[str, str]
+    """Release and power mode of a Jetson; of other machines nothing."""
 
     def differs(self, other: Subject) -> list[str]:
         """What is not the same, in words."""
-        one, two = ({**_plain(s), **s.settings} for s in (self, other))
+        one, two = ({**_plain(s), **s.machine, **s.settings} for s in (self, other))
         return [
             f"{key} {two.get(key, 'nothing')}, not {one.get(key, 'nothing')}"
             for key in dict.fromkeys((*one, *two))
@@ -54,7 +57,7 @@ def _plain(subject: Subject) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """One number over all runs. A percentile is the smallest that so many do not exceed."""
+    """One number many times. A percentile is the smallest that so many do not exceed."""
 
     low: float
     median: float
@@ -63,6 +66,82 @@ class Spread:
     high: float
     variation: float
     """Standard deviation over mean."""
+    values: tuple[float, ...]
+    """All of them, in the order in which they came."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """A moment of an answer: its caller was given something."""
+
+    ms: float
+    """Since the request."""
+    tokens: int
+    """How many; 0 while the prompt is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One answer."""
+
+    report: Report
+    tokens: tuple[int, ...]
+    beats: tuple[Beat, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A graph of a cycle, or the calls of one that are alike, run by itself."""
+
+    graph: str
+    name: str
+    """Empty: the whole graph."""
+    ms: float
+    nbytes: int
+    """That it cannot do without: weights; keys and values; states, read and written. 0: nobody
+    counts them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """A cycle taken apart. Parts that run by themselves do not overlap as they do in a cycle, so
+    that their sum is not quite its time.
+    """
+
+    context: int
+    """Tokens in the state."""
+    cycle_ms: float
+    """All graphs of the cycle as one."""
+    read_rate: float
+    """Bytes a second that this device reads in a long stream; 0 where the weights are too few to
+    tell."""
+    parts: tuple[Part, ...]
+    """A graph, then what is in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rail:
+    """Power of one rail of the board."""
+
+    name: str
+    idle_w: float
+    """Mean, before the first answer."""
+    mean_w: float
+    """While answers were made."""
+    joules: float
+    """Of an answer, median; what the board takes when idle is part of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Power:
+    """What the board's sensors say meanwhile."""
+
+    rails: tuple[Rail, ...] = ()
+    """Empty where nobody may read any."""
+    hottest_c: float | None = None
+    """Highest junction temperature, degrees Celsius; None where nobody may read it."""
+    failed: str = ""
+    """Why a sensor was not read to the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +172,12 @@ class Profile:
     phases: Mapping[str, Phase]
     spec: Spec
     """Of the last run."""
+    timeline: tuple[Beat, ...]
+    """Of the last run."""
+    power: Power
     warnings: tuple[str, ...]
+    inside: Inside | None = None
+    """None where every graph of a cycle is a phase already, or where it cannot be taken apart."""
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -106,31 +190,48 @@ def spread(values: Sequence[float]) -> Spread:
         return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
     variation = deviation / mean if mean else 0.0
-    return Spread(ordered[0], at(50), at(90), at(99), ordered[-1], variation)
+    return Spread(ordered[0], at(50), at(90), at(99), ordered[-1], variation, tuple(values))
+
+
+def cycles(beats: Sequence[Beat]) -> list[float]:
+    """What each cycle of an answer took by the clock, ms."""
+    return [end.ms - start.ms for start, end in itertools.pairwise(beats) if end.tokens]
 
 
 def profile(
-    subject: Subject, warmup: int, reports: Sequence[Report], answers: Sequence[tuple[int, ...]]
+    subject: Subject,
+    warmup: int,
+    runs: Sequence[Run],
+    *,
+    inside: Inside | None = None,
+    power: Power | None = None,
+    notes: Sequence[str] = (),
 ) -> Profile:
-    """Of the runs that count: what each reported, and its tokens."""
+    """Of the runs that count. `notes`: what else a reader should know."""
+    power = power or Power()
+    reports = [run.report for run in runs]
     times = {
         "ttft_ms": spread([r.timings.ttft_ms for r in reports]),
         "prefill_ms": spread([r.timings.prefill_ms for r in reports]),
         "cycle_ms": spread([r.timings.decode_ms / max(1, r.spec.cycles) for r in reports]),
+        "each_ms": spread([ms for run in runs for ms in cycles(run.beats)]),
         "e2e_ms": spread([r.timings.e2e_ms for r in reports]),
         "tok_s": spread([r.timings.tok_s for r in reports]),
     }
-    last = reports[-1]
+    last = runs[-1]
     return Profile(
         subject,
-        len(reports),
+        len(runs),
         warmup,
-        len(answers[-1]),
-        last.finish,
+        len(last.tokens),
+        last.report.finish,
         times,
         _phases(reports),
-        last.spec,
-        tuple(_warnings(times, reports, answers)),
+        last.report.spec,
+        last.beats,
+        power,
+        (*_warnings(times, runs, power.failed), *notes),
+        inside,
     )
 
 
@@ -147,17 +248,17 @@ def _phases(reports: Sequence[Report]) -> dict[str, Phase]:
     return found
 
 
-def _warnings(
-    times: Mapping[str, Spread], reports: Sequence[Report], answers: Sequence[tuple[int, ...]]
-) -> list[str]:
+def _warnings(times: Mapping[str, Spread], runs: Sequence[Run], failed: str) -> list[str]:
     told: list[str] = []
     if (variation := times["cycle_ms"].variation) > UNSTEADY:
         told.append(
             f"a cycle varies by {variation:.1%} from run to run, more than {UNSTEADY:.1%}: "
             "something else runs here, or clocks are not fixed (doctor says how)"
         )
-    if len(set(answers)) > 1:
+    if len({run.tokens for run in runs}) > 1:
         told.append("runs gave different answers: the gate chooses by the clock, or this is a bug")
-    if reports[-1].finish == "length":
+    if runs[-1].report.finish == "length":
         told.append("the answer was cut by decode.max_tokens")
+    if failed:
+        told.append(f"power and temperature are not of all answers: {failed}")
     return told

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,8 @@ from thor_dflash import cli
 from thor_dflash.builders.build import build
 from thor_dflash.config import BuildConfig
 from thor_dflash.progress import Silent
+from thor_dflash.runtime.doctor import board
+from thor_dflash.runtime.doctor.facts import Finding
 
 FEW = ("--runs", "3", "--warmup", "1", "--max-tokens", "8", "--ignore-eos")
 
@@ -47,6 +51,9 @@ def test_json_is_one_object_that_adds_up(root: Path, capsys: pytest.CaptureFixtu
     assert math.isclose(sum(p["share"] for p in found["phases"].values()), 1, abs_tol=1e-6)
     assert set(found["phases"]) == {"prefill", "verify", "accept", "host"}
     assert (found["spec"]["cycles"], found["spec"]["drafted"]) == (8, 0)
+    assert "inside" not in found  # every graph is a phase
+    assert [beat["tokens"] for beat in found["timeline"] if beat["tokens"]] == [1] * 8
+    assert len(found["times"]["each_ms"]["values"]) == 3 * 8
     for s in found["times"].values():
         assert 0 < s["low"] <= s["median"] <= s["p90"] <= s["p99"] <= s["high"]
 
@@ -78,6 +85,13 @@ def test_a_profile_beside_an_earlier_one(
         (("--thinking", "off"), "--thinking must go with --prompt or --messages (got --tokens)"),
         (("--compare", "none.json"), "none.json must be a readable file"),
         (("--compare", "x", "--json"), "--compare must go without --json (got both)"),
+        (("--html", "x.png"), "--html must be a path ending in .html (got x.png)"),
+        (("--trace", "x.html"), "--trace must be a path ending in .json (got x.html)"),
+        (
+            ("--html", "no/x.html"),
+            "--html must be a file in a directory that exists (got no/x.html)",
+        ),
+        (("--html", "none/x.html"), "--html must be outside the package (got none/x.html)"),
     ],
 )
 def test_what_is_refused_is_refused_before_anything_is_loaded(
@@ -98,6 +112,48 @@ def test_other_things_are_not_compared(
     assert out == ""
     told = "--compare must be a profile of the same (got decode.gate off, not on)"
     assert err.endswith(f"thor-dflash: {told}\n")
+
+
+def test_a_page_and_a_trace_of_the_last_answer(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn, traced = tmp_path / "x.html", tmp_path / "x.json"
+    assert profile(root, "--json", "--html", str(drawn), "--trace", str(traced)) == 0
+    found = json.loads(capsys.readouterr().out)
+    text = drawn.read_text(encoding="utf-8")
+    assert text.startswith("<!doctype html>")
+    assert text.count("<circle") == 3  # runs
+    events = json.loads(traced.read_text())["traceEvents"]
+    steps = [event for event in events if event["ph"] == "X"]
+    assert {event["name"] for event in steps} == {"prompt", "cycle"}
+    assert sum(event["args"]["tokens"] for event in steps) == found["tokens"]
+    for before, after in itertools.pairwise(steps):
+        assert after["ts"] == pytest.approx(before["ts"] + before["dur"])
+    assert steps[-1]["ts"] + steps[-1]["dur"] == pytest.approx(1e3 * found["timeline"][-1]["ms"])
+    counted = [event["args"]["tokens"] for event in events if event["ph"] == "C"]
+    assert counted == [event["args"]["tokens"] for event in steps if event["name"] == "cycle"]
+
+
+def test_a_board_s_release_and_power_mode_are_part_of_what_was_measured(
+    root: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mode = Finding("power mode", "warn", "120W; slower than MAXN", "sudo nvpmodel -m 0")
+    clock = Finding("GPU clock", "ok", "1575 MHz of 1575, held")
+    monkeypatch.setattr(board, "speed", lambda machine: [mode, clock])
+    assert profile(root, "--json") == 0
+    out = capsys.readouterr().out
+    found = json.loads(out)
+    assert found["subject"]["machine"] == {"power mode": "120W; slower than MAXN"}
+    told = "power mode: 120W; slower than MAXN (sudo nvpmodel -m 0)"
+    assert told in found["warnings"]
+    assert not any("GPU clock" in text for text in found["warnings"])
+    (tmp_path / "before.json").write_text(out)
+    monkeypatch.setattr(board, "speed", lambda machine: [replace(mode, text="MAXN"), clock])
+    assert profile(root, "--compare", str(tmp_path / "before.json")) == 2
+    assert "power mode MAXN, not 120W; slower than MAXN)" in capsys.readouterr().err
 
 
 def test_what_is_no_profile_is_told(

@@ -116,6 +116,10 @@ def _profile(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--compare", type=Path, metavar="X.json", help="what --json printed for the same before"
     )
+    sub.add_argument("--html", type=Path, metavar="X.html", help="draw it: one page, no network")
+    sub.add_argument(
+        "--trace", type=Path, metavar="X.json", help="the last answer for ui.perfetto.dev"
+    )
 
 
 def _policies(sub: argparse.ArgumentParser) -> None:

@@ -25,6 +25,11 @@ def is_jetson(machine: Machine) -> bool:
     return bool(machine.text(RELEASE))
 
 
+def speed(machine: Machine) -> list[Finding]:
+    """What decides how fast a Jetson is; of another machine nothing."""
+    return [jetpack(machine), power(machine), *clocks(machine)] if is_jetson(machine) else []
+
+
 def jetpack(machine: Machine) -> Finding:
     """The release: "# R38 (release), REVISION: 4.0, ..."."""
     text = machine.text(RELEASE)

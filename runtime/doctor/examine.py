@@ -65,10 +65,7 @@ def _findings(
     if machine.version("nvidia-cuda-nvrtc"):
         yield _nvrtc(machine, cuda, config.device, needed=on_device)
     yield from software.tensorrt(machine, tensorrt, jetson=jetson, needed=engine == "tensorrt")
-    if jetson:
-        yield board.jetpack(machine)
-        yield board.power(machine)
-        yield from board.clocks(machine)
+    yield from board.speed(machine)
     yield from board.memory(machine, cuda)
     yield board.disk(machine, config.cubins)
 

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from thor_dflash.runtime.profile import Subject, profile, spread
+from thor_dflash.runtime.profile import Beat, Power, Run, Subject, cycles, profile, spread
 from thor_dflash.runtime.telemetry import Report, Spec, Timings
 
-SUBJECT = Subject("1", "p" * 64, "ort", "CPU", "q" * 64, 5, {"decode.gate": "off"})
+SUBJECT = Subject("1", "p" * 64, "ort", "CPU", "q" * 64, 5, {"decode.gate": "off"}, {})
+BEATS = (Beat(0.0, 0), Beat(20.0, 0), Beat(30.0, 4), Beat(45.0, 1))
 
 
 def report(e2e: float, cycles: int = 4, finish: str = "stop", **phases: float) -> Report:
@@ -17,6 +18,14 @@ def report(e2e: float, cycles: int = 4, finish: str = "stop", **phases: float) -
     host = e2e - sum(phases.values())
     timings = Timings(e2e / 4, e2e / 2, 3 * e2e / 4, e2e, 50.0, {**phases, "host": host})
     return Report(finish, 10, 0, spec, timings, {}, "", ())
+
+
+def runs(*reports: Report, answers: tuple[tuple[int, ...], ...] = ()) -> list[Run]:
+    """All with the same answer, where nothing else is said."""
+    return [
+        Run(one, answer, BEATS)
+        for one, answer in zip(reports, answers or ((1, 2),) * len(reports), strict=True)
+    ]
 
 
 # ---- spreads
@@ -31,6 +40,7 @@ def test_a_percentile_is_the_smallest_that_so_many_do_not_exceed(count: int) -> 
         assert 100 * sum(v <= value for v in values) >= percent * count
         assert 100 * sum(v < value for v in values) < percent * count
     assert (found.low, found.high) == (min(values), max(values))
+    assert found.values == tuple(values)
 
 
 def test_variation_is_deviation_over_mean() -> None:
@@ -43,11 +53,11 @@ def test_variation_is_deviation_over_mean() -> None:
 
 
 def test_shares_add_up_and_what_reads_the_prompt_has_no_cycle() -> None:
-    runs = [
+    found = runs(
         report(100.0, verify=60.0, prefill=20.0, observe_chunk=4.0),
         report(200.0, verify=120.0, prefill=40.0, **{"prefill.chunk128": 8.0}),
-    ]
-    phases = profile(SUBJECT, 0, runs, [(1,), (1,)]).phases
+    )
+    phases = profile(SUBJECT, 0, found).phases
     assert list(phases) == ["prefill", "observe_chunk", "prefill.chunk128", "verify", "host"]
     assert sum(phase.share for phase in phases.values()) == pytest.approx(1)
     assert phases["verify"].share == pytest.approx(0.6)
@@ -57,30 +67,46 @@ def test_shares_add_up_and_what_reads_the_prompt_has_no_cycle() -> None:
 
 
 def test_the_numbers_of_an_answer() -> None:
-    times = profile(SUBJECT, 3, [report(100.0, cycles=5)], [(1, 2)]).times
+    times = profile(SUBJECT, 3, runs(report(100.0, cycles=5))).times
     assert {name: s.median for name, s in times.items()} == {
         "ttft_ms": 50.0,
         "prefill_ms": 25.0,
         "cycle_ms": 15.0,
+        "each_ms": 10.0,
         "e2e_ms": 100.0,
         "tok_s": 50.0,
     }
+
+
+def test_a_cycle_is_what_comes_between_two_chunks_with_tokens_behind_the_prompt() -> None:
+    assert cycles(BEATS) == [10.0, 15.0]
+    assert cycles(BEATS[:2]) == []
+
+
+def test_each_cycle_of_each_run_counts() -> None:
+    found = profile(SUBJECT, 0, runs(report(100.0), report(100.0)))
+    assert found.times["each_ms"].values == (10.0, 15.0, 10.0, 15.0)
+    assert found.timeline == BEATS
 
 
 # ---- notes
 
 
 def test_a_steady_machine_needs_no_note() -> None:
-    runs = [report(100.0), report(101.0), report(100.5)]
-    assert profile(SUBJECT, 0, runs, [(1,)] * 3).warnings == ()
+    found = runs(report(100.0), report(101.0), report(100.5))
+    assert profile(SUBJECT, 0, found).warnings == ()
 
 
 def test_what_a_reader_should_know_is_said() -> None:
-    runs = [report(100.0), report(140.0, finish="length")]
-    varies, differ, cut = profile(SUBJECT, 0, runs, [(1,), (2,)]).warnings
+    found = runs(report(100.0), report(140.0, finish="length"), answers=((1,), (2,)))
+    power, notes = Power(failed="it was unplugged"), ["power mode: 120W"]
+    told = profile(SUBJECT, 0, found, power=power, notes=notes).warnings
+    varies, differ, cut, failed, mode = told
     assert "a cycle varies by 23.6%" in varies
     assert "different answers" in differ
     assert "decode.max_tokens" in cut
+    assert failed.endswith("not of all answers: it was unplugged")
+    assert mode == "power mode: 120W"
 
 
 # ---- comparing
@@ -88,12 +114,14 @@ def test_what_a_reader_should_know_is_said() -> None:
 
 def test_versions_may_differ_and_nothing_else() -> None:
     assert SUBJECT.differs(replace(SUBJECT, version="2")) == []
-    other = Subject("1", "r" * 64, "cuda", "GPU", "s" * 64, 6, {"decode.gate": "on", "x": "1"})
+    settings = {"decode.gate": "on", "x": "1"}
+    other = Subject("1", "r" * 64, "cuda", "GPU", "s" * 64, 6, settings, {"power mode": "MAXN"})
     assert SUBJECT.differs(other) == [
         "package rrrrrrrrrrrr, not pppppppppppp",
         "engine cuda, not ort",
         "device GPU, not CPU",
         "prompt ssssssssssss, not qqqqqqqqqqqq",
         "decode.gate on, not off",
+        "power mode MAXN, not nothing",
         "x 1, not nothing",
     ]

@@ -15,6 +15,7 @@ from thor_dflash import manifest as package_manifest
 from thor_dflash.config import Config, EngineConfig
 from thor_dflash.errors import ConfigError, RequestError
 from thor_dflash.progress import Progress
+from thor_dflash.verbs import outputs
 from thor_dflash.verbs import score as score_verb
 from thor_dflash.verbs.inputs import in_vocabulary, read_tokens
 
@@ -34,7 +35,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> int:
 
     _check(args)
     if args.make_golden:
-        score_verb.check(args.make_golden, args.package, "--make-golden")
+        outputs.check(args.make_golden, ".npz", args.package, "--make-golden")
     given = read_tokens(args.tokens) if args.tokens else None
     held = golden.read(args.golden) if args.golden else None
     with ExitStack() as stack:

@@ -2,57 +2,79 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
+import itertools
 import json
+import time
 from argparse import Namespace
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import thor_dflash
 from thor_dflash import manifest, records
 from thor_dflash.config import Config
 from thor_dflash.errors import ConfigError, RequestError
 from thor_dflash.progress import Progress
+from thor_dflash.verbs import outputs
 from thor_dflash.verbs.inputs import read_json
+from thor_dflash.verbs.profile_page import page
+from thor_dflash.verbs.profile_text import TITLES, table
 from thor_dflash.verbs.question import read_question
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-    from thor_dflash.runtime.profile import Phase, Profile, Spread, Subject
-    from thor_dflash.runtime.session import Report, Request, Session
-
-BARS = " ▁▂▃▄▅▆▇█"
-TITLES = {
-    "ttft_ms": "to the first token, ms",
-    "prefill_ms": "reading the prompt, ms",
-    "cycle_ms": "a cycle, ms",
-    "e2e_ms": "whole answer, ms",
-    "tok_s": "decoding, tokens/s",
-}
+    from thor_dflash.runtime.doctor.facts import Finding
+    from thor_dflash.runtime.profile import Inside, Profile, Run, Subject
+    from thor_dflash.runtime.session import Request, Session
 
 
 def run(args: Namespace, config: Config, progress: Progress) -> None:
-    """Answer one prompt many times; print what it took."""
-    for option, count, least in (("--runs", args.runs, 1), ("--warmup", args.warmup, 0)):
-        if count < least:
-            raise ConfigError(f"{option} must be at least {least} (got {count})")
-    base = _base(args.compare) if args.compare else None
+    """Answer one prompt many times; print what it took, and draw it."""
+    base = _check(args)
+    from thor_dflash.runtime.doctor import board
+    from thor_dflash.runtime.doctor.here import Here
     from thor_dflash.runtime.profile import profile
+    from thor_dflash.runtime.sensors import Watch, find, junction
     from thor_dflash.runtime.session import open_session
 
     question = read_question(args)
+    speed = board.speed(Here())
     with closing(open_session(args.package, config.engine, progress)) as session:
         request = question.request(session, config)
-        subject = _subject(session, request, config)
+        subject = _subject(session, request, config, speed)
         if base and (told := base.subject.differs(subject)):
             raise RequestError(f"--compare must be a profile of the same (got {'; '.join(told)})")
-        reports, answers = _runs(session, request, args, progress)
+        with Watch(find(), junction()) as watch:
+            watch.rest()
+            runs, when = _runs(session, request, args, progress)
+        inside = _inside(session, request, config, progress)
     progress.close()
-    found = profile(subject, args.warmup, reports, answers)
-    print(json.dumps(dataclasses.asdict(found)) if args.json else table(found, base))
+    power = watch.power(when)
+    found = profile(subject, args.warmup, runs, inside=inside, power=power, notes=_notes(speed))
+    _write(found, args)
+    print(json.dumps(records.encode(found)) if args.json else table(found, base))
+
+
+def _check(args: Namespace) -> Profile | None:
+    """Refuse what cannot be done before anything is loaded; the profile to compare with."""
+    for option, count, least in (("--runs", args.runs, 1), ("--warmup", args.warmup, 0)):
+        if count < least:
+            raise ConfigError(f"{option} must be at least {least} (got {count})")
+    for option, out, ending in (("--html", args.html, ".html"), ("--trace", args.trace, ".json")):
+        if out:
+            outputs.check(out, ending, args.package, option)
+    return _base(args.compare) if args.compare else None
+
+
+def _write(found: Profile, args: Namespace) -> None:
+    if args.html:
+        text = page(found).encode()
+        outputs.write(args.html, lambda file: file.write(text))
+    if args.trace:
+        events = json.dumps(trace(found)).encode()
+        outputs.write(args.trace, lambda file: file.write(events))
 
 
 def _base(path: Path) -> Profile:
@@ -64,7 +86,9 @@ def _base(path: Path) -> Profile:
     return found
 
 
-def _subject(session: Session, request: Request, config: Config) -> Subject:
+def _subject(
+    session: Session, request: Request, config: Config, speed: Sequence[Finding]
+) -> Subject:
     from thor_dflash.runtime.profile import Subject
 
     text = manifest.render(session.manifest)
@@ -77,6 +101,7 @@ def _subject(session: Session, request: Request, config: Config) -> Subject:
         prompt=hashlib.sha256(ids.encode()).hexdigest(),
         prompt_tokens=len(request.prompt),
         settings=_settings(config),
+        machine={f.item: f.text for f in speed if "clock" not in f.item},  # which rises and falls
     )
 
 
@@ -94,74 +119,60 @@ def _flat(name: str, value: object) -> dict[str, str]:
     return {k: v for key, item in table.items() for k, v in _flat(f"{name}.{key}", item).items()}
 
 
+def _notes(speed: Sequence[Finding]) -> list[str]:
+    """What makes this machine slower than it could be."""
+    return [f"{f.item}: {f.text} ({f.remedy})" for f in speed if f.state != "ok"]
+
+
 def _runs(
     session: Session, request: Request, args: Namespace, progress: Progress
-) -> tuple[list[Report], list[tuple[int, ...]]]:
-    """Of the runs that count: reports, and the answers' tokens."""
-    reports: list[Report] = []
-    answers: list[tuple[int, ...]] = []
+) -> tuple[list[Run], list[tuple[float, float]]]:
+    """The runs that count, and when each was, seconds of `time.perf_counter`."""
+    from thor_dflash.runtime.profile import Beat, Run
+
+    runs: list[Run] = []
+    when: list[tuple[float, float]] = []
     with progress.task("answering", args.warmup + args.runs, "times") as task:
         for i in range(args.warmup + args.runs):
-            tokens = tuple(t for chunk in session.generate(request) for t in chunk.tokens)
+            tokens: list[int] = []
+            start = time.perf_counter()
+            beats = [Beat(0.0, 0)]
+            for chunk in session.generate(request):
+                beats.append(Beat(1e3 * (time.perf_counter() - start), len(chunk.tokens)))
+                tokens += chunk.tokens
             if i >= args.warmup:
-                reports.append(session.report())
-                answers.append(tokens)
+                runs.append(Run(session.report(), tuple(tokens), tuple(beats)))
+                when.append((start, time.perf_counter()))
             task.advance(1)
-    return reports, answers
+    return runs, when
 
 
-# ---- the report ----------------------------------------------------------------------------------
-def table(found: Profile, base: Profile | None = None) -> str:
-    """A profile as aligned text; beside another one with what became of its medians."""
-    subject, spec = found.subject, found.spec
-    return "\n".join(
-        [
-            f"{subject.engine} on {subject.device}; thor-dflash {subject.version}, "
-            f"package {subject.package[:12]}",
-            f"prompt of {subject.prompt_tokens} tokens, answer of {found.tokens}, ended by "
-            f"{found.finish}; {found.runs} runs after {found.warmup} to warm up",
-            "",
-            *_times(found.times, base.times if base else {}),
-            "",
-            *_phases(found.phases),
-            "",
-            f"{spec.cycles} cycles of {spec.accept_len:.2f} tokens; "
-            f"{spec.accepted} of {spec.drafted} drafted tokens were right",
-            *_histogram(spec.accept_hist),
-            *(f"note: {text}" for text in found.warnings),
-        ]
-    )
+def _inside(
+    session: Session, request: Request, config: Config, progress: Progress
+) -> Inside | None:
+    """Of engines whose graphs run as one and can run in parts."""
+    if session.manifest.engine != "cuda":
+        return None
+    from thor_dflash.runtime.engines.cuda.engine import CudaEngine
+    from thor_dflash.runtime.engines.cuda.inside import take_apart
+
+    engine = session.model.engine
+    assert isinstance(engine, CudaEngine)
+    plain = request.drafter == "none"
+    graphs = ("verify", "accept") if plain else ("propose", "verify", "accept", "observe")
+    cubins = Path(config.engine.cubins).expanduser()
+    return take_apart(engine, session.model, graphs, cubins, progress)
 
 
-def _times(times: Mapping[str, Spread], before: Mapping[str, Spread]) -> list[str]:
-    head = "".join(f"{title:>10}" for title in ("median", "least", "90 %", "99 %", "most"))
-    lines = [f"{'an answer':<24}{head}"]
-    for name, title in TITLES.items():
-        s = times[name]
-        numbers = "".join(f"{x:10.2f}" for x in (s.median, s.low, s.p90, s.p99, s.high))
-        lines.append(f"  {title:<22}{numbers}{_change(s, before.get(name))}")
-    return lines
-
-
-def _phases(phases: Mapping[str, Phase]) -> list[str]:
-    wide = max(22, *(len(name) for name in phases))  # graphs that run as one have one long name
-    lines = [f"{'where its time goes':<{wide + 2}}{'ms':>10}{'a cycle':>10}{'share':>10}"]
-    for name, phase in phases.items():
-        cycle = f"{phase.cycle_ms:10.3f}" if phase.cycle_ms else " " * 10
-        bar = "█" * round(20 * phase.share)
-        lines.append(f"  {name:<{wide}}{phase.ms:10.2f}{cycle}{phase.share:10.1%}  {bar}".rstrip())
-    return lines
-
-
-def _change(now: Spread, before: Spread | None) -> str:
-    if before is None or not before.median:
-        return ""
-    return f"   {now.median / before.median:.3f}x of {before.median:.2f}"
-
-
-def _histogram(counts: Sequence[int]) -> list[str]:
-    most = max(counts, default=0)
-    if not most:
-        return []
-    bars = "".join(BARS[-(-8 * count // most)] for count in counts)
-    return [f"  committed tokens a cycle, 1 to {len(counts)}:  |{bars}|"]
+def trace(found: Profile) -> dict[str, Any]:
+    """The last answer as events that ui.perfetto.dev and Chrome show."""
+    events: list[dict[str, Any]] = []
+    for start, end in itertools.pairwise(found.timeline):
+        name = "cycle" if end.tokens else "prompt"
+        event = {"name": name, "pid": 1, "tid": "answer", "ts": 1e3 * start.ms,
+                 "args": {"tokens": end.tokens}}  # fmt: skip
+        events.append({**event, "ph": "X", "dur": 1e3 * (end.ms - start.ms)})
+        if end.tokens:
+            events.append({**event, "ph": "C", "name": "committed tokens"})
+    about = records.encode(found.subject)
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from argparse import Namespace
-from collections.abc import Generator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 
 from thor_dflash.config import Config
-from thor_dflash.errors import RequestError
 from thor_dflash.progress import Progress
 from thor_dflash.tensors import Array
+from thor_dflash.verbs import outputs
 from thor_dflash.verbs.inputs import in_vocabulary, read_tokens
 
 
@@ -20,7 +19,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     from thor_dflash.runtime.score import score
     from thor_dflash.runtime.session import open_session
 
-    check(args.out, args.package)
+    outputs.check(args.out, ".npz", args.package, "--out")
     tokens = read_tokens(args.tokens)
     with closing(open_session(args.package, config.engine, progress)) as session:
         in_vocabulary(tokens, session.manifest.target.vocab)
@@ -31,39 +30,8 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         print(f"{args.out}: {name} {array.dtype} {list(array.shape)}")
 
 
-def check(out: Path, package: Path, option: str = "--out") -> None:
-    """Refuse a path that could not be written, before the work that would be lost."""
-    # Not Path.resolve, which fails where links go round.
-    if Path(os.path.realpath(package)) in Path(os.path.realpath(out)).parents:
-        raise RequestError(f"{option} must be outside the package (got {out})")
-    if out.suffix != ".npz":
-        raise RequestError(f"{option} must be a path ending in .npz (got {out})")
-    if out.is_dir() or not out.parent.is_dir():
-        raise RequestError(f"{option} must be a file in a directory that exists (got {out})")
-    with _beside(out) as partial:
-        partial.touch()
-
-
 def write(out: Path, arrays: Mapping[str, Array]) -> None:
-    """Write the arrays to `out` in one rename: whole, or not at all."""
+    """Write the arrays to `out`, whole or not at all."""
     import numpy as np
 
-    with _beside(out) as partial:
-        with partial.open("wb") as file:
-            np.savez(file, allow_pickle=False, **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(out)
-
-
-@contextmanager
-def _beside(out: Path) -> Generator[Path]:
-    """Where `out` is written before it has its name; gone afterwards."""
-    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    try:
-        try:
-            yield partial
-        finally:
-            partial.unlink(missing_ok=True)
-    except OSError as e:
-        raise RequestError(f"{out} must be writable (got: {e.strerror or e})") from e
+    outputs.write(out, lambda file: np.savez(file, allow_pickle=False, **arrays))

@@ -28,7 +28,7 @@ from thor_dflash.runtime.engines.cuda.engine import CudaEngine
 from thor_dflash.runtime.model import Model
 from thor_dflash.runtime.propose import Dflash
 from thor_dflash.runtime.telemetry import Meter
-from thor_dflash.tensors import DType, TensorSpec
+from thor_dflash.tensors import Array, DType, TensorSpec
 
 BLOCK_BYTES = 512 * 8 * 16
 """Read by one block of read_memory at a time."""
@@ -173,6 +173,10 @@ class Bench:
             for kind, steps in found.items()
         }
 
+    def rooms(self, name: str) -> tuple[str, ...]:
+        """Every room that a step has calls of."""
+        return tuple(dict.fromkeys(step.room for step in self._program(name).steps))
+
     def _program(self, name: str) -> Program:
         return self.engine.program(self.call(name).graph.name)
 
@@ -223,15 +227,15 @@ class Bench:
 
     def at(self, length: int, accepted: int) -> None:
         """Put the sequence at a context of `length` with `accepted` rows to fold."""
-        for name in ("verify", "propose", "observe", *self.extra):
+        names = [n for n in ("verify", "propose", "observe") if n in self.model.graphs]
+        for name in (*names, *self.extra):
             inputs = self.call(name).inputs
             for port, value in (("length", length), ("accepted", accepted), ("last", 1)):
                 if port in inputs:
                     self.engine.write(inputs[port], np.array([value], np.int32))
             if "tokens" in inputs:
                 rows = inputs["tokens"].spec.at({})[0]
-                ids = np.random.default_rng(length).integers(1, 200_000, rows)
-                self.engine.write(inputs["tokens"], ids.astype(np.int32))
+                self.engine.write(inputs["tokens"], self._ids(length, rows))
         # An excerpt does not send what the host wrote; a read does.
         self.engine.read(self.call("verify").inputs["length"])
 
@@ -248,7 +252,7 @@ class Bench:
     def prefill(self, tokens: int) -> float:
         """Seconds to read a prompt, the drafter looking on."""
         chunk = self.model.chunk
-        ids = [int(i) for i in np.random.default_rng(1).integers(1, 200_000, tokens)]
+        ids = self._ids(1, tokens).tolist()
         best: list[float] = []
         for _ in range(4):
             self.model.state.reset()
@@ -261,7 +265,7 @@ class Bench:
 
     def loop(self, prompt: int, cycles: int) -> Loop:
         """Cycles of the real loop."""
-        ids = tuple(int(i) for i in np.random.default_rng(2).integers(1, 200_000, prompt))
+        ids = tuple(self._ids(2, prompt).tolist())
         plan = Plan(prompt=ids, max_tokens=10**6, stop=(), proposer=Dflash(), policies=())
         meter = Meter(self.model.block, self.engine.busy())
         clock: list[float] = []
@@ -280,6 +284,11 @@ class Bench:
         took = [end - start for start, end in itertools.pairwise(clock[WARM:])]
         graph = (self._in_graphs() - before) / cycles
         return Loop(statistics.median(took), graph, statistics.mean(took))
+
+    def _ids(self, seed: int, count: int) -> Array:
+        """Some of the target's."""
+        vocab = self.model.manifest.target.vocab
+        return np.random.default_rng(seed).integers(1, vocab, count, np.int32)
 
     def _in_graphs(self) -> float:
         return sum(self.engine.busy().values())

@@ -1,0 +1,89 @@
+"""A cycle taken apart, through the verb, with no device behind the driver."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_cuda import MS, Fake, fake
+from nano import package
+
+from thor_dflash import cli
+from thor_dflash.manifest import read
+from thor_dflash.runtime.engines.cuda import bench, inside
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return package(tmp_path_factory.mktemp("inside") / "nano", engine="cuda")
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    monkeypatch.setattr(bench, "REST", 0.0)
+    return fake(monkeypatch)
+
+
+def taken_apart(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], *more: str
+) -> dict[str, Any]:
+    """`inside` of a profile of some tokens."""
+    (tmp_path / "ids.json").write_text(json.dumps(list(range(1, 40))))
+    source = ("--package", str(made), "--tokens", str(tmp_path / "ids.json"), "--runs", "1")
+    few = ("--max-tokens", "6", "--ignore-eos", "-s", f"engine.cubins={tmp_path}")
+    assert cli.main(["profile", *source, *few, "--json", *more]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)["inside"]
+    return found
+
+
+@pytest.mark.usefixtures("device")
+def test_every_graph_of_a_cycle_and_what_is_in_it(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = taken_apart(made, tmp_path, capsys)
+    assert (found["context"], found["cycle_ms"]) == (39 - 1 + 6, MS)
+    graphs = [part["graph"] for part in found["parts"] if not part["name"]]
+    assert graphs == ["propose", "verify", "accept", "observe"]
+    inner = {graph: [] for graph in graphs}
+    for part in found["parts"]:
+        assert part["ms"] == MS
+        if part["name"]:
+            inner[part["graph"]].append(part["name"])
+    assert {"layers.*.mlp.gate_up", "head", "gdn", "verify_attention"} < set(inner["verify"])
+    assert "draft_attention" in inner["propose"]
+    assert inner["accept"] == []
+    for names in inner.values():
+        assert len(set(names)) == len(names)
+
+
+@pytest.mark.usefixtures("device")
+def test_bytes_are_what_a_part_cannot_do_without(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = taken_apart(made, tmp_path, capsys)
+    parts = {(part["graph"], part["name"]): part["nbytes"] for part in found["parts"]}
+    target = read(made).target
+    count = target.layers.count("attention")
+    row = 2 * target.attention.kv_heads * target.attention.head_dim
+    assert parts["verify", "verify_attention"] == count * row * found["context"]  # FP8
+    inner = sum(size for (graph, name), size in parts.items() if graph == "verify" and name)
+    assert parts["verify", ""] == inner
+
+
+@pytest.mark.usefixtures("device")
+def test_no_read_rate_of_weights_that_a_cache_holds(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert taken_apart(made, tmp_path, capsys)["read_rate"] == 0
+    monkeypatch.setattr(inside, "ENOUGH", 0)
+    assert taken_apart(made, tmp_path, capsys)["read_rate"] > 0
+
+
+@pytest.mark.usefixtures("device")
+def test_without_drafts_a_cycle_is_two_graphs(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = taken_apart(made, tmp_path, capsys, "--drafter", "none")
+    assert {part["graph"] for part in found["parts"]} == {"verify", "accept"}

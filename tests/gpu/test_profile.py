@@ -1,0 +1,40 @@
+"""A cycle taken apart on a device, with planner-nano."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from decoding import answer
+from nano import package, request
+
+from thor_dflash.config import EngineConfig
+from thor_dflash.progress import Silent
+from thor_dflash.runtime.engines.cuda.engine import CudaEngine
+from thor_dflash.runtime.engines.cuda.inside import take_apart
+from thor_dflash.runtime.propose import Dflash
+from thor_dflash.runtime.session import open_session
+
+pytestmark = pytest.mark.gpu
+
+CYCLE = ("propose", "verify", "accept", "observe")
+
+
+def test_parts_make_the_cycle_and_leave_the_session_as_it_was(tmp_path: Path) -> None:
+    made = package(tmp_path / "nano", engine="cuda")
+    config = EngineConfig()
+    with closing(open_session(made, config, Silent())) as session:
+        asked = request(session, 0)
+        before = answer(session, asked, Dflash())
+        engine = session.model.engine
+        assert isinstance(engine, CudaEngine)
+        cubins, length = Path(config.cubins).expanduser(), session.model.state.length
+        found = take_apart(engine, session.model, CYCLE, cubins, Silent())
+        assert answer(session, asked, Dflash()) == before
+    graphs = {part.graph: part.ms for part in found.parts if not part.name}
+    assert tuple(graphs) == CYCLE
+    assert found.context == length
+    assert 0.6 < sum(graphs.values()) / found.cycle_ms < 1.6
+    for part in found.parts:
+        assert 0 < part.ms < 1.2 * graphs[part.graph] + 0.01, part

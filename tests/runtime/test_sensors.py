@@ -1,0 +1,133 @@
+"""Power and temperature from files that look like a Jetson's."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from thor_dflash.runtime import sensors
+from thor_dflash.runtime.sensors import Sensor, Watch, energy, find, junction
+
+
+def write(root: Path, chip: str, **files: str) -> Path:
+    """Files of a directory under /sys/class."""
+    path = root / "sys/class" / chip
+    path.mkdir(parents=True)
+    for name, text in files.items():
+        (path / name).write_text(text + "\n")
+    return path
+
+
+@pytest.fixture
+def board(tmp_path: Path) -> Path:
+    """Two chips with three rails, beside what is none; a junction of 51.5 degrees."""
+    write(tmp_path, "hwmon/hwmon0", name="nvme", temp1_input="40000", label="VDD_DISK",
+          power1_input="7")  # fmt: skip
+    write(tmp_path, "hwmon/hwmon1", name="ina238", label="VIN", power1_input="61500000",
+          in1_input="1", curr1_input="1")  # fmt: skip
+    write(tmp_path, "hwmon/hwmon2", name="ina3221", in1_label="VDD_GPU", in1_input="20000",
+          curr1_input="1500", in2_label="VDD_OFF", in2_input="0", curr2_input="n/a",
+          in3_label="VDD_CPU", in3_input="5000", curr3_input="-78")  # fmt: skip
+    write(tmp_path, "thermal/thermal_zone0", type="cpu-thermal", temp="99000")
+    write(tmp_path, "thermal/thermal_zone1", type="tj-thermal", temp="51500")
+    return tmp_path
+
+
+def test_every_rail_that_can_be_read_is_found_by_its_name(board: Path) -> None:
+    found = {sensor.name: sensor.watts() for sensor in find(board)}
+    assert found == pytest.approx({"VDD_CPU": -0.39, "VDD_GPU": 30.0, "VIN": 61.5})
+    assert list(found) == sorted(found)
+
+
+def test_the_junction_is_the_zone_of_that_name(board: Path, tmp_path: Path) -> None:
+    assert junction(board) == board / "sys/class/thermal/thermal_zone1/temp"
+    assert junction(tmp_path / "elsewhere") is None
+    assert find(tmp_path / "elsewhere") == []
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "joules"),
+    [
+        (1.0, 3.0, 60.0),  # between samples
+        (1.5, 2.0, 17.5),  # in one interval, from 30 W to 40
+        (0.0, 1.0, 20.0),  # before the first
+        (3.0, 5.0, 40.0),  # after the last
+        (0.5, 3.5, 10.0 + 60.0 + 10.0),
+    ],
+)
+def test_energy_is_the_area_under_the_samples(start: float, end: float, joules: float) -> None:
+    assert energy([1.0, 2.0, 3.0], [20.0, 40.0, 20.0], start, end) == pytest.approx(joules)
+
+
+def watched(at: list[float], watts: list[float]) -> Watch:
+    """One rail, sampled."""
+    path = Path("none")
+    watch = Watch([Sensor("VIN", path, path, path)])
+    watch._at, watch._watts = at, [(w,) for w in watts]
+    return watch
+
+
+def test_idle_is_before_the_rest_has_ended_and_an_answer_takes_its_own_energy() -> None:
+    at = [float(i) for i in range(11)]
+    watts = [5.0, 7.0, 90.0, 30.0, 30.0, 30.0, 10.0, 50.0, 50.0, 50.0, 50.0]
+    watch = watched(at, watts)
+    watch._rested = 1.5  # 90 W are of warming up
+    (rail,) = watch.power([(3.0, 5.0), (7.0, 8.0), (8.0, 9.0)]).rails
+    assert rail.idle_w == pytest.approx(6.0)
+    assert rail.joules == pytest.approx(50.0)  # of 60, 50, 50
+    assert rail.mean_w == pytest.approx(160 / 4)
+
+
+def test_one_sample_is_no_power() -> None:
+    assert watched([1.0], [5.0]).power([(0.0, 2.0)]).rails == ()
+
+
+def test_sensors_are_read_until_the_end_and_no_longer(board: Path) -> None:
+    with Watch(find(board), junction(board), period=0.001) as watch:
+        start = time.perf_counter()
+        deadline = start + 20
+        while len(watch._at) < 5 and time.perf_counter() < deadline:
+            time.sleep(0.002)
+        end = time.perf_counter()
+    count = len(watch._at)
+    power = watch.power([(start, end)])
+    assert {rail.name: rail.mean_w for rail in power.rails} == pytest.approx(
+        {"VDD_CPU": -0.39, "VDD_GPU": 30.0, "VIN": 61.5}
+    )
+    assert power.rails[2].joules == pytest.approx(61.5 * (end - start))
+    assert (power.hottest_c, power.failed) == (51.5, "")
+    time.sleep(0.01)
+    assert len(watch._at) == count
+
+
+def test_a_rest_is_sampled(board: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sensors, "REST", 0.05)
+    with Watch(find(board), period=0.001) as watch:
+        watch.rest()
+        end = time.perf_counter()
+    assert watch._at[0] < watch._rested <= end
+    assert watch.power([(end, end + 1)]).rails[2].idle_w == pytest.approx(61.5)
+
+
+def test_without_sensors_nothing_runs_and_nobody_rests() -> None:
+    with Watch([]) as watch:
+        watch.rest()
+        assert watch._thread is None
+        assert watch._rested == 0
+    power = watch.power([(0.0, 1.0)])
+    assert (power.rails, power.hottest_c, power.failed) == ((), None, "")
+
+
+def test_a_sensor_that_goes_is_told(board: Path) -> None:
+    with Watch(find(board), junction(board), period=0.001) as watch:
+        while len(watch._at) < 2:
+            time.sleep(0.002)
+        (board / "sys/class/hwmon/hwmon1/power1_input").unlink()
+        assert watch._thread is not None
+        watch._thread.join(20)
+        assert not watch._thread.is_alive()
+    power = watch.power([(0.0, 1.0)])
+    assert "power1_input" in power.failed
+    assert len(power.rails) == 3

@@ -1,0 +1,131 @@
+"""A profile as text and as a page: what is drawn is what was measured."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+
+from thor_dflash.runtime.profile import (
+    Beat,
+    Inside,
+    Part,
+    Phase,
+    Power,
+    Profile,
+    Rail,
+    Subject,
+    spread,
+)
+from thor_dflash.runtime.telemetry import Spec
+from thor_dflash.verbs.profile_page import page
+from thor_dflash.verbs.profile_text import TITLES, table
+
+PARTS = (
+    Part("propose", "", 1.0, 0),
+    Part("verify", "", 7.0, 15_000_000_000),
+    Part("verify", "layers.*.mlp.gate_up", 2.0, 6_000_000_000),
+    Part("verify", "embed, concat", 0.5, 0),
+)
+FOUND = Profile(
+    Subject("1", "p" * 64, "cuda", "a <GPU> & more", "q" * 64, 5, {"decode.gate": "off"}, {}),
+    runs=4,
+    warmup=1,
+    tokens=10,
+    finish="stop",
+    times={name: spread([10.0, 12.0, 11.0, 10.5]) for name in TITLES},
+    phases={
+        "prefill": Phase(20.0, 0.0, 0.2),
+        "propose+verify+accept+observe": Phase(75.0, 7.5, 0.75),
+        "host": Phase(5.0, 0.0, 0.05),
+    },
+    spec=Spec(4, 60, 6, 2.5, (2, 1, 0, 1), (3, 2, 1), 0),
+    timeline=(Beat(0.0, 0), Beat(20.0, 0), Beat(60.0, 4), Beat(100.0, 1)),
+    power=Power((Rail("VDD <GPU>", 4.0, 60.0, 30.0),), 61.25),
+    warnings=("a <cycle> varies",),
+    inside=Inside(38, 8.0, 3e12, PARTS),
+)
+
+
+def drawings(text: str) -> list[ElementTree.Element]:
+    return [ElementTree.fromstring(svg) for svg in re.findall("<svg.*?</svg>", text, re.DOTALL)]
+
+
+def widths(drawing: ElementTree.Element) -> list[float]:
+    return [float(bar.attrib["width"]) for bar in drawing.iter("rect")]
+
+
+def test_a_page_is_one_well_formed_file_that_asks_nobody() -> None:
+    text = page(FOUND)
+    body = text.removeprefix("<!doctype html>\n").replace('<meta charset="utf-8">', "")
+    ElementTree.fromstring(body.replace('<meta name="viewport" content="width=device-width">', ""))
+    for word in ("http", "src=", "<script", "@import", "url("):
+        assert word not in text, word
+    assert "a &lt;GPU&gt; &amp; more" in text
+    assert "a &lt;cycle&gt; varies" in text
+
+
+def test_bars_are_as_long_as_their_numbers() -> None:
+    runs, timeline, phases, inside, committed, right = drawings(page(FOUND))
+    assert len(list(runs.iter("circle"))) == 4
+    long = widths(phases)
+    assert [x / long[1] for x in long] == pytest.approx([20 / 75, 1, 5 / 75], abs=0.01)
+    long = widths(inside)
+    assert [x / long[1] for x in long] == pytest.approx([1 / 7, 1, 2 / 7, 0.5 / 7], abs=0.01)
+    heights = [float(bar.attrib["height"]) for bar in committed.iter("rect")]
+    assert [x / heights[0] for x in heights] == pytest.approx([1, 0.5, 0, 0.5], abs=0.01)
+    heights = [float(bar.attrib["height"]) for bar in right.iter("rect")]
+    assert [x / heights[0] for x in heights] == pytest.approx([1, 2 / 3, 1 / 3], abs=0.02)
+    prompt, first, second = timeline.iter("rect")
+    assert "prompt, 20.00 ms from 0.0" in (prompt[0].text or "")
+    assert "4 tokens, 40.00 ms from 20.0" in (first[0].text or "")
+    ratio = (float(second.attrib["width"]) + 1) / (float(prompt.attrib["width"]) + 1)
+    assert ratio == pytest.approx(2, rel=0.01)
+
+
+def test_a_mark_is_where_its_bytes_would_be_read() -> None:
+    inside = drawings(page(FOUND))[3]
+    bars = list(inside.iter("rect"))
+    marks = [float(line.attrib["x1"]) for line in inside.iter("line")]
+    scale = float(bars[1].attrib["width"]) / 7.0  # of a ms
+    start = float(bars[1].attrib["x"])
+    assert marks == pytest.approx([start + 5.0 * scale, start + 2.0 * scale], abs=0.2)
+
+
+def test_what_was_not_measured_is_not_there() -> None:
+    bare = replace(FOUND, inside=None, power=Power(), spec=replace(FOUND.spec, accept_hist=(),
+                   accepted_per_position=()))  # fmt: skip
+    assert len(drawings(page(bare))) == 3
+    for text in (page(bare), table(bare)):
+        for word in ("taken apart", "Power", "Junction", "junction", "J/token"):
+            assert word not in text, word
+
+
+def test_the_text_says_what_a_part_reads_and_how_fast() -> None:
+    lines = table(FOUND).splitlines()
+    at = next(i for i, line in enumerate(lines) if "at 38 tokens, taken apart" in line)
+    head, propose, verify, gate_up, others, note = lines[at : at + 6]
+    assert head.split()[-5:] == ["MB", "GB/s", "of", "read", "rate"]
+    assert propose.split() == ["propose", "1.000", "12.5%"]
+    assert verify.split() == ["verify", "7.000", "87.5%", "15000.0", "2143", "71%"]
+    assert gate_up.split() == ["layers.*.mlp.gate_up", "2.000", "25.0%", "6000.0", "3000", "100%"]
+    assert gate_up.startswith("    layers")
+    assert others.split() == ["embed,", "concat", "0.500", "6.2%"]
+    told = "takes 8.000 ms, its graphs 8.000; this device reads 3000 GB/s"
+    assert note.strip() == f"the cycle as one graph {told}"
+
+
+def test_the_text_says_what_an_answer_costs() -> None:
+    lines = table(FOUND).splitlines()
+    (rail,) = (line for line in lines if "VDD" in line)
+    assert rail.split() == ["VDD", "<GPU>", "4.00", "60.00", "30.00", "3.00"]
+    assert "  junction at most 61.2 °C" in lines
+
+
+def test_weights_of_a_cache_have_no_share_of_a_read_rate() -> None:
+    assert FOUND.inside
+    small = replace(FOUND, inside=replace(FOUND.inside, read_rate=0.0))
+    assert "read rate" not in table(small)
+    assert len(list(drawings(page(small))[3].iter("line"))) == 0
