@@ -76,6 +76,8 @@ def test_bars_are_as_long_as_their_numbers() -> None:
     assert [x / long[1] for x in long] == pytest.approx([1 / 7, 1, 2 / 7, 0.5 / 7], abs=0.01)
     heights = [float(bar.attrib["height"]) for bar in committed.iter("rect")]
     assert [x / heights[0] for x in heights] == pytest.approx([1, 0.5, 0, 0.5], abs=0.01)
+    top = min(float(line.attrib["y1"]) for line in committed.iter("line"))
+    assert min(float(bar.attrib["y"]) for bar in committed.iter("rect")) == top
     heights = [float(bar.attrib["height"]) for bar in right.iter("rect")]
     assert [x / heights[0] for x in heights] == pytest.approx([1, 2 / 3, 1 / 3], abs=0.02)
     prompt, first, second = timeline.iter("rect")
