@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 from fake_cuda import MS, Fake, fake
-from nano import package
+from nano import NANO, package
 
 from thor_dflash import cli
+from thor_dflash.builders.build import build
+from thor_dflash.config import BuildConfig
 from thor_dflash.manifest import read
+from thor_dflash.progress import Silent
 from thor_dflash.runtime.engines.cuda import bench, inside
 
 
@@ -88,4 +91,14 @@ def test_without_drafts_a_cycle_is_two_graphs(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = taken_apart(made, tmp_path, capsys, "--drafter", "none")
+    assert {part["graph"] for part in found["parts"]} == {"verify", "accept"}
+
+
+@pytest.mark.usefixtures("device")
+def test_a_package_without_a_drafter_is_taken_apart_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = BuildConfig(engine="cuda", kv="fp8", activations="bf16", chunk=64, capacity=512)
+    build(NANO / "target", None, tmp_path / "plain", config, Silent())
+    found = taken_apart(tmp_path / "plain", tmp_path, capsys)
     assert {part["graph"] for part in found["parts"]} == {"verify", "accept"}
