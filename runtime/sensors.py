@@ -24,7 +24,7 @@ PERIOD = 0.05
 REST = 1.0
 """Seconds for which a board is looked at when idle."""
 JUNCTION = "tj-thermal"
-CHANNELS = 4
+CHANNELS = 3
 """Of a chip, from 1."""
 
 
@@ -88,8 +88,8 @@ def junction(root: Path = ROOT) -> Path | None:
 
 @dataclass(slots=True)
 class Watch:
-    """Reads sensors again and again in a thread of its own, between `with` and its end. Without
-    any, nothing runs.
+    """Reads sensors again and again in a thread of its own, from `start` to `stop` or as long as a
+    `with` lasts. Without any, nothing runs.
     """
 
     sensors: Sequence[Sensor]
@@ -104,12 +104,20 @@ class Watch:
     _thread: threading.Thread | None = None
 
     def __enter__(self) -> Watch:
-        if self.sensors or self.temperature:
-            self._thread = threading.Thread(target=self._run, name="sensors", daemon=True)
-            self._thread.start()
+        self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Begin. Once."""
+        if self.sensors or self.temperature:
+            self._thread = threading.Thread(target=self._run, name="sensors", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End, after a sample that is under way. Idempotent."""
         self._over.set()
         if self._thread is not None:
             self._thread.join()

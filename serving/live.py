@@ -14,6 +14,7 @@ from thor_dflash.config import HINT, NO_BUDGET, BudgetConfig, RelaxedConfig
 from thor_dflash.errors import ModelFault, PlanError, RequestError
 from thor_dflash.runtime.policies.grammar_compile import Grammar
 from thor_dflash.runtime.prefix import Prefix
+from thor_dflash.runtime.sensors import Watch, find
 from thor_dflash.runtime.session import Request, Session
 from thor_dflash.runtime.text import Text, open_at_end
 from thor_dflash.serve_config import ServeConfig
@@ -65,6 +66,7 @@ class LiveBackend:
         self._close = session.manifest.card.close or HINT
         self._closing = len(self.text.encode(self._close))
         self._golden: str | None = None
+        self._sensors = find()
         self._about = self._described()
 
     @property
@@ -244,7 +246,8 @@ class LiveBackend:
             budget = min(budget, self._rates.thinking_room(left_ms, new, prepared.max_tokens))
         chunks = self.session.generate(self._request(prepared, budget))
         yield_s = 1e-6 * self.config.yield_us
-        return LiveRun(self.session, self.text, self._rates, prepared, chunks, yield_s)
+        watch = Watch(self._sensors)
+        return LiveRun(self.session, self.text, self._rates, prepared, chunks, watch, yield_s)
 
     def _request(self, prepared: Prepared, budget: int) -> Request:
         reply = prepared.max_tokens + (self._closing if prepared.thinks else 0)

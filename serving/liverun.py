@@ -9,6 +9,7 @@ from typing import cast
 import msgspec
 
 from thor_dflash.runtime.block import Finish
+from thor_dflash.runtime.sensors import Watch
 from thor_dflash.runtime.session import Chunk, Report, Session
 from thor_dflash.runtime.text import Answer, Piece, Text
 from thor_dflash.serving import outcome, wire
@@ -27,6 +28,7 @@ class LiveRun:
         rates: Rates,
         prepared: Prepared,
         chunks: Iterator[Chunk],
+        watch: Watch,
         yield_s: float = 0.0,
     ) -> None:
         self._session = session
@@ -42,6 +44,8 @@ class LiveRun:
         self._begun = False
         self._start = time.perf_counter()
         self._first_answer: float | None = None
+        self._watch = watch
+        watch.start()
 
     @property
     def done(self) -> bool:
@@ -141,7 +145,13 @@ class LiveRun:
             e2e_ms=e2e,
             tok_s=1e3 * max(0, len(self._tokens) - 1) / t.decode_ms if t.decode_ms else 0.0,
             grammar_ms=self._prepared.grammar_ms,
+            energy_j=self._energy(now),
         )
+
+    def _energy(self, now: float) -> dict[str, float] | None:
+        power = self._watch.power([(self._start, now)])
+        # Half a plan's energy would look like a whole one's.
+        return None if power.failed else {rail.name: rail.joules for rail in power.rails} or None
 
     @staticmethod
     def _spec(report: Report | None) -> wire.Spec | None:
@@ -155,3 +165,4 @@ class LiveRun:
     def close(self) -> None:
         """See Run."""
         cast("Generator[Chunk]", self._chunks).close()
+        self._watch.stop()

@@ -171,6 +171,9 @@ class Timings(Struct, frozen=True, kw_only=True):
     tok_s: float = 0.0
     """Committed tokens a second of decoding, without the first; the prefill is not in it."""
     grammar_ms: float = 0.0
+    energy_j: dict[str, float] | None = None
+    """Joules by rail of the board, from the beginning of its run to its end, what an idle board
+    takes included; null where the planner's machine has no sensors that anybody may read."""
 
 
 class Spec(Struct, frozen=True, kw_only=True):

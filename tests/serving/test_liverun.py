@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
 from msgspec import structs
 
+from thor_dflash.runtime.sensors import Sensor, Watch
 from thor_dflash.runtime.session import Chunk, Session
 from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving import wire
@@ -46,11 +48,11 @@ def plan(backend: LiveBackend, ask: Ask) -> wire.Result:
     return drive(run, lambda: None, lambda chunk: None)
 
 
-def told(backend: LiveBackend, ask: Ask, *chunks: Chunk) -> LiveRun:
+def told(backend: LiveBackend, ask: Ask, *chunks: Chunk, watch: Watch | None = None) -> LiveRun:
     """A run of a session that says just this."""
-    prepared = backend.prepare(ask, None)
+    prepared, it = backend.prepare(ask, None), backend
     said = (chunk for chunk in chunks)
-    return LiveRun(backend.session, backend.text, backend.rates, prepared, said)
+    return LiveRun(it.session, it.text, it.rates, prepared, said, watch or Watch([]))
 
 
 def test_the_mode_of_acceptance_reaches_the_loop(backend: Kept) -> None:
@@ -116,6 +118,49 @@ def test_a_run_that_never_stepped_tells_nothing_of_the_one_before(backend: Kept)
     assert result.timings
     times = (result.timings.prefill_ms, result.timings.ttft_ms, result.timings.decode_ms)
     assert times == (0, 0, 0)
+
+
+def test_a_plan_tells_the_energy_of_each_rail(backend: Kept, tmp_path: Path) -> None:
+    (tmp_path / "uw").write_text("60000000")
+    sensor = Sensor("VIN", tmp_path / "uw", tmp_path, tmp_path)
+    start = time.perf_counter()
+    watch = Watch([sensor], period=0.001)
+    run = told(backend, ANSWERS, Chunk((5, 6), "stop"), watch=watch)
+    time.sleep(0.05)
+    run.step()
+    result = run.result(None)
+    most = 60 * (time.perf_counter() - start)
+    assert result.timings
+    assert result.timings.energy_j
+    assert 60 * 0.05 <= result.timings.energy_j.pop("VIN") <= most
+    assert result.timings.energy_j == {}
+    assert watch._thread
+    assert not watch._thread.is_alive()
+
+
+def test_no_energy_of_half_a_plan(backend: Kept, tmp_path: Path) -> None:
+    (tmp_path / "uw").write_text("60000000")
+    watch = Watch([Sensor("VIN", tmp_path / "uw", tmp_path, tmp_path)], period=0.001)
+    run = told(backend, ANSWERS, Chunk((5, 6), "stop"), watch=watch)
+    while len(watch._at) < 3:
+        time.sleep(0.001)
+    (tmp_path / "uw").write_text("gone")
+    assert watch._thread
+    watch._thread.join(20)
+    run.step()
+    timings = run.result(None).timings
+    assert timings
+    assert timings.energy_j is None
+
+
+def test_a_machine_without_sensors_tells_no_energy_and_runs_no_thread(backend: Kept) -> None:
+    backend._sensors = []
+    count = threading.active_count()
+    run = backend.start(backend.prepare(ANSWERS, None), None)
+    assert threading.active_count() == count
+    timings = drive(run, lambda: None, lambda chunk: None).timings
+    assert timings
+    assert timings.energy_j is None
 
 
 def test_times_of_a_plan_that_waited_count_from_its_arrival(backend: Kept) -> None:
