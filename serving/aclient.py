@@ -51,6 +51,7 @@ class AsyncPlanner:
         self._seen = 0
         self._inboxes: dict[str, Inbox] = {}
         self._closed = asyncio.Event()
+        self._refused = asyncio.Event()
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
 
     async def __aenter__(self) -> Self:
@@ -151,10 +152,19 @@ class AsyncPlanner:
     async def _send(self, body: bytes, until: float) -> None:
         if self._closed.is_set():
             raise replies.closed(self._endpoint)
+        if self._refused.is_set():
+            self._refused.clear()
+            self._seen = 0
+            replies.reconnect(self._socket, self._endpoint)
         # Without an empty frame, so that an answer has none: see protocol.md, section 1.
         sending = asyncio.ensure_future(self._socket.send(body))
+        refused = asyncio.ensure_future(self._refused.wait())
         try:
-            await asyncio.wait([sending], timeout=until - time.monotonic())
+            await asyncio.wait(
+                [sending, refused],
+                timeout=until - time.monotonic(),
+                return_when=asyncio.FIRST_COMPLETED,
+            )
             if self._closed.is_set():  # which has cancelled it
                 raise replies.closed(self._endpoint)
             if not sending.done():
@@ -162,6 +172,7 @@ class AsyncPlanner:
             sending.result()
         finally:
             sending.cancel()
+            refused.cancel()
 
     async def _next(self, inbox: Inbox, until: float) -> tuple[bytes, Reply]:
         try:
@@ -187,10 +198,10 @@ class AsyncPlanner:
     async def _watch(self) -> None:
         while True:
             event = int(parse_monitor_message(await self._monitor.recv_multipart())["event"])
-            if event == zmq.EVENT_DISCONNECTED and self._seen & replies.FAILED_HANDSHAKE:
-                continue  # as in client.py: nothing was sent that could be lost
-            self._seen = event
-            if event == zmq.EVENT_DISCONNECTED:
+            self._seen = replies.after(self._seen, event)
+            if self._seen & replies.REFUSED:
+                self._refused.set()
+            if self._seen == zmq.EVENT_DISCONNECTED:
                 why, waiting = self._seen, list(self._inboxes.values())
                 await asyncio.sleep(GRACE_S)
                 for inbox in waiting:

@@ -49,9 +49,16 @@ class _Line:
         """Send as soon as there is a connection."""
         self._drain()
         self._lost = False
-        if not self._socket.poll(_ms(until), zmq.POLLOUT):
+        if self._seen & replies.REFUSED:
+            self._seen = 0
+            replies.reconnect(self._socket, self._endpoint)
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLOUT)
+        poller.register(self._monitor, zmq.POLLIN)
+        while self._socket not in dict(poller.poll(_ms(until))):
             self._drain()
-            raise replies.unreachable(self._endpoint, self._seen)
+            if self._seen & replies.REFUSED or time.monotonic() >= until:
+                raise replies.unreachable(self._endpoint, self._seen)
         # Without an empty frame, so that an answer has none: see protocol.md, section 1.
         self._socket.send(body)
 
@@ -72,17 +79,15 @@ class _Line:
                 return self._socket.recv_multipart(zmq.NOBLOCK)[-1]
             if self._lost:
                 break
-        raise replies.unreachable(self._endpoint, self._seen)
+        seen = zmq.EVENT_DISCONNECTED if self._lost else self._seen
+        raise replies.unreachable(self._endpoint, seen)
 
     def _drain(self) -> None:
         """Read what happened."""
         while self._monitor.poll(0):
             event = int(recv_monitor_message(self._monitor)["event"])
-            # A refused handshake is followed by its disconnection, which says less: nothing was
-            # sent that could be lost.
-            if not (event == zmq.EVENT_DISCONNECTED and self._seen & replies.FAILED_HANDSHAKE):
-                self._seen = event
-                self._lost = self._lost or event == zmq.EVENT_DISCONNECTED
+            self._seen = replies.after(self._seen, event)
+            self._lost = self._lost or self._seen == zmq.EVENT_DISCONNECTED
 
     def close(self, linger_ms: int = 0) -> None:
         if not self._socket.closed:

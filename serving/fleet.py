@@ -78,6 +78,10 @@ class Fleet:
         # Those not known to be ready come last, not never: health is a second old.
         return sorted(self.members, key=lambda member: (not member.ready, member.active))
 
+    def models(self) -> list[str]:
+        """Names of the models of servers that take plans, each once."""
+        return sorted({member.model for member in self.members if member.ready})
+
     async def everywhere(self, op: str) -> list[tuple[Member, dict[str, Any] | None]]:
         """A control operation's answer of every server, None of one that does not answer soon."""
         answers = await asyncio.gather(*(_soon(member, op) for member in self.members))

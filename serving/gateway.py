@@ -27,7 +27,7 @@ BODY_BYTES = 1 << 20
 LOOK_S = 0.25
 """Between two looks whether the client still waits for its answer."""
 MODEL = "thor-dflash"
-"""Name of the model where no server has told its own."""
+"""Name of the model where no server is ready."""
 
 
 def listen_at(config: GatewayConfig) -> tuple[str, int]:
@@ -98,7 +98,7 @@ class Gateway:
         return self._fleet
 
     def _model(self) -> str:
-        return next((m.model for m in self.fleet.members if m.model), MODEL)
+        return next(iter(self.fleet.models()), MODEL)
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
@@ -122,8 +122,10 @@ class Gateway:
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
-        names = sorted({m.model for m in self.fleet.members if m.model})
-        data = [{"id": name, "object": "model", "created": 0, "owned_by": MODEL} for name in names]
+        data = [
+            {"id": name, "object": "model", "created": 0, "owned_by": MODEL}
+            for name in self.fleet.models()
+        ]
         return _json({"object": "list", "data": data})
 
     async def health(self, request: Request) -> Response:

@@ -22,12 +22,16 @@ GRACE_S = 2.0
 """Beyond a plan's deadline, until its server is given up: the answer may be on its way."""
 FAREWELL_MS = 200
 """How long a closing stream waits for its `cancel` to be on the way."""
-FAILED_HANDSHAKE = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+REFUSED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+"""The server said no. libzmq does not try again after these."""
+FAILED_HANDSHAKE = REFUSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+"""Or it hung up: that may be its no, to a wrong public key of its own, or its end."""
+WATCHED = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_CLOSED  # nothing listens there
+    | FAILED_HANDSHAKE
 )
-WATCHED = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | FAILED_HANDSHAKE
 SOCKET_OPTIONS = {
     zmq.LINGER: 0,
     zmq.IMMEDIATE: 1,  # nothing is queued for a server that is not there
@@ -242,14 +246,24 @@ def unreachable(endpoint: str, seen: int) -> PlanError:
         why = "it refused the connection: does it want CURVE keys, or other ones?"
     elif seen == zmq.EVENT_HANDSHAKE_SUCCEEDED:
         why = "it is connected, and silent"
-    elif seen:
+    elif seen == zmq.EVENT_DISCONNECTED:
         why = "the connection was lost"
     else:
         why = "nothing is connected there"
-    # Who was refused will be, until somebody changes the keys.
+    # Who was refused will be, until somebody changes the keys: a later request may try again.
     retryable = not seen & FAILED_HANDSHAKE
     text = f"{endpoint} must answer (got none: {why})"
     return PlanError("unreachable", text, retryable=retryable)
+
+
+def after(seen: int, event: int) -> int:
+    """What is known of a connection after an event of it, `seen` being what was known before.
+
+    A handshake that failed is followed by a disconnection, which says less: nothing was sent that
+    could be lost.
+    """
+    never = event == zmq.EVENT_DISCONNECTED and seen != zmq.EVENT_HANDSHAKE_SUCCEEDED
+    return seen if never else event
 
 
 def closed(endpoint: str) -> PlanError:
@@ -286,6 +300,12 @@ def connect(socket: zmq.Socket[Any], endpoint: str, what: str = "endpoint") -> N
         socket.connect(endpoint)
     except (zmq.ZMQError, UnicodeError) as e:
         raise ConfigError(f"{what} must be tcp://host:port or ipc://path (got {endpoint})") from e
+
+
+def reconnect(socket: zmq.Socket[Any], endpoint: str) -> None:
+    """Begin anew where libzmq has given up: who refused may have come back with our key."""
+    socket.disconnect(endpoint)  # it would take the same endpoint for one that it has
+    socket.connect(endpoint)
 
 
 def check(endpoint: str, options: Options, what: str) -> None:

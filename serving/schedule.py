@@ -198,7 +198,9 @@ class Schedule:
         return job.request.preempt == "lower" and running.priority < job.priority
 
     def next(self) -> Job | None:
-        """The job to run now, if the engine is free: the most urgent, then the oldest."""
+        """The job to run now, if the engine is free: the most urgent, then the oldest. Nobody gets
+        more urgent by waiting: who may wait for so long only says its deadline.
+        """
         if self.running:
             return None
         ready = [job for job in self._jobs if job.state == "queued"]

@@ -85,8 +85,11 @@ class Vocabulary:
         """Whether nothing can follow, not even the end."""
         if matcher.is_error():
             return True
-        if matcher.is_accepting() or matcher.compute_ff_tokens():
+        if matcher.is_accepting():
             return False
+        if forced := matcher.compute_ff_tokens():
+            # A text without end is forced until it meets a limit, which only who takes it is told.
+            return not matcher.deep_copy().consume_token(forced[0])
         row = np.zeros((1, self.words), np.int32)
         self.masks(matcher, [], row)
         return matcher.is_error() or not row.any()

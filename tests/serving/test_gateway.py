@@ -19,6 +19,7 @@ from openai import APIStatusError, AuthenticationError, BadRequestError, NotFoun
 from waiting import until
 
 from thor_dflash.serve_config import GatewayConfig
+from thor_dflash.serving import fleet as fleet_module
 from thor_dflash.serving import gateway as gateway_module
 from thor_dflash.serving import metrics, wire
 from thor_dflash.serving import openai as openai_words
@@ -149,6 +150,27 @@ def test_models_health_and_metrics(house: Any) -> None:
     assert 'thor_dflash:request_success_total{finished_reason="stop"' in text
     for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
         assert f"thor_dflash:spec_decode_{name}_total" in text
+
+
+def test_models_are_those_of_servers_that_take_plans(
+    house: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "LOOK_S", 0.01)
+    server, held = house.held(watchdog_s=60.0)
+    peer = house.peer(server)
+    with gateway(server.endpoints[0]) as address:
+
+        def names() -> list[str]:
+            found = msgspec.json.decode(get(f"{address}/v1/models"))["data"]
+            return [model["id"] for model in found]
+
+        until(lambda: names() == ["mock"])
+        peer.send(op="plan", id="p", prompt="x")  # it drains for as long as this one lasts
+        assert held.waiting.wait(20)
+        server.stop()
+        until(lambda: names() == [])
+        held.let()
+        assert peer.final("p")["status"] == "ok"
 
 
 def test_positions_are_metrics_of_their_own() -> None:

@@ -314,7 +314,7 @@ def test_a_reply_that_came_before_the_connection_was_lost_is_read(
     monkeypatch.setattr(client.zmq, "Poller", lambda: ready)
     monkeypatch.setattr(client, "recv_monitor_message", lambda _: {"event": events.pop()})
     line = object.__new__(client._Line)
-    line._endpoint, line._seen, line._lost = "inproc://x", 0, False
+    line._endpoint, line._seen, line._lost = "inproc://x", zmq.EVENT_HANDSHAKE_SUCCEEDED, False
     line._socket = SimpleNamespace(recv_multipart=take)  # type: ignore[assignment]
     line._monitor = SimpleNamespace(poll=lambda _: look(events))  # type: ignore[assignment]
     assert line.receive(time.monotonic() + 1) == b"the end"
@@ -334,7 +334,8 @@ def test_replies_that_came_before_the_connection_was_lost_are_read_first() -> No
 
     async def heard() -> list[Any]:
         planner: Any = object.__new__(AsyncPlanner)
-        planner.options, planner._endpoint, planner._seen = Options(), "inproc://x", 0
+        planner.options, planner._endpoint = Options(), "inproc://x"
+        planner._seen = zmq.EVENT_HANDSHAKE_SUCCEEDED
         planner._inboxes = {"1": asyncio.Queue()}
         events = [lost]
         planner._monitor = SimpleNamespace(recv_multipart=lambda: soon(events, 0))

@@ -61,6 +61,21 @@ def test_the_most_urgent_first_then_the_oldest() -> None:
     assert order == ["b", "c", "a", "d"]
 
 
+def test_waiting_makes_nobody_more_urgent() -> None:
+    """It is its deadline that ends the wait of a plan that more urgent ones keep from its turn."""
+    books = Schedule(2)
+    low = job("low", priority=4, deadline_ms=60_000)
+    queue(books, low)
+    for turn in range(100):
+        queue(books, job(f"{turn}", priority=5, at=float(turn)))
+        assert run(books) == f"{turn}"
+        assert books.running
+        assert books.leave(books.running)
+    assert books.expired(59.9) == []
+    assert books.expired(60.0) == [low]
+    assert run(books) == "low", "as soon as none is more urgent"
+
+
 def test_a_full_queue_says_busy_and_when_to_come_again() -> None:
     books = Schedule(2)
     queue(books, job("a"), job("b"), job("c"))

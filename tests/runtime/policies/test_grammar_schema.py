@@ -228,3 +228,21 @@ def test_a_schema_is_compiled_once_and_the_oldest_is_forgotten() -> None:
     grammars.compile({"const": KEPT})
     assert grammars.compile({"const": 0}) is made[0]
     assert grammars.compile({"const": 1}) is not made[1]
+
+
+def endless(needs: list[str], inner: list[str]) -> dict[str, Any]:
+    """An object that may have a `node`, which may have another."""
+    of = {"type": "object", "additionalProperties": False}
+    ref = {"$ref": "#/$defs/node"}
+    node = {**of, "properties": {"next": ref}, "required": inner}
+    return {**of, "$defs": {"node": node}, "properties": {"node": ref}, "required": needs}
+
+
+def test_a_definition_that_must_contain_itself_has_no_value() -> None:
+    with pytest.raises(RequestError, match="must allow some answer"):
+        session().grammar(endless(["node"], ["next"]))
+    for needs, inner, dead in (([], ["next"], True), (["node"], [], False), ([], [], False)):
+        grammar = session().grammar(endless(needs, inner))
+        matcher = grammar.matcher.deep_copy()
+        assert matcher.consume_tokens(text().encode('{"node":{"next":{'))
+        assert grammar.vocabulary.dead(matcher) is dead
