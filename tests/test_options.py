@@ -9,6 +9,7 @@ import pytest
 
 from thor_dflash import cli
 from thor_dflash.config import BuildConfig, keys
+from thor_dflash.manifest import MAGIC
 
 VERBS = {
     "build": "--target t --out o",
@@ -167,6 +168,8 @@ def test_a_mock_s_cycle_is_a_number_of_at_least_0(
         ("generate --messages role.json", "messages[0].role must be one of system"),
         ("generate --messages half.json", "messages[0].content must be UTF-8 (got: surrogates"),
         ("generate --prompt \udcff", "--prompt must be UTF-8 (got: surrogates not allowed at 0)"),
+        ("score --tokens ids.json --out pkg/x.npz", "--out must be outside any package (got pkg/"),
+        ("check --make-golden pkg/x.npz", "--make-golden must be outside any package (got pkg/x."),
         ("score --tokens ids.json --out /proc/x.npz", "/proc/x.npz must be writable (got: "),
         ("check --make-golden /proc/x.npz", "/proc/x.npz must be writable (got: "),
     ],
@@ -182,6 +185,8 @@ def test_inputs_are_looked_at_before_the_package(
     Path("role.json").write_text('[{"role": "robot", "content": "a"}]')
     Path("half.json").write_text('[{"role": "user", "content": "\\ud800"}]')
     Path("ids.json").write_text("[1]")
+    Path("pkg").mkdir()
+    Path("pkg/manifest.toml").write_text(MAGIC)
     verb, *rest = args.split()
     assert refused(capsys, verb, "--package", "none", *rest).startswith(message)
 

@@ -56,7 +56,9 @@ def test_a_random_package_on_disk_is_a_whole_one(
     assert cli.main(["bench", "--package", str(tmp_path / "out"), "--ready", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert 0 < rows[0]["value"] < rows[1]["value"] < rows[2]["value"]
-    # and it is not written over
+    # it is not written over, nor into
+    assert cli.main([*ARGUMENTS, "--ready", "--out", str(tmp_path / "out" / "in")]) == 2
+    assert "--out must be outside any package" in capsys.readouterr().err
     assert cli.main([*ARGUMENTS, "--ready", "--out", str(tmp_path / "out")]) == 2
     assert "must be a new directory" in capsys.readouterr().err
 

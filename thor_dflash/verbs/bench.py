@@ -198,12 +198,14 @@ def write_random(shape: str, out: Path, config: Config, progress: Progress) -> N
 
     Raises:
         ConfigError: there is something, or no room.
+        PackageError: it would be in another package.
     """
     from thor_dflash import manifest
     from thor_dflash.runtime.engines.cuda.engine import CudaEngine
     from thor_dflash.runtime.engines.cuda.random import RandomWeights, SavedWeights
     from thor_dflash.runtime.model import Model
 
+    manifest.check_outside("--out", out)
     if out.exists():
         raise ConfigError(f"--out must be a new directory (got {out}, which is there)")
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -34,7 +34,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> int:
 
     _check(args)
     if args.make_golden:
-        score_verb.check(args.make_golden, args.package, "--make-golden")
+        score_verb.check(args.make_golden, "--make-golden")
     given = read_tokens(args.tokens) if args.tokens else None
     held = golden.read(args.golden) if args.golden else None
     with ExitStack() as stack:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from thor_dflash.config import Config
 from thor_dflash.errors import RequestError
+from thor_dflash.manifest import check_outside
 from thor_dflash.progress import Progress
 from thor_dflash.tensors import Array
 from thor_dflash.verbs.inputs import in_vocabulary, read_tokens
@@ -20,7 +21,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     from thor_dflash.runtime.score import score
     from thor_dflash.runtime.session import open_session
 
-    check(args.out, args.package)
+    check(args.out)
     tokens = read_tokens(args.tokens)
     with closing(open_session(args.package, config.engine, progress)) as session:
         in_vocabulary(tokens, session.manifest.target.vocab)
@@ -31,11 +32,9 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         print(f"{args.out}: {name} {array.dtype} {list(array.shape)}")
 
 
-def check(out: Path, package: Path, option: str = "--out") -> None:
-    """Refuse a path that could not be written, before the work that would be lost."""
-    # Not Path.resolve, which fails where links go round.
-    if Path(os.path.realpath(package)) in Path(os.path.realpath(out)).parents:
-        raise RequestError(f"{option} must be outside the package (got {out})")
+def check(out: Path, option: str = "--out") -> None:
+    """Refuse a path that could not or must not be written, before the work that would be lost."""
+    check_outside(option, out)
     if out.suffix != ".npz":
         raise RequestError(f"{option} must be a path ending in .npz (got {out})")
     if out.is_dir() or not out.parent.is_dir():
