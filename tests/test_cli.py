@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -86,6 +86,7 @@ class Session:
     text: Text | None
     said: str = "think</think>\n\nhé<|im_end|>"
     manifest: Any = MANIFEST
+    model: Any = field(default_factory=lambda: SimpleNamespace(limit=100))
     fault: BaseException | None = None
     requests: list[Request] = field(default_factory=list)
     closed: bool = False
