@@ -135,6 +135,22 @@ def test_a_reference_without_a_name_is_not_none(capsys: pytest.CaptureFixture[st
     assert said == "--reference must be a package or ort (got an empty name)"
 
 
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_path_without_a_name_is_not_the_working_directory(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    least = ["" if word in ("p", "d", "o") else word for word in VERBS[verb].split()]
+    line = least if "" in least else [*least, "-c", ""]
+    assert "must be a path (got an empty name)" in refused(capsys, verb, *line)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_keys_without_a_name_are_not_no_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "plan", "a", "--keys", "", "--server", "no://where")
+    assert said.startswith("argument --keys: must be a path (got an empty name)")
+
+
 @pytest.mark.parametrize("how", ["--thinking=off", "-sdecode.thinking=off"])
 def test_ids_have_no_template_to_tell_of_thinking(
     capsys: pytest.CaptureFixture[str], how: str
