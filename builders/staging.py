@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Self, cast
 
 from thor_dflash.errors import PackageError
-from thor_dflash.manifest import NAME, FileEntry, hash_file, is_package
+from thor_dflash.manifest import NAME, FileEntry, check_outside, hash_file, is_package
 
 JOURNAL = ".journal"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -34,8 +34,9 @@ _AT_CWD = -100
 class Staging:
     """A package being written. Use as a context manager; without `finish` nothing is left.
 
-    `out` must be free or an earlier package, which stays in place until `finish`. A directory lock
-    keeps a second build away and dies with the process, however that ends.
+    `out` must be in no other package, and free or an earlier one, which stays in place until
+    `finish`. A directory lock keeps a second build away and dies with the process, however that
+    ends.
 
     Raises:
         PackageError: `out` is something else, or another build is writing it, or the disk is full.
@@ -159,11 +160,12 @@ class Staging:
 
 
 def check_out(out: Path) -> None:
-    """Refuse a path that is neither free nor an earlier package.
+    """Refuse a path in another package, and one that is neither free nor an earlier package.
 
     Raises:
-        PackageError: it holds something else.
+        PackageError: it is in a package, or holds something else.
     """
+    check_outside("--out", out)
     if (out.exists() or out.is_symlink()) and not is_package(out):
         what = "a directory of something else" if out.is_dir() else "a file"
         raise PackageError(f"{out} must be free or a thor-dflash package (got {what})")

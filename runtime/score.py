@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -21,26 +21,47 @@ def score(
     drafter reads it.
 
     Raises:
+        RequestError: as `shapes`.
+    """
+    made = shapes(session, tokens, taps)
+    out = {name: np.empty(shape, np.float32) for name, shape in made.items()}
+    at = 0
+    for block in blocks(session, tokens, list(made), progress):
+        for name, rows in block.items():
+            out[name][at : at + len(rows)] = rows
+        at += len(block["logits"])
+    return out
+
+
+def shapes(session: Session, tokens: Sequence[int], taps: bool) -> dict[str, tuple[int, int]]:
+    """Of the arrays that `score` makes of tokens it takes.
+
+    Raises:
         RequestError: no tokens, an id outside the vocabulary, more tokens than the context, or taps
         of a package without a drafter.
     """
-    model = session.model
     _check(session, tokens, taps)
-    out = {
-        name: np.empty((len(tokens), model.graphs["verify"].outputs[name].at({})[1]), np.float32)
-        for name in (["logits", "taps"] if taps else ["logits"])
-    }
+    outputs = session.model.graphs["verify"].outputs
+    names = ["logits", "taps"] if taps else ["logits"]
+    return {name: (len(tokens), outputs[name].at({})[1]) for name in names}
+
+
+def blocks(
+    session: Session, tokens: Sequence[int], names: Sequence[str], progress: Progress
+) -> Iterator[dict[str, Array]]:
+    """The rows of the arrays of `score`, a block at a time, of tokens that `shapes` took: all of
+    them are a megabyte a token where V is 248,320.
+    """
+    model = session.model
     model.state.reset()
     with progress.task("scoring", len(tokens), "tokens") as task:
         for start in range(0, len(tokens), model.block):
             part = tokens[start : start + model.block]
             model.write_tokens(part)
             model.verify()
-            for name, rows in out.items():
-                rows[start : start + len(part)] = model.read(name)[: len(part)]
             model.state.commit(len(part))
+            yield {name: model.read(name)[: len(part)].astype(np.float32) for name in names}
             task.advance(len(part))
-    return out
 
 
 def _check(session: Session, tokens: Sequence[int], taps: bool) -> None:

@@ -25,6 +25,7 @@ from tokenizers import AddedToken, Tokenizer, decoders
 from thor_dflash import tokenizer as files
 from thor_dflash.errors import PackageError, RequestError
 from thor_dflash.records import as_list, as_table, check_utf8, show
+from thor_dflash.runtime.longest import least_bytes, longest
 from thor_dflash.runtime.thinking import Marks, Thinking
 
 THINK, END_THINK = "<think>", "</think>"
@@ -88,6 +89,17 @@ class Text:
         """
         check_utf8("text", text)
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def least(self, text: str) -> int:
+        """Tokens that `text` has at least; 0 where the tokenizer promises none. Nothing is encoded,
+        which takes a second and 200 MB for each megabyte.
+
+        Raises:
+            RequestError: as `encode`.
+        """
+        check_utf8("text", text)
+        most = longest(json.loads(self._tokenizer.to_str()), _BYTES.keys())
+        return 0 if most is None else -(-least_bytes(text) // most)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; bytes that are not UTF-8 become U+FFFD."""

@@ -106,7 +106,8 @@ def _farewell(line: _Line, cancel: bytes) -> None:
 
 
 def _ms(until: float) -> int:
-    return max(0, round(1e3 * (until - time.monotonic())))
+    """No longer than ZeroMQ can wait: a C int, 25 days."""
+    return min(max(0, round(1e3 * (until - time.monotonic()))), 2**31 - 1)
 
 
 class RemotePlanner:

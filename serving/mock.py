@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from thor_dflash.errors import PlanError
 from thor_dflash.serve_config import ServeConfig
@@ -17,6 +17,9 @@ from thor_dflash.serving.backend import About, Prepared, Run, Stop
 from thor_dflash.serving.check import Checker
 from thor_dflash.serving.rates import Rates
 from thor_dflash.serving.speech import Speech
+
+if TYPE_CHECKING:
+    from thor_dflash.serving.shelf import Shelf  # needs more than a mock does
 
 THINKING = "The cup is on the shelf and the robot is free to take it to the table at once. "
 PLAN = (
@@ -75,8 +78,12 @@ class _Piece:
 class MockBackend:
     """See backend.Backend."""
 
-    def __init__(self, config: ServeConfig, cycle_s: float = 0.0) -> None:
+    def __init__(
+        self, config: ServeConfig, cycle_s: float = 0.0, shelf: Shelf | None = None
+    ) -> None:
+        """The shelf, where there is one, is held for as long as a server would, and left empty."""
         self.config = config
+        self._shelf = shelf
         self.cycle_s = cycle_s
         """Time of a step, s."""
         self._rates = Rates(chunk_tokens=CHUNK, cycle_ms=1e3 * cycle_s, chunk_ms=1e3 * cycle_s)
@@ -193,6 +200,8 @@ class MockBackend:
 
     def close(self) -> None:
         """See Backend."""
+        if self._shelf is not None:
+            self._shelf.close()
 
 
 class MockRun:

@@ -85,7 +85,7 @@ def fill(request: wire.Request, options: Options) -> Sent:
     """A request with an id that was never used before, so that no late reply can be its.
 
     Raises:
-        PlanError: bad_request, a text in it is not UTF-8; too_large.
+        PlanError: bad_request, a text in it is not UTF-8 or a number too large; too_large.
     """
     id = uuid4().hex
     given: dict[str, Any] = {"id": id}
@@ -99,9 +99,9 @@ def fill(request: wire.Request, options: Options) -> Sent:
     table |= {"v": wire.VERSION, "op": request.op, "id": id}
     try:
         body = options.codec.encode(table)
-    except UnicodeEncodeError:
+    except (UnicodeEncodeError, OverflowError):
         for name, value in table.items():
-            _check_text(name, value)
+            _check_value(name, value)
         raise
     if len(body) > options.max_message:
         rule = f"be <= {options.max_message} bytes, as it is sent to the server"
@@ -109,11 +109,14 @@ def fill(request: wire.Request, options: Options) -> Sent:
     return Sent(id, body)
 
 
-def _check_text(name: str, value: object) -> None:
+def _check_value(name: str, value: object) -> None:
     try:
         MSGPACK.encode(value)
     except UnicodeEncodeError as e:
         text = f"{name} must be UTF-8 (got: {e.reason} at {e.start})"
+        raise PlanError("bad_request", text, field=name) from e
+    except OverflowError as e:
+        text = f"{name} must have numbers of 64 bits (got one out of range)"
         raise PlanError("bad_request", text, field=name) from e
 
 

@@ -55,10 +55,10 @@ def test_a_device_without_end_is_too_large() -> None:
 def test_links_that_go_round_are_no_place_for_scores(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(RequestError, match="must be a file in a directory that exists"):
-        outputs.check(tmp_path / "loop" / "x.npz", ".npz", tmp_path / "loop" / "package", "--out")
+        outputs.check(tmp_path / "loop" / "x.npz", ".npz", "--out")
 
 
 def test_scores_that_cannot_be_written_name_their_file_and_no_other(tmp_path: Path) -> None:
     name = "n" * 250 + ".npz"  # where it is written first is longer than a name may be
     with pytest.raises(RequestError, match=rf"/{name} must be writable .got: File name too long"):
-        outputs.check(tmp_path / name, ".npz", tmp_path / "package", "--out")
+        outputs.check(tmp_path / name, ".npz", "--out")

@@ -9,6 +9,7 @@ import pytest
 
 from thor_dflash import cli
 from thor_dflash.config import BuildConfig, keys
+from thor_dflash.manifest import MAGIC
 
 VERBS = {
     "build": "--target t --out o",
@@ -134,6 +135,22 @@ def test_a_reference_without_a_name_is_not_none(capsys: pytest.CaptureFixture[st
     assert said == "--reference must be a package or ort (got an empty name)"
 
 
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_path_without_a_name_is_not_the_working_directory(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    least = ["" if word in ("p", "d", "o") else word for word in VERBS[verb].split()]
+    line = least if "" in least else [*least, "-c", ""]
+    assert "must be a path (got an empty name)" in refused(capsys, verb, *line)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_keys_without_a_name_are_not_no_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "plan", "a", "--keys", "", "--server", "no://where")
+    assert said.startswith("argument --keys: must be a path (got an empty name)")
+
+
 @pytest.mark.parametrize("how", ["--thinking=off", "-sdecode.thinking=off"])
 def test_ids_have_no_template_to_tell_of_thinking(
     capsys: pytest.CaptureFixture[str], how: str
@@ -167,6 +184,8 @@ def test_a_mock_s_cycle_is_a_number_of_at_least_0(
         ("generate --messages role.json", "messages[0].role must be one of system"),
         ("generate --messages half.json", "messages[0].content must be UTF-8 (got: surrogates"),
         ("generate --prompt \udcff", "--prompt must be UTF-8 (got: surrogates not allowed at 0)"),
+        ("score --tokens ids.json --out pkg/x.npz", "--out must be outside any package (got pkg/"),
+        ("check --make-golden pkg/x.npz", "--make-golden must be outside any package (got pkg/x."),
         ("score --tokens ids.json --out /proc/x.npz", "/proc/x.npz must be writable (got: "),
         ("check --make-golden /proc/x.npz", "/proc/x.npz must be writable (got: "),
     ],
@@ -182,6 +201,8 @@ def test_inputs_are_looked_at_before_the_package(
     Path("role.json").write_text('[{"role": "robot", "content": "a"}]')
     Path("half.json").write_text('[{"role": "user", "content": "\\ud800"}]')
     Path("ids.json").write_text("[1]")
+    Path("pkg").mkdir()
+    Path("pkg/manifest.toml").write_text(MAGIC)
     verb, *rest = args.split()
     assert refused(capsys, verb, "--package", "none", *rest).startswith(message)
 

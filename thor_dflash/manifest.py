@@ -7,6 +7,7 @@ manifest carries the hash of the rest, so an edited or truncated manifest is not
 from __future__ import annotations
 
 import hashlib
+import os
 import tomllib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -177,6 +178,17 @@ def is_package(path: Path) -> bool:
             return file.read(len(MAGIC)) == MAGIC.encode()
     except OSError:
         return False
+
+
+def check_outside(option: str, path: Path) -> None:
+    """Refuse a path in a package, which would no longer hold what was built.
+
+    Raises:
+        PackageError: `path` lies in one, links followed.
+    """
+    real = Path(os.path.realpath(path))  # resolve() fails where links go round
+    if inside := next((p for p in real.parents if is_package(p)), None):
+        raise PackageError(f"{option} must be outside any package (got {path}, in {inside})")
 
 
 def read(package: Path) -> Manifest:

@@ -44,6 +44,13 @@ class _Once(argparse.Action):
         vars(namespace)[self.dest] = values
 
 
+def _path(text: str) -> Path:
+    """No name is the working directory to pathlib, and an unset variable to a shell."""
+    if not text:
+        raise argparse.ArgumentTypeError("must be a path (got an empty name)")
+    return Path(text)
+
+
 def listed(sections: Sequence[str]) -> str:
     """Sections of a configuration in words."""
     return ", ".join(sections) or "no section"
@@ -75,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
         add(sub)
         reads = sections.split()
         sub.set_defaults(reads=reads)
-        sub.add_argument("-c", "--config", type=Path, metavar="FILE.toml", help="configuration")
+        sub.add_argument("-c", "--config", type=_path, metavar="FILE.toml", help="configuration")
         sub.add_argument(
             "-s", "--set", action="append", default=[], metavar="a.b=value",
             help=f"change one key; this verb reads {listed(reads)}",
@@ -84,20 +91,20 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _build(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--target", type=Path, required=True, metavar="DIR", help="target checkpoint")
-    sub.add_argument("--drafter", type=Path, metavar="DIR", help="DFlash checkpoint, if any")
-    sub.add_argument("--out", type=Path, required=True, metavar="PKG", help="package to write")
+    sub.add_argument("--target", type=_path, required=True, metavar="DIR", help="target checkpoint")
+    sub.add_argument("--drafter", type=_path, metavar="DIR", help="DFlash checkpoint, if any")
+    sub.add_argument("--out", type=_path, required=True, metavar="PKG", help="package to write")
     sub.add_argument(
         "--engine", dest="build.engine", metavar="ort|cuda|tensorrt", help="engine to build for"
     )
 
 
 def _generate(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--package", type=Path, required=True, metavar="PKG")
+    sub.add_argument("--package", type=_path, required=True, metavar="PKG")
     source = sub.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT", help="what the user says")
-    source.add_argument("--messages", type=Path, metavar="FILE.json", help="a chat: role, content")
-    source.add_argument("--tokens", type=Path, metavar="FILE", help="a JSON list of token ids")
+    source.add_argument("--messages", type=_path, metavar="FILE.json", help="a chat: role, content")
+    source.add_argument("--tokens", type=_path, metavar="FILE", help="a JSON list of token ids")
     sub.add_argument("--drafter", dest="decode.drafter", metavar="dflash|none")
     sub.add_argument("--max-tokens", dest="decode.max_tokens", metavar="N")
     sub.add_argument("--thinking", dest="decode.thinking", metavar="on|off")
@@ -114,11 +121,11 @@ def _profile(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--runs", type=int, default=15, metavar="N", help="that count; 15")
     sub.add_argument("--warmup", type=int, default=2, metavar="N", help="runs before these; 2")
     sub.add_argument(
-        "--compare", type=Path, metavar="X.json", help="what --json printed for the same before"
+        "--compare", type=_path, metavar="X.json", help="what --json printed for the same before"
     )
-    sub.add_argument("--html", type=Path, metavar="X.html", help="draw it: one page, no network")
+    sub.add_argument("--html", type=_path, metavar="X.html", help="draw it: one page, no network")
     sub.add_argument(
-        "--trace", type=Path, metavar="X.json", help="the last answer for ui.perfetto.dev"
+        "--trace", type=_path, metavar="X.json", help="the last answer for ui.perfetto.dev"
     )
 
 
@@ -135,21 +142,21 @@ def _policies(sub: argparse.ArgumentParser) -> None:
 
 
 def _score(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--package", type=Path, required=True, metavar="PKG")
-    sub.add_argument("--tokens", type=Path, required=True, metavar="FILE", help="JSON list of ids")
-    sub.add_argument("--out", type=Path, required=True, metavar="X.npz")
+    sub.add_argument("--package", type=_path, required=True, metavar="PKG")
+    sub.add_argument("--tokens", type=_path, required=True, metavar="FILE", help="JSON list of ids")
+    sub.add_argument("--out", type=_path, required=True, metavar="X.npz")
     sub.add_argument("--taps", action="store_true", help="the rows the drafter reads, too")
 
 
 def _check_options(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--package", type=Path, required=True, metavar="PKG")
+    sub.add_argument("--package", type=_path, required=True, metavar="PKG")
     other = sub.add_mutually_exclusive_group()
     other.add_argument(
         "--reference", metavar="PKG2|ort", help="a package of another engine; ort: PKG's graphs"
     )
-    other.add_argument("--golden", type=Path, metavar="X.npz", help="made by --make-golden")
-    other.add_argument("--make-golden", type=Path, metavar="X.npz", help="write, compare nothing")
-    sub.add_argument("--tokens", type=Path, metavar="FILE", help="JSON list of ids")
+    other.add_argument("--golden", type=_path, metavar="X.npz", help="made by --make-golden")
+    other.add_argument("--make-golden", type=_path, metavar="X.npz", help="write, compare nothing")
+    sub.add_argument("--tokens", type=_path, metavar="FILE", help="JSON list of ids")
     sub.add_argument(
         "--operators", choices=("auto", "all", "none"), default="auto",
         help="hold each operator to its definition: where logits differ, always, or never",
@@ -159,7 +166,7 @@ def _check_options(sub: argparse.ArgumentParser) -> None:
 
 
 def _doctor(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--package", type=Path, metavar="PKG", help="which is to run here")
+    sub.add_argument("--package", type=_path, metavar="PKG", help="which is to run here")
     sub.add_argument("--json", action="store_true", help="the report as JSON")
 
 
@@ -170,7 +177,7 @@ def _demo(sub: argparse.ArgumentParser) -> None:
 def _bench(sub: argparse.ArgumentParser) -> None:
     source = sub.add_mutually_exclusive_group(required=True)
     source.add_argument("--shape", metavar="NAME", help="a model's sizes: qwen3.6-27b")
-    source.add_argument("--package", type=Path, metavar="PKG", help="with --ready")
+    source.add_argument("--package", type=_path, metavar="PKG", help="with --ready")
     sub.add_argument("--random-weights", action="store_true", help="made on the device, not read")
     sub.add_argument("--engine", dest="build.engine", metavar="cuda")
     sub.add_argument("--quick", action="store_true", help="without one thing left out at a time")
@@ -178,13 +185,13 @@ def _bench(sub: argparse.ArgumentParser) -> None:
         "--ready", action="store_true",
         help="time from process start until it can answer; a shape is written to --out first",
     )  # fmt: skip
-    sub.add_argument("--out", type=Path, metavar="DIR", help="a new directory for --ready")
+    sub.add_argument("--out", type=_path, metavar="DIR", help="a new directory for --ready")
     sub.add_argument("--json", action="store_true", help="the rows as JSON")
 
 
 def _serve(sub: argparse.ArgumentParser) -> None:
     source = sub.add_mutually_exclusive_group(required=True)
-    source.add_argument("--package", type=Path, metavar="PKG")
+    source.add_argument("--package", type=_path, metavar="PKG")
     source.add_argument("--mock", action="store_true", help="no model: always the same plan")
     sub.add_argument("--mock-cycle-ms", type=float, metavar="MS", help="time of a mock's step")
     sub.add_argument(
@@ -210,9 +217,9 @@ def _serve(sub: argparse.ArgumentParser) -> None:
 def _plan(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("prompt", metavar="TEXT")
     sub.add_argument("--server", default="tcp://127.0.0.1:5571", metavar="ENDPOINT")
-    sub.add_argument("--keys", metavar="DIR", help="CURVE keys of a client")
-    sub.add_argument("--token-file", type=Path, metavar="FILE", help="the server's secret")
-    sub.add_argument("--schema", type=Path, metavar="FILE.json", help="what the plan must obey")
+    sub.add_argument("--keys", type=_path, metavar="DIR", help="CURVE keys of a client")
+    sub.add_argument("--token-file", type=_path, metavar="FILE", help="the server's secret")
+    sub.add_argument("--schema", type=_path, metavar="FILE.json", help="what the plan must obey")
     sub.add_argument("--thinking", choices=("on", "off", "auto"))
     sub.add_argument("--max-tokens", type=int, metavar="N", help="longest answer")
     sub.add_argument("--deadline-ms", type=int, metavar="MS")
@@ -234,4 +241,4 @@ def _gateway(sub: argparse.ArgumentParser) -> None:
 
 
 def _keygen(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("directory", type=Path, metavar="DIR")
+    sub.add_argument("directory", type=_path, metavar="DIR")

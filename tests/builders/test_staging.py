@@ -13,7 +13,7 @@ import pytest
 from samples import MANIFEST
 
 from thor_dflash.builders import staging
-from thor_dflash.builders.staging import Staging
+from thor_dflash.builders.staging import Staging, check_out
 from thor_dflash.errors import PackageError
 from thor_dflash.manifest import hash_file, read, render
 
@@ -124,6 +124,19 @@ def test_refuses_what_is_no_package_before_any_work(tmp_path: Path) -> None:
         with pytest.raises(PackageError, match="must be writable .got: "):
             Staging(tmp_path / name / "pkg", "k").__enter__()
     assert tree(tmp_path) == ["dir", "dir/manifest.toml", "file", "loop"]
+
+
+def test_no_package_is_built_in_another(tmp_path: Path) -> None:
+    out = tmp_path / "pkg"
+    build(out, b"old")
+    (tmp_path / "link").symlink_to("pkg/w")
+    before = tree(tmp_path)
+    for inside in (out / "sub", out / "new" / "sub", out / "w", tmp_path / "link" / "sub"):
+        for begin in (check_out, lambda path: Staging(path, "k").__enter__()):
+            with pytest.raises(PackageError, match=rf"^--out must be outside .*, in {out}\)"):
+                begin(inside)
+    assert tree(tmp_path) == before
+    build(out, b"new")  # which is no other
 
 
 def test_a_killed_build_resumes_file_by_file(tmp_path: Path) -> None:

@@ -69,6 +69,29 @@ def test_what_is_not_utf8_is_refused_in_a_line(args: list[str], message: str, ca
         ask("Bring it.", "--server", "ipc://\udcff")
 
 
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--max-tokens", "9" * 30], "max_tokens must have numbers of 64 bits (got one out of r"),
+        (["--schema", "large.json"], "json_schema must have numbers of 64 bits (got one out of r"),
+        (
+            ["--deadline-ms", "9" * 15],
+            "deadline_ms must be an integer <= 86400000 (got 999999999999999)",
+        ),
+    ],
+)
+def test_a_number_that_nobody_takes_is_refused_in_a_line(
+    args: list[str], message: str, house: Any, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("large.json").write_text('{"maximum": 1' + 30 * "0" + "}")
+    server = house.mock().endpoints[0]
+    assert cli.main(["plan", "Bring it.", "--json", "--server", server, *args]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"thor-dflash: {message}")
+
+
 def test_a_server_with_a_secret(house: Any, tmp_path: Path, capsys: Any) -> None:
     secret, empty = tmp_path / "token", tmp_path / "empty"
     secret.write_text("open sesame\n")

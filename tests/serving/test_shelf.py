@@ -212,6 +212,33 @@ def test_a_directory_is_of_one_server(tmp_path: Path) -> None:
     assert (tmp_path / "kept").stat().st_mode & 0o777 == 0o700
 
 
+class Loads:
+    """A server that loads what it would serve with, and ends."""
+
+    endpoints = ()
+
+    def __init__(self, load: Callable[[], Any], config: ServeConfig, **others: object) -> None:
+        self.load = load
+
+    def run(self) -> None:
+        self.load().close()
+
+
+def test_a_mock_has_its_directory_alone_like_any_server(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("signal.signal", print)
+    monkeypatch.setattr("sys.setswitchinterval", print)
+    monkeypatch.setattr("thor_dflash.serving.server.Server", Loads)
+    command = ["serve", "--mock", "--prefix-dir", str(tmp_path / "kept")]
+    another = Shelf(tmp_path / "kept")
+    assert cli.main(command) == 2
+    assert "serve.prefix_dir must be of one server alone" in capsys.readouterr().err
+    another.close()
+    assert cli.main(command) == 0
+    Shelf(tmp_path / "kept").close()  # it is free again
+
+
 def test_a_directory_that_another_server_has_is_refused_before_anything_is_loaded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,10 @@ CAPACITY = 33280
 CHUNK = 2048
 """Rows of a prefill step where nobody says: a prompt of 2,048 is one step. 512 rows leave a third
 of an H100 idle, whose 132 multiprocessors then share 80 tiles of a product with 5,120 columns."""
+ASKED = (1, 2)
+"""The prompt a process is ready with once it is answered. Two ids, so that one is prefilled."""
+ANSWERED = 2
+"""Tokens of that answer."""
 READY = 10.0
 """Seconds a process may take until it is ready beside reading its package from the disk."""
 
@@ -198,12 +202,14 @@ def write_random(shape: str, out: Path, config: Config, progress: Progress) -> N
 
     Raises:
         ConfigError: there is something, or no room.
+        PackageError: it would be in another package.
     """
     from thor_dflash import manifest
     from thor_dflash.runtime.engines.cuda.engine import CudaEngine
     from thor_dflash.runtime.engines.cuda.random import RandomWeights, SavedWeights
     from thor_dflash.runtime.model import Model
 
+    manifest.check_outside("--out", out)
     if out.exists():
         raise ConfigError(f"--out must be a new directory (got {out}, which is there)")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -239,7 +245,11 @@ def _weight_bytes(package: Path, made: Manifest) -> int:
 
 
 def ready_here(package: Path, config: EngineConfig, progress: Progress) -> list[Figure]:
-    """Open a package in this process and answer something short, which captures its graphs."""
+    """Open a package in this process and answer something short, which captures its graphs.
+
+    Raises:
+        ConfigError: its context has no room for that.
+    """
     from thor_dflash.runtime.coldstart import since_start
     from thor_dflash.runtime.engines.cuda.figures import Figure
     from thor_dflash.runtime.propose import Dflash, Nobody
@@ -248,8 +258,16 @@ def ready_here(package: Path, config: EngineConfig, progress: Progress) -> list[
     begun = since_start()
     with closing(open_session(package, config, progress)) as session:
         opened = since_start()
+        lacks = len(ASKED) + ANSWERED - session.model.limit
+        if lacks > 0:
+            capacity = session.model.capacity
+            raise ConfigError(
+                f"engine.capacity must be at least {capacity + lacks} for --ready: a prompt of "
+                f"{len(ASKED)} tokens, an answer of {ANSWERED} and a block (got {capacity})"
+            )
         drafter = Dflash() if session.manifest.drafter else Nobody()
-        for _ in session.run(Request(prompt=(1, 2), max_tokens=2, stop=frozenset()), drafter):
+        asked = Request(prompt=ASKED, max_tokens=ANSWERED, stop=frozenset())
+        for _ in session.run(asked, drafter):
             pass
         ready = since_start()
     return [

@@ -35,7 +35,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> int:
 
     _check(args)
     if args.make_golden:
-        outputs.check(args.make_golden, ".npz", args.package, "--make-golden")
+        outputs.check(args.make_golden, ".npz", "--make-golden")
     given = read_tokens(args.tokens) if args.tokens else None
     held = golden.read(args.golden) if args.golden else None
     with ExitStack() as stack:

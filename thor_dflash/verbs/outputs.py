@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
 from thor_dflash.errors import RequestError
+from thor_dflash.manifest import check_outside
 
 
-def check(out: Path, ending: str, package: Path, option: str) -> None:
-    """Refuse a path that could not be written.
+def check(out: Path, ending: str, option: str) -> None:
+    """Refuse a path that could not or must not be written.
 
     Args:
         ending: Of its name, with the dot.
-        package: Nothing is written in there.
         option: Who named the path.
+
+    Raises:
+        PackageError: it is in a package.
+        RequestError: it cannot be written, or has another ending.
     """
-    # Not Path.resolve, which fails where links go round.
-    if Path(os.path.realpath(package)) in Path(os.path.realpath(out)).parents:
-        raise RequestError(f"{option} must be outside the package (got {out})")
+    check_outside(option, out)
     if out.suffix != ending:
         raise RequestError(f"{option} must be a path ending in {ending} (got {out})")
     if out.is_dir() or not out.parent.is_dir():
@@ -30,11 +32,16 @@ def check(out: Path, ending: str, package: Path, option: str) -> None:
         partial.touch()
 
 
-def write(out: Path, fill: Callable[[IO[bytes]], object]) -> None:
-    """Write what `fill` puts into a file to `out` in one rename: whole, or not at all."""
+@contextmanager
+def whole(out: Path) -> Generator[IO[bytes]]:
+    """A file to write, which is `out` once it is whole: in one rename.
+
+    Raises:
+        RequestError: it cannot be written.
+    """
     with _beside(out) as partial:
         with partial.open("wb") as file:
-            fill(file)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         partial.replace(out)

@@ -39,7 +39,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         from thor_dflash.serving.client import Options, RemotePlanner
 
     token = None if args.token_file is None else security.read_token(str(args.token_file))
-    options = Options(keys=args.keys or "", token=token)
+    options = Options(keys="" if args.keys is None else str(args.keys), token=token)
     replies.check(args.server, options, "--server")
     with RemotePlanner(args.server, options) as planner:
         ask = _ask(args)

@@ -64,17 +64,17 @@ def _check(args: Namespace) -> Profile | None:
             raise ConfigError(f"{option} must be at least {least} (got {count})")
     for option, out, ending in (("--html", args.html, ".html"), ("--trace", args.trace, ".json")):
         if out:
-            outputs.check(out, ending, args.package, option)
+            outputs.check(out, ending, option)
     return _base(args.compare) if args.compare else None
 
 
 def _write(found: Profile, args: Namespace) -> None:
     if args.html:
-        text = page(found).encode()
-        outputs.write(args.html, lambda file: file.write(text))
+        with outputs.whole(args.html) as file:
+            file.write(page(found).encode())
     if args.trace:
-        events = json.dumps(trace(found)).encode()
-        outputs.write(args.trace, lambda file: file.write(events))
+        with outputs.whole(args.trace) as file:
+            file.write(json.dumps(trace(found)).encode())
 
 
 def _base(path: Path) -> Profile:

@@ -61,7 +61,14 @@ def _messages(args: Namespace) -> list[dict[str, str]] | None:
 def _render(messages: object, session: Session, thinking: bool) -> tuple[int, ...]:
     if session.text is None:
         raise RequestError("the prompt must be --tokens (got a package without a tokenizer)")
-    return tuple(session.text.encode(session.text.render(messages, thinking)))
+    text, limit = session.text.render(messages, thinking), session.model.limit
+    # Fewer letters may fit. Of more, what certainly cannot is not encoded, which may take minutes.
+    if len(text) > limit and (least := session.text.least(text)) > limit:
+        raise RequestError(
+            f"the prompt must be <= {limit} tokens, the context of {session.model.capacity} less "
+            f"one block (got {least} or more)"
+        )
+    return tuple(session.text.encode(text))
 
 
 def _thinks(decode: DecodeConfig) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
+from zipfile import ZipFile
 
 from thor_dflash.config import Config
+from thor_dflash.errors import RequestError
 from thor_dflash.progress import Progress
 from thor_dflash.tensors import Array
 from thor_dflash.verbs import outputs
@@ -16,22 +19,62 @@ from thor_dflash.verbs.inputs import in_vocabulary, read_tokens
 
 def run(args: Namespace, config: Config, progress: Progress) -> None:
     """Score the tokens, write the file, say what it holds."""
-    from thor_dflash.runtime.score import score
+    from thor_dflash.runtime.score import blocks, shapes
     from thor_dflash.runtime.session import open_session
 
-    outputs.check(args.out, ".npz", args.package, "--out")
+    outputs.check(args.out, ".npz", "--out")
     tokens = read_tokens(args.tokens)
     with closing(open_session(args.package, config.engine, progress)) as session:
         in_vocabulary(tokens, session.manifest.target.vocab)
-        arrays = score(session, tokens, args.taps, progress)
-    write(args.out, arrays)
+        made = shapes(session, tokens, args.taps)
+        write_blocks(args.out, made, blocks(session, tokens, list(made), progress))
     progress.close()
-    for name, array in arrays.items():
-        print(f"{args.out}: {name} {array.dtype} {list(array.shape)}")
+    for name, shape in made.items():
+        print(f"{args.out}: {name} float32 {list(shape)}")
 
 
 def write(out: Path, arrays: Mapping[str, Array]) -> None:
-    """Write the arrays to `out`, whole or not at all."""
+    """Write the arrays to `out` in one rename: whole, or not at all."""
     import numpy as np
 
-    outputs.write(out, lambda file: np.savez(file, allow_pickle=False, **arrays))
+    with outputs.whole(out) as file:
+        np.savez(file, allow_pickle=False, **arrays)
+
+
+def write_blocks(
+    out: Path, shapes: Mapping[str, tuple[int, int]], blocks: Iterator[Mapping[str, Array]]
+) -> None:
+    """Write float32 arrays to `out` as their rows are made: whole, or not at all. The file holds
+    one after the other, so that the taps, a tenth of the logits, are kept until these are written.
+
+    Raises:
+        RequestError: it cannot be written, or the disk has no room; then not a row is made.
+    """
+    need = sum(4 * rows * columns for rows, columns in shapes.values())
+    if (free := shutil.disk_usage(out.parent).free) < need:
+        raise RequestError(f"--out must have room for {need:,} bytes (got {free:,})")
+    taps: list[Array] = []
+
+    def logits() -> Iterator[Array]:
+        for block in blocks:
+            if "taps" in block:
+                taps.append(block["taps"])
+            yield block["logits"]
+
+    with outputs.whole(out) as file, ZipFile(file, "w") as arrays:
+        for name, parts in (("logits", logits()), ("taps", taps)):
+            if name in shapes:
+                _write_array(arrays, name, shapes[name], parts)
+
+
+def _write_array(
+    arrays: ZipFile, name: str, shape: tuple[int, int], parts: Iterable[Array]
+) -> None:
+    """As numpy.savez writes it."""
+    from numpy.lib import format as npy
+
+    with arrays.open(f"{name}.npy", "w", force_zip64=True) as file:
+        head = {"descr": "<f4", "fortran_order": False, "shape": shape}
+        npy.write_array_header_1_0(file, head)
+        for part in parts:
+            file.write(part.data)

@@ -16,6 +16,7 @@ from thor_dflash.progress import Progress
 
 if TYPE_CHECKING:
     from thor_dflash.serving.backend import Backend
+    from thor_dflash.serving.shelf import Shelf
 
 SWITCH_S = 0.0005
 """How long the engine thread may keep the interpreter from the I/O thread. Python's own 5 ms would
@@ -65,16 +66,15 @@ class Log:
 def _load(
     args: Namespace, config: Config, progress: Progress, log: Callable[[str], None]
 ) -> Backend:
+    # First: a model is long in loading, and another server may have the directory.
+    shelf = _shelf(config.serve.prefix_dir) if config.serve.prefix_dir else None
     if args.mock:
         from thor_dflash.serving.mock import MockBackend
 
-        return MockBackend(config.serve, (args.mock_cycle_ms or 0.0) / 1e3)
+        return MockBackend(config.serve, (args.mock_cycle_ms or 0.0) / 1e3, shelf)
     from thor_dflash.runtime.session import open_session
     from thor_dflash.serving.live import LiveBackend
-    from thor_dflash.serving.shelf import Shelf
 
-    # First: a model is long in loading, and another server may have the directory.
-    shelf = Shelf(Path(config.serve.prefix_dir)) if config.serve.prefix_dir else None
     try:
         session = open_session(args.package, config.engine, progress, choose=True)
         progress.close()
@@ -83,3 +83,9 @@ def _load(
         if shelf is not None:
             shelf.close()
         raise
+
+
+def _shelf(directory: str) -> Shelf:
+    from thor_dflash.serving.shelf import Shelf
+
+    return Shelf(Path(directory))

@@ -1,0 +1,121 @@
+"""How few tokens a text can be: certain for every text, or not told."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+from typing import Any
+from unicodedata import decomposition, normalize
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from nano import NANO
+from tokenizers import pre_tokenizers
+
+from thor_dflash.config import Config
+from thor_dflash.errors import RequestError
+from thor_dflash.runtime.longest import NFC, least_bytes, longest
+from thor_dflash.runtime.text import Text
+from thor_dflash.verbs.question import Question
+
+TOKENIZER = NANO / "target" / "tokenizer.json"
+LONGEST = "<tts_text_bos_single>"
+ALPHABET = set(pre_tokenizers.ByteLevel.alphabet())
+HURT = ["\u1fbe\u0344", "\u1112\u1161\u11ab", "\u212a", "A\u030a", " " * 9, "\u0958", "<|im_end|>"]
+"""Letters that normalisation makes fewer bytes, or more; a token of many letters."""
+
+
+@pytest.fixture(scope="module")
+def text() -> Text:
+    return Text.load(NANO / "target")
+
+
+def weight(text: str) -> float:
+    plain = len(text.encode("ascii", "ignore"))
+    return plain + (len(text.encode()) - plain) / NFC
+
+
+def test_no_letter_is_made_fewer_bytes_than_is_promised() -> None:
+    letters = [chr(i) for i in range(sys.maxunicode + 1) if not 0xD800 <= i < 0xE000]
+    made = [c for c in letters if decomposition(c)[:1] not in ("", "<") or "가" <= c <= "힣"]
+    # Letters that stand for one other, and the heaviest of those that each can be written with.
+    heaviest: dict[str, float] = {}
+    for c in made:
+        if len(apart := normalize("NFD", c)) == 1:
+            heaviest[apart] = max(weight(c), heaviest.get(apart, weight(apart)))
+
+    def most(c: str) -> float:
+        return sum(heaviest.get(part, weight(part)) for part in normalize("NFD", c))
+
+    # No letter weighs more than its parts may, and what is left after NFC no less than its own.
+    assert [c for c in made if weight(c) > most(c)] == []
+    left = [c for c in (*made, *heaviest) if normalize("NFC", c) == c]
+    assert len(left) > 11_172  # Korean alone
+    assert [c for c in left if len(c.encode()) < most(c)] == []
+
+
+@given(st.lists(st.sampled_from(HURT) | st.text(max_size=4)).map("".join))
+def test_no_text_has_fewer_tokens(text: Text, said: str) -> None:
+    assert -(-least_bytes(said) // len(LONGEST)) <= len(text.encode(said))
+    assert least_bytes(said) <= len(normalize("NFC", said).encode())
+
+
+def test_the_longest_token_alone_is_one(text: Text) -> None:
+    assert (text.least(""), text.least(LONGEST), text.least(LONGEST * 99)) == (0, 1, 99)
+    assert text.encode(LONGEST * 99) == 99 * text.encode(LONGEST)
+    assert text.least(LONGEST + "x") == 2
+
+
+def test_a_prompt_that_cannot_fit_is_refused_unread(
+    text: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(self: Text, text: str) -> list[int]:
+        raise AssertionError("a text of any length is encoded")
+
+    monkeypatch.setattr(Text, "encode", never)
+    model = SimpleNamespace(limit=1000, capacity=1016)
+    session: Any = SimpleNamespace(text=text, model=model)
+    question = Question([{"role": "user", "content": "x" * 42_000}], None)
+    rule = "^the prompt must be <= 1000 tokens, the context of 1016 .*got 200[0-9] or more"
+    with pytest.raises(RequestError, match=rule):
+        question.request(session, Config())
+    model.limit = 2010  # which nobody can rule out
+    with pytest.raises(AssertionError):
+        question.request(session, Config())
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"normalizer": {"type": "NFKC"}},
+        {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
+        {"pre_tokenizer": None},
+        {"pre_tokenizer": {"type": "Split", "behavior": "Isolated"}},
+        {
+            "pre_tokenizer": {
+                "type": "Sequence",
+                "pretokenizers": [
+                    {"type": "Split", "behavior": "Removed"},
+                    {"type": "ByteLevel"},
+                ],
+            }
+        },
+        {"model": {"type": "Unigram", "vocab": []}},
+        {"model": {"end_of_word_suffix": "</w>"}},
+        {"model": {"continuing_subword_prefix": "##"}},
+        {"model": {"vocab": {"a": 0}}},
+        *({"added_tokens": {name: True}} for name in ("lstrip", "rstrip", "normalized")),
+    ],
+)
+def test_where_nothing_bounds_a_token_nothing_is_told(other: dict[str, Any]) -> None:
+    table = json.loads(TOKENIZER.read_text())
+    assert longest(table, ALPHABET) == len(LONGEST)
+    assert longest(table | {"pre_tokenizer": {"type": "ByteLevel"}}, ALPHABET) == len(LONGEST)
+    for key, value in other.items():
+        if key == "added_tokens":
+            table[key][-1] |= value
+        else:
+            table[key] = table[key] | value if key == "model" else value
+    assert longest(table, ALPHABET) is None
