@@ -42,21 +42,16 @@ DEVICE Place place_of() {
     return p;
 }
 
-// Rows in shared memory.
+// A row in shared memory, or a record, which has no q: floats from its first. All of a row lies
+// together, so that whoever goes through rows moves one address.
 struct Rows {
-    float4 *k, *q;  // [rows][FOURS]
-    float* v;       // [rows][COLUMNS]
-    float* gates;   // [rows][GATES]
-};
+    static constexpr int K = 0, V = D, GATE = V + COLUMNS, Q = GATE + GATES;
+    static constexpr int PITCH = Q + D, RECORD_PITCH = Q;
+    float* first;
 
-DEVICE Rows rows_at(float* memory, int rows) {
-    Rows m;
-    m.k = reinterpret_cast<float4*>(memory);
-    m.q = m.k + rows * FOURS;
-    m.v = reinterpret_cast<float*>(m.q + rows * FOURS);
-    m.gates = m.v + rows * COLUMNS;
-    return m;
-}
+    DEVICE float* row(int t) const { return first + t * PITCH; }
+    DEVICE float* record(int t) const { return first + t * RECORD_PITCH; }
+};
 
 // What makers and walkers wait for of each other, each barrier for one use. Every lane arrives for
 // itself: racecheck knows of no lane that speaks for others.
@@ -175,11 +170,11 @@ struct Maker {
         const float q_scale = mul_rn(QUERY_SCALE, rsqrtf(add_rn(qq, NORM_EPSILON)));
         const float k_scale = rsqrtf(add_rn(kk, NORM_EPSILON));
         const float4 unit = scaled4(key, k_scale);
-        m.q[t * FOURS + p.lane] = scaled4(query, q_scale);
-        m.k[t * FOURS + p.lane] = unit;
-        if (p.lane == 0) m.gates[t * GATES + 3] = mul_rn(mul_rn(kq, k_scale), q_scale);
-        if (has_v)
-            *reinterpret_cast<float4*>(m.v + t * COLUMNS + p.lane * 4) = wv.convolved(v_taps);
+        float* const to = m.row(t);
+        reinterpret_cast<float4*>(to + Rows::Q)[p.lane] = scaled4(query, q_scale);
+        reinterpret_cast<float4*>(to + Rows::K)[p.lane] = unit;
+        if (p.lane == 0) to[Rows::GATE + 3] = mul_rn(mul_rn(kq, k_scale), q_scale);
+        if (has_v) reinterpret_cast<float4*>(to + Rows::V)[p.lane] = wv.convolved(v_taps);
         if (keeps && record_k != nullptr)
             reinterpret_cast<float4*>(record_k)[(t * KEY_HEADS + p.key_head) * FOURS + p.lane] =
                 unit;
@@ -202,8 +197,9 @@ struct Gates {
     }
     DEVICE void put(const Rows& m, const Place& p, float* record) const {
         const float decay = expf(mul_rn(rate, softplus(add_rn(a, dt_bias))));
-        m.gates[p.lane * GATES + p.warp] = decay;
-        m.gates[p.lane * GATES + 4 + p.warp] = sigmoid(b);
+        float* const gates = m.row(p.lane) + Rows::GATE;
+        gates[p.warp] = decay;
+        gates[4 + p.warp] = sigmoid(b);
         if (p.slab == 0 && record != nullptr) record[at] = decay;
     }
 };

@@ -44,9 +44,8 @@ struct Memory {
 
 DEVICE Memory memory_of(u8* memory, int rows, int held) {
     float* const tile = reinterpret_cast<float*>(memory + Barriers::BYTES);
-    const Rows m = rows_at(tile + HEADS * TILE, rows);
-    const Rows r = rows_at(m.gates + rows * GATES, held);
-    const Raw raw = {reinterpret_cast<u16*>(r.gates + held * GATES)};
+    const Rows m = {tile + HEADS * TILE}, r = {m.row(rows)};
+    const Raw raw = {reinterpret_cast<u16*>(r.record(held))};
     return {{shared_address(memory)}, tile, m, r, raw};
 }
 
@@ -118,21 +117,35 @@ DEVICE void added(float (&s)[HELD], const float4 (&k)[HELD / 4], float d) {
     }
 }
 
-// Where it stands: the compiler moves other loads down to their use, and waits for them there.
-DEVICE float4 load_four(const void* from) {
-    const uint4 x = load_shared16(shared_address(from));
+// Where they stand: the compiler moves other loads down to their use, and waits for them there.
+DEVICE float4 load_four(saddr from) {
+    const uint4 x = load_shared16(from);
     return make_float4(bits_float(x.x), bits_float(x.y), bits_float(x.z), bits_float(x.w));
 }
 
-DEVICE void row_part(float4 (&x)[HELD / 4], const float4* row, const Place& p) {
-#pragma unroll
-    for (int i = 0; i < HELD / 4; i++) x[i] = load_four(row + 8 * i + p.lane / 4);
-}
+// Where a walker's lane reads a row or a record.
+struct Cursor {
+    saddr fours;   // its part of k; of q, Q behind
+    saddr column;  // of v or d: its column of the first head
+    saddr gates;
 
-// Of a row of v or d, this lane's column of the first head.
-DEVICE const float* column_of(const float* row, const Place& p) {
-    return row + 4 * p.warp + p.lane % 4;
-}
+    DEVICE Cursor(const float* first, const Place& p) {
+        const saddr at = shared_address(first);
+        fours = at + p.lane / 4 * 16;
+        column = at + 4 * (Rows::V + 4 * p.warp + p.lane % 4);
+        gates = kept(at + 4 * Rows::GATE);  // known to be uniform, it costs more
+    }
+    DEVICE void next(int pitch) { fours += 4 * pitch, column += 4 * pitch, gates += 4 * pitch; }
+    DEVICE void load(float4 (&x)[HELD / 4], int from) const {
+#pragma unroll
+        for (int i = 0; i < HELD / 4; i++) x[i] = load_four(fours + 4 * from + 128 * i);
+    }
+    DEVICE void load_column(float (&x)[HEADS]) const {
+#pragma unroll
+        for (int h = 0; h < HEADS; h++) x[h] = bits_float(load_shared4(column + 4 * SLAB * h));
+    }
+    DEVICE float4 load_gates(int from) const { return load_four(gates + 4 * from); }
+};
 
 // This lane's part of S^T x.
 DEVICE float dot(const float (&s)[HELD], const float4 (&x)[HELD / 4]) {
@@ -152,14 +165,13 @@ DEVICE void fetch_records(const Rows& m, const Place& p, const float* k, const f
                           const float* decay, int held) {
 #pragma unroll 1
     for (int t = p.warp; t < held; t += WALKERS + MAKERS) {
-        copy_async16(shared_address(m.k + t * FOURS + p.lane),
-                     k + (t * KEY_HEADS + p.key_head) * D + p.lane * 4);
+        const saddr to = shared_address(m.record(t)) + p.lane * 16;
+        copy_async16(to + 4 * Rows::K, k + (t * KEY_HEADS + p.key_head) * D + p.lane * 4);
         if (p.lane < COLUMNS / 4)
-            copy_async16(shared_address(m.v + t * COLUMNS + p.lane * 4),
-                         d + t * WIDTH + p.value_four(p.lane));
+            copy_async16(to + 4 * Rows::V, d + t * WIDTH + p.value_four(p.lane));
     }
     if (p.warp < HEADS && p.lane < held)
-        m.gates[p.lane * GATES + p.warp] = decay[p.lane * VALUE_HEADS + p.head + p.warp];
+        m.record(p.lane)[Rows::GATE + p.warp] = decay[p.lane * VALUE_HEADS + p.head + p.warp];
 }
 
 // What a walker needs of a record.
@@ -167,13 +179,13 @@ struct Record {
     float4 k[HELD / 4];
     float decay[HEADS], d[HEADS];
 
-    DEVICE void load(const Rows& m, const Place& p, int t) {
-        row_part(k, m.k + t * FOURS, p);
-        const float4 gates = load_four(m.gates + t * GATES);
+    DEVICE void load(const Cursor& at) {
+        at.load(k, Rows::K);
+        const float4 gates = at.load_gates(0);
         const float decays[] = {gates.x, gates.y, gates.z};
-        const float* const column = column_of(m.v + t * COLUMNS, p);
 #pragma unroll
-        for (int h = 0; h < HEADS; h++) decay[h] = decays[h], d[h] = column[h * SLAB];
+        for (int h = 0; h < HEADS; h++) decay[h] = decays[h];
+        at.load_column(d);
     }
 };
 
@@ -188,13 +200,16 @@ DEVICE void fold_one(State& s, const Record& x) {
 // n records into the state, each asked for while the one before it is folded.
 DEVICE void fold(State& s, const Rows& m, const Place& p, int n) {
     if (n == 0) return;
+    Cursor at(m.first, p);
     Record one, other;
-    one.load(m, p, 0);
+    one.load(at);
 #pragma unroll 1
     for (int t = 1; t < n; t += 2) {
-        other.load(m, p, t);
+        at.next(Rows::RECORD_PITCH);
+        other.load(at);
         fold_one(s, one);
-        one.load(m, p, min(t + 1, n - 1));
+        if (t + 1 < n) at.next(Rows::RECORD_PITCH);
+        one.load(at);
         fold_one(s, other);
     }
     if (n % 2) fold_one(s, one);
@@ -229,16 +244,14 @@ struct Row {
     float4 q[HELD / 4], k[HELD / 4];
     float decay[HEADS], beta[HEADS], v[HEADS], kq;
 
-    DEVICE void load(const Rows& m, const Place& p, int t) {
-        row_part(k, m.k + t * FOURS, p);
-        row_part(q, m.q + t * FOURS, p);
-        const float4 low = load_four(m.gates + t * GATES);
-        const float4 high = load_four(m.gates + t * GATES + 4);
-        const float* const values = column_of(m.v + t * COLUMNS, p);
+    DEVICE void load(const Cursor& at) {
+        at.load(k, Rows::K);
+        at.load(q, Rows::Q);
+        const float4 low = at.load_gates(0), high = at.load_gates(4);
         const float decays[] = {low.x, low.y, low.z}, betas[] = {high.x, high.y, high.z};
 #pragma unroll
-        for (int h = 0; h < HEADS; h++)
-            decay[h] = decays[h], beta[h] = betas[h], v[h] = values[h * SLAB];
+        for (int h = 0; h < HEADS; h++) decay[h] = decays[h], beta[h] = betas[h];
+        at.load_column(v);
         kq = low.w;
     }
 };
@@ -276,44 +289,52 @@ DEVICE void save_state(float* state, const State& s, const Place& p) {
 }
 #endif
 
-// What the walkers leave of a row.
+// Where the walkers leave what comes of a row, and of the one after it.
 struct Left {
     u16* o;
     float *record_d, *states;
     bool mine;  // of the lanes that have a head's results, one writes
-    int at;
 
-    DEVICE void step_and_put(State& s, const Row& row, const Place& p, int t) const {
+    DEVICE Left(const Place& p, u16* o_, float* d, float* states_) : states(states_) {
+        const int head = min(p.lane / 8, HEADS - 1);
+        const int at = (p.head + head) * D + p.slab * SLAB + 4 * p.warp + p.lane % 4;
+        o = o_ + at, record_d = d + at, mine = p.lane / 4 % 2 == 0 && p.lane / 8 < HEADS;
+    }
+    // `i`: 1 for the one after.
+    DEVICE void step_and_put(State& s, const Row& row, const Place& p, int i) const {
         float d[HEADS];
         const float y = step(s, row, p, d);
-        if (mine) o[at + t * WIDTH] = float_bf16(y);
+        if (mine) o[i * WIDTH] = float_bf16(y);
 #if SAVES_STATES
-        save_state(states + static_cast<i64>(t) * WIDTH * D, s, p);
+        save_state(states + i * WIDTH * D, s, p);
 #else
-        if (mine) record_d[at + t * WIDTH] = pick(d, p);
+        if (mine) record_d[i * WIDTH] = pick(d, p);
 #endif
     }
+    DEVICE void next_two() { o += 2 * WIDTH, record_d += 2 * WIDTH, states += 2 * WIDTH * D; }
 };
 
 // The walkers' part after the fold: each turn of rows when it is made, each row asked for while the
 // one before it is walked.
 DEVICE void walk(State& s, const Memory& m, const Place& p, int rows, Left left) {
     static_assert(MAKERS % 2 == 0, "two rows a turn");
-    left.mine = p.lane / 4 % 2 == 0 && p.lane / 8 < HEADS;
-    left.at = (p.head + min(p.lane / 8, HEADS - 1)) * D + p.slab * SLAB + 4 * p.warp + p.lane % 4;
     Row one, other;
+    Cursor at(m.rows.first, p);
     Barriers::wait(m.barriers.made(0));
     let_next_start();
-    one.load(m.rows, p, 0);
+    one.load(at);
 #pragma unroll 1
     for (int t = 1; t < rows; t += 2) {
-        other.load(m.rows, p, t);
-        left.step_and_put(s, one, p, t - 1);
+        at.next(Rows::PITCH);
+        other.load(at);
+        left.step_and_put(s, one, p, 0);
         if ((t + 1) % MAKERS == 0 && t + 1 < rows) Barriers::wait(m.barriers.made(t + 1));
-        one.load(m.rows, p, min(t + 1, rows - 1));
-        left.step_and_put(s, other, p, t);
+        if (t + 1 < rows) at.next(Rows::PITCH);
+        one.load(at);
+        left.step_and_put(s, other, p, 1);
+        left.next_two();
     }
-    if (rows % 2) left.step_and_put(s, one, p, rows - 1);
+    if (rows % 2) left.step_and_put(s, one, p, 0);
 }
 
 // A state saved after every row takes more registers; that launch is bound by its stores.
@@ -389,5 +410,5 @@ gdn_rows(const u16* qkv, const u16* b, const u16* a, const void* conv_weight, co
     if (gates.mine(p, rows)) gates.load(a, b);
     if (gates.mine(p, rows)) gates.put(m.rows, p, next_record_decay);
     sync_some(1, 32 * WALKERS);  // each of them reads all gates
-    walk(s, m, p, rows, Left{o, next_record_d, next_states, false, 0});
+    walk(s, m, p, rows, Left(p, o, next_record_d, next_states));
 }

@@ -117,10 +117,11 @@ def heads(site: Site) -> int:
 
 
 def shared_bytes(rows: int, held: int, count: int) -> int:
-    """The barriers. The state of a block's `count` heads; q, k, v and gates of the rows, as much of
-    the records: float32. The rows before the convolution and the three before them: bf16.
+    """The barriers. The state of a block's `count` heads; q, k, v and gates of the rows, as much
+    but q of the records: float32. The rows before the convolution and the three before them: bf16.
     """
-    wide = count * DIM * SLAB + (rows + held) * (2 * DIM + count * SLAB + GATES)
+    record = DIM + count * SLAB + GATES
+    wide = count * DIM * SLAB + rows * (record + DIM) + held * record
     return BARRIERS + 4 * wide + 2 * (rows + TAPS - 1) * (2 * DIM + count * SLAB)
 
 
