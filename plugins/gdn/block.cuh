@@ -43,9 +43,10 @@ DEVICE Place place_of() {
 }
 
 // A row in shared memory, or a record, which has no q: floats from its first. All of a row lies
-// together, so that whoever goes through rows moves one address.
+// together, so that whoever goes through rows moves one address; what all lanes read at once lies in
+// one line of 128 bytes.
 struct Rows {
-    static constexpr int K = 0, V = D, GATE = V + COLUMNS, Q = GATE + GATES;
+    static constexpr int K = 0, V = D, GATE = V + COLUMNS, Q = (GATE + GATES + 31) / 32 * 32;
     static constexpr int PITCH = Q + D, RECORD_PITCH = Q;
     float* first;
 
@@ -89,15 +90,29 @@ struct Raw {
     static constexpr int K = D, V = 2 * D, PITCH = 2 * D + COLUMNS;
 
     DEVICE u16* row(int t) const { return at + (t + TAPS - 1) * PITCH; }
-    // Row t, by a warp.
-    DEVICE void fetch(const Place& p, const Inputs& in, int t) const {
-        const u16* const from = in.row(t);
+};
+
+// A warp's copies of rows into Raw: where a lane reads and writes one, known before the rows are
+// there.
+struct Feed {
+    int keys, values;  // of an input row
+    saddr to;          // of row 0, keys
+    int value_by;      // from there to the values, bytes
+    bool has_values;
+
+    DEVICE Feed(const Place& p, const Raw& raw) {
         const int half = p.lane / 16, piece = p.lane % 16 * 8;
-        copy_async16(shared_address(row(t) + half * K + piece),
-                     from + (half * KEY_HEADS + p.key_head) * D + piece);
-        if (p.lane < COLUMNS / 8)
-            copy_async16(shared_address(row(t) + V + p.lane * 8),
-                         from + 2 * KEY_HEADS * D + p.value_four(2 * p.lane));
+        keys = (half * KEY_HEADS + p.key_head) * D + piece;
+        values = 2 * KEY_HEADS * D + p.value_four(2 * (p.lane % (COLUMNS / 8)));
+        to = shared_address(raw.row(0) + half * Raw::K + piece);
+        value_by = 2 * (Raw::V + p.lane * 8 - half * Raw::K - piece);
+        has_values = p.lane < COLUMNS / 8;
+    }
+    // Row t, which lies at `from`.
+    DEVICE void fetch(const u16* from, int t) const {
+        const saddr at = to + 2 * t * Raw::PITCH;
+        copy_async16(at, from + keys);
+        if (has_values) copy_async16(at + value_by, from + values);
     }
 };
 

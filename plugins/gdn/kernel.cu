@@ -125,17 +125,21 @@ DEVICE float4 load_four(saddr from) {
 
 // Where a walker's lane reads a row or a record.
 struct Cursor {
-    saddr fours;   // its part of k; of q, Q behind
-    saddr column;  // of v or d: its column of the first head
-    saddr gates;
+    saddr fours;   // its part of k; q's lies Rows::Q behind
+    saddr column;  // of v or d: its column of the first head, of rows of its own head
+    saddr gates;   // of all heads
+    saddr own;     // of its head
 
-    DEVICE Cursor(const float* first, const Place& p) {
+    DEVICE Cursor(const float* first, const Place& p, int head) {
         const saddr at = shared_address(first);
         fours = at + p.lane / 4 * 16;
-        column = at + 4 * (Rows::V + 4 * p.warp + p.lane % 4);
-        gates = kept(at + 4 * Rows::GATE);  // known to be uniform, it costs more
+        column = at + 4 * (Rows::V + head * SLAB + 4 * p.warp + p.lane % 4);
+        gates = at + 4 * Rows::GATE;
+        own = at + 4 * (Rows::GATE + head);
     }
-    DEVICE void next(int pitch) { fours += 4 * pitch, column += 4 * pitch, gates += 4 * pitch; }
+    DEVICE void next(int pitch) {
+        fours += 4 * pitch, column += 4 * pitch, gates += 4 * pitch, own += 4 * pitch;
+    }
     DEVICE void load(float4 (&x)[HELD / 4], int from) const {
 #pragma unroll
         for (int i = 0; i < HELD / 4; i++) x[i] = load_four(fours + 4 * from + 128 * i);
@@ -200,7 +204,7 @@ DEVICE void fold_one(State& s, const Record& x) {
 // n records into the state, each asked for while the one before it is folded.
 DEVICE void fold(State& s, const Rows& m, const Place& p, int n) {
     if (n == 0) return;
-    Cursor at(m.first, p);
+    Cursor at(m.first, p, 0);
     Record one, other;
     one.load(at);
 #pragma unroll 1
@@ -216,20 +220,7 @@ DEVICE void fold(State& s, const Rows& m, const Place& p, int n) {
 }
 #endif
 
-// Over the lanes of a column, to all of them.
-DEVICE float column_sum(float x) {
-#pragma unroll
-    for (int mask = 4; mask < 32; mask *= 2) x = add_rn(x, shuffle_xor(x, mask));
-    return x;
-}
-
-// Of each head's values the one of the head whose results a lane has after sum_of_head.
-DEVICE float pick(const float (&x)[HEADS], const Place& p) {
-    if (HEADS == 3 && p.lane / 8 == 2) return x[HEADS - 1];
-    return p.lane / 8 % 2 ? x[HEADS > 1] : x[0];
-}
-
-// As column_sum, but each head's to the lanes of its own alone: lane / 8 is the head.
+// Over the lanes of a column, each head's to the lanes of its own alone: lane / 8 is the head.
 DEVICE float sum_of_head(const float (&x)[HEADS], const Place& p) {
     const bool upper = p.lane & 16, odd = p.lane & 8;
     const float first = x[0], middle = x[HEADS > 1], last = x[HEADS == 3 ? 2 : 0];
@@ -242,40 +233,39 @@ DEVICE float sum_of_head(const float (&x)[HEADS], const Place& p) {
 // What a walker needs of a row.
 struct Row {
     float4 q[HELD / 4], k[HELD / 4];
-    float decay[HEADS], beta[HEADS], v[HEADS], kq;
+    float decay[HEADS], kq;
+    float own_decay, beta, v;  // of the lane's head
 
     DEVICE void load(const Cursor& at) {
         at.load(k, Rows::K);
         at.load(q, Rows::Q);
-        const float4 low = at.load_gates(0), high = at.load_gates(4);
-        const float decays[] = {low.x, low.y, low.z}, betas[] = {high.x, high.y, high.z};
+        const float4 gates = at.load_gates(0);
+        const float decays[] = {gates.x, gates.y, gates.z};
 #pragma unroll
-        for (int h = 0; h < HEADS; h++) decay[h] = decays[h], beta[h] = betas[h];
-        at.load_column(v);
-        kq = low.w;
+        for (int h = 0; h < HEADS; h++) decay[h] = decays[h];
+        kq = gates.w;
+        own_decay = bits_float(load_shared4(at.own));
+        beta = bits_float(load_shared4(at.own + 16));
+        v = bits_float(load_shared4(at.column));
     }
 };
 
-// One row: the state moves on; d of every head, o of the lane's.
-DEVICE float step(State& s, const Row& row, const Place& p, float (&d)[HEADS]) {
+// One row: the state moves on; d and o of the lane's head.
+DEVICE float step(State& s, const Row& row, const Place& p, float& d) {
     float in_k[HEADS], in_q[HEADS];
     // Both sums are of the state before its decay, which moves on while they cross the lanes:
     // o = (decay S + k d)^T q = decay S^T q + (k . q) d.
 #pragma unroll
     for (int h = 0; h < HEADS; h++) in_k[h] = dot(s[h], row.k);
-#pragma unroll
-    for (int h = 0; h < HEADS; h++) in_k[h] = column_sum(in_k[h]);
+    d = mul_rn(row.beta, fma_rn(-row.own_decay, sum_of_head(in_k, p), row.v));
 #pragma unroll
     for (int h = 0; h < HEADS; h++) in_q[h] = dot(s[h], row.q);
 #pragma unroll
     for (int h = 0; h < HEADS; h++) decayed(s[h], row.decay[h]);
-    const float past = mul_rn(pick(row.decay, p), sum_of_head(in_q, p));
+    const float past = mul_rn(row.own_decay, sum_of_head(in_q, p));
 #pragma unroll
-    for (int h = 0; h < HEADS; h++) {
-        d[h] = mul_rn(row.beta[h], fma_rn(-row.decay[h], in_k[h], row.v[h]));
-        added(s[h], row.k, d[h]);
-    }
-    return fma_rn(row.kq, pick(d, p), past);
+    for (int h = 0; h < HEADS; h++) added(s[h], row.k, shuffle(d, 8 * h + p.lane % 4));
+    return fma_rn(row.kq, d, past);
 }
 
 #if SAVES_STATES
@@ -302,13 +292,13 @@ struct Left {
     }
     // `i`: 1 for the one after.
     DEVICE void step_and_put(State& s, const Row& row, const Place& p, int i) const {
-        float d[HEADS];
+        float d;
         const float y = step(s, row, p, d);
         if (mine) o[i * WIDTH] = float_bf16(y);
 #if SAVES_STATES
         save_state(states + i * WIDTH * D, s, p);
 #else
-        if (mine) record_d[i * WIDTH] = pick(d, p);
+        if (mine) record_d[i * WIDTH] = d;
 #endif
     }
     DEVICE void next_two() { o += 2 * WIDTH, record_d += 2 * WIDTH, states += 2 * WIDTH * D; }
@@ -319,7 +309,7 @@ struct Left {
 DEVICE void walk(State& s, const Memory& m, const Place& p, int rows, Left left) {
     static_assert(MAKERS % 2 == 0, "two rows a turn");
     Row one, other;
-    Cursor at(m.rows.first, p);
+    Cursor at(m.rows.first, p, min(p.lane / 8, HEADS - 1));
     Barriers::wait(m.barriers.made(0));
     let_next_start();
     one.load(at);
@@ -368,8 +358,9 @@ gdn_rows(const u16* qkv, const u16* b, const u16* a, const void* conv_weight, co
 #endif
     const Inputs x{qkv, tail, record_qkv, CHANNELS, n};
     const int maker = p.warp - WALKERS;
+    const Feed feed(p, m.raw);
     if (maker >= 0)
-        for (int t = maker - (TAPS - 1); t < 0; t += MAKERS) m.raw.fetch(p, x, t);
+        for (int t = maker - (TAPS - 1); t < 0; t += MAKERS) feed.fetch(x.row(t), t);
     copy_async_commit();
     if (threadIdx.x == 0) m.barriers.init();
     sync_block();
@@ -378,7 +369,7 @@ gdn_rows(const u16* qkv, const u16* b, const u16* a, const void* conv_weight, co
         copy_async_wait<0>();
         barrier_arrive(m.barriers.fetched());
         wait_for_previous();
-        for (int t = maker; t < rows; t += MAKERS) m.raw.fetch(p, x, t);
+        for (int t = maker; t < rows; t += MAKERS) feed.fetch(x.rows + t * CHANNELS, t);
         copy_async_commit();
         copy_async_wait<0>();
         if (maker == 0 && p.lane == 0) fetch_ahead(next_packed, blockIdx.x, next_share);

@@ -120,7 +120,7 @@ def shared_bytes(rows: int, held: int, count: int) -> int:
     """The barriers. The state of a block's `count` heads; q, k, v and gates of the rows, as much
     but q of the records: float32. The rows before the convolution and the three before them: bf16.
     """
-    record = DIM + count * SLAB + GATES
+    record = -(-(DIM + count * SLAB + GATES) // 32) * 32
     wide = count * DIM * SLAB + rows * (record + DIM) + held * record
     return BARRIERS + 4 * wide + 2 * (rows + TAPS - 1) * (2 * DIM + count * SLAB)
 
