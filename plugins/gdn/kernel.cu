@@ -125,10 +125,9 @@ DEVICE float4 load_four(saddr from) {
 
 // Where a walker's lane reads a row or a record.
 struct Cursor {
-    saddr fours;   // its part of k; q's lies Rows::Q behind
-    saddr column;  // of v or d: its column of the first head, of rows of its own head
-    saddr gates;   // of all heads
-    saddr own;     // of its head
+    saddr fours;       // its part of k; q's lies Rows::Q behind
+    saddr column;      // its column of `head`, in v or d
+    saddr gates, own;  // gates of all heads, those of `head`
 
     DEVICE Cursor(const float* first, const Place& p, int head) {
         const saddr at = shared_address(first);
@@ -254,7 +253,8 @@ struct Row {
 DEVICE float step(State& s, const Row& row, const Place& p, float& d) {
     float in_k[HEADS], in_q[HEADS];
     // Both sums are of the state before its decay, which moves on while they cross the lanes:
-    // o = (decay S + k d)^T q = decay S^T q + (k . q) d.
+    // o = (decay S + k d)^T q = decay S^T q + (k . q) d. Each lane makes d and o of its own head; a
+    // scheduler is busy with instructions, not with waiting, so that fewer are worth a shuffle more.
 #pragma unroll
     for (int h = 0; h < HEADS; h++) in_k[h] = dot(s[h], row.k);
     d = mul_rn(row.beta, fma_rn(-row.own_decay, sum_of_head(in_k, p), row.v));
