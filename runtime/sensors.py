@@ -23,6 +23,8 @@ PERIOD = 0.05
 """Seconds between samples; a sensor averages over less."""
 REST = 1.0
 """Seconds for which a board is looked at when idle."""
+PATIENCE = 1.0
+"""Seconds for a last sample, which takes milliseconds."""
 JUNCTION = "tj-thermal"
 CHANNELS = 3
 """Of a chip, from 1."""
@@ -117,10 +119,14 @@ class Watch:
             self._thread.start()
 
     def stop(self) -> None:
-        """End, after a sample that is under way. Idempotent."""
+        """End, after a sample that is under way, unless it takes long: an answer does not wait for
+        a bus that hangs. Idempotent.
+        """
         self._over.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(PATIENCE)
+            if self._thread.is_alive():
+                self._failed = f"a sensor said nothing for {PATIENCE} s"
 
     def rest(self) -> None:
         """Let the board be idle for some time, to know what it takes then."""

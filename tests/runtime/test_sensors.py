@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -118,6 +119,20 @@ def test_without_sensors_nothing_runs_and_nobody_rests() -> None:
         assert watch._rested == 0
     power = watch.power([(0.0, 1.0)])
     assert (power.rails, power.hottest_c, power.failed) == ((), None, "")
+
+
+def test_nobody_waits_for_a_sensor_that_hangs(
+    board: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sensors, "PATIENCE", 0.05)
+    found = find(board)
+    path = board / "sys/class/hwmon/hwmon1/power1_input"
+    path.unlink()
+    os.mkfifo(path)  # to read it is to wait for who writes
+    with Watch(found, period=0.001) as watch:
+        pass
+    assert watch.power([(0.0, 1.0)]).failed == "a sensor said nothing for 0.05 s"
+    path.write_text("1")  # lets the thread go
 
 
 def test_a_sensor_that_goes_is_told(board: Path) -> None:
