@@ -30,6 +30,10 @@ CHANNELS = 3
 """Of a chip, from 1."""
 
 
+Sample = tuple[float, tuple[float, ...]]
+"""When, s of `time.perf_counter`, and the watts of each rail."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sensor:
     """Power of one rail."""
@@ -97,8 +101,7 @@ class Watch:
     sensors: Sequence[Sensor]
     temperature: Path | None = None
     period: float = PERIOD
-    _at: list[float] = field(default_factory=list[float])
-    _watts: list[tuple[float, ...]] = field(default_factory=list[tuple[float, ...]])
+    _samples: list[Sample] = field(default_factory=list[Sample])
     _hottest: float | None = None
     _failed: str = ""
     _rested: float = 0.0
@@ -149,8 +152,7 @@ class Watch:
         if self.temperature is not None:
             now = 1e-3 * _number(self.temperature)
             self._hottest = now if self._hottest is None else max(now, self._hottest)
-        self._watts.append(watts)
-        self._at.append(time.perf_counter())
+        self._samples.append((time.perf_counter(), watts))
 
     def power(self, answers: Sequence[tuple[float, float]]) -> Power:
         """What was drawn until the rest had ended, and during some answers.
@@ -158,13 +160,15 @@ class Watch:
         Args:
             answers: Beginning and end of each, seconds of `time.perf_counter`.
         """
-        if len(self._at) < 2:
+        samples = list(self._samples)
+        if len(samples) < 2:
             return Power((), self._hottest, self._failed)
-        idle = max(1, bisect.bisect_left(self._at, self._rested))
+        at = [when for when, _ in samples]
+        idle = max(1, bisect.bisect_left(at, self._rested))
         rails: list[Rail] = []
         for rail, sensor in enumerate(self.sensors):
-            watts = [sample[rail] for sample in self._watts]
-            joules = [energy(self._at, watts, start, end) for start, end in answers]
+            watts = [every[rail] for _, every in samples]
+            joules = [energy(at, watts, start, end) for start, end in answers]
             rails.append(
                 Rail(
                     sensor.name,

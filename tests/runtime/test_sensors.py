@@ -66,7 +66,7 @@ def watched(at: list[float], watts: list[float]) -> Watch:
     """One rail, sampled."""
     path = Path("none")
     watch = Watch([Sensor("VIN", path, path, path)])
-    watch._at, watch._watts = at, [(w,) for w in watts]
+    watch._samples = [(when, (w,)) for when, w in zip(at, watts, strict=True)]
     return watch
 
 
@@ -89,10 +89,10 @@ def test_sensors_are_read_until_the_end_and_no_longer(board: Path) -> None:
     with Watch(find(board), junction(board), period=0.001) as watch:
         start = time.perf_counter()
         deadline = start + 20
-        while len(watch._at) < 5 and time.perf_counter() < deadline:
+        while len(watch._samples) < 5 and time.perf_counter() < deadline:
             time.sleep(0.002)
         end = time.perf_counter()
-    count = len(watch._at)
+    count = len(watch._samples)
     power = watch.power([(start, end)])
     assert {rail.name: rail.mean_w for rail in power.rails} == pytest.approx(
         {"VDD_CPU": -0.39, "VDD_GPU": 30.0, "VIN": 61.5}
@@ -100,7 +100,7 @@ def test_sensors_are_read_until_the_end_and_no_longer(board: Path) -> None:
     assert power.rails[2].joules == pytest.approx(61.5 * (end - start))
     assert (power.hottest_c, power.failed) == (51.5, "")
     time.sleep(0.01)
-    assert len(watch._at) == count
+    assert len(watch._samples) == count
 
 
 def test_a_rest_is_sampled(board: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def test_a_rest_is_sampled(board: Path, monkeypatch: pytest.MonkeyPatch) -> None
     with Watch(find(board), period=0.001) as watch:
         watch.rest()
         end = time.perf_counter()
-    assert watch._at[0] < watch._rested <= end
+    assert watch._samples[0][0] < watch._rested <= end
     assert watch.power([(end, end + 1)]).rails[2].idle_w == pytest.approx(61.5)
 
 
@@ -121,9 +121,7 @@ def test_without_sensors_nothing_runs_and_nobody_rests() -> None:
     assert (power.rails, power.hottest_c, power.failed) == ((), None, "")
 
 
-def test_nobody_waits_for_a_sensor_that_hangs(
-    board: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_waits_for_a_sensor_that_hangs(board: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sensors, "PATIENCE", 0.05)
     found = find(board)
     path = board / "sys/class/hwmon/hwmon1/power1_input"
@@ -137,7 +135,7 @@ def test_nobody_waits_for_a_sensor_that_hangs(
 
 def test_a_sensor_that_goes_is_told(board: Path) -> None:
     with Watch(find(board), junction(board), period=0.001) as watch:
-        while len(watch._at) < 2:
+        while len(watch._samples) < 2:
             time.sleep(0.002)
         (board / "sys/class/hwmon/hwmon1/power1_input").unlink()
         assert watch._thread is not None

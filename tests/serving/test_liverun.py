@@ -142,7 +142,7 @@ def test_no_energy_of_half_a_plan(backend: Kept, tmp_path: Path) -> None:
     (tmp_path / "uw").write_text("60000000")
     watch = Watch([Sensor("VIN", tmp_path / "uw", tmp_path, tmp_path)], period=0.001)
     run = told(backend, ANSWERS, Chunk((5, 6), "stop"), watch=watch)
-    while len(watch._at) < 3:
+    while len(watch._samples) < 3:
         time.sleep(0.001)
     (tmp_path / "uw").write_text("gone")
     assert watch._thread
