@@ -17,6 +17,7 @@ from thor_dflash.config import BuildConfig
 from thor_dflash.progress import Silent
 from thor_dflash.runtime.doctor import board
 from thor_dflash.runtime.doctor.facts import Finding
+from thor_dflash.verbs import profile as profile_verb
 
 FEW = ("--runs", "3", "--warmup", "1", "--max-tokens", "8", "--ignore-eos")
 
@@ -133,6 +134,23 @@ def test_a_page_and_a_trace_of_the_last_answer(
     assert counted == [event["args"]["tokens"] for event in steps if event["name"] == "cycle"]
 
 
+def test_what_was_measured_is_told_though_a_page_cannot_be_written(
+    root: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(found: object) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(profile_verb, "page", full)
+    assert profile(root, "--html", str(tmp_path / "x.html")) == 2
+    out, err = capsys.readouterr()
+    assert "where its time goes" in out
+    assert err.endswith(f"{tmp_path / 'x.html'} must be writable (got: No space left on device)\n")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_board_s_release_and_power_mode_are_part_of_what_was_measured(
     root: Path,
     tmp_path: Path,
@@ -141,13 +159,15 @@ def test_a_board_s_release_and_power_mode_are_part_of_what_was_measured(
 ) -> None:
     mode = Finding("power mode", "warn", "120W; slower than MAXN", "sudo nvpmodel -m 0")
     clock = Finding("GPU clock", "ok", "1575 MHz of 1575, held")
-    monkeypatch.setattr(board, "speed", lambda machine: [mode, clock])
+    emc = Finding("EMC clock", "warn", "cannot be read")
+    monkeypatch.setattr(board, "speed", lambda machine: [mode, clock, emc])
     assert profile(root, "--json") == 0
     out = capsys.readouterr().out
     found = json.loads(out)
     assert found["subject"]["machine"] == {"power mode": "120W; slower than MAXN"}
     told = "power mode: 120W; slower than MAXN (sudo nvpmodel -m 0)"
     assert told in found["warnings"]
+    assert "EMC clock: cannot be read" in found["warnings"]
     assert not any("GPU clock" in text for text in found["warnings"])
     (tmp_path / "before.json").write_text(out)
     monkeypatch.setattr(board, "speed", lambda machine: [replace(mode, text="MAXN"), clock])

@@ -53,8 +53,8 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     progress.close()
     power = watch.power(when)
     found = profile(subject, args.warmup, runs, inside=inside, power=power, notes=_notes(speed))
-    _write(found, args)
     print(json.dumps(records.encode(found)) if args.json else table(found, base))
+    _write(found, args)  # last: what was measured is not lost where a disk is full by now
 
 
 def _check(args: Namespace) -> Profile | None:
@@ -121,7 +121,11 @@ def _flat(name: str, value: object) -> dict[str, str]:
 
 def _notes(speed: Sequence[Finding]) -> list[str]:
     """What makes this machine slower than it could be."""
-    return [f"{f.item}: {f.text} ({f.remedy})" for f in speed if f.state != "ok"]
+    return [
+        f"{f.item}: {f.text}" + (f" ({f.remedy})" if f.remedy else "")
+        for f in speed
+        if f.state != "ok"
+    ]
 
 
 def _runs(
