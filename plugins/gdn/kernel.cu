@@ -147,7 +147,7 @@ struct Cursor {
 #pragma unroll
         for (int h = 0; h < HEADS; h++) x[h] = bits_float(load_shared4(column + 4 * SLAB * h));
     }
-    DEVICE float4 load_gates(int from) const { return load_four(gates + 4 * from); }
+    DEVICE float4 load_gates() const { return load_four(gates); }
 };
 
 // This lane's part of S^T x.
@@ -184,7 +184,7 @@ struct Record {
 
     DEVICE void load(const Cursor& at) {
         at.load(k, Rows::K);
-        const float4 gates = at.load_gates(0);
+        const float4 gates = at.load_gates();
         const float decays[] = {gates.x, gates.y, gates.z};
 #pragma unroll
         for (int h = 0; h < HEADS; h++) decay[h] = decays[h];
@@ -238,7 +238,7 @@ struct Row {
     DEVICE void load(const Cursor& at) {
         at.load(k, Rows::K);
         at.load(q, Rows::Q);
-        const float4 gates = at.load_gates(0);
+        const float4 gates = at.load_gates();
         const float decays[] = {gates.x, gates.y, gates.z};
 #pragma unroll
         for (int h = 0; h < HEADS; h++) decay[h] = decays[h];
