@@ -52,7 +52,7 @@ CHECKED = (
 )
 FAST = ("-O3",)
 """For the machine: it is compiled once, each kernel by itself."""
-PARTS = ("memory", "machine", "lanes", "copies", "fiber", "hooks")
+PARTS = ("memory", "machine", "lanes", "copies", "fiber")
 """Of the machine, in the order of linking."""
 KERNEL = re.compile(r"emulated_kernel\s+void\s+(\w+)\s*\(([^)]*)\)")
 INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
