@@ -35,8 +35,8 @@ inline unsigned char* stack_of(Stacks& all, int number) {
     return all.begin + static_cast<unsigned>(number) * (STACK + PAGE) + PAGE;
 }
 
-// How far below the end of its stack a thread begins: stacks a power of two apart would put all their
-// frames into the same few lines of the cache.
+// How far below the end of its stack a thread begins: a multiple of PAGE apart, the frames of all
+// would be kept in the same few lines of the cache.
 inline unsigned long stagger(int number) { return static_cast<unsigned>(number) % 64 * 576; }
 
 #if defined(__x86_64__)
