@@ -11,13 +11,12 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from kernel_cases import cases_of
-from kernels import Refused, call_of, rule_of
+from kernel_cases import taken_of
+from kernels import rule_of
 from trt_stubs import FETCH_SECONDS, STORE, libraries
 
 from thor_dflash.errors import EngineError
@@ -79,10 +78,9 @@ class Asked:
 
     def all(self) -> dict[str, Any]:
         for op in OPS:
-            cases = [site for site, _ in sites(op)]
-            nodes = [describe(site, outs) for site, outs in sites(op)]
-            creators = self.creators(nodes)
-            for site, node in zip(cases, nodes, strict=True):
+            cases = [(site, describe(site, outs_of(site))) for _, site in taken_of(op)]
+            creators = self.creators([node for _, node in cases])
+            for site, node in cases:
                 self.one(site, node)
                 self.count += 1
             if self.registry is not None:
@@ -168,14 +166,8 @@ class Asked:
         return made
 
 
-def sites(op: Any) -> Iterator[tuple[Site, set[str]]]:
-    """Every case the kernels take, and its outputs."""
-    for case in cases_of(op).values():
-        try:
-            call = call_of(op, case)
-        except Refused:
-            continue
-        yield call.site, set(call.want)
+def outs_of(site: Site) -> set[str]:
+    return {port.name for port in site.op.outputs_of(site.attributes)}
 
 
 def main(site: str, *paths: str) -> None:

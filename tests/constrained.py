@@ -47,12 +47,14 @@ SMALL = {
 
 @cache
 def package(chunk: int = 32, chunks: tuple[int, ...] = ()) -> Path:
-    """A package of random weights with a tokenizer, on disk while the tests run."""
+    """A package of random weights with a tokenizer, on disk while the tests run. A layer of each
+    kind: neither a grammar nor a server knows how many there are.
+    """
     held = TemporaryDirectory()
     _HELD.append(held)
-    root, geometry = Path(held.name), replace(GEOMETRIES["27b"], vocab=VOCAB)
-    write_target(root / "target", geometry, 3)
-    write_drafter(root / "drafter", geometry, DrafterGeometry(), 4)
+    root, geometry = Path(held.name), replace(GEOMETRIES["27b"], vocab=VOCAB, layers=2, interval=2)
+    write_target(root / "target", geometry, 5)
+    write_drafter(root / "drafter", geometry, DrafterGeometry(taps=(0, 1)), 4)
     for name in files.FILES:
         if (TOKENIZER / name).is_file():
             shutil.copy(TOKENIZER / name, root / "target" / name)

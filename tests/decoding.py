@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,13 +33,19 @@ def session(
     drafter: bool = True,
     block: int = 0,
     kv: Literal["f32", "bf16", "fp8"] = "f32",
+    layers: int = 0,
 ) -> Session:
-    """A session over a random model; the same one for the same arguments."""
+    """A session over a random model; the same one for the same arguments. `layers`: 0 takes the
+    geometry's.
+    """
     held = TemporaryDirectory()
     _HELD.append(held)
     root, g = Path(held.name), GEOMETRIES[geometry]
+    if layers:
+        g = replace(g, layers=layers, interval=min(layers, g.interval))
+    taps = tuple(layer for layer in DrafterGeometry().taps if layer < g.layers)
     write_target(root / "target", g, 3, dialect)
-    write_drafter(root / "drafter", g, DrafterGeometry(), 4)
+    write_drafter(root / "drafter", g, DrafterGeometry(taps=taps), 4)
     config = BuildConfig(
         saves="states" if saves == "states" else "records",
         chunk=chunk,

@@ -52,7 +52,7 @@ CHECKED = (
 )
 FAST = ("-O3",)
 """For the machine: it is compiled once, each kernel by itself."""
-PARTS = ("memory", "machine", "lanes", "copies", "fiber", "hooks")
+PARTS = ("memory", "machine", "lanes", "copies", "fiber")
 """Of the machine, in the order of linking."""
 KERNEL = re.compile(r"emulated_kernel\s+void\s+(\w+)\s*\(([^)]*)\)")
 INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
@@ -171,7 +171,12 @@ def _text(source: Path) -> str:
         for name in INCLUDE.findall(known[path]):
             places = (path.parent / name, MACHINE / name, PLUGINS / name)
             left += [place for place in places if place.exists()]
-    return "\n".join(f"{path}\n{known[path]}" for path in sorted(known))
+    return "\n".join(f"{_named(path)}\n{known[path]}" for path in sorted(known))
+
+
+def _named(path: Path) -> str:
+    """The same in every checkout: they share what is compiled, as `_placed` tells no folders."""
+    return os.path.relpath(path, ROOT)
 
 
 def _kind(parameter: str) -> str:
@@ -242,7 +247,7 @@ def _header() -> Path:
     def compiled(to: Path) -> None:
         _compile(*FLAGS, *CHECKED, "-I", MACHINE, "-x", "c++-header", path, "-o", to)
 
-    key = "\n".join([str(MACHINE), _machine(), HEADER, *FLAGS, *CHECKED])
+    key = "\n".join([_machine(), HEADER, *FLAGS, *CHECKED])
     path = cached(key, ".h", written)
     cached(key, ".h.gch", compiled)
     return path
@@ -251,20 +256,21 @@ def _header() -> Path:
 @cache
 def _library(source: Path, defines: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
     names = list(_signatures(source, defines))
-    shim = f'namespace {{\n#include "{source}"\n}}\n' + "".join(f"EMULATE({n})\n" for n in names)
+    entries = "".join(f"EMULATE({n})\n" for n in names)
     wanted = [f"-D{name}={value}" for name, value in defines]
 
     header, objects = _header(), _machine_objects()
 
     def linked(to: Path) -> None:
         file, unit = to.with_suffix(".cpp"), to.with_suffix(".o")
-        file.write_text(shim)
+        file.write_text(f'namespace {{\n#include "{source}"\n}}\n{entries}')
         include = ("-include", header, "-I", MACHINE, "-I", PLUGINS)
         _compile(*FLAGS, *CHECKED, "-c", *wanted, *include, file, "-o", unit)
         _compile("-shared", *objects, unit, "-o", to)  # dynamic shared memory lies first
 
     flags = (*FLAGS, *FAST, *CHECKED)
-    key = "\n".join([_text(source), repr(defines), shim, HEADER, _machine(), *flags])
+    parts = [_named(source), _text(source), repr(defines), entries, HEADER, _machine(), *flags]
+    key = "\n".join(parts)
     return ctypes.CDLL(str(cached(key, ".so", linked)))
 
 

@@ -9,10 +9,12 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 
 import numpy as np
+from kernels import Refused, in_kernel_types, packed, shaped, site_of
 
 from thor_dflash.plugins import LINEAR, OPS
 from thor_dflash.plugins.accept.reference import accept_case
 from thor_dflash.plugins.gdn.reference import gdn_case
+from thor_dflash.plugins.launch import Site
 from thor_dflash.plugins.linear.reference import reference, weight_case
 from thor_dflash.plugins.numerics import rounded
 from thor_dflash.plugins.op import Attribute, Case, Op
@@ -36,6 +38,25 @@ def _cases(room: str) -> Mapping[str, Case]:
 def cases_of(op: Op) -> Mapping[str, Case]:
     """Every case of a room by name: its own, and "more_..." from here."""
     return _cases(op.name)
+
+
+def call_site(op: Op, case: Case) -> Site:
+    """The site of `kernels.call_of`, from shapes alone: nothing is computed.
+
+    Raises:
+        Refused: the rule does not take it.
+    """
+    inputs = {port: shaped(x) for port, x in in_kernel_types(op, case).inputs.items()}
+    return packed(site_of(op, case.attributes, inputs), {})[0]
+
+
+def taken_of(op: Op) -> Iterator[tuple[str, Site]]:
+    """Every case that the kernels take."""
+    for name, case in cases_of(op).items():
+        try:
+            yield name, call_site(op, case)
+        except Refused:
+            continue
 
 
 def _bf16(rng: Rng, *shape: int, scale: float = 1.0) -> Array:

@@ -82,6 +82,8 @@ def files(*tops: str) -> list[Path]:
 
 HOUSE = [*sorted((ROOT / "thor_dflash").glob("*.py")), *files("thor_dflash/verbs", *TOPS)]
 TESTS = files("tests")
+SHARED = {p.stem for p in (ROOT / "tests").glob("*.py")}
+"""What tests import from one another."""
 
 
 def name(path: Path) -> str:
@@ -103,9 +105,19 @@ def room(path: Path) -> str:
     return rest[0].removesuffix(".py") if first == "thor_dflash" else first
 
 
-def imports(path: Path) -> Iterator[str]:
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree(path)))
+
+
+@cache
+def imports(path: Path) -> tuple[str, ...]:
     """Every module a file names, also inside functions; `from a import b` gives a and a.b."""
-    for node in ast.walk(tree(path)):
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[str]:
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -117,16 +129,14 @@ def imports(path: Path) -> Iterator[str]:
 def uses(path: Path) -> set[str]:
     """The packages from outside that a file imports."""
     tops = {module.partition(".")[0] for module in imports(path)}
-    own = {"thor_dflash", "plain"} | {p.stem for p in (ROOT / "tests").glob("*.py")}
-    return tops - set(sys.stdlib_module_names) - own
+    return tops - sys.stdlib_module_names - SHARED - {"thor_dflash", "plain"}
 
 
 @every_file
 def test_floors_are_imported_through_the_package(path: Path) -> None:
-    local = {p.stem for p in (ROOT / "tests").glob("*.py")}
     for module in imports(path):
         top = module.partition(".")[0]
-        assert top in local or top not in TOPS, f"say thor_dflash.{module}"
+        assert top in SHARED or top not in TOPS, f"say thor_dflash.{module}"
 
 
 @every_source
@@ -155,14 +165,14 @@ def test_packages_from_outside_stay_where_they_belong(path: Path) -> None:
 @every_file
 def test_small_files_small_functions(path: Path) -> None:
     assert path.read_text().count("\n") <= 400
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert (node.end_lineno or 0) - node.lineno < 60, node.name
 
 
 @every_file
 def test_no_hidden_knobs(path: Path) -> None:
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         word = ""
         if isinstance(node, ast.Name):
             word = node.id
@@ -170,7 +180,7 @@ def test_no_hidden_knobs(path: Path) -> None:
             word = node.attr  # but pytest's monkeypatch.setattr is another matter
         elif isinstance(node, ast.FunctionDef):
             word = node.name
-        if (name(path), word) == ("serving/systemd.py", "environ"):
+        if word == "environ" and name(path) == "serving/systemd.py":
             continue  # systemd names its socket to a service there and nowhere else
         assert word not in BANNED, f"line {node.lineno}: {word}"  # type: ignore[attr-defined]
 

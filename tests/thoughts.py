@@ -18,13 +18,18 @@ OPEN = 241
 """Opens thinking; no random prompt holds it."""
 
 
+def thinker() -> Session:
+    """A layer of each kind: what a policy decides is the same above any number of them."""
+    return session(layers=2)
+
+
 @dataclass(frozen=True)
 class Asked:
     """A prompt that thinks, unless told otherwise."""
 
     close: int
     length: int = 24
-    seed: int = 1
+    seed: int = 2
     max_tokens: int = 60
     thinks: bool = True
     stop: tuple[int, ...] = ()
@@ -46,7 +51,7 @@ def run(
     s: Session | None = None,
 ) -> tuple[list[int], Report]:
     """The answer's tokens and its telemetry."""
-    s = s or session()
+    s = s or thinker()
     plan = Plan(
         prompt=asked.prompt,
         max_tokens=asked.max_tokens,
@@ -63,7 +68,7 @@ def run(
 
 def after(tokens: Sequence[int], count: int, s: Session | None = None) -> list[int]:
     """What plain decoding says after these tokens, no policy in sight."""
-    s = s or session()
+    s = s or thinker()
     plan = Plan(
         prompt=tuple(tokens),
         max_tokens=count,

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import trt_parser as parser
 import trt_recorder as recorder
 from trt_builds import maker, recording
 
@@ -48,6 +49,7 @@ def main(directory: Path, prefill: str) -> None:
         config,
     )
     made = replace(engines(material(plan)), hollow=True)
+    parser.BEGINNING = 0  # weights are holes in a file, where a first read costs milliseconds
     with recording():
         write_engines(Folder(directory), made, maker(section, Silent()), Silent())
     weights = {n: w for one in made.together for g in one.graphs for n, w in g.weights.items()}

@@ -27,10 +27,6 @@ from trt_words import (
 
 BEGINNING = 256
 """Bytes of an initializer that are kept."""
-KEPT = 1 << 20
-"""Bytes of the largest initializer of which any are: those of a 27B lie in a file with holes, where
-a first read costs milliseconds.
-"""
 TYPES = {
     TensorProto.FLOAT: DataType.FLOAT,
     TensorProto.FLOAT16: DataType.HALF,
@@ -143,8 +139,7 @@ class OnnxParser:
         if length != size:
             return False
         self._network.initializers[name] = size
-        if size <= KEPT:
-            self._network.beginnings[name] = ctypes.string_at(data, min(size, BEGINNING))
+        self._network.beginnings[name] = ctypes.string_at(data, min(size, BEGINNING))
         return True
 
     def parse_model_proto(self) -> bool:

@@ -148,9 +148,9 @@ def _dense(model: onnx.ModelProto) -> Iterator[str]:
             yield f"{node.op_type} {node.name}: an input left out"
 
 
-def readers(model: onnx.ModelProto, name: str) -> int:
-    """How many nodes read a value."""
-    return sum(name in node.input for node in model.graph.node)
+def readers(model: onnx.ModelProto) -> Counter[str]:
+    """How many nodes read each value."""
+    return Counter(name for node in model.graph.node for name in set(node.input))
 
 
 def without_files(model: onnx.ModelProto) -> onnx.ModelProto:

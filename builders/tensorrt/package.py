@@ -175,8 +175,9 @@ def _shared_states(one: Together) -> list[str]:
     return [
         f"{name} read by {count} nodes and written in place by one of them"
         for graph in one.graphs
+        for counts in (readers(graph.model),)
         for output in graph.in_place
-        if (count := readers(graph.model, name := output.removeprefix(NEXT))) != 1
+        if (count := counts[name := output.removeprefix(NEXT)]) != 1
     ]
 
 

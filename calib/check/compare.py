@@ -106,9 +106,12 @@ def tracer(session: Session, package: Path) -> Tracer | None:
 
 
 def _nodes(package: Path, engine: Engine) -> Tracer:
+    from thor_dflash.runtime.engines.ort import OrtEngine
+
     with extra("build"):
         from thor_dflash.calib.check.nodes import Nodes
 
+    assert isinstance(engine, OrtEngine)
     return Nodes(package, engine)
 
 

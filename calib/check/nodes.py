@@ -23,7 +23,8 @@ from thor_dflash.calib.check.seen import Outputs, Seen
 from thor_dflash.errors import EngineError
 from thor_dflash.plugins import OPS
 from thor_dflash.plugins.op import DOMAIN, Attributes, Op
-from thor_dflash.runtime.engine import Call, Engine
+from thor_dflash.runtime.engine import Call
+from thor_dflash.runtime.engines.ort import OrtEngine
 from thor_dflash.tensors import Array, DType
 
 _TYPES = {op.type: op for op in OPS}
@@ -37,7 +38,7 @@ FOLDER = "session.model_external_initializers_file_folder_path"
 class Nodes:
     """See Tracer."""
 
-    def __init__(self, package: Path, engine: Engine) -> None:
+    def __init__(self, package: Path, engine: OrtEngine) -> None:
         self._package = package
         self._engine = engine
 
@@ -59,6 +60,7 @@ class Nodes:
         del probed.graph.output[:]
         probed.graph.output.extend(infos.values())
         options = ort.SessionOptions()
+        options.intra_op_num_threads = self._engine.threads
         options.log_severity_level = 3
         options.add_session_config_entry(FOLDER, str(self._package))
         try:

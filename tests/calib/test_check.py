@@ -6,10 +6,12 @@ import dataclasses
 import json
 import shutil
 from contextlib import closing
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 from decoding import prompt, session
 from stepping import Spoil, Stepping
@@ -26,7 +28,6 @@ from thor_dflash.calib.check.compare import (
     walk,
 )
 from thor_dflash.calib.check.golden import arrays, read
-from thor_dflash.calib.check.judge import Drift, differ, jumps
 from thor_dflash.calib.check.programs import Programs
 from thor_dflash.config import BuildConfig, EngineConfig
 from thor_dflash.errors import RequestError
@@ -36,7 +37,7 @@ from thor_dflash.progress import Silent
 from thor_dflash.runtime.engine import Call
 from thor_dflash.runtime.model import Model
 from thor_dflash.runtime.session import Session, open_session
-from thor_dflash.tensors import Array, DType
+from thor_dflash.tensors import Array
 
 NANO = Path(__file__).parents[2] / "models" / "planner-nano"
 THREAD = EngineConfig(threads=1)
@@ -94,15 +95,18 @@ def spoil_body(package: Path, step: str, old: str, new: str) -> None:
     rehash(package)
 
 
+@cache
+def reference_of(package: Path) -> Reference:
+    """One for all tests: whoever asks its session begins anew."""
+    held = open_session(package, THREAD, Silent())
+    golden = make(held, None, some_tokens(held), Silent())
+    return Reference(golden, held, tracer(held, package))
+
+
 def checked(package: Path, reference: Path | None, operators: str = "auto") -> Report:
     with closing(open_session(package, THREAD, Silent())) as s:
-        tokens = some_tokens(s)
-        other = None
-        if reference is not None:
-            held = open_session(reference, THREAD, Silent())
-            golden = make(held, None, tokens, Silent())
-            other = Reference(golden, held, tracer(held, reference))
-        show = tracer(s, package)
+        other = reference_of(reference) if reference else None
+        show, tokens = tracer(s, package), some_tokens(s)
         return compare(s, show, other, tokens, operators, None, Silent())  # type: ignore[arg-type]
 
 
@@ -210,6 +214,16 @@ def test_logits_over_tolerance_are_named_by_row(good: Path, copy: Path) -> None:
     assert loose.logits.first == -1
     assert dict(loose.taps)[0] < 1e-6 < dict(loose.taps)[1]
     assert "shows nothing inside" in loose.notes[0]
+
+
+def test_a_graph_with_all_its_values_runs_on_as_many_threads_as_its_engine(
+    good: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[ort.SessionOptions] = []
+    real = ort.SessionOptions
+    monkeypatch.setattr(ort, "SessionOptions", lambda: made.append(real()) or made[-1])
+    assert checked(good, None).right
+    assert {options.intra_op_num_threads for options in made} == {THREAD.threads}
 
 
 # ---- files
@@ -354,30 +368,6 @@ def test_a_weight_that_was_packed_wrong_is_named(nano: tuple[Path, Path, Manifes
     assert only.parts.step == "layers.1.mlp.down_proj"
 
 
-# ---- judging
-
-
-def test_differences_are_judged_by_the_largest_value_and_one_rounding() -> None:
-    want = np.array([100.0, 1.0], np.float32)
-    assert differ(want + np.float32(0.05), want, 1e-3) is None
-    error, at = differ(want + np.array([0, 0.2], np.float32), want, 1e-3) or (0, ())
-    assert (round(error, 4), at) == (0.002, (1,))
-    narrow = want.astype(DType.BF16.numpy)
-    up = np.nextafter(narrow, DType.BF16.numpy.type(np.inf))
-    assert differ(up, narrow, 0.0) is None
-    nan = np.array([np.nan, 1.0], np.float32)
-    assert differ(nan, want, 1.0) == (float("inf"), (0,))
-    assert differ(nan, nan, 0.0) is None
-    ids = np.array([1, 2], np.int32)
-    assert differ(ids + np.int32(1), ids, 1.0) is not None
-
-
-def test_a_jump_is_more_than_what_was_read() -> None:
-    assert jumps(Drift("s", 0.0, 0.1), 0.01)
-    assert not jumps(Drift("s", 0.05, 0.1), 0.01)
-    assert not jumps(Drift("s", 0.0, 0.005), 0.01)
-
-
 def test_a_graph_reference_needs_graphs(
     nano: tuple[Path, Path, Manifest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -385,16 +375,3 @@ def test_a_graph_reference_needs_graphs(
 
     with pytest.raises(RequestError, match="build the same checkpoints with --engine ort"):
         check._graphs(nano[0], EngineConfig(), Silent())
-
-
-def test_a_head_is_defined_in_parts_as_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from thor_dflash.calib.check import define
-    from thor_dflash.plugins import HEAD
-
-    monkeypatch.setattr(define, "PART", 40)
-    for case in HEAD.cases(np.random.default_rng(5)):
-        a = HEAD.complete(case.attributes)
-        want = HEAD.reference(case.inputs, a)
-        got = define.define(HEAD, case.inputs, a, want)
-        for name, value in want.items():
-            assert differ(got[name], value, 1e-6) is None, (case.name, name)

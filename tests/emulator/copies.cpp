@@ -69,18 +69,23 @@ Spot barrier_of(u32 remote, const char* what) {
     return barrier;
 }
 
-// Writes the barrier back; where the phase is complete, begins the next and wakes who waits.
-void settle(Spot barrier, Phase phase) {
+// Writes the barrier back; where the phase is complete, begins the next and wakes who waits. Whether
+// anybody did.
+bool settle(Spot barrier, Phase phase) {
     bool complete = phase.left == 0 && phase.bytes == 0;
     if (complete) {
         phase.parity ^= 1u, phase.left = phase.count;
         races.end_phase(barrier.rank, barrier.address);
     }
     memcpy(at(barrier), &phase, 8);
+    bool woken = false;
     for (int i = 0; complete && i < thread_count; i++) {
         Thread& t = blocks[barrier.rank].threads[i];
-        if (t.state == State::PHASE && t.phase == barrier.address) t.state = State::READY;
+        if (t.state != State::PHASE || t.phase != barrier.address) continue;
+        t.state = State::READY;
+        woken = true;
     }
+    return woken;
 }
 
 void arrive_at(Spot barrier, u32 bytes, const char* what) {
@@ -166,7 +171,7 @@ void check_copies_of(const Block& block) {
 }
 
 // In any order, as late as possible: a missing wait meets poison.
-void land_copy() {
+bool land_copy() {
     size_t i = launch->seed < 2 ? 0 : pick(static_cast<u32>(under_way.size()));
     std::swap(under_way[i], under_way.front());
     Copy copy = under_way.front();
@@ -184,7 +189,7 @@ void land_copy() {
     }
     phase.bytes -= copy.bytes;
     land(copy);
-    settle(copy.barrier, phase);
+    return settle(copy.barrier, phase);
 }
 
 void prefetch(const void* from, u32 bytes) {

@@ -38,12 +38,38 @@ u32 pick(u32 n) {
 void leave() { longjmp(left, 1); }
 
 // ---- giving way ----------------------------------------------------------------------------------
-void give_way(State state) {
-    self->state = state;
-    switch_fiber(self->fiber, scheduler);
+namespace {
+
+// One pass through the lanes of the warp that runs. A lane that gives way switches to the next
+// itself: by the scheduler would be twice the switches.
+struct Pass {
+    Thread* lanes;
+    int count, left, at, step;
+
+    Thread* next() {
+        while (left-- > 0) {
+            Thread* t = lanes + at;
+            at += step;
+            if (at == count) at = 0;
+            if (t->state == State::READY) return t;
+        }
+        return nullptr;
+    }
+};
+Pass pass;
+
+void resume(Fiber& from, Thread& t) {
+    self = &t;
+    threadIdx = t.index;
+    switch_fiber(from, t.fiber);
 }
 
-namespace {
+// To the next lane of the pass, or to who began it.
+void go_on(Fiber& from) {
+    if (Thread* next = pass.next()) return resume(from, *next);
+    self = nullptr;
+    switch_fiber(from, scheduler);
+}
 
 void thread_main() {
     kernel_body();
@@ -52,32 +78,29 @@ void thread_main() {
     self->block->alive--;
     self->block->warps[self->index.x / LANES].away++;
     open_cluster();
-    switch_fiber(self->fiber, scheduler);
+    go_on(self->fiber);
 }
 
-void resume(Thread& t) {
-    self = &t;
-    threadIdx = t.index;
-    switch_fiber(scheduler, t.fiber);
-    self = nullptr;
+}  // namespace
+
+void give_way(State state) {
+    self->state = state;
+    go_on(self->fiber);
 }
+
+namespace {
 
 // Runs one warp until none of its lanes can go on: as far ahead of the others as it gets.
 bool run_warp(Block& block, int w, bool backwards, bool shuffled) {
     Thread* lanes = block.threads + w * LANES;
     int count = block.warps[w].lanes;
-    bool any = false;
-    for (bool more = true; more;) {
-        more = false;
+    for (bool any = false;; any = true) {
         int turn = shuffled ? static_cast<int>(pick(static_cast<u32>(count))) : 0;
-        for (int i = 0; i < count; i++) {
-            Thread& t = lanes[backwards ? count - 1 - i : (i + turn) % count];
-            if (t.state != State::READY) continue;
-            resume(t);
-            any = more = true;
-        }
+        pass = {lanes, count, count, backwards ? count - 1 : turn, backwards ? -1 : 1};
+        Thread* first = pass.next();
+        if (first == nullptr) return any;
+        resume(scheduler, *first);
     }
-    return any;
 }
 
 // Every warp of a block once.
@@ -108,7 +131,7 @@ void start_thread(Thread& t, Block& block, int i) {
     t.waited = t.arrived = false;
     t.pieces.clear();
     t.inits.clear();
-    start_fiber(t.fiber, thread_main);
+    start_fiber(t.fiber, t.number, thread_main);
 }
 
 void start_block(Block& block, int rank, Index index) {
@@ -220,8 +243,7 @@ void run_cluster(Index first) {
         for (int b = 0; b < block_count; b++) alive += blocks[b].alive;
         if (any || alive == 0 || any_ready()) continue;
         if (!copies_under_way()) stuck();
-        do land_copy();
-        while (copies_under_way() && !any_ready());
+        while (!land_copy() && copies_under_way()) continue;
     }
 }
 

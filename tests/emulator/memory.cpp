@@ -200,26 +200,6 @@ void check_global(const void* p, u64 bytes, bool write, const char* what) {
           "the two", what, named(other.thread), other.site);
 }
 
-// Every load and store of the kernel's own code.
-void access(const void* address, u64 bytes, bool write, const void* site) {
-    if (self == nullptr) return;
-    const u8* p = static_cast<const u8*>(address);
-    const u8* stack = self->fiber.stack;
-    if (within(p, stack, stack + STACK)) return;
-    self->site = static_cast<const u8*>(site) - 1;
-    const char* what = write ? "store" : "load";
-    if (within(p, dynamic_memory, __stop_emulated_shared)) {
-        u32 where = static_cast<u32>(p - dynamic_memory);
-        check_shared(where, static_cast<u32>(bytes), 1, what);
-        check_race(own(where), static_cast<u32>(bytes), write, what);
-    } else if (!within(p, __ehdr_start, _end)) {
-        if (reinterpret_cast<u64>(p) % bytes != 0) {
-            fault("%s: address must be a multiple of %llu (got %p)", what, bytes, address);
-        }
-        check_global(p, bytes, write, what);
-    }
-}
-
 u32 shared_address(const void* p) {
     const u8* byte = static_cast<const u8*>(p);
     if (!within(byte, dynamic_memory, __stop_emulated_shared)) {
@@ -265,4 +245,62 @@ u32 arrive(u32* counter) {
     return (*counter)++;
 }
 
+// ---- hooks -------------------------------------------------------------------------------------
+// What g++ -fsanitize=thread calls before every load and store of the kernel's own code; the
+// sanitizer's own library is not linked.
+namespace {
+
+// Every load and store of the kernel's own code. A part of each hook: they are called most of all.
+[[gnu::always_inline]] inline void access(const void* address, u64 bytes, bool write,
+                                          const void* site) {
+    if (self == nullptr) return;
+    const u8* p = static_cast<const u8*>(address);
+    const u8* stack = self->fiber.stack;
+    if (within(p, stack, stack + STACK)) return;
+    self->site = static_cast<const u8*>(site) - 1;
+    const char* what = write ? "store" : "load";
+    if (within(p, dynamic_memory, __stop_emulated_shared)) {
+        u32 where = static_cast<u32>(p - dynamic_memory);
+        check_shared(where, static_cast<u32>(bytes), 1, what);
+        check_race(own(where), static_cast<u32>(bytes), write, what);
+    } else if (!within(p, __ehdr_start, _end)) {
+        if (reinterpret_cast<u64>(p) % bytes != 0) {
+            fault("%s: address must be a multiple of %llu (got %p)", what, bytes, address);
+        }
+        check_global(p, bytes, write, what);
+    }
+}
+
+}  // namespace
 }  // namespace emulator
+
+#define HOOKS(n)                                                                          \
+    void __tsan_read##n(void* p) {                                                        \
+        emulator::access(p, n, false, __builtin_return_address(0));                       \
+    }                                                                                     \
+    void __tsan_write##n(void* p) {                                                       \
+        emulator::access(p, n, true, __builtin_return_address(0));                        \
+    }                                                                                     \
+    void __tsan_unaligned_read##n(void* p) {                                              \
+        emulator::access(p, n, false, __builtin_return_address(0));                       \
+    }                                                                                     \
+    void __tsan_unaligned_write##n(void* p) {                                             \
+        emulator::access(p, n, true, __builtin_return_address(0));                        \
+    }
+
+extern "C" {
+HOOKS(1)
+HOOKS(2)
+HOOKS(4)
+HOOKS(8)
+HOOKS(16)
+void __tsan_read_range(void* p, unsigned long n) {
+    emulator::access(p, n, false, __builtin_return_address(0));
+}
+void __tsan_write_range(void* p, unsigned long n) {
+    emulator::access(p, n, true, __builtin_return_address(0));
+}
+void __tsan_init() {}
+void __tsan_func_entry(void*) {}
+void __tsan_func_exit() {}
+}

@@ -121,7 +121,7 @@ void check_global(const void* p, u64 bytes, bool write, const char* what);
 void start_copies();
 bool copies_under_way();
 void check_copies_of(const Block& block);
-void land_copy();
+bool land_copy();  // whether it has woken anybody
 void open_meetings(Block& block);
 void start_meetings();
 void open_cluster();

@@ -12,9 +12,9 @@ import stand_in_trt as trt
 from emulation import Emulator
 from enqueued import Emulated, Ready
 from gating import gated_call
-from kernel_cases import cases_of
+from kernel_cases import cases_of, taken_of
 from kernel_sites import sites
-from kernels import Call, Refused, call_of, launch, packed, rule_of, site_of
+from kernels import Call, call_of, launch, packed, rule_of, site_of
 from leaving import leaving
 
 from thor_dflash.errors import EngineError
@@ -35,11 +35,7 @@ def tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def taken(op: Op) -> Iterator[tuple[str, Site]]:
     """Every call of a room that its kernels take: the cases, and those of the full model."""
-    for name, case in cases_of(op).items():
-        try:
-            yield name, call_of(op, case).site
-        except Refused:
-            continue
+    yield from taken_of(op)
     for name, attributes, inputs in sites(op.name):
         yield name, packed(site_of(op, attributes, inputs), {})[0]
 
@@ -227,14 +223,8 @@ SMALL = 3
 
 
 def small(op: Op) -> list[Any]:
-    found = []
-    for name, case in cases_of(op).items():
-        size = sum(x.nbytes for x in case.inputs.values())
-        try:
-            call_of(op, case)
-        except Refused:
-            continue
-        found.append((size, name))
+    cases = cases_of(op)
+    found = [(sum(x.nbytes for x in cases[n].inputs.values()), n) for n, _ in taken_of(op)]
     return [pytest.param(op, name, id=f"{op.name}-{name}") for _, name in sorted(found)[:SMALL]]
 
 

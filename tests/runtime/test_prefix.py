@@ -45,7 +45,7 @@ def test_a_request_with_a_prefix_is_the_request_without(s: Session, length: int,
     s.prefixes.put("skills", LONG[:length])
     held = held_of(length, CHUNK)
     # What an earlier request left is not what this one begins with.
-    answer(s, Request(prompt=prompt(90, 9), max_tokens=30), Dflash())
+    answer(s, Request(prompt=prompt(90, 9), max_tokens=3), Dflash())
     assert s.report().cached_tokens == 0
     assert state_after(s, request, Dflash()) == want
     assert answer(s, request, Dflash()) == truth

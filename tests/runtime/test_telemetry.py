@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass
 
 import pytest
-from decoding import prompt, session
-from thoughts import after, first_seen, oracle
+from decoding import prompt
+from thoughts import after, first_seen, oracle, thinker
 
 from thor_dflash.plugins.accept.reference import Record
 from thor_dflash.runtime.block import Block, Limit, Progress
@@ -77,7 +77,7 @@ def test_what_a_block_counts_for(
 @pytest.mark.parametrize("drafted", [False, True])
 def test_thinking_that_opens_and_ends_in_one_block_has_a_close(drafted: bool) -> None:
     """An answer may open its thinking itself: then no block begins inside."""
-    asked, model = prompt(24, 1), session().model
+    asked, model = prompt(24, 1), thinker().model
     truth = after(asked, 20)
     marks = Marks(truth[0], truth[first_seen(truth, 3)])
     who = oracle(truth) if drafted else Nobody()

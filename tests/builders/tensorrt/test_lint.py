@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -153,7 +154,7 @@ def test_a_graph_that_breaks_a_rule_is_not_built(
     from thor_dflash.builders.tensorrt import package
     from thor_dflash.errors import ConfigError
 
-    monkeypatch.setattr(package, "readers", lambda model, name: 2)
+    monkeypatch.setattr(package, "readers", lambda model: defaultdict(lambda: 2))
     plan = make_plan(read_target(NANO / "target"), None, options(tmp_path))
     with pytest.raises(ConfigError, match="read by 2 nodes and written in place by one of them"):
         engines(material(plan))

@@ -72,7 +72,8 @@ def typings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def mypy(typings: Path, *what: str) -> list[str]:
     """What it finds, a line each."""
     config = typings.parent / "mypy.ini"
-    cache = typings.parent / "cache"
+    # Of all versions: what depends on theirs is looked at anew.
+    cache = typings.parents[1] / "cache"
     config.write_text(CONFIG.format(typings=typings, root=ROOT, cache=cache))
     command = [sys.executable, "-m", "mypy", f"--config-file={config}", *what]
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)

@@ -291,8 +291,9 @@ class Said:
 
 def generate(capsys: pytest.CaptureFixture[str], package: Path, *args: str) -> Said:
     code = cli.main(
-        ["generate", "--package", str(package), "--prompt", "hi", "--json", "--ignore-eos", *args]
-    )
+        ["generate", "--package", str(package), "--prompt", "hi", "--json", "--ignore-eos",
+         "--set", "engine.threads=1", *args]
+    )  # fmt: skip
     out, err = capsys.readouterr()
     return Said(code, json.loads(out) if out else {}, err)
 

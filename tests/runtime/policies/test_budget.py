@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from decoding import DEAD, erring, session
-from thoughts import Asked, after, first_seen, oracle, run
+from decoding import DEAD, erring
+from thoughts import Asked, after, first_seen, oracle, run, thinker
 
 from thor_dflash.progress import Silent
 from thor_dflash.runtime.policies.budget import Budget, Soft
@@ -159,7 +159,7 @@ def test_the_prompt_is_not_counted() -> None:
 def gaps(tokens: list[int], close: int) -> list[float]:
     """Nats from the best id to `close` after each of the tokens, the last prompt token first."""
     prompt = Asked(close).prompt
-    logits = score(session(), [*prompt, *tokens], False, Silent())["logits"][len(prompt) - 1 :]
+    logits = score(thinker(), [*prompt, *tokens], False, Silent())["logits"][len(prompt) - 1 :]
     return [float(row.max() - row[close]) for row in logits]
 
 
@@ -208,7 +208,7 @@ def test_a_margin_of_nothing_changes_nothing() -> None:
 
 
 def test_the_state_after_a_close_is_that_of_the_same_tokens_one_by_one() -> None:
-    s, close = session(), message(20)
+    s, close = thinker(), message(20)
     want = by_hand(23, close)
 
     def state() -> dict[str, bytes]:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from decoding import DEAD, erring, session
+from decoding import DEAD, erring
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from thoughts import Asked, after, oracle, run
+from thoughts import Asked, after, oracle, run, thinker
 
 from thor_dflash.config import DraftConfig
 from thor_dflash.plugins.accept.reference import LOG_MARGIN, PROBABILITY_DELTA, Record
@@ -32,7 +32,7 @@ class Masked:
     """Even ids only after a third of the tokens, as a grammar would: a function of the prefix."""
 
     def shape(self, progress: Progress, block: Block) -> Block:
-        words = np.full((session().model.block, 16), -1, np.int32)
+        words = np.full((thinker().model.block, 16), -1, np.int32)
         start = max(0, 16 - len(progress.tokens))
         words[start:] = 0x55555555
         words[start:, -1] |= np.int32(-(2**31))  # the closing mark is odd
@@ -138,7 +138,7 @@ def test_dropped_steps_leave_no_trace(
     limit = min(limit, COUNT - 20)
     on = on - {"relaxed"}
     truth, _ = run(it, Nobody(), policies(on - {"gate"}, it, limit, long, seed))
-    s = session()
+    s = thinker()
     plan = Plan(
         prompt=it.prompt,
         max_tokens=COUNT,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 from decoding import session
-from thoughts import Asked, after, run
+from thoughts import Asked, after, run, thinker
 
 from thor_dflash.plugins.accept.reference import Record
 from thor_dflash.runtime.block import Block, Progress
@@ -290,7 +290,7 @@ def test_leaving_blocks_out_changes_no_token(period: int) -> None:
 
 
 def test_a_snapshot_holds_what_the_drafter_has_yet_to_see() -> None:
-    s, it = session(), Asked(239, max_tokens=40)
+    s, it = thinker(), Asked(239, max_tokens=40)
     run(it, Dflash(), [Every(10**6)])
     here = s.model.state.snapshot()
     s.model.catch_up()
@@ -302,7 +302,7 @@ def test_a_snapshot_holds_what_the_drafter_has_yet_to_see() -> None:
 
 
 def test_the_next_request_does_not_inherit_it() -> None:
-    s = session()
+    s = thinker()
     run(Asked(239, max_tokens=40), Dflash(), [Every(10**6)])
     assert s.model.state.behind
     s.model.state.reset()

@@ -6,6 +6,7 @@ import json
 import random
 import re
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -47,6 +48,16 @@ def drafter(kind: str, truth: list[int], seed: int) -> Proposer:
         "erring": erring(truth, 0.15, seed),
         "random": drafts(lambda n: [int(t) for t in rng.integers(0, 1280, 15)]),
     }[kind]
+
+
+@cache
+def _plain(schema: str, force: bool) -> tuple[int, ...]:
+    return tuple(constrained(asked(False), Nobody(), grammar(json.loads(schema)), force=force))
+
+
+def plain(schema: dict[str, object], force: bool = True) -> list[int]:
+    """The answer that nobody drafts, decoded once for all tests that begin with it."""
+    return list(_plain(json.dumps(schema), force))
 
 
 KINDS = ("dead", "random", "hostile", "oracle", "erring", "real")
@@ -107,9 +118,8 @@ def test_plain_constrained_decoding_is_masked_greedy_decoding(schema: dict[str, 
 @pytest.mark.parametrize("kind", KINDS)
 @every_schema
 def test_any_drafter_gives_the_plain_answer(schema: dict[str, object], kind: str) -> None:
-    request = asked(False)
-    truth = constrained(request, Nobody(), grammar(schema))
-    assert constrained(request, drafter(kind, truth, 5), grammar(schema)) == truth
+    truth = plain(schema)
+    assert constrained(asked(False), drafter(kind, truth, 5), grammar(schema)) == truth
     assert session().report().finish == "stop"
     assert Checker(schema).valid(json.loads(text().decode(truth)))
 
@@ -274,7 +284,7 @@ def test_a_matcher_at_its_limit_is_a_dead_end(limits: dict[str, int], kind: str)
     manifest = session().manifest
     fuel = LLParserLimits(verbose_errors=False, **limits)
     made = Grammars(text(), manifest.vocab_limit, manifest.stop_tokens, fuel).compile(PLAN)
-    whole = constrained(asked(False), Nobody(), grammar(PLAN))
+    whole = plain(PLAN)
     got = constrained(asked(False), drafter(kind, whole, 1), made)
     assert session().report().finish == "grammar_dead_end"
     # Where depends on how much of the grammar was looked at; that all before it is right does not.
@@ -324,7 +334,7 @@ class Mute:
 @pytest.mark.parametrize("at", range(2, 24, 3))
 def test_a_dead_end_in_any_row_ends_the_request_there(at: int, kind: str) -> None:
     made = grammar(SMALL)
-    truth = constrained(asked(False), Nobody(), made, force=False)
+    truth = plain(SMALL, force=False)
     mute = replace(made, vocabulary=Mute(made.vocabulary, at))  # type: ignore[arg-type]
     got = constrained(asked(False), drafter(kind, truth, 1), mute, force=False)
     assert got == truth[:at]

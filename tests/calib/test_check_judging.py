@@ -1,0 +1,42 @@
+"""When `check` calls two values different, and a room's definition what it is."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from thor_dflash.calib.check import define
+from thor_dflash.calib.check.judge import Drift, differ, jumps
+from thor_dflash.plugins import HEAD
+from thor_dflash.tensors import DType
+
+
+def test_differences_are_judged_by_the_largest_value_and_one_rounding() -> None:
+    want = np.array([100.0, 1.0], np.float32)
+    assert differ(want + np.float32(0.05), want, 1e-3) is None
+    error, at = differ(want + np.array([0, 0.2], np.float32), want, 1e-3) or (0, ())
+    assert (round(error, 4), at) == (0.002, (1,))
+    narrow = want.astype(DType.BF16.numpy)
+    up = np.nextafter(narrow, DType.BF16.numpy.type(np.inf))
+    assert differ(up, narrow, 0.0) is None
+    nan = np.array([np.nan, 1.0], np.float32)
+    assert differ(nan, want, 1.0) == (float("inf"), (0,))
+    assert differ(nan, nan, 0.0) is None
+    ids = np.array([1, 2], np.int32)
+    assert differ(ids + np.int32(1), ids, 1.0) is not None
+
+
+def test_a_jump_is_more_than_what_was_read() -> None:
+    assert jumps(Drift("s", 0.0, 0.1), 0.01)
+    assert not jumps(Drift("s", 0.05, 0.1), 0.01)
+    assert not jumps(Drift("s", 0.0, 0.005), 0.01)
+
+
+def test_a_head_is_defined_in_parts_as_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(define, "PART", 40)
+    for case in HEAD.cases(np.random.default_rng(5)):
+        a = HEAD.complete(case.attributes)
+        want = HEAD.reference(case.inputs, a)
+        got = define.define(HEAD, case.inputs, a, want)
+        for name, value in want.items():
+            assert differ(got[name], value, 1e-6) is None, (case.name, name)
