@@ -31,14 +31,14 @@ def case_of(
     return Case("case", x, a)
 
 
-def rising(rows: int, length: int, cache: DType) -> Case:
-    """Where a block walks several tiles, the second has scores so much larger that what the first
-    one left is rescaled: by far more than the slack of the running maximum.
+def rising(rows: int, length: int, cache: DType, by: float = 60.0) -> Case:
+    """Where a block walks several tiles, the second has scores that much larger, so that what the
+    first one left is rescaled: as it is, by far more than the slack of the running maximum.
     """
     case = case_of(rows, length, cache, -(-(length + rows) // 128) * 128, heads=2)
     x = dict(case.inputs)
     keys: Array = x["cache_k"]
-    size = np.array([0.1, 6.0], np.float32).repeat(128 if cache is FP8 else 64)
-    by = np.resize(size, (keys.shape[1], 1))
-    x["cache_k"] = rounded(keys.astype(np.float32) * by, cache)
+    size = np.array([0.1, 0.1 * by], np.float32).repeat(128 if cache is FP8 else 64)
+    sizes = np.resize(size, (keys.shape[1], 1))
+    x["cache_k"] = rounded(keys.astype(np.float32) * sizes, cache)
     return Case("rising", x, case.attributes)

@@ -127,6 +127,14 @@ DEVICE void sync_warp() { __syncwarp(); }
 DEVICE void sync_some(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+// The same, and whether x is true for any of them.
+DEVICE bool sync_some_any(int id, int threads, bool x) {
+    u32 any;
+    asm volatile("{.reg .pred p, q; setp.ne.u32 p, %3, 0; bar.red.or.pred q, %1, %2, p;"
+                 " selp.u32 %0, 1, 0, q;}"
+                 : "=r"(any) : "r"(id), "r"(threads), "r"(static_cast<u32>(x)) : "memory");
+    return any != 0;
+}
 // All 32 lanes take part in each of these.
 DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(ALL_LANES, x, mask); }
 DEVICE i32 shuffle_xor(i32 x, int mask) { return __shfl_xor_sync(ALL_LANES, x, mask); }
@@ -327,6 +335,11 @@ DEVICE void load_matrix4(u32 (&r)[4], saddr row) {
 DEVICE void load_matrix4_transposed(u32 (&r)[4], saddr row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row) : "memory");
+}
+// load_matrix4 the other way: four matrices into shared memory.
+DEVICE void store_matrix4(saddr row, const u32 (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                 ::"r"(row), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
 }
 // d[16,8] += a[16,16] b[16,8], float32 accumulation. Fragments of lane l, g = l / 4, t = l % 4:
 //   a[0] (g, 2t..2t+1)  a[1] (g+8, 2t..)  a[2] (g, 2t+8..)  a[3] (g+8, 2t+8..)

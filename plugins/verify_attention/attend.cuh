@@ -23,21 +23,20 @@ DEVICE void reset(Running& r) {
     }
 }
 
-// Where this lane's addresses into rows of 16-bit elements begin: the rows of its half of the heads.
-// Tokens of a head lie PITCH apart, heads TILE.
+// Where this lane's addresses into rows of 16-bit elements begin: the rows of its half of the heads,
+// each in lines of 128 bytes. Tokens of a head lie PITCH apart, heads TILE.
 template <int PITCH, int TILE> struct Operand {
     saddr row;
-    u32 twist;
 
     DEVICE Operand(saddr begin, const Lane& at) {
         const int token = at.lane & 15;
-        row = begin + at.half * MT * TILE + token * PITCH;
-        twist = ((token & 7) ^ (at.lane >> 4)) << 4;
+        row = begin + at.half * MT * TILE + token * PITCH + (((token & 7) ^ (at.lane >> 4)) << 4);
     }
     // The a fragments of columns 16 step .. 16 step + 15 of every m16 tile.
     DEVICE void load(u32 (&a)[MT][4], int step) const {
+        const saddr first = (row ^ step % 4 * 32) + step / 4 * 128;
 #pragma unroll
-        for (int i = 0; i < MT; i++) load_matrix4(a[i], row + i * TILE + ((step * 32) ^ twist));
+        for (int i = 0; i < MT; i++) load_matrix4(a[i], first + i * TILE);
     }
 };
 
@@ -70,11 +69,11 @@ DEVICE void multiply(float (&d)[MT][N][4], const u32 (&a)[MT][4], const u32 (&b0
 DEVICE void score(Scores& s, u8* memory, saddr keys, const Lane& at) {
     // FP8: matrix j of a load is n8 tile j, 16 columns. bf16: n8 tile j / 2, 8 columns each.
     const int position = FP8 ? at.lane : ((at.lane >> 4) << 3) + (at.lane & 7);
-    const u32 key = keys + position * CACHE_BYTES;
-    const u32 twist = ((position & 7) ^ (FP8 ? 0 : (at.lane >> 3) & 1)) << 4;
+    const saddr key = keys + position * CACHE_BYTES +
+                      (((position & 7) ^ (FP8 ? 0 : (at.lane >> 3) & 1)) << 4);
     const Operand<QUERY_PITCH, QUERY_BYTES> queries(shared_address(memory + QUERIES), at);
     u32 raw[2][4], a[2][MT][4];
-    load_matrix4(raw[0], key + twist);
+    load_matrix4(raw[0], key);
     queries.load(a[0], 0);
 #pragma unroll
     for (int i = 0; i < MT; i++)
@@ -86,7 +85,8 @@ DEVICE void score(Scores& s, u8* memory, saddr keys, const Lane& at) {
     for (int step = 0; step < WIDTH / 16; step++) {
         const int now = step & 1;
         if (step + 1 < WIDTH / 16) {
-            load_matrix4(raw[now ^ 1], key + (((step + 1) * (FP8 ? 16 : 32)) ^ twist));
+            const int next = (step + 1) * (FP8 ? 16 : 32);
+            load_matrix4(raw[now ^ 1], (key ^ next % 128) + next / 128 * 128);
             queries.load(a[now ^ 1], step + 1);
         }
         u32 b0[NS], b1[NS];
@@ -108,18 +108,21 @@ DEVICE void mask(Scores& s, int own, int first, const Lane& at) {
                 if (8 * n + (j & 1) > last + 8 * (j >> 1)) s[i][n][j] = nothing();
 }
 
+// The largest of a row's scores that this lane has.
+DEVICE float top_of(const Scores& s, int i, int h) {
+    float top = fmaxf(s[i][0][2 * h], s[i][0][2 * h + 1]);
+#pragma unroll
+    for (int n = 1; n < NS; n++) top = fmaxf(top, fmaxf(s[i][n][2 * h], s[i][n][2 * h + 1]));
+    return top;
+}
+
 // The row maxima of this quarter for the other three, as logits of base 2.
 DEVICE void share_tops(const Scores& s, u8* memory, float scale, const Lane& at) {
     float top[MT][2];
 #pragma unroll
     for (int i = 0; i < MT; i++)
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            top[i][h] = fmaxf(s[i][0][2 * h], s[i][0][2 * h + 1]);
-#pragma unroll
-            for (int n = 1; n < NS; n++)
-                top[i][h] = fmaxf(top[i][h], fmaxf(s[i][n][2 * h], s[i][n][2 * h + 1]));
-        }
+        for (int h = 0; h < 2; h++) top[i][h] = top_of(s, i, h);
 #pragma unroll
     for (int far = 1; far <= 2; far++)
 #pragma unroll
@@ -164,10 +167,16 @@ DEVICE void move_bases(Running& r, const u8* memory, const Lane& at) {
             for (int j = 0; j < 4; j++) r.o[i][n][j] = mul_rn(r.o[i][n][j], keep[i][j >> 1]);
 }
 
-// exp2(logit - base) into shared memory.
-DEVICE void weigh(Running& r, const Scores& s, u8* memory, float scale, const Lane& at) {
+// exp2(logit - base) into shared memory; `sums` with them added.
+DEVICE void weigh(float (&sums)[MT][2], const Running& r, const Scores& s, u8* memory, float scale,
+                  const Lane& at) {
+    // Four matrices of eight rows and eight positions at a time, of which this lane gives a row of one.
+    const int matrix = at.lane >> 3, row = (at.half * MT) * TOKENS + matrix / NS * 8 + (at.lane & 7);
+    const saddr to = shared_address(memory + WEIGHTS) +
+                     swizzled(row, at.quarter * NS + matrix % NS, WEIGHT_PITCH);
 #pragma unroll
-    for (int i = 0; i < MT; i++)
+    for (int i = 0; i < MT; i++) {
+        u32 pairs[2 * NS];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             // Nothing seen yet: any finite number leaves every weight at zero.
@@ -178,12 +187,16 @@ DEVICE void weigh(Running& r, const Scores& s, u8* memory, float scale, const La
                 const float x = exp2_approx(fma_rn(s[i][n][2 * h], scale, -base));
                 const float y = exp2_approx(fma_rn(s[i][n][2 * h + 1], scale, -base));
                 sum = add_rn(sum, add_rn(x, y));
-                u8* to = memory + WEIGHTS +
-                         swizzled(row_of(i, h, at), at.quarter * NS + n, WEIGHT_PITCH);
-                reinterpret_cast<u32*>(to)[at.t] = FP8 ? pack_f16x2(x, y) : pack_bf16x2(x, y);
+                pairs[h * NS + n] = FP8 ? pack_f16x2(x, y) : pack_bf16x2(x, y);
             }
-            r.sum[i][h] = sum;
+            sums[i][h] = sum;
         }
+#pragma unroll
+        for (int m = 0; m < 2 * NS; m += 4) {
+            const u32 four[4] = {pairs[m], pairs[m + 1], pairs[m + 2], pairs[m + 3]};
+            store_matrix4(to + (i * TOKENS + m / NS * 8) * WEIGHT_PITCH, four);
+        }
+    }
 }
 
 // 16 positions of this warp's columns as they lie: FP8 bytes travel in pairs of columns.
@@ -213,9 +226,9 @@ DEVICE void fragments(u32 (&b0)[NO], u32 (&b1)[NO], const u32 (&raw)[LOADS][4]) 
         }
 }
 
-// A tile into the mixture. Operands come a step early. Unrolled by two steps and not by all eight: a
-// verify is a little faster with less code, although this kernel alone is not.
-DEVICE void mix(Running& r, u8* memory, saddr part, const Lane& at) {
+// A tile into the mixture. Operands come a step early. Of a block's few tiles two steps are unrolled and
+// not all eight: a verify is a little faster with less code, although this kernel alone is not.
+template <bool DENSE> DEVICE void mix(Running& r, u8* memory, saddr part, const Lane& at) {
     const Operand<WEIGHT_PITCH, TOKENS * WEIGHT_PITCH> weights(shared_address(memory + WEIGHTS), at);
     u32 raw[2][LOADS][4], a[2][MT][4];
     saddr place[LOADS];  // of 16 positions: rows swap their chunks alike every 8
@@ -224,7 +237,7 @@ DEVICE void mix(Running& r, u8* memory, saddr part, const Lane& at) {
         place[l] = part + value_at(at.lane & 15, 2 * l + (at.lane >> 4));
     load_values(raw[0], place, 0);
     weights.load(a[0], 0);
-#pragma unroll 2
+#pragma unroll (DENSE ? POSITIONS / 16 : 2)
     for (int step = 0; step < POSITIONS / 16; step++) {
         const int now = step & 1;
         if (step + 1 < POSITIONS / 16) {
@@ -259,15 +272,49 @@ DEVICE void add_up(Running& r, u8* memory, const Lane& at) {
         }
 }
 
-// The scores of tile n become weights in shared memory. `first`: of this warp's positions.
-DEVICE void soften(Running& r, Scores& s, u8* memory, float scale, int own, int first,
-                   const Lane& at) {
+// Whether a row's maximum, as far as this lane sees it, moves its base.
+DEVICE bool rises(const Running& r, const Scores& s, const float (&sums)[MT][2], float scale) {
+    // A weight that does is 256 or nearly, and no sum is less than one of its parts. A row has a base:
+    // who sees a later tile of a piece sees all of the first.
+    float most = 0.0f;
+#pragma unroll
+    for (int i = 0; i < MT; i++) most = fmaxf(most, fmaxf(sums[i][0], sums[i][1]));
+    if (most < 255.0f) return false;
+    bool any = false;
+#pragma unroll
+    for (int i = 0; i < MT; i++)
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+            any |= mul_rn(top_of(s, i, h), scale) > add_rn(r.base[i][h], SLACK);
+    return any;
+}
+
+// The scores of tile n become weights in shared memory. `first`: of this warp's positions; `opens`:
+// the tile is the first of its piece. Bases seldom move later, so weights are made first and the warps
+// ask one another when they meet.
+DEVICE void soften(Running& r, Scores& s, u8* memory, float scale, int own, int first, int n,
+                   bool opens, const Lane& at) {
     if (first + QUARTER - 1 > own) mask(s, own, first, at);
-    share_tops(s, memory, scale, at);
-    sync_half(at.half);
-    move_bases(r, memory, at);
-    weigh(r, s, memory, scale, at);
-    sync_half(at.half);
+    if (n > 0) barrier_wait(weights_read(memory, at), (n - 1) & 1);
+    float sum[MT][2];
+#pragma unroll 1
+    for (bool moves = opens;; moves = true) {
+        if (moves) {
+            share_tops(s, memory, scale, at);
+            sync_half(at.half);
+            move_bases(r, memory, at);
+        }
+        weigh(sum, r, s, memory, scale, at);
+        if (moves) {
+            sync_half(at.half);
+            break;
+        }
+        if (!sync_half_any(at.half, rises(r, s, sum, scale))) break;
+    }
+#pragma unroll
+    for (int i = 0; i < MT; i++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) r.sum[i][h] = sum[i][h];
 }
 
 DEVICE void score_tile(Scores& s, u8* memory, int n, const Lane& at) {
@@ -275,9 +322,10 @@ DEVICE void score_tile(Scores& s, u8* memory, int n, const Lane& at) {
     score(s, memory, shared_address(Keys::part(memory, n, at)), at);
 }
 
-DEVICE void mix_tile(Running& r, u8* memory, int n, const Lane& at) {
+template <bool DENSE> DEVICE void mix_tile(Running& r, u8* memory, int n, const Lane& at) {
     barrier_wait(Values::full(memory, n, at), (n >> 1) & 1);
-    mix(r, memory, shared_address(Values::part(memory, n, at)), at);
+    mix<DENSE>(r, memory, shared_address(Values::part(memory, n, at)), at);
+    barrier_arrive(weights_read(memory, at));
 }
 
 // Of the last loads of a turn: in each has every load of its step a part.
@@ -289,8 +337,8 @@ DEVICE u32 last_of(const Scores& s, const Running& r) {
 }
 
 // Every tile of the block's pieces; piece after piece is stored as `sink(slot)` says. `own` is the
-// position of token 0 of the query rows.
-template <class Where>
+// position of token 0 of the query rows. `DENSE`: a block has many tiles.
+template <bool DENSE, class Where>
 DEVICE void attend(const Past& past, Ahead& ahead, float scale, int own, const Where& sink,
                    const Lane& at) {
     u8* const memory = past.memory;
@@ -301,13 +349,13 @@ DEVICE void attend(const Past& past, Ahead& ahead, float scale, int own, const W
     if (at.half) ahead.begin(past, walk.first, at);
     for (int n = 0;; n++) {
         // One of a pair is to multiply while the other takes exponentials: worth a later start
-        // where a piece has several tiles.
-        if (n == 0 && at.half && past.pieces.after > POSITIONS)
+        // where a piece has several tiles, and not needed where it has many.
+        if (!DENSE && n == 0 && at.half && past.pieces.after > POSITIONS)
             barrier_wait(turn_over(memory, 0, at), 0);
         const bool ends = n > 0 && walk.ends();
         const int slot = ends ? past.pieces.span(walk.item).slot : 0;
         if (n > 0) {
-            mix_tile(r, memory, n - 1, at);
+            mix_tile<DENSE>(r, memory, n - 1, at);
             walk.step(past.pieces);
         }
         const bool more = walk.valid(past.pieces);
@@ -324,7 +372,7 @@ DEVICE void attend(const Past& past, Ahead& ahead, float scale, int own, const W
             reset(r);
         }
         if (!more) break;
-        soften(r, s, memory, scale, own, walk.first + at.quarter * QUARTER, at);
+        soften(r, s, memory, scale, own, walk.first + at.quarter * QUARTER, n, n == 0 || ends, at);
     }
     copy_async_wait<0>();
 }

@@ -23,6 +23,11 @@ DEVICE saddr turn_over(const u8* memory, int n, const Lane& at) {
     return pair_barrier(memory, 4 + (n & 1), at);
 }
 
+// The four warps of a half have loaded the weights that they mixed by.
+DEVICE saddr weights_read(const u8* memory, const Lane& at) {
+    return shared_address(memory + BARRIERS) + 8 * (at.half * 8 + 6);
+}
+
 // Where one of a pair's two kinds of parts lies.
 template <bool VALUES> struct Side {
     DEVICE static u8* part(u8* memory, int n, const Lane& at) {
@@ -38,6 +43,9 @@ template <bool VALUES> struct Side {
     DEVICE static u32 place(int row, int chunk) {
         return VALUES ? value_at(row, chunk) : swizzled(row, chunk, CACHE_BYTES);
     }
+    // place(row + rows, chunk) is (place(row, chunk) ^ twist(rows)) + rows * PITCH where `rows` is a
+    // multiple of a power of two above the row.
+    DEVICE static constexpr u32 twist(int rows) { return VALUES && FP8 ? 0 : (rows & 7) << 4; }
     // The position of a part's first row, and its first byte of each.
     DEVICE static int position(int first, const Lane& at) {
         return VALUES ? first : first + at.quarter * QUARTER;
@@ -55,7 +63,7 @@ DEVICE saddr queries_there(const u8* memory) {
 // By one thread; the block meets before any other use. `tokens`: of the query rows.
 DEVICE void init(u8* memory, int tokens) {
     const saddr first = shared_address(memory + BARRIERS), queries = queries_there(memory);
-    for (saddr barrier = first; barrier < queries; barrier += 8) barrier_init(barrier, 32);
+    for (int i = 0; i < 31; i++) barrier_init(first + 8 * i, i % 8 == 6 ? THREADS / 2 : 32);
     barrier_init(queries, 1);
     barrier_init_done();
     barrier_expect(queries, tokens * QUERY_PITCH);
@@ -70,9 +78,11 @@ template <class Of> DEVICE void ask(const Past& past, int n, int first, const La
     const u8* from = (Of::PITCH == CACHE_BYTES ? past.keys : past.values) +
                      static_cast<i64>(position) * CACHE_BYTES + Of::column(at) + chunk * 16;
     if (first + POSITIONS <= past.limit) {
-#pragma unroll 4
+        const u32 place = Of::place(row, chunk);
+#pragma unroll
         for (int i = 0; i < Of::LINES / STEP; i++)
-            copy_async16(to + Of::place(row + i * STEP, chunk), from + i * STEP * CACHE_BYTES);
+            copy_async16(to + (place ^ Of::twist(i * STEP)) + i * STEP * Of::PITCH,
+                         from + i * STEP * CACHE_BYTES);
     } else {
 #pragma unroll 1
         for (int i = 0; i < Of::LINES / STEP; i++)

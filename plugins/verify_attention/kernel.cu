@@ -147,7 +147,7 @@ KERNEL void __launch_bounds__(THREADS, 1)
     let_next_start();
     if (threadIdx.x == THREADS - 1) fetch_ahead(next_packed, block, next_share);
     if (last && from == 0) write_out(past, cache_k + begin, cache_v + begin);
-    attend(
+    attend<false>(
         past, ahead, mul_rn(by_k.x, LOGIT), length + from,
         [=](int slot) {
             const i64 place = static_cast<i64>(blockIdx.z * gridDim.y + head) * slots + slot;
@@ -268,7 +268,7 @@ KERNEL void __launch_bounds__(THREADS, 1)
     barrier_wait(queries_there(memory), 0);
     turn_queries(memory, w, eps, table);
     sync_block();
-    attend(
+    attend<true>(
         past, ahead, mul_rn(*scale_k, LOGIT), length + from,
         [=](int) {
             const i64 stride = static_cast<i64>(gridDim.y) * GROUP * WIDTH;

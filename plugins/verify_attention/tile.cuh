@@ -72,6 +72,9 @@ DEVICE void sync_half(int half) {
     if (half) sync_some(2, THREADS / 2);
     else sync_some(1, THREADS / 2);
 }
+DEVICE bool sync_half_any(int half, bool x) {
+    return half ? sync_some_any(2, THREADS / 2, x) : sync_some_any(1, THREADS / 2, x);
+}
 
 // Where a lane's pair of the first 64 columns lies in a query row, bytes. For FP8 keys lane t's two
 // pairs of each 16 columns are 4t, 4t + 1 and 4t + 2, 4t + 3, as four neighbouring bytes of a key are

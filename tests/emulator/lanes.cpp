@@ -45,14 +45,25 @@ void meet_block(int id, int wanted, const char* doing) {
     self->doing = doing;
     self->barrier = id;
     Meeting& meeting = self->block->meetings[id];
-    if (meeting.arrived == 0) meeting.wanted = wanted;
+    if (meeting.arrived == 0) meeting.wanted = wanted, meeting.doing = doing;
     if (id != 0 && meeting.wanted != wanted) {
         fault("barrier %d: threads must be the same for all (got %d and %d)", id, wanted,
               meeting.wanted);
     }
+    if (strcmp(meeting.doing, doing) != 0) {
+        fault("barrier %d: this thread in %s, others in %s", id, doing, meeting.doing);
+    }
     meeting.arrived++;
     warp.away++;
     give_way(State::BLOCK);
+}
+
+void meet_some(int id, int count, const char* doing) {
+    if (id < 1 || id >= BARRIERS) fault("%s: id must be 1 to 15 (got %d)", doing, id);
+    if (count < LANES || count % LANES != 0 || count > thread_count) {
+        fault("%s: threads must be whole warps of the block (got %d)", doing, count);
+    }
+    meet_block(id, count, doing);
 }
 
 void order_lanes(Thread* lanes, int count) {
@@ -89,14 +100,19 @@ void open_meetings(Block& block) {
                      meeting.arrived, wanted);
         }
         meeting.arrived = 0;
+        std::vector<Thread*> came;
         std::vector<int> these;
+        u32 any = 0;
         for (int i = 0; i < thread_count; i++) {
             Thread& t = block.threads[i];
             if (t.state != State::BLOCK || t.barrier != id) continue;
             t.state = State::READY;
             warp_of(&t).away--;
+            came.push_back(&t);
             these.push_back(t.number);
+            any |= t.in[0];
         }
+        for (Thread* t : came) t->out[0] = any;
         races.meet(these);
     }
 }
@@ -146,11 +162,14 @@ void sync_block() {
 
 void sync_some(int id, int count) {
     SITE();
-    if (id < 1 || id >= BARRIERS) fault("sync_some: id must be 1 to 15 (got %d)", id);
-    if (count < LANES || count % LANES != 0 || count > thread_count) {
-        fault("sync_some: threads must be whole warps of the block (got %d)", count);
-    }
-    meet_block(id, count, "sync_some");
+    meet_some(id, count, "sync_some");
+}
+
+bool sync_some_any(int id, int count, bool x) {
+    SITE();
+    self->in[0] = x;
+    meet_some(id, count, "sync_some_any");
+    return self->out[0] != 0;
 }
 
 void sync_warp() {
@@ -205,6 +224,14 @@ template <bool TRANSPOSED> void compute_load(Thread* lanes, int) {
             lanes[l].out[m] = TRANSPOSED
                 ? element(lanes, m, near, far) | element(lanes, m, near + 1, far) << 16
                 : element(lanes, m, far, near) | element(lanes, m, far, near + 1) << 16;
+        }
+    }
+}
+
+void compute_store(Thread* lanes, int) {
+    for (int l = 0; l < LANES; l++) {
+        for (int m = 0; m < 4; m++) {
+            memcpy(at(lanes[8 * m + l / 4].in[4]) + 4 * (l % 4), lanes[l].in + m, 4);
         }
     }
 }
@@ -269,6 +296,15 @@ void load_matrix4(u32* r, u32 row, bool transposed) {
     if (transposed) meet_warp("load_matrix4_transposed", compute_load<true>, true);
     else meet_warp("load_matrix4", compute_load<false>, true);
     memcpy(r, self->out, sizeof self->out);
+}
+
+void store_matrix4(u32 row, const u32* r) {
+    SITE();
+    check_shared(row, 16, 16, "store_matrix4");
+    check_race(own(row), 16, true, "store_matrix4");
+    memcpy(self->in, r, 16);
+    self->in[4] = row;
+    meet_warp("store_matrix4", compute_store, true);
 }
 
 void mma(float* d, const u32* a, u32 b0, u32 b1, bool half) {

@@ -25,11 +25,13 @@ constexpr int RANK_SHIFT = 24;
 // ---- collectives -----------------------------------------------------------------------------
 void sync_block();
 void sync_some(int id, int threads);
+bool sync_some_any(int id, int threads, bool x);
 void sync_warp();
 u32 shuffle(u32 x, int lane);
 u32 shuffle_xor(u32 x, int mask);
 u32 ballot(bool x);
 void load_matrix4(u32* r, u32 row, bool transposed);
+void store_matrix4(u32 row, const u32* r);
 void mma(float* d, const u32* a, u32 b0, u32 b1, bool half);
 
 // ---- shared memory: addresses count from the start of the block's memory ------------------------

@@ -59,6 +59,27 @@ KERNEL void matrices(const u16* in, u32* out) {
     for (int i = 0; i < 4; i++) out[8 * threadIdx.x + i] = r[i], out[8 * threadIdx.x + 4 + i] = s[i];
 }
 
+// in, out: four 8 x 8 matrices.
+KERNEL void matrices_back(const u16* in, u16* out) {
+    __shared__ __align__(16) u16 tile[4 * 64], copy[4 * 64];
+    for (int i = static_cast<int>(threadIdx.x); i < 256; i += 32) tile[i] = in[i];
+    sync_warp();
+    u32 r[4];
+    load_matrix4(r, shared_address(tile + 8 * threadIdx.x));
+    store_matrix4(shared_address(copy + 8 * threadIdx.x), r);
+    sync_warp();
+    for (int i = static_cast<int>(threadIdx.x); i < 256; i += 32) out[i] = copy[i];
+}
+
+// Two times two warps, each pair twice.
+KERNEL void any_of_some(const u32* in, u32* out) {
+    const int pair = static_cast<int>(threadIdx.x) / 64;
+    for (int i = 0; i < 2; i++) {
+        const int at = 128 * i + static_cast<int>(threadIdx.x);
+        out[at] = sync_some_any(1 + pair, 64, in[at] != 0);
+    }
+}
+
 // Sums of `parts` stages of 64 floats each through a ring of 2, one producer warp.
 KERNEL void ring(const float* in, float* out, int parts) {
     DYNAMIC_SHARED(memory);
@@ -291,6 +312,12 @@ KERNEL void wrong_barrier_in_branch(u32* out) {
 KERNEL void wrong_deadlock(u32* out) {
     if (threadIdx.x < 32) sync_some(1, 64);
     else sync_some(2, 64);
+    out[threadIdx.x] = 1;
+}
+
+KERNEL void wrong_kinds_of_meeting(u32* out) {
+    if (threadIdx.x < 32) sync_some(1, 64);
+    else sync_some_any(1, 64, true);
     out[threadIdx.x] = 1;
 }
 

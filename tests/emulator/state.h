@@ -69,6 +69,7 @@ struct Warp {
 
 struct Meeting {
     int arrived, wanted;
+    const char* doing;
 };
 
 struct Block {

@@ -166,6 +166,20 @@ def test_matrices_are_loaded_as_fragments() -> None:
         np.testing.assert_array_equal(got[lane, 1], tiles[:, near, far])
 
 
+def test_matrices_are_stored_as_they_are_loaded() -> None:
+    x, out = np.arange(256, dtype=np.uint16), np.zeros(256, np.uint16)
+    probe("matrices_back", [x, out])
+    np.testing.assert_array_equal(out, x)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_those_who_meet_learn_of_any(seed: int) -> None:
+    x, out = np.zeros((4, 64), np.uint32), np.zeros((4, 64), np.uint32)
+    x[1, 5] = x[2, 63] = 1
+    probe("any_of_some", [x, out], threads=128, seed=seed)
+    np.testing.assert_array_equal(out, np.repeat([[0], [1], [1], [0]], 64, 1))
+
+
 # ---- copies and barriers -------------------------------------------------------------------------
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("parts", [1, 2, 3, 9])
@@ -249,6 +263,7 @@ def test_bytes_of_a_word_are_apart(seed: int) -> None:
         ("wrong_lane_missing", 32, "different collectives.* lane 5 has ended"),
         ("wrong_barrier_in_branch", 64, "different collectives"),
         ("wrong_deadlock", 64, "no thread can go on"),
+        ("wrong_kinds_of_meeting", 64, "barrier 1: this thread in .*, others in sync_some"),
         ("wrong_wait_for_ever", 32, "no thread can go on(.|\n)*barrier_wait"),
         ("wrong_arrivals", 32, "more arrivals than the barrier's 2"),
         ("wrong_no_init", 32, "no barrier_init at"),

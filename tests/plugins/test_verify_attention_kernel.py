@@ -128,6 +128,21 @@ def test_a_later_key_weighs_by_its_score(rows: int, length: int, cache: DType) -
 
 @emulated
 @CACHES
+def test_a_row_rescales_by_its_own_scores(cache: DType) -> None:
+    """Most rows rise by 8 to 14 powers of two, a little more than the slack. The last is made one that
+    rises by 60, with which all rows of its block are looked at again.
+    """
+    case = rising(16, 4300, cache, 30.0)
+    _, want = run(case)
+    x = dict(case.inputs) | {"q": case.inputs["q"].copy()}
+    key = x["cache_k"][0, 200 if cache is FP8 else 100].astype(np.float32)
+    x["q"][15] = np.tile(key, 2).astype(BF16.numpy)
+    _, got = run(Case("one far above", x, case.attributes))
+    np.testing.assert_array_equal(bits(got["o"][:15]), bits(want["o"][:15]))
+
+
+@emulated
+@CACHES
 @pytest.mark.parametrize("rows", [1, 16, 32])
 def test_rows_can_be_left_gated_for_the_next_product(rows: int, cache: DType) -> None:
     """The bits of the launch that would gate them and put them into slabs."""

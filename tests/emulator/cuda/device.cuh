@@ -203,6 +203,9 @@ DEVICE float exp2_approx(float x) { return x < -126.0f ? 0.0f : exp2f(x); }
 DEVICE void sync_block() { emulator::sync_block(); }
 DEVICE void sync_warp() { emulator::sync_warp(); }
 DEVICE void sync_some(int id, int threads) { emulator::sync_some(id, threads); }
+DEVICE bool sync_some_any(int id, int threads, bool x) {
+    return emulator::sync_some_any(id, threads, x);
+}
 DEVICE u32 shuffle_xor(u32 x, int mask) { return emulator::shuffle_xor(x, mask); }
 DEVICE i32 shuffle_xor(i32 x, int mask) {
     return static_cast<i32>(emulator::shuffle_xor(static_cast<u32>(x), mask));
@@ -299,6 +302,7 @@ DEVICE void load_matrix4(u32 (&r)[4], saddr row) { emulator::load_matrix4(r, row
 DEVICE void load_matrix4_transposed(u32 (&r)[4], saddr row) {
     emulator::load_matrix4(r, row, true);
 }
+DEVICE void store_matrix4(saddr row, const u32 (&r)[4]) { emulator::store_matrix4(row, r); }
 DEVICE void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     emulator::mma(d, a, b0, b1, false);
 }
