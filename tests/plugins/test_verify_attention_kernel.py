@@ -129,8 +129,8 @@ def test_a_later_key_weighs_by_its_score(rows: int, length: int, cache: DType) -
 @emulated
 @CACHES
 def test_a_row_rescales_by_its_own_scores(cache: DType) -> None:
-    """Most rows rise by 8 to 14 powers of two, a little more than the slack. The last is made one that
-    rises by 60, with which all rows of its block are looked at again.
+    """Most rows rise by some 8 to 14 powers of two, a little more than the slack. The last is made
+    one that rises by more than f16 holds, with which all rows of its block are looked at again.
     """
     case = rising(16, 4300, cache, 30.0)
     _, want = run(case)
