@@ -1,0 +1,148 @@
+"""What a full-size model's steps take on a part of a device's multiprocessors, which then get more
+bytes than they can work on; and what they would take a Jetson Thor's multiprocessors, and its
+memory, by that:
+
+    python tests/gpu/part.py --multiprocessors 16
+
+A prediction: it holds if a Thor's multiprocessors do in a clock what this device's do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parents[2])]
+
+from thor_dflash.config import Config  # noqa: E402
+from thor_dflash.errors import ConfigError, ThorError  # noqa: E402
+from thor_dflash.plugins.cuda.driver import Driver, Info  # noqa: E402
+from thor_dflash.progress import Silent  # noqa: E402
+from thor_dflash.runtime.engines.cuda import bench as benches  # noqa: E402
+from thor_dflash.runtime.engines.cuda import engine as engines  # noqa: E402
+from thor_dflash.runtime.engines.cuda.bench import Bench, everything, rooms  # noqa: E402
+from thor_dflash.runtime.engines.cuda.figures import (  # noqa: E402
+    BLOCK,
+    CONTEXT,
+    CYCLE,
+    LINEARS,
+    LONG,
+    THOR_READ,
+    WIDTHS,
+)
+from thor_dflash.runtime.engines.cuda.random import RandomWeights  # noqa: E402
+from thor_dflash.verbs.bench import CAPACITY, hollow, variants  # noqa: E402
+
+THOR_MULTIPROCESSORS, THOR_CLOCK = 20, 1.575e9
+"""Source: NVIDIA, Jetson Thor modules, T5000."""
+PROMPTS = (2048, 512, 128)
+"""Rows of a prefill step."""
+
+
+class Part(Driver):
+    """A driver whose context has some of the multiprocessors (a green context)."""
+
+    count = 0
+
+    def describe(self, handle: Any) -> Info:
+        """The device, as if it had no more."""
+        info = super().describe(handle)
+        device = dataclasses.replace(info.device, multiprocessors=self.count)
+        return dataclasses.replace(info, device=device)
+
+    def _create_context(self, handle: Any) -> Any:
+        kind = self.cu.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
+        whole = self("cuDeviceGetDevResource", handle, kind)
+        groups, *_ = self("cuDevSmResourceSplitByCount", 1, whole, 0, self.count)
+        if (got := groups[0].sm.smCount) != self.count:
+            raise ConfigError(
+                f"--multiprocessors must be what the device can set apart (got {self.count}, "
+                f"which would be {got})"
+            )
+        group = self("cuDevResourceGenerateDesc", groups, 1)
+        flag = self.cu.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
+        return self("cuCtxFromGreenCtx", self("cuGreenCtxCreate", group, handle, flag))
+
+    def close(self) -> None:
+        """Nothing: the context goes with the process."""
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
+    parser.add_argument("--multiprocessors", type=int, required=True, metavar="N")
+    Part.count = parser.parse_args().multiprocessors
+    engines.Driver = Part  # type: ignore[misc]
+    benches.Model = partial(benches.Model, chunks=PROMPTS)  # type: ignore[misc, assignment]
+    config = Config()
+    build = dataclasses.replace(config.build, engine="cuda", chunk=PROMPTS[0], chunks=PROMPTS)
+    variant = next(variants(dataclasses.replace(config, build=build), ablations=False))
+    cubins = Path(variant.engine.cubins).expanduser()
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder)
+        manifest = hollow("qwen3.6-27b", out, variant, WIDTHS)
+        engine = engines.CudaEngine(out, variant.engine, Silent(), RandomWeights(out, cubins))
+        with closing(engine):
+            bench = benches.open_bench(engine, manifest, CAPACITY, WIDTHS, cubins)
+            show(bench)
+    return 0
+
+
+def show(bench: Bench) -> None:
+    """A line a step, as it is measured."""
+    driver = bench.engine.driver
+    kind = driver.cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CLOCK_RATE
+    clock = 1e3 * driver("cuDeviceGetAttribute", kind, driver("cuCtxGetDevice"))
+    print(
+        f"{bench.device}: {Part.count} multiprocessors, {clock / 1e9:.3f} GHz at most, "
+        f"{bench.bandwidth() / 1e9:.0f} GB/s\n"
+        f"{'ms':<24}{'here':>10}{'bytes':>12}{'a Thor: its multiprocessors':>30}{'its memory':>12}"
+    )
+    factor = Part.count / THOR_MULTIPROCESSORS * clock / THOR_CLOCK
+    for name, ms, size in steps(bench):
+        memory = 1e3 * size / THOR_READ
+        print(
+            f"{name:<24}{ms:>10.3f}{size / 1e6:>9.0f} MB{ms * factor:>30.3f}{memory:>12.3f}",
+            flush=True,
+        )
+
+
+def steps(bench: Bench) -> Iterator[tuple[str, float, int]]:
+    """Name, milliseconds, bytes that must be read (states: read and written)."""
+    weights = bench.bytes("verify", LINEARS)
+    state, each = bench.state_bytes(), bench.cache_bytes()
+    draft, context = (bench.bytes(step, LINEARS) for step in ("propose", "observe"))
+    linears = rooms(*LINEARS)
+    bench.at(CONTEXT, BLOCK)
+    for rows, step in ((BLOCK, "verify"), *((rows, f"verify.{rows}") for rows in WIDTHS)):
+        yield f"linears, {rows} row" + "s" * (rows > 1), bench.steps([step], linears).median, weights
+    yield "gdn", bench.steps(["verify"], rooms("gdn")).median, state
+    yield "propose", bench.steps(["propose"]).median, draft
+    whole = weights + state + draft + context + CONTEXT * each
+    yield f"cycle at {CONTEXT}", bench.steps(CYCLE).median, whole
+    for length in (CONTEXT, *LONG):
+        bench.at(length, BLOCK)
+        for name, keep, size in (
+            ("attention", rooms("verify_attention"), 0),
+            ("verify", everything, weights + state),
+        ):
+            ms = bench.steps(["verify"], keep).median
+            yield f"{name} at {length}", ms, size + length * each
+    for rows in PROMPTS:
+        bench.model.chunk = rows
+        yield f"prefill of {rows}", 1e3 * bench.prefill(rows), weights
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except ThorError as e:
+        print(f"part: {e}", file=sys.stderr)
+        sys.exit(2)
