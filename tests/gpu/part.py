@@ -122,7 +122,8 @@ def steps(bench: Bench) -> Iterator[tuple[str, float, int]]:
     linears = rooms(*LINEARS)
     bench.at(CONTEXT, BLOCK)
     for rows, step in ((BLOCK, "verify"), *((rows, f"verify.{rows}") for rows in WIDTHS)):
-        yield f"linears, {rows} row" + "s" * (rows > 1), bench.steps([step], linears).median, weights
+        name = f"linears, {rows} row" + "s" * (rows > 1)
+        yield name, bench.steps([step], linears).median, weights
     yield "gdn", bench.steps(["verify"], rooms("gdn")).median, state
     yield "propose", bench.steps(["propose"]).median, draft
     whole = weights + state + draft + context + CONTEXT * each
