@@ -38,8 +38,6 @@ COMPILER = shutil.which("g++")
 FLAGS = (
     "-std=c++17",
     "-O1",
-    "-g1",
-    "-gdwarf-4",
     "-fPIC",
     "-w",
     "-ffp-contract=off",
@@ -50,6 +48,8 @@ CHECKED = (
     "-fsanitize-undefined-trap-on-error",
     "--param=tsan-instrument-func-entry-exit=0",
 )
+LINES = ("-g1", "-gdwarf-4")
+"""The same code, and which line each address is of: for a fault, as it takes a third more time."""
 FAST = ("-O3",)
 """For the machine: it is compiled once, each kernel by itself."""
 PARTS = ("memory", "machine", "lanes", "copies", "fiber")
@@ -238,40 +238,44 @@ def _machine_objects() -> tuple[Path, ...]:
 
 
 @cache
-def _header() -> Path:
+def _header(lines: tuple[str, ...]) -> Path:
     """What every kernel includes first; beside it the same compiled, by the name g++ asks for."""
 
     def written(to: Path) -> None:
         to.write_text(HEADER)
 
     def compiled(to: Path) -> None:
-        _compile(*FLAGS, *CHECKED, "-I", MACHINE, "-x", "c++-header", path, "-o", to)
+        _compile(*FLAGS, *lines, *CHECKED, "-I", MACHINE, "-x", "c++-header", path, "-o", to)
 
-    key = "\n".join([_machine(), HEADER, *FLAGS, *CHECKED])
+    key = "\n".join([_machine(), HEADER, *FLAGS, *lines, *CHECKED])
     path = cached(key, ".h", written)
     cached(key, ".h.gch", compiled)
     return path
 
 
 @cache
-def _library(source: Path, defines: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
+def _built(source: Path, defines: tuple[tuple[str, int], ...], lines: tuple[str, ...] = ()) -> Path:
     names = list(_signatures(source, defines))
     entries = "".join(f"EMULATE({n})\n" for n in names)
     wanted = [f"-D{name}={value}" for name, value in defines]
 
-    header, objects = _header(), _machine_objects()
+    header, objects = _header(lines), _machine_objects()
 
     def linked(to: Path) -> None:
         file, unit = to.with_suffix(".cpp"), to.with_suffix(".o")
         file.write_text(f'namespace {{\n#include "{source}"\n}}\n{entries}')
         include = ("-include", header, "-I", MACHINE, "-I", PLUGINS)
-        _compile(*FLAGS, *CHECKED, "-c", *wanted, *include, file, "-o", unit)
+        _compile(*FLAGS, *lines, *CHECKED, "-c", *wanted, *include, file, "-o", unit)
         _compile("-shared", *objects, unit, "-o", to)  # dynamic shared memory lies first
 
-    flags = (*FLAGS, *FAST, *CHECKED)
+    flags = (*FLAGS, *lines, *FAST, *CHECKED)
     parts = [_named(source), _text(source), repr(defines), entries, HEADER, _machine(), *flags]
-    key = "\n".join(parts)
-    return ctypes.CDLL(str(cached(key, ".so", linked)))
+    return cached("\n".join(parts), ".so", linked)
+
+
+@cache
+def _library(source: Path, defines: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
+    return ctypes.CDLL(str(_built(source, defines)))
 
 
 def run(
@@ -294,7 +298,8 @@ def run(
     """
     if kernel not in signatures(source, defines):
         raise EmulatorFault(f"{source.name} must have the kernel {kernel}")
-    library = _library(source, tuple(sorted(defines.items())))
+    known = tuple(sorted(defines.items()))
+    library = _library(source, known)
     ranges = (_Range * len(memory))(
         *(
             _Range(m.address, m.nbytes, m.writable + 2 * m.from_kernels + 4 * m.early)
@@ -319,14 +324,15 @@ def run(
     with _ONE_AT_A_TIME:
         failed = library[f"emulate_{kernel}"](ctypes.byref(launch), pointers)
     if failed:
-        raise EmulatorFault(_placed(message.value.decode(), library._name))
+        raise EmulatorFault(_placed(message.value.decode(), source, known))
 
 
-def _placed(message: str, library: str) -> str:
+def _placed(message: str, source: Path, defines: tuple[tuple[str, int], ...]) -> str:
     """The message with the kernel's source lines for its addresses."""
     tool = shutil.which("addr2line")
     if tool is None:
         return message
+    library = _built(source, defines, LINES)
 
     def place(match: re.Match[str]) -> str:
         lines = subprocess.run(

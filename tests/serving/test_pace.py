@@ -90,7 +90,8 @@ def test_hello_publishes_size_and_bound(
 def test_a_cancel_in_the_prefill_takes_the_step_under_way_and_no_more(
     session: Session, house: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = house.serve(Kept(session, ServeConfig(cancel_ms=1), house.log.append))
+    monkeypatch.setattr(pace, "step_ms", lambda model: 3.0 * model.chunk)
+    server = house.serve(Kept(session, ServeConfig(cancel_ms=24), house.log.append))
     assert session.model.chunk == 8
     begun, go = threading.Event(), threading.Semaphore(0)
     steps: list[int] = []
