@@ -241,9 +241,9 @@ def _phases(reports: Sequence[Report]) -> dict[str, Phase]:
     found: dict[str, Phase] = {}
     for name in sorted(names, key=lambda n: (n == HOST, not n.startswith(PROMPT))):
         each = [r.timings.phases_ms.get(name, 0.0) for r in reports]
-        cycles = [ms / max(1, r.spec.cycles) for ms, r in zip(each, reports, strict=True)]
+        shares = [ms / max(1, r.spec.cycles) for ms, r in zip(each, reports, strict=True)]
         once = name == HOST or name.startswith(PROMPT)
-        cycle = 0.0 if once else statistics.median(cycles)
+        cycle = 0.0 if once else statistics.median(shares)
         found[name] = Phase(statistics.median(each), cycle, sum(each) / whole)
     return found
 

@@ -29,7 +29,6 @@ JUNCTION = "tj-thermal"
 CHANNELS = 3
 """Of a chip, from 1."""
 
-
 Sample = tuple[float, tuple[float, ...]]
 """When, s of `time.perf_counter`, and the watts of each rail."""
 

@@ -171,7 +171,7 @@ DEVICE void move_bases(Running& r, const u8* memory, const Lane& at) {
 DEVICE void weigh(float (&sums)[MT][2], const Running& r, const Scores& s, u8* memory, float scale,
                   const Lane& at) {
     // Four matrices of eight rows and eight positions at a time, of which this lane gives a row of one.
-    const int matrix = at.lane >> 3, row = (at.half * MT) * TOKENS + matrix / NS * 8 + (at.lane & 7);
+    const int matrix = at.lane >> 3, row = at.half * MT * TOKENS + matrix / NS * 8 + (at.lane & 7);
     const saddr to = shared_address(memory + WEIGHTS) +
                      swizzled(row, at.quarter * NS + matrix % NS, WEIGHT_PITCH);
 #pragma unroll

@@ -13,6 +13,10 @@ struct Past {
     Pieces pieces;
 };
 
+// Barriers are eight for each pair, by quarter; those that pairs leave are others'.
+constexpr int WEIGHTS_READ = 6;  // of quarter 0 and 1
+constexpr int QUERIES_THERE = 31;
+
 // Barrier i of this lane's pair. 0 .. 3: a part is full, of keys and of values, tile & 1. 4, 5: a turn
 // of the first warp is over, turn & 1: it may end the next one before the other has asked.
 DEVICE saddr pair_barrier(const u8* memory, int i, const Lane& at) {
@@ -25,7 +29,7 @@ DEVICE saddr turn_over(const u8* memory, int n, const Lane& at) {
 
 // The four warps of a half have loaded the weights that they mixed by.
 DEVICE saddr weights_read(const u8* memory, const Lane& at) {
-    return shared_address(memory + BARRIERS) + 8 * (at.half * 8 + 6);
+    return shared_address(memory + BARRIERS) + 8 * (at.half * 8 + WEIGHTS_READ);
 }
 
 // Where one of a pair's two kinds of parts lies.
@@ -55,15 +59,16 @@ template <bool VALUES> struct Side {
 typedef Side<false> Keys;
 typedef Side<true> Values;
 
-// The barrier at which the query rows have come: one of those that pairs leave.
+// The query rows have come.
 DEVICE saddr queries_there(const u8* memory) {
-    return shared_address(memory + BARRIERS) + 8 * 31;
+    return shared_address(memory + BARRIERS) + 8 * QUERIES_THERE;
 }
 
 // By one thread; the block meets before any other use. `tokens`: of the query rows.
 DEVICE void init(u8* memory, int tokens) {
     const saddr first = shared_address(memory + BARRIERS), queries = queries_there(memory);
-    for (int i = 0; i < 31; i++) barrier_init(first + 8 * i, i % 8 == 6 ? THREADS / 2 : 32);
+    for (int i = 0; i < QUERIES_THERE; i++)
+        barrier_init(first + 8 * i, i % 8 == WEIGHTS_READ ? THREADS / 2 : 32);
     barrier_init(queries, 1);
     barrier_init_done();
     barrier_expect(queries, tokens * QUERY_PITCH);
