@@ -18,13 +18,14 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path[:0] = [str(Path(__file__).parents[2])]
 
 from thor_dflash.config import Config  # noqa: E402
 from thor_dflash.errors import ConfigError, ThorError  # noqa: E402
 from thor_dflash.plugins.cuda.driver import Driver, Info  # noqa: E402
-from thor_dflash.progress import Silent  # noqa: E402
+from thor_dflash.progress import choose  # noqa: E402
 from thor_dflash.runtime.engines.cuda import bench as benches  # noqa: E402
 from thor_dflash.runtime.engines.cuda import engine as engines  # noqa: E402
 from thor_dflash.runtime.engines.cuda.bench import Bench, everything, rooms  # noqa: E402
@@ -74,23 +75,31 @@ class Part(Driver):
         """Nothing: the context goes with the process."""
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
+    parser.add_argument("--shape", default="qwen3.6-27b", metavar="NAME", help="a model's sizes")
     parser.add_argument("--multiprocessors", type=int, required=True, metavar="N")
-    Part.count = parser.parse_args().multiprocessors
-    engines.Driver = Part  # type: ignore[misc]
-    benches.Model = partial(benches.Model, chunks=PROMPTS)  # type: ignore[misc, assignment]
-    config = Config()
+    args = parser.parse_args(arguments)
+    if args.multiprocessors < 1:
+        raise ConfigError(f"--multiprocessors must be >= 1 (got {args.multiprocessors})")
+    config, progress = Config(), choose(sys.stderr)
     build = dataclasses.replace(config.build, engine="cuda", chunk=PROMPTS[0], chunks=PROMPTS)
     variant = next(variants(dataclasses.replace(config, build=build), ablations=False))
     cubins = Path(variant.engine.cubins).expanduser()
-    with tempfile.TemporaryDirectory() as folder:
+    several = partial(benches.Model, chunks=PROMPTS)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        patch.object(Part, "count", args.multiprocessors),
+        patch.object(engines, "Driver", Part),
+        patch.object(benches, "Model", several),
+    ):
         out = Path(folder)
-        manifest = hollow("qwen3.6-27b", out, variant, WIDTHS)
-        engine = engines.CudaEngine(out, variant.engine, Silent(), RandomWeights(out, cubins))
+        manifest = hollow(args.shape, out, variant, WIDTHS)
+        engine = engines.CudaEngine(out, variant.engine, progress, RandomWeights(out, cubins))
         with closing(engine):
             bench = benches.open_bench(engine, manifest, CAPACITY, WIDTHS, cubins)
+            progress.close()
             show(bench)
     return 0
 
