@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -127,9 +128,12 @@ def test_nobody_waits_for_a_sensor_that_hangs(board: Path, monkeypatch: pytest.M
     path = board / "sys/class/hwmon/hwmon1/power1_input"
     path.unlink()
     os.mkfifo(path)  # to read it is to wait for who writes
+    late = threading.Timer(10, path.write_text, ["1"])
+    late.start()  # who waits too long hears something after all
     with Watch(found, period=0.001) as watch:
         pass
     assert watch.power([(0.0, 1.0)]).failed == "a sensor said nothing for 0.05 s"
+    late.cancel()
     path.write_text("1")  # lets the thread go
 
 
