@@ -50,10 +50,15 @@ _NAMES: dict[DType, Literal["f32", "bf16", "fp8"]] = {
 _ON_GPU = (512, DType.FP8, DType.BF16)
 _AUTO = {"ort": (64, DType.F32, DType.F32), "cuda": _ON_GPU, "tensorrt": _ON_GPU}
 """Chunk, cache and activations where nobody says."""
-_CHUNKS: dict[str, tuple[int, ...]] = {"ort": (), "cuda": (128,), "tensorrt": (128,)}
+_CHUNKS: dict[str, tuple[int, ...]] = {
+    "ort": (),
+    "cuda": (256, 128, 64, 32),
+    "tensorrt": (128,),
+}
 """Other sizes of a prefill step where nobody says. None above 512: a Thor's 20 multiprocessors are
 filled by 512 rows, and prefixes are kept in whole steps, so a larger one would keep nothing of a
-shorter prefix. build.chunks = [128, 2048] suits a device with many more."""
+shorter prefix; a device with many more reads long prompts faster in steps of 2048. The smaller ones
+are for a prompt's last step. One of 32 rows takes little more than reading the weights."""
 
 
 @dataclass(frozen=True, slots=True)

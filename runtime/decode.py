@@ -32,6 +32,8 @@ class Chunk:
     finish: Finish = ""
     prompt_done: int = 0
     """Prompt tokens in the state."""
+    prompt_rows: int = 0
+    """Rows of the prefill step that read the last of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +61,8 @@ def decode(model: Model, plan: Plan, progress: Progress, meter: Meter) -> Iterat
         TransactionError: another sequence began meanwhile.
     """
     begun = _begin(model, plan)
-    for done in _prefill(model, plan):
-        yield Chunk((), prompt_done=done)
+    for chunk in _prefill(model, plan):
+        yield chunk
         _own(model, begun)
     meter.prompt_done()
     while True:
@@ -103,13 +105,14 @@ def _own(model: Model, begun: int) -> None:
         )
 
 
-def _prefill(model: Model, plan: Plan) -> Iterator[int]:
-    prompt, chunk = plan.prompt[:-1], model.chunk
+def _prefill(model: Model, plan: Plan) -> Iterator[Chunk]:
+    prompt = plan.prompt[:-1]
     first = plan.proposer.begin(model, len(prompt))
-    for start in range(model.state.length, len(prompt), chunk):
-        part = prompt[start : start + chunk]
+    for start in range(model.state.length, len(prompt), model.chunk):
+        part = prompt[start : start + model.chunk]
         model.prefill(part, observe=start + len(part) > first)
-        yield model.state.length
+        rows = model.step_rows(len(part))
+        yield Chunk((), prompt_done=model.state.length, prompt_rows=rows)
 
 
 def _shape(model: Model, plan: Plan, progress: Progress) -> Block:

@@ -50,14 +50,16 @@ class Model:
         self.block = block
         """Rows of a verify, one of the package's widths."""
         self.chunks = chunks or (manifest.chunk,)
-        """Sizes of a prefill step there are to choose from, rows."""
+        """Sizes of a prefill step that are loaded, rows."""
         self.chunk = self.chunks[0]
-        """Rows of a prefill step. Chosen before the first request, and then left."""
+        """Tokens of a prefill step, but for a prompt's last. Chosen before the first request, and
+        then left.
+        """
         drafter = manifest.drafter
         names = ["prefill", "verify", "accept", "accept_masked"]
         names += ["propose", "observe", "observe_chunk"] if drafter else []
         self.graphs: dict[str, Graph] = {
-            self._sized(name, chunk): engine.load(manifest.graph(name, block, chunk))
+            self.sized(name, chunk): engine.load(manifest.graph(name, block, chunk))
             for chunk in self.chunks
             for name in names
         }
@@ -92,11 +94,25 @@ class Model:
     def _tensor(self, step: str, name: str) -> Tensor:
         return self.state.tensors.get(name) or self._inputs[_key(step, name)]
 
-    def call(self, name: str) -> Call:
-        """A graph bound to this sequence's tensors: the same call every time."""
-        return self._calls[self._sized(name, self.chunk)]
+    def call(self, name: str, rows: int = 0) -> Call:
+        """A graph bound to this sequence's tensors: the same call every time. `rows`: the size of a
+        prefill step; 0: `chunk`.
+        """
+        return self._calls[self.sized(name, rows or self.chunk)]
 
-    def _sized(self, step: str, chunk: int) -> str:
+    @property
+    def step_sizes(self) -> tuple[int, ...]:
+        """Sizes that a prefill step may have, rows, ascending: `chunk` and smaller ones."""
+        return tuple(sorted(rows for rows in self.chunks if rows <= self.chunk))
+
+    def step_rows(self, tokens: int) -> int:
+        """Rows of the prefill step that reads so many tokens, `chunk` at most: of the smallest size
+        that holds them. So a prompt's last step does not take as long as the others; its size
+        follows from the prompt's length alone, whatever prefix the prompt continues from.
+        """
+        return next(rows for rows in self.step_sizes if rows >= tokens)
+
+    def sized(self, step: str, chunk: int) -> str:
         """A step's name among the graphs: that of another size of chunk tells it."""
         other = step in CHUNK_STEPS and chunk != self.manifest.chunk
         return graph_name(step, chunk=chunk) if other else step
@@ -149,24 +165,27 @@ class Model:
         """
         if not self.state.behind:
             return
-        rows, chunk = np.concatenate(self.state.behind), self.chunk
-        taps = self._inputs[_key(self._sized("observe_chunk", chunk), "taps")]
+        rows = np.concatenate(self.state.behind)
         start = self.state.length - len(rows)
-        for done in range(0, len(rows), chunk):
-            self.engine.write(taps, rows[done : done + chunk])
+        for done in range(0, len(rows), self.chunk):
+            part = rows[done : done + self.chunk]
+            size = self.step_rows(len(part))
+            taps = self._inputs[_key(self.sized("observe_chunk", size), "taps")]
+            self.engine.write(taps, part)
             self._set("length", start + done)
-            self.engine.run([self.call("observe_chunk")])
+            self.engine.run([self.call("observe_chunk", size)])
         self.state.behind.clear()
 
     def prefill(self, tokens: Sequence[int], observe: bool) -> None:
         """Commit up to `chunk` prompt tokens; the drafter's rings follow if `observe`."""
-        padded = [*tokens, *[0] * (self.chunk - len(tokens))]
-        self._set(_key(self._sized("prefill", self.chunk), "tokens"), *padded)
+        rows = self.step_rows(len(tokens))
+        padded = [*tokens, *[0] * (rows - len(tokens))]
+        self._set(_key(self.sized("prefill", rows), "tokens"), *padded)
         self._set("valid", len(tokens))
         self._begin()
-        calls = [self.call("prefill")]
+        calls = [self.call("prefill", rows)]
         if observe and self.manifest.drafter:
-            calls.append(self.call("observe_chunk"))
+            calls.append(self.call("observe_chunk", rows))
         self.engine.run(calls)
         # Waited for, so that a request is cancelled within a chunk and its time is known.
         self.engine.read(self._inputs["valid"])

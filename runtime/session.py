@@ -160,8 +160,9 @@ class Session:
 def open_session(
     package: Path, config: EngineConfig, progress: Reporter, *, choose: bool = False
 ) -> Session:
-    """Check a package and load it. `choose` loads every size of a prefill step that the options
-    allow: the caller sets `model.chunk` before the first request.
+    """Check a package and load it, with the sizes of a prefill step up to the one that its options
+    name. `choose` loads all where they name none: the caller sets `model.chunk` before the first
+    request.
 
     Raises:
         PackageError: it is damaged or of another version.
@@ -193,8 +194,9 @@ def open_session(
     engine = _ENGINES[found.engine](package, config, progress)
     try:
         with progress.task("loading graphs"):
-            every = sizes if choose and not config.chunk else (chunk,)
-            model = Model(engine, found, capacity, block, every)
+            if not choose or config.chunk:
+                sizes = (chunk, *(rows for rows in sizes if rows < chunk))
+            model = Model(engine, found, capacity, block, sizes)
     except BaseException as e:
         engine.close()
         if isinstance(e, NoRoom):

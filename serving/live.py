@@ -22,7 +22,7 @@ from thor_dflash.serving import fields, wire
 from thor_dflash.serving.backend import About, Prepared, Run
 from thor_dflash.serving.check import Checker
 from thor_dflash.serving.liverun import LiveRun
-from thor_dflash.serving.pace import choose_chunk
+from thor_dflash.serving.pace import choose_chunk, step_ms
 from thor_dflash.serving.rates import Rates
 from thor_dflash.serving.shelf import Shelf
 
@@ -62,7 +62,7 @@ class LiveBackend:
         self._shelf = shelf
         self._skipped: tuple[str, ...] = ()
         session.prefixes.budget = config.prefix_mb << 20
-        self._rates = Rates(chunk_tokens=session.model.chunk)
+        self._rates = Rates(step_sizes=session.model.step_sizes)
         self._close = session.manifest.card.close or HINT
         self._closing = len(self.text.encode(self._close))
         self._golden: str | None = None
@@ -106,13 +106,17 @@ class LiveBackend:
 
     def warm(self) -> None:
         """See Backend. Speculation must give the very tokens of plain decoding, twice."""
-        worst = choose_chunk(self.session.model, self.config.cancel_ms, self._log)
+        model = self.session.model
+        worst = choose_chunk(model, self.config.cancel_ms, self._log)
+        usual = [(step_ms(model, rows, 0), rows) for rows in model.step_sizes]
         prompt = self._prompt([{"role": "user", "content": SELF_TEST}], thinking=True)
-        count = min(SELF_TOKENS, self.session.model.limit - len(prompt))
+        count = min(SELF_TOKENS, model.limit - len(prompt))
         drafted = Request(prompt=prompt, max_tokens=max(1, count), drafter=self._drafter())
         plain = self._decode(replace(drafted, drafter="none"))
         for _ in range(2):
-            self._rates = Rates(chunk_tokens=self.session.model.chunk, worst_chunk_ms=worst)
+            self._rates = Rates(step_sizes=model.step_sizes, worst_step_ms=worst)
+            for ms, rows in usual:
+                self._rates.step(ms, rows)
             if self._decode(drafted) != plain:
                 raise ModelFault(
                     "the self-test must decode the same tokens with and without the drafter "
@@ -140,7 +144,7 @@ class LiveBackend:
             now = time.perf_counter()
             tokens += chunk.tokens
             if chunk.prompt_done:
-                self._rates.chunk(1e3 * (now - last))
+                self._rates.step(1e3 * (now - last), chunk.prompt_rows)
             else:
                 self._rates.cycle(1e3 * (now - last), len(chunk.tokens), thinking=False)
             last = now

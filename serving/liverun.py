@@ -66,7 +66,7 @@ class LiveRun:
         chunk = next(self._chunks)
         ms = 1e3 * (time.perf_counter() - before)
         if chunk.prompt_done:
-            self._rates.chunk(ms)
+            self._rates.step(ms, chunk.prompt_rows)
             return self._speech.prefill(chunk.prompt_done)
         thinking = self._first_answer is None and self._prepared.thinks
         self._phase = "thinking" if thinking else "answer"

@@ -86,7 +86,8 @@ class MockBackend:
         self._shelf = shelf
         self.cycle_s = cycle_s
         """Time of a step, s."""
-        self._rates = Rates(chunk_tokens=CHUNK, cycle_ms=1e3 * cycle_s, chunk_ms=1e3 * cycle_s)
+        ms = 1e3 * cycle_s
+        self._rates = Rates(cycle_ms=ms, step_sizes=(CHUNK,), step_ms={CHUNK: ms})
         self._rates.answer_len = self._rates.thinking_len = PER_CYCLE
         self._rates.answer_tokens = len(words(PLAN))
         self._prefixes: dict[str, dict[str, Any]] = {}

@@ -16,15 +16,16 @@ def choose_chunk(
     model: Model,
     limit_ms: float,
     log: Callable[[str], None],
-    measure: Callable[[Model], float] | None = None,
+    measure: Callable[[Model, int, int], float] | None = None,
 ) -> float:
     """Set `model.chunk` to the largest size whose step takes `limit_ms` at most, or else to the
-    smallest; give what its step takes, ms. Before the first request: the sequence is empty after.
+    smallest; give what its step takes at the end of the longest prompt, where attention reads most,
+    ms. Before the first request: the sequence is empty after.
     """
     took = 0.0
     for rows in sorted(model.chunks, reverse=True):
         model.chunk = rows
-        took = (measure or step_ms)(model)
+        took = (measure or step_ms)(model, rows, max(0, model.limit - rows))
         if took <= limit_ms:
             break
     else:
@@ -35,17 +36,16 @@ def choose_chunk(
     return took
 
 
-def step_ms(model: Model) -> float:
-    """What a prefill step takes at the end of the longest prompt, where attention reads most, ms.
-
-    What the rows before it hold does not matter to that: they are not filled.
+def step_ms(model: Model, rows: int, start: int) -> float:
+    """What a prefill step of so many rows takes after `start` others, ms. What those hold does not
+    matter to that: they are not filled.
     """
     times: list[float] = []
     for _ in range(1 + REPEATS):
         model.state.reset()
-        model.state.advance(max(0, model.limit - model.chunk))
+        model.state.advance(start)
         begin = time.perf_counter()
-        model.prefill([0] * model.chunk, observe=True)
+        model.prefill([0] * rows, observe=True)
         times.append(1e3 * (time.perf_counter() - begin))
     model.state.reset()
     return median(times[1:])

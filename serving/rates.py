@@ -32,10 +32,10 @@ class Rates:
 
     cycle_ms: float = 0.0
     """One verify cycle."""
-    chunk_ms: float = 0.0
-    """One prefill step."""
-    chunk_tokens: int = 64
-    """Prompt tokens of a whole prefill step."""
+    step_sizes: tuple[int, ...] = (64,)
+    """Rows that a prefill step may have, ascending: all but a prompt's last have most."""
+    step_ms: dict[int, float] = field(default_factory=dict[int, float])
+    """One prefill step, by its rows: of those sizes that have run."""
     thinking_len: float = 1.0
     """Tokens a cycle commits while thinking."""
     answer_len: float = 1.0
@@ -44,13 +44,13 @@ class Rates:
     """Length of an answer. Until the first one, a plan of five steps."""
     e2e_ms: float = 0.0
     """One plan."""
-    worst_chunk_ms: float = 0.0
+    worst_step_ms: float = 0.0
     """The prefill step at the end of the longest prompt, measured before the first request."""
     refused: int = 0
     """Plans refused for their deadline since a step was last measured."""
     _recent: deque[float] = field(default_factory=partial(deque[float], maxlen=RECENT))
     _cycles: deque[float] = field(default_factory=partial(deque[float], maxlen=KEPT))
-    _chunks: deque[float] = field(default_factory=partial(deque[float], maxlen=KEPT))
+    _steps: dict[int, deque[float]] = field(default_factory=dict[int, deque[float]])
     _thinking: deque[float] = field(default_factory=partial(deque[float], maxlen=LENGTHS))
     _answer: deque[float] = field(default_factory=partial(deque[float], maxlen=LENGTHS))
     _plans: deque[float] = field(default_factory=partial(deque[float], maxlen=KEPT))
@@ -58,7 +58,7 @@ class Rates:
 
     def cycle(self, ms: float, tokens: int, thinking: bool) -> None:
         """A cycle committed `tokens`; one that committed none says nothing of the others."""
-        self._step(ms)
+        self._ran(ms)
         if not tokens:
             return
         self.cycle_ms = _median(self._cycles, ms)
@@ -67,12 +67,13 @@ class Rates:
         else:
             self.answer_len = _mean(self._answer, tokens)
 
-    def chunk(self, ms: float) -> None:
+    def step(self, ms: float, rows: int) -> None:
         """A prefill step ran."""
-        self._step(ms)
-        self.chunk_ms = _median(self._chunks, ms)
+        self._ran(ms)
+        kept = self._steps.setdefault(rows, deque(maxlen=KEPT))
+        self.step_ms[rows] = _median(kept, ms)
 
-    def _step(self, ms: float) -> None:
+    def _ran(self, ms: float) -> None:
         self._recent.append(ms)
         self.refused = 0
 
@@ -86,12 +87,20 @@ class Rates:
         seen and the slowest prefill step there can be.
         """
         worst = max(self._recent.copy(), default=0.0)
-        worst = max(worst, self.worst_chunk_ms)
+        worst = max(worst, self.worst_step_ms)
         return max(1.0, math.ceil(2 * worst))
 
     def prefill_ms(self, tokens: int) -> float:
         """Predicted, for this many prompt tokens."""
-        return self.chunk_ms * math.ceil(tokens / self.chunk_tokens)
+        whole, rest = divmod(tokens, self.step_sizes[-1])
+        last = next(rows for rows in self.step_sizes if rows >= rest)
+        return whole * self._predicted(self.step_sizes[-1]) + self._predicted(last) * (rest > 0)
+
+    def _predicted(self, rows: int) -> float:
+        """Of a size that has not run yet: what the next larger one takes that has."""
+        return next(
+            (self.step_ms[n] for n in self.step_sizes if n >= rows and n in self.step_ms), 0.0
+        )
 
     def answer_ms(self, max_tokens: int) -> float:
         """Predicted, for a usual answer or the longest allowed."""

@@ -22,13 +22,25 @@ def walks(model: Model) -> dict[str, Callable[[Sequence[int], int], Call]]:
     blocks. The sequence is begun anew for it, and must be again once the call has run by steps.
     """
     found: dict[str, Callable[[Model, Sequence[int], int], Call]] = {
-        "prefill": prefill,
+        **_sizes(model, "prefill", prefill),
         "verify": verify,
         "accept": accept,
     }
     if model.manifest.drafter is not None:
-        found |= {"observe_chunk": observe_chunk, "propose": propose, "observe": observe}
+        found |= _sizes(model, "observe_chunk", observe_chunk)
+        found |= {"propose": propose, "observe": observe}
     return {name: partial(ready, model) for name, ready in found.items()}
+
+
+def _sizes(
+    model: Model, step: str, ready: Callable[[Model, Sequence[int], int, int], Call]
+) -> dict[str, Callable[[Model, Sequence[int], int], Call]]:
+    """A prefill step's graphs, the largest first."""
+
+    def of(rows: int) -> Callable[[Model, Sequence[int], int], Call]:
+        return lambda model, tokens, at: ready(model, tokens, at, rows)
+
+    return {model.sized(step, rows): of(rows) for rows in reversed(model.step_sizes)}
 
 
 def verify(model: Model, tokens: Sequence[int], at: int) -> Call:
@@ -51,24 +63,23 @@ def accept(model: Model, tokens: Sequence[int], at: int) -> Call:
     return call
 
 
-def prefill(model: Model, tokens: Sequence[int], at: int) -> Call:
-    """The first chunk."""
+def prefill(model: Model, tokens: Sequence[int], at: int, rows: int) -> Call:
+    """A step of `rows` from the beginning on."""
     del at
     model.state.reset()
-    part = list(tokens[: model.chunk])
-    call = _placed(model, "prefill")
-    padded = np.array([*part, *[0] * (model.chunk - len(part))], np.int32)
-    model.engine.write(call.inputs["tokens"], padded)
+    part = list(tokens[:rows])
+    call = _placed(model, "prefill", rows)
+    model.engine.write(
+        call.inputs["tokens"], np.array([*part, *[0] * (rows - len(part))], np.int32)
+    )
     _write(model, call, {"valid": len(part)})
     return call
 
 
-def observe_chunk(model: Model, tokens: Sequence[int], at: int) -> Call:
-    """The taps of the first chunk."""
-    del at
-    model.state.reset()
-    model.prefill(tokens[: model.chunk], observe=False)
-    call = model.call("observe_chunk")
+def observe_chunk(model: Model, tokens: Sequence[int], at: int, rows: int) -> Call:
+    """The taps of that step."""
+    model.engine.run([prefill(model, tokens, at, rows)])
+    call = model.call("observe_chunk", rows)
     _write(model, call, {"length": 0})
     return call
 
@@ -92,8 +103,8 @@ def observe(model: Model, tokens: Sequence[int], at: int) -> Call:
     return _placed(model, "observe")
 
 
-def _placed(model: Model, name: str) -> Call:
-    call = model.call(name)
+def _placed(model: Model, name: str, rows: int = 0) -> Call:
+    call = model.call(name, rows)
     _write(model, call, {"length": model.state.length, "accepted": model.state.accepted})
     return call
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from thor_dflash.builders.build import build
 from thor_dflash.config import BuildConfig, EngineConfig
 from thor_dflash.errors import ConfigError, PackageError
 from thor_dflash.progress import Silent
+from thor_dflash.runtime.engine import Call
+from thor_dflash.runtime.engines.ort import OrtEngine
 from thor_dflash.runtime.prefix import Prefixes
 from thor_dflash.runtime.propose import Dflash, Nobody
 from thor_dflash.runtime.session import Request, Session, open_session
@@ -51,6 +54,75 @@ def test_every_size_gives_the_same_tokens(every: Session) -> None:
         done = [chunk.prompt_done for chunk in chunks if chunk.prompt_done]
         assert done == [*range(size, 206, size), 206], size
     assert told[0] == told[1] == told[2]
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 31, 32, 33, 99, 100, 101, 107, 108, 109, 200, 233])
+def test_the_rest_of_a_prompt_is_read_by_the_smallest_step_that_holds_it(
+    every: Session, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    model = every.model
+    model.chunk, every.prefixes = 100, Prefixes(model)
+    names = {id(graph): name for name, graph in model.graphs.items()}
+    ran: list[str] = []
+    run = OrtEngine.run
+
+    def seen(engine: OrtEngine, calls: Sequence[Call]) -> None:
+        ran.extend(names[id(call.graph)] for call in calls)
+        run(engine, calls)
+
+    monkeypatch.setattr(OrtEngine, "run", seen)
+    request = Request(prompt=LONG[: length + 1], max_tokens=1)
+    rows = [c.prompt_rows for c in every.run(request, Dflash()) if c.prompt_done]
+    rest = length % 100
+    assert rows == [100] * (length // 100) + [n for n in (8, 32, 100) if n >= rest][:1] * (rest > 0)
+    for step in ("prefill", "observe_chunk"):
+        assert [name for name in ran if name.startswith(step)] == [
+            model.sized(step, n) for n in rows
+        ]
+
+
+def test_what_is_larger_than_a_cancel_allows_is_not_used(every: Session) -> None:
+    every.model.chunk, every.prefixes = 32, Prefixes(every.model)
+    assert every.model.step_sizes == (8, 32)
+    request = Request(prompt=LONG[:74], max_tokens=1)
+    rows = [c.prompt_rows for c in every.run(request, Dflash()) if c.prompt_done]
+    assert rows == [32, 32, 32], "9 are left"
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_rows_that_a_drafter_was_spared_are_shown_in_such_steps_too(
+    every: Session, monkeypatch: pytest.MonkeyPatch, blocks: int
+) -> None:
+    model = every.model
+    model.chunk = 32
+
+    def committed(late: bool) -> dict[str, bytes]:
+        model.state.reset()
+        model.prefill(LONG[:20], observe=True)
+        for block in range(blocks):
+            model.write_tokens(LONG[20 + 16 * block : 36 + 16 * block])
+            model.verify()
+            if not late:
+                model.engine.run([model.call("observe")])
+            model.state.commit(13)
+            if late:
+                model.hold(13)
+        shown.clear()
+        model.catch_up()
+        return {n: a.tobytes() for n, a in model.state.snapshot().arrays.items() if "drafter" in n}
+
+    shown: list[int] = []
+    call = model.call
+
+    def seen(name: str, rows: int = 0) -> Call:
+        shown.extend([rows] * (name == "observe_chunk"))
+        return call(name, rows)
+
+    monkeypatch.setattr(model, "call", seen)
+    eager = committed(late=False)
+    assert not shown
+    assert committed(late=True) == eager
+    assert shown == {1: [32], 3: [32, 8]}[blocks]
 
 
 def test_caches_and_rings_have_room_for_the_largest(every: Session) -> None:
@@ -95,13 +167,15 @@ def test_a_prefix_of_other_steps_is_refused_from_disk(every: Session, tmp_path: 
 
 
 @pytest.mark.parametrize("block", [0, 8])
-def test_one_size_is_loaded_unless_there_is_a_choice(package: Path, block: int) -> None:
-    for asked, found in ((0, 32), (100, 100)):
+def test_sizes_above_the_one_asked_for_are_loaded_only_for_a_choice(
+    package: Path, block: int
+) -> None:
+    for asked, found in ((0, (32, 8)), (8, (8,)), (100, (100, 32, 8))):
         config = EngineConfig(threads=1, chunk=asked, block=block)
         s = open_session(package, config, Silent(), choose=asked > 0)
-        assert s.model.chunks == (found,)
+        assert s.model.chunks == found
         chunks = [c.prompt_done for c in s.run(Request(prompt=LONG[:120], max_tokens=1), Dflash())]
-        assert chunks[0] == found
+        assert chunks[0] == found[0]
     with pytest.raises(ConfigError, match=r"engine.chunk must be 8 or 32 or 100, .* \(got 16\)"):
         open_session(package, EngineConfig(chunk=16), Silent())
 

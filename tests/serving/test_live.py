@@ -242,7 +242,7 @@ def test_a_pinned_prefix_saves_reading_and_changes_nothing(backend: LiveBackend)
 
 
 def test_thinking_is_cut_to_what_the_deadline_leaves(backend: LiveBackend) -> None:
-    backend.rates.cycle_ms, backend.rates.chunk_ms = 1.0, 1.0
+    backend.rates.cycle_ms, backend.rates.step_ms = 1.0, {64: 1.0}
     ask = Ask(prompt="x", thinking="on", thinking_budget=500, max_tokens=20)
     prepared = backend.prepare(ask, 60.0)
     assert prepared.thinks
@@ -262,7 +262,7 @@ def test_the_self_test_measures_and_signs(backend: LiveBackend) -> None:
     first = backend.about.golden_sha256
     assert first
     assert backend.rates.cycle_ms > 0
-    assert backend.rates.chunk_ms > 0
+    assert all(backend.rates.step_ms[rows] > 0 for rows in backend.session.model.step_sizes)
     assert backend.rates.bound_ms() >= backend.rates.cycle_ms
     backend.warm()
     assert backend.about.golden_sha256 == first

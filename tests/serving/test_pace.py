@@ -14,7 +14,7 @@ from thor_dflash.progress import Silent
 from thor_dflash.runtime.model import Model
 from thor_dflash.runtime.session import Session, open_session
 from thor_dflash.serve_config import ServeConfig
-from thor_dflash.serving import pace
+from thor_dflash.serving import live, pace
 from thor_dflash.serving.live import LiveBackend
 from thor_dflash.serving.rates import Rates
 
@@ -45,7 +45,7 @@ def test_the_largest_step_that_a_cancel_can_wait_for(
     session: Session, limit: float, rows: int, took: float
 ) -> None:
     log: list[str] = []
-    got = pace.choose_chunk(session.model, limit, log.append, lambda model: 2.0 * model.chunk)
+    got = pace.choose_chunk(session.model, limit, log.append, lambda model, rows, start: 2.0 * rows)
     assert (session.model.chunk, got) == (rows, took)
     assert bool(log) == (limit < 16), "a limit that no size keeps is told"
 
@@ -62,14 +62,27 @@ def test_what_a_step_takes_is_measured_where_it_takes_most(
         prefill(model, tokens, observe)
 
     monkeypatch.setattr(Model, "prefill", seen)
-    for session.model.chunk in SIZES:
-        assert pace.step_ms(session.model) > 0
-        assert session.model.state.length == 0, "the sequence is empty again"
+    assert pace.choose_chunk(session.model, 0.0, lambda line: None) > 0
+    assert session.model.state.length == 0, "the sequence is empty again"
+    assert len(lengths) == (1 + pace.REPEATS) * len(SIZES)
     assert set(lengths) == {session.model.limit}
 
 
+def test_what_a_prompt_takes_is_predicted_from_the_sizes_of_its_steps(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pace, "step_ms", lambda model, rows, start: 2.0 * rows)
+    monkeypatch.setattr(live, "step_ms", lambda model, rows, start: 100.0 * rows + start)
+    backend = Kept(session, ServeConfig(cancel_ms=32))
+    backend.warm()
+    assert backend.rates.step_sizes == (8, 16), "64 rows are more than a cancel waits for"
+    assert backend.rates.bound_ms() >= 64
+    assert backend.rates.step_ms[8] == 800, "which no step of the self-test had"
+    assert backend.rates.prefill_ms(16 * 3 + 5) == 3 * backend.rates.step_ms[16] + 800
+
+
 def test_the_bound_holds_the_slowest_prefill_step_from_the_first_moment() -> None:
-    rates = Rates(worst_chunk_ms=90.0)
+    rates = Rates(worst_step_ms=90.0)
     assert rates.bound_ms() == 180.0
     rates.cycle(20.0, 4, thinking=False)
     assert rates.bound_ms() == 180.0
@@ -80,7 +93,7 @@ def test_the_bound_holds_the_slowest_prefill_step_from_the_first_moment() -> Non
 def test_hello_publishes_size_and_bound(
     session: Session, house: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pace, "step_ms", lambda model: 3.0 * model.chunk)
+    monkeypatch.setattr(pace, "step_ms", lambda model, rows, start: 3.0 * rows)
     server = house.serve(Kept(session, ServeConfig(cancel_ms=100), house.log.append))
     hello = house.peer(server).ask(op="hello", id="h")
     assert hello["limits"]["prefill_chunk"] == 16, "48 ms, where 64 rows would take 192"
@@ -90,7 +103,7 @@ def test_hello_publishes_size_and_bound(
 def test_a_cancel_in_the_prefill_takes_the_step_under_way_and_no_more(
     session: Session, house: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pace, "step_ms", lambda model: 3.0 * model.chunk)
+    monkeypatch.setattr(pace, "step_ms", lambda model, rows, start: 3.0 * rows)
     server = house.serve(Kept(session, ServeConfig(cancel_ms=24), house.log.append))
     assert session.model.chunk == 8
     begun, go = threading.Event(), threading.Semaphore(0)

@@ -15,11 +15,11 @@ from thor_dflash.serving.rates import KEPT, LENGTHS, TRIAL, Rates
 
 
 def measured() -> Rates:
-    rates = Rates(chunk_tokens=64)
+    rates = Rates(step_sizes=(16, 64))
     for _ in range(KEPT):
         rates.cycle(95.0, 4, thinking=False)
         rates.cycle(95.0, 3, thinking=True)
-        rates.chunk(50.0)
+        rates.step(50.0, 64)
         rates.plan(4000.0, 150)
     return rates
 
@@ -43,12 +43,25 @@ def test_predictions_are_what_was_measured() -> None:
     assert half.answer_len == 3, "what four cycles commit is their sum"
 
 
+def test_a_prompt_takes_whole_steps_and_one_as_small_as_its_rest_allows() -> None:
+    rates = measured()
+    rates.step(20.0, 16)
+    assert [rates.prefill_ms(n) for n in (0, 1, 16, 17, 64, 65, 80, 81, 128, 130)] == [
+        0, 20, 20, 50, 50, 70, 70, 100, 100, 120
+    ]  # fmt: skip
+    fresh = Rates(step_sizes=(16, 32, 64))
+    assert fresh.prefill_ms(70) == 0, "nothing is known yet"
+    fresh.step(30.0, 32)
+    assert fresh.prefill_ms(10) == 30, "no longer than the next size that has run"
+    assert fresh.prefill_ms(64) == 0, "and of what is longer nothing is known"
+
+
 def test_one_outlier_changes_nothing() -> None:
     rates = measured()
     before = predicted(rates)
     rates.cycle(3000.0, 4, thinking=False)
     rates.cycle(0.0, 3, thinking=True)
-    rates.chunk(9000.0)
+    rates.step(9000.0, 64)
     rates.plan(60_000.0, 4000)
     assert predicted(rates) == before
     assert rates.bound_ms() == 18_000, "but a cancel may have to wait for such a one"
@@ -68,7 +81,7 @@ def test_a_machine_that_became_slower_is_known_to_be() -> None:
     rates = measured()
     for _ in range(LENGTHS):
         rates.cycle(190.0, 2, thinking=False)
-        rates.chunk(100.0)
+        rates.step(100.0, 64)
     assert rates.min_ms(640, 512, whole=False) == 1000 + 190 * 32 / 2
 
 
@@ -87,7 +100,7 @@ def test_after_refusals_enough_a_plan_is_a_trial() -> None:
     rates = measured()
     assert refused(rates, TRIAL) == TRIAL - 1
     assert refused(rates, 1) == 0, "the trial may not have begun: so is the next one"
-    rates.chunk(50.0)
+    rates.step(50.0, 64)
     assert refused(rates, TRIAL) == TRIAL - 1, "a step was measured"
     rates.cycle(95.0, 0, thinking=False)
     assert refused(rates, TRIAL) == TRIAL - 1
