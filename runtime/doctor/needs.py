@@ -60,11 +60,12 @@ def _weights(name: str) -> bool:
 
 def _unpacked(manifest: Manifest) -> int:
     """What ONNX Runtime makes of weights when it loads a graph: float32, of the target once for
-    prefill and once for verify.
+    verify and once for each size of a prefill step that a session loads.
     """
+    sizes = 1 + sum(rows < manifest.chunk for rows in manifest.chunks)
     total = 0.0
     for name, kinds in manifest.quantisation.items():
-        times = 1 if name.startswith("drafter.") else 2
+        times = 1 if name.startswith("drafter.") else 1 + sizes
         total += times * sum(4 * share.bytes / STORED[kind] for kind, share in kinds.items())
     return round(total)
 

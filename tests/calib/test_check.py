@@ -9,6 +9,7 @@ from contextlib import closing
 from functools import cache
 from pathlib import Path
 
+import constrained
 import numpy as np
 import onnx
 import onnxruntime as ort
@@ -82,16 +83,16 @@ def spoil_weight(package: Path, name: str) -> None:
     rehash(package)
 
 
-def spoil_body(package: Path, step: str, old: str, new: str) -> None:
+def spoil_body(package: Path, step: str, old: str, new: str, name: str = "verify") -> None:
     """Give one node a body of its own with another operator in it."""
-    model = graph(package, "verify")
+    model = graph(package, name)
     node = next(n for n in model.graph.node if n.name == step)
     body = onnx.FunctionProto()
     body.CopyFrom(next(f for f in model.functions if f.overload == node.overload))
     body.overload = node.overload = f"{node.overload}_spoiled"
     next(n for n in reversed(body.node) if n.op_type == old).op_type = new
     model.functions.append(body)
-    (package / "verify.onnx").write_bytes(model.SerializeToString())
+    (package / f"{name}.onnx").write_bytes(model.SerializeToString())
     rehash(package)
 
 
@@ -130,6 +131,23 @@ def test_a_package_is_itself(good: Path) -> None:
     ]
     model = graph(good, "verify")
     assert report.walks[0].operators == len(model.graph.node)
+
+
+def test_every_size_of_a_prefill_step_is_walked(tmp_path: Path) -> None:
+    made = Path(shutil.copytree(constrained.package(16, (8, 64)), tmp_path / "package"))
+    sizes = ("", ".chunk8")  # 64 rows are not what this session was opened for
+    steps = [f"{step}{size}" for step in ("prefill", "observe_chunk") for size in sizes]
+    report = checked(made, None)
+    assert report.right
+    walked = [walk.graph for walk in report.walks]
+    assert [name for name in walked if name.startswith(("prefill", "observe_"))] == steps
+    spoil_body(made, "layers.0.linear_attn", "Softplus", "Sigmoid", "prefill.chunk8")
+    spoil_body(made, "drafter.context_kv", "Mul", "Add", "observe_chunk.chunk8")
+    wrong = {walk.graph: walk.wrong.step for walk in checked(made, None).walks if walk.wrong}
+    assert wrong == {
+        "prefill.chunk8": "layers.0.linear_attn",
+        "observe_chunk.chunk8": "drafter.context_kv",
+    }
 
 
 @pytest.mark.parametrize("kv", ["bf16", "fp8"])

@@ -43,7 +43,7 @@ from thor_dflash.verbs.bench import CAPACITY, hollow, variants  # noqa: E402
 
 THOR_MULTIPROCESSORS, THOR_CLOCK = 20, 1.575e9
 """Source: NVIDIA, Jetson Thor modules, T5000."""
-PROMPTS = (2048, 512, 128)
+PROMPTS = (2048, 512, 256, 128, 64, 32)
 """Rows of a prefill step."""
 
 

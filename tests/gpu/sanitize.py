@@ -1,4 +1,4 @@
-"""One short request of the small planner, for a sanitizer to watch:
+"""One short request of the small planner and a prefill step of each size, for a sanitizer to watch:
 
     compute-sanitizer --tool memcheck python tests/gpu/sanitize.py
     compute-sanitizer --tool racecheck python tests/gpu/sanitize.py
@@ -34,11 +34,15 @@ def main() -> int:
     args = parser.parse_args()
     config = EngineConfig(graphs=args.graph, overlap=args.graph)
     with tempfile.TemporaryDirectory() as folder:
-        out = package(Path(folder) / "nano", engine="cuda", saves=args.saves)
+        out = package(Path(folder) / "nano", engine="cuda", saves=args.saves, chunk=0)
         with closing(open_session(out, config, Silent())) as session:
             asked = request(session, 0, args.tokens)
             answer = [t for chunk in session.run(asked, Dflash()) for t in chunk.tokens]
             drafted = session.report().spec.drafted
+            model = session.model
+            for rows in model.step_sizes:
+                model.state.reset()
+                model.prefill([*asked.prompt, *asked.prompt, *asked.prompt][:rows], observe=True)
     print(f"{len(asked.prompt)} prompt tokens, answer {answer}, {drafted} drafted")
     return 0 if answer and drafted else 1
 

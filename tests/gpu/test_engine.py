@@ -83,19 +83,58 @@ def test_every_choice_is_one_onnx_runtime_all_but_makes(
     assert largest < 0.06
 
 
-def test_a_prompt_read_in_chunks_leaves_the_state_that_blocks_leave(session: Session) -> None:
-    model = session.model
-    for index in range(0, len(tasks()), 12):
-        prompt = request(session, index).prompt
-        last = prompt[-16:]
-        blocks = score(session, prompt, False, Silent())["logits"][-16:]
+SIZES = (32, 64, 128, 256, 512)
+
+
+@pytest.fixture(scope="module")
+def sized(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    """With every size of a prefill step that a package has where nobody says."""
+    out = package(tmp_path_factory.mktemp("sized") / "nano", engine="cuda", chunk=0)
+    with closing(open_session(out, EngineConfig(), Silent())) as opened:
+        assert opened.model.step_sizes == SIZES
+        yield opened
+
+
+@pytest.mark.parametrize("chunk", SIZES)
+def test_a_prompt_read_in_chunks_leaves_the_state_that_blocks_leave(
+    sized: Session, chunk: int
+) -> None:
+    model = sized.model
+    model.chunk = chunk
+    used: set[int] = set()
+    for index, count in zip(range(0, 120, 12), (128, 5, 32, 33, 129, 64, 150, 65, 100, 161),
+                            strict=True):  # fmt: skip
+        prompt = request(sized, index).prompt[: count + 16]
+        assert len(prompt) == count + 16
+        blocks = score(sized, prompt, False, Silent())["logits"][-16:]
         model.state.reset()
-        for at in range(0, len(prompt) - 16, model.chunk):
-            model.prefill(prompt[at : min(at + model.chunk, len(prompt) - 16)], observe=True)
-        model.write_tokens(last)
+        for at in range(0, count, chunk):
+            part = prompt[at : min(at + chunk, count)]
+            model.prefill(part, observe=True)
+            used.add(model.step_rows(len(part)))
+        model.write_tokens(prompt[count:])
         model.verify()
         off = np.abs(model.read("logits") - blocks).max() / np.abs(blocks).max()
-        assert off < 0.06, (index, off)
+        assert off < 0.06, (count, off)
+    assert used == {rows for rows in SIZES if rows <= min(chunk, 256)}
+
+
+@pytest.mark.parametrize("chunk", SIZES[:-1])
+def test_the_laws_hold_with_every_size_of_step(sized: Session, chunk: int) -> None:
+    """Any drafter; and a prefix leaves the very bits, whatever step the rest is read by."""
+    sized.model.chunk = chunk
+    for index in range(0, 120, 24):
+        asked = request(sized, index, 100)
+        truth = answer(sized, asked, Nobody())
+        for proposer in (DEAD, erring(truth, 0.3, index), Dflash()):
+            assert answer(sized, asked, proposer) == truth
+        state = sized.model.state.snapshot().arrays
+        sized.prefixes.put("half", asked.prompt[: chunk + 1])
+        assert answer(sized, asked, Dflash()) == truth
+        assert sized.report().cached_tokens == (chunk if len(asked.prompt) > chunk else 0)
+        for name, array in sized.model.state.snapshot().arrays.items():
+            assert array.tobytes() == state[name].tobytes(), name
+        sized.prefixes.drop("half")
 
 
 @pytest.mark.parametrize("option", [{"saves": "states"}, {"chunk": 33}, {"kv": "bf16"}])
