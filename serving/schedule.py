@@ -7,6 +7,7 @@ only `leave` takes it out, and only who takes it out answers it.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Literal
@@ -60,6 +61,8 @@ class Job:
     """Why to end early. Written by the I/O thread, read by the engine thread at every step."""
     seq: int = 0
     """Chunks sent."""
+    instead_of: Job | None = None
+    """Who was waiting in a full queue, and loses its place if this one is found fit."""
     gone: bool = False
     """Nobody is there to hear the answer."""
 
@@ -121,13 +124,15 @@ class Schedule:
         """
         self._check_id(job)
         self._check_generation(job)
-        pending = [one for one in self._jobs if one.state == "preparing"]
-        # Counted as if all that is being checked were accepted: no session takes others' room by
-        # plans that displace each other. So those that a session has under check are bounded, too.
-        replaced = {old for one in (*pending, job) for old, _ in self._displaced(one)}
+        pending = self._pending()
+        # No session takes others' room by plans that displace each other: those that a session has
+        # under check are bounded, too.
         own = sum(one.session == job.session for one in pending)
-        # One more than may wait: the one that runs, or is on its way to a free engine.
-        if max(own, len(self._jobs) - len(replaced)) > self._max_queue:
+        leaving = self._leaving((*pending, job))
+        full = len(self._jobs) + 1 - len(leaving) > self._room
+        if full:
+            job.instead_of = self._least_urgent(job, leaving)
+        if own > self._max_queue or (full and job.instead_of is None):
             raise PlanError(
                 "busy", f"plans that wait must be <= {self._max_queue} (got as many)",
                 retry_after_ms=retry_after_ms,
@@ -143,10 +148,50 @@ class Schedule:
         """
         self._check_generation(job)
         self._remember(job)
+        other, job.instead_of = job.instead_of, None
+        leaving = self._leaving(self._pending())
+        out = self._displaced(job)
+        # There may be room by now.
+        if other in self.waiting and len(self._jobs) - len(leaving) > self._room:
+            text = "a more urgent plan took its place in a full queue"
+            out.append((other, PlanError("preempted", text)))
         running = self.running
         if running and self._preempts(job, running):
             running.stop = running.stop or "preempted"
-        return self._displaced(job)
+        return out
+
+    @property
+    def _room(self) -> int:
+        """One more than may wait: the one that runs, or is on its way to a free engine."""
+        return self._max_queue + 1
+
+    def _pending(self) -> list[Job]:
+        return [one for one in self._jobs if one.state == "preparing"]
+
+    def _leaving(self, comers: Iterable[Job]) -> set[Job]:
+        """Who makes way for plans under check: they are counted as if all of them were accepted."""
+        found: set[Job] = set()
+        running, waiting = self.running, self.waiting
+        for one in comers:
+            found |= {old for old, _ in self._displaced(one)}
+            if running and self._preempts(one, running):
+                found.add(running)
+            if one.instead_of in waiting:
+                found.add(one.instead_of)
+        return found
+
+    def _least_urgent(self, job: Job, leaving: Container[Job]) -> Job | None:
+        """Of the plans that wait and that this one may displace; of equals the newest."""
+        if not isinstance(job.request, wire.Ask) or job.request.preempt != "lower":
+            return None
+        lower = [
+            one
+            for one in reversed(self.waiting)
+            if isinstance(one.request, wire.Ask)
+            and one.priority < job.priority
+            and one not in leaving
+        ]
+        return min(lower, key=lambda one: one.priority, default=None)
 
     def _check_id(self, job: Job) -> None:
         for other in self._jobs:

@@ -100,8 +100,14 @@ def test_the_latest_of_a_session_wins() -> None:
     assert running.stop is None
     assert queue(books, job("d", "leg")) == [("c", "preempted")], "also where the queue is full"
     with pytest.raises(PlanError, match="wait"):
-        books.arrive(job("e", "arm"), 1.0)
+        books.arrive(job("e", "arm", preempt="none"), 1.0)
     assert running.stop is None, "a plan that was refused preempts nobody"
+    assert queue(books, job("f", "arm")) == [], "it takes the place of the one that runs"
+    assert running.stop == "preempted"
+    with pytest.raises(PlanError, match="wait"):
+        books.arrive(job("g", "foot"), 1.0)
+    assert books.leave(running)
+    assert [run(books), *(one.request.id for one in books.waiting)] == ["d", "f"]
 
 
 def test_the_latest_stops_the_running_one() -> None:
@@ -169,6 +175,81 @@ def test_lower_means_lower(priority: int, stop: str | None) -> None:
     running = books.running
     assert running
     assert running.stop == stop
+
+
+def full(books: Schedule, **priorities: int) -> None:
+    queue(books, *(job(id, priority=priority) for id, priority in priorities.items()))
+    assert run(books) == "runs"
+
+
+def test_a_full_queue_makes_room_for_one_that_may_displace_less_urgent_ones() -> None:
+    books = Schedule(3)
+    full(books, runs=9, a=3, b=5, c=3)
+    for ask in ({"priority": 9}, {"priority": 9, "preempt": "same_session"},
+                {"priority": 3, "preempt": "lower"}):  # fmt: skip
+        with pytest.raises(PlanError, match="plans that wait must be <= 3"):
+            books.arrive(job("x", **ask), 1.0)
+    assert queue(books, job("d", priority=4, preempt="lower")) == [("c", "preempted")]
+    assert queue(books, job("e", priority=6, preempt="lower")) == [("a", "preempted")]
+    assert queue(books, job("f", priority=6, preempt="lower")) == [("d", "preempted")]
+    assert queue(books, job("g", priority=6, preempt="lower")) == [("b", "preempted")]
+    with pytest.raises(PlanError, match="wait"):
+        books.arrive(job("h", priority=6, preempt="lower"), 1.0)
+    running = books.running
+    assert running
+    assert running.stop is None
+    assert [one.request.id for one in books.waiting] == ["e", "f", "g"]
+
+
+def test_where_the_running_plan_makes_way_nobody_else_does() -> None:
+    books = Schedule(2)
+    full(books, runs=5, a=0, b=0)
+    assert queue(books, job("c", priority=6, preempt="lower")) == []
+    running = books.running
+    assert running
+    assert running.stop == "preempted"
+    assert books.leave(running)
+    assert run(books) == "c"
+
+
+def test_two_urgent_plans_under_check_have_a_place_each() -> None:
+    books = Schedule(2)
+    full(books, runs=9, a=1, b=2)
+    first, second = (job(id, priority=8, preempt="lower") for id in ("c", "d"))
+    for one in (first, second):
+        books.arrive(one, 1.0)
+    with pytest.raises(PlanError, match="wait"):
+        books.arrive(job("e", priority=8, preempt="lower"), 1.0)
+    assert accept(books, second) == [("b", "preempted")]
+    assert books.leave(first), "the clerk refused it"
+    assert [one.request.id for one in books.waiting] == ["a", "d"]
+
+
+def test_a_place_that_was_made_meanwhile_costs_nobody_hers() -> None:
+    for leaves in ("runs", "a", "b"):
+        books = Schedule(2)
+        full(books, runs=9, a=1, b=2)
+        urgent = job("c", priority=8, preempt="lower")
+        books.arrive(urgent, 1.0)
+        assert books.leave(next(one for one in books.jobs() if one.request.id == leaves))
+        if leaves == "runs":
+            assert run(books) == "b"
+        assert accept(books, urgent) == []
+        if leaves == "runs":
+            assert books.running
+            assert books.running.stop == "preempted", "it runs, and is less urgent"
+
+
+def test_a_prefix_that_is_to_be_pinned_is_no_plan_to_displace() -> None:
+    books = Schedule(1)
+    full(books, runs=9)
+    put = wire.PrefixPut(id="put", prefix_id="skills", system="x")
+    pinned = schedule.job_of(Peer((b"p", b""), JSON), put, 0.0)
+    books.arrive(pinned, 1.0)
+    books.accept(pinned)
+    pinned.state = "queued"
+    with pytest.raises(PlanError, match="wait"):
+        books.arrive(job("c", priority=9, preempt="lower"), 1.0)
 
 
 def test_plans_for_an_older_world_are_stale() -> None:
@@ -255,5 +336,7 @@ def test_every_job_leaves_once(steps: list[tuple[int, int, int]]) -> None:
             assert not books.leave(running), "twice"
             left.append(running.request.id)
         assert len(books) <= 16, "a full house of sessions, each with its checks"
+        settled = [one for one in books.jobs() if one.state != "preparing" and not one.stop]
+        assert len(settled) <= 4, "one runs and three wait, whoever displaced whom"
     left += [one.request.id for one in books.jobs()]
     assert len(left) == len(set(left)) == taken

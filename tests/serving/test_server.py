@@ -247,6 +247,25 @@ def test_the_urgent_overtake_and_preempt(house: Any) -> None:
     assert peer.final("b")["status"] == "ok"
 
 
+def test_an_urgent_plan_that_displaces_lower_ones_gets_into_a_full_queue(house: Any) -> None:
+    server, held = house.held(max_queue=2)
+    peer = house.peer(server)
+    for name, priority in (("a", 9), ("b", 3), ("c", 2)):
+        peer.send(**SMALL, id=name, session=name, priority=priority)
+        if name == "a":
+            assert held.waiting.wait(20)
+    until(lambda: peer.ask(op="health", id="h")["waiting"] == 2)
+    assert peer.ask(**SMALL, id="d", session="d", priority=8)["code"] == "busy"
+    bad = peer.ask(
+        op="plan", prompt="x", max_tokens=-1, id="e", session="e", priority=8, preempt="lower"
+    )
+    assert (bad["id"], bad["code"]) == ("e", "bad_request"), "and nobody made way for it"
+    displaced = peer.ask(**SMALL, id="f", session="f", priority=8, preempt="lower")
+    assert (displaced["id"], displaced["code"]) == ("c", "preempted")
+    held.let()
+    assert [peer.receive()["id"] for _ in range(3)] == ["a", "f", "b"]
+
+
 def test_a_plan_for_an_older_world_is_stale(house: Any) -> None:
     peer = house.peer(house.mock())
     assert peer.ask(**SMALL, id="a", session="arm", generation=5)["status"] == "ok"
