@@ -247,6 +247,9 @@ def test_the_27b_is_lowered_without_its_weights(tmp_path: Path) -> None:
     used = {n for s in linears for p, n in s.ports.items() if p == "packed"}
     size = sum(verify.weights[n].nbytes for n in used)
     assert size == pytest.approx(14.446e9, rel=2e-3)  # spec: sum of the 257 linears
+    assert (made.chunk, made.chunks) == (512, (256, 128, 64, 32))
+    for step in (f"{step}.chunk{rows}" for step in manifest.CHUNK_STEPS for rows in made.chunks):
+        assert set(read(tmp_path, step).weights) == set(read(tmp_path, step.split(".")[0]).weights)
 
 
 def test_a_list_taken_apart_multiplies_the_same_weights_and_nothing_more(tmp_path: Path) -> None:

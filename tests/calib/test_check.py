@@ -30,6 +30,7 @@ from thor_dflash.calib.check.compare import (
 )
 from thor_dflash.calib.check.golden import arrays, read
 from thor_dflash.calib.check.programs import Programs
+from thor_dflash.calib.check.walks import walks
 from thor_dflash.config import BuildConfig, EngineConfig
 from thor_dflash.errors import RequestError
 from thor_dflash.manifest import Manifest
@@ -148,6 +149,15 @@ def test_every_size_of_a_prefill_step_is_walked(tmp_path: Path) -> None:
         "prefill.chunk8": "layers.0.linear_attn",
         "observe_chunk.chunk8": "drafter.context_kv",
     }
+
+
+def test_what_is_observed_is_what_a_step_of_that_size_left() -> None:
+    with closing(open_session(constrained.package(16, (8, 64)), THREAD, Silent())) as s:
+        for name, rows in (("observe_chunk", 16), ("observe_chunk.chunk8", 8)):
+            call = walks(s.model)[name]([1, 2, 3, 4, 5], 0)
+            taps = s.model.engine.read(call.inputs["taps"])
+            assert len(taps) == rows
+            assert np.abs(taps[:5]).max(axis=1).all()
 
 
 @pytest.mark.parametrize("kv", ["bf16", "fp8"])

@@ -78,6 +78,8 @@ def test_what_a_prompt_takes_is_predicted_from_the_sizes_of_its_steps(
     assert backend.rates.step_sizes == (8, 16), "64 rows are more than a cancel waits for"
     assert backend.rates.bound_ms() >= 64
     assert backend.rates.step_ms[8] == 800, "which no step of the self-test had"
+    assert backend.rates.step_ms[16] < 1600, "and this had"
+    assert backend.rates.step_ms.keys() == {8, 16}
     assert backend.rates.prefill_ms(16 * 3 + 5) == 3 * backend.rates.step_ms[16] + 800
 
 
