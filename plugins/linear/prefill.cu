@@ -11,9 +11,10 @@
 // A warp scheduler issues a matrix product in six to seven clocks and nothing else meanwhile: what
 // counts is how many other instructions there are for each.
 //
-// Items go row tile first, so that the blocks that run together share their weights in L2. The last
-// tiles, where they leave half of the blocks idle or more, are cut in two by rows. A row's sums are
-// made in order of k, whatever T and wherever the row lies.
+// Items go row tile first, so that the blocks that run together share their weights in L2. How many
+// n-tiles they have, and how many of the last tiles are cut in two by rows, is chosen so that blocks
+// end together (prefill_launch.py). A row's sums are made in order of k, whatever T, wherever the row
+// lies and however items are cut.
 //
 // Compile-time: TILE_ROWS 64 or 128; STAGES of the ring; KINDS, the weight kinds of the launch
 // (1 << kind), of which one is NVFP4 in narrow tiles; EPILOGUE as below.

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import kernels
-import ml_dtypes
 import numpy as np
 import pytest
 from emulation import Emulator
 from hypothesis import example, given
 from hypothesis import strategies as st
 from leaving import leaving
+from products import BF16, N4, SHAPES, bf16, nvfp4
 
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.launch import H100, THOR, Device, Shaped, Site
@@ -23,32 +23,7 @@ from thor_dflash.plugins.linear.partition import Partition, clusters, halves, pa
 from thor_dflash.plugins.op import Attributes, Case
 from thor_dflash.tensors import Array, DType
 
-BF16 = ml_dtypes.bfloat16
-N4 = Kind.NVFP4
 SMALL = Device((9, 0), 12)
-SHAPES = {
-    "in_proj": (5120, (N4, N4, Kind.BF16, Kind.BF16), (10240, 6144, 48, 48), False),
-    "out_proj": (6144, (N4,), (5120,), False),
-    "gate_up": (5120, (N4, N4), (17408, 17408), True),
-    "down": (17408, (N4,), (5120,), False),
-    "qkv": (5120, (N4,) * 4, (6144, 6144, 1024, 1024), False),
-    "head": (5120, (N4,), (248320,), False),
-    "nano": (320, (N4, N4, Kind.BF16, Kind.BF16), (1024, 512, 4, 4), False),
-}
-
-
-def nvfp4(rng: np.random.Generator, n: int, k: int) -> dict[str, Array]:
-    return {
-        "weight": rng.integers(0, 256, (n, k // 2)).astype(np.uint8),
-        "block_scale": rng.uniform(0.5, 1, (n, k // 16)).astype(ml_dtypes.float8_e4m3fn),
-        "row_scale": rng.uniform(0.01, 0.02, n).astype(np.float32),
-    }
-
-
-def bf16(rng: np.random.Generator, n: int, k: int) -> dict[str, Array]:
-    return {"weight": rng.normal(0, 0.1, (n, k)).astype(BF16)}
-
-
 Sixteen = tuple[int, Kind, bool]
 """First packed column, kind and whether stored narrow of 16 columns."""
 
