@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from thor_dflash.builders.weights import Stored, WeightFiles
+from thor_dflash.manifest import WEIGHTS
 from thor_dflash.plugins.launch import Site
 from thor_dflash.plugins.rules import Rule
 from thor_dflash.tensors import Array, DType
 
-CONSTANTS = "weights/constants.bin"
+CONSTANTS = f"{WEIGHTS}constants.bin"
 """Where numbers lie that the graphs hold themselves."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -175,7 +176,6 @@ def open_session(
             f"engine.threads must be <= {cores}, the cores of this machine (got {config.threads})"
         )
     found = package_manifest.read(package)
-    package_manifest.verify(package, found, progress)
     capacity = config.capacity or found.capacity
     longest = longest_context(found.target, found.drafter)
     if not found.block < capacity <= longest:
@@ -191,17 +191,18 @@ def open_session(
     if chunk not in sizes:
         rows = " or ".join(str(size) for size in sorted(sizes))
         raise ConfigError(f"engine.chunk must be {rows}, as the package was built (got {chunk})")
-    engine = _ENGINES[found.engine](package, config, progress)
-    try:
-        with progress.task("loading graphs"):
-            if not choose or config.chunk:
-                sizes = (chunk, *(rows for rows in sizes if rows < chunk))
-            model = Model(engine, found, capacity, block, sizes)
-    except BaseException as e:
-        engine.close()
-        if isinstance(e, NoRoom):
+    if not choose or config.chunk:
+        sizes = (chunk, *(rows for rows in sizes if rows < chunk))
+    with ExitStack() as stack:
+        try:
+            with package_manifest.checking(package, found, progress):
+                engine = _ENGINES[found.engine](package, config, progress)
+                stack.callback(engine.close)
+                with progress.task("loading graphs"):
+                    model = Model(engine, found, capacity, block, sizes)
+        except NoRoom as e:
             raise EngineError(f"{e}; {_remedy(found, capacity, e.lacks)}") from e
-        raise
+        stack.pop_all()
     return Session(model, Text.load(package) if found.tokenizer else None)
 
 

@@ -2,15 +2,28 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import pytest
 from samples import MANIFEST, package
+from waiting import until
 
 from thor_dflash import manifest as m
 from thor_dflash.errors import PackageError
-from thor_dflash.manifest import MAGIC, NAME, FileEntry, Manifest, hash_file, read, render, verify
+from thor_dflash.manifest import (
+    MAGIC,
+    NAME,
+    FileEntry,
+    Manifest,
+    checking,
+    hash_file,
+    read,
+    render,
+    verify,
+)
 from thor_dflash.progress import Silent, Task
 
 
@@ -142,3 +155,88 @@ def test_verify_reports_every_byte(tmp_path: Path) -> None:
 
     verify(tmp_path, manifest, Counting())
     assert total == [8]
+
+
+def damaged(tmp_path: Path, *names: str) -> Manifest:
+    made = package(tmp_path, other=b"other", weights__a=bytes(40), weights__b=bytes(40))
+    for name in names:
+        (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-1] + b"!")
+    return made
+
+
+def test_weights_are_hashed_while_they_are_loaded_and_all_else_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, hashed = Event(), list[str]()
+
+    def held(path: Path, advance: Callable[[int], None]) -> FileEntry:
+        if path.parent.name == "weights":
+            assert go.wait(20)
+        hashed.append(path.name)
+        return hash_file(path, advance)
+
+    monkeypatch.setattr(m, "hash_file", held)
+    with checking(tmp_path, damaged(tmp_path), Silent()):
+        assert hashed == ["other"]
+        go.set()
+    assert sorted(hashed) == ["a", "b", "other"]
+
+
+def test_nothing_is_loaded_of_a_package_whose_other_files_are_damaged(tmp_path: Path) -> None:
+    made = damaged(tmp_path, "other", "weights/a")
+    with (
+        pytest.raises(PackageError, match=r"\(got other altered\)"),
+        checking(tmp_path, made, Silent()),
+    ):
+        pytest.fail("begun")
+
+
+def test_damaged_weights_are_told_at_the_end_of_loading_them(tmp_path: Path) -> None:
+    made, loaded = damaged(tmp_path, "weights/b"), False
+    with (
+        pytest.raises(PackageError, match=r"\(got weights/b altered\)"),
+        checking(tmp_path, made, Silent()),
+    ):
+        loaded = True
+    assert loaded
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Files are read byte by byte, one after the other; the bytes."""
+    pieces: list[int] = []
+
+    def hash_slowly(path: Path, advance: Callable[[int], None]) -> FileEntry:
+        def told(count: int) -> None:
+            pieces.append(count)
+            advance(count)
+
+        return hash_file(path, told)
+
+    monkeypatch.setattr(m, "hash_file", hash_slowly)
+    monkeypatch.setattr(m, "CHUNK", 1)
+    monkeypatch.setattr(m, "HASHERS", 1)
+    return pieces
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_failure_to_load_ends_the_hashing(
+    tmp_path: Path, slow: list[int], error: type[BaseException]
+) -> None:
+    made = package(tmp_path, weights__a=bytes(1 << 20), weights__b=bytes(1 << 20))
+    with pytest.raises(error), checking(tmp_path, made, Silent()):
+        raise error
+    assert len(slow) < 1 << 19, "it would have been 2^21"
+
+
+def test_a_failure_to_load_what_is_damaged_is_told_as_damage(
+    tmp_path: Path, slow: list[int]
+) -> None:
+    made = damaged(tmp_path, "weights/a")
+    with (
+        pytest.raises(PackageError, match=r"\(got weights/a altered\)") as error,
+        checking(tmp_path, made, Silent()),
+    ):
+        until(lambda: len(slow) > len(b"other") + 40)  # it is at the next one
+        raise ValueError("not what I can load")
+    assert isinstance(error.value.__cause__, ValueError)

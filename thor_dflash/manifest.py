@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import os
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from queue import Empty, SimpleQueue
@@ -31,8 +31,10 @@ NAME = "manifest.toml"
 MAGIC = "# thor-dflash package, sha256 of the lines below: "
 CHUNK = 4 << 20
 """Read at a time while hashing, bytes: large enough for the disk, small enough for a smooth bar."""
-HASHERS = 4
+HASHERS = 8
 """Files hashed at once; hashing lets go of the interpreter, and one core is slower than a disk."""
+WEIGHTS = "weights/"
+"""Where files lie that hold numbers and nothing else."""
 NAMED = 5
 """Most problems one error message names."""
 CHUNKED = "observe_chunk"
@@ -255,14 +257,44 @@ def verify(package: Path, manifest: Manifest, progress: Progress) -> None:
     Raises:
         PackageError: names the files that are missing, truncated, altered or extra.
     """
-    problems = _by_size(package, manifest)
+    with checking(package, manifest, progress):
+        pass
+
+
+@contextmanager
+def checking(package: Path, manifest: Manifest, progress: Progress) -> Generator[None]:
+    """The same, but weights are hashed while the body runs, so that it may load them meanwhile. No
+    number in them can do harm before it is computed with: what the body makes counts once this has
+    ended. All other files are what they must be when it begins.
+
+    Raises:
+        PackageError: as `verify`. Of a body that failed because files are damaged, too.
+    """
     # Sizes are free and hashes are not: with files missing there is no point in reading the rest.
-    if not problems:
-        problems = _by_hash(package, manifest, progress)
+    _refuse(package, _by_size(package, manifest))
+    weights = {name: e for name, e in manifest.files.items() if name.startswith(WEIGHTS)}
+    others = {name: e for name, e in manifest.files.items() if name not in weights}
+    with _Hashing(package, others) as hashing:
+        _refuse(package, hashing.wait(progress, "checking package"))
+    with _Hashing(package, weights) as hashing:
+        try:
+            yield
+        except Exception as e:
+            if problems := hashing.end():
+                raise _refusal(package, problems) from e
+            raise
+        _refuse(package, hashing.wait(progress, "checking weights"))
+
+
+def _refuse(package: Path, problems: Sequence[str]) -> None:
     if problems:
-        more = len(problems) - NAMED
-        text = ", ".join(problems[:NAMED]) + (f", and {more} more" if more > 0 else "")
-        raise PackageError(f"{package} must hold what was built (got {text}); {REBUILD}")
+        raise _refusal(package, problems)
+
+
+def _refusal(package: Path, problems: Sequence[str]) -> PackageError:
+    more = len(problems) - NAMED
+    text = ", ".join(problems[:NAMED]) + (f", and {more} more" if more > 0 else "")
+    return PackageError(f"{package} must hold what was built (got {text}); {REBUILD}")
 
 
 def _by_size(package: Path, manifest: Manifest) -> list[str]:
@@ -280,34 +312,57 @@ def _by_size(package: Path, manifest: Manifest) -> list[str]:
     return problems + [f"{name} that no build wrote" for name in sorted(extra)]
 
 
-def _by_hash(package: Path, manifest: Manifest, progress: Progress) -> list[str]:
-    total = sum(entry.bytes for entry in manifest.files.values())
-    # Progress is told from this thread alone, so the others hand over what they have read.
-    read: SimpleQueue[int] = SimpleQueue()
-    stop = Event()
+class _Hashing:
+    """Hashes files on threads of its own, until it is left."""
 
-    def told(count: int) -> None:
-        read.put(count)
-        if stop.is_set():
+    def __init__(self, package: Path, files: Mapping[str, FileEntry]) -> None:
+        self._files = files
+        # Progress is told from one thread alone, so the others hand over what they have read.
+        self._read: SimpleQueue[int] = SimpleQueue()
+        self._stop = Event()
+        self._pool = ThreadPoolExecutor(HASHERS)
+        self._jobs = {
+            name: self._pool.submit(hash_file, package / name, self._told) for name in files
+        }
+
+    def __enter__(self) -> _Hashing:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def _told(self, count: int) -> None:
+        self._read.put(count)
+        if self._stop.is_set():
             raise InterruptedError
 
-    task = progress.task("checking package", total, "bytes")
-    with task, ThreadPoolExecutor(HASHERS) as pool:
-        jobs = {name: pool.submit(hash_file, package / name, told) for name in manifest.files}
-        try:
-            while not all(job.done() for job in jobs.values()):
+    def wait(self, progress: Progress, label: str) -> list[str]:
+        """Show how far it is until all is hashed; the files that are not what they must be."""
+        if not self._jobs:
+            return []
+        total = sum(entry.bytes for entry in self._files.values())
+        with progress.task(label, total, "bytes") as task:
+            while not all(job.done() for job in self._jobs.values()):
                 with suppress(Empty):
-                    task.advance(read.get(timeout=0.02))
-        except BaseException:
-            stop.set()
-            raise
-        while not read.empty():
-            task.advance(read.get())
-        return [p for name, job in jobs.items() if (p := _altered(name, job, manifest))]
+                    task.advance(self._read.get(timeout=0.02))
+            while not self._read.empty():
+                task.advance(self._read.get())
+        return self._problems()
+
+    def end(self) -> list[str]:
+        """Hash no further; what is known to be wrong."""
+        self._stop.set()
+        self._pool.shutdown(cancel_futures=True)
+        return self._problems()
+
+    def _problems(self) -> list[str]:
+        return [p for name, job in self._jobs.items() if (p := _problem(name, job, self._files))]
 
 
-def _altered(name: str, job: Future[FileEntry], manifest: Manifest) -> str:
+def _problem(name: str, job: Future[FileEntry], files: Mapping[str, FileEntry]) -> str:
+    if job.cancelled() or isinstance(job.exception(), InterruptedError):
+        return ""
     try:
-        return "" if job.result() == manifest.files[name] else f"{name} altered"
+        return "" if job.result() == files[name] else f"{name} altered"
     except OSError as e:
         return f"{name} unreadable: {e.strerror}"

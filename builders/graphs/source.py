@@ -11,6 +11,7 @@ import numpy as np
 from thor_dflash.builders.checkpoint.matrix import Matrix, WeightKind, finite
 from thor_dflash.builders.graphs.graph import Graph, Value
 from thor_dflash.builders.weights import Stored, WeightFiles
+from thor_dflash.manifest import WEIGHTS
 from thor_dflash.tensors import Array, DType
 
 EMBEDDING = "embed_tokens.weight"
@@ -126,7 +127,7 @@ class Source:
     def _file(self, name: str) -> str:
         parts = name.split(".")
         stem = f"layer.{int(parts[1]):02d}" if parts[0] == "layers" else "outer"
-        return f"weights/{self.prefix}{stem}.bin"
+        return f"{WEIGHTS}{self.prefix}{stem}.bin"
 
 
 def _some(stored: Stored | None) -> Stored:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 
 from thor_dflash.dims import DrafterDims, GdnDims
-from thor_dflash.manifest import Manifest
+from thor_dflash.manifest import WEIGHTS, Manifest
 from thor_dflash.plugins.verify_attention import TILE
 from thor_dflash.runtime.model import cache_rows, ring_rows
 
@@ -55,7 +55,7 @@ def shorter(manifest: Manifest, capacity: int, lacks: int) -> int:
 
 
 def _weights(name: str) -> bool:
-    return name.startswith("weights/") or name.endswith((".engine", ".plan"))
+    return name.startswith(WEIGHTS) or name.endswith((".engine", ".plan"))
 
 
 def _unpacked(manifest: Manifest) -> int:

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from products import BF16, SHAPES, nvfp4
 
 from thor_dflash.plugins import LINEAR
-from thor_dflash.plugins.launch import H100, THOR, Device
-from thor_dflash.plugins.linear.layout import TILE, Kind, _layout
+from thor_dflash.plugins.launch import H100, THOR, Device, Int
+from thor_dflash.plugins.linear import launch
+from thor_dflash.plugins.linear.layout import TILE, Kind, _layout, layout
 from thor_dflash.plugins.linear.prefill_launch import HIGH, LOW, SLIM, WIDE, Cut, _cuts, cut
 from thor_dflash.plugins.op import Case
 
@@ -95,8 +96,11 @@ def test_any_cut_gives_the_product(rows: int, blocks: int) -> None:
         **{f"{name}0": value for name, value in nvfp4(rng, 576, 192).items()},
     }
     call = kernels.call_of(LINEAR, Case("cut", inputs, {"epilogue": "residual"}))
-    made = kernels.launch(call, Emulator(0), Device((9, 0), blocks))
-    kernels.compare(LINEAR, made, call.want)
+    device = Device((9, 0), blocks)
+    kernels.compare(LINEAR, kernels.launch(call, Emulator(0), device), call.want)
+    found, product = cut(layout(call.site), rows, blocks), launch.launches(call.site, device)[-1]
+    assert product.grid == (min(found.items, blocks), 1, 1)
+    assert product.arguments[-2:] == (Int(len(found.pieces)), Int(found.whole))
 
 
 def test_all_kinds_of_items_are_among_those() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from thor_dflash.config import BuildConfig, EngineConfig
 from thor_dflash.errors import ConfigError, EngineError, ModelFault, PackageError, RequestError
 from thor_dflash.plugins.accept import Record
 from thor_dflash.progress import Silent
+from thor_dflash.runtime.engines.ort import OrtEngine
 from thor_dflash.runtime.propose import Dflash, Nobody
 from thor_dflash.runtime.session import Request, open_session
 from thor_dflash.tensors import DType, TensorSpec
@@ -136,9 +138,27 @@ def test_a_graph_that_does_not_load_is_an_engine_error(
 ) -> None:
     path = package(tmp_path)
     (path / "verify.onnx").write_bytes(b"no")
-    monkeypatch.setattr(manifest, "verify", lambda *_: None)
+    monkeypatch.setattr(manifest, "checking", lambda *_: nullcontext())
     with pytest.raises(EngineError, match=r"verify\.onnx must load in ONNX Runtime"):
         open_session(path, EngineConfig(), Silent())
+
+
+def test_a_damaged_weight_is_found_when_all_is_loaded_and_the_engine_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = package(tmp_path)
+    weights = path / "weights" / "layer.01.bin"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    closed: list[object] = []
+    monkeypatch.setattr(OrtEngine, "close", lambda engine: closed.append(engine))
+    with pytest.raises(PackageError, match=r"\(got weights/layer.01.bin altered\); build it again"):
+        open_session(path, EngineConfig(), Silent())
+    assert len(closed) == 1
+    with pytest.raises(ConfigError, match=r"engine.chunk must be"):  # no byte is read for it
+        open_session(path, EngineConfig(chunk=7), Silent())
+    assert len(closed) == 1
 
 
 def test_a_drafter_that_drafts_nothing_known_changes_no_fault() -> None:
