@@ -15,6 +15,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 from decoding import prompt, session
+from spoiling import graph, rehash, spoil_body, spoil_weight
 from stepping import Spoil, Stepping
 
 from thor_dflash import cli, manifest
@@ -57,44 +58,6 @@ def good() -> Path:
 @pytest.fixture
 def copy(good: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(good, tmp_path / "package"))
-
-
-def rehash(package: Path) -> None:
-    """The manifest of files as they are now: damage that no hash tells."""
-    old = manifest.read(package)
-    files = {name: manifest.hash_file(package / name) for name in old.files}
-    text = manifest.render(dataclasses.replace(old, files=files))
-    (package / manifest.NAME).write_text(text)
-
-
-def graph(package: Path, name: str) -> onnx.ModelProto:
-    return onnx.load(str(package / f"{name}.onnx"), load_external_data=False)
-
-
-def spoil_weight(package: Path, name: str) -> None:
-    """Turn the sign of a stored float32 or bf16 tensor's first 64 elements."""
-    tensor = next(t for t in graph(package, "verify").graph.initializer if t.name == name)
-    place = {e.key: e.value for e in tensor.external_data}
-    path = package / place["location"]
-    raw = bytearray(path.read_bytes())
-    width = {onnx.TensorProto.FLOAT: 4, onnx.TensorProto.BFLOAT16: 2}[tensor.data_type]
-    for i in range(64):
-        raw[int(place["offset"]) + i * width + width - 1] ^= 0x80
-    path.write_bytes(raw)
-    rehash(package)
-
-
-def spoil_body(package: Path, step: str, old: str, new: str, name: str = "verify") -> None:
-    """Give one node a body of its own with another operator in it."""
-    model = graph(package, name)
-    node = next(n for n in model.graph.node if n.name == step)
-    body = onnx.FunctionProto()
-    body.CopyFrom(next(f for f in model.functions if f.overload == node.overload))
-    body.overload = node.overload = f"{node.overload}_spoiled"
-    next(n for n in reversed(body.node) if n.op_type == old).op_type = new
-    model.functions.append(body)
-    (package / f"{name}.onnx").write_bytes(model.SerializeToString())
-    rehash(package)
 
 
 @cache
