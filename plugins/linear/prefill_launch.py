@@ -115,15 +115,14 @@ def cut(plan: Layout, rows: int, blocks: int) -> Cut:
 
 
 def _cuts(plan: Layout, rows: int, blocks: int) -> Iterator[Cut]:
-    """Whole rounds of whole tiles, and then halves."""
+    """Of whole tiles; or whole rounds of them, and then halves."""
     height = LOW if rows <= LOW else HIGH
     for width in (WIDE, SLIM):
         pieces = tuple(piece for group in plan.groups for piece in group.pieces(width))
         tiles = -(-rows // height) * len(pieces)
         yield Cut(pieces, height, tiles, tiles)
         if height == HIGH:
-            for whole in range((tiles - 1) // blocks * blocks, -1, -blocks):
-                yield Cut(pieces, height, tiles, whole)
+            yield Cut(pieces, height, tiles, (tiles - 1) // blocks * blocks)
 
 
 def _longest(found: Cut, blocks: int) -> float:
