@@ -37,10 +37,12 @@ __all__ = ["Chunk", "Report", "Request", "Session", "open_session"]
 class Session:
     """A package loaded on one engine. One sequence at a time."""
 
-    def __init__(self, model: Model, text: Text | None) -> None:
+    def __init__(self, model: Model, text: Text | None, choice: tuple[int, ...] = ()) -> None:
         self.model = model
         self.text = text
         """None where the package has no tokenizer."""
+        self.choice = choice or (model.chunk,)
+        """Sizes that `model.chunk` may be set to before the first request, rows."""
         self.prefixes = Prefixes(model)
         """States that requests continue from. The longest that fits a prompt is used."""
         self._grammars: Grammars | None = None
@@ -191,8 +193,8 @@ def open_session(
     if chunk not in sizes:
         rows = " or ".join(str(size) for size in sorted(sizes))
         raise ConfigError(f"engine.chunk must be {rows}, as the package was built (got {chunk})")
-    if not choose or config.chunk:
-        sizes = (chunk, *(rows for rows in sizes if rows < chunk))
+    choice = sizes if choose and not config.chunk else (chunk,)
+    sizes = (chunk, *(rows for rows in sizes if rows != chunk and rows <= max(choice)))
     with ExitStack() as stack:
         try:
             with package_manifest.checking(package, found, progress):
@@ -202,8 +204,9 @@ def open_session(
                     model = Model(engine, found, capacity, block, sizes)
         except NoRoom as e:
             raise EngineError(f"{e}; {_remedy(found, capacity, e.lacks)}") from e
+        text = Text.load(package) if found.tokenizer else None
         stack.pop_all()
-    return Session(model, Text.load(package) if found.tokenizer else None)
+    return Session(model, text, choice)
 
 
 def _remedy(found: Manifest, capacity: int, lacks: int) -> str:

@@ -14,7 +14,7 @@ from msgspec import structs
 from thor_dflash.errors import PlanError, ThorError
 from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving import codec, device, fields, groot, hello, security, wire
-from thor_dflash.serving.backend import Prepared
+from thor_dflash.serving.backend import Backend, Prepared
 from thor_dflash.serving.codec import JSON, Head
 from thor_dflash.serving.door import Door, Letter
 from thor_dflash.serving.events import Events
@@ -147,8 +147,7 @@ class Desk:
                 field="persist",
             )  # fmt: skip
         job = job_of(peer, request, time.monotonic())
-        after = max(RETRY_MS, backend.rates.e2e_ms)
-        self.books.arrive(job, after)
+        self.books.arrive(job, _retry_after(backend))
         self._tell("arrived", op=request.op, id=request.id, session=job.session)
         if isinstance(request, wire.Ask):
             self._hands.check(job)
@@ -254,7 +253,7 @@ class Desk:
             left = None if job.deadline is None else 1e3 * (job.deadline - time.monotonic())
             free = self.books.running is None
             admit(outcome.min_ms, left, self._life.backend.rates, free=free)
-            displaced = self.books.accept(job)
+            displaced = self.books.accept(job, _retry_after(self._life.backend))
         except PlanError as e:
             self.answer(job, e)
             return
@@ -382,3 +381,8 @@ class Desk:
         if self._door.send(peer.envelope, body, droppable=droppable) == "gone":
             self.lost(peer.routing)
         return written
+
+
+def _retry_after(backend: Backend) -> float:
+    """When a place may be free, ms."""
+    return max(RETRY_MS, backend.rates.e2e_ms)

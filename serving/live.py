@@ -107,7 +107,7 @@ class LiveBackend:
     def warm(self) -> None:
         """See Backend. Speculation must give the very tokens of plain decoding, twice."""
         model = self.session.model
-        worst = choose_chunk(model, self.config.cancel_ms, self._log)
+        worst = choose_chunk(model, self.session.choice, self.config.cancel_ms, self._log)
         usual = [(step_ms(model, rows, 0), rows) for rows in model.step_sizes]
         prompt = self._prompt([{"role": "user", "content": SELF_TEST}], thinking=True)
         count = min(SELF_TOKENS, model.limit - len(prompt))

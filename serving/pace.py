@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from statistics import median
 
 from thor_dflash.runtime.model import Model
@@ -14,16 +14,17 @@ REPEATS = 3
 
 def choose_chunk(
     model: Model,
+    sizes: Iterable[int],
     limit_ms: float,
     log: Callable[[str], None],
     measure: Callable[[Model, int, int], float] | None = None,
 ) -> float:
-    """Set `model.chunk` to the largest size whose step takes `limit_ms` at most, or else to the
-    smallest; give what its step takes at the end of the longest prompt, where attention reads most,
-    ms. Before the first request: the sequence is empty after.
+    """Set `model.chunk` to the largest of `sizes` whose step takes `limit_ms` at most, or else to
+    the smallest; give what its step takes at the end of the longest prompt, where attention reads
+    most, ms. Before the first request: the sequence is empty after.
     """
     took = 0.0
-    for rows in sorted(model.chunks, reverse=True):
+    for rows in sorted(sizes, reverse=True):
         model.chunk = rows
         took = (measure or step_ms)(model, rows, max(0, model.limit - rows))
         if took <= limit_ms:

@@ -91,8 +91,8 @@ class Rates:
         return max(1.0, math.ceil(2 * worst))
 
     def prefill_ms(self, tokens: int) -> float:
-        """Predicted, for this many prompt tokens."""
-        whole, rest = divmod(tokens, self.step_sizes[-1])
+        """Predicted, for this many prompt tokens, the last of which is for the first cycle."""
+        whole, rest = divmod(max(0, tokens - 1), self.step_sizes[-1])
         last = next(rows for rows in self.step_sizes if rows >= rest)
         return whole * self._predicted(self.step_sizes[-1]) + self._predicted(last) * (rest > 0)
 

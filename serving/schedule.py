@@ -62,7 +62,7 @@ class Job:
     seq: int = 0
     """Chunks sent."""
     instead_of: Job | None = None
-    """Who was waiting in a full queue, and loses its place if this one is found fit."""
+    """Of a full queue: while this one is checked, no other counts on its place."""
     gone: bool = False
     """Nobody is there to hear the answer."""
 
@@ -125,36 +125,38 @@ class Schedule:
         self._check_id(job)
         self._check_generation(job)
         pending = self._pending()
-        # No session takes others' room by plans that displace each other: those that a session has
-        # under check are bounded, too.
+        # Counted as if all that is being checked were accepted: no session takes others' room by
+        # plans that displace each other. So those that a session has under check are bounded, too.
+        leaving = self._leaving((job, *reversed(pending)))
         own = sum(one.session == job.session for one in pending)
-        leaving = self._leaving((*pending, job))
         full = len(self._jobs) + 1 - len(leaving) > self._room
         if full:
             job.instead_of = self._least_urgent(job, leaving)
         if own > self._max_queue or (full and job.instead_of is None):
-            raise PlanError(
-                "busy", f"plans that wait must be <= {self._max_queue} (got as many)",
-                retry_after_ms=retry_after_ms,
-            )  # fmt: skip
+            raise self._busy(retry_after_ms)
         self._jobs.append(job)
 
-    def accept(self, job: Job) -> list[tuple[Job, PlanError]]:
+    def accept(self, job: Job, retry_after_ms: float) -> list[tuple[Job, PlanError]]:
         """A job was found fit, and others make way for it: the running one is told to stop. Gives
         the waiting ones it displaces, each with its answer.
 
         Raises:
-            PlanError: stale. Nothing has changed.
+            PlanError: stale, or busy, where who would have made way is no longer there and others
+                took the room. Nothing has changed.
         """
         self._check_generation(job)
-        self._remember(job)
-        other, job.instead_of = job.instead_of, None
-        leaving = self._leaving(self._pending())
+        job.instead_of = None
         out = self._displaced(job)
-        # There may be room by now.
-        if other in self.waiting and len(self._jobs) - len(leaving) > self._room:
+        leaving = self._leaving((job,))
+        # Those still under check may be refused: they take nobody's place, and have none to give.
+        leaving.update(self._pending())
+        if len(self._jobs) - len(leaving) >= self._room:
+            other = self._least_urgent(job, leaving)
+            if other is None:
+                raise self._busy(retry_after_ms)
             text = "a more urgent plan took its place in a full queue"
             out.append((other, PlanError("preempted", text)))
+        self._remember(job)
         running = self.running
         if running and self._preempts(job, running):
             running.stop = running.stop or "preempted"
@@ -165,23 +167,31 @@ class Schedule:
         """One more than may wait: the one that runs, or is on its way to a free engine."""
         return self._max_queue + 1
 
+    def _busy(self, retry_after_ms: float) -> PlanError:
+        return PlanError(
+            "busy", f"plans that wait must be <= {self._max_queue} (got as many)",
+            retry_after_ms=retry_after_ms,
+        )  # fmt: skip
+
     def _pending(self) -> list[Job]:
         return [one for one in self._jobs if one.state == "preparing"]
 
     def _leaving(self, comers: Iterable[Job]) -> set[Job]:
-        """Who makes way for plans under check: they are counted as if all of them were accepted."""
+        """Who will be gone once these are accepted, the latest first."""
         found: set[Job] = set()
         running, waiting = self.running, self.waiting
         for one in comers:
+            if one in found:
+                continue
             found |= {old for old, _ in self._displaced(one)}
-            if running and self._preempts(one, running):
+            if running and (running.stop or self._preempts(one, running)):
                 found.add(running)
             if one.instead_of in waiting:
                 found.add(one.instead_of)
         return found
 
     def _least_urgent(self, job: Job, leaving: Container[Job]) -> Job | None:
-        """Of the plans that wait and that this one may displace; of equals the newest."""
+        """Of the plans that wait and that a job may displace; of equals the newest."""
         if not isinstance(job.request, wire.Ask) or job.request.preempt != "lower":
             return None
         lower = [

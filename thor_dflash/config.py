@@ -90,9 +90,10 @@ class BuildConfig:
     chunk: int = 0
     """Rows of a prefill step; 0 takes what suits the engine: 64 on ort, else 512."""
     chunks: tuple[int, ...] = ()
-    """Other sizes of a prefill step, rows; none takes what suits the engine: none on ort, else
-    128. A server chooses among them by what a step takes. Larger ones read a prompt faster, make a
-    cancel wait longer, and have prefixes kept in larger pieces."""
+    """Other sizes of a prefill step, rows; none takes what suits the engine: 256, 128, 64 and 32 on
+    cuda, 128 on tensorrt, none on ort. A server chooses among all by what a step takes: larger ones
+    read a prompt faster, make a cancel wait longer, and have prefixes kept in larger pieces. A
+    prompt's last step takes the smallest that holds its rest."""
     kv: Literal["auto", "f32", "bf16", "fp8"] = "auto"
     """Element type of the target's KV cache; auto is f32 on ort, else fp8."""
     activations: Literal["auto", "f32", "bf16"] = "auto"
@@ -137,8 +138,8 @@ class EngineConfig:
     block: int = 0
     """Rows of a verify block, one of the package's widths; 0 takes its own."""
     chunk: int = 0
-    """Rows of a prefill step, one of the package's sizes; 0 takes its own, and lets a server choose
-    by what a step takes."""
+    """Rows of the largest prefill step, one of the package's sizes; 0 takes its own, and lets a
+    server choose by what a step takes."""
     device: int = 0
     """cuda, tensorrt: which of the machine's devices, as the driver numbers them."""
     graphs: bool = True

@@ -268,7 +268,8 @@ def checking(package: Path, manifest: Manifest, progress: Progress) -> Generator
     ended. All other files are what they must be when it begins.
 
     Raises:
-        PackageError: as `verify`. Of a body that failed because files are damaged, too.
+        PackageError: as `verify`; also in place of the body's error, where a file was found to be
+            damaged before it.
     """
     # Sizes are free and hashes are not: with files missing there is no point in reading the rest.
     _refuse(package, _by_size(package, manifest))
@@ -312,6 +313,10 @@ def _by_size(package: Path, manifest: Manifest) -> list[str]:
     return problems + [f"{name} that no build wrote" for name in sorted(extra)]
 
 
+class _Ended(Exception):
+    """Nobody waits for the hash."""
+
+
 class _Hashing:
     """Hashes files on threads of its own, until it is left."""
 
@@ -329,12 +334,12 @@ class _Hashing:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.end()
+        self._halt()
 
     def _told(self, count: int) -> None:
         self._read.put(count)
         if self._stop.is_set():
-            raise InterruptedError
+            raise _Ended
 
     def wait(self, progress: Progress, label: str) -> list[str]:
         """Show how far it is until all is hashed; the files that are not what they must be."""
@@ -351,16 +356,19 @@ class _Hashing:
 
     def end(self) -> list[str]:
         """Hash no further; what is known to be wrong."""
+        self._halt()
+        return self._problems()
+
+    def _halt(self) -> None:
         self._stop.set()
         self._pool.shutdown(cancel_futures=True)
-        return self._problems()
 
     def _problems(self) -> list[str]:
         return [p for name, job in self._jobs.items() if (p := _problem(name, job, self._files))]
 
 
 def _problem(name: str, job: Future[FileEntry], files: Mapping[str, FileEntry]) -> str:
-    if job.cancelled() or isinstance(job.exception(), InterruptedError):
+    if job.cancelled() or isinstance(job.exception(), _Ended):
         return ""
     try:
         return "" if job.result() == files[name] else f"{name} altered"

@@ -194,8 +194,8 @@ def test_a_package_of_the_27b_for_a_cpu_is_far_larger_in_memory() -> None:
     finding = fitting(LAPTOP, on_cpu)["package memory"]
     assert (finding.state, finding.remedy) == ("wrong", "free memory")
     assert "unpacked weights 146.0 GB" in finding.text
-    sized = replace(on_cpu, chunks=(32, 2048))  # the larger one is only for a server's choice
-    assert needs(sized, 8192)["unpacked weights"] == (3 * (4 * 16 + 4 * 2) + 2) * GB
+    sized = replace(on_cpu, chunks=(32, 2048))
+    assert needs(sized, 8192)["unpacked weights"] == (4 * (4 * 16 + 4 * 2) + 2) * GB
 
 
 def test_a_context_that_does_not_fit_is_refused_with_the_longest_that_does() -> None:

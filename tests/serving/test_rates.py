@@ -46,14 +46,14 @@ def test_predictions_are_what_was_measured() -> None:
 def test_a_prompt_takes_whole_steps_and_one_as_small_as_its_rest_allows() -> None:
     rates = measured()
     rates.step(20.0, 16)
-    assert [rates.prefill_ms(n) for n in (0, 1, 16, 17, 64, 65, 80, 81, 128, 130)] == [
+    assert [rates.prefill_ms(n) for n in (1, 2, 17, 18, 65, 66, 81, 82, 129, 131)] == [
         0, 20, 20, 50, 50, 70, 70, 100, 100, 120
     ]  # fmt: skip
     fresh = Rates(step_sizes=(16, 32, 64))
-    assert fresh.prefill_ms(70) == 0, "nothing is known yet"
+    assert fresh.prefill_ms(71) == 0, "nothing is known yet"
     fresh.step(30.0, 32)
-    assert fresh.prefill_ms(10) == 30, "no longer than the next size that has run"
-    assert fresh.prefill_ms(64) == 0, "and of what is longer nothing is known"
+    assert fresh.prefill_ms(11) == 30, "no longer than the next size that has run"
+    assert fresh.prefill_ms(65) == 0, "and of what is longer nothing is known"
 
 
 def test_one_outlier_changes_nothing() -> None:

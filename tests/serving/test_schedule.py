@@ -3,11 +3,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thor_dflash.errors import PlanError
 from thor_dflash.serving import schedule, wire
+from thor_dflash.serving.backend import Stop
 from thor_dflash.serving.codec import JSON
 from thor_dflash.serving.schedule import Job, Peer, Schedule
 
@@ -34,7 +35,7 @@ def queue(books: Schedule, *jobs: Job) -> list[tuple[str, str]]:
 
 
 def accept(books: Schedule, one: Job) -> list[tuple[str, str]]:
-    displaced = books.accept(one)
+    displaced = books.accept(one, 10.0)
     assert all(books.leave(old) for old, _ in displaced)
     one.state = "queued"
     return [(old.request.id, error.code) for old, error in displaced]
@@ -145,7 +146,7 @@ def test_a_plan_that_is_checked_makes_way_for_no_earlier_one() -> None:
         books.arrive(one, 1.0)
     assert accept(books, first) == []
     with pytest.raises(PlanError) as caught:
-        books.accept(second)
+        books.accept(second, 1.0)
     assert caught.value.code == "stale", "a newer one was accepted since it came"
     assert first.state == "queued"
 
@@ -212,32 +213,100 @@ def test_where_the_running_plan_makes_way_nobody_else_does() -> None:
     assert run(books) == "c"
 
 
+def urgent(id: str, session: str = "", priority: int = 8) -> Job:
+    return job(id, session, priority=priority, preempt="lower")
+
+
+def leave(books: Schedule, id: str) -> None:
+    assert books.leave(next(one for one in books.jobs() if one.request.id == id))
+
+
+def waiting(books: Schedule) -> list[str]:
+    return [one.request.id for one in books.waiting]
+
+
 def test_two_urgent_plans_under_check_have_a_place_each() -> None:
     books = Schedule(2)
     full(books, runs=9, a=1, b=2)
-    first, second = (job(id, priority=8, preempt="lower") for id in ("c", "d"))
+    first, second = urgent("c"), urgent("d")
     for one in (first, second):
         books.arrive(one, 1.0)
     with pytest.raises(PlanError, match="wait"):
-        books.arrive(job("e", priority=8, preempt="lower"), 1.0)
+        books.arrive(urgent("e"), 1.0)
+    assert accept(books, first) == [("a", "preempted")]
     assert accept(books, second) == [("b", "preempted")]
-    assert books.leave(first), "the clerk refused it"
-    assert [one.request.id for one in books.waiting] == ["a", "d"]
+    assert waiting(books) == ["c", "d"]
 
 
-def test_a_place_that_was_made_meanwhile_costs_nobody_hers() -> None:
-    for leaves in ("runs", "a", "b"):
-        books = Schedule(2)
-        full(books, runs=9, a=1, b=2)
-        urgent = job("c", priority=8, preempt="lower")
-        books.arrive(urgent, 1.0)
-        assert books.leave(next(one for one in books.jobs() if one.request.id == leaves))
-        if leaves == "runs":
-            assert run(books) == "b"
-        assert accept(books, urgent) == []
-        if leaves == "runs":
-            assert books.running
-            assert books.running.stop == "preempted", "it runs, and is less urgent"
+@pytest.mark.parametrize("leaves", ["runs", "a", "b"])
+def test_a_place_that_was_made_meanwhile_costs_nobody_hers(leaves: str) -> None:
+    books = Schedule(2)
+    full(books, runs=9, a=1, b=2)
+    books.arrive(one := urgent("c"), 1.0)
+    leave(books, leaves)
+    if leaves == "runs":
+        assert run(books) == "b"
+    assert accept(books, one) == []
+    if leaves == "runs":
+        assert books.running
+        assert books.running.stop == "preempted", "it runs, and is less urgent"
+
+
+@pytest.mark.parametrize("stop", ["cancelled", "preempted"])
+def test_a_running_plan_that_ends_already_is_place_enough(stop: Stop) -> None:
+    books = Schedule(2)
+    full(books, runs=9, a=1, b=9)
+    assert books.running
+    books.running.stop = stop
+    assert queue(books, urgent("c", priority=5)) == []
+    leave(books, "runs")
+    assert waiting(books) == ["a", "b", "c"], "one of which is the engine's now"
+
+
+def test_nobody_makes_way_for_those_who_are_still_under_check() -> None:
+    books = Schedule(2)
+    full(books, runs=9, a=1, b=9)
+    books.arrive(one := urgent("c"), 1.0)
+    leave(books, "b")
+    books.arrive(other := job("d", priority=0), 1.0)
+    assert accept(books, one) == []
+    assert books.leave(other), "the clerk refused it"
+    assert waiting(books) == ["a", "c"]
+
+
+def test_who_counted_on_a_plan_that_was_refused_takes_another_place_or_none() -> None:
+    books = Schedule(2)
+    full(books, runs=9, a=1, b=9)
+    books.arrive(one := urgent("c", "arm"), 1.0)
+    with pytest.raises(PlanError, match="wait"):
+        books.arrive(urgent("d"), 1.0)
+    with pytest.raises(PlanError, match="wait"):
+        books.arrive(job("e", "arm"), 1.0)  # who displaces c has no right to the place of a
+    assert books.leave(one)
+    assert queue(books, urgent("f")) == [("a", "preempted")]
+
+
+def test_where_the_place_is_gone_when_a_plan_was_checked_it_is_busy_after_all() -> None:
+    """The running plan would have made way for c, and a for one of a newer generation. By then the
+    one has ended, and the other runs.
+    """
+    books = Schedule(2)
+    queue(books, job("runs"))
+    assert run(books) == "runs"
+    old = job("a", "arm", priority=9, preempt="none", generation=1)
+    queue(books, old, job("b", priority=9))
+    new = job("d", "arm", priority=7, preempt="none", generation=2)
+    for one in (new, last := urgent("c", priority=6)):
+        books.arrive(one, 1.0)
+    leave(books, "runs")
+    assert run(books) == "a"
+    assert accept(books, new) == []
+    with pytest.raises(PlanError, match="wait must be <= 2") as caught:
+        books.accept(last, 850.0)
+    assert (caught.value.code, caught.value.retry_after_ms) == ("busy", 850.0)
+    assert old.stop is None
+    assert books.leave(last)
+    assert waiting(books) == ["b", "d"]
 
 
 def test_a_prefix_that_is_to_be_pinned_is_no_plan_to_displace() -> None:
@@ -246,7 +315,6 @@ def test_a_prefix_that_is_to_be_pinned_is_no_plan_to_displace() -> None:
     put = wire.PrefixPut(id="put", prefix_id="skills", system="x")
     pinned = schedule.job_of(Peer((b"p", b""), JSON), put, 0.0)
     books.arrive(pinned, 1.0)
-    books.accept(pinned)
     pinned.state = "queued"
     with pytest.raises(PlanError, match="wait"):
         books.arrive(job("c", priority=9, preempt="lower"), 1.0)
@@ -310,21 +378,33 @@ def test_a_job_is_found_by_its_own_connection_or_by_name() -> None:
     assert not books.find("b", b"p", "arm")
 
 
-@given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 2), st.integers(0, 9)), max_size=60))
-def test_every_job_leaves_once(steps: list[tuple[int, int, int]]) -> None:
+@settings(max_examples=600)
+@given(
+    st.integers(1, 8),
+    st.lists(st.tuples(st.integers(0, 7), st.integers(0, 9), st.integers(0, 9)), max_size=60),
+)
+def test_every_job_leaves_once_and_no_more_wait_than_may(
+    sessions: int, steps: list[tuple[int, int, int]]
+) -> None:
     books, left, taken = Schedule(3), list[str](), 0
     for number, (what, session, value) in enumerate(steps):
         checked = next((one for one in books.jobs() if one.state == "preparing"), None)
         if what < 3:
             preempt = ("none", "same_session", "lower")[what]
-            one = job(f"{number}", f"s{session}", priority=value, preempt=preempt)
+            world = None if value % 2 else number - value
+            one = job(f"{number}", f"s{session % sessions}", priority=value, preempt=preempt,
+                      generation=world)  # fmt: skip
             try:
                 books.arrive(one, 1.0)
             except PlanError:
                 continue
             taken += 1
         elif what < 5 and checked:
-            left += [id for id, _ in accept(books, checked)]
+            try:
+                left += [id for id, _ in accept(books, checked)]
+            except PlanError:  # stale, or busy after all
+                assert books.leave(checked)
+                left.append(checked.request.id)
         elif what == 5 and checked:
             assert books.leave(checked)
             left.append(checked.request.id)

@@ -257,9 +257,9 @@ def test_an_urgent_plan_that_displaces_lower_ones_gets_into_a_full_queue(house: 
     until(lambda: peer.ask(op="health", id="h")["waiting"] == 2)
     assert peer.ask(**SMALL, id="d", session="d", priority=8)["code"] == "busy"
     bad = peer.ask(
-        op="plan", prompt="x", max_tokens=-1, id="e", session="e", priority=8, preempt="lower"
+        op="plan", prompt="x", max_tokens=9000, id="e", session="e", priority=8, preempt="lower"
     )
-    assert (bad["id"], bad["code"]) == ("e", "bad_request"), "and nobody made way for it"
+    assert (bad["id"], bad["code"]) == ("e", "prompt_too_long"), "and nobody made way for it"
     displaced = peer.ask(**SMALL, id="f", session="f", priority=8, preempt="lower")
     assert (displaced["id"], displaced["code"]) == ("c", "preempted")
     held.let()
