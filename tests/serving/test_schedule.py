@@ -286,6 +286,30 @@ def test_who_counted_on_a_plan_that_was_refused_takes_another_place_or_none() ->
     assert queue(books, urgent("f")) == [("a", "preempted")]
 
 
+def test_a_place_that_is_given_up_already_is_counted_once() -> None:
+    books = Schedule(2)
+    full(books, runs=9, a=1, b=9)
+    books.arrive(urgent("c", "arm"), 1.0)
+    leave(books, "a")  # whose place c counted on
+    with pytest.raises(PlanError, match="wait"):
+        books.arrive(job("d"), 1.0)
+    leave(books, "b")
+    books.arrive(job("e", "arm"), 1.0)  # who displaces c
+    queue(books, job("f"))
+    with pytest.raises(PlanError, match="wait"):
+        books.arrive(job("g"), 1.0)
+
+
+def test_who_is_displaced_under_check_displaces_nobody() -> None:
+    books = Schedule(2)
+    full(books, runs=9, a=1, b=9)
+    books.arrive(urgent("c", "arm"), 1.0)  # in place of a
+    leave(books, "b")
+    books.arrive(job("d", "arm"), 1.0)  # in place of c
+    with pytest.raises(PlanError, match="wait"):
+        books.arrive(job("e"), 1.0)
+
+
 def test_where_the_place_is_gone_when_a_plan_was_checked_it_is_busy_after_all() -> None:
     """The running plan would have made way for c, and a for one of a newer generation. By then the
     one has ended, and the other runs.
