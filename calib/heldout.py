@@ -17,6 +17,7 @@ from thor_dflash.calib.demo import MODEL, histogram
 from thor_dflash.calib.planbench import FAMILIES, Task, judge, task_from_line
 from thor_dflash.config import EngineConfig
 from thor_dflash.progress import Progress, choose
+from thor_dflash.runtime.profile import PROMPT
 from thor_dflash.runtime.propose import Nobody
 from thor_dflash.runtime.session import Report, Request, Session, open_session
 from thor_dflash.runtime.text import Answer
@@ -109,8 +110,7 @@ def _phases(results: Sequence[Result]) -> str:
         for name, ms in r.report.timings.phases_ms.items():
             totals[name] = totals.get(name, 0.0) + ms
     cycles = sum(r.report.spec.cycles for r in results)
-    once = ("prefill", "observe_chunk")
-    per_cycle = {n: ms / cycles for n, ms in totals.items() if n not in once}
+    per_cycle = {n: ms / cycles for n, ms in totals.items() if not n.startswith(PROMPT)}
     return ", ".join(f"{name} {ms:.2f}" for name, ms in per_cycle.items())
 
 

@@ -110,12 +110,13 @@ class Model:
         that holds them. So a prompt's last step does not take as long as the others; its size
         follows from the prompt's length alone, whatever prefix the prompt continues from.
         """
+        assert tokens <= self.chunk, tokens
         return next(rows for rows in self.step_sizes if rows >= tokens)
 
-    def sized(self, step: str, chunk: int) -> str:
+    def sized(self, step: str, rows: int) -> str:
         """A step's name among the graphs: that of another size of chunk tells it."""
-        other = step in CHUNK_STEPS and chunk != self.manifest.chunk
-        return graph_name(step, chunk=chunk) if other else step
+        other = step in CHUNK_STEPS and rows != self.manifest.chunk
+        return graph_name(step, chunk=rows) if other else step
 
     def _bind(self, name: str) -> Call:
         graph = self.graphs[name]

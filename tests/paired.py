@@ -33,7 +33,10 @@ TARGET = TargetGeometry(
 DRAFTER = DrafterGeometry(taps=(0, 2), head_dim=32, intermediate=192)
 DEVICE = Device((9, 0), 3)
 """Few multiprocessors: a cluster makes several items."""
-BUILD = {"activations": "bf16", "kv": "fp8", "chunk": 48, "capacity": 128, "widths": (8,)}
+BUILD = {
+    "activations": "bf16", "kv": "fp8", "chunk": 48, "chunks": (32,), "capacity": 128,
+    "widths": (8,),
+}  # fmt: skip
 NEAR = 0.04
 """Of the largest value: a row is rounded to bf16 some ten times on its way."""
 REGRET = 0.03

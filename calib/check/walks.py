@@ -40,7 +40,7 @@ def _sizes(
     def of(rows: int) -> Callable[[Model, Sequence[int], int], Call]:
         return lambda model, tokens, at: ready(model, tokens, at, rows)
 
-    return {model.sized(step, rows): of(rows) for rows in reversed(model.step_sizes)}
+    return {model.sized(step, rows): of(rows) for rows in sorted(model.chunks, reverse=True)}
 
 
 def verify(model: Model, tokens: Sequence[int], at: int) -> Call:

@@ -42,8 +42,9 @@ HIGH, LOW = 128, 64
 WIDE, SLIM = PIECE_TILES, PIECE_TILES // 2
 """n-tiles of an item. With a slim one half of a block's warps multiply, one of each scheduler."""
 COSTS = {(WIDE, HIGH): 1.0, (WIDE, LOW): 0.61, (SLIM, HIGH): 0.626, (SLIM, LOW): 0.404}
-"""What an item takes of a multiprocessor's time: 2,048 rows cut into such items alone, on 16
-multiprocessors of an H100. Source: docs/measurements/2026-11-23-cuda-15.md."""
+"""What an item takes of a multiprocessor's time, to a few percent: of steps of 2,048 rows cut into
+such items alone, on 16 multiprocessors of an H100.
+Source: docs/measurements/2026-11-23-cuda-15.md."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ def _cuts(plan: Layout, rows: int, blocks: int) -> Iterator[Cut]:
         tiles = -(-rows // height) * len(pieces)
         yield Cut(pieces, height, tiles, tiles)
         if height == HIGH:
-            yield Cut(pieces, height, tiles, (tiles - 1) // blocks * blocks)
+            yield Cut(pieces, height, tiles, tiles // blocks * blocks)
 
 
 def _longest(found: Cut, blocks: int) -> float:

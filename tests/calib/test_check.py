@@ -69,7 +69,7 @@ def reference_of(package: Path) -> Reference:
 
 
 def checked(package: Path, reference: Path | None, operators: str = "auto") -> Report:
-    with closing(open_session(package, THREAD, Silent())) as s:
+    with closing(open_session(package, THREAD, Silent(), choose=True)) as s:
         other = reference_of(reference) if reference else None
         show, tokens = tracer(s, package), some_tokens(s)
         return compare(s, show, other, tokens, operators, None, Silent())  # type: ignore[arg-type]
@@ -99,7 +99,7 @@ def test_a_package_is_itself(good: Path) -> None:
 
 def test_every_size_of_a_prefill_step_is_walked(tmp_path: Path) -> None:
     made = Path(shutil.copytree(constrained.package(16, (8, 64)), tmp_path / "package"))
-    sizes = ("", ".chunk8")  # 64 rows are not what this session was opened for
+    sizes = (".chunk64", "", ".chunk8")
     steps = [f"{step}{size}" for step in ("prefill", "observe_chunk") for size in sizes]
     report = checked(made, None)
     assert report.right

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from thor_dflash.builders.build import build
 from thor_dflash.calib.demo import MODEL
-from thor_dflash.calib.heldout import Result, accept_length, plan, speed_up, tasks
+from thor_dflash.calib.heldout import Result, _phases, accept_length, plan, speed_up, tasks
 from thor_dflash.calib.planbench import FAMILIES, Task
 from thor_dflash.config import BuildConfig, EngineConfig
 from thor_dflash.progress import Silent
@@ -78,3 +80,16 @@ def test_padding_of_the_vocabulary_is_never_chosen(results: list[Result], sessio
 def test_the_package_is_an_ordinary_one(tmp_path: Path) -> None:
     made = build(MODEL / "target", None, tmp_path / "p", BuildConfig(), Silent())
     assert {kind for kinds in made.quantisation.values() for kind in kinds} == {"nvfp4", "bf16"}
+
+
+def test_what_a_cycle_takes_is_told_without_the_prompt() -> None:
+    phases = {
+        "prefill+observe_chunk": 50.0,
+        "prefill.chunk32+observe_chunk.chunk32": 8.0,
+        "propose+verify+accept+observe": 70.0,
+    }
+    report: Any = SimpleNamespace(
+        timings=SimpleNamespace(phases_ms=phases), spec=SimpleNamespace(cycles=10)
+    )
+    result: Any = SimpleNamespace(report=report)
+    assert _phases([result, result]) == "propose+verify+accept+observe 7.00"

@@ -27,3 +27,14 @@ def test_a_prompt_and_blocks_of_another_width(tmp_path: Path) -> None:
         assert len(pair.device.graphs) == 2  # a prompt's step and a cycle
         kernels = {work.kernel for work in pair.device.ran}
         assert {"linear", "linear_prefill", "gdn_prefill", "attend_dense"} <= kernels
+
+
+def test_the_rest_of_a_prompt_is_read_by_the_kernels_of_few_rows(tmp_path: Path) -> None:
+    with paired(packages(tmp_path), 8) as pair:
+        for count in (5, 17, 32):
+            pair.device.ran.clear()
+            pair.prefill(list(range(100, 100 + count)))
+            kernels = {work.kernel for work in pair.device.ran}
+            assert {"linear", "gdn_prefill", "attend_split"} <= kernels
+            assert "linear_prefill" not in kernels
+            pair.cycle([5, 6, 7])

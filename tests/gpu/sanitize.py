@@ -41,8 +41,10 @@ def main() -> int:
             drafted = session.report().spec.drafted
             model = session.model
             for rows in model.step_sizes:
+                part = (asked.prompt * 4)[:rows]
+                assert model.step_rows(len(part)) == rows
                 model.state.reset()
-                model.prefill([*asked.prompt, *asked.prompt, *asked.prompt][:rows], observe=True)
+                model.prefill(part, observe=True)
     print(f"{len(asked.prompt)} prompt tokens, answer {answer}, {drafted} drafted")
     return 0 if answer and drafted else 1
 

@@ -1,122 +1,145 @@
-"""How a product of more than 32 rows is cut into items, and that any cut is right."""
+"""linear on more than 32 rows: the ring's turns, a row in every place."""
 
 from __future__ import annotations
 
-import kernels
 import numpy as np
 import pytest
-from emulation import Emulator
-from hypothesis import given
-from hypothesis import strategies as st
-from products import BF16, SHAPES, nvfp4
+from emulation import COMPILER, Emulator
+from kernels import Call, call_of, compare, launch
 
 from thor_dflash.plugins import LINEAR
-from thor_dflash.plugins.launch import H100, THOR, Device, Int
-from thor_dflash.plugins.linear import launch
-from thor_dflash.plugins.linear.layout import TILE, Kind, _layout, layout
-from thor_dflash.plugins.linear.prefill_launch import HIGH, LOW, SLIM, WIDE, Cut, _cuts, cut
-from thor_dflash.plugins.op import Case
+from thor_dflash.plugins.launch import Device, Launch, Site
+from thor_dflash.plugins.linear.launch import launches
+from thor_dflash.plugins.linear.reference import weight_case
+from thor_dflash.plugins.op import Attribute, Case
+from thor_dflash.tensors import Array, DType
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 
 
-def items(found: Cut) -> list[tuple[int, int, int, int]]:
-    """First row, rows, first packed column, columns; as item_of in prefill.cu."""
-    row_tiles = found.tiles // len(found.pieces)
-    made: list[tuple[int, int, int, int]] = []
-    for i in range(found.items):
-        half = i - found.whole
-        tile = i if half < 0 else found.whole + half // 2
-        piece, row = found.pieces[tile // row_tiles], tile % row_tiles * found.height
-        if half >= 0:
-            row += half % 2 * LOW
-        made.append((row, found.height if half < 0 else LOW, piece.column, piece.tiles * TILE))
-    return made
+def device(multiprocessors: int) -> Device:
+    return Device((9, 0), multiprocessors)
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from(Kind), st.integers(1, 90)), min_size=1, max_size=4),
-    st.integers(33, 700),
-    st.integers(1, 50),
-)
-def test_every_cut_makes_every_row_and_column_once(
-    segments: list[tuple[Kind, int]], rows: int, blocks: int
-) -> None:
-    kinds, widths = zip(*segments, strict=True)
-    plan = _layout(128, tuple(kinds), tuple(8 * w for w in widths), False)
-    columns = sum(group.tiles for group in plan.groups) * TILE
-    for found in (cut(plan, rows, blocks), *_cuts(plan, rows, blocks)):
-        times = np.zeros((-(-rows // HIGH) * HIGH, columns), np.int8)
-        for row, height, column, width in items(found):
-            times[row : row + height, column : column + width] += 1
-        assert (times[:rows] == 1).all(), found
+def rows(rng: np.random.Generator, t: int, width: int, scale: float = 1.0) -> Array:
+    return (rng.standard_normal((t, width)) * scale).astype(DType.BF16.numpy)
 
 
-def shape(found: Cut) -> tuple[int, int, int]:
-    """n-tiles and rows of most items, and how many items there are."""
-    height = found.height if found.whole else LOW
-    return max(piece.tiles for piece in found.pieces), height, found.items
+def three_kinds(t: int, k: int = 352) -> Case:
+    """Pieces of four n-tiles, of two and of one, segments that end inside a strip, a norm; the same
+    rows for every T.
+    """
+    rng = np.random.default_rng(4)
+    x = {"x": rows(rng, 300, k, 30)[:t], "norm_weight": rows(rng, 1, k)[0]}
+    for i, (kind, n) in enumerate((("nvfp4", 354), ("fp8", 42), ("bfloat16", 250))):
+        x |= weight_case(rng, kind, n, k, i)
+    return Case(f"{t}_rows", x, {"segments": 3, "norm_offset": 1.0})
 
 
-@pytest.mark.parametrize("name", [name for name in SHAPES if name not in ("head", "nano")])
-def test_a_device_of_few_multiprocessors_is_filled_by_the_widest(name: str) -> None:
-    for rows in (33, 64, 100, 128, 512, 2048):
-        width, height, _ = shape(cut(_layout(*SHAPES[name]), rows, THOR.multiprocessors))
-        assert (width, height) == (WIDE, LOW if rows <= LOW else HIGH)
+def run(call: Call, on: Device, seed: int = 0) -> dict[str, Array]:
+    got = launch(call, Emulator(seed), on)
+    compare(LINEAR, got, call.want)
+    return got
+
+
+def product(site: Site, on: Device) -> Launch:
+    one = launches(site, on)[-1]
+    assert one.source == "prefill.cu"
+    return one
 
 
 @pytest.mark.parametrize(
-    ("rows", "found"),
-    [
-        (64, (SLIM, LOW, 40)),
-        (128, (SLIM, LOW, 80)),
-        (256, (WIDE, LOW, 80)),
-        (512, (WIDE, HIGH, 80)),
-    ],
+    ("t", "multiprocessors"),
+    [(33, 1), (64, 3), (65, 132), (100, 3), (128, 7), (130, 4), (300, 8), (300, 5)],
 )
-def test_few_columns_are_cut_for_many(rows: int, found: tuple[int, int, int]) -> None:
-    """5,120 of them, for 132."""
-    assert shape(cut(_layout(*SHAPES["down"]), rows, H100.multiprocessors)) == found
+def test_a_row_is_the_same_among_any_number_of_rows_and_blocks(
+    t: int, multiprocessors: int
+) -> None:
+    alone = run(call_of(LINEAR, three_kinds(33)), device(2))
+    among = run(call_of(LINEAR, three_kinds(t)), device(multiprocessors), seed=t)
+    for name, want in alone.items():
+        np.testing.assert_array_equal(among[name][:33].view(np.uint16), want.view(np.uint16))
 
 
-def test_long_steps_are_cut_in_whole_rounds_and_what_is_left_in_halves() -> None:
-    assert shape(cut(_layout(*SHAPES["gate_up"]), 2048, 132)) == (WIDE, HIGH, 2112 + 2 * 64)
-    assert shape(cut(_layout(*SHAPES["in_proj"]), 2048, 132)) == (WIDE, HIGH, 1040)
+def test_a_row_is_the_same_in_every_place_of_a_tile() -> None:
+    case = three_kinds(300)
+    turned = Case("turned", {**case.inputs, "x": case.inputs["x"][::-1]}, case.attributes)
+    want = run(call_of(LINEAR, case), device(3))
+    for name, got in run(call_of(LINEAR, turned), device(16)).items():
+        np.testing.assert_array_equal(got[::-1].view(np.uint16), want[name].view(np.uint16))
 
 
-ROWS, BLOCKS = (40, 64, 70, 130, 200, 300), (1, 2, 5, 6, 12, 132)
+@pytest.mark.parametrize("shared", [232448, 101376])
+@pytest.mark.parametrize("t", [64, 128])
+@pytest.mark.parametrize("kind", ["nvfp4", "fp8", "bfloat16"])
+def test_the_ring_takes_what_a_block_may_have(kind: str, t: int, shared: int) -> None:
+    rng = np.random.default_rng(t)
+    case = Case(kind, {"x": rows(rng, t, 64), **weight_case(rng, kind, 8, 64)}, {})
+    one = product(call_of(LINEAR, case).site, Device((9, 0), 132, shared))
+    stages = one.defines["STAGES"]
+    assert 2 <= stages <= 6
+    assert one.shared <= shared
+    assert stages == 6 or one.shared // stages * (stages + 1) > shared
 
 
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("blocks", BLOCKS)
-def test_any_cut_gives_the_product(rows: int, blocks: int) -> None:
-    """Nine n-tiles: the last piece has one, and three quarters of a block nothing to multiply."""
-    rng = np.random.default_rng(rows)
-    inputs = {
-        "x": rng.normal(0, 1, (rows, 192)).astype(BF16),
-        "residual": rng.normal(0, 1, (rows, 576)).astype(BF16),
-        **{f"{name}0": value for name, value in nvfp4(rng, 576, 192).items()},
+@pytest.mark.parametrize("shared", [232448, 101376])
+@pytest.mark.parametrize("k", [16, 64, 80, 128, 208, 1040])
+@pytest.mark.parametrize("kind", ["nvfp4", "fp8", "bfloat16"])
+def test_any_number_of_steps_goes_through_the_ring(kind: str, k: int, shared: int) -> None:
+    rng = np.random.default_rng(k)
+    case = Case(kind, {"x": rows(rng, 70, k), **weight_case(rng, kind, 336, k)}, {})
+    run(call_of(LINEAR, case), Device((9, 0), 1, shared), seed=k)
+
+
+@pytest.mark.parametrize("k", [16, 80, 352])
+@pytest.mark.parametrize("t", [33, 130])
+def test_a_row_is_the_same_with_any_ring(t: int, k: int) -> None:
+    """Items of one, of two and of six steps, many to a block and one."""
+    call = call_of(LINEAR, three_kinds(t, k))
+    one = product(call.site, device(1))
+    stage = one.shared // one.defines["STAGES"]
+    want = run(call, device(132))
+    for stages in range(2, one.defines["STAGES"] + 1):
+        small = Device((9, 0), 1 + stages % 2, stages * stage)
+        assert product(call.site, small).defines["STAGES"] == stages
+        for name, got in run(call, small, stages).items():
+            np.testing.assert_array_equal(got.view(np.uint16), want[name].view(np.uint16))
+
+
+@pytest.mark.parametrize("t", [40, 140])
+@pytest.mark.parametrize("gate", ["none", "sigmoid", "silu"])
+@pytest.mark.parametrize("head_dim", [0, 8, 64, 128, 256, 768])
+def test_every_prologue_is_rounded_once(t: int, gate: str, head_dim: int) -> None:
+    rng = np.random.default_rng(9)
+    k, n = 768, 72
+    norm = rng.standard_normal(head_dim or k)
+    x = {"x": rows(rng, t, k, 9), "residual": rows(rng, t, n), "gate": rows(rng, t, k, 4)}
+    x["norm_weight"] = norm.astype(np.float32 if t == 40 else DType.BF16.numpy)
+    a: dict[str, Attribute] = {"epilogue": "residual", "gate": gate, "head_dim": head_dim}
+    run(call_of(LINEAR, Case("prologue", x | weight_case(rng, "nvfp4", n, k), a)), device(2), t)
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "fp8", "bfloat16"])
+@pytest.mark.parametrize("n", [8, 136, 296])
+def test_gate_and_up_meet_in_one_lane(kind: str, n: int) -> None:
+    rng = np.random.default_rng(n)
+    x = {"x": rows(rng, 130, 128), **weight_case(rng, kind, n, 128, 0)}
+    x |= weight_case(rng, kind, n, 128, 1)
+    call = call_of(LINEAR, Case("swiglu", x, {"segments": 2, "epilogue": "swiglu"}))
+    run(call, device(3), n)
+
+
+def test_every_code_times_every_scale() -> None:
+    codes = np.tile(np.arange(256, dtype=np.uint8), (128, 1))[:, :128]
+    codes = np.concatenate([codes, codes + 128])
+    scales = np.minimum(np.arange(256) % 128 + 1, 0x7E).astype(np.uint8)
+    x = {
+        "x": np.eye(256, dtype=np.float32).astype(DType.BF16.numpy),
+        "weight0": codes,
+        "block_scale0": np.repeat(scales[:, None], 16, axis=1).view(DType.FP8.numpy),
+        "row_scale0": np.ones(256, np.float32),
     }
-    call = kernels.call_of(LINEAR, Case("cut", inputs, {"epilogue": "residual"}))
-    device = Device((9, 0), blocks)
-    kernels.compare(LINEAR, kernels.launch(call, Emulator(0), device), call.want)
-    found, product = cut(layout(call.site), rows, blocks), launch.launches(call.site, device)[-1]
-    assert product.grid == (min(found.items, blocks), 1, 1)
-    assert product.arguments[-2:] == (Int(len(found.pieces)), Int(found.whole))
-
-
-def test_all_kinds_of_items_are_among_those() -> None:
-    plan = _layout(192, (Kind.NVFP4,), (576,), False)
-    found = [cut(plan, rows, blocks) for rows in ROWS for blocks in BLOCKS]
-    assert {shape(one)[:2] for one in found} == {(w, h) for w in (WIDE, SLIM) for h in (HIGH, LOW)}
-    assert any(0 < one.whole < one.tiles for one in found), "whole ones and then halves"
-
-
-def test_the_bits_are_those_of_any_other_cut() -> None:
-    rng = np.random.default_rng(3)
-    inputs = {
-        "x": rng.normal(0, 1, (150, 384)).astype(BF16),
-        **{f"{name}0": value for name, value in nvfp4(rng, 576, 384).items()},
-    }
-    call = kernels.call_of(LINEAR, Case("bits", inputs, {}))
-    made = [kernels.launch(call, Emulator(0), Device((9, 0), n))["y0"] for n in (1, 4, 6, 132)]
-    for other in made[1:]:
-        np.testing.assert_array_equal(other.view(np.uint16), made[0].view(np.uint16))
+    call = call_of(LINEAR, Case("codes", x, {}))
+    got = launch(call, Emulator(0), device(4))
+    # A code times a scale has 5 significant bits: bf16 holds it, and a sum with zeros keeps it.
+    np.testing.assert_array_equal(got["y0"].astype(np.float32), call.want["y0"].astype(np.float32))

@@ -39,7 +39,8 @@ def run(args: Namespace, config: Config, progress: Progress) -> int:
     given = read_tokens(args.tokens) if args.tokens else None
     held = golden.read(args.golden) if args.golden else None
     with ExitStack() as stack:
-        session = stack.enter_context(closing(open_session(args.package, config.engine, progress)))
+        opened = open_session(args.package, config.engine, progress, choose=True)
+        session = stack.enter_context(closing(opened))
         tokens = in_vocabulary(given or some_tokens(session), session.manifest.target.vocab)
         show = tracer(session, args.package)
         if args.make_golden:

@@ -1,0 +1,62 @@
+"""Jobs in the books of a schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from thor_dflash.serving import wire
+from thor_dflash.serving.codec import JSON
+from thor_dflash.serving.schedule import Job, Peer, Schedule
+
+
+def job(id: str, session: str = "", at: float = 0.0, peer: bytes = b"p", **ask: Any) -> Job:
+    request = wire.Ask(id=id, prompt="x", **ask)
+    ms = request.deadline_ms
+    return Job(
+        request=request,
+        peer=Peer((peer, b""), JSON),
+        session=session or id,
+        arrived=at,
+        deadline=None if ms is None else at + ms / 1e3,
+    )
+
+
+def queue(books: Schedule, *jobs: Job) -> list[tuple[str, str]]:
+    """Take jobs in, ready to run. Gives who was displaced and why."""
+    out: list[tuple[str, str]] = []
+    for one in jobs:
+        books.arrive(one, 10.0)
+        out += accept(books, one)
+    return out
+
+
+def accept(books: Schedule, one: Job) -> list[tuple[str, str]]:
+    displaced = books.accept(one, 10.0)
+    assert all(books.leave(old) for old, _ in displaced)
+    one.state = "queued"
+    return [(old.request.id, error.code) for old, error in displaced]
+
+
+def run(books: Schedule) -> str | None:
+    one = books.next()
+    if one is None:
+        return None
+    one.state = "running"
+    return one.request.id
+
+
+def full(books: Schedule, **priorities: int) -> None:
+    queue(books, *(job(id, priority=priority) for id, priority in priorities.items()))
+    assert run(books) == "runs"
+
+
+def urgent(id: str, session: str = "", priority: int = 8) -> Job:
+    return job(id, session, priority=priority, preempt="lower")
+
+
+def leave(books: Schedule, id: str) -> None:
+    assert books.leave(next(one for one in books.jobs() if one.request.id == id))
+
+
+def waiting(books: Schedule) -> list[str]:
+    return [one.request.id for one in books.waiting]
