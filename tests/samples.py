@@ -6,7 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from thor_dflash.dims import AttentionDims, DrafterDims, DraftLayerDims, GdnDims, TargetDims
-from thor_dflash.manifest import NAME, KvScales, Manifest, Share, Source, hash_file, render
+from thor_dflash.manifest import (
+    NAME,
+    KvScales,
+    Manifest,
+    Share,
+    Source,
+    checking,
+    hash_file,
+    render,
+)
+from thor_dflash.progress import Progress, Silent
 
 ATTENTION = AttentionDims(heads=4, kv_heads=2, head_dim=256, rotary_dim=64, rope_theta=1e7)
 TARGET = TargetDims(
@@ -57,6 +67,12 @@ MANIFEST = Manifest(
     sources={"target": Source(directory="nano", config_sha256="ab" * 32)},
     files={},
 )
+
+
+def verify(package: Path, manifest: Manifest, progress: Progress | None = None) -> None:
+    """Hash every file."""
+    with checking(package, manifest, progress or Silent()):
+        pass
 
 
 def package(directory: Path, **files: bytes) -> Manifest:

@@ -8,7 +8,7 @@ from pathlib import Path
 from threading import Event
 
 import pytest
-from samples import MANIFEST, package
+from samples import MANIFEST, package, verify
 from waiting import until
 
 from thor_dflash import manifest as m
@@ -22,7 +22,6 @@ from thor_dflash.manifest import (
     hash_file,
     read,
     render,
-    verify,
 )
 from thor_dflash.progress import Silent, Task
 
@@ -39,7 +38,7 @@ def body() -> str:
 def test_round_trip(tmp_path: Path, manifest: Manifest) -> None:
     (tmp_path / NAME).write_text(render(manifest))
     assert read(tmp_path) == manifest
-    verify(tmp_path, read(tmp_path), Silent())
+    verify(tmp_path, read(tmp_path))
 
 
 def test_a_file_name_may_hold_anything_but_a_way_out(tmp_path: Path) -> None:
@@ -113,17 +112,17 @@ def test_a_manifest_that_cannot_be_parsed_is_told(tmp_path: Path, value: str, sa
 
 def test_verify_names_every_problem(tmp_path: Path) -> None:
     manifest = package(tmp_path, a=b"aaaa", w__b=b"bbbb", c=b"cccc", d=b"dddd")
-    verify(tmp_path, manifest, Silent())
+    verify(tmp_path, manifest)
 
     (tmp_path / "c").write_bytes(b"cccC")
     with pytest.raises(PackageError, match=r"\(got c altered\); build it again"):
-        verify(tmp_path, manifest, Silent())
+        verify(tmp_path, manifest)
 
     (tmp_path / "a").unlink()
     (tmp_path / "w/b").write_bytes(b"bb")
     (tmp_path / "w/e").write_bytes(b"")
     with pytest.raises(PackageError) as error:
-        verify(tmp_path, manifest, Silent())
+        verify(tmp_path, manifest)
     assert "a missing, w/b of 2 bytes, not 4, w/e that no build wrote" in str(error.value)
 
 
@@ -132,7 +131,7 @@ def test_verify_names_five_of_many(tmp_path: Path) -> None:
     for i in range(9):
         (tmp_path / f"f{i}").unlink()
     with pytest.raises(PackageError, match="f4 missing, and 4 more"):
-        verify(tmp_path, manifest, Silent())
+        verify(tmp_path, manifest)
 
 
 def test_hashing_streams_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

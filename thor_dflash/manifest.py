@@ -251,25 +251,17 @@ def hash_file(path: Path, advance: Callable[[int], None] = lambda n: None) -> Fi
     return FileEntry(sha256=digest.hexdigest(), bytes=size)
 
 
-def verify(package: Path, manifest: Manifest, progress: Progress) -> None:
-    """Check that the package holds the files of its manifest and nothing else.
-
-    Raises:
-        PackageError: names the files that are missing, truncated, altered or extra.
-    """
-    with checking(package, manifest, progress):
-        pass
-
-
 @contextmanager
 def checking(package: Path, manifest: Manifest, progress: Progress) -> Generator[None]:
-    """The same, but weights are hashed while the body runs, so that it may load them meanwhile. No
-    number in them can do harm before it is computed with: what the body makes counts once this has
-    ended. All other files are what they must be when it begins.
+    """Check that the package holds the files of its manifest and nothing else.
+
+    Weights are hashed while the body runs, so that it may load them meanwhile. No number in them
+    can do harm before it is computed with: what the body makes counts once this has ended. All
+    other files are what they must be when it begins.
 
     Raises:
-        PackageError: as `verify`; also in place of the body's error, where a file was found to be
-            damaged before it.
+        PackageError: names the files that are missing, truncated, altered or extra; also in place
+            of the body's error, where weights were found to be damaged before it.
     """
     # Sizes are free and hashes are not: with files missing there is no point in reading the rest.
     _refuse(package, _by_size(package, manifest))

@@ -22,6 +22,7 @@ from checkpoints import (
     write_drafter,
     write_target,
 )
+from samples import verify
 
 from thor_dflash import manifest
 from thor_dflash.builders.build import _key, build, make_plan
@@ -64,7 +65,7 @@ def test_the_same_checkpoints_give_the_same_bytes(pair: tuple[Path, Path], tmp_p
 def test_manifest_says_what_is_stored(pair: tuple[Path, Path], tmp_path: Path) -> None:
     made = build(*pair, tmp_path / "p", BuildConfig(capacity=300), Silent())
     assert manifest.read(tmp_path / "p") == made
-    manifest.verify(tmp_path / "p", made, Silent())
+    verify(tmp_path / "p", made)
     kinds = {name: list(kinds) for name, kinds in made.quantisation.items()}
     assert kinds["gate_proj"] == ["nvfp4"]
     assert kinds["q_proj"] == ["fp8"]

@@ -10,6 +10,7 @@ from checkpoints import GEOMETRIES, DrafterGeometry, write_drafter, write_target
 from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
+from samples import verify
 
 from thor_dflash import manifest
 from thor_dflash.builders.build import build, make_plan
@@ -47,7 +48,7 @@ def programs(package: Path) -> list[Program]:
 
 def test_a_package_for_cuda_holds_programs_and_no_onnx(package: Path) -> None:
     found = manifest.read(package)
-    manifest.verify(package, found, Silent())
+    verify(package, found)
     assert (found.engine, found.kv, found.activations) == ("cuda", "fp8", "bf16")
     assert not list(package.glob("*.onnx"))
     assert {"prefill", "verify", "accept", "accept_masked", "propose", "observe"} <= {

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from benching import ARGUMENTS
 from fake_cuda import fake
+from samples import verify
 
 from thor_dflash import cli, manifest
 from thor_dflash.config import BuildConfig, Config
@@ -49,7 +50,7 @@ def test_a_random_package_on_disk_is_a_whole_one(
     assert rows[-1]["must"] == pytest.approx(rows[0]["value"] + 10, abs=1e-3)
     assert rows[-1]["verdict"] == "missed"
     found = manifest.read(tmp_path / "out")
-    manifest.verify(tmp_path / "out", found, Silent())
+    verify(tmp_path / "out", found)
     weights = [name for name in found.files if name.endswith(".bin")]
     assert len(weights) > 1
     # Opened again, it is what a session takes.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import trt_recorder as recorder
+from samples import verify
 from trt_builds import CAPACITY, NANO, Recorded, options, record, record_hybrid
 
 from thor_dflash import manifest
@@ -22,7 +23,6 @@ from thor_dflash.plugins.op import DOMAIN, NEXT
 from thor_dflash.plugins.rules import RULES
 from thor_dflash.plugins.tensorrt.node import fingerprint, parse
 from thor_dflash.program import Program
-from thor_dflash.progress import Silent
 from thor_dflash.runtime.model import cache_rows, ring_rows
 from thor_dflash.tensors import DType
 
@@ -45,7 +45,7 @@ def programs(target: Path, drafter: Path | None, config: BuildConfig) -> dict[st
 def test_the_package_holds_engines_and_their_descriptions(nano: Recorded) -> None:
     out, built = nano.out, nano.engines
     found = manifest.read(out)
-    manifest.verify(out, found, Silent())
+    verify(out, found)
     assert (found.engine, found.kv, found.activations) == ("tensorrt", "fp8", "bf16")
     steps = {"verify", "accept", "accept_masked", "propose", "observe", "observe_chunk",
              "observe_chunk.chunk64", "prefill", "prefill.chunk64"}  # fmt: skip
