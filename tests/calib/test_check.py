@@ -114,6 +114,18 @@ def test_every_size_of_a_prefill_step_is_walked(tmp_path: Path) -> None:
     }
 
 
+def test_a_size_above_the_package_s_own_is_walked_unless_a_smaller_one_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    args = ["check", "--package", str(constrained.package(16, (8, 64))), "-s", "engine.threads=1"]
+    for more, sizes in (([], {"", ".chunk64", ".chunk8"}), (["-s", "engine.chunk=8"], {".chunk8"})):
+        assert cli.main([*args, *more]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert {
+            w.removeprefix("ok     prefill").partition(",")[0] for w in lines if "prefill" in w
+        } == sizes
+
+
 def test_what_is_observed_is_what_a_step_of_that_size_left() -> None:
     with closing(open_session(constrained.package(16, (8, 64)), THREAD, Silent())) as s:
         for name, rows in (("observe_chunk", 16), ("observe_chunk.chunk8", 8)):
