@@ -203,5 +203,5 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     """Put it in the driver's place, and empty kernels in the compiler's."""
     made = Fake()
     monkeypatch.setattr(driver, "_bindings", lambda: made)
-    monkeypatch.setattr(kernels, "load", lambda *arguments: Cubin(b"", ""))
+    monkeypatch.setattr(kernels, "load", lambda *_, **__: Cubin(b"", ""))
     return made

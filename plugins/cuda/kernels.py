@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from thor_dflash.errors import EngineError, EngineLost
 from thor_dflash.plugins.cuda.compile import Cubin, architecture, load
@@ -40,37 +40,25 @@ class Kernels:
         self._found: dict[tuple[Image, str], Any] = {}
         self._shared: dict[tuple[Image, str], int] = {}
 
-    def missing(self, launches: Iterable[tuple[Path, Launch]]) -> dict[Image, Mapping[str, int]]:
+    def missing(self, launches: Iterable[tuple[Path, Launch]]) -> list[Image]:
         """The images of some launches, by source file, that are not loaded yet."""
-        return {
-            key: launch.defines
-            for source, launch in launches
-            if (key := _image(source, launch)) not in self._modules
-        }
+        images = dict.fromkeys(_image(source, launch) for source, launch in launches)
+        return [image for image in images if image not in self._modules]
 
-    def compile(
-        self, wanted: Mapping[Image, Mapping[str, int]], advance: Callable[[int], None]
-    ) -> None:
-        """Compile and load images, several at once. `advance` is told of each. What is kept and
-        cannot be loaded, as a disk may have lost some of it, is compiled anew.
+    def compiling(self, wanted: Iterable[Image]) -> Compiling:
+        """Compile images from now on, several at once, whatever the caller does meanwhile."""
+        return Compiling(self, wanted, self._cubins)
+
+    def take(self, image: Image, cubin: Cubin) -> None:
+        """Load an image. One that was kept and cannot be loaded, as a disk may have lost some of
+        it, is compiled anew.
 
         Raises:
-            EngineError: a source does not compile for this device, or cannot be kept.
+            EngineError: the driver does not take it, or as load in compile.py.
         """
-        arch = architecture(self.device.capability)
-        pool = ThreadPoolExecutor(COMPILERS)
-        try:
-            jobs = {
-                key: pool.submit(load, key[0], defines, arch, self._cubins)
-                for key, defines in wanted.items()
-            }
-            for key, job in jobs.items():
-                self._modules[key] = self._module(key[0], wanted[key], job.result())
-                advance(1)
-        finally:
-            pool.shutdown(cancel_futures=True)
+        self._modules[image] = self._module(image, cubin)
 
-    def _module(self, source: Path, defines: Mapping[str, int], cubin: Cubin) -> Any:
+    def _module(self, image: Image, cubin: Cubin) -> Any:
         try:
             return self.gate("cuModuleLoadData", cubin.image)
         except EngineLost:
@@ -78,15 +66,14 @@ class Kernels:
         except EngineError:
             if not cubin.kept:
                 raise
-        arch = architecture(self.device.capability)
-        made = load(source, defines, arch, self._cubins, anew=True)
+        made = _cubin(image, self.device, self._cubins, anew=True)
         return self.gate("cuModuleLoadData", made.image)
 
     def function(self, source: Path, launch: Launch) -> Any:
         """The kernel of a launch, allowed the shared memory it asks for."""
         image = _image(source, launch)
         if image not in self._modules:
-            self.compile({image: launch.defines}, lambda _: None)
+            self.take(image, _cubin(image, self.device, self._cubins))
         key, kinds = (image, launch.kernel), self.gate.cu.CUfunction_attribute
         if key not in self._found:
             name = launch.kernel.encode()
@@ -101,5 +88,37 @@ class Kernels:
         return self._found[key]
 
 
+class Compiling:
+    """Images that are compiled on threads of their own, until it is left."""
+
+    def __init__(self, kernels: Kernels, wanted: Iterable[Image], cubins: Path) -> None:
+        self._kernels = kernels
+        self._pool = ThreadPoolExecutor(COMPILERS)
+        self._jobs = {
+            image: self._pool.submit(_cubin, image, kernels.device, cubins) for image in wanted
+        }
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def load(self, advance: Callable[[int], None]) -> None:
+        """Load all of them as they are compiled; `advance` is told of each.
+
+        Raises:
+            EngineError: a source does not compile for this device, or cannot be kept.
+        """
+        for image, job in self._jobs.items():
+            self._kernels.take(image, job.result())
+            advance(1)
+
+
 def _image(source: Path, launch: Launch) -> Image:
     return source, tuple(sorted(launch.defines.items()))
+
+
+def _cubin(image: Image, device: Device, cubins: Path, *, anew: bool = False) -> Cubin:
+    source, defines = image
+    return load(source, dict(defines), architecture(device.capability), cubins, anew=anew)

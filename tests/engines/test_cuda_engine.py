@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import closing
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,11 +15,14 @@ from nano import package, request
 
 from thor_dflash import manifest
 from thor_dflash.config import EngineConfig
-from thor_dflash.errors import EngineError
+from thor_dflash.errors import EngineError, PackageError
+from thor_dflash.plugins.cuda import kernels
+from thor_dflash.plugins.cuda.compile import Cubin
 from thor_dflash.plugins.gdn import launch as gdn
 from thor_dflash.plugins.launch import Shift
 from thor_dflash.progress import Silent
 from thor_dflash.runtime.engines.cuda.memory import RESERVE
+from thor_dflash.runtime.engines.cuda.weights import Files
 from thor_dflash.runtime.propose import Dflash
 from thor_dflash.runtime.session import Session, open_session
 
@@ -108,6 +113,46 @@ def test_without_graphs_every_kernel_is_launched_every_time(made: Path, device: 
         before = device.calls.count("cuLaunchKernelEx")
         cycles(s, 4)
         assert device.calls.count("cuLaunchKernelEx") > before + 4 * 60
+
+
+def test_kernels_are_compiled_while_weights_are_loaded(
+    made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, loaded = Event(), Event()
+
+    def compiled(*_: object, **__: object) -> Cubin:
+        begun.set()
+        assert loaded.wait(10)
+        return Cubin(b"", "")
+
+    def fill(*_: object) -> None:
+        assert begun.wait(10)
+        loaded.set()
+
+    monkeypatch.setattr(kernels, "load", compiled)
+    monkeypatch.setattr(Files, "__call__", fill)
+    with closing(open_session(made, EngineConfig(), Silent())) as s:
+        assert cycles(s, 4) == 4
+
+
+def test_weights_that_cannot_be_loaded_end_the_compilers(
+    made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[object] = []
+
+    def compiled(*asked: object, **_: object) -> Cubin:
+        begun.append(asked)
+        time.sleep(0.1)
+        return Cubin(b"", "")
+
+    def fill(*_: object) -> None:
+        raise PackageError("no weights")
+
+    monkeypatch.setattr(kernels, "load", compiled)
+    monkeypatch.setattr(Files, "__call__", fill)
+    with pytest.raises(PackageError, match="no weights"):
+        open_session(made, EngineConfig(), Silent())
+    assert len(begun) <= kernels.COMPILERS
 
 
 def test_what_does_not_fit_is_refused_before_it_is_taken(made: Path, device: Fake) -> None:

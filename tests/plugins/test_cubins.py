@@ -15,7 +15,7 @@ from thor_dflash.plugins.cuda import compile as compiler
 from thor_dflash.plugins.cuda import kernels
 from thor_dflash.plugins.cuda.compile import ROOT, Cubin
 from thor_dflash.plugins.cuda.driver import Gate
-from thor_dflash.plugins.cuda.kernels import COMPILERS, Kernels
+from thor_dflash.plugins.cuda.kernels import COMPILERS, Image, Kernels
 from thor_dflash.plugins.launch import H100, Launch
 
 SOURCE = ROOT / "cuda" / "bandwidth.cu"
@@ -112,7 +112,7 @@ def test_after_an_error_nothing_more_is_compiled(
     fake(monkeypatch)
     begun: list[Path] = []
 
-    def load(source: Path, *_: object) -> Cubin:
+    def load(source: Path, *_: object, anew: bool) -> Cubin:
         begun.append(source)
         if source.name == "0":
             raise EngineError("no")
@@ -120,8 +120,10 @@ def test_after_an_error_nothing_more_is_compiled(
         return Cubin(WHOLE, "")
 
     monkeypatch.setattr(kernels, "load", load)
-    with pytest.raises(EngineError, match="no"):
-        Kernels(Gate(), H100, tmp_path).compile(
-            {(tmp_path / str(i), ()): {} for i in range(99)}, lambda _: None
-        )
+    wanted: list[Image] = [(tmp_path / str(i), ()) for i in range(99)]
+    with (
+        pytest.raises(EngineError, match="no"),
+        Kernels(Gate(), H100, tmp_path).compiling(wanted) as images,
+    ):
+        images.load(lambda _: None)
     assert len(begun) <= 2 * COMPILERS

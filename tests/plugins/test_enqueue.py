@@ -53,7 +53,7 @@ def test_every_kernel_prefers_shared_memory_and_is_allowed_what_it_asks_for(
         return (0,)
 
     monkeypatch.setattr(cuda, "cuFuncSetAttribute", set_attribute)
-    monkeypatch.setattr("thor_dflash.plugins.cuda.kernels.load", lambda *_: Cubin(b"", ""))
+    monkeypatch.setattr("thor_dflash.plugins.cuda.kernels.load", lambda *_, **__: Cubin(b"", ""))
     kernels = Kernels(Gate(), H100, tmp_path)
     launch = Launch("kernel", (1, 1, 1), 32, (), shared=shared)
     for _ in range(2):

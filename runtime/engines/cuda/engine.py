@@ -88,9 +88,8 @@ class CudaEngine(Board):
         offsets = self._count(bounds)
         self._place(self._allocate(offsets.page), offsets)
         self._write_tables(bounds, iter(offsets.spare))
-        packed = {name: site for bound in bounds for name, site in bound.packed.items()}
-        self._fill(self._driver, offsets.weights, self._places.weights, packed)
-        self._launcher = Launcher(self._driver, self._compile(bounds), overlap=self._config.overlap)
+        kernels = self._load(bounds, offsets.weights)
+        self._launcher = Launcher(self._driver, kernels, overlap=self._config.overlap)
         self._driver("cuCtxSynchronize")
 
     def _count(self, bounds: Sequence[Bound]) -> Offsets:
@@ -151,13 +150,16 @@ class CudaEngine(Board):
         data = np.frombuffer(content, np.uint8)
         self._driver("cuMemcpyHtoD", at, data.ctypes.data, len(content))
 
-    def _compile(self, bounds: Sequence[Bound]) -> Kernels:
-        kernels = Kernels(
-            self._driver, self._driver.info.device, Path(self._config.cubins).expanduser()
-        )
+    def _load(self, bounds: Sequence[Bound], weights: Mapping[str, Weight]) -> Kernels:
+        """Weights and kernels at once: those wait for the disk, these for the processors."""
+        packed = {name: site for bound in bounds for name, site in bound.packed.items()}
+        cubins = Path(self._config.cubins).expanduser()
+        kernels = Kernels(self._driver, self._driver.info.device, cubins)
         wanted = kernels.missing((planned.source, launch) for planned, launch in _launches(bounds))
-        with self._progress.task("compiling kernels", len(wanted), "kernels") as task:
-            kernels.compile(wanted, task.advance)
+        with kernels.compiling(wanted) as images:
+            self._fill(self._driver, weights, self._places.weights, packed)
+            with self._progress.task("compiling kernels", len(wanted), "kernels") as task:
+                images.load(task.advance)
         for planned, launch in _launches(bounds):
             kernels.function(planned.source, launch)
         return kernels
