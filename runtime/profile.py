@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from thor_dflash.runtime.telemetry import Report, Spec
 
 UNSTEADY = 0.025
 """Of a spread's variation, above which a median says little. Source: trtexec warns there."""
+STRETCHES = 12
+"""Of a soak, at most."""
 PROMPT = ("prefill", "observe_chunk")
 """Beginnings of the names of graphs that read a prompt; the others run once a cycle."""
 HOST = "host"
@@ -145,6 +147,23 @@ class Power:
 
 
 @dataclass(frozen=True, slots=True)
+class Stretch:
+    """Answers that followed each other, of a soak."""
+
+    start_s: float
+    """Since the first answer that counts."""
+    end_s: float
+    runs: int
+    cycle_ms: float
+    """Of a run, median; so is the next."""
+    tok_s: float
+    watts: Mapping[str, float]
+    """Mean by rail, while answers were made; empty where nobody may read any."""
+    hottest_c: float | None
+    """As in Power."""
+
+
+@dataclass(frozen=True, slots=True)
 class Phase:
     """A graph of the loop; or the host, which is all the rest."""
 
@@ -178,6 +197,8 @@ class Profile:
     warnings: tuple[str, ...]
     inside: Inside | None = None
     """None where every graph of a cycle is a phase already, or where it cannot be taken apart."""
+    soak: tuple[Stretch, ...] = ()
+    """In order; empty where a number of runs was asked for."""
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -205,6 +226,7 @@ def profile(
     *,
     inside: Inside | None = None,
     power: Power | None = None,
+    soak: Sequence[Stretch] = (),
     notes: Sequence[str] = (),
 ) -> Profile:
     """Of the runs that count. `notes`: what else a reader should know."""
@@ -213,7 +235,7 @@ def profile(
     times = {
         "ttft_ms": spread([r.timings.ttft_ms for r in reports]),
         "prefill_ms": spread([r.timings.prefill_ms for r in reports]),
-        "cycle_ms": spread([r.timings.decode_ms / max(1, r.spec.cycles) for r in reports]),
+        "cycle_ms": spread([_cycle_ms(r) for r in reports]),
         "each_ms": spread([ms for run in runs for ms in cycles(run.beats)]),
         "e2e_ms": spread([r.timings.e2e_ms for r in reports]),
         "tok_s": spread([r.timings.tok_s for r in reports]),
@@ -230,9 +252,46 @@ def profile(
         last.report.spec,
         last.beats,
         power,
-        (*_warnings(times, runs, power.failed), *notes),
+        (*_warnings(times, runs, power.failed), *_drift(soak), *notes),
         inside,
+        tuple(soak),
     )
+
+
+def stretches(
+    runs: Sequence[Run],
+    when: Sequence[tuple[float, float]],
+    power: Callable[[Sequence[tuple[float, float]]], Power],
+) -> list[Stretch]:
+    """Runs that followed each other, in groups of nearly the same number.
+
+    Args:
+        runs: At least one.
+        when: Beginning and end of each, s of one clock.
+        power: Says what the board took during some of them.
+    """
+    count = min(STRETCHES, len(runs))
+    bounds = [len(runs) * i // count for i in range(count + 1)]
+    found: list[Stretch] = []
+    for begin, end in itertools.pairwise(bounds):
+        reports = [run.report for run in runs[begin:end]]
+        taken = power(when[begin:end])
+        found.append(
+            Stretch(
+                when[begin][0] - when[0][0],
+                when[end - 1][1] - when[0][0],
+                len(reports),
+                statistics.median(_cycle_ms(r) for r in reports),
+                statistics.median(r.timings.tok_s for r in reports),
+                {rail.name: rail.mean_w for rail in taken.rails},
+                taken.hottest_c,
+            )
+        )
+    return found
+
+
+def _cycle_ms(report: Report) -> float:
+    return report.timings.decode_ms / max(1, report.spec.cycles)
 
 
 def _phases(reports: Sequence[Report]) -> dict[str, Phase]:
@@ -248,11 +307,20 @@ def _phases(reports: Sequence[Report]) -> dict[str, Phase]:
     return found
 
 
+def _drift(soak: Sequence[Stretch]) -> list[str]:
+    if not soak or abs(drift := soak[-1].cycle_ms / soak[0].cycle_ms - 1) <= UNSTEADY:
+        return []
+    return [
+        f"a cycle took {drift:+.1%} at the end of the soak against its beginning: something else "
+        "runs here, or clocks change with heat (doctor tells them)"
+    ]
+
+
 def _warnings(times: Mapping[str, Spread], runs: Sequence[Run], failed: str) -> list[str]:
     told: list[str] = []
     if (variation := times["cycle_ms"].variation) > UNSTEADY:
         told.append(
-            f"a cycle varies by {variation:.1%} from run to run, more than {UNSTEADY:.1%}: "
+            f"a cycle varies by {variation:.2%} from run to run, more than {UNSTEADY:.1%}: "
             "something else runs here, or clocks are not fixed (doctor says how)"
         )
     if len({run.tokens for run in runs}) > 1:

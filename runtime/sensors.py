@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,8 +30,16 @@ JUNCTION = "tj-thermal"
 CHANNELS = 3
 """Of a chip, from 1."""
 
-Sample = tuple[float, tuple[float, ...]]
-"""When, s of `time.perf_counter`, and the watts of each rail."""
+
+class Sample(NamedTuple):
+    """What all sensors said at a time."""
+
+    at: float
+    """Seconds of `time.perf_counter`."""
+    watts: tuple[float, ...]
+    """Of each rail."""
+    celsius: float | None
+    """Of the junction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +110,6 @@ class Watch:
     temperature: Path | None = None
     period: float = PERIOD
     _samples: list[Sample] = field(default_factory=list[Sample])
-    _hottest: float | None = None
     _failed: str = ""
     _rested: float = 0.0
     _over: threading.Event = field(default_factory=threading.Event)
@@ -148,25 +156,24 @@ class Watch:
 
     def _sample(self) -> None:
         watts = tuple(sensor.watts() for sensor in self.sensors)
-        if self.temperature is not None:
-            now = 1e-3 * _number(self.temperature)
-            self._hottest = now if self._hottest is None else max(now, self._hottest)
-        self._samples.append((time.perf_counter(), watts))
+        celsius = None if self.temperature is None else 1e-3 * _number(self.temperature)
+        self._samples.append(Sample(time.perf_counter(), watts, celsius))
 
     def power(self, answers: Sequence[tuple[float, float]]) -> Power:
-        """What was drawn until the rest had ended, and during some answers.
+        """What was drawn until the rest had ended, and during some answers; how hot it was then.
 
         Args:
-            answers: Beginning and end of each, seconds of `time.perf_counter`.
+            answers: Beginning and end of each, seconds of `time.perf_counter`, in order.
         """
         samples = list(self._samples)
+        at = [sample.at for sample in samples]
+        hottest = _hottest(samples, at, answers[0][0], answers[-1][1])
         if len(samples) < 2:
-            return Power((), self._hottest, self._failed)
-        at = [when for when, _ in samples]
+            return Power((), hottest, self._failed)
         idle = max(1, bisect.bisect_left(at, self._rested))
         rails: list[Rail] = []
         for rail, sensor in enumerate(self.sensors):
-            watts = [every[rail] for _, every in samples]
+            watts = [sample.watts[rail] for sample in samples]
             joules = [energy(at, watts, start, end) for start, end in answers]
             rails.append(
                 Rail(
@@ -176,7 +183,15 @@ class Watch:
                     statistics.median(joules),
                 )
             )
-        return Power(tuple(rails), self._hottest, self._failed)
+        return Power(tuple(rails), hottest, self._failed)
+
+
+def _hottest(
+    samples: Sequence[Sample], at: Sequence[float], start: float, end: float
+) -> float | None:
+    """From `start` to `end`, the samples next to them included."""
+    near = samples[max(0, bisect.bisect_right(at, start) - 1) : bisect.bisect_left(at, end) + 1]
+    return max((s.celsius for s in near if s.celsius is not None), default=None)
 
 
 def energy(at: Sequence[float], watts: Sequence[float], start: float, end: float) -> float:

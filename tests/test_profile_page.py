@@ -16,6 +16,7 @@ from thor_dflash.runtime.profile import (
     Power,
     Profile,
     Rail,
+    Stretch,
     Subject,
     spread,
 )
@@ -131,3 +132,56 @@ def test_weights_of_a_cache_have_no_share_of_a_read_rate() -> None:
     small = replace(FOUND, inside=replace(FOUND.inside, read_rate=0.0))
     assert "read rate" not in table(small)
     assert len(list(drawings(page(small))[3].iter("line"))) == 0
+
+
+SOAK = (
+    Stretch(0.0, 50.0, 40, 10.0, 130.0, {"VDD_CPU_SOC_MSS": 7.5, "VIN": 60.0}, 50.0),
+    Stretch(50.5, 100.0, 41, 12.5, 100.0, {"VDD_CPU_SOC_MSS": 6.0, "VIN": 45.0}, 75.0),
+)
+
+
+def test_a_soak_is_a_line_for_each_stretch() -> None:
+    lines = table(replace(FOUND, soak=SOAK)).splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("over time"))
+    assert [line.split() for line in lines[at : at + 4]] == [
+        "over time runs cycle, ms tokens/s VDD_CPU_SOC_MSS, W VIN, W junction, °C".split(),
+        "0 to 50 s 40 10.00 130.00 7.50 60.00 50.0".split(),
+        "50 to 100 s 41 12.50 100.00 6.00 45.00 75.0".split(),
+        [],
+    ]
+    assert len({len(line) for line in lines[at : at + 3]}) == 1  # columns meet
+    assert "over time" not in table(FOUND)
+
+
+def test_a_soak_without_sensors_tells_cycles_alone() -> None:
+    bare = tuple(replace(s, watts={}, hottest_c=None) for s in SOAK)
+    lines = table(replace(FOUND, soak=bare)).splitlines()
+    (titles,) = (line for line in lines if line.startswith("over time"))
+    assert titles.split() == "over time runs cycle, ms tokens/s".split()
+    assert len(drawings(page(replace(FOUND, soak=bare)))) == len(drawings(page(FOUND))) + 1
+
+
+def test_a_soak_is_drawn_number_by_number() -> None:
+    text = page(replace(FOUND, soak=SOAK))
+    assert [
+        t for t in re.findall("<h2>(.*?)</h2>", text) if t.startswith("Over time: ")
+    ] == [
+        f"Over time: {name}" for name in ("a cycle, ms", "VDD_CPU_SOC_MSS, W", "VIN, W",
+                                          "junction, °C")
+    ]  # fmt: skip
+    cycle, _, vin, heat = drawings(text)[4:8]
+    for drawing, ratio in ((cycle, 10 / 12.5), (vin, 60 / 45), (heat, 50 / 75)):
+        first, second = (float(bar.attrib["height"]) for bar in drawing.iter("rect"))
+        assert first / second == pytest.approx(ratio, abs=0.01)
+    first, second = cycle.iter("rect")
+    assert float(second.attrib["x"]) - float(first.attrib["x"]) == pytest.approx(
+        (float(second.attrib["width"]) + 1) * 50.5 / 49.5, abs=0.05
+    )
+    assert first[0].text == "10.00, 0 to 50 s"
+
+
+def test_a_junction_that_was_not_read_throughout_is_not_drawn() -> None:
+    soak = (SOAK[0], replace(SOAK[1], hottest_c=None))
+    text = page(replace(FOUND, soak=soak))
+    assert "Over time: junction" not in text
+    assert "<td>50.0</td>" in text

@@ -7,6 +7,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from checkpoints import GEOMETRIES, DrafterGeometry, write_drafter, write_target
@@ -85,6 +86,9 @@ def test_a_profile_beside_an_earlier_one(
         (("--warmup", "-1"), "--warmup must be at least 0 (got -1)"),
         (("--thinking", "off"), "--thinking must go with --prompt or --messages (got --tokens)"),
         (("--compare", "none.json"), "none.json must be a readable file"),
+        (("--soak", "0"), "--soak must be 1 to 21600 seconds (got 0)"),
+        (("--soak", "21601"), "--soak must be 1 to 21600 seconds (got 21601)"),
+        (("--soak", "9", "--runs", "15"), "--runs must go without --soak (got both)"),
         (("--compare", "x", "--json"), "--compare must go without --json (got both)"),
         (("--html", "x.png"), "--html must be a path ending in .html (got x.png)"),
         (("--trace", "x.html"), "--trace must be a path ending in .json (got x.html)"),
@@ -99,6 +103,25 @@ def test_what_is_refused_is_refused_before_anything_is_loaded(
 ) -> None:
     assert cli.main(["profile", "--package", "none", "--tokens", "none", *more]) == 2
     assert capsys.readouterr().err.startswith(f"thor-dflash: {told}")
+
+
+def test_a_soak_answers_until_its_time_is_over(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = itertools.count(step=0.4)  # s from one look at it to the next
+    monkeypatch.setattr(profile_verb, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    source = ("--package", str(root / "pkg"), "--tokens", str(root / "ids.json"))
+    few = ("--max-tokens", "2", "--ignore-eos", "--warmup", "1")
+    assert cli.main(["profile", *source, *few, "--soak", "9"]) == 0
+    out, err = capsys.readouterr()
+    rows = [line.split() for line in out.partition("over time")[2].splitlines()]
+    rows = rows[1 : rows.index([])]
+    runs = sum(int(row[4]) for row in rows)
+    assert f"{runs} runs after 1 to warm up" in out
+    last, before = float(rows[-1][2]), float(rows[-1][0])
+    assert before < 9 <= last < 13
+    assert "warming up 1 times\n" in err
+    assert "answering 9 s\n" in err
 
 
 def test_other_things_are_not_compared(

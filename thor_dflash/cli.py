@@ -124,7 +124,10 @@ _APART: Mapping[str, Sequence[Sequence[str]]] = {
         ("--golden", "--tokens"),  # which holds its own
         ("--make-golden", "--tolerance", "--operators", "--json"),
     ),
-    "profile": (("--json", "--compare"),),  # which prints a profile by itself
+    "profile": (
+        ("--json", "--compare"),  # which prints a profile by itself
+        ("--soak", "--runs"),
+    ),
     "bench": (
         ("--package", "--random-weights", "--engine", "--quick", "--out"),
         ("--ready", "--quick"),

@@ -118,8 +118,11 @@ def _generate(sub: argparse.ArgumentParser) -> None:
 
 def _profile(sub: argparse.ArgumentParser) -> None:
     _generate(sub)
-    sub.add_argument("--runs", type=int, default=15, metavar="N", help="that count; 15")
+    sub.add_argument("--runs", type=int, metavar="N", help="that count; 15")
     sub.add_argument("--warmup", type=int, default=2, metavar="N", help="runs before these; 2")
+    sub.add_argument(
+        "--soak", type=int, metavar="SECONDS", help="for so long, not --runs: what heat does"
+    )
     sub.add_argument(
         "--compare", type=_path, metavar="X.json", help="what --json printed for the same before"
     )

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from thor_dflash.runtime.profile import Beat, Power, Run, Subject, cycles, profile, spread
+from thor_dflash.runtime.profile import (
+    STRETCHES,
+    Beat,
+    Power,
+    Rail,
+    Run,
+    Subject,
+    cycles,
+    profile,
+    spread,
+    stretches,
+)
 from thor_dflash.runtime.telemetry import Report, Spec, Timings
 
 SUBJECT = Subject("1", "p" * 64, "ort", "CPU", "q" * 64, 5, {"decode.gate": "off"}, {})
@@ -102,11 +114,53 @@ def test_what_a_reader_should_know_is_said() -> None:
     power, notes = Power(failed="it was unplugged"), ["power mode: 120W"]
     told = profile(SUBJECT, 0, found, power=power, notes=notes).warnings
     varies, differ, cut, failed, mode = told
-    assert "a cycle varies by 23.6%" in varies
+    assert "a cycle varies by 23.57%" in varies
     assert "different answers" in differ
     assert "decode.max_tokens" in cut
     assert failed.endswith("not of all answers: it was unplugged")
     assert mode == "power mode: 120W"
+
+
+# ---- soaks
+
+
+def long(*cycle_ms: float) -> tuple[list[Run], list[tuple[float, float]]]:
+    """An answer of four cycles for each of these, and when: 10 s each, from 100 s on, 1 s apart."""
+    reports = [report(4 * 4 / 3 * ms, cycles=4) for ms in cycle_ms]
+    return runs(*reports), [(100.0 + 11 * i, 110.0 + 11 * i) for i in range(len(reports))]
+
+
+def power(answers: Sequence[tuple[float, float]]) -> Power:
+    """Watts and degrees by which it can be told which answers were asked for."""
+    return Power((Rail("VIN", 1.0, answers[0][0], 1.0),), answers[-1][1])
+
+
+@pytest.mark.parametrize("count", [1, 2, STRETCHES - 1, STRETCHES, STRETCHES + 1, 100])
+def test_a_stretch_is_some_answers_that_followed_each_other(count: int) -> None:
+    found = stretches(*long(*map(float, range(1, count + 1))), power)
+    assert len(found) == min(count, STRETCHES)
+    assert sum(s.runs for s in found) == count
+    assert max(s.runs for s in found) - min(s.runs for s in found) <= 1
+    first = 0
+    for s in found:
+        last = first + s.runs - 1
+        assert (s.start_s, s.end_s) == (11.0 * first, 11.0 * last + 10)
+        assert s.cycle_ms == pytest.approx((first + 1 + last + 1) / 2)
+        assert s.watts == {"VIN": 100.0 + 11 * first}
+        assert s.hottest_c == 110.0 + 11 * last
+        first = last + 1
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [(10.24, ""), (10.26, "+2.6%"), (9.76, ""), (9.74, "-2.6%")],
+)
+def test_a_cycle_that_changes_in_a_soak_is_noted(end: float, told: str) -> None:
+    found, when = long(10.0, 5.0, 20.0, end)
+    soak = stretches(found, when, power)
+    notes = [n for n in profile(SUBJECT, 0, found, soak=soak).warnings if "soak" in n]
+    assert [told in note for note in notes] == ([True] if told else [])
+    assert profile(SUBJECT, 0, found, soak=soak).soak == tuple(soak)
 
 
 # ---- comparing

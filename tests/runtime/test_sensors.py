@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from thor_dflash.runtime import sensors
-from thor_dflash.runtime.sensors import Sensor, Watch, energy, find, junction
+from thor_dflash.runtime.sensors import Sample, Sensor, Watch, energy, find, junction
 
 
 def write(root: Path, chip: str, **files: str) -> Path:
@@ -67,7 +67,7 @@ def watched(at: list[float], watts: list[float]) -> Watch:
     """One rail, sampled."""
     path = Path("none")
     watch = Watch([Sensor("VIN", path, path, path)])
-    watch._samples = [(when, (w,)) for when, w in zip(at, watts, strict=True)]
+    watch._samples = [Sample(when, (w,), None) for when, w in zip(at, watts, strict=True)]
     return watch
 
 
@@ -80,6 +80,23 @@ def test_idle_is_before_the_rest_has_ended_and_an_answer_takes_its_own_energy() 
     assert rail.idle_w == pytest.approx(6.0)
     assert rail.joules == pytest.approx(50.0)  # of 60, 50, 50
     assert rail.mean_w == pytest.approx(160 / 4)
+
+
+@pytest.mark.parametrize(
+    ("answers", "hottest"),
+    [
+        ([(2.5, 3.5)], 70.0),  # of the samples beside it
+        ([(4.1, 4.2)], 65.0),  # between two
+        ([(4.1, 4.2), (5.5, 9.0)], 90.0),
+        ([(7.0, 8.0)], 90.0),  # after the last
+        ([(-1.0, -0.5)], 40.0),  # before the first
+    ],
+)
+def test_heat_is_that_of_the_answers(answers: list[tuple[float, float]], hottest: float) -> None:
+    watch = Watch([])
+    degrees = [40.0, 50.0, 60.0, 70.0, 65.0, 55.0, 90.0]
+    watch._samples = [Sample(i, (), celsius) for i, celsius in enumerate(degrees)]
+    assert watch.power(answers).hottest_c == hottest
 
 
 def test_one_sample_is_no_power() -> None:

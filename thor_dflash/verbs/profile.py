@@ -29,13 +29,18 @@ if TYPE_CHECKING:
     from thor_dflash.runtime.profile import Inside, Profile, Run, Subject
     from thor_dflash.runtime.session import Request, Session
 
+RUNS = 15
+"""That count, where neither their number nor a time is given."""
+LONGEST = 6 * 3600
+"""Of a soak, s; every cycle and sample of it is kept."""
+
 
 def run(args: Namespace, config: Config, progress: Progress) -> None:
     """Answer one prompt many times; print what it took, and draw it."""
     base = _check(args)
     from thor_dflash.runtime.doctor import board
     from thor_dflash.runtime.doctor.here import Here
-    from thor_dflash.runtime.profile import profile
+    from thor_dflash.runtime.profile import profile, stretches
     from thor_dflash.runtime.sensors import Watch, find, junction
     from thor_dflash.runtime.session import open_session
 
@@ -51,8 +56,15 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
             runs, when = _runs(session, request, args, progress)
         inside = _inside(session, request, config, progress)
     progress.close()
-    power = watch.power(when)
-    found = profile(subject, args.warmup, runs, inside=inside, power=power, notes=_notes(speed))
+    found = profile(
+        subject,
+        args.warmup,
+        runs,
+        inside=inside,
+        power=watch.power(when),
+        soak=stretches(runs, when, watch.power) if args.soak else (),
+        notes=_notes(speed),
+    )
     print(json.dumps(records.encode(found)) if args.json else table(found, base))
     _write(found, args)  # last: what was measured is not lost where a disk is full by now
 
@@ -60,8 +72,10 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
 def _check(args: Namespace) -> Profile | None:
     """Refuse what cannot be done before anything is loaded; the profile to compare with."""
     for option, count, least in (("--runs", args.runs, 1), ("--warmup", args.warmup, 0)):
-        if count < least:
+        if count is not None and count < least:
             raise ConfigError(f"{option} must be at least {least} (got {count})")
+    if args.soak is not None and not 1 <= args.soak <= LONGEST:
+        raise ConfigError(f"--soak must be 1 to {LONGEST} seconds (got {args.soak})")
     for option, out, ending in (("--html", args.html, ".html"), ("--trace", args.trace, ".json")):
         if out:
             outputs.check(out, ending, option)
@@ -132,23 +146,36 @@ def _runs(
     session: Session, request: Request, args: Namespace, progress: Progress
 ) -> tuple[list[Run], list[tuple[float, float]]]:
     """The runs that count, and when each was, seconds of `time.perf_counter`."""
-    from thor_dflash.runtime.profile import Beat, Run
-
+    if args.warmup:
+        with progress.task("warming up", args.warmup, "times") as task:
+            for _ in range(args.warmup):
+                _answer(session, request)
+                task.advance(1)
     runs: list[Run] = []
     when: list[tuple[float, float]] = []
-    with progress.task("answering", args.warmup + args.runs, "times") as task:
-        for i in range(args.warmup + args.runs):
-            tokens: list[int] = []
+    total, unit = (args.soak, "s") if args.soak else (args.runs or RUNS, "times")
+    begun, done = time.perf_counter(), 0
+    with progress.task("answering", total, unit) as task:
+        while done < total:
             start = time.perf_counter()
-            beats = [Beat(0.0, 0)]
-            for chunk in session.generate(request):
-                beats.append(Beat(1e3 * (time.perf_counter() - start), len(chunk.tokens)))
-                tokens += chunk.tokens
-            if i >= args.warmup:
-                runs.append(Run(session.report(), tuple(tokens), tuple(beats)))
-                when.append((start, time.perf_counter()))
-            task.advance(1)
+            runs.append(_answer(session, request))
+            when.append((start, time.perf_counter()))
+            now = int(when[-1][1] - begun) if args.soak else len(runs)
+            task.advance(min(now, total) - done)
+            done = now
     return runs, when
+
+
+def _answer(session: Session, request: Request) -> Run:
+    from thor_dflash.runtime.profile import Beat, Run
+
+    tokens: list[int] = []
+    start = time.perf_counter()
+    beats = [Beat(0.0, 0)]
+    for chunk in session.generate(request):
+        beats.append(Beat(1e3 * (time.perf_counter() - start), len(chunk.tokens)))
+        tokens += chunk.tokens
+    return Run(session.report(), tuple(tokens), tuple(beats))
 
 
 def _inside(

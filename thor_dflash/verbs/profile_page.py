@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from thor_dflash.verbs.profile_text import TITLES, head
+from thor_dflash.verbs.profile_text import TITLES, course, head
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from thor_dflash.runtime.profile import Beat, Inside, Phase, Profile, Spread
+    from thor_dflash.runtime.profile import Beat, Inside, Phase, Profile, Spread, Stretch
 
 WIDTH, HEIGHT = 860, 150
 """Of a drawing, units of its own; it is scaled to the page."""
@@ -64,6 +65,7 @@ def page(found: Profile) -> str:
         _figure("Where its time goes", "Median of the runs, ms.", _phases(found)),
         *_inside(found.inside),
         *_power(found),
+        *_soak(found.soak),
         _figure("Committed tokens of a cycle", f"How many of {spec.cycles} cycles committed so "
                 "many.", _columns(spec.accept_hist, 1)),
         _figure("Drafts that were right", "Share of cycles that committed the draft at each "
@@ -138,22 +140,43 @@ def _dots(spread: Spread) -> str:
     return _svg(HEIGHT, shapes)
 
 
-def _timeline(beats: Sequence[Beat]) -> str:
-    whole = beats[-1].ms or 1.0
-    most = max((beat.tokens for beat in beats), default=0) or 1
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch of time, drawn as high as a number."""
+
+    start: float
+    end: float
+    value: float
+    told: str
+    """By a pointer upon it."""
+    kind: str = "bar"
+
+
+def _spans(spans: Sequence[Span], unit: str) -> str:
+    """Side by side as they followed each other, from 0 on."""
+    whole = spans[-1].end or 1.0
+    top = max(span.value for span in spans) or 1.0
     scale = (WIDTH - LEFT) / whole
-    shapes = list(_scale(most))
-    for start, end in itertools.pairwise(beats):
-        y = _height(end.tokens or most, most)
-        kind, what = ("bar", f"{end.tokens} tokens") if end.tokens else ("other", "prompt")
+    shapes = list(_scale(top))
+    for span in spans:
+        y = _height(max(0.0, span.value), top)
         shapes.append(
-            f'<rect class="{kind}" x="{LEFT + start.ms * scale:.2f}" y="{y:.1f}" '
-            f'width="{max(0.3, (end.ms - start.ms) * scale - GAP):.2f}" '
-            f'height="{HEIGHT - LOW - y:.1f}"><title>{what}, {end.ms - start.ms:.2f} ms from '
-            f"{start.ms:.1f}</title></rect>"
+            f'<rect class="{span.kind}" x="{LEFT + span.start * scale:.2f}" y="{y:.1f}" '
+            f'width="{max(0.3, (span.end - span.start) * scale - GAP):.2f}" '
+            f'height="{HEIGHT - LOW - y:.1f}"><title>{escape(span.told)}</title></rect>'
         )
-    shapes += [_text(LEFT, HEIGHT - 6, "0"), _text(WIDTH, HEIGHT - 6, f"{whole:.0f} ms", "end")]
-    return _svg(HEIGHT, shapes)
+    end = _text(WIDTH, HEIGHT - 6, f"{whole:.0f} {unit}", "end")
+    return _svg(HEIGHT, [*shapes, _text(LEFT, HEIGHT - 6, "0"), end])
+
+
+def _timeline(beats: Sequence[Beat]) -> str:
+    most = max((beat.tokens for beat in beats), default=0) or 1
+    spans: list[Span] = []
+    for start, end in itertools.pairwise(beats):
+        kind, what = ("bar", f"{end.tokens} tokens") if end.tokens else ("other", "prompt")
+        told = f"{what}, {end.ms - start.ms:.2f} ms from {start.ms:.1f}"
+        spans.append(Span(start.ms, end.ms, end.tokens or most, told, kind))
+    return _spans(spans, "ms")
 
 
 def _columns(counts: Sequence[int], first: int) -> str:
@@ -252,6 +275,25 @@ def _power(found: Profile) -> Iterator[str]:
         yield f"<h2>Power</h2>{_table(names, rows)}"
     if found.power.hottest_c is not None:
         yield f"<p>Junction at most {found.power.hottest_c:.1f} °C.</p>"
+
+
+def _soak(soak: Sequence[Stretch]) -> Iterator[str]:
+    if not soak:
+        return
+    titles, rows = course(soak)
+    lines = {
+        "a cycle, ms": [s.cycle_ms for s in soak],
+        **{f"{rail}, W": [s.watts[rail] for s in soak] for rail in soak[0].watts},
+    }
+    if all(s.hottest_c is not None for s in soak):
+        lines["junction, °C"] = [s.hottest_c or 0.0 for s in soak]
+    for name, values in lines.items():
+        spans = [
+            Span(s.start_s, s.end_s, value, f"{value:.2f}, {s.start_s:.0f} to {s.end_s:.0f} s")
+            for s, value in zip(soak, values, strict=True)
+        ]
+        yield _figure(f"Over time: {name}", f"{soak[0].runs} runs a bar.", _spans(spans, "s"))
+    yield f"<details><summary>Numbers over time</summary>{_table(titles, rows)}</details>"
 
 
 def _settings(found: Profile) -> str:

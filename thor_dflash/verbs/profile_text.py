@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from thor_dflash.runtime.profile import Inside, Part, Phase, Power, Profile, Spread
+    from thor_dflash.runtime.profile import Inside, Part, Phase, Power, Profile, Spread, Stretch
 
 BARS = " ▁▂▃▄▅▆▇█"
 TITLES = {
@@ -32,6 +32,7 @@ def table(found: Profile, base: Profile | None = None) -> str:
             *_phases(found.phases),
             *(_inside(found.inside) if found.inside else ()),
             *_power(found.power, found.tokens),
+            *_soak(found.soak),
             "",
             f"{spec.cycles} cycles of {spec.accept_len:.2f} tokens; "
             f"{spec.accepted} of {spec.drafted} drafted tokens were right",
@@ -107,6 +108,40 @@ def _power(power: Power, tokens: int) -> Iterator[str]:
         yield f"  {rail.name:<22}" + "".join(f"{x:10.2f}" for x in numbers)
     if power.hottest_c is not None:
         yield f"  junction at most {power.hottest_c:.1f} °C"
+
+
+def course(soak: Sequence[Stretch]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """What became of a soak's numbers: titles, and a row for each stretch."""
+    rails = list(soak[0].watts)
+    hot = any(s.hottest_c is not None for s in soak)
+    titles = ("runs", "cycle, ms", "tokens/s", *(f"{rail}, W" for rail in rails))
+    rows = [
+        (
+            f"{s.start_s:.0f} to {s.end_s:.0f} s",
+            str(s.runs),
+            f"{s.cycle_ms:.2f}",
+            f"{s.tok_s:.2f}",
+            *(f"{s.watts[rail]:.2f}" for rail in rails),
+            *([_degrees(s.hottest_c)] if hot else []),
+        )
+        for s in soak
+    ]
+    return ("over time", *titles, *(["junction, °C"] if hot else [])), rows
+
+
+def _degrees(celsius: float | None) -> str:
+    return "" if celsius is None else f"{celsius:.1f}"
+
+
+def _soak(soak: Sequence[Stretch]) -> Iterator[str]:
+    if not soak:
+        return
+    (title, *titles), rows = course(soak)
+    wide = [max(10, len(name) + 2) for name in titles]
+    yield ""
+    yield f"{title:<24}" + "".join(f"{n:>{w}}" for n, w in zip(titles, wide, strict=True))
+    for first, *cells in rows:
+        yield f"  {first:<22}" + "".join(f"{c:>{w}}" for c, w in zip(cells, wide, strict=True))
 
 
 def _change(now: Spread, before: Spread | None) -> str:
