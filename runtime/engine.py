@@ -51,7 +51,7 @@ class Call:
 
 
 class Engine(Protocol):
-    """All but `read` return at once; work happens in call order on one stream."""
+    """All but `read` and `busy` return at once; work happens in call order on one stream."""
 
     @property
     def device(self) -> str:
@@ -98,11 +98,15 @@ class Engine(Protocol):
         ...
 
     def read(self, tensor: Tensor, shape: tuple[int, ...] | None = None) -> Array:
-        """Wait for all work enqueued so far; copy a tensor's leading corner. The only wait."""
+        """Wait until what was enqueued so far has made a tensor what it will be; copy its leading
+        corner. The only wait.
+        """
         ...
 
     def busy(self) -> Mapping[str, float]:
-        """Seconds spent in each graph so far, by name."""
+        """Seconds spent in each graph that was waited for, by name. Work of which something was
+        read is waited for to its end.
+        """
         ...
 
     def close(self) -> None:

@@ -129,6 +129,15 @@ class Work:
         return address + sign * ctypes.c_int64.from_address(word).value if word else address
 
 
+@dataclass(frozen=True, slots=True)
+class Back:
+    """A copy to the host in a graph."""
+
+    to: int
+    at: int
+    nbytes: int
+
+
 class Emulated(Fake):
     """See the head of the file."""
 
@@ -148,7 +157,9 @@ class Emulated(Fake):
         self.logits: list[bytes] = []
         """What each head of the last graph made, in order."""
         self._memory: list[Array] = []
-        self._graph: list[Work] | None = None
+        self._graph: list[Work | Back] | None = None
+        self._given: list[tuple[int, bytes]] = []
+        """What graphs copied to the host, which has it once it has waited for it."""
         self._next: tuple[Launch, Sequence[int | float]] | None = None
         self._written: set[int] = set()
         """Addresses of what launches may have written since the last that waited for all before."""
@@ -205,7 +216,20 @@ class Emulated(Fake):
         return self._on(stream)
 
     def cuMemcpyDtoHAsync(self, to: int, at: int, nbytes: int, stream: int) -> Any:  # noqa: N802
-        return self.cuMemcpyHtoDAsync(to, at, nbytes, stream)
+        if self._graph is None:
+            return self.cuMemcpyHtoDAsync(to, at, nbytes, stream)
+        self._graph.append(Back(to, at, nbytes))
+        return self._on(stream)
+
+    def cuEventRecordWithFlags(self, event: Any, stream: int, flags: int) -> Any:  # noqa: N802
+        assert self._graph is not None, "an external event outside of a capture"
+        return self._on(stream)
+
+    def cuEventSynchronize(self, event: Any) -> Any:  # noqa: N802
+        for to, data in self._given:
+            ctypes.memmove(to, data, len(data))
+        self._given.clear()
+        return (OK,)
 
     def cuModuleLoadData(self, image: bytes) -> Any:  # noqa: N802
         return OK, pickle.loads(image)
@@ -229,7 +253,11 @@ class Emulated(Fake):
     def cuGraphLaunch(self, graph: Any, stream: int) -> Any:  # noqa: N802
         self.logits.clear()
         for work in graph:
-            self._run(work)
+            if isinstance(work, Back):
+                self._given.append((work.to, ctypes.string_at(work.at, work.nbytes)))
+                ctypes.memset(work.to, POISON, work.nbytes)
+            else:
+                self._run(work)
         return self._on(stream)
 
     def cuLaunchKernelEx(self, config: Any, kernel: Any, arguments: Any, extra: Any) -> Any:  # noqa: N802

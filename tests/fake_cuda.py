@@ -37,6 +37,7 @@ class Fake:
     CUDA_VERSION = 13000
     CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=SimpleNamespace(value=1))
     CUevent_flags = SimpleNamespace(CU_EVENT_DISABLE_TIMING=SimpleNamespace(value=2))
+    CUevent_record_flags = SimpleNamespace(CU_EVENT_RECORD_EXTERNAL=SimpleNamespace(value=1))
     CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
     CUfunction_attribute = SimpleNamespace(
         CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8,
@@ -143,6 +144,13 @@ class Fake:
         return self._on(stream)
 
     def cuEventRecord(self, event: Any, stream: int) -> Any:  # noqa: N802
+        return self._on(stream)
+
+    def cuEventRecordWithFlags(self, event: Any, stream: int, flags: int) -> Any:  # noqa: N802
+        assert self._counted >= 0, "an external event outside of a capture"
+        return self._on(stream)
+
+    def cuStreamWaitEvent(self, stream: int, event: Any, flags: int) -> Any:  # noqa: N802
         return self._on(stream)
 
     def cuMemcpyHtoDAsync(self, to: int, at: int, nbytes: int, stream: int) -> Any:  # noqa: N802

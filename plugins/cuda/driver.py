@@ -147,7 +147,8 @@ class Gate:
 
 
 class Driver(Gate):
-    """One context on one device, its stream, and what is made of them. Use from one thread.
+    """One context on one device, its stream, and what is made of them. Use from one thread. What is
+    captured may also put something `beside` the stream.
 
     `shared` takes the context that every library of the process uses, for a library that launches
     work of its own.
@@ -162,7 +163,9 @@ class Driver(Gate):
         self.info = self.describe(self._handle)
         self._context = self._create_context(self._handle)
         self.enter()
-        self.stream = self("cuStreamCreate", self.cu.CUstream_flags.CU_STREAM_NON_BLOCKING.value)
+        apart = self.cu.CUstream_flags.CU_STREAM_NON_BLOCKING.value
+        self.stream = self("cuStreamCreate", apart)
+        self.beside = self("cuStreamCreate", apart)
 
     def _create_context(self, handle: Any) -> Any:
         if self._shared:
@@ -201,6 +204,7 @@ class Driver(Gate):
             # A broken context cannot be asked to succeed.
             if self._shared:
                 self.cu.cuStreamDestroy(self.stream)
+                self.cu.cuStreamDestroy(self.beside)
                 self.cu.cuDevicePrimaryCtxRelease(self._handle)
             else:
                 self.cu.cuCtxDestroy(context)

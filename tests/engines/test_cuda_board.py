@@ -154,7 +154,7 @@ def test_time_of_runs_is_asked_for_while_the_next_one_runs(monkeypatch: pytest.M
         assert board.busy() == {"noted": MS * 1e-3 * len(board.ran)}
         device.calls.clear()
         board.ran.clear()
-        board._seconds.clear()
+        board._runs._seconds.clear()
 
 
 def test_time_counts_once_its_run_was_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

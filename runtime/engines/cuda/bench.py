@@ -60,9 +60,11 @@ class Loop:
     clock: float
     """Median by the clock."""
     graph: float
-    """Mean in the CUDA graph, which varies little."""
+    """Median in the CUDA graph."""
+    host: float
+    """Median of what a cycle takes longer by the clock than in its graph."""
     mean: float
-    """By the clock; above the median where something else took the processor now and then."""
+    """Mean of that; above the median where something else took the processor now and then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +224,7 @@ class Bench:
         for _ in range(count):
             captured.run()
         self.engine.driver.synchronize()
-        captured.idle()
+        captured.ended(count)
         return sorted(1e3 * t for t in captured.collect())
 
     def at(self, length: int, accepted: int) -> None:
@@ -269,7 +271,7 @@ class Bench:
         plan = Plan(prompt=ids, max_tokens=10**6, stop=(), proposer=Dflash(), policies=())
         meter = Meter(self.model.block, self.engine.busy())
         clock: list[float] = []
-        before = 0.0
+        graph: list[float] = []
         chunks = decode(self.model, plan, Progress(ids), meter)
         for chunk in chunks:
             if not chunk.tokens:
@@ -277,21 +279,25 @@ class Bench:
             clock.append(time.perf_counter())
             # Not in every cycle: asking takes time, which the loop spends while the next one runs.
             if len(clock) == WARM + 1:
-                before = self._in_graphs()
+                self.engine.busy()
+                graph = self.engine.note()
             if len(clock) == WARM + 1 + cycles:
                 break
         chunks.close()  # type: ignore[attr-defined]
+        self.engine.busy()
         took = [end - start for start, end in itertools.pairwise(clock[WARM:])]
-        graph = (self._in_graphs() - before) / cycles
-        return Loop(statistics.median(took), graph, statistics.mean(took))
+        host = [whole - part for whole, part in zip(took, graph, strict=True)]
+        return Loop(
+            statistics.median(took),
+            statistics.median(graph),
+            statistics.median(host),
+            statistics.mean(host),
+        )
 
     def _ids(self, seed: int, count: int) -> Array:
         """Some of the target's."""
         vocab = self.model.manifest.target.vocab
         return np.random.default_rng(seed).integers(1, vocab, count, np.int32)
-
-    def _in_graphs(self) -> float:
-        return sum(self.engine.busy().values())
 
 
 def open_bench(

@@ -15,14 +15,14 @@ import numpy as np
 from thor_dflash.plugins.cuda.driver import Driver, Info
 from thor_dflash.runtime.engine import Call, Tensor
 from thor_dflash.runtime.engines.cuda.bound import CudaTensor, Turn, cuda
-from thor_dflash.runtime.engines.cuda.capture import Captured
+from thor_dflash.runtime.engines.cuda.capture import Captured, Copy, Handed, Handover
 from thor_dflash.runtime.engines.cuda.control import RING, SLOT, SMALL, Page, Ring, corners
 from thor_dflash.runtime.engines.cuda.memory import Arena
+from thor_dflash.runtime.engines.cuda.runs import Runs
 from thor_dflash.tensors import Array, Dims, TensorSpec
 
 KINDS = {"attention": "cache", "drafter": "ring", "gdn": "state"}
 """First word of a state's name -> its line in the byte table."""
-
 
 WORD = 8
 """Bytes of what says where tensors are."""
@@ -67,12 +67,16 @@ class Board(ABC):
         """id of a call -> what of its tensors has two places, renewed by it or not."""
         self._made: set[int] = set()
         """id of tensors that calls write."""
+        self._read: set[int] = set()
+        """id of tensors that calls read."""
         self._captured: dict[tuple[int, ...], Captured] = {}
         self._split: dict[tuple[int, ...], list[Part]] = {}
         self._page_at = 0
-        self._running: list[Captured] = []
-        self._ended: list[Captured] = []
-        self._seconds: dict[str, float] = {}
+        self._for_host: dict[int, Copy] = {}
+        """id of a small tensor that calls make and none reads -> its way to the host."""
+        self._runs = Runs()
+        self._sent = 0
+        """Copies from the host before the last run."""
 
     @property
     def info(self) -> Info:
@@ -117,6 +121,7 @@ class Board(ABC):
             self._turns[id(call)] = []
             self._made |= {id(tensor) for tensor in call.outputs.values()}
             read = {id(tensor) for tensor in call.inputs.values()}
+            self._read |= read
             outputs = [cuda(t) for name, t in call.outputs.items() if name not in kept]
             for tensor in (t for t in outputs if id(t) in read):
                 by.setdefault(id(tensor), []).append(call)
@@ -194,7 +199,20 @@ class Board(ABC):
         self._page_at = base + page
         self._ring = Ring(self._driver, self._driver.pinned(RING))
         self._back = self._driver.pinned(RING)
+        self._make_ways()
         return base
+
+    def _make_ways(self) -> None:
+        """Page-locked memory for what is handed to the host."""
+        found = [
+            tensor
+            for tensor in self._tensors
+            if tensor.control >= 0 and id(tensor) in self._made - self._read
+        ]
+        self._hands = self._driver.pinned(max(1, len(found)) * SMALL)
+        for i, tensor in enumerate(found):
+            host, size = self._hands.address + i * SMALL, tensor.spec.nbytes({})
+            self._for_host[id(tensor)] = Copy(tensor.now, host, size)
 
     # ---- run -----------------------------------------------------------------------------
 
@@ -214,7 +232,7 @@ class Board(ABC):
         for part in self._split[key]:
             self._run(part)
         # Of earlier runs: asked now, it takes time in which the device works.
-        self._collect()
+        self._runs.collect()
 
     def _run(self, part: Part) -> None:
         key = part.key if self._told else (*part.key, *(turn.front for turn in part.touched))
@@ -226,9 +244,19 @@ class Board(ABC):
             for call in part.calls:
                 self._turn(call)
         self._page.flush(self._page_at, self._ring)
-        captured = self._captured[key]
-        captured.run()
-        self._running.append(captured)
+        self._runs.run(self._captured[key])
+        self._sent = self._ring.sent
+
+    def _handover(self, calls: Sequence[Call]) -> Handover | None:
+        """What only the host reads, unless the last call makes it: then there is no earlier."""
+        after, copies = 0, dict[int, Copy]()
+        for i, call in enumerate(calls):
+            for tensor in call.outputs.values():
+                if id(tensor) in self._for_host:
+                    after, copies[id(tensor)] = i + 1, self._for_host[id(tensor)]
+        if not copies or any(id(tensor) in copies for tensor in calls[-1].outputs.values()):
+            return None
+        return Handover(after, tuple(copies.values()))
 
     def _part(self, calls: Sequence[Call]) -> Part:
         touched = dict.fromkeys(turn for call in calls for turn in self._touched[id(call)])
@@ -277,6 +305,7 @@ class Board(ABC):
     def write(self, tensor: Tensor, values: Array) -> None:
         """See Engine."""
         t = cuda(tensor)
+        self._changed(t)
         data = np.ascontiguousarray(values, t.spec.dtype.numpy)
         if t.control >= 0 and data.shape == t.spec.shape:
             self._page.write(t.control, data.tobytes())
@@ -291,6 +320,7 @@ class Board(ABC):
     def clear(self, tensor: Tensor) -> None:
         """See Engine."""
         t, size = cuda(tensor), tensor.spec.nbytes({})
+        self._changed(t)
         if t.control >= 0:
             self._page.write(t.control, bytes(size))
             return
@@ -301,6 +331,9 @@ class Board(ABC):
         """See Engine."""
         self._enter()
         t = cuda(tensor)
+        handed = self._runs.latest.handed if self._runs.latest else None
+        if handed and shape is None and t.now in handed.copies:
+            return self._given(t, handed)
         self._page.flush(self._page_at, self._ring)
         out = np.empty(t.spec.at({}) if shape is None else shape, t.spec.dtype.numpy)
         for at, piece in corners(t.spec, out):
@@ -318,27 +351,42 @@ class Board(ABC):
         self._idle()
         return out
 
+    def _given(self, tensor: CudaTensor, handed: Handed) -> Array:
+        """What the last run hands over of a tensor. The run itself may go on."""
+        self._driver("cuEventSynchronize", handed.event)
+        if self._ring.sent == self._sent:
+            self._ring.idle()
+        self._runs.idle_before()
+        copy = handed.copies[tensor.now]
+        start = copy.host - self._hands.address
+        data = self._hands.bytes[start : start + copy.nbytes]
+        return data.view(tensor.spec.dtype.numpy).reshape(tensor.spec.at({})).copy()
+
+    def _changed(self, tensor: CudaTensor) -> None:
+        """It is no longer what the last run handed over."""
+        if id(tensor) in self._for_host:
+            self._runs.latest = None
+
     def _idle(self) -> None:
         """All work of the stream is done."""
         self._ring.idle()
-        for captured in self._running:
-            captured.idle()
-        self._ended += self._running
-        self._running.clear()
-
-    def _collect(self) -> None:
-        for captured in self._ended:
-            self._seconds[captured.name] = self._seconds.get(captured.name, 0.0) + sum(
-                captured.collect()
-            )
-        self._ended.clear()
+        self._runs.idle()
 
     def busy(self) -> Mapping[str, float]:
         """See Engine. Graphs that run as one are one name: "propose+verify+accept+observe"."""
-        if self._ended and not self._driver.ended:
+        if self._runs.left and not self._driver.ended:
             self._enter()
-            self._collect()
-        return dict(self._seconds)
+            self._driver.synchronize()
+            self._idle()
+        if self._runs.ended and not self._driver.ended:
+            self._enter()
+            self._runs.collect()
+        return self._runs.seconds
+
+    def note(self) -> list[float]:
+        """Seconds of each run from now on, in order; complete when `busy` has been asked."""
+        self._runs.noted = []
+        return self._runs.noted
 
     def _enter(self) -> None:
         """Make the context current: a session may move to another thread between requests, and

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,35 @@ from thor_dflash.plugins.launch import Launch
 from thor_dflash.runtime.engines.cuda.bound import Planned
 
 
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """From the device to page-locked memory."""
+
+    device: int
+    """Address; so is the next."""
+    host: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """What the host is given while the rest of a step still runs."""
+
+    after: int
+    """Calls of the step after which it is there."""
+    copies: tuple[Copy, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """A handover as it was captured."""
+
+    event: Any
+    """Its copies have been made, of the run that was started last."""
+    copies: Mapping[int, Copy]
+    """By device address."""
+
+
 @dataclass(slots=True)
 class Captured:
     """A step that can be run again and again."""
@@ -26,6 +56,7 @@ class Captured:
     """Its graphs' names, joined by "+"."""
     driver: Driver
     start: Callable[[], None]
+    handed: Handed | None = None
     _spare: list[Any] = field(default_factory=list[Any])
     _running: list[tuple[Any, Any]] = field(default_factory=list[tuple[Any, Any]])
     _ended: list[tuple[Any, Any]] = field(default_factory=list[tuple[Any, Any]])
@@ -41,13 +72,13 @@ class Captured:
     def _event(self) -> Any:
         return self._spare.pop() if self._spare else self.driver("cuEventCreate", 0)
 
-    def idle(self) -> None:
-        """The stream has been waited for: what ran has ended."""
-        self._ended += self._running
-        self._running.clear()
+    def ended(self, runs: int) -> None:
+        """So many runs more, the oldest ones, have ended."""
+        self._ended += self._running[:runs]
+        del self._running[:runs]
 
     def collect(self) -> list[float]:
-        """Seconds of each run that had ended when `idle` was last said, each told once."""
+        """Seconds of each run that is said to have ended, each told once."""
         seconds: list[float] = []
         for before, after in self._ended:
             seconds.append(1e-3 * float(self.driver("cuEventElapsedTime", before, after)))
@@ -83,33 +114,55 @@ class Launcher:
         self._overlap = overlap
 
     def capture(
-        self, name: str, launches: Sequence[tuple[Planned, Arguments]], *, graph: bool
+        self,
+        name: str,
+        calls: Sequence[Sequence[tuple[Planned, Arguments]]],
+        handover: Handover | None = None,
+        *,
+        graph: bool,
     ) -> Captured:
-        """The launches as one graph; or, with `graph` false, as themselves every time."""
-        driver = self._driver
+        """The launches of some calls as one graph; or, with `graph` false, as themselves, without a
+        handover.
+        """
 
-        def eager() -> None:
-            for i, (planned, arguments) in enumerate(launches):
+        def enqueued(number: int) -> None:
+            for i, (planned, arguments) in enumerate(calls[number]):
                 launch = planned.launch
                 kernel = self._kernels.function(planned.source, launch)
-                overlap = self._overlap and launch.overlap and i > 0
+                overlap = self._overlap and launch.overlap and (number > 0 or i > 0)
+                driver = self._driver
                 enqueue(driver, driver.stream, kernel, launch, arguments, overlap=overlap)
 
-        return capture(name, driver, eager, graph=graph)
+        each = [partial(enqueued, number) for number in range(len(calls))]
+        return capture(name, self._driver, each, handover, graph=graph)
 
 
-def capture(name: str, driver: Driver, eager: Callable[[], None], *, graph: bool) -> Captured:
-    """What `eager` puts on the stream, as one graph; or, with `graph` false, as it is every time.
+def capture(
+    name: str,
+    driver: Driver,
+    calls: Sequence[Callable[[], None]],
+    handover: Handover | None = None,
+    *,
+    graph: bool,
+) -> Captured:
+    """What `calls` put on the stream, as one graph; or, with `graph` false, as it is every time,
+    without a handover.
 
     Raises:
-        EngineError: what `eager` raised, or it did something that cannot be captured.
+        EngineError: what a call raised, or it did something that cannot be captured.
     """
     if not graph:
-        return Captured(name, driver, eager)
-    modes = driver.cu.CUstreamCaptureMode
+        return Captured(name, driver, partial(_all, calls))
+    modes, handed = driver.cu.CUstreamCaptureMode, None
     driver("cuStreamBeginCapture", driver.stream, modes.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
     try:
-        eager()
+        if handover is None:
+            _all(calls)
+        else:
+            _all(calls[: handover.after])
+            handed, back = _hand_over(driver, handover.copies)
+            _all(calls[handover.after :])
+            driver("cuStreamWaitEvent", driver.stream, back, 0)
     except BaseException:
         driver.cu.cuStreamEndCapture(driver.stream)  # it may have no graph to give
         raise
@@ -117,4 +170,28 @@ def capture(name: str, driver: Driver, eager: Callable[[], None], *, graph: bool
     executable = driver("cuGraphInstantiate", made, 0)
     driver("cuGraphDestroy", made)
     driver("cuGraphUpload", executable, driver.stream)
-    return Captured(name, driver, lambda: driver("cuGraphLaunch", executable, driver.stream))
+    start = partial(driver, "cuGraphLaunch", executable, driver.stream)
+    return Captured(name, driver, start, handed)
+
+
+def _all(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
+
+
+def _hand_over(driver: Driver, copies: Sequence[Copy]) -> tuple[Handed, Any]:
+    """Copy to the host beside whatever the stream is given next; also an event that the stream must
+    wait for before the capture ends.
+    """
+    flags, marks = driver.cu.CUevent_flags, driver.cu.CUevent_record_flags
+    made, there, back = (
+        driver("cuEventCreate", flags.CU_EVENT_DISABLE_TIMING.value) for _ in range(3)
+    )
+    driver("cuEventRecord", there, driver.stream)
+    driver("cuStreamWaitEvent", driver.beside, there, 0)
+    for copy in copies:
+        driver("cuMemcpyDtoHAsync", copy.host, copy.device, copy.nbytes, driver.beside)
+    external = marks.CU_EVENT_RECORD_EXTERNAL.value
+    driver("cuEventRecordWithFlags", made, driver.beside, external)
+    driver("cuEventRecord", back, driver.beside)
+    return Handed(made, {copy.device: copy for copy in copies}), back

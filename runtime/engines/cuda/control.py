@@ -34,6 +34,8 @@ class Ring:
 
     driver: Driver
     memory: Pinned
+    sent: int = 0
+    """Copies so far."""
     _at: int = 0
     _busy: list[tuple[int, int, Any]] = field(default_factory=list[tuple[int, int, Any]])
     """Pieces whose copies may be under way, oldest first: start, end, event after the copy. None
@@ -59,6 +61,7 @@ class Ring:
         self.driver("cuMemcpyHtoDAsync", to, self.memory.address + start, len(data), stream)
         self._busy.append((start, end, self._recorded() if size > SMALL else None))
         self._at = end
+        self.sent += 1
 
     def _recorded(self) -> Any:
         flags = self.driver.cu.CUevent_flags.CU_EVENT_DISABLE_TIMING.value

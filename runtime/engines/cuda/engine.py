@@ -167,14 +167,15 @@ class CudaEngine(Board):
     # ---- run -----------------------------------------------------------------------------
 
     def _capture(self, calls: Sequence[Call]) -> Captured:
-        launches: list[tuple[Planned, Arguments]] = []
+        launches: list[list[tuple[Planned, Arguments]]] = []
         for call in calls:
             bound = self._bound[id(call)]
-            for planned in bound.planned:
-                launches.append((planned, arguments(bound, planned, self._places)))
+            each = [(one, arguments(bound, one, self._places)) for one in bound.planned]
+            launches.append(each)
             self._turn(call)
         name = "+".join(call.graph.name for call in calls)
-        return self._launcher.capture(name, launches, graph=self._config.graphs)
+        handover, graph = self._handover(calls), self._config.graphs
+        return self._launcher.capture(name, launches, handover, graph=graph)
 
     def excerpt(self, calls: Sequence[Call], keep: Callable[[Step], bool]) -> Captured:
         """Some steps of prepared calls as one graph, for measuring. What runs this way leaves
@@ -191,7 +192,13 @@ class CudaEngine(Board):
                     launches.append((planned, arguments(bound, planned, self._places, out)))
         self._tell(part)
         self._page.flush(self._page_at, self._ring)
-        return self._launcher.capture("excerpt", launches, graph=self._config.graphs)
+        captured = self._launcher.capture("excerpt", [launches], graph=self._config.graphs)
+
+        def start() -> None:
+            self._runs.latest = None  # what that handed over is made anew
+            captured.start()
+
+        return Captured("excerpt", self._driver, start)
 
     def place(self, call: Call, step: Step, port: str) -> int:
         """Device address of what a step of a prepared call reads or writes there."""

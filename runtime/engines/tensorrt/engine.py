@@ -15,9 +15,10 @@ Written to the API that 10.13.3 and 11.4 have in common.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import tensorrt as trt
@@ -233,18 +234,13 @@ class TensorRTEngine(Board):
     # ---- run -----------------------------------------------------------------------------
 
     def _capture(self, calls: Sequence[Call]) -> Captured:
-        contexts: list[trt.IExecutionContext] = []
+        each: list[Callable[[], None]] = []
         for call in calls:
             fronts = tuple(turn.front for turn in self._touched[id(call)])
-            contexts.append(self._contexts[id(call), fronts])
+            each.append(partial(self._enqueue, self._contexts[id(call), fronts]))
             self._turn(call)
-
-        def eager() -> None:
-            for context in contexts:
-                self._enqueue(context)
-
-        name = "+".join(call.graph.name for call in calls)
-        return capture(name, self._driver, eager, graph=self._config.graphs)
+        name, graph = "+".join(call.graph.name for call in calls), self._config.graphs
+        return capture(name, self._driver, each, self._handover(calls), graph=graph)
 
     def _enqueue(self, context: trt.IExecutionContext) -> None:
         if not context.execute_async_v3(int(self._driver.stream)):
