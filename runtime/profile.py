@@ -159,7 +159,7 @@ class Stretch:
     tok_s: float
     watts: Mapping[str, float]
     """Mean by rail, while answers were made; empty where nobody may read any."""
-    hottest_c: float | None
+    hottest_c: float | None = None
     """As in Power."""
 
 
@@ -311,8 +311,9 @@ def _drift(soak: Sequence[Stretch]) -> list[str]:
     if not soak or abs(drift := soak[-1].cycle_ms / soak[0].cycle_ms - 1) <= UNSTEADY:
         return []
     return [
-        f"a cycle took {drift:+.1%} at the end of the soak against its beginning: something else "
-        "runs here, or clocks change with heat (doctor tells them)"
+        f"a cycle took {abs(drift):.1%} {'longer' if drift > 0 else 'less'} at the end of the soak "
+        "than at its beginning: something else runs here, or clocks change with heat (doctor tells "
+        "them)"
     ]
 
 

@@ -145,8 +145,8 @@ def test_a_soak_is_a_line_for_each_stretch() -> None:
     at = next(i for i, line in enumerate(lines) if line.startswith("over time"))
     assert [line.split() for line in lines[at : at + 4]] == [
         "over time runs cycle, ms tokens/s VDD_CPU_SOC_MSS, W VIN, W junction, °C".split(),
-        "0 to 50 s 40 10.00 130.00 7.50 60.00 50.0".split(),
-        "50 to 100 s 41 12.50 100.00 6.00 45.00 75.0".split(),
+        "0.0 to 50.0 s 40 10.00 130.00 7.50 60.00 50.0".split(),
+        "50.5 to 100.0 s 41 12.50 100.00 6.00 45.00 75.0".split(),
         [],
     ]
     assert len({len(line) for line in lines[at : at + 3]}) == 1  # columns meet
@@ -177,7 +177,7 @@ def test_a_soak_is_drawn_number_by_number() -> None:
     assert float(second.attrib["x"]) - float(first.attrib["x"]) == pytest.approx(
         (float(second.attrib["width"]) + 1) * 50.5 / 49.5, abs=0.05
     )
-    assert first[0].text == "10.00, 0 to 50 s"
+    assert first[0].text == "10.00, 0.0 to 50.0 s"
 
 
 def test_a_junction_that_was_not_read_throughout_is_not_drawn() -> None:
@@ -185,3 +185,34 @@ def test_a_junction_that_was_not_read_throughout_is_not_drawn() -> None:
     text = page(replace(FOUND, soak=soak))
     assert "Over time: junction" not in text
     assert "<td>50.0</td>" in text
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0.0, "0"), (7.25, "7.25"), (123.456, "123.5"), (999.96, "1000"), (13_012.0, "13012"),
+     (103_284.95, "103285")],
+)  # fmt: skip
+def test_what_stands_beside_a_drawing_has_room(value: float, shown: str) -> None:
+    times = {**FOUND.times, "e2e_ms": spread([value])}
+    runs = drawings(page(replace(FOUND, times=times)))[0]
+    assert [text.text for text in runs.iter("text")] == ["0", shown if value else "1"]
+
+
+def test_a_page_beside_an_earlier_one_says_what_became_of_its_medians() -> None:
+    before = replace(FOUND, times={name: spread([22.0]) for name in TITLES})
+    text = page(FOUND, before)
+    assert text.count("<td>0.477x of 22.00</td>") == len(TITLES)
+    assert "<th>before</th>" in text
+    assert "x of" not in page(FOUND)
+    assert "<th>before</th>" not in page(FOUND)
+
+
+def test_a_page_says_in_which_power_mode_it_was() -> None:
+    subject = replace(FOUND.subject, machine={"power mode": "MAXN"})
+    assert "<td>power mode</td><td>MAXN</td>" in page(replace(FOUND, subject=subject))
+
+
+def test_stretches_of_a_soak_need_not_have_as_many_runs() -> None:
+    assert "40 or 41 runs a bar." in page(replace(FOUND, soak=SOAK))
+    even = tuple(replace(s, runs=40) for s in SOAK)
+    assert "40 runs a bar." in page(replace(FOUND, soak=even))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -157,13 +158,56 @@ def test_a_page_and_a_trace_of_the_last_answer(
     assert counted == [event["args"]["tokens"] for event in steps if event["name"] == "cycle"]
 
 
+def test_a_page_is_written_though_nobody_reads_what_was_measured(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    drawn, traced = tmp_path / "x.html", tmp_path / "x.json"
+    with os.fdopen(writer, "w") as gone:
+        monkeypatch.setattr("sys.stdout", gone)
+        assert profile(root, "--html", str(drawn), "--trace", str(traced)) == 141
+    assert drawn.read_text(encoding="utf-8").endswith("</html>\n")
+    assert json.loads(traced.read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize("option", ["--tokens", "--compare"])
+def test_a_trace_is_not_written_over_what_is_read(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    ids = tmp_path / "ids.json"
+    ids.write_text("[1]")
+    (tmp_path / "link.json").symlink_to(ids)
+    given = {"--tokens": str(root / "ids.json"), option: str(ids)}
+    arguments = [text for pair in given.items() for text in pair]
+    trace = ("--trace", str(tmp_path / "link.json"))
+    assert cli.main(["profile", "--package", str(root / "pkg"), *arguments, *trace]) == 2
+    told = f"--trace must be another file than {option} (got {tmp_path / 'link.json'})"
+    assert capsys.readouterr().err == f"thor-dflash: {told}\n"
+    assert ids.read_text() == "[1]"
+
+
+@pytest.mark.parametrize("median", [0.0, -5.0, math.nan, math.inf])
+def test_nothing_is_compared_with_what_is_no_time(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], median: float
+) -> None:
+    before = tmp_path / "before.json"
+    assert profile(root, "--json") == 0
+    table = json.loads(capsys.readouterr().out)
+    table["times"]["e2e_ms"]["median"] = median
+    before.write_text(json.dumps(table))
+    assert profile(root, "--compare", str(before)) == 2
+    told = f"{before}.times.e2e_ms.median must be above 0 (got {median})"
+    assert capsys.readouterr().err == f"thor-dflash: {told}\n"
+
+
 def test_what_was_measured_is_told_though_a_page_cannot_be_written(
     root: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def full(found: object) -> str:
+    def full(*_: object) -> str:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(profile_verb, "page", full)

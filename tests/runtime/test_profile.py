@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
+from thor_dflash import records
+from thor_dflash.errors import RequestError
 from thor_dflash.runtime.profile import (
     STRETCHES,
     Beat,
     Power,
+    Profile,
     Rail,
     Run,
     Subject,
@@ -153,7 +157,7 @@ def test_a_stretch_is_some_answers_that_followed_each_other(count: int) -> None:
 
 @pytest.mark.parametrize(
     ("end", "told"),
-    [(10.24, ""), (10.26, "+2.6%"), (9.76, ""), (9.74, "-2.6%")],
+    [(10.24, ""), (10.26, "2.6% longer"), (9.76, ""), (9.74, "2.6% less")],
 )
 def test_a_cycle_that_changes_in_a_soak_is_noted(end: float, told: str) -> None:
     found, when = long(10.0, 5.0, 20.0, end)
@@ -161,6 +165,15 @@ def test_a_cycle_that_changes_in_a_soak_is_noted(end: float, told: str) -> None:
     notes = [n for n in profile(SUBJECT, 0, found, soak=soak).warnings if "soak" in n]
     assert [told in note for note in notes] == ([True] if told else [])
     assert profile(SUBJECT, 0, found, soak=soak).soak == tuple(soak)
+
+
+@pytest.mark.parametrize("sensors", [True, False])
+def test_a_soak_is_kept_as_json_with_and_without_sensors(sensors: bool) -> None:
+    found, when = long(1.0, 2.0, 3.0)
+    soak = stretches(found, when, power if sensors else lambda _: Power())
+    made = profile(SUBJECT, 0, found, soak=soak)
+    table = json.loads(json.dumps(records.encode(made)))
+    assert records.decode(Profile, table, "it", RequestError) == made
 
 
 # ---- comparing

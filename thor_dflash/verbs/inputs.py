@@ -13,8 +13,8 @@ LIMIT = 64 << 20
 """Largest input file, bytes: ten times the longest context of any target, written out."""
 
 
-def read_json(path: Path) -> object:
-    """Any JSON value.
+def read_json(path: Path, limit: int = LIMIT) -> object:
+    """Any JSON value, in `limit` bytes at most.
 
     Raises:
         RequestError: the file is missing, too large, or not JSON in UTF-8.
@@ -22,9 +22,9 @@ def read_json(path: Path) -> object:
     try:
         # Read, not asked: a device or a pipe has no size to ask for.
         with path.open("rb") as file:
-            text = file.read(LIMIT + 1)
-        if len(text) > LIMIT:
-            raise RequestError(f"{path} must be <= {LIMIT} bytes (got more)")
+            text = file.read(limit + 1)
+        if len(text) > limit:
+            raise RequestError(f"{path} must be <= {limit} bytes (got more)")
         return cast("object", json.loads(text.decode("utf-8")))
     except OSError as e:
         raise RequestError(f"{path} must be a readable file (got: {e.strerror})") from e

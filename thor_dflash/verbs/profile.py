@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import time
 from argparse import Namespace
 from contextlib import closing
@@ -33,6 +34,8 @@ RUNS = 15
 """That count, where neither their number nor a time is given."""
 LONGEST = 6 * 3600
 """Of a soak, s; every cycle and sample of it is kept."""
+LARGEST = 1 << 30
+"""Of a profile as JSON, bytes: ten times the longest soak with cycles of 5 ms."""
 
 
 def run(args: Namespace, config: Config, progress: Progress) -> None:
@@ -65,8 +68,11 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         soak=stretches(runs, when, watch.power) if args.soak else (),
         notes=_notes(speed),
     )
-    print(json.dumps(records.encode(found)) if args.json else table(found, base))
-    _write(found, args)  # last: what was measured is not lost where a disk is full by now
+    # Neither is lost with the other: a disk may be full by now, and who reads may be gone.
+    try:
+        print(json.dumps(records.encode(found)) if args.json else table(found, base), flush=True)
+    finally:
+        _write(found, base, args)
 
 
 def _check(args: Namespace) -> Profile | None:
@@ -79,13 +85,17 @@ def _check(args: Namespace) -> Profile | None:
     for option, out, ending in (("--html", args.html, ".html"), ("--trace", args.trace, ".json")):
         if out:
             outputs.check(out, ending, option)
+    for name, given in (("--tokens", args.tokens), ("--messages", args.messages),
+                        ("--compare", args.compare)):  # fmt: skip
+        if given and args.trace and given.resolve() == args.trace.resolve():
+            raise ConfigError(f"--trace must be another file than {name} (got {args.trace})")
     return _base(args.compare) if args.compare else None
 
 
-def _write(found: Profile, args: Namespace) -> None:
+def _write(found: Profile, base: Profile | None, args: Namespace) -> None:
     if args.html:
         with outputs.whole(args.html) as file:
-            file.write(page(found).encode())
+            file.write(page(found, base).encode())
     if args.trace:
         with outputs.whole(args.trace) as file:
             file.write(json.dumps(trace(found)).encode())
@@ -94,9 +104,12 @@ def _write(found: Profile, args: Namespace) -> None:
 def _base(path: Path) -> Profile:
     from thor_dflash.runtime.profile import Profile
 
-    found = records.decode(Profile, read_json(path), str(path), RequestError)
+    found = records.decode(Profile, read_json(path, LARGEST), str(path), RequestError)
     if missing := TITLES.keys() - found.times.keys():
         raise RequestError(f"{path}.times must hold {min(missing)} (got {', '.join(found.times)})")
+    for name in TITLES:
+        if not 0 < (median := found.times[name].median) < math.inf:
+            raise RequestError(f"{path}.times.{name}.median must be above 0 (got {median})")
     return found
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from thor_dflash.verbs.profile_text import TITLES, course, head
+from thor_dflash.verbs.profile_text import TITLES, change, course, head, span_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from thor_dflash.runtime.profile import Beat, Inside, Phase, Profile, Spread, Stretch
 
@@ -47,8 +47,8 @@ svg text { font-size: 13px; fill: var(--soft); } svg .name { fill: var(--ink); }
 """
 
 
-def page(found: Profile) -> str:
-    """The whole of it."""
+def page(found: Profile, base: Profile | None = None) -> str:
+    """The whole of it; beside another one with what became of its medians."""
     first, second = map(escape, head(found))
     spec = found.spec
     cycles = max(1, spec.cycles)
@@ -57,7 +57,7 @@ def page(found: Profile) -> str:
         f"<h1>thor-dflash profile</h1><p>{first}</p><p>{second}</p>",
         _tiles(found),
         *(f'<p class="note">{escape(text)}</p>' for text in found.warnings),
-        _times(found),
+        _times(found.times, base.times if base else {}),
         _figure("Every run", "Whole answer, ms; the line is the median.",
                 _dots(found.times["e2e_ms"])),
         _figure("The last answer, by the clock", "Committed tokens of each cycle over ms since the "
@@ -95,12 +95,13 @@ def _tiles(found: Profile) -> str:
     return f'<div class="tiles">{boxes}</div>'
 
 
-def _times(found: Profile) -> str:
-    names = ("", "median", "least", "90 %", "99 %", "most")
-    rows = [
-        (title, *(f"{x:.2f}" for x in (s.median, s.low, s.p90, s.p99, s.high)))
-        for title, s in ((title, found.times[name]) for name, title in TITLES.items())
-    ]
+def _times(times: Mapping[str, Spread], before: Mapping[str, Spread]) -> str:
+    names = ("", "median", "least", "90 %", "99 %", "most", *(["before"] if before else []))
+    rows: list[tuple[str, ...]] = []
+    for name, title in TITLES.items():
+        s = times[name]
+        numbers = (f"{x:.2f}" for x in (s.median, s.low, s.p90, s.p99, s.high))
+        rows.append((title, *numbers, *([change(s, before[name])] if before else [])))
     return f"<h2>An answer</h2>{_table(names, rows)}"
 
 
@@ -201,7 +202,12 @@ def _scale(top: float) -> Iterator[str]:
     for value in (0.0, top):
         y = _height(value, top)
         yield f'<line class="axis" x1="{LEFT}" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        yield _text(LEFT - 6, y + 4, f"{value:.4g}", "end")
+        yield _text(LEFT - 6, y + 4, _short(value), "end")
+
+
+def _short(value: float) -> str:
+    """At most six characters below a million, the room that there is."""
+    return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def _height(value: float, top: float) -> float:
@@ -281,6 +287,8 @@ def _soak(soak: Sequence[Stretch]) -> Iterator[str]:
     if not soak:
         return
     titles, rows = course(soak)
+    fewest, most = min(s.runs for s in soak), max(s.runs for s in soak)
+    caption = f"{fewest} runs a bar." if fewest == most else f"{fewest} or {most} runs a bar."
     lines = {
         "a cycle, ms": [s.cycle_ms for s in soak],
         **{f"{rail}, W": [s.watts[rail] for s in soak] for rail in soak[0].watts},
@@ -289,15 +297,20 @@ def _soak(soak: Sequence[Stretch]) -> Iterator[str]:
         lines["junction, °C"] = [s.hottest_c or 0.0 for s in soak]
     for name, values in lines.items():
         spans = [
-            Span(s.start_s, s.end_s, value, f"{value:.2f}, {s.start_s:.0f} to {s.end_s:.0f} s")
+            Span(s.start_s, s.end_s, value, f"{value:.2f}, {span_of(s)}")
             for s, value in zip(soak, values, strict=True)
         ]
-        yield _figure(f"Over time: {name}", f"{soak[0].runs} runs a bar.", _spans(spans, "s"))
+        yield _figure(f"Over time: {name}", caption, _spans(spans, "s"))
     yield f"<details><summary>Numbers over time</summary>{_table(titles, rows)}</details>"
 
 
 def _settings(found: Profile) -> str:
     subject = found.subject
-    about = {"package": subject.package, "prompt": subject.prompt, **subject.settings}
+    about = {
+        "package": subject.package,
+        "prompt": subject.prompt,
+        **subject.machine,
+        **subject.settings,
+    }
     rows = _table(("setting", "value"), list(about.items()))
     return f"<details><summary>What was asked</summary>{rows}</details>"

@@ -59,7 +59,7 @@ def _times(times: Mapping[str, Spread], before: Mapping[str, Spread]) -> list[st
     for name, title in TITLES.items():
         s = times[name]
         numbers = "".join(f"{x:10.2f}" for x in (s.median, s.low, s.p90, s.p99, s.high))
-        lines.append(f"  {title:<22}{numbers}{_change(s, before.get(name))}")
+        lines.append(f"  {title:<22}{numbers}   {change(s, before.get(name))}".rstrip())
     return lines
 
 
@@ -117,7 +117,7 @@ def course(soak: Sequence[Stretch]) -> tuple[tuple[str, ...], list[tuple[str, ..
     titles = ("runs", "cycle, ms", "tokens/s", *(f"{rail}, W" for rail in rails))
     rows = [
         (
-            f"{s.start_s:.0f} to {s.end_s:.0f} s",
+            span_of(s),
             str(s.runs),
             f"{s.cycle_ms:.2f}",
             f"{s.tok_s:.2f}",
@@ -127,6 +127,11 @@ def course(soak: Sequence[Stretch]) -> tuple[tuple[str, ...], list[tuple[str, ..
         for s in soak
     ]
     return ("over time", *titles, *(["junction, °C"] if hot else [])), rows
+
+
+def span_of(stretch: Stretch) -> str:
+    """When it was."""
+    return f"{stretch.start_s:.1f} to {stretch.end_s:.1f} s"
 
 
 def _degrees(celsius: float | None) -> str:
@@ -144,10 +149,9 @@ def _soak(soak: Sequence[Stretch]) -> Iterator[str]:
         yield f"  {first:<22}" + "".join(f"{c:>{w}}" for c, w in zip(cells, wide, strict=True))
 
 
-def _change(now: Spread, before: Spread | None) -> str:
-    if before is None or not before.median:
-        return ""
-    return f"   {now.median / before.median:.3f}x of {before.median:.2f}"
+def change(now: Spread, before: Spread | None) -> str:
+    """What became of a median; empty where there was none before."""
+    return f"{now.median / before.median:.3f}x of {before.median:.2f}" if before else ""
 
 
 def _histogram(counts: Sequence[int]) -> list[str]:
