@@ -15,10 +15,12 @@ from nano import package, request, tasks
 from thor_dflash.config import BuildConfig, EngineConfig
 from thor_dflash.errors import NoRoom
 from thor_dflash.progress import Silent
+from thor_dflash.runtime.engine import Tensor
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine
 from thor_dflash.runtime.propose import Dflash, Nobody
 from thor_dflash.runtime.score import score
 from thor_dflash.runtime.session import Session, open_session
+from thor_dflash.tensors import Array
 
 pytestmark = pytest.mark.gpu
 
@@ -189,6 +191,28 @@ def test_a_dropped_request_leaves_nothing_behind(session: Session) -> None:
             next(chunks)
         chunks.close()  # type: ignore[attr-defined]
         assert answer(session, asked, Dflash()) == truth
+
+
+def test_a_record_handed_over_is_the_one_on_the_device(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes while the rest of its cycle still runs: never that of the cycle before."""
+    engine = session.model.engine
+    assert isinstance(engine, CudaEngine)
+    handed, read = 0, engine.read
+
+    def both(tensor: Tensor, shape: tuple[int, ...] | None = None) -> Array:
+        nonlocal handed
+        found = read(tensor, shape)
+        if tensor.spec.name == "record":
+            handed += engine._runs.left
+            np.testing.assert_array_equal(found, read(tensor, tensor.spec.at({})))
+        return found
+
+    monkeypatch.setattr(engine, "read", both)
+    for index in range(0, len(tasks()), 4):
+        answer(session, request(session, index), Dflash())
+    assert handed > 100
 
 
 def test_a_thousand_requests_take_no_memory_and_change_nothing(session: Session) -> None:
