@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from llguidance import LLMatcher
 
+from thor_dflash.errors import RequestError
 from thor_dflash.plugins.accept.reference import Record
 from thor_dflash.runtime.block import Block, Progress
 from thor_dflash.runtime.policies.grammar_compile import Grammar, Vocabulary
@@ -100,6 +101,12 @@ class Walk:
         self.masks = masks
         return masks
 
+    def again(self, matcher: LLMatcher, rows: int) -> Array:
+        """The masks by another matcher, which stands where the block begins."""
+        self.matcher = matcher
+        matcher.try_consume_tokens(self.taken)
+        return self.make_masks(rows)
+
     def dead(self, row: int) -> bool:
         """Whether no id may follow a row."""
         if self.masks is None or row < self.start or self.forced[row] != FREE:
@@ -127,6 +134,8 @@ class Constrain:
     seconds: float = 0.0
     """Spent on walks and masks."""
     _matcher: LLMatcher = field(init=False)
+    _answered: list[int] = field(default_factory=list[int])
+    """What it has taken."""
     _walk: Walk | None = None
     """Over the last block."""
 
@@ -153,6 +162,7 @@ class Constrain:
             if not self.place.inside:
                 self.place = self.place.after(token, vocabulary)
             elif token not in vocabulary.stop:
+                self._answered.append(token)
                 self._matcher.consume_token(token)
 
     def look(self, tokens: tuple[int, ...], block: Block) -> Block:
@@ -175,6 +185,21 @@ class Constrain:
         begin = time.perf_counter()
         masks = walk.make_masks(rows)
         if walk.matcher.is_error():
+            self._renew()
+            masks = walk.again(self._matcher.deep_copy(), rows)
+        if walk.matcher.is_error():
             self.grammar.spent.set()
         self.seconds += time.perf_counter() - begin
         return masks
+
+    def _renew(self) -> None:
+        """Go on with the grammar compiled anew. Matchers of one share what they compute, and some
+        limits count all of that: what other requests had computed must end none.
+        """
+        self.grammar.spent.set()
+        try:
+            self.grammar = self.grammar.anew()
+        except RequestError:
+            return  # it takes too long just now: the old one is at its limit, which is a dead end
+        self._matcher = self.grammar.matcher.deep_copy()
+        self._matcher.try_consume_tokens(self._answered)

@@ -7,6 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -44,6 +45,8 @@ class Grammar:
     warnings: tuple[str, ...]
     """What can make an answer grow without end."""
     compile_ms: float
+    anew: Callable[[], Grammar]
+    """Compiled once more where it is spent. Raises RequestError, as Grammars.compile."""
     spent: threading.Event = field(default_factory=threading.Event)
     """A matcher ran into a limit. They share what was computed, so none goes on from here."""
 
@@ -180,7 +183,8 @@ class Grammars:
         if self._vocabulary.dead(matcher):
             raise RequestError("schema must allow some answer (got one that no text satisfies)")
         spent = 1e3 * (time.perf_counter() - start)
-        return Grammar(text, matcher, self._vocabulary, lint(text), spent)
+        anew = partial(self.compile, text)
+        return Grammar(text, matcher, self._vocabulary, lint(text), spent, anew)
 
 
 def within(seconds: float, work: Callable[[], T]) -> T:

@@ -292,17 +292,6 @@ def test_a_matcher_at_its_limit_is_a_dead_end(limits: dict[str, int], kind: str)
     assert made.spent.is_set()
 
 
-def test_a_grammar_at_its_limit_is_made_anew_for_the_next_request() -> None:
-    manifest = session().manifest
-    fuel = LLParserLimits(verbose_errors=False, step_lexer_fuel=50)
-    grammars = Grammars(text(), manifest.vocab_limit, manifest.stop_tokens, fuel)
-    first = grammars.compile(PLAN)
-    ends = [constrained(asked(False), Nobody(), first)]
-    assert grammars.compile(PLAN) is not first
-    ends.append(constrained(asked(False), Nobody(), grammars.compile(PLAN)))
-    assert ends[0] == ends[1] != []
-
-
 @dataclass(frozen=True, slots=True)
 class Mute:
     """A vocabulary without the letter that the grammar needs after `at` tokens of the answer."""
