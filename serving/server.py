@@ -37,6 +37,8 @@ TICK_S = 1.0
 READING_S = 0.5
 """From the last answer of a drain to the end: when a connection is lost, libzmq drops what a client
 has received and not read yet (pipe_t::terminate after a hiccup, where ZMQ_IMMEDIATE is set)."""
+MOMENT_S = 0.2
+"""What threads that are not worth waiting for are left to end by themselves."""
 HUNG = 70
 """Exit status of a server whose engine hangs: EX_SOFTWARE, systemd restarts it."""
 
@@ -92,8 +94,16 @@ class Server:
         self._stops += 1
         self._door.ring()
 
+    def ended(self, within_s: float = 0.0) -> bool:
+        """Whether every thread of it has ended; that is waited for so long, s."""
+        until = time.monotonic() + within_s
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
     def run(self) -> None:
-        """Serve until stopped.
+        """Serve until stopped. A thread may go on, see `ended`: one that is hung, one that loads a
+        backend which nobody will use, or any once it is told to end now.
 
         Raises:
             ThorError: the backend did not load.
@@ -216,13 +226,22 @@ class Server:
     def _close(self) -> None:
         for inbox in (self._engine, self._clerk, self._keeper):
             inbox.put(None)
-        for thread in self._threads:
-            thread.join(self._config.watchdog_s)
+        begun = time.monotonic()
+        # Piece by piece: the second stop may come meanwhile.
+        while not self.ended(MOMENT_S / 10) and time.monotonic() < begun + self._worth_s():
+            pass
         self._tell("ended")
         self._tell.close()
         if self._stops == 1 and self._door.last_sent >= self._stopped_at:
             time.sleep(max(0.0, self._door.last_sent + READING_S - time.monotonic()))
         self._door.close()
+
+    def _worth_s(self) -> float:
+        """How long the end of the threads is worth waiting for: nobody can be waiting for one that
+        loads, and whoever says it twice does not want to.
+        """
+        loading = self._life.backend is None and self._life.failed is None
+        return MOMENT_S if loading or self._stops > 1 else self._config.watchdog_s
 
 
 def _drain(posts: SimpleQueue[Post]) -> Iterator[Post]:
@@ -255,3 +274,5 @@ def serving(
         server.stop()
         server.stop()
         thread.join(config.drain_s + config.watchdog_s)
+        # The process goes on, and with it what a backend's owner may close.
+        server.ended(config.watchdog_s)

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from thor_dflash.config import Config
+from thor_dflash.errors import ThorError
 from thor_dflash.progress import Progress
 
 if TYPE_CHECKING:
     from thor_dflash.serving.backend import Backend
+    from thor_dflash.serving.server import Server
     from thor_dflash.serving.shelf import Shelf
 
 SWITCH_S = 0.0005
@@ -39,7 +41,23 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda signum, frame: server.stop())
     log(f"listening on {', '.join(server.endpoints)}")
-    server.run()
+    _until_stopped(server, progress, log)
+
+
+def _until_stopped(server: Server, progress: Progress, log: Log) -> None:
+    status = 0
+    try:
+        server.run()
+    except ThorError as e:
+        if server.ended():
+            raise
+        log(f"thor-dflash: {' '.join(str(e).split())}")
+        status = 2
+    if not server.ended():
+        # The interpreter's end would take a thread out of the midst of a library's code, to which
+        # that is a fault: it aborts. What is open is as a SIGKILL may leave it.
+        progress.close()
+        os._exit(status)
 
 
 @dataclass(slots=True)
