@@ -20,6 +20,7 @@ from zmq.utils.monitor import recv_monitor_message
 from thor_dflash.errors import ConfigError
 from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving import security
+from thor_dflash.serving.alive import KEEPALIVE
 
 ZAP = "inproc://zeromq.zap.01"
 BURST = 64
@@ -37,10 +38,8 @@ ROUTER_OPTIONS = {
     zmq.SNDHWM: 512,  # chunks of a plan or two; a reader further behind loses text chunks
     zmq.RCVHWM: 64,
     zmq.HANDSHAKE_IVL: 3000,
-    zmq.HEARTBEAT_IVL: 1000,
-    zmq.HEARTBEAT_TIMEOUT: 5000,
-    zmq.TCP_KEEPALIVE: 1,
     zmq.IMMEDIATE: 1,
+    **KEEPALIVE,
 }
 
 Sent = Literal["sent", "held", "dropped", "gone"]

@@ -15,6 +15,7 @@ from msgspec import Struct, structs
 
 from thor_dflash.errors import Code, ConfigError, PlanError
 from thor_dflash.serving import wire
+from thor_dflash.serving.alive import KEEPALIVE
 from thor_dflash.serving.codec import MSGPACK, Codec
 
 CODES = frozenset(typing.get_args(Code))
@@ -35,10 +36,9 @@ WATCHED = (
 SOCKET_OPTIONS = {
     zmq.LINGER: 0,
     zmq.IMMEDIATE: 1,  # nothing is queued for a server that is not there
-    zmq.HEARTBEAT_IVL: 1000,
-    zmq.HEARTBEAT_TIMEOUT: 5000,
     zmq.SNDHWM: 64,
     zmq.RCVHWM: 1024,
+    **KEEPALIVE,
 }
 
 

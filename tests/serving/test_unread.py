@@ -1,0 +1,97 @@
+"""More messages than anybody reads, and then the peer goes: no reason to end a process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+import zmq
+
+from thor_dflash.serving.alive import KEEPALIVE, SILENT_S
+from thor_dflash.serving.door import ROUTER_OPTIONS
+from thor_dflash.serving.replies import SOCKET_OPTIONS
+
+SERVER = """
+import time
+import zmq
+from thor_dflash.serve_config import ServeConfig
+from thor_dflash.serving.door import Door
+
+door = Door(ServeConfig(bind=("tcp://127.0.0.1:*",)))
+client = zmq.Context().socket(zmq.DEALER)
+client.linger = 1000
+client.connect(door.endpoints[0])
+for _ in range(500):
+    client.send(b"{}")
+time.sleep(0.3)
+client.close()
+time.sleep(2.0)  # as long as the interpreter may be held up by something else
+letters = sum(type(one).__name__ == "Letter" for _ in range(20) for one in door.wait(0.05))
+assert letters >= 64, letters
+door.close()
+"""
+CLIENT = """
+import threading
+import time
+import msgspec
+import zmq
+from thor_dflash.errors import PlanError
+from thor_dflash.serving.client import Ask, RemotePlanner
+
+context = zmq.Context()
+server = context.socket(zmq.ROUTER)
+server.sndhwm = 0
+server.linger = 0
+port = server.bind_to_random_port("tcp://127.0.0.1")
+
+def serve():
+    *envelope, body = server.recv_multipart()
+    id = msgspec.msgpack.decode(body)["id"]
+    for seq in range(20000):
+        chunk = {"v": 1, "id": id, "type": "chunk", "kind": "text", "seq": seq, "text": "word"}
+        server.send_multipart([*envelope, msgspec.msgpack.encode(chunk)])
+
+thread = threading.Thread(target=serve)
+thread.start()
+with RemotePlanner(f"tcp://127.0.0.1:{port}") as planner:
+    try:
+        for number, _ in enumerate(planner.stream(Ask(prompt="Bring the cup.", stream="all"))):
+            if number == 5:  # the robot acts on a step
+                thread.join()
+                time.sleep(0.5)
+                server.close()
+                time.sleep(2.0)
+    except PlanError as e:
+        assert e.code == "unreachable", e
+        assert number > 500, number
+    else:
+        raise AssertionError("the server is gone")
+"""
+
+
+def run(*scripts: str) -> Sequence[subprocess.Popen[str]]:
+    """Each in a process of its own, side by side."""
+    return [
+        subprocess.Popen([sys.executable, "-c", s], stderr=subprocess.PIPE, text=True)
+        for s in scripts
+    ]
+
+
+def test_who_does_not_read_outlives_who_goes() -> None:
+    for process in run(SERVER, CLIENT):
+        _, said = process.communicate(timeout=60)
+        assert (process.returncode, said) == (0, "")
+
+
+@pytest.mark.parametrize("options", [ROUTER_OPTIONS, SOCKET_OPTIONS], ids=["server", "client"])
+def test_a_machine_that_is_gone_is_found_out_by_tcp(options: dict[int, int]) -> None:
+    """A cable cannot be pulled here; what the kernel is asked for can be looked at."""
+    assert KEEPALIVE.items() <= options.items()
+    idle, interval, count = (
+        options[name]
+        for name in (zmq.TCP_KEEPALIVE_IDLE, zmq.TCP_KEEPALIVE_INTVL, zmq.TCP_KEEPALIVE_CNT)
+    )
+    assert idle + interval * count == SILENT_S
+    assert zmq.HEARTBEAT_IVL not in options
