@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sized
+from typing import Any, NoReturn, cast
 
 import jsonschema_rs
 
 from thor_dflash.errors import PlanError
+
+MOST_PATTERNS = 64
+"""In a schema. The interpreter stands still while each is compiled, and with it the socket."""
+PATTERN_BYTES = 1 << 20
+"""Of a compiled pattern: some 800 repetitions of any character, and 5 ms."""
 
 
 def _offline(uri: str) -> NoReturn:
@@ -23,10 +28,21 @@ class Checker:
         Raises:
             PlanError: schema_invalid.
         """
+        if (count := _patterns(schema)) > MOST_PATTERNS:
+            raise PlanError(
+                "schema_invalid",
+                f"json_schema must have at most {MOST_PATTERNS} patterns (got {count})",
+                field="json_schema",
+            )
+        sized = jsonschema_rs.FancyRegexOptions(size_limit=PATTERN_BYTES)
         try:
-            self._validator: Any = jsonschema_rs.validator_for(dict(schema), retriever=_offline)
+            self._validator: Any = jsonschema_rs.validator_for(
+                dict(schema), retriever=_offline, pattern_options=sized
+            )
         except (ValueError, jsonschema_rs.ValidationError, jsonschema_rs.ReferencingError) as e:
             text = str(e).splitlines()[0][:200]
+            if text.endswith('is not a "regex"'):
+                text += f" of at most {PATTERN_BYTES} bytes when compiled"
             raise PlanError(
                 "schema_invalid", f"json_schema must be a JSON Schema (got: {text})",
                 field="json_schema",
@@ -35,3 +51,19 @@ class Checker:
     def valid(self, value: object) -> bool:
         """Whether a value obeys the schema."""
         return bool(self._validator.is_valid(value))
+
+
+def _patterns(schema: object) -> int:
+    """Regular expressions, at any depth. A text in a `const` may be counted as one."""
+    count, left = 0, [schema]
+    while left:
+        node = left.pop()
+        if isinstance(node, Mapping):
+            table = cast("Mapping[str, object]", node)
+            named = table.get("patternProperties")
+            count += isinstance(table.get("pattern"), str)
+            count += len(cast("Sized", named)) if isinstance(named, Mapping) else 0
+            left += table.values()
+        elif isinstance(node, list):
+            left += cast("list[object]", node)
+    return count

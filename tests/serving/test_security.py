@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,38 @@ def test_a_schema_reaches_no_network() -> None:
             Checker({"$ref": url})
         with pytest.raises(TimeoutError):
             trap.accept()
+
+
+def with_patterns(count: int, pattern: str = "^[a-z]{1,20}%d$") -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {f"p{i}": {"type": "string", "pattern": pattern % i} for i in range(count)},
+    }
+
+
+def test_a_schema_of_patterns_does_not_hold_up_the_interpreter() -> None:
+    """It stands still while they are compiled: for a moment, not for half a minute."""
+    started = time.perf_counter()
+    with pytest.raises(PlanError, match=r"at most 64 patterns \(got 1400\)"):
+        Checker(with_patterns(1400, "^.{3000}%d$"))
+    for schema in (
+        with_patterns(64, "^.{3000}%d$"),
+        {"allOf": [with_patterns(1, "(a{999}){999}%d")]},
+    ):
+        with pytest.raises(PlanError, match='not a "regex" of at most 1048576 bytes when compiled'):
+            Checker(schema)
+    assert time.perf_counter() - started < 1.0
+    assert Checker(with_patterns(64)).valid({"p0": "abc0"})
+    assert not Checker(with_patterns(64, "^.{800}%d$")).valid({"p0": "abc0"})
+
+
+def test_every_pattern_of_a_schema_counts_and_no_key_of_that_name() -> None:
+    deep = {"anyOf": [{"items": with_patterns(40)}, {"$defs": {"a": with_patterns(24)}}]}
+    Checker(deep)
+    for more in ({"pattern": "b"}, {"patternProperties": {"^a": {}}}):
+        with pytest.raises(PlanError, match=r"at most 64 patterns \(got 65\)"):
+            Checker({**deep, **more})
+    Checker({**deep, "properties": {"pattern": {"type": "string"}}})
 
 
 def test_prompts_are_not_logged(house: Any) -> None:
