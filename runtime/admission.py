@@ -169,12 +169,14 @@ class Desk:
             raise RequestError(
                 f"decode.relaxed.k must be at most {vocab}, the vocabulary (got {config.k})"
             )
-        stop = {*request.stop, *self._model.manifest.stop_tokens}
-        never = tuple(sorted(stop | set(self._text.tools)))
+        ids = {*self._model.manifest.stop_tokens, *self._text.tools}
+        # The accept room takes no stop id for being near: the request's own need no place here.
+        never = tuple(sorted(ids - request.stop))
         slots = self._model.graphs["accept"].inputs["strict"].at({})[0]
         if len(never) > slots:
             raise RequestError(
-                f"accept relaxed must have at most {slots} stop and tool ids (got {len(never)})"
+                f"accept relaxed must have at most {slots} stop and tool ids of the package beside "
+                f"the request's stop ids (got {len(never)})"
             )
         return RelaxedThinking(
             Relaxed(

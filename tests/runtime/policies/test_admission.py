@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -225,8 +225,7 @@ def test_what_relaxed_comes_to(
     session: Session, config: RelaxedConfig, rule: int, k: int, margin: float
 ) -> None:
     request = Request(prompt=chat(session), max_tokens=9, stop=frozenset({7}), relaxed=config)
-    never = (7, STOP, *TOOLS)
-    want = Relaxed(rule=rule, top_k=k, margin=margin, close=CLOSES, never=never)
+    want = Relaxed(rule=rule, top_k=k, margin=margin, close=CLOSES, never=(STOP, *TOOLS))
     admitted = Desk(session.model, session.text, time.perf_counter).admit(request)
     assert admitted.policies == (RelaxedThinking(want),)
 
@@ -239,6 +238,34 @@ def test_marks_are_never_committed_for_being_near(session: Session, draft: int) 
     list(session.run(request, drafts(lambda n: [draft] * 15), admitted.policies))
     taken = session.report().phases["thinking"].relaxed
     assert taken > 30 if draft == 9 else taken == 0
+
+
+@pytest.mark.parametrize("count", [5, 8])
+def test_ones_own_stop_ids_are_not_near_and_take_no_place(session: Session, count: int) -> None:
+    own, config = tuple(range(count)), RelaxedConfig(k=512, margin=1e9)
+    request = Request(prompt=chat(session), max_tokens=48, stop=frozenset(own), relaxed=config)
+    (made,) = Desk(session.model, session.text, time.perf_counter).admit(request).policies
+    assert isinstance(made, RelaxedThinking)
+    placed = RelaxedThinking(replace(made.relaxed, never=(*own, STOP, *TOOLS)[:8]))
+    said: list[object] = []
+    for policy in (made, placed):
+        guess = drafts(lambda n: [9, 9, 9, own[-1]] * 3)
+        tokens = [t for c in session.run(request, guess, (policy,)) for t in c.tokens]
+        said.append((tokens, session.report().spec))
+        assert session.report().phases["thinking"].relaxed >= 30
+        assert not any(session.report().spec.accept_hist[4:]), "three near ones and its own"
+    assert said[0] == said[1]
+
+
+def test_stop_ids_of_the_package_alone_need_a_strict_place(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = replace(session.manifest, stop_tokens=tuple(range(7)))
+    monkeypatch.setattr(session.model, "manifest", many)
+    request = Request(prompt=chat(session), max_tokens=9, relaxed=RelaxedConfig())
+    with pytest.raises(RequestError, match=r"at most 8 stop and tool ids .* \(got 9\)"):
+        session.check(request)
+    session.check(replace(request, stop=frozenset({6})))
 
 
 @pytest.mark.parametrize(
