@@ -10,7 +10,7 @@ import pytest
 from decoding import answer, drafts, oracle, prompt, session
 
 from thor_dflash.plugins.accept.reference import Record
-from thor_dflash.runtime.block import Block, Progress
+from thor_dflash.runtime.block import Block, Progress, Reason
 from thor_dflash.runtime.propose import Dflash, Nobody, Proposer
 from thor_dflash.runtime.session import Request
 from thor_dflash.tensors import Array
@@ -39,6 +39,25 @@ class Looking:
         return self.narrow(tokens, block)
 
 
+@dataclass
+class Watching:
+    """Forces every other block, and keeps the tokens of every block as it was verified."""
+
+    seen: list[tuple[int, ...]] = field(default_factory=list)
+    odd: bool = False
+
+    def shape(self, progress: Progress, block: Block) -> Block:
+        self.odd = not self.odd
+        return block.forcing((5, 6, 7), "a test") if self.odd else block
+
+    def judge(self, progress: Progress, block: Block, record: Record) -> int:
+        self.seen.append(tuple(session().model.read("tokens").tolist()))
+        return record.count
+
+    def observe(self, progress: Progress, committed: int) -> None:
+        pass
+
+
 def whole() -> Array:
     width = session().model.graphs["accept_masked"].inputs["mask"].at({})[1]
     return np.full((16, width), -1, np.int32)
@@ -53,6 +72,47 @@ def test_looking_changes_nothing(proposer: Proposer, masked: bool) -> None:
     assert answer(session(), REQUEST, proposer, (looking,)) == truth
     assert session().report().spec == plain
     assert len(looking.seen) == plain.cycles
+
+
+def test_a_drafter_that_is_seen_drafts_what_it_does_unseen() -> None:
+    """From where the answer has come to, and with what this block forces."""
+    unseen, beside = Watching(), Watching()
+    truth = answer(session(), REQUEST, Dflash(), (unseen,))
+    looking = Looking(lambda _, block: block)
+    assert answer(session(), REQUEST, Dflash(), (beside, looking)) == truth
+    assert looking.seen == beside.seen == unseen.seen
+    assert len(unseen.seen) > 2
+    assert {tokens[1:4] == (5, 6, 7) for tokens in unseen.seen} == {True, False}
+
+
+def test_what_a_look_did_is_noted() -> None:
+    looking = Looking(lambda _, block: replace(block, forced=(-1, 7), cap=4))
+    answer(session(), REQUEST, Nobody(), (looking,))
+    notes = {(n.what, n.why): n.cycles for n in session().report().notes}
+    cycles = session().report().spec.cycles
+    assert notes["forced", "grammar"] == cycles
+    assert 0 < notes["capped", "grammar"] <= cycles
+
+
+@pytest.mark.parametrize(
+    ("before", "forced", "cap", "found"),
+    [
+        ((), (), 8, []),
+        ((), (-1, -1), 8, []),
+        ((), (-1, 7), 8, ["forced"]),
+        ((), (-1, 7), 7, ["forced", "capped"]),
+        # Whoever forced first has said so.
+        ((5,), (5, -1), 8, []),
+        ((5,), (5, 7), 7, ["capped"]),
+    ],
+)
+def test_reasons_of_a_look(
+    before: tuple[int, ...], forced: tuple[int, ...], cap: int, found: list[str]
+) -> None:
+    block = Block(cap=8, forced=before, reasons=(Reason("gated", "a test"),))
+    seen = replace(block, forced=forced, cap=cap).because(block, "a look")
+    assert [(r.what, r.why) for r in seen.reasons[1:]] == [(what, "a look") for what in found]
+    assert seen.reasons[:1] == block.reasons
 
 
 def test_the_drafts_are_seen_and_replaced() -> None:

@@ -222,6 +222,21 @@ def test_a_request_whose_state_a_put_took_away_fails(s: Session) -> None:
         s.prefixes.drop("skills")
 
 
+def test_a_request_whose_state_one_with_a_prefix_took_away_fails(s: Session) -> None:
+    other = prompt(60, 9)
+    s.prefixes.put("other", other[:40])
+    for steps in (1, 4, 8):  # in the prompt, after its last step, in the answer
+        answers = s.run(Request(prompt=LONG[:100], max_tokens=30), Dflash())
+        for _ in range(steps):
+            next(answers)
+        answer(s, Request(prompt=other, max_tokens=3), Dflash())
+        assert s.report().cached_tokens == 32
+        here = s.model.state.length
+        with pytest.raises(TransactionError, match="must have the state to itself"):
+            next(answers)
+        assert s.model.state.length == here, "not one step more"
+
+
 def test_saved_and_loaded_it_is_the_same(s: Session, tmp_path: Path) -> None:
     request = Request(prompt=LONG[:140], max_tokens=24)
     truth = answer(s, request, Dflash())

@@ -43,6 +43,17 @@ def test_admission_refuses_before_anything_runs(request_: Request, message: str)
             refused(request_)
 
 
+def test_every_place_for_a_stop_id_may_be_taken() -> None:
+    s, request = session(), Request(prompt=prompt(40, 1), max_tokens=20)
+    truth = answer(s, request, Nobody())
+    unsaid = [t for t in range(240) if t not in truth][:7]
+    last = max(truth)
+    assert last > unsaid[-1], "in the last place"
+    full = replace(request, stop=frozenset({*unsaid, last}))
+    s.check(full)
+    assert answer(s, full, Nobody()) == truth[: truth.index(last)]
+
+
 def test_a_package_without_a_drafter_says_so() -> None:
     s = session(drafter=False)
     with pytest.raises(RequestError, match=r"drafter must be none.*\(got dflash\)"):
@@ -96,6 +107,18 @@ def test_no_report_before_a_request_ended() -> None:
     s = session(capacity=333)
     with pytest.raises(RequestError, match="report must follow"):
         s.report()
+
+
+def test_no_report_while_a_request_runs() -> None:
+    s, request = session(), Request(prompt=prompt(20, 1), max_tokens=4)
+    answer(s, request, Nobody())
+    assert s.report().finish == "length"
+    answers = s.run(request, Nobody())
+    next(answers)
+    with pytest.raises(RequestError, match="report must follow"):
+        s.report()
+    answers.close()
+    assert s.report().finish == "cancelled"
 
 
 def test_prompt_progress_is_told() -> None:

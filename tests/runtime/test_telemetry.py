@@ -10,7 +10,7 @@ from decoding import prompt
 from thoughts import after, first_seen, oracle, thinker
 
 from thor_dflash.plugins.accept.reference import Record
-from thor_dflash.runtime.block import Block, Limit, Progress
+from thor_dflash.runtime.block import Block, Limit, Phase, Progress
 from thor_dflash.runtime.decode import Plan, decode
 from thor_dflash.runtime.propose import Nobody
 from thor_dflash.runtime.telemetry import Meter
@@ -72,6 +72,25 @@ def test_what_a_block_counts_for(
     assert (spec.drafted, spec.accepted_per_position, spec.forced) == want
     assert (part.drafted, part.accepted) == (spec.drafted, spec.accepted) == (want[0], sum(want[1]))
     assert part.committed == count == spec.accept_hist.index(1) + 1
+
+
+@pytest.mark.parametrize(
+    ("phase", "forced", "softened", "want"),
+    [
+        ("closing", (5, 6), 0, "hard"),
+        ("thinking", (), 0, "natural"),
+        ("thinking", (), 1, "soft"),
+        # What a grammar forces after the mark, in the same block, closed nothing.
+        ("thinking", (-1, -1, 5, 6), 0, "natural"),
+        ("thinking", (-1, -1, 5, 6), 1, "soft"),
+    ],
+)
+def test_how_thinking_closed(
+    phase: Phase, forced: tuple[int, ...], softened: int, want: str
+) -> None:
+    meter, record = Meter(8, {}), Record(4, -1, 0, 3, softened, tokens=(5,) * 4, choices=(5,) * 8)
+    meter.closed(Block(cap=8, phase=phase, forced=forced), record)
+    assert meter.report("length", 4, {}).close == want
 
 
 @pytest.mark.parametrize("drafted", [False, True])

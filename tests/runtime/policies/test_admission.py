@@ -268,6 +268,21 @@ def test_stop_ids_of_the_package_alone_need_a_strict_place(
     session.check(replace(request, stop=frozenset({6})))
 
 
+def test_a_soft_close_leaves_seven_places_and_begins_no_token_early(session: Session) -> None:
+    budget = BudgetConfig(tokens=61, close="soft", ratio=1e-99)
+    got = answer(session, max_tokens=212, budget=budget)
+    assert got.index(CLOSES) == 31, "half of 61, and not before"
+    unsaid = frozenset([t for t in range(512) if t not in got][-7:])
+    assert answer(session, max_tokens=212, budget=budget, stop=unsaid) == got
+
+
+def test_check_takes_what_generate_takes(session: Session) -> None:
+    """A budget and its reply are the length, however large max_tokens is."""
+    budget = BudgetConfig(tokens=30, reply=150)
+    for take in (session.generate, session.check):
+        take(Request(prompt=chat(session), max_tokens=10**6, budget=budget))
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
@@ -290,8 +305,9 @@ def test_stop_ids_of_the_package_alone_need_a_strict_place(
     ],
 )
 def test_refused_at_once(session: Session, asked: dict[str, object], message: str) -> None:
-    with pytest.raises(RequestError, match=message):
-        session.generate(Request(prompt=chat(session), max_tokens=200, **asked))  # type: ignore[arg-type]
+    for refuse in (session.generate, session.check):
+        with pytest.raises(RequestError, match=message):
+            refuse(Request(prompt=chat(session), max_tokens=200, **asked))  # type: ignore[arg-type]
 
 
 def test_thinking_needs_marks(tmp_path: Path) -> None:

@@ -81,6 +81,13 @@ def test_a_forced_block_is_noted_and_so_is_the_cut_before_it() -> None:
     assert ("forced", "thinking budget", 2, 2) in notes
 
 
+def test_a_block_that_ends_where_the_budget_does_is_not_cut() -> None:
+    close = message(20)
+    _, report = run(asked(16), oracle(by_hand(16, close)), [Budget(16, close)])
+    notes = [(n.what, n.why, n.cycle, n.cycles) for n in report.notes]
+    assert notes[0] == ("forced", "thinking budget", 1, 2)
+
+
 @pytest.mark.parametrize("limit", [0, 1, 7, 16, 31])
 def test_a_natural_close_makes_the_budget_inert(limit: int) -> None:
     truth = thoughts()

@@ -69,6 +69,14 @@ def test_a_seed_is_the_context_from_there_on(seed: int) -> None:
     assert np.array_equal(seeded, drafts(s, DraftConfig(context=seed), tokens))
 
 
+def test_a_context_reaches_no_further_back_than_the_seed() -> None:
+    s, tokens = session(), prompt(150, 3)
+    seeded = drafts(s, DraftConfig(seed=33), tokens)
+    drafts(s, DraftConfig(), prompt(150, 4))  # leaves its rows where this prompt's would be
+    assert np.array_equal(drafts(s, DraftConfig(seed=33, context=100), tokens), seeded)
+    assert s.model.read("drafter.first") == 149 - 33
+
+
 def test_a_seed_spares_the_chunks_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     s, seen = session(), []
     inner = Model.prefill

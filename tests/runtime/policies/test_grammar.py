@@ -155,6 +155,7 @@ def test_rows_after_a_drafted_mark_are_in_one_block_with_it(schema: dict[str, ob
     got = constrained(request, proposer, grammar(schema), thinking=True, policies=(ends,))
     assert got == truth
     assert session().report().spec.cycles == 1
+    assert session().report().close == "soft", "what is forced after the mark did not close"
 
 
 @every_schema

@@ -71,6 +71,7 @@ def test_every_width_gives_the_same_tokens(widths: Widths) -> None:
     for width in WIDTHS:
         s = widths[width]
         assert s.model.block == width
+        assert s.model.limit == widths[0].model.limit
         assert answer(s, request, Nobody()) == truth
         assert answer(s, request, Dflash()) == truth
         assert answer(s, request, erring(truth, 0.1, width)) == truth
