@@ -3,6 +3,7 @@ from __future__ import annotations
 import argparse
 import re
 import tomllib
+from dataclasses import fields
 from functools import reduce
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from thor_dflash.cli import parser
 from thor_dflash.config import Config, keys, load
 from thor_dflash.errors import ConfigError
+from thor_dflash.serve_config import ServeConfig
 
 
 def test_no_file_is_the_defaults() -> None:
@@ -99,6 +101,13 @@ def test_keys_are_all_settable() -> None:
             "decode.relaxed.margin=1e300",
             "decode.relaxed.margin must be -1, or 0 to 2147483647 (got",
         ),
+        ("serve.max_queue=0", "serve.max_queue must be 1 to 2147483647 (got 0)"),
+        ("serve.max_message=1023", "serve.max_message must be 1024 to 2147483647 (got 1023)"),
+        ("serve.watchdog_s=0", "serve.watchdog_s must be above 0 and at most 86400 (got 0.0)"),
+        ("serve.watchdog_s=nan", "serve.watchdog_s must be above 0 and at most 86400 (got nan)"),
+        ("serve.watchdog_s=1e300", "serve.watchdog_s must be above 0 and at most 86400 (got"),
+        ("serve.drain_s=-1", "serve.drain_s must be 0 to 86400 (got -1.0)"),
+        ("serve.drain_s=nan", "serve.drain_s must be 0 to 86400 (got nan)"),
         ("build.kv.x=9", "unknown key build.kv.x (did you mean build.kv?)"),
     ],
 )
@@ -106,6 +115,19 @@ def test_refusals_name_the_key_and_the_value(override: str, message: str) -> Non
     with pytest.raises(ConfigError) as error:
         load(None, (override,))
     assert str(error.value).startswith(message) or str(error.value).endswith(message)
+
+
+SERVED = [f.name for f in fields(ServeConfig) if type(f.default) in (int, float)]
+
+
+@pytest.mark.parametrize("key", [f"serve.{name}" for name in SERVED])
+@pytest.mark.parametrize("value", ["9223372036854775807", "86400000001"])
+def test_every_number_of_a_server_has_an_end(key: str, value: str) -> None:
+    day = {"s": 86_400, "ms": 86_400_000, "us": 86_400_000_000}.get(key.rpartition("_")[2])
+    most = day or 2**31 - 1
+    with pytest.raises(ConfigError, match=rf"^{key} must be .* {most} \(got "):
+        load(None, (f"{key}={value}",))
+    assert load(None, (f"{key}={most}",))
 
 
 @pytest.mark.parametrize(

@@ -115,10 +115,15 @@ def _check(args: argparse.Namespace) -> None:
         for other in others:
             if _given(args, one) and _given(args, other):
                 raise ConfigError(f"{other} must go without {one} (got both)")
-    _at_least_0("--tolerance", vars(args).get("tolerance"))
-    _at_least_0("--mock-cycle-ms", vars(args).get("mock_cycle_ms"))
+    tolerance, cycle_ms = vars(args).get("tolerance"), vars(args).get("mock_cycle_ms")
+    if tolerance is not None and not 0 <= tolerance < float("inf"):
+        raise ConfigError(f"--tolerance must be a finite number of at least 0 (got {tolerance})")
+    if cycle_ms is not None and not 0 <= cycle_ms <= _DAY_MS:
+        raise ConfigError(f"--mock-cycle-ms must be 0 to {_DAY_MS} (got {cycle_ms})")
 
 
+_DAY_MS = 86_400_000
+"""Longest time that may be given, as in the sections of a configuration."""
 _APART: Mapping[str, Sequence[Sequence[str]]] = {
     "check": (
         ("--golden", "--tokens"),  # which holds its own
@@ -143,11 +148,6 @@ def _given(args: argparse.Namespace, option: str) -> bool:
     name = "build.engine" if option == "--engine" else option[2:].replace("-", "_")
     value = vars(args)[name]
     return value is not None and value is not False and value != _SAYS_NOTHING.get(option)
-
-
-def _at_least_0(option: str, value: float | None) -> None:
-    if value is not None and not 0 <= value < float("inf"):
-        raise ConfigError(f"{option} must be a finite number of at least 0 (got {value})")
 
 
 def overrides(args: argparse.Namespace) -> tuple[str, ...]:

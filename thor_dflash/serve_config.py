@@ -8,10 +8,15 @@ from typing import Literal
 
 from thor_dflash.errors import ConfigError
 
+DAY_S = 86_400
+"""Longest time of a server, s, as of a request's deadline. Far longer ones are none to a system."""
+MOST = (1 << 31) - 1
+"""Largest size and count. The wire's numbers and libzmq's have 64 bits, some with shifts."""
 
-def _at_least(key: str, value: int, low: int) -> None:
-    if value < low:
-        raise ConfigError(f"{key} must be >= {low} (got {value})")
+
+def _within(key: str, value: float, low: int, high: int = MOST) -> None:
+    if not low <= value <= high:  # nor is NaN
+        raise ConfigError(f"{key} must be {low} to {high} (got {value})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,18 +68,18 @@ class ServeConfig:
     def __post_init__(self) -> None:
         if not self.bind:
             raise ConfigError("serve.bind must have at least one endpoint (got none)")
-        _at_least("serve.max_queue", self.max_queue, 1)
-        _at_least("serve.max_message", self.max_message, 1024)
-        _at_least("serve.max_tokens", self.max_tokens, 1)
-        _at_least("serve.thinking_budget", self.thinking_budget, 0)
-        _at_least("serve.prefix_mb", self.prefix_mb, 0)
-        _at_least("serve.cancel_ms", self.cancel_ms, 1)
-        _at_least("serve.yield_us", self.yield_us, 0)
-        _at_least("serve.trace_slow_ms", self.trace_slow_ms, 0)
-        if not self.watchdog_s > 0 or not self.drain_s >= 0:
+        _within("serve.max_queue", self.max_queue, 1)
+        _within("serve.max_message", self.max_message, 1024)
+        _within("serve.max_tokens", self.max_tokens, 1)
+        _within("serve.thinking_budget", self.thinking_budget, 0)
+        _within("serve.prefix_mb", self.prefix_mb, 0)
+        _within("serve.cancel_ms", self.cancel_ms, 1, DAY_S * 1000)
+        _within("serve.yield_us", self.yield_us, 0, DAY_S * 1_000_000)
+        _within("serve.trace_slow_ms", self.trace_slow_ms, 0, DAY_S * 1000)
+        _within("serve.drain_s", self.drain_s, 0, DAY_S)
+        if not 0 < self.watchdog_s <= DAY_S:
             raise ConfigError(
-                "serve.watchdog_s must be > 0 and serve.drain_s >= 0 "
-                f"(got {self.watchdog_s} and {self.drain_s})"
+                f"serve.watchdog_s must be above 0 and at most {DAY_S} (got {self.watchdog_s})"
             )
 
 
