@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from thor_dflash import records
 from thor_dflash.cli import parser
-from thor_dflash.config import Config, keys, load
+from thor_dflash.config import BudgetConfig, Config, keys, load
 from thor_dflash.errors import ConfigError
 from thor_dflash.serve_config import ServeConfig
 
@@ -115,6 +116,28 @@ def test_refusals_name_the_key_and_the_value(override: str, message: str) -> Non
     with pytest.raises(ConfigError) as error:
         load(None, (override,))
     assert str(error.value).startswith(message) or str(error.value).endswith(message)
+
+
+@pytest.mark.parametrize("key", ["decode.budget.ratio", "decode.relaxed.margin", "engine.threads"])
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("1" + "0" * 400, "1" + "0" * 76 + "..."),
+        ("-9223372036854775809", "-9223372036854775809"),
+        ("0x1" + "0" * 5000, "a number of thousands of digits"),
+    ],
+)
+def test_a_number_that_64_bits_do_not_hold_is_refused(key: str, value: str, told: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(None, (f"{key}={value}",))
+    assert str(error.value) == f"{key} must be a number of 64 bits (got {told})"
+
+
+def test_so_it_is_in_a_file_of_json(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    path.write_text('{"ratio": 1%s}' % ("0" * 400))
+    with pytest.raises(ConfigError, match=r"^ratio must be a number of 64 bits \(got 1000"):
+        records.load(BudgetConfig, path, ConfigError)
 
 
 SERVED = [f.name for f in fields(ServeConfig) if type(f.default) in (int, float)]

@@ -29,10 +29,13 @@ def show(value: object) -> str:
     cut = value[: SHOWN + 1] if isinstance(value, str | bytes) else value
     text = ""
     # Piece by piece: to write a large value out takes long, and its beginning is all that is told.
-    for piece in json.JSONEncoder(default=str, ensure_ascii=False).iterencode(cut):
-        text += piece
-        if len(text) > SHOWN:
-            return text[: SHOWN - 3] + "..."
+    try:
+        for piece in json.JSONEncoder(default=str, ensure_ascii=False).iterencode(cut):
+            text += piece
+            if len(text) > SHOWN:
+                return text[: SHOWN - 3] + "..."
+    except ValueError:  # Python writes no number of thousands of digits, which TOML gives in hex
+        return text + "a number of thousands of digits"
     return text
 
 
@@ -122,6 +125,9 @@ def _required(field: dataclasses.Field[Any]) -> bool:
 
 
 def _value(hint: Any, value: object, where: str, error: type[ThorError]) -> Any:
+    if type(value) is int and not -(1 << 63) <= value < 1 << 63:
+        # What it is for, a float of Python, an array or a library, takes no larger ones.
+        raise error(f"{where} must be a number of 64 bits (got {show(value)})")
     if dataclasses.is_dataclass(hint):
         return decode(typing.cast("type[Any]", hint), value, where, error)
     origin, args = typing.get_origin(hint), typing.get_args(hint)
