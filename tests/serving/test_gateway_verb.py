@@ -76,14 +76,32 @@ def test_the_command_listens_where_it_says() -> None:
         assert "Traceback" not in child.stderr.read()
 
 
-def test_ctrl_c_ends_it_in_order() -> None:
-    # What a test starts in the background may have SIGINT ignored.
-    with running("signal.signal(signal.SIGINT, signal.default_int_handler)") as (child, address):
+# What a test starts in the background may have SIGINT ignored.
+CTRL_C = "signal.signal(signal.SIGINT, signal.default_int_handler)"
+EARLY = """
+import os, uvicorn.server
+run = uvicorn.server.asyncio_run
+def interrupted(work, **options):
+    os.kill(os.getpid(), signal.{})
+    return run(work, **options)
+uvicorn.server.asyncio_run = interrupted
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_in_order(number: int) -> None:
+    with running(CTRL_C) as (child, address):
         with urllib.request.urlopen(f"{address}/models", timeout=20):
-            child.send_signal(signal.SIGINT)
+            child.send_signal(number)
         assert child.stderr
-        assert child.stderr.read() == ""
-        assert child.wait(20) == 0
+        assert (child.stderr.read(), child.wait(20)) == ("", 0)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_so_does_one_that_comes_before_it_serves(name: str) -> None:
+    with running(f"{CTRL_C}\n{EARLY.format(name)}") as (child, _):
+        assert child.stderr
+        assert (child.stderr.read(), child.wait(20)) == ("", 0)
 
 
 def place(address: str) -> tuple[str, int]:
@@ -116,7 +134,7 @@ def test_a_client_that_stalls_does_not_keep_it_alive() -> None:
         client.sendall(b"Expect: 100-continue\r\nContent-Length: 9\r\n\r\n")
         assert client.recv(99).startswith(b"HTTP/1.1 100"), "it waits for the body"
         child.terminate()
-        child.wait(20)
+        assert child.wait(20) == 0
         assert child.stderr
         told = child.stderr.read()
         assert told.count("\n") == 1, told
@@ -126,8 +144,7 @@ def test_a_client_that_stalls_does_not_keep_it_alive() -> None:
 def test_ctrl_c_twice_ends_its_plans_and_is_no_fault(house: Any) -> None:
     server, held = house.held()
     held.let(2)
-    first = "signal.signal(signal.SIGINT, signal.default_int_handler)"
-    with running(first, server.endpoints[0]) as (child, address), stream(address):
+    with running(CTRL_C, server.endpoints[0]) as (child, address), stream(address):
         assert held.waiting.wait(20)
         child.send_signal(signal.SIGINT)
         until(lambda: not listens(address))  # two signals at once would be one

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import sys
 from argparse import Namespace
-from contextlib import suppress
+from types import FrameType
 
 from thor_dflash.config import Config
 from thor_dflash.progress import Progress, say
@@ -33,13 +34,20 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
             app, log_level="warning", access_log=False, timeout_graceful_shutdown=DRAIN_S
         )
     )
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        server.should_exit = True
+
+    # Of a signal before uvicorn has handlers of its own, and once it has ended in order: it puts
+    # these back then, and raises again what it heard.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
     logging.getLogger("uvicorn.error").addFilter(_is_news)
     progress.close()
     host, port = config.gateway.listen.rpartition(":")[0], listener.getsockname()[1]
     say(sys.stderr, f"listening on http://{host}:{port}/v1")
-    with suppress(KeyboardInterrupt):  # uvicorn raises it again once it has ended in order
-        server.run(sockets=[listener])
-        assert server.started, "what can be refused was, before"
+    server.run(sockets=[listener])
+    assert server.started, "what can be refused was, before"
 
 
 def _is_news(record: logging.LogRecord) -> bool:
