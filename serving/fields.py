@@ -24,6 +24,7 @@ def check(ask: wire.Ask) -> None:
     if ask.prompt is None and ask.messages is None:
         raise _bad("prompt", ONE_OF_TWO + " (got neither)")
     check_prompt(ask)
+    check_deadline(ask)
     if ask.stream is True:
         raise _bad("stream", "stream must be false, steps, text or all (got true)")
     _greedy(ask)
@@ -47,6 +48,16 @@ def check_prompt(request: wire.Ask | wire.Validate) -> None:
         raise _bad("prompt", "prompt must be some text (got none)")
     if request.messages is not None and not request.messages:
         raise _bad("messages", "messages must be at least one (got none)")
+
+
+def check_deadline(ask: wire.Ask) -> None:
+    """Refuse a deadline that is none: as a time it would seem to have passed.
+
+    Raises:
+        PlanError: naming the field.
+    """
+    if ask.deadline_ms is not None and ask.deadline_ms < 1:
+        raise _bad("deadline_ms", f"deadline_ms must be an integer >= 1 (got {ask.deadline_ms})")
 
 
 def _greedy(ask: wire.Ask) -> None:

@@ -14,7 +14,7 @@ import zmq
 from msgspec import Struct, structs
 
 from thor_dflash.errors import Code, ConfigError, PlanError
-from thor_dflash.serving import wire
+from thor_dflash.serving import fields, wire
 from thor_dflash.serving.alive import KEEPALIVE
 from thor_dflash.serving.codec import MSGPACK, Codec
 
@@ -165,20 +165,24 @@ def table(options: Options, body: bytes, reply: Reply) -> dict[str, Any]:
 
 def error(options: Options, body: bytes) -> PlanError:
     """An error reply as the exception it is; a code this client does not know is `internal`."""
-    fields = options.codec.decode(body, dict[str, Any])
-    code: Any = fields.get("code")
+    told = options.codec.decode(body, dict[str, Any])
+    code: Any = told.get("code")
     return PlanError(
         code if code in CODES else "internal",
-        str(fields.get("message", "")),
-        field=fields.get("field"),
-        retry_after_ms=fields.get("retry_after_ms"),
-        min_ms=fields.get("min_ms"),
+        str(told.get("message", "")),
+        field=told.get("field"),
+        retry_after_ms=told.get("retry_after_ms"),
+        min_ms=told.get("min_ms"),
     )
 
 
 @dataclass(slots=True)
 class Tries:
-    """One request's time and attempts."""
+    """One request's time and attempts.
+
+    Raises:
+        PlanError: bad_request, it has a deadline that is none.
+    """
 
     options: Options
     request: wire.Request
@@ -187,6 +191,8 @@ class Tries:
 
     def __post_init__(self) -> None:
         self.left = self.options.retries
+        if isinstance(self.request, wire.Ask):
+            fields.check_deadline(self.request)
 
     @property
     def until(self) -> float:

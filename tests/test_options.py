@@ -171,6 +171,12 @@ def test_a_mock_s_cycle_is_0_to_a_day(wrong: str, capsys: pytest.CaptureFixture[
     assert said.startswith("--mock-cycle-ms must be 0 to 86400000 (got")
 
 
+@pytest.mark.parametrize("wrong", ["-5", "0"])
+def test_a_deadline_is_at_least_1(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "plan", "x", "--server", "no://where", f"--deadline-ms={wrong}")
+    assert said == f"--deadline-ms must be an integer >= 1 (got {wrong})"
+
+
 # ---- what can be looked at before the package is; here there is none
 
 

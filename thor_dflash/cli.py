@@ -115,11 +115,19 @@ def _check(args: argparse.Namespace) -> None:
         for other in others:
             if _given(args, one) and _given(args, other):
                 raise ConfigError(f"{other} must go without {one} (got both)")
-    tolerance, cycle_ms = vars(args).get("tolerance"), vars(args).get("mock_cycle_ms")
+    _check_numbers(args)
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    given = vars(args)
+    tolerance, cycle_ms = given.get("tolerance"), given.get("mock_cycle_ms")
+    deadline_ms = given.get("deadline_ms")
     if tolerance is not None and not 0 <= tolerance < float("inf"):
         raise ConfigError(f"--tolerance must be a finite number of at least 0 (got {tolerance})")
     if cycle_ms is not None and not 0 <= cycle_ms <= _DAY_MS:
         raise ConfigError(f"--mock-cycle-ms must be 0 to {_DAY_MS} (got {cycle_ms})")
+    if deadline_ms is not None and deadline_ms < 1:
+        raise ConfigError(f"--deadline-ms must be an integer >= 1 (got {deadline_ms})")
 
 
 _DAY_MS = 86_400_000

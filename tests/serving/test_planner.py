@@ -118,6 +118,8 @@ def test_a_stream_says_what_the_result_says(planner: Planner) -> None:
         (Ask(prompt="x " * 9000), "prompt_too_long", "prompt"),
         (Ask(prompt="x", json_schema={"type": 7}), "schema_invalid", "json_schema"),
         (Ask(prompt="x", prefix_id="none"), "bad_request", "prefix_id"),
+        (Ask(prompt="x", deadline_ms=0), "bad_request", "deadline_ms"),
+        (Ask(prompt="x", deadline_ms=-5), "bad_request", "deadline_ms"),
         # Enough that a busy machine has not spent it before the ask is looked at.
         (Ask(prompt="x " * 4000, deadline_ms=200), "deadline_infeasible", "deadline_ms"),
     ],
