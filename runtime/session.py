@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -12,12 +11,12 @@ from typing import Any
 
 from thor_dflash import manifest as package_manifest
 from thor_dflash.config import EngineConfig
-from thor_dflash.dims import longest_context
-from thor_dflash.errors import ConfigError, EngineError, NoRoom, RequestError
+from thor_dflash.errors import EngineError, NoRoom, RequestError
 from thor_dflash.extras import extra
 from thor_dflash.manifest import Manifest
 from thor_dflash.progress import Progress as Reporter
 from thor_dflash.progress import amount
+from thor_dflash.runtime import chosen
 from thor_dflash.runtime.admission import Desk, Request
 from thor_dflash.runtime.block import Limit, Policy, Progress
 from thor_dflash.runtime.decode import Chunk, Plan, check, decode
@@ -172,27 +171,10 @@ def open_session(
         ConfigError: the options do not fit it.
         EngineError: its graphs do not run here.
     """
-    # More of them would only wait for each other; a mistyped number would start them all.
-    if config.threads > (cores := os.cpu_count() or 1):
-        raise ConfigError(
-            f"engine.threads must be <= {cores}, the cores of this machine (got {config.threads})"
-        )
+    chosen.threads(config)
     found = package_manifest.read(package)
-    capacity = config.capacity or found.capacity
-    longest = longest_context(found.target, found.drafter)
-    if not found.block < capacity <= longest:
-        raise ConfigError(
-            f"engine.capacity must be {found.block + 1} to "
-            f"{longest}, the models' longest (got {capacity})"
-        )
-    block = config.block or found.block
-    if block not in (known := (*found.widths, found.block)):
-        widths = " or ".join(str(width) for width in sorted(known))
-        raise ConfigError(f"engine.block must be {widths}, as the package was built (got {block})")
-    chunk, sizes = config.chunk or found.chunk, (found.chunk, *found.chunks)
-    if chunk not in sizes:
-        rows = " or ".join(str(size) for size in sorted(sizes))
-        raise ConfigError(f"engine.chunk must be {rows}, as the package was built (got {chunk})")
+    capacity, block = chosen.capacity(config, found), chosen.block(config, found)
+    chunk, sizes = chosen.chunk(config, found), (found.chunk, *found.chunks)
     choice = sizes if choose and not config.chunk else (chunk,)
     sizes = (chunk, *(rows for rows in sizes if rows != chunk and rows <= max(choice)))
     with ExitStack() as stack:

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 from samples import MANIFEST, package, verify
+from unprivileged import unprivileged
 from waiting import until
 
 from thor_dflash import manifest as m
@@ -134,6 +135,21 @@ def test_verify_names_five_of_many(tmp_path: Path) -> None:
         (tmp_path / f"f{i}").unlink()
     with pytest.raises(PackageError, match="f4 missing, and 4 more"):
         verify(tmp_path, manifest)
+
+
+@pytest.mark.parametrize("name", ["a", "weights/b"])
+def test_a_file_that_cannot_be_read_is_told_before_anything_is_hashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    manifest = package(tmp_path, a=b"a", weights__b=b"b")
+    (tmp_path / name).chmod(0)
+    monkeypatch.setattr(m, "hash_file", lambda *a: pytest.fail("hashed"))
+    with (
+        unprivileged(),
+        pytest.raises(PackageError, match=f"{name} unreadable: Permission denied"),
+        checking(tmp_path, manifest, Silent()),
+    ):
+        pytest.fail("begun")
 
 
 def test_hashing_streams_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -264,7 +264,7 @@ def checking(package: Path, manifest: Manifest, progress: Progress) -> Generator
             of the body's error, where weights were found to be damaged before it.
     """
     # Sizes are free and hashes are not: with files missing there is no point in reading the rest.
-    _refuse(package, _by_size(package, manifest))
+    check_files(package, manifest)
     weights = {name: e for name, e in manifest.files.items() if name.startswith(WEIGHTS)}
     others = {name: e for name, e in manifest.files.items() if name not in weights}
     with _Hashing(package, others) as hashing:
@@ -277,6 +277,16 @@ def checking(package: Path, manifest: Manifest, progress: Progress) -> Generator
                 raise _refusal(package, problems) from e
             raise
         _refuse(package, hashing.wait(progress, "checking weights"))
+
+
+def check_files(package: Path, manifest: Manifest) -> None:
+    """Check that the package holds the files of its manifest, of their sizes and readable, and
+    nothing else. Nothing is hashed.
+
+    Raises:
+        PackageError: names the files that are missing, truncated, unreadable or extra.
+    """
+    _refuse(package, _by_size(package, manifest) or _unreadable(package, manifest))
 
 
 def _refuse(package: Path, problems: Sequence[str]) -> None:
@@ -303,6 +313,17 @@ def _by_size(package: Path, manifest: Manifest) -> list[str]:
     ]
     extra = found.keys() - manifest.files.keys() - {NAME}
     return problems + [f"{name} that no build wrote" for name in sorted(extra)]
+
+
+def _unreadable(package: Path, manifest: Manifest) -> list[str]:
+    problems: list[str] = []
+    for name in manifest.files:
+        try:
+            with (package / name).open("rb"):
+                pass
+        except OSError as e:
+            problems.append(f"{name} unreadable: {e.strerror}")
+    return problems
 
 
 class _Ended(Exception):

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from thor_dflash import manifest as package_manifest
 from thor_dflash import plan as package_plan
 from thor_dflash.config import EngineConfig
-from thor_dflash.dims import longest_context
-from thor_dflash.errors import PackageError
-from thor_dflash.manifest import REBUILD, Manifest
+from thor_dflash.errors import ConfigError, PackageError
+from thor_dflash.manifest import Manifest
 from thor_dflash.progress import amount
+from thor_dflash.runtime import chosen
 from thor_dflash.runtime.doctor import board
 from thor_dflash.runtime.doctor.facts import Cuda, Finding, Gpu, Machine, TensorRT
 from thor_dflash.runtime.doctor.needs import needs, shorter
@@ -30,6 +30,7 @@ def read(path: Path) -> tuple[Manifest | None, Finding]:
     """
     try:
         found = package_manifest.read(path)
+        package_manifest.check_files(path, found)
     except PackageError as e:
         return None, Finding("package", "wrong", str(e), "thor-dflash build --help")
     size = sum(entry.bytes for entry in found.files.values())
@@ -37,38 +38,36 @@ def read(path: Path) -> tuple[Manifest | None, Finding]:
         f"engine {found.engine}, format {found.format}, built by {found.tool}, "
         f"{len(found.files)} files, {amount(size, 'bytes')}"
     )
-    off = [name for name, entry in found.files.items() if _size(path / name) != entry.bytes]
-    if off:
-        text += f"; {off[0]} is not as it was built" + _more(len(off) - 1)
-        return None, Finding("package", "wrong", f"{text}; {REBUILD}", "thor-dflash build --help")
     return found, Finding("package", "ok", text)
-
-
-def _more(count: int) -> str:
-    return f", and {count} more" if count else ""
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return -1
 
 
 def fits(
     machine: Machine, cuda: Cuda, manifest: Manifest, config: EngineConfig
 ) -> Iterator[Finding]:
-    """Whether its engine, its context and its memory fit this machine."""
+    """Whether its engine, the options and its memory fit this machine."""
     gpu = _gpu(cuda, config.device)
     if manifest.engine in ON_DEVICE:
         yield _on_device(manifest, cuda, gpu, config)
-    capacity = config.capacity or manifest.capacity
-    longest = longest_context(manifest.target, manifest.drafter)
-    if not manifest.block < capacity <= longest:
-        text = f"{capacity} tokens; it must be {manifest.block + 1} to {longest}"
-        yield Finding("context", "wrong", text, f"--set engine.capacity={manifest.capacity}")
-        return
-    yield _memory(machine, gpu if manifest.engine in ON_DEVICE else None, manifest, capacity)
+    refused = dict(_refused(manifest, config))
+    yield from refused.values()
+    if "capacity" not in refused:
+        capacity = chosen.capacity(config, manifest)
+        yield _memory(machine, gpu if manifest.engine in ON_DEVICE else None, manifest, capacity)
+
+
+def _refused(manifest: Manifest, config: EngineConfig) -> Iterator[tuple[str, Finding]]:
+    """Options that opening the package refuses, and what it says."""
+    asked: tuple[tuple[str, str, int, Callable[[], int]], ...] = (
+        ("threads", "threads", 0, lambda: chosen.threads(config)),
+        ("capacity", "context", manifest.capacity, lambda: chosen.capacity(config, manifest)),
+        ("block", "block", manifest.block, lambda: chosen.block(config, manifest)),
+        ("chunk", "prefill step", manifest.chunk, lambda: chosen.chunk(config, manifest)),
+    )
+    for name, item, good, ask in asked:
+        try:
+            ask()
+        except ConfigError as e:
+            yield name, Finding(item, "wrong", str(e), f"--set engine.{name}={good}")
 
 
 def plan(path: Path, cuda: Cuda, tensorrt: TensorRT, device: int) -> Finding:

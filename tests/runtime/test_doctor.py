@@ -6,6 +6,7 @@ import json
 import sys
 import time
 import tomllib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +14,15 @@ import pytest
 from decoding import session
 from machines import EVERYTHING, GB, H100, H100_GPU, LAPTOP, TEGRA, THOR, THOR_GPU, Pretend, devfreq
 from samples import MANIFEST, package
+from unprivileged import unprivileged
 
 from thor_dflash import cli
 from thor_dflash.builders.hollow import QWEN36_27B, QWEN36_27B_DFLASH
 from thor_dflash.config import EngineConfig
+from thor_dflash.errors import ConfigError, PackageError
 from thor_dflash.manifest import FileEntry, Manifest, Share
 from thor_dflash.plan import Made, Plan, render
+from thor_dflash.progress import Silent
 from thor_dflash.runtime.doctor import software
 from thor_dflash.runtime.doctor.examine import Report, examine
 from thor_dflash.runtime.doctor.facts import Cuda, Finding, Nvrtc, Output, TensorRT
@@ -26,6 +30,7 @@ from thor_dflash.runtime.doctor.here import Here
 from thor_dflash.runtime.doctor.needs import needs, per_token
 from thor_dflash.runtime.doctor.package import fits
 from thor_dflash.runtime.doctor.package import plan as package_plan
+from thor_dflash.runtime.session import open_session
 from thor_dflash.verbs import doctor
 
 
@@ -237,15 +242,64 @@ def test_the_byte_table_is_what_an_engine_makes(saves: str) -> None:
     assert {kind: want[kind] for kind in have} == have
 
 
-def test_a_damaged_package_is_named(tmp_path: Path) -> None:
-    package(tmp_path, weights__a=b"12345678")
-    report = examined(LAPTOP, tmp_path)
-    assert found(report, "package").state == "ok"
-    (tmp_path / "weights" / "a").write_bytes(b"1")
-    report = examined(LAPTOP, tmp_path)
+def truncated(package: Path) -> None:
+    (package / "weights" / "a").write_bytes(b"1")
+
+
+def joined(package: Path) -> None:
+    (package / "notes.txt").write_text("mine")
+
+
+def linked(package: Path) -> None:
+    (package / "weights").rename(package.with_name("elsewhere"))
+    (package / "weights").symlink_to(package.with_name("elsewhere"))
+
+
+def closed(package: Path) -> None:
+    (package / "weights" / "a").chmod(0)
+
+
+@pytest.mark.parametrize("damage", [truncated, joined, linked, closed])
+def test_a_package_that_opening_refuses_is_refused_in_the_same_words(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    path = tmp_path / "package"
+    package(path, weights__a=b"12345678")
+    assert found(examined(LAPTOP, path), "package").state == "ok"
+    damage(path)
+    with unprivileged():
+        report = examined(LAPTOP, path)
+        with pytest.raises(PackageError) as error:
+            open_session(path, EngineConfig(), Silent())
     assert report.wrong
-    assert "weights/a is not as it was built" in found(report, "package").text
+    assert found(report, "package").text == str(error.value)
+
+
+def test_no_package_is_named(tmp_path: Path) -> None:
     assert "must be a package directory" in found(examined(LAPTOP, tmp_path / "no"), "package").text
+
+
+@pytest.mark.parametrize(
+    ("option", "item", "remedy"),
+    [
+        ({"threads": 10**6}, "threads", "--set engine.threads=0"),
+        ({"capacity": 16}, "context", "--set engine.capacity=512"),
+        ({"capacity": 10**6}, "context", "--set engine.capacity=512"),
+        ({"block": 8}, "block", "--set engine.block=16"),
+        ({"chunk": 32}, "prefill step", "--set engine.chunk=64"),
+    ],
+)
+def test_an_option_that_opening_refuses_is_refused_in_the_same_words(
+    tmp_path: Path, option: dict[str, int], item: str, remedy: str
+) -> None:
+    package(tmp_path, a=b"1")
+    assert not examined(LAPTOP, tmp_path).wrong
+    report = examined(LAPTOP, tmp_path, **option)
+    with pytest.raises(ConfigError) as error:
+        open_session(tmp_path, EngineConfig(**option), Silent())  # type: ignore[arg-type]
+    assert report.wrong
+    finding = found(report, item)
+    assert (finding.text, finding.remedy) == (str(error.value), remedy)
 
 
 def test_plans_of_another_tensorrt_or_device_are_refused(tmp_path: Path) -> None:

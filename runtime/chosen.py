@@ -1,0 +1,69 @@
+"""What the options of an engine choose of a package, and what no package or machine lets them.
+
+Opening a package and the doctor ask this, so that both say the same.
+"""
+
+from __future__ import annotations
+
+import os
+
+from thor_dflash.config import EngineConfig
+from thor_dflash.dims import longest_context
+from thor_dflash.errors import ConfigError
+from thor_dflash.manifest import Manifest
+
+
+def threads(config: EngineConfig) -> int:
+    """CPU threads; 0 is every core.
+
+    Raises:
+        ConfigError: more than there are cores.
+    """
+    # More of them would only wait for each other; a mistyped number would start them all.
+    if config.threads > (cores := os.cpu_count() or 1):
+        raise ConfigError(
+            f"engine.threads must be <= {cores}, the cores of this machine (got {config.threads})"
+        )
+    return config.threads
+
+
+def capacity(config: EngineConfig, found: Manifest) -> int:
+    """Context of the session, tokens.
+
+    Raises:
+        ConfigError: it has no room for a block, or the models were not made for it.
+    """
+    asked = config.capacity or found.capacity
+    longest = longest_context(found.target, found.drafter)
+    if not found.block < asked <= longest:
+        raise ConfigError(
+            f"engine.capacity must be {found.block + 1} to "
+            f"{longest}, the models' longest (got {asked})"
+        )
+    return asked
+
+
+def block(config: EngineConfig, found: Manifest) -> int:
+    """Rows of a verify block.
+
+    Raises:
+        ConfigError: the package has no graphs for it.
+    """
+    asked = config.block or found.block
+    if asked not in (known := (*found.widths, found.block)):
+        widths = " or ".join(str(width) for width in sorted(known))
+        raise ConfigError(f"engine.block must be {widths}, as the package was built (got {asked})")
+    return asked
+
+
+def chunk(config: EngineConfig, found: Manifest) -> int:
+    """Rows of the largest prefill step.
+
+    Raises:
+        ConfigError: the package has no graph for it.
+    """
+    asked = config.chunk or found.chunk
+    if asked not in (known := (found.chunk, *found.chunks)):
+        rows = " or ".join(str(size) for size in sorted(known))
+        raise ConfigError(f"engine.chunk must be {rows}, as the package was built (got {asked})")
+    return asked
