@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 TOPS = ("plugins", "builders", "runtime", "calib", "serving")
 FLOORS = (
-    ("errors", "tensors", "dims"),
+    ("errors", "tensors", "dims", "contents"),
     ("records", "progress", "extras", "streams", "serve_config", "tensorrt_config"),
     ("config", "manifest", "tokenizer", "program"),
     ("plan",),

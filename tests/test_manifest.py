@@ -146,10 +146,99 @@ def test_a_file_that_cannot_be_read_is_told_before_anything_is_hashed(
     monkeypatch.setattr(m, "hash_file", lambda *a: pytest.fail("hashed"))
     with (
         unprivileged(),
-        pytest.raises(PackageError, match=f"{name} unreadable: Permission denied"),
+        pytest.raises(
+            PackageError, match=rf"must be readable, .*\(got {name}: Permission denied\)$"
+        ),
         checking(tmp_path, manifest, Silent()),
     ):
         pytest.fail("begun")
+
+
+def linked(package: Path) -> None:
+    (package / "weights").rename(package.with_name("elsewhere"))
+    (package / "weights").symlink_to(package.with_name("elsewhere"))
+
+
+def linked_to_nothing(package: Path) -> None:
+    linked(package)
+    package.with_name("elsewhere").rename(package.with_name("gone"))
+
+
+def linked_to_itself(package: Path) -> None:
+    linked(package)
+    (package / "weights").unlink()
+    (package / "weights").symlink_to("weights")
+
+
+def shut(package: Path) -> None:
+    (package / "weights").chmod(0)
+
+
+def listed_only(package: Path) -> None:
+    (package / "weights").chmod(0o444)
+
+
+def one_linked_to_nothing(package: Path) -> None:
+    (package / "weights/b").unlink()
+    (package / "weights/b").symlink_to("nowhere")
+
+
+def one_linked_to_itself(package: Path) -> None:
+    (package / "weights/b").unlink()
+    (package / "weights/b").symlink_to("b")
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (linked, "weights: a link"),
+        (linked_to_nothing, "weights: a link"),
+        (linked_to_itself, "weights: a link"),
+        (shut, "weights: Permission denied"),
+        (listed_only, "weights/b: Permission denied, weights/c: Permission denied"),
+        (one_linked_to_nothing, "weights/b: a link to nothing"),
+        (one_linked_to_itself, "weights/b: Too many levels of symbolic links"),
+    ],
+)
+def test_what_cannot_be_looked_at_is_not_called_missing(
+    tmp_path: Path, act: Callable[[Path], None], said: str
+) -> None:
+    manifest = package(tmp_path / "p", a=b"a", weights__b=b"b", weights__c=b"c")
+    act(tmp_path / "p")
+    with unprivileged(), pytest.raises(PackageError) as error:
+        verify(tmp_path / "p", manifest)
+    rule = "must be readable, and its directories no links"
+    assert str(error.value) == f"{tmp_path / 'p'} {rule} (got {said})"
+    for folder in (tmp_path / "p").iterdir():
+        if folder.is_dir() and not folder.is_symlink():
+            folder.chmod(0o700)
+
+
+def test_a_linked_file_is_read_where_it_lies(tmp_path: Path) -> None:
+    manifest = package(tmp_path / "p", weights__b=b"b")
+    (tmp_path / "p/weights/b").rename(tmp_path / "b")
+    (tmp_path / "p/weights/b").symlink_to(tmp_path / "b")
+    verify(tmp_path / "p", manifest)
+
+
+def test_what_is_no_file_is_told_and_a_pipe_not_waited_for(tmp_path: Path) -> None:
+    manifest = package(tmp_path, a=b"", b=b"", c=b"c")
+    for name in ("a", "b"):
+        (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    with pytest.raises(PackageError, match=r"\(got a that is no file, b that is no file\); build"):
+        verify(tmp_path, manifest)
+
+
+def test_a_closed_manifest_is_not_called_missing(tmp_path: Path) -> None:
+    package(tmp_path, a=b"a")
+    (tmp_path / NAME).chmod(0)
+    with (
+        unprivileged(),
+        pytest.raises(PackageError, match=rf"{NAME} must be readable \(got: Permission denied\)$"),
+    ):
+        read(tmp_path)
 
 
 def test_hashing_streams_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

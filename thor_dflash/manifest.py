@@ -20,7 +20,7 @@ from typing import Literal, cast
 
 import tomli_w
 
-from thor_dflash import records
+from thor_dflash import contents, records
 from thor_dflash.dims import DrafterDims, TargetDims
 from thor_dflash.errors import PackageError
 from thor_dflash.progress import Progress
@@ -206,6 +206,8 @@ def read(package: Path) -> Manifest:
         if path.is_fifo():  # to read it is to wait for who writes it
             raise PackageError(f"{path} must be a file (got a pipe); {REBUILD}")
         text = path.read_text(encoding="utf-8")
+    except PermissionError as e:
+        raise PackageError(f"{path} must be readable (got: {e.strerror})") from e
     except OSError as e:
         raise PackageError(f"{package} must hold a {NAME} (got: {e.strerror}); {REBUILD}") from e
     except UnicodeDecodeError as e:
@@ -286,7 +288,14 @@ def check_files(package: Path, manifest: Manifest) -> None:
     Raises:
         PackageError: names the files that are missing, truncated, unreadable or extra.
     """
-    _refuse(package, _by_size(package, manifest) or _unreadable(package, manifest))
+    sizes = {name: entry.bytes for name, entry in manifest.files.items()}
+    found = contents.look(package, sizes, NAME)
+    # Whatever is wrong beside it: what is closed may be whole, and no build opens it.
+    if found.closed:
+        raise PackageError(
+            f"{package} must be readable, and its directories no links (got {_named(found.closed)})"
+        )
+    _refuse(package, found.wrong)
 
 
 def _refuse(package: Path, problems: Sequence[str]) -> None:
@@ -295,35 +304,12 @@ def _refuse(package: Path, problems: Sequence[str]) -> None:
 
 
 def _refusal(package: Path, problems: Sequence[str]) -> PackageError:
+    return PackageError(f"{package} must hold what was built (got {_named(problems)}); {REBUILD}")
+
+
+def _named(problems: Sequence[str]) -> str:
     more = len(problems) - NAMED
-    text = ", ".join(problems[:NAMED]) + (f", and {more} more" if more > 0 else "")
-    return PackageError(f"{package} must hold what was built (got {text}); {REBUILD}")
-
-
-def _by_size(package: Path, manifest: Manifest) -> list[str]:
-    found = {
-        p.relative_to(package).as_posix(): p.stat().st_size
-        for p in sorted(package.rglob("*"))
-        if not p.is_dir() and p.exists()
-    }
-    problems = [
-        f"{name} missing" if name not in found else f"{name} of {found[name]} bytes, not {e.bytes}"
-        for name, e in manifest.files.items()
-        if found.get(name) != e.bytes
-    ]
-    extra = found.keys() - manifest.files.keys() - {NAME}
-    return problems + [f"{name} that no build wrote" for name in sorted(extra)]
-
-
-def _unreadable(package: Path, manifest: Manifest) -> list[str]:
-    problems: list[str] = []
-    for name in manifest.files:
-        try:
-            with (package / name).open("rb"):
-                pass
-        except OSError as e:
-            problems.append(f"{name} unreadable: {e.strerror}")
-    return problems
+    return ", ".join(problems[:NAMED]) + (f", and {more} more" if more > 0 else "")
 
 
 class _Ended(Exception):

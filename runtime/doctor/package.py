@@ -9,7 +9,7 @@ from thor_dflash import manifest as package_manifest
 from thor_dflash import plan as package_plan
 from thor_dflash.config import EngineConfig
 from thor_dflash.errors import ConfigError, PackageError
-from thor_dflash.manifest import Manifest
+from thor_dflash.manifest import REBUILD, Manifest
 from thor_dflash.progress import amount
 from thor_dflash.runtime import chosen
 from thor_dflash.runtime.doctor import board
@@ -32,7 +32,9 @@ def read(path: Path) -> tuple[Manifest | None, Finding]:
         found = package_manifest.read(path)
         package_manifest.check_files(path, found)
     except PackageError as e:
-        return None, Finding("package", "wrong", str(e), "thor-dflash build --help")
+        # What is only closed or linked needs to be looked at, not built again.
+        remedy = "thor-dflash build --help" if REBUILD in str(e) else f"ls -lR {path}"
+        return None, Finding("package", "wrong", str(e), remedy)
     size = sum(entry.bytes for entry in found.files.values())
     text = (
         f"engine {found.engine}, format {found.format}, built by {found.tool}, "

@@ -259,9 +259,12 @@ def closed(package: Path) -> None:
     (package / "weights" / "a").chmod(0)
 
 
-@pytest.mark.parametrize("damage", [truncated, joined, linked, closed])
+@pytest.mark.parametrize(
+    ("damage", "remedy"),
+    [(truncated, "build"), (joined, "build"), (linked, "ls -lR"), (closed, "ls -lR")],
+)
 def test_a_package_that_opening_refuses_is_refused_in_the_same_words(
-    tmp_path: Path, damage: Callable[[Path], None]
+    tmp_path: Path, damage: Callable[[Path], None], remedy: str
 ) -> None:
     path = tmp_path / "package"
     package(path, weights__a=b"12345678")
@@ -273,6 +276,7 @@ def test_a_package_that_opening_refuses_is_refused_in_the_same_words(
             open_session(path, EngineConfig(), Silent())
     assert report.wrong
     assert found(report, "package").text == str(error.value)
+    assert remedy in found(report, "package").remedy
 
 
 def test_no_package_is_named(tmp_path: Path) -> None:
