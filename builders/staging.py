@@ -144,9 +144,14 @@ class Staging:
 
     def _drop_strays(self) -> None:
         # A writer's own temporary files, or a file of a build that was killed and then changed.
-        for path in self._partial.rglob("*"):
-            name = path.relative_to(self._partial).as_posix()
-            if not path.is_dir() and name != NAME and name not in self._files:
+        ours = {self._partial / name for name in (*self._files, NAME)}
+        ours |= {parent for path in ours for parent in path.parents}
+        for path in sorted(self._partial.rglob("*"), reverse=True):  # a directory comes last
+            if path in ours:
+                continue
+            if path.is_dir() and not path.is_symlink():
+                path.rmdir()
+            else:
                 path.unlink()
 
     def _discard(self) -> None:

@@ -214,6 +214,43 @@ def test_what_cannot_be_looked_at_is_not_called_missing(
             folder.chmod(0o700)
 
 
+def a_file(path: Path) -> None:
+    path.touch()
+
+
+def a_full_directory(path: Path) -> None:
+    (path / "in").mkdir(parents=True)
+    (path / "in/it").touch()
+
+
+def a_link_to_nothing(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+def a_link_to_itself(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def a_link_to_above(path: Path) -> None:
+    path.symlink_to("..")
+
+
+@pytest.mark.parametrize("where", ["new", "w/new"])
+@pytest.mark.parametrize(
+    "make",
+    [a_file, Path.mkdir, a_full_directory, a_link_to_nothing, a_link_to_itself, a_link_to_above,
+     os.mkfifo],
+)  # fmt: skip
+def test_a_package_holds_nothing_else_of_any_kind(
+    tmp_path: Path, make: Callable[[Path], None], where: str
+) -> None:
+    manifest = package(tmp_path, a=b"a", w__deep__b=b"b")
+    verify(tmp_path, manifest)
+    make(tmp_path / where)
+    with pytest.raises(PackageError, match=rf"\(got {where} that no build wrote\)"):
+        verify(tmp_path, manifest)
+
+
 def test_a_linked_file_is_read_where_it_lies(tmp_path: Path) -> None:
     manifest = package(tmp_path / "p", weights__b=b"b")
     (tmp_path / "p/weights/b").rename(tmp_path / "b")

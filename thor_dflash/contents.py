@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from errno import ELOOP
 from pathlib import Path, PurePosixPath
 from stat import S_ISREG
 
@@ -16,24 +17,29 @@ class Contents:
     closed: list[str] = field(default_factory=list[str])
     """What could not be looked at, and why. Of what lies behind it nothing is known."""
     wrong: list[str] = field(default_factory=list[str])
-    """Files that are not there, of another size, or too many."""
+    """Files that are not there or of another size; anything that is too many."""
 
 
 def look(root: Path, sizes: Mapping[str, int], besides: str) -> Contents:
-    """Look for files, by path and size in bytes, and for others than these and `besides`. Each is
-    opened; nothing is read.
+    """Look for files, by path and size in bytes, and for anything beside them and `besides`: files,
+    links and directories of whatever kind. Each is opened; nothing is read.
     """
-    found, behind = Contents(), set[str]()
-    for folder in sorted({str(parent) for name in sizes for parent in PurePosixPath(name).parents}):
-        if not _below(folder, behind) and (why := _closed(root, folder)):
+    found, behind, extra = Contents(), set[str](), list[str]()
+    folders = {str(parent) for name in sizes for parent in PurePosixPath(name).parents} | {"."}
+    known = sizes.keys() | folders | {besides}
+    for folder in sorted(folders):
+        if _below(folder, behind):
+            continue
+        try:
+            inside = _inside(root, folder)
+        except OSError as e:
             behind.add(folder)
-            found.closed.append(f"{folder}: {why}")
+            found.closed.append(f"{folder}: {e.strerror}")
+        else:
+            extra += sorted(inside - known)
     for name, size in sizes.items():
         if not _below(name, behind):
             _look_at(root / name, name, size, found)
-    paths = (Path(folder, name) for folder, _, names in os.walk(root) for name in names)
-    there = {path.relative_to(root).as_posix() for path in paths if os.path.exists(path)}
-    extra = sorted(there - sizes.keys() - {besides})
     found.wrong.extend(f"{name} that no build wrote" for name in extra)
     return found
 
@@ -42,19 +48,19 @@ def _below(name: str, folders: set[str]) -> bool:
     return not folders.isdisjoint(map(str, PurePosixPath(name).parents))
 
 
-def _closed(root: Path, folder: str) -> str:
-    """Why a directory cannot be looked into; "" where it can, and where there is none."""
-    path = root / folder
+def _inside(root: Path, folder: str) -> set[str]:
+    """Paths in a directory of whatever kind; none where there is no such directory.
+
+    Raises:
+        OSError: it cannot be looked into.
+    """
     # ONNX Runtime reads no file that a link leads out of the package to.
-    if path.is_symlink() and folder != ".":
-        return "a link"
+    if (root / folder).is_symlink() and folder != ".":
+        raise OSError(ELOOP, "a link")
     try:
-        os.scandir(path).close()
+        return {str(PurePosixPath(folder, name)) for name in os.listdir(root / folder)}
     except FileNotFoundError:
-        return ""
-    except OSError as e:
-        return e.strerror or str(e)
-    return ""
+        return set()
 
 
 def _look_at(path: Path, name: str, size: int, found: Contents) -> None:

@@ -225,6 +225,19 @@ def test_a_full_disk_is_one_line(
     assert tree(tmp_path) == []
 
 
+def test_what_a_writer_left_beside_its_file_is_no_part_of_the_package(tmp_path: Path) -> None:
+    def untidy(path: Path) -> None:
+        path.write_bytes(b"1")
+        (path.parent / "scratch" / "deep").mkdir(parents=True)
+        (path.parent / "scratch" / "deep" / "x").touch()
+        (path.parent / "link").symlink_to("scratch")
+
+    with Staging(tmp_path / "pkg", "k") as stage:
+        stage.write("w/a.bin", untidy)
+        stage.finish(TEXT)
+    assert tree(tmp_path) == ["pkg", "pkg/manifest.toml", "pkg/w", "pkg/w/a.bin"]
+
+
 def test_other_errors_of_the_system_stay_what_they_are(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), Staging(tmp_path / "pkg", "k") as stage:
         stage.write("a", lambda path: (tmp_path / "no").read_bytes() and None)
