@@ -180,13 +180,14 @@ def open_session(
     with ExitStack() as stack:
         try:
             with package_manifest.checking(package, found, progress):
+                # Before the weights: what is wrong with it is told at once.
+                text = Text.load(package) if found.tokenizer else None
                 engine = _ENGINES[found.engine](package, config, progress)
                 stack.callback(engine.close)
                 with progress.task("loading graphs"):
                     model = Model(engine, found, capacity, block, sizes)
         except NoRoom as e:
             raise EngineError(f"{e}; {_remedy(found, capacity, e.lacks)}") from e
-        text = Text.load(package) if found.tokenizer else None
         stack.pop_all()
     return Session(model, text, choice)
 

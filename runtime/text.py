@@ -61,6 +61,11 @@ class Text:
             return None
         return Marks(self.think, self.end_think)
 
+    @property
+    def chats(self) -> bool:
+        """There is a chat template."""
+        return self._template.given
+
     @classmethod
     def load(cls, directory: Path) -> Text:
         """Read the tokenizer files of a package or a checkpoint.
@@ -263,6 +268,10 @@ class _Template:
             self._template = None if source is None else _environment().from_string(source)
         except jinja2.TemplateError as e:
             raise PackageError(f"{where}: chat template must be valid jinja (got: {e})") from e
+
+    @property
+    def given(self) -> bool:
+        return self._template is not None
 
     @classmethod
     def load(cls, directory: Path) -> _Template:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thor_dflash.config import Config
+from thor_dflash.errors import CheckpointError, RequestError
 from thor_dflash.progress import Progress, amount
+from thor_dflash.records import show
+from thor_dflash.tokenizer import TOKENIZER, tokenizer_files
 
 if TYPE_CHECKING:
     from thor_dflash.manifest import Manifest
+    from thor_dflash.runtime.text import Text
 
+SAID = "Hello"
 NAMED = 8
 """Skipped tensors named in the summary; the manifest names all."""
 
@@ -24,15 +30,47 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         from thor_dflash.builders.staging import check_out
 
     check_out(args.out)  # before the checkpoints are read
+    chats = _chats(args.target)
     manifest = build(args.target, args.drafter, args.out, config.build, progress)
     progress.close()
     print(f"{args.out}: {_headline(manifest)}")
     print(table(manifest))
+    if not manifest.tokenizer:
+        print(f"no {TOKENIZER} in {args.target}: the package takes and gives token ids alone")
+    elif not chats:
+        print(f"no chat template in {args.target}: the package answers --tokens and no chat")
     if manifest.skipped:
         named = ", ".join(manifest.skipped[:NAMED])
         more = len(manifest.skipped) - NAMED
         rest = f", and {more} more (all in manifest.toml)" if more > 0 else ""
         print(f"skipped tensors: {named}{rest}")
+
+
+def _chats(target: Path) -> bool:
+    """Whether a checkpoint has a tokenizer and a chat template; refused where they are of no use.
+
+    Raises:
+        PackageError, CheckpointError: no session could read them, or render a chat.
+    """
+    from thor_dflash.runtime.text import Text
+
+    if not tokenizer_files(target):
+        return False
+    text = Text.load(target)
+    if text.chats:
+        for thinking in (True, False):
+            _render(text, target, thinking)
+    return text.chats
+
+
+def _render(text: Text, target: Path, thinking: bool) -> None:
+    rule = f"{target}: the chat template must render what a user says"
+    try:
+        prompt = text.render([{"role": "user", "content": SAID}], thinking)
+    except RequestError as e:
+        raise CheckpointError(f"{rule} (got: {e})") from e
+    if SAID not in prompt:
+        raise CheckpointError(f"{rule} (got {show(prompt)} of {show(SAID)})")
 
 
 def _headline(manifest: Manifest) -> str:

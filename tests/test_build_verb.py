@@ -1,0 +1,94 @@
+"""`thor-dflash build`: what it refuses of a checkpoint's text, and what it says of what lacks."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from samples import MANIFEST
+
+from thor_dflash import cli
+from thor_dflash.builders import build as builder
+from thor_dflash.config import BuildConfig, EngineConfig
+from thor_dflash.errors import PackageError
+from thor_dflash.progress import Silent
+from thor_dflash.runtime import session
+
+NANO = Path(__file__).parents[1] / "models/planner-nano/target"
+TEMPLATE = "chat_template.jinja"
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    """A checkpoint whose weights are links."""
+    (tmp_path / "target").mkdir()
+    for path in NANO.iterdir():
+        if path.suffix == ".safetensors":
+            (tmp_path / "target" / path.name).symlink_to(path)
+        else:
+            shutil.copy(path, tmp_path / "target")
+    return tmp_path / "target"
+
+
+def build(target: Path) -> int:
+    return cli.main(["build", "--target", str(target), "--out", str(target.parent / "package")])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        (TEMPLATE, b"{% for", "must be valid jinja"),
+        (TEMPLATE, b"\xff\xfe", f"{TEMPLATE} must be UTF-8"),
+        (TEMPLATE, b"", "the chat template must render what a user says (got '' of 'Hello')"),
+        (TEMPLATE, b"<|im_start|>", "the chat template must render what a user says"),
+        (TEMPLATE, b"{{ raise_exception('no') }}", "must render what a user says (got: messages"),
+        (TEMPLATE, b"{% if not enable_thinking %}{{ 1 // 0 }}{% endif %}{{ messages[0].content }}",
+         "chat template must run (got ZeroDivisionError"),
+        ("tokenizer.json", b"{}", "tokenizer.json must be a tokenizer"),
+    ],
+)  # fmt: skip
+def test_a_text_that_no_session_can_use_is_refused_before_anything_is_read(
+    target: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    name: str, content: bytes, said: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(builder, "build", lambda *a: pytest.fail("built"))
+    (target / name).write_bytes(content)
+    assert build(target) == 2
+    line = capsys.readouterr().err.strip()
+    assert said in line.replace('"', "'")
+    assert line.count("\n") == 0
+    assert [path.name for path in target.parent.iterdir()] == ["target"]
+
+
+@pytest.mark.parametrize(
+    ("gone", "said"),
+    [
+        ("tokenizer.json", "no tokenizer.json in"),
+        (TEMPLATE, "no chat template in"),
+        ("", ""),
+    ],
+)
+def test_what_a_checkpoint_lacks_of_its_text_is_said_at_the_end(
+    target: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    gone: str, said: str,
+) -> None:  # fmt: skip
+    made = replace(MANIFEST, tokenizer=gone != "tokenizer.json", skipped=())
+    monkeypatch.setattr(builder, "build", lambda *a: made)
+    if gone:
+        (target / gone).unlink()
+    assert build(target) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(said or "  mlp")
+
+
+def test_a_package_with_a_template_of_no_use_is_refused_before_its_weights_are_read(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (target / TEMPLATE).write_text("{% for")
+    out = target.parent / "package"
+    builder.build(target, None, out, BuildConfig(capacity=128), Silent())
+    monkeypatch.setattr(session, "_ENGINES", {"ort": lambda *a: pytest.fail("weights are read")})
+    with pytest.raises(PackageError, match="must be valid jinja"):
+        session.open_session(out, EngineConfig(), Silent())
