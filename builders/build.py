@@ -95,6 +95,7 @@ def build(
     """
     with progress.task("reading checkpoints"):
         plan = make_plan(read_target(target), read_drafter(drafter) if drafter else None, config)
+        described = describe(plan)
         by = maker(config.tensorrt, progress) if config.engine == "tensorrt" else None
         planned = engines(material(plan)) if by else None
     with Staging(out, _key(plan, by)) as stage:
@@ -112,7 +113,7 @@ def build(
             stage.write(f"{graph.name}.onnx", _graph_writer(graph))
         for name in tokenizer_files(target):
             stage.write(name, _copier(target / name))
-        made = replace(describe(plan), files=stage.files)
+        made = replace(described, files=stage.files)
         stage.finish(manifest.render(made))
     return made
 

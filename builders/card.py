@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from thor_dflash.config import CardConfig
+from thor_dflash.errors import ConfigError
 from thor_dflash.manifest import Card
 
 MAX_TOKENS, COMPLEX, REPLY = 32768, 81920, 4096
 """Longest answers and reply of the Qwen3.5 and 3.6 family. Source: their model cards."""
+RULE = "by rule from the family's longest answer"
+LENGTHS, TIERS = ("max_tokens", "complex", "reply"), ("low", "medium", "high", "x_high", "max")
 
 
 def make_card(config: CardConfig, longest: int) -> Card:
-    """Fill in a card for a model of `longest` positions. Tiers never fall from one to the next."""
+    """Fill in a card for a model of `longest` positions. Tiers never fall from one to the next.
+
+    Raises:
+        ConfigError: a number was told that no answer of the model can have.
+    """
     max_tokens = config.max_tokens or min(MAX_TOKENS, longest)
     hard = config.complex or min(COMPLEX, longest)
     reply = config.reply or min(REPLY, max_tokens // 8)
+    told = {name: getattr(config, name) for name in (*LENGTHS, *TIERS)}
+    model = f"the model's {longest} positions"
+    _at_most(told, ("max_tokens", "complex"), longest, model)
+    shorter = min(max_tokens, hard)
+    _at_most({"reply": reply}, ("reply",), shorter - 1, f"the longest answer of {shorter} less one")
+    _at_most(told, TIERS, longest - reply, f"{model} less the reply of {reply}")
     think, most = max_tokens - reply, hard - reply
     by_rule = (round(think / 8), round(think / 2), think, (think + most) // 2, most)
-    told = (config.low, config.medium, config.high, config.x_high, config.max)
-    wanted = (given or rule for given, rule in zip(told, by_rule, strict=True))
+    wanted = (told[name] or rule for name, rule in zip(TIERS, by_rule, strict=True))
     low, medium, high, x_high, top = accumulate((max(1, tier) for tier in wanted), max)
     return Card(
         max_tokens=max_tokens,
@@ -31,5 +44,19 @@ def make_card(config: CardConfig, longest: int) -> Card:
         x_high=x_high,
         max=top,
         close=config.close,
-        source=config.source or "by rule from the family's longest answer",
+        source=config.source or _source(told),
     )
+
+
+def _at_most(told: Mapping[str, int], names: Sequence[str], most: int, what: str) -> None:
+    for name in names:
+        if told[name] > most:
+            raise ConfigError(f"build.card.{name} must be <= {most}, {what} (got {told[name]})")
+
+
+def _source(told: Mapping[str, int]) -> str:
+    given = [name for name, value in told.items() if value]
+    if not given:
+        return RULE
+    rest = "" if len(given) == len(told) else f"; the rest {RULE}"
+    return f"told at build: {', '.join(given)}{rest}"
