@@ -220,6 +220,9 @@ class Loads:
     def __init__(self, load: Callable[[], Any], config: ServeConfig, **others: object) -> None:
         self.load = load
 
+    def ended(self) -> bool:
+        return True
+
     def run(self) -> None:
         self.load().close()
 
