@@ -237,6 +237,22 @@ def test_inputs_are_looked_at_before_the_package(
             "engine.device must be a setting of serve --mock "
             "(got --set engine.device=1; serve --mock reads serve)",
         ),
+        (
+            "serve --mock --bind no://where --yield-us 5",
+            "serve.yield_us must go without --mock (got both)",
+        ),
+        (
+            "serve --mock --bind no://where -s serve.yield_us=0",
+            "serve.yield_us must go without --mock (got both)",
+        ),
+        (
+            "serve --mock --bind no://where -s serve.cancel_ms=9",
+            "serve.cancel_ms must go without --mock (got both)",
+        ),
+        (
+            "serve --mock --bind no://where -s serve.prefix_mb=9",
+            "serve.prefix_mb must go without --mock (got both)",
+        ),
     ],
 )
 def test_an_option_that_would_mean_nothing_is_refused(

@@ -196,7 +196,13 @@ def _belongs(args: argparse.Namespace) -> None:
                 f"{key} must be a setting of {verb} "
                 f"(got --set {item}; {verb} reads {listed(reads)})"
             )
+    for verb_, option, key in _IDLE:
+        said = key in _set(args) or vars(args).get(key) is not None
+        if said and args.verb == verb_ and _given(args, option):
+            raise ConfigError(f"{key} must go without {option} (got both)")
 
 
 _UNREAD = (("bench", "--package", "build"), ("serve", "--mock", "engine"))
 """Verb, an option with which it does not read a section, the section."""
+_IDLE = tuple(("serve", "--mock", f"serve.{key}") for key in ("yield_us", "cancel_ms", "prefix_mb"))
+"""The same of a key: a mock has no steps that take time of a device, and no memory of prefixes."""
