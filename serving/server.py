@@ -29,7 +29,7 @@ from thor_dflash.serving.events import Events
 from thor_dflash.serving.life import Life
 from thor_dflash.serving.schedule import Job
 from thor_dflash.serving.systemd import ALIVE, Notify
-from thor_dflash.serving.trace import Trace, write
+from thor_dflash.serving.trace import Trace, check_directory, write
 from thor_dflash.serving.work import Drop, Failed, Log, Pinned, Post, Ready, Validation, Warming
 
 TICK_S = 1.0
@@ -58,9 +58,12 @@ class Server:
         """Bind, so that clients may connect and ask how far the loading is.
 
         Raises:
-            ConfigError: an endpoint, a key or a secret does not allow it.
+            ConfigError: an endpoint, a key, a secret, or a file or directory for what it tells does
+                not allow it.
         """
         token = security.read_token(config.token_file)
+        if config.trace_slow_ms:
+            check_directory(Path(config.trace_dir))
         self._tell = Events(config.events)
         self._state = ""
         self._door = Door(config)

@@ -6,10 +6,12 @@ import re
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import msgspec
 
+from thor_dflash.errors import ConfigError
 from thor_dflash.serving import wire
 
 KEPT = 32
@@ -50,6 +52,23 @@ class Trace:
         ]  # fmt: skip
         told = None if result is None else (result.usage, result.timings, result.spec)
         return {"traceEvents": steps, "displayTimeUnit": "ms", "otherData": {"result": told}}
+
+
+def check_directory(directory: Path) -> None:
+    """Make the directory. Refuse one that takes no files: the first slow plan would be late news.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=directory):
+            pass
+    except OSError as e:
+        raise ConfigError(
+            f"serve.trace_dir must be a directory that can be written "
+            f"(got {directory}: {e.strerror})"
+        ) from e
 
 
 def write(directory: Path, id: str, trace: dict[str, Any]) -> Path:

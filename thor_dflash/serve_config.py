@@ -62,7 +62,8 @@ class ServeConfig:
     trace_slow_ms: int = 0
     """A plan that takes longer leaves a trace of its steps in `trace_dir`; 0 for none."""
     trace_dir: str = "traces"
-    """Directory of the traces, made when the first is written. Perfetto and Chrome read them."""
+    """Directory of the traces, made where `trace_slow_ms` asks for any. Perfetto and Chrome read
+    them."""
     log_prompts: bool = False
 
     def __post_init__(self) -> None:

@@ -321,7 +321,7 @@ def test_a_hung_engine_ends_the_process_for_the_next_one_to_start() -> None:
 
 @pytest.mark.parametrize("thread", ["engine", "clerk"])
 def test_a_thread_that_dies_ends_the_server(
-    house: Any, monkeypatch: pytest.MonkeyPatch, thread: str
+    house: Any, monkeypatch: pytest.MonkeyPatch, thread: str, tmp_path: Path
 ) -> None:
     class Panic(BaseException):
         """As of a library in Rust."""
@@ -334,7 +334,7 @@ def test_a_thread_that_dies_ends_the_server(
         monkeypatch.setattr(backend, "prepare", panic)
     else:
         monkeypatch.setattr("thor_dflash.serving.server.write", panic)
-    server = house.serve(backend, trace_slow_ms=1)
+    server = house.serve(backend, trace_slow_ms=1, trace_dir=str(tmp_path))
     reply = house.peer(server).ask(**SMALL, id="a")
     assert reply.get("code", "none") == ("engine_fault" if thread == "clerk" else "none")
     assert "secret" not in str(reply)

@@ -23,7 +23,9 @@ from thor_dflash.serving import device, trace
 from thor_dflash.serving.client import Ask
 from thor_dflash.serving.events import Events
 from thor_dflash.serving.live import LiveBackend
+from thor_dflash.serving.mock import MockBackend
 from thor_dflash.serving.planner import LocalPlanner
+from thor_dflash.serving.server import Server
 
 SMALL = {"op": "plan", "prompt": "the secret word"}
 
@@ -179,6 +181,24 @@ def test_a_slow_plan_leaves_its_steps_and_a_fast_one_does_not(house: Any, tmp_pa
     assert [step["ts"] for step in steps[1:]] == pytest.approx(ends[:-1])
     assert ends[-1] >= 60e3
     assert told["otherData"]["result"][0]["output_tokens"] > 0
+
+
+@pytest.mark.parametrize("where", ["file", "file/traces", "/proc"])
+def test_a_directory_that_takes_no_traces_is_refused_before_anything_listens(
+    where: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    bad = str(tmp_path / where)
+    config = ServeConfig(bind=("no://where",), trace_slow_ms=1, trace_dir=bad)
+    with pytest.raises(ConfigError, match=rf"^serve.trace_dir must be .* \(got {bad}: "):
+        Server(lambda: MockBackend(config), config)
+
+
+def test_a_directory_of_traces_that_nobody_asks_for_is_left_alone(
+    house: Any, tmp_path: Path
+) -> None:
+    house.mock(trace_dir=str(tmp_path / "traces"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_traces_do_not_fill_a_disk(tmp_path: Path) -> None:
