@@ -61,7 +61,7 @@ class Nodes:
         probed.graph.output.extend(infos.values())
         options = ort.SessionOptions()
         options.intra_op_num_threads = self._engine.threads
-        options.log_severity_level = 3
+        options.log_severity_level = 4  # what it would write on stderr, its errors say, too
         options.add_session_config_entry(FOLDER, str(self._package))
         try:
             session = ort.InferenceSession(

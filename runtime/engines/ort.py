@@ -105,7 +105,7 @@ class OrtEngine:
         options = ort.SessionOptions()
         options.intra_op_num_threads = self.threads
         options.inter_op_num_threads = 1
-        options.log_severity_level = 3
+        options.log_severity_level = 4  # what it would write on stderr, its errors say, too
         # Each graph has threads of its own; those of the last one must not spin against the next.
         options.add_session_config_entry("session.force_spinning_stop", "1")
         path = self.package / f"{name}.onnx"

@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper
+from unprivileged import unprivileged
 
 from thor_dflash.errors import EngineError
 from thor_dflash.plugins.op import IN_PLACE
@@ -63,6 +64,24 @@ def test_a_name_that_the_library_does_not_take_is_said_to_be_it(tmp_path: Path) 
         OrtEngine(package, 1).load("step")
 
 
+def test_the_library_says_nothing_of_its_own_on_stderr(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    weight = helper.make_tensor("w", FLOAT, [4], bytes(16), raw=True)
+    onnx.external_data_helper.set_external_data(weight, "w.bin")
+    graph = helper.make_graph(
+        [helper.make_node("Add", ["w", "w"], ["y"])],
+        "step", [], [helper.make_tensor_value_info("y", FLOAT, [4])], [weight],
+    )  # fmt: skip
+    opset = [helper.make_opsetid("", 21)]
+    model = helper.make_model(graph, opset_imports=opset, ir_version=10)
+    onnx.save_model(model, tmp_path / "step.onnx")
+    (tmp_path / "w.bin").chmod(0)
+    with unprivileged(), pytest.raises(EngineError, match=r"must load .*SystemError : 13\)"):
+        OrtEngine(tmp_path, 1).load("step")
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.parametrize("in_place", [True, False])
 def test_state_moves_from_call_to_call(tmp_path: Path, in_place: bool) -> None:
     write_graph(tmp_path, in_place=in_place)
@@ -76,7 +95,9 @@ def test_state_moves_from_call_to_call(tmp_path: Path, in_place: bool) -> None:
         assert engine.read(tensors["total"]).tolist() == [2]  # type: ignore[arg-type]
 
 
-def test_a_call_that_fails_half_way_leaves_the_old_value(tmp_path: Path) -> None:
+def test_a_call_that_fails_half_way_leaves_the_old_value(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The new state is made, then a later node fails: the old one must still be there."""
     nodes = [
         helper.make_node("Add", ["x", "one"], ["next.x"]),
@@ -100,6 +121,7 @@ def test_a_call_that_fails_half_way_leaves_the_old_value(tmp_path: Path) -> None
     with pytest.raises(EngineError, match="step must run"):
         engine.run([call])
     assert engine.read(tensors["x"]).tolist() == [1, 1, 1, 1]  # type: ignore[arg-type]
+    assert capfd.readouterr().err == ""
 
 
 def test_tensors_start_as_zeros_and_copies_are_corners(tmp_path: Path) -> None:
