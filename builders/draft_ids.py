@@ -32,9 +32,11 @@ def read_draft_ids(path: Path, vocab: int) -> NDArray[np.int32]:
     if not listed or any(type(i) is not int for i in listed):
         raise ConfigError(f"build.draft_ids must be a JSON list of ids (got {records.show(value)})")
     ids = cast("list[int]", listed)
-    if not 0 <= min(ids) <= max(ids) < vocab or any(a >= b for a, b in itertools.pairwise(ids)):
+    wrong = [f"{i}" for i in (min(ids), max(ids)) if not 0 <= i < vocab]
+    wrong += [f"{b} after {a}" for a, b in itertools.pairwise(ids) if a >= b]
+    if wrong:
         raise ConfigError(
-            f"build.draft_ids must be ascending ids below {vocab} "
-            f"(got {len(ids)} from {ids[0]} to {ids[-1]})"
+            f"build.draft_ids must be ascending ids from 0 to {vocab - 1} "
+            f"(got {wrong[0]}, of {len(ids)} ids)"
         )
     return np.array(ids, np.int32)

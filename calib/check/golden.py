@@ -13,10 +13,14 @@ import numpy as np
 from thor_dflash.calib.check.seen import Outputs
 from thor_dflash.errors import RequestError
 from thor_dflash.manifest import Manifest
+from thor_dflash.records import show
 from thor_dflash.runtime.model import Model
 from thor_dflash.tensors import Array, DType
 
 VALUE = "value."
+PARTS = {"block": 0, "rounds": 0, "tokens": 1, "logits": 2}
+"""What every golden file holds, and in how many dimensions."""
+KINDS = ("a number", "a list of numbers", "a table of numbers")
 REMAKE = "make it again with `thor-dflash check --make-golden`"
 
 
@@ -73,8 +77,8 @@ def read(path: Path) -> Golden:
         RequestError: it is none, or damaged.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
-            held: dict[str, Array] = {name: file[name] for name in file.files}
+        held = _held(path)
+        _complete(held, path)
         return Golden(
             {n.removeprefix("source."): str(x) for n, x in held.items() if n.startswith("source.")},
             int(held["block"]),
@@ -86,8 +90,35 @@ def read(path: Path) -> Golden:
         )
     except OSError as e:
         raise RequestError(f"{path} must be a readable file (got: {e.strerror or e})") from e
-    except (ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as e:
+    except (ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as e:
         raise RequestError(f"{path} must be a golden file (got: {e}); {REMAKE}") from e
+
+
+def _held(path: Path) -> dict[str, Array]:
+    found = np.load(path, allow_pickle=False)
+    if isinstance(found, np.ndarray):
+        raise TypeError("one array without a name")
+    with found as file:
+        return {name: file[name] for name in file.files}
+
+
+def _complete(held: Mapping[str, Array], path: Path) -> None:
+    """Refuse a file in which a golden's parts are not, or are of another kind.
+
+    Raises:
+        RequestError: naming what it must hold.
+    """
+    for name, ndim in PARTS.items():
+        if name not in held:
+            raise RequestError(
+                f"{path} must be a golden file, which holds {', '.join(PARTS)} "
+                f"(got no {name} among {show(sorted(held))}); {REMAKE}"
+            )
+        if held[name].ndim != ndim or held[name].dtype.kind not in "biuf":
+            raise RequestError(
+                f"{path}: {name} must be {KINDS[ndim]} "
+                f"(got {held[name].dtype} {list(held[name].shape)}); {REMAKE}"
+            )
 
 
 def fits(golden: Golden, model: Model, where: str) -> None:

@@ -32,8 +32,9 @@ def made() -> Mapping[str, Array]:
         ("logits", np.zeros((48, 5), np.float32), r"\(got float32 \[48, 5\]\); make it again"),
         ("logits", np.zeros((48, 512)), r"logits must be float32 .* \(got float64 \[48, 512\]"),
         ("taps", np.zeros((48, 5), np.float32), r"taps must be .* \(got float32 \[48, 5\]\)"),
-        ("block", np.zeros(3), "must be a golden file"),
-        ("tokens", np.array(5), "must be a golden file"),
+        ("block", np.zeros(3), r"block must be a number \(got float64 \[3\]\)"),
+        ("tokens", np.array(5), r"tokens must be a list of numbers \(got int64 \[\]\)"),
+        ("tokens", np.array(["a"]), r"tokens must be a list of numbers \(got <U1 \[1\]\)"),
     ],
 )
 def test_a_golden_with_a_part_missing_is_refused(
@@ -52,10 +53,21 @@ def test_a_golden_as_it_was_made_fits(made: Mapping[str, Array], tmp_path: Path)
     fits(replace(read(path), taps=None), session().model, str(path))
 
 
+@pytest.mark.parametrize("name", ["block", "rounds", "tokens", "logits"])
+def test_a_file_of_other_things_is_told_what_a_golden_holds(
+    made: Mapping[str, Array], tmp_path: Path, name: str
+) -> None:
+    path = tmp_path / "g.npz"
+    np.savez(path, allow_pickle=False, **{n: x for n, x in made.items() if n != name})
+    said = f"must be a golden file, which holds block, rounds, tokens, logits .got no {name} among"
+    with pytest.raises(RequestError, match=said):
+        read(path)
+
+
 def test_one_array_is_no_golden(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.zeros(3))
     (tmp_path / "a.npy").rename(tmp_path / "a.npz")
-    with pytest.raises(RequestError, match="must be a golden file"):
+    with pytest.raises(RequestError, match="must be a golden file .got: one array without"):
         read(tmp_path / "a.npz")
 
 
