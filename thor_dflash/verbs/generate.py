@@ -63,7 +63,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     from thor_dflash.runtime.session import open_session
     from thor_dflash.runtime.text import Answer
 
-    question = read_question(args)
+    question = read_question(args, config.decode)
     with closing(open_session(args.package, config.engine, progress)) as session:
         request = question.request(session, config)
         progress.close()

@@ -47,7 +47,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     from thor_dflash.runtime.sensors import Watch, find, junction
     from thor_dflash.runtime.session import open_session
 
-    question = read_question(args)
+    question = read_question(args, config.decode)
     speed = board.speed(Here())
     with closing(open_session(args.package, config.engine, progress)) as session:
         request = question.request(session, config)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from thor_dflash.config import Config, DecodeConfig
-from thor_dflash.errors import RequestError
+from thor_dflash.errors import ConfigError, RequestError
 from thor_dflash.records import check_utf8
 from thor_dflash.verbs.inputs import in_vocabulary, read_json, read_tokens
 
@@ -36,14 +36,37 @@ class Question:
         return _request(prompt, session, config)
 
 
-def read_question(args: Namespace) -> Question:
+def read_question(args: Namespace, config: DecodeConfig) -> Question:
     """--prompt, --messages or --tokens. Read before anything is loaded.
 
     Raises:
+        ConfigError: the command line sets what this answer makes no use of.
         RequestError: a file or a text is not what it must be.
     """
+    _check_used(args, config)
     tokens = read_tokens(args.tokens) if args.tokens else None
     return Question(_messages(args), tokens)
+
+
+def _check_used(args: Namespace, config: DecodeConfig) -> None:
+    """Refuse a --set without effect. A file may hold it for the answers that it has one on."""
+    budget, given = config.budget, {item.partition("=")[0].strip() for item in args.set}
+    for section, names, used, need in (
+        ("relaxed", ("rule", "k", "margin"), config.accept == "relaxed",
+         "--accept relaxed (got accept strict)"),
+        ("budget", ("reply", "message", "ratio", "soften"),
+         budget.tokens >= 0 or bool(budget.effort), "a budget or an effort (got none)"),
+        ("budget", ("ratio", "soften"), budget.close == "soft",
+         "--thinking-close soft (got close hard)"),
+    ):  # fmt: skip
+        for name in names if not used else ():
+            changed = _value(config, section, name) != _value(DecodeConfig(), section, name)
+            if changed and (key := f"decode.{section}.{name}") in given:
+                raise ConfigError(f"{key} must go with {need}")
+
+
+def _value(config: DecodeConfig, section: str, name: str) -> object:
+    return getattr(getattr(config, section), name)
 
 
 def _messages(args: Namespace) -> list[dict[str, str]] | None:

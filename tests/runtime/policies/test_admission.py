@@ -385,6 +385,14 @@ def test_effort_none_does_not_think(capsys: pytest.CaptureFixture[str], package:
         ("--gate maybe", "decode.gate must be"),
         ("--gate on --drafter none", "gate must go with a drafter"),
         ("--block 6", "engine.block must be 8 or 16, as the package was built (got 6)"),
+        ("--set decode.relaxed.k=2", "decode.relaxed.k must go with --accept relaxed (got accept"),
+        ("--set decode.relaxed.rule=delta", "decode.relaxed.rule must go with --accept relaxed"),
+        ("--set decode.relaxed.margin=0.5", "decode.relaxed.margin must go with --accept relaxed"),
+        ("--set decode.budget.message=x</think>", "budget.message must go with a budget or an"),
+        ("--set decode.budget.reply=9", "decode.budget.reply must go with a budget or an effort"),
+        ("--set decode.budget.soften=0.1", "decode.budget.soften must go with a budget or an"),
+        ("--thinking-budget 9 --set decode.budget.soften=0.1", "soften must go with --thinking-cl"),
+        ("--reasoning-effort low --set decode.budget.ratio=0.1", "ratio must go with --thinking-c"),
         ("--set decode.relaxed.margin=-2", "decode.relaxed.margin must be -1, or 0 to 2147483647"),
         ("--set decode.budget.ratio=0.0", "decode.budget.ratio must be above 0 and at most 1"),
         ("--set decode.draft.window=5", "decode.draft.window must be 0 or 16 to 32 tokens (got 5)"),
@@ -398,3 +406,18 @@ def test_one_line_for_what_does_not_go(
     assert said.code == 2
     assert message in said.err
     assert said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "file"),
+    [
+        ("--set decode.relaxed.k=2", "accept = 'relaxed'"),
+        ("--set decode.relaxed.k=0 --set decode.budget.soften=0.5", ""),
+        ("", "relaxed.k = 2\nbudget.reply = 40\nbudget.soften = 0.1"),
+    ],
+)
+def test_what_a_file_sets_may_wait_for_what_it_has_an_effect_on(
+    capsys: pytest.CaptureFixture[str], package: Path, tmp_path: Path, args: str, file: str
+) -> None:
+    (tmp_path / "c.toml").write_text(f"[decode]\nmax_tokens = 1\n{file}\n")
+    assert generate(capsys, package, "-c", str(tmp_path / "c.toml"), *args.split()).code == 0
