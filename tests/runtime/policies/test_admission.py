@@ -15,7 +15,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from thor_dflash import cli, manifest
 from thor_dflash.builders.build import build
-from thor_dflash.builders.card import make_card
 from thor_dflash.config import (
     HINT,
     BudgetConfig,
@@ -26,12 +25,10 @@ from thor_dflash.config import (
     RelaxedConfig,
 )
 from thor_dflash.errors import RequestError
-from thor_dflash.manifest import Card
 from thor_dflash.plugins.accept.reference import LOG_MARGIN, PROBABILITY_DELTA
 from thor_dflash.progress import Silent
 from thor_dflash.runtime.admission import Desk
 from thor_dflash.runtime.block import Relaxed
-from thor_dflash.runtime.policies.envelope import Envelope, effort, envelope
 from thor_dflash.runtime.policies.relaxed import RelaxedThinking
 from thor_dflash.runtime.session import Request, Session, open_session
 
@@ -95,81 +92,6 @@ CLOSES, STOP, TOOLS = 257, 258, (259, 260)
 """Ids of what must not be accepted for being near."""
 CLOSE = len(HINT.encode()) - len("</think>") + 1
 """The hint in tokens of this tokenizer: bytes, and one for the mark."""
-
-
-# --- the envelope
-
-CARD = make_card(CardConfig(), 262144)
-
-
-def test_the_card_of_the_27b() -> None:
-    assert CARD.close == HINT
-    assert (CARD.max_tokens, CARD.complex, CARD.reply) == (32768, 81920, 4096)
-    tiers = (CARD.low, CARD.medium, CARD.high, CARD.x_high, CARD.max)
-    assert tiers == (3584, 14336, 28672, 53248, 77824)
-    assert CARD.source
-
-
-def test_the_card_of_a_small_model_and_of_one_that_says() -> None:
-    small = make_card(CardConfig(), 2048)
-    assert (small.max_tokens, small.reply, small.high, small.max) == (2048, 256, 1792, 1792)
-    told = make_card(CardConfig(high=10, low=20, source="s"), 2048)
-    tiers = (told.low, told.medium, told.high, told.x_high, told.max)
-    assert tiers == (20, 896, 896, 1792, 1792), "tiers never fall"
-    assert told.source == "s"
-
-
-@pytest.mark.parametrize(
-    ("config", "max_tokens", "want"),
-    [
-        (BudgetConfig(tokens=100), 32768, Envelope(100, 4196)),
-        (BudgetConfig(tokens=0), 32768, Envelope(0, 4096)),
-        (BudgetConfig(tokens=100), 1000, Envelope(100, 1000)),  # the budget is kept whole
-        (BudgetConfig(tokens=100, reply=500), 550, Envelope(50, 550)),  # a given reply is, too
-        (BudgetConfig(tokens=100, reply=500), 32768, Envelope(100, 600)),
-        (BudgetConfig(effort="low"), 32768, Envelope(3584, 7680)),
-        (BudgetConfig(effort="minimal"), 32768, Envelope(3584, 7680)),
-        (BudgetConfig(effort="high"), 32768, Envelope(28672, 32768)),
-        (BudgetConfig(effort="max"), 32768, Envelope(28672, 32768)),
-        (BudgetConfig(effort="medium"), 8192, Envelope(4096, 8192)),
-        (BudgetConfig(effort="max", tokens=7), 32768, Envelope(7, 4103)),
-        (BudgetConfig(tokens=5, reply=21), 26, Envelope(5, 26)),
-    ],
-)
-def test_lengths(config: BudgetConfig, max_tokens: int, want: Envelope) -> None:
-    assert envelope(config, CARD, 20, max_tokens) == want
-
-
-@pytest.mark.parametrize(
-    ("config", "max_tokens", "card", "message"),
-    [
-        (
-            BudgetConfig(tokens=5, reply=20),
-            99,
-            CARD,
-            r"^decode.budget.reply must be >= 21 .*\(got 20\)",
-        ),
-        (BudgetConfig(tokens=90), 99, CARD, r"^reply .of max_tokens or .*>= 21 tokens.*\(got 9\)"),
-        (BudgetConfig(effort="low"), 4095, CARD, r"max_tokens must be >= 4096.*\(got 4095\)"),
-        (
-            BudgetConfig(tokens=5),
-            99,
-            Card(),
-            r"^decode.budget.reply must be given, .*no model card",
-        ),
-        (BudgetConfig(effort="low"), 99, Card(), r'^decode.budget.effort must be "" without'),
-    ],
-)
-def test_lengths_that_leave_no_room(
-    config: BudgetConfig, max_tokens: int, card: Card, message: str
-) -> None:
-    with pytest.raises(RequestError, match=message):
-        envelope(config, card, 20, max_tokens)
-
-
-def test_every_effort_but_none_is_a_tier() -> None:
-    found = [effort(n, CARD) for n in ("minimal", "low", "medium", "high", "x-high", "max")]
-    assert found == sorted(found)
 
 
 # --- a session
