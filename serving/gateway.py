@@ -109,7 +109,7 @@ class Gateway:
             # The first event decides the status line; refusals come before any chunk.
             first = await _while_there(request, events)
         except PlanError as e:
-            return _json(openai.error(e, asked), openai.STATUS[e.code], e.retry_after_ms)
+            return _refused(e, asked)
         except ClientDisconnect:
             return Response(status_code=499)
         id, model = f"chatcmpl-{uuid4().hex}", asked.model or self._model()
@@ -146,7 +146,7 @@ async def _no_route(request: Request, e: Exception) -> Response:
     # An Exception by starlette's types, and never another than it was registered for.
     assert isinstance(e, HTTPException), e
     text = f"{request.method} {request.url.path} must be a route of the gateway (got: {e.detail})"
-    reply = _json(openai.error(PlanError("bad_request", text)), e.status_code)
+    reply = _refused(PlanError("bad_request", text), status=e.status_code)
     reply.headers.update(e.headers or {})
     return reply
 
@@ -208,10 +208,19 @@ def _sse(value: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
-def _json(value: object, status: int = 200, retry_after_ms: float | None = None) -> Response:
-    headers: dict[str, str] = {}
-    if retry_after_ms is not None:
+def _refused(
+    e: PlanError, asked: openai.Completion | None = None, *, status: int | None = None
+) -> Response:
+    """An error as a whole answer."""
+    reply = _json(openai.error(e, asked), status or openai.STATUS[e.code])
+    # OpenAI's clients obey it before they judge by the status, and try again after any 408 and 409:
+    # a plan that made way for a newer one would come back and displace that one.
+    reply.headers["x-should-retry"] = "true" if e.retryable else "false"
+    if e.retry_after_ms is not None:
         # Whole seconds are all it can say, and 0 would have the client come back at once.
-        headers["Retry-After"] = str(max(1, math.ceil(retry_after_ms / 1e3)))
-    body = msgspec.json.encode(value)
-    return Response(body, status, headers, media_type="application/json")
+        reply.headers["Retry-After"] = str(max(1, math.ceil(e.retry_after_ms / 1e3)))
+    return reply
+
+
+def _json(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")

@@ -18,6 +18,7 @@ import uvicorn
 from openai import APIStatusError, AuthenticationError, BadRequestError, NotFoundError, OpenAI
 from waiting import until
 
+from thor_dflash.errors import PlanError
 from thor_dflash.serve_config import GatewayConfig
 from thor_dflash.serving import fleet as fleet_module
 from thor_dflash.serving import gateway as gateway_module
@@ -208,8 +209,52 @@ def test_without_a_server_it_says_so(house: Any) -> None:
     ("ms", "seconds"), [(0.0, "1"), (400.0, "1"), (500.0, "1"), (1000.0, "1"), (1400.0, "2")]
 )
 def test_nobody_is_told_to_come_back_too_early(ms: float, seconds: str) -> None:
-    assert gateway_module._json({}, 429, ms).headers["retry-after"] == seconds
-    assert "retry-after" not in gateway_module._json({}).headers
+    busy = PlanError("busy", "later", retry_after_ms=ms)
+    assert gateway_module._refused(busy).headers["retry-after"] == seconds
+    assert "retry-after" not in gateway_module._refused(PlanError("busy", "later")).headers
+
+
+def test_every_refusal_says_whether_to_try_again() -> None:
+    for code in openai_words.STATUS:
+        for retryable in (True, False):
+            reply = gateway_module._refused(PlanError(code, "no", retryable=retryable))
+            assert reply.headers["x-should-retry"] == str(retryable).lower()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_tries_again_does_not_displace_the_plan_that_displaced_its_own(
+    house: Any, stream: bool
+) -> None:
+    server, held = house.held(watchdog_s=60.0)
+    peer = house.peer(server)
+    answers: dict[str, Any] = {}
+
+    def ask(name: str) -> None:
+        # As it comes: it tries twice more where nothing keeps it from that.
+        with OpenAI(base_url=f"{address}/v1", api_key="none") as openai:
+            try:
+                create = openai.chat.completions.create
+                answer = create(
+                    model="", messages=CHAT, stream=stream, extra_body={"session": "arm"}
+                )
+                answers[name] = list(answer) if stream else answer
+            except APIStatusError as e:
+                answers[name] = e.code
+
+    with gateway(server.endpoints[0]) as address:
+        threads = [threading.Thread(target=ask, args=(name,)) for name in ("old", "new")]
+        threads[0].start()
+        assert held.waiting.wait(20)
+        threads[1].start()
+        until(lambda: peer.ask(op="health", id="h")["waiting"] == 1)
+        peer.ask(op="validate", id="v", prompt="x")  # checked after it: it has been taken
+        held.let(1)
+        threads[0].join(20)
+        assert answers == {"old": "preempted"}
+        held.let()
+        threads[1].join(20)
+        assert answers["new"] != "preempted"
+        assert peer.ask(op="stats", id="s")["requests"]["plan"] == 2
 
 
 def test_a_server_with_a_secret(house: Any, tmp_path: Path) -> None:
