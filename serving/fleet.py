@@ -1,10 +1,14 @@
-"""Several plan servers as one: the least busy one that is ready gets the next request."""
+"""Several plan servers as one: the least busy one that is ready gets the next request.
+
+Plans of one session go where it has some already, because only their own server knows which of them
+is the newest.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,7 +36,26 @@ class Member:
     model: str = ""
     active: int = 0
     """Plans of this gateway."""
+    prefixes: frozenset[str] = frozenset()
+    """Names of what is pinned there, a look old."""
     tasks: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """A plan that is under way."""
+
+    ask: wire.Ask
+    began: float
+    """Monotonic, s."""
+    member: Member | None = None
+    """That has it, or is asked."""
+    late: bool = False
+    """A later plan of its session has come since."""
+
+
+Taken = tuple[wire.Event, AsyncGenerator[wire.Event]]
+"""The first event and the rest."""
 
 
 class Fleet:
@@ -41,42 +64,82 @@ class Fleet:
     def __init__(self, config: GatewayConfig) -> None:
         """Begin to connect to all. An event loop must run."""
         options = _options(config)
+        self._turns: list[_Turn] = []
         self.members = [
             Member(endpoint, AsyncPlanner(endpoint, options)) for endpoint in config.servers
         ]
         for member in self.members:
             member.tasks.append(asyncio.create_task(_look_after(member)))
 
-    async def stream(self, ask: wire.Ask) -> AsyncIterator[wire.Event]:
+    async def stream(self, ask: wire.Ask) -> AsyncGenerator[wire.Event]:
         """Answer an ask by whichever server takes it.
 
         Raises:
             PlanError: no server did; what the first that was there said, or that time is up.
         """
-        began = time.monotonic()
-        error = PlanError("unreachable", "a plan server must be ready (got none)")
-        for member in self._order():
-            events = _of(member, replies.rest(ask, began))
-            try:
-                first = await anext(events)
-            except PlanError as e:
-                if e.code not in ELSEWHERE:
-                    raise
-                # A refusal says when to come again; that another is not there says nothing.
-                error = e if error.code == "unreachable" else error
-                continue
+        turn = _Turn(ask, time.monotonic())
+        for other in self._others(turn):
+            other.late = True
+        self._turns.append(turn)
+        try:
+            first, events = await self._take(turn)
             try:
                 yield first
                 async for event in events:
                     yield event
             finally:
                 await events.aclose()
-            return
-        raise error
+        finally:
+            self._turns.remove(turn)
 
-    def _order(self) -> list[Member]:
-        # Those not known to be ready come last, not never: health is a second old.
-        return sorted(self.members, key=lambda member: (not member.ready, member.active))
+    async def _take(self, turn: _Turn) -> Taken:
+        error: PlanError | None = None
+        left = list(self.members)
+        while left:
+            # Anew for each try: where the session has its plans may have changed meanwhile.
+            turn.member = min(left, key=lambda member: self._rank(member, turn))
+            left.remove(turn.member)
+            events = _of(turn.member, replies.rest(turn.ask, turn.began))
+            try:
+                return await anext(events), events
+            except PlanError as e:
+                self._check_elsewhere(e, turn)
+                error = e if error is None else max(error, e, key=_says)  # of equals the first
+        raise error or PlanError("unreachable", "a plan server must be ready (got none)")
+
+    def _others(self, turn: _Turn) -> list[_Turn]:
+        """Plans of its session."""
+        session = turn.ask.session
+        return [
+            other
+            for other in self._turns
+            if session is not None and other.ask.session == session and other is not turn
+        ]
+
+    def _at_home(self, member: Member | None, turn: _Turn) -> bool:
+        return any(other.member is member for other in self._others(turn))
+
+    def _rank(self, member: Member, turn: _Turn) -> tuple[bool, bool, bool, int]:
+        """Whom to ask first: the least."""
+        prefix = turn.ask.prefix_id
+        return (
+            # Ready or not: an older plan is displaced there or nowhere.
+            not self._at_home(member, turn),
+            # Those not known to be ready come last, not never: health is a second old.
+            not member.ready,
+            prefix is not None and prefix not in member.prefixes,
+            member.active,
+        )
+
+    def _check_elsewhere(self, e: PlanError, turn: _Turn) -> None:
+        """Raise what is to be answered where no other server is to be asked after a refusal."""
+        if e.code not in ELSEWHERE and not _no_prefix(e):
+            raise e
+        if turn.late:
+            # Asked again, here or by its client, it would displace that one.
+            raise PlanError("preempted", "a later plan of its session arrived") from e
+        if e.code == "busy" and self._at_home(turn.member, turn):
+            raise e  # taken elsewhere, it would displace none of those
 
     def models(self) -> list[str]:
         """Names of the models of servers that take plans, each once."""
@@ -113,6 +176,17 @@ def _options(config: GatewayConfig) -> Options:
     return Options(keys=config.keys, token=token, retries=0, timeout_s=2.0)
 
 
+def _no_prefix(e: PlanError) -> bool:
+    return e.code == "bad_request" and e.field == "prefix_id"
+
+
+def _says(e: PlanError) -> int:
+    """How much a refusal says: when to come again, what to ask for, or, of one that is not there,
+    nothing.
+    """
+    return 0 if e.code == "unreachable" else 1 if _no_prefix(e) else 2
+
+
 async def _of(member: Member, ask: wire.Ask) -> AsyncGenerator[wire.Event]:
     member.active += 1
     events = member.planner.stream(ask)
@@ -146,6 +220,8 @@ async def _look_after(member: Member) -> None:
         ready = bool(health and health["ready"])
         # Asked again of one that was away: it may have come back as another.
         member.ready = ready and (member.ready or await _meet(member))
+        if ready and (found := await _simple(member, "prefix.list")) is not None:
+            member.prefixes = frozenset(prefix["prefix_id"] for prefix in found["prefixes"])
         await asyncio.sleep(LOOK_S)
 
 

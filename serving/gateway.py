@@ -118,6 +118,7 @@ class Gateway:
             pieces = _pieces(first, events, id, model, usage=usage)
             return StreamingResponse(pieces, media_type="text/event-stream")
         assert isinstance(first, wire.Result), first
+        await events.aclose()  # or its server counted as busy until this is collected
         return _json(openai.completion(id, model, first))
 
     async def models(self, request: Request) -> Response:
@@ -167,7 +168,7 @@ async def _while_there(request: Request, events: AsyncIterator[wire.Event]) -> w
 
 
 async def _pieces(
-    first: wire.Event, events: AsyncIterator[wire.Event], id: str, model: str, *, usage: bool
+    first: wire.Event, events: AsyncGenerator[wire.Event], id: str, model: str, *, usage: bool
 ) -> AsyncGenerator[bytes]:
     # Closed by starlette when the reader leaves; closing `events` cancels the plan.
     try:
@@ -181,8 +182,7 @@ async def _pieces(
     except PlanError as e:
         yield _sse(openai.error(e))
     finally:
-        if isinstance(events, AsyncGenerator):
-            await events.aclose()
+        await events.aclose()
 
 
 def _of_event(event: wire.Event, id: str, model: str, *, usage: bool) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import permutations
 from typing import Any, cast
@@ -14,7 +15,7 @@ from thor_dflash.errors import Code, PlanError
 from thor_dflash.serving import fleet as fleet_module
 from thor_dflash.serving import replies
 from thor_dflash.serving.client import Ask, Options, Result
-from thor_dflash.serving.fleet import Fleet, Member, _look_after
+from thor_dflash.serving.fleet import Fleet, Member, _look_after, _Turn
 
 
 @dataclass
@@ -36,12 +37,15 @@ class Slow:
 
 @dataclass
 class Open:
-    """A planner whose plans last until it is closed."""
+    """A planner whose plans last until it is closed, and that takes only so many."""
 
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     asked: list[Ask] = field(default_factory=list[Ask])
+    takes: int = 9
 
     async def stream(self, ask: Ask) -> AsyncIterator[Any]:
+        if len(self.asked) == self.takes:
+            raise PlanError("draining", "no more")
         if not self.closed.is_set():
             self.asked.append(ask)
         await self.closed.wait()
@@ -68,19 +72,24 @@ class Changing:
         if op == "health":
             self.looks += 1
             return {"ready": self.ready}
+        if op == "prefix.list":
+            return {"prefixes": [{"prefix_id": self.name}]}
         self.met += 1
         return {"model": {"model": self.name}, "limits": {"max_message": len(self.name)}}
 
 
 def fleet_of(*planners: Any) -> Fleet:
     fleet = object.__new__(Fleet)
+    fleet._turns = []
     fleet.members = [Member(f"{i}", planner) for i, planner in enumerate(planners)]
     return fleet
 
 
 def answer(ask: Ask, *planners: Slow) -> list[Any]:
-    fleet = fleet_of(*planners)
+    return answer_of(fleet_of(*planners), ask)
 
+
+def answer_of(fleet: Fleet, ask: Ask) -> list[Any]:
     async def events() -> list[Any]:
         return [event async for event in fleet.stream(ask)]
 
@@ -121,6 +130,130 @@ def test_without_a_deadline_none_is_made_up() -> None:
     assert second.asked == [Ask(prompt="x")]
 
 
+def begin(fleet: Fleet, ask: Ask) -> asyncio.Task[Any]:
+    async def first() -> None:
+        await anext(fleet.stream(ask))
+
+    return asyncio.create_task(first())
+
+
+async def turns() -> None:
+    """Until everything that is begun waits."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+ARM, LEG = Ask(prompt="x", session="arm"), Ask(prompt="x", session="leg")
+
+
+def test_a_session_stays_where_it_has_plans_and_no_longer() -> None:
+    planners = [Open(), Open(), Open()]
+    fleet = fleet_of(*planners)
+
+    async def main() -> None:
+        tasks: list[asyncio.Task[Any]] = []
+        for number, ask in enumerate((ARM, LEG, ARM, ARM, LEG)):
+            # Which are ready changes nothing.
+            fleet.members[2].ready = number > 1
+            tasks.append(begin(fleet, ask))
+            await turns()
+        assert [planner.asked for planner in planners] == [[ARM] * 3, [LEG] * 2, []]
+        for task in tasks:
+            task.cancel()
+        await turns()
+        assert fleet._turns == []
+        begin(fleet, ARM)
+        await turns()
+        assert planners[2].asked == [ARM]
+        await fleet.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("code", "elsewhere"),
+    [("busy", 0), ("draining", 1), ("not_ready", 1), ("unreachable", 1)],
+)
+def test_a_session_goes_elsewhere_only_where_its_own_server_takes_no_plans(
+    code: Code, elsewhere: int
+) -> None:
+    home, other = Slow(0.0, code=code), Slow(0.0, refuses=False)
+    fleet = fleet_of(other, home)
+    fleet._turns = [_Turn(ARM, 0.0, fleet.members[1])]
+    with suppress(PlanError):
+        answer_of(fleet, ARM)
+    assert (len(home.asked), len(other.asked)) == (1, elsewhere)
+    answer_of(fleet, LEG)
+    assert len(other.asked) == elsewhere + 1
+
+
+@pytest.mark.parametrize("over", [False, True])
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_plan_that_lost_its_server_displaces_no_later_one_of_its_session(
+    over: bool, servers: int
+) -> None:
+    first, second = Open(takes=1), Open()
+    fleet = fleet_of(*(first, second)[:servers])
+
+    async def main() -> None:
+        old = begin(fleet, ARM)
+        await turns()
+        new = begin(fleet, ARM)
+        await turns()
+        if over:
+            new.cancel()
+        first.closed.set()
+        with pytest.raises(PlanError) as caught:
+            await asyncio.wait_for(old, 20)
+        assert caught.value.code == "preempted"
+        assert (len(first.asked), len(second.asked)) == (1, servers - 1)
+        await fleet.close()
+
+    asyncio.run(main())
+
+
+@dataclass
+class Pinned:
+    """A planner that has no prefix."""
+
+    message: str = "prefix_id must be a pinned prefix"
+    asked: int = 0
+
+    async def stream(self, ask: Ask) -> AsyncIterator[Any]:
+        self.asked += 1
+        raise PlanError("bad_request", self.message, field="prefix_id")
+        yield
+
+    async def close(self) -> None:
+        pass
+
+
+SKILLS = Ask(prompt="x", prefix_id="skills")
+
+
+def test_a_prefix_is_looked_for_where_it_is_listed_and_then_everywhere() -> None:
+    without, having = Pinned(), Slow(0.0, refuses=False)
+    fleet = fleet_of(without, having)
+    fleet.members[1].active = 1
+    fleet.members[1].prefixes = frozenset({"skills"})
+    answer_of(fleet, SKILLS)
+    assert (without.asked, len(having.asked)) == (0, 1)
+    fleet.members[1].prefixes = frozenset()  # not looked yet
+    answer_of(fleet, SKILLS)
+    assert (without.asked, len(having.asked)) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [("busy", "busy"), ("draining", "draining"), ("unreachable", "bad_request")],
+)
+def test_that_there_is_no_prefix_says_more_than_who_is_not_there(code: Code, told: Code) -> None:
+    for planners in permutations((Pinned(), Slow(0.0, code=code), Pinned())):
+        with pytest.raises(PlanError) as caught:
+            answer_of(fleet_of(*planners), SKILLS)
+        assert caught.value.code == told
+
+
 def test_a_server_that_was_away_is_met_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_module, "LOOK_S", 0.0)
     changing = Changing()
@@ -133,6 +266,7 @@ def test_a_server_that_was_away_is_met_again(monkeypatch: pytest.MonkeyPatch) ->
             while changing.looks < seen + 3:
                 await asyncio.sleep(0)
             assert (member.ready, member.model) == (ready, name)
+            assert member.prefixes == {name}
         task.cancel()
 
     asyncio.run(main())

@@ -6,57 +6,21 @@ import http.client
 import threading
 import time
 import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-import uvicorn
+from gateways import CHAT, client, gateway, get
 from openai import APIStatusError, AuthenticationError, BadRequestError, NotFoundError, OpenAI
 from waiting import until
 
 from thor_dflash.errors import PlanError
-from thor_dflash.serve_config import GatewayConfig
 from thor_dflash.serving import fleet as fleet_module
 from thor_dflash.serving import gateway as gateway_module
 from thor_dflash.serving import metrics, wire
 from thor_dflash.serving import openai as openai_words
-from thor_dflash.serving.gateway import application
 from thor_dflash.serving.mock import PLAN, THINKING
-
-CHAT: list[Any] = [{"role": "user", "content": "Bring the cup."}]
-
-
-@contextmanager
-def gateway(*servers: str, **config: Any) -> Iterator[str]:
-    """Its address."""
-    app = application(GatewayConfig(servers=servers, **config))
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    end = time.monotonic() + 20
-    while not server.started:
-        assert time.monotonic() < end
-        time.sleep(0.005)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.should_exit = True
-        thread.join(20)
-
-
-def client(address: str) -> Any:
-    return OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
-
-
-def get(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=20) as reply:
-        text: str = reply.read().decode()
-    return text
 
 
 def test_a_completion(house: Any) -> None:

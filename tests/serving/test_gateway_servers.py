@@ -1,0 +1,58 @@
+"""OpenAI's own client against a gateway with several servers."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from gateways import CHAT, client, gateway, get
+from openai import APIStatusError
+from waiting import until
+
+
+def ask(address: str, **fields: Any) -> Any:
+    """What was answered, or the code of its refusal."""
+    with client(address) as openai:
+        try:
+            return openai.chat.completions.create(model="", messages=CHAT, extra_body=fields)
+        except APIStatusError as e:
+            return e.code
+
+
+def test_the_newest_plan_of_a_session_displaces_the_one_that_runs(house: Any) -> None:
+    pairs = [house.held(watchdog_s=60.0) for _ in range(2)]
+    answers: dict[str, Any] = {}
+    with gateway(*(server.endpoints[0] for server, _ in pairs)) as address:
+
+        def begin(name: str) -> threading.Thread:
+            def run() -> None:
+                answers[name] = ask(address, session="arm")
+
+            thread = threading.Thread(target=run)
+            thread.start()
+            return thread
+
+        until(lambda: get(f"{address}/health").count('"state":"ready"') == 2)
+        old = begin("old")
+        until(lambda: any(held.waiting.is_set() for _, held in pairs))
+        new = begin("new")
+        until(lambda: get(f"{address}/health").count('"waiting":1') == 1)
+        for server, held in pairs:
+            house.peer(server).ask(op="validate", id="v", prompt="x")  # it has been taken then
+            held.let()
+        old.join(20)
+        new.join(20)
+    assert answers["old"] == "preempted"
+    assert answers["new"].choices[0].finish_reason == "stop"
+
+
+def test_a_prefix_that_one_server_has_is_enough(house: Any) -> None:
+    servers = [house.mock() for _ in range(2)]
+    with gateway(*(server.endpoints[0] for server in servers)) as address:
+        for number, server in enumerate(servers):
+            name = f"skills {number}"
+            house.peer(server).ask(op="prefix.put", id="p", prefix_id=name, system="You plan.")
+            for _ in range(2):
+                answer = ask(address, prefix_id=name)
+                assert answer.usage.prompt_tokens_details.cached_tokens > 0
+        assert ask(address, prefix_id="none") == "bad_request"
