@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import until
 
 from thor_dflash.serving import systemd
 from thor_dflash.serving.client import Ask, Options, RemotePlanner
@@ -108,6 +109,19 @@ def test_a_log_that_nobody_reads_ends_nothing(
     assert child.wait(20) == 0
 
 
+@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGTERM, signal.SIGINT]])
+def test_a_reader_of_the_log_that_stalls_holds_up_nothing(
+    start: Start, planner: RemotePlanner, signals: list[int]
+) -> None:
+    child = start("--log-prompts")
+    for _ in range(9):  # a pipe holds 64 KiB
+        assert planner.plan(Ask(prompt="x" * 20_000)).status == "ok"
+    assert planner.ping()["status"] == "ok"
+    for number in signals:
+        child.send_signal(number)
+    assert child.wait(20) == 0
+
+
 def test_lines_that_a_full_log_lost_are_counted() -> None:
     out, file = os.pipe2(os.O_NONBLOCK)
     with os.fdopen(out, "rb", 0) as log, os.fdopen(file, "w") as full:
@@ -117,12 +131,33 @@ def test_lines_that_a_full_log_lost_are_counted() -> None:
                 pass
         say("lost")
         say("lost")
+        until(lambda: say._lost == 2)
         while log.read(4096):
             pass
         say("here\n")
         say("again")
+        assert say.close()
         told = log.read(4096)
     assert told == b"2 lines of this log could not be written\nhere\nagain\n"
+
+
+def test_what_a_slow_reader_of_the_log_missed_is_said_where_it_is_missing() -> None:
+    out, file = os.pipe()
+    with os.fdopen(out, "rb", 0) as log, os.fdopen(file, "w") as stderr:
+        say = Log(stderr)
+        line = "x" * 9999
+        for _ in range(300):
+            say(line)
+        say("short, and dropped all the same")
+        assert not say.close(), "its thread waits for the reader"
+        told = b""
+        while not told.endswith(b"could not be written\n"):
+            told += log.read(1 << 20)
+        assert say.close()
+    *lines, last = told.decode().splitlines()
+    assert set(lines) == {line}
+    assert 100 <= len(lines) <= 250, "a bound of what is held"
+    assert last == f"{301 - len(lines)} lines of this log could not be written"
 
 
 @pytest.mark.parametrize("kind", ["path", "abstract"])
