@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -103,8 +103,13 @@ class Text:
             RequestError: as `encode`.
         """
         check_utf8("text", text)
-        most = longest(json.loads(self._tokenizer.to_str()), _BYTES.keys())
+        most = self._most
         return 0 if most is None else -(-least_bytes(text) // most)
+
+    @cached_property
+    def _most(self) -> int | None:
+        # Of a large vocabulary it takes half a second.
+        return longest(json.loads(self._tokenizer.to_str()), _BYTES.keys())
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; bytes that are not UTF-8 become U+FFFD."""

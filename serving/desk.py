@@ -20,20 +20,11 @@ from thor_dflash.serving.door import Door, Letter
 from thor_dflash.serving.events import Events
 from thor_dflash.serving.life import RETRY_MS, Life
 from thor_dflash.serving.outcome import asked
+from thor_dflash.serving.owed import Dues
 from thor_dflash.serving.planner import admit, stopped
 from thor_dflash.serving.schedule import Job, Peer, Schedule, job_of
 from thor_dflash.serving.stats import Stats
-from thor_dflash.serving.work import (
-    Checked,
-    Drop,
-    Ended,
-    Kept,
-    Log,
-    Pinned,
-    Said,
-    Validated,
-    Validation,
-)
+from thor_dflash.serving.work import Checked, Ended, Kept, Log, Owed, Pinned, Said, Validated
 
 ENVELOPE = 8
 """Most frames before the body: the hops of any sane chain of proxies."""
@@ -45,11 +36,11 @@ DROPPABLE = ("text", "thinking", "progress")
 class Hands:
     """What the desk may set going."""
 
-    check: Callable[[Job | Validation], None]
+    check: Callable[[Job | Owed], None]
     """Give the clerk something."""
     run: Callable[[Job], None]
     """Give the engine a job. It must be free."""
-    keep: Callable[[Drop | Pinned], None]
+    keep: Callable[[Owed | Pinned], None]
     """Give the keeper something."""
     stop: Callable[[], None]
     """Drain and end."""
@@ -77,8 +68,7 @@ class Desk:
         self._tell = tell
         self.books = Schedule(config.max_queue)
         self.stats = Stats()
-        self._owed: list[tuple[Peer, str]] = []
-        """Each `validate` and `prefix.drop` under way. They are no jobs."""
+        self._dues = Dues()
         self._simple: dict[str, Callable[[Peer, str], None]] = {
             "hello": self._hello,
             "ping": lambda peer, id: self._result(peer, id, groot.RUNNING),
@@ -125,13 +115,11 @@ class Desk:
             self._cancel(peer, request)
         elif isinstance(request, wire.PrefixDrop):
             self._life.open()
-            self._owed.append((peer, request.id))
-            self._hands.keep(Drop(peer, request))
+            self._hands.keep(self._dues.take(peer, request))
         elif isinstance(request, wire.Validate):
             self._life.open()
             fields.check_prompt(request)
-            self._owed.append((peer, request.id))
-            self._hands.check((peer, request))
+            self._hands.check(self._dues.take(peer, request))
         else:
             self._work(peer, request)
 
@@ -219,13 +207,13 @@ class Desk:
             self.dispatch()
 
     def _validated(self, post: Validated) -> None:
-        if (post.peer, post.id) not in self._owed:
-            return  # it was given up
-        self._owed.remove((post.peer, post.id))
+        peer, id = post.owed.peer, post.owed.request.id
+        if not self._dues.settle(post.owed) or post.outcome is None:
+            return
         if isinstance(post.outcome, PlanError):
-            self._refuse(post.peer, post.id, post.outcome)
+            self._refuse(peer, id, post.outcome)
         else:
-            self._result(post.peer, post.id, post.outcome)
+            self._result(peer, id, post.outcome)
 
     def _ended(self, job: Job, outcome: wire.Result | dict[str, Any] | PlanError) -> None:
         if isinstance(job.request, wire.PrefixPut) and isinstance(outcome, dict):
@@ -241,7 +229,7 @@ class Desk:
         job.seq += 1
         droppable = chunk.kind in DROPPABLE
         if not self._send(job.peer, chunk, job.request.id, chunk.seq, droppable=droppable):
-            self._abandon(lambda other: other is job)  # it has had its one final answer
+            self._abandon(job)  # it has had its one final answer
 
     def _checked(self, job: Job, outcome: Prepared | PlanError) -> None:
         if job.state != "preparing":
@@ -285,19 +273,24 @@ class Desk:
 
     def left(self, fd: int) -> None:
         """A connection is gone: nobody waits for its plans."""
-        self._abandon(lambda job: job.peer.fd == fd)
+        self._part(lambda peer: peer.fd == fd)
 
     def lost(self, routing: bytes) -> None:
         """A peer cannot be reached."""
-        self._abandon(lambda job: job.peer.routing == routing)
+        self._part(lambda peer: peer.routing == routing)
 
-    def _abandon(self, hers: Callable[[Job], bool]) -> None:
-        for job in [job for job in self.books.jobs() if hers(job)]:
-            job.gone = True
-            if job.state == "running":
-                job.stop = job.stop or "cancelled"
-            elif job.state != "keeping":
-                self.answer(job, stopped("cancelled"))
+    def _part(self, hers: Callable[[Peer], bool]) -> None:
+        self._dues.give_up(hers)
+        for job in self.books.jobs():
+            if hers(job.peer):
+                self._abandon(job)
+
+    def _abandon(self, job: Job) -> None:
+        job.gone = True
+        if job.state == "running":
+            job.stop = job.stop or "cancelled"
+        elif job.state != "keeping":
+            self.answer(job, stopped("cancelled"))
 
     def give_up(self) -> None:
         """End every job now: the time to drain is over."""
@@ -316,14 +309,13 @@ class Desk:
         self._owe_nothing(PlanError("engine_fault", str(error)))
 
     def _owe_nothing(self, error: PlanError) -> None:
-        for peer, id in self._owed:
-            self._refuse(peer, id, error)
-        self._owed.clear()
+        for owed in self._dues.give_up():
+            self._refuse(owed.peer, owed.request.id, error)
 
     @property
     def idle(self) -> bool:
         """Whether everything that was taken is answered."""
-        return not len(self.books) and not self._owed
+        return not len(self.books) and self._dues.idle
 
     # --- answers
 

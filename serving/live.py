@@ -224,9 +224,17 @@ class LiveBackend:
         room = self._rates.thinking_room(left_ms, prompt, max_tokens)
         return budget if room >= min(WORTH_THINKING, budget) else 0
 
-    def _prompt(self, messages: list[object], *, thinking: bool) -> tuple[int, ...]:
+    def _prompt(
+        self, messages: list[object], *, thinking: bool, field: str = "prompt"
+    ) -> tuple[int, ...]:
+        limit = self.session.model.limit
         try:
-            return tuple(self.text.encode(self.text.render(messages, thinking)))
+            text = self.text.render(messages, thinking)
+            # Encoding takes a second and 200 MB for each megabyte.
+            if len(text) > limit and (least := self.text.least(text)) > limit:
+                rule = f"{field} must be <= {limit} tokens (got {least} or more)"
+                raise PlanError("prompt_too_long", rule, field=field)
+            return tuple(self.text.encode(text))
         except RequestError as e:
             raise PlanError("bad_request", str(e), field="messages") from e
 
@@ -292,6 +300,7 @@ class LiveBackend:
                     {"role": "user", "content": user},
                 ],
                 thinking=True,
+                field="system",
             )
             for user in ("a", "b")
         )

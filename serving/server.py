@@ -16,8 +16,9 @@ import time
 import traceback
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import Empty, PriorityQueue, SimpleQueue
 
 from thor_dflash.errors import ThorError
 from thor_dflash.serve_config import ServeConfig
@@ -30,7 +31,7 @@ from thor_dflash.serving.life import Life
 from thor_dflash.serving.schedule import Job
 from thor_dflash.serving.systemd import ALIVE, Notify
 from thor_dflash.serving.trace import Trace, check_directory, write
-from thor_dflash.serving.work import Drop, Failed, Log, Pinned, Post, Ready, Validation, Warming
+from thor_dflash.serving.work import Failed, Log, Owed, Pinned, Post, Ready, Turn, Warming
 
 TICK_S = 1.0
 """Longest sleep of the I/O thread: it feeds systemd's watchdog, which is set in seconds."""
@@ -74,11 +75,12 @@ class Server:
         self._die = die
         self._life = Life(config.watchdog_s)
         self._posts: SimpleQueue[Post] = SimpleQueue()
-        self._clerk: SimpleQueue[Job | Validation | None] = SimpleQueue()
+        self._clerk: PriorityQueue[Turn] = PriorityQueue()
+        self._order = count()
         self._engine: SimpleQueue[Job | None] = SimpleQueue()
-        self._keeper: SimpleQueue[Drop | Pinned | None] = SimpleQueue()
+        self._keeper: SimpleQueue[Owed | Pinned | None] = SimpleQueue()
         hands = Hands(
-            check=self._clerk.put, run=self._engine.put, keep=self._keeper.put, stop=self.stop
+            check=self._check, run=self._engine.put, keep=self._keeper.put, stop=self.stop
         )
         self._desk = Desk(self._door, config, self._life, hands, token, log, self._tell)
         self._threads: list[threading.Thread] = []
@@ -136,6 +138,9 @@ class Server:
             fault = "the server's threads must go on (got an unexpected fault, see the log)"
             self._post(Failed(ThorError(fault)))
             self._log(traceback.format_exc())
+
+    def _check(self, item: Job | Owed | None) -> None:
+        self._clerk.put(work.turn(next(self._order), item))
 
     def _post(self, post: Post) -> None:
         self._posts.put(post)
@@ -227,8 +232,9 @@ class Server:
         return self._life.stopping and self._desk.idle and not self._door.holding
 
     def _close(self) -> None:
-        for inbox in (self._engine, self._clerk, self._keeper):
-            inbox.put(None)
+        self._engine.put(None)
+        self._keeper.put(None)
+        self._check(None)
         begun = time.monotonic()
         # Piece by piece: the second stop may come meanwhile.
         while not self.ended(MOMENT_S / 10) and time.monotonic() < begun + self._worth_s():

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from queue import SimpleQueue
+from queue import PriorityQueue, SimpleQueue
 from typing import Any, TypeVar
 
 from msgspec import structs
@@ -60,13 +60,23 @@ class Checked:
     outcome: Prepared | PlanError
 
 
+@dataclass(slots=True, eq=False)
+class Owed:
+    """A `validate`, for the clerk, or a `prefix.drop`, for the keeper."""
+
+    peer: Peer
+    request: wire.Validate | wire.PrefixDrop
+    given_up: bool = False
+    """Nobody waits for it. Written by the I/O thread, read by who is to begin it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Validated:
     """The clerk is done with a `validate`, or the keeper with a `prefix.drop`."""
 
-    peer: Peer
-    id: str
-    outcome: dict[str, Any] | PlanError
+    owed: Owed
+    outcome: dict[str, Any] | PlanError | None
+    """None: it was given up before it was begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +86,6 @@ class Pinned:
     job: Job
     request: wire.PrefixPut
     answer: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """For the keeper: a `prefix.drop`."""
-
-    peer: Peer
-    request: wire.PrefixDrop
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,13 @@ class Ended:
 
 
 Post = Warming | Ready | Failed | Checked | Validated | Kept | Said | Ended
-Validation = tuple[Peer, wire.Validate]
+Turn = tuple[int, int, Job | Owed | None]
+"""For the clerk, the least first: a rank, the order of arrival, and what there is to do."""
+
+
+def turn(order: int, item: Job | Owed | None) -> Turn:
+    """Plans are checked before what only asks about plans, and None, the end, comes last."""
+    return 2 if item is None else int(isinstance(item, Owed)), order, item
 
 
 @dataclass(slots=True)
@@ -133,23 +141,21 @@ class Pulse:
 
 def clerk(
     backend: Backend,
-    inbox: SimpleQueue[Job | Validation | None],
+    inbox: PriorityQueue[Turn],
     post: Callable[[Post], None],
     log: Log,
 ) -> None:
-    """Check requests in order of arrival, until None comes."""
-    while (item := inbox.get()) is not None:
-        if isinstance(item, Job):
-            if item.state == "preparing":
-                post(Checked(item, _guard(partial(_prepare, backend, item), log)))
-        else:
-            peer, request = item
-            post(Validated(peer, request.id, _guard(partial(backend.validate, request), log)))
+    """Check requests, until None comes."""
+    while (item := inbox.get()[-1]) is not None:
+        if isinstance(item, Owed):
+            _work_off(item, partial(_validate, backend, item), post, log)
+        elif item.state == "preparing":
+            post(Checked(item, _guard(partial(_prepare, backend, item), log)))
 
 
 def keeper(
     backend: Backend,
-    inbox: SimpleQueue[Drop | Pinned | None],
+    inbox: SimpleQueue[Owed | Pinned | None],
     post: Callable[[Post], None],
     log: Log,
 ) -> None:
@@ -160,8 +166,18 @@ def keeper(
         if isinstance(item, Pinned):
             post(Kept(item.job, _guard(partial(_keep, backend, item), log)))
         else:
-            outcome = _guard(partial(_drop, backend, item.request), log)
-            post(Validated(item.peer, item.request.id, outcome))
+            _work_off(item, partial(_drop, backend, item), post, log)
+
+
+def _work_off(
+    owed: Owed, work: Callable[[], dict[str, Any]], post: Callable[[Post], None], log: Log
+) -> None:
+    post(Validated(owed, None if owed.given_up else _guard(work, log)))
+
+
+def _validate(backend: Backend, owed: Owed) -> dict[str, Any]:
+    assert isinstance(owed.request, wire.Validate)
+    return backend.validate(owed.request)
 
 
 def _keep(backend: Backend, pinned: Pinned) -> dict[str, Any]:
@@ -169,8 +185,9 @@ def _keep(backend: Backend, pinned: Pinned) -> dict[str, Any]:
     return {**pinned.answer, "persisted": pinned.request.persist}
 
 
-def _drop(backend: Backend, request: wire.PrefixDrop) -> dict[str, Any]:
-    return {"dropped": backend.drop(request.prefix_id)}
+def _drop(backend: Backend, owed: Owed) -> dict[str, Any]:
+    assert isinstance(owed.request, wire.PrefixDrop)
+    return {"dropped": backend.drop(owed.request.prefix_id)}
 
 
 def _prepare(backend: Backend, job: Job) -> Prepared:

@@ -1,0 +1,150 @@
+"""Validations and dropped prefixes: how many, for whom, and before whom."""
+
+from __future__ import annotations
+
+import threading
+from queue import PriorityQueue, SimpleQueue
+from typing import Any
+
+import pytest
+
+from thor_dflash.errors import PlanError
+from thor_dflash.serve_config import ServeConfig
+from thor_dflash.serving import wire, work
+from thor_dflash.serving.codec import JSON
+from thor_dflash.serving.mock import MockBackend
+from thor_dflash.serving.owed import EACH, MOST, Dues
+from thor_dflash.serving.schedule import Peer, job_of
+from thor_dflash.serving.work import Owed, Validated
+
+VALIDATE, DROP = wire.Validate(id="v", prompt="x"), wire.PrefixDrop(id="d", prefix_id="x")
+
+
+def peer(name: int) -> Peer:
+    return Peer((b"%d" % name, b""), JSON, fd=name)
+
+
+class Slow(MockBackend):
+    """Takes until it is told to go on, and tells what it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__(ServeConfig())
+        self.asked: list[str] = []
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def prepare(self, ask: Any, left_ms: Any) -> Any:
+        self.asked.append(ask.id)
+        return super().prepare(ask, left_ms)
+
+    def validate(self, request: Any) -> Any:
+        self.asked.append(request.id)
+        self.begun.set()
+        assert self.go.wait(20)
+        return super().validate(request)
+
+    def drop(self, prefix_id: str) -> bool:
+        assert self.go.wait(20)
+        return super().drop(prefix_id)
+
+
+@pytest.mark.parametrize("op", ["validate", "prefix.drop"])
+def test_who_asks_for_too_much_at_once_is_answered_busy(house: Any, op: str) -> None:
+    backend = Slow()
+    server = house.serve(backend, watchdog_s=60.0)
+    given = {"prompt": "x"} if op == "validate" else {"prefix_id": "x"}
+    peers = [house.peer(server) for _ in range(MOST // EACH + 1)]
+    for peer in peers[:-1]:
+        for n in range(EACH):
+            peer.send(op=op, id=f"{n}", **given)
+        reply = peer.ask(op=op, id="over", **given)
+        assert (reply["id"], reply["code"], reply["retryable"]) == ("over", "busy", True)
+        assert f"of one client must be <= {EACH} " in reply["message"] or peer is peers[-2]
+    reply = peers[-1].ask(op=op, id="one", **given)
+    assert (reply["id"], reply["code"]) == ("one", "busy")
+    assert f"of all clients must be <= {MOST} " in reply["message"]
+    assert reply["retry_after_ms"] > 0
+    backend.go.set()
+    assert {peers[0].receive()["type"] for _ in range(EACH)} == {"result"}
+
+
+def test_what_is_given_up_holds_its_room_until_it_is_done() -> None:
+    dues = Dues()
+    taken = [dues.take(peer(1), VALIDATE) for _ in range(EACH)]
+    others = [dues.take(peer(2), DROP)]
+    assert dues.give_up(lambda peer: peer.fd == 1) == taken
+    assert dues.give_up(lambda peer: peer.fd == 1) == [], "once"
+    assert not dues.idle
+    with pytest.raises(PlanError, match="of one client"):
+        dues.take(peer(1), VALIDATE)
+    assert not dues.settle(taken[0]), "nobody waits"
+    dues.take(peer(1), VALIDATE)
+    assert dues.settle(others[0])
+    dues.give_up()
+    assert dues.idle
+
+
+def test_what_a_client_that_left_is_owed_is_not_begun(house: Any) -> None:
+    backend = Slow()
+    server = house.serve(backend, watchdog_s=60.0)
+    gone, other = house.peer(server), house.peer(server)
+    for name in "abc":
+        gone.send(op="validate", id=name, prompt="x")
+    assert backend.begun.wait(20)
+    other.send(op="validate", id="d", prompt="x")
+    gone.close()
+    while not all(owed.given_up for owed in server._desk._dues._taken[:3]):
+        assert other.ask(op="ping", id="p")["id"] == "p"
+    backend.go.set()
+    assert other.final("d")["type"] == "result"
+    assert backend.asked == ["a", "d"]
+
+
+@pytest.mark.parametrize("hand", ["clerk", "keeper"])
+def test_who_gives_up_is_not_worked_for(hand: str) -> None:
+    backend, posts = MockBackend(ServeConfig()), list[Any]()
+    owed = Owed(peer(1), VALIDATE if hand == "clerk" else DROP, given_up=True)
+    if hand == "clerk":
+        checks: PriorityQueue[work.Turn] = PriorityQueue()
+        checks.put(work.turn(0, owed))
+        checks.put(work.turn(1, None))
+        work.clerk(backend, checks, posts.append, print)
+    else:
+        drops: SimpleQueue[Any] = SimpleQueue()
+        drops.put(owed)
+        drops.put(None)
+        work.keeper(backend, drops, posts.append, print)
+    assert posts == [Validated(owed, None)]
+
+
+def test_plans_are_checked_first_and_all_before_the_end() -> None:
+    backend, checks = Slow(), PriorityQueue[work.Turn]()
+    backend.go.set()
+    asks = [job_of(peer(1), wire.Ask(id=name, prompt="x"), 0.0) for name in "ab"]
+    items = [Owed(peer(1), VALIDATE), asks[0], None, Owed(peer(2), VALIDATE), asks[1]]
+    for order, item in enumerate(items):
+        checks.put(work.turn(order, item))
+    work.clerk(backend, checks, lambda post: None, print)
+    assert backend.asked == ["a", "b", "v", "v"]
+
+
+def test_a_prompt_that_cannot_fit_is_not_encoded(
+    session: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from thor_dflash.serving.live import LiveBackend
+
+    backend = LiveBackend(session, ServeConfig())
+    long = "cup " * 250_000
+    requests = {
+        "prompt": lambda: backend.validate(wire.Validate(prompt=long)),
+        "system": lambda: backend.pin(wire.PrefixPut(prefix_id="a", system=long), lambda: False),
+    }
+    few, limit = backend.validate(wire.Validate(prompt="cup")), session.model.limit
+    monkeypatch.setattr(session.text, "encode", lambda text: pytest.fail("it was encoded"))
+    for field, ask in requests.items():
+        with pytest.raises(PlanError, match=rf"must be <= {limit} tokens") as caught:
+            ask()
+        assert (caught.value.code, caught.value.field) == ("prompt_too_long", field)
+    with pytest.raises(PlanError, match=r"prompt must be <=") as caught:
+        backend.prepare(wire.Ask(prompt=long), None)
+    assert caught.value.code == "prompt_too_long"
+    assert few["prompt_tokens"] > 0
