@@ -31,6 +31,11 @@ def check(config: ServeConfig) -> None:
     for endpoint in config.bind:
         if not endpoint.startswith(("tcp://", "ipc://")):
             raise ConfigError(f"serve.bind must be tcp:// or ipc:// endpoints (got {endpoint})")
+        if endpoint.startswith("ipc://@"):
+            raise ConfigError(
+                "serve.bind must be an ipc path in a directory: a name that begins with @ is in "
+                f"none, and everybody on this machine may connect (got {endpoint})"
+            )
         if not _has_port(endpoint):
             raise ConfigError(
                 "serve.bind must end in a port of 1 to 65535, or * for any that is free "
