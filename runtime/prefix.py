@@ -129,8 +129,8 @@ class Prefixes:
         """Memory of a snapshot of so many tokens, bytes."""
         return sum(spec.nbytes({}) for spec in self.model.state.layout(held).values())
 
-    def save(self, name: str, path: Path) -> None:
-        """Write one to disk, whole or not at all.
+    def save(self, name: str, path: Path) -> Prefix:
+        """Write one to disk, whole or not at all; the one that was written.
 
         Raises:
             RequestError: there is none of that name, or the file cannot be written.
@@ -141,6 +141,7 @@ class Prefixes:
             raise RequestError(f"prefix must be one that was put (got {name})")
         stored = Stored(name=name, tokens=prefix.tokens, pinned=prefix.pinned, held=prefix.held)
         write_prefix(path, self.model, stored, prefix.snapshot)
+        return prefix
 
     def load(self, path: Path) -> Prefix:
         """Keep what `save` wrote, under its old name.

@@ -343,9 +343,11 @@ class LiveBackend:
 
     def prefixes(self) -> list[dict[str, Any]]:
         """See Backend."""
-        files = self._shelf.files if self._shelf else ()
-        held = self.session.prefixes.list()
-        return [{**_shown(prefix), "persisted": prefix.name in files} for prefix in held]
+        shelf, held = self._shelf, self.session.prefixes.list()
+        return [
+            {**_shown(prefix), "persisted": shelf is not None and shelf.has(prefix)}
+            for prefix in held
+        ]
 
     @property
     def skipped(self) -> tuple[str, ...]:
@@ -354,10 +356,11 @@ class LiveBackend:
 
     def drop(self, prefix_id: str) -> bool:
         """See Backend."""
+        removed = False
         if self._shelf is not None:
             with self._disk(prefix_id):
-                self._shelf.drop(prefix_id)
-        return self.session.prefixes.drop(prefix_id)
+                removed = self._shelf.drop(prefix_id)
+        return self.session.prefixes.drop(prefix_id) or removed
 
     def close(self) -> None:
         """See Backend."""

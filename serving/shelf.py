@@ -9,16 +9,18 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from thor_dflash.errors import ConfigError, PackageError, RequestError
-from thor_dflash.runtime.prefix import Prefixes
+from thor_dflash.runtime.prefix import Prefix, Prefixes
 
 ENDING = ".prefix"
 
 
 class Shelf:
-    """Used by one thread at a time; whether a name is in `files` may be asked by all."""
+    """Used by one thread at a time, but for `has`."""
 
     def __init__(self, directory: Path) -> None:
         """Take the directory for this server alone, and sweep out what is half-written.
@@ -44,45 +46,67 @@ class Shelf:
                 f"serve.prefix_dir must be a directory that can be written "
                 f"(got {directory}: {e.strerror})"
             ) from e
-        self.files: dict[str, Path] = {}
+        self._files: dict[str, _Files] = {}
         """By the name of the prefix."""
+
+    def has(self, prefix: Prefix) -> bool:
+        """Whether what is held under a name is what the next server will have. From any thread."""
+        kept = self._files.get(prefix.name)
+        return kept is not None and kept.tokens == prefix.tokens
 
     def load(self, prefixes: Prefixes) -> list[str]:
         """Take every file in. What cannot be used is left where it is: a line for each."""
         problems: list[str] = []
-        for path in sorted(self._directory.glob(f"*{ENDING}")):
+        # Those that have their own name last: of copies of a prefix the last one counts.
+        for path in sorted(self._directory.glob(f"*{ENDING}"), key=lambda p: (_is_own(p), p)):
             try:
-                self.files[prefixes.load(path).name] = path
+                prefix = prefixes.load(path)
             except (PackageError, RequestError) as e:
                 # With the file's own name: where it is on this machine is for its log.
                 problems.append(str(e).replace(f"{self._directory}{os.sep}", ""))
+                continue
+            others = self._paths(prefix.name)
+            self._files[prefix.name] = _Files(prefix.tokens, (path, *others))
+            if others:
+                rule = f"must be the only file of its prefix (got {path.name}, which is used)"
+                problems.append(f"{others[0].name} {rule}")
         return problems
 
     def keep(self, prefixes: Prefixes, name: str) -> None:
-        """Write one that is held, in place of the file there was.
+        """Write one that is held, in place of the files there were. Where it cannot be written, one
+        of another text is removed: it would be there again after a restart.
 
         Raises:
             RequestError: it is no longer held, or cannot be written.
         """
-        path = self._path(name)
-        prefixes.save(name, path)
-        self.files[name] = path
+        path, before = self.path_of(self._directory, name), self._paths(name)
+        try:
+            tokens = prefixes.save(name, path).tokens
+        except RequestError:
+            if not any(self.has(prefix) for prefix in prefixes.list() if prefix.name == name):
+                self.drop(name)
+            raise
+        others = tuple(other for other in before if other != path)
+        self._files[name] = _Files(tokens, (path, *others))
+        for other in others:
+            _remove(other)
+        self._files[name] = _Files(tokens, (path,))
 
-    def drop(self, name: str) -> None:
-        """Remove one's file, if there is one.
+    def drop(self, name: str) -> bool:
+        """Remove the files of one; whether there was any.
 
         Raises:
-            RequestError: it cannot be removed.
+            RequestError: one cannot be removed.
         """
-        path = self._path(name)
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as e:
-            raise RequestError(f"{path} must be removable (got: {e.strerror})") from e
-        self.files.pop(name, None)
+        # Its own, too, which is not among them where it was left out.
+        paths = {self.path_of(self._directory, name), *self._paths(name)}
+        removed = [_remove(path) for path in paths]
+        self._files.pop(name, None)
+        return any(removed)
 
-    def _path(self, name: str) -> Path:
-        return self.files.get(name) or self.path_of(self._directory, name)
+    def _paths(self, name: str) -> tuple[Path, ...]:
+        kept = self._files.get(name)
+        return kept.paths if kept else ()
 
     @staticmethod
     def path_of(directory: Path, name: str) -> Path:
@@ -94,3 +118,26 @@ class Shelf:
         if self._lock >= 0:
             os.close(self._lock)
         self._lock = -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """What is on disk of one prefix."""
+
+    tokens: tuple[int, ...]
+    paths: tuple[Path, ...]
+    """The one that holds them first, then copies that somebody made."""
+
+
+def _is_own(path: Path) -> bool:
+    return re.fullmatch("[0-9a-f]{32}", path.stem) is not None
+
+
+def _remove(path: Path) -> bool:
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return False
+    except OSError as e:
+        raise RequestError(f"{path} must be removable (got: {e.strerror})") from e
+    return True

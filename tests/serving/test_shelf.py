@@ -144,6 +144,75 @@ def test_a_disk_that_is_full_is_told_and_the_prefix_still_serves(
     assert serve().prefixes() == []
 
 
+@pytest.mark.parametrize("other", ["The text has changed.", ""], ids=["another", "same"])
+def test_a_text_whose_file_cannot_be_written_leaves_no_older_one(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    planner = serve()
+    planner.put_prefix("arm", SYSTEM, persist=True)
+    with monkeypatch.context() as disk:
+        disk.setattr("os.replace", full)
+        with pytest.raises(PlanError):
+            planner.put_prefix("arm", other + SYSTEM, persist=True)
+    listed = [(p["tokens"], p["persisted"]) for p in planner.prefixes()]
+    assert [persisted for _, persisted in listed] == [not other]
+    assert [(p["tokens"], p["persisted"]) for p in serve().prefixes()] == ([] if other else listed)
+
+
+def test_what_is_pinned_is_not_persisted_where_an_older_text_is_on_disk(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stuck(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    planner = serve()
+    planner.put_prefix("arm", SYSTEM, persist=True)
+    for persist in (True, False):
+        with monkeypatch.context() as disk:
+            disk.setattr("os.replace", stuck)
+            disk.setattr(Path, "unlink", stuck)
+            with pytest.raises(PlanError):
+                planner.put_prefix("arm", "Now. " + SYSTEM, persist=persist)
+        assert [p["persisted"] for p in planner.prefixes()] == [False]
+    planner.put_prefix("arm", "Now. " + SYSTEM, persist=True)
+    assert [p["persisted"] for p in planner.prefixes()] == [True]
+
+
+def test_a_copy_of_a_file_is_told_and_goes_with_it(serve: Serve, tmp_path: Path) -> None:
+    planner, kept = serve(), tmp_path / "kept"
+    planner.put_prefix("arm", "Old. " + SYSTEM, persist=True)
+    own = Shelf.path_of(kept, "arm")
+    copies = [kept / "backup.prefix", kept / "zz.prefix"]
+    for copy in copies:
+        copy.write_bytes(own.read_bytes())
+    new = planner.put_prefix("arm", SYSTEM, persist=True)
+    again = serve()
+    assert [(p["tokens"], p["persisted"]) for p in again.prefixes()] == [(new["tokens"], True)]
+    assert sorted(line.partition(" ")[0] for line in again.skipped()) == [p.name for p in copies]
+    assert all("must be the only file of its prefix" in line for line in again.skipped())
+    again.put_prefix("arm", SYSTEM, persist=True)
+    assert list(kept.iterdir()) == [own], "what is put takes the place of all"
+    own.rename(copies[0])
+    copies[1].write_bytes(copies[0].read_bytes())
+    assert serve().drop_prefix("arm") is True
+    assert list(kept.iterdir()) == []
+    assert serve().prefixes() == []
+
+
+def test_a_file_that_was_left_out_can_be_dropped(serve: Serve, tmp_path: Path) -> None:
+    serve().put_prefix("arm", SYSTEM, persist=True)
+    path = Shelf.path_of(tmp_path / "kept", "arm")
+    path.write_bytes(path.read_bytes()[:-100])
+    planner = serve()
+    assert planner.prefixes() == []
+    assert planner.drop_prefix("arm") is True
+    assert not path.exists()
+    assert planner.drop_prefix("arm") is False
+
+
 PUT = {"op": "prefix.put", "prefix_id": "a", "system": SYSTEM, "persist": True}
 
 
