@@ -295,9 +295,6 @@ class Loads:
     def run(self) -> None:
         self.load().close()
 
-    def ended(self) -> bool:
-        return True
-
 
 def test_a_mock_has_its_directory_alone_like_any_server(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
