@@ -124,7 +124,7 @@ class AsyncPlanner:
         inbox = self._inboxes[sent.id] = Inbox()
         try:
             await self._send(sent.body, tries.connect_by)
-            body, reply = await self._next(inbox, tries.until)
+            body, reply = await self._next(inbox, tries)
             return replies.table(self.options, body, reply)
         finally:
             del self._inboxes[sent.id]
@@ -135,9 +135,10 @@ class AsyncPlanner:
         try:
             await self._send(sent.body, tries.connect_by)
             while not over:
-                body, reply = await self._next(inbox, tries.until)
+                body, reply = await self._next(inbox, tries)
                 over = reply.type != "chunk"
                 yield replies.event(self.options, body, reply)
+                tries.since = time.monotonic()
         finally:
             del self._inboxes[sent.id]
             if not (over or self._closed.is_set()):
@@ -174,12 +175,12 @@ class AsyncPlanner:
             sending.cancel()
             refused.cancel()
 
-    async def _next(self, inbox: Inbox, until: float) -> tuple[bytes, Reply]:
+    async def _next(self, inbox: Inbox, tries: Tries) -> tuple[bytes, Reply]:
         try:
-            async with asyncio.timeout(until - time.monotonic()):
+            async with asyncio.timeout(tries.until - time.monotonic()):
                 item = await inbox.get()
         except TimeoutError:
-            raise replies.unreachable(self._endpoint, self._seen) from None
+            raise tries.late(self._endpoint, self._seen) from None
         if isinstance(item, PlanError):
             raise item
         return item

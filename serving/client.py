@@ -62,16 +62,16 @@ class _Line:
         # Without an empty frame, so that an answer has none: see protocol.md, section 1.
         self._socket.send(body)
 
-    def receive(self, until: float) -> bytes:
+    def receive(self, tries: Tries) -> bytes:
         """The next body.
 
         Raises:
-            PlanError: unreachable; the connection was lost, or it is too late.
+            PlanError: the connection was lost, or it is too late.
         """
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
-        while self._lost or poller.poll(_ms(until)):
+        while self._lost or poller.poll(_ms(tries.until)):
             # First: what came before the connection was lost is there when the loss is heard of.
             self._drain()
             # What is there may be a late answer to another, which is dropped by reading on.
@@ -80,7 +80,7 @@ class _Line:
             if self._lost:
                 break
         seen = zmq.EVENT_DISCONNECTED if self._lost else self._seen
-        raise replies.unreachable(self._endpoint, seen)
+        raise tries.late(self._endpoint, seen)
 
     def _drain(self) -> None:
         """Read what happened."""
@@ -178,11 +178,12 @@ class RemotePlanner:
             line.send(sent.body, tries.connect_by)
             while not over:
                 self._check_open()
-                body = line.receive(tries.until)
+                body = line.receive(tries)
                 reply = replies.head(self.options, body)
                 if reply.id == sent.id:
                     over = reply.type != "chunk"
                     yield replies.event(self.options, body, reply)
+                    tries.since = time.monotonic()
         finally:
             self._streams.discard(line)
             if not (over or self._context.closed):
@@ -274,7 +275,7 @@ class RemotePlanner:
         sent = tries.send()
         self._line.send(sent.body, tries.connect_by)
         try:
-            body = self._line.receive(tries.until)
+            body = self._line.receive(tries)
         except BaseException:
             # Nobody waits for it any more.
             if isinstance(tries.request, wire.Ask) and not self._context.closed:

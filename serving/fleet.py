@@ -173,7 +173,13 @@ def check(config: GatewayConfig) -> None:
 def _options(config: GatewayConfig) -> Options:
     # One try each: what one server refuses, the next one may take.
     token = security.read_token(config.token_file)
-    return Options(keys=config.keys, token=token, retries=0, timeout_s=2.0)
+    return Options(
+        keys=config.keys,
+        token=token,
+        retries=0,
+        timeout_s=2.0,
+        plan_timeout_s=config.plan_timeout_s,
+    )
 
 
 def _no_prefix(e: PlanError) -> bool:

@@ -49,7 +49,8 @@ class Options:
     timeout_s: float = 5.0
     """Longest wait for a control operation, and for a connection."""
     plan_timeout_s: float = 120.0
-    """Longest wait for a plan without a deadline, or for a prefix."""
+    """Longest wait for a plan without a deadline, or for the next piece of its stream, or for a
+    prefix."""
     retries: int = 3
     """Times a request is sent again after `busy` or a lost connection. 0: nor is a server that
     warms up waited for."""
@@ -188,9 +189,12 @@ class Tries:
     request: wire.Request
     left: int = field(init=False)
     began: float = field(default_factory=time.monotonic)
+    since: float = field(init=False)
+    """When it began to be waited for a message, monotonic s: whoever streams says so after each."""
 
     def __post_init__(self) -> None:
         self.left = self.options.retries
+        self.since = self.began
         if isinstance(self.request, wire.Ask):
             fields.check_deadline(self.request)
 
@@ -212,7 +216,7 @@ class Tries:
             return self.began + 1e-3 * ms
         # A prefix is read like a prompt, in its turn.
         slow = isinstance(self.request, wire.Ask | wire.PrefixPut)
-        return self.began + (self.options.plan_timeout_s if slow else self.options.timeout_s)
+        return self.since + (self.options.plan_timeout_s if slow else self.options.timeout_s)
 
     def send(self) -> Sent:
         """The next attempt. A deadline is what is left of it.
@@ -224,6 +228,16 @@ class Tries:
         if isinstance(request, wire.Ask):
             request = rest(request, self.began)
         return fill(request, self.options)
+
+    def late(self, endpoint: str, seen: int) -> PlanError:
+        """What is said when nothing came `until` now; `seen` as for `unreachable`."""
+        bounded = not isinstance(self.request, wire.Ask) or self.request.deadline_ms is not None
+        if bounded or seen != zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            return unreachable(endpoint, seen)
+        # Its server is there: the plan only takes long, and would take as long again elsewhere.
+        rule = "be answered, or its stream go on, within plan_timeout_s"
+        got = f"nothing for {self.options.plan_timeout_s:g} s"
+        return PlanError("deadline", f"a plan without deadline_ms must {rule} (got {got})")
 
     def farewell(self, sent: Sent) -> bytes:
         """What cancels an attempt: whoever may ask may."""

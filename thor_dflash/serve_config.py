@@ -98,9 +98,15 @@ class GatewayConfig:
     """Directory of the client's CURVE keys; "" for servers without encryption."""
     token_file: str = ""
     """File holding the servers' secret, as their `serve.token_file`; "" for servers without one."""
+    plan_timeout_s: float = 1800.0
+    """Longest silence about a plan without a deadline: until it is answered, or its stream goes on.
+    A server that is gone is noticed sooner, by its connection. Six plans (one runs, four wait) of
+    the usual 1536 tokens at most, at the 5 a second of a 27B in 16 bits on a slow board."""
 
     def __post_init__(self) -> None:
         if not self.servers:
             raise ConfigError("gateway.servers must have at least one endpoint (got none)")
         if twice := [name for name, n in Counter(self.servers).items() if n > 1]:
             raise ConfigError(f"gateway.servers must name each server once (got {twice[0]} again)")
+        if not self.plan_timeout_s > 0:
+            raise ConfigError(f"gateway.plan_timeout_s must be > 0 (got {self.plan_timeout_s})")

@@ -46,6 +46,18 @@ def test_the_newest_plan_of_a_session_displaces_the_one_that_runs(house: Any) ->
     assert answers["new"].choices[0].finish_reason == "stop"
 
 
+def test_a_plan_that_takes_too_long_is_asked_of_no_other_server(house: Any) -> None:
+    pairs = [house.held(watchdog_s=60.0) for _ in range(2)]
+    servers = [server for server, _ in pairs]
+    with gateway(*(one.endpoints[0] for one in servers), plan_timeout_s=0.5) as address:
+        until(lambda: get(f"{address}/health").count('"state":"ready"') == 2)
+        assert ask(address) == "deadline"
+    asked = [house.peer(one).ask(op="stats", id="s")["requests"].get("plan") for one in servers]
+    assert sorted(asked, key=str) == [1, None]
+    for _, held in pairs:
+        held.let()
+
+
 def test_a_prefix_that_one_server_has_is_enough(house: Any) -> None:
     servers = [house.mock() for _ in range(2)]
     with gateway(*(server.endpoints[0] for server in servers)) as address:

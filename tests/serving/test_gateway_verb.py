@@ -29,6 +29,7 @@ from thor_dflash import cli
             ["--server", "ipc://a", "--server", "ipc://a"],
             "gateway.servers must name each server once",
         ),
+        (["--set", "gateway.plan_timeout_s=0"], "gateway.plan_timeout_s must be > 0 (got 0"),
         (["--keys", "nokeys"], "nokeys/client.secret must be a readable file (got: "),
         (["--listen", "127.0.0.1:PORT"], "gateway.listen must be a free address (got: "),
         (["--listen", "127.0.0.1"], "gateway.listen must be HOST:PORT (got 127.0.0.1)"),
