@@ -46,6 +46,8 @@ class _Turn:
     """A plan that is under way."""
 
     ask: wire.Ask
+    model: str
+    """The only one that will do; "" for any."""
     began: float
     """Monotonic, s."""
     member: Member | None = None
@@ -54,8 +56,8 @@ class _Turn:
     """A later plan of its session has come since."""
 
 
-Taken = tuple[wire.Event, AsyncGenerator[wire.Event]]
-"""The first event and the rest."""
+Said = tuple[Member, wire.Event]
+"""By whom, and what."""
 
 
 class Fleet:
@@ -71,37 +73,54 @@ class Fleet:
         for member in self.members:
             member.tasks.append(asyncio.create_task(_look_after(member)))
 
-    async def stream(self, ask: wire.Ask) -> AsyncGenerator[wire.Event]:
-        """Answer an ask by whichever server takes it.
+    async def knows(self, model: str) -> bool:
+        """Whether a server has a model, ready or not.
+
+        Raises:
+            PlanError: none of those that were met has it, and why another one was not met.
+        """
+        strange = [member for member in self.members if not member.model]
+        if strange and all(member.model != model for member in self.members):
+            met = await asyncio.gather(*(_meet(member) for member in strange))
+            errors = [e for e in met if e is not None]
+            if errors and all(member.model != model for member in self.members):
+                raise max(errors, key=_says)
+        return any(member.model == model for member in self.members)
+
+    async def stream(self, ask: wire.Ask, model: str = "") -> AsyncGenerator[Said]:
+        """Answer an ask by whichever server of a model takes it; of any, where none is named.
 
         Raises:
             PlanError: no server did; what the first that was there said, or that time is up.
         """
-        turn = _Turn(ask, time.monotonic())
+        turn = _Turn(ask, model, time.monotonic())
         for other in self._others(turn):
             other.late = True
         self._turns.append(turn)
         try:
-            first, events = await self._take(turn)
+            member, first, events = await self._take(turn)
             try:
-                yield first
+                if not member.model:  # no look has met it yet
+                    await _meet(member)
+                yield member, first
                 async for event in events:
-                    yield event
+                    yield member, event
             finally:
                 await events.aclose()
         finally:
             self._turns.remove(turn)
 
-    async def _take(self, turn: _Turn) -> Taken:
+    async def _take(self, turn: _Turn) -> tuple[Member, wire.Event, AsyncGenerator[wire.Event]]:
+        """Who has taken it, the first event and the rest."""
         error: PlanError | None = None
-        left = list(self.members)
+        left = [member for member in self.members if turn.model in ("", member.model)]
         while left:
             # Anew for each try: where the session has its plans may have changed meanwhile.
-            turn.member = min(left, key=lambda member: self._rank(member, turn))
-            left.remove(turn.member)
-            events = _of(turn.member, replies.rest(turn.ask, turn.began))
+            member = turn.member = min(left, key=lambda member: self._rank(member, turn))
+            left.remove(member)
+            events = _of(member, replies.rest(turn.ask, turn.began))
             try:
-                return await anext(events), events
+                return member, await anext(events), events
             except PlanError as e:
                 self._check_elsewhere(e, turn)
                 error = e if error is None else max(error, e, key=_says)  # of equals the first
@@ -225,18 +244,25 @@ async def _look_after(member: Member) -> None:
         health = await _simple(member, "health")
         ready = bool(health and health["ready"])
         # Asked again of one that was away: it may have come back as another.
-        member.ready = ready and (member.ready or await _meet(member))
+        member.ready = ready and (member.ready or await _meet(member) is None)
         if ready and (found := await _simple(member, "prefix.list")) is not None:
             member.prefixes = frozenset(prefix["prefix_id"] for prefix in found["prefixes"])
         await asyncio.sleep(LOOK_S)
 
 
-async def _meet(member: Member) -> bool:
-    """Learn what serves there and what it takes; whether that was told."""
-    hello = await _simple(member, "hello")
-    if hello is None or hello["model"] is None:
-        return False
+async def _meet(member: Member) -> PlanError | None:
+    """Learn what serves there and what it takes; why that was not told, if it was not."""
+    try:
+        async with asyncio.timeout(SOON_S):
+            hello = await member.planner.simple("hello")
+    except TimeoutError:
+        text = f"{member.endpoint} must say what it serves (got nothing in {SOON_S:g} s)"
+        return PlanError("unreachable", text)
+    except PlanError as e:
+        return e
+    if hello["model"] is None:
+        return PlanError("not_ready", f"{member.endpoint} must be ready (got one that starts)")
     member.model = hello["model"]["model"]
     largest = hello["limits"]["max_message"]
     member.planner.options = replace(member.planner.options, max_message=largest)
-    return True
+    return None

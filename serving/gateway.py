@@ -20,14 +20,14 @@ from starlette.routing import Route
 from thor_dflash.errors import ConfigError, PlanError
 from thor_dflash.serve_config import GatewayConfig
 from thor_dflash.serving import metrics, openai, security, wire
-from thor_dflash.serving.fleet import Fleet
+from thor_dflash.serving.fleet import Fleet, Said
 
 BODY_BYTES = 1 << 20
 """Largest request body: the plan socket takes no larger message either."""
 LOOK_S = 0.25
 """Between two looks whether the client still waits for its answer."""
 MODEL = "thor-dflash"
-"""Name of the model where no server is ready."""
+"""Name of the model where its server did not say."""
 
 
 def listen_at(config: GatewayConfig) -> tuple[str, int]:
@@ -97,22 +97,22 @@ class Gateway:
         assert self._fleet is not None, "the application has not started"
         return self._fleet
 
-    def _model(self) -> str:
-        return next(iter(self.fleet.models()), MODEL)
-
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         asked = None
         try:
             asked = openai.read(await _body(request))
-            events = self.fleet.stream(openai.ask_of(asked))
+            ask = openai.ask_of(asked)
+            if asked.model and not await self.fleet.knows(asked.model):
+                return _no_model(asked.model, {member.model for member in self.fleet.members})
+            events = self.fleet.stream(ask, asked.model)
             # The first event decides the status line; refusals come before any chunk.
-            first = await _while_there(request, events)
+            member, first = await _while_there(request, events)
         except PlanError as e:
             return _refused(e, asked)
         except ClientDisconnect:
             return Response(status_code=499)
-        id, model = f"chatcmpl-{uuid4().hex}", asked.model or self._model()
+        id, model = f"chatcmpl-{uuid4().hex}", member.model or MODEL
         if asked.stream:
             usage = asked.stream_options is not None and asked.stream_options.include_usage
             pieces = _pieces(first, events, id, model, usage=usage)
@@ -152,7 +152,7 @@ async def _no_route(request: Request, e: Exception) -> Response:
     return reply
 
 
-async def _while_there(request: Request, events: AsyncIterator[wire.Event]) -> wire.Event:
+async def _while_there(request: Request, events: AsyncIterator[Said]) -> Said:
     """The first event, unless the client leaves before: then the plan is cancelled.
 
     Raises:
@@ -168,16 +168,16 @@ async def _while_there(request: Request, events: AsyncIterator[wire.Event]) -> w
 
 
 async def _pieces(
-    first: wire.Event, events: AsyncGenerator[wire.Event], id: str, model: str, *, usage: bool
+    first: wire.Event, events: AsyncGenerator[Said], id: str, model: str, *, usage: bool
 ) -> AsyncGenerator[bytes]:
     # Closed by starlette when the reader leaves; closing `events` cancels the plan.
     try:
         yield _sse(openai.delta(id, model, role="assistant", content=""))
-        event: wire.Event | None = first
-        while event is not None:
+        for piece in _of_event(first, id, model, usage=usage):
+            yield _sse(piece)
+        async for _, event in events:
             for piece in _of_event(event, id, model, usage=usage):
                 yield _sse(piece)
-            event = await anext(events, None)
         yield b"data: [DONE]\n\n"
     except PlanError as e:
         yield _sse(openai.error(e))
@@ -219,6 +219,12 @@ def _refused(
     if e.retry_after_ms is not None:
         # Whole seconds are all it can say, and 0 would have the client come back at once.
         reply.headers["Retry-After"] = str(max(1, math.ceil(e.retry_after_ms / 1e3)))
+    return reply
+
+
+def _no_model(name: str, known: set[str]) -> Response:
+    reply = _json(openai.no_model(name, known), 404)
+    reply.headers["x-should-retry"] = "false"
     return reply
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
 from thor_dflash.errors import Code, PlanError
+from thor_dflash.records import nearest
 from thor_dflash.serving import codec, wire
 
 STATUS: Mapping[Code, int] = {
@@ -259,6 +260,22 @@ def error(e: PlanError, asked: Completion | None = None) -> dict[str, Any]:
         param = _asked_as(param, asked)
         message = message.replace(e.field or "", param, 1)
     return {"error": {"message": message, "type": kind, "param": param, "code": e.code}}
+
+
+def no_model(name: str, known: Iterable[str]) -> dict[str, Any]:
+    """What OpenAI says of a model that there is not; TDP/1, whose servers have one each, has no
+    word for it.
+    """
+    got = f"{name[:100]}; {nearest(name[:100], known)}"
+    message = f"model must be one that is served, or empty for any (got {got})"
+    return {
+        "error": {
+            "message": message,
+            "type": "invalid_request_error",
+            "param": "model",
+            "code": "model_not_found",
+        }
+    }
 
 
 def _asked_as(field: str, asked: Completion) -> str:

@@ -81,7 +81,7 @@ class Changing:
 def fleet_of(*planners: Any) -> Fleet:
     fleet = object.__new__(Fleet)
     fleet._turns = []
-    fleet.members = [Member(f"{i}", planner) for i, planner in enumerate(planners)]
+    fleet.members = [Member(f"{i}", planner, model="mock") for i, planner in enumerate(planners)]
     return fleet
 
 
@@ -91,7 +91,7 @@ def answer(ask: Ask, *planners: Slow) -> list[Any]:
 
 def answer_of(fleet: Fleet, ask: Ask) -> list[Any]:
     async def events() -> list[Any]:
-        return [event async for event in fleet.stream(ask)]
+        return [event async for _, event in fleet.stream(ask)]
 
     return asyncio.run(events())
 
@@ -179,7 +179,7 @@ def test_a_session_goes_elsewhere_only_where_its_own_server_takes_no_plans(
 ) -> None:
     home, other = Slow(0.0, code=code), Slow(0.0, refuses=False)
     fleet = fleet_of(other, home)
-    fleet._turns = [_Turn(ARM, 0.0, fleet.members[1])]
+    fleet._turns = [_Turn(ARM, "", 0.0, fleet.members[1])]
     with suppress(PlanError):
         answer_of(fleet, ARM)
     assert (len(home.asked), len(other.asked)) == (1, elsewhere)
@@ -252,6 +252,52 @@ def test_that_there_is_no_prefix_says_more_than_who_is_not_there(code: Code, tol
         with pytest.raises(PlanError) as caught:
             answer_of(fleet_of(*planners), SKILLS)
         assert caught.value.code == told
+
+
+def test_a_model_is_asked_of_its_own_servers_only() -> None:
+    planners = [Slow(0.0), Slow(0.0), Slow(0.0)]
+    fleet = fleet_of(*planners)
+    for member, name in zip(fleet.members, ("a", "b", "a"), strict=True):
+        member.model = name
+    for name, asked in (("a", [1, 0, 1]), ("b", [1, 1, 1]), ("", [2, 2, 2])):
+        with pytest.raises(PlanError, match="later"):
+            asyncio.run(anext(fleet.stream(ARM, name)))  # type: ignore[arg-type]
+        assert [len(planner.asked) for planner in planners] == asked
+
+
+@dataclass
+class Refusing:
+    """A server that does not say what it is."""
+
+    code: Code
+
+    async def simple(self, op: str) -> dict[str, Any]:
+        raise PlanError(self.code, op)
+
+
+def test_a_model_is_unknown_only_when_all_have_said_what_they_have() -> None:
+    met, new = Changing(), Changing(ready=True, name="new")
+    fleet = fleet_of(met, new)
+    fleet.members[1].model = ""
+    assert asyncio.run(fleet.knows("mock"))
+    assert new.met == 0  # nobody waits for one that is not needed
+    assert asyncio.run(fleet.knows("new"))
+    assert not asyncio.run(fleet.knows("other"))
+    assert (met.met, new.met) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("codes", "told"),
+    [(("unreachable",), "unreachable"), (("unreachable", "unauthorized"), "unauthorized")],
+)
+def test_who_did_not_say_what_it_has_may_have_it(codes: tuple[Code, ...], told: Code) -> None:
+    fleet = fleet_of(Changing(), *(Refusing(code) for code in codes))
+    for member in fleet.members[1:]:
+        member.model = ""
+    assert asyncio.run(fleet.knows("mock"))
+    with pytest.raises(PlanError) as caught:
+        asyncio.run(fleet.knows("other"))
+    assert caught.value.code == told
 
 
 def test_a_server_that_was_away_is_met_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,10 +33,10 @@ def test_a_completion(house: Any) -> None:
         assert answer.usage.completion_tokens_details.reasoning_tokens > 0
         assert answer.thor_dflash["plan_valid"] is True
         assert answer.thor_dflash["timings"]["e2e_ms"] > 0
-        short = openai.chat.completions.create(model="m", messages=CHAT, max_tokens=5)
-        assert (short.choices[0].finish_reason, short.model) == ("length", "m")
+        short = openai.chat.completions.create(model="mock", messages=CHAT, max_tokens=5)
+        assert (short.choices[0].finish_reason, short.model) == ("length", "mock")
         off = openai.chat.completions.create(
-            model="m", messages=CHAT, reasoning_effort="none", extra_body={"session": "arm"}
+            model="mock", messages=CHAT, reasoning_effort="none", extra_body={"session": "arm"}
         )
         assert off.usage.completion_tokens_details.reasoning_tokens == 0
 
@@ -45,7 +45,7 @@ def test_a_stream_keeps_thinking_and_answer_apart(house: Any) -> None:
     with gateway(house.mock().endpoints[0]) as address, client(address) as openai:
         pieces = list(
             openai.chat.completions.create(
-                model="m", messages=CHAT, stream=True, stream_options={"include_usage": True}
+                model="mock", messages=CHAT, stream=True, stream_options={"include_usage": True}
             )
         )
     deltas = [piece.choices[0].delta for piece in pieces if piece.choices]
@@ -60,7 +60,7 @@ def test_a_schema_and_what_is_refused(house: Any) -> None:
     with gateway(house.mock().endpoints[0]) as address, client(address) as openai:
 
         def ask(**fields: Any) -> Any:
-            return openai.chat.completions.create(model="m", messages=CHAT, **fields)
+            return openai.chat.completions.create(model="mock", messages=CHAT, **fields)
 
         schema = {"type": "object", "required": ["goal"]}
         wrapped = {"type": "json_schema", "json_schema": {"name": "plan", "schema": schema}}
@@ -93,7 +93,7 @@ def test_a_schema_and_what_is_refused(house: Any) -> None:
             assert name in caught.value.message
         with pytest.raises(BadRequestError) as caught:
             openai.chat.completions.create(
-                model="m", messages=[{"role": "user", "content": "x " * 9000}]
+                model="mock", messages=[{"role": "user", "content": "x " * 9000}]
             )
         assert caught.value.code == "prompt_too_long"
 
@@ -101,7 +101,7 @@ def test_a_schema_and_what_is_refused(house: Any) -> None:
 def test_models_health_and_metrics(house: Any) -> None:
     servers = [house.mock().endpoints[0], "ipc:///nowhere/plan"]
     with gateway(*servers) as address, client(address) as openai:
-        openai.chat.completions.create(model="m", messages=CHAT)
+        openai.chat.completions.create(model="mock", messages=CHAT)
         end = time.monotonic() + 20
         while not (names := [model.id for model in openai.models.list()]):
             assert time.monotonic() < end
@@ -152,7 +152,7 @@ def test_positions_are_metrics_of_their_own() -> None:
 def test_what_is_no_route_is_refused_as_openai_does(house: Any) -> None:
     with gateway("ipc:///nowhere/plan") as address, client(address) as openai:
         with pytest.raises(NotFoundError, match="POST /v1/completions must be a route") as caught:
-            openai.completions.create(model="m", prompt="x")
+            openai.completions.create(model="mock", prompt="x")
         assert (caught.value.type, caught.value.code) == ("invalid_request_error", "bad_request")
         with pytest.raises(urllib.error.HTTPError) as wrong:
             get(f"{address}/v1/chat/completions")
@@ -163,9 +163,7 @@ def test_what_is_no_route_is_refused_as_openai_does(house: Any) -> None:
 def test_without_a_server_it_says_so(house: Any) -> None:
     with gateway("ipc:///nowhere/plan") as address, client(address) as openai:
         with pytest.raises(APIStatusError) as caught:
-            openai.chat.completions.create(
-                model="m", messages=CHAT, extra_body={"deadline_ms": 100}
-            )
+            openai.chat.completions.create(model="", messages=CHAT, extra_body={"deadline_ms": 100})
         assert (caught.value.status_code, caught.value.code) in ((503, "unreachable"),)
 
 
@@ -227,14 +225,14 @@ def test_a_server_with_a_secret(house: Any, tmp_path: Path) -> None:
     secret.chmod(0o600)
     server = house.mock(token_file=str(secret)).endpoints[0]
     with gateway(server, token_file=str(secret)) as address, client(address) as openai:
-        answer = openai.chat.completions.create(model="m", messages=CHAT)
+        answer = openai.chat.completions.create(model="mock", messages=CHAT)
         assert answer.choices[0].message.content == PLAN
     with (
         gateway(server) as address,
         client(address) as openai,
         pytest.raises(AuthenticationError, match="token"),
     ):
-        openai.chat.completions.create(model="m", messages=CHAT)
+        openai.chat.completions.create(model="mock", messages=CHAT)
 
 
 def test_several_servers_share_the_work(house: Any) -> None:
@@ -244,7 +242,7 @@ def test_several_servers_share_the_work(house: Any) -> None:
 
         def ask() -> None:
             with client(address) as openai:
-                answers.append(openai.chat.completions.create(model="m", messages=CHAT))
+                answers.append(openai.chat.completions.create(model="mock", messages=CHAT))
 
         end = time.monotonic() + 20
         while get(f"{address}/health").count('"state":"ready"') < 2:
@@ -269,7 +267,7 @@ def test_chats_of_one_gateway_do_not_replace_each_other(house: Any) -> None:
 
     def ask() -> None:
         with client(address) as openai:
-            answers.append(openai.chat.completions.create(model="m", messages=CHAT))
+            answers.append(openai.chat.completions.create(model="mock", messages=CHAT))
 
     with gateway(server.endpoints[0]) as address:
         threads = [threading.Thread(target=ask) for _ in range(2)]
@@ -304,7 +302,7 @@ def test_what_one_server_refuses_another_may_take(house: Any) -> None:
     for order in ((full, free), (free, full)):
         with gateway(*(server.endpoints[0] for server in order)) as address:
             with client(address) as openai:
-                answer = openai.chat.completions.create(model="m", messages=CHAT)
+                answer = openai.chat.completions.create(model="mock", messages=CHAT)
             assert answer.choices[0].message.content == PLAN
     held.let()
 
@@ -314,11 +312,11 @@ def test_a_chat_too_long_for_the_server_ends_nobody_elses(house: Any) -> None:
     held.let(2)
     with gateway(server.endpoints[0]) as address, client(address) as openai:
         until(lambda: list(openai.models.list()))  # its limits are known then
-        other = iter(openai.chat.completions.create(model="m", messages=CHAT, stream=True))
+        other = iter(openai.chat.completions.create(model="mock", messages=CHAT, stream=True))
         next(other)
         with pytest.raises(APIStatusError) as caught:
             openai.chat.completions.create(
-                model="m", messages=[{"role": "user", "content": "x" * 4000}]
+                model="mock", messages=[{"role": "user", "content": "x" * 4000}]
             )
         assert (caught.value.status_code, caught.value.code) == (413, "too_large")
         held.let()
@@ -329,7 +327,7 @@ def test_a_reader_that_leaves_cancels_its_plan(house: Any) -> None:
     server, held = house.held()
     held.let(2)
     with gateway(server.endpoints[0]) as address, client(address) as openai:
-        stream = openai.chat.completions.create(model="m", messages=CHAT, stream=True)
+        stream = openai.chat.completions.create(model="mock", messages=CHAT, stream=True)
         next(iter(stream))
         assert held.waiting.wait(20)
         stream.close()

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
+import pytest
 from gateways import CHAT, client, gateway, get
-from openai import APIStatusError
+from openai import APIStatusError, NotFoundError
 from waiting import until
+
+from thor_dflash.serve_config import ServeConfig
+from thor_dflash.serving import fleet
+from thor_dflash.serving.backend import About
+from thor_dflash.serving.mock import MockBackend
 
 
 def ask(address: str, **fields: Any) -> Any:
@@ -56,6 +63,54 @@ def test_a_plan_that_takes_too_long_is_asked_of_no_other_server(house: Any) -> N
     assert sorted(asked, key=str) == [1, None]
     for _, held in pairs:
         held.let()
+
+
+class Other(MockBackend):
+    """A mock with another name."""
+
+    @property
+    def about(self) -> About:
+        return replace(super().about, model="other")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_model_that_is_asked_for_answers_and_is_named(house: Any, stream: bool) -> None:
+    other = house.serve(Other(ServeConfig()))
+    servers = {"mock": house.mock(), "other": other}
+    with (
+        gateway(*(server.endpoints[0] for server in servers.values())) as address,
+        client(address) as openai,
+    ):
+
+        def named(model: str) -> set[str]:
+            answer = openai.chat.completions.create(model=model, messages=CHAT, stream=stream)
+            return {piece.model for piece in answer} if stream else {answer.model}
+
+        def asked(model: str) -> int:
+            stats = house.peer(servers[model]).ask(op="stats", id="s")
+            return int(stats["requests"].get("plan", 0))
+
+        for count in (1, 2):
+            for model in servers:
+                assert named(model) == {model}
+                assert asked(model) == count
+        (model,) = named("")
+        assert asked(model) == 3
+        with pytest.raises(NotFoundError, match="got othr; did you mean other?") as caught:
+            named("othr")
+        error = caught.value
+        assert (error.code, error.param) == ("model_not_found", "model")
+        assert error.type == "invalid_request_error"
+        assert error.response.headers["x-should-retry"] == "false"
+
+
+def test_the_first_answer_names_its_model_too(house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def look(member: Any) -> None:
+        """None is done before the answer."""
+
+    monkeypatch.setattr(fleet, "_look_after", look)
+    with gateway(house.mock().endpoints[0]) as address:
+        assert ask(address).model == "mock"
 
 
 def test_a_prefix_that_one_server_has_is_enough(house: Any) -> None:
