@@ -34,6 +34,10 @@ SUPPORTED: Mapping[str, str] = {
     "response_format.type": "text or json_schema",
 }
 """What a field must be, where its type alone does not say it."""
+MISPLACED: Mapping[str, str] = {
+    "response_format.json_schema": "left out where response_format.type is not json_schema",
+}
+"""What a field must be that is done, and not there."""
 
 
 class Part(Struct, frozen=True, forbid_unknown_fields=True):
@@ -44,7 +48,8 @@ class Part(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Message(Struct, frozen=True, forbid_unknown_fields=True):
-    """One turn. `name` tells speakers of one role apart, and there is one of each here."""
+    """One turn. `name` is taken because clients send it, and unused: chat templates have no place
+    for it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part]
@@ -52,15 +57,19 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True):
     reasoning_content: str | None = None
 
 
-class JsonObject(Struct, frozen=True, tag_field="type", tag="json_object"):
+class JsonObject(
+    Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_object"
+):
     """Any JSON object."""
 
 
-class Text(Struct, frozen=True, tag_field="type", tag="text"):
+class Text(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
     """Anything."""
 
 
-class JsonSchema(Struct, frozen=True, tag_field="type", tag="json_schema"):
+class JsonSchema(
+    Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"
+):
     """What a schema says."""
 
     json_schema: wire.SchemaOf
@@ -116,7 +125,7 @@ def _plain(e: PlanError) -> PlanError:
     name = e.field or ""
     rule = SUPPORTED.get(re.sub(r"\[.*?\]", "", name))
     if e.message.endswith(codec.UNKNOWN):
-        rule = "left out: the gateway does not do it"
+        rule = MISPLACED.get(name, "left out: the gateway does not do it")
     if rule is None:
         return e
     _, got, value = e.message.partition(" (got ")
@@ -281,6 +290,8 @@ def no_model(name: str, known: Iterable[str]) -> dict[str, Any]:
 def _asked_as(field: str, asked: Completion) -> str:
     if field == "json_schema":
         return "response_format.json_schema.schema"
+    if field == "prompt":
+        return "messages"
     if field == "max_tokens" and asked.max_tokens is None and asked.max_completion_tokens:
         return "max_completion_tokens"
     return field

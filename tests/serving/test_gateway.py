@@ -95,7 +95,7 @@ def test_a_schema_and_what_is_refused(house: Any) -> None:
             openai.chat.completions.create(
                 model="mock", messages=[{"role": "user", "content": "x " * 9000}]
             )
-        assert caught.value.code == "prompt_too_long"
+        assert (caught.value.code, caught.value.param) == ("prompt_too_long", "messages")
 
 
 def test_models_health_and_metrics(house: Any) -> None:

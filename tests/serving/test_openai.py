@@ -11,7 +11,7 @@ import pytest
 
 from thor_dflash.errors import PlanError
 from thor_dflash.serving import metrics
-from thor_dflash.serving.openai import STATUS, ask_of, read
+from thor_dflash.serving.openai import STATUS, ask_of, error, read
 from thor_dflash.serving.stats import KEPT
 
 CHAT = [{"role": "user", "content": "Bring the cup."}]
@@ -56,6 +56,22 @@ LEFT_OUT = "must be left out: the gateway does not do it"
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "x": 1}}},
             f"response_format.json_schema.x {LEFT_OUT}",
         ),
+        *(
+            (
+                {"response_format": {"type": kind, "json_schema": {"schema": {}}}},
+                "response_format.json_schema must be left out "
+                "where response_format.type is not json_schema",
+            )
+            for kind in ("text", "json_object")
+        ),
+        *(
+            ({"response_format": {"type": kind, **more, "x": 1}}, f"response_format.x {LEFT_OUT}")
+            for kind, more in (
+                ("text", {}),
+                ("json_object", {}),
+                ("json_schema", {"json_schema": {"schema": {}}}),
+            )
+        ),
         (
             {"messages": [*CHAT, {"role": "function", "content": ""}]},
             'messages[1].role must be system, developer, user, assistant or tool (got "function")',
@@ -77,6 +93,33 @@ def test_a_refusal_says_what_there_is(fields: dict[str, Any], message: str) -> N
         ask_of(read(body))
     assert caught.value.message == message
     assert caught.value.field == message.split()[0]
+
+
+def test_what_is_taken_without_effect_has_none() -> None:
+    told = DOCUMENT.partition("Taken, and without effect:")[2].partition(".\n")[0]
+    plain = {"type": "json_schema", "json_schema": {"schema": {}}}
+    more = {"type": "json_schema", "json_schema": {"schema": {}, "strict": False, "name": "a"}}
+    named = [{**CHAT[0], "name": "Ann"}]
+    for extra in ({"user": "u"}, {"seed": 5}, {"messages": named}, {"response_format": more}):
+        bare = {"messages": CHAT, "response_format": plain}
+        asks = [ask_of(read(msgspec.json.encode(body))) for body in (bare, {**bare, **extra})]
+        assert asks[0] == asks[1]
+        assert f"`{next(iter(extra))}" in told
+
+
+@pytest.mark.parametrize(
+    ("field", "param"),
+    [
+        ("prompt", "messages"),
+        ("messages", "messages"),
+        ("json_schema", "response_format.json_schema.schema"),
+        ("deadline_ms", "deadline_ms"),
+    ],
+)
+def test_a_refusal_of_a_server_names_what_the_client_sent(field: str, param: str) -> None:
+    refusal = PlanError("bad_request", f"{field} must be {field}", field=field)
+    told = error(refusal, read(msgspec.json.encode({"messages": CHAT})))["error"]
+    assert (told["param"], told["message"]) == (param, f"{param} must be {field}")
 
 
 def test_the_statuses_are_what_the_document_says() -> None:
