@@ -80,10 +80,11 @@ class Server:
         self._engine: SimpleQueue[Job | None] = SimpleQueue()
         self._keeper: SimpleQueue[Owed | Pinned | None] = SimpleQueue()
         hands = Hands(
-            check=self._check, run=self._engine.put, keep=self._keeper.put, stop=self.stop
+            check=self._check, run=self._engine.put, keep=self._keeper.put, stop=self._end
         )
         self._desk = Desk(self._door, config, self._life, hands, token, log, self._tell)
         self._threads: list[threading.Thread] = []
+        self._ending = False
         self._stops = 0
         self._stopped_at = math.inf
         self._notified = 0.0
@@ -95,8 +96,13 @@ class Server:
 
     def stop(self) -> None:
         """Take no more work, finish what was taken, end. The second time: end now."""
-        self._stopped_at = min(self._stopped_at, time.monotonic())
         self._stops += 1
+        self._end()
+
+    def _end(self) -> None:
+        """What a client asks for. However often: only who may signal ends others' plans."""
+        self._stopped_at = min(self._stopped_at, time.monotonic())
+        self._ending = True
         self._door.ring()
 
     def ended(self, within_s: float = 0.0) -> bool:
@@ -216,13 +222,14 @@ class Server:
 
     def _stopping(self, now: float) -> None:
         life = self._life
-        if self._stops and not life.stopping:
+        if self._ending and not life.stopping:
             life.draining = life.stopping = True
             life.stop_by = now + self._config.drain_s
             self._notify("STOPPING=1")
-            if (n := len(self._desk.books)) and self._stops == 1:
+            if (n := len(self._desk.books)) and self._stops < 2:
                 within = f"{'s' * (n > 1)}, for up to {self._config.drain_s:g} s"
-                self._log(f"finishing {n} plan{within}; again to end now")
+                signals = "again" if self._stops else "two signals"
+                self._log(f"finishing {n} plan{within}; {signals} to end now")
         if life.stopping and (self._stops > 1 or (life.stop_by or now) <= now):
             self._desk.give_up()
 
@@ -241,7 +248,7 @@ class Server:
             pass
         self._tell("ended")
         self._tell.close()
-        if self._stops == 1 and self._door.last_sent >= self._stopped_at:
+        if self._stops < 2 and self._door.last_sent >= self._stopped_at:
             time.sleep(max(0.0, self._door.last_sent + READING_S - time.monotonic()))
         self._door.close()
 

@@ -1,4 +1,4 @@
-"""The end of a server of which a thread goes on."""
+"""The end of a server: of which a thread goes on, or which a client asks for."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from waiting import until
 
 from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving.mock import MockBackend
-from thor_dflash.serving.server import Server
+from thor_dflash.serving.server import READING_S, Server
 
 
 @contextmanager
@@ -68,6 +70,47 @@ def test_a_second_stop_is_heard_while_threads_are_waited_for() -> None:
     assert not server.ended()
     go.set()
     assert server.ended(20)
+
+
+def test_an_end_that_clients_ask_for_finishes_what_was_taken_however_often(
+    house: Any, tmp_path: Path
+) -> None:
+    admin = {"bind": (f"ipc://{tmp_path}/plan",), "allow_admin": True, "watchdog_s": 60.0}
+    server, held = house.held(**admin)
+    peer, other = house.peer(server), house.peer(server)
+    for name in "ab":
+        peer.send(op="plan", prompt="x", id=name, session=name)
+    assert held.waiting.wait(20)
+    until(lambda: peer.ask(op="health", id="h")["waiting"] == 1)
+    for _ in range(3):
+        assert other.ask(op="shutdown", id="s")["stopping"] is True
+    until(lambda: house.log[-1] == "finishing 2 plans, for up to 10 s; two signals to end now")
+    server.stop()
+    assert other.ask(op="shutdown", id="s")["stopping"] is True
+    assert other.ask(op="health", id="h")["waiting"] == 1, "a signal after it is a first one"
+    server.stop()
+    assert peer.final("b")["code"] == "draining"
+    held.let()
+    assert peer.final("a")["code"] == "cancelled"
+
+
+def test_an_end_that_clients_ask_for_leaves_time_to_read(
+    house: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    admin = {"bind": (f"ipc://{tmp_path}/plan",), "allow_admin": True, "watchdog_s": 60.0}
+    server, held = house.held(**admin)
+    peer = house.peer(server)
+    peer.send(op="plan", prompt="x", id="a")
+    assert held.waiting.wait(20)
+    for _ in range(2):
+        assert peer.ask(op="shutdown", id="s")["stopping"] is True
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=slept.append)
+    monkeypatch.setattr("thor_dflash.serving.server.time", clock)
+    held.let()
+    assert peer.final("a")["status"] == "ok"
+    until(lambda: slept)
+    assert 0 < slept[0] <= READING_S
 
 
 WORK = """
