@@ -8,10 +8,12 @@ import os
 import re
 import socket
 import stat
+import struct
 from contextlib import ExitStack
 from pathlib import Path
 
 import zmq
+from zmq.utils import z85
 
 from thor_dflash.errors import ConfigError
 from thor_dflash.serve_config import ServeConfig
@@ -173,6 +175,11 @@ def secret_key(path: Path) -> bytes:
 def _z85(path: Path, key: bytes) -> bytes:
     if len(key) != 40:
         raise ConfigError(f"{path} must hold a key of 40 letters (got {len(key)})")
+    try:
+        z85.decode(key)
+    except (KeyError, struct.error) as e:  # no letter of Z85, or five of them above 32 bits
+        # Neither the key nor a letter of it is shown: it may be a secret one.
+        raise ConfigError(f"{path} must hold a key in Z85 (got 40 other letters)") from e
     return key
 
 

@@ -16,6 +16,7 @@ from thor_dflash.serving import security
 from thor_dflash.serving.aclient import AsyncPlanner
 from thor_dflash.serving.check import Checker
 from thor_dflash.serving.client import Ask, Options, PlanError, RemotePlanner
+from thor_dflash.serving.door import Door
 from thor_dflash.serving.gateway import listen_at
 from thor_dflash.serving.replies import Tries, fill
 
@@ -93,6 +94,23 @@ def test_keys_are_for_their_owner(tmp_path: Path, capsys: Any) -> None:
     (keys / "server.secret").chmod(0o644)
     with pytest.raises(ConfigError, match="chmod 600"):
         security.secret_key(keys / "server.secret")
+
+
+KEYS = ("server.secret", "server.public", "client.secret", "client.public", "clients/client.public")
+
+
+@pytest.mark.parametrize("name", KEYS)
+@pytest.mark.parametrize("key", ["`" * 40, "#" * 40, "a" * 39 + "~", "a" * 39], ids=repr)
+def test_a_key_that_is_none_is_refused_by_name(tmp_path: Path, name: str, key: str) -> None:
+    security.keygen(tmp_path)
+    (tmp_path / name).write_text(key + "\n")
+    config = ServeConfig(bind=("tcp://127.0.0.1:*",), curve=str(tmp_path))
+    with pytest.raises(ConfigError, match=rf"{name} must hold a key (in Z85|of 40)") as caught:
+        if name.startswith("client."):
+            RemotePlanner("tcp://127.0.0.1:5999", Options(keys=str(tmp_path))).ping()
+        else:
+            Door(config).close()
+    assert key[:5] not in str(caught.value)
 
 
 @pytest.mark.parametrize("taken", ["client.secret", "clients/client.public"])
