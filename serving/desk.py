@@ -178,7 +178,7 @@ class Desk:
         self._hands.stop()
 
     def _cancel(self, peer: Peer, request: wire.Cancel) -> None:
-        job = self.books.find(request.target, peer.routing, request.session)
+        job = self.books.find(request.target, peer, request.session)
         if job is not None and job.state == "keeping":
             job = None  # it is done, but for the disk
         if job is not None and job.state == "running":

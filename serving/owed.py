@@ -31,7 +31,7 @@ class Dues:
         """
         for whose, most, got in (
             ("all clients", MOST, len(self._taken)),
-            ("one client", EACH, sum(one.peer.routing == peer.routing for one in self._taken)),
+            ("one client", EACH, sum(one.peer.client == peer.client for one in self._taken)),
         ):
             if got >= most:
                 text = f"validate and prefix.drop of {whose} must be <= {most} (got as many)"

@@ -19,6 +19,8 @@ from thor_dflash.serving.codec import Codec
 
 SESSIONS = 1024
 """Sessions whose latest generation is remembered."""
+CORRELATED = 4
+"""Bytes of the number that REQ_CORRELATE adds to a request. A routing id of libzmq has 5."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +37,16 @@ class Peer:
 
     @property
     def routing(self) -> bytes:
-        """The routing id."""
+        """The routing id: of the client, or of the proxy before it."""
         return self.envelope[0]
+
+    @property
+    def client(self) -> tuple[bytes, ...]:
+        """Who it is: the same for every message of one socket, behind whatever proxies."""
+        hops = tuple(frame for frame in self.envelope if frame)
+        # With REQ_CORRELATE the last frame before the empty one is a number of the request.
+        counted = len(hops) > 1 and hops != self.envelope and len(hops[-1]) == CORRELATED
+        return hops[:-1] if counted else hops
 
     def body(self, message: object) -> bytes:
         """A message as this peer reads it."""
@@ -85,7 +95,7 @@ def job_of(peer: Peer, request: wire.Ask | wire.PrefixPut, now: float) -> Job:
         request=request,
         peer=peer,
         # Longer than an Id may be where the name is of the wire: no session can take a peer's.
-        session=named or "peer:" + peer.routing.hex().rjust(64, "0"),
+        session=named or "peer:" + ":".join(hop.hex() for hop in peer.client).rjust(64, "0"),
         arrived=now,
         deadline=None if ms is None else now + 1e-3 * ms,
     )
@@ -205,7 +215,7 @@ class Schedule:
 
     def _check_id(self, job: Job) -> None:
         for other in self._jobs:
-            if other.peer.routing == job.peer.routing and other.request.id == job.request.id:
+            if other.peer.client == job.peer.client and other.request.id == job.request.id:
                 shown = job.request.id
                 raise PlanError("bad_request", f"id must not be in use (got {shown})", field="id")
 
@@ -278,10 +288,12 @@ class Schedule:
         """When the next waiting job expires, monotonic s."""
         return min((job.deadline for job in self.waiting if job.deadline is not None), default=None)
 
-    def find(self, target: str, routing: bytes, session: str | None) -> Job | None:
-        """A job by its id, of this connection or of the session that is named."""
+    def find(self, target: str, peer: Peer, session: str | None) -> Job | None:
+        """A job by its id, of this client or of the session that is named."""
         for job in self._jobs:
-            mine = job.peer.routing == routing or (session is not None and session == job.session)
+            mine = job.peer.client == peer.client or (
+                session is not None and session == job.session
+            )
             if job.request.id == target and mine:
                 return job
         return None

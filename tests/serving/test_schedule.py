@@ -187,14 +187,15 @@ def test_deadlines_pass_in_the_queue_only() -> None:
     assert [one.request.id for one in books.expired(0.2)] == ["b"], "a runs; the engine looks"
 
 
-def test_a_job_is_found_by_its_own_connection_or_by_name() -> None:
+def test_a_job_is_found_by_its_own_client_or_by_name() -> None:
     books = Schedule(4)
     queue(books, job("a", "arm", peer=b"p"))
-    assert books.find("a", b"p", None)
-    assert books.find("a", b"q", "arm")
-    assert not books.find("a", b"q", None)
-    assert not books.find("a", b"q", "leg")
-    assert not books.find("b", b"p", "arm")
+    p, q = job("p", peer=b"p").peer, job("q", peer=b"q").peer
+    assert books.find("a", p, None)
+    assert books.find("a", q, "arm")
+    assert not books.find("a", q, None)
+    assert not books.find("a", q, "leg")
+    assert not books.find("b", p, "arm")
 
 
 @settings(max_examples=600)
