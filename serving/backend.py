@@ -113,7 +113,11 @@ class Backend(Protocol):
         ...
 
     def start(self, prepared: Prepared, left_ms: float | None) -> Run:
-        """Begin a request."""
+        """Begin a request.
+
+        Raises:
+            PlanError: the prefix that it insists on was dropped while it waited.
+        """
         ...
 
     def validate(self, request: wire.Validate) -> dict[str, Any]:

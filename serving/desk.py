@@ -11,14 +11,14 @@ from typing import Any
 
 from msgspec import structs
 
-from thor_dflash.errors import PlanError, ThorError
+from thor_dflash.errors import PlanError
 from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving import codec, device, fields, groot, hello, security, wire
 from thor_dflash.serving.backend import Backend, Prepared
 from thor_dflash.serving.codec import JSON, Head
 from thor_dflash.serving.door import Door, Letter
 from thor_dflash.serving.events import Events
-from thor_dflash.serving.life import RETRY_MS, Life
+from thor_dflash.serving.life import FAILED, RETRY_MS, Life
 from thor_dflash.serving.outcome import asked
 from thor_dflash.serving.owed import Dues
 from thor_dflash.serving.planner import admit, stopped
@@ -301,12 +301,12 @@ class Desk:
                 self.answer(job, PlanError("draining", "the server stops"))
         self._owe_nothing(PlanError("draining", "the server stops"))
 
-    def fail(self, error: ThorError) -> None:
+    def fail(self) -> None:
         """A thread is gone: whoever waits gets an answer before the process ends."""
         for job in self.books.jobs():
             job.stop = job.stop or "cancelled"  # the end waits for an engine that still runs
-            self.answer(job, PlanError("engine_fault", str(error)))
-        self._owe_nothing(PlanError("engine_fault", str(error)))
+            self.answer(job, PlanError("engine_fault", FAILED))
+        self._owe_nothing(PlanError("engine_fault", FAILED))
 
     def _owe_nothing(self, error: PlanError) -> None:
         for owed in self._dues.give_up():

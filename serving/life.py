@@ -16,6 +16,8 @@ LEVELS = {
     "degraded": "ERROR", "failed": "ERROR",
 }  # fmt: skip
 """ROS diagnostics level of each state."""
+FAILED = "the server met a fault and ends; its log says more"
+"""See work.FAULT."""
 RETRY_MS = 500.0
 """When to come again where nothing better is known."""
 DEGRADED = 0.2
@@ -64,7 +66,7 @@ class Life:
             PlanError: there is none, or none yet.
         """
         if self.failed is not None:
-            raise PlanError("engine_fault", str(self.failed))
+            raise PlanError("engine_fault", FAILED)
         if self.backend is None:
             text = "the server must be ready (got one that is warming up)"
             raise PlanError("not_ready", text, retry_after_ms=RETRY_MS)
@@ -89,7 +91,7 @@ class Life:
             "state": state,
             "ready": self.ready(),
             "level": LEVELS[state],
-            "error": str(self.failed) if self.failed else self.last_error,
+            "error": FAILED if self.failed else self.last_error,
             "watchdog_age_s": self.pulse.age(now),
             "uptime_s": now - self.born,
             "ready_after_s": self.ready_after_s,

@@ -257,6 +257,8 @@ class LiveBackend:
             new = len(prepared.prompt) - prepared.cached
             budget = min(budget, self._rates.thinking_room(left_ms, new, prepared.max_tokens))
         chunks = self.session.generate(self._request(prepared, budget))
+        # After the state to continue from was taken: the prefix may have been dropped before.
+        self._prefix(prepared.prompt, prepared.ask.prefix_id)
         yield_s = 1e-6 * self.config.yield_us
         watch = Watch(self._sensors)
         return LiveRun(self.session, self.text, self._rates, prepared, chunks, watch, yield_s)

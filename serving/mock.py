@@ -130,10 +130,7 @@ class MockBackend:
         fields.check_values(ask)
         schema = fields.schema_of(ask)
         prompt = tuple(range(_tokens(ask)))
-        name = ask.prefix_id
-        if name is not None and name not in self._prefixes:
-            text = f"prefix_id must be a pinned prefix (got {name})"
-            raise PlanError("bad_request", text, field="prefix_id")
+        self._check_prefix(name := ask.prefix_id)
         max_tokens = ask.max_tokens or self.config.max_tokens
         if len(prompt) + max_tokens > CONTEXT:
             text = (
@@ -157,7 +154,13 @@ class MockBackend:
 
     def start(self, prepared: Prepared, left_ms: float | None) -> Run:
         """See Backend."""
+        self._check_prefix(prepared.ask.prefix_id)
         return MockRun(prepared, self._rates, self.cycle_s)
+
+    def _check_prefix(self, name: str | None) -> None:
+        if name is not None and name not in self._prefixes:
+            text = f"prefix_id must be a pinned prefix (got {name})"
+            raise PlanError("bad_request", text, field="prefix_id")
 
     def validate(self, request: wire.Validate) -> dict[str, Any]:
         """See Backend."""

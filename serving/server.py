@@ -180,7 +180,7 @@ class Server:
             self._ready(post.backend)
         elif isinstance(post, Failed):
             self._life.failed = post.error
-            self._desk.fail(post.error)
+            self._desk.fail()
         else:
             self._desk.posted(post)
 

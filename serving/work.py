@@ -29,6 +29,8 @@ T = TypeVar("T")
 POLITE = 5
 """Niceness of the engine's threads. They keep every core busy for whole time slices, which a waking
 I/O thread, and a robot's own controllers, would otherwise have to wait for."""
+FAULT = "the engine met a fault; the log of the server says more"
+"""All that a client is told: what a fault says of itself may name files of the machine."""
 
 Log = Callable[[str], None]
 
@@ -305,7 +307,7 @@ def _guard(work: Callable[[], T], log: Log) -> T | PlanError:
         return PlanError("bad_request", str(e))
     except ThorError as e:
         log(f"engine fault: {e}")
-        return PlanError("engine_fault", str(e))
+        return PlanError("engine_fault", FAULT)
     except Exception:
         log(traceback.format_exc())
         return PlanError("internal", "the server met an unexpected fault; its log says more")

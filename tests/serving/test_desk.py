@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from thor_dflash.errors import ThorError
 from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving.desk import Desk, Hands
 from thor_dflash.serving.door import Letter
@@ -78,7 +77,7 @@ def test_an_engine_that_outlives_another_thread_is_told_to_stop(desk: Desk, door
     job = asked(desk, "a")
     checked(desk, job)
     assert (job.state, job.stop) == ("running", None)
-    desk.fail(ThorError("the clerk is gone"))
+    desk.fail()
     assert job.stop == "cancelled", "its thread is waited for, and nobody hears its plan"
     assert [reply["code"] for reply in door.sent] == ["engine_fault"]
 

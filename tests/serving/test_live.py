@@ -14,7 +14,7 @@ from thor_dflash.errors import ModelFault
 from thor_dflash.runtime.session import Request, Session
 from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving import codec
-from thor_dflash.serving.backend import drive
+from thor_dflash.serving.backend import Backend, drive
 from thor_dflash.serving.check import Checker
 from thor_dflash.serving.client import Ask, Message, Options, PlanError, RemotePlanner
 from thor_dflash.serving.live import LiveBackend
@@ -239,6 +239,23 @@ def test_a_pinned_prefix_saves_reading_and_changes_nothing(backend: LiveBackend)
     assert backend.drop("arm")
     assert not backend.drop("arm")
     assert planner.plan(ask).usage.cached_tokens == 0
+
+
+@pytest.mark.parametrize("mock", [False, True], ids=["live", "mock"])
+def test_a_prefix_insisted_on_that_is_dropped_while_the_plan_waits_is_refused(
+    backend: LiveBackend, mock: bool
+) -> None:
+    it: Backend = MockBackend(CONFIG) if mock else backend
+    it.pin(PrefixPut(prefix_id="arm", system=SYSTEM), lambda: False)
+    chat = (Message(role="system", content=SYSTEM), Message(role="user", content="x"))
+    automatic = it.prepare(Ask(messages=chat, max_tokens=4), None)
+    insists = it.prepare(Ask(messages=chat, max_tokens=4, prefix_id="arm"), None)
+    it.start(insists, None).close()
+    assert it.drop("arm")
+    it.start(automatic, None).close()
+    with pytest.raises(PlanError, match=r"prefix_id must be a pinned prefix \(got arm\)") as caught:
+        it.start(insists, None)
+    assert (caught.value.code, caught.value.field) == ("bad_request", "prefix_id")
 
 
 def test_thinking_is_cut_to_what_the_deadline_leaves(backend: LiveBackend) -> None:

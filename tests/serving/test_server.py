@@ -6,12 +6,15 @@ import time
 from typing import Any
 
 import msgspec
+import pytest
 import zmq
 from waiting import until
 
-from thor_dflash.errors import EngineError
+from thor_dflash.errors import EngineError, PlanError, ThorError
 from thor_dflash.serve_config import ServeConfig
+from thor_dflash.serving.life import FAILED, Life
 from thor_dflash.serving.mock import PLAN, MockBackend
+from thor_dflash.serving.work import FAULT
 
 SMALL = {"op": "plan", "prompt": "x"}
 
@@ -92,7 +95,7 @@ def test_a_fault_of_ours_is_logged_and_not_sent(house: Any) -> None:
             raise ZeroDivisionError("secret detail")
 
         def validate(self, request: Any) -> Any:
-            raise EngineError("the device is gone")
+            raise EngineError("/secret/pkg/decode.onnx must run (got: the device is gone)")
 
     server = house.serve(Broken(ServeConfig()))
     peer = house.peer(server)
@@ -101,7 +104,28 @@ def test_a_fault_of_ours_is_logged_and_not_sent(house: Any) -> None:
     assert "secret" not in str(reply)
     assert any("ZeroDivisionError: secret detail" in line for line in house.log)
     house.log[:] = [line for line in house.log if "Traceback" not in line]
-    assert peer.ask(op="validate", id="v", prompt="x")["code"] == "engine_fault"
+    reply = peer.ask(op="validate", id="v", prompt="x")
+    assert reply["code"] == "engine_fault"
+    assert "secret" not in str(reply)
+    assert any("/secret/pkg/decode.onnx must run" in line for line in house.log)
+
+
+def test_a_plan_that_meets_a_fault_tells_no_details_and_health_none(house: Any) -> None:
+    class Broken(MockBackend):
+        def start(self, prepared: Any, left_ms: Any) -> Any:
+            raise EngineError("/secret/pkg/decode.onnx must run (got: the device is gone)")
+
+    peer = house.peer(house.serve(Broken(ServeConfig())))
+    reply = peer.ask(**SMALL, id="p")
+    assert (reply["code"], reply["message"]) == ("engine_fault", FAULT)
+    assert peer.ask(op="health", id="h")["error"] == FAULT
+
+
+def test_a_server_that_ends_by_a_fault_tells_no_details() -> None:
+    life = Life(10.0, failed=ThorError("/secret/pkg must be whole"))
+    assert life.health(0, 0)["error"] == FAILED
+    with pytest.raises(PlanError, match=FAILED):
+        life.loaded()
 
 
 # --- plans
