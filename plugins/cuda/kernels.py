@@ -40,13 +40,11 @@ class Kernels:
         self._found: dict[tuple[Image, str], Any] = {}
         self._shared: dict[tuple[Image, str], int] = {}
 
-    def missing(self, launches: Iterable[tuple[Path, Launch]]) -> list[Image]:
-        """The images of some launches, by source file, that are not loaded yet."""
-        images = dict.fromkeys(_image(source, launch) for source, launch in launches)
-        return [image for image in images if image not in self._modules]
-
-    def compiling(self, wanted: Iterable[Image]) -> Compiling:
-        """Compile images from now on, several at once, whatever the caller does meanwhile."""
+    def compiling(self, launches: Iterable[tuple[Path, Launch]]) -> Compiling:
+        """Compile what launches need, by source file, from now on, several at once, whatever the
+        caller does meanwhile.
+        """
+        wanted = dict.fromkeys(_image(source, launch) for source, launch in launches)
         return Compiling(self, wanted, self._cubins)
 
     def take(self, image: Image, cubin: Cubin) -> None:
@@ -103,6 +101,9 @@ class Compiling:
 
     def __exit__(self, *error: object) -> None:
         self._pool.shutdown(cancel_futures=True)
+
+    def __len__(self) -> int:
+        return len(self._jobs)
 
     def load(self, advance: Callable[[int], None]) -> None:
         """Load all of them as they are compiled; `advance` is told of each.

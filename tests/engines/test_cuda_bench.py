@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from benching import ARGUMENTS
-from fake_cuda import MS, fake
+from fake_cuda import MS, OK, fake
 
 from thor_dflash import cli
 from thor_dflash.builders import hollow
@@ -289,6 +289,29 @@ def test_one_slow_cycle_is_not_the_host_s_time(
     assert (found.clock, found.graph) == (3.0, MS / 1e3)
     assert found.host == pytest.approx(3.0 - MS / 1e3)
     assert found.mean == pytest.approx(12.0 - MS / 1e3)
+
+
+@pytest.mark.usefixtures("small_shape")
+def test_each_cycle_is_compared_with_its_own_graph(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    device = fake(monkeypatch)
+    warm, cycles = [9.0] * bench.WARM, [2.0, 3.0, 50.0, 2.5, 3.0]
+    ticks = itertools.accumulate([*warm, *cycles], initial=0.0)
+    times: Iterator[float] = itertools.repeat(9.0)
+    with opened(tmp_path, ()) as it:
+        note = it.engine.note
+
+        def noted() -> list[float]:
+            nonlocal times
+            times = iter([1.0, 2.0, 49.0, 1.5, 2.0])
+            return note()
+
+        monkeypatch.setattr(it.engine, "note", noted)
+        monkeypatch.setattr(device, "cuEventElapsedTime", lambda *_: (OK, 1e3 * next(times)))
+        monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=ticks.__next__))
+        found = it.loop(20, len(cycles))
+    assert (found.host, found.mean) == (1.0, 1.0)
 
 
 def test_a_machine_without_a_device_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from thor_dflash.plugins.cuda import compile as compiler
 from thor_dflash.plugins.cuda import kernels
 from thor_dflash.plugins.cuda.compile import ROOT, Cubin
 from thor_dflash.plugins.cuda.driver import Gate
-from thor_dflash.plugins.cuda.kernels import COMPILERS, Image, Kernels
+from thor_dflash.plugins.cuda.kernels import COMPILERS, Kernels
 from thor_dflash.plugins.launch import H100, Launch
 
 SOURCE = ROOT / "cuda" / "bandwidth.cu"
@@ -120,10 +121,34 @@ def test_after_an_error_nothing_more_is_compiled(
         return Cubin(WHOLE, "")
 
     monkeypatch.setattr(kernels, "load", load)
-    wanted: list[Image] = [(tmp_path / str(i), ()) for i in range(99)]
+    wanted = [(tmp_path / str(i), LAUNCH) for i in range(99)]
     with (
         pytest.raises(EngineError, match="no"),
         Kernels(Gate(), H100, tmp_path).compiling(wanted) as images,
     ):
         images.load(lambda _: None)
     assert len(begun) <= 2 * COMPILERS
+
+
+def test_what_several_launches_need_is_compiled_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake(monkeypatch)
+    made: list[tuple[Path, dict[str, int]]] = []
+
+    def load(source: Path, defines: dict[str, int], *_: object, anew: bool) -> Cubin:
+        made.append((source, defines))
+        return Cubin(WHOLE, "")
+
+    monkeypatch.setattr(kernels, "load", load)
+    other = replace(LAUNCH, defines={"ROWS": 16})
+    told: list[int] = []
+    launches = [(SOURCE, LAUNCH), (SOURCE, other), (SOURCE, LAUNCH), (SOURCE, other)]
+    found = Kernels(Gate(), H100, tmp_path)
+    with found.compiling(launches) as images:
+        assert len(images) == 2
+        images.load(told.append)
+    assert told == [1, 1]
+    for source, launch in launches:
+        assert found.function(source, launch) == "kernel"
+    assert sorted(made, key=str) == [(SOURCE, {"ROWS": 16}), (SOURCE, {})]

@@ -155,13 +155,13 @@ class CudaEngine(Board):
         packed = {name: site for bound in bounds for name, site in bound.packed.items()}
         cubins = Path(self._config.cubins).expanduser()
         kernels = Kernels(self._driver, self._driver.info.device, cubins)
-        wanted = kernels.missing((planned.source, launch) for planned, launch in _launches(bounds))
-        with kernels.compiling(wanted) as images:
+        launches = [(planned.source, launch) for planned, launch in _launches(bounds)]
+        with kernels.compiling(launches) as images:
             self._fill(self._driver, weights, self._places.weights, packed)
-            with self._progress.task("compiling kernels", len(wanted), "kernels") as task:
+            with self._progress.task("compiling kernels", len(images), "kernels") as task:
                 images.load(task.advance)
-        for planned, launch in _launches(bounds):
-            kernels.function(planned.source, launch)
+        for source, launch in launches:
+            kernels.function(source, launch)
         return kernels
 
     # ---- run -----------------------------------------------------------------------------
