@@ -74,12 +74,12 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A moment of an answer: its caller was given something."""
+    """A moment of an answer: a step of its prompt or a cycle was over."""
 
     ms: float
     """Since the request."""
     tokens: int
-    """How many; 0 while the prompt is read."""
+    """Committed, a stop token included; 0 while the prompt is read."""
 
 
 @dataclass(frozen=True, slots=True)

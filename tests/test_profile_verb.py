@@ -80,6 +80,28 @@ def test_a_profile_beside_an_earlier_one(
     assert "\n  committed tokens a cycle, 1 to 16:  |█" in out
 
 
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_cycle_that_says_only_that_the_answer_is_over_is_one(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], at: int
+) -> None:
+    traced, source = tmp_path / "x.json", ("--tokens", str(root / "ids.json"))
+    asked = (*source, "--drafter", "none", "--json", "--max-tokens", "2")
+    assert cli.main(["generate", "--package", str(root / "pkg"), *asked]) == 0
+    end = json.loads(capsys.readouterr().out)["tokens"][at]
+    write_target(tmp_path / "target", GEOMETRIES["27b"], 3, "bf16")
+    (tmp_path / "target/generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+    build(tmp_path / "target", None, tmp_path / "pkg", BuildConfig(chunk=32), Silent())
+    few = ("--runs", "2", "--warmup", "0", "--trace", str(traced))
+    assert cli.main(["profile", "--package", str(tmp_path / "pkg"), *asked, *few]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["tokens"], found["finish"]) == (at, "stop")
+    assert found["spec"]["cycles"] == at + 1
+    assert len(found["times"]["each_ms"]["values"]) == 2 * (at + 1)
+    events = json.loads(traced.read_text())["traceEvents"]
+    names = [event["name"] for event in events if event["ph"] == "X"]
+    assert names == ["prompt"] * 2 + ["cycle"] * (at + 1)
+
+
 @pytest.mark.parametrize(
     ("more", "told"),
     [

@@ -186,7 +186,8 @@ def _answer(session: Session, request: Request) -> Run:
     start = time.perf_counter()
     beats = [Beat(0.0, 0)]
     for chunk in session.generate(request):
-        beats.append(Beat(1e3 * (time.perf_counter() - start), len(chunk.tokens)))
+        committed = len(chunk.tokens) + (chunk.finish == "stop")  # whose id is not shown
+        beats.append(Beat(1e3 * (time.perf_counter() - start), committed))
         tokens += chunk.tokens
     return Run(session.report(), tuple(tokens), tuple(beats))
 
