@@ -41,7 +41,7 @@ class Rule:
     loss: float = 3.0
     """Plain steps a request may lose before the gate is shut at once, gains since set against."""
     plain: int = 3
-    """Plain steps a process takes to know their cost."""
+    """Plain steps a process takes to know their cost, after as many drafted cycles."""
     probe: int = 3
     """Cycles of a trial; the first one carries the catching up."""
     upkeep: float = 0.015
@@ -75,9 +75,15 @@ class Costs:
         if self._drafted:
             self._behind.append(max(0.0, seconds - median(self._drafted)))
 
-    def known(self, plain: int) -> bool:
-        """Whether there are that many plain steps to go by, and a drafted cycle."""
-        return bool(self._drafted) and len(self._plain) >= min(plain, self.KEPT)
+    def known(self, least: int) -> bool:
+        """Whether there are that many of both to go by: a process's first drafted cycle captures
+        what later ones replay, and alone it would be the median.
+        """
+        return self.ready(least) and len(self._plain) >= min(least, self.KEPT)
+
+    def ready(self, least: int) -> bool:
+        """Whether there are that many drafted cycles to hold against plain steps."""
+        return len(self._drafted) >= min(least, self.KEPT)
 
     @property
     def even(self) -> float:
@@ -116,10 +122,10 @@ class Gate:
 
     def shape(self, progress: Progress, block: Block) -> Block:
         """See Policy."""
-        self._began = self._clock()
+        self._began, least = self._clock(), self._rule.plain
         if self._mode == "shut":
             block = block.undrafted("drafts do not pay")
-        elif self._cycles and not self._costs.known(self._rule.plain):
+        elif self._cycles and self._costs.ready(least) and not self._costs.known(least):
             block = block.undrafted("measuring a plain step")
         self._drafted = block.draft
         self._counts = not block.forced

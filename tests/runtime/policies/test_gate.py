@@ -134,9 +134,27 @@ def test_one_request_says_nothing_about_the_next() -> None:
 def test_a_process_measures_plain_steps_once() -> None:
     world = World(lambda n: 1.35, lambda n: 4)
     _, steps = world.request(100)
-    assert steps[:5] == [True, False, False, False, True]
-    assert all(steps[5:])
+    assert steps[:7] == [True, True, True, False, False, False, True]
+    assert all(steps[7:])
     assert all(world.request(100)[1])
+
+
+@pytest.mark.parametrize("cold", [2.0, 20.0, 500.0])
+@pytest.mark.parametrize("agreed", [2, 8])
+def test_a_first_cycle_that_makes_what_later_ones_use_shuts_nothing(
+    cold: float, agreed: int
+) -> None:
+    costs = iter([cold])
+    world = World(lambda n: next(costs, 1.35), lambda n: agreed)
+    _, steps = world.request(600)
+    assert steps.count(False) == Rule().plain
+    assert all(world.request(600)[1])
+
+
+@pytest.mark.parametrize("cost", [1.1, 1.35, 3.0, 10.0])
+def test_measuring_a_dead_drafter_costs_three_cycles_more(cost: float) -> None:
+    ratio, _ = World(lambda n: cost, lambda n: 0).request(400)
+    assert (ratio - 1) * 400 <= Rule().loss + 4 * cost + 0.015 * 400
 
 
 def test_a_context_that_grows_does_not_shut_the_gate() -> None:
