@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from thor_dflash.runtime.doctor.facts import Cuda, Finding, Machine
+from thor_dflash.runtime.doctor.facts import Cuda, Finding, Machine, missing
 
 RELEASE = "etc/nv_tegra_release"
 JETPACKS = {(38, 2): "7.0", (38, 4): "7.1", (39, 2): "7.2"}
@@ -121,16 +121,16 @@ def memory(machine: Machine, cuda: Cuda) -> Iterator[Finding]:
         yield Finding("memory", "ok", text)
 
 
-def disk(machine: Machine, cubins: str) -> Finding:
-    """Room for compiled kernels."""
-    free = machine.space(cubins)
+def disk(machine: Machine, cubins: str, *, needed: bool) -> Finding:
+    """Room for compiled kernels. `needed`: a package that has any is to run."""
+    free, state = machine.space(cubins), missing(needed)
     if free < 0:
         text = f"{cubins} cannot be written"
         remedy = "thor-dflash generate --set engine.cubins=DIR ..."
-        return Finding("cubins", "wrong", text, remedy)
+        return Finding("cubins", state, text, remedy)
     text = f"{free / 1e9:.1f} GB free for {cubins}"
     if free < CUBINS:
         return Finding(
-            "cubins", "wrong", f"{text}; {CUBINS / 1e6:.0f} MB are needed", f"df -h {cubins}"
+            "cubins", state, f"{text}; {CUBINS / 1e6:.0f} MB are needed", f"df -h {cubins}"
         )
     return Finding("cubins", "ok", text)

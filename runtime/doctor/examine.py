@@ -67,7 +67,7 @@ def _findings(
     yield from software.tensorrt(machine, tensorrt, jetson=jetson, needed=engine == "tensorrt")
     yield from board.speed(machine)
     yield from board.memory(machine, cuda)
-    yield board.disk(machine, config.cubins)
+    yield board.disk(machine, config.cubins, needed=on_device)
 
 
 def _nvrtc(machine: Machine, cuda: Cuda, index: int, *, needed: bool) -> Finding:

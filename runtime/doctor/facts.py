@@ -9,6 +9,11 @@ from typing import Literal, Protocol
 State = Literal["ok", "warn", "wrong"]
 
 
+def missing(needed: bool) -> State:
+    """Of a part that is not there, or not fit."""
+    return "wrong" if needed else "warn"
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One line of the report."""

@@ -11,8 +11,8 @@ from thor_dflash.runtime.doctor.facts import (
     Gpu,
     Machine,
     Nvrtc,
-    State,
     TensorRT,
+    missing,
 )
 
 PYTHON = (3, 11)
@@ -56,10 +56,6 @@ JETPACK_TENSORRT = ((10, 13), (10, 16))
 """First and last TensorRT of JetPack 7.0 to 7.2. Source: NVIDIA's release notes."""
 
 
-def _missing(needed: bool) -> State:
-    return "wrong" if needed else "warn"
-
-
 def numbers(version: str) -> tuple[int, ...]:
     """ "10.13.3.9" as (10, 13, 3, 9); what is no number ends it."""
     found: list[int] = []
@@ -96,7 +92,7 @@ def extras(machine: Machine, needed: frozenset[str]) -> Iterator[Finding]:
             yield Finding(item, "ok", text)
         else:
             text = f"{', '.join(lacking)}; needed {USES[extra]}"
-            yield Finding(item, _missing(extra in needed), text, command)
+            yield Finding(item, missing(extra in needed), text, command)
 
 
 def driver(machine: Machine, cuda: Cuda, *, jetson: bool, needed: bool) -> Finding:
@@ -113,11 +109,11 @@ def driver(machine: Machine, cuda: Cuda, *, jetson: bool, needed: bool) -> Findi
 def _no_driver(machine: Machine, cuda: Cuda, jetson: bool, needed: bool) -> Finding:
     text = f"{cuda.error}; engines cuda and tensorrt cannot run here, engine ort can"
     if cuda.error.startswith("ImportError"):  # nobody could ask: nothing is known of a driver
-        state = _missing(needed)
+        state = missing(needed)
         return Finding("cuda driver", state, text, "pip install 'thor-dflash[cuda]'")
     if cuda.error.startswith("no driver"):
         if not jetson and not has_nvidia(machine):
-            state = _missing(needed)
+            state = missing(needed)
             return Finding("cuda driver", state, f"{text}; there is no NVIDIA device to drive")
         return Finding("cuda driver", "wrong", text, _new_driver(jetson))
     remedy = DRIVER_REMEDIES.get(cuda.error.partition(" ")[0], "nvidia-smi")
@@ -158,7 +154,7 @@ def device(index: int, gpu: Gpu) -> Finding:
 def nvrtc(found: Nvrtc, arch: str, driver: int, *, needed: bool) -> Finding:
     """Whether a kernel compiles, and loads where there is a device. `driver`: its CUDA version."""
     if found.error:
-        state = _missing(needed)
+        state = missing(needed)
         remedy = "pip install --upgrade 'thor-dflash[cuda]'"
         # A device may not take what a compiler newer than its driver makes.
         if driver and numbers(found.version)[:2] > numbers(version(driver)):
@@ -171,7 +167,7 @@ def nvrtc(found: Nvrtc, arch: str, driver: int, *, needed: bool) -> Finding:
 def tensorrt(machine: Machine, found: TensorRT, *, jetson: bool, needed: bool) -> Iterator[Finding]:
     """Bindings, library, and whether they are each other's."""
     if found.error:
-        state = _missing(needed)
+        state = missing(needed)
         text = f"{found.error}; needed for packages of engine tensorrt"
         yield Finding("tensorrt", state, text, _tensorrt_remedy(jetson))
         return

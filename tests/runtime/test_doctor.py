@@ -16,7 +16,7 @@ from machines import EVERYTHING, GB, H100, H100_GPU, LAPTOP, TEGRA, THOR, THOR_G
 from samples import MANIFEST, package
 from unprivileged import unprivileged
 
-from thor_dflash import cli
+from thor_dflash import cli, manifest
 from thor_dflash.builders.hollow import QWEN36_27B, QWEN36_27B_DFLASH
 from thor_dflash.config import EngineConfig
 from thor_dflash.errors import ConfigError, PackageError
@@ -122,8 +122,8 @@ def test_an_h100_lacks_nothing_but_tensorrt() -> None:
         (replace(THOR, commands={}), "power mode", "warn", "nvpmodel -q said", "sudo nvpmodel -q"),
         (replace(THOR, files={**THOR.files, **devfreq("gpu-gpc-0", 306, 306, 1575)}),
          "GPU clock", "warn", "306 MHz of 1575, free to fall to 306", "sudo jetson_clocks"),
-        (replace(LAPTOP, room=-1), "cubins", "wrong", "cannot be written", "engine.cubins=DIR"),
-        (replace(LAPTOP, room=1), "cubins", "wrong", "268 MB are needed", "df -h"),
+        (replace(LAPTOP, room=-1), "cubins", "warn", "cannot be written", "engine.cubins=DIR"),
+        (replace(LAPTOP, room=1), "cubins", "warn", "268 MB are needed", "df -h"),
         (replace(LAPTOP, files={}), "memory", "warn", "does not say", ""),
     ],
 )  # fmt: skip
@@ -333,6 +333,16 @@ def test_what_a_package_needs_is_wrong_where_it_is_missing(tmp_path: Path) -> No
 
 
 # ---- this machine
+
+
+@pytest.mark.parametrize("room", [-1, 1])
+def test_room_for_kernels_is_wrong_where_a_package_has_any(tmp_path: Path, room: int) -> None:
+    for engine, state in (("ort", "warn"), ("cuda", "wrong"), ("tensorrt", "wrong")):
+        made = replace(package(tmp_path, a=b"1"), engine=engine)
+        (tmp_path / manifest.NAME).write_text(manifest.render(made))
+        report = examined(replace(THOR, room=room), tmp_path)
+        assert found(report, "package").state == "ok"
+        assert found(report, "cubins").state == state
 
 
 def test_here_answers_and_never_raises(tmp_path: Path) -> None:
