@@ -22,13 +22,14 @@ from thor_dflash.calib.check.define import define as room_defines
 from thor_dflash.calib.check.seen import Outputs, Seen
 from thor_dflash.errors import EngineError
 from thor_dflash.plugins import OPS
+from thor_dflash.plugins.body import ONNX_TYPE
 from thor_dflash.plugins.op import DOMAIN, Attributes, Op
 from thor_dflash.runtime.engine import Call
 from thor_dflash.runtime.engines.ort import OrtEngine
 from thor_dflash.tensors import Array, DType
 
 _TYPES = {op.type: op for op in OPS}
-_DTYPES = {1: DType.F32, 6: DType.I32, 7: DType.I64, 9: DType.BOOL, 16: DType.BF16, 17: DType.FP8}
+_DTYPES = {kind: dtype for dtype, kind in ONNX_TYPE.items()}
 """Element types of onnx.TensorProto."""
 ROUNDED = 2.0**-8
 """Tolerance of rooms on bf16 rows: one row that enters a product may round to its neighbour."""

@@ -1,15 +1,20 @@
-"""What `check` refuses before it compares."""
+"""What `check` takes, and what it refuses before it compares."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
+from checkpoints import GEOMETRIES, Dialect, write_target
 from samples import MANIFEST
 
+from thor_dflash import cli
+from thor_dflash.builders.build import build
 from thor_dflash.calib.check.compare import compare
+from thor_dflash.config import BuildConfig
 from thor_dflash.errors import RequestError
 from thor_dflash.progress import Silent
 from thor_dflash.runtime.session import Session
@@ -19,3 +24,14 @@ def test_an_engine_that_shows_nothing_needs_a_reference() -> None:
     session = SimpleNamespace(manifest=replace(MANIFEST, engine="tensorrt"))
     with pytest.raises(RequestError, match="check of engine tensorrt, .* must go with --reference"):
         compare(cast("Session", session), None, None, (1,), "auto", None, Silent())
+
+
+@pytest.mark.parametrize("dialect", ["f16", "bf16", "f32"])
+def test_weights_of_any_float_type_are_walked(
+    dialect: Dialect, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows of an embedding table are values of the graph, in the table's own type."""
+    target = write_target(tmp_path / "target", GEOMETRIES["0.8b"], 3, dialect)
+    build(target, None, tmp_path / "p", BuildConfig(capacity=64), Silent())
+    args = ["check", "--package", str(tmp_path / "p"), "-s", "engine.threads=1"]
+    assert cli.main(args) == 0, capsys.readouterr()
