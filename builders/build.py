@@ -60,6 +60,9 @@ filled by 512 rows, and prefixes are kept in whole steps, so a larger one would 
 shorter prefix; a device with many more reads long prompts faster in steps of 2048. The smaller ones
 are for a prompt's last step. One of 32 rows takes little more than reading the weights."""
 
+_READ = (".json", ".safetensors", ".jinja")
+"""What the files of a checkpoint end in that a build reads."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -383,6 +386,8 @@ def _inventory(plan: Plan) -> Iterator[str]:
         if checkpoint is None:
             continue
         for path in sorted(checkpoint.directory.iterdir()):
+            if path.suffix not in _READ:
+                continue  # a log, or the very package: `--target . --out planner` is resumed, too
             # Not followed: a link that leads nowhere is a file nobody asked for.
             stat = path.stat() if path.exists() else path.lstat()
             yield f"{os.path.realpath(path)} {stat.st_size} {stat.st_mtime_ns}\n"

@@ -242,8 +242,24 @@ def test_a_resumed_build_is_of_the_same_things(pair: tuple[Path, Path], tmp_path
         BuildConfig(capacity=99),
     )
     assert base not in {key(config) for config in others}
-    os.utime(pair[0] / "model.safetensors", (1, 1))
-    assert key(BuildConfig()) != base
+    for name in ("model.safetensors", "config.json"):
+        os.utime(pair[0] / name, (1, 1))
+        assert key(BuildConfig()) != base
+        base = key(BuildConfig())
+
+
+def test_a_build_beside_the_weights_is_resumed(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--target . --out planner`: its own directory and log are no part of the checkpoint."""
+    with monkeypatch.context() as patch:
+        patch.setattr("thor_dflash.builders.staging.Staging.finish", lambda *_: 1 / 0)
+        patch.setattr("thor_dflash.builders.staging.Staging._discard", _killed)
+        with pytest.raises(ZeroDivisionError):
+            build(*pair, pair[0] / "p", BuildConfig(), Silent())
+    (pair[0] / "build.log").write_text("killed")
+    monkeypatch.setattr("thor_dflash.builders.weights.WeightFiles.write", lambda *_: 1 / 0)
+    build(*pair, pair[0] / "p", BuildConfig(), Silent())
 
 
 def test_a_resumed_build_is_for_the_same_kernels_and_device(
