@@ -147,7 +147,8 @@ def make_plan(
     sources = [source]
     if drafter is not None:
         sources.append(Source(drafter, weights, "drafter."))
-    ids = read_draft_ids(Path(config.draft_ids), shape.vocab) if config.draft_ids else None
+    listed = config.draft_ids if drafter is not None else ""
+    ids = read_draft_ids(Path(listed), shape.vocab) if listed else None
     graphs: list[Graph] = []
     chunks = _chunks(target, config, shape.chunk)
     for block, chunk in product((shape.block, *config.widths), (shape.chunk, *chunks)):

@@ -32,8 +32,9 @@ def target(tmp_path: Path) -> Path:
     return tmp_path / "target"
 
 
-def build(target: Path) -> int:
-    return cli.main(["build", "--target", str(target), "--out", str(target.parent / "package")])
+def build(target: Path, *more: str) -> int:
+    out = str(target.parent / "package")
+    return cli.main(["build", "--target", str(target), "--out", out, *more])
 
 
 @pytest.mark.parametrize(
@@ -92,3 +93,26 @@ def test_a_package_with_a_template_of_no_use_is_refused_before_its_weights_are_r
     monkeypatch.setattr(session, "_ENGINES", {"ort": lambda *a: pytest.fail("weights are read")})
     with pytest.raises(PackageError, match="must be valid jinja"):
         session.open_session(out, EngineConfig(), Silent())
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ("build.draft_ids=ids.json", "build.draft_ids must go with --drafter (got none)"),
+        ("build.tensorrt.level=5", "build.tensorrt.level must go with --engine tensorrt (got ort)"),
+    ],
+)
+def test_a_set_that_no_part_of_the_package_reads_is_refused(
+    target: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    told: str, said: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(builder, "build", lambda *a: pytest.fail("built"))
+    assert build(target, "-s", told) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_file_may_hold_settings_that_a_build_makes_no_use_of(
+    target: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "x.toml").write_text("[build]\ndraft_ids = 'ids.json'\ntensorrt.level = 5\n")
+    assert build(target, "-c", str(tmp_path / "x.toml")) == 0

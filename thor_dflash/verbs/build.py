@@ -6,8 +6,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from thor_dflash.config import Config
-from thor_dflash.errors import CheckpointError, RequestError
+from thor_dflash.config import BuildConfig, Config
+from thor_dflash.errors import CheckpointError, ConfigError, RequestError
 from thor_dflash.progress import Progress, amount
 from thor_dflash.records import show
 from thor_dflash.tokenizer import TOKENIZER, tokenizer_files
@@ -22,13 +22,18 @@ NAMED = 8
 
 
 def run(args: Namespace, config: Config, progress: Progress) -> None:
-    """Build the package and say what is in it."""
+    """Build the package and say what is in it.
+
+    Raises:
+        ConfigError: the command line sets what this build makes no use of.
+    """
     from thor_dflash.extras import extra
 
     with extra("build"):
         from thor_dflash.builders.build import build
         from thor_dflash.builders.staging import check_out
 
+    _check_used(args, config.build)
     check_out(args.out)  # before the checkpoints are read
     chats = _chats(args.target)
     manifest = build(args.target, args.drafter, args.out, config.build, progress)
@@ -44,6 +49,15 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         more = len(manifest.skipped) - NAMED
         rest = f", and {more} more (all in manifest.toml)" if more > 0 else ""
         print(f"skipped tensors: {named}{rest}")
+
+
+def _check_used(args: Namespace, config: BuildConfig) -> None:
+    """Refuse a --set without effect. A file may hold it for the builds that it has one on."""
+    for key in (item.partition("=")[0].strip() for item in args.set):
+        if key == "build.draft_ids" and args.drafter is None and config.draft_ids:
+            raise ConfigError(f"{key} must go with --drafter (got none)")
+        if key.startswith("build.tensorrt.") and config.engine != "tensorrt":
+            raise ConfigError(f"{key} must go with --engine tensorrt (got {config.engine})")
 
 
 def _chats(target: Path) -> bool:
