@@ -116,3 +116,15 @@ def test_a_file_may_hold_settings_that_a_build_makes_no_use_of(
 ) -> None:
     (tmp_path / "x.toml").write_text("[build]\ndraft_ids = 'ids.json'\ntensorrt.level = 5\n")
     assert build(target, "-c", str(tmp_path / "x.toml")) == 0
+
+
+def test_a_checkpoint_that_ends_no_answer_is_said_to(
+    target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert build(target) == 0
+    assert "eos_token" not in capsys.readouterr().out
+    for name in ("generation_config.json", "tokenizer_config.json"):
+        (target / name).unlink()
+    assert build(target) == 0
+    said = f"no eos_token_id in {target}: an answer ends at max_tokens, never before"
+    assert said in capsys.readouterr().out.splitlines()

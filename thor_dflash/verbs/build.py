@@ -44,6 +44,8 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         print(f"no {TOKENIZER} in {args.target}: the package takes and gives token ids alone")
     elif not chats:
         print(f"no chat template in {args.target}: the package answers --tokens and no chat")
+    if not manifest.stop_tokens:
+        print(f"no eos_token_id in {args.target}: an answer ends at max_tokens, never before")
     if manifest.skipped:
         named = ", ".join(manifest.skipped[:NAMED])
         more = len(manifest.skipped) - NAMED
