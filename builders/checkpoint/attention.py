@@ -5,6 +5,9 @@ from __future__ import annotations
 from thor_dflash.builders.checkpoint.fields import Fields
 from thor_dflash.dims import AttentionDims
 
+ROPE = ("rope_parameters", "rope_scaling")
+"""Keys of objects that say how positions are rotated, the newer first."""
+
 
 def attention_dims(config: Fields, head_dim: int, *, share: float | None) -> AttentionDims:
     """Heads and rope.
@@ -33,7 +36,7 @@ def _rope(config: Fields, absent_share: float | None) -> tuple[float, float]:
     Raises: CheckpointError for any rope that scales positions.
     """
     places = [config]
-    for key in ("rope_parameters", "rope_scaling"):
+    for key in ROPE:
         if config.given(key):
             places.append(config.section(key))
             places[-1].expect("rope_type", "default")

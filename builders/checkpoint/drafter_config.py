@@ -5,7 +5,7 @@ A drafter read wrongly still decodes losslessly, only slowly, so nothing later w
 
 from __future__ import annotations
 
-from thor_dflash.builders.checkpoint.attention import attention_dims
+from thor_dflash.builders.checkpoint.attention import ROPE, attention_dims
 from thor_dflash.builders.checkpoint.fields import Fields
 from thor_dflash.dims import DrafterDims, DraftLayerDims
 
@@ -110,7 +110,9 @@ def drafter_dims(root: Fields) -> DrafterDims:
     if root.text("hidden_act") != "silu":
         raise root.wrong("hidden_act", "silu")
     root.expect("attention_bias", False)
-    root.expect("partial_rotary_factor", 1.0, 1)
+    for place in (root, *(root.section(key) for key in ROPE if root.given(key))):
+        # Some implementations of Qwen3 heed this key and some do not: a share would mean both.
+        place.expect("partial_rotary_factor", 1.0, 1)
     block = _either(root, flash, "block_size").integer("block_size", 2)
     return DrafterDims(
         vocab=root.integer("vocab_size"),

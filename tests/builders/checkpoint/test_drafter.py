@@ -223,6 +223,12 @@ REFUSED: list[tuple[str, object, str]] = [
     ("novel", 1, r"json: novel must be absent, this key is not supported \(got 1\)"),
     ("dflash_config", 3, r"dflash_config must be an object \(got 3\)"),
     ("partial_rotary_factor", 0.5, r"partial_rotary_factor must be absent or 1\.0"),
+    (
+        "rope_parameters",
+        {"rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        r"rope_parameters\.partial_rotary_factor must be absent or 1\.0 or 1 \(got 0\.25\)",
+    ),
+    ("rope_scaling", {"partial_rotary_factor": 0.5}, r"rope_scaling\.partial_rotary_factor must"),
     ("rope_scaling", {"rope_type": "yarn"}, r"rope_scaling\.rope_type must be .*\(got 'yarn'\)"),
     ("block_size", 8, r"block_size must be 16 as in dflash_config \(got 8\)"),
     ("dflash_config.block_size", 1, r"block_size must be an integer of at least 2 \(got 1\)"),
