@@ -32,11 +32,21 @@ def parse_object(text: bytes, where: str) -> dict[str, object]:
     """The JSON object in `text`; `where` names it in messages."""
     try:
         value: object = json.loads(text.decode("utf-8"), object_pairs_hook=_once)
+        if b"\\u" in text:
+            _check_pairs(value)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where} must be JSON (got {shown(str(error))})") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{where} must be a JSON object (got {type(value).__name__})")
     return cast("dict[str, object]", value)
+
+
+def _check_pairs(value: object) -> None:
+    """Python's parser takes half a surrogate pair, which is no character: no file can hold it."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("half a surrogate pair") from error
 
 
 def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -87,7 +97,14 @@ class Fields:
         value = self.values.get(key)
         if not whole(value, least):
             raise self.wrong(key, f"an integer of at least {least}")
-        return cast("int", value)
+        number = cast("int", value)
+        self._check_bits(key, number)
+        return number
+
+    def _check_bits(self, key: str, *values: int) -> None:
+        """A manifest with a larger one could not be read again."""
+        if any(value >= 1 << 63 for value in values):
+            raise self.wrong(key, "an integer of 64 bits")
 
     def number(self, key: str) -> float:
         """A positive finite number."""
@@ -126,7 +143,9 @@ class Fields:
         values = self.items(key, rule)
         if not all(whole(value, least) for value in values):
             raise self.wrong(key, rule)
-        return tuple(cast("list[int]", values))
+        numbers = cast("list[int]", values)
+        self._check_bits(key, *numbers)
+        return tuple(numbers)
 
     def words(self, key: str, allowed: Collection[str]) -> tuple[str, ...]:
         """A list of words, each out of `allowed`."""

@@ -118,6 +118,8 @@ HEADERS: dict[str, tuple[object, bytes, str]] = {
     "no object": ({"a": 3}, b"", r"a must be an object \(got 3\)"),
     "no dtype": ({"a": {"shape": [4]}}, U4, r"a\.dtype must be a string \(got nothing\)"),
     "dtype": ({"a": entry("F4")}, U4, r"a\.dtype must be one of F64, .* \(got 'F4'\)"),
+    "64 bits": ({"a": entry(shape=[1 << 63, 0], offsets=[0, 0])}, b"", r"a\.shape .*of 64 bits"),
+    "half a pair": (b'{"a\\ud800": {}}', b"", r"the header must be JSON \(got 'half a surrogate"),
     "shape": ({"a": entry(shape=[-4])}, U4, r"a\.shape must be a list of integers .*\[-4\]"),
     "bool": ({"a": entry(shape=[True, 4])}, U4, r"a\.shape must be a list of integers"),
     "size": ({"a": entry(shape=[5])}, U4, r"a\.data_offsets must be 5 bytes apart.*\[0, 4\]"),

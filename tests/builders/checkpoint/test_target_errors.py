@@ -78,6 +78,7 @@ CONFIG: list[tuple[str, object, str]] = [
     ("hidden_size", True, r"hidden_size must be an integer of at least 1 \(got True\)"),
     ("hidden_size", 64.0, r"hidden_size must be an integer of at least 1 \(got 64\.0\)"),
     ("hidden_size", 0, r"hidden_size must be an integer of at least 1 \(got 0\)"),
+    ("max_position_embeddings", 1 << 63, r"max_position_embeddings must be an integer of 64 bits"),
     ("rms_norm_eps", 0, r"rms_norm_eps must be a positive finite number \(got 0\)"),
     ("rms_norm_eps", float("nan"), r"rms_norm_eps must be a positive finite number \(got nan\)"),
     ("rms_norm_eps", float("inf"), r"rms_norm_eps must be a positive finite number \(got inf\)"),
