@@ -26,7 +26,7 @@ def read_draft_ids(path: Path, vocab: int) -> NDArray[np.int32]:
         raise ConfigError(
             f"build.draft_ids must be a readable file (got {path}: {e.strerror})"
         ) from e
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ConfigError(f"build.draft_ids must be a JSON list of ids (got {path}: {e})") from e
     listed = records.as_list(value)
     if not listed or any(type(i) is not int for i in listed):

@@ -29,7 +29,6 @@ from thor_dflash.builders.build import _key, build, make_plan
 from thor_dflash.builders.checkpoint.drafter import read_drafter
 from thor_dflash.builders.checkpoint.shards import Shards
 from thor_dflash.builders.checkpoint.target import read_target
-from thor_dflash.builders.draft_ids import read_draft_ids
 from thor_dflash.builders.staging import Staging
 from thor_dflash.builders.tensorrt.package import Maker
 from thor_dflash.config import BuildConfig
@@ -381,19 +380,3 @@ def test_what_is_no_number_is_named_and_leaves_nothing(
     with pytest.raises(CheckpointError, match=rf"{tensor} must hold finite numbers .* at \[0, 7\]"):
         build(*pair, tmp_path / "p", BuildConfig(), Silent())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["drafter", "target"]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "got"),
-    [
-        (f"[1, 1{30 * '0'}]", f"1{30 * '0'}, of 2 ids"),
-        ("[-1, 2]", "-1, of 2 ids"),
-        ("[1, 2, 2]", "2 after 2, of 3 ids"),
-        ("[0, 3, 2]", "2 after 3, of 3 ids"),
-    ],
-)
-def test_draft_ids_may_be_any_integers(tmp_path: Path, wrong: str, got: str) -> None:
-    (tmp_path / "ids.json").write_text(wrong)
-    said = rf"draft_ids must be ascending ids from 0 to 511 \(got {got}\)"
-    with pytest.raises(ConfigError, match=said):
-        read_draft_ids(tmp_path / "ids.json", 512)

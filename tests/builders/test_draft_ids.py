@@ -1,0 +1,33 @@
+"""The list of a reduced draft vocabulary, and what is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from thor_dflash.builders.draft_ids import read_draft_ids
+from thor_dflash.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("wrong", "got"),
+    [
+        (f"[1, 1{30 * '0'}]", f"1{30 * '0'}, of 2 ids"),
+        ("[-1, 2]", "-1, of 2 ids"),
+        ("[1, 2, 2]", "2 after 2, of 3 ids"),
+        ("[0, 3, 2]", "2 after 3, of 3 ids"),
+    ],
+)
+def test_draft_ids_may_be_any_integers(tmp_path: Path, wrong: str, got: str) -> None:
+    (tmp_path / "ids.json").write_text(wrong)
+    said = rf"draft_ids must be ascending ids from 0 to 511 \(got {got}\)"
+    with pytest.raises(ConfigError, match=said):
+        read_draft_ids(tmp_path / "ids.json", 512)
+
+
+@pytest.mark.parametrize("wrong", [b"[" * 200_000, b"\xff[1]", b"{}", b"[]", b"[true]", b"[1.0]"])
+def test_what_is_no_list_of_ids_is_refused(tmp_path: Path, wrong: bytes) -> None:
+    (tmp_path / "ids.json").write_bytes(wrong)
+    with pytest.raises(ConfigError, match=r"build\.draft_ids must be a JSON list of ids \(got "):
+        read_draft_ids(tmp_path / "ids.json", 512)
