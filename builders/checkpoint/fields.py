@@ -151,7 +151,7 @@ class Fields:
         """A list of words, each out of `allowed`."""
         rule = f"a list of {' | '.join(allowed)}"
         values = self.items(key, rule)
-        if not all(value in allowed for value in values):
+        if not all(isinstance(value, str) and value in allowed for value in values):
             raise self.wrong(key, rule)
         return tuple(cast("list[str]", values))
 

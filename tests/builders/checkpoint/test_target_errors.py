@@ -103,6 +103,7 @@ CONFIG: list[tuple[str, object, str]] = [
     ("num_attention_heads", 3, r"q_proj\.weight must be .* \[384, 64\] \(got bfl"),
     ("num_key_value_heads", 3, r"num_attention_heads must be a multiple of 3 key/value heads"),
     ("linear_num_key_heads", 4, r"linear_num_value_heads must be a multiple of 4 key heads"),
+    ("layer_types", [["linear_attention"]] * 4, r"layer_types must be a list of linear_att"),
     ("layer_types", ["linear_attention"], r"num_hidden_layers must be 1, one per entry of layer_t"),
     ("layer_types", ["mamba"] * 4, r"layer_types must be a list of linear_attention \| full_atten"),
     ("layer_types", [3] * 4, r"layer_types must be a list of"),
