@@ -258,6 +258,10 @@ def _capacity(
     target: TargetSource, drafter: DrafterSource | None, config: BuildConfig, block: int
 ) -> int:
     longest = longest_context(target.dims, drafter.dims if drafter else None)
+    if block >= longest:
+        raise ConfigError(
+            f"build.block must be below {longest}, max_position_embeddings (got {block})"
+        )
     capacity = config.capacity or min(CAPACITY, longest)
     # One block is kept free at the end of the cache, so anything less has room for no prompt.
     if not block < capacity <= longest:

@@ -173,6 +173,14 @@ def test_options_must_fit(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["drafter", "target"]
 
 
+def test_a_block_must_leave_room_for_a_prompt(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """Of the two that do not fit, the one that was told is named."""
+    longest = read_target(pair[0]).dims.max_position
+    said = rf"build.block must be below {longest}, max_position_embeddings \(got {longest}\)"
+    with pytest.raises(ConfigError, match=said):
+        build(pair[0], None, tmp_path / "p", BuildConfig(block=longest), Silent())
+
+
 def only_attention(target: Path, drafter: Path) -> None:
     config = read_config(target)
     text = config.get("text_config", config)
