@@ -166,10 +166,10 @@ def _state(session: Session, name: str) -> bool:
 
 def logits(have: Array, want: Array, limit: float) -> Logits:
     """Compare float32 [T, V]."""
-    scale = max(float(np.abs(want).max()), NOTHING)
+    # Of numbers alone: one row that is none would make all of them wrong.
+    scale = max(float(np.abs(want[np.isfinite(want)]).max(initial=0.0)), NOTHING)
     by_row = [distance(a, b) / scale for a, b in zip(have, want, strict=True)]
     chosen, best = have.argmax(1), want.argmax(1)
-    rows = np.arange(len(want))
     over = [row for row, error in enumerate(by_row) if not error <= limit]
     return Logits(
         len(want),
@@ -178,8 +178,16 @@ def logits(have: Array, want: Array, limit: float) -> Logits:
         int(np.argmax(by_row)),
         over[0] if over else -1,
         int((chosen != best).sum()),
-        float((want[rows, best] - want[rows, chosen]).max()) / scale,
+        _regret(want, chosen, best) / scale,
     )
+
+
+def _regret(want: Array, chosen: Array, best: Array) -> float:
+    """How much is lost by other choices; infinite where that is no number."""
+    rows = np.flatnonzero(chosen != best)
+    with np.errstate(invalid="ignore"):  # two infinities have no difference
+        lost = want[rows, best[rows]] - want[rows, chosen[rows]]
+    return float(np.where(np.isnan(lost), np.inf, lost).max(initial=0.0))
 
 
 def by_tap(session: Session, have: Array, want: Array) -> list[tuple[int, float]]:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from thor_dflash.calib.check import define
+from thor_dflash.calib.check.compare import logits
 from thor_dflash.calib.check.judge import Drift, differ, jumps
 from thor_dflash.plugins import HEAD
 from thor_dflash.tensors import DType
@@ -40,3 +41,17 @@ def test_a_head_is_defined_in_parts_as_in_one(monkeypatch: pytest.MonkeyPatch) -
         got = define.define(HEAD, case.inputs, a, want)
         for name, value in want.items():
             assert differ(got[name], value, 1e-6) is None, (case.name, name)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("strange", [np.nan, np.inf, -np.inf])
+def test_a_row_that_is_no_numbers_is_judged_by_itself(strange: float) -> None:
+    want = np.random.default_rng(0).standard_normal((4, 8)).astype(np.float32)
+    broken = want.copy()
+    broken[2, 3] = strange
+    same = logits(broken, broken, 0.0)
+    assert (same.first, same.worst, same.choices, same.regret) == (-1, 0, 0, 0)
+    for have, other in ((want, broken), (broken, want)):
+        assert logits(have, other, 0.5).first == 2
+    near = want + np.float32(0.1) * (np.arange(4) == 3)[:, None]
+    assert logits(near, broken, 1e-3).first == 2
