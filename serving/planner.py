@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -118,9 +119,11 @@ def admit(min_ms: float, left_ms: float | None, rates: Rates, *, free: bool = Tr
     rates.refused += 1
     if free and left_ms > 0 and rates.refused >= TRIAL:
         return
+    # Away from each other: to the nearest, both could be the same number.
+    least, got = math.ceil(min_ms), max(0, math.floor(left_ms))
     raise PlanError(
         "deadline_infeasible",
-        f"deadline_ms must leave {min_ms:.0f} ms or more (got {left_ms:.0f})",
+        f"deadline_ms must leave {least} ms or more (got {got})",
         field="deadline_ms",
         min_ms=min_ms,
     )

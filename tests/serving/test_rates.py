@@ -106,6 +106,22 @@ def test_after_refusals_enough_a_plan_is_a_trial() -> None:
     assert refused(rates, TRIAL) == TRIAL - 1
 
 
+@pytest.mark.parametrize(
+    ("min_ms", "left_ms", "told"),
+    [
+        (148.4, 148.1, "149 ms or more (got 148)"),
+        (148.0, 147.9, "148 ms or more (got 147)"),
+        (148.0, -0.3, "148 ms or more (got 0)"),
+    ],
+)
+def test_a_refusal_never_says_that_there_is_time_enough(
+    min_ms: float, left_ms: float, told: str
+) -> None:
+    with pytest.raises(PlanError) as caught:
+        admit(min_ms, left_ms, measured())
+    assert caught.value.message == f"deadline_ms must leave {told}"
+
+
 def test_there_is_no_trial_while_another_plan_is_measured_or_without_time() -> None:
     rates = measured()
     assert refused(rates, 3 * TRIAL, free=False) == 3 * TRIAL
