@@ -87,7 +87,7 @@ class MockBackend:
         self.cycle_s = cycle_s
         """Time of a step, s."""
         ms = 1e3 * cycle_s
-        self._rates = Rates(cycle_ms=ms, step_sizes=(CHUNK,), step_ms={CHUNK: ms})
+        self._rates = Rates(cycle_ms=ms, step_sizes=(CHUNK,), step_ms={CHUNK: ms}, worst_step_ms=ms)
         self._rates.answer_len = self._rates.thinking_len = PER_CYCLE
         self._rates.answer_tokens = len(words(PLAN))
         self._prefixes: dict[str, dict[str, Any]] = {}

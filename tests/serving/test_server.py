@@ -56,6 +56,11 @@ def test_hello_tells_what_a_client_must_know(house: Any) -> None:
     assert "deadline" in hello["features"]
 
 
+def test_a_mock_tells_the_bound_of_its_steps_before_the_first_one(house: Any) -> None:
+    hello = house.peer(house.mock(0.06)).ask(op="hello", id="h")
+    assert hello["limits"]["cancel_bound_ms"] == 120, "twice the longest step"
+
+
 # --- framing
 
 
