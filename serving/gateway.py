@@ -8,7 +8,6 @@ import socket
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
-from uuid import uuid4
 
 import msgspec
 from starlette.applications import Starlette
@@ -112,14 +111,14 @@ class Gateway:
             return _refused(e, asked)
         except ClientDisconnect:
             return Response(status_code=499)
-        id, model = f"chatcmpl-{uuid4().hex}", member.model or MODEL
+        answer = openai.Answer(member.model or MODEL)
         if asked.stream:
             usage = asked.stream_options is not None and asked.stream_options.include_usage
-            pieces = _pieces(first, events, id, model, usage=usage)
+            pieces = _pieces(first, events, answer, usage=usage)
             return StreamingResponse(pieces, media_type="text/event-stream")
         assert isinstance(first, wire.Result), first
         await events.aclose()  # or its server counted as busy until this is collected
-        return _json(openai.completion(id, model, first))
+        return _json(openai.completion(answer, first))
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
@@ -168,15 +167,15 @@ async def _while_there(request: Request, events: AsyncIterator[Said]) -> Said:
 
 
 async def _pieces(
-    first: wire.Event, events: AsyncGenerator[Said], id: str, model: str, *, usage: bool
+    first: wire.Event, events: AsyncGenerator[Said], answer: openai.Answer, *, usage: bool
 ) -> AsyncGenerator[bytes]:
     # Closed by starlette when the reader leaves; closing `events` cancels the plan.
     try:
-        yield _sse(openai.delta(id, model, role="assistant", content=""))
-        for piece in _of_event(first, id, model, usage=usage):
+        yield _sse(openai.delta(answer, role="assistant", content=""))
+        for piece in _of_event(first, answer, usage=usage):
             yield _sse(piece)
         async for _, event in events:
-            for piece in _of_event(event, id, model, usage=usage):
+            for piece in _of_event(event, answer, usage=usage):
                 yield _sse(piece)
         yield b"data: [DONE]\n\n"
     except PlanError as e:
@@ -185,14 +184,14 @@ async def _pieces(
         await events.aclose()
 
 
-def _of_event(event: wire.Event, id: str, model: str, *, usage: bool) -> list[dict[str, Any]]:
+def _of_event(event: wire.Event, answer: openai.Answer, *, usage: bool) -> list[dict[str, Any]]:
     if isinstance(event, wire.Chunk):
         if event.text is None:
             return []
         name = "reasoning_content" if event.kind == "thinking" else "content"
-        return [openai.delta(id, model, **{name: event.text})]
-    last = [openai.ending(id, model, event)]
-    return [*last, openai.counted(id, model, event)] if usage else last
+        return [openai.delta(answer, **{name: event.text})]
+    last = [openai.ending(answer, event)]
+    return [*last, openai.counted(answer, event)] if usage else last
 
 
 async def _body(request: Request) -> bytes:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
+from uuid import uuid4
 
 import msgspec
 from msgspec import Meta, Struct
@@ -206,11 +208,21 @@ def _turn(message: Message) -> dict[str, str]:
     return turn
 
 
-def completion(id: str, model: str, result: wire.Result) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What each piece of an answer says of the whole."""
+
+    model: str
+    id: str = field(default_factory=lambda: f"chatcmpl-{uuid4().hex}")
+    created: int = field(default_factory=lambda: int(time.time()))
+    """Seconds since 1970. Clients may tell by it which pieces belong together."""
+
+
+def completion(answer: Answer, result: wire.Result) -> dict[str, Any]:
     """A whole answer. `thor_dflash` holds what OpenAI has no word for."""
     message = {"role": "assistant", "content": result.text, "reasoning_content": result.thinking}
     return {
-        **_frame(id, model, "chat.completion"),
+        **_frame(answer, "chat.completion"),
         "choices": [
             {"index": 0, "message": message, "finish_reason": _finish(result), "logprobs": None}
         ],
@@ -219,26 +231,26 @@ def completion(id: str, model: str, result: wire.Result) -> dict[str, Any]:
     }
 
 
-def delta(id: str, model: str, **fields: str) -> dict[str, Any]:
+def delta(answer: Answer, **fields: str) -> dict[str, Any]:
     """A piece of a streamed answer."""
     return {
-        **_frame(id, model, "chat.completion.chunk"),
+        **_frame(answer, "chat.completion.chunk"),
         "choices": [{"index": 0, "delta": fields, "finish_reason": None}],
     }
 
 
-def ending(id: str, model: str, result: wire.Result) -> dict[str, Any]:
+def ending(answer: Answer, result: wire.Result) -> dict[str, Any]:
     """The last piece of a streamed answer."""
     return {
-        **_frame(id, model, "chat.completion.chunk"),
+        **_frame(answer, "chat.completion.chunk"),
         "choices": [{"index": 0, "delta": {}, "finish_reason": _finish(result)}],
         "thor_dflash": telemetry(result),
     }
 
 
-def counted(id: str, model: str, result: wire.Result) -> dict[str, Any]:
+def counted(answer: Answer, result: wire.Result) -> dict[str, Any]:
     """The piece after the last, where usage was asked for."""
-    return {**_frame(id, model, "chat.completion.chunk"), "choices": [], "usage": usage(result)}
+    return {**_frame(answer, "chat.completion.chunk"), "choices": [], "usage": usage(result)}
 
 
 def usage(result: wire.Result) -> dict[str, Any]:
@@ -301,5 +313,10 @@ def _finish(result: wire.Result) -> str:
     return FINISH.get(result.finish_reason, "length")
 
 
-def _frame(id: str, model: str, kind: str) -> dict[str, Any]:
-    return {"id": id, "object": kind, "created": int(time.time()), "model": model}
+def _frame(answer: Answer, kind: str) -> dict[str, Any]:
+    return {
+        "id": answer.id,
+        "object": kind,
+        "created": answer.created,
+        "model": answer.model,
+    }

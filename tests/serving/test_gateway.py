@@ -56,6 +56,13 @@ def test_a_stream_keeps_thinking_and_answer_apart(house: Any) -> None:
     assert pieces[-1].usage.prompt_tokens > 0
 
 
+def test_every_piece_of_a_stream_has_the_time_of_its_beginning(house: Any) -> None:
+    slow = house.mock(0.1)  # fourteen steps: longer than the second that is told
+    with gateway(slow.endpoints[0]) as address, client(address) as openai:
+        pieces = openai.chat.completions.create(model="mock", messages=CHAT, stream=True)
+        assert len({(piece.id, piece.created) for piece in pieces}) == 1
+
+
 def test_a_schema_and_what_is_refused(house: Any) -> None:
     with gateway(house.mock().endpoints[0]) as address, client(address) as openai:
 
