@@ -279,7 +279,15 @@ def test_a_bug_shows_itself(session: Session) -> None:
         ),
         ("generate --package p --tokens b --thinking off", "--thinking must go with --prompt or"),
         ("generate --prompt a", "the following arguments are required: --package"),
-        ("generate --package p --prompt a --max-tok 3", "unrecognized arguments: --max-tok 3"),
+        (
+            "generate --package p --prompt a --max-tok 3",
+            "--max-tok must be an option of generate (did you mean --max-tokens?) "
+            "(see thor-dflash generate --help)",
+        ),
+        ("generate --package p --promt=a", "--promt must be an option of generate (did you mean"),
+        ("serve --mok", "--mok must be an option of serve (did you mean --mock?)"),
+        ("doctor --zzz", "--zzz must be an option of doctor (see thor-dflash doctor --help)"),
+        ("plan a b", "unrecognized arguments: b (see thor-dflash plan --help)"),
         ("generate --package p --prompt a --max-tokens x", "decode.max_tokens must be an integer"),
         (
             "generate --package p --prompt a --max-tokens 0",

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from thor_dflash import records
-from thor_dflash.cli import parser
 from thor_dflash.config import BudgetConfig, Config, keys, load
 from thor_dflash.errors import ConfigError
+from thor_dflash.options import parser
 from thor_dflash.serve_config import ServeConfig
 
 

@@ -7,7 +7,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from thor_dflash import cli
+from thor_dflash import cli, options
 from thor_dflash.config import BuildConfig, keys
 from thor_dflash.manifest import MAGIC
 
@@ -71,7 +71,7 @@ def test_a_file_may_hold_sections_of_other_verbs(
 def test_every_option_of_a_verb_is_of_a_section_it_reads() -> None:
     sections = {key.partition(".")[0] for key in keys()}
     for verb, least in VERBS.items():
-        args = cli.parser().parse_args([verb, *least.split()])
+        args = options.parser().parse_args([verb, *least.split()])
         assert {dest.partition(".")[0] for dest in vars(args) if "." in dest} <= set(args.reads)
         assert set(args.reads) <= sections
 

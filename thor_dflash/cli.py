@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from thor_dflash import streams
 from thor_dflash.errors import ConfigError, ThorError
-from thor_dflash.options import listed, parser
+from thor_dflash.options import listed, parse
 from thor_dflash.progress import say
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         ThorError: anything the user can put right.
     """
-    args = parser().parse_args(argv)
+    args = parse(argv)
     _check(args)
 
     # Imported here, as each verb imports its floor, so that --help answers at once.

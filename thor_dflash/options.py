@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from itertools import takewhile
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,6 +19,23 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")
+
+    def check(self, arguments: Sequence[str]) -> None:
+        """Refuse an option that there is not.
+
+        Raises:
+            ConfigError: naming the nearest one. argparse would first tell what is missing, also
+                where it is that very option, spelt wrongly.
+        """
+        for argument in takewhile("--".__ne__, arguments):
+            name = argument.partition("=")[0]
+            # What argparse takes for an option, too: a text of several words is a value.
+            if not name.startswith("--") or " " in argument or name in self._option_string_actions:
+                continue
+            known = [option for option in self._option_string_actions if option.startswith("--")]
+            near = get_close_matches(name, known, n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            self.error(f"{name} must be an option of {self.prog.split()[-1]}{hint}")
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         sys.stdout.flush()  # not at the interpreter's end, where nobody tells what is wrong with it
@@ -56,8 +75,28 @@ def listed(sections: Sequence[str]) -> str:
     return ", ".join(sections) or "no section"
 
 
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line, read.
+
+    Raises:
+        ConfigError: it is none; see its verb's --help.
+    """
+    top, verbs = _parsers()
+    if argv and argv[0] in verbs:
+        verbs[argv[0]].check(argv[1:])
+    args, others = top.parse_known_args(argv)
+    if others:
+        verbs[args.verb].error(f"unrecognized arguments: {' '.join(others)}")
+    return args
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
+    return _parsers()[0]
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, _Parser]]:
+    made: dict[str, _Parser] = {}
     top = _Parser(prog="thor-dflash", description=thor_dflash.__doc__, allow_abbrev=False)
     top.add_argument(
         "--version", action="version", version=f"thor-dflash {thor_dflash.__version__}"
@@ -77,7 +116,7 @@ def parser() -> argparse.ArgumentParser:
         ("gateway", _gateway, "gateway", "OpenAI's HTTP in front of plan servers"),
         ("keygen", _keygen, "", "keys for an encrypted server"),
     ):
-        sub = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
+        sub = made[name] = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
         sub.register("action", None, _Once)
         add(sub)
         reads = sections.split()
@@ -87,7 +126,7 @@ def parser() -> argparse.ArgumentParser:
             "-s", "--set", action="append", default=[], metavar="a.b=value",
             help=f"change one key; this verb reads {listed(reads)}",
         )  # fmt: skip
-    return top
+    return top, made
 
 
 def _build(sub: argparse.ArgumentParser) -> None:

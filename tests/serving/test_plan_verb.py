@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from thor_dflash import cli
+from thor_dflash import cli, options
 from thor_dflash.config import Config
 from thor_dflash.errors import ConfigError
 from thor_dflash.progress import Lines
@@ -23,7 +23,7 @@ from thor_dflash.verbs import plan
 
 def ask(*args: str) -> None:
     """The verb as on a terminal: with --json, too, it says how far it is."""
-    plan.run(cli.parser().parse_args(["plan", *args]), Config(), Lines(sys.stderr))
+    plan.run(options.parser().parse_args(["plan", *args]), Config(), Lines(sys.stderr))
 
 
 @pytest.mark.parametrize("form", [[], ["--json"]], ids=str)
@@ -47,7 +47,7 @@ def test_the_wait_is_over_before_the_first_word(house: Any, capsys: Any) -> None
     waiting.callback(lambda: before.append(capsys.readouterr().out))
     progress: Any = SimpleNamespace(task=lambda label: waiting)
     args = ["plan", "Bring it.", "--server", house.mock().endpoints[0]]
-    plan.run(cli.parser().parse_args(args), Config(), progress)
+    plan.run(options.parser().parse_args(args), Config(), progress)
     assert before == [""]
     assert PLAN in capsys.readouterr().out
 
