@@ -136,15 +136,24 @@ def read(codec: Codec, body: bytes, head: Head) -> wire.Request:
     Raises:
         PlanError: bad_request or unsupported_version.
     """
-    if type(head.v) is not int or head.v != wire.VERSION:
-        text = f"v must be {wire.VERSION} (got {_shown(head.v)})"
-        raise PlanError("unsupported_version", text, field="v")
+    check_version(head.v)
     kind = OPERATIONS.get(head.op) if isinstance(head.op, str) else None
     if kind is None:
         known = nearest(head.op[:40] if isinstance(head.op, str) else "", OPERATIONS)
         text = f"op must be an operation (got {_shown(head.op)}; {known})"
         raise PlanError("bad_request", text, field="op")
     return _typed(codec, body, kind)
+
+
+def check_version(v: object) -> None:
+    """Refuse a request of another version.
+
+    Raises:
+        PlanError: unsupported_version.
+    """
+    if type(v) is not int or v != wire.VERSION:
+        text = f"v must be {wire.VERSION} (got {_shown(v)})"
+        raise PlanError("unsupported_version", text, field="v")
 
 
 def _typed(codec: Codec, body: bytes, kind: type[wire.Request]) -> wire.Request:
@@ -155,7 +164,13 @@ def _typed(codec: Codec, body: bytes, kind: type[wire.Request]) -> wire.Request:
             raise
     # The slow way, for those who send fields of their own.
     table = codec.decode(body, dict[str, Any])
-    return convert({k: v for k, v in table.items() if not k.startswith("x_")}, kind)
+    return convert(ours(table), kind)
+
+
+def ours(table: dict[str, Any]) -> dict[str, Any]:
+    """A request less the fields that are its sender's own."""
+    # A key of msgpack may be anything; `convert` says so.
+    return {k: v for k, v in table.items() if not str(k).startswith("x_")}
 
 
 def convert(table: dict[str, Any], kind: type[wire.Request]) -> wire.Request:

@@ -29,7 +29,7 @@ def read(body_codec: Codec, body: bytes, head: Head) -> wire.Request:
     """The request in a body.
 
     Raises:
-        PlanError: bad_request.
+        PlanError: bad_request or unsupported_version.
     """
     kind = codec.OPERATIONS.get(head.endpoint)
     if kind is None:
@@ -41,7 +41,10 @@ def read(body_codec: Codec, body: bytes, head: Head) -> wire.Request:
     data: Any = {} if table.get("data") is None else table["data"]
     if not isinstance(data, dict):
         raise PlanError("bad_request", "data must be a map", field="data")
-    fields: dict[str, Any] = dict(data)  # pyright: ignore[reportUnknownArgumentType]
+    fields = codec.ours(data)  # pyright: ignore[reportUnknownArgumentType]
+    codec.check_version(fields.get("v", wire.VERSION))
+    if "op" in fields:
+        raise PlanError("bad_request", "op must be left out, endpoint says it", field="op")
     if fields.get("stream"):
         raise PlanError("bad_request", "stream must be of a DEALER client of TDP/1", field="stream")
     fields = {"id": uuid4().hex, **fields, "op": head.endpoint}

@@ -82,6 +82,20 @@ def test_what_there_is_not_is_an_error_and_the_server_stays(client: Any) -> None
     assert call(client, PING)["status"] == "ok"
 
 
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ({"v": 2}, "unsupported_version: v must be 1"),
+        ({"op": "plan"}, "bad_request: op must be left out, endpoint says it"),
+    ],
+)
+def test_its_data_are_fields_of_the_protocol(client: Any, data: dict[str, Any], says: str) -> None:
+    with pytest.raises(RuntimeError, match=says):
+        call(client, msgspec.msgpack.encode({"endpoint": "ping", "data": data}))
+    fine = {"endpoint": "ping", "data": {"v": 1, "x_robot": "arm"}}
+    assert call(client, msgspec.msgpack.encode(fine))["status"] == "ok"
+
+
 def test_it_gets_no_first_step_for_a_plan(client: Any) -> None:
     with pytest.raises(RuntimeError, match="stream must be of a DEALER client"):
         call(client, STREAM)
