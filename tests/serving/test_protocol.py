@@ -12,7 +12,9 @@ import msgspec
 import pytest
 from msgspec import structs
 
+from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving import codec, wire
+from thor_dflash.serving.hello import about
 from thor_dflash.serving.replies import CODES
 
 TEXT = (Path(__file__).parent.parent.parent / "docs/protocol.md").read_text()
@@ -98,6 +100,21 @@ def test_every_choice_of_a_plan_is_named(field: str, hint: type[msgspec.Struct])
     (row,) = (row for row in rows("5. `plan`") if words(row[0])[0] == field)
     text = row[1] + row[2] + ("same_session" if field == "preempt" else "")
     assert {word for word in want if word in text} == want
+
+
+def test_every_role_and_field_of_a_turn_is_named() -> None:
+    (row,) = (row for row in rows("5. `plan`") if "messages" in words(row[0]))
+    told = set(re.sub(r"\W", " ", " ".join(words(row[2]))).split())
+    assert told == choices(wire.Role) | names(wire.Message)
+
+
+def test_what_hello_cannot_tell_before_a_model_is_there_is_said() -> None:
+    hello = about(ServeConfig(), None)
+    (text,) = re.findall(r"^Before `ready`(.*?)\n\n", TEXT, re.M | re.S)
+    null = {name for name, value in hello["limits"].items() if value is None}
+    empty = {name for name in ("features", "prefixes") if not hello[name]}
+    assert set(words(text)) == null | empty | {"limits", "device.engine"}
+    assert hello["device"]["engine"] == ""
 
 
 def test_the_example_has_every_field_of_a_result() -> None:
