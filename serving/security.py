@@ -11,6 +11,7 @@ import stat
 import struct
 from contextlib import ExitStack
 from pathlib import Path
+from shlex import quote
 
 import zmq
 from zmq.utils import z85
@@ -100,7 +101,7 @@ def _private(path: Path) -> str:
         if mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise ConfigError(
                 f"{path} must be readable by its owner alone (got mode {stat.S_IMODE(mode):04o}); "
-                f"chmod 600 {path}"
+                f"chmod 600 {quote(str(path))}"
             )
         return path.read_text(encoding="ascii")
     except OSError as e:

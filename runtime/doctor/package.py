@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from shlex import quote
 
 from thor_dflash import manifest as package_manifest
 from thor_dflash import plan as package_plan
@@ -33,7 +34,7 @@ def read(path: Path) -> tuple[Manifest | None, Finding]:
         package_manifest.check_files(path, found)
     except PackageError as e:
         # What is only closed or linked needs to be looked at, not built again.
-        remedy = "thor-dflash build --help" if REBUILD in str(e) else f"ls -lR {path}"
+        remedy = "thor-dflash build --help" if REBUILD in str(e) else f"ls -lR {quote(str(path))}"
         return None, Finding("package", "wrong", str(e), remedy)
     size = sum(entry.bytes for entry in found.files.values())
     text = (

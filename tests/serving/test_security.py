@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import socket
 import stat
 import time
@@ -94,6 +95,19 @@ def test_keys_are_for_their_owner(tmp_path: Path, capsys: Any) -> None:
     (keys / "server.secret").chmod(0o644)
     with pytest.raises(ConfigError, match="chmod 600"):
         security.secret_key(keys / "server.secret")
+
+
+def test_commands_that_are_told_can_be_pasted(tmp_path: Path, capsys: Any) -> None:
+    keys = tmp_path / "the robot's keys"
+    assert cli.main(["keygen", str(keys)]) == 0
+    server = capsys.readouterr().out.splitlines()[0]
+    words = shlex.split(server.removeprefix("server: "))
+    assert words[words.index("--curve") + 1] == str(keys)
+    (keys / "server.secret").chmod(0o644)
+    with pytest.raises(ConfigError) as caught:
+        security.secret_key(keys / "server.secret")
+    command = str(caught.value).partition("; ")[2]
+    assert shlex.split(command) == ["chmod", "600", str(keys / "server.secret")]
 
 
 KEYS = ("server.secret", "server.public", "client.secret", "client.public", "clients/client.public")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from shlex import quote
 
 from thor_dflash.config import Config
 from thor_dflash.progress import Progress
@@ -17,7 +18,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
 
     security.keygen(args.directory)
     d = args.directory
-    print(f"server: thor-dflash serve --curve {d} --bind tcp://0.0.0.0:5571 ...")
+    print(f"server: thor-dflash serve --curve {quote(str(d))} --bind tcp://0.0.0.0:5571 ...")
     print(f"client: copy {d}/client.secret, {d}/client.public and {d}/server.public, then")
     print('        RemotePlanner("tcp://SERVER:5571", Options(keys="DIRECTORY"))')
     print(f"further clients: put their .public files into {d}/clients")
