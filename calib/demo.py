@@ -155,7 +155,7 @@ def _plan(text: str, verdict: Verdict) -> Panel:
         return Panel(Group(Styled(text), state), title="answer", border_style=colour)
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("#", "skill", "arguments", "on failure"):
-        table.add_column(name)
+        table.add_column(name, overflow="fold")
     for step in steps:
         arguments = ", ".join(f"{key}={value}" for key, value in step["args"].items())
         table.add_row(str(step["id"]), Styled(step["skill"], style="cyan"), arguments,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich.console import Console
 from samples import MANIFEST
 
 from thor_dflash.calib import demo
+from thor_dflash.calib.planbench.judge import Verdict
 from thor_dflash.progress import Lines
 
 
@@ -60,3 +62,13 @@ def test_a_reader_that_leaves_is_for_the_command_line_to_tell(
     monkeypatch.setattr("sys.stdout", Gone())
     with pytest.raises(BrokenPipeError):
         demo.run(demo.Config(), Lines(io.StringIO()))
+
+
+def test_a_narrow_terminal_shows_every_letter_of_a_plan() -> None:
+    args = {"object": "stylus_green", "on": "table"}
+    step = {"id": 1, "skill": "pick", "args": args, "on_fail": "retry"}
+    plan = {"goal": "x", "steps": [step], "needs_clarification": None}
+    console = Console(file=io.StringIO(), width=40)
+    with console.capture() as shown:
+        console.print(demo._plan(json.dumps(plan), Verdict(True, "")))
+    assert all(part in shown.get() for part in ("object=stylu ", "s_green,", "on=table"))
