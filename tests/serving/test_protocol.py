@@ -126,6 +126,11 @@ def test_the_example_has_every_field_of_a_result() -> None:
     assert example["spec"].keys() == names(wire.Spec)
 
 
+def test_every_number_of_speculation_is_explained() -> None:
+    text = re.sub(r"```json.*?```", "", part("6."), flags=re.S)
+    assert set(words(text)) >= names(wire.Spec)
+
+
 def test_every_word_a_result_may_hold() -> None:
     hints = typing.get_type_hints(wire.Result)
     assert said("finish_reason", ":") - {"max_tokens"} == choices(wire.Finish) - {
