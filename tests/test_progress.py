@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from thor_dflash.progress import Bars, Lines, Silent, amount, choose
+from thor_dflash.progress import Bars, Lines, Silent, amount, choose, say
 
 
 class Clock:
@@ -110,3 +110,22 @@ def test_choice() -> None:
 )
 def test_amounts(n: int, unit: str, text: str) -> None:
     assert amount(n, unit) == text
+
+
+class Interrupted(io.StringIO):
+    """Ctrl-C comes while the first line is written."""
+
+    def write(self, text: str) -> int:
+        first = not self.getvalue()
+        super().write(text)
+        if first:
+            raise KeyboardInterrupt
+        return len(text)
+
+
+def test_a_line_that_is_interrupted_stays_a_line() -> None:
+    stream = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        say(stream, "examining")
+    say(stream, "interrupted")
+    assert stream.getvalue() == "examining\ninterrupted\n"

@@ -62,7 +62,8 @@ def say(stream: TextIO, text: str) -> None:
     to end the work, nor to end it otherwise.
     """
     with suppress(OSError):
-        print(text, file=stream, flush=True)
+        # In one write: Ctrl-C between a text and its end would put the next line behind it.
+        print(f"{text}\n", end="", file=stream, flush=True)
 
 
 class Silent:
