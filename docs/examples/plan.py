@@ -25,4 +25,7 @@ def main(endpoint: str, prompt: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:3]))
+    if len(sys.argv) != 3:
+        print("usage: plan.py ENDPOINT TEXT", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(main(*sys.argv[1:]))

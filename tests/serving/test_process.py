@@ -25,6 +25,9 @@ from thor_dflash.verbs.serve import Log
 
 EXAMPLES = Path(__file__).parent.parent.parent / "docs/examples"
 RUN = "import sys; from thor_dflash.cli import main; sys.exit(main())"
+SCRIPT = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+PYTHON_EXAMPLE = (sys.executable, "-c", SCRIPT, EXAMPLES / "plan.py")
+"""As `python plan.py` runs it, with the package of this checkout."""
 HEADERS = [Path("/usr/include", name) for name in ("zmq.hpp", "zmq_addon.hpp", "nlohmann/json.hpp")]
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -234,11 +237,14 @@ def run_example(command: list[Any]) -> list[str]:
 
 def test_the_python_example(start: Start, tmp_path: Path) -> None:
     start()
-    # As `python plan.py` runs it, with the package of this checkout.
-    script = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
-    example = [sys.executable, "-c", script, EXAMPLES / "plan.py"]
-    lines = run_example([*example, f"ipc://{tmp_path}/plan", "x"])
+    lines = run_example([*PYTHON_EXAMPLE, f"ipc://{tmp_path}/plan", "x"])
     assert [line.split()[0] for line in lines] == ["step", "step", "step", "done"]
+
+
+@pytest.mark.parametrize("args", [(), ("ipc:///x",), ("ipc:///x", "Bring", "it.")])
+def test_the_python_example_says_how_it_is_called(args: tuple[str, ...]) -> None:
+    done = subprocess.run([*PYTHON_EXAMPLE, *args], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (2, "usage: plan.py ENDPOINT TEXT\n")
 
 
 @pytest.mark.skipif(
