@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Literal, TypeVar, cast
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from thor_dflash.errors import PlanError
 from thor_dflash.records import WORDS, nearest, show
@@ -70,7 +71,7 @@ class Codec:
                 return msgspec.json.decode(body, type=kind)
             return msgspec.msgpack.decode(body, type=kind)
         except msgspec.ValidationError as e:
-            raise _explain(e, lambda: self.decode(body, dict[str, Any])) from e
+            raise _explain(e, kind, lambda: self.decode(body, dict[str, Any])) from e
         except (msgspec.DecodeError, ValueError, OverflowError) as e:
             if self.name == "json" and (torn := _torn(body)) is not None:
                 raise torn from e
@@ -182,17 +183,20 @@ def convert(table: dict[str, Any], kind: type[wire.Request]) -> wire.Request:
     try:
         return msgspec.convert(table, kind)
     except msgspec.ValidationError as e:
-        raise _explain(e, lambda: table) from e
+        raise _explain(e, kind, lambda: table) from e
 
 
-def _explain(error: msgspec.ValidationError, source: Callable[[], dict[str, Any]]) -> PlanError:
+def _explain(
+    error: msgspec.ValidationError, kind: type, source: Callable[[], dict[str, Any]]
+) -> PlanError:
     """msgspec's complaint in the words of the house, with the field it is about."""
     what, _, where = str(error).partition(" - at `")
     key = where.startswith("key` in `")
     path = where.rstrip("`").removeprefix("key` in `").lstrip("$.")
     if unknown := re.search(r"unknown field `(.*)`", what, re.DOTALL):
         name = ".".join(part for part in (path, unknown[1][:NAME]) if part)
-        return PlanError("bad_request", f"{name} {UNKNOWN}", field=name)
+        like = "" if path else _like(name, kind)
+        return PlanError("bad_request", f"{name} {UNKNOWN}{like}", field=name)
     if missing := re.search(r"required field `(.*)`", what):
         name = ".".join(part for part in (path, missing[1]) if part)
         return PlanError("bad_request", f"{name} must be present (got nothing)", field=name)
@@ -205,6 +209,15 @@ def _explain(error: msgspec.ValidationError, source: Callable[[], dict[str, Any]
     named = path[:1] not in ("", "[")
     text = f"{(path if named else 'body' + path)[:100]} must be {rule} (got {got or 'another'})"
     return PlanError("bad_request", text, field=path if named else None)
+
+
+def _like(name: str, kind: type) -> str:
+    """The field of a message that was meant, if there is one like it."""
+    if name.startswith("x_"):  # no mistake: every request with one comes by here
+        return ""
+    known = [field.encode_name for field in structs.fields(kind)]
+    near = get_close_matches(name, known, n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def _rule(what: str) -> tuple[str, str]:

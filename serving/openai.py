@@ -126,7 +126,7 @@ def _plain(e: PlanError) -> PlanError:
     """The same for a reader of OpenAI's documents, who knows neither TDP/1 nor its page."""
     name = e.field or ""
     rule = SUPPORTED.get(re.sub(r"\[.*?\]", "", name))
-    if e.message.endswith(codec.UNKNOWN):
+    if codec.UNKNOWN in e.message:
         rule = MISPLACED.get(name, "left out: the gateway does not do it")
     if rule is None:
         return e

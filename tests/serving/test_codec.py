@@ -97,6 +97,8 @@ def test_what_is_not_understood_is_refused_by_name(change: dict[str, Any], field
         ({"messages": [{"role": "robot"}]}, "messages[0].role must be one of the words of docs"),
         ({"json_schema": [{"a": 1}]}, 'json_schema must be an object or null (got [{"a": 1}])'),
         ({"op": "pland"}, 'op must be an operation (got "pland"; did you mean plan?)'),
+        ({"max_token": 4}, "max_token must be a field of TDP/1 (did you mean max_tokens?)"),
+        ({"retrun": ["plan"]}, "retrun must be a field of TDP/1 (did you mean return?)"),
         ({"v": "1"}, 'v must be 1 (got "1")'),
         ({"messages": []}, "prompt or messages must be given, and one of them only (got both)"),
         ({"prompt": None}, "prompt or messages must be given, and one of them only (got neither)"),
@@ -110,6 +112,12 @@ def test_a_refusal_says_what_must_be_and_what_there_was(
     error = refused(encoding.encode({**PLAN, **change}))
     assert error.message.startswith(message)
     assert error.message.endswith(")")
+
+
+def test_a_field_like_no_other_is_refused_without_a_guess() -> None:
+    for change in ({"qqq": 1}, {"messages": [{"role": "user", "content": "x", "contnt": "x"}]}):
+        error = refused(JSON.encode({**PLAN, "prompt": None, **change}))
+        assert error.message == f"{error.field} must be a field of TDP/1"
 
 
 BEGUN = b'{"op":"plan","id":"a","prompt":"x",'
