@@ -89,7 +89,10 @@ class Desk:
         envelope, rest = letter.frames[:split], letter.frames[split:]
         peer, head = Peer(envelope, JSON, fd=letter.fd), Head(id=None)
         try:
-            if len(rest) != 1 or split > ENVELOPE:
+            if split > ENVELOPE:
+                text = f"a message must have <= {ENVELOPE} frames before its body (got {split})"
+                raise PlanError("bad_request", text)
+            if len(rest) != 1:
                 raise PlanError("bad_request", f"a message must have one body (got {len(rest)})")
             peer = dataclasses.replace(peer, codec=codec.codec_of(rest[0]))
             head = codec.head_of(peer.codec, rest[0])

@@ -85,6 +85,15 @@ def test_every_kind_of_client_is_answered_in_its_own_way(house: Any) -> None:
     assert dealer.receive()["code"] == "bad_request"
 
 
+@pytest.mark.parametrize(("hops", "fine"), [(6, True), (7, False)])
+def test_a_chain_of_proxies_has_an_end_that_is_told(house: Any, hops: int, fine: bool) -> None:
+    peer = house.peer(house.mock())
+    peer.socket.send_multipart([*[b"hop"] * hops, b"", b'{"op":"ping","id":"1"}'])
+    reply = msgspec.json.decode(peer.socket.recv_multipart()[-1])
+    wrong = "a message must have <= 8 frames before its body (got 9)"
+    assert reply.get("message") == ("Server is running" if fine else wrong)
+
+
 def test_errors_name_the_request_and_hold_no_traceback(house: Any) -> None:
     peer = house.peer(house.mock())
     for fields in ({"op": "plan", "promt": "x"}, {"op": "nothing"}, {"v": 9, "op": "ping"}):
