@@ -8,7 +8,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 from thor_dflash import cli, options
-from thor_dflash.config import BuildConfig, keys
+from thor_dflash.config import BuildConfig, keys, load
 from thor_dflash.manifest import MAGIC
 
 VERBS = {
@@ -259,3 +259,13 @@ def test_an_option_that_would_mean_nothing_is_refused(
     capsys: pytest.CaptureFixture[str], line: str, message: str
 ) -> None:
     assert refused(capsys, *line.split()).startswith(message)
+
+
+@pytest.mark.parametrize(
+    "name", ["2026", "true", "[a]", "'it is'", "a=b", "back\\slash", "ü \udcff"]
+)
+def test_an_option_that_is_a_text_is_that_text(name: str) -> None:
+    """A directory may have any name, also one that is a number in TOML."""
+    words = ["serve", "--mock", "--events", name, "--prefix-dir", name, "--bind", f"ipc://{name}"]
+    settings = load(None, cli.overrides(options.parse(words))).serve
+    assert (settings.events, settings.prefix_dir, settings.bind) == (name, name, (f"ipc://{name}",))

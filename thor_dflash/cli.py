@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import signal
 import sys
@@ -164,7 +165,9 @@ def overrides(args: argparse.Namespace) -> tuple[str, ...]:
     Raises:
         ConfigError: a key is given twice, or both ways.
     """
-    given = _set(args)
+    from thor_dflash import config
+
+    given, texts = _set(args), config.texts()
     for key in given:
         if given.count(key) > 1:
             raise ConfigError(f"{key} must be given once (got --set {given.count(key)} times)")
@@ -174,7 +177,9 @@ def overrides(args: argparse.Namespace) -> tuple[str, ...]:
             continue
         if key in given:
             raise ConfigError(f"{key} must be given once (got an option and --set)")
-        items.append(f"{key}={value}")
+        # As TOML says it: a directory may have a name that is a number there, or a list.
+        literal = key in texts or isinstance(value, list)
+        items.append(f"{key}={json.dumps(value, ensure_ascii=False) if literal else value}")
     return (*args.set, *items)
 
 

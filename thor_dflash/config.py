@@ -344,12 +344,17 @@ def _parse(text: str) -> object:
 
 def keys() -> tuple[str, ...]:
     """Every dotted key there is."""
-    return tuple(_keys(Config, ""))
+    return tuple(key for key, _ in _hints(Config, ""))
 
 
-def _keys(cls: Any, prefix: str) -> Iterator[str]:
+def texts() -> frozenset[str]:
+    """Those of them whose value is any text, a path, say."""
+    return frozenset(key for key, hint in _hints(Config, "") if hint is str)
+
+
+def _hints(cls: Any, prefix: str) -> Iterator[tuple[str, object]]:
     for name, hint in typing.get_type_hints(cls).items():
         if dataclasses.is_dataclass(hint):
-            yield from _keys(hint, f"{prefix}{name}.")
+            yield from _hints(hint, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}"
+            yield f"{prefix}{name}", hint
