@@ -199,8 +199,11 @@ def _prepare(backend: Backend, job: Job) -> Prepared:
 
 def be_polite() -> None:
     """Let other threads of the machine go first, this one and those that it makes."""
+    thread = threading.get_native_id()
     with suppress(OSError):  # not every system has priorities of threads
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), POLITE)
+        # Who was begun with more of it keeps it: root could take it back.
+        nice = max(POLITE, os.getpriority(os.PRIO_PROCESS, thread))
+        os.setpriority(os.PRIO_PROCESS, thread, nice)
 
 
 def engine(

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 
+from thor_dflash.errors import Code, PlanError
 from thor_dflash.serve_config import ServeConfig
-from thor_dflash.serving.desk import Desk, Hands
+from thor_dflash.serving.desk import ENVELOPE, Desk, Hands
 from thor_dflash.serving.door import Letter
 from thor_dflash.serving.events import Events
 from thor_dflash.serving.life import Life
 from thor_dflash.serving.mock import MockBackend
 from thor_dflash.serving.schedule import Job
-from thor_dflash.serving.work import Checked
+from thor_dflash.serving.wire import Chunk
+from thor_dflash.serving.work import Checked, Ended, Said
 
 BACKEND = MockBackend(ServeConfig())
 
@@ -25,9 +29,11 @@ class Door:
     def __init__(self) -> None:
         self.gone = False
         self.sent: list[dict[str, Any]] = []
+        self.droppable: list[bool] = []
 
     def send(self, envelope: object, body: bytes, *, droppable: bool) -> str:
         self.sent.append(msgspec.json.decode(body))
+        self.droppable.append(droppable)
         return "gone" if self.gone else "sent"
 
 
@@ -112,3 +118,42 @@ def test_a_refusal_names_a_request_without_an_id_as_its_answer_would(
     desk.letter(Letter((b"peer", b"", body), 7))
     (reply,) = door.sent
     assert (reply["type"], reply["id"]) == ("error", id)
+
+
+@pytest.mark.parametrize(("hops", "answer"), [(ENVELOPE - 1, "result"), (ENVELOPE, "error")])
+def test_as_many_hops_as_may_be_are_answered_and_no_more(
+    desk: Desk, door: Door, hops: int, answer: str
+) -> None:
+    envelope = (*(b"hop%d" % i for i in range(hops)), b"")
+    desk.letter(Letter((*envelope, b'{"op":"ping","id":"p"}'), 7))
+    assert [reply["type"] for reply in door.sent] == [answer]
+
+
+def test_a_slow_reader_may_lose_words_and_no_step(desk: Desk, door: Door) -> None:
+    job = asked(desk, "a")
+    checked(desk, job)
+    for kind in ("progress", "thinking", "text", "step"):
+        desk.posted(Said(job, Chunk(kind=kind)))  # type: ignore[arg-type]
+    assert door.droppable == [True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("code", "told"), [("engine_fault", True), ("internal", True), ("deadline", False)]
+)
+def test_health_tells_the_last_fault_of_a_plan_and_no_refusal(
+    desk: Desk, life: Life, code: Code, told: bool
+) -> None:
+    job = asked(desk, "a")
+    checked(desk, job)
+    desk.posted(Ended(job, PlanError(code, "what happened")))
+    assert life.health(0, 0)["error"] == ("what happened" if told else None)
+
+
+def test_a_deadline_is_judged_by_what_its_check_has_left_of_it(desk: Desk, door: Door) -> None:
+    job = asked(desk, "a", deadline_ms=60_000)
+    job.arrived -= 59.0
+    job.deadline = time.monotonic() + 1.0
+    request: Any = job.request
+    prepared = replace(BACKEND.prepare(request, None), min_ms=30_000.0)
+    desk.posted(Checked(job, prepared))
+    assert [reply["code"] for reply in door.sent] == ["deadline_infeasible"]

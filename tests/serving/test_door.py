@@ -87,6 +87,20 @@ def test_a_reader_that_takes_nothing_is_given_up(
     assert not door.holding
 
 
+def test_a_reader_that_takes_some_is_waited_for(
+    door: Door, reader: zmq.Socket[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    envelope = meet(door, reader)
+    fill(door, envelope)
+    for _ in range(2):
+        assert door.send(envelope, b"result") == "held"
+    begun, takes = time.monotonic(), [True, False, False]
+    monkeypatch.setattr(door, "_send", lambda message: "sent" if takes.pop(0) else "held")
+    late = 0.8 * door_module.PATIENCE_S
+    assert door.retry(begun + late) == []
+    assert door.retry(begun + 2 * late) == [], "it took one since"
+
+
 def test_a_reader_cannot_make_the_server_hold_without_end(
     door: Door, reader: zmq.Socket[bytes]
 ) -> None:
@@ -120,6 +134,15 @@ def test_last_words_are_heard_together_with_the_parting(door: Door) -> None:
         *_, letter, left = hear(door, 2)
         assert isinstance(letter, Letter)
         assert left == Left(letter.fd)
+
+
+def test_who_comes_by_the_number_of_a_closed_connection_has_not_left(
+    door: Door, reader: zmq.Socket[bytes]
+) -> None:
+    door._gone.update(range(1 << 12))
+    reader.send_multipart([b"", b"{}"])
+    (letter,) = hear(door, 1)
+    assert isinstance(letter, Letter)
 
 
 def test_a_bell_wakes_and_does_not_ring_on(door: Door) -> None:

@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 from scheduling import accept, job, queue, run
 
 from thor_dflash.errors import PlanError
-from thor_dflash.serving import schedule
-from thor_dflash.serving.schedule import Schedule
+from thor_dflash.serving import codec, schedule, wire
+from thor_dflash.serving.codec import JSON
+from thor_dflash.serving.schedule import Peer, Schedule, job_of
 
 
 def test_the_most_urgent_first_then_the_oldest() -> None:
@@ -21,6 +22,27 @@ def test_the_most_urgent_first_then_the_oldest() -> None:
         assert run(books) is None, "one at a time"
         assert books.leave(running)
     assert order == ["b", "c", "a", "d"]
+
+
+def test_a_prefix_takes_its_turn_as_a_plan_that_names_no_priority() -> None:
+    books = Schedule(8)
+    put = job_of(Peer((b"p", b""), JSON), wire.PrefixPut(id="put", prefix_id="x", system="x"), 0.0)
+    for one in (job("a", priority=4), put, job("b"), job("c", priority=6)):
+        books.arrive(one, 1.0)
+        accept(books, one)
+    order: list[str | None] = []
+    while id := run(books):
+        order.append(id)
+        assert books.running
+        assert books.leave(books.running)
+    assert order == ["c", "put", "b", "a"]
+
+
+def test_no_name_of_a_session_is_that_of_a_peer_without_one() -> None:
+    unnamed = job_of(Peer((b"p", b""), JSON), wire.Ask(id="a", prompt="x"), 0.0).session
+    ask = {"op": "plan", "id": "b", "prompt": "x", "session": unnamed}
+    with pytest.raises(PlanError, match="session"):
+        codec.convert(ask, wire.Ask)
 
 
 def test_waiting_makes_nobody_more_urgent() -> None:

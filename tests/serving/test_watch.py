@@ -70,6 +70,13 @@ def test_what_happens_is_written_down_and_prompts_are_not(house: Any, tmp_path: 
     assert "secret" not in path.read_text()
 
 
+@pytest.mark.parametrize("wanted", [False, True])
+def test_prompts_are_logged_where_somebody_wants_them(house: Any, wanted: bool) -> None:
+    peer = house.peer(house.mock(log_prompts=wanted))
+    assert peer.ask(**SMALL, id="a")["status"] == "ok"
+    assert ("a: the secret word" in house.log) == wanted
+
+
 def test_what_is_refused_at_the_door_is_written_down_too(house: Any, tmp_path: Path) -> None:
     path = tmp_path / "events"
     peer = house.peer(house.mock(events=str(path)))

@@ -1,0 +1,78 @@
+"""The engine's thread alone: how it runs, and why a plan of it ends."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from thor_dflash.errors import PlanError
+from thor_dflash.serve_config import ServeConfig
+from thor_dflash.serving import wire
+from thor_dflash.serving.backend import Backend
+from thor_dflash.serving.codec import JSON
+from thor_dflash.serving.mock import MockBackend
+from thor_dflash.serving.schedule import Job, Peer
+from thor_dflash.serving.work import POLITE, Ended, Post, Pulse, engine
+
+
+def ran(backend: Any, *jobs: Job, load: Any = None) -> list[Post]:
+    """What an engine's thread posts of some jobs."""
+    inbox, posts = SimpleQueue[Job | None](), list[Post]()
+    for job in (*jobs, None):
+        inbox.put(job)
+    work = (load or (lambda: backend), inbox, posts.append, Pulse(), lambda text: None)
+    thread = threading.Thread(target=engine, args=work)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    return posts
+
+
+@pytest.mark.parametrize("stop", ["cancelled", "preempted"])
+def test_who_was_stopped_is_told_so_though_the_deadline_has_passed_since(stop: Any) -> None:
+    backend, ask = MockBackend(ServeConfig()), wire.Ask(id="a", prompt="x")
+    job = Job(
+        request=ask,
+        peer=Peer((b"peer",), JSON),
+        session="s",
+        arrived=time.monotonic() - 2.0,
+        deadline=time.monotonic() - 1.0,
+        state="running",
+        prepared=backend.prepare(ask, None),
+        stop=stop,
+    )
+    (outcome,) = [post.outcome for post in ran(backend, job) if isinstance(post, Ended)]
+    assert isinstance(outcome, PlanError)
+    assert outcome.code == stop
+
+
+@pytest.mark.parametrize("begun", [0, POLITE + 2])
+def test_the_engine_lets_other_threads_go_first(begun: int) -> None:
+    """From before it loads: the threads that an engine makes are as polite as their maker."""
+    told: list[int] = []
+
+    def nice() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    def load() -> Backend:
+        told.append(nice())
+        return MockBackend(ServeConfig())
+
+    def begin() -> None:
+        least = max(nice(), begun)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), least)
+        told.append(max(least, POLITE))
+        ran(None, load=load)
+
+    before = nice()
+    thread = threading.Thread(target=begin)
+    thread.start()
+    thread.join(20)
+    assert len(told) == 2
+    assert told[0] == told[1]
+    assert nice() == before, "and nobody else is slowed down"
