@@ -68,6 +68,7 @@ def test_a_laptop_without_a_gpu_is_not_ill() -> None:
     assert "no driver" in report.engines["cuda"]
     assert found(report, "cuda driver").remedy == ""
     assert "sm_110" in found(report, "nvrtc").text
+    assert found(report, "memory").text == "24.6 GB available of 32.8"
 
 
 def test_an_h100_lacks_nothing_but_tensorrt() -> None:
@@ -105,6 +106,9 @@ def test_an_h100_lacks_nothing_but_tensorrt() -> None:
          "warn", "must compile", "pip install --upgrade 'thor-dflash[cuda]'"),
         (replace(H100, compiler=Nvrtc(error="cuModuleLoadData must succeed", version="13.2")),
          "nvrtc", "warn", "must succeed", "pip install 'nvidia-cuda-nvrtc==13.0.*'"),
+        (replace(H100, compiler=Nvrtc(error="cuModuleLoadData must succeed", version="13.10"),
+                 gpu=replace(H100.gpu, driver=13020)),
+         "nvrtc", "warn", "must succeed", "pip install 'nvidia-cuda-nvrtc==13.2.*'"),
         (replace(THOR, trt=TensorRT(bindings="10.16.2.1", library=101303)), "tensorrt", "wrong",
          "libnvinfer 10.13.3: they must be of one version", "--system-site-packages"),
         (replace(THOR, trt=TensorRT(bindings="11.4.0.1", library=110400)), "tensorrt", "warn",
@@ -122,6 +126,8 @@ def test_an_h100_lacks_nothing_but_tensorrt() -> None:
         (replace(THOR, commands={}), "power mode", "warn", "nvpmodel -q said", "sudo nvpmodel -q"),
         (replace(THOR, files={**THOR.files, **devfreq("gpu-gpc-0", 306, 306, 1575)}),
          "GPU clock", "warn", "306 MHz of 1575, free to fall to 306", "sudo jetson_clocks"),
+        (replace(THOR, files={**THOR.files, **devfreq("gpu-gpc-0", 306, 1575, 1575)}),
+         "GPU clock", "warn", "1575 MHz of 1575, free to fall to 306", "sudo jetson_clocks"),
         (replace(LAPTOP, room=-1), "cubins", "warn", "cannot be written", "engine.cubins=DIR"),
         (replace(LAPTOP, room=1), "cubins", "warn", "268 MB are needed", "df -h"),
         (replace(LAPTOP, files={}), "memory", "warn", "does not say", ""),

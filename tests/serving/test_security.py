@@ -92,9 +92,10 @@ def test_keys_are_for_their_owner(tmp_path: Path, capsys: Any) -> None:
         mode = stat.S_IMODE(path.stat().st_mode)
         assert mode == (0o700 if path.is_dir() else 0o600), path
     assert cli.main(["keygen", str(keys)]) == 2, "never over keys that are in use"
-    (keys / "server.secret").chmod(0o644)
-    with pytest.raises(ConfigError, match="chmod 600"):
-        security.secret_key(keys / "server.secret")
+    for mode in (0o644, 0o640, 0o604, 0o620):
+        (keys / "server.secret").chmod(mode)
+        with pytest.raises(ConfigError, match=f"got mode {mode:04o}.; chmod 600"):
+            security.secret_key(keys / "server.secret")
 
 
 def test_commands_that_are_told_can_be_pasted(tmp_path: Path, capsys: Any) -> None:

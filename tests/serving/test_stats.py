@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from thor_dflash.serving import wire
-from thor_dflash.serving.stats import KEPT, Stats
+from thor_dflash.serving.stats import KEPT, SHOWN, Stats
 
 
 def test_percentiles_are_plans_that_were() -> None:
@@ -32,3 +32,12 @@ def test_speculation_is_summed() -> None:
         "accepted_per_position": [5, 1, 1],
     }  # fmt: skip
     assert stats.show()["finished"] == {"stop": 3}
+
+
+def test_the_newest_plans_are_shown() -> None:
+    stats = Stats()
+    for number in range(SHOWN + 3):
+        times = wire.Timings(queue_ms=number)
+        stats.result(wire.Result(finish_reason="stop", timings=times))
+    shown = [plan["queue_ms"] for plan in stats.show()["last"]]
+    assert shown == list(range(3, SHOWN + 3))
