@@ -10,6 +10,8 @@ from thor_dflash.serving.mock import MockBackend
 from thor_dflash.serving.outcome import Decoded, result
 
 SCHEMA = {"type": "object", "required": ["goal"]}
+STEP = '{"goal": "tidy", "steps": [{"id": 1, "skill": "wait", "args": {}}, {"id"'
+"""Stopped after a whole step."""
 
 
 def ended(finish: wire.Finish, text: str) -> wire.Result:
@@ -32,8 +34,8 @@ def ended(finish: wire.Finish, text: str) -> wire.Result:
     [
         ("stop", '{"goal": "tidy"}', "ok", True),
         ("stop", '{"aim": "tidy"}', "error", False),
-        ("length", '{"goal": "ti', "partial", True),
-        ("deadline", '{"goal": "tidy"', "partial", True),
+        ("length", '{"goal": "ti', "partial", False),
+        ("deadline", STEP, "partial", True),
         ("thinking_exhausted", "", "partial", False),
         ("grammar_dead_end", '{"goal": "tidy"}', "error", True),
         ("error", '{"goal": "tidy"}', "error", True),
