@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-import time
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,7 +24,6 @@ from thor_dflash.progress import Silent
 from thor_dflash.runtime.doctor import software
 from thor_dflash.runtime.doctor.examine import Report, examine
 from thor_dflash.runtime.doctor.facts import Cuda, Finding, Nvrtc, Output, TensorRT
-from thor_dflash.runtime.doctor.here import Here
 from thor_dflash.runtime.doctor.needs import needs, per_token
 from thor_dflash.runtime.doctor.package import fits
 from thor_dflash.runtime.doctor.package import plan as package_plan
@@ -124,8 +121,6 @@ def test_an_h100_lacks_nothing_but_tensorrt() -> None:
         (replace(THOR, commands={"nvpmodel -q": Output(0, "NV Power Mode: 70W\n2\n")}),
          "power mode", "warn", "70W", "sudo nvpmodel -m 0"),
         (replace(THOR, commands={}), "power mode", "warn", "nvpmodel -q said", "sudo nvpmodel -q"),
-        (replace(THOR, files={**THOR.files, **devfreq("gpu-gpc-0", 306, 306, 1575)}),
-         "GPU clock", "warn", "306 MHz of 1575, free to fall to 306", "sudo jetson_clocks"),
         (replace(THOR, files={**THOR.files, **devfreq("gpu-gpc-0", 306, 1575, 1575)}),
          "GPU clock", "warn", "1575 MHz of 1575, free to fall to 306", "sudo jetson_clocks"),
         (replace(LAPTOP, room=-1), "cubins", "warn", "cannot be written", "engine.cubins=DIR"),
@@ -338,9 +333,6 @@ def test_what_a_package_needs_is_wrong_where_it_is_missing(tmp_path: Path) -> No
     assert off(examined(bare, tmp_path))["extra ort"] == "wrong"
 
 
-# ---- this machine
-
-
 @pytest.mark.parametrize("room", [-1, 1])
 def test_room_for_kernels_is_wrong_where_a_package_has_any(tmp_path: Path, room: int) -> None:
     for engine, state in (("ort", "warn"), ("cuda", "wrong"), ("tensorrt", "wrong")):
@@ -349,41 +341,6 @@ def test_room_for_kernels_is_wrong_where_a_package_has_any(tmp_path: Path, room:
         report = examined(replace(THOR, room=room), tmp_path)
         assert found(report, "package").state == "ok"
         assert found(report, "cubins").state == state
-
-
-def test_here_answers_and_never_raises(tmp_path: Path) -> None:
-    here = Here()
-    assert here.version("numpy")
-    assert here.version("no-such-thing") == ""
-    assert here.text("no/such/file") == ""
-    assert here.run("no-such-command").code is None
-    assert here.run(sys.executable, "-c", "print('x'); raise SystemExit(3)") == Output(3, "x\n")
-    assert here.space(str(tmp_path / "new" / "folder")) > 0
-    assert here.space("~nobody-of-this-name/cubins") == -1
-    assert here.cuda().bindings or here.cuda().error
-    assert here.tensorrt().bindings or here.tensorrt().error
-
-
-def test_a_question_that_hangs_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    from thor_dflash.runtime.doctor import probe
-
-    monkeypatch.setattr(probe, "arguments", lambda *a: ["-c", "import time; time.sleep(60)"])
-    start = time.monotonic()
-    assert "no answer within 1 s" in Here(probe_seconds=1.0).cuda().error
-    assert time.monotonic() - start < 30
-
-
-def test_a_question_that_crashes_says_so_and_one_that_crashes_late_is_heard(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from thor_dflash.runtime.doctor import probe
-
-    crash = "import os, signal; print({!r}, flush=True); os.kill(os.getpid(), signal.SIGSEGV)"
-    monkeypatch.setattr(probe, "arguments", lambda *a: ["-c", crash.format("bang")])
-    assert "status -11 (bang)" in Here().tensorrt().error
-    said = json.dumps({"bindings": "10.13.3"})
-    monkeypatch.setattr(probe, "arguments", lambda *a: ["-c", crash.format(said)])
-    assert Here().tensorrt() == TensorRT(bindings="10.13.3")
 
 
 # ---- the verb

@@ -1,0 +1,45 @@
+"""What the doctor asks of this machine."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from thor_dflash.runtime.doctor import probe
+from thor_dflash.runtime.doctor.facts import Output, TensorRT
+from thor_dflash.runtime.doctor.here import Here
+
+
+def test_here_answers_and_never_raises(tmp_path: Path) -> None:
+    here = Here()
+    assert here.version("numpy")
+    assert here.version("no-such-thing") == ""
+    assert here.text("no/such/file") == ""
+    assert here.run("no-such-command").code is None
+    assert here.run(sys.executable, "-c", "print('x'); raise SystemExit(3)") == Output(3, "x\n")
+    assert here.space(str(tmp_path / "new" / "folder")) > 0
+    assert here.space("~nobody-of-this-name/cubins") == -1
+    assert here.cuda().bindings or here.cuda().error
+    assert here.tensorrt().bindings or here.tensorrt().error
+
+
+def test_a_question_that_hangs_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "arguments", lambda *a: ["-c", "import time; time.sleep(60)"])
+    start = time.monotonic()
+    assert "no answer within 1 s" in Here(probe_seconds=1.0).cuda().error
+    assert time.monotonic() - start < 30
+
+
+def test_a_question_that_crashes_says_so_and_one_that_crashes_late_is_heard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    crash = "import os, signal; print({!r}, flush=True); os.kill(os.getpid(), signal.SIGSEGV)"
+    monkeypatch.setattr(probe, "arguments", lambda *a: ["-c", crash.format("bang")])
+    assert "status -11 (bang)" in Here().tensorrt().error
+    said = json.dumps({"bindings": "10.13.3"})
+    monkeypatch.setattr(probe, "arguments", lambda *a: ["-c", crash.format(said)])
+    assert Here().tensorrt() == TensorRT(bindings="10.13.3")
