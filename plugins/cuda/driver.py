@@ -161,11 +161,17 @@ class Driver(Gate):
         self("cuInit", 0)
         self._handle = self("cuDeviceGet", index)
         self.info = self.describe(self._handle)
+        self.stream: Any = None
+        self.beside: Any = None
         self._context = self._create_context(self._handle)
-        self.enter()
         apart = self.cu.CUstream_flags.CU_STREAM_NON_BLOCKING.value
-        self.stream = self("cuStreamCreate", apart)
-        self.beside = self("cuStreamCreate", apart)
+        try:
+            self.enter()
+            self.stream = self("cuStreamCreate", apart)
+            self.beside = self("cuStreamCreate", apart)
+        except BaseException:
+            self.close()  # nobody else has it yet
+            raise
 
     def _create_context(self, handle: Any) -> Any:
         if self._shared:
@@ -203,8 +209,9 @@ class Driver(Gate):
         if context is not None:
             # A broken context cannot be asked to succeed.
             if self._shared:
-                self.cu.cuStreamDestroy(self.stream)
-                self.cu.cuStreamDestroy(self.beside)
+                for stream in (self.stream, self.beside):
+                    if stream is not None:
+                        self.cu.cuStreamDestroy(stream)
                 self.cu.cuDevicePrimaryCtxRelease(self._handle)
             else:
                 self.cu.cuCtxDestroy(context)

@@ -64,6 +64,8 @@ class Files:
 
         def load(piece: tuple[Path, int, int, int]) -> int:
             path, offset, size, address = piece
+            # Not when the thread begins: what goes wrong there, the pool says in its own words.
+            driver.enter()
             pinned = free.get()
             try:
                 _read(path, offset, pinned.bytes[:size])
@@ -75,7 +77,7 @@ class Files:
         pieces = list(self._pieces(weights, at))
         with (
             self._progress.task("loading weights", total, "bytes") as task,
-            ThreadPoolExecutor(READERS, initializer=driver.enter) as pool,
+            ThreadPoolExecutor(READERS) as pool,
         ):
             for size in pool.map(load, pieces):
                 task.advance(size)

@@ -1,0 +1,80 @@
+"""An engine that cannot be opened says why, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_cuda import OK, Fake, fake
+from nano import package
+
+from thor_dflash.config import EngineConfig
+from thor_dflash.errors import EngineError, EngineLost
+from thor_dflash.plugins.cuda.driver import Driver
+from thor_dflash.progress import Silent
+from thor_dflash.runtime.session import open_session
+
+CODES = {"CUDA_ERROR_OUT_OF_MEMORY": EngineError, "CUDA_ERROR_ILLEGAL_ADDRESS": EngineLost}
+
+
+def code(name: str) -> Any:
+    return type("Status", (int,), {"name": name})(2)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    made = fake(monkeypatch)
+    made.cuGetErrorString = lambda _: (OK, b"the driver's words")  # type: ignore[attr-defined]
+    return made
+
+
+def counted(patch: pytest.MonkeyPatch, device: Fake, name: str) -> list[str]:
+    """Calls of a function from now on."""
+    calls: list[str] = []
+    inner: Callable[..., Any] = getattr(device, name)
+
+    def call(*arguments: Any) -> Any:
+        calls.append(name)
+        return inner(*arguments)
+
+    patch.setattr(device, name, call)
+    return calls
+
+
+@pytest.mark.parametrize("status", CODES)
+@pytest.mark.parametrize(("name", "good"), [("cuCtxSetCurrent", 0), ("cuStreamCreate", 0),
+                                            ("cuStreamCreate", 1)])  # fmt: skip
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_context_goes_with_the_driver_that_could_not_begin(
+    device: Fake, monkeypatch: pytest.MonkeyPatch, shared: bool, name: str, good: int, status: str
+) -> None:
+    given = counted(monkeypatch, device, "cuDevicePrimaryCtxRelease" if shared else "cuCtxDestroy")
+    answers = iter([(OK, 1)] * good + [(code(status),)])
+    monkeypatch.setattr(device, name, lambda *_: next(answers))
+    device.cuStreamDestroy = lambda _: (OK,)  # type: ignore[attr-defined]
+    streams = counted(monkeypatch, device, "cuStreamDestroy")
+    with pytest.raises(CODES[status], match=f"{name} must succeed"):
+        Driver(shared=shared)
+    assert len(given) == 1
+    assert len(streams) == (good if shared else 0)
+
+
+@pytest.mark.parametrize("status", CODES)
+def test_a_reader_of_weights_says_what_the_driver_said(
+    device: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: str
+) -> None:
+    built = package(tmp_path / "nano", engine="cuda")
+    enter = device.cuCtxSetCurrent
+    destroyed = counted(monkeypatch, device, "cuCtxDestroy")
+    main = threading.current_thread()
+
+    def refuse(context: int) -> Any:
+        return enter(context) if threading.current_thread() is main else (code(status),)
+
+    device.cuCtxSetCurrent = refuse  # type: ignore[method-assign]
+    with pytest.raises(CODES[status]):
+        open_session(built, EngineConfig(), Silent())
+    assert len(destroyed) == device.contexts
