@@ -53,7 +53,11 @@ def test_a_context_goes_with_the_driver_that_could_not_begin(
 ) -> None:
     given = counted(monkeypatch, device, "cuDevicePrimaryCtxRelease" if shared else "cuCtxDestroy")
     answers = iter([(OK, 1)] * good + [(code(status),)])
-    monkeypatch.setattr(device, name, lambda *_: next(answers))
+
+    def answer(*_: object) -> Any:
+        return next(answers)
+
+    monkeypatch.setattr(device, name, answer)
     device.cuStreamDestroy = lambda _: (OK,)  # type: ignore[attr-defined]
     streams = counted(monkeypatch, device, "cuStreamDestroy")
     with pytest.raises(CODES[status], match=f"{name} must succeed"):
