@@ -17,7 +17,7 @@ from typing import Any, Literal
 from thor_dflash import records
 from thor_dflash.errors import ConfigError
 from thor_dflash.serve_config import GatewayConfig, ServeConfig
-from thor_dflash.tensorrt_config import CUBINS, TensorRTConfig
+from thor_dflash.tensorrt_config import CUBINS, TensorRTConfig, directory
 
 BLOCK = 16
 """Rows of a block where neither the configuration nor a drafter says."""
@@ -156,6 +156,11 @@ class EngineConfig:
         _at_least("engine.block", self.block, 0)
         _at_least("engine.chunk", self.chunk, 0)
         _at_least("engine.device", self.device, 0)
+
+    @property
+    def cubins_directory(self) -> Path:
+        """See `directory`."""
+        return directory("engine.cubins", self.cubins)
 
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "x-high", "max")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from thor_dflash.errors import ConfigError
@@ -11,6 +12,18 @@ CUBINS = "~/.cache/thor-dflash/cubins"
 """Where compiled kernels are kept."""
 LEVELS = 5
 """Highest level of TensorRT's builder."""
+
+
+def directory(key: str, text: str) -> Path:
+    """The directory that a key names; it may begin with a home, ~ or ~user.
+
+    Raises:
+        ConfigError: there is no such home, as of a user that no list of users has.
+    """
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as e:
+        raise ConfigError(f"{key} must begin with a home that is known (got {text})") from e
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,3 +53,13 @@ class TensorRTConfig:
             raise ConfigError(
                 f"build.tensorrt.workspace_mib must be >= 1 (got {self.workspace_mib})"
             )
+
+    @property
+    def cubins_directory(self) -> Path:
+        """See `directory`."""
+        return directory("build.tensorrt.cubins", self.cubins)
+
+    @property
+    def timings_directory(self) -> Path:
+        """See `directory`."""
+        return directory("build.tensorrt.timings", self.timings)

@@ -62,7 +62,7 @@ class Maker:
         driver = self.driver() if self.driver is not None else None
         device, kernels = self.device.device, None
         if driver is not None:
-            kernels = Kernels(driver, device, Path(self.config.cubins).expanduser())
+            kernels = Kernels(driver, device, self.config.cubins_directory)
         registry = trt.get_plugin_registry()
         creators = register(registry, device, kernels, nodes)
         try:
@@ -164,7 +164,7 @@ class Maker:
         """The timing cache: TensorRT's key says nothing of a plugin's kernels, so its name does."""
         major, minor = self.device.device.capability
         name = f"{self.version}-sm_{major}{minor}-{fingerprint()[:16]}.timing"
-        return Path(self.config.timings).expanduser() / name
+        return self.config.timings_directory / name
 
     def _keep_timings(self, config: trt.IBuilderConfig) -> None:
         path = self._timings

@@ -12,7 +12,7 @@ from fake_cuda import OK, Fake, fake
 from nano import package
 
 from thor_dflash.config import EngineConfig
-from thor_dflash.errors import EngineError, EngineLost
+from thor_dflash.errors import ConfigError, EngineError, EngineLost
 from thor_dflash.plugins.cuda.driver import Driver
 from thor_dflash.progress import Silent
 from thor_dflash.runtime.session import open_session
@@ -81,4 +81,14 @@ def test_a_reader_of_weights_says_what_the_driver_said(
     device.cuCtxSetCurrent = refuse  # type: ignore[method-assign]
     with pytest.raises(CODES[status]):
         open_session(built, EngineConfig(), Silent())
+    assert len(destroyed) == device.contexts
+
+
+def test_kernels_that_no_home_can_keep_are_refused(
+    device: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    built = package(tmp_path / "nano", engine="cuda")
+    destroyed = counted(monkeypatch, device, "cuCtxDestroy")
+    with pytest.raises(ConfigError, match=r"engine.cubins must begin with a home .*\(got ~nobody-"):
+        open_session(built, EngineConfig(cubins="~nobody-of-this-name/cubins"), Silent())
     assert len(destroyed) == device.contexts

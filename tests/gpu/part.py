@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
     config, progress = Config(), choose(sys.stderr)
     build = dataclasses.replace(config.build, engine="cuda", chunk=PROMPTS[0], chunks=PROMPTS)
     variant = next(variants(dataclasses.replace(config, build=build), ablations=False))
-    cubins = Path(variant.engine.cubins).expanduser()
+    cubins = variant.engine.cubins_directory
     several = partial(benches.Model, chunks=PROMPTS)
     with (
         tempfile.TemporaryDirectory() as folder,

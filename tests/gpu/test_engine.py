@@ -243,7 +243,7 @@ def test_too_large_a_context_is_refused_with_the_byte_table(tmp_path: Path) -> N
 
     made = write_hollow("qwen3.6-27b", tmp_path, BuildConfig(engine="cuda"))
     config = EngineConfig()
-    fill = RandomWeights(tmp_path, Path(config.cubins).expanduser())
+    fill = RandomWeights(tmp_path, config.cubins_directory)
     with (
         closing(CudaEngine(tmp_path, config, Silent(), fill)) as engine,
         pytest.raises(NoRoom, match=r"must fit .* weights .* cache .* together"),

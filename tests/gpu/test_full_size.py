@@ -31,7 +31,7 @@ OTHER = [int(t) for t in RNG.integers(1, 200_000, ROWS)]
 def opened(folder: Path, config: EngineConfig) -> Iterator[Model]:
     built = BuildConfig(engine="cuda", chunk=CHUNK, chunks=(CHUNK,))
     made = write_hollow("qwen3.6-27b", folder, built)
-    fill = RandomWeights(folder, Path(config.cubins).expanduser())
+    fill = RandomWeights(folder, config.cubins_directory)
     engine = CudaEngine(folder, config, Silent(), fill)
     try:
         yield Model(engine, made, CAPACITY, made.block)

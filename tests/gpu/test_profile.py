@@ -29,7 +29,7 @@ def test_parts_make_the_cycle_and_leave_the_session_as_it_was(tmp_path: Path) ->
         before = answer(session, asked, Dflash())
         engine = session.model.engine
         assert isinstance(engine, CudaEngine)
-        cubins, length = Path(config.cubins).expanduser(), session.model.state.length
+        cubins, length = config.cubins_directory, session.model.state.length
         found = take_apart(engine, session.model, CYCLE, cubins, Silent())
         assert answer(session, asked, Dflash()) == before
     graphs = {part.graph: part.ms for part in found.parts if not part.name}

@@ -149,7 +149,7 @@ def _variant(
     from thor_dflash.runtime.engines.cuda.random import RandomWeights
 
     widths = () if whole else WIDTHS
-    cubins = Path(variant.engine.cubins).expanduser()
+    cubins = variant.engine.cubins_directory
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory)
         manifest = hollow(shape, out, variant, widths)
@@ -221,7 +221,7 @@ def write_random(shape: str, out: Path, config: Config, progress: Progress) -> N
         need = _weight_bytes(part, made)
         if (free := shutil.disk_usage(part).free) < need:
             raise ConfigError(f"--out must have room for {need:,} bytes (got {free:,})")
-        cubins = Path(config.engine.cubins).expanduser()
+        cubins = config.engine.cubins_directory
         fill = SavedWeights(RandomWeights(part, cubins), progress)
         with closing(CudaEngine(part, config.engine, progress, fill)) as engine:
             Model(engine, made, made.capacity, made.block)

@@ -205,7 +205,7 @@ def _inside(
     assert isinstance(engine, CudaEngine)
     plain = request.drafter == "none"
     graphs = ("verify", "accept") if plain else ("propose", "verify", "accept", "observe")
-    cubins = Path(config.engine.cubins).expanduser()
+    cubins = config.engine.cubins_directory
     return take_apart(engine, session.model, graphs, cubins, progress)
 
 

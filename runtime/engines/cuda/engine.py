@@ -153,7 +153,7 @@ class CudaEngine(Board):
     def _load(self, bounds: Sequence[Bound], weights: Mapping[str, Weight]) -> Kernels:
         """Weights and kernels at once: those wait for the disk, these for the processors."""
         packed = {name: site for bound in bounds for name, site in bound.packed.items()}
-        cubins = Path(self._config.cubins).expanduser()
+        cubins = self._config.cubins_directory
         kernels = Kernels(self._driver, self._driver.info.device, cubins)
         launches = [(planned.source, launch) for planned, launch in _launches(bounds)]
         with kernels.compiling(launches) as images:

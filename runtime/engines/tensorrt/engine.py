@@ -132,7 +132,7 @@ class TensorRTEngine(Board):
 
     def _deserialise(self, plans: Sequence[Plan]) -> None:
         """Load the engines' files, after the plugins that are in them."""
-        directory = Path(self._config.cubins).expanduser()
+        directory = self._config.cubins_directory
         kernels = Kernels(self._driver, self.info.device, directory)
         nodes = [parse(node.room, node.fields) for plan in plans for node in plan.nodes]
         registry = trt.get_plugin_registry()
