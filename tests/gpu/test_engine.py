@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from decoding import DEAD, answer, drafts, erring, oracle
 from nano import package, request, tasks
+from rounding import hold_as_near
 
 from thor_dflash.config import BuildConfig, EngineConfig
 from thor_dflash.errors import NoRoom
@@ -84,6 +85,21 @@ def test_every_choice_is_one_onnx_runtime_all_but_makes(
     print(f"worst regret {worst:.4f} and worst difference {largest:.4f} of the logits' scale")
     assert worst < 0.03
     assert largest < 0.06
+
+
+def test_logits_are_as_near_to_float32_as_their_definition(
+    session: Session, reference: Session, tmp_path: Path
+) -> None:
+    """Of planner-nano's own answers, teacher-forced."""
+    asked = [request(session, index) for index in range(0, len(tasks()), 12)]
+    told = [[*a.prompt, *answer(session, a, Dflash())] for a in asked]
+    exact = package(tmp_path / "nano", engine="ort", activations="f32")
+    with closing(open_session(exact, EngineConfig(), Silent())) as opened:
+        logits = [
+            np.concatenate([score(s, tokens, False, Silent())["logits"] for tokens in told])
+            for s in (session, reference, opened)
+        ]
+    hold_as_near("logits", *logits)
 
 
 SIZES = (32, 64, 128, 256, 512)
