@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from attention_cases import rising
+from attention_cases import case_of, rising
 from fetching import fetching, of_few_rows
 from gating import entering, gated_call
 from kernel_cases import cases_of, every_code
@@ -17,7 +17,7 @@ from row_law import cut, outputs_by_row, prefixes, rows_of, same_bits, served_ap
 
 from thor_dflash.plugins import DRAFT_ATTENTION, GDN, LINEAR, OPS, VERIFY_ATTENTION
 from thor_dflash.plugins.launch import Device
-from thor_dflash.plugins.op import Op
+from thor_dflash.plugins.op import Case, Op
 from thor_dflash.tensors import DType
 
 pytestmark = pytest.mark.gpu
@@ -25,6 +25,8 @@ TIMES = 20
 """Runs of one call: a race shows now and then."""
 FEW = 32
 """Rows up to which one kernel computes them all; longer calls are another's."""
+LONGEST = 262_144
+"""Positions that Qwen3.6-27B was made for."""
 
 every_case = pytest.mark.parametrize(
     ("op", "name"),
@@ -128,6 +130,17 @@ def test_a_later_key_weighs_by_its_score(gpu: Gpu, rows: int, length: int, cache
     real = gpu.driver.info.device
     call = call_of(VERIFY_ATTENTION, rising(rows, length, cache))
     compare(VERIFY_ATTENTION, launch(call, gpu, Device(real.capability, 3, real.shared)), call.want)
+
+
+@pytest.mark.parametrize(("rows", "heads", "kv"), [(16, 4, 2), (FEW + 1, 2, 1)])
+def test_attention_at_the_end_of_the_longest_context(
+    gpu: Gpu, rows: int, heads: int, kv: int
+) -> None:
+    """Scores of deviation 3: some thirty of all positions decide."""
+    case = case_of(rows, LONGEST - rows, DType.FP8, LONGEST, heads, kv)
+    wide = {"scale_k": case.inputs["scale_k"] * np.float32(3)}
+    call = call_of(VERIFY_ATTENTION, Case(case.name, {**case.inputs, **wide}, case.attributes))
+    compare(VERIFY_ATTENTION, launch(call, gpu, gpu.driver.info.device), call.want)
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 20, 97])
