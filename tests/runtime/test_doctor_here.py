@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from unprivileged import asked_unprivileged
 
 from thor_dflash.runtime.doctor import probe
 from thor_dflash.runtime.doctor.facts import Output, TensorRT
@@ -27,10 +32,31 @@ def test_here_answers_and_never_raises(tmp_path: Path) -> None:
     assert here.tensorrt().bindings or here.tensorrt().error
 
 
+def test_what_a_command_says_on_either_stream_is_heard() -> None:
+    code = "import sys; print('no libcuda', file=sys.stderr)"
+    assert Here().run(sys.executable, "-c", code) == Output(0, "no libcuda\n")
+
+
+def test_a_directory_that_is_closed_has_no_room(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    for directory in (tmp_path, tmp_path / "new" / "folder"):
+        assert asked_unprivileged(partial(Here().space, str(directory))) == -1
+    tmp_path.chmod(0o700)
+
+
 def test_a_question_that_hangs_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    children: list[subprocess.Popen[bytes]] = []
+
+    class Seen(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            children.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Seen)
     monkeypatch.setattr(probe, "arguments", lambda *a: ["-c", "import time; time.sleep(60)"])
     start = time.monotonic()
     assert "no answer within 1 s" in Here(probe_seconds=1.0).cuda().error
+    assert [child.wait(30) for child in children] == [-signal.SIGKILL], "it holds the driver"
     assert time.monotonic() - start < 30
 
 

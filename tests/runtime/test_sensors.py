@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -41,6 +43,13 @@ def test_every_rail_that_can_be_read_is_found_by_its_name(board: Path) -> None:
     found = {sensor.name: sensor.watts() for sensor in find(board)}
     assert found == pytest.approx({"VDD_CPU": -0.39, "VDD_GPU": 30.0, "VIN": 61.5})
     assert list(found) == sorted(found)
+
+
+def test_a_channel_is_called_by_its_own_label_before_its_chips(tmp_path: Path) -> None:
+    write(tmp_path, "hwmon/hwmon0", name="ina3221", label="VDD_ALL", in1_label="VDD_GPU",
+          power1_input="1000000", power2_input="2000000")  # fmt: skip
+    found = {sensor.name: sensor.watts() for sensor in find(tmp_path)}
+    assert found == pytest.approx({"VDD_GPU": 1.0, "VDD_ALL": 2.0})
 
 
 def test_the_junction_is_the_zone_of_that_name(board: Path, tmp_path: Path) -> None:
@@ -152,6 +161,17 @@ def test_nobody_waits_for_a_sensor_that_hangs(board: Path, monkeypatch: pytest.M
     assert watch.power([(0.0, 1.0)]).failed == "a sensor said nothing for 0.05 s"
     late.cancel()
     path.write_text("1")  # lets the thread go
+
+
+def test_a_sensor_that_hangs_does_not_keep_a_process_that_is_done(tmp_path: Path) -> None:
+    pipe = tmp_path / "power"
+    os.mkfifo(pipe)
+    code = (
+        "import sys; from pathlib import Path; "
+        "from thor_dflash.runtime.sensors import Sensor, Watch; path = Path(sys.argv[1]); "
+        "Watch([Sensor('VIN', path, path, path)]).start()"
+    )
+    subprocess.run([sys.executable, "-c", code, str(pipe)], check=True, timeout=30)
 
 
 def test_a_sensor_that_goes_is_told(board: Path) -> None:

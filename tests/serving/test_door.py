@@ -172,6 +172,17 @@ def test_a_bell_that_is_rung_after_the_end_writes_into_nobodys_file() -> None:
             os.close(descriptor)
 
 
+def test_a_door_that_is_closed_leaves_no_descriptor_open() -> None:
+    def opened() -> int:
+        Door(ServeConfig(bind=("tcp://127.0.0.1:*",))).close()
+        return len(os.listdir("/proc/self/fd"))
+
+    before, times = opened(), 16
+    for _ in range(times):
+        after = opened()
+    assert after < before + times, "one for each door"
+
+
 def test_a_signal_may_ring_while_the_bell_is_rung(monkeypatch: pytest.MonkeyPatch) -> None:
     it = Door(ServeConfig(bind=("tcp://127.0.0.1:*",)))
     write, rung = os.write, list[int]()

@@ -130,6 +130,16 @@ def test_without_a_deadline_none_is_made_up() -> None:
     assert second.asked == [Ask(prompt="x")]
 
 
+def test_a_server_that_has_answered_or_refused_is_as_free_as_before() -> None:
+    first, second = Slow(0.0, refuses=False), Slow(0.0)
+    fleet = fleet_of(first, second)
+    for refuses in (False, True, False):
+        first.refuses = refuses
+        with suppress(PlanError):
+            answer_of(fleet, Ask(prompt="x"))
+    assert (len(first.asked), len(second.asked)) == (3, 1), "of equals the first"
+
+
 def begin(fleet: Fleet, ask: Ask) -> asyncio.Task[Any]:
     async def first() -> None:
         await anext(fleet.stream(ask))

@@ -7,17 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from constrained import PLAN
+from constrained import PLAN, package
 from msgspec import structs
 
+from thor_dflash.config import EngineConfig
 from thor_dflash.errors import ModelFault
-from thor_dflash.runtime.session import Request, Session
+from thor_dflash.progress import Silent
+from thor_dflash.runtime.session import Request, Session, open_session
 from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving import codec
 from thor_dflash.serving.backend import Backend, drive
 from thor_dflash.serving.check import Checker
 from thor_dflash.serving.client import Ask, Message, Options, PlanError, RemotePlanner
-from thor_dflash.serving.live import LiveBackend
+from thor_dflash.serving.live import SELF_TEST, SELF_TOKENS, WORTH_THINKING, LiveBackend
 from thor_dflash.serving.mock import MockBackend
 from thor_dflash.serving.planner import LocalPlanner
 from thor_dflash.serving.wire import PrefixPut, Validate
@@ -197,6 +199,22 @@ def test_a_prefix_that_does_not_fit_is_refused_by_its_field(backend: LiveBackend
     assert backend.prefixes() == []
 
 
+def test_memory_for_prefixes_is_counted_in_megabytes(session: Session) -> None:
+    def pin(backend: LiveBackend, name: str) -> int:
+        return int(backend.pin(PrefixPut(prefix_id=name, system=SYSTEM), lambda: False)["bytes"])
+
+    small = LiveBackend(session, replace(CONFIG, prefix_mb=1))
+    room = (1 << 20) // pin(small, "0")
+    assert 1 < room < 20
+    for name in map(str, range(room)):
+        pin(small, name)
+    with pytest.raises(PlanError, match="1048576 bytes"):
+        pin(small, "one too many")
+    pin(LiveBackend(session, replace(CONFIG, prefix_mb=2)), "one more")
+    for prefix in small.prefixes():
+        small.drop(prefix["prefix_id"])
+
+
 def test_cancelling_leaves_the_next_plan_as_it_was(backend: LiveBackend) -> None:
     ask = Ask(prompt="Pick the mug.", thinking_budget=8, parts=("tokens",))
     whole = LocalPlanner(backend).plan(ask).tokens
@@ -274,6 +292,17 @@ def test_thinking_is_cut_to_what_the_deadline_leaves(backend: LiveBackend) -> No
     assert not backend.prepare(auto, 30.0).thinks, "no time to think"
 
 
+@pytest.mark.parametrize("budget", [WORTH_THINKING - 1, WORTH_THINKING, 500])
+def test_thinking_that_is_not_worth_it_is_not_begun(session: Session, budget: int) -> None:
+    backend = LiveBackend(session, replace(CONFIG, thinking_budget=budget))
+    backend.rates.cycle_ms, backend.rates.step_ms = 1.0, {64: 1.0}
+    ask = Ask(prompt="x", thinking="auto", max_tokens=20)
+    count, least = len(backend.prepare(ask, None).prompt), min(budget, WORTH_THINKING)
+    left = {backend.rates.thinking_room(0.25 * i, count, 20): 0.25 * i for i in range(1000)}
+    assert backend.prepare(ask, left[least]).thinks
+    assert not backend.prepare(ask, left[least - 1]).thinks
+
+
 def test_the_self_test_measures_and_signs(backend: LiveBackend) -> None:
     backend.warm()
     first = backend.about.golden_sha256
@@ -283,6 +312,16 @@ def test_the_self_test_measures_and_signs(backend: LiveBackend) -> None:
     assert backend.rates.bound_ms() >= backend.rates.cycle_ms
     backend.warm()
     assert backend.about.golden_sha256 == first
+
+
+def test_the_self_test_fits_a_context_that_is_shorter_than_it() -> None:
+    config = EngineConfig(threads=1, capacity=80)
+    short = LiveBackend(open_session(package(), config, Silent()), CONFIG)
+    prompt = short._prompt([{"role": "user", "content": SELF_TEST}], thinking=True)
+    assert len(prompt) < short.session.model.limit < len(prompt) + SELF_TOKENS
+    short.warm()
+    assert short.about.golden_sha256
+    short.close()
 
 
 def test_the_self_test_notices_a_drafter_that_changes_the_answer(

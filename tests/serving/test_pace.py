@@ -70,6 +70,22 @@ def test_what_a_step_takes_is_measured_where_it_takes_most(
     assert set(lengths) == {session.model.limit}
 
 
+def test_a_step_takes_what_those_after_the_first_do(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, takes = 0.0, [100.0, 2.0, 5.0, 1.0]  # s: the first step of a size warms it up
+
+    def prefill(model: Model, tokens: Any, observe: bool) -> None:
+        nonlocal now
+        now += takes.pop(0)
+
+    monkeypatch.setattr(Model, "prefill", prefill)
+    monkeypatch.setattr(pace.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(pace, "REPEATS", 3)
+    assert pace.step_ms(session.model, 8, 0) == 2000.0
+    assert takes == []
+
+
 def test_what_a_prompt_takes_is_predicted_from_the_sizes_of_its_steps(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,200 @@
+"""The doctor where one thing ends and the next begins: versions, room, clocks, old devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+from machines import (
+    EVERYTHING,
+    GB,
+    H100,
+    H100_GPU,
+    LAPTOP,
+    THOR,
+    Pretend,
+    devfreq,
+)
+from samples import MANIFEST
+
+from thor_dflash.config import EngineConfig
+from thor_dflash.manifest import FileEntry
+from thor_dflash.runtime.doctor import board, software
+from thor_dflash.runtime.doctor.examine import Report, examine
+from thor_dflash.runtime.doctor.facts import Cuda, Finding, Gpu, Nvrtc, Output, TensorRT
+from thor_dflash.runtime.doctor.needs import needs, shorter
+from thor_dflash.runtime.doctor.package import fits
+from thor_dflash.runtime.engines.cuda.memory import RESERVE
+
+
+def examined(machine: Pretend) -> Report:
+    return examine(machine, EngineConfig(), None)
+
+
+def found(machine: Pretend, item: str) -> Finding | None:
+    return next((f for f in examined(machine).findings if f.item == item), None)
+
+
+def having(machine: Pretend, *gpus: Gpu) -> Pretend:
+    return replace(machine, gpu=replace(machine.gpu, devices=gpus))
+
+
+# ---- which engine can run
+
+
+def test_a_tensorrt_that_is_only_warned_of_can_run() -> None:
+    newer = replace(THOR, trt=TensorRT(bindings="11.4.0.1", library=110400))
+    assert found(newer, "tensorrt").state == "warn"  # type: ignore[union-attr]
+    assert examined(newer).engines["tensorrt"] == ""
+
+
+def test_a_tensorrt_that_calls_another_library_cannot_run() -> None:
+    mixed = replace(THOR, trt=TensorRT(bindings="10.16.2.1", library=101303))
+    engines = examined(mixed).engines
+    assert "they must be of one version" in engines["tensorrt"]
+    assert engines["cuda"] == engines["ort"] == ""
+
+
+@pytest.mark.parametrize(
+    ("machine", "engine", "why"),
+    [
+        (replace(LAPTOP, versions={}), "ort", "onnxruntime missing"),
+        (replace(H100, versions={**EVERYTHING, "cuda-bindings": "12.9"}), "cuda",
+         "cuda-bindings 12.9"),
+        (replace(H100, gpu=replace(H100.gpu, driver=12080)), "cuda", "must know CUDA 13.0"),
+        (replace(H100, compiler=Nvrtc(error="kernel.cu must compile")), "cuda", "must compile"),
+        (having(H100, replace(H100_GPU, major=8, minor=9)), "cuda", "no device of compute"),
+        (having(H100), "cuda", "no device of compute"),
+    ],
+)  # fmt: skip
+def test_an_engine_that_lacks_a_part_cannot_run_though_nobody_asked_for_it(
+    machine: Pretend, engine: str, why: str
+) -> None:
+    report = examined(machine)
+    assert not report.wrong
+    assert why in report.engines[engine]
+
+
+def test_a_kernel_is_not_tried_on_a_device_that_is_too_old() -> None:
+    old = replace(H100_GPU, major=8, minor=9)
+    assert examined(having(H100, old)).engines["cuda"].startswith("no device")
+    finding = found(having(H100, old), "nvrtc")
+    assert finding
+    assert f"a kernel for {software.ARCH}" in finding.text
+    assert "the device takes it" not in finding.text
+
+
+# ---- versions
+
+
+@pytest.mark.parametrize(
+    ("bindings", "library", "numpy", "warned"),
+    [
+        ("11.1.9.9", 110109, "2.4.0", True),
+        ("11.1.9.9", 110109, "2.3.9", False),
+        ("11.2.0.0", 110200, "2.4.0", False),
+        ("10.13.3.9", 101303, "3.0.0", True),
+    ],
+)
+def test_numpy_is_too_new_for_a_tensorrt_before_its_own_release_that_knows_it(
+    bindings: str, library: int, numpy: str, warned: bool
+) -> None:
+    trt = TensorRT(bindings=bindings, library=library)
+    machine = replace(H100, trt=trt, versions={**EVERYTHING, "numpy": numpy})
+    assert (found(machine, "numpy") is not None) == warned
+
+
+@pytest.mark.parametrize(
+    ("machine", "bindings", "state"),
+    [(H100, (10, 12), "warn"), (H100, (10, 13), "ok"), (H100, (11, 9), "ok"),
+     (THOR, (10, 12), "warn"), (THOR, (10, 13), "ok"), (THOR, (10, 16), "ok"),
+     (THOR, (10, 17), "warn")],
+)  # fmt: skip
+def test_a_tensorrt_is_known_from_its_first_release_to_its_last(
+    machine: Pretend, bindings: tuple[int, int], state: str
+) -> None:
+    major, minor = bindings
+    trt = TensorRT(bindings=f"{major}.{minor}.1.9", library=10000 * major + 100 * minor + 1)
+    finding = found(replace(machine, trt=trt), "tensorrt")
+    assert finding
+    assert finding.state == state
+
+
+def test_a_library_that_cannot_be_asked_is_told_and_not_held_against_its_bindings() -> None:
+    finding = found(replace(THOR, trt=TensorRT(bindings="10.13.3.9", library=0)), "tensorrt")
+    assert finding
+    assert (finding.state, finding.text) == ("ok", "bindings 10.13.3.9, libnvinfer unknown")
+
+
+# ---- the board
+
+
+@dataclass(frozen=True)
+class Asked(Pretend):
+    """Remembers the commands it was to run."""
+
+    ran: list[str] = field(default_factory=list[str])
+
+    def run(self, *command: str) -> Output:
+        self.ran.append(" ".join(command))
+        return super().run(*command)
+
+
+def test_clocks_are_asked_of_jetson_clocks_only_where_the_kernel_does_not_tell_them() -> None:
+    other = (
+        "GPU MinFreq=1 MaxFreq=2000000 CurrentFreq=1\n"
+        "EMC MinFreq=1 MaxFreq=4266000000 CurrentFreq=665600000\n"
+    )
+    said = {**THOR.commands, "jetson_clocks --show": Output(0, other)}
+    all_told = Asked(commands=said, files=THOR.files)
+    assert [f.state for f in board.clocks(all_told)] == ["ok", "ok"]
+    assert all_told.ran == [], "it takes a second, and root"
+    files = {name: text for name, text in THOR.files.items() if "bwmgr" not in name}
+    gpu, memory = board.clocks(replace(all_told, files=files))
+    assert gpu.text == "1575 MHz of 1575, held", "the kernel's word comes first"
+    assert memory.text == "666 MHz of 4266, free to fall to 0"
+
+
+def test_a_clock_that_is_low_and_may_rise_is_told_with_what_holds_it_up() -> None:
+    files = {**THOR.files, **devfreq("gpu-gpc-0", 306, 700, 1575)}
+    gpu, memory = board.clocks(replace(THOR, files=files))
+    assert (gpu.text, gpu.remedy) == (
+        "700 MHz of 1575, free to fall to 306", "sudo jetson_clocks"
+    )  # fmt: skip
+    assert memory.remedy == ""
+
+
+@pytest.mark.parametrize(("share", "state"), [(0.79, "warn"), (0.81, "ok")])
+def test_a_board_may_offer_a_little_less_than_what_is_available(share: float, state: str) -> None:
+    free = round(share * board.available(THOR))
+    machine = having(THOR, replace(THOR.gpu.devices[0], free=free))
+    assert next(board.memory(machine, machine.gpu)).state == state
+
+
+# ---- room for a package
+
+
+PACKAGE = replace(
+    MANIFEST, engine="cuda", chunk=64, chunks=(),
+    files={"weights/a.bin": FileEntry(sha256="0", bytes=GB)},
+)  # fmt: skip
+
+
+def test_memory_is_that_of_the_largest_step_a_package_has() -> None:
+    sized, wide = replace(PACKAGE, chunks=(512,)), replace(PACKAGE, chunk=512)
+    for kind in ("cache", "ring"):
+        assert needs(sized, 2048)[kind] == needs(wide, 2048)[kind] > needs(PACKAGE, 2048)[kind]
+
+
+def room(free: int, capacity: int) -> Finding:
+    cuda: Cuda = having(H100, replace(H100_GPU, free=free)).gpu
+    config = EngineConfig(capacity=capacity)
+    return {f.item: f for f in fits(H100, cuda, PACKAGE, config)}["package memory"]
+
+
+def test_a_package_may_take_every_byte_there_is_and_no_more() -> None:
+    total = sum(needs(PACKAGE, 2048).values()) + RESERVE
+    assert room(total, 2048).state == "ok"
+    lacking = room(total - 1, 2048)
+    assert lacking.state == "wrong"
+    assert lacking.remedy == f"--set engine.capacity={shorter(PACKAGE, 2048, 1)}"
