@@ -28,6 +28,27 @@ def test_file_then_overrides_and_the_last_one_counts(tmp_path: Path) -> None:
     assert (config.decode.ignore_eos, config.decode.thinking) == (True, "off")
 
 
+def test_a_file_is_utf_8_wherever_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_bytes('[serve]\ncurve = "schlüssel"\n'.encode())
+    assert load(path).serve.curve == "schlüssel"
+
+
+@pytest.mark.parametrize(
+    "key", ["engine.cubins", "build.tensorrt.cubins", "build.tensorrt.timings"]
+)
+def test_a_directory_may_lie_in_a_home_that_is_known(key: str) -> None:
+    def named(text: str) -> object:
+        return reduce(getattr, f"{key}_directory".split("."), load(None, (f"{key}={text}",)))
+
+    assert named("~/made") == Path.home() / "made"
+    assert named("made") == Path("made")
+    with pytest.raises(
+        ConfigError, match=rf"^{key} must begin with a home that is known \(got ~no"
+    ):
+        named("~nobody-of-this-name/made")
+
+
 def test_an_override_is_toml_or_a_bare_word() -> None:
     assert load(None, ('build.kv="bf16"',)) == load(None, ("build.kv=bf16",))
     assert load(None, ("build.capacity=1_000",)).build.capacity == 1000
@@ -110,12 +131,50 @@ def test_keys_are_all_settable() -> None:
         ("serve.drain_s=-1", "serve.drain_s must be 0 to 86400 (got -1.0)"),
         ("serve.drain_s=nan", "serve.drain_s must be 0 to 86400 (got nan)"),
         ("build.kv.x=9", "unknown key build.kv.x (did you mean build.kv?)"),
+        ("decode.max_tokens=5\n[x]", 'decode.max_tokens must be an integer (got "5\\n[x]")'),
+        ("decode.budget.ratio=true", "decode.budget.ratio must be a number (got true)"),
+        ("serve.bind=[]", "serve.bind must have at least one endpoint (got none)"),
+        ("gateway.servers=[]", "gateway.servers must have at least one endpoint (got none)"),
     ],
 )
 def test_refusals_name_the_key_and_the_value(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         load(None, (override,))
     assert str(error.value).startswith(message) or str(error.value).endswith(message)
+
+
+COUNTS = [key for key, default, _ in ROWS if re.fullmatch("-?[0-9]+", default)]
+
+
+@pytest.mark.parametrize("key", COUNTS)
+def test_no_count_is_far_below_nothing(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{key} must be .* \(got -3\)$"):
+        load(None, (f"{key}=-3",))
+
+
+@pytest.mark.parametrize(
+    ("key", "good", "bad"),
+    [
+        ("build.block", (0, 2), (-1, 1)),
+        ("build.tensorrt.level", (0, 5), (-1, 6)),
+        ("build.tensorrt.workspace_mib", (1,), (0,)),
+        ("engine.device", (0,), (-1,)),
+        ("decode.budget.tokens", (-1, 0), (-2,)),
+        ("decode.budget.ratio", (1e-9, 1), (-0.1, 0, 1.001, "nan")),
+        ("decode.budget.soften", (1e-9, 1), (-0.1, 0, 1.001, "nan")),
+        ("decode.relaxed.margin", (-1, 0), (-1.5, -0.5, "nan")),
+        ("decode.draft.window", (0,), (-1,)),
+    ],
+)
+def test_a_number_goes_as_far_as_it_means_something(
+    key: str, good: tuple[float, ...], bad: tuple[float | str, ...]
+) -> None:
+    for value in good:
+        found: object = reduce(getattr, key.split("."), load(None, (f"{key}={value}",)))
+        assert found == value
+    for wrong in bad:
+        with pytest.raises(ConfigError, match=rf"^{key} must be "):
+            load(None, (f"{key}={wrong}",))
 
 
 @pytest.mark.parametrize("key", ["decode.budget.ratio", "decode.relaxed.margin", "engine.threads"])

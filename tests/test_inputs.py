@@ -3,8 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from samples import package
 
-from thor_dflash.errors import RequestError
+from thor_dflash.errors import PackageError, RequestError
 from thor_dflash.verbs import outputs
 from thor_dflash.verbs.inputs import in_vocabulary, read_json, read_tokens
 
@@ -45,6 +46,35 @@ def test_a_huge_token_file_is_not_read(tmp_path: Path) -> None:
         file.truncate(1 << 40)
     with pytest.raises(RequestError, match="must be <= 67108864 bytes .got more"):
         read_tokens(tmp_path / "t")
+
+
+def test_an_input_may_have_every_byte_it_is_granted(tmp_path: Path) -> None:
+    (tmp_path / "t").write_text("[12]")
+    assert read_json(tmp_path / "t", limit=4) == [12]
+    with pytest.raises(RequestError, match="must be <= 3 bytes .got more"):
+        read_json(tmp_path / "t", limit=3)
+
+
+def test_an_output_takes_the_place_of_a_file_and_not_of_a_directory(tmp_path: Path) -> None:
+    out = tmp_path / "x.npz"
+    for text in (b"old", b"new"):
+        outputs.check(out, ".npz", "--out")
+        with outputs.whole(out) as file:
+            file.write(text)
+        assert out.read_bytes() == text
+    (tmp_path / "y.npz").mkdir()
+    with pytest.raises(RequestError, match="--out must be a file in a directory that exists"):
+        outputs.check(tmp_path / "y.npz", ".npz", "--out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.npz", "y.npz"]
+
+
+def test_an_output_by_a_link_into_a_package_is_refused(tmp_path: Path) -> None:
+    package(tmp_path / "p", weights__a=b"a")
+    (tmp_path / "link").symlink_to(tmp_path / "p/weights")
+    with pytest.raises(
+        PackageError, match=r"--out must be outside any package .got .*/link/x.npz, in .*/p"
+    ):
+        outputs.check(tmp_path / "link/x.npz", ".npz", "--out")
 
 
 def test_a_device_without_end_is_too_large() -> None:

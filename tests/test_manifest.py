@@ -135,6 +135,10 @@ def test_verify_names_five_of_many(tmp_path: Path) -> None:
         (tmp_path / f"f{i}").unlink()
     with pytest.raises(PackageError, match="f4 missing, and 4 more"):
         verify(tmp_path, manifest)
+    for i in range(3):
+        (tmp_path / f"f{i}").write_bytes(b"x")
+    with pytest.raises(PackageError, match="f7 missing, and 1 more"):
+        verify(tmp_path, manifest)
 
 
 @pytest.mark.parametrize("name", ["a", "weights/b"])

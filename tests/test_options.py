@@ -104,6 +104,12 @@ def test_a_second_value_does_not_win(capsys: pytest.CaptureFixture[str], args: s
     assert "must be given once (got" in refused(capsys, *args.split())
 
 
+def test_a_text_that_begins_like_an_option_is_a_text() -> None:
+    line = ["generate", "--package", "p", "--prompt", "--no robot may move"]
+    assert options.parse(line).prompt == "--no robot may move"
+    assert options.parse(["plan", "--", "--stop"]).prompt == "--stop"
+
+
 def test_build_offers_every_engine(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["build", "--help"])

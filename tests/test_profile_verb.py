@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from checkpoints import GEOMETRIES, DrafterGeometry, write_drafter, write_target
 
-from thor_dflash import cli
+from thor_dflash import cli, options
 from thor_dflash.builders.build import build
 from thor_dflash.config import BuildConfig
 from thor_dflash.progress import Silent
@@ -39,6 +39,15 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def profile(root: Path, *more: str) -> int:
     source = ("--package", str(root / "pkg"), "--tokens", str(root / "ids.json"))
     return cli.main(["profile", *source, *FEW, *more])
+
+
+def test_the_help_tells_how_many_runs_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["profile", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    args = options.parse(["profile", "--package", "p", "--prompt", "a"])
+    assert f"--warmup N runs before these; {args.warmup} " in told
+    assert f"--runs N that count; {profile_verb.RUNS} " in told
 
 
 def test_json_is_one_object_that_adds_up(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,6 +47,14 @@ def test_a_task_that_fails_is_not_done() -> None:
     assert out.getvalue() == "rows\n"
 
 
+def test_a_long_task_that_fails_is_not_done_either() -> None:
+    clock, out = Clock(), io.StringIO()
+    with pytest.raises(KeyboardInterrupt), Lines(out, clock).task("rows"):
+        clock.now += 60
+        raise KeyboardInterrupt
+    assert out.getvalue() == "rows\n"
+
+
 @pytest.mark.parametrize("kind", [Lines, Bars])
 def test_what_cannot_be_written_ends_no_work(kind: type[Lines | Bars]) -> None:
     class Gone(io.StringIO):
@@ -86,6 +94,17 @@ def test_bars_give_the_cursor_back(error: type[BaseException] | None) -> None:
     with bars.task("again", 1):
         pass
     assert out.getvalue().endswith("\x1b[?25h") or out.getvalue().count("\x1b[?25h") > 1
+
+
+def test_a_task_that_ends_inside_another_leaves_its_bar() -> None:
+    out = Terminal()
+    bars = Bars(out)
+    with bars.task("outer [red]", 10):
+        with bars.task("inner", 10):
+            pass
+        assert "\x1b[?25h" not in out.getvalue(), "the cursor comes back when nothing is shown"
+    assert "\x1b[?25h" in out.getvalue()
+    assert "outer [red]" in out.getvalue()
 
 
 def test_choice() -> None:

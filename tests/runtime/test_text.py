@@ -286,6 +286,21 @@ def test_addressed_ids_count_the_tokens_only_the_config_lists(tmp_path: Path) ->
     assert files.addressed_ids(tmp_path) == len(ids) - 1
 
 
+def test_what_the_tokenizer_says_of_a_token_goes_before_what_its_config_says(
+    tmp_path: Path,
+) -> None:
+    ids = make(tmp_path)
+    rows = {
+        str(ids["<think>"]): {"content": "<dream>", "special": True},
+        str(ids["<|audio|>"]): {"content": "<|audio|>"},
+    }
+    edit(tmp_path, "tokenizer_config.json", added_tokens_decoder=rows)
+    told = {token.id: token for token in files.added_tokens(tmp_path)}
+    assert list(told) == sorted(told)
+    assert told[ids["<think>"]] == files.AddedToken(ids["<think>"], "<think>", special=False)
+    assert not told[ids["<|audio|>"]].special, "what is shown is not hidden unasked"
+
+
 def test_stop_tokens(tmp_path: Path) -> None:
     ids = make(tmp_path)
     assert files.stop_tokens(tmp_path) == (ids["<|im_end|>"], ids["<|endoftext|>"])
@@ -315,6 +330,7 @@ def test_bad_stop_tokens(tmp_path: Path, eos: object) -> None:
     [
         ("tokenizer_config.json", "{", "must be JSON"),
         ("tokenizer_config.json", "[]", "must be a JSON object"),
+        ("tokenizer_config.json", "[" * 100_000, "must be JSON"),
         ("tokenizer_config.json", '{"added_tokens_decoder": []}', "must be a table"),
         (
             "tokenizer_config.json",

@@ -1,0 +1,62 @@
+"""What `generate` and `profile` make of the options of decoding."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from samples import MANIFEST
+
+from thor_dflash.config import AS_MADE, NO_BUDGET, load
+from thor_dflash.runtime.session import Request
+from thor_dflash.verbs.question import Question
+
+
+def asked(*overrides: str, messages: list[dict[str, str]] | None = None) -> Request:
+    """Of a package with a drafter, whose tokenizer writes whether it is to think."""
+    text = SimpleNamespace(
+        render=lambda messages, thinking: "t" if thinking else "f",
+        encode=lambda text: [ord(letter) for letter in text],
+    )
+    session: Any = SimpleNamespace(
+        manifest=MANIFEST, text=text, model=SimpleNamespace(limit=100, capacity=116)
+    )
+    question = Question(messages, None if messages else (1, 2))
+    return question.request(session, load(None, overrides))
+
+
+def test_what_is_said_of_decoding_reaches_the_session() -> None:
+    request = asked(
+        "decode.gate=on", "decode.accept=relaxed", "decode.relaxed.k=2", "decode.draft.seed=7",
+        "decode.budget.tokens=5", "decode.max_tokens=9", "decode.drafter=dflash",
+    )  # fmt: skip
+    assert request.relaxed
+    assert (request.prompt, request.gate, request.relaxed.k) == ((1, 2), True, 2)
+    assert (request.draft.seed, request.budget.tokens, request.max_tokens) == (7, 5, 9)
+    assert (request.stop, request.drafter) == (frozenset(MANIFEST.stop_tokens), "dflash")
+
+
+def test_what_is_not_said_is_left_as_it_was_made() -> None:
+    request = asked("decode.relaxed.k=2")  # of which nothing makes use
+    assert (request.gate, request.relaxed) == (False, None)
+    assert (request.draft, request.budget) == (AS_MADE, NO_BUDGET)
+    assert request.drafter == "dflash", "the package's own"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "thinks"),
+    [
+        ((), True),
+        (("decode.thinking=off",), False),
+        (("decode.budget.effort=none",), False),
+        (("decode.budget.effort=low",), True),
+        (("decode.budget.effort=none", "decode.budget.tokens=5"), True),
+        (("decode.budget.tokens=0",), True),
+    ],
+)
+def test_no_effort_opens_no_thinking_unless_tokens_of_it_are_granted(
+    overrides: tuple[str, ...], thinks: bool
+) -> None:
+    request = asked(*overrides, messages=[{"role": "user", "content": "x"}])
+    assert request.prompt == (ord("t" if thinks else "f"),)
