@@ -195,7 +195,7 @@ def test_a_number_that_64_bits_do_not_hold_is_refused(key: str, value: str, told
 def test_so_it_is_in_a_file_of_json(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     path.write_text('{"ratio": 1%s}' % ("0" * 400))
-    with pytest.raises(ConfigError, match=r"^ratio must be a number of 64 bits \(got 1000"):
+    with pytest.raises(ConfigError, match=r"/r.json: ratio must be a number of 64 bits \(got 1000"):
         records.load(BudgetConfig, path, ConfigError)
 
 

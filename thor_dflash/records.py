@@ -87,15 +87,22 @@ def load(cls: type[T], path: Path, error: type[ThorError]) -> T:
     """Build `cls` from a JSON file.
 
     Raises:
-        error: it is missing, no JSON, or not as `decode` wants it.
+        error: it is missing, no JSON, or not as `decode` wants it; begins with the path.
     """
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
+        value: object = json.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
         raise error(f"{path} must be readable (got: {e.strerror})") from e
+    except RecursionError as e:
+        raise error(f"{path} must be JSON (got lists nested too deep)") from e
     except ValueError as e:
         raise error(f"{path} must be JSON (got: {e})") from e
-    return decode(cls, table, "", error)
+    if as_table(value) is None:
+        raise error(f"{path} must be a JSON object (got {show(value)})")
+    try:
+        return decode(cls, value, "", error)
+    except error as e:
+        raise error(f"{path}: {e}") from e
 
 
 def decode(cls: type[T], table: object, where: str, error: type[ThorError]) -> T:

@@ -1,0 +1,62 @@
+"""Files of JSON that are a record: what is wrong with one is told with its name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from thor_dflash import plan, program
+from thor_dflash.errors import PackageError
+
+VERIFY: dict[str, object] = {
+    "name": "verify", "inputs": {}, "outputs": {}, "values": {}, "weights": {}, "steps": [],
+    "scratch": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[]", "must be a JSON object (got [])"),
+        ("{", "must be JSON (got: Expecting property name"),
+        ("[" * 100_000, "must be JSON (got lists nested too deep)"),
+        ('{"naem": 1}', "unknown key naem (did you mean name?)"),
+        ("{}", "name must be present (got nothing)"),
+        (json.dumps({**VERIFY, "scratch": True}), "scratch must be an integer (got true)"),
+        (json.dumps({**VERIFY, "inputs": {"x": {"dtype": "int32", "shape": [True]}}}),
+         "inputs.x.shape[0] must be an integer or a string (got true)"),
+        (json.dumps({**VERIFY, "weights": {"w": {"dtype": "int32", "shape": ["T"], "file": "w",
+                                                 "offset": 0}}}),
+         "weights.w.shape[0] must be an integer (got \"T\")"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_file_of_a_package_names_the_file(
+    tmp_path: Path, text: str, said: str
+) -> None:
+    path = tmp_path / "verify.program.json"
+    path.write_text(text)
+    with pytest.raises(PackageError) as error:
+        program.read(tmp_path, "verify")
+    told = str(error.value)
+    assert told.startswith((f"{path} {said}", f"{path}: {said}"))
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PackageError, match=r"verify.plan.json must be readable .got: No such file"):
+        plan.read(tmp_path, "verify")
+
+
+def test_a_size_may_be_a_letter_or_a_number_and_weights_take_their_product(tmp_path: Path) -> None:
+    table = {
+        **VERIFY,
+        "inputs": {"x": {"dtype": "bfloat16", "shape": ["T", 8]}},
+        "weights": {"w": {"dtype": "bfloat16", "shape": [3, 5], "file": "w", "offset": 64}},
+    }
+    (tmp_path / "verify.program.json").write_text(json.dumps(table))
+    found = program.read(tmp_path, "verify")
+    assert found.inputs["x"].shape == ("T", 8)
+    assert found.weights["w"].nbytes == 3 * 5 * 2
+    (tmp_path / "verify.program.json").write_text(program.render(found))
+    assert program.read(tmp_path, "verify") == found
