@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
 
 import nano
 import pytest
+
+from thor_dflash.errors import ConfigError
+from thor_dflash.extras import extra
 
 SCRIPT = (
     "import sys; sys.modules[sys.argv[1]] = None\n"
@@ -22,7 +26,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("missing", "extra", "args"),
+    ("missing", "name", "args"),
     [
         ("onnx", "build", "build --target t --out o"),
         ("onnx", "build", "demo"),
@@ -33,13 +37,20 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_a_missing_extra_is_one_line(
-    package: Path, tmp_path: Path, missing: str, extra: str, args: str
+    package: Path, tmp_path: Path, missing: str, name: str, args: str
 ) -> None:
     whole = [*args.split(), *[str(package)] * args.endswith("--package")]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, missing, *whole],
         cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    said = f"thor-dflash: {missing} must be installed: pip install 'thor-dflash[{extra}]'"
+    said = f"thor-dflash: {missing} must be installed: pip install 'thor-dflash[{name}]'"
     assert done.returncode == 2, done.stderr
     assert said in done.stderr.splitlines()[-1]
+
+
+def test_a_module_of_ours_that_is_missing_is_a_fault_and_no_extra() -> None:
+    with pytest.raises(ModuleNotFoundError), extra("serve"):
+        importlib.import_module("thor_dflash.serving.no_such")
+    with pytest.raises(ConfigError, match="^no_such must be installed"), extra("serve"):
+        importlib.import_module("no_such")

@@ -126,6 +126,8 @@ def test_a_tolerance_is_a_number_of_at_least_0(
 ) -> None:
     said = refused(capsys, "check", "--package", "p", f"--tolerance={wrong}")
     assert "--tolerance must be a finite number of at least 0 (got" in said
+    said = refused(capsys, "check", "--package", "p", "--tolerance=0")
+    assert said == "--tolerance must go with --reference or --golden (got neither)"
 
 
 def test_a_tolerance_of_logits_that_nobody_compares_is_refused(

@@ -74,6 +74,16 @@ def test_a_closed_stdout_is_one_line() -> None:
     assert done.returncode == 2
 
 
+def test_a_terminal_that_has_no_such_letter_shows_another() -> None:
+    script = (
+        "import sys; from thor_dflash import cli\n"
+        "cli.run = lambda argv: print('caf\u00e9')\n"
+        "sys.exit(cli.main([]))"
+    )
+    done = shell(f'PYTHONIOENCODING=ascii {sys.executable} -c "{script}"')
+    assert (done.returncode, done.stdout, done.stderr) == (0, "caf?\n", "")
+
+
 @pytest.mark.parametrize("what", ["--help", "--version", "bench --help"])
 def test_help_that_nobody_can_read_is_told(what: str) -> None:
     # -E: without a buffer, which the environment may ask for, argparse drops what it cannot write.

@@ -1,14 +1,19 @@
-"""A long prompt of `generate`: how far it is read is told while it is."""
+"""A long prompt of `generate`: how far it is read is told while it is; and an answer's two ends."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import constrained
 import pytest
 from decoding import prompt, session
 
 from thor_dflash import cli
+from thor_dflash.progress import Silent
+from thor_dflash.runtime.decode import Chunk
+from thor_dflash.runtime.text import Answer
+from thor_dflash.verbs.generate import _read, _stream
 
 
 @pytest.mark.parametrize(("length", "told"), [(33, False), (100, True)])
@@ -26,3 +31,19 @@ def test_a_prompt_of_several_steps_is_told(
     assert cli.main([*line, "--json"]) == 0
     out, err = capsys.readouterr()
     assert (len(json.loads(out)["tokens"]), err) == (20, "")
+
+
+def test_an_answer_that_ends_after_a_long_prompt_without_a_word_is_one() -> None:
+    last = Chunk((), "stop", prompt_done=96)
+    chunks = [Chunk((), prompt_done=32), Chunk((), prompt_done=64), last]
+    assert list(_read(iter(chunks), 97, Silent())) == [last]
+
+
+def test_an_answer_that_is_cut_inside_a_character_shows_that(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = constrained.text()
+    half = next(token for token in range(constrained.VOCAB) if text.bytes_of(token) == b"\xc3")
+    chunks = [Chunk(tuple(text.encode("red"))), Chunk((half,), "length")]
+    _stream(iter(chunks), Answer(text, ()), quiet=False)
+    assert capsys.readouterr().out == "red\ufffd\n"

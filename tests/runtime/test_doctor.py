@@ -247,6 +247,10 @@ def truncated(package: Path) -> None:
     (package / "weights" / "a").write_bytes(b"1")
 
 
+def grown(package: Path) -> None:
+    (package / "weights" / "a").write_bytes(b"123456789")
+
+
 def joined(package: Path) -> None:
     (package / "notes.txt").write_text("mine")
 
@@ -262,7 +266,13 @@ def closed(package: Path) -> None:
 
 @pytest.mark.parametrize(
     ("damage", "remedy"),
-    [(truncated, "build"), (joined, "build"), (linked, "ls -lR '{}'"), (closed, "ls -lR '{}'")],
+    [
+        (truncated, "build"),
+        (grown, "build"),
+        (joined, "build"),
+        (linked, "ls -lR '{}'"),
+        (closed, "ls -lR '{}'"),
+    ],
 )
 def test_a_package_that_opening_refuses_is_refused_in_the_same_words(
     tmp_path: Path, damage: Callable[[Path], None], remedy: str

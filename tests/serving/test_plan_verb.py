@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from contextlib import ExitStack
 from functools import partial
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from thor_dflash import cli, options
 from thor_dflash.config import Config
@@ -18,7 +20,9 @@ from thor_dflash.progress import Lines
 from thor_dflash.serving import client
 from thor_dflash.serving.client import Options, PlanError
 from thor_dflash.serving.mock import PLAN
+from thor_dflash.serving.wire import Ask, Result, Spec, Timings, Usage
 from thor_dflash.verbs import plan
+from thor_dflash.verbs.generate import DIM, PLAIN
 
 
 def ask(*args: str) -> None:
@@ -39,6 +43,42 @@ def test_who_waits_is_told_for_whom(
     with pytest.raises(PlanError, match="nothing is connected"):
         ask("Bring it.", "--server", "ipc:///nowhere/plan", *form)
     assert capsys.readouterr().err == "waiting for ipc:///nowhere/plan\n"
+
+
+def test_every_option_of_a_plan_is_asked_for_and_no_other() -> None:
+    told = {"thinking": "off", "max_tokens": 0, "deadline_ms": 9, "session": "", "prefix_id": "p"}
+    words = [str(w) for name, v in told.items() for w in (f"--{name.replace('_', '-')}", v)]
+    asked = plan._ask(options.parse(["plan", "Bring it.", *words]))
+    assert asked == Ask(prompt="Bring it.", stream="text", **told)
+    assert plan._ask(options.parse(["plan", "x"])) == Ask(prompt="x", stream="text")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_what_a_plan_thinks_is_dim_on_a_terminal(house: Any, monkeypatch: Any) -> None:
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    ask("Bring it.", "--server", house.mock().endpoints[0], "--thinking", "on")
+    dim, _, rest = screen.getvalue().partition(PLAIN)
+    assert dim.startswith(DIM)
+    assert len(dim) > len(DIM)
+    assert rest.strip() == PLAN
+
+
+def test_the_last_line_says_how_a_plan_ended() -> None:
+    usage = Usage(thinking_tokens=3, output_tokens=5)
+    bare = Result(finish_reason="length", usage=usage)
+    assert plan._summary(bare) == "3 + 5 tokens, plan not valid, ended by length"
+    timed = structs.replace(
+        bare, finish_reason="stop", plan_valid=True, timings=Timings(e2e_ms=1500.0),
+        spec=Spec(accept_len=2.5),
+    )  # fmt: skip
+    assert plan._summary(timed) == (
+        "3 + 5 tokens, 1.50 s, 2.50 tokens a cycle, plan valid, ended by stop"
+    )
 
 
 def test_the_wait_is_over_before_the_first_word(house: Any, capsys: Any) -> None:

@@ -144,6 +144,15 @@ def test_lines_that_a_full_log_lost_are_counted() -> None:
     assert told == b"2 lines of this log could not be written\nhere\nagain\n"
 
 
+def test_a_line_of_the_log_that_was_no_utf_8_is_told_all_the_same() -> None:
+    out, file = os.pipe()
+    with os.fdopen(out, "rb", 0) as log, os.fdopen(file, "w") as stderr:
+        say = Log(stderr)
+        say("/tmp/\udcff is no directory")
+        assert say.close()
+        assert log.read(4096) == b"/tmp/\\udcff is no directory\n"
+
+
 def test_what_a_slow_reader_of_the_log_missed_is_said_where_it_is_missing() -> None:
     out, file = os.pipe()
     with os.fdopen(out, "rb", 0) as log, os.fdopen(file, "w") as stderr:

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from msgspec import structs
 
+from thor_dflash.errors import RETRYABLE
 from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving import codec, wire
 from thor_dflash.serving.hello import about
@@ -155,6 +156,11 @@ def test_every_error_and_its_fields() -> None:
     assert set(re.findall(r'"(\w+)":', part("7. Errors").splitlines()[0])) >= names(
         wire.Failure
     ) - {"v", "id", "seq"}
+
+
+def test_what_may_be_asked_again_is_what_the_contract_says() -> None:
+    (after,) = re.findall(r"may succeed later: so after (.*?)\.", TEXT, re.S)
+    assert {*words(after), "unreachable"} == RETRYABLE, "the last is a client's own word"
 
 
 def test_every_state() -> None:
