@@ -98,16 +98,19 @@ def test_a_package_with_a_template_of_no_use_is_refused_before_its_weights_are_r
 @pytest.mark.parametrize(
     ("told", "said"),
     [
-        ("build.draft_ids=ids.json", "build.draft_ids must go with --drafter (got none)"),
-        ("build.tensorrt.level=5", "build.tensorrt.level must go with --engine tensorrt (got ort)"),
+        ("-s build.draft_ids=ids.json", "build.draft_ids must go with --drafter (got none)"),
+        ("-s build.tensorrt.level=5",
+         "build.tensorrt.level must go with --engine tensorrt (got ort)"),
+        ("--engine cuda -s build.tensorrt.level=5",
+         "build.tensorrt.level must go with --engine tensorrt (got cuda)"),
     ],
-)
+)  # fmt: skip
 def test_a_set_that_no_part_of_the_package_reads_is_refused(
     target: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     told: str, said: str,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(builder, "build", lambda *a: pytest.fail("built"))
-    assert build(target, "-s", told) == 2
+    assert build(target, *told.split()) == 2
     assert said in capsys.readouterr().err
 
 

@@ -127,6 +127,16 @@ def test_the_text_says_what_an_answer_costs() -> None:
     assert "  junction at most 61.2 °C" in lines
 
 
+def test_bars_of_the_text_are_as_long_as_their_numbers_and_none_is_lost() -> None:
+    phases = {name: Phase(1.0, 1.0, share) for name, share in (("all", 1.0), ("half", 0.5))}
+    spec = replace(FOUND.spec, accept_hist=(1000, 500, 1, 0))
+    lines = table(replace(FOUND, phases=phases, spec=spec)).splitlines()
+    bars = {line.split()[0]: line.count("█") for line in lines if line.endswith("█")}
+    assert bars == {"all": 20, "half": 10}
+    (drawn,) = (line for line in lines if line.startswith("  committed tokens a cycle"))
+    assert drawn.endswith("1 to 4:  |█▄▁ |"), "one of a thousand is seen"
+
+
 def test_weights_of_a_cache_have_no_share_of_a_read_rate() -> None:
     assert FOUND.inside
     small = replace(FOUND, inside=replace(FOUND.inside, read_rate=0.0))

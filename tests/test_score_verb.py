@@ -90,6 +90,15 @@ def test_a_disk_without_room_is_told_before_a_row_is_made(
         write_blocks(tmp_path / "x.npz", {"logits": (2, 5)}, never())
 
 
+def test_a_disk_with_just_the_room_is_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=40))
+    rows = iter([{"logits": np.ones((2, 5), np.float32)}])
+    write_blocks(tmp_path / "x.npz", {"logits": (2, 5)}, rows)
+    assert np.load(tmp_path / "x.npz")["logits"].sum() == 10
+
+
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
 

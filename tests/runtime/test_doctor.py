@@ -368,4 +368,8 @@ def test_the_verb_tells_wrong_by_its_status(
     told = json.loads(capsys.readouterr().out)
     assert told["wrong"] is True
     assert told["items"][-1]["item"] == "package"
+    lacking = doctor.table(examined(replace(LAPTOP, versions={}))).splitlines()
+    at = next(i for i, line in enumerate(lacking) if "extra ort" in line)
+    assert lacking[at].startswith("warn ")
+    assert lacking[at + 1].split(maxsplit=1) == ["->", "pip install 'thor-dflash[ort]'"]
     assert doctor.table(examined(THOR)).count("\n") == len(examined(THOR).findings) + 3
