@@ -112,7 +112,7 @@ def test_no_file_takes_the_number_of_a_closed_stream(tmp_path: Path) -> None:
         "def work(argv):\n"
         f"    with open('{tmp_path / 'weights'}', 'wb') as file:\n"
         "        os.write(2, b'a warning')\n"
-        "        subprocess.run(['sh', '-c', 'echo another >&2; cat; echo read'], check=True)\n"
+        "        subprocess.run(['sh', '-c', 'echo another >&2; cat && echo read'], check=True)\n"
         "cli.run = work\n"
         "sys.exit(cli.main([]))"
     )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
 from thor_dflash.calib.check import define
-from thor_dflash.calib.check.compare import logits
+from thor_dflash.calib.check.compare import Report, logits
 from thor_dflash.calib.check.judge import Drift, differ, jumps
 from thor_dflash.plugins import HEAD
 from thor_dflash.tensors import DType
+from thor_dflash.verbs.check import as_table
 
 
 def test_differences_are_judged_by_the_largest_value_and_one_rounding() -> None:
@@ -55,3 +58,12 @@ def test_a_row_that_is_no_numbers_is_judged_by_itself(strange: float) -> None:
         assert logits(have, other, 0.5).first == 2
     near = want + np.float32(0.1) * (np.arange(4) == 3)[:, None]
     assert logits(near, broken, 1e-3).first == 2
+
+
+def test_a_report_of_what_is_no_number_is_json_all_the_same() -> None:
+    want = np.ones((2, 4), np.float32)
+    broken = np.where(np.arange(2)[:, None] == 1, np.nan, want)
+    report = Report(logits(broken, want, 0.5), ((3, float("inf")),), (), ())
+    told = json.loads(json.dumps(as_table(report), allow_nan=False))
+    assert (told["right"], told["logits"]["worst"], told["taps"]) == (False, None, [[3, None]])
+    assert told["logits"]["first"] == 1
