@@ -59,7 +59,8 @@ def _findings(
     jetson, on_device = board.is_jetson(machine), engine in package.ON_DEVICE
     yield software.python(machine)
     yield from software.extras(machine, EXTRAS.get(engine, frozenset()))
-    yield software.driver(machine, cuda, jetson=jetson, needed=on_device)
+    unused = bool(engine) and not on_device
+    yield software.driver(machine, cuda, jetson=jetson, needed=on_device, unused=unused)
     for index, gpu in enumerate(cuda.devices):
         yield software.device(index, gpu)
     if machine.version("nvidia-cuda-nvrtc"):
@@ -92,7 +93,8 @@ def engines(
         return finding.text if finding and finding.state != "ok" else ""
 
     device = cuda.error or ("" if _usable(cuda, index) else "no device of compute capability 9.0")
-    on_device = lacks("extra cuda") or device or lacks("cuda driver") or lacks("nvrtc")
+    parts = map(lacks, ("cuda driver", "nvrtc", "cubins"))
+    on_device = lacks("extra cuda") or device or next(filter(None, parts), "")
     bindings = tensorrt.error
     if "tensorrt" in found and found["tensorrt"].state == "wrong":
         bindings = found["tensorrt"].text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 from thor_dflash.runtime.doctor.facts import (
     Cuda,
@@ -95,10 +96,13 @@ def extras(machine: Machine, needed: frozenset[str]) -> Iterator[Finding]:
             yield Finding(item, missing(extra in needed), text, command)
 
 
-def driver(machine: Machine, cuda: Cuda, *, jetson: bool, needed: bool) -> Finding:
-    """The CUDA driver, or why there is none to speak of."""
+def driver(machine: Machine, cuda: Cuda, *, jetson: bool, needed: bool, unused: bool) -> Finding:
+    """The CUDA driver, or why there is none to speak of. `unused`: a package that has no use for a
+    device is to run.
+    """
     if cuda.error:
-        return _no_driver(machine, cuda, jetson, needed)
+        found = _no_driver(machine, cuda, jetson, needed)
+        return replace(found, state="warn") if unused else found
     text = f"CUDA {version(cuda.driver)}, bindings for CUDA {version(cuda.bindings)}"
     if cuda.driver < CUDA:
         text += f"; the driver must know CUDA {version(CUDA)}"

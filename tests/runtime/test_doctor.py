@@ -10,7 +10,19 @@ from pathlib import Path
 
 import pytest
 from decoding import session
-from machines import EVERYTHING, GB, H100, H100_GPU, LAPTOP, TEGRA, THOR, THOR_GPU, Pretend, devfreq
+from machines import (
+    EVERYTHING,
+    GB,
+    H100,
+    H100_GPU,
+    LAPTOP,
+    NO_DRIVER,
+    TEGRA,
+    THOR,
+    THOR_GPU,
+    Pretend,
+    devfreq,
+)
 from samples import MANIFEST, package
 from unprivileged import unprivileged
 
@@ -351,6 +363,24 @@ def test_room_for_kernels_is_wrong_where_a_package_has_any(tmp_path: Path, room:
         report = examined(replace(THOR, room=room), tmp_path)
         assert found(report, "package").state == "ok"
         assert found(report, "cubins").state == state
+
+
+def test_a_driver_that_a_package_has_no_use_for_is_not_wrong(tmp_path: Path) -> None:
+    package(tmp_path, a=b"1")
+    broken = Cuda(error="CUDA_ERROR_UNKNOWN from cuInit")
+    for machine in (replace(H100, gpu=NO_DRIVER), replace(H100, gpu=broken)):
+        assert off(examined(machine))["cuda driver"] == "wrong"
+        report = examined(machine, tmp_path)
+        assert not report.wrong
+        finding = found(report, "cuda driver")
+        assert (finding.state, bool(finding.remedy)) == ("warn", True)
+
+
+@pytest.mark.parametrize("room", [-1, 1])
+def test_an_engine_that_cannot_keep_its_kernels_cannot_run(room: int) -> None:
+    report = examined(replace(THOR, room=room))
+    text = found(report, "cubins").text
+    assert report.engines == {"ort": "", "cuda": text, "tensorrt": text}
 
 
 # ---- the verb
