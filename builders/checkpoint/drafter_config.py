@@ -167,7 +167,7 @@ def _head_dim(root: Fields) -> int:
 
 
 def _layers(root: Fields, flash: Fields, block: int) -> tuple[DraftLayerDims, ...]:
-    depth = root.integer("num_hidden_layers")
+    depth = root.layers()
     kinds = _kinds(root, depth)
     window = _window(root, block) if SLIDING in kinds else 0
     causal = _causal(root, flash, kinds)

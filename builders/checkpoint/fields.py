@@ -14,6 +14,9 @@ from thor_dflash.errors import CheckpointError
 LONGEST_VALUE = 60
 """Characters of an offending value that a message repeats."""
 
+MOST_LAYERS = 1024
+"""More than any model has. Names and shapes are made for every layer before one is missed."""
+
 
 def shown(value: object) -> str:
     """An offending value on one line, cut where it is long."""
@@ -100,6 +103,14 @@ class Fields:
         number = cast("int", value)
         self._check_bits(key, number)
         return number
+
+    def layers(self) -> int:
+        """The depth of a model."""
+        key = "num_hidden_layers"
+        depth = self.integer(key)
+        if depth > MOST_LAYERS:
+            raise self.wrong(key, f"an integer of at most {MOST_LAYERS}")
+        return depth
 
     def _check_bits(self, key: str, *values: int) -> None:
         """A manifest with a larger one could not be read again."""

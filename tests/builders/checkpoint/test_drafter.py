@@ -239,6 +239,7 @@ REFUSED: list[tuple[str, object, str]] = [
     ("dflash_config.target_layer_ids", [], r"target_layer_ids must be one or more different"),
     ("dflash_config.target_layer_ids", [1, 1], r"target_layer_ids must be one or more different"),
     ("dflash_config.target_layer_ids", [-1, 2], r"target_layer_ids must be a list of integers of"),
+    ("num_hidden_layers", 10**9, r"layers must be an integer of at most 1024 \(got 1000"),
     ("layer_types", ["full_attention"], r"num_hidden_layers must be 1, one per entry"),
     ("layer_types", ["chunked"] * 2, r"layer_types must be a list of sliding_attention \| full"),
     ("layer_types", ABSENT, r"layer_types must be given where use_sliding_window is true"),

@@ -138,6 +138,14 @@ def test_layers_must_be_given_somehow(tmp_path: Path) -> None:
     refused(tmp_path, r"layer_types must be given where full_attention_interval is not")
 
 
+def test_more_layers_than_any_model_has_are_refused_before_they_are_listed(tmp_path: Path) -> None:
+    write_target(tmp_path, SMALL, 0)
+    edit(tmp_path, "layer_types", ABSENT)
+    edit(tmp_path, "full_attention_interval", 4)
+    edit(tmp_path, "num_hidden_layers", 1025)
+    refused(tmp_path, r"num_hidden_layers must be an integer of at most 1024 \(got 1025\)")
+
+
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
