@@ -358,7 +358,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch, device: Device) -> Emulated:
     """Put it in the driver's place, and a kernel's source in that of its cubin."""
     made = Emulated(device)
 
-    def load(source: Path, defines: dict[str, int], *rest: object, anew: bool = False) -> Cubin:
+    def load(source: Path, defines: dict[str, int], *rest: object) -> Cubin:
         return Cubin(pickle.dumps((source.resolve(), dict(defines))), "")
 
     monkeypatch.setattr(driver, "_bindings", lambda: made)

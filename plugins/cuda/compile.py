@@ -30,6 +30,8 @@ ROOT = Path(plugins.__file__).parent
 OPTIONS = ("--std=c++17", "--ptxas-options=-v", "--fmad=false", "--extra-device-vectorization")
 """No product and sum are rounded as one but where a kernel says fma_rn: the compiler would do it in
 some of an unrolled loop's rows and not in others, and a row's bits would depend on its place."""
+SEAL = hashlib.sha256().digest_size
+"""Of a kept cubin, bytes at its end."""
 _USAGE = re.compile(
     r"Compiling entry function '(?P<name>\w+)'.*?"
     r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
@@ -58,8 +60,6 @@ class Cubin:
     image: bytes
     log: str
     """What the compiler said; empty where the image came from the cache."""
-    kept: bool = False
-    """Whether it came from the cache, and may be anything."""
 
     @property
     def usage(self) -> dict[str, Usage]:
@@ -109,19 +109,16 @@ def compile_source(source: Path, defines: Mapping[str, int], arch: str) -> Cubin
     return Cubin(image, log)
 
 
-def load(
-    source: Path, defines: Mapping[str, int], arch: str, cache: Path, *, anew: bool = False
-) -> Cubin:
-    """The cubin from the directory `cache`, or compiled and put there; with `anew` whatever is
-    there. Writers may race; all write the same.
+def load(source: Path, defines: Mapping[str, int], arch: str, cache: Path) -> Cubin:
+    """The cubin from the directory `cache`, or compiled and put there, also where what is there is
+    not as it was written. Writers may race; all write the same.
 
     Raises:
         EngineError: as compile_source, or the directory cannot keep it.
     """
     path = cache / f"{digest(source, defines, arch)}.cubin"
-    if not anew:
-        with contextlib.suppress(OSError):
-            return Cubin(path.read_bytes(), "", kept=True)
+    if image := _kept(path):
+        return Cubin(image, "")
     made = compile_source(source, defines, arch)
     try:
         _keep(path, made.image)
@@ -132,6 +129,23 @@ def load(
     return made
 
 
+def _kept(path: Path) -> bytes:
+    """The image; empty where it is not there whole. A driver may read past the end of one that was
+    cut short, and runs one that has a byte changed.
+    """
+    with contextlib.suppress(OSError):
+        read = path.read_bytes()
+        image, seal = read[:-SEAL], read[-SEAL:]
+        if seal == _seal(path, image):
+            return image
+    return b""
+
+
+def _seal(path: Path, image: bytes) -> bytes:
+    """What follows an image, where no reader of ELF looks. Under another name it is no other's."""
+    return hashlib.sha256(path.name.encode() + image).digest()
+
+
 def _keep(path: Path, image: bytes) -> None:
     """Whole or not at all, also when the power goes."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -139,7 +153,7 @@ def _keep(path: Path, image: bytes) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             os.fchmod(handle, 0o644)  # other users of the directory may have them too
-            file.write(image)
+            file.write(image + _seal(path, image))
             file.flush()
             os.fsync(handle)
         Path(name).replace(path)

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
-from thor_dflash.errors import EngineError, EngineLost
 from thor_dflash.plugins.cuda.compile import Cubin, architecture, load
 from thor_dflash.plugins.cuda.driver import Gate
 from thor_dflash.plugins.launch import Device, Launch
@@ -48,24 +47,12 @@ class Kernels:
         return Compiling(self, wanted, self._cubins)
 
     def take(self, image: Image, cubin: Cubin) -> None:
-        """Load an image. One that was kept and cannot be loaded, as a disk may have lost some of
-        it, is compiled anew.
+        """Load an image.
 
         Raises:
-            EngineError: the driver does not take it, or as load in compile.py.
+            EngineError: the driver does not take it.
         """
-        self._modules[image] = self._module(image, cubin)
-
-    def _module(self, image: Image, cubin: Cubin) -> Any:
-        try:
-            return self.gate("cuModuleLoadData", cubin.image)
-        except EngineLost:
-            raise
-        except EngineError:
-            if not cubin.kept:
-                raise
-        made = _cubin(image, self.device, self._cubins, anew=True)
-        return self.gate("cuModuleLoadData", made.image)
+        self._modules[image] = self.gate("cuModuleLoadData", cubin.image)
 
     def function(self, source: Path, launch: Launch) -> Any:
         """The kernel of a launch, allowed the shared memory it asks for."""
@@ -120,6 +107,6 @@ def _image(source: Path, launch: Launch) -> Image:
     return source, tuple(sorted(launch.defines.items()))
 
 
-def _cubin(image: Image, device: Device, cubins: Path, *, anew: bool = False) -> Cubin:
+def _cubin(image: Image, device: Device, cubins: Path) -> Cubin:
     source, defines = image
-    return load(source, dict(defines), architecture(device.capability), cubins, anew=anew)
+    return load(source, dict(defines), architecture(device.capability), cubins)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from fake_cuda import OK, Fake, fake
 
-from thor_dflash.errors import EngineError, EngineLost
+from thor_dflash.errors import EngineError
 from thor_dflash.plugins.cuda import compile as compiler
 from thor_dflash.plugins.cuda import kernels
 from thor_dflash.plugins.cuda.compile import ROOT, Cubin
@@ -57,41 +58,60 @@ def test_what_was_compiled_is_kept_for_everybody(
     start(tmp_path / "new" / "cubins")
 
 
-@pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("left", [b"", b"half of it"])
-def test_what_a_failing_disk_left_is_compiled_anew(tmp_path: Path, left: bytes) -> None:
+def cut(whole: bytes) -> bytes:
+    return whole[: len(whole) // 2]
+
+
+def flipped(whole: bytes) -> bytes:
+    middle = len(whole) // 2
+    return whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
+
+
+def unsealed(whole: bytes) -> bytes:
+    return whole[: -compiler.SEAL]
+
+
+@pytest.mark.parametrize("damage", [cut, flipped, unsealed, lambda _: b"", lambda _: bytes(99)])
+def test_what_a_failing_disk_left_is_compiled_anew(
+    device: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, damage: Callable[[bytes], bytes]
+) -> None:
     start(tmp_path)
     [kept] = tmp_path.iterdir()
     whole = kept.read_bytes()
-    kept.write_bytes(left)
+    kept.write_bytes(damage(whole))
+    taken: list[bytes] = []
+
+    def take(image: bytes) -> Any:
+        taken.append(image)
+        return OK, "module"
+
+    monkeypatch.setattr(device, "cuModuleLoadData", take)
     start(tmp_path)
+    assert taken == [whole[: -compiler.SEAL]]
     assert kept.read_bytes() == whole
     assert [*tmp_path.iterdir()] == [kept]
 
 
-@pytest.mark.parametrize(
-    ("code", "error"),
-    [("CUDA_ERROR_NO_BINARY_FOR_GPU", EngineError), ("CUDA_ERROR_ILLEGAL_ADDRESS", EngineLost)],
-)
-def test_an_image_that_the_device_does_not_take_is_compiled_once(
-    device: Fake,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    code: str,
-    error: type[EngineError],
+@pytest.mark.usefixtures("device")
+def test_a_whole_kernel_under_the_name_of_another_is_not_run(tmp_path: Path) -> None:
+    start(tmp_path / "cubins")
+    [kept] = (tmp_path / "cubins").iterdir()
+    whole = kept.read_bytes()
+    compiler._keep(tmp_path / "other", b"another")
+    (tmp_path / "other").replace(kept)
+    start(tmp_path / "cubins")
+    assert kept.read_bytes() == whole
+
+
+@pytest.mark.parametrize("code", ["CUDA_ERROR_NO_BINARY_FOR_GPU", "CUDA_ERROR_ILLEGAL_ADDRESS"])
+def test_a_whole_image_that_the_device_does_not_take_is_not_compiled_again(
+    device: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str
 ) -> None:
     start(tmp_path)
-    made: list[Path] = []
-
-    def compiled(source: Path, *_: object) -> Cubin:
-        made.append(source)
-        return Cubin(WHOLE, "")
-
     monkeypatch.setattr(device, "cuModuleLoadData", lambda _: (status(code),))
-    monkeypatch.setattr(compiler, "compile_source", compiled)
-    with pytest.raises(error, match=f"cuModuleLoadData must succeed .*{code}"):
+    monkeypatch.setattr(compiler, "compile_source", lambda *_: 1 / 0)
+    with pytest.raises(EngineError, match=f"cuModuleLoadData must succeed .*{code}"):
         start(tmp_path)
-    assert made == ([] if error is EngineLost else [SOURCE])
 
 
 @pytest.mark.usefixtures("device")
@@ -113,7 +133,7 @@ def test_after_an_error_nothing_more_is_compiled(
     fake(monkeypatch)
     begun: list[Path] = []
 
-    def load(source: Path, *_: object, anew: bool) -> Cubin:
+    def load(source: Path, *_: object) -> Cubin:
         begun.append(source)
         if source.name == "0":
             raise EngineError("no")
@@ -136,7 +156,7 @@ def test_what_several_launches_need_is_compiled_once(
     fake(monkeypatch)
     made: list[tuple[Path, dict[str, int]]] = []
 
-    def load(source: Path, defines: dict[str, int], *_: object, anew: bool) -> Cubin:
+    def load(source: Path, defines: dict[str, int], *_: object) -> Cubin:
         made.append((source, defines))
         return Cubin(WHOLE, "")
 
