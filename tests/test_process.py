@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import subprocess
 import sys
@@ -53,14 +55,27 @@ def test_a_full_disk_is_one_line(size: int) -> None:
     assert done.returncode == 2
 
 
-def test_a_full_disk_elsewhere_is_not_said_of_stdout() -> None:
+def failing(number: int) -> subprocess.CompletedProcess[str]:
+    """A verb that an error of the system ends, which names no file."""
     script = (
-        "import sys; from thor_dflash import cli\n"
-        "def fail(argv): raise OSError(28, 'No space left on device')\n"
+        "import os, sys; from thor_dflash import cli\n"
+        f"def fail(argv): raise OSError({number}, os.strerror({number}))\n"
         "cli.run = fail\n"
         "sys.exit(cli.main([]))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_a_disk_that_fails_elsewhere_is_one_line_and_not_said_of_stdout(number: int) -> None:
+    done = failing(number)
+    what = "every file must be readable and writable"
+    assert done.stderr == f"thor-dflash: {what} (got: {os.strerror(number)})\n"
+    assert (done.returncode, done.stdout.strip()) == (2, "")
+
+
+def test_an_error_of_ours_shows_its_traceback() -> None:
+    done = failing(errno.EBADF)
     assert (done.returncode, "Traceback" in done.stderr) == (1, True)
 
 

@@ -9,6 +9,7 @@ else is a bug and shows its traceback. Whether anybody reads stderr changes none
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import json
 import os
@@ -49,12 +50,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as e:
         # A path the system will not look at (too long, no permission) is the user's to put right,
         # and so is a stdout that takes nothing.
-        if e.filename is None and not streams.refuses(sys.stdout):
+        what = _at_fault(e)
+        if not what:
             raise
-        what = f"{e.filename} must be usable" if e.filename else "stdout must be writable"
         _complain(f"{what} (got: {e.strerror})")
         return 2
     return status
+
+
+def _at_fault(e: OSError) -> str:
+    """What must be otherwise; empty where nothing of the machine is to blame."""
+    if e.filename is not None:
+        return f"{e.filename} must be usable"
+    if streams.refuses(sys.stdout):
+        return "stdout must be writable"
+    # Nobody says the name of a file that was open already.
+    return "every file must be readable and writable" if e.errno in _DISK else ""
+
+
+_DISK = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ESTALE)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -7,14 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fake_cuda import OK, Fake, fake
 from nano import package
 
 from thor_dflash.config import EngineConfig
-from thor_dflash.errors import ConfigError, EngineError, EngineLost
+from thor_dflash.errors import ConfigError, EngineError, EngineLost, PackageError
 from thor_dflash.plugins.cuda.driver import Driver
 from thor_dflash.progress import Silent
+from thor_dflash.runtime.engines.cuda import weights
 from thor_dflash.runtime.session import open_session
 
 CODES = {"CUDA_ERROR_OUT_OF_MEMORY": EngineError, "CUDA_ERROR_ILLEGAL_ADDRESS": EngineLost}
@@ -92,3 +94,10 @@ def test_kernels_that_no_home_can_keep_are_refused(
     with pytest.raises(ConfigError, match=r"engine.cubins must begin with a home .*\(got ~nobody-"):
         open_session(built, EngineConfig(cubins="~nobody-of-this-name/cubins"), Silent())
     assert len(destroyed) == device.contexts
+
+
+def test_weights_that_a_disk_does_not_give_are_named() -> None:
+    # Of /proc/self/mem the first byte is nobody's: a file that opens, and fails when it is read.
+    path = Path("/proc/self/mem")
+    with pytest.raises(PackageError, match=rf"^{path} must be readable \(got: Input/output error"):
+        weights._read(path, 0, np.zeros(8, np.uint8))

@@ -96,10 +96,13 @@ class Files:
 
 def _read(path: Path, offset: int, into: Array) -> None:
     """Fill uint8 [n] from a file."""
-    with path.open("rb", buffering=0) as file:
-        file.seek(offset)
-        done = 0
-        while done < len(into) and (count := file.readinto(into[done:].data)):
-            done += count
+    done = 0
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(offset)
+            while done < len(into) and (count := file.readinto(into[done:].data)):
+                done += count
+    except OSError as e:
+        raise PackageError(f"{path} must be readable (got: {e.strerror})") from e
     if done < len(into):
         raise PackageError(f"{path} must hold {offset + len(into)} bytes (got {offset + done})")
