@@ -93,8 +93,8 @@ def engines(
         return finding.text if finding and finding.state != "ok" else ""
 
     device = cuda.error or ("" if _usable(cuda, index) else "no device of compute capability 9.0")
-    parts = map(lacks, ("cuda driver", "nvrtc", "cubins"))
-    on_device = lacks("extra cuda") or device or next(filter(None, parts), "")
+    on_device = lacks("extra cuda") or device or lacks("cuda driver") or lacks("nvrtc")
+    on_device = on_device or lacks("cubins")
     bindings = tensorrt.error
     if "tensorrt" in found and found["tensorrt"].state == "wrong":
         bindings = found["tensorrt"].text
