@@ -174,7 +174,7 @@ def ours(table: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in table.items() if not str(k).startswith("x_")}
 
 
-def convert(table: dict[str, Any], kind: type[wire.Request]) -> wire.Request:
+def convert(table: dict[str, Any], kind: type[T]) -> T:
     """A request from a table of plain values.
 
     Raises:

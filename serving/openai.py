@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 from uuid import uuid4
 
 import msgspec
@@ -111,15 +111,34 @@ class Completion(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read(body: bytes) -> Completion:
-    """The request in a body.
+    """The request in a body. OpenAI's clients send null for what is left out, also of what is not
+    done here: an answer that goes into the next request has `tool_calls` so.
 
     Raises:
         PlanError: bad_request, naming the field.
     """
     try:
-        return codec.JSON.decode(body, Completion)
+        return codec.convert(_said(codec.JSON.decode(body, dict[str, Any])), Completion)
     except PlanError as e:
         raise _plain(e) from e.__cause__
+
+
+def _said(table: dict[str, Any]) -> dict[str, Any]:
+    """A body less what is null in it, in its objects and in its messages. A schema, where null says
+    something, lies deeper.
+    """
+    said = {name: _given(value) for name, value in table.items() if value is not None}
+    messages: object = said.get("messages")
+    if isinstance(messages, list):
+        said["messages"] = [_given(message) for message in cast("list[object]", messages)]
+    return said
+
+
+def _given(value: object) -> object:
+    if not isinstance(value, dict):
+        return value
+    table = cast("dict[str, object]", value)
+    return {name: inner for name, inner in table.items() if inner is not None}
 
 
 def _plain(e: PlanError) -> PlanError:
@@ -178,9 +197,7 @@ def ask_of(request: Completion) -> wire.Ask:
         "json_schema": format.json_schema.schema if isinstance(format, JsonSchema) else None,
         "return": ("plan", "text", "thinking", "timings"),
     }
-    ask = codec.convert({k: v for k, v in fields.items() if v is not None}, wire.Ask)
-    assert isinstance(ask, wire.Ask)
-    return ask
+    return codec.convert({k: v for k, v in fields.items() if v is not None}, wire.Ask)
 
 
 def _thinking(request: Completion) -> str | None:

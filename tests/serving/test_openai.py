@@ -11,7 +11,14 @@ import pytest
 
 from thor_dflash.errors import PlanError
 from thor_dflash.serving import metrics
-from thor_dflash.serving.openai import STATUS, ask_of, error, read
+from thor_dflash.serving.openai import (
+    STATUS,
+    Completion,
+    StreamOptions,
+    ask_of,
+    error,
+    read,
+)
 from thor_dflash.serving.stats import KEPT
 
 CHAT = [{"role": "user", "content": "Bring the cup."}]
@@ -93,6 +100,43 @@ def test_a_refusal_says_what_there_is(fields: dict[str, Any], message: str) -> N
         ask_of(read(body))
     assert caught.value.message == message
     assert caught.value.field == message.split()[0]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({name: None} for name in Completion.__struct_fields__ if name != "messages"),
+        *({name: None} for name in ("tools", "frequency_penalty", "logit_bias", "store")),
+        {"messages": [{**CHAT[0], "tool_calls": None, "refusal": None, "name": None}]},
+        {"response_format": {"type": "text", "json_schema": None}},
+    ],
+    ids=str,
+)
+def test_null_is_as_if_left_out(fields: dict[str, Any]) -> None:
+    bare = {"messages": CHAT}
+    asks = [ask_of(read(msgspec.json.encode(body))) for body in (bare, {**bare, **fields})]
+    assert asks[0] == asks[1]
+
+
+def test_null_is_kept_where_it_says_something() -> None:
+    schema = {"properties": {"a": {"const": None}}, "default": None}
+    format = {"type": "json_schema", "json_schema": {"schema": schema}}
+    options = {"include_usage": None}
+    body = {"messages": CHAT, "response_format": format, "stream": True, "stream_options": options}
+    asked = read(msgspec.json.encode(body))
+    assert ask_of(asked).json_schema == schema
+    assert asked.stream_options == StreamOptions()
+
+
+@pytest.mark.parametrize(
+    ("fields", "where"),
+    [({"messages": None}, "messages"), ({"messages": [{**CHAT[0], "content": None}]},
+                                        "messages[0].content")],
+)  # fmt: skip
+def test_what_must_be_there_is_not_null(fields: dict[str, Any], where: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        read(msgspec.json.encode(fields))
+    assert caught.value.message == f"{where} must be present (got nothing)"
 
 
 def test_what_is_taken_without_effect_has_none() -> None:
