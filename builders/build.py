@@ -32,7 +32,7 @@ from thor_dflash.builders.tensorrt.package import Maker, Material, engines, make
 from thor_dflash.builders.tensorrt.profiles import session_ranges
 from thor_dflash.builders.weights import WeightFiles
 from thor_dflash.config import BLOCK, CAPACITY, BuildConfig
-from thor_dflash.dims import longest_context
+from thor_dflash.dims import LEAST_TALK, longest_context
 from thor_dflash.errors import CheckpointError, ConfigError
 from thor_dflash.manifest import KvScales, Manifest, Share
 from thor_dflash.plugins.tensorrt.node import fingerprint
@@ -258,16 +258,16 @@ def _capacity(
     target: TargetSource, drafter: DrafterSource | None, config: BuildConfig, block: int
 ) -> int:
     longest = longest_context(target.dims, drafter.dims if drafter else None)
-    if block >= longest:
+    least = block + LEAST_TALK
+    if least > longest:
         raise ConfigError(
-            f"build.block must be below {longest}, max_position_embeddings (got {block})"
+            f"build.block must be <= {longest - LEAST_TALK}, as of {longest} "
+            f"max_position_embeddings a prompt and its answer need some (got {block})"
         )
     capacity = config.capacity or min(CAPACITY, longest)
-    # One block is kept free at the end of the cache, so anything less has room for no prompt.
-    if not block < capacity <= longest:
+    if not least <= capacity <= longest:
         raise ConfigError(
-            f"build.capacity must be {block + 1} to {longest}, "
-            f"max_position_embeddings (got {capacity})"
+            f"build.capacity must be {least} to {longest}, max_position_embeddings (got {capacity})"
         )
     return capacity
 

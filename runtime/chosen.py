@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 
 from thor_dflash.config import EngineConfig
-from thor_dflash.dims import longest_context
+from thor_dflash.dims import LEAST_TALK, longest_context
 from thor_dflash.errors import ConfigError
 from thor_dflash.manifest import Manifest
 
@@ -31,14 +31,13 @@ def capacity(config: EngineConfig, found: Manifest) -> int:
     """Context of the session, tokens.
 
     Raises:
-        ConfigError: it has no room for a block, or the models were not made for it.
+        ConfigError: nothing could be asked in it, or the models were not made for it.
     """
     asked = config.capacity or found.capacity
-    longest = longest_context(found.target, found.drafter)
-    if not found.block < asked <= longest:
+    least, longest = found.block + LEAST_TALK, longest_context(found.target, found.drafter)
+    if not least <= asked <= longest:
         raise ConfigError(
-            f"engine.capacity must be {found.block + 1} to "
-            f"{longest}, the models' longest (got {asked})"
+            f"engine.capacity must be {least} to {longest}, the models' longest (got {asked})"
         )
     return asked
 

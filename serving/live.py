@@ -11,7 +11,7 @@ from typing import Any
 
 from thor_dflash import manifest as package_manifest
 from thor_dflash.config import HINT, NO_BUDGET, BudgetConfig, RelaxedConfig
-from thor_dflash.errors import ModelFault, PlanError, RequestError
+from thor_dflash.errors import ConfigError, ModelFault, PlanError, RequestError
 from thor_dflash.runtime.policies.grammar_compile import Grammar
 from thor_dflash.runtime.prefix import Prefix
 from thor_dflash.runtime.sensors import Watch, find
@@ -29,6 +29,8 @@ from thor_dflash.serving.shelf import Shelf
 SELF_TEST = "Self-test: put the cup on the table, then bring the plate to the kitchen."
 SELF_TOKENS = 48
 """Tokens the self-test decodes three times: three blocks or more, and a second of a Thor."""
+SELF_ANSWER = 8
+"""Tokens of its answer that obeys a schema."""
 SELF_SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
 WORTH_THINKING = 32
 """Fewer tokens of thinking than this are not begun under `auto`."""
@@ -106,12 +108,11 @@ class LiveBackend:
 
     def warm(self) -> None:
         """See Backend. Speculation must give the very tokens of plain decoding, twice."""
-        model = self.session.model
+        model, prompt = self.session.model, self._self_test()
         worst = choose_chunk(model, self.session.choice, self.config.cancel_ms, self._log)
         usual = [(step_ms(model, rows, 0), rows) for rows in model.step_sizes]
-        prompt = self._prompt([{"role": "user", "content": SELF_TEST}], thinking=True)
         count = min(SELF_TOKENS, model.limit - len(prompt))
-        drafted = Request(prompt=prompt, max_tokens=max(1, count), drafter=self._drafter())
+        drafted = Request(prompt=prompt, max_tokens=count, drafter=self._drafter())
         plain = self._decode(replace(drafted, drafter="none"))
         for _ in range(2):
             self._rates = Rates(step_sizes=model.step_sizes, worst_step_ms=worst)
@@ -126,13 +127,25 @@ class LiveBackend:
             # The first masks of a process take a hundred times as long as the later ones.
             stop = frozenset(self.session.manifest.stop_tokens)
             grammar = self.session.grammar(SELF_SCHEMA)
-            self._decode(replace(drafted, grammar=grammar, stop=stop, max_tokens=8))
+            self._decode(replace(drafted, grammar=grammar, stop=stop, max_tokens=SELF_ANSWER))
         self._golden = hashlib.sha256(repr(plain).encode()).hexdigest()
         self._about = self._described()
         if self._shelf is not None:
             self._skipped = tuple(self._shelf.load(self.session.prefixes))
             for line in self._skipped:
                 self._log(f"a persisted prefix is left out: {line}")
+
+    def _self_test(self) -> tuple[int, ...]:
+        model = self.session.model
+        text = self.text.render([{"role": "user", "content": SELF_TEST}], True)
+        prompt = tuple(self.text.encode(text))
+        if (lacks := len(prompt) + SELF_ANSWER - model.limit) > 0:
+            raise ConfigError(
+                f"engine.capacity must be at least {model.capacity + lacks} to serve: the "
+                f"self-test has a prompt of {len(prompt)} tokens, an answer of {SELF_ANSWER} and a "
+                f"block (got {model.capacity})"
+            )
+        return prompt
 
     def _drafter(self) -> Any:
         return "dflash" if self.session.manifest.drafter else "none"

@@ -89,6 +89,10 @@ class DrafterDims:
     max_position: int
 
 
+LEAST_TALK = 2
+"""Tokens of the shortest prompt and its answer. A context has a block more, which stays free."""
+
+
 def longest_context(target: TargetDims, drafter: DrafterDims | None) -> int:
     """Longest context both models were made for, tokens."""
     return min(target.max_position, drafter.max_position) if drafter else target.max_position

@@ -161,7 +161,7 @@ def mutate(key: str, value: object, where: str = "drafter") -> Callable[[Path, P
     ("config", "message"),
     [
         (BuildConfig(block=32), r"build.block must be <= 16, the drafter's \(got 32\)"),
-        (BuildConfig(capacity=16), r"build.capacity must be 17 to \d+.* \(got 16\)"),
+        (BuildConfig(capacity=17), r"build.capacity must be 18 to \d+.* \(got 17\)"),
         (BuildConfig(capacity=10**9), r"max_position_embeddings \(got 1000000000\)"),
     ],
 )
@@ -176,9 +176,9 @@ def test_options_must_fit(
 def test_a_block_must_leave_room_for_a_prompt(pair: tuple[Path, Path], tmp_path: Path) -> None:
     """Of the two that do not fit, the one that was told is named."""
     longest = read_target(pair[0]).dims.max_position
-    said = rf"build.block must be below {longest}, max_position_embeddings \(got {longest}\)"
+    said = rf"build.block must be <= {longest - 2}, as of {longest} .* \(got {longest - 1}\)"
     with pytest.raises(ConfigError, match=said):
-        build(pair[0], None, tmp_path / "p", BuildConfig(block=longest), Silent())
+        build(pair[0], None, tmp_path / "p", BuildConfig(block=longest - 1), Silent())
 
 
 def only_attention(target: Path, drafter: Path) -> None:
@@ -364,7 +364,7 @@ def test_the_context_is_no_longer_than_the_drafter_s(
 ) -> None:
     mutate("max_position_embeddings", 200)(*pair)
     assert build(*pair, tmp_path / "p", BuildConfig(), Silent()).capacity == 200
-    with pytest.raises(ConfigError, match=r"build.capacity must be 17 to 200"):
+    with pytest.raises(ConfigError, match=r"build.capacity must be 18 to 200"):
         build(*pair, tmp_path / "q", BuildConfig(capacity=201), Silent())
 
 

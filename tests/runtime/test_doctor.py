@@ -310,7 +310,7 @@ def test_no_package_is_named(tmp_path: Path) -> None:
     ("option", "item", "remedy"),
     [
         ({"threads": 10**6}, "threads", "--set engine.threads=0"),
-        ({"capacity": 16}, "context", "--set engine.capacity=512"),
+        ({"capacity": 17}, "context", "--set engine.capacity=512"),
         ({"capacity": 10**6}, "context", "--set engine.capacity=512"),
         ({"block": 8}, "block", "--set engine.block=16"),
         ({"chunk": 32}, "prefill step", "--set engine.chunk=64"),

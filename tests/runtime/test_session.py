@@ -135,10 +135,10 @@ def package(tmp_path: Path) -> Path:
     return tmp_path / "p"
 
 
-@pytest.mark.parametrize("capacity", [1, 16, 10**6])
+@pytest.mark.parametrize("capacity", [1, 17, 10**6])
 def test_capacity_must_fit_the_model(tmp_path: Path, capacity: int) -> None:
     with pytest.raises(
-        ConfigError, match=rf"engine.capacity must be 17 to \d+.*\(got {capacity}\)"
+        ConfigError, match=rf"engine.capacity must be 18 to \d+.*\(got {capacity}\)"
     ):
         open_session(package(tmp_path), EngineConfig(capacity=capacity), Silent())
 

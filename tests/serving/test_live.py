@@ -7,19 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from constrained import PLAN, package
+from constrained import PLAN
 from msgspec import structs
 
-from thor_dflash.config import EngineConfig
-from thor_dflash.errors import ModelFault
-from thor_dflash.progress import Silent
-from thor_dflash.runtime.session import Request, Session, open_session
+from thor_dflash.runtime.session import Request, Session
 from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving import codec
 from thor_dflash.serving.backend import Backend, drive
 from thor_dflash.serving.check import Checker
 from thor_dflash.serving.client import Ask, Message, Options, PlanError, RemotePlanner
-from thor_dflash.serving.live import SELF_TEST, SELF_TOKENS, WORTH_THINKING, LiveBackend
+from thor_dflash.serving.live import WORTH_THINKING, LiveBackend
 from thor_dflash.serving.mock import MockBackend
 from thor_dflash.serving.planner import LocalPlanner
 from thor_dflash.serving.wire import PrefixPut, Validate
@@ -301,42 +298,6 @@ def test_thinking_that_is_not_worth_it_is_not_begun(session: Session, budget: in
     left = {backend.rates.thinking_room(0.25 * i, count, 20): 0.25 * i for i in range(1000)}
     assert backend.prepare(ask, left[least]).thinks
     assert not backend.prepare(ask, left[least - 1]).thinks
-
-
-def test_the_self_test_measures_and_signs(backend: LiveBackend) -> None:
-    backend.warm()
-    first = backend.about.golden_sha256
-    assert first
-    assert backend.rates.cycle_ms > 0
-    assert all(backend.rates.step_ms[rows] > 0 for rows in backend.session.model.step_sizes)
-    assert backend.rates.bound_ms() >= backend.rates.cycle_ms
-    backend.warm()
-    assert backend.about.golden_sha256 == first
-
-
-def test_the_self_test_fits_a_context_that_is_shorter_than_it() -> None:
-    config = EngineConfig(threads=1, capacity=80)
-    short = LiveBackend(open_session(package(), config, Silent()), CONFIG)
-    prompt = short._prompt([{"role": "user", "content": SELF_TEST}], thinking=True)
-    assert len(prompt) < short.session.model.limit < len(prompt) + SELF_TOKENS
-    short.warm()
-    assert short.about.golden_sha256
-    short.close()
-
-
-def test_the_self_test_notices_a_drafter_that_changes_the_answer(
-    backend: LiveBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    generate = backend.session.generate
-
-    def lossy(request: Request) -> Any:
-        for chunk in generate(request):
-            wrong = request.drafter == "dflash" and chunk.tokens
-            yield replace(chunk, tokens=chunk.tokens[:-1]) if wrong else chunk
-
-    monkeypatch.setattr(backend.session, "generate", lossy)
-    with pytest.raises(ModelFault, match="self-test"):
-        backend.warm()
 
 
 def test_a_server_over_it_answers_the_same(session: Session, house: Any) -> None:

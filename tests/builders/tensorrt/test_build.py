@@ -18,6 +18,7 @@ from thor_dflash.builders.checkpoint.drafter import read_drafter
 from thor_dflash.builders.checkpoint.target import read_target
 from thor_dflash.builders.tensorrt import package
 from thor_dflash.config import BuildConfig
+from thor_dflash.dims import LEAST_TALK
 from thor_dflash.plugins.launch import THOR
 from thor_dflash.plugins.op import DOMAIN, NEXT
 from thor_dflash.plugins.rules import RULES
@@ -161,7 +162,7 @@ def test_profiles_hold_every_size_a_session_may_ask_for(nano: Recorded) -> None:
                     assert least == best == most == letter
                     continue
                 letters.add(letter)
-                for capacity in (found.block + 1, CAPACITY, longest):
+                for capacity in (found.block + LEAST_TALK, CAPACITY, longest):
                     assert least <= needed(found, letter, capacity) <= most
                 assert needed(found, letter, CAPACITY) <= best <= most
                 assert least <= best
