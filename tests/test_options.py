@@ -269,9 +269,10 @@ def test_an_option_that_would_mean_nothing_is_refused(
     assert refused(capsys, *line.split()).startswith(message)
 
 
-@pytest.mark.parametrize(
-    "name", ["2026", "true", "[a]", "'it is'", "a=b", "back\\slash", "ü \udcff"]
-)
+NAMES = ("2026", "true", "[a]", "'it is'", "a=b", "back\\slash", "ü \udcff", "\x7f", "\t\x01\x85")
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_an_option_that_is_a_text_is_that_text(name: str) -> None:
     """A directory may have any name, also one that is a number in TOML."""
     words = ["serve", "--mock", "--events", name, "--prefix-dir", name, "--bind", f"ipc://{name}"]

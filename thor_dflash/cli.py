@@ -193,8 +193,13 @@ def overrides(args: argparse.Namespace) -> tuple[str, ...]:
             raise ConfigError(f"{key} must be given once (got an option and --set)")
         # As TOML says it: a directory may have a name that is a number there, or a list.
         literal = key in texts or isinstance(value, list)
-        items.append(f"{key}={json.dumps(value, ensure_ascii=False) if literal else value}")
+        items.append(f"{key}={_literal(value) if literal else value}")
     return (*args.set, *items)
+
+
+def _literal(value: object) -> str:
+    """In TOML, which is JSON here but for one character that it takes escaped alone."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _set(args: argparse.Namespace) -> list[str]:
