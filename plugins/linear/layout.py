@@ -216,7 +216,8 @@ def segments(site: Site) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
     if "weight0" in site:
         weights = [site.ports[f"weight{i}"] for i in range(count)]
         return tuple(KIND_OF[w.dtype] for w in weights), tuple(w.shape[0] for w in weights)
-    kinds = tuple(Kind(size - 1) for size in site.ports["kinds"].shape)
+    # Packages once had `kinds` without its axis of 0.
+    kinds = tuple(Kind(size - 1) for size in site.ports["kinds"].shape if size)
     if site.op.name == "head":
         return kinds, (site.size("logits", 1),)
     if site.attributes.word("epilogue") == "swiglu":

@@ -34,13 +34,14 @@ def packed(site: Site) -> dict[str, Shaped]:
     """What takes the place of a call's weights.
 
     `packed` uint8 [bytes]; `scales` float32 [packed columns]; `kinds`, whose shape says what a
-    launch rule must know and whose bytes nobody reads: one axis a segment, 1 + its Kind long.
+    launch rule must know: after an axis of 0, so that it has no bytes, one a segment, 1 + its Kind
+    long.
     """
     plan = layout(site)
     return {
         "packed": Shaped(DType.U8, (plan.nbytes,)),
         "scales": Shaped(DType.F32, (plan.columns,)),
-        "kinds": Shaped(DType.U8, tuple(kind + 1 for kind in plan.kinds)),
+        "kinds": Shaped(DType.U8, (0, *(kind + 1 for kind in plan.kinds))),
     }
 
 
@@ -61,7 +62,7 @@ def pack(site: Site, arrays: Mapping[str, Array]) -> dict[str, Array]:
     return {
         "packed": out,
         "scales": _scales(plan, arrays),
-        "kinds": np.zeros([kind + 1 for kind in plan.kinds], np.uint8),
+        "kinds": np.zeros((0, *(kind + 1 for kind in plan.kinds)), np.uint8),
     }
 
 

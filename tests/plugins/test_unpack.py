@@ -36,6 +36,7 @@ def case(op: Op, kinds: tuple[str, ...], widths: tuple[int, ...], k: int, epilog
         (LINEAR, ("nvfp4",), (200,), 320, "none"),
         (LINEAR, ("fp8",), (72,), 192, "none"),
         (LINEAR, ("bfloat16",), (264,), 128, "none"),
+        (LINEAR, ("bfloat16",) * 16, (8,) * 16, 128, "none"),
         (LINEAR, ("nvfp4", "nvfp4", "bfloat16", "fp8"), (520, 48, 8, 16), 256, "none"),
         (LINEAR, ("nvfp4", "nvfp4"), (96, 96), 128, "swiglu"),
         (HEAD, ("nvfp4",), (304,), 128, "none"),
@@ -46,6 +47,7 @@ def test_unpacking_gives_back_what_was_packed(
 ) -> None:
     given = in_kernel_types(op, case(op, kinds, widths, k, epilogue))
     call = call_of(op, given)
+    assert call.inputs["kinds"].nbytes == 0, "it tells a launch rule by its shape alone"
     got = unpack(call.site, call.inputs["packed"], call.inputs["scales"])
     want = {n: x for n, x in given.inputs.items() if stored(n, dict(given.inputs))}
     assert got.keys() == want.keys()
