@@ -216,7 +216,7 @@ def segments(site: Site) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
     if "weight0" in site:
         weights = [site.ports[f"weight{i}"] for i in range(count)]
         return tuple(KIND_OF[w.dtype] for w in weights), tuple(w.shape[0] for w in weights)
-    # Packages once had `kinds` without its axis of 0.
+    # An axis of 0 is no segment: it leaves `kinds` without bytes.
     kinds = tuple(Kind(size - 1) for size in site.ports["kinds"].shape if size)
     if site.op.name == "head":
         return kinds, (site.size("logits", 1),)

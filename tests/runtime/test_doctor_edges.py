@@ -48,6 +48,14 @@ def test_a_tensorrt_that_is_only_warned_of_can_run() -> None:
     assert examined(newer).engines["tensorrt"] == ""
 
 
+@pytest.mark.parametrize("room", [-1, 1])
+def test_an_engine_that_cannot_keep_its_kernels_cannot_run(room: int) -> None:
+    full = replace(THOR, room=room)
+    cubins = found(full, "cubins")
+    assert cubins
+    assert examined(full).engines == {"ort": "", "cuda": cubins.text, "tensorrt": cubins.text}
+
+
 def test_a_tensorrt_that_calls_another_library_cannot_run() -> None:
     mixed = replace(THOR, trt=TensorRT(bindings="10.16.2.1", library=101303))
     engines = examined(mixed).engines
