@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from thor_dflash import streams
 from thor_dflash.errors import ConfigError, ThorError
@@ -197,7 +197,7 @@ def overrides(args: argparse.Namespace) -> tuple[str, ...]:
     return (*args.set, *items)
 
 
-def _literal(value: object) -> str:
+def _literal(value: Any) -> str:
     """In TOML, which is JSON here but for one character that it takes escaped alone."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
