@@ -8,7 +8,7 @@ from pathlib import Path
 
 from thor_dflash.calib.planbench import Task, judge, task_from_line
 from thor_dflash.calib.planbench.again import again
-from thor_dflash.calib.planbench.executor import Step
+from thor_dflash.calib.planbench.executor import Step, World
 from thor_dflash.calib.planbench.planner import plan_steps
 
 HELDOUT = Path(__file__).parent.parent.parent / "models/planner-nano/heldout.jsonl"
@@ -51,3 +51,22 @@ def test_wherever_a_plan_stops_the_rest_can_be_planned() -> None:
             assert judge(rest, written(steps[cut:])).valid, task.name
             assert rest.messages[1][1].endswith(task.messages[1][1].partition("\nRequest")[2])
     assert len(acting) > 90
+
+
+def test_what_was_turned_on_stays_on_when_asked_anew() -> None:
+    found = 0
+    for task in TASKS:
+        for place in task.scene.places:
+            steps = [Step("goto", {"place": place.name}), Step("turn_on", {"device": place.name})]
+            if run(World(task.scene), steps):
+                rest = again(task, written(steps))
+                assert rest
+                assert place.name in rest.scene.on
+                assert rest.messages != task.messages
+                found += 1
+    assert found > 20
+
+
+def run(world: World, steps: list[Step]) -> bool:
+    """Whether every step is possible; a fixed arm goes nowhere."""
+    return all(world.apply(step) is None for step in steps)

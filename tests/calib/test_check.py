@@ -35,6 +35,7 @@ from thor_dflash.calib.check.walks import walks
 from thor_dflash.config import BuildConfig, EngineConfig
 from thor_dflash.errors import RequestError
 from thor_dflash.manifest import Manifest
+from thor_dflash.plugins import OPS
 from thor_dflash.program import Step
 from thor_dflash.progress import Silent
 from thor_dflash.runtime.engine import Call
@@ -93,6 +94,9 @@ def test_a_package_is_itself(good: Path) -> None:
         "propose",
         "observe",
     ]
+    # Values have the same names in every graph: those of a verify are a verify's alone.
+    assert [walk.graph for walk in report.walks if walk.furthest] == ["verify", "verify"]
+    assert not [walk.graph for walk in report.walks if walk.parts]
     model = graph(good, "verify")
     assert report.walks[0].operators == len(model.graph.node)
 
@@ -307,6 +311,19 @@ def stepped(nano: tuple[Path, Path, Manifest], engine: Stepping) -> Report:
         golden = make(other, None, tokens, Silent())
         reference = Reference(golden, other, tracer(other, graphs))
         return compare(Session(model, None), show, reference, tokens, "auto", None, Silent())
+
+
+def test_rooms_may_be_off_by_what_they_say_and_standard_nodes_by_nothing(
+    good: Path, nano: tuple[Path, Path, Manifest]
+) -> None:
+    rooms = {op.name: op.rtol for op in OPS}
+    for package, least in ((good, 0.0), (nano[1], 2.0**-8)):  # of float32, and of bf16 rows
+        with closing(open_session(package, THREAD, Silent())) as s:
+            show = tracer(s, package)
+            assert show
+            for step in show.steps(walks(s.model)["verify"]([1, 2, 3], 0)):
+                meant = max(rooms[step.room], least) if step.room in rooms else 0.0
+                assert step.tolerance == meant, step.step
 
 
 def test_programs_whose_steps_are_right_are_the_same_as_their_graphs(

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 
-from thor_dflash.calib.check import define
-from thor_dflash.calib.check.compare import Report, logits
-from thor_dflash.calib.check.judge import Drift, differ, jumps
+from thor_dflash.calib.check import compare, define
+from thor_dflash.calib.check.compare import Reference, Report, Walk, by_tap, logits, walk
+from thor_dflash.calib.check.golden import Golden, arrays
+from thor_dflash.calib.check.judge import Drift, against_definition, differ, drift, jumps, share
+from thor_dflash.calib.check.seen import Outputs, Seen, Tracer
 from thor_dflash.plugins import HEAD
-from thor_dflash.tensors import DType
+from thor_dflash.progress import Silent
+from thor_dflash.runtime.session import Session
+from thor_dflash.tensors import Array, DType
 from thor_dflash.verbs.check import as_table
 
 
@@ -46,6 +52,17 @@ def test_a_head_is_defined_in_parts_as_in_one(monkeypatch: pytest.MonkeyPatch) -
             assert differ(got[name], value, 1e-6) is None, (case.name, name)
 
 
+def test_a_row_that_is_no_numbers_has_no_best_among_few_ids() -> None:
+    case = next(c for c in HEAD.cases(np.random.default_rng(5)) if "id_map" in c.inputs)
+    a, rows = HEAD.complete(case.attributes), case.inputs["x"].copy()
+    rows[3] = np.nan
+    x = {**case.inputs, "x": rows}
+    want = HEAD.reference(x, a)
+    got = define.define(HEAD, x, a, want)
+    assert got["best"][3] == -1
+    assert got["best"].tolist() == want["best"].tolist()
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("strange", [np.nan, np.inf, -np.inf])
 def test_a_row_that_is_no_numbers_is_judged_by_itself(strange: float) -> None:
@@ -67,3 +84,114 @@ def test_a_report_of_what_is_no_number_is_json_all_the_same() -> None:
     told = json.loads(json.dumps(as_table(report), allow_nan=False))
     assert (told["right"], told["logits"]["worst"], told["taps"]) == (False, None, [[3, None]])
     assert told["logits"]["first"] == 1
+
+
+def test_logits_are_told_as_shares_of_the_references_largest_and_by_row() -> None:
+    want = np.array([[4, 0, 0], [0, 2, 1], [0, 0, 3]], np.float32)
+    have = np.array([[4, 0, 0], [0, 1, 2], [0, 0, 6]], np.float32)
+    found = logits(have, want, 0.2)
+    assert (found.rows, found.row, found.worst, found.first) == (3, 2, 0.75, 1)
+    assert (found.choices, found.regret) == (1, 0.25)
+
+
+def test_taps_are_told_in_order_of_layers_as_shares_of_the_references_largest() -> None:
+    manifest = SimpleNamespace(
+        drafter=SimpleNamespace(taps=(5, 1)), target=SimpleNamespace(hidden=2)
+    )
+    want = np.array([[4, 0, 1, 1]], np.float32)
+    have = want + np.array([[1, 0, 0, 3]], np.float32)
+    session = cast("Session", SimpleNamespace(manifest=manifest))
+    assert by_tap(session, have, want) == [(1, 3.0), (5, 0.25)]
+
+
+def one(x: float) -> Array:
+    return np.array([x, 1.0], np.float32)
+
+
+def seen(step: str, inputs: Outputs, outputs: Outputs, define: Outputs | None = None) -> Seen:
+    ports = {name: name for name in outputs}
+    return Seen("verify", step, "linear", inputs, outputs, ports, lambda: define or {}, 1e-3)
+
+
+def walked(steps: list[Seen], other: Outputs, monkeypatch: pytest.MonkeyPatch) -> Walk:
+    monkeypatch.setattr(compare, "walks", lambda model: {"verify": lambda tokens, at: None})
+    state = SimpleNamespace(tensors={"state": None}, reset=lambda: None)
+    session = cast("Session", SimpleNamespace(model=SimpleNamespace(state=state)))
+    show = cast("Tracer", SimpleNamespace(steps=lambda call: iter(steps)))
+    return walk(session, show, "verify", (1,), 0, other, 0.01, Silent())
+
+
+def test_the_first_step_to_part_is_named_beside_the_one_furthest_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps = [
+        seen("same", {"a": one(0)}, {"b": one(0), "next.state": one(9)}),
+        seen("parts", {"b": one(0), "state": one(9)}, {"c": one(0.02)}),
+        seen("parts too", {"c": one(0.02)}, {"d": one(0.5)}),
+        seen("nearer again", {"d": one(0.5)}, {"e": one(0.1)}),
+    ]
+    other = {name: one(0) for name in ("a", "b", "c", "d", "e", "state", "next.state")}
+    found = walked(steps, other, monkeypatch)
+    assert found.parts
+    assert found.furthest
+    assert (found.parts.step, found.furthest.step) == ("parts", "parts too")
+    assert (found.operators, found.wrong) == (4, None)
+
+
+def test_a_walk_ends_at_the_first_step_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [
+        seen(name, {}, {"y": one(0.5)}, {"y": one(want)})
+        for name, want in (("right", 0.5), ("wrong", 0), ("worse", -5))
+    ]
+    found = walked(steps, {}, monkeypatch)
+    assert found.wrong
+    assert (found.wrong.step, found.operators, found.furthest) == ("wrong", 2, None)
+
+
+def test_of_several_outputs_the_one_furthest_off_is_named() -> None:
+    left = {"y0": one(0.1), "y1": one(0.5), "y2": one(0), "unknown": one(7)}
+    off = against_definition(seen("s", {}, left, {name: one(0) for name in ("y0", "y1", "y2")}))
+    assert off
+    assert (off.output, off.error, off.at, off.have, off.want) == ("y1", 0.5, (0,), 0.5, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [(DType.BF16, 1.0), (DType.F16, 1.0), (DType.FP8, 1.0), (DType.FP8, 2.0**-9)],
+)
+def test_a_value_may_be_its_neighbour_and_none_further(dtype: DType, value: float) -> None:
+    want = np.array([value, 0.0]).astype(dtype.numpy)
+    near = want.view(f"u{dtype.bytes}")
+    for distance, same in ((1, True), (2, False)):
+        have = near.copy()
+        have[0] += distance
+        assert (differ(have.view(dtype.numpy), want, 0.0) is None) == same
+        assert (differ(want, have.view(dtype.numpy), 0.0) is None) == same
+
+
+def test_what_a_step_read_and_left_are_told_apart() -> None:
+    step = seen("s", {"a": one(0.25), "weight": one(3)}, {"b": one(0.5)})
+    assert drift(step, {"a": one(0), "b": one(0)}) == Drift("s", 0.25, 0.5)
+    assert drift(step, {"b": one(0)}) == Drift("s", 0.0, 0.5)
+    assert drift(step, {"a": one(0)}) is None
+    assert share(2 * one(0.5), 2 * one(0)) == 0.5
+
+
+def test_two_orders_of_a_sum_do_not_make_a_jump() -> None:
+    assert not jumps(Drift("s", 1e-8, 7e-6), 0.0)
+    assert jumps(Drift("s", 1e-8, 9e-6), 0.0)
+
+
+def test_values_of_a_file_are_those_of_its_first_block_of_as_many_rows() -> None:
+    golden = Golden({}, 16, False, (1,), np.zeros((1, 5), np.float32), None, {"x": one(1)})
+    reference = Reference(golden)
+    assert reference.values(16, 0) is golden.values
+    assert (reference.values(8, 0), reference.values(16, 1)) == ({}, {})
+
+
+@pytest.mark.parametrize("dtype", [DType.BF16, DType.F16, DType.FP8])
+def test_a_file_holds_narrow_values_as_float32(dtype: DType) -> None:
+    narrow = np.array([1.5, -2.0]).astype(dtype.numpy)
+    golden = Golden({}, 16, True, (1,), np.zeros((1, 5), np.float32), None, {"x": narrow})
+    held = arrays(golden)["value.x"]
+    assert (held.dtype, held.tolist()) == (np.float32, [1.5, -2.0])

@@ -72,3 +72,25 @@ def test_a_narrow_terminal_shows_every_letter_of_a_plan() -> None:
     with console.capture() as shown:
         console.print(demo._plan(json.dumps(plan), Verdict(True, "")))
     assert all(part in shown.get() for part in ("object=stylu ", "s_green,", "on=table"))
+
+
+def test_a_count_that_is_not_0_is_seen() -> None:
+    assert demo.histogram((0, 1, 500, 1000)) == " ▁▄█"
+    assert demo.histogram((0, 0)) == "  "
+
+
+def test_the_speed_up_is_plain_over_drafted_of_the_medians() -> None:
+    def run(*ms: float) -> demo.Run:
+        spec = SimpleNamespace(cycles=3, accept_hist=(1, 2), accept_len=1.67)
+        reports: Any = tuple(
+            SimpleNamespace(spec=spec, timings=SimpleNamespace(e2e_ms=x, tok_s=x)) for x in ms
+        )
+        return demo.Run((1, 2), reports)
+
+    console = Console(file=io.StringIO(), width=100)
+    with console.capture() as shown:
+        console.print(demo._numbers(run(900, 500, 100), run(2000, 1000, 9000), 7))
+    cells = [[c.strip() for c in line.split("│")] for line in shown.get().splitlines()]
+    rows = {row[1]: row[2:4] for row in cells if len(row) > 3}
+    assert rows["speed-up"] == ["4.0x", "1.0x"]
+    assert rows["request to plan, s"] == ["0.50", "2.00"]

@@ -12,7 +12,7 @@ from decoding import session
 
 from thor_dflash import cli
 from thor_dflash.calib.check.compare import logits, make, some_tokens
-from thor_dflash.calib.check.golden import arrays, fits, read
+from thor_dflash.calib.check.golden import arrays, fits, read, same, sources
 from thor_dflash.errors import RequestError
 from thor_dflash.progress import Silent
 from thor_dflash.tensors import Array
@@ -51,6 +51,17 @@ def test_a_golden_as_it_was_made_fits(made: Mapping[str, Array], tmp_path: Path)
     np.savez(path, allow_pickle=False, **made)
     fits(read(path), session().model, str(path))
     fits(replace(read(path), taps=None), session().model, str(path))
+
+
+def test_what_was_made_of_another_drafter_is_refused() -> None:
+    manifest = session().manifest
+    made = sources(manifest)
+    assert set(made) == {"target", "drafter"}
+    same({"target": made["target"]}, manifest, "g.npz")
+    same(made, replace(manifest, sources={"target": manifest.sources["target"]}), "g.npz")
+    said = r"g.npz must be made of the drafter of the package \(got another config.json: 000"
+    with pytest.raises(RequestError, match=said):
+        same({**made, "drafter": "0" * 64}, manifest, "g.npz")
 
 
 @pytest.mark.parametrize("name", ["block", "rounds", "tokens", "logits"])

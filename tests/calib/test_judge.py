@@ -197,6 +197,25 @@ def test_two_robots() -> None:
 def test_a_full_place_refuses() -> None:
     full = replace(TABLE, full=("bin",))
     assert "must have room" in judge_scene(full, GOOD).reason
+    assert run(replace(TABLE, full=("tray",)), pick("lid"), place("lid", "nut")) is None
+
+
+def test_a_goal_may_be_that_a_device_is_off_or_a_lid_closed() -> None:
+    running, still = World(replace(HOME, on=("oven",))), World(HOME)
+    assert (running.holds(Goal("on", "oven")), still.holds(Goal("on", "oven"))) == (True, False)
+    assert (running.holds(Goal("off", "oven")), still.holds(Goal("off", "oven"))) == (False, True)
+    ajar = World(replace(HOME, opened=("oven",)))
+    assert (ajar.holds(Goal("open", "oven")), still.holds(Goal("open", "oven"))) == (True, False)
+    assert (ajar.holds(Goal("closed", "oven")), still.holds(Goal("closed", "oven"))) == (
+        False,
+        True,
+    )
+
+
+def test_what_is_off_is_not_turned_off() -> None:
+    to_oven, off = ("goto", {"place": "oven"}), ("turn_off", {"device": "oven"})
+    assert "oven must be on before this step" in str(run(HOME, to_oven, off))
+    assert run(replace(HOME, on=("oven",)), to_oven, off) is None
 
 
 @pytest.mark.parametrize(
@@ -254,6 +273,14 @@ def test_broken_steps_are_refused(text: str, reason: str) -> None:
     assert reason in judge_scene(TABLE, text).reason
 
 
+def test_a_plan_of_the_largest_sizes_is_taken() -> None:
+    round_trip = (pick("nut"), place("nut", "tray"))
+    largest = plan(*round_trip * 10, *CLEAR, pick("mug"), place("mug", "bin"), goal="g" * 120)
+    assert judge_scene(TABLE, largest).valid
+    assert judge_scene(TABLE, largest.ljust(16384)).valid
+    assert "at most 16384 characters" in judge_scene(TABLE, largest.ljust(16385)).reason
+
+
 def test_integers_too_long_to_parse_are_refused() -> None:
     text = plan(*CLEAR).replace('"id": 1', '"id": ' + "9" * 6000)
     assert not judge_scene(TABLE, text).valid
@@ -272,6 +299,8 @@ def test_questions() -> None:
         "must name mug_blue"
         in judge_scene(asking, plan(needs_clarification="mug_red or mug_blues?")).reason
     )
+    other = "[mug_red] or [my_mug_blue]?"
+    assert "must name mug_blue" in judge_scene(asking, plan(needs_clarification=other)).reason
     assert (
         "steps must be empty"
         in judge_scene(asking, plan(pick("nut"), needs_clarification=question)).reason

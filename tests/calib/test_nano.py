@@ -13,10 +13,12 @@ import pytest
 from thor_dflash.builders.build import build
 from thor_dflash.calib.demo import MODEL
 from thor_dflash.calib.heldout import Result, _phases, accept_length, plan, speed_up, tasks
+from thor_dflash.calib.measure_policies import Ran, _pace, faster, length_of, speed, table, valid
 from thor_dflash.calib.planbench import FAMILIES, Task
 from thor_dflash.config import BuildConfig, EngineConfig
 from thor_dflash.progress import Silent
 from thor_dflash.runtime.session import Session, open_session
+from thor_dflash.runtime.telemetry import Part
 
 TASKS = 36
 """Of the 120, families taking turns; all of them are in docs/measurements."""
@@ -93,3 +95,34 @@ def test_what_a_cycle_takes_is_told_without_the_prompt() -> None:
     )
     result: Any = SimpleNamespace(report=report)
     assert _phases([result, result]) == "propose+verify+accept+observe 7.00"
+
+
+def told(cycles: int, accept_len: float, e2e_ms: float = 0, thought: int = 0) -> Any:
+    return SimpleNamespace(
+        timings=SimpleNamespace(e2e_ms=e2e_ms),
+        spec=SimpleNamespace(cycles=cycles, accept_len=accept_len),
+        phases={"thinking": Part(committed=thought)},
+    )
+
+
+def test_figures_of_many_tasks_weigh_every_cycle_and_every_second_alike() -> None:
+    some: Any = [
+        SimpleNamespace(report=told(10, 2.0, 300), plain=told(20, 1.0, 300)),
+        SimpleNamespace(report=told(30, 6.0, 100), plain=told(180, 1.0, 500)),
+        SimpleNamespace(report=told(0, 0.0, 50), plain=None),
+    ]
+    assert accept_length(some) == 5.0
+    assert speed_up(some) == 2.0
+
+
+def test_policies_are_compared_task_by_task() -> None:
+    slow = [Ran((1,) * n, told(n, 1.0, thought=n), 2.0, 1.0) for n in (10, 30, 80)]
+    fast = [Ran((1,) * n, told(5, n / 5, thought=n), 1.0, 0.25, n < 40) for n in (10, 30, 40)]
+    assert [run.speed for run in fast] == [10, 30, 40]
+    assert [run.cycle_ms for run in fast] == [200] * 3
+    assert (speed(slow), speed(fast)) == (15, 30)
+    assert faster(fast, slow) == 2.0  # of 2, 2 and 1
+    assert length_of([*slow, *fast]) == 200 / 135
+    assert (_pace(slow), _pace(fast)) == (40, 80 / 0.75)
+    assert valid(fast) == "2/3"
+    assert list(table(("a", "b"), (1, 0.125))) == ["| a | b |", "|---|---|", "| 1 | 0.12 |"]
