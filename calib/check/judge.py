@@ -36,6 +36,8 @@ class Off:
     at: tuple[int, ...]
     have: float
     want: float
+    shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    """Where the two are of different shapes: these, and there is no place and no value."""
 
 
 def against_definition(seen: Seen) -> Off | None:
@@ -43,18 +45,23 @@ def against_definition(seen: Seen) -> Off | None:
     are judged by the steps that read them.
     """
     want = seen.define()
-    found: list[Off] = []
-    for name, have in seen.outputs.items():
-        port = seen.ports[name]
-        if port not in want:
-            continue
-        if off := differ(have, want[port], seen.tolerance):
-            error, at = off
-            values = (float(x[at]) if x.size else 0.0 for x in (have, want[port]))
-            found.append(
-                Off(seen.graph, seen.step, seen.room, port, error, seen.tolerance, at, *values)
-            )
-    return max(found, key=lambda off: off.error, default=None)
+    found = [
+        _off(seen, port, have, want[port])
+        for name, have in seen.outputs.items()
+        if (port := seen.ports[name]) in want
+    ]
+    return max((off for off in found if off), key=lambda off: off.error, default=None)
+
+
+def _off(seen: Seen, port: str, have: Array, want: Array) -> Off | None:
+    if (found := differ(have, want, seen.tolerance)) is None:
+        return None
+    error, at = found
+    place = (seen.graph, seen.step, seen.room, port)
+    if have.shape != want.shape:
+        none = float("nan")
+        return Off(*place, error, seen.tolerance, at, none, none, (have.shape, want.shape))
+    return Off(*place, error, seen.tolerance, at, float(have[at]), float(want[at]))
 
 
 def differ(have: Array, want: Array, tolerance: float) -> tuple[float, tuple[int, ...]] | None:
@@ -68,9 +75,9 @@ def differ(have: Array, want: Array, tolerance: float) -> tuple[float, tuple[int
     if np.issubdtype(dtype.numpy, np.integer):
         wrong = np.argwhere(have != want)
         return (float("inf"), _place(wrong[0])) if len(wrong) else None
-    finite = np.isfinite(b)
-    if (strange := np.argwhere(finite != np.isfinite(a))).size:
+    if len(strange := np.argwhere(_strange(a, b))):
         return float("inf"), _place(strange[0])
+    finite = np.isfinite(b)
     a, b = np.where(finite, a, 0.0), np.where(finite, b, 0.0)
     largest = np.abs(b).max(initial=0.0)
     least = SMALLEST_FP8 if dtype is DType.FP8 else 0.0
@@ -80,6 +87,12 @@ def differ(have: Array, want: Array, tolerance: float) -> tuple[float, tuple[int
         return None
     at = _place(np.unravel_index(int(over.argmax()), over.shape))
     return float(np.abs(a - b)[at] / max(largest, NOTHING)), at
+
+
+def _strange(a: Array, b: Array) -> Array:
+    """Where one is no number and the other is not the very same: an infinity has a sign."""
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    return np.asarray(~(same | (np.isfinite(a) & np.isfinite(b))))
 
 
 def _place(index: object) -> tuple[int, ...]:
@@ -98,9 +111,9 @@ def distance(have: Array, want: Array) -> float:
     if have.shape != want.shape:
         return float("inf")
     a, b = have.astype(np.float64), want.astype(np.float64)
-    finite = np.isfinite(b)
-    if not np.array_equal(finite, np.isfinite(a)):
+    if _strange(a, b).any():
         return float("inf")
+    finite = np.isfinite(b)
     a, b = np.where(finite, a, 0.0), np.where(finite, b, 0.0)
     return float(np.abs(a - b).max(initial=0.0))
 

@@ -18,7 +18,7 @@ from thor_dflash.plugins import HEAD
 from thor_dflash.progress import Silent
 from thor_dflash.runtime.session import Session
 from thor_dflash.tensors import Array, DType
-from thor_dflash.verbs.check import as_table
+from thor_dflash.verbs.check import as_table, lines
 
 
 def test_differences_are_judged_by_the_largest_value_and_one_rounding() -> None:
@@ -195,3 +195,21 @@ def test_a_file_holds_narrow_values_as_float32(dtype: DType) -> None:
     golden = Golden({}, 16, True, (1,), np.zeros((1, 5), np.float32), None, {"x": narrow})
     held = arrays(golden)["value.x"]
     assert (held.dtype, held.tolist()) == (np.float32, [1.5, -2.0])
+
+
+def test_an_infinity_is_not_the_one_of_the_other_sign() -> None:
+    up, down, none = (np.array([[1.0, x]], np.float32) for x in (np.inf, -np.inf, np.nan))
+    for have, want in ((up, down), (down, up), (none, up), (up, none)):
+        assert differ(have, want, 1.0) == (float("inf"), (0, 1))
+        assert logits(have, want, 1.0).first == 0
+        assert differ(have, have, 0.0) is None
+
+
+def test_an_output_of_another_shape_is_named_with_both() -> None:
+    left, meant = {"y": np.zeros((2, 3), np.float32)}, {"y": np.zeros((3, 2), np.float32)}
+    off = against_definition(seen("s", {}, left, meant))
+    assert off
+    report = Report(None, walks=(Walk("verify", 0, 4, off, None, None),))
+    said = "wrong  verify, block 0, operator 4: s (linear): y is of shape [2, 3], not [3, 2]"
+    assert list(lines(report)) == [said, "NOT the same"]
+    assert json.dumps(as_table(report), allow_nan=False)

@@ -21,6 +21,7 @@ from thor_dflash.verbs.inputs import in_vocabulary, read_tokens
 
 if TYPE_CHECKING:
     from thor_dflash.calib.check.compare import Logits, Reference, Report, Walk
+    from thor_dflash.calib.check.judge import Off
     from thor_dflash.runtime.session import Session
 
 ORT = "ort"
@@ -162,8 +163,7 @@ def _walk(walk: Walk) -> Iterator[str]:
         off = walk.wrong
         yield (
             f"wrong  {where}, operator {walk.operators}: {off.step} ({off.room}): {off.output} "
-            f"at {list(off.at)} is {off.have:.6g}, not {off.want:.6g}: off by {off.error:.2g} of "
-            f"the largest (limit {off.limit:.2g})"
+            f"{_off(off)}"
         )
     if walk.parts is not None:
         yield (
@@ -174,6 +174,16 @@ def _walk(walk: Walk) -> Iterator[str]:
     elif walk.furthest is not None:
         furthest = walk.furthest
         yield f"       furthest from the reference: {furthest.step}, by {furthest.left:.2g}"
+
+
+def _off(off: Off) -> str:
+    if off.shapes is not None:
+        have, want = off.shapes
+        return f"is of shape {list(have)}, not {list(want)}"
+    return (
+        f"at {list(off.at)} is {off.have:.6g}, not {off.want:.6g}: off by {off.error:.2g} of "
+        f"the largest (limit {off.limit:.2g})"
+    )
 
 
 def as_table(report: Report) -> dict[str, object]:
