@@ -21,6 +21,8 @@ VALUE = "value."
 PARTS = {"block": 0, "rounds": 0, "tokens": 1, "logits": 2}
 """What every golden file holds, and in how many dimensions."""
 KINDS = ("a number", "a list of numbers", "a table of numbers")
+NUMBERS = "biuf"
+"""Kinds of numpy's element types."""
 REMAKE = "make it again with `thor-dflash check --make-golden`"
 
 
@@ -90,7 +92,7 @@ def read(path: Path) -> Golden:
         )
     except OSError as e:
         raise RequestError(f"{path} must be a readable file (got: {e.strerror or e})") from e
-    except (ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as e:
+    except (ValueError, TypeError, OverflowError, EOFError, zipfile.BadZipFile, zlib.error) as e:
         raise RequestError(f"{path} must be a golden file (got: {e}); {REMAKE}") from e
 
 
@@ -114,11 +116,14 @@ def _complete(held: Mapping[str, Array], path: Path) -> None:
                 f"{path} must be a golden file, which holds {', '.join(PARTS)} "
                 f"(got no {name} among {show(sorted(held))}); {REMAKE}"
             )
-        if held[name].ndim != ndim or held[name].dtype.kind not in "biuf":
+        if held[name].ndim != ndim or held[name].dtype.kind not in NUMBERS:
             raise RequestError(
                 f"{path}: {name} must be {KINDS[ndim]} "
                 f"(got {held[name].dtype} {list(held[name].shape)}); {REMAKE}"
             )
+    for name, x in held.items():
+        if name.startswith(VALUE) and x.dtype.kind not in NUMBERS:
+            raise RequestError(f"{path}: {name} must be numbers (got {x.dtype}); {REMAKE}")
 
 
 def fits(golden: Golden, model: Model, where: str) -> None:

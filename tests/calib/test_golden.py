@@ -34,6 +34,9 @@ def made() -> Mapping[str, Array]:
         ("taps", np.zeros((48, 5), np.float32), r"taps must be .* \(got float32 \[48, 5\]\)"),
         ("block", np.zeros(3), r"block must be a number \(got float64 \[3\]\)"),
         ("tokens", np.array(5), r"tokens must be a list of numbers \(got int64 \[\]\)"),
+        ("block", np.array(np.inf), "must be a golden file .got: cannot convert float infinity"),
+        ("tokens", np.array([1, np.inf]), "must be a golden file .got: cannot convert float inf"),
+        ("value.x", np.array(["a"]), r"value.x must be numbers \(got <U1\); make it again"),
         ("tokens", np.array(["a"]), r"tokens must be a list of numbers \(got <U1 \[1\]\)"),
     ],
 )
