@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from rich.console import Console, Group
 from rich.panel import Panel
@@ -149,20 +150,26 @@ def _plan(text: str, verdict: Verdict) -> Panel:
     colour = "green" if verdict.valid else "red"
     try:
         plan = json.loads(text)
-        steps, question = plan["steps"], plan["needs_clarification"]
+        steps, question = _steps(plan["steps"]), plan["needs_clarification"]
         goal = Styled(f"goal: {plan['goal']}", style="bold")
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return Panel(Group(Styled(text), state), title="answer", border_style=colour)
+    asked = [Styled(f"asks: {question}", style="yellow")] if question else []
+    return Panel(Group(goal, *([steps] if steps.rows else []), *asked, state), title="plan",
+                 title_align="left", border_style=colour)  # fmt: skip
+
+
+def _steps(steps: list[dict[str, Any]]) -> Table:
+    """The steps of a plan; what is none raises what Python makes of it."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("#", "skill", "arguments", "on failure"):
         table.add_column(name, overflow="fold")
     for step in steps:
         arguments = ", ".join(f"{key}={value}" for key, value in step["args"].items())
-        table.add_row(str(step["id"]), Styled(step["skill"], style="cyan"), arguments,
-                      str(step.get("on_fail", "")))  # fmt: skip
-    asked = [Styled(f"asks: {question}", style="yellow")] if question else []
-    return Panel(Group(goal, *([table] if steps else []), *asked, state), title="plan",
-                 title_align="left", border_style=colour)  # fmt: skip
+        # Styled, or brackets of the model's own would be taken for markup.
+        table.add_row(Styled(str(step["id"])), Styled(step["skill"], style="cyan"),
+                      Styled(arguments), Styled(str(step.get("on_fail", ""))))  # fmt: skip
+    return table
 
 
 def _measure(

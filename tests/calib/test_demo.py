@@ -74,6 +74,29 @@ def test_a_narrow_terminal_shows_every_letter_of_a_plan() -> None:
     assert all(part in shown.get() for part in ("object=stylu ", "s_green,", "on=table"))
 
 
+@pytest.mark.parametrize(
+    "steps", [None, [1], ["pick"], [{}], [{"id": 1, "skill": "pick", "args": ["mug"]}]]
+)
+def test_an_answer_that_is_no_plan_is_shown_as_it_is(steps: object) -> None:
+    text = json.dumps({"goal": "x", "steps": steps, "needs_clarification": None})
+    console = Console(file=io.StringIO(), width=200)
+    with console.capture() as shown:
+        console.print(demo._plan(text, Verdict(False, "steps must be an array")))
+    assert text in shown.get()
+    assert "steps must be an array" in shown.get()
+
+
+def test_brackets_in_an_answer_are_no_markup() -> None:
+    args = {"object": "[/mug]", "on": "[red]table"}
+    step = {"id": "[/1]", "skill": "place", "args": args, "on_fail": "[/retry]"}
+    plan = {"goal": "[mug->table]", "steps": [step], "needs_clarification": "[/why]?"}
+    console = Console(file=io.StringIO(), width=200)
+    with console.capture() as shown:
+        console.print(demo._plan(json.dumps(plan), Verdict(False, "id must be 1")))
+    for part in ("object=[/mug], on=[red]table", "[/1]", "[/retry]", "[mug->table]", "[/why]?"):
+        assert part in shown.get()
+
+
 def test_a_count_that_is_not_0_is_seen() -> None:
     assert demo.histogram((0, 1, 500, 1000)) == " ▁▄█"
     assert demo.histogram((0, 0)) == "  "
