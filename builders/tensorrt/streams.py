@@ -20,14 +20,14 @@ class Writer(trt.IStreamWriter):
         trt.IStreamWriter.__init__(self)
         self._file = path.open("wb")
         self._digest = hashlib.sha256()
-        self.failure: OSError | None = None
+        self.failure: BaseException | None = None
         """What writing raised; TensorRT's own frames cannot carry it."""
 
     def write(self, data: bytes) -> int:
         """TensorRT calls this; the bytes that were written."""
         try:
             self._file.write(data)
-        except OSError as e:
+        except BaseException as e:
             self.failure = e
             return 0
         self._digest.update(data)

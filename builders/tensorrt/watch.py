@@ -32,13 +32,16 @@ class Phases(trt.IProgressMonitor):
 
     def phase_start(self, phase_name: str, parent_phase: str, num_steps: int) -> None:
         """TensorRT calls this. `parent_phase` is None at the top, whatever its stub says."""
-        with self._lock:
-            depth = self._depth.get(parent_phase, 0) + 1
-            self._depth[phase_name] = depth
-            if depth > DEPTH or phase_name in self._tasks:
-                return
-            task = self._progress.task(f"{self._name}: {phase_name}", num_steps, "steps")
-            self._tasks[phase_name] = task.__enter__()
+        try:
+            with self._lock:
+                depth = self._depth.get(parent_phase, 0) + 1
+                self._depth[phase_name] = depth
+                if depth > DEPTH or phase_name in self._tasks:
+                    return
+                task = self._progress.task(f"{self._name}: {phase_name}", num_steps, "steps")
+                self._tasks[phase_name] = task.__enter__()
+        except BaseException as e:
+            self.stop = e
 
     def step_complete(self, phase_name: str, step: int) -> bool:
         """TensorRT calls this; False ends the build."""
@@ -52,11 +55,14 @@ class Phases(trt.IProgressMonitor):
 
     def phase_finish(self, phase_name: str) -> None:
         """TensorRT calls this, also for a phase that was ended early."""
-        with self._lock:
-            self._depth.pop(phase_name, None)
-            task = self._tasks.pop(phase_name, None)
-        if task is not None:
-            task.__exit__(None, None, None)
+        try:
+            with self._lock:
+                self._depth.pop(phase_name, None)
+                task = self._tasks.pop(phase_name, None)
+            if task is not None:
+                task.__exit__(None, None, None)
+        except BaseException as e:
+            self.stop = e
 
     def close(self) -> None:
         """End what a failed build left open."""

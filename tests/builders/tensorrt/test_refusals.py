@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Self
 
 import pytest
@@ -90,15 +90,23 @@ def test_an_old_tensorrt_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 class _Stop(Silent):
-    """A Ctrl-C while TensorRT builds."""
+    """A Ctrl-C while TensorRT builds, in one of its callbacks."""
+
+    def __init__(self, at: str) -> None:
+        self.at = at
+
+    def _reach(self, at: str) -> None:
+        if at == self.at and self.label.endswith("Timing"):
+            self.at = ""  # once
+            raise KeyboardInterrupt
 
     def task(self, label: str, total: int | None = None, unit: str = "") -> _Stop:  # type: ignore[override]
         self.label = label
+        self._reach("start")
         return self
 
     def advance(self, n: int) -> None:
-        if self.label.endswith("Timing"):
-            raise KeyboardInterrupt
+        self._reach("step")
 
     def __enter__(self) -> Self:
         return self
@@ -109,13 +117,28 @@ class _Stop(Silent):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        pass
+        self._reach("finish")
 
 
-def test_a_stop_reaches_tensorrt_and_comes_out_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at", ["start", "step", "finish"])
+def test_a_stop_reaches_tensorrt_and_comes_out_again(tmp_path: Path, at: str) -> None:
     with pytest.raises(KeyboardInterrupt):
-        record(tmp_path / "p", NANO / "target", None, options(tmp_path), _Stop())
+        record(tmp_path / "p", NANO / "target", None, options(tmp_path), _Stop(at))
     assert not (tmp_path / "p").exists()
+
+
+def test_a_stop_while_an_engine_is_written_comes_out_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(data: bytes) -> int:
+        raise SystemExit
+
+    with recording():
+        streams = import_module("thor_dflash.builders.tensorrt.streams")
+        writer = streams.Writer(tmp_path / "x.plan")
+        monkeypatch.setattr(writer, "_file", SimpleNamespace(write=stopped))
+        assert writer.write(b"engine") == 0
+        assert isinstance(writer.failure, SystemExit)
 
 
 def test_a_full_disk_is_told_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
