@@ -28,6 +28,8 @@ def make_card(config: CardConfig, longest: int) -> Card:
     model = f"the model's {longest} positions"
     _at_most(told, ("max_tokens", "complex"), longest, model)
     shorter = min(max_tokens, hard)
+    if not config.reply and reply >= hard:  # then it was `complex` that was told
+        raise ConfigError(f"build.card.complex must be > {reply}, the reply by rule (got {hard})")
     _at_most({"reply": reply}, ("reply",), shorter - 1, f"the longest answer of {shorter} less one")
     _at_most(told, TIERS, longest - reply, f"{model} less the reply of {reply}")
     think, most = max_tokens - reply, hard - reply
