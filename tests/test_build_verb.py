@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +12,13 @@ from samples import MANIFEST
 
 from thor_dflash import cli
 from thor_dflash.builders import build as builder
+from thor_dflash.builders.build import make_plan
+from thor_dflash.builders.checkpoint.target import read_target
 from thor_dflash.config import BuildConfig, EngineConfig
-from thor_dflash.errors import PackageError
+from thor_dflash.errors import CheckpointError, ConfigError, PackageError
 from thor_dflash.progress import Silent
 from thor_dflash.runtime import session
+from thor_dflash.tokenizer import addressed_ids
 
 NANO = Path(__file__).parents[1] / "models/planner-nano/target"
 TEMPLATE = "chat_template.jinja"
@@ -131,3 +135,55 @@ def test_a_checkpoint_that_ends_no_answer_is_said_to(
     assert build(target) == 0
     said = f"no eos_token_id in {target}: an answer ends at max_tokens, never before"
     assert said in capsys.readouterr().out.splitlines()
+
+
+LONGEST = read_target(NANO).dims.max_position
+
+
+@pytest.mark.parametrize(
+    ("key", "most", "more"),
+    [
+        ("chunk", LONGEST, LONGEST + 1),
+        ("chunks", (LONGEST,), (LONGEST + 1,)),
+        ("capacity", LONGEST, LONGEST + 1),
+        ("widths", (12,), (16,)),
+    ],
+)
+def test_a_size_is_taken_up_to_its_bound(key: str, most: object, more: object) -> None:
+    make_plan(read_target(NANO), None, BuildConfig(**{key: most}))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=rf"^build\.{key} must be .* \(got "):
+        make_plan(read_target(NANO), None, BuildConfig(**{key: more}))  # type: ignore[arg-type]
+
+
+def test_prefill_steps_are_of_sizes_that_the_model_has_and_of_each_once() -> None:
+    whole = read_target(NANO)
+    short = replace(whole, dims=replace(whole.dims, max_position=100))
+    config = BuildConfig(engine="cuda", chunk=64)
+    assert make_plan(whole, None, config).chunks == (256, 128, 32)
+    assert make_plan(short, None, config).chunks == (32,)
+    assert make_plan(whole, None, replace(config, chunks=(64, 128))).chunks == (128,)
+
+
+def test_eight_stop_ids_below_the_vocabulary_are_taken(target: Path) -> None:
+    def stop(*ids: int) -> tuple[int, ...]:
+        (target / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+        return make_plan(read_target(target), None, BuildConfig()).stop
+
+    vocab = addressed_ids(target)
+    assert vocab < read_target(target).dims.vocab
+    assert set(stop(*range(7), vocab - 1)) == {*range(7), vocab - 1}
+    with pytest.raises(CheckpointError, match=rf"must be below {vocab} \(got {vocab}\)"):
+        stop(vocab)
+
+
+def test_a_tokenizer_may_address_every_row_and_none_past_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = read_target(NANO)
+    vocab = target.dims.vocab
+    for ids in (vocab - 1, vocab):
+        monkeypatch.setattr(builder, "addressed_ids", lambda directory, ids=ids: ids)
+        assert make_plan(target, None, BuildConfig()).shape.vocab == ids
+    monkeypatch.setattr(builder, "addressed_ids", lambda directory: vocab + 1)
+    with pytest.raises(CheckpointError, match=rf"below vocab_size {vocab} \(got {vocab}\)"):
+        make_plan(target, None, BuildConfig())

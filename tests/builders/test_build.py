@@ -73,6 +73,9 @@ def test_manifest_says_what_is_stored(pair: tuple[Path, Path], tmp_path: Path) -
     assert kinds["drafter.fc"] == ["bf16"]
     attention = sum(kind == "attention" for kind in GEOMETRIES_LAYERS)
     assert made.quantisation["q_proj"]["fp8"].count == attention
+    codes = GEOMETRY.intermediate * GEOMETRY.hidden
+    size = codes // 2 + codes // 16 + 4 * GEOMETRY.intermediate
+    assert made.quantisation["gate_proj"]["nvfp4"].bytes == GEOMETRY.layers * size
     stored = sum(e.bytes for n, e in made.files.items() if n.startswith("weights/"))
     packed = sum(s.bytes for kinds in made.quantisation.values() for s in kinds.values())
     assert packed < stored
@@ -249,7 +252,10 @@ def test_a_resumed_build_is_of_the_same_things(pair: tuple[Path, Path], tmp_path
         BuildConfig(capacity=99),
     )
     assert base not in {key(config) for config in others}
-    for name in ("model.safetensors", "config.json"):
+    (pair[0] / "chat_template.jinja").touch()
+    assert key(BuildConfig()) != base
+    base = key(BuildConfig())
+    for name in ("model.safetensors", "config.json", "chat_template.jinja"):
         os.utime(pair[0] / name, (1, 1))
         assert key(BuildConfig()) != base
         base = key(BuildConfig())
@@ -283,7 +289,9 @@ def test_a_resumed_build_is_for_the_same_kernels_and_device(
     before = [_key(plan, maker) for maker in makers]
     monkeypatch.setattr("thor_dflash.builders.build.fingerprint", lambda: "other kernels")
     after = [_key(plan, maker) for maker in makers]
-    assert len({*before, *after}) == 2 * len(makers)
+    monkeypatch.setattr("thor_dflash.builders.build.__version__", "another of ours")
+    last = [_key(plan, maker) for maker in makers]
+    assert len({*before, *after, *last}) == 3 * len(makers)
 
 
 def test_a_killed_build_of_other_options_is_not_mixed_in(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from thor_dflash.builders.draft_ids import read_draft_ids
@@ -15,6 +16,7 @@ from thor_dflash.errors import ConfigError
     [
         (f"[1, 1{30 * '0'}]", f"1{30 * '0'}, of 2 ids"),
         ("[-1, 2]", "-1, of 2 ids"),
+        ("[0, 512]", "512, of 2 ids"),
         ("[1, 2, 2]", "2 after 2, of 3 ids"),
         ("[0, 3, 2]", "2 after 3, of 3 ids"),
     ],
@@ -31,3 +33,9 @@ def test_what_is_no_list_of_ids_is_refused(tmp_path: Path, wrong: bytes) -> None
     (tmp_path / "ids.json").write_bytes(wrong)
     with pytest.raises(ConfigError, match=r"build\.draft_ids must be a JSON list of ids \(got "):
         read_draft_ids(tmp_path / "ids.json", 512)
+
+
+def test_the_first_id_and_the_last_may_be_listed(tmp_path: Path) -> None:
+    (tmp_path / "ids.json").write_text("[0, 511]")
+    found = read_draft_ids(tmp_path / "ids.json", 512)
+    assert (found.dtype, found.tolist()) == (np.int32, [0, 511])

@@ -9,7 +9,7 @@ import pytest
 from checkpoints import GEOMETRIES, DrafterGeometry, write_drafter, write_target
 from hypothesis import given
 from hypothesis import strategies as st
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 from samples import verify
 
 from thor_dflash import manifest
@@ -29,7 +29,7 @@ from thor_dflash.plugins.op import DOMAIN, Attribute
 from thor_dflash.plugins.rules import RULES
 from thor_dflash.program import ENDING, Program, read
 from thor_dflash.progress import Silent
-from thor_dflash.tensors import DType
+from thor_dflash.tensors import Array, DType
 
 NANO = Path(__file__).parents[2] / "models" / "planner-nano"
 
@@ -216,6 +216,27 @@ def test_a_node_without_a_kernel_is_refused_by_name() -> None:
     model = helper.make_model(helper.make_graph([node], "odd", [value], [out]))
     with pytest.raises(ConfigError, match=r"every node of the graphs \(got odd: Sin wave"):
         lower(model, Packing(WeightFiles()))
+
+
+@pytest.mark.parametrize(
+    ("constant", "value", "said"),
+    [
+        ("masks", np.arange(15, dtype=np.int32), "the masks must be one token"),
+        ("drafts.start", np.array([0]), "not the composing of a block"),
+        ("drafts.end", np.array([15]), "not the composing of a block"),
+        ("wanted.start", np.array([1]), "not the composing of a block"),
+        ("wanted.end", np.array([16]), "not the composing of a block"),
+    ],
+)
+def test_a_block_composed_in_another_way_is_refused(constant: str, value: Array, said: str) -> None:
+    config = BuildConfig(engine="cuda", chunk=128, capacity=512)
+    plan = make_plan(read_target(NANO / "target"), read_drafter(NANO / "drafter"), config)
+    model = next(g for g in plan.graphs if g.name == "propose").proto()
+    lower(model, Packing(plan.sources[0].files))
+    held = next(t for t in model.graph.initializer if t.name == constant)
+    held.CopyFrom(numpy_helper.from_array(value, constant))
+    with pytest.raises(ConfigError, match=said):
+        lower(model, Packing(plan.sources[0].files))
 
 
 @pytest.mark.parametrize("engine", ["cuda", "tensorrt"])

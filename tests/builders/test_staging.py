@@ -144,11 +144,13 @@ def test_a_killed_build_resumes_file_by_file(tmp_path: Path) -> None:
     killed(out, """
         stage.write("a", lambda p: p.write_bytes(b"1"))
         stage.write("b", lambda p: p.write_bytes(b"2"))
+        stage.write("longer", lambda p: p.write_bytes(b"3"))
         stage.write("c", lambda p: (p.write_bytes(b"half"), die()))
     """)  # fmt: skip
     assert not out.exists()
     partial = tmp_path / ".pkg.partial"
     (partial / "b").write_bytes(b"")  # as after a crash of the file system
+    (partial / "longer").write_bytes(b"33")
     with (partial / ".journal").open("a") as file:
         file.write('{"name": "d", "sha')  # torn
     with Staging(out, "k") as stage:
@@ -204,15 +206,20 @@ def test_two_builds_at_once(tmp_path: Path) -> None:
     build(out, b"3")
 
 
-def full(path: Path) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+def refused(code: int) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        raise OSError(code, os.strerror(code), str(path))
+
+    return write
 
 
 def short(path: Path) -> None:
     raise OSError("4096 requested and 0 written")  # as numpy.ndarray.tofile says it
 
 
-@pytest.mark.parametrize("writer", [full, short])
+@pytest.mark.parametrize(
+    "writer", [refused(errno.ENOSPC), refused(errno.EDQUOT), refused(errno.EFBIG), short]
+)
 def test_a_full_disk_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: Callable[[Path], None]
 ) -> None:

@@ -332,6 +332,7 @@ PAIRS = [
     ({"hidden": 80}, r"drafter's hidden_size must be 64, the target's \(got 80\)"),
     ({"vocab": 255}, r"drafter's vocab_size must be 256, the target's \(got 255\)"),
     ({"target_layers": 3}, r"drafter's num_target_layers must be 4, .* \(got 3\)"),
+    ({"target_layers": 5}, r"drafter's num_target_layers must be 4, .* \(got 5\)"),
     ({"taps": (1, 4)}, r"target_layer_ids must be layers of the target, 0 to 3 \(got \[1, 4\]\)"),
     ({"mask_token": 256}, r"mask_token_id must be a row of the .* embedding, 0 to 255 \(got 256\)"),
 ]

@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from thor_dflash.builders.checkpoint.matrix import Matrix, WeightKind
+from thor_dflash.builders.checkpoint import matrix
+from thor_dflash.builders.checkpoint.matrix import Matrix, WeightKind, finite
+from thor_dflash.errors import CheckpointError
 
 GOLDEN = Path(__file__).parents[2] / "goldens" / "nvfp4" / "nvfp4.npz"
 FP8 = ml_dtypes.float8_e4m3fn
@@ -145,3 +147,17 @@ def test_quantiser_and_reader_agree_with_the_published_packages() -> None:
         np.testing.assert_array_equal(
             Matrix("m", codes, ones).dequantise(), golden["compressed_tensors_values"]
         )
+
+
+@pytest.mark.parametrize("dtype", [FP8, ml_dtypes.bfloat16, np.float16, np.float32])
+def test_what_is_no_number_is_found_wherever_it_is(
+    dtype: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matrix, "_PIECE", 4)
+    values = np.full((3, 5), ml_dtypes.finfo(dtype).max, dtype)
+    assert finite(values, "w") is values
+    for bad in (np.nan, np.inf, -np.inf):
+        broken = values.copy()
+        broken[2, 1] = bad
+        with pytest.raises(CheckpointError, match=r"w must hold finite numbers .* at \[2, 1\]"):
+            finite(broken, "w")

@@ -226,3 +226,22 @@ def test_small_tensors_may_be_of_any_float_type(dtype: type, tmp_path: Path) -> 
     name = "layers.0.linear_attn.A_log"
     change_tensors(tmp_path, lambda t: t.update({P + name: t[P + name].astype(dtype)}))
     assert read_target(tmp_path).tensor(name).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("dialect", "name"),
+    [("modelopt", "input_scale"), ("compressed-tensors", "input_global_scale")],
+)
+def test_a_scale_of_rows_that_is_none_is_no_scale(
+    dialect: Dialect, name: str, tmp_path: Path
+) -> None:
+    """Nothing but a prefill of TensorRT's own reads it, so it is passed over, not refused."""
+    write_target(tmp_path, SMALL, 0, dialect)
+    stem = "layers.0.mlp.up_proj"
+    scale = read_target(tmp_path).matrix(stem).input_scale
+    assert scale is not None
+    assert scale > 0
+    for bad in ([np.inf], [np.nan], [0], [-1], [1, 1]):
+        value = np.array(bad, np.float32)
+        change_tensors(tmp_path, lambda t, x=value: t.update({f"{P}{stem}.{name}": x}))  # type: ignore[misc]
+        assert read_target(tmp_path).matrix(stem).input_scale is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from checkpoints import (
     write_target,
 )
 
+from thor_dflash.builders.checkpoint.fields import LONGEST_VALUE, shown
 from thor_dflash.builders.checkpoint.target import read_target
 from thor_dflash.errors import CheckpointError
 
@@ -326,6 +328,15 @@ def test_many_misfits_are_counted_and_a_few_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         read_target(tmp_path)
     assert str(caught.value).count(" must be ") == 4
+    counts = re.search(r"got (\d+) misfits: .*; and (\d+) more", str(caught.value))
+    assert counts
+    assert int(counts[1]) == 4 + int(counts[2])
+
+
+def test_a_value_is_told_whole_or_cut_to_as_much() -> None:
+    assert shown("x" * (LONGEST_VALUE - 2)) == repr("x" * (LONGEST_VALUE - 2))
+    cut = shown("x" * (LONGEST_VALUE - 1))
+    assert (len(cut), cut[-4:]) == (LONGEST_VALUE, "x...")
 
 
 SCALES: list[tuple[Dialect, str, object, str]] = [

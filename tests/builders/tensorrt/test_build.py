@@ -5,20 +5,22 @@ The recorder is ours. That TensorRT itself takes all this is for a device to sho
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import trt_recorder as recorder
-from samples import verify
+from samples import DRAFTER, verify
 from trt_builds import CAPACITY, NANO, Recorded, options, record, record_hybrid
 
 from thor_dflash import manifest
-from thor_dflash.builders.build import make_plan
+from thor_dflash.builders.build import make_plan, material
 from thor_dflash.builders.checkpoint.drafter import read_drafter
 from thor_dflash.builders.checkpoint.target import read_target
 from thor_dflash.builders.tensorrt import package
+from thor_dflash.builders.tensorrt.profiles import Range, session_ranges
 from thor_dflash.config import BuildConfig
-from thor_dflash.dims import LEAST_TALK
+from thor_dflash.dims import LEAST_TALK, DraftLayerDims
 from thor_dflash.plugins.launch import THOR
 from thor_dflash.plugins.op import DOMAIN, NEXT
 from thor_dflash.plugins.rules import RULES
@@ -164,9 +166,29 @@ def test_profiles_hold_every_size_a_session_may_ask_for(nano: Recorded) -> None:
                 letters.add(letter)
                 for capacity in (found.block + LEAST_TALK, CAPACITY, longest):
                     assert least <= needed(found, letter, capacity) <= most
-                assert needed(found, letter, CAPACITY) <= best <= most
-                assert least <= best
+                fits = needed(found, letter, CAPACITY)
+                assert least <= best <= most
+                assert fits <= best <= fits + found.block
     assert letters == {"cache_rows", *(f"ring_rows.{i}" for i in range(len(found.drafter.layers)))}
+
+
+def test_profiles_hold_the_longest_step_whichever_it_is(tmp_path: Path) -> None:
+    config = replace(options(tmp_path), chunk=32, chunks=(128,))
+    target, drafter = read_target(NANO / "target"), read_drafter(NANO / "drafter")
+    plan = make_plan(target, drafter, config)
+    longest, ranges = target.dims.max_position, material(plan).ranges
+    assert ranges["cache_rows"].most >= cache_rows(longest, plan.shape.block, 128)
+    assert ranges["ring_rows.0"].least >= 128
+    for i, layer in enumerate(drafter.dims.layers):
+        most = ring_rows(layer.window, longest, plan.shape.block, 128)
+        assert ranges[f"ring_rows.{i}"].most >= most
+
+
+def test_a_ring_is_no_longer_than_the_context() -> None:
+    layers = tuple(DraftLayerDims(causal=False, window=window) for window in (1000, 0, 64))
+    ranges = session_ranges(100, 200, 16, replace(DRAFTER, layers=layers))
+    rings = [ranges[f"ring_rows.{i}"] for i in range(3)]
+    assert rings == [Range(16, 116, 216), Range(16, 116, 216), Range(16, 80, 80)]
 
 
 def needed(found: manifest.Manifest, letter: str, capacity: int) -> int:
@@ -187,6 +209,15 @@ def test_the_builder_is_told_what_the_spec_says_and_no_more(nano: Recorded) -> N
         assert config.profiling_verbosity == recorder.ProfilingVerbosity.DETAILED
         assert (config.builder_optimization_level, config.max_aux_streams) == (3, 0)
         assert config.ignore_mismatch is False
+
+
+def test_the_builder_is_told_what_the_configuration_says(tmp_path: Path) -> None:
+    made = record_hybrid(tmp_path, "bf16", level=1, workspace_mib=100)
+    for name, one in made.engines.items():
+        assert one.config.builder_optimization_level == 1
+        assert one.config.pools == {recorder.MemoryPoolType.WORKSPACE: 100 << 20}
+        said = made.card(name).made.options
+        assert (said["level"], said["workspace_mib"]) == ("1", "100")
 
 
 def test_a_description_says_what_made_the_engine(nano: Recorded) -> None:

@@ -19,7 +19,7 @@ from trt_builds import CHUNKS, HYBRID, NANO, Recorded, options, record_hybrid
 from thor_dflash.builders.build import make_plan, material
 from thor_dflash.builders.checkpoint.target import read_target
 from thor_dflash.builders.tensorrt.constants import Constants
-from thor_dflash.builders.tensorrt.dense import Dense
+from thor_dflash.builders.tensorrt.dense import Dense, _up
 from thor_dflash.builders.tensorrt.deploy import Sheet
 from thor_dflash.builders.tensorrt.package import engines
 from thor_dflash.builders.weights import WeightFiles
@@ -284,6 +284,11 @@ def model_of(one: Linear) -> onnx.ModelProto:
     opsets = [helper.make_opsetid(name, n) for name, n in one.sheet.domains.items()]
     graph = helper.make_graph(one.sheet.nodes, "linear", inputs, outputs, constants)
     return helper.make_model(graph, opset_imports=opsets, ir_version=11)
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 1 + 2.0**-20, 1 + 2.0**-8, 1.999, 3e-5])
+def test_the_scale_of_rows_is_rounded_up(scale: float) -> None:
+    assert float(_up(scale)) == up(scale) >= np.float32(scale)
 
 
 def test_the_scale_of_rows_is_one_number_on_both_sides(modelopt: Recorded) -> None:

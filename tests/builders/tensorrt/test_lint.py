@@ -15,6 +15,7 @@ from trt_builds import HYBRID, NANO, options
 from thor_dflash.builders.build import make_plan, material
 from thor_dflash.builders.checkpoint.drafter import read_drafter
 from thor_dflash.builders.checkpoint.target import read_target
+from thor_dflash.builders.tensorrt import lint
 from thor_dflash.builders.tensorrt.lint import deployed_problems, source_problems, without_files
 from thor_dflash.builders.tensorrt.package import engines
 from thor_dflash.config import BuildConfig
@@ -42,6 +43,8 @@ def test_deployment_graphs_obey_the_parser_and_onnx(deployed: dict[str, onnx.Mod
     assert len(deployed) > 12
     for name, model in deployed.items():
         assert not deployed_problems(model), name
+        least = helper.find_min_ir_version_for(list(model.opset_import), ignore_unknown=True)
+        assert model.ir_version >= least, name
         onnx.checker.check_model(without_files(model), full_check=True)
 
 
@@ -98,6 +101,10 @@ BREAKS: dict[str, tuple[Change, str]] = {
     "left out": (lambda m: m.graph.node[1].input.append(""), "an input left out"),
     "order": (swap, "is read before anything makes it"),
     "twice": (lambda m: m.graph.node.append(m.graph.node[0]), "made 2 times"),
+    "same": (lambda m: rename(m.graph.node[1], m.graph.node[0].name), "2 custom nodes named"),
+    "letter": (lambda m: add(m, "word", "\u00e4"), "word must be ASCII"),
+    "low": (lambda m: add(m, "wide", -(2**31)), "wide must fit in 32 bits"),
+    "untyped": (lambda m: m.graph.ClearField("value_info"), "of no declared type"),
     "named": (lambda m: m.graph.node[1].ClearField("name"), "1 custom nodes named ''"),
     "output": (lambda m: m.graph.output.add(name="nobody"), "output nobody that nothing makes"),
     "bytes": (lambda m: retype(m, TensorProto.UINT8), "of type UINT8"),
@@ -105,6 +112,10 @@ BREAKS: dict[str, tuple[Change, str]] = {
     "empty": (lambda m: resize(m, 0), "of an empty or unknown size"),
     "huge": (lambda m: resize(m, 2**31), "elements, more than"),
 }
+
+
+def rename(node: onnx.NodeProto, name: str) -> None:
+    node.name = name
 
 
 def set_text(model: onnx.ModelProto, name: str, value: bytes) -> None:
@@ -134,6 +145,16 @@ def test_a_broken_rule_is_named(what: str, deployed: dict[str, onnx.ModelProto])
     change, words = BREAKS[what]
     change(model)
     assert any(words in problem for problem in deployed_problems(model)), deployed_problems(model)
+
+
+def test_a_graph_of_too_many_bytes_is_named(
+    deployed: dict[str, onnx.ModelProto], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = deployed["nano.verify"]
+    size = model.ByteSize()
+    for most, problems in ((size, []), (size - 1, [f"{size} bytes, more than {size - 1}"])):
+        monkeypatch.setattr(lint, "LARGEST", most)
+        assert [p for p in deployed_problems(model) if "bytes" in p] == problems
 
 
 def test_a_body_that_does_not_fit_its_call_is_named() -> None:

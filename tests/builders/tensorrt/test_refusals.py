@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
-from typing import Self
+from typing import Any, Self
 
 import pytest
 import trt_recorder as recorder
+from checkpoints import Dialect
 from trt_builds import NANO, maker, options, record, record_hybrid, recording
+from trt_parser import INetworkDefinition, ITensor
 
 from thor_dflash.builders import build as builds
 from thor_dflash.builders.build import build
@@ -19,6 +22,9 @@ from thor_dflash.builders.tensorrt.package import LOG
 from thor_dflash.errors import ConfigError, EngineError, PackageError
 from thor_dflash.program import Program, Step, Value
 from thor_dflash.progress import Silent
+
+Told = dict[str, Any]
+"""What a recorded engine shows of itself."""
 
 
 @pytest.mark.parametrize(
@@ -42,6 +48,159 @@ def test_an_engine_that_is_not_what_was_meant_is_refused(
         record_hybrid(tmp_path, "modelopt", fault)
     assert not (tmp_path / "package").exists()
     assert not list(tmp_path.glob(".package*"))
+
+
+def drop_shapes(network: INetworkDefinition) -> None:
+    network.layers[1].inputs.pop()
+
+
+def more(count: int) -> Callable[[INetworkDefinition], None]:
+    kind, shape = recorder.DataType.FLOAT, recorder.Dims((1,))
+    return lambda n: n.inputs.extend(ITensor(f"m{i}", kind, shape) for i in range(count))
+
+
+def retype(network: INetworkDefinition) -> None:
+    network.outputs[0].dtype = recorder.DataType.HALF
+
+
+def reshape_tensor(network: INetworkDefinition) -> None:
+    next(t for t in network.inputs if t.name == "tokens").is_shape_tensor = True
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (more(1), r"got input m0 too many\)"),
+        (more(5), r"got input m0 too many, input m1 too many, input m2 too many, and 2 more\)"),
+        (lambda n: n.outputs.pop(0), r"got output \S+ missing\)"),
+        (retype, r"got output \S+ of type "),
+        (reshape_tensor, r"got tokens read as a shape\)"),
+        (drop_shapes, r"got \S+ with \d+ inputs and \d+ outputs\)"),
+        (lambda n: n.layers.pop(0), r"got \d+ plugins of \d+ nodes\)"),
+    ],
+)
+def test_a_network_that_is_not_its_graph_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[INetworkDefinition], object],
+    words: str,
+) -> None:
+    real = recorder.OnnxParser.parse_model_proto
+
+    def parse(parser: recorder.OnnxParser) -> bool:
+        done = real(parser)
+        change(parser._network)
+        return done
+
+    monkeypatch.setattr(recorder.OnnxParser, "parse_model_proto", parse)
+    with pytest.raises(EngineError, match=rf"TensorRT must make of the graph .* \({words}"):
+        record_hybrid(tmp_path, "bf16")
+
+
+def test_a_weight_that_is_not_taken_ends_the_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, asked = recorder.OnnxParser.load_initializer, list[str]()
+
+    def load(parser: recorder.OnnxParser, name: str, data: int, size: int) -> bool:
+        asked.append(name)
+        return real(parser, name, data, size) and len(asked) != 1
+
+    monkeypatch.setattr(recorder.OnnxParser, "load_initializer", load)
+    with pytest.raises(EngineError, match=r"prefill must be a graph that TensorRT takes \(got: "):
+        record_hybrid(tmp_path, "modelopt")
+
+
+def shown(monkeypatch: pytest.MonkeyPatch, change: Callable[[Told], object]) -> None:
+    """Have the recorder's engines show something else of themselves."""
+    real = recorder._plan
+
+    def plan(network: INetworkDefinition) -> Told:
+        made = real(network)
+        change(made)
+        return made
+
+    monkeypatch.setattr(recorder, "_plan", plan)
+
+
+def by_name(plan: Told) -> None:
+    plan["Layers"] = [layer["Name"] for layer in plan["Layers"]]
+
+
+def by_name_with_a_copy(plan: Told) -> None:
+    by_name(plan)
+    plan["Layers"].append("Reformatting CopyNode for x")
+
+
+def by_profile(plan: Told) -> None:
+    plan["Layers"] *= 2
+
+
+def by_value(plan: Told) -> None:
+    for layer in plan["Layers"]:
+        layer["TacticValue"] = layer.pop("TacticName")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda p: p["tensors"].pop(0), r"got tensor \S+ missing\)"),
+        (lambda p: p["tensors"].append({"name": "x", "type": 0}), r"got tensor x too many\)"),
+        (by_name_with_a_copy, r"got 1 copies into another format: Reformatting CopyNode for x\)"),
+        (by_profile, r"got \d+ plugins of \d+ nodes\)"),
+    ],
+)
+def test_an_engine_of_other_tensors_or_layers_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Told], object], words: str
+) -> None:
+    shown(monkeypatch, change)
+    with pytest.raises(EngineError, match=rf"must hold nothing that the graph does not \({words}"):
+        record_hybrid(tmp_path, "bf16")
+
+
+@pytest.mark.parametrize(("change", "dialect"), [(by_name, "bf16"), (by_value, "modelopt")])
+def test_an_inspector_that_says_it_in_another_way_is_understood(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Told], object],
+    dialect: Dialect,
+) -> None:
+    shown(monkeypatch, change)
+    made = record_hybrid(tmp_path, dialect)
+    assert "INSPECTED" not in (made.out / LOG).read_text()
+    if change is by_value:
+        assert "MatMul gemm_e2m1" in made.card("prefill").tactics.values()
+
+
+def test_layers_may_be_told_of_every_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of_prefill(plan: Told) -> None:
+        if any(layer["TacticName"] for layer in plan["Layers"]):
+            by_profile(plan)
+
+    shown(monkeypatch, of_prefill)
+    record_hybrid(tmp_path, "modelopt")
+
+
+@pytest.mark.parametrize(
+    ("method", "found", "words"),
+    [
+        ("get_tensor_format", recorder.TensorFormat.CHW32, "in another format than rows"),
+        ("get_tensor_location", recorder.TensorLocation.HOST, "in the host's memory"),
+    ],
+)
+def test_a_tensor_that_lies_another_way_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, found: object, words: str
+) -> None:
+    real = vars(recorder.ICudaEngine)[method]
+
+    def get(engine: recorder.ICudaEngine, name: str, profile: int = 1) -> object:
+        return found if (name, profile) == ("tokens", 1) else real(engine, name)
+
+    monkeypatch.setattr(recorder.ICudaEngine, method, get)
+    with pytest.raises(EngineError, match=rf"\(got tokens {words}\)"):
+        record_hybrid(tmp_path, "modelopt")
 
 
 def test_what_the_inspector_finds_can_be_noted_instead(tmp_path: Path) -> None:
@@ -125,6 +284,49 @@ def test_a_stop_reaches_tensorrt_and_comes_out_again(tmp_path: Path, at: str) ->
     with pytest.raises(KeyboardInterrupt):
         record(tmp_path / "p", NANO / "target", None, options(tmp_path), _Stop(at))
     assert not (tmp_path / "p").exists()
+
+
+class _Bars(Silent):
+    """What a bar was shown, and whether it ended."""
+
+    def __init__(self) -> None:
+        self.shown: list[_Bar] = []
+
+    def task(self, label: str, total: int | None = None, unit: str = "") -> _Bar:  # type: ignore[override]
+        self.shown.append(_Bar(label, total))
+        return self.shown[-1]
+
+
+class _Bar:
+    def __init__(self, label: str, total: int | None) -> None:
+        self.told = [label, total, 0, "open"]
+
+    def advance(self, n: int) -> None:
+        self.told[2] = int(str(self.told[2])) + n
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *of: object) -> None:
+        self.told[3] = "ended"
+
+
+def test_two_levels_of_phases_are_shown_and_none_outlives_a_build() -> None:
+    bars = _Bars()
+    with recording():
+        phases = import_module("thor_dflash.builders.tensorrt.watch").Phases("verify", bars)
+        for name, parent, steps in (("all", None, 2), ("part", "all", 5), ("deep", "part", 9)):
+            phases.phase_start(name, parent, steps)
+        for at in range(3):
+            assert phases.step_complete("part", at)
+            assert phases.step_complete("deep", at)
+        phases.phase_finish("deep")
+        assert [bar.told[3] for bar in bars.shown] == ["open", "open"]
+        phases.close()
+    assert [bar.told for bar in bars.shown] == [
+        ["verify: all", 2, 0, "ended"],
+        ["verify: part", 5, 3, "ended"],
+    ]
 
 
 def test_a_stop_while_an_engine_is_written_comes_out_again(
