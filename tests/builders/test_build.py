@@ -234,6 +234,7 @@ def test_stored_bytes_are_the_checkpoint_s(pair: tuple[Path, Path], tmp_path: Pa
     place = {e.key: e.value for e in tensor.external_data}
     data = (tmp_path / "p" / place["location"]).read_bytes()
     offset, length = int(place["offset"]), int(place["length"])
+    assert offset % 4096 == 0  # a page: a mapping of it is one of nothing else
     assert data[offset : offset + length] == np.ascontiguousarray(matrix.codes).tobytes()
 
 

@@ -9,11 +9,12 @@ from typing import cast
 
 import pytest
 from checkpoints import GEOMETRIES, Dialect, write_target
+from decoding import session
 from samples import MANIFEST
 
 from thor_dflash import cli
 from thor_dflash.builders.build import build
-from thor_dflash.calib.check.compare import compare
+from thor_dflash.calib.check.compare import compare, tracer
 from thor_dflash.config import BuildConfig
 from thor_dflash.errors import RequestError
 from thor_dflash.progress import Silent
@@ -35,3 +36,11 @@ def test_weights_of_any_float_type_are_walked(
     build(target, None, tmp_path / "p", BuildConfig(capacity=64), Silent())
     args = ["check", "--package", str(tmp_path / "p"), "-s", "engine.threads=1"]
     assert cli.main(args) == 0, capsys.readouterr()
+
+
+def test_the_only_block_is_walked_once() -> None:
+    s = session()
+    show = tracer(s, Path(s.model.engine.package))  # type: ignore[attr-defined]
+    report = compare(s, show, None, (1, 2, 3), "auto", None, Silent())
+    walked = [walk.graph for walk in report.walks]
+    assert (walked.count("verify"), len(walked)) == (1, len(set(walked)))

@@ -281,6 +281,7 @@ LAYOUT: list[tuple[Dialect, Callable[[Tensors], None], str]] = [
     ),
     ("modelopt", put(f"{MLP}.weight_scale", np.ones((96, 2), FP8)), r"group size of 16 \(got 32\)"),
     ("modelopt", put(f"{MLP}.weight_scale", np.ones((96, 8), FP8)), r"group size of 16 \(got 8\)"),
+    ("modelopt", put(f"{MLP}.weight_scale", np.ones((96, 3), FP8)), r"\[96, 4\] .*\[96, 3\]\)"),
     ("modelopt", put(f"{MLP}.weight_scale", np.ones((48, 8), FP8)), r"group size of 16 \(got 8\)"),
     (
         "modelopt",

@@ -317,7 +317,7 @@ def test_two_levels_of_phases_are_shown_and_none_outlives_a_build() -> None:
         phases = import_module("thor_dflash.builders.tensorrt.watch").Phases("verify", bars)
         for name, parent, steps in (("all", None, 2), ("part", "all", 5), ("deep", "part", 9)):
             phases.phase_start(name, parent, steps)
-        for at in range(3):
+        for at in range(4):
             assert phases.step_complete("part", at)
             assert phases.step_complete("deep", at)
         phases.phase_finish("deep")
@@ -325,7 +325,7 @@ def test_two_levels_of_phases_are_shown_and_none_outlives_a_build() -> None:
         phases.close()
     assert [bar.told for bar in bars.shown] == [
         ["verify: all", 2, 0, "ended"],
-        ["verify: part", 5, 3, "ended"],
+        ["verify: part", 5, 4, "ended"],
     ]
 
 
