@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from thor_dflash.calib.planbench import Task, judge, task_from_line
+from thor_dflash.calib import script
+from thor_dflash.calib.planbench import Task, judge
 from thor_dflash.calib.planbench.again import again
 from thor_dflash.calib.planbench.scene import Scene
 from thor_dflash.calib.planbench.skills import skills_of
@@ -157,12 +158,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("package", type=Path)
     parser.add_argument("heldout", type=Path)
-    parser.add_argument("--count", type=int, default=120)
+    parser.add_argument("--count", type=script.count, default=120)
     parser.add_argument("--plain", type=int, default=12)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args(argv)
-    lines = args.heldout.read_text(encoding="utf-8").splitlines()[: args.count]
-    tasks = [task_from_line(line) for line in lines]
+    tasks = script.read_tasks(args.heldout, args.count)
     session = open_session(args.package, EngineConfig(threads=args.threads), Silent())
     arms = [Arm("free", None), Arm("masks", False), Arm("masks and forced ids", True)]
     plain, same, begin = Arm("plain, forced ids", True), 0, time.perf_counter()
@@ -180,4 +180,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(script.run(main))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 
+from thor_dflash.calib import script
 from thor_dflash.calib.demo import MODEL, histogram
 from thor_dflash.calib.planbench import FAMILIES, Task, judge, task_from_line
 from thor_dflash.config import EngineConfig
@@ -130,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print the tables of docs/measurements."""
     parser = argparse.ArgumentParser(description="planner-nano on its held-out tasks")
     parser.add_argument("--package", type=Path, required=True)
-    parser.add_argument("--limit", type=int, help="first so many tasks")
+    parser.add_argument("--limit", type=script.count, help="first so many tasks")
     parser.add_argument("--thinking", choices=("on", "off"), default="on")
     args = parser.parse_args(argv)
     results = run(args.package, args.limit, args.thinking == "on", choose(sys.stderr))
@@ -144,4 +145,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(script.run(main))

@@ -13,6 +13,7 @@ import json
 import random
 import resource
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -21,6 +22,8 @@ from pathlib import Path
 import numpy as np
 
 from thor_dflash import tokenizer as files
+from thor_dflash.calib import script
+from thor_dflash.errors import PackageError
 from thor_dflash.runtime.block import Block
 from thor_dflash.runtime.policies.grammar import Constrain, Place
 from thor_dflash.runtime.policies.grammar_compile import Grammar, Grammars
@@ -33,7 +36,13 @@ SKILLS = {f"skill_{i}": {"object": "object", "on": "object"} for i in range(10)}
 
 
 def filled(directory: Path, ids: int, out: Path) -> Path:
-    """A copy of a tokenizer with random words up to `ids`."""
+    """A copy of a tokenizer with random words up to `ids`.
+
+    Raises:
+        PackageError: there is none.
+    """
+    if not (directory / files.TOKENIZER).is_file():
+        raise PackageError(f"{directory} must hold a {files.TOKENIZER} (got none)")
     for name in files.tokenizer_files(directory):
         shutil.copy(directory / name, out / name)
     table, rng = json.loads((out / files.TOKENIZER).read_text(encoding="utf-8")), random.Random(0)
@@ -127,4 +136,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(script.run(main))

@@ -22,6 +22,7 @@ from tempfile import TemporaryDirectory
 from typing import Literal
 
 from thor_dflash.builders.build import build
+from thor_dflash.calib import script
 from thor_dflash.calib.broken import Broken
 from thor_dflash.calib.heldout import tasks
 from thor_dflash.calib.planbench import Task, judge
@@ -357,13 +358,19 @@ SECTIONS: dict[str, Callable[[Bench], Iterator[str]]] = {
 }
 
 
+def _section(text: str) -> str:
+    if text not in SECTIONS:
+        raise argparse.ArgumentTypeError(f"must be {' or '.join(SECTIONS)} (got {text})")
+    return text
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the tables asked for, all of them by default."""
     parser = argparse.ArgumentParser(description="what the decoding policies cost and gain")
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--drafter", type=Path, required=True)
-    parser.add_argument("--tasks", type=int, default=60)
-    parser.add_argument("sections", nargs="*", metavar="|".join(SECTIONS))
+    parser.add_argument("--tasks", type=script.count, default=60)
+    parser.add_argument("sections", nargs="*", type=_section, metavar="|".join(SECTIONS))
     args = parser.parse_args(argv)
     with TemporaryDirectory() as held:
         bench = Bench(Path(held), args.target, args.drafter, args.tasks)
@@ -376,4 +383,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(script.run(main))

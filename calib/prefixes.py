@@ -8,13 +8,14 @@ Every prompt but its last TAIL tokens is put, as a robot that plans again in the
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from thor_dflash.calib.planbench import task_from_line
+from thor_dflash.calib import script
 from thor_dflash.config import EngineConfig
 from thor_dflash.progress import Silent
 from thor_dflash.runtime.propose import Dflash
@@ -32,8 +33,8 @@ def prompts(session: Session, heldout: Path, count: int) -> list[tuple[int, ...]
     """The first prompts of a task file."""
     text, found = session.text, list[tuple[int, ...]]()
     assert text is not None
-    for line in heldout.read_text(encoding="utf-8").splitlines()[:count]:
-        messages = [{"role": r, "content": c} for r, c in task_from_line(line).messages]
+    for task in script.read_tasks(heldout, count):
+        messages = [{"role": r, "content": c} for r, c in task.messages]
         found.append(tuple(text.encode(text.render(messages, thinking=True))))
     return found
 
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("package", type=Path)
     parser.add_argument("heldout", type=Path)
-    parser.add_argument("--count", type=int, default=24)
+    parser.add_argument("--count", type=script.count, default=24)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args(argv)
     session = open_session(args.package, EngineConfig(threads=args.threads), Silent())
@@ -86,4 +87,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(script.run(main))

@@ -1,0 +1,53 @@
+"""How the measuring scripts are called and end: what their caller can put right is one line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from thor_dflash.calib.planbench import Task, task_from_line
+from thor_dflash.errors import RequestError, ThorError
+from thor_dflash.progress import say
+
+
+def run(main: Callable[[], None]) -> int:
+    """Run a script; its exit status."""
+    try:
+        main()
+    except ThorError as e:
+        text = " ".join(str(e).split())
+    except OSError as e:
+        if e.filename is None:
+            raise
+        text = f"{e.filename} must be usable (got: {e.strerror})"
+    else:
+        return 0
+    say(sys.stderr, text)
+    return 2
+
+
+def count(text: str) -> int:
+    """An option that says how many."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer >= 1 (got {text})")
+    return int(text)
+
+
+def read_tasks(path: Path, most: int) -> list[Task]:
+    """The first tasks of a file that holds one a line.
+
+    Raises:
+        RequestError: it cannot be read, or holds something else.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()[:most]
+        found = [task_from_line(line) for line in lines]
+    except OSError as e:
+        raise RequestError(f"{path} must be a readable file (got: {e.strerror})") from e
+    except (ValueError, KeyError, TypeError) as e:
+        raise RequestError(f"{path} must hold a task a line (got: {e!r})") from e
+    if not found:
+        raise RequestError(f"{path} must hold a task a line (got an empty file)")
+    return found

@@ -1,0 +1,77 @@
+"""The measuring scripts: what their caller can put right is one line and status 2."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from thor_dflash.calib import script
+from thor_dflash.calib.demo import MODEL
+from thor_dflash.errors import RequestError
+
+TASKS = MODEL / "heldout.jsonl"
+PAIR = f"--target {MODEL / 'target'} --drafter {MODEL / 'drafter'}"
+
+
+def ended(monkeypatch: pytest.MonkeyPatch, line: str) -> object:
+    """Status of a script, as `python -m` runs it."""
+    name, *arguments = line.split()
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    monkeypatch.delitem(sys.modules, f"thor_dflash.calib.{name}", raising=False)
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_module(f"thor_dflash.calib.{name}", run_name="__main__")
+    return caught.value.code
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("constrained /none/p /none/t", "/none/t must be a readable file (got: No such file"),
+        (f"constrained /none/p {__file__}", f"{__file__} must hold a task a line (got: JSOND"),
+        ("constrained /none/p /dev/null", "/dev/null must hold a task a line (got an empty"),
+        (f"constrained /none/p {TASKS}", "/none/p must be a package directory (got nothing"),
+        ("heldout --package /none/p", "/none/p must be a package directory (got nothing"),
+        ("masks /none/p", "/none/p must hold a tokenizer.json (got none)"),
+        (f"prefixes /none/p {TASKS}", "/none/p must be a package directory (got nothing"),
+        ("measure_policies --target /none/t --drafter /none/d", "/none/t must be a checkpoint"),
+    ],
+)
+def test_a_file_that_is_not_there_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str, message: str
+) -> None:
+    assert ended(monkeypatch, line) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith(message)
+    assert (err.count("\n"), out.strip("\n# budget")) == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (f"constrained /none/p {TASKS} --count 0", "--count: must be an integer >= 1 (got 0)"),
+        ("heldout --package /none/p --limit -1", "--limit: must be an integer >= 1 (got -1)"),
+        (f"prefixes /none/p {TASKS} --count x", "--count: must be an integer >= 1 (got x)"),
+        (f"measure_policies {PAIR} --tasks 0", "--tasks: must be an integer >= 1 (got 0)"),
+        (f"measure_policies {PAIR} nothing", "or width (got nothing)"),
+    ],
+)
+def test_a_wrong_option_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str, message: str
+) -> None:
+    assert ended(monkeypatch, line) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_an_error_of_a_script_s_own_shows_its_traceback() -> None:
+    with pytest.raises(ZeroDivisionError):
+        script.run(lambda: print(1 // 0))
+
+
+def test_tasks_are_the_first_of_a_file(tmp_path: Path) -> None:
+    assert len(script.read_tasks(TASKS, 3)) == 3
+    (tmp_path / "t").write_bytes(b"\xff")
+    with pytest.raises(RequestError, match="must hold a task a line"):
+        script.read_tasks(tmp_path / "t", 3)
