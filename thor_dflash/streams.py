@@ -1,9 +1,10 @@
-"""stdin, stdout and stderr, whatever the shell or the other end made of them."""
+"""stdin, stdout and stderr, whatever the shell or the other end made of them; and their end."""
 
 from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 from typing import TextIO, cast
 
@@ -28,6 +29,15 @@ def prepare() -> None:
     if isinstance(stdout, io.TextIOWrapper):
         # A terminal that cannot show a letter shows ? instead of failing.
         cast("io.TextIOWrapper[io.BufferedWriter]", stdout).reconfigure(errors="replace")
+
+
+def endings() -> tuple[signal.Signals, ...]:
+    """Signals that tell a server to end in order. SIGHUP, of a terminal that is closed, is one but
+    for whoever asked for it to be ignored (nohup).
+    """
+    ends = (signal.SIGTERM, signal.SIGINT)
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return ends if ignored else (*ends, signal.SIGHUP)
 
 
 def _fill() -> None:

@@ -89,7 +89,7 @@ uvicorn.server.asyncio_run = interrupted
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_it_in_order(number: int) -> None:
     with running(CTRL_C) as (child, address):
         with urllib.request.urlopen(f"{address}/models", timeout=20):

@@ -70,6 +70,24 @@ def test_sigterm_drains(start: Start, planner: RemotePlanner) -> None:
     assert child.wait(20) == 0
 
 
+def test_a_terminal_that_is_closed_drains(start: Start, planner: RemotePlanner) -> None:
+    child = start("--mock-cycle-ms", "20")
+    stream = planner.stream(Ask(prompt="x", stream="all"))
+    next(stream)
+    child.send_signal(signal.SIGHUP)
+    *_, result = stream
+    assert result.status == "ok"  # type: ignore[union-attr]
+    assert child.wait(20) == 0
+
+
+def test_what_nohup_started_outlives_its_terminal(start: Start, planner: RemotePlanner) -> None:
+    child = start(env=("env", "--ignore-signal=HUP"))
+    child.send_signal(signal.SIGHUP)
+    assert planner.plan(Ask(prompt="x")).status == "ok"
+    child.terminate()
+    assert child.wait(20) == 0
+
+
 def test_a_drained_server_leaves_time_to_read(start: Start, planner: RemotePlanner) -> None:
     """What a client has received and not read is lost with the connection."""
     child = start("--mock-cycle-ms", "1")

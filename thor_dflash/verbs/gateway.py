@@ -9,6 +9,7 @@ import sys
 from argparse import Namespace
 from types import FrameType
 
+from thor_dflash import streams
 from thor_dflash.config import Config
 from thor_dflash.progress import Progress, say
 
@@ -18,7 +19,7 @@ that stalls must not keep a gateway alive that was told to end."""
 
 
 def run(args: Namespace, config: Config, progress: Progress) -> None:
-    """Serve HTTP until SIGTERM or SIGINT."""
+    """Serve HTTP until SIGTERM, SIGINT or SIGHUP."""
     from thor_dflash.extras import extra
 
     with extra("http"):
@@ -40,7 +41,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
 
     # Of a signal before uvicorn has handlers of its own, and once it has ended in order: it puts
     # these back then, and raises again what it heard.
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in streams.endings():
         signal.signal(number, stop)
     logging.getLogger("uvicorn.error").addFilter(_is_news)
     progress.close()

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from thor_dflash import streams
 from thor_dflash.config import Config
 from thor_dflash.errors import ThorError
 from thor_dflash.progress import Progress
@@ -30,7 +31,7 @@ LAST_S = 0.2
 
 
 def run(args: Namespace, config: Config, progress: Progress) -> None:
-    """Serve on this thread; SIGTERM and SIGINT drain, a second one ends."""
+    """Serve on this thread; SIGTERM, SIGINT and SIGHUP drain, a second one ends."""
     from thor_dflash.extras import extra
 
     with extra("serve"):
@@ -51,7 +52,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         die=die,
     )
     sys.setswitchinterval(SWITCH_S)
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in streams.endings():
         signal.signal(number, lambda signum, frame: server.stop())
     log(f"listening on {', '.join(server.endpoints)}")
     _until_stopped(server, progress, log)
