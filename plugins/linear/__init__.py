@@ -1,4 +1,4 @@
-"""linear: rows times packed weights, with what surrounds the product fused in.
+"""linear: matrix products of rows with stored weights, with the surrounding operations fused in.
 
 Letters
     T   rows       K   input features       N#  output features of weight #
@@ -7,7 +7,7 @@ Letters
 Inputs
     x             rows [T, K]
     norm_weight   bf16/f32 [K] or [head_dim]; prologue RMSNorm (over K, or over each head of
-                  `head_dim` where that attribute is set)
+                  `head_dim` columns if that attribute is set)
     gate          rows [T, K]; prologue gate
     residual      rows [T, N0]; added in the epilogue
     then per segment #
@@ -16,9 +16,9 @@ Inputs
     row_scale#    float32 [N#]; NVFP4 (the global scale) and FP8
 
 Attributes
-    segments     weights that read the same rows, in one launch
-    epilogue     "none": y# = x w#^T, one output a segment; "swiglu": y0 = silu(x w0^T) * (x w1^T);
-                 "residual": y0 = residual + x w0^T
+    segments     number of weights multiplied by the same rows in one launch
+    epilogue     "none": y# = x w#^T, one output per segment;
+                 "swiglu": y0 = silu(x w0^T) * (x w1^T); "residual": y0 = residual + x w0^T
     norm_eps, norm_offset   RMSNorm: x / rms(x) * (norm_offset + norm_weight)
     head_dim     width of the prologue norm; 0 means K
     gate         "none" | "sigmoid": x * sigmoid(gate) | "silu": norm(x) * silu(gate)
@@ -26,9 +26,9 @@ Attributes
 Outputs
     y#           rows [T, N#]
 
-Rounding: the rows that enter the product are rounded to the activations' type after the prologue;
-products accumulate in float32; row_scale, activation and residual are applied in float32; one
-rounding at the end.
+Rounding: the rows are rounded to the activations' type after the prologue, before the product;
+products accumulate in float32; row_scale, activation and residual are applied in float32; the
+result is rounded once, at the end.
 
 Source: Qwen3.5 modeling (transformers models/qwen3_5), modelopt NVFP4QTensor for the codes.
 """

@@ -1,4 +1,4 @@
-"""linear as ONNX: dequantise, then the plain product."""
+"""linear as an ONNX function: dequantise, then multiply."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def body(b: Body, x: Inputs, a: Attributes) -> Mapping[str, str]:
 
 
 def prologue(b: Body, x: Inputs, a: Attributes) -> str:
-    """The rows that enter the product, float32: normed and gated."""
+    """Returns the rows after norm and gate, float32."""
     rows = x.f32(b, "x")
     if "norm_weight" in x:
         width = a.integer("head_dim")

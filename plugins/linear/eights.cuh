@@ -1,4 +1,4 @@
-// Eight neighbouring columns of a row, which a thread takes at once.
+// Eight neighbouring columns of a row, which a thread processes at a time.
 #pragma once
 #include "cuda/device.cuh"
 
@@ -20,7 +20,7 @@ DEVICE float squares8(uint4 x) {
     return sum;
 }
 
-// offset + the weight, float32 or bf16, of the columns from `column` on.
+// offset + weight for the eight columns from `column` on; the weight is float32 or bf16.
 template <bool FLOAT>
 DEVICE void norm_weights8(float (&w)[8], const void* weight, int column, float offset) {
     if (FLOAT) {

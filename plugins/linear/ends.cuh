@@ -1,6 +1,6 @@
-// What the end of half an n-tile, or of a narrow tile, needs beside its sums. What no kernel writes is
-// asked for when the item begins and lies in shared memory, a warp's in its own place: after the
-// sums, every load that waits for another would be time in which nothing streams.
+// What the epilogue of half an n-tile, or of a narrow tile, needs besides its sums. Constant data
+// is loaded into shared memory when the item begins, each warp using its own area: after the sums,
+// dependent loads would be time in which nothing streams.
 //
 // Compile-time: see finish.cuh.
 #pragma once
@@ -21,13 +21,15 @@ struct Results {
     int rows;
 };
 
-// Float32 scales of 32 columns, the int2 strips of these, the next norm's weight for them.
+// A warp's staging area: float32 scales of 32 columns, their int2 strips, their next norm's
+// weights.
 constexpr int STAGED_STRIPS = 4 * HALF_TILE;
 constexpr int STAGED_WEIGHTS = STAGED_STRIPS + HALF_TILE;
-constexpr int STAGED_BYTES = STAGED_WEIGHTS + 4 * HALF_TILE;  // of a warp
+constexpr int STAGED_BYTES = STAGED_WEIGHTS + 4 * HALF_TILE;  // per warp
 constexpr int WEIGHT_BYTES = NEXT == 2 ? 4 : 2;
 
-// By one warp, of `columns` (a multiple of 16, 32 at most) from packed column `column` on.
+// Called by one warp: copies the data of `columns` columns (16 or 32) from packed column `column`
+// on.
 DEVICE void stage_end(saddr to, const Results& from, int column, int columns) {
     const int lane = threadIdx.x % 32;
     if (lane < columns / 4) copy_async16(to + 16 * lane, from.scales + column + 4 * lane);
@@ -35,7 +37,7 @@ DEVICE void stage_end(saddr to, const Results& from, int column, int columns) {
         copy_async16(to + STAGED_STRIPS + 16 * lane, from.strips + column / 8 + 2 * lane);
     }
 #if NEXT == 1 || NEXT == 2
-    constexpr int COPIES = WEIGHT_BYTES / 2;  // of a strip
+    constexpr int COPIES = WEIGHT_BYTES / 2;  // per strip
     const int strip = lane < columns / 8 * COPIES ? from.strips[column / 8 + lane / COPIES].x : -1;
     if (strip >= 0) {
         copy_async16(to + STAGED_WEIGHTS + 16 * lane,
@@ -45,18 +47,18 @@ DEVICE void stage_end(saddr to, const Results& from, int column, int columns) {
 #endif
     copy_async_commit();
 }
-// Until it is there.
+// Waits until the warp's staged data has arrived.
 DEVICE void wait_staged() {
     copy_async_wait<0>();
     sync_warp();
 }
 
-// A strip that this warp ends: where it goes.
+// The destination of a strip whose epilogue this warp runs.
 struct Place {
     int2 strip;  // segment << 24 | column, or -1; width of the segment
     u64 output;
 
-    // Of this lane's pair of columns.
+    // The first of this lane's two columns.
     DEVICE int column() const { return (strip.x & 0xffffff) + 2 * (threadIdx.x % 4); }
     DEVICE bool valid() const { return strip.x >= 0 && column() < strip.y; }
     DEVICE int at(int row) const { return row * strip.y + column(); }
@@ -71,7 +73,7 @@ DEVICE float2 pair_at(saddr at) {
     return make_float2(bits_float(words.x), bits_float(words.y));
 }
 
-// Of a lane's pairs of columns in half an n-tile, of a row tile.
+// The next norm's weights of a pair of columns, as stored.
 #if NEXT == 2
 typedef float2 Raw;
 DEVICE Raw raw_at(saddr at) { return pair_at(at); }
@@ -79,13 +81,14 @@ DEVICE Raw raw_at(saddr at) { return pair_at(at); }
 typedef u32 Raw;
 DEVICE Raw raw_at(saddr at) { return load_shared4(at); }
 #endif
+// A lane's epilogue data for half an n-tile of a row tile: a pair of columns of each strip.
 struct End {
     Place places[4];
     float2 scales[4];
     Raw factors[4];  // weight of the next norm
     u32 residual[2][4];
 
-    // Of what was staged, for `received`.
+    // A value that depends on the loads of staged data, for `received`.
     DEVICE u32 last() const {
         u32 x = 0;
 #pragma unroll
@@ -109,7 +112,7 @@ DEVICE float2 factor_of(const Results& to, Raw w) {
 #endif
 }
 
-// Before anything is stored: the compiler cannot know that no store changes what is loaded.
+// Called before any result is stored: the compiler could not move these loads before a store.
 DEVICE void load_end(End& end, const Results& from, saddr staged, int m) {
     const int lane = threadIdx.x % 32, pair = lane % 4;
 #pragma unroll

@@ -1,4 +1,4 @@
-"""Launches of a product with at most 32 rows: the block of a verify, a draft or one token."""
+"""Launches of a product with at most 32 rows: the rows of a verify or draft block, or one token."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ from thor_dflash.tensors import Array, DType
 
 MOST_ROWS = 32
 SQUARES_COLUMNS = 32
-"""Columns of one sum of squares."""
+"""Columns that one sum of squares covers."""
 SQUARES_ROWS = 32
-"""Rows of the sums of squares; more rows have none."""
+"""Most rows for which sums of squares are made."""
 TILE_ROWS = 16
 _SLABS = {WARPS: 4, SLIM: 2}
-"""Of a stage, by warps of a block."""
+"""Slabs of a stage, by warps of a block."""
 _PLACE = 2048
-"""Of a warp's sums of half an n-tile and 16 rows, bytes. With 32 rows a warp has as many sums: of
+"""Bytes of a warp's sums for half an n-tile and 16 rows. With 32 rows a warp has as many sums, of
 half the columns."""
 _NARROW = 2, Kind.NVFP4.slot_bytes // NARROW_IN_TILE, 8 * 1024
-"""Where items may have a narrow tile: slabs of a stage, bytes of a narrow slot for each, bytes of
-its sums. The room for it is what more slabs would take: two blocks must fit on a
+"""If items may have a narrow tile: slabs of a stage, bytes of the narrow slot for each slab, bytes
+of the tile's sums. There are fewer slabs to make room for it, since two blocks must fit on a
 multiprocessor."""
 _SIDE = 256
 """Barriers and row scales, bytes."""
 _STAGED = 288
-"""What a warp needs at the end of an item, as STAGED_BYTES in ends.cuh."""
+"""Bytes a warp needs in the epilogue of an item, as STAGED_BYTES in ends.cuh."""
 
 
 class Epilogue(IntEnum):
@@ -64,18 +64,18 @@ class Epilogue(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """What surrounds the product, and where the results go."""
+    """The epilogue of the product, and the ports of its results."""
 
     epilogue: Epilogue
     outputs: tuple[str, ...]
     folder: str = ""
-    """Of linear's sources, from the room's own."""
+    """Path of linear's sources, relative to the room's own folder."""
 
 
 def few_launches(site: Site, device: Device, fused: Fused) -> tuple[Launch, ...]:
-    """The product; before it the prologue, unless the rows that enter it are given: `x_slabs`,
-    gated if the call has a gate. Where it has a norm, they lack the row's 1 / rms, made of
-    `x_squares` at the end.
+    """Returns the launch of the product, preceded by the prologue unless the call receives prepared
+    rows in `x_slabs`. These are already gated if the call has a gate. If it has a norm, they lack
+    only the row's factor 1 / rms, which the epilogue computes from `x_squares`.
     """
     if "x_slabs" in site:
         return (_product(site, device, fused, At("x_slabs")),)
@@ -84,7 +84,7 @@ def few_launches(site: Site, device: Device, fused: Fused) -> tuple[Launch, ...]
 
 
 def slabs(rows: int, columns: int) -> tuple[int, int, int]:
-    """Shape of the bf16 rows that enter a product: slab, row, column of it."""
+    """Returns the shape of a product's bf16 input rows: [slab, row, column of the slab]."""
     return padded(columns) // SLAB, rows, SLAB
 
 
@@ -136,9 +136,9 @@ def _product(site: Site, device: Device, fused: Fused, rows: Argument) -> Launch
 
 
 def first_read(site: Site | None, device: Device) -> Array:
-    """int32 [pieces, 2], offset and bytes / 512: of its packed weight what a product reads first,
-    for each block of a cluster the first step of all columns. Nothing where the product is not
-    known, or where that is more than MOST_AHEAD.
+    """Returns what a product reads first of its packed weight, int32 [pieces, 2], offset and size
+    in units of 512 bytes: for each block of a cluster, the first step of all columns. Empty if the
+    product is not known or if this is more than MOST_AHEAD bytes.
     """
     if site is None:
         return np.zeros((0, 2), np.int32)
@@ -165,7 +165,7 @@ def _shared(tiles: int, cut: Partition, *, narrow: bool) -> int:
 
 
 def _next(site: Site) -> int:
-    """What is left of the rows for the next product, as NEXT in finish.cuh."""
+    """In which form the call leaves its rows for the next product, as NEXT in finish.cuh."""
     if "y0_slabs" not in site:
         return 0
     if "next_norm_weight" not in site:
@@ -179,7 +179,7 @@ def _next_offset(site: Site) -> float:
 
 
 def strip_table(plan: Layout) -> Array:
-    """int32 [packed columns / 8, 2]: segment << 24 | column, or -1 for padding; segment's width."""
+    """int32 [packed columns / 8, 2]: segment << 24 | column, or -1 for padding; segment width."""
     return np.array(
         [
             (-1, 0) if s is None else (s.segment << 24 | s.column, plan.widths[s.segment])

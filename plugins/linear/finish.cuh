@@ -1,19 +1,21 @@
-// From the sums of an item to rows: what warps and blocks of a cluster made of different K, added in
-// a fixed order; then what comes after the product.
+// From an item's sums to output rows: adds the partial sums that the warps and blocks of a cluster
+// made over different ranges of K, in a fixed order, then runs the epilogue.
 //
-// Each block has its share of an item's columns to end. All warps send it their sums, into its room;
-// nobody waits for anything else, so that the stream goes on.
+// Each block finishes a share of the item's columns. All warps of the cluster send their sums for
+// these columns to its receive buffer (Room). Nothing else is waited for, so that streaming goes
+// on.
 //
-// Compile-time: EPILOGUE 0 none, 1 swiglu, 2 residual, 3 float32 logits; ROW_SCALE, whether the sums
-// of a row are multiplied by its 1 / rms; NEXT, what is left in slabs for the next product: 0 nothing,
-// 1 and 2 the rows times offset + weight of its norm, the weight bf16 or float32, 3 the rows.
+// Compile-time: EPILOGUE 0 none, 1 swiglu, 2 residual, 3 float32 logits; ROW_SCALE, whether the
+// sums of a row are multiplied by its 1 / rms; NEXT, what is written to slabs for the next product:
+// 0 nothing; 1 or 2 the rows times (offset + weight) of the next norm, whose weight is bf16 or
+// float32; 3 the rows.
 #pragma once
 #include "linear/ends.cuh"
 
 constexpr int MOST_ROWS = 32;
 constexpr int SQUARES_COLUMNS = 32;
 
-// Half an n-tile of a row tile, which one warp brings to an end: 4 strips of 8 columns.
+// Half an n-tile of a row tile, which one warp finishes: 4 strips of 8 columns.
 typedef float Own[4][4];
 constexpr int HALF_SUMS = ROW_TILES * 4 * 32;           // float4
 // [own half][block][group], at most
@@ -21,37 +23,37 @@ constexpr int PLACES = 2 * (PARTS > WARPS ? PARTS : WARPS) / SPLIT;
 constexpr int HALVES_ROOM = PLACES * HALF_SUMS * 16;
 constexpr int MOST_HALVES = 8;                           // of an item
 
-// Eight rows of a narrow tile, which one warp brings to an end.
+// An octet is eight rows of a narrow tile, which one warp finishes.
 constexpr int OCTETS = 2 * ROW_TILES;
-constexpr int OWN_OCTETS = OCTETS / 2;  // of one of two blocks
-constexpr int SENDERS = WARPS / SPLIT;  // that have a part of an octet, of a block
+constexpr int OWN_OCTETS = OCTETS / 2;  // of each of the two blocks
+constexpr int SENDERS = WARPS / SPLIT;  // warps of a block that have a part of an octet
 // [own octet][block][sender]
 constexpr int NARROW_ROOM = NARROW * OWN_OCTETS * 2 * SENDERS * 32 * 16;
 constexpr int ROOM_BYTES = HALVES_ROOM + NARROW_ROOM;
 static_assert(!NARROW || EPILOGUE == SWIGLU, "nobody wants squares of a narrow tile");
 
-// Where warps meet: whose turn the room is.
+// A block's receive buffer for sums, with the barriers that hand it over between sender and reader.
 struct Room {
     saddr sums;     // memory
-    saddr arrived;  // barrier: sums have come
-    saddr free;     // barrier: all blocks have read theirs
+    saddr arrived;  // barrier: the sums have arrived
+    saddr free;     // barrier: all blocks have read their sums
     u32 parity;
 
-    // Halves of an item that a block ends.
+    // Halves of an item that a block finishes.
     DEVICE static int share(const Item& item) { return max(1, 2 * item.lanes() / PARTS); }
 
-    // By one thread of the block, before any sums of the item can come.
+    // Called by one thread of the block before any sums of the item can arrive.
     DEVICE void expect(const Item& item, int rank) const {
         const int here = min(share(item), item.halves() - rank * share(item));
         const int narrow = item.narrow.there() ? NARROW_ROOM : 0;
         const u32 bytes = max(0, here) * PARTS * item.groups() * HALF_SUMS * 16 + narrow;
-        // With nothing to come the phase ends at once: a warp of this block that has yet to see the
-        // end of the one before would miss it, and wait for ever.
+        // With no bytes expected the phase ends at once. A warp of this block that has not yet seen
+        // the end of the previous phase would then miss it and wait forever.
         if (bytes == 0) barrier_wait_cluster(free, parity ^ 1);
         barrier_expect(arrived, bytes);
     }
 
-    // This warp's sums, to who ends them.
+    // Sends this warp's sums to the blocks that finish them.
     DEVICE void send(const Sums& sums, const Item& item, int rank) const {
         const Part part(item, threadIdx.x / 32);
         const int groups = item.groups(), halves = share(item);
@@ -75,7 +77,7 @@ struct Room {
             }
         }
     }
-    // And of its part of a narrow tile: a row of two strips is a lane's.
+    // The same for the warp's part of a narrow tile; a lane's 16 bytes are one row of two strips.
     DEVICE void send_narrow(const NarrowSums& sums, int rank) const {
         const int warp = threadIdx.x / 32;
 #pragma unroll
@@ -91,7 +93,7 @@ struct Room {
     DEVICE saddr narrow_at(int place) const {
         return sums + HALVES_ROOM + (place * 32 + threadIdx.x % 32) * 16;
     }
-    // The sums of an octet, in order of blocks and then of warps.
+    // Adds the sums of an octet, in order of blocks and then of warps.
     DEVICE float4 add_narrow(int own) const {
         float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 4
@@ -109,7 +111,7 @@ struct Room {
         return sums + (place * HALF_SUMS + threadIdx.x % 32) * 16;
     }
 
-    // The sums of this warp's half and row tile, in order of blocks and then of groups.
+    // Adds the sums of this warp's half and row tile, in order of blocks and then of groups.
     DEVICE void add(Own& own, int groups) const {
         const int warp = threadIdx.x / 32, m = warp % ROW_TILES;
         const saddr from = sums_at(warp / ROW_TILES * PARTS * groups) + m * 4 * 32 * 16;
@@ -131,8 +133,9 @@ struct Room {
         }
     }
 
-    // This warp has read its sums: every block may send again once all have been. The first speaks
-    // for those that the item has not.
+    // This warp has read its sums. Blocks may send again once all sums have been read. The barrier
+    // counts the largest possible item; one warp (`first`) also arrives for the parts that this
+    // item does not have.
     DEVICE void release(const Item& item, bool first, const Own& own, u32 last) const {
 #pragma unroll
         for (int j = 0; j < 4; j++) last ^= float_bits(own[j][0]);
@@ -149,7 +152,7 @@ struct Room {
     }
 };
 
-// Of one lane's rows 8 i + lane / 4 of a row tile: the sums of squares of what it stored.
+// For a lane's rows 8 i + lane / 4 of a row tile: the sums of squares of the values that it stored.
 typedef float Squares[2];
 
 DEVICE float scale_of(const Results& to, int row) {
@@ -158,8 +161,8 @@ DEVICE float scale_of(const Results& to, int row) {
 
 DEVICE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
-// 1 / rms of each row from sums of squares [chunks, 32], by one warp: its lanes take four rows of
-// some of the chunks each.
+// Computes 1 / rms of each row from sums of squares [chunks, 32]. Called by one warp; each lane
+// adds four rows over some of the chunks.
 DEVICE void row_scales(float* scales, const float* squares, int k, float eps) {
     constexpr int LANES = ROWS / 4;
     const int lane = threadIdx.x % 32, chunks = (k + SQUARES_COLUMNS - 1) / SQUARES_COLUMNS;
@@ -184,7 +187,8 @@ DEVICE void row_scales(float* scales, const float* squares, int k, float eps) {
     scales[4 * lane + 3] = rsqrtf(sum.w / k + eps);
 }
 
-// The end of one strip (of a pair of strips, swiglu) for one of a lane's rows.
+// The epilogue of one strip (swiglu: a pair of strips) for one of a lane's rows. Returns the sum of
+// squares of the two stored values.
 DEVICE float store_strip(const Results& to, const Place& place, int row, float2 sum, float2 up,
                          u32 residual, Raw raw) {
     if (!place.valid() || row >= to.rows) return 0.0f;
@@ -216,7 +220,7 @@ DEVICE float store_strip(const Results& to, const Place& place, int row, float2 
 }
 
 DEVICE void store_own(Squares& squares, const Own& own, const End& end, const Results& to, int m) {
-    constexpr int STRIDE = EPILOGUE == SWIGLU ? 2 : 1;  // strips that make one strip of rows
+    constexpr int STRIDE = EPILOGUE == SWIGLU ? 2 : 1;  // input strips per output strip
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         const int row = 16 * m + 8 * i + threadIdx.x % 32 / 4;
@@ -238,7 +242,7 @@ DEVICE void store_own(Squares& squares, const Own& own, const End& end, const Re
     }
 }
 
-// Sums of squares of 32 columns, the lanes of a row in order.
+// Stores each row's sum of squares over 32 columns, added over its lanes in a fixed order.
 DEVICE void store_squares(const Squares& squares, const Results& to, int column, int m) {
     const int lane = threadIdx.x % 32;
     float* const at = to.y_squares + column / SQUARES_COLUMNS * MOST_ROWS + 16 * m;
@@ -252,7 +256,7 @@ DEVICE void store_squares(const Squares& squares, const Results& to, int column,
     if (ROW_TILES == 1 && lane < 16) at[16 + lane] = 0.0f;
 }
 
-// Eight rows of a narrow tile: a strip of gate and one of up.
+// Finishes eight rows of a narrow tile: one strip of gate and one of up.
 DEVICE void finish_narrow(const Room& room, saddr scales_made, const Results& to, const Item& item,
                           saddr staged, int octet, u32 parity) {
     const int lane = threadIdx.x % 32, row = 8 * octet + lane / 4;
@@ -272,22 +276,23 @@ DEVICE void finish_narrow(const Room& room, saddr scales_made, const Results& to
                 make_float2(sum.z * up.x * factor, sum.w * up.y * factor), 0, Raw{});
 }
 
-// What a warp ends of an item: of a row tile half an n-tile, and eight rows of a narrow tile, or
-// nothing.
+// What a warp finishes of an item: half an n-tile of a row tile, eight rows of a narrow tile, both
+// or neither.
 struct Share {
     int half, octet;  // below 0: none
 
     DEVICE Share(const Item& item, int rank) {
         const int warp = threadIdx.x / 32, halves = Room::share(item), own = warp / ROW_TILES;
         half = own < halves && rank * halves + own < item.halves() ? rank * halves + own : -1;
-        // By a warp that ends no half, where there are any.
+        // If there are warps that finish no half, they take the octets.
         const int first = ROW_TILES > 1 ? 0 : halves;
         const bool narrow = item.narrow.there() && warp >= first && warp < first + OWN_OCTETS;
         octet = narrow ? rank * OWN_OCTETS + warp - first : -1;
     }
     DEVICE static int row_tile() { return threadIdx.x / 32 % ROW_TILES; }
     DEVICE int column(const Item& item) const { return item.column + half * SQUARES_COLUMNS; }
-    // Where a narrow tile's are: a warp's own place, or those after all of them.
+    // Offset of a narrow tile's staged data: the warp's own area if it finishes no half, else an
+    // area behind those of all warps.
     DEVICE static int narrow_at() { return ROW_TILES > 1 ? WARPS * STAGED_BYTES : 0; }
     DEVICE void stage(saddr to, const Results& from, const Item& item) const {
         if (half >= 0) stage_end(to, from, column(item), HALF_TILE);
@@ -295,14 +300,14 @@ struct Share {
     }
 };
 
-// The sums of an item are done. `staged`: what this warp's share needs.
+// Finishes an item after its last product. `staged`: the data that this warp's share needs.
 DEVICE void finish(const Sums& sums, const NarrowSums& narrow_sums, Room& room, saddr scales_made,
                    const Results& to, const Item& item, saddr staged, int rank, bool first) {
     const Share share(item, rank);
     const u32 parity = room.parity;
     room.parity ^= 1;
-    // Also a warp that has nothing to send: else it could be two turns ahead, and miss one. At first
-    // the barrier lets everyone pass, which takes time all the same.
+    // Warps with nothing to send wait too: otherwise they could get two phases ahead and miss one.
+    // For the first item the wait would succeed at once, but still take time.
     if (!first) barrier_wait_cluster(room.free, parity ^ 1);
     if (Part(item, threadIdx.x / 32).of(item)) room.send(sums, item, rank);
     if (item.narrow.there()) room.send_narrow(narrow_sums, rank);

@@ -1,9 +1,9 @@
-// What a warp of the product with many rows loads of the weight for 16 of K, and how it becomes
-// matrix fragments: half an n-tile, 32 columns.
+// For the product with many rows: how a warp loads the weights of 16 of K x half an n-tile (32
+// columns) and decodes them into matrix fragments.
 #pragma once
 #include "linear/units.cuh"
 
-constexpr int NARROW = 3;  // the kind of an n-tile that is stored as four narrow ones
+constexpr int NARROW = 3;  // kind of an NVFP4 n-tile that is stored as four narrow tiles
 constexpr int STRIPS = 4;  // of 8 columns, in half an n-tile
 
 // b0, b1 of each strip.
@@ -14,10 +14,10 @@ template <int KIND> struct Packed {
     static constexpr int WORDS = KIND == BF16 ? 8 : KIND == FP8 ? 4 : 2;
     static constexpr int LOADS = KIND == NARROW ? 2 : (WORDS + 3) / 4;
     u32 words[WORDS];
-    u32 scales[2];  // NVFP4: one word; NARROW: a word of each narrow tile, for 32 of K
+    u32 scales[2];  // NVFP4: one word; NARROW: one word per narrow tile, for 32 of K
 
-    // Bytes from the start of an n-tile x 64 of K to this lane's first words and scales. `side`: which
-    // half of the n-tile.
+    // Offsets of this lane's first words and scales within an n-tile x 64 of K, bytes. `side`:
+    // which half of the n-tile.
     DEVICE static u32 words_at(int side) {
         const u32 lane = threadIdx.x % 32;
         if (KIND == NVFP4) return lane * 16 + side * 8;
@@ -30,7 +30,7 @@ template <int KIND> struct Packed {
                              : NARROW_CODES + column * 8 + side * 2 * NARROW_SLOT;
     }
 
-    // The k16th 16 of K; `words_at` and `scales_at` are addresses now.
+    // Loads the 16 of K number `k16`; here `words_at` and `scales_at` are addresses.
     DEVICE void load(saddr words_at, saddr scales_at, int k16) {
         if (KIND == NVFP4) {
             const uint2 codes = load_shared8(words_at + k16 * 512);
@@ -51,7 +51,7 @@ template <int KIND> struct Packed {
         }
     }
 
-    // Made of every load, for barrier_arrive_received.
+    // A value that depends on every load, for barrier_arrive_received.
     DEVICE u32 last() const {
         u32 x = 0;
 #pragma unroll

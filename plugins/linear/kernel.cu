@@ -1,20 +1,21 @@
-// rows x packed weight -> rows, for up to 32 rows: bound by reading the weight, once.
+// rows x packed weight -> rows, for up to 32 rows: bound by reading the weight from memory, once.
 //
-// Columns are dealt to clusters of blocks, K to the blocks of a cluster, slots of K to the warps of
-// a block. Weights and rows come by the copy engine, asked for by a warp that does nothing else
-// (ring.cuh); the others never wait for each other. Two blocks share a multiprocessor, or three with
-// half of the warps, and a block of the next kernel moves in where one has left. At the end of an
-// item, up to 256 columns, warps send their sums to the block of the cluster that adds them in order
-// of k (finish.cuh). No sum depends on who is first.
+// Columns are divided among clusters of blocks, K among the blocks of a cluster, and slots of K
+// among the warps of a block. One producer warp issues the bulk copies of weights and rows
+// (ring.cuh); the other warps multiply and do not wait for each other. Two blocks share a
+// multiprocessor (three with half of the warps), and a block of the next kernel starts as soon as
+// one has exited. At the end of an item, up to 256 columns, the warps send their sums to the block
+// of the cluster that adds them in order of k (finish.cuh). No sum depends on timing.
 //
-// An item may have a narrow tile: each warp multiplies 16 of K of one of its slots with each of its
-// own, so that the item is a sixteenth longer for all warps and not a quarter for two.
+// An item may include a narrow tile: with each of its own slots, a warp also multiplies 16 of K of
+// one of the narrow tile's slots. The item then takes a sixteenth longer for all warps, instead of
+// a quarter longer for two of them.
 //
-// The rows are what enters the product: a norm over the whole row is, but for the row's factor,
-// applied by whoever made the rows (y_slabs); that factor comes from x_squares at the end.
+// The kernel that made the input rows (y_slabs) has applied the norm's weight to them; the missing
+// factor 1 / rms of each row is computed from x_squares and applied in the epilogue.
 //
-// Compile-time: WARPS; ROW_TILES; KINDS; ROW_SCALE, whether x_squares is given; PARTS; NARROW; and
-// see finish.cuh.
+// Compile-time: WARPS, ROW_TILES, KINDS, PARTS, NARROW (ring.cuh); ROW_SCALE, whether x_squares is
+// given; EPILOGUE, NEXT (finish.cuh).
 #include "cuda/ahead.cuh"
 #include "linear/finish.cuh"
 
@@ -25,7 +26,7 @@ constexpr int SCALES_AT = BARRIERS_AT + 8 * (2 * STAGES + 3);
 constexpr int STAGED_AT = BARRIERS_AT + 256;
 static_assert(SCALES_AT + 4 * ROWS <= STAGED_AT, "barriers and row scales fit");
 
-// Where no row will ever be, zeros.
+// Zeroes the row buffers if there are fewer than ROWS rows, since no copy fills the remaining ones.
 DEVICE void clear_rows(u8* memory, int rows) {
     if (rows == ROWS) return;
     constexpr int EACH = STAGE_SLABS * ROWS * SLAB_ROW / 16;
@@ -37,9 +38,10 @@ DEVICE void clear_rows(u8* memory, int rows) {
     barrier_init_done();
 }
 
-// The warp that asks: the first stages' weights, their rows as soon as they are there, then a stage
-// whenever one has been read. What to ask for is known before each wait. The row scales, which only
-// the end of an item needs, come when the first item has been asked for.
+// The producer warp. It requests the first stages' weights, their rows once the previous kernel has
+// written them, and then one stage whenever a stage has been read. What to request next is computed
+// before each wait. The row scales, which only the epilogue needs, are computed once the whole
+// first item has been requested.
 DEVICE void ask(const Source& source, Turn turn, Walk at, const float* x_squares, float* scales,
                 saddr scales_made, int k, float eps, const Following& following) {
     Turn turn_again = turn;
@@ -82,26 +84,27 @@ DEVICE void ask(const Source& source, Turn turn, Walk at, const float* x_squares
     }
 }
 
-// A warp that multiplies, in one item: stages of the block, of which slots `phase`.. are its own.
+// A multiplying warp's view of one item. In each stage, its own slots start at number `part.phase`.
 struct Reader {
     Turn& turn;
-    u32 slot_at, row_at;  // in a stage: of the warp's first slot, of the lane's row
+    u32 slot_at, row_at;  // offsets in a stage: of the warp's first slot, of the lane's row
     int end, phases;
     Part part;
 
     DEVICE saddr slot() const { return turn.bytes() + slot_at; }
     DEVICE saddr slab(int i) const { return turn.bytes() + row_at + i * ROWS * SLAB_ROW; }
     DEVICE void wait() const { barrier_wait(turn.filled(), turn.parity); }
-    // This lane has read the stage; `last`: of its last loads. Every lane arrives for itself: it costs
-    // nothing measurable, and racecheck knows of no lane that speaks for others.
+    // This lane has read the stage; `last` is derived from its last loads. Every lane arrives for
+    // itself: this costs nothing measurable, and racecheck does not understand one lane that
+    // arrives for others.
     DEVICE void next(u32 last) const {
         received(last);
         barrier_arrive(turn.read());
         turn.next();
     }
 
-    // `q`, here and below: the first slot of a stage. From there on, stages in which the warp has no
-    // slot.
+    // Goes through the remaining stages, in which the warp has no slot. `q`, here and below: the
+    // number of a stage's first slot.
     DEVICE void skip(int q) const {
 #pragma unroll 1
         for (; q < end; q += phases) {
@@ -110,7 +113,8 @@ struct Reader {
         }
     }
 
-    // The warp's part of a narrow slot beside its own slot `i` of a stage: 16 of K of a row tile.
+    // The warp's part of the narrow slot that goes with its own slot `i` of a stage: 16 of K of one
+    // row tile.
     DEVICE static int narrow_k16() { return threadIdx.x / 64; }
     DEVICE void load_narrow(Narrow& narrow, int i) const {
         narrow.load(turn.bytes() + NARROW_AT + (part.phase + i) * NARROW_SLOT,
@@ -132,13 +136,13 @@ struct Reader {
         skip(q);
     }
 
-    // To the warp's first slot of a stage, and its rows.
+    // Waits for a stage and points `at` and `rows` to the warp's first slot in it and its rows.
     DEVICE void enter(saddr& at, saddr& rows) const {
         wait();
         at = slot();
         rows = slab(part.phase);
     }
-    // Adds the first three 16 of K of a slot and loads the fourth.
+    // Adds the products of the first three quarters (16 of K each) of a slot and loads the fourth.
     DEVICE void three(Nvfp4& now, Nvfp4& ahead, Sums& sums, saddr at, saddr rows) const {
 #pragma unroll
         for (int k16 = 0; k16 < 3; k16++) {
@@ -147,14 +151,14 @@ struct Reader {
             now.follow(ahead);
         }
     }
-    // Adds the fourth, once the loads of the next slot's first (`at`, `rows`) are under way.
+    // Adds the fourth quarter after issuing the loads of the next slot's first (`at`, `rows`).
     DEVICE void fourth(Nvfp4& now, Nvfp4& ahead, Sums& sums, saddr at, saddr rows) const {
         ahead.load_scales(at);
         ahead.load(at, rows, 0, part.side);
         now.add(sums, 3);
         now = ahead;
     }
-    // A slot's slab is the stage's of the same number.
+    // NVFP4: slot i of a stage is multiplied with slab i of the stage.
     DEVICE void nvfp4(Sums& sums, int q) const {
         Nvfp4 now, ahead;
         saddr at, rows;
@@ -181,8 +185,8 @@ struct Reader {
         now.add(sums, 3);
         skip(q);
     }
-    // The same in a kernel with narrow tiles, of an item with one or without. One loop goes over stages
-    // and their slots: a loop in a loop would take more registers than there are.
+    // The same in a kernel with narrow tiles, for an item with or without one. A single loop goes
+    // over stages and their slots; nested loops would need more registers than there are.
     template <bool WITH_NARROW>
     DEVICE void nvfp4_narrow(Sums& sums, NarrowSums& narrow_sums, int q) const {
         Nvfp4 now, ahead;
@@ -215,7 +219,7 @@ struct Reader {
         skip(q);
     }
 
-    // Half a step has two of these slots or more.
+    // FP8 and bf16. Half a step has at least two of these slots, so a pair (SPLIT 2) is never cut.
     DEVICE void others(Sums& sums, int q, const Item& item) const {
         const int sixteens = item.columns() / 16;
         for (; q + part.phase < end; q += phases) {
@@ -223,7 +227,7 @@ struct Reader {
 #pragma unroll 1
             for (int i = 0; i < SPLIT; i++) {
                 const int own = q + part.phase + i;
-                // Of the stage's slabs, and of the slab's K.
+                // The slot's slab within the stage; `own * sixteens % 4` is its place in the slab.
                 const int at = own * sixteens / 4 - q * sixteens / 4;
                 add_slot(sums, slot() + i * SLOT, slab(at), own * sixteens % 4, item, part.side);
             }
@@ -268,7 +272,7 @@ linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u8
         barrier_init_done();
     }
     sync_warp();
-    if (row_count != ROWS) sync_block();  // the cluster's meeting shows barriers, not memory
+    if (row_count != ROWS) sync_block();  // the relaxed cluster barrier publishes no memory writes
     cluster_arrive_relaxed();
     if (warp == WARPS) {
         if (lane == 0) room.expect(at.item, rank);
@@ -310,12 +314,12 @@ linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u8
         } else {
             reader.others(sums, at.q, item);
         }
-        // Asked for anew: in a register throughout the loop, it would cost the loop one.
+        // cluster_rank() is read again here: kept across the loop, it would occupy a register.
         finish(sums, narrow_sums, room, scales_made, to, item, staged, cluster_rank(), first);
         if (item.left == 0) return;
         at.at += 2;
         at.open();
-        sync_warp();  // all lanes have read what was staged
+        sync_warp();  // all lanes have read the staged data, which is overwritten now
         Share(at.item, cluster_rank()).stage(staged, to, at.item);
         if (threadIdx.x == 0) {
             barrier_wait_cluster(room.arrived, room.parity ^ 1);

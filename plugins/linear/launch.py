@@ -1,4 +1,4 @@
-"""linear on a GPU: up to 32 rows at the speed of memory, more at the speed of the matrix units."""
+"""linear on a GPU: memory-bound kernels for up to 32 rows, compute-bound kernels for more."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ __all__ = ["IN_PLACE", "PAIR", "TOLERANCE", "launches", "refuse", "refuse_weight
 IN_PLACE: frozenset[str] = frozenset()
 
 TOLERANCE = 2.0**-7
-"""Rows are bf16: the result is rounded once, 2^-9 of itself at most, and the reference's too. A row
-that enters the product after a norm or a gate in float32 may round to the neighbour of what the
-reference's float64 rounds to: 2^-8 of one of K terms, seldom. Weights are exact, sums float32."""
+"""Rows are bf16: both the result and the reference are rounded once, a relative error of at most
+2^-9 each. After a norm or gate computed in float32, an element of a row may, rarely, round to the
+bf16 neighbour of the reference's float64 value: 2^-8 of one of K terms. Weights are exact, sums
+float32."""
 
 PAIR = 2
-"""Columns that a thread stores at once."""
+"""Columns that a thread stores with one instruction."""
 _BLOCK = 16
 _MOST_SEGMENTS = 16
 
 
 def launches(site: Site, device: Device) -> tuple[Launch, ...]:
-    """One launch, after one for the prologue where nobody gives the rows ready; more than 32 rows:
-    see prefill_launch.
+    """Returns the launch of the product, preceded by one for the prologue unless the call receives
+    prepared rows. Calls of more than 32 rows go to prefill_launch.
     """
     if site.size("x", 0) > MOST_ROWS:
         return prefill_launch.launches(site, device)
@@ -38,7 +39,7 @@ def launches(site: Site, device: Device) -> tuple[Launch, ...]:
 
 
 def refuse(site: Site) -> str:
-    """Why the kernels do not take this call; empty if they do."""
+    """Returns why the kernels cannot run this call, or an empty string if they can."""
     a = site.attributes
     segments, head_dim = a.integer("segments"), a.integer("head_dim")
     if segments > _MOST_SEGMENTS:
@@ -49,7 +50,9 @@ def refuse(site: Site) -> str:
 
 
 def refuse_weight(site: Site, segments: int) -> str:
-    """Why rows, norm weight or weights of a linear or a head are not the kernels'; empty if not."""
+    """Returns why the kernels cannot take the rows, norm weight or weights of a linear or head
+    call, or an empty string if they can.
+    """
     room, k = site.op.name, site.size("x", 1)
     for name in ("x", "gate", "residual"):
         if name in site and (dtype := site.ports[name].dtype) is not DType.BF16:

@@ -1,13 +1,15 @@
-"""Where the parts of a packed weight lie: what packing writes and every kernel reads.
+"""The layout of a packed weight, as packing writes it and every kernel reads it.
 
-The segments of a call lie side by side as packed columns, 64 columns to an n-tile, and up to twelve
-n-tiles of one kind to a group; the gate and up of a swiglu alternate every 8 columns. A group is
-stored by steps of 128 of K, then n-tile, then half a step, then slots; see units.cuh for a slot.
+The segments of a call lie side by side as packed columns: 64 columns make an n-tile, and up to
+twelve n-tiles of one kind make a group. The gate and up weights of a swiglu alternate every 8
+columns. Within a group the storage order is: step of 128 of K, n-tile, half a step, slot. units.cuh
+describes a slot.
 
-A few n-tiles may be stored as four narrow ones, of 16 columns: a cluster can have one of these
-beside n-tiles, so that work which is a little more than a whole number of n-tiles is cut evenly.
-The others keep slots whose words a lane loads four at a time: in quarters it would load each by
-itself, 14 more instructions in a loop of 320.
+A few n-tiles may be stored as four narrow tiles of 16 columns each. A cluster can take one of these
+in addition to its n-tiles, which evens out the work when there are slightly more n-tiles than the
+clusters can share equally. All other n-tiles keep whole slots, from which a lane loads four words
+at a time. From narrow slots it loads each word separately, which would add 14 instructions to a
+loop of 320.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from thor_dflash.plugins.launch import Site
 from thor_dflash.tensors import DType
 
 SLOT_WEIGHTS = 2048
-"""Bytes of weights in a slot of any kind; those of NVFP4, its codes, come before its scales."""
+"""Bytes of weights in a slot of any kind; in an NVFP4 slot these codes precede the scales."""
 
 
 class Kind(IntEnum):
@@ -34,12 +36,12 @@ class Kind(IntEnum):
 
     @property
     def slots(self) -> int:
-        """Slots that 64 columns x 64 of K take."""
+        """Slots in 64 columns x 64 of K."""
         return 1 << self
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one slot: of weights, and the block scales of NVFP4."""
+        """Bytes of one slot: the weights, and for NVFP4 the block scales."""
         return SLOT_WEIGHTS + (256 if self is Kind.NVFP4 else 0)
 
     @property
@@ -49,35 +51,35 @@ class Kind(IntEnum):
 
 
 KIND_OF = {DType.U8: Kind.NVFP4, DType.FP8: Kind.FP8, DType.BF16: Kind.BF16}
-"""Stored element type of `weight#` -> kind. Others are refused."""
+"""Stored element type of `weight#` -> kind. Other types are refused."""
 
 STEP = 128
-"""Of K, the unit of work."""
+"""Extent along K of a step, the unit of work."""
 TILE = 64
 """Columns of an n-tile."""
 STRIP = 8
 """Columns of one matrix fragment; a strip belongs to one segment."""
 GROUP_TILES = 12
-"""Most n-tiles of a group: cut evenly in pieces of 1 to 4."""
+"""Most n-tiles of a group; 12 is divisible into pieces of 1, 2, 3 or 4."""
 PIECE_TILES = 4
 """Most n-tiles that a block makes at a time."""
 HALF_TILE = 32
-"""Columns of half an n-tile: what one warp brings to an end."""
+"""Columns of half an n-tile, for which one warp runs the epilogue."""
 NARROW = 16
 """Columns of a narrow tile."""
 NARROW_IN_TILE = TILE // NARROW
 
 CLUSTERS = 132
-"""Clusters of two blocks on the largest device that is aimed at, an H100: sizes alone decide how a
-weight is packed, and any other device can cut it."""
+"""Clusters of two blocks on the largest target device, an H100. A constant, so that the packed form
+depends on the weight's size only; other devices can partition the same packed weight."""
 ROUNDS = range(4, 8)
-"""n-tiles of every cluster where some are stored narrow. With fewer, there might not be an item for
-each narrow tile to go with; with more, one n-tile more is little."""
+"""n-tiles per cluster for which narrow tiles are used. With fewer, a narrow tile might find no item
+to join; with more, one additional n-tile matters little."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """8 packed columns: columns `column`.. of segment `segment`."""
+    """8 packed columns: those from `column` on of segment `segment`."""
 
     segment: int
     column: int
@@ -88,13 +90,13 @@ class Group:
     """Up to 768 packed columns of one kind."""
 
     offset: int
-    """Of its first byte in the packed weight; a multiple of 512."""
+    """Of the group's first byte in the packed weight; a multiple of 512."""
     kind: Kind
     tiles: int
     column: int
     """First packed column."""
     narrow: bool = False
-    """Whether each slot is stored as four, of 16 columns."""
+    """Whether each slot is stored as four slots of 16 columns."""
 
     @property
     def step_bytes(self) -> int:
@@ -102,7 +104,7 @@ class Group:
         return self.tiles * self.kind.step_bytes
 
     def pieces(self, width: int, first: int = 0) -> Iterator[Piece]:
-        """Its n-tiles from `first` on, `width` at a time."""
+        """Yields the n-tiles from `first` on, `width` at a time."""
         for tile in range(first, self.tiles, width):
             yield Piece(self, tile, min(width, self.tiles - tile))
 
@@ -113,15 +115,15 @@ class Piece:
 
     group: Group
     first: int
-    """Of the group's n-tiles."""
+    """Index of the first n-tile in the group."""
     tiles: int
     half: int | None = None
-    """Where the piece is half of a bf16 n-tile: which. The columns of a half lie together in a slot
-    of that kind alone."""
+    """Which half, if the piece is half of a bf16 n-tile. Only bf16 slots store the columns of a
+    half contiguously."""
 
     @property
     def offset(self) -> int:
-        """Of its first byte in the packed weight; a multiple of 512."""
+        """Of the piece's first byte in the packed weight; a multiple of 512."""
         kind = self.group.kind
         own = (self.half or 0) * kind.slot_bytes // 2
         return self.group.offset + self.first * kind.step_bytes + own
@@ -143,7 +145,9 @@ class Piece:
 
     @property
     def slots(self) -> int:
-        """What a warp takes at once of its n-tile, of 64 of K: a slot, or the halves of two."""
+        """Units of work in 64 of K for the warps of one n-tile. A unit is a slot or, in half an
+        n-tile, the halves of two slots.
+        """
         return self.group.kind.slots if self.half is None else self.group.kind.slots // 2
 
 
@@ -153,11 +157,11 @@ class NarrowTile:
 
     group: Group
     index: int
-    """Of the group's narrow tiles."""
+    """Index among the group's narrow tiles."""
 
     @property
     def offset(self) -> int:
-        """Of its first byte in the packed weight; a multiple of 64."""
+        """Of the tile's first byte in the packed weight; a multiple of 64."""
         tile, quarter = divmod(self.index, NARROW_IN_TILE)
         kind = self.group.kind
         return (
@@ -180,11 +184,11 @@ class Layout:
     """Columns of each segment."""
     groups: tuple[Group, ...]
     strips: tuple[Strip | None, ...]
-    """By packed column / 8; None is padding."""
+    """Indexed by packed column / 8; None is padding."""
 
     @property
     def steps(self) -> int:
-        """Steps of K, the last one padded with zeros."""
+        """Number of steps along K; the last one is padded with zeros."""
         return -(-self.k // STEP)
 
     @property
@@ -194,7 +198,7 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        """Size of the packed weight."""
+        """Size of the packed weight, bytes."""
         last = self.groups[-1]
         return last.offset + self.steps * last.step_bytes
 
@@ -205,18 +209,20 @@ class Layout:
         return tuple(NarrowTile(g, i) for g in groups for i in range(g.tiles * NARROW_IN_TILE))
 
     def padding(self, piece: Piece) -> bool:
-        """Whether no column of it belongs to a segment."""
+        """Whether the piece is padding only: none of its columns belongs to a segment."""
         first = piece.column // STRIP
         return not any(self.strips[first : first + piece.columns // STRIP])
 
 
 def segments(site: Site) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
-    """Kind and columns of each segment, before packing (from `weight#`) or after (from `kinds`)."""
+    """Returns the kind and the number of columns of each segment, taken from `weight#` before
+    packing and from `kinds` after.
+    """
     count = site.attributes.integer("segments") if site.op.name == "linear" else 1
     if "weight0" in site:
         weights = [site.ports[f"weight{i}"] for i in range(count)]
         return tuple(KIND_OF[w.dtype] for w in weights), tuple(w.shape[0] for w in weights)
-    # An axis of 0 is no segment: it leaves `kinds` without bytes.
+    # The axis of size 0 stands for no segment; it makes `kinds` an array without bytes.
     kinds = tuple(Kind(size - 1) for size in site.ports["kinds"].shape if size)
     if site.op.name == "head":
         return kinds, (site.size("logits", 1),)
@@ -226,7 +232,7 @@ def segments(site: Site) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
 
 
 def layout(site: Site) -> Layout:
-    """The layout of a call's packed weight."""
+    """Returns the layout of a call's packed weight."""
     kinds, widths = segments(site)
     swiglu = site.op.name == "linear" and site.attributes.word("epilogue") == "swiglu"
     return _layout(site.size("x", 1), kinds, widths, swiglu)
@@ -256,9 +262,9 @@ def _layout(k: int, kinds: tuple[Kind, ...], widths: tuple[int, ...], swiglu: bo
 
 
 def narrow_tiles(tiles: int) -> int:
-    """How many n-tiles of a swiglu in NVFP4 are stored narrow: those that `CLUSTERS` do not share
-    evenly, where each has to take but one narrow tile for them. Of other products the sums of
-    squares, by 32 columns, forbid it.
+    """Returns how many n-tiles of an NVFP4 swiglu are stored narrow: the remainder of sharing them
+    among `CLUSTERS`, if one narrow tile per cluster is enough to cover it. Other products may
+    output sums of squares over 32 columns, which a tile of 16 columns cannot.
     """
     each, left = divmod(tiles, CLUSTERS)
     return left if each in ROUNDS and left * NARROW_IN_TILE <= CLUSTERS else 0

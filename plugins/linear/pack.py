@@ -1,7 +1,7 @@
-"""Weights as the kernels read them: packed once, when a package is built.
+"""Packs weights into the form that the kernels read; done once, when a package is built.
 
 The words of a slot are in the order in which the lanes of a warp load them, as fragments of
-16 x 8 matrix products: see units.cuh for the bits, layout.py for what lies where.
+16 x 8 matrix products: units.cuh describes the bits, layout.py the offsets.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from thor_dflash.plugins.linear.layout import (
 from thor_dflash.tensors import Array, DType
 
 NVFP4_FACTOR = np.float32(2.0**45)
-"""True weight / weight that the kernel makes of code and scale byte, NVFP4."""
+"""NVFP4: the true weight divided by the value that the kernel decodes from code and scale byte."""
 
 LARGEST_SCALE = 0x7E
 _BLOCK = 16
 
 
 def packed(site: Site) -> dict[str, Shaped]:
-    """What takes the place of a call's weights.
+    """Returns the ports that replace a call's weights.
 
-    `packed` uint8 [bytes]; `scales` float32 [packed columns]; `kinds`, whose shape says what a
-    launch rule must know: after an axis of 0, so that it has no bytes, one a segment, 1 + its Kind
-    long.
+    `packed` uint8 [bytes]; `scales` float32 [packed columns]; `kinds`, an array without bytes whose
+    shape tells a launch rule the kinds: an axis of 0, then for each segment an axis of length
+    1 + its Kind.
     """
     plan = layout(site)
     return {
@@ -46,7 +46,8 @@ def packed(site: Site) -> dict[str, Shaped]:
 
 
 def pack(site: Site, arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """`packed` from weight# [N#, C#], block_scale# [N#, K/16] and row_scale# [N#] of the contract.
+    """Returns the ports of `packed`, made from the contract's weight# [N#, C#],
+    block_scale# [N#, K/16] and row_scale# [N#].
 
     Raises:
         ValueError: a block scale is NaN or negative, or an FP8 weight is NaN.
@@ -69,7 +70,7 @@ def pack(site: Site, arrays: Mapping[str, Array]) -> dict[str, Array]:
 def _pack_tile(
     plan: Layout, group: Group, tile: int, arrays: Mapping[str, Array], out: Array
 ) -> None:
-    """64 packed columns into out[step, half a step, bytes]."""
+    """Writes 64 packed columns to out[step, half of the step, bytes]."""
     first = group.column + tile * TILE
     k = plan.steps * 128
     if group.kind is Kind.NVFP4:
@@ -89,7 +90,7 @@ def _pack_tile(
 
 
 def _rows(plan: Layout, first: int, port: str, width: int, arrays: Mapping[str, Array]) -> Array:
-    """The bytes of 64 packed columns of a stored port, uint8 [64, width], padded with zeros."""
+    """Returns 64 packed columns of a stored port as uint8 [64, width], padded with zeros."""
     rows = np.zeros((TILE, width), np.uint8)
     for i in range(TILE // STRIP):
         strip = plan.strips[first // STRIP + i]
@@ -101,7 +102,7 @@ def _rows(plan: Layout, first: int, port: str, width: int, arrays: Mapping[str, 
 
 
 def _scales(plan: Layout, arrays: Mapping[str, Array]) -> Array:
-    """float32 [packed columns]: what a column's sum is multiplied by."""
+    """Returns the factor by which each column's sum is multiplied, float32 [packed columns]."""
     scales = np.ones((len(plan.strips), STRIP), np.float32)
     for i, strip in enumerate(plan.strips):
         if strip is not None and (rows := arrays.get(f"row_scale{strip.segment}")) is not None:
@@ -118,7 +119,9 @@ def _scales(plan: Layout, arrays: Mapping[str, Array]) -> Array:
 
 
 def _scale_tables() -> Array:
-    """uint32 [4, 256]: an E4M3 byte as the E5M3 byte of position 0..3 of a word of scales."""
+    """uint32 [4, 256]: entry [i, b] is the E4M3 byte b as E5M3, shifted to the bits of position i
+    in a word of scales.
+    """
     byte = np.arange(256, dtype=np.uint8)
     value = byte.view(DType.FP8.numpy).astype(np.float32)
     usable = (byte > 0) & (byte <= LARGEST_SCALE)
@@ -144,7 +147,7 @@ def _nvfp4(codes: Array, scales: Array, out: Array) -> None:
 
 
 def _narrow(codes: Array, scales: Array, out: Array) -> None:
-    """The same for four narrow tiles: out [steps, 2, 4 * (512 + 64)]."""
+    """The same for an n-tile stored as four narrow tiles: out [steps, 2, 4 * (512 + 64)]."""
     _clear(codes, scales)
     quarters = out.reshape(*out.shape[:2], NARROW_IN_TILE, -1)
     words = _words(codes).reshape(-1, 2, 4, 32, NARROW_IN_TILE)  # [step, half, k16, lane, j]
@@ -164,13 +167,13 @@ def _narrow(codes: Array, scales: Array, out: Array) -> None:
 
 
 def _clear(codes: Array, scales: Array) -> None:
-    """Codes of a block whose scale is zero."""
+    """Zeroes the codes of blocks whose scale is zero, in place."""
     if (scales == 0).any():
         codes.reshape(*scales.shape, 8)[scales == 0] = 0
 
 
 def _scale_words(scales: Array) -> Array:
-    """[4, ...]: by position in a word -> words [...]."""
+    """E4M3 scales [4, ...], the first axis being the position in a word -> words [...]."""
     word: Array = np.take(SPREAD[0], scales[0])
     for i in range(1, 4):
         word |= np.take(SPREAD[i], scales[i])
@@ -179,7 +182,7 @@ def _scale_words(scales: Array) -> Array:
 
 def _words(codes: Array) -> Array:
     """codes [64, K/2] -> uint32 [k16, g, t, j], bits as in units.cuh."""
-    # [j, p, g, k16, b] of four bytes t: strip 2j + p, column g, k = 16 k16 + 8 b + 2 t
+    # [j, p, g, k16, b], each of four bytes t: strip 2j + p, column g, k = 16 k16 + 8 b + 2 t
     quads = codes.view(np.uint32).reshape(4, 2, 8, -1, 2)
     k16 = quads.shape[3]
     turned = np.empty((k16, 8, 4, 4), np.uint32)
@@ -192,7 +195,7 @@ def _words(codes: Array) -> Array:
 
 
 def transpose_bytes(q: list[Array]) -> None:
-    """Four words of four bytes, in place: byte j of word i <-> byte i of word j."""
+    """Transposes four words of four bytes in place: byte j of word i <-> byte i of word j."""
     for a, b, shift, mask in (
         (0, 1, 8, 0x00FF00FF),
         (2, 3, 8, 0x00FF00FF),
@@ -208,10 +211,11 @@ def transpose_bytes(q: list[Array]) -> None:
 
 
 def permute(x: Array) -> Array:
-    """Words of four bytes (strip 2j: k low, k high; strip 2j + 1 likewise), in the stored bits.
+    """Permutes the bits of words into the stored order.
 
-    First the even k's four nibbles go to the low half and the odd k's to the high half; then the
-    bits of both halves move alike, except one sign that changes halves.
+    A word has four bytes: strip 2j at low k, at high k, then strip 2j + 1 likewise. First the four
+    nibbles of even k go to the low half and those of odd k to the high half; then the bits of both
+    halves move alike, except for one sign bit that changes halves.
     """
     swap = x >> np.uint32(12)
     swap ^= x
@@ -238,7 +242,7 @@ _BITS = (
     (8, 0x00080000),  # the sign that changes halves
     (-24, 0x00000008),
 )
-"""Shift left, and the bits that arrive by it."""
+"""Pairs of a left shift and the mask of the result bits that it provides."""
 
 
 # ---- FP8 and BF16 ----------------------------------------------------------------------------

@@ -1,13 +1,13 @@
 """How the work of a product with few rows is cut: columns between clusters, K between the blocks of
-one.
+a cluster.
 
-A cluster makes whole sums of its columns, each of its blocks over a run of K, and adds them in
-order of k through its blocks' shared memory. More blocks to a cluster make an even cut of few
-columns possible; fewer leave less to add.
+Each block of a cluster computes partial sums of the cluster's columns over a range of K. These are
+added in order of k through the blocks' shared memory. With more blocks per cluster, few columns can
+still be shared evenly; with fewer blocks there are fewer partial sums to add.
 
-A narrow tile goes with an item of n-tiles: it shares their rows and their end, and all warps of the
-block share its products. By the costs below, one of gate and up is a twentieth of four n-tiles; as
-an item of its own it would be a fifth.
+A narrow tile is computed together with an item of n-tiles: it shares their rows and their epilogue,
+and all warps of the block share its products. By the costs below, a narrow tile of gate and up
+costs a twentieth of four n-tiles; as an item of its own it would cost a fifth.
 """
 
 from __future__ import annotations
@@ -32,48 +32,50 @@ from thor_dflash.plugins.linear.layout import (
 from thor_dflash.tensors import Array
 
 OFFSET_UNIT = 512
-"""Bytes; offsets into the packed weight are given to the kernel in this unit."""
+"""Unit in which offsets into the packed weight are passed to the kernel, bytes."""
 NARROW_UNIT = 64
-"""The same for narrow tiles."""
+"""The same for narrow tiles, bytes."""
 
 PARTS = (2, 4, 8)
-"""Blocks a cluster may have. 8 is the most that every device takes. Source: CUDA C++ Programming
-Guide, Thread Block Clusters."""
+"""Cluster sizes, in blocks. 8 is the largest that every device supports. Source: CUDA C++
+Programming Guide, Thread Block Clusters."""
 
 FIT = {2: 1.0, 4: 0.9, 8: 0.85}
-"""Share of a device's blocks that clusters of so many can be at the same time: a cluster lies in
-one set of multiprocessors, and sets differ in size. An H100 takes 1, 0.93 and 0.91."""
+"""By cluster size, the fraction of a device's block slots that clusters can occupy at once: a
+cluster lies within one GPC, and GPCs differ in size. On an H100 it is 1, 0.93 and 0.91."""
 
 END = 12 * 2304
-"""What the end of an item costs a block, in bytes it could have read: 2.5 us, traced on an H100."""
+"""Cost to a block of an item's epilogue, in bytes that it could have read in that time: 2.5 us,
+traced on an H100."""
 
 ROWS = 0.4 * 2048
-"""What the rows of a half step cost a block, in the same measure: they come from the L2 cache. An
-estimate."""
+"""Cost to a block of reading the rows of a half step, which come from the L2 cache, in the same
+unit. An estimate."""
 
 WORK = {Kind.NVFP4: 1.0, Kind.FP8: 0.85, Kind.BF16: 0.75}
-"""What a byte of weight costs a block: less where less is to be decoded and multiplied for it. That
-of bf16 is from a trace on an H100, where blocks with one n-tile of it took 24 us and those with two
-of NVFP4 19; halves have not been traced. That of FP8 is an estimate."""
+"""Relative cost to a block of a byte of weight, lower where a byte needs less decoding and fewer
+products. BF16: from a trace on an H100, where blocks with one bf16 n-tile took 24 us and blocks
+with two NVFP4 n-tiles 19 us; halves have not been traced. FP8: an estimate."""
 
 WARPS, EACH = 8, 2
-"""Of a block; blocks that share a multiprocessor."""
+"""Multiplying warps of a block, and blocks that share a multiprocessor."""
 SLIM, SLIM_EACH = 4, 3
-"""The same of a smaller block, and how many of these share a multiprocessor where two of the others
-would. Few columns leave some multiprocessors two blocks and others one, and with three n-tiles of
-four some schedulers half of the work: two n-tiles and three blocks make the 50 MB of down_proj 20.2
-us instead of 24.8, measured on an H100."""
+"""The same for a smaller block. With few columns, blocks of 8 warps would leave some
+multiprocessors with two blocks and others with one, and three n-tiles in room for four leave some
+schedulers half of the work. Items of two n-tiles and three blocks per multiprocessor run the 50 MB
+of down_proj in 20.2 us instead of 24.8 us, measured on an H100."""
 SCHEDULERS = 4
-"""Of a multiprocessor; a block's warps go round them."""
+"""Warp schedulers of a multiprocessor; a block's warps are distributed over them in turn."""
 WARP_TILES = 2
-"""n-tiles of an item up to which each has half of the block's warps, and not a quarter."""
+"""In items of at most this many n-tiles, each n-tile gets half of the block's warps instead of a
+quarter."""
 HALF = 64
-"""Of K, half a step."""
+"""Half a step of K."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What a cluster makes at a time."""
+    """The work that a cluster does at a time."""
 
     piece: Piece
     narrow: NarrowTile | None = None
@@ -81,26 +83,26 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """The items of every cluster, in the order in which it makes them."""
+    """The items of every cluster, in the order in which the cluster processes them."""
 
     warps: int
-    """That multiply, of a block."""
+    """Warps of a block that multiply."""
     each: int
-    """Blocks that a multiprocessor takes."""
+    """Blocks that share a multiprocessor."""
     parts: int
     """Blocks of a cluster."""
     clusters: tuple[tuple[Item, ...], ...]
 
     @property
     def most_items(self) -> int:
-        """Items of the cluster that has most."""
+        """Items of the cluster with the most items."""
         return max(map(len, self.clusters))
 
     def item_table(self) -> Array:
-        """int32 [clusters, most_items, 2, 4]: offset / 512 of the first n-tile, bytes / 512 of a
-        step, first packed column, kind | half an n-tile << 2 | n-tiles << 8 | items that follow
-        << 16; then of the narrow tile offset / 64, bytes / 512 of a step, first packed column, 0;
-        or -1 for that column.
+        """int32 [clusters, most_items, 2, 4], two rows per item. The first row: offset / 512 of the
+        first n-tile, bytes / 512 of a step, first packed column, kind | is half an n-tile << 2 |
+        n-tiles << 8 | items that follow << 16. The second row, for the narrow tile: offset / 64,
+        bytes / 512 of a step, first packed column (-1 without a narrow tile), 0.
         """
         table = np.zeros((len(self.clusters), self.most_items, 2, 4), np.int32)
         for cluster, items in zip(table, self.clusters, strict=True):
@@ -120,7 +122,9 @@ def _piece_words(piece: Piece, left: int) -> tuple[int, int, int, int]:
 
 
 def halves(plan: Layout, parts: int) -> list[range]:
-    """Half steps of K of each block of a cluster: whole steps, but for the last one's padding."""
+    """Returns the half steps of K of each block of a cluster. Ranges consist of whole steps, except
+    that the last one leaves out a half step that would be padding.
+    """
     count = -(-plan.k // HALF)
     bounds = [min(count, plan.steps * i // parts * 2) for i in range(parts + 1)]
     return [range(begin, end) for begin, end in itertools.pairwise(bounds)]
@@ -128,9 +132,8 @@ def halves(plan: Layout, parts: int) -> list[range]:
 
 @lru_cache(maxsize=256)
 def partition(plan: Layout, multiprocessors: int) -> Partition:
-    """Cut a layout for a device. No cluster is left without work; the cut with the shortest run of
-    its busiest multiprocessor is taken, of equals the one with the largest blocks and the smallest
-    clusters.
+    """Cuts a layout for a device. No cluster is left without work. Takes the cut whose busiest
+    multiprocessor finishes first; ties go to the largest blocks, then to the smallest clusters.
     """
     shapes = [(WARPS, EACH), *([] if plan.narrow else [(SLIM, SLIM_EACH)])]
     found = [
@@ -145,24 +148,27 @@ def partition(plan: Layout, multiprocessors: int) -> Partition:
 
 
 def clusters(parts: int, multiprocessors: int, each: int) -> int:
-    """Clusters that run at the same time."""
+    """Returns how many clusters of `parts` blocks run at the same time."""
     return max(1, int(multiprocessors * each * FIT[parts] / parts))
 
 
 def _parts(plan: Layout) -> Iterator[int]:
-    """Two blocks have room for the sums of a narrow tile, more have not."""
+    """Yields the possible cluster sizes. With narrow tiles only 2: in larger clusters the sums of a
+    narrow tile do not fit into shared memory.
+    """
     parts = PARTS[:1] if plan.narrow else PARTS
     return (p for p in parts if p == PARTS[0] or p <= plan.steps)
 
 
 def _most_tiles(warps: int) -> int:
-    """n-tiles of an item: two warps for each at least."""
+    """Most n-tiles of an item, so that each gets at least two warps."""
     return min(PIECE_TILES, warps // 2)
 
 
 def _dealt(plan: Layout, cut: Partition, count: int, width: int) -> Partition:
-    """Every piece to the cluster that has least, the longest first. Wide pieces as long as every
-    cluster gets equally many, then pieces of `width`; at last the narrow tiles.
+    """Assigns each piece, in order of decreasing cost, to the cluster with the least work. Pieces
+    have the largest width as long as every cluster gets equally many of them; the rest is cut into
+    pieces of `width` n-tiles. The narrow tiles are assigned last.
     """
     most = _most_tiles(cut.warps)
     wide = [p for g in plan.groups if not g.narrow for p in _pieces(plan, g, most)]
@@ -184,14 +190,16 @@ def _dealt(plan: Layout, cut: Partition, count: int, width: int) -> Partition:
 
 
 def _place(piece: Piece) -> tuple[int, int]:
-    """In its group: the first n-tile, and half of it."""
+    """Returns the position of a piece in its group: first n-tile, and which half of it."""
     return piece.first, piece.half or 0
 
 
 def _deal_narrow(
     plan: Layout, cut: Partition, heap: list[tuple[float, int]], dealt: list[list[Item]]
 ) -> None:
-    """To the cluster that has least, of those with an item that has none yet."""
+    """Assigns each narrow tile to the cluster with the least work among those that still have an
+    item without a narrow tile.
+    """
     given = [0] * len(dealt)
     for tile in plan.narrow:
         load, i = heapq.heappop(heap)
@@ -203,8 +211,9 @@ def _deal_narrow(
 
 
 def _pieces(plan: Layout, group: Group, width: int, first: int = 0) -> Iterator[Piece]:
-    """From an n-tile on, as many of a wider kind as are the work of `width` of NVFP4, or halves of
-    bf16 ones; no halves that are padding.
+    """Yields the pieces of a group from n-tile `first` on, each with about the work of `width`
+    NVFP4 n-tiles: fewer n-tiles of a kind with more bytes, or halves of bf16 n-tiles, without those
+    that are padding.
     """
     slots = group.kind.slots
     if group.kind is not Kind.BF16 or width >= slots:
@@ -214,7 +223,9 @@ def _pieces(plan: Layout, group: Group, width: int, first: int = 0) -> Iterator[
 
 
 def lanes(plan: Layout, piece: Piece, cut: Partition) -> int:
-    """n-tiles, there or not, that a block's warps are dealt to; as Item::lanes in ring.cuh."""
+    """Returns among how many n-tiles a block's warps are divided, which may be more than the piece
+    has; as Item::lanes in ring.cuh.
+    """
     if cut.warps == SLIM or piece.tiles > WARP_TILES or cut.parts > 4 or plan.narrow:
         return cut.warps // 2
     alone = piece.tiles == 1 and cut.parts == 2 and piece.group.kind is not Kind.NVFP4
@@ -222,8 +233,8 @@ def lanes(plan: Layout, piece: Piece, cut: Partition) -> int:
 
 
 def _piece_cost(plan: Layout, piece: Piece, cut: Partition) -> float:
-    """Bytes that the busiest block of a cluster streams for a piece; as many as if all schedulers
-    had as much to do as the busiest one.
+    """Cost of a piece for the busiest block of a cluster, in bytes streamed, scaled as if every
+    scheduler had as much work as the busiest one.
     """
     phases = cut.warps // lanes(plan, piece, cut)
     turns = _turns(plan, piece.slots, cut.parts, phases)
@@ -233,15 +244,15 @@ def _piece_cost(plan: Layout, piece: Piece, cut: Partition) -> float:
 
 
 def _narrow_cost(plan: Layout, cut: Partition) -> float:
-    """What a narrow tile adds to its item: nothing at the end, which is an estimate."""
+    """Cost that a narrow tile adds to its item. Its epilogue is estimated to cost nothing."""
     kind = Kind.NVFP4
     turns = _turns(plan, kind.slots, cut.parts, WARPS // PIECE_TILES)
     return turns * kind.slot_bytes / NARROW_IN_TILE * WORK[kind]
 
 
 def _turns(plan: Layout, slots: int, parts: int, phases: int) -> int:
-    """Slots of the block that has most, `slots` to 64 of K, in whole stages: the warps of an n-tile
-    take them in turn.
+    """Slots of the block with the longest range of K, `slots` per 64 of K, rounded up to a multiple
+    of `phases`, since the warps of an n-tile take slots in turn.
     """
     longest = max(map(len, halves(plan, parts)))
     return -(-longest * slots // phases) * phases
@@ -253,8 +264,9 @@ def _item_cost(plan: Layout, item: Item, cut: Partition) -> float:
 
 
 def _cost(plan: Layout, cut: Partition) -> float:
-    """Of the busiest multiprocessor: its blocks share it, and wait for the ends of items together.
-    It is taken to have as many as it can: which one gets a block does not ask what others have.
+    """Cost of the busiest multiprocessor, whose blocks share its bandwidth but run their epilogues
+    at the same time. It is assumed to hold as many blocks as fit: the hardware places a block
+    without regard to the load of other multiprocessors.
     """
     return max(
         sum(cut.each * _item_cost(plan, i, cut) + END for i in items) for items in cut.clusters

@@ -1,34 +1,34 @@
 // rows x packed weight -> rows for more than 32 rows: bound by the matrix units, not by memory.
 //
-// A block makes an output tile of TILE_ROWS rows x 256 packed columns (up to four n-tiles of a group)
-// at a time: a warp owns all of the rows x half an n-tile of 32 columns, so that every weight is
-// decoded once in a block, in registers; no bf16 copy of it exists. K goes by in steps of 64, each a
-// stage of a ring in shared memory; rows (in slabs: rows.cuh) and weights are bulk copies of what
-// lies in device memory. No warp is a producer: all multiply, and issue the copies of every WARPS'th
-// step in turn. They meet nowhere but at the mbarriers of the stages. Blocks are persistent: the ring
-// is filled for the next item while the epilogue of this one runs.
+// A block computes one output tile of TILE_ROWS rows x 256 packed columns (up to four n-tiles of a
+// group) at a time. A warp owns all of its rows x half an n-tile (32 columns), so that a block
+// decodes every weight once, in registers, and no bf16 copy exists. K is processed in steps of 64,
+// each one stage of a ring in shared memory that bulk copies fill with rows (in slabs: rows.cuh)
+// and weights. There is no producer warp: all warps multiply, and each issues the copies of every
+// WARPS'th step. They synchronise only at the mbarriers of the stages. Blocks are persistent: the
+// ring is filled for the next item while the epilogue of the current one runs.
 //
-// A warp scheduler issues a matrix product in six to seven clocks and nothing else meanwhile: what
-// counts is how many other instructions there are for each.
+// A warp scheduler needs six to seven clocks to issue a matrix product, and issues nothing else in
+// that time; speed depends on the number of other instructions per product.
 //
-// Items go row tile first, so that the blocks that run together share their weights in L2. How many
-// n-tiles they have, and how many of the last tiles are cut in two by rows, is chosen so that blocks
-// end together (prefill_launch.py). A row's sums are made in order of k, whatever T, wherever the row
-// lies and however items are cut.
+// Row tiles vary fastest in the order of items, so that concurrent blocks share weights in L2. The
+// number of n-tiles per item, and how many of the last tiles are cut in two by rows, are chosen so
+// that blocks finish together (prefill_launch.py). A row's sums are made in order of k,
+// independently of T, of the row's place and of how items are cut.
 //
 // Compile-time: TILE_ROWS 64 or 128; STAGES of the ring; KINDS, the weight kinds of the launch
-// (1 << kind), of which one is NVFP4 in narrow tiles; EPILOGUE as below.
+// (1 << kind), where NARROW is a kind of its own; EPILOGUE as below.
 #include "cuda/device.cuh"
 #include "linear/fragments.cuh"
 
 enum { NONE, SWIGLU, RESIDUAL };
 
-constexpr int TILES = 4;  // n-tiles of a group
+constexpr int TILES = 4;  // most n-tiles of an item
 constexpr int WARPS = 2 * TILES;
 constexpr int THREADS = 32 * WARPS;
 constexpr int STEP = SLAB_COLUMNS;  // of K
 constexpr int ROWS_BYTES = TILE_ROWS * SLAB_ROW;
-// One n-tile in one step, as stored; the ring has room for the largest kind of the launch.
+// Bytes of one n-tile in one step, as stored; the ring has room for the launch's largest kind.
 DEVICE constexpr int unit_bytes(int kind) {
     return step_bytes(kind == NARROW ? NVFP4 : kind) * STEP / STEP_K;
 }
@@ -36,8 +36,8 @@ constexpr int UNIT_BYTES = unit_bytes(KINDS & 1 << BF16 ? BF16 : KINDS & 1 << FP
 constexpr int STAGE_BYTES = ROWS_BYTES + TILES * UNIT_BYTES;
 static_assert(TILE_ROWS == 64 || TILE_ROWS == 128, "TILE_ROWS");
 static_assert(STAGE_BYTES % SLAB_ROW == 0, "Place::load xors the bits below");
-// While step s is read, step s + AHEAD is asked for. Its stage is that of step s - 1, which the other
-// warps have nearly always released by then.
+// While step s is read, step s + AHEAD is requested. It uses the stage of step s - 1, which the
+// other warps have nearly always released by then.
 constexpr int AHEAD = STAGES - 1;
 static_assert(AHEAD > 0 && AHEAD <= WARPS, "a warp asks for one of the first steps at most");
 
@@ -54,7 +54,7 @@ struct Call {
     const u8* weights;
     const int4* groups;
     int rows, row_tiles, steps;
-    int whole;  // tiles that are one item; the others are two, of half the rows
+    int whole;  // the first `whole` tiles are one item each, the others two items of half the rows
     int items;
 };
 
@@ -73,8 +73,8 @@ DEVICE Item item_of(const Call& call, int index) {
             half < 0 ? TILE_ROWS : TILE_ROWS / 2};
 }
 
-// A stage of the ring, and the parity of the phase that its barriers are in. `full`: what was
-// announced has come. `empty`: all threads have read it.
+// A stage of the ring, and the parity of its barriers' current phase. `full`: the announced bytes
+// have arrived. `empty`: all threads have read the stage.
 struct Turn {
     saddr stages, full, empty;
     int stage;
@@ -95,14 +95,13 @@ struct Turn {
     }
 };
 
-// The step that a warp asks for next: every WARPS'th of the block's, where one item's steps follow
-// the other's.
+// The step that a warp requests next: every WARPS'th step of the block, counted across its items.
 struct Ahead {
     Turn turn;
     int item, step;
     const u8* weights;  // of the item's first n-tile and step
     const u8* rows;
-    u32 unit, row_bytes;  // of one n-tile in one step; of all rows in one step
+    u32 unit, row_bytes;  // bytes of one n-tile in one step; bytes of all rows in one step
     int tiles, stride;
 
     DEVICE bool over(const Call& call) const { return item >= call.items; }
@@ -121,7 +120,7 @@ struct Ahead {
         step += WARPS;
         settle(call);
     }
-    // A step past the item's last is one of a later item: with few steps, not of the very next.
+    // A step past the item's end belongs to a later item; with few steps, it may skip some items.
     DEVICE void settle(const Call& call) {
         if (step < call.steps) return;
         while (step >= call.steps) {
@@ -131,8 +130,8 @@ struct Ahead {
         start(call);
     }
 
-    // Announces the bytes of the whole stage, rows too; copies the weights, an n-tile by each lane. A
-    // group is stored as [128 of K][n-tile][64 of K].
+    // Announces the bytes of the whole stage, including rows, and copies the weights, one n-tile
+    // per lane. A group is stored as [128 of K][n-tile][64 of K].
     DEVICE void fetch_weights(const Call& call) const {
         const int tile = threadIdx.x % 32;
         if (over(call)) return;
@@ -150,24 +149,25 @@ struct Ahead {
     }
 };
 
-// What a warp keeps in mind while it reads the ring.
+// A warp's state while it reads the ring.
 struct Reader {
     const Call& call;
     Turn turn;
     Ahead ahead;
-    int due;       // steps to read before this warp asks for one
-    u32 unit;      // where in a stage the weights of the warp's n-tile lie
-    int side;      // which half of the n-tile is the warp's
+    int due;       // steps to read before this warp requests one
+    u32 unit;      // offset in a stage of the weights of the warp's n-tile
+    int side;      // the warp's half of the n-tile
     u32 exponent;  // SCALE_EXPONENT, in a register
 
     DEVICE void acquire() const { barrier_wait(turn.filled(), turn.parity); }
-    // This lane has read the stage. `last` must be made of every load of it that may be under way.
+    // This lane has read the stage. `last` must depend on every load from it that may be
+    // outstanding.
     DEVICE void release(u32 last) {
         barrier_arrive_received(turn.read(), last);
         turn.next();
     }
-    // Called once for each step that is read, after the one before it was released: it waits until
-    // all threads have released that one.
+    // Called once per step, after the previous step was released. When it is this warp's turn,
+    // waits until all threads have released that step, and requests copies into its stage.
     DEVICE void ask() {
         if (due-- > 0) return;
         due = WARPS - 1;
@@ -178,10 +178,10 @@ struct Reader {
     }
 };
 
-// What a lane reads of a stage: where, and the loads of 16 of K.
+// Where a lane reads in a stage, and its loads for 16 of K.
 template <int KIND> struct Place {
-    u32 rows_in, words_in, scales_in;  // from the stage's first byte
-    saddr rows, words, scales;         // of the stage that was entered
+    u32 rows_in, words_in, scales_in;  // offsets in a stage
+    saddr rows, words, scales;         // addresses in the stage that was entered
 
     DEVICE Place(const Reader& reader) {
         const u32 lane = threadIdx.x % 32;
@@ -193,7 +193,7 @@ template <int KIND> struct Place {
         const saddr at = turn.bytes();
         rows = at + rows_in, words = at + words_in, scales = at + scales_in;
     }
-    // Rows 16 m and on. Slabs are swizzled, so that k16 is an xor and not a sum.
+    // The 16 rows from row 16 m on. Slabs are swizzled, so that k16 is xored rather than added.
     DEVICE void load(u32 (&a)[4], int k16, int m) const {
         load_matrix4(a, (rows ^ (k16 << 5)) + m * 16 * SLAB_ROW);
     }
@@ -202,9 +202,9 @@ template <int KIND> struct Place {
 
 template <int M> using Sums = float[M][STRIPS][4];  // [16 rows][8 columns][fragment]
 
-// The sums of an item, over all of K. Software-pipelined, across steps too: a fragment of 16 rows is
-// loaded EARLY fragments before its products, the weights of the next 16 of K as early before the first
-// product with them, and a stage is released when nothing of it is left to load.
+// The sums of an item over all of K. Software-pipelined, also across steps: a fragment of 16 rows
+// is loaded EARLY fragments ahead of its products, and the weights of the next 16 of K equally far
+// ahead of their first product. A stage is released as soon as all its loads have been issued.
 template <int KIND, int M>
 DEVICE void multiply(Sums<M>& sums, int steps, Reader& reader) {
     constexpr int EARLY = 3, ALL = STEP / 16 * M;
@@ -224,8 +224,8 @@ DEVICE void multiply(Sums<M>& sums, int steps, Reader& reader) {
 #pragma unroll
         for (int i = 0; i < ALL; i++) {
             const int k16 = i / M, m = i % M, then = (i + EARLY) % ALL;
-            // Products of the last 16 of K may come to stand behind the release, and so would the
-            // waits for what they read.
+            // The compiler may move products of the last 16 of K past the release, and with them
+            // the waits for their loads; so the release depends on these fragments too.
             if (i >= ALL - M - 1 && i < ALL - EARLY) seen ^= a[i % (EARLY + 1)][0];
             if (then == 0) {
                 seen ^= packed.last();
@@ -260,10 +260,10 @@ struct Finish {
     u16* const* outputs;
 };
 
-// Where one lane's two columns of a strip go, and their scales. `y` and `width` are those of the
-// first strip where there is but one segment.
+// Where one lane's two columns of a strip are stored, and their scales. With a single segment, `y`
+// and `width` are copied from the first strip.
 struct Target {
-    int column;  // below 0: nowhere
+    int column;  // below 0: not stored
     int width;
     u16* y;
     float2 scales, up;
@@ -281,7 +281,7 @@ struct Target {
     DEVICE i64 at(int row) const { return static_cast<i64>(row) * width + column; }
 };
 
-// What is added to a strip: two columns of every eighth row from `row` on.
+// Loads the residual for a strip: two columns of every eighth row from `row` on.
 template <int M>
 DEVICE void fetch_residual(u32 (&to)[2 * M], const Target& target, const u16* residual, int row,
                            int rows) {
@@ -293,8 +293,9 @@ DEVICE void fetch_residual(u32 (&to)[2 * M], const Target& target, const u16* re
     }
 }
 
-// The epilogue. `column`: packed, of the warp's half n-tile; `row`: first of its 16 M. Loads of the
-// residual come a strip ahead, before stores that the compiler may not move them over.
+// The epilogue. `column`: first packed column of the warp's half n-tile; `row`: first of its 16 M
+// rows. The residual is loaded one strip ahead: the compiler may not move these loads before
+// stores.
 template <int M>
 DEVICE void finish(const Sums<M>& sums, const Call& call, const Finish& f, int column, int row) {
     constexpr int STRIDE = EPILOGUE == SWIGLU ? 2 : 1;
@@ -329,11 +330,11 @@ DEVICE void finish(const Sums<M>& sums, const Call& call, const Finish& f, int c
     }
 }
 
-// One item, for a warp: 16 M rows, half an n-tile of the group.
+// A warp's part of one item: 16 M rows x half an n-tile of the group.
 template <int M>
 DEVICE void work(const Item& item, const Call& call, const Finish& f, Reader& reader) {
     const int tile = threadIdx.x / 32 / 2, kind = item.group.kind;
-    if (tile >= item.group.tiles) {  // nothing to multiply, but its turns to ask
+    if (tile >= item.group.tiles) {  // nothing to multiply, but this warp's copies must be issued
         for (int step = 0; step < call.steps; step++) {
             reader.acquire();
             reader.ask();
@@ -383,7 +384,7 @@ linear_prefill(const u8* slabs, const u8* __restrict__ weights, const float* __r
     reader.ahead.start(call);
     reader.ahead.turn.next(warp);
     reader.ahead.settle(call);
-    // Weights never change; rows are what the kernel before wrote.
+    // Weights are constant and may be read early; the rows are written by the previous kernel.
     if (warp < AHEAD) reader.ahead.fetch_weights(call);
     let_next_start();
     wait_for_previous();

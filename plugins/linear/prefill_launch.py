@@ -1,6 +1,7 @@
-"""linear for more than 32 rows: the prologue's rows first, then tiles bound by the matrix units.
+"""linear for more than 32 rows: a launch for the prologue, then a tiled product.
 
-2 T N K FLOP against N K (9/16, 1 or 2) + 2 T (K + N) bytes: beyond T = 200 the products decide.
+The product takes 2 T N K FLOP and moves N K (9/16, 1 or 2) + 2 T (K + N) bytes; above about
+T = 200 it is bound by the matrix units.
 """
 
 from __future__ import annotations
@@ -27,23 +28,23 @@ from thor_dflash.plugins.linear.prepare import SLAB, prepared
 from thor_dflash.tensors import Array
 
 FEWEST_STAGES = 2
-"""Of the ring, that work."""
+"""Fewest stages of the ring with which the kernel works."""
 MOST_STAGES = 6
-"""Of the ring, that help."""
+"""Stages of the ring beyond which more bring nothing."""
 THREADS = 256
 BARRIER_BYTES = 2 * 8
-"""Of a stage."""
+"""Barriers of one stage."""
 OFFSET_UNIT = 512
-"""Of a piece's offset, bytes."""
+"""Unit of a piece's offset, bytes."""
 NARROW = 3
-"""As in prefill.cu: the kind of n-tiles that are stored narrow."""
+"""Kind number of n-tiles that are stored narrow, as in fragments.cuh."""
 HIGH, LOW = 128, 64
 """Rows of an item."""
 WIDE, SLIM = PIECE_TILES, PIECE_TILES // 2
-"""n-tiles of an item. With a slim one half of a block's warps multiply, one of each scheduler."""
+"""n-tiles of an item. In a slim item only half of a block's warps multiply, one per scheduler."""
 COSTS = {(WIDE, HIGH): 1.0, (WIDE, LOW): 0.61, (SLIM, HIGH): 0.626, (SLIM, LOW): 0.404}
-"""What an item takes of a multiprocessor's time, to a few percent: of steps of 2,048 rows cut into
-such items alone, on 16 multiprocessors of an H100.
+"""Relative time that an item takes on a multiprocessor, to a few percent: measured with steps of
+2,048 rows cut into items of one size only, on 16 multiprocessors of an H100.
 Source: docs/measurements/2026-11-23-cuda-15.md."""
 
 
@@ -56,16 +57,16 @@ class Cut:
     """Rows of a tile, HIGH or LOW."""
     tiles: int
     whole: int
-    """Tiles that are one item; the others are two, of LOW rows."""
+    """The first `whole` tiles are one item each; the others are cut into two items of LOW rows."""
 
     @property
     def items(self) -> int:
-        """Of the launch."""
+        """Number of items of the launch."""
         return 2 * self.tiles - self.whole
 
 
 def launches(site: Site, device: Device) -> tuple[Launch, ...]:
-    """The launches of a call of more than 32 rows."""
+    """Returns the launches of a call with more than 32 rows."""
     rows, before = prepared(site, slabs=True)
     return (*before, _product(site, device, rows))
 
@@ -109,14 +110,14 @@ def _product(site: Site, device: Device, rows: Argument) -> Launch:
 
 @lru_cache(maxsize=256)
 def cut(plan: Layout, rows: int, blocks: int) -> Cut:
-    """The cut of a product whose busiest block is done first; of equals the widest, then the one
-    with the fewest halves: each reads rows, or weights, that another reads as well.
+    """Returns the cut whose busiest block finishes first. Ties go to the widest items, then to the
+    fewest halves, since cutting makes several items read the same rows or weights.
     """
     return min(_cuts(plan, rows, blocks), key=lambda found: _longest(found, blocks))
 
 
 def _cuts(plan: Layout, rows: int, blocks: int) -> Iterator[Cut]:
-    """Of whole tiles; or whole rounds of them, and then halves."""
+    """Yields cuts into whole tiles only, and cuts into full rounds of whole tiles, then halves."""
     height = LOW if rows <= LOW else HIGH
     for width in (WIDE, SLIM):
         pieces = tuple(piece for group in plan.groups for piece in group.pieces(width))
@@ -127,7 +128,7 @@ def _cuts(plan: Layout, rows: int, blocks: int) -> Iterator[Cut]:
 
 
 def _longest(found: Cut, blocks: int) -> float:
-    """What the busiest block takes, which makes every item of so many."""
+    """Cost of the busiest block, where block b makes the items b, b + blocks, b + 2 blocks, ..."""
     row_tiles = found.tiles // len(found.pieces)
     widths = [WIDE if piece.tiles > SLIM else SLIM for piece in found.pieces]
     tall = np.repeat([COSTS[width, found.height] for width in widths], row_tiles)
@@ -138,14 +139,16 @@ def _longest(found: Cut, blocks: int) -> float:
 
 
 def _stage_bytes(plan: Layout, height: int) -> int:
-    """One stage, half a step of K: rows, the n-tiles of a piece of the largest kind, barriers."""
+    """Bytes of one stage, which holds half a step of K: rows, the n-tiles of a piece of the largest
+    kind, barriers.
+    """
     weights = PIECE_TILES * max(plan.kinds).step_bytes // 2
     return height * 2 * SLAB + weights + BARRIER_BYTES
 
 
 def _table(pieces: Sequence[Piece]) -> Array:
-    """int32 [pieces, 4]: offset in units of 512 bytes, kind | n-tiles of the group << 8, n-tiles,
-    first packed column.
+    """int32 [pieces, 4]: offset in units of 512 bytes; kind | n-tiles of the group << 8; n-tiles of
+    the piece; first packed column.
     """
     rows = [
         (p.offset // OFFSET_UNIT, _kind(p.group) | p.group.tiles << 8, p.tiles, p.column)

@@ -1,4 +1,4 @@
-"""The launch that makes the rows of a product ready: norm and gate in front, rounded once."""
+"""The prologue's launch, which prepares the rows of a product: norm and gate, rounded once."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from thor_dflash.tensors import DType
 
 THREADS = 256
 _COLUMNS = 8 * THREADS
-"""Of a row that a block takes at a time."""
+"""Columns of a row that a block processes at a time."""
 _WHOLE_ROW = 1
-"""What a norm over the row is to the kernel, instead of a head's columns."""
+"""Value of NORM for a norm over the whole row; other values are the columns of a head."""
 HEADS = (8, 16, 32, 64, 128, 256)
-"""Columns of a head with a norm of its own: eight a thread, in one warp."""
+"""Supported widths of a per-head norm: eight columns per thread, one warp at most."""
 
 SLAB = 64
 """Columns of a slab."""
@@ -28,18 +28,20 @@ class Gate(IntEnum):
 
 
 def padded(k: int) -> int:
-    """Columns of whole slabs."""
+    """Rounds a number of columns up to whole slabs."""
     return -(-k // SLAB) * SLAB
 
 
 def prepared(
     site: Site, folder: str = "", *, slabs: bool = False
 ) -> tuple[Argument, tuple[Launch, ...]]:
-    """The rows that enter the product, and the launch that makes them; none where `x` is they.
+    """Returns the product's input rows and the launch that makes them; no launch if `x` itself can
+    be used.
 
     Args:
-        folder: Of linear's sources, from the room's own.
-        slabs: As the products' kernels read them (rows.cuh), which no `x` is.
+        folder: Path of linear's sources, relative to the room's own folder.
+        slabs: Whether the rows must be in slabs (rows.cuh), as the products' kernels read them;
+            `x` never is.
     """
     a = site.attributes
     gate = Gate[a.word("gate").upper()] if "gate" in a.values else Gate.NONE

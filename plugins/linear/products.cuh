@@ -1,6 +1,6 @@
 // The products of one slot of weights with the rows of its stage: sums[row tile][strip] += rows x
-// weights, in order of k. `rows` is where load_matrix4 finds this lane's row in the slot's slab, at
-// the slab's first k; 16 of K further is that ^ 32 bytes.
+// weights, in order of k. `rows` is the address for load_matrix4 of this lane's row in the slot's
+// slab, at the slab's first k; the 16 of K number k16 are at rows ^ 32 * k16.
 #pragma once
 #include "linear/ring.cuh"
 
@@ -13,14 +13,14 @@ DEVICE void load_fragments(RowFragments& a, saddr rows, int k16) {
     for (int m = 0; m < ROW_TILES; m++) load_matrix4(a[m], (rows ^ 32 * k16) + m * 16 * SLAB_ROW);
 }
 
-// Of what was loaded, for `received`.
+// A value that depends on the loads, for `received`.
 DEVICE u32 last_of(const RowFragments& a) {
     u32 x = 0;
 #pragma unroll
     for (int m = 0; m < ROW_TILES; m++) x ^= a[m][0];
     return x;
 }
-// Of sums in which every load has a part.
+// A value that depends on every load that went into the sums, for `received`.
 DEVICE u32 last_of(const Sums& sums) {
     u32 x = 0;
 #pragma unroll
@@ -44,11 +44,12 @@ DEVICE void add_strip(Sums& sums, const RowFragments& a, int strip, u32 b0, u32 
     for (int m = 0; m < ROW_TILES; m++) mma_bf16(sums[m][strip], a[m], b0, b1);
 }
 
-// What a lane holds of a slot of 64 of K: codes and rows of the 16 in turn. Those of the next 16, or
-// of the next slot, are loaded before the products of these are made. With whole n-tiles also the
-// scales of all 64, which come by 16 bytes; with halves of them those of the 16.
+// A lane's registers for the current 16 of K of a slot: codes, rows and scales. Those of the next
+// 16 of K, or of the next slot, are loaded before the products with these. If the warp computes
+// whole n-tiles, the scales are those of the slot's 64 of K, loaded 16 bytes at a time; if it
+// computes halves of n-tiles, only those of the 16 of K.
 struct Nvfp4 {
-    static constexpr int SCALED = SPLIT > 1 ? 1 : 4;  // of 16 of K
+    static constexpr int SCALED = SPLIT > 1 ? 1 : 4;  // number of 16 of K whose scales are held
     u32 scales[SCALED][STRIPS / 4];
     u32 codes[STRIPS / 2];
     RowFragments a;
@@ -75,7 +76,7 @@ struct Nvfp4 {
     DEVICE static void unpack(u32* to, const uint4& from) {
         to[0] = from.x, to[1] = from.y, to[2] = from.z, to[3] = from.w;
     }
-    // Of the last loads.
+    // A value that depends on the last loads, for `received`.
     DEVICE u32 last() const { return codes[0] ^ last_of(a) ^ (SPLIT > 1 ? scales[0][0] : 0); }
     DEVICE void follow(const Nvfp4& next) {
 #pragma unroll
@@ -99,8 +100,8 @@ struct Nvfp4 {
     }
 };
 
-// What a lane holds of a narrow slot: 16 of K, the same for the whole item, and these of a row
-// tile.
+// A lane's registers for a narrow slot: one 16 of K, with the same k16 for the whole item, and the
+// matching columns of one row tile.
 struct Narrow {
     u32 codes, scales;
     u32 a[4];
@@ -120,7 +121,7 @@ struct Narrow {
     }
 };
 
-// 32 of K.
+// Adds the products of 32 of K.
 DEVICE void add_fp8(Sums& sums, saddr slot, saddr rows, int side) {
     const saddr at = slot + threadIdx.x % 32 * 16 + 512 * side;
 #pragma unroll
@@ -141,7 +142,7 @@ DEVICE void add_fp8(Sums& sums, saddr slot, saddr rows, int side) {
     }
 }
 
-// 16 of K; `half`: of four strips, which lie together.
+// Adds the products of 16 of K. `half`: only four strips, which are contiguous.
 DEVICE void add_bf16(Sums& sums, saddr slot, saddr rows, bool half, int side) {
     const saddr at = slot + threadIdx.x % 32 * 16 + 1024 * side;
     RowFragments a;
@@ -155,7 +156,8 @@ DEVICE void add_bf16(Sums& sums, saddr slot, saddr rows, bool half, int side) {
     }
 }
 
-// What a warp takes at once of kinds that are not NVFP4, from 16 of K number `k16` of a slab on.
+// FP8 and bf16: adds the products of one slot, or of the halves of two, whose first 16 of K is
+// number `k16` of the slab.
 DEVICE void add_slot(Sums& sums, saddr slot, saddr rows, int k16, const Item& item, int side) {
     if ((KINDS & 1 << FP8) && item.kind == FP8) add_fp8(sums, slot, rows ^ 32 * k16, side);
     if (!(KINDS & 1 << BF16) || item.kind != BF16) return;

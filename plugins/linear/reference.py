@@ -1,4 +1,4 @@
-"""linear in numpy: the definition every other implementation is held to."""
+"""linear in numpy: the definition that every other implementation is tested against."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _project(x: Arrays, rows: Array, i: int) -> Array:
 def weight_case(
     rng: np.random.Generator, kind: str, n: int, k: int, i: int = 0
 ) -> dict[str, Array]:
-    """One random stored weight; NVFP4 covers all codes and scales down to the subnormals."""
+    """Returns one random stored weight. NVFP4 covers all codes, and scales down to subnormals."""
     if kind == "nvfp4":
         scales = rng.integers(1, 0x7F, (n, k // 16), dtype=np.uint8).view(DType.FP8.numpy)
         return {

@@ -1,17 +1,19 @@
-// What a block streams. One warp asks the copy engine for it, stage by stage across the items of the
-// block, and WARPS multiply. A stage holds a slot of weight for each of those and the rows that they
-// meet; the first stages' weights are asked for before the kernel before this one has ended.
+// The ring of stages through which a block streams weights and rows. One producer warp requests
+// bulk copies, stage by stage across the block's items, and WARPS warps multiply. A stage holds one
+// slot of weights for each multiplying warp, and the rows to multiply it with. The weights of the
+// first stages are requested before the previous kernel has ended.
 //
-// Compile-time: WARPS, 8 or 4; KINDS, the kinds of weight that occur (1 << kind); ROW_TILES, row
-// tiles of 16; PARTS, blocks of a cluster; NARROW, whether items may have a narrow tile.
+// Compile-time: WARPS, multiplying warps, 8 or 4; KINDS, the kinds of weight that occur (1 <<
+// kind); ROW_TILES, row tiles of 16; PARTS, blocks of a cluster; NARROW, whether items may have a
+// narrow tile.
 #pragma once
 #include "linear/units.cuh"
 
 constexpr int ROWS = 16 * ROW_TILES;
-// Warps that share the columns of a slot: with twice the rows a warp makes half of an n-tile, so
-// that its sums take no more registers, and of each stage takes twice the slots.
+// Warps that share the columns of a slot. With twice the rows, a warp computes only half of an
+// n-tile, so that its sums take no more registers, and takes twice as many slots of each stage.
 constexpr int SPLIT = ROW_TILES;
-constexpr int STRIPS = 8 / SPLIT;  // of 8 columns, that a warp makes
+constexpr int STRIPS = 8 / SPLIT;  // strips of 8 columns that a warp computes
 constexpr bool ONLY_NVFP4 = KINDS == 1 << NVFP4;
 
 constexpr int SLOT = NVFP4_SLOT;
@@ -19,46 +21,46 @@ constexpr int ROWS_AT = WARPS * SLOT;
 constexpr int STAGE_SLABS = NARROW || WARPS == 4 ? 2 : 4;  // at most
 constexpr int NARROW_AT = ROWS_AT + STAGE_SLABS * ROWS * SLAB_ROW;
 constexpr int STAGE_BYTES = NARROW_AT + NARROW * STAGE_SLABS * NARROW_SLOT;
-// Two blocks, or three with half of the warps, have room on a multiprocessor.
+// So that two blocks, or three with half of the warps, fit on a multiprocessor.
 constexpr int STAGES = ROW_TILES > 1 ? 2 : 3;
 static_assert(WARPS == 4 || WARPS == 8, "warps of an n-tile share its slots");
 static_assert(!NARROW || (ONLY_NVFP4 && PARTS == 2 && WARPS == 8), "where a narrow tile's slots and sums fit");
 
-// 16 columns that are made together with n-tiles: a stage holds its slot of every slab, and each
-// warp of the block multiplies a quarter of one.
+// 16 columns that are computed together with n-tiles: a stage holds the tile's slot for each of its
+// slabs, and each warp of the block multiplies a quarter of a slot.
 struct NarrowTile {
-    u32 offset, stride;  // in the packed weight, 64 bytes; of a step, 512 bytes
+    u32 offset, stride;  // in the packed weight, unit 64 bytes; of a step, unit 512 bytes
     int column;          // below 0: no tile
 
     DEVICE bool there() const { return NARROW && column >= 0; }
 };
 
-// Up to four neighbouring n-tiles of one group, or half of a bf16 one. A cluster makes them, each of
-// its blocks a run of K.
+// Up to four neighbouring n-tiles of one group, or half of a bf16 n-tile. A cluster computes them,
+// each of its blocks over a range of K.
 struct Item {
-    u32 offset, stride;  // of the first tile in the packed weight; of a step; 512 bytes
+    u32 offset, stride;  // of the first tile in the packed weight; of a step; unit 512 bytes
     int column;          // first packed column
     int kind, tiles;
     int left;            // items of the cluster after this one
     bool half;
     NarrowTile narrow;
 
-    // Half n-tiles.
+    // Number of half n-tiles.
     DEVICE int halves() const { return 2 * tiles - half; }
 
-    // What a warp takes at once is a slot, or the halves of two neighbouring ones: how many that are
-    // of half a step, and K of each.
+    // A warp processes one slot at a time or, in half an n-tile, the halves of two neighbouring
+    // slots. How many such units half a step has, and the extent of each along K.
     DEVICE int slots() const { return slots_of(kind) >> half; }
     DEVICE int columns() const { return slot_columns(kind) << half; }
 
-    // n-tiles, there or not, that a block's warps are dealt to; and warps of one, which take its
-    // slots in turn.
+    // Among how many n-tiles a block's warps are divided (the item may have fewer), and the number
+    // of warps for each, which take its slots in turn.
     DEVICE int lanes() const { return WARPS >> phase_bits(); }
     DEVICE int phases() const { return 1 << phase_bits(); }
-    // Warps of an n-tile that make sums of the same columns.
+    // Warps of an n-tile that compute sums of the same columns.
     DEVICE int groups() const { return phases() / SPLIT; }
-    // Where in a stage a slot lies: as steps are stored, [step][n-tile][half of it], or one after
-    // the other.
+    // Offset of a slot in a stage. NVFP4 slots lie as steps are stored, [step][n-tile][half step];
+    // those of other kinds as [n-tile][phase].
     DEVICE int slot_at(int tile, int phase) const {
         const bool steps = ONLY_NVFP4 || kind == NVFP4;
         const int before = steps ? (phase / 2 * tiles + tile) * 2 : tile * phases();
@@ -70,10 +72,10 @@ struct Item {
     }
 };
 
-// What a warp makes of an item: columns of one n-tile, of some of the slots of each stage.
+// A warp's part of an item: columns of one n-tile, over some of the slots of each stage.
 struct Part {
-    int tile, phase;  // phase: of the first slot of a stage
-    int side;         // which of the warps that share columns
+    int tile, phase;  // phase: number of the warp's first slot in a stage
+    int side;         // which half of the columns, where two warps share them
 
     DEVICE Part(const Item& item, int warp) {
         const int own = warp & item.phases() - 1;
@@ -81,7 +83,7 @@ struct Part {
         side = own % SPLIT;
         phase = own / SPLIT * SPLIT;
     }
-    // Half an n-tile has one side.
+    // Whether the warp has a part of the item. Half an n-tile has only side 0.
     DEVICE bool of(const Item& item) const {
         return tile < item.tiles && (SPLIT == 1 || !item.half || side == 0);
     }
@@ -102,7 +104,8 @@ DEVICE Item item_at(const int4* items) {
             {static_cast<u32>(n.x), static_cast<u32>(n.y), n.z}};
 }
 
-// The block's half steps of K, whole steps but for the last one, whose second half may lie past K.
+// The block's half steps of K: whole steps, except that of the last step the second half is left
+// out if it lies past K.
 constexpr int HALF_K = STEP_K / 2;
 struct Halves {
     int begin, end;
@@ -112,10 +115,10 @@ DEVICE Halves halves_of(int k, int first_step, int end_step) {
     return {2 * first_step, min(2 * end_step, (k + HALF_K - 1) / HALF_K)};
 }
 
-// Where a block stands: the slots of K q.. of an item.
+// A block's position in its work: the stage whose first slot is number q of the item.
 struct Walk {
     const int4* table;
-    int at;  // of the item, in the table
+    int at;  // index of the item in the table
     Halves halves;
     Item item;
     int q, end;
@@ -126,7 +129,7 @@ struct Walk {
         q = halves.begin * item.slots();
         end = halves.end * item.slots();
     }
-    // To the first stage, or over: a block may have none.
+    // Goes to the first stage; `over` is set if the block has none.
     DEVICE void start() {
         open();
         over = q >= end;
@@ -141,7 +144,7 @@ struct Walk {
     }
 };
 
-// The barriers of a stage, and which one is in turn.
+// The current stage of the ring, and its barriers.
 struct Turn {
     saddr stages, full, empty;
     u32 stage, parity;
@@ -162,22 +165,22 @@ struct Turn {
     }
 };
 
-// What a lane asks for of a stage, found out before the stage is free: a piece of weight, a piece of
-// rows. Where there are no bytes it asks for nothing.
+// The copies that a lane of the producer warp will request for a stage, computed before the stage
+// is free: one of weights and one of rows. A copy of 0 bytes is not requested.
 struct Wish {
     const u8 *weight, *rows;
-    u32 weight_at, weight_bytes;  // in the stage
+    u32 weight_at, weight_bytes;  // weight_at: offset in the stage
     u32 rows_at, row_bytes;
-    u32 all;  // bytes of the stage, of all lanes
+    u32 all;  // bytes of the stage, summed over all lanes
 };
 
-// The warp that asks.
+// What the producer warp copies from.
 struct Source {
     const u8* packed;
     const u8* slabs;
     int rows;
 
-    // The first slab of a stage, and the one after its last.
+    // The first slab of a stage, and the end (one past the last).
     DEVICE static int first_slab(const Walk& at) {
         return at.q * at.item.columns() / SLAB_COLUMNS;
     }
@@ -196,8 +199,8 @@ struct Source {
         }
         return w;
     }
-    // NVFP4: a lane a step of all n-tiles, which lies together. Of a last step that is half padding
-    // the padding comes too.
+    // NVFP4: each lane copies one step of all n-tiles, which is contiguous. If half of the last
+    // step is padding, the padding is copied too.
     DEVICE void steps(Wish& w, const Walk& at) const {
         const int lane = threadIdx.x % 32;
         const int count = (min(at.item.phases(), at.end - at.q) + 1) / 2;
@@ -211,7 +214,7 @@ struct Source {
         }
         if (NARROW && at.item.narrow.there()) narrow(w, at, lane - WARPS);
     }
-    // Other kinds: a lane a slot, or half of one.
+    // Other kinds: each lane copies one slot, or half of one.
     DEVICE void slots(Wish& w, const Walk& at) const {
         const int lane = threadIdx.x % 32, kind = at.item.kind, bits = at.item.phase_bits();
         const int half = at.item.half, warp = lane % WARPS, part = lane / WARPS;
@@ -227,7 +230,7 @@ struct Source {
         w.weight_at = warp * SLOT + part * bytes;
         w.weight_bytes = bytes;
     }
-    // Slot `i` of the stage, of a narrow tile.
+    // The narrow tile's slot number `i` of the stage.
     DEVICE void narrow(Wish& w, const Walk& at, int i) const {
         const NarrowTile& tile = at.item.narrow;
         const int count = min(STAGE_SLABS, at.end - at.q), q = at.q + i;
@@ -238,11 +241,11 @@ struct Source {
         w.weight_at = NARROW_AT + i * NARROW_SLOT;
         w.weight_bytes = NARROW_SLOT;
     }
-    // Of a stage's rows alone.
+    // Fills in the row copies of a stage only.
     DEVICE Wish rows_of(const Walk& at) const {
         const int lane = threadIdx.x % 32, first = first_slab(at), count = end_slab(at) - first;
         const u32 each = rows * SLAB_ROW;
-        const bool whole = rows == ROWS;  // then they lie in the stage as they come
+        const bool whole = rows == ROWS;  // then all slabs are one contiguous copy
         Wish w;
         w.all = count * each;
         w.rows = slabs + (static_cast<i64>(first) + lane) * each;
@@ -251,7 +254,7 @@ struct Source {
         return w;
     }
 
-    // Announces a stage and asks for its weights.
+    // Announces the bytes of a stage and requests its weights.
     DEVICE static void ask_weights(const Wish& w, const Turn& turn) {
         if (threadIdx.x % 32 == 0) barrier_expect(turn.filled(), w.all);
         sync_warp();

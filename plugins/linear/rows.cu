@@ -1,10 +1,11 @@
-// The rows that enter a product: the contract's prologue, in float32, rounded to bf16 once. One block
-// a row, several where no sum goes over the whole row; a thread takes eight neighbouring columns at a
-// time, so a row's sums have one order whatever else is computed. What a call does not need is not in
-// its code: with all of it there the launch takes half a microsecond longer.
+// The contract's prologue: prepares a product's input rows in float32, rounded to bf16 once. One
+// block per row, or several if no sum covers the whole row. A thread processes eight neighbouring
+// columns at a time, so the order of a row's sums never changes. Parts that a call does not need
+// are left out at compile time: with all of them, the launch takes half a microsecond longer.
 //
-// Compile-time: WEIGHT_FLOAT, the norm's weight float32 and not bf16; SLABS, rows in slabs; GATE; NORM,
-// 0 for none, 1 for one over the row, else the columns of a head (one of HEADS in prepare.py).
+// Compile-time: WEIGHT_FLOAT, the norm's weight is float32 instead of bf16; SLABS, rows are written
+// in slabs; GATE; NORM, 0 for none, 1 for a norm over the row, else the columns of a head (one of
+// HEADS in prepare.py).
 #include "linear/eights.cuh"
 #include "linear/rows.cuh"
 
@@ -30,15 +31,15 @@ DEVICE float gated(float x, float gate) {
     return GATE == SIGMOID ? x * s : x * (gate * s);
 }
 
-// x, gate, y [rows, width], width a multiple of 8; norm_weight of the row or a head. SLABS: y in slabs,
-// with zeros up to a whole one.
+// x, gate, y [rows, width], width a multiple of 8; norm_weight [width] or [columns of a head].
+// SLABS: y is in slabs, the last one padded with zeros.
 KERNEL void __launch_bounds__(THREADS)
 linear_rows(const u16* x, const void* __restrict__ norm_weight, const u16* gate, u16* y, int width,
             float eps, float offset) {
     __shared__ float parts[WARPS];
     constexpr bool by_row = NORM == 1, by_head = NORM > 1;
     float w[8] = {};
-    // Comes from memory, so before the next kernel, whose weights keep memory busy, may start.
+    // Loaded from memory, hence before the next kernel may start, whose weights keep memory busy.
     if (by_head) norm_weights8<WEIGHT_FLOAT>(w, norm_weight, threadIdx.x * 8 & (NORM - 1), offset);
     let_next_start();
     wait_for_previous();
@@ -46,7 +47,7 @@ linear_rows(const u16* x, const void* __restrict__ norm_weight, const u16* gate,
     const uint4* in = reinterpret_cast<const uint4*>(x + row);
     const uint4* gates = reinterpret_cast<const uint4*>(gate + row);
     uint4* out = reinterpret_cast<uint4*>(SLABS ? y : y + row);
-    constexpr int lanes = NORM / 8;  // make one head's sum
+    constexpr int lanes = NORM / 8;  // lanes that share one head's sum
     const int chunks = width / 8;
     const int end = SLABS ? (chunks + 7) / 8 * 8 : chunks;
     float scale = 1.0f;
@@ -55,7 +56,7 @@ linear_rows(const u16* x, const void* __restrict__ norm_weight, const u16* gate,
         for (int c = threadIdx.x; c < chunks; c += THREADS) sum += squares8(in[c]);
         scale = rsqrtf(block_sum(sum, parts) / width + eps);
     }
-    // Whole warps go round: shuffles need every lane.
+    // The bound is the same for all lanes of a warp: shuffles need every lane.
     for (int first = blockIdx.y * THREADS; first < end; first += gridDim.y * THREADS) {
         const int c = first + threadIdx.x;
         const bool there = c < chunks;

@@ -1,18 +1,18 @@
-// The rows that enter a product, for whoever makes them: where they lie, and the gate in front.
+// The layout of a product's input rows, for the kernels that write them, and the prologue's gate.
 //
-// bf16 in slabs of 64 of K: [slab][row][64], the eights of a row r in the order u ^ r % 8, so that
-// load_matrix4 meets no bank twice.
+// bf16 in slabs of 64 of K: [slab][row][64]. In row r, the u-th group of eight columns is stored at
+// position u ^ r % 8, so that load_matrix4 has no bank conflicts.
 #pragma once
 #include "cuda/device.cuh"
 
 constexpr int SLAB_COLUMNS = 64;
 constexpr int SLAB_ROW = 2 * SLAB_COLUMNS;  // bytes
 
-// Elements before those of 8 columns from `column` of a row, of `rows`.
+// Offset, in elements, of the 8 columns that contain `column`, in one of `rows` rows.
 DEVICE int slab_offset(int rows, int row, int column) {
     return (column / SLAB_COLUMNS * rows + row) * SLAB_COLUMNS +
            ((column % SLAB_COLUMNS / 8) ^ (row & 7)) * 8;
 }
 
-// What a gate multiplies a row by, in float32 before the one rounding; silu is gate * sigmoid(gate).
+// The gate's factor, applied in float32 before the single rounding; silu is gate * sigmoid(gate).
 DEVICE float sigmoid(float gate) { return __fdividef(1.0f, 1.0f + __expf(-gate)); }

@@ -1,7 +1,7 @@
-"""Packed weights back in the contract's form: what a kernel reads, for holding it to the reference.
+"""Converts packed weights back to the contract's form, to compare kernels with the reference.
 
-The inverse of pack.py but for what packing drops: codes of a block whose scale is zero are zero,
-and the sign of a zero scale is gone.
+The inverse of pack.py except for what packing drops: the codes of a block whose scale is zero
+become zero, and the sign of a zero scale is lost.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ _DTYPE = {Kind.NVFP4: DType.U8, Kind.FP8: DType.FP8, Kind.BF16: DType.BF16}
 
 
 def unpack(site: Site, packed: Array, scales: Array) -> dict[str, Array]:
-    """weight# [N#, C#], and block_scale# and row_scale# where the kind has them.
+    """Returns weight# [N#, C#], and block_scale# and row_scale# if the kind has them.
 
-    `packed` uint8 [bytes] and `scales` float32 [packed columns] as `pack` makes them for `site`.
+    `packed` uint8 [bytes] and `scales` float32 [packed columns] are as `pack` makes them for
+    `site`.
     """
     plan = layout(site)
     out = _empty(plan)
@@ -60,7 +61,7 @@ def _empty(plan: Layout) -> dict[str, Array]:
 
 
 def _place(plan: Layout, first: int, parts: Mapping[str, Array], out: Mapping[str, Array]) -> None:
-    """64 packed columns, strip by strip, to the rows of their segments."""
+    """Copies 64 packed columns, strip by strip, to the rows of their segments."""
     for i in range(TILE // STRIP):
         strip = plan.strips[first // STRIP + i]
         if strip is None:
@@ -73,7 +74,9 @@ def _place(plan: Layout, first: int, parts: Mapping[str, Array], out: Mapping[st
 
 
 def _tile(plan: Layout, group: Group, blocks: Array) -> dict[str, Array]:
-    """[steps, 2, bytes] -> weight [64, ...], block_scale [64, K/16]; K padded to whole steps."""
+    """[steps, 2, bytes] -> weight [64, ...] and, for NVFP4, block_scale [64, K/16]; K is padded to
+    whole steps.
+    """
     if group.narrow:
         return _narrow(blocks)
     if group.kind is Kind.NVFP4:
@@ -89,12 +92,12 @@ def _tile(plan: Layout, group: Group, blocks: Array) -> dict[str, Array]:
 
 
 def _narrow(blocks: Array) -> dict[str, Array]:
-    """[steps, 2, 4 * (512 + 64)]: four narrow tiles."""
+    """The same for an n-tile stored as four narrow tiles, [steps, 2, 4 * (512 + 64)]."""
     cut = SLOT_WEIGHTS // NARROW_IN_TILE // 4
     words = blocks.view(np.uint32).reshape(-1, NARROW_IN_TILE, cut + 16)  # of half a step
     by_tile = words[..., :cut].reshape(-1, NARROW_IN_TILE, 4, 32).transpose(0, 2, 3, 1)
     scales = words[..., cut:].reshape(-1, NARROW_IN_TILE, 8, 2)
-    # [tile, strip of it, g, half a step, k16 / 2, k16 % 2], from bytes [k16 % 2, strip]
+    # [tile, strip of the tile, g, half step, k16 / 2, k16 % 2], from bytes [k16 % 2, strip]
     e = _scale_bytes(scales).reshape(2, 2, *scales.shape).transpose(3, 1, 4, 2, 5, 0)
     return {
         "weight": _codes(np.ascontiguousarray(by_tile)),
@@ -103,7 +106,7 @@ def _narrow(blocks: Array) -> dict[str, Array]:
 
 
 def _codes(words: Array) -> Array:
-    """uint32 [steps, 2, 512] -> codes [64, K/2]: what pack's `_words` does, backwards."""
+    """uint32 [steps, 2, 512] -> codes [64, K/2]; the inverse of pack's `_words`."""
     turned = words.reshape(-1, 8, 4, 4)  # [k16, g, t, j]
     q = [_unpermute(np.ascontiguousarray(turned[:, :, t])) for t in range(4)]
     pack.transpose_bytes(q)
@@ -114,7 +117,7 @@ def _codes(words: Array) -> Array:
 
 
 def _unpermute(x: Array) -> Array:
-    """The bits of `pack.permute` back in their places."""
+    """The inverse of `pack.permute`."""
     word = np.zeros_like(x)
     for to, place in enumerate(_PLACES):
         word |= ((x >> np.uint32(place)) & np.uint32(1)) << np.uint32(to)
@@ -125,7 +128,7 @@ _PLACES = [
     int(bit).bit_length() - 1
     for bit in pack.permute(np.uint32(1) << np.arange(32, dtype=np.uint32))
 ]
-"""Where `pack.permute` puts each bit."""
+"""The bit position to which `pack.permute` moves each bit."""
 
 
 def _block_scales(blocks: Array) -> Array:
@@ -137,7 +140,7 @@ def _block_scales(blocks: Array) -> Array:
 
 
 def _scale_bytes(word: Array) -> Array:
-    """Words of four scales -> E4M3 bytes [4, ...], by position in the word."""
+    """Words of four scales -> E4M3 bytes [4, ...]; the first axis is the position in the word."""
     e = [(word >> np.uint32(shift)) & np.uint32(0xFF) for shift in (4, 20, 12)]
     e.append((word >> np.uint32(28)) | ((word & np.uint32(15)) << np.uint32(4)))
     byte = np.zeros(256, np.uint8)
