@@ -1,9 +1,9 @@
 """gdn: causal convolution, gates and the gated delta rule for a block of rows.
 
-The state is never undone. A call first folds the rows accepted since the last call into the
-state, then runs its own rows from there. In verify mode those rows leave records, not state: the
-next call is told how many of them were accepted. In prefill mode every valid row is final and the
-state moves on.
+The state is never rolled back. A call first folds the rows accepted since the last call into the
+state, then runs its own rows from there. In verify mode these rows are saved as records and do not
+change the state; the next call is told how many of them were accepted. In prefill mode every valid
+row is final and updates the state.
 
 Letters
     T   rows        C   conv channels: q and k of every key head, then v of every value head
@@ -13,16 +13,16 @@ Letters
 Inputs
     qkv          rows [T, C], before the convolution; [q | k | v], head-major
     b, a         rows [T, Hv]; beta = sigmoid(b), decay = exp(-exp(a_log) * softplus(a + dt_bias))
-    conv_weight  [C, 1, J + 1]; the last tap meets the current row
+    conv_weight  [C, 1, J + 1]; the last tap is multiplied with the current row
     a_log, dt_bias  [Hv]
     accepted     int32 [1], 0..R: records to fold
-    valid        int32 [1], 1..T: prefill's rows that count; absent in verify mode
+    valid        int32 [1], 1..T: number of valid rows of a prefill; absent in verify mode
     state        float32 [Hv, Dk, Dv], as of the last folded row
     tail         rows [J, C]: the convolution's inputs before the records
     records      record_qkv rows [R, C], record_k float32 [R, Hk, Dk], record_d float32 [R, Hv, Dv],
                  record_decay float32 [R, Hv]; absent in saves="states"
-    states       float32 [R, Hv, Dk, Dv]: the state after each row; saves="states" only, which keeps
-                 record_qkv of the records
+    states       float32 [R, Hv, Dk, Dv]: the state after each row; only with saves="states", which
+                 of the records has record_qkv alone
 
 Outputs
     o            rows [T, Hv * Dv]; zero past `valid`
@@ -32,8 +32,8 @@ Outputs
 Recurrence, per value head, float32 throughout (k, q of head j // (Hv / Hk), L2-normalised, q
 scaled by Dk^-0.5):
     S <- decay S;  d = beta (v - S^T k);  S <- S + k d^T;  o = S^T q
-A record is (k, d, decay), so folding it is S <- decay S + k d^T: the very operations that made it,
-hence the same bits whether rows are folded at once, one by one, or never left the block.
+A record is (k, d, decay), so folding it is S <- decay S + k d^T: the operations that computed the
+row, hence the same bits whether rows are folded at once, one by one, or ran in a single block.
 
 Source: Qwen3.5 modeling (transformers models/qwen3_5, torch_recurrent_gated_delta_rule).
 """

@@ -1,6 +1,6 @@
-// The rows of a block to verify, before the recurrence: q, k and v, into shared memory, of what a
-// block of threads works for, HEADS value heads of one key head and SLAB columns of each. A warp
-// does a row, so that its norms are sums over the warp's own lanes; a lane has four channels.
+// The rows of a verify before the recurrence: computes q, k and v into shared memory, for the HEADS
+// value heads of one key head, SLAB columns of each, that a thread block works on. A warp processes
+// one row, so that the norms are sums over its own lanes; a lane has four channels.
 #pragma once
 #include "gdn/rows.cuh"
 
@@ -15,21 +15,21 @@ constexpr int RATIO = VALUE_HEADS / KEY_HEADS;
 constexpr int HEADS = RATIO % 3 == 0 ? 3 : RATIO % 2 == 0 ? 2 : 1;  // as in launch.py
 constexpr int CHANNELS = (2 * KEY_HEADS + VALUE_HEADS) * D;
 constexpr int WIDTH = VALUE_HEADS * D;
-constexpr int WALKERS = 4;                  // warps that have the state; as in launch.py
-constexpr int MAKERS = 4;                   // warps that make the rows, as many at a time
-constexpr int THREADS = 32 * (WALKERS + MAKERS);
-constexpr int MOST_ROWS = 32;               // of a block; as in launch.py
+constexpr int WALKERS = 4;                  // warps that hold the state
+constexpr int MAKERS = 4;                   // warps that prepare the rows, one row each at a time
+constexpr int THREADS = 32 * (WALKERS + MAKERS);  // as in launch.py
+constexpr int MOST_ROWS = 32;               // of a verify; as in launch.py
 constexpr int SLAB = 16, SLABS = D / SLAB;  // columns of each head; as in launch.py
-constexpr int FOURS = D / 4;                // of a row of q or k
-constexpr int COLUMNS = HEADS * SLAB;       // of a block
+constexpr int FOURS = D / 4;                // groups of four in a row of q or k
+constexpr int COLUMNS = HEADS * SLAB;       // of a thread block
 constexpr int GATES = 8;                    // floats: decay of each head, k . q at 3, beta from 4
 
-// Where the block and this thread stand.
+// Which part of the work is this block's and this thread's.
 struct Place {
     int slab, head, key_head;  // `head`: the first of HEADS
     int warp, lane;
 
-    // Of the block's columns in fours, the x-th: its place in a row of v, d or o.
+    // The position in a row of v, d or o of the x-th group of four of the block's columns.
     DEVICE int value_four(int x) const { return (head + x / 4) * D + slab * SLAB + x % 4 * 4; }
 };
 
@@ -42,9 +42,9 @@ DEVICE Place place_of() {
     return p;
 }
 
-// A row in shared memory, or a record, which has no q: floats from its first. All of a row lies
-// together, so that whoever goes through rows moves one address; what all lanes read at once lies in
-// one line of 128 bytes.
+// Layout of a row in shared memory, or of a record, which has no q; offsets in floats. A row is
+// contiguous, so that a loop over rows advances a single address. Values that all lanes read at
+// once lie within one line of 128 bytes.
 struct Rows {
     static constexpr int K = 0, V = D, GATE = V + COLUMNS, Q = (GATE + GATES + 31) / 32 * 32;
     static constexpr int PITCH = Q + D, RECORD_PITCH = Q;
@@ -54,37 +54,38 @@ struct Rows {
     DEVICE float* record(int t) const { return first + t * RECORD_PITCH; }
 };
 
-// What makers and walkers wait for of each other, each barrier for one use. Every lane arrives for
-// itself: racecheck knows of no lane that speaks for others.
+// The barriers between makers and walkers, each used once. Every lane arrives for itself: racecheck
+// does not understand one lane that arrives for others.
 struct Barriers {
     saddr at;
     static constexpr int TURNS = MOST_ROWS / MAKERS;
     static constexpr int BYTES = 128;  // as in launch.py
     static_assert(8 * (TURNS + 2) <= BYTES, "a barrier for each turn, and two more");
 
-    // Row t is made, and the others of its turn.
+    // Row t is ready, and so are the others of its group of MAKERS rows.
     DEVICE saddr made(int t) const { return at + t / MAKERS * 8; }
     // The state and all records are in shared memory.
     DEVICE saddr fetched() const { return at + TURNS * 8; }
-    // The tile is as it is to be written back.
+    // The tile holds the state that is to be written back.
     DEVICE saddr folded() const { return at + TURNS * 8 + 8; }
-    // By one thread; the block meets before any other use.
+    // Called by one thread; the block must synchronise before any other use.
     DEVICE void init() const {
         for (int t = 0; t < MOST_ROWS; t += MAKERS) barrier_init(made(t), 32 * MAKERS);
         barrier_init(fetched(), THREADS);
         barrier_init(folded(), 32 * WALKERS);
         barrier_init_done();
     }
-    // Until all have arrived; then the warp is together again. The compiler for sm_110 would else take
-    // its lanes for divided from here on, make all that has shuffles twice and run out of registers.
+    // Waits for all arrivals, then reconverges the warp. Without this, the compiler for sm_110
+    // treats the lanes as diverged from here on, emits all code with shuffles twice and runs out of
+    // registers.
     DEVICE static void wait(saddr barrier) {
         barrier_wait(barrier, 0);
         sync_warp();
     }
 };
 
-// The rows before the convolution, bf16, from the three before the block on: q | k | v of the
-// block's columns. The history may be there before the rows are.
+// The rows before the convolution, bf16, including the three rows of history: q | k | v of the
+// block's columns. The history may arrive before the rows do.
 struct Raw {
     u16* at;
     static constexpr int K = D, V = 2 * D, PITCH = 2 * D + COLUMNS;
@@ -92,11 +93,11 @@ struct Raw {
     DEVICE u16* row(int t) const { return at + (t + TAPS - 1) * PITCH; }
 };
 
-// A warp's copies of rows into Raw: where a lane reads and writes one, known before the rows are
-// there.
+// A warp's copies of rows into Raw: a lane's source and destination, computed before the rows are
+// available.
 struct Feed {
-    int keys, values;  // of an input row
-    saddr to;          // of row 0, keys
+    int keys, values;  // offsets in an input row; keys: q or k
+    saddr to;          // address of the keys of row 0
     int value_by;      // from there to the values, bytes
     bool has_values;
 
@@ -108,7 +109,7 @@ struct Feed {
         value_by = 2 * (Raw::V + p.lane * 8 - half * Raw::K - piece);
         has_values = p.lane < COLUMNS / 8;
     }
-    // Row t, which lies at `from`.
+    // Starts copying row t from `from`.
     DEVICE void fetch(const u16* from, int t) const {
         const saddr at = to + 2 * t * Raw::PITCH;
         copy_async16(at, from + keys);
@@ -116,11 +117,11 @@ struct Feed {
     }
 };
 
-// The inputs of a row and of the three before, four channels wide.
+// The inputs of a row and of the three rows before it, for four channels.
 struct Window {
     uint2 x[TAPS];
 
-    // `row`: of the earliest.
+    // `row`: the earliest of the rows.
     DEVICE void load(const u16* row) {
 #pragma unroll
         for (int i = 0; i < TAPS; i++)
@@ -145,11 +146,11 @@ DEVICE float warp_sum(float x) {
     return x;
 }
 
-// Makes rows: what a lane needs for any of them.
+// Prepares rows; holds what a lane needs for every row.
 struct Maker {
     Taps q_taps[2], k_taps[2], v_taps[2];
     int q, k, v;  // channels
-    bool has_v;   // the lane's four is of the block's columns
+    bool has_v;   // whether the lane has a group of four of the block's columns
 
     DEVICE Maker(const Place& p, const void* weights) {
         has_v = p.lane < COLUMNS / 4;
@@ -163,7 +164,8 @@ struct Maker {
         }
     }
 
-    // Row t. Of a key head's blocks one keeps q's and k's inputs and k: those of its slab.
+    // Prepares row t. Of the blocks that share a key head, one per row stores the inputs of q and
+    // k, and k, as the record: the blocks of different slabs take rows in turn.
     DEVICE void row(const Rows& m, const Place& p, const Raw& raw, int t, u16* next_tail,
                      u16* record_qkv, float* record_k) const {
         Window wq, wk, wv;
@@ -196,7 +198,7 @@ struct Maker {
     }
 };
 
-// The gates of the rows: a warp has a head, a lane a row.
+// The gates of the rows: each warp has one head, each lane one row.
 struct Gates {
     float rate, dt_bias, a, b;
     int head, at;

@@ -1,4 +1,4 @@
-"""gdn as ONNX: a loop over the accepted records, then a scan over the rows."""
+"""gdn as an ONNX function: a loop over the accepted records, then a scan over the rows."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def body(b: Body, x: Inputs, a: Attributes) -> Mapping[str, str]:
     if prefill:
         valid = b.cast(x["valid"], DType.I64)
         tail = _window(b, inputs, valid, x["tail"])
-        # decay 1 and beta 0 leave the state as it is.
+        # decay 1 and beta 0 leave the state unchanged.
         decay, beta = _only(b, valid, decay, 1.0, 4), _only(b, valid, beta, 0.0, 4)
     state_shape, row = (heads.hv, heads.dk, heads.dv), (heads.hv, 1, heads.dv)
     collected = [row] if prefill else [row, row, state_shape] if states else [row, row]
@@ -89,7 +89,7 @@ def _fold(b: Body, x: Inputs, heads: _Heads, n: str) -> str:
 
 
 def _window(b: Body, rows: str, start: str, like: str) -> str:
-    """As many rows as `like` has, from `start` on."""
+    """Returns the rows from `start` on, as many as `like` has."""
     return b.slice(rows, start, b.op("Add", start, b.op("Shape", like, start=0, end=1)), 0)
 
 
@@ -124,7 +124,7 @@ def _gates(b: Body, x: Inputs) -> tuple[str, str]:
 
 
 def _only(b: Body, valid: str, rows: str, rest: float, rank: int) -> str:
-    """Rows below `valid` as they are, `rest` in place of the others."""
+    """Replaces the rows from `valid` on with `rest`."""
     count = b.op("Squeeze", b.op("Shape", rows, start=0, end=1))
     row = b.reshape(b.op("Range", b.scalar(0), count, b.scalar(1)), -1, *(1,) * (rank - 1))
     return b.op("Where", b.op("Less", row, valid), rows, b.f32(rest))
@@ -141,7 +141,9 @@ def _upright(b: Body, heads: _Heads, x: str) -> str:
 
 
 def _step(s: Body, value: tuple[str, ...], collected: int) -> tuple[list[str], list[str]]:
-    """One row: state [Hv, Dk, Dv]; q, k [Hv, 1, Dk]; k upright; v [Hv, 1, Dv]; decay, beta."""
+    """Runs one row: state [Hv, Dk, Dv]; q, k [Hv, 1, Dk]; k again as [Hv, Dk, 1]; v [Hv, 1, Dv];
+    decay, beta [Hv, 1, 1].
+    """
     state, q, k, upright, v, decay, beta = value
     state = s.op("Mul", state, decay)
     d = s.op("Mul", beta, s.op("Sub", v, s.op("MatMul", k, state)))

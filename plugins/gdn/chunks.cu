@@ -1,4 +1,4 @@
-// The matrices of a prefill's chunks (chunk.cuh): a block makes those of one chunk and key head.
+// Computes the matrices of a prefill's chunks (chunk.cuh), a block those of one chunk and key head.
 #include "gdn/chunk.cuh"
 
 constexpr int DOT_PITCH = CHUNK + 1;
@@ -18,7 +18,7 @@ DEVICE void put_split(u8* image, int row, int lane, float4 x) {
     *reinterpret_cast<uint2*>(at + KEY_PART) = low;
 }
 
-// q and k, float32 [CHUNK][D] each, to unit length and into the image.
+// Scales q and k, float32 [CHUNK][D] each, to unit length and writes them to the image.
 DEVICE void normalise(u8* image, const float4* k, const float4* q) {
     const int lane = threadIdx.x % 32;
     for (int t = threadIdx.x / 32; t < CHUNK; t += WARPS) {
@@ -30,7 +30,7 @@ DEVICE void normalise(u8* image, const float4* k, const float4* q) {
     }
 }
 
-// dots[0..31][s] = k_t . k_s, dots[32..63][s] = q_t . k_s. A warp does 16 rows.
+// dots[t][s] = k_t . k_s, dots[32 + t][s] = q_t . k_s. Each warp computes 16 rows.
 DEVICE void dot_products(float* dots, saddr image) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const saddr left = image + warp / 2 * 2 * KEY_PART;
@@ -64,7 +64,7 @@ DEVICE void put_element(u8* matrix, int row, int column, float x) {
     *reinterpret_cast<u16*>(at + MATRIX_PART) = static_cast<u16>(low);
 }
 
-// One value head's T, P, gamma and L[last], by one warp: lane s has column s.
+// Computes T, P, gamma and L[last] of one value head. Called by one warp; lane s has column s.
 DEVICE void solve(u8* matrices, const float* dots, float decay, float beta) {
     const int lane = threadIdx.x % 32;
     float inverse[CHUNK];  // column `lane` of (I + ...)^-1
@@ -88,7 +88,7 @@ DEVICE void solve(u8* matrices, const float* dots, float decay, float beta) {
     reinterpret_cast<float*>(matrices + FADE)[lane] = fade;
 }
 
-// next_tail of the key head's channels: the three inputs before row `end`.
+// Writes next_tail for the channels of the key head: the three inputs before row `end`.
 DEVICE void keep_tail(u16* next_tail, const Inputs& x, int end, int key_heads, int ratio) {
     const int pairs = (2 + ratio) * (D / 2);
     for (int i = threadIdx.x; i < pairs * (TAPS - 1); i += THREADS) {
@@ -146,7 +146,7 @@ gdn_chunks(const u16* qkv, const u16* b, const u16* a, const void* conv_weight, 
     for (int slot = threadIdx.x / 32; slot < ratio; slot += WARPS) {
         const int head = key_head * ratio + slot, row = first + threadIdx.x % 32;
         const i64 at = static_cast<i64>(row) * value_heads + head;
-        float decay = 1.0f, beta = 0.0f;  // leave the state as it is
+        float decay = 1.0f, beta = 0.0f;  // leave the state unchanged
         if (row < end) {
             decay = decay_gate(bf16_float(a[at]), plain(a_log, head, a_log_f32),
                                plain(dt_bias, head, dt_bias_f32));

@@ -1,26 +1,27 @@
-// gdn of a block to verify, in one launch: fold the accepted records, write the state back, run the
-// rows, leave their records.
+// gdn of a verify, in one launch: folds the accepted records, writes the state back, runs the rows
+// and stores their records.
 //
-// A block works for HEADS value heads of one key head, SLAB columns of each. Half of its warps, the
-// makers, convolve and normalise the rows into shared memory, four rows at a time. The others, the
-// walkers, have the state in registers and walk the rows behind them: four columns of each head a
-// warp; lane 4r + c holds rows 32i + 4r + j, i, j < 4, of column c of every head. So what a lane
-// reads of q and k serves HEADS columns, as many sums are under way at once, and a sum over rows is
-// three shuffles.
+// A thread block computes HEADS value heads of one key head, SLAB columns of each. Half of its
+// warps, the makers, convolve and normalise the rows into shared memory, four rows at a time. The
+// other half, the walkers, keep the state in registers and run the recurrence over these rows. A
+// walker has four columns of each head; lane 4r + c holds rows 32i + 4r + j, i, j < 4, of column c
+// of every head. So each q or k value that a lane reads is used for HEADS columns, HEADS
+// independent sums are in flight, and a sum over rows takes three shuffles.
 //
-// All warps meet once, before anything is handed over. From then on each half meets within itself
-// alone, and what it leaves for the other in shared memory has a barrier of its own. Makers run
-// ahead through all rows; at their end they wait for the folded state, which they write back.
+// All warps synchronise once, before any data is exchanged. After that each half synchronises only
+// within itself, and the data that one half leaves in shared memory for the other has a barrier of
+// its own. Makers run ahead through all rows; then they wait for the folded state and write it
+// back.
 //
-// Nothing but the rows themselves comes from the kernel before this one. State, records, tail and
-// the count of accepted rows were written in an earlier step, and a step's first kernel starts only
-// when the step before has ended and its control words are in place (a graph waits for the graph
-// before it): they are read, and the fold is done, before wait_for_previous.
+// Only the rows (qkv, b, a) come from the previous kernel. State, records, tail and the number of
+// accepted rows were written in an earlier step. A step's first kernel starts only when the
+// previous step has ended and its control words are in place (a graph waits for the graph before
+// it), so these are read, and the fold is done, before wait_for_previous.
 //
-// A block has a multiprocessor to itself where there are enough of them (launch.py); elsewhere two
-// share one. The next launch may start, and the next product's weight be fetched ahead, only when this
-// one's rows have come: earlier, what is read there would be on the way before them. From then on
-// memory has little else to do.
+// A block has a multiprocessor to itself if there are enough of them (launch.py); else two blocks
+// share one. The next launch may start, and the next product's weight may be prefetched, only when
+// this launch's rows have arrived: earlier reads would delay them. After that, memory is mostly
+// idle.
 #include "cuda/ahead.cuh"
 #include "gdn/block.cuh"
 
@@ -36,9 +37,9 @@ typedef float State[HEADS][HELD];
 // Shared memory.
 struct Memory {
     Barriers barriers;
-    float* tile;  // [HEADS][D][SLAB], fours of a row in tile_at's order
+    float* tile;  // [HEADS][D][SLAB], groups of four columns in tile_at's order
     Rows rows;
-    Rows records;  // v: d; gates: the decays alone
+    Rows records;  // d is stored as v; of the gates only the decays
     Raw raw;
 };
 
@@ -49,20 +50,21 @@ DEVICE Memory memory_of(u8* memory, int rows, int held) {
     return {{shared_address(memory)}, tile, m, r, raw};
 }
 
-// Of four columns of a row in the tile: both a lane's rows and a row's fours in different banks.
+// Offset in the tile of four columns of a row. The swizzle puts both the rows that a warp's lanes
+// read and the groups of four of a row in different banks.
 DEVICE int tile_at(int row, int four) {
     return row / 2 * 32 + (((row % 2 * 4 + four) ^ (row / 4 % 8)) * 4);
 }
-// Of the block's part of the state, four columns of a row of its first head.
+// Offset in the state of four of the block's columns, in a row of its first head.
 DEVICE i64 state_at(const Place& p, int row, int four) {
     return (static_cast<i64>(p.head) * D + row) * D + p.slab * SLAB + four * 4;
 }
 
-// Four columns of every 32nd row, from a thread's own on: the tile repeats itself.
+// A thread copies four columns of every 32nd row; the tile's swizzle repeats after 32 rows.
 constexpr int ROWS_AT_ONCE = 32;
 static_assert(8 * WALKERS == ROWS_AT_ONCE && 8 * MAKERS == ROWS_AT_ONCE, "a thread four columns");
 
-// By the walkers.
+// Called by the walkers.
 DEVICE void fetch_state(const float* tile, const Place& p, const float* state) {
     const int row = threadIdx.x / 4, four = threadIdx.x % 4;
     const saddr to = shared_address(tile + tile_at(row, four));
@@ -71,7 +73,7 @@ DEVICE void fetch_state(const float* tile, const Place& p, const float* state) {
     for (int i = 0; i < HEADS * D; i += ROWS_AT_ONCE) copy_async16(to + i * SLAB * 4, from + i * D);
 }
 
-// By the makers.
+// Called by the makers.
 DEVICE void put_state(float* state, const float* tile, const Place& p) {
     const int thread = threadIdx.x - 32 * WALKERS, row = thread / 4, four = thread % 4;
     const float* const from = tile + tile_at(row, four);
@@ -101,7 +103,8 @@ DEVICE void leave_state(const State& s, float* tile, const Place& p) {
         for (int e = 0; e < HELD; e++) held(tile, p, h, e) = s[h][e];
 }
 
-// S <- decay S and S <- S + k d: these two and no others move a state, whoever calls.
+// S <- decay S and S <- S + k d. Every change of the state goes through these two functions, so
+// that folding a record gives the same bits as running the row.
 DEVICE void decayed(float (&s)[HELD], float decay) {
 #pragma unroll
     for (int e = 0; e < HELD; e++) s[e] = mul_rn(decay, s[e]);
@@ -117,17 +120,18 @@ DEVICE void added(float (&s)[HELD], const float4 (&k)[HELD / 4], float d) {
     }
 }
 
-// Where they stand: the compiler moves other loads down to their use, and waits for them there.
+// A volatile load, which stays where it is written: the compiler would move others down to their
+// use and wait there.
 DEVICE float4 load_four(saddr from) {
     const uint4 x = load_shared16(from);
     return make_float4(bits_float(x.x), bits_float(x.y), bits_float(x.z), bits_float(x.w));
 }
 
-// Where a walker's lane reads a row or a record.
+// The addresses at which a walker's lane reads a row or a record.
 struct Cursor {
-    saddr fours;       // its part of k; q's lies Rows::Q behind
-    saddr column;      // its column of `head`, in v or d
-    saddr gates, own;  // gates of all heads, those of `head`
+    saddr fours;       // the lane's part of k; its part of q is Rows::Q floats further
+    saddr column;      // the lane's column of `head`, in v or d
+    saddr gates, own;  // gates of all heads; gates of `head`
 
     DEVICE Cursor(const float* first, const Place& p, int head) {
         const saddr at = shared_address(first);
@@ -150,7 +154,7 @@ struct Cursor {
     DEVICE float4 load_gates() const { return load_four(gates); }
 };
 
-// This lane's part of S^T x.
+// The lane's partial sum of S^T x for one column.
 DEVICE float dot(const float (&s)[HELD], const float4 (&x)[HELD / 4]) {
     float a = mul_rn(s[0], x[0].x), b = mul_rn(s[1], x[0].y);
     a = fma_rn(s[2], x[0].z, a), b = fma_rn(s[3], x[0].w, b);
@@ -163,7 +167,7 @@ DEVICE float dot(const float (&s)[HELD], const float4 (&x)[HELD / 4]) {
 }
 
 #if !SAVES_STATES
-// The records on their way into shared memory, all that there are: how many count is not known yet.
+// Starts copying all `held` records into shared memory; how many were accepted is not known yet.
 DEVICE void fetch_records(const Rows& m, const Place& p, const float* k, const float* d,
                           const float* decay, int held) {
 #pragma unroll 1
@@ -177,7 +181,7 @@ DEVICE void fetch_records(const Rows& m, const Place& p, const float* k, const f
         m.record(p.lane)[Rows::GATE + p.warp] = decay[p.lane * VALUE_HEADS + p.head + p.warp];
 }
 
-// What a walker needs of a record.
+// A walker's values of a record.
 struct Record {
     float4 k[HELD / 4];
     float decay[HEADS], d[HEADS];
@@ -200,7 +204,7 @@ DEVICE void fold_one(State& s, const Record& x) {
     }
 }
 
-// n records into the state, each asked for while the one before it is folded.
+// Folds n records into the state, loading each one while the previous one is folded.
 DEVICE void fold(State& s, const Rows& m, const Place& p, int n) {
     if (n == 0) return;
     Cursor at(m.first, p, 0);
@@ -219,7 +223,8 @@ DEVICE void fold(State& s, const Rows& m, const Place& p, int n) {
 }
 #endif
 
-// Over the lanes of a column, each head's to the lanes of its own alone: lane / 8 is the head.
+// Sums each head's value over the lanes of a column. Only the head's own lanes (lane / 8 is the
+// head) receive its sum.
 DEVICE float sum_of_head(const float (&x)[HEADS], const Place& p) {
     const bool upper = p.lane & 16, odd = p.lane & 8;
     const float first = x[0], middle = x[HEADS > 1], last = x[HEADS == 3 ? 2 : 0];
@@ -229,7 +234,7 @@ DEVICE float sum_of_head(const float (&x)[HEADS], const Place& p) {
     return add_rn(sum, shuffle_xor(sum, 4));
 }
 
-// What a walker needs of a row.
+// A walker's values of a row.
 struct Row {
     float4 q[HELD / 4], k[HELD / 4];
     float decay[HEADS], kq;
@@ -249,12 +254,13 @@ struct Row {
     }
 };
 
-// One row: the state moves on; d and o of the lane's head.
+// Runs one row: updates the state, sets d and returns o, both of the lane's head.
 DEVICE float step(State& s, const Row& row, const Place& p, float& d) {
     float in_k[HEADS], in_q[HEADS];
-    // Both sums are of the state before its decay, which moves on while they cross the lanes:
-    // o = (decay S + k d)^T q = decay S^T q + (k . q) d. Each lane makes d and o of its own head; a
-    // scheduler is busy with instructions, not with waiting, so that fewer are worth a shuffle more.
+    // Both sums use the state before its decay, so that the decay can be applied while they are
+    // reduced over the lanes: o = (decay S + k d)^T q = decay S^T q + (k . q) d. Each lane computes
+    // d and o of one head only. The schedulers are bound by instruction issue, not by latency, so
+    // fewer instructions are worth one more shuffle.
 #pragma unroll
     for (int h = 0; h < HEADS; h++) in_k[h] = dot(s[h], row.k);
     d = mul_rn(row.beta, fma_rn(-row.own_decay, sum_of_head(in_k, p), row.v));
@@ -279,18 +285,18 @@ DEVICE void save_state(float* state, const State& s, const Place& p) {
 }
 #endif
 
-// Where the walkers leave what comes of a row, and of the one after it.
+// Where a walker's lane stores the results of a row and of the next one.
 struct Left {
     u16* o;
     float *record_d, *states;
-    bool mine;  // of the lanes that have a head's results, one writes
+    bool mine;  // whether the lane stores: one of those that have the same head's results does
 
     DEVICE Left(const Place& p, u16* o_, float* d, float* states_) : states(states_) {
         const int head = min(p.lane / 8, HEADS - 1);
         const int at = (p.head + head) * D + p.slab * SLAB + 4 * p.warp + p.lane % 4;
         o = o_ + at, record_d = d + at, mine = p.lane / 4 % 2 == 0 && p.lane / 8 < HEADS;
     }
-    // `i`: 1 for the one after.
+    // `i`: 0 for the current row, 1 for the next one.
     DEVICE void step_and_put(State& s, const Row& row, const Place& p, int i) const {
         float d;
         const float y = step(s, row, p, d);
@@ -304,8 +310,8 @@ struct Left {
     DEVICE void next_two() { o += 2 * WIDTH, record_d += 2 * WIDTH, states += 2 * WIDTH * D; }
 };
 
-// The walkers' part after the fold: each turn of rows when it is made, each row asked for while the
-// one before it is walked.
+// The walkers' part after the fold. Waits for each group of MAKERS rows, and loads each row while
+// the previous one is run.
 DEVICE void walk(State& s, const Memory& m, const Place& p, int rows, Left left) {
     static_assert(MAKERS % 2 == 0, "two rows a turn");
     Row one, other;
@@ -327,7 +333,7 @@ DEVICE void walk(State& s, const Memory& m, const Place& p, int rows, Left left)
     if (rows % 2) left.step_and_put(s, one, p, 0);
 }
 
-// A state saved after every row takes more registers; that launch is bound by its stores.
+// Saving the state after every row takes more registers; that launch is bound by its stores anyway.
 KERNEL void __launch_bounds__(THREADS, SAVES_STATES ? 1 : 2)
 gdn_rows(const u16* qkv, const u16* b, const u16* a, const void* conv_weight, const void* a_log,
          const void* dt_bias, const i32* accepted, const float* state, const u16* tail,
@@ -342,7 +348,7 @@ gdn_rows(const u16* qkv, const u16* b, const u16* a, const void* conv_weight, co
     const int n = *accepted;
     const i64 tail_by = shift_of(tail_shift), record_by = shift_of(record_shift);
 #if !SAVES_STATES
-    if (p.warp < WALKERS) fetch_state(m.tile, p, state);  // while those three come
+    if (p.warp < WALKERS) fetch_state(m.tile, p, state);  // while n and the shifts are loading
 #endif
     move(tail, tail_by), move(next_tail, -tail_by);
     move(record_qkv, record_by), move(next_record_qkv, -record_by);
@@ -400,6 +406,6 @@ gdn_rows(const u16* qkv, const u16* b, const u16* a, const void* conv_weight, co
     wait_for_previous();
     if (gates.mine(p, rows)) gates.load(a, b);
     if (gates.mine(p, rows)) gates.put(m.rows, p, next_record_decay);
-    sync_some(1, 32 * WALKERS);  // each of them reads all gates
+    sync_some(1, 32 * WALKERS);  // every walker reads all gates
     walk(s, m, p, rows, Left(p, o, next_record_d, next_states));
 }

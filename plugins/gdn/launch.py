@@ -1,4 +1,4 @@
-"""gdn on a GPU: a block to verify is one launch, a prefill two."""
+"""gdn on a GPU: one launch for a verify, two for a prefill."""
 
 from __future__ import annotations
 
@@ -6,38 +6,40 @@ from thor_dflash.plugins.launch import At, Device, Int, Launch, Scratch, Shift, 
 from thor_dflash.tensors import DType
 
 IN_PLACE: frozenset[str] = frozenset({"next_state"})
-"""Outputs written over their input."""
+"""Outputs that overwrite their input."""
 
 TOLERANCE = 2.0**-7
-"""Largest error, relative to the largest value of the output: o is bf16, and a value between two of
-its numbers may go to the other one. Everything else is float32 and some 1e-6 off."""
+"""Largest error, relative to the largest value of the output: o is bf16, and a value between two
+bf16 numbers may be rounded to the other one. The other outputs are float32, with errors of about
+1e-6."""
 
 DIM = 128
 """Key and value dimension of a head."""
 TAPS = 4
 MOST_ROWS = 32
-"""Of a block to verify, and of the records of one."""
+"""Most rows of a verify call, and most records."""
 SLAB = 16
-"""Columns of each of its value heads that a block of a verify has; as in block.cuh."""
+"""Columns of each value head that one thread block of a verify computes; as in block.cuh."""
 VERIFY_THREADS = 256
-"""Of a block of a verify."""
+"""Threads of a block in a verify launch."""
 THREADS = 128
-"""Of a block of a prefill."""
+"""Threads of a block in a prefill launch."""
 MOST_HEADS = 3
-"""Value heads of such a block."""
+"""Most value heads of a thread block in a verify launch."""
 GATES = 8
-"""Floats of a row's gates."""
+"""Floats that hold a row's gates in shared memory; as in block.cuh."""
 BARRIERS = 128
-"""Bytes of the barriers of a block of a verify; as in block.cuh."""
+"""Bytes for the barriers of a verify block; as in block.cuh."""
 
 CHUNK = 32
-"""Rows of a prefill's chunk; this and what follows must agree with chunk.cuh."""
+"""Rows of a prefill's chunk; this and the following sizes must agree with chunk.cuh, prefill.cu."""
 WALK_SLAB = 64
-"""Columns of a block of the walk."""
+"""Columns of a thread block in the walk over the chunks."""
 KEY_BYTES = 4 * CHUNK * DIM * 2
-"""K and Q of a chunk and key head, in bf16 pairs."""
+"""Bytes of K and Q of a chunk and key head, each value a pair of bf16."""
 MATRIX_BYTES = 4 * CHUNK * CHUNK * 2 + 2 * CHUNK * 4
-"""T and P of a chunk and value head, in bf16 pairs, and two float32 a row."""
+"""Bytes of T and P of a chunk and value head, each value a pair of bf16, and of two float32 per
+row."""
 
 _PORTS = (
     "qkv",
@@ -68,7 +70,7 @@ _SHIFTS = (
     Shift(("tail", "next_tail")),
     Shift((*_RECORDS, *(f"next_{name}" for name in _RECORDS))),
 )
-"""Not all of these ports are in every call."""
+"""Not every call has all of these ports."""
 _PLAIN = ("conv_weight", "a_log", "dt_bias")
 _CHUNK_PORTS = (
     *("qkv", "b", "a", *_PLAIN, "accepted", "valid", "tail", "record_qkv", "next_tail"),
@@ -80,7 +82,7 @@ _WALK_PORTS = (
 
 
 def refuse(site: Site) -> str:
-    """Why the kernels do not take this call; empty where they do."""
+    """Returns why the kernels cannot run this call, or an empty string if they can."""
     return _refuse_types(site) or _refuse_sizes(site)
 
 
@@ -110,15 +112,18 @@ def _refuse_sizes(site: Site) -> str:
 
 
 def heads(site: Site) -> int:
-    """Value heads of a block: the most that divide a key head's evenly."""
+    """Returns the value heads of a thread block: the largest number, up to MOST_HEADS, that divides
+    the value heads of a key head.
+    """
     a = site.attributes
     ratio = a.integer("value_heads") // a.integer("key_heads")
     return max(n for n in range(1, MOST_HEADS + 1) if ratio % n == 0)
 
 
 def shared_bytes(rows: int, held: int, count: int) -> int:
-    """The barriers. The state of a block's `count` heads; q, k, v and gates of the rows, as much
-    but q of the records: float32. The rows before the convolution and the three before them: bf16.
+    """Returns the shared memory of a verify block, bytes: the barriers; in float32 the state of the
+    block's `count` heads, q, k, v and gates of the rows, and k, d and decay of the records; in bf16
+    the rows before the convolution and the three rows before them.
     """
     record = -(-(DIM + count * SLAB + GATES) // 32) * 32
     wide = count * DIM * SLAB + rows * (record + DIM) + held * record
@@ -126,16 +131,20 @@ def shared_bytes(rows: int, held: int, count: int) -> int:
 
 
 def alone_bytes(device: Device) -> int:
-    """Shared memory with which a block keeps others of its launch off its multiprocessor: two, and
-    what the driver takes for each, do not fit. Two that share one end later, and a block goes
-    wherever one of the launch before has left: some would share one while others stand empty. There
-    is still room beside a block of a product, which may end later than its neighbour.
+    """Returns an amount of shared memory, bytes, of which two blocks do not fit on a multiprocessor
+    together with what the driver reserves for each.
+
+    A block starts wherever one of the previous launch has exited, so that without this some blocks
+    would share a multiprocessor, and finish later, while other multiprocessors are empty. A block
+    still fits beside one of the preceding product, which may run longer than its neighbours.
     """
     return device.shared // 2
 
 
 def launches(site: Site, device: Device) -> tuple[Launch, ...]:
-    """Verify: one launch. Prefill: the matrices of every chunk, then the walk over the chunks."""
+    """Returns the launches of a call. Verify: one launch. Prefill: one that computes the matrices
+    of every chunk, then the walk over the chunks.
+    """
     if site.attributes.word("mode") == "prefill":
         return _prefill(site)
     a = site.attributes
@@ -168,7 +177,7 @@ def launches(site: Site, device: Device) -> tuple[Launch, ...]:
 
 
 def _sizes(site: Site) -> tuple[Int, ...]:
-    """Heads and the types of the plain parameters."""
+    """Returns arguments for the numbers of heads and the types of the plain parameters."""
     a = site.attributes
     return (
         Int(a.integer("key_heads")),
@@ -178,7 +187,7 @@ def _sizes(site: Site) -> tuple[Int, ...]:
 
 
 def _wide(site: Site, name: str) -> int:
-    """1 where a plain parameter is float32."""
+    """Returns 1 if a plain parameter is float32, else 0."""
     return int(site.ports[name].dtype is DType.F32)
 
 

@@ -1,14 +1,15 @@
 // The walk over a prefill's chunks (chunk.cuh). A warp owns 16 columns of a value head and keeps
-// S^T in the accumulators of its products, whose layout is that of the next product's left operand;
-// warps meet only to fetch. State, records and tail were written in an earlier step (kernel.cu).
+// S^T in accumulators of matrix products, whose layout is also that of the next product's left
+// operand. Warps synchronise only around the loads of a chunk. State, records and tail were written
+// in an earlier step (see kernel.cu).
 #include "gdn/chunk.cuh"
 
-constexpr int SLAB = 16 * WARPS;               // columns of a block of the walk
+constexpr int SLAB = 16 * WARPS;               // columns of a thread block
 constexpr int VALUE_PITCH = SLAB + 4;          // floats
 constexpr int STAGE = KEY_BYTES + MATRIX_BYTES;
 
-// Where a lane stands in S^T of its warp, 16 columns x 128 rows as 16 accumulators of 16 x 8: lane
-// 4g + t holds columns g and g + 8, rows 8j + 2t and 8j + 2t + 1 of accumulator j.
+// A lane's position in its warp's S^T, 16 columns x 128 rows in 16 accumulators of 16 x 8: lane 4g
+// + t holds columns g and g + 8, rows 8j + 2t and 8j + 2t + 1 in accumulator j.
 struct Lane {
     int head, column;  // of the value head; column g
     int t;
@@ -18,7 +19,7 @@ struct Lane {
     }
 };
 
-// The same two roundings an element as in kernel.cu.
+// Rounds each element twice per record, as the fold in kernel.cu does.
 DEVICE void fold(float (&s)[D / 8][4], const Lane& lane, const float* record_k,
                  const float* record_d, const float* record_decay, int n, int key_heads,
                  int value_heads) {
@@ -36,7 +37,7 @@ DEVICE void fold(float (&s)[D / 8][4], const Lane& lane, const float* record_k,
     }
 }
 
-// Two neighbouring accumulators as the left operand of a product over their columns.
+// Converts two neighbouring accumulators to the left operand of a product over their columns.
 DEVICE void as_left(const float (&x)[4], const float (&y)[4], u32 (&high)[4], u32 (&low)[4]) {
     split(x[0], x[1], high[0], low[0]);
     split(x[2], x[3], high[1], low[1]);
@@ -44,7 +45,7 @@ DEVICE void as_left(const float (&x)[4], const float (&y)[4], u32 (&high)[4], u3
     split(y[2], y[3], high[3], low[3]);
 }
 
-// S^T K^T and S^T Q^T: columns are the chunk's rows.
+// Computes S^T K^T and S^T Q^T; their columns are the chunk's rows.
 DEVICE void from_state(float (&in_k)[4][4], float (&in_q)[4][4], const float (&s)[D / 8][4],
                        saddr keys) {
 #pragma unroll
@@ -96,7 +97,7 @@ DEVICE void into_state(float (&s)[D / 8][4], const float (&d)[4][4], saddr keys)
     }
 }
 
-// One chunk: the state moves on, o^T of its rows is returned.
+// Runs one chunk: updates the state and sets o^T of its rows.
 DEVICE void advance(float (&s)[D / 8][4], float (&o)[4][4], const u8* stage, const float* values) {
     const int t2 = threadIdx.x % 4 * 2;
     const saddr keys = shared_address(stage), matrices = keys + KEY_BYTES;
@@ -131,7 +132,7 @@ DEVICE void advance(float (&s)[D / 8][4], float (&o)[4][4], const u8* stage, con
     into_state(s, d, keys);
 }
 
-// Of the state, in which every load of the stage has a part.
+// A value that depends, through the state, on every load from the stage; for `received`.
 DEVICE u32 last_of(const float (&s)[D / 8][4]) {
     u32 x = 0;
 #pragma unroll
@@ -139,7 +140,7 @@ DEVICE u32 last_of(const float (&s)[D / 8][4]) {
     return x;
 }
 
-// o [T, width] from `at` on: rows first.. below end.
+// Stores rows `first`.. of o [T, width], those below `end`; `at`: address of the lane's columns.
 DEVICE void put_rows(u16* at, const float (&o)[4][4], int first, int end, i64 width) {
 #pragma unroll
     for (int t = 0; t < 4; t++) {
@@ -151,7 +152,7 @@ DEVICE void put_rows(u16* at, const float (&o)[4][4], int first, int end, i64 wi
     }
 }
 
-// Chunk c of the block's heads into its stage, by one thread.
+// Starts copying chunk c into its stage. Called by one thread.
 DEVICE void fetch(u8* memory, saddr barriers, int c, const u8* keys, int key_heads,
                   const u8* matrices, int value_heads) {
     const saddr to = shared_address(memory) + c % 2 * STAGE, barrier = barriers + c % 2 * 8;
@@ -162,7 +163,7 @@ DEVICE void fetch(u8* memory, saddr barriers, int c, const u8* keys, int key_hea
                    barrier);
 }
 
-// Grid: value heads, slabs of their columns.
+// Grid: value heads, slabs of a head's columns.
 KERNEL void __launch_bounds__(THREADS)
 gdn_prefill(const u16* qkv, const void* conv_weight, const i32* accepted, const i32* valid,
             const float* state, const u16* tail, const u16* record_qkv, const float* record_k,

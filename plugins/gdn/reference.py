@@ -1,4 +1,4 @@
-"""gdn in numpy: the definition every other implementation is held to."""
+"""gdn in numpy: the definition that every other implementation is tested against."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def gdn_case(
     attributes: dict[str, Attribute],
     dtype: DType = DType.F32,
 ) -> Case:
-    """Random inputs; records are ones a real call could have left."""
+    """Returns a case with random inputs; the records are in the range that a real call writes."""
     a = {"key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 16} | attributes
     hk, hv, dk, dv = (int(a[n]) for n in ("key_heads", "value_heads", "key_dim", "value_dim"))
     channels = 2 * hk * dk + hv * dv
@@ -139,7 +139,7 @@ def gdn_case(
 
 
 def cases(rng: np.random.Generator) -> Iterator[Case]:
-    """Fold none, one, some, all; one row and many; prefill that stops early; both kinds of save."""
+    """Folds of none, one, some and all records; a prefill that stops early; both kinds of save."""
     for accepted in (0, 1, 2, 3, 7, 16):
         yield gdn_case(rng, 16, 16, accepted, {})
     yield gdn_case(rng, 4, 16, 9, {})

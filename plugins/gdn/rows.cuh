@@ -1,13 +1,13 @@
-// What every gdn kernel does to a row before the recurrence: causal convolution, SiLU, gates.
+// Operations on a row before the recurrence, shared by all gdn kernels: convolution, SiLU, gates.
 #pragma once
 #include "cuda/device.cuh"
 
 constexpr int D = 128;    // key and value dimension of a head
-constexpr int TAPS = 4;   // convolution kernel
+constexpr int TAPS = 4;   // size of the convolution kernel
 constexpr float NORM_EPSILON = 1e-6f;
 constexpr float QUERY_SCALE = 0.08838834764831845f;  // D^-0.5
 
-// How far a state is from where arguments say, bytes (Shift of launch.py).
+// Distance of a state from the address in the arguments, bytes (Shift of plugins/launch.py).
 DEVICE i64 shift_of(const i64* shift) { return shift ? *shift : 0; }
 template <typename T>
 DEVICE void move(T*& place, i64 bytes) {
@@ -47,7 +47,8 @@ DEVICE float sigmoid(float x) {
 }
 DEVICE float silu(float x) { return mul_rn(x, sigmoid(x)); }
 
-// One row of the two channels from its own inputs and the three before it, oldest first.
+// The convolution's output for one row of two channels, from the inputs of that row and the three
+// before it, oldest first.
 DEVICE float2 convolved(const Taps& taps, u32 x0, u32 x1, u32 x2, u32 x3) {
     float low = mul_rn(taps.low[0], bf16x2_low(x0));
     float high = mul_rn(taps.high[0], bf16x2_high(x0));
@@ -60,8 +61,8 @@ DEVICE float2 convolved(const Taps& taps, u32 x0, u32 x1, u32 x2, u32 x3) {
     return make_float2(silu(low), silu(high));
 }
 
-// The convolution's inputs, bf16 [rows, channels], channels in pairs. Rows -3..-1 are the history:
-// three rows of [tail | records] from row `folded` on.
+// The convolution's inputs, bf16 [rows, channels], read in pairs of channels. Rows -3..-1 are the
+// history: three rows of [tail | records] from row `folded` on.
 struct Inputs {
     const u16 *rows, *tail, *records;
     int channels, folded;
