@@ -1,4 +1,4 @@
-"""verify_attention: a block of query rows against the key/value cache, after writing its own rows.
+"""verify_attention: writes a block's key/value rows to the cache, then attends with its queries.
 
 Letters
     T   rows     Hq, Hkv  query and key/value heads     D  head dimension     N  cache rows
@@ -6,19 +6,19 @@ Letters
 Inputs
     q            rows [T, Hq * D]     k, v  rows [T, Hkv * D], before norm and rotation
     q_norm, k_norm  [D], RMSNorm over each head
-    length       int32 [1], committed rows; row t stands at position length + t
+    length       int32 [1], committed rows; row t is at position length + t
     cache_k, cache_v  f32/bf16/fp8 [Hkv, N, D]; keys after norm and rotation
-    scale_k, scale_v  float32 [1]; stored = x / scale (1 where the checkpoint has no scales)
+    scale_k, scale_v  float32 [1]; stored = x / scale (1 if the checkpoint has no scales)
 
 Outputs
-    o            rows [T, Hq * D]; the output gate is the consumer's
+    o            rows [T, Hq * D]; the output gate is applied by the consumer
     next_cache_k, next_cache_v  the caches with rows length .. length + T - 1 written; may be
                  written in place. Rows at and past the committed length are never read before
                  they are written again, so rejected rows need no clean-up.
 
-Row t sees positions 0 .. length + t, its own block's rows as the cache stores them. The cache is
-walked in tiles of `tile` rows that start at absolute multiples of `tile`, combined in order of
-position: a row's result does not depend on where its block began or how full it was.
+Row t sees positions 0 .. length + t, including its own block's rows as the cache stores them. The
+cache is processed in tiles of `tile` rows that start at absolute multiples of `tile`, combined in
+order of position: a row's result does not depend on where its block begins or how many rows it has.
 
 Source: Qwen3.5 modeling (transformers models/qwen3_5); running softmax, Milakov and Gimelshein
 2018.
@@ -31,7 +31,7 @@ from thor_dflash.plugins.verify_attention.reference import cases, reference
 from thor_dflash.tensors import DType
 
 TILE = 128
-"""Rows of a cache tile. Caches are whole tiles."""
+"""Rows of a cache tile. A cache has a whole number of tiles."""
 
 _PLAIN = (DType.BF16, DType.F16, DType.F32)
 

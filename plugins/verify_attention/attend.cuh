@@ -1,5 +1,5 @@
-// A warp's work: its half of the heads against a quarter of each tile's positions, then against a
-// quarter of the columns, with a running softmax.
+// A warp's work on each tile, with a running softmax: its half of the heads times the keys of a
+// quarter of the tile's positions, then the weights times a quarter of the values' columns.
 #pragma once
 
 #include "verify_attention/cache.cuh"
@@ -7,8 +7,9 @@
 
 typedef float Scores[MT][NS][4];
 
-// A row's exponents are taken from `base`, which follows the maximum in steps of at least this: 256
-// is the largest weight, and rows whose maximum creeps leave the mixture alone.
+// A row's weights are exp2(logit - base). `base` is raised to the row's maximum only when that
+// exceeds it by more than this. Weights are then at most 2^8 = 256, and a maximum that grows slowly
+// does not rescale the mixture (Running::o) at every tile.
 constexpr float SLACK = 8.0f;
 
 DEVICE void reset(Running& r) {
@@ -23,8 +24,8 @@ DEVICE void reset(Running& r) {
     }
 }
 
-// Where this lane's addresses into rows of 16-bit elements begin: the rows of its half of the heads,
-// each in lines of 128 bytes. Tokens of a head lie PITCH apart, heads TILE.
+// This lane's addresses in rows of 16-bit elements, for its half of the heads; a row consists of
+// lines of 128 bytes. Tokens of a head lie PITCH bytes apart, heads TILE bytes.
 template <int PITCH, int TILE> struct Operand {
     saddr row;
 
@@ -32,7 +33,7 @@ template <int PITCH, int TILE> struct Operand {
         const int token = at.lane & 15;
         row = begin + at.half * MT * TILE + token * PITCH + (((token & 7) ^ (at.lane >> 4)) << 4);
     }
-    // The a fragments of columns 16 step .. 16 step + 15 of every m16 tile.
+    // Loads the a fragments of columns 16 step .. 16 step + 15 of every m16 tile.
     DEVICE void load(u32 (&a)[MT][4], int step) const {
         const saddr first = (row ^ step % 4 * 32) + step / 4 * 128;
 #pragma unroll
@@ -40,7 +41,7 @@ template <int PITCH, int TILE> struct Operand {
     }
 };
 
-// The b fragments of 16 columns of this warp's keys.
+// Decodes the b fragments of 16 columns of this warp's keys.
 DEVICE void key_fragments(u32 (&b0)[NS], u32 (&b1)[NS], const u32 (&raw)[4]) {
 #pragma unroll
     for (int n = 0; n < NS; n++) {
@@ -65,9 +66,10 @@ DEVICE void multiply(float (&d)[MT][N][4], const u32 (&a)[MT][4], const u32 (&b0
         }
 }
 
-// s = queries . keys, of this warp's heads and quarter of the positions. Operands come a step early.
+// s = queries . keys, for this warp's heads and quarter of the positions. Operands are loaded one
+// step ahead.
 DEVICE void score(Scores& s, u8* memory, saddr keys, const Lane& at) {
-    // FP8: matrix j of a load is n8 tile j, 16 columns. bf16: n8 tile j / 2, 8 columns each.
+    // FP8: matrix j of a load is n8 tile j with 16 columns. bf16: n8 tile j / 2 with 8 columns.
     const int position = FP8 ? at.lane : ((at.lane >> 4) << 3) + (at.lane & 7);
     const saddr key = keys + position * CACHE_BYTES +
                       (((position & 7) ^ (FP8 ? 0 : (at.lane >> 3) & 1)) << 4);
@@ -95,7 +97,8 @@ DEVICE void score(Scores& s, u8* memory, saddr keys, const Lane& at) {
     }
 }
 
-// Nothing after the row's own position. `own` is that of token 0, `first` that of this warp's keys.
+// Masks positions after the row's own. `own`: position of token 0; `first`: of this warp's first
+// key.
 DEVICE void mask(Scores& s, int own, int first, const Lane& at) {
     // Last visible column of this lane's fragments, for rows g and g + 8.
     const int last = own + at.g - (first + 2 * at.t);
@@ -108,7 +111,7 @@ DEVICE void mask(Scores& s, int own, int first, const Lane& at) {
                 if (8 * n + (j & 1) > last + 8 * (j >> 1)) s[i][n][j] = nothing();
 }
 
-// The largest of a row's scores that this lane has.
+// The largest of this lane's scores of a row.
 DEVICE float top_of(const Scores& s, int i, int h) {
     float top = fmaxf(s[i][0][2 * h], s[i][0][2 * h + 1]);
 #pragma unroll
@@ -116,7 +119,7 @@ DEVICE float top_of(const Scores& s, int i, int h) {
     return top;
 }
 
-// The row maxima of this quarter for the other three, as logits of base 2.
+// Shares the row maxima of this warp's quarter with the other three, as logits to base 2.
 DEVICE void share_tops(const Scores& s, u8* memory, float scale, const Lane& at) {
     float top[MT][2];
 #pragma unroll
@@ -139,7 +142,7 @@ DEVICE void share_tops(const Scores& s, u8* memory, float scale, const Lane& at)
     }
 }
 
-// The bases after this tile; what was summed and mixed before follows those that moved.
+// Updates the bases for this tile, and rescales earlier sums and mixtures of rows whose base moved.
 DEVICE void move_bases(Running& r, const u8* memory, const Lane& at) {
     float keep[MT][2];
     bool moved = false;
@@ -154,10 +157,10 @@ DEVICE void move_bases(Running& r, const u8* memory, const Lane& at) {
             keep[i][h] = moves ? exp2_approx(r.base[i][h] - best) : 1.0f;
             r.base[i][h] = moves ? best : r.base[i][h];
             r.sum[i][h] = mul_rn(r.sum[i][h], keep[i][h]);
-            // Where nothing was seen before, there are zeros: a row's first tile moves nothing.
+            // On a row's first tile, sums and mixture are still zero and need no rescaling.
             moved = moved || (moves && before);
         }
-    // Times one changes nothing, so whether other rows moved does not show.
+    // Rows that did not move are multiplied by one: their bits do not depend on other rows.
     if (ballot(moved) == 0) return;
 #pragma unroll
     for (int i = 0; i < MT; i++)
@@ -167,10 +170,11 @@ DEVICE void move_bases(Running& r, const u8* memory, const Lane& at) {
             for (int j = 0; j < 4; j++) r.o[i][n][j] = mul_rn(r.o[i][n][j], keep[i][j >> 1]);
 }
 
-// exp2(logit - base) into shared memory; `sums` with them added.
+// Writes the weights exp2(logit - base) to shared memory; `sums` is r.sum plus these weights.
 DEVICE void weigh(float (&sums)[MT][2], const Running& r, const Scores& s, u8* memory, float scale,
                   const Lane& at) {
-    // Four matrices of eight rows and eight positions at a time, of which this lane gives a row of one.
+    // Stores four matrices of eight rows x eight positions at a time; this lane provides the
+    // address of one row of one matrix.
     const int matrix = at.lane >> 3, row = at.half * MT * TOKENS + matrix / NS * 8 + (at.lane & 7);
     const saddr to = shared_address(memory + WEIGHTS) +
                      swizzled(row, at.quarter * NS + matrix % NS, WEIGHT_PITCH);
@@ -179,7 +183,7 @@ DEVICE void weigh(float (&sums)[MT][2], const Running& r, const Scores& s, u8* m
         u32 pairs[2 * NS];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            // Nothing seen yet: any finite number leaves every weight at zero.
+            // If nothing was visible yet, any finite base gives weights of zero.
             const float base = r.base[i][h] == nothing() ? 0.0f : r.base[i][h];
             float sum = r.sum[i][h];
 #pragma unroll
@@ -199,7 +203,8 @@ DEVICE void weigh(float (&sums)[MT][2], const Running& r, const Scores& s, u8* m
     }
 }
 
-// 16 positions of this warp's columns as they lie: FP8 bytes travel in pairs of columns.
+// Loads 16 positions of this warp's columns as stored; FP8 bytes are transposed in pairs of
+// columns.
 constexpr int LOADS = FP8 ? 2 : 4;
 DEVICE void load_values(u32 (&raw)[LOADS][4], const saddr (&place)[LOADS], int step) {
 #pragma unroll
@@ -207,8 +212,8 @@ DEVICE void load_values(u32 (&raw)[LOADS][4], const saddr (&place)[LOADS], int s
         load_matrix4_transposed(raw[l], place[l] + step * 16 * VALUE_PITCH);
 }
 
-// The b fragments of those, two n8 tiles each 16 columns. FP8: tile 2c holds the even columns,
-// 2c + 1 the odd ones.
+// Decodes their b fragments, two n8 tiles for every 16 columns. FP8: tile 2c holds the even
+// columns, tile 2c + 1 the odd ones.
 DEVICE void fragments(u32 (&b0)[NO], u32 (&b1)[NO], const u32 (&raw)[LOADS][4]) {
 #pragma unroll
     for (int l = 0; l < LOADS; l++)
@@ -226,12 +231,13 @@ DEVICE void fragments(u32 (&b0)[NO], u32 (&b1)[NO], const u32 (&raw)[LOADS][4]) 
         }
 }
 
-// A tile into the mixture. Operands come a step early. Of a block's few tiles two steps are unrolled and
-// not all eight: a verify is a little faster with less code, although this kernel alone is not.
+// Adds a tile to the mixture: weights times values. Operands are loaded one step ahead. Without
+// DENSE, only two steps are unrolled: with less code the whole verify is a little faster, although
+// this kernel by itself is not.
 template <bool DENSE> DEVICE void mix(Running& r, u8* memory, saddr part, const Lane& at) {
     const Operand<WEIGHT_PITCH, TOKENS * WEIGHT_PITCH> weights(shared_address(memory + WEIGHTS), at);
     u32 raw[2][LOADS][4], a[2][MT][4];
-    saddr place[LOADS];  // of 16 positions: rows swap their chunks alike every 8
+    saddr place[LOADS];  // of the first 16 positions; the swizzle repeats every 8 rows
 #pragma unroll
     for (int l = 0; l < LOADS; l++)
         place[l] = part + value_at(at.lane & 15, 2 * l + (at.lane >> 4));
@@ -250,7 +256,7 @@ template <bool DENSE> DEVICE void mix(Running& r, u8* memory, saddr part, const 
     }
 }
 
-// The sum of each row's weights over all lanes and quarters, in that order.
+// Adds each row's sums of weights over all lanes, then over all quarters.
 DEVICE void add_up(Running& r, u8* memory, const Lane& at) {
 #pragma unroll
     for (int i = 0; i < MT; i++)
@@ -272,10 +278,11 @@ DEVICE void add_up(Running& r, u8* memory, const Lane& at) {
         }
 }
 
-// Whether a row's maximum, as far as this lane sees it, moves its base.
+// Whether any of this lane's scores would move its row's base.
 DEVICE bool rises(const Running& r, const Scores& s, const float (&sums)[MT][2], float scale) {
-    // A weight that does is 256 or nearly, and no sum is less than one of its parts. A row has a base:
-    // who sees a later tile of a piece sees all of the first.
+    // Such a score has a weight of about 256 or more, and a sum is at least as large as its terms,
+    // so smaller sums rule it out. The row has a base already: a row that sees a later tile of a
+    // piece has seen all of the piece's first tile.
     float most = 0.0f;
 #pragma unroll
     for (int i = 0; i < MT; i++) most = fmaxf(most, fmaxf(sums[i][0], sums[i][1]));
@@ -289,9 +296,9 @@ DEVICE bool rises(const Running& r, const Scores& s, const float (&sums)[MT][2],
     return any;
 }
 
-// The scores of tile n become weights in shared memory. `first`: of this warp's positions; `opens`:
-// the tile is the first of its piece. Bases seldom move later, so weights are made first and the warps
-// ask one another when they meet.
+// Turns the scores of tile n into weights in shared memory. `first`: this warp's first position;
+// `opens`: the tile is the first of its piece. In later tiles bases seldom move, so the weights are
+// computed first; the warps find out at their barrier whether a base must move, and then repeat it.
 DEVICE void soften(Running& r, Scores& s, u8* memory, float scale, int own, int first, int n,
                    bool opens, const Lane& at) {
     if (first + QUARTER - 1 > own) mask(s, own, first, at);
@@ -328,7 +335,8 @@ template <bool DENSE> DEVICE void mix_tile(Running& r, u8* memory, int n, const 
     barrier_arrive(weights_read(memory, at));
 }
 
-// Of the last loads of a turn: in each has every load of its step a part.
+// A value that depends on the last loads of a turn, for `received`: each of these results depends
+// on every load of its last step.
 DEVICE u32 last_of(const Scores& s, const Running& r) {
     u32 x = float_bits(s[0][0][0]);
 #pragma unroll
@@ -336,8 +344,8 @@ DEVICE u32 last_of(const Scores& s, const Running& r) {
     return x;
 }
 
-// Every tile of the block's pieces; piece after piece is stored as `sink(slot)` says. `own` is the
-// position of token 0 of the query rows. `DENSE`: a block has many tiles.
+// Processes every tile of the block's pieces and stores each piece's result with `sink(slot)`.
+// `own`: position of token 0 of the query rows. `DENSE`: a block has many tiles.
 template <bool DENSE, class Where>
 DEVICE void attend(const Past& past, Ahead& ahead, float scale, int own, const Where& sink,
                    const Lane& at) {
@@ -348,8 +356,8 @@ DEVICE void attend(const Past& past, Ahead& ahead, float scale, int own, const W
     reset(r);
     if (at.half) ahead.begin(past, walk.first, at);
     for (int n = 0;; n++) {
-        // One of a pair is to multiply while the other takes exponentials: worth a later start
-        // where a piece has several tiles, and not needed where it has many.
+        // Delays the second warp of a pair, so that one multiplies while the other computes
+        // exponentials. This pays off if a piece has several tiles; with many it is not needed.
         if (!DENSE && n == 0 && at.half && past.pieces.after > POSITIONS)
             barrier_wait(turn_over(memory, 0, at), 0);
         const bool ends = n > 0 && walk.ends();

@@ -1,4 +1,6 @@
-"""verify_attention as ONNX: write the rows, then a loop over tiles with a running softmax."""
+"""verify_attention as an ONNX function: writes the rows, then loops over tiles with a running
+softmax.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,8 @@ def _write(b: Body, x: Inputs, name: str, rows: str, at: str, kv: int) -> str:
     rows = b.op("Div", rows, x[f"scale_{name}"])
     if dtype is not DType.FP8:
         return pieces.scatter_rows(b, x[f"cache_{name}"], b.narrow(rows, dtype), at, kv)
-    # ScatterND and Slice have no FP8 form. Every FP8 value is exact in float32, so the detour
-    # changes nothing.
+    # ScatterND and Slice do not support FP8. Every FP8 value is exact in float32, so going through
+    # float32 changes nothing.
     cache = b.cast(x[f"cache_{name}"], F32)
     return pieces.scatter_rows(b, cache, b.round(rows, dtype), at, kv)
 
@@ -73,7 +75,7 @@ def _attend(b: Body, x: Inputs, a: Attributes, q: str, caches: Mapping[str, str]
         first = s.op("Mul", s.reshape(i, 1), s.i64(tile))
         k, v = (_tile(s, caches[n], x.dtype(f"cache_{n}"), first, tile) for n in ("k", "v"))
         where = s.op("Add", s.const(np.arange(tile)), first)
-        # Garbage past the rows may be NaN, and NaN times a zero weight is NaN.
+        # Cache rows past the end may contain NaN, and NaN times a zero weight is NaN.
         v = s.op("Where", s.op("Less", s.reshape(where, 1, -1, 1), end), v, s.f32(0.0))
         scores = s.op("MatMul", q, s.op("Transpose", k, perm=(0, 2, 1)))
         seen = s.op("LessOrEqual", s.reshape(where, 1, 1, -1), row)

@@ -1,10 +1,11 @@
-// How tiles of the cache come into shared memory. Warps w and w + 4
-// are a pair: they read the same quarters, which the second of them asks for.
+// Loading tiles of the cache into shared memory. Warps w and w + 4 are a pair: they read the same
+// quarters, and the second warp issues the copies.
 #pragma once
 
 #include "verify_attention/tile.cuh"
 
-// What is attended to. From `limit` on: `rows` of the call itself, which lie at FRESH, then zeros.
+// The keys and values to attend to. Positions from `limit` on are the `rows` of the call itself,
+// which lie at FRESH in shared memory, then zeros.
 struct Past {
     u8* memory;
     const u8* keys;  // of this head
@@ -13,12 +14,13 @@ struct Past {
     Pieces pieces;
 };
 
-// Barriers are eight for each pair, by quarter; those that pairs leave are others'.
+// There are eight barriers for each quarter. Its pair uses 0 to 5; some of the others are these.
 constexpr int WEIGHTS_READ = 6;  // of quarter 0 and 1
 constexpr int QUERIES_THERE = 31;
 
-// Barrier i of this lane's pair. 0 .. 3: a part is full, of keys and of values, tile & 1. 4, 5: a turn
-// of the first warp is over, turn & 1: it may end the next one before the other has asked.
+// Barrier i of this lane's pair. 0, 1: a part of keys is full, by tile & 1; 2, 3: a part of values.
+// 4, 5: the first warp has finished a turn, by turn & 1; two, as it may finish the next turn before
+// the second warp has waited for this one.
 DEVICE saddr pair_barrier(const u8* memory, int i, const Lane& at) {
     return shared_address(memory + BARRIERS) + 8 * (at.quarter * 8 + i);
 }
@@ -27,12 +29,12 @@ DEVICE saddr turn_over(const u8* memory, int n, const Lane& at) {
     return pair_barrier(memory, 4 + (n & 1), at);
 }
 
-// The four warps of a half have loaded the weights that they mixed by.
+// The four warps of a half have loaded the weights of their last mixture.
 DEVICE saddr weights_read(const u8* memory, const Lane& at) {
     return shared_address(memory + BARRIERS) + 8 * (at.half * 8 + WEIGHTS_READ);
 }
 
-// Where one of a pair's two kinds of parts lies.
+// The layout of a pair's parts of keys (VALUES false) or values.
 template <bool VALUES> struct Side {
     DEVICE static u8* part(u8* memory, int n, const Lane& at) {
         return memory + CACHE + ((2 * VALUES + (n & 1)) * 4 + at.quarter) * PART;
@@ -40,17 +42,17 @@ template <bool VALUES> struct Side {
     DEVICE static saddr full(const u8* memory, int n, const Lane& at) {
         return pair_barrier(memory, 2 * VALUES + (n & 1), at);
     }
-    // A part's rows.
+    // Rows of a part.
     static constexpr int LINES = VALUES ? POSITIONS : QUARTER;
     static constexpr int PITCH = VALUES ? VALUE_PITCH : CACHE_BYTES;
     static constexpr int CHUNKS = PITCH / 16;
     DEVICE static u32 place(int row, int chunk) {
         return VALUES ? value_at(row, chunk) : swizzled(row, chunk, CACHE_BYTES);
     }
-    // place(row + rows, chunk) is (place(row, chunk) ^ twist(rows)) + rows * PITCH where `rows` is a
-    // multiple of a power of two above the row.
+    // place(row + rows, chunk) is (place(row, chunk) ^ twist(rows)) + rows * PITCH where `rows` is
+    // a multiple of a power of two above the row.
     DEVICE static constexpr u32 twist(int rows) { return VALUES && FP8 ? 0 : (rows & 7) << 4; }
-    // The position of a part's first row, and its first byte of each.
+    // The position of a part's first row, and the offset of its first byte in a cache row.
     DEVICE static int position(int first, const Lane& at) {
         return VALUES ? first : first + at.quarter * QUARTER;
     }
@@ -59,12 +61,13 @@ template <bool VALUES> struct Side {
 typedef Side<false> Keys;
 typedef Side<true> Values;
 
-// The query rows have come.
+// The query rows have arrived.
 DEVICE saddr queries_there(const u8* memory) {
     return shared_address(memory + BARRIERS) + 8 * QUERIES_THERE;
 }
 
-// By one thread; the block meets before any other use. `tokens`: of the query rows.
+// Called by one thread; the block must synchronise before any other use. `tokens`: number of query
+// tokens.
 DEVICE void init(u8* memory, int tokens) {
     const saddr first = shared_address(memory + BARRIERS), queries = queries_there(memory);
     for (int i = 0; i < QUERIES_THERE; i++)
@@ -74,7 +77,7 @@ DEVICE void init(u8* memory, int tokens) {
     barrier_expect(queries, tokens * QUERY_PITCH);
 }
 
-// This warp's part of the tile at `first`, the n-th, asynchronously; zeros from the limit on.
+// Starts copying this warp's part of the n-th tile, at `first`; zeros from the limit on.
 template <class Of> DEVICE void ask(const Past& past, int n, int first, const Lane& at) {
     constexpr int STEP = 32 / Of::CHUNKS;
     const saddr to = shared_address(Of::part(past.memory, n, at));
@@ -96,8 +99,8 @@ template <class Of> DEVICE void ask(const Past& past, int n, int first, const La
     }
 }
 
-// What was asked for of the tile at `first`, the n-th, is in: now the call's own rows over it, and
-// the pair may read it.
+// The copies of the n-th tile, at `first`, have arrived: writes the call's own rows over it and
+// lets the pair read it.
 template <class Of> DEVICE void pass_on(const Past& past, int n, int first, const Lane& at) {
     const int from = Of::position(first, at);
     const int begin = max(from, past.limit), end = min(from + Of::LINES, past.limit + past.rows);
@@ -117,11 +120,11 @@ template <class Of> DEVICE void pass_on(const Past& past, int n, int first, cons
     barrier_arrive(Of::full(past.memory, n, at));
 }
 
-// What the second warp of a pair asks for, and when. A turn n is the mixture of tile n - 1 and the
-// scores of tile n.
+// The order in which the second warp of a pair issues copies. Turn n computes the mixture of tile
+// n - 1 and the scores of tile n.
 struct Ahead {
     Walk<POSITIONS> walk;  // at tile n + 2
-    int coming;            // where tile n + 1 begins; negative where there is none
+    int coming;            // where tile n + 1 begins; negative if there is none
 
     // Before turn 0.
     DEVICE Ahead(const Past& past, const Lane& at) : walk(past.pieces), coming(-1) {
@@ -141,13 +144,14 @@ struct Ahead {
         copy_async_wait<1>();
         pass_on<Keys>(past, 0, first, at);
     }
-    // At the end of turn n, whose scores are of the tile at `first`: what the next one reads.
+    // At the end of turn n, which scored the tile at `first`: provides what turn n + 1 reads.
     DEVICE void provide(const Past& past, int n, int first, const Lane& at) const {
         copy_async_wait<0>();
         pass_on<Values>(past, n, first, at);
         if (coming >= 0) pass_on<Keys>(past, n + 1, coming, at);
     }
-    // After turn n, when the pair has read its keys and the values before: what turn n + 2 reads.
+    // After turn n, when the pair has read its keys and the previous values: requests what turn n +
+    // 2 reads.
     DEVICE void refill(const Past& past, int n, const Lane& at) {
         sync_warp();
         barrier_wait(turn_over(past.memory, n, at), (n >> 1) & 1);

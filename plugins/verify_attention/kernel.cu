@@ -1,27 +1,28 @@
-// verify_attention: query rows against the key/value cache, after writing the call's own rows.
+// verify_attention: writes the call's key/value rows to the cache, then attends with its queries.
 //
-// Two forms, each with the same bits for a row wherever its block began and however full it was:
+// Two forms; in each, a row's bits do not depend on where its block begins or how many rows it has:
 //   short calls   attend_split (pieces of the cache in parallel, see pieces.cuh) and combine
-//   long calls    write_rows, then attend_dense (every 16 tokens walk the cache by themselves)
-// Nothing but the call's own rows comes to attend_split from the kernel before it: the length, and
-// the cache up to it, were written in an earlier step, and are read before the wait.
-// Compile-time: GROUP (query heads of a key/value head: 2, 4, 6), FP8 (the caches' type; bf16
+//   long calls    write_rows, then attend_dense (a block of threads per 16 tokens and head)
+// Only the call's own rows come to attend_split from the previous kernel: the length, and the cache
+// up to it, were written in an earlier step and are read before the wait.
+//
+// Compile-time: GROUP (query heads per key/value head: 2, 4, 6), FP8 (the caches' type; bf16
 // otherwise), NORM_F32 (the norm weights' type; bf16 otherwise), HALF (angles of a row: half of the
-// columns that turn).
+// rotated columns).
 #include "cuda/ahead.cuh"
 #include "cuda/device.cuh"
 #include "linear/rows.cuh"
 #include "verify_attention/attend.cuh"
 #include "verify_attention/rows.cuh"
 
-constexpr float LOGIT = 0.0625f * 1.44269504f;  // 1 / sqrt(WIDTH), and exp2 for exp
+constexpr float LOGIT = 0.0625f * 1.44269504f;  // 1 / sqrt(WIDTH), times log2(e) to use exp2
 
 constexpr int WARPS = THREADS / 32;
 constexpr int BATCH = GROUP == 6 ? 3 : GROUP;  // query rows that a warp prepares side by side
 
-// 16 tokens of one key/value head's group, on their way to where their queries will lie. A warp makes
-// its copies one after the other, so each makes two. Past the call's last token lies whatever was
-// there: no row depends on another.
+// Starts copying the queries of 16 tokens, for one key/value head's group, to their place in shared
+// memory. A warp issues its copies one after the other, so the eight warps issue two each. Tokens
+// past the call's last one are left uninitialised: no row depends on another.
 DEVICE void ask_queries(u8* memory, const u16* q, int count, int from) {
     const int warp = threadIdx.x >> 5;
     if ((threadIdx.x & 31) != 0) return;
@@ -32,8 +33,8 @@ DEVICE void ask_queries(u8* memory, const u16* q, int count, int from) {
     }
 }
 
-// Normalised and rotated in place. A warp's tokens are eight apart, so that the chunks of its rows are
-// exchanged alike.
+// Normalises and rotates the queries in place. A warp's tokens are eight apart, so that all of its
+// rows have the same swizzle.
 DEVICE void turn_queries(u8* memory, const float (&w)[8], float eps, const float* table) {
     static_assert(WARPS % 8 == 0, "see swizzled");
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -60,7 +61,7 @@ DEVICE void turn_queries(u8* memory, const float (&w)[8], float eps, const float
 
 DEVICE float2 with_inverse(float x) { return make_float2(x, 1.0f / x); }
 
-// The call's rows into the cache, by one block.
+// Writes the call's rows to the cache. Called by one block per head.
 DEVICE void write_out(const Past& past, u8* k, u8* v) {
     constexpr int CHUNKS = CACHE_BYTES / 16;
     const int count = CHUNKS * past.rows;
@@ -72,15 +73,16 @@ DEVICE void write_out(const Past& past, u8* k, u8* v) {
     }
 }
 
-// Whether any of this block's pieces reaches past what the cache holds.
+// Whether any of this block's pieces includes rows of the call itself.
 DEVICE bool sees_fresh(const Pieces& pieces, int length) {
     for (int item = blockIdx.x; item < pieces.count; item += gridDim.x)
         if (pieces.span(item).stop > length) return true;
     return false;
 }
 
-// The call's rows as the cache holds them, and its queries, 16 tokens at a time: this block's own
-// come first, as its queries turn by the same angles, which are there already.
+// Prepares the queries and, if the block `needs` them, the call's rows in the cache's form, 16
+// tokens at a time. The block's own 16 tokens come first: their angles, which its queries use too,
+// have been computed already.
 DEVICE void prepare(u8* memory, const Fresh& fresh, const float (&w)[8], const float (&w_key)[8],
                     float* table, float own, int length, int from, bool needs,
                     const Lane& at) {
@@ -138,12 +140,12 @@ KERNEL void __launch_bounds__(THREADS, 1)
     sync_block();
     wait_for_previous();
     ask_queries(memory, q, count, from);
-    // Who takes the last piece writes, and needs what it writes.
+    // A block with the last piece may have to write the call's rows to the cache, so it needs them.
     const bool last = (pieces.count - 1) % gridDim.x == blockIdx.x;
     const Fresh fresh = {k, v, rows, static_cast<int>(gridDim.y), head, eps, by_k, by_v};
     prepare(memory, fresh, w, w_key, table, own, length, from, last || sees_fresh(pieces, length), at);
-    // Behind the queries, as are the kernels after this one, whose weights would be in their way: from
-    // here on memory has little to do, but for a long cache.
+    // Only now, after the queries have arrived: the weights that the next kernel and the prefetch
+    // load would delay them. From here on memory is mostly idle, except with a long cache.
     let_next_start();
     if (threadIdx.x == THREADS - 1) fetch_ahead(next_packed, block, next_share);
     if (last && from == 0) write_out(past, cache_k + begin, cache_v + begin);
@@ -156,11 +158,12 @@ KERNEL void __launch_bounds__(THREADS, 1)
         at);
 }
 
-// Up to so many pieces the code for more is not walked through: adding their nothing takes time.
+// With at most this many pieces, the loops over pieces end early: adding zeros takes time.
 constexpr int FEW = 17;
 
-// One block a row and query head, one warp 64 columns: its pieces in order of position, all of them
-// loaded at once. With `slabs`, also the row times sigmoid(gate) as the next product reads it.
+// One block per row and query head, 64 columns per warp. Adds the row's pieces in order of position
+// after loading all of them at once. With `slabs`, also writes the row times sigmoid(gate) in the
+// form that the next product reads.
 KERNEL void __launch_bounds__(WIDTH / 2)
     combine(const u16* mixtures, const float2* stats, const i32* length_at,
             const float* __restrict__ scale_v, const u16* gate, u16* o, u16* slabs, int rows,
@@ -186,11 +189,11 @@ KERNEL void __launch_bounds__(WIDTH / 2)
         if (s == FEW && count <= FEW) break;
         bits[s] = s < count ? from[s * (ROWS * WIDTH / 2)] : 0;
     }
-    // Lane s weighs piece s; the last of 33 is everybody's.
+    // Lane s computes the weight of piece s; all lanes compute that of the 33rd piece.
     float2 mine = make_float2(nothing(), 0.0f), extra = mine;
     if (lane < count) mine = stats[lane * ROWS];
     if (count == PIECES) extra = stats[(PIECES - 1) * ROWS];
-    float2 by_gate = make_float2(0.0f, 0.0f);  // here, while the pieces are on their way
+    float2 by_gate = make_float2(0.0f, 0.0f);  // computed here while the pieces are loading
     if (slabs)
         by_gate = make_float2(sigmoid(bf16x2_low(gate_bits)), sigmoid(bf16x2_high(gate_bits)));
     float best = fmaxf(mine.x, extra.x);
@@ -202,7 +205,7 @@ KERNEL void __launch_bounds__(WIDTH / 2)
 #pragma unroll
     for (int s = 0; s < PIECES; s++) {
         if (s == FEW && count <= FEW) break;
-        // Nothing past the last piece: a weight of zero on zeros.
+        // Pieces past the last one contribute nothing: their weight and values are zero.
         const float w = s < PIECES - 1 ? shuffle(weight, s) : last;
         total = add_rn(total, w);
         x = fma_rn(w, FP8 ? f16x2_low(bits[s]) : bf16x2_low(bits[s]), x);
@@ -217,7 +220,7 @@ KERNEL void __launch_bounds__(WIDTH / 2)
         pack_bf16x2(bf16x2_low(pair) * by_gate.x, bf16x2_high(pair) * by_gate.y);
 }
 
-// Grid: blocks of 16 tokens, key/value heads. The call's rows into the cache.
+// Writes the call's rows to the cache. Grid: blocks of 16 tokens, key/value heads.
 KERNEL void __launch_bounds__(THREADS)
     write_rows(const u16* k, const u16* v, const void* __restrict__ k_norm, const i32* length_at,
                u8* cache_k, u8* cache_v, const float* __restrict__ scale_k,
@@ -241,7 +244,7 @@ KERNEL void __launch_bounds__(THREADS)
     store_pair(cache_k + to, cache_v + to, pair, fresh, w, table, from + warp, warp, lane);
 }
 
-// Grid: 1, key/value heads, blocks of 16 tokens, those that see most first.
+// Grid: 1, key/value heads, blocks of 16 tokens, those that see the most positions first.
 KERNEL void __launch_bounds__(THREADS, 1)
     attend_dense(const u16* q, const void* __restrict__ q_norm, const i32* length_at,
                  const u8* cache_k, const u8* cache_v, const float* __restrict__ scale_k,

@@ -1,4 +1,6 @@
-"""verify_attention on a GPU: pieces of the cache in parallel for a block, a walk for a prompt."""
+"""verify_attention on a GPU. For a block of rows, thread blocks process pieces of the cache in
+parallel; for a prompt, each goes through the whole cache for 16 tokens.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,16 @@ from thor_dflash.tensors import DType
 IN_PLACE = frozenset({"next_cache_k", "next_cache_v"})
 
 TOLERANCE = 1.2e-2
-"""The output is rounded to bf16, as the reference's is: where the two straddle a tie they differ by
-one unit in the last place, 2^-7 = 7.8e-3 of the largest at most. Before that, weights and pieces
-are rounded to f16 for FP8 caches (2^-11 each, averaged over the positions) and to bf16 for bf16
-caches (2^-9 each): 4e-3 more where every rounding fell to one side. Queries and keys come from
-float32 numbers where the reference has float64 ones, so once in some 10^5 elements a tie falls the
-other way and one element of 256 moves by 2^-8 (bf16) or a code (FP8)."""
+"""Output and reference are both rounded to bf16: near a tie they may differ by one unit in the last
+place, at most 2^-7 = 7.8e-3 of the largest value. Before that, weights and piece results are
+rounded to f16 for FP8 caches (2^-11 each, averaged over the positions) and to bf16 for bf16 caches
+(2^-9 each): 4e-3 more if every rounding went the same way. Queries and keys are rounded from
+float32 values and the reference's from float64, so about once in 10^5 elements a tie is broken
+differently and one element of 256 changes by 2^-8 (bf16) or one code (FP8)."""
 
 SPLIT_ROWS = 32
-"""Calls up to this many rows walk the cache in parallel pieces; longer ones have rows enough."""
+"""Calls of up to this many rows process pieces of the cache in parallel; longer calls have enough
+rows to fill the device."""
 
 TOKENS = 16
 WIDTH = 256
@@ -41,12 +44,14 @@ PIECES, UNIT = 33, 128
 
 
 def slots(positions: int) -> int:
-    """Results of pieces to keep for rows at `positions` positions from 0 on; see pieces.cuh."""
+    """Returns for how many piece results there must be memory, if rows are at positions below
+    `positions`; see pieces.cuh.
+    """
     return min(-(-positions // UNIT), PIECES) if positions <= PIECES * UNIT else 2 * PIECES
 
 
 def refuse(site: Site) -> str:
-    """Why the kernels do not take this call; empty if they do."""
+    """Returns why the kernels cannot run this call, or an empty string if they can."""
     a, ports = site.attributes, site.ports
     group = a.integer("heads") / a.integer("kv_heads")
     rows, rotary, slabs = site.size("q", 0), a.integer("rotary_dim"), "y0_slabs" in site
@@ -74,8 +79,8 @@ def refuse(site: Site) -> str:
 
 
 def launches(site: Site, device: Device) -> tuple[Launch, ...]:
-    """Two launches for a block of rows, two for a prompt. Those of a block also leave the output
-    times sigmoid(`next_gate`) in `y0_slabs`, where the call has these ports.
+    """Returns the two launches of a block of rows or of a prompt. Those of a block also write the
+    output times sigmoid(`next_gate`) to `y0_slabs` if the call has these ports.
     """
     if site.size("q", 0) <= SPLIT_ROWS:
         return _split(site, device)
@@ -93,7 +98,9 @@ def _defines(site: Site) -> dict[str, int]:
 
 
 def _shared(site: Site, fresh: int) -> int:
-    """As tile.cuh lays it out: `fresh` of the call's own rows, bytes."""
+    """Returns the shared memory of a block, bytes, as laid out in tile.cuh; `fresh`: how many of
+    the call's own rows are kept there.
+    """
     query_rows = _defines(site)["GROUP"] * TOKENS
     row = WIDTH * site.ports["cache_k"].dtype.bytes
     positions = 128 * WIDTH // row

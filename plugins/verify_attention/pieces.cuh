@@ -1,10 +1,12 @@
-// How what a row sees is cut into pieces that blocks walk in parallel: by the row's own absolute
-// position alone, so that its sums are grouped alike wherever its block began.
+// How the positions that a row sees are cut into pieces, which thread blocks process in parallel.
+// The cut depends on the row's absolute position only, so that its sums are grouped in the same way
+// wherever its block begins.
 //
-// A row has at most PIECES pieces, of equal whole units but for the last: as many as one head of
-// four has multiprocessors on the largest machine, so that one turn of the grid takes them all. The
-// unit count grows every PIECES * UNIT positions; a block of rows that lies across such a border
-// walks the pieces of both sides, and each row takes its own.
+// A row has at most PIECES pieces. All have the same whole number of units, except for the last. On
+// the largest device (132 multiprocessors) each of four heads has PIECES multiprocessors, so that
+// one wave of blocks takes all pieces. The units per piece grow by one every PIECES * UNIT
+// positions. A block of rows that crosses such a border processes the pieces of both lengths, and
+// each row uses its own.
 #pragma once
 
 #include "cuda/device.cuh"
@@ -15,7 +17,8 @@ constexpr int UNIT = 128;  // positions
 // Positions of each piece of the row at `position`.
 DEVICE int piece_of(int position) { return UNIT * (position / (PIECES * UNIT) + 1); }
 
-// Where the results of pieces that long begin: the two lengths a block may need alternate.
+// The first slot for results of pieces of this length; the two lengths that a block of rows may
+// need have separate slots.
 DEVICE int slots_of(int piece) { return (piece / UNIT - 1) % 2 * PIECES; }
 
 // One piece: positions start .. stop - 1, and where its result goes.
@@ -23,11 +26,11 @@ struct Span {
     int start, stop, slot;
 };
 
-// The pieces of one block of rows, walked `stride` apart. Those of the rows before a border come
-// first.
+// The pieces of one block of rows; a thread block takes every `stride`th. Those of the rows before
+// a border come first.
 struct Pieces {
-    int before, after;  // positions of a piece of the first row and of the last
-    int end;            // of what any row sees
+    int before, after;  // positions per piece for the first row and for the last
+    int end;            // end of the positions that any row sees
     int stride;
     int count;
 
@@ -40,7 +43,7 @@ struct Pieces {
     }
 };
 
-// Those of rows at `first` .. end - 1, whichever sees most.
+// The pieces of the rows at positions first .. end - 1.
 DEVICE Pieces divided(int first, int end, int stride) {
     Pieces to = {piece_of(first), piece_of(end - 1), end, stride, 0};
     to.count = to.across() + (end - 1) / to.after + 1;
@@ -50,9 +53,9 @@ DEVICE Pieces divided(int first, int end, int stride) {
 // Everything in one piece.
 DEVICE Pieces undivided(int end) { return {end, end, end, 1, 1}; }
 
-// A walk over the tiles of a block's pieces: a tile at a time, across from piece to piece.
+// A walk over the tiles of a thread block's pieces, tile by tile and piece by piece.
 template <int POSITIONS> struct Walk {
-    int item, first, stop;  // first: of the tile
+    int item, first, stop;  // the piece; first position of the tile; end of the piece
 
     DEVICE Walk(const Pieces& of) : item(blockIdx.x) { enter(of); }
     DEVICE void enter(const Pieces& of) {

@@ -1,4 +1,4 @@
-"""verify_attention in numpy: the definition every other implementation is held to."""
+"""verify_attention in numpy: the definition that every other implementation is tested against."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from thor_dflash.tensors import Array, DType
 
 
 def reference(x: Arrays, a: Attributes) -> dict[str, Array]:
-    """See the room's docstring for shapes. One softmax over everything visible: no tiles here."""
+    """See the room's docstring for shapes. One softmax over all visible rows, without tiles."""
     rows, length = len(x["q"]), int(x["length"][0])
     at = length + np.arange(rows)
     dtype = DType.of(x["q"])
@@ -37,7 +37,9 @@ def _turned(x: Array, norm: Array, at: Array, a: Attributes, heads: int) -> Arra
 
 
 def attend(q: Array, k: Array, v: Array, at: Array) -> Array:
-    """Causal softmax attention: q [T, Hq, D], k and v [Hkv, N, D] -> [T, Hq * D]."""
+    """Causal softmax attention: q [T, Hq, D] at positions `at` [T], k and v [Hkv, N, D] ->
+    [T, Hq * D].
+    """
     k, v = (np.repeat(u, q.shape[1] // u.shape[0], axis=0) for u in (k, v))
     scores = np.einsum("thd,hnd->htn", q, k) / np.sqrt(q.shape[2])
     where = np.arange(k.shape[1], dtype=np.int64)
@@ -76,7 +78,7 @@ def _case(
     }
     for name, scale in (("k", 0.05), ("v", 0.125)):
         stored = rounded(normal(kv, capacity, dim) / (scale if cache is DType.FP8 else 1), cache)
-        # What lies past the length must never be read: NaN shows when it is.
+        # Rows past the length must never be read: NaN reveals it if they are.
         stored[:, length:] = np.nan
         x[f"cache_{name}"] = stored
         x[f"scale_{name}"] = np.array([scale if cache is DType.FP8 else 1], np.float32)
@@ -84,7 +86,7 @@ def _case(
 
 
 def cases(rng: np.random.Generator) -> Iterator[Case]:
-    """Empty cache; around every tile boundary; group sizes 1 to 6; each cache type."""
+    """Empty cache; lengths around tile boundaries; group sizes 1 to 6; each cache type."""
     for length in (0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 100, 128):
         yield _case(rng, 16, length, DType.F32, {})
     yield _case(rng, 1, 40, DType.F32, {})

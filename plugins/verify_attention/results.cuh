@@ -1,17 +1,18 @@
-// What a warp makes of a tile or of many, and how it is stored: as a piece's result for `combine`, or
+// A warp's running result over tiles, and how it is stored: as a piece's result for `combine`, or
 // as the output.
 #pragma once
 
 #include "verify_attention/tile.cuh"
 
-// What a warp carries from tile to tile. Sums of weights stay split over the lanes and quarters.
+// A warp's state from tile to tile: mixture `o` (weights times values), base and sum of weights of
+// each row. The sums stay split over lanes and quarters.
 struct Running {
     float o[MT][NO][4];
     float base[MT][2];
     float sum[MT][2];
 };
 
-// This lane's row in tile i, h-th half: of all query rows.
+// Number, among all query rows, of this lane's row in half h of m16 tile i.
 DEVICE int row_of(int i, int h, const Lane& at) {
     return (at.half * MT + i) * TOKENS + 8 * h + at.g;
 }
@@ -20,14 +21,15 @@ template <bool F16> DEVICE u32 pack(float x, float y) {
     return F16 ? pack_f16x2(x, y) : pack_bf16x2(x, y);
 }
 
-// The first column of a pair, by its place in a piece's row: [quarter: 4][c / 2: 2][t: 4][c % 2: 2]
-// [pair: 2], so that a lane stores 16 bytes at once.
+// The first column of the pair at a given place in a piece's row. Places are ordered [quarter: 4]
+// [c / 2: 2][t: 4][c % 2: 2][pair: 2], so that a lane stores 16 bytes at once.
 DEVICE int piece_column(int place) {
     const int c = place / 16 % 2 * 2 + place / 2 % 2, t = place / 4 % 4, second = place % 2;
     return place / 32 * (WIDTH / 4) + 16 * c + (FP8 ? 4 * t + 2 * second : 2 * t + 8 * second);
 }
 
-// Of 16 columns c of a row what this lane holds, times `by`: two pairs, where piece_column says.
+// This lane's values in the 16 columns number c of a row, times `by`: two pairs, as in
+// piece_column.
 template <bool F16> DEVICE uint2 pairs(const Running& r, int i, int h, int c, float by) {
     const float x0 = r.o[i][2 * c][2 * h] * by, x1 = r.o[i][2 * c][2 * h + 1] * by;
     const float y0 = r.o[i][2 * c + 1][2 * h] * by, y1 = r.o[i][2 * c + 1][2 * h + 1] * by;
@@ -35,7 +37,7 @@ template <bool F16> DEVICE uint2 pairs(const Running& r, int i, int h, int c, fl
                : make_uint2(pack<F16>(x0, x1), pack<F16>(y0, y1));
 }
 
-// A piece's mixture over its sum, and base and sum of each row, for `combine`.
+// Stores a piece's mixture divided by its sum, and base and sum of each row, for `combine`.
 struct Piece {
     u16* to;  // [ROWS, WIDTH]
     float2* stats;
@@ -61,9 +63,9 @@ struct Piece {
     }
 };
 
-// A mixture times scale / sum, as the output: heads of a group lie one after the other.
+// Stores a mixture times scale / sum as the output; the heads of a group are contiguous.
 struct Output {
-    u16* to;  // of the first token and head
+    u16* to;  // address of the first token and head
     i64 token_stride;
     float scale;
     int tokens;

@@ -1,18 +1,18 @@
-// One warp and one head row of 256: RMSNorm, rotation, rounding. Lane l holds columns 2l and 2l + 1
-// of each 64, so that few elements of few lanes turn where the rotation is narrow.
+// One warp processes one head's row of 256: RMSNorm, rotation, rounding. Lane l holds columns 2l
+// and 2l + 1 of each 64, so that a narrow rotation involves few elements of few lanes.
 #pragma once
 
 #include "cuda/device.cuh"
 
 constexpr int WIDTH = 256;
 constexpr int CACHE_BYTES = FP8 ? WIDTH : 2 * WIDTH;  // of one row in the cache
-constexpr int WORDS = WIDTH / 64;  // of two columns, of one lane
+constexpr int WORDS = WIDTH / 64;  // words of two columns that a lane holds
 
-// Of a row's angles: a power of two, so that it divides the block.
+// HALF, the number of a row's angles, is a power of two, so that it divides the number of threads.
 static_assert(HALF >= 8 && HALF <= WIDTH / 2 && (HALF & (HALF - 1)) == 0, "angles of a row");
 
-// The angle is the float32 product that the reference takes. |error| < 2^-22 up to 2^18 radians:
-// quarter turns come off in three steps, exact but for the last bit of what is left.
+// The angle is the same float32 product as in the reference. |error| < 2^-22 up to 2^18 radians:
+// multiples of pi/2 are subtracted in two steps, exact except for the remainder's last bit.
 DEVICE void cosine_sine(float angle, float& cosine, float& sine) {
     const int quarters = static_cast<int>(fma_rn(angle, 0.636619747f, 0.5f));
     const float turns = -static_cast<float>(quarters);
@@ -36,8 +36,8 @@ DEVICE float own_frequency(const float* frequency) {
     return frequency[threadIdx.x & (HALF - 1)];
 }
 
-// Cosine [HALF] and sine [HALF] of each of rows first .. first + count - 1, one row after the other,
-// by the whole block.
+// Writes cosine [HALF] and sine [HALF] for each of rows first .. first + count - 1, row after row.
+// Called by the whole block.
 DEVICE void angles(float* table, float own, int first, int count) {
     const int j = threadIdx.x & (HALF - 1);
     for (int row = threadIdx.x / HALF; row < count; row += blockDim.x / HALF) {
@@ -64,7 +64,7 @@ DEVICE void eight(float (&x)[8], const Words& bits) {
     }
 }
 
-// offset + weight of this lane's columns.
+// offset + weight for this lane's columns.
 DEVICE void norm_weights(float (&w)[8], const void* weight, float offset, int lane) {
     if (NORM_F32) {
 #pragma unroll
@@ -77,15 +77,16 @@ DEVICE void norm_weights(float (&w)[8], const void* weight, float offset, int la
     for (int i = 0; i < 8; i++) w[i] = add_rn(w[i], offset);
 }
 
-// Cosines and sines of this lane's columns that turn. Where both of a pair are the lane's own, they
-// lie in the first and the second half of the columns that do; else lanes exchange them.
+// Cosines and sines for this lane's rotated columns. If WITHIN, both columns of a rotated pair are
+// the lane's own, one in each half of the rotated columns; else lanes exchange them.
 constexpr bool WITHIN = HALF >= 64;
 constexpr int TURNED = WITHIN ? HALF / 32 : 2;  // angles of a lane
 struct Turning {
     float c[TURNED], s[TURNED];
 };
 
-// Of a row of the table. Up to 64 columns turn in the first words of HALF lanes.
+// Loads them from a row of the table. Up to 64 rotated columns are in the first words of HALF
+// lanes.
 DEVICE Turning turning(const float* at, int lane) {
     const bool first = (lane & HALF / 2) == 0;
     Turning to;
@@ -98,7 +99,7 @@ DEVICE Turning turning(const float* at, int lane) {
     return to;
 }
 
-// A row by its angles.
+// Rotates a row by its angles.
 DEVICE void rotate(float (&x)[8], const Turning& by, int lane) {
 #pragma unroll
     for (int i = 0; i < TURNED; i++) {
@@ -113,8 +114,8 @@ DEVICE void rotate(float (&x)[8], const Turning& by, int lane) {
     }
 }
 
-// Normalise N rows. Side by side, as each is a chain of exchanges; every operation spelled out, so
-// that two places that prepare the same row get the same bits.
+// Normalises N rows, interleaved because each is a chain of dependent shuffles. All operations have
+// explicit rounding, so that two places that prepare the same row get the same bits.
 template <int N> DEVICE void norm(float (&x)[N][8], const float (&w)[8], float eps) {
     float sum[N];
 #pragma unroll
@@ -130,21 +131,21 @@ template <int N> DEVICE void norm(float (&x)[N][8], const float (&w)[8], float e
 #pragma unroll
     for (int n = 0; n < N; n++) {
         const float square = fma_rn(sum[n], 1.0f / WIDTH, eps);
-        float inverse = rsqrtf(square);  // and a step of Newton's, for the last bits
+        float inverse = rsqrtf(square);  // refined by one Newton step, for the last bits
         inverse = mul_rn(inverse, fma_rn(mul_rn(-0.5f * square, inverse), inverse, 1.5f));
 #pragma unroll
         for (int i = 0; i < 8; i++) x[n][i] = mul_rn(mul_rn(x[n][i], inverse), w[i]);
     }
 }
 
-// x / by.x, correctly rounded as a rule; by.y is 1 / by.x. Infinity stays what it is.
+// x / by.x, nearly always correctly rounded; by.y is 1 / by.x. Infinity stays infinity.
 DEVICE float divide(float x, const float2& by) {
     const float near = mul_rn(x, by.y);
     const float y = fma_rn(fma_rn(-near, by.x, x), by.y, near);
     return isnan(y) ? near : y;
 }
 
-// Round x / scale as the cache stores it, into this lane's columns of the row.
+// Rounds x / scale to the cache's type and stores it in this lane's columns of the row.
 DEVICE void store_cache(u8* row, const float (&x)[8], const float2& scale, int lane) {
 #pragma unroll
     for (int j = 0; j < WORDS; j++) {
@@ -154,16 +155,16 @@ DEVICE void store_cache(u8* row, const float (&x)[8], const float2& scale, int l
     }
 }
 
-// The key and value rows of a call, and how the cache holds them.
+// The key and value rows of a call, and the parameters for converting them to the cache's form.
 struct Fresh {
     const u16* k;
     const u16* v;
     int rows, heads, head;
     float eps;
-    float2 scale_k, scale_v;  // and their inverses
+    float2 scale_k, scale_v;  // x: scale, y: its inverse
 };
 
-// Two tokens of a warp: rows t and t + 8 as they came, zeros past the last.
+// Two tokens of a warp: rows t and t + 8 before the norm; zeros past the last row.
 constexpr int PAIR = 2;
 struct Pair {
     Words k[PAIR], v[PAIR];
@@ -181,8 +182,8 @@ DEVICE void load_pair(Pair& to, const Fresh& x, int t, int lane) {
     }
 }
 
-// Those rows as the cache holds them, at k and v plus token * CACHE_BYTES. Token t turns by row
-// `angle` of the table, t + 8 by `angle` + 8.
+// Stores these rows in the cache's form, at k and v plus token * CACHE_BYTES. Token t is rotated by
+// row `angle` of the table, token t + 8 by row `angle` + 8.
 DEVICE void store_pair(u8* k, u8* v, const Pair& pair, const Fresh& x, const float (&w)[8],
                        const float* table, int t, int angle, int lane) {
     float y[PAIR][8];

@@ -1,33 +1,33 @@
-// What the warps of a block share: query rows, weights, and how tiles of the cache lie.
+// The shared memory of a block: query rows, weights and tiles of the cache.
 //
-// Query rows are GROUP heads of 16 tokens, one m16 tile each. Eight warps: warp w holds half w / 4
-// of the heads, and of each cache tile quarter w % 4 of the positions while it scores and quarter
-// w % 4 of the columns while it mixes. Weights pass between the four warps of a half through shared
-// memory. The halves wait for each other only for the cache: warps w and w + 4, which share a
-// scheduler, share its quarters, and the later one loads them. So one fills the tensor cores while
-// the other takes exponentials.
+// Query rows are GROUP heads of 16 tokens, one m16 tile each. There are eight warps. Warp w works
+// on half w / 4 of the heads; of each cache tile it computes scores for quarter w % 4 of the
+// positions and the mixture for quarter w % 4 of the columns. Weights are exchanged between the
+// four warps of a half through shared memory. The halves wait for each other only for the cache:
+// warps w and w + 4, which share a scheduler, also share quarters, and the second warp loads them.
+// So one of them keeps the tensor cores busy while the other computes exponentials.
 //
-// An FP8 tile becomes f16 in registers, exactly; queries are bf16 numbers held as f16, also exactly
-// (|q| < 65504 after a norm; what f16 flushes is below 2^-24). Cache and queries in bf16: bf16
-// products.
+// An FP8 tile is converted to f16 in registers, exactly. Queries are bf16 numbers held as f16, also
+// exactly (|q| < 65504 after a norm; what f16 flushes is below 2^-24). With a bf16 cache, queries
+// and products are bf16.
 #pragma once
 
 #include "verify_attention/pieces.cuh"
 #include "verify_attention/rows.cuh"
 
-constexpr int TOKENS = 16;                      // of one block of query rows
+constexpr int TOKENS = 16;                      // of one thread block's query rows
 constexpr int ROWS = GROUP * TOKENS;
 constexpr int MT = GROUP / 2;                   // m16 tiles of a warp
-constexpr int POSITIONS = FP8 ? 128 : 64;       // of a tile: 32 KiB of keys, as much of values
+constexpr int POSITIONS = FP8 ? 128 : 64;       // of a tile: 32 KiB of keys, 32 KiB of values
 constexpr int QUARTER = POSITIONS / 4;
 constexpr int NS = QUARTER / 8;                 // n8 tiles of a warp's scores
 constexpr int NO = 8;                           // n8 tiles of a warp's mixture
 constexpr int THREADS = 256;
 
-constexpr int QUERY_BYTES = 2 * WIDTH;          // of a head; a token's heads lie together
+constexpr int QUERY_BYTES = 2 * WIDTH;          // of a head; a token's heads are contiguous
 constexpr int QUERY_PITCH = GROUP * QUERY_BYTES;
 constexpr int WEIGHT_PITCH = 2 * POSITIONS;
-// Weights lie where the angles of 16 rows were.
+// Weights reuse the memory of the angles of 16 rows.
 constexpr int WEIGHT_BYTES = ROWS * WEIGHT_PITCH, ANGLE_BYTES = TOKENS * 2 * HALF * 4;
 constexpr int WEIGHT_SPACE = WEIGHT_BYTES > ANGLE_BYTES ? WEIGHT_BYTES : ANGLE_BYTES;
 constexpr int VALUE_PITCH = CACHE_BYTES / 4;
@@ -42,15 +42,15 @@ constexpr int SUMS = TOPS + 16 * ROWS;          // float4 [ROWS], by quarter
 constexpr int BARRIERS = SUMS + 16 * ROWS;      // u64 [4][8], see Side
 constexpr int FRESH = BARRIERS + 256;           // rows of this call as the cache holds them
 
-DEVICE float nothing() { return bits_float(0xff800000u); }  // the maximum of no numbers
+DEVICE float nothing() { return bits_float(0xff800000u); }  // -infinity, the maximum of no numbers
 
-// 16-byte chunks of a row are exchanged within groups of eight by the row's low bits, so that eight
-// rows of one chunk lie in eight different bank groups.
+// Swizzle: within groups of eight, 16-byte chunks of a row are permuted by the row's low bits, so
+// that the same chunk of eight rows lies in eight different bank groups.
 DEVICE u32 swizzled(int row, int chunk, int pitch) {
     return static_cast<u32>(row * pitch + ((chunk ^ (row & 7)) << 4));
 }
 
-// The same for a part of the values; FP8 rows are 64 bytes, two of which share a line.
+// The same for a part of the values; an FP8 row has 64 bytes, so two rows share a line.
 DEVICE u32 value_at(int row, int chunk) {
     if (!FP8) return swizzled(row, chunk, VALUE_PITCH);
     const int line = row >> 1;
@@ -59,7 +59,7 @@ DEVICE u32 value_at(int row, int chunk) {
 
 struct Lane {
     int lane, half, quarter;
-    int g, t;  // row and column pair of a fragment
+    int g, t;  // the lane's row and column pair in a fragment
 };
 
 DEVICE Lane this_lane() {
@@ -67,7 +67,7 @@ DEVICE Lane this_lane() {
     return {lane, warp >> 2, warp & 3, lane >> 2, lane & 3};
 }
 
-// The four warps of one half of the heads meet.
+// Synchronises the four warps of one half of the heads.
 DEVICE void sync_half(int half) {
     if (half) sync_some(2, THREADS / 2);
     else sync_some(1, THREADS / 2);
@@ -76,16 +76,16 @@ DEVICE bool sync_half_any(int half, bool x) {
     return half ? sync_some_any(2, THREADS / 2, x) : sync_some_any(1, THREADS / 2, x);
 }
 
-// Where a lane's pair of the first 64 columns lies in a query row, bytes. For FP8 keys lane t's two
-// pairs of each 16 columns are 4t, 4t + 1 and 4t + 2, 4t + 3, as four neighbouring bytes of a key are
-// read.
+// Offset of a lane's pair of the first 64 columns in a query row, bytes. For FP8 keys, lane t's two
+// pairs of each 16 columns are 4t, 4t + 1 and 4t + 2, 4t + 3, to match the four neighbouring bytes
+// of a key that it reads.
 DEVICE u32 query_at(int row, int lane) {
     const int chunk = FP8 ? (lane >> 3) * 2 + (lane & 1) : lane >> 2;
     const int word = FP8 ? (lane & 7) >> 1 : lane & 3;
     return swizzled(row, chunk, 0) + 4 * word;
 }
 
-// A normalised, rotated query row; `to`: where this lane's first pair lies.
+// Stores a normalised, rotated query row; `to`: the place of this lane's first pair.
 DEVICE void store_query(u8* to, const float (&x)[8]) {
 #pragma unroll
     for (int j = 0; j < WORDS; j++) {
