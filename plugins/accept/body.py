@@ -1,4 +1,4 @@
-"""accept as ONNX. Integers are int64 inside: ONNX Runtime's Where has no int32 form."""
+"""accept as an ONNX function. It computes in int64: ONNX Runtime's Where does not support int32."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def body(b: Body, x: Inputs, a: Attributes) -> Mapping[str, str]:
     choice = _softened(b, n, x["soft_margin"], logits, best)
     follow = b.take(n["tokens"], 1, rows, 0)
     chosen = b.take(choice, 0, rows - 1, 0)
-    # A broken drafter drafts -1, which is what a fault chooses.
+    # A draft of -1, as a broken drafter makes it, must not agree with the -1 that a fault chooses.
     sound = b.op("GreaterOrEqual", chosen, _int(b, 0))
     same = b.op("And", b.op("Equal", follow, chosen), sound)
     relaxed = b.branch(
@@ -88,7 +88,7 @@ def _masked(b: Body, x: Inputs, logits: str) -> str:
 
 
 def _choice(b: Body, n: _Ints, whole: str, logits: str) -> str:
-    """int64 [R]: forced id, or best id, or -1."""
+    """int64 [R]: the forced id, else the best id; -1 at a fault."""
     nan = b.op("Cast", b.op("IsNaN", whole), to=ONNX_TYPE[I64])
     high = b.op("Cast", b.op("IsInf", whole, detect_negative=0), to=ONNX_TYPE[I64])
     bad = b.op("ReduceMax", b.op("Max", nan, high), b.i64(1), keepdims=0)
@@ -100,7 +100,7 @@ def _choice(b: Body, n: _Ints, whole: str, logits: str) -> str:
 
 
 def _softened(b: Body, n: _Ints, margin: str, logits: str, best: str) -> str:
-    """int64 [R]: the soft id where it is near enough to a free choice, else the choice."""
+    """int64 [R]: the soft id if it is near enough to an unforced choice, else the choice."""
     width = b.op("Squeeze", b.op("Shape", logits, start=1, end=2))
     soft = n["soft"]
     inside = b.op("And", b.op("GreaterOrEqual", soft, b.scalar(0)), b.op("Less", soft, width))
@@ -119,33 +119,33 @@ def _softened(b: Body, n: _Ints, margin: str, logits: str, best: str) -> str:
 
 
 def _within(b: Body, mine: str, top: str, margin: str) -> str:
-    """bool: mine >= top - margin, in doubles: no float32 is as near to a logit."""
+    """bool: mine >= top - margin, in float64, since float32 would round the difference."""
     mine, top, margin = (b.op("Cast", x, to=11) for x in (mine, top, margin))
     return b.op("GreaterOrEqual", mine, b.op("Sub", top, margin))
 
 
 def _differ(b: Body, pair: tuple[str, str], among: str) -> str:
-    """int64 [1]: rows where two vectors differ."""
+    """int64 [1]: number of rows, among those of the mask `among`, where two vectors differ."""
     differ = b.op("And", b.op("Not", b.op("Equal", *pair)), among)
     return b.op("ReduceSum", b.cast(differ, I64), b.i64(0), keepdims=1)
 
 
 def _leading(b: Body, agree: str) -> str:
-    """int64 [1]: how many ones before the first zero."""
+    """int64 [1]: number of ones before the first zero."""
     misses = b.op("CumSum", b.op("Sub", _int(b, 1), agree), b.scalar(0))
     clean = b.cast(b.op("Equal", misses, _int(b, 0)), I64)
     return b.op("ReduceSum", clean, b.i64(0), keepdims=1)
 
 
 def _stopped(b: Body, n: _Ints, tokens: str, rows: int) -> str:
-    """int64 [1]: rows up to and with the first stop token; R + 1 where there is none."""
+    """int64 [1]: number of rows up to and including the first stop token; R + 1 without one."""
     hit = _any_of(b, tokens, n["stop"])
     order = b.const(np.arange(1, rows + 1, dtype=np.int64))
     return b.op("ReduceMin", b.op("Where", hit, order, _int(b, rows + 1)), b.i64(0), keepdims=1)
 
 
 def _any_of(b: Body, tokens: str, ids: str) -> str:
-    """bool: token is one of ids. -1 is nobody's id."""
+    """bool: whether each token is one of `ids`. -1 is no id."""
     token = b.reshape(tokens, -1, 1)
     equal = b.op(
         "And",
@@ -156,7 +156,10 @@ def _any_of(b: Body, tokens: str, ids: str) -> str:
 
 
 def _relaxed(b: Body, n: _Ints, margin: str, block: tuple[str, str, str, str]) -> str:
-    """int64 [R - 1]: the draft passes the relaxed rule. block: (logits, best, choice, follow)."""
+    """int64 [R - 1]: 1 if the draft passes the relaxed rule.
+
+    `block` is (logits, best, choice, follow).
+    """
     logits, best, choice, forced = (b.take(v, 0, -1, 0) for v in (*block[:3], n["forced"]))
     follow = block[3]
     width = b.op("Squeeze", b.op("Shape", logits, start=1, end=2))
@@ -180,7 +183,7 @@ def _relaxed(b: Body, n: _Ints, margin: str, block: tuple[str, str, str, str]) -
 
 
 def _near(b: Body, rule: str, margin: str, logits: str, mine: str) -> str:
-    """bool [R - 1, 1]: within the margin of the best, under the rule in force."""
+    """bool [R - 1, 1]: whether the draft is within the margin of the best id, by the given rule."""
     top = b.max(logits, 1)
     close = _within(b, mine, top, margin)
     total = b.sum(b.op("Exp", b.op("Sub", logits, top)), 1)
@@ -193,6 +196,6 @@ def _near(b: Body, rule: str, margin: str, logits: str, mine: str) -> str:
 
 
 def _before_close(b: Body, close: str, follow: str) -> str:
-    """bool [R - 1]: no draft up to and with this one is the close id."""
+    """bool [R - 1]: whether no draft up to and including this one is the close id."""
     hit = b.op("And", b.op("Equal", follow, close), b.op("GreaterOrEqual", close, _int(b, 0)))
     return b.op("Equal", b.op("CumSum", b.cast(hit, I64), b.scalar(0)), _int(b, 0))

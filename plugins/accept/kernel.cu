@@ -1,6 +1,6 @@
-// accept: logits to record in one launch.
-// Grid: slices of a row x rows. Every block leaves what its slice has to say in a few words; the
-// last to arrive combines them in order, decides each row in one lane, and writes the record.
+// accept: from logits to the record in one launch.
+// Grid: slices of a row x rows. Each block stores the summary of its slice in a few words; the last
+// block to finish combines them in order, decides each row in one lane, and writes the record.
 #include "cuda/slice.cuh"
 
 constexpr int FAULT = -1;  // in a slice's id: it holds a NaN or an infinity
@@ -19,9 +19,9 @@ struct Call {
     i32 rows, width, vocab, words, stops, stricts;
 };
 
-// What one slice, or one row, comes to.
+// The summary of a slice, or of a row.
 struct Found {
-    Largest best;  // allowed; id FAULT: see there
+    Largest best;  // the best allowed id; or id FAULT, see there
     int ahead;     // allowed ids ranked before the draft
     float sum;     // of exp(logit - best) over the allowed ids
 };
@@ -31,14 +31,15 @@ struct Row {
     float draft_logit, soft_logit;
 };
 
-// Minus infinity where the id is out of range or the mask forbids it.
+// The logit of an id; minus infinity if it is out of range or the mask forbids it.
 DEVICE float allowed_logit(const Call& c, int row, int id) {
     if (id < 0 || id >= c.vocab) return minus_infinity();
     if (c.mask && !(c.mask[row * c.words + id / 32] >> (id % 32) & 1)) return minus_infinity();
     return c.logits[static_cast<i64>(row) * c.width + id];
 }
 
-// The draft whose rank matters, as its logit; minus infinity where there is none.
+// Returns the logit of the draft, and sets its id, if a relaxed rule needs its rank; else minus
+// infinity.
 DEVICE float ranked_draft(const Call& c, int row, int& id) {
     if (*c.rule == STRICT || row >= *c.drafted) return minus_infinity();
     id = c.tokens[row + 1];
@@ -96,7 +97,7 @@ DEVICE float warp_total(float x) {
     return x;
 }
 
-// Both totals, for thread 0.
+// Totals over the block; valid in thread 0.
 DEVICE void block_totals(int& ahead, float& sum) {
     __shared__ int ahead_of_warp[SLICE_WARPS];
     __shared__ float sum_of_warp[SLICE_WARPS];
@@ -146,7 +147,7 @@ DEVICE float4 pack(Found f) {
     return make_float4(f.best.value, bits_float(f.best.id), bits_float(f.ahead), f.sum);
 }
 
-// One row by one warp; every lane gets it.
+// Combines the slices of one row. Called by one warp; every lane gets the result.
 DEVICE Found combine(const float4* found, int slices, bool with_sum) {
     Found all{{minus_infinity(), 0x7fffffff}, 0, 0.0f};
     bool fault = false;
@@ -181,8 +182,8 @@ DEVICE Row read_row(const Call& c, int row) {
     return r;
 }
 
-// Whether the draft, not the row's best id, is near enough to it. Doubles, as the reference: the
-// logits are exact in them and the difference is rounded once.
+// Whether a draft that is not the row's best id is near enough to it. In double, as in the
+// reference: logits are exact and the difference is rounded once.
 DEVICE bool accepts_relaxed(const Call& c, const Row& r, const Found& f) {
     const double margin = *c.margin;
     if (margin <= 0 || r.forced >= 0 || !(r.draft_logit > minus_infinity())) return false;
@@ -195,7 +196,7 @@ DEVICE bool accepts_relaxed(const Call& c, const Row& r, const Found& f) {
     return expf(r.draft_logit - f.best.value) / sum >= 1.0 / sum - margin;
 }
 
-// By one warp, lane i deciding row i.
+// Called by one warp; lane i decides row i.
 DEVICE void write_record(const Call& c, const Row& r, const Found& f, i32* record) {
     const int row = threadIdx.x;
     const bool fault = row >= c.rows || f.best.id == FAULT;
@@ -207,7 +208,7 @@ DEVICE void write_record(const Call& c, const Row& r, const Found& f, i32* recor
                         r.soft_logit >= f.best.value - soft_margin;
     const int choice = soften ? r.soft : best;
 
-    // No id is -1: where one equals an unused close or stop, the commit has ended anyway.
+    // -1 is no id: if a token of -1 equals an unused close or stop, the commit has ended anyway.
     const u32 closing = ballot(r.follow == *c.close);
     const bool open = !closing || row < __ffs(closing) - 1;
     const bool agrees =
@@ -235,11 +236,11 @@ DEVICE void write_record(const Call& c, const Row& r, const Found& f, i32* recor
     record[5 + c.rows + row] = choice;
 }
 
-// By the whole block, from what every slice of every row came to.
+// Writes the record from the summaries of all slices of all rows. Called by the whole block.
 DEVICE void finish(const Call& c, const float4* found, int slices, i32* record) {
     __shared__ Found of_row[MOST_ROWS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const Row mine = read_row(c, lane);  // asked for before the slices are combined
+    const Row mine = read_row(c, lane);  // loaded before the slices are combined
     for (int row = warp; row < c.rows; row += SLICE_WARPS) {
         const Found all = combine(found + row * slices, slices, *c.rule > LOG_MARGIN);
         if (lane == 0) of_row[row] = all;

@@ -6,13 +6,13 @@ from thor_dflash.plugins.head.best import THREADS, slices
 from thor_dflash.plugins.launch import At, Device, Int, Launch, Scratch, Site
 
 MOST_ROWS = 32
-"""One lane of a warp decides one row."""
+"""The lanes of a warp: one lane decides one row."""
 
 IN_PLACE: frozenset[str] = frozenset()
 
 TOLERANCE = 0.0
-"""The record is integers. Logits are compared as they are and margins in doubles; only rule 2's sum
-of exponentials is float32, which moves a probability by some 1e-7 of itself at most."""
+"""The record consists of integers. Logits are compared unrounded and margins in float64; only rule
+2's sum of exponentials is float32, a relative error of a probability of at most about 1e-7."""
 
 _PORTS = (
     "logits",
@@ -34,7 +34,7 @@ _PORTS = (
 
 
 def refuse(site: Site) -> str:
-    """Why the kernel does not take this call; empty if it does."""
+    """Returns why the kernel cannot run this call, or an empty string if it can."""
     rows, width = site.ports["logits"].shape
     if rows > MOST_ROWS:
         return f"accept.logits must be at most {MOST_ROWS} rows (got {rows})"
@@ -47,7 +47,9 @@ def refuse(site: Site) -> str:
 
 
 def launches(site: Site, device: Device) -> tuple[Launch, ...]:
-    """One block for each slice of each row; the last to arrive writes the record."""
+    """Returns one launch, with a block for each slice of each row; the last block to finish writes
+    the record.
+    """
     del device
     rows, width = site.ports["logits"].shape
     grid = (slices(_limit(site)), rows, 1)
@@ -75,6 +77,6 @@ def launches(site: Site, device: Device) -> tuple[Launch, ...]:
 
 
 def _limit(site: Site) -> int:
-    """Logits of a row that may be chosen."""
+    """Returns the number of logits of a row that may be chosen."""
     width = site.size("logits", 1)
     return min(site.attributes.integer("vocab") or width, width)

@@ -1,4 +1,4 @@
-"""accept in numpy: the definition every other implementation is held to."""
+"""accept in numpy: the definition that every other implementation is tested against."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from thor_dflash.plugins.op import Arrays, Attributes, Case
 from thor_dflash.tensors import Array
 
 HEADER = 5
-"""Words before the per-row ones."""
+"""Words before the per-row words."""
 
 STRICT, LOG_MARGIN, PROBABILITY_DELTA = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What one block came to."""
+    """The decision on one block."""
 
     count: int
     """Rows to commit, 1..R."""
     fault: int
-    """The row that had no usable choice, among the committed ones; -1: none."""
+    """The committed row without a usable choice; -1: none."""
     relaxed: int
     """Committed drafts that strict acceptance would have refused."""
     agreed: int
-    """Drafts that agreed before cap and stop cut, 0..R - 1."""
+    """Drafts that agreed, before cap and stop ids shorten the commit, 0..R - 1."""
     softened: int
     """Committed rows whose choice was a soft id in place of the best one."""
     tokens: tuple[int, ...]
-    """[count] committed tokens: what follows each committed row."""
+    """[count] the committed tokens: the one that follows each committed row."""
     choices: tuple[int, ...]
     """[R] the target's own choice after each row, -1 at a fault."""
 
     @classmethod
     def read(cls, words: Array) -> Record:
-        """From the operator's int32 [5 + 2R] output."""
+        """Reads a record from the operator's int32 [5 + 2R] output."""
         values: list[int] = words.tolist()
         rows = (len(values) - HEADER) // 2
         count, fault, relaxed, agreed, softened = values[:HEADER]
@@ -53,7 +53,7 @@ class Record:
 
 
 def reference(x: Arrays, a: Attributes) -> dict[str, Array]:
-    """See the room's docstring for shapes. Walks row by row."""
+    """See the room's docstring for shapes. Decides row by row."""
     rows = len(x["tokens"])
     best = [_choice(x, a, i) for i in range(rows)]
     choices = [_softened(x, a, i, best[i]) for i in range(rows)]
@@ -80,7 +80,7 @@ def reference(x: Arrays, a: Attributes) -> dict[str, Array]:
 
 
 def allowed(x: Arrays, a: Attributes, i: int) -> Array:
-    """Row i's logits below vocab, -inf where the mask forbids."""
+    """Returns row i's logits of ids below vocab, -inf where the mask forbids the id."""
     logits: Array = x["logits"][i, : a.integer("vocab") or None].astype(np.float64)
     if "mask" in x:
         ids = np.arange(len(logits))
@@ -101,7 +101,9 @@ def _choice(x: Arrays, a: Attributes, i: int) -> int:
 
 
 def _softened(x: Arrays, a: Attributes, i: int, best: int) -> int:
-    """The soft id of row i if its choice `best` is a free one and the soft id is near it."""
+    """Returns row i's soft id if its choice `best` is not forced and the soft id is near it, else
+    `best`.
+    """
     soft = int(x["soft"][i])
     logits = allowed(x, a, i)
     if best < 0 or x["forced"][i] >= 0 or not 0 <= soft < len(logits):
@@ -137,7 +139,7 @@ def _relaxed(x: Arrays, a: Attributes, i: int, draft: int, choice: int) -> bool:
 
 
 def accept_case(name: str, logits: Array, tokens: Array, **given: Array | int | float) -> Case:
-    """A case with quiet defaults; `vocab` is an attribute, everything else an input."""
+    """Returns a case; defaults have no effect. `vocab` is an attribute, all else an input."""
     rows = len(tokens)
     vocab = int(np.asarray(given.pop("vocab", 0)))
     quiet: dict[str, Array | int | float] = {
@@ -167,7 +169,9 @@ def accept_case(name: str, logits: Array, tokens: Array, **given: Array | int | 
 
 
 def cases(rng: np.random.Generator) -> Iterator[Case]:
-    """All, none and some right; right again after a miss; ties; stops, caps, masks, faults."""
+    """All, no and some drafts right; right again after a wrong one; ties; stops, caps, masks,
+    forced ids, faults, soft ids; relaxed rules.
+    """
     rows, vocab = 16, 40
 
     def right(logits: Array, count: int) -> Array:
