@@ -1,1 +1,1 @@
-"""The driver and the compiler, behind one gate each, and what a kernel may use of the hardware."""
+"""The CUDA driver, the compiler, launches, and the device functions that kernels share."""

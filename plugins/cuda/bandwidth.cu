@@ -1,11 +1,11 @@
-// How fast this device reads memory: the yardstick every kernel's time is held against.
+// Measures the device's read bandwidth, against which the kernels' times are compared.
 #include "cuda/device.cuh"
 
 constexpr int THREADS = 512;
-constexpr int FLIGHT = 8;  // 16-byte loads under way per thread
+constexpr int FLIGHT = 8;  // 16-byte loads in flight per thread
 
-// Reads `blocks` blocks of THREADS * FLIGHT * 16 bytes. `sink` is written only if the bits of all
-// words read come to one number in four billion, so that no load can be left out.
+// Reads `blocks` blocks of THREADS * FLIGHT * 16 bytes. `sink` is written only if the xor of all
+// words is one value out of 2^32, so that the compiler cannot omit a load.
 KERNEL void __launch_bounds__(THREADS) read_memory(const uint4* from, u32* sink, int blocks) {
     u32 seen = 0;
     for (int block = blockIdx.x; block < blocks; block += gridDim.x) {

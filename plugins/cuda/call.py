@@ -1,4 +1,4 @@
-"""One call of a room on a stream that somebody else owns, with memory that somebody else places."""
+"""One call of a room, on a stream and in memory that the caller owns."""
 
 # cuda-python publishes no types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -18,11 +18,11 @@ from thor_dflash.plugins.rules import Rule
 
 
 class Call:
-    """The launches of a call at fixed sizes, and the memory that is theirs for good.
+    """The launches of a call at fixed sizes, and their persistent memory.
 
-    Constant tables, tables of addresses and counters are made when `run` first needs them. A
-    captured stream only finds them again, so a call runs once with its addresses before it is
-    captured with them.
+    Constant tables, tables of addresses and counters are created when `run` first needs them. This
+    is not possible while a stream is captured, so a call must run once with its addresses before it
+    is captured with them.
     """
 
     def __init__(self, kernels: Kernels, rule: Rule, site: Site) -> None:
@@ -35,12 +35,12 @@ class Call:
         self._counters: dict[str, int] = {}
 
     def run(self, at: Mapping[str, int], memory: int, stream: Any) -> None:
-        """Put the launches on a stream.
+        """Enqueue the launches on a stream.
 
         Args:
-            at: Addresses by port. An output of `rule.in_place` that is not where its input is gets
-                a copy of the input first.
-            memory: `working` bytes, address.
+            at: Addresses by port. If an output of `rule.in_place` has another address than its
+                input, the input is first copied there.
+            memory: Address of `working` bytes.
             stream: A CUstream.
 
         Raises:
@@ -61,12 +61,14 @@ class Call:
         for i, launch in enumerate(self._launches):
             kernel = self._kernels.function(self._rule.folder / launch.source, launch)
             arguments = values(launch, address, self._tables.__getitem__, scratch, lambda wanted: 0)
-            # Only behind one of its own: what ran before the call may be no kernel at all.
+            # Only behind a launch of this call: the work before the call may not be a kernel.
             overlap = launch.overlap and i > 0
             enqueue(self._kernels.gate, stream, kernel, launch, arguments, overlap=overlap)
 
     def _settle(self, at: dict[str, int], stream: Any) -> dict[str, int]:
-        """Addresses with every state that is renewed in place in one place."""
+        """Returns the addresses, with each state that is updated in place at its output's address,
+        after copying it there if necessary.
+        """
         for output in self._rule.in_place:
             source = self._rule.op.alias_of(output) or output.replace("next_", "", 1)
             if output in at and at[output] != at[source]:
@@ -76,7 +78,7 @@ class Call:
         return at
 
     def _provide(self, at: Mapping[str, int], stream: Any) -> None:
-        """Make the tables and counters that are not there yet."""
+        """Create the tables and counters that do not exist yet."""
         for argument in (a for launch in self._launches for a in launch.arguments):
             if isinstance(argument, Table | Addresses):
                 made = content(argument, lambda port: at.get(port, 0))
@@ -111,7 +113,7 @@ class Call:
 
     @property
     def nbytes(self) -> int:
-        """Device memory it holds, bytes."""
+        """Persistent device memory of the call, bytes."""
         counters = {
             a.name: a.nbytes
             for launch in self._launches
@@ -121,7 +123,7 @@ class Call:
         return sum(map(len, self._tables)) + sum(counters[name] for name in self._counters)
 
     def close(self) -> None:
-        """Give its memory back; nothing of it may be running. Idempotent."""
+        """Free the memory; none of the launches may be running. Idempotent."""
         for address in (*self._tables.values(), *self._counters.values()):
             self._kernels.gate("cuMemFree", address)
         self._tables.clear()

@@ -1,4 +1,4 @@
-"""Kernels from source, by NVRTC: a cubin per source file, constants and architecture, kept on disk.
+"""Compiles kernels with NVRTC: a cubin per source file, constants and architecture, cached on disk.
 
 Nothing here needs a GPU or a driver, so cubins for a board can be made on any machine.
 """
@@ -25,13 +25,14 @@ from thor_dflash import plugins
 from thor_dflash.errors import EngineError
 
 ROOT = Path(plugins.__file__).parent
-"""What `#include "room/file.cuh"` is relative to."""
+"""The folder that `#include "room/file.cuh"` is relative to."""
 
 OPTIONS = ("--std=c++17", "--ptxas-options=-v", "--fmad=false", "--extra-device-vectorization")
-"""No product and sum are rounded as one but where a kernel says fma_rn: the compiler would do it in
-some of an unrolled loop's rows and not in others, and a row's bits would depend on its place."""
+"""Multiplications and additions are fused only where a kernel calls fma_rn: otherwise the compiler
+might fuse them for some rows of an unrolled loop and not for others, and a row's bits would depend
+on its place."""
 SEAL = hashlib.sha256().digest_size
-"""Of a kept cubin, bytes at its end."""
+"""Bytes of the checksum at the end of a cached cubin."""
 _USAGE = re.compile(
     r"Compiling entry function '(?P<name>\w+)'.*?"
     r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
@@ -43,7 +44,7 @@ _USAGE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What ptxas reports of one kernel."""
+    """What ptxas reports about one kernel."""
 
     registers: int
     """Per thread."""
@@ -59,11 +60,11 @@ class Cubin:
 
     image: bytes
     log: str
-    """What the compiler said; empty where the image came from the cache."""
+    """The compiler's output; empty if the image came from the cache."""
 
     @property
     def usage(self) -> dict[str, Usage]:
-        """Resources by kernel, from the log."""
+        """Resource usage by kernel, from the log."""
         found: dict[str, Usage] = {}
         for part in re.split(r"(?=ptxas info\s*: Compiling entry)", self.log):
             if match := _USAGE.search(part):
@@ -110,8 +111,8 @@ def compile_source(source: Path, defines: Mapping[str, int], arch: str) -> Cubin
 
 
 def load(source: Path, defines: Mapping[str, int], arch: str, cache: Path) -> Cubin:
-    """The cubin from the directory `cache`, or compiled and put there, also where what is there is
-    not as it was written. Writers may race; all write the same.
+    """Returns the cubin from the directory `cache`; if it is missing there or damaged, compiles and
+    stores it. Concurrent writers are harmless: all write the same.
 
     Raises:
         EngineError: as compile_source, or the directory cannot keep it.
@@ -130,8 +131,8 @@ def load(source: Path, defines: Mapping[str, int], arch: str, cache: Path) -> Cu
 
 
 def _kept(path: Path) -> bytes:
-    """The image; empty where it is not there whole. A driver may read past the end of one that was
-    cut short, and runs one that has a byte changed.
+    """Returns the cached image, or nothing if it is missing or damaged. Without this check a driver
+    may read past the end of a truncated image, and runs one in which a byte has changed.
     """
     with contextlib.suppress(OSError):
         read = path.read_bytes()
@@ -142,17 +143,19 @@ def _kept(path: Path) -> bytes:
 
 
 def _seal(path: Path, image: bytes) -> bytes:
-    """What follows an image, where no reader of ELF looks. Under another name it is no other's."""
+    """Returns the checksum that follows an image, where ELF readers ignore it. It covers the file
+    name, so that a renamed file is not accepted.
+    """
     return hashlib.sha256(path.name.encode() + image).digest()
 
 
 def _keep(path: Path, image: bytes) -> None:
-    """Whole or not at all, also when the power goes."""
+    """Writes an image atomically, also with respect to power loss."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
-            os.fchmod(handle, 0o644)  # other users of the directory may have them too
+            os.fchmod(handle, 0o644)  # other users may read the directory's cubins too
             file.write(image + _seal(path, image))
             file.flush()
             os.fsync(handle)
@@ -163,7 +166,9 @@ def _keep(path: Path, image: bytes) -> None:
 
 
 def digest(source: Path, defines: Mapping[str, int], arch: str) -> str:
-    """What a cubin is made of: source, headers, constants, target, options, compiler."""
+    """Returns a hash of all that determines a cubin: source, headers, constants, target, options,
+    compiler version.
+    """
     nvrtc = _nvrtc()
     version = _check_all(nvrtc.nvrtcVersion(), "nvrtcVersion")
     made = hashlib.sha256(repr((version, arch, OPTIONS, _defines(defines))).encode())

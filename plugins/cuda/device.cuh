@@ -1,8 +1,7 @@
-// What every kernel of the house may use of the machine: element types, warp and block
-// operations, copies, matrix products. Plain sm_90 and sm_110, no other header, so that NVRTC needs
-// no include path. A kernel holds no inline assembly of its own: whatever is asked of the hardware
-// is asked here, and a machine without the hardware can offer the same names
-// (tests/emulator/device.cuh runs the kernels on a CPU).
+// The device functions that kernels share: element types, warp and block operations, copies, matrix
+// products. Plain sm_90 and sm_110, with no other header, so that NVRTC needs no include path.
+// Kernels contain no inline assembly: all of it is here, so that an emulator can provide the same
+// functions without the hardware (tests/emulator/cuda runs the kernels on a CPU).
 #pragma once
 
 typedef unsigned char u8;
@@ -20,7 +19,7 @@ typedef long long i64;
 constexpr u32 ALL_LANES = 0xffffffffu;
 
 // ---- element types -------------------------------------------------------------------------
-// bf16 and fp8 travel as bits: u16 and u8, pairs in a u32 (first element in the low half).
+// bf16 and fp8 values are held as bits: u16 and u8, pairs in a u32 (first element in the low half).
 
 DEVICE float bits_float(u32 x) { return __uint_as_float(x); }
 DEVICE u32 float_bits(float x) { return __float_as_uint(x); }
@@ -37,14 +36,14 @@ DEVICE u32 pack_bf16x2(float low, float high) {
 }
 DEVICE u16 float_bf16(float x) { return static_cast<u16>(pack_bf16x2(x, 0.0f) & 0xffffu); }
 
-// One rounding; subnormal operands count.
+// One rounding; subnormal operands are not flushed.
 DEVICE u32 mul_bf16x2(u32 a, u32 b) {
     u32 r;
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
     return r;
 }
 
-// Either half, in both halves. Free as an operand of mul_bf16x2.
+// The low (or high) half of x, in both halves. Free as an operand of mul_bf16x2.
 DEVICE u32 twice_low(u32 x) {
     u32 r;
     asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {l, l};}" : "=r"(r) : "r"(x));
@@ -72,7 +71,7 @@ DEVICE float f16x2_high(u32 x) {
     return r;
 }
 
-// E4M3 (fn): nearest even, beyond 448 saturates, NaN stays.
+// E4M3 (fn): rounds to nearest even, saturates beyond 448, keeps NaN.
 DEVICE u16 pack_e4m3x2(float low, float high) {
     u16 r;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
@@ -85,15 +84,16 @@ DEVICE void e4m3x4_f16x4(u32 x, u32& low, u32& high) {
         : "=r"(low), "=r"(high) : "r"(x));
 }
 
-// x, as a number that no compiler can know, so that it stays in a register instead of becoming an
-// immediate again at every use: blocks of threads have no depth.
+// x as a value that the compiler cannot know, so that it stays in a register instead of becoming an
+// immediate at every use. blockDim.z is always 1.
 DEVICE u32 opaque(u32 x) { return x + (blockDim.z - 1); }
 
-// Goes on when x has come out of shared memory. A load only begins where it stands: neither a barrier
-// nor an arrival waits for what nobody uses yet, and an asynchronous copy that they let begin can
-// overwrite what is still to be read (seen on an H100: one load of some 10^9). So of every load whose
-// bytes others may then overwrite, a word of the result, or of what was made of it, passes here
-// first; several as one, by ^. Blocks of threads have no depth: nothing ever sleeps.
+// Waits until x has been loaded. A load instruction only starts a load: neither a barrier nor an
+// arrival waits for results that are not used yet, and an asynchronous copy that they release can
+// overwrite bytes that are still to be read (seen on an H100: about one load in 10^9). So for every
+// load whose source may be overwritten afterwards, a word of the result, or of a value computed
+// from it, is passed here first; several are combined by ^. blockDim.z is always 1, so nothing ever
+// sleeps.
 DEVICE void received(u32 x) {
     asm volatile("{.reg .pred p; setp.ne.u32 p, %0, 0; @p nanosleep.u32 1;}"
                  ::"r"(x & (blockDim.z - 1)) : "memory");
@@ -123,11 +123,11 @@ DEVICE float reciprocal_approx(float x) {
 // ---- lanes, warps, blocks --------------------------------------------------------------------
 DEVICE void sync_block() { __syncthreads(); }
 DEVICE void sync_warp() { __syncwarp(); }
-// `threads` of the block (whole warps) meet at barrier `id`, 1..15.
+// Synchronises `threads` threads of the block (whole warps) at barrier `id`, 1..15.
 DEVICE void sync_some(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-// The same, and whether x is true for any of them.
+// The same; returns whether x is true for any of them.
 DEVICE bool sync_some_any(int id, int threads, bool x) {
     u32 any;
     asm volatile("{.reg .pred p, q; setp.ne.u32 p, %3, 0; bar.red.or.pred q, %1, %2, p;"
@@ -135,27 +135,27 @@ DEVICE bool sync_some_any(int id, int threads, bool x) {
                  : "=r"(any) : "r"(id), "r"(threads), "r"(static_cast<u32>(x)) : "memory");
     return any != 0;
 }
-// All 32 lanes take part in each of these.
+// All 32 lanes must take part in each of these.
 DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(ALL_LANES, x, mask); }
 DEVICE i32 shuffle_xor(i32 x, int mask) { return __shfl_xor_sync(ALL_LANES, x, mask); }
 DEVICE u32 shuffle_xor(u32 x, int mask) { return __shfl_xor_sync(ALL_LANES, x, mask); }
 DEVICE float shuffle(float x, int lane) { return __shfl_sync(ALL_LANES, x, lane); }
 DEVICE i32 shuffle(i32 x, int lane) { return __shfl_sync(ALL_LANES, x, lane); }
 DEVICE u32 shuffle(u32 x, int lane) { return __shfl_sync(ALL_LANES, x, lane); }
-// x, by way of a shuffle: the compiler keeps the result in a register, where it would compute anything
-// cheap again at every use.
+// x, passed through a shuffle so that the compiler keeps it in a register; it would recompute a
+// cheap expression at every use.
 DEVICE u32 kept(u32 x) { return shuffle(x, threadIdx.x % 32); }
 DEVICE u32 ballot(bool x) { return __ballot_sync(ALL_LANES, x); }
 
 // ---- one kernel and the next (programmatic dependent launch) ---------------------------------
-// Everything the earlier kernels of the stream wrote is visible after this. Every kernel calls it,
-// in every thread that reads or writes what another kernel writes or reads, before it does.
+// Everything that earlier kernels of the stream wrote is visible after this. Every kernel calls it,
+// in each thread that accesses memory shared with another kernel, before that access.
 DEVICE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-// The next kernel may start now; what this one writes later it still waits for.
+// The next kernel may start now; its wait_for_previous still covers this kernel's later writes.
 DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 // ---- between blocks --------------------------------------------------------------------------
-// Adds 1, returns the old value; everything this thread wrote (and, after sync_block, this block)
-// is visible to whoever sees the new value and then fences.
+// Adds 1 and returns the old value. Everything this thread wrote (and, after sync_block, this
+// block) is visible to a thread that sees the new value and then fences.
 DEVICE u32 arrive(u32* counter) {
     u32 old;
     asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;"
@@ -165,7 +165,7 @@ DEVICE u32 arrive(u32* counter) {
 DEVICE void fence_device() { __threadfence(); }
 
 // ---- loads that bypass or skip caches --------------------------------------------------------
-// Written by another block of this same launch: not from this multiprocessor's own cache.
+// Loads data written by another block of this launch: bypasses this multiprocessor's L1 cache.
 DEVICE float4 load_shared_result(const float4* p) { return __ldcg(p); }
 DEVICE uint4 load_shared_result(const uint4* p) { return __ldcg(p); }
 DEVICE float load_shared_result(const float* p) { return __ldcg(p); }
@@ -177,7 +177,7 @@ DEVICE saddr shared_address(const void* p) {
     return static_cast<u32>(__cvta_generic_to_shared(p));
 }
 
-// 16 bytes global -> shared, asynchronous; in order of commits.
+// Copies 16 bytes global -> shared, asynchronously; copies complete in order of commits.
 DEVICE void copy_async16(saddr to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
@@ -187,22 +187,22 @@ DEVICE void copy_async16(saddr to, const void* from, bool valid) {
                  ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until at most N of this thread's commits are still under way.
+// Waits until at most N of this thread's commits are outstanding.
 template <int N> DEVICE void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// A transaction barrier in shared memory: u64, 8-byte aligned. One phase ends when `count`
-// arrivals and all announced bytes are in.
+// A transaction barrier in shared memory: u64, 8-byte aligned. A phase ends when `count` threads
+// have arrived and all announced bytes have been written.
 DEVICE void barrier_init(saddr barrier, int count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
-// After the inits, by the thread that made them and before anyone uses them (sync in between).
+// Called after the inits by the thread that made them; synchronise before any use.
 DEVICE void barrier_init_done() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-// Arrive once and announce `bytes` of bulk copies.
+// Arrives once and announces `bytes` of bulk copies.
 DEVICE void barrier_expect(saddr barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                  ::"r"(barrier), "r"(bytes) : "memory");
@@ -210,18 +210,19 @@ DEVICE void barrier_expect(saddr barrier, u32 bytes) {
 DEVICE void barrier_arrive(saddr barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// received and barrier_arrive in one: the address depends on `x`, so that the arrival is not issued
-// before the loads that x was made of have returned. Blocks of threads have no depth: x adds nothing.
+// `received` and barrier_arrive in one: the address depends on `x`, so that the arrival is not
+// issued before the loads that x depends on have returned. blockDim.z is always 1, so x adds
+// nothing.
 DEVICE void barrier_arrive_received(saddr barrier, u32 x) {
     barrier_arrive(barrier + (x & (blockDim.z - 1)));
 }
-// Until the phase of this parity (0 first, then 1, 0, ...) has ended.
+// Waits until the phase of this parity (0 first, then 1, 0, ...) has ended.
 DEVICE void barrier_wait(saddr barrier, u32 parity) {
     asm volatile("{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;"
                  " @!p bra again;}" ::"r"(barrier), "r"(parity) : "memory");
 }
-// `bytes` (a multiple of 16, both ends 16-byte aligned) global -> shared by the copy engine;
-// completion is counted on `barrier`. Read once: the L2 cache keeps it no longer than it must.
+// Copies `bytes` (a multiple of 16, both addresses 16-byte aligned) global -> shared by the copy
+// engine; completion is counted on `barrier`. For data read once: the L2 cache evicts it first.
 DEVICE void copy_bulk(saddr to, const void* from, u32 bytes, saddr barrier) {
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -229,14 +230,14 @@ DEVICE void copy_bulk(saddr to, const void* from, u32 bytes, saddr barrier) {
                  ".L2::cache_hint [%0], [%1], %2, [%3], %4;"
                  ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
-// The same for bytes that other blocks read too: an ordinary guest of the L2 cache.
+// The same for data that other blocks read too: cached normally in L2.
 DEVICE void copy_bulk_kept(saddr to, const void* from, u32 bytes, saddr barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
                  " [%0], [%1], %2, [%3];"
                  ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// `bytes` (a multiple of 16, from a 16-byte aligned address on) on their way into the L2 cache.
+// Prefetches `bytes` (a multiple of 16, from a 16-byte aligned address on) into the L2 cache.
 DEVICE void prefetch_bulk(const void* from, u32 bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
@@ -259,14 +260,14 @@ DEVICE uint4 load_shared16(saddr p) {
 }
 
 // ---- clusters: blocks that reach into one another's shared memory -----------------------------
-// `Launch.cluster` neighbours along x run at the same time. An address of shared memory of any of
-// them is a u32 too, but another space than saddr: from cluster_address, for the functions whose
-// parameter is `remote`. One's own is among them.
+// `Launch.cluster` neighbouring blocks along x run at the same time. An address of the shared
+// memory of any of them, including the block itself, is also a u32, but in another address space
+// than saddr: it comes from cluster_address and goes to the functions whose parameter is `remote`.
 //
-// Nobody touches another block's memory before that block is known to have started, nor after it
-// may have ended: a meeting of all (cluster_arrive and cluster_wait) lies before the first access
-// and after the last. The last one is not needed by a block that has itself waited, on barriers of
-// its own, for all that others store, copy or arrive here, if nobody loads.
+// A block's memory must not be accessed by others before it is known to have started, nor after it
+// may have ended: all blocks synchronise (cluster_arrive and cluster_wait) before the first access
+// and after the last. The latter is not needed if no block loads from others and each block waits,
+// on barriers of its own, for everything that others store, copy or arrive there.
 DEVICE u32 cluster_rank() {
     u32 r;
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
@@ -278,46 +279,46 @@ DEVICE u32 cluster_size() {
     asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(r));
     return r;
 }
-// All threads that have not ended, of all blocks of the cluster, arrive and then wait, in turn;
-// other work may lie between, the end of the thread may not. What any of them wrote anywhere before
-// it arrived is visible to all after they waited, and what it read before has been read.
+// All threads of all blocks of the cluster that have not exited arrive, then wait. A thread may do
+// other work in between, but must not exit. After the wait, everything that any of them wrote
+// before it arrived is visible to all, and all its earlier reads are complete.
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-// The same meeting, which orders no read or write before it: to know that the others have started,
-// and to publish barriers after barrier_init_done.
+// The same without ordering earlier reads and writes: to know that the others have started, and to
+// publish barriers after barrier_init_done.
 DEVICE void cluster_arrive_relaxed() {
     asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 }
-// Where the memory that is at `local` in this block is in block `rank` of the cluster.
+// The address in block `rank` of the cluster that corresponds to `local` in this block.
 DEVICE u32 cluster_address(saddr local, u32 rank) {
     u32 r;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(local), "r"(rank));
     return r;
 }
-// 16 bytes, 16-byte aligned, of any block; as visible as any load's.
+// Loads 16 bytes, 16-byte aligned, from any block, with the visibility of an ordinary load.
 DEVICE float4 load_cluster16(u32 remote) {
     float4 r;
     asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w) : "r"(remote) : "memory");
     return r;
 }
-// 16 bytes into any block, 16-byte aligned, asynchronous: counted as 16 announced bytes on
-// `remote_barrier`, a barrier of that same block, where barrier_wait_cluster makes them visible.
-// They may come before that phase's barrier_expect, as long as an arrival of the phase is missing;
-// the phase before must have ended. Nothing else this thread wrote becomes visible by it.
+// Stores 16 bytes, 16-byte aligned, to any block, asynchronously. They count as 16 announced bytes
+// on `remote_barrier`, a barrier of the same block, where barrier_wait_cluster makes them visible.
+// They may arrive before that phase's barrier_expect as long as an arrival of the phase is missing;
+// the previous phase must have ended. Nothing else that this thread wrote becomes visible by it.
 DEVICE void store_cluster16(u32 remote, const float4& value, u32 remote_barrier) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32"
                  " [%0], {%1, %2, %3, %4}, [%5];"
                  ::"r"(remote), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w),
                  "r"(remote_barrier) : "memory");
 }
-// barrier_arrive at any block's barrier: what this thread wrote or read before is over for who
-// waits there by barrier_wait_cluster.
+// barrier_arrive at any block's barrier: this thread's earlier reads and writes are complete for a
+// thread that waits there with barrier_wait_cluster.
 DEVICE void barrier_arrive_cluster(u32 remote_barrier) {
     asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];"
                  ::"r"(remote_barrier) : "memory");
 }
-// barrier_wait at one's own barrier where other blocks arrive, store or copy.
+// barrier_wait at the block's own barrier, if other blocks arrive, store or copy there.
 DEVICE void barrier_wait_cluster(saddr barrier, u32 parity) {
     asm volatile("{.reg .pred p; again:"
                  " mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;"
@@ -336,7 +337,7 @@ DEVICE void load_matrix4_transposed(u32 (&r)[4], saddr row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row) : "memory");
 }
-// load_matrix4 the other way: four matrices into shared memory.
+// The inverse of load_matrix4: stores four matrices to shared memory.
 DEVICE void store_matrix4(saddr row, const u32 (&r)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
                  ::"r"(row), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");

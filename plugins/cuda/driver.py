@@ -1,10 +1,10 @@
-"""The CUDA driver behind one gate: every call is checked, named and explained.
+"""The CUDA driver: all calls go through one gate that checks them and explains errors.
 
 A kernel that reads or writes outside its memory, hangs or hits a hardware fault breaks CUDA for
-the whole process: every later call, in a new context too, would report the same error. So this gate
-asks nothing more of a broken driver; it says what broke it and that the process must be started
-again. Source: CUDA driver API, CUDA_ERROR_ILLEGAL_ADDRESS ("the process must be terminated and
-relaunched"); an H100 with a driver for CUDA 13.0 does as it says.
+the whole process: every later call, even in a new context, would report the same error. So the gate
+makes no more calls to a broken driver; it reports what broke it and that the process must be
+restarted. Source: CUDA driver API, CUDA_ERROR_ILLEGAL_ADDRESS ("the process must be terminated and
+relaunched"); confirmed on an H100 with a driver for CUDA 13.0.
 """
 
 # cuda-python publishes no types.
@@ -39,7 +39,7 @@ STICKY = {
     "CUDA_ERROR_ECC_UNCORRECTABLE": "the device's memory reported an error it cannot correct",
     "CUDA_ERROR_TENSOR_MEMORY_LEAK": "a kernel kept tensor memory",
 }
-"""Errors after which a process gets no other answer from CUDA, and what each says."""
+"""Errors after which every CUDA call of the process fails, and what each means."""
 
 AGAIN = "CUDA answers nothing else in this process: start it again"
 
@@ -54,31 +54,31 @@ HINTS = {
 
 @dataclass(frozen=True, slots=True)
 class Info:
-    """A device as the driver describes it."""
+    """Properties of a device, as the driver reports them."""
 
     name: str
     device: Device
     memory: int
-    """Bytes, all of it."""
+    """Total memory, bytes."""
     integrated: bool
-    """Shares its memory with the CPU, as a Jetson does."""
+    """Whether it shares its memory with the CPU, as a Jetson does."""
     driver: int
     """CUDA version of the driver: 13000 is 13.0."""
 
 
 class Gate:
-    """The driver's functions in whatever context is current: checked, named, explained."""
+    """Calls the driver's functions in the current context, and checks and explains their errors."""
 
     def __init__(self) -> None:
         self.cu = _bindings()
         self._broken = ""
 
     def __call__(self, name: str, *arguments: Any) -> Any:
-        """Call a driver function by name; its one value, a tuple of several, or None.
+        """Call a driver function by name. Returns its value, a tuple of several values, or None.
 
         Raises:
-            EngineError: names the call and what its error means.
-            EngineLost: an error after which the device answers nothing else in this process.
+            EngineError: the call failed; names the call and what its error means.
+            EngineLost: an error after which every CUDA call of this process fails.
         """
         if self._broken:
             kind = EngineLost if AGAIN in self._broken else EngineError
@@ -104,10 +104,10 @@ class Gate:
         return int(self("cuDeviceGetAttribute", kind, handle))
 
     def describe(self, handle: Any) -> Info:
-        """A device.
+        """Returns the properties of a device.
 
         Raises:
-            EngineError: no kernel runs on it.
+            EngineError: the kernels cannot run on it.
         """
         capability = (
             self._attribute(handle, "COMPUTE_CAPABILITY_MAJOR"),
@@ -133,25 +133,25 @@ class Gate:
         )
 
     def here(self) -> Info:
-        """The device of the current context."""
+        """Returns the properties of the current context's device."""
         return self.describe(self("cuCtxGetDevice"))
 
     @property
     def ended(self) -> str:
-        """What broke the driver, or that it was closed; empty while neither is so."""
+        """Why the driver can no longer be used: what broke it, or that it was closed; or empty."""
         return self._broken
 
     def allocate(self, nbytes: int) -> int:
-        """Device memory, as an address."""
+        """Allocates device memory and returns its address."""
         return int(self("cuMemAlloc", nbytes))
 
 
 class Driver(Gate):
-    """One context on one device, its stream, and what is made of them. Use from one thread. What is
-    captured may also put something `beside` the stream.
+    """A context on one device and its streams. Must be used from one thread.
 
-    `shared` takes the context that every library of the process uses, for a library that launches
-    work of its own.
+    `beside` is a second stream, for work that a captured graph runs in parallel to `stream`. With
+    `shared`, uses the device's primary context, which other libraries of the process use too; for a
+    library that launches work of its own.
     """
 
     def __init__(self, index: int = 0, *, shared: bool = False) -> None:
@@ -170,27 +170,27 @@ class Driver(Gate):
             self.stream = self("cuStreamCreate", apart)
             self.beside = self("cuStreamCreate", apart)
         except BaseException:
-            self.close()  # nobody else has it yet
+            self.close()  # the caller gets no object that it could close
             raise
 
     def _create_context(self, handle: Any) -> Any:
         if self._shared:
             return self("cuDevicePrimaryCtxRetain", handle)
-        # A context of its own: it takes all memory, modules and graphs with it when it is closed.
-        # CUDA 13 takes parameters first, CUDA 12 does not.
+        # A context of its own: destroying it frees all its memory, modules and graphs. In CUDA 13
+        # the function has one more parameter, the first.
         if self.cu.CUDA_VERSION >= 13000:
             return self("cuCtxCreate", None, 0, handle)
         return self("cuCtxCreate", 0, handle)
 
     def free_memory(self) -> int:
-        """Bytes that can be allocated now. A device that shares the CPU's memory counts the page
-        cache as taken, which the system gives back when it is asked for.
+        """Returns the bytes that can be allocated now. A device that shares the CPU's memory counts
+        the page cache as used, although the system releases it on demand.
         """
         free = int(self("cuMemGetInfo")[0])
         return max(free, _available()) if self.info.integrated else free
 
     def pinned(self, nbytes: int) -> Pinned:
-        """Host memory the device can copy from and to without a detour."""
+        """Allocates page-locked host memory, which the device can copy from and to directly."""
         address = int(self("cuMemAllocHost", nbytes))
         view = (ctypes.c_uint8 * nbytes).from_address(address)
         return Pinned(address, np.ctypeslib.as_array(view))
@@ -200,14 +200,14 @@ class Driver(Gate):
         self("cuCtxSetCurrent", self._context)
 
     def synchronize(self) -> None:
-        """Wait for all work of the stream."""
+        """Wait for all work on the stream."""
         self("cuStreamSynchronize", self.stream)
 
     def close(self) -> None:
-        """Give the context back, and with it all memory, modules and graphs. Idempotent."""
+        """Release the context; one of its own frees all memory, modules and graphs. Idempotent."""
         context, self._context = self._context, None
         if context is not None:
-            # A broken context cannot be asked to succeed.
+            # Status codes are ignored: on a broken context these calls fail.
             if self._shared:
                 for stream in (self.stream, self.beside):
                     if stream is not None:
@@ -219,7 +219,7 @@ class Driver(Gate):
 
 
 def _available() -> int:
-    """What Linux says a program can have without swapping, bytes; 0 where it does not say."""
+    """Returns the memory available without swapping, as Linux reports it, bytes; 0 if unknown."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -238,8 +238,8 @@ class Pinned:
 
 
 def pack(values: Sequence[tuple[str, int | float]]) -> tuple[Any, list[Any]]:
-    """Kernel arguments as cuLaunchKernelEx takes them: an array of pointers, and what they point
-    at. Kinds: "address" (8 bytes), "int" (4), "real" (4).
+    """Returns kernel arguments as cuLaunchKernelEx takes them: an array of pointers, and the values
+    they point to, which must be kept alive. Kinds: "address" (8 bytes), "int" (4), "real" (4).
     """
     kinds: dict[str, Any] = {
         "address": ctypes.c_uint64,

@@ -1,4 +1,4 @@
-"""Launches with the memory of their arguments found: what one call of a room puts on a stream."""
+"""Resolves the arguments of launches to addresses and values, and enqueues them on a stream."""
 
 # cuda-python publishes no types.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
@@ -24,14 +24,16 @@ from thor_dflash.plugins.launch import (
 )
 
 ALIGNMENT = 256
-"""Of every piece of working memory, bytes."""
+"""Alignment of every piece of working memory, bytes."""
 
 Arguments = Sequence[tuple[str, int | float]]
-"""As `driver.pack` takes them."""
+"""In the form that `driver.pack` takes."""
 
 
 def working(launches: Sequence[Launch]) -> tuple[dict[str, int], int]:
-    """Offsets of the scratch memory that need not outlast a call, by name, and its size, bytes."""
+    """Returns the offsets, by name, of the scratch memory that is needed only during a call, and
+    its total size, bytes.
+    """
     offsets: dict[str, int] = {}
     end = 0
     for launch in launches:
@@ -44,7 +46,9 @@ def working(launches: Sequence[Launch]) -> tuple[dict[str, int], int]:
 
 
 def content(argument: Table | Addresses, address: Callable[[str], int]) -> bytes:
-    """What a table argument points at. `address` gives that of a port, 0 where it is left out."""
+    """Returns the bytes that a table argument points to. `address` returns the address of a port, 0
+    if the call leaves it out.
+    """
     if isinstance(argument, Table):
         return argument.values.tobytes()
     return b"".join(address(port).to_bytes(8, "little") for port in argument.ports)
@@ -57,8 +61,8 @@ def values(
     scratch: Callable[[Scratch], int],
     shift: Callable[[Shift], int],
 ) -> Arguments:
-    """The arguments of one launch: addresses of ports, of tables by content, of scratch, and of
-    what says where states are.
+    """Returns the arguments of one launch. The functions return the address of a port, of a table
+    with the given content, of scratch memory, and of a Shift's int64.
     """
 
     def value(argument: Argument) -> tuple[str, int | float]:
@@ -82,7 +86,7 @@ def values(
 def enqueue(
     gate: Gate, stream: Any, kernel: Any, launch: Launch, arguments: Arguments, *, overlap: bool
 ) -> None:
-    """Launch one kernel on a stream; with `overlap`, before the one before it has ended."""
+    """Launch one kernel on a stream. With `overlap` it may start before the previous one ends."""
     cu = gate.cu
     config = cu.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid

@@ -1,4 +1,4 @@
-"""The kernels of launches: compiled, loaded into a context, found again."""
+"""Compiles the kernels of launches, loads them into a context and keeps them."""
 
 # cuda-python publishes no types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -15,21 +15,21 @@ from thor_dflash.plugins.cuda.driver import Gate
 from thor_dflash.plugins.launch import Device, Launch
 
 COMPILERS = 4
-"""Kernels compiled at once."""
+"""Source files compiled in parallel."""
 MOST_STATIC = 48 << 10
-"""Shared memory a launch may ask for without saying so first, bytes."""
+"""Dynamic shared memory that a launch may use without setting a function attribute first, bytes."""
 SHARED_SHARE = 100
-"""Of the memory that shared memory and L1 cache divide between them, what every kernel prefers as
-shared memory, percent. Between kernels that prefer differently the device may wait, and blocks of
-the next one are to come before this one's have left. Source: CUDA Driver API,
-cuFuncSetCacheConfig; 0.06 ms of a verify on an H100, docs/measurements."""
+"""Preferred shared-memory carveout of every kernel, in percent of the memory that shared memory and
+L1 cache divide. Kernels with different carveouts may not overlap on the device, but blocks of the
+next kernel should start before this one's have exited. Source: CUDA Driver API,
+cuFuncSetCacheConfig; worth 0.06 ms of a verify on an H100, docs/measurements."""
 
 Image = tuple[Path, tuple[tuple[str, int], ...]]
-"""What makes a cubin: source and constants."""
+"""Identifies a cubin: source and constants."""
 
 
 class Kernels:
-    """Kernels of one context; `cubins` is the directory that keeps what was compiled."""
+    """The kernels of one context; `cubins` is the directory where compiled kernels are cached."""
 
     def __init__(self, gate: Gate, device: Device, cubins: Path) -> None:
         self.gate = gate
@@ -40,8 +40,8 @@ class Kernels:
         self._shared: dict[tuple[Image, str], int] = {}
 
     def compiling(self, launches: Iterable[tuple[Path, Launch]]) -> Compiling:
-        """Compile what launches need, by source file, from now on, several at once, whatever the
-        caller does meanwhile.
+        """Start compiling all that these launches need, given with their source files, on several
+        threads in the background.
         """
         wanted = dict.fromkeys(_image(source, launch) for source, launch in launches)
         return Compiling(self, wanted, self._cubins)
@@ -50,12 +50,12 @@ class Kernels:
         """Load an image.
 
         Raises:
-            EngineError: the driver does not take it.
+            EngineError: the driver rejects it.
         """
         self._modules[image] = self.gate("cuModuleLoadData", cubin.image)
 
     def function(self, source: Path, launch: Launch) -> Any:
-        """The kernel of a launch, allowed the shared memory it asks for."""
+        """Returns the kernel of a launch, permitted to use the shared memory the launch needs."""
         image = _image(source, launch)
         if image not in self._modules:
             self.take(image, _cubin(image, self.device, self._cubins))
@@ -74,7 +74,7 @@ class Kernels:
 
 
 class Compiling:
-    """Images that are compiled on threads of their own, until it is left."""
+    """Images being compiled in background threads; a context manager, whose exit ends them."""
 
     def __init__(self, kernels: Kernels, wanted: Iterable[Image], cubins: Path) -> None:
         self._kernels = kernels
@@ -93,10 +93,10 @@ class Compiling:
         return len(self._jobs)
 
     def load(self, advance: Callable[[int], None]) -> None:
-        """Load all of them as they are compiled; `advance` is told of each.
+        """Load every image once it is compiled, calling `advance(1)` after each.
 
         Raises:
-            EngineError: a source does not compile for this device, or cannot be kept.
+            EngineError: a source does not compile for this device, or its cubin cannot be stored.
         """
         for image, job in self._jobs.items():
             self._kernels.take(image, job.result())

@@ -1,5 +1,6 @@
-// The search of a row of logits: one block of SLICE_THREADS threads holds SLICE elements of it in
-// registers. The cut depends on nothing but the element's index, so a row's result is its own.
+// Searching a row of logits: one block of SLICE_THREADS threads holds SLICE elements of it in
+// registers. The cut depends only on the element's index, so a row's result is independent of
+// others.
 #pragma once
 #include "cuda/device.cuh"
 
@@ -10,15 +11,16 @@ constexpr int SLICE = SLICE_THREADS * SLICE_LOADS * 4;
 
 DEVICE float minus_infinity() { return bits_float(0xff800000u); }
 
-// Elements of the row before this thread's first. Its i-th element, i < SLICE_HELD, is
-// slice_offset(i) further: fours of neighbours, a block's width of fours apart. Compare
-// slice_offset(i), a constant, with what is left of a bound: indices would cost a register each.
+// Index in the row of this thread's first element. Its i-th element, i < SLICE_HELD, lies
+// slice_offset(i) further: groups of four neighbours, SLICE_THREADS * 4 apart. To test a bound,
+// subtract slice_start() from it once and compare with slice_offset(i), which is a constant: full
+// indices would cost a register each.
 constexpr int SLICE_HELD = SLICE_LOADS * 4;
 DEVICE int slice_start() { return blockIdx.x * SLICE + threadIdx.x * 4; }
 DEVICE constexpr int slice_offset(int i) { return i / 4 * SLICE_THREADS * 4 + i % 4; }
 
-// This thread's elements of `row` [width], minus infinity from `limit` on. Rows that do not start
-// on 16 bytes are read element by element.
+// Loads this thread's elements of `row` [width], minus infinity from `limit` on. Rows that are not
+// 16-byte aligned are read element by element.
 DEVICE void slice_load(float (&x)[SLICE_HELD], const float* row, int width, int limit) {
     const int left = limit - slice_start();
     const float* const here = row + slice_start();
@@ -45,13 +47,14 @@ struct Largest {
     int id;
 };
 
-// The larger of two, the first of equals. Neither may be NaN.
+// The larger of two; among equals, the one with the smaller id. Neither may be NaN.
 DEVICE Largest larger(Largest a, Largest b) {
     const bool second = b.value > a.value || (b.value == a.value && b.id < a.id);
     return second ? b : a;
 }
 
-// Of this thread's elements. NaN is passed over; where nothing is above minus infinity, the first.
+// The largest of this thread's elements. NaN is skipped; if all are minus infinity, the first
+// element.
 DEVICE Largest slice_largest(const float (&x)[SLICE_HELD]) {
     Largest best{minus_infinity(), 0};
 #pragma unroll
@@ -68,7 +71,7 @@ DEVICE Largest warp_largest(Largest best) {
     return best;
 }
 
-// Over the block, and whether any thread's `fault` is set; every thread gets both.
+// The largest over the block, and whether any thread's `fault` is set; every thread gets both.
 DEVICE Largest block_largest(Largest best, bool fault, bool& any_fault) {
     __shared__ Largest of_warp[SLICE_WARPS];
     __shared__ u32 fault_of_warp[SLICE_WARPS];
@@ -89,8 +92,8 @@ DEVICE Largest block_largest(Largest best, bool fault, bool& any_fault) {
     return best;
 }
 
-// Whether this block is the last of `blocks` to come here with what thread 0 wrote before; the
-// counter is left at zero. Every thread of the last block sees what the others' thread 0 wrote.
+// Whether this block is the last of `blocks` to arrive; the counter is then reset to zero. Every
+// thread of the last block sees what thread 0 of each other block wrote before arriving.
 DEVICE bool last_to_arrive(u32* counter, u32 blocks) {
     __shared__ bool last;
     if (threadIdx.x == 0) {
