@@ -1,8 +1,7 @@
-"""Floor 2: one op = one room. `OPS` is the whole inventory; nothing registers itself.
+"""Floor 2: one folder (a room) per operator. `OPS` lists all of them; nothing registers itself.
 
-A room is a folder: `__init__.py` the contract, `reference.py` the definition in numpy float64 and
-the cases that hurt, `body.py` the ONNX function. A CUDA kernel and its launch rule have their
-place beside them.
+In a room, `__init__.py` holds the contract, `reference.py` the definition in numpy float64 and the
+test cases, `body.py` the ONNX function. The CUDA kernels and their launch rule are beside them.
 """
 
 from thor_dflash.plugins.accept import OP as ACCEPT

@@ -1,7 +1,7 @@
-"""Writing ONNX node by node: function bodies of the rooms, and whole graphs.
+"""Writes ONNX node by node: function bodies of the rooms, and whole graphs.
 
-A body is what a graph means without our kernels: ONNX Runtime inlines it, TensorRT and the CUDA
-engine take their own kernel for the node and ignore it.
+A body defines a node in standard ONNX operators: ONNX Runtime inlines it, while TensorRT and the
+CUDA engine ignore it and run their own kernel for the node.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ ONNX_TYPE: dict[DType, int] = {
 }
 
 Step = Callable[["Body", tuple[str, ...]], tuple[list[str], list[str]]]
-"""Loop body: values of one iteration -> (carried on, collected)."""
+"""Loop body: values of one iteration -> (values carried to the next one, collected values)."""
 
 
 class Body:
-    """A list of nodes under construction. Values are names."""
+    """A list of nodes under construction. Values are represented by their names."""
 
     def __init__(self, prefix: str = "") -> None:
         self.nodes: list[onnx.NodeProto] = []
@@ -43,7 +43,7 @@ class Body:
         self._count = 0
 
     def name(self) -> str:
-        """A fresh value name."""
+        """Returns an unused value name."""
         self._count += 1
         return f"{self._prefix}_{self._count}"
 
@@ -87,15 +87,15 @@ class Body:
         return self.op("Cast", x, to=ONNX_TYPE[dtype])
 
     def narrow(self, x: str, dtype: DType) -> str:
-        """Convert a float32 value to an element type; float32 stays as it is."""
+        """Convert a float32 value to an element type; no node for float32."""
         return x if dtype is DType.F32 else self.cast(x, dtype)
 
     def round(self, x: str, dtype: DType) -> str:
-        """Round a float32 value to an element type and take it back to float32."""
+        """Round a float32 value to an element type and convert it back to float32."""
         return x if dtype is DType.F32 else self.cast(self.cast(x, dtype), DType.F32)
 
     def reshape(self, x: str, *shape: int) -> str:
-        """0 keeps a size, -1 infers it."""
+        """Reshape; 0 keeps a size, -1 infers it."""
         return self.op("Reshape", x, self.i64(*shape))
 
     def slice(self, x: str, start: str, end: str, axis: int) -> str:
@@ -103,7 +103,7 @@ class Body:
         return self.op("Slice", x, start, end, self.i64(axis))
 
     def take(self, x: str, start: int, end: int, axis: int) -> str:
-        """x[start:end] along one axis, bounds known now."""
+        """x[start:end] along one axis, with constant bounds."""
         return self.slice(x, self.i64(start), self.i64(end), axis)
 
     def split(self, x: str, sizes: Sequence[int], axis: int) -> tuple[str, ...]:
@@ -115,11 +115,11 @@ class Body:
         return self.op("Concat", *parts, axis=axis)
 
     def sum(self, x: str, axis: int) -> str:
-        """Sum over one axis, kept."""
+        """Sum over one axis, which is kept with size 1."""
         return self.op("ReduceSum", x, self.i64(axis), keepdims=1)
 
     def max(self, x: str, axis: int) -> str:
-        """Maximum over one axis, kept."""
+        """Maximum over one axis, which is kept with size 1."""
         return self.op("ReduceMax", x, self.i64(axis), keepdims=1)
 
     def silu(self, x: str) -> str:
@@ -127,7 +127,7 @@ class Body:
         return self.op("Mul", x, self.op("Sigmoid", x))
 
     def sub(self) -> Body:
-        """An empty body for a subgraph; its names cannot meet ours."""
+        """Returns an empty body for a subgraph; its names cannot collide with this body's."""
         self._count += 1
         return Body(f"{self._prefix}s{self._count}_")
 
@@ -138,7 +138,7 @@ class Body:
         collected: Sequence[DType],
         step: Step,
     ) -> tuple[str, ...]:
-        """`for i in range(trips)`. `trips` is an int64 scalar; step sees (i, *carried).
+        """`for i in range(trips)`. `trips` is an int64 scalar; `step` gets (i, *carried).
 
         Returns the last carried values, then the collected ones stacked on a new first axis.
         """
@@ -176,10 +176,10 @@ class Body:
         collected: Sequence[Sequence[int]],
         step: Step,
     ) -> tuple[str, ...]:
-        """`for row in zip(*rows)` along the first axis; step sees (*carried, *row). All float32.
+        """`for row in zip(*rows)` along the first axis; `step` gets (*carried, *row). All float32.
 
-        Shapes of what is carried and collected are those of one iteration. Returns the last carried
-        values, then the collected ones stacked on a new first axis.
+        The shapes given for carried and collected values are those of one iteration. Returns the
+        last carried values, then the collected ones stacked on a new first axis.
         """
         sub = self.sub()
         ins = [sub.name() for _ in (*carried, *rows)]
@@ -216,7 +216,7 @@ class Body:
         other: Callable[[Body], str],
         dtype: DType,
     ) -> str:
-        """`then if condition else other`, each computed only when taken."""
+        """`then if condition else other`; only the branch that is taken is computed."""
         graphs: list[onnx.GraphProto] = []
         for make in (then, other):
             sub = self.sub()
@@ -232,9 +232,9 @@ class Body:
 
 
 def _outputs(sub: Body, on: list[str], out: list[str]) -> tuple[list[str], list[str]]:
-    """A subgraph's outputs, each made by a node of its own and by no other output's.
+    """Returns a subgraph's outputs, so that each is a distinct value made inside the subgraph.
 
-    Only where that is not so already: an Identity copies, and a copy of a state is not free.
+    Inserts an Identity only where necessary, as it copies the value, which is slow for a state.
     """
     made = {name for n in sub.nodes for name in n.output}
     seen: set[str] = set()
@@ -262,7 +262,7 @@ def _value(name: str, dtype: DType, shape: Sequence[int | str] | None) -> onnx.V
 
 
 class Inputs:
-    """The inputs of one call as its body sees them: names, element types, and which are there."""
+    """The inputs of one call, for its body: names, element types, and which are present."""
 
     def __init__(self, dtypes: Mapping[str, DType]) -> None:
         self._dtypes = dtypes
@@ -276,7 +276,7 @@ class Inputs:
         return port in self._dtypes
 
     def dtype(self, port: str) -> DType:
-        """Element type of a given input."""
+        """Element type of an input that is present."""
         return self._dtypes[port]
 
     def f32(self, b: Body, port: str) -> str:
@@ -285,11 +285,11 @@ class Inputs:
 
 
 BodyMaker = Callable[[Body, Inputs, Attributes], Mapping[str, str]]
-"""A room's body: writes nodes into the Body, returns output port -> value."""
+"""A room's body: adds nodes to the Body and returns output port -> value."""
 
 
 def overload(op: Op, dtypes: Mapping[str, DType], attributes: Attributes) -> str:
-    """Name of one variant of a room's body: which inputs, of which type, with which attributes."""
+    """Name of one variant of a room's body, a hash of input types and attributes."""
     text = repr(
         (
             op.name,
@@ -327,10 +327,10 @@ def call(
     dtypes: Mapping[str, DType],
     attributes: Attributes,
 ) -> onnx.NodeProto:
-    """The node that calls a room. Absent optional inputs keep their place, empty.
+    """Returns the node that calls a room. Absent optional inputs are empty strings in their place.
 
-    TensorRT 10.7 to 11 all prefer a registered plugin to the body when namespace and version stand
-    on the node itself.
+    TensorRT 10.7 to 11 all prefer a registered plugin to the body if the node itself has the
+    attributes for plugin namespace and version.
     """
     made = node(
         op.type,

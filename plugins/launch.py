@@ -1,8 +1,8 @@
-"""What a room launches: kernels, their grids, and what each argument points at.
+"""Descriptions of kernel launches: kernels, grids and arguments.
 
-A room's `launch.py` holds `launches(site, device)`: the launches of one call, in order. Whoever
-runs them (the CUDA engine, a TensorRT plugin, a test) finds the memory for the arguments; a rule
-never sees an address.
+A room's `launch.py` defines `launches(site, device)`, which returns the launches of one call, in
+order. The code that runs them (the CUDA engine, a TensorRT plugin, a test) provides the memory for
+the arguments; a launch rule never sees an address.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from thor_dflash.tensors import Array, DType
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What a launch rule may know of a device."""
+    """The properties of a device that launch rules use."""
 
     capability: tuple[int, int]
     """Compute capability, (9, 0) or (11, 0)."""
     multiprocessors: int
     shared: int = 232448
-    """Most shared memory of one block, bytes."""
+    """Maximum shared memory of one block, bytes."""
 
 
 THOR = Device((11, 0), 20)
@@ -31,7 +31,7 @@ H100 = Device((9, 0), 132)
 
 @dataclass(frozen=True, slots=True)
 class Shaped:
-    """One bound port of a call."""
+    """Element type and shape of one port of a call."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -47,14 +47,14 @@ class Shaped:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One call of a room with every size a number. Ports that are left out are absent."""
+    """One call of a room with all sizes known. Ports that the call leaves out are absent."""
 
     op: Op
     attributes: Attributes
     ports: Mapping[str, Shaped]
-    """Inputs and outputs of the contract by name, and what programs and `Rule.packed` add."""
+    """Inputs and outputs of the contract by name, and ports added by programs or `Rule.packed`."""
     following: Site | None = None
-    """The call whose weight this one fetches ahead (AHEAD), where that is known."""
+    """The call whose weight this one prefetches (AHEAD), if it is known."""
 
     def size(self, port: str, axis: int) -> int:
         """One size of one port."""
@@ -66,24 +66,26 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """An argument: the address of a port; a null pointer where the call leaves it out."""
+    """An argument: the address of a port; a null pointer if the call leaves it out."""
 
     port: str
 
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """An argument: a table in device memory of the addresses of several ports, u64 each."""
+    """An argument: the address of a table in device memory with the addresses of several ports, u64
+    each.
+    """
 
     ports: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """An argument: the address of an int64 in device memory, how far states are from where the
-    addresses of some ports say. An input lies so many bytes past its address, and an output goes as
-    many before its own: the two places of a state that is not renewed in place, either way round.
-    A null pointer where that is always 0.
+    """An argument: the address of an int64 in device memory, an offset in bytes to the addresses of
+    some states. It is added to the address of an input and subtracted from that of an output, so
+    that a state that is not updated in place can alternate between two buffers. A null pointer if
+    the offset is always 0.
     """
 
     ports: tuple[str, ...]
@@ -105,10 +107,11 @@ class Real:
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """An argument: memory of this call alone, shared by its launches under one name.
+    """An argument: temporary memory of this call; its launches share it by name.
 
-    `zeroed` memory is zero before the first launch ever, is nobody else's, and every launch must
-    leave it zero (arrival counters). Other scratch holds anything and may be reused by later calls.
+    `zeroed` memory (for arrival counters) is zero before the first launch ever, is used by no other
+    call, and every launch must leave it zero. Other scratch memory is uninitialised and may be
+    reused by later calls.
     """
 
     name: str
@@ -118,7 +121,7 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Table:
-    """An argument: a constant array in device memory."""
+    """An argument: the address of a constant array in device memory."""
 
     values: Array
 
@@ -128,14 +131,15 @@ NO_DEFINES: Mapping[str, int] = {}
 
 
 AHEAD = "next_packed"
-"""Port of a call that fetches ahead: the packed weight of the next product, that another reads."""
+"""Port of a call that prefetches: the packed weight of the next product, which a later call
+reads."""
 MOST_AHEAD = 24 << 20
-"""Bytes of a weight that are fetched ahead: a Thor's L2 cache has 32 MiB, an H100's 50."""
+"""Most bytes of a weight to prefetch: a Thor's L2 cache has 32 MiB, an H100's 50."""
 
 
 def ahead(site: Site, blocks: int) -> tuple[At, Int]:
-    """Arguments of a launch that leaves memory idle: the weight that the next product reads, where
-    the call has it, and the bytes of it that each of `blocks` brings into the L2 cache
+    """Returns arguments for a launch that leaves memory idle: the next product's weight, if the
+    call has it, and the bytes of it that each of `blocks` blocks prefetches into the L2 cache
     (cuda/ahead.cuh).
     """
     nbytes = site.ports[AHEAD].nbytes if AHEAD in site else 0
@@ -150,15 +154,16 @@ class Launch:
     """Entry point in the room's source file."""
     grid: tuple[int, int, int]
     threads: int
-    """Per block."""
+    """Threads per block."""
     arguments: tuple[Argument, ...]
     shared: int = 0
     """Dynamic shared memory, bytes."""
     defines: Mapping[str, int] = field(default_factory=lambda: NO_DEFINES)
-    """Compile-time constants: -Dname=value. One cubin per source file and set of them."""
+    """Compile-time constants: -Dname=value. Each source file and set of constants has one cubin."""
     source: str = "kernel.cu"
     """File in the room's folder."""
     overlap: bool = True
-    """May start before the launch before it has ended; it calls wait_for_previous."""
+    """Whether it may start before the previous launch has ended; its kernel calls
+    wait_for_previous."""
     cluster: int = 1
-    """Blocks along x that share a cluster."""
+    """Blocks of a cluster, along x."""

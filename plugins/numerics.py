@@ -1,4 +1,4 @@
-"""The arithmetic rooms share, in numpy float64: what every body and kernel is held to."""
+"""The arithmetic that rooms share, in numpy float64: the reference for all bodies and kernels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from thor_dflash.tensors import Array, DType
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-"""The 16 FP4 values by code, sign in bit 3."""
+"""The 16 FP4 values by code; the sign is bit 3."""
 
 NVFP4_GROUP = 16
 """Columns that share one block scale."""
@@ -17,19 +17,19 @@ FP8_MAX = 448.0
 
 
 def wide(x: Array) -> Array:
-    """Float64 copy of anything."""
+    """Convert to float64."""
     return np.asarray(x, np.float64)
 
 
 def rounded(x: Array, dtype: DType) -> Array:
-    """Round to an element type, once, to nearest even; FP8 saturates."""
+    """Round to an element type, to nearest even; FP8 saturates."""
     if dtype is DType.FP8:
         x = np.clip(x, -FP8_MAX, FP8_MAX)
     return x.astype(np.float32).astype(dtype.numpy)
 
 
 def sigmoid(x: Array) -> Array:
-    """Logistic function, stable on both sides."""
+    """Logistic function, numerically stable for either sign."""
     small = np.exp(-np.abs(x))
     return np.asarray(np.where(x >= 0, 1, small) / (1 + small))
 
@@ -46,10 +46,10 @@ def rms_norm(x: Array, weight: Array, eps: float, offset: float) -> Array:
 
 
 def rope(x: Array, positions: Array, rotary_dim: int, theta: float) -> Array:
-    """Rotate the first `rotary_dim` of the last axis, NeoX halves.
+    """Rotate the first `rotary_dim` columns of the last axis; pairs are split halves, as in NeoX.
 
-    x [T, heads, D], positions [T]. Frequencies and angles are float32 numbers, as transformers and
-    every engine here compute them: at 10^5 positions that rounding is visible.
+    x [T, heads, D], positions [T]. Frequencies and angles are rounded to float32, as transformers
+    and every engine here compute them: at 10^5 positions that rounding is visible.
     """
     half = rotary_dim // 2
     frequency = inverse_frequency(rotary_dim, theta)
@@ -66,10 +66,10 @@ def inverse_frequency(rotary_dim: int, theta: float) -> Array:
 
 
 def dequantise(weight: Array, block_scale: Array | None) -> Array:
-    """Float64 [N, K] of a stored weight, row scales not applied.
+    """Returns a stored weight as float64 [N, K], without row scales.
 
-    uint8 [N, K/2] holds two E2M1 codes a byte, even k in the low nibble, and needs block_scale
-    float8_e4m3fn [N, K/16]. Source: modelopt NVFP4QTensor.
+    A weight uint8 [N, K/2] holds two E2M1 codes per byte, even k in the low nibble, and needs
+    block_scale float8_e4m3fn [N, K/16]. Source: modelopt NVFP4QTensor.
     """
     if weight.dtype != np.uint8:
         return wide(weight)

@@ -1,4 +1,4 @@
-"""What a room offers: the contract of one operator, and the cases it is judged on."""
+"""The contract of one operator (a room), and the cases that its implementations are tested on."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ VERSION = 1
 """Operator set and plugin version."""
 
 NEXT = "next."
-"""A graph reads a state `x` as its input `x` and leaves it as its output `next.x`."""
+"""A graph reads a state `x` as its input `x` and returns its new value as its output `next.x`."""
 
 IN_PLACE = "in_place"
-"""Graph metadata: outputs that may be bound to their input's memory, separated by spaces."""
+"""Key of the graph metadata that lists the outputs that may be bound to their input's memory,
+separated by spaces."""
 
 Attribute = int | float | str
 Arrays = Mapping[str, Array]
@@ -28,7 +29,7 @@ Arrays = Mapping[str, Array]
 
 @dataclass(frozen=True, slots=True)
 class Attributes:
-    """A node's attributes, read by type. A wrong type is a bug of ours, so it asserts."""
+    """A node's attributes, read by type. A wrong type is a programming error, hence assertions."""
 
     values: Mapping[str, Attribute]
 
@@ -60,7 +61,9 @@ CACHE = (DType.F32, DType.BF16, DType.FP8)
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """One input or output. Letters in `shape` are bound by the inputs, `#` is the group's index."""
+    """One input or output. Letters in `shape` are bound by the inputs' shapes; `#` stands for the
+    index of the group's repetition.
+    """
 
     name: str
     dtypes: tuple[DType, ...]
@@ -68,10 +71,10 @@ class Port:
     optional: bool = False
     """Inputs: may be left out of a call."""
     like: str = ""
-    """Outputs: the input whose element type this one has; empty where `dtypes` has one entry."""
+    """Outputs: the input with the same element type; empty if `dtypes` has one entry."""
 
     def numbered(self, i: int) -> Port:
-        """This port of the i-th repetition of its group."""
+        """Returns this port in the i-th repetition of its group."""
         shape = tuple(d.replace("#", str(i)) if isinstance(d, str) else d for d in self.shape)
         like = self.like.replace("#", str(i))
         return Port(f"{self.name}{i}", self.dtypes, shape, self.optional, like)
@@ -79,7 +82,7 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Inputs and attributes one implementation is run on; absent optional inputs are left out."""
+    """Inputs and attributes to run an implementation on; absent optional inputs are left out."""
 
     name: str
     inputs: Arrays
@@ -88,10 +91,11 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One room.
+    """One operator.
 
-    Inputs are `inputs` and then `group` repeated; outputs likewise. How often is a function of the
-    attributes, so that one contract serves a projection with one weight and one with four.
+    Its inputs are `inputs` and then `group` repeated; its outputs likewise. The number of
+    repetitions depends on the attributes, so that one contract covers projections with one weight
+    and with four.
     """
 
     name: str
@@ -107,32 +111,36 @@ class Op:
     repeats: Callable[[Attributes], tuple[int, int]] = lambda _: (0, 0)
     """Repetitions of `group` and of `out_group`."""
     derived: Callable[[Attributes], Mapping[str, int]] = lambda _: {}
-    """Letters of the outputs that the inputs' shapes do not bind, from the attributes."""
+    """Sizes, computed from the attributes, of output letters that the inputs do not bind."""
     absent: Callable[[Attributes], frozenset[str]] = lambda _: frozenset()
-    """Outputs a call with these attributes does not have."""
+    """Outputs that a call with these attributes does not have."""
     aliases: Mapping[str, str] | None = None
-    """Outputs that may be written over an input: output name -> input name (`#` as in ports)."""
+    """Outputs that may overwrite an input: output name -> input name (`#` as in ports)."""
     rtol: float = 2e-5
     """Largest error of the float32 body against the reference, relative to the largest value."""
 
     @property
     def type(self) -> str:
-        """ONNX op_type and plugin name. Prefixed: TensorRT's importers go by type alone."""
+        """ONNX op_type and plugin name. Prefixed, as TensorRT's importers look at the type only."""
         return "Thor" + "".join(word.capitalize() for word in self.name.split("_"))
 
     def inputs_of(self, attributes: Attributes) -> tuple[Port, ...]:
-        """Every input port, groups unrolled."""
+        """Returns every input port of a call with these attributes, groups unrolled."""
         count, _ = self.repeats(attributes)
         return self.inputs + tuple(p.numbered(i) for i in range(count) for p in self.group)
 
     def outputs_of(self, attributes: Attributes) -> tuple[Port, ...]:
-        """Every output port of such a call, groups unrolled."""
+        """Returns every output port of a call with these attributes, groups unrolled."""
         _, count = self.repeats(attributes)
         ports = self.outputs + tuple(p.numbered(i) for i in range(count) for p in self.out_group)
         return tuple(p for p in ports if p.name not in self.absent(attributes))
 
     def complete(self, attributes: Mapping[str, Attribute]) -> Attributes:
-        """The given attributes over the defaults. Raises ValueError for an unknown name."""
+        """Returns the given attributes, completed with the defaults.
+
+        Raises:
+            ValueError: an attribute is unknown.
+        """
         if unknown := sorted(set(attributes) - set(self.attributes)):
             raise ValueError(
                 f"{self.name}: attribute must be one of {sorted(self.attributes)} "
@@ -141,7 +149,7 @@ class Op:
         return Attributes({**self.attributes, **attributes})
 
     def alias_of(self, output: str) -> str | None:
-        """The input that `output` may be written over."""
+        """Returns the input that `output` may overwrite, or None."""
         stem = output.rstrip("0123456789")
         index = output[len(stem) :]
         for out, source in (self.aliases or {}).items():
@@ -153,10 +161,11 @@ class Op:
 def bind(
     op: Op, shapes: Mapping[str, tuple[int | str, ...]], attributes: Attributes
 ) -> dict[str, int | str]:
-    """Bind the contract's letters from input shapes, which may hold symbols themselves.
+    """Bind the contract's letters to sizes from input shapes, which may contain symbols themselves.
 
     Raises:
-        ValueError: rank or a size differs from the contract, naming the port.
+        ValueError: a rank or size differs from the contract, or an input is missing; names the
+            port.
     """
     letters: dict[str, int | str] = {}
     for port in op.inputs_of(attributes):

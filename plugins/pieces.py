@@ -1,4 +1,4 @@
-"""The arithmetic rooms share, as ONNX nodes in float32. The twin of numerics.py."""
+"""The arithmetic that rooms share, as ONNX nodes in float32; numerics.py has the same in numpy."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def rope(b: Body, x: str, at: str, head_dim: int, rotary_dim: int, theta: float)
 
 
 def dequantise(b: Body, x: Inputs, weight: str, block_scale: str) -> str:
-    """float32 [N, K] of a stored weight, row scales not applied."""
+    """A stored weight as float32 [N, K], without row scales."""
     if x.dtype(weight) is not DType.U8:
         return x.f32(b, weight)
     byte = b.cast(x[weight], DType.I32)
@@ -65,7 +65,7 @@ def heads_first(b: Body, x: str, heads: int, head_dim: int) -> str:
 
 
 def scatter_rows(b: Body, cache: str, rows: str, slots: str, heads: int) -> str:
-    """cache [heads, N, D] with rows [heads, T, D] written at slots int64 [T] of every head."""
+    """Writes rows [heads, T, D] to cache [heads, N, D] at slots int64 [T] of every head."""
     count = b.op("Shape", slots)
     shape = b.concat(0, b.i64(heads), count, b.i64(1))
     head = b.op("Expand", b.const(np.arange(heads).reshape(-1, 1, 1)), shape)

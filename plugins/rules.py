@@ -1,4 +1,4 @@
-"""The launch rule of every room, and of the standard nodes our graphs use."""
+"""The launch rules of all rooms, and of the standard nodes that our graphs use."""
 
 from __future__ import annotations
 
@@ -43,32 +43,32 @@ def _never(attributes: Mapping[str, Attribute]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What an engine needs to know of a room."""
+    """What an engine needs to know about a room."""
 
     op: Op
     folder: Path
-    """Where the sources of the launches are."""
+    """The folder with the source files of the launches."""
     launches: Callable[[Site, Device], tuple[Launch, ...]]
     refuse: Callable[[Site], str] = _nothing
-    """Why the kernels do not take a call, or ""."""
+    """Returns why the kernels cannot run a call, or "" if they can."""
     in_place: frozenset[str] = frozenset()
-    """Outputs written over the input they are the next value of."""
+    """Outputs that overwrite the input whose next value they are."""
     optional: frozenset[str] = frozenset()
-    """Outputs a call may leave out where nobody reads them."""
+    """Outputs that a call may leave out if nothing reads them."""
     packed: Callable[[Site], Mapping[str, Shaped]] | None = None
-    """What takes the place of weight#, block_scale# and row_scale#."""
+    """Returns the ports that replace weight#, block_scale# and row_scale#."""
     pack: Pack | None = None
     norms: Callable[[Mapping[str, Attribute]], bool] = _never
-    """Whether a call can leave its rows normed for the next product: ports next_norm_weight,
-    y0_slabs and y0_squares."""
+    """Whether a call can output its rows with the next product's norm weight applied: ports
+    next_norm_weight, y0_slabs and y0_squares."""
     slabs: Callable[[Mapping[str, Attribute]], bool] = _never
-    """Whether a call can leave its rows as they are for the next product: port y0_slabs."""
-    ahead: Callable[[Mapping[str, Attribute]], bool] = _never
-    """Whether a call of few rows can fetch the weight that the next product reads: port
-    next_packed."""
-    gates: bool = False
-    """Whether a call can leave its rows times a sigmoid for the next product: ports next_gate and
+    """Whether a call can output its rows unchanged in the form of the next product's input: port
     y0_slabs."""
+    ahead: Callable[[Mapping[str, Attribute]], bool] = _never
+    """Whether a call of few rows can prefetch the next product's weight: port next_packed."""
+    gates: bool = False
+    """Whether a call can output its rows times the sigmoid of a gate for the next product: ports
+    next_gate and y0_slabs."""
 
 
 def _always(attributes: Mapping[str, Attribute]) -> bool:
