@@ -1,7 +1,7 @@
-"""context_kv: append the keys and values of context rows to every drafter layer's ring.
+"""context_kv: appends the keys and values of context rows to the ring of every drafter layer.
 
 The projections before it (taps -> fc, then hidden_norm and each layer's k and v) are two `linear`
-nodes; this room does what is left: norm, rotation, ring slot.
+nodes; this room does the rest: norm, rotation and writing to the ring.
 
 Letters
     T   rows     Hkv  key/value heads     D  head dimension     N#  ring slots of layer #
@@ -18,7 +18,7 @@ Outputs
 
 All T rows are written, committed or not: a row past the committed length is not visible until its
 position is committed, and by then it has been written again. The ring must be T rows longer than
-the window, so that an early row never lands on a visible slot.
+the window, so that an uncommitted row never overwrites a visible slot.
 
 Source: vLLM qwen3_dflash.py precompute_and_store_context_kv.
 """

@@ -1,4 +1,4 @@
-"""context_kv as ONNX: one scatter a ring."""
+"""context_kv as an ONNX function: one scatter per ring."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// context_kv: a block is one row of one layer, a warp one of its key/value heads at a time.
+// context_kv: a block processes one row of one layer, a warp one key/value head at a time.
 #include "draft_attention/rotary.cuh"
 
 #ifndef HEAD_DIM
@@ -35,7 +35,7 @@ context_kv(const i32* length, const u64* keys, const u64* values, const u64* nor
     Frequencies<D> frequencies = load_frequencies<D>(frequency);
     let_next_start();
     wait_for_previous();
-    // A later row of this call has the same slot: the newest position stays.
+    // A later row of this call goes to the same slot, which must keep the newest position.
     if (t + ring < rows) return;
     int position = *length + t;
     u64 slot = position % ring;

@@ -1,4 +1,4 @@
-"""context_kv on a GPU: one launch for every row of every layer."""
+"""context_kv on a GPU: one launch for all rows of all layers."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from thor_dflash.plugins.launch import Addresses, At, Device, Int, Launch, Real,
 from thor_dflash.tensors import DType
 
 LAYERS = 64
-"""Most layers whose rings are known to be written in place."""
+"""Most layers of a call; IN_PLACE lists the rings of so many."""
 
 IN_PLACE = frozenset(f"next_ring_{n}{i}" for i in range(LAYERS) for n in "kv")
-"""Outputs written over their input."""
+"""Outputs that overwrite their input."""
 
 TOLERANCE = 2.0**-7
-"""Largest error, relative to the largest value: the last bf16 place of a key that rounds the other
-way, a 2^-7 of one just past a power of two; values are copied."""
+"""Largest error, relative to the largest value: a key may be rounded differently in its last bf16
+place, which is 2^-7 of a value just above a power of two. Values are copied."""
 
 WARPS = 8
 
 
 def refuse(site: Site) -> str:
-    """Why the kernel does not take this call; empty where it does."""
+    """Returns why the kernel cannot run this call, or an empty string if it can."""
     for i in range(site.attributes.integer("layers")):
         for name in (f"k{i}", f"v{i}", f"ring_k{i}", f"ring_v{i}"):
             if (dtype := site.ports[name].dtype) is not DType.BF16:
@@ -36,7 +36,7 @@ def refuse(site: Site) -> str:
 
 
 def launches(site: Site, device: Device) -> tuple[Launch, ...]:
-    """One launch: x rows, y layers."""
+    """Returns one launch with grid x: rows, y: layers."""
     del device
     a = site.attributes
     layers, kv = a.integer("layers"), a.integer("kv_heads")

@@ -1,4 +1,4 @@
-"""context_kv in numpy: the definition every other implementation is held to."""
+"""context_kv in numpy: the definition that every other implementation is tested against."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def reference(x: Arrays, a: Attributes) -> dict[str, Array]:
 
 
 def cases(rng: np.random.Generator) -> Iterator[Case]:
-    """Rings of different length in one call; starts before, at and after the wrap."""
+    """Rings of different lengths in one call; starts before, at and after the wrap-around."""
     kv, dim = 2, 16
 
     def normal(*shape: int) -> Array:

@@ -1,4 +1,4 @@
-"""draft_attention: a DFlash block against the drafter's key/value ring and against itself.
+"""draft_attention: a DFlash block attends to the drafter's key/value ring and to itself.
 
 Letters
     T   rows of the block     Hq, Hkv  query and key/value heads     D  head dimension
@@ -9,17 +9,17 @@ Inputs
     q_norm, k_norm  [D], RMSNorm over each head
     length       int32 [1], context positions: 0 .. length - 1; row t is at length + t
     window       int32 [1]; keys at distance 0 <= query - key < window are seen, 0 means all
-    first        int32 [1]; context positions before it were never put into the ring
-    ring_k, ring_v  rows [Hkv, N, D], as context_kv left them
+    first        int32 [1]; context positions before it were never written to the ring
+    ring_k, ring_v  rows [Hkv, N, D], as written by context_kv
 
 Attributes
-    causal       1: row t sees rows 0..t of the block; 0: all of them
+    causal       1: row t sees rows 0..t of the block; 0: it sees all of them
 
 Outputs
     o            rows [T, Hq * D]
 
-The block's own keys and values are used and dropped: only committed rows enter the ring.
-A window and no causality (bidirectional sliding layers) bounds both sides.
+The block's own keys and values are used and then discarded; this node does not write to the ring.
+Without causality, a window bounds the distance on both sides (bidirectional sliding layers).
 
 Source: z-lab DFlash model.py (per-layer causality rule), vLLM qwen3_dflash.py.
 """

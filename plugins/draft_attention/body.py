@@ -1,4 +1,6 @@
-"""draft_attention as ONNX: ring slots carry their positions, one masked softmax over everything."""
+"""draft_attention as an ONNX function: one masked softmax over the ring and the block; the mask is
+computed from the position in each ring slot.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def body(b: Body, x: Inputs, a: Attributes) -> Mapping[str, str]:
     live, context = _context(b, x)
     first = b.op("Min", b.cast(x["first"], DType.I64), b.cast(x["length"], DType.I64))
     keys = b.concat(1, _live(b, x, "ring_k", live), k)
-    # A slot that was never filled may hold NaN, and NaN times a zero weight is NaN.
+    # A slot that was never written may hold NaN, and NaN times a zero weight is NaN.
     filled = b.op("GreaterOrEqual", context, first)
     known = b.op("Where", b.reshape(filled, 1, -1, 1), _live(b, x, "ring_v", live), b.f32(0.0))
     values = b.concat(1, known, v)
@@ -50,7 +52,7 @@ def _turned(b: Body, x: Inputs, a: Attributes, name: str, at: str, heads: int) -
 
 
 def _context(b: Body, x: Inputs) -> tuple[str, str]:
-    """Slots in use, int64 [1], and the position each of them holds, int64 [live]."""
+    """Returns the number of slots in use, int64 [1], and their positions, int64 [live]."""
     length = b.cast(x["length"], DType.I64)
     slots = b.op("Shape", x["ring_k"], start=1, end=2)
     live = b.op("Min", length, slots)
@@ -67,12 +69,12 @@ def _live(b: Body, x: Inputs, name: str, live: str) -> str:
 
 
 def _seen(b: Body, x: Inputs, a: Attributes, at: str, first: str, where: str) -> str:
-    """bool [T, keys]."""
+    """bool [T, keys]: whether a row sees a key."""
     distance = b.op("Sub", b.reshape(at, -1, 1), b.reshape(where, 1, -1))
     window = b.cast(x["window"], DType.I64)
     near = b.op("Less", b.op("Abs", distance), window)
     seen = b.op("Or", near, b.op("Equal", window, b.i64(0)))
-    # Rows of the block stand at or past the length, hence at or past this `first`.
+    # Rows of the block are at or past the length, hence at or past this `first`.
     seen = b.op("And", seen, b.op("GreaterOrEqual", where, first))
     if a.integer("causal"):
         seen = b.op("And", seen, b.op("GreaterOrEqual", distance, b.scalar(0)))

@@ -1,21 +1,21 @@
-// draft_attention in one launch. A block owns 32 rows of one key/value head (two query heads of 16
-// rows, or one of up to 32) and one stretch of the context; eight warps are 2 row tiles x 4 groups
-// of 16 positions. The last block of a head's rows to arrive merges the stretches, in their order.
-// The block's own keys and values belong to the last stretch.
+// draft_attention in one launch. A thread block computes 32 rows of one key/value head (two query
+// heads of 16 rows, or one of up to 32) over one stretch of the context; its eight warps are 2 row
+// tiles x 4 groups of 16 positions. For each set of rows, the last block to finish merges the
+// stretches in order. The call's own keys and values belong to the last stretch.
 //
-// Nothing but the call's own rows comes from the kernel before this one: the rings, their length and
-// the bounds of what is seen were written in an earlier step, and are read before the wait. The next
-// kernel may start when a block has asked for its last tile: its weights would be in the way of that.
+// Only the call's own rows come from the previous kernel: the rings, their length and the bounds of
+// what is seen were written in an earlier step and are read before the wait. The next kernel may
+// start when a block has requested its last tile; earlier, loads of its weights would delay that.
 #include "draft_attention/rotary.cuh"
 #include "draft_attention/tile.cuh"
 #include "linear/rows.cuh"
 
-// What a block works on.
+// The part of the context that a block works on.
 struct Stretch {
-    int at, end;   // context positions; `end` is the whole call's
+    int at, end;   // context positions; `end` is that of the whole context
     int tiles;
     int count;     // stretches that have work
-    bool own;      // this one takes the block's own keys
+    bool own;      // whether this one includes the call's own keys
 };
 
 DEVICE Stretch stretch_of(int length, int window, int first, int slots) {
@@ -27,7 +27,8 @@ DEVICE Stretch stretch_of(int length, int window, int first, int slots) {
     Stretch s;
     s.end = length;
     s.count = tiles < splits ? (tiles > 0 ? tiles : 1) : splits;
-    // Products of a few thousand tiles and of STRETCHES: 64 bits would take far longer to divide.
+    // 32 bits are enough for a few thousand tiles times STRETCHES; a 64-bit division is much
+    // slower.
     int begin = tiles * me / s.count;
     s.tiles = tiles * (me + 1) / s.count - begin;
     s.at = low + begin * TILE;
@@ -35,8 +36,8 @@ DEVICE Stretch stretch_of(int length, int window, int first, int slots) {
     return s;
 }
 
-// One tile of keys and values from position `at`; zeros at and past `end`, where the ring may hold
-// anything: a NaN value times a zero weight would be NaN.
+// Starts copying one tile of keys and values from position `at` on. Positions from `end` on are
+// zeroed, since the ring may hold NaN there, and NaN times a zero weight is NaN.
 DEVICE void fetch(saddr stage, const u16* keys, const u16* values, int at, int end, int slots) {
     int base = at % slots;
 #pragma unroll
@@ -55,7 +56,7 @@ DEVICE void fetch(saddr stage, const u16* keys, const u16* values, int at, int e
     }
 }
 
-// Zeros where there is no such head.
+// Stores a head; zeros if it does not exist.
 DEVICE void put_head(u8* tile, int row, const Head<D>& h, bool there) {
 #pragma unroll
     for (int i = 0; i < Head<D>::UNITS; i++) {
@@ -69,7 +70,7 @@ DEVICE void put_head(u8* tile, int row, const Head<D>& h, bool there) {
     }
 }
 
-// The call's rows and where this block stands in them.
+// The call's rows, and this block's part of them.
 struct Rows {
     int count;      // T
     int padded;     // rows of one query head in a block: 16 or 32
@@ -80,14 +81,14 @@ struct Rows {
     float eps;
     u64 q_pitch, kv_pitch;
 
-    // Of a row of the block: which of its query heads, and which row of the call.
+    // For a row of the block: which of the block's query heads, and which row of the call.
     DEVICE int head_of(int row) const { return padded == ROWS ? 0 : row / (ROWS / 2); }
     DEVICE int row_of(int row) const { return row - head_of(row) * padded; }
 };
 
 constexpr int EACH = ROWS / WARPS;  // query rows that a warp prepares
 
-// What a warp needs to prepare its rows beside the rows themselves: known before the wait.
+// What a warp needs to prepare its rows, besides the rows themselves; loaded before the wait.
 struct Constants {
     Head<D> q_norm, k_norm;
     Turn<D> turns[EACH];
@@ -104,8 +105,9 @@ struct Spot {
     }
 };
 
-// Queries, normed and turned, into `tile`; with `stage` also the block's own keys and values. All
-// are asked for before any is used; in place of rows that do not exist, some that do.
+// Writes the normed and rotated queries to `tile`; with `stage`, also the call's own keys and
+// values. All loads are issued before any result is used; indices of rows that do not exist are
+// clamped.
 DEVICE void put_rows(u8* tile, u8* stage, const Rows& r, const Constants& constants,
                      const u16* q, const u16* k, const u16* v) {
     Packed<D> queries[EACH], keys[EACH], values[EACH];
@@ -139,14 +141,14 @@ DEVICE void put_rows(u8* tile, u8* stage, const Rows& r, const Constants& consta
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
         const Spot at(r, i);
-        if (at.h > 0) break;  // of the first head: every row once
+        if (at.h > 0) break;  // rows repeat for the second head; keys are stored once
         put_head(stage, at.t, x[i], at.t < r.count);
         put_head(stage + VALUES, at.t, unpacked<D>(values[i]), at.t < r.count);
     }
 }
 
-// Leaves the four groups' sums of weighted values at `merged` [GROUPS][ROWS][PITCH], relative to
-// one maximum a row, and that maximum and the sum of all weights at `facts` [ROWS].
+// Writes the four groups' sums of weighted values to `merged` [GROUPS][ROWS][PITCH], relative to a
+// common maximum for each row, and that maximum and the sum of all weights to `facts` [ROWS].
 DEVICE void merge_groups(State& state, float* merged, float2* parts, float2* facts, int row0,
                          int group) {
     int lane = threadIdx.x % 32;
@@ -208,11 +210,11 @@ DEVICE uint2 packed4(float4 x, float by) {
     return make_uint2(pack_bf16x2(x.x * by, x.y * by), pack_bf16x2(x.z * by, x.w * by));
 }
 
-// Where the result goes: `o`, and if it is there `slabs`, the same as the next product reads it.
+// The destination of the result: `o`, and, if not null, `slabs` in the form the next product reads.
 struct Output {
     u16 *o, *slabs;
 
-    // Neighbouring columns, 4 or 8, that lie in one eighth of a slab's row.
+    // Stores 4 or 8 neighbouring columns that lie within one eighth of a slab's row.
     template <class Packed> DEVICE void put(const Rows& r, int row, int column, Packed x) const {
         int h = r.head_of(row), t = r.row_of(row), k = (r.head + h) * D + column;
         if (t >= r.count || h >= r.heads) return;
@@ -221,9 +223,9 @@ struct Output {
     }
 };
 
-// The block's result, bf16: rows of the output where there is one stretch only, else what is merged.
-// No row's weights add up to nothing: of several stretches all but the last are whole tiles, of which
-// a window hides less than ROWS from a row, and the last has the block's own keys.
+// Stores the block's result, bf16: rows of the output if there is only one stretch, else the part
+// to be merged. No row's sum of weights is zero: the last stretch has the call's own keys, and all
+// others consist of whole tiles, of which a window hides fewer than ROWS positions from a row.
 static_assert(ROWS < TILE, "a row sees something of every tile");
 DEVICE void leave(const Output& to, const Rows& r, const float* merged, const float2* mine,
                   u16* means, float2* facts, bool alone) {
@@ -254,7 +256,7 @@ typedef uint4 Parts[AT_ONCE][STRETCHES];
 
 DEVICE int result_of(int turn) { return turn * THREADS + static_cast<int>(threadIdx.x); }
 
-// What the stretches left of this thread's results from `turn` on.
+// Loads the stretches' parts of this thread's results from number `turn` on.
 DEVICE void load_parts(Parts& parts, const u16* means, int turn, int count) {
 #pragma unroll
     for (int n = 0; n < AT_ONCE; n++) {
@@ -267,7 +269,7 @@ DEVICE void load_parts(Parts& parts, const u16* means, int turn, int count) {
     }
 }
 
-// A stretch's share of a row, by one thread for each row.
+// Computes the weight of each stretch in a row. Called by one thread per row.
 DEVICE void weigh_stretches(float (*weights)[ROWS], const float2* facts, int count) {
     float most = NOTHING, sum = 0.0f, weight[STRETCHES];
     float2 all[STRETCHES];
@@ -288,7 +290,7 @@ DEVICE void weigh_stretches(float (*weights)[ROWS], const float2* facts, int cou
     for (int i = 0; i < STRETCHES; i++) weights[i][threadIdx.x] = weight[i] * by;
 }
 
-// What the stretches left, added in their order. It is on its way while it is weighed.
+// Adds the parts of the stretches in order. They are loading while their weights are computed.
 DEVICE void merge_stretches(const Output& to, const Rows& r, const u16* means, const float2* facts,
                             float (*weights)[ROWS], int count) {
     Parts parts;
@@ -324,7 +326,7 @@ draft_attention(const u16* q, const u16* k, const u16* v, const void* q_norm, co
     __shared__ float2 parts[GROUPS * ROWS];
     __shared__ float2 mine[ROWS];
     __shared__ float weights[STRETCHES][ROWS];
-    __shared__ Rows kept;  // for what comes after the loop, which needs every register
+    __shared__ Rows kept;  // used after the loop; the loop itself needs every register
     __shared__ u32 order;
     u8* q_tile = memory;
     u8* stages = memory + ROWS * ROW_BYTES;
@@ -349,13 +351,13 @@ draft_attention(const u16* q, const u16* k, const u16* v, const void* q_norm, co
     const Frequencies<D> frequencies = load_frequencies<D>(frequency);
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
-        const bool again = i >= EACH / 2 && r.padded < ROWS;  // the same rows of the second head
+        const bool again = i >= EACH / 2 && r.padded < ROWS;  // second head: the same rows again
         constants.turns[i] = again ? constants.turns[i - EACH / 2]
                                    : turn_at<D>(frequencies, r.length + Spot(r, i).t);
     }
     if (s.tiles < STAGES) let_next_start();
     wait_for_previous();
-    // The last stage is still free: the block's own keys pass through it first.
+    // The last stage is still free and holds the call's own keys first.
     u8* own = stages + (STAGES - 1) * STAGE_BYTES;
     put_rows(q_tile, s.own ? own : nullptr, r, constants, q, k, v);
     if (threadIdx.x == 0) kept = r;

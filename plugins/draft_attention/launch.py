@@ -1,4 +1,4 @@
-"""draft_attention on a GPU: one launch, the context split over blocks that merge their parts."""
+"""draft_attention on a GPU: one launch, which splits the context over blocks and merges them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from thor_dflash.plugins.numerics import inverse_frequency
 from thor_dflash.tensors import Array, DType
 
 IN_PLACE: frozenset[str] = frozenset()
-"""Outputs written over their input."""
+"""Outputs that overwrite their input."""
 
 TOLERANCE = 2.0**-6
 """Largest error, relative to the largest value of the output.
 
 Queries, keys and softmax weights are rounded to bf16 (2^-9) before the products, and so are the
-output and what each stretch of the context adds to it; a query that rounds the other way than the
-reference's moves a score of size s by s * 2^-9.
+output and the result of each stretch of the context. A query that is rounded differently than in
+the reference changes a score of size s by s * 2^-9.
 """
 
 ROW_BYTES = 2
@@ -29,7 +29,7 @@ HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
 def refuse(site: Site) -> str:
-    """Why the kernel does not take this call; empty where it does."""
+    """Returns why the kernel cannot run this call, or an empty string if it can."""
     for name in ("q", "k", "v", "ring_k", "ring_v"):
         if (dtype := site.ports[name].dtype) is not DType.BF16:
             return f"draft_attention.{name} must be bfloat16 (got {dtype.value})"
@@ -58,7 +58,9 @@ def refuse_heads(room: str, site: Site) -> str:
 
 
 def frequencies(site: Site) -> Array:
-    """float32 [head_dim / 2]: radians a position of every pair; 0 for those that do not turn."""
+    """Returns the rotation of every pair, float32 [head_dim / 2], radians per position; 0 for pairs
+    that are not rotated.
+    """
     a = site.attributes
     out = np.zeros(a.integer("head_dim") // 2, np.float32)
     rotary = a.integer("rotary_dim")
@@ -67,22 +69,24 @@ def frequencies(site: Site) -> Array:
 
 
 def shared_bytes(dim: int) -> int:
-    """Dynamic shared memory: the queries, and the stages or, after the loop, the groups' sums."""
+    """Returns the dynamic shared memory, bytes: the queries, and the stages or, after the loop, the
+    groups' sums.
+    """
     stages = (3 if dim <= 128 else 2) * 2 * TILE * dim * ROW_BYTES
     merge = GROUPS * BLOCK_ROWS * (dim + 8) * 4
     return BLOCK_ROWS * dim * ROW_BYTES + max(stages, merge)
 
 
 def launches(site: Site, device: Device) -> tuple[Launch, ...]:
-    """One launch: x stretches of the context, y key/value heads times blocks of their rows. It also
-    leaves its rows in `y0_slabs`, where the call has this port.
+    """Returns one launch with grid x: stretches of the context, y: key/value heads times blocks of
+    their rows. It also writes its rows to `y0_slabs` if the call has this port.
     """
     a = site.attributes
     heads, kv, dim = (a.integer(n) for n in ("heads", "kv_heads", "head_dim"))
     rows = site.size("q", 0)
     here = BLOCK_ROWS // (16 if rows <= 16 else 32)
     owners = kv * -(-heads // kv // here)
-    # A block a multiprocessor: more stretches only make more to merge.
+    # One block per multiprocessor: more stretches would only mean more merging.
     splits = min(STRETCHES, max(2, device.multiprocessors // owners))
     parts = owners * splits * BLOCK_ROWS
     ports = ("q", "k", "v", "q_norm", "k_norm", "length", "window", "first", "ring_k", "ring_v")

@@ -1,4 +1,4 @@
-"""draft_attention in numpy: the definition every other implementation is held to."""
+"""draft_attention in numpy: the definition that every other implementation is tested against."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from thor_dflash.tensors import Array, DType
 
 
 def reference(x: Arrays, a: Attributes) -> dict[str, Array]:
-    """See the room's docstring for shapes. Walks positions, not slots."""
+    """See the room's docstring for shapes. Iterates over positions, not slots."""
     rows, length, window = len(x["q"]), int(x["length"][0]), int(x["window"][0])
     slots = x["ring_k"].shape[1]
     at = length + np.arange(rows)
@@ -49,7 +49,7 @@ LENGTHS = (0, 1, 8, 23, 24, 25, 47, 48, 49, 200, 200_000)
 
 
 def _stale(x: Arrays, first: int, length: int) -> dict[str, Array]:
-    """The rings with NaN in every slot but those of the positions from `first` on."""
+    """Returns the inputs with NaN in every ring slot except those of positions from `first` on."""
     out = dict(x)
     for name in ("ring_k", "ring_v"):
         slots = out[name].shape[1]

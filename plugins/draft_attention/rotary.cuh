@@ -1,9 +1,9 @@
 // One head of D elements spread over a warp: RMSNorm and rotary position embedding in float32.
-// A lane holds units u = lane, lane + 32, ... of D / 4; a unit is two neighbouring elements of the
-// lower half of what turns (or, past it, of what does not) and their two partners in the upper
-// half.
+// A lane holds units u = lane, lane + 32, ... of D / 4. A unit is two neighbouring elements of the
+// lower half of the rotated elements (or, past these, of the others) and their two partners in the
+// upper half.
 //
-// Compile-time: ROTARY, how many elements of a head turn (a multiple of 4).
+// Compile-time: ROTARY, the number of rotated elements of a head (a multiple of 4).
 #pragma once
 #include "cuda/device.cuh"
 
@@ -16,15 +16,15 @@ template <int D> struct Head {
     float x[UNITS][4];  // low, low + 1, high, high + 1
 };
 
-// Cosine and sine of a lane's two angles a unit.
+// Cosine and sine of a lane's angles, two per unit.
 template <int D> struct Turn {
     float cosine[Head<D>::UNITS][2], sine[Head<D>::UNITS][2];
 };
 
 template <int D> DEVICE int unit_of(int i) { return i * 32 + static_cast<int>(threadIdx.x % 32); }
 
-// First element of unit u's lower and upper pair. Elements at and past ROTARY are paired among
-// themselves; their frequency is 0.
+// First element of unit u's lower pair and of its upper pair. Elements from ROTARY on are paired
+// among themselves, with frequency 0.
 template <int D> DEVICE int low_of(int u) {
     return ROTARY == D || 2 * u < ROTARY / 2 ? 2 * u : 2 * u + ROTARY / 2;
 }
@@ -32,8 +32,8 @@ template <int D> DEVICE int high_of(int u) {
     return ROTARY == D || 2 * u < ROTARY / 2 ? 2 * u + ROTARY / 2 : 2 * u + D / 2;
 }
 
-// sin and cos of 0 <= angle < 2^18 to 2^-22. The angle is reduced by quarter turns with pi / 2 in
-// three parts; the library's functions keep a table in local memory for angles this large.
+// sin and cos of 0 <= angle < 2^18, to 2^-22. Multiples of pi / 2, in three parts, are subtracted
+// from the angle first; for angles this large, CUDA's functions use a table in local memory.
 DEVICE void sine_cosine(float angle, float& sine, float& cosine) {
     const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
     float shifted = add_rn(mul_rn(angle, 0.636619772f), magic);
@@ -53,7 +53,7 @@ DEVICE void sine_cosine(float angle, float& sine, float& cosine) {
     cosine = (turn + 1u) & 2u ? -second : second;
 }
 
-// A lane's part of the frequencies, float32 [D / 2], radians a position.
+// A lane's part of the frequencies, float32 [D / 2], radians per position.
 template <int D> struct Frequencies {
     float x[Head<D>::UNITS][2];
 };
@@ -69,7 +69,7 @@ template <int D> DEVICE Frequencies<D> load_frequencies(const float* from) {
     return f;
 }
 
-// The angle is the float32 product, as everywhere in the house.
+// The angle is rounded to float32, as in every other implementation here.
 template <int D> DEVICE Turn<D> turn_at(const Frequencies<D>& frequencies, int position) {
     Turn<D> turn;
     float at = static_cast<float>(position);
@@ -81,7 +81,7 @@ template <int D> DEVICE Turn<D> turn_at(const Frequencies<D>& frequencies, int p
     return turn;
 }
 
-// A head as it lies in memory: what is on its way until it is unpacked.
+// A head as stored in memory; its loads may still be in flight until it is unpacked.
 template <int D> struct Packed {
     u32 low[Head<D>::UNITS], high[Head<D>::UNITS];
 };
@@ -134,8 +134,8 @@ template <int D> DEVICE Head<D> load_weight(const void* from, bool wide) {
     return h;
 }
 
-// x / rms(x) * weight, rotated, of N heads side by side, as each is a chain of exchanges. Every lane
-// of the warp takes part.
+// x / rms(x) * weight, rotated, for N heads, interleaved because each is a chain of dependent
+// shuffles. Every lane of the warp must take part.
 template <int D, int N>
 DEVICE void norm_and_turn(Head<D> (&h)[N], const Head<D>& weight, const Turn<D> (&turn)[N],
                           float eps) {

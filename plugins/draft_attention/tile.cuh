@@ -1,4 +1,4 @@
-// Sizes of draft_attention's kernel, and what one warp does with one tile of keys and values.
+// Sizes of draft_attention's kernel, and the work of a warp on one tile of keys and values.
 #pragma once
 #include "cuda/device.cuh"
 
@@ -15,22 +15,23 @@ constexpr int THREADS = 256, WARPS = 8, GROUPS = 4;
 constexpr int ROWS = 32;                       // query rows of a block
 constexpr int TILE = 64;                       // positions of a stage
 constexpr int STAGES = D <= 128 ? 3 : 2;       // must agree with launch.py, as the next three
-constexpr int STRETCHES = 8;                   // at most: a thread holds something of each
+constexpr int STRETCHES = 8;                   // at most: a thread has registers for each
 constexpr int PITCH = D + 8;                   // floats; keeps the merge's writes off one bank
 constexpr u32 ROW_BYTES = D * 2, STAGE_BYTES = 2 * TILE * ROW_BYTES;
 constexpr u32 VALUES = TILE * ROW_BYTES;       // within a stage
 constexpr int FAR = 1 << 30;                   // positions; more than any context
 constexpr float NOTHING = -1e30f;              // below any score; its differences stay finite
 
-// Where a 16-byte chunk of a row lies: chunks are permuted so that eight rows meet eight banks.
+// Offset of a 16-byte chunk of a row, bytes. Chunks are permuted so that the same chunk of eight
+// rows lies in different banks.
 DEVICE u32 place(int row, int chunk) {
     constexpr int mask = D / 8 < 8 ? D / 8 - 1 : 7;
     return row * ROW_BYTES + ((chunk ^ (row & mask)) << 4);
 }
 
-// A warp's share: 16 rows against the positions of its group, running softmax in base 2.
+// A warp's running softmax, in base 2, of 16 rows over the positions of its group.
 struct State {
-    float most[2], sum[2];  // of rows g and g + 8; the sum is this lane's part
+    float most[2], sum[2];  // for rows g and g + 8; the sum is this lane's part
     float o[D / 8][4];
 };
 
@@ -39,7 +40,7 @@ struct View {
     int query;   // position of the lane's row g
     int key;     // position of the group's first key
     int end;     // keys at and past it do not exist
-    int least;   // distance, query - key, that is seen
+    int least;   // bounds of the distance, query - key, of keys that are seen
     int most;
 };
 
@@ -62,7 +63,7 @@ DEVICE void score(float (&s)[2][4], saddr q, saddr keys, int row0, int key0) {
     }
 }
 
-// Masks and scales scores, turns them into weights; what was summed before is scaled down.
+// Masks and scales the scores and turns them into weights; rescales the earlier sums.
 DEVICE void weigh(State& state, float (&s)[2][4], const View& view) {
     int column = 2 * (threadIdx.x % 4);
     const float scale = 1.44269504f / sqrtf(static_cast<float>(D));
@@ -85,7 +86,7 @@ DEVICE void weigh(State& state, float (&s)[2][4], const View& view) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             float& x = s[i / 2][2 * half + i % 2];
-            // Where nothing has been seen yet the difference is 0, not a large one.
+            // If nothing has been seen yet, `most` is NOTHING too and the difference would be 0.
             x = x == NOTHING ? 0.0f : exp2f(x - most);
             state.sum[half] += x;
         }
@@ -97,7 +98,7 @@ DEVICE void weigh(State& state, float (&s)[2][4], const View& view) {
     }
 }
 
-// Of the weighted values, in which every load of a tile has a part.
+// A value that depends, through the weighted values, on every load of a tile; for `received`.
 DEVICE u32 last_of(const State& state) {
     u32 x = 0;
 #pragma unroll
