@@ -1,4 +1,4 @@
-"""head: final norm, vocabulary projection, and the best id of each row.
+"""head: the final norm, the projection to the vocabulary, and the best id of each row.
 
 Letters
     T   rows     H   hidden size     V   stored vocabulary rows
@@ -10,13 +10,13 @@ Inputs
     id_map       int32 [V]; the vocabulary id of each stored row (a reduced draft vocabulary)
 
 Attributes
-    vocab        rows below it may be chosen; those at and past it are padding. 0 means all
+    vocab        rows below it may be chosen; the others are padding. 0 means all may be
     norm_eps, norm_offset   as in `linear`
 
 Outputs
-    logits       float32 [T, V], padding included and not masked: what the model says, for scoring
-    best         int32 [T], vocabulary id of the largest logit below `vocab`, the first of equals;
-                 -1 where one of them is NaN
+    logits       float32 [T, V], including padding, not masked: the model's raw output, for scoring
+    best         int32 [T], vocabulary id of the largest logit below `vocab`, the first among
+                 equals; -1 if one of these logits is NaN
 
 Source: Qwen3.5 modeling; the reduced draft vocabulary follows EAGLE-3's d2t map.
 """

@@ -1,5 +1,5 @@
-// head, second half: the best id of each row of logits.
-// Grid: slices of a row x rows. The last block of a row to arrive combines the row's slices.
+// head, second part: the best id of each row of logits.
+// Grid: slices of a row x rows. The last block of a row to finish combines the row's slices.
 #include "cuda/slice.cuh"
 
 constexpr int BROKEN = -1;  // in a slice's id: it holds a NaN

@@ -1,23 +1,25 @@
-"""The launch of the head's second half: the best id of each row of logits."""
+"""The launch of the head's second part: the best id of each row of logits."""
 
 from __future__ import annotations
 
 from thor_dflash.plugins.launch import At, Device, Int, Launch, Scratch, Site
 
 THREADS = 256
-"""Of a block that searches one slice of a row, as in cuda/slice.cuh."""
+"""Threads of a block, which searches one slice of a row; as in cuda/slice.cuh."""
 
 SLICE = 8192
-"""Logits in a slice, as in cuda/slice.cuh. The same on every device: a row's result is its own."""
+"""Logits in a slice, as in cuda/slice.cuh; the same on every device."""
 
 
 def slices(width: int) -> int:
-    """How many slices a row of `width` logits has."""
+    """Returns the number of slices in a row of `width` logits."""
     return -(-width // SLICE)
 
 
 def best_launches(site: Site, device: Device, logits_port: str) -> tuple[Launch, ...]:
-    """From float32 logits [T, V] at `logits_port` to port `best`, int32 [T], in one launch."""
+    """Returns one launch that computes port `best`, int32 [T], from float32 logits [T, V] at port
+    `logits_port`.
+    """
     del device
     rows, width = site.ports[logits_port].shape
     limit = min(site.attributes.integer("vocab") or width, width)

@@ -1,4 +1,4 @@
-"""head as ONNX."""
+"""head as an ONNX function."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def body(b: Body, x: Inputs, a: Attributes) -> Mapping[str, str]:
     best = b.op("ArgMax", chosen, axis=1, keepdims=0)
     if "id_map" in x:
         best = b.op("Gather", b.cast(x["id_map"], DType.I64), best, axis=0)
-    # A sum would be NaN of infinities, too.
+    # Not by a sum, which is also NaN for infinities of both signs.
     odd = b.op("ReduceMax", b.cast(b.op("IsNaN", chosen), DType.I32), b.i64(1), keepdims=0)
     best = b.op("Where", b.cast(odd, DType.BOOL), b.scalar(-1), best)
     return {"logits": logits, "best": b.cast(best, DType.I32)}

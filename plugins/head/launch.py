@@ -10,12 +10,12 @@ from thor_dflash.plugins.linear.launch import PAIR, refuse_weight
 IN_PLACE: frozenset[str] = frozenset()
 
 TOLERANCE = 2.0**-8
-"""Logits; as in linear, without the last rounding."""
+"""For the logits: as in linear, but without the final rounding."""
 
 
 def launches(site: Site, device: Device) -> tuple[Launch, ...]:
-    """The projection with the norm in front, as linear's, and the search over its logits where
-    somebody reads what it finds.
+    """Returns the launches of the norm and projection, as linear's, and, if the call has the port
+    `best`, of the search over the logits.
     """
     fused = Fused(Epilogue.LOGITS, ("logits",), folder="../linear/")
     search = best_launches(site, device, "logits") if "best" in site else ()
@@ -23,7 +23,7 @@ def launches(site: Site, device: Device) -> tuple[Launch, ...]:
 
 
 def refuse(site: Site) -> str:
-    """Why the kernels do not take this call; empty if they do."""
+    """Returns why the kernels cannot run this call, or an empty string if they can."""
     rows, width = site.ports["logits"].shape
     if rows > MOST_ROWS:
         return f"head.x must be at most {MOST_ROWS} rows (got {rows})"

@@ -1,4 +1,4 @@
-"""head in numpy: the definition every other implementation is held to."""
+"""head in numpy: the definition that every other implementation is tested against."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def reference(x: Arrays, a: Attributes) -> dict[str, Array]:
 
 
 def cases(rng: np.random.Generator) -> Iterator[Case]:
-    """Each weight kind; padding that would win; equal logits; a NaN row; a reduced vocabulary."""
+    """Each weight kind; padding with the largest logits; equal logits; a NaN row; infinities; a
+    reduced vocabulary.
+    """
     hidden, vocab = 64, 96
     norm = rng.standard_normal(hidden).astype(np.float32)
 

@@ -1,5 +1,5 @@
-"""Kernels for the standard ONNX nodes around the rooms, and for filling memory.
+"""Kernels for the standard ONNX nodes between the rooms, and for filling memory.
 
-They have no contract of their own: the nodes' definition is ONNX's. `launch` says which ports each
-kernel's launch names.
+They have no contract of their own: ONNX defines these nodes. `launch` lists the ports that each
+launch uses.
 """

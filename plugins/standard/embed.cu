@@ -1,18 +1,19 @@
-// Embedding rows, and what the first product of a block makes of them.
+// Embedding rows, and the input of the first product of a block of rows.
 //
-// Compile-time: NEXT, what is left for that product: 0 nothing; 1, 2 the rows times offset + weight of
-// its norm (the weight bf16, float32) in slabs, and the sums of squares that its row scales come from.
+// Compile-time: NEXT, what is written for that product: 0 nothing; 1 or 2 the rows times (offset +
+// weight) of its norm, with a bf16 or float32 weight, in slabs, and the sums of squares from which
+// its row scales are computed.
 #include "linear/eights.cuh"
 #include "linear/rows.cuh"
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
-constexpr int SLICE = 256;  // columns that a warp moves
+constexpr int SLICE = 256;  // columns that a warp copies
 constexpr int MOST_ROWS = 32, SQUARES_COLUMNS = 32;  // of the sums of squares
 constexpr u32 NAN_PAIR = 0x7fff7fffu;
 
-// Row t is table[ids[t]], or table[filler] from `count` on. An id outside the table has no row: NaN,
-// which accept reports. A warp copies one slice of one row. Past the last of `total` rows there are
-// squares alone, of nothing.
+// Row t is table[ids[t]], or table[filler] from `count` on. An id outside the table gives a row of
+// NaN, which accept reports. A warp copies one slice of one row. Past the last of `total` rows,
+// only sums of squares are written, as zeros.
 KERNEL void __launch_bounds__(THREADS)
 embed(const u16* table, const i32* ids, u16* rows, u16* slabs, float* squares,
       const void* __restrict__ norm_weight, int vocabulary, int hidden, int total, int count,

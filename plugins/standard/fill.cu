@@ -1,12 +1,12 @@
-// Fills memory with reproducible pseudo-random weights: element i depends on seed and i alone.
+// Fills memory with reproducible pseudo-random weights: element i depends only on seed and i.
 #include "linear/units.cuh"
 
 constexpr int THREADS = 256;
-constexpr u32 SCALE_CODES = 0x78787878u;  // four E5M3 bytes of 0.5; three bits of each stay free
-constexpr float BYTES_MEAN = 510.0f;      // of the sum of four bytes, and one over its deviation
+constexpr u32 SCALE_CODES = 0x78787878u;  // four E5M3 bytes of 0.5; their three low bits are free
+constexpr float BYTES_MEAN = 510.0f;      // mean of a sum of four bytes; 1 / its deviation
 constexpr float BYTES_UNIT = 0.00676587f;
 
-// A bijection of 32 bits that leaves no bit as it was. Source: C. Wellons, lowbias32.
+// A bijection that mixes all 32 bits. Source: C. Wellons, lowbias32.
 DEVICE u32 mixed(u32 x) {
     x ^= x >> 16;
     x *= 0x7feb352du;
@@ -16,7 +16,7 @@ DEVICE u32 mixed(u32 x) {
 }
 DEVICE u32 word(u32 key, u32 i) { return mixed(i * 0x9e3779b9u + key); }
 
-// Mean 0, deviation 1, within 3.5: the sum of four uniform bytes.
+// Mean 0, standard deviation 1, within 3.5: the scaled sum of four uniform bytes.
 DEVICE float normal(u32 bits) {
     u32 pairs = (bits & 0x00ff00ffu) + (bits >> 8 & 0x00ff00ffu);
     return (static_cast<float>((pairs & 0xffffu) + (pairs >> 16)) - BYTES_MEAN) * BYTES_UNIT;
@@ -25,8 +25,8 @@ DEVICE float normal(u32 bits) {
 DEVICE u64 first_item() { return static_cast<u64>(blockIdx.x) * THREADS + threadIdx.x; }
 DEVICE u64 stride() { return static_cast<u64>(gridDim.x) * THREADS; }
 
-// Any codes, scales 0.5 .. 0.9375. `slot`: bytes of one, whole or narrow; an eighth as many as of
-// codes are of scales.
+// Uniform codes, scales 0.5 .. 0.9375. `slot`: bytes of a slot, whole or narrow, of which 8/9 are
+// codes and 1/9 scales.
 KERNEL void __launch_bounds__(THREADS) fill_nvfp4(uint4* to, int slots, int seed, int slot) {
     let_next_start();
     wait_for_previous();
@@ -46,7 +46,7 @@ KERNEL void __launch_bounds__(THREADS) fill_nvfp4(uint4* to, int slots, int seed
     }
 }
 
-// E4M3, deviation 1.
+// E4M3, standard deviation 1.
 KERNEL void __launch_bounds__(THREADS) fill_fp8(u32* to, int words, int seed) {
     let_next_start();
     wait_for_previous();

@@ -1,7 +1,7 @@
-"""Launches that make a random model in device memory: weights as packed, without a file.
+"""Launches that create a random model in device memory: packed weights, without a file.
 
-Every launch writes the port `to`; element i depends on the seed and i alone, so that two devices
-hold the same model. Values are near normal (the sum of four uniform bytes) and within 3.5 standard
+Every launch writes the port `to`; element i depends only on the seed and i, so that two devices
+get the same model. Values are nearly normal (the sum of four uniform bytes) and within 3.5 standard
 deviations; NVFP4 codes are uniform.
 """
 
@@ -13,14 +13,14 @@ from thor_dflash.plugins.linear.layout import NARROW_IN_TILE, Kind
 NVFP4_SLOT = Kind.NVFP4.slot_bytes
 """Bytes of the unit that `nvfp4` writes."""
 NARROW_SLOT = NVFP4_SLOT // NARROW_IN_TILE
-"""The same of narrow tiles."""
+"""The same for narrow tiles."""
 
 NVFP4_DEVIATION = 2.1445
-"""Standard deviation of what `nvfp4` writes, before the column's float32 scale: uniform E2M1 codes
-(root mean square 2.9262) times block scales of (8 .. 15) / 16 (0.7329)."""
+"""Standard deviation of the weights that `nvfp4` writes, before the column's float32 scale: uniform
+E2M1 codes (root mean square 2.9262) times block scales of (8 .. 15) / 16 (0.7329)."""
 
 FP8_DEVIATION = 1.0
-"""The same of what `fp8` writes."""
+"""Standard deviation of the weights that `fp8` writes."""
 
 THREADS = 256
 BLOCKS_PER_MULTIPROCESSOR = 8
@@ -40,22 +40,22 @@ def _launch(kernel: str, device: Device, count: int, seed: int, *more: Int | Rea
 
 
 def nvfp4(device: Device, nbytes: int, seed: int, slot: int = NVFP4_SLOT) -> Launch:
-    """`nbytes`, a multiple of `slot`, of packed NVFP4 weights with their block scales."""
+    """Fills `nbytes`, a multiple of `slot`, with packed NVFP4 weights and their block scales."""
     assert nbytes % slot == 0, nbytes
     return _launch("fill_nvfp4", device, nbytes // slot, seed, Int(slot))
 
 
 def fp8(device: Device, nbytes: int, seed: int) -> Launch:
-    """`nbytes`, a multiple of 4, of E4M3 weights."""
+    """Fills `nbytes`, a multiple of 4, with E4M3 weights."""
     assert nbytes % 4 == 0, nbytes
     return _launch("fill_fp8", device, nbytes // 4, seed)
 
 
 def bf16(device: Device, count: int, seed: int, mean: float, deviation: float) -> Launch:
-    """`count` bfloat16 values; `deviation` 0 makes a constant. `to` is 16-byte aligned."""
+    """Writes `count` bfloat16 values; `deviation` 0 gives a constant. `to` is 16-byte aligned."""
     return _launch("fill_bf16", device, count, seed, Real(mean), Real(deviation))
 
 
 def f32(device: Device, count: int, seed: int, mean: float, deviation: float) -> Launch:
-    """`count` float32 values; `deviation` 0 makes a constant."""
+    """Writes `count` float32 values; `deviation` 0 gives a constant."""
     return _launch("fill_f32", device, count, seed, Real(mean), Real(deviation))

@@ -1,9 +1,9 @@
-// Standard nodes of the graphs: rows side by side, the drafter's tokens.
+// Standard nodes of the graphs: concatenation of rows, composing the drafter's tokens.
 #include "cuda/device.cuh"
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
 
-// y[t] = [source 0's row t, source 1's row t, ...], in units of 16 bytes. x rows, y sources.
+// y[t] = [source 0's row t, source 1's row t, ...], in units of 16 bytes. Grid: rows, sources.
 KERNEL void __launch_bounds__(THREADS)
 concat(const u64* sources, const i32* widths, const i32* starts, uint4* y, int width) {
     int t = blockIdx.x, source = blockIdx.y, units = widths[source];
@@ -15,9 +15,9 @@ concat(const u64* sources, const i32* widths, const i32* starts, uint4* y, int w
     for (int i = threadIdx.x; i < units; i += THREADS) to[i] = from[i];
 }
 
-// tokens[0] = last; then the forced id where there is one, else the best of the draft's next row. Where
-// that is none (-1: the row was no numbers) any id will do: the target's choice decides, and -1 would
-// be a row of NaN to it.
+// tokens[0] = last; then the forced id if there is one, else the best id of the draft's next row.
+// If that is -1 (the row has a NaN), 0 is used: any id will do since the target decides, but -1
+// would give the target a row of NaN.
 KERNEL void compose(const i32* last, const i32* forced, const i32* best, i32* tokens, int rows) {
     let_next_start();
     wait_for_previous();

@@ -1,8 +1,8 @@
 """Launches of the standard nodes. Arguments name ports, which the caller binds to memory.
 
-Ports, all in device memory and 16-byte aligned unless a size says less:
-    embed    table bf16 [V, H], ids int32 [>= count] -> rows bf16 [T, H]
-             and next_norm_weight bf16 or float32 [H] -> y0_slabs, y0_squares, as linear leaves them
+Ports, all in device memory and 16-byte aligned unless they are smaller:
+    embed    table bf16 [V, H], ids int32 [>= count] -> rows bf16 [T, H]; with next_norm_weight bf16
+             or float32 [H] also -> y0_slabs, y0_squares, as linear writes them
     concat   x0, x1, ... bf16 [T, W_i] -> y bf16 [T, sum W]
     compose  last int32 [1], forced int32 [R], best int32 [R] -> tokens int32 [R]
 """
@@ -20,13 +20,13 @@ from thor_dflash.tensors import DType
 WARPS = 8
 THREADS = 32 * WARPS
 UNIT = 8
-"""bf16 elements of the 16 bytes one lane moves."""
+"""bf16 elements in the 16 bytes that a lane copies."""
 SLICE = 32 * UNIT
-"""Columns that a warp moves."""
+"""Columns that a warp copies."""
 
 
 def refuse_embed(table: DType, hidden: int) -> str:
-    """Why the kernel does not take such a gather; empty where it does."""
+    """Returns why the kernel cannot run such a gather, or an empty string if it can."""
     if table is not DType.BF16:
         return f"embed.table must be bfloat16 (got {table.value})"
     return f"embed.hidden must be a multiple of {UNIT} (got {hidden})" if hidden % UNIT else ""
@@ -42,13 +42,14 @@ def embed(
     norm: DType | None = None,
     offset: float = 0.0,
 ) -> Launch:
-    """Embedding rows of `ids`; from row `count` on the id is `filler`, which is how the drafter's
-    [last, mask, mask, ...] needs no node of its own. An id outside the table makes a NaN row.
+    """Returns the launch that gathers the embedding rows of `ids`. From row `count` on the id is
+    `filler`, so that the drafter's [last, mask, mask, ...] needs no node of its own. An id outside
+    the table gives a row of NaN.
 
-    With `norm`, the type of a norm's weight, also what the product after that norm reads; at most
-    SQUARES_ROWS rows of whole slabs then.
+    With `norm`, the type of a norm's weight, it also writes the input of the product after that
+    norm; then there may be at most SQUARES_ROWS rows, of whole slabs.
 
-    Call it only where `refuse_embed` has nothing to say.
+    `refuse_embed` must return an empty string.
     """
     slices = -(-hidden // SLICE)
     return Launch(
@@ -70,13 +71,15 @@ def embed(
 
 
 def refuse_concat(widths: Sequence[int]) -> str:
-    """Why the kernel does not take sources of these widths; empty where it does."""
+    """Returns why the kernel cannot take sources of these widths, or an empty string if it can."""
     odd = [width for width in widths if width % UNIT]
     return f"concat.width must be a multiple of {UNIT} (got {odd[0]})" if odd else ""
 
 
 def concat(rows: int, widths: Sequence[int]) -> Launch:
-    """Rows of `x0`, `x1`, ... side by side. Only where `refuse_concat` has nothing to say."""
+    """Returns the launch that puts rows of `x0`, `x1`, ... side by side. `refuse_concat` must
+    return an empty string.
+    """
     units = np.array(widths, np.int32) // UNIT
     starts = np.concatenate([[0], np.cumsum(units)[:-1]]).astype(np.int32)
     return Launch(
@@ -94,9 +97,9 @@ def concat(rows: int, widths: Sequence[int]) -> Launch:
 
 
 def compose(rows: int) -> Launch:
-    """tokens[0] = last; tokens[i + 1] = forced[i] if forced[i] >= 0 else best[i + 1], 0 for -1.
+    """tokens[0] = last; tokens[i + 1] = forced[i] if forced[i] >= 0 else max(best[i + 1], 0).
 
-    `rows` at most 1024, one thread each.
+    `rows` is at most 1024: one thread per row.
     """
     threads = 32 * -(-rows // 32)
     ports = ("last", "forced", "best", "tokens")

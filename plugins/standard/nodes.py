@@ -1,6 +1,6 @@
-"""The standard nodes as contracts, so that a program can call them as it calls a room.
+"""The standard nodes as contracts, so that a program can call them like rooms.
 
-They are no rooms: the ONNX body of each is the standard node itself. Ports: see launch.py.
+They are not rooms: the ONNX body of each is the standard node itself. Ports: see launch.py.
 """
 
 from __future__ import annotations
@@ -79,4 +79,4 @@ COMPOSE = _node("compose", _compose, {})
 ROWS = _node("rows", _rows, {"norm_eps": 1e-6, "norm_offset": 0.0, "head_dim": 0, "gate": "none"})
 ADD = _node("add", _add, {})
 SILU_MUL = _node("silu_mul", _silu_mul, {})
-"""The parts of a linear that was taken apart, see unfused.py."""
+"""The parts of an unfused linear, see unfused.py."""

@@ -1,5 +1,5 @@
-// What an epilogue of linear does, as kernels of their own, for measuring what fusion is worth:
-// bf16 in, float32 between, one rounding. A thread takes eight elements of 16 bytes.
+// The epilogues of linear as separate kernels, to measure the benefit of fusion: bf16 in, computed
+// in float32, rounded once. A thread processes 16 bytes, eight elements.
 #include "cuda/device.cuh"
 
 constexpr int THREADS = 256;

@@ -1,9 +1,9 @@
-"""Launches of what surrounds a product, as steps of their own: for measuring, never for speed.
+"""Separate launches for the operations that `linear` fuses with a product: for measurements only.
 
-Ports, bf16 unless a size says less, rows 16-byte aligned:
+Ports, bf16 unless another type is given, rows 16-byte aligned:
     rows              x [T, K], norm_weight bf16/f32 [K or head_dim] (optional), gate [T, K]
-                      (optional) -> y [T, K]: the prologue of a linear, by the kernel that prefill
-                      has for it
+                      (optional) -> y [T, K]: the prologue of a linear, by the same kernel that
+                      prefill uses
     add, silu_mul     a, b [T, W] -> y [T, W]: a + b, silu(a) * b
 """
 
@@ -16,11 +16,11 @@ from thor_dflash.plugins.linear.prepare import HEADS, prepared
 
 THREADS = 256
 UNIT = 8
-"""Elements of the 16 bytes one thread moves."""
+"""Elements in the 16 bytes that a thread processes."""
 
 
 def refuse_rows(site: Site) -> str:
-    """Why the kernel does not take such rows; empty where it does."""
+    """Returns why the kernel cannot take these rows, or an empty string if it can."""
     width, head = site.size("x", 1), site.attributes.integer("head_dim")
     if width % UNIT:
         return f"rows.width must be a multiple of {UNIT} (got {width})"
@@ -30,7 +30,9 @@ def refuse_rows(site: Site) -> str:
 
 
 def rows(site: Site) -> Launch:
-    """Rows as they enter a product. Only where `refuse_rows` has nothing to say."""
+    """Returns the launch that prepares a product's input rows. `refuse_rows` must return an empty
+    string.
+    """
     made, launches = prepared(site, "../linear/")
     (launch,) = launches
     arguments = tuple(At("y") if argument is made else argument for argument in launch.arguments)
@@ -38,13 +40,15 @@ def rows(site: Site) -> Launch:
 
 
 def refuse_pairs(site: Site) -> str:
-    """Why `add` and `silu_mul` do not take such rows; empty where they do."""
+    """Returns why `add` and `silu_mul` cannot take these rows, or an empty string if they can."""
     width = site.size("y", 1)
     return f"{site.op.name}.width must be a multiple of {UNIT} (got {width})" * bool(width % UNIT)
 
 
 def pairs(site: Site) -> Launch:
-    """`add` or `silu_mul`, by the site's op. Only where `refuse_pairs` has nothing to say."""
+    """Returns the launch of `add` or `silu_mul`, by the site's op. `refuse_pairs` must return an
+    empty string.
+    """
     count, width = site.ports["y"].shape
     units = count * width // UNIT
     return Launch(
