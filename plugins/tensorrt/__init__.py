@@ -1,1 +1,1 @@
-"""The rooms as TensorRT plugins, derived from their contracts and launch rules."""
+"""TensorRT plugins for the rooms, derived from their contracts and launch rules."""

@@ -1,4 +1,4 @@
-"""What whoever runs TensorRT here gives it: an ear for its messages, and engines from disk."""
+"""What TensorRT needs from its host program: a logger, and a reader for engine files."""
 
 # tensorrt is not installed where the checkers run: the tests check this file against its bindings.
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -14,7 +14,7 @@ import tensorrt as trt
 
 
 class Messages(trt.ILogger):
-    """Keeps warnings and errors."""
+    """A logger that keeps warnings and errors."""
 
     def __init__(self) -> None:
         trt.ILogger.__init__(self)
@@ -22,37 +22,37 @@ class Messages(trt.ILogger):
         self.errors: list[str] = []
 
     def log(self, severity: trt.ILogger.Severity, msg: str) -> None:
-        """TensorRT calls this, from any thread."""
+        """Called by TensorRT, from any thread."""
         if severity in (trt.ILogger.Severity.ERROR, trt.ILogger.Severity.INTERNAL_ERROR):
             self.errors.append(msg)
         if severity not in (trt.ILogger.Severity.INFO, trt.ILogger.Severity.VERBOSE):
             self.lines.append(f"{severity.name}: {msg}")
 
     def begin(self, name: str) -> None:
-        """What follows is about this engine."""
+        """Start collecting the messages about an engine."""
         self.errors.clear()
         self.lines.append(f"== {name}")
 
     @property
     def why(self) -> str:
-        """The errors of the engine at hand, in one line."""
+        """The errors since the last `begin`, in one line."""
         return "; ".join(self.errors) or "TensorRT did not say"
 
 
 class Reader(trt.IStreamReaderV2):
-    """Reads an engine as TensorRT asks for it, so that it is never in memory twice."""
+    """Reads an engine file on TensorRT's demand, so that it is never in memory twice."""
 
     def __init__(self, path: Path) -> None:
         trt.IStreamReaderV2.__init__(self)
         self._file = path.open("rb")
 
     def read(self, num_bytes: int, stream: int) -> bytes:
-        """TensorRT calls this."""
+        """Called by TensorRT."""
         del stream
         return self._file.read(num_bytes)
 
     def seek(self, offset: int, where: trt.SeekPosition) -> bool:
-        """TensorRT calls this. From the end it counts backward."""
+        """Called by TensorRT. An offset from the end is counted backward."""
         if where == trt.SeekPosition.END:
             self._file.seek(-abs(offset), io.SEEK_END)
         else:
@@ -61,5 +61,5 @@ class Reader(trt.IStreamReaderV2):
         return True
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._file.close()

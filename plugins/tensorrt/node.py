@@ -1,15 +1,15 @@
-"""A call of a room as a plugin node: which tensors it has in which order, and the fields that say
-so. Nothing here needs TensorRT.
+"""A call of a room as a plugin node: its tensors, their order, and the fields that describe them.
+Nothing here needs TensorRT.
 
-A plugin's tensors are the ports that a call has, without gaps. Four fields come on top of the
-operator's attributes. `ports` names the tensors in order, "x packed scales -> y0"; `known` gives
-what the contract does not: ports beyond it ("scales:float32:", "kinds:uint8:2,1") and, where an
-output's size follows from no input, its letter ("N0=5120"). `call0` and `call1` are the hash of all
-that.
+A plugin's tensors are the ports that a call has, without gaps. A node has four fields in addition
+to the operator's attributes. `ports` lists the tensors in order, "x packed scales -> y0"; `known`
+has what the contract does not tell: additional ports ("scales:float32:", "kinds:uint8:0,2,1") and,
+if an output's size does not follow from the inputs, its letter ("N0=5120"). `call0` and `call1` are
+a hash of all this.
 
-A plugin reads the two numbers and finds the rest in a table: with numpy 2, TensorRT's bindings give
-back the first element of a field over and over (10.13.3 to 10.15.1; 10.16.1 and 11.4 do not), so
-neither strings nor lists arrive.
+A plugin reads only these two numbers and finds the rest in a table: with numpy 2, TensorRT's
+bindings return the first element of a field repeatedly (10.13.3 to 10.15.1; 10.16.1 and 11.4 do
+not), so strings and lists cannot be read.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from thor_dflash.tensors import DType
 PORTS = "ports"
 KNOWN = "known"
 KEYS = ("call0", "call1")
-"""The hash of a node, in two int32."""
+"""Fields with a node's hash, two int32."""
 BODILESS = frozenset({"kinds"})
-"""Ports that are their shape alone: no tensor stands behind them."""
+"""Ports that consist of a shape only and have no tensor."""
 ROWS_AS = {"rows": "ids", "y": "x0", "tokens": "forced"}
-"""Output of a standard node -> the input that has as many rows, where it has as many."""
+"""Output of a standard node -> the input that may have the same number of rows."""
 WORD = 4
-"""uint8 travels as int32: TensorRT takes bytes for pixels. Bytes of one."""
+"""Bytes of an int32. uint8 ports are passed as int32 tensors, since TensorRT treats uint8 as
+pixels."""
 
 T = TypeVar("T")
 
@@ -43,11 +44,11 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Beyond:
-    """A port the contract does not have."""
+    """A port that is not in the contract."""
 
     dtype: DType
     shape: tuple[int | str, ...]
-    """A name is that input's first size."""
+    """A name stands for the first size of that input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +64,11 @@ class Node:
 
     @property
     def rule(self) -> Rule:
-        """The room."""
+        """The room's rule."""
         return RULES[self.room]
 
     def fields(self) -> dict[str, Attribute]:
-        """What the node says of itself; `parse` reads it."""
+        """Returns the fields that describe the node; `parse` reads them."""
         ports = f"{' '.join(self.inputs)} -> {' '.join(self.outputs)}"
         known = [
             f"{name}:{port.dtype.value}:{','.join(map(str, port.shape))}"
@@ -81,7 +82,7 @@ class Node:
 
     @property
     def key(self) -> Key:
-        """What its plugin finds it by."""
+        """The hash by which its plugin finds it."""
         first, second = (self.fields()[name] for name in KEYS)
         assert isinstance(first, int), first
         assert isinstance(second, int), second
@@ -93,7 +94,7 @@ class Node:
         return {p.name: p for p in ins}, {p.name: p for p in outs}
 
     def takes(self, port: str, dtype: DType, inputs: Mapping[str, DType]) -> bool:
-        """Whether a tensor may have an element type, given those of the inputs before it."""
+        """Whether a tensor may have an element type, given those of the preceding inputs."""
         ins, _ = self._contract()
         if port in self.outputs:
             return dtype is self.output_dtype(port, inputs)
@@ -102,7 +103,7 @@ class Node:
         return dtype is tensor_of(Shaped(self.beyond[port].dtype, ())).dtype
 
     def output_dtype(self, port: str, inputs: Mapping[str, DType]) -> DType:
-        """Element type of an output from those of the inputs."""
+        """Returns the element type of an output, given those of the inputs."""
         if port in self.beyond:
             return self.beyond[port].dtype
         _, outs = self._contract()
@@ -112,10 +113,11 @@ class Node:
     def output_shapes(
         self, inputs: Mapping[str, Sequence[T]], constant: Callable[[int], T]
     ) -> dict[str, tuple[T, ...]]:
-        """Shapes of the outputs from those of the inputs; sizes may be numbers or expressions.
+        """Returns the shapes of the outputs, given those of the inputs; sizes may be numbers or
+        expressions.
 
         Raises:
-            ValueError: an input has another rank than the contract's.
+            ValueError: an input's rank differs from the contract.
         """
         ins, outs = self._contract()
         letters: dict[str, T] = {}
@@ -144,7 +146,7 @@ class Node:
         }
 
     def site(self, tensors: Mapping[str, Shaped]) -> Site:
-        """The call with every size a number, from the tensors as TensorRT has them."""
+        """Returns the call with all sizes known, from TensorRT's tensors."""
         ports = {name: port_of(name, tensors[name], self.beyond) for name in tensors}
         for name in BODILESS & self.beyond.keys():
             sizes = [n for n in self.beyond[name].shape if isinstance(n, int)]
@@ -153,21 +155,21 @@ class Node:
 
 
 def tensor_of(port: Shaped) -> Shaped:
-    """The tensor that carries a port: bytes travel in words."""
+    """Returns the tensor for a port: int32 in place of uint8."""
     if port.dtype is not DType.U8:
         return port
     return Shaped(DType.I32, (*port.shape[:-1], *(n // WORD for n in port.shape[-1:])))
 
 
 def port_of(name: str, tensor: Shaped, beyond: Mapping[str, Beyond]) -> Shaped:
-    """The port that a tensor carries."""
+    """Returns the port of a tensor; the inverse of `tensor_of`."""
     if name not in beyond or beyond[name].dtype is not DType.U8:
         return tensor
     return Shaped(DType.U8, (*tensor.shape[:-1], *(n * WORD for n in tensor.shape[-1:])))
 
 
 def describe(site: Site, outputs: Collection[str]) -> Node:
-    """The plugin node of a call, every size of which is a number; sizes that the inputs tell may
+    """Returns the plugin node of a call with all sizes known. Sizes that follow from the inputs may
     differ when it runs. `outputs` are the ports that the call writes.
     """
     op, a = site.op, site.attributes
@@ -201,7 +203,7 @@ def describe(site: Site, outputs: Collection[str]) -> Node:
 
 
 def _told(site: Site, name: str, outputs: Collection[str]) -> tuple[int | str, ...]:
-    """The shape that no tensor tells: none of an input's."""
+    """Returns the part of a port's shape that must be recorded: nothing for an input tensor."""
     shape = site.ports[name].shape
     if name not in outputs:
         return shape if name in BODILESS else ()
@@ -212,10 +214,10 @@ def _told(site: Site, name: str, outputs: Collection[str]) -> tuple[int | str, .
 
 
 def parse(room: str, fields: Mapping[str, Attribute]) -> Node:
-    """A node from its fields.
+    """Returns a node from its fields.
 
     Raises:
-        ValueError: a field is missing or not as `Node.fields` writes it.
+        ValueError: a field is missing or differs from what `Node.fields` writes.
     """
     rule = RULES[room]
     for name in (PORTS, KNOWN, *rule.op.attributes):
@@ -246,7 +248,7 @@ def parse(room: str, fields: Mapping[str, Attribute]) -> Node:
 
 @cache
 def fingerprint() -> str:
-    """SHA-256 of everything that decides what the plugins launch: kernels and launch rules."""
+    """Returns a SHA-256 of all that determines the plugins' launches: kernels and launch rules."""
     digest = hashlib.sha256()
     for path in sorted(ROOT.rglob("*")):
         if path.suffix in (".cu", ".cuh", ".py") and path.stem not in ("reference", "body"):

@@ -1,10 +1,10 @@
-"""Every room as an IPluginV3, derived from its contract and launch rule.
+"""Implements every room as an IPluginV3, derived from its contract and launch rule.
 
-A plugin answers TensorRT's questions about types, shapes and memory from the contract, and puts the
-kernels that the CUDA engine launches on TensorRT's stream. It is only ever run while a cycle is
-captured into a CUDA graph, and once before: replay has no Python in it.
+A plugin answers TensorRT's queries about types, shapes and memory from the contract, and enqueues
+the CUDA engine's kernels on TensorRT's stream. It runs only while a cycle is captured into a CUDA
+graph, and once before that; replaying the graph runs no Python.
 
-Written to the API that 10.13.3 and 11.4 have in common.
+Uses the API that TensorRT 10.13.3 and 11.4 have in common.
 """
 
 # tensorrt is not installed where the checkers run: the tests check this file against its bindings.
@@ -37,12 +37,12 @@ TYPES: Mapping[trt.DataType, DType] = {
     trt.DataType.FP8: DType.FP8,
     trt.DataType.INT32: DType.I32,
 }
-"""Element types a plugin's tensor may have."""
+"""Element types that a plugin's tensor may have."""
 OF = {dtype: kind for kind, dtype in TYPES.items()}
 
 
 class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPluginV3OneRuntime):
-    """One call of one room. A context has a clone of its own, with memory of its own."""
+    """One call of one room. Each execution context has its own clone, with its own memory."""
 
     def __init__(self, node: Node, device: Device, kernels: Kernels | None) -> None:
         trt.IPluginV3.__init__(self)
@@ -54,7 +54,7 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
         self.plugin_version = str(VERSION)
         self.num_outputs = len(node.outputs)
         self.format_combination_limit = 1
-        # Without the kernels in it, a changed kernel would be judged by an old one's time.
+        # Includes a hash of the kernels, so that a changed kernel does not get an old one's timing.
         self.timing_cache_id = f"{fingerprint()[:16]} {node.key}"
         self.metadata_string = str(node.fields())
         self.node = node
@@ -66,16 +66,16 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
     # ---- core ----------------------------------------------------------------------------
 
     def get_capability_interface(self, type: trt.PluginCapabilityType) -> object:
-        """All three are this object."""
+        """Returns this object, which implements all three capabilities."""
         del type
         return self
 
     def clone(self) -> Plugin:
-        """The same call, with no memory yet."""
+        """Returns a plugin for the same call, without memory yet."""
         return Plugin(self.node, self._device, self._kernels)
 
     def destroy(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         call, self._call = self._call, None
         if call is not None:
             call.close()
@@ -83,7 +83,7 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
     # ---- build ---------------------------------------------------------------------------
 
     def get_output_data_types(self, input_types: Sequence[trt.DataType]) -> list[trt.DataType]:
-        """As the contract says."""
+        """Returns the outputs' types, by the contract."""
         inputs = self._types(input_types)
         return [OF[self.node.output_dtype(port, inputs)] for port in self.node.outputs]
 
@@ -93,7 +93,7 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
         shape_inputs: Sequence[trt.DimsExprs],
         expr_builder: trt.IExprBuilder,
     ) -> list[trt.DimsExprs]:
-        """The contract's letters, bound by the inputs."""
+        """Returns the outputs' shapes, from the contract's letters as bound by the inputs."""
         del shape_inputs
         known = {
             port: [shape[axis] for axis in range(len(shape))]
@@ -105,7 +105,9 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
     def supports_format_combination(
         self, pos: int, in_out: Sequence[trt.DynamicPluginTensorDesc], num_inputs: int
     ) -> bool:
-        """Rows in their order, the contract's types, and at the end what the launch rule says."""
+        """Linear format and the contract's types only; for the last tensor, also asks the launch
+        rule whether it refuses the call.
+        """
         descs = [described.desc for described in in_out[: pos + 1]]
         kind = TYPES.get(descs[pos].type)
         if descs[pos].format != trt.TensorFormat.LINEAR or kind is None:
@@ -124,10 +126,10 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
         pos_in: Sequence[trt.DynamicPluginTensorDesc],
         pos_out: Sequence[trt.DynamicPluginTensorDesc],
     ) -> None:
-        """Nothing to choose: sizes decide, when they are known."""
+        """Nothing to configure: the launches follow from the sizes, once they are known."""
 
     def get_valid_tactics(self) -> list[int]:
-        """None beside the launch rule's own."""
+        """There are no tactics: the launch rule chooses the launches."""
         return []
 
     def get_workspace_size(
@@ -135,7 +137,7 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
         inputs: Sequence[trt.DynamicPluginTensorDesc],
         outputs: Sequence[trt.DynamicPluginTensorDesc],
     ) -> int:
-        """Scratch memory at the largest sizes, bytes; counters are not in it."""
+        """Scratch memory at the largest sizes, bytes, without counters."""
         both = [*inputs, *outputs]
         site = self._site([d.desc.type for d in both], [_largest(d) for d in both])
         return working(self.node.rule.launches(site, self._device))[1]
@@ -143,31 +145,31 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
     # ---- runtime -------------------------------------------------------------------------
 
     def attach_to_context(self, resource_context: trt.IPluginResourceContext) -> Plugin:
-        """A plugin for one context."""
+        """Returns a plugin for one execution context."""
         del resource_context
         return self.clone()
 
     def set_tactic(self, tactic: int) -> None:
-        """There is one."""
+        """Ignored: there are no tactics."""
         del tactic
 
     def get_fields_to_serialize(self) -> trt.PluginFieldCollection:
-        """What finds the node again."""
+        """Returns the two fields by which the node is found again."""
         kind, halves = trt.PluginFieldType.INT32, zip(KEYS, _halves(self.node.key), strict=True)
         return trt.PluginFieldCollection([trt.PluginField(n, h.data, kind) for n, h in halves])
 
     def on_shape_change(
         self, inputs: Sequence[trt.PluginTensorDesc], outputs: Sequence[trt.PluginTensorDesc]
     ) -> None:
-        """Decide the launches.
+        """Determine the launches for these sizes.
 
         Raises:
-            EngineError: the kernels do not take these sizes.
+            EngineError: the kernels cannot run with these sizes.
         """
         both = [*inputs, *outputs]
         site = self._site([d.type for d in both], [tuple(d.dims) for d in both])
         if self._call is not None and site == self._at:
-            return  # its tables stay, should TensorRT ask while a stream is captured
+            return  # keep the tables: TensorRT may call this while a stream is captured
         if why := self.node.rule.refuse(site):
             raise EngineError(f"{self.plugin_name}: {why}")
         self.destroy()
@@ -183,11 +185,11 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
         workspace: int,
         stream: int,
     ) -> None:
-        """Put the launches on the stream.
+        """Enqueue the launches on the stream.
 
         Raises:
-            EngineError: a launch failed, or the stream is captured with addresses that the plugin
-                never ran with.
+            EngineError: a launch failed, or the stream is being captured with addresses with which
+                the plugin never ran.
         """
         if self._call is None:
             self.on_shape_change(input_desc, output_desc)
@@ -199,7 +201,7 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
 
     @property
     def nbytes(self) -> int:
-        """Device memory of its own, bytes."""
+        """Device memory that the plugin owns, bytes."""
         return self._call.nbytes if self._call else 0
 
     # ---- from descriptors to ports -------------------------------------------------------
@@ -219,7 +221,7 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
 
 @cache
 def _halves(key: Key) -> tuple[Array, ...]:
-    """A key as fields hold it. TensorRT keeps their addresses, so they are kept too."""
+    """Returns a key as arrays for fields. Cached, since TensorRT keeps their addresses."""
     return tuple(np.array([half], np.int32) for half in key)
 
 
@@ -231,7 +233,7 @@ def _largest(described: trt.DynamicPluginTensorDesc) -> tuple[int, ...]:
 
 
 class Creator(trt.IPluginCreatorV3One):
-    """Makes the plugins of one room."""
+    """Creates the plugins of one room."""
 
     def __init__(
         self, room: str, device: Device, kernels: Kernels | None, nodes: Mapping[Key, Node]
@@ -252,10 +254,10 @@ class Creator(trt.IPluginCreatorV3One):
     def create_plugin(
         self, name: str, field_collection: trt.PluginFieldCollection, phase: trt.TensorRTPhase
     ) -> Plugin:
-        """The plugin of a node, when a network is built and when an engine is loaded.
+        """Returns the plugin of a node, when a network is built or an engine is loaded.
 
         Raises:
-            EngineError: the fields name no node of this room.
+            EngineError: the fields do not identify a node of this room.
         """
         del phase
         found = {field.name: int(np.ravel(field.data)[0]) for field in field_collection}
@@ -272,17 +274,17 @@ class Creator(trt.IPluginCreatorV3One):
 def register(
     registry: trt.IPluginRegistry, device: Device, kernels: Kernels | None, nodes: Iterable[Node]
 ) -> tuple[Creator, ...]:
-    """Register a creator for every room that `nodes` has calls of. Keep what it returns for as long
-    as networks or engines with these plugins live, then `deregister` it.
+    """Register a creator for every room that has calls in `nodes`. Keep the returned creators as
+    long as networks or engines with these plugins exist, then `deregister` them.
 
     Args:
         registry: `trt.get_plugin_registry()`.
-        device: What the launches are for.
-        kernels: What runs them; None where nothing does.
+        device: The device that the launches are for.
+        kernels: The kernels to launch; None if the plugins will not run.
         nodes: The calls.
 
     Raises:
-        EngineError: creators of these names are there already.
+        EngineError: creators of these names are already registered.
     """
     table = {node.key: node for node in nodes}
     made: list[Creator] = []
@@ -299,6 +301,6 @@ def register(
 
 
 def deregister(registry: trt.IPluginRegistry, creators: Iterable[Creator]) -> None:
-    """Take creators out of the registry."""
+    """Remove creators from the registry."""
     for creator in creators:
         registry.deregister_creator(creator)
