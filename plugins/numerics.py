@@ -40,7 +40,7 @@ def silu(x: Array) -> Array:
 
 
 def rms_norm(x: Array, weight: Array, eps: float, offset: float) -> Array:
-    """x / rms(x) * (offset + weight) over the last axis; offset 1 is Qwen3.5's zero-centred one."""
+    """x / rms(x) * (offset + weight) over the last axis; Qwen3.5, zero-centred, has offset 1."""
     root: Array = np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
     return x / root * (offset + weight)
 

@@ -53,7 +53,7 @@ class Attributes:
 
 
 ACTIVATION = (DType.F32, DType.BF16)
-"""Element types of rows that travel between operators."""
+"""Element types of the rows that are passed between operators."""
 
 CACHE = (DType.F32, DType.BF16, DType.FP8)
 """Element types of a key/value cache."""

@@ -3,7 +3,7 @@
 // block to finish combines them in order, decides each row in one lane, and writes the record.
 #include "cuda/slice.cuh"
 
-constexpr int FAULT = -1;  // in a slice's id: it holds a NaN or an infinity
+constexpr int FAULT = -1;  // as a slice's id: the slice has NaN or positive infinity
 constexpr int STRICT = 0, LOG_MARGIN = 1;
 constexpr int MOST_ROWS = 32;
 

@@ -164,7 +164,7 @@ DEVICE u32 arrive(u32* counter) {
 }
 DEVICE void fence_device() { __threadfence(); }
 
-// ---- loads that bypass or skip caches --------------------------------------------------------
+// ---- loads that bypass a cache ---------------------------------------------------------------
 // Loads data written by another block of this launch: bypasses this multiprocessor's L1 cache.
 DEVICE float4 load_shared_result(const float4* p) { return __ldcg(p); }
 DEVICE uint4 load_shared_result(const uint4* p) { return __ldcg(p); }

@@ -55,8 +55,7 @@ DEVICE void convolve_window(float* to, int pitch, const Taps& taps, const Window
             convolved(taps, w.x[i], w.x[i + 1], w.x[i + 2], w.x[i + 3]);
 }
 
-// d += (a_high + a_low)(b_high + b_low) without low x low, for two neighbouring blocks of 8
-// columns.
+// d += (a_high + a_low)(b_high + b_low), without low x low, for two blocks of eight columns.
 DEVICE void multiply(float (&d0)[4], float (&d1)[4], const u32 (&a_high)[4], const u32 (&a_low)[4],
                      const u32 (&b_high)[4], const u32 (&b_low)[4]) {
     mma_bf16(d0, a_high, b_high[0], b_high[1]);

@@ -14,7 +14,7 @@ DEVICE void move(T*& place, i64 bytes) {
     if (place) place = reinterpret_cast<T*>(reinterpret_cast<u64>(place) + bytes);
 }
 
-// A plain parameter, float32 or bf16.
+// Element i of an unquantised parameter, float32 or bf16.
 DEVICE float plain(const void* values, int i, bool f32) {
     return f32 ? static_cast<const float*>(values)[i]
                : bf16_float(static_cast<const u16*>(values)[i]);

@@ -2,7 +2,7 @@
 // Grid: slices of a row x rows. The last block of a row to finish combines the row's slices.
 #include "cuda/slice.cuh"
 
-constexpr int BROKEN = -1;  // in a slice's id: it holds a NaN
+constexpr int BROKEN = -1;  // as a slice's id: the slice has a NaN
 
 // logits [T, width]; id_map [width] or null; best [T]; found [T, slices] value and id;
 // arrivals [T], zero before and after.

@@ -34,7 +34,7 @@ static_assert(!NARROW || EPILOGUE == SWIGLU, "nobody wants squares of a narrow t
 
 // A block's receive buffer for sums, with the barriers that hand it over between sender and reader.
 struct Room {
-    saddr sums;     // memory
+    saddr sums;     // the buffer
     saddr arrived;  // barrier: the sums have arrived
     saddr free;     // barrier: all blocks have read their sums
     u32 parity;

@@ -62,7 +62,7 @@ STRIP = 8
 GROUP_TILES = 12
 """Most n-tiles of a group; 12 is divisible into pieces of 1, 2, 3 or 4."""
 PIECE_TILES = 4
-"""Most n-tiles that a block makes at a time."""
+"""Most n-tiles that a block computes at a time."""
 HALF_TILE = 32
 """Columns of half an n-tile, for which one warp runs the epilogue."""
 NARROW = 16

@@ -3,9 +3,9 @@
 // slot of weights for each multiplying warp, and the rows to multiply it with. The weights of the
 // first stages are requested before the previous kernel has ended.
 //
-// Compile-time: WARPS, multiplying warps, 8 or 4; KINDS, the kinds of weight that occur (1 <<
-// kind); ROW_TILES, row tiles of 16; PARTS, blocks of a cluster; NARROW, whether items may have a
-// narrow tile.
+// Compile-time: WARPS, multiplying warps, 8 or 4; KINDS, the occurring kinds of weight (1 << kind);
+// ROW_TILES, row tiles of 16; PARTS, blocks of a cluster; NARROW, whether items may have a narrow
+// tile.
 #pragma once
 #include "linear/units.cuh"
 

@@ -11,8 +11,8 @@
 //   BF16   16 of K, 2048 bytes: [h: 4][lane][word: 4] = b0, b1 of strip 2h, b0, b1 of strip 2h + 1
 // Some NVFP4 n-tiles are stored narrow: each slot becomes four slots of 16 columns, so that a block
 // can compute one of them alone:
-//          64 of K, 576 bytes: codes [k16: 4][lane] of two strips, then scales [g: 8][word: 2], word
-//          h = of k16 2h and 2h + 1
+//          64 of K, 576 bytes: codes [k16: 4][lane] of two strips, then scales [g: 8][word: 2],
+//          word h = of k16 2h and 2h + 1
 // The sums of a column are multiplied by its float32 `scales` at the end.
 #pragma once
 #include "linear/rows.cuh"

@@ -1,8 +1,8 @@
 // Embedding rows, and the input of the first product of a block of rows.
 //
-// Compile-time: NEXT, what is written for that product: 0 nothing; 1 or 2 the rows times (offset +
-// weight) of its norm, with a bf16 or float32 weight, in slabs, and the sums of squares from which
-// its row scales are computed.
+// Compile-time: NEXT, what is written for that product: 0 nothing; 1 or 2 the rows in slabs, times
+// (offset + weight) of its norm, whose weight is bf16 or float32, and the sums of squares from
+// which its row scales are computed.
 #include "linear/eights.cuh"
 #include "linear/rows.cuh"
 

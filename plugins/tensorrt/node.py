@@ -53,7 +53,7 @@ class Beyond:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One plugin."""
+    """A plugin node: one call of a room."""
 
     room: str
     attributes: Attributes

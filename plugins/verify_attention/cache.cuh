@@ -126,7 +126,7 @@ struct Ahead {
     Walk<POSITIONS> walk;  // at tile n + 2
     int coming;            // where tile n + 1 begins; negative if there is none
 
-    // Before turn 0.
+    // Before turn 0: requests tile 0, and the keys of tile 1.
     DEVICE Ahead(const Past& past, const Lane& at) : walk(past.pieces), coming(-1) {
         if (!at.half) return;
         const int first = walk.first;
@@ -139,7 +139,7 @@ struct Ahead {
         ask<Values>(past, 0, first, at);
         copy_async_commit();
     }
-    // Tile 0 may be scored.
+    // Waits for the keys of tile 0 and lets the pair score them.
     DEVICE void begin(const Past& past, int first, const Lane& at) const {
         copy_async_wait<1>();
         pass_on<Keys>(past, 0, first, at);
@@ -150,8 +150,8 @@ struct Ahead {
         pass_on<Values>(past, n, first, at);
         if (coming >= 0) pass_on<Keys>(past, n + 1, coming, at);
     }
-    // After turn n, when the pair has read its keys and the previous values: requests what turn n +
-    // 2 reads.
+    // After turn n, when the pair has read its keys and the previous values: requests what turn
+    // n + 2 reads.
     DEVICE void refill(const Past& past, int n, const Lane& at) {
         sync_warp();
         barrier_wait(turn_over(past.memory, n, at), (n >> 1) & 1);

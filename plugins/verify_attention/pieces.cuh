@@ -50,7 +50,7 @@ DEVICE Pieces divided(int first, int end, int stride) {
     return to;
 }
 
-// Everything in one piece.
+// All positions in one piece.
 DEVICE Pieces undivided(int end) { return {end, end, end, 1, 1}; }
 
 // A walk over the tiles of a thread block's pieces, tile by tile and piece by piece.

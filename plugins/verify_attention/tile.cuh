@@ -39,7 +39,7 @@ constexpr int WEIGHTS = QUERIES + TOKENS * QUERY_PITCH;
 constexpr int CACHE = WEIGHTS + WEIGHT_SPACE;   // [keys, values][tile & 1][quarter] parts
 constexpr int TOPS = CACHE + 16 * PART;         // float4 [ROWS], by quarter
 constexpr int SUMS = TOPS + 16 * ROWS;          // float4 [ROWS], by quarter
-constexpr int BARRIERS = SUMS + 16 * ROWS;      // u64 [4][8], see Side
+constexpr int BARRIERS = SUMS + 16 * ROWS;      // u64 [4][8], see cache.cuh
 constexpr int FRESH = BARRIERS + 256;           // rows of this call as the cache holds them
 
 DEVICE float nothing() { return bits_float(0xff800000u); }  // -infinity, the maximum of no numbers
