@@ -1,1 +1,1 @@
-"""A package on disk to answers. Never imports onnx or reads a checkpoint."""
+"""The runtime: loads a package and answers requests. Never imports onnx or reads a checkpoint."""

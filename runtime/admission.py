@@ -1,4 +1,4 @@
-"""From what a request asks for to the proposer and the policies that do it, or a clear refusal."""
+"""Admission: turns a request's options into a proposer and policies, or refuses the request."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ class Request:
     stop: frozenset[int] = frozenset()
     drafter: Literal["dflash", "none"] = "dflash"
     grammar: Grammar | None = None
-    """What the answer after the thinking must obey; of Session.grammar."""
+    """Constrains the answer after the thinking; made by Session.grammar."""
     budget: BudgetConfig = NO_BUDGET
     relaxed: RelaxedConfig | None = None
-    """None: strict."""
+    """None: strict acceptance."""
     gate: bool = False
     draft: DraftConfig = AS_MADE
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """What will be done about a request."""
+    """How a request will be answered."""
 
     max_tokens: int
     proposer: Proposer
@@ -53,7 +53,7 @@ class Admitted:
 
 
 class Desk:
-    """Admits requests to one session. Holds what outlives them: measured costs, tokenised texts."""
+    """Admits requests to one session. Keeps measured costs and tokenised texts between requests."""
 
     def __init__(self, model: Model, text: Text | None, clock: Callable[[], float]) -> None:
         self._model = model
@@ -66,7 +66,7 @@ class Desk:
         """Decide how to answer.
 
         Raises:
-            RequestError: what is asked for does not go together, or not with this package.
+            RequestError: the options contradict each other, or do not suit this package.
         """
         proposer = self._proposer(request)
         policies: list[Policy] = []
@@ -134,7 +134,7 @@ class Desk:
         return found, Budget(found.think, close, soft)
 
     def _check_ends(self, request: Request) -> None:
-        """A soft mark ends its block, as a stop id does."""
+        """A soft close mark ends its block like a stop id, so it needs one of the stop slots."""
         slots = self._model.graphs["accept"].inputs["stop"].at({})[0] - 1
         if len(request.stop) > slots:
             raise RequestError(
@@ -170,7 +170,8 @@ class Desk:
                 f"decode.relaxed.k must be at most {vocab}, the vocabulary (got {config.k})"
             )
         ids = {*self._model.manifest.stop_tokens, *self._text.tools}
-        # The accept room takes no stop id for being near: the request's own need no place here.
+        # The accept room never accepts a stop id of the request as a near miss, so those ids need
+        # no slot here.
         never = tuple(sorted(ids - request.stop))
         slots = self._model.graphs["accept"].inputs["strict"].at({})[0]
         if len(never) > slots:
@@ -190,10 +191,10 @@ class Desk:
 
 
 def _budgeted(config: BudgetConfig) -> bool:
-    """A budget is asked for.
+    """Whether the request sets a thinking budget.
 
     Raises:
-        RequestError: a soft close of no budget is.
+        RequestError: it asks for a soft close without a budget.
     """
     asked = config.tokens >= 0 or bool(config.effort)
     if config.close == "soft" and not asked:

@@ -1,4 +1,4 @@
-"""What policies decide about the next block, before and after the target has seen it."""
+"""What policies decide about the next block, before and after the target verifies it."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from thor_dflash.runtime.thinking import Marks, Thinking
 from thor_dflash.tensors import Array
 
 Finish = Literal["", "stop", "length", "grammar_dead_end"]
-"""Why a request is over; "" while it is not."""
+"""Why a request is over; "" while it is running."""
 
 Phase = Literal["thinking", "closing", "answer"]
-"""What the first row of a block belongs to."""
+"""The part of the answer that the first row of a block belongs to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relaxed:
-    """Which drafts may be committed although the target would have chosen otherwise."""
+    """Relaxed acceptance: which drafts are accepted although the target prefers another token."""
 
     rule: int = STRICT
     top_k: int = 1
     margin: float = 0.0
     close: int = -1
-    """A draft of this id ends it, itself included."""
+    """Rows from the first draft of this id on, that row included, are accepted strictly."""
     never: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a block is not simply as wide as it can be, drafted and exact."""
+    """Why a block is not full width, drafted and exact."""
 
     what: Literal["capped", "forced", "soft", "gated", "relaxed"]
     why: str
@@ -39,27 +39,27 @@ class Reason:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """The next block's bounds. Policies narrow it one after another."""
+    """The bounds of the next block. Policies narrow it one after another."""
 
     cap: int
-    """Most rows to commit, 1..R."""
+    """Maximum rows to commit, 1..R."""
     phase: Phase = "answer"
     forced: tuple[int, ...] = ()
-    """Ids that must follow rows 0, 1, ...; at most R. A look may leave -1: the model decides."""
+    """Ids that must follow rows 0, 1, ...; at most R. A look may set -1: the model chooses."""
     soft: tuple[int, ...] = ()
-    """Ids rows 0, 1, ... choose if they are within soft_margin of the best, -1: none; at most R."""
+    """Ids that rows 0, 1, ... choose if within soft_margin of the best; -1: none; at most R."""
     soft_margin: float = 0.0
-    """Nats."""
+    """In nats."""
     look: Look | None = None
-    """Must see the drafts before they are verified: the step is cut in two, with a wait each."""
+    """Must see the drafts before they are verified: splits the step in two, each with a wait."""
     mask: Callable[[], Array] | None = None
-    """Makes int32 [R, ceil(vocab / 32)], the ids allowed after each row; None: all are. Called
-    once, while the verify runs."""
+    """Returns int32 [R, ceil(vocab / 32)], a bit mask of the ids allowed after each row; None: all
+    are allowed. Called once, while the verify runs."""
     draft: bool = True
-    """Ask the drafter."""
+    """Whether to run the drafter."""
     ends: tuple[int, ...] = ()
-    """Ids after which nothing more of the block is committed, beside the stop ids; they take places
-    among those. No draft of them is accepted by `relaxed`."""
+    """Ids besides the stop ids after which nothing more of the block is committed. They use stop
+    slots. `relaxed` never accepts a draft of one of them."""
     drafted: int = 0
     """Tokens after the first that hold a draft or a forced id, 0..R - 1. Set by the loop."""
     relaxed: Relaxed = Relaxed()
@@ -77,11 +77,11 @@ class Block:
         return replace(self, forced=tuple(ids), reasons=reasons)
 
     def undrafted(self, why: str) -> Block:
-        """Leave the drafter out of it."""
+        """Do not run the drafter for this block."""
         return replace(self, draft=False, reasons=(*self.reasons, Reason("gated", why)))
 
     def because(self, before: Block, why: str) -> Block:
-        """The reasons of what a look did to the block as it was before."""
+        """Add the reasons for what a look changed, compared with the block `before` it."""
         free = not any(token >= 0 for token in before.forced)
         forced = free and any(token >= 0 for token in self.forced)
         found = [Reason("forced", why)] * forced
@@ -89,7 +89,7 @@ class Block:
         return replace(self, reasons=(*self.reasons, *found))
 
     def holding(self, drafts: int, rows: int) -> Block:
-        """Its tokens hold this many drafts, and forced ids in place of some and after the last."""
+        """Set `drafted`: `drafts` tokens, plus forced ids that continue directly after them."""
         held = drafts
         while held < len(self.forced) and self.forced[held] >= 0:
             held += 1
@@ -97,22 +97,22 @@ class Block:
 
 
 class Look(Protocol):
-    """Narrows a block whose drafts are known: forced rows, cap and mask."""
+    """Narrows a block whose drafts are known: sets forced rows, cap and mask."""
 
     def __call__(self, tokens: tuple[int, ...], block: Block) -> Block:
-        """`tokens` [R] are the last committed one and its drafts. A forced id replaces a draft."""
+        """`tokens` [R]: the last committed one and the drafts. A forced id replaces a draft."""
         ...
 
 
 class Progress:
-    """What one request has come to. Advanced by committed tokens only."""
+    """The progress of one request. Advanced by committed tokens only."""
 
     def __init__(self, prompt: Sequence[int], marks: Marks | None = None) -> None:
         self.prompt = tuple(prompt)
         self.marks = marks
         """The thinking marks of the vocabulary, if it has them."""
         self.tokens: list[int] = []
-        """Committed after the prompt, stop token included."""
+        """Tokens committed after the prompt, the stop token included."""
         self._thinking = Thinking(marks, self.prompt)
 
     @property
@@ -122,11 +122,11 @@ class Progress:
 
     @property
     def thinking(self) -> bool:
-        """The next token belongs to the thinking block."""
+        """Whether the next token belongs to the thinking block."""
         return self._thinking.inside
 
     def commit(self, tokens: Sequence[int]) -> bool:
-        """Take the tokens of one block; tell whether thinking ended among them."""
+        """Append the tokens of one block; return whether thinking ended in it."""
         ended = False
         for token in tokens:
             ended |= self._thinking.feed(token) and not self._thinking.inside
@@ -135,26 +135,26 @@ class Progress:
 
 
 class Policy(Protocol):
-    """Shapes blocks and judges what came of them. Sees committed tokens, never touches state."""
+    """Shapes blocks and judges their results. Sees committed tokens, never touches state."""
 
     def shape(self, progress: Progress, block: Block) -> Block:
         """Narrow the next block."""
         ...
 
     def judge(self, progress: Progress, block: Block, record: Record) -> int:
-        """Rows to commit, 0..record.count; 0 ends the request: nothing may follow. `block` is as it
-        was verified, a look at its drafts included.
+        """Return the rows to commit, 0..record.count; 0 ends the request because no token is legal.
+        `block` is the block as verified, after any look.
         """
         ...
 
     def observe(self, progress: Progress, committed: int) -> None:
-        """Learn what was committed: the last `committed` of progress.tokens."""
+        """Take note of what was committed: the last `committed` of progress.tokens."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """max_tokens: the last block is cut so that nothing past it is committed."""
+    """max_tokens: caps the last block so that no more tokens than that are committed."""
 
     max_tokens: int
 

@@ -1,6 +1,6 @@
-"""What the options of an engine choose of a package, and what no package or machine lets them.
+"""Resolves engine options against a package and the machine, and refuses those that do not fit.
 
-Opening a package and the doctor ask this, so that both say the same.
+Shared by `open_session` and the doctor, so that both report the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def threads(config: EngineConfig) -> int:
     Raises:
         ConfigError: more than there are cores.
     """
-    # More of them would only wait for each other; a mistyped number would start them all.
+    # More threads would only wait for each other, and a mistyped number would start that many.
     if config.threads > (cores := os.cpu_count() or 1):
         raise ConfigError(
             f"engine.threads must be <= {cores}, the cores of this machine (got {config.threads})"
@@ -31,7 +31,7 @@ def capacity(config: EngineConfig, found: Manifest) -> int:
     """Context of the session, tokens.
 
     Raises:
-        ConfigError: nothing could be asked in it, or the models were not made for it.
+        ConfigError: too short for any request, or longer than the models were made for.
     """
     asked = config.capacity or found.capacity
     least, longest = found.block + LEAST_TALK, longest_context(found.target, found.drafter)

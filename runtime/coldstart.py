@@ -1,4 +1,4 @@
-"""How long a process takes from its start until it can answer, beside what its disk allows."""
+"""How long a process takes from its start until it can answer, and how fast its disk reads."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 PIECE = 16 << 20
-"""Read at a time, bytes."""
+"""Bytes per read."""
 READERS = 4
 """Pieces read at once, as an engine does."""
 START = 19
-"""Of the fields of /proc/self/stat after the name: its start, in ticks. Source: proc(5)."""
+"""Index of the start time, in ticks, among the fields of /proc/self/stat after the name. Source:
+proc(5)."""
 
 
 def since_start() -> float:
-    """Seconds since this process began. Linux alone says so."""
+    """Seconds since this process began. Linux only."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     began = int(fields[START]) / os.sysconf("SC_CLK_TCK")
     return time.clock_gettime(time.CLOCK_BOOTTIME) - began
 
 
 def forget(files: Sequence[Path]) -> None:
-    """Ask the kernel to drop what it keeps of some files in memory, so that a read is one of the
-    disk. File systems that live in memory keep theirs.
+    """Ask the kernel to drop some files from the page cache, so that they are next read from disk.
+    In-memory file systems ignore this.
     """
     for path in files:
         with path.open("rb") as file:
@@ -34,10 +35,10 @@ def forget(files: Sequence[Path]) -> None:
 
 
 def read_seconds(files: Sequence[Path], advance: Callable[[int], None]) -> float:
-    """Read every byte of some files once; `advance` is told the bytes. Seconds it took."""
+    """Read some files completely, reporting bytes to `advance`; return the seconds it took."""
     pieces = [
         (path, at) for path in files for at in range(0, path.stat().st_size, PIECE)
-    ]  # in the order they lie
+    ]  # in file order
 
     def read(piece: tuple[Path, int]) -> int:
         path, at = piece

@@ -1,8 +1,8 @@
-"""The decode loop: propose, verify, accept, commit, observe. There is no other.
+"""The only decode loop: propose, verify, accept, commit, observe.
 
-Plain decoding is this loop with a proposer that has nothing to say; budgets, grammars and limits
-are policies that narrow a block. Every emitted token, the first one too, is a choice of the verify
-step: the prompt is prefilled up to its last token, and that token begins the first block.
+Plain decoding is this loop with a proposer that makes no drafts; budgets, grammars and limits are
+policies that narrow a block. Every emitted token, including the first, is chosen by the verify
+step: the prompt is prefilled up to but excluding its last token, which begins the first block.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from thor_dflash.runtime.thinking import Marks
 class Chunk:
     """Tokens committed together. The last chunk of an answer says why it ended.
 
-    While the prompt is being read, chunks without tokens tell how far that is.
+    While the prompt is being read, chunks without tokens report progress.
     """
 
     tokens: tuple[int, ...]
@@ -33,7 +33,7 @@ class Chunk:
     prompt_done: int = 0
     """Prompt tokens in the state."""
     prompt_rows: int = 0
-    """Rows of the prefill step that read the last of them."""
+    """Rows of the prefill step that read the last of those tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,18 +46,18 @@ class Plan:
     proposer: Proposer
     policies: tuple[Policy, ...]
     marks: Marks | None = None
-    """Ids of the thinking marks, where there are any."""
+    """Ids of the thinking marks, if the vocabulary has them."""
     prefix: Snapshot | None = None
-    """State after the first tokens of the prompt; all but its last, at most."""
+    """State after the first tokens of the prompt, at most all but its last token."""
 
 
 def decode(model: Model, plan: Plan, progress: Progress, meter: Meter) -> Iterator[Chunk]:
-    """Answer one request from an empty state, or from that of its prefix.
+    """Answer one request, starting from an empty state or from the state of its prefix.
 
-    Close the iterator to cancel: nothing needs undoing.
+    Close the iterator to cancel; nothing needs to be undone.
 
     Raises:
-        ModelFault: the model had no usable choice; what was yielded before stands.
+        ModelFault: the model had no usable choice; chunks already yielded remain valid.
         TransactionError: another sequence began meanwhile.
     """
     begun = _begin(model, plan)
@@ -124,7 +124,7 @@ def _shape(model: Model, plan: Plan, progress: Progress) -> Block:
 
 
 def _step(model: Model, plan: Plan, progress: Progress, block: Block) -> tuple[Block, Record, int]:
-    """The block as it was verified, what it came to, and rows that were drafted."""
+    """Run one step; return the block as verified, its record, and the number of drafted rows."""
     proposal = plan.proposer.propose(model, progress, block)
     before = proposal.calls
     if block.look is not None:
@@ -135,7 +135,7 @@ def _step(model: Model, plan: Plan, progress: Progress, block: Block) -> tuple[B
 
 
 def _look(model: Model, block: Block, look: Look, before: Sequence[Call]) -> Block:
-    """The block as narrowed by a policy that has seen its drafts."""
+    """Run the drafter, let a policy see the drafts, and return the block as it narrowed it."""
     tokens = model.draft(block, before)
     seen = look(tokens, block)
     pairs = zip(tokens[1:], (*seen.forced, *[-1] * len(tokens)), strict=False)
@@ -144,7 +144,7 @@ def _look(model: Model, block: Block, look: Look, before: Sequence[Call]) -> Blo
 
 
 def _sound(model: Model, record: Record, count: int) -> None:
-    """A fault past the rows that are committed is nobody's."""
+    """Raise ModelFault for a fault or a bad id in the rows to commit; later rows do not matter."""
     at = model.state.length
     if 0 <= record.fault < count:
         raise ModelFault(
@@ -159,10 +159,11 @@ def _sound(model: Model, record: Record, count: int) -> None:
 def resolve(
     completion: int, tokens: Sequence[int], stop: Sequence[int], max_tokens: int
 ) -> tuple[tuple[int, ...], Finish]:
-    """What of the committed tokens is shown, and whether the request is over.
+    """Return which committed tokens are shown, and why the request is over ("" if it is not).
 
-    Token by token: it counts toward the completion; a stop token ends the request and is not shown;
-    else it is shown; the max_tokens-th ends it. A stop token in the last place is a stop.
+    Every token counts toward the completion. A stop token ends the request and is not shown; any
+    other token is shown, and the max_tokens-th ends the request. A stop token that is also the
+    max_tokens-th counts as a stop.
     """
     shown: list[int] = []
     for token in tokens:
@@ -176,7 +177,7 @@ def resolve(
 
 
 def check(model: Model, prompt: Sequence[int], max_tokens: int, stop: Sequence[int]) -> None:
-    """Admission: refuse what could not be finished.
+    """Refuse a request that could not be finished.
 
     Raises:
         RequestError: naming the field, the rule and the value.

@@ -1,4 +1,4 @@
-"""The protocol every engine implements. Everything above it is engine-blind."""
+"""The protocol that every engine implements. Code above it does not depend on the engine."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from thor_dflash.tensors import Array, Dims, TensorSpec
 
 
 class Tensor(Protocol):
-    """Memory an engine owns. Callers hold it and hand it back; they never look inside."""
+    """Memory owned by an engine. Opaque to callers, who only pass it back to the engine."""
 
     @property
     def spec(self) -> TensorSpec:
-        """What it holds; every size a number."""
+        """Name, dtype and shape; every size is a number."""
         ...
 
 
 class Graph(Protocol):
-    """A loaded graph: its inputs and outputs by name. Symbolic sizes are letters."""
+    """A loaded graph: its inputs and outputs by name. Symbolic sizes are names."""
 
     @property
     def name(self) -> str:
-        """Which step of the loop it is."""
+        """The step of the loop that this graph runs."""
         ...
 
     @property
     def inputs(self) -> Mapping[str, TensorSpec]:
-        """What a call must bind to read."""
+        """The inputs a call must bind."""
         ...
 
     @property
     def outputs(self) -> Mapping[str, TensorSpec]:
-        """What a call must bind to write."""
+        """The outputs a call must bind."""
         ...
 
 
@@ -41,8 +41,8 @@ class Graph(Protocol):
 class Call:
     """One execution of a graph.
 
-    An output may be bound to the tensor that is also an input: the old value is read, the new one
-    is there once the call has succeeded.
+    An output may be bound to a tensor that is also an input: the call reads the old value, and the
+    tensor holds the new value once the call has succeeded.
     """
 
     graph: Graph
@@ -51,11 +51,13 @@ class Call:
 
 
 class Engine(Protocol):
-    """All but `read` and `busy` return at once; work happens in call order on one stream."""
+    """Work runs in call order on one stream. All methods but `read` and `busy` return without
+    waiting for it.
+    """
 
     @property
     def device(self) -> str:
-        """What it runs on, in words."""
+        """Description of the device."""
         ...
 
     def load(self, name: str) -> Graph:
@@ -67,11 +69,11 @@ class Engine(Protocol):
         ...
 
     def empty(self, spec: TensorSpec, dims: Dims) -> Tensor:
-        """Memory for `spec`, zeroed, kept until close. Usable once `prepare` has returned."""
+        """Return a zeroed tensor, kept until close. Usable once `prepare` has returned."""
         ...
 
     def prepare(self, calls: Sequence[Call]) -> None:
-        """Get ready for these calls and no others: count memory and take it, load weights, compile.
+        """Prepare these calls and no others: count and allocate memory, load weights, compile.
         Called once, after every tensor was made.
 
         Raises:
@@ -80,17 +82,17 @@ class Engine(Protocol):
         ...
 
     def run(self, calls: Sequence[Call]) -> None:
-        """Enqueue calls in order. The same calls come again every cycle, so an engine may capture
-        them the first time and replay them after.
+        """Enqueue calls in order. Every cycle makes the same calls, so an engine may capture them
+        the first time and replay them afterwards.
 
         Raises:
-            EngineError: a call failed; no output of that call and of later ones has changed, except
-            rows past the committed length.
+            EngineError: a call failed; the outputs of that call and of later ones are unchanged,
+            except for rows past the committed length.
         """
         ...
 
     def write(self, tensor: Tensor, values: Array) -> None:
-        """Copy into the leading corner of a tensor: all of it, or as much as `values` has."""
+        """Copy into the leading corner of a tensor: all of it, or as much as `values` covers."""
         ...
 
     def clear(self, tensor: Tensor) -> None:
@@ -98,14 +100,14 @@ class Engine(Protocol):
         ...
 
     def read(self, tensor: Tensor, shape: tuple[int, ...] | None = None) -> Array:
-        """Wait until what was enqueued so far has made a tensor what it will be; copy its leading
-        corner. The only wait.
+        """Wait until all enqueued writes to a tensor are done, then copy its leading corner to the
+        host. Apart from `busy`, the only method that waits.
         """
         ...
 
     def busy(self) -> Mapping[str, float]:
-        """Seconds spent in each graph that was waited for, by name. Work of which something was
-        read is waited for to its end.
+        """Seconds spent in each graph, by name, over all runs that have ended. If a result of a run
+        was read while the run went on, this waits for the run to end.
         """
         ...
 

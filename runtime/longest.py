@@ -1,4 +1,4 @@
-"""How much of a text one token can hold, by what a tokenizer says of itself."""
+"""The most text that one token can hold, derived from a tokenizer.json."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Set
 from typing import Any
 
 NFC = 4
-"""Bytes outside ASCII that normalisation makes one, at most: 3.5, where U+1FBE U+0344 is U+0390."""
+"""Bound on how much NFC shrinks non-ASCII UTF-8. The most is 3.5: U+1FBE U+0344 becomes U+0390."""
 
 
 def least_bytes(text: str) -> int:
-    """Bytes of UTF-8 that are left of `text` at least once it is in NFC."""
+    """Lower bound on the UTF-8 bytes of `text` after NFC normalisation."""
     plain = len(text.encode("ascii", "ignore"))
     return plain + (len(text.encode()) - plain) // NFC
 
 
 def longest(table: dict[str, Any], alphabet: Set[str]) -> int | None:
-    """Most bytes of normalised text in one token of a tokenizer.json; None where nothing it says
-    bounds them. `alphabet` are the letters of byte-level BPE.
+    """Most bytes of normalised text in one token of a tokenizer.json; None if its contents give no
+    bound. `alphabet`: the letters of byte-level BPE.
     """
     model, added = table["model"], table["added_tokens"]
     bounded = (
@@ -35,7 +35,7 @@ def longest(table: dict[str, Any], alphabet: Set[str]) -> int | None:
 
 
 def _keeps(step: dict[str, Any] | None) -> bool:
-    """Cuts a text into letters for bytes, and leaves none of it out."""
+    """Whether a pre-tokenizer maps every byte of a text to a letter and drops none."""
     steps = step["pretokenizers"] if step and step["type"] == "Sequence" else [step or {"type": ""}]
     return any(s["type"] == "ByteLevel" for s in steps) and all(
         s["type"] == "ByteLevel" or (s["type"] == "Split" and s["behavior"] != "Removed")

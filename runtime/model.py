@@ -1,4 +1,4 @@
-"""The graphs of a package bound to one sequence. The only file that knows binding names."""
+"""The package's graphs bound to one sequence. The only file that knows graph input/output names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from thor_dflash.tensors import Array, TensorSpec
 
 
 def cache_rows(capacity: int, block: int, chunk: int) -> int:
-    """Rows of the key/value cache for a context of `capacity`.
+    """Rows of the key/value cache for a context of `capacity` tokens.
 
     A context ends one block before the capacity, and the last prefill chunk may be padded.
     """
@@ -25,16 +25,16 @@ def cache_rows(capacity: int, block: int, chunk: int) -> int:
 
 
 def ring_rows(window: int, capacity: int, block: int, chunk: int) -> int:
-    """Slots of a drafter ring: what a query may see, and the rows of one step beyond it.
+    """Slots of a drafter ring buffer: the rows a query may attend to plus the rows of one step.
 
-    Rows past the committed length are written too, and must not land on a slot that is visible.
+    A step also writes rows past the committed length; they must not overwrite a visible slot.
     """
     limit = capacity - block
     return (min(window, limit) if window else limit) + max(block, chunk)
 
 
 class Model:
-    """Steps of one sequence: prefill, verify and accept, observe; and commit, which moves it."""
+    """The steps of one sequence: prefill, propose, verify, accept and observe."""
 
     def __init__(
         self,
@@ -48,12 +48,12 @@ class Model:
         self.manifest = manifest
         self.capacity = capacity
         self.block = block
-        """Rows of a verify, one of the package's widths."""
+        """Rows of a verify step, one of the package's widths."""
         self.chunks = chunks or (manifest.chunk,)
-        """Sizes of a prefill step that are loaded, rows."""
+        """The prefill step sizes that are loaded, in rows."""
         self.chunk = self.chunks[0]
-        """Tokens of a prefill step, but for a prompt's last. Chosen before the first request, and
-        then left.
+        """Tokens per prefill step, except a prompt's last. Set before the first request and not
+        changed after it.
         """
         drafter = manifest.drafter
         names = ["prefill", "verify", "accept", "accept_masked"]
@@ -73,7 +73,7 @@ class Model:
             for spec in (*graph.inputs.values(), *graph.outputs.values()):
                 self._scratch(step, spec)
         self._said: dict[str, int | float | tuple[int, ...]] = {}
-        """What some inputs were last: most of a block's are those of the block before."""
+        """Values last written to some inputs; most do not change from one block to the next."""
         self._calls = {name: self._bind(name) for name in self.graphs}
         engine.prepare(list(self._calls.values()))
         if drafter:
@@ -81,7 +81,7 @@ class Model:
 
     @property
     def limit(self) -> int:
-        """Longest prompt and answer together, tokens: one block stays free."""
+        """Maximum tokens of prompt and answer together: one block stays free."""
         return self.capacity - self.manifest.block
 
     def _scratch(self, step: str, spec: TensorSpec) -> None:
@@ -95,26 +95,27 @@ class Model:
         return self.state.tensors.get(name) or self._inputs[_key(step, name)]
 
     def call(self, name: str, rows: int = 0) -> Call:
-        """A graph bound to this sequence's tensors: the same call every time. `rows`: the size of a
-        prefill step; 0: `chunk`.
+        """A graph bound to this sequence's tensors; always returns the same Call object. `rows` is
+        the size of a prefill step; 0 means `chunk`.
         """
         return self._calls[self.sized(name, rows or self.chunk)]
 
     @property
     def step_sizes(self) -> tuple[int, ...]:
-        """Sizes that a prefill step may have, rows, ascending: `chunk` and smaller ones."""
+        """Allowed sizes of a prefill step, in rows, ascending: `chunk` and smaller."""
         return tuple(sorted(rows for rows in self.chunks if rows <= self.chunk))
 
     def step_rows(self, tokens: int) -> int:
-        """Rows of the prefill step that reads so many tokens, `chunk` at most: of the smallest size
-        that holds them. So a prompt's last step does not take as long as the others; its size
-        follows from the prompt's length alone, whatever prefix the prompt continues from.
+        """The smallest prefill step size, in rows, that holds `tokens` (at most `chunk`).
+
+        So a prompt's last step is cheaper. Its size depends on the prompt's length alone, not on
+        the prefix that the prompt continues from.
         """
         assert tokens <= self.chunk, tokens
         return next(rows for rows in self.step_sizes if rows >= tokens)
 
     def sized(self, step: str, rows: int) -> str:
-        """A step's name among the graphs: that of another size of chunk tells it."""
+        """The graph name of a step; it includes the chunk size unless that is the default."""
         other = step in CHUNK_STEPS and rows != self.manifest.chunk
         return graph_name(step, chunk=rows) if other else step
 
@@ -131,38 +132,39 @@ class Model:
         self.engine.write(tensor, np.array(values, tensor.spec.dtype.numpy))
 
     def write_tokens(self, tokens: Sequence[int]) -> None:
-        """The next block's tokens, from the host: the last committed one and its drafts."""
+        """Write the next block's tokens from the host: the last committed token and the drafts."""
         padded = [*tokens, *[0] * (self.block - len(tokens))]
         self._set("tokens", *padded[: self.block])
 
     def write_last(self, token: int) -> None:
-        """The last committed token, for a drafter that runs as a graph."""
+        """Write the last committed token, for a drafter that runs as a graph."""
         self._set("last", token)
 
     def write_windows(self, sliding: int, full: int) -> None:
-        """Distances the drafter's sliding and full layers see, tokens; 0: what they were made for.
-        A ring holds no more than that, so no distance may be larger.
+        """Set the attention windows of the drafter's sliding and full layers, in tokens; 0: the
+        window the layer was made for. The rings hold no more, so no window may be larger.
         """
         for i, layer in enumerate(self.manifest.drafter.layers if self.manifest.drafter else ()):
             asked = sliding if layer.window else full
             self._set(f"drafter.{i}.window", asked or layer.window)
 
     def write_first(self, context: int) -> None:
-        """Positions before the block the drafter sees, at most; 0: all there are."""
+        """Limit how many positions before the block the drafter sees; 0: no limit."""
         oldest = self.state.length - context if context else 0
         self._say("drafter.first", max(self.state.first, oldest))
 
     def hold(self, count: int) -> None:
-        """Keep the taps of the rows just committed for `catch_up`.
+        """Keep the taps of the `count` rows just committed for `catch_up`.
 
-        A copy, but no wait: all work of the step was waited for when its record was read.
+        This copies but does not wait: the step's work was already waited for when its record was
+        read.
         """
         taps = self._inputs["taps"]
         self.state.behind.append(self.engine.read(taps, (count, *taps.spec.at({})[1:])))
 
     def catch_up(self) -> None:
-        """Show the drafter the rows it was spared, a chunk at a time: the same rings as if it had
-        seen each block when it was committed.
+        """Run the drafter's observe step on the rows it has not taken in yet, a chunk at a time.
+        The rings end up the same as if each block had been observed when it was committed.
         """
         if not self.state.behind:
             return
@@ -178,7 +180,7 @@ class Model:
         self.state.behind.clear()
 
     def prefill(self, tokens: Sequence[int], observe: bool) -> None:
-        """Commit up to `chunk` prompt tokens; the drafter's rings follow if `observe`."""
+        """Commit up to `chunk` prompt tokens; `observe` also updates the drafter's rings."""
         rows = self.step_rows(len(tokens))
         padded = [*tokens, *[0] * (rows - len(tokens))]
         self._set(_key(self.sized("prefill", rows), "tokens"), *padded)
@@ -188,12 +190,12 @@ class Model:
         if observe and self.manifest.drafter:
             calls.append(self.call("observe_chunk", rows))
         self.engine.run(calls)
-        # Waited for, so that a request is cancelled within a chunk and its time is known.
+        # Wait, so that a request can be cancelled within a chunk and the chunk's time is known.
         self.engine.read(self._inputs["valid"])
         self.state.advance(len(tokens))
 
     def draft(self, block: Block, before: Sequence[Call]) -> tuple[int, ...]:
-        """Propose alone; [R] the last committed token and its drafts. One wait."""
+        """Run propose alone; return [R] tokens: the last committed one and the drafts. One wait."""
         self._position()
         self._forced(block)
         self.engine.run(before)
@@ -202,9 +204,9 @@ class Model:
     def step(
         self, block: Block, before: Sequence[Call], after: Sequence[Call], stop: Sequence[int]
     ) -> Record:
-        """Propose, verify and accept in one go; one wait. Nothing is committed.
+        """Run propose, verify and accept, with a single wait. Nothing is committed.
 
-        A mask is made and handed over while the verify runs.
+        A mask is computed and written while the verify runs.
         """
         self._begin()
         self._forced(block)
@@ -220,13 +222,13 @@ class Model:
         return Record.read(self.engine.read(self._inputs["record"]))
 
     def verify(self) -> None:
-        """Verify alone, for scoring."""
+        """Run verify alone, for scoring."""
         self._begin()
         self.engine.run([self.call("verify")])
         self.state.verified(self.block)
 
     def read(self, name: str) -> Array:
-        """A step's output, "logits" or "taps"."""
+        """Read an output of the last step, "logits" or "taps"."""
         return self.engine.read(self._inputs[name])
 
     def _begin(self) -> None:
@@ -259,13 +261,13 @@ class Model:
             self._set_ids(name, ids)
 
     def _say(self, name: str, value: int | float) -> None:
-        """Set a number that only this sets."""
+        """Write a number unless it is unchanged. No other method may write this input."""
         if self._said.get(name) != value:
             self._set(name, value)
             self._said[name] = value
 
     def _set_ids(self, name: str, ids: Sequence[int]) -> None:
-        """Ids in the first places of an input, -1 in the others."""
+        """Write ids to an input, padded with -1."""
         if self._said.get(name) != ids:
             slots = self._inputs[name].spec.at({})[0]
             self._set(name, *ids, *[-1] * (slots - len(ids)))
@@ -273,7 +275,7 @@ class Model:
 
 
 def _key(step: str, name: str) -> str:
-    """Scratch is shared by name, except that chunk steps have rows of their own."""
+    """Scratch tensors are shared by name, but chunk steps have their own tokens and taps."""
     base, dot, size = step.partition(".")
     chunk = base in CHUNK_STEPS and name in ("tokens", "taps")
     return f"{name}_chunk{dot}{size}" if chunk else name

@@ -1,10 +1,10 @@
-"""Prefixes: named beginnings of prompts, read once and continued from by every request.
+"""Prefixes: named beginnings of prompts, read once and reused by every request that has them.
 
-Law: a request that continues from a prefix gives the bits it gives without it. Its prefill steps
-must then be the very steps of the full prefill, so a prefix is held up to the last whole chunk
-before its last token: every later step begins where it would have begun. The rest of the prefix,
-at most one chunk, is read again with the request, in a step the request needs anyway or in one
-more.
+Invariant: a request that continues from a prefix gives bitwise the same answer as without it. So
+its prefill steps must be the same as those of the full prefill. A prefix is therefore held up to
+the last whole chunk before its last token: every later step begins where it would have begun. The
+rest of the prefix, at most one chunk, is read again with the request, which takes at most one
+extra step.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from thor_dflash.runtime.prefix_file import Stored, read_prefix, write_prefix
 from thor_dflash.runtime.state import Snapshot
 
 LONGEST_NAME = 64
-"""Characters, as of every name on the wire."""
+"""Characters, as for every name in the wire protocol."""
 BUDGET = 1 << 30
-"""Memory where nobody says, bytes: about four of 2000 tokens of the 27B with an FP8 cache."""
+"""Default memory for prefixes, bytes: about four of 2000 tokens of the 27B with an FP8 cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefix:
-    """What is held under a name."""
+    """A prefix and its stored state."""
 
     name: str
     tokens: tuple[int, ...]
-    """As they were put; `held` of them need not be read again."""
+    """As given to `put`; the first `held` of them need not be read again."""
     pinned: bool
     """Never evicted."""
     snapshot: Snapshot
     bytes: int
-    """Of the snapshot, in memory."""
+    """Memory of the snapshot."""
     build_ms: float
 
     @property
     def held(self) -> int:
-        """Tokens in the snapshot: whole chunks, and not the last token."""
+        """Tokens in the snapshot: whole chunks, excluding the last token."""
         return self.snapshot.length
 
     def begins(self, prompt: Sequence[int]) -> bool:
@@ -54,13 +54,13 @@ class Prefix:
 
 @dataclass(slots=True)
 class Prefixes:
-    """The prefixes of one session. `put` and `load` belong to the thread that decodes."""
+    """The prefixes of one session. Call `put` and `load` only on the decoding thread."""
 
     model: Model
     budget: int = BUDGET
     """Memory for all of them, bytes."""
     _kept: OrderedDict[str, Prefix] = field(default_factory=OrderedDict[str, Prefix])
-    """The least recently used first."""
+    """Least recently used first."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def put(
@@ -71,13 +71,13 @@ class Prefixes:
         pinned: bool = True,
         stopped: Callable[[], bool] = lambda: False,
     ) -> Prefix | None:
-        """Read `tokens` and keep the state under `name`, in place of what was there.
+        """Prefill `tokens` and keep the state under `name`, replacing any prefix of that name.
 
-        Ends a request that is under way. `stopped` is asked before every step; once it says so,
-        nothing is kept and None returned.
+        This ends a request that is under way. `stopped` is called before every step; once it
+        returns true, nothing is kept and None is returned.
 
         Raises:
-            RequestError: a bad name, tokens that no prompt may begin with, or no room.
+            RequestError: a bad name, tokens that no prompt may begin with, or not enough memory.
         """
         tokens = tuple(tokens)
         self._check(name, tokens)
@@ -101,22 +101,22 @@ class Prefixes:
         )
 
     def list(self) -> tuple[Prefix, ...]:
-        """All of them, the least recently used first."""
+        """All prefixes, least recently used first."""
         with self._lock:
             return tuple(self._kept.values())
 
     def drop(self, name: str) -> bool:
-        """Forget one; whether it was there."""
+        """Remove a prefix; return whether it existed."""
         with self._lock:
             return self._kept.pop(name, None) is not None
 
     def find(self, prompt: Sequence[int]) -> Prefix | None:
-        """The one that saves most of this prompt."""
+        """The prefix that saves the most tokens of this prompt, if any."""
         found = [prefix for prefix in self.list() if prefix.begins(prompt)]
         return max(found, key=lambda prefix: prefix.held, default=None)
 
     def use(self, prompt: Sequence[int]) -> Snapshot | None:
-        """The state to continue this prompt from."""
+        """The state to continue this prompt from, if any; marks its prefix as recently used."""
         prefix = self.find(prompt)
         if prefix is None:
             return None
@@ -126,14 +126,14 @@ class Prefixes:
         return prefix.snapshot
 
     def bytes_of(self, held: int) -> int:
-        """Memory of a snapshot of so many tokens, bytes."""
+        """Memory of a snapshot of `held` tokens, bytes."""
         return sum(spec.nbytes({}) for spec in self.model.state.layout(held).values())
 
     def save(self, name: str, path: Path) -> Prefix:
-        """Write one to disk, whole or not at all; the one that was written.
+        """Write a prefix to disk atomically and return it.
 
         Raises:
-            RequestError: there is none of that name, or the file cannot be written.
+            RequestError: there is no prefix of that name, or the file cannot be written.
         """
         with self._lock:
             prefix = self._kept.get(name)
@@ -144,11 +144,11 @@ class Prefixes:
         return prefix
 
     def load(self, path: Path) -> Prefix:
-        """Keep what `save` wrote, under its old name.
+        """Load a file that `save` wrote and keep the prefix under its old name.
 
         Raises:
-            PackageError: damaged, or of another package, version or capacity.
-            RequestError: no room.
+            PackageError: the file is damaged, or of another package, version or capacity.
+            RequestError: not enough memory.
         """
         start = time.perf_counter()
         stored, snapshot = read_prefix(path, self.model, self.budget)
@@ -181,7 +181,7 @@ class Prefixes:
                 raise RequestError(f"prefix[{i}] must be 0 to {vocab - 1} (got {token})")
 
     def _room(self, name: str, need: int) -> None:
-        """Refuse what cannot fit even when everything that may go is gone."""
+        """Refuse a prefix that would not fit even if every evictable one were evicted."""
         fixed = sum(p.bytes for p in self.list() if p.pinned and p.name != name)
         if fixed + need > self.budget:
             raise RequestError(
@@ -205,13 +205,13 @@ class Prefixes:
         for start in range(0, len(tokens), chunk):
             if stopped():
                 return None
-            # The rings too, whoever drafts: a request with a drafter may come.
+            # Fill the drafter's rings too: a later request may use the drafter.
             model.prefill(tokens[start : start + chunk], observe=True)
         return model.state.snapshot()
 
 
 def held_of(length: int, chunk: int) -> int:
-    """How much of a prefix is kept, tokens: whole chunks, and at least its last token is not.
+    """Tokens of a prefix that are kept: whole chunks, without at least its last token.
 
     The last token of a prompt begins the first block, so a prompt that is all prefix needs it.
     """

@@ -1,11 +1,11 @@
-"""A prefix on disk: one file, whole or absent, that fits one package on one capacity.
+"""A prefix on disk: one file, written atomically, for one package at one capacity.
 
     # thor-dflash prefix, sha256 of what follows: <64 hex digits>
-    {"format": 1, "package": ..., "capacity": ..., "name": ..., "tokens": [...], ...}
+    {"format": 2, "tool": ..., "package": ..., "capacity": ..., "chunk": ..., "prefix": {...}}
     <the arrays of the snapshot, in the order of their names>
 
-Shapes and types are not in the file: they are those of the model that reads it, or the file is
-refused.
+Shapes and types are not in the file: they are taken from the model that reads it. A file of another
+size, package, capacity or chunk is refused.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from thor_dflash.runtime.state import Snapshot
 from thor_dflash.tensors import Array, TensorSpec
 
 FORMAT = 2
-"""Version of the file. A runtime reads its own and no other."""
+"""Version of the file format. A runtime reads only its own version."""
 MAGIC = b"# thor-dflash prefix, sha256 of what follows: "
 HEADER = 16 << 20
-"""Longest header, bytes: a million tokens."""
+"""Maximum header size, bytes: a million tokens."""
 AGAIN = "put the prefix again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """What a file says beside the arrays."""
+    """The fields of a file besides the arrays."""
 
     name: str
     tokens: tuple[int, ...]
@@ -57,12 +57,12 @@ class _Header:
 
 
 def identity(manifest: Manifest) -> str:
-    """SHA-256 of what a package is: its manifest holds the hash of every file."""
+    """SHA-256 of a package's manifest, which holds the hash of every file."""
     return hashlib.sha256(render(manifest).encode()).hexdigest()
 
 
 def write_prefix(path: Path, model: Model, stored: Stored, snapshot: Snapshot) -> None:
-    """Write beside `path`, flush, rename.
+    """Write a temporary file next to `path`, flush it, rename it.
 
     Raises:
         RequestError: the file cannot be written.
@@ -106,7 +106,7 @@ def _replace(path: Path, parts: list[bytes]) -> None:
 
 
 def read_prefix(path: Path, model: Model, budget: int) -> tuple[Stored, Snapshot]:
-    """What `write_prefix` wrote for this very package and capacity.
+    """Read what `write_prefix` wrote for this package and capacity.
 
     Raises:
         PackageError: unreadable, damaged, or of another package, version or capacity.

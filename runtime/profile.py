@@ -1,4 +1,4 @@
-"""Where each millisecond of a request goes: the same request many times, side by side."""
+"""Where each millisecond of a request goes: statistics of many runs of the same request."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from dataclasses import dataclass
 from thor_dflash.runtime.telemetry import Report, Spec
 
 UNSTEADY = 0.025
-"""Of a spread's variation, above which a median says little. Source: trtexec warns there."""
+"""Coefficient of variation above which a median is unreliable. Source: trtexec warns above it."""
 STRETCHES = 12
-"""Of a soak, at most."""
+"""Maximum stretches of a soak."""
 PROMPT = ("prefill", "observe_chunk")
-"""Beginnings of the names of graphs that read a prompt; the others run once a cycle."""
+"""Name prefixes of the graphs that read a prompt; the others run once per cycle."""
 HOST = "host"
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What was measured. Profiles compare where all of it but the version is the same."""
+    """What was measured. Profiles are comparable if all of it but the version is the same."""
 
     version: str
-    """Of thor-dflash."""
+    """Version of thor-dflash."""
     package: str
-    """sha256 of its manifest, which holds the hashes of its files."""
+    """sha256 of the package's manifest, which holds the hashes of its files."""
     engine: str
     device: str
     prompt: str
-    """sha256 of its token ids."""
+    """sha256 of the prompt's token ids."""
     prompt_tokens: int
     settings: Mapping[str, str]
-    """Of engine and decode, by dotted name."""
+    """Settings of engine and decode, by dotted name."""
     machine: Mapping[str, str]
-    """Release and power mode of a Jetson; of other machines nothing."""
+    """Release and power mode of a Jetson; empty for other machines."""
 
     def differs(self, other: Subject) -> list[str]:
-        """What is not the same, in words."""
+        """The differences, as text."""
         one, two = ({**_plain(s), **s.machine, **s.settings} for s in (self, other))
         return [
             f"{key} {two.get(key, 'nothing')}, not {one.get(key, 'nothing')}"
@@ -48,7 +48,7 @@ class Subject:
 
 
 def _plain(subject: Subject) -> dict[str, str]:
-    """What is not a setting; of hashes enough to tell them apart."""
+    """The fields that are not settings, with hashes shortened."""
     return {
         "package": subject.package[:12],
         "engine": subject.engine,
@@ -59,7 +59,9 @@ def _plain(subject: Subject) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """One number many times. A percentile is the smallest that so many do not exceed."""
+    """Statistics of one number over many runs. A percentile is the smallest value that at least
+    that share of the values does not exceed.
+    """
 
     low: float
     median: float
@@ -69,17 +71,17 @@ class Spread:
     variation: float
     """Standard deviation over mean."""
     values: tuple[float, ...]
-    """All of them, in the order in which they came."""
+    """All values, in the order they were measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A moment of an answer: a step of its prompt or a cycle was over."""
+    """The end of a prefill step or of a cycle of an answer."""
 
     ms: float
-    """Since the request."""
+    """Time since the request."""
     tokens: int
-    """Committed, a stop token included; 0 while the prompt is read."""
+    """Tokens committed, a stop token included; 0 while the prompt is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,32 +95,31 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A graph of a cycle, or the calls of one that are alike, run by itself."""
+    """A graph of a cycle, or a group of similar calls in one, timed by itself."""
 
     graph: str
     name: str
     """Empty: the whole graph."""
     ms: float
     nbytes: int
-    """That it cannot do without: weights; keys and values; states, read and written. 0: nobody
-    counts them."""
+    """Bytes it must move: weights; keys and values; states, read and written. 0: not counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """A cycle taken apart. Parts that run by themselves do not overlap as they do in a cycle, so
-    that their sum is not quite its time.
+    """The parts of a cycle. Parts timed by themselves do not overlap as they do in a cycle, so
+    their sum is not exactly its time.
     """
 
     context: int
     """Tokens in the state."""
     cycle_ms: float
-    """All graphs of the cycle as one."""
+    """Time of all graphs of the cycle run as one."""
     read_rate: float
-    """Bytes a second that this device reads in a long stream; 0 where the weights are too few to
-    tell."""
+    """Bytes per second that this device reads in a long stream; 0 if there are too few weights to
+    measure it."""
     parts: tuple[Part, ...]
-    """A graph, then what is in it."""
+    """Each graph, followed by its parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,67 +128,67 @@ class Rail:
 
     name: str
     idle_w: float
-    """Mean, before the first answer."""
+    """Mean power before the first answer."""
     mean_w: float
-    """While answers were made."""
+    """Mean power during answers."""
     joules: float
-    """Of an answer, median; what the board takes when idle is part of it."""
+    """Median energy of an answer, including the board's idle power."""
 
 
 @dataclass(frozen=True, slots=True)
 class Power:
-    """What the board's sensors say meanwhile."""
+    """What the board's sensors measured during the runs."""
 
     rails: tuple[Rail, ...] = ()
-    """Empty where nobody may read any."""
+    """Empty if none can be read."""
     hottest_c: float | None = None
-    """Highest junction temperature, degrees Celsius; None where nobody may read it."""
+    """Highest junction temperature, degrees Celsius; None if it cannot be read."""
     failed: str = ""
-    """Why a sensor was not read to the end."""
+    """Why sampling stopped early; empty if it did not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Answers that followed each other, of a soak."""
+    """Consecutive answers of a soak."""
 
     start_s: float
-    """Since the first answer that counts."""
+    """Since the first measured answer, as is the next."""
     end_s: float
     runs: int
     cycle_ms: float
-    """Of a run, median; so is the next."""
+    """Median over the runs, as is the next."""
     tok_s: float
     watts: Mapping[str, float]
-    """Mean by rail, while answers were made; empty where nobody may read any."""
+    """Mean power by rail during answers; empty if none can be read."""
     hottest_c: float | None = None
     """As in Power."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A graph of the loop; or the host, which is all the rest."""
+    """A graph of the loop; or the host, which is all remaining time."""
 
     ms: float
-    """Of a request, median."""
+    """Median time per request."""
     cycle_ms: float
-    """Of a cycle; 0 of what reads the prompt."""
+    """Median time per cycle; 0 for the host and for graphs that read the prompt."""
     share: float
-    """Of the time of all requests."""
+    """Share of the time of all requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """One request, many times."""
+    """Measurements of one request, run many times."""
 
     subject: Subject
     runs: int
     warmup: int
-    """Runs before, which do not count."""
+    """Earlier runs, which are not measured."""
     tokens: int
-    """Of the answer."""
+    """Tokens of the answer."""
     finish: str
     times: Mapping[str, Spread]
-    """ttft_ms, prefill_ms, cycle_ms, e2e_ms; tok_s."""
+    """ttft_ms, prefill_ms, cycle_ms, each_ms (every cycle by the clock), e2e_ms; tok_s."""
     phases: Mapping[str, Phase]
     spec: Spec
     """Of the last run."""
@@ -196,13 +197,13 @@ class Profile:
     power: Power
     warnings: tuple[str, ...]
     inside: Inside | None = None
-    """None where every graph of a cycle is a phase already, or where it cannot be taken apart."""
+    """None if every graph of a cycle is already a phase, or if the cycle cannot be taken apart."""
     soak: tuple[Stretch, ...] = ()
-    """In order; empty where a number of runs was asked for."""
+    """In order; empty if a number of runs was requested."""
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Of at least one number."""
+    """The statistics of at least one number."""
     ordered = sorted(values)
     mean = statistics.fmean(ordered)
     deviation = statistics.stdev(ordered) if len(ordered) > 1 else 0.0
@@ -215,7 +216,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def cycles(beats: Sequence[Beat]) -> list[float]:
-    """What each cycle of an answer took by the clock, ms."""
+    """Wall time of each cycle of an answer, ms."""
     return [end.ms - start.ms for start, end in itertools.pairwise(beats) if end.tokens]
 
 
@@ -229,7 +230,7 @@ def profile(
     soak: Sequence[Stretch] = (),
     notes: Sequence[str] = (),
 ) -> Profile:
-    """Of the runs that count. `notes`: what else a reader should know."""
+    """The profile of the measured runs. `notes`: further remarks for the reader."""
     power = power or Power()
     reports = [run.report for run in runs]
     times = {
@@ -263,12 +264,12 @@ def stretches(
     when: Sequence[tuple[float, float]],
     power: Callable[[Sequence[tuple[float, float]]], Power],
 ) -> list[Stretch]:
-    """Runs that followed each other, in groups of nearly the same number.
+    """Group consecutive runs into stretches of nearly equal size.
 
     Args:
         runs: At least one.
         when: Beginning and end of each, s of one clock.
-        power: Says what the board took during some of them.
+        power: Returns the board's power during some of them.
     """
     count = min(STRETCHES, len(runs))
     bounds = [len(runs) * i // count for i in range(count + 1)]

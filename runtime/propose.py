@@ -1,4 +1,4 @@
-"""Proposers: who guesses the next block. May be wrong, is never trusted."""
+"""Proposers draft the next block. A draft may be wrong: the target verifies every one."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from thor_dflash.runtime.model import Model
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What a proposer does about one block."""
+    """What a proposer drafts for one block."""
 
     drafted: int
-    """Tokens after the first it guesses. A forced id takes the place of a guess."""
+    """Number of drafted tokens after the first. A forced id takes the place of a draft."""
     calls: Sequence[Call] = ()
-    """Leave the block in the model's tokens; none where it is written already."""
+    """Calls that write the block into the model's tokens; empty if it is already written."""
 
 
 class Proposer(Protocol):
-    """Fills the block's tokens. Calls are enqueued around the verify, so a proposer that runs on
-    the device costs no wait.
+    """Fills the block's tokens. Its calls are enqueued around the verify, so a proposer that runs
+    on the device adds no wait.
     """
 
     def begin(self, model: Model, rows: int) -> int:
-        """A request starts; `rows` of its prompt will be prefilled. Returns the first of them whose
-        taps this proposer wants, `rows` for none.
+        """Start a request; `rows` of its prompt will be prefilled. Return the first of them whose
+        taps this proposer needs, or `rows` if it needs none.
         """
         ...
 
     def propose(self, model: Model, progress: Progress, block: Block) -> Proposal:
-        """Guess the next block."""
+        """Draft the next block."""
         ...
 
     def observe(self, model: Model, block: Block) -> Sequence[Call]:
-        """Calls that take in the rows just verified."""
+        """Return the calls that take in the rows just verified."""
         ...
 
     def committed(self, model: Model, block: Block, count: int) -> None:
-        """The first `count` rows of the last verify were committed."""
+        """Take note that the first `count` rows of the last verify were committed."""
         ...
 
 
@@ -53,7 +53,7 @@ def _undrafted(model: Model, progress: Progress, block: Block) -> Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Nobody:
-    """No drafts: one committed token a step, by the same block of the same shape."""
+    """No drafts: each step commits one token, in a block of the same shape."""
 
     def begin(self, model: Model, rows: int) -> int:
         """See Proposer."""
@@ -77,8 +77,8 @@ class Nobody:
 class Dflash:
     """The package's DFlash drafter.
 
-    It takes in every committed row. Rows of blocks it was not asked about wait until it is asked
-    again, and then go in many at a time.
+    It takes in every committed row. Rows of blocks it did not draft are held until it next drafts,
+    and then taken in many at a time.
     """
 
     config: DraftConfig = AS_MADE
@@ -111,7 +111,7 @@ class Dflash:
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """Any function of what is committed: an oracle, a dead or hostile drafter, an n-gram table."""
+    """Drafts by any function of the committed tokens: an oracle, a hostile drafter, n-grams."""
 
     guess: Callable[[Progress], Sequence[int]]
     """progress -> up to R - 1 ids."""

@@ -1,4 +1,4 @@
-"""Teacher-forced logits through the verify step, block by block: how strangers check an engine."""
+"""Teacher-forced logits from the verify step, block by block, for checking an engine externally."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from thor_dflash.tensors import Array
 def score(
     session: Session, tokens: Sequence[int], taps: bool, progress: Progress
 ) -> dict[str, Array]:
-    """float32 `logits` [T, V]: row t is what the model says after tokens[0..t], unmasked.
+    """Return float32 `logits` [T, V]: row t holds the unmasked logits after tokens[0..t].
 
     With `taps`, also `taps` [T, taps * H]: the residual stream after each tapped layer, as the
     drafter reads it.
@@ -34,11 +34,11 @@ def score(
 
 
 def shapes(session: Session, tokens: Sequence[int], taps: bool) -> dict[str, tuple[int, int]]:
-    """Of the arrays that `score` makes of tokens it takes.
+    """Check the tokens; return the shapes of the arrays that `score` makes of them.
 
     Raises:
-        RequestError: no tokens, an id outside the vocabulary, more tokens than the context, or taps
-        of a package without a drafter.
+        RequestError: no tokens, an id outside the vocabulary, more tokens than the context less one
+        block, or taps of a package without a drafter.
     """
     _check(session, tokens, taps)
     outputs = session.model.graphs["verify"].outputs
@@ -49,8 +49,8 @@ def shapes(session: Session, tokens: Sequence[int], taps: bool) -> dict[str, tup
 def blocks(
     session: Session, tokens: Sequence[int], names: Sequence[str], progress: Progress
 ) -> Iterator[dict[str, Array]]:
-    """The rows of the arrays of `score`, a block at a time, of tokens that `shapes` took: all of
-    them are a megabyte a token where V is 248,320.
+    """Yield the rows of the arrays of `score` a block at a time, for tokens that `shapes` accepted.
+    The whole arrays would take a megabyte per token at V = 248,320.
     """
     model = session.model
     model.state.reset()

@@ -1,4 +1,4 @@
-"""Power and temperature of a board, from files that anybody may read; of others there is nothing.
+"""Power and temperature of a Jetson board, from world-readable sysfs files; empty elsewhere.
 
 Names are those of a Jetson's kernel: hwmon chips `ina*` with a label for each rail, and the thermal
 zone `tj-thermal`. Source: the drivers ina238 and ina3221 in the kernel's Documentation/hwmon.
@@ -21,43 +21,43 @@ from thor_dflash.runtime.profile import Power, Rail
 
 ROOT = Path("/")
 PERIOD = 0.05
-"""Seconds between samples; a sensor averages over less."""
+"""Seconds between samples; a sensor averages over a shorter time."""
 REST = 1.0
-"""Seconds for which a board is looked at when idle."""
+"""Seconds for which the idle board is sampled."""
 PATIENCE = 1.0
-"""Seconds for a last sample, which takes milliseconds."""
+"""Seconds to wait for the last sample, which normally takes milliseconds."""
 JUNCTION = "tj-thermal"
 CHANNELS = 3
-"""Of a chip, from 1."""
+"""Channels per chip, numbered from 1."""
 
 
 class Sample(NamedTuple):
-    """What all sensors said at a time."""
+    """One reading of all sensors."""
 
     at: float
-    """Seconds of `time.perf_counter`."""
+    """Time by `time.perf_counter`, seconds."""
     watts: tuple[float, ...]
-    """Of each rail."""
+    """Power of each rail."""
     celsius: float | None
-    """Of the junction."""
+    """Junction temperature."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sensor:
-    """Power of one rail."""
+    """The power sensor of one rail."""
 
     name: str
     watts_at: Path | None
-    """Microwatts; where there is none, millivolts times milliamperes."""
+    """File in microwatts; None: power is voltage (millivolts) times current (milliamperes)."""
     volts_at: Path
     amperes_at: Path
 
     def watts(self) -> float:
-        """Now.
+        """Read the power now.
 
         Raises:
-            OSError: it cannot be read.
-            ValueError: it is no number.
+            OSError: a file cannot be read.
+            ValueError: a file does not hold a number.
         """
         if self.watts_at is not None:
             return 1e-6 * _number(self.watts_at)
@@ -65,7 +65,7 @@ class Sensor:
 
 
 def find(root: Path = ROOT) -> list[Sensor]:
-    """Every rail that can be read now, by name."""
+    """Every rail that can be read now, sorted by name."""
     found: dict[str, Sensor] = {}
     for chip in sorted(root.glob("sys/class/hwmon/hwmon*")):
         if not _text(chip / "name").startswith("ina"):
@@ -93,7 +93,7 @@ def _reads(sensor: Sensor) -> bool:
 
 
 def junction(root: Path = ROOT) -> Path | None:
-    """Where the junction temperature is, millidegrees Celsius."""
+    """The file with the junction temperature in millidegrees Celsius."""
     for zone in sorted(root.glob("sys/class/thermal/thermal_zone*")):
         if _text(zone / "type") == JUNCTION:
             return zone / "temp"
@@ -102,8 +102,8 @@ def junction(root: Path = ROOT) -> Path | None:
 
 @dataclass(slots=True)
 class Watch:
-    """Reads sensors again and again in a thread of its own, from `start` to `stop` or as long as a
-    `with` lasts. Without any, nothing runs.
+    """Samples sensors periodically in its own thread, from `start` to `stop` or inside a `with`.
+    Without sensors, no thread runs.
     """
 
     sensors: Sequence[Sensor]
@@ -123,14 +123,14 @@ class Watch:
         self.stop()
 
     def start(self) -> None:
-        """Begin. Once."""
+        """Start sampling. Call once."""
         if self.sensors or self.temperature:
             self._thread = threading.Thread(target=self._run, name="sensors", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
-        """End, after a sample that is under way, unless it takes long: an answer does not wait for
-        a bus that hangs. Idempotent.
+        """Stop sampling. Wait for a sample in progress, but at most PATIENCE seconds, in case a
+        sensor bus hangs. Idempotent.
         """
         self._over.set()
         if self._thread is not None:
@@ -139,7 +139,7 @@ class Watch:
                 self._failed = f"a sensor said nothing for {PATIENCE} s"
 
     def rest(self) -> None:
-        """Let the board be idle for some time, to know what it takes then."""
+        """Leave the board idle for REST seconds, to measure its idle power."""
         if self.sensors:
             time.sleep(REST)
             self._rested = time.perf_counter()
@@ -160,7 +160,8 @@ class Watch:
         self._samples.append(Sample(time.perf_counter(), watts, celsius))
 
     def power(self, answers: Sequence[tuple[float, float]]) -> Power:
-        """What was drawn until the rest had ended, and during some answers; how hot it was then.
+        """Return the power before the end of `rest` and during some answers, and the highest
+        temperature during the answers.
 
         Args:
             answers: Beginning and end of each, seconds of `time.perf_counter`, in order.
@@ -189,18 +190,18 @@ class Watch:
 def _hottest(
     samples: Sequence[Sample], at: Sequence[float], start: float, end: float
 ) -> float | None:
-    """From `start` to `end`, the samples next to them included."""
+    """Highest temperature from `start` to `end`, including the samples just outside."""
     near = samples[max(0, bisect.bisect_right(at, start) - 1) : bisect.bisect_left(at, end) + 1]
     return max((s.celsius for s in near if s.celsius is not None), default=None)
 
 
 def energy(at: Sequence[float], watts: Sequence[float], start: float, end: float) -> float:
-    """Joules from `start` to `end`, by trapezoids between samples; before the first of them and
-    after the last one power is theirs.
+    """Joules from `start` to `end`, by the trapezoidal rule. Before the first sample and after the
+    last one, power is taken to be constant.
 
     Args:
-        at: When samples were taken, s, rising.
-        watts: What each said.
+        at: Times of the samples, s, ascending.
+        watts: Power of each sample.
     """
     inner = range(bisect.bisect_right(at, start), bisect.bisect_left(at, end))
     times = [start, *(at[i] for i in inner), end]

@@ -1,4 +1,4 @@
-"""What the rest of the world may know: a Session answers Requests with Chunks."""
+"""The public interface of the runtime: a Session answers Requests with Chunks."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ class Session:
     def __init__(self, model: Model, text: Text | None, choice: tuple[int, ...] = ()) -> None:
         self.model = model
         self.text = text
-        """None where the package has no tokenizer."""
+        """None if the package has no tokenizer."""
         self.choice = choice or (model.chunk,)
-        """Sizes that `model.chunk` may be set to before the first request, rows."""
+        """Values that `model.chunk` may be set to before the first request, in rows."""
         self.prefixes = Prefixes(model)
-        """States that requests continue from. The longest that fits a prompt is used."""
+        """Stored states that requests continue from. The longest one matching a prompt is used."""
         self._grammars: Grammars | None = None
         self._desk = Desk(model, text, time.perf_counter)
         self._report: Report | None = None
 
     @property
     def manifest(self) -> Manifest:
-        """What the package is."""
+        """The package's manifest."""
         return self.model.manifest
 
     def grammar(self, schema: str | Mapping[str, Any]) -> Grammar:
-        """Compile a JSON schema, or find it compiled. Any thread may ask.
+        """Compile a JSON schema, or return it from the cache. Thread-safe.
 
-        The first call also builds the vocabulary: a second for 250 000 ids.
+        The first call also builds the vocabulary, which takes one second for 250 000 ids.
 
         Raises:
             RequestError: the schema is not supported, or the package has no tokenizer.
@@ -74,7 +74,7 @@ class Session:
         """Answer one request. Close the iterator to cancel.
 
         Raises:
-            RequestError: at once; the request does not fit this session and nothing was decoded.
+            RequestError: at the call; the request does not fit this session, nothing was decoded.
             ModelFault: while iterating; the model had no usable choice.
         """
         admitted = self._desk.admit(request)
@@ -85,8 +85,7 @@ class Session:
         )
 
     def check(self, request: Request) -> None:
-        """Refuse what does not go together or not with this package, and begin nothing. Any thread
-        may ask.
+        """Validate a request without starting it. Thread-safe.
 
         Raises:
             RequestError: as `generate`.
@@ -96,10 +95,10 @@ class Session:
         check(self.model, request.prompt, admitted.max_tokens, tuple(request.stop))
 
     def constrain(self, request: Request) -> tuple[Policy, ...]:
-        """The policy of a request's grammar; none where it has none.
+        """Return the policy for the request's grammar, or an empty tuple if it has none.
 
         Raises:
-            RequestError: the request cannot end where the grammar does.
+            RequestError: the request's stop ids lack one that the grammar ends with.
         """
         grammar, text = request.grammar, self.text
         if grammar is None or text is None:
@@ -113,8 +112,8 @@ class Session:
     def run(
         self, request: Request, proposer: Proposer, policies: tuple[Policy, ...] = ()
     ) -> Iterator[Chunk]:
-        """Answer one request with any proposer and policies; what the request says of its own
-        drafter and policies is not asked.
+        """Answer one request with the given proposer and policies; the request's own drafter and
+        policy options are ignored.
         """
         stop = tuple(sorted(request.stop))
         check(self.model, request.prompt, request.max_tokens, stop)
@@ -148,7 +147,7 @@ class Session:
         """Telemetry of the last request that ended.
 
         Raises:
-            RequestError: none has.
+            RequestError: no request has ended yet.
         """
         if self._report is None:
             raise RequestError("report must follow a request that ended (got none)")
@@ -162,9 +161,9 @@ class Session:
 def open_session(
     package: Path, config: EngineConfig, progress: Reporter, *, choose: bool = False
 ) -> Session:
-    """Check a package and load it, with the sizes of a prefill step up to the one that its options
-    name. `choose` loads all where they name none: the caller sets `model.chunk` before the first
-    request.
+    """Check a package and load it, with every prefill step size up to the one that `config` names.
+    With `choose`, if `config` names none, all sizes are loaded and the caller sets `model.chunk`
+    before the first request.
 
     Raises:
         PackageError: it is damaged or of another version.
@@ -180,7 +179,7 @@ def open_session(
     with ExitStack() as stack:
         try:
             with package_manifest.checking(package, found, progress):
-                # Before the weights: what is wrong with it is told at once.
+                # Before the weights, so that a bad tokenizer is reported at once.
                 text = Text.load(package) if found.tokenizer else None
                 engine = _ENGINES[found.engine](package, config, progress)
                 stack.callback(engine.close)
@@ -193,7 +192,7 @@ def open_session(
 
 
 def _remedy(found: Manifest, capacity: int, lacks: int) -> str:
-    """Where a context of `capacity` tokens takes `lacks` bytes too many."""
+    """Advice when a context of `capacity` tokens takes `lacks` bytes too many."""
     each = f"a token takes {amount(per_token(found), 'bytes')}"
     if fits := shorter(found, capacity, lacks):
         return f"lower engine.capacity from {capacity} to {fits}: {each}"
@@ -229,4 +228,4 @@ _ENGINES: dict[str, Callable[[Path, EngineConfig, Reporter], Engine]] = {
     "cuda": _cuda,
     "tensorrt": _tensorrt,
 }
-"""Imported when asked for: a machine installs what its packages run on."""
+"""Imported on demand: a machine installs only the engine that its packages need."""

@@ -1,8 +1,9 @@
-"""The state of one sequence: everything that must move together, in one place.
+"""The state of one sequence: everything that must advance together, in one place.
 
-Committed state is the tensors up to `length`, with the first `accepted` of the last verify's
-records still to be folded. Only `commit` moves it: a step that is dropped leaves rows past the
-length and records that nobody was told to fold.
+The committed state is the tensors up to `length`, plus the first `accepted` records of the last
+verify, which the next step folds into the recurrent states. Only `commit` (and `advance`, for
+prefill) moves it: a step that is not committed leaves rows past the length and records that no
+later step folds.
 """
 
 from __future__ import annotations
@@ -17,25 +18,25 @@ from thor_dflash.tensors import Array, Dims, TensorSpec
 
 
 def is_record(name: str) -> bool:
-    """Whether a state is there to be folded, and void when nothing was accepted."""
+    """Whether a state tensor is a record: waiting to be folded, void when nothing was accepted."""
     return name.startswith("gdn.") and not name.endswith((".state", ".tail"))
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A copy of one sequence's committed state. Records that nothing will fold are left out."""
+    """A copy of one sequence's committed state, without records that no step will fold."""
 
     length: int
     accepted: int
     arrays: Mapping[str, Array]
     first: int = 0
-    """As in State: what the drafter was never shown."""
+    """As in State: the drafter has not seen positions before it."""
     behind: tuple[Array, ...] = ()
-    """As in State: what it has yet to be shown."""
+    """As in State: taps the drafter has yet to take in."""
 
 
 class State:
-    """Tensors of one sequence, made once and used for every request in turn."""
+    """The tensors of one sequence, made once and reused for every request in turn."""
 
     def __init__(self, engine: Engine, graphs: list[Graph], dims: Dims) -> None:
         self._engine = engine
@@ -51,21 +52,22 @@ class State:
         self.accepted = 0
         """Rows of the last verify that the next step folds."""
         self.first = 0
-        """Positions before it were never put into the drafter's rings."""
+        """First position in the drafter's rings; earlier ones were never written there."""
         self.behind: list[Array] = []
-        """Taps of the newest committed rows, those the drafter has yet to take in."""
+        """Taps of the newest committed rows, which the drafter has yet to take in."""
         self._verified = 0
-        """Rows a commit may still take."""
+        """Rows of the last verify that may still be committed."""
         self._open = False
-        """A step began and did not end."""
+        """A step began and has not ended."""
         self.begun = 0
-        """Sequences so far. One that finds another number has lost the state to a later one."""
+        """Count of sequences begun. A sequence that finds it changed has lost the state to a later
+        one."""
 
     def begin(self) -> None:
-        """A step is about to run.
+        """Mark that a step is about to run.
 
         Raises:
-            TransactionError: the step before it failed half way, so tensors and counters disagree.
+            TransactionError: the previous step failed half way, so tensors and counters disagree.
         """
         if self._open:
             raise TransactionError(
@@ -75,7 +77,7 @@ class State:
         self._open = True
 
     def reset(self) -> None:
-        """Begin an empty sequence. Caches and rings keep their bytes: nothing reads past length."""
+        """Begin an empty sequence. Caches and rings are not cleared: nothing reads past length."""
         self.length = self.accepted = self._verified = self.first = 0
         self.behind = []
         self._open = False
@@ -85,16 +87,16 @@ class State:
                 self._engine.clear(tensor)
 
     def verified(self, rows: int) -> None:
-        """A verify ran: what was accepted before is folded now, and `rows` may be committed."""
+        """Note that a verify ran: it folded the accepted records, and `rows` may be committed."""
         self.accepted = 0
         self._verified = rows
         self._open = False
 
     def commit(self, count: int) -> None:
-        """Take the first `count` rows of the last verify.
+        """Commit the first `count` rows of the last verify.
 
         Raises:
-            TransactionError: there was no verify since the last commit, or it had fewer rows.
+            TransactionError: no verify ran since the last commit, or it had fewer rows.
         """
         if not 1 <= count <= self._verified:
             raise TransactionError(
@@ -105,7 +107,7 @@ class State:
         self._verified = 0
 
     def advance(self, count: int) -> None:
-        """A prefill step ran: its rows are in the state already."""
+        """Note that a prefill step ran: its rows are already in the state."""
         self.length += count
         self.accepted = self._verified = 0
         self._open = False
@@ -120,7 +122,7 @@ class State:
         return Snapshot(self.length, self.accepted, arrays, self.first, tuple(self.behind))
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Go on from a snapshot, exactly as its sequence would have."""
+        """Continue from a snapshot, exactly as its sequence would have."""
         for name, array in snapshot.arrays.items():
             self._engine.write(self.tensors[name], array)
         self.length, self.accepted, self._verified = snapshot.length, snapshot.accepted, 0
@@ -129,7 +131,7 @@ class State:
         self.begun += 1
 
     def layout(self, length: int) -> dict[str, TensorSpec]:
-        """What a snapshot at this length holds where nothing is left to fold."""
+        """The arrays of a snapshot at this length when no records are left to fold."""
         return {
             name: TensorSpec(name, tensor.spec.dtype, self._shape(name, tensor, length))
             for name, tensor in self.tensors.items()

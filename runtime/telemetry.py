@@ -1,4 +1,4 @@
-"""What one request took and what its speculation was worth."""
+"""Telemetry of one request: its times and the results of its speculation."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class Spec:
     cycles: int
     """Verify steps."""
     drafted: int
-    """Tokens the drafter offered."""
+    """Tokens drafted."""
     accepted: int
-    """Of those, committed."""
+    """Drafted tokens that were committed."""
     accept_len: float
-    """Committed tokens a cycle, the target's own one included."""
+    """Committed tokens per cycle, including the target's own one."""
     accept_hist: tuple[int, ...]
-    """[R] cycles that committed 1, 2, ... R tokens."""
+    """[R] number of cycles that committed 1, 2, ... R tokens."""
     accepted_per_position: tuple[int, ...]
-    """[R - 1] times the draft at this position was committed."""
+    """[R - 1] how often the draft at this position was committed."""
     forced: int
-    """Committed tokens that a grammar or a budget left no choice about."""
+    """Committed tokens that a grammar or a budget forced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +40,19 @@ class Timings:
 
     prefill_ms: float
     ttft_ms: float
-    """Until the first committed token."""
+    """Time to the first committed token."""
     decode_ms: float
-    """From the end of the prefill to the end."""
+    """From the end of the prefill to the end of the request."""
     e2e_ms: float
     tok_s: float
-    """Committed tokens a second of decoding."""
+    """Committed tokens per second of decoding."""
     phases_ms: Mapping[str, float]
-    """Time inside each graph; `host` is the rest of e2e."""
+    """Time inside each graph; `host` is the rest of e2e_ms."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The blocks of one request that began in one phase."""
+    """Totals over the blocks of one request that began in one phase."""
 
     cycles: int = 0
     committed: int = 0
@@ -61,11 +61,11 @@ class Part:
     accepted: int = 0
     """Drafts committed."""
     relaxed: int = 0
-    """Of those, the ones strict acceptance would have refused."""
+    """Committed drafts that strict acceptance would have refused."""
     ms: float = 0.0
 
     def plus(self, other: Part) -> Part:
-        """Both together."""
+        """The sum of both."""
         return Part(
             self.cycles + other.cycles,
             self.committed + other.committed,
@@ -78,14 +78,14 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Why some blocks in a row were capped, forced, soft, gated or relaxed."""
+    """Why some consecutive blocks were capped, forced, soft, gated or relaxed."""
 
     what: str
     why: str
     cycle: int
-    """The first of them, from 0."""
+    """Index of the first of them, from 0."""
     cycles: int = 1
-    """How many."""
+    """Number of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,33 +94,33 @@ class Report:
 
     finish: str
     completion_tokens: int
-    """Committed after the prompt, a stop token included."""
+    """Tokens committed after the prompt, a stop token included."""
     cached_tokens: int
-    """Prompt tokens that came with a prefix and were not read again."""
+    """Prompt tokens that came from a prefix and were not read again."""
     spec: Spec
     timings: Timings
     phases: Mapping[Phase, Part]
-    """Phases the answer came through."""
+    """The phases that the answer went through."""
     close: Close
-    """How its thinking ended; empty where it did not."""
+    """How its thinking ended; empty if it did not."""
     notes: tuple[Note, ...]
-    """By first cycle. Blocks without a note were as wide as they can be, drafted and exact."""
+    """Ordered by first cycle. Blocks without a note were full width, drafted and exact."""
 
 
 @dataclass(slots=True)
 class Meter:
-    """Counts while a request runs."""
+    """Collects telemetry while a request runs."""
 
     block: int
     busy: Mapping[str, float]
-    """Engine seconds by graph at the start."""
+    """Engine seconds by graph when the request started."""
     cached: int = 0
-    """Prompt tokens of the prefix."""
+    """Prompt tokens that came from the prefix."""
     start: float = field(default_factory=time.perf_counter)
     prefilled: float = 0.0
     first: float = 0.0
     last: float = 0.0
-    """When the last block was committed, or the prompt was done."""
+    """When the last block was committed, or the prefill ended."""
     cycles: int = 0
     drafted: int = 0
     forced: int = 0
@@ -135,11 +135,11 @@ class Meter:
         self.by_position = [0] * (self.block - 1)
 
     def prompt_done(self) -> None:
-        """The prompt is in the state."""
+        """Note that the prefill has ended."""
         self.prefilled = self.last = time.perf_counter()
 
     def cycle(self, block: Block, record: Record, count: int, drafted: int) -> None:
-        """A block was committed, `drafted` rows of which held a draft or a forced id instead."""
+        """Count a committed block, `drafted` rows of which held a draft or a forced id instead."""
         now = time.perf_counter()
         forced = [token >= 0 for token in block.forced]
         free = [not f for f in forced] + [True] * (self.block - len(forced))
@@ -159,7 +159,7 @@ class Meter:
         self.cycles += 1
 
     def closed(self, block: Block, record: Record) -> None:
-        """Thinking ended with this block."""
+        """Note that thinking ended in this block."""
         natural: Close = "soft" if record.softened else "natural"
         self.close = "hard" if block.phase == "closing" else natural
 
@@ -171,13 +171,13 @@ class Meter:
             notes.append(Note(reason.what, reason.why, self.cycles))
 
     def report(self, finish: str, completion: int, busy: Mapping[str, float]) -> Report:
-        """The sums."""
+        """Return the totals."""
         now = time.perf_counter()
         prefilled = self.prefilled or now
         decode = max(now - prefilled, 1e-9)
         committed = sum((i + 1) * n for i, n in enumerate(self.hist))
         phases = {name: 1e3 * (busy[name] - self.busy.get(name, 0.0)) for name in busy}
-        # To this moment, as `busy`: the last step may have committed nothing.
+        # Up to now, like `busy`: the last step may have committed nothing.
         phases["host"] = 1e3 * (now - self.start) - sum(phases.values())
         return Report(
             finish,

@@ -1,8 +1,8 @@
-"""Text to token ids and back: tokenizer, chat template, and what of an answer is thinking.
+"""Text to token ids and back: tokenizer, chat template, and splitting thinking from the answer.
 
 Rules of decoded text
-    Special tokens (`<|im_end|>` and its kind) are left out. Tokens the tokenizer adds without
-    calling them special (`<think>`, `<tool_call>`) are text and are printed.
+    Special tokens (such as `<|im_end|>`) are left out. Added tokens that the tokenizer does not
+    mark as special (`<think>`, `<tool_call>`) are text and are printed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ THINK, END_THINK = "<think>", "</think>"
 TOOL_MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 ROLES = ("system", "user", "assistant", "tool")
 RECALLED = 8192
-"""Tokens whose bytes are remembered: more than a robot's plans ever use."""
+"""Tokens whose bytes are cached: more than a robot's plans ever use."""
 _KEYS = {"role", "content", "reasoning_content"}
 
 
@@ -50,20 +50,20 @@ class Text:
         self.tools = tuple(
             i for i in (tokenizer.token_to_id(mark) for mark in TOOL_MARKS) if i is not None
         )
-        """Ids of the marks around tool calls and their answers, those there are."""
+        """Ids of the marks around tool calls and their responses, as far as they exist."""
         self.recall = lru_cache(RECALLED)(self.bytes_of)
-        """`bytes_of`, from memory: an answer says the same few words again and again."""
+        """`bytes_of`, cached: an answer uses the same few tokens again and again."""
 
     @property
     def marks(self) -> Marks | None:
-        """The thinking marks, or None where one of them is missing."""
+        """The thinking marks, or None if one of them is missing."""
         if self.think is None or self.end_think is None:
             return None
         return Marks(self.think, self.end_think)
 
     @property
     def chats(self) -> bool:
-        """There is a chat template."""
+        """Whether there is a chat template."""
         return self._template.given
 
     @classmethod
@@ -71,7 +71,7 @@ class Text:
         """Read the tokenizer files of a package or a checkpoint.
 
         Raises:
-            PackageError: tokenizer.json is missing or not of a kind that is understood.
+            PackageError: a tokenizer file or the chat template is missing, invalid or unsupported.
         """
         path = directory / files.TOKENIZER
         try:
@@ -87,17 +87,17 @@ class Text:
         return cls(tokenizer, special, _Template.load(directory))
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`; the spelling of an added token becomes that token.
+        """Token ids of `text`; text that spells an added token becomes that token.
 
         Raises:
-            RequestError: `text` holds lone surrogates: it was not UTF-8 where it came from.
+            RequestError: `text` holds lone surrogates: its source was not UTF-8.
         """
         check_utf8("text", text)
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def least(self, text: str) -> int:
-        """Tokens that `text` has at least; 0 where the tokenizer promises none. Nothing is encoded,
-        which takes a second and 200 MB for each megabyte.
+        """A lower bound on the tokens of `text`; 0 if the tokenizer gives none. Does not encode,
+        which would take a second and 200 MB per megabyte.
 
         Raises:
             RequestError: as `encode`.
@@ -108,7 +108,7 @@ class Text:
 
     @cached_property
     def _most(self) -> int | None:
-        # Of a large vocabulary it takes half a second.
+        # Cached, because this takes half a second for a large vocabulary.
         return longest(json.loads(self._tokenizer.to_str()), _BYTES.keys())
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -117,33 +117,34 @@ class Text:
         return stream.feed(ids) + stream.end()
 
     def grammar_json(self) -> str:
-        """The tokenizer as JSON for a grammar: bytes become the tokens that spell them and nothing
-        else. No added token is text, nor spelt by any, and no text is rewritten before.
+        """The tokenizer as JSON for a grammar: bytes map only to the tokens that spell them. Added
+        tokens are special and get a content that no text spells; the normalizer is removed.
         """
         table = json.loads(self._tokenizer.to_str())
         table["normalizer"], vocab = None, table["model"]["vocab"]
         for token in table["added_tokens"]:
             nobody_s = f"\0added {token['id']}\0"
-            # The id is that of the vocabulary's word where it has one, else the next free one.
+            # The tokenizer takes a token's id from the vocabulary if it is there, else the next
+            # free id.
             if token["content"] in vocab:
                 vocab[nobody_s] = vocab.pop(token["content"])
             token |= {"special": True, "normalized": False, "content": nobody_s}
         return json.dumps(table)
 
     def stream(self) -> Stream:
-        """A decoder that is fed an answer piece by piece."""
+        """A decoder for an answer that arrives piece by piece."""
         return Stream(self)
 
     def render(self, messages: object, thinking: bool) -> str:
         """The prompt of a chat, up to where the assistant's answer begins.
 
         Raises:
-            RequestError: `messages` is no chat, or the template refuses it.
+            RequestError: `messages` is not a chat, or the template refuses it.
         """
         return self._template.render(chat(messages), thinking)
 
     def bytes_of(self, token: int) -> bytes:
-        """What one token adds to the text: nothing for a special token or an id without one."""
+        """Bytes that one token adds to the text; none for a special token or an unused id."""
         word = None if token in self._special else self._tokenizer.id_to_token(token)
         if word is None:
             return b""
@@ -153,7 +154,7 @@ class Text:
 
 
 class Stream:
-    """Decodes an answer as it arrives. A character is given out when its last byte is there."""
+    """Decodes an answer as it arrives. A character is returned once its last byte has arrived."""
 
     def __init__(self, text: Text) -> None:
         self._text = text
@@ -164,7 +165,7 @@ class Stream:
         return self._utf8.decode(b"".join(map(self._text.recall, ids)))
 
     def end(self) -> str:
-        """What was held back: U+FFFD if the answer stopped inside a character, else nothing."""
+        """Text that was held back: U+FFFD if the answer stopped inside a character, else ""."""
         return self._utf8.decode(b"", True)
 
 
@@ -174,14 +175,14 @@ class Piece:
 
     text: str
     thinking: bool
-    """Inside the thinking block; its closing mark still is."""
+    """Inside the thinking block, whose marks belong to it."""
 
 
 class Answer:
     """An answer as it arrives, split into thinking and the rest.
 
-    Whether it starts inside thinking is the prompt's doing: a chat template may have opened the
-    block already. An answer that does not start inside may open one with its first token.
+    The prompt decides whether it starts inside thinking: a chat template may have opened the block
+    already. An answer that does not start inside may open one with its first token.
     """
 
     def __init__(self, text: Text, prompt: Sequence[int]) -> None:
@@ -197,7 +198,7 @@ class Answer:
         return self._thinking
 
     def feed(self, tokens: Sequence[int]) -> list[Piece]:
-        """The pieces of text these tokens complete, empty ones left out."""
+        """The pieces of text these tokens complete, without empty ones."""
         return [piece for token in tokens for piece in self._one(token) if piece.text]
 
     def end(self) -> list[Piece]:
@@ -209,7 +210,7 @@ class Answer:
         """The text of the thinking block without its marks."""
         marks = (self._text.think, self._text.end_think)
         runs = groupby(self._tokens[: self._thinking], marks.__contains__)
-        # One by one: halves of a character on both sides of a mark are none.
+        # Run by run: halves of a character on both sides of a mark do not form a character.
         return "".join(self._text.decode(run) for mark, run in runs if not mark).strip("\n")
 
     def text(self) -> str:
@@ -220,7 +221,7 @@ class Answer:
     def _one(self, token: int) -> Iterator[Piece]:
         self._tokens.append(token)
         if token in (self._text.think, self._text.end_think):
-            yield from self.end()  # a mark is a piece of its own, also after half a character
+            yield from self.end()  # a mark is its own piece, even after an incomplete character
         inside = self._state.feed(token)
         if inside:
             self._thinking = len(self._tokens)
@@ -228,7 +229,7 @@ class Answer:
 
 
 def open_at_end(text: Text, prompt: Sequence[int]) -> bool:
-    """Whether an answer to this prompt begins inside the thinking block."""
+    """Whether the answer to this prompt begins inside the thinking block."""
     return Thinking(text.marks, prompt).inside
 
 
@@ -264,7 +265,7 @@ def _entry(entry: object, where: str) -> dict[str, str]:
 
 
 class _Template:
-    """A chat template in the dialect of transformers: sandboxed, with its filters and globals."""
+    """A chat template as transformers renders it: sandboxed, with the same filters and globals."""
 
     def __init__(self, source: str | None, names: dict[str, str], where: Path) -> None:
         self._names = names
@@ -321,7 +322,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
     )
     env.filters["tojson"] = _tojson
-    # update, not assignment: jinja declares the values of its own globals only.
+    # update, not assignment: jinja types the values of its own globals only.
     env.globals.update(_globals())
     return env
 
@@ -333,7 +334,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # jinja's own filter escapes HTML, which a prompt is not.
+    # jinja's own filter escapes for HTML, and a prompt is not HTML.
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -356,7 +357,7 @@ def _now(form: str) -> str:
 
 
 def _add_missing(tokenizer: Tokenizer, directory: Path) -> frozenset[int]:
-    """Teach the tokenizer what only tokenizer_config.json lists; return every special id."""
+    """Add the tokens that only tokenizer_config.json lists; return every special id."""
     added = files.added_tokens(directory)
     for token in added:
         if tokenizer.id_to_token(token.id) is not None:

@@ -17,19 +17,18 @@ class Marks:
 class Thinking:
     """Follows an answer token by token.
 
-    Whether it starts inside is the prompt's doing: a chat template may have opened the block
-    already, or opened and closed it. An answer that does not start inside may open one with its
-    first token.
+    The prompt decides whether it starts inside: a chat template may have opened the block already,
+    or opened and closed it. An answer that does not start inside may open one with its first token.
     """
 
     def __init__(self, marks: Marks | None, prompt: Sequence[int]) -> None:
         self._marks = marks
         self._fresh = True
         self.inside = _open_at_end(marks, prompt)
-        """The next token belongs to the thinking block."""
+        """Whether the next token belongs to the thinking block."""
 
     def feed(self, token: int) -> bool:
-        """Take one committed token; tell whether it belongs to the block, its marks included."""
+        """Take one committed token; return whether it belongs to the block, marks included."""
         if self._marks is None:
             return False
         inside = self.inside or (self._fresh and token == self._marks.open)

@@ -1,1 +1,1 @@
-"""Engines: what runs a package's graphs on one kind of machine."""
+"""Engines: each runs a package's graphs on one kind of machine."""

@@ -1,1 +1,1 @@
-"""What shapes blocks: one file a policy, all behind runtime/block.py."""
+"""The policies that shape blocks, one per file; runtime/block.py has their protocol."""
