@@ -1,4 +1,4 @@
-"""The engine of any machine: ONNX Runtime on the CPU, running the rooms' ONNX bodies."""
+"""The engine for any machine: ONNX Runtime on the CPU, running the rooms' ONNX bodies."""
 
 # onnxruntime publishes no types.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
@@ -50,20 +50,20 @@ class _Memory:
 
 @dataclass(slots=True, eq=False)
 class OrtTensor:
-    """A tensor, and the memory its next value is made in while the old one is still read."""
+    """A tensor, with spare memory for its next value while the old one is still read."""
 
     spec: TensorSpec
     now: _Memory
     spare: _Memory | None = None
 
     def next(self) -> _Memory:
-        """Memory for a new value."""
+        """The spare memory, for a new value."""
         if self.spare is None:
             self.spare = _Memory.make(self.spec)
         return self.spare
 
     def swap(self) -> None:
-        """The value just made becomes the value."""
+        """Make the new value the current one."""
         assert self.spare is not None
         self.now, self.spare = self.spare, self.now
 
@@ -82,11 +82,11 @@ class OrtGraph:
 
 @dataclass(slots=True)
 class OrtEngine:
-    """Sessions over the graphs of one package directory."""
+    """ONNX Runtime sessions of the graphs of one package directory."""
 
     package: Path
     threads: int = 0
-    """0 takes every core."""
+    """0: every core."""
     _graphs: dict[str, OrtGraph] = field(default_factory=dict[str, OrtGraph])
 
     @property
@@ -105,8 +105,8 @@ class OrtEngine:
         options = ort.SessionOptions()
         options.intra_op_num_threads = self.threads
         options.inter_op_num_threads = 1
-        options.log_severity_level = 4  # what it would write on stderr, its errors say, too
-        # Each graph has threads of its own; those of the last one must not spin against the next.
+        options.log_severity_level = 4  # its exceptions say what it would log to stderr
+        # Each graph has its own threads; those of one graph must not spin while the next one runs.
         options.add_session_config_entry("session.force_spinning_stop", "1")
         path = self.package / f"{name}.onnx"
         try:
@@ -182,8 +182,9 @@ def _ort(tensor: Tensor) -> OrtTensor:
 
 
 def _run(graph: OrtGraph, call: Call) -> None:
-    """A tensor bound on both sides gets its new value in spare memory, so that a failed call
-    leaves the old one; except where the graph writes in place, past the committed rows.
+    """Run a call. A tensor that is both input and output gets its new value in spare memory, so
+    that a failed call leaves the old one; except where the graph writes in place, past the
+    committed rows.
     """
     binding = graph.session.io_binding()
     read = {id(tensor) for tensor in call.inputs.values()}

@@ -1,9 +1,9 @@
-"""A thinking budget: THINK -> CLOSING -> REPLY, moved by committed tokens only.
+"""A thinking budget: stages THINK -> CLOSING -> REPLY, advanced by committed tokens only.
 
-In THINK a block is cut so that it ends where the budget does; in CLOSING the message that closes
-thinking is committed as forced rows of ordinary blocks; in REPLY there is nothing left to do. A
-block that closes thinking by itself leads to REPLY at once. Verify, drafter and state see no
-difference between a forced row and any other.
+In THINK a block is capped to end where the budget does. In CLOSING the message that closes thinking
+is committed as forced rows of ordinary blocks. In REPLY there is nothing left to do. A block that
+closes thinking by itself leads to REPLY at once. Verify, drafter and state treat a forced row like
+any other.
 
 Source: Lucebox's thinking-budget hook, level 2: the numbers and the rule about the message's first
 id; not its hand-over to plain decoding.
@@ -23,22 +23,22 @@ Stage = Literal["think", "closing", "reply"]
 
 @dataclass(frozen=True, slots=True)
 class Soft:
-    """Where thinking may close earlier: at a row that all but does."""
+    """Soft close: thinking may end early where the closing mark is nearly the best id."""
 
     start: int
-    """Tokens of the answer before which nothing is soft."""
+    """Tokens of the answer before which no row is soft."""
     margin: float
-    """Largest distance of the closing mark to the best id, nats."""
+    """Largest logit distance of the closing mark from the best id, nats."""
 
 
 @dataclass(slots=True)
 class Budget:
-    """Closes thinking that has used up its tokens. One per request."""
+    """Closes thinking once it has used up its tokens. One per request."""
 
     limit: int
     """Tokens of the answer after which thinking is closed."""
     close: tuple[int, ...]
-    """What closes it."""
+    """Ids of the closing message."""
     soft: Soft | None = None
     _stage: Stage = "think"
     _said: int = field(default=0)
@@ -69,7 +69,7 @@ class Budget:
             self._stage = "reply"
         if self._stage == "think" and len(progress.tokens) >= self.limit:
             self._stage = "closing"
-            # A message whose first id was the last thought has begun already.
+            # If the last committed token is the message's first id, the message has begun already.
             self._said = int(progress.tokens[-1:] == [self.close[0]])
         if self._stage == "closing" and self._said >= len(self.close):
             self._stage = "reply"
@@ -81,7 +81,8 @@ class Budget:
         start = self.soft.start
         soft = tuple(marks.close if done + i >= start else -1 for i in range(block.cap))
         reasons = (*block.reasons, Reason("soft", WHY))
-        # Rows after a closing mark are the answer's, where nothing is soft: they come again.
+        # Rows after a closing mark belong to the answer, where nothing is soft. End the block at
+        # the mark; the next block does those rows again.
         return replace(
             block,
             soft=soft,

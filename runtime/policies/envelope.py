@@ -1,4 +1,4 @@
-"""How many tokens thinking and the whole answer get: from options, model card and context."""
+"""Token limits for thinking and for the whole answer, from options and the model card."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Envelope:
     """Lengths of one request, tokens."""
 
     think: int
-    """Thinking is closed after these."""
+    """Thinking is closed after this many."""
     total: int
-    """The answer ends after these; total - think are kept for the closing message and the reply."""
+    """The answer ends after this many; total - think are reserved for closing message and reply."""
 
 
 def envelope(config: BudgetConfig, card: Card, close: int, max_tokens: int) -> Envelope:
-    """Resolve a budget. `close` is the length of the closing message.
+    """Resolve a budget. `close`: length of the closing message, tokens.
 
     Raises:
         RequestError: the numbers leave no room for the message and one token after it.
@@ -39,7 +39,7 @@ def envelope(config: BudgetConfig, card: Card, close: int, max_tokens: int) -> E
 
 
 def _reply(config: BudgetConfig, card: Card, budget: int, max_tokens: int) -> int:
-    """The card's; a budget in tokens is kept whole, so it may leave less."""
+    """The card's reply length. A budget given in tokens is not cut, so the reply may get less."""
     if not card.reply:
         raise RequestError(
             "decode.budget.reply must be given, the package has no model card (got 0)"
@@ -48,10 +48,10 @@ def _reply(config: BudgetConfig, card: Card, budget: int, max_tokens: int) -> in
 
 
 def effort(name: str, card: Card) -> int:
-    """The budget an effort stands for, tokens.
+    """The budget that an effort stands for, tokens.
 
     Raises:
-        RequestError: the package has no model card to say.
+        RequestError: the package has no model card.
     """
     tiers = {
         "minimal": card.low,

@@ -1,13 +1,13 @@
-"""The gate: the drafter is left out while plain decoding is faster.
+"""The gate: skips the drafter while plain decoding is faster.
 
-A drafted cycle pays when it commits more tokens than `even`, its cost over that of a plain step.
-Forced ids are not counted: what a plain step commits is them and one token that had a choice.
-Both costs are measured in this process while it works. A moving average of what the drafts of a
-request are worth is held against `even`, with some slack on both sides; while the gate is shut the
-drafter is tried again as often as a fixed share of the time allows.
+A drafted cycle pays off when it commits more tokens than `even`, the ratio of its cost to that of a
+plain step. Forced ids are not counted: a plain step commits them too, plus one token that had a
+choice. Both costs are measured in this process while it works. A moving average of the tokens that
+a request's drafted cycles commit is compared with `even`, with some slack on both sides. While the
+gate is shut, the drafter is tried again as often as a fixed share of the time allows.
 
-Source: the questions are Lucebox's gates', the answers mostly not: theirs shut for good, carried
-one request's verdict into the next, and took the first, cold step for a cost.
+Source: the idea is that of Lucebox's gates, but most of the rules differ: theirs shut for good,
+carried one request's verdict into the next, and took the first, cold step as the cost.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ class Rule:
     """The gate's constants."""
 
     share: float = 0.15
-    """Of the newest cycle in the average: a run of five misses is ordinary text, too."""
+    """Weight of the newest cycle in the average: five misses in a row occur in ordinary text."""
     slack: float = 0.05
-    """Around even: costs differ by as much from cycle to cycle."""
+    """Relative band around `even`: costs vary by as much from cycle to cycle."""
     trust: float = 1.5
-    """What drafts are taken to be worth before a request has shown any, times even."""
+    """Initial value of a request's average, as a multiple of `even`."""
     sustain: int = 2
-    """Cycles in a row the average must be too low."""
+    """Consecutive cycles for which the average must be too low."""
     warmup: int = 3
     """Cycles of a request before the average may shut the gate."""
     loss: float = 3.0
-    """Plain steps a request may lose before the gate is shut at once, gains since set against."""
+    """Net loss of a request, in plain steps, above which the gate is shut at once."""
     plain: int = 3
-    """Plain steps a process takes to know their cost, after as many drafted cycles."""
+    """Plain steps a process takes to measure their cost, after as many drafted cycles."""
     probe: int = 3
-    """Cycles of a trial; the first one carries the catching up."""
+    """Cycles of a trial; the first includes catching up."""
     upkeep: float = 0.015
-    """Largest share of plain decoding's time spent on trials."""
+    """Largest share of the time of plain decoding that may be spent on trials."""
     pause: int = 32
-    """Fewest plain steps between trials."""
+    """Minimum plain steps between trials."""
 
 
 class Costs:
-    """Seconds of a drafted cycle, of a plain step and of catching up: medians of the newest, since
-    a step that met another process says nothing. One per process.
+    """Seconds of a drafted cycle, of a plain step and of catching up: medians of the newest, so
+    that a step disturbed by another process does not count. One per process.
     """
 
     KEPT = 7
@@ -63,41 +63,41 @@ class Costs:
         self._behind = deque[float](maxlen=self.KEPT)
 
     def drafted(self, seconds: float) -> None:
-        """A drafted cycle took this long."""
+        """Record the time of a drafted cycle."""
         self._drafted.append(seconds)
 
     def plain(self, seconds: float) -> None:
-        """A plain step took this long."""
+        """Record the time of a plain step."""
         self._plain.append(seconds)
 
     def caught_up(self, seconds: float) -> None:
-        """The first drafted cycle after plain ones took this long."""
+        """Record the time of the first drafted cycle after plain ones."""
         if self._drafted:
             self._behind.append(max(0.0, seconds - median(self._drafted)))
 
     def known(self, least: int) -> bool:
-        """Whether there are that many of both to go by: a process's first drafted cycle captures
-        what later ones replay, and alone it would be the median.
+        """Whether there are `least` measurements of both. One is not enough: a process's first
+        drafted cycle captures what later ones replay, so it is slower.
         """
         return self.ready(least) and len(self._plain) >= min(least, self.KEPT)
 
     def ready(self, least: int) -> bool:
-        """Whether there are that many drafted cycles to hold against plain steps."""
+        """Whether there are `least` measurements of drafted cycles."""
         return len(self._drafted) >= min(least, self.KEPT)
 
     @property
     def even(self) -> float:
-        """Tokens that had a choice a drafted cycle must commit to be worth its time."""
+        """Unforced tokens that a drafted cycle must commit to be worth its time."""
         return median(self._drafted) / median(self._plain)
 
     def trial(self, cycles: int) -> float:
-        """Seconds a trial of that many cycles takes, beyond the tokens it is sure to commit."""
+        """Seconds that a trial of `cycles` takes beyond as many plain steps."""
         extra = max(0.0, median(self._drafted) - median(self._plain))
         return cycles * extra + (median(self._behind) if self._behind else 0.0)
 
 
 class Gate:
-    """Leaves the drafter out of blocks where it does not pay. One per request."""
+    """Skips the drafter in blocks where it does not pay off. One per request."""
 
     def __init__(self, costs: Costs, clock: Callable[[], float], rule: Rule) -> None:
         self._costs = costs
@@ -105,13 +105,13 @@ class Gate:
         self._rule = rule
         self._mode: Mode = "open"
         self._worth: float | None = None
-        """Moving average of tokens a drafted cycle; None before the costs are known."""
+        """Moving average of tokens per drafted cycle; None before the costs are known."""
         self._cycles = 0
-        """In this mode."""
+        """Cycles in this mode."""
         self._low = 0
-        """Cycles in a row the average was too low."""
+        """Consecutive cycles for which the average was too low."""
         self._lost = 0.0
-        """Plain steps lost since drafts last paid."""
+        """Net loss in this mode, in plain steps, never below 0."""
         self._plain_s = 0.0
         """Time of plain steps in this mode, seconds."""
         self._began = 0.0
@@ -132,8 +132,8 @@ class Gate:
         return block
 
     def judge(self, progress: Progress, block: Block, record: Record) -> int:
-        """Drafts are worth what agreed, whatever else cuts the block; but for forced ids, which a
-        plain step commits as well.
+        """Note how many drafts agreed, even if something else cut the block. Forced ids are not
+        counted, since a plain step commits them too.
         """
         forced = sum(token >= 0 for token in block.forced[: record.agreed])
         self._agreed = record.agreed - forced
@@ -175,13 +175,13 @@ class Gate:
         self._lost = max(0.0, self._lost + even - self._agreed - 1)
         self._low = self._low + 1 if worth < even * (1 - rule.slack) else 0
         if self._lost > rule.loss:
-            self._worth = min(worth, even)  # what was lost outweighs what was trusted
+            self._worth = min(worth, even)  # the loss outweighs the initial trust
             return True
         return self._cycles >= rule.warmup and self._low >= rule.sustain
 
     def _reopen(self, even: float, worth: float) -> None:
-        """Out of shut: at once where plain steps turn out to cost more than was thought, else for
-        a trial when the plain steps so far pay for it.
+        """Leave the shut mode: at once if plain steps turn out to cost more than was measured
+        before, else for a trial once the plain steps so far pay for it.
         """
         rule = self._rule
         if worth >= even * (1 + rule.slack) and self._cycles == rule.plain:

@@ -1,8 +1,8 @@
-"""A grammar as a policy: the answer after the thinking obeys a JSON schema, whoever drafts it.
+"""A grammar as a policy: the answer after the thinking obeys a JSON schema.
 
-Law: a row's mask and its forced id are functions of the committed tokens before it and of nothing
-else, and a forced id is the only one its mask would leave. So constrained output is the target's
-own choice among legal ids, token by token, with any drafter or none.
+Invariant: a row's mask and forced id depend only on the tokens before it, and a forced id is the
+only id that its mask would allow. So constrained output is the target's own choice among legal ids,
+token by token, with any drafter or none.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ FREE = -1
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which part of the output comes next."""
+    """The part of the output that comes next."""
 
     thinking: bool
     lead: tuple[int, ...] = ()
-    """What is still due between the thinking and the answer."""
+    """Ids still to come between the thinking and the answer."""
 
     @property
     def inside(self) -> bool:
-        """In the answer: the grammar speaks."""
+        """Whether the next token is in the answer, where the grammar applies."""
         return not self.thinking and not self.lead
 
     def after(self, token: int, vocabulary: Vocabulary) -> Place:
-        """The place after a token before the answer."""
+        """The place after `token`, where `token` comes before the answer."""
         if self.thinking:
             ends = token == vocabulary.end_think
             return Place(False, vocabulary.lead) if ends else self
-        # A budget's own line breaks in place of the lead end it.
+        # A budget's closing message may have other line breaks than the lead; they end it.
         return Place(False, self.lead[1:] if token == self.lead[0] else ())
 
 
 def leads(ids: Sequence[int], vocabulary: Vocabulary) -> bool:
-    """Whether the answer begins after these ids that follow the thinking, and not among them."""
+    """Whether the answer begins after these ids, which follow the thinking, and not among them."""
     place = Place(thinking=False, lead=vocabulary.lead)
     for token in ids:
         if place.inside:
@@ -58,7 +58,7 @@ def leads(ids: Sequence[int], vocabulary: Vocabulary) -> bool:
 
 @dataclass(slots=True)
 class Walk:
-    """A block of drafts under the grammar, row by row. The matcher is a copy of its own."""
+    """Steps a block of drafts through the grammar, row by row, with its own copy of the matcher."""
 
     vocabulary: Vocabulary
     matcher: LLMatcher
@@ -73,14 +73,14 @@ class Walk:
     masks: Array | None = None
 
     def row(self, given: int) -> int:
-        """The id that must follow the next row, `given` by another policy or by the grammar."""
+        """The id that must follow the next row: `given` by another policy, else the grammar's."""
         if self.place.inside and self.start < 0:
             self.start = len(self.forced)
         self.forced.append(self._only() if given == FREE else given)
         return self.forced[-1]
 
     def step(self, token: int) -> bool:
-        """Go on over what follows the row. False: it may not follow, or ends the request."""
+        """Advance over the token after the row. False: it is illegal there, or ends the request."""
         if not self.place.inside:
             self.place = self.place.after(token, self.vocabulary)
             return True
@@ -91,24 +91,24 @@ class Walk:
         return legal
 
     def make_masks(self, rows: int) -> Array:
-        """int32 [rows, W]: all ids before the answer, then the legal ones."""
+        """int32 [rows, W] bit masks: all ids in rows before the answer, then the legal ones."""
         masks = np.full((rows, self.vocabulary.words), -1, np.int32)
         if self.matcher.rollback(len(self.taken)):
             self.vocabulary.masks(self.matcher, self.taken, masks[self.start :])
         if self.matcher.is_error():
-            # It has run into one of its limits, and what it said on the way is not all there is.
+            # The matcher has hit one of its limits, so the masks it made may be incomplete.
             masks[self.start :] = 0
         self.masks = masks
         return masks
 
     def again(self, matcher: LLMatcher, rows: int) -> Array:
-        """The masks by another matcher, which stands where the block begins."""
+        """Make the masks again with another matcher, which is at the beginning of the block."""
         self.matcher = matcher
         matcher.try_consume_tokens(self.taken)
         return self.make_masks(rows)
 
     def dead(self, row: int) -> bool:
-        """Whether no id may follow a row."""
+        """Whether no id is legal after a row."""
         if self.masks is None or row < self.start or self.forced[row] != FREE:
             return False
         return not self.masks[row].any()
@@ -119,25 +119,25 @@ class Walk:
         if self.place.thinking or not self.force:
             return FREE
         ahead = self.matcher.compute_ff_tokens()
-        # A matcher that has failed offers the end.
+        # A matcher that has failed offers the stop id.
         return ahead[0] if ahead and not self.matcher.is_error() else FREE
 
 
 @dataclass(slots=True)
 class Constrain:
-    """Policy of one request. See Policy in runtime/block.py."""
+    """The grammar policy of one request. See Policy in runtime/block.py."""
 
     grammar: Grammar
     place: Place
     force: bool = True
-    """Put what the grammar forces in the place of drafts; without, masks alone. Same output."""
+    """Replace drafts by ids that the grammar forces; else use masks alone. Same output."""
     seconds: float = 0.0
-    """Spent on walks and masks."""
+    """Time spent on walks and masks."""
     _matcher: LLMatcher = field(init=False)
     _answered: list[int] = field(default_factory=list[int])
-    """What it has taken."""
+    """Answer tokens that the matcher has consumed."""
     _walk: Walk | None = None
-    """Over the last block."""
+    """The walk over the last block."""
 
     def __post_init__(self) -> None:
         self._matcher = self.grammar.matcher.deep_copy()
@@ -147,7 +147,9 @@ class Constrain:
         return replace(block, look=self.look)
 
     def judge(self, progress: Progress, block: Block, record: Record) -> int:
-        """Stop before a row that nothing may follow. The next block begins there, and ends so."""
+        """Commit only the rows before one that nothing may follow. The next block begins with that
+        row, commits none, and so ends the request.
+        """
         dead = record.fault >= 0 and self._walk is not None and self._walk.dead(record.fault)
         return record.fault if dead else record.count
 
@@ -156,7 +158,7 @@ class Constrain:
         self.follow(progress.tokens[len(progress.tokens) - committed :])
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Go on over these tokens."""
+        """Advance place and matcher over these tokens."""
         vocabulary = self.grammar.vocabulary
         for token in tokens:
             if not self.place.inside:
@@ -166,7 +168,7 @@ class Constrain:
                 self._matcher.consume_token(token)
 
     def look(self, tokens: tuple[int, ...], block: Block) -> Block:
-        """See Look. Masks are left for later: they can be made while the verify runs."""
+        """See Look. Masks are made later, while the verify runs."""
         begin = time.perf_counter()
         walk = Walk(self.grammar.vocabulary, self._matcher.deep_copy(), self.place, self.force)
         self._walk, rows = walk, len(tokens)
@@ -193,13 +195,13 @@ class Constrain:
         return masks
 
     def _renew(self) -> None:
-        """Go on with the grammar compiled anew. Matchers of one share what they compute, and some
-        limits count all of that: what other requests had computed must end none.
+        """Continue with a newly compiled grammar. Matchers of one grammar share what they compute,
+        and some limits count all of it; other requests' computations must not end this request.
         """
         self.grammar.spent.set()
         try:
             self.grammar = self.grammar.anew()
         except RequestError:
-            return  # it takes too long just now: the old one is at its limit, which is a dead end
+            return  # compiling takes too long now; the old matcher's limit makes this a dead end
         self._matcher = self.grammar.matcher.deep_copy()
         self._matcher.try_consume_tokens(self._answered)

@@ -1,4 +1,4 @@
-"""Grammars of a package: its tokenizer as llguidance sees it, and the schemas compiled for it."""
+"""Grammars of a package: its tokenizer in llguidance, and the schemas compiled for it."""
 
 from __future__ import annotations
 
@@ -19,65 +19,65 @@ from thor_dflash.runtime.text import Text
 from thor_dflash.tensors import Array
 
 COMPILE_S = 2.0
-"""Longest compilation, seconds: a plan's takes ten milliseconds, and nothing plans meanwhile."""
+"""Maximum compile time, seconds: no plan is made meanwhile. A plan's schema takes 10 ms."""
 KEPT = 16
-"""Compiled grammars held. A robot has one for each set of skills and objects it lately saw."""
+"""Compiled grammars cached. A robot has one for each recent set of skills and objects."""
 LEAD = "\n\n"
 """What chat templates put between the thinking block and the answer."""
 ESCAPES = 'nrbtf\\"'
-"""Letters of escapes. Not u: by its code a declared key would pass for another one, and half a
-surrogate pair for a character."""
+"""Allowed JSON escape letters. Not u: \\u could spell a declared key in another way, or half a
+surrogate pair."""
 SILENT = 0
-"""llguidance's log level: it would print to stderr, and errors are read from the matcher."""
+"""llguidance's log level: no output on stderr. Errors are read from the matcher."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A compiled schema. Shared by requests: each takes a matcher of its own."""
+    """A compiled schema. Shared by requests: each copies the matcher."""
 
     schema: str
     """Compact JSON."""
     matcher: LLMatcher
-    """At the beginning, its first mask computed."""
+    """At the beginning of the answer, with its first mask computed."""
     vocabulary: Vocabulary
     warnings: tuple[str, ...]
     """What can make an answer grow without end."""
     compile_ms: float
     anew: Callable[[], Grammar]
-    """Compiled once more where it is spent. Raises RequestError, as Grammars.compile."""
+    """Compiles it again if it is spent. Raises RequestError, as Grammars.compile."""
     spent: threading.Event = field(default_factory=threading.Event)
-    """A matcher ran into a limit. They share what was computed, so none goes on from here."""
+    """A matcher hit a limit. All copies share what was computed, so none can continue."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Ids as a grammar needs them."""
+    """Token ids and masks as a grammar needs them."""
 
     size: int
     """Ids from here on are padding."""
     stop: frozenset[int]
     """Legal where the answer may end, and nowhere else."""
     lead: tuple[int, ...]
-    """Between the end of thinking and the answer."""
+    """Ids between the end of thinking and the answer."""
     end_think: int
     """Id that closes thinking; -1 where there is none."""
     executor: LLExecutor
 
     @property
     def words(self) -> int:
-        """Of one mask."""
+        """Int32 words of one mask."""
         return -(-self.size // 32)
 
     def masks(self, matcher: LLMatcher, tokens: list[int], out: Array) -> None:
-        """Fill int32 [1 + len(tokens), W] of `out`: ids legal now, and after each of the tokens.
+        """Fill `out`, int32 [1 + len(tokens), W]: ids legal now, and after each of the tokens.
 
-        The matcher is left as it was. If it failed on the way, `out` is not all there is.
+        The matcher's position does not change. If it fails on the way, `out` may be incomplete.
         """
         assert out.flags.c_contiguous, out.strides
         rows, words = out.shape
-        if not tokens:  # the executor takes drafts only
+        if not tokens:  # the executor requires draft tokens
             matcher.unsafe_compute_mask_ptr(out.ctypes.data, 4 * words)
             return
         self.executor.unsafe_compute_mask_ptr_with_draft_token(
@@ -85,13 +85,13 @@ class Vocabulary:
         )
 
     def dead(self, matcher: LLMatcher) -> bool:
-        """Whether nothing can follow, not even the end."""
+        """Whether nothing can follow, not even a stop id."""
         if matcher.is_error():
             return True
         if matcher.is_accepting():
             return False
         if forced := matcher.compute_ff_tokens():
-            # A text without end is forced until it meets a limit, which only who takes it is told.
+            # An infinite text is forced until it hits a limit, which only consuming it reports.
             return not matcher.deep_copy().consume_token(forced[0])
         row = np.zeros((1, self.words), np.int32)
         self.masks(matcher, [], row)
@@ -100,7 +100,7 @@ class Vocabulary:
 
 @dataclass(slots=True)
 class Grammars:
-    """Compiles schemas for one package and keeps the latest. Any thread may ask."""
+    """Compiles schemas for one package and caches the latest. Thread-safe."""
 
     text: Text
     vocab: int
@@ -108,14 +108,14 @@ class Grammars:
     stop: tuple[int, ...]
     """The package's stop ids."""
     limits: LLParserLimits = field(default_factory=lambda: LLParserLimits(verbose_errors=False))
-    """Fuel of the compiler and of one mask."""
+    """Limits on the work of the compiler and of one mask."""
     seconds: float = COMPILE_S
     _tokenizer: LLTokenizer = field(init=False)
     _vocabulary: Vocabulary = field(init=False)
     _kept: OrderedDict[str, Grammar] = field(default_factory=OrderedDict[str, Grammar])
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _compiler: threading.Lock = field(default_factory=threading.Lock)
-    """One at a time: a compilation that is no longer waited for still has a core."""
+    """One compilation at a time: one that timed out still occupies a core."""
 
     def __post_init__(self) -> None:
         if not self.stop:
@@ -137,14 +137,14 @@ class Grammars:
             frozenset(self.stop),
             tuple(self.text.encode(LEAD)),
             -1 if close is None else close,
-            LLExecutor(1),  # one thread: a block is one matcher's, and decoding has the others
+            LLExecutor(1),  # one thread: a block uses one matcher; decoding needs the other cores
         )
 
     def compile(self, schema: str | Mapping[str, Any]) -> Grammar:
         """The grammar of a schema: JSON without white space, keys in the schema's order.
 
         Raises:
-            RequestError: the schema is not one, is too much, or uses what is not supported.
+            RequestError: the schema is invalid, too large, too slow to compile, or unsupported.
         """
         text = text_of(schema)
         with self._lock:
@@ -188,10 +188,10 @@ class Grammars:
 
 
 def within(seconds: float, work: Callable[[], T]) -> T:
-    """What `work` returns or raises; not waited for longer than `seconds`.
+    """Run `work` on another thread for at most `seconds`; return or raise what it does.
 
     Raises:
-        RequestError: it took longer. It goes on until its fuel is spent, on a thread of its own.
+        RequestError: it took longer. It goes on in its own thread until it hits its own limits.
     """
     results: list[T] = []
     errors: list[Exception] = []

@@ -1,4 +1,4 @@
-"""What a JSON schema must be before a grammar is made of it, and what about it can run away."""
+"""Checks a JSON schema before it is compiled, and lints it for answers of unbounded length."""
 
 from __future__ import annotations
 
@@ -15,36 +15,37 @@ from thor_dflash.errors import RequestError
 from thor_dflash.records import as_list, as_table, check_utf8, show
 
 MAX_BYTES = 128 << 10
-"""Longest schema, bytes of compact JSON. Ten skills over forty objects are about 6 KB."""
+"""Maximum schema size, bytes of compact JSON. Ten skills over forty objects are about 6 KB."""
 MAX_DEPTH = 64
-"""Deepest nesting of the schema's own JSON. A plan's is 12; the compiler gives up at 128."""
+"""Maximum nesting of the schema's own JSON. A plan's is 12; the compiler gives up at 128."""
 MAX_BOUND: Mapping[type, int] = {int: 2**53 - 1, float: (2**53 - 1) // 10}
-"""Largest bound of a number, either way. The compiler keeps bounds as float64, one written with a
-point as all its digits over ten, and makes int64 of them: larger ones would change in silence, and
-the lowest make it crash."""
+"""Largest absolute value of a bound. The compiler stores bounds as float64, one with a decimal
+point as all its digits over ten, and converts them to int64: larger ones would change silently, and
+the lowest would crash it."""
 
 _WHOLE = MAX_BOUND[int]
-"""Largest integer of a literal, either way: the compiler makes float64 of literals, too."""
+"""Largest absolute value of a literal number: the compiler stores literals as float64 too."""
 _PLACES = 300
-"""Most digits after the point of a literal: the power of ten is a float64."""
+"""Maximum decimal places of a literal: the compiler's power of ten is a float64."""
 _CONTROLS = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
-"""Have no short escape in JSON, and no answer has a long one."""
+"""Control characters that JSON can only escape as \\u, which answers may not use."""
 _LOW, _HIGH = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _BOUNDS = frozenset((*_LOW, *_HIGH))
 _PLAIN = _BOUNDS | frozenset(
     "type const enum required minItems maxItems minLength maxLength pattern format $ref".split()
 )
 _NOTES = frozenset("title description default examples deprecated $comment $schema".split())
-"""Say nothing about what is valid."""
+"""Annotations, which do not affect validity."""
 _ONE = frozenset(("items", "additionalProperties"))
 _SAME = frozenset(("anyOf", "oneOf", "allOf"))
 _MANY = _SAME | {"prefixItems"}
 _NAMED = frozenset(("properties", "$defs", "definitions"))
 KEYWORDS = _PLAIN | _NOTES | _ONE | _MANY | _NAMED
-"""All others are refused by name: the compiler would ignore some of them in silence."""
+"""All others are refused by name: the compiler would silently ignore some of them."""
 
 _ENDLESS = re.compile(r"[*+]|\{\d*,\}")
-"""What makes a pattern match without end. Inside a class it is a false alarm: a lint may be one."""
+"""Unbounded repetition in a pattern. May be a false positive inside a character class, which is
+acceptable for a lint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +55,16 @@ class Node:
     where: str
     """Dotted path, `schema` at the top."""
     at: str
-    """What a $ref to it says."""
+    """The value of a $ref to it."""
     table: Mapping[str, object]
 
 
 def text_of(schema: str | Mapping[str, Any]) -> str:
-    """The schema as compact JSON, its keys in the order given: an answer's keys come in that order.
+    """Check a schema; return it as compact JSON with its keys in the order given, which is also the
+    order of an answer's keys.
 
     Raises:
-        RequestError: no JSON object, too long, too deep, or with an unsupported keyword, bound,
+        RequestError: not a JSON object, too long, too deep, or with an unsupported keyword, bound,
         literal or $ref.
     """
     table = _table(schema)
@@ -106,8 +108,8 @@ def _check_literal(where: str, value: object) -> None:
 
 
 def _kept(value: float) -> bool:
-    """Whether the compiler reads what is written: it rounds the digits, then what a power of ten
-    makes of them.
+    """Whether the compiler reads a number exactly: it rounds the digits to float64, divides by a
+    power of ten and rounds again.
     """
     if not -_WHOLE <= value <= _WHOLE:
         return False
@@ -117,7 +119,7 @@ def _kept(value: float) -> bool:
 
 
 def _check_refs(schema: Mapping[str, object]) -> None:
-    """A $ref to anything but a schema would bring in what nobody has checked."""
+    """Refuse a $ref to anything but a schema in this document: it would bypass the checks."""
     places = {at for _, at, _ in _schemas(schema)}
     for node in nodes(schema):
         ref = node.table.get("$ref")
@@ -128,11 +130,11 @@ def _check_refs(schema: Mapping[str, object]) -> None:
 
 
 def check_near(schema: str) -> None:
-    """Refuse a whole exclusive bound with the other bound less than 1 away: the compiler would
-    take it for an inclusive one. What judges one value is all over a schema, so this can take long.
+    """Refuse an integral exclusive bound with the other bound less than 1 away: the compiler would
+    take it as inclusive. The bounds of one value may be spread over a schema, so this can be slow.
 
     Raises:
-        RequestError: it has one.
+        RequestError: the schema has such a bound.
     """
     if '"exclusiveM' not in schema:
         return
@@ -150,7 +152,7 @@ def check_near(schema: str) -> None:
 
 
 def _near(tables: list[Mapping[str, object]]) -> tuple[str, float, float] | None:
-    """An exclusive bound, its keyword in front, and one of the other side that is too near."""
+    """The keyword and value of an exclusive bound, and an opposite bound that is too near."""
     for (_, key), others, way in ((_LOW, _HIGH, 1), (_HIGH, _LOW, -1)):
         ahead = sorted(way * other for other in _numbers(tables, others))
         for bound in _numbers(tables, (key,)):
@@ -166,7 +168,7 @@ def _numbers(tables: list[Mapping[str, object]], keys: tuple[str, ...]) -> list[
 
 
 def _together(start: str, tables: Mapping[str, Mapping[str, object]]) -> set[str]:
-    """Where the schemas are that judge the same value as one."""
+    """The schemas that apply to the same value as the one at `start`, itself included."""
     seen, front = set[str](), [start]
     while front:
         at = front.pop()
@@ -212,7 +214,7 @@ def _depth(value: object) -> int:
 
 
 def nodes(schema: Mapping[str, object]) -> Iterator[Node]:
-    """The schema and every schema inside it but true and false, outermost first.
+    """Yield the schema and every schema inside it except true and false, outermost first.
 
     Raises:
         RequestError: a keyword's value is not what the keyword takes.
@@ -235,7 +237,7 @@ def _schemas(
 
 
 def _inside(key: str, value: object, where: str) -> list[tuple[str, str, object]]:
-    """Dotted path, what of a $ref follows the keyword, and value of what is to be a schema."""
+    """The subschemas under a keyword: dotted path, $ref part after the keyword, and value."""
     if key in _ONE:
         return [(where, "", value)]
     if key in _MANY:
@@ -256,7 +258,7 @@ def _escaped(name: str) -> str:
 
 
 def lint(schema: str) -> tuple[str, ...]:
-    """What in a schema lets an answer grow without end: it may then fill max_tokens and be cut."""
+    """Report what lets an answer grow without end: it may then fill max_tokens and be cut off."""
     table = cast("dict[str, object]", json.loads(schema))
     found = [f"{n.where} {rule}" for n in nodes(table) for rule in _endless(n.table)]
     return tuple(found + _recursive(table))

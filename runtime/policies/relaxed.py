@@ -1,11 +1,11 @@
-"""Relaxed acceptance: near misses of the drafter are taken while the answer thinks.
+"""Relaxed acceptance: near misses of the drafter are accepted inside the thinking block.
 
-The rules are the accept room's. This file says when: while committed tokens are inside the thinking
-block, and in blocks that force nothing. Rows from the first drafted closing mark on are strict, so
-the answer is exact given what was thought.
+The acceptance rules are those of the accept room. This file decides when they apply: while
+committed tokens are inside the thinking block, and in blocks that force nothing. Rows from the
+first drafted closing mark on are strict, so the answer is exact given the thinking.
 
-Source: FlashRT's relaxed matches, without its mistake of taking a closed block for an open one;
-TensorRT-LLM's relaxed acceptance, without its one step of delay.
+Source: FlashRT's relaxed matches, without its bug of taking a closed block for an open one;
+TensorRT-LLM's relaxed acceptance, without its delay of one step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from thor_dflash.runtime.block import Block, Progress, Reason, Relaxed
 
 @dataclass(frozen=True, slots=True)
 class RelaxedThinking:
-    """Accepts by `relaxed` while the answer thinks."""
+    """Applies `relaxed` inside the thinking block."""
 
     relaxed: Relaxed
 

@@ -1,4 +1,4 @@
-"""What the steps of a package cost on this device, and what they could cost at best."""
+"""Measures what the steps of a package cost on this device."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from thor_dflash.runtime.telemetry import Meter
 from thor_dflash.tensors import Array, DType, TensorSpec
 
 BLOCK_BYTES = 512 * 8 * 16
-"""Read by one block of read_memory at a time."""
+"""Bytes that one thread block of read_memory reads at a time."""
 WARM, RUNS = 10, 15
 REST = 0.25
-"""Seconds of rest before a step is timed. Some seconds of repetition bring an H100 to its power
-limit; then its clock falls, and which step meets that would be chance."""
+"""Seconds of rest before a step is timed. A few seconds of repetition bring an H100 to its power
+limit; its clock then falls, and it would be chance which step is affected."""
 BATCH = 30
-"""Runs of a step that goes on without rest, of which one median is taken."""
+"""Runs per median, for a step that is repeated without rest."""
 STATE = {"state": (0.0, 0.1), "states": (0.0, 0.1), "record_d": (0.0, 0.1),
          "record_k": (0.0, 0.088), "record_decay": (0.9, 0.0)}  # fmt: skip
-"""Mean and deviation of a gdn state where it is not 0 and 1: keys of length 1, states that last."""
+"""Mean and deviation of gdn states other than 0 and 1: keys of length 1, states that last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Of one step, milliseconds."""
+    """Time of one step, milliseconds."""
 
     median: float
     low: float
@@ -55,26 +55,26 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """Of a cycle of the real loop, seconds."""
+    """Time of a cycle of the real loop, seconds."""
 
     clock: float
-    """Median by the clock."""
+    """Median wall time."""
     graph: float
-    """Median in the CUDA graph."""
+    """Median time in the CUDA graph."""
     host: float
-    """Median of what a cycle takes longer by the clock than in its graph."""
+    """Median of the wall time minus the time in the CUDA graph."""
     mean: float
-    """Mean of that; above the median where something else took the processor now and then."""
+    """Mean of that; above the median if something else used the CPU now and then."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The calls of a step that are alike but for their layer."""
+    """The steps of a program that differ only in their layer."""
 
     names: frozenset[str]
-    """Of the steps."""
+    """Names of the steps."""
     nbytes: int
-    """Weights that all of them read together."""
+    """Bytes of weights that they read in total."""
 
     def __contains__(self, step: Step) -> bool:
         return step.name in self.names
@@ -90,13 +90,13 @@ def everything(step: Step) -> bool:
 
 
 def rooms(*names: str) -> Keep:
-    """The steps of some rooms."""
+    """Only the steps of some rooms."""
     return lambda step: step.room in names
 
 
 @dataclass(slots=True)
 class Bench:
-    """One package on one engine."""
+    """Measurements of one package on one engine."""
 
     engine: CudaEngine
     model: Model
@@ -104,10 +104,10 @@ class Bench:
     extra: dict[str, Call]
     """Verify steps of other widths, by name."""
     free: int
-    """Device memory that was free before anything was captured, bytes."""
+    """Free device memory before anything was captured, bytes."""
 
     def bandwidth(self) -> float:
-        """Read bandwidth, bytes a second: the weights themselves, read by the simplest kernel."""
+        """Read bandwidth, bytes per second, of the simplest kernel reading the weights."""
         driver = self.engine.driver
         base, size = self.engine.weights
         blocks = min(size // BLOCK_BYTES, 2**31 - 1)
@@ -127,7 +127,7 @@ class Bench:
 
     @property
     def device(self) -> str:
-        """What this runs on, in words."""
+        """Description of the device."""
         return self.engine.device
 
     @property
@@ -137,26 +137,26 @@ class Bench:
 
     @property
     def memory(self) -> Mapping[str, int]:
-        """What the engine allocated: kind -> bytes."""
+        """Memory that the engine allocated: kind -> bytes."""
         return self.engine.memory
 
     def captured(self) -> int:
-        """Device memory that has gone since the engine was ready, bytes: captured graphs, and
-        what the driver loads when a kernel first runs.
+        """Device memory used since the engine was ready, bytes: captured graphs, and what the
+        driver loads when a kernel first runs.
         """
         return self.free - self.engine.driver.free_memory()
 
     def call(self, name: str) -> Call:
-        """A step of the model, or of another width."""
+        """A step of the model, or a verify step of another width."""
         return self.extra[name] if name in self.extra else self.model.call(name)
 
     def bytes(self, name: str, rooms_: Sequence[str]) -> int:
-        """Weights that some rooms of a step read."""
+        """Bytes of weights that some rooms of a step read."""
         return sum(s.nbytes for s in self.shares(name, rooms_).values())
 
     def shares(self, name: str, rooms_: Sequence[str]) -> dict[str, Share]:
-        """The calls of some rooms of a step, those of all layers together: layers.*.mlp.down_proj
-        and the like.
+        """The program steps of some rooms, grouped over the layers: layers.*.mlp.down_proj and so
+        on.
         """
         program = self._program(name)
         found: dict[str, list[Step]] = {}
@@ -176,33 +176,33 @@ class Bench:
         }
 
     def rooms(self, name: str) -> tuple[str, ...]:
-        """Every room that a step has calls of."""
+        """Every room that a step uses."""
         return tuple(dict.fromkeys(step.room for step in self._program(name).steps))
 
     def _program(self, name: str) -> Program:
         return self.engine.program(self.call(name).graph.name)
 
     def launches(self, names: Sequence[str]) -> int:
-        """Kernels that some steps launch."""
+        """Number of kernels that some steps launch."""
         return self.engine.launches([self.call(name) for name in names])
 
     def cache_bytes(self) -> int:
-        """Key/value cache a token takes."""
+        """Bytes of key/value cache per token."""
         caches = [t.spec for n, t in self.model.state.tensors.items() if n.startswith("attention.")]
         return sum(spec.nbytes({}) // spec.at({})[1] for spec in caches)
 
     def state_bytes(self) -> int:
-        """Recurrent state that a verify reads and writes, bytes, both counted; with its records."""
+        """Bytes of recurrent state and records that a verify reads plus those that it writes."""
         tensors = self.model.state.tensors.items()
         return 2 * sum(t.spec.nbytes({}) for n, t in tensors if n.startswith("gdn."))
 
     def steps(self, names: Sequence[str], keep: Keep = everything) -> Timing:
-        """Some steps of some graphs, one after the other in one CUDA graph."""
+        """Time some steps of some graphs, run one after the other in one CUDA graph."""
         self.fill_state()
         return self._time(self.engine.excerpt([self.call(name) for name in names], keep))
 
     def repeated(self, names: Sequence[str], seconds: float) -> Timing:
-        """The same, again and again without rest: medians of every BATCH runs."""
+        """Time all steps of some graphs, repeated without rest: medians of every BATCH runs."""
         self.fill_state()
         captured = self.engine.excerpt([self.call(name) for name in names], everything)
         end = time.perf_counter() + seconds
@@ -220,7 +220,7 @@ class Bench:
         return Timing(statistics.median(times), times[0], times[-1], RUNS)
 
     def _run(self, captured: Captured, count: int) -> list[float]:
-        """Milliseconds of each of some runs, one behind the other, the shortest first."""
+        """Milliseconds of `count` back-to-back runs, sorted."""
         for _ in range(count):
             captured.run()
         self.engine.driver.synchronize()
@@ -228,7 +228,7 @@ class Bench:
         return sorted(1e3 * t for t in captured.collect())
 
     def at(self, length: int, accepted: int) -> None:
-        """Put the sequence at a context of `length` with `accepted` rows to fold."""
+        """Set the sequence to a context of `length` with `accepted` rows to fold."""
         names = [n for n in ("verify", "propose", "observe") if n in self.model.graphs]
         for name in (*names, *self.extra):
             inputs = self.call(name).inputs
@@ -238,12 +238,12 @@ class Bench:
             if "tokens" in inputs:
                 rows = inputs["tokens"].spec.at({})[0]
                 self.engine.write(inputs["tokens"], self._ids(length, rows))
-        # An excerpt does not send what the host wrote; a read does.
+        # An excerpt, when replayed, does not send what the host wrote; a read does.
         self.engine.read(self.call("verify").inputs["length"])
 
     def fill_state(self) -> None:
-        """Ordinary numbers in caches, rings and states: memory is faster on zeros, and so are
-        products with NaN, which excerpts leave behind.
+        """Fill caches, rings and states with ordinary numbers: zeros make memory faster, and NaN,
+        which excerpts leave behind, makes products faster.
         """
         driver = self.engine.driver
         for seed, (name, tensor) in enumerate(sorted(self.model.state.tensors.items())):
@@ -252,7 +252,7 @@ class Bench:
         driver.synchronize()
 
     def prefill(self, tokens: int) -> float:
-        """Seconds to read a prompt, the drafter looking on."""
+        """Seconds to prefill a prompt, including the drafter's observe steps."""
         chunk = self.model.chunk
         ids = self._ids(1, tokens).tolist()
         best: list[float] = []
@@ -266,7 +266,7 @@ class Bench:
         return statistics.median(best[1:])
 
     def loop(self, prompt: int, cycles: int) -> Loop:
-        """Cycles of the real loop."""
+        """Time cycles of the real loop."""
         ids = tuple(self._ids(2, prompt).tolist())
         plan = Plan(prompt=ids, max_tokens=10**6, stop=(), proposer=Dflash(), policies=())
         meter = Meter(self.model.block, self.engine.busy())
@@ -277,7 +277,8 @@ class Bench:
             if not chunk.tokens:
                 continue
             clock.append(time.perf_counter())
-            # Not in every cycle: asking takes time, which the loop spends while the next one runs.
+            # Not in every cycle: `busy` takes time that the loop otherwise overlaps with the next
+            # cycle.
             if len(clock) == WARM + 1:
                 self.engine.busy()
                 graph = self.engine.note()
@@ -295,7 +296,7 @@ class Bench:
         )
 
     def _ids(self, seed: int, count: int) -> Array:
-        """Some of the target's."""
+        """Random token ids of the target."""
         vocab = self.model.manifest.target.vocab
         return np.random.default_rng(seed).integers(1, vocab, count, np.int32)
 
@@ -303,7 +304,7 @@ class Bench:
 def open_bench(
     engine: CudaEngine, manifest: Manifest, capacity: int, widths: Sequence[int], cubins: Path
 ) -> Bench:
-    """Load a package with verify steps of other widths beside its own."""
+    """Load a package, with verify steps of other widths besides its own."""
     extra = {f"verify.{width}": _other(engine, f"verify.{width}") for width in widths}
     engine.also(list(extra.values()))
     model = Model(engine, manifest, capacity, manifest.block)

@@ -1,4 +1,4 @@
-"""What every engine on an NVIDIA device shares: tensors, host writes and reads, replayed cycles."""
+"""The common base of engines on NVIDIA devices: tensors, host writes and reads, replayed cycles."""
 
 # cuda-python publishes no types.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
@@ -22,39 +22,39 @@ from thor_dflash.runtime.engines.cuda.runs import Runs
 from thor_dflash.tensors import Array, Dims, TensorSpec
 
 KINDS = {"attention": "cache", "drafter": "ring", "gdn": "state"}
-"""First word of a state's name -> its line in the byte table."""
+"""First word of a state's name -> its row in the memory table."""
 
 WORD = 8
-"""Bytes of what says where tensors are."""
+"""Bytes of a turn's word in the control page: an int64."""
 
 
 def _kind(tensor: CudaTensor) -> str:
-    """Its line in the byte table."""
+    """The tensor's row in the memory table."""
     return KINDS.get(tensor.spec.name.split(".")[0], "rows")
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Calls that run as one."""
+    """Calls that are captured and run as one."""
 
     calls: tuple[Call, ...]
     key: tuple[int, ...]
-    """id of each."""
+    """id of each call."""
     touched: tuple[Turn, ...]
-    """What of their tensors has two places, each once."""
+    """The turns of their tensors, without duplicates."""
 
 
 class Board(ABC):
     """Tensors of one device and the calls captured on them.
 
-    Memory is counted before any of it is taken: tensors made before `place` are only promises, and
-    none can be made after it.
+    Memory is counted before it is allocated: tensors have no address until `prepare`, and none can
+    be made after it.
     """
 
     def __init__(self, driver: Driver, slot: int = SLOT, *, told: bool = False) -> None:
-        """`slot` is the alignment of a small tensor, bytes. Where kernels are `told` where the
-        values are of tensors that have two places, calls are captured once; else once for each way
-        they can lie.
+        """`slot` is the alignment of a small tensor, bytes. `told`: kernels read from the control
+        page which place holds the value of a tensor with two places, so calls are captured once;
+        otherwise they are captured once per combination of places.
         """
         self._driver = driver
         self._slot = slot
@@ -62,21 +62,21 @@ class Board(ABC):
         self._tensors: list[CudaTensor] = []
         self._arena = Arena()
         self._turns: dict[int, list[Turn]] = {}
-        """id of a call -> what changes place when it has run."""
+        """id of a call -> the turns that change when it has run."""
         self._touched: dict[int, list[Turn]] = {}
-        """id of a call -> what of its tensors has two places, renewed by it or not."""
+        """id of a call -> the turns of all its tensors, whether or not it changes them."""
         self._made: set[int] = set()
-        """id of tensors that calls write."""
+        """ids of tensors that calls write."""
         self._read: set[int] = set()
-        """id of tensors that calls read."""
+        """ids of tensors that calls read."""
         self._captured: dict[tuple[int, ...], Captured] = {}
         self._split: dict[tuple[int, ...], list[Part]] = {}
         self._page_at = 0
         self._for_host: dict[int, Copy] = {}
-        """id of a small tensor that calls make and none reads -> its way to the host."""
+        """id of a small tensor that calls write and none reads -> its copy to the host."""
         self._runs = Runs()
         self._sent = 0
-        """Copies from the host before the last run."""
+        """Number of host-to-device copies up to the last run."""
 
     @property
     def info(self) -> Info:
@@ -91,12 +91,12 @@ class Board(ABC):
 
     @property
     def driver(self) -> Driver:
-        """The device, for measuring."""
+        """The driver, for measurements."""
         return self._driver
 
     @property
     def memory(self) -> Mapping[str, int]:
-        """What the engine holds on the device: kind -> bytes."""
+        """Device memory of the engine: kind -> bytes."""
         return dict(self._arena.sizes)
 
     def empty(self, spec: TensorSpec, dims: Dims) -> Tensor:
@@ -109,11 +109,11 @@ class Board(ABC):
     # ---- memory --------------------------------------------------------------------------
 
     def _take_turns(self, prepared: Sequence[tuple[Call, Collection[str]]]) -> None:
-        """Give tensors a second place where a call renews what it reads and cannot write over it.
-        Those that the same calls renew change place together.
+        """Give a tensor a second place if a call reads and updates it but cannot do so in place.
+        Tensors that are updated by the same calls share one turn.
 
         Args:
-            prepared: Every call, with the outputs that it writes over their input.
+            prepared: Every call, with the names of the outputs that it updates in place.
         """
         by: dict[int, list[Call]] = {}
         tensors: dict[int, CudaTensor] = {}
@@ -139,7 +139,7 @@ class Board(ABC):
             self._touched[id(call)] = list({id(t): t for t in found if t}.values())
 
     def _count_tensors(self) -> int:
-        """Room for the tensors; where the control page begins in the arena."""
+        """Reserve space for the tensors; return the control page's offset in the arena."""
         turns: dict[Turn, list[CudaTensor]] = {}
         small: list[CudaTensor] = []
         for tensor in self._tensors:
@@ -151,7 +151,7 @@ class Board(ABC):
             else:
                 tensor.places = [self._arena.take(_kind(tensor), size)]
         for turn, tensors in turns.items():
-            # All the first places, then all the second ones: every distance is the same.
+            # All first places, then all second ones, so that every distance is the same.
             for _ in range(2):
                 for tensor in tensors:
                     size = tensor.spec.nbytes({})
@@ -160,7 +160,7 @@ class Board(ABC):
         return self._arena.take("rows", self._lay_out(small, list(turns) if self._told else []))
 
     def _lay_out(self, small: Sequence[CudaTensor], turns: Sequence[Turn]) -> int:
-        """Lay out the control page, what only the host writes first; its bytes."""
+        """Lay out the control page, with data that only the host writes first; return its size."""
         end = 0
 
         def take(size: int) -> int:
@@ -181,7 +181,7 @@ class Board(ABC):
         return end
 
     def _allocate(self, page: int) -> int:
-        """Take the memory that was counted, zeroed, and place the tensors; its address.
+        """Allocate and zero the counted memory and place the tensors; return its address.
 
         Raises:
             NoRoom: it does not fit.
@@ -203,7 +203,7 @@ class Board(ABC):
         return base
 
     def _make_ways(self) -> None:
-        """Page-locked memory for what is handed to the host."""
+        """Allocate page-locked memory for the tensors that are handed to the host."""
         found = [
             tensor
             for tensor in self._tensors
@@ -218,8 +218,8 @@ class Board(ABC):
 
     @abstractmethod
     def _capture(self, calls: Sequence[Call]) -> Captured:
-        """Calls as something that runs again and again, for the places tensors have now. Leaves
-        them turned as they are after the calls.
+        """Capture calls for replay, for the places that tensors have now. Also advances the turns,
+        as running the calls does.
         """
 
     def run(self, calls: Sequence[Call]) -> None:
@@ -231,7 +231,7 @@ class Board(ABC):
             self._split[key] = [self._part(part) for part in parts]
         for part in self._split[key]:
             self._run(part)
-        # Of earlier runs: asked now, it takes time in which the device works.
+        # Times of earlier runs: collected now, while the device is busy.
         self._runs.collect()
 
     def _run(self, part: Part) -> None:
@@ -248,7 +248,7 @@ class Board(ABC):
         self._sent = self._ring.sent
 
     def _handover(self, calls: Sequence[Call]) -> Handover | None:
-        """What only the host reads, unless the last call makes it: then there is no earlier."""
+        """Copies of outputs that only the host reads; None if the last call writes one of them."""
         after, copies = 0, dict[int, Copy]()
         for i, call in enumerate(calls):
             for tensor in call.outputs.values():
@@ -263,8 +263,8 @@ class Board(ABC):
         return Part(tuple(calls), tuple(map(id, calls)), tuple(touched))
 
     def _parts(self, calls: Sequence[Call]) -> Iterator[Sequence[Call]]:
-        """Calls that can be told once where tensors are: none of a part touches what an earlier
-        one of it renewed in another place.
+        """Split calls into parts that need to be told only once where tensors are: no call touches
+        a tensor whose turn an earlier call of the same part changed.
         """
         part: list[Call] = []
         renewed: set[Turn] = set()
@@ -277,14 +277,14 @@ class Board(ABC):
         yield part
 
     def _tell(self, part: Part) -> None:
-        """Write where the tensors of some calls are, for the next flush."""
+        """Write where the tensors of a part are to the control page, for the next flush."""
         for turn in part.touched if self._told else ():
             self._page.write(turn.control, (turn.front * turn.distance).to_bytes(WORD, "little"))
 
     @contextmanager
     def _as_placed(self, part: Part) -> Generator[None]:
-        """What is captured meanwhile is for values in their first places, where kernels are told
-        how far from there they are.
+        """Capture with all values in their first places if kernels are told the distance from
+        there. Restores the turns afterwards, advanced by what was captured.
         """
         before = {turn: turn.front for turn in part.touched if self._told}
         for turn in before:
@@ -352,7 +352,7 @@ class Board(ABC):
         return out
 
     def _given(self, tensor: CudaTensor, handed: Handed) -> Array:
-        """What the last run hands over of a tensor. The run itself may go on."""
+        """Return a tensor that the last run hands over. The run itself may still be going on."""
         self._driver("cuEventSynchronize", handed.event)
         if self._ring.sent == self._sent:
             self._ring.idle()
@@ -363,17 +363,17 @@ class Board(ABC):
         return data.view(tensor.spec.dtype.numpy).reshape(tensor.spec.at({})).copy()
 
     def _changed(self, tensor: CudaTensor) -> None:
-        """It is no longer what the last run handed over."""
+        """Note a host write: the value handed over by the last run is no longer current."""
         if id(tensor) in self._for_host:
             self._runs.latest = None
 
     def _idle(self) -> None:
-        """All work of the stream is done."""
+        """Note that all work of the stream is done."""
         self._ring.idle()
         self._runs.idle()
 
     def busy(self) -> Mapping[str, float]:
-        """See Engine. Graphs that run as one are one name: "propose+verify+accept+observe"."""
+        """See Engine. Graphs that run as one share a name: "propose+verify+accept+observe"."""
         if self._runs.left and not self._driver.ended:
             self._enter()
             self._driver.synchronize()
@@ -384,13 +384,13 @@ class Board(ABC):
         return self._runs.seconds
 
     def note(self) -> list[float]:
-        """Seconds of each run from now on, in order; complete when `busy` has been asked."""
+        """A list of the seconds of each run from now on, in order; `busy` brings it up to date."""
         self._runs.noted = []
         return self._runs.noted
 
     def _enter(self) -> None:
         """Make the context current: a session may move to another thread between requests, and
-        another engine of this thread has a context of its own.
+        another engine on this thread has its own context.
         """
         self._driver.enter()
 

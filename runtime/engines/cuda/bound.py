@@ -1,4 +1,4 @@
-"""Calls as launches with addresses: what is captured once and replayed after."""
+"""Binds calls to kernel launches with addresses, which are captured once and then replayed."""
 
 from __future__ import annotations
 
@@ -29,30 +29,32 @@ from thor_dflash.tensors import DType, TensorSpec
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """Which of their two places the current values of some tensors have. They change together."""
+    """Which of two places (double buffers) holds the current values of some tensors. The tensors of
+    a turn switch together.
+    """
 
     front: int = 0
     distance: int = 0
-    """Bytes from the first place of any of them to the second."""
+    """Bytes from the first place to the second, the same for all of them."""
     control: int = -1
-    """Offset in the control page of what tells kernels: an int64, 0 or the distance. -1: nothing
-    does, and a capture is for the places of its time.
+    """Offset in the control page of the word that tells kernels the place: an int64, 0 or the
+    distance. -1: there is none, and a capture is valid only for the places at capture time.
     """
     word: int = 0
-    """Its device address."""
+    """Device address of that word."""
 
 
 @dataclass(slots=True, eq=False)
 class CudaTensor:
-    """A tensor in device memory: one place, or two where a step cannot write over what it reads."""
+    """A tensor in device memory: one place, or two if a step cannot update it in place."""
 
     spec: TensorSpec
     places: list[int] = field(default_factory=list[int])
     """Device addresses; empty until the engine has placed it."""
     turn: Turn | None = None
-    """Set where there are two places."""
+    """Set if there are two places."""
     control: int = -1
-    """Offset in the control page, where small tensors that the host writes lie together."""
+    """Offset in the control page, which holds the small tensors; -1: not in it."""
 
     @property
     def now(self) -> int:
@@ -61,12 +63,12 @@ class CudaTensor:
 
     @property
     def next(self) -> int:
-        """Address the next value goes to."""
+        """Address that the next value is written to."""
         return self.places[1 - self.turn.front if self.turn else 0]
 
 
 def cuda(tensor: Tensor) -> CudaTensor:
-    """A tensor of this engine."""
+    """Narrow the type of a tensor to this engine's."""
     assert isinstance(tensor, CudaTensor)
     return tensor
 
@@ -79,12 +81,12 @@ class Planned:
     launch: Launch
     source: Path
     scratch: dict[str, int]
-    """Name of a Scratch argument -> offset in the working memory of the step."""
+    """Name of a Scratch argument -> offset in the step's working memory."""
 
 
 @dataclass(slots=True, eq=False)
 class Bound:
-    """A call with every launch decided."""
+    """A call with all its launches."""
 
     call: Call
     program: Program
@@ -94,11 +96,11 @@ class Bound:
     packed: Mapping[str, Site]
     """Packed weight -> the call that reads it."""
     turns: list[Turn] = field(default_factory=list[Turn])
-    """What changes place when the call has run."""
+    """The turns that change when the call has run."""
 
 
 def in_place(program: Program) -> frozenset[str]:
-    """Outputs of a program that its kernels write over the state they are the next value of."""
+    """Outputs of a program that its kernels write in place, over the state they update."""
     return frozenset(
         step.ports[port]
         for step in program.steps
@@ -111,8 +113,8 @@ def bind(call: Call, program: Program, device: Device) -> Bound:
     """Decide the launches of a call.
 
     Raises:
-        EngineError: a room's kernels do not take these sizes, or the device not the kernels,
-            naming the step.
+        EngineError: a room's kernels do not take these sizes, or need more shared memory than the
+            device has; names the step.
     """
     shapes = _shapes(call, program)
     sites = [_site(step, shapes) for step in program.steps]
@@ -156,11 +158,11 @@ def _shapes(call: Call, program: Program) -> dict[str, Shaped]:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Device addresses of what calls share."""
+    """Device addresses of what the calls share."""
 
     weights: Mapping[str, int]
     values: int
-    """Base of the values between the steps of a call."""
+    """Base of the intermediate values of a call."""
     working: int
     """Base of scratch memory that lasts for one step."""
     zeroed: Mapping[tuple[int, str], int]
@@ -170,7 +172,7 @@ class Places:
 
 
 def address(bound: Bound, step: Step, port: str, places: Places) -> int:
-    """Where a port of a step points; 0 where the call leaves it out."""
+    """Device address of a step's port; 0 if the step leaves it out."""
     name = step.ports.get(port)
     if name is None:
         return 0
@@ -182,7 +184,7 @@ def address(bound: Bound, step: Step, port: str, places: Places) -> int:
 
 
 def where(call: Call, name: str, turns: Collection[Turn]) -> int:
-    """Address of an input or an output of a call, after which `turns` change place."""
+    """Address of an input or output of a call that changes `turns` when it has run."""
     if name not in call.outputs:
         return cuda(call.inputs[name]).now
     tensor = cuda(call.outputs[name])
@@ -197,8 +199,8 @@ def table(bound: Bound, planned: Planned, argument: Table | Addresses, places: P
 def arguments(
     bound: Bound, planned: Planned, places: Places, left_out: Collection[str] = ()
 ) -> Arguments:
-    """The arguments of one launch, null pointers for ports `left_out`. Its tables are in place
-    already.
+    """The arguments of one launch, with null pointers for the ports `left_out`. Its tables must
+    already be in device memory.
     """
 
     def scratch(wanted: Scratch) -> int:
@@ -216,7 +218,7 @@ def arguments(
 
 
 def _word(bound: Bound, planned: Planned, wanted: Shift) -> int:
-    """Address of what says where the values of some ports are; 0 where they have one place."""
+    """Address of the word that tells the place of some ports' values; 0 if they have one place."""
     found = {turn.word for port in wanted.ports if (turn := _turn(bound, planned.step, port))}
     if len(found) > 1:
         raise EngineError(
@@ -227,14 +229,14 @@ def _word(bound: Bound, planned: Planned, wanted: Shift) -> int:
 
 
 def _turn(bound: Bound, step: Step, port: str) -> Turn | None:
-    """What the value of a port changes place with; None where it has one place."""
+    """The turn of a port's tensor; None if it has one place."""
     name = step.ports.get(port, "")
     tensor = bound.call.inputs.get(name) or bound.call.outputs.get(name)
     return cuda(tensor).turn if tensor else None
 
 
 def untold(bound: Bound, planned: Planned) -> list[str]:
-    """Ports of a launch whose values change place, and that no argument says the place of."""
+    """Ports of a launch whose tensors have two places but whose place no argument tells."""
     told: set[str] = set()
     used: set[str] = set()
     for argument in planned.launch.arguments:

@@ -1,4 +1,4 @@
-"""Launches, eagerly or as a captured CUDA graph, with events around them to tell their time."""
+"""Runs launches eagerly or as a captured CUDA graph, with events around them to measure time."""
 
 # cuda-python publishes no types.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
@@ -21,20 +21,20 @@ from thor_dflash.runtime.engines.cuda.bound import Planned
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """From the device to page-locked memory."""
+    """A copy from the device to page-locked memory."""
 
     device: int
-    """Address; so is the next."""
+    """Address, as is the next."""
     host: int
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """What the host is given while the rest of a step still runs."""
+    """Copies to the host that are made while the rest of a step still runs."""
 
     after: int
-    """Calls of the step after which it is there."""
+    """Number of calls of the step after which they can be made."""
     copies: tuple[Copy, ...]
 
 
@@ -43,7 +43,7 @@ class Handed:
     """A handover as it was captured."""
 
     event: Any
-    """Its copies have been made, of the run that was started last."""
+    """Recorded when the copies of the run started last have been made."""
     copies: Mapping[int, Copy]
     """By device address."""
 
@@ -53,7 +53,7 @@ class Captured:
     """A step that can be run again and again."""
 
     name: str
-    """Its graphs' names, joined by "+"."""
+    """The names of its graphs, joined by "+"."""
     driver: Driver
     start: Callable[[], None]
     handed: Handed | None = None
@@ -73,12 +73,12 @@ class Captured:
         return self._spare.pop() if self._spare else self.driver("cuEventCreate", 0)
 
     def ended(self, runs: int) -> None:
-        """So many runs more, the oldest ones, have ended."""
+        """Note that the oldest `runs` runs have ended."""
         self._ended += self._running[:runs]
         del self._running[:runs]
 
     def collect(self) -> list[float]:
-        """Seconds of each run that is said to have ended, each told once."""
+        """Return the seconds of each run noted as ended since the last call."""
         seconds: list[float] = []
         for before, after in self._ended:
             seconds.append(1e-3 * float(self.driver("cuEventElapsedTime", before, after)))
@@ -95,7 +95,7 @@ class Runner:
         self._kernels = Kernels(driver, driver.info.device, cubins)
 
     def run(self, source: Path, launch: Launch, at: Mapping[str, int]) -> None:
-        """Enqueue one launch. Its arguments are ports, whose addresses `at` gives, and numbers."""
+        """Enqueue one launch. Its arguments must be ports, with addresses in `at`, or numbers."""
         kernel = self._kernels.function(source, launch)
         found = values(launch, at.__getitem__, _nothing, _nothing, _nothing)
         enqueue(self._driver, self._driver.stream, kernel, launch, found, overlap=False)
@@ -106,7 +106,7 @@ def _nothing(wanted: object) -> int:
 
 
 class Launcher:
-    """Launches kernels with their attributes."""
+    """Captures the launches of calls."""
 
     def __init__(self, driver: Driver, kernels: Kernels, *, overlap: bool) -> None:
         self._driver = driver
@@ -121,8 +121,8 @@ class Launcher:
         *,
         graph: bool,
     ) -> Captured:
-        """The launches of some calls as one graph; or, with `graph` false, as themselves, without a
-        handover.
+        """Capture the launches of some calls as one graph; or, with `graph` false, enqueue them for
+        every run, without a handover.
         """
 
         def enqueued(number: int) -> None:
@@ -145,11 +145,11 @@ def capture(
     *,
     graph: bool,
 ) -> Captured:
-    """What `calls` put on the stream, as one graph; or, with `graph` false, as it is every time,
+    """Capture what `calls` enqueue as one graph; or, with `graph` false, call them for every run,
     without a handover.
 
     Raises:
-        EngineError: what a call raised, or it did something that cannot be captured.
+        EngineError: a call raised it, or did something that cannot be captured.
     """
     if not graph:
         return Captured(name, driver, partial(_all, calls))
@@ -164,7 +164,7 @@ def capture(
             _all(calls[handover.after :])
             driver("cuStreamWaitEvent", driver.stream, back, 0)
     except BaseException:
-        driver.cu.cuStreamEndCapture(driver.stream)  # it may have no graph to give
+        driver.cu.cuStreamEndCapture(driver.stream)  # not checked: it may have no graph to return
         raise
     made = driver("cuStreamEndCapture", driver.stream)
     executable = driver("cuGraphInstantiate", made, 0)
@@ -180,8 +180,8 @@ def _all(calls: Sequence[Callable[[], None]]) -> None:
 
 
 def _hand_over(driver: Driver, copies: Sequence[Copy]) -> tuple[Handed, Any]:
-    """Copy to the host beside whatever the stream is given next; also an event that the stream must
-    wait for before the capture ends.
+    """Copy to the host on a side stream, in parallel with what the stream runs next. Also return an
+    event that the stream must wait for before the capture ends.
     """
     flags, marks = driver.cu.CUevent_flags, driver.cu.CUevent_record_flags
     made, there, back = (

@@ -1,7 +1,7 @@
-"""Host writes: gathered in page-locked memory, and copied in front of the work that needs them.
+"""Host writes: gathered in page-locked memory and copied before the work that needs them.
 
-Small tensors lie together in one control page, so that the dozen numbers a step is told travel as
-one copy. Nothing waits: a piece of the ring is used again once its copies have been made.
+Small tensors are contiguous in one control page, so that the dozen numbers a step needs are sent as
+one copy. Normally nothing waits: a piece of the ring is reused once its copies have been made.
 """
 
 # cuda-python publishes no types.
@@ -19,10 +19,10 @@ from thor_dflash.plugins.cuda.driver import Driver, Pinned
 from thor_dflash.tensors import Array, TensorSpec
 
 SMALL = 16 << 10
-"""Largest tensor that lies in the control page, bytes."""
+"""Largest tensor that is put in the control page, bytes."""
 
 RING = 8 << 20
-"""Page-locked memory for copies under way, bytes."""
+"""Page-locked memory for copies in flight, bytes."""
 
 SLOT = 16
 """Alignment of a tensor in the control page, and of a piece of the ring, bytes."""
@@ -30,21 +30,21 @@ SLOT = 16
 
 @dataclass(slots=True)
 class Ring:
-    """Page-locked memory that is used over and over."""
+    """A ring buffer of page-locked memory for copies to the device."""
 
     driver: Driver
     memory: Pinned
     sent: int = 0
-    """Copies so far."""
+    """Number of copies so far."""
     _at: int = 0
     _busy: list[tuple[int, int, Any]] = field(default_factory=list[tuple[int, int, Any]])
-    """Pieces whose copies may be under way, oldest first: start, end, event after the copy. None
-    for a small one: something is read, and all waited for, long before the ring comes round.
+    """Pieces whose copies may be in flight, oldest first: start, end, event after the copy. A small
+    one has None for the event: normally a read waits for all work long before the ring wraps.
     """
     _spare: list[Any] = field(default_factory=list[Any])
 
     def send(self, to: int, data: Array) -> None:
-        """Copy bytes (uint8 [n]) to a device address, in order with the stream's work."""
+        """Copy bytes (uint8 [n]) to a device address, in stream order."""
         for start in range(0, len(data), RING // 2):
             self._send(to + start, data[start : start + RING // 2])
 
@@ -53,7 +53,7 @@ class Ring:
         if self._at + size > len(self.memory.bytes):
             self._at = 0
         start, end = self._at, self._at + size
-        # Not only the oldest: one left from the end of the round before may lie past this one.
+        # Search all, not just the oldest: it may be left over at the end of the ring, beyond `end`.
         while any(first < end and start < last for first, last, _ in self._busy):
             self._retire()
         self.memory.bytes[start : start + len(data)] = data
@@ -79,16 +79,16 @@ class Ring:
             self._spare.append(event)
 
     def idle(self) -> None:
-        """All work of the stream is done, so every piece is free."""
+        """Note that all work of the stream is done, so every piece is free."""
         self._spare += [event for _, _, event in self._busy if event is not None]
         self._busy.clear()
 
 
 class Page:
-    """The control page as the host last wrote it, and what of that the device has yet to see.
+    """The control page as the host last wrote it, and which parts have yet to be sent.
 
-    Of its first `own` bytes, which no kernel writes, the device has what was sent: what the host
-    writes there again is not sent again, and what lies between two pieces goes along with them.
+    No kernel writes the first `own` bytes, so the device's copy of them is known: an unchanged
+    value is not sent again, and bytes between two changed pieces may be sent along with them.
     """
 
     def __init__(self, nbytes: int, slot: int = SLOT, own: int = 0) -> None:
@@ -108,7 +108,7 @@ class Page:
         self._dirty[offset] = max(end, self._dirty.get(offset, 0))
 
     def flush(self, base: int, ring: Ring) -> None:
-        """Send what changed; neighbours travel together."""
+        """Send what changed; adjacent pieces are sent in one copy."""
         if not self._dirty:
             return
         spans = sorted(self._dirty.items())
@@ -119,19 +119,19 @@ class Page:
                 start = next_start
             end = max(end, next_end)
         ring.send(base + start, self.bytes[start:end])
-        self._dirty.clear()  # not before: what could not be sent has yet to be seen
+        self._dirty.clear()  # only now: if a send fails, its data is still unsent
 
 
 def corners(spec: TensorSpec, array: Array) -> Iterator[tuple[int, Array]]:
-    """The contiguous runs of a tensor's leading corner: offset in bytes, and uint8 view of the
-    array's part.
+    """Yield the contiguous runs of a tensor's leading corner: offset in bytes, and a uint8 view of
+    that part of the array.
     """
     if array.shape == spec.shape:
         yield 0, array.reshape(-1).view(np.uint8)
         return
     whole, part = spec.at({}), array.shape
     assert all(p <= w for p, w in zip(part, whole, strict=True)), (spec, part)
-    # Axes from `split` on are complete, so everything under one index before it is one run.
+    # Axes from `split` on are complete, so each index into the axes before `split - 1` is one run.
     split = len(part)
     while split > 0 and part[split - 1] == whole[split - 1]:
         split -= 1

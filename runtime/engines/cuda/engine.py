@@ -1,4 +1,4 @@
-"""The CUDA engine: programs walked once, captured, and replayed as one CUDA graph a step."""
+"""The CUDA engine: programs are captured once and replayed as one CUDA graph per step."""
 
 # cuda-python publishes no types.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
@@ -93,7 +93,7 @@ class CudaEngine(Board):
         self._driver("cuCtxSynchronize")
 
     def _count(self, bounds: Sequence[Bound]) -> Offsets:
-        """Room for everything, in the order of the byte table."""
+        """Reserve space for everything, in the order of the memory table."""
         take = self._arena.take
         weights: dict[str, Weight] = {}
         for bound in bounds:
@@ -120,7 +120,7 @@ class CudaEngine(Board):
                 found.spare.append(self._arena.take("tables", 8 * len(argument.ports)))
 
     def _place(self, base: int, found: Offsets) -> None:
-        """Offsets become addresses."""
+        """Turn offsets into addresses, and write the constant tables."""
         self._places = Places(
             {name: base + offset for name, offset in found.weights_at.items()},
             base + found.values,
@@ -132,7 +132,11 @@ class CudaEngine(Board):
             self._write_table(at, content)
 
     def _write_tables(self, bounds: Sequence[Bound], spare: Iterator[int]) -> None:
-        """The tables of addresses, now that there are addresses."""
+        """Write the tables of addresses.
+
+        Raises:
+            EngineError: a kernel takes no argument that tells where a state with two places is.
+        """
         for bound in bounds:
             for planned in bound.planned:
                 if ports := untold(bound, planned):
@@ -151,7 +155,9 @@ class CudaEngine(Board):
         self._driver("cuMemcpyHtoD", at, data.ctypes.data, len(content))
 
     def _load(self, bounds: Sequence[Bound], weights: Mapping[str, Weight]) -> Kernels:
-        """Weights and kernels at once: those wait for the disk, these for the processors."""
+        """Load weights and compile kernels at the same time: one is limited by the disk, the other
+        by the CPU.
+        """
         packed = {name: site for bound in bounds for name, site in bound.packed.items()}
         cubins = self._config.cubins_directory
         kernels = Kernels(self._driver, self._driver.info.device, cubins)
@@ -178,8 +184,8 @@ class CudaEngine(Board):
         return self._launcher.capture(name, launches, handover, graph=graph)
 
     def excerpt(self, calls: Sequence[Call], keep: Callable[[Step], bool]) -> Captured:
-        """Some steps of prepared calls as one graph, for measuring. What runs this way leaves
-        values behind that mean nothing. No weight is fetched ahead for a step that does not run.
+        """Capture some steps of prepared calls as one graph, for measurements. The values that they
+        leave behind are meaningless. No weight is prefetched for a step that is left out.
         """
         launches: list[tuple[Planned, Arguments]] = []
         part = self._part(calls)
@@ -195,13 +201,13 @@ class CudaEngine(Board):
         captured = self._launcher.capture("excerpt", [launches], graph=self._config.graphs)
 
         def start() -> None:
-            self._runs.latest = None  # what that handed over is made anew
+            self._runs.latest = None  # the excerpt overwrites what the last run handed over
             captured.start()
 
         return Captured("excerpt", self._driver, start)
 
     def place(self, call: Call, step: Step, port: str) -> int:
-        """Device address of what a step of a prepared call reads or writes there."""
+        """Device address of what a step of a prepared call reads or writes at a port."""
         return address(self._bound[id(call)], step, port, self._places)
 
     def program(self, name: str) -> Program:
@@ -209,22 +215,22 @@ class CudaEngine(Board):
         return self._graphs[name].program
 
     def launches(self, calls: Sequence[Call]) -> int:
-        """Kernels that the calls launch."""
+        """Number of kernels that the calls launch."""
         return sum(len(self._bound[id(call)].planned) for call in calls)
 
     @property
     def weights(self) -> tuple[int, int]:
-        """Address and bytes of the weights, which lie together."""
+        """Address and bytes of the weights, which are contiguous."""
         return self._arena.base, self._arena.sizes["weights"]
 
     def also(self, calls: Sequence[Call]) -> None:
-        """Calls to get ready for beside those of the model, said before `prepare`."""
+        """Add calls to prepare besides those of the model. Must precede `prepare`."""
         self._others += calls
 
 
 @dataclass(slots=True)
 class Offsets:
-    """Where things will lie in the arena."""
+    """Where everything will be in the arena."""
 
     weights: Mapping[str, Weight]
     weights_at: Mapping[str, int]

@@ -1,4 +1,4 @@
-"""The figures of a bench: what each must be, whether it is, and what the same bytes would take on a
+"""The figures of a bench: their targets and verdicts, and a prediction of the same bytes' time on a
 Jetson Thor.
 """
 
@@ -24,29 +24,29 @@ from thor_dflash.runtime.engines.cuda.bench import (
 CONTEXT, LONG = 2048, (8192, 32768)
 """Tokens in the cache."""
 ROUNDS = 6
-"""Of a comparison of two contexts; even, so that each comes first as often as the other."""
+"""Rounds of a comparison of two contexts; even, so that each comes first equally often."""
 PROMPT, CYCLES = 2048, 100
 REPEATED = 5.0
 """Seconds of cycles without rest."""
 WIDTHS = (1, 32)
-"""Rows of the blocks a verify is compared with."""
+"""Rows of the other verify steps that the verify is compared with."""
 CYCLE = ("propose", "verify", "accept", "observe")
 LINEARS = ("linear", "head")
 BLOCK = 16
 THOR_READ = 259.7e9
-"""Bytes a second a Jetson Thor reads in a long stream. Source: ApxInf, doc/THOR-ROOFLINE.md."""
+"""Bytes per second a Jetson Thor reads in a long stream. Source: ApxInf, doc/THOR-ROOFLINE.md."""
 
 Verdict = Literal["", "missed", "reached", "aim"]
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a figure must be and what it is meant to be."""
+    """The required and the desired value of a figure."""
 
     must: float
     aim: float
     at_least: bool = False
-    """Otherwise both are the most it may be."""
+    """True: both are lower limits. False: both are upper limits."""
 
 
 TARGETS: Mapping[str, Target] = {
@@ -79,11 +79,11 @@ class Figure:
 
 
 class Measures(Protocol):
-    """What Bench measures; see there."""
+    """The measurements of Bench; see there."""
 
     @property
     def device(self) -> str:
-        """What this runs on, in words."""
+        """Description of the device."""
         ...
 
     @property
@@ -93,55 +93,55 @@ class Measures(Protocol):
 
     @property
     def memory(self) -> Mapping[str, int]:
-        """What is allocated: kind -> bytes."""
+        """Allocated memory: kind -> bytes."""
         ...
 
     def bandwidth(self) -> float:
-        """Read rate, bytes a second."""
+        """Read bandwidth, bytes per second."""
         ...
 
     def captured(self) -> int:
-        """What captured graphs took, bytes."""
+        """Device memory of captured graphs, bytes."""
         ...
 
     def bytes(self, name: str, rooms_: Sequence[str]) -> int:
-        """Weights that some rooms of a step read."""
+        """Bytes of weights that some rooms of a step read."""
         ...
 
     def shares(self, name: str, rooms_: Sequence[str]) -> dict[str, Share]:
-        """The same, call by call, those of all layers together."""
+        """The same, grouped by step name over all layers."""
         ...
 
     def launches(self, names: Sequence[str]) -> int:
-        """Kernels of some steps."""
+        """Number of kernels that some steps launch."""
         ...
 
     def cache_bytes(self) -> int:
-        """Cache of a token."""
+        """Bytes of key/value cache per token."""
         ...
 
     def state_bytes(self) -> int:
-        """Recurrent state a verify reads and writes, bytes."""
+        """Bytes of recurrent state that a verify reads plus those that it writes."""
         ...
 
     def steps(self, names: Sequence[str], keep: Keep = everything) -> Timing:
-        """Some steps as one graph."""
+        """Time some steps as one graph."""
         ...
 
     def repeated(self, names: Sequence[str], seconds: float) -> Timing:
-        """The same for some time, without rest."""
+        """Time some steps, repeated without rest."""
         ...
 
     def at(self, length: int, accepted: int) -> None:
-        """Put the sequence at a context with rows to fold."""
+        """Set the sequence to a context with rows to fold."""
         ...
 
     def prefill(self, tokens: int) -> float:
-        """Seconds to read a prompt."""
+        """Seconds to prefill a prompt."""
         ...
 
     def loop(self, prompt: int, cycles: int) -> Loop:
-        """Cycles of the real loop."""
+        """Time cycles of the real loop."""
         ...
 
 
@@ -152,7 +152,7 @@ def judged(name: str, value: float, unit: str, note: str = "") -> Figure:
 
 
 def judge(figure: Figure, target: Target) -> Figure:
-    """A figure beside its target."""
+    """Add a target and its verdict to a figure."""
     sign = -1 if target.at_least else 1
     verdict: Verdict = "missed"
     if sign * figure.value <= sign * target.must:
@@ -163,8 +163,8 @@ def judge(figure: Figure, target: Target) -> Figure:
 
 
 def figures(bench: Measures, progress: Progress) -> Iterator[Figure]:
-    """Everything, measured in one process: the real loop first, while nothing but it is captured;
-    then the steps and their parts.
+    """Measure everything in one process: the real loop first, while nothing else is captured, then
+    the steps and their parts.
     """
     with progress.task("measuring the loop"):
         loop = [*_loop(bench)]
@@ -207,7 +207,7 @@ def _loop(bench: Measures) -> Iterator[Figure]:
 
 
 def _without_rest(bench: Measures) -> Figure:
-    """What the device keeps up: other steps are timed after a rest."""
+    """The sustained time of a cycle; all other steps are timed after a rest."""
     found = bench.repeated(CYCLE, REPEATED)
     note = f"{found.low:.3f} to {found.high:.3f} ms, medians of {BATCH} in {REPEATED:.0f} s"
     return Figure("without rest", f"cycle at {CONTEXT}", found.median, "ms", note)
@@ -237,8 +237,8 @@ def _steps(bench: Measures, times: Mapping[str, float], read: float) -> Iterator
 
 
 def _contexts(bench: Measures, read: float) -> Iterator[Figure]:
-    """A verify with a long context beside one with a short, ROUNDS times: they differ by less than
-    clocks make of one verify from minute to minute.
+    """Compare a verify with a long context and one with a short, ROUNDS times, back to back: their
+    difference is smaller than the drift of a verify's time with the clocks over minutes.
     """
     each = bench.cache_bytes()
     for length in LONG:
@@ -296,8 +296,8 @@ def _memory(bench: Measures, captured: int) -> Iterator[Figure]:
 
 
 def predicted(bench: Measures, times: Mapping[str, float], read: float) -> Iterator[Figure]:
-    """The same bytes at the share of the read rate measured here. What is fixed about a launch is
-    scaled as if it were bytes, so short kernels look worse than they need to be.
+    """Predict times at the share of the read rate that was measured here. The fixed cost of a
+    launch is scaled like bytes, so the prediction for short kernels is pessimistic.
     """
     linears, state = bench.bytes("verify", LINEARS), bench.state_bytes()
     cache = bench.cache_bytes() * CONTEXT
@@ -319,7 +319,7 @@ def predicted(bench: Measures, times: Mapping[str, float], read: float) -> Itera
 
 
 def brief(bench: Measures, label: str, whole: Mapping[str, float]) -> Iterator[Figure]:
-    """What a verify and a cycle take with one thing left out, against `whole` of the same names."""
+    """Times of a verify and a cycle with one feature left out, relative to those in `whole`."""
     bench.at(CONTEXT, BLOCK)
     for name, steps in (("verify", ("verify",)), ("cycle", CYCLE)):
         ms = bench.steps(steps).median
@@ -328,7 +328,7 @@ def brief(bench: Measures, label: str, whole: Mapping[str, float]) -> Iterator[F
 
 
 def table(rows: Sequence[Figure]) -> str:
-    """The figures as aligned text, section by section in the order they begin."""
+    """The figures as aligned text, by section in order of first appearance."""
     wide = max((len(row.name) for row in rows), default=0)
     lines: list[str] = []
     for section in dict.fromkeys(row.section for row in rows):

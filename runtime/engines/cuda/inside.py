@@ -1,4 +1,4 @@
-"""A cycle of a loaded package taken apart: each graph, and each kind of call in it, by itself."""
+"""Times the parts of a cycle of a loaded package: each graph, and each kind of call in it."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from thor_dflash.runtime.model import Model
 from thor_dflash.runtime.profile import Inside, Part
 
 PRODUCTS = ("linear", "head")
-"""Rooms whose calls are told kind by kind."""
+"""Rooms whose calls are listed by kind."""
 KNOWN = ("gdn", "verify_attention", "draft_attention")
-"""Rooms that are told by themselves; all others together."""
+"""Rooms that are listed by themselves; all others are listed together."""
 ENOUGH = 512 << 20
-"""Weights that make a long stream, bytes: ten times the L2 cache of an H100."""
+"""Fewest bytes of weights to measure the read rate with: ten times the L2 cache of an H100."""
 
 
 def take_apart(
     engine: CudaEngine, model: Model, graphs: Sequence[str], cubins: Path, progress: Progress
 ) -> Inside:
-    """Time what a cycle does at the context that the sequence has now, of which nothing is left.
+    """Time the parts of a cycle at the sequence's current context. Destroys the sequence's state.
 
     Args:
-        graphs: Those of a cycle, in order.
-        cubins: Where compiled kernels are kept.
+        graphs: The graphs of a cycle, in order.
+        cubins: Directory of compiled kernels.
     """
     bench = Bench(engine, model, Runner(engine.driver, cubins), {}, 0)
     context = model.state.length

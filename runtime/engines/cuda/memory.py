@@ -1,5 +1,5 @@
-"""Where everything lies on the device: counted first, refused if it does not fit, then allocated
-once. Addresses never move after that.
+"""The device memory of an engine: counted first, refused if it does not fit, then allocated once.
+Addresses never change after that.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ from thor_dflash.errors import NoRoom
 from thor_dflash.progress import amount
 
 ALIGNMENT = 256
-"""Of every region, bytes."""
+"""Alignment of every region, bytes."""
 
 RESERVE = 256 << 20
-"""Left free for the driver: modules, graphs, and what other programs take meanwhile, bytes."""
+"""Left free for the driver (modules, graphs) and for other programs, bytes."""
 
 
 @dataclass(slots=True)
 class Arena:
-    """One allocation, taken apart by kind. Sizes are known before a byte of it exists."""
+    """One allocation, accounted by kind. All sizes are known before it is made."""
 
     sizes: dict[str, int] = field(default_factory=dict[str, int])
-    """Kind -> bytes, in the order they were first asked for."""
+    """Kind -> bytes, in the order of first use."""
     _end: int = 0
     base: int = 0
     """Device address; 0 until it is allocated."""
 
     def take(self, kind: str, nbytes: int) -> int:
-        """Room for something; its offset."""
+        """Reserve space for a kind; return its offset."""
         assert not self.base, "taken after the allocation"
         padded = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
         offset, self._end = self._end, self._end + padded
@@ -36,14 +36,14 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        """All of it."""
+        """Total size."""
         return self._end
 
     def check(self, free: int) -> None:
-        """Refuse what cannot fit.
+        """Check that the arena fits in `free` bytes.
 
         Raises:
-            NoRoom: with the byte table.
+            NoRoom: it does not; the message has the memory table.
         """
         if self.nbytes + RESERVE > free:
             raise NoRoom(
@@ -54,5 +54,5 @@ class Arena:
             )
 
     def describe(self) -> str:
-        """The byte table in one line."""
+        """The memory table in one line."""
         return ", ".join(f"{kind} {amount(size, 'bytes')}" for kind, size in self.sizes.items())

@@ -1,8 +1,8 @@
 """Random weights of a model's full size, made on the device.
 
-The time of a step does not depend on the values, so a model without weights can be measured; but
-they must be numbers of ordinary size, or a step would fault, and must not be all alike, or the
-memory would be faster than it is.
+A step takes the same time for any ordinary values, so a model can be measured without its weights.
+The values must be of ordinary size, or a step would fault, and must differ, since memory is faster
+on constant data.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from thor_dflash.tensors import DType
 SOURCE = ROOT / "standard" / "fill.cu"
 
 NVFP4_DEVIATION = 2.1
-"""Of a random code times its block scale, as fill_nvfp4 makes them."""
+"""Standard deviation of a random code times its block scale, as fill_nvfp4 makes them."""
 
 PLAIN = (
     ("conv1d.weight", 0.0, 0.3),
@@ -38,13 +38,16 @@ PLAIN = (
     ("embed_tokens.weight", 0.0, 0.5),
     ("", 0.0, 0.05),
 )
-"""Part of the name of a tensor that is no matrix -> mean and deviation; the first that is in it.
-Norms of the target hold what is added to 1, those of the drafter and of the gdn heads do not."""
+"""For weights that are not packed matrices: part of the name, mean, deviation; the first match
+counts. Norm weights of the target are offsets from 1; those of the drafter and the gdn heads are
+not."""
 
 
 @dataclass(frozen=True, slots=True)
 class RandomWeights:
-    """A Filler. Numbers a graph holds itself are read from the package all the same."""
+    """A Filler with random weights. Weights whose files exist, such as a graph's constants, are
+    read from the package.
+    """
 
     package: Path
     cubins: Path
@@ -70,8 +73,8 @@ class RandomWeights:
 
 @dataclass(frozen=True, slots=True)
 class SavedWeights:
-    """A Filler that makes random weights and writes them into the package, which then is one like
-    any other but for its hashes.
+    """A Filler that makes random weights and also writes them into the package, which is then a
+    normal package except for its hashes.
     """
 
     random: RandomWeights

@@ -1,4 +1,4 @@
-"""What the stream was given and how long it took, told once it has ended."""
+"""Keeps track of the runs on the stream and collects their times once they have ended."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Runs:
     """Runs of captured steps, in order."""
 
     latest: Captured | None = None
-    """What ran last, as long as what it handed over is what the device has."""
+    """The last run, as long as the values it handed over are current."""
     noted: list[float] | None = None
-    """Where the time of each run is told, too, s."""
+    """If set, the time of each run is also appended here, s."""
     _running: list[Captured] = field(default_factory=list[Captured])
     _ended: list[Captured] = field(default_factory=list[Captured])
     _seconds: dict[str, float] = field(default_factory=dict[str, float])
@@ -28,12 +28,12 @@ class Runs:
         self.latest = captured
 
     def idle(self) -> None:
-        """All work of the stream is done."""
+        """Note that all work of the stream is done."""
         self._end(len(self._running))
         self._left = False
 
     def idle_before(self) -> None:
-        """All work of the stream before the last run is done, and what that one hands over."""
+        """Note that all work before the last run is done, and also that run's handover."""
         self._end(len(self._running) - 1)
         self._left = True
 
@@ -45,16 +45,16 @@ class Runs:
 
     @property
     def left(self) -> bool:
-        """Whether the last run may go on although all that was asked of it has been given."""
+        """Whether the last run may still be going on although its handover has been read."""
         return self._left
 
     @property
     def ended(self) -> bool:
-        """Whether runs have ended whose time was not asked for."""
+        """Whether there are ended runs whose times have not been collected."""
         return bool(self._ended)
 
     def collect(self) -> None:
-        """Ask how long those took."""
+        """Collect the times of the ended runs."""
         for captured in self._ended:
             each = captured.collect()
             self._seconds[captured.name] = self._seconds.get(captured.name, 0.0) + sum(each)
@@ -64,5 +64,5 @@ class Runs:
 
     @property
     def seconds(self) -> Mapping[str, float]:
-        """By name, of all that was collected."""
+        """Total collected seconds by name."""
         return dict(self._seconds)

@@ -1,4 +1,4 @@
-"""Weights from a package's files to the device, as fast as the disk gives them."""
+"""Loads weights from a package's files to the device at the speed of the disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from thor_dflash.progress import Progress
 from thor_dflash.tensors import Array
 
 PIECE = 16 << 20
-"""Read at a time, bytes."""
+"""Bytes per read."""
 
 READERS = 4
 """Pieces read at once."""
@@ -32,8 +32,12 @@ class Filler(Protocol):
         at: Mapping[str, int],
         packed: Mapping[str, Site],
     ) -> None:
-        """`weights` and their addresses by name; of packed matrices, a call that reads them. All of
-        it is there when this returns.
+        """Fill every weight before returning.
+
+        Args:
+            weights: By name.
+            at: Device address of each weight.
+            packed: For each packed matrix, a call that reads it.
         """
         ...
 
@@ -55,7 +59,7 @@ class Files:
         """See Filler.
 
         Raises:
-            PackageError: a file is shorter than the programs say.
+            PackageError: a file cannot be read, or is shorter than the programs require.
         """
         total = sum(weight.nbytes for weight in weights.values())
         free: SimpleQueue[Pinned] = SimpleQueue()
@@ -64,7 +68,7 @@ class Files:
 
         def load(piece: tuple[Path, int, int, int]) -> int:
             path, offset, size, address = piece
-            # Not when the thread begins: what goes wrong there, the pool says in its own words.
+            # Not in the pool's initializer: the pool would replace an error by its own.
             driver.enter()
             pinned = free.get()
             try:
@@ -87,7 +91,7 @@ class Files:
     def _pieces(
         self, weights: Mapping[str, Weight], at: Mapping[str, int]
     ) -> Iterator[tuple[Path, int, int, int]]:
-        """In the order of the files: path, offset, bytes, device address."""
+        """Yield path, offset, bytes and device address of each piece, in file order."""
         for name, w in sorted(weights.items(), key=lambda item: (item[1].file, item[1].offset)):
             for start in range(0, w.nbytes, PIECE):
                 size = min(PIECE, w.nbytes - start)

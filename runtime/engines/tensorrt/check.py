@@ -1,4 +1,4 @@
-"""Whether an engine of a package runs here, from its description: before TensorRT is asked."""
+"""Checks from its description whether an engine can run here, before TensorRT loads it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ REBUILD = "build the package here with `thor-dflash build`"
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """What this machine has."""
+    """The machine this runs on."""
 
     tensorrt: str
-    """Version of its bindings, which is its library's."""
+    """Version of the bindings, which is that of the library."""
     device: str
     capability: tuple[int, int]
     multiprocessors: int
@@ -26,15 +26,15 @@ class Here:
 
 
 def check(plan: Plan, here: Here, file: FileEntry | None) -> None:
-    """Refuse an engine that is of another machine, version or build.
+    """Refuse an engine made for another machine, version or build.
 
     Args:
         plan: The engine's description.
         here: This machine.
-        file: The engine's file as the package's manifest has it, whose hash was found right.
+        file: The manifest's entry for the engine file, whose hash has been checked.
 
     Raises:
-        EngineError: every mismatch, and what to do about it.
+        EngineError: there are mismatches; lists all of them and what to do.
     """
     problems = [*_build(plan, here), *_machine(plan, here)]
     if file is None or file.sha256 != plan.sha256:

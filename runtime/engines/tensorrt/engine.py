@@ -1,10 +1,10 @@
-"""The TensorRT engine: one execution context for each call and each way its states lie, all of them
-captured into one CUDA graph a cycle.
+"""The TensorRT engine: one execution context for each call and each combination of the two places
+of its states, all captured into one CUDA graph per cycle.
 
-A context runs once before it is captured, on empty states: that is when plugins make the tables
-their kernels read. After that nothing of a cycle is Python's or TensorRT's but its replay.
+Each context runs once before it is captured, on empty states, because plugins then make the tables
+that their kernels read. Afterwards a cycle only replays the graph, without Python or TensorRT code.
 
-Written to the API that 10.13.3 and 11.4 have in common.
+Written to the API common to TensorRT 10.13.3 and 11.4.
 """
 
 # tensorrt and cuda-python publish no types, or are not installed where the checkers run.
@@ -45,10 +45,10 @@ from thor_dflash.runtime.engines.tensorrt.check import Here, check
 from thor_dflash.tensors import DType, TensorSpec
 
 ALIGNMENT = 256
-"""Of every tensor it binds, bytes. Source: setTensorAddress in NvInferRuntime.h."""
+"""Alignment of every bound tensor, bytes. Source: setTensorAddress in NvInferRuntime.h."""
 
 Way = tuple[int, tuple[int, ...]]
-"""A call by its id, and which of their places its tensors with two have."""
+"""The id of a call, and the current place (0 or 1) of each of its turns."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +67,7 @@ class TensorRTEngine(Board):
     def __init__(
         self, package: Path, config: EngineConfig, progress: Progress, fill: Filler | None = None
     ) -> None:
-        # TensorRT works in the context that all libraries of a process share.
+        # TensorRT works in the primary context, which all libraries of a process share.
         super().__init__(Driver(config.device, shared=True), ALIGNMENT)
         self.package = package
         self._config = config
@@ -83,14 +83,14 @@ class TensorRTEngine(Board):
 
     @property
     def memory(self) -> Mapping[str, int]:
-        """What the engine holds on the device: kind -> bytes."""
+        """Device memory of the engine: kind -> bytes."""
         return {**self._arena.sizes, **self._owned}
 
     def load(self, name: str) -> Graph:
         """See Engine.
 
         Raises:
-            EngineError: the engine is of another machine, version or build.
+            EngineError: the engine was made for another machine, version or build.
         """
         if name not in self._graphs:
             plan = sidecar.read(self.package, name)
@@ -131,7 +131,7 @@ class TensorRTEngine(Board):
         self._owned["contexts"] = max(0, free - self._driver.free_memory())
 
     def _deserialise(self, plans: Sequence[Plan]) -> None:
-        """Load the engines' files, after the plugins that are in them."""
+        """Register the plugins that the engines use, then load the engine files."""
         directory = self._config.cubins_directory
         kernels = Kernels(self._driver, self.info.device, directory)
         nodes = [parse(node.room, node.fields) for plan in plans for node in plan.nodes]
@@ -150,7 +150,7 @@ class TensorRTEngine(Board):
     def _engine(self, file: str) -> trt.ICudaEngine:
         self._messages.begin(file)
         with closing(Reader(self.package / file)) as reader:
-            # None where it fails, whatever the bindings' signature says.
+            # None if it fails, although the bindings' signature does not say so.
             engine: trt.ICudaEngine | None = self._runtime.deserialize_cuda_engine(reader)
         if engine is None:
             raise EngineError(
@@ -163,7 +163,7 @@ class TensorRTEngine(Board):
         return int(engine.get_device_memory_size_for_profile_v2(plan.profile))
 
     def _ready(self, call: Call, weights: Mapping[str, int], scratch: int, size: int) -> None:
-        """Contexts of a call, one for each way that its tensors with two places can lie."""
+        """Make the contexts of a call, one for each combination of places of its tensors."""
         touched = self._touched[id(call)]
         before = [turn.front for turn in touched]
         for fronts in itertools.product((0, 1), repeat=len(touched)):
@@ -176,13 +176,13 @@ class TensorRTEngine(Board):
     def _context(
         self, call: Call, weights: Mapping[str, int], scratch: int, size: int
     ) -> trt.IExecutionContext:
-        """A context with every address and every size set, for the places tensors have now."""
+        """A context with all addresses and sizes set, for the current places of the tensors."""
         plan = _plan(call)
         self._messages.begin(plan.name)
         engine = self._engines[plan.file]
         managed = trt.ExecutionContextAllocationStrategy.USER_MANAGED
         context = engine.create_execution_context(managed)
-        # All contexts share it: they run one after the other.
+        # All contexts share this memory, since they run one after the other.
         context.set_device_memory(scratch, size)
         stream = int(self._driver.stream)
         _must(context.set_optimization_profile_async(plan.profile, stream), plan, self._messages)
@@ -214,7 +214,7 @@ class TensorRTEngine(Board):
         )
 
     def _warm_up(self) -> None:
-        """Run every context once, on numbers legal anywhere; all tensors are zero after."""
+        """Run every context once, on values legal for any input; zero all tensors afterwards."""
         for tensor in self._tensors:
             if tensor.spec.dtype is DType.I32:
                 for place in tensor.places:
@@ -249,7 +249,7 @@ class TensorRTEngine(Board):
     def close(self) -> None:
         """See Engine."""
         if not self._driver.ended:
-            self._driver.enter()  # plugins give their memory back as their contexts go
+            self._driver.enter()  # plugins free device memory when their contexts are destroyed
             self._driver.synchronize()
         self._contexts.clear()
         self._engines.clear()
@@ -257,7 +257,7 @@ class TensorRTEngine(Board):
         deregister(trt.get_plugin_registry(), creators)
         base, self._arena.base = self._arena.base, 0
         if base and not self._driver.ended:
-            # The context is not ours alone, so closing it gives nothing back.
+            # The context is shared, so closing it does not free our memory.
             self._driver("cuMemFree", base)
         super().close()
 
@@ -278,7 +278,7 @@ def _must(done: bool, plan: Plan, messages: Messages) -> None:
 
 
 def _check_tensors(plan: Plan, engine: trt.ICudaEngine) -> None:
-    """The engine binds what its description says."""
+    """Check that the engine binds exactly the tensors in its description."""
     found = {engine.get_tensor_name(i) for i in range(engine.num_io_tensors)}
     wanted = {*plan.inputs, *plan.outputs, *plan.weights}
     if odd := sorted(found ^ wanted):
