@@ -1,1 +1,1 @@
-"""What this machine is fit for, and the command that puts right what is not."""
+"""Checks what this machine can run, and names the command that fixes each problem."""

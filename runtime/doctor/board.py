@@ -1,4 +1,4 @@
-"""What a Jetson adds: its release, power mode and clocks; and memory and disk of any machine."""
+"""Checks of a Jetson's release, power mode and clocks, and of any machine's memory and disk."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ FIRST = 38
 """First L4T that runs on Thor."""
 DEVFREQ = "sys/class/devfreq"
 CLOCKS = {"GPU": "gpu", "EMC": "bwmgr"}
-"""What is meant -> how the kernel's devices of it begin."""
+"""Clock -> part of the name of its devfreq device."""
 CUBINS = 256 << 20
-"""More than every kernel of a package takes when compiled, bytes."""
+"""Disk space required for compiled kernels, bytes: more than those of one package take."""
 DROP_CACHES = "sync && echo 3 | sudo tee /proc/sys/vm/drop_caches"
 
 
@@ -26,7 +26,7 @@ def is_jetson(machine: Machine) -> bool:
 
 
 def speed(machine: Machine) -> list[Finding]:
-    """What decides how fast a Jetson is; of another machine nothing."""
+    """What determines a Jetson's speed; empty for another machine."""
     return [jetpack(machine), power(machine), *clocks(machine)] if is_jetson(machine) else []
 
 
@@ -63,7 +63,7 @@ def power(machine: Machine) -> Finding:
 
 
 def clocks(machine: Machine) -> Iterator[Finding]:
-    """Whether GPU and memory clocks stand at their top."""
+    """Whether GPU and memory clocks are held at their maximum."""
     shown = _shown(machine)
     for what in CLOCKS:
         item = f"{what} clock"
@@ -97,7 +97,7 @@ def _shown(machine: Machine) -> dict[str, tuple[int, int, int]]:
 
 
 def available(machine: Machine) -> int:
-    """Bytes that programs can still have, the page cache included; 0 where nobody says."""
+    """Bytes available to programs, the page cache included; 0 if unknown."""
     return _meminfo(machine, "MemAvailable")
 
 
@@ -107,7 +107,7 @@ def _meminfo(machine: Machine, name: str) -> int:
 
 
 def memory(machine: Machine, cuda: Cuda) -> Iterator[Finding]:
-    """Memory of the machine, and what a board's driver hides of it."""
+    """Memory of the machine, and how much of it a board's driver does not offer."""
     free = available(machine)
     text = f"{free / 1e9:.1f} GB available of {_meminfo(machine, 'MemTotal') / 1e9:.1f}"
     if not free:
@@ -122,7 +122,7 @@ def memory(machine: Machine, cuda: Cuda) -> Iterator[Finding]:
 
 
 def disk(machine: Machine, cubins: str, *, needed: bool) -> Finding:
-    """Room for compiled kernels. `needed`: a package that has any is to run."""
+    """Disk space for compiled kernels. `needed`: the package to run has such kernels."""
     free, state = machine.space(cubins), missing(needed)
     if free < 0:
         text = f"{cubins} cannot be written"

@@ -1,4 +1,4 @@
-"""The whole examination, in the order in which one thing needs the other."""
+"""The whole examination, each check after those that it depends on."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ EXTRAS = {
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that was found."""
+    """The result of an examination."""
 
     findings: tuple[Finding, ...]
     engines: dict[str, str]
-    """Engine -> why it cannot run here; "" where it can."""
+    """Engine -> why it cannot run here; "" if it can."""
 
     @property
     def wrong(self) -> bool:
-        """Whether anything is."""
+        """Whether any finding is wrong."""
         return any(finding.state == "wrong" for finding in self.findings)
 
 
 def examine(machine: Machine, config: EngineConfig, path: Path | None) -> Report:
-    """Ask everything. `path`: a package that is to run here."""
+    """Run every check. `path`: a package that is to run here."""
     manifest, read = package.read(path) if path else (None, None)
     cuda, tensorrt = machine.cuda(), machine.tensorrt()
     findings = list(_findings(machine, config, cuda, tensorrt, manifest))
@@ -86,7 +86,7 @@ def _usable(cuda: Cuda, index: int) -> Gpu | None:
 def engines(
     found: Mapping[str, Finding], cuda: Cuda, tensorrt: TensorRT, index: int
 ) -> dict[str, str]:
-    """What can run here at all, whatever package was asked about."""
+    """For each engine, why it cannot run here ("" if it can), whatever package was given."""
 
     def lacks(item: str) -> str:
         finding = found.get(item)

@@ -1,4 +1,4 @@
-"""What is asked of a machine, as answers that travel from a child process or out of a test."""
+"""The facts that the doctor asks of a machine, which a child process or a test can supply."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ State = Literal["ok", "warn", "wrong"]
 
 
 def missing(needed: bool) -> State:
-    """Of a part that is not there, or not fit."""
+    """The state of a part that is missing or unfit."""
     return "wrong" if needed else "warn"
 
 
@@ -21,10 +21,10 @@ class Finding:
     item: str
     state: State
     """wrong: something that was asked for cannot work. warn: it works less well than it could, or
-    a part that nobody asked for is missing."""
+    an optional part is missing."""
     text: str
     remedy: str = ""
-    """A command, where there is one."""
+    """A command that fixes it, or "" if there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +37,10 @@ class Gpu:
     """Compute capability."""
     multiprocessors: int
     memory: int
-    """Bytes, all of it."""
+    """Total memory, bytes."""
     free: int
-    """Bytes the driver calls free; of a board that shares its memory, the page cache is not."""
+    """Free memory by the driver, bytes; on a board with shared memory this excludes the page cache.
+    """
     integrated: bool
 
     @property
@@ -53,23 +54,23 @@ class Cuda:
     """The CUDA driver, as its Python bindings see it."""
 
     error: str = ""
-    """Why nothing below is known: an error's name, or what an import said."""
+    """Why the facts below are unknown: an error's name, or the message of a failed import."""
     driver: int = 0
     """CUDA version of the driver: 13000 is 13.0."""
     bindings: int = 0
-    """CUDA version the bindings were made for."""
+    """CUDA version that the bindings were made for."""
     devices: tuple[Gpu, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nvrtc:
-    """A kernel of ours, compiled."""
+    """The trial compilation of one of our kernels."""
 
     error: str = ""
     version: str = ""
     seconds: float = 0.0
     loaded: bool = False
-    """The device took it."""
+    """The device loaded it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,19 +81,19 @@ class TensorRT:
     bindings: str = ""
     """Version of the Python package."""
     library: int = 0
-    """Version libnvinfer says it has: 101303 is 10.13.3; 0 where it cannot be asked."""
+    """Version reported by libnvinfer: 101303 is 10.13.3; 0 if it cannot be queried."""
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a command said. `code` is None where it does not exist or took too long."""
+    """Output of a command. `code` is None if the command does not exist or took too long."""
 
     code: int | None
     text: str
 
 
 class Machine(Protocol):
-    """Everything the doctor asks. Nothing here may hang or raise."""
+    """Everything the doctor asks of a machine. No method may hang or raise."""
 
     @property
     def python(self) -> tuple[int, int]:
@@ -109,7 +110,7 @@ class Machine(Protocol):
         ...
 
     def text(self, path: str) -> str:
-        """A small file, or ""."""
+        """Contents of a small file, or ""."""
         ...
 
     def paths(self, pattern: str) -> Sequence[str]:
@@ -121,11 +122,11 @@ class Machine(Protocol):
         ...
 
     def space(self, directory: str) -> int:
-        """Bytes free where a directory is or would be made; -1 where it cannot be written."""
+        """Bytes free where a directory is or would be made; -1 if that is not writable."""
         ...
 
     def cuda(self) -> Cuda:
-        """Ask the driver."""
+        """Query the CUDA driver."""
         ...
 
     def nvrtc(self, arch: str, device: int) -> Nvrtc:
@@ -133,5 +134,5 @@ class Machine(Protocol):
         ...
 
     def tensorrt(self) -> TensorRT:
-        """Import TensorRT."""
+        """Import TensorRT and query its versions."""
         ...

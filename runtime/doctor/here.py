@@ -1,4 +1,4 @@
-"""This machine, asked with a time limit on every question."""
+"""The Machine the doctor runs on. Queries that could hang run in a child with a time limit."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from thor_dflash.runtime.doctor.facts import Cuda, Nvrtc, Output, TensorRT
 T = TypeVar("T", Cuda, Nvrtc, TensorRT)
 COMMAND_SECONDS = 5.0
 PROBE_SECONDS = 60.0
-"""A driver that wakes a sleeping board takes seconds; TensorRT takes seconds to import."""
+"""Time limit of a query. A driver that wakes a sleeping board takes seconds, and so does importing
+TensorRT."""
 LARGEST = 1 << 20
-"""Of a file, bytes."""
+"""Maximum bytes read of a file or of a command's output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ class Here:
         said = _run([sys.executable, *words], self.probe_seconds)
         last = said.text.strip().rpartition("\n")[2]
         try:
-            # A library may end the child in its own clean-up; what it said before that counts.
+            # A library may crash the child during its clean-up; the answer before that counts.
             return records.decode(kind, json.loads(last), "", EngineError)
         except (ValueError, EngineError):
             return kind(error=f"{self._ending(said)} ({last[-200:] or 'it said nothing'})")
@@ -108,7 +109,7 @@ class Here:
 
 
 def _run(command: list[str], seconds: float) -> Output:
-    # To a file, not through a pipe: a grandchild that keeps a pipe open keeps its reader waiting.
+    # Output goes to a file: a grandchild that keeps a pipe open would keep its reader waiting.
     with tempfile.TemporaryFile() as file:
         try:
             child = subprocess.Popen(
@@ -119,7 +120,7 @@ def _run(command: list[str], seconds: float) -> Output:
         try:
             code: int | None = child.wait(seconds)
         except subprocess.TimeoutExpired:
-            # Not waited for again: a process stuck inside a driver does not end when it is told to.
+            # Do not wait for it: a process stuck inside a driver does not end when killed.
             child.kill()
             code = None
         file.seek(0)

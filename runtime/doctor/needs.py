@@ -1,4 +1,4 @@
-"""What a package takes of memory, from its manifest alone: no engine, no device."""
+"""The memory a package needs, computed from its manifest alone, without an engine or a device."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from thor_dflash.runtime.model import cache_rows, ring_rows
 
 BYTES = {"f32": 4, "bf16": 2, "fp8": 1}
 STORED = {"nvfp4": 4.5 / 8, "fp8": 1, "bf16": 2, "f16": 2, "f32": 4}
-"""Bytes of a weight; NVFP4 with its share of a block's scale."""
+"""Bytes per weight; for NVFP4 including its share of the block scale."""
 
 
 def needs(manifest: Manifest, capacity: int) -> dict[str, int]:
-    """Kind -> bytes with a context of `capacity` tokens, as engines name the kinds.
+    """Kind -> bytes for a context of `capacity` tokens; engines use the same kinds.
 
-    Activations between the operators of a step and what a library keeps for itself come on top.
+    Excludes activations between the operators of a step and the libraries' own memory.
     """
     target, rows = manifest.target, BYTES[manifest.activations]
     attention, gdn = target.layers.count("attention"), target.layers.count("gdn")
@@ -38,15 +38,15 @@ def needs(manifest: Manifest, capacity: int) -> dict[str, int]:
 
 
 def per_token(manifest: Manifest) -> int:
-    """Bytes that one more token of context takes."""
+    """Bytes that each further token of context takes."""
     block = manifest.block
     low, high = (sum(needs(manifest, block + n).values()) for n in (1 << 14, 1 << 15))
     return (high - low) >> 14
 
 
 def shorter(manifest: Manifest, capacity: int, lacks: int) -> int:
-    """The longest context in whole tiles, tokens, that takes `lacks` bytes less than one of
-    `capacity`; 0 where none does.
+    """The longest context, in tokens and whole tiles, that takes at least `lacks` bytes less than
+    one of `capacity`; 0 if there is none.
     """
     most = sum(needs(manifest, capacity).values()) - lacks
     tiles = range(manifest.block // TILE + 1, -(-capacity // TILE))
@@ -59,8 +59,8 @@ def _weights(name: str) -> bool:
 
 
 def _unpacked(manifest: Manifest) -> int:
-    """What ONNX Runtime makes of weights when it loads a graph: float32, of the target once for
-    verify and once for each size of a prefill step, all of which a server loads.
+    """Bytes of the float32 weights that ONNX Runtime makes when it loads a graph. The target's
+    count once for verify and once for each prefill step size, all of which a server loads.
     """
     sizes = 1 + len(manifest.chunks)
     total = 0.0
@@ -71,8 +71,8 @@ def _unpacked(manifest: Manifest) -> int:
 
 
 def _gdn(dims: GdnDims, manifest: Manifest, rows: int) -> int:
-    """State and what a block leaves to be folded. An engine keeps two of the latter: the one it
-    reads and the one it writes.
+    """Bytes of a gdn layer's state, and of a block's records and convolution tail. An engine keeps
+    two of the latter: one to read and one to write.
     """
     keys, values = dims.key_heads * dims.key_dim, dims.value_heads * dims.value_dim
     channels = 2 * keys + values

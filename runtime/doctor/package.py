@@ -20,20 +20,20 @@ from thor_dflash.runtime.doctor.software import LEAST
 from thor_dflash.runtime.engines.cuda.memory import RESERVE
 
 ON_SITE = "thor-dflash build --engine tensorrt ... --out PKG"
-"""Engines of TensorRT work where they were built."""
+"""TensorRT engines work only where they were built."""
 ON_DEVICE = ("cuda", "tensorrt")
 """Engines that need a CUDA device."""
 
 
 def read(path: Path) -> tuple[Manifest | None, Finding]:
-    """The manifest, and what there is to say of the package's files. Nothing is hashed: opening
-    the package does that.
+    """Return the manifest and a finding about the package's files. Does not check hashes; opening
+    the package does.
     """
     try:
         found = package_manifest.read(path)
         package_manifest.check_files(path, found)
     except PackageError as e:
-        # What is only closed or linked needs to be looked at, not built again.
+        # A file that is unreadable or a link needs to be looked at, not built again.
         remedy = "thor-dflash build --help" if REBUILD in str(e) else f"ls -lR {quote(str(path))}"
         return None, Finding("package", "wrong", str(e), remedy)
     size = sum(entry.bytes for entry in found.files.values())
@@ -47,7 +47,7 @@ def read(path: Path) -> tuple[Manifest | None, Finding]:
 def fits(
     machine: Machine, cuda: Cuda, manifest: Manifest, config: EngineConfig
 ) -> Iterator[Finding]:
-    """Whether its engine, the options and its memory fit this machine."""
+    """Whether the package's engine, the options and its memory fit this machine."""
     gpu = _gpu(cuda, config.device)
     if manifest.engine in ON_DEVICE:
         yield _on_device(manifest, cuda, gpu, config)
@@ -59,7 +59,7 @@ def fits(
 
 
 def _refused(manifest: Manifest, config: EngineConfig) -> Iterator[tuple[str, Finding]]:
-    """Options that opening the package refuses, and what it says."""
+    """Yield the options that opening the package would refuse, and the refusals."""
     asked: tuple[tuple[str, str, int, Callable[[], int]], ...] = (
         ("threads", "threads", 0, lambda: chosen.threads(config)),
         ("capacity", "context", manifest.capacity, lambda: chosen.capacity(config, manifest)),
@@ -74,7 +74,7 @@ def _refused(manifest: Manifest, config: EngineConfig) -> Iterator[tuple[str, Fi
 
 
 def plan(path: Path, cuda: Cuda, tensorrt: TensorRT, device: int) -> Finding:
-    """Whether TensorRT's engines were built by this TensorRT for this device."""
+    """Whether the package's engines were built with this TensorRT on a device like this one."""
     item = "plans"
     try:
         made = package_plan.read(path, "verify").made
@@ -112,10 +112,10 @@ def _on_device(manifest: Manifest, cuda: Cuda, gpu: Gpu | None, config: EngineCo
 
 
 def _memory(machine: Machine, gpu: Gpu | None, manifest: Manifest, capacity: int) -> Finding:
-    """The byte table, against what there is."""
+    """Compare the memory that the package needs with the free memory."""
     kinds = needs(manifest, capacity)
     total = sum(kinds.values()) + RESERVE
-    # What the driver of a board calls free leaves out the page cache, which it does get.
+    # On a board, the driver's free memory excludes the page cache, which it can still allocate.
     free = gpu.free if gpu and not gpu.integrated else board.available(machine)
     table = ", ".join(f"{kind} {amount(size, 'bytes')}" for kind, size in kinds.items())
     text = (

@@ -1,4 +1,4 @@
-"""Questions that may hang or end a process, asked in a child: one JSON object on stdout."""
+"""Queries that may hang or crash, run in a child process: the answer is one JSON line on stdout."""
 
 # cuda-python and TensorRT publish no types.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
@@ -20,12 +20,12 @@ from thor_dflash.errors import ThorError
 from thor_dflash.runtime.doctor.facts import Cuda, Gpu, Nvrtc, TensorRT
 
 ROOM, SOURCE = "standard", "kernel.cu"
-"""Compiled as a trial: small, and it includes what every kernel includes."""
+"""The trial kernel: small, but includes the headers that every kernel includes."""
 LIBRARIES = ("libnvinfer.so.10", "libnvinfer.so.11")
 
 
 def main(question: str, *arguments: str) -> None:
-    """Answer one question."""
+    """Print the answer to one question."""
     answer: object
     if question == "cuda":
         answer = cuda()
@@ -56,7 +56,7 @@ def cuda() -> Cuda:
 
 
 class _DriverError(Exception):
-    """Name of the error, and of the call."""
+    """A driver call failed; the message names the error and the call."""
 
 
 def _ask(driver: Any, name: str, *arguments: Any) -> Any:
@@ -115,16 +115,16 @@ def tensorrt() -> TensorRT:
     """See Machine."""
     try:
         trt = importlib.import_module("tensorrt")
-    except Exception as e:  # a missing library of its own is an error of any kind
+    except Exception as e:  # if one of its libraries is missing, it may raise anything
         return TensorRT(error=f"{type(e).__name__}: {e}")
     return TensorRT(bindings=str(trt.__version__), library=_library())
 
 
 def _library() -> int:
-    """Asked of the library that the bindings brought into this process."""
+    """Version of the library that the bindings loaded into this process."""
     for name in LIBRARIES:
         try:
-            # RTLD_NOLOAD: another version that happens to be on the disk is not it.
+            # RTLD_NOLOAD: only the loaded library, not another version that is on the disk.
             library = ctypes.CDLL(name, mode=4)
         except OSError:
             continue
@@ -133,7 +133,7 @@ def _library() -> int:
 
 
 def arguments(question: str, more: Sequence[str], path: Sequence[str]) -> list[str]:
-    """What follows the interpreter's name so that a child asks one question with this sys.path."""
+    """Interpreter arguments for a child that answers one question with this sys.path."""
     call = ", ".join(repr(word) for word in (question, *more))
     return [
         "-c",

@@ -1,4 +1,4 @@
-"""Python, packages, the CUDA driver, its compiler, TensorRT."""
+"""Checks of Python, packages, the CUDA driver, NVRTC and TensorRT."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EXTRAS = {
     "serve": {"pyzmq": "27", "msgspec": "0.20", "jsonschema-rs": "0.38"},
     "http": {"starlette": "1.0", "uvicorn": "0.40", "prometheus-client": "0.23"},
 }
-"""Extra of this package -> what it brings, and from which version on."""
+"""Extra of this package -> its distributions and their minimum versions."""
 USES = {
     "build": "to build packages",
     "ort": "for packages of engine ort",
@@ -35,13 +35,13 @@ USES = {
     "http": "for the HTTP gateway",
 }
 CUDA = 13000
-"""Least CUDA version of the driver."""
+"""Minimum CUDA version of the driver."""
 CAPABILITIES = {(9, 0): "H100 or H200", (11, 0): "Thor"}
-"""What the kernels are written for."""
+"""Compute capabilities that the kernels are written for."""
 LEAST = (9, 0)
 PCI = "sys/bus/pci/devices/*/vendor"
 ARCH = "sm_110"
-"""Compiled for where there is no device: Thor's."""
+"""Target of the trial compilation if there is no device: Thor."""
 
 DRIVER_REMEDIES = {
     "CUDA_ERROR_NO_DEVICE": "nvidia-smi -L",
@@ -51,14 +51,14 @@ DRIVER_REMEDIES = {
     "CUDA_ERROR_DEVICE_UNAVAILABLE": "nvidia-smi",
     "CUDA_ERROR_OPERATING_SYSTEM": "ls -l /dev/nvidia*",
 }
-"""First word of what went wrong -> what shows or cures it."""
+"""Name of the driver error -> the command that diagnoses or fixes it."""
 
 JETPACK_TENSORRT = ((10, 13), (10, 16))
-"""First and last TensorRT of JetPack 7.0 to 7.2. Source: NVIDIA's release notes."""
+"""First and last TensorRT version in JetPack 7.0 to 7.2. Source: NVIDIA's release notes."""
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """ "10.13.3.9" as (10, 13, 3, 9); what is no number ends it."""
+    """ "10.13.3.9" as (10, 13, 3, 9); stops at a part that does not begin with a digit."""
     found: list[int] = []
     for part in version.split("."):
         digits = re.match(r"\d+", part)
@@ -69,7 +69,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def python(machine: Machine) -> Finding:
-    """The interpreter."""
+    """Whether the Python version is new enough."""
     text = ".".join(map(str, machine.python)) + f" on {machine.processor}"
     if machine.python >= PYTHON:
         return Finding("python", "ok", text)
@@ -79,7 +79,7 @@ def python(machine: Machine) -> Finding:
 
 
 def extras(machine: Machine, needed: frozenset[str]) -> Iterator[Finding]:
-    """What each extra brings; wrong where one that is needed is not there."""
+    """Whether each extra is installed; wrong if a needed one is not."""
     for extra, parts in EXTRAS.items():
         have = {name: machine.version(name) for name in parts}
         lacking = [
@@ -97,9 +97,7 @@ def extras(machine: Machine, needed: frozenset[str]) -> Iterator[Finding]:
 
 
 def driver(machine: Machine, cuda: Cuda, *, jetson: bool, needed: bool, unused: bool) -> Finding:
-    """The CUDA driver, or why there is none to speak of. `unused`: a package that has no use for a
-    device is to run.
-    """
+    """Whether the CUDA driver works. `unused`: the package to run does not use a device."""
     if cuda.error:
         found = _no_driver(machine, cuda, jetson, needed)
         return replace(found, state="warn") if unused else found
@@ -112,7 +110,7 @@ def driver(machine: Machine, cuda: Cuda, *, jetson: bool, needed: bool, unused: 
 
 def _no_driver(machine: Machine, cuda: Cuda, jetson: bool, needed: bool) -> Finding:
     text = f"{cuda.error}; engines cuda and tensorrt cannot run here, engine ort can"
-    if cuda.error.startswith("ImportError"):  # nobody could ask: nothing is known of a driver
+    if cuda.error.startswith("ImportError"):  # without bindings, nothing is known of the driver
         state = missing(needed)
         return Finding("cuda driver", state, text, "pip install 'thor-dflash[cuda]'")
     if cuda.error.startswith("no driver"):
@@ -125,7 +123,7 @@ def _no_driver(machine: Machine, cuda: Cuda, jetson: bool, needed: bool) -> Find
 
 
 def has_nvidia(machine: Machine) -> bool:
-    """Whether a device of NVIDIA's is on the PCI bus."""
+    """Whether there is an NVIDIA device on the PCI bus."""
     return any(machine.text(path) == "0x10de" for path in machine.paths(PCI))
 
 
@@ -156,11 +154,11 @@ def device(index: int, gpu: Gpu) -> Finding:
 
 
 def nvrtc(found: Nvrtc, arch: str, driver: int, *, needed: bool) -> Finding:
-    """Whether a kernel compiles, and loads where there is a device. `driver`: its CUDA version."""
+    """Whether a kernel compiles and, if there is a device, loads. `driver`: its CUDA version."""
     if found.error:
         state = missing(needed)
         remedy = "pip install --upgrade 'thor-dflash[cuda]'"
-        # A device may not take what a compiler newer than its driver makes.
+        # A driver may refuse the output of a compiler newer than itself.
         if driver and numbers(found.version)[:2] > numbers(version(driver)):
             remedy = f"pip install 'nvidia-cuda-nvrtc=={version(driver)}.*'"
         return Finding("nvrtc", state, found.error, remedy)
@@ -169,7 +167,7 @@ def nvrtc(found: Nvrtc, arch: str, driver: int, *, needed: bool) -> Finding:
 
 
 def tensorrt(machine: Machine, found: TensorRT, *, jetson: bool, needed: bool) -> Iterator[Finding]:
-    """Bindings, library, and whether they are each other's."""
+    """Whether TensorRT's bindings and library work and have the same version."""
     if found.error:
         state = missing(needed)
         text = f"{found.error}; needed for packages of engine tensorrt"
@@ -203,7 +201,7 @@ def _outside(bindings: tuple[int, ...], jetson: bool) -> str:
 
 def _tensorrt_remedy(jetson: bool) -> str:
     if jetson:
-        # The wheels of a package index know nothing of the board's own library.
+        # Wheels from a package index do not match the board's own library.
         return (
             "sudo apt install --reinstall tensorrt python3-libnvinfer && "
             "python3 -m venv --system-site-packages .venv"
@@ -213,7 +211,7 @@ def _tensorrt_remedy(jetson: bool) -> str:
 
 def _numpy(machine: Machine, bindings: tuple[int, ...]) -> Iterator[Finding]:
     have = machine.version("numpy")
-    # Until TensorRT 11.2 its Python plugins turn arrays of one element into numbers, which NumPy
+    # Before TensorRT 11.2, its Python plugins convert arrays of one element to numbers, which NumPy
     # 2.4 refuses.
     if bindings[:2] < (11, 2) and numbers(have)[:2] >= (2, 4):
         text = f"{have}; Python plugins of TensorRT before 11.2 fail with 2.4 and later"
