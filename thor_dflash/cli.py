@@ -1,9 +1,9 @@
 """thor-dflash build | generate | profile | score | check | doctor | demo | bench | serve | plan |
 gateway | keygen.
 
-Exit status: 0; 1 where doctor or check found something wrong; 2 with one line on stderr for
-anything the user can put right; 130 on Ctrl-C; 141 when the reader of stdout has gone. Anything
-else is a bug and shows its traceback. Whether anybody reads stderr changes none of it.
+Exit status: 0; 1 if doctor or check found something wrong; 2, with one line on stderr, for anything
+the user can fix; 130 on Ctrl-C; 141 if the reader of stdout has gone. Anything else is a bug and
+shows its traceback. A closed or full stderr does not change the status.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse the command line, run one verb, return the exit status."""
+    """Parse the command line, run one subcommand, return the exit status."""
     try:
         streams.prepare()
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -48,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         streams.leave(sys.stdout)
         return 141
     except OSError as e:
-        # A path the system will not look at (too long, no permission) is the user's to put right,
-        # and so is a stdout that takes nothing.
+        # The user can fix a path that the system refuses (too long, no permission) and a stdout
+        # that cannot be written.
         what = _at_fault(e)
         if not what:
             raise
@@ -59,12 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _at_fault(e: OSError) -> str:
-    """What must be otherwise; empty where nothing of the machine is to blame."""
+    """The requirement that the machine violates; empty if the error is not the machine's."""
     if e.filename is not None:
         return f"{e.filename} must be usable"
     if streams.refuses(sys.stdout):
         return "stdout must be writable"
-    # Nobody says the name of a file that was open already.
+    # An error on a file that was already open does not carry its name.
     return "every file must be readable and writable" if e.errno in _DISK else ""
 
 
@@ -72,8 +72,8 @@ _DISK = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ESTALE)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Ctrl-C, put off while a module is imported: an interrupt between two steps of loading a
-    library is an ImportError to some and the end of the process to others.
+    """Handle Ctrl-C, but later while a module is being imported: an interrupt then can turn into an
+    ImportError, or crash the process in the middle of loading a library.
     """
     while frame is not None and frame.f_code is not main.__code__:
         if frame.f_code.co_filename == _IMPORT:
@@ -95,15 +95,15 @@ def _complain(text: str) -> None:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run one command line; its exit status.
+    """Run one command line; return its exit status.
 
     Raises:
-        ThorError: anything the user can put right.
+        ThorError: anything the user can fix.
     """
     args = parse(argv)
     _check(args)
 
-    # Imported here, as each verb imports its floor, so that --help answers at once.
+    # Imported here, like the imports inside the subcommands, so that --help is fast.
     from thor_dflash import config, progress
 
     settings = config.load(args.config, overrides(args))
@@ -116,7 +116,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _verb(args: argparse.Namespace, config: Config, progress: Progress) -> int | None:
-    """The verb's exit status; most have none to tell."""
+    """Run the subcommand; return its exit status, None for 0."""
     module = importlib.import_module(f"thor_dflash.verbs.{args.verb}")
     verb: Callable[[argparse.Namespace, Config, Progress], int | None] = module.run
     return verb(args, config, progress)
@@ -146,14 +146,14 @@ def _check_numbers(args: argparse.Namespace) -> None:
 
 
 _DAY_MS = 86_400_000
-"""Longest time that may be given, as in the sections of a configuration."""
+"""Longest time that may be given, the same as in the configuration."""
 _APART: Mapping[str, Sequence[Sequence[str]]] = {
     "check": (
-        ("--golden", "--tokens"),  # which holds its own
+        ("--golden", "--tokens"),  # a golden file holds its own tokens
         ("--make-golden", "--tolerance", "--operators", "--json"),
     ),
     "profile": (
-        ("--json", "--compare"),  # which prints a profile by itself
+        ("--json", "--compare"),  # --json prints one profile only
         ("--soak", "--runs"),
     ),
     "bench": (
@@ -162,9 +162,9 @@ _APART: Mapping[str, Sequence[Sequence[str]]] = {
     ),
     "serve": (("--package", "--mock-cycle-ms"),),
 }
-"""Verb -> options, each with those that it would leave without a meaning."""
+"""Subcommand -> groups of an option and the options that have no meaning with it."""
 _SAYS_NOTHING: Mapping[str, object] = {"--operators": "auto"}
-"""Options with a default -> what they are where nobody gives them."""
+"""Options with a default -> that default, which counts as not given."""
 
 
 def _given(args: argparse.Namespace, option: str) -> bool:
@@ -177,7 +177,7 @@ def overrides(args: argparse.Namespace) -> tuple[str, ...]:
     """Every --set, then every option that is another spelling of a key (its dest is the key).
 
     Raises:
-        ConfigError: a key is given twice, or both ways.
+        ConfigError: a key is given twice, or both as an option and with --set.
     """
     from thor_dflash import config
 
@@ -191,14 +191,14 @@ def overrides(args: argparse.Namespace) -> tuple[str, ...]:
             continue
         if key in given:
             raise ConfigError(f"{key} must be given once (got an option and --set)")
-        # As TOML says it: a directory may have a name that is a number there, or a list.
+        # Quote texts as TOML strings: a directory's name may look like a number or a list.
         literal = key in texts or isinstance(value, list)
         items.append(f"{key}={_literal(value) if literal else value}")
     return (*args.set, *items)
 
 
 def _literal(value: Any) -> str:
-    """In TOML, which is JSON here but for one character that it takes escaped alone."""
+    """A value in TOML: here the same as JSON, except that TOML requires DEL to be escaped."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -208,7 +208,9 @@ def _set(args: argparse.Namespace) -> list[str]:
 
 
 def _belongs(args: argparse.Namespace) -> None:
-    """Refuse what the verb would not look at. A file may hold sections of other verbs, too."""
+    """Refuse a --set or option that the subcommand does not read. A configuration file may hold
+    sections of other subcommands.
+    """
     reads, verb = list(args.reads), args.verb
     for verb_, option, section in _UNREAD:
         if verb == verb_ and _given(args, option):
@@ -227,6 +229,6 @@ def _belongs(args: argparse.Namespace) -> None:
 
 
 _UNREAD = (("bench", "--package", "build"), ("serve", "--mock", "engine"))
-"""Verb, an option with which it does not read a section, the section."""
+"""Subcommand, an option, and the section that it does not read with that option."""
 _IDLE = tuple(("serve", "--mock", f"serve.{key}") for key in ("yield_us", "cancel_ms", "prefix_mb"))
-"""The same of a key: a mock has no steps that take time of a device, and no memory of prefixes."""
+"""The same for single keys: a mock has no steps on a device and no memory for prefixes."""

@@ -1,7 +1,7 @@
-"""The one configuration tree: frozen, complete after load, passed down by section.
+"""The configuration tree: frozen, complete after load, passed down by section.
 
-There are no other knobs: no environment variables, no module globals. A default is written here
-once, beside its reason.
+There are no other settings: no environment variables, no module globals. Every default is given
+here once, with its reason.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from thor_dflash.serve_config import GatewayConfig, ServeConfig
 from thor_dflash.tensorrt_config import CUBINS, TensorRTConfig, directory
 
 BLOCK = 16
-"""Rows of a block where neither the configuration nor a drafter says."""
+"""Rows of a block if neither the configuration nor a drafter says."""
 
 CAPACITY = 8192
-"""Context where nobody asks for another, tokens."""
+"""Default context, tokens."""
 
 
 def _at_least(key: str, value: int, low: int) -> None:
@@ -40,17 +40,18 @@ HINT = (
     "Considering the limited time by the user, I have to give the solution based on the thinking "
     "directly now.\n</think>\n\n"
 )
-"""What closes thinking that has used up its budget. Source: the model card of Qwen3.6-27B."""
+"""The message that closes thinking at its budget. Source: the model card of Qwen3.6-27B."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardConfig:
-    """The model card of a package: what its makers say about lengths. Lengths in tokens.
+    """The model card of a package: the lengths that the model's makers recommend, in tokens.
 
-    0 is by rule: max_tokens is 32768 or the longest the model was made for if that is less, complex
-    81920 likewise, reply an eighth of max_tokens but at most 4096. With think = max_tokens - reply,
-    low is an eighth of think, medium half of it, high all of it, max = complex - reply, x_high half
-    way between the last two. Source: Lucebox model_card.cpp and its table of families.
+    0 means by rule: max_tokens is 32768 or the longest the model was made for if that is less;
+    complex is 81920 likewise; reply is an eighth of max_tokens but at most 4096. With think =
+    max_tokens - reply: low is an eighth of think, medium is half, high is all of it; max is complex
+    - reply; x_high is half way between high and max. Source: Lucebox model_card.cpp and its table
+    of families.
     """
 
     max_tokens: int = 0
@@ -58,17 +59,17 @@ class CardConfig:
     complex: int = 0
     """The same for hard problems."""
     reply: int = 0
-    """Kept for the answer when thinking has a budget, its closing message included."""
+    """Reserved for closing message and reply when thinking has a budget."""
     low: int = 0
     medium: int = 0
     high: int = 0
     x_high: int = 0
     max: int = 0
     close: str = HINT
-    """What closes thinking at its budget; holds </think> once, and after it a blank line at most
-    where grammars are asked for."""
+    """The message that closes thinking at its budget. Must hold </think> once, followed by at most
+    a blank line if grammars are to be used."""
     source: str = ""
-    """Where these numbers are from."""
+    """Where these numbers come from."""
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "complex", "reply", "low", "medium", "high", "x_high", "max"):
@@ -81,35 +82,35 @@ class CardConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildConfig:
-    """What `thor-dflash build` makes of two checkpoints."""
+    """How `thor-dflash build` makes a package from checkpoints."""
 
     engine: Literal["ort", "cuda", "tensorrt"] = "ort"
-    """Which engine the package is for."""
+    """The engine that the package is for."""
     block: int = 0
-    """Rows of the verify block; 0 takes the drafter's, or 16 without a drafter."""
+    """Rows of the verify block; 0: the drafter's, or 16 without a drafter."""
     chunk: int = 0
-    """Rows of a prefill step; 0 takes what suits the engine: 64 on ort, else 512."""
+    """Rows of a prefill step; 0: 64 on ort, else 512."""
     chunks: tuple[int, ...] = ()
-    """Other sizes of a prefill step, rows; none takes what suits the engine: 256, 128, 64 and 32 on
-    cuda, 128 on tensorrt, none on ort. A server chooses among all by what a step takes: larger ones
-    read a prompt faster, make a cancel wait longer, and have prefixes kept in larger pieces. A
-    prompt's last step takes the smallest that holds its rest."""
+    """Further sizes of a prefill step, rows; empty: 256, 128, 64 and 32 on cuda, 128 on tensorrt,
+    none on ort. A server chooses among all sizes by the measured time of a step: larger ones read a
+    prompt faster, but delay a cancel and keep prefixes in larger pieces. A prompt's last step uses
+    the smallest size that holds the rest."""
     kv: Literal["auto", "f32", "bf16", "fp8"] = "auto"
     """Element type of the target's KV cache; auto is f32 on ort, else fp8."""
     activations: Literal["auto", "f32", "bf16"] = "auto"
-    """Where the graph rounds between layers; f32 does not round. auto is f32 on ort, else bf16: our
-    kernels know no other."""
+    """Element type to which the graph rounds between layers; f32 does not round. auto is f32 on
+    ort, else bf16, the only type that our kernels support."""
     saves: Literal["records", "states"] = "records"
-    """How a block's GDN steps are kept until the commit: inputs to replay, or a state per row."""
+    """What is kept of a block's GDN steps until the commit: inputs to replay, or states per row."""
     capacity: int = 0
-    """Context a session gets when it asks for none, tokens; 0 takes CAPACITY, or the longest the
-    model was made for if that is less."""
+    """Default context of a session, tokens; 0: CAPACITY, or the longest the model was made for if
+    that is less."""
     widths: tuple[int, ...] = ()
-    """Narrower blocks a session may choose instead, rows. Multiples of 4 give the same tokens:
-    ONNX Runtime's matrix kernels take other row counts apart differently."""
+    """Narrower blocks that a session may choose, rows. Must be multiples of 4 to give the same
+    tokens: ONNX Runtime's matrix kernels split other row counts differently."""
     draft_ids: str = ""
-    """A JSON file with the vocabulary ids the drafter may propose, ascending: its head then reads
-    those rows alone. Empty: all of them. Source: EAGLE-3's reduced draft vocabulary."""
+    """A JSON file with the vocabulary ids that the drafter may propose, ascending; its head then
+    reads only those rows. Empty: all ids. Source: EAGLE-3's reduced draft vocabulary."""
     card: CardConfig = field(default_factory=CardConfig)
     tensorrt: TensorRTConfig = field(default_factory=TensorRTConfig)
 
@@ -132,23 +133,23 @@ class EngineConfig:
     """How this machine runs a package."""
 
     capacity: int = 0
-    """Context of the session, tokens; 0 takes the package's."""
+    """Context of the session, tokens; 0: the package's."""
     threads: int = 0
-    """CPU threads, at most one a core of the machine that opens the package; 0 takes every core."""
+    """CPU threads, at most one per core of the machine that opens the package; 0: every core."""
     block: int = 0
-    """Rows of a verify block, one of the package's widths; 0 takes its own."""
+    """Rows of a verify block, one of the package's widths; 0: the package's own block."""
     chunk: int = 0
-    """Rows of the largest prefill step, one of the package's sizes; 0 takes its own, and lets a
-    server choose by what a step takes."""
+    """Rows of the largest prefill step, one of the package's sizes; 0: the package's own, or a
+    server's choice by the measured time of a step."""
     device: int = 0
-    """cuda, tensorrt: which of the machine's devices, as the driver numbers them."""
+    """cuda, tensorrt: index of the device, as the driver numbers them."""
     graphs: bool = True
     """cuda, tensorrt: replay each step as one CUDA graph; false launches its kernels one by one."""
     overlap: bool = True
-    """cuda, tensorrt: let a kernel fetch its weights while the one before it ends (programmatic
-    dependent launch)."""
+    """cuda, tensorrt: let a kernel prefetch its weights while the previous kernel finishes
+    (programmatic dependent launch)."""
     cubins: str = CUBINS
-    """cuda, tensorrt: where compiled kernels are kept."""
+    """cuda, tensorrt: directory of compiled kernels."""
 
     def __post_init__(self) -> None:
         _at_least("engine.capacity", self.capacity, 0)
@@ -174,21 +175,22 @@ class BudgetConfig:
     tokens: int = -1
     """Thinking tokens before thinking is closed; -1: no budget, unless `effort` names one."""
     effort: Effort = ""
-    """A budget by name, from the package's model card; `none` is no thinking. `tokens` wins."""
+    """A budget by name, from the package's model card; `none` means no thinking. `tokens` takes
+    precedence."""
     close: Literal["hard", "soft"] = "hard"
-    """hard: closed at the budget and not before. soft: also in the last part of the budget, where
-    the target all but closes by itself."""
+    """hard: thinking is closed at the budget and not before. soft: also in the last part of the
+    budget, at a row where the target nearly chooses to close it."""
     reply: int = 0
-    """Tokens kept for the answer, closing message included; 0 takes the card's, or what max_tokens
-    leaves if that is less."""
+    """Tokens reserved for closing message and reply; 0: the card's, or what max_tokens leaves if
+    that is less."""
     message: str = ""
-    """What closes thinking at the budget; holds </think> once, and with a grammar at most a blank
-    line after it. Empty takes the card's."""
+    """The message that closes thinking at the budget. Must hold </think> once, followed by at most
+    a blank line if there is a grammar. Empty: the card's."""
     ratio: float = 0.5
-    """soft: p(</think>) over the largest p from which on </think> is chosen. Half: at the near ties
-    where rounding, not the model, decides."""
+    """soft: smallest ratio of p(</think>) to the largest p at which </think> is chosen. Half: only
+    at near ties, where rounding decides and not the model."""
     soften: float = 0.5
-    """soft: share of the budget before which nothing is soft."""
+    """soft: share of the budget before which no row is soft."""
 
     def __post_init__(self) -> None:
         _at_least("decode.budget.tokens", self.tokens, -1)
@@ -199,21 +201,21 @@ class BudgetConfig:
 
 NO_BUDGET = BudgetConfig()
 LARGEST = 2**31
-"""From here on a number is none to a graph, whose integers have 32 bits."""
+"""Exclusive upper limit of numbers passed to a graph, whose integers have 32 bits."""
 RELAXED = {"margin": (3, 1.0), "delta": (10, 0.6)}
 """k and margin of each rule. Source: FlashRT; TensorRT-LLM's example for DeepSeek-R1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelaxedConfig:
-    """Which drafts relaxed acceptance takes while the answer thinks."""
+    """Which drafts relaxed acceptance accepts inside the thinking block."""
 
     rule: Literal["margin", "delta"] = "margin"
     """margin: FlashRT's, by log-probability; delta: TensorRT-LLM's, by probability."""
     k: int = 0
-    """Largest rank of a draft among the target's choices, 1 being its own; 0 takes RELAXED."""
+    """Largest rank of a draft among the target's choices, 1 being the best; 0: as in RELAXED."""
     margin: float = -1.0
-    """Largest distance to the target's best, nats or probability; -1 takes RELAXED."""
+    """Largest distance from the target's best, in nats or probability; -1: as in RELAXED."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.k < LARGEST:
@@ -226,16 +228,16 @@ class RelaxedConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftConfig:
-    """How much of the context the drafter looks at, tokens. 0 is all it was made for."""
+    """How much of the context the drafter sees, tokens. 0: all that it was made for."""
 
     window: int = 0
-    """Distance its sliding layers see; each row of a block has its own window."""
+    """Window of its sliding layers; each row of a block has its own window."""
     full: int = 0
-    """Distance its full layers see."""
+    """Window of its full layers."""
     context: int = 0
-    """Positions before the block any layer sees, the same for all rows; 128 is FlashRT's window."""
+    """Positions before the block visible to any layer, the same for all rows; FlashRT uses 128."""
     seed: int = 0
-    """Positions at the prompt's end it is shown."""
+    """Positions at the end of the prompt that the drafter is shown."""
 
     def __post_init__(self) -> None:
         for name in ("window", "full", "context", "seed"):
@@ -250,17 +252,17 @@ class DecodeConfig:
     """How one answer is decoded."""
 
     drafter: Literal["auto", "dflash", "none"] = "auto"
-    """Who proposes; auto takes the package's drafter, or none where it has none."""
+    """The proposer; auto: the package's drafter, or none if it has none."""
     max_tokens: int = 1024
     """Longest answer, thinking included, tokens."""
     thinking: Literal["on", "off"] = "on"
     ignore_eos: bool = False
     """Go on past the stop tokens, up to max_tokens. For measurements."""
     accept: Literal["strict", "relaxed"] = "strict"
-    """relaxed takes near misses of the drafter while the answer thinks. Changes what is thought."""
+    """relaxed: accept near misses of the drafter inside the thinking block, which changes it."""
     gate: Literal["on", "off"] = "off"
-    """Leave the drafter out while it does not pay. Off: which steps are drafted then does not
-    depend on the clock, and a drafter that was trained for its target pays."""
+    """Skip the drafter while it does not pay off. Off by default: then it does not depend on the
+    clock which steps are drafted, and a drafter trained for its target pays off."""
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     relaxed: RelaxedConfig = field(default_factory=RelaxedConfig)
     draft: DraftConfig = field(default_factory=DraftConfig)
@@ -271,7 +273,7 @@ class DecodeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Everything thor-dflash can be told."""
+    """All settings of thor-dflash."""
 
     build: BuildConfig = field(default_factory=BuildConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -281,7 +283,7 @@ class Config:
 
 
 def load(path: Path | None = None, overrides: tuple[str, ...] = ()) -> Config:
-    """Read a TOML file, lay `a.b=value` overrides over it, check every key, type and value.
+    """Read a TOML file, apply `a.b=value` overrides, check every key, type and value.
 
     Raises:
         ConfigError: an unreadable file, an unknown key, a wrong type, or a value a section refuses.
@@ -311,7 +313,7 @@ def _override(table: dict[str, Any], item: str) -> None:
             f"--set must be section.key=value (got {records.show(item)}){_meant(item)}"
         )
     if any(name.startswith(f"{'.'.join((*path, key))}.") for name in keys()):
-        # Whole, it would silently take back what was said of its keys.
+        # A whole section would silently discard what was set for its keys before.
         raise ConfigError(f"--set must be of a key, not of a section (got {records.show(item)})")
     row: dict[str, object] = table
     for i, section in enumerate(path):
@@ -324,7 +326,7 @@ def _override(table: dict[str, Any], item: str) -> None:
 
 
 def _split(dotted: str, cls: Any = Config) -> list[str]:
-    """The sections a dotted key goes through, then what is left of it."""
+    """Split a dotted key into its sections and the remaining key."""
     first, _, rest = dotted.partition(".")
     inner = typing.get_type_hints(cls).get(first)
     if dataclasses.is_dataclass(inner) and rest:
@@ -348,12 +350,12 @@ def _parse(text: str) -> object:
 
 
 def keys() -> tuple[str, ...]:
-    """Every dotted key there is."""
+    """Every dotted key of the configuration."""
     return tuple(key for key, _ in _hints(Config, ""))
 
 
 def texts() -> frozenset[str]:
-    """Those of them whose value is any text, a path, say."""
+    """The keys whose value is free text, such as a path."""
     return frozenset(key for key, hint in _hints(Config, "") if hint is str)
 
 

@@ -1,4 +1,4 @@
-"""What a directory holds, against the files that it should."""
+"""Compares the contents of a directory with the files that it should hold."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from stat import S_ISREG
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What is amiss, in words that begin with a path inside the directory."""
+    """The problems found, as texts that begin with a path inside the directory."""
 
     closed: list[str] = field(default_factory=list[str])
-    """What could not be looked at, and why. Of what lies behind it nothing is known."""
+    """Paths that could not be inspected, and why. Nothing is known of what is below them."""
     wrong: list[str] = field(default_factory=list[str])
-    """Files that are not there or of another size; anything that is too many."""
+    """Files that are missing or of another size, and anything unexpected."""
 
 
 def look(root: Path, sizes: Mapping[str, int], besides: str) -> Contents:
-    """Look for files, by path and size in bytes, and for anything beside them and `besides`: files,
-    links and directories of whatever kind. Each is opened; nothing is read.
+    """Check for the files in `sizes` (path -> bytes), and for any file, link or directory other
+    than those and `besides`. Expected files are opened but not read.
     """
     found, behind, extra = Contents(), set[str](), list[str]()
     folders = {str(parent) for name in sizes for parent in PurePosixPath(name).parents} | {"."}
@@ -49,12 +49,12 @@ def _below(name: str, folders: set[str]) -> bool:
 
 
 def _inside(root: Path, folder: str) -> set[str]:
-    """Paths in a directory of whatever kind; none where there is no such directory.
+    """All paths in a directory; empty if there is no such directory.
 
     Raises:
-        OSError: it cannot be looked into.
+        OSError: it cannot be listed, or is a link.
     """
-    # ONNX Runtime reads no file that a link leads out of the package to.
+    # ONNX Runtime refuses to read files outside the package through a link.
     if (root / folder).is_symlink() and folder != ".":
         raise OSError(ELOOP, "a link")
     try:
@@ -67,7 +67,7 @@ def _look_at(path: Path, name: str, size: int, found: Contents) -> None:
     try:
         stat = path.stat()
         regular = S_ISREG(stat.st_mode)
-        if regular:  # to open a pipe is to wait for who writes it
+        if regular:  # opening a pipe would wait for its writer
             path.open("rb").close()
     except FileNotFoundError:
         if path.is_symlink():

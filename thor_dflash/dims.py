@@ -1,4 +1,4 @@
-"""Sizes of the two models, as read from their config.json. Nothing here is a constant of one model.
+"""Sizes of the two models, as read from their config.json, without constants of any one model.
 
 Letters used in the rooms and graphs
     T   rows of a step (block or prefill chunk)      H   hidden size of the residual stream
@@ -54,7 +54,7 @@ class TargetDims:
     gdn: GdnDims
     eps: float
     tied: bool
-    """The head is the embedding matrix."""
+    """Whether the head is the embedding matrix."""
     max_position: int
     """Longest context the model was made for, tokens."""
 
@@ -64,7 +64,7 @@ class DraftLayerDims:
     """Visibility of one drafter layer."""
 
     causal: bool
-    """Inside the block, slot i sees slots 0..i only."""
+    """Whether slot i of the block sees only slots 0..i of it."""
     window: int
     """Keys at distance 0 <= q - k < window are visible; 0 means all."""
 
@@ -82,15 +82,15 @@ class DrafterDims:
     block: int
     """Rows of a block: the last committed token and block - 1 masks."""
     taps: tuple[int, ...]
-    """0-based target layers whose output residual stream is a feature, in concatenation order."""
+    """Target layers, 0-based, whose output residual streams are concatenated, in this order."""
     mask_token: int
     target_layers: int
-    """Depth of the target the drafter was trained on; 0 where the config does not say."""
+    """Layers of the target that the drafter was trained on; 0 if the config does not say."""
     max_position: int
 
 
 LEAST_TALK = 2
-"""Tokens of the shortest prompt and its answer. A context has a block more, which stays free."""
+"""Tokens of the shortest prompt and its answer. A context needs one more block, kept free."""
 
 
 def longest_context(target: TargetDims, drafter: DrafterDims | None) -> int:

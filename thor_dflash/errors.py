@@ -1,7 +1,7 @@
-"""Every error thor-dflash raises on purpose.
+"""All error classes of thor-dflash.
 
 Message form: `<what> must be <rule> (got <value>)`, naming the field, file or tensor. The command
-line prints one line and exits 2; nothing else leaves a floor.
+line prints one line and exits with 2. Any other exception that escapes is a bug.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ Code = Literal[
     "cancelled", "preempted", "stale", "not_ready", "draining",
     "engine_fault", "internal", "unreachable",
 ]  # fmt: skip
-"""Why a plan was refused, on the wire; `unreachable` is what a client says of a silent server."""
+"""Why a plan was refused, on the wire; `unreachable` is set by a client if a server is silent."""
 
 RETRYABLE: frozenset[Code] = frozenset({"busy", "not_ready", "engine_fault", "unreachable"})
-"""The same request may succeed later, unchanged."""
+"""Codes with which the same request may succeed later."""
 
 
 class ThorError(Exception):
-    """Root of the tree."""
+    """Base class of all errors of thor-dflash."""
 
 
 class ConfigError(ThorError):
@@ -29,7 +29,7 @@ class ConfigError(ThorError):
 
 
 class CheckpointError(ThorError):
-    """A checkpoint directory is not what its config says, or is not understood."""
+    """A checkpoint directory contradicts its config, or is not supported."""
 
 
 class PackageError(ThorError):
@@ -41,16 +41,16 @@ class EngineError(ThorError):
 
 
 class NoRoom(EngineError):
-    """What is to be loaded does not fit in memory. Nothing was allocated."""
+    """The package does not fit in memory. Nothing was allocated."""
 
     def __init__(self, text: str, lacks: int) -> None:
         super().__init__(text)
         self.lacks = lacks
-        """Bytes."""
+        """Bytes missing."""
 
 
 class EngineLost(EngineError):
-    """The device answers nothing else in this process; a new one may start again."""
+    """The device cannot be used again in this process, but may work in a new one."""
 
 
 class TransactionError(ThorError):
@@ -82,9 +82,9 @@ class PlanError(ThorError):
         self.code: Code = code
         self.message = message
         self.field = field
-        """The request's field that is at fault."""
+        """The field of the request that is at fault."""
         self.retry_after_ms = retry_after_ms
         self.min_ms = min_ms
-        """Least deadline that could be met, ms."""
+        """Shortest deadline that could be met, ms."""
         self.retryable = code in RETRYABLE if retryable is None else retryable
-        """Whether the same request may succeed later; where it is not said, the code says it."""
+        """Whether the same request may succeed later; by default decided by the code."""

@@ -1,4 +1,4 @@
-"""Saying which extra of the package is missing, instead of a traceback."""
+"""Reports a missing extra of this package as a ConfigError instead of a traceback."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from thor_dflash.errors import ConfigError
 
 @contextmanager
 def extra(name: str) -> Generator[None]:
-    """Imports inside need this extra.
+    """Context for imports that need the extra `name`.
 
     Raises:
         ConfigError: it is not installed.

@@ -1,7 +1,7 @@
-"""`manifest.toml`: what a package on disk holds, and whether it still does.
+"""`manifest.toml`: describes the files of a package, and checks them.
 
-Builders write a package, the runtime reads it; this file is all they share. The first line of the
-manifest carries the hash of the rest, so an edited or truncated manifest is noticed like any file.
+Builders write a package and the runtime reads it; this file is all they share. The first line of
+the manifest holds the hash of the rest, so that an edited or truncated manifest is detected.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from thor_dflash.errors import PackageError
 from thor_dflash.progress import Progress
 
 FORMAT = 3
-"""Version of the package format. A runtime reads its own and no other."""
+"""Version of the package format. A runtime reads only its own version."""
 NAME = "manifest.toml"
 MAGIC = "# thor-dflash package, sha256 of the lines below: "
 CHUNK = 4 << 20
-"""Read at a time while hashing, bytes: large enough for the disk, small enough for a smooth bar."""
+"""Bytes per read while hashing: large enough for the disk, small enough for a smooth bar."""
 HASHERS = 8
-"""Files hashed at once; hashing lets go of the interpreter, and one core is slower than a disk."""
+"""Files hashed at once. Hashing releases the GIL, and one core is slower than a disk."""
 WEIGHTS = "weights/"
-"""Where files lie that hold numbers and nothing else."""
+"""Directory of the files that hold only numbers."""
 NAMED = 5
-"""Most problems one error message names."""
+"""Maximum problems named in one error message."""
 CHUNKED = "observe_chunk"
-"""The one step whose graph does not know the block."""
+"""The only step whose graph does not depend on the block width."""
 CHUNK_STEPS = ("prefill", CHUNKED)
-"""Steps that have a graph for each size of a prefill step."""
+"""Steps with one graph per prefill step size."""
 REBUILD = "build it again with `thor-dflash build`"
 
 
@@ -62,7 +62,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvScales:
-    """FP8 KV scales the checkpoint brought; a layer without one uses 1.0."""
+    """FP8 KV scales from the checkpoint; a layer without one uses 1.0."""
 
     layers: int = 0
     """Attention layers with stored scales."""
@@ -72,22 +72,22 @@ class KvScales:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """The model card: what its makers say about lengths, tokens. All 0: there is none."""
+    """The model card: recommended lengths, in tokens. All 0: there is none."""
 
     max_tokens: int = 0
     complex: int = 0
-    """Longest answer to a hard problem; 0: nobody says."""
+    """Longest answer to a hard problem; 0: unknown."""
     reply: int = 0
-    """Kept for the answer when thinking has a budget."""
+    """Reserved for closing message and reply when thinking has a budget."""
     low: int = 0
     medium: int = 0
     high: int = 0
     x_high: int = 0
     max: int = 0
     close: str = ""
-    """What closes thinking at its budget."""
+    """The message that closes thinking at its budget."""
     source: str = ""
-    """Where these numbers are from."""
+    """Where these numbers come from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A package, described."""
+    """The description of a package."""
 
     format: int = FORMAT
     tool: str
@@ -114,11 +114,11 @@ class Manifest:
     chunk: int
     """Rows of a prefill step."""
     widths: tuple[int, ...] = ()
-    """Narrower blocks it also has graphs for."""
+    """Narrower blocks that it also has graphs for, rows."""
     chunks: tuple[int, ...] = ()
-    """Other sizes of a prefill step it also has graphs for, rows."""
+    """Other sizes of a prefill step that it also has graphs for, rows."""
     capacity: int
-    """Context a session gets when it asks for none, tokens."""
+    """Default context of a session, tokens."""
     kv: Literal["f32", "bf16", "fp8"]
     activations: Literal["f32", "bf16"]
     saves: Literal["records", "states"]
@@ -126,7 +126,7 @@ class Manifest:
     """Ids from here on are padding and are never chosen."""
     stop_tokens: tuple[int, ...]
     tokenizer: bool
-    """The package holds tokenizer files; without them it serves token ids alone."""
+    """Whether the package holds tokenizer files; without them it handles only token ids."""
     skipped: tuple[str, ...]
     """Tensors of the checkpoints that no graph uses."""
     target: TargetDims
@@ -134,15 +134,15 @@ class Manifest:
     card: Card = field(default_factory=Card)
     kv_scales: KvScales = field(default_factory=KvScales)
     quantisation: Mapping[str, Mapping[str, Share]]
-    """Tensor class -> stored precision -> how much."""
+    """Tensor class -> stored precision -> number and size of tensors."""
     sources: Mapping[str, Source]
-    """"target" and, where there is one, "drafter"."""
+    """"target" and, if there is one, "drafter"."""
     files: Mapping[str, FileEntry]
-    """Path inside the package, with `/` -> what it must be. The manifest is not among them."""
+    """Path inside the package, with `/` -> hash and size. Excludes the manifest."""
 
     def graph(self, step: str, block: int, chunk: int) -> str:
-        """The file, without its ending, of a step's graph for blocks of `block` rows and prefill
-        steps of `chunk`.
+        """The file name, without extension, of a step's graph for blocks of `block` rows and
+        prefill steps of `chunk` rows.
         """
         own_block = block == self.block or step == CHUNKED
         own_chunk = chunk == self.chunk or step not in CHUNK_STEPS
@@ -150,7 +150,7 @@ class Manifest:
 
     @property
     def widest_chunk(self) -> int:
-        """Most rows of a prefill step; caches and rings have room for them."""
+        """Rows of the largest prefill step; caches and rings have room for it."""
         return max((self.chunk, *self.chunks))
 
     def __post_init__(self) -> None:
@@ -161,7 +161,7 @@ class Manifest:
 
 
 def graph_name(step: str, block: int = 0, chunk: int = 0) -> str:
-    """The file, without its ending, of a step's graph; 0 is the package's own block or chunk."""
+    """The file name, without extension, of a step's graph; 0: the package's own block or chunk."""
     return step + (f".{block}" if block else "") + (f".chunk{chunk}" if chunk else "")
 
 
@@ -172,7 +172,7 @@ def render(manifest: Manifest) -> str:
 
 
 def is_package(path: Path) -> bool:
-    """Whether `path` is a directory that some version of thor-dflash built, damaged or not."""
+    """Whether any version of thor-dflash built the directory `path`, even if it is damaged now."""
     try:
         if (path / NAME).is_fifo():  # as in `read`
             return False
@@ -183,27 +183,27 @@ def is_package(path: Path) -> bool:
 
 
 def check_outside(option: str, path: Path) -> None:
-    """Refuse a path in a package, which would no longer hold what was built.
+    """Refuse a path inside a package: an additional file would damage the package.
 
     Raises:
-        PackageError: `path` lies in one, links followed.
+        PackageError: `path` is in a package, after following links.
     """
-    real = Path(os.path.realpath(path))  # resolve() fails where links go round
+    real = Path(os.path.realpath(path))  # resolve() fails on circular links
     if inside := next((p for p in real.parents if is_package(p)), None):
         raise PackageError(f"{option} must be outside any package (got {path}, in {inside})")
 
 
 def read(package: Path) -> Manifest:
-    """The manifest of a package. The other files are left to `verify`.
+    """Read the manifest of a package. `checking` checks the other files.
 
     Raises:
-        PackageError: no package, a damaged one, or one of another version.
+        PackageError: not a package, a damaged manifest, or one of another version.
     """
     if not package.is_dir():
         raise PackageError(f"{package} must be a package directory (got {_what(package)})")
     path = package / NAME
     try:
-        if path.is_fifo():  # to read it is to wait for who writes it
+        if path.is_fifo():  # reading it would wait for its writer
             raise PackageError(f"{path} must be a file (got a pipe); {REBUILD}")
         text = path.read_text(encoding="utf-8")
     except PermissionError as e:
@@ -243,7 +243,7 @@ def _what(path: Path) -> str:
 
 
 def hash_file(path: Path, advance: Callable[[int], None] = lambda n: None) -> FileEntry:
-    """Hash a file of any size, CHUNK bytes at a time. Calls `advance` with the bytes read."""
+    """Hash a file of any size, CHUNK bytes at a time. `advance` is told the size of each read."""
     digest, size = hashlib.sha256(), 0
     with path.open("rb", buffering=0) as file:
         while piece := file.read(CHUNK):
@@ -257,15 +257,15 @@ def hash_file(path: Path, advance: Callable[[int], None] = lambda n: None) -> Fi
 def checking(package: Path, manifest: Manifest, progress: Progress) -> Generator[None]:
     """Check that the package holds the files of its manifest and nothing else.
 
-    Weights are hashed while the body runs, so that it may load them meanwhile. No number in them
-    can do harm before it is computed with: what the body makes counts once this has ended. All
-    other files are what they must be when it begins.
+    All other files have been checked when the body begins; weights are hashed while it runs, so
+    that it can load them at the same time. Wrong weights do no harm before they are computed with,
+    so results of the body may be used only after this context has ended.
 
     Raises:
-        PackageError: names the files that are missing, truncated, altered or extra; also in place
-            of the body's error, where weights were found to be damaged before it.
+        PackageError: names the files that are missing, truncated, altered or extra. Replaces an
+            error of the body if weights were already found to be damaged.
     """
-    # Sizes are free and hashes are not: with files missing there is no point in reading the rest.
+    # Sizes are cheap to check and hashes are not: do not hash if files are missing.
     check_files(package, manifest)
     weights = {name: e for name, e in manifest.files.items() if name.startswith(WEIGHTS)}
     others = {name: e for name, e in manifest.files.items() if name not in weights}
@@ -282,15 +282,15 @@ def checking(package: Path, manifest: Manifest, progress: Progress) -> Generator
 
 
 def check_files(package: Path, manifest: Manifest) -> None:
-    """Check that the package holds the files of its manifest, of their sizes and readable, and
-    nothing else. Nothing is hashed.
+    """Check that the package holds the files of its manifest, readable and of the right sizes, and
+    nothing else. Does not hash them.
 
     Raises:
         PackageError: names the files that are missing, truncated, unreadable or extra.
     """
     sizes = {name: entry.bytes for name, entry in manifest.files.items()}
     found = contents.look(package, sizes, NAME)
-    # Whatever is wrong beside it: what is closed may be whole, and no build opens it.
+    # Reported before other problems: an unreadable file may be intact, and a rebuild is no remedy.
     if found.closed:
         raise PackageError(
             f"{package} must be readable, and its directories no links (got {_named(found.closed)})"
@@ -313,15 +313,15 @@ def _named(problems: Sequence[str]) -> str:
 
 
 class _Ended(Exception):
-    """Nobody waits for the hash."""
+    """Ends a hash that is no longer needed."""
 
 
 class _Hashing:
-    """Hashes files on threads of its own, until it is left."""
+    """Hashes files on its own threads until the context is left."""
 
     def __init__(self, package: Path, files: Mapping[str, FileEntry]) -> None:
         self._files = files
-        # Progress is told from one thread alone, so the others hand over what they have read.
+        # Only the waiting thread reports progress, so the others queue the bytes they have read.
         self._read: SimpleQueue[int] = SimpleQueue()
         self._stop = Event()
         self._pool = ThreadPoolExecutor(HASHERS)
@@ -341,7 +341,7 @@ class _Hashing:
             raise _Ended
 
     def wait(self, progress: Progress, label: str) -> list[str]:
-        """Show how far it is until all is hashed; the files that are not what they must be."""
+        """Report progress until all files are hashed; return the problems."""
         if not self._jobs:
             return []
         total = sum(entry.bytes for entry in self._files.values())
@@ -354,7 +354,7 @@ class _Hashing:
         return self._problems()
 
     def end(self) -> list[str]:
-        """Hash no further; what is known to be wrong."""
+        """Stop hashing; return the problems found so far."""
         self._halt()
         return self._problems()
 

@@ -1,4 +1,4 @@
-"""What the verbs of the command line take."""
+"""The options of the subcommands of the command line."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from thor_dflash.errors import ConfigError
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, with its complaints as errors of ours. `error`, `exit` are its documented hooks."""
+    """argparse that raises ConfigError. `error` and `exit` are its documented hooks."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
     def check(self, arguments: Sequence[str]) -> None:
-        """Refuse an option that there is not.
+        """Refuse an unknown option.
 
         Raises:
-            ConfigError: naming the nearest one. argparse would first tell what is missing, also
-                where it is that very option, spelt wrongly.
+            ConfigError: there is one; names the nearest known one. argparse alone would first
+                complain of a missing option, even if it is there but misspelt.
         """
         for argument in takewhile("--".__ne__, arguments):
             name = argument.partition("=")[0]
-            # What argparse takes for an option, too: a text of several words is a value.
+            # As in argparse, an argument with a space is a value and not an option.
             if not name.startswith("--") or " " in argument or name in self._option_string_actions:
                 continue
             known = [option for option in self._option_string_actions if option.startswith("--")]
@@ -38,12 +38,12 @@ class _Parser(argparse.ArgumentParser):
             self.error(f"{name} must be an option of {self.prog.split()[-1]}{hint}")
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        sys.stdout.flush()  # not at the interpreter's end, where nobody tells what is wrong with it
+        sys.stdout.flush()  # now, because errors at the interpreter's exit are not reported
         super().exit(status, message)
 
 
 class _Once(argparse.Action):
-    """Stores one value, as argparse does, but refuses a second one, which would silently win."""
+    """Stores one value like argparse, but refuses a second one, which would silently win."""
 
     given: object = None
 
@@ -64,22 +64,24 @@ class _Once(argparse.Action):
 
 
 def _path(text: str) -> Path:
-    """No name is the working directory to pathlib, and an unset variable to a shell."""
+    """A path that is not empty: an empty name is the working directory to pathlib, but in a shell
+    it usually comes from an unset variable.
+    """
     if not text:
         raise argparse.ArgumentTypeError("must be a path (got an empty name)")
     return Path(text)
 
 
 def listed(sections: Sequence[str]) -> str:
-    """Sections of a configuration in words."""
+    """Configuration sections as text."""
     return ", ".join(sections) or "no section"
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line, read.
+    """Parse the command line.
 
     Raises:
-        ConfigError: it is none; see its verb's --help.
+        ConfigError: it is invalid; the message names the --help to see.
     """
     top, verbs = _parsers()
     if argv and argv[0] in verbs:
@@ -91,7 +93,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """The parser of the command line."""
     return _parsers()[0]
 
 

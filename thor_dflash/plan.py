@@ -1,8 +1,8 @@
-"""`<step>.plan.json`: what a TensorRT engine of the package is, beside the engine itself.
+"""`<step>.plan.json`: the description of a TensorRT engine, stored next to the engine file.
 
-Builders write it, the runtime reads it; this file is all they share. An engine works on the
-TensorRT and the device it was built with and nowhere else, so both are written down, and whoever
-loads it can say what does not fit before TensorRT says something less clear.
+Builders write it and the runtime reads it; this file is all they share. An engine works only with
+the TensorRT version and the device that it was built with. Both are recorded, so that a mismatch is
+reported before TensorRT fails with a less clear message.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class Made:
     """What an engine was built with."""
 
     tensorrt: str
-    """Version, as "10.13.3.9"."""
+    """Version, such as "10.13.3.9"."""
     capability: tuple[int, int]
     """Compute capability of the device."""
     device: str
     """Name of the device."""
     multiprocessors: int
-    """Of the device."""
+    """Multiprocessors of the device."""
     kernels: str
-    """`plugins.tensorrt.node.fingerprint()`: the sources the plugins launch, hashed."""
+    """`plugins.tensorrt.node.fingerprint()`: a hash of the sources that the plugins launch."""
     options: Mapping[str, str] = field(default_factory=dict[str, str])
     """Builder options, by name."""
 
@@ -42,7 +42,7 @@ class PlanNode:
     """One plugin of an engine."""
 
     name: str
-    """Of its layer."""
+    """Name of its layer."""
     room: str
     fields: Mapping[str, int | float | str]
     """`plugins.tensorrt.node.Node.fields()`."""
@@ -50,41 +50,41 @@ class PlanNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One graph as a TensorRT engine. Every tensor the engine binds is an input, an output or a
-    weight; weights are bound like inputs, so all engines of a package share one copy of them.
+    """One graph as a TensorRT engine. Every tensor that the engine binds is an input, an output or
+    a weight; weights are bound like inputs, so that all engines of a package share one copy.
     """
 
     name: str
-    """The graph."""
+    """Name of the graph."""
     file: str
-    """The engine, in the package. Graphs may share one."""
+    """The engine file in the package. Graphs may share one."""
     sha256: str
-    """Of the file."""
+    """Hash of the file."""
     profile: int
-    """Which of the engine's optimisation profiles."""
+    """Index of the engine's optimisation profile for this graph."""
     inputs: Mapping[str, Value]
-    """A size that a session decides (rows of a cache) is a letter."""
+    """A size that a session decides (rows of a cache) is a name."""
     outputs: Mapping[str, Value]
     weights: Mapping[str, Weight]
-    """Engine tensor -> what is in it. uint8 [n] is bound as int32 [n / 4]."""
+    """Engine tensor -> its contents. uint8 [n] is bound as int32 [n / 4]."""
     in_place: tuple[str, ...] = ()
-    """Outputs that lie over the input they are the next value of."""
+    """Outputs that overwrite the input whose next value they are."""
     nodes: tuple[PlanNode, ...]
-    """Every plugin of the file's engine, once."""
+    """Every plugin in the engine file, once."""
     made: Made
     tactics: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Layer -> what TensorRT chose, for the record."""
+    """Layer -> the tactic that TensorRT chose; for information only."""
 
 
 def render(plan: Plan) -> str:
-    """The text of a plan's description."""
+    """The text of a .plan.json file."""
     return json.dumps(records.encode(plan), indent=1) + "\n"
 
 
 def read(package: Path, name: str) -> Plan:
-    """The description of one engine of a package.
+    """Read the description of one engine of a package.
 
     Raises:
-        PackageError: it is missing or not as this version writes it.
+        PackageError: it is missing, or not as this version writes it.
     """
     return records.load(Plan, package / f"{name}{ENDING}", PackageError)

@@ -1,8 +1,8 @@
-"""`<step>.program.json`: a graph as a launch list, for engines that walk it themselves.
+"""`<step>.program.json`: a graph as a list of room calls, for engines that launch the kernels.
 
-Builders write it from the ONNX graph, the runtime reads it; this file is all they share. A program
-says which room runs on which values, in order, and where each value that lives inside the step
-lies in the step's scratch memory. It says nothing of grids: those depend on the device.
+Builders write it from the ONNX graph and the runtime reads it; this file is all they share. A
+program lists which room runs on which values, in order, and the offset of each intermediate value
+in the step's scratch memory. It has no launch grids, because those depend on the device.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from thor_dflash.tensors import DType, TensorSpec
 
 ENDING = ".program.json"
 ALIGNMENT = 256
-"""Of every value in scratch memory, bytes."""
+"""Alignment of every value in scratch memory, bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """An edge. A size that a session decides (rows of a cache) is a letter."""
+    """An edge of the graph. A size that a session decides (rows of a cache) is a name."""
 
     dtype: str
-    """As DType names it."""
+    """A value of DType."""
     shape: tuple[int | str, ...]
     offset: int = -1
-    """In the step's scratch memory, bytes; -1 for inputs, outputs and weights."""
+    """Offset in the step's scratch memory, bytes; -1 for inputs and outputs."""
 
     def spec(self, name: str) -> TensorSpec:
-        """As the engine protocol describes tensors."""
+        """This value as a TensorSpec."""
         return TensorSpec(name, DType(self.dtype), self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weight:
-    """A constant, and where the package holds it."""
+    """A constant, and where it is in the package."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -63,7 +63,7 @@ class Step:
     room: str
     attributes: Mapping[str, int | float | str]
     ports: Mapping[str, str]
-    """Port -> value, weight, input or output."""
+    """Port -> name of a value, weight, input or output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ class Program:
     weights: Mapping[str, Weight]
     steps: tuple[Step, ...]
     scratch: int
-    """Memory of `values`, bytes."""
+    """Size of the memory for `values`, bytes."""
 
 
 def render(program: Program) -> str:
@@ -86,9 +86,9 @@ def render(program: Program) -> str:
 
 
 def read(package: Path, name: str) -> Program:
-    """A program of a package.
+    """Read a program of a package.
 
     Raises:
-        PackageError: it is missing or not as this version writes it.
+        PackageError: it is missing, or not as this version writes it.
     """
     return records.load(Program, package / f"{name}{ENDING}", PackageError)

@@ -1,4 +1,4 @@
-"""Saying how far a long piece of work is: a bar on a terminal, plain lines elsewhere, or nothing.
+"""Progress reports of long tasks: a bar on a terminal, plain lines elsewhere, or nothing.
 
 with progress.task("hash", total_bytes, "bytes") as task:
     task.advance(n)
@@ -13,16 +13,16 @@ from types import TracebackType
 from typing import Literal, Protocol, Self, TextIO, cast
 
 INTERVAL = 2.0
-"""Least time between two plain lines of one task, s."""
+"""Minimum time between two plain lines of one task, s."""
 
 State = Literal["going", "done", "failed"]
 
 
 class Task(Protocol):
-    """One piece of work under way."""
+    """One task in progress."""
 
     def advance(self, n: int) -> None:
-        """`n` more units are done."""
+        """Report that `n` more units are done."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -36,19 +36,19 @@ class Task(Protocol):
 
 
 class Progress(Protocol):
-    """Where work is reported."""
+    """Reports the progress of tasks."""
 
     def task(self, label: str, total: int | None = None, unit: str = "") -> Task:
-        """Begin a piece of work of `total` units; None where that is not known."""
+        """Begin a task of `total` units; None: unknown."""
         ...
 
     def close(self) -> None:
-        """Give the terminal back as it was. Idempotent."""
+        """Restore the terminal. Idempotent."""
         ...
 
 
 def amount(n: int, unit: str) -> str:
-    """`n` units in words; bytes in powers of 1000."""
+    """`n` units as text; bytes in powers of 1000."""
     if unit != "bytes":
         return f"{n:,} {unit}".rstrip()
     size, names = float(n), ["B", "kB", "MB", "GB"]
@@ -58,16 +58,16 @@ def amount(n: int, unit: str) -> str:
 
 
 def say(stream: TextIO, text: str) -> None:
-    """A line for whoever listens: a full disk under a log, or a reader that is gone, is no reason
-    to end the work, nor to end it otherwise.
+    """Print a line if possible: a full disk or a reader that has gone must not affect the work or
+    the exit status.
     """
     with suppress(OSError):
-        # In one write: Ctrl-C between a text and its end would put the next line behind it.
+        # In one write, so that Ctrl-C cannot separate the text from its line end.
         print(f"{text}\n", end="", file=stream, flush=True)
 
 
 class Silent:
-    """Says nothing."""
+    """Reports nothing."""
 
     def task(self, label: str, total: int | None = None, unit: str = "") -> Task:
         """See Progress."""
@@ -108,7 +108,9 @@ class Lines:
 
 
 class _Unheard:
-    """A terminal that may go away, as it does from under who outlives a hang-up: see `say`."""
+    """A terminal stream that ignores write errors, because a process may outlive its terminal (see
+    `say`).
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -128,7 +130,7 @@ class _Unheard:
 
 
 class Bars:
-    """Bars on a terminal. They vanish when their task ends; the scroll-back stays clean."""
+    """Bars on a terminal. They vanish when their task ends, so the scroll-back stays clean."""
 
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
@@ -170,7 +172,7 @@ class Bars:
 
 
 class _Counter:
-    """A Task that counts and hands every change to `show(done, state)`."""
+    """A Task that counts units and passes every change to `show(done, state)`."""
 
     def __init__(self, show: Callable[[int, State], None]) -> None:
         self._show = show
@@ -193,7 +195,7 @@ class _Counter:
 
 
 def choose(stream: TextIO, *, quiet: bool = False) -> Progress:
-    """Bars if `stream` is a terminal; else lines, or nothing where those would be in the way."""
+    """Bars if `stream` is a terminal; else plain lines, or nothing if `quiet`."""
     if stream.isatty():
         return Bars(stream)
     return Silent() if quiet else Lines(stream)

@@ -1,4 +1,4 @@
-"""Tables (as TOML and JSON give them) to frozen dataclasses and back, strictly.
+"""Strict conversion between tables (parsed TOML or JSON) and frozen dataclasses.
 
 A dataclass is its own schema: unknown, missing and mistyped keys are refused by their dotted name.
 """
@@ -19,31 +19,31 @@ from thor_dflash.errors import RequestError, ThorError
 T = TypeVar("T")
 
 SHOWN = 80
-"""Letters of a value that a message has, at most."""
+"""Maximum characters of a value in a message."""
 WORDS = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "a string"}
-"""What is said for the names of types."""
+"""Type name -> how messages describe it."""
 
 
 def show(value: object) -> str:
     """A value as it would be written in TOML, shortened for a message."""
     cut = value[: SHOWN + 1] if isinstance(value, str | bytes) else value
     text = ""
-    # Piece by piece: to write a large value out takes long, and its beginning is all that is told.
+    # Piece by piece, because encoding a large value completely would be slow.
     try:
         for piece in json.JSONEncoder(default=str, ensure_ascii=False).iterencode(cut):
             text += piece
             if len(text) > SHOWN:
                 return text[: SHOWN - 3] + "..."
-    except ValueError:  # Python writes no number of thousands of digits, which TOML gives in hex
+    except ValueError:  # Python does not print huge integers, which TOML can give in hex
         return text + "a number of thousands of digits"
     return text
 
 
 def check_utf8(what: str, text: str) -> None:
-    """Refuse lone surrogates: such a text was not UTF-8 where it came from.
+    """Refuse text with lone surrogates: its source was not UTF-8.
 
     Raises:
-        RequestError: `what` holds some.
+        RequestError: `text` has some; names `what`.
     """
     try:
         text.encode("utf-8")
@@ -62,7 +62,7 @@ def as_list(value: object) -> list[object] | None:
 
 
 def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """`did you mean x?`, or the known names where none is near; each with `prefix`."""
+    """`did you mean x?`, or the known names if none is similar; each with `prefix`."""
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=1)
     if near:
@@ -87,7 +87,7 @@ def load(cls: type[T], path: Path, error: type[ThorError]) -> T:
     """Build `cls` from a JSON file.
 
     Raises:
-        error: it is missing, no JSON, or not as `decode` wants it; begins with the path.
+        error: it is missing, not JSON, or refused by `decode`; the message begins with the path.
     """
     try:
         value: object = json.loads(path.read_text(encoding="utf-8"))
@@ -133,7 +133,7 @@ def _required(field: dataclasses.Field[Any]) -> bool:
 
 def _value(hint: Any, value: object, where: str, error: type[ThorError]) -> Any:
     if type(value) is int and not -(1 << 63) <= value < 1 << 63:
-        # What it is for, a float of Python, an array or a library, takes no larger ones.
+        # No use of it (as a Python float, in an array, by a library) allows larger ones.
         raise error(f"{where} must be a number of 64 bits (got {show(value)})")
     if dataclasses.is_dataclass(hint):
         return decode(typing.cast("type[Any]", hint), value, where, error)

@@ -1,4 +1,4 @@
-"""The sections of the configuration that say how plans are served."""
+"""The configuration sections of the plan server and the HTTP gateway."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Literal
 from thor_dflash.errors import ConfigError
 
 DAY_S = 86_400
-"""Longest time of a server, s, as of a request's deadline. Far longer ones are none to a system."""
+"""Longest time of a server, s, the same as of a request's deadline. Operating systems do not accept
+much longer ones."""
 MOST = (1 << 31) - 1
-"""Largest size and count. The wire's numbers and libzmq's have 64 bits, some with shifts."""
+"""Largest size or count. Numbers of the wire protocol and of libzmq have 64 bits, and some are
+shifted."""
 
 
 def _within(key: str, value: float, low: int, high: int = MOST) -> None:
-    if not low <= value <= high:  # nor is NaN
+    if not low <= value <= high:  # true for NaN as well
         raise ConfigError(f"{key} must be {low} to {high} (got {value})")
 
 
@@ -24,46 +26,45 @@ class ServeConfig:
     """How plans are served. The wire protocol is in docs/protocol.md."""
 
     bind: tuple[str, ...] = ("tcp://127.0.0.1:5571",)
-    """Endpoints. Loopback: a planner moves a robot. 5555 would be a GR00T server's."""
+    """Endpoints. Loopback by default, because a planner moves a robot. GR00T servers use 5555."""
     curve: str = ""
-    """Directory of `thor-dflash keygen`; "" serves without encryption."""
+    """Directory made by `thor-dflash keygen`; "": no encryption."""
     insecure: bool = False
     """Allow other machines to connect without CURVE."""
     token_file: str = ""
-    """File holding a secret that every request must name; "" asks for none."""
+    """File with a secret that every request must carry; "": none is required."""
     allow_admin: bool = False
-    """Answer drain and shutdown. On ipc and CURVE endpoints only."""
+    """Accept drain and shutdown requests, on ipc and CURVE endpoints only."""
     max_queue: int = 4
-    """Plans waiting, over all sessions. A robot would rather hear no than wait for its turn."""
+    """Maximum waiting plans, over all sessions. A robot prefers a refusal to a long wait."""
     max_message: int = 1 << 20
     """Largest frame, bytes; a peer that sends a larger one is disconnected."""
     max_tokens: int = 512
-    """Longest answer where a request does not say, thinking not counted, tokens."""
+    """Default length limit of an answer, thinking not counted, tokens."""
     thinking: Literal["on", "off", "auto"] = "auto"
-    """Where a request does not say; auto thinks wherever the deadline leaves room."""
+    """Default for requests; auto: think if the deadline leaves time."""
     thinking_budget: int = 1024
-    """Longest thinking where a request does not say, tokens."""
+    """Default length limit of thinking, tokens."""
     watchdog_s: float = 10.0
-    """A step that takes longer means a dead device: the process ends, for systemd to restart."""
+    """A step that takes longer means a dead device: the process ends, for systemd to restart it."""
     drain_s: float = 30.0
-    """How long SIGTERM lets accepted plans finish. A plan of the 27B takes 10 to 20 s."""
+    """Time that accepted plans get to finish after SIGTERM. A plan of the 27B takes 10 to 20 s."""
     prefix_mb: int = 1024
     """Memory for pinned prefixes, MB: about six of the 27B."""
     prefix_dir: str = ""
-    """Directory, of this server alone, for the prefixes that a client wants to persist; "" refuses
-    such wishes. A file holds its prompt in the clear."""
+    """Directory, used by this server alone, for prefixes that clients ask to persist; "": such
+    requests are refused. The files hold the prompts unencrypted."""
     cancel_ms: int = 250
-    """Longest a prefill step should take, and with it a cancel that meets one, ms. Of the sizes a
-    package has, the largest that keeps to it is used. Two to three verify cycles of a Thor."""
+    """Target for the time of a prefill step, and so for the delay of a cancel during one, ms. The
+    largest of the package's sizes that meets it is used. Two to three verify cycles on a Thor."""
     yield_us: int = 0
-    """Idle time before each step, us: left to others that share the device. Slows plans down."""
+    """Idle time before each step, us, for other users of the device. Slows plans down."""
     events: str = ""
-    """File that gets a line of JSON for each thing that happens; "" for none. No prompts."""
+    """File that gets one JSON line per event, without prompts; "": none."""
     trace_slow_ms: int = 0
-    """A plan that takes longer leaves a trace of its steps in `trace_dir`; 0 for none."""
+    """A plan that takes longer leaves a trace of its steps in `trace_dir`; 0: none."""
     trace_dir: str = "traces"
-    """Directory of the traces, made where `trace_slow_ms` asks for any. Perfetto and Chrome read
-    them."""
+    """Directory of the traces, made if `trace_slow_ms` is set. Perfetto and Chrome read them."""
     log_prompts: bool = False
 
     def __post_init__(self) -> None:
@@ -86,22 +87,22 @@ class ServeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig:
-    """OpenAI's HTTP in front of plan servers."""
+    """OpenAI's HTTP API in front of plan servers."""
 
     servers: tuple[str, ...] = ("tcp://127.0.0.1:5571",)
     """Plan servers; the least busy one that is ready gets the next request."""
     listen: str = "127.0.0.1:8000"
-    """HTTP address. Loopback, as for the plan socket; the port is the custom of such servers."""
+    """HTTP address. Loopback, as for the plan socket; the port is the usual one of such servers."""
     insecure: bool = False
-    """Allow other machines to connect: HTTP here has neither encryption nor names."""
+    """Allow other machines to connect: this HTTP has neither encryption nor authentication."""
     keys: str = ""
-    """Directory of the client's CURVE keys; "" for servers without encryption."""
+    """Directory of the client's CURVE keys; "": the servers use no encryption."""
     token_file: str = ""
-    """File holding the servers' secret, as their `serve.token_file`; "" for servers without one."""
+    """File with the servers' secret, as their `serve.token_file`; "": they have none."""
     plan_timeout_s: float = 1800.0
-    """Longest silence about a plan without a deadline: until it is answered, or its stream goes on.
-    A server that is gone is noticed sooner, by its connection. Six plans (one runs, four wait) of
-    the usual 1536 tokens at most, at the 5 a second of a 27B in 16 bits on a slow board."""
+    """Longest wait for the answer, or the next streamed piece, of a plan without a deadline. A lost
+    server is noticed sooner, by its connection. About six plans (this one, one running, four
+    waiting) of at most 1536 tokens, the default, at 5 tokens/s (27B in 16 bits on a slow board)."""
 
     def __post_init__(self) -> None:
         if not self.servers:

@@ -1,4 +1,6 @@
-"""stdin, stdout and stderr, whatever the shell or the other end made of them; and their end."""
+"""Makes stdin, stdout and stderr usable even if they are closed or cannot be written; signals that
+end a server.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +16,26 @@ STDERR = 2
 
 
 def prepare() -> None:
-    """Make the three streams fit to be used.
+    """Make the three standard streams usable.
 
     Raises:
-        ConfigError: stdout is closed, and what was asked for has nowhere to go.
+        ConfigError: stdout is closed, so there is nowhere to write the result.
     """
     stdout: object = sys.stdout
     stderr: object = sys.stderr
     _fill()
-    if stderr is None:  # Python's where the shell closed it (2>&-)
+    if stderr is None:  # Python sets this if the shell closed it (2>&-)
         sys.stderr = open(STDERR, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
     if stdout is None:
         raise ConfigError("stdout must be writable (got: it is closed)")
     if isinstance(stdout, io.TextIOWrapper):
-        # A terminal that cannot show a letter shows ? instead of failing.
+        # Print ? for characters that the terminal's encoding lacks, instead of failing.
         cast("io.TextIOWrapper[io.BufferedWriter]", stdout).reconfigure(errors="replace")
 
 
 def endings() -> tuple[signal.Signals, ...]:
-    """Signals that tell a server to end in order. SIGHUP, of a terminal that is closed, is one but
-    for whoever asked for it to be ignored (nohup).
+    """Signals that tell a server to shut down in order. SIGHUP, from a terminal that closes, is
+    one of them unless it is ignored already (nohup).
     """
     ends = (signal.SIGTERM, signal.SIGINT)
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
@@ -41,8 +43,8 @@ def endings() -> tuple[signal.Signals, ...]:
 
 
 def _fill() -> None:
-    """Open what is closed of the first three descriptors. The next file would have its number, and
-    what a library says on stderr would be written into a package.
+    """Open those of the first three descriptors that are closed. Otherwise the next opened file
+    would get such a number, and a library's stderr output would end up in it.
     """
     while (handle := os.open(os.devnull, os.O_RDWR)) <= STDERR:
         os.set_inheritable(handle, True)
@@ -50,8 +52,8 @@ def _fill() -> None:
 
 
 def refuses(stream: TextIO) -> bool:
-    """Whether the stream cannot be written. Its buffer forgets a large write that failed, so one
-    more is tried.
+    """Whether the stream cannot be written. Tries one more write, because its buffer forgets a
+    large write that failed.
     """
     try:
         print(file=stream, flush=True)
@@ -62,5 +64,5 @@ def refuses(stream: TextIO) -> bool:
 
 
 def leave(stream: TextIO) -> None:
-    """Python flushes stdout once more at exit; give it something that takes the bytes."""
+    """Redirect a stream to the null device, so that Python's flush at exit succeeds."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -1,4 +1,4 @@
-"""The TensorRT builder's section of the configuration tree."""
+"""The configuration section of the TensorRT builder."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Literal
 from thor_dflash.errors import ConfigError
 
 CUBINS = "~/.cache/thor-dflash/cubins"
-"""Where compiled kernels are kept."""
+"""Default directory of compiled kernels."""
 LEVELS = 5
-"""Highest level of TensorRT's builder."""
+"""Highest optimisation level of TensorRT's builder."""
 
 
 def directory(key: str, text: str) -> Path:
-    """The directory that a key names; it may begin with a home, ~ or ~user.
+    """The directory that a key names; it may begin with a home directory, ~ or ~user.
 
     Raises:
-        ConfigError: there is no such home, as of a user that no list of users has.
+        ConfigError: the home directory is unknown, for example because there is no such user.
     """
     try:
         return Path(text).expanduser()
@@ -31,20 +31,21 @@ class TensorRTConfig:
     """How TensorRT builds its engines."""
 
     prefill_linears: Literal["auto", "plugin", "tensorrt"] = "auto"
-    """Who multiplies in a prefill. plugin: our kernels, which read the same weights as a verify.
-    tensorrt: its own FP4 products, which quantise the rows too and need weights of their own.
-    auto: tensorrt where NVFP4 weights come with the scale of the rows, else plugin."""
+    """What computes the linears of a prefill. plugin: our kernels, which read the same weights as
+    a verify. tensorrt: its own FP4 matrix products, which also quantise the activations and need
+    their own weights. auto: tensorrt if NVFP4 weights come with an activation scale, else plugin.
+    """
     workspace_mib: int = 4096
-    """Most memory of a layer's scratch, MiB. On a Thor the CPU's memory is the same."""
+    """Maximum scratch memory of a layer, MiB. A Thor shares its memory with the CPU."""
     level: int = 3
-    """How long it looks for faster layers, 0 to 5; 3 is TensorRT's own choice."""
+    """Optimisation level of the builder, 0 to 5; 3 is TensorRT's default."""
     timings: str = "~/.cache/thor-dflash/timings"
-    """Directory of what it has measured, so that the next build need not."""
+    """Directory of the timing cache, which saves time in the next build."""
     cubins: str = CUBINS
     """Directory of compiled kernels, as engine.cubins."""
     inspect: Literal["refuse", "note"] = "refuse"
-    """What to do where an engine holds a copy, a precision or a layer that its graph does not:
-    refuse it, or write it into the package's tensorrt.log."""
+    """What to do if an engine has a copy, a precision or a layer that its graph does not have:
+    refuse it, or note it in the package's tensorrt.log."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.level <= LEVELS:

@@ -1,4 +1,4 @@
-"""Names, element types and shapes: the words every floor shares. No memory here."""
+"""Names, element types and shapes of tensors, shared by all modules. Allocates no tensors."""
 
 from __future__ import annotations
 
@@ -56,26 +56,26 @@ _NUMPY: dict[str, np.dtype[Any]] = {
         DType.BOOL: np.bool_,
     }.items()
 }
-"""By value: the hash of an Enum is a call of Python."""
+"""Keyed by value for speed: hashing an Enum member runs Python code."""
 
 Dims = Mapping[str, int]
-"""Sizes bound to the letters of a spec, as {"T": 16}."""
+"""Values of the symbolic sizes of a spec, such as {"T": 16}."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor's contract. A letter in `shape` is bound by a Dims."""
+    """A tensor's name, type and shape. A name in `shape` is a symbolic size, bound by a Dims."""
 
     name: str
     dtype: DType
     shape: tuple[int | str, ...]
 
     def at(self, dims: Dims) -> tuple[int, ...]:
-        """The shape with every letter replaced."""
+        """The shape with every symbolic size replaced."""
         return tuple(d if isinstance(d, int) else dims[d] for d in self.shape)
 
     def nbytes(self, dims: Dims) -> int:
-        """Size at these dims, bytes."""
+        """Size in bytes at these dims."""
         size = self.dtype.bytes
         for n in self.at(dims):
             size *= n

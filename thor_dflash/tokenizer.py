@@ -1,6 +1,6 @@
-"""What the tokenizer files of a directory say about ids, without loading a tokenizer.
+"""Reads token ids from the tokenizer files of a directory, without loading a tokenizer.
 
-Works on a checkpoint (for the builder) and on a package (for the runtime) alike.
+The directory may be a checkpoint (for the builder) or a package (for the runtime).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class AddedToken:
     id: int
     content: str
     special: bool
-    """Left out of decoded text."""
+    """Whether it is left out of decoded text."""
 
 
 def tokenizer_files(directory: Path) -> tuple[str, ...]:
@@ -40,7 +40,7 @@ def tokenizer_files(directory: Path) -> tuple[str, ...]:
 
 
 def read_json(path: Path) -> Table:
-    """A JSON object, or an empty one where there is no such file.
+    """Read a JSON object; an empty one if there is no such file.
 
     Raises:
         CheckpointError: the file is not a JSON object in UTF-8.
@@ -62,8 +62,8 @@ def read_json(path: Path) -> Table:
 def stop_tokens(directory: Path) -> tuple[int, ...]:
     """Ids that end an answer: `eos_token_id` of generation_config.json (an id or a list of them).
 
-    Where that file does not say, the id of `eos_token` of tokenizer_config.json. A chat model's
-    config.json names the wrong one, so it is not asked. Empty where neither file says.
+    If that file has none, the id of `eos_token` of tokenizer_config.json; empty if that has none
+    either. config.json is not used, because a chat model's names the wrong id.
     """
     path = directory / GENERATION_CONFIG
     eos = read_json(path).get("eos_token_id")
@@ -96,21 +96,23 @@ def _eos_by_name(directory: Path) -> tuple[int, ...]:
 
 
 def content(token: object) -> str | None:
-    """The text of a token that is written as a string or as an object with `content`."""
+    """The text of a token given as a string or as an object with `content`; else None."""
     table = as_table(token)
     text = token if table is None else table.get("content")
     return text if isinstance(text, str) else None
 
 
 def added_tokens(directory: Path) -> tuple[AddedToken, ...]:
-    """Added tokens by id: those of tokenizer.json, and those only tokenizer_config.json lists."""
+    """Added tokens in order of id: those of tokenizer.json, and those that only
+    tokenizer_config.json lists.
+    """
     found = {token.id: token for token in _configured(directory)}
     found |= {token.id: token for token in _built_in(directory)}
     return tuple(found[i] for i in sorted(found))
 
 
 def addressed_ids(directory: Path) -> int:
-    """One more than the highest id any tokenizer file names; 0 without a tokenizer."""
+    """One more than the highest id in any tokenizer file; 0 without a tokenizer."""
     ids = [token.id for token in added_tokens(directory)]
     return 1 + max([*ids, *_learned(directory).values()], default=-1)
 
