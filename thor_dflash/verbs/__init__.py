@@ -1,1 +1,1 @@
-"""What the command line does, one file a verb. Each imports its floor when it runs."""
+"""The subcommands of the command line, one per file. Each imports what it needs when it runs."""

@@ -1,5 +1,5 @@
-"""`thor-dflash bench`: what each part of a step costs here, against this device's read rate; and
-how long a process takes until it can answer.
+"""`thor-dflash bench`: measures the parts of a step against the device's read rate, and the time a
+process takes until it can answer.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ DRAFT_VOCABULARY = 65536
 """Rows of the reduced draft head. Source: TensorRT-Edge-LLM's sweep, in which 64 k kept all of the
 acceptance and 32 k did not."""
 CAPACITY = 33280
-"""Holds the longest context that is measured and a block."""
+"""Context, tokens: room for the longest that is measured and a block."""
 CHUNK = 2048
-"""Rows of a prefill step where nobody says: a prompt of 2,048 is one step. 512 rows leave a third
-of an H100 idle, whose 132 multiprocessors then share 80 tiles of a product with 5,120 columns."""
+"""Default rows of a prefill step: a prompt of 2,048 is one step. 512 rows leave a third of an H100
+idle, whose 132 multiprocessors then share the 80 tiles of a product with 5,120 columns."""
 ASKED = (1, 2)
-"""The prompt a process is ready with once it is answered. Two ids, so that one is prefilled."""
+"""The prompt; a process is ready once it has answered it. Two ids, so that one is prefilled."""
 ANSWERED = 2
 """Tokens of that answer."""
 READY = 10.0
-"""Seconds a process may take until it is ready beside reading its package from the disk."""
+"""Seconds a process may take until it is ready, in addition to reading its package from disk."""
 
 MAIN = "import sys; from thor_dflash.cli import main; sys.exit(main())"
 """The command line, in a new process of this interpreter."""
@@ -46,7 +46,7 @@ MAIN = "import sys; from thor_dflash.cli import main; sys.exit(main())"
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What is measured: the configuration, or it with one thing left out."""
+    """A configuration to measure: the given one, or that with one feature left out."""
 
     name: str
     build: BuildConfig
@@ -88,10 +88,10 @@ def _check_shape(args: Namespace, config: Config) -> None:
 
 
 def _device(config: EngineConfig) -> None:
-    """Fail at once where there is no device.
+    """Fail early if there is no device.
 
     Raises:
-        EngineError: the driver says why.
+        EngineError: with the driver's reason.
     """
     from thor_dflash.plugins.cuda.driver import Driver
 
@@ -101,14 +101,14 @@ def _device(config: EngineConfig) -> None:
 def _print(args: Namespace, rows: list[Figure]) -> None:
     from thor_dflash.runtime.engines.cuda.figures import table
 
-    # JSON has no NaN; every figure is a number.
+    # allow_nan=False: JSON has no NaN, and every figure must be a number.
     text = json.dumps([dataclasses.asdict(row) for row in rows], indent=1, allow_nan=False)
     print(text if args.json else table(rows))
 
 
 # ---- steps ---------------------------------------------------------------------------------------
 def variants(config: Config, *, ablations: bool) -> Iterator[Variant]:
-    """What is measured: the configuration as it is, and with one thing left out at a time."""
+    """The given configuration and, with `ablations`, variants with one feature left out each."""
     build, engine = config.build, config.engine
     chunk = build.chunk or CHUNK
     build = dataclasses.replace(build, chunk=chunk, chunks=build.chunks or (chunk,))
@@ -140,8 +140,8 @@ def _measured(args: Namespace, config: Config, progress: Progress) -> list[Figur
 def _variant(
     shape: str, variant: Variant, whole: dict[str, float], progress: Progress
 ) -> list[Figure]:
-    """The figures of the first variant, where nothing is there to compare with; else the few that
-    tell what was left out.
+    """All figures of the first variant, for which `whole` is empty; for other variants only the few
+    figures that show the effect of what was left out.
     """
     from thor_dflash.runtime.engines.cuda.bench import open_bench
     from thor_dflash.runtime.engines.cuda.engine import CudaEngine
@@ -163,7 +163,7 @@ def _variant(
 
 
 def hollow(shape: str, out: Path, variant: Variant, widths: tuple[int, ...] = ()) -> Manifest:
-    """A package without weights in the directory `out`, its draft head reduced."""
+    """Write a package without weights, and with a reduced draft head, to the directory `out`."""
     from thor_dflash.builders.hollow import write_hollow
 
     with tempfile.TemporaryDirectory() as directory:
@@ -176,7 +176,7 @@ def hollow(shape: str, out: Path, variant: Variant, widths: tuple[int, ...] = ()
 
 # ---- ready ---------------------------------------------------------------------------------------
 def _written(args: Namespace, config: Config, progress: Progress) -> list[Figure]:
-    """Write a random package, and open it in a process of its own."""
+    """Write a random package, and open it in a new process."""
     from thor_dflash.runtime.coldstart import forget, read_seconds
 
     write_random(args.shape, args.out, config, progress)
@@ -198,11 +198,11 @@ def _written(args: Namespace, config: Config, progress: Progress) -> list[Figure
 
 
 def write_random(shape: str, out: Path, config: Config, progress: Progress) -> None:
-    """A package of random weights in `out`, which must be new; complete, hashes and all.
+    """Write a complete package of random weights, hashes included, to the new directory `out`.
 
     Raises:
-        ConfigError: there is something, or no room.
-        PackageError: it would be in another package.
+        ConfigError: `out` exists, or the disk has too little space.
+        PackageError: `out` is inside another package.
     """
     from thor_dflash import manifest
     from thor_dflash.runtime.engines.cuda.engine import CudaEngine
@@ -213,7 +213,7 @@ def write_random(shape: str, out: Path, config: Config, progress: Progress) -> N
     if out.exists():
         raise ConfigError(f"--out must be a new directory (got {out}, which is there)")
     out.parent.mkdir(parents=True, exist_ok=True)
-    # Beside it, so that what is there under its own name is always whole.
+    # In a temporary directory next to it, so that `out` is never incomplete.
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as directory:
         part = Path(directory) / out.name
         part.mkdir()
@@ -236,7 +236,7 @@ def write_random(shape: str, out: Path, config: Config, progress: Progress) -> N
 
 
 def _weight_bytes(package: Path, made: Manifest) -> int:
-    """Of all programs, each weight once."""
+    """Bytes of the weights of all programs, each counted once."""
     from thor_dflash.program import ENDING, read
 
     names = [name.removesuffix(ENDING) for name in made.files if name.endswith(ENDING)]
@@ -245,10 +245,10 @@ def _weight_bytes(package: Path, made: Manifest) -> int:
 
 
 def ready_here(package: Path, config: EngineConfig, progress: Progress) -> list[Figure]:
-    """Open a package in this process and answer something short, which captures its graphs.
+    """Open a package in this process and make a short answer, which captures its graphs.
 
     Raises:
-        ConfigError: its context has no room for that.
+        ConfigError: the context is too short for that.
     """
     from thor_dflash.runtime.coldstart import since_start
     from thor_dflash.runtime.engines.cuda.figures import Figure
@@ -278,7 +278,7 @@ def ready_here(package: Path, config: EngineConfig, progress: Progress) -> list[
 
 
 def disk_rows(size: int, seconds: float) -> Iterator[Figure]:
-    """What the disk takes for the package."""
+    """The row with the time to read the package from disk."""
     from thor_dflash.runtime.engines.cuda.figures import Figure
 
     note = f"{size / 1e9:.2f} GB at {size / seconds / 1e9:.2f} GB/s"
@@ -286,7 +286,7 @@ def disk_rows(size: int, seconds: float) -> Iterator[Figure]:
 
 
 def ready_rows(found: list[dict[str, object]], disk: float) -> Iterator[Figure]:
-    """The rows of the other process, the last one beside its target."""
+    """The rows of the other process, with a target for the last one."""
     from thor_dflash.runtime.engines.cuda.figures import Figure, Target, judge
 
     rows = [Figure(**row) for row in found]  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""`thor-dflash build`: two checkpoints to a package."""
+"""`thor-dflash build`: makes a package from a target and a drafter checkpoint."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ NAMED = 8
 
 
 def run(args: Namespace, config: Config, progress: Progress) -> None:
-    """Build the package and say what is in it.
+    """Build the package and print its contents.
 
     Raises:
-        ConfigError: the command line sets what this build makes no use of.
+        ConfigError: the command line sets a key that has no effect on this build.
     """
     from thor_dflash.extras import extra
 
@@ -54,7 +54,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
 
 
 def _check_used(args: Namespace, config: BuildConfig) -> None:
-    """Refuse a --set without effect. A file may hold it for the builds that it has one on."""
+    """Refuse a --set without effect. A configuration file may hold it for other builds."""
     for key in (item.partition("=")[0].strip() for item in args.set):
         if key == "build.draft_ids" and args.drafter is None and config.draft_ids:
             raise ConfigError(f"{key} must go with --drafter (got none)")
@@ -63,10 +63,11 @@ def _check_used(args: Namespace, config: BuildConfig) -> None:
 
 
 def _chats(target: Path) -> bool:
-    """Whether a checkpoint has a tokenizer and a chat template; refused where they are of no use.
+    """Whether a checkpoint has a tokenizer and a chat template.
 
     Raises:
-        PackageError, CheckpointError: no session could read them, or render a chat.
+        PackageError: a session could not read them.
+        CheckpointError: the template cannot render a chat.
     """
     from thor_dflash.runtime.text import Text
 

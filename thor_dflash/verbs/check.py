@@ -1,4 +1,4 @@
-"""`thor-dflash check`: a package against another engine and against each operator's definition."""
+"""`thor-dflash check`: compares a package with another engine and each operator's definition."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from thor_dflash.runtime.session import Session
 
 ORT = "ort"
-"""As a reference: ONNX Runtime over the graphs that the package itself holds."""
+"""As a reference: ONNX Runtime running the package's own graphs."""
 
 
 def run(args: Namespace, config: Config, progress: Progress) -> int:
-    """Compare and print; 1 where something is over its tolerance."""
+    """Compare and print; return 1 if something is over its tolerance, else 0."""
     from thor_dflash.calib.check import golden
     from thor_dflash.calib.check.compare import Reference, compare, some_tokens, tracer
     from thor_dflash.runtime.session import open_session
@@ -62,7 +62,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> int:
 
 
 def _check(args: Namespace) -> None:
-    """Refuse a reference without a name, and what has no meaning without one."""
+    """Refuse an empty reference name, and options that have no meaning without a reference."""
     if args.reference == "":  # the working directory, as a path
         raise ConfigError("--reference must be a package or ort (got an empty name)")
     if args.reference is not None or args.golden is not None:
@@ -133,7 +133,7 @@ def _graphs(package: Path, config: EngineConfig, progress: Progress) -> Session:
 
 
 def lines(report: Report) -> Iterator[str]:
-    """The report in words."""
+    """The report as text."""
     if report.logits is not None:
         yield _logits(report.logits)
     for layer, error in report.taps:
@@ -187,7 +187,7 @@ def _off(off: Off) -> str:
 
 
 def as_table(report: Report) -> dict[str, object]:
-    """The report as JSON has it, which knows no infinity: what is no number is null."""
+    """The report for JSON, with null for infinities and NaN, which JSON lacks."""
     return {"right": report.right, **_finite(asdict(report))}
 
 

@@ -1,4 +1,4 @@
-"""`thor-dflash demo`: the planner that ships with the repository, on this machine."""
+"""`thor-dflash demo`: runs the planner that ships with the repository."""
 
 from __future__ import annotations
 

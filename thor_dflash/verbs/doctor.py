@@ -1,4 +1,4 @@
-"""`thor-dflash doctor`: what this machine is fit for, and how to put right what is not."""
+"""`thor-dflash doctor`: checks what this machine can run, and how to fix the rest."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from thor_dflash.runtime.doctor.examine import Report
 
 WIDE = 16
-"""Of the first column."""
+"""Width of the item column."""
 
 
 def run(args: Namespace, config: Config, progress: Progress) -> int:
-    """Examine and print; 1 where something is wrong."""
+    """Examine and print; return 1 if something is wrong, else 0."""
     from thor_dflash.runtime.doctor.examine import examine
     from thor_dflash.runtime.doctor.here import Here
 
@@ -31,7 +31,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> int:
 
 
 def table(report: Report) -> str:
-    """A line an item, the remedy under it, and what can run here."""
+    """A line per item with its remedy below it, then which engines can run here."""
     lines = [f"thor-dflash {thor_dflash.__version__}"]
     for finding in report.findings:
         lines.append(f"{finding.state:<5}  {finding.item:<{WIDE}}  {finding.text}")
@@ -44,7 +44,7 @@ def table(report: Report) -> str:
 
 
 def as_json(report: Report) -> str:
-    """One object: `wrong`, `engines`, `items`."""
+    """One object: `thor_dflash` (the version), `wrong`, `engines`, `items`."""
     return json.dumps(
         {
             "thor_dflash": thor_dflash.__version__,

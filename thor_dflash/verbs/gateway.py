@@ -1,4 +1,4 @@
-"""`thor-dflash gateway`: the plan socket for programs that speak OpenAI's HTTP."""
+"""`thor-dflash gateway`: serves OpenAI's HTTP API in front of plan servers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from thor_dflash.config import Config
 from thor_dflash.progress import Progress, say
 
 DRAIN_S = 30
-"""From the first signal to the end of requests that are still open, as `serve.drain_s`: a client
-that stalls must not keep a gateway alive that was told to end."""
+"""Seconds that open requests get to finish after the first signal, as `serve.drain_s`: a stalled
+client must not keep the gateway alive."""
 
 
 def run(args: Namespace, config: Config, progress: Progress) -> None:
@@ -39,8 +39,8 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     def stop(number: int, frame: FrameType | None) -> None:
         server.should_exit = True
 
-    # Of a signal before uvicorn has handlers of its own, and once it has ended in order: it puts
-    # these back then, and raises again what it heard.
+    # For a signal before uvicorn installs its own handlers, and after it has shut down: it then
+    # restores these and raises the signals it caught again.
     for number in streams.endings():
         signal.signal(number, stop)
     logging.getLogger("uvicorn.error").addFilter(_is_news)
@@ -52,8 +52,8 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """All but traces of what the end has cut short, which is no fault: a request's is an exception,
-    that of the application itself a text.
+    """Whether to log a record: not the tracebacks of requests cancelled by the shutdown, which are
+    no errors. A request's is an exception; the application's own is only a text.
     """
     error = record.exc_info[1] if record.exc_info else None
     name = asyncio.CancelledError.__name__

@@ -23,7 +23,7 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 class Printer:
-    """Writes an answer as it comes; thinking is dim on a terminal."""
+    """Writes an answer as it arrives; thinking is dim on a terminal."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -42,7 +42,7 @@ class Printer:
         self._stream.flush()
 
     def close(self) -> None:
-        """End the line and the colour. Idempotent."""
+        """End the line and reset the colour. Idempotent."""
         if self._begun:
             self._stream.write((PLAIN if self._dim else "") + "\n")
             self._stream.flush()
@@ -51,7 +51,7 @@ class Printer:
 
 @dataclasses.dataclass(slots=True)
 class Output:
-    """What one request gave."""
+    """The result of one request."""
 
     tokens: list[int]
     finish: str = ""
@@ -78,8 +78,8 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
 
 
 def _read(chunks: Iterator[Chunk], length: int, progress: Progress) -> Iterator[Chunk]:
-    """The same chunks; those of a prompt of `length` tokens, if one step does not read it all, are
-    told as progress.
+    """Pass on the chunks, but turn those that read the prompt of `length` tokens into progress
+    reports, unless one step reads all of it.
     """
     chunk, done = next(chunks), 0
     if not chunk.tokens and 0 < chunk.prompt_done < length - 1:

@@ -1,4 +1,4 @@
-"""What the verbs read from files: JSON of a sane size, and token ids of a vocabulary."""
+"""Input files of the subcommands: JSON of limited size, and token ids."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from thor_dflash.errors import RequestError
 from thor_dflash.records import as_list, show
 
 LIMIT = 64 << 20
-"""Largest input file, bytes: ten times the longest context of any target, written out."""
+"""Largest input file, bytes: ten times the longest context of any target as text."""
 
 
 def read_json(path: Path, limit: int = LIMIT) -> object:
-    """Any JSON value, in `limit` bytes at most.
+    """Read any JSON value of at most `limit` bytes.
 
     Raises:
         RequestError: the file is missing, too large, or not JSON in UTF-8.
     """
     try:
-        # Read, not asked: a device or a pipe has no size to ask for.
+        # Read instead of asking for the size, which a device or a pipe does not have.
         with path.open("rb") as file:
             text = file.read(limit + 1)
         if len(text) > limit:
@@ -35,10 +35,10 @@ def read_json(path: Path, limit: int = LIMIT) -> object:
 
 
 def read_tokens(path: Path) -> tuple[int, ...]:
-    """A JSON list of at least one integer.
+    """Read a JSON list of at least one integer.
 
     Raises:
-        RequestError: it is not; the message names the entry.
+        RequestError: it is not one; the message names the wrong entry.
     """
     value = read_json(path)
     items = as_list(value)
@@ -54,7 +54,7 @@ def _token(item: object, where: str) -> int:
 
 
 def in_vocabulary(tokens: tuple[int, ...], vocab: int) -> tuple[int, ...]:
-    """The same tokens, each checked to be an id below `vocab`.
+    """Check that every token is an id below `vocab`; return the tokens.
 
     Raises:
         RequestError: names the first that is not.

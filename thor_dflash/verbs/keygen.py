@@ -1,4 +1,4 @@
-"""`thor-dflash keygen`: keys for an encrypted server."""
+"""`thor-dflash keygen`: makes the keys of an encrypted server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from thor_dflash.progress import Progress
 
 
 def run(args: Namespace, config: Config, progress: Progress) -> None:
-    """Make the keys and say what goes where."""
+    """Make the keys and print where each belongs."""
     from thor_dflash.extras import extra
 
     with extra("serve"):

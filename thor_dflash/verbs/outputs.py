@@ -1,4 +1,4 @@
-"""Files that verbs write: refused before the work that would be lost, and whole or not there."""
+"""Output files of the subcommands: checked before the work, and written atomically."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from thor_dflash.manifest import check_outside
 
 
 def check(out: Path, ending: str, option: str) -> None:
-    """Refuse a path that could not or must not be written.
+    """Refuse a path that cannot or must not be written.
 
     Args:
-        ending: Of its name, with the dot.
-        option: Who named the path.
+        ending: Required file name extension, with the dot.
+        option: The option that gave the path.
 
     Raises:
         PackageError: it is in a package.
@@ -34,7 +34,7 @@ def check(out: Path, ending: str, option: str) -> None:
 
 @contextmanager
 def whole(out: Path) -> Generator[IO[bytes]]:
-    """A file to write, which is `out` once it is whole: in one rename.
+    """A file to write, which is renamed to `out` once it is complete.
 
     Raises:
         RequestError: it cannot be written.
@@ -49,7 +49,7 @@ def whole(out: Path) -> Generator[IO[bytes]]:
 
 @contextmanager
 def _beside(out: Path) -> Generator[Path]:
-    """Where `out` is written before it has its name; gone afterwards."""
+    """A temporary path next to `out`, removed afterwards."""
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
         try:

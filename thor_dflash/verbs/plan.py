@@ -1,4 +1,4 @@
-"""`thor-dflash plan`: one plan from a server, as it is written."""
+"""`thor-dflash plan`: asks a server for one plan and prints it as it arrives."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A runtime.text.Piece, whose module needs more than a client has."""
+    """Like runtime.text.Piece, whose module imports packages that a client does not have."""
 
     text: str
     thinking: bool
@@ -68,7 +68,7 @@ def _ask(args: Namespace) -> Ask:
 
 
 def _begun(events: Iterator[Event], waiting: Task) -> Iterator[Event]:
-    """The same events; `waiting` is over with the first."""
+    """Pass on the events; ends `waiting` at the first."""
     with waiting:
         first = next(events)
     yield first

@@ -1,4 +1,4 @@
-"""`thor-dflash profile`: where each millisecond of a request goes on this machine."""
+"""`thor-dflash profile`: shows where each millisecond of a request goes on this machine."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from thor_dflash.runtime.session import Request, Session
 
 RUNS = 15
-"""That count, where neither their number nor a time is given."""
+"""Measured runs if neither their number nor a time is given."""
 LONGEST = 6 * 3600
-"""Of a soak, s; every cycle and sample of it is kept."""
+"""Maximum duration of a soak, s; every cycle and sample of it is kept."""
 LARGEST = 1 << 30
-"""Of a profile as JSON, bytes: ten times the longest soak with cycles of 5 ms."""
+"""Maximum size of a profile as JSON, bytes: ten times the longest soak with cycles of 5 ms."""
 
 
 def run(args: Namespace, config: Config, progress: Progress) -> None:
-    """Answer one prompt many times; print what it took, and draw it."""
+    """Answer one prompt many times; print the times, and draw them if asked."""
     base = _check(args)
     from thor_dflash.runtime.doctor import board
     from thor_dflash.runtime.doctor.here import Here
@@ -68,7 +68,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         soak=stretches(runs, when, watch.power) if args.soak else (),
         notes=_notes(speed),
     )
-    # Neither is lost with the other: a disk may be full by now, and who reads may be gone.
+    # Write the files even if printing fails because the reader of stdout has gone.
     try:
         print(json.dumps(records.encode(found)) if args.json else table(found, base), flush=True)
     finally:
@@ -76,7 +76,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
 
 
 def _check(args: Namespace) -> Profile | None:
-    """Refuse what cannot be done before anything is loaded; the profile to compare with."""
+    """Check the options before anything is loaded; return the profile to compare with, if any."""
     for option, count, least in (("--runs", args.runs, 1), ("--warmup", args.warmup, 0)):
         if count is not None and count < least:
             raise ConfigError(f"{option} must be at least {least} (got {count})")
@@ -128,12 +128,12 @@ def _subject(
         prompt=hashlib.sha256(ids.encode()).hexdigest(),
         prompt_tokens=len(request.prompt),
         settings=_settings(config),
-        machine={f.item: f.text for f in speed if "clock" not in f.item},  # which rises and falls
+        machine={f.item: f.text for f in speed if "clock" not in f.item},  # clocks vary
     )
 
 
 def _settings(config: Config) -> dict[str, str]:
-    """Where kernels are kept changes no time."""
+    """The settings that affect times: all but the directory of compiled kernels."""
     every = _flat("engine", records.encode(config.engine))
     every |= _flat("decode", records.encode(config.decode))
     return {key: value for key, value in every.items() if key != "engine.cubins"}
@@ -147,7 +147,7 @@ def _flat(name: str, value: object) -> dict[str, str]:
 
 
 def _notes(speed: Sequence[Finding]) -> list[str]:
-    """What makes this machine slower than it could be."""
+    """The findings that make this machine slower than it could be."""
     return [
         f"{f.item}: {f.text}" + (f" ({f.remedy})" if f.remedy else "")
         for f in speed
@@ -158,7 +158,7 @@ def _notes(speed: Sequence[Finding]) -> list[str]:
 def _runs(
     session: Session, request: Request, args: Namespace, progress: Progress
 ) -> tuple[list[Run], list[tuple[float, float]]]:
-    """The runs that count, and when each was, seconds of `time.perf_counter`."""
+    """The measured runs, and the start and end of each, seconds of `time.perf_counter`."""
     if args.warmup:
         with progress.task("warming up", args.warmup, "times") as task:
             for _ in range(args.warmup):
@@ -186,7 +186,7 @@ def _answer(session: Session, request: Request) -> Run:
     start = time.perf_counter()
     beats = [Beat(0.0, 0)]
     for chunk in session.generate(request):
-        committed = len(chunk.tokens) + (chunk.finish == "stop")  # whose id is not shown
+        committed = len(chunk.tokens) + (chunk.finish == "stop")  # plus the hidden stop id
         beats.append(Beat(1e3 * (time.perf_counter() - start), committed))
         tokens += chunk.tokens
     return Run(session.report(), tuple(tokens), tuple(beats))
@@ -195,7 +195,7 @@ def _answer(session: Session, request: Request) -> Run:
 def _inside(
     session: Session, request: Request, config: Config, progress: Progress
 ) -> Inside | None:
-    """Of engines whose graphs run as one and can run in parts."""
+    """Times of a cycle's parts, for the engine that runs a cycle as one graph and can split it."""
     if session.manifest.engine != "cuda":
         return None
     from thor_dflash.runtime.engines.cuda.engine import CudaEngine
@@ -210,7 +210,7 @@ def _inside(
 
 
 def trace(found: Profile) -> dict[str, Any]:
-    """The last answer as events that ui.perfetto.dev and Chrome show."""
+    """The last answer as trace events for ui.perfetto.dev and Chrome."""
     events: list[dict[str, Any]] = []
     for start, end in itertools.pairwise(found.timeline):
         name = "cycle" if end.tokens else "prompt"

@@ -1,4 +1,4 @@
-"""A profile drawn: one HTML file that needs no network and no script."""
+"""A profile as one HTML file with drawings, which needs no network and no script."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from thor_dflash.runtime.profile import Beat, Inside, Phase, Profile, Spread, Stretch
 
 WIDTH, HEIGHT = 860, 150
-"""Of a drawing, units of its own; it is scaled to the page."""
+"""Size of a drawing in SVG units; it is scaled to the page."""
 LEFT, LOW = 50, 22
-"""Room for what stands beside and below it."""
+"""Margins for the labels left of and below it."""
 ROW = 24
-"""Height of a bar and what separates it from the next one."""
+"""Height of a bar, including the gap to the next one."""
 GAP = 1
-"""Between neighbours in time."""
+"""Gap between neighbours in time."""
 LABELS, NUMBERS = 300, 120
-"""Room for a bar's name and its number."""
+"""Widths of a bar's name and of its number."""
 STYLE = """
 :root { --page: #fff; --ink: #1c2128; --soft: #667080; --line: #d8dde4; --bar: #2f6fb4;
   --other: #b9c4d0; --mark: #c2571a; }
@@ -48,7 +48,7 @@ svg text { font-size: 13px; fill: var(--soft); } svg .name { fill: var(--ink); }
 
 
 def page(found: Profile, base: Profile | None = None) -> str:
-    """The whole of it; beside another one with what became of its medians."""
+    """The whole page; with `base`, also the change of its medians."""
     first, second = map(escape, head(found))
     spec = found.spec
     cycles = max(1, spec.cycles)
@@ -126,7 +126,7 @@ def _svg(height: float, shapes: Sequence[str]) -> str:
 
 # ---- drawings ------------------------------------------------------------------------------------
 def _dots(spread: Spread) -> str:
-    """Runs from left to right, from zero, so that what hardly varies looks like it."""
+    """Runs from left to right. The scale begins at zero, so that little variation looks little."""
     top = spread.high or 1.0
     step = (WIDTH - LEFT) / len(spread.values)
     shapes = list(_scale(top))
@@ -143,18 +143,18 @@ def _dots(spread: Spread) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of time, drawn as high as a number."""
+    """A stretch of time, drawn as a bar whose height is `value`."""
 
     start: float
     end: float
     value: float
     told: str
-    """By a pointer upon it."""
+    """Tooltip."""
     kind: str = "bar"
 
 
 def _spans(spans: Sequence[Span], unit: str) -> str:
-    """Side by side as they followed each other, from 0 on."""
+    """Spans side by side on a time axis that begins at 0."""
     whole = spans[-1].end or 1.0
     top = max(span.value for span in spans) or 1.0
     scale = (WIDTH - LEFT) / whole
@@ -181,7 +181,7 @@ def _timeline(beats: Sequence[Beat]) -> str:
 
 
 def _columns(counts: Sequence[int], first: int) -> str:
-    """A column for each of `first`, `first` + 1, ..."""
+    """A column for each count, labelled `first`, `first` + 1, ..."""
     top = max(counts, default=0)
     if not top:
         return ""
@@ -198,7 +198,7 @@ def _columns(counts: Sequence[int], first: int) -> str:
 
 
 def _scale(top: float) -> Iterator[str]:
-    """Zero and the top, on the left."""
+    """Lines and labels at zero and at the top value."""
     for value in (0.0, top):
         y = _height(value, top)
         yield f'<line class="axis" x1="{LEFT}" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>'
@@ -206,7 +206,7 @@ def _scale(top: float) -> Iterator[str]:
 
 
 def _short(value: float) -> str:
-    """At most six characters below a million, the room that there is."""
+    """A number in at most six characters (below a million), which fit the margin."""
     return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
 
 
@@ -221,7 +221,7 @@ def _text(x: float, y: float, text: str, anchor: str = "start", kind: str = "") 
 
 
 def _rows(bars: Sequence[tuple[str, float, str, str, float]]) -> str:
-    """Bars below each other: name, length, number, class of the bar, and a mark (0: none)."""
+    """Horizontal bars: name, length, number, CSS class, and position of a mark (0: none)."""
     top = max((length for _, length, *_ in bars), default=0.0) or 1.0
     scale = (WIDTH - LABELS - NUMBERS) / top
     shapes: list[str] = []

@@ -21,7 +21,7 @@ TITLES = {
 
 
 def table(found: Profile, base: Profile | None = None) -> str:
-    """All of it; beside another one with what became of its medians."""
+    """The whole profile; with `base`, also the change of its medians."""
     spec = found.spec
     return "\n".join(
         [
@@ -43,7 +43,7 @@ def table(found: Profile, base: Profile | None = None) -> str:
 
 
 def head(found: Profile) -> tuple[str, str]:
-    """What was measured, and how often."""
+    """Two lines: what was measured, and how often."""
     subject = found.subject
     return (
         f"{subject.engine} on {subject.device}; thor-dflash {subject.version}, "
@@ -91,7 +91,7 @@ def _inside(inside: Inside) -> Iterator[str]:
 
 
 def _stream(part: Part, read_rate: float) -> str:
-    """What a part reads, and how fast."""
+    """The bytes that a part moves, and how fast."""
     if not part.nbytes:
         return ""
     rate = part.nbytes / part.ms * 1e3
@@ -111,7 +111,7 @@ def _power(power: Power, tokens: int) -> Iterator[str]:
 
 
 def course(soak: Sequence[Stretch]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """What became of a soak's numbers: titles, and a row for each stretch."""
+    """A soak's numbers over time: titles, and a row for each stretch."""
     rails = list(soak[0].watts)
     hot = any(s.hottest_c is not None for s in soak)
     titles = ("runs", "cycle, ms", "tokens/s", *(f"{rail}, W" for rail in rails))
@@ -130,7 +130,7 @@ def course(soak: Sequence[Stretch]) -> tuple[tuple[str, ...], list[tuple[str, ..
 
 
 def span_of(stretch: Stretch) -> str:
-    """When it was."""
+    """Start and end of a stretch."""
     return f"{stretch.start_s:.1f} to {stretch.end_s:.1f} s"
 
 
@@ -150,7 +150,7 @@ def _soak(soak: Sequence[Stretch]) -> Iterator[str]:
 
 
 def change(now: Spread, before: Spread | None) -> str:
-    """What became of a median; empty where there was none before."""
+    """The change of a median; empty if there is no earlier one."""
     return f"{now.median / before.median:.3f}x of {before.median:.2f}" if before else ""
 
 

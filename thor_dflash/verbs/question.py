@@ -1,4 +1,4 @@
-"""The prompt of a command line, and what is asked of it: generate and profile."""
+"""The prompt and request options of the subcommands generate and profile."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Question:
     tokens: tuple[int, ...] | None
 
     def request(self, session: Session, config: Config) -> Request:
-        """What to ask of a session.
+        """The request for a session.
 
         Raises:
             RequestError: the package cannot answer it.
@@ -37,11 +37,11 @@ class Question:
 
 
 def read_question(args: Namespace, config: DecodeConfig) -> Question:
-    """--prompt, --messages or --tokens. Read before anything is loaded.
+    """Read --prompt, --messages or --tokens, before anything is loaded.
 
     Raises:
-        ConfigError: the command line sets what this answer makes no use of.
-        RequestError: a file or a text is not what it must be.
+        ConfigError: the command line sets a key that has no effect here.
+        RequestError: a file or a text is invalid.
     """
     _check_used(args, config)
     tokens = read_tokens(args.tokens) if args.tokens else None
@@ -49,7 +49,7 @@ def read_question(args: Namespace, config: DecodeConfig) -> Question:
 
 
 def _check_used(args: Namespace, config: DecodeConfig) -> None:
-    """Refuse a --set without effect. A file may hold it for the answers that it has one on."""
+    """Refuse a --set without effect. A configuration file may hold it for other answers."""
     budget, given = config.budget, {item.partition("=")[0].strip() for item in args.set}
     for section, names, used, need in (
         ("relaxed", ("rule", "k", "margin"), config.accept == "relaxed",
@@ -70,7 +70,7 @@ def _value(config: DecodeConfig, section: str, name: str) -> object:
 
 
 def _messages(args: Namespace) -> list[dict[str, str]] | None:
-    """None where token ids are given."""
+    """The chat of the command line; None if token ids are given."""
     from thor_dflash.runtime.text import chat
 
     if args.prompt is not None:
@@ -85,7 +85,7 @@ def _render(messages: object, session: Session, thinking: bool) -> tuple[int, ..
     if session.text is None:
         raise RequestError("the prompt must be --tokens (got a package without a tokenizer)")
     text, limit = session.text.render(messages, thinking), session.model.limit
-    # Fewer letters may fit. Of more, what certainly cannot is not encoded, which may take minutes.
+    # Do not encode a long text, which may take minutes, if its lower bound is already too long.
     if len(text) > limit and (least := session.text.least(text)) > limit:
         raise RequestError(
             f"the prompt must be <= {limit} tokens, the context of {session.model.capacity} less "
@@ -95,7 +95,7 @@ def _render(messages: object, session: Session, thinking: bool) -> tuple[int, ..
 
 
 def _thinks(decode: DecodeConfig) -> bool:
-    """Whether the prompt is to open a thinking block: the effort `none` does not."""
+    """Whether the prompt opens a thinking block; with the effort `none` it does not."""
     none = decode.budget.effort == "none" and decode.budget.tokens < 0
     return decode.thinking == "on" and not none
 

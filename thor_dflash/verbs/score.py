@@ -18,7 +18,7 @@ from thor_dflash.verbs.inputs import in_vocabulary, read_tokens
 
 
 def run(args: Namespace, config: Config, progress: Progress) -> None:
-    """Score the tokens, write the file, say what it holds."""
+    """Score the tokens, write the file, print its contents."""
     from thor_dflash.runtime.score import blocks, shapes
     from thor_dflash.runtime.session import open_session
 
@@ -34,7 +34,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
 
 
 def write(out: Path, arrays: Mapping[str, Array]) -> None:
-    """Write the arrays to `out` in one rename: whole, or not at all."""
+    """Write the arrays to `out` atomically."""
     import numpy as np
 
     with outputs.whole(out) as file:
@@ -44,11 +44,13 @@ def write(out: Path, arrays: Mapping[str, Array]) -> None:
 def write_blocks(
     out: Path, shapes: Mapping[str, tuple[int, int]], blocks: Iterator[Mapping[str, Array]]
 ) -> None:
-    """Write float32 arrays to `out` as their rows are made: whole, or not at all. The file holds
-    one after the other, so that the taps, a tenth of the logits, are kept until these are written.
+    """Write float32 arrays to `out` atomically, as their rows are computed. The file holds one
+    array after the other, so the taps (a tenth of the logits) stay in memory until the logits are
+    written.
 
     Raises:
-        RequestError: it cannot be written, or the disk has no room; then not a row is made.
+        RequestError: it cannot be written, or the disk has too little space, which is checked
+            before any row is computed.
     """
     need = sum(4 * rows * columns for rows, columns in shapes.values())
     if (free := shutil.disk_usage(out.parent).free) < need:
@@ -70,7 +72,7 @@ def write_blocks(
 def _write_array(
     arrays: ZipFile, name: str, shape: tuple[int, int], parts: Iterable[Array]
 ) -> None:
-    """As numpy.savez writes it."""
+    """Write one array as numpy.savez does."""
     from numpy.lib import format as npy
 
     with arrays.open(f"{name}.npy", "w", force_zip64=True) as file:

@@ -1,4 +1,4 @@
-"""`thor-dflash serve`: plans over ZeroMQ, until SIGTERM."""
+"""`thor-dflash serve`: serves plans over ZeroMQ until SIGTERM."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from thor_dflash.serving.shelf import Shelf
 
 SWITCH_S = 0.0005
-"""How long the engine thread may keep the interpreter from the I/O thread. Python's own 5 ms would
-be most of what a control operation may take."""
+"""Longest time that the engine thread may hold the GIL before the I/O thread gets it. Python's
+default of 5 ms would be most of the time limit of a control operation."""
 HELD = 1 << 20
-"""Bytes of the log that wait for its reader."""
+"""Maximum bytes of log lines that wait to be written."""
 LAST_S = 0.2
-"""What the end leaves a reader of the log for its last lines."""
+"""Seconds that a reader of the log gets for the last lines at the end."""
 
 
 def run(args: Namespace, config: Config, progress: Progress) -> None:
-    """Serve on this thread; SIGTERM, SIGINT and SIGHUP drain, a second one ends."""
+    """Serve on this thread. SIGTERM, SIGINT or SIGHUP drains the server; a second one ends it."""
     from thor_dflash.extras import extra
 
     with extra("serve"):
@@ -67,18 +67,18 @@ def _until_stopped(server: Server, progress: Progress, log: Log) -> None:
             raise
         log(f"thor-dflash: {' '.join(str(e).split())}")
         status = 2
-    # Whoever has not read the log by now would hold up whatever else is said on stderr.
+    # If the log's reader is stuck, any further output on stderr would block.
     if not log.close() or not server.ended():
-        # The interpreter's end would take a thread out of the midst of a library's code, to which
-        # that is a fault: it aborts. What is open is as a SIGKILL may leave it.
+        # The interpreter's exit could kill a thread inside library code, which would then abort.
+        # So exit at once; open files are left as after a SIGKILL.
         progress.close()
         os._exit(status)
 
 
 class Log:
-    """Lines to a stream, past its buffer, by a thread of its own. One that cannot be written is
-    dropped and counted: neither a full disk nor a reader that is gone, or is there and reads
-    nothing, may hold up or end a planner.
+    """Writes lines unbuffered to a stream on its own thread. A line that cannot be written is
+    dropped and counted: a full disk, a lost reader or a reader that does not read must not block or
+    end a planner.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -88,19 +88,19 @@ class Log:
         self._held = 0
         """Bytes of those lines."""
         self._dropped = 0
-        """Lines that came after those and found no room."""
+        """Lines dropped after those because the queue was full."""
         self._closed = False
         self._lost = 0
-        """Lines that the next one that can be written tells of. The thread's."""
+        """Lost lines that have yet to be reported in the log. Used only by the thread."""
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
     def __call__(self, text: str) -> None:
-        """Have a line written, or the lines of a traceback. From any thread; waits for nothing."""
+        """Queue a line, or the lines of a traceback. Thread-safe; never blocks."""
         line = f"{text.rstrip()}\n".encode(errors="backslashreplace")
         with self._news:
-            # Once one is dropped all are until the thread has told of it: what is written is in
-            # order, and what is missing is where that is said.
+            # Once a line is dropped, drop all until the thread has taken note of it, so that the
+            # report of the loss is at the right place among the lines.
             if self._dropped or (self._lines and self._held + len(line) > HELD):
                 self._dropped += 1
             else:
@@ -109,7 +109,7 @@ class Log:
             self._news.notify()
 
     def close(self) -> bool:
-        """Leave the last lines a moment; whether they were written, or could not be."""
+        """Wait at most LAST_S for the last lines; return whether the thread has finished."""
         with self._news:
             self._closed = True
             self._news.notify()
@@ -147,7 +147,7 @@ class Log:
 def _load(
     args: Namespace, config: Config, progress: Progress, log: Callable[[str], None]
 ) -> Backend:
-    # First: a model is long in loading, and another server may have the directory.
+    # First, because loading a model takes long and another server may be using the directory.
     shelf = _shelf(config.serve.prefix_dir) if config.serve.prefix_dir else None
     if args.mock:
         from thor_dflash.serving.mock import MockBackend
