@@ -25,7 +25,7 @@ def longest(table: dict[str, Any], alphabet: Set[str]) -> int | None:
         and _keeps(table["pre_tokenizer"])
         and model["type"] == "BPE"
         and not (model["continuing_subword_prefix"] or model["end_of_word_suffix"])
-        and alphabet <= model["vocab"].keys()  # else a letter is dropped, or many are one unknown
+        and alphabet <= model["vocab"].keys()  # else letters are dropped or merged into unknown
         and not any(token["lstrip"] or token["rstrip"] or token["normalized"] for token in added)
     )
     if not bounded:

@@ -71,7 +71,8 @@ class Text:
         """Read the tokenizer files of a package or a checkpoint.
 
         Raises:
-            PackageError: a tokenizer file or the chat template is missing, invalid or unsupported.
+            PackageError: tokenizer.json is missing or unsupported, or the chat template is invalid.
+            CheckpointError: tokenizer_config.json is not valid.
         """
         path = directory / files.TOKENIZER
         try:
@@ -171,7 +172,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some text of an answer, all of one kind."""
+    """Some text of an answer, either all thinking or none."""
 
     text: str
     thinking: bool
@@ -202,7 +203,7 @@ class Answer:
         return [piece for token in tokens for piece in self._one(token) if piece.text]
 
     def end(self) -> list[Piece]:
-        """The piece that was held back, if any."""
+        """The piece held back at the end of the answer, if any."""
         rest = self._stream.end()
         return [Piece(rest, self._state.inside)] if rest else []
 
@@ -312,7 +313,7 @@ class _Template:
             )
         except jinja2.TemplateError as e:
             raise RequestError(f"messages must suit the chat template (got: {e})") from e
-        except Exception as e:  # a template is a program of its own and can fail in any way
+        except Exception as e:  # a template is a program and can raise anything
             kind = type(e).__name__
             raise PackageError(f"{self._where}: chat template must run (got {kind}: {e})") from e
 

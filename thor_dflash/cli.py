@@ -87,7 +87,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 _IMPORT = "<frozen importlib._bootstrap>"
 _PUT_OFF = 0.02
-"""Seconds."""
+"""Delay of a Ctrl-C during an import, seconds."""
 
 
 def _complain(text: str) -> None:

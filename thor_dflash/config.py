@@ -101,7 +101,7 @@ class BuildConfig:
     """Element type to which the graph rounds between layers; f32 does not round. auto is f32 on
     ort, else bf16, the only type that our kernels support."""
     saves: Literal["records", "states"] = "records"
-    """What is kept of a block's GDN steps until the commit: inputs to replay, or states per row."""
+    """What is kept of a block's GDN steps until the commit: inputs to replay, or a state a row."""
     capacity: int = 0
     """Default context of a session, tokens; 0: CAPACITY, or the longest the model was made for if
     that is less."""

@@ -37,7 +37,7 @@ class PackageError(ThorError):
 
 
 class EngineError(ThorError):
-    """A graph, a binding or the device refused."""
+    """An engine, a graph or the device cannot do what is asked of it."""
 
 
 class NoRoom(EngineError):

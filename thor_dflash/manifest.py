@@ -54,7 +54,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """Tensors of one class stored in one precision."""
+    """Number and size of the tensors of one class that are stored in one precision."""
 
     count: int
     bytes: int

@@ -29,7 +29,7 @@ class Rule:
     """The gate's constants."""
 
     share: float = 0.15
-    """Weight of the newest cycle in the average: five misses in a row occur in ordinary text."""
+    """Weight of the newest cycle in the average; small: ordinary text has runs of five misses."""
     slack: float = 0.05
     """Relative band around `even`: costs vary by as much from cycle to cycle."""
     trust: float = 1.5

@@ -1,8 +1,8 @@
 """A grammar as a policy: the answer after the thinking obeys a JSON schema.
 
-Invariant: a row's mask and forced id depend only on the tokens before it, and a forced id is the
-only id that its mask would allow. So constrained output is the target's own choice among legal ids,
-token by token, with any drafter or none.
+Invariant: a row's mask and forced id depend only on the committed tokens before it, and a forced id
+is the only id that its mask would allow. So constrained output is the target's own choice among
+legal ids, token by token, with any drafter or none.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Vocabulary:
     lead: tuple[int, ...]
     """Ids between the end of thinking and the answer."""
     end_think: int
-    """Id that closes thinking; -1 where there is none."""
+    """Id that closes thinking; -1 if there is none."""
     executor: LLExecutor
 
     @property

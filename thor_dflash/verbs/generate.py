@@ -59,7 +59,7 @@ class Output:
 
 
 def run(args: Namespace, config: Config, progress: Progress) -> None:
-    """Answer one prompt on stdout."""
+    """Answer one prompt and print the answer to stdout."""
     from thor_dflash.runtime.session import open_session
     from thor_dflash.runtime.text import Answer
 

@@ -84,13 +84,13 @@ Keep = Callable[[Step], bool]
 
 
 def everything(step: Step) -> bool:
-    """Every step of a call."""
+    """Keep every step of a call."""
     del step
     return True
 
 
 def rooms(*names: str) -> Keep:
-    """Only the steps of some rooms."""
+    """Keep only the steps of some rooms."""
     return lambda step: step.room in names
 
 

@@ -248,7 +248,7 @@ class Board(ABC):
         self._sent = self._ring.sent
 
     def _handover(self, calls: Sequence[Call]) -> Handover | None:
-        """Copies of outputs that only the host reads; None if the last call writes one of them."""
+        """Copies of outputs only the host reads; None if none, or if the last call writes one."""
         after, copies = 0, dict[int, Copy]()
         for i, call in enumerate(calls):
             for tensor in call.outputs.values():
