@@ -1,1 +1,1 @@
-"""Answering over a socket."""
+"""The plan server, its clients, and the HTTP gateway."""

@@ -24,14 +24,15 @@ from thor_dflash.serving.replies import Options, Reply, Tries
 Inbox = asyncio.Queue[tuple[bytes, Reply] | PlanError]
 
 GRACE_S = 0.01
-"""For what came before a connection was lost to be read: the loss may be heard of first."""
+"""Wait after a lost connection, s, so that messages that arrived before the loss can be read: the
+loss may be reported first."""
 
 
 class AsyncPlanner:
     """See client.RemotePlanner. Make and use it on one event loop."""
 
     def __init__(self, endpoint: str, options: Options | None = None) -> None:
-        """Begin to connect; the server may come later. An event loop must run.
+        """Begin to connect; the server may start later. An event loop must be running.
 
         Raises:
             ConfigError: a malformed endpoint, or keys that cannot be read.
@@ -39,7 +40,7 @@ class AsyncPlanner:
         self.options = options or Options()
         self._endpoint = endpoint
         self._context = zmq.asyncio.Context()
-        # Any: pyzmq's types of asyncio sockets are not whole.
+        # Any: pyzmq's type annotations of asyncio sockets are incomplete.
         self._socket: Any = self._context.socket(zmq.DEALER)
         try:
             replies.prepare(self._socket, self.options)
@@ -66,7 +67,7 @@ class AsyncPlanner:
         await self.close()
 
     async def plan(self, ask: wire.Ask) -> wire.Result:
-        """Answer an ask.
+        """Answer an ask with its result.
 
         Raises:
             PlanError: it was refused or could not be finished.
@@ -95,10 +96,10 @@ class AsyncPlanner:
             return
 
     async def call(self, request: wire.Request) -> dict[str, Any]:
-        """A control operation.
+        """Run a control operation.
 
         Raises:
-            PlanError: it was refused, or nobody answered.
+            PlanError: it was refused, or no server answered.
         """
         tries = Tries(self.options, request)
         while True:
@@ -108,7 +109,7 @@ class AsyncPlanner:
                 await self._wait(tries, e)
 
     async def simple(self, op: str) -> dict[str, Any]:
-        """A control operation without arguments: hello, ping, health, stats, ..."""
+        """Run a control operation without arguments: hello, ping, health, stats, ..."""
         return await self.call(wire.Simple(op=op))
 
     async def _wait(self, tries: Tries, error: PlanError) -> None:
@@ -145,9 +146,9 @@ class AsyncPlanner:
                 self._farewell(tries.farewell(sent))
 
     def _farewell(self, cancel: bytes) -> None:
-        # Tried at once, before this returns: the loop may be on its way out.
+        # Sent at once, before this returns: the event loop may be about to close.
         sent = asyncio.ensure_future(self._socket.send(cancel, zmq.NOBLOCK))
-        # If it failed the connection is gone, and with it the server's reason to go on.
+        # If it failed, the connection is gone, and the server cancels the plan for that reason.
         sent.add_done_callback(_heard)
 
     async def _send(self, body: bytes, until: float) -> None:
@@ -157,7 +158,7 @@ class AsyncPlanner:
             self._refused.clear()
             self._seen = 0
             replies.reconnect(self._socket, self._endpoint)
-        # Without an empty frame, so that an answer has none: see protocol.md, section 1.
+        # Without an empty delimiter frame; the answer then has none: see protocol.md, section 1.
         sending = asyncio.ensure_future(self._socket.send(body))
         refused = asyncio.ensure_future(self._refused.wait())
         try:
@@ -166,7 +167,7 @@ class AsyncPlanner:
                 timeout=until - time.monotonic(),
                 return_when=asyncio.FIRST_COMPLETED,
             )
-            if self._closed.is_set():  # which has cancelled it
+            if self._closed.is_set():  # closing the client has cancelled the send
                 raise replies.closed(self._endpoint)
             if not sending.done():
                 raise replies.unreachable(self._endpoint, self._seen)
@@ -191,7 +192,7 @@ class AsyncPlanner:
             try:
                 reply = replies.head(self.options, frames[-1])
             except PlanError:
-                continue  # not of this protocol: nobody here can have asked for it
+                continue  # not a TDP/1 message, so it answers no request of this client
             inbox = self._inboxes.get(reply.id or "")
             if inbox is not None:
                 inbox.put_nowait((frames[-1], reply))
@@ -209,7 +210,7 @@ class AsyncPlanner:
                     inbox.put_nowait(replies.unreachable(self._endpoint, why))
 
     async def close(self) -> None:
-        """Close the connection. What waits for an answer is unreachable at once. Idempotent."""
+        """Close the connection. Pending requests fail at once as unreachable. Idempotent."""
         if self._closed.is_set():
             return
         self._closed.set()

@@ -1,9 +1,9 @@
-"""How a peer that goes without a word is found out: TCP asks, and no heartbeats of ZMTP.
+"""Detection of peers that vanish silently: by TCP keepalive, not by ZMTP heartbeats.
 
-libzmq 4.3 ends the process where heartbeats are on, RCVHWM messages wait to be read and the peer
-goes: the timer of the heartbeat writes to what has already failed (`Assertion failed: !_io_error`).
-A reader that is only slow would lose its connection by them, too, since their answers wait behind
-what it has not read. Source: zeromq/libzmq issues 3937, 4364, 4767.
+With heartbeats on, libzmq 4.3 aborts the process if a peer leaves while RCVHWM messages wait to be
+read: the heartbeat timer writes to a connection that has failed (`Assertion failed: !_io_error`).
+Heartbeats would also disconnect a reader that is only slow, since its answers to them wait behind
+the messages it has not read. Source: zeromq/libzmq issues 3937, 4364, 4767.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 import zmq
 
 SILENT_S = 5
-"""A machine that does not answer for so long is gone."""
+"""A machine that does not answer for this long is treated as gone."""
 UNREAD_MS = 30_000
-"""A peer that takes nothing of what it is sent for so long is gone, or of no use."""
+"""A peer that acknowledges none of the data sent to it for this long is disconnected."""
 _EVERY_S = 1
 
 KEEPALIVE = {
@@ -23,4 +23,4 @@ KEEPALIVE = {
     zmq.TCP_KEEPALIVE_CNT: SILENT_S - 1,
     zmq.TCP_MAXRT: UNREAD_MS,
 }
-"""Options of a socket. Of ipc the kernel knows who is there."""
+"""Socket options for tcp. For ipc the kernel reports a lost peer by itself."""

@@ -1,4 +1,4 @@
-"""What a server serves with: something that prepares requests and runs them step by step."""
+"""The backend interface: prepares requests and runs them step by step for a server."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ Stop = Literal["cancelled", "preempted", "deadline"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A request that was checked: it fits, and its prompt and schema are understood."""
+    """A request that was checked: it fits, its prompt is tokenised and its schema compiled."""
 
     ask: wire.Ask
     prompt: tuple[int, ...]
     cached: int
-    """Prompt tokens a pinned prefix holds."""
+    """Prompt tokens that a pinned prefix covers."""
     max_tokens: int
     budget: int
-    """Longest thinking, tokens."""
+    """Most thinking tokens."""
     thinks: bool
-    """The prompt opens the thinking block."""
+    """Whether the prompt opens the thinking block."""
     checker: Checker | None
-    """What the plan must obey."""
+    """Validates the plan against its schema, if it has one."""
     grammar: object
-    """The compiled schema, or None. Whoever made it knows what it is."""
+    """The compiled schema, or None. Its type is known only to the backend that made it."""
     grammar_ms: float
     min_ms: float
     """Least time this request takes, ms."""
@@ -37,7 +37,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """What a backend is, for `hello`."""
+    """The description of a backend for `hello`."""
 
     model: str
     engine: str
@@ -45,29 +45,29 @@ class About:
     package_sha256: str | None
     tokenizer_sha256: str | None
     golden_sha256: str | None
-    """Of the self-test's tokens: equal on two machines that give the same plans."""
+    """Hash of the self-test's tokens: equal on two machines that give the same plans."""
     max_context: int
     block: int
     prefill_chunk: int
-    """Prompt tokens of a prefill step: what a cancel waits for, at most."""
+    """Prompt tokens of a prefill step, the longest step that a cancel has to wait for."""
     features: tuple[str, ...]
 
 
 class Run(Protocol):
-    """One request under way."""
+    """One request while it runs."""
 
     @property
     def done(self) -> bool:
-        """It ended by itself."""
+        """Whether it ended by itself."""
         ...
 
     @property
     def phase(self) -> wire.Phase:
-        """What the last step did."""
+        """The phase of the last step."""
         ...
 
     def step(self) -> Sequence[wire.Chunk]:
-        """Go one cycle or one prefill chunk on.
+        """Run one decoding cycle or one prefill chunk.
 
         Raises:
             ThorError: the engine or the model failed.
@@ -75,32 +75,32 @@ class Run(Protocol):
         ...
 
     def result(self, stop: Stop | None) -> wire.Result:
-        """What came of it; `stop` says why it was ended early. Ends it."""
+        """End the run and return its result; `stop` says why it was ended early, if it was."""
         ...
 
     def close(self) -> None:
-        """End it. Idempotent."""
+        """End the run. Idempotent."""
         ...
 
 
 class Backend(Protocol):
-    """Prepares requests on any thread; runs them one at a time, on one thread."""
+    """Prepares requests on any thread; runs them one at a time on one thread."""
 
     @property
     def about(self) -> About:
-        """What it is."""
+        """Its description for `hello`."""
         ...
 
     @property
     def rates(self) -> Rates:
-        """What it costs."""
+        """The measured speed of its steps."""
         ...
 
     def warm(self) -> None:
-        """Run everything once, and check that it computes what it must.
+        """Run everything once and check that it computes correctly.
 
         Raises:
-            ThorError: it does not.
+            ThorError: the check failed.
         """
         ...
 
@@ -108,7 +108,7 @@ class Backend(Protocol):
         """Check a request that has `left_ms` until its deadline.
 
         Raises:
-            PlanError: it cannot be served.
+            PlanError: the request cannot be served.
         """
         ...
 
@@ -116,7 +116,7 @@ class Backend(Protocol):
         """Begin a request.
 
         Raises:
-            PlanError: the prefix that it insists on was dropped while it waited.
+            PlanError: the prefix named by its prefix_id was dropped while it waited.
         """
         ...
 
@@ -124,7 +124,7 @@ class Backend(Protocol):
         """Count tokens and compile a schema.
 
         Raises:
-            PlanError: it cannot be served.
+            PlanError: the request cannot be served.
         """
         ...
 
@@ -132,30 +132,30 @@ class Backend(Protocol):
         """Prefill a prefix and hold its state. Engine thread only.
 
         Raises:
-            PlanError: it does not fit, or `stopped` said so.
+            PlanError: it does not fit, or `stopped` returned True.
         """
         ...
 
     def keep(self, request: wire.PrefixPut) -> None:
-        """Have a pinned prefix outlive the server, or no longer, as the request says. Takes as long
-        as the disk does; one thread at a time, as `drop`.
+        """Write the file of a pinned prefix, or remove it, as `request.persist` says. Waits for the
+        disk; `keep` and `drop` may be called by one thread at a time.
 
         Raises:
-            PlanError: it cannot be written, or was dropped before.
+            PlanError: the file cannot be written or removed, or the prefix was dropped before.
         """
         ...
 
     def prefixes(self) -> list[dict[str, Any]]:
-        """The pinned prefixes."""
+        """Describe the pinned prefixes."""
         ...
 
     @property
     def skipped(self) -> tuple[str, ...]:
-        """Why persisted prefixes were not taken in again, a line for each."""
+        """One line for each persisted prefix that was not restored, with the reason."""
         ...
 
     def drop(self, prefix_id: str) -> bool:
-        """Forget one, its file too; whether it was there.
+        """Drop a prefix and its file. Returns whether it existed.
 
         Raises:
             PlanError: its file cannot be removed.
@@ -163,7 +163,7 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None:
-        """Free everything. Idempotent."""
+        """Release all resources. Idempotent."""
         ...
 
 
@@ -173,7 +173,7 @@ def drive(
     emit: Callable[[wire.Chunk], None],
     stepped: Callable[[wire.Phase], None] = lambda phase: None,
 ) -> wire.Result:
-    """Take a run to its end, looking at `stopped` before every step and telling `stepped` after.
+    """Take a run to its end, calling `stopped` before every step and `stepped` after it.
 
     Raises:
         ThorError: the engine or the model failed.

@@ -1,4 +1,4 @@
-"""A second opinion on a plan: JSON Schema, checked apart from the grammar that produced it."""
+"""Validates a plan against its JSON Schema, independently of the grammar that produced it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import jsonschema_rs
 from thor_dflash.errors import PlanError
 
 MOST_PATTERNS = 64
-"""In a schema. The interpreter stands still while each is compiled, and with it the socket."""
+"""Most regular expressions in a schema. Compiling one blocks the whole interpreter, so the server
+answers nobody meanwhile."""
 PATTERN_BYTES = 1 << 20
-"""Of a compiled pattern: some 800 repetitions of any character, and 5 ms."""
+"""Largest compiled pattern: some 800 repetitions of any character, compiled in 5 ms."""
 
 
 def _offline(uri: str) -> NoReturn:
@@ -20,10 +21,10 @@ def _offline(uri: str) -> NoReturn:
 
 
 class Checker:
-    """A schema, ready to judge. Reaches no network, whatever the schema refers to."""
+    """A compiled schema. Never uses the network, whatever the schema refers to."""
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
-        """Take a schema.
+        """Compile a schema.
 
         Raises:
             PlanError: schema_invalid.
@@ -54,7 +55,7 @@ class Checker:
 
 
 def _patterns(schema: object) -> int:
-    """Regular expressions, at any depth. A text in a `const` may be counted as one."""
+    """Count regular expressions at any depth. A string inside a `const` may be counted as one."""
     count, left = 0, [schema]
     while left:
         node = left.pop()

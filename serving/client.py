@@ -1,10 +1,10 @@
-"""The client: a planner on the other side of a socket. Needs pyzmq and msgspec, nothing else.
+"""The client: a planner that talks to a server. Needs pyzmq and msgspec, nothing else.
 
     with RemotePlanner("tcp://127.0.0.1:5571") as planner:
         plan = planner.plan(Ask(prompt="Bring the cup.", deadline_ms=8000)).plan
 
-One client is for one thread. No late reply can be taken for the answer to a later request: every
-request has an id of its own, and the socket drops what does not belong to its last one.
+A client belongs to one thread. A late reply is never taken for the answer to a later request: every
+request has its own id, and the socket drops replies that do not belong to its last request.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Ask", "Chunk", "Message", "Options", "PlanError", "RemotePlanner", "
 
 
 class _Line:
-    """A socket, and what happens to its connection."""
+    """A socket and the monitor of its connection."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str, options: Options
@@ -42,11 +42,15 @@ class _Line:
         self._monitor = self._socket.get_monitor_socket(replies.WATCHED)
         self._seen = 0
         self._lost = False
-        """The connection was, since the last message to the server."""
+        """Whether the connection was lost since the last message to the server."""
         replies.connect(self._socket, endpoint)
 
     def send(self, body: bytes, until: float) -> None:
-        """Send as soon as there is a connection."""
+        """Send as soon as there is a connection.
+
+        Raises:
+            PlanError: unreachable, if there is none `until` then (monotonic, s).
+        """
         self._drain()
         self._lost = False
         if self._seen & replies.REFUSED:
@@ -59,22 +63,22 @@ class _Line:
             self._drain()
             if self._seen & replies.REFUSED or time.monotonic() >= until:
                 raise replies.unreachable(self._endpoint, self._seen)
-        # Without an empty frame, so that an answer has none: see protocol.md, section 1.
+        # Without an empty delimiter frame; the answer then has none: see protocol.md, section 1.
         self._socket.send(body)
 
     def receive(self, tries: Tries) -> bytes:
-        """The next body.
+        """Return the next body.
 
         Raises:
-            PlanError: the connection was lost, or it is too late.
+            PlanError: the connection was lost, or no answer came in time.
         """
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
         while self._lost or poller.poll(_ms(tries.until)):
-            # First: what came before the connection was lost is there when the loss is heard of.
+            # Before reading: once the loss is reported, all that arrived before it can be read.
             self._drain()
-            # What is there may be a late answer to another, which is dropped by reading on.
+            # The message may be a late answer to an earlier request; the socket then drops it.
             with suppress(zmq.Again):
                 return self._socket.recv_multipart(zmq.NOBLOCK)[-1]
             if self._lost:
@@ -83,7 +87,7 @@ class _Line:
         raise tries.late(self._endpoint, seen)
 
     def _drain(self) -> None:
-        """Read what happened."""
+        """Read the pending connection events."""
         while self._monitor.poll(0):
             event = int(recv_monitor_message(self._monitor)["event"])
             self._seen = replies.after(self._seen, event)
@@ -91,8 +95,8 @@ class _Line:
 
     def close(self, linger_ms: int = 0) -> None:
         if not self._socket.closed:
-            # Of a client that was idle it may be full, and libzmq's thread waits to write to it,
-            # for which `disable_monitor` would wait.
+            # After a long idle time the monitor's pipe may be full and libzmq's thread blocked on
+            # it; `disable_monitor` would then wait for that thread.
             self._drain()
             self._socket.disable_monitor()
             self._monitor.close(0)
@@ -100,21 +104,21 @@ class _Line:
 
 
 def _farewell(line: _Line, cancel: bytes) -> None:
-    # If it fails the connection is gone, and with it the server's reason to go on.
+    # If this fails, the connection is gone, and the server cancels the plan for that reason.
     with suppress(PlanError):
         line.send(cancel, time.monotonic())
 
 
 def _ms(until: float) -> int:
-    """No longer than ZeroMQ can wait: a C int, 25 days."""
+    """Return the ms left, at most what ZeroMQ can wait: a C int, 25 days."""
     return min(max(0, round(1e3 * (until - time.monotonic()))), 2**31 - 1)
 
 
 class RemotePlanner:
-    """See planner.Planner. A server is waited for until it is ready, within the timeouts."""
+    """See planner.Planner. Waits for the server to become ready, within the timeouts."""
 
     def __init__(self, endpoint: str, options: Options | None = None) -> None:
-        """Begin to connect; the server may come later.
+        """Begin to connect; the server may start later.
 
         Raises:
             ConfigError: a malformed endpoint, or keys that cannot be read.
@@ -125,11 +129,12 @@ class RemotePlanner:
         try:
             self._line = _Line(self._context, zmq.REQ, endpoint, self.options)
         except BaseException:
-            # Nobody else can: and a context that is collected first waits for its socket for ever.
+            # The caller cannot do it, and garbage collection of an open context waits for its
+            # sockets for ever.
             self._context.destroy(linger=0)
             raise
         self._streams: set[_Line] = set()
-        """Of streams that are not at their end."""
+        """The lines of unfinished streams."""
 
     def __enter__(self) -> Self:
         return self
@@ -153,7 +158,7 @@ class RemotePlanner:
         return event
 
     def stream(self, ask: wire.Ask) -> Iterator[wire.Event]:
-        """See Planner. A connection of its own carries it."""
+        """See Planner. Each stream uses its own connection."""
         self._check_open()
         tries = Tries(self.options, ask)
         while True:
@@ -197,23 +202,23 @@ class RemotePlanner:
     # --- control
 
     def ping(self) -> dict[str, Any]:
-        """Whether a server answers."""
+        """Check that a server answers."""
         return self._simple("ping")
 
     def hello(self) -> dict[str, Any]:
-        """What the server is: model, limits, features."""
+        """Describe the server: model, limits, features."""
         return self._simple("hello")
 
     def health(self) -> dict[str, Any]:
-        """How the server is."""
+        """Return the state of the server."""
         return self._simple("health")
 
     def stats(self) -> dict[str, Any]:
-        """What the server counted."""
+        """Return the server's statistics."""
         return self._simple("stats")
 
     def cancel(self, target: str, session: str | None = None) -> bool:
-        """End a plan by its id; whether there was one to end."""
+        """End a plan by its id. Returns whether there was such a plan."""
         request = wire.Cancel(target=target, session=session or self.options.session)
         return bool(self._table(request)["cancelled"])
 
@@ -226,33 +231,33 @@ class RemotePlanner:
         return self._table(wire.PrefixPut(prefix_id=prefix_id, system=system, persist=persist))
 
     def prefixes(self) -> list[dict[str, Any]]:
-        """What is pinned."""
+        """List the pinned prefixes."""
         found: list[dict[str, Any]] = self._simple("prefix.list")["prefixes"]
         return found
 
     def skipped(self) -> list[str]:
-        """Why persisted prefixes were not taken in again when the server began, a line for each."""
+        """One line for each persisted prefix that the server did not restore at its start."""
         found: list[str] = self._simple("prefix.list")["skipped"]
         return found
 
     def drop_prefix(self, prefix_id: str) -> bool:
-        """Forget a pinned state; whether it was there."""
+        """Drop a pinned prefix. Returns whether it existed."""
         return bool(self._table(wire.PrefixDrop(prefix_id=prefix_id))["dropped"])
 
     def drain(self) -> None:
-        """Let the server finish what it has and take no more."""
+        """Make the server finish its accepted work and take no more."""
         self._simple("drain")
 
     def shutdown(self) -> None:
-        """Let the server drain and end."""
+        """Make the server drain and end."""
         self._simple("shutdown")
 
     def close(self) -> None:
-        """See Planner. A stream that is not at its end is cancelled."""
+        """See Planner. Unfinished streams are closed, which cancels their plans."""
         if not self._context.closed:
             for line in (self._line, *self._streams):
                 line.close()
-            # Not `term`, which waits for the socket of a line that could not be made.
+            # Not `term`, which would wait for the socket of a line whose constructor failed.
             self._context.destroy(linger=0)
 
     def _simple(self, op: str) -> dict[str, Any]:
@@ -277,7 +282,7 @@ class RemotePlanner:
         try:
             body = self._line.receive(tries)
         except BaseException:
-            # Nobody waits for it any more.
+            # The caller no longer waits for this plan: cancel it.
             if isinstance(tries.request, wire.Ask) and not self._context.closed:
                 _farewell(self._line, tries.farewell(sent))
             raise

@@ -1,4 +1,4 @@
-"""Bytes to requests and replies to bytes. JSON and msgpack, told apart by the first byte."""
+"""Decodes requests and encodes replies, in JSON or msgpack, told apart by the first byte."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ T = TypeVar("T")
 Name = Literal["json", "msgpack"]
 
 UNKNOWN = "must be a field of TDP/1"
-"""What is said of a field that there is not."""
+"""Error text for an unknown field."""
 NAME = 64
-"""Letters of a name that was sent that a refusal says again, at most."""
+"""Most characters of a received name that an error message repeats."""
 DEPTH = 64
-"""Deepest nesting of a request's free values: above any schema, far below the interpreter's."""
+"""Deepest nesting of a request's free-form values: above any schema, far below the interpreter's
+recursion limit."""
 
 KINDS = {**WORDS, "array": "a list", "object": "an object"}
-"""msgspec's names of types."""
+"""msgspec's names of types, in words."""
 HALF = rb"\\ufffd"
-"""In the place of half a surrogate pair, as a template of `re`."""
+"""Replacement for an unpaired surrogate, as a template of `re`."""
 HALVES = re.compile(
     rb"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|[c-fC-F]..(?<!\\u[dD][89abAB]..\\u[dD]...))",
     re.DOTALL,
 )
-"""Of surrogate pairs, in JSON without escaped backslashes: firsts without a second, and seconds
-without a first."""
+"""Unpaired surrogate escapes in JSON without escaped backslashes: high ones without a low one, and
+low ones without a high one."""
 
 OPERATIONS: dict[str, type[wire.Request]] = {
     "plan": wire.Ask,
@@ -55,16 +56,16 @@ class Codec:
     name: Name
 
     def encode(self, message: object) -> bytes:
-        """The one body frame of a message."""
+        """Encode a message as its one body frame."""
         if self.name == "json":
             return msgspec.json.encode(message)
         return msgspec.msgpack.encode(message)
 
     def decode(self, body: bytes, kind: type[T]) -> T:
-        """A value of `kind`.
+        """Decode a value of type `kind`.
 
         Raises:
-            PlanError: bad_request, naming the field where there is one.
+            PlanError: bad_request, naming the field if one is at fault.
         """
         try:
             if self.name == "json":
@@ -86,10 +87,10 @@ JSON, MSGPACK = Codec("json"), Codec("msgpack")
 
 
 def codec_of(body: bytes) -> Codec:
-    """Which encoding a body is in.
+    """Return the codec of a body.
 
     Raises:
-        PlanError: neither.
+        PlanError: it is neither JSON nor msgpack.
     """
     first = body[0] if body else -1
     if first == 0x7B:
@@ -101,7 +102,7 @@ def codec_of(body: bytes) -> Codec:
 
 
 class Head(Struct, frozen=True):
-    """What is read of any body first, of any type, so that a refusal can name its request."""
+    """The fields that are read first, of any type, so that an error can name its request."""
 
     v: Any = wire.VERSION
     op: Any = None
@@ -112,7 +113,7 @@ class Head(Struct, frozen=True):
 
 
 def head_of(codec: Codec, body: bytes) -> Head:
-    """The head of a body, also of one that `read` refuses for half a surrogate pair.
+    """Read the head of a body, also of one that `read` refuses for an unpaired surrogate.
 
     Raises:
         PlanError: bad_request.
@@ -127,12 +128,12 @@ def head_of(codec: Codec, body: bytes) -> Head:
 
 
 def id_of(head: Head) -> str | None:
-    """The request's id if it is one."""
+    """Return the request's id, or None if it is not a valid one."""
     return head.id if isinstance(head.id, str) and 1 <= len(head.id) <= 64 else None
 
 
 def read(codec: Codec, body: bytes, head: Head) -> wire.Request:
-    """The request in a body.
+    """Decode the request in a body.
 
     Raises:
         PlanError: bad_request or unsupported_version.
@@ -147,7 +148,7 @@ def read(codec: Codec, body: bytes, head: Head) -> wire.Request:
 
 
 def check_version(v: object) -> None:
-    """Refuse a request of another version.
+    """Refuse a request of another protocol version.
 
     Raises:
         PlanError: unsupported_version.
@@ -163,19 +164,19 @@ def _typed(codec: Codec, body: bytes, kind: type[wire.Request]) -> wire.Request:
     except PlanError as e:
         if not (e.field or "").startswith("x_"):
             raise
-    # The slow way, for those who send fields of their own.
+    # Slower path, for requests with custom `x_` fields.
     table = codec.decode(body, dict[str, Any])
     return convert(ours(table), kind)
 
 
 def ours(table: dict[str, Any]) -> dict[str, Any]:
-    """A request less the fields that are its sender's own."""
-    # A key of msgpack may be anything; `convert` says so.
+    """Return a request without the sender's custom `x_` fields."""
+    # msgpack keys may be of any type; `convert` refuses those that are not strings.
     return {k: v for k, v in table.items() if not str(k).startswith("x_")}
 
 
 def convert(table: dict[str, Any], kind: type[T]) -> T:
-    """A request from a table of plain values.
+    """Convert a table of plain values to a request.
 
     Raises:
         PlanError: bad_request, naming the field.
@@ -189,7 +190,7 @@ def convert(table: dict[str, Any], kind: type[T]) -> T:
 def _explain(
     error: msgspec.ValidationError, kind: type, source: Callable[[], dict[str, Any]]
 ) -> PlanError:
-    """msgspec's complaint in the words of the house, with the field it is about."""
+    """Rephrase msgspec's error as "FIELD must be RULE (got VALUE)" and name the field."""
     what, _, where = str(error).partition(" - at `")
     key = where.startswith("key` in `")
     path = where.rstrip("`").removeprefix("key` in `").lstrip("$.")
@@ -205,15 +206,15 @@ def _explain(
         rule = f"an object whose every key is {rule}"
     elif path and "[...]" not in path and "range" not in got:
         got = _at(source(), path)
-    # Where no field is named, the place is inside a value of any name.
+    # Without a field name, the error is inside a value whose key may be any name.
     named = path[:1] not in ("", "[")
     text = f"{(path if named else 'body' + path)[:100]} must be {rule} (got {got or 'another'})"
     return PlanError("bad_request", text, field=path if named else None)
 
 
 def _like(name: str, kind: type) -> str:
-    """The field of a message that was meant, if there is one like it."""
-    if name.startswith("x_"):  # no mistake: every request with one comes by here
+    """Suggest the known field with the most similar name, or return ""."""
+    if name.startswith("x_"):  # not a mistake: every request with such a field comes through here
         return ""
     known = [field.encode_name for field in structs.fields(kind)]
     near = get_close_matches(name, known, n=1)
@@ -221,7 +222,7 @@ def _like(name: str, kind: type) -> str:
 
 
 def _rule(what: str) -> tuple[str, str]:
-    """What msgspec wants and, as far as it says so, what it got."""
+    """Return what msgspec expected and, as far as it says so, what it got."""
     if what.endswith("out of range"):
         return "a number of 64 bits", "one out of range"
     if re.match("Invalid (enum )?value", what):
@@ -239,7 +240,7 @@ def _at(value: Any, path: str) -> str:
     try:
         for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
             value = value[int(index) if index else name]
-    except (KeyError, IndexError, TypeError):  # the last of the same name is what a table keeps
+    except (KeyError, IndexError, TypeError):  # of duplicate names a table keeps only the last
         return "a name more than once"
     return _shown(value)
 
@@ -247,19 +248,21 @@ def _at(value: Any, path: str) -> str:
 def _shown(value: object) -> str:
     try:
         return show(value)
-    except (TypeError, ValueError, RecursionError):  # what msgpack can say and JSON cannot
+    except (TypeError, ValueError, RecursionError):  # expressible in msgpack but not in JSON
         return f"a value of type {type(value).__name__}"
 
 
 def _torn(body: bytes) -> PlanError | None:
-    """The refusal of a JSON body for half a surrogate pair, which no reply could say again."""
+    """Return the error for a JSON body with an unpaired surrogate, which no reply could repeat, or
+    None if that is not what is wrong with it.
+    """
     if (mended := _mended(body, HALF)) == body:
         return None
     try:
         one = JSON.decode(mended, dict[str, Any])
         other = JSON.decode(_mended(body, b"?"), dict[str, Any])
     except PlanError:
-        return None  # it is no JSON anyway
+        return None  # invalid JSON for another reason
     differ = (name for name, value in one.items() if name not in other or other[name] != value)
     if (name := next(differ, None)) is None:
         return None
@@ -269,14 +272,14 @@ def _torn(body: bytes) -> PlanError | None:
 
 
 def _mended(body: bytes, by: bytes) -> bytes:
-    """JSON text with `by` in the place of each half of a surrogate pair."""
-    # Whole passes, and no call for each escape: a body may hold half a million of them, and nobody
-    # else is answered meanwhile. JSON holds no byte 0.
+    """Return JSON text with each unpaired surrogate replaced by `by`."""
+    # Passes over the whole body instead of a call per escape: a body may hold half a million of
+    # them, and the I/O thread answers nobody else meanwhile. Valid JSON contains no byte 0.
     return HALVES.sub(by, body.replace(rb"\\", b"\0")).replace(b"\0", rb"\\")
 
 
 def plain(value: object, what: str, limit: int) -> None:
-    """Check a free value: JSON types only, at most DEPTH deep and `limit` bytes as JSON.
+    """Check a free-form value: JSON types only, at most DEPTH deep and `limit` bytes as JSON.
 
     Raises:
         PlanError: bad_request or too_large.
@@ -313,7 +316,7 @@ def _children(item: object, what: str) -> list[object]:
 
 
 def failure(error: PlanError, id: str | None, seq: int = 0) -> wire.Failure:
-    """A refusal as it is sent."""
+    """Return the message that reports an error."""
     return wire.Failure(
         code=error.code,
         message=error.message,

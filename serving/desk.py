@@ -1,4 +1,4 @@
-"""What is done with each request and each post of the other threads. Runs on the I/O thread."""
+"""Handles each request and each post (message) of the other threads. Runs on the I/O thread."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ from thor_dflash.serving.stats import Stats
 from thor_dflash.serving.work import Checked, Ended, Kept, Log, Owed, Pinned, Said, Validated
 
 ENVELOPE = 8
-"""Most frames before the body: the hops of any sane chain of proxies."""
+"""Most frames before the body: enough for any reasonable chain of proxies."""
 DROPPABLE = ("text", "thinking", "progress")
-"""Chunks a slow reader may lose; steps and results are kept for it."""
+"""Kinds of chunks that a slow reader may lose; steps and results are kept for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hands:
-    """What the desk may set going."""
+    """The actions that the desk can trigger in the server."""
 
     check: Callable[[Job | Owed], None]
-    """Give the clerk something."""
+    """Queue work for the clerk thread."""
     run: Callable[[Job], None]
-    """Give the engine a job. It must be free."""
+    """Queue a job for the engine thread, which must be free."""
     keep: Callable[[Owed | Pinned], None]
-    """Give the keeper something."""
+    """Queue work for the keeper thread."""
     stop: Callable[[], None]
-    """Drain and end."""
+    """Drain the server and end it."""
 
 
 class Desk:
-    """Answers everything; owns the books."""
+    """Answers every request; owns the books (the table of jobs)."""
 
     def __init__(
         self,
@@ -82,9 +82,10 @@ class Desk:
     # --- letters
 
     def letter(self, letter: Letter) -> None:
-        """Answer a message, whatever it is."""
+        """Answer any message, also a malformed one."""
         at = next((i for i, f in enumerate(letter.frames) if i and not f), None)
-        # Without the empty frame the sender gets its answer without one, too, by the hops it took.
+        # A request without an empty delimiter frame is answered without one, too, along the same
+        # hops.
         split = max(1, len(letter.frames) - 1) if at is None else at + 1
         envelope, rest = letter.frames[:split], letter.frames[split:]
         peer, head = Peer(envelope, JSON, fd=letter.fd), Head(id=None)
@@ -183,9 +184,9 @@ class Desk:
     def _cancel(self, peer: Peer, request: wire.Cancel) -> None:
         job = self.books.find(request.target, peer, request.session)
         if job is not None and job.state == "keeping":
-            job = None  # it is done, but for the disk
+            job = None  # it is done, except for writing the file
         if job is not None and job.state == "running":
-            # Before the answer: whoever has it may count on the next step being the last.
+            # Before the answer: a client that has it may rely on at most one more step.
             job.stop = job.stop or "cancelled"
         self._tell("cancel", id=request.target, cancelled=job is not None)
         self._ack(peer, request.id, cancelled=job is not None)
@@ -195,7 +196,7 @@ class Desk:
     # --- posts of the other threads
 
     def posted(self, post: Checked | Validated | Kept | Said | Ended) -> None:
-        """Take in what another thread has to say."""
+        """Handle a message from another thread."""
         if isinstance(post, Validated):
             self._validated(post)
         elif isinstance(post, Said):
@@ -232,7 +233,7 @@ class Desk:
         job.seq += 1
         droppable = chunk.kind in DROPPABLE
         if not self._send(job.peer, chunk, job.request.id, chunk.seq, droppable=droppable):
-            self._abandon(job)  # it has had its one final answer
+            self._abandon(job)  # the error that replaced the chunk was its one final answer
 
     def _checked(self, job: Job, outcome: Prepared | PlanError) -> None:
         if job.state != "preparing":
@@ -248,7 +249,7 @@ class Desk:
         except PlanError as e:
             self.answer(job, e)
             return
-        # Before the others hear of it: to find that their peer is gone may take this job out, too.
+        # Before the displaced jobs are answered: finding their peer gone may remove this job, too.
         job.prepared, job.state = outcome, "queued"
         for old, error in displaced:
             self.answer(old, error)
@@ -270,16 +271,16 @@ class Desk:
     # --- time and connections
 
     def expire(self, now: float) -> None:
-        """Answer the jobs whose deadline passed before their turn."""
+        """Answer the jobs whose deadline passed while they waited."""
         for job in self.books.expired(now):
             self.answer(job, stopped("deadline"))
 
     def left(self, fd: int) -> None:
-        """A connection is gone: nobody waits for its plans."""
+        """Abandon the jobs of a closed connection."""
         self._part(lambda peer: peer.fd == fd)
 
     def lost(self, routing: bytes) -> None:
-        """A peer cannot be reached."""
+        """Abandon the jobs of a peer that cannot be reached."""
         self._part(lambda peer: peer.routing == routing)
 
     def _part(self, hers: Callable[[Peer], bool]) -> None:
@@ -296,7 +297,7 @@ class Desk:
             self.answer(job, stopped("cancelled"))
 
     def give_up(self) -> None:
-        """End every job now: the time to drain is over."""
+        """End every job now, because the time for draining is over."""
         for job in self.books.jobs():
             if job.state == "running":
                 job.stop = job.stop or "cancelled"
@@ -305,9 +306,9 @@ class Desk:
         self._owe_nothing(PlanError("draining", "the server stops"))
 
     def fail(self) -> None:
-        """A thread is gone: whoever waits gets an answer before the process ends."""
+        """Answer every waiting client before the process ends, because a thread has failed."""
         for job in self.books.jobs():
-            job.stop = job.stop or "cancelled"  # the end waits for an engine that still runs
+            job.stop = job.stop or "cancelled"  # the server's end waits for a running engine
             self.answer(job, PlanError("engine_fault", FAILED))
         self._owe_nothing(PlanError("engine_fault", FAILED))
 
@@ -317,13 +318,13 @@ class Desk:
 
     @property
     def idle(self) -> bool:
-        """Whether everything that was taken is answered."""
+        """Whether every accepted request is answered."""
         return not len(self.books) and self._dues.idle
 
     # --- answers
 
     def answer(self, job: Job, outcome: wire.Result | dict[str, Any] | PlanError) -> None:
-        """The one final answer of a job."""
+        """Send the one final answer of a job."""
         if not self.books.leave(job):
             return
         id, seq = job.request.id, job.seq
@@ -363,12 +364,12 @@ class Desk:
     def _send(
         self, peer: Peer, message: object, id: str | None, seq: int = 0, *, droppable: bool = False
     ) -> bool:
-        """Whether the message could be written; else the request was answered with an error."""
+        """Return whether the message could be encoded; if not, an error was sent instead."""
         written = True
         try:
             body = peer.body(message)
         except Exception:
-            # Whatever it holds: one answer must not take the other plans with it.
+            # Caught broadly: one bad answer must not fail the plans of others.
             self._log(traceback.format_exc())
             error = PlanError("internal", "the answer could not be written; the log says why")
             self.stats.error(error)
@@ -379,5 +380,5 @@ class Desk:
 
 
 def _retry_after(backend: Backend) -> float:
-    """When a place may be free, ms."""
+    """Return in how many ms a place in the queue may be free."""
     return max(RETRY_MS, backend.rates.e2e_ms)

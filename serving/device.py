@@ -1,4 +1,4 @@
-"""The machine a server runs on, from files that anybody may read. What a machine lacks is null."""
+"""Describes the server's machine, from world-readable files. What a machine lacks is null."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path("/")
 
 @cache
 def describe(engine: str, root: Path = ROOT) -> dict[str, Any]:
-    """What does not change: name of the machine or its accelerator, memory of the host."""
+    """Return what does not change: name of the board, GPU or CPU, and the memory of the host."""
     return {
         "name": _board(root) or (_gpu(root) if engine != "ort" else None) or _cpu(root),
         "engine": engine,
@@ -21,11 +21,13 @@ def describe(engine: str, root: Path = ROOT) -> dict[str, Any]:
 
 
 def now(root: Path = ROOT) -> dict[str, Any]:
-    """What does: memory and clocks. Files that are read at once; a sensor may take milliseconds."""
+    """Return what changes: memory and clocks. Only files that are read without delay: reading a
+    sensor may take milliseconds.
+    """
     return {
         "memory_available_mb": _memory(root, "MemAvailable"),
         "resident_mb": _resident(root),
-        # Of a Jetson; the names are those of its kernel.
+        # On a Jetson only; the paths are those of its kernel.
         "gpu_mhz": _mhz(root / "sys/class/devfreq/gpu-gpc-0/cur_freq"),
         "emc_mhz": _mhz(root / "sys/class/devfreq/bwmgr/cur_freq"),
     }
@@ -47,7 +49,9 @@ def _cpu(root: Path) -> str | None:
 
 
 def _memory(root: Path, name: str) -> int | None:
-    """MemAvailable, not what a driver calls free: the page cache is not in use."""
+    """Read a value of /proc/meminfo, MB. For free memory, MemAvailable, which unlike a driver's
+    figure counts the page cache as free.
+    """
     words = (_after(_text(root / "proc/meminfo"), name) or "").split()
     return int(words[0]) // 1024 if words else None
 

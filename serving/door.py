@@ -1,4 +1,6 @@
-"""The sockets of a server: a ROUTER, who left, who may come in, and a bell for other threads."""
+"""The server's sockets: the ROUTER, a monitor of connections, CURVE admission (ZAP), and a pipe
+by which other threads wake the I/O thread.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +28,16 @@ ZAP = "inproc://zeromq.zap.01"
 BURST = 64
 """Messages read before other work gets its turn: a flood must not starve the engine's results."""
 PATIENCE_S = 5.0
-"""A peer that takes none of its results for so long is as good as gone."""
+"""A peer that takes none of its results for this long is treated as gone."""
 SEAL_BYTES = 33
-"""What CURVE adds to a frame before libzmq looks at its size: name, nonce, flags and seal."""
+"""Bytes CURVE adds to a frame before libzmq checks its size: command name, nonce, flags and MAC."""
 HELD = 256
-"""Messages kept for a peer whose socket is full."""
+"""Most messages kept for a peer whose socket is full."""
 ROUTER_OPTIONS = {
-    zmq.ROUTER_MANDATORY: 1,  # sending to a peer that left fails, instead of being dropped
-    zmq.ROUTER_HANDOVER: 1,  # a client that comes back under its name takes its name over
+    zmq.ROUTER_MANDATORY: 1,  # a send to a peer that left fails, instead of being dropped
+    zmq.ROUTER_HANDOVER: 1,  # a client that reconnects with its routing id keeps that id
     zmq.LINGER: 0,
-    zmq.SNDHWM: 512,  # chunks of a plan or two; a reader further behind loses text chunks
+    zmq.SNDHWM: 512,  # chunks of one or two plans; a reader further behind loses text chunks
     zmq.RCVHWM: 64,
     zmq.HANDSHAKE_IVL: 3000,
     zmq.IMMEDIATE: 1,
@@ -47,7 +49,7 @@ Sent = Literal["sent", "held", "dropped", "gone"]
 
 @dataclass(frozen=True, slots=True)
 class Letter:
-    """A message as it came in."""
+    """A message as received, and the file descriptor of its connection."""
 
     frames: tuple[bytes, ...]
     fd: int
@@ -67,24 +69,24 @@ class _Held:
 
 
 class Door:
-    """Used by the I/O thread alone, but for `ring`."""
+    """The sockets. Only `ring` may be called from other threads than the I/O thread."""
 
     def __init__(self, config: ServeConfig) -> None:
         """Bind.
 
         Raises:
-            ConfigError: an endpoint is unsafe, malformed or taken.
+            ConfigError: an endpoint is unsafe, malformed or taken, or the keys cannot be used.
         """
         security.check(config)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._held: dict[bytes, _Held] = {}
         self.last_sent = -math.inf
-        """When something was last sent, by the monotonic clock."""
+        """Time of the last send, monotonic, s."""
         self._out, self._bell = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._ringing = threading.RLock()
-        """Held while the bell is used. A signal's handler may ring in the midst of that."""
+        """Guards the bell. Reentrant, because a signal handler may ring while it is held."""
         self._gone: set[int] = set()
-        """Descriptors closed and not yet used again."""
+        """Descriptors of closed connections that no new connection has reused yet."""
         self._closed = False
         self._zap: zmq.Socket[bytes] | None = None
         self._allowed: frozenset[bytes] = frozenset()
@@ -124,26 +126,26 @@ class Door:
         self._zap.bind(ZAP)
 
     def ring(self) -> None:
-        """Wake the I/O thread. From any thread."""
-        with self._ringing, suppress(BlockingIOError):  # it has been rung often enough
+        """Wake the I/O thread. May be called from any thread."""
+        with self._ringing, suppress(BlockingIOError):  # the pipe is full: it will wake anyway
             if self._bell >= 0:
                 os.write(self._bell, b"\0")
 
     def wait(self, seconds: float) -> Iterator[Letter | Left]:
-        """Wait for something to happen; give what came in, oldest first, at most BURST of it."""
+        """Wait for an event, then yield what arrived, oldest first, at most BURST messages."""
         self._poller.poll(max(0, round(1e3 * min(seconds, 0.02 if self._held else seconds))))
         self._silence()
         self._admit()
         for _ in range(BURST):
-            # Before each message: the descriptor of a closed connection is used again, and its
-            # closing must be heard before anything that came by the new one.
+            # Before each message: descriptors are reused, so the closing of a connection must be
+            # reported before any message from a new connection with the same descriptor.
             yield from self._leavers()
             letter = self._receive()
             if letter is None:
                 return
             yield letter
             if letter.fd in self._gone:
-                yield Left(letter.fd)  # it closed before its last words were read
+                yield Left(letter.fd)  # it closed before its last message was read
 
     def _silence(self) -> None:
         try:
@@ -178,7 +180,7 @@ class Door:
         return Letter(tuple(frame.bytes for frame in frames), _descriptor(frames[-1]))
 
     def send(self, envelope: tuple[bytes, ...], body: bytes, *, droppable: bool = False) -> Sent:
-        """Send a message, or hold it for a peer that is slow."""
+        """Send a message. For a slow peer, drop it if it is droppable and hold it otherwise."""
         message = [*envelope, body]
         held = self._held.get(envelope[0])
         if held is not None:
@@ -212,7 +214,9 @@ class Door:
         return "sent"
 
     def retry(self, now: float) -> list[bytes]:
-        """Try to send what is held. Gives the routing ids of those who will not take it."""
+        """Try to send the held messages. Returns the routing ids of peers that are gone or took
+        nothing for PATIENCE_S.
+        """
         gone: list[bytes] = []
         for routing, held in list(self._held.items()):
             while held.messages and (sent := self._send(held.messages[0])) != "held":
@@ -231,7 +235,7 @@ class Door:
 
     @property
     def holding(self) -> bool:
-        """Whether answers wait for slow peers."""
+        """Whether messages are held for slow peers."""
         return bool(self._held)
 
     def close(self) -> None:
@@ -239,7 +243,7 @@ class Door:
         if self._closed:
             return
         self._closed = True
-        # A moment for answers that libzmq still holds: a drained server owes its last ones.
+        # Linger, ms: the last answers of a drained server may still be in libzmq's queues.
         self._router.linger = 200
         self._router.disable_monitor()
         for source in (self._router, self._monitor, self._zap):
@@ -247,7 +251,8 @@ class Door:
                 source.close()
         self._context.term()
         with self._ringing:
-            # Forgotten first: whoever rings later must not find another file under its number.
+            # Cleared before closing: a later `ring` must not write to a file that has reused the
+            # descriptor.
             bell, self._bell = self._bell, -1
             os.close(bell)
         os.close(self._out)
@@ -257,12 +262,12 @@ def _descriptor(frame: zmq.Frame) -> int:
     try:
         return int(frame.get(zmq.SRCFD))
     except zmq.ZMQError:
-        return -1  # the connection closed between its message and this line
+        return -1  # the connection closed after its message was read
 
 
 def _bind(router: zmq.Socket[bytes], endpoint: str) -> str:
     security.check_free(endpoint)
-    # An ipc socket obeys the umask: nobody but its owner may connect.
+    # The umask decides the permissions of an ipc socket: only its owner may connect.
     before = os.umask(0o077)
     try:
         router.bind(endpoint)

@@ -1,4 +1,4 @@
-"""What happens, a line of JSON each, for whoever watches a fleet. No prompts and no plans in it."""
+"""A log of the server's events for monitoring, one JSON line each, without prompts or plans."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from thor_dflash.errors import ConfigError
 
 
 class Events:
-    """A file that is only ever added to. Written by the I/O thread alone."""
+    """An append-only file. Written only by the I/O thread."""
 
     def __init__(self, path: str) -> None:
-        """Open it; "" writes nothing.
+        """Open the file; with "" nothing is written.
 
         Raises:
-            ConfigError: it cannot be written.
+            ConfigError: the file cannot be written.
         """
         self._lost = 0
-        """Lines that could not be written since the last one that was."""
+        """Lines that failed to be written since the last successful one."""
         try:
-            # Unbuffered: a line is there as soon as the thing has happened.
+            # Unbuffered: each line is in the file as soon as its event has happened.
             self._file = FileIO(path, "ab", opener=_opened) if path else None
         except OSError as e:
             raise ConfigError(
@@ -32,7 +32,7 @@ class Events:
             ) from e
 
     def __call__(self, event: str, **fields: object) -> None:
-        """Add a line: the time, s since 1970, the event and its fields that are not null."""
+        """Add a line: the time, s since 1970, the event, and its fields that are not None."""
         if self._file is None:
             return
         lines = _line(event, fields)
@@ -41,14 +41,14 @@ class Events:
         self._lost = 0 if _wrote(self._file, lines) else self._lost + 1
 
     def close(self) -> None:
-        """Write no more. Idempotent."""
+        """Close the file; later events are not written. Idempotent."""
         if self._file is not None:
             self._file.close()
         self._file = None
 
 
 def _opened(path: str, flags: int) -> int:
-    # A planner waits for no reader of a pipe, nor for one that is slow.
+    # Non-blocking: if the path is a pipe, the server must not wait for a missing or slow reader.
     return os.open(path, flags | os.O_NONBLOCK, 0o666)
 
 
@@ -58,12 +58,12 @@ def _line(event: str, fields: dict[str, object]) -> bytes:
 
 
 def _wrote(file: FileIO, lines: bytes) -> bool:
-    """Whether all of it could be written. A full disk must not end a planner."""
+    """Write and return whether all of it was written. A full disk must not end the server."""
     try:
         done = file.write(lines) or 0
     except OSError:
         return False
     if done < len(lines):
-        with suppress(OSError):  # what went into a pipe is gone
+        with suppress(OSError):  # a pipe cannot take back the part that was written
             file.truncate(file.tell() - done)
     return done == len(lines)

@@ -1,4 +1,6 @@
-"""What of a plan request the types cannot say. Whatever is not done is refused, never ignored."""
+"""Checks of plan requests that the types cannot express. Unsupported values are refused, never
+ignored.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ ONE_OF_TWO = "prompt or messages must be given, and one of them only"
 
 
 def check(ask: wire.Ask) -> None:
-    """Refuse a request that contradicts itself or asks for what there is not.
+    """Refuse a request that contradicts itself or asks for something unsupported.
 
     Raises:
         PlanError: naming the field.
@@ -37,7 +39,7 @@ def check(ask: wire.Ask) -> None:
 
 
 def check_prompt(request: wire.Ask | wire.Validate) -> None:
-    """Refuse two prompts, or one that says nothing.
+    """Refuse a request with both prompt and messages, or with an empty one of them.
 
     Raises:
         PlanError: naming the field.
@@ -51,7 +53,7 @@ def check_prompt(request: wire.Ask | wire.Validate) -> None:
 
 
 def check_deadline(ask: wire.Ask) -> None:
-    """Refuse a deadline that is none: as a time it would seem to have passed.
+    """Refuse a deadline below 1 ms, which would count as already passed.
 
     Raises:
         PlanError: naming the field.
@@ -74,20 +76,20 @@ def _greedy(ask: wire.Ask) -> None:
 
 
 def schema_of(ask: wire.Ask) -> Mapping[str, Any] | None:
-    """The schema a request gives, in either spelling."""
+    """Return the schema of a request, given as `json_schema` or as `response_format`."""
     if ask.response_format is not None:
         return ask.response_format.json_schema.schema
     return ask.json_schema
 
 
 def no_object(schema: Mapping[str, Any]) -> PlanError:
-    """The refusal of a schema that no plan obeys, because a plan is an object."""
+    """Return the error for a schema that does not allow an object, which every plan is."""
     text = f"the root of json_schema must be an object (got {show(schema)})"
     return PlanError("schema_unsupported", text, field="json_schema")
 
 
 def check_values(ask: wire.Ask) -> None:
-    """Refuse free values that are too large, too deep or no JSON. Takes a while for large ones.
+    """Refuse free-form values that are too large, too deep or not JSON. Slow for large values.
 
     Raises:
         PlanError: naming the field.
@@ -99,7 +101,7 @@ def check_values(ask: wire.Ask) -> None:
 
 
 def budget_of(ask: wire.Ask, default: int) -> int:
-    """Longest thinking a request allows, tokens, before any deadline is looked at."""
+    """Return the most thinking tokens that a request allows, before any deadline is considered."""
     if ask.thinking == "off":
         return 0
     given = ask.thinking_budget if ask.thinking_budget is not None else ask.thinking_token_budget
@@ -107,7 +109,7 @@ def budget_of(ask: wire.Ask, default: int) -> int:
 
 
 def messages_of(prompt: str | None, messages: tuple[wire.Message, ...] | None) -> list[object]:
-    """A prompt or a chat, as the chat template takes it."""
+    """Convert a prompt or a chat to the messages that the chat template takes."""
     if messages is None:
         return [{"role": "user", "content": prompt}]
     return [_turn(message) for message in messages]

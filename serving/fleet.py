@@ -1,7 +1,7 @@
-"""Several plan servers as one: the least busy one that is ready gets the next request.
+"""Several plan servers as one: the least busy ready server gets the next request.
 
-Plans of one session go where it has some already, because only their own server knows which of them
-is the newest.
+Plans of a session go to the server that already has plans of that session, because only that server
+knows which of them is the newest.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from thor_dflash.serving.aclient import AsyncPlanner
 from thor_dflash.serving.replies import Options
 
 SOON_S = 0.8
-"""For the answers of all servers: who probes a gateway gives up after a second, as a rule."""
+"""Longest wait for the answers of all servers: health probes of a gateway usually give up after one
+second."""
 LOOK_S = 1.0
-"""Between two looks at every server's health."""
+"""Interval of the health checks of each server."""
 ELSEWHERE: frozenset[Code] = frozenset({"busy", "not_ready", "draining", "unreachable"})
-"""Refusals that another server may not have."""
+"""Error codes after which another server is tried."""
 
 
 @dataclass(slots=True)
@@ -35,36 +36,36 @@ class Member:
     ready: bool = False
     model: str = ""
     active: int = 0
-    """Plans of this gateway."""
+    """Number of this gateway's plans on it."""
     prefixes: frozenset[str] = frozenset()
-    """Names of what is pinned there, a look old."""
+    """Names of its pinned prefixes at the last health check."""
     tasks: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
 
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """A plan that is under way."""
+    """A plan in progress."""
 
     ask: wire.Ask
     model: str
-    """The only one that will do; "" for any."""
+    """The requested model; "" for any."""
     began: float
     """Monotonic, s."""
     member: Member | None = None
-    """That has it, or is asked."""
+    """The server that has the plan or is being asked to take it."""
     late: bool = False
-    """A later plan of its session has come since."""
+    """Whether a later plan of its session has arrived since."""
 
 
 Said = tuple[Member, wire.Event]
-"""By whom, and what."""
+"""A server and an event from it."""
 
 
 class Fleet:
     """The servers behind a gateway."""
 
     def __init__(self, config: GatewayConfig) -> None:
-        """Begin to connect to all. An event loop must run."""
+        """Begin to connect to all servers. An event loop must be running."""
         options = _options(config)
         self._turns: list[_Turn] = []
         self.members = [
@@ -74,10 +75,11 @@ class Fleet:
             member.tasks.append(asyncio.create_task(_look_after(member)))
 
     async def knows(self, model: str) -> bool:
-        """Whether a server has a model, ready or not.
+        """Return whether any server has a model, ready or not.
 
         Raises:
-            PlanError: none of those that were met has it, and why another one was not met.
+            PlanError: no server whose model is known has it, and another one did not tell its
+                model; the error says why.
         """
         strange = [member for member in self.members if not member.model]
         if strange and all(member.model != model for member in self.members):
@@ -88,10 +90,11 @@ class Fleet:
         return any(member.model == model for member in self.members)
 
     async def stream(self, ask: wire.Ask, model: str = "") -> AsyncGenerator[Said]:
-        """Answer an ask by whichever server of a model takes it; of any, where none is named.
+        """Answer an ask on the first server with this model (with any, if "") that accepts it.
 
         Raises:
-            PlanError: no server did; what the first that was there said, or that time is up.
+            PlanError: no server accepted it (the most informative of their errors), the deadline
+                passed, or the plan failed on its server.
         """
         turn = _Turn(ask, model, time.monotonic())
         for other in self._others(turn):
@@ -100,7 +103,7 @@ class Fleet:
         try:
             member, first, events = await self._take(turn)
             try:
-                if not member.model:  # no look has met it yet
+                if not member.model:  # no health check has learned it yet
                     await _meet(member)
                 yield member, first
                 async for event in events:
@@ -111,11 +114,11 @@ class Fleet:
             self._turns.remove(turn)
 
     async def _take(self, turn: _Turn) -> tuple[Member, wire.Event, AsyncGenerator[wire.Event]]:
-        """Who has taken it, the first event and the rest."""
+        """Return the server that accepted the plan, its first event and the remaining events."""
         error: PlanError | None = None
         left = [member for member in self.members if turn.model in ("", member.model)]
         while left:
-            # Anew for each try: where the session has its plans may have changed meanwhile.
+            # Rank again for each try: the session's plans may have moved meanwhile.
             member = turn.member = min(left, key=lambda member: self._rank(member, turn))
             left.remove(member)
             events = _of(member, replies.rest(turn.ask, turn.began))
@@ -123,11 +126,11 @@ class Fleet:
                 return member, await anext(events), events
             except PlanError as e:
                 self._check_elsewhere(e, turn)
-                error = e if error is None else max(error, e, key=_says)  # of equals the first
+                error = e if error is None else max(error, e, key=_says)  # the first of equals
         raise error or PlanError("unreachable", "a plan server must be ready (got none)")
 
     def _others(self, turn: _Turn) -> list[_Turn]:
-        """Plans of its session."""
+        """Return the other plans of its session."""
         session = turn.ask.session
         return [
             other
@@ -139,33 +142,33 @@ class Fleet:
         return any(other.member is member for other in self._others(turn))
 
     def _rank(self, member: Member, turn: _Turn) -> tuple[bool, bool, bool, int]:
-        """Whom to ask first: the least."""
+        """Return the sort key of a server for a plan; the least is asked first."""
         prefix = turn.ask.prefix_id
         return (
-            # Ready or not: an older plan is displaced there or nowhere.
+            # Even if not ready: only there can this plan displace an older one of its session.
             not self._at_home(member, turn),
-            # Those not known to be ready come last, not never: health is a second old.
+            # Servers not known to be ready are tried last, not skipped: health is a second old.
             not member.ready,
             prefix is not None and prefix not in member.prefixes,
             member.active,
         )
 
     def _check_elsewhere(self, e: PlanError, turn: _Turn) -> None:
-        """Raise what is to be answered where no other server is to be asked after a refusal."""
+        """Raise the error to answer with, unless another server may be asked after this refusal."""
         if e.code not in ELSEWHERE and not _no_prefix(e):
             raise e
         if turn.late:
-            # Asked again, here or by its client, it would displace that one.
+            # Sent again, by the gateway or by its client, it would displace the later plan.
             raise PlanError("preempted", "a later plan of its session arrived") from e
         if e.code == "busy" and self._at_home(turn.member, turn):
-            raise e  # taken elsewhere, it would displace none of those
+            raise e  # on another server it could not displace the session's older plans
 
     def models(self) -> list[str]:
-        """Names of the models of servers that take plans, each once."""
+        """Return the model names of the ready servers, each once."""
         return sorted({member.model for member in self.members if member.ready})
 
     async def everywhere(self, op: str) -> list[tuple[Member, dict[str, Any] | None]]:
-        """A control operation's answer of every server, None of one that does not answer soon."""
+        """Run a control operation on every server; None for one that fails or exceeds SOON_S."""
         answers = await asyncio.gather(*(_soon(member, op) for member in self.members))
         return list(zip(self.members, answers, strict=True))
 
@@ -175,12 +178,12 @@ class Fleet:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        # Together: a plan that one lets go must not be taken to the next.
+        # All at once: a plan that fails on one closing server must not be sent to another.
         await asyncio.gather(*(member.planner.close() for member in self.members))
 
 
 def check(config: GatewayConfig) -> None:
-    """Refuse servers that no connection can be begun to, before there is an event loop.
+    """Refuse servers that cannot be connected to as configured, before an event loop exists.
 
     Raises:
         ConfigError: a malformed endpoint, or keys or a secret that cannot be read.
@@ -190,7 +193,7 @@ def check(config: GatewayConfig) -> None:
 
 
 def _options(config: GatewayConfig) -> Options:
-    # One try each: what one server refuses, the next one may take.
+    # No retries: after a refusal the next server is asked instead.
     token = security.read_token(config.token_file)
     return Options(
         keys=config.keys,
@@ -206,9 +209,7 @@ def _no_prefix(e: PlanError) -> bool:
 
 
 def _says(e: PlanError) -> int:
-    """How much a refusal says: when to come again, what to ask for, or, of one that is not there,
-    nothing.
-    """
+    """Rank a refusal by how informative it is: unreachable says least, a missing prefix is next."""
     return 0 if e.code == "unreachable" else 1 if _no_prefix(e) else 2
 
 
@@ -243,7 +244,7 @@ async def _look_after(member: Member) -> None:
     while True:
         health = await _simple(member, "health")
         ready = bool(health and health["ready"])
-        # Asked again of one that was away: it may have come back as another.
+        # A server that was away is asked for its model again: it may have restarted with another.
         member.ready = ready and (member.ready or await _meet(member) is None)
         if ready and (found := await _simple(member, "prefix.list")) is not None:
             member.prefixes = frozenset(prefix["prefix_id"] for prefix in found["prefixes"])
@@ -251,7 +252,7 @@ async def _look_after(member: Member) -> None:
 
 
 async def _meet(member: Member) -> PlanError | None:
-    """Learn what serves there and what it takes; why that was not told, if it was not."""
+    """Learn a server's model and its largest message. Returns the error if it did not tell."""
     try:
         async with asyncio.timeout(SOON_S):
             hello = await member.planner.simple("hello")

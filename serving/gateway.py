@@ -1,4 +1,4 @@
-"""OpenAI-compatible HTTP as a thin client of plan servers. Holds no model and no state."""
+"""An OpenAI-compatible HTTP front end to plan servers. Holds no model and no state."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from thor_dflash.serving.fleet import Fleet, Said
 BODY_BYTES = 1 << 20
 """Largest request body: the plan socket takes no larger message either."""
 LOOK_S = 0.25
-"""Between two looks whether the client still waits for its answer."""
+"""Interval of the checks whether the client is still connected."""
 MODEL = "thor-dflash"
-"""Name of the model where its server did not say."""
+"""Model name to report where the server has not told its own."""
 
 
 def listen_at(config: GatewayConfig) -> tuple[str, int]:
-    """Host and port to listen at.
+    """Return the host and port to listen on.
 
     Raises:
-        ConfigError: malformed, or open to others without leave.
+        ConfigError: malformed, or not loopback and gateway.insecure is not set.
     """
     host, _, port = config.listen.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
@@ -46,10 +46,11 @@ def listen_at(config: GatewayConfig) -> tuple[str, int]:
 
 
 def listener(config: GatewayConfig) -> socket.socket:
-    """The socket of HTTP, listening. uvicorn would end the process where it cannot have one.
+    """Return the listening HTTP socket. Made here because uvicorn ends the process if it cannot
+    bind.
 
     Raises:
-        ConfigError: as `listen_at`, or the address is taken or not of this machine.
+        ConfigError: as `listen_at`, or the address is in use or not local to this machine.
     """
     host, port = listen_at(config)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -60,7 +61,7 @@ def listener(config: GatewayConfig) -> socket.socket:
 
 
 def application(config: GatewayConfig) -> Starlette:
-    """The ASGI application."""
+    """Return the ASGI application."""
     gateway = Gateway(config)
     return Starlette(
         routes=[
@@ -75,7 +76,7 @@ def application(config: GatewayConfig) -> Starlette:
 
 
 class Gateway:
-    """The routes."""
+    """The handlers of the routes."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
@@ -83,7 +84,7 @@ class Gateway:
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncGenerator[None]:
-        """Connected while the application runs."""
+        """Keep the connections to the servers open while the application runs."""
         self._fleet = Fleet(self._config)
         try:
             yield
@@ -105,7 +106,7 @@ class Gateway:
             if asked.model and not await self.fleet.knows(asked.model):
                 return _no_model(asked.model, {member.model for member in self.fleet.members})
             events = self.fleet.stream(ask, asked.model)
-            # The first event decides the status line; refusals come before any chunk.
+            # Wait for the first event before the status line: a refusal precedes any chunk.
             member, first = await _while_there(request, events)
         except PlanError as e:
             return _refused(e, asked)
@@ -117,7 +118,7 @@ class Gateway:
             pieces = _pieces(first, events, answer, usage=usage)
             return StreamingResponse(pieces, media_type="text/event-stream")
         assert isinstance(first, wire.Result), first
-        await events.aclose()  # or its server counted as busy until this is collected
+        await events.aclose()  # else its server counts as busy until garbage collection
         return _json(openai.completion(answer, first))
 
     async def models(self, request: Request) -> Response:
@@ -129,7 +130,7 @@ class Gateway:
         return _json({"object": "list", "data": data})
 
     async def health(self, request: Request) -> Response:
-        """GET /health: 200 while one server is ready."""
+        """GET /health: 200 if at least one server is ready, else 503."""
         found = await self.fleet.everywhere("health")
         ready = any(health is not None and health["ready"] for _, health in found)
         servers = {member.endpoint: health for member, health in found}
@@ -143,7 +144,7 @@ class Gateway:
 
 
 async def _no_route(request: Request, e: Exception) -> Response:
-    # An Exception by starlette's types, and never another than it was registered for.
+    # Starlette types the parameter as Exception but passes only the registered class.
     assert isinstance(e, HTTPException), e
     text = f"{request.method} {request.url.path} must be a route of the gateway (got: {e.detail})"
     reply = _refused(PlanError("bad_request", text), status=e.status_code)
@@ -152,10 +153,10 @@ async def _no_route(request: Request, e: Exception) -> Response:
 
 
 async def _while_there(request: Request, events: AsyncIterator[Said]) -> Said:
-    """The first event, unless the client leaves before: then the plan is cancelled.
+    """Return the first event. If the client disconnects before it, cancel the plan.
 
     Raises:
-        ClientDisconnect: it left.
+        ClientDisconnect: the client disconnected.
     """
     first = asyncio.ensure_future(anext(events))
     while not (await asyncio.wait([first], timeout=LOOK_S))[0]:
@@ -169,7 +170,7 @@ async def _while_there(request: Request, events: AsyncIterator[Said]) -> Said:
 async def _pieces(
     first: wire.Event, events: AsyncGenerator[Said], answer: openai.Answer, *, usage: bool
 ) -> AsyncGenerator[bytes]:
-    # Closed by starlette when the reader leaves; closing `events` cancels the plan.
+    # Starlette closes this when the client disconnects; closing `events` then cancels the plan.
     try:
         yield _sse(openai.delta(answer, role="assistant", content=""))
         for piece in _of_event(first, answer, usage=usage):
@@ -210,13 +211,13 @@ def _sse(value: dict[str, Any]) -> bytes:
 def _refused(
     e: PlanError, asked: openai.Completion | None = None, *, status: int | None = None
 ) -> Response:
-    """An error as a whole answer."""
+    """Return an error as an HTTP response."""
     reply = _json(openai.error(e, asked), status or openai.STATUS[e.code])
-    # OpenAI's clients obey it before they judge by the status, and try again after any 408 and 409:
-    # a plan that made way for a newer one would come back and displace that one.
+    # OpenAI's clients obey this header before they look at the status; without it they retry every
+    # 408 and 409, so a plan displaced by a newer one would be sent again and displace the newer.
     reply.headers["x-should-retry"] = "true" if e.retryable else "false"
     if e.retry_after_ms is not None:
-        # Whole seconds are all it can say, and 0 would have the client come back at once.
+        # Retry-After is in whole seconds, and 0 would make the client retry at once.
         reply.headers["Retry-After"] = str(max(1, math.ceil(e.retry_after_ms / 1e3)))
     return reply
 

@@ -1,7 +1,7 @@
 """The dialect of NVIDIA Isaac-GR00T's client: {"endpoint", "data", "api_token"}, plain answers.
 
-Its `PolicyClient` can thus call `ping` and `plan` here unchanged. It takes any answer that has a
-field `error` for a failure, and the first message for the answer. Source: NVIDIA/Isaac-GR00T,
+Its `PolicyClient` can thus call `ping` and `plan` here unchanged. It treats any answer with a field
+`error` as a failure, and the first message as the answer. Source: NVIDIA/Isaac-GR00T,
 gr00t/policy/server_client.py.
 """
 
@@ -17,7 +17,7 @@ from thor_dflash.serving import codec, wire
 from thor_dflash.serving.codec import Codec, Head
 
 RUNNING = {"status": "ok", "message": "Server is running"}
-"""What its `ping` expects to hear."""
+"""The answer that its `ping` expects."""
 
 
 def speaks(head: Head) -> bool:
@@ -26,7 +26,7 @@ def speaks(head: Head) -> bool:
 
 
 def read(body_codec: Codec, body: bytes, head: Head) -> wire.Request:
-    """The request in a body.
+    """Decode the request in a body.
 
     Raises:
         PlanError: bad_request or unsupported_version.
@@ -54,10 +54,10 @@ def read(body_codec: Codec, body: bytes, head: Head) -> wire.Request:
 
 
 def answer(message: object) -> dict[str, Any]:
-    """A reply in this dialect: the fields alone, or one error string."""
+    """Convert a reply to this dialect: the fields alone, or one error string."""
     table: dict[str, Any] = msgspec.to_builtins(message)
     if table.get("type") == "error":
         return {"error": f"{table['code']}: {table['message']}"}
-    if "error" in table:  # of `health`
+    if "error" in table:  # a field of `health`, which the client would take for a failure
         table["last_error"] = table.pop("error")
     return table

@@ -1,4 +1,4 @@
-"""What a client is told first: who serves, with what, and what it takes."""
+"""The answer to `hello`: the server, its model and its limits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from thor_dflash.serving.backend import Backend
 
 
 def about(config: ServeConfig, backend: Backend | None) -> dict[str, Any]:
-    """The answer to `hello`; `backend` is None until it may be used."""
+    """Return the answer to `hello`; `backend` is None until it is ready."""
     model = None if backend is None else backend.about
     return {
         "server": {"name": "thor-dflash", "version": thor_dflash.__version__},

@@ -1,4 +1,4 @@
-"""How a server is: from loading to its end, and what that is called."""
+"""The state of a server, from loading to its end."""
 
 from __future__ import annotations
 
@@ -17,34 +17,35 @@ LEVELS = {
 }  # fmt: skip
 """ROS diagnostics level of each state."""
 FAILED = "the server met a fault and ends; its log says more"
-"""See work.FAULT."""
+"""The text for clients; see work.FAULT."""
 RETRY_MS = 500.0
-"""When to come again where nothing better is known."""
+"""When a client should retry if nothing better is known."""
 DEGRADED = 0.2
-"""Of the watchdog's time: a step that takes longer is reported, before it is fatal."""
+"""Fraction of the watchdog's time after which a step makes the state `degraded`, well before it is
+fatal."""
 
 
 @dataclass(slots=True)
 class Life:
-    """Owned by the I/O thread."""
+    """The state. Owned by the I/O thread."""
 
     watchdog_s: float
     backend: Backend | None = None
-    """None until it may be used."""
+    """None until it is ready."""
     warming: bool = False
     failed: ThorError | None = None
     draining: bool = False
     stopping: bool = False
-    """It ends when the last answer is out."""
+    """The server ends once the last answer is sent."""
     stop_by: float | None = None
-    """When it ends in any case, monotonic s."""
+    """When the server ends in any case, monotonic, s."""
     last_error: str | None = None
     born: float = field(default_factory=time.monotonic)
     ready_after_s: float | None = None
     pulse: Pulse = field(default_factory=Pulse)
 
     def state(self, busy: bool) -> wire.State:
-        """One word."""
+        """Return the state as one word."""
         if self.failed is not None:
             return "failed"
         if self.backend is None:
@@ -56,14 +57,14 @@ class Life:
         return "busy" if busy else "ready"
 
     def ready(self) -> bool:
-        """Whether plans are taken."""
+        """Whether plans are accepted."""
         return self.backend is not None and not self.draining and self.failed is None
 
     def loaded(self) -> Backend:
-        """The backend, to look at: it may be draining.
+        """Return the backend for reading; the server may be draining.
 
         Raises:
-            PlanError: there is none, or none yet.
+            PlanError: the server has failed, or is not ready yet.
         """
         if self.failed is not None:
             raise PlanError("engine_fault", FAILED)
@@ -73,10 +74,10 @@ class Life:
         return self.backend
 
     def open(self) -> Backend:
-        """The backend, for what starts work or changes something.
+        """Return the backend for operations that start work or change something.
 
         Raises:
-            PlanError: as `loaded`, or it takes no more.
+            PlanError: as `loaded`, or the server is draining.
         """
         backend = self.loaded()
         if self.draining:
@@ -84,7 +85,7 @@ class Life:
         return backend
 
     def health(self, running: int, waiting: int) -> dict[str, Any]:
-        """The answer to `health`."""
+        """Return the answer to `health`."""
         state = self.state(running > 0)
         now = time.monotonic()
         return {

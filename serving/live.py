@@ -1,4 +1,4 @@
-"""The backend over a session: what a plan request means to the decode loop."""
+"""The backend of a loaded package: turns plan requests into requests to a decoding session."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from thor_dflash.serving.shelf import Shelf
 
 SELF_TEST = "Self-test: put the cup on the table, then bring the plate to the kitchen."
 SELF_TOKENS = 48
-"""Tokens the self-test decodes three times: three blocks or more, and a second of a Thor."""
+"""Tokens the self-test decodes three times: at least three blocks, about a second on a Thor."""
 SELF_ANSWER = 8
-"""Tokens of its answer that obeys a schema."""
+"""Tokens of the self-test's answer under a schema."""
 SELF_SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
 WORTH_THINKING = 32
-"""Fewer tokens of thinking than this are not begun under `auto`."""
+"""With thinking `auto`, the model thinks only if there is time for at least this many tokens."""
 FEATURES = (
     "stream", "deadline", "preempt", "prefix", "json_schema", "thinking_budget",
 )  # fmt: skip
@@ -49,10 +49,10 @@ class LiveBackend:
         log: Callable[[str], None] = print,
         shelf: Shelf | None = None,
     ) -> None:
-        """Take a session over, and the shelf of the directory of prefixes where there is one.
+        """Take over a session and, if prefixes can be persisted, the shelf that stores them.
 
         Raises:
-            RequestError: its package has no tokenizer.
+            RequestError: the package has no tokenizer.
         """
         assert (shelf is not None) == bool(config.prefix_dir), "what was promised to persist does"
         if session.text is None:
@@ -107,7 +107,7 @@ class LiveBackend:
     # --- warming up
 
     def warm(self) -> None:
-        """See Backend. Speculation must give the very tokens of plain decoding, twice."""
+        """See Backend. Speculative decoding must give the exact tokens of plain decoding, twice."""
         model, prompt = self.session.model, self._self_test()
         worst = choose_chunk(model, self.session.choice, self.config.cancel_ms, self._log)
         usual = [(step_ms(model, rows, 0), rows) for rows in model.step_sizes]
@@ -124,7 +124,7 @@ class LiveBackend:
                     "(got others): the package or the machine is damaged"
                 )
         if self.session.manifest.stop_tokens:
-            # The first masks of a process take a hundred times as long as the later ones.
+            # The first grammar masks of a process take a hundred times as long as later ones.
             stop = frozenset(self.session.manifest.stop_tokens)
             grammar = self.session.grammar(SELF_SCHEMA)
             self._decode(replace(drafted, grammar=grammar, stop=stop, max_tokens=SELF_ANSWER))
@@ -204,7 +204,7 @@ class LiveBackend:
             ),
         )
         try:
-            # Before others make way for it.
+            # Checked here, before this plan displaces others.
             self.session.check(self._request(prepared, prepared.budget))
         except RequestError as e:
             raise PlanError("bad_request", str(e)) from e
@@ -243,7 +243,7 @@ class LiveBackend:
         limit = self.session.model.limit
         try:
             text = self.text.render(messages, thinking)
-            # Encoding takes a second and 200 MB for each megabyte.
+            # Encoding takes a second and 200 MB for each megabyte: refuse over-long text first.
             if len(text) > limit and (least := self.text.least(text)) > limit:
                 rule = f"{field} must be <= {limit} tokens (got {least} or more)"
                 raise PlanError("prompt_too_long", rule, field=field)
@@ -266,11 +266,11 @@ class LiveBackend:
         """See Backend."""
         budget = prepared.budget
         if left_ms is not None:
-            # By the clock of this moment: the request may have waited in the queue.
+            # Recomputed now: the request may have waited in the queue.
             new = len(prepared.prompt) - prepared.cached
             budget = min(budget, self._rates.thinking_room(left_ms, new, prepared.max_tokens))
         chunks = self.session.generate(self._request(prepared, budget))
-        # After the state to continue from was taken: the prefix may have been dropped before.
+        # Checked after `generate` has taken the prefix's state: it may have been dropped before.
         self._prefix(prepared.prompt, prepared.ask.prefix_id)
         yield_s = 1e-6 * self.config.yield_us
         watch = Watch(self._sensors)
@@ -319,7 +319,7 @@ class LiveBackend:
             )
             for user in ("a", "b")
         )
-        # What both chats begin with is the part that does not depend on the user's words.
+        # The common beginning of both chats is the part that does not depend on the user's text.
         same = next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), 0)
         if same >= (limit := self.session.model.limit):
             text = f"system must be < {limit} tokens with the chat around it (got {same})"
@@ -336,7 +336,7 @@ class LiveBackend:
         """See Backend."""
         if self._shelf is None:
             return
-        # Only this thread drops: one that is held now is held until it is written.
+        # Only this thread drops prefixes: one that is held now stays held until it is written.
         held = self.session.prefixes.list()
         if request.persist and all(prefix.name != request.prefix_id for prefix in held):
             raise PlanError("cancelled", "the prefix was dropped before it was written")
@@ -351,7 +351,7 @@ class LiveBackend:
         try:
             yield
         except RequestError as e:
-            # Where on this machine is for the log, not for the wire.
+            # The path on this machine goes to the log, not to the client.
             self._log(f"prefix {prefix_id}: {e}")
             text = "the prefix's file could not be changed; the log of the server says why"
             raise PlanError("internal", text) from e

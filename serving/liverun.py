@@ -1,4 +1,4 @@
-"""One request on a session: steps, what to say of them, and the result."""
+"""One request on a session: its steps, the chunks to send for them, and the result."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class LiveRun:
         before = time.perf_counter()
         self._begun = True
         if self._yield_s:
-            time.sleep(self._yield_s)  # counted as part of the step: deadlines must know of it
+            time.sleep(self._yield_s)  # measured as part of the step: deadlines must allow for it
         chunk = next(self._chunks)
         ms = 1e3 * (time.perf_counter() - before)
         if chunk.prompt_done:
@@ -128,7 +128,7 @@ class LiveRun:
         return outcome.result(self._prepared, decoded)
 
     def _report(self) -> Report | None:
-        # Before the first step the session's report is of the request before.
+        # Before the first step, the session's report is still that of the previous request.
         return self._session.report() if self._begun else None
 
     def _timings(self, report: Report | None, now: float) -> wire.Timings:
@@ -150,12 +150,12 @@ class LiveRun:
 
     def _energy(self, now: float) -> dict[str, float] | None:
         power = self._watch.power([(self._start, now)])
-        # Half a plan's energy would look like a whole one's.
+        # After a failed reading the energy of a part would look like that of the whole plan.
         return None if power.failed else {rail.name: rail.joules for rail in power.rails} or None
 
     @staticmethod
     def _spec(report: Report | None) -> wire.Spec | None:
-        # The wire's own type, field for field: a client has none of the runtime.
+        # Copied to the wire's own type, field by field: clients do not have the runtime's types.
         return (
             None
             if report is None

@@ -1,5 +1,5 @@
-"""`stats` of every server as Prometheus metrics. What vLLM counts, too, has its name; latencies,
-which a server tells as quantiles, are no histograms and have names of their own.
+"""`stats` of every server as Prometheus metrics. Metrics that vLLM has, too, use vLLM's names;
+latencies are reported by servers as quantiles, not histograms, so they have names of their own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Servers = list[tuple[str, dict[str, Any] | None]]
 
 
 def render(servers: Servers) -> bytes:
-    """The text of /metrics; a server that did not answer is down."""
+    """Return the text of /metrics; a server without `stats` did not answer and is shown as down."""
     registry = CollectorRegistry()
     registry.register(_Collector(servers))
     return generate_latest(registry)

@@ -1,6 +1,6 @@
-"""A backend without a model, for the tests of whoever talks to the server. `serve --mock`.
+"""A backend without a model, for testing clients of the server: `serve --mock`.
 
-It answers every request with the same plan, token by token, a word a token, four tokens a cycle.
+It answers every request with the same plan. A word is a token, and a cycle commits four tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CONTEXT = 8192
 
 
 def words(text: str) -> list[str]:
-    """A text as the mock's tokens: words with the space after them."""
+    """Split a text into the mock's tokens: words, each with a space after it."""
     return [word + " " for word in text.split(" ")]
 
 
@@ -45,7 +45,7 @@ def _tokens(request: wire.Ask | wire.Validate) -> int:
 
 
 def _spec(tokens: int) -> wire.Spec:
-    """Of a drafter that is always right."""
+    """Return the statistics of a drafter that is always right."""
     sizes = [min(PER_CYCLE, tokens - at) for at in range(0, tokens, PER_CYCLE)]
     cycles = len(sizes)
     return wire.Spec(
@@ -63,7 +63,7 @@ def _spec(tokens: int) -> wire.Spec:
 def _checker(schema: Mapping[str, Any]) -> Checker:
     checker = Checker(schema)
     literals = [schema["const"]] if "const" in schema else schema.get("enum", [{}])
-    # Further in, only a grammar finds whether there can be an object, and a mock has none.
+    # Whether a deeper schema allows an object, only a grammar can find, and the mock has none.
     if "object" not in schema.get("type", "object") or dict not in map(type, literals):
         raise fields.no_object(schema)
     return checker
@@ -81,7 +81,7 @@ class MockBackend:
     def __init__(
         self, config: ServeConfig, cycle_s: float = 0.0, shelf: Shelf | None = None
     ) -> None:
-        """The shelf, where there is one, is held for as long as a server would, and left empty."""
+        """Hold the lock of the shelf, if there is one, as a real backend does; store nothing."""
         self.config = config
         self._shelf = shelf
         self.cycle_s = cycle_s
@@ -187,7 +187,7 @@ class MockBackend:
         return self._prefixes[request.prefix_id]
 
     def keep(self, request: wire.PrefixPut) -> None:
-        """See Backend. A mock forgets."""
+        """See Backend. The mock stores nothing."""
 
     @property
     def skipped(self) -> tuple[str, ...]:
@@ -226,7 +226,8 @@ class MockRun:
         self._said = 0
         self._start = time.perf_counter()
         self._firsts: dict[bool, float] = {}
-        """When the first token was said, of thinking and of the rest, ms since the start."""
+        """Time of the first thinking token (True) and of the first answer token (False), ms since
+        the start."""
 
     @property
     def done(self) -> bool:

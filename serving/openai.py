@@ -1,4 +1,4 @@
-"""OpenAI's chat completions in the words of TDP/1, and back. What is not done is refused."""
+"""Translates OpenAI chat completions to TDP/1 and back. Unsupported fields are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STATUS: Mapping[Code, int] = {
     "engine_fault": 500, "internal": 500,
 }  # fmt: skip
 FINISH: Mapping[str, str] = {"stop": "stop", "grammar_dead_end": "content_filter"}
-"""OpenAI's word for an ending; all others are `length`: the text is not whole."""
+"""OpenAI's finish reason for ours; all others become `length`: the text is incomplete."""
 
 SUPPORTED: Mapping[str, str] = {
     "n": "1",
@@ -35,23 +35,23 @@ SUPPORTED: Mapping[str, str] = {
     "messages.content.type": "text",
     "response_format.type": "text or json_schema",
 }
-"""What a field must be, where its type alone does not say it."""
+"""What a field must be, as error text, where its type alone does not say it."""
 MISPLACED: Mapping[str, str] = {
     "response_format.json_schema": "left out where response_format.type is not json_schema",
 }
-"""What a field must be that is done, and not there."""
+"""Error text for fields that are supported, but not at this place."""
 
 
 class Part(Struct, frozen=True, forbid_unknown_fields=True):
-    """A piece of a message; only text is understood."""
+    """A part of a message; only text is supported."""
 
     type: Literal["text"]
     text: str
 
 
 class Message(Struct, frozen=True, forbid_unknown_fields=True):
-    """One turn. `name` is taken because clients send it, and unused: chat templates have no place
-    for it."""
+    """One turn of a chat. `name` is accepted because clients send it, and ignored: chat templates
+    have no place for it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part]
@@ -62,17 +62,17 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True):
 class JsonObject(
     Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_object"
 ):
-    """Any JSON object."""
+    """Response format: any JSON object. Refused by `ask_of`."""
 
 
 class Text(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
-    """Anything."""
+    """Response format: free text."""
 
 
 class JsonSchema(
     Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"
 ):
-    """What a schema says."""
+    """Response format: JSON that obeys a schema."""
 
     json_schema: wire.SchemaOf
 
@@ -84,7 +84,7 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Completion(Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of POST /v1/chat/completions. The last six fields are of TDP/1 (`extra_body`)."""
+    """The body of POST /v1/chat/completions. The last six fields are TDP/1's own (`extra_body`)."""
 
     messages: list[Message]
     model: str = ""
@@ -101,7 +101,7 @@ class Completion(Struct, frozen=True, forbid_unknown_fields=True):
     logprobs: Literal[False] | None = None
     user: str | None = None
     reasoning_effort: str | None = None
-    """`none`, as `thinking: off`. How much else is a number here, `thinking_budget`."""
+    """Only `none` is accepted, as `thinking: off`. Other efforts are given as `thinking_budget`."""
     thinking: Literal["on", "off", "auto"] | None = None
     thinking_budget: int | None = None
     deadline_ms: int | None = None
@@ -111,8 +111,8 @@ class Completion(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read(body: bytes) -> Completion:
-    """The request in a body. OpenAI's clients send null for what is left out, also of what is not
-    done here: an answer that goes into the next request has `tool_calls` so.
+    """Decode the request in a body. OpenAI's clients send null for omitted fields, also for
+    unsupported ones: an assistant message sent back in the next request has `tool_calls` null.
 
     Raises:
         PlanError: bad_request, naming the field.
@@ -124,8 +124,8 @@ def read(body: bytes) -> Completion:
 
 
 def _said(table: dict[str, Any]) -> dict[str, Any]:
-    """A body less what is null in it, in its objects and in its messages. A schema, where null says
-    something, lies deeper.
+    """Drop the null fields of a body, of its direct objects and of its messages. Schemas, where
+    null has a meaning, lie deeper.
     """
     said = {name: _given(value) for name, value in table.items() if value is not None}
     messages: object = said.get("messages")
@@ -142,7 +142,7 @@ def _given(value: object) -> object:
 
 
 def _plain(e: PlanError) -> PlanError:
-    """The same for a reader of OpenAI's documents, who knows neither TDP/1 nor its page."""
+    """Rephrase an error for users who know OpenAI's API but not TDP/1."""
     name = e.field or ""
     rule = SUPPORTED.get(re.sub(r"\[.*?\]", "", name))
     if codec.UNKNOWN in e.message:
@@ -154,7 +154,7 @@ def _plain(e: PlanError) -> PlanError:
 
 
 def ask_of(request: Completion) -> wire.Ask:
-    """The same in TDP/1.
+    """Translate a request to TDP/1.
 
     Raises:
         PlanError: bad_request.
@@ -189,7 +189,8 @@ def ask_of(request: Completion) -> wire.Ask:
         "thinking": thinking,
         "thinking_budget": request.thinking_budget,
         "deadline_ms": request.deadline_ms,
-        # Without a session of their own, two chats of one gateway would replace each other.
+        # All chats of a gateway come from one client: without a session they must not preempt
+        # each other.
         "session": request.session,
         "preempt": "same_session" if request.session else "none",
         "priority": request.priority,
@@ -227,16 +228,16 @@ def _turn(message: Message) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What each piece of an answer says of the whole."""
+    """The fields that are equal in all pieces of an answer."""
 
     model: str
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
-    """Seconds since 1970. Clients may tell by it which pieces belong together."""
+    """Seconds since 1970. Equal in all pieces, by which clients may group them."""
 
 
 def completion(answer: Answer, result: wire.Result) -> dict[str, Any]:
-    """A whole answer. `thor_dflash` holds what OpenAI has no word for."""
+    """Return a complete answer. `thor_dflash` holds what OpenAI's format has no field for."""
     message = {"role": "assistant", "content": result.text, "reasoning_content": result.thinking}
     return {
         **_frame(answer, "chat.completion"),
@@ -249,7 +250,7 @@ def completion(answer: Answer, result: wire.Result) -> dict[str, Any]:
 
 
 def delta(answer: Answer, **fields: str) -> dict[str, Any]:
-    """A piece of a streamed answer."""
+    """Return a piece of a streamed answer."""
     return {
         **_frame(answer, "chat.completion.chunk"),
         "choices": [{"index": 0, "delta": fields, "finish_reason": None}],
@@ -257,7 +258,7 @@ def delta(answer: Answer, **fields: str) -> dict[str, Any]:
 
 
 def ending(answer: Answer, result: wire.Result) -> dict[str, Any]:
-    """The last piece of a streamed answer."""
+    """Return the last piece of a streamed answer."""
     return {
         **_frame(answer, "chat.completion.chunk"),
         "choices": [{"index": 0, "delta": {}, "finish_reason": _finish(result)}],
@@ -266,12 +267,12 @@ def ending(answer: Answer, result: wire.Result) -> dict[str, Any]:
 
 
 def counted(answer: Answer, result: wire.Result) -> dict[str, Any]:
-    """The piece after the last, where usage was asked for."""
+    """Return the piece with the usage, sent after the last one if requested."""
     return {**_frame(answer, "chat.completion.chunk"), "choices": [], "usage": usage(result)}
 
 
 def usage(result: wire.Result) -> dict[str, Any]:
-    """Tokens, thinking among those of the completion as OpenAI counts."""
+    """Return the token counts. As OpenAI counts, thinking tokens are completion tokens."""
     u = result.usage
     output = u.thinking_tokens + u.output_tokens
     return {
@@ -284,14 +285,14 @@ def usage(result: wire.Result) -> dict[str, Any]:
 
 
 def telemetry(result: wire.Result) -> dict[str, Any]:
-    """How the answer came about."""
+    """Return the fields of the result that OpenAI's format lacks."""
     table: dict[str, Any] = msgspec.to_builtins(result)
     names = ("status", "finish_reason", "plan_valid", "thinking_closed", "timings", "spec")
     return {name: table[name] for name in names}
 
 
 def error(e: PlanError, asked: Completion | None = None) -> dict[str, Any]:
-    """An error as OpenAI sends it. A field has the name by which it was `asked` for."""
+    """Return an error in OpenAI's format. Fields are named as the client named them in `asked`."""
     kind = "invalid_request_error" if STATUS[e.code] < 500 else "server_error"
     message, param = e.message, e.field
     if param is not None and asked is not None:
@@ -301,9 +302,7 @@ def error(e: PlanError, asked: Completion | None = None) -> dict[str, Any]:
 
 
 def no_model(name: str, known: Iterable[str]) -> dict[str, Any]:
-    """What OpenAI says of a model that there is not; TDP/1, whose servers have one each, has no
-    word for it.
-    """
+    """Return OpenAI's error for an unknown model. TDP/1 has none, as each server has one model."""
     got = f"{name[:100]}; {nearest(name[:100], known)}"
     message = f"model must be one that is served, or empty for any (got {got})"
     return {

@@ -1,4 +1,4 @@
-"""From what was decoded to the result that is sent: is there a plan, and is it whole?"""
+"""Builds the result of a run from the decoded text: extracts the plan and validates it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from thor_dflash.serving.plan_text import close_partial, read_object
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoded:
-    """What one run gave."""
+    """The output of one run."""
 
     finish: wire.Finish
     text: str
@@ -29,7 +29,7 @@ class Decoded:
 
 
 def result(prepared: Prepared, decoded: Decoded) -> wire.Result:
-    """The result of a run, holding the parts that were asked for; `asked` sees to the times."""
+    """Return the result of a run with the parts that were requested; `asked` removes the times."""
     ask, wanted = prepared.ask, frozenset(prepared.ask.parts)
     plan = _plan(decoded)
     valid = plan is not None and (prepared.checker is None or prepared.checker.valid(plan))
@@ -54,8 +54,8 @@ def result(prepared: Prepared, decoded: Decoded) -> wire.Result:
 
 
 def asked(result: wire.Result, ask: wire.Ask) -> wire.Result:
-    """A result as it is sent: its times only to who asks for them. Whoever counts plans has them
-    of every one.
+    """Return the result as it is sent, with times only if requested. They are removed this late
+    because the statistics need the times of every plan.
     """
     if "timings" in ask.parts:
         return result

@@ -1,4 +1,6 @@
-"""What is under way and no job: each `validate` and `prefix.drop`, within bounds. One thread."""
+"""Bookkeeping of unanswered `validate` and `prefix.drop` requests, which are no jobs. Their number
+is bounded. Used by one thread.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +14,21 @@ from thor_dflash.serving.schedule import Peer
 from thor_dflash.serving.work import Owed
 
 MOST = 16
-"""Of all clients: each holds a message, and takes the clerk a second at worst."""
+"""Limit for all clients together: each request holds a message and may take the clerk a second."""
 EACH = 4
-"""Of one client."""
+"""Limit for one client."""
 
 
 @dataclass(slots=True)
 class Dues:
-    """Each holds its room until a thread is done with it, even where nobody waits any more."""
+    """The unanswered requests. Each counts until a thread has finished it, even after its client
+    has stopped waiting.
+    """
 
     _taken: list[Owed] = field(default_factory=list[Owed])
 
     def take(self, peer: Peer, request: wire.Validate | wire.PrefixDrop) -> Owed:
-        """Take one in.
+        """Add a request.
 
         Raises:
             PlanError: busy.
@@ -40,12 +44,12 @@ class Dues:
         return owed
 
     def settle(self, owed: Owed) -> bool:
-        """A thread is done with one; whether anybody waits for the answer."""
+        """Remove a request that a thread has finished. Returns whether its client still waits."""
         self._taken.remove(owed)
         return not owed.given_up
 
     def give_up(self, hers: Callable[[Peer], bool] = lambda peer: True) -> list[Owed]:
-        """Have nobody wait any more for those of some peers; these are they."""
+        """Mark the requests of the matching peers as given up, and return them."""
         found = [one for one in self._taken if not one.given_up and hers(one.peer)]
         for one in found:
             one.given_up = True
@@ -53,5 +57,5 @@ class Dues:
 
     @property
     def idle(self) -> bool:
-        """Whether nobody waits for any."""
+        """Whether no client waits for an answer."""
         return all(one.given_up for one in self._taken)

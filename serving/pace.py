@@ -1,4 +1,4 @@
-"""How many prompt tokens a prefill step reads: as many as a cancel can wait for."""
+"""Chooses how many prompt tokens a prefill step reads, so that a cancel does not wait too long."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import median
 from thor_dflash.runtime.model import Model
 
 REPEATS = 3
-"""Measured steps of a size, after one that warms it up."""
+"""Measured steps per size, after one warm-up step."""
 
 
 def choose_chunk(
@@ -19,9 +19,9 @@ def choose_chunk(
     log: Callable[[str], None],
     measure: Callable[[Model, int, int], float] | None = None,
 ) -> float:
-    """Set `model.chunk` to the largest of `sizes` whose step takes `limit_ms` at most, or else to
-    the smallest; give what its step takes at the end of the longest prompt, where attention reads
-    most, ms. Before the first request: the sequence is empty after.
+    """Set `model.chunk` to the largest of `sizes` whose step takes at most `limit_ms`, or else to
+    the smallest. Returns the time of that step at the end of the longest prompt, where attention
+    reads most, ms. Call before the first request: this empties the sequence.
     """
     took = 0.0
     for rows in sorted(sizes, reverse=True):
@@ -38,8 +38,8 @@ def choose_chunk(
 
 
 def step_ms(model: Model, rows: int, start: int) -> float:
-    """What a prefill step of so many rows takes after `start` others, ms. What those hold does not
-    matter to that: they are not filled.
+    """Measure the time of a prefill step of `rows` rows after `start` others, ms. The content of
+    those does not affect the time, so they are not filled.
     """
     times: list[float] = []
     for _ in range(1 + REPEATS):

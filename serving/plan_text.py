@@ -1,9 +1,10 @@
-"""The text of a plan while it is written: its steps once they are whole, and what is kept of it.
+"""Parses the text of a plan while it is being written: finds complete steps, and completes a plan
+that was cut short.
 
-A plan is a JSON object; its steps are the objects in an array that is one of its values. Nothing
-here needs the whole text, and no text can break it: what is not such an object has no steps.
+A plan is a JSON object; its steps are the objects in an array that is one of its values. Partial
+text is fine, and no text raises: text that is not such an object has no steps.
 
-What a model writes is read here and nowhere else, so that nothing comes of it that cannot be sent.
+All JSON from a model is parsed here, so that every value taken from it can be sent.
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ from thor_dflash.records import as_table
 
 _PLAIN_TAIL = "}"
 _PLAN_TAIL = ',"needs_clarification":null}'
-"""A plan that was cut short acts; what it would have asked is not known."""
+"""A plan that was cut short has steps, so it asks no question."""
 _CLOSES = {"}": "{", "]": "["}
 _STEP = ["{", "["]
-"""Brackets open around a step: the plan's and the array's."""
+"""Open brackets around a step: those of the plan and of the array."""
 
 
 @dataclass(slots=True)
 class _Scanner:
-    """Brackets of a JSON text, character by character."""
+    """Tracks the brackets of a JSON text, character by character."""
 
     open: list[str] = field(default_factory=list[str])
     string: bool = False
     escaped: bool = False
     dead: bool = False
-    """The text is no object, or its object is over."""
+    """The text is not an object, or its object is closed."""
 
     def feed(self, letter: str) -> bool:
-        """Take a character; whether it closed a step."""
+        """Take a character. Returns whether it closed a step."""
         if self.dead:
             return False
         if self.string:
@@ -65,14 +66,14 @@ class _Scanner:
 
 @dataclass(slots=True)
 class StepStream:
-    """Takes the answer piece by piece and gives each step once its last brace is there."""
+    """Takes the answer piece by piece and returns each step once its last brace has arrived."""
 
     _scanner: _Scanner = field(default_factory=_Scanner)
     _text: list[str] = field(default_factory=list[str])
-    """Of the step that is being written."""
+    """The characters of the current step."""
 
     def feed(self, text: str) -> list[dict[str, Any]]:
-        """The steps this text completes, in order."""
+        """Return the steps that this text completes, in order."""
         steps: list[dict[str, Any]] = []
         for letter in text:
             if self._scanner.open == _STEP and not self._scanner.string:
@@ -86,10 +87,10 @@ class StepStream:
 
 
 def read_object(text: str) -> dict[str, object] | None:
-    """The object that JSON text says; None where it says none, or one that TDP/1 cannot carry."""
+    """Parse a JSON object. Returns None if the text is not one, or if TDP/1 cannot carry it."""
     try:
         value = msgspec.json.decode(text)
-        # Integers past 64 bits are read, and msgpack cannot write them.
+        # Integers above 64 bits are decoded from JSON, but msgpack cannot encode them.
         msgspec.msgpack.encode(value)
     except (msgspec.DecodeError, ValueError, OverflowError, RecursionError):
         return None
@@ -97,9 +98,9 @@ def read_object(text: str) -> dict[str, object] | None:
 
 
 def close_partial(text: str) -> str | None:
-    """The plan as far as it is known: cut after the last whole step, brackets closed.
+    """Cut a partial plan after its last complete step and close its brackets.
 
-    A whole plan comes back as it is. None where no step is whole, or where the text is no plan.
+    A complete plan is returned unchanged. None if no step is complete or the text is not a plan.
     """
     whole = text.strip()
     if read_object(whole) is not None:

@@ -1,4 +1,4 @@
-"""A planner: asks in, plans out. The same for a session in this process and for a server."""
+"""The planner interface: a request (ask) in, a plan out. Local sessions and servers share it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Planner(Protocol):
     """Answers one ask at a time."""
 
     def plan(self, ask: wire.Ask) -> wire.Result:
-        """Answer an ask.
+        """Answer an ask with its result.
 
         Raises:
             PlanError: it was refused or could not be finished.
@@ -37,7 +37,7 @@ class Planner(Protocol):
         ...
 
     def close(self) -> None:
-        """Free everything. Idempotent."""
+        """Release all resources. Idempotent."""
         ...
 
 
@@ -98,7 +98,9 @@ def _events(run: Run, left: Callable[[], float | None], ask: wire.Ask) -> Iterat
 
 
 def left_of(ask: wire.Ask, arrived: float) -> Callable[[], float | None]:
-    """How long an ask that arrived at `arrived` (monotonic, s) may still take, ms."""
+    """Return a function that tells how many ms are left for an ask that arrived at `arrived`
+    (monotonic, s); None without a deadline.
+    """
     deadline = ask.deadline_ms
     if deadline is None:
         return lambda: None
@@ -106,20 +108,20 @@ def left_of(ask: wire.Ask, arrived: float) -> Callable[[], float | None]:
 
 
 def admit(min_ms: float, left_ms: float | None, rates: Rates, *, free: bool = True) -> None:
-    """Refuse at once what cannot be done in time: a robot would rather hear no.
+    """Refuse at once what cannot be done in time: an early refusal is of more use to a robot.
 
-    A machine that was slow is known to be fast again by its steps alone. So where the engine is
-    free and there were none, one plan after so many refusals is a trial.
+    Only new steps can show that a slow machine is fast again. So if the engine is free, the
+    TRIAL-th refusal in a row, without a step in between, is admitted as a trial instead.
 
     Raises:
-        PlanError: deadline_infeasible, with the least deadline that could be met.
+        PlanError: deadline_infeasible, with the shortest deadline that could be met.
     """
     if left_ms is None or left_ms >= min_ms:
         return
     rates.refused += 1
     if free and left_ms > 0 and rates.refused >= TRIAL:
         return
-    # Away from each other: to the nearest, both could be the same number.
+    # Rounded away from each other: rounded to the nearest, both could be the same number.
     least, got = math.ceil(min_ms), max(0, math.floor(left_ms))
     raise PlanError(
         "deadline_infeasible",
@@ -130,10 +132,10 @@ def admit(min_ms: float, left_ms: float | None, rates: Rates, *, free: bool = Tr
 
 
 def final(result: wire.Result, ask: wire.Ask) -> wire.Result:
-    """A result, unless its ending is an error for this ask.
+    """Return the result, unless the way it ended is an error for this ask.
 
     Raises:
-        PlanError: cancelled, preempted, or the deadline where no partial plan is wanted.
+        PlanError: cancelled, preempted, or past the deadline with on_deadline "error".
     """
     why: Stop
     if result.finish_reason == "cancelled" or result.finish_reason == "preempted":
@@ -146,7 +148,7 @@ def final(result: wire.Result, ask: wire.Ask) -> wire.Result:
 
 
 def stopped(why: Stop) -> PlanError:
-    """The refusal that tells of an early end."""
+    """Return the error that reports an early end."""
     words = {
         "cancelled": "the plan was cancelled",
         "preempted": "a later or more urgent plan took its place",

@@ -1,4 +1,4 @@
-"""What a step costs on this machine, measured as it goes: deadlines and bounds come from it."""
+"""Step times on this machine, measured while it serves. Deadline checks and bounds use them."""
 
 from __future__ import annotations
 
@@ -9,43 +9,45 @@ from functools import partial
 from statistics import median
 
 KEPT = 7
-"""Of the newest times, to take the median of: one that met another process changes nothing."""
+"""Newest times that a median is taken of: one step slowed by another process does not change it."""
 LENGTHS = 32
-"""Cycles that commit lengths are the mean of. None is longer than a block, so none outweighs the
-others, and the sum of them is what an answer is made of: a median is not."""
+"""Cycles over which the commit length is averaged. A mean, because the lengths add up to the
+answer, which a median ignores; no length exceeds a block, so no outlier dominates."""
 RECENT = 512
-"""Steps the worst one is looked for in."""
+"""Newest steps among which the worst is taken."""
 TRIAL = 8
-"""Refusals in a row, nothing being measured between them, the last of which is a trial instead."""
+"""The refusal of this number in a row, with no step measured in between, becomes a trial."""
 FIRST_STEP = 32
-"""Tokens until a plan's first step is whole: goal and one call, as planner-nano writes them."""
+"""Tokens until a plan's first step is complete: goal and one call, as planner-nano writes them."""
 MARGIN = 1.25
-"""Of a predicted time, for what one median does not tell."""
+"""Safety factor on predicted times, which are medians."""
 
 
 @dataclass(slots=True)
 class Rates:
-    """What was lately measured. Written by the engine thread, read by all: single words, no lock.
+    """Recent measurements. Written by the engine thread, read by all threads without a lock: each
+    field is read and written as one value.
 
-    Only `refused` is also written by whoever admits plans.
+    Only `refused` is also written by the thread that admits plans.
     """
 
     cycle_ms: float = 0.0
-    """One verify cycle."""
+    """Time of a verify cycle."""
     step_sizes: tuple[int, ...] = (64,)
-    """Rows that a prefill step may have, ascending: all but a prompt's last have most."""
+    """Possible rows of a prefill step, ascending. All but a prompt's last step have the most."""
     step_ms: dict[int, float] = field(default_factory=dict[int, float])
-    """One prefill step, by its rows: of those sizes that have run."""
+    """Time of a prefill step by its rows, for the sizes that have run."""
     thinking_len: float = 1.0
-    """Tokens a cycle commits while thinking."""
+    """Tokens committed per cycle while thinking."""
     answer_len: float = 1.0
-    """Tokens a cycle commits in the answer."""
+    """Tokens committed per cycle in the answer."""
     answer_tokens: float = 160.0
-    """Length of an answer. Until the first one, a plan of five steps."""
+    """Length of an answer. The default is that of a plan of five steps."""
     e2e_ms: float = 0.0
-    """One plan."""
+    """Time of a plan."""
     worst_step_ms: float = 0.0
-    """The prefill step at the end of the longest prompt, measured before the first request."""
+    """Time of the prefill step at the end of the longest prompt, measured before the first request.
+    """
     refused: int = 0
     """Plans refused for their deadline since a step was last measured."""
     _recent: deque[float] = field(default_factory=partial(deque[float], maxlen=RECENT))
@@ -57,7 +59,7 @@ class Rates:
     _answers: deque[float] = field(default_factory=partial(deque[float], maxlen=KEPT))
 
     def cycle(self, ms: float, tokens: int, thinking: bool) -> None:
-        """A cycle committed `tokens`; one that committed none says nothing of the others."""
+        """Record a cycle that committed `tokens`; one without tokens counts only as a step."""
         self._ran(ms)
         if not tokens:
             return
@@ -68,7 +70,7 @@ class Rates:
             self.answer_len = _mean(self._answer, tokens)
 
     def step(self, ms: float, rows: int) -> None:
-        """A prefill step ran."""
+        """Record a prefill step."""
         self._ran(ms)
         kept = self._steps.setdefault(rows, deque(maxlen=KEPT))
         self.step_ms[rows] = _median(kept, ms)
@@ -78,42 +80,44 @@ class Rates:
         self.refused = 0
 
     def plan(self, ms: float, answer_tokens: int) -> None:
-        """A plan was finished without being cut short."""
+        """Record a plan that was not cut short."""
         self.e2e_ms = _median(self._plans, ms)
         self.answer_tokens = _median(self._answers, answer_tokens)
 
     def bound_ms(self) -> float:
-        """Longest a cancel waits for the step under way, ms: twice the worst step, of those lately
-        seen and the slowest prefill step there can be.
+        """Return the longest that a cancel waits for the current step, ms: twice the worst step,
+        which is the slowest of the recent steps and the slowest possible prefill step.
         """
         worst = max(self._recent.copy(), default=0.0)
         worst = max(worst, self.worst_step_ms)
         return max(1.0, math.ceil(2 * worst))
 
     def prefill_ms(self, tokens: int) -> float:
-        """Predicted, for this many prompt tokens, the last of which is for the first cycle."""
+        """Predict the prefill time of a prompt; its last token is left to the first cycle."""
         whole, rest = divmod(max(0, tokens - 1), self.step_sizes[-1])
         last = next(rows for rows in self.step_sizes if rows >= rest)
         return whole * self._predicted(self.step_sizes[-1]) + self._predicted(last) * (rest > 0)
 
     def _predicted(self, rows: int) -> float:
-        """Of a size that has not run yet: what the next larger one takes that has."""
+        """Return the time of a step; for a size that has not run, of the next larger that has."""
         return next(
             (self.step_ms[n] for n in self.step_sizes if n >= rows and n in self.step_ms), 0.0
         )
 
     def answer_ms(self, max_tokens: int) -> float:
-        """Predicted, for a usual answer or the longest allowed."""
+        """Predict the time of a typical answer, or of the longest allowed if that is shorter."""
         tokens = min(self.answer_tokens, max_tokens)
         return self.cycle_ms * tokens / self.answer_len
 
     def min_ms(self, prompt: int, max_tokens: int, *, whole: bool) -> float:
-        """Least time a useful answer takes without thinking: a whole one, or a first step."""
+        """Predict the least time of a useful answer without thinking, ms. With `whole` that is an
+        answer of typical length, else the first step of a plan.
+        """
         tokens = max_tokens if whole else min(FIRST_STEP, max_tokens)
         return self.prefill_ms(prompt) + self.answer_ms(tokens)
 
     def thinking_room(self, left_ms: float, prompt: int, max_tokens: int) -> int:
-        """Tokens of thinking that leave time for the answer."""
+        """Return how many thinking tokens leave time for the answer."""
         spare = left_ms - MARGIN * (self.prefill_ms(prompt) + self.answer_ms(max_tokens))
         if not self.cycle_ms:
             return 0

@@ -1,4 +1,4 @@
-"""What both clients share: requests to bytes, bytes to replies, and when to try again."""
+"""Shared by both clients: encoding requests, decoding replies, timeouts and retries."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from thor_dflash.serving.codec import MSGPACK, Codec
 
 CODES = frozenset(typing.get_args(Code))
 GRACE_S = 2.0
-"""Beyond a plan's deadline, until its server is given up: the answer may be on its way."""
+"""Wait beyond a plan's deadline before giving up, s: the answer may be in transit."""
 FAREWELL_MS = 200
-"""How long a closing stream waits for its `cancel` to be on the way."""
+"""How long closing a stream waits for its `cancel` to be sent."""
 REFUSED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-"""The server said no. libzmq does not try again after these."""
+"""The server refused the connection. libzmq does not reconnect after these events."""
 FAILED_HANDSHAKE = REFUSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-"""Or it hung up: that may be its no, to a wrong public key of its own, or its end."""
+"""These, or the server hung up: because the client has the wrong public key for it, or because it
+ended."""
 WATCHED = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_CLOSED  # nothing listens there
+    | zmq.EVENT_CLOSED  # connecting failed: nothing listens there
     | FAILED_HANDSHAKE
 )
 SOCKET_OPTIONS = {
     zmq.LINGER: 0,
-    zmq.IMMEDIATE: 1,  # nothing is queued for a server that is not there
+    zmq.IMMEDIATE: 1,  # nothing is queued before there is a connection
     zmq.SNDHWM: 64,
     zmq.RCVHWM: 1024,
     **KEEPALIVE,
@@ -44,30 +45,30 @@ SOCKET_OPTIONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How a client behaves."""
+    """Options of a client."""
 
     timeout_s: float = 5.0
     """Longest wait for a control operation, and for a connection."""
     plan_timeout_s: float = 120.0
-    """Longest wait for a plan without a deadline, or for the next piece of its stream, or for a
+    """Longest wait for a plan without a deadline, for the next piece of its stream, or for a
     prefix."""
     retries: int = 3
-    """Times a request is sent again after `busy` or a lost connection. 0: nor is a server that
-    warms up waited for."""
+    """How often a request is sent again after `busy` or a lost connection. With 0 the client does
+    not wait for a server that is warming up, either."""
     session: str = field(default_factory=lambda: uuid4().hex)
-    """Plans of one session replace each other. A repeated request so replaces its lost self."""
+    """Plans of one session replace each other, so a repeated request replaces the lost attempt."""
     token: str | None = None
-    """Of requests that name none."""
+    """The secret for requests that carry none."""
     keys: str = ""
     """Directory with client.secret, client.public and server.public; "" for no encryption."""
     codec: Codec = MSGPACK
     max_message: int = 1 << 20
-    """Longest request, bytes: the server's `limits.max_message`. A longer one would end the
-    connection, and with it every other plan that came by it."""
+    """Longest request, bytes: the server's `limits.max_message`. A longer one would close the
+    connection, and thereby cancel every other plan on it."""
 
 
 class Reply(Struct, frozen=True):
-    """What is read of every reply first."""
+    """The fields of every reply that are read first."""
 
     type: str = ""
     id: str | None = None
@@ -76,17 +77,17 @@ class Reply(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A request as it went out."""
+    """An encoded request and its id."""
 
     id: str
     body: bytes
 
 
 def fill(request: wire.Request, options: Options) -> Sent:
-    """A request with an id that was never used before, so that no late reply can be its.
+    """Encode a request under a new unique id, so that no late reply can be taken for its answer.
 
     Raises:
-        PlanError: bad_request, a text in it is not UTF-8 or a number too large; too_large.
+        PlanError: bad_request, a text in it is not UTF-8 or a number is too large; too_large.
     """
     id = uuid4().hex
     given: dict[str, Any] = {"id": id}
@@ -96,7 +97,7 @@ def fill(request: wire.Request, options: Options) -> Sent:
         given["session"] = options.session
     filled = structs.replace(request, **given)
     table = msgspec.to_builtins(filled)
-    # Defaults are left out; these three must be said.
+    # Fields with default values are left out, but these three are required.
     table |= {"v": wire.VERSION, "op": request.op, "id": id}
     try:
         body = options.codec.encode(table)
@@ -122,10 +123,10 @@ def _check_value(name: str, value: object) -> None:
 
 
 def rest(ask: wire.Ask, began: float) -> wire.Ask:
-    """An ask of `began` (monotonic, s) as it is now: its deadline is what is left of it.
+    """Return an ask begun at `began` (monotonic, s) with its deadline reduced to the time left.
 
     Raises:
-        PlanError: nothing is.
+        PlanError: no time is left.
     """
     if ask.deadline_ms is None:
         return ask
@@ -136,15 +137,15 @@ def rest(ask: wire.Ask, began: float) -> wire.Ask:
 
 
 def head(options: Options, body: bytes) -> Reply:
-    """Whose reply it is, and of what kind."""
+    """Decode the id and type of a reply."""
     return options.codec.decode(body, Reply)
 
 
 def event(options: Options, body: bytes, reply: Reply) -> wire.Event:
-    """A chunk or a result.
+    """Decode a chunk or a result.
 
     Raises:
-        PlanError: it is an error.
+        PlanError: the reply is an error.
     """
     if reply.type == "chunk":
         return options.codec.decode(body, wire.Chunk)
@@ -154,10 +155,10 @@ def event(options: Options, body: bytes, reply: Reply) -> wire.Event:
 
 
 def table(options: Options, body: bytes, reply: Reply) -> dict[str, Any]:
-    """A control operation's answer.
+    """Decode the answer to a control operation.
 
     Raises:
-        PlanError: it is an error.
+        PlanError: the reply is an error.
     """
     if reply.type == "error":
         raise error(options, body)
@@ -165,7 +166,7 @@ def table(options: Options, body: bytes, reply: Reply) -> dict[str, Any]:
 
 
 def error(options: Options, body: bytes) -> PlanError:
-    """An error reply as the exception it is; a code this client does not know is `internal`."""
+    """Return an error reply as an exception; a code unknown to this client becomes `internal`."""
     told = options.codec.decode(body, dict[str, Any])
     code: Any = told.get("code")
     return PlanError(
@@ -179,10 +180,10 @@ def error(options: Options, body: bytes) -> PlanError:
 
 @dataclass(slots=True)
 class Tries:
-    """One request's time and attempts.
+    """The attempts of one request and their time limits.
 
     Raises:
-        PlanError: bad_request, it has a deadline that is none.
+        PlanError: bad_request, its deadline is below 1 ms.
     """
 
     options: Options
@@ -190,7 +191,7 @@ class Tries:
     left: int = field(init=False)
     began: float = field(default_factory=time.monotonic)
     since: float = field(init=False)
-    """When it began to be waited for a message, monotonic s: whoever streams says so after each."""
+    """Start of the wait for the next message, monotonic, s. A stream sets it after each message."""
 
     def __post_init__(self) -> None:
         self.left = self.options.retries
@@ -200,13 +201,13 @@ class Tries:
 
     @property
     def until(self) -> float:
-        """When to give up, monotonic s."""
+        """When to give up, monotonic, s."""
         return self._due + (GRACE_S if _deadline_ms(self.request) is not None else 0.0)
 
     @property
     def connect_by(self) -> float:
-        """When to give up waiting for a connection, monotonic s: long before a plan's own time,
-        and before its deadline, after which nothing is asked.
+        """When to give up waiting for a connection, monotonic, s: after `timeout_s`, and no later
+        than the deadline, after which nothing is sent.
         """
         return min(self._due, time.monotonic() + self.options.timeout_s)
 
@@ -214,12 +215,12 @@ class Tries:
     def _due(self) -> float:
         if (ms := _deadline_ms(self.request)) is not None:
             return self.began + 1e-3 * ms
-        # A prefix is read like a prompt, in its turn.
+        # `prefix.put` takes as long as a plan: it queues and is prefilled like a prompt.
         slow = isinstance(self.request, wire.Ask | wire.PrefixPut)
         return self.since + (self.options.plan_timeout_s if slow else self.options.timeout_s)
 
     def send(self) -> Sent:
-        """The next attempt. A deadline is what is left of it.
+        """Encode the next attempt, with its deadline reduced to the time left.
 
         Raises:
             PlanError: the deadline passed while trying.
@@ -230,31 +231,31 @@ class Tries:
         return fill(request, self.options)
 
     def late(self, endpoint: str, seen: int) -> PlanError:
-        """What is said when nothing came `until` now; `seen` as for `unreachable`."""
+        """Return the error for a reply that did not come in time; `seen` as for `unreachable`."""
         bounded = not isinstance(self.request, wire.Ask) or self.request.deadline_ms is not None
         if bounded or seen != zmq.EVENT_HANDSHAKE_SUCCEEDED:
             return unreachable(endpoint, seen)
-        # Its server is there: the plan only takes long, and would take as long again elsewhere.
+        # The server is connected: the plan is slow, and a retry would take as long again.
         rule = "be answered, or its stream go on, within plan_timeout_s"
         got = f"nothing for {self.options.plan_timeout_s:g} s"
         return PlanError("deadline", f"a plan without deadline_ms must {rule} (got {got})")
 
     def farewell(self, sent: Sent) -> bytes:
-        """What cancels an attempt: whoever may ask may."""
+        """Encode the `cancel` of an attempt. It carries the request's own token."""
         cancel = wire.Cancel(target=sent.id, token=self.request.token)
         return fill(cancel, self.options).body
 
     def again(self, error: PlanError) -> float:
-        """Seconds to wait before the next attempt.
+        """Return the seconds to wait before the next attempt.
 
         Raises:
-            PlanError: `error`, where there is none.
+            PlanError: `error`, if there is no next attempt.
         """
         wait = 1e-3 * (error.retry_after_ms or 100.0)
         late = time.monotonic() + wait >= self.until
         if not error.retryable or self.left <= 0 or late:
             raise error
-        # A server that warms up is waited for, as long as the request has time.
+        # Waiting for a server that warms up uses no retry, only the request's time.
         self.left -= error.code != "not_ready"
         return wait
 
@@ -264,7 +265,9 @@ def _deadline_ms(request: wire.Request) -> int | None:
 
 
 def unreachable(endpoint: str, seen: int) -> PlanError:
-    """A server that does not answer; `seen` is the last event of the connection, 0 for none."""
+    """Return the error for a server that does not answer. `seen` is the last event of the
+    connection, 0 for none.
+    """
     if seen & FAILED_HANDSHAKE:
         why = "it refused the connection: does it want CURVE keys, or other ones?"
     elif seen == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -273,29 +276,29 @@ def unreachable(endpoint: str, seen: int) -> PlanError:
         why = "the connection was lost"
     else:
         why = "nothing is connected there"
-    # Who was refused will be, until somebody changes the keys: a later request may try again.
+    # A refused client stays refused until the keys change: do not retry; a later request may work.
     retryable = not seen & FAILED_HANDSHAKE
     text = f"{endpoint} must answer (got none: {why})"
     return PlanError("unreachable", text, retryable=retryable)
 
 
 def after(seen: int, event: int) -> int:
-    """What is known of a connection after an event of it, `seen` being what was known before.
+    """Return the known state of a connection after an event; `seen` is the state before it.
 
-    A handshake that failed is followed by a disconnection, which says less: nothing was sent that
-    could be lost.
+    A disconnection that follows a failed handshake is ignored: it says less, and nothing was sent
+    that could have been lost.
     """
     never = event == zmq.EVENT_DISCONNECTED and seen != zmq.EVENT_HANDSHAKE_SUCCEEDED
     return seen if never else event
 
 
 def closed(endpoint: str) -> PlanError:
-    """A server that is asked by a client that was closed."""
+    """Return the error for a request on a closed client."""
     return PlanError("unreachable", f"{endpoint} must answer (got none: the client was closed)")
 
 
 def prepare(socket: zmq.Socket[Any], options: Options) -> None:
-    """Set what both clients' sockets have in common.
+    """Set the options and keys that the sockets of both clients have in common.
 
     Raises:
         ConfigError: the keys cannot be read.
@@ -303,7 +306,7 @@ def prepare(socket: zmq.Socket[Any], options: Options) -> None:
     for option, value in SOCKET_OPTIONS.items():
         socket.setsockopt(option, value)
     if options.keys:
-        # Imported here: a client without keys needs nothing of the server's security.
+        # Imported here: a client without keys does not need this module.
         from thor_dflash.serving import security
 
         keys = Path(options.keys)
@@ -313,7 +316,7 @@ def prepare(socket: zmq.Socket[Any], options: Options) -> None:
 
 
 def connect(socket: zmq.Socket[Any], endpoint: str, what: str = "endpoint") -> None:
-    """Begin to connect. `what` is the name by which the endpoint was given.
+    """Begin to connect. `what` names the option or argument that gave the endpoint.
 
     Raises:
         ConfigError: the endpoint is malformed.
@@ -326,13 +329,13 @@ def connect(socket: zmq.Socket[Any], endpoint: str, what: str = "endpoint") -> N
 
 
 def reconnect(socket: zmq.Socket[Any], endpoint: str) -> None:
-    """Begin anew where libzmq has given up: who refused may have come back with our key."""
-    socket.disconnect(endpoint)  # it would take the same endpoint for one that it has
+    """Connect again after libzmq gave up: the server may have restarted and accept our key now."""
+    socket.disconnect(endpoint)  # otherwise libzmq ignores a connect to the same endpoint
     socket.connect(endpoint)
 
 
 def check(endpoint: str, options: Options, what: str) -> None:
-    """Refuse what no connection can be begun with, before there is a client.
+    """Check endpoint and keys before there is a client.
 
     Raises:
         ConfigError: as `prepare` and `connect`.

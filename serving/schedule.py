@@ -1,7 +1,8 @@
-"""Who is served next: a bounded queue, latest wins per session. Pure bookkeeping, one thread.
+"""The scheduler: a bounded queue where the latest plan of a session wins. Bookkeeping only, used by
+one thread.
 
-A job is in the books from its arrival until it is answered; it is answered exactly once because
-only `leave` takes it out, and only who takes it out answers it.
+A job is in the books from its arrival until it is answered. It is answered exactly once: only
+`leave` removes it, and only the caller for whom `leave` returns True answers it.
 """
 
 from __future__ import annotations
@@ -18,38 +19,38 @@ from thor_dflash.serving.backend import Prepared, Stop
 from thor_dflash.serving.codec import Codec
 
 SESSIONS = 1024
-"""Sessions whose latest generation is remembered."""
+"""Most sessions whose latest generation is remembered."""
 CORRELATED = 4
-"""Bytes of the number that REQ_CORRELATE adds to a request. A routing id of libzmq has 5."""
+"""Bytes of the request number that REQ_CORRELATE adds. A routing id made by libzmq has 5."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Where an answer goes."""
+    """The recipient of an answer."""
 
     envelope: tuple[bytes, ...]
-    """The frames before the body, as they came: the routing id first."""
+    """The frames before the body, as received: the routing id first."""
     codec: Codec
     groot: bool = False
-    """It speaks the GR00T dialect."""
+    """Whether it speaks the GR00T dialect."""
     fd: int = -1
-    """The connection it came by."""
+    """File descriptor of the connection that the request arrived on."""
 
     @property
     def routing(self) -> bytes:
-        """The routing id: of the client, or of the proxy before it."""
+        """The routing id of the client, or of the last proxy before this server."""
         return self.envelope[0]
 
     @property
     def client(self) -> tuple[bytes, ...]:
-        """Who it is: the same for every message of one socket, behind whatever proxies."""
+        """The identity of the client: equal for all messages of a socket, also through proxies."""
         hops = tuple(frame for frame in self.envelope if frame)
-        # With REQ_CORRELATE the last frame before the empty one is a number of the request.
+        # With REQ_CORRELATE the last frame before the empty one is the number of the request.
         counted = len(hops) > 1 and hops != self.envelope and len(hops[-1]) == CORRELATED
         return hops[:-1] if counted else hops
 
     def body(self, message: object) -> bytes:
-        """A message as this peer reads it."""
+        """Encode a message in this peer's codec and dialect."""
         return self.codec.encode(groot.answer(message) if self.groot else message)
 
 
@@ -65,16 +66,18 @@ class Job:
     deadline: float | None = None
     """Monotonic, s."""
     state: Literal["preparing", "queued", "running", "keeping", "left"] = "preparing"
-    """keeping: a prefix is pinned, and the keeper sees to its file. Nothing stops it any more."""
+    """keeping: the prefix is pinned, and the keeper thread writes or removes its file; the job can
+    no longer be stopped."""
     prepared: Prepared | None = None
     stop: Stop | None = None
     """Why to end early. Written by the I/O thread, read by the engine thread at every step."""
     seq: int = 0
-    """Chunks sent."""
+    """Number of chunks sent."""
     instead_of: Job | None = None
-    """Of a full queue: while this one is checked, no other counts on its place."""
+    """The job in a full queue that this one is to displace. While this job is being checked, no
+    other new job may claim that place."""
     gone: bool = False
-    """Nobody is there to hear the answer."""
+    """The client has disconnected; no answer is sent."""
 
     @property
     def priority(self) -> int:
@@ -83,18 +86,19 @@ class Job:
 
     @property
     def generation(self) -> int | None:
-        """State of the world it was asked in."""
+        """The generation (state of the world) that the plan was requested for."""
         return self.request.generation if isinstance(self.request, wire.Ask) else None
 
 
 def job_of(peer: Peer, request: wire.Ask | wire.PrefixPut, now: float) -> Job:
-    """A request that arrived at `now` (monotonic, s) as a job."""
+    """Make a job of a request that arrived at `now` (monotonic, s)."""
     named = request.session if isinstance(request, wire.Ask) else None
     ms = request.deadline_ms if isinstance(request, wire.Ask) else None
     return Job(
         request=request,
         peer=peer,
-        # Longer than an Id may be where the name is of the wire: no session can take a peer's.
+        # Longer than the longest Id that a client may send: no session name of a client can equal
+        # the default name of another peer.
         session=named or "peer:" + ":".join(hop.hex() for hop in peer.client).rjust(64, "0"),
         arrived=now,
         deadline=None if ms is None else now + 1e-3 * ms,
@@ -102,7 +106,7 @@ def job_of(peer: Peer, request: wire.Ask | wire.PrefixPut, now: float) -> Job:
 
 
 class Schedule:
-    """The jobs in the house."""
+    """The books: every job from its arrival to its answer."""
 
     def __init__(self, max_queue: int) -> None:
         self._max_queue = max_queue
@@ -111,32 +115,33 @@ class Schedule:
 
     @property
     def running(self) -> Job | None:
-        """The job the engine has."""
+        """The job that the engine is running."""
         return next((job for job in self._jobs if job.state == "running"), None)
 
     @property
     def waiting(self) -> list[Job]:
-        """Jobs before their turn, in order of arrival."""
+        """All jobs except the running one, in order of arrival."""
         return [job for job in self._jobs if job.state != "running"]
 
     def __len__(self) -> int:
         return len(self._jobs)
 
     def jobs(self) -> list[Job]:
-        """All of them, in order of arrival."""
+        """All jobs, in order of arrival."""
         return list(self._jobs)
 
     def arrive(self, job: Job, retry_after_ms: float) -> None:
-        """Take a job in, to be checked. The others go on as if it had not come.
+        """Add a job that is still to be checked. Until it is accepted, it affects no other job.
 
         Raises:
-            PlanError: stale, busy, or an id that is in use. Nothing has changed.
+            PlanError: stale, busy, or an id that is in use. The books are unchanged.
         """
         self._check_id(job)
         self._check_generation(job)
         pending = self._pending()
-        # Counted as if all that is being checked were accepted: no session takes others' room by
-        # plans that displace each other. So those that a session has under check are bounded, too.
+        # Count as if every job being checked were accepted: then no session can fill the queue
+        # with plans that displace each other. For that reason the number of jobs that one session
+        # has under check (`own`) is bounded, too.
         leaving = self._leaving((job, *reversed(pending)))
         own = sum(one.session == job.session for one in pending)
         full = len(self._jobs) + 1 - len(leaving) > self._room
@@ -147,18 +152,18 @@ class Schedule:
         self._jobs.append(job)
 
     def accept(self, job: Job, retry_after_ms: float) -> list[tuple[Job, PlanError]]:
-        """A job was found fit, and others make way for it: the running one is told to stop. Gives
-        the waiting ones it displaces, each with its answer.
+        """Accept a job that passed its check. If it preempts the running job, that is told to stop.
+        Returns the waiting jobs that it displaces, each with its answer.
 
         Raises:
-            PlanError: stale, or busy, where who would have made way is no longer there and others
-                took the room. Nothing has changed.
+            PlanError: stale; or busy, if the job it was to displace has left and others have taken
+                the place. The books are unchanged.
         """
         self._check_generation(job)
         job.instead_of = None
         out = self._displaced(job)
         leaving = self._leaving((job,))
-        # Those still under check may be refused: they take nobody's place, and have none to give.
+        # Jobs still being checked may yet be refused: they hold no place and have none to give up.
         leaving.update(self._pending())
         if len(self._jobs) - len(leaving) >= self._room:
             other = self._least_urgent(job, leaving)
@@ -174,7 +179,7 @@ class Schedule:
 
     @property
     def _room(self) -> int:
-        """One more than may wait: the one that runs, or is on its way to a free engine."""
+        """The most jobs in the books: those that may wait, and one that runs or is about to."""
         return self._max_queue + 1
 
     def _busy(self, retry_after_ms: float) -> PlanError:
@@ -187,7 +192,7 @@ class Schedule:
         return [one for one in self._jobs if one.state == "preparing"]
 
     def _leaving(self, comers: Iterable[Job]) -> set[Job]:
-        """Who will be gone once these are accepted, the latest first."""
+        """Return the jobs that will have left once `comers` are accepted, newest first."""
         found: set[Job] = set()
         running, waiting = self.running, self.waiting
         for one in comers:
@@ -201,7 +206,7 @@ class Schedule:
         return found
 
     def _least_urgent(self, job: Job, leaving: Container[Job]) -> Job | None:
-        """Of the plans that wait and that a job may displace; of equals the newest."""
+        """Return the least urgent waiting plan that `job` may displace, the newest among equals."""
         if not isinstance(job.request, wire.Ask) or job.request.preempt != "lower":
             return None
         lower = [
@@ -263,17 +268,17 @@ class Schedule:
         return job.request.preempt == "lower" and running.priority < job.priority
 
     def next(self) -> Job | None:
-        """The job to run now, if the engine is free: the most urgent, then the oldest. Nobody gets
-        more urgent by waiting: who may wait for so long only says its deadline.
+        """Return the job to run now if the engine is free: the most urgent, then the oldest.
+        Waiting does not raise a job's priority; a deadline bounds the wait instead.
         """
         if self.running:
             return None
         ready = [job for job in self._jobs if job.state == "queued"]
-        # max takes the first of equals, and jobs are in order of arrival.
+        # max returns the first of equals, and jobs are in order of arrival.
         return max(ready, key=lambda job: job.priority, default=None)
 
     def leave(self, job: Job) -> bool:
-        """Take a job out; whether it still was in."""
+        """Remove a job. Returns whether it was still in the books."""
         if job.state == "left":
             return False
         self._jobs.remove(job)
@@ -281,15 +286,15 @@ class Schedule:
         return True
 
     def expired(self, now: float) -> list[Job]:
-        """Jobs whose deadline passed before their turn."""
+        """Return the waiting jobs whose deadline has passed."""
         return [job for job in self.waiting if job.deadline is not None and job.deadline <= now]
 
     def first_deadline(self) -> float | None:
-        """When the next waiting job expires, monotonic s."""
+        """Return the earliest deadline of the waiting jobs, monotonic, s."""
         return min((job.deadline for job in self.waiting if job.deadline is not None), default=None)
 
     def find(self, target: str, peer: Peer, session: str | None) -> Job | None:
-        """A job by its id, of this client or of the session that is named."""
+        """Find a job by its id among those of this client and of the given session."""
         for job in self._jobs:
             mine = job.peer.client == peer.client or (
                 session is not None and session == job.session

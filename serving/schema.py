@@ -1,8 +1,8 @@
-"""The JSON schema of a plan, made from what a robot can do: `tdp.plan.v1`.
+"""Builds the JSON schema of a plan, `tdp.plan.v1`, from the skills of a robot.
 
-Keys are in the order in which the model writes them: the goal first, which says what is meant,
-then the steps, then whether something is unclear. A plan either acts or asks. An answer under this
-schema is compact JSON, as planner-nano was trained to write it.
+Keys are in the order in which the model writes them: first the goal, which states the intent, then
+the steps, then whether something is unclear. A plan either has steps or asks a question. An answer
+under this schema is compact JSON, as planner-nano was trained to write it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from thor_dflash.records import show
 
 Schema = dict[str, Any]
 Kind = str | Mapping[str, Any]
-"""Of an argument: the name of a set of ids, or a schema of its own (`{"type": "integer", ...}`)."""
+"""The kind of an argument: the name of a set of ids, or a schema (`{"type": "integer", ...}`)."""
 
 NAME = "tdp.plan.v1"
 ON_FAIL = ("retry", "skip", "replan", "abort")
 """What a controller may do when a step fails."""
 MAX_STEPS = 24
-"""Longest plan, steps. What takes more is planned again on the way."""
+"""Longest plan, steps. A longer task has to be replanned on the way."""
 MAX_GOAL = 120
 """Longest goal, characters."""
 MAX_QUESTION = 160
@@ -38,13 +38,13 @@ def from_skills(
     max_steps: int = MAX_STEPS,
     numbered: bool = True,
 ) -> Schema:
-    """The schema of plans over `skills`: skill -> argument, in the order written -> its kind.
+    """Return the schema of plans over `skills`: skill -> argument, in the order written -> kind.
 
-    `ids` are the sets that arguments are of, as {"object": ["mug", "cup"], "place": [...]}. A skill
-    with an argument of an empty set is left out: there is nothing to do it with. `expect` is the
-    longest expectation a step states, characters; 0 leaves it out. `numbered` has the grammar count
-    the steps, which repeats the skills for every step; without, the schema is `max_steps` times
-    shorter and the model counts.
+    `ids` are the sets of argument values, as {"object": ["mug", "cup"], "place": [...]}. A skill
+    with an argument from an empty set is left out, as it cannot be done. `expect` is the longest
+    expectation that a step states, characters; 0 leaves expectations out. With `numbered` the
+    grammar counts the steps, which repeats the skills for every step; without it the model counts
+    and the schema is `max_steps` times shorter.
 
     Raises:
         RequestError: no skill is possible, or an argument is of an unknown kind.
@@ -131,7 +131,7 @@ def _object(properties: Schema) -> Schema:
 
 
 def _ref(name: str) -> Schema:
-    # A JSON pointer inside a URI: what a skill may be called is escaped twice.
+    # A JSON pointer inside a URI: the name of a skill is escaped for both.
     return {"$ref": f"#/$defs/{_pointer(name)}"}
 
 

@@ -1,4 +1,4 @@
-"""Who may connect: where a server may listen, CURVE keys, and the shared secret."""
+"""Access control: which endpoints a server may listen on, CURVE keys, and the shared secret."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from thor_dflash.serve_config import ServeConfig
 SERVER, CLIENT = "server", "client"
 SECRET, PUBLIC = ".secret", ".public"
 CLIENTS = "clients"
-"""Folder of the public keys that may connect."""
+"""Subdirectory with the public keys of the clients that may connect."""
 
 
 def check(config: ServeConfig) -> None:
-    """Refuse to listen where a stranger could move the robot.
+    """Refuse a configuration that lets unauthorised clients control the robot.
 
     Raises:
         ConfigError: naming the endpoint or option.
@@ -63,7 +63,7 @@ def check(config: ServeConfig) -> None:
 
 
 def _has_port(endpoint: str) -> bool:
-    """Whether a tcp endpoint names its port. zmq would take any number, modulo 65536."""
+    """Whether a tcp endpoint has a valid port. zmq accepts any number, modulo 65536."""
     port = endpoint.rpartition(":")[2]
     number = int(port) if re.fullmatch("[0-9]{1,5}", port) else 0
     return endpoint.startswith("ipc://") or port == "*" or 1 <= number <= 65535
@@ -79,14 +79,14 @@ def is_local(endpoint: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return False  # a name, an interface or *: not known to be loopback
+        return False  # a host name, an interface or *: not known to be loopback
 
 
 def read_token(path: str) -> str | None:
-    """The shared secret, or None where there is none.
+    """Return the shared secret, or None if no file is configured.
 
     Raises:
-        ConfigError: no such file, an empty one, or one that others may read.
+        ConfigError: the file is missing, empty, not ASCII, or accessible to other users.
     """
     return _private(Path(path)).strip() or _fail(path) if path else None
 
@@ -111,7 +111,7 @@ def _private(path: Path) -> str:
 
 
 def token_fits(token: str | None, given: object) -> bool:
-    """Whether the secret is the right one, in a time that does not tell how wrong it is."""
+    """Whether `given` is the secret, in constant time. Any value fits a `token` of None."""
     if token is None:
         return True
     text = given if isinstance(given, str) else ""
@@ -119,11 +119,11 @@ def token_fits(token: str | None, given: object) -> bool:
 
 
 def keygen(directory: Path) -> None:
-    """Make a server's and a client's CURVE keys; the client is allowed to connect. All of them, or
-    none.
+    """Make CURVE keys for a server and for one client, and allow that client to connect. On failure
+    no key is left behind.
 
     Raises:
-        ConfigError: there are keys already, or the directory cannot be written.
+        ConfigError: keys exist already, or the directory cannot be written.
     """
     with ExitStack() as failed:
         try:
@@ -144,7 +144,7 @@ def keygen(directory: Path) -> None:
 
 
 def _write(path: Path, key: str, failed: ExitStack) -> None:
-    # Created with its mode, never widened: there is no moment at which others could read it.
+    # Created with its final mode, so that other users can never read it.
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     failed.callback(path.unlink)
     with os.fdopen(fd, "w") as file:
@@ -152,10 +152,10 @@ def _write(path: Path, key: str, failed: ExitStack) -> None:
 
 
 def public_key(path: Path) -> bytes:
-    """A public key from its file.
+    """Read a public key from its file.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the file cannot be read or holds no key.
     """
     try:
         key = path.read_text(encoding="ascii").strip().encode()
@@ -165,10 +165,10 @@ def public_key(path: Path) -> bytes:
 
 
 def secret_key(path: Path) -> bytes:
-    """A secret key from its file.
+    """Read a secret key from its file.
 
     Raises:
-        ConfigError: there is none, or others may read it.
+        ConfigError: the file cannot be read, holds no key, or is accessible to other users.
     """
     return _z85(path, _private(path).strip().encode())
 
@@ -178,17 +178,17 @@ def _z85(path: Path, key: bytes) -> bytes:
         raise ConfigError(f"{path} must hold a key of 40 letters (got {len(key)})")
     try:
         z85.decode(key)
-    except (KeyError, struct.error) as e:  # no letter of Z85, or five of them above 32 bits
-        # Neither the key nor a letter of it is shown: it may be a secret one.
+    except (KeyError, struct.error) as e:  # not a Z85 character, or five that exceed 32 bits
+        # No part of the key is shown: it may be secret.
         raise ConfigError(f"{path} must hold a key in Z85 (got 40 other letters)") from e
     return key
 
 
 def allowed(directory: Path) -> frozenset[bytes]:
-    """The public keys that may connect.
+    """Return the public keys of the clients that may connect.
 
     Raises:
-        ConfigError: a damaged key, or none at all.
+        ConfigError: a damaged key, or no key at all.
     """
     keys = frozenset(public_key(p) for p in sorted((directory / CLIENTS).glob(f"*{PUBLIC}")))
     if not keys:
@@ -197,11 +197,10 @@ def allowed(directory: Path) -> frozenset[bytes]:
 
 
 def check_free(endpoint: str) -> None:
-    """Refuse an ipc path where a server listens or a file is: zmq would remove what is there
-    without a word.
+    """Refuse an ipc path where a server listens or another file lies: zmq would silently delete it.
 
     Raises:
-        ConfigError: somebody answers, or it is no socket.
+        ConfigError: a server answers there, or the file is not a socket.
     """
     path = endpoint.removeprefix("ipc://")
     if endpoint == path or not os.path.lexists(path):
@@ -212,5 +211,5 @@ def check_free(endpoint: str) -> None:
         try:
             probe.connect(path)
         except OSError:
-            return  # left by a server that is gone; zmq replaces it
+            return  # left over from a server that ended; zmq replaces it
     raise ConfigError(f"serve.bind must be free (got {endpoint}, where a server answers)")

@@ -3,8 +3,11 @@
     client --- ROUTER --- I/O thread (desk, books) --- clerk thread (check, tokenise, compile)
                               |
                               +--- engine thread (prefill, decode)
+                              |
+                              +--- keeper thread (files of persisted prefixes)
 
-Only the I/O thread touches sockets and books. The others get jobs through queues and post back.
+Only the I/O thread touches the sockets and the books (the table of jobs). The other threads take
+jobs from queues and post messages back to it.
 """
 
 from __future__ import annotations
@@ -36,16 +39,19 @@ from thor_dflash.serving.work import Failed, Log, Owed, Pinned, Post, Ready, Tur
 TICK_S = 1.0
 """Longest sleep of the I/O thread: it feeds systemd's watchdog, which is set in seconds."""
 READING_S = 0.5
-"""From the last answer of a drain to the end: when a connection is lost, libzmq drops what a client
-has received and not read yet (pipe_t::terminate after a hiccup, where ZMQ_IMMEDIATE is set)."""
+"""Wait between the last answer of a drain and closing the sockets: when a connection is lost,
+libzmq drops messages that the client has received but not yet read (pipe_t::terminate after a
+hiccup, with ZMQ_IMMEDIATE set)."""
 MOMENT_S = 0.2
-"""What threads that are not worth waiting for are left to end by themselves."""
+"""Time given to threads to end by themselves where waiting longer is not worth it."""
 HUNG = 70
 """Exit status of a server whose engine hangs: EX_SOFTWARE, systemd restarts it."""
 
 
 class Server:
-    """Serves one backend. `run` on one thread; `stop` and `halt` from any, signal handlers too."""
+    """Serves one backend. `run` belongs to one thread; `stop` may be called from any thread and
+    from signal handlers.
+    """
 
     def __init__(
         self,
@@ -56,11 +62,11 @@ class Server:
         notify: Notify = lambda state: None,
         die: Callable[[int], object] = os._exit,
     ) -> None:
-        """Bind, so that clients may connect and ask how far the loading is.
+        """Bind first, so that clients can connect and ask for the state of loading.
 
         Raises:
-            ConfigError: an endpoint, a key, a secret, or a file or directory for what it tells does
-                not allow it.
+            ConfigError: an endpoint, a key, the secret, the events file or the trace directory
+                cannot be used.
         """
         token = security.read_token(config.token_file)
         if config.trace_slow_ms:
@@ -91,33 +97,35 @@ class Server:
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """Where it listens, ports resolved."""
+        """The endpoints it listens on, with actual port numbers."""
         return self._door.endpoints
 
     def stop(self) -> None:
-        """Take no more work, finish what was taken, end. The second time: end now."""
+        """Accept no more work, finish the accepted work, end. The second call ends at once."""
         self._stops += 1
         self._end()
 
     def _end(self) -> None:
-        """What a client asks for. However often: only who may signal ends others' plans."""
+        """Shut down for a client. Does not count as a stop: repeating it never cuts plans of other
+        clients short, which only signals to the process may do.
+        """
         self._stopped_at = min(self._stopped_at, time.monotonic())
         self._ending = True
         self._door.ring()
 
     def ended(self, within_s: float = 0.0) -> bool:
-        """Whether every thread of it has ended; that is waited for so long, s."""
+        """Return whether all its threads have ended, after waiting up to `within_s` seconds."""
         until = time.monotonic() + within_s
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def run(self) -> None:
-        """Serve until stopped. A thread may go on, see `ended`: one that is hung, one that loads a
-        backend which nobody will use, or any once it is told to end now.
+        """Serve until stopped. Threads may outlive this call (see `ended`): one that hangs, one
+        still loading the backend, or any of them after a second stop.
 
         Raises:
-            ThorError: the backend did not load.
+            ThorError: the backend did not load, the engine was lost, or a thread failed.
         """
         self._start(lambda: work.engine(
             self._load, self._engine, self._post, self._life.pulse, self._log, self._traced
@@ -131,16 +139,18 @@ class Server:
             raise self._life.failed
 
     def _start(self, target: Callable[[], None]) -> None:
-        # Daemons: a hung engine must not keep a process alive that was told to end.
+        # Daemon threads: a hung engine must not keep the process alive after it was told to end.
         thread = threading.Thread(target=lambda: self._or_fail(target), daemon=True)
         self._threads.append(thread)
         thread.start()
 
     def _or_fail(self, target: Callable[[], None]) -> None:
-        """A server that lost a thread would look healthy and answer nothing."""
+        """Run a thread's work. Any exception ends the server, which would otherwise look healthy
+        and answer nothing.
+        """
         try:
             target()
-        except BaseException:  # a panic of a library in Rust is no Exception
+        except BaseException:  # a panic in a Rust library does not derive from Exception
             fault = "the server's threads must go on (got an unexpected fault, see the log)"
             self._post(Failed(ThorError(fault)))
             self._log(traceback.format_exc())
@@ -193,7 +203,7 @@ class Server:
         self._log(f"ready after {self._life.ready_after_s:.1f} s on {', '.join(self.endpoints)}")
 
     def _traced(self, job: Job, outcome: object, trace: Trace) -> None:
-        """On the engine's thread, after the answer is on its way."""
+        """Write the trace of a slow job. Runs on the engine thread, after the answer was posted."""
         limit = self._config.trace_slow_ms
         if not limit or trace.took_ms() < limit:
             return
@@ -243,7 +253,7 @@ class Server:
         self._keeper.put(None)
         self._check(None)
         begun = time.monotonic()
-        # Piece by piece: the second stop may come meanwhile.
+        # Wait in short intervals: a second stop may arrive meanwhile.
         while not self.ended(MOMENT_S / 10) and time.monotonic() < begun + self._worth_s():
             pass
         self._tell("ended")
@@ -253,8 +263,8 @@ class Server:
         self._door.close()
 
     def _worth_s(self) -> float:
-        """How long the end of the threads is worth waiting for: nobody can be waiting for one that
-        loads, and whoever says it twice does not want to.
+        """Return how long to wait for the threads, s: only briefly while the backend still loads,
+        as no client can have a plan yet, and after a second stop, which asks not to wait.
         """
         loading = self._life.backend is None and self._life.failed is None
         return MOMENT_S if loading or self._stops > 1 else self._config.watchdog_s
@@ -272,7 +282,7 @@ def _drain(posts: SimpleQueue[Post]) -> Iterator[Post]:
 def serving(
     load: Callable[[], Backend], config: ServeConfig, *, log: Log = print
 ) -> Generator[Server]:
-    """A server on a thread of its own, for as long as the block lasts."""
+    """Run a server on its own thread for the duration of the `with` block."""
     server = Server(load, config, log=log)
     failed: list[ThorError] = []
 
@@ -290,5 +300,5 @@ def serving(
         server.stop()
         server.stop()
         thread.join(config.drain_s + config.watchdog_s)
-        # The process goes on, and with it what a backend's owner may close.
+        # This process goes on, and the caller may free what the backend still uses.
         server.ended(config.watchdog_s)

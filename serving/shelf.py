@@ -1,7 +1,8 @@
-"""The prefixes that outlive the server: a directory of files, each whole or absent.
+"""Storage of the prefixes that outlive the server: a directory of files, each complete or absent.
 
-A file is named by the hash of its prefix's name, and holds what runtime/prefix_file.py says. What a
-killed server left half-written has another ending, and is swept out when the next one begins.
+A file is named by the hash of its prefix's name; its format is that of runtime/prefix_file.py.
+Files that a killed server left half-written have another suffix and are removed when the next
+server starts.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ ENDING = ".prefix"
 
 
 class Shelf:
-    """Used by one thread at a time, but for `has`."""
+    """The directory. Only `has` may be called while another thread uses it."""
 
     def __init__(self, directory: Path) -> None:
-        """Take the directory for this server alone, and sweep out what is half-written.
+        """Lock the directory for this server and remove half-written files.
 
         Raises:
-            ConfigError: it cannot be used, or another server has it.
+            ConfigError: it cannot be used, or another server has locked it.
         """
         self._directory = directory
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
-            # Let go by the system when the process ends, however it ends.
+            # The system releases the lock when the process ends, however it ends.
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for path in directory.glob(f".*{ENDING}.*"):
                 path.unlink()
@@ -47,22 +48,25 @@ class Shelf:
                 f"(got {directory}: {e.strerror})"
             ) from e
         self._files: dict[str, _Files] = {}
-        """By the name of the prefix."""
+        """The files on disk by the name of their prefix."""
 
     def has(self, prefix: Prefix) -> bool:
-        """Whether what is held under a name is what the next server will have. From any thread."""
+        """Whether the file of this name holds this very prefix, so that the next server will have
+        it. May be called from any thread.
+        """
         kept = self._files.get(prefix.name)
         return kept is not None and kept.tokens == prefix.tokens
 
     def load(self, prefixes: Prefixes) -> list[str]:
-        """Take every file in. What cannot be used is left where it is: a line for each."""
+        """Load every file. Unusable files stay in place; returns a line for each of them."""
         problems: list[str] = []
-        # Those that have their own name last: of copies of a prefix the last one counts.
+        # Files named by a hash, as this server writes them, come last: of several files of one
+        # prefix the last one loaded is used.
         for path in sorted(self._directory.glob(f"*{ENDING}"), key=lambda p: (_is_own(p), p)):
             try:
                 prefix = prefixes.load(path)
             except (PackageError, RequestError) as e:
-                # With the file's own name: where it is on this machine is for its log.
+                # Name the file without its directory: clients see these lines.
                 problems.append(str(e).replace(f"{self._directory}{os.sep}", ""))
                 continue
             others = self._paths(prefix.name)
@@ -73,11 +77,11 @@ class Shelf:
         return problems
 
     def keep(self, prefixes: Prefixes, name: str) -> None:
-        """Write one that is held, in place of the files there were. Where it cannot be written, one
-        of another text is removed: it would be there again after a restart.
+        """Write the file of a held prefix, replacing its old files. If that fails, an old file with
+        another text is removed, which would otherwise be loaded at the next start.
 
         Raises:
-            RequestError: it is no longer held, or cannot be written.
+            RequestError: the prefix is no longer held, or cannot be written.
         """
         path, before = self.path_of(self._directory, name), self._paths(name)
         try:
@@ -93,12 +97,12 @@ class Shelf:
         self._files[name] = _Files(tokens, (path,))
 
     def drop(self, name: str) -> bool:
-        """Remove the files of one; whether there was any.
+        """Remove the files of a prefix. Returns whether there was any.
 
         Raises:
             RequestError: one cannot be removed.
         """
-        # Its own, too, which is not among them where it was left out.
+        # Include the regular path: a file there that could not be loaded is not in `_files`.
         paths = {self.path_of(self._directory, name), *self._paths(name)}
         removed = [_remove(path) for path in paths]
         self._files.pop(name, None)
@@ -110,11 +114,13 @@ class Shelf:
 
     @staticmethod
     def path_of(directory: Path, name: str) -> Path:
-        """Where a prefix goes: its name may hold a slash, and be longer than a file's."""
+        """Return the path of a prefix's file. Hashed, because the name of a prefix may contain a
+        slash and may be longer than a file name.
+        """
         return directory / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}{ENDING}"
 
     def close(self) -> None:
-        """Leave the directory to others. Idempotent."""
+        """Unlock the directory. Idempotent."""
         if self._lock >= 0:
             os.close(self._lock)
         self._lock = -1
@@ -122,11 +128,11 @@ class Shelf:
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """What is on disk of one prefix."""
+    """The files of one prefix."""
 
     tokens: tuple[int, ...]
     paths: tuple[Path, ...]
-    """The one that holds them first, then copies that somebody made."""
+    """First the file that holds `tokens`, then other files of the same prefix, copies say."""
 
 
 def _is_own(path: Path) -> bool:

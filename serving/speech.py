@@ -1,4 +1,4 @@
-"""The chunks a streamed plan sends while it is decoded."""
+"""The chunks that a streamed plan sends while it is decoded."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ MARKS = ("<think>", "</think>")
 
 
 class Piece(Protocol):
-    """Some text of an answer, all of one kind."""
+    """A piece of output text, either all thinking or all answer."""
 
     @property
     def text(self) -> str:
-        """What it says."""
+        """The text."""
         ...
 
     @property
     def thinking(self) -> bool:
-        """Inside the thinking block."""
+        """Whether it is inside the thinking block."""
         ...
 
 
 class Speech:
-    """Turns pieces of an answer into the chunks that were asked for; no work where none were."""
+    """Turns pieces of an answer into the requested chunks; does no work if none are requested."""
 
     def __init__(self, stream: bool | wire.Stream) -> None:
         self._text = stream in ("text", "all")
@@ -36,13 +36,13 @@ class Speech:
         self._index = 0
 
     def prefill(self, tokens: int) -> list[wire.Chunk]:
-        """`tokens` of the prompt are in the state."""
+        """Return the chunks after a prefill step; `tokens` of the prompt are in the state."""
         if not self._progress:
             return []
         return [wire.Chunk(kind="progress", phase="prefill", tokens=tokens)]
 
     def cycle(self, pieces: Iterable[Piece], tokens: int) -> list[wire.Chunk]:
-        """A cycle gave these pieces; `tokens` are committed."""
+        """Return the chunks for the pieces of one cycle; `tokens` is the total committed so far."""
         if not (self._text or self._progress or self._steps):
             return []
         said = list(pieces)
@@ -55,8 +55,8 @@ class Speech:
     def _say(self, piece: Piece) -> list[wire.Chunk]:
         text = "" if piece.text in MARKS else piece.text
         if not self._begun[piece.thinking]:
-            # As in the result: neither the thinking nor the answer begins with the blank lines
-            # the chat template puts around them.
+            # As in the result: drop the blank lines that the chat template puts before the
+            # thinking and before the answer.
             text = text.lstrip("\n")
         if not text:
             return []

@@ -1,4 +1,4 @@
-"""What a server counts: plans by ending, latencies, speculation."""
+"""Statistics of a server: plans by finish reason, latencies, speculation."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from thor_dflash.errors import PlanError
 from thor_dflash.serving import wire
 
 KEPT = 256
-"""Plans the percentiles are over."""
+"""Newest plans that the percentiles are computed over."""
 SHOWN = 16
-"""Of those, listed one by one."""
+"""Newest plans that are listed one by one."""
 
 
 @dataclass(slots=True)
 class Stats:
-    """Since the start of the server."""
+    """Counts since the start of the server."""
 
     requests: Counter[str] = field(default_factory=Counter[str])
-    """By operation."""
+    """Requests by operation."""
     finished: Counter[str] = field(default_factory=Counter[str])
     """Plans by finish reason."""
     refused: Counter[str] = field(default_factory=Counter[str])
     """Error answers by code."""
     tokens: Counter[str] = field(default_factory=Counter[str])
-    """By kind, as in usage."""
+    """Tokens by kind, as in `Usage`."""
     spec: Counter[str] = field(default_factory=Counter[str])
     per_position: Counter[int] = field(default_factory=Counter[int])
     _last: deque[dict[str, Any]] = field(default_factory=lambda: deque[dict[str, Any]](maxlen=KEPT))
 
     def result(self, result: wire.Result) -> None:
-        """A plan was answered."""
+        """Record an answered plan."""
         self.finished[result.finish_reason] += 1
         usage = result.usage
         self.tokens["prompt"] += usage.prompt_tokens
@@ -62,11 +62,11 @@ class Stats:
             self.per_position[position] += count
 
     def error(self, error: PlanError) -> None:
-        """An error was answered."""
+        """Record an error answer."""
         self.refused[error.code] += 1
 
     def show(self) -> dict[str, Any]:
-        """Everything, as plain values."""
+        """Return all statistics as plain values."""
         positions = range(max(self.per_position, default=-1) + 1)
         return {
             "requests": dict(self.requests),
@@ -86,7 +86,7 @@ class Stats:
 
 
 def _percentiles(values: list[float]) -> dict[str, float] | None:
-    """p50, p90, p99 by sorted index, without interpolation; None of nothing."""
+    """Return p50, p90 and p99 by sorted index, without interpolation; None for no values."""
     if not values:
         return None
     ranked = sorted(values)

@@ -1,7 +1,7 @@
-"""Telling systemd how the service is.
+"""Tells systemd the state of the service.
 
-The one place that reads the environment: NOTIFY_SOCKET and WATCHDOG_USEC are how systemd names its
-socket to a service, and there is no other way to learn them.
+The only place that reads the environment: systemd passes the path of its notification socket in
+NOTIFY_SOCKET, and there is no other way to learn it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from contextlib import suppress
 Notify = Callable[[str], None]
 ALIVE = "WATCHDOG=1"
 WAIT_S = 1.0
-"""For a reader that is slow to make room, where the word comes once only."""
+"""Longest wait for room in systemd's socket, for messages that are sent only once."""
 
 
 def notifier() -> Notify:
-    """Sends a state ("READY=1", "WATCHDOG=1", "STOPPING=1"); does nothing outside systemd."""
+    """Return a function that sends a state ("READY=1", "WATCHDOG=1", "STOPPING=1") to systemd, and
+    does nothing outside systemd.
+    """
     address = os.environ.get("NOTIFY_SOCKET", "")  # noqa: TID251
     if not address.startswith(("/", "@")):
         return lambda state: None
@@ -26,9 +28,10 @@ def notifier() -> Notify:
 
     def send(state: str) -> None:
         kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC
-        # A failure needs no word: systemd notices a silent service by itself.
+        # A failure is ignored: systemd's watchdog notices a silent service.
         with suppress(OSError), socket.socket(socket.AF_UNIX, kind) as out:
-            # The next sign of life comes in a second, and nothing is answered meanwhile.
+            # No wait for a sign of life: the next one comes in a second, and this thread answers
+            # nobody while it waits.
             out.settimeout(0.0 if state == ALIVE else WAIT_S)
             out.sendto(state.encode(), path)
 

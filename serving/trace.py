@@ -1,4 +1,4 @@
-"""The steps of one slow plan as a trace that ui.perfetto.dev and Chrome show."""
+"""The steps of one slow plan as a trace file for ui.perfetto.dev and Chrome."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from thor_dflash.errors import ConfigError
 from thor_dflash.serving import wire
 
 KEPT = 32
-"""Traces in the directory; older ones make room."""
+"""Most traces in the directory; the oldest are deleted."""
 ENDING = ".trace.json"
 
 
 @dataclass(slots=True)
 class Trace:
-    """Marks of one plan. All times monotonic, s."""
+    """The steps of one plan. All times monotonic, s."""
 
     arrived: float
     _marks: list[tuple[str, float, float]] = field(default_factory=list[tuple[str, float, float]])
     _last: float = 0.0
 
     def begin(self) -> None:
-        """The queue is behind it."""
+        """Mark the end of the wait in the queue."""
         self._mark("queued", self.arrived)
 
     def stepped(self, phase: wire.Phase) -> None:
-        """A step ended, and began where the one before it did."""
+        """Mark the end of a step, which began where the previous one ended."""
         self._mark(phase, self._last)
 
     def _mark(self, name: str, since: float) -> None:
@@ -40,11 +40,11 @@ class Trace:
         self._marks.append((name, since, self._last))
 
     def took_ms(self) -> float:
-        """From its arrival to its last step."""
+        """Return the time from the plan's arrival to the end of its last step, ms."""
         return 1e3 * (self._last - self.arrived)
 
     def events(self, result: wire.Result | None) -> dict[str, Any]:
-        """The trace: one row of steps, and what came of them."""
+        """Return the trace: one row of steps, and the usage, timings and spec of the result."""
         steps = [
             {"ph": "X", "name": name, "pid": 1, "tid": "engine",
              "ts": 1e6 * (since - self.arrived), "dur": 1e6 * (until - since)}
@@ -55,7 +55,7 @@ class Trace:
 
 
 def check_directory(directory: Path) -> None:
-    """Make the directory. Refuse one that takes no files: the first slow plan would be late news.
+    """Make the directory and check that it takes files, before the first slow plan needs it.
 
     Raises:
         ConfigError: it cannot be written.
@@ -72,17 +72,17 @@ def check_directory(directory: Path) -> None:
 
 
 def write(directory: Path, id: str, trace: dict[str, Any]) -> Path:
-    """Let go of the oldest traces, to write one more.
+    """Write a trace and delete the oldest ones. Returns its path.
 
     Raises:
         OSError: the directory cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
     kept = sorted((path for path in directory.glob(f"*{ENDING}") if _number(path)), key=_number)
-    # First, so that a disk that is full of them has room.
+    # Delete before writing, so that a disk full of traces has room again.
     for old in kept[: 1 - KEPT]:
         old.unlink(missing_ok=True)
-    # The newest whatever the clock says: a machine may have lost its time.
+    # Above all existing numbers, even if the machine's clock has gone back.
     number = max(time.time_ns(), 1 + max(map(_number, kept), default=0))
     name = re.sub(r"[^A-Za-z0-9_.-]", "_", id)
     path = directory / f"{number}-{name}{ENDING}"
@@ -95,6 +95,6 @@ def write(directory: Path, id: str, trace: dict[str, Any]) -> Path:
 
 
 def _number(path: Path) -> int:
-    """By which traces are in order, ns since 1970; 0 of a file that is none of ours."""
+    """Return the number that orders traces, ns since 1970; 0 for a file that is not a trace."""
     found = re.match("([0-9]+)-", path.name)
     return int(found[1]) if found else 0

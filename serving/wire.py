@@ -1,6 +1,6 @@
-"""TDP/1 on the wire: every message as a typed struct. `docs/protocol.md` says it in words.
+"""TDP/1 on the wire: every message as a typed struct. `docs/protocol.md` describes them.
 
-Unknown fields of a request are refused by name; those of a reply are ignored by clients.
+The server refuses unknown fields of a request by name; clients ignore those of a reply.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from thor_dflash.errors import Code
 
 VERSION = 1
 PORT = 5571
-"""Not 5555, which a GR00T server on the same machine owns."""
+"""Not 5555, the port of a GR00T server, which may run on the same machine."""
 
 Id = Annotated[str, Meta(min_length=1, max_length=64)]
 Milliseconds = Annotated[int, Meta(ge=1, le=86_400_000)]
@@ -40,7 +40,7 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omi
 
 
 class SchemaOf(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """OpenAI's wrapping of a schema."""
+    """OpenAI's wrapper around a schema."""
 
     schema: dict[str, Any]
     name: str | None = None
@@ -49,14 +49,14 @@ class SchemaOf(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, om
 
 
 class ResponseFormat(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """OpenAI's way to ask for a schema."""
+    """OpenAI's spelling of a request for a schema."""
 
     type: Literal["json_schema"]
     json_schema: SchemaOf
 
 
 class Ask(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """`plan`: one prompt to answer with a plan. Defaults that are None are the server's."""
+    """`plan`: one prompt to answer with a plan. None stands for the server's default."""
 
     v: int = VERSION
     op: str = "plan"
@@ -98,7 +98,7 @@ class Simple(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit
 
 
 class Cancel(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """`cancel`: end a plan, from its own connection or from any that names its session."""
+    """`cancel`: end a plan, from its own connection or from any other that names its session."""
 
     target: Id
     v: int = VERSION
@@ -126,7 +126,7 @@ class PrefixPut(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, o
     prefix_id: Id
     system: str
     persist: bool = False
-    """Whether it outlives the server."""
+    """Whether the prefix is kept on disk, so that it outlives the server."""
     v: int = VERSION
     op: str = "prefix.put"
     id: Id = "-"
@@ -151,14 +151,14 @@ class Usage(Struct, frozen=True, kw_only=True):
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Prompt tokens that a pinned prefix saved."""
+    """Prompt tokens taken from a pinned prefix instead of being computed."""
     thinking_tokens: int = 0
     output_tokens: int = 0
-    """Answer tokens, without the thinking."""
+    """Answer tokens, excluding the thinking."""
 
 
 class Timings(Struct, frozen=True, kw_only=True):
-    """Times of a plan, ms from its arrival at the planner."""
+    """Times of a plan, ms; those that end at an event are measured from its arrival."""
 
     queue_ms: float = 0.0
     prefill_ms: float = 0.0
@@ -169,21 +169,21 @@ class Timings(Struct, frozen=True, kw_only=True):
     decode_ms: float = 0.0
     e2e_ms: float = 0.0
     tok_s: float = 0.0
-    """Committed tokens a second of decoding, without the first; the prefill is not in it."""
+    """Committed tokens per second of decoding, excluding the first token and the prefill."""
     grammar_ms: float = 0.0
     energy_j: dict[str, float] | None = None
-    """Joules by rail of the board, from the beginning of its run to its end, what an idle board
-    takes included; null where the planner's machine has no sensors that anybody may read."""
+    """Joules per power rail of the board from the start of the run to its end, including the idle
+    draw of the board; null if the planner's machine has no readable power sensors."""
 
 
 class Spec(Struct, frozen=True, kw_only=True):
-    """What speculation was worth."""
+    """Statistics of speculative decoding."""
 
     cycles: int = 0
     drafted: int = 0
     accepted: int = 0
     accept_len: float = 0.0
-    """Committed tokens a cycle, the target's own one included."""
+    """Committed tokens per cycle, including the target's own one."""
     forced: int = 0
     accept_hist: tuple[int, ...] = ()
     accepted_per_position: tuple[int, ...] = ()
@@ -205,7 +205,7 @@ class Chunk(Struct, frozen=True, kw_only=True):
 
 
 class Result(Struct, frozen=True, kw_only=True):
-    """A finished plan. `plan` is whole JSON or null, never a broken piece."""
+    """A finished plan. `plan` is complete JSON or null, never a fragment."""
 
     finish_reason: Finish
     status: Status = "ok"
@@ -223,7 +223,7 @@ class Result(Struct, frozen=True, kw_only=True):
     prefix_id: str | None = None
     accept_mode: str = "exact"
     thinking_closed: Literal["", "natural", "soft", "hard"] = ""
-    """How the thinking ended: by itself, or by its budget; empty where it did not."""
+    """How the thinking ended: by itself ("natural") or by its budget; "" if it did not end."""
     usage: Usage = Usage()
     timings: Timings | None = None
     spec: Spec | None = None
@@ -231,7 +231,7 @@ class Result(Struct, frozen=True, kw_only=True):
 
 
 class Failure(Struct, frozen=True, kw_only=True):
-    """A request that was not served."""
+    """The error that answers a request that was not served."""
 
     code: Code
     message: str

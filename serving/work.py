@@ -1,6 +1,7 @@
-"""The two threads behind the I/O thread: the clerk checks requests, the engine thread runs them.
+"""The worker threads behind the I/O thread: the clerk checks requests, the engine thread runs them,
+the keeper writes and removes the files of prefixes.
 
-They get jobs and post what comes of them. Neither touches a socket or the books.
+They take jobs from queues and post the outcome. None of them touches a socket or the books.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from thor_dflash.serving.trace import Trace
 
 T = TypeVar("T")
 POLITE = 5
-"""Niceness of the engine's threads. They keep every core busy for whole time slices, which a waking
-I/O thread, and a robot's own controllers, would otherwise have to wait for."""
+"""Niceness of the engine's threads. They keep every core busy for whole time slices, and a waking
+I/O thread or a robot's own controllers would otherwise have to wait for those to end."""
 FAULT = "the engine met a fault; the log of the server says more"
-"""All that a client is told: what a fault says of itself may name files of the machine."""
+"""All that a client is told: the text of a fault may name files on the server's machine."""
 
 Log = Callable[[str], None]
 
@@ -42,21 +43,21 @@ class Warming:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The backend may be used."""
+    """The backend is loaded and has passed its self-test."""
 
     backend: Backend
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """There will be no backend."""
+    """The backend did not load, was lost, or a thread failed: the server must end."""
 
     error: ThorError
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """The clerk is done with a job."""
+    """The clerk has checked a job."""
 
     job: Job
     outcome: Prepared | PlanError
@@ -64,26 +65,27 @@ class Checked:
 
 @dataclass(slots=True, eq=False)
 class Owed:
-    """A `validate`, for the clerk, or a `prefix.drop`, for the keeper."""
+    """A `validate` for the clerk, or a `prefix.drop` for the keeper, that is not answered yet."""
 
     peer: Peer
     request: wire.Validate | wire.PrefixDrop
     given_up: bool = False
-    """Nobody waits for it. Written by the I/O thread, read by who is to begin it."""
+    """No client waits for it any more. Written by the I/O thread, read by the worker thread before
+    it begins."""
 
 
 @dataclass(frozen=True, slots=True)
 class Validated:
-    """The clerk is done with a `validate`, or the keeper with a `prefix.drop`."""
+    """The clerk has finished a `validate`, or the keeper a `prefix.drop`."""
 
     owed: Owed
     outcome: dict[str, Any] | PlanError | None
-    """None: it was given up before it was begun."""
+    """None if it was given up before it began."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """For the keeper: a prefix is pinned, and answered once it is on disk or off it."""
+    """Work for the keeper: a pinned prefix, answered once its file is written or removed."""
 
     job: Job
     request: wire.PrefixPut
@@ -92,7 +94,7 @@ class Pinned:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The keeper is done with a pinned prefix."""
+    """The keeper has written or removed the file of a pinned prefix."""
 
     job: Job
     outcome: dict[str, Any] | PlanError
@@ -108,7 +110,7 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The running job is done."""
+    """The running job has ended."""
 
     job: Job
     outcome: wire.Result | dict[str, Any] | PlanError
@@ -116,28 +118,28 @@ class Ended:
 
 Post = Warming | Ready | Failed | Checked | Validated | Kept | Said | Ended
 Turn = tuple[int, int, Job | Owed | None]
-"""For the clerk, the least first: a rank, the order of arrival, and what there is to do."""
+"""An entry of the clerk's priority queue, least first: rank, order of arrival, work item."""
 
 
 def turn(order: int, item: Job | Owed | None) -> Turn:
-    """Plans are checked before what only asks about plans, and None, the end, comes last."""
+    """Rank an item for the clerk: plans first, then `validate`, then None, which ends the clerk."""
     return 2 if item is None else int(isinstance(item, Owed)), order, item
 
 
 @dataclass(slots=True)
 class Pulse:
-    """When the engine thread last gave a sign of life. Written there, read by the watchdog."""
+    """Time of the engine thread's last sign of life. Written there, read by the watchdog."""
 
     busy: bool = False
     at: float = field(default_factory=time.monotonic)
 
     def beat(self, *, busy: bool) -> None:
-        """A step is done, or the work is."""
+        """Record a sign of life: a step is about to run (`busy`), or the job has ended."""
         self.at = time.monotonic()
         self.busy = busy
 
     def age(self, now: float) -> float:
-        """Seconds since the last sign of life, 0 when nothing is to be done."""
+        """Return the seconds since the last sign of life, 0 while the engine is idle."""
         return now - self.at if self.busy else 0.0
 
 
@@ -147,7 +149,7 @@ def clerk(
     post: Callable[[Post], None],
     log: Log,
 ) -> None:
-    """Check requests, until None comes."""
+    """Check requests until None arrives."""
     while (item := inbox.get()[-1]) is not None:
         if isinstance(item, Owed):
             _work_off(item, partial(_validate, backend, item), post, log)
@@ -161,8 +163,8 @@ def keeper(
     post: Callable[[Post], None],
     log: Log,
 ) -> None:
-    """See to the files of prefixes in order of arrival, until None comes: neither plans nor their
-    preparation wait for a disk.
+    """Write and remove the files of prefixes in order of arrival, until None arrives. A thread of
+    its own, so that neither plans nor their checks wait for the disk.
     """
     while (item := inbox.get()) is not None:
         if isinstance(item, Pinned):
@@ -198,10 +200,10 @@ def _prepare(backend: Backend, job: Job) -> Prepared:
 
 
 def be_polite() -> None:
-    """Let other threads of the machine go first, this one and those that it makes."""
+    """Lower the priority of this thread and of the threads it creates."""
     thread = threading.get_native_id()
-    with suppress(OSError):  # not every system has priorities of threads
-        # Who was begun with more of it keeps it: root could take it back.
+    with suppress(OSError):  # not every system has priorities per thread
+        # Keep a higher niceness that the process was started with; root could lower it here.
         nice = max(POLITE, os.getpriority(os.PRIO_PROCESS, thread))
         os.setpriority(os.PRIO_PROCESS, thread, nice)
 
@@ -214,8 +216,8 @@ def engine(
     log: Log,
     traced: Callable[[Job, object, Trace], None] = lambda job, outcome, trace: None,
 ) -> None:
-    """Load, warm up, then run jobs until None comes; `traced` gets the steps of each."""
-    # Before the engine makes its own threads, which are as polite as the one that makes them.
+    """Load, warm up, then run jobs until None arrives; `traced` gets the steps of each job."""
+    # Before the engine creates its own threads, which inherit the niceness of this one.
     be_polite()
     try:
         backend = load()
@@ -273,7 +275,7 @@ def _run(
 
 
 def _alive(work: Callable[[], T], lost: list[EngineLost]) -> T:
-    """Notices an engine that this process will not get back."""
+    """Run `work` and note in `lost` an engine that this process cannot recover."""
     try:
         return work()
     except EngineLost as e:
@@ -282,7 +284,7 @@ def _alive(work: Callable[[], T], lost: list[EngineLost]) -> T:
 
 
 def _queued(result: wire.Result, queue_ms: float) -> wire.Result:
-    """Times count from the arrival."""
+    """Return the result with times measured from the job's arrival, not from its start."""
     t = result.timings
     if t is None:
         return result
@@ -301,7 +303,7 @@ def _left_ms(job: Job) -> float | None:
 
 
 def _guard(work: Callable[[], T], log: Log) -> T | PlanError:
-    """Turn every failure into an answer; what we did not foresee is logged, not sent."""
+    """Turn every failure into an answer. Unforeseen ones are logged; their text is not sent."""
     try:
         return work()
     except PlanError as e:
