@@ -1,1 +1,1 @@
-"""Checkpoints to a package on disk. Never opens a session."""
+"""Builds packages on disk from checkpoints. Never opens a session."""

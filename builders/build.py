@@ -1,4 +1,4 @@
-"""The `build` verb: two checkpoints in, one package out."""
+"""The `build` command: two checkpoints in, one package out."""
 
 from __future__ import annotations
 
@@ -49,41 +49,41 @@ _NAMES: dict[DType, Literal["f32", "bf16", "fp8"]] = {
 }
 _ON_GPU = (512, DType.FP8, DType.BF16)
 _AUTO = {"ort": (64, DType.F32, DType.F32), "cuda": _ON_GPU, "tensorrt": _ON_GPU}
-"""Chunk, cache and activations where nobody says."""
+"""Default chunk (rows of a prefill step), KV cache type and activation type by engine."""
 _CHUNKS: dict[str, tuple[int, ...]] = {
     "ort": (),
     "cuda": (256, 128, 64, 32),
     "tensorrt": (128,),
 }
-"""Other sizes of a prefill step where nobody says. None above 512: a Thor's 20 multiprocessors are
-filled by 512 rows, and prefixes are kept in whole steps, so a larger one would keep nothing of a
-shorter prefix; a device with many more reads long prompts faster in steps of 2048. The smaller ones
-are for a prompt's last step. One of 32 rows takes little more than reading the weights."""
+"""Default further sizes of a prefill step by engine. None above 512: 512 rows fill a Thor's 20
+multiprocessors, and prefixes are kept in whole steps, so none shorter than a step. A device with
+many more multiprocessors reads long prompts faster in steps of 2048. The smaller sizes are for a
+prompt's last step; one of 32 rows takes little longer than reading the weights."""
 
 _READ = (".json", ".safetensors", ".jinja")
-"""What the files of a checkpoint end in that a build reads."""
+"""Suffixes of the checkpoint files that a build reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything a package will hold, before a byte of it is written."""
+    """Everything that a package will hold, decided before anything is written."""
 
     target: TargetSource
     drafter: DrafterSource | None
     config: BuildConfig
     shape: Shape
     chunks: tuple[int, ...]
-    """Other sizes of a prefill step, rows."""
+    """Further sizes of a prefill step, rows."""
     capacity: int
     stop: tuple[int, ...]
-    """Ids that end an answer."""
+    """Token ids that end an answer."""
     graphs: tuple[Graph, ...]
     programs: tuple[Program, ...]
-    """The graphs as launch lists, for an engine that walks them itself."""
+    """The graphs as launch lists; none for ONNX Runtime, which runs the graphs."""
     weights: WeightFiles
     sources: tuple[Source, ...]
     draft_ids: NDArray[np.int32] | None
-    """The ids of a reduced draft vocabulary."""
+    """Token ids of a reduced draft vocabulary; None for the whole vocabulary."""
 
 
 def build(
@@ -92,7 +92,7 @@ def build(
     """Write the package `out` from checkpoint directories.
 
     Raises:
-        CheckpointError: a directory is not a checkpoint that is understood, or they do not fit.
+        CheckpointError: a checkpoint is not supported, or the two do not fit together.
         ConfigError: an option does not fit the checkpoints.
         PackageError: `out` cannot be written.
     """
@@ -129,10 +129,10 @@ def make_plan(
     *,
     fused: bool = True,
 ) -> Plan:
-    """Decide shapes, make the graphs, place the weights. Reads scales, and no weight's codes.
+    """Decide shapes, make the graphs, place the weights. Reads scales but no weight codes.
 
-    `blocks`: rows of blocks to have a verify for beside those of the configuration. `fused` false:
-    launch lists whose linears only multiply. Both are for measuring.
+    For measurements: `blocks` are further block sizes to make verify graphs for, in rows; `fused`
+    false makes launch lists whose linears only multiply.
     """
     if drafter is not None:
         check_pair(target.dims, drafter.dims)
@@ -182,7 +182,9 @@ def make_plan(
 
 
 def _steps(layers: Target, maker: Drafter | None, own: Shape, shape: Shape) -> list[Graph]:
-    """The graphs that no other block and no other chunk has, named as their files are."""
+    """Return the graphs for this block and chunk, named as their files are. A graph that depends
+    on only one of the two sizes is made once, with the package's main size of the other.
+    """
     own_block, own_chunk = own.block == shape.block, own.chunk == shape.chunk
     steps = [layers.prefill()]
     if own_chunk:
@@ -199,7 +201,7 @@ def _steps(layers: Target, maker: Drafter | None, own: Shape, shape: Shape) -> l
 
 
 def _chunks(target: TargetSource, config: BuildConfig, own: int) -> tuple[int, ...]:
-    """The other sizes of a prefill step."""
+    """Return the further sizes of a prefill step, rows."""
     longest = target.dims.max_position
     if wrong := [rows for rows in config.chunks if rows > longest]:
         raise ConfigError(
@@ -210,7 +212,7 @@ def _chunks(target: TargetSource, config: BuildConfig, own: int) -> tuple[int, .
 
 
 def _check_types(config: BuildConfig) -> None:
-    """The kernels know no float32 rows and no float32 cache."""
+    """Refuse float32 for engines with our kernels, which have neither float32 rows nor caches."""
     for key, asked, known in (
         ("kv", config.kv, "auto or bf16 or fp8"),
         ("activations", config.activations, "auto or bf16"),
@@ -317,7 +319,7 @@ def _copier(source: Path) -> Callable[[Path], None]:
 
 
 def describe(plan: Plan) -> Manifest:
-    """The manifest of what a plan makes, its files left out."""
+    """Return the manifest of a plan's package, without its files."""
     config, drafter = plan.config, plan.drafter
     found = [p for i in range(len(plan.target.dims.layers)) if (p := plan.target.kv_scales(i))]
     flat = [scale for pair in found for scale in pair] or [1.0]
@@ -361,7 +363,7 @@ def describe(plan: Plan) -> Manifest:
 
 
 def material(plan: Plan) -> Material:
-    """What TensorRT engines are made of."""
+    """Return what TensorRT engines are built from."""
     dims = plan.drafter.dims if plan.drafter else None
     rows = max(plan.shape.block, plan.shape.chunk, *plan.chunks)
     return Material(
@@ -375,7 +377,7 @@ def material(plan: Plan) -> Material:
 
 
 def _key(plan: Plan, by: Maker | None) -> str:
-    """What a build is made of. Two builds with one key write the same bytes."""
+    """Hash all inputs of a build. Two builds with the same key write the same bytes."""
     kernels = fingerprint() if plan.config.engine != "ort" else ""
     device = (by.version, by.device.name, by.device.device) if by else ()
     digest = hashlib.sha256(repr((__version__, plan.config, kernels, device)).encode())
@@ -392,7 +394,7 @@ def _inventory(plan: Plan) -> Iterator[str]:
             continue
         for path in sorted(checkpoint.directory.iterdir()):
             if path.suffix not in _READ:
-                continue  # a log, or the very package: `--target . --out planner` is resumed, too
-            # Not followed: a link that leads nowhere is a file nobody asked for.
+                continue  # a log, or the package itself, as with `--target . --out planner`
+            # A dangling link is not followed: it may be a file that the build does not need.
             stat = path.stat() if path.exists() else path.lstat()
             yield f"{os.path.realpath(path)} {stat.st_size} {stat.st_mtime_ns}\n"

@@ -1,4 +1,4 @@
-"""A program under construction: the calls of a graph, and what is known of its values."""
+"""A program under construction: the room calls of a graph, and the types of its values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from thor_dflash.tensors import DType
 
 @dataclass(slots=True)
 class Known:
-    """Type and shape of a value. A size that a session decides is a letter."""
+    """Type and shape of a value. A size that a session decides is symbolic, a string."""
 
     dtype: DType
     shape: tuple[int | str, ...]
@@ -18,7 +18,7 @@ class Known:
 
 @dataclass(slots=True)
 class RoomCall:
-    """A step before it is one: passes over the list add, drop and rename its ports."""
+    """A future program step: passes over the list of calls add, drop and rename its ports."""
 
     name: str
     room: str

@@ -1,4 +1,4 @@
-"""The model card of a package: what the build was told, and the rest by rule."""
+"""The model card of a package: values from the build's configuration, the rest by rule."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from thor_dflash.errors import ConfigError
 from thor_dflash.manifest import Card
 
 MAX_TOKENS, COMPLEX, REPLY = 32768, 81920, 4096
-"""Longest answers and reply of the Qwen3.5 and 3.6 family. Source: their model cards."""
+"""Longest answer, longest answer to complex problems, and reply of the Qwen3.5 and 3.6 family,
+tokens. Source: their model cards."""
 RULE = "by rule from the family's longest answer"
 LENGTHS, TIERS = ("max_tokens", "complex", "reply"), ("low", "medium", "high", "x_high", "max")
 
 
 def make_card(config: CardConfig, longest: int) -> Card:
-    """Fill in a card for a model of `longest` positions. Tiers never fall from one to the next.
+    """Fill in the card of a model with `longest` positions. No tier is below the previous one.
 
     Raises:
-        ConfigError: a number was told that no answer of the model can have.
+        ConfigError: a configured number exceeds what an answer of the model can have.
     """
     max_tokens = config.max_tokens or min(MAX_TOKENS, longest)
     hard = config.complex or min(COMPLEX, longest)
@@ -28,7 +29,7 @@ def make_card(config: CardConfig, longest: int) -> Card:
     model = f"the model's {longest} positions"
     _at_most(told, ("max_tokens", "complex"), longest, model)
     shorter = min(max_tokens, hard)
-    if not config.reply and reply >= hard:  # then it was `complex` that was told
+    if not config.reply and reply >= hard:  # only a configured `complex` can cause this
         raise ConfigError(f"build.card.complex must be > {reply}, the reply by rule (got {hard})")
     _at_most({"reply": reply}, ("reply",), shorter - 1, f"the longest answer of {shorter} less one")
     _at_most(told, TIERS, longest - reply, f"{model} less the reply of {reply}")

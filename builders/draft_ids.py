@@ -1,4 +1,4 @@
-"""A reduced draft vocabulary: the ids a drafter may propose."""
+"""Reads a reduced draft vocabulary: the token ids that a drafter may propose."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from thor_dflash.errors import ConfigError
 
 
 def read_draft_ids(path: Path, vocab: int) -> NDArray[np.int32]:
-    """int32 [n], ascending, from a JSON list.
+    """Read token ids, int32 [n], ascending, from a JSON list.
 
     Raises:
-        ConfigError: no such list, or ids that are not ascending and below `vocab`.
+        ConfigError: the file is no such list, or its ids are not ascending and below `vocab`.
     """
     try:
         value: object = json.loads(path.read_text(encoding="utf-8"))

@@ -1,7 +1,7 @@
-"""Packages of a model's full size that hold everything but the weights.
+"""Hollow packages: those of a full-size model without its weights, for measurements.
 
-For measuring: the time of a step depends on shapes, not on values, so an engine that fills device
-memory by itself runs such a package like the real one, without tens of gigabytes on any disk.
+The time of a step depends on shapes, not on values. So an engine that fills the weights in device
+memory itself runs such a package like the real one, without tens of gigabytes on disk.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ QWEN36_27B_DFLASH = DrafterDims(
 SHAPES = {"qwen3.6-27b": (QWEN36_27B, QWEN36_27B_DFLASH)}
 
 BF16_LINEARS = ("in_proj_a", "in_proj_b")
-"""Linears so thin that no NVFP4 checkpoint quantises them."""
+"""Linears with so few rows that no NVFP4 checkpoint quantises them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hollow:
-    """A checkpoint of the right names, types and shapes whose arrays are one number each."""
+    """A checkpoint with the right names, types and shapes; each array repeats one number."""
 
     directory: Path
     dims: Any
@@ -77,7 +77,7 @@ class Hollow:
     kind: WeightKind = WeightKind.NVFP4
 
     def matrix(self, name: str) -> Matrix:
-        """A linear."""
+        """Return a linear's weight."""
         rows, columns = self.layout.matrices[name]
         if name.endswith(BF16_LINEARS):
             return Matrix(name, _all(ml_dtypes.bfloat16, (rows, columns)))
@@ -88,11 +88,11 @@ class Hollow:
         return Matrix(name, _all(np.uint8, (rows, columns // 2)), scales, ones, 1.0)
 
     def tensor(self, name: str) -> Array:
-        """Any other tensor."""
+        """Return any other tensor."""
         return _all(ml_dtypes.bfloat16, self.layout.tensors[name])
 
     def kv_scales(self, layer: int) -> tuple[float, float] | None:
-        """FP8 scales of the cache: none, so 1."""
+        """Return the FP8 scales of the cache: None, which means 1."""
         return None
 
 
@@ -108,10 +108,9 @@ def write_hollow(
     *,
     fused: bool = True,
 ) -> Manifest:
-    """Write programs and manifest of a package into the directory `out`.
+    """Write the programs, constants and manifest of a package into the directory `out`.
 
-    For measuring, `blocks` are other rows of a block to have a verify for, however odd, and `fused`
-    false takes the linears apart.
+    `blocks` and `fused` as for `make_plan`; block sizes may be odd.
     """
     target, drafter = SHAPES[shape]
     (out / "config.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""What a build asks of checkpoints, whole ones or hollow."""
+"""The interfaces of checkpoints that a build needs, real or hollow."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ class Weights(Protocol):
 
     @property
     def directory(self) -> Path:
-        """Where it lies."""
+        """The checkpoint's directory."""
         ...
 
     def matrix(self, name: str) -> Matrix:
-        """A linear's weight."""
+        """Return a linear's weight."""
         ...
 
     def tensor(self, name: str) -> Array:
-        """Any other tensor."""
+        """Return any other tensor."""
         ...
 
 
 class TargetSource(Weights, Protocol):
-    """What a build asks of a target checkpoint."""
+    """A target checkpoint."""
 
     @property
     def dims(self) -> TargetDims:
-        """Sizes."""
+        """The model's sizes."""
         ...
 
     @property
     def skipped(self) -> tuple[str, ...]:
-        """Tensors no graph uses."""
+        """Names of tensors that no graph uses."""
         ...
 
     def kv_scales(self, layer: int) -> tuple[float, float] | None:
-        """FP8 scales of an attention layer's keys and values, if it has them."""
+        """Return the FP8 scales of an attention layer's keys and values, if it has them."""
         ...
 
 
 class DrafterSource(Weights, Protocol):
-    """What a build asks of a drafter checkpoint."""
+    """A drafter checkpoint."""
 
     @property
     def dims(self) -> DrafterDims:
-        """Sizes."""
+        """The model's sizes."""
         ...

@@ -1,4 +1,4 @@
-"""Weights as kernels read them, each packed once however many graphs use it."""
+"""Packs weights as the kernels read them, each once, however many graphs use it."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from thor_dflash.plugins.rules import Rule
 from thor_dflash.tensors import Array, DType
 
 CONSTANTS = f"{WEIGHTS}constants.bin"
-"""Where numbers lie that the graphs hold themselves."""
+"""The file of constants that the graphs hold themselves."""
 
 
 @dataclass(slots=True)
 class Packing:
-    """The weight files of a package for an engine that walks programs."""
+    """The weight files of a package for an engine that runs programs."""
 
     source: WeightFiles
-    """As the graphs refer to them: what the checkpoints hold."""
+    """The weights as the checkpoints hold them, which the graphs refer to."""
     files: WeightFiles = field(default_factory=WeightFiles)
-    """What the package will hold."""
+    """The packed weights, which the package will hold."""
     _stored: dict[str, Stored] = field(default_factory=dict[str, Stored])
     _sources: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     _last: dict[str, dict[str, Array]] = field(default_factory=dict[str, dict[str, Array]])
-    """The call packed last: its parts are written one after the other."""
+    """Arrays of the last packed call, cached because its parts are written one after the other."""
 
     def stored(self, name: str) -> Stored:
-        """Where a weight lies."""
+        """Return where a weight is stored."""
         return self._stored[name]
 
     def plain(self, name: str) -> None:
-        """A tensor as the checkpoint stores it."""
+        """Add a tensor as the checkpoint stores it."""
         if name not in self._stored:
             old = self.source.stored(name)
             self._stored[name] = self.files.add(
@@ -41,14 +41,16 @@ class Packing:
             )
 
     def constant(self, name: str, value: Array) -> None:
-        """A number the graph holds itself."""
+        """Add a constant that the graph holds itself."""
         if name not in self._stored:
             self._stored[name] = self.files.add(
                 CONSTANTS, name, DType.of(value), value.shape, lambda: value
             )
 
     def packed(self, rule: Rule, site: Site, sources: Mapping[str, str]) -> dict[str, Stored]:
-        """Port -> what takes the place of a call's weights; `sources`: port -> their names."""
+        """Add the packed form of a call's weights, `sources` (port -> name). Returns port -> packed
+        weight.
+        """
         assert rule.packed is not None
         first = sources["weight0"]
         stem, names = first.removesuffix(".weight"), tuple(sources.values())

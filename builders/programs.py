@@ -1,9 +1,9 @@
-"""ONNX graphs as launch lists: the room calls in order, weights packed as the kernels read them,
-and a place in scratch memory for every value between two calls.
+"""Lowers ONNX graphs to launch lists (programs): the room calls in order, weights packed as the
+kernels read them, and an offset in scratch memory for every intermediate value.
 
-Nothing is described a second time: a program is read off the nodes of the ONNX graph. The few
-standard nodes our graphs use (embedding, concatenation, composing the drafted block) are
-recognised as whole patterns; a node outside them has no kernel and is refused by name.
+The ONNX graph is the only description of a model: a program is derived from its nodes. The few
+standard nodes that our graphs use (embedding, concatenation, composing the drafted block) are
+recognised as whole patterns; any other node has no kernel and is refused by name.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DTYPES = {1: DType.F32, 2: DType.U8, 6: DType.I32, 7: DType.I64, 9: DType.BOOL,
 
 @dataclass(slots=True)
 class _Lowering:
-    """One graph on its way to a program."""
+    """The state of lowering one graph to a program."""
 
     model: onnx.ModelProto
     packing: Packing
@@ -69,7 +69,7 @@ class _Lowering:
         )
 
     def walk(self) -> None:
-        """Room calls in order; a standard node where its last node stands."""
+        """Collect the calls in order; a pattern of standard nodes counts at its last node."""
         for node in self.model.graph.node:
             if node.domain == DOMAIN:
                 self.calls.append(self._room(node))
@@ -105,7 +105,7 @@ class _Lowering:
             sources = {f"x{i}": name for i, name in enumerate(node.input)}
             return RoomCall(node.name, "concat", {}, sources, {"y": node.output[0]})
         if node.op_type == "Concat" and _is(used, "Gather"):
-            return None  # the ids of a drafted block, folded into the embedding
+            return None  # the ids of a drafted block, which `_embed` includes
         if node.op_type == "Concat" and len(node.input) == 2:
             return self._compose(node)
         if node.op_type in ("Slice", "Cast", "Max", "Less", "Where"):
@@ -116,7 +116,7 @@ class _Lowering:
         return next(int(a.i) for a in node.attribute if a.name == "axis")
 
     def _embed(self, gather: onnx.NodeProto, last: onnx.NodeProto) -> RoomCall:
-        """rows = table[ids]; or, for a drafter, of one id and the mask token."""
+        """rows = table[ids]; for a drafter, the ids are one id followed by mask tokens."""
         table, ids = gather.input
         mask = -1
         if (concat := self.makers.get(ids)) is not None:
@@ -134,7 +134,7 @@ class _Lowering:
         )
 
     def _compose(self, node: onnx.NodeProto) -> RoomCall:
-        """tokens = [last, where(forced < 0, max(best[1:], 0), forced[:-1])], through int64."""
+        """tokens = [last, where(forced < 0, max(best[1:], 0), forced[:-1])], computed in int64."""
         last, follow = node.input
         where = self._up(self._up(node, 1, "Cast"), 0, "Where")
         less = self._up(where, 0, "Less")
@@ -160,7 +160,7 @@ class _Lowering:
         return maker
 
     def prune(self) -> None:
-        """Drop outputs that nobody reads: their kernels need not run."""
+        """Drop optional outputs that nothing reads, so that their kernels need not run."""
         read = {n for call in self.calls for n in call.inputs.values()}
         read |= {o.name for o in self.model.graph.output}
         for call in self.calls:
@@ -172,10 +172,10 @@ class _Lowering:
             }
 
     def share_rows(self) -> None:
-        """Let whoever makes the rows of a block leave them as the next linear's kernel reads them,
-        the norm or the gate that it begins with applied: the maker has them in its hands. What it
-        cannot know yet, 1 / rms of the whole row, follows from the sums of squares it leaves beside
-        them.
+        """Let the call that makes a block's rows also write them as slabs, the layout that the next
+        linear's kernel reads, with that linear's norm weight or gate already applied, as it has
+        the values at hand. The factor 1 / rms of the whole row is not known then; the linear gets
+        it from sums of squares that are written beside the slabs.
         """
         order = {n: at for at, call in enumerate(self.calls) for n in call.outputs.values()}
         for call in self.calls:
@@ -183,7 +183,7 @@ class _Lowering:
             if x not in order or f"{x}.slabs" in self.known or not self._takes_slabs(call):
                 continue
             maker, norm = self.calls[order[x]], call.inputs.get("norm_weight")
-            # A gate that is made later than the rows cannot be applied to them.
+            # A gate that is computed after the rows cannot be applied while they are written.
             if not _prepares(maker, call) or order.get(gate, -1) > order[x]:
                 continue
             rows, columns = (int(n) for n in self.known[x].shape)
@@ -211,7 +211,7 @@ class _Lowering:
         return int(self.known[product.inputs["x"]].shape[0]) <= SQUARES_ROWS
 
     def pack(self) -> None:
-        """Replace the weights of a call by what its kernels read; keep other constants."""
+        """Replace the weights of each call by their packed form; keep other constants."""
         for call in self.calls:
             rule = RULES[call.room]
             if rule.packed is not None:
@@ -228,12 +228,12 @@ class _Lowering:
             self.check(call, self.site(call, {}))
 
     def look_ahead(self) -> None:
-        """Let a call that leaves memory idle fetch the weight that the next product reads; this
-        one, which then finds its own in the L2 cache, the first of the one after it. Not a
-        prompt's calls, which have enough to read of their own.
+        """Let a call that leaves memory idle prefetch the next product's weight into the L2 cache.
+        That product, which then reads its weight from the cache, prefetches for the product after
+        it. Calls of a prefill do not prefetch: they keep memory busy themselves.
         """
         idle = False
-        before: RoomCall | None = None  # idle, or a product that was fetched for
+        before: RoomCall | None = None  # an idle call, or a product whose weight was prefetched
         for call in self.calls:
             if "packed" in call.inputs:
                 fetched = before is not None and self._few(call)
@@ -259,7 +259,7 @@ class _Lowering:
         )
 
     def site(self, call: RoomCall, more: Mapping[str, str]) -> Site:
-        """The call with every size a number; a size that a session decides stands as a tile."""
+        """Return the call with every size a number; NOMINAL stands for sizes a session decides."""
         ports: dict[str, Shaped] = {}
         for port, name in {**call.inputs, **more, **call.outputs}.items():
             known = self.known[name]
@@ -268,7 +268,7 @@ class _Lowering:
         return Site(RULES[call.room].op, Attributes(call.attributes), ports)
 
     def check(self, call: RoomCall, site: Site) -> None:
-        """Refuse now what the engine would refuse when it loads the package."""
+        """Refuse at build time what the engine would refuse when it loads the package."""
         if why := RULES[call.room].refuse(site):
             raise ConfigError(f"kernels: {self.name}: {call.name}: {why}")
 
@@ -312,12 +312,12 @@ class _Lowering:
 
 
 NOMINAL = 128
-"""Stands for the rows of a cache while a graph is checked."""
+"""Stands for the rows of a cache, which a session decides, while a graph is checked."""
 _WEIGHT_PORTS = ("weight", "block_scale", "row_scale")
 
 
 def _prepares(maker: RoomCall, call: RoomCall) -> bool:
-    """Whether a call can leave its rows as another's product reads them."""
+    """Whether a call can write its rows as slabs for another call's product."""
     rule, gate = RULES[maker.room], call.attributes.get("gate", "none")
     if gate != "none":
         return gate == "sigmoid" and "norm_weight" not in call.inputs and rule.gates
@@ -330,7 +330,7 @@ def _is(nodes: Sequence[onnx.NodeProto | None], kind: str) -> bool:
 
 @dataclass(slots=True)
 class Life:
-    """A value from the step that writes it to the last that reads it, both included."""
+    """A value's lifetime: from the step that writes it to the last that reads it, inclusive."""
 
     name: str
     nbytes: int
@@ -339,9 +339,10 @@ class Life:
 
 
 def place(lives: Sequence[Life]) -> tuple[dict[str, int], int]:
-    """Offsets such that values alive at once never overlap, and the bytes they take together.
+    """Assign offsets so that values alive at the same time never overlap. Returns them and the
+    total size, bytes.
 
-    Largest first, each at the lowest offset that is free for its whole life (greedy by size;
+    Largest first, each at the lowest offset that is free for its whole lifetime (greedy by size;
     Pisarchyk and Lee 2020).
     """
     placed: list[tuple[int, Life]] = []
@@ -362,11 +363,11 @@ def place(lives: Sequence[Life]) -> tuple[dict[str, int], int]:
 
 
 def lower(model: onnx.ModelProto, packing: Packing, *, fused: bool = True) -> Program:
-    """The launch list of one graph; its weights are added to `packing`. `fused` false is for
-    measuring, see unfused.py.
+    """Lower one graph to its launch list; its weights are added to `packing`. `fused` false is for
+    measurements, see unfused.py.
 
     Raises:
-        ConfigError: the graph holds something no kernel does, naming the node and why.
+        ConfigError: the graph has a node without a kernel; names the node and the reason.
     """
     lowering = _Lowering(model, packing)
     lowering.read()

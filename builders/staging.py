@@ -1,8 +1,8 @@
-"""Writing a package so that a half-written one is never mistaken for a finished one.
+"""Writes a package so that a half-written one is never mistaken for a complete one.
 
-Files go to a hidden directory beside the package, are hashed and flushed one by one, and one
-rename makes them the package. A journal in that directory lets a build that was killed go on
-where it stopped, if it is asked for the same thing again (`key`).
+Files are written to a hidden directory beside the package, hashed and flushed one by one; one
+rename then makes the directory the package. A journal in it lets a build that was killed resume
+where it stopped, if the same build (`key`) is run again.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from thor_dflash.manifest import NAME, FileEntry, check_outside, hash_file, is_p
 JOURNAL = ".journal"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SPARE = 1 << 20
-"""A disk with less than this free is full, bytes: numpy reports a short write without an errno."""
+"""A disk with less free space counts as full, bytes: numpy reports a short write without errno."""
 _EXCHANGE = 2
 """RENAME_EXCHANGE of renameat2(2)."""
 _AT_CWD = -100
 
 
 class Staging:
-    """A package being written. Use as a context manager; without `finish` nothing is left.
+    """A package being written. Use as a context manager; without `finish` everything is deleted.
 
-    `out` must be in no other package, and free or an earlier one, which stays in place until
-    `finish`. A directory lock keeps a second build away and dies with the process, however that
-    ends.
+    `out` must not be inside another package. It must be free, or hold an earlier package, which
+    stays in place until `finish`. A lock on the directory keeps a second build away; the system
+    releases it when the process ends, however it ends.
 
     Raises:
         PackageError: `out` is something else, or another build is writing it, or the disk is full.
     """
 
     def __init__(self, out: Path, key: str) -> None:
-        self.out = Path(os.path.realpath(out))  # resolve() fails where links go round
+        self.out = Path(os.path.realpath(out))  # resolve() fails on circular links
         self._key = key
         self._partial = self.out.with_name(f".{self.out.name}.partial")
         self._files: dict[str, FileEntry] = {}
@@ -53,7 +53,7 @@ class Staging:
 
     @property
     def files(self) -> dict[str, FileEntry]:
-        """What has been written so far, by name."""
+        """The files written so far, by name."""
         return dict(self._files)
 
     def __enter__(self) -> Self:
@@ -86,15 +86,15 @@ class Staging:
             ) from error
 
     def write(self, name: str, writer: Callable[[Path], None]) -> FileEntry:
-        """Have `writer` write one file at the path it is given; hash and flush it.
+        """Let `writer` write one file at the path passed to it, then hash and flush the file.
 
-        Skips the writer where an earlier build with the same key wrote this file already.
+        The writer is skipped if an earlier build with the same key has written this file.
         """
         if name in self._files:
             return self._files[name]
         path = self._inside(name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)  # half of it may be there from a killed build
+        path.unlink(missing_ok=True)  # a killed build may have left a part of it
         writer(path)
         entry = hash_file(path)
         _flush(path)
@@ -104,7 +104,7 @@ class Staging:
         return entry
 
     def finish(self, manifest: str) -> None:
-        """Write the manifest and make the directory the package, in one rename."""
+        """Write the manifest and turn the directory into the package by one rename."""
         path = self._partial / NAME
         path.write_text(manifest, encoding="utf-8")
         _flush(path)
@@ -143,10 +143,10 @@ class Staging:
             os.fsync(file.fileno())
 
     def _drop_strays(self) -> None:
-        # A writer's own temporary files, or a file of a build that was killed and then changed.
+        # Strays: temporary files of writers, or files of a killed build that this one lacks.
         ours = {self._partial / name for name in (*self._files, NAME)}
         ours |= {parent for path in ours for parent in path.parents}
-        for path in sorted(self._partial.rglob("*"), reverse=True):  # a directory comes last
+        for path in sorted(self._partial.rglob("*"), reverse=True):  # directories after their files
             if path in ours:
                 continue
             if path.is_dir() and not path.is_symlink():
@@ -160,15 +160,15 @@ class Staging:
             os.close(self._lock)
             self._lock = -1
         for parent in self._made:
-            with contextlib.suppress(OSError):  # somebody else may have put something there
+            with contextlib.suppress(OSError):  # another process may have put something there
                 parent.rmdir()
 
 
 def check_out(out: Path) -> None:
-    """Refuse a path in another package, and one that is neither free nor an earlier package.
+    """Refuse a path inside another package, and one that holds anything but an earlier package.
 
     Raises:
-        PackageError: it is in a package, or holds something else.
+        PackageError: it is inside a package, or holds something else.
     """
     check_outside("--out", out)
     if (out.exists() or out.is_symlink()) and not is_package(out):
@@ -183,7 +183,7 @@ def _make_parents(parent: Path) -> list[Path]:
 
 
 def _lock(partial: Path, out: Path) -> int:
-    """Create the directory and lock it; the open descriptor is the lock."""
+    """Create the directory and lock it. Returns the descriptor, which holds the lock."""
     while True:
         partial.mkdir(exist_ok=True)
         handle = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
@@ -192,7 +192,7 @@ def _lock(partial: Path, out: Path) -> int:
         except BlockingIOError as e:
             os.close(handle)
             raise PackageError(f"{out} must have one build at a time (got a second)") from e
-        # Between the open and the lock the other build may have renamed the directory away.
+        # Between `open` and `flock`, another build may have renamed the directory.
         if partial.exists() and os.path.samestat(os.fstat(handle), partial.stat()):
             if _ours(partial):
                 return handle
@@ -204,7 +204,7 @@ def _lock(partial: Path, out: Path) -> int:
 
 
 def _ours(partial: Path) -> bool:
-    """Whether a build of ours left this: nothing yet, a journal, or a package it was replacing."""
+    """Whether a build made this directory: it is empty, has a journal, or is a replaced package."""
     return not any(partial.iterdir()) or (partial / JOURNAL).is_file() or is_package(partial)
 
 
@@ -217,7 +217,7 @@ def _rows(journal: Path) -> Iterator[dict[str, object]]:
         try:
             row: object = json.loads(line)
         except ValueError:
-            return  # torn by the kill; what it names is written again
+            return  # a partial line of a killed build; the file it names is written again
         if isinstance(row, dict):
             yield cast("dict[str, object]", row)
 
@@ -249,8 +249,8 @@ def _install(partial: Path, out: Path) -> None:
         partial.rename(out)
         return
     check_out(out)
-    # After the swap the old package bears the name of the staging directory: locked, so that a
-    # build that starts now does not take it for its own while it is being deleted.
+    # After the swap the old package has the name of the staging directory. It is locked, so that a
+    # build that starts now does not use it while it is being deleted.
     handle = os.open(out, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -259,7 +259,7 @@ def _install(partial: Path, out: Path) -> None:
             return
     finally:
         os.close(handle)
-    # This file system cannot swap two names: for a moment there is no package at `out`.
+    # The file system cannot swap two names: for a moment there is no package at `out`.
     old = _old(out)
     out.rename(old)
     partial.rename(out)
@@ -271,7 +271,7 @@ def _old(out: Path) -> Path:
 
 
 def _recover(out: Path) -> None:
-    """Tidy up after a build that was killed between or after the two renames of `_install`."""
+    """Clean up after a build that was killed between or after the two renames of `_install`."""
     old = _old(out)
     if not is_package(old):
         return
@@ -282,7 +282,7 @@ def _recover(out: Path) -> None:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Swap two names in one step. False where the system has no such call."""
+    """Swap two names atomically. Returns False if the system cannot."""
     try:
         swap = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:

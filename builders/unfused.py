@@ -1,7 +1,7 @@
-"""The launch list of a graph whose linears do nothing but multiply, to show what fusion is worth.
+"""Launch lists whose linears only multiply, to measure what fusion gains.
 
-What surrounds a product becomes a step of its own: the norm and the gate in front, the gated unit
-and the residual behind. Values between them are rounded once more, so tokens may differ.
+The norm and gate before a product, and the SwiGLU and residual after it, become steps of their own.
+The values between them are rounded once more, so tokens may differ.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import replace
 from thor_dflash.builders.calls import Known, RoomCall
 
 ROUNDS = ("norm_eps", "norm_offset", "head_dim", "gate")
-"""Attributes of a linear that belong to what is in front of the product."""
+"""Attributes of a linear that belong to its prologue, before the product."""
 
 
 def unfused(calls: Sequence[RoomCall], known: dict[str, Known]) -> list[RoomCall]:
-    """The calls with every linear taken apart; values that this makes are added to `known`.
+    """Return the calls with every linear split up; the new values are added to `known`.
 
-    The head keeps its norm: it is one call of hundreds, and its contract has no form without.
+    The head keeps its norm: it is one call of hundreds, and it always includes a norm.
     """
     made: list[RoomCall] = []
     for call in calls:
@@ -48,7 +48,7 @@ def _apart(call: RoomCall, known: dict[str, Known]) -> Iterator[RoomCall]:
 
 
 def _rows(product: RoomCall, known: dict[str, Known]) -> RoomCall:
-    """Takes the prologue from a product; the call that does it instead."""
+    """Remove the prologue from a product. Returns the call that does it instead."""
     x, made = product.inputs["x"], f"{product.name}.rows"
     known[made] = known[x]
     moved = [port for port in product.inputs if port in ("norm_weight", "gate")]

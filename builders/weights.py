@@ -1,7 +1,7 @@
-"""The weight files of a package: which tensor lies where, and the writing of them.
+"""The weight files of a package: the offset of each tensor, and writing the files.
 
-Where each tensor lies follows from names, types and shapes alone, so that graphs can be made
-before, after or without the writing, and a resumed build finds the same layout.
+Offsets follow from names, types and shapes alone. So graphs can be made before, after or without
+writing the files, and a resumed build finds the same layout.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import numpy as np
 from thor_dflash.tensors import Array, DType
 
 ALIGNMENT = 4096
-"""Tensors start on pages, so that a mapping of one is a mapping of nothing else, bytes."""
+"""Tensors begin on page boundaries, so that each can be memory-mapped alone, bytes."""
 
 PIECE = 64 << 20
-"""Written at a time, bytes: an embedding table of gigabytes still shows progress."""
+"""Bytes written at a time, so that an embedding table of gigabytes still shows progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,9 @@ class Stored:
     dtype: DType
     shape: tuple[int, ...]
     file: str
-    """Relative to the package."""
+    """Path relative to the package."""
     offset: int
-    """Bytes."""
+    """Offset in the file, bytes."""
 
     @property
     def nbytes(self) -> int:
@@ -66,26 +66,26 @@ class WeightFiles:
         return stored
 
     def stored(self, name: str) -> Stored:
-        """Where a tensor lies."""
+        """Return where a tensor is stored."""
         return self._names[name]
 
     def array(self, name: str) -> Array:
-        """A tensor's value."""
+        """Return a tensor's value."""
         sources = self._sources[self._names[name].file]
         return next(s.make() for s in sources if s.stored.name == name)
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Every file, in the order they began."""
+        """All files, in the order in which they got their first tensor."""
         return tuple(self._sources)
 
     def nbytes(self, file: str) -> int:
-        """Size of one file, bytes."""
+        """Return the size of one file, bytes."""
         last = self._sources[file][-1].stored
         return last.offset + last.nbytes
 
     def write(self, file: str, path: Path, advance: Callable[[int], None]) -> None:
-        """Write one file, a tensor at a time; `advance` is told the bytes as they are written."""
+        """Write one file, a tensor at a time; `advance` gets the counts of bytes written."""
         with path.open("wb") as out:
             for source in self._sources[file]:
                 stored, value = source.stored, np.ascontiguousarray(source.make())

@@ -1,1 +1,1 @@
-"""Checkpoint directories as published, read by what their config and tensors say."""
+"""Readers of published checkpoint directories, by their config and tensors."""

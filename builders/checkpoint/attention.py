@@ -1,4 +1,4 @@
-"""Heads and their rotary positions, in the nested or the older flat spelling."""
+"""Reads attention heads and their rope, from nested keys or the older flat ones."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from thor_dflash.builders.checkpoint.fields import Fields
 from thor_dflash.dims import AttentionDims
 
 ROPE = ("rope_parameters", "rope_scaling")
-"""Keys of objects that say how positions are rotated, the newer first."""
+"""Keys of the objects that describe the rope, the newer first."""
 
 
 def attention_dims(config: Fields, head_dim: int, *, share: float | None) -> AttentionDims:
-    """Heads and rope.
+    """Read heads and rope.
 
-    `share` is the part of a head that is rotated where the config does not say; None asks it to.
+    `share` is the default for the rotated fraction of a head; with None the config must give it.
     """
     heads = config.integer("num_attention_heads")
     kv_heads = config.integer("num_key_value_heads")
@@ -29,10 +29,10 @@ def attention_dims(config: Fields, head_dim: int, *, share: float | None) -> Att
 
 
 def _rope(config: Fields, absent_share: float | None) -> tuple[float, float]:
-    """Theta, and the share of each head that is rotated.
+    """Return theta and the fraction of each head that is rotated.
 
-    Sections of multimodal rope (`mrope_*`) are passed over: for text their three positions are
-    equal, and equal positions make it the ordinary one.
+    Sections of multimodal rope (`mrope_*`) are ignored: for text their three positions are equal,
+    which makes it ordinary rope.
     Raises: CheckpointError for any rope that scales positions.
     """
     places = [config]
@@ -47,7 +47,7 @@ def _rope(config: Fields, absent_share: float | None) -> tuple[float, float]:
 
 
 def _rotary_dim(config: Fields, head_dim: int, share: float) -> int:
-    """Rotated dimensions of a head, an even number."""
+    """Return the number of rotated dimensions of a head, which must be even."""
     rotary = head_dim * share
     if not 0 < rotary <= head_dim or rotary % 2 != 0:
         raise config.wrong(
@@ -57,7 +57,7 @@ def _rotary_dim(config: Fields, head_dim: int, share: float) -> int:
 
 
 def _agreed(places: list[Fields], key: str, absent: float | None = None) -> float:
-    """The number under `key`, the same in every place that has it."""
+    """Return the number under `key`, which must be equal in every place that has it."""
     given = [place for place in places if place.given(key)]
     if not given:
         if absent is None:

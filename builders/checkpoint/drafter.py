@@ -1,4 +1,4 @@
-"""A DFlash drafter's checkpoint, and whether it belongs to a target."""
+"""Reads a DFlash drafter's checkpoint, and checks whether it fits a target."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FOREIGN = {
     "fc_norm": "norms per tap",
     "tap_norm": "norms per tap",
 }
-"""Part of a tensor's name -> what it belongs to."""
+"""Part of an unsupported tensor's name -> the feature it belongs to, for error messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +49,20 @@ class DrafterCheckpoint:
     linears: Mapping[str, Linear]
 
     def matrix(self, name: str) -> Matrix:
-        """A linear: "fc", "layers.0.self_attn.q_proj"."""
+        """Return a linear's weight: "fc", "layers.0.self_attn.q_proj"."""
         if name not in self.linears:
             raise CheckpointError(f"{self.directory}: {name} must be a linear of it (got no such)")
         return load(self.shards, self.linears[name])
 
     def tensor(self, name: str) -> Array:
-        """A tensor as stored, read-only: "hidden_norm.weight"."""
+        """Return a tensor as stored, read-only: "hidden_norm.weight"."""
         return self.shards.array(name)
 
 
 def read_drafter(directory: Path) -> DrafterCheckpoint:
-    """Reads the config and every header, and checks that they describe the same model.
+    """Read the config and every header, and check that they describe the same model.
 
-    No weight is read; the scales of a matrix are checked when the matrix is asked for.
+    No weight is read; the scales of a matrix are checked when the matrix is loaded.
     Raises: CheckpointError.
     """
     check_directory(directory)
@@ -78,7 +78,7 @@ def read_drafter(directory: Path) -> DrafterCheckpoint:
 
 
 def drafter_layout(dims: DrafterDims) -> Layout:
-    """The tensors of a drafter: 58 for the 27B's."""
+    """Return the tensors of a drafter: 58 for the 27B's."""
     a, hidden = dims.attention, dims.hidden
     query, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
     matrices = {"fc": (hidden, len(dims.taps) * hidden)}
@@ -105,7 +105,7 @@ def drafter_layout(dims: DrafterDims) -> Layout:
 
 
 def check_pair(target: TargetDims, drafter: DrafterDims) -> None:
-    """Raises CheckpointError unless the drafter was made for a target of these sizes."""
+    """Raise CheckpointError unless the drafter was made for a target of these sizes."""
     depth = len(target.layers)
     if drafter.hidden != target.hidden:
         raise _unfit("hidden_size", f"{target.hidden}, the target's", drafter.hidden)

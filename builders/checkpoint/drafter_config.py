@@ -1,6 +1,6 @@
-"""config.json of a DFlash drafter -> sizes. A key that is not understood is refused by its name.
+"""Reads the sizes from a DFlash drafter's config.json. Unknown keys are refused by name.
 
-A drafter read wrongly still decodes losslessly, only slowly, so nothing later would notice.
+With a misread drafter decoding is still lossless, only slow, so no later check would notice.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ PASSED_OVER = frozenset(
         "_name_or_path",
     }
 )
-"""Keys without a meaning here: training, text generation, and quantisation, which tensors tell."""
+"""Keys that are ignored: training, text generation, and quantisation, which the tensors show."""
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "is_neox_style": (True,),
@@ -79,7 +79,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "final_logit_softcapping": (),
     "lilicorr_enabled": (False,),
 }
-"""Features of other drafters, and the values that mean "without it" (null always does)."""
+"""Features of other drafters, and the values that switch them off (null always does)."""
 
 FEATURES = {
     "conv_": "the convolutions of DFlash2",
@@ -98,11 +98,11 @@ FEATURES = {
     "transformer_layer_config": "the speculators packaging",
     "swa": "a window outside layer_types",
 }
-"""Part of a key -> what it belongs to, to say more than "not understood"."""
+"""Part of an unsupported key -> the feature it belongs to, for error messages."""
 
 
 def drafter_dims(root: Fields) -> DrafterDims:
-    """The sizes in a drafter's config.json."""
+    """Return the sizes in a drafter's config.json."""
     flash = root.section("dflash_config") if root.given("dflash_config") else Fields(root.where, {})
     _check_architecture(root)
     _check_keys(root)
@@ -111,7 +111,7 @@ def drafter_dims(root: Fields) -> DrafterDims:
         raise root.wrong("hidden_act", "silu")
     root.expect("attention_bias", False)
     for place in (root, *(root.section(key) for key in ROPE if root.given(key))):
-        # Some implementations of Qwen3 heed this key and some do not: a share would mean both.
+        # Only some implementations of Qwen3 obey this key, so a factor below 1 is ambiguous.
         place.expect("partial_rotary_factor", 1.0, 1)
     block = _either(root, flash, "block_size").integer("block_size", 2)
     return DrafterDims(
@@ -137,7 +137,7 @@ def _check_architecture(root: Fields) -> None:
 
 
 def _check_keys(fields: Fields) -> None:
-    """Every key is read, without meaning, or has the value that switches its feature off."""
+    """Refuse a key that is neither read nor ignored, unless its value switches its feature off."""
     for key in fields.values:
         if key in UNDERSTOOD or key in PASSED_OVER or not fields.given(key):
             continue
@@ -149,7 +149,7 @@ def _check_keys(fields: Fields) -> None:
 
 
 def _either(root: Fields, flash: Fields, key: str) -> Fields:
-    """The object that has the key: dflash_config, or the top level in older checkpoints."""
+    """Return the object with the key: dflash_config, or the top level in older checkpoints."""
     if not (root.given(key) and flash.given(key)):
         return flash if flash.given(key) else root
     if root.values[key] != flash.values[key]:
@@ -189,15 +189,15 @@ def _kinds(root: Fields, depth: int) -> tuple[str, ...]:
 
 
 def _window(root: Fields, block: int) -> int:
-    # HF's Qwen3Config drops the window unless the flag is true, so a window without it is unclear.
+    # HF's Qwen3Config drops the window unless the flag is true: a window without it is ambiguous.
     if root.values.get("use_sliding_window") is not True:
         raise root.wrong("use_sliding_window", f"true where layer_types has {SLIDING}")
-    # Within a block every slot is then in the window, causal or not.
+    # At least a block, so that all slots of a block are in the window, causal or not.
     return root.integer("sliding_window", block)
 
 
 def _causal(root: Fields, flash: Fields, kinds: tuple[str, ...]) -> tuple[bool, ...]:
-    """Said for all layers, or one by one; else sliding layers are causal and full ones are not.
+    """Causality, given for all layers or for each; by default only sliding layers are causal.
 
     Source: z-lab/dflash model.py, and vLLM qwen3_dflash.py `_dflash_layer_causal`.
     """

@@ -1,4 +1,4 @@
-"""JSON objects from outside, read key by key. A key that is absent or of another type is named."""
+"""Reads external JSON objects key by key. Errors name a key that is absent or of another type."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from typing import cast
 from thor_dflash.errors import CheckpointError
 
 LONGEST_VALUE = 60
-"""Characters of an offending value that a message repeats."""
+"""Most characters of an offending value in an error message."""
 
 MOST_LAYERS = 1024
-"""More than any model has. Names and shapes are made for every layer before one is missed."""
+"""More than any model has. A bound, because the names and shapes of all layers are made before a
+missing layer is noticed."""
 
 
 def shown(value: object) -> str:
-    """An offending value on one line, cut where it is long."""
+    """Format an offending value on one line, cut if it is long."""
     text = "nothing" if value is None else repr(value)
     return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."
 
 
 def check_directory(directory: Path) -> None:
-    """Raises CheckpointError unless the directory is there."""
+    """Raise CheckpointError unless the directory exists."""
     if not directory.is_dir():
         found = "a file" if directory.exists() else "nothing there"
         raise CheckpointError(f"{directory} must be a checkpoint directory (got {found})")
 
 
 def parse_object(text: bytes, where: str) -> dict[str, object]:
-    """The JSON object in `text`; `where` names it in messages."""
+    """Parse the JSON object in `text`; `where` names it in errors."""
     try:
         value: object = json.loads(text.decode("utf-8"), object_pairs_hook=_once)
         if b"\\u" in text:
@@ -45,7 +46,7 @@ def parse_object(text: bytes, where: str) -> dict[str, object]:
 
 
 def _check_pairs(value: object) -> None:
-    """Python's parser takes half a surrogate pair, which is no character: no file can hold it."""
+    """Refuse unpaired surrogates, which Python's parser accepts but UTF-8 cannot encode."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -68,7 +69,7 @@ def whole(value: object, least: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """One JSON object and where it stands."""
+    """One JSON object and its location."""
 
     where: str
     """File, then the dotted path of the object with a trailing dot, as `config.json: rope.`"""
@@ -76,7 +77,7 @@ class Fields:
 
     @classmethod
     def read(cls, path: Path) -> Fields:
-        """The object of one JSON file."""
+        """Read the object of one JSON file."""
         try:
             text = path.read_bytes()
         except FileNotFoundError as error:
@@ -86,17 +87,17 @@ class Fields:
         return cls(f"{path}: ", parse_object(text, str(path)))
 
     def given(self, key: str) -> bool:
-        """Whether the key is there and not null."""
+        """Whether the key is present and not null."""
         return self.values.get(key) is not None
 
     def wrong(self, key: str, rule: str) -> CheckpointError:
-        """The error for a key that breaks its rule."""
+        """Return the error for a key that breaks its rule."""
         return CheckpointError(
             f"{self.where}{key} must be {rule} (got {shown(self.values.get(key))})"
         )
 
     def integer(self, key: str, least: int = 1) -> int:
-        """An integer of at least `least`."""
+        """Read an integer of at least `least`."""
         value = self.values.get(key)
         if not whole(value, least):
             raise self.wrong(key, f"an integer of at least {least}")
@@ -105,7 +106,7 @@ class Fields:
         return number
 
     def layers(self) -> int:
-        """The depth of a model."""
+        """Read the number of layers of a model."""
         key = "num_hidden_layers"
         depth = self.integer(key)
         if depth > MOST_LAYERS:
@@ -113,43 +114,43 @@ class Fields:
         return depth
 
     def _check_bits(self, key: str, *values: int) -> None:
-        """A manifest with a larger one could not be read again."""
+        """Refuse integers of more than 64 bits, with which a manifest could not be read again."""
         if any(value >= 1 << 63 for value in values):
             raise self.wrong(key, "an integer of 64 bits")
 
     def number(self, key: str) -> float:
-        """A positive finite number."""
+        """Read a positive finite number."""
         value = self.values.get(key)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.wrong(key, "a number")
-        # A JSON integer may be too large for a float, and "NaN" is legal for Python's parser.
+        # A JSON integer may be too large for a float, and Python's parser accepts "NaN".
         if not 0 < value < math.inf or value > 1e300:
             raise self.wrong(key, "a positive finite number")
         return float(value)
 
     def text(self, key: str) -> str:
-        """A string."""
+        """Read a string."""
         value = self.values.get(key)
         if not isinstance(value, str):
             raise self.wrong(key, "a string")
         return value
 
     def flag(self, key: str) -> bool:
-        """True or false."""
+        """Read a boolean."""
         value = self.values.get(key)
         if not isinstance(value, bool):
             raise self.wrong(key, "true or false")
         return value
 
     def items(self, key: str, rule: str) -> list[object]:
-        """A list; `rule` says of what."""
+        """Read a list; `rule` says of what, for the error."""
         value = self.values.get(key)
         if not isinstance(value, list):
             raise self.wrong(key, rule)
         return cast("list[object]", value)
 
     def integers(self, key: str, least: int = 0) -> tuple[int, ...]:
-        """A list of integers of at least `least`."""
+        """Read a list of integers of at least `least`."""
         rule = f"a list of integers of at least {least}"
         values = self.items(key, rule)
         if not all(whole(value, least) for value in values):
@@ -159,7 +160,7 @@ class Fields:
         return tuple(numbers)
 
     def words(self, key: str, allowed: Collection[str]) -> tuple[str, ...]:
-        """A list of words, each out of `allowed`."""
+        """Read a list of words, each one of `allowed`."""
         rule = f"a list of {' | '.join(allowed)}"
         values = self.items(key, rule)
         if not all(isinstance(value, str) and value in allowed for value in values):
@@ -167,16 +168,16 @@ class Fields:
         return tuple(cast("list[str]", values))
 
     def section(self, key: str) -> Fields:
-        """A nested object."""
+        """Read a nested object."""
         value = self.values.get(key)
         if not isinstance(value, dict):
             raise self.wrong(key, "an object")
         return Fields(f"{self.where}{key}.", cast("dict[str, object]", value))
 
     def expect(self, key: str, *allowed: object) -> None:
-        """Raises unless the key is absent, null, or one of `allowed`."""
+        """Raise unless the key is absent, null, or one of `allowed`."""
         value = self.values.get(key)
-        # By type too: in Python False equals 0 and True equals 1.
+        # Compare types, too: in Python False equals 0 and True equals 1.
         if value is None or any(type(value) is type(a) and value == a for a in allowed):
             return
         rule = " or ".join(json.dumps(a) for a in allowed)

@@ -1,7 +1,7 @@
-"""The header of one safetensors file, checked as strictly as the format's own library does.
+"""Reads the header of a safetensors file, with checks as strict as those of the format's library.
 
-That library's numpy side knows neither BF16 nor FP8, so the header is read here.
-Layout: u64 little-endian length n, n bytes of JSON, then the tensors' bytes without a hole.
+That library's numpy interface supports neither BF16 nor FP8, so the header is read here.
+Layout: u64 little-endian length n, n bytes of JSON, then the tensors' bytes without gaps.
 Source: github.com/huggingface/safetensors, README "Format".
 """
 
@@ -19,7 +19,7 @@ from thor_dflash.builders.checkpoint.fields import Fields, parse_object
 from thor_dflash.errors import CheckpointError
 
 LARGEST_HEADER = 100_000_000
-"""Bytes; the library's own limit."""
+"""The safetensors library's own limit, bytes."""
 
 TYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype(np.float64),
@@ -42,7 +42,7 @@ TYPES: dict[str, np.dtype[Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Where one tensor lies."""
+    """Location, type and shape of one stored tensor."""
 
     file: Path
     dtype: np.dtype[Any]
@@ -50,14 +50,14 @@ class Stored:
     begin: int
     """Byte offset in the file."""
     end: int
-    """Byte offset behind the last byte."""
+    """Byte offset after the last byte."""
 
     def __str__(self) -> str:
         return f"{self.dtype.name}{list(self.shape)}"
 
 
 def read_header(file: Path) -> dict[str, Stored]:
-    """Every tensor of the file by name. Reads the header only."""
+    """Return every tensor of the file by name. Reads only the header."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -89,7 +89,7 @@ def _header_length(first: bytes, size: int, file: Path) -> int:
 
 
 def _stored(entry: Fields, file: Path, data: int) -> Stored:
-    """One tensor. `data` is the file offset of the first tensor byte."""
+    """Parse the entry of one tensor. `data` is the file offset of the first tensor byte."""
     dtype = entry.text("dtype")
     if dtype not in TYPES:
         raise entry.wrong("dtype", f"one of {', '.join(TYPES)}")
@@ -106,7 +106,7 @@ def _stored(entry: Fields, file: Path, data: int) -> Stored:
 
 
 def _check_tiling(stored: dict[str, Stored], file: Path, data: int, size: int) -> None:
-    """The tensors follow each other without hole or overlap up to the end of the file."""
+    """Check that the tensors fill the file to its end without gaps or overlaps."""
     at = data
     for name, entry in sorted(stored.items(), key=_extent):
         if entry.end > size:

@@ -1,4 +1,4 @@
-"""The tensors that a model is made of, and the check that a directory holds just these."""
+"""The tensors that a model consists of, and the check that a directory holds exactly these."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from thor_dflash.builders.checkpoint.shards import Shards
 from thor_dflash.errors import CheckpointError
 
 MOST_NAMED = 4
-"""Problems a message spells out; the rest are counted."""
+"""Most problems that an error message lists; the rest are counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Names are relative to the checkpoint's prefix."""
+    """The tensors of a model. Names are relative to the checkpoint's prefix."""
 
     matrices: Mapping[str, tuple[int, int]]
     """Linears, without `.weight` -> [N, K]."""
     tensors: Mapping[str, tuple[int, ...]]
-    """Everything else, floats -> shape."""
+    """All other tensors, of floats -> shape."""
 
 
 def gated_mlp(stem: str, hidden: int, intermediate: int) -> dict[str, tuple[int, int]]:
-    """The linears of one gated feed-forward layer."""
+    """Return the linears of one gated feed-forward layer."""
     return {
         f"{stem}.gate_proj": (intermediate, hidden),
         f"{stem}.up_proj": (intermediate, hidden),
@@ -40,11 +40,11 @@ def check(
     besides: Collection[str] = (),
     known: Mapping[str, str] | None = None,
 ) -> dict[str, Linear]:
-    """Compares the directory with the layout and returns where each linear lies.
+    """Compare the directory with the layout and return where each linear is stored.
 
-    `stored_name` turns a name of the layout into the stored one. `besides` are stored names that
-    may be there too. `known` says what an unexpected tensor is whose name holds a given part.
-    Raises: CheckpointError naming the missing, the misshapen and the extra.
+    `stored_name` turns a name of the layout into the stored one. `besides` are further stored names
+    that are allowed. `known` maps parts of unexpected names to a description, for the error.
+    Raises: CheckpointError naming missing, misshapen and extra tensors.
     """
     linears: dict[str, Linear] = {}
     problems: list[str] = []

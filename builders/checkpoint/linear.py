@@ -1,8 +1,8 @@
-"""Where the parts of one linear lie, in every dialect that is understood; the others by name.
+"""Finds the parts of a linear in every supported format, and refuses other formats by name.
 
     NVFP4, modelopt            weight U8         weight_scale F8_E4M3  weight_scale_2 F32
     NVFP4, compressed-tensors  weight_packed U8  weight_scale F8_E4M3  weight_global_scale F32
-    FP8, either                weight F8_E4M3    weight_scale, one or one per row
+    FP8, either                weight F8_E4M3    weight_scale, one in all or one per row
     plain                      weight BF16 | F16 | F32
 
 weight_global_scale is a divisor, the other scales are multipliers.
@@ -39,19 +39,20 @@ FOREIGN = {
     "absmax": "bitsandbytes 4-bit",
     "lora_A.weight": "an unmerged LoRA adapter",
 }
-"""Suffixes of quantisations that are not understood, and what they are."""
+"""Suffixes of unsupported quantisation formats, and what those are."""
 
 ACTIVATION_SCALES = ("input_scale", "input_global_scale")
-"""Calibrated activation scales, a multiplier and a divisor: only a prefill whose products TensorRT
-makes itself reads them."""
+"""Calibrated activation scales, a multiplier and a divisor. Used only for a prefill with TensorRT's
+own products."""
 
 NEGATIVE_OR_NAN = 0x7F
-"""E4M3 bytes from here on: NaN (0x7f, 0xff) or a set sign bit, which scale units ignore."""
+"""E4M3 bytes from this value on are NaN (0x7f, 0xff) or have the sign bit set, which the hardware
+ignores in block scales."""
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """The stored names of one linear's parts. An absent part is empty."""
+    """The stored names of one linear's parts; "" for an absent part."""
 
     name: str
     """As in Matrix."""
@@ -59,19 +60,19 @@ class Linear:
     block_scale: str
     scale: str
     divides: bool
-    """The scale is a divisor."""
+    """Whether the scale is a divisor."""
     passed_over: tuple[str, ...]
 
     @property
     def parts(self) -> set[str]:
-        """Every stored tensor that belongs to this linear."""
+        """Names of all stored tensors that belong to this linear."""
         return {self.codes, self.block_scale, self.scale, *self.passed_over} - {""}
 
 
 def locate(shards: Shards, stem: str, name: str, shape: tuple[int, int]) -> Linear:
-    """Finds the linear `stem` (its stored name without `.weight`) of `shape` [N, K].
+    """Find the linear `stem` (its stored name without `.weight`) of `shape` [N, K].
 
-    Raises: CheckpointError where a part is missing, misshapen or of a dialect not understood.
+    Raises: CheckpointError if a part is missing, misshapen or in an unsupported format.
     """
     for suffix, what in FOREIGN.items():
         if f"{stem}.{suffix}" in shards:
@@ -146,9 +147,9 @@ def _expect(
 
 
 def load(shards: Shards, linear: Linear) -> Matrix:
-    """The matrix: codes and block scales mapped, row scales in memory.
+    """Load a linear's matrix: codes and block scales memory-mapped, row scales in memory.
 
-    Raises: CheckpointError where a scale is not a positive finite number.
+    Raises: CheckpointError if a scale is not a positive finite number.
     """
     codes = shards.array(linear.codes)
     block_scale = shards.array(linear.block_scale) if linear.block_scale else None
@@ -160,7 +161,9 @@ def load(shards: Shards, linear: Linear) -> Matrix:
 
 
 def _input_scale(shards: Shards, linear: Linear) -> float | None:
-    """The one that is a positive finite number; nothing else depends on it, so none is refused."""
+    """Return the first activation scale that is a positive finite number. Bad ones are skipped, not
+    refused, because they are optional.
+    """
     for name in linear.passed_over:
         scale = shards.array(name).astype(np.float64).reshape(-1)
         if scale.size == 1 and np.isfinite(scale[0]) and scale[0] > 0:
@@ -171,13 +174,13 @@ def _input_scale(shards: Shards, linear: Linear) -> float | None:
 def _row_scale(shards: Shards, linear: Linear, rows: int) -> NDArray[np.float32]:
     scale = positive(shards.array(linear.scale), linear.scale)
     if linear.divides:
-        with np.errstate(over="ignore"):  # 1 / a subnormal is infinite, which `positive` names
+        with np.errstate(over="ignore"):  # 1 / subnormal is infinite, which `positive` refuses
             scale = positive(np.float32(1) / scale, f"1 / {linear.scale}")
     return np.ascontiguousarray(np.broadcast_to(scale.reshape(-1), (rows,)))
 
 
 def positive(values: Array, name: str) -> NDArray[np.float32]:
-    """The values as float32. Raises CheckpointError unless each is a positive finite number."""
+    """Convert to float32. Raises CheckpointError unless each value is a positive finite number."""
     scale = values.astype(np.float32)
     bad = scale[~(np.isfinite(scale) & (scale > 0))]
     if bad.size:

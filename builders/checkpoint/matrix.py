@@ -1,6 +1,6 @@
-"""One linear layer's weight as stored: codes and the scales that make them numbers.
+"""One linear layer's weight as stored: codes, and the scales to dequantise them.
 
-Letters: N rows (outputs), K columns (inputs).
+N is the number of rows (outputs), K the number of columns (inputs).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from thor_dflash.tensors import Array
 
 
 class WeightKind(Enum):
-    """How a matrix is stored. The tensors decide it, never the JSON."""
+    """How a matrix is stored. Determined by its tensors, never by the config."""
 
     NVFP4 = "nvfp4"
     FP8 = "fp8"
@@ -44,15 +44,15 @@ _EXPONENT: Mapping[str, tuple[type[np.unsignedinteger[Any]], int]] = {
     "float16": (np.uint16, 0x7C00),
     "float32": (np.uint32, 0x7F80_0000),
 }
-"""Element type -> its bits, and those of them that are all set in what is no finite number."""
+"""Element type -> unsigned type of its bits, and the bits that are all set in NaN and infinity."""
 _PIECE = 1 << 24
-"""Elements looked at together."""
+"""Elements checked at a time."""
 
 
 def finite(values: Array, name: str) -> Array:
-    """The values, whatever they are; only of numbers it is known which are finite.
+    """Return the values unchanged, after checking those of floating-point types.
 
-    Raises: CheckpointError where one is infinite or NaN.
+    Raises: CheckpointError if one is infinite or NaN.
     """
     bits, exponent = _EXPONENT.get(values.dtype.name, (np.uint8, 0))
     if not exponent:
@@ -82,12 +82,12 @@ class Matrix:
     row_scale: NDArray[np.float32] | None = None
     """NVFP4 and FP8: float32 [N], a multiplier."""
     input_scale: float | None = None
-    """NVFP4: largest calibrated input / (6 * 448), where the checkpoint tells; for products whose
-    rows are quantised too."""
+    """NVFP4: largest calibrated input / (6 * 448), if the checkpoint has it; for products that
+    quantise their input rows, too."""
 
     @property
     def kind(self) -> WeightKind:
-        """How the codes are to be read."""
+        """The format of the codes."""
         return KINDS[self.codes.dtype.name]
 
     @property
@@ -101,7 +101,7 @@ class Matrix:
         return int(self.codes.shape[1]) * (2 if self.kind is WeightKind.NVFP4 else 1)
 
     def take(self, rows: NDArray[np.integer[Any]]) -> Matrix:
-        """The given rows in the given order, copied into memory; a row may repeat."""
+        """Copy the given rows in the given order into memory; a row may repeat."""
         return Matrix(
             self.name,
             self.codes[rows],
@@ -124,7 +124,7 @@ class Matrix:
 
 
 def _e2m1(codes: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Packed codes uint8 [N, K/2] -> float32 [N, K]."""
+    """Unpack codes uint8 [N, K/2] to float32 [N, K]."""
     rows, bytes_per_row = codes.shape
     values = np.empty((rows, 2 * bytes_per_row), np.float32)
     values[:, 0::2] = E2M1[codes & 15]

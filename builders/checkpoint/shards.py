@@ -1,4 +1,4 @@
-"""The safetensors files of one directory: every tensor by name, memory-mapped, nothing loaded."""
+"""The safetensors files of a directory: every tensor by name, memory-mapped, none loaded."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """The tensors of a directory. The files stay mapped while any of their arrays lives."""
+    """The tensors of a directory. A file stays mapped as long as any of its arrays exists."""
 
     directory: Path
     stored: Mapping[str, Stored]
-    """Name -> where it is. Names are as stored."""
+    """Stored name -> location."""
     maps: Mapping[Path, NDArray[np.uint8]]
     """File -> its bytes, mapped read-only."""
 
     @classmethod
     def open(cls, directory: Path) -> Shards:
-        """Reads and checks every header. Raises CheckpointError naming file and tensor."""
+        """Read and check every header. Raises CheckpointError naming file and tensor."""
         check_directory(directory)
         index = directory / INDEX
         stored = _indexed(directory, index) if index.exists() else _alone(directory)
@@ -45,13 +45,13 @@ class Shards:
         return iter(self.stored)
 
     def entry(self, name: str) -> Stored:
-        """Type, shape and place of a tensor."""
+        """Return type, shape and location of a tensor."""
         if name not in self.stored:
             raise CheckpointError(f"{name} must be stored (got nothing)")
         return self.stored[name]
 
     def array(self, name: str) -> Array:
-        """The tensor as stored: a read-only view of the mapped file, in its own type and shape."""
+        """Return the tensor as stored: a read-only view of the mapped file."""
         entry = self.entry(name)
         mapped = self.maps[entry.file][entry.begin : entry.end]
         return cast("Array", mapped.view(entry.dtype).reshape(entry.shape))
@@ -65,8 +65,8 @@ def _mapped(file: Path) -> NDArray[np.uint8]:
 
 
 def _alone(directory: Path) -> dict[str, Stored]:
-    """The tensors of a directory without an index: of its only safetensors file, or of
-    `model.safetensors` and what lies beside it, as a prediction head may.
+    """Return the tensors of a directory without an index: those of its only safetensors file, or
+    of `model.safetensors` and the files beside it, such as a prediction head.
     """
     files = sorted(directory.glob("*.safetensors"))
     if len(files) > 1 and directory / SINGLE in files:
@@ -85,7 +85,7 @@ def _alone(directory: Path) -> dict[str, Stored]:
 
 
 def _indexed(directory: Path, index: Path) -> dict[str, Stored]:
-    """The tensors that an index names, each in the shard that the index gives."""
+    """Return the tensors that an index names, each from the shard that the index gives."""
     places = _weight_map(index)
     files = sorted(set(places.values()))
     if (directory / SINGLE).exists() and SINGLE not in files:
@@ -108,7 +108,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     section = Fields.read(index).section("weight_map")
     for name in section.values:
         file = section.text(name)
-        # A shard lies beside its index; a path could name any file of the machine.
+        # A shard must be beside its index: a path could name any file on the machine.
         if Path(file).name != file or not file.endswith(".safetensors"):
             raise section.wrong(name, "the name of a .safetensors file beside the index")
     if not section.values:

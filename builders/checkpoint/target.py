@@ -1,4 +1,4 @@
-"""A target checkpoint: sizes from the config, weights by name, every tensor accounted for."""
+"""Reads a target checkpoint: sizes from the config, weights by name, no tensor unaccounted for."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KV_SCALES = (
     ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"),
     ("self_attn.k_scale", "self_attn.v_scale"),
 )
-"""The calibrated FP8 scales of the KV cache: modelopt's names, compressed-tensors' names."""
+"""Names of the calibrated FP8 scales of the KV cache: modelopt's, compressed-tensors'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,24 +39,26 @@ class TargetCheckpoint:
     directory: Path
     dims: TargetDims
     prefix: str
-    """What the text model's stored names begin with."""
+    """The beginning of the text model's stored names."""
     skipped: tuple[str, ...]
-    """Stored names that were passed over: vision and MTP."""
+    """Stored names that are ignored: vision and MTP."""
     shards: Shards
     linears: Mapping[str, Linear]
 
     def matrix(self, name: str) -> Matrix:
-        """A linear: "layers.3.self_attn.q_proj", or "lm_head" (the embedding where tied)."""
+        """Return a linear's weight: "layers.3.self_attn.q_proj", or "lm_head" (the embedding if
+        tied).
+        """
         if name not in self.linears:
             raise CheckpointError(f"{self.directory}: {name} must be a linear of it (got no such)")
         return load(self.shards, self.linears[name])
 
     def tensor(self, name: str) -> Array:
-        """A tensor as stored, read-only: "layers.0.linear_attn.A_log", "embed_tokens.weight"."""
+        """Return a tensor as stored, read-only: "layers.0.linear_attn.A_log", for example."""
         return self.shards.array(self.prefix + name)
 
     def kv_scales(self, layer: int) -> tuple[float, float] | None:
-        """FP8 scales of a layer's keys and values, stored = x / scale; None where absent."""
+        """Return the FP8 scales of a layer's keys and values, stored = x / scale, or None."""
         names = _kv_scale_names(self.shards, f"{self.prefix}layers.{layer}.")
         if not names:
             return None
@@ -65,10 +67,10 @@ class TargetCheckpoint:
 
 
 def read_target(directory: Path) -> TargetCheckpoint:
-    """Reads the config and every header, and checks that they describe the same model.
+    """Read the config and every header, and check that they describe the same model.
 
-    No weight is read, but for a head stored beside tied embeddings, which must equal them; the
-    scales of a matrix are checked when the matrix is asked for.
+    No weight is read except a head stored beside tied embeddings, which must equal them. The
+    scales of a matrix are checked when the matrix is loaded.
     Raises: CheckpointError.
     """
     check_directory(directory)
@@ -92,7 +94,7 @@ def read_target(directory: Path) -> TargetCheckpoint:
 
 
 def target_layout(dims: TargetDims) -> Layout:
-    """The tensors of a target: 851 for the 27B."""
+    """Return the tensors of a target: 851 for the 27B."""
     matrices: dict[str, tuple[int, int]] = {}
     tensors: dict[str, tuple[int, ...]] = {
         EMBEDDING: (dims.vocab, dims.hidden),
@@ -116,7 +118,7 @@ def _attention(dims: TargetDims, layer: str) -> Layout:
     query, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
     return Layout(
         {
-            # Per head, its query rows and then its gate rows.
+            # For each head, first its query rows, then its gate rows.
             f"{stem}.q_proj": (2 * query, dims.hidden),
             f"{stem}.k_proj": (kv, dims.hidden),
             f"{stem}.v_proj": (kv, dims.hidden),
@@ -157,7 +159,7 @@ def _prefix(shards: Shards) -> str:
 
 
 def _head_stem(shards: Shards, prefix: str) -> str:
-    """The head stands outside the prefix, beside `model`."""
+    """Return the head's stored name: it is outside the prefix, beside `model`."""
     nested = f"language_model.{HEAD}"
     inside = prefix == "language_model.model." and any(n.startswith(f"{nested}.") for n in shards)
     return nested if inside else HEAD
@@ -184,7 +186,7 @@ def _kv_scales(shards: Shards, dims: TargetDims, prefix: str) -> set[str]:
 
 
 def _kv_scale_names(shards: Shards, layer: str) -> tuple[str, ...]:
-    """The stored names of the first complete pair. Raises CheckpointError for half a pair."""
+    """Return the names of the first stored pair. Raises CheckpointError for half a pair."""
     for pair in KV_SCALES:
         names = tuple(layer + name for name in pair)
         there = [name for name in names if name in shards]

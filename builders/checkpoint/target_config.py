@@ -1,4 +1,4 @@
-"""config.json of a Qwen3.5/3.6 text model -> sizes. What the config does not say is not guessed."""
+"""Reads the sizes from a Qwen3.5/3.6 text model's config.json. Missing values are not guessed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KINDS: dict[str, LayerKind] = {"linear_attention": "gdn", "full_attention": "att
 
 
 def target_dims(root: Fields) -> TargetDims:
-    """The sizes in a config.json, multimodal wrapper or text only."""
+    """Return the sizes in a config.json, multimodal wrapper or text only."""
     text = _text(root)
     _check_understood(text)
     return TargetDims(
@@ -41,7 +41,7 @@ def _text(root: Fields) -> Fields:
 
 
 def _check_understood(text: Fields) -> None:
-    """Refuses what would change the arithmetic and is not built. Absent means the family's own."""
+    """Refuse unsupported values that change the arithmetic. Absent means the family's default."""
     if text.text("hidden_act") != "silu":
         raise text.wrong("hidden_act", "silu")
     text.expect("attention_bias", False)
@@ -53,7 +53,8 @@ def _check_understood(text: Fields) -> None:
 
 def _layers(text: Fields) -> tuple[LayerKind, ...]:
     layers = _listed(text)
-    # A sequence's length and its folds are both read by graphs; a model of one kind lacks one.
+    # Graphs read the sequence length (attention) and the accepted count (gdn): a model with layers
+    # of only one kind would lack one of the two.
     if len(set(layers)) != len(KINDS):
         raise text.wrong("num_hidden_layers", "enough for both kinds of layer")
     return layers
@@ -82,13 +83,15 @@ def _gdn(text: Fields) -> GdnDims:
         value_heads=value_heads,
         key_dim=text.integer("linear_key_head_dim"),
         value_dim=text.integer("linear_value_head_dim"),
-        # One tap would leave the state without a convolution tail.
+        # With one tap the state would have no convolution tail.
         conv_kernel=text.integer("linear_conv_kernel_dim", 2),
     )
 
 
 def _tied(root: Fields, text: Fields) -> bool:
-    """A wrapper may say it at the top, in text_config, or in both."""
+    """Whether the head is tied to the embedding; a wrapper may say so at the top, in text_config,
+    or in both.
+    """
     key = "tie_word_embeddings"
     if not root.given(key):
         return text.flag(key)

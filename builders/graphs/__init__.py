@@ -1,1 +1,1 @@
-"""Model sizes in, ONNX graphs out: what each step of the decode loop computes."""
+"""Builds the ONNX graphs of the decode loop's steps from model sizes."""

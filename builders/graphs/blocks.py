@@ -1,4 +1,4 @@
-"""What target and drafter layers have in common."""
+"""Graph blocks that target and drafter layers have in common."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_ATTRIBUTES: Mapping[str, Attribute] = {}
 
 
 def embed(g: Graph, source: Source, tokens: Value, activations: DType) -> Value:
-    """Rows of the target's embedding table, in the activations' type."""
+    """Look up rows of the target's embedding table, in the activations' type."""
     table = source.plain(g, EMBEDDING)
     rows = g.node(
         "Gather", "embedding", table.dtype, (*tokens.shape, table.shape[1]), table, tokens, axis=0
@@ -36,7 +36,7 @@ def project(
     inputs: Mapping[str, Value] = NO_VALUES,
     attributes: Mapping[str, Attribute] = NO_ATTRIBUTES,
 ) -> list[Value]:
-    """A `linear` of one or more weights over the same rows."""
+    """Add a `linear` of one or more weights over the same rows. Returns one output per weight."""
     segments = [w.values(g, i) for i, w in enumerate(weights)]
     ports = {"x": x, **inputs, **{k: v for s in segments for k, v in s.items()}}
     return list(g.room(LINEAR, name, ports, {"segments": len(weights), **attributes}).values())

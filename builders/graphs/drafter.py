@@ -16,7 +16,7 @@ from thor_dflash.tensors import Array, DType
 
 
 class Drafter:
-    """Writes the drafter's layers into graphs. It borrows the target's embedding and head."""
+    """Writes the drafter's layers into graphs. They use the target's embedding and head."""
 
     def __init__(
         self,
@@ -30,14 +30,14 @@ class Drafter:
         self._dims = dims
         self._tied = tied
         self._draft_ids = draft_ids
-        """int32: the ids that may be proposed; None: all."""
+        """int32: the ids that may be proposed; None for all."""
         self._source = source
         self._target = target
         self._shape = shape
         self._norm: dict[str, Attribute] = {"norm_eps": dims.eps, "norm_offset": 0.0}
 
     def propose(self) -> Graph:
-        """last [1], forced [R] -> tokens [R]: the last token and what may follow it."""
+        """last [1], forced [R] -> tokens [R]: the last token and its drafted continuation."""
         g = Graph("propose")
         last = g.input("last", DType.I32, (1,))
         rows = self._shape.block
@@ -61,7 +61,7 @@ class Drafter:
         return g
 
     def observe(self, name: str, rows: int) -> Graph:
-        """taps [rows] of positions length .. length + rows - 1 -> the rings."""
+        """taps [rows] of positions length .. length + rows - 1 -> keys and values in the rings."""
         g = Graph(name)
         dims, source = self._dims, self._source
         width = len(dims.taps) * dims.hidden
@@ -147,7 +147,7 @@ class Drafter:
         )
 
     def _head(self, g: Graph) -> dict[str, Value]:
-        """The target's head, or a copy of the rows that may be proposed."""
+        """Return the target's head, or a copy of its rows for the ids that may be proposed."""
         ids = self._draft_ids
         if ids is None:
             return self._target.head(self._tied).values(g, 0)
@@ -155,15 +155,15 @@ class Drafter:
         return {**rows, "id_map": g.constant("draft_ids", ids)}
 
     def _compose(self, g: Graph, last: Value, best: Value) -> Value:
-        """[last, drafts], a forced id in place of a draft where there is one."""
+        """[last, drafts], where a forced id replaces the draft of its row."""
         rows = self._shape.block
         forced = g.input("forced", DType.I32, (rows,))
-        # Row i of the block asks what follows token i; slot i + 1 of the draft answers it.
+        # forced[i] is the token after row i of the block, which the drafter's row i + 1 drafts.
         drafts = _wide(g, "drafts", _slice(g, "drafts", best, 1, rows))
         wanted = _wide(g, "wanted", _slice(g, "wanted", forced, 0, rows - 1))
         zero = g.constant("zero", integers(0))
-        # A row that was no numbers has no best (-1). Any id will do, as the target decides, but an
-        # id there must be: its row is one that other rows of the block are computed beside.
+        # A row of NaNs has no best id (-1). Any valid id may replace it, as the target verifies it,
+        # but it must be valid, because the row is computed along with the rest of the block.
         drafts = g.node("Max", "drafts.some", DType.I64, (rows - 1,), drafts, zero)
         free = g.node("Less", "free", DType.BOOL, (rows - 1,), wanted, zero)
         follow = g.node("Where", "follow.wide", DType.I64, (rows - 1,), free, drafts, wanted)
@@ -184,5 +184,5 @@ def _slice(g: Graph, name: str, x: Value, start: int, end: int) -> Value:
 
 
 def _wide(g: Graph, name: str, x: Value) -> Value:
-    # ONNX Runtime's Where has no int32 form.
+    # ONNX Runtime's Where does not support int32.
     return g.node("Cast", f"{name}.wide", DType.I64, x.shape, x, to=ONNX_TYPE[DType.I64])

@@ -1,4 +1,4 @@
-"""One ONNX graph under construction: typed values, room calls, weights by reference."""
+"""An ONNX graph under construction: typed values, room calls, weights by reference."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Graph:
         self._in_place: set[str] = set()
 
     def input(self, name: str, dtype: DType, shape: Sequence[int | str]) -> Value:
-        """An input of the graph; asking again for the same one gives the same one."""
+        """Return an input of the graph; created at the first call with this name."""
         value = Value(name, dtype, tuple(shape))
         assert self._inputs.setdefault(name, value) == value, name
         return value
@@ -51,7 +51,7 @@ class Graph:
         self._outputs[value.name] = value
 
     def weight(self, stored: Stored) -> Value:
-        """A tensor of the package's weight files."""
+        """Return a tensor of the package's weight files as a value."""
         if stored.name not in self._weights:
             tensor = onnx.TensorProto(
                 name=stored.name, data_type=ONNX_TYPE[stored.dtype], dims=stored.shape
@@ -64,7 +64,7 @@ class Graph:
         return Value(stored.name, stored.dtype, stored.shape)
 
     def constant(self, name: str, value: Array) -> Value:
-        """A small tensor held in the graph itself."""
+        """Add a small tensor that is held in the graph itself."""
         self._weights[name] = numpy_helper.from_array(value, name)
         return Value(name, DType.of(value), value.shape)
 
@@ -77,7 +77,7 @@ class Graph:
         *inputs: Value,
         **attributes: Attribute,
     ) -> Value:
-        """A node of the standard domain with one output, named."""
+        """Add a node of the standard domain. Returns its one output, which has the node's name."""
         made = node(kind, [v.name for v in inputs], [name], attributes)
         made.name = name
         self._nodes.append(made)
@@ -93,7 +93,7 @@ class Graph:
         attributes: Mapping[str, Attribute],
         names: Mapping[str, str] | None = None,
     ) -> dict[str, Value]:
-        """A call of a room. Outputs are `<name>.<port>` unless `names` says otherwise."""
+        """Add a call of a room. Outputs are `<name>.<port>` unless `names` says otherwise."""
         a = op.complete(attributes)
         dtypes = {port: value.dtype for port, value in inputs.items()}
         letters = bind(op, {port: value.shape for port, value in inputs.items()}, a)
@@ -119,7 +119,7 @@ class Graph:
         return outputs
 
     def proto(self) -> onnx.ModelProto:
-        """The model. Weights stay in their files."""
+        """Return the ONNX model. Weights stay in their files."""
         known = {n: v for n, v in self._known.items() if n not in self._outputs}
         graph = helper.make_graph(
             self._nodes,
@@ -145,5 +145,5 @@ def _info(value: Value) -> onnx.ValueInfoProto:
 
 
 def integers(*values: int) -> Array:
-    """An int64 vector for `Graph.constant`."""
+    """Return an int64 vector for `Graph.constant`."""
     return np.array(values, np.int64)

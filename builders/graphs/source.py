@@ -1,4 +1,4 @@
-"""Checkpoint tensors as graph values: what is stored where, and under which name."""
+"""Checkpoint tensors as graph values: assigns each a weight file and a name in the package."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ EMBEDDING = "embed_tokens.weight"
 
 
 class Checkpoint(Protocol):
-    """What the graphs ask of a checkpoint, target or drafter."""
+    """The interface of a checkpoint, target or drafter, that graphs need."""
 
     def matrix(self, name: str) -> Matrix:
-        """A linear by its name."""
+        """Return a linear's weight."""
         ...
 
     def tensor(self, name: str) -> Array:
-        """Any other tensor by its name."""
+        """Return any other tensor."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """One stored weight: codes and scales."""
+    """One stored weight of a linear: codes and scales."""
 
     weight: Stored
     block_scale: Stored | None
     row_scale: Stored | None
 
     def values(self, g: Graph, i: int) -> dict[str, Value]:
-        """As segment i of a `linear`, or of a head."""
+        """Return the weight's parts as ports of segment i of a `linear` or a head."""
         parts = {
             "weight": self.weight,
             "block_scale": self.block_scale,
@@ -49,14 +49,14 @@ class Packed:
 
 @dataclass(slots=True)
 class Source:
-    """Places a checkpoint's tensors into weight files, each once, however many graphs use it."""
+    """Places a checkpoint's tensors in weight files, each once, however many graphs use it."""
 
     checkpoint: Checkpoint
     files: WeightFiles
     prefix: str = ""
-    """Put before every name in the package, so that target and drafter do not meet."""
+    """Prefix of every name in the package, so that names of target and drafter do not collide."""
     input_scales: dict[str, float] = field(default_factory=dict[str, float])
-    """Stored weight -> Matrix.input_scale, where there is one."""
+    """Stored weight -> Matrix.input_scale, if it has one."""
     _packed: dict[str, Packed] = field(default_factory=dict[str, Packed])
     _plain: dict[str, Stored] = field(default_factory=dict[str, Stored])
     _classes: Counter[tuple[str, WeightKind]] = field(
@@ -65,7 +65,7 @@ class Source:
     _bytes: Counter[tuple[str, WeightKind]] = field(default_factory=Counter[tuple[str, WeightKind]])
 
     def packed(self, name: str, rows: Array | None = None, part: str = "") -> Packed:
-        """A linear's weight, or the given rows of it as `<name>.<part>`."""
+        """Return a linear's weight, or the given rows of it as `<name>.<part>`."""
         key = f"{name}.{part}" if part else name
         if key not in self._packed:
             self._packed[key] = self._pack(name, key, rows)
@@ -96,17 +96,17 @@ class Source:
             self.input_scales[packed.weight.name] = matrix.input_scale
         tensor_class = (self.prefix + name.split(".")[-1], matrix.kind)
         parts = (packed.weight, packed.block_scale, packed.row_scale)
-        # A weight taken apart by rows is still one weight.
+        # A weight split by rows counts as one weight.
         self._classes[tensor_class] += not any(k.startswith(f"{name}.") for k in self._packed)
         self._bytes[tensor_class] += sum(p.nbytes for p in parts if p is not None)
         return packed
 
     def plain(self, g: Graph, name: str) -> Value:
-        """A tensor as the checkpoint stores it."""
+        """Return a tensor as the checkpoint stores it."""
         return g.weight(self._place(name))
 
     def head(self, tied: bool) -> Packed:
-        """The vocabulary projection; a tied one is the embedding table, stored once."""
+        """Return the vocabulary projection; if tied, that is the embedding table, stored once."""
         return Packed(self._place(EMBEDDING), None, None) if tied else self.packed("lm_head")
 
     def _place(self, name: str) -> Stored:
@@ -118,7 +118,7 @@ class Source:
         return self._plain[name]
 
     def census(self) -> dict[str, dict[str, tuple[int, int]]]:
-        """Per class of linear and kind of weight: how many there are, and their bytes."""
+        """Return class of linear -> kind of weight -> (number of weights, their bytes)."""
         table: dict[str, dict[str, tuple[int, int]]] = {}
         for (name, kind), count in sorted(self._classes.items(), key=lambda item: item[0][0]):
             table.setdefault(name, {})[kind.value] = (count, self._bytes[name, kind])
@@ -136,10 +136,10 @@ def _some(stored: Stored | None) -> Stored:
 
 
 def gate_rows(heads: int, head_dim: int) -> tuple[Array, Array]:
-    """Rows of Qwen3.5's q_proj that make queries, and those that make gates.
+    """Return the rows of Qwen3.5's q_proj that make queries, and those that make gates.
 
-    It stores, head by head, head_dim query rows and then head_dim gate rows. Quantisation groups
-    run along the columns, so rows may be taken apart without touching a code.
+    For each head, it stores head_dim query rows and then head_dim gate rows. Quantisation groups
+    run along the columns, so the rows can be split without requantising.
     """
     rows = np.arange(2 * heads * head_dim).reshape(heads, 2, head_dim)
     return rows[:, 0].reshape(-1), rows[:, 1].reshape(-1)

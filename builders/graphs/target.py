@@ -18,12 +18,12 @@ from thor_dflash.tensors import DType
 Mode = Literal["verify", "prefill"]
 
 ID_SLOTS = 8
-"""Places for stop ids, and for ids that are never accepted relaxed."""
+"""Slots for stop ids, and for ids that relaxed acceptance never accepts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What a package fixes about its graphs, beyond the models."""
+    """What a package fixes about its graphs beyond the models' sizes."""
 
     block: int
     chunk: int
@@ -31,13 +31,13 @@ class Shape:
     kv: DType
     saves: Literal["records", "states"]
     vocab: int
-    """Ids at and past it are padding."""
+    """Ids from this one on are padding."""
     taps: tuple[int, ...]
     """Target layers whose output the drafter reads."""
 
     @property
     def records(self) -> tuple[str, ...]:
-        """State a verify leaves for the next fold, per gdn layer."""
+        """Tensors that a verify leaves in each gdn layer for the next fold."""
         if self.saves == "states":
             return ("record_qkv", "states")
         return ("record_qkv", "record_k", "record_d", "record_decay")
@@ -60,7 +60,7 @@ class Target:
         self._norm: dict[str, Attribute] = {"norm_eps": dims.eps, "norm_offset": 1.0}
 
     def verify(self) -> Graph:
-        """tokens [R] -> logits, taps; state folded, rows and records left behind."""
+        """tokens [R] -> logits, taps. Folds the state, and writes cache rows and records."""
         g = Graph("verify")
         x = self._layers(g, "verify", self._shape.block)
         out = g.room(
@@ -78,7 +78,7 @@ class Target:
         return g
 
     def prefill(self) -> Graph:
-        """tokens [chunk], the first `valid` of which count -> taps; state advanced."""
+        """tokens [chunk], of which the first `valid` count -> taps. Advances the state."""
         g = Graph("prefill")
         self._layers(g, "prefill", self._shape.chunk)
         return g
@@ -112,7 +112,7 @@ class Target:
             x = self._gdn(g, i, x, mode) if kind == "gdn" else self._attention(g, i, x)
             x = mlp(g, self._source, f"layers.{i}", x, self._norm)
             outputs.append(x)
-        # In the config's order, which need not be that of the layers.
+        # In the order of the drafter's config, which may differ from that of the layers.
         if taps := [outputs[i] for i in self._shape.taps]:
             width = len(taps) * self._dims.hidden
             g.output(g.node("Concat", "taps", x.dtype, (rows, width), *taps, axis=1))

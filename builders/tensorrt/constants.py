@@ -1,7 +1,7 @@
-"""Weights of TensorRT's own layers: written to one scratch file, mapped, and handed to the parser.
+"""Weights of TensorRT's own layers: written to one scratch file, mapped, and passed to the parser.
 
-TensorRT keeps pointers to them until an engine is built. A mapping costs no memory that the system
-cannot take back, which thirteen gigabytes of arrays would.
+TensorRT keeps pointers to them until an engine is built. The system can reclaim the memory of a
+mapping, unlike that of thirteen gigabytes of arrays.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from thor_dflash.plugins.body import ONNX_TYPE
 from thor_dflash.tensors import Array, DType
 
 FILE = "constants.bin"
-"""Beside the deployment graph, which names it too."""
+"""Name of the scratch file, which the deployment graph refers to."""
 EXTERNAL = onnx.TensorProto.EXTERNAL
 FP4 = onnx.TensorProto.FLOAT4E2M1
-"""Element type of NVFP4 codes; two to a byte, the first in the low half, as we store them."""
+"""Element type of NVFP4 codes: two per byte, the first in the low nibble, as we store them."""
 
 
 @dataclass(slots=True)
 class Constants:
-    """What some graphs hold as constants, each tensor once."""
+    """The tensors that some graphs hold as constants, each once."""
 
     source: WeightFiles
-    """Where the tensors are from, as the checkpoints hold them."""
+    """The tensors as the checkpoints hold them."""
     files: WeightFiles = field(default_factory=WeightFiles)
     _names: list[str] = field(default_factory=list[str])
 
     def tensor(self, name: str) -> onnx.TensorProto:
-        """The initializer of a weight."""
+        """Return the initializer of a weight."""
         if name not in self._names:
             old = self.source.stored(name)
             self._names.append(name)
@@ -55,11 +55,11 @@ class Constants:
 
     @property
     def nbytes(self) -> int:
-        """Size of the file."""
+        """Size of the file, bytes."""
         return self.files.nbytes(FILE) if self._names else 0
 
     def write(self, directory: Path, advance: Callable[[int], None], *, hollow: bool) -> None:
-        """Write the file; `hollow` leaves it a hole of the right size."""
+        """Write the file; with `hollow`, as a sparse file of the right size."""
         path = directory / FILE
         if not hollow:
             self.files.write(FILE, path, advance)
@@ -68,7 +68,7 @@ class Constants:
             out.truncate(self.nbytes)
 
     def mapped(self, graph: onnx.GraphProto, directory: Path) -> Iterator[tuple[str, Array]]:
-        """Name and bytes, uint8 [n], of what a graph holds. The arrays must outlive the build."""
+        """Yield name and bytes, uint8 [n], of a graph's constants. They must outlive the build."""
         names = [t.name for t in graph.initializer if t.data_location == EXTERNAL]
         if not names:
             return

@@ -1,13 +1,13 @@
-"""The linears of a prefill as TensorRT's own FP4 products instead of our plugin.
+"""Writes the linears of a prefill as TensorRT's own FP4 products instead of our plugin.
 
     x -> prologue -> TRT_FP4DynamicQuantize -> DequantizeLinear \\
                                                                   MatMul -> epilogue
     codes, block scales -> DequantizeLinear -> Transpose ------- /
 
-TensorRT recognises this shape and multiplies in FP4: rows are quantised too (W4A4), which our
-kernels do not do, so a prompt is read a little differently, and a row's result may depend on the
-size of the prefill step. The scale that both quantises and dequantises the rows is that of the
-checkpoint, rounded up to bfloat16: the same number on both sides.
+TensorRT recognises this pattern and multiplies in FP4. It quantises the rows, too (W4A4), which our
+kernels do not, so prefill results differ slightly, and a row's result may depend on the size of the
+prefill step. Rows are quantised and dequantised with the same scale: the checkpoint's, rounded up
+to bfloat16.
 
 Source: the graphs that ModelOpt's NVFP4 exporter writes; spec of TRT_FP4DynamicQuantize.
 """
@@ -32,9 +32,9 @@ from thor_dflash.program import Program, Step
 from thor_dflash.tensors import Array, DType
 
 OPSET = 23
-"""First with 4-bit floats in DequantizeLinear."""
+"""The first opset with 4-bit floats in DequantizeLinear."""
 TRT = "trt"
-"""Domain of TensorRT's own operators; its parser goes by the type alone."""
+"""Domain of TensorRT's own operators; its parser looks only at the type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +43,20 @@ class Dense:
 
     program: Program
     graph: onnx.GraphProto
-    """The graph the program was read off: it knows the weights as the checkpoint holds them."""
+    """The graph that the program was made from; it has the weights as the checkpoint holds them."""
     constants: Constants
     scales: Mapping[str, float]
     """Stored weight -> Matrix.input_scale."""
 
     def takes(self, step: Step) -> bool:
-        """See Rewrite: a linear with NVFP4 weights, and none in FP8."""
+        """See Rewrite. Takes linears with NVFP4 weights and no FP8 weight."""
         if step.room != LINEAR.name:
             return False
         kinds = {self._dtype(name) for name in self._weights(step)}
         return DType.U8 in kinds and DType.FP8 not in kinds
 
     def unscaled(self) -> list[str]:
-        """NVFP4 weights of linears for whose rows the checkpoint tells no scale."""
+        """Return the NVFP4 weights for which the checkpoint has no scale of the input rows."""
         return [
             name
             for step in self.program.steps
@@ -91,7 +91,7 @@ class Dense:
             assert port != "x", step.name
 
     def _products(self, b: Body, step: Step, rows: str) -> Iterator[str]:
-        """bf16 [T, N] of every segment, in order. The rows are quantised once."""
+        """Yield the product of every segment, bf16 [T, N], in order. Rows are quantised once."""
         node = self._node(step)
         weights = self._weights(step)
         codes = [name for name in weights if self._dtype(name) is DType.U8]
@@ -105,7 +105,7 @@ class Dense:
             yield b.op("MatMul", operand, b.op("Transpose", weight, perm=(1, 0)))
 
     def _global(self, name: str) -> float:
-        """The one number that a matrix's row scales are."""
+        """Return the one value that all row scales of a matrix have."""
         scales = self.constants.source.array(name)
         assert (scales == scales.flat[0]).all(), name
         return float(scales.flat[0])
@@ -115,7 +115,7 @@ class Dense:
         return [ports[f"weight{i}"] for i in range(int(step.attributes["segments"]))]
 
     def _ports(self, step: Step) -> dict[str, str]:
-        """Everything the nodes read: the row scales become one number and are not among them."""
+        """Return all inputs of the nodes. Row scales are not among them: they become one number."""
         ports = _ports(self._node(step))
         return {port: name for port, name in ports.items() if not port.startswith("row_scale")}
 
@@ -133,7 +133,7 @@ class Dense:
 
 
 class _Wired(Inputs):
-    """The inputs of a body by the names of the values that are bound to them."""
+    """The inputs of a function body, by the names of the values bound to them."""
 
     def __init__(self, dtypes: Mapping[str, DType], names: Mapping[str, str]) -> None:
         super().__init__(dtypes)
@@ -154,7 +154,7 @@ def _ports(node: onnx.NodeProto) -> dict[str, str]:
 
 
 def _quantise(b: Body, rows: str, scale: Array) -> str:
-    """Rows bf16 [T, K] as what is left of them in NVFP4, bf16 again."""
+    """Quantise rows bf16 [T, K] to NVFP4 and dequantise them to bf16."""
     codes, blocks = b.name(), b.name()
     wide = b.const(scale.astype(np.float32))
     b.nodes.append(
@@ -173,13 +173,13 @@ def _quantise(b: Body, rows: str, scale: Array) -> str:
 
 
 def _dequantised(b: Body, codes: str, blocks: str, scale: float) -> str:
-    """A weight bf16 [N, K]."""
+    """Dequantise a weight to bf16 [N, K]."""
     scales = b.cast(b.op("DequantizeLinear", blocks, b.f32(scale)), DType.BF16)
     return b.op("DequantizeLinear", codes, scales, axis=-1, block_size=NVFP4_GROUP)
 
 
 def _up(scale: float) -> Array:
-    """The least bfloat16 that is not below, as a scalar."""
+    """Round up to the next bfloat16, as a scalar array."""
     bits = np.array(scale, np.float32).view(np.uint32)
     return ((bits + 0xFFFF) >> 16).astype(np.uint16).view(DType.BF16.numpy)
 

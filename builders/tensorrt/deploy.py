@@ -1,8 +1,8 @@
-"""Deployment graphs: a program written back as ONNX, one custom node a step, for TensorRT's parser.
+"""Deployment graphs: programs written as ONNX for TensorRT's parser, one custom node per step.
 
-A node carries its attributes and what plugins/tensorrt/node.py adds to them: which tensors it has.
-Ports that a call leaves out are left out, so no input is ever missing in the middle. There are no
-function bodies: without its plugin a node cannot be parsed.
+A node carries its attributes and, from plugins/tensorrt/node.py, the list of tensors it has. Ports
+that a call does not use are omitted, so no input is ever empty. There are no function bodies:
+without its plugin a node cannot be parsed.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from thor_dflash.program import Program, Step, Value, Weight
 from thor_dflash.tensors import DType
 
 NOMINAL = 128
-"""Stands for a size that a session decides; nothing of a node depends on it."""
+"""Stands for a size that a session decides; no node depends on its value."""
 
 Shape = tuple[int | str, ...]
 
 _LEFT = {"y0_slabs", "y0_squares", "next_norm_weight", "next_norm_offset", "next_gate"}
-"""Ports and attributes of a step that leaves rows in slabs for another."""
+"""Ports and attributes of a step that also writes its rows as slabs, for another step."""
 _TAKEN = {"x_slabs", "x_squares"}
-"""Ports of a step that takes them. It has what it needs to make them from `x` too."""
+"""Ports of a step that reads them. Without them it can make them from `x`."""
 
 
 class Rewrite(Protocol):
-    """Steps that become standard nodes instead of a plugin."""
+    """Writes some steps as standard nodes instead of a plugin."""
 
     def takes(self, step: Step) -> bool:
-        """Whether this step does."""
+        """Whether it rewrites this step."""
         ...
 
     def write(self, step: Step, sheet: Sheet) -> None:
-        """Its nodes, and the constants they read."""
+        """Add the step's nodes, and the constants that they read."""
         ...
 
 
@@ -52,19 +52,20 @@ class Sheet:
 
     nodes: list[onnx.NodeProto] = field(default_factory=list[onnx.NodeProto])
     constants: dict[str, onnx.TensorProto] = field(default_factory=dict[str, onnx.TensorProto])
-    """TensorRT's own weights."""
+    """Weights that TensorRT's own layers hold."""
     values: dict[str, onnx.ValueInfoProto] = field(default_factory=dict[str, onnx.ValueInfoProto])
     weights: dict[str, Weight] = field(default_factory=dict[str, Weight])
     """Weights that are inputs."""
     plugins: list[tuple[str, Node]] = field(default_factory=list[tuple[str, Node]])
     """Every custom node with its name, in order."""
     products: int = 0
+    """Number of linears that a Rewrite has written."""
     domains: dict[str, int] = field(default_factory=lambda: {"": OPSET, DOMAIN: VERSION})
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """What the parser reads, and what is known of it."""
+    """A deployment graph for the parser, and its properties."""
 
     name: str
     model: onnx.ModelProto
@@ -72,18 +73,18 @@ class Deployment:
     outputs: Mapping[str, Value]
     weights: Mapping[str, Weight]
     in_place: tuple[str, ...]
-    """Outputs whose kernels write over the input they are the next value of."""
+    """Outputs (next states) that their kernels write over the corresponding input (state)."""
     plugins: tuple[tuple[str, Node], ...]
     """Every custom node with its name, in order."""
     products: int = 0
-    """FP4 products that are TensorRT's own."""
+    """Number of linears whose products TensorRT computes itself, in FP4."""
 
 
 def deploy(program: Program, rewrite: Rewrite | None = None) -> Deployment:
-    """The deployment graph of a program.
+    """Return the deployment graph of a program.
 
     Raises:
-        EngineError: a step reads what no step before it makes.
+        EngineError: a step reads a value that no earlier step makes.
     """
     sheet = Sheet()
     made = {*program.inputs, *program.weights}
@@ -111,7 +112,7 @@ def deploy(program: Program, rewrite: Rewrite | None = None) -> Deployment:
 
 
 def _written(step: Step, made: Collection[str]) -> set[str]:
-    """The ports that a step writes: those whose values are new."""
+    """Return the ports that a step writes: those whose values are new."""
     op = RULES[step.room].op
     written = {port for port, value in step.ports.items() if value not in made}
     attributes = Attributes({**op.attributes, **step.attributes})
@@ -123,14 +124,14 @@ def _written(step: Step, made: Collection[str]) -> set[str]:
 
 
 def _among_plugins(program: Program, rewrite: Rewrite | None) -> list[Step]:
-    """The steps, rows in slabs left by plugins for plugins alone."""
+    """Return the steps, with slabs kept only between two plugins."""
     ours = [step.ports for step in program.steps if rewrite is None or not rewrite.takes(step)]
     left, taken = ({p[port] for p in ours if port in p} for port in ("y0_slabs", "x_slabs"))
     return [_trimmed(step, left & taken) for step in program.steps]
 
 
 def _trimmed(step: Step, kept: Collection[str]) -> Step:
-    """A step that neither leaves nor takes other slabs than these."""
+    """Return a step that neither writes nor reads slabs other than `kept`."""
     gone: set[str] = {AHEAD}  # TensorRT decides what runs after a step
     for port, all_of_it in (("y0_slabs", _LEFT), ("x_slabs", _TAKEN)):
         if step.ports.get(port) not in kept:
@@ -181,7 +182,7 @@ def _shaped(program: Program, name: str) -> Shaped:
 
 
 def info(name: str, dtype: str, shape: Shape) -> onnx.ValueInfoProto:
-    """A value as the graph declares it."""
+    """Declare a value of the graph. Bytes are declared as words of int32."""
     kind, dims = DType(dtype), shape
     if kind is DType.U8:
         assert isinstance(shape[-1], int), name

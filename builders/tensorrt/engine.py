@@ -1,4 +1,4 @@
-"""From a network to an engine on disk, and what is inside it."""
+"""Builds an engine from a network, writes it to disk, and inspects it."""
 
 # tensorrt is not installed where the checkers run: the tests check this file against its bindings.
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -33,19 +33,19 @@ from thor_dflash.progress import Progress
 from thor_dflash.tensorrt_config import TensorRTConfig
 
 LEAST = (10, 13)
-"""First version of TensorRT that has all that is used here."""
+"""First version of TensorRT with all features used here."""
 MIB = 1 << 20
 
 
 @dataclass(slots=True)
 class Maker:
-    """Builds engines, one after the other, with one timing cache."""
+    """Builds engines one after another with one timing cache."""
 
     config: TensorRTConfig
     device: Info
     progress: Progress
     driver: Callable[[], Driver] | None
-    """The context TensorRT works in; None where nothing is run."""
+    """Opens the CUDA context that TensorRT works in; None if nothing is run."""
     messages: Messages = field(default_factory=Messages)
 
     def __post_init__(self) -> None:
@@ -58,7 +58,7 @@ class Maker:
 
     @contextmanager
     def calls(self, nodes: Iterable[Node]) -> Generator[None]:
-        """While it lasts, TensorRT knows the plugins of these calls."""
+        """Register the plugins of these nodes with TensorRT for the duration of the block."""
         driver = self.driver() if self.driver is not None else None
         device, kernels = self.device.device, None
         if driver is not None:
@@ -74,12 +74,12 @@ class Maker:
 
     @property
     def version(self) -> str:
-        """Of TensorRT."""
+        """Version of TensorRT."""
         return str(trt.__version__)
 
     @property
     def options(self) -> dict[str, str]:
-        """What an engine is built with, for its description."""
+        """Build options, for an engine's description."""
         return {
             "workspace_mib": str(self.config.workspace_mib),
             "level": str(self.config.level),
@@ -88,14 +88,14 @@ class Maker:
 
     @property
     def said(self) -> list[str]:
-        """What TensorRT warned of."""
+        """TensorRT's warnings."""
         return self.messages.lines
 
     def build(self, together: Together, constants: Constants, directory: Path, path: Path) -> None:
         """Write the engine of some graphs at `path`; `directory` holds their constants.
 
         Raises:
-            EngineError: TensorRT does not take a graph or does not build it, with its own words.
+            EngineError: TensorRT refuses a graph or fails to build it; quotes its messages.
             OSError: the engine or the timing cache cannot be written.
         """
         self.messages.begin(together.name)
@@ -110,7 +110,7 @@ class Maker:
         finally:
             writer.close()
             phases.close()
-        del held  # TensorRT kept pointers into it until now
+        del held  # until here, TensorRT kept pointers to it
         if phases.stop is not None:
             raise phases.stop
         if writer.failure is not None:
@@ -120,10 +120,10 @@ class Maker:
         self._keep_timings(config)
 
     def look(self, together: Together, path: Path) -> list[Layer]:
-        """The layers of an engine that was built.
+        """Return the layers of a built engine.
 
         Raises:
-            EngineError: it does not load, or holds what nobody asked for and
+            EngineError: it does not load; or it holds something that its graph does not and
                 build.tensorrt.inspect is "refuse".
         """
         runtime, reader = trt.Runtime(self.messages), Reader(path)
@@ -148,7 +148,7 @@ class Maker:
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, self.config.workspace_mib * MIB)
         config.builder_optimization_level = self.config.level
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
-        config.max_aux_streams = 0  # one stream is what a cycle's CUDA graph captures
+        config.max_aux_streams = 0  # a cycle's CUDA graph captures one stream only
         config.set_flag(trt.BuilderFlag.DIRECT_IO)
         config.set_flag(trt.BuilderFlag.MONITOR_MEMORY)
         config.clear_flag(trt.BuilderFlag.TF32)
@@ -161,7 +161,9 @@ class Maker:
 
     @property
     def _timings(self) -> Path:
-        """The timing cache: TensorRT's key says nothing of a plugin's kernels, so its name does."""
+        """Path of the timing cache. Its name holds the fingerprint of the plugins' kernels, which
+        TensorRT's own cache key does not cover.
+        """
         major, minor = self.device.device.capability
         name = f"{self.version}-sm_{major}{minor}-{fingerprint()[:16]}.timing"
         return self.config.timings_directory / name

@@ -1,7 +1,7 @@
-"""What an engine holds, by TensorRT's inspector: nothing but what its graph says.
+"""Checks with TensorRT's inspector that an engine holds nothing that its graph does not.
 
-The inspector's words are no interface that TensorRT promises to keep; what is read of them here is
-little, and build.tensorrt.inspect = "note" takes an engine in spite of it.
+TensorRT does not promise a stable format of the inspector's output. So little of it is used here,
+and build.tensorrt.inspect = "note" accepts an engine in spite of problems.
 """
 
 # tensorrt is not installed where the checkers run: the tests check this file against its bindings.
@@ -22,14 +22,15 @@ from thor_dflash.builders.tensorrt.network import TYPES
 from thor_dflash.builders.tensorrt.profiles import Together
 
 REFORMAT = "Reformat"
-"""What the type, or the name, of a layer that copies into another format begins with."""
+"""How the type (or the name, if there is no type) of a layer that copies to another format begins.
+"""
 PLUGIN = "PluginV3"
 FP4 = ("fp4", "e2m1")
-"""How the tactic of a product of 4-bit floats gives itself away."""
+"""Words in the name of a tactic that multiplies 4-bit floats."""
 
 
 def layers(engine: trt.ICudaEngine) -> list[Layer]:
-    """Every layer, in order."""
+    """Return every layer of an engine, in order."""
     inspector = engine.create_engine_inspector()
     text = inspector.get_engine_information(trt.LayerInformationFormat.JSON)
     table = records.as_table(json.loads(text)) or {}
@@ -48,7 +49,7 @@ def _layer(row: object) -> Layer:
 
 
 def problems(engine: trt.ICudaEngine, found: Sequence[Layer], together: Together) -> list[str]:
-    """What is in an engine that its graph does not say; empty where there is nothing."""
+    """List the differences between an engine and its graph; empty if there are none."""
     return [*_bindings(engine, together), *_layers(found, together)]
 
 

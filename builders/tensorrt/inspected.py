@@ -1,4 +1,4 @@
-"""A layer of a built engine, as its description keeps it."""
+"""A layer of a built engine, as the engine's description stores it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ class Layer:
 
     name: str
     kind: str
-    """Empty where the inspector tells no more than names."""
+    """Type of the layer; "" if the inspector reports only names."""
     tactic: str
-    """What TensorRT chose."""
+    """The tactic that TensorRT chose."""

@@ -1,14 +1,14 @@
-"""What TensorRT's ONNX parser asks of a graph beyond ONNX, checked where there is no TensorRT.
+"""Checks what TensorRT's ONNX parser requires of a graph beyond ONNX, without TensorRT.
 
 The rules are those of the parsers of TensorRT 10.13 to 11.4:
 
-* It finds importers by type alone, whatever the domain, and tries its own first: a custom type must
-  not bear the name of a standard operator, nor begin as TensorRT's own do.
-* A node whose namespace and version stand on it as attributes becomes the registered plugin in all
-  of these versions; one whose namespace is its domain alone becomes its function body in some.
-* Functions are kept by name, without domain and overload, and their arity must match exactly.
-* Attributes become plugin fields: numbers of 32 bits, and text. A list or a tensor would too, but
-  not in every version alike.
+* The parser finds importers by type alone, ignoring the domain, and tries its built-in ones first:
+  a custom type must not have the name of a standard operator, nor begin as TensorRT's own types.
+* A node with its namespace and version as attributes becomes the registered plugin in all of these
+  versions; one whose namespace is only its domain becomes its function body in some.
+* Functions are looked up by name, ignoring domain and overload, and their arity must match exactly.
+* Attributes become plugin fields: 32-bit numbers and text. Lists and tensors are supported, too,
+  but differently by different versions.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from onnx import AttributeProto, TensorProto, helper
 from thor_dflash.plugins.op import DOMAIN, VERSION
 
 OPSETS = (21, 23)
-"""Of standard operators: 23 where there are 4-bit floats."""
+"""Allowed opsets of standard operators: 23 for graphs with 4-bit floats."""
 PREFIX = "Thor"
-"""Of every custom type."""
+"""Prefix of every custom type."""
 OWN = "TRT_"
-"""How types of TensorRT's own begin that are no standard operators."""
+"""Prefix of TensorRT's own types, which are not standard operators."""
 TYPES = {
     TensorProto.FLOAT,
     TensorProto.BFLOAT16,
     TensorProto.FLOAT8E4M3FN,
     TensorProto.INT32,
 }
-"""Element types of inputs, outputs and of everything a plugin reads and writes."""
+"""Allowed element types of inputs, outputs and everything that a plugin reads or writes."""
 FIELDS = (AttributeProto.FLOAT, AttributeProto.INT, AttributeProto.STRING)
 LARGEST = 2**31 - 1
-"""Of an integer field; also the most bytes of a graph, and the most elements of a tensor."""
+"""Largest value of an integer field, most bytes of a graph, and most elements of a tensor."""
 
 
 def source_problems(model: onnx.ModelProto) -> list[str]:
-    """Why a graph as ONNX Runtime runs it is not as it should be; empty if it is.
+    """List the problems of a graph for ONNX Runtime; empty if there are none.
 
-    Its custom nodes have bodies, which TensorRT must never take.
+    Its custom nodes must have function bodies, which TensorRT must never use.
     """
     known = {(f.name, f.overload): f for f in model.functions}
     return [*_every(model), *_bodies(model, known)]
 
 
 def deployed_problems(model: onnx.ModelProto) -> list[str]:
-    """Why a deployment graph is not as it should be; empty if it is."""
+    """List the problems of a deployment graph; empty if there are none."""
     found = [*_every(model), *_types(model), *_dense(model)]
     found += [f"a function {f.name}, which would be built in place of a plugin"
               for f in model.functions]  # fmt: skip
@@ -142,19 +142,19 @@ def _types(model: onnx.ModelProto) -> Iterator[str]:
 
 
 def _dense(model: onnx.ModelProto) -> Iterator[str]:
-    """No plugin has an input left out: TensorRT would hand it a null tensor."""
+    """List plugin nodes with an empty input, for which TensorRT would pass a null tensor."""
     for node in model.graph.node:
         if node.domain == DOMAIN and "" in node.input:
             yield f"{node.op_type} {node.name}: an input left out"
 
 
 def readers(model: onnx.ModelProto) -> Counter[str]:
-    """How many nodes read each value."""
+    """Return how many nodes read each value."""
     return Counter(name for node in model.graph.node for name in set(node.input))
 
 
 def without_files(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with tensors of other files as inputs, for onnx.checker, which wants the files."""
+    """Return the model with external tensors as inputs: onnx.checker would need their files."""
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     for tensor in [t for t in copy.graph.initializer if t.data_location == TensorProto.EXTERNAL]:

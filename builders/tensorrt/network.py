@@ -1,4 +1,4 @@
-"""From a deployment graph to a network, and whether TensorRT made of it what was meant."""
+"""Parses a deployment graph into a network, and checks that TensorRT did not change its meaning."""
 
 # tensorrt is not installed where the checkers run: the tests check this file against its bindings.
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -25,12 +25,12 @@ TYPES: Mapping[int, trt.DataType] = {
     onnx.TensorProto.FLOAT8E4M3FN: trt.DataType.FP8,
     onnx.TensorProto.INT32: trt.DataType.INT32,
 }
-"""Of everything that a graph or a plugin reads and writes."""
+"""Element types of everything that a graph or a plugin reads or writes."""
 LINEAR = 1 << int(trt.TensorFormat.LINEAR)
 DYNAMIC = -1
-"""A size that a profile decides."""
+"""Marks a size that a profile decides."""
 NAMED = 3
-"""Most problems one error message names."""
+"""Most problems that one error message names."""
 
 
 def parse(
@@ -40,10 +40,11 @@ def parse(
     constants: Constants,
     directory: Path,
 ) -> tuple[trt.INetworkDefinition, list[object]]:
-    """The network of a deployment graph, and what must be kept until its engine is built.
+    """Return the network of a deployment graph, and objects to keep alive until its engine is
+    built.
 
     Raises:
-        EngineError: TensorRT does not take the graph, or made something else of it.
+        EngineError: TensorRT refuses the graph, or changed its meaning.
     """
     flags = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
     network = builder.create_network(flags)
@@ -73,7 +74,7 @@ def parse(
 
 
 def _set_formats(network: trt.INetworkDefinition) -> None:
-    """Rows in their order, everywhere: with DIRECT_IO a state is never copied into another."""
+    """Allow only row-major inputs and outputs: with DIRECT_IO, states are never reformatted."""
     for i in range(network.num_inputs):
         network.get_input(i).allowed_formats = LINEAR
     for i in range(network.num_outputs):
@@ -112,12 +113,12 @@ def _differences(what: str, tensor: trt.ITensor, info: onnx.ValueInfoProto) -> I
 
 
 def dims(info: onnx.ValueInfoProto) -> tuple[int, ...]:
-    """A shape as TensorRT says it."""
+    """Return a shape in TensorRT's notation."""
     return tuple(DYNAMIC if d.dim_param else d.dim_value for d in info.type.tensor_type.shape.dim)
 
 
 def _plugins(network: trt.INetworkDefinition, graph: onnx.GraphProto) -> Iterator[str]:
-    """Every custom node is one plugin layer, in order, reading and writing what the node says."""
+    """Check that every custom node became one plugin layer, in order, with its own tensors."""
     layers = [network.get_layer(i) for i in range(network.num_layers)]
     plugins = [layer for layer in layers if layer.type == trt.LayerType.PLUGIN_V3]
     nodes = [node for node in graph.node if node.domain == DOMAIN]
@@ -139,10 +140,10 @@ def _plugins(network: trt.INetworkDefinition, graph: onnx.GraphProto) -> Iterato
 
 
 def add_profiles(builder: trt.Builder, config: trt.IBuilderConfig, together: Together) -> None:
-    """The sizes the engine is built for, where it has a choice.
+    """Add the optimization profiles of an engine with dynamic sizes.
 
     Raises:
-        EngineError: TensorRT refuses them.
+        EngineError: TensorRT refuses one.
     """
     chosen = [ranges for ranges in together.ranges if ranges]
     for number, ranges in enumerate(chosen):

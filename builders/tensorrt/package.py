@@ -1,7 +1,7 @@
-"""The engines of a package: every graph deployed, checked, built and described.
+"""Builds the engines of a package: deploys, checks, builds and describes every graph.
 
-Nothing here imports tensorrt until `maker` is called, which is before anything is written: a
-machine without it is told so at once.
+Only `maker` imports tensorrt. It is called before anything is written, so that a missing TensorRT
+is reported at once.
 """
 
 from __future__ import annotations
@@ -33,38 +33,38 @@ from thor_dflash.progress import Progress
 from thor_dflash.tensorrt_config import TensorRTConfig
 
 LOG = "tensorrt.log"
-"""What TensorRT warned of, in the package."""
+"""File of TensorRT's warnings, in the package."""
 ENGINE = ".plan"
-"""Ending of an engine's file."""
+"""Suffix of an engine's file."""
 SCRATCH = ".scratch"
-"""Directory beside the engines while they are built."""
+"""Temporary directory beside the engines while they are built."""
 
 
 class Maker(Protocol):
-    """Builds engines. See engine.Maker, the only one outside tests."""
+    """Builds engines. See engine.Maker, the only implementation outside tests."""
 
     @property
     def version(self) -> str:
-        """Of TensorRT."""
+        """Version of TensorRT."""
         ...
 
     @property
     def device(self) -> Info:
-        """What the engines are built on, and for."""
+        """The device that the engines are built on, and for."""
         ...
 
     @property
     def options(self) -> dict[str, str]:
-        """What engines are built with, for their descriptions."""
+        """Build options, for the engines' descriptions."""
         ...
 
     @property
     def said(self) -> Sequence[str]:
-        """What TensorRT warned of."""
+        """TensorRT's warnings."""
         ...
 
     def calls(self, nodes: Iterable[Node]) -> AbstractContextManager[None]:
-        """While it lasts, TensorRT knows the plugins of these calls."""
+        """Register the plugins of these nodes with TensorRT for the duration of the block."""
         ...
 
     def build(self, together: Together, constants: Constants, directory: Path, path: Path) -> None:
@@ -72,21 +72,21 @@ class Maker(Protocol):
         ...
 
     def look(self, together: Together, path: Path) -> list[Layer]:
-        """What an engine holds."""
+        """Return the layers of an engine."""
         ...
 
 
 class Stage(Protocol):
-    """Where files of a package are written. See staging.Staging."""
+    """Takes the files of a package. See staging.Staging."""
 
     def write(self, name: str, writer: Callable[[Path], None]) -> FileEntry:
-        """Have `writer` write one file at the path it is given."""
+        """Let `writer` write one file at the path passed to it."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """What the engines of a package are made of."""
+    """The inputs from which the engines of a package are built."""
 
     graphs: Sequence[Graph]
     programs: Sequence[Program]
@@ -95,7 +95,7 @@ class Material:
     scales: Mapping[str, float]
     """Stored weight -> Matrix.input_scale."""
     ranges: Mapping[str, Range]
-    """Sizes that a session decides."""
+    """Ranges of the sizes that a session decides."""
     config: TensorRTConfig
 
 
@@ -106,14 +106,14 @@ class Engines:
     together: Sequence[Together]
     constants: Constants
     hollow: bool = False
-    """Leave constants out: for a model whose weights are nowhere."""
+    """Whether to leave out the constants, for a model without weights."""
 
 
 def maker(config: TensorRTConfig, progress: Progress) -> Maker:
-    """What builds engines here.
+    """Return the builder of engines for this machine.
 
     Raises:
-        EngineError: there is no TensorRT, an old one, or no device.
+        EngineError: TensorRT is missing or too old, or there is no device.
     """
     try:
         from thor_dflash.builders.tensorrt.engine import Maker as Real
@@ -130,7 +130,7 @@ def maker(config: TensorRTConfig, progress: Progress) -> Maker:
 
 
 def engines(material: Material) -> Engines:
-    """Decide the engines.
+    """Decide which engines to build.
 
     Raises:
         ConfigError: an option does not fit the checkpoints, or a graph breaks a rule of the parser.
@@ -152,7 +152,7 @@ def engines(material: Material) -> Engines:
 def _dense(
     material: Material, graph: Graph, program: Program, constants: Constants
 ) -> Dense | None:
-    """What makes the linears of a prefill TensorRT's own, if anything is to."""
+    """Return the rewriter of a prefill's linears to TensorRT's own, or None to keep our plugin."""
     who = material.config.prefill_linears
     if who == "plugin" or program.name.split(".")[0] != CHUNK_STEPS[0]:
         return None
@@ -171,7 +171,7 @@ def _dense(
 
 
 def _shared_states(one: Together) -> list[str]:
-    """States that are written over while somebody else may still read them."""
+    """List states that are overwritten in place while another node may still read them."""
     return [
         f"{name} read by {count} nodes and written in place by one of them"
         for graph in one.graphs
@@ -182,12 +182,12 @@ def _shared_states(one: Together) -> list[str]:
 
 
 def write_engines(stage: Stage, made: Engines, by: Maker, progress: Progress) -> None:
-    """Write every engine, its description, and what TensorRT warned of.
+    """Write every engine, its description, and TensorRT's warnings.
 
     Raises:
-        EngineError: TensorRT refuses a graph, or made something else of it.
+        EngineError: TensorRT refuses a graph, or changed its meaning.
     """
-    # Graphs that share an engine share its nodes: those of the first.
+    # An engine that several graphs share has the nodes of the first.
     nodes = [node for one in made.together for _, node in one.graphs[0].plugins]
     with by.calls(nodes):
         for one in made.together:
@@ -220,7 +220,9 @@ def _engine_writer(
 def _card_writer(
     one: Together, profile: int, entry: FileEntry, by: Maker, looked: list[Layer]
 ) -> Callable[[Path], None]:
-    """`looked` is filled by the first description of an engine and used by the others."""
+    """Return the writer of a graph's description. `looked` caches the engine's layers: the first
+    description of an engine fills it, and the others use it.
+    """
 
     def write(path: Path) -> None:
         if not looked:
@@ -234,7 +236,7 @@ def _card_writer(
 def describe(
     one: Together, profile: int, entry: FileEntry, by: Maker, found: Sequence[Layer]
 ) -> Plan:
-    """The description of one graph's engine."""
+    """Return the description of one graph's engine."""
     graph, info = one.graphs[profile], by.device
     return Plan(
         name=graph.name,

@@ -1,4 +1,4 @@
-"""Which graphs share an engine, and the sizes each of its profiles is for."""
+"""Decides which graphs share an engine, and the sizes of each of its optimization profiles."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RING = "ring_rows."
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Sizes of one dimension in one profile: least, the one to be fast at, most."""
+    """Sizes of one dimension in one profile: least, the one to optimise for, most."""
 
     least: int
     best: int
@@ -30,22 +30,22 @@ class Together:
     """Graphs that are profiles of one engine."""
 
     name: str
-    """Of the engine's file, without its ending."""
+    """Name of the engine's file, without its suffix."""
     model: onnx.ModelProto
-    """Sizes in which the graphs differ are letters."""
+    """Sizes in which the graphs differ are symbolic."""
     graphs: tuple[Deployment, ...]
-    """By profile."""
+    """The graph of each profile."""
     ranges: tuple[Mapping[str, Range], ...]
-    """By profile: letter -> sizes."""
+    """For each profile: symbolic size -> range."""
 
 
 def session_ranges(
     capacity: int, longest: int, rows: int, drafter: DrafterDims | None
 ) -> dict[str, Range]:
-    """The letters a session decides; `rows`: most rows of any step.
+    """Return the ranges of the sizes that a session decides; `rows`: most rows of any step.
 
-    A cache is whole tiles for the context and one step; a ring is the window and one step, or all
-    of the context.
+    A cache has whole tiles for the context and one step. A ring has rows for one step and for the
+    window, or for the whole context if that is shorter.
     """
 
     def tiles(context: int) -> int:
@@ -59,10 +59,10 @@ def session_ranges(
 
 
 def gather(deployments: Sequence[Deployment], ranges: Mapping[str, Range]) -> Iterator[Together]:
-    """Every engine to build.
+    """Yield every engine to build.
 
-    Graphs share one where they hold constants and differ in nothing but sizes; others are an engine
-    each, which costs nothing, for their weights are inputs.
+    Graphs share an engine if they hold constants and differ only in sizes. All others are an engine
+    each, which costs no memory, as their weights are inputs.
     """
     groups: dict[object, list[Deployment]] = {}
     for one in deployments:
@@ -73,7 +73,7 @@ def gather(deployments: Sequence[Deployment], ranges: Mapping[str, Range]) -> It
 
 
 def _sizeless(node: onnx.NodeProto) -> bytes:
-    """A node without `known`, whose sizes of rows no plugin reads, and the hash of it."""
+    """Serialise a node without its hash and without `known`, whose row counts no plugin reads."""
     copy = onnx.NodeProto()
     copy.CopyFrom(node)
     for attribute in [a for a in copy.attribute if a.name in (KNOWN, *KEYS)]:
@@ -104,7 +104,7 @@ def _letter(
     values: Sequence[onnx.ValueInfoProto],
     made: Sequence[dict[str, Range]],
 ) -> None:
-    """Make letters of the sizes in which some values differ."""
+    """Make those sizes of a value symbolic in which the graphs differ."""
     assert len({v.name for v in values}) == 1, [v.name for v in values]
     shapes = [v.type.tensor_type.shape.dim for v in values]
     for axis, dim in enumerate(to.type.tensor_type.shape.dim):

@@ -1,4 +1,4 @@
-"""Engines to disk without a copy in memory."""
+"""Writes engines to disk without a copy in memory."""
 
 # tensorrt is not installed where the checkers run: the tests check this file against its bindings.
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -21,10 +21,10 @@ class Writer(trt.IStreamWriter):
         self._file = path.open("wb")
         self._digest = hashlib.sha256()
         self.failure: BaseException | None = None
-        """What writing raised; TensorRT's own frames cannot carry it."""
+        """The exception raised while writing; it cannot propagate through TensorRT's frames."""
 
     def write(self, data: bytes) -> int:
-        """TensorRT calls this; the bytes that were written."""
+        """Called by TensorRT. Returns the number of bytes written."""
         try:
             self._file.write(data)
         except BaseException as e:
@@ -34,6 +34,6 @@ class Writer(trt.IStreamWriter):
         return len(data)
 
     def close(self) -> str:
-        """SHA-256 of what was written, in hexadecimal."""
+        """Close the file. Returns the SHA-256 of what was written, in hexadecimal."""
         self._file.close()
         return self._digest.hexdigest()

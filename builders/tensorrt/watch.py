@@ -1,4 +1,4 @@
-"""The phases of a build, on our bars."""
+"""Shows the phases of an engine build as progress bars."""
 
 # tensorrt is not installed where the checkers run: the tests check this file against its bindings.
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -14,16 +14,18 @@ import tensorrt as trt
 from thor_dflash.progress import Progress, Task
 
 DEPTH = 2
-"""Levels of phases that are shown; deeper ones come and go too fast to be read."""
+"""Levels of phases that are shown; deeper ones change too fast to be read."""
 
 
 class Phases(trt.IProgressMonitor):
-    """Shows the phases of a build as tasks. A stop that reaches a callback ends the build."""
+    """Shows the phases of a build as tasks. An exception in a callback, such as a keyboard
+    interrupt, ends the build.
+    """
 
     def __init__(self, name: str, progress: Progress) -> None:
         trt.IProgressMonitor.__init__(self)
         self.stop: BaseException | None = None
-        """What a callback raised; TensorRT's own frames cannot carry it."""
+        """The exception raised in a callback; it cannot propagate through TensorRT's frames."""
         self._name = name
         self._progress = progress
         self._lock = Lock()
@@ -31,7 +33,7 @@ class Phases(trt.IProgressMonitor):
         self._tasks: dict[str, Task] = {}
 
     def phase_start(self, phase_name: str, parent_phase: str, num_steps: int) -> None:
-        """TensorRT calls this. `parent_phase` is None at the top, whatever its stub says."""
+        """Called by TensorRT. `parent_phase` is None at the top level, despite its type stub."""
         try:
             with self._lock:
                 depth = self._depth.get(parent_phase, 0) + 1
@@ -44,7 +46,7 @@ class Phases(trt.IProgressMonitor):
             self.stop = e
 
     def step_complete(self, phase_name: str, step: int) -> bool:
-        """TensorRT calls this; False ends the build."""
+        """Called by TensorRT; returning False ends the build."""
         try:
             with self._lock:
                 if phase_name in self._tasks:
@@ -54,7 +56,7 @@ class Phases(trt.IProgressMonitor):
         return self.stop is None
 
     def phase_finish(self, phase_name: str) -> None:
-        """TensorRT calls this, also for a phase that was ended early."""
+        """Called by TensorRT, also for a phase that was ended early."""
         try:
             with self._lock:
                 self._depth.pop(phase_name, None)
@@ -65,6 +67,6 @@ class Phases(trt.IProgressMonitor):
             self.stop = e
 
     def close(self) -> None:
-        """End what a failed build left open."""
+        """End the phases that a failed build left open."""
         for name in list(self._tasks):
             self.phase_finish(name)
