@@ -1,3 +1,3 @@
-"""Calibration: the synthetic planning corpus and the training of the small model that ships in
-the repository.
+"""Calibration and checks: the synthetic planning corpus, the training of the small model that ships
+in the repository, measurements, and the comparison of engines.
 """

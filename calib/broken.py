@@ -1,4 +1,4 @@
-"""A drafter that costs what the real one costs and knows nothing: what the gate is there for."""
+"""A drafter that costs as much as the real one but drafts noise, to test the speculation gate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from thor_dflash.runtime.propose import Dflash, Proposal
 
 
 class Broken:
-    """A drafter at full price whose drafts are noise."""
+    """A drafter with the full cost of the real one whose drafts are noise."""
 
     def __init__(self) -> None:
         self._inner = Dflash()

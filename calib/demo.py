@@ -1,4 +1,4 @@
-"""The demo: planner-nano plans one held-out task, with thinking, and shows what it cost."""
+"""The demo: planner-nano plans one held-out task, with thinking, and reports its speed."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ MODEL = ROOT / "models" / "planner-nano"
 PACKAGE = ROOT / "build" / "planner-nano"
 
 RUNS = 3
-"""Runs a time is the median of."""
+"""Number of runs over which the median time is taken."""
 
 BARS = " ▁▂▃▄▅▆▇█"
 
 
 class _Console(Console):
-    """rich, with a reader that has gone as the command line knows it: rich itself would exit 1.
-    `on_broken_pipe` is its documented hook.
+    """A rich console that raises BrokenPipeError for a closed pipe, which the command line handles;
+    rich itself would exit with status 1. `on_broken_pipe` is its documented hook.
     """
 
     def on_broken_pipe(self) -> None:
@@ -46,14 +46,14 @@ class _Console(Console):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One answer, and what it took."""
+    """One answer, and the reports of the runs that made it."""
 
     tokens: tuple[int, ...]
     reports: tuple[Report, ...]
 
     @property
     def seconds(self) -> float:
-        """Prompt to last token, median of the runs, s."""
+        """Time from the prompt to the last token, median of the runs, s."""
         return median(r.timings.e2e_ms for r in self.reports) / 1e3
 
     @property
@@ -66,7 +66,7 @@ def run(config: Config, progress: Progress, number: int = 0) -> None:
     """Build the small model that ships with the repository and plan held-out task `number`.
 
     Raises:
-        ConfigError: the repository's model is not here, or there is no such task.
+        ConfigError: the repository's model is missing, or there is no such task.
     """
     task = read_task(number)
     manifest = build(MODEL / "target", MODEL / "drafter", PACKAGE, config.build, progress)
@@ -80,7 +80,7 @@ def run(config: Config, progress: Progress, number: int = 0) -> None:
 
 
 def read_task(number: int) -> Task:
-    """A task of models/planner-nano/heldout.jsonl."""
+    """Read a task from models/planner-nano/heldout.jsonl."""
     path = MODEL / "heldout.jsonl"
     if not path.is_file():
         raise ConfigError(f"{path} must be there; the demo runs in a checkout (got none)")
@@ -132,7 +132,7 @@ def _introduce(console: Console, manifest: Manifest, task: Task) -> None:
 
 
 def _stream(console: Console, session: Session, text: Text, request: Request) -> Answer:
-    """Thinking, dim, as it is committed; the answer is shown as a plan afterwards."""
+    """Print the thinking, dimmed, as it is committed. The answer is shown as a plan afterwards."""
     answer = Answer(text, request.prompt)
     console.print("thinking", style="dim bold")
     for chunk in session.generate(request):
@@ -160,13 +160,13 @@ def _plan(text: str, verdict: Verdict) -> Panel:
 
 
 def _steps(steps: list[dict[str, Any]]) -> Table:
-    """The steps of a plan; what is none raises what Python makes of it."""
+    """Return the steps of a plan as a table. Malformed steps raise KeyError, TypeError etc."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("#", "skill", "arguments", "on failure"):
         table.add_column(name, overflow="fold")
     for step in steps:
         arguments = ", ".join(f"{key}={value}" for key, value in step["args"].items())
-        # Styled, or brackets of the model's own would be taken for markup.
+        # Styled, because rich would take brackets in the model's text for markup.
         table.add_row(Styled(str(step["id"])), Styled(step["skill"], style="cyan"),
                       Styled(arguments), Styled(str(step.get("on_fail", ""))))  # fmt: skip
     return table
@@ -202,6 +202,6 @@ def _numbers(fast: Run, plain: Run, prompt: int) -> Table:
 
 
 def histogram(counts: tuple[int, ...]) -> str:
-    """One character a count, as high as it is against the largest."""
+    """Return one bar character per count, its height relative to the largest count."""
     top = max(counts) or 1
     return "".join(BARS[-(-count * (len(BARS) - 1) // top)] for count in counts)

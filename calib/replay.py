@@ -1,7 +1,8 @@
-"""The classic cycle: snapshot, verify, restore, replay. What the lazy fold replaces; its oracle.
+"""The classic cycle: snapshot, verify, restore, replay. A reference for the lazy fold, which
+replaces it.
 
-Two verifies a block instead of one, and a copy of the whole state; nothing here knows of records,
-counters of accepted rows, or forced ids.
+It takes two verifies per block instead of one, and a copy of the whole state. It uses no records,
+accepted counts or forced ids.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from thor_dflash.runtime.session import Session
 
 @dataclass(slots=True)
 class Replay:
-    """Answers by the classic cycle, greedily, from drafts of any origin."""
+    """Decodes greedily by the classic cycle, with drafts of any origin."""
 
     session: Session
     guess: Callable[[Sequence[int]], Sequence[int]]
@@ -26,7 +27,7 @@ class Replay:
     """Bytes of snapshots taken."""
 
     def answer(self, prompt: Sequence[int], count: int) -> list[int]:
-        """`count` tokens after a prompt."""
+        """Return `count` tokens after a prompt."""
         model = self.session.model
         model.state.reset()
         rows = prompt[:-1]

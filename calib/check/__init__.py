@@ -1,1 +1,1 @@
-"""Two engines held against each other, and each operator against its definition."""
+"""Compares two engines with each other, and each operator with its definition."""

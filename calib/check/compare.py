@@ -1,4 +1,4 @@
-"""A package held against another engine and against the definitions; the first fault is named."""
+"""Compares a package with another engine and with the definitions; names the first fault."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from thor_dflash.runtime.session import Session
 from thor_dflash.tensors import Array
 
 LENGTH = 3
-"""Blocks of tokens where nobody gives any: folding and a second tile of rows are among them."""
+"""Default number of blocks of tokens: enough to cover folding and a second tile of rows."""
 EXACT, ROUNDED = 2e-3, 0.06
-"""Largest difference of logits, as a share of the largest: of engines that keep float32, and where
-one rounds activations or caches. See docs/numerics.md for what was measured."""
+"""Default tolerances for logits, as a share of the largest logit: if both engines keep float32, and
+if one rounds activations or caches. See docs/numerics.md for measurements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,30 +47,31 @@ class Logits:
     """Largest difference, as a share of the largest logit."""
     limit: float
     row: int
-    """Where it is."""
+    """Row of the largest difference."""
     first: int
-    """First row over the limit; -1: none is."""
+    """First row over the limit; -1 for none."""
     choices: int
-    """Rows whose largest logit is another one."""
+    """Number of rows where the two engines choose different tokens."""
     regret: float
-    """How much worse than its own best the reference finds the package's choice, likewise."""
+    """Largest shortfall of the package's choice against the reference's, by the reference's logits,
+    as a share of the largest logit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """A graph, operator by operator."""
+    """The results of checking a graph operator by operator."""
 
     graph: str
     block: int
     operators: int
-    """Held to their definitions."""
+    """Number of operators compared with their definitions."""
     wrong: Off | None
-    """The first that is not what its definition says."""
+    """The first operator that deviates from its definition."""
     parts: Drift | None
-    """The first whose values are further from the reference's than the tolerance of logits, though
-    all that it read is not."""
+    """The first operator that adds a difference of its own: see `jumps`, with the tolerance of
+    logits as the floor."""
     furthest: Drift | None
-    """The one furthest from the reference."""
+    """The operator furthest from the reference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,28 +80,28 @@ class Report:
 
     logits: Logits | None
     taps: Sequence[tuple[int, float]] = ()
-    """Tapped layer and its largest difference, in order."""
+    """Tapped layers in order, each with its largest difference."""
     walks: Sequence[Walk] = ()
     notes: Sequence[str] = field(default_factory=tuple[str, ...])
 
     @property
     def right(self) -> bool:
-        """Whether nothing is over its tolerance. A step that parts from the reference is no fault
-        by itself: caches of fewer bits do. It is the answer to why logits differ.
+        """Whether nothing is over its tolerance. A step that differs from the reference is not a
+        fault by itself, as caches with fewer bits cause that, too. It explains why logits differ.
         """
         wrong = any(walk.wrong for walk in self.walks)
         return not wrong and (self.logits is None or self.logits.first < 0)
 
 
 def some_tokens(session: Session) -> tuple[int, ...]:
-    """The same ids on every machine."""
+    """Return pseudo-random token ids, the same on every machine."""
     rng = np.random.default_rng(0)
     count = min(LENGTH * session.model.block, session.model.limit)
     return tuple(int(t) for t in rng.integers(0, session.manifest.vocab_limit, count))
 
 
 def tracer(session: Session, package: Path) -> Tracer | None:
-    """Who shows the steps of an engine; None where its engine shows none."""
+    """Return the tracer of a session's engine, or None if that engine's steps cannot be traced."""
     made = _TRACERS.get(type(session.model.engine).__name__)
     return made(package, session.model.engine) if made else None
 
@@ -129,13 +130,13 @@ _TRACERS: dict[str, Callable[[Path, Engine], Tracer]] = {
     "OrtEngine": _nodes,
     "CudaEngine": _programs,
 }
-"""Imported when asked for: a device has no ONNX Runtime, a laptop no driver."""
+"""Engine -> its tracer. They import lazily: a device has no ONNX Runtime, a laptop no driver."""
 
 
 def make(
     session: Session, show: Tracer | None, tokens: Sequence[int], progress: Progress
 ) -> Golden:
-    """What this package says. Its sequence is reset afterwards."""
+    """Record the outputs of this package as golden values. Resets the session's sequence."""
     taps = session.manifest.drafter is not None
     found = score(session, tokens, taps, progress)
     values = _values(session, show, tokens, 0) if show else {}
@@ -151,7 +152,7 @@ def make(
 
 
 def _values(session: Session, show: Tracer, tokens: Sequence[int], at: int) -> dict[str, Array]:
-    """Every value inside a verify, but for state."""
+    """Return every value inside a verify, except state."""
     found: dict[str, Array] = {}
     for seen in show.steps(walks(session.model)["verify"](tokens, at)):
         found |= {n: x for n, x in seen.inputs.items() if not _state(session, n)}
@@ -166,7 +167,7 @@ def _state(session: Session, name: str) -> bool:
 
 def logits(have: Array, want: Array, limit: float) -> Logits:
     """Compare float32 [T, V]."""
-    # Of numbers alone: one row that is none would make all of them wrong.
+    # Scaled by finite values only: one row of NaN or infinity would make all rows wrong.
     scale = max(float(np.abs(want[np.isfinite(want)]).max(initial=0.0)), NOTHING)
     by_row = [distance(a, b) / scale for a, b in zip(have, want, strict=True)]
     chosen, best = have.argmax(1), want.argmax(1)
@@ -183,15 +184,15 @@ def logits(have: Array, want: Array, limit: float) -> Logits:
 
 
 def _regret(want: Array, chosen: Array, best: Array) -> float:
-    """How much is lost by other choices; infinite where that is no number."""
+    """Return the largest loss in logits by different choices; infinite if it is NaN."""
     rows = np.flatnonzero(chosen != best)
-    with np.errstate(invalid="ignore"):  # two infinities have no difference
+    with np.errstate(invalid="ignore"):  # infinity minus infinity is NaN
         lost = want[rows, best[rows]] - want[rows, chosen[rows]]
     return float(np.where(np.isnan(lost), np.inf, lost).max(initial=0.0))
 
 
 def by_tap(session: Session, have: Array, want: Array) -> list[tuple[int, float]]:
-    """Difference of the residual stream after each tapped layer, in order of the layers."""
+    """Return the difference of the residual stream after each tapped layer, in layer order."""
     drafter = session.manifest.drafter
     assert drafter is not None
     width = session.manifest.target.hidden
@@ -210,7 +211,7 @@ def walk(
     floor: float,
     progress: Progress,
 ) -> Walk:
-    """Go through one graph until an operator is not what its definition says."""
+    """Check the operators of one graph up to the first that deviates from its definition."""
     count, parts, furthest = 0, None, None
     wrong: Off | None = None
     with progress.task(f"checking {graph}", None, "operators") as task:
@@ -237,14 +238,14 @@ def _stateless(session: Session, seen: Seen) -> Seen:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What a package is held against: a file, or another engine that can be asked for more."""
+    """What a package is compared with: a golden file, or another engine, which can be traced."""
 
     golden: Golden
     session: Session | None = None
     show: Tracer | None = None
 
     def values(self, block: int, at: int) -> Outputs:
-        """Values inside the verify of a block; none where nobody has them."""
+        """Return the values inside the verify of a block; empty if they are not available."""
         if self.golden.block != block:
             return {}
         if self.session is None or self.show is None:
@@ -264,8 +265,8 @@ def compare(
     tolerance: float | None,
     progress: Progress,
 ) -> Report:
-    """Logits, then operators: those of the first block that differs; or, with `all` or without a
-    reference, those of every graph.
+    """Compare logits, then operators: those of the verify of the first block that differs; with
+    `all` or without a reference, those of every graph.
 
     Raises:
         RequestError: there is nothing to compare with.

@@ -1,4 +1,4 @@
-"""What a room's definition makes of a call, for judging an engine's own outputs."""
+"""Evaluates a room's definition for one call, to judge an engine's outputs by it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from thor_dflash.plugins.op import Attributes, Op
 from thor_dflash.tensors import Array
 
 PART = 8192
-"""Vocabulary rows at a time: all of a large model's in float64 would take tens of gigabytes."""
+"""Vocabulary rows evaluated at a time: those of a large model in float64 would take tens of
+gigabytes."""
 BY_ROW = ("weight0", "block_scale0", "row_scale0")
 
 
 def define(
     op: Op, x: Mapping[str, Array], attributes: Attributes, have: Mapping[str, Array]
 ) -> dict[str, Array]:
-    """The reference's outputs for inputs `x`, where an engine left `have`.
+    """Return the reference's outputs for inputs `x`; `have` are the engine's outputs.
 
-    The choice of a head is judged by the logits that the engine itself made: of two logits that all
-    but tie, either may win once they are rounded.
+    The best ids of a head are computed from the engine's own logits: of two nearly equal logits,
+    rounding may make either the larger.
     """
     if op.name != "head":
         return op.reference(x, attributes)

@@ -1,4 +1,4 @@
-"""The CUDA engine as something whose steps run one at a time."""
+"""Runs the steps of the CUDA engine one at a time."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Device:
 
     def begin(self, call: Call) -> None:
         """See Stepped."""
-        # A read waits for what the host wrote, and sends what has not left yet.
+        # A read flushes pending writes of the host and waits for them.
         smallest = min(call.inputs.values(), key=lambda tensor: tensor.spec.nbytes({}))
         self._engine.read(smallest)
 

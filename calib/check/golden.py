@@ -1,4 +1,4 @@
-"""What a package said on one machine, in a file, to be held against another engine elsewhere."""
+"""Golden files: outputs of a package on one machine, to compare other engines with elsewhere."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from thor_dflash.tensors import Array, DType
 
 VALUE = "value."
 PARTS = {"block": 0, "rounds": 0, "tokens": 1, "logits": 2}
-"""What every golden file holds, and in how many dimensions."""
+"""Arrays that every golden file holds, and their numbers of dimensions."""
 KINDS = ("a number", "a list of numbers", "a table of numbers")
 NUMBERS = "biuf"
-"""Kinds of numpy's element types."""
+"""Kinds of numpy element types that are numbers."""
 REMAKE = "make it again with `thor-dflash check --make-golden`"
 
 
@@ -34,28 +34,28 @@ class Golden:
     """"target", "drafter" -> SHA-256 of the checkpoint's config.json."""
     block: int
     rounds: bool
-    """The engine that made it rounds activations or caches to fewer bits than float32."""
+    """Whether the engine that made it rounds activations or caches to fewer bits than float32."""
     tokens: tuple[int, ...]
     logits: Array
     """float32 [T, V]."""
     taps: Array | None
-    """float32 [T, taps * H]; None of a package without a drafter."""
+    """float32 [T, taps * H]; None for a package without a drafter."""
     values: Outputs
     """Name of a value in the verify graph -> the value, bf16 and FP8 as float32."""
 
 
 def sources(manifest: Manifest) -> dict[str, str]:
-    """As Golden.sources."""
+    """Return a package's Golden.sources."""
     return {name: source.config_sha256 for name, source in manifest.sources.items()}
 
 
 def rounds(manifest: Manifest) -> bool:
-    """As Golden.rounds."""
+    """Return a package's Golden.rounds."""
     return (manifest.activations, manifest.kv) != ("f32", "f32")
 
 
 def arrays(golden: Golden) -> dict[str, Array]:
-    """What a file holds."""
+    """Return the arrays to store in a file."""
     out = {f"{VALUE}{name}": _plain(x) for name, x in golden.values.items()}
     out |= {f"source.{name}": np.array(sha) for name, sha in golden.sources.items()}
     out["block"] = np.array(golden.block)
@@ -68,15 +68,15 @@ def arrays(golden: Golden) -> dict[str, Array]:
 
 
 def _plain(x: Array) -> Array:
-    """As numpy files know it."""
+    """Convert types that numpy files do not support to float32."""
     return x.astype(np.float32) if DType.of(x) in (DType.BF16, DType.F16, DType.FP8) else x
 
 
 def read(path: Path) -> Golden:
-    """A golden file.
+    """Read a golden file.
 
     Raises:
-        RequestError: it is none, or damaged.
+        RequestError: it cannot be read, is no golden file, or is damaged.
     """
     try:
         held = _held(path)
@@ -105,10 +105,10 @@ def _held(path: Path) -> dict[str, Array]:
 
 
 def _complete(held: Mapping[str, Array], path: Path) -> None:
-    """Refuse a file in which a golden's parts are not, or are of another kind.
+    """Refuse a file in which required arrays are missing or of the wrong kind.
 
     Raises:
-        RequestError: naming what it must hold.
+        RequestError: naming the array.
     """
     for name, ndim in PARTS.items():
         if name not in held:
@@ -127,7 +127,7 @@ def _complete(held: Mapping[str, Array], path: Path) -> None:
 
 
 def fits(golden: Golden, model: Model, where: str) -> None:
-    """Refuse a golden of another model, or one of which a part is missing.
+    """Refuse a golden of another model, or one with arrays of the wrong shape or type.
 
     Raises:
         RequestError: it was made from another checkpoint, or is not as `arrays` wrote it.
@@ -145,10 +145,10 @@ def fits(golden: Golden, model: Model, where: str) -> None:
 
 
 def same(made: Mapping[str, str], manifest: Manifest, where: str) -> None:
-    """Refuse what was made from other checkpoints, `made` as Golden.sources.
+    """Refuse data made from other checkpoints; `made` as Golden.sources.
 
     Raises:
-        RequestError: naming the one that is another.
+        RequestError: naming the checkpoint that differs.
     """
     have = sources(manifest)
     for name, sha in made.items():

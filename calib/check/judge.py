@@ -1,4 +1,4 @@
-"""When two arrays are the same, and where they first are not."""
+"""Decides whether two arrays are equal within tolerance, and where they differ most."""
 
 from __future__ import annotations
 
@@ -11,38 +11,39 @@ from thor_dflash.calib.check.seen import Outputs, Seen
 from thor_dflash.tensors import Array, DType
 
 UNIT = {DType.BF16: 2.0**-7, DType.F16: 2.0**-10, DType.FP8: 2.0**-3}
-"""Distance of neighbours, relative: where a value lies between two, engines may part."""
+"""Relative spacing of adjacent values: engines may round a value between two of them either way."""
 SMALLEST_FP8 = 2.0**-9
-"""Distance of the smallest E4M3 numbers."""
+"""Spacing of the smallest E4M3 numbers."""
 JUMP = 8.0
-"""A step that is off by this much more than all that it read has a fault of its own."""
+"""A step whose outputs differ by this factor more than its inputs adds a difference of its own."""
 NOTHING = 1e-300
-"""The scale of values that are all 0."""
+"""Least scale to divide by, for values that are all 0."""
 DUST = 1e-6
-"""Off by less is not off: two orders of summing float32."""
+"""Smaller relative differences are ignored: the order of float32 sums causes them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Off:
-    """One output that is not what it should be."""
+    """One output that is wrong."""
 
     graph: str
     step: str
     room: str
     output: str
     error: float
-    """Largest error, as a share of the largest value; infinite where one is no number."""
+    """Error of the worst element, as a share of the largest value; infinite for NaN or infinity, a
+    wrong integer or a wrong shape."""
     limit: float
     at: tuple[int, ...]
     have: float
     want: float
     shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    """Where the two are of different shapes: these, and there is no place and no value."""
+    """The two shapes if they differ; then there is no place and no value."""
 
 
 def against_definition(seen: Seen) -> Off | None:
-    """The output furthest over its tolerance, if one is. Outputs the definition does not speak of
-    are judged by the steps that read them.
+    """Return the output with the largest error over its tolerance, if any. Outputs that the
+    definition does not have are checked through the steps that read them.
     """
     want = seen.define()
     found = [
@@ -65,8 +66,8 @@ def _off(seen: Seen, port: str, have: Array, want: Array) -> Off | None:
 
 
 def differ(have: Array, want: Array, tolerance: float) -> tuple[float, tuple[int, ...]] | None:
-    """Error and place of the worst element, where it is over `tolerance` of the largest value and
-    one rounding of the element's type. Integers must be equal.
+    """Return error and place of the worst element, or None if within tolerance: `tolerance` times
+    the largest value, plus one rounding of the element's type. Integers must be equal.
     """
     if have.shape != want.shape:
         return float("inf"), ()
@@ -90,7 +91,7 @@ def differ(have: Array, want: Array, tolerance: float) -> tuple[float, tuple[int
 
 
 def _strange(a: Array, b: Array) -> Array:
-    """Where one is no number and the other is not the very same: an infinity has a sign."""
+    """Return where one value is NaN or infinite and the other differs, by its sign, too."""
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     return np.asarray(~(same | (np.isfinite(a) & np.isfinite(b))))
 
@@ -100,14 +101,14 @@ def _place(index: object) -> tuple[int, ...]:
 
 
 def share(have: Array, want: Array) -> float:
-    """Largest error as a share of the largest value; infinite where one is no number."""
+    """Return `distance` as a share of the largest finite value of `want`."""
     b = want.astype(np.float64)
     largest = float(np.abs(b[np.isfinite(b)]).max(initial=0.0))
     return distance(have, want) / max(largest, NOTHING)
 
 
 def distance(have: Array, want: Array) -> float:
-    """Largest error; infinite where one is no number."""
+    """Return the largest error; infinite for different shapes, or NaN or infinity in one only."""
     if have.shape != want.shape:
         return float("inf")
     a, b = have.astype(np.float64), want.astype(np.float64)
@@ -120,17 +121,17 @@ def distance(have: Array, want: Array) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """How far the values of a step are from the other engine's."""
+    """The differences between the values of a step and those of the other engine."""
 
     step: str
     read: float
-    """The furthest of what it read."""
+    """Largest difference of its inputs."""
     left: float
-    """The furthest of what it left."""
+    """Largest difference of its outputs."""
 
 
 def drift(seen: Seen, other: Outputs) -> Drift | None:
-    """Against values of the same names; None where the other engine has none that it left."""
+    """Compare with values of the same names; None if the other engine has none of the outputs."""
 
     def furthest(values: Mapping[str, Array]) -> float | None:
         found = [share(x, other[name]) for name, x in values.items() if name in other]
@@ -141,5 +142,5 @@ def drift(seen: Seen, other: Outputs) -> Drift | None:
 
 
 def jumps(drift: Drift, floor: float) -> bool:
-    """Whether the step itself parts from the other engine, not only what it was given."""
+    """Whether a step adds a difference of its own, rather than pass on that of its inputs."""
     return drift.left > max(floor, JUMP * max(drift.read, DUST))

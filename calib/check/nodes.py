@@ -1,4 +1,4 @@
-"""A package of engine ort, shown node by node: the same graph with every value an output."""
+"""Traces a package of engine ort node by node: runs the graph with every value as an output."""
 
 # onnxruntime publishes no types.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
@@ -32,7 +32,7 @@ _TYPES = {op.type: op for op in OPS}
 _DTYPES = {kind: dtype for dtype, kind in ONNX_TYPE.items()}
 """Element types of onnx.TensorProto."""
 ROUNDED = 2.0**-8
-"""Tolerance of rooms on bf16 rows: one row that enters a product may round to its neighbour."""
+"""Tolerance of rooms on bf16 rows: a value that enters a product may be rounded either way."""
 FOLDER = "session.model_external_initializers_file_folder_path"
 
 
@@ -44,7 +44,7 @@ class Nodes:
         self._engine = engine
 
     def steps(self, call: Call) -> Iterator[Seen]:
-        """See Tracer. All nodes run at once; nothing of the engine moves."""
+        """See Tracer. All nodes run in one go; the engine's own state does not change."""
         model = onnx.load(str(self._package / f"{call.graph.name}.onnx"), load_external_data=False)
         values = {n: self._engine.read(t) for n, t in call.inputs.items()}
         values |= self._run(model, values)
@@ -53,7 +53,7 @@ class Nodes:
             yield self._seen(model, node, values, constants)
 
     def _run(self, model: onnx.ModelProto, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """Every value of the graph."""
+        """Run the graph and return every value of it."""
         letters = _letters(model, inputs)
         infos = {v.name: v for v in (*model.graph.output, *model.graph.value_info)}
         probed = onnx.ModelProto()
@@ -62,7 +62,7 @@ class Nodes:
         probed.graph.output.extend(infos.values())
         options = ort.SessionOptions()
         options.intra_op_num_threads = self._engine.threads
-        options.log_severity_level = 4  # what it would write on stderr, its errors say, too
+        options.log_severity_level = 4  # its errors hold what it would write to stderr
         options.add_session_config_entry(FOLDER, str(self._package))
         try:
             session = ort.InferenceSession(
@@ -75,7 +75,7 @@ class Nodes:
             for name, array in out.items():
                 binding.bind_ortvalue_output(name, _shared(array))
             session.run_with_iobinding(binding)
-        except Exception as e:  # ONNX Runtime's errors have no common base of their own
+        except Exception as e:  # ONNX Runtime's errors have no base class of their own
             raise EngineError(f"{model.graph.name} must run with all its values (got: {e})") from e
         return out
 
@@ -150,7 +150,7 @@ def _attributes(op: Op, node: onnx.NodeProto) -> Attributes:
 
 
 def _ports(ports: tuple[Any, ...], names: Any) -> dict[str, str]:
-    """Value name -> port."""
+    """Map value names to ports."""
     return {name: port.name for port, name in zip(ports, names, strict=False) if name}
 
 

@@ -1,4 +1,4 @@
-"""A package of engine cuda, shown step by step: each launched alone, its memory read around it."""
+"""Traces a package of engine cuda: runs each step alone and reads its memory before and after."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from thor_dflash.runtime.engine import Call
 from thor_dflash.tensors import Array
 
 EXACT = 2e-5
-"""Tolerance of the standard nodes, which copy, or add up in float32."""
+"""Tolerance of the standard nodes, which copy or sum in float32."""
 
 
 class Stepped(Protocol):
     """An engine whose steps can be run one at a time."""
 
     def program(self, name: str) -> Program:
-        """The steps of a loaded graph."""
+        """Return the program of a loaded graph."""
         ...
 
     def begin(self, call: Call) -> None:
-        """What the host wrote is there when this returns."""
+        """Wait until everything that the host wrote is in device memory."""
         ...
 
     def site(self, call: Call, step: Step) -> Site:
-        """The ports of a step as they are bound."""
+        """Return a step's ports as they are bound."""
         ...
 
     def fetch(self, call: Call, step: Step, port: str) -> Array:
-        """What is in a port's memory now."""
+        """Read the current content of a port's memory."""
         ...
 
     def perform(self, call: Call, step: Step) -> None:
@@ -61,7 +61,7 @@ class Programs:
     def _seen(self, call: Call, program: Program, step: Step) -> Seen:
         site = self._engine.site(call, step)
         left = _left(site.op, site.attributes, step, program)
-        # Before the step runs: what it writes in place is gone afterwards.
+        # Read before the step runs, which may overwrite its inputs in place.
         fetched = {p: self._engine.fetch(call, step, p) for p in step.ports if p not in left}
         self._engine.perform(call, step)
         outputs = {port: self._engine.fetch(call, step, port) for port in left}
@@ -79,7 +79,9 @@ class Programs:
 
 
 def _left(op: Op, a: Attributes, step: Step, program: Program) -> frozenset[str]:
-    """Ports that a step writes: those no earlier step, no input and no weight gives it."""
+    """Return the ports that a step writes: those whose values are no input, no weight and of no
+    earlier step.
+    """
     given = {*program.inputs, *program.weights}
     for earlier in program.steps:
         if earlier is step:
@@ -89,7 +91,7 @@ def _left(op: Op, a: Attributes, step: Step, program: Program) -> frozenset[str]
 
 
 def _define(site: Site, fetched: Mapping[str, Array], outputs: Outputs) -> Outputs:
-    """What the definition says; ports that only kernels know are left out."""
+    """Evaluate the definition of a step; ports that only kernels have are left out."""
     x = dict(fetched)
     if "packed" in x:
         x |= unpack(site, x.pop("packed"), x.pop("scales"))
@@ -103,7 +105,7 @@ def _define(site: Site, fetched: Mapping[str, Array], outputs: Outputs) -> Outpu
 
 
 def tolerance(room: str) -> float:
-    """As the room's launch rule claims; see its docstring."""
+    """Return the tolerance that the room's launch rule claims; see its docstring."""
     if not RULES[room].op.inputs:
         return EXACT
     found: object = vars(importlib.import_module(f"thor_dflash.plugins.{room}.launch"))["TOLERANCE"]

@@ -1,4 +1,4 @@
-"""One operator as an engine ran it, and whoever can show that."""
+"""A record of one operator as an engine ran it, and the interface of tracers that make it."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ Outputs = Mapping[str, Array]
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One step of one graph: what it read, what it left, what it should have left."""
+    """One step of a graph: its inputs, its outputs, and its outputs by the definition."""
 
     graph: str
     step: str
     """The ONNX node's name."""
     room: str
     inputs: Outputs
-    """Value name -> what the step read; no weights."""
+    """Value name -> input, without weights."""
     outputs: Outputs
-    """Value name -> what it left."""
+    """Value name -> output."""
     ports: Mapping[str, str]
     """Value name of an output -> its port."""
     define: Callable[[], Outputs]
-    """Port -> what the definition, in float64, makes of the same inputs and weights."""
+    """Evaluates the definition, in float64, for the same inputs and weights: port -> output."""
     tolerance: float
     """Largest error of a float output, as a share of its largest value."""
 
@@ -36,7 +36,7 @@ class Tracer(Protocol):
     """Runs a call step by step."""
 
     def steps(self, call: Call) -> Iterator[Seen]:
-        """Each step after it has run, in order. State that a kernel writes in place moves on;
-        nothing may be decoded from there.
+        """Yield each step after it has run, in order. Kernels may change state in place: nothing
+        may be decoded from that state afterwards.
         """
         ...

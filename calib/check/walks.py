@@ -1,4 +1,4 @@
-"""Each graph of a package put into a place where all it reads is real."""
+"""Prepares a call of each graph of a package so that all its inputs are realistic."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ FILL: Mapping[str, int | float] = {
     "forced": -1, "soft": -1, "stop": -1, "strict": -1, "close": -1,
     "drafted": 0, "rule": 0, "top_k": 1, "margin": 0.0, "soft_margin": 0.0,
 }  # fmt: skip
-"""What bounds of a block say where nobody bounds it."""
+"""Inputs of a block that is not constrained: nothing forced, stopped, drafted or relaxed."""
 
 
 def walks(model: Model) -> dict[str, Callable[[Sequence[int], int], Call]]:
-    """Graph -> what makes its call ready with some tokens, at their block `at` where it works on
-    blocks. The sequence is begun anew for it, and must be again once the call has run by steps.
+    """Return graph -> function that prepares its call for some tokens, at their block `at` if it
+    works on blocks. Preparing resets the sequence; reset it again after running the call by steps.
     """
     found: dict[str, Callable[[Model, Sequence[int], int], Call]] = {
         **_sizes(model, "prefill", prefill),
@@ -35,7 +35,7 @@ def walks(model: Model) -> dict[str, Callable[[Sequence[int], int], Call]]:
 def _sizes(
     model: Model, step: str, ready: Callable[[Model, Sequence[int], int, int], Call]
 ) -> dict[str, Callable[[Model, Sequence[int], int], Call]]:
-    """A prefill step's graphs, the largest first."""
+    """Return the preparations for a prefill step's graphs, the largest first."""
 
     def of(rows: int) -> Callable[[Model, Sequence[int], int], Call]:
         return lambda model, tokens, at: ready(model, tokens, at, rows)
@@ -44,7 +44,7 @@ def _sizes(
 
 
 def verify(model: Model, tokens: Sequence[int], at: int) -> Call:
-    """The block `at` of the tokens, those before it committed."""
+    """Prepare a verify of block `at` of the tokens, with the blocks before it committed."""
     model.state.reset()
     for start in range(0, at * model.block, model.block):
         model.write_tokens(tokens[start : start + model.block])
@@ -55,7 +55,7 @@ def verify(model: Model, tokens: Sequence[int], at: int) -> Call:
 
 
 def accept(model: Model, tokens: Sequence[int], at: int) -> Call:
-    """Of that block's logits; nothing is forced, stopped or drafted."""
+    """Prepare an accept of that block's logits; nothing is forced, stopped or drafted."""
     verify(model, tokens, at)
     model.verify()
     call = model.call("accept")
@@ -64,7 +64,7 @@ def accept(model: Model, tokens: Sequence[int], at: int) -> Call:
 
 
 def prefill(model: Model, tokens: Sequence[int], at: int, rows: int) -> Call:
-    """A step of `rows` from the beginning on."""
+    """Prepare a prefill step of `rows` rows at the beginning of the sequence."""
     del at
     model.state.reset()
     part = list(tokens[:rows])
@@ -77,7 +77,7 @@ def prefill(model: Model, tokens: Sequence[int], at: int, rows: int) -> Call:
 
 
 def observe_chunk(model: Model, tokens: Sequence[int], at: int, rows: int) -> Call:
-    """The taps of that step."""
+    """Prepare an observe of the taps of that prefill step."""
     model.engine.run([prefill(model, tokens, at, rows)])
     call = model.call("observe_chunk", rows)
     _write(model, call, {"length": 0})
@@ -85,7 +85,7 @@ def observe_chunk(model: Model, tokens: Sequence[int], at: int, rows: int) -> Ca
 
 
 def propose(model: Model, tokens: Sequence[int], at: int) -> Call:
-    """After the first chunk."""
+    """Prepare a propose after the first chunk."""
     del at
     model.state.reset()
     model.prefill(tokens[: model.chunk], observe=True)
@@ -97,7 +97,7 @@ def propose(model: Model, tokens: Sequence[int], at: int) -> Call:
 
 
 def observe(model: Model, tokens: Sequence[int], at: int) -> Call:
-    """The taps of the block `at`."""
+    """Prepare an observe of the taps of block `at`."""
     verify(model, tokens, at)
     model.verify()
     return _placed(model, "observe")
@@ -110,7 +110,7 @@ def _placed(model: Model, name: str, rows: int = 0) -> Call:
 
 
 def _write(model: Model, call: Call, numbers: Mapping[str, int | float]) -> None:
-    """Fill whole inputs, those of the names that the call has."""
+    """Fill each named input that the call has with one number."""
     for name, value in numbers.items():
         if (tensor := call.inputs.get(name)) is not None:
             spec = tensor.spec

@@ -1,3 +1,3 @@
-"""Training of planner-nano: tokenizer, target, drafter and their export. The only folder of the
+"""Training of planner-nano: tokenizer, target, drafter and their export. The only part of the
 project that needs torch.
 """

@@ -1,4 +1,4 @@
-"""Master weights between runs, and the exported checkpoint directories."""
+"""Saves and loads master weights, and writes the exported checkpoint directories."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from thor_dflash.calib.nano.dims import VOCAB, DrafterDims, TargetDims, tap_laye
 from thor_dflash.calib.nano.quant import global_scale, pack, unpack
 
 SHARD_BYTES = 15 << 20
-"""Largest file of saved master weights."""
+"""Largest file of saved master weights, bytes."""
 INPUT_GROUPS = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
     ("in_proj_qkv", "in_proj_z"),
 )
-"""Linears that read the same input share one global scale, as the modelopt exporter does."""
+"""Groups of linears that read the same input: each group shares one global scale, as in modelopt's
+exporter."""
 LINEARS = (
     *(name for group in INPUT_GROUPS for name in group),
     "o_proj",
@@ -45,7 +46,7 @@ def save_master(model: nn.Module, folder: Path, stem: str) -> None:
 
 
 def load_master(model: nn.Module, folder: Path, stem: str) -> bool:
-    """Load master weights if they are there. Returns whether they were."""
+    """Load master weights if there are any. Returns whether there were."""
     shards = sorted(folder.glob(f"{stem}.*.safetensors"))
     state = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
     if state:
@@ -54,7 +55,7 @@ def load_master(model: nn.Module, folder: Path, stem: str) -> bool:
 
 
 def export_weights(model: nn.Module, prefix: str, out: Path) -> None:
-    """Write ``model.safetensors`` in the modelopt NVFP4 dialect; tensors that stay plain are
+    """Write ``model.safetensors`` in modelopt's NVFP4 format; tensors that are not quantised are
     BF16.
     """
     state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
@@ -76,7 +77,7 @@ def export_weights(model: nn.Module, prefix: str, out: Path) -> None:
 
 
 def load_exported(model: nn.Module, prefix: str, folder: Path) -> None:
-    """Fill a model with the weights an exported checkpoint stands for, unpacked to F32."""
+    """Load the weights of an exported checkpoint into a model, dequantised to F32."""
     stored = load_file(folder / "model.safetensors")
     state: dict[str, Tensor] = {}
     for name in model.state_dict():
@@ -96,7 +97,7 @@ def is_quantised(name: str) -> bool:
 
 
 def write_target_config(out: Path, dims: TargetDims, special: dict[str, int]) -> None:
-    """config.json, generation_config.json and hf_quant_config.json of the target."""
+    """Write config.json, generation_config.json and hf_quant_config.json of the target."""
     config = _target_config(dims, special)
     generation = {
         "bos_token_id": special["<|endoftext|>"],
@@ -164,7 +165,7 @@ def _target_config(dims: TargetDims, special: dict[str, int]) -> dict[str, Any]:
 
 
 def write_drafter_config(out: Path, dims: DrafterDims, target: TargetDims, mask: int) -> None:
-    """config.json and hf_quant_config.json of the drafter."""
+    """Write config.json and hf_quant_config.json of the drafter."""
     config: dict[str, Any] = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
@@ -201,7 +202,7 @@ def write_drafter_config(out: Path, dims: DrafterDims, target: TargetDims, mask:
 
 
 def _members(name: str, state: dict[str, Tensor]) -> list[str]:
-    """The parameters whose global scale a parameter shares, itself among them."""
+    """Return the parameters that share a parameter's global scale, including itself."""
     leaf = name.split(".")[-2]
     group = next((g for g in INPUT_GROUPS if leaf in g), (leaf,))
     named = (name.replace(f".{leaf}.", f".{other}.") for other in group)

@@ -1,5 +1,5 @@
-"""Token rows for training: tasks as token ids with loss weights, drawn in many processes and
-packed into rows.
+"""Training rows: tasks as token ids with loss weights, drawn in several processes and packed into
+rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from thor_dflash.calib.planbench import FAMILIES, sample
 ROW = 1024
 """Tokens of a packed row."""
 TURNS = (*FAMILIES, "mobile", "tabletop")
-"""Whose turn it is; the two families that need look-ahead (doors, stacks) come twice."""
+"""The cycle of task families; the two that need look-ahead (doors, stacks) come twice."""
 PROMPT_WEIGHT = 0.1
 """Loss weight of prompt tokens: enough to learn copying from the request, too little to spend
 capacity on noise.
@@ -34,7 +34,7 @@ class Document:
     weight: npt.NDArray[np.float32]
     """Loss weight of each token as a prediction."""
     prompt: int
-    """Tokens of the prompt."""
+    """Number of prompt tokens."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,13 @@ class Rows:
     pos: npt.NDArray[np.int16]
     weight: npt.NDArray[np.float32]
     answer: npt.NDArray[np.bool_]
-    """True from a document's last prompt token to its last token but one: where a draft may
-    start.
+    """True where a draft may start: from a document's last prompt token to its last but one token.
     """
 
 
 def document(tokenizer: Tokenizer, family: str, seed: str) -> Document:
-    """One training document: 64 % thinking, 21 % without, 15 % with thinking cut by the
-    budget's closing text.
+    """Draw a training document: 64 % with thinking, 21 % without, 15 % with thinking cut short by
+    the budget's closing text.
     """
     task = sample(family, seed, "train")
     rng = Random(seed)
@@ -79,7 +78,7 @@ def document(tokenizer: Tokenizer, family: str, seed: str) -> Document:
 
 
 def documents(tokenizer_file: Path, count: int, tag: str, workers: int) -> list[Document]:
-    """``count`` documents, the families taking turns, drawn in ``workers`` processes."""
+    """Draw ``count`` documents, alternating the families, in ``workers`` processes."""
     share = (count + workers - 1) // workers
     jobs = [(tokenizer_file, tag, w * share, min(count, (w + 1) * share)) for w in range(workers)]
     if workers == 1:
@@ -89,7 +88,7 @@ def documents(tokenizer_file: Path, count: int, tag: str, workers: int) -> list[
 
 
 def pack(docs: list[Document], seed: int) -> Rows:
-    """Shuffle documents and put them into rows without splitting any; a row's rest is padding
+    """Shuffle documents and pack them into rows without splitting any; the rest of a row is padding
     of weight 0.
     """
     order = list(range(len(docs)))

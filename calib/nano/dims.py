@@ -1,4 +1,4 @@
-"""Sizes of planner-nano. Head geometry is the 27B's, so that the very same kernels run it."""
+"""Sizes of planner-nano. Its heads have the sizes of the 27B's, so that the same kernels run it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 BPE_ENTRIES = 1200
 """Byte-level BPE entries; the special tokens follow."""
 VOCAB = 1280
-"""Rows of the embedding. Ids beyond the tokenizer's exist on purpose, as in the 27B, and are
-never sampled.
+"""Rows of the embedding. As in the 27B, there are more ids than the tokenizer has; the extra ones
+are never sampled.
 """
 
 
 @dataclass(frozen=True)
 class TargetDims:
-    """The target: hybrid gated-delta-net and gated attention, tied embeddings."""
+    """The target: a hybrid of gated delta net and gated attention layers, with tied embeddings."""
 
     hidden: int = 320
     intermediate: int = 576
@@ -43,7 +43,7 @@ class TargetDims:
 
 @dataclass(frozen=True)
 class DrafterDims:
-    """The DFlash drafter: sliding layers causal in the block, the last layer bidirectional."""
+    """The DFlash drafter: sliding layers are causal in the block, the last layer bidirectional."""
 
     hidden: int = 320
     intermediate: int = 704
@@ -59,7 +59,7 @@ class DrafterDims:
 
 
 def tap_layers(target_layers: int, taps: int) -> list[int]:
-    """0-based target layers whose output the drafter reads. Source: DFlash,
+    """Return the 0-based target layers whose output the drafter reads. Source: DFlash,
     ``build_target_layer_ids``.
     """
     return [round(1 + i * (target_layers - 4) / (taps - 1)) for i in range(taps)]

@@ -1,9 +1,8 @@
 """The DFlash drafter in torch, for training on many anchors of packed rows at once.
 
-Letters: B packed rows, T tokens, N anchors a row, 16 block rows, D hidden. Source: spec of the
-drafter; the forward pass of
-z-lab's ``DFlashDraftModel``. Sliding layers are causal inside the block, the last layer is not.
-Norms are plain (w).
+Letters: B packed rows, T tokens, N anchors per row, 16 block rows, D hidden. Sliding layers are
+causal inside the block, the last layer is not. Norms multiply by w (not 1 + w). Source: spec of the
+drafter; the forward pass of z-lab's ``DFlashDraftModel``.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from thor_dflash.calib.nano.target import Mlp, Norm, linear, rope, shared
 
 @dataclass(frozen=True)
 class Blocks:
-    """Where the blocks stand and what each query may see."""
+    """The block rows, their positions, and what each query may see."""
 
     ids: Tensor
     """[B, N * 16] anchor token, then masks."""
@@ -33,8 +32,8 @@ class Blocks:
 
 
 def blocks(dims: DrafterDims, ids: Tensor, pos: Tensor, anchors: Tensor, mask_id: int) -> Blocks:
-    """Blocks for anchors [B, N] (row indices) of packed rows; a block's context is all tokens
-    before its anchor.
+    """Make the blocks of anchors [B, N] (indices into the packed rows). A block's context is all
+    tokens of its document before its anchor.
     """
     batch, count = anchors.shape
     size, device = dims.block, ids.device
@@ -57,13 +56,13 @@ def blocks(dims: DrafterDims, ids: Tensor, pos: Tensor, anchors: Tensor, mask_id
 
 
 def norm0(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Plain RMS norm: x / rms(x) * w, in F32, back in x's dtype."""
+    """Plain RMS norm: x / rms(x) * w, computed in F32, returned in x's dtype."""
     y = x.float()
     return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
 
 
 class DraftAttention(nn.Module):
-    """Block rows attend to context K/V and to their own block."""
+    """Attention of block rows to context K/V and to their own block."""
 
     def __init__(self, dims: DrafterDims) -> None:
         super().__init__()
@@ -97,7 +96,7 @@ class DraftAttention(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """Pre-norm block of the drafter."""
+    """Pre-norm layer of the drafter."""
 
     def __init__(self, dims: DrafterDims) -> None:
         super().__init__()
@@ -130,8 +129,8 @@ class Drafter(nn.Module):
     def forward(
         self, table: Tensor, taps: Tensor, pos: Tensor, rows: Blocks, quant: bool
     ) -> Tensor:
-        """Normed block rows [B, N * 16, D]. ``table`` is the target's embedding, taps [B, T, 3
-        * D].
+        """Return normed block rows [B, N * 16, D]. ``table`` is the target's embedding; taps are
+        [B, T, 3 * D].
         """
         (fc,) = shared(quant, self.fc)
         context = norm0(F.linear(taps, fc), self.hidden_norm.weight, self.dims.eps)

@@ -1,5 +1,5 @@
-"""What planner-nano is worth on held-out tasks: valid plans under strict greedy decoding, and
-the mean accept length.
+"""Evaluates planner-nano on held-out tasks: share of valid plans under strict greedy decoding, and
+mean accept length.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from thor_dflash.calib.nano.tokenizer import CLOSE, prompt_text
 from thor_dflash.calib.planbench import FAMILIES, Task, heldout, judge, sample
 
 LONGEST = 768
-"""Tokens of prompt and output."""
+"""Most tokens of prompt and output together."""
 CUT = 10
-"""Thinking tokens before the budget's closing text, in the mode "cut"."""
+"""Thinking tokens before the budget's closing text in mode "cut"."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Answer:
 
 
 def answers(model: Target, tokenizer: Tokenizer, tasks: list[Task], mode: str) -> list[Answer]:
-    """Greedy outputs in mode "on", "off" or "cut" (the canonical thinking's first tokens, then
-    the closing text).
+    """Decode greedily in mode "on", "off" or "cut" (the prompt ends with the first tokens of the
+    canonical thinking and the closing text).
     """
     prompts = [tokenizer.encode(prompt_text(task, mode != "off")).ids for task in tasks]
     if mode == "cut":
@@ -50,13 +50,13 @@ def answers(model: Target, tokenizer: Tokenizer, tasks: list[Task], mode: str) -
 
 
 def plan_of(tokenizer: Tokenizer, made: list[int]) -> str:
-    """The plan text of an output: what follows the thinking, end token dropped."""
+    """Return the plan text of an output: what follows the thinking, without the end token."""
     text = tokenizer.decode(made, skip_special_tokens=False)
     return text.rsplit("</think>", 1)[-1].removesuffix("<|im_end|>").strip()
 
 
 def validity(tokenizer: Tokenizer, found: list[Answer], show: int) -> dict[str, float]:
-    """Share of valid plans per family and over all; prints the first ``show`` failures."""
+    """Return the share of valid plans per family and overall; print the first ``show`` failures."""
     hits: dict[str, list[bool]] = {family: [] for family in FAMILIES}
     for answer in found:
         plan = plan_of(tokenizer, answer.made)
@@ -77,11 +77,11 @@ def validity(tokenizer: Tokenizer, found: list[Answer], show: int) -> dict[str, 
 def accept_lengths(
     target: Target, drafter: Drafter, found: list[Answer], mask_id: int, taps: tuple[int, ...]
 ) -> list[float]:
-    """Committed tokens per verify of each output, bonus included, as the decode loop would commit
-    them.
+    """Return the committed tokens per verify of each output, including the bonus token, as the
+    decode loop would commit them.
 
-    Strict greedy output does not depend on the drafter, so every anchor can be drafted first and
-    the loop walked after.
+    Strict greedy output does not depend on the drafter. So all positions are drafted first, and the
+    decode loop is simulated afterwards.
     """
     device = target.embed_tokens.weight.device
     lengths: list[float] = []
@@ -114,8 +114,8 @@ def draft_tokens(
     mask_id: int,
     taps: tuple[int, ...],
 ) -> Tensor:
-    """Drafts [B, N, 15] of every anchor; both models must hold the weights to be used as they
-    are.
+    """Return the drafts [B, N, 15] of every anchor. The models' weights are used as they are,
+    without quantisation.
     """
     device = ids.device
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
@@ -136,8 +136,8 @@ def report(
     taps: tuple[int, ...],
     show: int = 8,
 ) -> dict[str, dict[str, float]]:
-    """Validity in the three modes (and on fresh training-split tasks), and accept length per
-    family with thinking on. Prints and returns the numbers.
+    """Measure validity in the three modes (and on fresh training-split tasks), and accept length
+    per family with thinking on and off. Prints and returns the numbers.
     """
     tasks = heldout(count)
     seen = [sample(FAMILIES[i % len(FAMILIES)], f"seen{i}", "train") for i in range(count)]

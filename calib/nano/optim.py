@@ -1,7 +1,7 @@
-"""Muon for the matrices of the layers, AdamW for everything else.
+"""The optimiser: Muon for the matrices of the layers, AdamW for everything else.
 
-Source: Jordan et al., Muon (2024): momentum, then five Newton-Schulz steps that bring the update
-near an orthogonal matrix.
+Source: Jordan et al., Muon (2024): momentum, then five Newton-Schulz steps that make the update
+nearly orthogonal.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Optimiser:
 
 
 def rate_at(progress: float) -> float:
-    """The learning-rate factor at a share of the run: short warm-up, flat, then linear to zero
-    over the last 60 %.
+    """Return the learning-rate factor at a fraction of the run: short warm-up, constant, then
+    linear to zero over the last 60 %.
     """
     return min(1.0, progress / 0.01 + 0.02, (1.0 - progress) / 0.6 + 1e-3)

@@ -1,9 +1,8 @@
-"""Greedy generation for many prompts at once, one token a step, captured as one CUDA graph where
-there is a GPU.
+"""Greedy generation for many prompts at once, one token per step. With a GPU, a step is one CUDA
+graph.
 
 Letters: B prompts, T longest length. Every row is at the same position; a row still inside its
-prompt takes the prompt's
-next token instead of its own.
+prompt takes the prompt's next token instead of the generated one.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from thor_dflash.calib.nano.target import Attention, Gdn, Target, norm1
 
 GRAPH_WARMUP = 3
 CHECK_EVERY = 32
-"""Steps between two looks at whether all rows have ended."""
+"""Steps between checks whether all rows have ended."""
 
 
 @dataclass
 class State:
-    """What a step reads and writes; all tensors stay at their address."""
+    """The tensors that a step reads and writes, at fixed addresses for the CUDA graph."""
 
     ids: Tensor
-    """[B, T] prompts, then what was generated."""
+    """[B, T] prompts, then generated tokens."""
     prompt: Tensor
     """[B] prompt lengths."""
     at: Tensor
@@ -36,18 +35,18 @@ class State:
     ended: Tensor
     """[B] whether an end token was generated."""
     caches: list[tuple[Tensor, Tensor]]
-    """Per layer: (K, V) [B, Hkv, T, 256], or (conv tail [B, 3, channels], S [B, Hv, 128, 128]
-    F32).
+    """Per layer: (K, V) [B, Hkv, T, 256], or (conv tail [B, 3, channels], F32 state [B, Hv, 128,
+    128]).
     """
 
 
 def rollout(
     model: Target, prompts: list[list[int]], longest: int, usable: int, ends: tuple[int, ...]
 ) -> list[list[int]]:
-    """Greedy continuations, end token included. ``usable`` ids are sampled, padded rows of the
-    vocabulary never.
+    """Return greedy continuations, end token included. Only the first ``usable`` ids are chosen,
+    never padded rows of the vocabulary.
 
-    The model must hold the weights to be used as they are; nothing is quantised here.
+    The model's weights are used as they are; nothing is quantised here.
     """
     device = model.embed_tokens.weight.device
     state = _start(model.dims, prompts, longest, device)
@@ -154,7 +153,7 @@ def _gdn(layer: Gdn, h: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Captured:
-    """A step as a CUDA graph; warm-up changes are undone before the first replay."""
+    """A step as a CUDA graph; changes by the warm-up are undone before the first replay."""
 
     def __init__(self, step: Callable[[], None], state: State) -> None:
         first = state.ids.clone()

@@ -1,9 +1,8 @@
-"""The target: Qwen3.5/3.6 text architecture in torch, for training and for one-token steps.
+"""The target: the Qwen3.5/3.6 text architecture in torch, for training and for one-token steps.
 
 Letters: B rows of packed documents, T tokens, D hidden, H heads, C chunk. Parameter names are the
-checkpoint's. A packed row
-holds several documents; ``pos`` restarts at 0 with each, and state, convolution and attention never
-cross that line.
+checkpoint's. A packed row holds several documents; ``pos`` restarts at 0 with each, and state,
+convolution and attention never cross from one document to another.
 """
 
 from __future__ import annotations
@@ -18,25 +17,25 @@ from thor_dflash.calib.nano.dims import TargetDims
 from thor_dflash.calib.nano.quant import fake_quant, fp8_cache, global_scale
 
 CHUNK = 64
-"""Tokens per chunk of the training form of the delta rule."""
+"""Tokens per chunk of the delta rule in training."""
 RESET = -60.0
 """Log decay at a document's first token: exp(-60) empties the state."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the documents of packed rows are."""
+    """The documents in packed rows."""
 
     pos: Tensor
     """[B, T] position inside the document."""
     mask: Tensor
-    """[B, 1, T, T] True where the query (row) may see the key (column): same document, not
+    """[B, 1, T, T] True where the query (row) may see the key (column): same document, key not
     later.
     """
 
 
 def packing(pos: Tensor) -> Packing:
-    """The packing of rows whose documents start where ``pos`` is 0."""
+    """Return the packing of rows whose documents start where ``pos`` is 0."""
     doc = (pos == 0).cumsum(1)
     time = torch.arange(pos.shape[1], device=pos.device)
     mask = (doc[:, :, None] == doc[:, None, :]) & (time[:, None] >= time[None, :])
@@ -44,7 +43,7 @@ def packing(pos: Tensor) -> Packing:
 
 
 def norm1(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Zero-centred RMS norm: x / rms(x) * (1 + w), in F32, back in x's dtype."""
+    """Zero-centred RMS norm: x / rms(x) * (1 + w), computed in F32, returned in x's dtype."""
     y = x.float()
     return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * (1.0 + weight.float())).to(
         x.dtype
@@ -52,7 +51,7 @@ def norm1(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rope(x: Tensor, pos: Tensor, dims: int, theta: float) -> Tensor:
-    """Rotate the first ``dims`` features in NeoX halves; x is [B, H, T, head], pos [B, T]."""
+    """Rotate the first ``dims`` features, NeoX style; x is [B, H, T, head], pos [B, T]."""
     half = dims // 2
     freq = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     angle = pos[:, None, :, None].float() * freq
@@ -64,7 +63,7 @@ def rope(x: Tensor, pos: Tensor, dims: int, theta: float) -> Tensor:
 
 
 def linear(outputs: int, inputs: int) -> nn.Linear:
-    """A linear without bias, normal(0.02) as the family starts."""
+    """Make a linear without bias, initialised as the model family: normal, std 0.02."""
     layer = nn.Linear(inputs, outputs, bias=False)
     nn.init.normal_(layer.weight, std=0.02)
     return layer
@@ -95,7 +94,9 @@ class Mlp(nn.Module):
 
 
 def shared(quant: bool, *layers: nn.Linear) -> list[Tensor]:
-    """The weights of linears that read one input, quantised with one global scale when asked."""
+    """Return the weights of linears that read one input; with ``quant``, quantised with one global
+    scale.
+    """
     weights = [layer.weight for layer in layers]
     if not quant:
         return weights
@@ -104,7 +105,9 @@ def shared(quant: bool, *layers: nn.Linear) -> list[Tensor]:
 
 
 class Attention(nn.Module):
-    """Gated attention with GQA, per-head norms, partial rotary and an FP8 view of the cache."""
+    """Gated attention with GQA, per-head norms, partial rope, and K and V rounded as by an FP8
+    cache.
+    """
 
     def __init__(self, dims: TargetDims) -> None:
         super().__init__()
@@ -118,7 +121,9 @@ class Attention(nn.Module):
         self.k_norm = Norm(dims.head_dim)
 
     def project(self, x: Tensor, pos: Tensor, quant: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, gate [B, Hq, T, 256] and k, v [B, Hkv, T, 256], normed, rotated, cache-rounded."""
+        """Return q, gate [B, Hq, T, 256] and k, v [B, Hkv, T, 256]: q and k normed and rotated, k
+        and v rounded as by the cache.
+        """
         d = self.dims
         wq, wk, wv = shared(quant, self.q_proj, self.k_proj, self.v_proj)
         q, gate = (
@@ -172,14 +177,14 @@ class Gdn(nn.Module):
         self.out_proj = linear(dims.hidden, values)
 
     def gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Log decay g <= 0 and step size beta, both F32 [B, T, Hv]."""
+        """Return log decay g <= 0 and step size beta, both F32 [B, T, Hv]."""
         b = F.linear(x, self.in_proj_b.weight).float()
         a = F.linear(x, self.in_proj_a.weight).float()
         return -self.A_log.float().exp() * F.softplus(a + self.dt_bias.float()), torch.sigmoid(b)
 
     def heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Convolved channels -> q, k (normalised, repeated to value heads) and v: F32 [B, Hv,
-        T, 128].
+        """Split convolved channels into q, k (normalised, repeated to value heads) and v: F32
+        [B, Hv, T, 128].
         """
         d = self.dims
         keys = d.gdn_k_heads * d.gdn_dim
@@ -213,7 +218,7 @@ class Gdn(nn.Module):
         q, k, v = self.heads(F.silu(mixed))
         g, beta = self.gates(x)
         g = torch.where(rows.pos[..., None] == 0, torch.full_like(g, RESET), g)
-        # The state needs more than bf16: autocast would round every product here.
+        # The state needs more precision than bf16, to which autocast would round every product.
         with torch.autocast(x.device.type, enabled=False):
             o = delta_rule(q, k, v, g.transpose(1, 2), beta.transpose(1, 2)).transpose(1, 2)
         z = F.linear(x, wz).unflatten(-1, (self.dims.gdn_v_heads, self.dims.gdn_dim))
@@ -221,8 +226,8 @@ class Gdn(nn.Module):
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """The gated delta rule in chunks (UT transform), all F32: q, k, v [B, H, T, 128], g, beta [B,
-    H, T].
+    """The gated delta rule in chunks (UT transform), all F32: q, k, v [B, H, T, 128], g, beta
+    [B, H, T].
 
     Source: spec of the block form, (I + A) U = diag(beta) (V - diag(e^G) K S0).
     """
@@ -251,7 +256,7 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tens
 
 
 class Layer(nn.Module):
-    """Pre-norm block: mixer, then MLP."""
+    """Pre-norm layer: attention or GDN, then MLP."""
 
     def __init__(self, dims: TargetDims, index: int) -> None:
         super().__init__()
@@ -273,7 +278,9 @@ class Layer(nn.Module):
 
 
 class Target(nn.Module):
-    """The whole target without the tied head's copy. Checkpoint names get the prefix ``model.``."""
+    """The whole target; the tied head is not stored separately. Checkpoint names get the prefix
+    ``model.``.
+    """
 
     def __init__(self, dims: TargetDims) -> None:
         super().__init__()
@@ -286,8 +293,8 @@ class Target(nn.Module):
     def forward(
         self, ids: Tensor, rows: Packing, quant: bool, taps: tuple[int, ...] = ()
     ) -> tuple[Tensor, list[Tensor]]:
-        """Hidden rows after the final norm [B, T, D], and the residual stream after the tapped
-        layers.
+        """Return hidden rows after the final norm [B, T, D], and the residual stream after the
+        tapped layers.
         """
         x = F.embedding(ids, self.embed_tokens.weight)
         kept: list[Tensor] = []
@@ -298,5 +305,5 @@ class Target(nn.Module):
         return norm1(x, self.norm.weight, self.dims.eps), kept
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores over the padded vocabulary, [.., VOCAB]."""
+        """Return logits over the padded vocabulary, [.., VOCAB]."""
         return F.linear(hidden, self.embed_tokens.weight)

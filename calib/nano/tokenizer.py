@@ -1,8 +1,8 @@
-"""The tokenizer of planner-nano: byte-level BPE with the Qwen pre-split, special tokens and
+"""The tokenizer of planner-nano: byte-level BPE with Qwen's pre-tokenisation, special tokens and
 chat template.
 """
 
-# tokenizers publishes partial types.
+# tokenizers publishes incomplete types.
 # pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ SPECIAL = tuple(
     <tts_text_eod>
     <tts_text_bos_single> <|audio_pad|>""".split()
 )
-"""The Qwen3.6 added tokens in their order."""
+"""The added tokens of Qwen3.6 in their order."""
 PRINTED = tuple(
     """<tool_call> </tool_call> <|fim_prefix|> <|fim_middle|> <|fim_suffix|> <|fim_pad|>
     <|repo_name|> <|file_sep|>
     <tool_response> </tool_response> <think> </think>""".split()
 )
-"""Added tokens with special=false: they are printed and parsed, not stripped."""
+"""Added tokens with special=false: decoding keeps them in the text."""
 CLOSE = (
     "Considering the limited time by the user, "
     "I have to give the solution based on the thinking directly now.\n"
@@ -102,7 +102,7 @@ CHAT_TEMPLATE = """\
 
 
 def prompt_text(task: Task, thinking: bool) -> str:
-    """The prompt of a task, exactly as the chat template renders it."""
+    """Return the prompt of a task, exactly as the chat template renders it."""
     turns = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in task.messages)
     return turns + "<|im_start|>assistant\n<think>\n" + ("" if thinking else "\n</think>\n\n")
 
@@ -137,17 +137,17 @@ def train_tokenizer(out: Path, tasks_per_family: int) -> Tokenizer:
 
 
 def _texts(tasks_per_family: int) -> list[str]:
-    """Corpus text with every object noun replaced by an invented one.
+    """Return corpus text with every object noun replaced by an invented one.
 
-    Real nouns would become tokens of their own, and held-out nouns would then fall into pieces that
-    training never copies.
+    Real nouns would become tokens of their own, and held-out nouns would then be split into pieces
+    that the model never learns to copy.
     """
     tasks = [
         sample(family, f"bpe{i}", "train") for family in FAMILIES for i in range(tasks_per_family)
     ]
     texts = [t for task in tasks for t in _disguised(task)]
-    # The system line is in every sample and the closing text in many: their words must be whole
-    # tokens.
+    # The system message is in every sample and the closing text in many: repeat them, so that
+    # their words become whole tokens.
     return (
         texts
         + [tasks[0].messages[0][1], CLOSE, "system\n", "user\n", "assistant\n", "\n", "\n\n"]

@@ -1,7 +1,7 @@
 """Train planner-nano stage by stage: ``python -m thor_dflash.calib.nano.train --stage
 tokenizer|target|drafter|export|eval``.
 
-Master weights lie in ``--work`` between stages and calls, so that a run that was cut off goes on
+Master weights are kept in ``--work`` between stages and calls, so that an interrupted run resumes
 from its last save.
 """
 
@@ -31,14 +31,14 @@ from thor_dflash.calib.nano.tokenizer import SPECIAL, train_tokenizer
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 SAVE_EVERY = 500
-"""Steps between two saves of the master weights."""
+"""Steps between saves of the master weights."""
 GAMMA = 7.0
 """Decay of the drafter's loss over block positions. Source: DFlash."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """The command line, resolved."""
+    """The parsed command line."""
 
     models: Path
     work: Path
@@ -51,11 +51,11 @@ class Run:
     steps: int
     seconds: float
     begin: float
-    """Share of the learning-rate schedule at which this call starts; a long run is several
-    calls.
+    """Fraction of the learning-rate schedule at which this call starts; a long run may be split
+    into several calls.
     """
     finish: float
-    """Share at which it ends."""
+    """Fraction at which it ends."""
     workers: int
     compiled: bool
     rollouts: int
@@ -140,7 +140,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def train_target(run: Run) -> None:
-    """Train the target on the corpus with quantised weights seen in every forward pass."""
+    """Train the target on the corpus, with quantised weights in every forward pass."""
     start = time.time()
     docs = corpus.documents(
         run.target_dir / "tokenizer.json", run.docs, f"t{run.begin}/", run.workers
@@ -169,8 +169,8 @@ def train_target(run: Run) -> None:
 
 
 def train_drafter(run: Run) -> None:
-    """Train the drafter on the frozen exported target's own greedy outputs, one in five
-    documents from the corpus.
+    """Train the drafter on greedy outputs of the frozen exported target; one in five documents is
+    from the corpus instead.
     """
     target = load_target(run)
     tokenizer = run.tokenizer
@@ -207,7 +207,7 @@ def train_drafter(run: Run) -> None:
             1, (ahead - 1).clamp(max=ids.shape[1] - 1).flatten(1)
         ).view(ahead.shape)
         wanted = ids.gather(1, ahead.clamp(max=ids.shape[1] - 1).flatten(1))
-        # One gap in `answer` ends the document; what follows belongs to the next one.
+        # The first False in `answer` ends the document; later tokens belong to the next one.
         weight = inside.int().cumprod(-1) * decay * answer.gather(1, anchors)[..., None]
         return entropy(hidden, target.embed_tokens.weight, wanted, weight)
 
@@ -215,15 +215,15 @@ def train_drafter(run: Run) -> None:
 
 
 def mean_loss(hidden: Tensor, table: Tensor, wanted: Tensor, weight: Tensor) -> Tensor:
-    """Weighted mean cross entropy of normed rows [.., D] against ids [..] under a tied head."""
+    """Return the weighted mean cross entropy of normed rows [.., D] for ids [..], tied head."""
     scores = F.linear(hidden, table).float().flatten(0, -2)
     each = F.cross_entropy(scores, wanted.flatten(), reduction="none")
     return (each * weight.flatten()).sum() / weight.sum()
 
 
 def _compile(run: Run, model: Target | Drafter, loss: Loss) -> Loss:
-    """Compile layer by layer, which takes a tenth of the time of compiling the whole model, and
-    the loss.
+    """Compile the loss, and the model layer by layer, which takes a tenth of the time of compiling
+    it as a whole.
     """
     if not run.compiled:
         return loss
@@ -233,7 +233,7 @@ def _compile(run: Run, model: Target | Drafter, loss: Loss) -> Loss:
 
 
 def target_documents(run: Run, target: Target) -> list[corpus.Document]:
-    """Greedy outputs of the target on training prompts, as documents."""
+    """Return greedy outputs of the target on training prompts, as documents."""
     start = time.time()
     tokenizer = run.tokenizer
     drawn = corpus.documents(run.target_dir / "tokenizer.json", run.rollouts, "r", run.workers)
@@ -251,8 +251,8 @@ def target_documents(run: Run, target: Target) -> list[corpus.Document]:
 
 
 def _given(doc: corpus.Document, close: list[int]) -> list[int]:
-    """What the target is given: the prompt, and the cut thinking with its closing text where a
-    document has one.
+    """Return the prompt for the target: the document's prompt, followed by its cut thinking and the
+    closing text if it has those.
     """
     ids = doc.ids.tolist()
     forced = np.flatnonzero(doc.weight == 0)
@@ -291,7 +291,7 @@ def _optimise(
                 flush=True,
             )
         if step == 5:
-            # Compilation is over: the schedule counts from here.
+            # Compilation is done: the schedule's time starts here.
             start = time.time()
         if step % SAVE_EVERY == SAVE_EVERY - 1:
             checkpoint.save_master(model, run.work, stem)
@@ -302,15 +302,15 @@ def _optimise(
 
 
 def load_target(run: Run) -> Target:
-    """The target with the weights its exported checkpoint stands for, frozen."""
+    """Load the target with the weights of its exported checkpoint, frozen."""
     target = Target(TargetDims()).to(run.device)
     checkpoint.load_exported(target, "model.", run.target_dir)
     return target.requires_grad_(False)
 
 
 def export(run: Run) -> None:
-    """Write the checkpoint directories from the master weights (or from the seed, where there
-    are none).
+    """Write the checkpoint directories from the master weights. Without those, existing exported
+    weights are kept, or initial weights are exported if there are none.
     """
     tokenizer = run.tokenizer
     special = {text: tokenizer.token_to_id(text) for text in SPECIAL}
@@ -331,7 +331,7 @@ def export(run: Run) -> None:
 
 
 def evaluate_all(run: Run) -> None:
-    """Print the held-out numbers of the exported checkpoints and write them to
+    """Evaluate the exported checkpoints on held-out tasks; print the results and write them to
     ``<work>/eval.json``.
     """
     target = load_target(run)

@@ -1,9 +1,9 @@
-"""A plan that fails on the way: what a robot could do of it is done, and the rest is asked anew.
+"""Replanning: executes the possible first steps of a plan, and asks again for the rest.
 
-A grammar cannot know that a door must be opened before a robot goes through it: which step may come
-next depends on all steps before, and a JSON schema says of each element of an array what it may be,
-not what may follow what. The executor on the robot does know. It stops at the first step that is
-not possible, and the same request is asked of the world as it then is.
+A grammar cannot know that a door must be opened before a robot goes through it: which step is
+possible depends on all previous steps, and a JSON schema constrains each element of an array, not
+their order. The executor on the robot does know. It stops at the first impossible step, and the
+same request is asked again for the world as it is then.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ REQUEST = "\nRequest: "
 
 
 def again(task: Task, plan_text: str) -> Task | None:
-    """The task from where the world stands after the steps of a plan that are possible, the request
-    unchanged. None where no step is: asking the same thing gives the same plan. The plan obeys the
-    schema of the scene.
+    """Return the task with the same request and the world as it is after the possible first steps
+    of a plan. None if the first step is impossible, as the same prompt would give the same plan.
+    The plan must obey the schema of the scene.
     """
     world, done = World(task.scene), 0
     for step in json.loads(plan_text)["steps"]:

@@ -1,13 +1,13 @@
-"""The STRIPS-like executor: runs steps on a scene and says precisely which precondition fails.
+"""The STRIPS-like executor: runs steps on a scene and tells which precondition fails.
 
 Preconditions
     goto(place)         mobile robot; every door on the way (own room, target room) is open
     pick(object)        hand empty, object reachable, nothing on it, its container open
-    place(object, on)   object in this hand, target reachable, open, not full; an object target must
-    be clear
-    open/close(target)  target reachable, not locked, not already so (a running device does not
-    open)
-    turn_on/turn_off    device reachable, closed if it has a lid, not already so
+    place(object, on)   object in this hand; target reachable, open, not full; if the target is an
+                        object, nothing on it
+    open/close(target)  target reachable, not locked, not already in that state; a running device
+                        cannot be opened
+    turn_on/turn_off    device reachable, not already in that state; turn_on: closed if it has a lid
     handover(object,to) object in this hand, the other hand empty
 """
 
@@ -47,9 +47,7 @@ class World:
         self.on = set(scene.on)
 
     def apply(self, step: Step) -> str | None:
-        """Run one step. Returns None, or the reason why it is not possible; then nothing has
-        changed.
-        """
+        """Run one step. Returns None, or the reason why it is impossible; then nothing changes."""
         if step.skill not in self.scene.skills:
             return f"skill must be one of {', '.join(self.scene.skills)} (got {step.skill})"
         name = step.args["robot"] if "robot" in step.args else self.scene.robots[0].name
@@ -76,7 +74,7 @@ class World:
         return (goal.subject in self.on) == (goal.kind == "on")
 
     def base(self, thing: str) -> str:
-        """The place or robot that finally carries an object, or the place itself."""
+        """The place or robot at the bottom of a stack of objects; a place is its own base."""
         while thing in self.where:
             thing = self.where[thing]
         return thing

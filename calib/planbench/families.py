@@ -1,5 +1,5 @@
-"""The six task families: each turns a random generator into a prompt, a thinking text, a plan
-and a scene to judge it on.
+"""The six task families: each draws, from a random generator, a prompt, a thinking text, a plan and
+a scene to judge plans on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ World_maker = Callable[[Random, bool], Scene]
 
 @dataclass(frozen=True)
 class Draft:
-    """A task before it has a name: texts, and the scene on which a plan is judged."""
+    """A task without its name: texts, and the scene on which a plan is judged."""
 
     prompt: str
     thinking: str
@@ -34,15 +34,15 @@ class Draft:
     template: str
     """The request with names replaced."""
     request_goals: tuple[Goal, ...]
-    """The goals as the request says them."""
+    """The goals that the request states."""
 
 
 class Rejected(Exception):
-    """A random scene that makes no good task; draw again."""
+    """A random scene is unsuitable for a task; draw again."""
 
 
 def plain(make: World_maker) -> Callable[[Random, bool], Draft]:
-    """A family that simply plans on the scenes of one world."""
+    """Make a family of plain planning tasks on the scenes of one world."""
 
     def draft(rng: Random, held: bool) -> Draft:
         scene = _plannable(make(rng, held))
@@ -52,8 +52,8 @@ def plain(make: World_maker) -> Callable[[Random, bool], Draft]:
 
 
 def replanning(rng: Random, held: bool) -> Draft:
-    """A plan that failed half way: the history and the feedback are given, the rest is to be
-    planned.
+    """Draw a task whose plan failed on the way: the prompt gives the history and the feedback, and
+    the rest is to be planned.
     """
     scene = _plannable(rng.choice((tabletop, mobile, household))(rng, held))
     steps = plan_steps(scene)
@@ -82,8 +82,8 @@ def replanning(rng: Random, held: bool) -> Draft:
 
 
 def infeasible(rng: Random, held: bool) -> Draft:
-    """A request that names a missing object or place, an ambiguous object, or something behind
-    a lock.
+    """Draw a task whose request names a missing object or place, an ambiguous object, or something
+    behind a lock.
     """
     scene = _plannable(rng.choice((tabletop, mobile, household))(rng, held))
     index = rng.choice([i for i, g in enumerate(scene.goals) if g.kind == "at"])
@@ -135,7 +135,7 @@ def _plannable(scene: Scene) -> Scene:
 
 
 def _fail(rng: Random, world: World, step: Step) -> tuple[Scene, str]:
-    """The scene after a step has failed, and what the robot reports."""
+    """Return the scene after a failed step, and the robot's feedback."""
     thing = step.args["object"]
     robot = world.scene.robots[0]
     flat = [p.name for p in world.scene.places if not p.openable and not p.device]

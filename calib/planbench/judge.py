@@ -151,7 +151,9 @@ def _is_array(value: Any) -> TypeGuard[list[Any]]:
 
 
 def _short(value: Any) -> str:
-    """At most 60 characters of a value; an integer too long for str() is not shown."""
+    """Return at most 60 characters of a value; very long integers, which repr() refuses, are not
+    shown.
+    """
     if isinstance(value, int) and value.bit_length() > 256:
         return "a very long integer"
     try:

@@ -1,5 +1,5 @@
-"""How a request and a short thinking text are worded. Requests are split by wording; thinking
-varies freely.
+"""Wordings of requests and short thinking texts. The training and held-out splits share no request
+wording; thinking varies freely.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ OTHER_KINDS = {
 
 @dataclass(frozen=True)
 class Wording:
-    """One way to say a request: everything of it but the names."""
+    """One wording of a request: everything except the names."""
 
     opening: str
     verb: str
@@ -62,7 +62,7 @@ class Wording:
     joiner: str
     closing: str
     other: int
-    """Which of the two verbs is used for goals that are no moves."""
+    """Which of the two verbs is used for goals that are not moves."""
 
     def render(self, goals: tuple[Goal, ...], objects: frozenset[str]) -> str:
         """The request text for goals; ``objects`` says which names are quoted."""
@@ -85,17 +85,17 @@ class Wording:
 
 
 def say(name: str, objects: frozenset[str]) -> str:
-    """A name as it is written in text: objects in quotes, places bare.
+    """Return a name as written in text: objects in quotes, places bare.
 
-    A quote after a space keeps the object's own tokens the same here, in the scene lines and in the
-    plan.
+    With a space and a quote before it, an object's name has the same tokens here, in the scene
+    lines and in the plan.
     """
     return f'"{name}"' if name in objects else name
 
 
 def draw_wording(rng: Random, goals: tuple[Goal, ...], held: bool) -> Wording:
-    """A wording whose template for these goals is on one side of the split; one template in six
-    is reserved.
+    """Draw a wording whose template for these goals is on the given side of the split; one template
+    in six is held out.
     """
     while True:
         verb, link = rng.choice(MOVES)
@@ -188,11 +188,11 @@ THOUGHTS: dict[str, tuple[str, ...]] = {
         "Done, answer now.",
     ),
 }
-"""Sentences of the thinking text. An id follows a space and a quote, so that its tokens are the
-same as in the plan.
+"""Sentences of the thinking text. Object names follow a space and a quote, so that their tokens are
+the same as in the plan.
 """
 
 
 def think(rng: Random, kind: str, **names: str | int) -> str:
-    """One sentence of a kind, its wording drawn at random."""
+    """Return a sentence of a kind, its wording drawn at random."""
     return rng.choice(THOUGHTS[kind]).format(**names)

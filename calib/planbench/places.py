@@ -28,4 +28,4 @@ RESERVED = frozenset(
         *"pick goto open close turn handover under".split(),
     ]
 )
-"""Words that no object may be called."""
+"""Words that are not used as object names."""

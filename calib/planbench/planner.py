@@ -1,5 +1,4 @@
-"""The canonical planner: reaches the goals of a scene one by one, in the order in which they are
-written.
+"""The canonical planner: reaches the goals of a scene one by one, in their given order.
 
 It is greedy, not optimal: the corpus needs one deterministic answer per prompt, and the judge
 accepts any other.
@@ -32,7 +31,7 @@ class Unplannable(Exception):
 
 @dataclass(frozen=True)
 class Trace:
-    """How one goal was reached: where its object was before, and the steps taken for it."""
+    """How one goal is reached: where its object was before, and the steps taken for it."""
 
     goal: Goal
     start: str
@@ -42,7 +41,7 @@ class Trace:
 
 
 def plan_traces(scene: Scene) -> list[Trace]:
-    """The canonical plan, goal by goal.
+    """Return the canonical plan, goal by goal.
 
     Raises:
         Unplannable: a precondition cannot be met, or a later goal undoes an earlier one.
@@ -61,16 +60,16 @@ def plan_traces(scene: Scene) -> list[Trace]:
 
 
 def plan_steps(scene: Scene) -> list[Step]:
-    """The canonical steps of a scene.
+    """Return the canonical steps of a scene.
 
     Raises:
-        Unplannable: a precondition cannot be met.
+        Unplannable: as `plan_traces`.
     """
     return [step for trace in plan_traces(scene) for step in trace.steps]
 
 
 def plan_text(goal: str, steps: list[Step], question: str | None) -> str:
-    """A plan of schema ``tdp.plan.v1`` as compact JSON with fixed key order."""
+    """Return a plan of schema ``tdp.plan.v1`` as compact JSON with a fixed key order."""
     rows = [
         {"id": i, "skill": s.skill, "args": s.args, "on_fail": ON_FAIL_OF[s.skill]}
         for i, s in enumerate(steps, start=1)
@@ -123,7 +122,7 @@ class _Planner:
         self._do(holder, "place", thing, target)
 
     def _clear(self, robot: str, thing: str) -> None:
-        """Put whatever stands on a thing aside, onto the place below the stack."""
+        """Move the object on top of a thing aside, onto the place below the stack."""
         top = self.world.on_top(thing)
         if top is None:
             return

@@ -1,6 +1,4 @@
-"""A task as text: the system line, the scene, the request, the history, the thinking and the
-question.
-"""
+"""Renders a task as text: system message, scene, history, thinking and goal."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ SYSTEM = (
 
 
 def scene_text(scene: Scene) -> str:
-    """The scene and the skills, as the user message shows them. Places carry their state in
+    """Return the scene and the skills as the user message shows them, with the state of places in
     brackets.
     """
     lines = ["Skills: " + ", ".join(f"{s}({','.join(_args(scene, s))})" for s in scene.skills)]
@@ -43,7 +41,7 @@ def scene_text(scene: Scene) -> str:
 
 
 def history_text(steps: list[Step], feedback: str) -> str:
-    """What was executed and how the last step failed."""
+    """Return the executed steps, and how the last one failed."""
     calls = [
         s.skill + "(" + ",".join(f'"{value}"' for value in s.args.values()) + ")" for s in steps
     ]
@@ -52,8 +50,8 @@ def history_text(steps: list[Step], feedback: str) -> str:
 
 
 def thinking_text(rng: Random, scene: Scene, traces: list[Trace], replanning: bool) -> str:
-    """A short reasoning that states where things are and what stands in the way, in the order
-    of the plan.
+    """Return a short reasoning that states where things are and what is in the way, in the order of
+    the plan.
     """
     objects = frozenset(name for name, _ in scene.objects)
     said = [think(rng, "trouble") if replanning else think(rng, "start", n=len(scene.goals))]
@@ -63,7 +61,7 @@ def thinking_text(rng: Random, scene: Scene, traces: list[Trace], replanning: bo
 
 
 def goal_text(goals: tuple[Goal, ...]) -> str:
-    """The "goal" field of a plan."""
+    """Return the "goal" field of a plan."""
     return "".join(goal.text() for goal in goals)
 
 

@@ -1,6 +1,6 @@
-"""The symbolic world of a planning task: who is where, what is open, what is wanted.
+"""The symbolic world of a planning task: positions, states and goals.
 
-A scene is plain frozen data, so that a task can be written to one JSON line and judged from that
+A scene is plain frozen data, so that a task can be stored as one JSON line and judged from that
 line alone.
 """
 
@@ -19,15 +19,15 @@ SKILL_ARGS: dict[str, tuple[str, ...]] = {
     "turn_off": ("device",),
     "handover": ("object", "to"),
 }
-"""Skill name -> argument names, in the order in which they are written. Two-robot scenes put
-"robot" first.
+"""Skill name -> argument names in the order in which they are written. In scenes with two robots,
+"robot" comes first.
 """
 
 ON_FAIL = ("retry", "skip", "replan", "abort")
 """What a controller may do when a step fails."""
 
 HALL = "hall"
-"""The room that every other room opens onto; it has no door of its own."""
+"""The room that connects all others; it has no door of its own."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Goal:
-    """One wanted fact: ("at", object, place) or (("open" | "closed" | "on" | "off"), thing, "")."""
+    """A wanted fact: ("at", object, place) or (("open" | "closed" | "on" | "off"), thing, "")."""
 
     kind: str
     subject: str
@@ -71,7 +71,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Scene:
-    """Everything the executor needs: the starting state, the skills on offer and the goal."""
+    """Everything that the executor needs: the initial state, the available skills and the goals."""
 
     robots: tuple[Robot, ...]
     places: tuple[Place, ...]
@@ -82,24 +82,24 @@ class Scene:
     doors: tuple[str, ...] = ()
     """Rooms that have a door to the hall; the door of room R is called "R_door"."""
     opened: tuple[str, ...] = ()
-    """Doors and openable places that stand open."""
+    """Doors and openable places that are open."""
     on: tuple[str, ...] = ()
     """Devices that are running."""
     locked: tuple[str, ...] = ()
     """Doors and openable places that no skill can open."""
     full: tuple[str, ...] = ()
-    """Places that take no further object."""
+    """Places that take no more objects."""
     must_ask: tuple[str, ...] = ()
-    """Non-empty when no plan exists: names the question to the user has to mention."""
+    """Names that the question to the user must mention; not empty if no plan exists."""
 
 
 def door_of(room: str) -> str:
-    """The name of the door between a room and the hall."""
+    """Return the name of the door between a room and the hall."""
     return f"{room}_door"
 
 
 def scene_to_json(scene: Scene) -> dict[str, Any]:
-    """The scene as plain JSON types."""
+    """Convert a scene to plain JSON types."""
     return {
         "robots": [[r.name, r.place, list(r.reach), r.holding] for r in scene.robots],
         "places": [[p.name, p.room, p.openable, p.device] for p in scene.places],

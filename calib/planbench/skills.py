@@ -1,11 +1,11 @@
-"""What the robots of a scene can do, and with what: the tables a plan's schema is made from."""
+"""The skills of a scene's robots and their possible arguments, to make a plan's schema from."""
 
 from __future__ import annotations
 
 from thor_dflash.calib.planbench.scene import SKILL_ARGS, Scene, door_of
 
 Skills = dict[str, dict[str, str]]
-"""Skill -> argument -> the set its value is of."""
+"""Skill -> argument -> name of the set that its value is from."""
 Ids = dict[str, list[str]]
 
 _OF = {
@@ -16,11 +16,11 @@ _OF = {
     "device": "device",
     "to": "robot",
 }
-"""Argument -> the set its value is of."""
+"""Argument -> name of the set that its value is from."""
 
 
 def skills_of(scene: Scene) -> tuple[Skills, Ids]:
-    """Skills with their arguments in the order written, and the ids each set holds."""
+    """Return the skills with their arguments in the order written, and the ids of each set."""
     first = {"robot": "robot"} if len(scene.robots) > 1 else {}
     skills = {
         skill: {**first, **{arg: _OF[arg] for arg in SKILL_ARGS[skill]}} for skill in scene.skills

@@ -1,4 +1,4 @@
-"""Tasks: drawn from a seed, written to one JSON line, judged from that line alone."""
+"""Tasks: drawn from a seed, stored as one JSON line, judged from that line alone."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Task:
     """The canonical plan, compact JSON."""
     scene: Scene
     template: str
-    """The request with every name replaced; training and held-out tasks share none."""
+    """The request with every name replaced; no template is in both splits."""
     goal_key: str
-    """The combination of destinations; training and held-out tasks share none."""
+    """The combination of destinations; none is in both splits."""
 
 
 def sample(family: str, seed: int | str, split: Split) -> Task:
@@ -58,7 +58,7 @@ def sample(family: str, seed: int | str, split: Split) -> Task:
 
 
 def heldout(count: int) -> list[Task]:
-    """The first held-out tasks, the families taking turns."""
+    """Return the first held-out tasks, alternating the families."""
     return [
         sample(FAMILIES[i % len(FAMILIES)], i // len(FAMILIES), "heldout") for i in range(count)
     ]
@@ -70,12 +70,14 @@ def judge(task: Task, plan_text: str) -> Verdict:
 
 
 def goal_key(goals: tuple[Goal, ...]) -> str:
-    """What a request asks for, objects left out: kinds, destinations and things, in order."""
+    """Summarise goals without the objects moved: kinds, destinations and switched things, in
+    order.
+    """
     return "|".join(f"{g.kind}:{g.where if g.kind == 'at' else g.subject}" for g in goals)
 
 
 def task_to_line(task: Task) -> str:
-    """A task as one line of JSON."""
+    """Convert a task to one line of JSON."""
     fields = {
         "name": task.name,
         "family": task.family,

@@ -1,6 +1,4 @@
-"""The nouns of the corpus and who may use them: an object noun belongs to training or to the
-held-out set, never to both.
-"""
+"""The nouns of the corpus, each in either the training or the held-out split."""
 
 from __future__ import annotations
 
@@ -38,41 +36,41 @@ HELD_NOUNS = tuple(
     ribbon""".split()
 )
 TAGS = tuple("red blue green black white yellow pink gray a b c d big small old new".split())
-"""What tells two objects of one noun apart; written after the noun, as in ``mug_red``."""
+"""Tags that distinguish objects with the same noun; appended to it, as in ``mug_red``."""
 
 _ONSETS = "b c d f g h j k l m n p qu r s t v w x z br cr dr gl kr pl st tr zh sk".split()
 _VOWELS = "a e i o u ai ee io ou ua y".split()
 _CODAS = ["", "", "", "n", "r", "x", "k", "l", "s", "m", "t", "b", "p", "nd", "rt", "g"]
 _HALVES = (*TRAIN_NOUNS, *sorted(RESERVED))
-"""Words whose halves make new ones. Place names are among them, so that no piece of theirs is a
-stranger in an object.
+"""Words whose halves make new words. Place names are included, so that parts of them occur in
+object names, too.
 """
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def held_out(text: str, parts: int) -> bool:
-    """Whether a text belongs to the reserved share of 1/parts. Depends on the text alone, so
-    both sides agree.
+    """Whether a text is in the held-out fraction 1/parts. Depends only on the text, so that both
+    splits agree.
     """
     return zlib.crc32(text.encode()) % parts == 0
 
 
 def noun_of(name: str) -> str:
-    """The noun of an object id, without its tag."""
+    """Return the noun of an object id, without its tag."""
     return name.split("_")[0]
 
 
 def noun_is_held_out(noun: str) -> bool:
-    """Whether a noun, real or invented, is reserved for the held-out set."""
+    """Whether a noun, real or invented, belongs to the held-out split."""
     if noun in HELD_NOUNS:
         return True
     return noun not in TRAIN_NOUNS and held_out(noun, 5)
 
 
 def draw_nouns(rng: Random, count: int, held: bool) -> list[str]:
-    """Distinct nouns of one side of the split, real and invented mixed.
+    """Draw distinct nouns of one split, a mix of real and invented ones.
 
-    Training leans on invented words: a model that has to copy any word copies unseen ones too.
+    Training uses mostly invented words: a model that learns to copy any word can copy unseen ones.
     """
     pool = HELD_NOUNS if held else TRAIN_NOUNS
     real = 0.5 if held else 0.3
@@ -86,7 +84,7 @@ def draw_nouns(rng: Random, count: int, held: bool) -> list[str]:
 
 
 def draw_objects(rng: Random, count: int, held: bool) -> list[str]:
-    """Distinct object ids: bare nouns and tagged ones, sometimes several of one noun."""
+    """Draw distinct object ids: bare and tagged nouns, sometimes two with the same noun."""
     names: list[str] = []
     for noun in draw_nouns(rng, count, held):
         if rng.random() < 0.6:
@@ -98,7 +96,7 @@ def draw_objects(rng: Random, count: int, held: bool) -> list[str]:
 
 
 def invent(rng: Random) -> str:
-    """A word that no list holds: syllables, two halves of real words, or plain letters."""
+    """Invent a word from syllables, from parts of two real words, or from random letters."""
     kind = rng.random()
     if kind < 0.15:
         return "".join(rng.choice(_LETTERS) for _ in range(rng.randint(3, 6)))

@@ -1,4 +1,4 @@
-"""Random starting scenes with goals: a table, a flat of rooms, a household, two arms."""
+"""Random initial scenes with goals: a table, several rooms, a household, two arms."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def household(rng: Random, held: bool) -> Scene:
 
 
 def pair(rng: Random, held: bool) -> Scene:
-    """Two fixed arms that share the work; what one cannot reach it hands over."""
+    """Two fixed arms with different reach, which hand objects over to each other."""
     places = _tray_places(rng, rng.randint(4, 5))
     names = [p.name for p in places if p.name != "table"]
     split = rng.randint(2, len(names) - 1) if len(names) > 2 else 1
@@ -114,13 +114,13 @@ def _tray_places(rng: Random, count: int) -> tuple[Place, ...]:
 
 
 def _moves(rng: Random, where: dict[str, str], spots: list[str], count: int) -> tuple[Goal, ...]:
-    """Goals that move distinct objects elsewhere."""
+    """Draw goals that each move a different object to another place."""
     chosen = rng.sample(sorted(where), min(count, len(where)))
     return tuple(Goal("at", o, rng.choice([s for s in spots if s != where[o]])) for o in chosen)
 
 
 def _second(rng: Random, places: list[Place], move: Goal, where: dict[str, str]) -> list[Goal]:
-    """A second household goal that is no move, related to the first where it can be."""
+    """Draw a second household goal that is not a move, more often one related to the first."""
     lids = [p.name for p in places if p.openable]
     related = [n for n in (where[move.subject], move.where) if n in lids]
     device = rng.choice([p.name for p in places if p.device])
@@ -135,7 +135,7 @@ def _needed(goals: list[Goal], where: dict[str, str]) -> set[str]:
 
 
 def _covered(where: dict[str, str], goals: tuple[Goal, ...], target: str) -> bool:
-    """Whether stacking on a target would disturb another goal or another object."""
+    """Whether stacking on a target would conflict with another goal or object."""
     return target in where.values() or any(g.subject == target for g in goals)
 
 
