@@ -109,7 +109,7 @@ class _Lowering:
         if node.op_type == "Concat" and len(node.input) == 2:
             return self._compose(node)
         if node.op_type in ("Slice", "Cast", "Max", "Less", "Where"):
-            return None  # parts of what `_compose` recognises
+            return None  # parts of the pattern of `_compose`
         raise self.refuse(node, "no such kernel")
 
     def _axis(self, node: onnx.NodeProto) -> int:

@@ -24,7 +24,7 @@ class Replay:
     """Tokens of the answer so far -> up to R - 1 drafts."""
     verifies: int = 0
     copied: int = 0
-    """Bytes of snapshots taken."""
+    """Bytes of all snapshots taken."""
 
     def answer(self, prompt: Sequence[int], count: int) -> list[int]:
         """Return `count` tokens after a prompt."""

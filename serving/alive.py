@@ -13,7 +13,7 @@ import zmq
 SILENT_S = 5
 """A machine that does not answer for this long is treated as gone."""
 UNREAD_MS = 30_000
-"""A peer that acknowledges none of the data sent to it for this long is disconnected."""
+"""A peer that takes none of the data sent to it for this long is disconnected."""
 _EVERY_S = 1
 
 KEEPALIVE = {

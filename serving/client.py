@@ -49,7 +49,7 @@ class _Line:
         """Send as soon as there is a connection.
 
         Raises:
-            PlanError: unreachable, if there is none `until` then (monotonic, s).
+            PlanError: the server refused the connection, or there is none by `until`, monotonic s.
         """
         self._drain()
         self._lost = False
@@ -227,7 +227,7 @@ class RemotePlanner:
         return self._table(request)
 
     def put_prefix(self, prefix_id: str, system: str, *, persist: bool = False) -> dict[str, Any]:
-        """Pin the state of a system prompt; `persist` has it outlive the server."""
+        """Pin the state of a system prompt; with `persist` it outlives the server."""
         return self._table(wire.PrefixPut(prefix_id=prefix_id, system=system, persist=persist))
 
     def prefixes(self) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from thor_dflash.serving import metrics, openai, security, wire
 from thor_dflash.serving.fleet import Fleet, Said
 
 BODY_BYTES = 1 << 20
-"""Largest request body: the plan socket takes no larger message either."""
+"""Largest request body, bytes: as much as a plan server takes by default (serve.max_message)."""
 LOOK_S = 0.25
 """Interval of the checks whether the client is still connected."""
 MODEL = "thor-dflash"

@@ -33,7 +33,8 @@ SELF_ANSWER = 8
 """Tokens of the self-test's answer under a schema."""
 SELF_SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
 WORTH_THINKING = 32
-"""With thinking `auto`, the model thinks only if there is time for at least this many tokens."""
+"""With thinking `auto` and a deadline, the model thinks only if there is time for this many tokens,
+or for all of its budget."""
 FEATURES = (
     "stream", "deadline", "preempt", "prefix", "json_schema", "thinking_budget",
 )  # fmt: skip
@@ -326,7 +327,7 @@ class LiveBackend:
             raise PlanError("prompt_too_long", text, field="system")
         try:
             prefix = self.session.prefixes.put(request.prefix_id, one[:same], stopped=stopped)
-        except RequestError as e:  # the memory for prefixes
+        except RequestError as e:  # no memory for it within the budget of prefixes
             raise PlanError("too_large", str(e), field="system") from e
         if prefix is None:
             raise PlanError("cancelled", "the prefix was cancelled")

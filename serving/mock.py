@@ -19,7 +19,7 @@ from thor_dflash.serving.rates import Rates
 from thor_dflash.serving.speech import Speech
 
 if TYPE_CHECKING:
-    from thor_dflash.serving.shelf import Shelf  # needs more than a mock does
+    from thor_dflash.serving.shelf import Shelf  # its imports are not needed by a mock
 
 THINKING = "The cup is on the shelf and the robot is free to take it to the table at once. "
 PLAN = (

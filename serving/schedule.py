@@ -192,7 +192,7 @@ class Schedule:
         return [one for one in self._jobs if one.state == "preparing"]
 
     def _leaving(self, comers: Iterable[Job]) -> set[Job]:
-        """Return the jobs that will have left once `comers` are accepted, newest first."""
+        """Return the jobs that leave if `comers`, given newest first, are accepted."""
         found: set[Job] = set()
         running, waiting = self.running, self.waiting
         for one in comers:

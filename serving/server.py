@@ -106,8 +106,8 @@ class Server:
         self._end()
 
     def _end(self) -> None:
-        """Shut down for a client. Does not count as a stop: repeating it never cuts plans of other
-        clients short, which only signals to the process may do.
+        """Drain and end, as a client may ask. Not counted as a stop, so that a client that repeats
+        it cannot cut other clients' plans short; only signals can.
         """
         self._stopped_at = min(self._stopped_at, time.monotonic())
         self._ending = True

@@ -89,7 +89,7 @@ class Ask(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_de
 
 
 class Simple(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """An operation without arguments."""
+    """An operation without arguments, such as `hello` or `health`."""
 
     op: str
     v: int = VERSION
@@ -158,14 +158,14 @@ class Usage(Struct, frozen=True, kw_only=True):
 
 
 class Timings(Struct, frozen=True, kw_only=True):
-    """Times of a plan, ms; those that end at an event are measured from its arrival."""
+    """Times of a plan, ms. ttft_ms, ttfa_ms and e2e_ms count from its arrival at the planner."""
 
     queue_ms: float = 0.0
     prefill_ms: float = 0.0
     ttft_ms: float = 0.0
-    """Until the first committed token."""
+    """Time to the first committed token."""
     ttfa_ms: float | None = None
-    """Until the first token of the answer, after the thinking."""
+    """Time to the first token of the answer, after the thinking."""
     decode_ms: float = 0.0
     e2e_ms: float = 0.0
     tok_s: float = 0.0

@@ -91,7 +91,7 @@ def differ(have: Array, want: Array, tolerance: float) -> tuple[float, tuple[int
 
 
 def _strange(a: Array, b: Array) -> Array:
-    """Return where one value is NaN or infinite and the other differs, by its sign, too."""
+    """Return where one value is NaN or infinite and the other is not the same, sign included."""
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     return np.asarray(~(same | (np.isfinite(a) & np.isfinite(b))))
 
