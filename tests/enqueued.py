@@ -51,7 +51,8 @@ class Ready:
         self.plugin = trt.made(self.node)
         self.ins = [trt.desc(tensor_of(call.site.ports[port])) for port in self.node.inputs]
         self.outs = [trt.desc(tensor_of(call.site.ports[port])) for port in self.node.outputs]
-        self.at = {port: machine.allocate(x.nbytes) for port, x in call.inputs.items()}
+        # A driver allocates no 0 bytes; `kinds` has that many.
+        self.at = {p: machine.allocate(max(1, x.nbytes)) for p, x in call.inputs.items()}
         for port, x in call.want.items():
             source = call.site.op.alias_of(port) or port.replace("next_", "", 1)
             shared = port in rule_of(call.site.op).in_place and not apart
