@@ -28,13 +28,13 @@ from thor_dflash.tensors import Array
 pytestmark = pytest.mark.skipif(emulation.COMPILER is None, reason="needs g++")
 
 HYBRID = TargetGeometry(
-    vocab=1000, hidden=192, intermediate=208, layers=4, interval=2, heads=8, kv_heads=2,
-    head_dim=256, rotary=128, key_heads=2, value_heads=4, key_dim=128, value_dim=128,
-    mix="in_proj_qkv=fp8 out_proj=bf16 k_proj=bf16 gate_proj=fp8 up_proj=fp8 =modelopt",
+    vocab=1000, hidden=192, intermediate=208, layers=4, interval=2, heads=4, kv_heads=2,
+    head_dim=256, rotary=64, key_heads=2, value_heads=4, key_dim=128, value_dim=128,
+    mix=TARGET.mix,
 )  # fmt: skip
 MODELS = {
     "paired": (TARGET, DRAFTER),
-    "hybrid": (HYBRID, DrafterGeometry(taps=(0, 1, 3), head_dim=64, mask_token=5)),
+    "hybrid": (HYBRID, DrafterGeometry(taps=(0, 1, 3), head_dim=32, mask_token=5)),
 }
 PROMPT, BLOCKS = 40, 3
 
