@@ -60,21 +60,13 @@ def planner(tmp_path: Path) -> Iterator[RemotePlanner]:
         yield it
 
 
-def test_sigterm_drains(start: Start, planner: RemotePlanner) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
+def test_a_signal_drains(start: Start, planner: RemotePlanner, number: signal.Signals) -> None:
+    """Also that of a terminal which is closed."""
     child = start("--mock-cycle-ms", "20")
     stream = planner.stream(Ask(prompt="x", stream="all"))
     next(stream)
-    child.send_signal(signal.SIGTERM)
-    *_, result = stream
-    assert result.status == "ok"  # type: ignore[union-attr]
-    assert child.wait(20) == 0
-
-
-def test_a_terminal_that_is_closed_drains(start: Start, planner: RemotePlanner) -> None:
-    child = start("--mock-cycle-ms", "20")
-    stream = planner.stream(Ask(prompt="x", stream="all"))
-    next(stream)
-    child.send_signal(signal.SIGHUP)
+    child.send_signal(number)
     *_, result = stream
     assert result.status == "ok"  # type: ignore[union-attr]
     assert child.wait(20) == 0
