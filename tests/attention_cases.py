@@ -1,4 +1,4 @@
-"""Calls of verify_attention beyond the room's own cases."""
+"""Cases of verify_attention beyond the room's own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BF16, FP8 = DType.BF16, DType.FP8
 def case_of(
     rows: int, length: int, cache: DType, capacity: int, heads: int = 4, kv: int = 1, **more: int
 ) -> Case:
-    """Normal numbers; NaN wherever the cache was not written."""
+    """A case of normally distributed numbers; rows of the cache from `length` on are NaN."""
     rng = np.random.default_rng([rows, length])
     x: dict[str, Array] = {
         name: rng.standard_normal((rows, n * 256)).astype(BF16.numpy)
@@ -32,8 +32,9 @@ def case_of(
 
 
 def rising(rows: int, length: int, cache: DType, by: float = 60.0) -> Case:
-    """Where a block walks several tiles, the second has scores that much larger, so that what the
-    first one left is rescaled: as it is, by far more than the slack of the running maximum.
+    """In every other tile of the cache, keys and hence scores are `by` times larger. A block that
+    goes through several tiles then has to raise the running maximum of its softmax and rescale what
+    it has summed; with the default `by`, the maximum rises far beyond the slack that is allowed.
     """
     case = case_of(rows, length, cache, -(-(length + rows) // 128) * 128, heads=2)
     x = dict(case.inputs)

@@ -1,4 +1,4 @@
-"""What the compiler says of kernels, asked once for each text of the sources."""
+"""Resource usage of compiled kernels, cached by the text of their sources."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from thor_dflash.plugins.cuda.compile import Usage, compile_source, digest
 
 
 def usage_of(source: Path, defines: Mapping[str, int], arch: str) -> dict[str, Usage]:
-    """What ptxas says of each kernel of a file."""
+    """Kernel -> registers, spills and shared memory, as ptxas reports them for a source file."""
 
     def make(path: Path) -> None:
         usage = compile_source(source, defines, arch).usage

@@ -1,9 +1,10 @@
-"""CUDA's driver with the emulator behind it: memory of the host, graphs that run on this CPU.
+"""A fake of CUDA's driver that runs kernels on the emulator, in host memory.
 
-The engine is the product's, whole: it counts and places its memory, fills it, captures and replays.
-A launch may touch what its arguments point at, each as large as the program says, and nothing else;
-before a step begins, what it makes and its scratch are poisoned, so a value that was never written,
-or lies where another is still needed, is NaN wherever it is read.
+The engine above it is the real one: it counts, allocates and fills memory, captures and replays
+graphs. A launch may access only what its arguments point at, with the sizes that the program gives.
+The outputs and the scratch of a step are filled with poison just before the first of its launches
+that gets them. So a value that is never written, or that lies where another one is still needed,
+shows as NaN where it is read.
 """
 
 from __future__ import annotations
@@ -40,28 +41,30 @@ OVERLAP = Fake.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIA
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """What a program says of one port of one step."""
+    """What a program says about one port of one step."""
 
     nbytes: int
     weight: bool
     made: bool
-    """Written by this step."""
+    """Whether this step writes it."""
     kept: bool
-    """Written over the state that it is the next value of."""
+    """Whether it is the next value of a state that the step updates in place."""
 
 
 @dataclass(frozen=True, slots=True)
 class Meant:
-    """A launch as the engine bound it."""
+    """What a launch that the engine has bound belongs to."""
 
     step: Step
     begins: frozenset[str]
-    """Ports and scratch that no launch of the step before it was given."""
+    """Names of ports and scratch that this is the step's first launch to get."""
     ports: dict[str, Port]
 
 
 def meanings(program: Program, nbytes: dict[str, int]) -> Iterator[tuple[Step, dict[str, Port]]]:
-    """The ports of every step; `nbytes` by value. Who names a value first makes it."""
+    """Every step and its ports. `nbytes`: value -> bytes. A value is made by the first step that
+    names it.
+    """
     known = {*program.inputs, *program.weights}
     for step in program.steps:
         rule, ports = RULES[step.room], {}
@@ -74,7 +77,7 @@ def meanings(program: Program, nbytes: dict[str, int]) -> Iterator[tuple[Step, d
 
 
 def names(launch: Launch) -> set[str]:
-    """Ports and scratch of a launch."""
+    """Names of the ports and scratch of a launch."""
     found: set[str] = set()
     for argument in launch.arguments:
         match argument:
@@ -89,7 +92,7 @@ def names(launch: Launch) -> set[str]:
 
 @dataclass(slots=True)
 class Work:
-    """A launch with its arguments, as a stream holds it."""
+    """An enqueued launch: kernel, arguments, and the memory that it may access."""
 
     source: Path
     defines: dict[str, int]
@@ -101,18 +104,18 @@ class Work:
     arguments: list[Any]
     memory: list[Memory]
     poisoned: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    """Address and bytes."""
+    """Address and bytes of what is filled with poison before it runs."""
     logits: tuple[int, int] | None = None
-    """The same, where a head makes them."""
+    """Address and bytes of the logits, if it is a head's product."""
     zeroed: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    """The same, of what must be zero before and after."""
+    """Address and bytes of what must be zero after it."""
     shifts: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
-    """Address of a state with two places, as arguments say it -> where the shift of its values is
-    told, and 1 for an input, -1 for an output.
+    """For a state that alternates between two buffers: the address passed as an argument -> address
+    of its shift (see launch.Shift), and the shift's sign: 1 for an input, -1 for an output.
     """
 
     def run(self) -> None:
-        """On this CPU."""
+        """Run it on this CPU."""
         for address, nbytes in self.poisoned:
             ctypes.memset(self._now(address), POISON, nbytes)
         memory = [replace(one, address=self._now(one.address)) for one in self.memory]
@@ -124,14 +127,14 @@ class Work:
             assert not any(ctypes.string_at(address, nbytes)), f"{self.kernel}: zero no more"
 
     def _now(self, address: int) -> int:
-        """Where what arguments say is there is in this run."""
+        """The address that an argument's address stands for in this run."""
         word, sign = self.shifts.get(address, (0, 0))
         return address + sign * ctypes.c_int64.from_address(word).value if word else address
 
 
 @dataclass(frozen=True, slots=True)
 class Back:
-    """A copy to the host in a graph."""
+    """A copy to the host that is part of a graph."""
 
     to: int
     at: int
@@ -139,7 +142,7 @@ class Back:
 
 
 class Emulated(Fake):
-    """See the head of the file."""
+    """The driver described at the top of this file."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()
@@ -150,23 +153,25 @@ class Emulated(Fake):
         named = {f"CU_DEVICE_ATTRIBUTE_{name}": value for name, value in facts.items()}
         self.CUdevice_attribute = SimpleNamespace(**FACTS | named)
         self.meant: dict[int, Meant] = {}
-        """id of a launch -> what it is."""
+        """By id of the launch."""
         self.bounds: list[bound.Bound] = []
         self.ran: list[Work] = []
-        """Everything that ran, in order."""
+        """All launches that ran, in order."""
         self.logits: list[bytes] = []
-        """What each head of the last graph made, in order."""
+        """Logits of each head of the last graph, in order."""
         self._memory: list[Array] = []
         self._graph: list[Work | Back] | None = None
         self._given: list[tuple[int, bytes]] = []
-        """What graphs copied to the host, which has it once it has waited for it."""
+        """Copies to the host made by graphs: address and bytes. They are put into the host's memory
+        only when it waits for an event."""
         self._next: tuple[Launch, Sequence[int | float]] | None = None
         self._written: set[int] = set()
-        """Addresses of what launches may have written since the last that waited for all before."""
+        """Addresses of what may have been written by the last launch that could not overlap earlier
+        ones, and by those since."""
 
-    # ---- what the engine is asked on the way ---------------------------------------------------
+    # ---- functions of the engine that are intercepted ------------------------------------------
     def bind(self, call: Call, program: Program, device: Device) -> bound.Bound:
-        """The engine's own, noted."""
+        """Call the engine's own function and note what each launch belongs to."""
         made = bound.bind(call, program, device)
         self.bounds.append(made)
         specs = {n: v.spec(n) for n, v in program.values.items()}
@@ -185,7 +190,7 @@ class Emulated(Fake):
     def enqueue(
         self, gate: Any, stream: Any, kernel: Any, launch: Launch, given: Any, *, overlap: bool
     ) -> None:
-        """The engine's own, noted."""
+        """Note the launch and its arguments, then call the engine's own function."""
         self._next = launch, [value for _, value in given]
         enqueue.enqueue(gate, stream, kernel, launch, given, overlap=overlap)
 
@@ -289,7 +294,7 @@ class Emulated(Fake):
         self._memory.clear()
         return (OK,)
 
-    # ---- what a launch may touch ---------------------------------------------------------------
+    # ---- what a launch may access --------------------------------------------------------------
     def _run(self, work: Work) -> None:
         work.run()
         self.ran.append(work)
@@ -320,7 +325,7 @@ class Emulated(Fake):
     def _shift(
         self, work: Work, launch: Launch, values: Sequence[Any], ports: Sequence[str], word: int
     ) -> None:
-        """The states of a launch that are told to be elsewhere by one number."""
+        """Note the states that one Shift applies to; `word`: its address."""
         work.memory.append(Memory(word, 8, writable=False))
         for argument, value in zip(launch.arguments, values, strict=True):
             if isinstance(argument, At) and argument.port in ports and value:
@@ -335,7 +340,7 @@ class Emulated(Fake):
             work.poisoned.append((at, wanted.nbytes))
 
     def _port(self, work: Work, meant: Meant, port: str, at: int, overlap: bool) -> None:
-        """A state that is renewed in place is one buffer, whichever port it comes by."""
+        """Allow access to a port. A state updated in place comes by two ports but is one buffer."""
         if port not in meant.ports:
             assert at == 0, f"{meant.step.name}: {port} is left out"
             return
@@ -355,7 +360,7 @@ class Emulated(Fake):
 
 
 def emulate(monkeypatch: pytest.MonkeyPatch, device: Device) -> Emulated:
-    """Put it in the driver's place, and a kernel's source in that of its cubin."""
+    """Replace the driver by the emulator; a cubin then holds the path and constants of a source."""
     made = Emulated(device)
 
     def load(source: Path, defines: dict[str, int], *rest: object) -> Cubin:

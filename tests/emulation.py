@@ -1,9 +1,9 @@
-"""Kernels on a CPU: a room's source compiled by g++ against tests/emulator, and run.
+"""Runs kernels on a CPU: g++ compiles a room's CUDA source against tests/emulator.
 
-One cluster at a time, every thread of it a fiber (tests/emulator/machine.cpp). What a GPU leaves
-undefined is a fault here where it can be told: a read outside every buffer, lanes of one warp in
-different collectives, threads that wait for ever, copies that are not aligned, a block that ends
-while another may still reach into its shared memory.
+One cluster runs at a time, and each of its threads is a fiber (tests/emulator/machine.cpp). Much of
+what is undefined behaviour on a GPU raises EmulatorFault here: accesses outside every buffer, data
+races, lanes of one warp in different collectives, deadlocks, misaligned copies, a block that ends
+while another block of its cluster may still access its shared memory.
 """
 
 from __future__ import annotations
@@ -35,35 +35,30 @@ ROOT = Path(__file__).parent.parent
 MACHINE = ROOT / "tests" / "emulator"
 PLUGINS = ROOT / "plugins"
 COMPILER = shutil.which("g++")
-FLAGS = (
-    "-std=c++17",
-    "-O1",
-    "-fPIC",
-    "-w",
-    "-ffp-contract=off",
-    "-fno-strict-aliasing",
-)
+FLAGS = ("-std=c++17", "-O1", "-fPIC", "-w", "-ffp-contract=off", "-fno-strict-aliasing")
 CHECKED = (
     "-fsanitize=thread,alignment,bounds,integer-divide-by-zero",
     "-fsanitize-undefined-trap-on-error",
     "--param=tsan-instrument-func-entry-exit=0",
 )
+"""Flags for kernels: g++ calls a hook of the machine (memory.cpp) before every load and store."""
 LINES = ("-g1", "-gdwarf-4")
-"""The same code, and which line each address is of: for a fault, as it takes a third more time."""
+"""Flags that add line numbers to the same code. Compiling takes a third longer with them, so it is
+done only after a fault, to translate the addresses of its message."""
 FAST = ("-O3",)
-"""For the machine: it is compiled once, each kernel by itself."""
+"""More optimisation, for the machine: it is compiled once, while every kernel is compiled anew."""
 PARTS = ("memory", "machine", "lanes", "copies", "fiber")
-"""Of the machine, in the order of linking."""
+"""Source files of the machine, in the order in which they must be linked."""
 KERNEL = re.compile(r"emulated_kernel\s+void\s+(\w+)\s*\(([^)]*)\)")
 INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 HEADER = '#include "cuda/device.cuh"\n#include "registry.h"\n'
 MESSAGE_BYTES = 16384
 KEPT = 7 * 86400
-"""Seconds that something compiled stays after its last use."""
+"""Seconds after its last use until a compiled file is deleted."""
 
 
 class EmulatorFault(AssertionError):
-    """What a kernel did that no GPU would have to put up with."""
+    """A kernel's source does not compile, or the kernel did something that CUDA does not allow."""
 
 
 class _Range(ctypes.Structure):
@@ -96,7 +91,7 @@ class _Launch(ctypes.Structure):
 
 _STACKS = _Stacks()
 _ONE_AT_A_TIME = threading.Lock()
-"""All launches share the stacks, and those of one kernel its machine."""
+"""All launches share the fibers' stacks, and launches of one library share a machine."""
 
 
 _GDN = frozenset("state states accepted tail record_qkv record_k record_d record_decay".split())
@@ -106,25 +101,26 @@ EARLY = {
     "attend_split": frozenset("length cache_k cache_v next_cache_k next_cache_v".split()),
     "draft_attention": frozenset("length window first ring_k ring_v".split()),
 }
-"""By kernel, inputs last written a graph launch ago: they may be read early, not written."""
+"""Kernel -> ports that no earlier kernel of the same graph writes. The kernel may read them before
+wait_for_previous, but not write them."""
 
 
 def is_early(kernel: str, port: str) -> bool:
-    """Whether a kernel may read a port before wait_for_previous."""
+    """Whether a kernel may read a port before wait_for_previous: see EARLY."""
     return port in EARLY.get(kernel, ())
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """One buffer of a launch."""
+    """A range of memory that a launch may access."""
 
     address: int
     nbytes: int
     writable: bool = True
     from_kernels: bool = False
-    """Other kernels write it or read it: not before wait_for_previous."""
+    """Other kernels write or read it, so it must not be accessed before wait_for_previous."""
     early: bool = False
-    """But reading it is allowed."""
+    """An exception to `from_kernels`: reading it before wait_for_previous is allowed."""
 
 
 def _compile(*arguments: str | Path) -> str:
@@ -160,7 +156,7 @@ def _signatures(source: Path, defines: tuple[tuple[str, int], ...]) -> dict[str,
 
 @cache
 def _text(source: Path) -> str:
-    """The source, with every file of ours that it includes, however far."""
+    """The source and all files of the project that it includes, directly or indirectly."""
     known: dict[Path, str] = {}
     left = [source]
     while left:
@@ -175,7 +171,9 @@ def _text(source: Path) -> str:
 
 
 def _named(path: Path) -> str:
-    """The same in every checkout: they share what is compiled, as `_placed` tells no folders."""
+    """A path that is the same in every checkout, so that checkouts share what is compiled. They
+    can, because `_placed` names source files without their folders.
+    """
     return os.path.relpath(path, ROOT)
 
 
@@ -193,7 +191,9 @@ def signatures(source: Path, defines: Mapping[str, int]) -> dict[str, tuple[str,
 
 @cache
 def folder_of(place: str) -> Path:
-    """What was compiled, for all processes; without what nobody has used for long."""
+    """The directory of compiled files, shared by all processes. Deletes files that have not been
+    used for KEPT seconds.
+    """
     folder = Path(place) / "thor-dflash-emulator"
     folder.mkdir(exist_ok=True)
     oldest = time.time() - KEPT
@@ -205,7 +205,7 @@ def folder_of(place: str) -> Path:
 
 
 def cached(key: str, suffix: str, make: Callable[[Path], None]) -> Path:
-    """A file made once by `make(path)` for each key, whichever process comes first."""
+    """The file for a key. The first process that asks for it makes it, by `make(path)`."""
     folder = folder_of(tempfile.gettempdir())
     path = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}{suffix}"
     with contextlib.suppress(FileNotFoundError):
@@ -239,7 +239,9 @@ def _machine_objects() -> tuple[Path, ...]:
 
 @cache
 def _header(lines: tuple[str, ...]) -> Path:
-    """What every kernel includes first; beside it the same compiled, by the name g++ asks for."""
+    """The header that every kernel includes first. The precompiled header lies beside it, under the
+    name that g++ looks for.
+    """
 
     def written(to: Path) -> None:
         to.write_text(HEADER)
@@ -266,7 +268,8 @@ def _built(source: Path, defines: tuple[tuple[str, int], ...], lines: tuple[str,
         file.write_text(f'namespace {{\n#include "{source}"\n}}\n{entries}')
         include = ("-include", header, "-I", MACHINE, "-I", PLUGINS)
         _compile(*FLAGS, *lines, *CHECKED, "-c", *wanted, *include, file, "-o", unit)
-        _compile("-shared", *objects, unit, "-o", to)  # dynamic shared memory lies first
+        # memory.o first: dynamic shared memory must be the first of all shared memory.
+        _compile("-shared", *objects, unit, "-o", to)
 
     flags = (*FLAGS, *lines, *FAST, *CHECKED)
     parts = [_named(source), _text(source), repr(defines), entries, HEADER, _machine(), *flags]
@@ -290,11 +293,14 @@ def run(
     seed: int = 0,
     cluster: int = 1,
 ) -> None:
-    """Run one launch. `seed`: 0 threads and blocks in order, 1 backwards, else shuffled. `cluster`:
-    blocks along x that run at the same time.
+    """Run one launch.
+
+    Args:
+        seed: Order of threads and blocks: 0 ascending, 1 descending, otherwise pseudo-random.
+        cluster: Blocks of a cluster, along x.
 
     Raises:
-        EmulatorFault: the source does not compile, or the kernel did what it may not.
+        EmulatorFault: see there.
     """
     if kernel not in signatures(source, defines):
         raise EmulatorFault(f"{source.name} must have the kernel {kernel}")
@@ -328,7 +334,7 @@ def run(
 
 
 def _placed(message: str, source: Path, defines: tuple[tuple[str, int], ...]) -> str:
-    """The message with the kernel's source lines for its addresses."""
+    """The message, its code addresses (@0x...) replaced by lines of the kernel's source."""
     tool = shutil.which("addr2line")
     if tool is None:
         return message
@@ -347,13 +353,13 @@ def _placed(message: str, source: Path, defines: tuple[tuple[str, int], ...]) ->
 
 @dataclass(frozen=True, slots=True)
 class Emulator:
-    """The backend of tests/kernels.py that runs on this CPU."""
+    """A backend of tests/kernels.py: runs the launches on this CPU."""
 
     seed: int = 0
-    """Order of threads and blocks: 0 forward, 1 backwards, else shuffled."""
+    """Order of threads and blocks: see `run`."""
 
     def __call__(self, buffers: Sequence[Buffer], steps: Sequence[Step]) -> None:
-        """Run the steps."""
+        """Run the launches in order, over the content of the buffers."""
         tables: list[Array] = []
 
         def value(given: Value) -> ctypes.c_void_p | ctypes.c_int32 | ctypes.c_float:
@@ -382,17 +388,9 @@ class Emulator:
                 for b in buffers
             ] + [Memory(t.ctypes.data, t.nbytes, False) for t in tables]
             run(
-                step.source,
-                one.defines,
-                one.kernel,
-                one.grid,
-                one.threads,
-                one.shared,
-                arguments,
-                memory,
-                self.seed,
-                one.cluster,
-            )
+                step.source, one.defines, one.kernel, one.grid, one.threads, one.shared,
+                arguments, memory, self.seed, one.cluster,
+            )  # fmt: skip
 
 
 def _address(given: Buffer | None) -> int:

@@ -1,7 +1,7 @@
-"""CUDA's driver with no device behind it: memory without content, kernels that do nothing.
+"""A fake of CUDA's driver without a device: memory has no content, and kernels do nothing.
 
-What an engine asks of the driver is kept in order, so that a test can tell what would have run.
-Whatever is read back is int32 ones: a record of one committed row.
+It records allocations, launches, captured graphs and copies, so that a test can check what would
+have run. Everything that is read back is int32 ones, which as a record means one committed row.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from thor_dflash.plugins.cuda.compile import Cubin
 
 OK = type("Status", (int,), {"name": "CUDA_SUCCESS"})(0)
 MS = 2.0
-"""Every event says it came so long after the one before."""
+"""Time between any two events, milliseconds."""
 MEMORY = 80 << 30
+"""Device memory, bytes."""
 FACTS = {
     "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR": 9,
     "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR": 0,
@@ -28,11 +29,12 @@ FACTS = {
     "CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": 232448,
     "CU_DEVICE_ATTRIBUTE_INTEGRATED": 0,
 }
-"""Each attribute is asked for by its value here."""
+"""Device attributes. The fake's enumeration members are these values themselves, so that asking
+for an attribute returns its argument."""
 
 
 class Fake:
-    """The functions, each answering (status, values...) as cuda-python does."""
+    """The driver's functions; each returns (status, values...) as cuda-python does."""
 
     CUDA_VERSION = 13000
     CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=SimpleNamespace(value=1))
@@ -51,21 +53,22 @@ class Fake:
 
     def __init__(self) -> None:
         self.taken = 0
-        """Bytes of device memory."""
+        """Bytes of device memory in use: allocations, and 4096 for each kernel in a graph."""
         self.calls: list[str] = []
+        """Names of the functions that were called, in order; not all functions are recorded."""
         self.graphs: list[int] = []
-        """Kernels of each captured graph."""
+        """Number of kernels of each captured graph."""
         self.launched: list[dict[int, Any]] = []
-        """Attributes of each launch, by the number of their kind."""
+        """Attributes of each launch: CUlaunchAttributeID -> value."""
         self.sent: list[tuple[int, bytes]] = []
-        """Copies from the host in the order of the stream: address and bytes."""
+        """Asynchronous copies from the host, in order: device address and bytes."""
         self._host: list[Any] = []
         self._counted = -1
         self._end = 1 << 40
         self._sizes: dict[int, int] = {}
         self.contexts = 0
         self.current = 0
-        """Context of the only thread; a stream is named after its own."""
+        """The current context of the only thread. A stream's handle is that of its context."""
         for name, value in (
             ("cuInit", ()), ("cuDeviceGet", (0,)), ("cuDeviceGetName", (b"Fake H100\0",)),
             ("cuDeviceTotalMem", (MEMORY,)), ("cuDriverGetVersion", (13000,)),
@@ -93,6 +96,7 @@ class Fake:
         return OK, MEMORY - self.taken, MEMORY
 
     def cuMemAlloc(self, nbytes: int) -> Any:  # noqa: N802
+        self.calls.append("cuMemAlloc")
         self.taken += nbytes
         self._end += -(-nbytes // 256) * 256
         self._sizes[self._end] = nbytes
@@ -208,7 +212,7 @@ class Fake:
 
 
 def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
-    """Put it in the driver's place, and empty kernels in the compiler's."""
+    """Replace the driver by a fake, and compiling by a function that returns empty cubins."""
     made = Fake()
     monkeypatch.setattr(driver, "_bindings", lambda: made)
     monkeypatch.setattr(kernels, "load", lambda *_, **__: Cubin(b"", ""))

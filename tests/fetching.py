@@ -1,4 +1,4 @@
-"""Calls that also fetch the weight of the next product."""
+"""Calls that also prefetch the weight of the next product."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from thor_dflash.plugins import Op
 from thor_dflash.plugins.launch import AHEAD, Site
 
 PACKED = 20 * 132 * 16 + 8
-"""Bytes of such a weight; no number of blocks divides them into equal shares."""
+"""Bytes of such a weight. It is no multiple of 16, so no number of blocks can prefetch all of it in
+equal shares of whole 16 bytes."""
 
 
 def fetching(call: Call, nbytes: int = PACKED) -> Call:
-    """The call with such a weight of so many bytes."""
+    """The call with a weight of `nbytes` zeros to prefetch."""
     packed = np.zeros(nbytes, np.uint8)
     ports = {**call.site.ports, AHEAD: shaped(packed)}
     return replace(
@@ -27,7 +28,7 @@ def fetching(call: Call, nbytes: int = PACKED) -> Call:
 
 
 def of_few_rows(op: Op) -> dict[str, Call]:
-    """Calls of a block."""
+    """The calls of a room's cases that have at most 32 rows and are not a prefill, by name."""
     found: dict[str, Call] = {}
     for name, case in cases_of(op).items():
         try:

@@ -1,6 +1,6 @@
-"""The calls kernels are judged on: the rooms' own cases, and more at the widths they are made for.
+"""Test cases for kernels: the rooms' own, and more with the head and row sizes of the kernels.
 
-They run on an emulator, so they are as small as those widths let them be.
+Apart from those sizes they are small, because the emulator runs them.
 """
 
 from __future__ import annotations
@@ -36,22 +36,24 @@ def _cases(room: str) -> Mapping[str, Case]:
 
 
 def cases_of(op: Op) -> Mapping[str, Case]:
-    """Every case of a room by name: its own, and "more_..." from here."""
+    """Every case of a room by name: its own, and those of this file, "more_...". A name that is
+    already taken gets "_again".
+    """
     return _cases(op.name)
 
 
 def call_site(op: Op, case: Case) -> Site:
-    """The site of `kernels.call_of`, from shapes alone: nothing is computed.
+    """The site that `kernels.call_of` makes, derived from shapes without computing anything.
 
     Raises:
-        Refused: the rule does not take it.
+        Refused: see there.
     """
     inputs = {port: shaped(x) for port, x in in_kernel_types(op, case).inputs.items()}
     return packed(site_of(op, case.attributes, inputs), {})[0]
 
 
 def taken_of(op: Op) -> Iterator[tuple[str, Site]]:
-    """Every case that the kernels take."""
+    """Name and site of every case that the kernels do not refuse."""
     for name, case in cases_of(op).items():
         try:
             yield name, call_site(op, case)
@@ -113,7 +115,9 @@ def _linear(rng: Rng) -> Iterator[Case]:
 
 
 def every_code(rows: int) -> Case:
-    """y[t, n] is FP4 code t % 16 times E4M3 scale n, 1 to 126: exact in bf16."""
+    """y[t, n] is the value of FP4 code t % 16 times that of E4M3 code min(n + 1, 126), which bf16
+    holds exactly.
+    """
     pairs = np.arange(8, dtype=np.uint8) * 0x22 + 0x10
     codes = np.tile(pairs, (128, 16))
     scales = np.minimum(np.arange(1, 129), 126).astype(np.uint8)
@@ -130,8 +134,8 @@ def every_code(rows: int) -> Case:
 
 
 def _cancelled(rng: Rng) -> Case:
-    """A residual that leaves no more of a sum than what bf16 rounded away: how the sum itself was
-    rounded shows, and whether every row's was alike.
+    """The residual is minus the result in bf16, so what is left of each sum is its rounding error.
+    It shows how the sum was rounded, and whether that was the same in every row.
     """
     t, n, k = 16, 200, 640
     x = {"x": _bf16(rng, t, k), **weight_case(rng, "nvfp4", n, k)}
@@ -222,8 +226,8 @@ def _context(rng: Rng) -> Iterator[Case]:
 
 
 def _key_between_two_numbers(dim: int) -> Case:
-    """The largest element of the key lies so near to the middle of two of bf16's numbers that the
-    kernel's float32 rounds it to the other one; found by trying.
+    """The key's largest element lies so near the middle between two bf16 numbers that the kernel,
+    in float32, rounds it to the other one than the reference. The seed was found by trying.
     """
     rng = np.random.default_rng(3959)
     k = rng.standard_normal((16, 4, dim)).astype(BF16.numpy)[10, 2][None]

@@ -1,4 +1,4 @@
-"""Calls of Qwen3.6-27B and its drafter, sizes only: what launch rules are asked, and never run."""
+"""Calls with the sizes of Qwen3.6-27B and its drafter, to test launch rules. They are never run."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from thor_dflash.tensors import DType
 BF16, F32, I32, FP8, U8 = DType.BF16, DType.F32, DType.I32, DType.FP8, DType.U8
 Ports = Mapping[str, Shaped]
 Full = tuple[str, dict[str, Attribute], Ports]
-"""A call of the full model: name, attributes, inputs."""
+"""A call of the full model: name, attributes, types and shapes of the inputs."""
 
 ROWS = (1, 16, 32, 512)
+"""Rows of a linear: a single token, blocks of two widths, a prefill step."""
 
 
 def sites(room: str) -> Iterator[Full]:
-    """The calls of a room. Source: the model's and the drafter's config.json."""
+    """The calls of a room. Source of the models' dimensions: their config.json. Numbers of rows,
+    cache and ring lengths, kinds of weights and the reduced vocabulary are chosen.
+    """
     yield from _SITES[room]()
 
 

@@ -1,7 +1,8 @@
-"""A room's kernels run on one of its cases, by a backend that knows no room.
+"""Runs a room's kernels on a test case and compares the results with the room's reference.
 
-`run` does what the engine will do: rows in bf16, weights packed, outputs and scratch poisoned, each
-buffer between guards that must stay untouched.
+Calls are made as the engine makes them: rows in bf16, weights packed. In addition, outputs and
+scratch are filled with poison, and every buffer lies between guards that nobody may write. The
+backend that runs the launches (emulator or GPU) knows nothing about rooms.
 """
 
 from __future__ import annotations
@@ -34,33 +35,34 @@ from thor_dflash.plugins.op import ACTIVATION, CACHE, Case, Op, Port, bind
 from thor_dflash.tensors import Array, DType
 
 GUARD = 1024
-"""Bytes before and after every buffer that nobody may write; also its alignment."""
+"""Bytes before and after every buffer that nobody may write; also a buffer's alignment."""
 CANARY, POISON = 0xFD, 0xFF
-"""The second: NaN in every float type, -1 in every integer."""
+"""Bytes of guards, and of memory not yet written: NaN in every float type, -1 as int32."""
 
 IMMUTABLE = frozenset(
     "norm_weight next_norm_weight q_norm k_norm conv_weight a_log dt_bias id_map scale_k scale_v "
     "weight block_scale row_scale".split()
 )
-"""Inputs no kernel writes: they may be read before wait_for_previous."""
+"""Inputs that no kernel ever writes: they may be read before wait_for_previous."""
 SQUARES_ROWS, SQUARES_COLUMNS, SLAB = 32, 32, 64
 
 
 class Refused(Exception):
-    """The room's kernels do not take this call."""
+    """The room's kernels cannot run this call; the message is the rule that it breaks."""
 
 
 @dataclass(slots=True, eq=False)
 class Buffer:
-    """Memory of one port, table or scratch, guards included."""
+    """Memory of one port, table or scratch, with its guards."""
 
     name: str
     memory: Array
     """uint8 [GUARD + size + GUARD], aligned to GUARD."""
     writable: bool
     from_kernels: bool
+    """Whether other kernels write or read it."""
     told: int = 0
-    """Bytes past it that arguments say it is."""
+    """Offset in bytes that is added to the address passed as an argument; a Shift undoes it."""
 
     @property
     def data(self) -> Array:
@@ -70,13 +72,13 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Pointers:
-    """An argument: the address of a table of the addresses of these; 0 where there is none."""
+    """An argument: the address of a table of the buffers' addresses, 0 for None."""
 
     buffers: tuple[Buffer | None, ...]
 
 
 Value = Buffer | Pointers | Int | Real | None
-"""What a backend is given for an argument; None is a null pointer."""
+"""An argument as a backend gets it; None is a null pointer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +91,14 @@ class Step:
 
 
 class Backend(Protocol):
-    """Runs the steps in order over the buffers and leaves what they wrote in the buffers."""
+    """Runs launches in order on the content of the buffers; the buffers then hold the results."""
 
     def __call__(self, buffers: Sequence[Buffer], steps: Sequence[Step]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What the harness needs of a room's launch.py."""
+    """The parts of a room's launch.py (for weights, of linear's pack.py) that are used here."""
 
     launches: Callable[[Site, Device], tuple[Launch, ...]]
     refuse: Callable[[Site], str]
@@ -134,19 +136,19 @@ def rule_of(op: Op) -> Rule:
 
 
 def source_of(op: Op, one: Launch) -> Path:
-    """The file of a launch: in the room's folder, or named from plugins/."""
+    """The source file of a launch. Its name is relative to the room's folder or to plugins/."""
     own = op.room / one.source
     return own.resolve() if own.exists() else op.room.parent / one.source
 
 
 def stem(name: str) -> str:
-    """A port's name without the number of its group."""
+    """A port's name without its number: "weight" of "weight0"."""
     return name.rstrip("0123456789")
 
 
 # ---- the call ----------------------------------------------------------------------------------
 def in_kernel_types(op: Op, case: Case) -> Case:
-    """The case as kernels take it: rows, caches and plain weights of float32 or float16 in bf16."""
+    """The case in the types that kernels take: rows, caches and unquantised weights in bf16."""
     a = op.complete(case.attributes)
     narrow = {p.name for p in op.inputs_of(a) if p.dtypes in (ACTIVATION, CACHE)}
     narrow |= {name for name in case.inputs if stem(name) == "weight"}
@@ -160,7 +162,7 @@ def in_kernel_types(op: Op, case: Case) -> Case:
 
 
 def squares(rows: Array) -> Array:
-    """float32 [ceil(K / 32), 32]: sums of squares of 32 columns each, by row; 0 past T."""
+    """float32 [ceil(K / 32), 32]: each row's sums of squares over 32 columns; 0 for rows >= T."""
     wide = rows.astype(np.float64) ** 2
     groups = -(-wide.shape[1] // SQUARES_COLUMNS)
     wide = np.pad(wide, ((0, 0), (0, groups * SQUARES_COLUMNS - wide.shape[1])))
@@ -169,8 +171,8 @@ def squares(rows: Array) -> Array:
 
 
 def slabs(rows: Array) -> Array:
-    """bf16 [ceil(K / 64), T, 64]: rows as a product reads them, the eights of row t in the order
-    u ^ t % 8; zeros past K.
+    """bf16 [ceil(K / 64), T, 64]: rows [T, K] as a product reads them, zeros past K. In row t of a
+    slab, the group of 8 columns at place u is group u ^ (t % 8).
     """
     t, k = rows.shape
     wide = np.pad(rows, ((0, 0), (0, -k % SLAB))).astype(DType.BF16.numpy)
@@ -186,19 +188,19 @@ def shaped(x: Array) -> Shaped:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A case ready to be launched."""
+    """A case ready to be launched, its weights packed."""
 
     site: Site
     inputs: Mapping[str, Array]
     want: Mapping[str, Array]
-    """What the reference says."""
+    """The reference's outputs."""
 
 
 def call_of(op: Op, given: Case, x_squares: bool = False, y_squares: bool = False) -> Call:
-    """The call of a case, weights packed.
+    """The call of a case; if asked, with x's sums of squares as an input, y0's as an output.
 
     Raises:
-        Refused: the rule does not take it.
+        Refused: see there.
     """
     case = in_kernel_types(op, given)
     a = op.complete(case.attributes)
@@ -214,10 +216,10 @@ def call_of(op: Op, given: Case, x_squares: bool = False, y_squares: bool = Fals
 
 
 def packed(site: Site, inputs: Mapping[str, Array]) -> tuple[Site, Mapping[str, Array]]:
-    """The site and inputs with the weights in the kernels' layout, where the rule has one.
+    """The site and inputs, with packed weights if the room packs them.
 
     Raises:
-        Refused: the rule does not take it.
+        Refused: see there.
     """
     here = rule_of(site.op)
     if why := here.refuse(site):
@@ -239,7 +241,7 @@ def packed(site: Site, inputs: Mapping[str, Array]) -> tuple[Site, Mapping[str, 
 def site_of(
     op: Op, attributes: Mapping[str, int | float | str], inputs: Mapping[str, Shaped]
 ) -> Site:
-    """A site from its inputs alone; outputs follow from the contract."""
+    """A site from its inputs; the outputs' types and shapes follow from the contract."""
     a = op.complete(attributes)
     letters = bind(op, {name: s.shape for name, s in inputs.items()}, a)
     ports = dict(inputs)
@@ -264,7 +266,7 @@ def _size(size: int | str) -> int:
 def buffer(
     name: str, content: Array | int, fill: int = POISON, writable: bool = True, kernels: bool = True
 ) -> Buffer:
-    """A buffer that holds an array, or of so many bytes of `fill`."""
+    """A buffer with a copy of an array, or so many bytes of `fill`; `kernels`: see from_kernels."""
     size = content if isinstance(content, int) else content.nbytes
     raw = np.full(size + 3 * GUARD, CANARY, np.uint8)
     start = -raw.ctypes.data % GUARD
@@ -304,7 +306,7 @@ class _Memory:
         return made
 
     def value(self, argument: Argument) -> Value:
-        """What the backend is given for an argument."""
+        """The argument as the backend gets it."""
         match argument:
             case At(port):
                 return self.ports.get(port)
@@ -333,7 +335,7 @@ class _Memory:
         return found
 
     def check(self) -> None:
-        """Guards untouched, counters zero again."""
+        """Check that guards are untouched and that `zeroed` scratch is zero again."""
         for made in self.all:
             guards = np.concatenate([made.memory[:GUARD], made.memory[-GUARD:]])
             assert np.all(guards == CANARY), f"{made.name}: its guard was written"
@@ -344,7 +346,9 @@ class _Memory:
 def launch(
     call: Call, backend: Backend, device: Device = THOR, poison: int = POISON, shift: int = 4096
 ) -> dict[str, Array]:
-    """Run the launches of a call, told that states are `shift` bytes off; its outputs."""
+    """Outputs of a call. Addresses covered by a Shift are passed `shift` bytes off, for the kernel
+    to correct.
+    """
     op = call.site.op
     here = rule_of(op)
     memory = _Memory(call, here.in_place, poison, shift)
@@ -361,11 +365,10 @@ def launch(
 
 
 def run(op: Op, case: Case, backend: Backend, device: Device = THOR) -> dict[str, Array]:
-    """Run a case and hold it to the reference.
+    """Run a case and compare its outputs with the reference.
 
     Raises:
-        AssertionError: an output is off, a guard was written.
-        Refused: the rule does not take the case.
+        Refused: see there.
     """
     call = call_of(op, case)
     got = launch(call, backend, device)
@@ -374,7 +377,7 @@ def run(op: Op, case: Case, backend: Backend, device: Device = THOR) -> dict[str
 
 
 def compare(op: Op, got: Mapping[str, Array], want: Mapping[str, Array]) -> None:
-    """Integers exactly; floats to TOLERANCE of the largest value; FP8 also one step of its own."""
+    """Integers exactly; floats to TOLERANCE of the largest value, FP8 to one FP8 step more."""
     tolerance = rule_of(op).tolerance
     for name, value in want.items():
         have, wide = got[name].astype(np.float64), value.astype(np.float64)

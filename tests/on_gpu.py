@@ -1,4 +1,4 @@
-"""The backend of tests/kernels.py that runs on a GPU, guards and poison included."""
+"""A backend of tests/kernels.py that runs the launches on a GPU."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from thor_dflash.tensors import Array
 
 
 class Gpu:
-    """Launches one behind the other on one stream, each as early as it says it may start."""
+    """Enqueues launches on one stream; each may start before the previous one has ended if its rule
+    allows that (Launch.overlap). Guards and poison are copied to the device and back.
+    """
 
     def __init__(self, cubins: Path) -> None:
         self.driver = Driver()
         self.kernels = Kernels(self.driver, self.driver.info.device, cubins)
 
     def __call__(self, buffers: Sequence[Buffer], steps: Sequence[Step]) -> None:
-        """Run the steps."""
+        """Run the launches in order."""
         driver = self.driver
         driver.enter()
         places = {id(b): self._put(b.memory) for b in buffers}
-        # All arguments first: a copy between two launches would keep them apart.
+        # All tables first: a copy between two launches would keep them from overlapping.
         tables: list[int] = []
         arguments = [[self._value(v, places, tables) for v in step.arguments] for step in steps]
         kernels = [self.kernels.function(step.source, step.launch) for step in steps]
-        driver("cuCtxSynchronize")  # a copy may return before it is made
+        driver("cuCtxSynchronize")  # a call that copies may return before the copy is complete
         for i, step in enumerate(steps):
             overlap = step.launch.overlap and i > 0
             enqueue(driver, driver.stream, kernels[i], step.launch, arguments[i], overlap=overlap)
@@ -62,7 +64,7 @@ class Gpu:
                 return "address", _address(given, places)
 
     def close(self) -> None:
-        """Give the context back."""
+        """Release the context."""
         self.driver.close()
 
 

@@ -1,4 +1,4 @@
-"""A small model on two engines: CUDA's on the emulator, and ONNX Runtime beside it."""
+"""Runs a small model on the CUDA engine, on the emulator, and on ONNX Runtime, and compares."""
 
 from __future__ import annotations
 
@@ -29,21 +29,23 @@ TARGET = TargetGeometry(
     rotary=64, key_heads=1, value_heads=2, key_dim=128, value_dim=128,
     mix="in_proj_z=fp8 k_proj=fp8 v_proj=bf16 =modelopt",
 )  # fmt: skip
-"""Two gdn layers and one of attention; both begin with a product of NVFP4, FP8 and bf16."""
+"""Two gdn layers and one of attention; the first product of each has NVFP4, FP8 and bf16 parts."""
 DRAFTER = DrafterGeometry(taps=(0, 2), head_dim=32, intermediate=192)
 DEVICE = Device((9, 0), 3)
-"""Few multiprocessors: a cluster makes several items."""
+"""So few multiprocessors that each cluster computes several items."""
 BUILD = {
     "activations": "bf16", "kv": "fp8", "chunk": 48, "chunks": (32,), "capacity": 128,
     "widths": (8,),
 }  # fmt: skip
 NEAR = 0.04
-"""Of the largest value: a row is rounded to bf16 some ten times on its way."""
+"""Most difference, relative to the largest value: a row is rounded to bf16 some ten times."""
 REGRET = 0.03
-"""What a choice may be worse than the best, of the same."""
+"""Most by which a chosen token's logit may be below the largest one of its row, relative to the
+largest magnitude of all logits."""
 
 
 def built(root: Path, engine: str, name: str = "") -> Path:
+    """Build the package of the checkpoints in `root` for an engine."""
     out = root / (name or engine)
     config = BuildConfig(engine=engine, **BUILD)  # type: ignore[arg-type]
     builder.build(root / "target", root / "drafter", out, config, Silent())
@@ -51,7 +53,7 @@ def built(root: Path, engine: str, name: str = "") -> Path:
 
 
 def packages(root: Path) -> Path:
-    """The checkpoints and their packages for both engines, in `root`."""
+    """Write the checkpoints and build their packages for both engines, in `root`."""
     write_target(root / "target", TARGET, 3, "mixed")
     write_drafter(root / "drafter", TARGET, DRAFTER, 4, "modelopt")
     built(root, "ort")
@@ -61,28 +63,30 @@ def packages(root: Path) -> Path:
 
 @dataclass
 class Pair:
-    """The engine on the emulator, and ONNX Runtime beside it."""
+    """The model on both engines, which are given the same work."""
 
     device: Emulated
     ours: Model
+    """On the CUDA engine."""
     theirs: Model
+    """On ONNX Runtime."""
     last: int = 7
     begun: tuple[Array, Array] | None = None
     """Tokens and logits of the first cycle."""
     places: dict[str, set[int]] = field(default_factory=dict[str, set[int]])
-    """Where each state has lain."""
+    """State -> addresses at which it has lain."""
 
     def both(self) -> tuple[Model, Model]:
         return self.ours, self.theirs
 
     def prefill(self, tokens: list[int]) -> None:
-        """One step, into the drafter's rings too."""
+        """One prefill step; its taps go into the drafter's rings too."""
         for model in self.both():
             model.prefill(tokens, observe=True)
         self.compare()
 
     def cycle(self, forced: list[int]) -> None:
-        """A cycle in one graph. Its forced rows and the one after them are committed."""
+        """One cycle, on the CUDA engine as one graph. Commits the forced rows and one row more."""
         ours, theirs = self.both()
         count = len(forced) + 1
         block = Block(cap=count, forced=tuple(forced), drafted=ours.block - 1)
@@ -109,7 +113,9 @@ class Pair:
         self.compare()
 
     def hold_drafts(self, tokens: list[int], others: tuple[int, ...], forced: int) -> None:
-        """What our drafter's logits say is what was verified, and theirs are as good to it."""
+        """Our drafts must be the arg-max of our drafter's logits; by these logits, ONNX Runtime's
+        drafts must be nearly as good.
+        """
         logits = np.frombuffer(self.device.logits[0], np.float32).reshape(len(tokens), -1)
         free = range(forced + 1, len(tokens))
         assert [tokens[i] for i in free] == [int(logits[i].argmax()) for i in free]
@@ -117,6 +123,7 @@ class Pair:
         regret(np.array([others[i] for i in free], np.int64), logits[forced + 1 :])
 
     def hold_record(self, model: Model) -> None:
+        """The record must equal that of accept's reference for the same inputs."""
         call = model.call("accept")
         inputs = {name: model.engine.read(tensor) for name, tensor in call.inputs.items()}
         a = Attributes({"rows": model.block, "vocab": TARGET.vocab})
@@ -124,12 +131,12 @@ class Pair:
         np.testing.assert_array_equal(model.read("record"), want)
 
     def moved(self) -> set[str]:
-        """States that a cycle cannot renew in place."""
+        """States that a cycle cannot update in place."""
         names = self.ours.state.tensors
         return {n for n in names if n.startswith("gdn.") and not n.endswith(".state")}
 
     def compare(self) -> None:
-        """Everything that is carried over."""
+        """Compare all states, and note where ours lie."""
         ours, theirs = (model.state.snapshot().arrays for model in self.both())
         assert ours.keys() == theirs.keys()
         for name, array in ours.items():
@@ -139,7 +146,7 @@ class Pair:
 
 
 def near(name: str, have: Array, want: Array) -> None:
-    """Within NEAR of the largest value; FP8 also within a step of its own."""
+    """Differences must be at most NEAR of the largest value, and for FP8 one FP8 step more."""
     assert have.shape == want.shape, name
     step = np.abs(want.astype(np.float64)) / 8 * (want.dtype == DType.FP8.numpy)
     off = np.abs(have.astype(np.float64) - want.astype(np.float64)) - step
@@ -149,7 +156,7 @@ def near(name: str, have: Array, want: Array) -> None:
 
 
 def regret(chosen: Array, logits: Array) -> None:
-    """Each id is one that these logits all but choose."""
+    """Each chosen id must be nearly the best of its row: see REGRET."""
     rows = logits.astype(np.float64)
     lost = rows.max(1, initial=-np.inf) - rows[np.arange(len(rows)), chosen]
     assert np.all(lost <= REGRET * np.abs(rows).max(initial=0)), lost

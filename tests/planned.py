@@ -1,4 +1,7 @@
-"""Packages for the CUDA engine, made packages for a stand-in of TensorRT."""
+"""Turns a package for the CUDA engine into one for the TensorRT engine.
+
+TensorRT is replaced by a stand-in, whose engine files are the programs themselves.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from thor_dflash.runtime.engines.tensorrt.check import Here
 
 
 def planned(out: Path, here: Here) -> Path:
-    """A package for the CUDA engine made one for TensorRT: its programs are the engines."""
+    """Convert the package `out` in place; engines are recorded as built on the machine `here`."""
     found = package_manifest.read(out)
     files = dict(found.files)
     for path in sorted(out.glob(f"*{programs.ENDING}")):
@@ -32,6 +35,7 @@ def planned(out: Path, here: Here) -> Path:
 
 
 def describe(program: Program, engine: Path, here: Here) -> Plan:
+    """The description (sidecar file) of an engine."""
     deployed = deploy(program)
     return Plan(
         name=program.name,
@@ -51,7 +55,7 @@ def describe(program: Program, engine: Path, here: Here) -> Plan:
 
 
 def made_of(here: Here) -> Made:
-    """What an engine made here says of that."""
+    """The versions and device that the description of an engine built on this machine records."""
     return Made(
         tensorrt=here.tensorrt,
         capability=here.capability,
@@ -62,4 +66,5 @@ def made_of(here: Here) -> Made:
 
 
 def write(out: Path, manifest: Manifest) -> None:
+    """Write the package's manifest."""
     (out / package_manifest.NAME).write_text(package_manifest.render(manifest))

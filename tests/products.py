@@ -1,4 +1,4 @@
-"""Products of Qwen3.6-27B by their sizes, and weights for small ones."""
+"""Sizes of the products of Qwen3.6-27B and of one of planner-nano, and random weights for tests."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ SHAPES = {
     "head": (5120, (N4,), (248320,), False),
     "nano": (320, (N4, N4, Kind.BF16, Kind.BF16), (1024, 512, 4, 4), False),
 }
+"""Arguments of linear's `_layout`: K, kind and width of each segment, whether it is a swiglu."""
 
 
 def nvfp4(rng: np.random.Generator, n: int, k: int) -> dict[str, Array]:
