@@ -1,8 +1,8 @@
-// Small kernels that say what the emulator does about clusters: right ones, and mistakes.
+// Small kernels for test_emulator_clusters.py: correct ones, and ones that can make several mistakes.
 #include "cuda/device.cuh"
 
 // ---- right -----------------------------------------------------------------------------------
-// Every block has shared memory of its own, static and dynamic.
+// Every block has static and dynamic shared memory of its own.
 KERNEL void own_memory(float* out) {
     DYNAMIC_SHARED(memory);
     __shared__ float fixed[32];
@@ -20,8 +20,8 @@ KERNEL void own_memory(float* out) {
     out[32 * blockIdx.x + i] = *kept + fixed[31 - i];
 }
 
-// Every block sends its words to all others (itself too), who add them in order of rank; or `loads`
-// from all. out [block, 64].
+// Every block adds up 64 words of all blocks of its cluster, itself included, in order of rank. The
+// words are stored by their owners or, with `loads`, loaded by the adder. out [block, 64].
 KERNEL void exchange(const float* in, float* out, int loads, int rounds) {
     DYNAMIC_SHARED(memory);
     u32 rank = cluster_rank(), size = cluster_size(), i = threadIdx.x;
@@ -66,7 +66,8 @@ KERNEL void exchange(const float* in, float* out, int loads, int rounds) {
     out[64 * blockIdx.x + i] = sum;
 }
 
-// The first block feeds the others one stage at a time and is told by each that it has been read.
+// The first block stores one stage after another in all other blocks, which arrive at its barrier when
+// they have read a stage.
 KERNEL void feed(const float* in, float* out, int parts) {
     __shared__ __align__(16) float stage[64];
     __shared__ u64 barriers[2];
@@ -100,7 +101,8 @@ KERNEL void feed(const float* in, float* out, int parts) {
     out[64 * blockIdx.x + i] = sum;
 }
 
-// Words that a block sends to each, itself too, come before it announces them.
+// A block stores words in itself and in the next block. They may arrive before their barriers'
+// barrier_expect.
 KERNEL void unannounced(const float* in, float* out) {
     __shared__ __align__(16) float words[64];
     __shared__ u64 barriers[2];
@@ -132,12 +134,12 @@ KERNEL void unannounced(const float* in, float* out) {
 }
 
 // ---- wrong -----------------------------------------------------------------------------------
-// One block hands 64 words to its neighbour. `mistake` 0 makes none.
+// Every block reads what its neighbour has written. With `mistake` 0 (NONE) the kernels are correct.
 enum { NONE, NO_START, NO_END, NO_INIT_DONE, NO_EXPECT, RELAXED, OVERWRITE, WRONG_WAIT,
        NO_WAIT, TWO_ARRIVALS, NO_ARRIVAL, ENDS_EARLY, FAR_BARRIER, BEHIND, LOCAL, TOO_MUCH,
        NO_SYNC };
 
-// By loads: the neighbour's words, after a meeting of all.
+// Loads the next block's words after a barrier of the cluster.
 KERNEL void wrong_load(const float* in, float* out, int mistake) {
     DYNAMIC_SHARED(memory);
     float* held = reinterpret_cast<float*>(memory);
@@ -161,7 +163,7 @@ KERNEL void wrong_load(const float* in, float* out, int mistake) {
     out[64 * blockIdx.x + i] = x.x + x.y + x.z + x.w;
 }
 
-// By stores that the neighbour waits for.
+// Stores words in the next block, which waits for them.
 KERNEL void wrong_send(const float* in, float* out, int mistake) {
     DYNAMIC_SHARED(memory);
     float* held = reinterpret_cast<float*>(memory);
@@ -193,7 +195,7 @@ KERNEL void wrong_send(const float* in, float* out, int mistake) {
     out[64 * blockIdx.x + i] = got[i];
 }
 
-// By arrivals: the neighbour may write again what has been read.
+// Loads from the next block, then arrives at its barrier, so that it may overwrite what was read.
 KERNEL void wrong_release(float* out, int mistake) {
     __shared__ __align__(16) float held[4];
     __shared__ u64 barrier;
@@ -213,7 +215,7 @@ KERNEL void wrong_release(float* out, int mistake) {
     out[32 * blockIdx.x + i] = x.x;
 }
 
-// The last block reads the first one's memory, which may end before or after.
+// All other blocks load from the first one, which may end before or after their loads.
 KERNEL void wrong_one_sided(float* out, int mistake) {
     __shared__ __align__(16) float held[4];
     if (threadIdx.x < 4) held[threadIdx.x] = 1.0f;

@@ -1,4 +1,4 @@
-// Copies that are under way, and the transaction barriers that count them.
+// Asynchronous copies, and the transaction barriers that count their bytes.
 #include <stdint.h>
 #include <string.h>
 
@@ -9,12 +9,12 @@
 namespace emulator {
 namespace {
 
-// A bulk copy from device memory (`global`), or 16 bytes of a store (`held`), to any block of the
-// cluster.
+// A bulk copy from device memory (`global`) to the sender's own block, or a store of 16 bytes (`held`)
+// to any block of the cluster.
 struct Copy {
     const char* what;
-    int sender;  // block
-    u32 clock;   // its number there
+    int sender;  // rank of the block that issued it
+    u32 clock;   // number among the copies of that block
     Spot to;
     u32 bytes;
     Spot barrier;
@@ -24,8 +24,8 @@ struct Copy {
 };
 std::deque<Copy> under_way;
 
-// What a u64 in shared memory holds once barrier_init has been there. `bytes` still to come: below
-// zero where they came before they were announced.
+// The content of a transaction barrier, a u64 in shared memory, from barrier_init on. `bytes`: how
+// many announced bytes have yet to arrive; negative if bytes have arrived before being announced.
 struct Phase {
     u64 parity : 1, count : 11, left : 11, mark : 17;
     long long bytes : 24;
@@ -39,7 +39,8 @@ Phase read_phase(Spot barrier) {
     return phase;
 }
 
-// The barrier as the running thread finds it.
+// Reads a barrier for the running thread. Faults if there is none, or if the thread cannot know that
+// it has been initialised.
 Phase phase_at(Spot barrier, const char* what) {
     check_shared(barrier.address, 8, 8, what);
     const bool known = races.knows(self->number, barrier.rank, barrier.address);
@@ -57,20 +58,21 @@ Phase phase_at(Spot barrier, const char* what) {
     return phase;
 }
 
-// The running thread uses it: nobody may write there until that is known to be over.
+// Notes that the running thread uses the barrier, as a read: a write that is not ordered after it
+// is a race.
 void note(Spot barrier) {
     races.access(self->number, barrier.rank, barrier.address, 8, false, offset(self->site));
 }
 
-// A barrier of any block.
+// Checks the address of a barrier of any block.
 Spot barrier_of(u32 remote, const char* what) {
     Spot barrier = check_remote(remote, 8, 8, what);
     phase_at(barrier, what);
     return barrier;
 }
 
-// Writes the barrier back; where the phase is complete, begins the next and wakes who waits. Whether
-// anybody did.
+// Writes the barrier back. If its phase is complete, begins the next one and makes the threads that
+// wait for it ready. Returns whether there were any.
 bool settle(Spot barrier, Phase phase) {
     bool complete = phase.left == 0 && phase.bytes == 0;
     if (complete) {
@@ -112,7 +114,7 @@ void wait_at(u32 barrier, u32 parity, bool cluster, const char* what) {
         self->doing = what;
         self->phase = barrier;
         give_way(State::PHASE);
-        // A GPU looks now and then: it would find the parity as it was, and wait on.
+        // A GPU polls the barrier: it might find the same parity again, and wait for ever.
         if (read_phase(own(barrier)).parity == parity) {
             fault("%s: the phase after this one has ended too, so that this one's end may be missed",
                   what);
@@ -121,8 +123,8 @@ void wait_at(u32 barrier, u32 parity, bool cluster, const char* what) {
     races.wait(self->number, self->block->rank, barrier, cluster);
 }
 
-// A copy is about to overwrite this: barriers order it after the reads, but a read that nobody has
-// waited for may have begun and no more.
+// Checks that a copy may overwrite this memory. It is not enough that barriers order the copy after
+// earlier reads: a load may only have been started until its thread calls `received`.
 void check_overwritten(Spot to, u32 bytes, const char* what) {
     Races::Place other = races.unreceived(to.rank, to.address, bytes);
     check_race(to, bytes, true, what);
@@ -131,7 +133,8 @@ void check_overwritten(Spot to, u32 bytes, const char* what) {
           named(other.thread), other.address, other.site);
 }
 
-// Under way from now on. What lies there cannot be read any more, nor can what comes yet.
+// Begins a copy. From now until it lands, its destination holds poison: neither the old nor the new
+// content can be read.
 Copy& send(const char* what, Spot to, u32 bytes, Spot barrier) {
     check_overwritten(to, bytes, what);
     memset(at(to), POISON, bytes);
@@ -170,19 +173,20 @@ void check_copies_of(const Block& block) {
     }
 }
 
-// In any order, as late as possible: a missing wait meets poison.
+// Completes one copy: for seeds 0 and 1 the oldest, when no thread can go on without it; for others
+// any, at any time. So a thread that does not wait for a copy reads poison, at least with 0 and 1.
 bool land_copy() {
     size_t i = launch->seed < 2 ? 0 : pick(static_cast<u32>(under_way.size()));
     std::swap(under_way[i], under_way.front());
     Copy copy = under_way.front();
-    under_way.pop_front();  // thousands may be under way
+    under_way.pop_front();  // not erased from the middle: there may be thousands
     self = nullptr;
     Phase phase = read_phase(copy.barrier);
     if (phase.mark != MARK) {
         fault_at(nullptr, "%s: its barrier at %u was overwritten", copy.what,
                  copy.barrier.address);
     }
-    bool early = copy.global == nullptr && phase.left > 0;  // announced later, which is right
+    bool early = copy.global == nullptr && phase.left > 0;  // a store may precede its announcement
     if (!early && phase.bytes < static_cast<int>(copy.bytes)) {
         fault_at(nullptr, "%s: %u bytes came, the barrier at %u expects %d more", copy.what,
                  copy.bytes, copy.barrier.address, int(phase.bytes));
@@ -242,7 +246,7 @@ void copy_async_wait(int left) {
     SITE();
     std::vector<Piece>& pieces = self->pieces;
     size_t n = 0;
-    // Groups 0 .. committed - 1 are committed; the last `left` of them may still be under way.
+    // Groups 0 .. committed - 1 are committed; the last `left` of them may stay in flight.
     while (n < pieces.size() && static_cast<int>(pieces[n].group) <
            static_cast<int>(self->committed) - left) {
         check_race(own(pieces[n].to), 16, true, "copy_async16");

@@ -1,4 +1,4 @@
-// The switch between two fibers on x86-64.
+// Switches from one fiber to another, on x86-64.
 #if defined(__x86_64__)
 asm(R"(
 .text

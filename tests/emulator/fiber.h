@@ -1,4 +1,5 @@
-// A fiber: a stack and where it stands. Hand-written switch on x86-64, ucontext elsewhere.
+// A fiber: a stack and where on it execution stopped. Switching is hand-written on x86-64 and uses
+// ucontext elsewhere.
 #pragma once
 
 #include <stdint.h>
@@ -21,8 +22,9 @@ struct Fiber {
 #endif
 };
 
-// One of at most MOST_STACKS, each made once: a process may have 65530 mappings and a stack is two.
-// An untouched page below it, so that running over its end is an access that fails.
+// Returns stack `number` of at most MOST_STACKS. Stacks are made once and kept, because a process may
+// have only 65530 memory mappings and each stack takes two. Below each lies an inaccessible guard
+// page, so that a stack overflow is a segmentation fault.
 inline unsigned char* stack_of(Stacks& all, int number) {
     if (all.begin == nullptr) {
         void* p = mmap(nullptr, MOST_STACKS * (STACK + PAGE), PROT_READ | PROT_WRITE,
@@ -35,8 +37,8 @@ inline unsigned char* stack_of(Stacks& all, int number) {
     return all.begin + static_cast<unsigned>(number) * (STACK + PAGE) + PAGE;
 }
 
-// How far below the end of its stack a thread begins: a multiple of PAGE apart, the frames of all
-// would be kept in the same few lines of the cache.
+// Offset from the end of its stack at which a thread begins. Without it, the frames of all threads
+// would be multiples of PAGE apart and compete for the same few cache lines.
 inline unsigned long stagger(int number) { return static_cast<unsigned>(number) % 64 * 576; }
 
 #if defined(__x86_64__)
@@ -46,7 +48,7 @@ inline void switch_fiber(Fiber& from, Fiber& to) { emulator_switch(&from.at, to.
 
 inline void start_fiber(Fiber& fiber, int number, void (*body)()) {
     void** top = reinterpret_cast<void**>(fiber.stack + STACK - stagger(number));
-    *--top = nullptr;                         // where `body` would return to; aligns its frame
+    *--top = nullptr;                         // return address of `body`; also aligns its frame
     *--top = reinterpret_cast<void*>(body);
     for (int i = 0; i < 6; i++) *--top = nullptr;
     fiber.at = top;

@@ -1,5 +1,5 @@
-// Collectives: barriers of a block, of some of its warps and of a cluster; exchanges and products of
-// a warp.
+// Collectives: barriers of a block, of some of its warps and of a cluster; exchanges between the
+// lanes of a warp, and its matrix products.
 #include <string.h>
 
 #include "state.h"
@@ -11,7 +11,8 @@ int lane_of(const Thread* t) { return static_cast<int>(t->index.x) % LANES; }
 Warp& warp_of(const Thread* t) { return t->block->warps[t->index.x / LANES]; }
 Thread* first_lane(const Thread* t) { return t->block->threads + t->index.x / LANES * LANES; }
 
-// All lanes of the warp come here; the last one runs `compute` over the operands of all.
+// Called by every lane of a warp. The last one to arrive runs `compute` on the operands of all.
+// `whole`: the warp must have 32 lanes.
 void meet_warp(const char* doing, void (*compute)(Thread* lanes, int count), bool whole) {
     Warp& warp = warp_of(self);
     Thread* lanes = first_lane(self);
@@ -36,6 +37,7 @@ void meet_warp(const char* doing, void (*compute)(Thread* lanes, int count), boo
     for (int i = 0; i < warp.lanes; i++) lanes[i].state = State::READY;
 }
 
+// Waits at barrier `id` of the block for `wanted` threads (id 0: for all that have not ended).
 void meet_block(int id, int wanted, const char* doing) {
     Warp& warp = warp_of(self);
     if (warp.arrived != 0) {
@@ -73,8 +75,8 @@ void order_lanes(Thread* lanes, int count) {
 }
 
 // ---- the cluster ---------------------------------------------------------------------------------
-int arrived;   // at the meeting to come
-u32 meetings;  // that there were
+int arrived;   // threads that have arrived at the current barrier of the cluster
+u32 meetings;  // number of completed ones
 
 void arrive_cluster(bool relaxed, const char* doing) {
     if (self->arrived) fault("%s: again before cluster_wait", doing);
@@ -117,7 +119,7 @@ void open_meetings(Block& block) {
     }
 }
 
-// All threads of the cluster that have not ended are there.
+// Completes the cluster's barrier if all threads that have not ended have arrived.
 void open_cluster() {
     int wanted = 0;
     for (int b = 0; b < block_count; b++) wanted += blocks[b].alive;

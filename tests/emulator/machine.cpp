@@ -1,5 +1,5 @@
-// The emulated multiprocessor: runs the blocks of a cluster at the same time, and clusters one after
-// another. See machine.h.
+// The emulated multiprocessor: runs clusters one after another, and interleaves the blocks of a
+// cluster. See machine.h.
 #include "machine.h"
 
 #include <setjmp.h>
@@ -37,11 +37,11 @@ u32 pick(u32 n) {
 
 void leave() { longjmp(left, 1); }
 
-// ---- giving way ----------------------------------------------------------------------------------
+// ---- switching between lanes ---------------------------------------------------------------------
 namespace {
 
-// One pass through the lanes of the warp that runs. A lane that gives way switches to the next
-// itself: by the scheduler would be twice the switches.
+// One pass through the lanes of the running warp. A lane that has to wait switches directly to the
+// next lane; going through the scheduler would take twice as many switches.
 struct Pass {
     Thread* lanes;
     int count, left, at, step;
@@ -64,7 +64,7 @@ void resume(Fiber& from, Thread& t) {
     switch_fiber(from, t.fiber);
 }
 
-// To the next lane of the pass, or to who began it.
+// Switches to the next lane of the pass or, after the last one, back to the scheduler.
 void go_on(Fiber& from) {
     if (Thread* next = pass.next()) return resume(from, *next);
     self = nullptr;
@@ -90,7 +90,8 @@ void give_way(State state) {
 
 namespace {
 
-// Runs one warp until none of its lanes can go on: as far ahead of the others as it gets.
+// Runs one warp until none of its lanes can go on. It gets as far ahead of other warps as it can, so
+// that missing synchronisation shows. Returns whether any lane ran.
 bool run_warp(Block& block, int w, bool backwards, bool shuffled) {
     Thread* lanes = block.threads + w * LANES;
     int count = block.warps[w].lanes;
@@ -103,7 +104,7 @@ bool run_warp(Block& block, int w, bool backwards, bool shuffled) {
     }
 }
 
-// Every warp of a block once.
+// Runs every warp of a block once. Returns whether any lane ran.
 bool run_warps(Block& block) {
     bool backwards = launch->seed == 1, shuffled = launch->seed > 1;
     int count = (thread_count + LANES - 1) / LANES;
@@ -163,7 +164,7 @@ void check_left_open(const Block& block, u32 begin, u32 end) {
 void end_block(const Block& block) {
     check_copies_of(block);
     const u8* guard = dynamic_memory + LEAD + launch->shared;
-    // All bytes are the first one where each is the one before it.
+    // Comparing the guard with itself shifted by one byte shows whether all its bytes are equal.
     bool untouched = guard[0] == CANARY && memcmp(guard, guard + 1, GUARD - 1) == 0;
     for (int i = 0; !untouched && i < GUARD; i++) {
         if (guard[i] != CANARY) {
@@ -204,8 +205,8 @@ bool ready(const Block& block) {
     return false;
 }
 
-// As far ahead of the other blocks as it gets, or some way. Entering a block costs a copy of its
-// shared memory.
+// Runs a block as far as it gets; with a pseudo-random order, only for a few turns of its warps,
+// because entering a block of a cluster copies its shared memory. Returns whether any lane ran.
 bool run_block(Block& block) {
     if (block.alive == 0 || !ready(block)) return false;
     enter(block);

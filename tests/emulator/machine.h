@@ -1,6 +1,6 @@
-// What a kernel compiled for the emulator asks of the machine: a multiprocessor that runs one cluster
-// at a time, most often of one block, every thread of it a fiber (machine.cpp). Collectives give way
-// until all who must take part have come (lanes.cpp).
+// What kernels compiled for the emulator call. The emulated machine is a multiprocessor that runs one
+// cluster at a time (often of a single block), with a fiber for each thread (machine.cpp). In a
+// collective a fiber yields until all threads that must take part have arrived (lanes.cpp).
 #pragma once
 
 struct Index {
@@ -16,10 +16,11 @@ typedef unsigned long long u64;
 
 constexpr int LARGEST_SHARED = 232448;
 constexpr int GUARD = 4096;
-// Dynamic shared memory starts at 128 in 1024: no kernel may count on more than it asks for.
+// Dynamic shared memory starts 128 bytes past a multiple of 1024, so that a kernel that needs more
+// than the 128-byte alignment it is promised fails.
 constexpr int LEAD = 128;
 extern u8 dynamic_memory[LEAD + LARGEST_SHARED + GUARD];
-// An address in the cluster: rank + 1 above, the address in that block below.
+// An address in the cluster: rank + 1 in the bits from this one on, the address in that block below.
 constexpr int RANK_SHIFT = 24;
 
 // ---- collectives -----------------------------------------------------------------------------
@@ -34,7 +35,7 @@ void load_matrix4(u32* r, u32 row, bool transposed);
 void store_matrix4(u32 row, const u32* r);
 void mma(float* d, const u32* a, u32 b0, u32 b1, bool half);
 
-// ---- shared memory: addresses count from the start of the block's memory ------------------------
+// ---- shared memory: an address is an offset from dynamic_memory ---------------------------------
 u32 shared_address(const void* p);
 void load_shared(void* to, u32 from, u32 bytes);
 void copy_async16(u32 to, const void* from, bool valid);
@@ -66,16 +67,16 @@ void wait_for_previous();
 u32 arrive(u32* counter);
 
 // ---- launching -------------------------------------------------------------------------------
-// One stretch of device memory that the kernel may touch.
+// A range of device memory that the kernel may access.
 struct Range {
     u8* begin;
     u64 bytes;
     u32 flags;
 };
-// FROM_KERNELS: only after wait_for_previous; READ_EARLY: but reads may come before.
+// FROM_KERNELS: accessed only after wait_for_previous. READ_EARLY: except that reads may be earlier.
 enum { WRITABLE = 1, FROM_KERNELS = 2, READ_EARLY = 4 };
 
-// The stacks of all threads, the same for every launch of the process: zero at first.
+// The stacks of all fibers, used by every launch of the process. Zero-initialised by the caller.
 struct Stacks {
     u8* begin;
     u64 made;
@@ -86,14 +87,14 @@ struct Launch {
     u32 grid[3];
     int threads, shared;
     int cluster;  // blocks along x
-    u32 seed;  // 0: threads and blocks in order; 1: backwards; else shuffled
+    u32 seed;  // order of threads and blocks: 0 ascending, 1 descending, else pseudo-random
     int ranges;
     const Range* memory;
-    char* message;  // what went wrong, at most message_bytes
+    char* message;  // gets the description of a fault
     int message_bytes;
     Stacks* stacks;
 };
-// 0, or 1 with the message set.
+// Runs a launch; returns 0, or 1 after a fault.
 int run(const Launch& launch, void (*body)());
 
 }  // namespace emulator

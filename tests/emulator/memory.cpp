@@ -1,5 +1,5 @@
-// Shared memory, the checks of every access, and what is said when one fails. Linked first: dynamic
-// shared memory has to begin the section of all shared memory.
+// Shared memory, the checks of every access, and the messages of faults. This file must be linked
+// first, because dynamic shared memory has to be the first object of the shared memory's section.
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -35,7 +35,7 @@ int say(int at, const char* format, ...) {
     return at;
 }
 
-// A place in the kernel's code, for the reader of the message to look up.
+// A code address as an offset in this library, which _placed in emulation.py translates to a line.
 u64 offset(const void* site) {
     return static_cast<u64>(static_cast<const u8*>(site) - __ehdr_start);
 }
@@ -78,9 +78,9 @@ void crashed(int signal, siginfo_t* info, void* context) {
     fault_at(site, "an access of memory that is not there, address %p", info->si_addr);
 }
 
-// ---- the window ----------------------------------------------------------------------------------
-// A kernel's pointers into shared memory are the same in every block, so the memory of the block
-// that runs is moved to where they point.
+// ---- switching between blocks --------------------------------------------------------------------
+// In a kernel, shared memory has the same addresses in every block. So when a block of a cluster is
+// to run, its shared memory is copied to these addresses, and that of the block before it to a buffer.
 namespace {
 
 struct Part {
@@ -150,7 +150,7 @@ Spot check_remote(u32 remote, u32 bytes, u32 alignment, const char* what) {
     return spot;
 }
 
-// An access of shared memory by the running thread, in order with those of all others.
+// Notes an access of the running thread to shared memory; faults if it races with another one.
 void check_race(Spot spot, u32 bytes, bool write, const char* what) {
     tell_race(spot, races.access(self->number, spot.rank, spot.address, bytes, write,
                                  offset(self->site)), what);
@@ -246,11 +246,11 @@ u32 arrive(u32* counter) {
 }
 
 // ---- hooks -------------------------------------------------------------------------------------
-// What g++ -fsanitize=thread calls before every load and store of the kernel's own code; the
-// sanitizer's own library is not linked.
+// With -fsanitize=thread, g++ inserts a call of one of these functions before every load and store
+// of a kernel's code. The sanitizer's own library is not linked.
 namespace {
 
-// Every load and store of the kernel's own code. A part of each hook: they are called most of all.
+// Checks a load or store. Inlined into each hook, since these are called more often than anything.
 [[gnu::always_inline]] inline void access(const void* address, u64 bytes, bool write,
                                           const void* site) {
     if (self == nullptr) return;

@@ -1,4 +1,4 @@
-// Small kernels that say what the emulator does: right ones, and each with one mistake.
+// Small kernels for test_emulator.py: correct ones, and "wrong_..." ones with one mistake each.
 #include "cuda/device.cuh"
 
 // ---- right -----------------------------------------------------------------------------------
@@ -48,7 +48,7 @@ KERNEL void product(const u16* a, const u16* b, const float* c, float* d, int ha
     for (int i = 0; i < 4; i++) d[(g + 8 * (i >> 1)) * 8 + t + (i & 1)] = sum[i];
 }
 
-// in: four 8 x 8 matrices; out [lane, 8]: fragments, then those of the transposed.
+// in: four 8 x 8 matrices; out [lane, 8]: their fragments, then the fragments of the transposed ones.
 KERNEL void matrices(const u16* in, u32* out) {
     __shared__ __align__(16) u16 tile[4 * 64];
     for (int i = static_cast<int>(threadIdx.x); i < 256; i += 32) tile[i] = in[i];
@@ -71,7 +71,7 @@ KERNEL void matrices_back(const u16* in, u16* out) {
     for (int i = static_cast<int>(threadIdx.x); i < 256; i += 32) out[i] = copy[i];
 }
 
-// Two times two warps, each pair twice.
+// Two pairs of warps meet at a barrier each, twice. in, out [round, thread].
 KERNEL void any_of_some(const u32* in, u32* out) {
     const int pair = static_cast<int>(threadIdx.x) / 64;
     for (int i = 0; i < 2; i++) {
@@ -80,7 +80,7 @@ KERNEL void any_of_some(const u32* in, u32* out) {
     }
 }
 
-// Sums of `parts` stages of 64 floats each through a ring of 2, one producer warp.
+// Adds up `parts` stages of 64 floats that go through a ring of 2 stages; one thread is the producer.
 KERNEL void ring(const float* in, float* out, int parts) {
     DYNAMIC_SHARED(memory);
     float* stage = reinterpret_cast<float*>(memory);
@@ -113,7 +113,7 @@ KERNEL void ring(const float* in, float* out, int parts) {
     out[threadIdx.x] = sum;
 }
 
-// The same by cp.async, each thread its own 16 bytes; groups past the end are zeros.
+// The same with asynchronous copies, of 16 bytes for each thread; groups past the end are zeros.
 KERNEL void groups(const float* in, float* out, int parts) {
     DYNAMIC_SHARED(memory);
     float* stage = reinterpret_cast<float*>(memory) + 4 * threadIdx.x;
@@ -134,7 +134,7 @@ KERNEL void groups(const float* in, float* out, int parts) {
     *reinterpret_cast<float4*>(out + 4 * threadIdx.x) = sum;
 }
 
-// The last block to arrive adds up what all blocks left.
+// The last block to arrive adds up what all blocks have written.
 KERNEL void last_block(float* parts, u32* counter, float* out) {
     __shared__ u32 old;
     if (threadIdx.x == 0) {
@@ -182,7 +182,7 @@ KERNEL void wrong_no_second_sync(const u32* in, u32* out) {
     out[threadIdx.x] = sum;
 }
 
-// Threads have a byte each, four of them a word.
+// Every thread writes a byte of its own; neighbours share a word. No race.
 KERNEL void bytes_of_words(u32* out) {
     __shared__ u8 held[64];
     held[threadIdx.x] = static_cast<u8>(threadIdx.x);
@@ -192,7 +192,7 @@ KERNEL void bytes_of_words(u32* out) {
     held[threadIdx.x ^ 1] = 0;
 }
 
-// One thread a word, one of another warp a byte of it.
+// A thread writes a word while one of another warp reads a byte of it.
 KERNEL void wrong_byte_of_a_word(const u32* in, u32* out) {
     __shared__ u32 held[1];
     if (threadIdx.x == 0) held[0] = in[0];
@@ -214,7 +214,7 @@ KERNEL void wrong_word_after_a_byte(const u32* in, u32* out) {
     if (threadIdx.x == 32) out[0] = held[0];
 }
 
-// The blocks before it touch the same memory as they should.
+// Only the block in the middle lacks the barrier. Blocks before it use the same memory correctly.
 KERNEL void wrong_in_one_block(const u32* in, u32* out) {
     __shared__ u32 held[64];
     held[threadIdx.x] = in[threadIdx.x];
@@ -239,7 +239,7 @@ KERNEL void wrong_no_init_sync(const u32* in, u32* out) {
     out[threadIdx.x] = in[threadIdx.x];
 }
 
-// `count` threads arrive before the phase ends; the words of the others may not be there.
+// The phase ends after `count` of 64 arrivals, when the other threads' words may not be written yet.
 KERNEL void wrong_count(const u32* in, u32* out, int count) {
     __shared__ u64 barrier;
     __shared__ u32 held[64];
@@ -254,7 +254,7 @@ KERNEL void wrong_count(const u32* in, u32* out, int count) {
     out[threadIdx.x] = held[63 - threadIdx.x];
 }
 
-// `ring`, but the producer does not wait until a stage has been read.
+// As `ring`, but the producer does not wait until a stage has been read.
 KERNEL void wrong_no_release(const float* in, float* out) {
     DYNAMIC_SHARED(memory);
     float* stage = reinterpret_cast<float*>(memory);
@@ -277,7 +277,7 @@ KERNEL void wrong_no_release(const float* in, float* out) {
     }
 }
 
-// `last_block`, but nothing orders what the other threads wrote before the arrival.
+// As `last_block`, but nothing orders what the block's other threads wrote before its arrival.
 KERNEL void wrong_arrival(float* parts, u32* counter, float* out) {
     __shared__ u32 old;
     parts[blockIdx.x * blockDim.x + threadIdx.x] = 1.0f;
@@ -289,7 +289,7 @@ KERNEL void wrong_arrival(float* parts, u32* counter, float* out) {
     out[0] = sum;
 }
 
-// Every block reads what its neighbour may or may not have written.
+// Every block reads what its neighbour may not have written yet.
 KERNEL void wrong_neighbour(float* parts, float* out) {
     parts[blockIdx.x] = 1.0f;
     out[blockIdx.x] = parts[(blockIdx.x + 1) % gridDim.x];
@@ -343,7 +343,7 @@ KERNEL void wrong_arrivals(u32* out) {
     }
 }
 
-// Two phases end, and the second does not wait for those who wait for the end of the first.
+// Two phases end in a row, so that threads that wait for the first one may miss its end.
 KERNEL void wrong_two_phases(u32* out) {
     __shared__ u64 barrier;
     if (threadIdx.x == 0) {
@@ -355,7 +355,7 @@ KERNEL void wrong_two_phases(u32* out) {
     for (int i = 0; i < 2; i++) barrier_arrive(shared_address(&barrier));
 }
 
-// All have met, but whoever made the barrier has not said that it is made.
+// All threads have synchronised, but the one that made the barrier has not called barrier_init_done.
 KERNEL void wrong_no_init_done(u32* out) {
     __shared__ u64 barrier;
     if (threadIdx.x == 0) barrier_init(shared_address(&barrier), 32);
@@ -396,8 +396,8 @@ KERNEL void wrong_async(const float* in, float* out, int wait) {
     for (int i = 0; i < 4; i++) out[4 * threadIdx.x + i] = held[i];
 }
 
-// A stage is read, and filled again: by the copy engine, or asynchronously. The value read is used
-// only after that; with `late` a lane says that it has come when others may have overwritten it.
+// A stage is read and then filled again, by the copy engine (`engine`) or by asynchronous copies. It
+// is right with `receives` and without `late`: every thread then calls `received` before the copy.
 KERNEL void wrong_refill(const float* in, float* out, int engine, int receives, int late) {
     DYNAMIC_SHARED(memory);
     __shared__ u64 barrier[1];

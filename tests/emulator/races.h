@@ -1,10 +1,12 @@
-// Races on shared memory, by vector clocks (Flanagan and Freund, FastTrack, 2009): two threads touch a
-// byte, one of them writes, and no barrier orders them. Of many readers two are kept, so a race may
-// stay unseen, but what is told is one. Shuffles and matrix products order nothing. A read that nobody
-// has waited for is not over when a barrier is: see `received`.
+// Detects data races on shared memory by vector clocks (Flanagan and Freund, FastTrack, 2009): two
+// threads access a byte, at least one of them writes, and no synchronisation orders the accesses. At
+// most two readers of a byte are remembered, so a race may be missed, but every reported one is real.
+// Shuffles and matrix products order nothing. A load may still be going on after a barrier unless its
+// thread has called `received`.
 //
-// Threads are numbered through the cluster. After them come, for each block, the engine that makes
-// its copies and one that stands for its beginning: who has seen that one may touch its memory.
+// Threads are numbered through the cluster. After them, each block has two more clocks: one for its
+// copy engine, and one for its beginning. A thread that has seen the latter knows that the block has
+// started, so it may access its memory.
 #pragma once
 
 #include <stdlib.h>
@@ -28,14 +30,14 @@ public:
     };
     static constexpr Place NONE = {-1, 0, false, 0};
 
-    // Every emulated kernel has its own, and a large cluster's records are some 30 MB.
+    // Frees the records: every emulated kernel has its own, some 30 MB after a large cluster.
     void forget() {
         words.reset(), cells.reset();
         std::vector<u32>().swap(clocks);
     }
 
-    // A launch of clusters of `blocks` of `threads` each. Addresses of shared memory are those below
-    // `hole` and those from `after` to `bytes`.
+    // Begins a launch with clusters of `blocks` blocks of `threads` threads. Valid addresses of shared
+    // memory are those below `hole` and those from `after` to `bytes`.
     void start_launch(int threads, int blocks, u32 hole, u32 after, u64 bytes) {
         each = threads, all = threads * blocks, count = all + 2 * blocks;
         hole_begin = (hole + 3) / 4 * 4, hole_bytes = after - hole_begin;
@@ -48,8 +50,8 @@ public:
         clocks.assign(static_cast<size_t>(all) * static_cast<size_t>(count), 0);
     }
 
-    // Clocks go on where those of the cluster before ended, so its records are all of the past and
-    // need not be cleared: a clock of `origin` has seen nothing of this cluster.
+    // Begins a cluster. Clocks continue where those of the previous cluster ended, so all its records
+    // lie in the past and need not be cleared. A clock value of `origin` has seen nothing of this one.
     void start_cluster() {
         for (int t = 0; t < all; t++) origin = std::max(origin, of(t)[t]);
         for (u32 clock : engines) origin = std::max(origin, clock);
@@ -64,7 +66,7 @@ public:
         met = meeting;
     }
 
-    // Whom an access races with; thread -1: nobody.
+    // Notes an access. Returns an earlier access that it races with; thread -1 if there is none.
     Place access(int thread, int rank, u32 address, u64 bytes, bool write, u64 site) {
         const u32* now = of(thread);
         Place found = NONE;
@@ -77,7 +79,7 @@ public:
         return found;
     }
 
-    // All of these meet.
+    // A barrier: each of these threads sees everything that the others did before.
     template <class Threads> void meet(const Threads& these) {
         std::vector<u32> sum(static_cast<size_t>(count), 0);
         for (int t : these) join(sum.data(), of(t));
@@ -88,12 +90,13 @@ public:
     }
 
     // ---- transaction barriers -------------------------------------------------------------------
-    // `rank` is the barrier's block. What comes from other blocks is for waits of the cluster.
+    // `rank` is the barrier's block. Arrivals and copies from other blocks are seen only by waits
+    // with `cluster` set.
     void arrive(int thread, int rank, u32 barrier) {
         join(left_at(rank, barrier, thread / each != rank), of(thread));
         tick(thread);
     }
-    // A phase ends: who waits for it sees what has arrived by now, and of what comes later nothing.
+    // A phase ends: threads that wait for it see what has arrived by now, and nothing later.
     void end_phase(int rank, u32 barrier) {
         for (u64 far = 0; far <= 1; far++) {
             auto there = barriers.find(2 * key(rank, barrier) + far);
@@ -106,7 +109,8 @@ public:
             if (found != ended.end()) join(of(thread), found->second.data());
         }
     }
-    // By barrier_init_done: who meets this thread, however loosely, may use the barrier.
+    // barrier_init_done: a thread that synchronises with this one, even by a relaxed arrival, may use
+    // these barriers.
     void publish(int thread, const std::vector<u32>& made) {
         int rank = thread / each;
         u32 clock = ++beginnings[static_cast<size_t>(rank)];
@@ -121,15 +125,15 @@ public:
     }
 
     // ---- copies ---------------------------------------------------------------------------------
-    // The number of a copy that block `rank` now sends.
+    // Returns the number of a copy that block `rank` now begins.
     u32 send(int rank) { return engines[static_cast<size_t>(rank)]++; }
-    // Copy `clock` of block `from` reads this, until it has landed.
+    // Notes that copy `clock` of block `from` uses this memory, its barrier, until it has landed.
     void read_by_copy(int from, u32 clock, int rank, u32 address, u64 bytes, u64 site) {
         visit(rank, address, bytes, [&](Cell& cell, u32) {
             cell.reads[1] = {clock, static_cast<u32>(site), u32(engine(from))};
         });
     }
-    // Who wrote what this thread has not seen; notes no access.
+    // Returns a write that this thread has not seen. Notes no access.
     Place unseen(int thread, int rank, u32 address, u64 bytes) {
         const u32* now = of(thread);
         Place found = NONE;
@@ -138,7 +142,7 @@ public:
         });
         return found;
     }
-    // Copy `clock` of block `from` is there: who waits for the barrier may read it.
+    // Copy `clock` of block `from` has landed: threads that wait for the barrier may read it.
     void land(int from, u32 clock, int rank, u32 address, u64 bytes, u32 barrier, u64 site) {
         visit(rank, address, bytes, [&](Cell& cell, u32) {
             cell = Cell{clock, static_cast<u32>(site), u16(engine(from))};
@@ -146,12 +150,12 @@ public:
         u32& seen = left_at(rank, barrier, from != rank)[engine(from)];
         seen = std::max(seen, clock);
     }
-    // What this thread has read so far has come.
+    // All earlier loads of this thread are complete.
     void received(int thread) {
         got[static_cast<size_t>(thread)] = of(thread)[thread];
         tick(thread);
     }
-    // Who may still be reading this: read it, and has received nothing since.
+    // Returns a load of this memory that may not be complete: its thread has not called `received`.
     Place unreceived(int rank, u32 address, u64 bytes) {
         Place found = NONE;
         visit(rank, address, bytes, [&](const Cell& cell, u32 at) {
@@ -177,7 +181,7 @@ public:
         std::fill(meeting.begin(), meeting.end(), origin);
     }
     void wait_cluster(int thread) { join(of(thread), met.data()); }
-    // An arrival at a counter in device memory, after those that were there before.
+    // An arrival at a counter in device memory sees all earlier arrivals there.
     void count_at(int thread, u64 counter) {
         std::vector<u32>& there = counters[counter];
         there.resize(static_cast<size_t>(count), 0);
@@ -186,7 +190,8 @@ public:
         tick(thread);
     }
     bool has_begun(int thread, int rank) { return of(thread)[beginning(rank)] > origin; }
-    // What others do to the memory of a block that ends and none of its threads knows to be over.
+    // When a block ends: returns an access of another block to its memory that none of its threads
+    // knows to be complete.
     Place left_open(int rank, u32 first, u32 last) {
         std::vector<u32> end(static_cast<size_t>(count), 0);
         for (int t = rank * each; t < (rank + 1) * each; t++) join(end.data(), of(t));
@@ -204,7 +209,7 @@ public:
         return found;
     }
 
-    // What thread knows of another: the clock up to which it has seen it.
+    // A thread's vector clock: for each other thread, the clock up to which it has seen it.
     const u32* seen_by(int thread) { return of(thread); }
     void tick(int thread) { of(thread)[thread]++; }
     int size() const { return count; }
@@ -218,8 +223,8 @@ private:
     };
     struct Cell {
         u32 wrote, write_site;
-        u16 writer, split;  // split: of a word's bytes each has its own
-        Read reads[2];      // the last, and the last of another warp
+        u16 writer, split;  // split: the word's bytes have records of their own
+        Read reads[2];      // the last one, and the last one by another warp, block or copy engine
     };
 
     static Place race(const Cell& cell, const u32* now, bool write, u32 at) {
@@ -232,7 +237,7 @@ private:
     }
     void note_read(Cell& cell, int rank, const u32* now, int thread, u32 site) {
         Read* reads = cell.reads;
-        // What comes from outside of the block is kept until it is known to be over.
+        // A read from outside the block is kept until this thread knows that it is complete.
         bool kept = reads[1].clock > now[reads[1].thread] && foreign(int(reads[1].thread), rank);
         if (!kept && reads[0].thread / 32 != u32(thread) / 32) reads[1] = reads[0];
         reads[0] = {now[thread], site, u32(thread)};
@@ -249,8 +254,8 @@ private:
     bool foreign(int thread, int rank) const {
         return thread < rank * each || thread >= (rank + 1) * each;
     }
-    // Calls see(cell, address) with every record of these bytes. There is one for each four bytes
-    // until some of them are touched without the others.
+    // Calls see(cell, address) for every record of these bytes. A word of four bytes has one record
+    // until some of its bytes are accessed without the others.
     template <class See> void visit(int rank, u32 address, u64 bytes, See see) {
         u64 place = static_cast<u64>(rank) * span +
                     (address < hole_begin ? address : address - hole_bytes);
@@ -265,7 +270,7 @@ private:
             }
             if (!word.split) std::fill(four, four + 4, word), word.split = 1;
             for (u64 i = place; i < next; i++) see(cells[i], address + u32(i - place));
-            // No padding in a cell, and the split of these four is 0.
+            // Equal again: one record will do. A cell has no padding, and `split` is 0 in these four.
             if (whole && memcmp(four, four + 1, 3 * sizeof *four) == 0) word = *four;
         }
     }
@@ -276,7 +281,7 @@ private:
         return there.data();
     }
 
-    // Pages of them that no thread touches take no memory.
+    // By calloc, since pages that are never accessed then take no memory.
     static Cell* make_cells(u64 n) { return static_cast<Cell*>(calloc(n, sizeof(Cell))); }
     struct Free {
         void operator()(void* p) const { free(p); }
@@ -291,9 +296,10 @@ private:
     std::map<u64, u32> published;
 };
 
-// The same for reads of device memory that this launch has written. A cluster hands over to another
-// by `arrive`: what the arriving thread has seen by then is let go, and who has seen an `arrive` of
-// its own cluster may read what others let go. Most clusters are one block.
+// Detects races on device memory: reads of what this launch has written. Clusters synchronise only by
+// `arrive`. It releases everything that the arriving thread has seen by then; a thread that has seen
+// an `arrive` of its own cluster may read what other clusters have released. Most clusters are a
+// single block.
 class Global {
 public:
     void start_launch() {

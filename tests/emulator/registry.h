@@ -1,4 +1,4 @@
-// One C entry point for each kernel: EMULATE(name) in a file that has included the kernel's source.
+// Makes a C entry point for a kernel: EMULATE(name), in a file that includes the kernel's source.
 #pragma once
 
 #include <tuple>
@@ -11,7 +11,7 @@ void fill(Held& held, void** arguments, std::index_sequence<I...>) {
     ((std::get<I>(held) = *static_cast<std::tuple_element_t<I, Held>*>(arguments[I])), ...);
 }
 
-// The arguments lie in static memory: every thread of the launch reads them.
+// The arguments are copied to static memory, where every thread of the launch reads them.
 template <auto KERNEL_FUNCTION, class... P>
 int start(void (*)(P...), const Launch& launch, void** arguments) {
     static std::tuple<P...> held;

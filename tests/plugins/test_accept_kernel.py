@@ -1,4 +1,4 @@
-"""accept's kernel against the reference, on blocks that hold much of what may go wrong at once."""
+"""accept's kernel against the reference, on random blocks that combine many hard cases."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from thor_dflash.tensors import Array
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 
 WIDTHS = (1, 2, 7, 40, 333, 1280, SLICE - 1, SLICE, SLICE + 1, SLICE + 4, 2 * SLICE + 37)
-"""One slice and several, rows that start on 16 bytes and rows that do not."""
+"""Vocabularies of one slice and of several; rows that are 16-byte aligned and rows that are not."""
 
 
 def record(case: Case, seed: int = 0) -> Array:
-    """What the kernel writes, its blocks and threads in an order of their own."""
+    """The record that the kernel writes, with the emulator's order of threads given by `seed`."""
     return launch(call_of(OP, case), Emulator(seed=seed))["record"]
 
 
@@ -35,7 +35,7 @@ def site(case: Case) -> Site:
 
 
 def any_logits(rng: np.random.Generator, rows: int, width: int) -> Array:
-    """Many ties, both zeros, minus infinities; now and then a row that is a fault."""
+    """Many ties, zeros of both signs, minus infinity; sometimes NaN or infinity, a fault."""
     logits = rng.standard_normal((rows, width)) * rng.choice([0.3, 1.0, 8.0])
     if rng.random() < 0.6:
         logits = np.round(logits * 2) / 2
@@ -49,7 +49,7 @@ def any_logits(rng: np.random.Generator, rows: int, width: int) -> Array:
 
 
 def any_tokens(rng: np.random.Generator, logits: Array) -> Array:
-    """Drafts that are mostly the best id, else near it, else anything."""
+    """A block whose drafts are mostly the best id, sometimes a good one, seldom an arbitrary one."""
     rows, width = logits.shape
     order = np.argsort(-logits, axis=1, kind="stable")
     rank = np.where(rng.random(rows) < 0.6, 0, rng.integers(0, 4, rows)) % width
@@ -59,7 +59,7 @@ def any_tokens(rng: np.random.Generator, logits: Array) -> Array:
 
 
 def any_ids(rng: np.random.Generator, tokens: Array, width: int, chance: float) -> Array:
-    """One for each row, -1 but for `chance`: what follows the row, or anything."""
+    """An id for each row: with probability `chance` mostly the token after the row, else -1."""
     follow = np.roll(tokens, -1)
     ids = np.where(rng.random(len(tokens)) < 0.7, follow, rng.integers(-1, width + 2, len(tokens)))
     return np.where(rng.random(len(tokens)) < chance, ids, -1)
@@ -103,7 +103,7 @@ def any_case(seed: int) -> Case:
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_the_record_is_the_references_whatever_the_block(seed: int) -> None:
+def test_the_record_equals_the_references_on_random_blocks(seed: int) -> None:
     case = any_case(seed)
     np.testing.assert_array_equal(record(case, seed), reference(case))
 
@@ -118,7 +118,7 @@ def test_the_seeds_reach_every_part_of_the_rules() -> None:
 @pytest.mark.parametrize("rule", [1, 2])
 @pytest.mark.parametrize("at", [0, 5, SLICE - 1, SLICE, 2 * SLICE + 3])
 def test_rank_counts_every_slice(rule: int, at: int) -> None:
-    """The draft's rank is the number of ids before it: equal ones with a smaller id, all larger."""
+    """A draft's rank is the number of ids with a larger logit, or an equal one and a smaller id."""
     logits = np.zeros((2, 2 * SLICE + 8))
     logits[0, 2 * SLICE + 7] = 0.25
     for top_k in (at + 1, at + 2):
@@ -127,7 +127,7 @@ def test_rank_counts_every_slice(rule: int, at: int) -> None:
 
 
 @pytest.mark.parametrize(("draft", "relaxed"), [(1.0, 1), (0.99999994, 0)])
-def test_a_margin_may_be_used_up(draft: float, relaxed: int) -> None:
+def test_a_draft_exactly_at_the_margin_is_accepted(draft: float, relaxed: int) -> None:
     logits = np.array([[-9, draft, 1.5, -9]] * 2)
     case = accept_case("edge", logits, np.array([0, 1]), rule=1, top_k=4, margin=0.5)
     assert Record.read(record(case)).relaxed == relaxed
@@ -135,7 +135,9 @@ def test_a_margin_may_be_used_up(draft: float, relaxed: int) -> None:
 
 @pytest.mark.parametrize("width", [64, SLICE + 64])
 def test_a_probability_is_of_all_allowed_ids(width: int) -> None:
-    """Best e times the draft: p(best) - p(draft) is (e - 1) / (e + width - 1)."""
+    """The best id has e times the draft's probability, as all others have the draft's. So
+    p(best) - p(draft) is (e - 1) / (e + width - 1).
+    """
     logits = np.zeros((2, width))
     logits[0, width - 1] = 1.0
     gap = (np.e - 1) / (np.e + width - 1)
@@ -169,7 +171,7 @@ def test_a_row_may_have_more_slices_than_a_warp_has_lanes() -> None:
     logits = np.zeros((2, 34 * SLICE))
     logits[0, 33 * SLICE] = 0.5
     logits[1, 5], logits[1, 9 * SLICE] = np.nan, 1.0
-    ahead = 33 * SLICE  # the best one, and all before the draft
+    ahead = 33 * SLICE  # ids that rank before the draft: the best one, and all smaller ids
     for top_k in (ahead, ahead + 1):
         case = accept_case(
             "lanes", logits, np.array([0, 33 * SLICE - 1]), rule=1, top_k=top_k, margin=1.0

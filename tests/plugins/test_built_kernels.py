@@ -1,4 +1,4 @@
-"""The kernels of a cycle of the 27B, as they are built for a device: with everything fused."""
+"""The kernels of a cycle of the 27B as a package uses them: fused, unlike in the rooms' cases."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ CACHE_ROWS = 32768
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Without weights."""
+    """A package of the 27B without weights."""
     out = tmp_path_factory.mktemp("hollow")
     write_hollow("qwen3.6-27b", out, BuildConfig(engine="cuda"), (32,))
     return out
 
 
 def launches(program: Program, device: Device) -> Iterator[tuple[Path, Launch]]:
-    """Every launch and its source."""
+    """Every launch of a program and the path of its source."""
     shapes: dict[str, Shaped] = {}
     for table in (program.weights, program.values, program.inputs, program.outputs):
         for name, value in table.items():

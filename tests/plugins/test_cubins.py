@@ -1,4 +1,4 @@
-"""The directory of compiled kernels: whatever happens to it, an engine starts or says why."""
+"""The directory of compiled kernels: whatever its state, an engine starts or reports why not."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from thor_dflash.plugins.launch import H100, Launch
 SOURCE = ROOT / "cuda" / "bandwidth.cu"
 LAUNCH = Launch("read_memory", (1, 1, 1), 512, ())
 WHOLE = b"\x7fELF"
+"""First bytes of a cubin."""
 
 
 def status(code: str) -> Any:
@@ -31,7 +32,7 @@ def status(code: str) -> Any:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Fake:
-    """Takes images that begin as one does, and is compiled for in earnest."""
+    """A fake device that loads only images that begin like a cubin. Kernels really are compiled."""
     made = fake(monkeypatch)
 
     def take(image: bytes) -> Any:
@@ -44,11 +45,12 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Fake:
 
 
 def start(cubins: Path) -> None:
+    """Compile and load a kernel as an engine that starts does."""
     assert Kernels(Gate(), H100, cubins).function(SOURCE, LAUNCH) == "kernel"
 
 
 @pytest.mark.usefixtures("device")
-def test_what_was_compiled_is_kept_for_everybody(
+def test_compiled_kernels_are_kept_and_readable_by_everybody(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     start(tmp_path / "new" / "cubins")
@@ -72,7 +74,7 @@ def unsealed(whole: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("damage", [cut, flipped, unsealed, lambda _: b"", lambda _: bytes(99)])
-def test_what_a_failing_disk_left_is_compiled_anew(
+def test_a_damaged_file_is_compiled_again(
     device: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, damage: Callable[[bytes], bytes]
 ) -> None:
     start(tmp_path)
@@ -115,7 +117,7 @@ def test_a_whole_image_that_the_device_does_not_take_is_not_compiled_again(
 
 
 @pytest.mark.usefixtures("device")
-def test_a_full_disk_is_named_and_left_as_it_was(
+def test_a_full_disk_is_reported_and_no_partial_file_stays(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def full(_: int) -> None:

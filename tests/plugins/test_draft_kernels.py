@@ -1,4 +1,4 @@
-"""The drafter's kernels on the emulator: blocks and rings chosen to hurt."""
+"""The drafter's kernels on the emulator, with hard shapes of blocks and rings."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def block(
     rotary: int = 0,
     plain: DType = DType.F32,
 ) -> Case:
-    """A block whose ring is NaN wherever nothing was put."""
+    """A case of draft_attention. Slots of the rings that hold no context row are NaN."""
     rng = np.random.default_rng(length)
     x: dict[str, Array] = {
         "q": normal(rng, rows, heads * dim),
@@ -70,6 +70,7 @@ def block(
     return Case("", x, a)
 
 
+# rows, heads, kv heads, head dim, ring slots, length, window, causal[, first, rotary, norm's type]
 BLOCKS = {
     "sliding": (16, 4, 2, 128, 272, 500, 256, 1),
     "full": (16, 4, 2, 128, 2048, 1000, 0, 0),
@@ -108,13 +109,13 @@ def test_the_order_of_blocks_and_threads_changes_no_bit(shape: Shape) -> None:
 
 
 WHOLE = {name: shape for name, shape in BLOCKS.items() if shape[1] * shape[3] % SLAB == 0}
-"""Rows that end within a slab are left by nobody."""
+"""Only rows that fill whole slabs are left for the next product."""
 
 
 @pytest.mark.parametrize("shape", WHOLE.values(), ids=WHOLE)
 @pytest.mark.parametrize("device", [H100, THOR], ids=["h100", "thor"])
 def test_rows_can_be_left_for_the_next_product(shape: Shape, device: Device) -> None:
-    """The rows in slabs are the rows, of one stretch of the context and of several."""
+    """The slabs hold the very rows, whether a row's context is cut into several pieces or not."""
     call = call_of(DRAFT_ATTENTION, block(*shape))
     got = launch(leaving(call, "o"), Emulator(seed=5), device)
     np.testing.assert_array_equal(bits(got["y0_slabs"]), bits(slabs(got["o"])))
@@ -193,7 +194,7 @@ def test_context_rows_land_in_their_slots_and_nothing_else_moves(
 
 @pytest.mark.parametrize("position", [0, 1, 1000, 105_615, 200_000, 262_143])
 def test_angles_are_right_far_out(position: int) -> None:
-    # Only the pair that turns fastest is not zero, so that its angle is all there is to see.
+    # Only the pair with the largest frequency is not zero, so only its angle matters.
     k = np.zeros((1, 128), BF16)
     k[0, 0] = 1
     x: dict[str, Array] = {

@@ -1,4 +1,4 @@
-"""The emulator itself: each operation against numpy, each planted mistake found."""
+"""The emulator itself: operations equal numpy's, and every mistake in a probe is reported."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def probe(
     from_kernels: bool = False,
     cluster: int = 1,
 ) -> None:
-    """Run a kernel of probes.cu on arrays, then integers. The first array is the input."""
+    """Run a kernel of probes.cu; its arguments are arrays, then integers. `writable`: whether the
+    kernel may write the first array; it may always write the others.
+    """
     arguments: list[ctypes.c_void_p | ctypes.c_int32 | ctypes.c_float]
     arguments = [ctypes.c_void_p(x.ctypes.data) for x in arrays]
     arguments += [ctypes.c_int32(n) for n in numbers]
@@ -64,29 +66,16 @@ def floats(n: int) -> Array:
 
 # ---- what operations mean ------------------------------------------------------------------------
 def bits(x: Array, dtype: type) -> Array:
-    """Of a float array, rounded to a type; NaN as one pattern, whatever its sign and payload."""
+    """Bits of float32 numbers rounded to a type; NaN of any sign and payload is one pattern."""
     raw = x.astype(dtype).view(f"u{np.dtype(dtype).itemsize}").astype(np.uint32)
     return np.where(np.isnan(x), 0x7FFF if np.dtype(dtype).itemsize == 2 else 0x7F, raw)
 
 
 def awkward() -> Array:
-    """float32 around every rounding: ties, subnormals, the ends of each type, NaN."""
+    """float32 numbers that are hard to round: ties, subnormals, the ends of each type, NaN."""
     ends = [
-        0,
-        -0.0,
-        np.inf,
-        -np.inf,
-        np.nan,
-        65504,
-        65519.9,
-        65520,
-        448,
-        464,
-        463.9,
-        465,
-        1e9,
-        -1e9,
-    ]
+        0, -0.0, np.inf, -np.inf, np.nan, 65504, 65519.9, 65520, 448, 464, 463.9, 465, 1e9, -1e9
+    ]  # fmt: skip
     ties = [1 + i * 2.0**-j for i in range(9) for j in (4, 5, 8, 9, 11, 12)]
     small = [
         i * 2.0**-j for i in range(1, 12) for j in (7, 9, 10, 11, 15, 24, 25, 26, 126, 133, 140)
@@ -146,7 +135,7 @@ def test_lanes_exchange(seed: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16])
-def test_a_matrix_product_is_one(dtype: type) -> None:
+def test_a_matrix_product_equals_numpys(dtype: type) -> None:
     a: Array = floats(256).reshape(16, 16).astype(dtype)
     b: Array = floats(128).reshape(16, 8).astype(dtype)
     c, d = floats(130)[2:].reshape(16, 8).copy(), np.zeros((16, 8), np.float32)
@@ -173,7 +162,7 @@ def test_matrices_are_stored_as_they_are_loaded() -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_those_who_meet_learn_of_any(seed: int) -> None:
+def test_sync_some_any_tells_all_threads_of_any(seed: int) -> None:
     x, out = np.zeros((4, 64), np.uint32), np.zeros((4, 64), np.uint32)
     x[1, 5] = x[2, 63] = 1
     probe("any_of_some", [x, out], threads=128, seed=seed)
@@ -234,7 +223,7 @@ def test_a_missing_barrier_is_a_race_in_every_order(kernel: str, threads: int, s
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("count", [32, 63])
-def test_who_arrives_after_the_phase_has_ended_is_not_waited_for(count: int, seed: int) -> None:
+def test_a_phase_does_not_wait_for_more_arrivals_than_its_count(count: int, seed: int) -> None:
     x, out = words(64), np.zeros(64, np.uint32)
     probe("wrong_count", [x, out], 64, threads=64, seed=seed)
     np.testing.assert_array_equal(out, x[::-1])
@@ -243,14 +232,14 @@ def test_who_arrives_after_the_phase_has_ended_is_not_waited_for(count: int, see
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_race_is_found_whatever_blocks_did_before(seed: int) -> None:
+def test_a_race_is_found_whatever_earlier_blocks_did(seed: int) -> None:
     x = np.ones(64, np.uint32)
     with pytest.raises(EmulatorFault, match="block .2, 0, 0. .*a race at"):
         probe("wrong_in_one_block", [x, np.zeros(64, np.uint32)], threads=64, blocks=5, seed=seed)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_bytes_of_a_word_are_apart(seed: int) -> None:
+def test_threads_that_access_different_bytes_of_a_word_do_not_race(seed: int) -> None:
     out = np.zeros(16, np.uint32)
     probe("bytes_of_words", [out], threads=64, seed=seed)
     np.testing.assert_array_equal(out, np.arange(64, dtype=np.uint8).view(np.uint32))
@@ -271,7 +260,7 @@ def test_bytes_of_a_word_are_apart(seed: int) -> None:
     ],
 )
 @pytest.mark.parametrize("seed", SEEDS)
-def test_who_meets_wrongly_is_told(kernel: str, threads: int, message: str, seed: int) -> None:
+def test_misused_collectives_are_told(kernel: str, threads: int, message: str, seed: int) -> None:
     with pytest.raises(EmulatorFault, match=message):
         probe(kernel, [np.zeros(64, np.uint32)], threads=threads, seed=seed)
 
@@ -279,14 +268,14 @@ def test_who_meets_wrongly_is_told(kernel: str, threads: int, message: str, seed
 @pytest.mark.parametrize(
     ("seed", "message"), [(0, "no thread can go on"), (1, "this one's end may be missed")]
 )
-def test_a_phase_that_ends_unseen_is_told(seed: int, message: str) -> None:
+def test_a_phase_whose_end_may_be_missed_is_told(seed: int, message: str) -> None:
     with pytest.raises(EmulatorFault, match=message):
         probe("wrong_two_phases", [np.zeros(64, np.uint32)], threads=64, seed=seed)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("cluster", [1, 2, 4])
-def test_blocks_hand_over_by_arriving_only(cluster: int, seed: int) -> None:
+def test_blocks_see_each_others_writes_only_by_arriving(cluster: int, seed: int) -> None:
     parts, counter, out = np.zeros(256, np.float32), np.zeros(1, np.uint32), np.zeros(9, np.float32)
     with pytest.raises(EmulatorFault, match="a race in device memory"):
         probe(
@@ -329,7 +318,7 @@ def test_a_copy_not_waited_for_is_not_there(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("engine", [0, 1])
-def test_what_is_overwritten_has_been_received(engine: int, seed: int) -> None:
+def test_a_copy_over_words_not_yet_received_is_told(engine: int, seed: int) -> None:
     x, out = floats(128), np.zeros(64, np.float32)
     probe("wrong_refill", [x, out], engine, 1, 0, threads=64, shared=256, seed=seed)
     np.testing.assert_array_equal(out, x[:64] + x[64:])
@@ -364,7 +353,7 @@ def test_alignment_is_kept() -> None:
         probe("wrong_alignment", [x, np.zeros(32, np.uint32)])
 
 
-def test_memory_of_other_kernels_waits_for_them() -> None:
+def test_memory_of_other_kernels_is_not_accessed_before_waiting() -> None:
     probe("waits", [words(32), words(32)], from_kernels=True)
     probe("wrong_no_wait", [words(32), words(32)])
     with pytest.raises(EmulatorFault, match="before wait_for_previous"):

@@ -1,4 +1,4 @@
-"""Clusters on the emulator: what each operation does, and that each planted mistake is found."""
+"""Clusters on the emulator: what each operation does, and that every mistake is reported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MISTAKES = (
     "WRONG_WAIT", "NO_WAIT", "TWO_ARRIVALS", "NO_ARRIVAL", "ENDS_EARLY", "FAR_BARRIER", "BEHIND",
     "LOCAL", "TOO_MUCH", "NO_SYNC",
 )  # fmt: skip
-"""As the probes number them."""
+"""The probes' enumeration, in order."""
 RACE = r"a race at .*cluster_probes\.cu:\d+ and no barrier"
 ENDED = "has ended|ended and nothing makes it wait"
 every_order = pytest.mark.parametrize("seed", range(6))
@@ -35,7 +35,9 @@ def probe(
     blocks: int | None = None,
     seed: int = 0,
 ) -> None:
-    """Run a kernel of cluster_probes.cu on arrays, then integers; one cluster if not told more."""
+    """Run a kernel of cluster_probes.cu; its arguments are arrays, then integers. Without `blocks`
+    the grid is one cluster.
+    """
     arguments: list[ctypes.c_void_p | ctypes.c_int32 | ctypes.c_float]
     arguments = [ctypes.c_void_p(x.ctypes.data) for x in arrays]
     arguments += [ctypes.c_int32(n) for n in numbers]
@@ -90,7 +92,7 @@ def test_blocks_exchange_words(how: str, cluster: int, seed: int) -> None:
 
 @every_order
 @pytest.mark.parametrize("parts", [1, 2, 5])
-def test_a_stage_is_filled_again_when_all_have_read_it(parts: int, seed: int) -> None:
+def test_a_stage_is_filled_again_when_all_blocks_have_read_it(parts: int, seed: int) -> None:
     x, out = floats(parts, 64), np.zeros((4, 64), np.float32)
     probe("feed", [x, out], parts, cluster=4, seed=seed)
     np.testing.assert_array_equal(out[0], 0)
@@ -107,6 +109,7 @@ def test_words_may_come_before_they_are_announced(cluster: int, seed: int) -> No
 
 
 # ---- mistakes ------------------------------------------------------------------------------------
+# Mistake -> message, by kernel: wrong_load, wrong_send, wrong_release.
 LOADS = {
     "NO_START": "may not have started",
     "NO_END": ENDED,
@@ -139,7 +142,7 @@ ARRIVALS = {
 @every_order
 @pytest.mark.parametrize("cluster", [2, 3])
 @pytest.mark.parametrize("mistake", ["NONE", *LOADS])
-def test_loads_need_meetings(mistake: str, cluster: int, seed: int) -> None:
+def test_loads_need_barriers_before_and_after(mistake: str, cluster: int, seed: int) -> None:
     x, out = floats(cluster, 64), np.zeros((cluster, 64), np.float32)
 
     def load() -> None:
@@ -157,7 +160,7 @@ def test_loads_need_meetings(mistake: str, cluster: int, seed: int) -> None:
 
 @every_order
 @pytest.mark.parametrize("mistake", ["NONE", "OVERWRITE", *STORES])
-def test_what_is_sent_needs_waits(mistake: str, seed: int) -> None:
+def test_stores_need_barriers_and_waits(mistake: str, seed: int) -> None:
     x, out = floats(3, 64), np.zeros((3, 64), np.float32)
 
     def send() -> None:
@@ -168,13 +171,13 @@ def test_what_is_sent_needs_waits(mistake: str, seed: int) -> None:
         with pytest.raises(EmulatorFault, match=message):
             send()
         return
-    send()  # a store has its words with it: its source may change
+    send()  # OVERWRITE is right here: a store has read its words when it is issued
     np.testing.assert_array_equal(out, np.roll(x, 1, axis=0))
 
 
 @every_order
 @pytest.mark.parametrize("mistake", ["NONE", *ARRIVALS])
-def test_arrivals_release_what_was_read(mistake: str, seed: int) -> None:
+def test_memory_is_overwritten_only_after_its_readers_arrived(mistake: str, seed: int) -> None:
     out = np.zeros((2, 32), np.float32)
 
     def release() -> None:
@@ -191,7 +194,7 @@ def test_arrivals_release_what_was_read(mistake: str, seed: int) -> None:
 @pytest.mark.parametrize(
     ("seed", "message"), [(0, "nothing makes it wait"), (1, "block 0 of the cluster has ended")]
 )
-def test_a_block_may_end_before_or_after_it_is_read(seed: int, message: str) -> None:
+def test_a_block_that_others_read_must_wait_before_it_ends(seed: int, message: str) -> None:
     out = np.zeros((2, 32), np.float32)
     probe("wrong_one_sided", [out], MISTAKES.index("NONE"), threads=32, seed=seed)
     np.testing.assert_array_equal(out, [[0] * 32, [1] * 32])

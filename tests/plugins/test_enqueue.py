@@ -1,4 +1,4 @@
-"""What a launch asks of the driver."""
+"""What enqueuing a launch and loading a kernel ask of the driver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels that fetch the weight of the next product while they leave memory idle."""
+"""Kernels that leave memory idle prefetch the weight of the next product into the L2 cache."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ rooms = pytest.mark.parametrize("op", [GDN, VERIFY_ATTENTION], ids=lambda op: op
 
 @emulated
 @rooms
-def test_nothing_else_changes(op: Op) -> None:
+def test_prefetching_changes_no_result(op: Op) -> None:
     for call in list(of_few_rows(op).values())[:3]:
         alone = launch(call, Emulator(1), THOR)
         got = launch(fetching(call), Emulator(1), THOR)
@@ -72,7 +72,7 @@ def test_blocks_share_the_weight(op: Op) -> None:
 
 
 def followed(name: str, product: str) -> Call:
-    """A linear that knows which one comes next."""
+    """The call of one case of linear that prefetches the weight of another, which comes next."""
     call, after = (call_of(LINEAR, cases_of(LINEAR)[case]) for case in (name, product))
     sized = pack.packed(after.site)
     ports = {**{p: x for p, x in after.site.ports.items() if "0" not in p or p == "y0"}, **sized}
@@ -80,6 +80,7 @@ def followed(name: str, product: str) -> Call:
     return replace(call, site=replace(call.site, following=replace(after.site, ports=ports)))
 
 
+# Cases of linear that follow.
 PRODUCTS = ("more_swiglu_16_of_640", "more_mixed_16_of_640", "more_residual_fp8_16_of_640")
 
 
@@ -94,7 +95,7 @@ def test_a_product_fetches_what_the_next_reads_first(product: str) -> None:
 
 
 @emulated
-def test_it_fetches_nothing_beyond_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_product_fetches_nothing_beyond_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     call = followed("more_norm_5_of_640", PRODUCTS[0])
     size = call.inputs[AHEAD].nbytes // 512
     monkeypatch.setattr(few, "first_read", lambda *_: np.array([[1, size]], np.int32))
@@ -104,8 +105,8 @@ def test_it_fetches_nothing_beyond_the_weight(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("device", [THOR, H100], ids=["thor", "h100"])
 @pytest.mark.parametrize("swiglu", [False, True])
-def test_it_is_what_every_block_asks_for_first(device: Device, swiglu: bool) -> None:
-    """Of gate and up of the 27B, and of as many plain columns."""
+def test_a_product_fetches_what_every_block_asks_for_first(device: Device, swiglu: bool) -> None:
+    """Gate and up of the 27B, and two plain segments of the same size."""
     plan = layout._layout(5120, (Kind.NVFP4,) * 2, (17408, 17408), swiglu)
     ports = {"x": Shaped(DType.BF16, (16, 5120)), "kinds": Shaped(DType.U8, (1, 1))}
     for i in range(1 if swiglu else 2):
@@ -124,13 +125,13 @@ def test_it_is_what_every_block_asks_for_first(device: Device, swiglu: bool) -> 
             assert fetched[at // 512 : (at + piece.tiles * 4608) // 512].all()
 
 
-def test_much_is_not_fetched() -> None:
+def test_more_than_the_most_is_not_fetched_at_all() -> None:
     ports = {"x": Shaped(DType.BF16, (16, 128)), "kinds": Shaped(DType.U8, (3,))}
     site = Site(LINEAR, LINEAR.complete({}), ports | {"y0": Shaped(DType.BF16, (16, 100_000))})
     assert len(few.first_read(site, H100)) == 0
 
 
-def test_a_weight_may_be_larger_than_an_int32_counts() -> None:
+def test_a_weight_may_have_more_bytes_than_an_int32_can_count() -> None:
     ports = {"x": Shaped(DType.BF16, (16, 65536)), "kinds": Shaped(DType.U8, (3,))}
     site = Site(LINEAR, LINEAR.complete({}), ports | {"y0": Shaped(DType.BF16, (16, 20_480))})
     assert layout.layout(site).nbytes > 2**31

@@ -1,4 +1,4 @@
-"""gdn's kernels against the reference, and the laws that no tolerance may soften."""
+"""gdn's kernels against the reference, and laws that must hold bit for bit."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from thor_dflash.plugins.op import Attribute, Case
 from thor_dflash.tensors import Array, DType
 
 FLOAT_ERROR = 2e-6
-"""Of float32 outputs of a verify, relative to the largest."""
+"""Largest error of the float32 outputs of a verify, relative to the largest value."""
 CHUNK_ERROR = 5e-5
-"""The same of a prefill's state: its products are of bf16 pairs, 2^-16 of a term."""
+"""The same of a prefill, whose products take each factor as a pair of bf16: an error of 2^-16."""
 
 
 def case_of(
@@ -30,7 +30,7 @@ def case_of(
     heads: tuple[int, int] = (1, 2),
     **attributes: Attribute,
 ) -> Case:
-    """A case of the kernels' dimensions; rows are bf16."""
+    """A case with the kernels' head dimensions; rows are bf16. `heads`: key heads, value heads."""
     keys, values = heads
     sizes: dict[str, Attribute] = {
         "key_dim": 128, "value_dim": 128, "key_heads": keys, "value_heads": values
@@ -40,11 +40,12 @@ def case_of(
 
 
 def prefill(case: Case, valid: int) -> Case:
+    """The case with `valid` as its number of valid rows."""
     return Case(case.name, {**case.inputs, "valid": np.array([valid], np.int32)}, case.attributes)
 
 
 def poisoned(case: Case) -> Case:
-    """The same, with NaN in everything the counts say is not there."""
+    """The case with NaN in all rows and records beyond the counts `valid` and `accepted`."""
     x = {name: value.copy() for name, value in case.inputs.items()}
     for name in x:
         if name.startswith(("record", "states")):
@@ -62,7 +63,7 @@ def outputs(case: Case, device: Device = THOR, seed: int = 0) -> Mapping[str, Ar
 
 
 def check(case: Case, device: Device = THOR, seed: int = 0) -> Mapping[str, Array]:
-    """Run a case, hold it to the reference; float32 outputs closely."""
+    """Run a case, poisoned, and compare with the reference; float32 outputs more closely."""
     got = outputs(poisoned(case), device, seed)
     want = OP.reference(case.inputs, OP.complete(case.attributes))
     compare(OP, got, want)
@@ -84,7 +85,7 @@ def test_a_block_is_the_reference_whatever_is_folded(rows: int, held: int, accep
 
 @pytest.mark.parametrize("mode", ["verify", "prefill"])
 @pytest.mark.parametrize("saves", ["records", "states"])
-def test_states_that_never_change_place_are_where_arguments_say(mode: str, saves: str) -> None:
+def test_without_a_shift_states_are_where_arguments_say(mode: str, saves: str) -> None:
     case = case_of(5, 5, 4, 3, mode=mode, saves=saves)
     case = prefill(case, 5) if mode == "prefill" else case
     call = call_of(OP, case)
@@ -99,7 +100,7 @@ def test_value_heads_of_any_ratio_to_key_heads(heads: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("accepted", [0, 1, 6])
-def test_a_state_saved_after_every_row(accepted: int) -> None:
+def test_a_state_is_saved_after_every_row(accepted: int) -> None:
     check(case_of(accepted, 6, 6, accepted, saves="states"))
 
 
@@ -111,16 +112,17 @@ def test_plain_parameters_of_either_type(types: DType) -> None:
 
 
 def records_of(got: Mapping[str, Array], keep: slice) -> dict[str, Array]:
-    """The inputs a later call takes from an earlier one's outputs."""
+    """Records among the outputs of a call, as inputs of a later call."""
     return {n.removeprefix("next_"): v[keep] for n, v in got.items() if n.startswith("next_record")}
 
 
 def after(case: Case, more: Mapping[str, Array], accepted: int) -> Case:
+    """The case with other states and records, and another number of records to fold."""
     count = np.array([accepted], np.int32)
     return Case(case.name, {**case.inputs, **more, "accepted": count}, case.attributes)
 
 
-def test_rows_folded_at_once_one_by_one_or_never_left_the_block_have_the_same_bits() -> None:
+def test_rows_folded_at_once_one_by_one_or_in_their_block_give_the_same_bits() -> None:
     rows = 5
     case = case_of(21, rows, rows, 2)
     block = outputs(case)
@@ -150,7 +152,7 @@ def _state(got: Mapping[str, Array]) -> dict[str, Array]:
     return {"state": got["next_state"].copy(), "tail": got["next_tail"].copy()}
 
 
-def test_bits_depend_neither_on_the_device_nor_on_who_runs_first() -> None:
+def test_bits_depend_neither_on_the_device_nor_on_the_order_of_threads() -> None:
     case = case_of(5, 4, 3, 2, (2, 6))
     want = outputs(case, THOR)
     for device, seed in ((H100, 1), (Device((9, 0), 1), 2), (Device((9, 0), 3), 3)):
@@ -162,12 +164,12 @@ def test_bits_depend_neither_on_the_device_nor_on_who_runs_first() -> None:
 @pytest.mark.parametrize(
     ("device", "alone"), [(H100, True), (THOR, False), (Device((9, 0), 127), False)]
 )
-def test_a_block_is_alone_where_each_can_be(device: Device, alone: bool) -> None:
+def test_blocks_share_no_multiprocessor_if_there_are_enough(device: Device, alone: bool) -> None:
     case = case_of(7, 16, 16, 0, (16, 48))
     inputs = {n: shaped(x) for n, x in case.inputs.items()}
     (one,) = launches(site_of(OP, case.attributes, inputs), device)
     assert one.grid == (128, 1, 1)
-    whole, each = device.shared + 1024, one.shared + 1024  # the driver takes 1 KiB a block
+    whole, each = device.shared + 1024, one.shared + 1024  # 1 KiB of each block is the driver's
     assert (2 * each > whole) == alone
     assert one.shared <= device.shared
 
@@ -176,12 +178,14 @@ def test_a_block_is_alone_where_each_can_be(device: Device, alone: bool) -> None
     ("rows", "accepted", "valid"),
     [(64, 0, 64), (64, 3, 1), (64, 5, 2), (96, 1, 33), (70, 2, 69), (5, 4, 3), (160, 0, 97)],
 )
-def test_a_prefill_is_the_reference_wherever_it_stops(rows: int, accepted: int, valid: int) -> None:
+def test_a_prefill_is_the_reference_wherever_it_ends(rows: int, accepted: int, valid: int) -> None:
     check(prefill(case_of(valid, rows, 16, accepted, mode="prefill"), valid))
 
 
 def test_a_prefill_of_keys_that_are_alike_and_states_that_never_fade() -> None:
-    """The chunk's triangular system at its worst: every row corrects all rows before it."""
+    """The hardest case for a chunk's triangular system: every row depends strongly on all rows
+    before it.
+    """
     case = prefill(case_of(1, 128, 4, 0, mode="prefill"), 128)
     qkv = case.inputs["qkv"].copy()
     qkv[:, 128:256] = (3 + 0.3 * qkv[:, 128:256].astype(np.float32)).astype(qkv.dtype)
@@ -190,7 +194,9 @@ def test_a_prefill_of_keys_that_are_alike_and_states_that_never_fade() -> None:
 
 
 def test_a_prefill_of_decays_from_none_to_all() -> None:
-    """Ratios of decays across a row that forgets everything are those of the rows after it."""
+    """A row may decay the state to nothing. Decays between rows after it must still be right, not
+    the quotient of two cumulative decays that are 0.
+    """
     case = prefill(case_of(2, 64, 4, 1, (1, 3), mode="prefill"), 64)
     steep = case.inputs["a"].astype(np.float32) * 40 - 20
     a = steep.astype(case.inputs["a"].dtype)
@@ -206,7 +212,7 @@ def test_a_prefill_starts_from_a_saved_state() -> None:
     check(prefill(case_of(3, 40, 4, 2, mode="prefill", saves="states"), 37))
 
 
-def test_rows_of_a_prefill_know_nothing_of_later_ones() -> None:
+def test_rows_of_a_prefill_do_not_depend_on_later_ones() -> None:
     long = prefill(case_of(8, 160, 4, 2, mode="prefill"), 150)
     want = outputs(long)["o"]
     short = {n: long.inputs[n][:70] for n in ("qkv", "b", "a")}

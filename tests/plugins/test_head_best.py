@@ -1,4 +1,4 @@
-"""The head's choice of a best id against numpy, on logits that are hard to choose among."""
+"""The kernel that chooses the head's best ids against numpy, on logits that are hard to rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from thor_dflash.tensors import Array, DType
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 
 WIDTHS = (1, 3, 96, 1280, SLICE - 1, SLICE, SLICE + 1, 2 * SLICE + 36)
-"""One slice and several, rows that start on 16 bytes and rows that do not."""
+"""Rows of one slice and of several; rows that are 16-byte aligned and rows that are not."""
 
 
 def site(logits: Array, vocab: int, id_map: Array | None) -> Site:
@@ -26,7 +26,7 @@ def site(logits: Array, vocab: int, id_map: Array | None) -> Site:
 
 
 def best(logits: Array, vocab: int = 0, id_map: Array | None = None, seed: int = 0) -> Array:
-    """What the kernel chooses, in poisoned memory."""
+    """The kernel's choices. Its outputs and scratch are poisoned before."""
     (launch,) = best_launches(site(logits, vocab, id_map), THOR, "sums")
     buffers = {
         "sums": buffer("sums", logits, writable=False),
@@ -57,7 +57,7 @@ def reference(logits: Array, vocab: int = 0, id_map: Array | None = None) -> Arr
 
 
 def any_logits(rng: np.random.Generator, width: int) -> Array:
-    """Many ties, both zeros, infinities of both signs, NaN of both signs."""
+    """Many ties; zeros, infinities and NaN of both signs."""
     rows = int(rng.integers(1, 33)) if width < SLICE else int(rng.integers(1, 4))
     logits = rng.standard_normal((rows, width))
     if rng.random() < 0.6:
@@ -72,7 +72,7 @@ def any_logits(rng: np.random.Generator, width: int) -> Array:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_the_best_id_is_the_references_whatever_the_logits(seed: int) -> None:
+def test_the_best_ids_are_numpys_whatever_the_logits(seed: int) -> None:
     rng = np.random.default_rng(seed)
     width = int(rng.choice(WIDTHS))
     logits = any_logits(rng, width)

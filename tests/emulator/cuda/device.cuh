@@ -1,5 +1,5 @@
-// plugins/cuda/device.cuh for a CPU: the same names, each with the meaning it has there, so that a
-// kernel's source runs as it is. Found first by `-I tests/emulator -I plugins`.
+// Implements plugins/cuda/device.cuh on a CPU: the same names with the same meaning, so that kernel
+// sources compile unchanged. `-I tests/emulator -I plugins` makes the compiler find this file first.
 #pragma once
 
 #include <math.h>
@@ -26,7 +26,7 @@ typedef long long i64;
 #define __constant__ static
 #define __grid_constant__
 
-#if defined(EMULATOR_LIST)  // preprocessed only, to find the kernels and their signatures
+#if defined(EMULATOR_LIST)  // only preprocessed, to find the kernels and their parameters
 #define KERNEL emulated_kernel
 #else
 #define KERNEL __global__
@@ -129,7 +129,7 @@ DEVICE float emulated_f16_float(u16 x) {
     float scaled = bits_float(magnitude << 13) * 0x1p112f;  // also right for subnormals
     return bits_float(sign | float_bits(scaled));
 }
-// Round to nearest even, beyond the range infinity.
+// Rounds to nearest even; values beyond the range become infinity.
 DEVICE u16 emulated_f16(float x) {
     u32 bits = float_bits(x), sign = bits >> 16 & 0x8000u;
     bits &= 0x7fffffffu;
@@ -287,7 +287,7 @@ DEVICE float4 load_cluster16(u32 remote) {
     return r;
 }
 DEVICE void store_cluster16(u32 remote, const float4& value, u32 remote_barrier) {
-    float4 read = value;  // an access of this thread, where it lies in memory
+    float4 read = value;  // checked like any load of this thread, if `value` is in memory
     emulator::store_cluster16(remote, &read, remote_barrier);
 }
 DEVICE void barrier_arrive_cluster(u32 remote_barrier) {
