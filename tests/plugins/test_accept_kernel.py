@@ -49,7 +49,7 @@ def any_logits(rng: np.random.Generator, rows: int, width: int) -> Array:
 
 
 def any_tokens(rng: np.random.Generator, logits: Array) -> Array:
-    """A block whose drafts are mostly the best id, sometimes a good one, seldom an arbitrary one."""
+    """A block whose drafts are mostly the best id, sometimes a good one, seldom any other id."""
     rows, width = logits.shape
     order = np.argsort(-logits, axis=1, kind="stable")
     rank = np.where(rng.random(rows) < 0.6, 0, rng.integers(0, 4, rows)) % width

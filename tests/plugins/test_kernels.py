@@ -1,4 +1,4 @@
-"""Every room's kernels held to its reference, on a CPU, by tests that know none of them."""
+"""Tests that all rooms share: their kernels, on a CPU, against their references."""
 
 from __future__ import annotations
 
@@ -53,8 +53,9 @@ every_room = pytest.mark.parametrize("op", ROOMS, ids=lambda op: op.name)
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 DEVICES = {"thor": THOR, "h100": H100}
 SMALL = Device((9, 0), 12)
-"""More to do for each block, and fewer blocks to emulate, than on an H100."""
+"""Each block has more to do, and there are fewer to emulate, than on an H100."""
 FORWARD, BACKWARDS, SHUFFLED = 0, 1, 2
+"""Seeds of the emulator: the order of threads and blocks."""
 REFUSAL = re.compile(r"\w+[.:].* must .+ \(got .+\)")
 
 
@@ -65,7 +66,7 @@ every_case = pytest.mark.parametrize(
 
 
 def accepted(op: Op, case: Case, x_squares: bool = False, y_squares: bool = False) -> Call | None:
-    """The call, or None where the kernels refuse it, as they must say why."""
+    """The call, or None if the kernels refuse it; then the message must have the usual form."""
     try:
         return call_of(op, case, x_squares, y_squares)
     except Refused as refusal:
@@ -76,7 +77,7 @@ def accepted(op: Op, case: Case, x_squares: bool = False, y_squares: bool = Fals
 
 @cache
 def forward(room: str, name: str) -> tuple[Call, dict[str, Array]] | None:
-    """A case run once for all laws that begin with it; None where the kernels refuse it."""
+    """The call and outputs of a case, run once for all tests that need it; None if refused."""
     (op,) = (op for op in OPS if op.name == room)
     call = accepted(op, cases_of(op)[name])
     if call is None:
@@ -97,8 +98,8 @@ def test_kernels_equal_the_reference(op: Op, name: str) -> None:
     call, got = run
     assert dict(call.site.ports) == dict(call_site(op, cases_of(op)[name]).ports)
     compare(op, got, call.want)
-    # Bits that depend on the order of threads, or on what memory held before, are a missing
-    # barrier, an element never written, or a read of something nobody wrote.
+    # If the bits depend on the order of threads or on what memory held before, a barrier is
+    # missing, an element is never written, or something is read that was never written.
     same_bits(launch(call, Emulator(SHUFFLED), THOR, poison=0x5A), got)
     compare(op, launch(call, Emulator(BACKWARDS), SMALL), call.want)
 
@@ -181,7 +182,7 @@ def test_a_row_does_not_depend_on_its_place_or_its_neighbours(op: Op, name: str)
 
 # ---- geometry ------------------------------------------------------------------------------------
 def sites(op: Op) -> Iterator[tuple[str, Site]]:
-    """Every call the kernels take, of the cases and of the full model."""
+    """Every call that the kernels do not refuse: of the cases, and of the full model."""
     yield from taken_of(op)
     for name, attributes, inputs in model_sites(op.name):
         yield name, packed(site_of(op, attributes, inputs), {})[0]
@@ -204,7 +205,9 @@ one block may have. Source: CUDA C++ Programming Guide, compute capabilities 9.0
 
 
 def test_a_block_of_gdn_that_is_alone_fits_beside_one_of_the_product_before() -> None:
-    """That one may end later than its neighbour; the state would be asked for only then."""
+    """The product's last blocks may still run. If gdn's block did not fit beside one of them, it
+    would have to wait for its end before it could request the state.
+    """
     product = max(one.shared for n, one in launches("linear") if n == "gdn_in_nvfp4_16 on h100")
     (gdn,) = (one.shared for n, one in launches("gdn") if n == "verify_records_16 on h100")
     whole = H100.shared + DRIVERS
@@ -265,11 +268,11 @@ def test_scratch_of_one_name_has_one_size_in_a_call(op: Op) -> None:
 
 
 LATER = {"gdn_rows", "attend_split"}
-"""Kernels whose successor would be in their way: docs/cuda.md."""
+"""Kernels that let the next one start only after their own wait: docs/cuda.md says why."""
 
 
 def test_the_next_kernel_may_start_before_this_one_waits() -> None:
-    """No result shows it, and a cycle takes longer where it is forgotten."""
+    """A kernel that forgets let_next_start gives the same results, but a cycle takes longer."""
     found: dict[str, bool] = {}
     for path in ROOT.rglob("*.cu"):
         for kernel in re.findall(r"^KERNEL.*?^}", path.read_text(), re.DOTALL | re.MULTILINE):
@@ -282,8 +285,8 @@ def test_the_next_kernel_may_start_before_this_one_waits() -> None:
 
 
 # ---- compilation ---------------------------------------------------------------------------------
-def test_the_compiler_may_not_round_a_product_and_a_sum_as_one() -> None:
-    """It would in some rows of an unrolled loop and not in others. The emulator's never does."""
+def test_the_compiler_may_not_fuse_a_product_and_a_sum() -> None:
+    """NVRTC would fuse them in some rows of an unrolled loop and not in others. Nor may g++."""
     assert "--fmad=false" in OPTIONS
     assert "-ffp-contract=off" in FLAGS
 

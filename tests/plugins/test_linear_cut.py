@@ -1,4 +1,4 @@
-"""How a product of more than 32 rows is cut into items, and that any cut is right."""
+"""How a product of more than 32 rows is cut into items, and that any cut gives right results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from thor_dflash.plugins.op import Case
 
 
 def items(found: Cut) -> list[tuple[int, int, int, int]]:
-    """First row, rows, first packed column, columns; as item_of in prefill.cu."""
+    """Every item: first row, rows, first packed column, columns; as item_of in prefill.cu."""
     row_tiles = found.tiles // len(found.pieces)
     made: list[tuple[int, int, int, int]] = []
     for i in range(found.items):
@@ -51,13 +51,13 @@ def test_every_cut_makes_every_row_and_column_once(
 
 
 def shape(found: Cut) -> tuple[int, int, int]:
-    """n-tiles and rows of most items, and how many items there are."""
+    """n-tiles of the widest items, rows of the first ones, and the number of items."""
     height = found.height if found.whole else LOW
     return max(piece.tiles for piece in found.pieces), height, found.items
 
 
 @pytest.mark.parametrize("name", [name for name in SHAPES if name not in ("head", "nano")])
-def test_a_device_of_few_multiprocessors_is_filled_by_the_widest(name: str) -> None:
+def test_a_device_of_few_multiprocessors_gets_the_widest_items(name: str) -> None:
     for rows in (33, 64, 100, 128, 512, 2048):
         width, height, _ = shape(cut(_layout(*SHAPES[name]), rows, THOR.multiprocessors))
         assert (width, height) == (WIDE, LOW if rows <= LOW else HIGH)
@@ -72,8 +72,8 @@ def test_a_device_of_few_multiprocessors_is_filled_by_the_widest(name: str) -> N
         (512, (WIDE, HIGH, 80)),
     ],
 )
-def test_few_columns_are_cut_for_many(rows: int, found: tuple[int, int, int]) -> None:
-    """5,120 of them, for 132."""
+def test_few_columns_are_cut_for_many_blocks(rows: int, found: tuple[int, int, int]) -> None:
+    """5,120 columns, for the 132 multiprocessors of an H100."""
     assert shape(cut(_layout(*SHAPES["down"]), rows, H100.multiprocessors)) == found
 
 
@@ -90,7 +90,7 @@ ROWS, BLOCKS = (40, 64, 70, 130, 200, 300), (1, 2, 5, 6, 12, 132)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("blocks", BLOCKS)
 def test_any_cut_gives_the_product(rows: int, blocks: int) -> None:
-    """Nine n-tiles: the last piece has one, and three quarters of a block nothing to multiply."""
+    """Nine n-tiles, so that in the last piece, of one n-tile, most of a block's warps are idle."""
     rng = np.random.default_rng(rows)
     inputs = {
         "x": rng.normal(0, 1, (rows, 192)).astype(BF16),
@@ -105,7 +105,7 @@ def test_any_cut_gives_the_product(rows: int, blocks: int) -> None:
     assert product.arguments[-2:] == (Int(len(found.pieces)), Int(found.whole))
 
 
-def test_all_kinds_of_items_are_among_those() -> None:
+def test_the_cuts_above_have_items_of_every_kind() -> None:
     plan = _layout(192, (Kind.NVFP4,), (576,), False)
     found = [cut(plan, rows, blocks) for rows in ROWS for blocks in BLOCKS]
     assert {shape(one)[:2] for one in found} == {(w, h) for w in (WIDE, SLIM) for h in (HIGH, LOW)}
@@ -113,7 +113,7 @@ def test_all_kinds_of_items_are_among_those() -> None:
 
 
 @needs_emulator
-def test_the_bits_are_those_of_any_other_cut() -> None:
+def test_every_cut_gives_the_same_bits() -> None:
     rng = np.random.default_rng(3)
     inputs = {
         "x": rng.normal(0, 1, (150, 384)).astype(BF16),

@@ -1,4 +1,4 @@
-"""linear where half n-tiles of bf16 are dealt: those of a few columns beside many of NVFP4."""
+"""linear where a bf16 n-tile is dealt in halves: a few bf16 columns beside many NVFP4 ones."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ def check(call: kernels.Call, on: Device, seed: int = 0) -> None:
 
 
 THIN = (("nvfp4", 256), ("bfloat16", 48), ("bfloat16", 44))
+"""Kind and columns of each segment. The bf16 columns are three halves of an n-tile, the last not
+full."""
 
 
 def thin(rows: int, k: int, segments: Sequence[tuple[str, int]] = THIN) -> Case:
@@ -55,13 +57,15 @@ def test_halves_of_bf16_tiles_equal_the_reference(rows: int, k: int, multiproces
 @emulated
 @pytest.mark.parametrize("k", [128, 384])
 def test_no_half_is_read_beyond_its_end(k: int) -> None:
-    """The last half lies at the end of the packed weight, and a slot of it is half a slot."""
+    """The last half n-tile lies at the end of the packed weight, where only half of each slot is
+    its own.
+    """
     check(
         kernels.call_of(LINEAR, thin(16, k, [("nvfp4", 256), ("bfloat16", 120)])), Device((9, 0), 8)
     )
 
 
-def test_halves_that_are_padding_are_nobodys() -> None:
+def test_halves_that_are_only_padding_are_not_dealt() -> None:
     for k, on, parts in ((320, 5, 2), (2048, 40, 8)):
         cut = thin_cut(k, Device((9, 0), on))
         pieces = [i.piece for items in cut.clusters for i in items]

@@ -1,4 +1,6 @@
-"""The linear kernel beyond its room's cases: how work is cut, norms shared, thin segments."""
+"""linear with at most 32 rows, beyond its room's cases: how work is cut, how norms are shared
+between calls, segments of few columns.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,11 @@ from thor_dflash.tensors import Array, DType
 
 SMALL = Device((9, 0), 12)
 Sixteen = tuple[int, Kind, bool]
-"""First packed column, kind and whether stored narrow of 16 columns."""
+"""16 packed columns: the first one, their kind, and whether they are a narrow tile."""
 
 
 def made(plan: Layout, cut: Partition) -> list[Sixteen]:
-    """All that is made but for padding."""
+    """All columns that the items compute, in order, without padding."""
     found = []
     for item in (item for items in cut.clusters for item in items):
         piece = item.piece
@@ -41,6 +43,7 @@ def made(plan: Layout, cut: Partition) -> list[Sixteen]:
 
 
 def wanted(plan: Layout) -> list[Sixteen]:
+    """All columns of a layout, in order, without padding."""
     return [
         sixteen
         for g in plan.groups
@@ -50,11 +53,12 @@ def wanted(plan: Layout) -> list[Sixteen]:
 
 
 def there(plan: Layout, sixteen: Sixteen) -> bool:
+    """Whether these columns are not just padding."""
     return any(plan.strips[sixteen[0] // 8 :][:2])
 
 
 def streamed(plan: Layout, cut: Partition) -> list[float]:
-    """Bytes of weight that the busiest block of each cluster reads."""
+    """Bytes of weight that are read by the block of each cluster with the longest range of K."""
     longest = max(map(len, halves(plan, cut.parts)))
     return [
         sum(i.piece.step_bytes + (1152 if i.narrow else 0) for i in items) / 2 * longest
@@ -76,14 +80,14 @@ def test_every_tile_is_made_once_over_all_of_k(shape: str, multiprocessors: int)
 
 
 def test_a_block_of_a_cluster_begins_with_a_whole_step() -> None:
-    """Half steps of 832 of K, the last of which has no other half."""
+    """K = 832 has 13 half steps, so the last step consists of a single one."""
     plan = _layout(832, (N4,), (256,), False)
     assert halves(plan, 4) == [range(2), range(2, 6), range(6, 10), range(10, 13)]
 
 
 def copies(table: Array, count: int) -> Iterator[tuple[int, int]]:
-    """(first byte, bytes) of all that the blocks of a launch ask for, over `count` half steps:
-    whole steps of NVFP4, slots of the others.
+    """First byte and size of every copy that the blocks of a launch request, over `count` half
+    steps: of whole steps for NVFP4, of slots for the other kinds.
     """
     for (offset, stride, _, rest), narrow in table.reshape(-1, 2, 4).tolist():
         kind, tiles = Kind(rest & 3), rest >> 8 & 255
@@ -118,17 +122,17 @@ def test_every_byte_is_asked_for_once(shape: str, device: Device) -> None:
     [(2, 2, 132), (4, 2, 62), (8, 2, 30), (4, 3, 92), (8, 3, 45)],
 )
 def test_all_clusters_of_a_launch_fit_on_an_h100(parts: int, each: int, fit: int) -> None:
-    """`fit` is what cuOccupancyMaxActiveClusters said there; one more runs when the others have
-    ended, and a launch takes twice as long.
+    """`fit` is the result of cuOccupancyMaxActiveClusters on an H100. One cluster more would run
+    only after the others have ended, and the launch would take twice as long.
     """
     assert clusters(parts, H100.multiprocessors, each) <= fit
 
 
 @pytest.mark.parametrize("device", [THOR, H100], ids=["thor", "h100"])
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s != "nano"])
-def test_blocks_stream_about_as_many_bytes(shape: str, device: Device) -> None:
-    """Clusters do not fit everywhere, and most tiles are whole: no block has a quarter more than
-    its share; of the products that read most, hardly more than that.
+def test_blocks_read_about_equally_many_bytes(shape: str, device: Device) -> None:
+    """Shares cannot be equal, since clusters do not fill a device and most n-tiles are not divided.
+    But no block reads a quarter more than its share, nor 5% more of the largest weights.
     """
     plan = _layout(*SHAPES[shape])
     cut = partition(plan, device.multiprocessors)
@@ -141,7 +145,8 @@ def test_blocks_stream_about_as_many_bytes(shape: str, device: Device) -> None:
     st.lists(st.tuples(st.sampled_from(Kind), st.integers(1, 90)), min_size=1, max_size=4),
     st.integers(1, 50),
 )
-@example(1, [(N4, 1), (N4, 1), (N4, 31), (Kind.BF16, 17)], 2)  # from half a bf16 n-tile on
+# Here the rest is cut anew from the second half of a bf16 n-tile on.
+@example(1, [(N4, 1), (N4, 1), (N4, 31), (Kind.BF16, 17)], 2)
 def test_any_layout_is_cut_whole(k: int, segments: list[tuple[Kind, int]], count: int) -> None:
     kinds, widths = zip(*segments, strict=True)
     plan = _layout(16 * k, tuple(kinds), tuple(8 * w for w in widths), False)
@@ -164,7 +169,7 @@ def test_segments_may_end_inside_a_strip(rows: int) -> None:
 @pytest.mark.parametrize("seed", [0, 1, 5])
 @pytest.mark.parametrize("rows", [3, 16, 20])
 def test_a_block_may_have_any_number_of_items(rows: int, seed: int) -> None:
-    """One cluster makes seven items of four and of two n-tiles."""
+    """One cluster has seven items: six of four n-tiles and one of two."""
     rng = np.random.default_rng(seed)
     inputs = {
         "x": rng.normal(0, 1, (rows, 384)).astype(BF16),
@@ -179,8 +184,10 @@ def test_a_block_may_have_any_number_of_items(rows: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 5])
-def test_warps_without_a_tile_wait_for_the_room_too(seed: int) -> None:
-    """Short items, the later ones narrow: who ends nothing is soon two items ahead."""
+def test_warps_without_an_n_tile_wait_for_free_space_too(seed: int) -> None:
+    """Short items, the later ones of one n-tile. Warps with nothing to finish would soon be two items
+    ahead if they did not wait until the space for the sums is free.
+    """
     rng = np.random.default_rng(seed)
     inputs: dict[str, Array] = {"x": rng.normal(0, 1, (16, 128)).astype(BF16)}
     for i, (n, make) in enumerate(((448, nvfp4), (128, bf16))):
@@ -198,7 +205,9 @@ def site(ports: Mapping[str, Array], outputs: Mapping[str, Shaped], **attributes
 
 @pytest.mark.parametrize("rows", [1, 16, 32])
 def test_rows_that_come_normed_give_what_the_norm_gives(rows: int) -> None:
-    """x * (offset + w) as rows and 1 / rms at the end is the norm, to the rounding of the rows."""
+    """Rows x * (offset + w), and 1 / rms as a factor at the end, give the normed product, up to the
+    rounding of the rows.
+    """
     rng = np.random.default_rng(rows)
     x = rng.normal(0, 3, (rows, 640)).astype(BF16)
     weight = rng.normal(0, 0.2, 640).astype(BF16)
@@ -218,7 +227,7 @@ def test_rows_that_come_normed_give_what_the_norm_gives(rows: int) -> None:
 
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("rows", [1, 16, 32])
-def test_whoever_makes_rows_can_norm_them_for_the_next(rows: int, wide: bool) -> None:
+def test_rows_can_be_left_normed_for_the_next_product(rows: int, wide: bool) -> None:
     rng = np.random.default_rng(rows)
     inputs = {
         "x": rng.normal(0, 1, (rows, 384)).astype(BF16),
@@ -247,7 +256,7 @@ def test_whoever_makes_rows_can_norm_them_for_the_next(rows: int, wide: bool) ->
 @pytest.mark.parametrize("epilogue", ["none", "swiglu", "residual"])
 @pytest.mark.parametrize("rows", [1, 16, 32])
 def test_rows_can_be_left_for_the_next_product(rows: int, epilogue: str) -> None:
-    """The rows in slabs are the rows."""
+    """The slabs hold the very rows of the output."""
     rng = np.random.default_rng(rows)
     inputs: dict[str, Array] = {"x": rng.normal(0, 1, (rows, 192)).astype(BF16)}
     segments = 2 if epilogue == "swiglu" else 1
@@ -263,7 +272,7 @@ def test_rows_can_be_left_for_the_next_product(rows: int, epilogue: str) -> None
 
 
 @pytest.mark.parametrize("head", [8, 16, 32, 64, 128, 256, 768])
-def test_the_norm_may_be_over_a_head_of_any_of_its_widths(head: int) -> None:
+def test_the_norm_may_be_over_heads_of_any_width(head: int) -> None:
     rng = np.random.default_rng(head)
     inputs = {
         "x": rng.normal(0, 3, (5, 768)).astype(BF16),
@@ -284,7 +293,7 @@ def test_rows_of_another_type_are_refused(port: str) -> None:
     assert launch.refuse(site) == f"linear.{port} must be bfloat16 (got float32)"
 
 
-def test_packing_refuses_what_is_no_number() -> None:
+def test_packing_refuses_scales_that_are_nan_or_negative() -> None:
     rng = np.random.default_rng(0)
     weights = {f"{name}0": value for name, value in nvfp4(rng, 64, 128).items()}
     call = site({"x": np.zeros((1, 128), BF16), **weights}, {"y0": Shaped(DType.BF16, (1, 64))})

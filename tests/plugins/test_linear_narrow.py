@@ -1,4 +1,4 @@
-"""linear where some n-tiles are stored narrow: small layouts that have them, packed, multiplied."""
+"""linear with narrow tiles (n-tiles stored as four of 16 columns), in layouts that are small."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from thor_dflash.tensors import Array, DType
 BF16 = DType.BF16.numpy
 N4 = Kind.NVFP4
 WIDTH = 17 * 64 // 2
-"""Columns of gate and of up: four n-tiles for each of `CLUSTERS`, and one that is stored narrow."""
+"""Columns of gate and of up each: four n-tiles for each of 4 clusters, and one stored narrow."""
 
 MANY = 29 * 64 // 2
-"""The same with seven n-tiles for each."""
+"""The same with seven n-tiles for each cluster."""
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 
 
 @pytest.fixture(autouse=True)
 def _few_clusters(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Aim at a device that is small enough for the emulator."""
+    """Lay weights out for 4 clusters instead of an H100's 132: few enough for the emulator."""
     monkeypatch.setattr(layout, "CLUSTERS", 4)
     _forget()
     yield
@@ -115,7 +115,7 @@ def test_groups_share_the_packed_weight_without_a_gap(k: int, strips: int) -> No
 
 
 @given(st.integers(1, 40), st.integers(1, 400), st.integers(1, 150))
-def test_every_narrow_tile_goes_with_an_item(k: int, strips: int, count: int) -> None:
+def test_every_narrow_tile_is_given_to_one_item(k: int, strips: int, count: int) -> None:
     plan = _layout(16 * k, (N4, N4), (8 * strips,) * 2, True)
     cut = partition(plan, count)
     given_tiles = [i.narrow for items in cut.clusters for i in items if i.narrow]
@@ -151,7 +151,9 @@ def test_unpacking_gives_back_narrow_tiles(k: int, width: int) -> None:
 
 
 def test_a_narrow_slot_holds_what_a_slot_of_its_columns_would() -> None:
-    """Codes and scales of a quarter are those of the whole n-tile, in the order of units.cuh."""
+    """A narrow slot holds a quarter of the codes and scales of a whole slot, in the order described
+    in units.cuh.
+    """
     case = gate_up(1, 128)
     narrow = _tile(case, 16, 2 * 2304)
     layout.CLUSTERS = 5  # whole n-tiles
@@ -170,7 +172,7 @@ def test_a_narrow_slot_holds_what_a_slot_of_its_columns_would() -> None:
 
 
 def _tile(case: Case, tile: int, nbytes: int) -> Array:
-    """One step of an n-tile: [half, slot]."""
+    """One step of an n-tile, uint8 [half step, bytes]."""
     call = kernels.call_of(LINEAR, kernels.in_kernel_types(LINEAR, case))
     plan = layout.layout(call.site)
     group = next(g for g in reversed(plan.groups) if g.column <= 64 * tile)
@@ -179,7 +181,7 @@ def _tile(case: Case, tile: int, nbytes: int) -> Array:
 
 
 def _scales(word: int) -> list[int]:
-    """The bytes of a word of scales, as nvfp4_scales takes them."""
+    """The scales in a word, in the order in which nvfp4_scales extracts them."""
     word = int(word)
     turned = (word >> 8 | word << 24) & 0xFFFFFFFF
     return [w >> shift & 0xFF for w in (word, turned) for shift in (4, 20)]
@@ -192,8 +194,8 @@ def _scales(word: int) -> list[int]:
     ("k", "multiprocessors"), [(16, 2), (64, 1), (128, 3), (192, 4), (384, 2), (704, 4), (704, 40)]
 )
 def test_narrow_tiles_equal_the_reference(rows: int, k: int, multiprocessors: int) -> None:
-    """One cluster that has all of them on four items, several; n-tiles four to an item and one; a
-    block without any slot; stages that are full and not.
+    """All four narrow tiles in one cluster or in several; items of four and of two n-tiles; a block
+    without any slot; stages that are full and stages that are not.
     """
     call = kernels.call_of(LINEAR, gate_up(rows, k))
     assert launches(call.site, H100)[-1].defines["NARROW"] == 1
@@ -202,7 +204,7 @@ def test_narrow_tiles_equal_the_reference(rows: int, k: int, multiprocessors: in
     np.testing.assert_array_equal(got["y0"], again["y0"])
 
 
-def test_those_cuts_are_what_they_are_for() -> None:
+def test_the_cuts_of_these_tests_are_the_intended_ones() -> None:
     with_narrow = [i for items in cut_of(64, device(1)).clusters for i in items if i.narrow]
     assert len(with_narrow) == 4
     assert len(cut_of(64, device(1)).clusters) == 1
@@ -220,12 +222,14 @@ def test_those_cuts_are_what_they_are_for() -> None:
 @emulated
 @pytest.mark.parametrize("rows", [3, 16, 20])
 @pytest.mark.parametrize("seed", [0, 1, 5])
-def test_items_with_and_without_a_narrow_tile_follow_each_other(rows: int, seed: int) -> None:
+def test_items_with_a_narrow_tile_precede_items_without_one(rows: int, seed: int) -> None:
     run(kernels.call_of(LINEAR, gate_up(rows, 128, MANY)), device(1), seed)
 
 
 def odd_cut(plan: Layout, multiprocessors: int) -> Partition:
-    """Two clusters; items of any number of n-tiles in any order, narrow tiles with some."""
+    """A cut that `partition` would not make: two clusters, items of 1 to 4 n-tiles in any order,
+    some of them with a narrow tile.
+    """
     first, second, *_ = plan.groups
     narrow = plan.narrow or (None,) * 4
     one = (
@@ -258,7 +262,7 @@ def test_items_may_come_in_any_order(
     want = kernels.launch(kernels.call_of(LINEAR, case), Emulator(0), device(4))["y0"]
     monkeypatch.setattr(few, "partition", odd_cut)
     got = run(kernels.call_of(LINEAR, case), device(4), seed)["y0"]
-    if narrow:  # all warps of an n-tile are two, whatever the item
+    if narrow:  # then every n-tile is shared by two warps, whatever the item
         np.testing.assert_array_equal(got, want)
 
 
@@ -285,7 +289,7 @@ def test_a_row_does_not_depend_on_how_many_there_are(most: int) -> None:
 def test_normed_rows_come_in_and_rows_are_left(
     rows: int, multiprocessors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a verify's gate and up are called: 1 / rms at the end, slabs for down_proj."""
+    """As a verify calls gate and up: 1 / rms is applied last, slabs are left for down_proj."""
     monkeypatch.setattr(layout, "CLUSTERS", 8)
     rng = np.random.default_rng(rows)
     case = gate_up(rows, 320, 2 * WIDTH)  # whole slabs
@@ -312,7 +316,7 @@ def test_normed_rows_come_in_and_rows_are_left(
 @emulated
 @pytest.mark.parametrize("rows", [16, 32])
 @pytest.mark.parametrize("k", [64, 384])
-def test_rows_need_their_factor_in_any_item(
+def test_every_item_applies_the_rows_norm_factor(
     rows: int, k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = gate_up(rows, k)
@@ -334,7 +338,9 @@ def test_rows_need_their_factor_in_any_item(
 @pytest.mark.parametrize("parts", [2, 4, 8])
 @pytest.mark.parametrize(("warps", "each"), [(8, 2), (4, 3)])
 def test_blocks_fit_on_a_multiprocessor(warps: int, each: int, parts: int) -> None:
-    """Of 228 KB a block takes 1 KB more than it asks for. Source: CUDA programming guide."""
+    """A multiprocessor has 228 KB, and a block takes 1 KB more than it asks for. Source: CUDA
+    programming guide.
+    """
     cut = Partition(warps, each, parts, ())
     for narrow, tiles in itertools.product((False, True) if warps == 8 else (False,), (1, 2)):
         assert each * (few._shared(tiles, cut, narrow=narrow) + 1024) <= 228 * 1024
@@ -362,7 +368,7 @@ def test_prefill_reads_narrow_tiles(rows: int, k: int) -> None:
 @pytest.mark.parametrize("arch", ["sm_90", "sm_110"])
 @pytest.mark.parametrize("rows", [16, 32])
 def test_the_kernel_of_a_verify_does_not_spill(arch: str, rows: int) -> None:
-    """With what a verify gives it: normed rows in slabs, rows left in slabs."""
+    """As a verify calls it: normed rows come in slabs, and rows are left in slabs."""
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC (the extra [cuda])")
     site = kernels.call_of(LINEAR, gate_up(rows, 320)).site
     ports = {
@@ -374,6 +380,6 @@ def test_the_kernel_of_a_verify_does_not_spill(arch: str, rows: int) -> None:
     [one] = launches(Site(LINEAR, site.attributes, ports), H100)
     usage = usage_of(kernels.source_of(LINEAR, one), one.defines, arch)["linear"]
     assert usage.spilled == 0
-    # Each of the four parts of a multiprocessor has 512 registers for the lanes of its warps.
+    # Two blocks share a multiprocessor. Each of its four parts has registers for 512 per lane.
     warps = -(-2 * one.threads // 32 // 4)
     assert usage.registers * warps <= 512

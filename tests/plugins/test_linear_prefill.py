@@ -1,4 +1,4 @@
-"""linear on more than 32 rows: the ring's turns, a row in every place."""
+"""linear with more than 32 rows: the ring of stages, and a row's bits wherever it lies."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def rows(rng: np.random.Generator, t: int, width: int, scale: float = 1.0) -> Ar
 
 
 def three_kinds(t: int, k: int = 352) -> Case:
-    """Pieces of four n-tiles, of two and of one, segments that end inside a strip, a norm; the same
-    rows for every T.
+    """Pieces of four, two and one n-tiles, segments that end inside a strip, a norm. Rows are the
+    same for every T.
     """
     rng = np.random.default_rng(4)
     x = {"x": rows(rng, 300, k, 30)[:t], "norm_weight": rows(rng, 1, k)[0]}
@@ -72,7 +72,9 @@ def test_a_row_is_the_same_in_every_place_of_a_tile() -> None:
 @pytest.mark.parametrize("shared", [232448, 101376])
 @pytest.mark.parametrize("t", [64, 128])
 @pytest.mark.parametrize("kind", ["nvfp4", "fp8", "bfloat16"])
-def test_the_ring_takes_what_a_block_may_have(kind: str, t: int, shared: int) -> None:
+def test_the_ring_has_as_many_stages_as_fit_in_shared_memory(
+    kind: str, t: int, shared: int
+) -> None:
     rng = np.random.default_rng(t)
     case = Case(kind, {"x": rows(rng, t, 64), **weight_case(rng, kind, 8, 64)}, {})
     one = product(call_of(LINEAR, case).site, Device((9, 0), 132, shared))
@@ -94,7 +96,7 @@ def test_any_number_of_steps_goes_through_the_ring(kind: str, k: int, shared: in
 @pytest.mark.parametrize("k", [16, 80, 352])
 @pytest.mark.parametrize("t", [33, 130])
 def test_a_row_is_the_same_with_any_ring(t: int, k: int) -> None:
-    """Items of one, of two and of six steps, many to a block and one."""
+    """Items of one, two and six half steps of K; several items to a block and a single one."""
     call = call_of(LINEAR, three_kinds(t, k))
     one = product(call.site, device(1))
     stage = one.shared // one.defines["STAGES"]
@@ -121,7 +123,7 @@ def test_every_prologue_is_rounded_once(t: int, gate: str, head_dim: int) -> Non
 
 @pytest.mark.parametrize("kind", ["nvfp4", "fp8", "bfloat16"])
 @pytest.mark.parametrize("n", [8, 136, 296])
-def test_gate_and_up_meet_in_one_lane(kind: str, n: int) -> None:
+def test_swiglu_of_any_kind_and_width(kind: str, n: int) -> None:
     rng = np.random.default_rng(n)
     x = {"x": rows(rng, 130, 128), **weight_case(rng, kind, n, 128, 0)}
     x |= weight_case(rng, kind, n, 128, 1)
@@ -141,5 +143,5 @@ def test_every_code_times_every_scale() -> None:
     }
     call = call_of(LINEAR, Case("codes", x, {}))
     got = launch(call, Emulator(0), device(4))
-    # A code times a scale has 5 significant bits: bf16 holds it, and a sum with zeros keeps it.
+    # A code times a scale has at most 6 significant bits: bf16 holds it, and adding zeros keeps it.
     np.testing.assert_array_equal(got["y0"].astype(np.float32), call.want["y0"].astype(np.float32))

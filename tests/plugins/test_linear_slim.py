@@ -1,4 +1,6 @@
-"""linear where its blocks have half of the warps, so that three share a multiprocessor."""
+"""linear with slim blocks: four warps that multiply instead of eight, and three blocks instead of
+two on a multiprocessor.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,7 @@ def test_slim_blocks_equal_the_reference(
 def test_any_product_may_be_made_by_slim_blocks(
     name: str, seed: int, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several items, of one n-tile and of two, halves among them."""
+    """Several items per cluster, of one n-tile, of two, and of half a bf16 n-tile."""
 
     def slim(plan: Layout, multiprocessors: int) -> Partition:
         cut = Partition(4, 3, parts, ())
@@ -78,7 +80,7 @@ def test_any_product_may_be_made_by_slim_blocks(
 
 
 @pytest.mark.parametrize("k", [6144, 17408])
-def test_an_h100_makes_few_columns_by_slim_blocks_and_a_thor_does_not(k: int) -> None:
+def test_few_columns_get_slim_blocks_on_an_h100_and_not_on_a_thor(k: int) -> None:
     plan = _layout(k, (Kind.NVFP4,), (5120,), False)
     cut = partition(plan, H100.multiprocessors)
     assert (cut.warps, cut.parts) == (4, 8)

@@ -1,4 +1,4 @@
-"""Every room held to its reference, by a test that knows none of them."""
+"""Every room's ONNX function, run by ONNX Runtime, equals its numpy reference."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def every_case() -> Iterator[object]:
 
 
 def model(op: Op, case: Case) -> onnx.ModelProto:
-    """A model that is one call of the room."""
+    """A model whose graph is one call of the room."""
     a = op.complete(case.attributes)
     dtypes = {name: DType.of(value) for name, value in case.inputs.items()}
     outputs = {p.name: p.name for p in op.outputs_of(a)}
@@ -57,10 +57,10 @@ def model(op: Op, case: Case) -> onnx.ModelProto:
 def run(
     proto: onnx.ModelProto, inputs: Mapping[str, Array], want: Mapping[str, Array]
 ) -> dict[str, Array]:
-    """Outputs land in poisoned arrays of the wanted shapes, so an unwritten element shows."""
+    """Run a model. Outputs go to arrays filled with 77, so that an unwritten element shows."""
     options = ort.SessionOptions()
     options.log_severity_level = 3
-    options.intra_op_num_threads = 1  # threads of its own would spin longer than a case takes
+    options.intra_op_num_threads = 1  # waiting for more threads would take longer than a case
     session = ort.InferenceSession(
         proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
@@ -88,7 +88,7 @@ def test_body_equals_reference(op: Op, case: Case) -> None:
 
 
 def compare(op: Op, got: Array, want: Array, name: str) -> None:
-    """Float32 to rtol of the largest value; a narrower type may also differ by one rounding."""
+    """Float32 may differ by rtol of the largest value, narrower types by one rounding more."""
     dtype = DType.of(want)
     got, want = got.astype(np.float64), want.astype(np.float64)
     np.testing.assert_array_equal(np.isnan(got), np.isnan(want), name)

@@ -1,4 +1,6 @@
-"""The kernels of the standard nodes, and those that fill memory, on the emulator."""
+"""The kernels of plugins/standard on the emulator: standard nodes, unfused parts of a linear, and
+random fills.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +46,7 @@ BF16 = DType.BF16.numpy
 
 
 def value(argument: Argument, ports: Mapping[str, Buffer]) -> Value:
+    """An argument as a backend gets it."""
     match argument:
         case At(port):
             return ports.get(port)
@@ -60,7 +63,7 @@ def value(argument: Argument, ports: Mapping[str, Buffer]) -> Value:
 def execute(
     one: Launch, inputs: Mapping[str, Array], outputs: Mapping[str, Array], seed: int = 0
 ) -> None:
-    """Run a launch. `outputs` give type and shape; they hold what was written over the poison."""
+    """Run a launch and put its results into `outputs`, whose memory is poisoned before."""
     ports = {n: buffer(n, x, writable=False, kernels=n not in IMMUTABLE) for n, x in inputs.items()}
     ports |= {n: buffer(n, x.nbytes) for n, x in outputs.items()}
     arguments = tuple(value(x, ports) for x in one.arguments)
@@ -89,7 +92,7 @@ def test_embedding_rows_are_copied(rows: int, hidden: int) -> None:
     np.testing.assert_array_equal(bits(out["rows"]), bits(table[ids]))
 
 
-def test_rows_past_the_count_are_the_filler() -> None:
+def test_rows_past_the_count_are_the_fillers_row() -> None:
     table = np.arange(5 * 16).reshape(5, 16).astype(BF16)
     out = {"rows": np.empty((4, 16), BF16)}
     execute(
@@ -102,7 +105,7 @@ def test_a_prompt_may_be_longer_than_a_grid_is_wide() -> None:
     assert embed(70_000, 5, 16).grid == (70_000, 1, 1)
 
 
-def test_an_id_outside_the_table_makes_a_row_of_nan_and_no_other() -> None:
+def test_an_id_outside_the_table_makes_its_row_nan_and_no_other() -> None:
     table = np.ones((5, 264), BF16)
     ids = np.array([0, -1, 4, 5, 2**31 - 1, -(2**31), 1], np.int32)
     out = {"rows": np.empty((7, 264), BF16)}
@@ -154,7 +157,7 @@ def test_a_forced_id_takes_the_place_of_a_draft(rows: int) -> None:
     last = np.array([17], np.int32)
     forced = rng.integers(-2, 4, rows).astype(np.int32)
     best = rng.integers(100, 200, rows).astype(np.int32)
-    best[::4] = -1  # of rows that were no numbers
+    best[::4] = -1  # as for rows with NaN
     out = {"tokens": np.empty(rows, np.int32)}
     execute(compose(rows), {"last": last, "forced": forced, "best": best}, out)
     want = [17, *(f if f >= 0 else max(b, 0) for f, b in zip(forced[:-1], best[1:], strict=True))]
@@ -199,7 +202,7 @@ def test_rows_enter_a_product_as_a_linear_makes_them(head: int, gate: str, norm:
 
 @pytest.mark.parametrize("shape", [(1, 8), (16, 520), (70, 320)])
 @pytest.mark.parametrize("op", [ADD, SILU_MUL], ids=lambda op: op.name)
-def test_an_epilogue_of_its_own_rounds_once(op: Op, shape: tuple[int, int]) -> None:
+def test_an_epilogue_in_a_launch_of_its_own_rounds_once(op: Op, shape: tuple[int, int]) -> None:
     rng = np.random.default_rng(shape[1])
     inputs = {name: (rng.standard_normal(shape) * 9).astype(BF16) for name in "ab"}
     site = part(op, inputs, {})
@@ -210,14 +213,14 @@ def test_an_epilogue_of_its_own_rounds_once(op: Op, shape: tuple[int, int]) -> N
 
 # ---- fill --------------------------------------------------------------------------------------
 def filled(one: Launch, size: int, seed: int = 0) -> Array:
-    """uint8 [size] as the launch leaves it."""
+    """uint8 [size]: what the launch writes."""
     out = {"to": np.empty(size, np.uint8)}
     execute(one, {}, out, seed)
     return out["to"]
 
 
 def scale_bytes(slots: Array) -> Array:
-    """uint8 [n, 256]: the scales of slots [n, 2304], in the order they are stored."""
+    """uint8 [n * 256]: the scales of slots [n, 2304], in the order in which they are stored."""
     words = np.ascontiguousarray(slots[:, 2048:]).view(np.uint32)
     return (words << np.uint32(28) | words >> np.uint32(4)).view(np.uint8).reshape(-1)
 
@@ -249,7 +252,7 @@ def test_filled_narrow_tiles_have_the_same_scales() -> None:
     assert len(np.unique(slots[:, :512])) == 256
 
 
-def test_filled_codes_have_the_deviation_that_is_promised() -> None:
+def test_filled_codes_have_the_declared_deviation() -> None:
     values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     scales = np.arange(8, 16) / 16
     promised = np.sqrt(np.mean(values**2) * np.mean(scales**2))

@@ -1,4 +1,6 @@
-"""Every plugin through the classes that TensorRT publishes, old and new, and a real registry."""
+"""Every plugin with TensorRT's published Python classes, of several versions, and with its real
+plugin registry.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from trt_stubs import VERSIONS, bindings, libraries
 ROOT = Path(__file__).parents[2]
 
 
+# Run in a process of its own: the bindings are loaded once per process.
 ALONE = """
 import sys
 sys.path[:0] = sys.argv[1:3]
@@ -24,6 +27,7 @@ bound_trt.main(*sys.argv[3:])
 
 
 def asked(site: Path, made: list[Path]) -> dict[str, Any]:
+    """What bound_trt.main reports about the bindings in `site` and these libraries."""
     given = [ROOT, ROOT / "tests", site, *made]
     done = subprocess.run(
         [sys.executable, "-c", ALONE, *map(str, given)],

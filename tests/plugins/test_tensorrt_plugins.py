@@ -1,4 +1,6 @@
-"""Every room as a TensorRT plugin: what it answers is what its contract says."""
+"""Every room as a TensorRT plugin: types, shapes and memory follow its contract, and `enqueue` runs
+the room's launches. TensorRT is replaced by a stand-in.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def taken(op: Op) -> Iterator[tuple[str, Site]]:
-    """Every call of a room that its kernels take: the cases, and those of the full model."""
+    """Every call that a room's kernels do not refuse: of its cases, and of the full model."""
     yield from taken_of(op)
     for name, attributes, inputs in sites(op.name):
         yield name, packed(site_of(op, attributes, inputs), {})[0]
@@ -87,7 +89,7 @@ def test_types_and_shapes_are_the_contracts(op: Op) -> None:
 
 
 @every_room
-def test_a_size_that_nobody_knows_yet_stays_one(op: Op) -> None:
+def test_a_size_that_is_still_unknown_stays_symbolic(op: Op) -> None:
     letters = {"T", "N", "N0"} - ({"N", "N0"} if op.name in ("linear", "head") else set())
     for _, site in list(taken(op))[:3]:
         node = node_of(site)
@@ -124,7 +126,7 @@ def test_one_format_is_taken_and_only_the_contracts_types(op: Op) -> None:
 
 @pytest.mark.parametrize("op", [o for o in OPS if o.name != "accept"], ids=lambda op: op.name)
 def test_what_the_kernels_refuse_is_refused_once_all_is_known(op: Op) -> None:
-    """Rows in float32 are in every contract and in no kernel."""
+    """Every contract but accept's allows rows in float32, and no kernel takes them."""
     name, site = next(iter(taken(op)))
     wide = {
         port: Shaped(DType.F32, shaped.shape) if shaped.dtype is DType.BF16 else shaped
@@ -162,8 +164,8 @@ def test_workspace_is_the_scratch_that_need_not_last(op: Op) -> None:
         trt.get_plugin_registry().creators.clear()
 
 
-def test_a_node_is_found_by_what_it_is() -> None:
-    """No two calls have one key, and the key is in the fields."""
+def test_different_calls_have_different_keys() -> None:
+    """A creator finds a call by its key, two integers of 31 bits."""
     nodes = [node_of(site) for op in OPS for _, site in taken(op)]
     keys = {node.key: repr(node) for node in nodes}
     assert len(keys) == len({repr(node) for node in nodes})
@@ -171,7 +173,7 @@ def test_a_node_is_found_by_what_it_is() -> None:
         assert all(0 <= key[half] < 1 << 31 for key in keys)
 
 
-def test_a_changed_field_is_no_node() -> None:
+def test_a_changed_or_missing_field_is_refused() -> None:
     [node, *_] = [node_of(site) for _, site in taken(OPS[0])]
     fields = node.fields()
     with pytest.raises(ValueError, match="must be as it was written"):
@@ -197,7 +199,7 @@ def test_a_creator_makes_the_calls_of_its_package_and_no_others() -> None:
         registered(first)
 
 
-def test_a_clone_has_no_memory_of_the_original() -> None:
+def test_a_clone_does_not_share_the_originals_memory() -> None:
     site = next(taken(OPS[0]))[1]
     node = node_of(site)
     registered(node)
@@ -207,7 +209,7 @@ def test_a_clone_has_no_memory_of_the_original() -> None:
     plugin._call = None
 
 
-def test_bytes_travel_in_words() -> None:
+def test_bytes_are_declared_as_words_of_four() -> None:
     assert tensor_of(Shaped(DType.U8, (40,))) == Shaped(DType.I32, (10,))
     assert tensor_of(Shaped(DType.FP8, (2, 40))) == Shaped(DType.FP8, (2, 40))
     for op in OPS[:1]:
@@ -219,7 +221,7 @@ def test_bytes_travel_in_words() -> None:
 
 # ---- enqueue -----------------------------------------------------------------------------------
 SMALL = 3
-"""Cases of a room that are run here, the quickest; all of them run on a GPU."""
+"""Cases of each room that run here, those with the smallest inputs. All cases run on a GPU."""
 
 
 def small(op: Op) -> list[Any]:
@@ -265,7 +267,9 @@ def enqueued_as_launched(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_capture_finds_everything_made_or_says_so(
     op: Op, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Allocating or uploading while a stream is captured would be lost or end the capture."""
+    """While a stream is captured, an allocation would end the capture, and an upload would be
+    captured instead of made.
+    """
     call = call_of(op, cases_of(op)[small(op)[0].values[1]])
     machine = Emulated(monkeypatch, THOR)
     ready = Ready(machine, call, apart=False)
@@ -284,7 +288,7 @@ def test_a_capture_finds_everything_made_or_says_so(
 
 
 def test_the_same_sizes_told_again_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TensorRT may say them again while a stream is captured."""
+    """TensorRT may call on_shape_change again while a stream is captured."""
     op = OPS[0]
     call = call_of(op, cases_of(op)[small(op)[0].values[1]])
     machine = Emulated(monkeypatch, THOR)
@@ -300,7 +304,7 @@ def test_the_same_sizes_told_again_change_nothing(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("mask", [-1, 7])
 def test_a_standard_node_has_as_many_rows_as_its_input(mask: int) -> None:
-    """A prefill's embedding follows its ids; a drafter's has rows of its own."""
+    """A prefill's embedding has as many rows as ids; a drafter's has a fixed number of rows."""
     rows, ids = (40, 40) if mask < 0 else (16, 1)
     ports = {
         "table": Shaped(DType.BF16, (99, 64)),
@@ -313,7 +317,7 @@ def test_a_standard_node_has_as_many_rows_as_its_input(mask: int) -> None:
     assert parse("embed", node.fields()) == node
 
 
-def test_what_a_plugin_took_it_gives_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plugin_frees_what_it_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     op = OPS[0]
     call = call_of(op, cases_of(op)[small(op)[0].values[1]])
     machine = Emulated(monkeypatch, THOR)

@@ -1,4 +1,4 @@
-"""Unpacking gives back what was packed."""
+"""Unpacking a packed weight gives back the weight as it was before packing."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from thor_dflash.tensors import Array
 
 
 def stored(name: str, inputs: dict[str, Array]) -> bool:
+    """Whether an input is part of a weight."""
     return name.rstrip("0123456789") in ("weight", "block_scale", "row_scale")
 
 
@@ -56,7 +57,7 @@ def test_unpacking_gives_back_what_was_packed(
         np.testing.assert_array_equal(got[name].view(np.uint8), value.view(np.uint8), name)
 
 
-def test_a_block_of_scale_zero_is_zero() -> None:
+def test_a_block_whose_scale_is_zero_becomes_zero() -> None:
     given = in_kernel_types(LINEAR, case(LINEAR, ("nvfp4",), (64,), 128, "none"))
     inputs = dict(given.inputs)
     inputs["block_scale0"] = inputs["block_scale0"].copy()

@@ -1,4 +1,4 @@
-"""verify_attention's kernels on the emulator: what a row is must not depend on its block."""
+"""verify_attention's kernels on the emulator: a row's result must not depend on its block."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ BF16, FP8, F32 = DType.BF16, DType.FP8, DType.F32
 CACHES = pytest.mark.parametrize("cache", [FP8, BF16], ids=lambda c: c.value)
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 FEW = Device((9, 0), 3)
-"""So few multiprocessors that every block takes several pieces."""
+"""So few multiprocessors that every thread block takes several pieces of the cache."""
 
 
 def later(case: Case, whole: dict[str, Array], start: int, stop: int) -> Case:
-    """Rows start .. stop - 1 of the case as a call of their own, the rows before them committed."""
+    """A call of rows start .. stop - 1 of a case, with the rows before them committed to the cache.
+    `whole`: outputs of the case.
+    """
     length = int(case.inputs["length"][0]) + start
     x = dict(case.inputs) | {name: case.inputs[name][start:stop] for name in "qkv"}
     x["length"] = np.array([length], np.int32)
@@ -47,6 +49,7 @@ def run(case: Case, seed: int = 0, device: Device = THOR) -> tuple[Call, dict[st
 
 
 def same_rows(case: Case, parts: list[tuple[int, int]]) -> None:
+    """Check that rows have the same bits in calls of their own as in the case."""
     _, whole = run(case)
     length = int(case.inputs["length"][0])
     for seed, (start, stop) in enumerate(parts):
@@ -74,7 +77,7 @@ def test_a_prompt_row_does_not_depend_on_its_chunk(cache: DType) -> None:
 
 @emulated
 @pytest.mark.parametrize("device", [FEW, THOR, H100], ids=lambda d: str(d.multiprocessors))
-def test_which_block_takes_a_piece_does_not_show(device: Device) -> None:
+def test_bits_do_not_depend_on_which_block_takes_a_piece(device: Device) -> None:
     case = case_of(16, 4600, FP8, 4864, heads=2)
     _, want = run(case, 0, H100)
     for seed in (1, 2):
@@ -84,7 +87,7 @@ def test_which_block_takes_a_piece_does_not_show(device: Device) -> None:
 
 @emulated
 @CACHES
-def test_another_row_may_hold_anything_before_it_is_seen(cache: DType) -> None:
+def test_a_row_does_not_depend_on_the_content_of_later_rows(cache: DType) -> None:
     case = case_of(16, 118, cache, 256)
     _, want = run(case)
     x = dict(case.inputs) | {n: case.inputs[n].copy() for n in "qkv"}
@@ -122,15 +125,16 @@ def test_angles_hold_at_far_positions() -> None:
 @emulated
 @CACHES
 @pytest.mark.parametrize(("rows", "length"), [(16, 4300), (SPLIT_ROWS + 1, 300)])
-def test_a_later_key_weighs_by_its_score(rows: int, length: int, cache: DType) -> None:
+def test_scores_may_be_much_larger_in_a_later_tile(rows: int, length: int, cache: DType) -> None:
     run(rising(rows, length, cache), 0, FEW)
 
 
 @emulated
 @CACHES
 def test_a_row_rescales_by_its_own_scores(cache: DType) -> None:
-    """Most rows rise by some 8 to 14 powers of two, a little more than the slack. The last is made
-    one that rises by more than f16 holds, with which all rows of its block are looked at again.
+    """In most rows the largest softmax weight becomes 2^8 to 2^14 times larger, a little more than
+    the slack of 2^8. In the last row it is made to grow by more than f16 can hold, so that all rows
+    of the block are examined again. The other rows must not change.
     """
     case = rising(16, 4300, cache, 30.0)
     _, want = run(case)
@@ -145,7 +149,7 @@ def test_a_row_rescales_by_its_own_scores(cache: DType) -> None:
 @CACHES
 @pytest.mark.parametrize("rows", [1, 16, 32])
 def test_rows_can_be_left_gated_for_the_next_product(rows: int, cache: DType) -> None:
-    """The bits of the launch that would gate them and put them into slabs."""
+    """The slabs equal those of a separate launch that gates the rows."""
     case = case_of(rows, 120, cache, 256, heads=4, kv=2)
     call = gated_call(case)
     got = launch(call, Emulator(rows), THOR)
@@ -156,18 +160,19 @@ def test_rows_can_be_left_gated_for_the_next_product(rows: int, cache: DType) ->
     np.testing.assert_array_equal(bits(got["o"]), bits(alone["o"]))
 
 
-def test_rows_of_a_prompt_are_not_left_in_slabs() -> None:
+def test_leaving_rows_of_a_prompt_in_slabs_is_refused() -> None:
     assert refuse(gated_call(case_of(SPLIT_ROWS, 0, FP8, 128)).site) == ""
     more = gated_call(case_of(SPLIT_ROWS + 1, 0, FP8, 128)).site
     assert refuse(more) == "verify_attention.y0_slabs must be of at most 32 rows (got 33)"
 
 
-def test_results_of_pieces_have_places_for_both_sides_of_a_border() -> None:
+def test_there_is_memory_for_the_results_of_all_pieces() -> None:
+    """Beyond 33 pieces of 128 positions, rows of a block may be cut in two different ways."""
     assert [slots(n) for n in (128, 384, 33 * 128, 33 * 128 + 128, 262_144)] == [1, 3, 33, 66, 66]
 
 
 def test_partial_results_stay_small() -> None:
-    """At 32k: the pieces' mixtures and sums against the cache they were made of."""
+    """At 32k positions: bytes of the pieces' results against those of the cache that is read."""
     x = {n: shaped(np.zeros((16, h * 256), BF16.numpy)) for n, h in (("q", 24), ("k", 4), ("v", 4))}
     case = case_of(1, 0, FP8, 128)
     x |= {n: shaped(case.inputs[n]) for n in ("q_norm", "k_norm", "length", "scale_k", "scale_v")}
@@ -180,7 +185,9 @@ def test_partial_results_stay_small() -> None:
 
 
 def test_no_call_is_taken_whose_block_has_not_enough_memory() -> None:
-    """Of what the other rules leave, 32 rows of the widest rotation, group and cache."""
+    """Of the calls that the other rules allow, only this needs too much: 32 rows with the widest
+    rotation, the largest group of heads and a bf16 cache.
+    """
     refused: list[tuple[int, int, int, DType, str]] = []
     for rows in (1, 16, 31, 32, 33):
         for heads, rotary in itertools.product((2, 4, 6), (16, 64, 128, 256)):
