@@ -1,4 +1,4 @@
-"""What several tests of engines share."""
+"""A fixture shared by tests of engines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from thor_dflash.runtime.engines.cuda import bench, figures
 
 @pytest.fixture
 def small_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shape "small", measured as often as it must be and no longer."""
+    """Add the shape "small" to those of the bench, and let the bench neither rest nor repeat."""
     monkeypatch.setitem(hollow.SHAPES, "small", small())
     monkeypatch.setattr(bench, "REST", 0.0)
     monkeypatch.setattr(figures, "REPEATED", 0.0)

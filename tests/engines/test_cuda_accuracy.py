@@ -1,8 +1,8 @@
-"""The CUDA engine's kernels round no more than their definition does, whole models through.
+"""Rounding errors of whole models on the CUDA engine are no larger than those of the definition.
 
-What is true is the same package computed in float32. The definition with bfloat16 between rooms,
-on ONNX Runtime, is off by some percent of it; the kernels, on the emulator, may be off by as much.
-That is three times sharper than how far the two may be from each other.
+The true results are those of the same checkpoints computed in float32. The definition with bfloat16
+between rooms, on ONNX Runtime, differs from them by a few percent; the kernels, on the emulator,
+may differ by as much. Comparing the two with each other would allow errors three times as large.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def test_kernels_are_as_near_to_float32_as_their_definition(tmp_path: Path, mode
 
 
 def results(root: Path, tokens: Sequence[int], engine: str, rows: str) -> dict[str, Array]:
-    """float32 logits and taps of the blocks after a prompt that is read by prefill."""
+    """float32 logits and taps of the blocks that follow the prompt. `rows`: type of activations."""
     out = root / f"{engine}-{rows}"
     config = BuildConfig(
         engine=engine, activations=rows, kv="fp8", chunk=32, chunks=(), capacity=128
@@ -66,6 +66,7 @@ def results(root: Path, tokens: Sequence[int], engine: str, rows: str) -> dict[s
 
 
 def read(model: Model, tokens: Sequence[int]) -> dict[str, Array]:
+    """The same; the prompt is read by prefill, the rest in blocks that are committed whole."""
     model.state.reset()
     for at in range(0, PROMPT, model.chunk):
         model.prefill(tokens[at : min(at + model.chunk, PROMPT)], observe=False)

@@ -1,4 +1,4 @@
-"""The bench without a device: what it measures, what it says of it, and that it runs at all."""
+"""The bench without a device: that it runs, what it measures, and what it reports."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ STEP = SimpleNamespace
 
 
 class Known:
-    """Measures whose answers are known: 1 GB of weights a layer, three layers."""
+    """A stand-in for a Bench with given times, step -> ms. Its model has three layers with 1 GB of
+    weights each.
+    """
 
     device = "a device"
     chunk = 512
@@ -91,6 +93,7 @@ class Known:
 
 
 def measured(**ms: float) -> dict[str, Figure]:
+    """The bench's figures, by section and name, for the usual times and those given."""
     times = {"verify:linear": 1.25, "verify:gdn": 0.3, "verify": 6.0, "growth": 1.12,
              "propose+verify+accept+observe": 7.5, "verify.1:linear": 1.25,
              "verify.32:linear": 1.5, "verify+accept": 6.06, "prefill": 0.5, **ms}  # fmt: skip
@@ -98,7 +101,7 @@ def measured(**ms: float) -> dict[str, Figure]:
     return {f"{row.section}/{row.name}": row for row in rows}
 
 
-def test_figures_stand_beside_what_they_must_be() -> None:
+def test_figures_are_judged_by_their_required_values() -> None:
     rows = measured()
     want = {
         "linears of a verify, share of read rate": (80, "missed"),
@@ -120,14 +123,16 @@ def test_figures_stand_beside_what_they_must_be() -> None:
         assert row.verdict == verdict, name
 
 
-def test_a_cycle_is_also_told_without_rest() -> None:
+def test_a_cycle_is_also_reported_without_rest() -> None:
     row = measured()["without rest/cycle at 2048"]
     assert (row.value, row.must) == (7.7, None)
     assert row.note == "7.500 to 8.250 ms, medians of 30 in 5 s"
 
 
 def test_growth_is_of_neighbours_while_clocks_drift() -> None:
-    """A verify that becomes 0.1 ms slower with every measurement: more than 6,144 tokens cost."""
+    """Each measurement of a verify takes 0.1 ms more than the one before, which is more than 6,144
+    tokens of context cost.
+    """
     rows = measured(drift=0.1)
     for length in figures.LONG:
         assert rows[f"figures/growth from 2048 to {length}"].value == pytest.approx(1.12)
@@ -136,7 +141,7 @@ def test_growth_is_of_neighbours_while_clocks_drift() -> None:
 @pytest.mark.parametrize(
     ("value", "verdict"), [(84.9, "missed"), (85, "reached"), (91.9, "reached"), (92, "aim")]
 )
-def test_at_least_is_the_other_way_round(value: float, verdict: str) -> None:
+def test_a_target_may_be_a_least_value(value: float, verdict: str) -> None:
     assert judge(Figure("", "", value, "%"), Target(85, 92, at_least=True)).verdict == verdict
 
 
@@ -148,13 +153,13 @@ def test_the_prediction_is_the_same_bytes_at_the_same_share_of_the_read_rate() -
     assert "80.0% of read rate" in rows["predicted on a Jetson Thor/linears of a verify"].note
 
 
-def test_memory_is_told_by_kind_and_together_with_the_graphs() -> None:
+def test_memory_is_reported_by_kind_and_in_total_with_the_graphs() -> None:
     rows = measured()
     assert rows["memory/graphs"].value == 5
     assert rows["memory/together"].value == 4005
 
 
-def test_the_table_is_aligned_and_says_every_figure() -> None:
+def test_the_table_is_aligned_and_has_every_figure() -> None:
     rows = list(measured().values())
     lines = table(rows).splitlines()
     point = 2 + max(len(row.name) for row in rows) + len("123456")
@@ -191,7 +196,7 @@ def test_one_command_measures_everything(
 
 @contextmanager
 def opened(folder: Path, widths: tuple[int, ...]) -> Iterator[bench.Bench]:
-    """A bench of the small shape, its package in `folder`."""
+    """A bench of the small shape; its package is in `folder`."""
     made = hollow.write_hollow("small", folder, BuildConfig(engine="cuda"), widths)
     weights = RandomWeights(folder, folder)
     with closing(CudaEngine(folder, EngineConfig(), Silent(), weights)) as engine:
@@ -199,7 +204,7 @@ def opened(folder: Path, widths: tuple[int, ...]) -> Iterator[bench.Bench]:
 
 
 @pytest.mark.usefixtures("small_shape")
-def test_an_excerpt_finds_the_sequence_where_it_was_put(
+def test_an_excerpt_runs_at_the_length_that_was_set(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     device = fake(monkeypatch)
@@ -230,7 +235,7 @@ def test_a_weight_that_is_fetched_ahead_is_counted_where_it_is_read(
 
 
 @pytest.mark.usefixtures("small_shape")
-def test_an_excerpt_fetches_no_weight_for_what_does_not_run(
+def test_an_excerpt_prefetches_no_weight_for_a_step_left_out(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     fake(monkeypatch)
@@ -238,7 +243,7 @@ def test_an_excerpt_fetches_no_weight_for_what_does_not_run(
         engine, call = it.engine, it.call("verify")
 
         def fetching(*kept: str) -> set[str]:
-            """Rooms that are given the weight to fetch."""
+            """Rooms whose launches get the address of a weight to prefetch."""
             found: set[str] = set()
 
             def capture(name: str, calls: Sequence[Sequence[tuple[Planned, Arguments]]], *,
@@ -259,7 +264,7 @@ def test_an_excerpt_fetches_no_weight_for_what_does_not_run(
 
 
 @pytest.mark.usefixtures("small_shape")
-def test_a_step_rests_before_it_is_timed_unless_it_is_to_go_on(
+def test_the_bench_rests_before_timing_a_step_but_not_between_repetitions(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     fake(monkeypatch)
@@ -277,7 +282,7 @@ def test_a_step_rests_before_it_is_timed_unless_it_is_to_go_on(
 
 
 @pytest.mark.usefixtures("small_shape")
-def test_one_slow_cycle_is_not_the_host_s_time(
+def test_one_slow_cycle_does_not_change_the_hosts_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     fake(monkeypatch)
@@ -314,7 +319,7 @@ def test_each_cycle_is_compared_with_its_own_graph(
     assert (found.host, found.mean) == (1.0, 1.0)
 
 
-def test_a_machine_without_a_device_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_device_is_reported_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["bench", "--shape", "qwen3.6-27b", "--random-weights", "--engine", "cuda"]
     if cli.main([*arguments, "-s", "engine.device=99"]) != 2:
         raise AssertionError("there is no device 99")
@@ -341,7 +346,7 @@ def test_what_cannot_be_measured_is_refused(
     assert words in capsys.readouterr().err
 
 
-def test_the_time_since_the_process_began_goes_on() -> None:
+def test_the_time_since_the_process_began_is_positive() -> None:
     first = coldstart.since_start()
     assert 0 < first < coldstart.since_start() + 1
 
@@ -357,5 +362,5 @@ def test_every_byte_is_read_once(tmp_path: Path) -> None:
     assert sum(seen) == sum(sizes)
 
 
-def test_the_yardstick_has_a_source() -> None:
+def test_the_kernel_that_measures_bandwidth_exists() -> None:
     assert (ROOT / "cuda" / "bandwidth.cu").exists()

@@ -1,4 +1,4 @@
-"""Replaying calls on tensors that change place: nobody reads where a state was."""
+"""Replayed calls read states where they are, although states alternate between two places."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ LARGE = TensorSpec("gdn.0.record", DType.F32, (64, 256))
 
 
 class Noted(Board):
-    """Captures nothing but the addresses that calls would use; notes where those lead when
-    replayed, by what the device was told till then.
+    """A board whose captures hold only the addresses that calls would use. A replay notes where
+    they lead, given the shifts that have been sent to the device by then.
     """
 
     def __init__(self, device: Fake, *, told: bool) -> None:
         super().__init__(Driver(), told=told)
         self.ran: list[list[int]] = []
+        """Of each replay: call by call, the addresses of inputs, then those of outputs."""
         self.gpu = device
 
     def _capture(self, calls: Sequence[Call]) -> Captured:
@@ -48,6 +49,7 @@ class Noted(Board):
         return Captured("noted", self._driver, start)
 
     def _told_at(self, word: int) -> int:
+        """The shift last sent to the device at address `word`; 0 without one."""
         found = 0
         for address, data in self.gpu.sent:
             if word and address <= word < address + len(data):
@@ -64,14 +66,17 @@ def call(name: str, reads: dict[str, Any], writes: dict[str, Any]) -> Call:
 
 
 both = pytest.mark.parametrize("told", [False, True], ids=["baked", "told"])
+"""Whether addresses are fixed in a capture, or kernels are told the shift (Board's `told`)."""
 
 
 @both
 @pytest.mark.parametrize("order", list(itertools.product("abc", repeat=4)), ids="".join)
-def test_who_only_reads_a_state_reads_where_it_is(
+def test_every_call_reads_a_state_where_it_was_written_last(
     order: tuple[str, ...], told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A renews records and a tail, c the tail alone, b reads both: as verify and prefill do."""
+    """Call a updates records and a tail, as a verify does; c only the tail, as a prefill does; b
+    updates nothing.
+    """
     board = Noted(fake(monkeypatch), told=told)
     small = TensorSpec("gdn.0.tail", DType.F32, (3, 5))
     records, tails = board.empty(LARGE, {}), board.empty(small, {})
@@ -94,7 +99,7 @@ def test_who_only_reads_a_state_reads_where_it_is(
 
 
 @both
-def test_a_run_may_renew_a_state_twice(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_may_update_a_state_twice(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     board = Noted(fake(monkeypatch), told=told)
     state = board.empty(LARGE, {})
     renew = call("a", {"x": state}, {"next.x": state})
@@ -109,7 +114,9 @@ def test_a_run_may_renew_a_state_twice(told: bool, monkeypatch: pytest.MonkeyPat
         board.ran.clear()
 
 
-def test_a_capture_that_fails_turns_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_that_fails_leaves_states_in_their_places(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     board = Noted(fake(monkeypatch), told=True)
     state = board.empty(LARGE, {})
     renew, again = (call(n, {"x": state}, {"next.x": state}) for n in "ab")
@@ -124,7 +131,7 @@ def test_a_capture_that_fails_turns_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @both
-def test_what_is_written_over_itself_has_one_place(
+def test_a_state_that_is_updated_in_place_has_one_place(
     told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     board = Noted(fake(monkeypatch), told=told)
@@ -136,8 +143,10 @@ def test_what_is_written_over_itself_has_one_place(
     assert board.ran == [[place, place]]
 
 
-def test_time_of_runs_is_asked_for_while_the_next_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two runs the device stands still: nothing that can wait is done there."""
+def test_times_of_runs_are_collected_while_the_next_one_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between two runs the device is idle, so nothing is done then that can wait."""
     device = fake(monkeypatch)
     board = Noted(device, told=True)
     small = board.empty(TensorSpec("length", DType.I32, (1,)), {})
@@ -157,7 +166,7 @@ def test_time_of_runs_is_asked_for_while_the_next_one_runs(monkeypatch: pytest.M
         board._runs._seconds.clear()
 
 
-def test_time_counts_once_its_run_was_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_of_a_run_counts_once_it_was_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     board = Noted(fake(monkeypatch), told=True)
     small = board.empty(TensorSpec("length", DType.I32, (1,)), {})
     step = call("a", {"x": small}, {})
@@ -172,8 +181,8 @@ def test_time_counts_once_its_run_was_waited_for(monkeypatch: pytest.MonkeyPatch
     assert board.busy() == {"noted": 3 * MS * 1e-3}
 
 
-def test_a_closed_board_says_what_it_knew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A report is made of it also where the device was lost."""
+def test_a_closed_board_still_reports_the_times_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report is made even if the device has been lost."""
     board = Noted(fake(monkeypatch), told=True)
     small = board.empty(TensorSpec("length", DType.I32, (1,)), {})
     step = call("a", {"x": small}, {})
@@ -186,7 +195,7 @@ def test_a_closed_board_says_what_it_knew(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_state_is_cleared_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of its size is copied there, and it has its turn among the steps."""
+    """Clearing copies no zeros to the device, and it applies to the state's current place."""
     device = fake(monkeypatch)
     cleared: list[tuple[int, int, int]] = []
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""What of the CUDA engine needs no device, through a driver with none behind it."""
+"""The CUDA engine with a fake driver: what can be tested without a device."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Fake:
 
 
 def cycles(s: Session, count: int) -> int:
-    """Cycles of a request, which commit one token each with this driver."""
+    """Number of cycles of a request; with this driver each commits one token."""
     return sum(bool(chunk.tokens) for chunk in s.run(request(s, 0, count), Dflash()))
 
 
@@ -64,7 +64,7 @@ def test_a_step_is_captured_once(made: Path, device: Fake) -> None:
         assert captured == 2  # a prefill step and a cycle
 
 
-def test_a_kernel_that_is_not_told_where_its_states_are_is_refused(
+def test_a_kernel_without_the_shift_of_its_states_is_refused(
     made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gdn, "_SHIFTS", gdn._SHIFTS[:1])
@@ -73,7 +73,7 @@ def test_a_kernel_that_is_not_told_where_its_states_are_is_refused(
         open_session(made, EngineConfig(), Silent())
 
 
-def test_states_that_change_place_apart_need_a_shift_each(
+def test_states_that_swap_places_separately_need_a_shift_each(
     made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     together = Shift(tuple(port for shift in gdn._SHIFTS for port in shift.ports))
@@ -84,7 +84,7 @@ def test_states_that_change_place_apart_need_a_shift_each(
         cycles(s, 1)
 
 
-def test_a_cycle_is_told_its_numbers_in_one_copy(made: Path, device: Fake) -> None:
+def test_a_cycles_inputs_are_sent_in_one_copy(made: Path, device: Fake) -> None:
     with closing(open_session(made, EngineConfig(), Silent())) as s:
         chunks = s.run(request(s, 0, 9), Dflash())
         sent: list[int] = []
@@ -135,7 +135,7 @@ def test_kernels_are_compiled_while_weights_are_loaded(
         assert cycles(s, 4) == 4
 
 
-def test_weights_that_cannot_be_loaded_end_the_compilers(
+def test_no_more_kernels_are_compiled_when_weights_cannot_be_loaded(
     made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[object] = []
@@ -155,7 +155,7 @@ def test_weights_that_cannot_be_loaded_end_the_compilers(
     assert len(begun) <= kernels.COMPILERS
 
 
-def test_what_does_not_fit_is_refused_before_it_is_taken(made: Path, device: Fake) -> None:
+def test_what_does_not_fit_is_refused_before_it_is_allocated(made: Path, device: Fake) -> None:
     device.taken = MEMORY - (260 << 20)
     with pytest.raises(EngineError, match=r"the package must fit .*build with fewer bits"):
         open_session(made, EngineConfig(), Silent())
@@ -183,7 +183,9 @@ def test_a_context_that_does_not_fit_is_refused_with_one_that_does(
 def test_a_device_with_too_little_shared_memory_is_refused(
     made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch, shared: int, layer: int
 ) -> None:
-    """Two stages of a linear do not fit; linears make do with less, an attention does not."""
+    """With 48 KB not even two stages of a linear fit. With 99 KB linears do with fewer stages, but
+    the attention in layer 3 does not fit.
+    """
     facts = {**FACTS, "CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": shared}
     monkeypatch.setattr(device, "CUdevice_attribute", SimpleNamespace(**facts))
     wrong = rf"\w+: layers\.{layer}\..*: shared memory .* must be at most {shared} bytes .* \(got"

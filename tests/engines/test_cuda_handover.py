@@ -1,4 +1,4 @@
-"""What only the host reads is given to it while the rest of a step still runs."""
+"""Outputs that only the host reads are copied to it while the rest of a step still runs."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ from thor_dflash.runtime.session import open_session
 from thor_dflash.tensors import DType, TensorSpec
 
 READ = [1, 1]
-"""What a wait for everything finds: the device without a device holds ones."""
+"""What a read after waiting for the whole step finds: the fake's memory holds ones."""
 
 
 class Handing(Board):
-    """Hands over the number of its run, beside a device that holds ones."""
+    """A board whose runs copy 100 + their number to the host, while the fake device holds ones."""
 
     def __init__(self) -> None:
         super().__init__(Driver(), told=True)
         self.runs = 0
         self.waits = 0
+        """How often all work was waited for."""
         synchronize = self._driver.synchronize
 
         def counted() -> None:
@@ -71,7 +72,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Fake:
 
 
 class Loop:
-    """A step that makes a record and rows, one that reads the rows, and a number of the host's."""
+    """Two calls: accept makes a record and rows from a number that the host writes, observe reads
+    the rows. `by`: observe also reads the record ("read") or makes it ("made").
+    """
 
     def __init__(self, *, by: str = "") -> None:
         self.board = board = Handing()
@@ -101,7 +104,7 @@ def test_a_record_is_there_before_the_step_has_ended() -> None:
 
 
 @pytest.mark.usefixtures("device")
-def test_what_else_is_read_waits_for_everything() -> None:
+def test_reading_anything_else_waits_for_everything() -> None:
     it = Loop()
     it.run()
     assert it.read(cuda(it.rows)) == READ
@@ -151,7 +154,7 @@ def test_time_of_a_run_that_goes_on_is_waited_for_when_it_is_asked() -> None:
     for run in range(1, 4):
         it.run()
         it.read()
-        if run == 2:  # of the one that goes on nobody knows yet
+        if run == 2:  # the time of the run still going on is not known yet
             assert it.board._runs.seconds == {}
     assert it.board.waits == 0
     assert it.board.busy() == {"it": pytest.approx(3 * MS / 1e3)}
@@ -161,7 +164,7 @@ def test_time_of_a_run_that_goes_on_is_waited_for_when_it_is_asked() -> None:
 
 
 @pytest.mark.usefixtures("device")
-def test_each_run_can_be_noted() -> None:
+def test_the_time_of_each_run_can_be_noted() -> None:
     it = Loop()
     it.run()
     it.read()
@@ -175,7 +178,7 @@ def test_each_run_can_be_noted() -> None:
 
 
 @pytest.mark.usefixtures("device")
-def test_what_was_sent_before_a_record_came_may_be_sent_over() -> None:
+def test_the_rings_memory_is_free_again_when_a_record_has_come() -> None:
     it = Loop()
     busy = it.board._ring._busy
     for n in range(1, 6):
@@ -203,7 +206,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def noted(device: Fake, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Driver calls of these names from now on, in order."""
+    """A list of the driver calls below that are made from now on, in order."""
     seen: list[str] = []
 
     def note(name: str) -> None:
@@ -222,7 +225,7 @@ def noted(device: Fake, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def test_a_record_is_copied_beside_what_observes_the_rows(
+def test_a_record_is_copied_while_the_rows_are_observed(
     made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with closing(open_session(made, EngineConfig(), Silent())) as s:
@@ -263,7 +266,9 @@ def test_no_cycle_is_waited_for_to_its_end(
         )
 
 
-def test_an_excerpt_hands_nothing_over_and_what_was_is_void(made: Path, device: Fake) -> None:
+def test_an_excerpt_hands_nothing_over_and_ends_the_handover_before_it(
+    made: Path, device: Fake
+) -> None:
     with closing(open_session(made, EngineConfig(), Silent())) as s:
         engine = s.model.engine
         calls = [s.model.call(name) for name in ("propose", "verify", "accept", "observe")]

@@ -1,4 +1,4 @@
-"""A cycle taken apart, through the verb, with no device behind the driver."""
+"""The times of a cycle's parts, through the command `profile`, with a fake driver."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Fake:
 def taken_apart(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], *more: str
 ) -> dict[str, Any]:
-    """`inside` of a profile of some tokens."""
+    """The field `inside` of a profile of some tokens."""
     (tmp_path / "ids.json").write_text(json.dumps(list(range(1, 40))))
     source = ("--package", str(made), "--tokens", str(tmp_path / "ids.json"), "--runs", "1")
     few = ("--max-tokens", "6", "--ignore-eos", "-s", f"engine.cubins={tmp_path}")
@@ -42,7 +42,7 @@ def taken_apart(
 
 
 @pytest.mark.usefixtures("device")
-def test_every_graph_of_a_cycle_and_what_is_in_it(
+def test_every_graph_of_a_cycle_and_its_parts_are_reported(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = taken_apart(made, tmp_path, capsys)
@@ -63,7 +63,7 @@ def test_every_graph_of_a_cycle_and_what_is_in_it(
 
 
 @pytest.mark.usefixtures("device")
-def test_bytes_are_what_a_part_cannot_do_without(
+def test_bytes_of_a_part_are_those_that_it_must_read(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = taken_apart(made, tmp_path, capsys)
@@ -78,7 +78,7 @@ def test_bytes_are_what_a_part_cannot_do_without(
 
 
 @pytest.mark.usefixtures("device")
-def test_no_read_rate_of_weights_that_a_cache_holds(
+def test_weights_that_fit_in_the_cache_give_no_read_rate(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert taken_apart(made, tmp_path, capsys)["read_rate"] == 0

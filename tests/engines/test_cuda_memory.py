@@ -1,4 +1,6 @@
-"""What of the CUDA engine needs no device: counting memory, staging writes, cutting corners."""
+"""Parts of the CUDA engine that need no device: counting memory, sending host writes, splitting
+partial writes of a tensor into contiguous runs, reporting errors.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from thor_dflash.tensors import Array, DType, TensorSpec
 GB = 1 << 30
 
 
-def test_regions_are_aligned_apart_and_counted_by_kind() -> None:
+def test_regions_are_aligned_disjoint_and_counted_by_kind() -> None:
     arena = Arena()
     starts = [
         arena.take(kind, size) for kind, size in (("weights", 1), ("cache", 300), ("weights", 256))
@@ -43,15 +45,15 @@ def test_what_does_not_fit_is_refused_with_the_table() -> None:
 
 
 class FakeDriver:
-    """Device memory as an array of bytes, copies made only when an event after them is waited for,
-    and none that is later than that event.
+    """A driver whose device memory is an array. A copy is made as late as possible: when an event
+    recorded after it, or the whole stream, is waited for.
     """
 
     def __init__(self) -> None:
         self.memory = np.zeros(RING * 3, np.uint8)
         self.pending: list[tuple[int, int, int]] = []
         self.made = 0
-        """Copies so far."""
+        """Number of copies made so far."""
         self.host = np.zeros(RING, np.uint8)
         self.stream = None
         self.cu = SimpleNamespace(
@@ -86,7 +88,7 @@ def ring() -> tuple[FakeDriver, Ring]:
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, RING // 2 + 99)), max_size=12))
 @example([(i, RING // 8 * eighths) for i, eighths in enumerate([3, 3, 1, 3, 3, 3])])
 @example([(0, SMALL), (1, RING // 2), (2, RING // 2), (3, 99), (4, RING // 2), (5, SMALL + 1)])
-def test_a_copy_under_way_is_never_written_over(writes: list[tuple[int, int]]) -> None:
+def test_memory_of_a_copy_in_flight_is_not_overwritten(writes: list[tuple[int, int]]) -> None:
     fake, sender = ring()
     want = np.zeros_like(fake.memory)
     for i, (at, size) in enumerate(writes):
@@ -130,7 +132,7 @@ def test_the_device_sees_what_the_host_wrote_and_nothing_else(
     assert all((fake.memory[s : s + 48] == 77).all() for s in untouched if s >= 48 * own)
 
 
-def test_neighbours_travel_together() -> None:
+def test_adjacent_changes_are_sent_in_one_copy() -> None:
     fake, sender = ring()
     page = Page(8 * SLOT)
     for i in (0, 1, 2, 5):
@@ -141,7 +143,7 @@ def test_neighbours_travel_together() -> None:
     assert len(fake.pending) == 2
 
 
-def test_what_no_kernel_writes_travels_as_one_and_only_when_it_changes() -> None:
+def test_what_no_kernel_writes_is_sent_in_one_copy_and_only_if_changed() -> None:
     fake, sender = ring()
     page = Page(8 * SLOT, own=6 * SLOT)
     for i in (0, 2, 5, 7):
@@ -173,7 +175,7 @@ def _refuse(to: int, data: Array) -> None:
 
 
 @given(st.data())
-def test_a_corner_is_cut_into_its_runs(data: st.DataObject) -> None:
+def test_a_tensors_corner_is_split_into_contiguous_runs(data: st.DataObject) -> None:
     whole = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
     part = tuple(data.draw(st.integers(1, n)) for n in whole)
     memory = np.zeros(int(np.prod(whole)) * 4, np.uint8)
@@ -189,6 +191,7 @@ def test_a_corner_is_cut_into_its_runs(data: st.DataObject) -> None:
 
 
 def gate(status: str) -> Driver:
+    """A driver whose next call returns this status."""
     driver = object.__new__(Driver)
     code = type("Code", (int,), {"name": status})(700)
     driver.cu = SimpleNamespace(
@@ -199,7 +202,7 @@ def gate(status: str) -> Driver:
     return driver
 
 
-def test_an_error_names_the_call_and_its_meaning() -> None:
+def test_an_error_names_the_call_and_explains_the_code() -> None:
     driver = gate("CUDA_ERROR_OUT_OF_MEMORY")
     with pytest.raises(
         EngineError, match=r"cuStreamSynchronize .*the driver's words.*lower engine"
@@ -220,5 +223,5 @@ def test_a_broken_driver_is_not_asked_again_and_says_that_the_process_must_go(co
     assert code in driver.ended
 
 
-def test_a_page_is_no_larger_than_what_is_small() -> None:
+def test_the_ring_holds_the_largest_small_tensor_several_times() -> None:
     assert control.SMALL < RING // 4

@@ -1,4 +1,4 @@
-"""An engine that cannot be opened says why, and leaves nothing behind."""
+"""An engine that cannot be opened reports why, and releases its context."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Fake:
 
 
 def counted(patch: pytest.MonkeyPatch, device: Fake, name: str) -> list[str]:
-    """Calls of a function from now on."""
+    """A list that grows with each call of a driver function from now on."""
     calls: list[str] = []
     inner: Callable[..., Any] = getattr(device, name)
 
@@ -50,7 +50,7 @@ def counted(patch: pytest.MonkeyPatch, device: Fake, name: str) -> list[str]:
 @pytest.mark.parametrize(("name", "good"), [("cuCtxSetCurrent", 0), ("cuStreamCreate", 0),
                                             ("cuStreamCreate", 1)])  # fmt: skip
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_context_goes_with_the_driver_that_could_not_begin(
+def test_a_driver_that_cannot_start_releases_its_context(
     device: Fake, monkeypatch: pytest.MonkeyPatch, shared: bool, name: str, good: int, status: str
 ) -> None:
     given = counted(monkeypatch, device, "cuDevicePrimaryCtxRelease" if shared else "cuCtxDestroy")
@@ -69,7 +69,7 @@ def test_a_context_goes_with_the_driver_that_could_not_begin(
 
 
 @pytest.mark.parametrize("status", CODES)
-def test_a_reader_of_weights_says_what_the_driver_said(
+def test_an_error_in_a_thread_that_reads_weights_is_reported(
     device: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: str
 ) -> None:
     built = package(tmp_path / "nano", engine="cuda")
@@ -86,7 +86,7 @@ def test_a_reader_of_weights_says_what_the_driver_said(
     assert len(destroyed) == device.contexts
 
 
-def test_kernels_that_no_home_can_keep_are_refused(
+def test_a_directory_of_kernels_in_an_unknown_home_is_refused(
     device: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     built = package(tmp_path / "nano", engine="cuda")
@@ -96,8 +96,8 @@ def test_kernels_that_no_home_can_keep_are_refused(
     assert len(destroyed) == device.contexts
 
 
-def test_weights_that_a_disk_does_not_give_are_named() -> None:
-    # Of /proc/self/mem the first byte is nobody's: a file that opens, and fails when it is read.
+def test_a_weight_file_that_cannot_be_read_is_named() -> None:
+    # /proc/self/mem can be opened, but reading fails: nothing is mapped at address 0.
     path = Path("/proc/self/mem")
     with pytest.raises(PackageError, match=rf"^{path} must be readable \(got: Input/output error"):
         weights._read(path, 0, np.zeros(8, np.uint8))

@@ -1,4 +1,4 @@
-"""tests/gpu/part.py without a device: that it runs, on what, and what it makes of it."""
+"""tests/gpu/part.py without a device: that it runs on some multiprocessors, and what it prints."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def part() -> ModuleType:
 
 @pytest.fixture
 def device(small_shape: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fake:
-    """One that sets multiprocessors apart by eights, as an H100 does."""
+    """A fake device that sets multiprocessors apart in groups of eight, as an H100 does."""
     made: Any = fake(monkeypatch)
 
     def split(groups: int, whole: object, flags: int, count: int) -> Any:

@@ -1,4 +1,4 @@
-"""The other programs on the CPU, as in test_cuda_programs.py: a prompt, and a narrower block."""
+"""More programs on the CPU, as in test_cuda_programs.py: prefill, and blocks of another width."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ pytestmark = pytest.mark.skipif(emulation.COMPILER is None, reason="needs g++")
 
 
 def test_a_prompt_and_blocks_of_another_width(tmp_path: Path) -> None:
-    """A whole block is folded by a prompt of 37 rows and 11 for show, which renews tails and no
-    records: the next block finds them turned differently.
+    """A prefill step of 48 rows, 37 of them valid, folds a whole block. It updates the convolution
+    tails but not the records, so these two are at different places for the next block.
     """
     with paired(packages(tmp_path), 8) as pair:
         pair.cycle([5, 6, 7, 8, 9, 10, 11])
@@ -24,7 +24,7 @@ def test_a_prompt_and_blocks_of_another_width(tmp_path: Path) -> None:
         tensors = {n: cuda(t) for n, t in pair.ours.state.tensors.items()}
         fronts = {n: t.turn.front for n, t in tensors.items() if t.turn}
         assert fronts == {n: n.endswith(".tail") for n in tensors if n in pair.moved()}
-        assert len(pair.device.graphs) == 2  # a prompt's step and a cycle
+        assert len(pair.device.graphs) == 2  # a prefill step and a cycle
         kernels = {work.kernel for work in pair.device.ran}
         assert {"linear", "linear_prefill", "gdn_prefill", "attend_dense"} <= kernels
 

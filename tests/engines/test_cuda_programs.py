@@ -1,8 +1,8 @@
 """Whole programs on the CPU: the engine captures and replays them, the emulator runs the kernels.
 
-What a builder shares between the calls of a program (norms, slabs, sums of squares, places in
-scratch) is in no room's test. Here a small package goes through cycles as on a device, against ONNX
-Runtime doing the same.
+The tests of rooms do not cover what the calls of a program share: norms, slabs, sums of squares,
+scratch memory. Here a small package runs cycles as on a device, and results are compared with those
+of ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pair(root: Path) -> Iterator[Pair]:
-    """After a first cycle that commits five rows."""
+    """Both engines after a first cycle, which has committed five rows."""
     with paired(root, 16) as made:
         made.cycle([1, 200, 3, 40])
         yield made
@@ -47,7 +47,7 @@ def test_cycles_leave_what_onnx_runtime_leaves(pair: Pair) -> None:
     assert {name for name, places in pair.places.items() if len(places) == 2} == pair.moved()
 
 
-def test_a_list_taken_apart_says_the_same(pair: Pair, root: Path) -> None:
+def test_a_program_without_fusion_gives_nearly_the_same_logits(pair: Pair, root: Path) -> None:
     assert pair.begun is not None
     tokens, logits = pair.begun
     with pytest.MonkeyPatch.context() as patch:
@@ -59,7 +59,7 @@ def test_a_list_taken_apart_says_the_same(pair: Pair, root: Path) -> None:
 
 
 def verified(package: Path, tokens: Array) -> Array:
-    """Logits of a first block."""
+    """Logits of a verify of the first block of a sequence."""
     with pytest.MonkeyPatch.context() as patch:
         emulate(patch, DEVICE)
         with closing(opened(package)) as session:
@@ -68,7 +68,7 @@ def verified(package: Path, tokens: Array) -> Array:
             return session.model.read("logits")
 
 
-def test_rows_that_attention_gates_are_those_that_the_product_would(pair: Pair, root: Path) -> None:
+def test_rows_gated_by_attention_equal_those_gated_by_the_product(pair: Pair, root: Path) -> None:
     assert pair.begun is not None
     tokens, logits = pair.begun
     with pytest.MonkeyPatch.context() as patch:
@@ -91,7 +91,9 @@ def test_a_new_sequence_finds_cleared_states(root: Path) -> None:
 
 
 def test_rings_written_in_the_same_graph_are_not_read_early(root: Path) -> None:
-    """The drafter fetches them before it waits: what a cycle keeps apart stays apart."""
+    """draft_attention reads the rings before it waits. So a graph in which an earlier kernel writes
+    them must be a fault; in a cycle, `propose` comes before `observe`.
+    """
     with paired(root, 16) as made:
         engine, calls = made.ours.engine, [made.ours.call(n) for n in ("observe", "propose")]
         engine.write(calls[0].inputs["length"], np.array([20], np.int32))
@@ -113,11 +115,13 @@ SHARED = {
     "drafter.layers.1.mlp.down_proj head=",
     "observe": "drafter.context=",
 }
-"""Calls whose rows somebody leaves as the kernel reads them; "=": normed, with sums of squares."""
+"""Calls whose rows an earlier call leaves in slabs; "=" marks rows that are also normed and come
+with sums of squares."""
 ROWS_OF = {"embed": "rows", "verify_attention": "o", "draft_attention": "o"}
+"""Room -> its output of rows, where that is not y0."""
 
 
-def test_rows_are_shared_as_far_as_they_can_be(pair: Pair) -> None:
+def test_all_rows_that_can_be_left_in_slabs_are(pair: Pair) -> None:
     bounds = {bound.program.name: bound for bound in pair.device.bounds}
     for name, calls in SHARED.items():
         found: list[str] = []

@@ -1,4 +1,4 @@
-"""A package of random weights on disk: whole, or not there."""
+"""Writing a package of random weights: it is complete, or nothing is left on disk."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ def test_a_random_package_on_disk_is_a_whole_one(
 
     (tmp_path / "one.toml").write_text("[engine]\ncapacity = 2048\n")
     settings = ["-c", str(tmp_path / "one.toml"), "-s", "engine.overlap=false"]
-    others = ["-s", "build.chunk=512"]  # of what is written, not of who opens it
+    others = [
+        "-s",
+        "build.chunk=512",
+    ]  # for the package; not passed on to the process that opens it
     monkeypatch.setattr("subprocess.run", run)
     out = ["--ready", "--out", str(tmp_path / "out")]
     assert cli.main([*ARGUMENTS, *settings, *others, *out]) == 0
@@ -53,16 +56,16 @@ def test_a_random_package_on_disk_is_a_whole_one(
     verify(tmp_path / "out", found)
     weights = [name for name in found.files if name.endswith(".bin")]
     assert len(weights) > 1
-    # Opened again, it is what a session takes.
+    # A session can open it.
     assert cli.main(["bench", "--package", str(tmp_path / "out"), "--ready", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert 0 < rows[0]["value"] < rows[1]["value"] < rows[2]["value"]
-    # What is answered is nobody's prompt: where it has no room, the context is told.
+    # If the context is too short for the prompt that --ready uses, the error names the setting.
     few = ["-s", f"engine.capacity={found.block + 3}"]
     assert cli.main(["bench", "--package", str(tmp_path / "out"), "--ready", *few]) == 2
     said = f"engine.capacity must be at least {found.block + 4} for --ready"
     assert said in capsys.readouterr().err
-    # It is not written over, nor into.
+    # An existing package is neither overwritten nor written into.
     assert cli.main([*ARGUMENTS, "--ready", "--out", str(tmp_path / "out" / "in")]) == 2
     assert "--out must be outside any package" in capsys.readouterr().err
     assert cli.main([*ARGUMENTS, "--ready", "--out", str(tmp_path / "out")]) == 2
@@ -99,5 +102,5 @@ def test_a_random_package_needs_room_for_every_weight(
     said = re.search(r"room for ([\d,]+) bytes", capsys.readouterr().err)
     assert said is not None
     need = int(said[1].replace(",", ""))
-    assert 0.9 * stored < need <= stored  # tensors start on pages
+    assert 0.9 * stored < need <= stored  # files also have padding: tensors are page-aligned
     assert [p.name for p in tmp_path.iterdir()] == ["whole"]

@@ -1,7 +1,7 @@
-"""The drafter's graphs equal the plain drafter of tests/plain, and no drafter that is wrong.
+"""The drafter's graphs equal the plain drafter of tests/plain, and differ from wrong drafters.
 
-Rings are filled from given taps by the package's own observe graphs and read by its propose graph,
-whose logits are made visible by one more graph output.
+The package's observe graphs fill the rings from given taps, and its propose graph reads them. Its
+logits are added to the graph's outputs.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from thor_dflash.runtime.model import ring_rows
 Array = NDArray[Any]
 
 SAME = 1e-5
-"""Largest difference from the plain drafter as a share of the largest logit."""
+"""Largest difference from the plain drafter, relative to the largest logit."""
 DIFFERENT = 1e-2
-"""Least difference of a drafter that is wrong."""
+"""Least difference from a wrong drafter, in the same unit."""
 BLOCK, CHUNK, CAPACITY = 16, 40, 256
 SLIDING, FULL = "sliding_attention", "full_attention"
 ANCHOR = 7
@@ -58,7 +58,7 @@ class Kind:
     dialect: Dialect = "bf16"
     target_dialect: Dialect = "bf16"
     said: tuple[tuple[str, object], ...] = ()
-    """What its config.json says beyond the ordinary."""
+    """Keys of its config.json that differ from the ordinary one."""
 
 
 KINDS: dict[str, Kind] = {
@@ -91,14 +91,14 @@ class Bench:
     graphs: dict[str, Any]
     windows: tuple[int, ...]
     width: int
-    """Of a row of taps."""
+    """Columns of a row of taps."""
     rings: dict[str, Array] = field(default_factory=dict[str, Array])
     first: int = 0
-    """Context rows that are never observed."""
+    """Number of context rows at the beginning that are never observed."""
     length: int = 0
 
     def clear(self, first: int = 0) -> None:
-        """An empty sequence. What is in the rings then must not matter, so it is noise."""
+        """Begin an empty sequence. The content of the rings must not matter, so it is noise."""
         rng = np.random.default_rng(5)
         rows = [ring_rows(w, CAPACITY, BLOCK, CHUNK) for w in self.windows]
         heads, dim = self.rules.kv_heads, self.rules.head_dim
@@ -110,7 +110,7 @@ class Bench:
         self.first = self.length = first
 
     def observe(self, taps: Array, graph: str = "observe") -> None:
-        """Commit up to one step of rows; the rest of the step is noise."""
+        """Commit rows, at most those of one step; the other rows of the step are noise."""
         rows = {"observe": BLOCK, "observe_chunk": CHUNK}[graph]
         step = 9 * np.random.default_rng(6).standard_normal((rows, self.width)).astype(np.float32)
         step[: len(taps)] = taps
@@ -119,7 +119,7 @@ class Bench:
         self.length += len(taps)
 
     def fill(self, taps: Array, steps: Iterator[tuple[str, int]], first: int = 0) -> None:
-        """An empty sequence and then these rows, in steps of (graph, rows to commit)."""
+        """Begin a sequence and commit all rows, by steps of (graph, number of rows)."""
         self.clear(first)
         while self.length < len(taps):
             graph, count = next(steps)
@@ -135,7 +135,7 @@ class Bench:
         return got["tokens"], got["head.logits"]
 
     def plain(self, taps: Array, rules: Rules | None = None) -> Array:
-        """The same by the plain drafter."""
+        """The logits [R, V] by the plain drafter."""
         return logits(rules or self.rules, self.weights, self.embedding, self.head, taps, ANCHOR)
 
     def _run(self, name: str, **given: Array) -> dict[str, Array]:
@@ -197,7 +197,7 @@ def features(b: Bench, count: int, seed: int = 0) -> Array:
 
 
 def decoding(prompt: int = 0, seed: int = 1) -> Iterator[tuple[str, int]]:
-    """As the loop does: the prompt in chunks, then 1..16 rows at a time."""
+    """Steps as the decoding loop makes them: the prompt in chunks, then 1 to 16 rows at a time."""
     while prompt > 0:
         yield "observe_chunk", min(prompt, CHUNK)
         prompt -= CHUNK
@@ -234,13 +234,13 @@ def test_logits_are_the_plain_drafters(name: str) -> None:
 
 
 def _check_choice(tokens: Array, want: Array) -> None:
-    """Slot i's draft stands in row i and is the plain one's choice, or as good."""
+    """The draft in row i must be the plain drafter's choice, or as good up to rounding."""
     for i in range(1, BLOCK):
         assert want[i].max() - want[i, tokens[i]] <= SAME * np.abs(want).max()
 
 
 @pytest.mark.parametrize("name", ["sliding, full", "27b's", "window of one block"])
-def test_the_way_rows_came_in_does_not_matter(name: str) -> None:
+def test_the_steps_by_which_rows_are_observed_do_not_matter(name: str) -> None:
     b = bench(name)
     taps = features(b, 200)
     answers: list[Array] = []
@@ -252,7 +252,7 @@ def test_the_way_rows_came_in_does_not_matter(name: str) -> None:
 
 
 @pytest.mark.parametrize("first", [1, 30, 90])
-def test_rows_before_the_first_are_not_there(first: int) -> None:
+def test_rows_before_the_first_are_not_attended(first: int) -> None:
     b = bench("27b's")
     taps = features(b, 100)
     b.fill(taps, decoding(50), first)
@@ -261,7 +261,7 @@ def test_rows_before_the_first_are_not_there(first: int) -> None:
     assert distance(b.propose()[1], b.plain(taps)) >= DIFFERENT
 
 
-def test_a_dropped_step_leaves_nothing() -> None:
+def test_a_dropped_step_leaves_no_trace() -> None:
     b = bench("sliding, full")
     taps = features(b, 100)
     b.fill(taps, decoding(50))

@@ -1,4 +1,4 @@
-"""FP8 cache scales of a checkpoint are used where the cache is FP8, and only there."""
+"""A checkpoint's scales of an FP8 cache are used if the cache is FP8, and only then."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ def scaled(tmp_path: Path, factor: float) -> Path:
 
 
 def test_scales_are_read_used_and_reported(tmp_path: Path) -> None:
-    # A power of two moves FP8's grid by whole exponents: away from its ends nothing changes.
-    tiny, fair = scaled(tmp_path, 2.0**-4), scaled(tmp_path, 2.0**-30)
-    exact = logits(tiny, tmp_path / "f32", "f32")
-    assert np.array_equal(logits(fair, tmp_path / "f32b", "f32"), exact)
-    good = logits(tiny, tmp_path / "good", "fp8")
-    broken = logits(fair, tmp_path / "bad", "fp8")
+    # Scales that are powers of two only shift FP8's exponents, which changes nothing in its range.
+    fair, tiny = scaled(tmp_path, 2.0**-4), scaled(tmp_path, 2.0**-30)
+    exact = logits(fair, tmp_path / "f32", "f32")
+    assert np.array_equal(logits(tiny, tmp_path / "f32b", "f32"), exact)
+    good = logits(fair, tmp_path / "good", "fp8")
+    broken = logits(tiny, tmp_path / "bad", "fp8")
     size = np.sqrt(np.mean(exact**2))
     assert 1e-4 < np.sqrt(np.mean((good - exact) ** 2)) / size < 0.05
-    # Everything saturates at 448 * 2^-30: attention sees next to nothing.
+    # With tiny scales everything saturates at 448 * 2^-30, so that attention sees almost nothing.
     assert np.sqrt(np.mean((broken - exact) ** 2)) / size > 0.1
     scales = manifest.read(tmp_path / "good").kv_scales
     layers = sum((i + 1) % 4 == 0 for i in range(GEOMETRY.layers))
@@ -68,7 +68,7 @@ def test_scales_are_read_used_and_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kv", "scales"), [("fp8", (0.25, 0.125)), ("bf16", (1, 1)), ("f32", (1, 1))]
 )
-def test_keys_and_values_have_each_their_own_where_the_cache_is_fp8(
+def test_keys_and_values_have_scales_of_their_own_if_the_cache_is_fp8(
     tmp_path: Path, kv: Literal["fp8", "bf16", "f32"], scales: tuple[float, float]
 ) -> None:
     plan = make_plan(read_target(scaled(tmp_path, 0.25)), None, BuildConfig(kv=kv))

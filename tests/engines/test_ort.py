@@ -1,4 +1,4 @@
-"""The ort engine keeps the protocol's promises."""
+"""The ort engine behaves as the interface of an engine says."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ FLOAT, INT64 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
 
 
 def write_graph(directory: Path, *, in_place: bool) -> None:
-    """step: x [N] -> next.x = x with 1 added at row `at`; total = sum of the old x."""
+    """Write a graph `step` with the state x [N]: next.x is x plus 1 at index `at`, total the sum of
+    the old x. `in_place`: next.x may overwrite x.
+    """
     nodes = [
         helper.make_node("ScatterElements", ["x", "at", "one"], ["next.x"], reduction="add"),
         helper.make_node("ReduceSum", ["x"], ["total"], keepdims=1),
@@ -45,6 +47,7 @@ def write_graph(directory: Path, *, in_place: bool) -> None:
 
 
 def bound(engine: OrtEngine, rows: int = 4) -> tuple[Call, dict[str, object]]:
+    """A call of `step` on new tensors, and these by name."""
     graph = engine.load("step")
     tensors = {
         name: engine.empty(spec, {"N": rows})
@@ -56,7 +59,7 @@ def bound(engine: OrtEngine, rows: int = 4) -> tuple[Call, dict[str, object]]:
     return call, dict(tensors)
 
 
-def test_a_name_that_the_library_does_not_take_is_said_to_be_it(tmp_path: Path) -> None:
+def test_a_path_that_is_no_utf8_is_refused_by_name(tmp_path: Path) -> None:
     package = tmp_path / "caf\udce9"
     package.mkdir()
     write_graph(package, in_place=True)
@@ -64,7 +67,7 @@ def test_a_name_that_the_library_does_not_take_is_said_to_be_it(tmp_path: Path) 
         OrtEngine(package, 1).load("step")
 
 
-def test_the_library_says_nothing_of_its_own_on_stderr(
+def test_onnx_runtime_prints_nothing_to_stderr_on_an_error(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     weight = helper.make_tensor("w", FLOAT, [4], bytes(16), raw=True)
@@ -98,7 +101,7 @@ def test_state_moves_from_call_to_call(tmp_path: Path, in_place: bool) -> None:
 def test_a_call_that_fails_half_way_leaves_the_old_value(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The new state is made, then a later node fails: the old one must still be there."""
+    """The new state is computed, then a later node fails: the state must keep its old value."""
     nodes = [
         helper.make_node("Add", ["x", "one"], ["next.x"]),
         helper.make_node("Gather", ["next.x", "at"], ["total"], axis=0),
@@ -124,7 +127,7 @@ def test_a_call_that_fails_half_way_leaves_the_old_value(
     assert capfd.readouterr().err == ""
 
 
-def test_tensors_start_as_zeros_and_copies_are_corners(tmp_path: Path) -> None:
+def test_tensors_start_as_zeros_and_corners_can_be_copied(tmp_path: Path) -> None:
     engine = OrtEngine(tmp_path, 1)
     tensor = engine.empty(TensorSpec("t", DType.BF16, (3, "N")), {"N": 4})
     engine.write(tensor, np.ones((2, 3), DType.BF16.numpy))

@@ -1,4 +1,4 @@
-"""From the target to the drafter: taps are the layers the config names, and decoding uses them."""
+"""Taps are the outputs of the layers that the drafter's config names, and decoding uses them."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ Array = NDArray[Any]
 
 TARGET = GEOMETRIES["27b"]
 SAME = 2e-5
-"""Largest difference of two float32 computations of one thing, as a share of the largest value."""
+"""Largest difference of two ways to compute the same in float32, relative to the largest value."""
 DIFFERENT = 1e-2
+"""Least difference if the taps are wrong, in the same unit."""
 TOKENS = [int(t) for t in np.random.default_rng(0).integers(0, TARGET.vocab, 61)]
 
 
 @dataclass(frozen=True)
 class Pair:
-    """An open package and its drafter's plain twin."""
+    """An open package, and its drafter as a plain drafter of tests/plain."""
 
     session: Session
     rules: Rules
@@ -59,7 +60,7 @@ class Pair:
 
 @cache
 def pair(taps: tuple[int, ...]) -> Pair:
-    """The same target and the same drafter weights for any taps of that many layers."""
+    """A pair whose drafter has these taps. Pairs with equally many taps have equal weights."""
     with TemporaryDirectory() as held:
         root = Path(held)
         write_target(root / "target", TARGET, 31)
@@ -77,7 +78,7 @@ def pair(taps: tuple[int, ...]) -> Pair:
 
 
 def by_layer(taps: Array) -> Array:
-    """[taps, T, H]."""
+    """Taps [T, taps * H] as [taps, T, H]."""
     return taps.reshape(len(taps), -1, TARGET.hidden).swapaxes(0, 1)
 
 
@@ -106,7 +107,9 @@ def test_taps_stand_in_the_order_of_the_config(order: tuple[int, ...]) -> None:
 
 
 class Diary:
-    """A policy that notes every block, and forces ids so that 1 to 10 rows are committed."""
+    """A policy that notes every block. It forces 0 to 9 ids in each, so that different numbers of
+    rows are committed.
+    """
 
     def __init__(self, read: Callable[[], Array]) -> None:
         self.read = read
@@ -131,7 +134,7 @@ Blocks = list[tuple[int, int, Array]]
 
 @cache
 def decoded(taps: tuple[int, ...]) -> tuple[list[int], Blocks]:
-    """Prompt and answer, and the blocks on the way."""
+    """Prompt and answer as one list, and the blocks of the decoding."""
     session, prompt = pair(taps).session, TOKENS[:45]
     diary = Diary(lambda: session.model.read("tokens"))
     request = Request(prompt=tuple(prompt), max_tokens=120)
@@ -142,10 +145,12 @@ def decoded(taps: tuple[int, ...]) -> tuple[list[int], Blocks]:
 
 
 def regret(p: Pair, taps: Array, tokens: list[int], blocks: Blocks) -> list[float]:
-    """Per block: how much worse than the best its worst draft is for the plain drafter."""
+    """For each block, how far the worst draft's logit is below the largest: by the plain drafter,
+    relative to its largest magnitude.
+    """
     out: list[float] = []
     for known, forced, block in blocks:
-        # The newest token has no features yet: it is the anchor.
+        # The newest token has no taps yet: it is row 0 of the block.
         assert block[0] == tokens[known - 1]
         said = p.plain(taps[: known - 1], tokens[known - 1])[forced + 1 :]
         chosen = np.take_along_axis(said, block[forced + 1 :, None].astype(np.int64), axis=1)

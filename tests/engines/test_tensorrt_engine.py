@@ -1,4 +1,4 @@
-"""The TensorRT engine, TensorRT and the driver stood in for: what it checks, binds and captures."""
+"""The TensorRT engine's checks, bindings and captures, with stand-ins of TensorRT and driver."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ HERE = Here(
 
 
 def rewrite(out: Path, **changes: Any) -> None:
-    """Change what the verify engine is said to be made with."""
+    """Change what the description of verify's engine says about where it was built."""
     plan = sidecar.read(out, "verify")
     card = out / f"verify{sidecar.ENDING}"
     card.write_text(sidecar.render(replace(plan, made=replace(plan.made, **changes))))
@@ -53,7 +53,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def made(source: Path, tmp_path: Path) -> Path:
-    """A package a test may damage: files are linked, and replaced, never written to."""
+    """A copy of the package that a test may change, except for the weights, which are links."""
     out = tmp_path / "nano"
     for path in source.rglob("*"):
         if path.is_file():
@@ -72,7 +72,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Fake:
 
 
 def cycles(s: Session, count: int) -> int:
-    """Cycles of a request, which commit one token each with this driver."""
+    """Number of cycles of a request; with this driver each commits one token."""
     return sum(bool(chunk.tokens) for chunk in s.run(request(s, 0, count), Dflash()))
 
 
@@ -87,6 +87,7 @@ def test_a_cycle_is_captured_once_for_each_way_its_states_lie(made: Path, device
 
 
 def count(device: Fake) -> int:
+    """Number of kernel launches so far."""
     return device.calls.count("cuLaunchKernelEx")
 
 
@@ -104,11 +105,12 @@ def test_it_captures_the_kernels_that_the_cuda_engine_captures(
 
 
 def contexts(s: Session) -> dict[Any, Any]:
+    """(id of a call, places of its states) -> execution context."""
     engine: Any = s.model.engine
     return dict(engine._contexts)
 
 
-def test_states_lie_in_place_or_change_places(made: Path, device: Fake) -> None:
+def test_states_are_updated_in_place_or_swap_places(made: Path, device: Fake) -> None:
     with closing(open_session(made, EngineConfig(), Silent())) as s:
         turned = 0
         for (call, fronts), context in contexts(s).items():
@@ -148,7 +150,7 @@ def test_all_engines_read_one_copy_of_a_weight(made: Path, device: Fake) -> None
         assert len(set.union(*found.values())) == len(found)
 
 
-def test_what_ran_before_a_capture_leaves_empty_states(made: Path, device: Fake) -> None:
+def test_states_are_cleared_after_the_runs_before_a_capture(made: Path, device: Fake) -> None:
     with closing(open_session(made, EngineConfig(), Silent())) as s:
         last = len(device.calls) - device.calls[::-1].index("cuLaunchKernelEx")
         engine: Any = s.model.engine
@@ -172,10 +174,11 @@ def test_an_engine_that_failed_to_load_is_closed(made: Path, device: Fake) -> No
     assert not trt.get_plugin_registry().creators
 
 
-def test_what_does_not_fit_is_refused_before_it_is_taken(made: Path, device: Fake) -> None:
+def test_what_does_not_fit_is_refused_before_it_is_allocated(made: Path, device: Fake) -> None:
     device.taken = MEMORY - (260 << 20)
     with pytest.raises(EngineError, match=r"the package must fit .*build with fewer bits"):
         open_session(made, EngineConfig(), Silent())
+    assert "cuMemAlloc" not in device.calls
 
 
 def test_a_context_that_the_engine_was_not_built_for_is_refused(
@@ -197,7 +200,7 @@ def test_a_context_that_the_engine_was_not_built_for_is_refused(
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_an_engine_of_another_build_or_machine_says_so_and_what_to_do(
+def test_an_engine_of_another_build_or_machine_is_refused_with_advice(
     made: Path, device: Fake, change: dict[str, Any], words: str
 ) -> None:
     rewrite(made, **change)
@@ -205,7 +208,7 @@ def test_an_engine_of_another_build_or_machine_says_so_and_what_to_do(
         open_session(made, EngineConfig(), Silent())
 
 
-def test_every_mismatch_is_said_at_once() -> None:
+def test_all_mismatches_are_reported_at_once() -> None:
     plan = describe_any()
     with pytest.raises(EngineError) as e:
         check(plan, replace(HERE, tensorrt="11.4.0.106", kernels="1" * 64), None)
@@ -214,6 +217,7 @@ def test_every_mismatch_is_said_at_once() -> None:
 
 
 def describe_any() -> Plan:
+    """A description of an engine without inputs, outputs or plugins."""
     return Plan(
         name="verify",
         file="verify.plan",
@@ -227,7 +231,7 @@ def describe_any() -> Plan:
     )
 
 
-def test_an_engine_that_tensorrt_does_not_load_is_told_in_its_words(
+def test_an_engine_that_tensorrt_does_not_load_is_reported_in_its_words(
     made: Path, device: Fake
 ) -> None:
     engine = made / "verify.plan"
@@ -242,7 +246,7 @@ def test_an_engine_that_tensorrt_does_not_load_is_told_in_its_words(
         open_session(made, EngineConfig(), Silent())
 
 
-def test_a_description_survives_its_file(tmp_path: Path) -> None:
+def test_a_description_is_read_as_it_was_written(tmp_path: Path) -> None:
     plan = describe_any()
     (tmp_path / f"verify{sidecar.ENDING}").write_text(sidecar.render(plan))
     assert sidecar.read(tmp_path, "verify") == plan

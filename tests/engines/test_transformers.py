@@ -1,6 +1,7 @@
-"""score equals transformers on the goldens, for every geometry and every way to store weights.
+"""`score` equals transformers on the goldens, for every geometry and every way to store weights.
 
-The goldens hold logits and taps at some rows; goldens/transformers/README.md tells their making.
+The goldens hold logits and taps of some rows; goldens/transformers/README.md tells how they are
+made.
 """
 
 from __future__ import annotations
@@ -41,22 +42,23 @@ GOLDENS = Path(__file__).parent.parent / "goldens" / "transformers"
 NAMES = sorted(file.name.removesuffix(".npz") for file in GOLDENS.glob("*.npz"))
 
 SAME = 1e-4
-"""Largest difference from transformers as a share of the largest value there. float32 itself uses
-a part of it: transformers is as far from itself when it goes token by token."""
+"""Largest difference from transformers, relative to its largest value. A part of it is float32's
+rounding: transformers itself gives slightly different values when it reads token by token."""
 
 CAPACITY = 384
 
 DIFFERENT = 1e-2
-"""Least difference of a model that is wrong: a hundred times the law."""
+"""Least difference of a wrong model: a hundred times SAME."""
 
 
 def golden(name: str) -> Arrays:
+    """Arrays of a golden, named <geometry>.<way to store weights>."""
     with np.load(GOLDENS / f"{name}.npz") as file:
         return dict(file)
 
 
 def checkpoint(directory: Path, name: str) -> Path:
-    """The very target the golden was made from, and a drafter with its taps."""
+    """Write the target from which the golden was made, and a drafter that has the golden's taps."""
     geometry, dialect = name.rsplit(".", 1)
     g, want = GEOMETRIES[geometry], golden(name)
     write_target(directory / "target", g, int(want["seed"]), dialect)  # type: ignore[arg-type]
@@ -78,8 +80,8 @@ def scored(
     harm: Damage | None = None,
     taps: bool = False,
 ) -> Arrays:
-    """Every row of a golden's model, as this project computes it. Who asks for no taps needs no
-    drafter, nor its graphs.
+    """Logits (and taps) of all rows of a golden, as this project computes them. `harm` changes the
+    checkpoint before. Without taps the package is built without a drafter.
     """
     tokens = [int(t) for t in golden(name)["tokens"]]
     with TemporaryDirectory() as held:
@@ -95,11 +97,12 @@ def scored(
 
 @cache
 def plain(name: str) -> Arrays:
+    """The results of the ordinary build."""
     return scored(name, taps=True)
 
 
 def damage(directory: Path, g: TargetGeometry, harm: Damage) -> None:
-    """Change the tensors of a one-file checkpoint; names are given without its prefix."""
+    """Change tensors of a one-file checkpoint. `harm` gets names without the model's prefix."""
     file = directory / "model.safetensors"
     prefix = g.prefix
     tensors = {name.removeprefix(prefix): t for name, t in read_safetensors(file).items()}
@@ -110,18 +113,18 @@ def damage(directory: Path, g: TargetGeometry, harm: Damage) -> None:
 
 
 def distance(got: NDArray[Any], want: NDArray[Any]) -> float:
-    """Largest difference as a share of the largest value."""
+    """Largest difference, relative to the largest value."""
     a, b = got.astype(np.float64), want.astype(np.float64)
     return float(np.abs(a - b).max() / np.abs(b).max())
 
 
 def off(got: Arrays, name: str) -> dict[str, float]:
-    """Distance from a golden."""
+    """Distances of logits and taps from a golden's."""
     want = golden(name)
     return {what: distance(rows[want["rows"]], want[what]) for what, rows in got.items()}
 
 
-def test_the_goldens_cover_what_they_should() -> None:
+def test_the_goldens_cover_all_kinds_of_models() -> None:
     geometries = {name.rsplit(".", 1)[0] for name in NAMES}
     covered = [GEOMETRIES[name] for name in geometries]
     assert len(covered) >= 5
@@ -138,7 +141,7 @@ def test_the_goldens_cover_what_they_should() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_checkpoint_is_the_goldens_own(tmp_path: Path, name: str) -> None:
-    """Else the goldens must be made again: tests/checkpoints.py draws other weights."""
+    """If not, tests/checkpoints.py now draws other weights, and the goldens must be made again."""
     weights = dequantised(checkpoint(tmp_path, name) / "target")
     total = sum(np.abs(weights[n].astype(np.float64)).sum() for n in sorted(weights))
     assert total == pytest.approx(float(golden(name)["fingerprint"]), rel=1e-7)
@@ -161,7 +164,7 @@ def modelopt(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
 
 
 @pytest.mark.parametrize("count", [1, 15, 16, 17, 37])
-def test_the_score_of_a_prefix_is_the_prefix_of_the_score(modelopt: Session, count: int) -> None:
+def test_scoring_a_prefix_gives_the_first_rows_of_the_score(modelopt: Session, count: int) -> None:
     tokens = [int(t) for t in golden("gqa2.modelopt")["tokens"]]
     got = score(modelopt, tokens[:count], True, Silent())
     for what, rows in plain("gqa2.modelopt").items():
@@ -169,7 +172,7 @@ def test_the_score_of_a_prefix_is_the_prefix_of_the_score(modelopt: Session, cou
 
 
 def cost(name: str, config: BuildConfig) -> float:
-    """Error of another build of a model, as a share of its logits, root mean square."""
+    """Root mean square error of another build's logits, relative to that of the logits."""
     want = plain(name)["logits"]
     error = scored(name, config)["logits"] - want
     return float(np.sqrt((error**2).mean() / (want**2).mean()))
@@ -177,7 +180,7 @@ def cost(name: str, config: BuildConfig) -> float:
 
 @pytest.mark.parametrize("name", ["27b.bf16", "heads27b.modelopt"])
 def test_a_coarser_cache_costs_what_its_bits_say(name: str) -> None:
-    """bf16 is off by up to 2^-8 and E4M3 by up to 2^-4, which is 16 times as much.
+    """Rounding to bf16 changes a value by up to 2^-8 of it, rounding to E4M3 by 16 times as much.
 
     Errors of many keys and values average out, so the logits are off by less than one value is.
     """
@@ -192,20 +195,22 @@ def test_a_coarser_cache_costs_what_its_bits_say(name: str) -> None:
 def test_bf16_activations_cost_no_more_than_in_transformers(
     name: str, kv: Literal["f32", "fp8"]
 ) -> None:
-    """Its bfloat16 rounds at least where ours does. An fp8 cache is lost beside it."""
+    """transformers in bfloat16 rounds wherever this project does, and in more places. Beside that,
+    the error of an FP8 cache is negligible.
+    """
     theirs = float(golden(name)["bf16_cost"])
     got = cost(name, BuildConfig(capacity=CAPACITY, activations="bf16", kv=kv))
     assert theirs / 10 < got < 1.25 * theirs
 
 
 @pytest.mark.parametrize("name", ["27b.bf16", "heads27b.modelopt"])
-def test_saving_states_changes_nothing(name: str) -> None:
+def test_saving_states_instead_of_records_gives_the_same_results(name: str) -> None:
     got = scored(name, BuildConfig(capacity=CAPACITY, saves="states"), taps=True)
     assert max(off(got, name).values()) <= SAME
 
 
 def _plus_one(*ends: str) -> Damage:
-    """Add 1 to every tensor whose name, after a slash, ends so."""
+    """Add 1 to every tensor whose name, with a slash before it, ends in one of these."""
 
     def harm(_: TargetGeometry, tensors: Arrays) -> None:
         for name, t in tensors.items():
@@ -216,7 +221,7 @@ def _plus_one(*ends: str) -> Damage:
 
 
 def _rows(end: str, order: Callable[[TargetGeometry, NDArray[Any]], NDArray[Any]]) -> Damage:
-    """Reorder the rows of every tensor of that name."""
+    """Reorder the rows of the layers' tensors of that name."""
 
     def harm(g: TargetGeometry, tensors: Arrays) -> None:
         for name, t in tensors.items():

@@ -1,10 +1,11 @@
-"""What a full-size model's steps take on a part of a device's multiprocessors, which then get more
-bytes than they can work on; and what they would take a Jetson Thor's multiprocessors, and its
-memory, by that:
+"""Times a full-size model on some of a device's multiprocessors and predicts a Jetson Thor's times.
 
     python tests/gpu/part.py --multiprocessors 16
 
-A prediction: it holds if a Thor's multiprocessors do in a clock what this device's do.
+Few multiprocessors get more bytes from memory than they can process, so the times are limited by
+computing. They are scaled to the number and clock of a Thor's multiprocessors; beside them is the
+time that a Thor's memory needs for the bytes. This is a prediction: it holds if a multiprocessor of
+a Thor does as much in a clock cycle as one of this device.
 """
 
 from __future__ import annotations
@@ -42,18 +43,18 @@ from thor_dflash.runtime.engines.cuda.random import RandomWeights  # noqa: E402
 from thor_dflash.verbs.bench import CAPACITY, hollow, variants  # noqa: E402
 
 THOR_MULTIPROCESSORS, THOR_CLOCK = 20, 1.575e9
-"""Source: NVIDIA, Jetson Thor modules, T5000."""
+"""Clock in Hz. Source: NVIDIA, Jetson Thor modules, T5000."""
 PROMPTS = (2048, 512, 256, 128, 64, 32)
 """Rows of a prefill step."""
 
 
 class Part(Driver):
-    """A driver whose context has some of the multiprocessors (a green context)."""
+    """A driver whose context has only `count` multiprocessors (a green context)."""
 
     count = 0
 
     def describe(self, handle: Any) -> Info:
-        """The device, as if it had no more."""
+        """Describe the device as if it had no other multiprocessors."""
         info = super().describe(handle)
         device = dataclasses.replace(info.device, multiprocessors=self.count)
         return dataclasses.replace(info, device=device)
@@ -72,11 +73,11 @@ class Part(Driver):
         return self("cuCtxFromGreenCtx", self("cuGreenCtxCreate", group, handle, flag))
 
     def close(self) -> None:
-        """Nothing: the context goes with the process."""
+        """Do nothing: the context is released when the process ends."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure and print."""
+    """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("--shape", default="qwen3.6-27b", metavar="NAME", help="a model's sizes")
     parser.add_argument("--multiprocessors", type=int, required=True, metavar="N")
@@ -105,7 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def show(bench: Bench) -> None:
-    """A line a step, as it is measured."""
+    """Print a line for each step as soon as it is measured."""
     driver = bench.engine.driver
     kind = driver.cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CLOCK_RATE
     clock = 1e3 * driver("cuDeviceGetAttribute", kind, driver("cuCtxGetDevice"))
@@ -124,7 +125,7 @@ def show(bench: Bench) -> None:
 
 
 def steps(bench: Bench) -> Iterator[tuple[str, float, int]]:
-    """Name, milliseconds, bytes that must be read (states: read and written)."""
+    """Name, time in ms, and bytes that must be read (for states: read and written) of each step."""
     weights = bench.bytes("verify", LINEARS)
     state, each = bench.state_bytes(), bench.cache_bytes()
     draft, context = (bench.bytes(step, LINEARS) for step in ("propose", "observe"))

@@ -1,10 +1,11 @@
-"""One short request of the small planner and a prefill step of each size, for a sanitizer to watch:
+"""Runs a short request of planner-nano and a prefill step of each size, to be run by a sanitizer.
 
     compute-sanitizer --tool memcheck python tests/gpu/sanitize.py
     compute-sanitizer --tool racecheck python tests/gpu/sanitize.py
 
-Kernels run one after the other, launched one by one: the tools name the kernel then. With --graph
-they run as they do in earnest. Exit status 0 if the answer has tokens and drafts of its own.
+Kernels are launched one by one and do not overlap, so that the tools can name the kernel. With
+--graph they run as in production, as one graph. The exit status is 0 if there were an answer and
+drafts.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from thor_dflash.runtime.session import open_session  # noqa: E402
 
 
 def main() -> int:
-    """Build, open, answer."""
+    """Build a package, answer a request, run a prefill step of each size."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("--tokens", type=int, default=24, help="longest answer")
     parser.add_argument("--graph", action="store_true", help="as one graph, kernels overlapping")

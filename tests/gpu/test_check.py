@@ -1,4 +1,4 @@
-"""`check` and `doctor` on a device."""
+"""The commands `check` and `doctor` on a device."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def session(made: Path) -> Iterator[Session]:
         yield opened
 
 
-def test_every_operator_on_the_device_is_what_its_definition_says(
+def test_every_operator_on_the_device_agrees_with_its_definition(
     session: Session, made: Path
 ) -> None:
     show = tracer(session, made)
@@ -52,7 +52,7 @@ def test_every_operator_on_the_device_is_what_its_definition_says(
     }  # fmt: skip
 
 
-def test_the_device_agrees_with_onnx_runtime_and_a_weight_that_is_another_is_named(
+def test_the_device_agrees_with_onnx_runtime_and_a_wrong_weight_is_located(
     session: Session, made: Path, tmp_path: Path
 ) -> None:
     graphs = package(tmp_path / "ort", "ort")

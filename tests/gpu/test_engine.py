@@ -1,4 +1,6 @@
-"""The CUDA engine on a device: the laws bit for bit with planner-nano, and against ONNX Runtime."""
+"""The CUDA engine on a device with planner-nano: laws that hold bit for bit, and ONNX Runtime's
+results.
+"""
 
 from __future__ import annotations
 
@@ -67,10 +69,12 @@ def test_an_oracle_gives_a_full_block_a_cycle(session: Session) -> None:
     assert max(session.report().spec.accept_hist[:15]) <= 1
 
 
-def test_every_choice_is_one_onnx_runtime_all_but_makes(
+def test_every_choice_is_nearly_the_best_for_onnx_runtime(
     session: Session, reference: Session
 ) -> None:
-    """Teacher-forced: how much worse than its own best the reference finds each choice."""
+    """Given the same tokens (teacher forcing), ONNX Runtime's logit of each token that the device
+    would choose must be nearly its largest.
+    """
     worst = largest = 0.0
     for index in range(0, len(tasks()), 6):
         asked = request(session, index)
@@ -90,7 +94,7 @@ def test_every_choice_is_one_onnx_runtime_all_but_makes(
 def test_logits_are_as_near_to_float32_as_their_definition(
     session: Session, reference: Session, tmp_path: Path
 ) -> None:
-    """Of planner-nano's own answers, teacher-forced."""
+    """Teacher-forced on planner-nano's own answers."""
     asked = [request(session, index) for index in range(0, len(tasks()), 12)]
     told = [[*a.prompt, *answer(session, a, Dflash())] for a in asked]
     exact = package(tmp_path / "nano", engine="ort", activations="f32")
@@ -107,7 +111,7 @@ SIZES = (32, 64, 128, 256, 512)
 
 @pytest.fixture(scope="module")
 def sized(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
-    """With every size of a prefill step that a package has where nobody says."""
+    """A session of a package with the default sizes of prefill steps."""
     out = package(tmp_path_factory.mktemp("sized") / "nano", engine="cuda", chunk=0)
     with closing(open_session(out, EngineConfig(), Silent())) as opened:
         assert opened.model.step_sizes == SIZES
@@ -115,7 +119,7 @@ def sized(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
 
 
 def long(session: Session, index: int) -> tuple[int, ...]:
-    """Tokens of four tasks, one after the other: more than 512."""
+    """The prompts of four tasks in a row: more than 512 tokens."""
     return sum((request(session, index + i).prompt for i in range(4)), ())
 
 
@@ -143,7 +147,9 @@ def test_a_prompt_read_in_chunks_leaves_the_state_that_blocks_leave(
 
 @pytest.mark.parametrize("chunk", SIZES)
 def test_the_laws_hold_with_every_size_of_step(sized: Session, chunk: int) -> None:
-    """Any drafter; and a prefix leaves the very bits, whatever step the rest is read by."""
+    """Any drafter gives the same answer, and a saved prefix leaves the same bits, whatever the size
+    of the step that reads the rest of the prompt.
+    """
     sized.model.chunk = chunk
     for index in range(0, 120, 24):
         prompt = long(sized, index)[: chunk + 2 + 7 * index]
@@ -212,7 +218,9 @@ def test_a_dropped_request_leaves_nothing_behind(session: Session) -> None:
 def test_a_record_handed_over_is_the_one_on_the_device(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It comes while the rest of its cycle still runs: never that of the cycle before."""
+    """The host gets the record while the rest of the cycle still runs. It must be that of this
+    cycle, not of the one before.
+    """
     engine = session.model.engine
     assert isinstance(engine, CudaEngine)
     handed, read = 0, engine.read
@@ -231,7 +239,7 @@ def test_a_record_handed_over_is_the_one_on_the_device(
     assert handed > 100
 
 
-def test_a_thousand_requests_take_no_memory_and_change_nothing(session: Session) -> None:
+def test_a_thousand_requests_leak_no_memory_and_change_no_answer(session: Session) -> None:
     engine = session.model.engine
     assert isinstance(engine, CudaEngine)
     rng = np.random.default_rng(0)
@@ -245,14 +253,14 @@ def test_a_thousand_requests_take_no_memory_and_change_nothing(session: Session)
     assert engine.driver.free_memory() == before
 
 
-def test_two_engines_of_a_process_answer_in_turn(session: Session, made: Path) -> None:
+def test_two_engines_in_a_process_can_be_used_in_turn(session: Session, made: Path) -> None:
     with closing(open_session(made, EngineConfig(), Silent())) as other:
         for index in (1, 2, 3):
             asked = request(session, index, 40)
             assert answer(other, asked, Dflash()) == answer(session, asked, Dflash())
 
 
-def test_too_large_a_context_is_refused_with_the_byte_table(tmp_path: Path) -> None:
+def test_too_large_a_context_is_refused_with_the_memory_table(tmp_path: Path) -> None:
     from thor_dflash.builders.hollow import write_hollow
     from thor_dflash.runtime.engines.cuda.random import RandomWeights
     from thor_dflash.runtime.model import Model

@@ -1,4 +1,6 @@
-"""The laws at the sizes of Qwen3.6-27B, random weights: 20 GB of device memory, no file."""
+"""Laws that hold bit for bit, at the sizes of Qwen3.6-27B. Its weights are random and made on the
+device: 20 GB of its memory, no file.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from thor_dflash.tensors import Array
 pytestmark = pytest.mark.gpu
 CAPACITY, CHUNK, ROWS = 4096, 512, 16
 TIMES = 600
-"""Verifies, each of 257 products: a race that one load of 10^9 lost showed in one of a hundred."""
+"""Number of verify steps, of 257 products each. A race that spoiled one load in 10^9 changed the
+bits of about one step in a hundred."""
 RNG = np.random.default_rng(0)
 PROMPT = [int(t) for t in RNG.integers(1, 200_000, 700)]
 BLOCK = [int(t) for t in RNG.integers(1, 200_000, ROWS)]
@@ -52,7 +55,7 @@ def read_prompt(m: Model) -> None:
 
 
 def logits(m: Model, tokens: Sequence[int]) -> Array:
-    """float32 [16, V] of a block behind what is committed."""
+    """float32 [16, V]: logits of a block that follows what is committed. Commits nothing."""
     m.write_tokens(tokens)
     m.verify()
     return m.read("logits")
@@ -95,7 +98,7 @@ def test_folding_rows_at_once_or_one_by_one_gives_the_same_bits(model: Model, co
     same(logits(model, OTHER), at_once)
 
 
-def test_a_prompt_read_in_chunks_is_one_read_in_blocks_to_rounding(model: Model) -> None:
+def test_a_prompt_read_in_chunks_equals_one_read_in_blocks_to_rounding(model: Model) -> None:
     read_prompt(model)
     chunked = logits(model, BLOCK)
     model.state.reset()
@@ -106,7 +109,7 @@ def test_a_prompt_read_in_chunks_is_one_read_in_blocks_to_rounding(model: Model)
     blocks = logits(model, BLOCK)
     off = np.abs(chunked - blocks).max() / np.abs(blocks).max()
     print(f"chunks and blocks differ by {off:.4f} of the logits' scale")
-    assert off < 0.25  # random weights damp nothing; a wrong row is off by all of its scale
+    assert off < 0.25  # random weights do not damp errors; a wrong row would be off by about 1
 
 
 @pytest.mark.parametrize("config", [EngineConfig(overlap=False), EngineConfig(graphs=False)],

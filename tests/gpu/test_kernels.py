@@ -1,4 +1,4 @@
-"""Every room's kernels on the GPU held to the reference, on the cases the emulator runs."""
+"""Every room's kernels on the GPU against the reference, on the same cases as on the emulator."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_kernels_on_the_gpu_equal_the_reference(gpu: Gpu, op: Op, name: str) -> 
     try:
         call = call_of(op, cases_of(op)[name])
     except Refused:
-        return  # said why on the CPU
+        return  # the message is tested on the CPU
     device = gpu.driver.info.device
     got = launch(call, gpu, device)
     compare(op, got, call.want)

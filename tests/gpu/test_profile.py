@@ -1,4 +1,4 @@
-"""A cycle taken apart on a device, with planner-nano."""
+"""The times of a cycle's parts, measured on a device with planner-nano."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The laws of kernels on the GPU: rows, codes, and the same bits however often and however full."""
+"""Laws of the rooms' kernels on the GPU: results do not depend on other rows or on the run, weights
+are decoded exactly, sizes may be extreme.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,11 @@ from thor_dflash.tensors import DType
 
 pytestmark = pytest.mark.gpu
 TIMES = 20
-"""Runs of one call: a race shows now and then."""
+"""Runs of each call, since a race shows only now and then."""
 FEW = 32
-"""Rows up to which one kernel computes them all; longer calls are another's."""
+"""Most rows of a block; calls with more rows have kernels of their own."""
 LONGEST = 262_144
-"""Positions that Qwen3.6-27B was made for."""
+"""Largest context of Qwen3.6-27B, positions."""
 
 every_case = pytest.mark.parametrize(
     ("op", "name"),
@@ -98,7 +100,7 @@ def test_a_row_does_not_depend_on_its_place_or_its_neighbours(gpu: Gpu, op: Op) 
         same_bits({n: np.ascontiguousarray(x[::-1]) for n, x in backward.items()}, forward)
 
 
-def test_attention_gates_rows_as_the_launch_in_front_of_a_product_does(gpu: Gpu) -> None:
+def test_attention_gates_rows_as_a_separate_launch_does(gpu: Gpu) -> None:
     for case in cases_of(VERIFY_ATTENTION).values():
         try:
             call = gated_call(case)
@@ -118,7 +120,7 @@ def test_the_drafters_attention_leaves_its_rows_for_the_next_product(gpu: Gpu) -
 
 
 @pytest.mark.parametrize("op", [GDN, VERIFY_ATTENTION], ids=lambda op: op.name)
-def test_what_fetches_the_next_weight_makes_the_same(gpu: Gpu, op: Op) -> None:
+def test_prefetching_the_next_weight_changes_no_result(gpu: Gpu, op: Op) -> None:
     device = gpu.driver.info.device
     for call in of_few_rows(op).values():
         same_bits(launch(fetching(call), gpu, device), launch(call, gpu, device))
@@ -126,7 +128,9 @@ def test_what_fetches_the_next_weight_makes_the_same(gpu: Gpu, op: Op) -> None:
 
 @pytest.mark.parametrize("cache", [DType.FP8, DType.BF16], ids=lambda c: c.value)
 @pytest.mark.parametrize(("rows", "length"), [(16, 4300), (FEW + 1, 300)])
-def test_a_later_key_weighs_by_its_score(gpu: Gpu, rows: int, length: int, cache: DType) -> None:
+def test_scores_may_be_much_larger_in_a_later_tile(
+    gpu: Gpu, rows: int, length: int, cache: DType
+) -> None:
     real = gpu.driver.info.device
     call = call_of(VERIFY_ATTENTION, rising(rows, length, cache))
     compare(VERIFY_ATTENTION, launch(call, gpu, Device(real.capability, 3, real.shared)), call.want)
@@ -136,7 +140,9 @@ def test_a_later_key_weighs_by_its_score(gpu: Gpu, rows: int, length: int, cache
 def test_attention_at_the_end_of_the_longest_context(
     gpu: Gpu, rows: int, heads: int, kv: int
 ) -> None:
-    """Scores of deviation 3: some thirty of all positions decide."""
+    """Keys are scaled so that scores have a standard deviation of about 3. Then about thirty of all
+    the positions have most of the weight.
+    """
     case = case_of(rows, LONGEST - rows, DType.FP8, LONGEST, heads, kv)
     wide = {"scale_k": case.inputs["scale_k"] * np.float32(3)}
     call = call_of(VERIFY_ATTENTION, Case(case.name, {**case.inputs, **wide}, case.attributes))
@@ -145,7 +151,7 @@ def test_attention_at_the_end_of_the_longest_context(
 
 @pytest.mark.parametrize("multiprocessors", [1, 20, 97])
 def test_a_product_is_right_however_it_is_dealt_out(gpu: Gpu, multiprocessors: int) -> None:
-    """Grids of other devices run here too, a Thor's among them."""
+    """This device can also run the launches that are meant for others, such as a Thor."""
     real = gpu.driver.info.device
     device = Device(real.capability, multiprocessors, real.shared)
     for name in ("more_norm_16_of_640", "more_swiglu_16_of_640", "more_mixed_32_of_640"):

@@ -1,4 +1,4 @@
-"""The TensorRT engine on the GPU, TensorRT stood in for by one that calls the plugins in order."""
+"""The TensorRT engine on the GPU. A stand-in of TensorRT calls the plugins in order."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def answers(out: Path, cubins: Path, *, graphs: bool = True) -> list[list[int]]:
 
 
 def test_it_answers_as_the_cuda_engine_does(here: Here, tmp_path: Path) -> None:
-    """The same kernels on the same weights: every token, with and without graphs."""
+    """Same kernels, same weights: every token is equal, with graphs and without."""
     cubins = tmp_path / "cubins"
     out = package(tmp_path / "nano", engine="cuda")
     want = answers(out, cubins)

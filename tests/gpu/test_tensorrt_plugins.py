@@ -1,5 +1,5 @@
-"""Every room's plugin on the GPU, TensorRT's descriptors stood in for: enqueue, eager and captured,
-leaves bit for bit what the CUDA engine's launches leave.
+"""Every room's TensorRT plugin on the GPU, with a stand-in of TensorRT: `enqueue`, run directly and
+from a captured graph, gives the same bits as the room's launches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.gpu
 
 
 class Device:
-    """Memory, kernels and a stream of one context."""
+    """The memory, kernels and stream that a plugin under test uses (see enqueued.Ready)."""
 
     def __init__(self, driver: Driver, kernels: Kernels) -> None:
         self.driver, self.kernels = driver, kernels
@@ -72,7 +72,7 @@ def test_enqueue_leaves_the_bits_that_the_launches_leave(gpu: Gpu, op: Op, name:
     try:
         call = call_of(op, cases_of(op)[name])
     except Refused:
-        return  # said why on the CPU
+        return  # the message is tested on the CPU
     driver = gpu.driver
     want = launch(call, gpu, driver.info.device)
     for apart in (False, True):

@@ -185,8 +185,8 @@ def test_a_block_may_have_any_number_of_items(rows: int, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, 5])
 def test_warps_without_an_n_tile_wait_for_free_space_too(seed: int) -> None:
-    """Short items, the later ones of one n-tile. Warps with nothing to finish would soon be two items
-    ahead if they did not wait until the space for the sums is free.
+    """Short items, the later ones of one n-tile. Warps with nothing to finish would soon be two
+    items ahead if they did not wait until the space for the sums is free.
     """
     rng = np.random.default_rng(seed)
     inputs: dict[str, Array] = {"x": rng.normal(0, 1, (16, 128)).astype(BF16)}
