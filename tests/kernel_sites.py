@@ -44,7 +44,10 @@ def _linear_sites() -> Iterator[Full]:
         for t in ROWS:
             rows, norm = {"x": Shaped(BF16, (t, h))}, {"norm_weight": Shaped(BF16, (h,))}
             offset: dict[str, Attribute] = {"norm_offset": 1.0}
-            for name, widths in (("gdn_in", (10240, 6144, 48, 48)), ("qkv", (12288, 1024, 1024))):
+            for name, widths in (
+                ("gdn_in", (10240, 6144, 48, 48)),
+                ("qkv", (6144, 6144, 1024, 1024)),
+            ):
                 a = offset | {"segments": len(widths)}
                 yield f"{name}_{kind}_{t}", a, rows | norm | _weights(kind, widths, h)
             a = offset | {"segments": 2, "epilogue": "swiglu"}

@@ -117,6 +117,9 @@ def test_bits_become_the_floats_they_stand_for() -> None:
             fp8 = x[:32].view(np.uint8).reshape(32, 4).view(FP8).astype(np.float32)
             got = out[:, 6:8].copy().view(F16).reshape(32, 4).astype(np.float32)
             np.testing.assert_array_equal(got, fp8)
+            a, b = (half.view(np.float32).astype(np.longdouble) for half in (x[:32], x[32:]))
+            fused = (a * b + a).astype(np.float32)
+            np.testing.assert_array_equal(out[:, 12].copy().view(np.float32), fused)
         np.testing.assert_array_equal(out[:, 8], x[:32] >> 7 | x[:32] << 25)
         picked = np.stack([x[:32], x[32:]], axis=1).view(np.uint8).reshape(32, 8)[:, ::2]
         np.testing.assert_array_equal(out[:, 9], np.ascontiguousarray(picked).view(np.uint32)[:, 0])
