@@ -27,7 +27,7 @@ class Broken:
         made = self._inner.propose(model, progress, block)
         if made.drafted:
             model.engine.run(made.calls)
-            noise = [self._random.randrange(model.manifest.vocab_limit) for _ in range(15)]
+            noise = [self._random.randrange(model.manifest.vocab_limit) for _ in range(made.drafted)]
             model.write_tokens([progress.last, *noise])
         return Proposal(made.drafted)
 
