@@ -27,7 +27,8 @@ class Broken:
         made = self._inner.propose(model, progress, block)
         if made.drafted:
             model.engine.run(made.calls)
-            noise = [self._random.randrange(model.manifest.vocab_limit) for _ in range(15)]
+            limit = model.manifest.vocab_limit
+            noise = [self._random.randrange(limit) for _ in range(made.drafted)]
             model.write_tokens([progress.last, *noise])
         return Proposal(made.drafted)
 

@@ -16,12 +16,16 @@ from pathlib import Path
 import emulation
 import numpy as np
 import pytest
+from decoding import answer
 from emulated_cuda import emulate
 from paired import DEVICE, Pair, built, near, opened, packages, paired
+from poisoned import poison
 
 from thor_dflash.builders import build as builder
 from thor_dflash.plugins.rules import RULES
 from thor_dflash.program import read
+from thor_dflash.runtime.propose import Dflash
+from thor_dflash.runtime.session import Request
 from thor_dflash.tensors import Array
 
 pytestmark = pytest.mark.skipif(emulation.COMPILER is None, reason="needs g++")
@@ -136,3 +140,17 @@ def test_all_rows_that_can_be_left_in_slabs_are(pair: Pair) -> None:
             elif step.room in ("linear", "head"):
                 assert launched[0] == "linear_rows"
         assert found == calls.split()
+
+
+def test_no_answer_depends_on_memory_that_nothing_wrote(root: Path) -> None:
+    answers: list[list[int]] = []
+    for prepare in (poison, lambda patch: None):
+        with pytest.MonkeyPatch.context() as patch:
+            prepare(patch)
+            emulate(patch, DEVICE)
+            with closing(opened(root / "cuda")) as session:
+                asked = Request(prompt=tuple(range(40)), max_tokens=3)
+                answers.append(answer(session, asked, Dflash()))
+                logits = session.model.read("logits")
+            assert np.isfinite(logits).all()
+    assert answers[0] == answers[1]

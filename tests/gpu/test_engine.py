@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from decoding import DEAD, answer, drafts, erring, oracle
 from nano import package, request, tasks
+from poisoned import poison
 from rounding import hold_as_near
 
 from thor_dflash.config import BuildConfig, EngineConfig
@@ -251,6 +252,20 @@ def test_a_thousand_requests_leak_no_memory_and_change_no_answer(session: Sessio
         pick = picks[int(rng.integers(0, len(picks)))]
         assert answer(session, request(session, *pick), Dflash()) == alone[pick], n
     assert engine.driver.free_memory() == before
+
+
+def test_no_answer_depends_on_memory_that_nothing_wrote(
+    session: Session, made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch)
+    with closing(open_session(made, EngineConfig(), Silent())) as other:
+        for index in (1, 2, 3):
+            asked = request(session, index)
+            assert answer(other, asked, Dflash()) == answer(session, asked, Dflash())
+            tokens = [*asked.prompt, *answer(session, asked, Nobody())]
+            ours = score(other, tokens, True, Silent())
+            for name, value in score(session, tokens, True, Silent()).items():
+                np.testing.assert_array_equal(ours[name], value)
 
 
 def test_two_engines_in_a_process_can_be_used_in_turn(session: Session, made: Path) -> None:
