@@ -1,4 +1,4 @@
-"""Jobs in the books of a schedule."""
+"""Makes jobs and takes them through a server's schedule, for tests of the schedule alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def job(id: str, session: str = "", at: float = 0.0, peer: bytes = b"p", **ask: 
 
 
 def queue(books: Schedule, *jobs: Job) -> list[tuple[str, str]]:
-    """Take jobs in, ready to run. Gives who was displaced and why."""
+    """Add jobs and accept each, so that they are ready to run. Returns the id and the error code of
+    every job that was displaced.
+    """
     out: list[tuple[str, str]] = []
     for one in jobs:
         books.arrive(one, 10.0)

@@ -1,3 +1,5 @@
+"""Files that the command line reads and writes: what is wrong with one is told with its name."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -89,6 +91,6 @@ def test_links_that_go_round_are_no_place_for_scores(tmp_path: Path) -> None:
 
 
 def test_scores_that_cannot_be_written_name_their_file_and_no_other(tmp_path: Path) -> None:
-    name = "n" * 250 + ".npz"  # where it is written first is longer than a name may be
+    name = "n" * 250 + ".npz"  # the temporary file beside it has a longer name than is allowed
     with pytest.raises(RequestError, match=rf"/{name} must be writable .got: File name too long"):
         outputs.check(tmp_path / name, ".npz", "--out")

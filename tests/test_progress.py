@@ -1,3 +1,5 @@
+"""Progress reports: lines, bars or nothing, and that they stay in order when something fails."""
+
 from __future__ import annotations
 
 import io
@@ -132,7 +134,7 @@ def test_amounts(n: int, unit: str, text: str) -> None:
 
 
 class Interrupted(io.StringIO):
-    """Ctrl-C comes while the first line is written."""
+    """A stream in which Ctrl-C comes after its first text is written."""
 
     def write(self, text: str) -> int:
         first = not self.getvalue()
