@@ -1,3 +1,5 @@
+"""A package appears in one rename or not at all: builds that fail, are killed or run twice."""
+
 from __future__ import annotations
 
 import errno
@@ -39,7 +41,9 @@ def tree(directory: Path) -> list[str]:
 
 
 def killed(out: Path, body: str) -> None:
-    """Run a build in a process of its own that SIGKILLs itself."""
+    """Run a build in a process of its own. `body` uses its `stage` and ends with a SIGKILL: `die`
+    sends it.
+    """
     lines = textwrap.indent(textwrap.dedent(body), "    ")
     script = (
         "import os, signal, sys\n"
@@ -223,7 +227,7 @@ def short(path: Path) -> None:
 def test_a_full_disk_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: Callable[[Path], None]
 ) -> None:
-    monkeypatch.setattr(staging, "_SPARE", 1 << 62)
+    monkeypatch.setattr(staging, "_SPARE", 1 << 62)  # so little is free that an error means full
     with (
         pytest.raises(PackageError, match=r"^the disk must have room for .*: no space left"),
         Staging(tmp_path / "pkg", "k") as stage,

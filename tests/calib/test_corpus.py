@@ -1,5 +1,5 @@
-"""The generator: determinism, a split without overlap, canonical plans that are valid and
-mutated ones that are not.
+"""The generator of planning tasks: it is deterministic, training and held-out tasks do not overlap,
+canonical plans are valid and mutated ones are not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The executor and the judge, on cases chosen to hurt."""
+"""The executor of plans and the judge, on hard cases: hand-written scenes with right plans, plans
+that are almost right, and texts that are no plans.
+"""
 
 from __future__ import annotations
 

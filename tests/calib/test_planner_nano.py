@@ -1,4 +1,6 @@
-"""The small model in the repository: sizes, tensors, tokenizer, template, held-out file."""
+"""The files of planner-nano, the model in the repository: sizes, tensors, tokenizer, chat template
+and held-out tasks.
+"""
 
 from __future__ import annotations
 
@@ -159,7 +161,8 @@ def test_corpus_text_survives_the_tokenizer(tokenizer: Tokenizer, tasks: list[Ta
     assert tokenizer.encode("e\u0301").ids == tokenizer.encode("\u00e9").ids
 
 
-def test_no_task_is_longer_than_promised(tokenizer: Tokenizer) -> None:
+def test_no_task_is_longer_than_the_model_was_made_for(tokenizer: Tokenizer) -> None:
+    """768 tokens of prompt and answer, of which 32 are left for the chat template's marks."""
     for family in FAMILIES:
         for seed in range(60):
             task = sample(family, seed, "train")

@@ -1,4 +1,6 @@
-"""What a target's config or tensors get wrong is named, with what was expected and found."""
+"""Errors in a target's config or tensors: the message names the key or tensor, the rule and what
+was found.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def refused(directory: Path, message: str) -> None:
 
 
 def edit(directory: Path, key: str, value: object) -> None:
-    """Replaces a dotted key of config.json, or removes it."""
+    """Replaces the value of a dotted key of config.json; removes the key if `value` is ABSENT."""
     config = read_config(directory)
     *path, last = key.split(".")
     inner = config
