@@ -84,6 +84,9 @@ class Asked:
         self.count = 0
 
     def all(self) -> dict[str, Any]:
+        """Check every room; returns the bindings' version, whether they have a registry, and the
+        number of plugins.
+        """
         for op in OPS:
             cases = [(site, describe(site, outs_of(site))) for _, site in taken_of(op)]
             creators = self.creators([node for _, node in cases])
@@ -119,6 +122,7 @@ class Asked:
         return self.registry.get_creator(node.rule.op.type, str(VERSION), DOMAIN)
 
     def one(self, site: Site, node: Node) -> None:
+        """Make a plugin from its fields and again from its serialised fields; check both."""
         trt, creator = self.trt, self.creator(node)
         assert [f.name for f in creator.field_names] == list(KEYS)
         halves = [np.array([half], np.int32) for half in node.key]
@@ -134,6 +138,7 @@ class Asked:
             self.answers(plugin, site, node)
 
     def answers(self, plugin: Any, site: Site, node: Node) -> None:
+        """Check what a plugin answers to TensorRT's questions."""
         trt = self.trt
         for kind in trt.PluginCapabilityType.__members__.values():
             assert plugin.get_capability_interface(kind) is plugin

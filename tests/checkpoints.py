@@ -1,7 +1,7 @@
 """Small random checkpoints on disk, a pure function of geometry, seed and dialect.
 
 Written and read back here without thor_dflash, so that its readers are checked independently.
-Names inside a checkpoint are relative to its prefix; `H` is the hidden size.
+Names of tensors are given here without the checkpoint's prefix.
 """
 
 from __future__ import annotations

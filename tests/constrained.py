@@ -67,7 +67,7 @@ def package(chunk: int = 32, chunks: tuple[int, ...] = ()) -> Path:
 
 @cache
 def session() -> Session:
-    """Returns a session over that package, the same one for every test."""
+    """Returns a session over `package()`, the same one for every test."""
     return open_session(package(), EngineConfig(threads=1), Silent())
 
 

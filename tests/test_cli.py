@@ -323,7 +323,7 @@ def test_a_bug_shows_itself(session: Session) -> None:
     ],
 )
 @pytest.mark.usefixtures("session")
-def test_one_line_and_exit_2(
+def test_what_is_wrong_is_told_in_one_line_with_status_2(
     args: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("builders.build", "runtime.score", "calib.demo"):

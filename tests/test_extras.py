@@ -39,7 +39,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("zmq", "serve", "serve --mock"),
     ],
 )
-def test_a_missing_package_is_told_in_one_line_with_its_extra(
+def test_a_missing_package_is_named_with_its_extra(
     package: Path, tmp_path: Path, missing: str, name: str, args: str
 ) -> None:
     whole = [*args.split(), *[str(package)] * args.endswith("--package")]

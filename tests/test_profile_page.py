@@ -92,7 +92,7 @@ def test_a_mark_is_at_the_time_in_which_a_part_s_bytes_can_be_read() -> None:
     inside = drawings(page(FOUND))[3]
     bars = list(inside.iter("rect"))
     marks = [float(line.attrib["x1"]) for line in inside.iter("line")]
-    scale = float(bars[1].attrib["width"]) / 7.0  # of a ms
+    scale = float(bars[1].attrib["width"]) / 7.0  # width of 1 ms
     start = float(bars[1].attrib["x"])
     assert marks == pytest.approx([start + 5.0 * scale, start + 2.0 * scale], abs=0.2)
 
@@ -159,7 +159,7 @@ def test_a_soak_is_a_line_for_each_stretch() -> None:
         "50.5 to 100.0 s 41 12.50 100.00 6.00 45.00 75.0".split(),
         [],
     ]
-    assert len({len(line) for line in lines[at : at + 3]}) == 1  # columns meet
+    assert len({len(line) for line in lines[at : at + 3]}) == 1  # columns are aligned
     assert "over time" not in table(FOUND)
 
 

@@ -63,7 +63,7 @@ def test_json_is_one_object_that_adds_up(root: Path, capsys: pytest.CaptureFixtu
     assert math.isclose(sum(p["share"] for p in found["phases"].values()), 1, abs_tol=1e-6)
     assert set(found["phases"]) == {"prefill", "verify", "accept", "host"}
     assert (found["spec"]["cycles"], found["spec"]["drafted"]) == (8, 0)
-    assert "inside" not in found  # every graph is a phase
+    assert "inside" not in found  # on ONNX Runtime every graph is a phase, so there are no parts
     assert [beat["tokens"] for beat in found["timeline"] if beat["tokens"]] == [1] * 8
     assert len(found["times"]["each_ms"]["values"]) == 3 * 8
     for s in found["times"].values():
@@ -177,7 +177,7 @@ def test_a_page_and_a_trace_of_the_last_answer(
     found = json.loads(capsys.readouterr().out)
     text = drawn.read_text(encoding="utf-8")
     assert text.startswith("<!doctype html>")
-    assert text.count("<circle") == 3  # runs
+    assert text.count("<circle") == 3  # one for each run
     events = json.loads(traced.read_text())["traceEvents"]
     steps = [event for event in events if event["ph"] == "X"]
     assert {event["name"] for event in steps} == {"prompt", "cycle"}

@@ -109,7 +109,7 @@ def test_a_task_that_ends_inside_another_leaves_its_bar() -> None:
     assert "outer [red]" in out.getvalue()
 
 
-def test_choice() -> None:
+def test_the_kind_of_report_is_chosen_by_the_stream() -> None:
     assert isinstance(choose(Terminal()), Bars)
     assert isinstance(choose(io.StringIO()), Lines)
     assert isinstance(choose(io.StringIO(), quiet=True), Silent)

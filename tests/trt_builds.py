@@ -60,16 +60,19 @@ class Recorded:
     engines: dict[str, recorder.Built]
 
     def card(self, graph: str) -> Plan:
+        """Returns the description of a graph's engine that the package holds."""
         return sidecar.read(self.out, graph)
 
 
 def maker(config: TensorRTConfig, progress: Progress) -> Any:
+    """Returns the maker of engines as on a Thor, whose device is not looked for."""
     from thor_dflash.builders.tensorrt.engine import Maker
 
     return Maker(config, DEVICE, progress, None)
 
 
 def options(tmp: Path, **more: Any) -> BuildConfig:
+    """Returns options for a small package; `more` are those of the section build.tensorrt."""
     section = TensorRTConfig(timings=str(tmp / "timings"), **more)
     first, *others = CHUNKS
     return BuildConfig(

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 VERSIONS = ("10.13.3.9", "11.4.0.106")
-"""The oldest TensorRT for a Thor (JetPack 7.1), and the newest there is."""
+"""The oldest TensorRT for a Thor (that of JetPack 7.1), and the newest that is supported."""
 PACKAGE = "tensorrt_cu13_bindings"
 STORE = Path(sys.prefix) / "tensorrt-bindings"
 """In the virtual environment, so that it goes when that goes."""

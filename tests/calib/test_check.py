@@ -94,7 +94,7 @@ def test_a_package_compared_with_itself_is_right(good: Path) -> None:
         "propose",
         "observe",
     ]
-    # The graphs use the same names for other values: only verify is compared with a verify's.
+    # Other graphs use these names for other values: only verify's are compared.
     assert [walk.graph for walk in report.walks if walk.furthest] == ["verify", "verify"]
     assert not [walk.graph for walk in report.walks if walk.parts]
     model = graph(good, "verify")

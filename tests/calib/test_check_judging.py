@@ -111,11 +111,13 @@ def one(x: float) -> Array:
 
 
 def seen(step: str, inputs: Outputs, outputs: Outputs, define: Outputs | None = None) -> Seen:
+    """Returns a traced step that read and left these values; `define` is what it should leave."""
     ports = {name: name for name in outputs}
     return Seen("verify", step, "linear", inputs, outputs, ports, lambda: define or {}, 1e-3)
 
 
 def walked(steps: list[Seen], other: Outputs, monkeypatch: pytest.MonkeyPatch) -> Walk:
+    """Check a verify of these steps against a reference with the values `other`."""
     monkeypatch.setattr(compare, "walks", lambda model: {"verify": lambda tokens, at: None})
     state = SimpleNamespace(tensors={"state": None}, reset=lambda: None)
     session = cast("Session", SimpleNamespace(model=SimpleNamespace(state=state)))

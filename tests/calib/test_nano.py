@@ -125,7 +125,7 @@ def test_policies_are_compared_task_by_task() -> None:
     assert [run.speed for run in fast] == [10, 30, 40]
     assert [run.cycle_ms for run in fast] == [200] * 3
     assert (speed(slow), speed(fast)) == (15, 30)
-    assert faster(fast, slow) == 2.0  # of 2, 2 and 1
+    assert faster(fast, slow) == 2.0  # the median of 2, 2 and 1
     assert length_of([*slow, *fast]) == 200 / 135
     assert (_pace(slow), _pace(fast)) == (40, 80 / 0.75)
     assert valid(fast) == "2/3"

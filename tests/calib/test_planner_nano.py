@@ -34,6 +34,7 @@ def config(part: str) -> dict[str, Any]:
 
 
 def tensors(part: str) -> dict[str, tuple[str, list[int]]]:
+    """Returns type and shape of every stored tensor, from the header of the safetensors file."""
     with (NANO / part / "model.safetensors").open("rb") as file:
         (size,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(size))
@@ -57,6 +58,7 @@ def test_both_checkpoints_fit_in_ten_megabytes() -> None:
 
 
 def expected(stem: str, rows: int, cols: int) -> dict[str, tuple[str, list[int]]]:
+    """Returns the tensors that an NVFP4 linear is stored as, in ModelOpt's form."""
     assert cols % 64 == 0
     return {
         f"{stem}.weight": ("U8", [rows, cols // 2]),

@@ -1,4 +1,4 @@
-"""The measuring scripts of calib/: a mistake of the caller gives one line and exit status 2."""
+"""The measuring scripts of calib/: what the caller got wrong is named, with exit status 2."""
 
 from __future__ import annotations
 

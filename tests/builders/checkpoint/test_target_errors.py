@@ -222,7 +222,7 @@ def reshape(name: str, *shape: int) -> Callable[[Tensors], None]:
 
 
 def put_both_kv(tensors: Tensors) -> None:
-    """A scale per key/value head, as some exporters write."""
+    """KV cache scales of two numbers each, as if there was one for each of two heads."""
     tensors.update({name: np.ones(2, np.float32) for name in KV})
 
 
@@ -312,7 +312,7 @@ def test_a_tensor_that_does_not_fit_is_named(
     refused(tmp_path, message)
 
 
-def test_columns_in_groups_of_sixteen(tmp_path: Path) -> None:
+def test_columns_must_come_in_groups_of_sixteen(tmp_path: Path) -> None:
     write_target(tmp_path, replace(SMALL, intermediate=112), 0, "modelopt")
     tensors = read_safetensors(tmp_path / "model.safetensors")
     name = "model.layers.0.mlp.down_proj.weight"

@@ -173,6 +173,7 @@ class TRT_FP4DynamicQuantize(OpRun):  # noqa: N801
 
 
 def quantise(x: Array, scale: float) -> tuple[Array, Array]:
+    """Returns NVFP4 codes of `x` and block scales, given the scale of the whole tensor."""
     groups = x.astype(np.float64).reshape(*x.shape[:-1], -1, 16)
     wanted = np.abs(groups).max(-1) / 6 / scale
     blocks = wanted.clip(max=448).astype(ml_dtypes.float8_e4m3fn)

@@ -124,6 +124,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, change: Callable[[Told], object]) -> 
 
 
 def by_name(plan: Told) -> None:
+    """The inspector lists layers by name alone."""
     plan["Layers"] = [layer["Name"] for layer in plan["Layers"]]
 
 
@@ -133,10 +134,12 @@ def by_name_with_a_copy(plan: Told) -> None:
 
 
 def by_profile(plan: Told) -> None:
+    """The inspector lists every layer twice, as for two profiles."""
     plan["Layers"] *= 2
 
 
 def by_value(plan: Told) -> None:
+    """The inspector gives tactics under another key."""
     for layer in plan["Layers"]:
         layer["TacticValue"] = layer.pop("TacticName")
 
