@@ -1,7 +1,8 @@
-"""Plugins made with TensorRT's own bindings, as far as those go without the library.
+"""Our plugins on TensorRT's own Python bindings, as far as these work without the library.
 
-A process can hold one version of the bindings, so each is asked in a process of its own. What
-cannot be made without a network in the library (IDimensionExpr) is left to the stand-in.
+A process can load one version of the bindings, so each version is tested in a process of its own.
+Output shapes are not asked for here: their IDimensionExpr exist only in a network of the real
+library. The stand-in (stand_in_trt.py) is used for them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from thor_dflash.plugins.tensorrt.node import KEYS, Node, describe, tensor_of
 from thor_dflash.tensors import DType
 
 LEAN = "tensorrt_lean_cu13_libs"
-"""The library without a builder, published for 11: its plugin registry is the real one."""
+"""TensorRT's lean library, published for version 11: no builder, but the real plugin registry."""
 _NVINFER = """
 extern void *getPluginRegistry(void);
 void *getBuilderPluginRegistry(int capability) { return getPluginRegistry(); }
@@ -37,7 +38,11 @@ void *createInferBuilder_INTERNAL(void *l, int v) { return 0; }
 
 
 def lean(version: str) -> Path:
-    """The lean library, fetched once. Raises OSError or SubprocessError where it cannot be had."""
+    """Returns the path of the lean library, which is fetched once.
+
+    Raises:
+        OSError, SubprocessError: it cannot be fetched.
+    """
     site = STORE / f"lean-{version}"
     if not site.is_dir():
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "install"]
@@ -55,7 +60,9 @@ def lean(version: str) -> Path:
 
 
 def lean_libraries(version: str, directory: Path) -> list[Path]:
-    """As trt_stubs.libraries, with the lean library's registry and runtime behind them."""
+    """Returns what trt_stubs.libraries does, except that the plugin registry and the runtime are
+    those of the lean library, which comes first in the list.
+    """
     real, stubs = lean(version), libraries(version, directory)
     source = directory / "nvinfer.c"
     source.write_text(_NVINFER)
@@ -68,7 +75,7 @@ def lean_libraries(version: str, directory: Path) -> list[Path]:
 
 # ---- in a process of its own -------------------------------------------------------------------
 class Asked:
-    """Every case of every room, asked of the bindings."""
+    """Makes the plugin of every case of every room with the bindings and checks its answers."""
 
     def __init__(self, trt: Any, plugin: Any) -> None:
         self.trt, self.module = trt, plugin
@@ -77,6 +84,9 @@ class Asked:
         self.count = 0
 
     def all(self) -> dict[str, Any]:
+        """Check every room; returns the bindings' version, whether they have a registry, and the
+        number of plugins.
+        """
         for op in OPS:
             cases = [(site, describe(site, outs_of(site))) for _, site in taken_of(op)]
             creators = self.creators([node for _, node in cases])
@@ -93,7 +103,9 @@ class Asked:
         }
 
     def creators(self, nodes: list[Node]) -> Any:
-        """Registered where there is a registry."""
+        """Register the nodes' creators, twice: the second time must fail. Without a registry,
+        return one creator.
+        """
         self.table = {node.key: node for node in nodes}
         if self.registry is None:
             return [self.module.Creator(nodes[0].room, THOR, None, self.table)]
@@ -110,6 +122,7 @@ class Asked:
         return self.registry.get_creator(node.rule.op.type, str(VERSION), DOMAIN)
 
     def one(self, site: Site, node: Node) -> None:
+        """Make a plugin from its fields and again from its serialised fields; check both."""
         trt, creator = self.trt, self.creator(node)
         assert [f.name for f in creator.field_names] == list(KEYS)
         halves = [np.array([half], np.int32) for half in node.key]
@@ -125,6 +138,7 @@ class Asked:
             self.answers(plugin, site, node)
 
     def answers(self, plugin: Any, site: Site, node: Node) -> None:
+        """Check what a plugin answers to TensorRT's questions."""
         trt = self.trt
         for kind in trt.PluginCapabilityType.__members__.values():
             assert plugin.get_capability_interface(kind) is plugin
@@ -157,7 +171,7 @@ class Asked:
         return made
 
     def dynamic(self, shaped: Shaped, kind: Any = None) -> Any:
-        """The first size is not known, only its largest."""
+        """Returns a descriptor whose first size is -1 (not known yet), with its maximum."""
         made = self.trt.DynamicPluginTensorDesc()
         described = self.desc(shaped, kind)
         described.dims = self.trt.Dims([-1, *shaped.shape[1:]])
@@ -171,7 +185,9 @@ def outs_of(site: Site) -> set[str]:
 
 
 def main(site: str, *paths: str) -> None:
-    """Print what was asked, as JSON."""
+    """Load the libraries, import the bindings from `site`, check every plugin, and print the
+    bindings' version and the number of plugins as JSON.
+    """
     for path in paths:
         ctypes.CDLL(path, ctypes.RTLD_GLOBAL)
     sys.path.insert(0, site)

@@ -1,7 +1,7 @@
 """Small random checkpoints on disk, a pure function of geometry, seed and dialect.
 
-Written and read back here without thor_dflash, so that the readers have something to agree with.
-Names inside a checkpoint are relative to its prefix; `H` is the hidden size.
+Written and read back here without thor_dflash, so that its readers are checked independently.
+Names of tensors are given here without the checkpoint's prefix.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ KEYS = """
     linear_num_key_heads=key_heads linear_num_value_heads=value_heads
     linear_key_head_dim=key_dim linear_value_head_dim=value_dim linear_conv_kernel_dim=conv_kernel
     max_position_embeddings=max_position rms_norm_eps=eps tie_word_embeddings=tied"""
-"""config.json key = field of a geometry."""
+"""Keys of config.json, each with the field of a geometry that it holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +62,9 @@ class TargetGeometry:
     mix: str = "mlp.=modelopt lm_head=modelopt self_attn.=fp8"
     prefix: str = "model."
     wrapper: bool = False
-    """config.json is the multimodal one; vision and MTP tensors are there."""
+    """config.json is the multimodal model's, and there are vision and MTP tensors."""
     flat_rope: bool = False
-    """rope_theta and partial_rotary_factor at the top level, layer_types by interval."""
+    """config.json has no rope_parameters, but their keys at the top level, and no layer_types."""
     shards: int = 1
 
     @property
@@ -141,7 +141,7 @@ def _encode(name: str, w: Floats, how: str) -> Iterator[tuple[str, Array]]:
             yield f"{name}.weight_scale_2", np.array(scale2, np.float32)
             yield f"{name}.input_scale", np.array(0.01, np.float32)
     elif how.startswith("fp8"):
-        # One linear in four has a scale per row, in the two shapes that exist.
+        # Two linears have a scale per row, in the two shapes that exist: [N, 1] and [N].
         axis = 1 if name.endswith(("k_proj", "up_proj")) else None
         scale = np.abs(w).max(axis=axis, keepdims=axis is not None).astype(np.float32) / 448
         yield f"{name}.weight", (w / scale).clip(-448, 448).astype(DTYPES["F8_E4M3"])
@@ -162,14 +162,14 @@ def _how(name: str, dialect: Dialect, mix: str = TargetGeometry.mix) -> str:
 
 
 def _plain(name: str, dialect: Dialect) -> np.dtype[Any]:
-    """The type of a tensor that is never quantised. "mixed" keeps the small GDN ones in F32."""
+    """The type of a tensor that is never quantised. "mixed" stores A_log and dt_bias in F32."""
     if dialect in ("bf16", "f32", "f16"):
         return DTYPES[dialect.upper()]
     return DTYPES["F32" if dialect == "mixed" and name.endswith(("A_log", "dt_bias")) else "BF16"]
 
 
 class _Draws:
-    """Random tensors in the order asked for. Linears keep a unit input at unit size."""
+    """Draws random tensors, call by call. A linear maps unit variance to variance `size`**2."""
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -202,8 +202,8 @@ class _Draws:
         for part, n in (("qkv", g.channels), ("z", value), ("b", heads), ("a", heads)):
             self.linear(f"{stem}.in_proj_{part}", n, g.hidden)
         self.linear(f"{stem}.out_proj", g.hidden, value)
-        # HF draws A from 0.01..16 and conv from +-1/2. A is spread over the decades of that range:
-        # drawn evenly, nearly every head forgets its state within a token and hides errors in it.
+        # transformers draws conv from +-1/2 and A evenly from 0..16. With such an A nearly every
+        # head forgets its state within a token, which hides errors: here log A is spread evenly.
         place = (np.arange(heads) + self.rng.random(heads)) / heads
         self.tensors[f"{stem}.A_log"] = np.log(0.01 * 1600**place).astype(np.float32)
         self.around(f"{stem}.dt_bias", 1, heads)
@@ -214,7 +214,7 @@ class _Draws:
 
 def _target_draws(g: TargetGeometry, seed: int) -> _Draws:
     draws = _Draws(seed)
-    # Three times unit size gives logits with a standard deviation of about 3.
+    # A tied head is 3 times as large as other linears: logits have a standard deviation of 3.
     draws.around("embed_tokens.weight", 0, g.vocab, g.hidden, spread=3 / g.hidden**0.5)
     draws.around("norm.weight", 0, g.hidden)
     for i, kind in enumerate(g.kinds):

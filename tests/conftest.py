@@ -1,4 +1,6 @@
-"""What every test shares: reproducible hypothesis, and a skip where a device is missing."""
+"""Settings for all tests: hypothesis is reproducible, and tests that need a GPU are skipped where
+there is none.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ import shutil
 import pytest
 from hypothesis import settings
 
-# Derandomised: the same tests on every machine. No deadline: two shared cores say nothing of speed.
+# Derandomised: the same examples on every machine. No deadline: on a busy machine a slow example
+# is no error.
 settings.register_profile("house", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("house")
 

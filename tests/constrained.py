@@ -1,4 +1,6 @@
-"""A small random model with planner-nano's tokenizer, and schemas to hold it to."""
+"""A small model of random weights with planner-nano's tokenizer, and JSON schemas that constrain
+its answers.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from thor_dflash.serving.schema import from_skills
 
 TOKENIZER = Path(__file__).parent.parent / "models/planner-nano/target"
 VOCAB = 1280
-"""Of planner-nano: more than its tokenizer has."""
+"""Rows of planner-nano's embedding: more than its tokenizer has ids."""
 _HELD: list[TemporaryDirectory[str]] = []
 
 PLAN = from_skills(
@@ -47,8 +49,8 @@ SMALL = {
 
 @cache
 def package(chunk: int = 32, chunks: tuple[int, ...] = ()) -> Path:
-    """A package of random weights with a tokenizer, on disk while the tests run. A layer of each
-    kind: neither a grammar nor a server knows how many there are.
+    """Returns a package with random weights and a tokenizer, removed when the process ends. It has
+    one layer of each kind: what grammars and servers do does not depend on the number of layers.
     """
     held = TemporaryDirectory()
     _HELD.append(held)
@@ -65,19 +67,19 @@ def package(chunk: int = 32, chunks: tuple[int, ...] = ()) -> Path:
 
 @cache
 def session() -> Session:
-    """The same one for every test."""
+    """Returns a session over `package()`, the same one for every test."""
     return open_session(package(), EngineConfig(threads=1), Silent())
 
 
 def text() -> Text:
-    """Its tokenizer."""
+    """Returns the session's tokenizer and chat template."""
     found = session().text
     assert found is not None
     return found
 
 
 def asked(thinking: bool, words: str = "Pick the mug.", max_tokens: int = 300) -> Request:
-    """A request whose prompt leaves thinking open, or closed it."""
+    """Returns a request; the answer begins inside a `<think>` block only if `thinking`."""
     rendered = text().render([{"role": "user", "content": words}], thinking)
     stop = frozenset(session().manifest.stop_tokens)
     return Request(prompt=tuple(text().encode(rendered)), max_tokens=max_tokens, stop=stop)
@@ -92,7 +94,9 @@ def constrained(
     force: bool = True,
     policies: Sequence[Policy] = (),
 ) -> list[int]:
-    """Every token of a constrained answer."""
+    """Answer a request under a grammar and return all tokens. `thinking`: the prompt ends inside a
+    `<think>` block. `policies` come before the grammar's.
+    """
     policy = Constrain(grammar, Place(thinking=thinking), force=force)
     answers = session().run(request, proposer, (*policies, policy))
     return [token for chunk in answers for token in chunk.tokens]

@@ -1,4 +1,6 @@
-"""Small packages with random weights, and drafters of every character, for tests of the loop."""
+"""For tests of the decoding loop: small packages with random weights, and drafters that are always,
+sometimes or never right.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,8 @@ def session(
     kv: Literal["f32", "bf16", "fp8"] = "f32",
     layers: int = 0,
 ) -> Session:
-    """A session over a random model; the same one for the same arguments. `layers`: 0 takes the
-    geometry's.
+    """Returns a session over a model of random weights, the same one for the same arguments.
+    `layers` 0 stands for the number of the geometry.
     """
     held = TemporaryDirectory()
     _HELD.append(held)
@@ -60,29 +62,31 @@ def session(
 
 
 def prompt(length: int, seed: int = 0, vocab: int = 240) -> tuple[int, ...]:
-    """Random ids."""
+    """Returns a prompt of random token ids."""
     return tuple(int(t) for t in np.random.default_rng(seed).integers(0, vocab, length))
 
 
 def answer(
     s: Session, request: Request, proposer: Proposer, policies: tuple[Policy, ...] = ()
 ) -> list[int]:
-    """Every token of an answer."""
+    """Answer a request and return all tokens."""
     return [t for c in s.run(request, proposer, policies) for t in c.tokens]
 
 
 def drafts(guess: Callable[[int], Sequence[int]]) -> Guess:
-    """A drafter that knows only how many tokens there are so far."""
+    """Returns a drafter whose drafts depend only on the number of tokens answered so far."""
     return Guess(lambda progress: guess(len(progress.tokens)))
 
 
 def oracle(truth: Sequence[int], rows: int = 16) -> Guess:
-    """The true continuation."""
+    """Returns a drafter that always drafts the true continuation."""
     return drafts(lambda n: _padded(truth[n : n + rows - 1], rows))
 
 
 def erring(truth: Sequence[int], rate: float, seed: int, rows: int = 16) -> Guess:
-    """The true continuation, each token wrong with a chance."""
+    """Returns a drafter of the true continuation in which each token is wrong with probability
+    `rate`.
+    """
     rng = np.random.default_rng(seed)
 
     def guess(progress: Progress) -> Sequence[int]:
@@ -94,7 +98,9 @@ def erring(truth: Sequence[int], rate: float, seed: int, rows: int = 16) -> Gues
 
 
 def hostile(truth: Sequence[int], rows: int = 16) -> Guess:
-    """Right everywhere but in the first place."""
+    """Returns a drafter whose first token is always wrong, so that none of a block is accepted; the
+    other tokens are the true ones, as far as their ids are below 240.
+    """
     return drafts(
         lambda n: [
             (t + (i == 0)) % 240 for i, t in enumerate(_padded(truth[n : n + rows - 1], rows))
@@ -103,7 +109,7 @@ def hostile(truth: Sequence[int], rows: int = 16) -> Guess:
 
 
 DEAD = drafts(lambda n: [0] * 15)
-"""Always the same token."""
+"""A drafter that always drafts token 0, fifteen times."""
 
 
 def _padded(tokens: Sequence[int], rows: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""A call run the way TensorRT runs it: through its plugin's enqueue, on memory of ours."""
+"""Runs a room's call as TensorRT would, through its plugin's enqueue, on memory of the tests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ POISON = 0xFF
 
 
 class Machine(Protocol):
-    """Memory, kernels and a stream."""
+    """What a plugin needs to run: device memory, kernels and a stream."""
 
     kernels: Any
     stream: int
@@ -36,8 +36,8 @@ class Machine(Protocol):
 
 
 class Ready:
-    """A call's plugin, and the memory of its tensors. `apart` gives states that are renewed in
-    place other memory for their next value.
+    """A call's plugin with memory for its tensors and workspace. A state that is updated in place
+    has one buffer for its old and new value; with `apart` it has two.
     """
 
     def __init__(self, machine: Machine, call: Call, *, apart: bool) -> None:
@@ -51,7 +51,7 @@ class Ready:
         self.plugin = trt.made(self.node)
         self.ins = [trt.desc(tensor_of(call.site.ports[port])) for port in self.node.inputs]
         self.outs = [trt.desc(tensor_of(call.site.ports[port])) for port in self.node.outputs]
-        # A driver allocates no 0 bytes; `kinds` has that many.
+        # A driver refuses to allocate 0 bytes, which is the size of `kinds`.
         self.at = {p: machine.allocate(max(1, x.nbytes)) for p, x in call.inputs.items()}
         for port, x in call.want.items():
             source = call.site.op.alias_of(port) or port.replace("next_", "", 1)
@@ -66,7 +66,7 @@ class Ready:
         self.plugin.on_shape_change(self.ins, self.outs)
 
     def fill(self) -> None:
-        """Outputs and workspace poisoned, inputs as they are given."""
+        """Fill outputs and workspace with POISON, then write the inputs."""
         put = self.machine.put
         put(self.workspace, np.full(self.size, POISON, np.uint8))
         for port, x in self.call.want.items():
@@ -75,13 +75,13 @@ class Ready:
             put(self.at[port], x)
 
     def enqueue(self) -> None:
-        """As TensorRT does it."""
+        """Call the plugin's enqueue as TensorRT does."""
         ins = [self.at[port] for port in self.node.inputs]
         outs = [self.at[port] for port in self.node.outputs]
         self.plugin.enqueue(self.ins, self.outs, ins, outs, self.workspace, self.machine.stream)
 
     def outputs(self) -> dict[str, Array]:
-        """What is in the outputs' memory."""
+        """Returns the contents of the outputs' memory."""
         return {
             port: self.machine.get(self.at[port], x.nbytes).view(x.dtype).reshape(x.shape)
             for port, x in self.call.want.items()
@@ -90,7 +90,7 @@ class Ready:
 
 # ---- on the CPU --------------------------------------------------------------------------------
 class Emulated:
-    """A driver whose memory is the host's and whose kernels are emulated."""
+    """Stands in for the CUDA driver: device memory is host memory, kernels are emulated."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
         self.cu = SimpleNamespace(CUstream=int)
@@ -100,9 +100,9 @@ class Emulated:
         )
         self.capturing = False
         self.done: list[str] = []
-        """What was put on the stream."""
+        """Names of the kernels launched and of all other driver calls but queries, in order."""
         self.overlapped: list[bool] = []
-        """Whether each kernel may start before what is in front of it has ended."""
+        """Of each kernel launched: whether it may start before the previous one has ended."""
         self._held: dict[int, Array] = {}
         monkeypatch.setattr(calls, "enqueue", self._launch)
 

@@ -1,4 +1,4 @@
-"""A gateway in this process, and OpenAI's own client of it."""
+"""An HTTP gateway in a thread of this process, and OpenAI's own client for it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHAT: list[Any] = [{"role": "user", "content": "Bring the cup."}]
 
 @contextmanager
 def gateway(*servers: str, **config: Any) -> Iterator[str]:
-    """Its address."""
+    """Run a gateway to these servers and yield its address."""
     app = application(GatewayConfig(servers=servers, **config))
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
     thread = threading.Thread(target=server.run)

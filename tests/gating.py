@@ -1,4 +1,6 @@
-"""Attention whose rows are left gated for the next product, and the launch that this saves."""
+"""Attention that multiplies its rows by the sigmoid of the output gate and leaves them in slabs for
+the next linear, and the linear's own launch for this, which is then not needed.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,13 @@ BF16 = DType.BF16.numpy
 
 
 def gated_call(case: Case) -> Call:
-    """The call of a case with a gate, and its rows wanted in slabs too."""
+    """Returns the call of a case with an added gate, from which the gated rows in slabs are wanted
+    as well.
+    """
     call = call_of(OP, case)
     o = call.want["o"]
     gate = (np.random.default_rng(o.shape).standard_normal(o.shape) * 4).astype(BF16)
-    gate[0, :4] = 200, -200, np.inf, -np.inf  # nothing of exp(-gate) is left, or all of it
+    gate[0, :4] = 200, -200, np.inf, -np.inf  # the sigmoid rounds to 1 or to 0
     left = slabs((o / (1 + np.exp(-gate.astype(np.float64)))).astype(BF16))
     ports = {**call.site.ports, "next_gate": shaped(gate), "y0_slabs": shaped(left)}
     return replace(
@@ -34,7 +38,7 @@ def gated_call(case: Case) -> Call:
 
 
 def entering(x: Array, gate: Array, backend: Backend) -> Array:
-    """The slabs that the launch in front of a product makes of rows and their gate."""
+    """Returns the slabs that a linear's first launch makes of rows and their gate."""
     given = {"x": x, "gate": gate}
     ports = {name: shaped(value) for name, value in given.items()}
     rows, [one] = prepared(Site(LINEAR, LINEAR.complete({"gate": "sigmoid"}), ports), slabs=True)

@@ -1,9 +1,10 @@
-"""What Python does in a cycle of the loop, with a driver that does nothing:
+"""Measures the time that Python takes in a cycle of the loop, with a CUDA driver that does nothing:
 
     python tests/host_time.py
 
-planner-nano on the CUDA engine over fake_cuda, drafter on, one token a cycle. Prints microseconds a
-cycle, the least and the median of some runs. What cuda-python and the driver take is not in it.
+Runs planner-nano with its drafter on the CUDA engine over fake_cuda, which answers one token a
+cycle. Prints microseconds per cycle: the least and the median of RUNS runs. The time of cuda-python
+and of a real driver is not included.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ WARM, CYCLES, RUNS = 10, 500, 7
 
 
 def one_run(session: Session, device: Fake) -> float:
-    """Microseconds a cycle."""
+    """Run WARM cycles, then CYCLES more; return microseconds per cycle of the latter."""
     chunks = (c for c in session.run(request(session, 0, WARM + CYCLES), Dflash()) if c.tokens)
     for _ in range(WARM):
         next(chunks)
@@ -44,7 +45,7 @@ def one_run(session: Session, device: Fake) -> float:
 
 
 def main() -> None:
-    """Build, open, run."""
+    """Build a package, open it, measure, print."""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         device = fake(patch)
         out = package(Path(folder) / "nano", engine="cuda")

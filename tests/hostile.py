@@ -1,4 +1,4 @@
-"""Frames that nobody who means well would send, and peers that misbehave below the frames."""
+"""Messages that no well-meaning client would send, and peers that break the transport protocol."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ GOOD: tuple[dict[str, object], ...] = (
     {"v": 1, "op": "stats", "id": "g10"},
     {"endpoint": "plan", "data": {"prompt": "x"}, "api_token": "t"},
 )
-"""What the wrong ones are made from. Some are answered with a plan: hostile, but not broken."""
+"""Valid messages, from which the invalid ones are made. A change may leave a message valid: then it
+is answered, if need be with a plan."""
 WRONG: tuple[object, ...] = (
     None, True, -1, 1 << 63, 1 << 80, 1e308, "", "x" * 300, "\u202e\x00", [], [[]], {}, {"a": {}},
     "\U0001f9be", ["x"] * 50, {"x" * 70: 1},
@@ -32,7 +33,7 @@ WRONG: tuple[object, ...] = (
 
 
 def frames(rng: random.Random) -> Iterator[list[bytes]]:
-    """Endless messages, each a list of frames after the routing id."""
+    """Yields messages without end, each as its frames after the routing id."""
     while True:
         body = _body(rng)
         shape = rng.random()
@@ -105,7 +106,7 @@ def _large(rng: random.Random) -> bytes:
 
 
 def misbehave(port: int, rng: random.Random) -> None:
-    """A connection that does not keep to ZMTP, or stops in the middle of it."""
+    """Open a connection that breaks ZMTP (ZeroMQ's protocol) or stops in the middle of it."""
     with socket.create_connection(("127.0.0.1", port), timeout=5) as raw:
         greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(16) + b"\x00" + bytes(31)
         how = rng.randrange(5)
@@ -126,7 +127,7 @@ def misbehave(port: int, rng: random.Random) -> None:
 
 
 def _catch_up(one: zmq.Socket[bytes]) -> None:
-    """Until the server has read what was sent: frames that are merely queued test nothing."""
+    """Wait until the server has read what was sent: frames that are only queued test nothing."""
     with suppress(zmq.Again):
         one.send_multipart([b"", b'{"op":"ping","id":"caught-up"}'])
     while one.poll(1000):
@@ -135,7 +136,9 @@ def _catch_up(one: zmq.Socket[bytes]) -> None:
 
 
 def attack(endpoint: str, count: int, seed: int, watch: Callable[[int], object]) -> None:
-    """Send `count` messages over a few connections, with broken peers among them."""
+    """Send `count` messages over three connections. After every 100th, add a peer that misbehaves,
+    wait until all is read, and call `watch` with the message's index.
+    """
     rng, messages = random.Random(seed), frames(random.Random(seed))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     sockets = [context.socket(zmq.DEALER) for _ in range(3)]
@@ -143,7 +146,7 @@ def attack(endpoint: str, count: int, seed: int, watch: Callable[[int], object])
         one.linger, one.sndtimeo = 0, 1000
         one.connect(endpoint)
     for i in range(count):
-        # Again: it was cut off for a frame beyond the limit, and connects again.
+        # Again: the server cut the connection, for a frame beyond the limit; ZeroMQ reconnects.
         with suppress(zmq.Again):
             rng.choice(sockets).send_multipart(next(messages))
         if i % 100 == 0:

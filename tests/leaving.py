@@ -1,4 +1,4 @@
-"""Calls that leave their rows as the next product reads them."""
+"""Calls that also leave their rows in slabs, the order in which the next linear reads them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from thor_dflash.plugins.launch import Site
 
 
 def leaving(call: Call, rows: str) -> Call:
-    """The call, its output `rows` wanted in slabs too."""
+    """Returns the call with one more output wanted: its output `rows` in slabs."""
     left = slabs(call.want[rows])
     ports = {**call.site.ports, "y0_slabs": shaped(left)}
     site = Site(call.site.op, call.site.attributes, ports)

@@ -1,4 +1,6 @@
-"""Machines to show to the doctor: a laptop, an H100 and a Thor, each as it should be."""
+"""Pretended machines for the doctor to examine: a laptop, one with an H100 and a Thor, each set up
+as it should be.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ NO_MACHINE = Output(None, "No such file or directory")
 
 @dataclass(frozen=True)
 class Pretend:
-    """A machine that is what its fields say. See Machine."""
+    """Implements the doctor's protocol `Machine`; its answers are its fields."""
 
     python: tuple[int, int] = (3, 12)
     processor: str = "x86_64"
@@ -63,7 +65,7 @@ class Pretend:
 
 
 def devfreq(name: str, low: int, now: int, high: int) -> dict[str, str]:
-    """Clocks, MHz."""
+    """Returns the sysfs files of a clock and their contents. Arguments in MHz."""
     clocks = {"min": low, "cur": now, "max": high}
     return {f"sys/class/devfreq/{name}/{n}_freq": str(mhz * MHZ) for n, mhz in clocks.items()}
 

@@ -1,4 +1,6 @@
-"""planner-nano as packages, and its held-out tasks as requests. Asks for nothing that serves."""
+"""Packages of planner-nano, and its held-out tasks as requests. Imports nothing of the server, so
+that machines without the `serve` extra can use it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ CAPACITY = 1024
 
 
 def package(out: Path, **options: object) -> Path:
-    """A package of the small planner in `out`; `options` are those of a build."""
+    """Build planner-nano's package in `out`, and return `out`. `options` go to BuildConfig."""
     settings = {"kv": "fp8", "activations": "bf16", "chunk": 64, "capacity": CAPACITY, **options}
     config = BuildConfig(**settings)  # type: ignore[arg-type]
     build(NANO / "target", NANO / "drafter", out, config, Silent())
@@ -25,13 +27,13 @@ def package(out: Path, **options: object) -> Path:
 
 @cache
 def tasks() -> tuple[Task, ...]:
-    """The held-out tasks, families taking turns."""
+    """Returns the held-out tasks, in which the families alternate."""
     lines = (NANO / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
     return tuple(task_from_line(line) for line in lines)
 
 
 def request(s: Session, index: int, most: int = 256) -> Request:
-    """A held-out task, thinking, at most so many tokens."""
+    """Returns a held-out task as a request with thinking, for at most `most` tokens."""
     assert s.text is not None
     messages = [{"role": role, "content": content} for role, content in tasks()[index].messages]
     prompt = tuple(s.text.encode(s.text.render(messages, thinking=True)))

@@ -1,4 +1,4 @@
-"""Small values that several tests need."""
+"""Dimensions, a manifest and a package without a model, for tests that need one of these."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ MANIFEST = Manifest(
 
 
 def verify(package: Path, manifest: Manifest, progress: Progress | None = None) -> None:
-    """Hash every file."""
+    """Check every file of a package against its manifest, hashes included."""
     with checking(package, manifest, progress or Silent()):
         pass
 

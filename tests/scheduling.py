@@ -1,4 +1,4 @@
-"""Jobs in the books of a schedule."""
+"""Makes jobs and takes them through a server's schedule, for tests of the schedule alone."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from thor_dflash.serving.schedule import Job, Peer, Schedule
 
 
 def job(id: str, session: str = "", at: float = 0.0, peer: bytes = b"p", **ask: Any) -> Job:
+    """Returns a job that arrived at the time `at`, s. Its session is its id unless one is given."""
     request = wire.Ask(id=id, prompt="x", **ask)
     ms = request.deadline_ms
     return Job(
@@ -22,7 +23,9 @@ def job(id: str, session: str = "", at: float = 0.0, peer: bytes = b"p", **ask: 
 
 
 def queue(books: Schedule, *jobs: Job) -> list[tuple[str, str]]:
-    """Take jobs in, ready to run. Gives who was displaced and why."""
+    """Add jobs and accept each, so that they are ready to run. Returns the id and the error code of
+    every job that was displaced.
+    """
     out: list[tuple[str, str]] = []
     for one in jobs:
         books.arrive(one, 10.0)
@@ -31,6 +34,7 @@ def queue(books: Schedule, *jobs: Job) -> list[tuple[str, str]]:
 
 
 def accept(books: Schedule, one: Job) -> list[tuple[str, str]]:
+    """Accept a job that has arrived; returns what `queue` does."""
     displaced = books.accept(one, 10.0)
     assert all(books.leave(old) for old, _ in displaced)
     one.state = "queued"
@@ -38,6 +42,7 @@ def accept(books: Schedule, one: Job) -> list[tuple[str, str]]:
 
 
 def run(books: Schedule) -> str | None:
+    """Let the next job begin; returns its id, or None if none may begin."""
     one = books.next()
     if one is None:
         return None
@@ -46,17 +51,21 @@ def run(books: Schedule) -> str | None:
 
 
 def full(books: Schedule, **priorities: int) -> None:
+    """Queue jobs with these ids and priorities and begin one, which must be "runs"."""
     queue(books, *(job(id, priority=priority) for id, priority in priorities.items()))
     assert run(books) == "runs"
 
 
 def urgent(id: str, session: str = "", priority: int = 8) -> Job:
+    """Returns a job that preempts jobs of lower priority."""
     return job(id, session, priority=priority, preempt="lower")
 
 
 def leave(books: Schedule, id: str) -> None:
+    """Remove the job with this id, which must be in the books."""
     assert books.leave(next(one for one in books.jobs() if one.request.id == id))
 
 
 def waiting(books: Schedule) -> list[str]:
+    """Returns the ids of the jobs that wait, in order."""
     return [one.request.id for one in books.waiting]

@@ -1,4 +1,6 @@
-"""Robots that ask, cancel, leave and come back at random; and what must be true all the same."""
+"""Clients that ask for plans, cancel them, disconnect and reconnect at random, with checks of every
+answer.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,13 @@ import zmq
 
 PROMPTS = ("Pick the mug.", "Wait.", "Put the red cup on the shelf.", "Bring tray a.", "Stop it.")
 LENGTH = 24
-"""Longest answer, tokens."""
+"""Tokens of the longest answer."""
 PATIENCE_S = 60.0
 
 
 @dataclass
 class Robot:
-    """One connection and what it waits for."""
+    """A client: its connection and the requests that are not answered yet."""
 
     context: zmq.Context[zmq.Socket[bytes]]
     endpoint: str
@@ -44,12 +46,12 @@ class Robot:
         return reply
 
     def drain(self, ms: int = 20) -> None:
-        """Read what still comes."""
+        """Read and drop messages until none comes for `ms` milliseconds."""
         while self.socket.poll(ms):
             self.socket.recv_multipart()
 
     def leave(self) -> None:
-        """Close in the middle of everything, and come back."""
+        """Disconnect, whatever is pending, and reconnect; the pending answers are given up."""
         self.socket.close(0)
         self.pending.clear()
         self.connect()
@@ -57,14 +59,14 @@ class Robot:
 
 @dataclass
 class Soak:
-    """A run of many plans against one server."""
+    """Many random requests of several clients to one server."""
 
     endpoint: str
     seed: int
     robots: int = 3
     tally: Counter[str] = field(default_factory=Counter)
     late: list[float] = field(default_factory=list)
-    """From a cancel to its plan's final answer, ms."""
+    """Times from a cancel to the plan's answer `cancelled`, ms."""
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -75,7 +77,7 @@ class Soak:
         self.expected = {prompt: self._alone(prompt) for prompt in PROMPTS}
 
     def run(self, count: int) -> None:
-        """Ask for `count` plans and see every one answered once."""
+        """Ask for `count` plans and check that each is answered once, unless its robot left."""
         while self.asked < count:
             self._act(self.rng.choice(self.fleet))
             self._collect(self.rng.choice((0, 0, 5, 20)))
@@ -155,7 +157,7 @@ class Soak:
             self._same(asked, reply)
 
     def _same(self, asked: dict[str, Any], reply: dict[str, Any]) -> None:
-        """What was decoded is what is decoded when nothing else goes on."""
+        """Check that the tokens are those that the prompt gets when nothing else is running."""
         whole = self.expected[asked["prompt"]][: asked["max_tokens"]]
         tokens = list(reply["tokens"])
         if reply["finish_reason"] == "deadline":

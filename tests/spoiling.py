@@ -1,4 +1,4 @@
-"""Packages with something wrong in them that no hash tells."""
+"""Damages the contents of a package and adapts its manifest, so that no hash shows the damage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from thor_dflash import manifest
 
 
 def rehash(package: Path) -> None:
-    """The manifest of files as they are now: damage that no hash tells."""
+    """Write the manifest anew, with the hashes of the files as they are now."""
     old = manifest.read(package)
     files = {name: manifest.hash_file(package / name) for name in old.files}
     text = manifest.render(dataclasses.replace(old, files=files))
@@ -23,7 +23,7 @@ def graph(package: Path, name: str) -> onnx.ModelProto:
 
 
 def spoil_weight(package: Path, name: str) -> None:
-    """Turn the sign of a stored float32 or bf16 tensor's first 64 elements."""
+    """Flip the sign of the first 64 elements of a stored float32 or bf16 tensor."""
     tensor = next(t for t in graph(package, "verify").graph.initializer if t.name == name)
     place = {e.key: e.value for e in tensor.external_data}
     path = package / place["location"]
@@ -36,7 +36,7 @@ def spoil_weight(package: Path, name: str) -> None:
 
 
 def spoil_body(package: Path, step: str, old: str, new: str, name: str = "verify") -> None:
-    """Give one node a body of its own with another operator in it."""
+    """Give the node `step` a function body of its own, whose last `old` operator becomes `new`."""
     model = graph(package, name)
     node = next(n for n in model.graph.node if n.name == step)
     body = onnx.FunctionProto()

@@ -1,8 +1,8 @@
 """A stand-in for the module `tensorrt`, as far as plugins and the runtime use it.
 
-It is no TensorRT: it asks a plugin what TensorRT asks, in TensorRT's order, and "runs" an engine by
-calling the plugins' enqueue one after the other. An engine's file holds a program. Its PluginField
-gives back what 10.13.3 with numpy 2 does.
+It calls a plugin's methods in TensorRT's order, and "runs" an engine by calling the enqueue of its
+plugins one after the other. An engine's file holds a program as JSON. PluginField has the defect of
+10.13.3 with numpy 2: every element read is the first one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ USERS = (
     "thor_dflash.plugins.tensorrt.host",
     "thor_dflash.runtime.engines.tensorrt.engine",
 )
-"""Modules that import tensorrt."""
+"""Modules that import tensorrt and must therefore be imported anew."""
 
 
 def _enum(name: str, words: str) -> Any:
@@ -103,7 +103,7 @@ class DimsExprs(list[Any]): ...
 
 @dataclass(frozen=True)
 class Expression:
-    """A size: a number, or the name of one that is not known yet."""
+    """A size: a number, or the letter of one that is not known yet."""
 
     value: int | str
 
@@ -155,28 +155,30 @@ def get_plugin_registry() -> IPluginRegistry:
 
 # ---- what TensorRT asks of a plugin ------------------------------------------------------------
 def desc(shaped: Shaped) -> PluginTensorDesc:
-    """The descriptor of a tensor."""
+    """Returns the descriptor of a tensor."""
     return PluginTensorDesc(shaped.shape, TYPES[shaped.dtype])
 
 
 def dynamic(shaped: Shaped) -> DynamicPluginTensorDesc:
-    """A descriptor whose sizes are all known."""
+    """Returns a descriptor whose least, usual and largest sizes are the same."""
     return DynamicPluginTensorDesc(desc(shaped), shaped.shape, shaped.shape, shaped.shape)
 
 
 def creator_of(node: Node) -> Any:
-    """The creator of a node, as the parser and the runtime look for it."""
+    """Returns the registered creator for a node, found by type, version and namespace."""
     return _REGISTRY.get_creator(node.rule.op.type, str(VERSION), DOMAIN)
 
 
 def fields(values: Mapping[str, int]) -> list[PluginField]:
-    """Fields of one number each."""
+    """Returns plugin fields of one int32 each."""
     kind = PluginFieldType.INT32
     return [PluginField(n, np.array([v], np.int32), kind) for n, v in values.items()]
 
 
 def made(node: Node, name: str = "layer") -> Any:
-    """The plugin of a node: as a network gets it, serialised and read back as an engine does."""
+    """Returns the plugin of a node as an engine has it: made for a network, serialised, made again
+    from the serialised fields, attached to a context.
+    """
     told = node.fields()
     given = {name: int(told[name]) for name in KEYS}
     plugin = creator_of(node).create_plugin(name, fields(given), TensorRTPhase.BUILD)
@@ -186,7 +188,7 @@ def made(node: Node, name: str = "layer") -> Any:
 
 
 def outputs(plugin: Any, inputs: Sequence[Shaped]) -> list[PluginTensorDesc]:
-    """What a plugin says of its outputs."""
+    """Returns the types and shapes that a plugin tells of its outputs."""
     types = plugin.get_output_data_types([TYPES[x.dtype] for x in inputs])
     told = [DimsExprs(map(Expression, x.shape)) for x in inputs]
     shapes = plugin.get_output_shapes(told, [], IExprBuilder())
@@ -257,7 +259,7 @@ class ICudaEngine:
 
 
 LEAST, MOST = 1, 8192
-"""Sizes that a session decides, of every profile."""
+"""Bounds, in every profile, of the sizes that a session decides."""
 
 
 def _order(node: Node) -> tuple[str, ...]:
@@ -269,7 +271,7 @@ class IExecutionContext:
     engine: ICudaEngine
     name: str = "context"
     ran: int = 0
-    """Times."""
+    """How many times it was executed."""
     _memory: int = 0
     _shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     _at: dict[str, int] = field(default_factory=dict)
@@ -335,7 +337,7 @@ class IExecutionContext:
 
 
 def stand_in(monkeypatch: Any) -> ModuleType:
-    """Be `tensorrt` for one test."""
+    """Make `import tensorrt` give this module during one test, and return it."""
     here = sys.modules[__name__]
     _REGISTRY.creators.clear()
     monkeypatch.setitem(sys.modules, "tensorrt", here)

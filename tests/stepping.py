@@ -1,4 +1,6 @@
-"""An engine of programs without a device: numpy memory, every step by its definition."""
+"""An engine that runs the CUDA engine's programs without a device: tensors are numpy arrays, and
+every step is computed by its room's reference.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from thor_dflash.runtime.engine import Call, Graph, Tensor
 from thor_dflash.tensors import Array, Dims, DType, TensorSpec
 
 Spoil = Callable[[Step, dict[str, Array]], None]
-"""Changes what a step leaves, port by port."""
+"""May change the outputs of a step, given by port, before later steps read them."""
 
 
 @dataclass(eq=False)
@@ -36,14 +38,14 @@ class Loaded:
 
 @dataclass
 class Stepping:
-    """See Engine and Stepped."""
+    """Implements the protocols `Engine` and `Stepped`."""
 
     package: Path
     spoil: Spoil = lambda step, outputs: None
     programs: dict[str, Program] = field(default_factory=dict)
     unpacked: dict[str, dict[str, Array]] = field(default_factory=dict)
     values: dict[int, dict[str, Array]] = field(default_factory=dict)
-    """Call -> what its steps have made so far."""
+    """id of a call -> the values that its steps have made so far."""
 
     @property
     def device(self) -> str:
@@ -120,7 +122,7 @@ class Stepping:
             return made[name]
         if name in call.inputs:
             return memory(call.inputs[name]).array.copy()
-        shaped = self.site(call, step).ports[port]  # what only kernels know is never made here
+        shaped = self.site(call, step).ports[port]  # slabs and the like, which only kernels make
         return np.zeros(shaped.shape, shaped.dtype.numpy)
 
     def perform(self, call: Call, step: Step) -> None:

@@ -1,4 +1,6 @@
-"""`thor-dflash build`: what it refuses of a checkpoint's text, and what it says of what lacks."""
+"""`thor-dflash build`: what it refuses, before any work, and what it tells of a checkpoint without
+a tokenizer, a chat template or stop ids.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ TEMPLATE = "chat_template.jinja"
 
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
-    """A checkpoint whose weights are links."""
+    """A copy of planner-nano's target, whose weights are links to the original file."""
     (tmp_path / "target").mkdir()
     for path in NANO.iterdir():
         if path.suffix == ".safetensors":
@@ -54,7 +56,7 @@ def build(target: Path, *more: str) -> int:
         ("tokenizer.json", b"{}", "tokenizer.json must be a tokenizer"),
     ],
 )  # fmt: skip
-def test_a_text_that_no_session_can_use_is_refused_before_anything_is_read(
+def test_a_tokenizer_or_template_that_no_session_can_use_is_refused_before_the_build_begins(
     target: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     name: str, content: bytes, said: str,
 ) -> None:  # fmt: skip
@@ -75,7 +77,7 @@ def test_a_text_that_no_session_can_use_is_refused_before_anything_is_read(
         ("", ""),
     ],
 )
-def test_what_a_checkpoint_lacks_of_its_text_is_said_at_the_end(
+def test_a_missing_tokenizer_or_template_is_told_at_the_end(
     target: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     gone: str, said: str,
 ) -> None:  # fmt: skip
@@ -109,7 +111,7 @@ def test_a_package_with_a_template_of_no_use_is_refused_before_its_weights_are_r
          "build.tensorrt.level must go with --engine tensorrt (got cuda)"),
     ],
 )  # fmt: skip
-def test_a_set_that_no_part_of_the_package_reads_is_refused(
+def test_a_setting_on_the_command_line_that_no_part_of_the_package_reads_is_refused(
     target: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     told: str, said: str,
 ) -> None:  # fmt: skip
@@ -125,7 +127,7 @@ def test_a_file_may_hold_settings_that_a_build_makes_no_use_of(
     assert build(target, "-c", str(tmp_path / "x.toml")) == 0
 
 
-def test_a_checkpoint_that_ends_no_answer_is_said_to(
+def test_a_checkpoint_without_stop_ids_is_told(
     target: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert build(target) == 0

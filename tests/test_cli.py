@@ -1,3 +1,7 @@
+"""The command line over a stand-in for the runtime: what `generate`, `build` and `demo` print and
+hand over, and what is refused with one line and status 2.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -25,7 +29,7 @@ WORDS = {"<think>": 256, "</think>": 257, "<|im_end|>": 258}
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
-    """A tokenizer of bytes, thinking marks and one stop token."""
+    """A tokenizer whose ids are the 256 bytes, the two thinking marks and one stop token."""
     directory = tmp_path_factory.mktemp("tokenizer")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(alphabet)}, []))
@@ -80,7 +84,9 @@ class Report:
 
 @dataclass
 class Session:
-    """Answers with `said`, whatever is asked; notes what was asked."""
+    """Stands in for a session: answers every request with `said` and keeps the requests. `fault` is
+    raised after the answer's last token.
+    """
 
     text: Text | None
     said: str = "think</think>\n\nhé<|im_end|>"
@@ -107,7 +113,7 @@ class Session:
 
 @pytest.fixture
 def session(text: Text, monkeypatch: pytest.MonkeyPatch) -> Session:
-    """Stands in for the runtime, so that these tests are of the command line alone."""
+    """A stand-in that `open_session` returns, so that no model is needed."""
     it = Session(text)
     install(monkeypatch, "runtime.session", open_session=lambda *a: it, Request=Request)
     return it
@@ -317,7 +323,7 @@ def test_a_bug_shows_itself(session: Session) -> None:
     ],
 )
 @pytest.mark.usefixtures("session")
-def test_one_line_and_exit_2(
+def test_what_is_wrong_is_told_in_one_line_with_status_2(
     args: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("builders.build", "runtime.score", "calib.demo"):

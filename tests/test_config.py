@@ -1,3 +1,5 @@
+"""The configuration: its defaults, files and --set; docs/configuration.md; the bounds of values."""
+
 from __future__ import annotations
 
 import argparse
@@ -80,6 +82,7 @@ def test_the_page_has_every_option_that_spells_a_key() -> None:
 
 
 def test_keys_are_all_settable() -> None:
+    """Each refuses a value of a wrong type by its own rule, so --set knows it."""
     assert "build.kv" in keys()
     for key in keys():
         with pytest.raises(ConfigError, match=rf"{key}(\[0\])? must be"):
@@ -147,7 +150,8 @@ COUNTS = [key for key, default, _ in ROWS if re.fullmatch("-?[0-9]+", default)]
 
 
 @pytest.mark.parametrize("key", COUNTS)
-def test_no_count_is_far_below_nothing(key: str) -> None:
+def test_no_count_may_be_minus_3(key: str) -> None:
+    """-1 stands for something in some keys; no smaller number does."""
     with pytest.raises(ConfigError, match=rf"^{key} must be .* \(got -3\)$"):
         load(None, (f"{key}=-3",))
 
@@ -192,7 +196,7 @@ def test_a_number_that_64_bits_do_not_hold_is_refused(key: str, value: str, told
     assert str(error.value) == f"{key} must be a number of 64 bits (got {told})"
 
 
-def test_so_it_is_in_a_file_of_json(tmp_path: Path) -> None:
+def test_a_number_in_a_json_file_that_64_bits_do_not_hold_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     path.write_text('{"ratio": 1%s}' % ("0" * 400))
     with pytest.raises(ConfigError, match=r"/r.json: ratio must be a number of 64 bits \(got 1000"):
@@ -204,7 +208,8 @@ SERVED = [f.name for f in fields(ServeConfig) if type(f.default) in (int, float)
 
 @pytest.mark.parametrize("key", [f"serve.{name}" for name in SERVED])
 @pytest.mark.parametrize("value", ["9223372036854775807", "86400000001"])
-def test_every_number_of_a_server_has_an_end(key: str, value: str) -> None:
+def test_every_number_of_a_server_has_an_upper_bound(key: str, value: str) -> None:
+    """A day for times, by the unit that ends the key's name; 2^31 - 1 for all others."""
     day = {"s": 86_400, "ms": 86_400_000, "us": 86_400_000_000}.get(key.rpartition("_")[2])
     most = day or 2**31 - 1
     with pytest.raises(ConfigError, match=rf"^{key} must be .* {most} \(got "):

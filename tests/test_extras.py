@@ -1,4 +1,6 @@
-"""A machine installs what it needs: what is missing is named, with the extra that brings it."""
+"""Optional dependencies: a command that needs a missing package names it and the extra that
+installs it.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,7 @@ SCRIPT = (
     "from thor_dflash.cli import main\n"
     "sys.exit(main(sys.argv[2:]))"
 )
+"""Runs the command line where importing the package argv[1] fails."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +39,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("zmq", "serve", "serve --mock"),
     ],
 )
-def test_a_missing_extra_is_one_line(
+def test_a_missing_package_is_named_with_its_extra(
     package: Path, tmp_path: Path, missing: str, name: str, args: str
 ) -> None:
     whole = [*args.split(), *[str(package)] * args.endswith("--package")]

@@ -1,4 +1,6 @@
-"""The house rules, as tests: floors, borders, sizes, docstrings, no hidden knobs."""
+"""The rules of docs/style.md that a program can check: direction of imports, third-party packages,
+sizes, docstrings, no hidden configuration, packaging.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ FLOORS = (
 )
 LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names}
 
-# Who may use which package from outside. numpy and ml_dtypes are everybody's.
+# Third-party package -> the files that may import it.
 MAY = {
     "numpy": ["*"],
     "ml_dtypes": ["*"],
@@ -83,7 +85,7 @@ def files(*tops: str) -> list[Path]:
 HOUSE = [*sorted((ROOT / "thor_dflash").glob("*.py")), *files("thor_dflash/verbs", *TOPS)]
 TESTS = files("tests")
 SHARED = {p.stem for p in (ROOT / "tests").glob("*.py")}
-"""What tests import from one another."""
+"""Modules that tests share."""
 
 
 def name(path: Path) -> str:
@@ -100,7 +102,7 @@ def tree(path: Path) -> ast.Module:
 
 
 def room(path: Path) -> str:
-    """The name in FLOORS a source file belongs to."""
+    """Returns the name in FLOORS to which a source file belongs."""
     first, *rest = path.relative_to(ROOT).parts
     return rest[0].removesuffix(".py") if first == "thor_dflash" else first
 
@@ -112,7 +114,9 @@ def nodes(path: Path) -> tuple[ast.AST, ...]:
 
 @cache
 def imports(path: Path) -> tuple[str, ...]:
-    """Every module a file names, also inside functions; `from a import b` gives a and a.b."""
+    """Returns every module that a file imports, also inside functions; `from a import b` gives a
+    and a.b.
+    """
     return tuple(_imports(path))
 
 
@@ -127,7 +131,7 @@ def _imports(path: Path) -> Iterator[str]:
 
 
 def uses(path: Path) -> set[str]:
-    """The packages from outside that a file imports."""
+    """Returns the third-party packages that a file imports."""
     tops = {module.partition(".")[0] for module in imports(path)}
     return tops - sys.stdlib_module_names - SHARED - {"thor_dflash", "plain"}
 
@@ -177,7 +181,7 @@ def test_no_hidden_knobs(path: Path) -> None:
         if isinstance(node, ast.Name):
             word = node.id
         elif isinstance(node, ast.Attribute) and node.attr not in ("setattr", "delattr"):
-            word = node.attr  # but pytest's monkeypatch.setattr is another matter
+            word = node.attr  # less monkeypatch.setattr and delattr, by which tests replace names
         elif isinstance(node, ast.FunctionDef):
             word = node.name
         if word == "environ" and name(path) == "serving/systemd.py":

@@ -1,3 +1,5 @@
+"""Files that the command line reads and writes: what is wrong with one is told with its name."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -26,7 +28,9 @@ from thor_dflash.verbs.inputs import in_vocabulary, read_json, read_tokens
         ("[" * 100_000, "nested too deep"),
     ],
 )
-def test_token_files(tmp_path: Path, content: str, message: str) -> None:
+def test_a_file_that_is_no_list_of_ids_is_refused(
+    tmp_path: Path, content: str, message: str
+) -> None:
     path = tmp_path / "t.json"
     path.write_bytes(content.encode("latin-1"))
     with pytest.raises(RequestError, match=message) as error:
@@ -35,7 +39,7 @@ def test_token_files(tmp_path: Path, content: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(("bad", "at"), [((0, 299, 300), 2), ((-1,), 0), ((5, 10**30), 1)])
-def test_ids_outside_the_vocabulary(bad: tuple[int, ...], at: int) -> None:
+def test_ids_outside_the_vocabulary_are_refused(bad: tuple[int, ...], at: int) -> None:
     with pytest.raises(RequestError, match=rf"tokens\[{at}\] must be in 0..299 .got {bad[at]}"):
         in_vocabulary(bad, 300)
     assert in_vocabulary((0, 299), 300) == (0, 299)
@@ -89,6 +93,6 @@ def test_links_that_go_round_are_no_place_for_scores(tmp_path: Path) -> None:
 
 
 def test_scores_that_cannot_be_written_name_their_file_and_no_other(tmp_path: Path) -> None:
-    name = "n" * 250 + ".npz"  # where it is written first is longer than a name may be
+    name = "n" * 250 + ".npz"  # the temporary file beside it has a longer name than is allowed
     with pytest.raises(RequestError, match=rf"/{name} must be writable .got: File name too long"):
         outputs.check(tmp_path / name, ".npz", "--out")

@@ -1,3 +1,5 @@
+"""A package's manifest, and the check of all files against it."""
+
 from __future__ import annotations
 
 import hashlib
@@ -303,7 +305,7 @@ def test_verify_reports_every_byte(tmp_path: Path) -> None:
             return cast("Task", task)
 
     with checking(tmp_path, manifest, Counting()):
-        time.sleep(0.1)  # all are hashed before anybody waits
+        time.sleep(0.1)  # the weights are hashed before anybody waits for them
     assert told.keys() == {"checking package", "checking weights"}
     assert sorted(told["checking package"]) == [3, 5, 8]
     assert told["checking weights"] == [4, 4]
@@ -355,7 +357,7 @@ def test_damaged_weights_are_told_at_the_end_of_loading_them(tmp_path: Path) -> 
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Files are read byte by byte, one after the other; the bytes."""
+    """Hashes files byte by byte, one file at a time. Returns the sizes of the pieces read."""
     pieces: list[int] = []
 
     def hash_slowly(path: Path, advance: Callable[[int], None]) -> FileEntry:
@@ -391,6 +393,6 @@ def test_a_failure_to_load_what_is_damaged_is_told_as_damage(
         pytest.raises(PackageError, match=r"\(got weights/a altered\)") as error,
         checking(tmp_path, made, Silent()),
     ):
-        until(lambda: len(slow) > len(b"other") + 40)  # it is at the next one
+        until(lambda: len(slow) > len(b"other") + 40)  # weights/b has begun: weights/a is done
         raise ValueError("not what I can load")
     assert isinstance(error.value.__cause__, ValueError)

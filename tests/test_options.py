@@ -1,4 +1,4 @@
-"""Options and --set: what a verb takes, and what it refuses rather than ignore."""
+"""Options and --set: what a verb accepts, and what it refuses instead of ignoring it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ VERBS = {
     "gateway": "",
     "keygen": "d",
 }
-"""The least that each verb wants."""
+"""Verb -> the least that it must be given."""
 
 
 def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
-    """The one line on stderr of a command that exits 2."""
+    """Run a command that must exit with 2, and return its one line on stderr."""
     assert cli.main(args) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -185,7 +185,7 @@ def test_a_deadline_is_at_least_1(wrong: str, capsys: pytest.CaptureFixture[str]
     assert said == f"--deadline-ms must be an integer >= 1 (got {wrong})"
 
 
-# ---- what can be looked at before the package is; here there is none
+# ---- what is checked before the package is opened; in these tests there is no package
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The command as a process: what it loads, and how it ends."""
+"""The command as a process: what it imports, its exit status, and streams that fail."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_full_disk_is_one_line(size: int) -> None:
 
 
 def failing(number: int) -> subprocess.CompletedProcess[str]:
-    """A verb that an error of the system ends, which names no file."""
+    """Run a command in which the system reports an error that names no file."""
     script = (
         "import os, sys; from thor_dflash import cli\n"
         f"def fail(argv): raise OSError({number}, os.strerror({number}))\n"
@@ -101,7 +101,7 @@ def test_a_terminal_that_has_no_such_letter_shows_another() -> None:
 
 @pytest.mark.parametrize("what", ["--help", "--version", "bench --help"])
 def test_help_that_nobody_can_read_is_told(what: str) -> None:
-    # -E: without a buffer, which the environment may ask for, argparse drops what it cannot write.
+    # -E ignores PYTHONUNBUFFERED: without a buffer, argparse ignores that it cannot write.
     command = [sys.executable, "-E", "-c", MAIN, *what.split()]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
@@ -121,7 +121,7 @@ def test_streams_that_lead_nowhere_change_no_result(streams: str, tmp_path: Path
 
 
 def test_no_file_takes_the_number_of_a_closed_stream(tmp_path: Path) -> None:
-    # A library that complains on stderr would write into it.
+    # Otherwise a library that writes a warning to stderr (2) would write it into that file.
     script = (
         "import os, subprocess, sys; from thor_dflash import cli\n"
         "def work(argv):\n"
@@ -141,8 +141,8 @@ def shell(command: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_ctrl_c_is_130_and_one_line() -> None:
-    # A shell without job control starts what is in the background with SIGINT ignored, and so the
-    # tests and every child of theirs.
+    # A shell without job control starts background commands with SIGINT ignored, and children
+    # inherit that. So if the tests run in the background, the child must set the handler itself.
     script = (
         "import signal, sys, time; from thor_dflash import cli\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"

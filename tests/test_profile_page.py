@@ -1,4 +1,4 @@
-"""A profile as text and as a page: what is drawn is what was measured."""
+"""A profile as text and as an HTML page: both show what was measured, and drawings are to scale."""
 
 from __future__ import annotations
 
@@ -88,11 +88,11 @@ def test_bars_are_as_long_as_their_numbers() -> None:
     assert ratio == pytest.approx(2, rel=0.01)
 
 
-def test_a_mark_is_where_its_bytes_would_be_read() -> None:
+def test_a_mark_is_at_the_time_in_which_a_part_s_bytes_can_be_read() -> None:
     inside = drawings(page(FOUND))[3]
     bars = list(inside.iter("rect"))
     marks = [float(line.attrib["x1"]) for line in inside.iter("line")]
-    scale = float(bars[1].attrib["width"]) / 7.0  # of a ms
+    scale = float(bars[1].attrib["width"]) / 7.0  # width of 1 ms
     start = float(bars[1].attrib["x"])
     assert marks == pytest.approx([start + 5.0 * scale, start + 2.0 * scale], abs=0.2)
 
@@ -137,7 +137,7 @@ def test_bars_of_the_text_are_as_long_as_their_numbers_and_none_is_lost() -> Non
     assert drawn.endswith("1 to 4:  |█▄▁ |"), "one of a thousand is seen"
 
 
-def test_weights_of_a_cache_have_no_share_of_a_read_rate() -> None:
+def test_without_a_read_rate_no_share_of_it_is_shown() -> None:
     assert FOUND.inside
     small = replace(FOUND, inside=replace(FOUND.inside, read_rate=0.0))
     assert "read rate" not in table(small)
@@ -159,7 +159,7 @@ def test_a_soak_is_a_line_for_each_stretch() -> None:
         "50.5 to 100.0 s 41 12.50 100.00 6.00 45.00 75.0".split(),
         [],
     ]
-    assert len({len(line) for line in lines[at : at + 3]}) == 1  # columns meet
+    assert len({len(line) for line in lines[at : at + 3]}) == 1  # columns are aligned
     assert "over time" not in table(FOUND)
 
 
@@ -202,7 +202,7 @@ def test_a_junction_that_was_not_read_throughout_is_not_drawn() -> None:
     [(0.0, "0"), (7.25, "7.25"), (123.456, "123.5"), (999.96, "1000"), (13_012.0, "13012"),
      (103_284.95, "103285")],
 )  # fmt: skip
-def test_what_stands_beside_a_drawing_has_room(value: float, shown: str) -> None:
+def test_numbers_beside_a_drawing_are_written_short(value: float, shown: str) -> None:
     times = {**FOUND.times, "e2e_ms": spread([value])}
     runs = drawings(page(replace(FOUND, times=times)))[0]
     assert [text.text for text in runs.iter("text")] == ["0", shown if value else "1"]

@@ -26,7 +26,7 @@ FEW = ("--runs", "3", "--warmup", "1", "--max-tokens", "8", "--ignore-eos")
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A package `pkg`, and token ids."""
+    """A directory with a package `pkg` and a file `ids.json` of 40 token ids."""
     root = tmp_path_factory.mktemp("profile")
     write_target(root / "target", GEOMETRIES["27b"], 3, "bf16")
     write_drafter(root / "drafter", GEOMETRIES["27b"], DrafterGeometry(), 4)
@@ -63,7 +63,7 @@ def test_json_is_one_object_that_adds_up(root: Path, capsys: pytest.CaptureFixtu
     assert math.isclose(sum(p["share"] for p in found["phases"].values()), 1, abs_tol=1e-6)
     assert set(found["phases"]) == {"prefill", "verify", "accept", "host"}
     assert (found["spec"]["cycles"], found["spec"]["drafted"]) == (8, 0)
-    assert "inside" not in found  # every graph is a phase
+    assert "inside" not in found  # on ONNX Runtime every graph is a phase, so there are no parts
     assert [beat["tokens"] for beat in found["timeline"] if beat["tokens"]] == [1] * 8
     assert len(found["times"]["each_ms"]["values"]) == 3 * 8
     for s in found["times"].values():
@@ -90,7 +90,7 @@ def test_a_profile_beside_an_earlier_one(
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_a_cycle_that_says_only_that_the_answer_is_over_is_one(
+def test_a_cycle_that_only_ends_the_answer_counts_as_one(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], at: int
 ) -> None:
     traced, source = tmp_path / "x.json", ("--tokens", str(root / "ids.json"))
@@ -140,7 +140,7 @@ def test_what_is_refused_is_refused_before_anything_is_loaded(
 def test_a_soak_answers_until_its_time_is_over(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    clock = itertools.count(step=0.4)  # s from one look at it to the next
+    clock = itertools.count(step=0.4)  # each look at the clock finds it 0.4 s later
     monkeypatch.setattr(profile_verb, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     source = ("--package", str(root / "pkg"), "--tokens", str(root / "ids.json"))
     few = ("--max-tokens", "2", "--ignore-eos", "--warmup", "1")
@@ -156,7 +156,7 @@ def test_a_soak_answers_until_its_time_is_over(
     assert "answering 9 s\n" in err
 
 
-def test_other_things_are_not_compared(
+def test_profiles_of_different_settings_are_not_compared(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = tmp_path / "before.json"
@@ -177,7 +177,7 @@ def test_a_page_and_a_trace_of_the_last_answer(
     found = json.loads(capsys.readouterr().out)
     text = drawn.read_text(encoding="utf-8")
     assert text.startswith("<!doctype html>")
-    assert text.count("<circle") == 3  # runs
+    assert text.count("<circle") == 3  # one for each run
     events = json.loads(traced.read_text())["traceEvents"]
     steps = [event for event in events if event["ph"] == "X"]
     assert {event["name"] for event in steps} == {"prompt", "cycle"}
@@ -189,7 +189,7 @@ def test_a_page_and_a_trace_of_the_last_answer(
     assert counted == [event["args"]["tokens"] for event in steps if event["name"] == "cycle"]
 
 
-def test_a_page_is_written_though_nobody_reads_what_was_measured(
+def test_a_page_is_written_even_if_nobody_reads_stdout(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader, writer = os.pipe()

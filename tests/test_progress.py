@@ -1,3 +1,5 @@
+"""Progress reports: lines, bars or nothing, and that they stay in order when something fails."""
+
 from __future__ import annotations
 
 import io
@@ -107,7 +109,7 @@ def test_a_task_that_ends_inside_another_leaves_its_bar() -> None:
     assert "outer [red]" in out.getvalue()
 
 
-def test_choice() -> None:
+def test_the_kind_of_report_is_chosen_by_the_stream() -> None:
     assert isinstance(choose(Terminal()), Bars)
     assert isinstance(choose(io.StringIO()), Lines)
     assert isinstance(choose(io.StringIO(), quiet=True), Silent)
@@ -132,7 +134,7 @@ def test_amounts(n: int, unit: str, text: str) -> None:
 
 
 class Interrupted(io.StringIO):
-    """Ctrl-C comes while the first line is written."""
+    """A stream in which Ctrl-C comes after its first text is written."""
 
     def write(self, text: str) -> int:
         first = not self.getvalue()

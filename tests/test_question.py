@@ -1,4 +1,4 @@
-"""What `generate` and `profile` make of the options of decoding."""
+"""How the `decode` section of the configuration becomes a request, for `generate` and `profile`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from thor_dflash.verbs.question import Question
 
 
 def asked(*overrides: str, messages: list[dict[str, str]] | None = None) -> Request:
-    """Of a package with a drafter, whose tokenizer writes whether it is to think."""
+    """Returns the request for a package with a drafter. Its stand-in of a chat template renders "t"
+    with thinking and "f" without.
+    """
     text = SimpleNamespace(
         render=lambda messages, thinking: "t" if thinking else "f",
         encode=lambda text: [ord(letter) for letter in text],
@@ -38,7 +40,7 @@ def test_what_is_said_of_decoding_reaches_the_session() -> None:
 
 
 def test_what_is_not_said_is_left_as_it_was_made() -> None:
-    request = asked("decode.relaxed.k=2")  # of which nothing makes use
+    request = asked("decode.relaxed.k=2")  # has no effect without decode.accept=relaxed
     assert (request.gate, request.relaxed) == (False, None)
     assert (request.draft, request.budget) == (AS_MADE, NO_BUDGET)
     assert request.drafter == "dflash", "the package's own"

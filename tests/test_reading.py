@@ -1,4 +1,6 @@
-"""A long prompt of `generate`: how far it is read is told while it is; and an answer's two ends."""
+"""`generate`: progress while a long prompt is read, and answers that are empty or end inside a
+character.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from thor_dflash.verbs.generate import _read, _stream
 
 
 @pytest.mark.parametrize(("length", "told"), [(33, False), (100, True)])
-def test_a_prompt_of_several_steps_is_told(
+def test_progress_is_shown_for_a_prompt_of_several_prefill_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], length: int, told: bool
 ) -> None:
     package = str(session().model.engine.package)  # type: ignore[attr-defined]
@@ -33,13 +35,13 @@ def test_a_prompt_of_several_steps_is_told(
     assert (len(json.loads(out)["tokens"]), err) == (20, "")
 
 
-def test_an_answer_that_ends_after_a_long_prompt_without_a_word_is_one() -> None:
+def test_an_empty_answer_to_a_long_prompt_still_gives_its_last_chunk() -> None:
     last = Chunk((), "stop", prompt_done=96)
     chunks = [Chunk((), prompt_done=32), Chunk((), prompt_done=64), last]
     assert list(_read(iter(chunks), 97, Silent())) == [last]
 
 
-def test_an_answer_that_is_cut_inside_a_character_shows_that(
+def test_an_answer_that_ends_inside_a_character_shows_a_replacement_character(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     text = constrained.text()

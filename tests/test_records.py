@@ -1,4 +1,4 @@
-"""Files of JSON that are a record: what is wrong with one is told with its name."""
+"""JSON files that are read as a dataclass: an error names the file and what is wrong in it."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ TOKENS = list(range(40))
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A package `pkg`, and token ids."""
+    """A directory with a package `pkg` and a file `ids.json` of token ids."""
     root = tmp_path_factory.mktemp("score")
     write_target(root / "target", GEOMETRIES["27b"], 3, "bf16")
     write_drafter(root / "drafter", GEOMETRIES["27b"], DrafterGeometry(), 4)

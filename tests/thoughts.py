@@ -1,4 +1,6 @@
-"""Answers that think, of models with random weights: the marks are whatever ids a test says."""
+"""Answers with a thinking part, from models with random weights. Any token id can serve as the mark
+that closes thinking: each test chooses one.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,17 @@ from thor_dflash.runtime.telemetry import Meter, Report
 from thor_dflash.runtime.thinking import Marks
 
 OPEN = 241
-"""Opens thinking; no random prompt holds it."""
+"""The id that opens thinking; random prompts have smaller ids."""
 
 
 def thinker() -> Session:
-    """A layer of each kind: what a policy decides is the same above any number of them."""
+    """Returns a session with one layer of each kind: policies do not depend on their number."""
     return session(layers=2)
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A prompt that thinks, unless told otherwise."""
+    """A request. Its prompt ends with an open thinking part; unless `thinks`, with a closed one."""
 
     close: int
     length: int = 24
@@ -50,7 +52,7 @@ def run(
     policies: Sequence[Policy] = (),
     s: Session | None = None,
 ) -> tuple[list[int], Report]:
-    """The answer's tokens and its telemetry."""
+    """Answer a request; return the tokens and the telemetry."""
     s = s or thinker()
     plan = Plan(
         prompt=asked.prompt,
@@ -67,7 +69,7 @@ def run(
 
 
 def after(tokens: Sequence[int], count: int, s: Session | None = None) -> list[int]:
-    """What plain decoding says after these tokens, no policy in sight."""
+    """Returns the next `count` tokens after these by plain decoding without policies."""
     s = s or thinker()
     plan = Plan(
         prompt=tuple(tokens),
@@ -82,10 +84,10 @@ def after(tokens: Sequence[int], count: int, s: Session | None = None) -> list[i
 
 
 def oracle(truth: Sequence[int]) -> Guess:
-    """The true answer, and then anything."""
+    """Returns a drafter of the true answer, and of token 9 after its end."""
     return drafts(lambda n: [*truth[n : n + 15], *[9] * 15][:15])
 
 
 def first_seen(tokens: Sequence[int], at: int) -> int:
-    """The first place from `at` on whose token was not there before."""
+    """Returns the first index from `at` on whose token does not occur before it."""
     return next(i for i in range(at, len(tokens)) if tokens[i] not in tokens[:i])

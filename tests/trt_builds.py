@@ -1,4 +1,6 @@
-"""Packages built with the recorder in TensorRT's place, and what it was asked for."""
+"""Builds packages with the recorder (trt_recorder.py) in TensorRT's place; returns what the builder
+asked it for.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from thor_dflash.tensorrt_config import TensorRTConfig
 NANO = Path(__file__).parents[1] / "models" / "planner-nano"
 DEVICE = Info("NVIDIA Thor", THOR, 128 << 30, True, 13000)
 HYBRID = replace(GEOMETRIES["heads27b"], value_heads=4)
-"""Small, with heads that our kernels take."""
+"""A small model whose heads have sizes that the kernels support."""
 CAPACITY = 512
 CHUNKS = (128, 64)
 _OURS = ("thor_dflash.builders.tensorrt.", "thor_dflash.plugins.tensorrt.")
@@ -34,7 +36,7 @@ _OURS = ("thor_dflash.builders.tensorrt.", "thor_dflash.plugins.tensorrt.")
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """`import tensorrt` gives the recorder; modules that took it do not outlive this."""
+    """Make `import tensorrt` give the recorder. Modules that imported it are dropped at the end."""
 
     def bound() -> list[str]:
         found = [name for name in sys.modules if name.startswith(_OURS)]
@@ -52,22 +54,25 @@ def recording() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A package and what it was made by."""
+    """A package, and what the recorder was asked for each of its engines, by engine name."""
 
     out: Path
     engines: dict[str, recorder.Built]
 
     def card(self, graph: str) -> Plan:
+        """Returns the description of a graph's engine that the package holds."""
         return sidecar.read(self.out, graph)
 
 
 def maker(config: TensorRTConfig, progress: Progress) -> Any:
+    """Returns the maker of engines as on a Thor, whose device is not looked for."""
     from thor_dflash.builders.tensorrt.engine import Maker
 
     return Maker(config, DEVICE, progress, None)
 
 
 def options(tmp: Path, **more: Any) -> BuildConfig:
+    """Returns options for a small package; `more` are those of the section build.tensorrt."""
     section = TensorRTConfig(timings=str(tmp / "timings"), **more)
     first, *others = CHUNKS
     return BuildConfig(
@@ -83,7 +88,7 @@ def record(
     progress: Progress | None = None,
     fault: str = "",
 ) -> Recorded:
-    """Build the package `out`; `fault` is what TensorRT does wrong, see recorder.FAULTS."""
+    """Build the package `out`. `fault` is what TensorRT does wrong, see trt_words.FAULTS."""
     recorder.BUILT.clear()
     recorder.FAULTS.clear()
     recorder.FAULTS.add(fault)
@@ -94,7 +99,7 @@ def record(
 
 
 def record_hybrid(tmp: Path, dialect: Dialect, fault: str = "", **more: Any) -> Recorded:
-    """A package of a small random model, its weights stored in some way."""
+    """Build a package of a small model of random weights, stored in `dialect`."""
     if not (tmp / "target").exists():
         write_target(tmp / "target", HYBRID, 1, dialect)
     config = options(tmp, **more)

@@ -1,8 +1,9 @@
-"""The 27B's engines through the recorder: run as a script, for its memory is measured.
+"""Builds the 27B's engines with the recorder, from a checkpoint without contents. A script, because
+the peak memory of its process is measured.
 
     python tests/trt_hollow.py DIRECTORY plugin|tensorrt
 
-Prints what was built as JSON.
+Prints counts and sizes of what was built, as JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from thor_dflash.tensorrt_config import TensorRTConfig
 
 
 class Folder:
-    """Files straight into a directory."""
+    """Writes files straight into a directory, in place of a Staging."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -49,7 +50,7 @@ def main(directory: Path, prefill: str) -> None:
         config,
     )
     made = replace(engines(material(plan)), hollow=True)
-    parser.BEGINNING = 0  # weights are holes in a file, where a first read costs milliseconds
+    parser.BEGINNING = 0  # weights are holes in a sparse file: their first read takes milliseconds
     with recording():
         write_engines(Folder(directory), made, maker(section, Silent()), Silent())
     weights = {n: w for one in made.together for g in one.graphs for n, w in g.weights.items()}

@@ -1,4 +1,4 @@
-"""Networks and the parser of the stand-in for `tensorrt`; see trt_recorder.py."""
+"""The network and ONNX parser classes of the recorder; see trt_recorder.py."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trt_words import (
 )
 
 BEGINNING = 256
-"""Bytes of an initializer that are kept."""
+"""How many bytes of each initializer are kept."""
 TYPES = {
     TensorProto.FLOAT: DataType.FLOAT,
     TensorProto.FLOAT16: DataType.HALF,
@@ -56,7 +56,7 @@ class ILayer:
     inputs: list[ITensor]
     outputs: list[ITensor]
     kind: str
-    """ONNX type."""
+    """The node's ONNX operator."""
     plugin: Any = None
     fields: dict[str, Any] = field(default_factory=dict)
     """All attributes of the node."""
@@ -84,9 +84,9 @@ class INetworkDefinition:
     outputs: list[ITensor] = field(default_factory=list)
     layers: list[ILayer] = field(default_factory=list)
     initializers: dict[str, int] = field(default_factory=dict)
-    """Handed over: name -> bytes."""
+    """Initializers handed to the parser: name -> size, bytes."""
     beginnings: dict[str, bytes] = field(default_factory=dict)
-    """Their first bytes."""
+    """The first BEGINNING bytes of each."""
     declared: dict[str, tuple[int | str, ...]] = field(default_factory=dict)
     """Shapes as the graph declares them, with letters."""
 
@@ -182,7 +182,8 @@ class OnnxParser:
     ) -> ILayer | None:
         given = {a.name: a for a in node.attribute}
         values = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-        # As TensorRT's: by type, version and namespace on the node; the domain is not asked here.
+        # TensorRT finds a plugin by operator type and the node's version and namespace attributes,
+        # not by its ONNX domain.
         if "plugin_namespace" not in given:
             kind = LayerType.MATRIX_MULTIPLY if node.op_type == "MatMul" else LayerType.IDENTITY
             outputs = [_tensor(name, known) for name in node.output]

@@ -1,9 +1,9 @@
-"""A stand-in for the module `tensorrt` that keeps what is asked of its builder and parser.
+"""A stand-in for the module `tensorrt` that records what our code asks of its builder and parser.
 
-It has the classes, methods and words that our code uses and no others (test_stubs.py holds them
-against TensorRT's bindings). The parser makes plugin layers as TensorRT's does, by asking the
-registered creators; of standard nodes it keeps the type alone. Nothing is computed, and what it
-lets pass TensorRT may refuse.
+It has the classes, methods and enumerations that our code uses and no others (test_stubs.py
+compares them with TensorRT's bindings). The parser makes plugin layers as TensorRT's does, by
+asking the registered creators; of a standard node it keeps type, attributes and declared tensors.
+Nothing is computed, and TensorRT may refuse what this accepts.
 """
 
 from __future__ import annotations
@@ -106,8 +106,9 @@ class Built:
 
 
 BUILT: list[Built] = []
-"""In order. Tests empty it."""
+"""The engines built so far, in order. Tests clear it."""
 PIECE = 1 << 12
+"""Bytes of an engine that are written or read at a time."""
 
 
 class Builder:
@@ -161,7 +162,7 @@ def _report(monitor: Any) -> bool:
 
 
 def _workspace(layer: ILayer, network: INetworkDefinition, profile: IOptimizationProfile) -> int:
-    """Ask a plugin what TensorRT asks: formats first, then memory."""
+    """Returns a plugin's workspace, bytes, asked for as TensorRT does: after the formats."""
     sizes: dict[str, tuple[int, int, int]] = {}
     for name, three in profile.shapes.items():
         for letter, *each in zip(network.declared[name], *three, strict=True):

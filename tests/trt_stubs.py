@@ -1,9 +1,9 @@
-"""Typing stubs of TensorRT, made from the bindings it publishes; and the bindings themselves.
+"""Fetches TensorRT's published Python bindings and makes typing stubs from them.
 
-TensorRT cannot be installed here, but its Python bindings can be fetched and, with a stand-in for
-each library they link, imported: that shows every class, signature and enumeration of a version.
+TensorRT itself is not needed: the bindings can be imported with a stand-in for each library that
+they link. This shows every class, signature and enumeration of a version.
 
-    python tests/trt_stubs.py      fetches what the tests need, once; they need no network then
+    python tests/trt_stubs.py      fetches the bindings once; then the tests need no network
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 VERSIONS = ("10.13.3.9", "11.4.0.106")
-"""The oldest TensorRT for a Thor (JetPack 7.1), and the newest there is."""
+"""The oldest TensorRT for a Thor (that of JetPack 7.1), and the newest that is supported."""
 PACKAGE = "tensorrt_cu13_bindings"
 STORE = Path(sys.prefix) / "tensorrt-bindings"
 """In the virtual environment, so that it goes when that goes."""
@@ -41,7 +41,7 @@ SYMBOLS = {
         "getNvOnnxParserVersion",
     ),
 }
-"""Library -> the C functions the bindings take from it. Everything else is virtual."""
+"""Library -> the C functions that the bindings link to. All else are virtual methods."""
 
 _INSPECT = """
 import ctypes, sys
@@ -55,7 +55,9 @@ main(["tensorrt_bindings", "-o", out, "--ignore-all-errors"])
 
 
 def bindings(version: str) -> Path:
-    """A directory to import `tensorrt_bindings` of a version from. Skips where it cannot be had."""
+    """Returns a directory from which `tensorrt_bindings` of a version can be imported. Skips the
+    test if it cannot be fetched.
+    """
     site = STORE / version
     if not (site / "tensorrt_bindings").is_dir():
         try:
@@ -68,7 +70,7 @@ def bindings(version: str) -> Path:
 
 def _fetch(version: str, site: Path) -> None:
     STORE.mkdir(parents=True, exist_ok=True)
-    # Tests run side by side: each fetches for itself, and the first to be ready is taken.
+    # Tests may run in parallel: each fetches its own copy, and the first that is complete is kept.
     with tempfile.TemporaryDirectory(dir=STORE) as name:
         partial = Path(name) / "site"
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
@@ -87,7 +89,7 @@ def _fetch(version: str, site: Path) -> None:
 
 
 def libraries(version: str, directory: Path) -> list[Path]:
-    """A stand-in for each library the bindings link: every function is there and gives null."""
+    """Compiles a stand-in for each library that the bindings link, whose functions return null."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("a C compiler must be there to stand in for TensorRT's libraries (got none)")
@@ -123,24 +125,24 @@ MENDS = (
     (r": FallbackString", ": str | FallbackString"),
     (r"(?<=[ \[])bool(?=[,)\]:=| ]|$)", "builtins.bool"),
     (r"(: )([\w.\[\], ]+?)( = None)", r"\1\2 | None\3"),
-    # What Python overrides takes bytes; what C++ sees behind it is what the signature tells.
+    # Methods that Python overrides take or return bytes; the signatures are those of C++.
     (r"def write\(self, data: [\w.]+, size: int\)", "def write(self, data: bytes)"),
     (
         r"def read\(self, destination: [\w.]+, num_bytes: int, stream: int\) -> int",
         "def read(self, num_bytes: int, stream: int) -> bytes",
     ),
 )
-"""What the generator reads off docstrings wrongly, and what is meant."""
+"""What the generator of stubs derives wrongly from docstrings (patterns), and what is right."""
 PROTOCOLS = {
     "Dims": "def __iter__(self) -> collections.abc.Iterator[int]: ...",
     "IHostMemory": "def __buffer__(self, flags: int, /) -> memoryview: ...",
 }
-"""What classes do that no signature tells."""
+"""Methods that classes have but no docstring mentions."""
 _HEAD = "import builtins\nimport collections.abc\n__version__: str\n"
 
 
 def mend(text: str) -> str:
-    """A generated stub as type checkers can read it."""
+    """Returns a generated stub with its errors mended, so that type checkers can read it."""
     lines: list[str] = []
     for line in text.splitlines():
         if re.match(r"\s*(def |\w+: )", line):
@@ -155,7 +157,7 @@ def mend(text: str) -> str:
 
 
 def _signature(line: str) -> str:
-    """A signature that is none becomes one that takes anything."""
+    """Mend a signature that is not valid Python; if that fails, make it one that takes anything."""
     if _parses(f"{line.strip()} ..."):
         return line
     head, _, rest = line.partition("(")

@@ -1,6 +1,5 @@
-"""Words of the module `tensorrt`: its enumerations, and the classes whose methods are ours.
-
-See trt_recorder.py, which stands in for the module with them.
+"""The part of the recorder (trt_recorder.py) that both it and its parser need: enumerations, the
+classes that our code derives from, descriptors, and the plugin registry.
 """
 
 from __future__ import annotations
@@ -10,9 +9,10 @@ from enum import IntEnum
 from typing import Any
 
 FAULTS: set[str] = set()
-"""What goes wrong: "build" at all; the inspector shows a "reformat", another "type", other "layers"
-or no "fp4"; the engine is "empty"; the parser makes another "shape" or an "extra" layer; a profile
-is refused: "profile"."""
+"""What goes wrong. "build": the engine is not built. "profile": a profile is refused. "empty": the
+engine's file is empty. "shape", "extra": the parser gives an output another shape, or adds a layer.
+"reformat", "layers", "fp4": the inspector shows a reformatting copy, misses the first layer, or
+shows products that are not in FP4. "type": the engine's first tensor has another type."""
 
 
 class DataType(IntEnum):
@@ -157,7 +157,7 @@ class PluginFieldCollection(list):
 @dataclass
 class IDimensionExpr:
     value: int
-    """-1: decided when it runs."""
+    """-1 if it is decided only when the engine runs."""
 
     def is_constant(self) -> bool:
         return self.value >= 0

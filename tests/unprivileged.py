@@ -1,4 +1,4 @@
-"""Root reads every file; a block of code, or a call, without that right."""
+"""Runs code without root's right to read every file, so that file modes hold for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ READS_ALL = 1 << 1 | 1 << 2
 
 @contextmanager
 def unprivileged() -> Iterator[None]:
-    """Modes of files hold for this thread and those that it starts, whoever runs the tests."""
+    """File modes hold in this thread and those that it starts, even if root runs the tests."""
     sets = _sets()
     had = sets[0]
     sets[0] = had & ~READS_ALL
@@ -31,8 +31,9 @@ def unprivileged() -> Iterator[None]:
 
 
 def asked_unprivileged(ask: Callable[[], T]) -> T:
-    """What a call gives where modes of files hold for access(2), too, which goes by the rights that
-    a thread may have and not by those that it has. They cannot be had again: the thread ends.
+    """Call `ask` where file modes hold for access(2), too, and return what it returns. For root,
+    access(2) goes by the permitted capabilities, not by the effective ones. A thread cannot get
+    permitted capabilities back, so this one is used for the call alone.
     """
 
     def without() -> T:
@@ -47,7 +48,9 @@ def asked_unprivileged(ask: Callable[[], T]) -> T:
 
 
 def _sets() -> ctypes.Array[ctypes.c_uint32]:
-    """Effective, permitted, inheritable; the same for the high half."""
+    """Returns the thread's effective, permitted and inheritable capabilities: the low 32 bits of
+    each, then the high ones.
+    """
     sets = (ctypes.c_uint32 * 6)()
     _call("capget", sets)
     return sets

@@ -1,4 +1,4 @@
-"""Waiting for what another thread does."""
+"""Waits for something that another thread does."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 PATIENCE_S = 20.0
-"""Until a test gives up waiting: only ever used up by a test that fails."""
+"""Time after which a test gives up. Only a test that fails waits so long."""
 
 
 def until(what: Callable[[], object]) -> None:

@@ -1,4 +1,4 @@
-"""A package: what is in it, what is refused, and that it is the same every time."""
+"""A build: what its package holds, what it refuses and resumes, and that it is reproducible."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_tied_head_is_stored_once(tmp_path: Path) -> None:
     assert table <= plan.weights.nbytes("weights/outer.bin") < 2 * table
 
 
-def test_every_graph_obeys_the_rules_of_the_parsers(
+def test_every_graph_is_valid_onnx_with_plugin_attributes_and_shapes_of_all_values(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     build(*pair, tmp_path / "p", BuildConfig(), Silent())
@@ -177,7 +177,7 @@ def test_options_must_fit(
 
 
 def test_a_block_must_leave_room_for_a_prompt(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """Of the two that do not fit, the one that was told is named."""
+    """The message names the block, which is configured, not the capacity, which is not."""
     longest = read_target(pair[0]).dims.max_position
     said = rf"build.block must be <= {longest - 2}, as of {longest} .* \(got {longest - 1}\)"
     with pytest.raises(ConfigError, match=said):
@@ -234,11 +234,11 @@ def test_stored_bytes_are_the_checkpoint_s(pair: tuple[Path, Path], tmp_path: Pa
     place = {e.key: e.value for e in tensor.external_data}
     data = (tmp_path / "p" / place["location"]).read_bytes()
     offset, length = int(place["offset"]), int(place["length"])
-    assert offset % 4096 == 0  # a page: a mapping of it is one of nothing else
+    assert offset % 4096 == 0  # begins a page of memory, so that it can be mapped by itself
     assert data[offset : offset + length] == np.ascontiguousarray(matrix.codes).tobytes()
 
 
-def test_a_resumed_build_is_of_the_same_things(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_build_of_other_inputs_is_not_resumed(pair: tuple[Path, Path], tmp_path: Path) -> None:
     def key(config: BuildConfig) -> str:
         return _key(make_plan(read_target(pair[0]), read_drafter(pair[1]), config), None)
 
@@ -265,7 +265,7 @@ def test_a_resumed_build_is_of_the_same_things(pair: tuple[Path, Path], tmp_path
 def test_a_build_beside_the_weights_is_resumed(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`--target . --out planner`: its own directory and log are no part of the checkpoint."""
+    """As with `--target . --out planner`: the package and a log are no files of the checkpoint."""
     with monkeypatch.context() as patch:
         patch.setattr("thor_dflash.builders.staging.Staging.finish", lambda *_: 1 / 0)
         patch.setattr("thor_dflash.builders.staging.Staging._discard", _killed)
@@ -276,7 +276,7 @@ def test_a_build_beside_the_weights_is_resumed(
     build(*pair, pair[0] / "p", BuildConfig(), Silent())
 
 
-def test_a_resumed_build_is_for_the_same_kernels_and_device(
+def test_a_build_for_other_kernels_versions_or_devices_is_not_resumed(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = make_plan(read_target(pair[0]), read_drafter(pair[1]), BuildConfig())
@@ -298,7 +298,7 @@ def test_a_resumed_build_is_for_the_same_kernels_and_device(
 def test_a_killed_build_of_other_options_is_not_mixed_in(
     pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGKILL after the first graph of an FP8 build; then the same output with another cache."""
+    """The first, with an FP8 cache, is killed when its files are written, before it finishes."""
     build(*pair, tmp_path / "clean", BuildConfig(), Silent())
     with monkeypatch.context() as patch:
         patch.setattr("thor_dflash.builders.staging.Staging.finish", lambda *_: 1 / 0)
@@ -313,7 +313,7 @@ def test_a_killed_build_of_other_options_is_not_mixed_in(
 def test_a_killed_build_of_another_list_of_ids_is_not_mixed_in(
     pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The list is written anew under its name."""
+    """The file that lists the draft vocabulary has the same name, but other contents."""
     ids = tmp_path / "ids.json"
     config = BuildConfig(draft_ids=str(ids))
     ids.write_text(json.dumps([*range(40, 56)]))
@@ -329,7 +329,7 @@ def test_a_killed_build_of_another_list_of_ids_is_not_mixed_in(
 
 
 def _killed(stage: Staging) -> None:
-    """What a killed process leaves: everything, but for its lock."""
+    """Leaves what a killed process leaves: all files, but not the lock."""
     os.close(stage._lock)
     stage._lock = -1
 
@@ -352,7 +352,7 @@ def test_stop_ids_are_checked_before_anything_is_written(
 
 
 @pytest.mark.parametrize("to", ["nowhere", "README.md"])
-def test_a_link_to_nothing_in_a_checkpoint_is_nobody_s_business(
+def test_a_broken_link_in_a_checkpoint_that_nobody_reads_does_no_harm(
     pair: tuple[Path, Path], tmp_path: Path, to: str
 ) -> None:
     (pair[0] / "README.md").symlink_to(to)

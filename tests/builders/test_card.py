@@ -1,4 +1,4 @@
-"""The model card: numbers that are told, and those that no answer can have."""
+"""The model card's token limits: given or by rule; a limit that no answer can have is refused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_rule_and_the_largest_numbers_are_taken(longest: int) -> None:
     assert make_card(told, longest).max == max(1, longest - make_card(told, longest).reply)
 
 
-def test_the_card_says_which_numbers_were_told() -> None:
+def test_the_card_says_which_numbers_were_given() -> None:
     assert make_card(CardConfig(), 2048).source == RULE
     some = make_card(CardConfig(low=3, reply=20), 2048)
     assert some.source == f"told at build: reply, low; the rest {RULE}"

@@ -1,4 +1,4 @@
-"""The list of a reduced draft vocabulary, and what is none."""
+"""The file that lists the ids of a reduced draft vocabulary, and files that are refused as such."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from thor_dflash.errors import ConfigError
         ("[0, 3, 2]", "2 after 3, of 3 ids"),
     ],
 )
-def test_draft_ids_may_be_any_integers(tmp_path: Path, wrong: str, got: str) -> None:
+def test_ids_out_of_range_or_not_ascending_are_refused(
+    tmp_path: Path, wrong: str, got: str
+) -> None:
     (tmp_path / "ids.json").write_text(wrong)
     said = rf"draft_ids must be ascending ids from 0 to 511 \(got {got}\)"
     with pytest.raises(ConfigError, match=said):

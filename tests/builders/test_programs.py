@@ -1,4 +1,6 @@
-"""Launch lists: read off the ONNX graphs, nothing left out, nothing in each other's place."""
+"""Programs (launch lists) of the CUDA engine: every node of the graphs becomes a step, values that
+are needed at the same time do not overlap in memory, and what is fused is right.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from thor_dflash.builders.weights import WeightFiles
 from thor_dflash.config import BuildConfig
 from thor_dflash.errors import ConfigError, PackageError
 from thor_dflash.plugins import LINEAR
-from thor_dflash.plugins.op import DOMAIN, Attribute
+from thor_dflash.plugins.op import DOMAIN, Attribute, Attributes
 from thor_dflash.plugins.rules import RULES
 from thor_dflash.program import ENDING, Program, read
 from thor_dflash.progress import Silent
@@ -67,16 +69,19 @@ def test_every_room_call_of_the_graph_is_a_step_in_order(package: Path) -> None:
 
 
 def test_values_are_written_before_they_are_read(package: Path) -> None:
+    outputs = {"rows", "y", "tokens"}  # of the standard rooms, whose contracts have no ports
+    outputs |= {"y0_slabs", "y0_squares"}  # of any room, added to its contract
     for program in programs(package):
         known = {*program.inputs, *program.weights}
         for step in program.steps:
             op = RULES[step.room].op
-            inside = {p: n for p, n in step.ports.items() if n in program.values}
-            fresh = {n for n in inside.values() if n not in known}
-            assert known >= {n for p, n in step.ports.items() if n not in fresh} - set(
-                program.outputs
-            ), op.name
-            known |= fresh
+            attributes = Attributes({**op.attributes, **step.attributes})
+            inputs = {port.name for port in op.inputs_of(attributes)}
+            written = outputs | {port.name for port in op.outputs_of(attributes)}
+            read = {n for p, n in step.ports.items() if p in inputs or p not in written}
+            assert read <= known, step.name
+            known |= set(step.ports.values())
+        assert known >= set(program.outputs)
 
 
 def test_values_alive_at_once_do_not_overlap(package: Path) -> None:
@@ -119,7 +124,9 @@ def test_prefill_and_verify_share_their_weights(package: Path) -> None:
     assert all(verify[name] == weight for name, weight in prefill.items())
 
 
-def test_a_norm_of_whole_rows_gets_its_sums_from_whoever_made_the_rows(package: Path) -> None:
+def test_a_norm_of_whole_rows_gets_its_sums_of_squares_from_the_maker_of_the_rows(
+    package: Path,
+) -> None:
     for step in read(package, "verify").steps:
         if "norm_weight" in step.ports and not step.attributes.get("head_dim"):
             assert "x_slabs" in step.ports, step.name
@@ -127,7 +134,7 @@ def test_a_norm_of_whole_rows_gets_its_sums_from_whoever_made_the_rows(package: 
     assert all("x_slabs" not in s.ports for s in read(package, "prefill").steps)
 
 
-def test_rows_without_a_norm_come_as_the_product_reads_them(package: Path) -> None:
+def test_rows_without_a_norm_come_in_slabs_as_the_product_reads_them(package: Path) -> None:
     steps = read(package, "verify").steps
     makers = {s.ports.get("y0_slabs") for s in steps} - {None}
     down = [s for s in steps if s.name.endswith("down_proj")]
@@ -170,7 +177,9 @@ def test_what_leaves_memory_idle_and_the_product_after_it_fetch_ahead(package: P
 
 
 def attended(**more: Attribute) -> tuple[list[RoomCall], dict[str, Known]]:
-    """What makes a gate, attention, and the linear that reads both."""
+    """Returns three calls and what is known of the rows between them: a linear that makes the gate,
+    attention, and the linear that reads both. `more` changes attributes of the last.
+    """
     attributes = {"gate": "sigmoid", "head_dim": 0, **more}
     calls = [
         RoomCall("qkv", "linear", {}, {"x": "h"}, {"y1": "g"}),
@@ -181,6 +190,7 @@ def attended(**more: Attribute) -> tuple[list[RoomCall], dict[str, Known]]:
 
 
 def shares(calls: list[RoomCall], known: dict[str, Known]) -> bool:
+    """Whether attention applies the gate and leaves its rows in slabs for the last linear."""
     model = helper.make_model(helper.make_graph([], "part", [], []))
     lowering = _Lowering(model, Packing(WeightFiles()), known=known, calls=calls)
     lowering.share_rows()
@@ -190,7 +200,7 @@ def shares(calls: list[RoomCall], known: dict[str, Known]) -> bool:
     return ours
 
 
-def test_rows_are_gated_where_that_is_all_there_is_to_do() -> None:
+def test_attention_applies_a_plain_sigmoid_gate_that_is_made_before_it() -> None:
     calls, known = attended()
     assert shares(calls, known)
     assert not shares(*attended(gate="silu"))
@@ -268,7 +278,8 @@ def test_the_27b_is_lowered_without_its_weights(tmp_path: Path) -> None:
     assert len(linears) == 257
     used = {n for s in linears for p, n in s.ports.items() if p == "packed"}
     size = sum(verify.weights[n].nbytes for n in used)
-    assert size == pytest.approx(14.446e9, rel=2e-3)  # spec: sum of the 257 linears
+    # 9/16 of a byte for each NVFP4 weight, two bytes for each of in_proj_a and in_proj_b.
+    assert size == pytest.approx(14.446e9, rel=2e-3)
     assert (made.chunk, made.chunks) == (512, (256, 128, 64, 32))
     for step in (f"{step}.chunk{rows}" for step in manifest.CHUNK_STEPS for rows in made.chunks):
         assert set(read(tmp_path, step).weights) == set(read(tmp_path, step.split(".")[0]).weights)
@@ -316,7 +327,7 @@ def test_a_linear_taken_apart_computes_the_same() -> None:
             values |= {name: got[port] for port, name in step.outputs.items()}
         for name, value in want.items():
             have, wide = values[name].astype(np.float64), value.astype(np.float64)
-            # What lies between is rounded to the rows' type once more.
+            # Values between the separate steps are rounded to the rows' type once more.
             error = 2.0**-7 if value.dtype.itemsize == 2 else 1e-5
             assert np.abs(have - wide).max() <= error * np.abs(wide).max(), (case.name, name)
 

@@ -1,3 +1,5 @@
+"""A package appears in one rename or not at all: builds that fail, are killed or run twice."""
+
 from __future__ import annotations
 
 import errno
@@ -39,7 +41,9 @@ def tree(directory: Path) -> list[str]:
 
 
 def killed(out: Path, body: str) -> None:
-    """Run a build in a process of its own that SIGKILLs itself."""
+    """Run a build in a process of its own. `body` uses its `stage` and ends with a SIGKILL: `die`
+    sends it.
+    """
     lines = textwrap.indent(textwrap.dedent(body), "    ")
     script = (
         "import os, signal, sys\n"
@@ -136,7 +140,7 @@ def test_no_package_is_built_in_another(tmp_path: Path) -> None:
             with pytest.raises(PackageError, match=rf"^--out must be outside .*, in {out}\)"):
                 begin(inside)
     assert tree(tmp_path) == before
-    build(out, b"new")  # which is no other
+    build(out, b"new")  # a package itself may be replaced
 
 
 def test_a_killed_build_resumes_file_by_file(tmp_path: Path) -> None:
@@ -152,7 +156,7 @@ def test_a_killed_build_resumes_file_by_file(tmp_path: Path) -> None:
     (partial / "b").write_bytes(b"")  # as after a crash of the file system
     (partial / "longer").write_bytes(b"33")
     with (partial / ".journal").open("a") as file:
-        file.write('{"name": "d", "sha')  # torn
+        file.write('{"name": "d", "sha')  # a line that was not written to its end
     with Staging(out, "k") as stage:
         assert list(stage.files) == ["a"]
         stage.write("a", forbidden)
@@ -187,7 +191,7 @@ stage.finish(Path(sys.argv[1], "manifest.toml").read_text())
     assert tree(tmp_path) == ["pkg", "pkg/manifest.toml", "pkg/w", "pkg/w/a.bin"]
 
 
-def test_two_builds_at_once(tmp_path: Path) -> None:
+def test_of_two_builds_at_once_the_second_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "pkg"
     with Staging(out, "k") as stage:
         stage.write("a", put(b"1"))
@@ -207,6 +211,8 @@ def test_two_builds_at_once(tmp_path: Path) -> None:
 
 
 def refused(code: int) -> Callable[[Path], None]:
+    """Returns a writer of files that the system refuses with this errno."""
+
     def write(path: Path) -> None:
         raise OSError(code, os.strerror(code), str(path))
 
@@ -223,7 +229,7 @@ def short(path: Path) -> None:
 def test_a_full_disk_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: Callable[[Path], None]
 ) -> None:
-    monkeypatch.setattr(staging, "_SPARE", 1 << 62)
+    monkeypatch.setattr(staging, "_SPARE", 1 << 62)  # so little is free that an error means full
     with (
         pytest.raises(PackageError, match=r"^the disk must have room for .*: no space left"),
         Staging(tmp_path / "pkg", "k") as stage,

@@ -1,4 +1,4 @@
-"""A plan that fails on the way: what was possible is done, and the rest is asked anew."""
+"""A plan that fails half way: `again` makes the task that is left in the world as it then is."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def written(steps: list[Step]) -> str:
 
 
 def test_the_rest_is_asked_of_the_world_as_it_then_is() -> None:
-    """The wrong door first: what planner-nano does with this task."""
+    """A plan as planner-nano makes it for this task: it opens the wrong door first."""
     wrong = [Step("open", {"target": "lab_door"}), Step("goto", {"place": "sink"})]
     rest = again(BEHIND_DOORS, written(wrong))
     assert rest
@@ -41,7 +41,7 @@ def test_a_plan_without_a_possible_step_is_not_asked_again() -> None:
 
 
 def test_wherever_a_plan_stops_the_rest_can_be_planned() -> None:
-    """The canonical plan cut anywhere, for every task that acts."""
+    """Cuts the canonical plan of every feasible task after each step but the last."""
     acting: list[Task] = [task for task in TASKS if not task.scene.must_ask]
     for task in acting:
         steps = plan_steps(task.scene)
@@ -68,5 +68,5 @@ def test_what_was_turned_on_stays_on_when_asked_anew() -> None:
 
 
 def run(world: World, steps: list[Step]) -> bool:
-    """Whether every step is possible; a fixed arm goes nowhere."""
+    """Whether every step is possible. (A fixed arm, for one, cannot `goto`.)"""
     return all(world.apply(step) is None for step in steps)

@@ -1,4 +1,4 @@
-"""`check` names the operator that is wrong, and no other."""
+"""`check` finds the operator, weight or step of a damaged package that is wrong, and no other."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def copy(good: Path, tmp_path: Path) -> Path:
 
 @cache
 def reference_of(package: Path) -> Reference:
-    """One for all tests: whoever asks its session begins anew."""
+    """Returns a package as the reference. One serves all tests: each use resets its session."""
     held = open_session(package, THREAD, Silent())
     golden = make(held, None, some_tokens(held), Silent())
     return Reference(golden, held, tracer(held, package))
@@ -79,7 +79,7 @@ def checked(package: Path, reference: Path | None, operators: str = "auto") -> R
 # ---- ONNX Runtime
 
 
-def test_a_package_is_itself(good: Path) -> None:
+def test_a_package_compared_with_itself_is_right(good: Path) -> None:
     report = checked(good, good, "all")
     assert report.right
     assert report.logits
@@ -94,7 +94,7 @@ def test_a_package_is_itself(good: Path) -> None:
         "propose",
         "observe",
     ]
-    # Values have the same names in every graph: those of a verify are a verify's alone.
+    # Other graphs use these names for other values: only verify's are compared.
     assert [walk.graph for walk in report.walks if walk.furthest] == ["verify", "verify"]
     assert not [walk.graph for walk in report.walks if walk.parts]
     model = graph(good, "verify")
@@ -130,7 +130,7 @@ def test_a_size_above_the_package_s_own_is_walked_unless_a_smaller_one_is_named(
         } == sizes
 
 
-def test_what_is_observed_is_what_a_step_of_that_size_left() -> None:
+def test_an_observe_step_is_walked_with_the_taps_of_a_prefill_step_of_its_size() -> None:
     with closing(open_session(constrained.package(16, (8, 64)), THREAD, Silent())) as s:
         for name, rows in (("observe_chunk", 16), ("observe_chunk.chunk8", 8)):
             call = walks(s.model)[name]([1, 2, 3, 4, 5], 0)
@@ -162,7 +162,7 @@ def test_a_wrong_operator_is_named(copy: Path, good: Path, step: str, old: str, 
     [only] = report.walks
     assert only.wrong
     assert only.wrong.step == step
-    # Without anything to compare with, its definition is enough.
+    # Without a reference, the operator's definition is enough.
     alone = checked(copy, None)
     assert alone.walks[0].wrong
     assert alone.walks[0].wrong.step == step
@@ -175,21 +175,21 @@ def test_a_wrong_operator_is_named(copy: Path, good: Path, step: str, old: str, 
         ("layers.3.self_attn.q_norm.weight", "layers.3.self_attn"),
     ],
 )
-def test_a_weight_that_is_another_is_named_by_whoever_reads_it(
+def test_a_damaged_weight_is_blamed_on_the_operator_that_reads_it(
     copy: Path, good: Path, weight: str, step: str
 ) -> None:
     spoil_weight(copy, weight)
     report = checked(copy, good)
     assert not report.right
     [only] = report.walks
-    assert only.wrong is None  # the operator does what it should with what it has
+    assert only.wrong is None  # the operator computes what it should, with the wrong weight
     assert only.parts
     assert only.parts.step == step
     assert only.parts.read < 1e-4 < only.parts.left
 
 
 def test_a_fault_that_shows_late_is_looked_for_where_it_shows(copy: Path, good: Path) -> None:
-    """A record is first folded by the second block: the first says nothing against it."""
+    """A wrong record changes nothing until the second block folds it."""
     model = graph(copy, "verify")
     node = next(n for n in model.graph.node if n.name == "layers.0.linear_attn")
     body = next(f for f in model.functions if f.overload == node.overload)
@@ -210,7 +210,8 @@ def test_a_fault_that_shows_late_is_looked_for_where_it_shows(copy: Path, good: 
     assert (report.walks[0].wrong.step, report.walks[0].wrong.output) == (node.name, name)
 
 
-def test_logits_over_tolerance_are_named_by_row(good: Path, copy: Path) -> None:
+def test_a_tolerance_that_holds_the_difference_makes_it_right(good: Path, copy: Path) -> None:
+    """The taps still show after which layer the damaged package differs."""
     spoil_weight(copy, "layers.1.mlp.down_proj.weight")
     assert checked(copy, good, "none").walks == ()
     with closing(open_session(copy, THREAD, Silent())) as s:
@@ -223,7 +224,7 @@ def test_logits_over_tolerance_are_named_by_row(good: Path, copy: Path) -> None:
     assert "shows nothing inside" in loose.notes[0]
 
 
-def test_a_graph_with_all_its_values_runs_on_as_many_threads_as_its_engine(
+def test_a_traced_graph_runs_on_as_many_threads_as_its_engine(
     good: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[ort.SessionOptions] = []
@@ -293,7 +294,7 @@ def test_what_does_not_belong_together_is_refused(
 
 @pytest.fixture(scope="module")
 def nano(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Manifest]:
-    """planner-nano for cuda and for ONNX Runtime."""
+    """planner-nano's packages for CUDA and for ONNX Runtime, and the latter's manifest."""
     root = tmp_path_factory.mktemp("nano")
     options = {"kv": "fp8", "activations": "bf16", "chunk": 64, "capacity": 512}
     for engine in ("cuda", "ort"):
@@ -303,6 +304,7 @@ def nano(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Manifest
 
 
 def stepped(nano: tuple[Path, Path, Manifest], engine: Stepping) -> Report:
+    """Compare the CUDA package, on an engine without a device, with the one for ONNX Runtime."""
     package, graphs, made = nano
     model = Model(engine, manifest.read(package), 512, made.block, (64,))
     show = Programs(engine)
@@ -317,7 +319,7 @@ def test_rooms_may_be_off_by_what_they_say_and_standard_nodes_by_nothing(
     good: Path, nano: tuple[Path, Path, Manifest]
 ) -> None:
     rooms = {op.name: op.rtol for op in OPS}
-    for package, least in ((good, 0.0), (nano[1], 2.0**-8)):  # of float32, and of bf16 rows
+    for package, least in ((good, 0.0), (nano[1], 2.0**-8)):  # rows are float32, bfloat16
         with closing(open_session(package, THREAD, Silent())) as s:
             show = tracer(s, package)
             assert show
@@ -371,7 +373,7 @@ def test_a_wrong_step_of_a_program_is_named(
 
 
 class Mispacked(Stepping):
-    """Reads one packed weight's scales as zeros: what a builder that packed another would do."""
+    """Reads the scales of one packed weight as zeros, as if the builder had packed them wrongly."""
 
     def fetch(self, call: Call, step: Step, port: str) -> Array:
         found = super().fetch(call, step, port)

@@ -1,4 +1,6 @@
-"""When `check` calls two values different, and a room's definition what it is."""
+"""How `check` judges: when two values differ, when a step adds a difference of its own, what a
+report says, and a head's definition when it is computed in parts.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def test_differences_are_judged_by_the_largest_value_and_one_rounding() -> None:
     assert differ(ids + np.int32(1), ids, 1.0) is not None
 
 
-def test_a_jump_is_more_than_what_was_read() -> None:
+def test_a_step_adds_a_difference_if_it_leaves_much_more_than_it_read() -> None:
     assert jumps(Drift("s", 0.0, 0.1), 0.01)
     assert not jumps(Drift("s", 0.05, 0.1), 0.01)
     assert not jumps(Drift("s", 0.0, 0.005), 0.01)
@@ -52,7 +54,7 @@ def test_a_head_is_defined_in_parts_as_in_one(monkeypatch: pytest.MonkeyPatch) -
             assert differ(got[name], value, 1e-6) is None, (case.name, name)
 
 
-def test_a_row_that_is_no_numbers_has_no_best_among_few_ids() -> None:
+def test_a_row_of_nan_has_no_best_id_in_a_reduced_vocabulary() -> None:
     case = next(c for c in HEAD.cases(np.random.default_rng(5)) if "id_map" in c.inputs)
     a, rows = HEAD.complete(case.attributes), case.inputs["x"].copy()
     rows[3] = np.nan
@@ -65,7 +67,7 @@ def test_a_row_that_is_no_numbers_has_no_best_among_few_ids() -> None:
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("strange", [np.nan, np.inf, -np.inf])
-def test_a_row_that_is_no_numbers_is_judged_by_itself(strange: float) -> None:
+def test_a_row_with_nan_or_infinity_does_not_change_how_others_are_judged(strange: float) -> None:
     want = np.random.default_rng(0).standard_normal((4, 8)).astype(np.float32)
     broken = want.copy()
     broken[2, 3] = strange
@@ -109,11 +111,13 @@ def one(x: float) -> Array:
 
 
 def seen(step: str, inputs: Outputs, outputs: Outputs, define: Outputs | None = None) -> Seen:
+    """Returns a traced step that read and left these values; `define` is what it should leave."""
     ports = {name: name for name in outputs}
     return Seen("verify", step, "linear", inputs, outputs, ports, lambda: define or {}, 1e-3)
 
 
 def walked(steps: list[Seen], other: Outputs, monkeypatch: pytest.MonkeyPatch) -> Walk:
+    """Check a verify of these steps against a reference with the values `other`."""
     monkeypatch.setattr(compare, "walks", lambda model: {"verify": lambda tokens, at: None})
     state = SimpleNamespace(tensors={"state": None}, reset=lambda: None)
     session = cast("Session", SimpleNamespace(model=SimpleNamespace(state=state)))

@@ -1,4 +1,4 @@
-"""What `check` takes, and what it refuses before it compares."""
+"""`check`: engines and weight types for which it works, and what it needs a reference for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from thor_dflash.progress import Silent
 from thor_dflash.runtime.session import Session
 
 
-def test_an_engine_that_shows_nothing_needs_a_reference() -> None:
+def test_an_engine_whose_steps_cannot_be_traced_needs_a_reference() -> None:
     session = SimpleNamespace(manifest=replace(MANIFEST, engine="tensorrt"))
     with pytest.raises(RequestError, match="check of engine tensorrt, .* must go with --reference"):
         compare(cast("Session", session), None, None, (1,), "auto", None, Silent())
@@ -31,7 +31,7 @@ def test_an_engine_that_shows_nothing_needs_a_reference() -> None:
 def test_weights_of_any_float_type_are_walked(
     dialect: Dialect, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Rows of an embedding table are values of the graph, in the table's own type."""
+    """The type matters, as the embedding gives rows of the table's own type."""
     target = write_target(tmp_path / "target", GEOMETRIES["0.8b"], 3, dialect)
     build(target, None, tmp_path / "p", BuildConfig(capacity=64), Silent())
     args = ["check", "--package", str(tmp_path / "p"), "-s", "engine.threads=1"]

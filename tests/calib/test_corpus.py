@@ -1,5 +1,5 @@
-"""The generator: determinism, a split without overlap, canonical plans that are valid and
-mutated ones that are not.
+"""The generator of planning tasks: it is deterministic, training and held-out tasks do not overlap,
+canonical plans are valid and mutated ones are not.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ def test_templates_and_goal_combinations_do_not_overlap(
 
 
 def nouns(task: Task) -> set[str]:
+    """Returns the nouns of all objects of a task: those in the scene and those in the request."""
     named = {noun_of(name) for name, _ in task.scene.objects}
     quoted = {
         noun_of(name)

@@ -1,4 +1,4 @@
-"""What the demo says, and to whom."""
+"""What the demo prints: progress, plans, histograms and figures, over stand-ins for a session."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Gone(io.StringIO):
 
 
 class Session:
-    """Answers with one token."""
+    """Stands in for a session: every answer is one token."""
 
     text = SimpleNamespace(render=lambda *a, **k: "", encode=lambda text: [1])
 
@@ -50,7 +50,7 @@ def test_off_a_terminal_it_says_that_it_is_timing(monkeypatch: pytest.MonkeyPatc
     assert said.getvalue() == "timing it against its own plain decoding 6 runs\n"
 
 
-def test_a_reader_that_leaves_is_for_the_command_line_to_tell(
+def test_a_closed_pipe_on_stdout_is_left_to_the_command_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def introduce(console: Console, *rest: object) -> None:
@@ -97,7 +97,7 @@ def test_brackets_in_an_answer_are_no_markup() -> None:
         assert part in shown.get()
 
 
-def test_a_count_that_is_not_0_is_seen() -> None:
+def test_every_count_above_0_is_visible_in_a_histogram() -> None:
     assert demo.histogram((0, 1, 500, 1000)) == " ▁▄█"
     assert demo.histogram((0, 0)) == "  "
 

@@ -1,4 +1,4 @@
-"""Golden files that are none: damaged, of another model, or of another kind of .npz."""
+"""Golden files that are refused: damaged, of another model, or .npz files of something else."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from thor_dflash.tensors import Array
 
 @pytest.fixture(scope="module")
 def made() -> Mapping[str, Array]:
-    """What the file of a small model holds, less the values inside its graphs."""
+    """The arrays of a small model's golden file, without values inside its graphs."""
     s = session()
     return arrays(make(s, None, some_tokens(s), Silent()))
 
@@ -40,7 +40,7 @@ def made() -> Mapping[str, Array]:
         ("tokens", np.array(["a"]), r"tokens must be a list of numbers \(got <U1 \[1\]\)"),
     ],
 )
-def test_a_golden_with_a_part_missing_is_refused(
+def test_a_golden_with_an_array_of_another_shape_or_type_is_refused(
     made: Mapping[str, Array], tmp_path: Path, name: str, wrong: Array, said: str
 ) -> None:
     path = tmp_path / "g.npz"
@@ -68,7 +68,7 @@ def test_what_was_made_of_another_drafter_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["block", "rounds", "tokens", "logits"])
-def test_a_file_of_other_things_is_told_what_a_golden_holds(
+def test_a_file_without_an_array_is_told_what_a_golden_holds(
     made: Mapping[str, Array], tmp_path: Path, name: str
 ) -> None:
     path = tmp_path / "g.npz"

@@ -1,4 +1,6 @@
-"""The executor and the judge, on cases chosen to hurt."""
+"""The executor of plans and the judge, on hard cases: hand-written scenes with right plans, plans
+that are almost right, and texts that are no plans.
+"""
 
 from __future__ import annotations
 
@@ -149,6 +151,7 @@ def test_doors_and_places_are_checked(
 
 
 def run(scene: Scene, *steps: tuple[str, dict[str, str]]) -> str | None:
+    """Returns why the first impossible step is impossible; None if all are possible."""
     world = World(scene)
     for skill, args in steps:
         reason = world.apply(Step(skill, args))
@@ -246,6 +249,7 @@ def test_broken_texts_are_refused(text: str, reason: str) -> None:
 
 
 def step(**changes: Any) -> str:
+    """Returns a plan of one step that is right but for the changes."""
     row = {"id": 1, "skill": "pick", "args": {"object": "lid"}, "on_fail": "retry", **changes}
     return plan(steps=[row])
 
@@ -290,7 +294,7 @@ def test_duplicate_ids_are_refused() -> None:
     assert "id must be 2 (got 1)" in judge_scene(TABLE, GOOD.replace('"id": 2', '"id": 1')).reason
 
 
-def test_questions() -> None:
+def test_a_task_that_cannot_be_done_wants_a_question_and_no_steps() -> None:
     asking = replace(TABLE, must_ask=("mug_red", "mug_blue"))
     question = "Is it [mug_red] or [mug_blue]?"
     assert judge_scene(asking, plan(needs_clarification=question)).valid

@@ -1,4 +1,6 @@
-"""planner-nano through the whole machine: the ordinary build, the ordinary loop, held-out tasks."""
+"""planner-nano, built and run like any other model: validity, acceptance and speed on held-out
+tasks; and how the measuring scripts compute their figures.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from thor_dflash.runtime.session import Session, open_session
 from thor_dflash.runtime.telemetry import Part
 
 TASKS = 36
-"""Of the 120, families taking turns; all of them are in docs/measurements."""
+"""How many of the 120 held-out tasks are run. Families alternate in them. docs/measurements has the
+results of all.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -34,14 +38,14 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
 
 @pytest.fixture(scope="module")
 def results(session: Session) -> list[Result]:
-    # The shortest of each family in both ways: without a drafter a token takes a cycle.
+    # Plain decoding takes a cycle for every token: it answers only the shortest task of a family.
     some = tasks(TASKS)
     short = {task.family: task for task in sorted(some, key=length, reverse=True)}
     return [plan(session, t, thinking=True, plain=t is short[t.family]) for t in some]
 
 
 def length(task: Task) -> int:
-    """Characters of what the task's own author thinks and plans."""
+    """Returns how many characters the task's canonical thinking and plan have."""
     return len(task.thinking) + len(task.plan)
 
 
@@ -57,7 +61,7 @@ def test_held_out_accept_length(results: list[Result]) -> None:
 
 
 def test_speculation_is_exact_and_at_least_twice_as_fast(results: list[Result]) -> None:
-    # `plan` compares the tokens of both ways.
+    # `plan` itself compares the tokens of both ways of decoding.
     both = [r for r in results if r.plain]
     assert {r.task.family for r in both} == set(FAMILIES)
     assert speed_up(both) >= 2
@@ -84,7 +88,7 @@ def test_the_package_is_an_ordinary_one(tmp_path: Path) -> None:
     assert {kind for kinds in made.quantisation.values() for kind in kinds} == {"nvfp4", "bf16"}
 
 
-def test_what_a_cycle_takes_is_told_without_the_prompt() -> None:
+def test_the_time_of_a_cycle_is_told_without_the_prompt_s_phases() -> None:
     phases = {
         "prefill+observe_chunk": 50.0,
         "prefill.chunk32+observe_chunk.chunk32": 8.0,
@@ -121,7 +125,7 @@ def test_policies_are_compared_task_by_task() -> None:
     assert [run.speed for run in fast] == [10, 30, 40]
     assert [run.cycle_ms for run in fast] == [200] * 3
     assert (speed(slow), speed(fast)) == (15, 30)
-    assert faster(fast, slow) == 2.0  # of 2, 2 and 1
+    assert faster(fast, slow) == 2.0  # the median of 2, 2 and 1
     assert length_of([*slow, *fast]) == 200 / 135
     assert (_pace(slow), _pace(fast)) == (40, 80 / 0.75)
     assert valid(fast) == "2/3"

@@ -1,4 +1,6 @@
-"""The small model in the repository: sizes, tensors, tokenizer, template, held-out file."""
+"""The files of planner-nano, the model in the repository: sizes, tensors, tokenizer, chat template
+and held-out tasks.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +34,7 @@ def config(part: str) -> dict[str, Any]:
 
 
 def tensors(part: str) -> dict[str, tuple[str, list[int]]]:
+    """Returns type and shape of every stored tensor, from the header of the safetensors file."""
     with (NANO / part / "model.safetensors").open("rb") as file:
         (size,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(size))
@@ -55,6 +58,7 @@ def test_both_checkpoints_fit_in_ten_megabytes() -> None:
 
 
 def expected(stem: str, rows: int, cols: int) -> dict[str, tuple[str, list[int]]]:
+    """Returns the tensors that an NVFP4 linear is stored as, in ModelOpt's form."""
     assert cols % 64 == 0
     return {
         f"{stem}.weight": ("U8", [rows, cols // 2]),
@@ -159,7 +163,8 @@ def test_corpus_text_survives_the_tokenizer(tokenizer: Tokenizer, tasks: list[Ta
     assert tokenizer.encode("e\u0301").ids == tokenizer.encode("\u00e9").ids
 
 
-def test_no_task_is_longer_than_promised(tokenizer: Tokenizer) -> None:
+def test_no_task_is_longer_than_the_model_was_made_for(tokenizer: Tokenizer) -> None:
+    """768 tokens of prompt and answer, of which 32 are left for the chat template's marks."""
     for family in FAMILIES:
         for seed in range(60):
             task = sample(family, seed, "train")

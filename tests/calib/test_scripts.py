@@ -1,4 +1,4 @@
-"""The measuring scripts: what their caller can put right is one line and status 2."""
+"""The measuring scripts of calib/: what the caller got wrong is named, with exit status 2."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAIR = f"--target {MODEL / 'target'} --drafter {MODEL / 'drafter'}"
 
 
 def ended(monkeypatch: pytest.MonkeyPatch, line: str) -> object:
-    """Status of a script, as `python -m` runs it."""
+    """Run a script as `python -m` does; return its exit status."""
     name, *arguments = line.split()
     monkeypatch.setattr(sys, "argv", [name, *arguments])
     monkeypatch.delitem(sys.modules, f"thor_dflash.calib.{name}", raising=False)

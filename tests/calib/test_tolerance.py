@@ -1,4 +1,4 @@
-"""How far logits may be apart, where the caller says it."""
+"""How far logits may differ from a reference: the default limits, and a tolerance that is given."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from thor_dflash.calib.check.compare import Reference, compare, make, some_token
 from thor_dflash.progress import Silent
 
 
-def test_no_tolerance_is_no_default() -> None:
+def test_a_tolerance_of_0_is_not_the_default() -> None:
     s = session()
     golden = make(s, None, some_tokens(s), Silent())
     near = Reference(replace(golden, logits=golden.logits * (1 + 1e-6)))
@@ -20,7 +20,7 @@ def test_no_tolerance_is_no_default() -> None:
 
 
 @pytest.mark.parametrize(("rounds", "limit"), [(False, 0.002), (True, 0.06)])
-def test_what_an_engine_that_rounds_has_said_is_held_to_a_wider_limit(
+def test_a_reference_of_an_engine_that_rounds_has_a_wider_default_limit(
     rounds: bool, limit: float
 ) -> None:
     s = session()

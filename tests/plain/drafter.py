@@ -1,7 +1,7 @@
-"""A DFlash drafter in plain numpy float64, for whoever wants to check another one.
+"""A DFlash drafter in plain numpy float64, as a reference for tests of the project's own.
 
-Written from the published forward pass alone, one block at a time, with no cache: the keys and
-values of every context row are made anew for each block. Knows nothing of thor_dflash.
+Written from the published forward pass alone, one block at a time and without a cache: the keys and
+values of all context rows are computed again for each block. Imports nothing of thor_dflash.
 
 Letters: P context rows, R block rows, H hidden size, V vocabulary.
 """
@@ -21,7 +21,9 @@ Weights = Mapping[str, NDArray[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What a config.json means. Replace one of them to get a drafter that is wrong in that way."""
+    """What a drafter's config.json says. With one field replaced, the drafter is wrong in that way,
+    which a test must notice.
+    """
 
     block: int
     mask_token: int
@@ -29,15 +31,15 @@ class Rules:
     kv_heads: int
     head_dim: int
     causal: tuple[bool, ...]
-    """Per layer: slot i of the block sees slots 0..i only."""
+    """Per layer: whether slot i of the block sees slots 0..i only."""
     windows: tuple[int | None, ...]
-    """Per layer: a key is seen at distances below it."""
+    """Per layer: a query sees keys at distances below this; None: at any distance."""
     theta: float
     eps: float
     norm_offset: float = 0.0
-    """Plain weights. 1 would be the target's zero-centred ones."""
+    """Added to every norm's weight: 0 in a drafter, 1 in the target, whose weights are around 0."""
     context_input_norm: bool = False
-    """Context rows skip the layers' input norm."""
+    """Whether context rows, too, go through a layer's input norm. In DFlash they do not."""
 
 
 def rules(config: Mapping[str, Any]) -> Rules:
@@ -63,10 +65,10 @@ def rules(config: Mapping[str, Any]) -> Rules:
 def logits(
     r: Rules, w: Weights, embedding: NDArray[Any], head: NDArray[Any], taps: NDArray[Any], last: int
 ) -> Floats:
-    """[R, V]: what each slot of the block [last, mask, mask, ...] says.
+    """Returns the logits [R, V] of each slot of the block [last, mask, mask, ...].
 
     `w` are the drafter's tensors by checkpoint name, `embedding` and `head` the target's [V, H],
-    `taps` [P, taps * H] the features of positions 0..P-1; `last` stands at position P.
+    `taps` [P, taps * H] the tapped rows of positions 0..P-1; `last` is at position P.
     """
     context = _norm(r, taps.astype(np.float64) @ _of(w, "fc").T, _of(w, "hidden_norm"))
     ids = [last, *[r.mask_token] * (r.block - 1)]
@@ -91,7 +93,7 @@ def _norm(r: Rules, x: Floats, weight: Floats) -> Floats:
 
 
 def _attention(r: Rules, w: Weights, i: int, x: Floats, context: Floats) -> Floats:
-    """What layer i's attention adds to the block's rows."""
+    """Returns what the attention of layer i adds to the block's rows."""
     own = _norm(r, x, _of(w, f"layers.{i}.input_layernorm"))
     if r.context_input_norm:
         context = _norm(r, context, _of(w, f"layers.{i}.input_layernorm"))
@@ -115,7 +117,7 @@ def _heads(r: Rules, x: Floats) -> Floats:
 
 
 def _turn(r: Rules, x: Floats, at: NDArray[np.int64]) -> Floats:
-    """Rotary positions over the whole head; dimension j is paired with j + D / 2."""
+    """Rotary position embedding over the whole head; dimension j is paired with j + D / 2."""
     half = r.head_dim // 2
     angle = at[:, None, None] * r.theta ** -(np.arange(half) / half)
     a, b = x[..., :half], x[..., half:]
@@ -125,7 +127,7 @@ def _turn(r: Rules, x: Floats, at: NDArray[np.int64]) -> Floats:
 
 
 def _look(r: Rules, i: int, q: Floats, k: Floats, v: Floats, at: int) -> Floats:
-    """One query of one head, at position `at`, over the keys it may see."""
+    """Returns the attention of one query of one head, at position `at`, over the keys it sees."""
     distance = at - np.arange(len(k))
     seen = np.ones(len(k), bool)
     if r.causal[i]:

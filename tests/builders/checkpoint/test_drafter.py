@@ -1,4 +1,6 @@
-"""A DFlash drafter reads back as written; whatever is not plain DFlash is refused by its name."""
+"""A DFlash drafter's checkpoint reads back as it was written; a drafter of another kind is refused
+with the name of what it has and DFlash has not.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ OPEN = DraftLayerDims(causal=False, window=0)
 
 
 def write(directory: Path, *changes: tuple[str, object]) -> Path:
-    """A drafter whose config has the given dotted keys replaced, or removed."""
+    """Writes a drafter whose config has these dotted keys replaced, or removed if ABSENT."""
     write_drafter(directory, TARGET, DRAFTER, 0)
     config = read_config(directory)
     for key, value in changes:

@@ -1,4 +1,6 @@
-"""A matrix means what its codes and scales say; the tests' own quantiser is the published one."""
+"""The values of a matrix follow from its codes and scales; the quantiser that the tests use gives
+what the published packages give.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,7 @@ def test_dequantising_leaves_the_stored_codes_alone() -> None:
 
 
 TIES = [
-    # value, code just below it, its code, code just above it
+    # a value halfway between two codes, the code of the next smaller float, its own, of the larger
     (0.25, 0, 0, 1),
     (0.75, 1, 2, 2),
     (1.25, 2, 2, 3),

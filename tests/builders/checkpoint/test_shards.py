@@ -1,4 +1,6 @@
-"""Every way in which a set of safetensors files can be broken is named; nothing is loaded early."""
+"""Safetensors files: every way in which a file or a set of shards can be broken has its message;
+opening them reads headers only.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def entry(
 
 
 def write_pair(directory: Path) -> dict[str, str]:
-    """Two shards; returns the index's weight_map."""
+    """Writes two shards; returns the weight_map of their index."""
     write_safetensors(directory / "one.safetensors", {"a": TENSORS["a"]})
     write_safetensors(directory / "two.safetensors", {"b": TENSORS["b"], "c": TENSORS["c"]})
     return {"a": "one.safetensors", "b": "two.safetensors", "c": "two.safetensors"}
@@ -274,7 +276,7 @@ def test_a_name_that_is_not_stored_is_named(tmp_path: Path) -> None:
 
 
 def resident() -> int:
-    """Bytes of this process in memory, mapped files included."""
+    """Returns how much memory this process occupies, bytes, parts of mapped files included."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096
 

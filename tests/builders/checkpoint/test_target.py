@@ -1,4 +1,4 @@
-"""A target checkpoint of any dialect reads back as written; every misfit is named."""
+"""A target checkpoint of every dialect reads back as it was written."""
 
 from __future__ import annotations
 
@@ -232,10 +232,10 @@ def test_small_tensors_may_be_of_any_float_type(dtype: type, tmp_path: Path) -> 
     ("dialect", "name"),
     [("modelopt", "input_scale"), ("compressed-tensors", "input_global_scale")],
 )
-def test_a_scale_of_rows_that_is_none_is_no_scale(
+def test_an_input_scale_that_is_not_valid_is_ignored(
     dialect: Dialect, name: str, tmp_path: Path
 ) -> None:
-    """Nothing but a prefill of TensorRT's own reads it, so it is passed over, not refused."""
+    """Only a prefill with TensorRT's own products reads it, so it is no reason to refuse."""
     write_target(tmp_path, SMALL, 0, dialect)
     stem = "layers.0.mlp.up_proj"
     scale = read_target(tmp_path).matrix(stem).input_scale

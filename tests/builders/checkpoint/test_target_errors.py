@@ -1,4 +1,6 @@
-"""What a target's config or tensors get wrong is named, with what was expected and found."""
+"""Errors in a target's config or tensors: the message names the key or tensor, the rule and what
+was found.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def refused(directory: Path, message: str) -> None:
 
 
 def edit(directory: Path, key: str, value: object) -> None:
-    """Replaces a dotted key of config.json, or removes it."""
+    """Replaces the value of a dotted key of config.json; removes the key if `value` is ABSENT."""
     config = read_config(directory)
     *path, last = key.split(".")
     inner = config
@@ -220,7 +222,7 @@ def reshape(name: str, *shape: int) -> Callable[[Tensors], None]:
 
 
 def put_both_kv(tensors: Tensors) -> None:
-    """A scale per key/value head, as some exporters write."""
+    """KV cache scales of two numbers each, as if there was one for each of two heads."""
     tensors.update({name: np.ones(2, np.float32) for name in KV})
 
 
@@ -310,7 +312,7 @@ def test_a_tensor_that_does_not_fit_is_named(
     refused(tmp_path, message)
 
 
-def test_columns_in_groups_of_sixteen(tmp_path: Path) -> None:
+def test_columns_must_come_in_groups_of_sixteen(tmp_path: Path) -> None:
     write_target(tmp_path, replace(SMALL, intermediate=112), 0, "modelopt")
     tensors = read_safetensors(tmp_path / "model.safetensors")
     name = "model.layers.0.mlp.down_proj.weight"

@@ -1,6 +1,7 @@
-"""The builder end to end against a recorder of TensorRT: what it asks for, node by node.
+"""The TensorRT builder from end to end, with the recorder in TensorRT's place: what it asks for,
+node by node, and what the package holds.
 
-The recorder is ours. That TensorRT itself takes all this is for a device to show.
+The recorder is our own; only a device can show that TensorRT accepts all this.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def test_every_step_is_one_plugin_in_order_reading_and_writing_what_the_program_
 
 
 def expected(program: Program, name: str) -> tuple[recorder.DataType, tuple[int, ...]]:
-    """Type and shape in TensorRT of a value of a program."""
+    """Returns the type and shape that a value of a program must have in TensorRT."""
     tables = (program.weights, program.values, program.inputs, program.outputs)
     value = next(table[name] for table in tables if name in table)
     shape = tuple(-1 if isinstance(n, str) else n for n in value.shape)
@@ -106,7 +107,7 @@ def test_every_plugin_is_asked_for_by_name_version_and_namespace_and_finds_its_f
                     for k, v in fields.items()} == card.fields  # fmt: skip
 
 
-def test_inputs_and_outputs_are_states_and_weights_in_plain_rows(
+def test_inputs_and_outputs_are_the_program_s_and_the_weights_in_linear_format(
     nano: Recorded, tmp_path: Path
 ) -> None:
     for name, program in programs(NANO / "target", NANO / "drafter", options(tmp_path)).items():
@@ -192,7 +193,7 @@ def test_a_ring_is_no_longer_than_the_context() -> None:
 
 
 def needed(found: manifest.Manifest, letter: str, capacity: int) -> int:
-    """The size a session of a context asks for."""
+    """Returns the rows of a cache or ring (`letter`) that a session of a capacity needs."""
     if letter == "cache_rows":
         return cache_rows(capacity, found.block, found.widest_chunk)
     assert found.drafter
@@ -200,7 +201,7 @@ def needed(found: manifest.Manifest, letter: str, capacity: int) -> int:
     return ring_rows(window, capacity, found.block, found.widest_chunk)
 
 
-def test_the_builder_is_told_what_the_spec_says_and_no_more(nano: Recorded) -> None:
+def test_the_builder_is_given_these_settings_and_no_others_by_default(nano: Recorded) -> None:
     for one in nano.engines.values():
         assert one.network.flags == 1 << int(recorder.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
         config = one.config
@@ -229,7 +230,8 @@ def test_a_description_says_what_made_the_engine(nano: Recorded) -> None:
     assert card.tactics.keys() == {layer.name for layer in nano.engines["verify"].network.layers}
 
 
-def test_what_was_timed_is_kept_under_version_device_and_kernels(tmp_path: Path) -> None:
+def test_the_timing_cache_is_kept_by_version_device_and_kernels(tmp_path: Path) -> None:
+    """The recorder adds a byte to it for each engine."""
     first = record_hybrid(tmp_path, "bf16").engines
     [file] = (tmp_path / "timings").iterdir()
     assert file.name == f"{recorder.__version__}-sm_110-{fingerprint()[:16]}.timing"

@@ -1,4 +1,6 @@
-"""Prefill products that are TensorRT's own: who makes them, and what their nodes compute."""
+"""Linears of prefill that are standard nodes instead of plugins, so that TensorRT multiplies by
+itself: which linears these are, and what their nodes compute.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ def test_prefills_of_every_size_are_profiles_of_one_engine(modelopt: Recorded) -
 def test_plugins_leave_rows_ready_for_plugins_alone(
     tmp_path: Path, dialect: Dialect, some: bool
 ) -> None:
-    """In a step of few rows, where all products are TensorRT's own or some are plugins."""
+    """In a step of few rows. `some`: some of its products are plugins; otherwise none is."""
     write_target(tmp_path / "t", HYBRID, 1, dialect)
     config = replace(options(tmp_path), chunks=(CHUNKS[0], 16))
     made = engines(material(make_plan(read_target(tmp_path / "t"), None, config))).together
@@ -73,7 +75,7 @@ def test_plugins_leave_rows_ready_for_plugins_alone(
             assert not {"next_gate", "next_norm_weight", "next_norm_offset", "y0_squares"} & told
 
 
-def test_prefill_multiplies_by_itself_and_all_else_by_plugins(modelopt: Recorded) -> None:
+def test_linears_are_tensorrt_s_own_in_prefill_and_plugins_elsewhere(modelopt: Recorded) -> None:
     kinds = {name: [layer.kind for layer in one.network.layers]
              for name, one in modelopt.engines.items()}  # fmt: skip
     assert "ThorLinear" not in kinds["prefill"]
@@ -149,7 +151,7 @@ def test_the_scale_of_rows_is_what_the_checkpoint_tells(
     assert told == pytest.approx(scale, rel=1e-6)
 
 
-def test_the_choice_can_be_made(tmp_path: Path) -> None:
+def test_prefill_linears_can_be_made_plugins_by_configuration(tmp_path: Path) -> None:
     made = record_hybrid(tmp_path, "modelopt", prefill_linears="plugin").engines
     assert {"prefill", f"prefill.chunk{CHUNKS[1]}"} <= made.keys()
     assert not [x for x in made["prefill"].network.layers if x.kind == "MatMul"]
@@ -159,7 +161,7 @@ def test_the_choice_can_be_made(tmp_path: Path) -> None:
 
 
 class TRT_FP4DynamicQuantize(OpRun):  # noqa: N801
-    """As TensorRT documents it: E2M1 codes and an E4M3 scale for every 16 of a row."""
+    """The operator as TensorRT documents it: E2M1 codes, and an E4M3 scale for each 16 columns."""
 
     op_domain = "trt"
 
@@ -171,6 +173,7 @@ class TRT_FP4DynamicQuantize(OpRun):  # noqa: N801
 
 
 def quantise(x: Array, scale: float) -> tuple[Array, Array]:
+    """Returns NVFP4 codes of `x` and block scales, given the scale of the whole tensor."""
     groups = x.astype(np.float64).reshape(*x.shape[:-1], -1, 16)
     wanted = np.abs(groups).max(-1) / 6 / scale
     blocks = wanted.clip(max=448).astype(ml_dtypes.float8_e4m3fn)
@@ -187,7 +190,7 @@ def evaluate(model: onnx.ModelProto, inputs: Mapping[str, Array]) -> dict[str, A
 
 @dataclass(frozen=True)
 class Linear:
-    """One linear of a prefill: its contract's inputs, and the nodes it became."""
+    """One linear of prefill: its inputs by the room's contract, and the nodes that it became."""
 
     attributes: Attributes
     ports: dict[str, str]
@@ -198,6 +201,9 @@ class Linear:
 
 
 def linear(directory: Path, part: str) -> Linear:
+    """Returns the first linear of a small model's prefill whose name ends with `part`, with random
+    input rows.
+    """
     write_target(directory, HYBRID, 1, "modelopt")
     plan = make_plan(read_target(directory), None, options(directory))
     made = material(plan)
@@ -205,7 +211,7 @@ def linear(directory: Path, part: str) -> Linear:
     graph, program = next((g.proto().graph, p) for g, p in pairs if p.name == "prefill")
     step = next(s for s in program.steps if s.name.endswith(part))
     sheet = Sheet()
-    # One weight's rows were found larger than the other's: the larger scale holds both.
+    # gate_proj and up_proj read the same rows, but claim different scales: the larger one counts.
     scales = {n: 3 * s if "gate_proj" in n else s for n, s in made.scales.items()}
     Dense(program, graph, Constants(made.stored), scales).write(step, sheet)
     [node] = [n for n in graph.node if n.name == step.name]
@@ -222,7 +228,9 @@ def linear(directory: Path, part: str) -> Linear:
 
 
 @pytest.mark.parametrize("part", ["in_proj", "out_proj", "gate_up", "down_proj", "qkv", "o_proj"])
-def test_the_nodes_of_a_linear_are_the_room_over_quantised_rows(tmp_path: Path, part: str) -> None:
+def test_the_nodes_of_a_linear_compute_the_room_s_reference_over_quantised_rows(
+    tmp_path: Path, part: str
+) -> None:
     one = linear(tmp_path, part)
     rows = {one.ports[p]: one.arrays[p] for p in ROWS if p in one.ports}
     got = evaluate(model_of(one), rows)
@@ -233,16 +241,19 @@ def test_the_nodes_of_a_linear_are_the_room_over_quantised_rows(tmp_path: Path, 
         assert np.abs(value - wide).max() <= 0.03 * np.abs(wide).max()
         near = similar(value, exact[port].astype(np.float64))
         assert near > 0.97
-        if part == "gate_up":  # nothing but the product shows there: rows were quantised indeed
+        if part == "gate_up":  # no residual hides the product, so quantised rows must show
             assert near < 0.9999
 
 
 def similar(a: Array, b: Array) -> float:
+    """Returns the cosine similarity."""
     return float((a * b).sum() / np.sqrt((a * a).sum() * (b * b).sum()))
 
 
 def with_quantised_rows(one: Linear) -> dict[str, Array]:
-    """The room's reference over rows that went through NVFP4, for segments stored in it."""
+    """Returns the room's reference in which segments with NVFP4 weights read rows that were
+    quantised to NVFP4, too; other segments read the rows as they are.
+    """
     arrays, a = one.arrays, one.attributes
     identity = np.eye(arrays["x"].shape[1], dtype=np.float32)
     before = {p: arrays[p] for p in ("x", "norm_weight", "gate") if p in arrays}
@@ -260,12 +271,13 @@ def with_quantised_rows(one: Linear) -> dict[str, Array]:
 
 
 def up(scale: float) -> float:
+    """Returns the scale rounded up to bfloat16."""
     near = np.array(scale, np.float32).astype(BF16)
     return float(near if near >= scale else np.nextafter(near, BF16.type(np.inf)))
 
 
 def model_of(one: Linear) -> onnx.ModelProto:
-    """The nodes of one linear as a model of its own, its constants in it."""
+    """Returns the nodes of one linear as a model of its own that contains its constants."""
     bf16 = TensorProto.BFLOAT16
     inputs = [
         helper.make_tensor_value_info(one.ports[p], bf16, one.arrays[p].shape)

@@ -1,4 +1,6 @@
-"""The 27B's engines through the recorder: within memory, and as large as the table says."""
+"""Builds the 27B's engines with the recorder: memory stays bounded, and the bytes are those of the
+table in the docstring of builders/tensorrt.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,9 @@ from thor_dflash.builders import tensorrt
 
 ROOT = Path(__file__).parents[3]
 MOST = 6 << 30
+"""Bound on the memory of the process that builds, bytes."""
 GDN, ATTENTION = 48, 16
-"""Layers of each kind."""
+"""Number of layers of each kind."""
 RUN = (
     "import sys; sys.path[:0] = sys.argv[1:3]; from pathlib import Path; import trt_hollow; "
     "trt_hollow.main(Path(sys.argv[3]), sys.argv[4])"
@@ -35,7 +38,7 @@ def built(directory: Path, prefill: str) -> dict[str, Any]:
 
 def test_27b_with_plugins_alone_shares_one_copy_of_the_weights(tmp_path: Path) -> None:
     report = built(tmp_path, "plugin")
-    # A layer is its room and four linears.
+    # Each layer is a GDN or attention node and four linears.
     assert report["layers"]["verify"] == 5 * (GDN + ATTENTION) + len(("embed", "taps", "head"))
     assert report["layers"]["prefill.chunk128"] == report["layers"]["prefill"]
     assert set(report["constants"].values()) == {0}
@@ -55,11 +58,12 @@ def test_27b_with_a_prefill_of_tensorrts_own_holds_that_ones_weights_twice(
 
 
 def said(count: int) -> bool:
-    """Whether the table of the package's docstring has this number of bytes."""
+    """Whether the table in the docstring of builders/tensorrt has this number of bytes, in GB."""
     assert tensorrt.__doc__
     return f" {count / 1e9:.1f} GB" in tensorrt.__doc__
 
 
 @pytest.mark.parametrize("count", [1, 10**9])
 def test_the_table_does_not_say_everything(count: int) -> None:
+    """So `said` can be false."""
     assert not said(count)

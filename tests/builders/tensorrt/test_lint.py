@@ -1,4 +1,4 @@
-"""The parser's rules: every graph we write obeys them, and every way to break one is noticed."""
+"""The rules of TensorRT's ONNX parser: our graphs obey them, and each broken rule is noticed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from thor_dflash.plugins.op import DOMAIN
 
 @pytest.fixture(scope="module")
 def deployed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, onnx.ModelProto]:
-    """Deployment graphs of two models, with and without products of TensorRT's own."""
+    """Deployment graphs of two models. In the prefill of "hybrid", products are TensorRT's own; in
+    "nano", all are plugins.
+    """
     tmp = tmp_path_factory.mktemp("lint")
     write_target(tmp / "t", HYBRID, 1, "modelopt")
     hybrid = make_plan(read_target(tmp / "t"), None, options(tmp))
@@ -49,7 +51,7 @@ def test_deployment_graphs_obey_the_parser_and_onnx(deployed: dict[str, onnx.Mod
 
 
 @pytest.mark.parametrize("engine", ["ort", "tensorrt"])
-def test_graphs_that_onnxruntime_runs_obey_the_parser_and_onnx(engine: str) -> None:
+def test_source_graphs_obey_the_parser_and_onnx(engine: str) -> None:
     config = BuildConfig(engine=engine, capacity=512)  # type: ignore[arg-type]
     plan = make_plan(read_target(NANO / "target"), read_drafter(NANO / "drafter"), config)
     for graph in plan.graphs:
@@ -59,7 +61,7 @@ def test_graphs_that_onnxruntime_runs_obey_the_parser_and_onnx(engine: str) -> N
 
 
 def test_no_type_of_ours_is_one_of_onnx_or_of_tensorrt() -> None:
-    # Source: the types that TensorRT's parser imports by itself, beyond ONNX's own.
+    # Operators that TensorRT's parser imports without a plugin, though ONNX may not have them.
     taken = {"Attention", "RMSNormalization", "RotaryEmbedding", "Swish", "TensorScatter"}
     for op in OPS:
         assert not onnx.defs.has(op.type)

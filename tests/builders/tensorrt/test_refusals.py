@@ -1,4 +1,4 @@
-"""What a build with TensorRT refuses, and that nothing is left behind when it does."""
+"""What a build with TensorRT refuses, and how it ends if the disk is full or the user stops it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from thor_dflash.program import Program, Step, Value
 from thor_dflash.progress import Silent
 
 Told = dict[str, Any]
-"""What a recorded engine shows of itself."""
+"""What the inspector of a recorded engine shows: layers and tensors."""
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_an_engine_that_is_not_what_was_meant_is_refused(
     assert not list(tmp_path.glob(".package*"))
 
 
-def drop_shapes(network: INetworkDefinition) -> None:
+def drop_input(network: INetworkDefinition) -> None:
     network.layers[1].inputs.pop()
 
 
@@ -63,7 +63,7 @@ def retype(network: INetworkDefinition) -> None:
     network.outputs[0].dtype = recorder.DataType.HALF
 
 
-def reshape_tensor(network: INetworkDefinition) -> None:
+def read_as_shape(network: INetworkDefinition) -> None:
     next(t for t in network.inputs if t.name == "tokens").is_shape_tensor = True
 
 
@@ -74,8 +74,8 @@ def reshape_tensor(network: INetworkDefinition) -> None:
         (more(5), r"got input m0 too many, input m1 too many, input m2 too many, and 2 more\)"),
         (lambda n: n.outputs.pop(0), r"got output \S+ missing\)"),
         (retype, r"got output \S+ of type "),
-        (reshape_tensor, r"got tokens read as a shape\)"),
-        (drop_shapes, r"got \S+ with \d+ inputs and \d+ outputs\)"),
+        (read_as_shape, r"got tokens read as a shape\)"),
+        (drop_input, r"got \S+ with \d+ inputs and \d+ outputs\)"),
         (lambda n: n.layers.pop(0), r"got \d+ plugins of \d+ nodes\)"),
     ],
 )
@@ -112,7 +112,7 @@ def test_a_weight_that_is_not_taken_ends_the_build(
 
 
 def shown(monkeypatch: pytest.MonkeyPatch, change: Callable[[Told], object]) -> None:
-    """Have the recorder's engines show something else of themselves."""
+    """Make the recorder's engines show something else to the inspector, changed by `change`."""
     real = recorder._plan
 
     def plan(network: INetworkDefinition) -> Told:
@@ -124,6 +124,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, change: Callable[[Told], object]) -> 
 
 
 def by_name(plan: Told) -> None:
+    """The inspector lists layers by name alone."""
     plan["Layers"] = [layer["Name"] for layer in plan["Layers"]]
 
 
@@ -133,10 +134,12 @@ def by_name_with_a_copy(plan: Told) -> None:
 
 
 def by_profile(plan: Told) -> None:
+    """The inspector lists every layer twice, as for two profiles."""
     plan["Layers"] *= 2
 
 
 def by_value(plan: Told) -> None:
+    """The inspector gives tactics under another key."""
     for layer in plan["Layers"]:
         layer["TacticValue"] = layer.pop("TacticName")
 
@@ -159,7 +162,7 @@ def test_an_engine_of_other_tensors_or_layers_is_refused(
 
 
 @pytest.mark.parametrize(("change", "dialect"), [(by_name, "bf16"), (by_value, "modelopt")])
-def test_an_inspector_that_says_it_in_another_way_is_understood(
+def test_other_forms_of_the_inspector_s_report_are_understood(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     change: Callable[[Told], object],
@@ -172,7 +175,7 @@ def test_an_inspector_that_says_it_in_another_way_is_understood(
         assert "MatMul gemm_e2m1" in made.card("prefill").tactics.values()
 
 
-def test_layers_may_be_told_of_every_profile(
+def test_layers_may_be_listed_once_for_each_profile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def of_prefill(plan: Told) -> None:
@@ -249,7 +252,7 @@ def test_an_old_tensorrt_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 class _Stop(Silent):
-    """A Ctrl-C while TensorRT builds, in one of its callbacks."""
+    """A progress report that raises KeyboardInterrupt in one of TensorRT's callbacks."""
 
     def __init__(self, at: str) -> None:
         self.at = at
@@ -287,7 +290,7 @@ def test_a_stop_reaches_tensorrt_and_comes_out_again(tmp_path: Path, at: str) ->
 
 
 class _Bars(Silent):
-    """What a bar was shown, and whether it ended."""
+    """A progress report that keeps its bars: label, total, steps done, and whether each ended."""
 
     def __init__(self) -> None:
         self.shown: list[_Bar] = []
@@ -329,7 +332,7 @@ def test_two_levels_of_phases_are_shown_and_none_outlives_a_build() -> None:
     ]
 
 
-def test_a_stop_while_an_engine_is_written_comes_out_again(
+def test_a_stop_while_an_engine_is_written_is_kept_for_the_builder_to_raise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stopped(data: bytes) -> int:

@@ -1,6 +1,7 @@
-"""Our code against TensorRT's own bindings, of the oldest version it is for and of the newest.
+"""Our code, type-checked against TensorRT's own bindings, of the oldest version that is supported
+and of the newest; and the recorder, compared with them member by member.
 
-That a call exists in both says that it may be made, not that it does what is hoped for.
+This shows that every call exists, not that it does what we expect.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ OLDEST, NEWEST = trt_stubs.VERSIONS
 
 @pytest.fixture(scope="session")
 def typings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Version -> where its stubs are."""
+    """Version -> directory of its typing stubs."""
     return {
         version: trt_stubs.write_stubs(version, tmp_path_factory.mktemp(version))
         for version in trt_stubs.VERSIONS
@@ -70,9 +71,9 @@ def typings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def mypy(typings: Path, *what: str) -> list[str]:
-    """What it finds, a line each."""
+    """Returns mypy's errors, one line each."""
     config = typings.parent / "mypy.ini"
-    # Of all versions: what depends on theirs is looked at anew.
+    # One cache for all versions: mypy checks again whatever depends on stubs that changed.
     cache = typings.parents[1] / "cache"
     config.write_text(CONFIG.format(typings=typings, root=ROOT, cache=cache))
     command = [sys.executable, "-m", "mypy", f"--config-file={config}", *what]
@@ -82,7 +83,7 @@ def mypy(typings: Path, *what: str) -> list[str]:
 
 
 @pytest.mark.parametrize("version", trt_stubs.VERSIONS)
-def test_our_code_uses_only_what_both_versions_have(typings: dict[str, Path], version: str) -> None:
+def test_our_code_uses_only_what_this_version_has(typings: dict[str, Path], version: str) -> None:
     assert not mypy(typings[version], *(f"-p{name}" for name in PACKAGES))
 
 
@@ -104,7 +105,7 @@ def test_what_is_too_new_or_gone_is_found(typings: dict[str, Path], tmp_path: Pa
     assert [len(mypy(typings[v], str(old))) for v in (OLDEST, NEWEST)] == [0, 1]
 
 
-# ---- the recorder speaks TensorRT's language --------------------------------------------------
+# ---- the recorder has no more than TensorRT ----------------------------------------------------
 
 OWN = {
     "IDimensionExpr": {"value"},
@@ -118,12 +119,12 @@ OWN = {
     "IBuilderConfig": {"pools", "profiles", "cache", "ignore_mismatch"},
     "ITimingCache": {"data"},
 }
-"""What the recorder keeps for the tests."""
+"""Class -> members that the recorder adds for the tests; TensorRT does not have them."""
 
 
 @cache
 def members(typings: Path) -> dict[str, dict[str, list[list[str]]]]:
-    """Class -> member -> the parameters of each of its overloads; bases included."""
+    """Returns class -> member -> parameters of each overload. Members of bases are included."""
     tree = ast.parse((typings / "tensorrt" / "__init__.pyi").read_text())
     classes = {n.name: n for n in tree.body if isinstance(n, ast.ClassDef)}
 
@@ -152,7 +153,9 @@ def classes() -> list[type]:
 
 
 def fits(mine: list[str], other: list[str]) -> bool:
-    """Whether a call of ours is one of TensorRT's; it leaves some parameters without a name."""
+    """Whether the recorder's parameters are among TensorRT's. Those of some bindings have no names
+    (arg0, arg1): then only their number counts.
+    """
     unnamed = any(re.fullmatch(r"arg\d+", name) for name in other)
     return len(mine) == len(other) if unnamed else set(mine) <= set(other)
 

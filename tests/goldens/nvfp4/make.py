@@ -15,7 +15,7 @@ from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
 
 def weight() -> np.ndarray:
-    """float32 [8, 64]: every tie, a zero block, blocks 7 decades apart, ordinary noise."""
+    """float32 [8, 64]: every tie, a zero block, blocks ten decades apart, ordinary noise."""
     rng = np.random.default_rng(20)
     w = rng.standard_normal((8, 64))
     w[0] = 0
@@ -23,6 +23,7 @@ def weight() -> np.ndarray:
     w[0, 0] = 6 * 448
     ties = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6])
     w[0, 16:24], w[0, 24:32] = ties, -ties
+    # Neighbours in float64, so the cast to float32 makes them the ties again.
     w[0, 32:40], w[0, 40:48] = np.nextafter(ties, 0), np.nextafter(ties, 9)
     w[1, :16] *= 1e-7
     w[2, 16:32] *= 1e4 / 6

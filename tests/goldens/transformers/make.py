@@ -1,4 +1,4 @@
-"""Makes the goldens: logits and taps of random checkpoints by transformers' own Qwen3.5 model.
+"""Makes the goldens: logits and taps of random checkpoints, by transformers' own Qwen3.5 model.
 
 README.md beside this file says with which versions and how to run it.
 """
@@ -24,7 +24,7 @@ LENGTH = 61
 LONG = 301
 """Tokens of LONG_CASES: more than two cache tiles of 128 rows."""
 ROWS = (0, 1, 2, 3, 7, 8, 14, 15, 16, 17, 18, 24, 30, 31, 32, 33, 40, 46, 47, 48, 49, 55, 59, 60)
-"""Rows that are kept: both sides of every block edge, the first and the last."""
+"""Rows that are kept: both sides of every block edge, the first, the last and some others."""
 LATE_ROWS = (63, 64, 65, 126, 127, 128, 129, 143, 144, 254, 255, 256, 257, 271, 272, 287, 288, 300)
 
 _ALL: tuple[Dialect, ...] = ("bf16", "modelopt", "compressed-tensors", "fp8", "mixed")
@@ -44,7 +44,7 @@ LONG_CASES = (("27b", "mixed"), ("sharded", "bf16"))
 
 
 def tap_layers(g: TargetGeometry) -> tuple[int, ...]:
-    """0-based layers: a GDN one, an attention one, the last one."""
+    """0-based layers: GDN and attention ones, the last layer among them."""
     return (1, 3, g.layers - 1) if g.layers > 4 else (0, 2, 3)
 
 
@@ -57,7 +57,7 @@ def config_of(directory: Path) -> Qwen3_5TextConfig:
 
 
 def load(directory: Path, weights: dict[str, NDArray[np.float32]]) -> Qwen3_5ForCausalLM:
-    """transformers' model with these weights, every one of which it must know and want."""
+    """transformers' model with these weights, which must be exactly those that it has."""
     config = config_of(directory)
     model = Qwen3_5ForCausalLM(config).float().eval()
     state = {name: torch.from_numpy(np.array(w)) for name, w in weights.items()}
@@ -91,7 +91,7 @@ def run(
 def bf16_cost(
     model: Qwen3_5ForCausalLM, tokens: NDArray[np.int64], want: NDArray[np.float32]
 ) -> float:
-    """How far the same model is from its float32 self in bfloat16, root mean square, as a share."""
+    """How far bfloat16 takes the logits from those of float32: root mean square, as a share."""
     with torch.no_grad():
         answer = model.to(torch.bfloat16)(torch.from_numpy(tokens)[None], use_cache=False)
     error = answer.logits[0].float().numpy() - want
@@ -99,7 +99,7 @@ def bf16_cost(
 
 
 def check(model: Qwen3_5ForCausalLM, g: TargetGeometry) -> None:
-    """What the config was meant to say, as transformers understood it."""
+    """Checks that transformers understood the config: rotation, layer types, tied head."""
     inverse = model.model.rotary_emb.inv_freq.numpy()
     want = g.rope_theta ** -(np.arange(0, g.rotary, 2) / g.rotary)
     np.testing.assert_allclose(inverse, want, rtol=1e-6)
@@ -109,7 +109,7 @@ def check(model: Qwen3_5ForCausalLM, g: TargetGeometry) -> None:
 
 
 def main() -> None:
-    """Writes one file a case beside this script."""
+    """Writes one file per case beside this script."""
     here = Path(__file__).parent
     torch.manual_seed(0)
     for geometry, dialect in CASES:
