@@ -1,4 +1,6 @@
-"""Steps as they are whole, and what is kept of a plan that stops anywhere."""
+"""The steps of a plan are found as soon as each is whole, and a plan that is cut anywhere keeps its
+whole steps.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""docs/protocol.md against the code, field by field: the contract says what is done, all of it."""
+"""docs/protocol.md against the code, field by field: the contract says all that the code does, and
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -35,17 +37,17 @@ def rows(title: str) -> list[list[str]]:
 
 
 def words(text: str) -> list[str]:
-    """What is set in code."""
+    """The words between backticks."""
     return re.findall(r"`([^`]+)`", text)
 
 
 def outside(text: str) -> set[str]:
-    """What is set in code and not inside brackets."""
+    """The words between backticks that are not inside parentheses."""
     return set(words(re.sub(r"\([^()]*\)", "", text)))
 
 
 def said(what: str, after: str = "") -> set[str]:
-    """The words of the sentence, or bullet, that begins with `what`."""
+    """The `outside` words of the paragraph or bullet that begins with `what` and `after`."""
     (found,) = re.findall(
         rf"^(?:\* )?`{what}`{re.escape(after)}(.*?)(?=\n\n|^\* )", TEXT, re.M | re.S
     )
