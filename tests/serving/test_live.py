@@ -82,15 +82,16 @@ def test_a_schema_is_obeyed_whatever_the_weights(backend: LiveBackend) -> None:
         assert [chunk.step for chunk in chunks] == result.plan["steps"]
 
 
-@pytest.mark.parametrize("max_tokens", [30, 120, 160])
+@pytest.mark.parametrize(("max_tokens", "steps"), [(30, 0), (80, 1), (160, 2)])
 def test_a_plan_that_ends_early_is_still_no_broken_json(
-    backend: LiveBackend, max_tokens: int
+    backend: LiveBackend, max_tokens: int, steps: int
 ) -> None:
-    ask = Ask(prompt="x", thinking="off", json_schema=PLAN, max_tokens=max_tokens)
-    result = LocalPlanner(backend).plan(ask)
-    if result.finish_reason == "length":
-        assert result.status == "partial"
-    assert result.plan is None or result.plan_valid
+    ask = Ask(prompt="b", thinking="off", json_schema=PLAN, max_tokens=160)
+    whole = LocalPlanner(backend).plan(ask)
+    result = LocalPlanner(backend).plan(structs.replace(ask, max_tokens=max_tokens))
+    assert result.status == ("partial" if result.finish_reason == "length" else "ok")
+    assert (result.plan["steps"] if result.plan else []) == whole.plan["steps"][:steps]
+    assert result.plan_valid == bool(steps)
 
 
 def test_what_cannot_be_compiled_is_refused(backend: LiveBackend) -> None:
