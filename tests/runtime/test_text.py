@@ -82,7 +82,7 @@ def test_special_tokens_are_one_id_and_no_text_and_thinking_is_text(shared: Shar
     )
     assert text.encode("<|audio|>") == [ids["<|audio|>"]]
     assert (text.think, text.end_think) == (ids["<think>"], ids["</think>"])
-    assert text.decode([10**6]) == ""  # a padding id has no text
+    assert text.decode([10**6]) == ""  # an id that no token has is no text
 
 
 @given(tokens=st.lists(st.integers(0, 305)), cuts=st.lists(st.integers(0, 20)))

@@ -56,7 +56,7 @@ def test_two_urgent_plans_under_check_have_a_place_each() -> None:
 
 
 @pytest.mark.parametrize("leaves", ["runs", "a", "b"])
-def test_where_a_place_became_free_meanwhile_nobody_loses_one(leaves: str) -> None:
+def test_where_a_place_became_free_meanwhile_no_waiting_plan_is_displaced(leaves: str) -> None:
     books = Schedule(2)
     full(books, runs=9, a=1, b=2)
     books.arrive(one := urgent("c"), 1.0)

@@ -1,4 +1,6 @@
-"""The server's sockets by themselves: readers that are slow or gone, and the bell that wakes it."""
+"""The server's sockets by themselves: readers that are slow or gone, and the bell that wakes the
+thread of the sockets.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from thor_dflash.serving.server import READING_S, Server
 
 @contextmanager
 def running(load: Any) -> Iterator[tuple[Server, threading.Thread]]:
-    """A server and its thread, which must end with the `with` block at the latest."""
+    """A server and its thread, which must have ended soon after the `with` block."""
     config = ServeConfig(bind=("tcp://127.0.0.1:*",), watchdog_s=60.0)
     server = Server(load, config, log=lambda text: None)
     thread = threading.Thread(target=server.run, daemon=True)

@@ -19,7 +19,7 @@ PING_WRONG = b"\x82\xa8endpoint\xa4ping\xa9api_token\xa5wrong"
 PLAN = b"\x82\xa8endpoint\xa4plan\xa4data\x81\xa6prompt\xaeBring the cup."
 HEALTH = b"\x81\xa8endpoint\xa6health"
 HEALTH_NO_DATA = b"\x82\xa8endpoint\xa6health\xa4data\xc0"
-"""`call_endpoint("health")`: it then says that there are data, and that they are None."""
+"""What `call_endpoint("health")` sends: the key `data` is there, but its value is None."""
 HEALTH_LIST = b"\x82\xa8endpoint\xa6health\xa4data\x90"
 OTHERS = (b"\x81\xa8endpoint\xa5hello", b"\x81\xa8endpoint\xa5stats",
           b"\x81\xa8endpoint\xabprefix.list",

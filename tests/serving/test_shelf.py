@@ -356,7 +356,7 @@ def test_after_sigkill_persisted_prefixes_are_there_and_nothing_is_to_repair(
         finally:
             child.kill()
         assert child.wait(20) == -signal.SIGKILL
-        # As a kill in the middle of a write leaves it.
+        # A kill in the middle of a write leaves such a file.
         (kept / ".half.prefix.x7").write_bytes(b"half a file")
     assert seen[0] == seen[1]
     assert held[0] == held[1] == held[2] > 0

@@ -72,7 +72,7 @@ with RemotePlanner(f"tcp://127.0.0.1:{port}") as planner:
 
 
 def run(*scripts: str) -> Sequence[subprocess.Popen[str]]:
-    """Each in a process of its own, side by side."""
+    """Start each script in a process of its own, side by side."""
     return [
         subprocess.Popen([sys.executable, "-c", s], stderr=subprocess.PIPE, text=True)
         for s in scripts

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 from decoding import DEAD, erring
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from thoughts import Asked, after, oracle, run, thinker
 
@@ -85,6 +85,7 @@ def policies(on: frozenset[str], it: Asked, limit: int, long: bool, seed: int) -
     return made
 
 
+RELAXED = {"on": frozenset({"relaxed"}), "close": -1, "limit": 0, "thinks": True, "long": False}
 options = st.frozensets(st.sampled_from(["budget", "soft", "relaxed", "gate", "mask"]))
 combination = given(
     on=options,
@@ -109,6 +110,10 @@ def asked(close: int, length: int, thinks: bool, seed: int) -> Asked:
     return Asked(close, length=length, seed=seed, max_tokens=COUNT, thinks=thinks)
 
 
+# Relaxed thinking alone and then an answer, which no drawn example has: once after thoughts that
+# are not the strict ones, once with near misses among the drafts of the answer.
+@example(**RELAXED, kind="real", length=60, seed=4)
+@example(**RELAXED, kind="erring", length=24, seed=24)
 @LAWFUL
 @combination
 def test_strict_parts_are_those_of_plain_decoding(

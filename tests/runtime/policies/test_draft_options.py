@@ -63,8 +63,8 @@ def test_options_as_large_as_the_context_change_no_draft() -> None:
 
 @pytest.mark.parametrize("seed", [1, 30, 32, 33, 64, 100])
 def test_a_seed_shows_the_drafter_what_an_equal_context_does(seed: int) -> None:
-    """A drafter whose rings hold only the last `seed` rows of the prompt drafts the same as one
-    whose rings hold all of them and which is shown only that many.
+    """A seed and a context of the same length show the drafter the same rows: with the seed, older
+    rows count as unwritten; with the context, they are in the rings and hidden.
     """
     s, tokens = session(), prompt(130, 5)
     seeded = drafts(s, DraftConfig(seed=seed), tokens)

@@ -150,7 +150,7 @@ def natural(at: int) -> tuple[int, list[int]]:
 def test_the_answer_is_exact_given_the_thoughts(at: int) -> None:
     close, truth = natural(at)
     it = Asked(close)
-    # So wide a margin that most wrong drafts are near misses, in the answer as in the thoughts.
+    # So wide a margin that some wrong drafts are near misses, in the answer as in the thoughts.
     relaxed = Relaxed(rule=LOG_MARGIN, top_k=512, margin=4.0, close=close)
     for seed in range(6):
         got, _ = run(it, erring(truth, 0.3, seed), [RelaxedThinking(relaxed)])
