@@ -113,7 +113,7 @@ def test_a_prompt_that_cannot_fit_is_refused_unread(
         *({"added_tokens": {name: True}} for name in ("lstrip", "rstrip", "normalized")),
     ],
 )
-def test_where_nothing_bounds_a_token_nothing_is_told(other: dict[str, Any]) -> None:
+def test_a_tokenizer_whose_tokens_have_no_bound_gives_none(other: dict[str, Any]) -> None:
     table = json.loads(TOKENIZER.read_text())
     assert longest(table, ALPHABET) == len(LONGEST)
     assert longest(table | {"pre_tokenizer": {"type": "ByteLevel"}}, ALPHABET) == len(LONGEST)

@@ -259,7 +259,9 @@ def test_a_prefix_is_looked_for_where_it_is_listed_and_then_everywhere() -> None
     ("code", "told"),
     [("busy", "busy"), ("draining", "draining"), ("unreachable", "bad_request")],
 )
-def test_that_there_is_no_prefix_says_more_than_who_is_not_there(code: Code, told: Code) -> None:
+def test_a_missing_prefix_is_told_before_an_unreachable_server_and_after_others(
+    code: Code, told: Code
+) -> None:
     for planners in permutations((WithoutPrefix(), Slow(0.0, code=code), WithoutPrefix())):
         with pytest.raises(PlanError) as caught:
             answer_of(fleet_of(*planners), SKILLS)
@@ -302,7 +304,9 @@ def test_a_model_is_unknown_only_when_all_have_said_what_they_have() -> None:
     ("codes", "told"),
     [(("unreachable",), "unreachable"), (("unreachable", "unauthorized"), "unauthorized")],
 )
-def test_who_did_not_say_what_it_has_may_have_it(codes: tuple[Code, ...], told: Code) -> None:
+def test_no_model_is_unknown_while_a_server_has_not_told_its_own(
+    codes: tuple[Code, ...], told: Code
+) -> None:
     fleet = fleet_of(Changing(), *(Refusing(code) for code in codes))
     for member in fleet.members[1:]:
         member.model = ""

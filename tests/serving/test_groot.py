@@ -73,7 +73,7 @@ def test_it_may_call_whatever_there_is(client: Any) -> None:
         assert call(client, body)["type"] in ("result", "ack")
 
 
-def test_what_there_is_not_is_an_error_and_the_server_stays(client: Any) -> None:
+def test_unknown_endpoints_and_bad_data_are_errors_and_the_server_stays(client: Any) -> None:
     for body, says in ((KILL, "got kill"), (RESET, "got reset"), (GET_ACTION, "got get_action"),
                        (PLAN_ARRAY, "metadata must be plain JSON values"),
                        (HEALTH_LIST, "data must be a map")):  # fmt: skip

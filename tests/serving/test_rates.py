@@ -99,7 +99,7 @@ def refused(rates: Rates, times: int, left_ms: float = 700.0, *, free: bool = Tr
     return len(codes)
 
 
-def test_after_refusals_enough_a_plan_is_a_trial() -> None:
+def test_after_enough_refusals_a_plan_is_taken_as_a_trial() -> None:
     rates = measured()
     assert refused(rates, TRIAL) == TRIAL - 1
     assert refused(rates, 1) == 0, "the trial may not have begun: so is the next one"

@@ -155,7 +155,9 @@ def test_plans_of_a_session_that_are_checked_take_one_place_and_are_bounded() ->
 
 
 @pytest.mark.parametrize(("priority", "stop"), [(4, None), (5, None), (6, "preempted")])
-def test_lower_means_lower(priority: int, stop: str | None) -> None:
+def test_only_a_running_plan_of_lower_priority_is_preempted(
+    priority: int, stop: str | None
+) -> None:
     books = Schedule(4)
     queue(books, job("a", "arm"))
     run(books)

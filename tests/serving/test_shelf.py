@@ -272,7 +272,7 @@ def test_a_prefix_that_is_dropped_before_it_is_written_is_cancelled(
     assert serve().prefixes() == []
 
 
-def test_without_a_directory_the_wish_is_refused(house: Any) -> None:
+def test_without_a_directory_persist_is_refused(house: Any) -> None:
     peer = house.peer(house.mock())
     reply = peer.ask(op="prefix.put", id="p", prefix_id="a", system="x", persist=True)
     assert (reply["code"], reply["field"]) == ("bad_request", "persist")

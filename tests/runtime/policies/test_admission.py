@@ -325,7 +325,7 @@ def test_effort_none_does_not_think(capsys: pytest.CaptureFixture[str], package:
         ("--set decode.budget.x=1", "unknown key decode.budget.x"),
     ],
 )
-def test_one_line_for_what_does_not_go(
+def test_invalid_and_contradictory_options_are_refused_in_one_line(
     capsys: pytest.CaptureFixture[str], package: Path, args: str, message: str
 ) -> None:
     said = generate(capsys, package, *args.split())
