@@ -1,4 +1,4 @@
-"""Several sizes of a prefill step in one package: any of them gives the same answers."""
+"""Packages with prefill steps of several sizes: whichever is chosen, the answers are the same."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_rest_of_a_prompt_is_read_by_the_smallest_step_that_holds_it(
         ]
 
 
-def test_what_is_larger_than_a_cancel_allows_is_not_used(every: Session) -> None:
+def test_no_step_is_larger_than_the_chosen_size(every: Session) -> None:
     every.model.chunk, every.prefixes = 32, Prefixes(every.model)
     assert every.model.step_sizes == (8, 32)
     request = Request(prompt=LONG[:74], max_tokens=1)
@@ -90,7 +90,7 @@ def test_what_is_larger_than_a_cancel_allows_is_not_used(every: Session) -> None
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
-def test_rows_that_a_drafter_was_spared_are_shown_in_such_steps_too(
+def test_rows_the_drafter_has_yet_to_take_in_are_read_in_steps_of_these_sizes(
     every: Session, monkeypatch: pytest.MonkeyPatch, blocks: int
 ) -> None:
     model = every.model
@@ -126,7 +126,9 @@ def test_rows_that_a_drafter_was_spared_are_shown_in_such_steps_too(
 
 
 def test_caches_and_rings_have_room_for_the_largest(every: Session) -> None:
-    """A context to the brim: what one size writes past its end must not land on what is seen."""
+    """With a full context, the padding rows that a prefill step writes past the end of the prompt
+    must not overwrite a row that is still visible.
+    """
     limit = every.model.limit
     request = Request(prompt=prompt(limit - 60, 6), max_tokens=60)
     told: list[tuple[object, object]] = []
@@ -180,7 +182,7 @@ def test_sizes_above_the_one_asked_for_are_loaded_only_for_a_choice(
         open_session(package, EngineConfig(chunk=16), Silent())
 
 
-def test_what_a_package_cannot_hold_is_refused(tmp_path: Path) -> None:
+def test_bad_step_sizes_are_refused_by_the_build(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"build.chunks must be <= \d+, .* \(got 99999999\)"):
         written(tmp_path, chunks=(99999999,))
     for wrong in ((8, 8), (0,)):

@@ -1,4 +1,4 @@
-"""The doctor, shown machines: a Thor, an H100, a laptop, and broken ones."""
+"""The doctor, shown made-up machines: a Thor, an H100 and a laptop, in order and with faults."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_a_page_cache_that_the_driver_counts_as_used_is_named() -> None:
     finding = found(examined(replace(THOR, gpu=gpu)), "memory")
     assert finding.state == "warn"
     assert "drop_caches" in finding.remedy
-    # A card of its own has memory of its own.
+    # A discrete card has memory of its own, so what is free there says nothing of the machine's.
     gpu = replace(H100.gpu, devices=(replace(H100_GPU, free=1 * GB),))
     assert found(examined(replace(H100, gpu=gpu)), "memory").state == "ok"
 
@@ -263,7 +263,7 @@ def grown(package: Path) -> None:
     (package / "weights" / "a").write_bytes(b"123456789")
 
 
-def joined(package: Path) -> None:
+def with_a_file_more(package: Path) -> None:
     (package / "notes.txt").write_text("mine")
 
 
@@ -272,7 +272,7 @@ def linked(package: Path) -> None:
     (package / "weights").symlink_to(package.with_name("elsewhere"))
 
 
-def closed(package: Path) -> None:
+def unreadable(package: Path) -> None:
     (package / "weights" / "a").chmod(0)
 
 
@@ -281,9 +281,9 @@ def closed(package: Path) -> None:
     [
         (truncated, "build"),
         (grown, "build"),
-        (joined, "build"),
+        (with_a_file_more, "build"),
         (linked, "ls -lR '{}'"),
-        (closed, "ls -lR '{}'"),
+        (unreadable, "ls -lR '{}'"),
     ],
 )
 def test_a_package_that_opening_refuses_is_refused_in_the_same_words(
@@ -302,7 +302,7 @@ def test_a_package_that_opening_refuses_is_refused_in_the_same_words(
     assert remedy.format(path) in found(report, "package").remedy
 
 
-def test_no_package_is_named(tmp_path: Path) -> None:
+def test_a_package_that_does_not_exist_is_reported(tmp_path: Path) -> None:
     assert "must be a package directory" in found(examined(LAPTOP, tmp_path / "no"), "package").text
 
 
@@ -356,7 +356,7 @@ def test_what_a_package_needs_is_wrong_where_it_is_missing(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("room", [-1, 1])
-def test_room_for_kernels_is_wrong_where_a_package_has_any(tmp_path: Path, room: int) -> None:
+def test_too_little_disk_is_wrong_for_a_package_with_kernels(tmp_path: Path, room: int) -> None:
     for engine, state in (("ort", "warn"), ("cuda", "wrong"), ("tensorrt", "wrong")):
         made = replace(package(tmp_path, a=b"1"), engine=engine)
         (tmp_path / manifest.NAME).write_text(manifest.render(made))

@@ -1,4 +1,6 @@
-"""The doctor where one thing ends and the next begins: versions, room, clocks, old devices."""
+"""The doctor at the limits of its checks: the oldest and newest known versions, devices that are
+too old, clocks that only one source tells, memory that is just enough.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +106,7 @@ def test_a_kernel_is_not_tried_on_a_device_that_is_too_old() -> None:
         ("10.13.3.9", 101303, "3.0.0", True),
     ],
 )
-def test_numpy_is_too_new_for_a_tensorrt_before_its_own_release_that_knows_it(
+def test_a_numpy_is_warned_of_only_beside_a_tensorrt_too_old_for_it(
     bindings: str, library: int, numpy: str, warned: bool
 ) -> None:
     trt = TensorRT(bindings=bindings, library=library)
@@ -139,7 +141,7 @@ def test_a_library_that_cannot_be_asked_is_told_and_not_held_against_its_binding
 
 @dataclass(frozen=True)
 class Asked(Pretend):
-    """Remembers the commands it was to run."""
+    """A machine that records the commands it is told to run."""
 
     ran: list[str] = field(default_factory=list[str])
 

@@ -1,4 +1,4 @@
-"""What the doctor asks of this machine."""
+"""How the doctor queries the machine that it runs on."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_directory_that_is_closed_has_no_room(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
 
 
-def test_a_question_that_hangs_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_query_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     children: list[subprocess.Popen[bytes]] = []
 
     class Seen(subprocess.Popen[bytes]):
@@ -60,7 +60,7 @@ def test_a_question_that_hangs_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert time.monotonic() - start < 30
 
 
-def test_a_question_that_crashes_says_so_and_one_that_crashes_late_is_heard(
+def test_a_query_that_crashes_says_so_unless_it_had_answered_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     crash = "import os, signal; print({!r}, flush=True); os.kill(os.getpid(), signal.SIGSEGV)"

@@ -33,7 +33,7 @@ ONE = Request(prompt=prompt(40, seed=1), max_tokens=70)
 
 @cache
 def truth_of(geometry: str) -> tuple[int, ...]:
-    """What a model says to ONE: asked once, held against by every drafter."""
+    """The plain answer to ONE, decoded once; the answer with every drafter must equal it."""
     return tuple(plain(session(geometry), ONE))
 
 
@@ -104,7 +104,7 @@ def bits(snapshot: Snapshot) -> dict[str, bytes]:
 
 
 def started(s: Session, length: int = 40) -> list[int]:
-    """A sequence in the middle of an answer."""
+    """Leave the state in the middle of an answer; return the prompt's tokens and the answer's."""
     answers = s.run(Request(prompt=prompt(length, 7), max_tokens=60), DEAD)
     tokens: list[int] = []
     for chunk in answers:
@@ -157,7 +157,7 @@ def test_fold_of_n_rows_is_n_folds_of_one(geometry: str, count: int) -> None:
             assert np.array_equal(whole.arrays[name], single.arrays[name]), name
 
 
-def test_records_and_states_are_the_same_machine() -> None:
+def test_saving_records_or_states_gives_the_same_answer() -> None:
     request = Request(prompt=prompt(45, seed=8), max_tokens=50)
     truth = plain(session(), request)
     assert answer(session(saves="states"), request, erring(truth, 0.2, 1)) == truth
@@ -217,7 +217,7 @@ def test_one_wait_a_cycle(monkeypatch: pytest.MonkeyPatch) -> None:
     read = type(engine).read
     monkeypatch.setattr(type(engine), "read", lambda *a, **k: reads.append(1) or read(*a, **k))
     answer(s, Request(prompt=prompt(40, 1), max_tokens=30), Dflash())
-    # And one a chunk of the prompt: whoever cancels must not wait for chunks that are queued.
+    # Besides, one for each of the prompt's two chunks: a cancel must not wait for queued chunks.
     assert len(reads) == s.report().spec.cycles + 2
 
 

@@ -1,4 +1,4 @@
-"""How few tokens a text can be: certain for every text, or not told."""
+"""The lower bound on the tokens of a text: it holds for every text, or there is none."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ TOKENIZER = NANO / "target" / "tokenizer.json"
 LONGEST = "<tts_text_bos_single>"
 ALPHABET = set(pre_tokenizers.ByteLevel.alphabet())
 HURT = ["\u1fbe\u0344", "\u1112\u1161\u11ab", "\u212a", "A\u030a", " " * 9, "\u0958", "<|im_end|>"]
-"""Letters that normalisation makes fewer bytes, or more; a token of many letters."""
+"""Letters of which NFC makes fewer bytes, or more; and texts of which the tokenizer makes one token
+of many letters."""
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +34,7 @@ def text() -> Text:
 
 
 def weight(text: str) -> float:
+    """What `least_bytes` counts for `text`, but not rounded down."""
     plain = len(text.encode("ascii", "ignore"))
     return plain + (len(text.encode()) - plain) / NFC
 
@@ -40,7 +42,8 @@ def weight(text: str) -> float:
 def test_no_letter_is_made_fewer_bytes_than_is_promised() -> None:
     letters = [chr(i) for i in range(sys.maxunicode + 1) if not 0xD800 <= i < 0xE000]
     made = [c for c in letters if decomposition(c)[:1] not in ("", "<") or "가" <= c <= "힣"]
-    # Letters that stand for one other, and the heaviest of those that each can be written with.
+    # A letter may have others that NFC replaces by it, as it replaces the Kelvin sign by K. For
+    # each letter that has any: the most that one of them counts, or it itself.
     heaviest: dict[str, float] = {}
     for c in made:
         if len(apart := normalize("NFD", c)) == 1:
@@ -49,10 +52,11 @@ def test_no_letter_is_made_fewer_bytes_than_is_promised() -> None:
     def most(c: str) -> float:
         return sum(heaviest.get(part, weight(part)) for part in normalize("NFD", c))
 
-    # No letter weighs more than its parts may, and what is left after NFC no less than its own.
+    # No letter counts for more than its parts can, and a letter that NFC leaves as it is has at
+    # least the bytes that its parts can count for. So NFC leaves no text fewer bytes than counted.
     assert [c for c in made if weight(c) > most(c)] == []
     left = [c for c in (*made, *heaviest) if normalize("NFC", c) == c]
-    assert len(left) > 11_172  # Korean alone
+    assert len(left) > 11_172  # the number of Hangul syllables
     assert [c for c in left if len(c.encode()) < most(c)] == []
 
 
@@ -81,7 +85,7 @@ def test_a_prompt_that_cannot_fit_is_refused_unread(
     rule = "^the prompt must be <= 1000 tokens, the context of 1016 .*got 200[0-9] or more"
     with pytest.raises(RequestError, match=rule):
         question.request(session, Config())
-    model.limit = 2010  # which nobody can rule out
+    model.limit = 2010  # the bound is not above it, so only encoding can tell
     with pytest.raises(AssertionError):
         question.request(session, Config())
 
@@ -109,7 +113,7 @@ def test_a_prompt_that_cannot_fit_is_refused_unread(
         *({"added_tokens": {name: True}} for name in ("lstrip", "rstrip", "normalized")),
     ],
 )
-def test_where_nothing_bounds_a_token_nothing_is_told(other: dict[str, Any]) -> None:
+def test_a_tokenizer_whose_tokens_have_no_bound_gives_none(other: dict[str, Any]) -> None:
     table = json.loads(TOKENIZER.read_text())
     assert longest(table, ALPHABET) == len(LONGEST)
     assert longest(table | {"pre_tokenizer": {"type": "ByteLevel"}}, ALPHABET) == len(LONGEST)

@@ -1,4 +1,4 @@
-"""The cut step: a policy that is shown the drafts before they are verified."""
+"""The step that is split in two because a policy must see the drafts before they are verified."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ REQUEST = Request(prompt=prompt(40, seed=1), max_tokens=40)
 
 @dataclass
 class Looking:
-    """Sees every block and lets `narrow` do with it what it likes."""
+    """A policy that looks at the drafts of every block, keeps them, and lets `narrow` change the
+    block.
+    """
 
     narrow: Callable[[tuple[int, ...], Block], Block]
     seen: list[tuple[int, ...]] = field(default_factory=list)
@@ -41,7 +43,9 @@ class Looking:
 
 @dataclass
 class Watching:
-    """Forces every other block, and keeps the tokens of every block as it was verified."""
+    """A policy that forces the beginning of every other block, and keeps the tokens of every block
+    as they were verified.
+    """
 
     seen: list[tuple[int, ...]] = field(default_factory=list)
     odd: bool = False
@@ -59,6 +63,7 @@ class Watching:
 
 
 def whole() -> Array:
+    """A mask that allows every id after every row."""
     width = session().model.graphs["accept_masked"].inputs["mask"].at({})[1]
     return np.full((16, width), -1, np.int32)
 
@@ -75,7 +80,9 @@ def test_looking_changes_nothing(proposer: Proposer, masked: bool) -> None:
 
 
 def test_a_drafter_that_is_seen_drafts_what_it_does_unseen() -> None:
-    """From where the answer has come to, and with what this block forces."""
+    """The drafter must begin at the newest token and take account of the ids that this block
+    forces, whether it runs by itself, before a look, or together with the verify.
+    """
     unseen, beside = Watching(), Watching()
     truth = answer(session(), REQUEST, Dflash(), (unseen,))
     looking = Looking(lambda _, block: block)
@@ -101,7 +108,7 @@ def test_what_a_look_did_is_noted() -> None:
         ((), (-1, -1), 8, []),
         ((), (-1, 7), 8, ["forced"]),
         ((), (-1, 7), 7, ["forced", "capped"]),
-        # Whoever forced first has said so.
+        # The block already forced ids before the look and has the reason for that.
         ((5,), (5, -1), 8, []),
         ((5,), (5, 7), 7, ["capped"]),
     ],
@@ -121,7 +128,8 @@ def test_the_drafts_are_seen_and_replaced() -> None:
     force = Looking(lambda tokens, block: replace(block, forced=(-1, 7, -1, 9), cap=4))
     right = answer(session(), REQUEST, oracle(truth), (force,))
     assert force.seen[0][1:] == tuple(truth[:15])
-    # Row 0 is the model's own and agrees; row 1 must be 7, after which the oracle is wrong.
+    # The first token is the model's own choice, as drafted; the second is forced to be 7, so that
+    # the oracle's drafts after it are wrong.
     assert right[:2] == [truth[0], 7]
     assert session().report().spec.forced > 0
     assert answer(session(), REQUEST, wrong, (force,)) == answer(

@@ -1,4 +1,6 @@
-"""The law of prefixes: a request that continues from one gives the bits it gives without."""
+"""The law of prefixes: a request that continues from a stored prefix gives bit for bit the answer
+that it gives without one.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,14 @@ LONG = prompt(300, seed=40)
 
 @pytest.fixture
 def s() -> Iterator[Session]:
-    """A session without prefixes, before and after."""
+    """The session that tests share. It has no prefixes; those that a test adds are forgotten."""
     found = session()
     yield found
     found.prefixes = Prefixes(found.model)
 
 
 def state_after(s: Session, request: Request, proposer: Proposer) -> dict[str, bytes]:
-    """Every bit that later steps can read, at the end of a prefill."""
+    """Every bit of state that later steps can read, when the prefill of this request has ended."""
     answers = s.run(request, proposer)
     while (done := next(answers).prompt_done) < len(request.prompt) - 1:
         assert done
@@ -44,13 +46,13 @@ def test_a_request_with_a_prefix_is_the_request_without(s: Session, length: int,
     plain = s.report().spec
     s.prefixes.put("skills", LONG[:length])
     held = held_of(length, CHUNK)
-    # What an earlier request left is not what this one begins with.
+    # Another request in between, so that the state it leaves is not what the prefix would restore.
     answer(s, Request(prompt=prompt(90, 9), max_tokens=3), Dflash())
     assert s.report().cached_tokens == 0
     assert state_after(s, request, Dflash()) == want
     assert answer(s, request, Dflash()) == truth
     assert s.report().cached_tokens == held
-    # The rings too: the drafter guesses what it would have guessed.
+    # The drafter's rings are the same, too: it drafts what it drafts without the prefix.
     assert s.report().spec == plain
     assert answer(s, request, Nobody()) == truth
     assert answer(s, request, Dflash()) == truth
@@ -68,12 +70,13 @@ def test_every_geometry(geometry: str) -> None:
     s.prefixes.drop("skills")
 
 
-def test_states_of_every_row_are_no_part_of_a_prefix() -> None:
+def test_a_package_that_saves_states_can_keep_prefixes() -> None:
     s = session(saves="states")
     request = Request(prompt=LONG[:120], max_tokens=20)
     truth = answer(s, request, Dflash())
     s.prefixes.put("skills", LONG[:90])
     assert answer(s, request, Dflash()) == truth
+    assert s.report().cached_tokens == 64
     s.prefixes.drop("skills")
 
 
@@ -170,7 +173,7 @@ def test_what_cannot_fit_is_refused_before_anything_is_read_or_lost(s: Session) 
     assert [p.name for p in s.prefixes.list()] == ["fixed", "free"]
 
 
-def test_a_pinned_prefix_makes_room_for_itself(s: Session, tmp_path: Path) -> None:
+def test_a_pinned_prefix_makes_room_for_one_of_the_same_name(s: Session, tmp_path: Path) -> None:
     s.prefixes.budget = s.prefixes.bytes_of(64)
     s.prefixes.put("fixed", LONG[:65])
     s.prefixes.save("fixed", tmp_path / "p")
@@ -210,7 +213,7 @@ def test_put_can_be_stopped_and_drop_forgets(s: Session) -> None:
 
 
 def test_a_request_whose_state_a_put_took_away_fails(s: Session) -> None:
-    for steps in (1, 4, 8):  # in the prompt, after its last step, in the answer
+    for steps in (1, 4, 8):  # within the prefill, just after it, and within the answer
         answers = s.run(Request(prompt=LONG[:100], max_tokens=30), Dflash())
         for _ in range(steps):
             next(answers)
@@ -225,7 +228,7 @@ def test_a_request_whose_state_a_put_took_away_fails(s: Session) -> None:
 def test_a_request_whose_state_one_with_a_prefix_took_away_fails(s: Session) -> None:
     other = prompt(60, 9)
     s.prefixes.put("other", other[:40])
-    for steps in (1, 4, 8):  # in the prompt, after its last step, in the answer
+    for steps in (1, 4, 8):  # within the prefill, just after it, and within the answer
         answers = s.run(Request(prompt=LONG[:100], max_tokens=30), Dflash())
         for _ in range(steps):
             next(answers)

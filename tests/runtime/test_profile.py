@@ -1,4 +1,6 @@
-"""What many runs of a request are made into: spreads, phases, what may be compared."""
+"""Profiles, the statistics of many runs of one request: spreads, phases, warnings, soaks, and
+which profiles may be compared.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def report(e2e: float, cycles: int = 4, finish: str = "stop", **phases: float) -
 
 
 def runs(*reports: Report, answers: tuple[tuple[int, ...], ...] = ()) -> list[Run]:
-    """All with the same answer, where nothing else is said."""
+    """One run for each report. All have the same answer unless `answers` are given."""
     return [
         Run(one, answer, BEATS)
         for one, answer in zip(reports, answers or ((1, 2),) * len(reports), strict=True)
@@ -94,7 +96,7 @@ def test_the_numbers_of_an_answer() -> None:
     }
 
 
-def test_a_cycle_is_what_comes_between_two_chunks_with_tokens_behind_the_prompt() -> None:
+def test_a_cycle_begins_where_the_step_before_ended_and_ends_with_tokens() -> None:
     assert cycles(BEATS) == [10.0, 15.0]
     assert cycles(BEATS[:2]) == []
 
@@ -129,13 +131,17 @@ def test_what_a_reader_should_know_is_said() -> None:
 
 
 def long(*cycle_ms: float) -> tuple[list[Run], list[tuple[float, float]]]:
-    """An answer of four cycles for each of these, and when: 10 s each, from 100 s on, 1 s apart."""
+    """For each of these times per cycle, a run of four cycles, and its beginning and end in
+    seconds: the first begins at 100 s, each lasts 10 s, and the next begins 1 s later.
+    """
     reports = [report(4 * 4 / 3 * ms, cycles=4) for ms in cycle_ms]
     return runs(*reports), [(100.0 + 11 * i, 110.0 + 11 * i) for i in range(len(reports))]
 
 
 def power(answers: Sequence[tuple[float, float]]) -> Power:
-    """Watts and degrees by which it can be told which answers were asked for."""
+    """Power that shows which answers it was asked for: as watts, when the first of them began, and
+    as degrees, when the last of them ended.
+    """
     return Power((Rail("VIN", 1.0, answers[0][0], 1.0),), answers[-1][1])
 
 

@@ -1,4 +1,4 @@
-"""What of the committed tokens is shown, and when a request is over: the truth table."""
+"""Which committed tokens are shown, and when a request is over: a truth table, then requests."""
 
 from __future__ import annotations
 

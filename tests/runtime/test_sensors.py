@@ -1,4 +1,4 @@
-"""Power and temperature from files that look like a Jetson's."""
+"""Power and temperature, read from sysfs files laid out like those of a Jetson."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from thor_dflash.runtime.sensors import Sample, Sensor, Watch, energy, find, jun
 
 
 def write(root: Path, chip: str, **files: str) -> Path:
-    """Files of a directory under /sys/class."""
+    """Make the directory of a chip or thermal zone under sys/class, with these files in it."""
     path = root / "sys/class" / chip
     path.mkdir(parents=True)
     for name, text in files.items():
@@ -26,7 +26,9 @@ def write(root: Path, chip: str, **files: str) -> Path:
 
 @pytest.fixture
 def board(tmp_path: Path) -> Path:
-    """Two chips with three rails, beside what is none; a junction of 51.5 degrees."""
+    """Two power chips with three readable rails and one that cannot be read, beside a disk's
+    sensors, which must be left out. Of two thermal zones, the junction's is at 51.5 degrees.
+    """
     write(tmp_path, "hwmon/hwmon0", name="nvme", temp1_input="40000", label="VDD_DISK",
           power1_input="7")  # fmt: skip
     write(tmp_path, "hwmon/hwmon1", name="ina238", label="VIN", power1_input="61500000",
@@ -61,10 +63,10 @@ def test_the_junction_is_the_zone_of_that_name(board: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("start", "end", "joules"),
     [
-        (1.0, 3.0, 60.0),  # between samples
-        (1.5, 2.0, 17.5),  # in one interval, from 30 W to 40
-        (0.0, 1.0, 20.0),  # before the first
-        (3.0, 5.0, 40.0),  # after the last
+        (1.0, 3.0, 60.0),  # from the first sample to the last
+        (1.5, 2.0, 17.5),  # within one interval, from 30 W to 40 W
+        (0.0, 1.0, 20.0),  # before the first sample, whose power holds
+        (3.0, 5.0, 40.0),  # after the last sample, whose power holds
         (0.5, 3.5, 10.0 + 60.0 + 10.0),
     ],
 )
@@ -73,7 +75,7 @@ def test_energy_is_the_area_under_the_samples(start: float, end: float, joules: 
 
 
 def watched(at: list[float], watts: list[float]) -> Watch:
-    """One rail, sampled."""
+    """A Watch over one rail that has already taken these samples."""
     path = Path("none")
     watch = Watch([Sensor("VIN", path, path, path)])
     watch._samples = [Sample(when, (w,), None) for when, w in zip(at, watts, strict=True)]
@@ -84,21 +86,21 @@ def test_idle_is_before_the_rest_has_ended_and_an_answer_takes_its_own_energy() 
     at = [float(i) for i in range(11)]
     watts = [5.0, 7.0, 90.0, 30.0, 30.0, 30.0, 10.0, 50.0, 50.0, 50.0, 50.0]
     watch = watched(at, watts)
-    watch._rested = 1.5  # 90 W are of warming up
+    watch._rested = 1.5  # the 90 W at 2 s are of the warm-up, so not of the idle board
     (rail,) = watch.power([(3.0, 5.0), (7.0, 8.0), (8.0, 9.0)]).rails
     assert rail.idle_w == pytest.approx(6.0)
-    assert rail.joules == pytest.approx(50.0)  # of 60, 50, 50
+    assert rail.joules == pytest.approx(50.0)  # the median of 60, 50 and 50
     assert rail.mean_w == pytest.approx(160 / 4)
 
 
 @pytest.mark.parametrize(
     ("answers", "hottest"),
     [
-        ([(2.5, 3.5)], 70.0),  # of the samples beside it
-        ([(4.1, 4.2)], 65.0),  # between two
+        ([(2.5, 3.5)], 70.0),  # the sample during the answer, and those just before and after
+        ([(4.1, 4.2)], 65.0),  # no sample during the answer, so the two around it
         ([(4.1, 4.2), (5.5, 9.0)], 90.0),
-        ([(7.0, 8.0)], 90.0),  # after the last
-        ([(-1.0, -0.5)], 40.0),  # before the first
+        ([(7.0, 8.0)], 90.0),  # after the last sample
+        ([(-1.0, -0.5)], 40.0),  # before the first sample
     ],
 )
 def test_heat_is_that_of_the_answers(answers: list[tuple[float, float]], hottest: float) -> None:
@@ -153,17 +155,18 @@ def test_nobody_waits_for_a_sensor_that_hangs(board: Path, monkeypatch: pytest.M
     found = find(board)
     path = board / "sys/class/hwmon/hwmon1/power1_input"
     path.unlink()
-    os.mkfifo(path)  # to read it is to wait for who writes
+    os.mkfifo(path)  # a reader blocks until somebody writes
+    # Without a limit the wait would end here, so that the test fails instead of hanging.
     late = threading.Timer(10, path.write_text, ["1"])
-    late.start()  # who waits too long hears something after all
+    late.start()
     with Watch(found, period=0.001) as watch:
         pass
     assert watch.power([(0.0, 1.0)]).failed == "a sensor said nothing for 0.05 s"
     late.cancel()
-    path.write_text("1")  # lets the thread go
+    path.write_text("1")  # lets the sampling thread end
 
 
-def test_a_sensor_that_hangs_does_not_keep_a_process_that_is_done(tmp_path: Path) -> None:
+def test_a_sensor_that_hangs_does_not_keep_a_finished_process_alive(tmp_path: Path) -> None:
     pipe = tmp_path / "power"
     os.mkfifo(pipe)
     code = (
@@ -174,7 +177,7 @@ def test_a_sensor_that_hangs_does_not_keep_a_process_that_is_done(tmp_path: Path
     subprocess.run([sys.executable, "-c", code, str(pipe)], check=True, timeout=30)
 
 
-def test_a_sensor_that_goes_is_told(board: Path) -> None:
+def test_a_sensor_that_disappears_is_reported(board: Path) -> None:
     with Watch(find(board), junction(board), period=0.001) as watch:
         while len(watch._samples) < 2:
             time.sleep(0.002)

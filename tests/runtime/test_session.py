@@ -63,7 +63,8 @@ def test_a_package_without_a_drafter_says_so() -> None:
 
 @pytest.mark.parametrize(("length", "tokens"), [(300, 84), (382, 2), (383, 1)])
 def test_the_longest_admitted_request_fits(length: int, tokens: int) -> None:
-    # The limit, 384, is whole cache tiles and no whole chunks: rounding up hides no missing row.
+    # The limit, 384 rows, is a whole number of cache tiles but not of chunks: the padding of the
+    # last chunk ends past it, and rounding up to whole tiles would not hide that rows are missing.
     s = session(chunk=100, capacity=400)
     assert s.model.limit == 384
     request = Request(prompt=prompt(length, 1), max_tokens=tokens)
@@ -149,7 +150,7 @@ def test_more_threads_than_cores_are_refused_before_anything_is_read(tmp_path: P
         open_session(tmp_path / "none", EngineConfig(threads=cores + 1), Silent())
 
 
-def test_a_damaged_graph_is_named_by_its_hash(tmp_path: Path) -> None:
+def test_a_damaged_graph_is_named(tmp_path: Path) -> None:
     path = package(tmp_path)
     (path / "verify.onnx").write_bytes(b"no")
     with pytest.raises(PackageError, match=r"verify\.onnx"):
@@ -179,13 +180,16 @@ def test_a_damaged_weight_is_found_when_all_is_loaded_and_the_engine_is_given_ba
     with pytest.raises(PackageError, match=r"\(got weights/layer.01.bin altered\); build it again"):
         open_session(path, EngineConfig(), Silent())
     assert len(closed) == 1
-    with pytest.raises(ConfigError, match=r"engine.chunk must be"):  # no byte is read for it
+    # A bad option is refused before there is an engine that would have to be closed.
+    with pytest.raises(ConfigError, match=r"engine.chunk must be"):
         open_session(path, EngineConfig(chunk=7), Silent())
     assert len(closed) == 1
 
 
-def test_a_drafter_that_drafts_nothing_known_changes_no_fault() -> None:
-    """Drafts of -1 meet choices of -1: that is no agreement, and the first fault is reported."""
+def test_drafts_of_minus_one_do_not_agree_with_rows_that_are_faults() -> None:
+    """The choice after a row with NaN logits is -1. A draft of -1 must not count as agreeing with
+    it: the fault that is reported is that of the first row.
+    """
     s = session()
     answers = s.run(Request(prompt=prompt(20, 1), max_tokens=40), drafts(lambda n: [-1] * 15))
     next(answers)

@@ -1,4 +1,6 @@
-"""What a meter makes of blocks and of time: the counts and the clock are the tests' own."""
+"""What the meter of a request reports. Most tests give it made-up blocks, or a clock that stands
+still.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from thor_dflash.runtime.thinking import Marks
 
 @dataclass
 class Clock:
-    """Stands still until it is told to go on."""
+    """Stands in for time.perf_counter and shows `now`, which only the test moves."""
 
     now: float = 100.0
 
@@ -38,7 +40,7 @@ def test_a_last_step_that_commits_nothing_has_its_time(clock: Clock) -> None:
     meter = Meter(16, {"prefill": 3.0, "verify": 7.0}, start=clock())
     clock.now += 2
     meter.prompt_done()
-    clock.now += 5  # a verify, and then a dead end
+    clock.now += 5  # a step that commits nothing: the grammar allows no token after its first row
     report = meter.report("grammar_dead_end", 0, {"prefill": 4.5, "verify": 11.0})
     assert report.timings.phases_ms == {"prefill": 1500, "verify": 4000, "host": 1500}
     assert (report.timings.decode_ms, report.timings.e2e_ms) == (5000, 7000)
@@ -47,12 +49,13 @@ def test_a_last_step_that_commits_nothing_has_its_time(clock: Clock) -> None:
 @pytest.mark.parametrize(
     ("forced", "count", "agreed", "drafted", "want"),
     [
-        # Every row but the first holds a draft, and a cap leaves three.
+        # Drafts only, at most one in each row but the first. In turn: fewer are committed than
+        # agreed, all are committed, one disagreed, fewer than the block can hold were drafted.
         ((), 3, 7, 7, (7, (1, 1, 1, 0, 0, 0, 0), 0)),
         ((), 8, 7, 7, (7, (1, 1, 1, 1, 1, 1, 1), 0)),
         ((), 3, 2, 7, (7, (1, 1, 0, 0, 0, 0, 0), 0)),
         ((), 3, 7, 2, (2, (1, 1, 0, 0, 0, 0, 0), 0)),
-        # A forced id is no draft, and counts where it was committed.
+        # A forced id takes the place of a draft. It is counted as forced if it was committed.
         ((9, 9, 9), 2, 7, 7, (4, (0, 0, 0, 0, 0, 0, 0), 2)),
         ((-1, 9, -1, 9), 3, 7, 7, (5, (1, 0, 1, 0, 0, 0, 0), 1)),
     ],
@@ -80,7 +83,7 @@ def test_what_a_block_counts_for(
         ("closing", (5, 6), 0, "hard"),
         ("thinking", (), 0, "natural"),
         ("thinking", (), 1, "soft"),
-        # What a grammar forces after the mark, in the same block, closed nothing.
+        # Ids that a grammar forces after the closing mark, in the same block, did not close it.
         ("thinking", (-1, -1, 5, 6), 0, "natural"),
         ("thinking", (-1, -1, 5, 6), 1, "soft"),
     ],
@@ -95,7 +98,9 @@ def test_how_thinking_closed(
 
 @pytest.mark.parametrize("drafted", [False, True])
 def test_thinking_that_opens_and_ends_in_one_block_has_a_close(drafted: bool) -> None:
-    """An answer may open its thinking itself: then no block begins inside."""
+    """An answer may open its thinking itself. If one block opens and ends it, no block begins
+    inside thinking, so that the report has no such phase, but it must still say how it closed.
+    """
     asked, model = prompt(24, 1), thinker().model
     truth = after(asked, 20)
     marks = Marks(truth[0], truth[first_seen(truth, 3)])

@@ -1,3 +1,7 @@
+"""Text to ids and back, chat templates, the split of an answer from its thinking, and what is read
+from tokenizer files.
+"""
+
 from __future__ import annotations
 
 import json
@@ -78,7 +82,7 @@ def test_special_tokens_are_one_id_and_no_text_and_thinking_is_text(shared: Shar
     )
     assert text.encode("<|audio|>") == [ids["<|audio|>"]]
     assert (text.think, text.end_think) == (ids["<think>"], ids["</think>"])
-    assert text.decode([10**6]) == ""  # a padding id has no text
+    assert text.decode([10**6]) == ""  # an id that no token has is no text
 
 
 @given(tokens=st.lists(st.integers(0, 305)), cuts=st.lists(st.integers(0, 20)))
@@ -92,7 +96,7 @@ def test_decoding_piece_by_piece_is_decoding_at_once(
         at += cut
     said += stream.feed(tokens[at:]) + stream.end()
     assert said == text.decode(tokens)
-    # An independent decoder. It drops unknown words, as ours does.
+    # The tokenizers library decodes independently of our code. Both drop ids that have no word.
     assert said == tokenizer.decode(tokens, skip_special_tokens=True)
 
 
@@ -193,7 +197,7 @@ def test_a_chat_is_checked(messages: object, message: str) -> None:
         chat(messages)
 
 
-def test_a_tokenizer_that_is_none(tmp_path: Path) -> None:
+def test_a_missing_or_unsupported_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PackageError, match="must be a tokenizer"):
         Text.load(tmp_path)
     make(tmp_path)

@@ -1,4 +1,6 @@
-"""Servers for the tests of serving: on free ports, over backends that wait to be told to go on."""
+"""For the tests of serving: servers on free ports, raw clients, and a backend that takes no step
+until a test lets it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class HeldRun:
-    """A mock's run whose every step needs a permit."""
+    """A run of a mock of which every step waits for a permit."""
 
     run: Run
     held: HeldBackend
@@ -55,16 +57,16 @@ class HeldRun:
 
 @dataclass
 class HeldBackend:
-    """A mock that stands still until it is let go on."""
+    """A mock backend whose runs take no step until a test permits it with `let`."""
 
     mock: MockBackend
     permits: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     waiting: threading.Event = field(default_factory=threading.Event)
-    """A step is due."""
+    """Set while a run waits for a permit."""
     steps: int = 0
     ended: list[Stop | None] = field(default_factory=list)
     started: list[str] = field(default_factory=list)
-    """Ids in the order in which they were begun."""
+    """Ids of the plans in the order in which they were started."""
 
     def let(self, steps: int = 10_000) -> None:
         self.permits.release(steps)
@@ -137,7 +139,9 @@ class Peer:
         return self.receive()
 
     def final(self, id: str) -> dict[str, Any]:
-        """The final answer to a request; others' are an error."""
+        """Skip the chunks of a request and return its final answer. An answer to another request
+        fails the test.
+        """
         while (reply := self.receive())["type"] == "chunk":
             assert reply["id"] == id
         assert reply["id"] == id, reply
@@ -199,7 +203,7 @@ def house() -> Iterator[House]:
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[Session]:
-    """Random weights; of the tests of one file."""
+    """A session with random weights, shared by the tests of one file."""
     # Imported here: most tests of serving need no model.
     from constrained import package
 

@@ -1,4 +1,4 @@
-"""The long checks of serving, run by hand: what docs/measurements reports.
+"""The long checks of serving, which are run by hand and reported in docs/measurements.
 
     python tests/serving/soak.py PKG control|overhead|cancel|hostile|soak [COUNT]
 
@@ -38,7 +38,7 @@ RUN = "import sys; from thor_dflash.cli import main; sys.exit(main())"
 PROMPT = "Bring the cup to the table, then the plate to the kitchen."
 HELDOUT = Path(__file__).parent.parent.parent / "models/planner-nano/heldout.jsonl"
 LONGEST = 512
-"""Of a plan, tokens; those of planner-nano end by themselves before."""
+"""Longest answer, tokens; the plans of planner-nano end by themselves before."""
 
 
 @contextmanager
@@ -72,14 +72,14 @@ def resident(pid: int) -> float:
 
 
 def percentiles(values: list[float]) -> str:
-    """p50, p99 and the worst, without interpolation."""
+    """p50, p99 and the maximum, without interpolation."""
     ranked = sorted(values)
     p99 = ranked[min(len(ranked) - 1, len(ranked) * 99 // 100)]
     return f"p50 {ranked[len(ranked) // 2]:.2f}, p99 {p99:.2f}, max {ranked[-1]:.2f} ms"
 
 
 def control(package: str, count: int) -> None:
-    """Control operations while plans are decoded."""
+    """Time control operations while plans are decoded."""
     with server("--package", package) as (endpoint, _):
         over = threading.Event()
 
@@ -114,7 +114,7 @@ def control(package: str, count: int) -> None:
 
 
 def tasks(count: int) -> list[tuple[Message, ...]]:
-    """Chats as robots ask: planner-nano's held-out tasks, in turn."""
+    """`count` chats as robots send them: planner-nano's held-out tasks, in turn."""
     lines = HELDOUT.read_text(encoding="utf-8").splitlines()
     chats = [json.loads(line)["messages"] for line in lines]
     chosen = [chats[i % len(chats)] for i in range(count)]
@@ -122,11 +122,12 @@ def tasks(count: int) -> list[tuple[Message, ...]]:
 
 
 def overhead(package: str, count: int) -> None:
-    """Plans by the loop itself and by the server, in turn: same session, same prompts, same tokens.
+    """Time plans in pairs, by the decoding loop itself and by the server: same session, same
+    prompts, same tokens.
 
-    The loop gets token ids and gives token ids; the server gets a chat over tcp and gives a plan.
-    Both run on a thread as polite as the server's engine thread is, so that what differs is the
-    server. Of each pair either goes first every other time.
+    The loop gets token ids and returns token ids; the server gets a chat over TCP and returns a
+    plan. The loop runs on a thread with the priority of the server's engine thread, so that only
+    the server makes a difference. Which of a pair goes first alternates.
     """
     session = open_session(Path(package), EngineConfig(), Silent())
     text = session.text
@@ -173,7 +174,7 @@ def overhead(package: str, count: int) -> None:
 
 
 def cancel(package: str, count: int) -> None:
-    """Cancels at random moments, of prefill and of decode, against the bound that hello gives."""
+    """Time cancels at random moments of prefill and decode against the bound that hello gives."""
     rng, late = random.Random(3), list[float]()
     chat = [{"role": "user", "content": "Bring the cup to the table. " * 60}]
     with server("--package", package) as (endpoint, _), RemotePlanner(endpoint) as planner:
@@ -203,7 +204,7 @@ def cancel(package: str, count: int) -> None:
 
 
 def hostile(package: str, count: int) -> None:
-    """Hostile frames, with a well-behaved client throughout."""
+    """Send hostile frames while a well-behaved client is served throughout."""
     with server("--mock", "--set", "serve.max_message=100000") as (endpoint, pid):
         sizes: list[float] = []
         attacked = threading.Thread(
@@ -232,7 +233,7 @@ def hostile(package: str, count: int) -> None:
 
 
 def soak(package: str, count: int) -> None:
-    """Plans with random cancels, disconnects, preempts and deadlines."""
+    """Request plans, with random cancels, disconnects, preemptions and deadlines."""
     with server("--package", package) as (endpoint, pid):
         it = Soak(endpoint, seed=2)
         begin = time.monotonic()

@@ -1,4 +1,6 @@
-"""Answers that cannot be written: a model may write anything, and a server goes on."""
+"""Answers that cannot be encoded, since a model may write anything: each is answered by an error or
+without a plan, and the server goes on.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def test_an_answer_that_the_protocol_cannot_carry_is_no_plan(
 
 
 class Unwritable(MockBackend):
-    """Says what no codec writes, in every step or in the result."""
+    """A mock whose plan `bad` holds an object that no codec can encode, in every chunk or in the
+    result.
+    """
 
     def __init__(self, where: str) -> None:
         super().__init__(ServeConfig())
@@ -80,7 +84,7 @@ def test_what_cannot_be_written_is_an_internal_error_and_ends_nothing(
     assert stats["refused"] == {"internal": 1}
 
 
-def test_a_control_operation_that_cannot_be_written_is_one_too(house: Any) -> None:
+def test_an_answer_to_a_control_operation_that_cannot_be_written_is_an_error(house: Any) -> None:
     class Odd(MockBackend):
         def validate(self, request: wire.Validate) -> dict[str, Any]:
             return {"prompt_tokens": object()}

@@ -1,4 +1,4 @@
-"""The clients alone: how they end, try again and know their own answers."""
+"""The clients by themselves: how they close, try again and recognise their own answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STREAM = Ask(prompt="x", stream="all")
 
 
 def ends(work: Callable[[], object]) -> None:
-    """Run what might never return, and let the test fail where it does not."""
+    """Run `work`, which might never return; the test fails if it does not."""
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -60,7 +60,7 @@ def test_closing_a_client_ends_its_open_streams(house: Any) -> None:
             assert held.waiting.wait(20)
 
     ends(leave)
-    for stream in streams:  # one that had begun, one that had not
+    for stream in streams:  # the first had begun, the second had not
         with pytest.raises(PlanError, match=r"must answer \(got none: the client was closed\)"):
             next(stream)
     books = server._desk.books
@@ -113,14 +113,16 @@ def test_a_client_ends_where_its_keys_went(tmp_path: Path) -> None:
 def test_an_idle_client_that_was_refused_for_long_may_be_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Hurried: for one with a wrong key it takes two minutes until libzmq can tell no more."""
+    """libzmq blocks when the pipe of its monitor is full, which nobody reads in an idle client.
+    With a wrong key that takes two minutes; here it is hurried.
+    """
     monkeypatch.setitem(replies.SOCKET_OPTIONS, zmq.RECONNECT_IVL, 1)
     monkeypatch.setattr(replies, "WATCHED", zmq.EVENT_ALL)
     with socket.create_server(("127.0.0.1", 0)) as refusing:
         planner = RemotePlanner(f"tcp://127.0.0.1:{refusing.getsockname()[1]}")
         refusing.settimeout(0.2)
-        with suppress(TimeoutError):  # it no longer comes
-            for _ in range(500):  # each one tells of five things, and two thousand fit
+        with suppress(TimeoutError):  # once libzmq blocks, it connects no more
+            for _ in range(500):  # each attempt makes five events, and the pipe holds 2000
                 refusing.accept()[0].close()
         ends(planner.close)
 
@@ -132,7 +134,9 @@ def test_an_idle_client_that_was_refused_for_long_may_be_closed(
 def test_a_client_that_cannot_be_made_leaves_nothing_open(
     kind: Any, endpoint: str, keys: str
 ) -> None:
-    """Its context, if it was collected before its socket, would wait for that one for ever."""
+    """Otherwise, if the context were garbage-collected before its socket, it would wait for that
+    socket for ever.
+    """
     it = kind.__new__(kind)
     try:
         with pytest.raises(ConfigError):
@@ -145,7 +149,7 @@ def test_a_client_that_cannot_be_made_leaves_nothing_open(
 def test_closing_an_asyncio_client_ends_all_that_wait(
     house: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For an answer, for the rest of a stream, for a connection, and for the next try."""
+    """They wait for an answer, for the rest of a stream, for a connection, and for the next try."""
     monkeypatch.setattr(Tries, "again", lambda *_: 3600.0)
     server, held = house.held(max_queue=1, watchdog_s=60.0)
     held.let(2)
@@ -206,7 +210,7 @@ def test_a_stream_is_cancelled_with_the_token_that_began_it(house: Any, tmp_path
             stream: Any = planner.stream(Ask(prompt="x", stream="all", token="own"))
             await anext(stream)
             await stream.aclose()
-            # By the same connection: what is answered here came after the farewell.
+            # On the same connection, so it is answered after the `cancel` of the closed stream.
             stats = await planner.call(wire.Simple(op="stats", token="own"))
             assert stats["refused"].keys() <= {"cancelled"}  # and none is unauthorized
             assert stats["requests"]["cancel"] == 1
@@ -262,7 +266,9 @@ def test_a_stream_that_goes_on_may_take_as_long_as_it_likes(
 
 @contextmanager
 def answering(texts: dict[str, str], envelopes: list[list[bytes]] | None = None) -> Iterator[str]:
-    """A server that answers one request with results: texts by id, "" for the right one."""
+    """A server that answers one request with a result for each of `texts`, whose keys are ids of
+    requests; "" stands for the id of the request itself.
+    """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router = context.socket(zmq.ROUTER)
     router.linger, router.rcvtimeo = 0, 20_000
@@ -315,8 +321,8 @@ def late() -> Iterator[str]:
     context.term()
 
 
-def test_an_answer_to_another_request_is_none() -> None:
-    """Though it came by the right way."""
+def test_an_answer_to_another_request_is_not_taken() -> None:
+    """Not even if its envelope is right."""
     with (
         answering({"another": "wrong"}) as endpoint,
         RemotePlanner(endpoint, Options(retries=0)) as planner,
@@ -325,15 +331,17 @@ def test_an_answer_to_another_request_is_none() -> None:
         planner.plan(Ask(prompt="x"))
 
 
-def test_a_late_answer_is_not_waited_behind(late: str) -> None:
-    """It arrives while the next one is waited for, which never comes."""
+def test_a_late_answer_does_not_block_the_next_request(late: str) -> None:
+    """The answer to the first request arrives while the second one's is waited for, which does not
+    come. The socket drops it, and the client must not block in reading.
+    """
     with RemotePlanner(late, Options(timeout_s=0.1, retries=0)) as planner:
         for _ in range(2):
             with pytest.raises(PlanError, match="it is connected, and silent"):
                 ends(planner.ping)
 
 
-def test_a_stream_passes_over_what_is_not_its_own() -> None:
+def test_a_stream_skips_what_is_not_its_own() -> None:
     with (
         answering({"another": "wrong", "": "right"}) as endpoint,
         RemotePlanner(endpoint, Options(retries=0)) as planner,
@@ -343,7 +351,7 @@ def test_a_stream_passes_over_what_is_not_its_own() -> None:
 
 
 def test_an_answer_has_no_frame_before_its_body() -> None:
-    """libzmq ends the process where a connection is lost between two frames of one message."""
+    """libzmq aborts the process if a connection is lost between two frames of a message."""
     envelopes: list[list[bytes]] = []
     with answering({"": "right"}, envelopes) as endpoint, RemotePlanner(endpoint) as planner:
         (result,) = planner.stream(Ask(prompt="x", stream="steps"))

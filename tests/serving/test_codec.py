@@ -1,3 +1,7 @@
+"""Requests in both encodings and in the GR00T dialect: how they are read, and how whatever is wrong
+with one is refused by name.
+"""
+
 from __future__ import annotations
 
 import datetime
@@ -167,7 +171,7 @@ def test_half_a_surrogate_pair_is_refused_by_its_field(text: bytes, shown: str) 
 
 
 def test_no_escape_of_a_broken_body_costs_a_call() -> None:
-    # Nobody else is answered meanwhile, and a body holds half a million of them.
+    # Meanwhile no other client is answered, and a body may hold half a million escapes.
     for escapes in (rb"\n" * 9000, rb"\ud83d\ude00" * 2000, rb"\ud800" * 9000):
         calls = 0
 
@@ -211,7 +215,7 @@ def test_fields_of_ones_own_are_ignored_and_others_are_not() -> None:
 
 
 WHEN = datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC)
-"""Not now: a test's name must not depend on the time."""
+"""A fixed time, since it becomes part of a test's name."""
 
 
 @pytest.mark.parametrize(
@@ -243,13 +247,13 @@ def outcome(body: bytes) -> str:
 
 
 @given(st.binary(max_size=200), st.integers(0, 2))
-def test_no_bytes_do_anything_but_be_refused(tail: bytes, start: int) -> None:
+def test_any_bytes_are_read_or_refused(tail: bytes, start: int) -> None:
     body = (b"", b'{"', b"\x83")[start] + tail
     assert outcome(body) in ("read", "bad_request", "unsupported_version")
 
 
 @given(st.data())
-def test_no_mutation_does_either(data: st.DataObject) -> None:
+def test_any_mutation_is_read_or_refused(data: st.DataObject) -> None:
     encoding = data.draw(st.sampled_from([JSON, MSGPACK]))
     whole = encoding.encode({**PLAN, "messages": None, "metadata": {"a": [1, {"b": "c"}]}})
     at = data.draw(st.integers(0, len(whole) - 1))
@@ -281,7 +285,7 @@ def test_groot_requests_are_the_same_requests() -> None:
 
 
 class Unwritten:
-    """Stands where no message comes to: it cannot be written."""
+    """A part of a value that no message shows: to write it out fails the test."""
 
     def __repr__(self) -> str:
         raise AssertionError("a value is cut before it is written")
@@ -289,7 +293,9 @@ class Unwritten:
 
 @pytest.mark.parametrize("large", [["x" * 50, "y" * 50, Unwritten()], {"x" * 90: Unwritten()}])
 def test_of_a_large_value_no_more_is_written_than_is_told(large: Any) -> None:
-    """A megabyte that is written out for its first letters keeps everybody waiting meanwhile."""
+    """To write out a megabyte of which only the first letters are shown would keep every other
+    client waiting.
+    """
     for head in (Head(op=large), Head(op="plan", v=large)):
         with pytest.raises(PlanError, match=r"\(got [\[{]\"x+.{,50}\.\.\.[;)]"):
             codec.read(JSON, b"{}", head)

@@ -1,4 +1,6 @@
-"""The desk alone: what it does to the books where a peer or a thread is gone."""
+"""The desk by itself: how it answers letters and the posts of other threads, also where a peer or a
+thread is gone.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ BACKEND = MockBackend(ServeConfig())
 
 
 class Door:
-    """Whom a message cannot reach is gone."""
+    """Stands in for the sockets and keeps what is sent. While `gone`, no peer can be reached."""
 
     def __init__(self) -> None:
         self.gone = False
@@ -88,7 +90,7 @@ def test_an_engine_that_outlives_another_thread_is_told_to_stop(desk: Desk, door
     assert [reply["code"] for reply in door.sent] == ["engine_fault"]
 
 
-def test_who_looks_is_answered_while_it_drains_and_who_wants_something_is_not(
+def test_while_it_drains_questions_are_answered_and_new_work_is_not(
     desk: Desk, door: Door, life: Life
 ) -> None:
     life.draining = True

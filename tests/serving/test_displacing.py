@@ -1,4 +1,4 @@
-"""Who gets into a full queue, in whose place, and that no more wait than may."""
+"""Which plans get into a full queue, whose place they take, and that the queue keeps its limit."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_two_urgent_plans_under_check_have_a_place_each() -> None:
 
 
 @pytest.mark.parametrize("leaves", ["runs", "a", "b"])
-def test_a_place_that_was_made_meanwhile_costs_nobody_hers(leaves: str) -> None:
+def test_where_a_place_became_free_meanwhile_no_waiting_plan_is_displaced(leaves: str) -> None:
     books = Schedule(2)
     full(books, runs=9, a=1, b=2)
     books.arrive(one := urgent("c"), 1.0)
@@ -91,14 +91,14 @@ def test_nobody_makes_way_for_those_who_are_still_under_check() -> None:
     assert waiting(books) == ["a", "c"]
 
 
-def test_who_counted_on_a_plan_that_was_refused_takes_another_place_or_none() -> None:
+def test_a_place_that_a_refused_plan_had_claimed_can_be_claimed_again() -> None:
     books = Schedule(2)
     full(books, runs=9, a=1, b=9)
     books.arrive(one := urgent("c", "arm"), 1.0)
     with pytest.raises(PlanError, match="wait"):
         books.arrive(urgent("d"), 1.0)
     with pytest.raises(PlanError, match="wait"):
-        books.arrive(job("e", "arm"), 1.0)  # who displaces c has no right to the place of a
+        books.arrive(job("e", "arm"), 1.0)  # displaces c, but may not take the place of a as c may
     assert books.leave(one)
     assert queue(books, urgent("f")) == [("a", "preempted")]
 
@@ -107,11 +107,11 @@ def test_a_place_that_is_given_up_already_is_counted_once() -> None:
     books = Schedule(2)
     full(books, runs=9, a=1, b=9)
     books.arrive(urgent("c", "arm"), 1.0)
-    leave(books, "a")  # whose place c counted on
+    leave(books, "a")  # the plan whose place c has claimed
     with pytest.raises(PlanError, match="wait"):
         books.arrive(job("d"), 1.0)
     leave(books, "b")
-    books.arrive(job("e", "arm"), 1.0)  # who displaces c
+    books.arrive(job("e", "arm"), 1.0)  # displaces c
     queue(books, job("f"))
     with pytest.raises(PlanError, match="wait"):
         books.arrive(job("g"), 1.0)
@@ -120,16 +120,16 @@ def test_a_place_that_is_given_up_already_is_counted_once() -> None:
 def test_who_is_displaced_under_check_displaces_nobody() -> None:
     books = Schedule(2)
     full(books, runs=9, a=1, b=9)
-    books.arrive(urgent("c", "arm"), 1.0)  # in place of a
+    books.arrive(urgent("c", "arm"), 1.0)  # claims the place of a
     leave(books, "b")
-    books.arrive(job("d", "arm"), 1.0)  # in place of c
+    books.arrive(job("d", "arm"), 1.0)  # displaces c
     with pytest.raises(PlanError, match="wait"):
         books.arrive(job("e"), 1.0)
 
 
 def test_where_the_place_is_gone_when_a_plan_was_checked_it_is_busy_after_all() -> None:
-    """The running plan would have made way for c, and a for one of a newer generation. By then the
-    one has ended, and the other runs.
+    """When c came, it would have preempted the running plan, and the newer generation of d would
+    have made a leave. When c was checked, the running plan had ended, and a ran in its place.
     """
     books = Schedule(2)
     queue(books, job("runs"))
@@ -150,7 +150,7 @@ def test_where_the_place_is_gone_when_a_plan_was_checked_it_is_busy_after_all() 
     assert waiting(books) == ["b", "d"]
 
 
-def test_a_prefix_that_is_to_be_pinned_is_no_plan_to_displace() -> None:
+def test_a_prefix_that_waits_to_be_pinned_is_not_displaced() -> None:
     books = Schedule(1)
     full(books, runs=9)
     put = wire.PrefixPut(id="put", prefix_id="skills", system="x")

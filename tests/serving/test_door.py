@@ -1,4 +1,6 @@
-"""The sockets alone: slow readers, readers that are gone."""
+"""The server's sockets by themselves: readers that are slow or gone, and the bell that wakes the
+thread of the sockets.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def reader(door: Door) -> Iterator[zmq.Socket[bytes]]:
 
 
 def hear(door: Door, count: int) -> list[Letter | Left]:
-    """The next `count` events, and those that came with the last."""
+    """At least `count` events: also those that came together with the last of them."""
     end, events = time.monotonic() + 20, list[Letter | Left]()
     while len(events) < count:
         assert time.monotonic() < end, events
@@ -52,7 +54,7 @@ def meet(door: Door, reader: zmq.Socket[bytes]) -> tuple[bytes, ...]:
 
 
 def fill(door: Door, envelope: tuple[bytes, ...]) -> int:
-    """Send until the reader's socket is full; how many went out."""
+    """Send until the reader's socket is full; return how many messages were sent."""
     sent = 0
     while door.send(envelope, BULK, droppable=True) == "sent":
         sent += 1
@@ -117,13 +119,14 @@ def test_who_left_is_heard_and_not_written_to(door: Door, reader: zmq.Socket[byt
     reader.close(0)
     assert hear(door, 1) == [Left(letter.fd)]
     end = time.monotonic() + 20
-    while door.send(letter.frames[:2], b"result") != "gone":  # the pipe goes after the connection
+    # libzmq removes the pipe to a peer some time after it reported the end of the connection.
+    while door.send(letter.frames[:2], b"result") != "gone":
         assert time.monotonic() < end
     assert door.send((b"never met", b""), b"result") == "gone"
 
 
 def test_last_words_are_heard_together_with_the_parting(door: Door) -> None:
-    for _ in range(5):  # the descriptor is used again each time
+    for _ in range(5):  # each connection reuses the descriptor of the one before
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         socket = context.socket(zmq.DEALER)
         socket.linger = 20_000
@@ -136,7 +139,7 @@ def test_last_words_are_heard_together_with_the_parting(door: Door) -> None:
         assert left == Left(letter.fd)
 
 
-def test_who_comes_by_the_number_of_a_closed_connection_has_not_left(
+def test_a_connection_that_reuses_a_closed_descriptor_has_not_left(
     door: Door, reader: zmq.Socket[bytes]
 ) -> None:
     door._gone.update(range(1 << 12))
@@ -162,7 +165,7 @@ def test_a_bell_that_is_rung_after_the_end_writes_into_nobodys_file() -> None:
     it.close()
     out, other = os.pipe()
     try:
-        os.dup2(other, bell)  # as the next file to be opened may well be given the number
+        os.dup2(other, bell)  # as the next file that is opened may get the same descriptor
         it.ring()
         os.set_blocking(out, False)
         with pytest.raises(BlockingIOError):

@@ -1,4 +1,4 @@
-"""The end of a server: of which a thread goes on, or which a client asks for."""
+"""The end of a server while one of its threads goes on, and the end that a client asks for."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from thor_dflash.serving.server import READING_S, Server
 
 @contextmanager
 def running(load: Any) -> Iterator[tuple[Server, threading.Thread]]:
-    """A server whose end a test looks at, and its thread."""
+    """A server and its thread, which must have ended soon after the `with` block."""
     config = ServeConfig(bind=("tcp://127.0.0.1:*",), watchdog_s=60.0)
     server = Server(load, config, log=lambda text: None)
     thread = threading.Thread(target=server.run, daemon=True)
@@ -64,7 +64,7 @@ def test_a_second_stop_is_heard_while_threads_are_waited_for() -> None:
         until(server._life.ready)
         server.stop()
         assert closing.wait(20)
-        thread.join(0.5)  # longer than threads that load are given
+        thread.join(0.5)  # longer than a thread that still loads would be waited for
         assert thread.is_alive(), "the first stop waits"
         server.stop()
     assert not server.ended()
@@ -142,7 +142,7 @@ serve._load = load
 
 
 def serving_of(tmp_path: Path, script: str) -> list[str]:
-    """The command with what it loads in place of a package."""
+    """The command `serve`, which loads what WORK and `script` say instead of a package."""
     args = ["serve", "--package", "none", "--bind", f"ipc://{tmp_path}/plan"]
     last = "sys.exit(cli.main(sys.argv[1:]))"
     watchdog = ["--set", "serve.watchdog_s=0.5"]
@@ -153,8 +153,10 @@ def serving_of(tmp_path: Path, script: str) -> list[str]:
 def test_a_signal_in_the_midst_of_loading_is_an_end_in_order(
     tmp_path: Path, signals: list[int]
 ) -> None:
-    """A library's code, to which the end of the interpreter would be a fault, runs on."""
-    ours, theirs = pty.openpty()  # with bars, which hide the cursor
+    """The code of a library still runs on a thread, and it would abort the process if the
+    interpreter ended in the usual way.
+    """
+    ours, theirs = pty.openpty()  # on a terminal there are progress bars, which hide the cursor
     with subprocess.Popen(serving_of(tmp_path, ""), stderr=theirs) as child:
         os.close(theirs)
         said = b""
@@ -162,7 +164,7 @@ def test_a_signal_in_the_midst_of_loading_is_an_end_in_order(
             said += os.read(ours, 4096)
         for number in signals:
             child.send_signal(number)
-        with suppress(OSError):  # a terminal's end
+        with suppress(OSError):  # raised at the end of a pseudo-terminal
             while more := os.read(ours, 4096):
                 said += more
         os.close(ours)

@@ -1,4 +1,6 @@
-"""Several servers as one, without servers."""
+"""Several servers as one: which of them is asked for a plan, and what is answered if none takes it.
+Stand-ins take the place of the clients of the servers.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from thor_dflash.serving.fleet import Fleet, Member, _look_after, _Turn
 
 @dataclass
 class Slow:
-    """A planner that thinks for a while and then refuses, or answers."""
+    """A planner that takes `takes_s` seconds and then refuses or answers."""
 
     takes_s: float
     refuses: bool = True
@@ -37,7 +39,7 @@ class Slow:
 
 @dataclass
 class Open:
-    """A planner whose plans last until it is closed, and that takes only so many."""
+    """A planner whose plans last until it is closed, and that takes at most `takes` of them."""
 
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     asked: list[Ask] = field(default_factory=list[Ask])
@@ -148,7 +150,7 @@ def begin(fleet: Fleet, ask: Ask) -> asyncio.Task[Any]:
 
 
 async def turns() -> None:
-    """Until everything that is begun waits."""
+    """Let the tasks that were begun run until all of them wait."""
     for _ in range(10):
         await asyncio.sleep(0)
 
@@ -163,7 +165,7 @@ def test_a_session_stays_where_it_has_plans_and_no_longer() -> None:
     async def main() -> None:
         tasks: list[asyncio.Task[Any]] = []
         for number, ask in enumerate((ARM, LEG, ARM, ARM, LEG)):
-            # Which are ready changes nothing.
+            # That another server is ready changes nothing.
             fleet.members[2].ready = number > 1
             tasks.append(begin(fleet, ask))
             await turns()
@@ -223,7 +225,7 @@ def test_a_plan_that_lost_its_server_displaces_no_later_one_of_its_session(
 
 
 @dataclass
-class Pinned:
+class WithoutPrefix:
     """A planner that has no prefix."""
 
     message: str = "prefix_id must be a pinned prefix"
@@ -242,13 +244,13 @@ SKILLS = Ask(prompt="x", prefix_id="skills")
 
 
 def test_a_prefix_is_looked_for_where_it_is_listed_and_then_everywhere() -> None:
-    without, having = Pinned(), Slow(0.0, refuses=False)
+    without, having = WithoutPrefix(), Slow(0.0, refuses=False)
     fleet = fleet_of(without, having)
     fleet.members[1].active = 1
     fleet.members[1].prefixes = frozenset({"skills"})
     answer_of(fleet, SKILLS)
     assert (without.asked, len(having.asked)) == (0, 1)
-    fleet.members[1].prefixes = frozenset()  # not looked yet
+    fleet.members[1].prefixes = frozenset()  # as before its first health check
     answer_of(fleet, SKILLS)
     assert (without.asked, len(having.asked)) == (1, 2)
 
@@ -257,8 +259,10 @@ def test_a_prefix_is_looked_for_where_it_is_listed_and_then_everywhere() -> None
     ("code", "told"),
     [("busy", "busy"), ("draining", "draining"), ("unreachable", "bad_request")],
 )
-def test_that_there_is_no_prefix_says_more_than_who_is_not_there(code: Code, told: Code) -> None:
-    for planners in permutations((Pinned(), Slow(0.0, code=code), Pinned())):
+def test_a_missing_prefix_is_told_before_an_unreachable_server_and_after_others(
+    code: Code, told: Code
+) -> None:
+    for planners in permutations((WithoutPrefix(), Slow(0.0, code=code), WithoutPrefix())):
         with pytest.raises(PlanError) as caught:
             answer_of(fleet_of(*planners), SKILLS)
         assert caught.value.code == told
@@ -277,7 +281,7 @@ def test_a_model_is_asked_of_its_own_servers_only() -> None:
 
 @dataclass
 class Refusing:
-    """A server that does not say what it is."""
+    """A server that refuses to tell its model."""
 
     code: Code
 
@@ -290,7 +294,7 @@ def test_a_model_is_unknown_only_when_all_have_said_what_they_have() -> None:
     fleet = fleet_of(met, new)
     fleet.members[1].model = ""
     assert asyncio.run(fleet.knows("mock"))
-    assert new.met == 0  # nobody waits for one that is not needed
+    assert new.met == 0  # not asked, since the first one has the model
     assert asyncio.run(fleet.knows("new"))
     assert not asyncio.run(fleet.knows("other"))
     assert (met.met, new.met) == (0, 1)
@@ -300,7 +304,9 @@ def test_a_model_is_unknown_only_when_all_have_said_what_they_have() -> None:
     ("codes", "told"),
     [(("unreachable",), "unreachable"), (("unreachable", "unauthorized"), "unauthorized")],
 )
-def test_who_did_not_say_what_it_has_may_have_it(codes: tuple[Code, ...], told: Code) -> None:
+def test_no_model_is_unknown_while_a_server_has_not_told_its_own(
+    codes: tuple[Code, ...], told: Code
+) -> None:
     fleet = fleet_of(Changing(), *(Refusing(code) for code in codes))
     for member in fleet.members[1:]:
         member.model = ""

@@ -57,7 +57,7 @@ def test_a_stream_keeps_thinking_and_answer_apart(house: Any) -> None:
 
 
 def test_every_piece_of_a_stream_has_the_time_of_its_beginning(house: Any) -> None:
-    slow = house.mock(0.1)  # fourteen steps: longer than the second that is told
+    slow = house.mock(0.1)  # its steps take more than a second, the unit of `created`
     with gateway(slow.endpoints[0]) as address, client(address) as openai:
         pieces = openai.chat.completions.create(model="mock", messages=CHAT, stream=True)
         assert len({(piece.id, piece.created) for piece in pieces}) == 1
@@ -199,7 +199,7 @@ def test_a_client_that_tries_again_does_not_displace_the_plan_that_displaced_its
     answers: dict[str, Any] = {}
 
     def ask(name: str) -> None:
-        # As it comes: it tries twice more where nothing keeps it from that.
+        # With its default options: it tries twice more unless the reply tells it not to.
         with OpenAI(base_url=f"{address}/v1", api_key="none") as openai:
             try:
                 create = openai.chat.completions.create
@@ -216,7 +216,8 @@ def test_a_client_that_tries_again_does_not_displace_the_plan_that_displaced_its
         assert held.waiting.wait(20)
         threads[1].start()
         until(lambda: peer.ask(op="health", id="h")["waiting"] == 1)
-        peer.ask(op="validate", id="v", prompt="x")  # checked after it: it has been taken
+        # Plans are checked before validations: after this answer the new plan is accepted.
+        peer.ask(op="validate", id="v", prompt="x")
         held.let(1)
         threads[0].join(20)
         assert answers == {"old": "preempted"}
@@ -318,7 +319,7 @@ def test_a_chat_too_long_for_the_server_ends_nobody_elses(house: Any) -> None:
     server, held = house.held(max_message=4000)
     held.let(2)
     with gateway(server.endpoints[0]) as address, client(address) as openai:
-        until(lambda: list(openai.models.list()))  # its limits are known then
+        until(lambda: list(openai.models.list()))  # the gateway then knows the server's limits
         other = iter(openai.chat.completions.create(model="mock", messages=CHAT, stream=True))
         next(other)
         with pytest.raises(APIStatusError) as caught:

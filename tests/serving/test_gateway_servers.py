@@ -18,7 +18,7 @@ from thor_dflash.serving.mock import MockBackend
 
 
 def ask(address: str, **fields: Any) -> Any:
-    """What was answered, or the code of its refusal."""
+    """The completion of a chat, or the code of its refusal."""
     with client(address) as openai:
         try:
             return openai.chat.completions.create(model="", messages=CHAT, extra_body=fields)
@@ -45,7 +45,8 @@ def test_the_newest_plan_of_a_session_displaces_the_one_that_runs(house: Any) ->
         new = begin("new")
         until(lambda: get(f"{address}/health").count('"waiting":1') == 1)
         for server, held in pairs:
-            house.peer(server).ask(op="validate", id="v", prompt="x")  # it has been taken then
+            # Plans are checked before validations: after this answer the new plan is accepted.
+            house.peer(server).ask(op="validate", id="v", prompt="x")
             held.let()
         old.join(20)
         new.join(20)
@@ -106,7 +107,7 @@ def test_the_model_that_is_asked_for_answers_and_is_named(house: Any, stream: bo
 
 def test_the_first_answer_names_its_model_too(house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async def look(member: Any) -> None:
-        """None is done before the answer."""
+        """A health check that never comes before the answer."""
 
     monkeypatch.setattr(fleet, "_look_after", look)
     with gateway(house.mock().endpoints[0]) as address:

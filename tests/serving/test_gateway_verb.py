@@ -41,7 +41,7 @@ def test_a_mistake_is_one_line_before_anything_listens(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        # Nothing starts, whatever happens.
+        # A port that is taken, so that even a gateway that accepts the mistake cannot start.
         given = args if "--listen" in args else ["--listen", f"127.0.0.1:{port}", *args]
         assert cli.main(["gateway", *(arg.replace("PORT", port) for arg in given)]) == 2
     out, err = capsys.readouterr()
@@ -53,7 +53,9 @@ def test_a_mistake_is_one_line_before_anything_listens(
 def running(
     first: str = "", server: str = "ipc:///nowhere/plan"
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The command in a process of its own that runs `first` before, and its address."""
+    """The gateway command in a process of its own, which runs the code `first` before it; and the
+    address on which it listens.
+    """
     script = f"import signal, sys; from thor_dflash.cli import main\n{first}\nsys.exit(main())"
     args = ["gateway", "--server", server, "--listen", "127.0.0.1:0"]
     with subprocess.Popen(
@@ -77,7 +79,7 @@ def test_the_command_listens_where_it_says() -> None:
         assert "Traceback" not in child.stderr.read()
 
 
-# What a test starts in the background may have SIGINT ignored.
+# A test run that was started in the background may ignore SIGINT, which its children inherit.
 CTRL_C = "signal.signal(signal.SIGINT, signal.default_int_handler)"
 EARLY = """
 import os, uvicorn.server
@@ -99,14 +101,14 @@ def test_a_signal_ends_it_in_order(number: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_so_does_one_that_comes_before_it_serves(name: str) -> None:
+def test_a_signal_before_it_serves_ends_it_in_order(name: str) -> None:
     with running(f"{CTRL_C}\n{EARLY.format(name)}") as (child, _):
         assert child.stderr
         assert (child.stderr.read(), child.wait(20)) == ("", 0)
 
 
 def place(address: str) -> tuple[str, int]:
-    """Host and port."""
+    """Host and port of an address."""
     host, _, port = address.split("/")[2].partition(":")
     return host, int(port)
 
@@ -117,7 +119,7 @@ def listens(address: str) -> bool:
 
 
 def stream(address: str) -> http.client.HTTPResponse:
-    """Of a plan that has begun."""
+    """The reply to a streamed completion, after its first line has come."""
     connection = http.client.HTTPConnection(*place(address), timeout=20)
     body = b'{"messages": [{"role": "user", "content": "x"}], "stream": true}'
     connection.request("POST", "/v1/chat/completions", body)
@@ -148,7 +150,7 @@ def test_ctrl_c_twice_ends_its_plans_and_is_no_fault(house: Any) -> None:
     with running(CTRL_C, server.endpoints[0]) as (child, address), stream(address):
         assert held.waiting.wait(20)
         child.send_signal(signal.SIGINT)
-        until(lambda: not listens(address))  # two signals at once would be one
+        until(lambda: not listens(address))  # two pending signals would be delivered as one
         child.send_signal(signal.SIGINT)
         assert child.stderr
         assert (child.stderr.read(), child.wait(20)) == ("", 0)

@@ -19,7 +19,7 @@ PING_WRONG = b"\x82\xa8endpoint\xa4ping\xa9api_token\xa5wrong"
 PLAN = b"\x82\xa8endpoint\xa4plan\xa4data\x81\xa6prompt\xaeBring the cup."
 HEALTH = b"\x81\xa8endpoint\xa6health"
 HEALTH_NO_DATA = b"\x82\xa8endpoint\xa6health\xa4data\xc0"
-"""`call_endpoint("health")`: it then says that there are data, and that they are None."""
+"""What `call_endpoint("health")` sends: the key `data` is there, but its value is None."""
 HEALTH_LIST = b"\x82\xa8endpoint\xa6health\xa4data\x90"
 OTHERS = (b"\x81\xa8endpoint\xa5hello", b"\x81\xa8endpoint\xa5stats",
           b"\x81\xa8endpoint\xabprefix.list",
@@ -73,7 +73,7 @@ def test_it_may_call_whatever_there_is(client: Any) -> None:
         assert call(client, body)["type"] in ("result", "ack")
 
 
-def test_what_there_is_not_is_an_error_and_the_server_stays(client: Any) -> None:
+def test_unknown_endpoints_and_bad_data_are_errors_and_the_server_stays(client: Any) -> None:
     for body, says in ((KILL, "got kill"), (RESET, "got reset"), (GET_ACTION, "got get_action"),
                        (PLAN_ARRAY, "metadata must be plain JSON values"),
                        (HEALTH_LIST, "data must be a map")):  # fmt: skip

@@ -1,4 +1,4 @@
-"""The clients and a server that ends the handshake: with a refusal, or by its own end."""
+"""The clients and a server that ends the handshake, because it refuses them or because it ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ HUNG_UP = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
-    """Those of a server (ours), and of a client that is not let in and knows the server's."""
+    """The keys of a server (`ours`), and of a client that has the server's public key but is not
+    let in (`theirs`).
+    """
     for name in ("ours", "theirs"):
         security.keygen(tmp_path / name)
     (tmp_path / "theirs/server.public").write_bytes((tmp_path / "ours/server.public").read_bytes())
@@ -46,7 +48,7 @@ def server(endpoint: str, curve: str) -> Any:
 
 
 class Asyncio:
-    """The client for asyncio, used as the other one is."""
+    """The client for asyncio, with the methods of the other one."""
 
     def __init__(self, endpoint: str, options: Options) -> None:
         self._runner = asyncio.Runner()
@@ -84,7 +86,7 @@ either = pytest.mark.parametrize("kind", [Plain, Asyncio])
 
 
 def refused(work: Callable[[], object]) -> None:
-    """It ends before its time is up."""
+    """Check that `work` fails because the connection is refused, and before its time is up."""
     began = time.monotonic()
     with pytest.raises(PlanError, match="refused the connection: does it want CURVE") as caught:
         work()
@@ -110,7 +112,9 @@ def test_who_is_refused_is_told_at_once(kind: Any, own: bool, keys: Path) -> Non
 def test_who_was_refused_may_be_let_in_later(
     kind: Any, scheme: str, keys: Path, stack: ExitStack
 ) -> None:
-    """By a server that was started again, and whether it was known there before or not."""
+    """A server that is started again lets in a client whose key it knows by now, whether the client
+    was refused or let in before.
+    """
     known, ours = keys / "ours/clients/theirs.public", str(keys / "ours")
     endpoint = f"ipc://{keys}/plan" if scheme == "ipc" else "tcp://127.0.0.1:*"
 

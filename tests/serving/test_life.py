@@ -1,4 +1,4 @@
-"""What a server calls itself where more than one word would do."""
+"""Which state a server reports when more than one would fit."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ LATE_S = DEGRADED * WATCHDOG_S
 
 
 def stepping(since_s: float) -> Life:
-    """A server whose engine began a step so long ago."""
+    """The state of a server whose engine began a step `since_s` seconds ago."""
     pulse = Pulse(busy=True, at=time.monotonic() - since_s)
     return Life(WATCHDOG_S, MockBackend(ServeConfig()), pulse=pulse)
 
 
 def test_a_step_that_hangs_is_told_of_a_server_that_drains_too() -> None:
-    # Who waits for the end must learn that it may not come.
+    # A client that waits for the drained server to end must learn that it may never do so.
     life = stepping(LATE_S + 60)
     life.draining = True
     health = life.health(1, 0)

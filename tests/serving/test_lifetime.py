@@ -169,7 +169,9 @@ def test_a_second_stop_does_not_wait(house: Any) -> None:
 
 
 class Slow(MockBackend):
-    """Takes as long as it is told to."""
+    """A mock backend whose validations and drops wait for `go`, and whose prefixes wait for
+    `pinned`. Each releases `begun` first.
+    """
 
     def __init__(self) -> None:
         super().__init__(ServeConfig())
@@ -199,7 +201,9 @@ OWED = (
 
 
 def owing(house: Any) -> tuple[Any, Any, Slow]:
-    """A server of which a validation and a dropped prefix are under way, and who waits for them."""
+    """A server with a validation and the drop of a prefix under way, the client that waits for both
+    answers, and the backend.
+    """
     backend = Slow()
     server = house.serve(backend, watchdog_s=60.0)
     peer = house.peer(server)
@@ -221,7 +225,7 @@ def test_stopping_finishes_what_clerk_and_keeper_have(house: Any) -> None:
     assert not server._desk.stats.refused, "nothing was given up"
 
 
-def test_a_second_stop_waits_for_neither(house: Any) -> None:
+def test_a_second_stop_does_not_wait_for_clerk_and_keeper(house: Any) -> None:
     server, peer, backend = owing(house)
     peer.send(op="prefix.put", id="p", prefix_id="x", system="x")
     assert backend.begun.acquire(timeout=20)
@@ -237,7 +241,7 @@ def test_a_second_stop_waits_for_neither(house: Any) -> None:
     assert peer.receive()["id"] == "p"
 
 
-def test_admin_is_for_those_who_were_let(house: Any, tmp_path: Path) -> None:
+def test_admin_operations_must_be_allowed(house: Any, tmp_path: Path) -> None:
     peer = house.peer(house.mock())
     for op in ("drain", "shutdown"):
         assert peer.ask(op=op, id="x")["code"] == "unauthorized"
@@ -324,7 +328,7 @@ def test_a_thread_that_dies_ends_the_server(
     house: Any, monkeypatch: pytest.MonkeyPatch, thread: str, tmp_path: Path
 ) -> None:
     class Panic(BaseException):
-        """As of a library in Rust."""
+        """Like a panic in a Rust library, which is no Exception."""
 
     def panic(*_: object) -> Any:
         raise Panic("secret detail")

@@ -34,14 +34,14 @@ def backend(session: Session) -> LiveBackend:
 
 
 class Lent(LiveBackend):
-    """The session is the module's."""
+    """A backend that leaves its session, which the tests share, open."""
 
     def close(self) -> None:
         pass
 
 
 def alone(session: Session, words: str, count: int) -> list[int]:
-    """The tokens of the loop itself, without thinking."""
+    """The tokens that the decoding loop gives without a server, and without thinking."""
     assert session.text
     prompt = session.text.encode(
         session.text.render([{"role": "user", "content": words}], thinking=False)
@@ -82,15 +82,16 @@ def test_a_schema_is_obeyed_whatever_the_weights(backend: LiveBackend) -> None:
         assert [chunk.step for chunk in chunks] == result.plan["steps"]
 
 
-@pytest.mark.parametrize("max_tokens", [30, 120, 160])
+@pytest.mark.parametrize(("max_tokens", "steps"), [(30, 0), (80, 1), (160, 2)])
 def test_a_plan_that_ends_early_is_still_no_broken_json(
-    backend: LiveBackend, max_tokens: int
+    backend: LiveBackend, max_tokens: int, steps: int
 ) -> None:
-    ask = Ask(prompt="x", thinking="off", json_schema=PLAN, max_tokens=max_tokens)
-    result = LocalPlanner(backend).plan(ask)
-    if result.finish_reason == "length":
-        assert result.status == "partial"
-    assert result.plan is None or result.plan_valid
+    ask = Ask(prompt="b", thinking="off", json_schema=PLAN, max_tokens=160)
+    whole = LocalPlanner(backend).plan(ask)
+    result = LocalPlanner(backend).plan(structs.replace(ask, max_tokens=max_tokens))
+    assert result.status == ("partial" if result.finish_reason == "length" else "ok")
+    assert (result.plan["steps"] if result.plan else []) == whole.plan["steps"][:steps]
+    assert result.plan_valid == bool(steps)
 
 
 def test_what_cannot_be_compiled_is_refused(backend: LiveBackend) -> None:
@@ -121,7 +122,7 @@ SOME_PLAN: Schemas = (
 def test_a_schema_under_which_there_is_no_plan_is_refused(
     backend: LiveBackend, schema: dict[str, Any]
 ) -> None:
-    # A mock has no grammar: it sees the root alone.
+    # A mock has no grammar: it looks at the root of a schema alone.
     backends = (backend,) if "$ref" in schema else (backend, MockBackend(CONFIG))
     for each in backends:
         with pytest.raises(PlanError, match=r"json_schema must be an object \(got") as caught:
@@ -300,7 +301,7 @@ def test_thinking_that_is_not_worth_it_is_not_begun(session: Session, budget: in
     assert not backend.prepare(ask, left[least - 1]).thinks
 
 
-def test_a_server_over_it_answers_the_same(session: Session, house: Any) -> None:
+def test_a_server_answers_with_the_tokens_of_the_loop(session: Session, house: Any) -> None:
     expected = alone(session, "Pick the mug.", 40)
     server = house.serve(Lent(session, CONFIG))
     with RemotePlanner(server.endpoints[0], Options()) as planner:
@@ -316,11 +317,11 @@ def test_a_server_over_it_answers_the_same(session: Session, house: Any) -> None
 
 
 def paths(value: Any, at: str = "") -> set[str]:
-    """Every field of a reply, its inner ones by their path; the codes of errors."""
+    """The paths of all fields of a reply, also of inner ones; of an error's code, its value."""
     if at == ".code":
         return {str(value)}
     if at in (".plan", ".model.quantisation"):
-        return {at}  # of whatever plan, of whatever tensors
+        return {at}  # its fields depend on the plan or on the package's tensors
     if isinstance(value, list):
         return {at}.union(*(paths(item, f"{at}[]") for item in value))
     if not isinstance(value, dict):

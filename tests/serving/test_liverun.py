@@ -28,7 +28,7 @@ LONG_AGO_S = 1000.0
 
 
 class Kept(LiveBackend):
-    """A backend whose session is the module's."""
+    """A backend that leaves its session, which the tests share, open, and does no self-test."""
 
     def warm(self) -> None: ...
 
@@ -49,7 +49,7 @@ def plan(backend: LiveBackend, ask: Ask) -> wire.Result:
 
 
 def told(backend: LiveBackend, ask: Ask, *chunks: Chunk, watch: Watch | None = None) -> LiveRun:
-    """A run of a session that says just this."""
+    """A run of a session that yields just these chunks."""
     prepared, it = backend.prepare(ask, None), backend
     said = (chunk for chunk in chunks)
     return LiveRun(it.session, it.text, it.rates, prepared, said, watch or Watch([]))

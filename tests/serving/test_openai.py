@@ -1,4 +1,6 @@
-"""What the gateway says to readers of OpenAI's documents, and its metrics to those of its own."""
+"""The gateway's requests and refusals in OpenAI's terms; its statuses and metrics are those of
+docs/serving.md.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of a plan by how it ended."""
+"""The status and the validity of a plan by how it ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from thor_dflash.serving.outcome import Decoded, result
 
 SCHEMA = {"type": "object", "required": ["goal"]}
 STEP = '{"goal": "tidy", "steps": [{"id": 1, "skill": "wait", "args": {}}, {"id"'
-"""Stopped after a whole step."""
+"""A plan that was stopped after its first whole step."""
 
 
 def ended(finish: wire.Finish, text: str) -> wire.Result:

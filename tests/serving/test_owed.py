@@ -1,4 +1,6 @@
-"""Validations and dropped prefixes: how many, for whom, and before whom."""
+"""Validations and drops of prefixes: how many may be unanswered, that none is begun for a client
+that left, and that plans are checked before them.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def peer(name: int) -> Peer:
 
 
 class Slow(MockBackend):
-    """Takes until it is told to go on, and tells what it was asked."""
+    """A mock backend that records what it is asked, and whose validations and drops wait for the
+    test.
+    """
 
     def __init__(self) -> None:
         super().__init__(ServeConfig())
@@ -100,7 +104,7 @@ def test_what_a_client_that_left_is_owed_is_not_begun(house: Any) -> None:
 
 
 @pytest.mark.parametrize("hand", ["clerk", "keeper"])
-def test_who_gives_up_is_not_worked_for(hand: str) -> None:
+def test_a_request_that_was_given_up_is_not_begun(hand: str) -> None:
     backend, posts = MockBackend(ServeConfig()), list[Any]()
     owed = Owed(peer(1), VALIDATE if hand == "clerk" else DROP, given_up=True)
     if hand == "clerk":

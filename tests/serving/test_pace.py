@@ -31,7 +31,7 @@ def session() -> Iterator[Session]:
 
 
 class Kept(LiveBackend):
-    """The session is the module's."""
+    """A backend that leaves its session, which the tests share, open."""
 
     def close(self) -> None:
         pass
@@ -73,7 +73,7 @@ def test_what_a_step_takes_is_measured_where_it_takes_most(
 def test_a_step_takes_what_those_after_the_first_do(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now, takes = 0.0, [100.0, 2.0, 5.0, 1.0]  # s: the first step of a size warms it up
+    now, takes = 0.0, [100.0, 2.0, 5.0, 1.0]  # seconds; the first step of a size warms it up
 
     def prefill(model: Model, tokens: Any, observe: bool) -> None:
         nonlocal now
@@ -113,7 +113,7 @@ def test_the_bound_holds_the_slowest_prefill_step_from_the_first_moment() -> Non
 def test_a_size_that_was_named_stays_and_is_told_where_it_is_too_slow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Prefixes are kept in its steps, and two starts must have the same."""
+    """Stored prefixes are whole steps of that size, so two starts of a server must use the same."""
     monkeypatch.setattr(pace, "step_ms", lambda model, rows, start: 10.0 * rows)
     own, *others = SIZES
     config, log = EngineConfig(threads=1, chunk=16), list[str]()

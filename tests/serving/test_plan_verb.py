@@ -1,4 +1,4 @@
-"""`thor-dflash plan`: what it says on the way to a server."""
+"""`thor-dflash plan`: what it sends to a server, what it prints, and what it refuses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from thor_dflash.verbs.generate import DIM, PLAIN
 
 
 def ask(*args: str) -> None:
-    """The verb as on a terminal: with --json, too, it says how far it is."""
+    """Run the verb as on a terminal, where it reports its progress even with --json."""
     plan.run(options.parser().parse_args(["plan", *args]), Config(), Lines(sys.stderr))
 
 

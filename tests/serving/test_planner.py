@@ -1,4 +1,6 @@
-"""One set of tests for a planner, in this process and on the other side of a socket."""
+"""One set of tests for every planner: in this process, and behind a socket by either client. Then
+tests of the clients alone.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,13 @@ from thor_dflash.serving.planner import LocalPlanner, Planner
 from thor_dflash.serving.replies import Tries
 
 CYCLE_S = 0.004
-"""Long enough that a plan outlasts a deadline which a busy machine does not miss on the way."""
+"""Time of a cycle: so long that a plan outlasts a deadline of 50 ms, which even a busy machine does
+not miss before the plan begins."""
 
 
 @dataclass
 class AsyncBehindSync:
-    """The asyncio client, held to the same tests."""
+    """The asyncio client with the methods of the other planners, for the same tests."""
 
     endpoint: str
 
@@ -73,7 +76,7 @@ def planner(request: pytest.FixtureRequest, house: Any) -> Any:
             found: Planner = LocalPlanner(MockBackend(ServeConfig(), CYCLE_S))
         else:
             endpoint = house.mock(CYCLE_S).endpoints[0]
-            # With a connection: making it is not to be part of a short deadline.
+            # Connect first, so that connecting takes nothing from a short deadline.
             if request.param == "remote":
                 found = RemotePlanner(endpoint, Options(retries=0))
                 found.ping()
@@ -121,7 +124,7 @@ def test_a_stream_says_what_the_result_says(planner: Planner) -> None:
         (Ask(prompt="x", prefix_id="none"), "bad_request", "prefix_id"),
         (Ask(prompt="x", deadline_ms=0), "bad_request", "deadline_ms"),
         (Ask(prompt="x", deadline_ms=-5), "bad_request", "deadline_ms"),
-        # Enough that a busy machine has not spent it before the ask is looked at.
+        # Too short for the prompt, but not over before a busy machine looks at the request.
         (Ask(prompt="x " * 4000, deadline_ms=200), "deadline_infeasible", "deadline_ms"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -142,7 +145,7 @@ def test_a_deadline_gives_the_part_that_is_whole(planner: Planner) -> None:
     assert result.plan is None or result.plan["steps"]
 
 
-def test_a_length_does_too(planner: Planner) -> None:
+def test_a_limit_of_tokens_gives_the_part_that_is_whole(planner: Planner) -> None:
     result = planner.plan(Ask(prompt="x", max_tokens=20))
     assert (result.status, result.finish_reason) == ("partial", "length")
     assert len(result.plan["steps"]) == 1
@@ -152,7 +155,9 @@ def test_a_length_does_too(planner: Planner) -> None:
 
 
 def test_a_late_answer_is_never_the_next_ones(house: Any) -> None:
-    """A server that answers each request after the client has given up on it."""
+    """The client gives up on its first request and sends a second one. Only then does the server
+    answer the first, twice, and after it the second.
+    """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router = context.socket(zmq.ROUTER)
     router.linger = 0
@@ -169,7 +174,7 @@ def test_a_late_answer_is_never_the_next_ones(house: Any) -> None:
             frames = router.recv_multipart()
             if msgspec.msgpack.decode(frames[-1])["op"] == "plan":  # and not the first's cancel
                 late.append(frames)
-        answer(late[0], "stale")  # first the old answer, then the one that is waited for
+        answer(late[0], "stale")
         answer(late[0], "stale")
         answer(late[1], "fresh")
 
@@ -302,7 +307,9 @@ def test_a_server_that_is_not_there_is_said_to_be_so() -> None:
 def test_a_reply_that_came_before_the_connection_was_lost_is_read(
     looks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both come together, before or between the looks of one wait."""
+    """The reply and the loss come together: before the client looks for either, or after it has
+    looked for a loss and before it looks for a reply.
+    """
     replies, events, seen = [b"the end"], [zmq.EVENT_DISCONNECTED], count()
 
     def look(at: list[Any]) -> bool:
@@ -327,7 +334,7 @@ def test_a_reply_that_came_before_the_connection_was_lost_is_read(
 
 
 def test_replies_that_came_before_the_connection_was_lost_are_read_first() -> None:
-    """Of two sockets that are ready, the loop may ask the monitor first."""
+    """Both sockets are ready, and the event loop may serve the monitor before the replies."""
     lost = [zmq.EVENT_DISCONNECTED.to_bytes(2, "little") + bytes(4), b"inproc://x"]
     frames = [[b"", MSGPACK.encode({"type": kind, "id": "1"})] for kind in ("a", "b")]
 

@@ -1,4 +1,4 @@
-"""The server as a process, and the examples of the documents against it."""
+"""The server as a process, and the examples of docs/examples as its clients."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def planner(tmp_path: Path) -> Iterator[RemotePlanner]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
 def test_a_signal_drains(start: Start, planner: RemotePlanner, number: signal.Signals) -> None:
-    """Also that of a terminal which is closed."""
+    """SIGHUP is the signal of a terminal that is closed."""
     child = start("--mock-cycle-ms", "20")
     stream = planner.stream(Ask(prompt="x", stream="all"))
     next(stream)
@@ -81,12 +81,14 @@ def test_what_nohup_started_outlives_its_terminal(start: Start, planner: RemoteP
 
 
 def test_a_drained_server_leaves_time_to_read(start: Start, planner: RemotePlanner) -> None:
-    """What a client has received and not read is lost with the connection."""
+    """When a connection is lost, libzmq drops what a client has received and not read. So a server
+    waits a little between its last answer and its end.
+    """
     child = start("--mock-cycle-ms", "1")
     stream = planner.stream(Ask(prompt="x", stream="all"))
     next(stream)
     child.send_signal(signal.SIGTERM)
-    time.sleep(0.3)  # meanwhile the last answer has come
+    time.sleep(0.3)  # meanwhile the last answer has arrived, unread
     *_, result = stream
     assert result.status == "ok"  # type: ignore[union-attr]
 
@@ -127,7 +129,7 @@ def test_a_reader_of_the_log_that_stalls_holds_up_nothing(
     start: Start, planner: RemotePlanner, signals: list[int]
 ) -> None:
     child = start("--log-prompts")
-    for _ in range(9):  # a pipe holds 64 KiB
+    for _ in range(9):  # more than the 64 KiB that a pipe holds
         assert planner.plan(Ask(prompt="x" * 20_000)).status == "ok"
     assert planner.ping()["status"] == "ok"
     for number in signals:
@@ -273,7 +275,7 @@ def test_the_python_example_says_how_it_is_called(args: tuple[str, ...]) -> None
 def test_the_cpp_example(start: Start, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     start()
     source = EXAMPLES / "plan.cpp"
-    # nlohmann's header takes seconds to compile, so a source that was compiled is not again.
+    # nlohmann's header takes seconds to compile, so the program is kept until its source changes.
     digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
     kept = pytestconfig.pluginmanager.has_plugin("cacheprovider") and pytestconfig.cache
     program = (kept.mkdir("thor-dflash-examples") if kept else tmp_path) / digest

@@ -1,4 +1,4 @@
-"""Clients behind a proxy are as many as they are."""
+"""A server tells the clients behind a proxy apart, and knows each of them again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CORRELATE = {"REQ_RELAXED": 1, "REQ_CORRELATE": 1}
 
 @pytest.fixture
 def proxied(house: Any) -> Iterator[tuple[Any, Any]]:
-    """A held backend, and what stands for its server: a proxy before it."""
+    """A held backend, and the endpoint of a proxy in front of its server."""
     server, held = house.held(watchdog_s=60.0)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     front, back, control = (context.socket(kind) for kind in (zmq.ROUTER, zmq.DEALER, zmq.PAIR))
@@ -70,7 +70,7 @@ def test_a_client_behind_a_proxy_is_one_in_all_its_requests(
         ((b"12345", b"1234", b""), (b"12345",)),
         ((b"12345", b"67890", b""), (b"12345", b"67890")),
         ((b"12345", b"67890", b"1234", b""), (b"12345", b"67890")),
-        ((b"12345", b"1234"), (b"12345", b"1234")),  # whoever sends no empty frame is no REQ
+        ((b"12345", b"1234"), (b"12345", b"1234")),  # no REQ socket, which sends an empty frame
     ],
 )
 def test_a_client_is_its_hops_without_the_number_of_the_request(

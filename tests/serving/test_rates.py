@@ -1,4 +1,6 @@
-"""What a step is taken to cost: one slow step changes nothing, and no verdict is for ever."""
+"""The predicted cost of steps and plans: one slow step changes nothing, and a machine that was slow
+is trusted again.
+"""
 
 from __future__ import annotations
 
@@ -86,6 +88,7 @@ def test_a_machine_that_became_slower_is_known_to_be() -> None:
 
 
 def refused(rates: Rates, times: int, left_ms: float = 700.0, *, free: bool = True) -> int:
+    """How many of `times` plans are refused, each of which needs more time than it has."""
     codes: list[str] = []
     for _ in range(times):
         try:
@@ -96,7 +99,7 @@ def refused(rates: Rates, times: int, left_ms: float = 700.0, *, free: bool = Tr
     return len(codes)
 
 
-def test_after_refusals_enough_a_plan_is_a_trial() -> None:
+def test_after_enough_refusals_a_plan_is_taken_as_a_trial() -> None:
     rates = measured()
     assert refused(rates, TRIAL) == TRIAL - 1
     assert refused(rates, 1) == 0, "the trial may not have begun: so is the next one"
@@ -156,7 +159,7 @@ def test_there_is_no_trial_while_a_plan_runs(house: Any) -> None:
     for number in range(2 * TRIAL):
         ask = {"op": "plan", "id": f"{number}", "session": "leg", "prompt": "x"}
         peer.send(**ask, preempt="none", deadline_ms=60_000)
-        # The clerk goes by order of arrival: a plan that is not refused by now is taken.
+        # The clerk checks plans before validations: if the plan is refused, that answer is first.
         peer.send(op="validate", id="v", prompt="x")
         assert peer.receive().get("code") == "deadline_infeasible"
         assert peer.receive()["id"] == "v"

@@ -1,3 +1,5 @@
+"""The books of the scheduler: who runs next, whom a new plan displaces, and what is refused."""
+
 from __future__ import annotations
 
 import pytest
@@ -46,7 +48,9 @@ def test_no_name_of_a_session_is_that_of_a_peer_without_one() -> None:
 
 
 def test_waiting_makes_nobody_more_urgent() -> None:
-    """It is its deadline that ends the wait of a plan that more urgent ones keep from its turn."""
+    """A plan that more urgent ones keep overtaking waits until none is left, or until its deadline:
+    waiting does not raise its priority.
+    """
     books = Schedule(2)
     low = job("low", priority=4, deadline_ms=60_000)
     queue(books, low)
@@ -68,7 +72,7 @@ def test_a_full_queue_says_busy_and_when_to_come_again() -> None:
             books.arrive(job("d"), 850.0)
         assert (caught.value.code, caught.value.retry_after_ms) == ("busy", 850.0)
         assert len(books) == 3
-        run(books)  # one of the three is the engine's: it makes no difference to the others
+        run(books)  # the three places are taken whether or not one of the plans already runs
     assert books.leave(books.jobs()[0])
     assert queue(books, job("d")) == []
 
@@ -151,7 +155,9 @@ def test_plans_of_a_session_that_are_checked_take_one_place_and_are_bounded() ->
 
 
 @pytest.mark.parametrize(("priority", "stop"), [(4, None), (5, None), (6, "preempted")])
-def test_lower_means_lower(priority: int, stop: str | None) -> None:
+def test_only_a_running_plan_of_lower_priority_is_preempted(
+    priority: int, stop: str | None
+) -> None:
     books = Schedule(4)
     queue(books, job("a", "arm"))
     run(books)

@@ -1,3 +1,5 @@
+"""What protects a server and a gateway: addresses, keys, secrets, and limits of schemas."""
+
 from __future__ import annotations
 
 import asyncio
@@ -50,7 +52,7 @@ from thor_dflash.serving.replies import Tries, fill
     ],
     ids=str,
 )
-def test_what_a_stranger_could_reach_is_refused(config: dict[str, Any], message: str) -> None:
+def test_unsafe_and_malformed_settings_are_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         security.check(ServeConfig(**config))
 
@@ -66,7 +68,7 @@ def test_what_a_stranger_could_reach_is_refused(config: dict[str, Any], message:
     ],
     ids=str,
 )
-def test_what_is_closed_or_was_opened_on_purpose_is_not(config: dict[str, Any]) -> None:
+def test_settings_that_are_safe_or_insecure_on_purpose_are_accepted(config: dict[str, Any]) -> None:
     security.check(ServeConfig(**config))
 
 
@@ -116,7 +118,9 @@ KEYS = ("server.secret", "server.public", "client.secret", "client.public", "cli
 
 @pytest.mark.parametrize("name", KEYS)
 @pytest.mark.parametrize("key", ["`" * 40, "#" * 40, "a" * 39 + "~", "a" * 39], ids=repr)
-def test_a_key_that_is_none_is_refused_by_name(tmp_path: Path, name: str, key: str) -> None:
+def test_a_malformed_key_is_refused_by_the_name_of_its_file(
+    tmp_path: Path, name: str, key: str
+) -> None:
     security.keygen(tmp_path)
     (tmp_path / name).write_text(key + "\n")
     config = ServeConfig(bind=("tcp://127.0.0.1:*",), curve=str(tmp_path))
@@ -250,7 +254,7 @@ def test_no_server_takes_the_place_of_a_file(house: Any, tmp_path: Path) -> None
     house.mock(bind=(f"ipc://{tmp_path / 'dead'}",))
 
 
-def test_loopback_of_the_other_kind(house: Any) -> None:
+def test_a_server_may_listen_on_the_loopback_of_ipv6(house: Any) -> None:
     try:
         server = house.mock(bind=("tcp://[::1]:*",))
     except ConfigError:
@@ -283,7 +287,9 @@ def with_patterns(count: int, pattern: str = "^[a-z]{1,20}%d$") -> dict[str, Any
 
 
 def test_a_schema_of_patterns_does_not_hold_up_the_interpreter() -> None:
-    """It stands still while they are compiled: for a moment, not for half a minute."""
+    """Compiling a pattern blocks the whole interpreter. The limits on their number and size make
+    that a moment instead of half a minute.
+    """
     started = time.perf_counter()
     with pytest.raises(PlanError, match=r"at most 64 patterns \(got 1400\)"):
         Checker(with_patterns(1400, "^.{3000}%d$"))

@@ -1,4 +1,4 @@
-"""What a server asks itself before it takes a plan, over a real session with random weights."""
+"""The self-test of a server before it takes plans, over a real session with random weights."""
 
 from __future__ import annotations
 

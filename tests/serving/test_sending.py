@@ -1,4 +1,6 @@
-"""Both clients until a request is with the server: what they refuse to send, what they keep."""
+"""Both clients before a request has reached the server: what they refuse to send, and that a lost
+connection then loses nothing.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def plan(form: str, endpoint: str, options: Options, ask: Ask) -> Result:
 @pytest.mark.parametrize("codec", [JSON, MSGPACK], ids=lambda codec: codec.name)
 @every_client
 def test_what_is_not_utf8_is_not_sent(form: str, codec: Codec, ask: Ask, field: str) -> None:
-    """Lone surrogates are what Python makes of other bytes on a command line."""
+    """Python decodes bytes of a command line that are not UTF-8 as lone surrogates."""
     with pytest.raises(PlanError, match=f"{field} must be UTF-8 .got: surrogates") as caught:
         plan(form, "ipc:///nowhere/plan", Options(codec=codec), ask)
     assert (caught.value.code, caught.value.field) == ("bad_request", field)
@@ -50,7 +52,9 @@ def test_what_is_not_utf8_is_not_sent(form: str, codec: Codec, ask: Ask, field: 
 
 @every_client
 def test_a_connection_that_never_was_loses_no_request(form: str, house: Any) -> None:
-    """A server on its way out closes it before the handshake; the next one answers, at once."""
+    """A server that is about to end may close a connection before the handshake. Nothing was sent
+    on it, so that the next server answers the request without a retry.
+    """
     answers: list[Result] = []
     options = Options(retries=0, timeout_s=20.0)
     with socket.create_server(("127.0.0.1", 0)) as leaving:

@@ -1,4 +1,4 @@
-"""The protocol over sockets, against a backend that stands still until it is told to go on."""
+"""The protocol over sockets, with a mock or with a backend that takes a step when told to."""
 
 from __future__ import annotations
 
@@ -277,7 +277,7 @@ def test_the_urgent_overtake_and_preempt(house: Any) -> None:
     peer.send(**SMALL, id="b", session="b", priority=1)
     until(lambda: peer.ask(op="health", id="h")["waiting"] == 1)
     peer.send(**SMALL, id="c", session="c", priority=9, preempt="lower")
-    # The clerk goes by order of arrival: once this is answered, both plans are ready to run.
+    # The clerk checks plans before validations: once this is answered, both plans are accepted.
     assert peer.ask(op="validate", id="v", prompt="x")["id"] == "v"
     held.let()
     assert peer.final("a")["code"] == "preempted"
@@ -331,7 +331,7 @@ def test_a_plan_that_is_cut_short_is_whole_as_far_as_it_goes(house: Any) -> None
     server, held = house.held()
     peer = house.peer(server)
     peer.send(**SMALL, id="a", thinking="off", deadline_ms=400)
-    held.let(7)  # of 9: the second step is not whole
+    held.let(7)  # of 10: the last of the plan's three steps is not whole
     until(lambda: held.steps == 7 and held.waiting.is_set())
     time.sleep(0.45)
     held.let()

@@ -1,4 +1,6 @@
-"""Prefixes that outlive the server: whole or absent, the same bits, never lost in silence."""
+"""Prefixes that outlive the server: each file is whole or left out, a restored prefix changes no
+answer, and whatever could not be kept or restored is reported.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ RUN = "import sys; from thor_dflash.cli import main; sys.exit(main())"
 
 
 class Lent(LiveBackend):
-    """The session outlives it, what is in its memory does not."""
+    """A backend that leaves its session open when it closes. The session only forgets its prefixes,
+    as it would at the end of the process.
+    """
 
     def close(self) -> None:
         if self._shelf is not None:
@@ -44,7 +48,9 @@ Serve = Callable[..., RemotePlanner]
 
 @pytest.fixture
 def serve(session: Session, house: Any, tmp_path: Path) -> Iterator[Serve]:
-    """A server over tmp_path/kept; the one before it is stopped first."""
+    """Starts a server that keeps prefixes in tmp_path/kept, after it has stopped the one before;
+    returns a client of it.
+    """
     running: list[Any] = []
     planners: list[RemotePlanner] = []
 
@@ -220,7 +226,9 @@ PUT = {"op": "prefix.put", "prefix_id": "a", "system": SYSTEM, "persist": True}
 def written(
     serve: Serve, house: Any, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[RemotePlanner, Any, threading.Event]:
-    """A planner, a peer whose request "first" is being written to its disk, and: it may be done."""
+    """A client; a raw client whose request `first` pins a prefix that is just being written to the
+    disk; and the event that lets the writing end.
+    """
     writing, go = threading.Event(), threading.Event()
 
     def slow(*_: object) -> None:
@@ -252,7 +260,8 @@ def test_a_prefix_that_is_dropped_before_it_is_written_is_cancelled(
     planner, peer, go = written
     peer.send(op="prefix.drop", id="drop", prefix_id="a")
     peer.send(id="second", **PUT)
-    # By the same connection, so after the second is pinned; and before its turn at the disk.
+    # The plan waits for the engine until `second` is pinned; `second` waits for the disk until
+    # `first` is written. So when the plan is answered, `second` is pinned and not yet written.
     assert peer.ask(op="plan", id="plan", prompt="Pick the mug.", max_tokens=4)["type"] == "result"
     go.set()
     replies = {reply["id"]: reply for reply in (peer.receive() for _ in range(3))}
@@ -263,7 +272,7 @@ def test_a_prefix_that_is_dropped_before_it_is_written_is_cancelled(
     assert serve().prefixes() == []
 
 
-def test_without_a_directory_the_wish_is_refused(house: Any) -> None:
+def test_without_a_directory_persist_is_refused(house: Any) -> None:
     peer = house.peer(house.mock())
     reply = peer.ask(op="prefix.put", id="p", prefix_id="a", system="x", persist=True)
     assert (reply["code"], reply["field"]) == ("bad_request", "persist")
@@ -282,7 +291,7 @@ def test_a_directory_is_of_one_server(tmp_path: Path) -> None:
 
 
 class Loads:
-    """A server that loads what it would serve with, and ends."""
+    """Stands in for the server: loads the backend, closes it and ends."""
 
     endpoints = ()
 
@@ -347,7 +356,7 @@ def test_after_sigkill_persisted_prefixes_are_there_and_nothing_is_to_repair(
         finally:
             child.kill()
         assert child.wait(20) == -signal.SIGKILL
-        # As a kill in the middle of a write leaves it.
+        # A kill in the middle of a write leaves such a file.
         (kept / ".half.prefix.x7").write_bytes(b"half a file")
     assert seen[0] == seen[1]
     assert held[0] == held[1] == held[2] > 0

@@ -1,4 +1,4 @@
-"""The short form of `soak.py`."""
+"""A short form of the check `soak` in soak.py."""
 
 from __future__ import annotations
 

@@ -6,13 +6,13 @@ from thor_dflash.serving import wire
 from thor_dflash.serving.stats import KEPT, SHOWN, Stats
 
 
-def test_percentiles_are_plans_that_were() -> None:
+def test_percentiles_are_values_of_the_newest_plans() -> None:
     stats = Stats()
     for number in range(KEPT + 100, 0, -1):
         times = wire.Timings(queue_ms=number, e2e_ms=2.0 * number)
         stats.result(wire.Result(finish_reason="stop", timings=times))
     shown = stats.show()["percentiles"]
-    # Of 1 to 256: the first of those that so many hundredths are below.
+    # Of 1 to 256, sorted: the value at index 256 * p // 100.
     assert shown["queue_ms"] == {"p50": 129, "p90": 231, "p99": 254}
     assert shown["e2e_ms"] == {"p50": 258, "p90": 462, "p99": 508}
     assert shown["ttfa_ms"] is None

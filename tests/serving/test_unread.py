@@ -1,4 +1,4 @@
-"""More messages than anybody reads, and then the peer goes: no reason to end a process."""
+"""A peer that leaves while its messages are still unread must not end the process that got them."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ with RemotePlanner(f"tcp://127.0.0.1:{port}") as planner:
 
 
 def run(*scripts: str) -> Sequence[subprocess.Popen[str]]:
-    """Each in a process of its own, side by side."""
+    """Start each script in a process of its own, side by side."""
     return [
         subprocess.Popen([sys.executable, "-c", s], stderr=subprocess.PIPE, text=True)
         for s in scripts
     ]
 
 
-def test_who_does_not_read_outlives_who_goes() -> None:
+def test_a_process_outlives_a_peer_whose_messages_it_has_not_read() -> None:
     for process in run(SERVER, CLIENT):
         _, said = process.communicate(timeout=60)
         assert (process.returncode, said) == (0, "")
@@ -87,7 +87,7 @@ def test_who_does_not_read_outlives_who_goes() -> None:
 
 @pytest.mark.parametrize("options", [ROUTER_OPTIONS, SOCKET_OPTIONS], ids=["server", "client"])
 def test_a_machine_that_is_gone_is_found_out_by_tcp(options: dict[int, int]) -> None:
-    """A cable cannot be pulled here; what the kernel is asked for can be looked at."""
+    """No cable can be pulled here, so this checks the options for TCP that the kernel is given."""
     assert KEEPALIVE.items() <= options.items()
     idle, interval, count = (
         options[name]

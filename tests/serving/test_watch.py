@@ -1,4 +1,4 @@
-"""What a server tells of itself: events, traces of slow plans, the device, idle time for others."""
+"""What a server reports: events, traces of slow plans, its device; and the time it leaves idle."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_file_of_events_is_added_to_and_a_full_disk_ends_nothing(tmp_path: Pat
 
 @contextmanager
 def full_beyond(size: int) -> Iterator[None]:
-    """No file of this process may grow longer, as on a disk that is nearly full."""
+    """No file of this process may grow beyond `size` bytes, as on a disk that is nearly full."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -145,7 +145,7 @@ def test_events_go_on_when_there_is_room_again(tmp_path: Path) -> None:
     assert told == [("state", 0), ("lost", 3), ("state", 4), ("state", 5)]
 
 
-def test_no_reader_of_events_is_waited_for(tmp_path: Path) -> None:
+def test_a_reader_of_events_that_is_slow_is_not_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path)
     with pytest.raises(ConfigError, match="serve.events must be a file that can be written"):
@@ -155,7 +155,7 @@ def test_no_reader_of_events_is_waited_for(tmp_path: Path) -> None:
     for number in range(sent):
         tell("state", number=number)
     text = b""
-    with suppress(BlockingIOError):  # there is no more in it
+    with suppress(BlockingIOError):  # raised when the pipe is empty
         while more := os.read(reader, 1 << 16):
             text += more
     read = [json.loads(line) for line in text.splitlines()]

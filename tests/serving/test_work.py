@@ -1,4 +1,4 @@
-"""The engine's thread alone: how it runs, and why a plan of it ends."""
+"""The engine thread by itself: its priority, and the reason it gives for the end of a plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from thor_dflash.serving.work import POLITE, Ended, Post, Pulse, engine
 
 
 def ran(backend: Any, *jobs: Job, load: Any = None) -> list[Post]:
-    """What an engine's thread posts of some jobs."""
+    """What the engine thread posts while it runs these jobs."""
     inbox, posts = SimpleQueue[Job | None](), list[Post]()
     for job in (*jobs, None):
         inbox.put(job)
@@ -53,7 +53,7 @@ def test_who_was_stopped_is_told_so_though_the_deadline_has_passed_since(stop: A
 
 @pytest.mark.parametrize("begun", [0, POLITE + 2])
 def test_the_engine_lets_other_threads_go_first(begun: int) -> None:
-    """From before it loads: the threads that an engine makes are as polite as their maker."""
+    """And does so before it loads: threads inherit the priority of the thread that makes them."""
     told: list[int] = []
 
     def nice() -> int:

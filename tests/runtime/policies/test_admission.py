@@ -36,7 +36,9 @@ TEMPLATE = "{{ messages[0].content }}<think>\n{{ '' if enable_thinking else '\n<
 
 
 def write_tokenizer(directory: Path) -> None:
-    """Bytes, the thinking marks 256 and 257, a stop token and two tool marks."""
+    """Write a tokenizer: ids 0 to 255 are bytes, then two thinking marks, a stop token and two tool
+    marks.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -89,9 +91,9 @@ def answer(s: Session, **asked: object) -> list[int]:
 
 
 CLOSES, STOP, TOOLS = 257, 258, (259, 260)
-"""Ids of what must not be accepted for being near."""
+"""Ids that relaxed acceptance must not accept as near misses."""
 CLOSE = len(HINT.encode()) - len("</think>") + 1
-"""The hint in tokens of this tokenizer: bytes, and one for the mark."""
+"""Tokens of the closing hint: one for each byte, but only one for the mark."""
 
 
 # --- a session
@@ -143,7 +145,7 @@ def test_everything_at_once(session: Session) -> None:
         (RelaxedConfig(k=7, margin=0.0), LOG_MARGIN, 7, 0.0),
     ],
 )
-def test_what_relaxed_comes_to(
+def test_what_the_options_of_relaxed_acceptance_come_to(
     session: Session, config: RelaxedConfig, rule: int, k: int, margin: float
 ) -> None:
     request = Request(prompt=chat(session), max_tokens=9, stop=frozenset({7}), relaxed=config)
@@ -153,7 +155,7 @@ def test_what_relaxed_comes_to(
 
 
 @pytest.mark.parametrize("draft", [9, CLOSES, STOP, *TOOLS])
-def test_marks_are_never_committed_for_being_near(session: Session, draft: int) -> None:
+def test_marks_are_never_accepted_as_near_misses(session: Session, draft: int) -> None:
     config = RelaxedConfig(k=512, margin=1e9)
     request = Request(prompt=chat(session), max_tokens=48, relaxed=config)
     admitted = Desk(session.model, session.text, time.perf_counter).admit(request)
@@ -163,7 +165,9 @@ def test_marks_are_never_committed_for_being_near(session: Session, draft: int) 
 
 
 @pytest.mark.parametrize("count", [5, 8])
-def test_ones_own_stop_ids_are_not_near_and_take_no_place(session: Session, count: int) -> None:
+def test_stop_ids_of_the_request_are_strict_without_a_strict_slot(
+    session: Session, count: int
+) -> None:
     own, config = tuple(range(count)), RelaxedConfig(k=512, margin=1e9)
     request = Request(prompt=chat(session), max_tokens=48, stop=frozenset(own), relaxed=config)
     (made,) = Desk(session.model, session.text, time.perf_counter).admit(request).policies
@@ -179,7 +183,7 @@ def test_ones_own_stop_ids_are_not_near_and_take_no_place(session: Session, coun
     assert said[0] == said[1]
 
 
-def test_stop_ids_of_the_package_alone_need_a_strict_place(
+def test_only_stop_ids_that_the_request_lacks_need_a_strict_slot(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     many = replace(session.manifest, stop_tokens=tuple(range(7)))
@@ -190,7 +194,7 @@ def test_stop_ids_of_the_package_alone_need_a_strict_place(
     session.check(replace(request, stop=frozenset({6})))
 
 
-def test_a_soft_close_leaves_seven_places_and_begins_no_token_early(session: Session) -> None:
+def test_a_soft_close_leaves_seven_stop_slots_and_begins_no_token_early(session: Session) -> None:
     budget = BudgetConfig(tokens=61, close="soft", ratio=1e-99)
     got = answer(session, max_tokens=212, budget=budget)
     assert got.index(CLOSES) == 31, "half of 61, and not before"
@@ -199,7 +203,7 @@ def test_a_soft_close_leaves_seven_places_and_begins_no_token_early(session: Ses
 
 
 def test_check_takes_what_generate_takes(session: Session) -> None:
-    """A budget and its reply are the length, however large max_tokens is."""
+    """With a budget, the thinking and the reply give the length, however large max_tokens is."""
     budget = BudgetConfig(tokens=30, reply=150)
     for take in (session.generate, session.check):
         take(Request(prompt=chat(session), max_tokens=10**6, budget=budget))
@@ -321,7 +325,7 @@ def test_effort_none_does_not_think(capsys: pytest.CaptureFixture[str], package:
         ("--set decode.budget.x=1", "unknown key decode.budget.x"),
     ],
 )
-def test_one_line_for_what_does_not_go(
+def test_invalid_and_contradictory_options_are_refused_in_one_line(
     capsys: pytest.CaptureFixture[str], package: Path, args: str, message: str
 ) -> None:
     said = generate(capsys, package, *args.split())
@@ -338,8 +342,11 @@ def test_one_line_for_what_does_not_go(
         ("", "relaxed.k = 2\nbudget.reply = 40\nbudget.soften = 0.1"),
     ],
 )
-def test_what_a_file_sets_may_wait_for_what_it_has_an_effect_on(
+def test_a_file_may_set_options_that_have_no_effect_on_this_request(
     capsys: pytest.CaptureFixture[str], package: Path, tmp_path: Path, args: str, file: str
 ) -> None:
+    """An option without effect is refused only where the command line changes it. In turn: the file
+    makes it effective; the command line gives its default; the file itself sets it.
+    """
     (tmp_path / "c.toml").write_text(f"[decode]\nmax_tokens = 1\n{file}\n")
     assert generate(capsys, package, "-c", str(tmp_path / "c.toml"), *args.split()).code == 0

@@ -1,4 +1,4 @@
-"""How much of the context the drafter looks at: another guess, never another token."""
+"""Options that limit what the drafter sees of the context: they change drafts, never a token."""
 
 from __future__ import annotations
 
@@ -55,15 +55,17 @@ def test_every_option_reaches_the_drafter() -> None:
     assert np.array_equal(drafts(s, DraftConfig(), tokens), all_of_it), "and none stays behind"
 
 
-def test_options_as_large_as_the_context_are_none() -> None:
+def test_options_as_large_as_the_context_change_no_draft() -> None:
     s, tokens = session(), prompt(150, 3)
     config = DraftConfig(window=32, full=496, context=149, seed=149)
     assert np.array_equal(drafts(s, config, tokens), drafts(s, DraftConfig(), tokens))
 
 
 @pytest.mark.parametrize("seed", [1, 30, 32, 33, 64, 100])
-def test_a_seed_is_the_context_from_there_on(seed: int) -> None:
-    """Position for position what a context cap shows, of rings that never held more."""
+def test_a_seed_shows_the_drafter_what_an_equal_context_does(seed: int) -> None:
+    """A seed and a context of the same length show the drafter the same rows: with the seed, older
+    rows count as unwritten; with the context, they are in the rings and hidden.
+    """
     s, tokens = session(), prompt(130, 5)
     seeded = drafts(s, DraftConfig(seed=seed), tokens)
     assert np.array_equal(seeded, drafts(s, DraftConfig(context=seed), tokens))
@@ -72,7 +74,7 @@ def test_a_seed_is_the_context_from_there_on(seed: int) -> None:
 def test_a_context_reaches_no_further_back_than_the_seed() -> None:
     s, tokens = session(), prompt(150, 3)
     seeded = drafts(s, DraftConfig(seed=33), tokens)
-    drafts(s, DraftConfig(), prompt(150, 4))  # leaves its rows where this prompt's would be
+    drafts(s, DraftConfig(), prompt(150, 4))  # fills the ring slots that the seed leaves unwritten
     assert np.array_equal(drafts(s, DraftConfig(seed=33, context=100), tokens), seeded)
     assert s.model.read("drafter.first") == 149 - 33
 
@@ -91,7 +93,7 @@ def test_a_seed_spares_the_chunks_before_it(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_lies_before_the_context_cap_is_not_seen() -> None:
-    """FlashRT's window: the block sees the last rows before it, the same for each of its rows."""
+    """As in FlashRT, all rows of a block see the same context: the last 128 rows before it."""
     s = session()
     model, tokens = s.model, prompt(200, 3)
     capped = drafts(s, DraftConfig(context=128), tokens)

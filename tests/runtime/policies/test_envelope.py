@@ -1,4 +1,4 @@
-"""How long an answer and its thinking may be, by a card and by what was asked."""
+"""How many tokens a request and its thinking may take, from its options and the model card."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_the_card_of_the_27b() -> None:
     assert CARD.source
 
 
-def test_the_card_of_a_small_model_and_of_one_that_says() -> None:
+def test_the_card_of_a_small_model_and_one_with_given_tiers() -> None:
     small = make_card(CardConfig(), 2048)
     assert (small.max_tokens, small.reply, small.high, small.max) == (2048, 256, 1792, 1792)
     told = make_card(CardConfig(high=10, low=20, source="s"), 2048)
@@ -35,8 +35,8 @@ def test_the_card_of_a_small_model_and_of_one_that_says() -> None:
     [
         (BudgetConfig(tokens=100), 32768, Envelope(100, 4196)),
         (BudgetConfig(tokens=0), 32768, Envelope(0, 4096)),
-        (BudgetConfig(tokens=100), 1000, Envelope(100, 1000)),  # the budget is kept whole
-        (BudgetConfig(tokens=100, reply=500), 550, Envelope(50, 550)),  # a given reply is, too
+        (BudgetConfig(tokens=100), 1000, Envelope(100, 1000)),  # the card's reply is cut
+        (BudgetConfig(tokens=100, reply=500), 550, Envelope(50, 550)),  # here thinking is cut
         (BudgetConfig(tokens=100, reply=500), 32768, Envelope(100, 600)),
         (BudgetConfig(effort="low"), 32768, Envelope(3584, 7680)),
         (BudgetConfig(effort="minimal"), 32768, Envelope(3584, 7680)),

@@ -1,4 +1,4 @@
-"""The gate on simulated costs, and what it leaves behind in a real drafter's rings."""
+"""The gate with simulated costs, and what skipped drafts leave behind in a real drafter's rings."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from thor_dflash.runtime.policies.gate import Costs, Gate, Rule
 from thor_dflash.runtime.propose import Dflash, Guess, Nobody, Proposal
 
 PLAIN = 1.0
-"""Cost of a plain step, in units of itself."""
+"""Cost of a plain step, which is the unit of time here."""
 
 
 @dataclass
 class World:
-    """A machine whose steps cost what a test says. `n` is the tokens so far."""
+    """A machine whose steps take the time and commit the drafts that a test says, as functions of
+    `n`, the tokens so far.
+    """
 
     drafted: Callable[[int], float]
     agreed: Callable[[int], int]
@@ -34,7 +36,9 @@ class World:
     costs: Costs = field(default_factory=Costs)
 
     def request(self, tokens: int) -> tuple[float, list[bool]]:
-        """Time over that of plain decoding, and which steps were drafted."""
+        """Simulate a request. Return its time relative to plain decoding, and for each step whether
+        it was drafted.
+        """
         gate = Gate(self.costs, lambda: self.now, Rule())
         progress, start, steps, plain = Progress((1,)), self.now, [], 0.0
         while len(progress.tokens) < tokens:
@@ -55,11 +59,12 @@ class World:
 
 @pytest.mark.parametrize("tokens", [150, 400, 2000])
 @pytest.mark.parametrize("cost", [1.0, 1.1, 1.35, 2.0, 3.0])
-def test_a_dead_drafter_costs_no_more_than_3_percent(cost: float, tokens: int) -> None:
+def test_a_dead_drafter_costs_3_percent_or_the_allowed_loss(cost: float, tokens: int) -> None:
     world = World(lambda n: cost, lambda n: 0)
     world.request(200)
     ratio, _ = world.request(tokens)
-    # A request pays for its own first look: `loss` plain steps at most, and one cycle over.
+    # Until the gate shuts, a request may lose `loss` plain steps and one cycle more; from then on,
+    # trials may take 1.5 % of the time.
     assert ratio <= 1.03 or (ratio - 1) * tokens <= Rule().loss + cost + 0.015 * tokens
     if tokens == 2000 or (tokens == 400 and cost <= 1.35):
         assert ratio <= 1.03
@@ -85,7 +90,9 @@ def test_a_free_drafter_is_never_left_out() -> None:
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("mean", [2.0, 3.5])
 def test_ordinary_text_is_not_gated(seed: int, mean: float) -> None:
-    """Geometric hits, the odd run of misses among them, and a clock that stumbles."""
+    """The number of agreed drafts is geometrically distributed, so that runs of misses occur. Times
+    vary, and one step in 50 takes ten times as long.
+    """
     rng = np.random.default_rng(seed)
 
     def noisy(cost: float) -> float:
@@ -141,9 +148,7 @@ def test_a_process_measures_plain_steps_once() -> None:
 
 @pytest.mark.parametrize("cold", [2.0, 20.0, 500.0])
 @pytest.mark.parametrize("agreed", [2, 8])
-def test_a_first_cycle_that_makes_what_later_ones_use_shuts_nothing(
-    cold: float, agreed: int
-) -> None:
+def test_a_slow_first_cycle_does_not_shut_the_gate(cold: float, agreed: int) -> None:
     costs = iter([cold])
     world = World(lambda n: next(costs, 1.35), lambda n: agreed)
     _, steps = world.request(600)
@@ -158,7 +163,7 @@ def test_measuring_a_dead_drafter_costs_three_cycles_more(cost: float) -> None:
 
 
 def test_a_context_that_grows_does_not_shut_the_gate() -> None:
-    """Plain steps were measured when they were cheap."""
+    """The cost of plain steps was measured at the beginning, when the context was short."""
     world = World(
         lambda n: 1.35 + n / 1000, lambda n: 3 if n % 3 else 1, plain=lambda n: 1 + n / 1000
     )
@@ -166,7 +171,7 @@ def test_a_context_that_grows_does_not_shut_the_gate() -> None:
     assert sum(steps) > 0.95 * len(steps)
 
 
-def test_forced_and_cut_blocks_are_no_evidence() -> None:
+def test_forced_and_capped_blocks_do_not_shut_the_gate() -> None:
     costs = Costs()
     for seconds in (1.35, 1.35):
         costs.drafted(seconds)
@@ -190,7 +195,7 @@ def test_forced_and_cut_blocks_are_no_evidence() -> None:
 
 @dataclass(frozen=True)
 class Sixes:
-    """Forces six ids of seven once the drafts are known, as a grammar does."""
+    """A policy that forces six ids out of seven once the drafts are known, as a grammar does."""
 
     def shape(self, progress: Progress, block: Block) -> Block:
         n = len(progress.tokens)
@@ -205,8 +210,10 @@ class Sixes:
 
 
 @pytest.mark.parametrize("right", [False, True])
-def test_what_a_look_forces_is_no_worth_of_drafts(right: bool) -> None:
-    """A plain step commits it, too: it must not hide that no draft is right."""
+def test_ids_that_a_look_forces_do_not_count_as_agreed_drafts(right: bool) -> None:
+    """A plain step commits forced ids, too. If they counted, they would hide that no draft is
+    right.
+    """
     asked, now, drafted = Asked(511, max_tokens=175), [0.0], list[int]()
     truth, plain = run(asked, Nobody(), [Sixes()])
 
@@ -231,7 +238,7 @@ def test_what_a_look_forces_is_no_worth_of_drafts(right: bool) -> None:
 
 @dataclass(frozen=True)
 class Every:
-    """Drafts every n-th block and leaves the others out."""
+    """A policy that lets the drafter draft only every `period`-th block."""
 
     period: int
     seen: list[int] = field(default_factory=list)
@@ -249,7 +256,9 @@ class Every:
 
 @dataclass(frozen=True)
 class Eager:
-    """Never drafts, and shows the drafter every block at once."""
+    """A proposer that never drafts, but lets the drafter observe every block at once, instead of
+    catching up later.
+    """
 
     inner: Dflash = field(default_factory=Dflash)
 
@@ -267,7 +276,7 @@ class Eager:
 
 
 def rings(model: Model) -> dict[str, bytes]:
-    """Ring rows a query at the present length may see, oldest first."""
+    """The rows of the drafter's rings that a query at the present length may see, oldest first."""
     found: dict[str, bytes] = {}
     for name, array in model.state.snapshot().arrays.items():
         if name.startswith("drafter."):
@@ -319,7 +328,7 @@ def test_a_snapshot_holds_what_the_drafter_has_yet_to_see() -> None:
     assert rings(s.model) == want
 
 
-def test_the_next_request_does_not_inherit_it() -> None:
+def test_the_next_request_does_not_inherit_what_was_left_to_see() -> None:
     s = thinker()
     run(Asked(239, max_tokens=40), Dflash(), [Every(10**6)])
     assert s.model.state.behind

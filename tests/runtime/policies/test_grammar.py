@@ -1,4 +1,6 @@
-"""The laws of constrained decoding, on a real engine: a grammar changes what, a drafter never."""
+"""The laws of constrained decoding, on a real engine: a grammar changes answers, a drafter never
+does.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ def _plain(schema: str, force: bool) -> tuple[int, ...]:
 
 
 def plain(schema: dict[str, object], force: bool = True) -> list[int]:
-    """The answer that nobody drafts, decoded once for all tests that begin with it."""
+    """The answer without a drafter, decoded once for all tests that compare with it."""
     return list(_plain(json.dumps(schema), force))
 
 
@@ -171,7 +173,7 @@ def test_forcing_changes_cycles_and_not_one_token(schema: dict[str, object]) -> 
 
 
 def only_choices(made: Grammar, tokens: list[int]) -> list[int]:
-    """Tokens whose mask left nothing else, as a fresh matcher's masks say."""
+    """The tokens that were the only legal ones in their place, by the masks of a fresh matcher."""
     matcher, found = made.matcher.deep_copy(), []
     for token in tokens:
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
@@ -251,7 +253,7 @@ def test_a_closing_message_may_bring_line_breaks(after: str) -> None:
     assert Checker(SMALL).valid(json.loads(said.partition("</think>")[2]))
 
 
-def test_a_constrained_cycle_is_cut_and_an_unconstrained_one_is_not(
+def test_a_constrained_cycle_waits_twice_and_an_unconstrained_one_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     s, events = session(), list[str]()
@@ -288,14 +290,17 @@ def test_a_matcher_at_its_limit_is_a_dead_end(limits: dict[str, int], kind: str)
     whole = plain(PLAN)
     got = constrained(asked(False), drafter(kind, whole, 1), made)
     assert session().report().finish == "grammar_dead_end"
-    # Where depends on how much of the grammar was looked at; that all before it is right does not.
+    # Where the answer ends depends on how much of the grammar the drafts led through; but all of it
+    # is right.
     assert got == whole[: len(got)]
     assert made.spent.is_set()
 
 
 @dataclass(frozen=True, slots=True)
 class Mute:
-    """A vocabulary without the letter that the grammar needs after `at` tokens of the answer."""
+    """A vocabulary of which nothing is legal after `at` tokens of the answer, as if it lacked the
+    letter that the grammar needs there.
+    """
 
     whole: Vocabulary
     at: int
@@ -316,7 +321,7 @@ class Mute:
                 walked.consume_token(token)
 
     def dead(self, matcher: LLMatcher) -> bool:
-        # All a matcher tells of how far it has come: whether it can take so much back.
+        # A matcher does not tell how many tokens it has taken, but whether it can take some back.
         return matcher.deep_copy().rollback(self.at)
 
 
@@ -333,7 +338,7 @@ def test_a_dead_end_in_any_row_ends_the_request_there(at: int, kind: str) -> Non
 
 def test_a_drafted_stop_id_ends_its_block() -> None:
     made = grammar({"type": "integer", "minimum": 0, "maximum": 99})
-    said = text().encode("7")  # it may end here and may go on
+    said = text().encode("7")  # after which the answer may end or go on
     for stop in made.vocabulary.stop:
         drafted = (0, *said, stop, *[5] * (14 - len(said)))
         block = Constrain(made, Place(thinking=False), force=False).look(drafted, Block(cap=16))

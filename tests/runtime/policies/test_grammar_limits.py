@@ -1,4 +1,4 @@
-"""Limits of a matcher: one request may meet them by itself, and never by what others computed."""
+"""Limits of a matcher: a request may hit one by its own work, never by that of earlier requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIDE = {
     "required": ["say"],
     "additionalProperties": False,
 }
-"""Its lexer makes new states with nearly every token."""
+"""A schema whose lexer makes new states with nearly every token."""
 
 
 def grammars(**limits: int) -> Grammars:
@@ -35,7 +35,9 @@ def test_a_grammar_at_its_limit_is_made_anew_for_the_next_request() -> None:
 
 
 def test_what_others_had_computed_ends_no_request() -> None:
-    """States of the lexer count over all requests of a grammar: here there is room for six."""
+    """The states of the lexer are counted over all requests of a grammar. One request stays below
+    this limit, all nine together do not.
+    """
     made = grammars(max_lexer_states=600).compile(WIDE)
     spent: list[bool] = []
     for number, proposer in zip(range(9), itertools.cycle([Nobody(), Dflash()]), strict=False):
@@ -46,7 +48,7 @@ def test_what_others_had_computed_ends_no_request() -> None:
         alone = grammars(max_lexer_states=600).compile(WIDE)
         assert got == constrained(one, Nobody(), alone), number
     assert not spent[0]
-    assert spent[-3:] == [True] * 3  # in an answer, and before the last ones begin
+    assert spent[-3:] == [True] * 3  # so the last ones began with a spent grammar
     assert made.anew() is made.anew() is not made
 
 

@@ -1,4 +1,6 @@
-"""A schema's own words in an answer, whatever the tokenizer would make of them."""
+"""The literals of a schema appear in an answer exactly as they are, whatever the tokenizer would
+make of them; those for which that is impossible are refused.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from thor_dflash.runtime.text import Text
 )  # fmt: skip
 @pytest.mark.parametrize("force", [True, False])
 def test_a_literal_is_spelt_as_it_stands(literal: str, force: bool) -> None:
-    """What the tokenizer would write otherwise, or as a token that is no text."""
+    """The tokenizer would normalise these to other letters, or encode them as an added token."""
     said = {"object": {"type": "object", "properties": {literal: {"const": literal}}}}
     said["object"] |= {"required": [literal], "additionalProperties": False}
     schema = {"type": "object", "properties": said, "required": ["object"]}
@@ -52,7 +54,7 @@ def test_added_tokens_may_stand_in_the_vocabulary_too(tmp_path: Path) -> None:
 
 
 def legal(schema: dict[str, Any], said: str) -> bool:
-    """Whether an answer may be this, byte by byte."""
+    """Whether the schema allows the whole answer `said`, with one token for each byte."""
     matcher = session().grammar(schema).matcher.deep_copy()
     known = {text().bytes_of(i): i for i in range(session().manifest.vocab_limit)}
     ids = [known[bytes([byte])] for byte in said.encode()]
@@ -60,7 +62,7 @@ def legal(schema: dict[str, Any], said: str) -> bool:
 
 
 def test_a_declared_key_has_one_spelling() -> None:
-    """By another one its value would be that of any other key."""
+    """Spelt another way, it would count as an undeclared key, whose value obeys another schema."""
     said = {"a": {"type": "integer"}, "\n": {"type": "null"}}
     schema = {"type": "object", "properties": said, "additionalProperties": {"type": "string"}}
     assert legal(schema, '{"a":1,"\\n":null,"b":"x"}')

@@ -1,4 +1,4 @@
-"""Which schemas are taken, which are refused by what name, and what a lint says of the rest."""
+"""Which schemas are accepted, what the refusals of others say, and what the lint warns of."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_schema_is_refused_by_what_is_wrong_with_it(schema: Any, message: str)
 def test_a_bound_that_the_compiler_would_change_is_refused(
     key: str, value: float, said: str
 ) -> None:
-    # Elsewhere than its type: what is bounded may be told by another part of the schema.
+    # Apart from the type: another part of the schema may say what it is that is bounded.
     schema = {"allOf": [{"type": "integer"}, {key: value}]}
     most = 9007199254740991 if isinstance(value, int) else 900719925474099
     wrong = rf"schema.allOf\[1\].{key} must be -{most} to {most} \(got {said}\)"
@@ -201,7 +201,7 @@ def test_a_compilation_is_not_waited_for_without_end() -> None:
         within(1, lambda: 1 // 0)
 
 
-def test_what_is_no_longer_waited_for_has_the_compiler_until_it_ends(
+def test_a_compilation_that_timed_out_has_the_compiler_until_it_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     manifest = session().manifest
@@ -232,7 +232,9 @@ def test_a_schema_is_compiled_once_and_the_oldest_is_forgotten() -> None:
 
 
 def endless(needs: list[str], inner: list[str]) -> dict[str, Any]:
-    """An object that may have a `node`, which may have another."""
+    """An object with the key `node`, whose value has the key `next`, whose value is another node.
+    `needs` and `inner` are the keys that the outer object and a node must have.
+    """
     of = {"type": "object", "additionalProperties": False}
     ref = {"$ref": "#/$defs/node"}
     node = {**of, "properties": {"next": ref}, "required": inner}

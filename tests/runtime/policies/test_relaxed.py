@@ -1,4 +1,4 @@
-"""Relaxed thinking: the rules' truth tables, and where in an answer they hold."""
+"""Relaxed thinking: which drafts each rule accepts, and in which part of an answer it applies."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ def accepted(logits: list[float], draft: int, **given: float) -> bool:
 
 
 LOGITS = [2.0, 3.0, 2.5, 3.0, -1.0]
-"""Ranks: 1, 3 (a tie: the lower id first), 2, 0, 4."""
+"""Ids from best to worst: 1, 3 (a tie: the lower id first), 2, 0, 4."""
 
 
 @pytest.mark.parametrize(
     ("k", "margin", "takes"),
     [
         (3, 1.0, {1, 3, 2}),
-        (4, 1.0, {1, 3, 2, 0}),  # 3.0 - 2.0 is on the margin
+        (4, 1.0, {1, 3, 2, 0}),  # id 0 is exactly the margin behind the best: 3.0 - 2.0
         (4, np.nextafter(np.float32(1), np.float32(0)), {1, 3, 2}),
         (2, 1.0, {1, 3}),
         (1, 9.0, {1}),
         (5, 0.5, {1, 3, 2}),
         (5, 9.0, {0, 1, 2, 3, 4}),
-        (5, 0.0, {1}),  # a tie with the best is another token all the same
+        (5, 0.0, {1}),  # a margin of 0 is strict: not even a tie with the best is accepted
     ],
 )
 def test_margin_rule(k: int, margin: float, takes: set[int]) -> None:
@@ -64,7 +64,7 @@ LIKELY = list(np.log([0.125, 0.5, 0.125, 0.25]))
 @pytest.mark.parametrize(
     ("k", "delta", "takes"),
     [
-        (10, 0.6, {0, 1, 2, 3}),  # best minus delta is below nothing: all pass
+        (10, 0.6, {0, 1, 2, 3}),  # the best probability minus delta is below 0: all pass
         (10, 0.26, {1, 3}),
         (10, 0.24, {1}),
         (10, 0.376, {0, 1, 2, 3}),
@@ -80,9 +80,10 @@ def test_delta_rule(k: int, delta: float, takes: set[int]) -> None:
 
 
 def test_a_delta_reached_exactly_passes() -> None:
-    # Two logits a power of two apart in probability, where float64 is exact.
-    equal = [0.0, 0.0]
-    assert accepted(equal, 1, rule=PROBABILITY_DELTA, top_k=2, margin=1e-9)
+    # So far apart that the probabilities are exactly 1 and 0.
+    far, less = [0.0, -1000.0], float(np.nextafter(np.float32(1), np.float32(0)))
+    assert accepted(far, 1, rule=PROBABILITY_DELTA, top_k=2, margin=1.0)
+    assert not accepted(far, 1, rule=PROBABILITY_DELTA, top_k=2, margin=less)
 
 
 @pytest.mark.parametrize("rule", [STRICT, LOG_MARGIN, PROBABILITY_DELTA])
@@ -96,7 +97,7 @@ def test_stop_and_strict_ids_are_never_near(rule: int) -> None:
 
 
 def wild(seed: int, close_at: int | None = None) -> Guess:
-    """Any drafts at all, a closing mark among them."""
+    """Random drafts; the one at `close_at`, if given, is the closing mark."""
 
     def guess(progress: Progress) -> list[int]:
         rng = np.random.default_rng((seed, len(progress.tokens)))
@@ -126,7 +127,7 @@ def test_thinking_takes_what_strict_would_not() -> None:
 
 @pytest.mark.parametrize("at", range(15))
 def test_rows_from_a_drafted_close_on_are_strict(at: int) -> None:
-    """The mark itself, too: the target did not want it, so it is not committed."""
+    """So is the mark's own row: the target chose another token, so the mark is not committed."""
     it = Asked(NEVER, max_tokens=16)
     got, report = run(it, wild(at, close_at=at), [RelaxedThinking(ANYTHING)])
     assert NEVER not in got
@@ -136,7 +137,9 @@ def test_rows_from_a_drafted_close_on_are_strict(at: int) -> None:
 
 @cache
 def natural(at: int) -> tuple[int, list[int]]:
-    """A mark the model itself says at `at`, and its answer."""
+    """An id that the model says first at `at` or soon after, to be the closing mark; and the
+    model's answer to the prompt with that mark.
+    """
     truth = after(Asked(NEVER).prompt, 120)
     index = next(i for i in range(at, 100) if truth[i] not in truth[:i])
     it = Asked(truth[index])
@@ -147,8 +150,9 @@ def natural(at: int) -> tuple[int, list[int]]:
 def test_the_answer_is_exact_given_the_thoughts(at: int) -> None:
     close, truth = natural(at)
     it = Asked(close)
-    relaxed = Relaxed(rule=LOG_MARGIN, top_k=512, margin=0.6, close=close)
-    for seed in range(2):
+    # So wide a margin that some wrong drafts are near misses, in the answer as in the thoughts.
+    relaxed = Relaxed(rule=LOG_MARGIN, top_k=512, margin=4.0, close=close)
+    for seed in range(6):
         got, _ = run(it, erring(truth, 0.3, seed), [RelaxedThinking(relaxed)])
         start = answer_of(got, close)
         want = after([*it.prompt, *got[:start]], 60 - start) if start < 60 else []
@@ -167,7 +171,7 @@ def test_a_prompt_that_does_not_think_is_untouched() -> None:
 
 
 def test_what_was_not_drafted_is_not_accepted() -> None:
-    """Rows without a draft hold padding, which is nobody's guess."""
+    """Rows without a draft hold padding, which must not be accepted as a near miss."""
     it = Asked(NEVER)
     truth = after(it.prompt, 60)
     short = drafts(lambda n: truth[n : n + 3])
@@ -190,7 +194,7 @@ def test_committed_tokens_decide_the_phase() -> None:
     assert policy.shape(again, block).relaxed == ANYTHING
 
 
-def test_k_of_one_and_margin_of_none_are_strict() -> None:
+def test_a_k_of_one_and_a_margin_of_zero_are_strict() -> None:
     it = Asked(NEVER)
     truth = after(it.prompt, 60)
     for rule in (LOG_MARGIN, PROBABILITY_DELTA):

@@ -1,4 +1,4 @@
-"""Narrower blocks of the same package: the same tokens, checked bit by bit on their logits."""
+"""Blocks of fewer rows from the same package: the same tokens, and the same logits bit for bit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def opened(path: Path, width: int = 0) -> Session:
 
 
 Widths = dict[int, Session]
-"""Width -> a session of the same package; 0: the package's own."""
+"""Width of a block, in rows -> a session of the same package; 0: the package's own width."""
 
 
 CASES = [("0.8b", "bf16"), ("4b", "bf16"), ("gqa2", "bf16"), ("27b", "modelopt"),
@@ -65,7 +65,8 @@ def test_a_row_does_not_know_the_width_of_its_block(widths: Widths) -> None:
 
 
 def test_every_width_gives_the_same_tokens(widths: Widths) -> None:
-    # Past the 128th, where a second tile of keys begins and the drafter's rings begin again.
+    # The answer crosses position 128, where a second tile of keys begins and the rings of the
+    # drafter's sliding layers wrap around.
     request = Request(prompt=prompt(100, 2), max_tokens=48)
     truth = answer(widths[0], request, Nobody())
     for width in WIDTHS:
