@@ -27,10 +27,17 @@ from thor_dflash.errors import EngineError
 ROOT = Path(plugins.__file__).parent
 """The folder that `#include "room/file.cuh"` is relative to."""
 
-OPTIONS = ("--std=c++17", "--ptxas-options=-v", "--fmad=false", "--extra-device-vectorization")
+OPTIONS = (
+    "--std=c++17",
+    "--ptxas-options=-v",
+    "--fmad=false",
+    "--extra-device-vectorization",
+    "--no-cache",
+)
 """Multiplications and additions are fused only where a kernel calls fma_rn: otherwise the compiler
 might fuse them for some rows of an unrolled loop and not for others, and a row's bits would depend
-on its place."""
+on its place. NVRTC's own cache, which it has where there is a driver, is off: it returns no log,
+and cubins are cached here."""
 SEAL = hashlib.sha256().digest_size
 """Bytes of the checksum at the end of a cached cubin."""
 _USAGE = re.compile(

@@ -29,7 +29,7 @@ def nested(depth: int) -> dict[str, Any]:
     [
         ("{", r"schema must be JSON \(got: "),
         ("[1]", r"schema must be an object \(got \[1\]\)"),
-        ("[" * 5000, r"schema must be nested at most 64 deep"),
+        ("[" * 5000 + "]" * 5000, r"schema must be nested at most 64 deep"),
         (nested(70), r"schema must be nested at most 64 deep \(got 71\)"),
         (
             {"enum": ["x" * MAX_BYTES]},
