@@ -182,7 +182,7 @@ def test_no_hidden_knobs(path: Path) -> None:
             word = node.id
         elif isinstance(node, ast.Attribute) and node.attr not in ("setattr", "delattr"):
             word = node.attr  # less monkeypatch.setattr and delattr, by which tests replace names
-        elif isinstance(node, ast.FunctionDef):
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             word = node.name
         if word == "environ" and name(path) == "serving/systemd.py":
             continue  # systemd names its socket to a service there and nowhere else

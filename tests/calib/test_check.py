@@ -390,9 +390,7 @@ def test_a_weight_that_was_packed_wrong_is_named(nano: tuple[Path, Path, Manifes
     assert only.parts.step == "layers.1.mlp.down_proj"
 
 
-def test_a_graph_reference_needs_graphs(
-    nano: tuple[Path, Path, Manifest], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_graph_reference_needs_graphs(nano: tuple[Path, Path, Manifest]) -> None:
     from thor_dflash.verbs import check
 
     with pytest.raises(RequestError, match="build the same checkpoints with --engine ort"):

@@ -73,11 +73,6 @@ def test_without_thinking_it_answers_at_once(results: list[Result], session: Ses
     assert len(result.tokens) < len(results[0].tokens)
 
 
-def test_the_shipped_pair_is_small() -> None:
-    files = [p for d in ("target", "drafter") for p in (MODEL / d).iterdir()]
-    assert sum(p.stat().st_size for p in files) <= 10_000_000
-
-
 def test_padding_of_the_vocabulary_is_never_chosen(results: list[Result], session: Session) -> None:
     assert session.manifest.vocab_limit < session.manifest.target.vocab
     assert max(t for r in results for t in r.tokens) < session.manifest.vocab_limit

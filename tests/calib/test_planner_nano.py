@@ -25,7 +25,6 @@ from thor_dflash.calib.planbench import (
 )
 
 NANO = Path(__file__).parents[2] / "models" / "planner-nano"
-QUANTISED = ("weight", "weight_scale", "weight_scale_2")
 
 
 def config(part: str) -> dict[str, Any]:
