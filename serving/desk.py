@@ -242,9 +242,10 @@ class Desk:
             if isinstance(outcome, PlanError):
                 raise outcome
             assert self._life.backend is not None, "it has prepared this job"
-            left = None if job.deadline is None else 1e3 * (job.deadline - time.monotonic())
-            free = self.books.running is None
-            admit(outcome.min_ms, left, self._life.backend.rates, free=free)
+            now = time.monotonic()
+            left = None if job.deadline is None else 1e3 * (job.deadline - now)
+            free, spent = self.books.running is None, 1e3 * (now - job.arrived)
+            admit(outcome.min_ms, left, self._life.backend.rates, spent_ms=spent, free=free)
             displaced = self.books.accept(job, _retry_after(self._life.backend))
         except PlanError as e:
             self.answer(job, e)

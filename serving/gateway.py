@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -18,7 +19,7 @@ from starlette.routing import Route
 
 from thor_dflash.errors import ConfigError, PlanError
 from thor_dflash.serve_config import GatewayConfig
-from thor_dflash.serving import metrics, openai, security, wire
+from thor_dflash.serving import metrics, openai, replies, security, wire
 from thor_dflash.serving.fleet import Fleet, Said
 
 BODY_BYTES = 1 << 20
@@ -102,10 +103,11 @@ class Gateway:
         asked = None
         try:
             asked = openai.read(await _body(request))
-            ask = openai.ask_of(asked)
+            ask, arrived = openai.ask_of(asked), time.monotonic()
             if asked.model and not await self.fleet.knows(asked.model):
                 return _no_model(asked.model, {member.model for member in self.fleet.members})
-            events = self.fleet.stream(ask, asked.model)
+            # A server that has not yet named its model may have been waited for.
+            events = self.fleet.stream(replies.rest(ask, arrived), asked.model)
             # Wait for the first event before the status line: a refusal precedes any chunk.
             member, first = await _while_there(request, events)
         except PlanError as e:

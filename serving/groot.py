@@ -13,6 +13,7 @@ from uuid import uuid4
 import msgspec
 
 from thor_dflash.errors import PlanError
+from thor_dflash.records import show
 from thor_dflash.serving import codec, wire
 from thor_dflash.serving.codec import Codec, Head
 
@@ -22,7 +23,7 @@ RUNNING = {"status": "ok", "message": "Server is running"}
 
 def speaks(head: Head) -> bool:
     """Whether a body is in this dialect."""
-    return head.op is None and isinstance(head.endpoint, str)
+    return head.op is None and head.endpoint is not None
 
 
 def read(body_codec: Codec, body: bytes, head: Head) -> wire.Request:
@@ -31,9 +32,11 @@ def read(body_codec: Codec, body: bytes, head: Head) -> wire.Request:
     Raises:
         PlanError: bad_request or unsupported_version.
     """
-    kind = codec.OPERATIONS.get(head.endpoint)
+    endpoint = head.endpoint
+    kind = codec.OPERATIONS.get(endpoint) if isinstance(endpoint, str) else None
     if kind is None:
-        raise PlanError("bad_request", f"endpoint must be an operation (got {head.endpoint:.40})")
+        got = f"{endpoint:.40}" if isinstance(endpoint, str) else show(endpoint)
+        raise PlanError("bad_request", f"endpoint must be an operation (got {got})")
     table = body_codec.decode(body, dict[str, Any])
     if unknown := table.keys() - {"endpoint", "data", "api_token", "requires_input"}:
         name = min(unknown)[: codec.NAME]

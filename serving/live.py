@@ -219,9 +219,10 @@ class LiveBackend:
     def _grammar(self, schema: Mapping[str, Any]) -> Grammar:
         try:
             grammar = self.session.grammar(schema)
+            object_allowed = grammar.takes(self.text.encode("{"))
         except RequestError as e:
             raise PlanError("schema_unsupported", str(e), field="json_schema") from e
-        if not grammar.matcher.deep_copy().try_consume_tokens(self.text.encode("{")):
+        if not object_allowed:
             raise fields.no_object(schema)
         return grammar
 

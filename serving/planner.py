@@ -16,6 +16,9 @@ from thor_dflash.serving.backend import Backend, Run, Stop
 from thor_dflash.serving.outcome import asked
 from thor_dflash.serving.rates import TRIAL, Rates
 
+RETRY_MS = 10.0
+"""How much longer the checks of another try may take than those of the one that was refused."""
+
 
 class Planner(Protocol):
     """Answers one ask at a time."""
@@ -71,7 +74,8 @@ class LocalPlanner:
         begun = time.monotonic()
         left = left_of(ask, begun)
         prepared = self._backend.prepare(ask, left())
-        admit(prepared.min_ms, left(), self._backend.rates)
+        spent_ms = 1e3 * (time.monotonic() - begun)
+        admit(prepared.min_ms, left(), self._backend.rates, spent_ms=spent_ms)
         run = self._backend.start(prepared, left())
         return _events(run, left, ask)
 
@@ -107,8 +111,12 @@ def left_of(ask: wire.Ask, arrived: float) -> Callable[[], float | None]:
     return lambda: deadline - 1e3 * (time.monotonic() - arrived)
 
 
-def admit(min_ms: float, left_ms: float | None, rates: Rates, *, free: bool = True) -> None:
+def admit(
+    min_ms: float, left_ms: float | None, rates: Rates, *, spent_ms: float, free: bool = True
+) -> None:
     """Refuse at once what cannot be done in time: an early refusal is of more use to a robot.
+
+    `min_ms` is what the plan needs from now on; `spent_ms` is what its checks have taken.
 
     Only new steps can show that a slow machine is fast again. So if the engine is free, the
     TRIAL-th refusal in a row, without a step in between, is admitted as a trial instead.
@@ -127,7 +135,7 @@ def admit(min_ms: float, left_ms: float | None, rates: Rates, *, free: bool = Tr
         "deadline_infeasible",
         f"deadline_ms must leave {least} ms or more (got {got})",
         field="deadline_ms",
-        min_ms=min_ms,
+        min_ms=math.ceil(min_ms + spent_ms + RETRY_MS),
     )
 
 

@@ -241,7 +241,7 @@ class Failure(Struct, frozen=True, kw_only=True):
     seq: int = 0
     retryable: bool = False
     retry_after_ms: float | None = None
-    min_ms: float | None = None
+    min_ms: int | None = None
     field: str | None = None
 
 

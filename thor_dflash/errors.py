@@ -75,7 +75,7 @@ class PlanError(ThorError):
         *,
         field: str | None = None,
         retry_after_ms: float | None = None,
-        min_ms: float | None = None,
+        min_ms: int | None = None,
         retryable: bool | None = None,
     ) -> None:
         super().__init__(message)
@@ -85,6 +85,6 @@ class PlanError(ThorError):
         """The field of the request that is at fault."""
         self.retry_after_ms = retry_after_ms
         self.min_ms = min_ms
-        """Shortest deadline that could be met, ms."""
+        """Shortest deadline that could be met, ms: a `deadline_ms` for another try."""
         self.retryable = code in RETRYABLE if retryable is None else retryable
         """Whether the same request may succeed later; by default decided by the code."""

@@ -50,6 +50,19 @@ class Grammar:
     spent: threading.Event = field(default_factory=threading.Event)
     """A matcher hit a limit. All copies share what was computed, so none can continue."""
 
+    def takes(self, ids: list[int]) -> bool:
+        """Whether an answer may begin with these ids.
+
+        Raises:
+            RequestError: the schema exceeds a limit of llguidance there.
+        """
+        matcher = self.matcher.deep_copy()
+        taken = matcher.try_consume_tokens(ids) == len(ids)
+        if matcher.is_error():
+            text = f"schema must be within llguidance's limits (got: {reason(matcher)})"
+            raise RequestError(text)
+        return taken
+
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
@@ -178,13 +191,25 @@ class Grammars:
             raise RequestError(f"schema must be one that can be compiled (got: {e})") from e
         matcher = LLMatcher(self._tokenizer, source, log_level=SILENT, limits=self.limits)
         if matcher.is_error():
-            reason = matcher.get_error().strip().partition("\n")[0]
-            raise RequestError(f"schema must be one that can be compiled (got: {reason})")
+            raise RequestError(f"schema must be one that can be compiled (got: {reason(matcher)})")
         if self._vocabulary.dead(matcher):
-            raise RequestError("schema must allow some answer (got one that no text satisfies)")
+            raise RequestError(f"schema must allow some answer (got {_why_dead(matcher)})")
         spent = 1e3 * (time.perf_counter() - start)
         anew = partial(self.compile, text)
         return Grammar(text, matcher, self._vocabulary, lint(text), spent, anew)
+
+
+def reason(matcher: LLMatcher) -> str:
+    """Return the first line of a matcher's error; "" if it has none."""
+    return str(matcher.get_error()).strip().partition("\n")[0]
+
+
+def _why_dead(matcher: LLMatcher) -> str:
+    ahead = matcher.deep_copy()
+    if forced := ahead.compute_ff_tokens():
+        ahead.consume_token(forced[0])
+    limit = reason(ahead)
+    return f"one that is too long or too wide: {limit}" if limit else "one that no text satisfies"
 
 
 def within(seconds: float, work: Callable[[], T]) -> T:

@@ -159,3 +159,4 @@ def test_a_deadline_is_judged_by_what_its_check_has_left_of_it(desk: Desk, door:
     prepared = replace(BACKEND.prepare(request, None), min_ms=30_000.0)
     desk.posted(Checked(job, prepared))
     assert [reply["code"] for reply in door.sent] == ["deadline_infeasible"]
+    assert door.sent[0]["min_ms"] >= 59_000 + 30_000, "counted from the arrival, as deadline_ms is"

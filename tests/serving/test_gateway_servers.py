@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from dataclasses import replace
 from typing import Any
@@ -112,6 +113,28 @@ def test_the_first_answer_names_its_model_too(house: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(fleet, "_look_after", look)
     with gateway(house.mock().endpoints[0]) as address:
         assert ask(address).model == "mock"
+
+
+def test_the_deadline_includes_the_search_for_a_server_of_the_model(
+    house: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def look(member: Any) -> None:
+        """None is done before the question."""
+
+    async def meet(member: Any, meet: Any = fleet._meet) -> Any:
+        await asyncio.sleep(0.5)
+        return await meet(member)
+
+    monkeypatch.setattr(fleet, "_look_after", look)
+    monkeypatch.setattr(fleet, "_meet", meet)
+    late = {"deadline_ms": 400}
+    with (
+        gateway(house.mock().endpoints[0]) as address,
+        client(address) as openai,
+        pytest.raises(APIStatusError) as caught,
+    ):
+        openai.chat.completions.create(model="mock", messages=CHAT, extra_body=late)
+    assert (caught.value.status_code, caught.value.code) == (408, "deadline")
 
 
 def test_a_prefix_that_one_server_has_is_enough(house: Any) -> None:

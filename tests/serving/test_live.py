@@ -100,6 +100,14 @@ def test_what_cannot_be_compiled_is_refused(backend: LiveBackend) -> None:
     assert caught.value.code == "schema_unsupported"
 
 
+def test_an_object_that_is_too_wide_is_not_said_to_be_none(backend: LiveBackend) -> None:
+    keys = {f"k{i}": {"type": "integer"} for i in range(600)}
+    wide = {"type": "object", "properties": keys, "additionalProperties": False}
+    with pytest.raises(PlanError, match="limits") as caught:
+        backend.validate(Validate(json_schema=wide))
+    assert (caught.value.code, caught.value.field) == ("schema_unsupported", "json_schema")
+
+
 Schemas = tuple[dict[str, Any], ...]
 NO_PLAN: Schemas = (
     {"type": "array", "items": {"type": "integer"}, "maxItems": 2},

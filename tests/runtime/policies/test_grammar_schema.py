@@ -241,6 +241,19 @@ def endless(needs: list[str], inner: list[str]) -> dict[str, Any]:
     return {**of, "$defs": {"node": node}, "properties": {"node": ref}, "required": needs}
 
 
+def test_an_object_too_wide_for_llguidance_is_said_to_be_that() -> None:
+    keys = {f"k{i}": {"type": "integer"} for i in range(600)}
+    wide = {"type": "object", "properties": keys, "additionalProperties": False}
+    begins = text().encode("{")
+    with pytest.raises(RequestError, match=r"within llguidance's limits \(got: .*items"):
+        session().grammar(wide).takes(begins)
+    with pytest.raises(RequestError, match=r"must allow some answer \(got one that is too .*items"):
+        session().grammar({"type": "object", "properties": {"a": wide}, "required": ["a"]})
+    needed = session().grammar({**wide, "required": list(keys)})
+    assert needed.takes(begins)
+    assert not needed.takes(text().encode("["))
+
+
 def test_a_definition_that_must_contain_itself_has_no_value() -> None:
     with pytest.raises(RequestError, match="must allow some answer"):
         session().grammar(endless(["node"], ["next"]))
