@@ -60,6 +60,16 @@ def decode(model: Model, plan: Plan, progress: Progress, meter: Meter) -> Iterat
         ModelFault: the model had no usable choice; chunks already yielded remain valid.
         TransactionError: another sequence began meanwhile.
     """
+    chunks = _chunks(model, plan, progress, meter)
+    while True:
+        with model.alone:
+            chunk = next(chunks, None)
+        if chunk is None:
+            return
+        yield chunk
+
+
+def _chunks(model: Model, plan: Plan, progress: Progress, meter: Meter) -> Iterator[Chunk]:
     begun = _begin(model, plan)
     for chunk in _prefill(model, plan):
         yield chunk

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from threading import RLock
 
 import numpy as np
 
@@ -45,6 +46,10 @@ class Model:
         chunks: tuple[int, ...] = (),
     ) -> None:
         self.engine = engine
+        self.alone = RLock()
+        """Held from the beginning of a step to its commit, and to close the engine: two threads may
+        use one session, and a step of one must not run within a step of the other. Its holder may
+        take it again, since a finaliser may run within a step and end an abandoned request."""
         self.manifest = manifest
         self.capacity = capacity
         self.block = block

@@ -85,7 +85,8 @@ class Prefixes:
         need = self.bytes_of(held)
         self._room(name, need)
         start = time.perf_counter()
-        snapshot = self._read(tokens[:held], stopped)
+        with self.model.alone:
+            snapshot = self._read(tokens[:held], stopped)
         if snapshot is None:
             return None
         spent = 1e3 * (time.perf_counter() - start)

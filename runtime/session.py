@@ -34,7 +34,9 @@ __all__ = ["Chunk", "Report", "Request", "Session", "open_session"]
 
 
 class Session:
-    """A package loaded on one engine. One sequence at a time."""
+    """A package loaded on one engine. One sequence at a time: a request ends the one under way,
+    also that of another thread.
+    """
 
     def __init__(self, model: Model, text: Text | None, choice: tuple[int, ...] = ()) -> None:
         self.model = model
@@ -131,7 +133,8 @@ class Session:
     def _answer(self, plan: Plan) -> Iterator[Chunk]:
         engine, self._report = self.model.engine, None
         cached = plan.prefix.length if plan.prefix else 0
-        meter = Meter(self.model.block, engine.busy(), cached)
+        with self.model.alone:
+            meter = Meter(self.model.block, engine.busy(), cached)
         progress, finish = Progress(plan.prompt, plan.marks), "cancelled"
         try:
             for chunk in decode(self.model, plan, progress, meter):
@@ -141,7 +144,8 @@ class Session:
             finish = "error"
             raise
         finally:
-            self._report = meter.report(finish, len(progress.tokens), engine.busy())
+            with self.model.alone:
+                self._report = meter.report(finish, len(progress.tokens), engine.busy())
 
     def report(self) -> Report:
         """Telemetry of the last request that ended.
@@ -154,8 +158,9 @@ class Session:
         return self._report
 
     def close(self) -> None:
-        """Free the engine. Idempotent."""
-        self.model.engine.close()
+        """Free the engine, once a step that another thread runs has ended. Idempotent."""
+        with self.model.alone:
+            self.model.engine.close()
 
 
 def open_session(
