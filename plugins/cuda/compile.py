@@ -168,7 +168,7 @@ def _keep(path: Path, image: bytes) -> None:
             os.fsync(handle)
         Path(name).replace(path)
     except BaseException:
-        Path(name).unlink()
+        Path(name).unlink(missing_ok=True)  # gone if an interrupt came after the renaming
         raise
 
 

@@ -129,6 +129,23 @@ def test_a_full_disk_is_reported_and_no_partial_file_stays(
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("device")
+def test_an_interrupt_is_not_taken_for_a_directory_that_keeps_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    replace_file = Path.replace
+
+    def interrupted(path: Path, to: Path) -> Path:
+        replace_file(path, to)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        start(tmp_path)
+    monkeypatch.setattr(compiler, "compile_source", lambda *_: 1 / 0)
+    start(tmp_path)  # what was kept is whole
+
+
 def test_after_an_error_nothing_more_is_compiled(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
