@@ -268,12 +268,14 @@ class Model:
     def _say(self, name: str, value: int | float) -> None:
         """Write a number unless it is unchanged. No other method may write this input."""
         if self._said.get(name) != value:
+            self._said.pop(name, None)  # unknown if the write is interrupted
             self._set(name, value)
             self._said[name] = value
 
     def _set_ids(self, name: str, ids: Sequence[int]) -> None:
         """Write ids to an input, padded with -1."""
         if self._said.get(name) != ids:
+            self._said.pop(name, None)  # as in _say
             slots = self._inputs[name].spec.at({})[0]
             self._set(name, *ids, *[-1] * (slots - len(ids)))
             self._said[name] = tuple(ids)

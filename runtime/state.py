@@ -123,12 +123,12 @@ class State:
 
     def restore(self, snapshot: Snapshot) -> None:
         """Continue from a snapshot, exactly as its sequence would have."""
+        self.begun += 1  # first: also if a write fails, the earlier sequence has lost the state
         for name, array in snapshot.arrays.items():
             self._engine.write(self.tensors[name], array)
         self.length, self.accepted, self._verified = snapshot.length, snapshot.accepted, 0
         self.first, self.behind = snapshot.first, list(snapshot.behind)
         self._open = False
-        self.begun += 1
 
     def layout(self, length: int) -> dict[str, TensorSpec]:
         """The arrays of a snapshot at this length when no records are left to fold."""

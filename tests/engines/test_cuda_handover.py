@@ -290,3 +290,26 @@ def test_without_graphs_everything_is_waited_for(
         assert s.model.read("record").tolist() == [1] * 37
         assert seen[-2:] == ["cuMemcpyDtoHAsync", "cuStreamSynchronize"]
         assert set(seen[:-2]) == {"cuLaunchKernelEx"}
+
+
+@pytest.mark.parametrize("name", ["cuStreamBeginCapture", "cuLaunchKernelEx", "cuStreamEndCapture"])
+def test_an_interrupt_does_not_leave_the_stream_capturing(
+    made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """CUDA would refuse every later wait for a stream that is."""
+    with closing(open_session(made, EngineConfig(), Silent())) as s:
+        calls = [s.model.call(step) for step in ("propose", "verify", "accept", "observe")]
+        original = getattr(device, name)
+
+        def interrupted(*arguments: Any) -> Any:
+            monkeypatch.setattr(device, name, original)
+            if name != "cuStreamEndCapture":
+                original(*arguments)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(device, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            s.model.engine.run(calls)
+        assert device.cuStreamIsCapturing(0) == (0, 0)
+        s.model.engine.run(calls)
+        assert s.model.read("record").tolist() == [1] * 37

@@ -170,6 +170,23 @@ def test_what_could_not_be_sent_is_sent_with_the_next_flush() -> None:
     assert [(to, count) for to, _, count in fake.pending] == [(0, 4)]
 
 
+def test_what_was_written_when_an_interrupt_came_is_sent_once_it_is_written_again() -> None:
+    fake, sender = ring()
+    page = Page(4 * SLOT, own=4 * SLOT)
+
+    class Interrupting(dict[int, int]):
+        def get(self, *_: object) -> int:  # type: ignore[override]
+            raise KeyboardInterrupt
+
+    page._dirty = Interrupting()
+    with pytest.raises(KeyboardInterrupt):
+        page.write(0, b"1234")
+    page._dirty = {}
+    page.write(0, b"1234")
+    page.flush(0, sender)
+    assert [(to, count) for to, _, count in fake.pending] == [(0, 4)]
+
+
 def _refuse(to: int, data: Array) -> None:
     raise EngineError("no")
 

@@ -154,8 +154,9 @@ def capture(
     if not graph:
         return Captured(name, driver, partial(_all, calls))
     modes, handed = driver.cu.CUstreamCaptureMode, None
-    driver("cuStreamBeginCapture", driver.stream, modes.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
     try:
+        # Inside, so that an interrupt right after it ends the capture: nothing could run any more.
+        driver("cuStreamBeginCapture", driver.stream, modes.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
         if handover is None:
             _all(calls)
         else:
@@ -163,10 +164,11 @@ def capture(
             handed, back = _hand_over(driver, handover.copies)
             _all(calls[handover.after :])
             driver("cuStreamWaitEvent", driver.stream, back, 0)
+        made = driver("cuStreamEndCapture", driver.stream)
     except BaseException:
-        driver.cu.cuStreamEndCapture(driver.stream)  # not checked: it may have no graph to return
+        # Not checked: it may have no graph to return, or the capture may have ended.
+        driver.cu.cuStreamEndCapture(driver.stream)
         raise
-    made = driver("cuStreamEndCapture", driver.stream)
     executable = driver("cuGraphInstantiate", made, 0)
     driver("cuGraphDestroy", made)
     driver("cuGraphUpload", executable, driver.stream)

@@ -104,8 +104,9 @@ class Page:
         end = offset + len(data)
         if end <= self._own and bytes(self._memory[offset:end]) == data:
             return
-        self._memory[offset:end] = data
+        # In this order: an interrupt in between must not hide that the device has another value.
         self._dirty[offset] = max(end, self._dirty.get(offset, 0))
+        self._memory[offset:end] = data
 
     def flush(self, base: int, ring: Ring) -> None:
         """Send what changed; adjacent pieces are sent in one copy."""
