@@ -76,16 +76,18 @@ class LocalPlanner:
         prepared = self._backend.prepare(ask, left())
         spent_ms = 1e3 * (time.monotonic() - begun)
         admit(prepared.min_ms, left(), self._backend.rates, spent_ms=spent_ms)
-        run = self._backend.start(prepared, left())
-        return _events(run, left, ask)
+        return _events(lambda: self._backend.start(prepared, left()), left, ask)
 
     def close(self) -> None:
         """See Planner."""
         self._backend.close()
 
 
-def _events(run: Run, left: Callable[[], float | None], ask: wire.Ask) -> Iterator[wire.Event]:
-    seq = 0
+def _events(
+    start: Callable[[], Run], left: Callable[[], float | None], ask: wire.Ask
+) -> Iterator[wire.Event]:
+    # Started here, since closing an iterator that was never asked for an event runs none of this.
+    run, seq = start(), 0
     try:
         while not run.done:
             if (ms := left()) is not None and ms <= 0:

@@ -275,6 +275,23 @@ def test_closing_a_stream_cancels_it(house: Any) -> None:
         assert held.ended == ["cancelled"]
 
 
+def test_a_local_stream_that_nobody_reads_starts_nothing() -> None:
+    """Closing it would not end what it had started, such as the sampling of sensors."""
+    started: list[Any] = []
+
+    class Counting(MockBackend):
+        def start(self, prepared: Any, left_ms: float | None) -> Any:
+            started.append(prepared)
+            return super().start(prepared, left_ms)
+
+    with LocalPlanner(Counting(ServeConfig())) as planner:
+        stream: Any = planner.stream(Ask(prompt="x", stream="all"))
+        stream.close()
+        assert not started
+        next(iter(planner.stream(Ask(prompt="x", stream="all"))))
+        assert len(started) == 1
+
+
 def test_asyncio_streams_and_controls_at_once(house: Any) -> None:
     server, held = house.held()
 
