@@ -166,7 +166,7 @@ class Grammars:
                 return self._kept[text]
         if not self._compiler.acquire(timeout=self.seconds):
             raise RequestError("schema must wait for another one (got one that compiles too long)")
-        grammar = within(self.seconds, lambda: self._alone(text))
+        grammar = within(self.seconds, lambda: self._alone(text), self._compiler.release)
         with self._lock:
             self._kept[text] = grammar
             while len(self._kept) > KEPT:
@@ -212,11 +212,13 @@ def _why_dead(matcher: LLMatcher) -> str:
     return f"one that is too long or too wide: {limit}" if limit else "one that no text satisfies"
 
 
-def within(seconds: float, work: Callable[[], T]) -> T:
-    """Run `work` on another thread for at most `seconds`; return or raise what it does.
+def within(seconds: float, work: Callable[[], T], unbegun: Callable[[], None] = lambda: None) -> T:
+    """Run `work` on another thread for at most `seconds`; return or raise what it does. `unbegun`
+    is called instead if the system gives no thread.
 
     Raises:
         RequestError: it took longer. It goes on in its own thread until it hits its own limits.
+        RuntimeError: the system gives no thread.
     """
     results: list[T] = []
     errors: list[Exception] = []
@@ -228,7 +230,11 @@ def within(seconds: float, work: Callable[[], T]) -> T:
             errors.append(e)
 
     thread = threading.Thread(target=run, name="grammar", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:
+        unbegun()
+        raise
     thread.join(seconds)
     if errors:
         raise errors[0]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import threading
 
+import pytest
 from constrained import PLAN, asked, constrained, session, text
 from llguidance import LLParserLimits
 
@@ -50,6 +52,20 @@ def test_what_others_had_computed_ends_no_request() -> None:
     assert not spent[0]
     assert spent[-3:] == [True] * 3  # so the last ones began with a spent grammar
     assert made.anew() is made.anew() is not made
+
+
+def test_a_thread_that_the_system_did_not_give_holds_up_no_later_schema(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def none(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    made = grammars()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", none)
+        with pytest.raises(RuntimeError, match="can't start"):
+            made.compile(PLAN)
+    made.compile(PLAN)
 
 
 def test_a_grammar_that_cannot_be_compiled_again_is_a_dead_end() -> None:
