@@ -11,7 +11,7 @@ from typing import Any
 
 from thor_dflash import manifest as package_manifest
 from thor_dflash.config import EngineConfig
-from thor_dflash.errors import EngineError, NoRoom, RequestError
+from thor_dflash.errors import EngineError, NoRoom, PackageError, RequestError
 from thor_dflash.extras import extra
 from thor_dflash.manifest import Manifest
 from thor_dflash.progress import Progress as Reporter
@@ -171,7 +171,7 @@ def open_session(
     before the first request.
 
     Raises:
-        PackageError: it is damaged or of another version.
+        PackageError: it is damaged, of another version, or was replaced meanwhile.
         ConfigError: the options do not fit it.
         EngineError: its graphs do not run here.
     """
@@ -190,6 +190,12 @@ def open_session(
                 stack.callback(engine.close)
                 with progress.task("loading graphs"):
                     model = Model(engine, found, capacity, block, sizes)
+            if package_manifest.read(package) != found:
+                # What was loaded may be of either: files were opened one by one, by their names.
+                raise PackageError(
+                    f"{package} must stay as it is while it is loaded (got another package); "
+                    "open it again"
+                )
         except NoRoom as e:
             raise EngineError(f"{e}; {_remedy(found, capacity, e.lacks)}") from e
         stack.pop_all()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,7 @@ from thor_dflash.config import BuildConfig, EngineConfig
 from thor_dflash.errors import ConfigError, EngineError, ModelFault, PackageError, RequestError
 from thor_dflash.plugins.accept import Record
 from thor_dflash.progress import Silent
+from thor_dflash.runtime.engine import Graph
 from thor_dflash.runtime.engines.ort import OrtEngine
 from thor_dflash.runtime.propose import Dflash, Nobody
 from thor_dflash.runtime.session import Request, open_session
@@ -183,6 +186,39 @@ def test_a_damaged_weight_is_found_when_all_is_loaded_and_the_engine_is_given_ba
     # A bad option is refused before there is an engine that would have to be closed.
     with pytest.raises(ConfigError, match=r"engine.chunk must be"):
         open_session(path, EngineConfig(chunk=7), Silent())
+    assert len(closed) == 1
+
+
+def test_a_package_that_is_replaced_while_it_is_loaded_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its new weights are hashed by nobody if those of the old package were hashed before."""
+    from checkpoints import GEOMETRIES, write_target
+
+    path, load, hash_file = package(tmp_path), OrtEngine.load, manifest.hash_file
+    files, hashed = len(manifest.read(path).files), list[Path]()
+    write_target(tmp_path / "t2", GEOMETRIES["27b"], 2)
+    build(tmp_path / "t2", None, tmp_path / "p2", BuildConfig(capacity=128), Silent())
+
+    def noted(file: Path, advance: Callable[[int], None]) -> manifest.FileEntry:
+        entry = hash_file(file, advance)
+        hashed.append(file)
+        return entry
+
+    def late(engine: OrtEngine, name: str) -> Graph:
+        if (tmp_path / "p2").exists():
+            while len(hashed) < files:
+                time.sleep(0.01)
+            path.rename(tmp_path / "old")
+            (tmp_path / "p2").rename(path)
+        return load(engine, name)
+
+    closed: list[object] = []
+    monkeypatch.setattr(manifest, "hash_file", noted)
+    monkeypatch.setattr(OrtEngine, "load", late)
+    monkeypatch.setattr(OrtEngine, "close", lambda engine: closed.append(engine))
+    with pytest.raises(PackageError, match=r"must stay as it is .*\(got another package\)"):
+        open_session(path, EngineConfig(), Silent())
     assert len(closed) == 1
 
 
