@@ -74,7 +74,8 @@ class Shelf:
             if others:
                 rule = f"must be the only file of its prefix (got {path.name}, which is used)"
                 problems.append(f"{others[0].name} {rule}")
-        return problems
+        # The name of a file may be no UTF-8, which no answer to a client can hold.
+        return [line.encode(errors="backslashreplace").decode() for line in problems]
 
     def keep(self, prefixes: Prefixes, name: str) -> None:
         """Write the file of a held prefix, replacing its old files. If that fails, an old file with

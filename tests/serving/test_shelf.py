@@ -4,6 +4,7 @@ answer, and whatever could not be kept or restored is reported.
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -123,6 +124,14 @@ def test_a_damaged_file_is_told_and_left_out(serve: Serve, house: Any, tmp_path:
     assert str(tmp_path) not in str(skipped), "where it is on this machine is nobody's business"
     again.put_prefix("bad", SYSTEM, persist=True)
     assert len(serve().prefixes()) == 2, "putting it again mends it"
+
+
+def test_a_file_whose_name_is_no_text_is_told(serve: Serve, tmp_path: Path) -> None:
+    serve().put_prefix("arm", SYSTEM, persist=True)
+    (tmp_path / "kept" / os.fsdecode(b"caf\xe9.prefix")).write_bytes(b"x")
+    again = serve()
+    assert [prefix["prefix_id"] for prefix in again.prefixes()] == ["arm"]
+    assert [line.partition(" ")[0] for line in again.skipped()] == [r"caf\udce9.prefix"]
 
 
 def test_what_no_longer_fits_is_told_and_stays_on_disk(serve: Serve) -> None:
