@@ -80,10 +80,11 @@ class Captured:
     def collect(self) -> list[float]:
         """Return the seconds of each run noted as ended since the last call."""
         seconds: list[float] = []
-        for before, after in self._ended:
+        while self._ended:
+            # Removed first: after an interrupt here, a spare event must not be read as an old one.
+            before, after = self._ended.pop(0)
             seconds.append(1e-3 * float(self.driver("cuEventElapsedTime", before, after)))
             self._spare += [before, after]
-        self._ended.clear()
         return seconds
 
 

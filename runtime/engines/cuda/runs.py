@@ -38,10 +38,11 @@ class Runs:
         self._left = True
 
     def _end(self, count: int) -> None:
-        for captured in self._running[:count]:
+        for _ in range(count):
+            # Removed first: after an interrupt here, the next call must not end a later run.
+            captured = self._running.pop(0)
             captured.ended(1)
-        self._ended += self._running[:count]
-        del self._running[:count]
+            self._ended.append(captured)
 
     @property
     def left(self) -> bool:
@@ -55,12 +56,12 @@ class Runs:
 
     def collect(self) -> None:
         """Collect the times of the ended runs."""
-        for captured in self._ended:
+        while self._ended:
+            captured = self._ended.pop(0)
             each = captured.collect()
             self._seconds[captured.name] = self._seconds.get(captured.name, 0.0) + sum(each)
             if self.noted is not None:
                 self.noted += each
-        self._ended.clear()
 
     @property
     def seconds(self) -> Mapping[str, float]:

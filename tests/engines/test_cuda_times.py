@@ -1,0 +1,60 @@
+"""The times of runs, whatever is interrupted: CUDA refuses to tell one that is not over."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from thor_dflash.runtime.engines.cuda.capture import Captured
+from thor_dflash.runtime.engines.cuda.runs import Runs
+
+
+class Device:
+    """Knows which events it has yet to come to, and interrupts the host after a number of calls."""
+
+    stream = "stream"
+
+    def __init__(self, calls: int) -> None:
+        self.left = calls
+        self.made = 0
+        self.ahead: list[int] = []
+
+    def __call__(self, name: str, *arguments: Any) -> Any:
+        found = 1.0
+        if name == "cuEventCreate":
+            found = self.made = self.made + 1
+        elif name == "cuEventRecord":
+            self.ahead.append(arguments[0])
+        elif name == "cuEventElapsedTime":
+            assert not {*arguments} & {*self.ahead}, "this run is not over"
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return found
+
+
+@pytest.mark.parametrize("calls", range(1, 32))
+def test_after_an_interrupt_only_times_that_are_over_are_asked_for(
+    calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, runs, ended = Device(calls), Runs(), Captured.ended
+    one = Captured("one", device, lambda: None)  # type: ignore[arg-type]
+
+    def noted(captured: Captured, count: int) -> None:
+        ended(captured, count)
+        device("an interrupt may come here too")
+
+    monkeypatch.setattr(Captured, "ended", noted)
+    for _ in range(9):
+        device.ahead.clear()
+        with suppress(KeyboardInterrupt):
+            runs.run(one)
+            runs.run(one)
+            runs.collect()
+            del device.ahead[:-2]  # the last run still goes on
+            runs.idle_before()
+            runs.collect()
+    assert device.left < 0
+    assert runs.seconds["one"] > 0
