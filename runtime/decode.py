@@ -73,7 +73,7 @@ def _chunks(model: Model, plan: Plan, progress: Progress, meter: Meter) -> Itera
     begun = _begin(model, plan)
     for chunk in _prefill(model, plan):
         yield chunk
-        _own(model, begun)
+        own(model, begun)
     meter.prompt_done()
     while True:
         block = _shape(model, plan, progress)
@@ -96,7 +96,7 @@ def _chunks(model: Model, plan: Plan, progress: Progress, meter: Meter) -> Itera
         yield Chunk(emitted, finish)
         if finish:
             return
-        _own(model, begun)
+        own(model, begun)
 
 
 def _begin(model: Model, plan: Plan) -> int:
@@ -108,7 +108,8 @@ def _begin(model: Model, plan: Plan) -> int:
     return model.state.begun
 
 
-def _own(model: Model, begun: int) -> None:
+def own(model: Model, begun: int) -> None:
+    """Raise TransactionError if another sequence has begun since the one numbered `begun`."""
     if model.state.begun != begun:
         raise TransactionError(
             "a request must have the state to itself until it ends (got another that began)"

@@ -8,6 +8,8 @@ import numpy as np
 
 from thor_dflash.errors import RequestError
 from thor_dflash.progress import Progress
+from thor_dflash.runtime.decode import own
+from thor_dflash.runtime.model import Model
 from thor_dflash.runtime.session import Session
 from thor_dflash.tensors import Array
 
@@ -51,17 +53,28 @@ def blocks(
 ) -> Iterator[dict[str, Array]]:
     """Yield the rows of the arrays of `score` a block at a time, for tokens that `shapes` accepted.
     The whole arrays would take a megabyte per token at V = 248,320.
+
+    Raises:
+        TransactionError: a request or a prefix has taken the state meanwhile.
     """
     model = session.model
-    model.state.reset()
+    with model.alone:
+        model.state.reset()
+        begun = model.state.begun
     with progress.task("scoring", len(tokens), "tokens") as task:
         for start in range(0, len(tokens), model.block):
             part = tokens[start : start + model.block]
-            model.write_tokens(part)
-            model.verify()
-            model.state.commit(len(part))
-            yield {name: model.read(name)[: len(part)].astype(np.float32) for name in names}
+            yield _block(model, begun, part, names)
             task.advance(len(part))
+
+
+def _block(model: Model, begun: int, part: Sequence[int], names: Sequence[str]) -> dict[str, Array]:
+    with model.alone:
+        own(model, begun)
+        model.write_tokens(part)
+        model.verify()
+        model.state.commit(len(part))
+        return {name: model.read(name)[: len(part)].astype(np.float32) for name in names}
 
 
 def _check(session: Session, tokens: Sequence[int], taps: bool) -> None:

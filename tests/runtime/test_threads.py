@@ -9,8 +9,10 @@ import pytest
 from decoding import DEAD, answer, prompt, session
 
 from thor_dflash.errors import TransactionError
+from thor_dflash.progress import Silent
 from thor_dflash.runtime.engine import Call
 from thor_dflash.runtime.propose import Nobody
+from thor_dflash.runtime.score import blocks
 from thor_dflash.runtime.session import Request, Session
 
 MOMENT_S = 0.2
@@ -75,6 +77,22 @@ def test_a_prefix_of_another_thread_waits_for_the_step(monkeypatch: pytest.Monke
     assert answer(s, asked, Nobody()) == truth
     assert s.report().cached_tokens == 64
     s.prefixes.drop("it")
+
+
+def test_what_is_scored_is_of_one_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    s, tokens = session(), prompt(60, 4)
+    want = [block["logits"].tobytes() for block in blocks(s, tokens, ["logits"], Silent())]
+    asked = Request(prompt=prompt(50, 2), max_tokens=12)
+    truth = answer(s, asked, Nobody())
+    scored, found, got = blocks(s, tokens, ["logits"], Silent()), list[list[int]](), list[bytes]()
+    meeting = Meeting(s, monkeypatch)
+    meeting.between(
+        lambda: got.append(next(scored)["logits"].tobytes()),
+        lambda: found.append(answer(s, asked, Nobody())),
+    )
+    assert (got, found) == (want[:1], [truth])
+    with pytest.raises(TransactionError, match="must have the state to itself"):
+        next(scored)
 
 
 def test_a_session_that_another_thread_closes_ends_its_step_first(
