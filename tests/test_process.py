@@ -15,6 +15,12 @@ import pytest
 MAIN = "import sys; from thor_dflash.cli import main; sys.exit(main())"
 
 
+@pytest.fixture(autouse=True)
+def buffered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams have buffers, as in a user's shell; without them, failures would show elsewhere."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+
+
 def test_help_and_version_load_nothing_heavy() -> None:
     script = (
         "import sys; from thor_dflash import cli\n"
@@ -101,8 +107,7 @@ def test_a_terminal_that_has_no_such_letter_shows_another() -> None:
 
 @pytest.mark.parametrize("what", ["--help", "--version", "bench --help"])
 def test_help_that_nobody_can_read_is_told(what: str) -> None:
-    # -E ignores PYTHONUNBUFFERED: without a buffer, argparse ignores that it cannot write.
-    command = [sys.executable, "-E", "-c", MAIN, *what.split()]
+    command = [sys.executable, "-c", MAIN, *what.split()]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.stderr == "thor-dflash: stdout must be writable (got: No space left on device)\n"

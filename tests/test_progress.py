@@ -9,6 +9,12 @@ import pytest
 from thor_dflash.progress import Bars, Lines, Silent, amount, choose, say
 
 
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal that is called dumb, rich does not move the cursor."""
+    monkeypatch.setenv("TERM", "xterm")
+
+
 class Clock:
     now = 0.0
 

@@ -33,6 +33,13 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, run one subcommand, return the exit status."""
     try:
+        return _main(argv)
+    finally:
+        streams.settle(sys.stderr)
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    try:
         streams.prepare()
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, _interrupt)
@@ -75,7 +82,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     """Handle Ctrl-C, but later while a module is being imported: an interrupt then can turn into an
     ImportError, or crash the process in the middle of loading a library.
     """
-    while frame is not None and frame.f_code is not main.__code__:
+    while frame is not None and frame.f_code is not _main.__code__:
         if frame.f_code.co_filename == _IMPORT:
             again = threading.Timer(_PUT_OFF, os.kill, (os.getpid(), number))
             again.daemon = True

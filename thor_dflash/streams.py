@@ -63,6 +63,16 @@ def refuses(stream: TextIO) -> bool:
     return False
 
 
+def settle(stream: TextIO) -> None:
+    """Flush a stream; leave it if it cannot be written, because its buffer keeps what could not be
+    written, and if Python's flush at exit fails, the exit status becomes 120.
+    """
+    try:
+        stream.flush()
+    except OSError:
+        leave(stream)
+
+
 def leave(stream: TextIO) -> None:
     """Redirect a stream to the null device, so that Python's flush at exit succeeds."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
