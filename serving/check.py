@@ -43,7 +43,7 @@ class Checker:
         except (ValueError, jsonschema_rs.ValidationError, jsonschema_rs.ReferencingError) as e:
             text = str(e).splitlines()[0][:200]
             if text.endswith('is not a "regex"'):
-                text += f" of at most {PATTERN_BYTES} bytes when compiled"
+                text += f" that compiles to at most {PATTERN_BYTES} bytes"
             raise PlanError(
                 "schema_invalid", f"json_schema must be a JSON Schema (got: {text})",
                 field="json_schema",

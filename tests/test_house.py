@@ -25,6 +25,7 @@ FLOORS = (
     ("serving",),
     ("calib",),
     ("verbs",),
+    ("verb_options",),
     ("options",),
     ("cli",),
 )

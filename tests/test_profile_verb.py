@@ -46,8 +46,8 @@ def test_the_help_tells_how_many_runs_there_are(capsys: pytest.CaptureFixture[st
         cli.main(["profile", "--help"])
     told = " ".join(capsys.readouterr().out.split())
     args = options.parse(["profile", "--package", "p", "--prompt", "a"])
-    assert f"--warmup N runs before these; {args.warmup} " in told
-    assert f"--runs N that count; {profile_verb.RUNS} " in told
+    assert f"not measured (default {args.warmup})" in told
+    assert f"--runs N answers to measure (default {profile_verb.RUNS})" in told
 
 
 def test_json_is_one_object_that_adds_up(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -229,6 +229,15 @@ def test_nothing_is_compared_with_what_is_no_time(
     before.write_text(json.dumps(table))
     assert profile(root, "--compare", str(before)) == 2
     told = f"{before}.times.e2e_ms.median must be above 0 (got {median})"
+    assert capsys.readouterr().err == f"thor-dflash: {told}\n"
+
+
+def test_what_is_compared_with_is_an_object(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (before := tmp_path / "before.json").write_text("[1]")
+    assert profile(root, "--compare", str(before)) == 2
+    told = f"{before} must be a JSON object, as profile --json prints it (got [1])"
     assert capsys.readouterr().err == f"thor-dflash: {told}\n"
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
-from thor_dflash.errors import PackageError, RequestError
+from thor_dflash.errors import CompilerBusy, PackageError, RequestError
 from thor_dflash.runtime.policies.grammar_schema import check_near, lint, text_of
 from thor_dflash.runtime.text import Text
 from thor_dflash.tensors import Array
@@ -120,7 +120,7 @@ class Grammars:
     def __post_init__(self) -> None:
         if not self.stop:
             raise PackageError(
-                "a grammar must have stop tokens to end with (got a package of none)"
+                "a grammar must have a package with stop tokens, to end with (got one without)"
             )
         try:
             self._tokenizer = LLTokenizer(
@@ -145,6 +145,7 @@ class Grammars:
 
         Raises:
             RequestError: the schema is invalid, too large, too slow to compile, or unsupported.
+            CompilerBusy: another schema is being compiled, and has not ended in the time for one.
         """
         text = text_of(schema)
         with self._lock:
@@ -152,7 +153,10 @@ class Grammars:
                 self._kept.move_to_end(text)
                 return self._kept[text]
         if not self._compiler.acquire(timeout=self.seconds):
-            raise RequestError("schema must wait for another one (got one that compiles too long)")
+            raise CompilerBusy(
+                "schema must be compiled on its own (got one while another is still being "
+                f"compiled after {self.seconds:g} s); send it again later"
+            )
         grammar = within(self.seconds, lambda: self._alone(text))
         with self._lock:
             self._kept[text] = grammar
@@ -178,13 +182,23 @@ class Grammars:
             raise RequestError(f"schema must be one that can be compiled (got: {e})") from e
         matcher = LLMatcher(self._tokenizer, source, log_level=SILENT, limits=self.limits)
         if matcher.is_error():
-            reason = matcher.get_error().strip().partition("\n")[0]
+            reason = _reason(matcher.get_error())
             raise RequestError(f"schema must be one that can be compiled (got: {reason})")
         if self._vocabulary.dead(matcher):
             raise RequestError("schema must allow some answer (got one that no text satisfies)")
         spent = 1e3 * (time.perf_counter() - start)
         anew = partial(self.compile, text)
         return Grammar(text, matcher, self._vocabulary, lint(text), spent, anew)
+
+
+def _reason(report: str) -> str:
+    """The line of the compiler's report that says what is wrong: the first one or, if that only
+    announces others (as for a pattern), the last.
+    """
+    lines = [line.strip() for line in report.splitlines() if line.strip()]
+    if not lines:
+        return "no reason"
+    return f"{lines[0]} {lines[-1].removeprefix('error: ')}" if lines[0].endswith(":") else lines[0]
 
 
 def within(seconds: float, work: Callable[[], T]) -> T:

@@ -40,7 +40,7 @@ def test_who_waits_is_told_for_whom(
     assert PLAN in out or form
     assert err.startswith(f"waiting for {server}\n")
     monkeypatch.setattr(client, "Options", partial(Options, timeout_s=0.05, retries=0))
-    with pytest.raises(PlanError, match="nothing is connected"):
+    with pytest.raises(PlanError, match="no connection could be made"):
         ask("Bring it.", "--server", "ipc:///nowhere/plan", *form)
     assert capsys.readouterr().err == "waiting for ipc:///nowhere/plan\n"
 

@@ -109,9 +109,9 @@ def test_after_refusals_enough_a_plan_is_a_trial() -> None:
 @pytest.mark.parametrize(
     ("min_ms", "left_ms", "told"),
     [
-        (148.4, 148.1, "149 ms or more (got 148)"),
-        (148.0, 147.9, "148 ms or more (got 147)"),
-        (148.0, -0.3, "148 ms or more (got 0)"),
+        (148.4, 148.1, "149 ms for the plan (got 148 ms left)"),
+        (148.0, 147.9, "148 ms for the plan (got 147 ms left)"),
+        (148.0, -0.3, "148 ms for the plan (got 0 ms left)"),
     ],
 )
 def test_a_refusal_never_says_that_there_is_time_enough(
@@ -119,7 +119,7 @@ def test_a_refusal_never_says_that_there_is_time_enough(
 ) -> None:
     with pytest.raises(PlanError) as caught:
         admit(min_ms, left_ms, measured())
-    assert caught.value.message == f"deadline_ms must leave {told}"
+    assert caught.value.message == f"deadline_ms must leave at least {told}"
 
 
 def test_there_is_no_trial_while_another_plan_is_measured_or_without_time() -> None:

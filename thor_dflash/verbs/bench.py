@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from thor_dflash.config import BuildConfig, Config, EngineConfig
 from thor_dflash.errors import ConfigError, EngineError
 from thor_dflash.progress import Progress
+from thor_dflash.records import show
 
 if TYPE_CHECKING:
     from thor_dflash.manifest import Manifest
@@ -78,13 +79,16 @@ def _check_shape(args: Namespace, config: Config) -> None:
         from thor_dflash.builders.hollow import SHAPES
 
     if args.shape not in SHAPES:
-        raise ConfigError(f"--shape must be one of {', '.join(SHAPES)} (got {args.shape})")
+        raise ConfigError(f"--shape must be one of {', '.join(SHAPES)} (got {show(args.shape)})")
     if not args.random_weights:
         raise ConfigError("--shape must go with --random-weights (got --shape alone)")
     if config.build.engine != "cuda":
-        raise ConfigError(f"bench must have --engine cuda (got {config.build.engine})")
+        raise ConfigError(f"--shape must go with --engine cuda (got {config.build.engine})")
     if (args.out is not None) != args.ready:
-        raise ConfigError("--ready must go with --out DIR, or --package PKG (got one alone)")
+        alone = "ready" if args.ready else "out"
+        raise ConfigError(
+            f"--ready and --out must be given together for a --shape (got --{alone} alone)"
+        )
 
 
 def _device(config: EngineConfig) -> None:
