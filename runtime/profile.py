@@ -38,10 +38,10 @@ class Subject:
     """Release and power mode of a Jetson; empty for other machines."""
 
     def differs(self, other: Subject) -> list[str]:
-        """The differences, as text."""
+        """The differences from a later subject, as text."""
         one, two = ({**_plain(s), **s.machine, **s.settings} for s in (self, other))
         return [
-            f"{key} {two.get(key, 'nothing')}, not {one.get(key, 'nothing')}"
+            f"{key} {one.get(key, 'nothing')}, now {two.get(key, 'nothing')}"
             for key in dict.fromkeys((*one, *two))
             if one.get(key) != two.get(key)
         ]

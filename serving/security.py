@@ -193,7 +193,10 @@ def allowed(directory: Path) -> frozenset[bytes]:
     """
     keys = frozenset(public_key(p) for p in sorted((directory / CLIENTS).glob(f"*{PUBLIC}")))
     if not keys:
-        raise ConfigError(f"{directory / CLIENTS} must hold public keys of clients (got none)")
+        raise ConfigError(
+            f"{directory / CLIENTS} must hold public keys of clients (got none); "
+            f"thor-dflash keygen makes such a directory"
+        )
     return keys
 
 

@@ -240,8 +240,8 @@ class Server:
             self._notify("STOPPING=1")
             if (n := len(self._desk.books)) and self._stops < 2:
                 within = f"{'s' * (n > 1)}, for up to {self._config.drain_s:g} s"
-                signals = "again" if self._stops else "two signals"
-                self._log(f"finishing {n} plan{within}; {signals} to end now")
+                signals = "one more signal ends" if self._stops else "two signals end"
+                self._log(f"finishing {n} plan{within}; {signals} the server at once")
         if life.stopping and (self._stops > 1 or (life.stop_by or now) <= now):
             self._desk.give_up()
 

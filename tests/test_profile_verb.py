@@ -152,7 +152,7 @@ def test_a_soak_answers_until_its_time_is_over(
     assert f"{runs} runs after 1 to warm up" in out
     last, before = float(rows[-1][2]), float(rows[-1][0])
     assert before < 9 <= last < 13
-    assert "warming up 1 times\n" in err
+    assert "warming up 1 time\n" in err
     assert "answering 9 s\n" in err
 
 
@@ -165,7 +165,8 @@ def test_other_things_are_not_compared(
     assert profile(root, "--compare", str(before)) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    told = "--compare must be a profile of the same (got decode.gate off, not on)"
+    same = "--compare must be a profile of the same question and settings"
+    told = f"{same} (got decode.gate on, now off)"
     assert err.endswith(f"thor-dflash: {told}\n")
 
 
@@ -279,7 +280,7 @@ def test_a_board_s_release_and_power_mode_are_part_of_what_was_measured(
     (tmp_path / "before.json").write_text(out)
     monkeypatch.setattr(board, "speed", lambda machine: [replace(mode, text="MAXN"), clock])
     assert profile(root, "--compare", str(tmp_path / "before.json")) == 2
-    assert "power mode MAXN, not 120W; slower than MAXN)" in capsys.readouterr().err
+    assert "power mode 120W; slower than MAXN, now MAXN)" in capsys.readouterr().err
 
 
 def test_what_is_no_profile_is_told(

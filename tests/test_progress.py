@@ -125,6 +125,8 @@ def test_choice() -> None:
         (10**13, "bytes", "10000.0 GB"),
         (12345, "tokens", "12,345 tokens"),
         (3, "", "3"),
+        (1, "runs", "1 run"),
+        (1, "s", "1 s"),
     ],
 )
 def test_amounts(n: int, unit: str, text: str) -> None:

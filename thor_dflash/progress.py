@@ -48,9 +48,10 @@ class Progress(Protocol):
 
 
 def amount(n: int, unit: str) -> str:
-    """`n` units as text; bytes in powers of 1000."""
+    """`n` units as text; bytes in powers of 1000. A unit of two letters or more is a plural."""
     if unit != "bytes":
-        return f"{n:,} {unit}".rstrip()
+        one = n == 1 and len(unit) > 1
+        return f"{n:,} {unit.removesuffix('s') if one else unit}".rstrip()
     size, names = float(n), ["B", "kB", "MB", "GB"]
     while size >= 1000 and len(names) > 1:
         size, names = size / 1000, names[1:]

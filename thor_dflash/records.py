@@ -142,7 +142,7 @@ def decode(cls: type[T], table: object, where: str, error: type[ThorError]) -> T
     prefix = f"{where}." if where else ""
     for name in rows:
         if name not in fields:
-            raise error(f"unknown key {prefix}{name} ({nearest(name, fields, prefix)})")
+            raise error(f"unknown key {prefix}{cut(name)} ({nearest(name, fields, prefix)})")
     hints = typing.get_type_hints(cls)
     for name, field in fields.items():
         if name not in rows and _required(field):

@@ -194,7 +194,7 @@ def _written(args: Namespace, config: Config, progress: Progress) -> list[Figure
     command += ["--ready", "--json", *(["-c", str(args.config)] if args.config else [])]
     for item in args.set:
         command += ["-s", item] if item.strip().startswith("engine.") else []
-    with progress.task("opening it in a process of its own"):
+    with progress.task("opening the package in a new process"):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise EngineError(f"the new process must become ready (got: {done.stderr.strip()})")

@@ -53,7 +53,8 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         request = question.request(session, config)
         subject = _subject(session, request, config, speed)
         if base and (told := base.subject.differs(subject)):
-            raise RequestError(f"--compare must be a profile of the same (got {'; '.join(told)})")
+            same = "--compare must be a profile of the same question and settings"
+            raise RequestError(f"{same} (got {'; '.join(told)})")
         with Watch(find(), junction()) as watch:
             watch.rest()
             runs, when = _runs(session, request, args, progress)
