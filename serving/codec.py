@@ -245,6 +245,8 @@ def _choice(kind: type, path: str) -> tuple[str, str]:
     words = [str(word) for part in kinds for word in get_args(part)]
     if not words:
         return "one of the words of docs/protocol.md", "another"
+    if bool in _parts(hint):  # no field takes true beside words
+        words.insert(0, "false")
     return " or ".join(filter(None, (", ".join(words[:-1]), words[-1]))), "another"
 
 

@@ -13,6 +13,7 @@ from uuid import uuid4
 import msgspec
 
 from thor_dflash.errors import PlanError
+from thor_dflash.records import visible
 from thor_dflash.serving import codec, wire
 from thor_dflash.serving.codec import Codec, Head
 
@@ -33,7 +34,9 @@ def read(body_codec: Codec, body: bytes, head: Head) -> wire.Request:
     """
     kind = codec.OPERATIONS.get(head.endpoint)
     if kind is None:
-        raise PlanError("bad_request", f"endpoint must be an operation (got {head.endpoint:.40})")
+        raise PlanError(
+            "bad_request", f"endpoint must be an operation (got {visible(head.endpoint[:40])})"
+        )
     table = body_codec.decode(body, dict[str, Any])
     if unknown := table.keys() - {"endpoint", "data", "api_token", "requires_input"}:
         name = min(unknown)[: codec.NAME]

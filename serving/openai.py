@@ -212,7 +212,7 @@ def _thinking(request: Completion) -> str | None:
     else:
         return "off"
     raise PlanError(
-        "bad_request", f"reasoning_effort must {rule} (got {effort[:40]})",
+        "bad_request", f"reasoning_effort must {rule} (got {visible(effort[:40])})",
         field="reasoning_effort",
     )  # fmt: skip
 

@@ -329,7 +329,7 @@ def test_a_refused_option_of_sampling_says_what_is_taken(
     ("request_", "rule"),
     [
         ({"thinking": "x"}, 'thinking must be on, off or auto (got "x")'),
-        ({"stream": "x"}, 'stream must be steps, text or all (got "x")'),
+        ({"stream": "x"}, 'stream must be false, steps, text or all (got "x")'),
         ({"on_deadline": "x"}, 'on_deadline must be partial or error (got "x")'),
         ({"preempt": "x"}, 'preempt must be none, same_session or lower (got "x")'),
         ({"accept_mode": 3}, "accept_mode must be a string (got 3)"),

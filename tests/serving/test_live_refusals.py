@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 from constrained import PLAN
@@ -10,6 +11,7 @@ from constrained import PLAN
 from thor_dflash.errors import PlanError
 from thor_dflash.runtime.session import Session
 from thor_dflash.serve_config import ServeConfig
+from thor_dflash.serving.check import Checker
 from thor_dflash.serving.fields import MESSAGE
 from thor_dflash.serving.live import LiveBackend
 from thor_dflash.serving.wire import Ask, Validate
@@ -55,3 +57,20 @@ def test_a_plan_too_long_names_each_part_as_it_was_given(backend: LiveBackend) -
     assert len(numbers) == 4
     assert numbers[1] == 9999
     assert sum(numbers[:3]) == numbers[3]
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"properties": {"a": {"type": "foo"}}}, " at properties.a.type: "),
+        ({"properties": 3}, " at properties: "),
+        ({"$ref": "#/none"}, ": "),
+        ({"properties": {"n" * 10**5: 3}}, " at properties.nnn"),
+        ({"properties": {"n\x1b": 3}}, r" at properties.n\\x1b: "),
+    ],
+)
+def test_a_schema_that_is_none_is_refused_by_place(schema: dict[str, Any], place: str) -> None:
+    with pytest.raises(PlanError, match=rf"must be a JSON Schema \(got{place}") as caught:
+        Checker(schema)
+    assert len(caught.value.message) <= MESSAGE
+    assert caught.value.message.isprintable()
