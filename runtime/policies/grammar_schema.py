@@ -95,8 +95,8 @@ def _check_bounds(node: Node) -> None:
 def _check_literal(where: str, value: object) -> None:
     if isinstance(value, int | float) and not _kept(value):
         raise RequestError(
-            f"{where} must be from {-_WHOLE} to {_WHOLE}, with no more digits than a float64 "
-            f"keeps (got {show(value)})"
+            f"{where} must be {-_WHOLE} to {_WHOLE}, with so few digits that the compiler keeps it "
+            f"exactly (got {show(value)})"
         )
     if isinstance(value, str) and _CONTROLS.search(value):
         raise RequestError(
