@@ -263,8 +263,8 @@ def _capacity(
     least = block + LEAST_TALK
     if least > longest:
         raise ConfigError(
-            f"build.block must be <= {longest - LEAST_TALK}, as of {longest} "
-            f"max_position_embeddings a prompt and its answer need some (got {block})"
+            f"build.block must be <= {longest - LEAST_TALK}: max_position_embeddings is {longest}, "
+            f"and a prompt and its answer need {LEAST_TALK} beside a block (got {block})"
         )
     capacity = config.capacity or min(CAPACITY, longest)
     if not least <= capacity <= longest:

@@ -30,7 +30,10 @@ def make_card(config: CardConfig, longest: int) -> Card:
     _at_most(told, ("max_tokens", "complex"), longest, model)
     shorter = min(max_tokens, hard)
     if not config.reply and reply >= hard:  # only a configured `complex` can cause this
-        raise ConfigError(f"build.card.complex must be > {reply}, the reply by rule (got {hard})")
+        raise ConfigError(
+            f"build.card.complex must be > {reply}, the tokens kept for the reply "
+            f"unless build.card.reply is given (got {hard})"
+        )
     _at_most({"reply": reply}, ("reply",), shorter - 1, f"the longest answer of {shorter} less one")
     _at_most(told, TIERS, longest - reply, f"{model} less the reply of {reply}")
     think, most = max_tokens - reply, hard - reply

@@ -270,7 +270,13 @@ class _Lowering:
     def check(self, call: RoomCall, site: Site) -> None:
         """Refuse at build time what the engine would refuse when it loads the package."""
         if why := RULES[call.room].refuse(site):
-            raise ConfigError(f"kernels: {self.name}: {call.name}: {why}")
+            prefill = self.name.startswith(("prefill", "observe_chunk"))
+            key = "build.chunk and build.chunks" if prefill else "build.block and build.widths"
+            hint = f"; {key} set the rows of a step" if " rows (" in why else ""
+            raise ConfigError(
+                "build.engine cuda and tensorrt must have kernels for the sizes of step "
+                f"{self.name} (got {call.name}: {why}){hint}"
+            )
 
     def program(self) -> Program:
         graph = self.model.graph

@@ -87,20 +87,21 @@ class Desk:
         marks = self._text.marks if self._text else None
         if marks is None:
             raise RequestError(
-                f"{what} must be asked of a package whose tokenizer has <think> and </think> "
-                f"(got one without)"
+                f"{what} must be used with a package whose tokenizer has <think> and </think> "
+                "(got one without)"
             )
         return marks
 
     def _proposer(self, request: Request) -> Proposer:
         if request.drafter == "none":
+            got = "drafter none" if self._model.manifest.drafter else "a package without a drafter"
             for name, asked in (
                 ("accept relaxed", request.relaxed is not None),
-                ("gate", request.gate),
-                ("draft options", request.draft != AS_MADE),
+                ("gate on", request.gate),
+                ("decode.draft options", request.draft != AS_MADE),
             ):
                 if asked:
-                    raise RequestError(f"{name} must go with a drafter (got drafter none)")
+                    raise RequestError(f"{name} must be used with a drafter (got {got})")
             return Nobody()
         if self._model.manifest.drafter is None:
             raise RequestError("drafter must be none, the package has no drafter (got dflash)")
@@ -122,8 +123,8 @@ class Desk:
         config, card = request.budget, self._model.manifest.card
         if config.effort == "none" and config.tokens < 0:
             raise RequestError(
-                'decode.budget.effort must not be "none" where the prompt thinks '
-                "(got an open <think>)"
+                'decode.budget.effort must not be "none" for a prompt that begins to think '
+                "(got one with an open <think>)"
             )
         close = self._closing(request)
         found = envelope(config, card, len(close), request.max_tokens)
@@ -138,7 +139,7 @@ class Desk:
         slots = self._model.graphs["accept"].inputs["stop"].at({})[0] - 1
         if len(request.stop) > slots:
             raise RequestError(
-                f"decode.budget.close soft must have at most {slots} stop ids "
+                f"stop must hold at most {slots} ids if decode.budget.close is soft "
                 f"(got {len(request.stop)})"
             )
 
@@ -146,7 +147,8 @@ class Desk:
         assert self._text is not None
         own, cards = request.budget.message, self._model.manifest.card.close
         message = own or cards
-        name = "card.close" if message and message == cards else "decode.budget.message"
+        card = message and message == cards
+        name = "the package's card.close" if card else "decode.budget.message"
         ids = self._messages.get(message) or tuple(self._text.encode(message))
         close = self._marks("a thinking budget").close
         if ids.count(close) != 1:
@@ -176,8 +178,8 @@ class Desk:
         slots = self._model.graphs["accept"].inputs["strict"].at({})[0]
         if len(never) > slots:
             raise RequestError(
-                f"accept relaxed must have at most {slots} stop and tool ids of the package beside "
-                f"the request's stop ids (got {len(never)})"
+                f"stop and tool ids of the package must be at most {slots} for accept relaxed, not "
+                f"counting the request's stop ids (got {len(never)})"
             )
         return RelaxedThinking(
             Relaxed(
@@ -199,6 +201,7 @@ def _budgeted(config: BudgetConfig) -> bool:
     asked = config.tokens >= 0 or bool(config.effort)
     if config.close == "soft" and not asked:
         raise RequestError(
-            "decode.budget.close must be hard without a budget or an effort (got soft)"
+            "decode.budget.close must be hard unless decode.budget.tokens or decode.budget.effort "
+            "sets a budget (got soft)"
         )
     return asked

@@ -209,6 +209,6 @@ def check(model: Model, prompt: Sequence[int], max_tokens: int, stop: Sequence[i
         )
     slots = model.graphs["accept"].inputs["stop"].at({})[0]
     if len(stop) > slots:
-        raise RequestError(f"stop must be at most {slots} ids (got {len(stop)})")
+        raise RequestError(f"stop must hold at most {slots} ids (got {len(stop)})")
     if wrong := [token for token in stop if not 0 <= token < vocab]:
         raise RequestError(f"stop must be ids 0 to {vocab - 1} (got {wrong[0]})")

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from thor_dflash.errors import RequestError
+from thor_dflash.records import show
 from thor_dflash.runtime.model import Model
 from thor_dflash.runtime.prefix_file import Stored, read_prefix, write_prefix
 from thor_dflash.runtime.state import Snapshot
@@ -139,7 +140,7 @@ class Prefixes:
         with self._lock:
             prefix = self._kept.get(name)
         if prefix is None:
-            raise RequestError(f"prefix must be one that was put (got {name})")
+            raise RequestError(f"prefix must be one that is kept (got {show(name)})")
         stored = Stored(name=name, tokens=prefix.tokens, pinned=prefix.pinned, held=prefix.held)
         write_prefix(path, self.model, stored, prefix.snapshot)
         return prefix
@@ -170,7 +171,9 @@ class Prefixes:
 
     def _check(self, name: str, tokens: Sequence[int]) -> None:
         if not 0 < len(name) <= LONGEST_NAME:
-            raise RequestError(f"prefix must have a name of 1 to {LONGEST_NAME} (got {name!r})")
+            raise RequestError(
+                f"name of a prefix must be 1 to {LONGEST_NAME} characters (got {show(name)})"
+            )
         limit, vocab = self.model.limit, self.model.manifest.target.vocab
         if not 0 < len(tokens) < limit:
             raise RequestError(
@@ -186,8 +189,8 @@ class Prefixes:
         fixed = sum(p.bytes for p in self.list() if p.pinned and p.name != name)
         if fixed + need > self.budget:
             raise RequestError(
-                f"prefix must fit the {self.budget} bytes for prefixes, {fixed} of them pinned "
-                f"(got {need} bytes)"
+                f"prefix must fit the memory for prefixes: {self.budget} bytes, of which pinned "
+                f"ones take {fixed} (got {need} bytes)"
             )
 
     def _keep(self, prefix: Prefix) -> Prefix:

@@ -121,7 +121,10 @@ def read_prefix(path: Path, model: Model, budget: int) -> tuple[Stored, Snapshot
     arrays, at = dict[str, Array](), 0
     layout = model.state.layout(stored.held)
     if sum(spec.nbytes({}) for spec in layout.values()) != len(payload):
-        raise PackageError(f"{path} must hold {stored.held} tokens (got {len(payload)} bytes)")
+        raise PackageError(
+            f"{path} must hold the state after {stored.held} tokens (got {len(payload)} bytes, "
+            "which is another size)"
+        )
     for name in _names(model, stored.held):
         arrays[name] = _array(layout[name], payload, at)
         at += layout[name].nbytes({})
@@ -134,7 +137,7 @@ def _parts(path: Path, budget: int) -> tuple[bytes, bytes, bytes]:
             size = os.fstat(file.fileno()).st_size
             if size > budget + HEADER:
                 raise RequestError(
-                    f"{path} must fit the {budget} bytes for prefixes (got {size} bytes)"
+                    f"{path} must fit the memory for prefixes, {budget} bytes (got {size})"
                 )
             first, line = file.readline(256), file.readline(HEADER)
             return first, line, file.read()
@@ -147,23 +150,29 @@ def _header(path: Path, line: bytes, model: Model) -> _Header:
     for key, mine in (("format", FORMAT), ("tool", __version__)):
         if table.get(key) != mine:
             raise PackageError(
-                f"{path} must be of {key} {mine}, this version of thor-dflash "
-                f"(got {table.get(key)}); {AGAIN}"
+                f"{path} must be written by this version of thor-dflash, {key} {mine} "
+                f"(got {records.show(table.get(key))}); {AGAIN}"
             )
     header = records.decode(_Header, table, "", PackageError)
     if header.package != identity(model.manifest):
-        raise PackageError(f"{path} must be of this package (got one of another); {AGAIN}")
+        raise PackageError(
+            f"{path} must be written with this package (got a prefix of another one); {AGAIN}"
+        )
     if header.capacity != model.capacity:
         raise PackageError(
-            f"{path} must be of capacity {model.capacity} (got {header.capacity}); {AGAIN}"
+            f"{path} must be written with engine.capacity {model.capacity} "
+            f"(got {header.capacity}); {AGAIN}"
         )
     if header.chunk != model.chunk:
         raise PackageError(
-            f"{path} must be of prefill steps of {model.chunk} (got {header.chunk}); {AGAIN}"
+            f"{path} must be written with prefill steps of {model.chunk} tokens "
+            f"(got {header.chunk}); {AGAIN}"
         )
     held = header.prefix.held
     if not 0 <= held < len(header.prefix.tokens) or held % model.chunk:
-        raise PackageError(f"{path} must hold whole chunks (got {header.prefix.held}); {AGAIN}")
+        raise PackageError(
+            f"{path} must hold whole prefill steps of {model.chunk} tokens (got {held}); {AGAIN}"
+        )
     return header
 
 

@@ -38,10 +38,10 @@ class Subject:
     """Release and power mode of a Jetson; empty for other machines."""
 
     def differs(self, other: Subject) -> list[str]:
-        """The differences, as text."""
+        """The differences from a later subject, as text."""
         one, two = ({**_plain(s), **s.machine, **s.settings} for s in (self, other))
         return [
-            f"{key} {two.get(key, 'nothing')}, not {one.get(key, 'nothing')}"
+            f"{key} {one.get(key, 'nothing')}, now {two.get(key, 'nothing')}"
             for key in dict.fromkeys((*one, *two))
             if one.get(key) != two.get(key)
         ]
@@ -313,8 +313,8 @@ def _drift(soak: Sequence[Stretch]) -> list[str]:
         return []
     return [
         f"a cycle took {abs(drift):.1%} {'longer' if drift > 0 else 'less'} at the end of the soak "
-        "than at its beginning: something else runs here, or clocks change with heat (doctor tells "
-        "them)"
+        "than at its beginning: something else runs here, or clocks change with heat (see "
+        "`thor-dflash doctor`)"
     ]
 
 
@@ -323,7 +323,7 @@ def _warnings(times: Mapping[str, Spread], runs: Sequence[Run], failed: str) -> 
     if (variation := times["cycle_ms"].variation) > UNSTEADY:
         told.append(
             f"a cycle varies by {variation:.2%} from run to run, more than {UNSTEADY:.1%}: "
-            "something else runs here, or clocks are not fixed (doctor says how)"
+            "something else runs here, or clocks are not fixed (see `thor-dflash doctor`)"
         )
     if len({run.tokens for run in runs}) > 1:
         told.append("runs gave different answers: the gate chooses by the clock, or this is a bug")

@@ -90,4 +90,4 @@ def _check(session: Session, tokens: Sequence[int], taps: bool) -> None:
         if not 0 <= token < vocab:
             raise RequestError(f"tokens[{i}] must be 0 to {vocab - 1} (got {token})")
     if taps and session.manifest.drafter is None:
-        raise RequestError("taps must be asked of a package with a drafter (got one without)")
+        raise RequestError("taps must be used with a package that has a drafter (got one without)")

@@ -66,7 +66,7 @@ class Session:
         if self._grammars is None:
             if self.text is None:
                 raise RequestError(
-                    "schema must be for a package with a tokenizer (got one without)"
+                    "schema must be used with a package that has a tokenizer (got one without)"
                 )
             manifest = self.manifest
             self._grammars = Grammars(self.text, manifest.vocab_limit, manifest.stop_tokens)
@@ -107,7 +107,8 @@ class Session:
             return ()
         if missing := grammar.vocabulary.stop - request.stop:
             raise RequestError(
-                f"stop must hold the ids a grammar ends with (got none of {sorted(missing)})"
+                "stop must hold every stop id of the package if there is a grammar "
+                f"(got none of {sorted(missing)})"
             )
         return (Constrain(grammar, Place(thinking=open_at_end(text, request.prompt))),)
 
@@ -154,7 +155,9 @@ class Session:
             RequestError: no request has ended yet.
         """
         if self._report is None:
-            raise RequestError("report must follow a request that ended (got none)")
+            raise RequestError(
+                "report must be asked for after a request has ended (got a session where none has)"
+            )
         return self._report
 
     def close(self) -> None:

@@ -242,7 +242,9 @@ def chat(messages: object) -> list[dict[str, str]]:
     """
     entries = as_list(messages)
     if not entries:
-        raise RequestError(f"messages must be a list of at least one (got {show(messages)})")
+        raise RequestError(
+            f"messages must be a list of at least one message (got {show(messages)})"
+        )
     return [_entry(entry, f"messages[{i}]") for i, entry in enumerate(entries)]
 
 
@@ -301,7 +303,7 @@ class _Template:
     def render(self, messages: list[dict[str, str]], thinking: bool) -> str:
         """The prompt, up to where the answer begins."""
         if self._template is None:
-            raise RequestError("a chat needs a package with a chat template (got one without)")
+            raise RequestError("a chat must have a package with a chat template (got one without)")
         try:
             return self._template.render(
                 self._names,

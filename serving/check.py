@@ -8,6 +8,7 @@ from typing import Any, NoReturn, cast
 import jsonschema_rs
 
 from thor_dflash.errors import PlanError
+from thor_dflash.records import cut, visible
 
 MOST_PATTERNS = 64
 """Most regular expressions in a schema. Compiling one blocks the whole interpreter, so the server
@@ -41,17 +42,24 @@ class Checker:
                 dict(schema), retriever=_offline, pattern_options=sized
             )
         except (ValueError, jsonschema_rs.ValidationError, jsonschema_rs.ReferencingError) as e:
-            text = str(e).splitlines()[0][:200]
+            text = visible(str(e).splitlines()[0][:200])
             if text.endswith('is not a "regex"'):
-                text += f" of at most {PATTERN_BYTES} bytes when compiled"
+                text += f" that compiles to at most {PATTERN_BYTES} bytes"
+            place = _place(e)
             raise PlanError(
-                "schema_invalid", f"json_schema must be a JSON Schema (got: {text})",
+                "schema_invalid", f"json_schema must be a JSON Schema (got{place}: {text})",
                 field="json_schema",
             ) from e  # fmt: skip
 
     def valid(self, value: object) -> bool:
         """Whether a value obeys the schema."""
         return bool(self._validator.is_valid(value))
+
+
+def _place(error: Exception) -> str:
+    """Say where in the schema the error is, as far as it is known."""
+    path = error.instance_path if isinstance(error, jsonschema_rs.ValidationError) else []
+    return f" at {visible(cut('.'.join(map(str, path))))}" if path else ""
 
 
 def _patterns(schema: object) -> int:

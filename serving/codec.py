@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, Literal, TypeVar, cast
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 import msgspec
 from msgspec import Struct, structs
@@ -55,6 +56,11 @@ class Codec:
 
     name: Name
 
+    @property
+    def title(self) -> str:
+        """The encoding's name as its users write it."""
+        return "JSON" if self.name == "json" else "msgpack"
+
     def encode(self, message: object) -> bytes:
         """Encode a message as its one body frame."""
         if self.name == "json":
@@ -77,9 +83,9 @@ class Codec:
             if self.name == "json" and (torn := _torn(body)) is not None:
                 raise torn from e
             text = str(e)[:200]
-            raise PlanError("bad_request", f"body must be {self.name} (got: {text})") from e
+            raise PlanError("bad_request", f"body must be valid {self.title} (got: {text})") from e
         except RecursionError as e:
-            text = "body must be nested less deep (got more levels than can be read)"
+            text = "body must be nested less deeply (got more levels than can be read)"
             raise PlanError("bad_request", text) from e
 
 
@@ -142,7 +148,7 @@ def read(codec: Codec, body: bytes, head: Head) -> wire.Request:
     kind = OPERATIONS.get(head.op) if isinstance(head.op, str) else None
     if kind is None:
         known = nearest(head.op[:40] if isinstance(head.op, str) else "", OPERATIONS)
-        text = f"op must be an operation (got {_shown(head.op)}; {known})"
+        text = f"op must be an operation (got {shown(head.op)}; {known})"
         raise PlanError("bad_request", text, field="op")
     return _typed(codec, body, kind)
 
@@ -154,7 +160,7 @@ def check_version(v: object) -> None:
         PlanError: unsupported_version.
     """
     if type(v) is not int or v != wire.VERSION:
-        text = f"v must be {wire.VERSION} (got {_shown(v)})"
+        text = f"v must be {wire.VERSION} (got {shown(v)})"
         raise PlanError("unsupported_version", text, field="v")
 
 
@@ -201,7 +207,7 @@ def _explain(
     if missing := re.search(r"required field `(.*)`", what):
         name = ".".join(part for part in (path, missing[1]) if part)
         return PlanError("bad_request", f"{name} must be present (got nothing)", field=name)
-    rule, got = _rule(what)
+    rule, got = _rule(what) if not re.match("Invalid (enum )?value", what) else _choice(kind, path)
     if key:
         rule = f"an object whose every key is {rule}"
     elif path and "[...]" not in path and "range" not in got:
@@ -225,11 +231,38 @@ def _rule(what: str) -> tuple[str, str]:
     """Return what msgspec expected and, as far as it says so, what it got."""
     if what.endswith("out of range"):
         return "a number of 64 bits", "one out of range"
-    if re.match("Invalid (enum )?value", what):
-        return "one of the words of docs/protocol.md", "another"
     text = re.sub("`(.*?)`", lambda kinds: _in_words(kinds[1]), what)
     rule, _, got = text.removeprefix("Expected ").partition(", got ")
     return rule, got
+
+
+def _choice(kind: type, path: str) -> tuple[str, str]:
+    """Return the words that the field at `path` may be, and "another"."""
+    hint: Any = kind
+    for name in re.findall(r"[^.\[\]]+", path):
+        hint = _inner(hint, name)
+    kinds = [part for part in _parts(hint) if get_origin(part) is Literal]
+    words = [str(word) for part in kinds for word in get_args(part)]
+    if not words:
+        return "one of the words of docs/protocol.md", "another"
+    if bool in _parts(hint):  # no field takes true beside words
+        words.insert(0, "false")
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1]))), "another"
+
+
+def _inner(hint: Any, name: str) -> Any:
+    """Return the type of a field, or of an item if `name` is an index; None if it has none."""
+    for part in _parts(hint):
+        if isinstance(part, type) and issubclass(part, Struct):
+            return next((f.type for f in structs.fields(part) if f.encode_name == name), None)
+        if get_origin(part) is tuple:
+            return get_args(part)[0]
+    return None
+
+
+def _parts(hint: Any) -> tuple[Any, ...]:
+    """Return the types of a union, or the one type that `hint` is."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
 def _in_words(kinds: str) -> str:
@@ -242,10 +275,11 @@ def _at(value: Any, path: str) -> str:
             value = value[int(index) if index else name]
     except (KeyError, IndexError, TypeError):  # of duplicate names a table keeps only the last
         return "a name more than once"
-    return _shown(value)
+    return shown(value)
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """Return a value of a message as text, shortened."""
     try:
         return show(value)
     except (TypeError, ValueError, RecursionError):  # expressible in msgpack but not in JSON
@@ -267,7 +301,7 @@ def _torn(body: bytes) -> PlanError | None:
     if (name := next(differ, None)) is None:
         return None
     told = name[:NAME]
-    text = f"{told} must be Unicode text (got half a surrogate pair in {_shown(one[name])})"
+    text = f"{told} must be Unicode text (got half a surrogate pair in {shown(one[name])})"
     return PlanError("bad_request", text, field=told)
 
 
@@ -301,7 +335,7 @@ def _children(item: object, what: str) -> list[object]:
     if isinstance(item, dict):
         table = cast("dict[object, object]", item)
         if other := [key for key in table if not isinstance(key, str)]:
-            text = f"{what} must have string keys only (got {_shown(other[0])})"
+            text = f"{what} must have string keys only (got {shown(other[0])})"
             raise PlanError("bad_request", text, field=what)
         return list(table.values())
     if isinstance(item, list):

@@ -12,8 +12,9 @@ from typing import Any
 from msgspec import structs
 
 from thor_dflash.errors import PlanError
+from thor_dflash.records import visible
 from thor_dflash.serve_config import ServeConfig
-from thor_dflash.serving import codec, device, fields, groot, hello, security, wire
+from thor_dflash.serving import codec, device, fields, groot, hello, security, wire, work
 from thor_dflash.serving.backend import Backend, Prepared
 from thor_dflash.serving.codec import JSON, Head
 from thor_dflash.serving.door import Door, Letter
@@ -104,12 +105,13 @@ class Desk:
             self._refuse(peer, codec.id_of(head), e)
         except Exception:
             self._log(traceback.format_exc())
-            self._refuse(peer, codec.id_of(head), PlanError("internal", "the request failed"))
+            self._refuse(peer, codec.id_of(head), PlanError("internal", work.UNEXPECTED))
 
     def _request(self, peer: Peer, head: Head, body: bytes) -> None:
         given = head.api_token if peer.groot else head.token
         if not security.token_fits(self._token, given):
-            raise PlanError("unauthorized", "token must be the server's", field="token")
+            text = "token must be the secret in the server's serve.token_file"
+            raise PlanError("unauthorized", text, field="token")
         reader = groot.read if peer.groot else codec.read
         request = reader(peer.codec, body, head)
         self.stats.requests[request.op] += 1
@@ -132,12 +134,11 @@ class Desk:
         if isinstance(request, wire.Ask):
             fields.check(request)
             if self._config.log_prompts:
-                self._log(f"{request.id}: {request.prompt or request.messages}")
+                asked = request.prompt or request.messages
+                self._log(visible(f"plan {request.id} asks: {asked}"))
         elif request.persist and not self._config.prefix_dir:
-            raise PlanError(
-                "bad_request", "persist must go with a server's serve.prefix_dir (got none)",
-                field="persist",
-            )  # fmt: skip
+            text = "persist must be false, as the server has no serve.prefix_dir (got true)"
+            raise PlanError("bad_request", text, field="persist")
         job = job_of(peer, request, time.monotonic())
         self.books.arrive(job, _retry_after(backend))
         self._tell("arrived", op=request.op, id=request.id, session=job.session)
@@ -169,7 +170,8 @@ class Desk:
 
     def _admin(self) -> None:
         if not self._config.allow_admin:
-            raise PlanError("unauthorized", "op must be enabled by serve.allow_admin", field="op")
+            text = "op must be allowed: drain and shutdown need the server's serve.allow_admin"
+            raise PlanError("unauthorized", text, field="op")
 
     def _drain(self, peer: Peer, id: str) -> None:
         self._admin()

@@ -272,7 +272,10 @@ def _bind(router: zmq.Socket[bytes], endpoint: str) -> str:
     try:
         router.bind(endpoint)
     except zmq.ZMQError as e:
-        raise ConfigError(f"serve.bind must be free and well-formed (got {endpoint}: {e})") from e
+        why = zmq.strerror(e.errno or 0)
+        raise ConfigError(
+            f"serve.bind must be a free address of this machine (got {endpoint}: {why})"
+        ) from e
     finally:
         os.umask(before)
     return router.getsockopt_string(zmq.LAST_ENDPOINT)

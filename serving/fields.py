@@ -7,13 +7,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from thor_dflash.errors import PlanError
-from thor_dflash.records import show
+from thor_dflash.errors import PlanError, RequestError
+from thor_dflash.records import cut, show, visible
 from thor_dflash.serving import wire
 from thor_dflash.serving.codec import plain
 
 SCHEMA_BYTES = 128 << 10
 METADATA_BYTES = 1 << 10
+MESSAGE = 500
+"""Maximum characters of a refusal by the floors below."""
 ONE_OF_TWO = "prompt or messages must be given, and one of them only"
 
 
@@ -33,9 +35,12 @@ def check(ask: wire.Ask) -> None:
     both = ask.thinking_budget is not None and ask.thinking_token_budget is not None
     if both:
         name = "thinking_token_budget"
-        raise _bad(name, f"{name} must be given alone (got thinking_budget, too)")
+        raise _bad(name, f"{name} must be left out where thinking_budget is given (got both)")
     if ask.json_schema is not None and ask.response_format is not None:
-        raise _bad("response_format", "json_schema must be given once (got both spellings)")
+        raise _bad(
+            "response_format",
+            "response_format must be left out where json_schema is given (got both)",
+        )
 
 
 def check_prompt(request: wire.Ask | wire.Validate) -> None:
@@ -47,9 +52,11 @@ def check_prompt(request: wire.Ask | wire.Validate) -> None:
     if request.prompt is not None and request.messages is not None:
         raise _bad("prompt", ONE_OF_TWO + " (got both)")
     if request.prompt is not None and not request.prompt.strip():
-        raise _bad("prompt", "prompt must be some text (got none)")
+        raise _bad(
+            "prompt", f"prompt must be a text that is not empty (got {show(request.prompt)})"
+        )
     if request.messages is not None and not request.messages:
-        raise _bad("messages", "messages must be at least one (got none)")
+        raise _bad("messages", "messages must hold at least one message (got none)")
 
 
 def check_deadline(ask: wire.Ask) -> None:
@@ -63,16 +70,36 @@ def check_deadline(ask: wire.Ask) -> None:
 
 
 def _greedy(ask: wire.Ask) -> None:
-    rules: dict[str, tuple[object, bool]] = {
-        "temperature": (ask.temperature, ask.temperature == 0),
-        "top_p": (ask.top_p, ask.top_p == 1),
-        "top_k": (ask.top_k, ask.top_k in (None, 0, 1)),
-        "seed": (ask.seed, ask.seed is None),
-        "stop": (ask.stop, ask.stop is None or len(ask.stop) == 0),
+    greedy = "as decoding is greedy"
+    rules: dict[str, tuple[object, bool, str]] = {
+        "temperature": (ask.temperature, ask.temperature == 0, f"0 or left out, {greedy}"),
+        "top_p": (ask.top_p, ask.top_p == 1, f"1 or left out, {greedy}"),
+        "top_k": (ask.top_k, ask.top_k in (None, 0, 1), f"0, 1 or left out, {greedy}"),
+        "seed": (ask.seed, ask.seed is None, f"left out, {greedy}"),
+        "stop": (ask.stop, not ask.stop, "left out, as the model itself ends its answer"),
     }
-    for name, (value, fine) in rules.items():
+    for name, (value, fine, rule) in rules.items():
         if not fine:
-            raise _bad(name, f"{name} must be left out, decoding is greedy (got {show(value)})")
+            raise _bad(name, f"{name} must be {rule} (got {show(value)})")
+
+
+def told(error: RequestError) -> str:
+    """Return a refusal as text for a client, who may have sent names of any length and content."""
+    return visible(cut(str(error), MESSAGE))
+
+
+def too_long(limit: int, prompt: int, max_tokens: int, closing: int = 0) -> PlanError:
+    """Return the error for a plan that does not fit the context, in tokens. `closing`: those of the
+    message that closes the thinking, 0 without thinking.
+    """
+    what, got = "prompt and max_tokens", f"{prompt} + {max_tokens}"
+    if closing:
+        what = "prompt, max_tokens and the message that closes the thinking"
+        got += f" + {closing}"
+    text = (
+        f"{what} together must be <= {limit} tokens (got {got} = {prompt + max_tokens + closing})"
+    )
+    return PlanError("prompt_too_long", text, field="prompt")
 
 
 def schema_of(ask: wire.Ask) -> Mapping[str, Any] | None:
@@ -84,7 +111,7 @@ def schema_of(ask: wire.Ask) -> Mapping[str, Any] | None:
 
 def no_object(schema: Mapping[str, Any]) -> PlanError:
     """Return the error for a schema that does not allow an object, which every plan is."""
-    text = f"the root of json_schema must be an object (got {show(schema)})"
+    text = f"json_schema must allow an object, as every plan is one (got {show(schema)})"
     return PlanError("schema_unsupported", text, field="json_schema")
 
 

@@ -262,7 +262,9 @@ async def _meet(member: Member) -> PlanError | None:
     except PlanError as e:
         return e
     if hello["model"] is None:
-        return PlanError("not_ready", f"{member.endpoint} must be ready (got one that starts)")
+        return PlanError(
+            "not_ready", f"{member.endpoint} must be ready (got one that is still starting)"
+        )
     member.model = hello["model"]["model"]
     largest = hello["limits"]["max_message"]
     member.planner.options = replace(member.planner.options, max_message=largest)

@@ -18,6 +18,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from thor_dflash.errors import ConfigError, PlanError
+from thor_dflash.records import cut, visible
 from thor_dflash.serve_config import GatewayConfig
 from thor_dflash.serving import metrics, openai, replies, security, wire
 from thor_dflash.serving.fleet import Fleet, Said
@@ -148,7 +149,8 @@ class Gateway:
 async def _no_route(request: Request, e: Exception) -> Response:
     # Starlette types the parameter as Exception but passes only the registered class.
     assert isinstance(e, HTTPException), e
-    text = f"{request.method} {request.url.path} must be a route of the gateway (got: {e.detail})"
+    asked = visible(cut(f"{request.method} {request.url.path}"))
+    text = f"{asked} must be a route of the gateway (got: {e.detail})"
     reply = _refused(PlanError("bad_request", text), status=e.status_code)
     reply.headers.update(e.headers or {})
     return reply

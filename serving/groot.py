@@ -13,7 +13,7 @@ from uuid import uuid4
 import msgspec
 
 from thor_dflash.errors import PlanError
-from thor_dflash.records import show
+from thor_dflash.records import show, visible
 from thor_dflash.serving import codec, wire
 from thor_dflash.serving.codec import Codec, Head
 
@@ -35,21 +35,30 @@ def read(body_codec: Codec, body: bytes, head: Head) -> wire.Request:
     endpoint = head.endpoint
     kind = codec.OPERATIONS.get(endpoint) if isinstance(endpoint, str) else None
     if kind is None:
-        got = f"{endpoint:.40}" if isinstance(endpoint, str) else show(endpoint)
+        got = visible(endpoint[:40]) if isinstance(endpoint, str) else show(endpoint)
         raise PlanError("bad_request", f"endpoint must be an operation (got {got})")
     table = body_codec.decode(body, dict[str, Any])
     if unknown := table.keys() - {"endpoint", "data", "api_token", "requires_input"}:
         name = min(unknown)[: codec.NAME]
-        raise PlanError("bad_request", f"{name} must be endpoint, data or api_token", field=name)
+        raise PlanError(
+            "bad_request",
+            f"{name} must be left out: a request has endpoint, data and api_token",
+            field=name,
+        )
     data: Any = {} if table.get("data") is None else table["data"]
     if not isinstance(data, dict):
-        raise PlanError("bad_request", "data must be a map", field="data")
+        raise PlanError(
+            "bad_request", f"data must be an object (got {codec.shown(data)})", field="data"
+        )
     fields = codec.ours(data)  # pyright: ignore[reportUnknownArgumentType]
     codec.check_version(fields.get("v", wire.VERSION))
     if "op" in fields:
-        raise PlanError("bad_request", "op must be left out, endpoint says it", field="op")
+        raise PlanError(
+            "bad_request", "op must be left out: endpoint names the operation", field="op"
+        )
     if fields.get("stream"):
-        raise PlanError("bad_request", "stream must be of a DEALER client of TDP/1", field="stream")
+        text = "stream must be false: this dialect has one reply for each request"
+        raise PlanError("bad_request", text, field="stream")
     fields = {"id": uuid4().hex, **fields, "op": head.endpoint}
     if head.api_token is not None:
         fields["token"] = head.api_token

@@ -11,8 +11,9 @@ from typing import Any
 
 from thor_dflash import manifest as package_manifest
 from thor_dflash.config import HINT, NO_BUDGET, BudgetConfig, RelaxedConfig
-from thor_dflash.errors import ConfigError, ModelFault, PlanError, RequestError
-from thor_dflash.runtime.policies.grammar_compile import Grammar
+from thor_dflash.errors import CompilerBusy, ConfigError, ModelFault, PlanError, RequestError
+from thor_dflash.records import show
+from thor_dflash.runtime.policies.grammar_compile import COMPILE_S, Grammar
 from thor_dflash.runtime.prefix import Prefix
 from thor_dflash.runtime.sensors import Watch, find
 from thor_dflash.runtime.session import Request, Session
@@ -57,7 +58,7 @@ class LiveBackend:
         """
         assert (shelf is not None) == bool(config.prefix_dir), "what was promised to persist does"
         if session.text is None:
-            raise RequestError("a package to serve must have a tokenizer (got one without)")
+            raise RequestError("a package to serve must have a tokenizer.json (got one without)")
         self.session = session
         self.text: Text = session.text
         self.config = config
@@ -182,13 +183,8 @@ class LiveBackend:
         cost = max_tokens + (self._closing if thinks else 0)
         room = self.session.model.limit - len(prompt) - cost
         if room < 0:
-            limit = self.session.model.limit
-            raise PlanError(
-                "prompt_too_long",
-                f"prompt and answer together must be <= {limit} tokens "
-                f"(got {len(prompt)} + {cost})",
-                field="prompt",
-            )
+            sizes = len(prompt), max_tokens, self._closing if thinks else 0
+            raise fields.too_long(self.session.model.limit, *sizes)
         cached = prefix.held if prefix else 0
         prepared = Prepared(
             ask=ask,
@@ -208,7 +204,7 @@ class LiveBackend:
             # Checked here, before this plan displaces others.
             self.session.check(self._request(prepared, prepared.budget))
         except RequestError as e:
-            raise PlanError("bad_request", str(e)) from e
+            raise PlanError("bad_request", fields.told(e)) from e
         return prepared
 
     def _check_mode(self, ask: wire.Ask) -> None:
@@ -220,8 +216,12 @@ class LiveBackend:
         try:
             grammar = self.session.grammar(schema)
             object_allowed = grammar.takes(self.text.encode("{"))
+        except CompilerBusy as e:
+            wait_ms = 1e3 * COMPILE_S
+            text = fields.told(e)
+            raise PlanError("busy", text, field="json_schema", retry_after_ms=wait_ms) from e
         except RequestError as e:
-            raise PlanError("schema_unsupported", str(e), field="json_schema") from e
+            raise PlanError("schema_unsupported", fields.told(e), field="json_schema") from e
         if not object_allowed:
             raise fields.no_object(schema)
         return grammar
@@ -251,17 +251,16 @@ class LiveBackend:
                 raise PlanError("prompt_too_long", rule, field=field)
             return tuple(self.text.encode(text))
         except RequestError as e:
-            raise PlanError("bad_request", str(e), field="messages") from e
+            raise PlanError("bad_request", fields.told(e), field="messages") from e
 
     def _prefix(self, prompt: tuple[int, ...], name: str | None) -> Prefix | None:
         if name is None:
             return self.session.prefixes.find(prompt)
         named = [p for p in self.session.prefixes.list() if p.name == name]
         if not named or prompt[: len(named[0].tokens)] != named[0].tokens:
-            wrong = "what the prompt begins with" if named else "a pinned prefix"
-            raise PlanError(
-                "bad_request", f"prefix_id must be {wrong} (got {name})", field="prefix_id"
-            )
+            rule = "a prefix that the prompt begins with" if named else "a pinned prefix"
+            text = f"prefix_id must be {rule} (got {show(name)})"
+            raise PlanError("bad_request", text, field="prefix_id")
         return self.session.prefixes.find(prompt)
 
     def start(self, prepared: Prepared, left_ms: float | None) -> Run:
@@ -329,7 +328,7 @@ class LiveBackend:
         try:
             prefix = self.session.prefixes.put(request.prefix_id, one[:same], stopped=stopped)
         except RequestError as e:  # no memory for it within the budget of prefixes
-            raise PlanError("too_large", str(e), field="system") from e
+            raise PlanError("too_large", fields.told(e), field="system") from e
         if prefix is None:
             raise PlanError("cancelled", "the prefix was cancelled")
         return _shown(prefix)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from thor_dflash.errors import PlanError
+from thor_dflash.records import show
 from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving import fields, outcome, wire
 from thor_dflash.serving.backend import About, Prepared, Run, Stop
@@ -133,11 +134,7 @@ class MockBackend:
         self._check_prefix(name := ask.prefix_id)
         max_tokens = ask.max_tokens or self.config.max_tokens
         if len(prompt) + max_tokens > CONTEXT:
-            text = (
-                f"prompt and answer together must be <= {CONTEXT} tokens "
-                f"(got {len(prompt)} + {max_tokens})"
-            )
-            raise PlanError("prompt_too_long", text, field="prompt")
+            raise fields.too_long(CONTEXT, len(prompt), max_tokens)
         budget = fields.budget_of(ask, self.config.thinking_budget)
         return Prepared(
             ask=ask,
@@ -159,7 +156,7 @@ class MockBackend:
 
     def _check_prefix(self, name: str | None) -> None:
         if name is not None and name not in self._prefixes:
-            text = f"prefix_id must be a pinned prefix (got {name})"
+            text = f"prefix_id must be a pinned prefix (got {show(name)})"
             raise PlanError("bad_request", text, field="prefix_id")
 
     def validate(self, request: wire.Validate) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from thor_dflash.errors import Code, PlanError
-from thor_dflash.records import nearest
+from thor_dflash.records import nearest, visible
 from thor_dflash.serving import codec, wire
 
 STATUS: Mapping[Code, int] = {
@@ -146,7 +146,7 @@ def _plain(e: PlanError) -> PlanError:
     name = e.field or ""
     rule = SUPPORTED.get(re.sub(r"\[.*?\]", "", name))
     if codec.UNKNOWN in e.message:
-        rule = MISPLACED.get(name, "left out: the gateway does not do it")
+        rule = MISPLACED.get(name, "left out: the gateway does not support it")
     if rule is None:
         return e
     _, got, value = e.message.partition(" (got ")
@@ -206,13 +206,13 @@ def _thinking(request: Completion) -> str | None:
     if effort is None:
         return request.thinking
     if effort != "none":
-        rule = "be none, or thinking_budget be given instead, in tokens"
+        rule = "be none; thinking_budget limits the thinking instead, in tokens"
     elif request.thinking not in (None, "off"):
         rule = f"be left out where thinking is {request.thinking}"
     else:
         return "off"
     raise PlanError(
-        "bad_request", f"reasoning_effort must {rule} (got {effort[:40]})",
+        "bad_request", f"reasoning_effort must {rule} (got {visible(effort[:40])})",
         field="reasoning_effort",
     )  # fmt: skip
 
@@ -303,7 +303,7 @@ def error(e: PlanError, asked: Completion | None = None) -> dict[str, Any]:
 
 def no_model(name: str, known: Iterable[str]) -> dict[str, Any]:
     """Return OpenAI's error for an unknown model. TDP/1 has none, as each server has one model."""
-    got = f"{name[:100]}; {nearest(name[:100], known)}"
+    got = f"{visible(name[:100])}; {nearest(name[:100], known)}"
     message = f"model must be one that is served, or empty for any (got {got})"
     return {
         "error": {

@@ -38,7 +38,10 @@ class Dues:
             ("one client", EACH, sum(one.peer.client == peer.client for one in self._taken)),
         ):
             if got >= most:
-                text = f"validate and prefix.drop of {whose} must be <= {most} (got as many)"
+                text = (
+                    f"validate and prefix.drop requests of {whose} must be <= {most} at a time "
+                    "(got one more)"
+                )
                 raise PlanError("busy", text, retry_after_ms=RETRY_MS)
         self._taken.append(owed := Owed(peer, request))
         return owed

@@ -135,7 +135,7 @@ def admit(
     least, got = math.ceil(min_ms), max(0, math.floor(left_ms))
     raise PlanError(
         "deadline_infeasible",
-        f"deadline_ms must leave {least} ms or more (got {got})",
+        f"deadline_ms must leave at least {least} ms for the plan (got {got} ms left)",
         field="deadline_ms",
         min_ms=math.ceil(min_ms + spent_ms + RETRY_MS),
     )

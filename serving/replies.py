@@ -275,7 +275,7 @@ def unreachable(endpoint: str, seen: int) -> PlanError:
     elif seen == zmq.EVENT_DISCONNECTED:
         why = "the connection was lost"
     else:
-        why = "nothing is connected there"
+        why = "no connection could be made"
     # A refused client stays refused until the keys change: do not retry; a later request may work.
     retryable = not seen & FAILED_HANDSHAKE
     text = f"{endpoint} must answer (got none: {why})"

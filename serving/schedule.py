@@ -14,6 +14,7 @@ from itertools import takewhile
 from typing import Literal
 
 from thor_dflash.errors import PlanError
+from thor_dflash.records import show
 from thor_dflash.serving import groot, wire
 from thor_dflash.serving.backend import Prepared, Stop
 from thor_dflash.serving.codec import Codec
@@ -184,7 +185,7 @@ class Schedule:
 
     def _busy(self, retry_after_ms: float) -> PlanError:
         return PlanError(
-            "busy", f"plans that wait must be <= {self._max_queue} (got as many)",
+            "busy", f"waiting plans must be <= {self._max_queue} (got one more: the queue is full)",
             retry_after_ms=retry_after_ms,
         )  # fmt: skip
 
@@ -221,8 +222,9 @@ class Schedule:
     def _check_id(self, job: Job) -> None:
         for other in self._jobs:
             if other.peer.client == job.peer.client and other.request.id == job.request.id:
-                shown = job.request.id
-                raise PlanError("bad_request", f"id must not be in use (got {shown})", field="id")
+                shown = show(job.request.id)
+                text = f"id must not be that of a request under way (got {shown})"
+                raise PlanError("bad_request", text, field="id")
 
     def _check_generation(self, job: Job) -> None:
         if job.generation is None:

@@ -138,7 +138,8 @@ def keygen(directory: Path) -> None:
                     _write(clients / f"{name}{PUBLIC}", public, failed)
         except OSError as e:
             raise ConfigError(
-                f"{directory} must take new keys (got: {e.strerror}: {e.filename or directory})"
+                f"{directory} must be a directory without keys, in which they can be written "
+                f"(got: {e.strerror}: {e.filename or directory})"
             ) from e
         failed.pop_all()
 
@@ -192,7 +193,10 @@ def allowed(directory: Path) -> frozenset[bytes]:
     """
     keys = frozenset(public_key(p) for p in sorted((directory / CLIENTS).glob(f"*{PUBLIC}")))
     if not keys:
-        raise ConfigError(f"{directory / CLIENTS} must hold public keys of clients (got none)")
+        raise ConfigError(
+            f"{directory / CLIENTS} must hold public keys of clients (got none); "
+            f"thor-dflash keygen makes such a directory"
+        )
     return keys
 
 
@@ -206,7 +210,9 @@ def check_free(endpoint: str) -> None:
     if endpoint == path or not os.path.lexists(path):
         return
     if not stat.S_ISSOCK(os.lstat(path).st_mode):
-        raise ConfigError(f"serve.bind must be a free path or a socket (got {endpoint})")
+        raise ConfigError(
+            f"serve.bind must be a path where there is no other file (got {endpoint})"
+        )
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(path)

@@ -24,6 +24,7 @@ from pathlib import Path
 from queue import Empty, PriorityQueue, SimpleQueue
 
 from thor_dflash.errors import ThorError
+from thor_dflash.records import visible
 from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving import security, wire, work
 from thor_dflash.serving.backend import Backend
@@ -211,9 +212,10 @@ class Server:
         try:
             path = write(Path(self._config.trace_dir), job.request.id, trace.events(result))
         except OSError as e:
-            self._log(f"{self._config.trace_dir} must be a directory for traces (got: {e})")
+            self._log(f"serve.trace_dir must be a directory that can be written (got: {e})")
         else:
-            self._log(f"{job.request.id} took {trace.took_ms():.0f} ms: its steps are in {path}")
+            name = visible(job.request.id)
+            self._log(f"plan {name} took {trace.took_ms():.0f} ms: a trace of it is in {path}")
 
     def _changed(self) -> None:
         state = self._life.state(self._desk.books.running is not None)
@@ -224,7 +226,7 @@ class Server:
     def _watch(self, now: float) -> None:
         age = self._life.pulse.age(now)
         if age > self._config.watchdog_s:
-            self._log(f"the engine gave no sign of life for {age:.1f} s; ending")
+            self._log(f"the engine gave no sign of life for {age:.1f} s: the server ends")
             self._die(HUNG)
         if now - self._notified >= TICK_S:
             self._notified = now
@@ -238,8 +240,8 @@ class Server:
             self._notify("STOPPING=1")
             if (n := len(self._desk.books)) and self._stops < 2:
                 within = f"{'s' * (n > 1)}, for up to {self._config.drain_s:g} s"
-                signals = "again" if self._stops else "two signals"
-                self._log(f"finishing {n} plan{within}; {signals} to end now")
+                signals = "one more signal ends" if self._stops else "two signals end"
+                self._log(f"finishing {n} plan{within}; {signals} the server at once")
         if life.stopping and (self._stops > 1 or (life.stop_by or now) <= now):
             self._desk.give_up()
 

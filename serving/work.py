@@ -30,6 +30,7 @@ T = TypeVar("T")
 POLITE = 5
 """Niceness of the engine's threads. They keep every core busy for whole time slices, and a waking
 I/O thread or a robot's own controllers would otherwise have to wait for those to end."""
+UNEXPECTED = "the server met an unexpected fault; its log says more"
 FAULT = "the engine met a fault; the log of the server says more"
 """All that a client is told: the text of a fault may name files on the server's machine."""
 
@@ -315,4 +316,4 @@ def _guard(work: Callable[[], T], log: Log) -> T | PlanError:
         return PlanError("engine_fault", FAULT)
     except Exception:
         log(traceback.format_exc())
-        return PlanError("internal", "the server met an unexpected fault; its log says more")
+        return PlanError("internal", UNEXPECTED)

@@ -207,7 +207,9 @@ def test_without_a_tokenizer_only_ids(
 ) -> None:
     session.text, session.manifest = None, replace(MANIFEST, drafter=None)
     assert generate("--prompt", "hi") == 2
-    assert line(capsys) == "the prompt must be --tokens (got a package without a tokenizer)\n"
+    assert (
+        line(capsys) == "the prompt must be given as --tokens (got a package without a tokenizer)\n"
+    )
     (tmp_path / "t").write_text("[1, 2]")
     assert generate("--tokens", str(tmp_path / "t")) == 0
     assert capsys.readouterr().out == "5 6 7 \n"
@@ -343,7 +345,7 @@ def test_build_refuses_an_out_that_is_taken_before_it_reads_anything(
 @pytest.mark.usefixtures("session")
 def test_a_prompt_must_be_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert generate("--prompt", " ") == 2
-    assert "--prompt must be some text" in line(capsys)
+    assert "--prompt must be a text that is not empty" in line(capsys)
     assert generate("--prompt", "\udcff") == 2
     assert "--prompt must be UTF-8" in line(capsys)
 

@@ -27,6 +27,7 @@ FLOORS = (
     ("serving",),
     ("calib",),
     ("verbs",),
+    ("verb_options",),
     ("options",),
     ("cli",),
 )

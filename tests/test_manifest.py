@@ -62,7 +62,7 @@ def test_refuses_no_package(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PackageError, match="got a file"):
         read(tmp_path / "file")
-    with pytest.raises(PackageError, match=r"must hold a manifest.toml .*thor-dflash build"):
+    with pytest.raises(PackageError, match=r"must hold a manifest.toml, .*thor-dflash build"):
         read(tmp_path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -10,6 +11,7 @@ import pytest
 from thor_dflash import cli, options
 from thor_dflash.config import BuildConfig, keys, load
 from thor_dflash.manifest import MAGIC
+from thor_dflash.verbs import profile
 
 VERBS = {
     "build": "--target t --out o",
@@ -278,3 +280,46 @@ def test_an_option_that_is_a_text_is_that_text(name: str) -> None:
     words = ["serve", "--mock", "--events", name, "--prefix-dir", name, "--bind", f"ipc://{name}"]
     settings = load(None, cli.overrides(options.parse(words))).serve
     assert (settings.events, settings.prefix_dir, settings.bind) == (name, name, (f"ipc://{name}",))
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_default_that_the_help_tells_is_the_default(verb: str) -> None:
+    kept = load(None, ())
+    sub = options._parsers()[1][verb]
+    for action in sub._actions:
+        told = re.search(r"\(default (.+?)(: .*)?\)", action.help or "")
+        if told is None or told[1] in ("the server's",):
+            continue
+        if "." not in action.dest:
+            value = profile.RUNS if action.dest == "runs" else action.default
+        else:
+            section, *path = action.dest.split(".")
+            value = getattr(kept, section)
+            for name in path:
+                value = getattr(value, name)
+        assert told[1] == (value[0] if isinstance(value, tuple) else str(value)), action.dest
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        "X",
+        "generate --X",
+        "generate --package p --prompt X --prompt b",
+        "generate --package p --prompt a -s build.X=3",
+        "generate --package p --prompt a -s engine.X=3",
+        "generate --package p --prompt a -c X",
+        "generate --package X --prompt a",
+        "check --package p --operators X",
+        "bench --shape X --random-weights",
+        "gateway --listen X",
+        "plan a --server X",
+    ],
+)
+def test_a_value_that_is_refused_does_not_rule_the_terminal(
+    args: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for value in ("a\x1b[31mred\x07", "x" * 5000):
+        told = refused(capsys, *(word.replace("X", value) for word in args.split()))
+        assert len(told) <= 2200
+        assert told.isprintable(), told

@@ -46,8 +46,8 @@ def test_the_help_tells_how_many_runs_there_are(capsys: pytest.CaptureFixture[st
         cli.main(["profile", "--help"])
     told = " ".join(capsys.readouterr().out.split())
     args = options.parse(["profile", "--package", "p", "--prompt", "a"])
-    assert f"--warmup N runs before these; {args.warmup} " in told
-    assert f"--runs N that count; {profile_verb.RUNS} " in told
+    assert f"not measured (default {args.warmup})" in told
+    assert f"--runs N answers to measure (default {profile_verb.RUNS})" in told
 
 
 def test_json_is_one_object_that_adds_up(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,7 +152,7 @@ def test_a_soak_answers_until_its_time_is_over(
     assert f"{runs} runs after 1 to warm up" in out
     last, before = float(rows[-1][2]), float(rows[-1][0])
     assert before < 9 <= last < 13
-    assert "warming up 1 times\n" in err
+    assert "warming up 1 time\n" in err
     assert "answering 9 s\n" in err
 
 
@@ -165,7 +165,8 @@ def test_profiles_of_different_settings_are_not_compared(
     assert profile(root, "--compare", str(before)) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    told = "--compare must be a profile of the same (got decode.gate off, not on)"
+    same = "--compare must be a profile of the same question and settings"
+    told = f"{same} (got decode.gate on, now off)"
     assert err.endswith(f"thor-dflash: {told}\n")
 
 
@@ -232,6 +233,15 @@ def test_nothing_is_compared_with_what_is_no_time(
     assert capsys.readouterr().err == f"thor-dflash: {told}\n"
 
 
+def test_what_is_compared_with_is_an_object(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (before := tmp_path / "before.json").write_text("[1]")
+    assert profile(root, "--compare", str(before)) == 2
+    told = f"{before} must be a JSON object, as profile --json prints it (got [1])"
+    assert capsys.readouterr().err == f"thor-dflash: {told}\n"
+
+
 def test_what_was_measured_is_told_though_a_page_cannot_be_written(
     root: Path,
     tmp_path: Path,
@@ -270,7 +280,7 @@ def test_a_board_s_release_and_power_mode_are_part_of_what_was_measured(
     (tmp_path / "before.json").write_text(out)
     monkeypatch.setattr(board, "speed", lambda machine: [replace(mode, text="MAXN"), clock])
     assert profile(root, "--compare", str(tmp_path / "before.json")) == 2
-    assert "power mode MAXN, not 120W; slower than MAXN)" in capsys.readouterr().err
+    assert "power mode 120W; slower than MAXN, now MAXN)" in capsys.readouterr().err
 
 
 def test_what_is_no_profile_is_told(

@@ -135,6 +135,8 @@ def test_a_silent_report_says_nothing(capsys: pytest.CaptureFixture[str]) -> Non
         (10**13, "bytes", "10000.0 GB"),
         (12345, "tokens", "12,345 tokens"),
         (3, "", "3"),
+        (1, "runs", "1 run"),
+        (1, "s", "1 s"),
     ],
 )
 def test_amounts(n: int, unit: str, text: str) -> None:
@@ -158,3 +160,11 @@ def test_a_line_that_is_interrupted_stays_a_line() -> None:
         say(stream, "examining")
     say(stream, "interrupted")
     assert stream.getvalue() == "examining\ninterrupted\n"
+
+
+def test_a_count_of_a_whole_names_its_unit_once() -> None:
+    clock, out = Clock(), io.StringIO()
+    with Lines(out, clock).task("timing", 6, "runs") as task:
+        clock.now += 2.5
+        task.advance(1)
+    assert "timing 1 of 6 runs" in out.getvalue().splitlines()

@@ -9,6 +9,7 @@ import pytest
 
 from thor_dflash import plan, program
 from thor_dflash.errors import PackageError
+from thor_dflash.records import LINE, one_line, visible
 
 VERIFY: dict[str, object] = {
     "name": "verify", "inputs": {}, "outputs": {}, "values": {}, "weights": {}, "steps": [],
@@ -60,3 +61,18 @@ def test_a_size_may_be_a_letter_or_a_number_and_weights_take_their_product(tmp_p
     assert found.weights["w"].nbytes == 3 * 5 * 2
     (tmp_path / "verify.program.json").write_text(program.render(found))
     assert program.read(tmp_path, "verify") == found
+
+
+def test_a_message_is_one_visible_line_of_bounded_length() -> None:
+    assert one_line("a\x1b[31m b\n  c\x07\ud800") == "a\\x1b[31m b c\\x07\\ud800"
+    assert one_line("café 日本") == "café 日本"
+    assert one_line("x" * LINE) == "x" * LINE
+    long = one_line(f"begin {'x' * 10**6} end")
+    assert len(long) == LINE
+    assert long.startswith("begin x")
+    assert long.endswith("x end")
+    assert " ... " in long
+
+
+def test_a_text_keeps_the_unprintable_characters_that_are_its_layout() -> None:
+    assert visible("a\n\tb\x1b", keep="\n\t") == "a\n\tb\\x1b"

@@ -24,6 +24,7 @@ from thor_dflash import streams
 from thor_dflash.errors import ConfigError, ThorError
 from thor_dflash.options import listed, parse
 from thor_dflash.progress import say
+from thor_dflash.records import cut, one_line
 
 if TYPE_CHECKING:
     from thor_dflash.config import Config
@@ -46,7 +47,7 @@ def _main(argv: Sequence[str] | None) -> int:
         status = run(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
     except ThorError as e:
-        _complain(" ".join(str(e).split()))
+        _complain(str(e))
         return 2
     except KeyboardInterrupt:
         _complain("interrupted")
@@ -98,7 +99,7 @@ _PUT_OFF = 0.02
 
 
 def _complain(text: str) -> None:
-    say(sys.stderr, f"thor-dflash: {text}")
+    say(sys.stderr, f"thor-dflash: {one_line(text)}")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -227,7 +228,7 @@ def _belongs(args: argparse.Namespace) -> None:
         if key.partition(".")[0] not in reads:
             raise ConfigError(
                 f"{key} must be a setting of {verb} "
-                f"(got --set {item}; {verb} reads {listed(reads)})"
+                f"(got --set {cut(item)}; {verb} reads {listed(reads)})"
             )
     for verb_, option, key in _IDLE:
         said = key in _set(args) or vars(args).get(key) is not None

@@ -61,6 +61,10 @@ class RequestError(ThorError):
     """A request this session cannot serve. Nothing was decoded."""
 
 
+class CompilerBusy(RequestError):
+    """Another schema is still being compiled. The same request may succeed later."""
+
+
 class ModelFault(ThorError):
     """The model produced no usable token (NaN, infinity, or nothing left to choose)."""
 

@@ -209,7 +209,9 @@ def read(package: Path) -> Manifest:
     except PermissionError as e:
         raise PackageError(f"{path} must be readable (got: {e.strerror})") from e
     except OSError as e:
-        raise PackageError(f"{package} must hold a {NAME} (got: {e.strerror}); {REBUILD}") from e
+        raise PackageError(
+            f"{package} must hold a {NAME}, as a package does (got: {e.strerror}); {REBUILD}"
+        ) from e
     except UnicodeDecodeError as e:
         raise PackageError(f"{path} must be UTF-8 (got: {e}); {REBUILD}") from e
     return _parse(path, text)

@@ -48,13 +48,21 @@ class Progress(Protocol):
 
 
 def amount(n: int, unit: str) -> str:
-    """`n` units as text; bytes in powers of 1000."""
+    """`n` units as text; bytes in powers of 1000. A unit of two letters or more is a plural."""
     if unit != "bytes":
-        return f"{n:,} {unit}".rstrip()
+        one = n == 1 and len(unit) > 1
+        return f"{n:,} {unit.removesuffix('s') if one else unit}".rstrip()
     size, names = float(n), ["B", "kB", "MB", "GB"]
     while size >= 1000 and len(names) > 1:
         size, names = size / 1000, names[1:]
     return f"{n} B" if names[0] == "B" else f"{size:.1f} {names[0]}"
+
+
+def _part(done: int, total: int | None, unit: str) -> str:
+    """How far a task is: "1 of 6 runs", "3.0 MB of 9.9 MB", "7 tokens"."""
+    if not total:
+        return amount(done, unit)
+    return f"{amount(done, unit if unit == 'bytes' else '')} of {amount(total, unit)}"
 
 
 def say(stream: TextIO, text: str) -> None:
@@ -98,8 +106,7 @@ class Lines:
                 say(self._stream, f"{label} done{what} in {now - start:.1f} s")
             elif state == "going" and now - last >= INTERVAL:
                 last = now
-                part = f" of {amount(total, unit)}" if total else ""
-                say(self._stream, f"{label} {amount(done, unit)}{part}")
+                say(self._stream, f"{label} {_part(done, total, unit)}")
 
         return _Counter(show)
 
@@ -153,11 +160,10 @@ class Bars:
         self._bars.start()
         self._open += 1
         bar = self._bars.add_task(label, total=total, note="")
-        whole = f" / {amount(total, unit)}" if total else ""
 
         def show(done: int, state: State) -> None:
             if state == "going":
-                self._bars.update(bar, completed=done, note=amount(done, unit) + whole)
+                self._bars.update(bar, completed=done, note=_part(done, total, unit))
                 return
             self._bars.remove_task(bar)
             self._open -= 1

@@ -20,6 +20,8 @@ T = TypeVar("T")
 
 SHOWN = 80
 """Maximum characters of a value in a message."""
+LINE = 2000
+"""Maximum characters of a message, so that a huge value in one does not flood a terminal or log."""
 WORDS = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "a string"}
 """Type name -> how messages describe it."""
 
@@ -37,6 +39,28 @@ def show(value: object) -> str:
     except ValueError:  # Python does not print huge integers, which TOML can give in hex
         return text + "a number of thousands of digits"
     return text
+
+
+def visible(text: str, keep: str = "") -> str:
+    """`text` with control characters and other unprintable ones, except those in `keep`, escaped: a
+    terminal would obey them, and a line break would look like the next line of a log.
+    """
+    return "".join(
+        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
+    )
+
+
+def one_line(text: str) -> str:
+    """A message as one line of visible characters."""
+    return cut(visible(" ".join(text.split())), LINE)
+
+
+def cut(text: str, most: int = SHOWN) -> str:
+    """`text`, with the middle left out if it has more than `most` characters."""
+    if len(text) <= most:
+        return text
+    end = most // 4
+    return f"{text[: most - end - 5]} ... {text[-end:]}"
 
 
 def check_utf8(what: str, text: str) -> None:
@@ -118,7 +142,7 @@ def decode(cls: type[T], table: object, where: str, error: type[ThorError]) -> T
     prefix = f"{where}." if where else ""
     for name in rows:
         if name not in fields:
-            raise error(f"unknown key {prefix}{name} ({nearest(name, fields, prefix)})")
+            raise error(f"unknown key {prefix}{cut(name)} ({nearest(name, fields, prefix)})")
     hints = typing.get_type_hints(cls)
     for name, field in fields.items():
         if name not in rows and _required(field):

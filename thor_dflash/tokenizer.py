@@ -72,7 +72,9 @@ def stop_tokens(directory: Path) -> tuple[int, ...]:
     listed = as_list(eos)
     ids = [_id(item) for item in ([eos] if listed is None else listed)]
     if None in ids:
-        raise CheckpointError(f"{path}: eos_token_id must be ids (got {show(eos)})")
+        raise CheckpointError(
+            f"{path}: eos_token_id must be a token id or a list of them (got {show(eos)})"
+        )
     return tuple(i for i in ids if i is not None)
 
 
@@ -90,7 +92,8 @@ def _eos_by_name(directory: Path) -> tuple[int, ...]:
     ids |= _learned(directory) if name not in ids else {}
     if name not in ids:
         raise CheckpointError(
-            f"{directory / TOKENIZER_CONFIG}: eos_token must be a token (got {show(name)})"
+            f"{directory / TOKENIZER_CONFIG}: eos_token must be a token of the tokenizer "
+            f"(got {show(name)})"
         )
     return (ids[name],)
 

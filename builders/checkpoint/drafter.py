@@ -51,7 +51,9 @@ class DrafterCheckpoint:
     def matrix(self, name: str) -> Matrix:
         """Return a linear's weight: "fc", "layers.0.self_attn.q_proj"."""
         if name not in self.linears:
-            raise CheckpointError(f"{self.directory}: {name} must be a linear of it (got no such)")
+            raise CheckpointError(
+                f"{self.directory}: {name} must be a linear layer of it (got no such layer)"
+            )
         return load(self.shards, self.linears[name])
 
     def tensor(self, name: str) -> Array:
@@ -70,7 +72,7 @@ def read_drafter(directory: Path) -> DrafterCheckpoint:
     if (directory / MASK_FILE).exists():
         raise CheckpointError(
             f"{directory / MASK_FILE} must be absent, a mask embedding of its own is not supported"
-            " (got it)"
+            " (got the file)"
         )
     shards = Shards.open(directory)
     linears = check(shards, drafter_layout(dims), str, known=FOREIGN)

@@ -75,8 +75,8 @@ def _misfits(shards: Shards, layout: Layout, stored_name: Callable[[str], str]) 
 def _extra(name: str, known: Mapping[str, str]) -> str:
     for part, what in known.items():
         if part in name:
-            return f"{name} must be absent, {what} is not supported (got it)"
-    return f"{name} must be absent, no such tensor belongs to this model (got it)"
+            return f"{name} must be absent, {what} is not supported (got the tensor)"
+    return f"{name} must be absent, no such tensor belongs to this model (got the tensor)"
 
 
 def _summary(shards: Shards, problems: list[str]) -> str:

@@ -77,7 +77,7 @@ def locate(shards: Shards, stem: str, name: str, shape: tuple[int, int]) -> Line
     for suffix, what in FOREIGN.items():
         if f"{stem}.{suffix}" in shards:
             raise CheckpointError(
-                f"{stem} must be NVFP4, FP8 or plain (got {what}: {stem}.{suffix})"
+                f"{stem} must be NVFP4, FP8 or not quantised (got {what}: {stem}.{suffix})"
             )
     passed_over = tuple(
         f"{stem}.{suffix}" for suffix in ACTIVATION_SCALES if f"{stem}.{suffix}" in shards
@@ -87,7 +87,7 @@ def locate(shards: Shards, stem: str, name: str, shape: tuple[int, int]) -> Line
         return _nvfp4(shards, name, packed, f"{stem}.weight_global_scale", shape, passed_over)
     weight = f"{stem}.weight"
     if weight not in shards:
-        raise CheckpointError(f"{weight} must be stored, {list(shape)} (got nothing)")
+        raise CheckpointError(f"{weight} {list(shape)} must be in the checkpoint (got nothing)")
     dtype = shards.entry(weight).dtype.name
     if dtype == "uint8":
         return _nvfp4(shards, name, weight, f"{stem}.weight_scale_2", shape, passed_over)
@@ -110,7 +110,7 @@ def _nvfp4(
     rows, columns = shape
     if columns % NVFP4_GROUP:
         raise CheckpointError(
-            f"{codes} must have columns in groups of {NVFP4_GROUP} (got {columns})"
+            f"{codes} must have a multiple of {NVFP4_GROUP} columns, as NVFP4 (got {columns})"
         )
     block_scale = f"{codes.rpartition('.')[0]}.weight_scale"
     _expect(shards, codes, ("uint8",), [(rows, columns // 2)])

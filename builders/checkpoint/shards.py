@@ -47,7 +47,7 @@ class Shards:
     def entry(self, name: str) -> Stored:
         """Return type, shape and location of a tensor."""
         if name not in self.stored:
-            raise CheckpointError(f"{name} must be stored (got nothing)")
+            raise CheckpointError(f"{name} must be in the checkpoint (got nothing)")
         return self.stored[name]
 
     def array(self, name: str) -> Array:

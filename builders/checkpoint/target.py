@@ -50,7 +50,9 @@ class TargetCheckpoint:
         tied).
         """
         if name not in self.linears:
-            raise CheckpointError(f"{self.directory}: {name} must be a linear of it (got no such)")
+            raise CheckpointError(
+                f"{self.directory}: {name} must be a linear layer of it (got no such layer)"
+            )
         return load(self.shards, self.linears[name])
 
     def tensor(self, name: str) -> Array:
@@ -192,7 +194,8 @@ def _kv_scale_names(shards: Shards, layer: str) -> tuple[str, ...]:
         there = [name for name in names if name in shards]
         if len(there) == 1:
             raise CheckpointError(
-                f"{shards.directory}: {' and '.join(names)} must come together (got {there[0]})"
+                f"{shards.directory}: {' and '.join(names)} must come together "
+                f"(got {there[0]} alone)"
             )
         for name in there:
             if shards.entry(name).shape not in ((), (1,)):

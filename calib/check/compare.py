@@ -294,7 +294,10 @@ def compare(
     return replace(report, walks=_walked(session, show, reference, tokens, places, limit, progress))
 
 
-UNSEEN = "engine {} shows nothing inside its steps: its taps tell between which layers it parts"
+UNSEEN = (
+    "engine {} shows nothing inside its steps; the lines for layers, if any, tell where it begins "
+    "to differ"
+)
 
 
 def _limit(session: Session, reference: Reference | None) -> float:

@@ -97,7 +97,11 @@ def read(path: Path) -> Golden:
 
 
 def _held(path: Path) -> dict[str, Array]:
-    found = np.load(path, allow_pickle=False)
+    try:
+        found = np.load(path, allow_pickle=False)
+    except ValueError as e:
+        # For a file of another format numpy's message advises to load it unsafely.
+        raise ValueError("a file that numpy cannot read") from e
     if isinstance(found, np.ndarray):
         raise TypeError("one array without a name")
     with found as file:

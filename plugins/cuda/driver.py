@@ -82,7 +82,7 @@ class Gate:
         """
         if self._broken:
             kind = EngineLost if AGAIN in self._broken else EngineError
-            raise kind(f"{name} must be asked of a whole, open driver (got: {self._broken})")
+            raise kind(f"{name} must be called on a usable CUDA driver (got: {self._broken})")
         status, *values = getattr(self.cu, name)(*arguments)
         if int(status) != 0:
             self._fail(name, status)

@@ -100,7 +100,7 @@ def _on_device(manifest: Manifest, cuda: Cuda, gpu: Gpu | None, config: EngineCo
     item = f"engine {manifest.engine}"
     if gpu is None:
         count = len(cuda.devices)
-        text = f"the package needs a CUDA device {config.device} (got {count} devices)"
+        text = f"the package needs CUDA device {config.device} (got {amount(count, 'devices')})"
         remedy = (
             "--set engine.device=0" if count else "thor-dflash build --engine ort ... --out PKG"
         )
@@ -119,8 +119,8 @@ def _memory(machine: Machine, gpu: Gpu | None, manifest: Manifest, capacity: int
     free = gpu.free if gpu and not gpu.integrated else board.available(machine)
     table = ", ".join(f"{kind} {amount(size, 'bytes')}" for kind, size in kinds.items())
     text = (
-        f"{table}, {amount(RESERVE, 'bytes')} kept free: {amount(total, 'bytes')} "
-        f"and activations, of {amount(free, 'bytes')} free, for {capacity} tokens"
+        f"{amount(total, 'bytes')} and activations are needed for {capacity} tokens, of "
+        f"{amount(free, 'bytes')} free: {table}, kept free {amount(RESERVE, 'bytes')}"
     )
     if total <= free:
         return Finding("package memory", "ok", text)

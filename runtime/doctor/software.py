@@ -162,8 +162,8 @@ def nvrtc(found: Nvrtc, arch: str, driver: int, *, needed: bool) -> Finding:
         if driver and numbers(found.version)[:2] > numbers(version(driver)):
             remedy = f"pip install 'nvidia-cuda-nvrtc=={version(driver)}.*'"
         return Finding("nvrtc", state, found.error, remedy)
-    text = f"{found.version}: a kernel for {arch} in {found.seconds:.1f} s"
-    return Finding("nvrtc", "ok", text + (", and the device takes it" if found.loaded else ""))
+    text = f"{found.version}: compiled a kernel for {arch} in {found.seconds:.1f} s"
+    return Finding("nvrtc", "ok", text + (", and the device loads it" if found.loaded else ""))
 
 
 def tensorrt(machine: Machine, found: TensorRT, *, jetson: bool, needed: bool) -> Iterator[Finding]:

@@ -19,6 +19,7 @@ import onnxruntime as ort
 
 from thor_dflash.errors import EngineError
 from thor_dflash.plugins.op import IN_PLACE
+from thor_dflash.progress import amount
 from thor_dflash.runtime.engine import Call, Graph, Tensor
 from thor_dflash.tensors import Array, Dims, DType, TensorSpec
 
@@ -137,8 +138,8 @@ class OrtEngine:
             return OrtTensor(bound, _Memory.make(bound))
         except MemoryError as e:
             raise EngineError(
-                f"{bound} must fit in memory (got {bound.nbytes({})} bytes to allocate); "
-                "lower engine.capacity"
+                f"{bound} must fit in memory (got {amount(bound.nbytes({}), 'bytes')}, more than "
+                "is free); lower engine.capacity"
             ) from e
 
     def prepare(self, calls: Sequence[Call]) -> None:
@@ -201,7 +202,7 @@ def _run(graph: OrtGraph, call: Call) -> None:
     try:
         graph.session.run_with_iobinding(binding)
     except Exception as e:  # ONNX Runtime's errors have no common base of their own
-        raise EngineError(f"{graph.name} must run (got: {e})") from e
+        raise EngineError(f"graph {graph.name} must run in ONNX Runtime (got: {e})") from e
     for tensor in swaps:
         tensor.swap()
 

@@ -28,21 +28,38 @@ def envelope(config: BudgetConfig, card: Card, close: int, max_tokens: int) -> E
     budget = config.tokens if config.tokens >= 0 else effort(config.effort, card)
     reply = config.reply or _reply(config, card, budget, max_tokens)
     if reply <= close:
-        what = "decode.budget.reply" if config.reply else "reply (of max_tokens or the model card)"
-        raise RequestError(
-            f"{what} must be >= {close + 1} tokens, the closing message and one more (got {reply})"
-        )
+        raise _too_short(config, card, close, budget, max_tokens)
     if reply > max_tokens:
-        raise RequestError(f"max_tokens must be >= {reply}, the reply budget (got {max_tokens})")
+        what = "decode.budget.reply" if config.reply else "the reply of the package's model card"
+        raise RequestError(f"max_tokens must be >= {reply}, {what} (got {max_tokens})")
     total = min(budget + reply, max_tokens)
     return Envelope(total - reply, total)
+
+
+def _too_short(
+    config: BudgetConfig, card: Card, close: int, budget: int, max_tokens: int
+) -> RequestError:
+    """The error for a reply that is not longer than the closing message; names what made it so."""
+    least = close + 1
+    rest = f"the message that closes the thinking ({close}) and 1 of answer"
+    if config.reply:
+        text = f"decode.budget.reply must be >= {least} tokens: {rest} (got {config.reply})"
+    elif config.tokens < 0 or card.reply <= close:
+        what = "reply of the package's model card"
+        text = f"{what} must be >= {least} tokens: {rest} (got {card.reply})"
+    else:
+        text = (
+            f"max_tokens must be >= {budget + least}: the thinking budget ({budget}), {rest} "
+            f"(got {max_tokens})"
+        )
+    return RequestError(text)
 
 
 def _reply(config: BudgetConfig, card: Card, budget: int, max_tokens: int) -> int:
     """The card's reply length. A budget given in tokens is not cut, so the reply may get less."""
     if not card.reply:
         raise RequestError(
-            "decode.budget.reply must be given, the package has no model card (got 0)"
+            "decode.budget.reply must be given, as the package has no model card (got 0)"
         )
     return card.reply if config.tokens < 0 else min(card.reply, max_tokens - budget)
 
@@ -62,5 +79,8 @@ def effort(name: str, card: Card) -> int:
         "max": card.max,
     }
     if not tiers[name]:
-        raise RequestError(f'decode.budget.effort must be "" without a model card (got "{name}")')
+        raise RequestError(
+            'decode.budget.effort must be "", as the package has no model card that says how many '
+            f'tokens an effort is (got "{name}")'
+        )
     return tiers[name]

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
-from thor_dflash.errors import PackageError, RequestError
+from thor_dflash.errors import CompilerBusy, PackageError, RequestError
 from thor_dflash.runtime.policies.grammar_schema import check_near, lint, text_of
 from thor_dflash.runtime.text import Text
 from thor_dflash.tensors import Array
@@ -133,7 +133,7 @@ class Grammars:
     def __post_init__(self) -> None:
         if not self.stop:
             raise PackageError(
-                "a grammar must have stop tokens to end with (got a package of none)"
+                "a grammar must have a package with stop tokens, to end with (got one without)"
             )
         try:
             self._tokenizer = LLTokenizer(
@@ -158,6 +158,7 @@ class Grammars:
 
         Raises:
             RequestError: the schema is invalid, too large, too slow to compile, or unsupported.
+            CompilerBusy: another schema is being compiled, and has not ended in the time for one.
         """
         text = text_of(schema)
         with self._lock:
@@ -165,7 +166,10 @@ class Grammars:
                 self._kept.move_to_end(text)
                 return self._kept[text]
         if not self._compiler.acquire(timeout=self.seconds):
-            raise RequestError("schema must wait for another one (got one that compiles too long)")
+            raise CompilerBusy(
+                "schema must be compiled on its own (got one while another is still being "
+                f"compiled after {self.seconds:g} s); send it again later"
+            )
         grammar = within(self.seconds, lambda: self._alone(text), self._compiler.release)
         with self._lock:
             self._kept[text] = grammar
@@ -200,8 +204,13 @@ class Grammars:
 
 
 def reason(matcher: LLMatcher) -> str:
-    """Return the first line of a matcher's error; "" if it has none."""
-    return str(matcher.get_error()).strip().partition("\n")[0]
+    """Return the line of a matcher's error that says what is wrong: the first one or, if that only
+    announces others (as for a pattern), both it and the last. "" if there is no error.
+    """
+    lines = [line.strip() for line in str(matcher.get_error()).splitlines() if line.strip()]
+    if not lines:
+        return ""
+    return f"{lines[0]} {lines[-1].removeprefix('error: ')}" if lines[0].endswith(":") else lines[0]
 
 
 def _why_dead(matcher: LLMatcher) -> str:

@@ -75,7 +75,9 @@ def text_of(schema: str | Mapping[str, Any]) -> str:
     for node in nodes(table):
         for key in node.table:
             if key not in KEYWORDS:
-                raise RequestError(f"{node.where} must have supported keywords only (got {key})")
+                raise RequestError(
+                    f"{node.where} must have supported keywords only (got {show(key)})"
+                )
         _check_bounds(node)
         for key in node.table.keys() & {"const", "enum"}:
             _check_literal(f"{node.where}.{key}", node.table[key])
@@ -93,13 +95,13 @@ def _check_bounds(node: Node) -> None:
 def _check_literal(where: str, value: object) -> None:
     if isinstance(value, int | float) and not _kept(value):
         raise RequestError(
-            f"{where} must be {-_WHOLE} to {_WHOLE}, and of fewer digits where float64 has no more "
-            f"(got {show(value)})"
+            f"{where} must be {-_WHOLE} to {_WHOLE}, with so few digits that the compiler keeps it "
+            f"exactly (got {show(value)})"
         )
     if isinstance(value, str) and _CONTROLS.search(value):
         raise RequestError(
             f"{where} must have no control characters but \\b, \\t, \\n, \\f and \\r "
-            f"(got {json.dumps(value)})"
+            f"(got {show(value)})"
         )
     for i, inner in enumerate(as_list(value) or ()):
         _check_literal(f"{where}[{i}]", inner)
@@ -125,7 +127,8 @@ def _check_refs(schema: Mapping[str, object]) -> None:
         ref = node.table.get("$ref")
         if isinstance(ref, str) and unquote(ref) not in places:
             raise RequestError(
-                f"{node.where}.$ref must be # or a path from there to a schema (got {show(ref)})"
+                f"{node.where}.$ref must be #, or a path like #/$defs/NAME to a schema inside this "
+                f"one (got {show(ref)})"
             )
 
 
@@ -146,7 +149,8 @@ def check_near(schema: str) -> None:
         if found := _near([tables[at] for at in _together(node.at, tables)]):
             key, bound, other = found
             raise RequestError(
-                f"{node.where}.{key} must have a fraction, or 1 between it and the other bound "
+                f"{node.where}.{key} must have a fraction, or be at least 1 away from the other "
+                f"bound "
                 f"(got {show(bound)} and {show(other)})"
             )
 

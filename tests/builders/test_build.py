@@ -179,7 +179,7 @@ def test_options_must_fit(
 def test_a_block_must_leave_room_for_a_prompt(pair: tuple[Path, Path], tmp_path: Path) -> None:
     """The message names the block, which is configured, not the capacity, which is not."""
     longest = read_target(pair[0]).dims.max_position
-    said = rf"build.block must be <= {longest - 2}, as of {longest} .* \(got {longest - 1}\)"
+    said = rf"build.block must be <= {longest - 2}: .* is {longest}, .* \(got {longest - 1}\)"
     with pytest.raises(ConfigError, match=said):
         build(pair[0], None, tmp_path / "p", BuildConfig(block=longest - 1), Silent())
 

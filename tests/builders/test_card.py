@@ -22,7 +22,7 @@ from thor_dflash.progress import Silent
         ({"low": 2000, "reply": 49}, 2048, "low must be <= 1999, .*the reply of 49"),
         ({"max_tokens": 2049}, 2048, "max_tokens must be <= 2048, the model's 2048 positions"),
         ({"complex": 2049}, 2048, "complex must be <= 2048, the model's 2048 positions"),
-        ({"complex": 256}, 2048, "complex must be > 256, the reply by rule"),
+        ({"complex": 256}, 2048, "complex must be > 256, the tokens kept for the reply"),
         ({"reply": 400, "max_tokens": 400}, 2048, "reply must be <= 399, the longest answer of"),
         ({"reply": 300, "complex": 200}, 2048, "reply must be <= 199, the longest answer of"),
     ],

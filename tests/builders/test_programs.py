@@ -228,6 +228,13 @@ def test_a_node_without_a_kernel_is_refused_by_name() -> None:
         lower(model, Packing(WeightFiles()))
 
 
+def test_rows_without_a_kernel_are_refused_by_the_key_that_sets_them() -> None:
+    config = BuildConfig(engine="cuda", block=40, chunk=128, capacity=512)
+    said = r"sizes of step verify \(got .* at most 32 rows \(got 40\)\); build.block and"
+    with pytest.raises(ConfigError, match=said):
+        make_plan(read_target(NANO / "target"), None, config)
+
+
 @pytest.mark.parametrize(
     ("constant", "value", "said"),
     [

@@ -283,7 +283,8 @@ def test_what_does_not_belong_together_is_refused(
         "--golden", str(tmp_path / "other.npz")
     )
     (tmp_path / "junk.npz").write_bytes(b"junk")
-    assert "must be a golden file" in refused("--golden", str(tmp_path / "junk.npz"))
+    junk = refused("--golden", str(tmp_path / "junk.npz"))
+    assert "must be a golden file (got: a file that numpy cannot read); make it again" in junk
     assert "must be a readable file" in refused("--golden", str(tmp_path / "no.npz"))
     assert "--make-golden must be a path ending in .npz" in refused("--make-golden", "x")
     assert "must be a package directory" in refused("--reference", str(tmp_path / "no"))

@@ -234,7 +234,9 @@ def test_a_broken_driver_is_not_asked_again_and_says_that_the_process_must_go(co
     with pytest.raises(EngineError, match=rf"got {code}: .*; .*in this process: start it again"):
         driver("cuStreamSynchronize", 0)
     driver.cu.cuStreamSynchronize = None
-    again = rf"whole, open driver \(got: cuStreamSynchronize reported {code}: .*start it again\)"
+    again = (
+        rf"on a usable CUDA driver \(got: cuStreamSynchronize reported {code}: .*start it again\)"
+    )
     with pytest.raises(EngineError, match=again):
         driver("cuStreamSynchronize", 0)
     assert code in driver.ended

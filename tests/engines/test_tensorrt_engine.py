@@ -212,7 +212,7 @@ def test_all_mismatches_are_reported_at_once() -> None:
     plan = describe_any()
     with pytest.raises(EngineError) as e:
         check(plan, replace(HERE, tensorrt="11.4.0.106", kernels="1" * 64), None)
-    for word in ("11.4.0.106", "111111111111", "the engine that was described (got none"):
+    for word in ("11.4.0.106", "111111111111", "the engine that the package describes (got none"):
         assert word in str(e.value)
 
 

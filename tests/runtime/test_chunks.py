@@ -164,7 +164,9 @@ def test_a_prefix_of_other_steps_is_refused_from_disk(every: Session, tmp_path: 
     every.prefixes.put("skills", LONG[:250])
     every.prefixes.save("skills", tmp_path / "p")
     every.model.chunk = 8
-    with pytest.raises(PackageError, match=r"must be of prefill steps of 8 \(got 32\); put"):
+    with pytest.raises(
+        PackageError, match=r"must be written with prefill steps of 8 tokens \(got 32\); put"
+    ):
         every.prefixes.load(tmp_path / "p")
 
 

@@ -66,7 +66,7 @@ def test_a_thor_as_it_should_be_has_nothing_to_say_against() -> None:
     assert found(report, "jetpack").text == "L4T 38.4.0, JetPack 7.1"
     assert "11.0, 20 SMs" in found(report, "device 0").text
     assert "shared with the CPU" in found(report, "device 0").text
-    assert "the device takes it" in found(report, "nvrtc").text
+    assert "the device loads it" in found(report, "nvrtc").text
 
 
 def test_a_laptop_without_a_gpu_is_not_ill() -> None:

@@ -167,7 +167,9 @@ def test_what_cannot_fit_is_refused_before_anything_is_read_or_lost(s: Session) 
     s.prefixes.put("free", prompt(65, 60), pinned=False)
     begun = s.model.state.begun
     for pinned in (True, False):
-        with pytest.raises(RequestError, match=rf"must fit the {2 * size} bytes .*{size} of them"):
+        with pytest.raises(
+            RequestError, match=rf"must fit the memory .* {2 * size} bytes, .*take {size} "
+        ):
             s.prefixes.put("long", LONG[:200], pinned=pinned)
     assert s.model.state.begun == begun
     assert [p.name for p in s.prefixes.list()] == ["fixed", "free"]
@@ -187,8 +189,8 @@ def test_a_pinned_prefix_makes_room_for_one_of_the_same_name(s: Session, tmp_pat
 @pytest.mark.parametrize(
     ("name", "tokens", "message"),
     [
-        ("", (1,), r"must have a name of 1 to 64 \(got ''\)"),
-        ("x" * 65, (1,), r"must have a name of 1 to 64"),
+        ("", (1,), r"must be 1 to 64 characters \(got \"\"\)"),
+        ("x" * 65, (1,), r"must be 1 to 64 characters"),
         ("p", (), r"must be 1 to 495 tokens.*\(got 0\)"),
         ("p", (1,) * 496, r"must be 1 to 495 tokens.*\(got 496\)"),
         ("p", (1, 512), r"prefix\[1\] must be 0 to 511 \(got 512\)"),
@@ -274,16 +276,16 @@ def test_any_altered_byte_is_noticed(s: Session, tmp_path: Path) -> None:
         s.prefixes.load(tmp_path / "none")
     with pytest.raises(RequestError, match=r"must be a file that can be written"):
         s.prefixes.save("skills", tmp_path / "none" / "p")
-    with pytest.raises(RequestError, match=r"must be one that was put \(got other\)"):
+    with pytest.raises(RequestError, match=r"must be one that is kept \(got \"other\"\)"):
         s.prefixes.save("other", path)
 
 
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (lambda: session("27b", "modelopt"), "must be of this package"),
-        (lambda: session(chunk=64), "must be of this package"),
-        (lambda: session(drafter=False), "must be of this package"),
+        (lambda: session("27b", "modelopt"), "must be written with this package"),
+        (lambda: session(chunk=64), "must be written with this package"),
+        (lambda: session(drafter=False), "must be written with this package"),
     ],
 )
 def test_a_prefix_of_another_package_is_refused(
@@ -303,14 +305,18 @@ def test_another_version_or_capacity_is_refused(
     s.prefixes.save("skills", tmp_path / "p")
     with monkeypatch.context() as patch:
         patch.setattr(s.model, "capacity", 256)
-        with pytest.raises(PackageError, match=r"must be of capacity 256 \(got 512\)"):
+        with pytest.raises(
+            PackageError, match=r"must be written with engine.capacity 256 \(got 512\)"
+        ):
             s.prefixes.load(tmp_path / "p")
     with monkeypatch.context() as patch:
         patch.setattr("thor_dflash.runtime.prefix_file.__version__", "9.9")
-        with pytest.raises(PackageError, match=r"must be of tool 9.9.*\(got 0.1.0\); put the"):
+        with pytest.raises(
+            PackageError, match=r"version of thor-dflash, tool 9.9 \(got \"0.1.0\"\); put the"
+        ):
             s.prefixes.load(tmp_path / "p")
     s.prefixes.budget = 10
-    with pytest.raises(RequestError, match="must fit the 10 bytes"):
+    with pytest.raises(RequestError, match="must fit the memory for prefixes: 10 bytes"):
         s.prefixes.load(tmp_path / "p")
     assert s.prefixes.list()[0].name == "skills"
 

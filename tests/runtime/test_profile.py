@@ -190,11 +190,11 @@ def test_versions_may_differ_and_nothing_else() -> None:
     settings = {"decode.gate": "on", "x": "1"}
     other = Subject("1", "r" * 64, "cuda", "GPU", "s" * 64, 6, settings, {"power mode": "MAXN"})
     assert SUBJECT.differs(other) == [
-        "package rrrrrrrrrrrr, not pppppppppppp",
-        "engine cuda, not ort",
-        "device GPU, not CPU",
-        "prompt ssssssssssss, not qqqqqqqqqqqq",
-        "decode.gate on, not off",
-        "power mode MAXN, not nothing",
-        "x 1, not nothing",
+        "package pppppppppppp, now rrrrrrrrrrrr",
+        "engine ort, now cuda",
+        "device CPU, now GPU",
+        "prompt qqqqqqqqqqqq, now ssssssssssss",
+        "decode.gate off, now on",
+        "power mode nothing, now MAXN",
+        "x nothing, now 1",
     ]

@@ -109,7 +109,7 @@ def test_report_counts_what_happened() -> None:
 
 def test_no_report_before_a_request_ended() -> None:
     s = session(capacity=333)
-    with pytest.raises(RequestError, match="report must follow"):
+    with pytest.raises(RequestError, match="report must be asked for after"):
         s.report()
 
 
@@ -119,7 +119,7 @@ def test_no_report_while_a_request_runs() -> None:
     assert s.report().finish == "length"
     answers = s.run(request, Nobody())
     next(answers)
-    with pytest.raises(RequestError, match="report must follow"):
+    with pytest.raises(RequestError, match="report must be asked for after"):
         s.report()
     answers.close()
     assert s.report().finish == "cancelled"

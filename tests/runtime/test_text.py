@@ -169,7 +169,7 @@ def test_template_failures(
 def test_a_template_may_stand_in_the_tokenizer_config(tmp_path: Path) -> None:
     make(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
-    with pytest.raises(RequestError, match="needs a package with a chat template"):
+    with pytest.raises(RequestError, match="must have a package with a chat template"):
         Text.load(tmp_path).render(ONE, True)
     edit(tmp_path, "tokenizer_config.json", chat_template="{{ messages | length }}")
     assert Text.load(tmp_path).render(ONE, True) == "1"
@@ -325,7 +325,7 @@ def test_stop_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize("eos", [True, -1, "x", [1, 2.0], {}])
 def test_bad_stop_tokens(tmp_path: Path, eos: object) -> None:
     write(tmp_path, "generation_config.json", eos_token_id=eos)
-    with pytest.raises(CheckpointError, match="eos_token_id must be ids"):
+    with pytest.raises(CheckpointError, match="eos_token_id must be a token id or a list"):
         files.stop_tokens(tmp_path)
 
 

@@ -97,8 +97,8 @@ def test_what_is_not_understood_is_refused_by_name(change: dict[str, Any], field
         ({"session": "x" * 500}, f'session must be a string of length <= 64 (got "{"x" * 76}...)'),
         ({"stop": [".", 5]}, "stop[1] must be a string (got 5)"),
         ({"stop": 5}, "stop must be a string or a list or null (got 5)"),
-        ({"return": ["plan", "all"]}, 'return[1] must be one of the words of docs/protocol.md (go'),
-        ({"messages": [{"role": "robot"}]}, "messages[0].role must be one of the words of docs"),
+        ({"return": ["plan", "all"]}, 'return[1] must be plan, text, thinking, tokens or'),
+        ({"messages": [{"role": "robot"}]}, 'messages[0].role must be system, user, assistant'),
         ({"json_schema": [{"a": 1}]}, 'json_schema must be an object or null (got [{"a": 1}])'),
         ({"op": "pland"}, 'op must be an operation (got "pland"; did you mean plan?)'),
         ({"max_token": 4}, "max_token must be a field of TDP/1 (did you mean max_tokens?)"),
@@ -206,7 +206,7 @@ def test_whole_surrogate_pairs_are_text_and_broken_bodies_stay_broken() -> None:
     assert request.prompt == "\U0001f600 \\ud800"
     twice = b'{"op":"plan","prompt":"\\ud800","prompt":"x"}'
     for body in (twice, b'{"op":"plan","prompt":"\\ud800" x}', b'{"\\ud8'):
-        assert refused(body).message.startswith("body must be json (got: ")
+        assert refused(body).message.startswith("body must be valid JSON (got: ")
 
 
 def test_fields_of_ones_own_are_ignored_and_others_are_not() -> None:
@@ -313,3 +313,39 @@ def test_a_long_name_is_told_cut(key: str, rest: str) -> None:
         reader(JSON, body, head)
     assert caught.value.field == "q" * 64
     assert len(caught.value.message) < 300
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("temperature", 0.5, "0 or left out, as decoding is greedy (got 0.5)"),
+        ("top_p", 0.5, "1 or left out, as decoding is greedy (got 0.5)"),
+        ("top_k", 5, "0, 1 or left out, as decoding is greedy (got 5)"),
+        ("seed", 3, "left out, as decoding is greedy (got 3)"),
+        ("stop", ["x"], 'left out, as the model itself ends its answer (got ["x"])'),
+    ],
+)
+def test_a_refused_option_of_sampling_says_what_is_taken(
+    name: str, value: object, rule: str
+) -> None:
+    assert refused({**PLAN, name: value}).message == f"{name} must be {rule}"
+
+
+@pytest.mark.parametrize(
+    ("request_", "rule"),
+    [
+        ({"thinking": "x"}, 'thinking must be on, off or auto (got "x")'),
+        ({"stream": "x"}, 'stream must be false, steps, text or all (got "x")'),
+        ({"on_deadline": "x"}, 'on_deadline must be partial or error (got "x")'),
+        ({"preempt": "x"}, 'preempt must be none, same_session or lower (got "x")'),
+        ({"accept_mode": 3}, "accept_mode must be a string (got 3)"),
+        (
+            {"response_format": {"type": "x"}},
+            'response_format.type must be json_schema (got "x")',
+        ),
+    ],
+)
+def test_a_word_that_is_not_known_is_answered_with_those_that_are(
+    request_: dict[str, Any], rule: str
+) -> None:
+    assert refused({**PLAN, **request_}).message == rule

@@ -17,7 +17,7 @@ def test_a_full_queue_makes_room_for_one_that_may_displace_less_urgent_ones() ->
     full(books, runs=9, a=3, b=5, c=3)
     for ask in ({"priority": 9}, {"priority": 9, "preempt": "same_session"},
                 {"priority": 3, "preempt": "lower"}):  # fmt: skip
-        with pytest.raises(PlanError, match="plans that wait must be <= 3"):
+        with pytest.raises(PlanError, match="waiting plans must be <= 3"):
             books.arrive(job("x", **ask), 1.0)
     assert queue(books, job("d", priority=4, preempt="lower")) == [("c", "preempted")]
     assert queue(books, job("e", priority=6, preempt="lower")) == [("a", "preempted")]
@@ -142,7 +142,7 @@ def test_where_the_place_is_gone_when_a_plan_was_checked_it_is_busy_after_all() 
     leave(books, "runs")
     assert run(books) == "a"
     assert accept(books, new) == []
-    with pytest.raises(PlanError, match="wait must be <= 2") as caught:
+    with pytest.raises(PlanError, match="waiting plans must be <= 2") as caught:
         books.accept(last, 850.0)
     assert (caught.value.code, caught.value.retry_after_ms) == ("busy", 850.0)
     assert old.stop is None

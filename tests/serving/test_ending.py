@@ -84,7 +84,11 @@ def test_an_end_that_clients_ask_for_finishes_what_was_taken_however_often(
     until(lambda: peer.ask(op="health", id="h")["waiting"] == 1)
     for _ in range(3):
         assert other.ask(op="shutdown", id="s")["stopping"] is True
-    until(lambda: house.log[-1] == "finishing 2 plans, for up to 10 s; two signals to end now")
+    until(
+        lambda: (
+            house.log[-1] == "finishing 2 plans, for up to 10 s; two signals end the server at once"
+        )
+    )
     server.stop()
     assert other.ask(op="shutdown", id="s")["stopping"] is True
     assert other.ask(op="health", id="h")["waiting"] == 1, "a signal after it is a first one"

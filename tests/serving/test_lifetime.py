@@ -133,7 +133,10 @@ def test_stopping_finishes_what_was_taken_and_takes_no_more(house: Any) -> None:
     until(lambda: peer.ask(op="health", id="h")["waiting"] == 1)
     server.stop()
     until(lambda: peer.ask(op="health", id="h")["state"] == "draining")
-    assert house.log[-1] == "finishing 2 plans, for up to 10 s; again to end now"
+    assert (
+        house.log[-1]
+        == "finishing 2 plans, for up to 10 s; one more signal ends the server at once"
+    )
     assert peer.ask(**SMALL, id="c", session="c")["code"] == "draining"
     held.let()
     assert peer.final("a")["status"] == "ok"

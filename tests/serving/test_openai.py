@@ -26,7 +26,7 @@ from thor_dflash.serving.stats import KEPT
 CHAT = [{"role": "user", "content": "Bring the cup."}]
 DOCUMENT = (Path(__file__).parent.parent.parent / "docs/serving.md").read_text()
 TEXT = {"type": "text", "text": "Bring it."}
-LEFT_OUT = "must be left out: the gateway does not do it"
+LEFT_OUT = "must be left out: the gateway does not support it"
 
 
 @pytest.mark.parametrize(

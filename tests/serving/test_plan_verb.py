@@ -40,7 +40,7 @@ def test_who_waits_is_told_for_whom(
     assert PLAN in out or form
     assert err.startswith(f"waiting for {server}\n")
     monkeypatch.setattr(client, "Options", partial(Options, timeout_s=0.05, retries=0))
-    with pytest.raises(PlanError, match="nothing is connected"):
+    with pytest.raises(PlanError, match="no connection could be made"):
         ask("Bring it.", "--server", "ipc:///nowhere/plan", *form)
     assert capsys.readouterr().err == "waiting for ipc:///nowhere/plan\n"
 
@@ -71,13 +71,13 @@ def test_what_a_plan_thinks_is_dim_on_a_terminal(house: Any, monkeypatch: Any) -
 def test_the_last_line_says_how_a_plan_ended() -> None:
     usage = Usage(thinking_tokens=3, output_tokens=5)
     bare = Result(finish_reason="length", usage=usage)
-    assert plan._summary(bare) == "3 + 5 tokens, plan not valid, ended by length"
+    assert plan._summary(bare) == "3 thinking and 5 answer tokens, plan not valid, ended by length"
     timed = structs.replace(
         bare, finish_reason="stop", plan_valid=True, timings=Timings(e2e_ms=1500.0),
         spec=Spec(accept_len=2.5),
     )  # fmt: skip
     assert plan._summary(timed) == (
-        "3 + 5 tokens, 1.50 s, 2.50 tokens a cycle, plan valid, ended by stop"
+        "3 thinking and 5 answer tokens, 1.50 s, 2.50 tokens a cycle, plan valid, ended by stop"
     )
 
 

@@ -165,6 +165,15 @@ def test_a_line_of_the_log_that_was_no_utf_8_is_told_all_the_same() -> None:
         assert log.read(4096) == b"/tmp/\\udcff is no directory\n"
 
 
+def test_a_line_of_the_log_does_not_rule_the_terminal_it_is_read_on() -> None:
+    out, file = os.pipe()
+    with os.fdopen(out, "rb", 0) as log, os.fdopen(file, "w") as stderr:
+        say = Log(stderr)
+        say("Traceback:\n\tat \x1b[2J\rready")
+        assert say.close()
+        assert log.read(4096) == b"Traceback:\n\tat \\x1b[2J\\rready\n"
+
+
 def test_what_a_slow_reader_of_the_log_missed_is_said_where_it_is_missing() -> None:
     out, file = os.pipe()
     with os.fdopen(out, "rb", 0) as log, os.fdopen(file, "w") as stderr:

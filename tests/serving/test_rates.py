@@ -112,9 +112,9 @@ def test_after_enough_refusals_a_plan_is_taken_as_a_trial() -> None:
 @pytest.mark.parametrize(
     ("min_ms", "left_ms", "told"),
     [
-        (148.4, 148.1, "149 ms or more (got 148)"),
-        (148.0, 147.9, "148 ms or more (got 147)"),
-        (148.0, -0.3, "148 ms or more (got 0)"),
+        (148.4, 148.1, "149 ms for the plan (got 148 ms left)"),
+        (148.0, 147.9, "148 ms for the plan (got 147 ms left)"),
+        (148.0, -0.3, "148 ms for the plan (got 0 ms left)"),
     ],
 )
 def test_a_refusal_never_says_that_there_is_time_enough(
@@ -122,7 +122,7 @@ def test_a_refusal_never_says_that_there_is_time_enough(
 ) -> None:
     with pytest.raises(PlanError) as caught:
         admit(min_ms, left_ms, measured(), spent_ms=2.5)
-    assert caught.value.message == f"deadline_ms must leave {told}"
+    assert caught.value.message == f"deadline_ms must leave at least {told}"
     # Another try with the deadline that the refusal names, whose checks take twice as long.
     assert type(caught.value.min_ms) is int
     admit(min_ms, caught.value.min_ms - 5.0, measured(), spent_ms=5.0)

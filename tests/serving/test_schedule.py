@@ -201,7 +201,7 @@ def test_who_was_stopped_first_is_told_the_first_reason() -> None:
 def test_an_id_in_use_is_refused_and_only_for_its_own_peer() -> None:
     books = Schedule(4)
     queue(books, job("a"))
-    with pytest.raises(PlanError, match="id must not be in use"):
+    with pytest.raises(PlanError, match="id must not be that of a request under way"):
         books.arrive(job("a", "other"), 1.0)
     assert queue(books, job("a", "other", peer=b"q")) == []
 

@@ -138,7 +138,7 @@ def test_what_no_longer_fits_is_told_and_stays_on_disk(serve: Serve) -> None:
     serve().put_prefix("arm", SYSTEM, persist=True)
     small = serve(prefix_mb=0)
     assert small.prefixes() == []
-    assert "must fit the 0 bytes for prefixes" in small.skipped()[0]
+    assert "must fit the memory for prefixes: 0 bytes" in small.skipped()[0]
     assert len(serve().prefixes()) == 1
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from thor_dflash.config import BuildConfig, Config, EngineConfig
 from thor_dflash.errors import ConfigError, EngineError
 from thor_dflash.progress import Progress
+from thor_dflash.records import show
 
 if TYPE_CHECKING:
     from thor_dflash.manifest import Manifest
@@ -78,13 +79,16 @@ def _check_shape(args: Namespace, config: Config) -> None:
         from thor_dflash.builders.hollow import SHAPES
 
     if args.shape not in SHAPES:
-        raise ConfigError(f"--shape must be one of {', '.join(SHAPES)} (got {args.shape})")
+        raise ConfigError(f"--shape must be one of {', '.join(SHAPES)} (got {show(args.shape)})")
     if not args.random_weights:
         raise ConfigError("--shape must go with --random-weights (got --shape alone)")
     if config.build.engine != "cuda":
-        raise ConfigError(f"bench must have --engine cuda (got {config.build.engine})")
+        raise ConfigError(f"--shape must go with --engine cuda (got {config.build.engine})")
     if (args.out is not None) != args.ready:
-        raise ConfigError("--ready must go with --out DIR, or --package PKG (got one alone)")
+        alone = "ready" if args.ready else "out"
+        raise ConfigError(
+            f"--ready and --out must be given together for a --shape (got --{alone} alone)"
+        )
 
 
 def _device(config: EngineConfig) -> None:
@@ -190,7 +194,7 @@ def _written(args: Namespace, config: Config, progress: Progress) -> list[Figure
     command += ["--ready", "--json", *(["-c", str(args.config)] if args.config else [])]
     for item in args.set:
         command += ["-s", item] if item.strip().startswith("engine.") else []
-    with progress.task("opening it in a process of its own"):
+    with progress.task("opening the package in a new process"):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise EngineError(f"the new process must become ready (got: {done.stderr.strip()})")

@@ -137,7 +137,7 @@ def lines(report: Report) -> Iterator[str]:
     if report.logits is not None:
         yield _logits(report.logits)
     for layer, error in report.taps:
-        yield f"       after layer {layer}: off by {error:.2g} of the largest"
+        yield f"       after layer {layer}: values differ by at most {error:.2g} of the largest"
     for walk in report.walks:
         yield from _walk(walk)
     for note in report.notes:
@@ -147,18 +147,18 @@ def lines(report: Report) -> Iterator[str]:
 
 def _logits(found: Logits) -> str:
     state = "ok   " if found.first < 0 else "wrong"
-    first = "" if found.first < 0 else f", first over it at token {found.first}"
+    first = "" if found.first < 0 else f", over it first at token {found.first}"
     return (
-        f"{state}  logits of {found.rows} tokens: off by {found.worst:.2g} of the largest at token "
-        f"{found.row} (limit {found.limit:.2g}){first}; {found.choices} choices differ, by "
-        f"{found.regret:.2g} at most"
+        f"{state}  logits of {found.rows} tokens: they differ by at most {found.worst:.2g} of the "
+        f"largest, at token {found.row} (limit {found.limit:.2g}){first}; the choice of the next "
+        f"token differs at {found.choices} of them and costs at most {found.regret:.2g}"
     )
 
 
 def _walk(walk: Walk) -> Iterator[str]:
     where = f"{walk.graph}, block {walk.block}"
     if walk.wrong is None:
-        yield f"ok     {where}: {walk.operators} operators are what their definitions say"
+        yield f"ok     {where}: {walk.operators} operators compute what their definitions say"
     else:
         off = walk.wrong
         yield (
@@ -167,9 +167,10 @@ def _walk(walk: Walk) -> Iterator[str]:
         )
     if walk.parts is not None:
         yield (
-            f"       {where}: {walk.parts.step} is the first to part from the reference: off by "
-            f"{walk.parts.left:.2g}, all it read by {walk.parts.read:.2g}; its weights, "
-            "attributes or element types are others, or it is wrong"
+            f"       {where}: {walk.parts.step} is the first operator to part from the reference: "
+            f"its output differs by {walk.parts.left:.2g}, its inputs by at most "
+            f"{walk.parts.read:.2g}; its weights, attributes or element types are not those of the "
+            "reference, or it is wrong"
         )
     elif walk.furthest is not None:
         furthest = walk.furthest

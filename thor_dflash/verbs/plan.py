@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from thor_dflash.config import Config
 from thor_dflash.errors import RequestError
 from thor_dflash.progress import Progress, Task, say
-from thor_dflash.records import as_table
+from thor_dflash.records import as_table, show
 from thor_dflash.verbs.generate import Printer
 from thor_dflash.verbs.inputs import read_json
 
@@ -61,9 +61,9 @@ def _ask(args: Namespace) -> Ask:
         if (value := vars(args)[name]) is not None:
             given[name] = value
     if args.schema is not None:
-        given["json_schema"] = as_table(read_json(args.schema))
+        given["json_schema"] = as_table(schema := read_json(args.schema))
         if given["json_schema"] is None:
-            raise RequestError(f"{args.schema} must hold a JSON object (got another value)")
+            raise RequestError(f"{args.schema} must hold a JSON object (got {show(schema)})")
     return Ask(prompt=args.prompt, **given)
 
 
@@ -98,7 +98,7 @@ def _table(result: Result) -> Any:
 def _summary(result: Result) -> str:
     usage, timings, spec = result.usage, result.timings, result.spec
     words = [
-        f"{usage.thinking_tokens} + {usage.output_tokens} tokens",
+        f"{usage.thinking_tokens} thinking and {usage.output_tokens} answer tokens",
         f"plan {'valid' if result.plan_valid else 'not valid'}",
         f"ended by {result.finish_reason}",
     ]

@@ -53,7 +53,8 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         request = question.request(session, config)
         subject = _subject(session, request, config, speed)
         if base and (told := base.subject.differs(subject)):
-            raise RequestError(f"--compare must be a profile of the same (got {'; '.join(told)})")
+            same = "--compare must be a profile of the same question and settings"
+            raise RequestError(f"{same} (got {'; '.join(told)})")
         with Watch(find(), junction()) as watch:
             watch.rest()
             runs, when = _runs(session, request, args, progress)
@@ -104,9 +105,14 @@ def _write(found: Profile, base: Profile | None, args: Namespace) -> None:
 def _base(path: Path) -> Profile:
     from thor_dflash.runtime.profile import Profile
 
-    found = records.decode(Profile, read_json(path, LARGEST), str(path), RequestError)
+    table = records.as_table(value := read_json(path, LARGEST))
+    if table is None:
+        text = f"{path} must be a JSON object, as profile --json prints it"
+        raise RequestError(f"{text} (got {records.show(value)})")
+    found = records.decode(Profile, table, str(path), RequestError)
     if missing := TITLES.keys() - found.times.keys():
-        raise RequestError(f"{path}.times must hold {min(missing)} (got {', '.join(found.times)})")
+        got = records.cut(", ".join(found.times))
+        raise RequestError(f"{path}.times must hold {min(missing)} (got {got})")
     for name in TITLES:
         if not 0 < (median := found.times[name].median) < math.inf:
             raise RequestError(f"{path}.times.{name}.median must be above 0 (got {median})")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from thor_dflash.config import Config, DecodeConfig
 from thor_dflash.errors import ConfigError, RequestError
-from thor_dflash.records import check_utf8
+from thor_dflash.records import check_utf8, show
 from thor_dflash.verbs.inputs import in_vocabulary, read_json, read_tokens
 
 if TYPE_CHECKING:
@@ -75,7 +75,9 @@ def _messages(args: Namespace) -> list[dict[str, str]] | None:
 
     if args.prompt is not None:
         if not args.prompt.strip():
-            raise RequestError(f"--prompt must be some text (got {args.prompt!r})")
+            raise RequestError(
+                f"--prompt must be a text that is not empty (got {show(args.prompt)})"
+            )
         check_utf8("--prompt", args.prompt)
         return [{"role": "user", "content": args.prompt}]
     return chat(read_json(args.messages)) if args.messages else None
@@ -83,7 +85,9 @@ def _messages(args: Namespace) -> list[dict[str, str]] | None:
 
 def _render(messages: object, session: Session, thinking: bool) -> tuple[int, ...]:
     if session.text is None:
-        raise RequestError("the prompt must be --tokens (got a package without a tokenizer)")
+        raise RequestError(
+            "the prompt must be given as --tokens (got a package without a tokenizer)"
+        )
     text, limit = session.text.render(messages, thinking), session.model.limit
     # Do not encode a long text, which may take minutes, if its lower bound is already too long.
     if len(text) > limit and (least := session.text.least(text)) > limit:

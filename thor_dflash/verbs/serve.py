@@ -15,6 +15,7 @@ from thor_dflash import streams
 from thor_dflash.config import Config
 from thor_dflash.errors import ThorError
 from thor_dflash.progress import Progress
+from thor_dflash.records import one_line, visible
 
 if TYPE_CHECKING:
     from thor_dflash.serving.backend import Backend
@@ -26,6 +27,8 @@ SWITCH_S = 0.0005
 default of 5 ms would be most of the time limit of a control operation."""
 HELD = 1 << 20
 """Maximum bytes of log lines that wait to be written."""
+LAYOUT = "\n\t"
+"""Unprintable characters that the log keeps, for tracebacks."""
 LAST_S = 0.2
 """Seconds that a reader of the log gets for the last lines at the end."""
 
@@ -65,7 +68,7 @@ def _until_stopped(server: Server, progress: Progress, log: Log) -> None:
     except ThorError as e:
         if server.ended() and log.close():
             raise
-        log(f"thor-dflash: {' '.join(str(e).split())}")
+        log(f"thor-dflash: {one_line(str(e))}")
         status = 2
     # If the log's reader is stuck, any further output on stderr would block.
     if not log.close() or not server.ended():
@@ -97,7 +100,7 @@ class Log:
 
     def __call__(self, text: str) -> None:
         """Queue a line, or the lines of a traceback. Thread-safe; never blocks."""
-        line = f"{text.rstrip()}\n".encode(errors="backslashreplace")
+        line = f"{visible(text.rstrip(), keep=LAYOUT)}\n".encode()
         with self._news:
             # Once a line is dropped, drop all until the thread has taken note of it, so that the
             # report of the loss is at the right place among the lines.

@@ -222,7 +222,7 @@ def _word(bound: Bound, planned: Planned, wanted: Shift) -> int:
     found = {turn.word for port in wanted.ports if (turn := _turn(bound, planned.step, port))}
     if len(found) > 1:
         raise EngineError(
-            f"{planned.step.name}: ports of one shift must change place together "
+            f"{planned.step.name}: states that one kernel shifts must change place together "
             f"(got {', '.join(wanted.ports)})"
         )
     return found.pop() if found else 0

@@ -183,7 +183,7 @@ def figures(bench: Measures, progress: Progress) -> Iterator[Figure]:
     yield from loop
     with progress.task("measuring without rest"):
         yield _without_rest(bench)
-    with progress.task("measuring rooms and weights"):
+    with progress.task("measuring each operator and the weights"):
         yield from _rooms(bench, times)
         yield from _kinds(bench, read)
     with progress.task("measuring long contexts"):

@@ -39,7 +39,7 @@ def check(plan: Plan, here: Here, file: FileEntry | None) -> None:
     problems = [*_build(plan, here), *_machine(plan, here)]
     if file is None or file.sha256 != plan.sha256:
         problems.append(
-            f"{plan.file} must be the engine that was described "
+            f"{plan.file} must be the engine that the package describes "
             f"(got {'none' if file is None else file.sha256[:12]}, not {plan.sha256[:12]})"
         )
     if problems:

@@ -244,7 +244,8 @@ class TensorRTEngine(Board):
 
     def _enqueue(self, context: trt.IExecutionContext) -> None:
         if not context.execute_async_v3(int(self._driver.stream)):
-            raise EngineError(f"{context.name or 'an engine'} must run (got: {self._messages.why})")
+            name = context.name or "of a step"
+            raise EngineError(f"TensorRT engine {name} must run (got: {self._messages.why})")
 
     def close(self) -> None:
         """See Engine."""
@@ -274,7 +275,9 @@ def _bound(weight: Weight) -> tuple[int, ...]:
 
 def _must(done: bool, plan: Plan, messages: Messages) -> None:
     if not done:
-        raise EngineError(f"{plan.name} must take its tensors (got: {messages.why})")
+        raise EngineError(
+            f"TensorRT engine {plan.name} must take its tensors (got: {messages.why})"
+        )
 
 
 def _check_tensors(plan: Plan, engine: trt.ICudaEngine) -> None:
@@ -283,6 +286,6 @@ def _check_tensors(plan: Plan, engine: trt.ICudaEngine) -> None:
     wanted = {*plan.inputs, *plan.outputs, *plan.weights}
     if odd := sorted(found ^ wanted):
         raise EngineError(
-            f"{plan.file} must bind what {plan.name} describes (got {', '.join(odd[:5])} in one of "
-            "them alone); build the package again"
+            f"{plan.file} must have the tensors that the package describes for {plan.name} "
+            f"(got {', '.join(odd[:5])} in only one of the two); build the package again"
         )

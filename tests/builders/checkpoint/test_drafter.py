@@ -319,7 +319,7 @@ def test_a_missing_and_a_misshapen_tensor_are_named(tmp_path: Path) -> None:
 
 def test_a_name_that_is_no_linear_is_named(tmp_path: Path) -> None:
     checkpoint = read_drafter(write(tmp_path))
-    with pytest.raises(CheckpointError, match=r"lm_head must be a linear of it"):
+    with pytest.raises(CheckpointError, match=r"lm_head must be a linear layer of it"):
         checkpoint.matrix("lm_head")
 
 

@@ -271,7 +271,7 @@ def test_a_directory_without_weights_is_named(tmp_path: Path) -> None:
 
 def test_a_name_that_is_not_stored_is_named(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "model.safetensors", TENSORS)
-    with pytest.raises(CheckpointError, match=r"nowhere must be stored \(got nothing\)"):
+    with pytest.raises(CheckpointError, match=r"nowhere must be in the checkpoint \(got nothing\)"):
         Shards.open(tmp_path).array("nowhere")
 
 

@@ -196,9 +196,11 @@ def test_a_bad_kv_scale_is_refused(bad: float, tmp_path: Path) -> None:
 
 def test_a_name_that_is_no_linear_is_named(tmp_path: Path) -> None:
     checkpoint = read_target(write_target(tmp_path, SMALL, 0))
-    with pytest.raises(CheckpointError, match=r"layers\.9\.mlp\.up_proj must be a linear of it"):
+    with pytest.raises(
+        CheckpointError, match=r"layers\.9\.mlp\.up_proj must be a linear layer of it"
+    ):
         checkpoint.matrix("layers.9.mlp.up_proj")
-    with pytest.raises(CheckpointError, match=r"layers\.0\.A_log must be stored"):
+    with pytest.raises(CheckpointError, match=r"layers\.0\.A_log must be in the checkpoint"):
         checkpoint.tensor("layers.0.A_log")
 
 

@@ -189,7 +189,9 @@ def test_only_stop_ids_that_the_request_lacks_need_a_strict_slot(
     many = replace(session.manifest, stop_tokens=tuple(range(7)))
     monkeypatch.setattr(session.model, "manifest", many)
     request = Request(prompt=chat(session), max_tokens=9, relaxed=RelaxedConfig())
-    with pytest.raises(RequestError, match=r"at most 8 stop and tool ids .* \(got 9\)"):
+    with pytest.raises(
+        RequestError, match=r"stop and tool ids of the package must be at most 8 .*\(got 9\)"
+    ):
         session.check(request)
     session.check(replace(request, stop=frozenset({6})))
 
@@ -215,18 +217,24 @@ def test_check_takes_what_generate_takes(session: Session) -> None:
         ({"budget": BudgetConfig(tokens=5, reply=9)}, rf"must be >= {CLOSE + 1} tokens"),
         ({"budget": BudgetConfig(tokens=5, message="no mark")}, r"hold </think> once \(got \"no"),
         ({"budget": BudgetConfig(tokens=5, message="</think></think>")}, "hold </think> once"),
-        ({"budget": BudgetConfig(close="soft")}, r"must be hard without a budget.*\(got soft\)"),
+        (
+            {"budget": BudgetConfig(close="soft")},
+            r"must be hard unless .* sets a budget \(got soft\)",
+        ),
         (
             {"budget": BudgetConfig(tokens=5, close="soft"), "stop": frozenset(range(8))},
-            r"close soft must have at most 7 stop ids \(got 8\)",
+            r"stop must hold at most 7 ids if decode.budget.close is soft \(got 8\)",
         ),
-        ({"budget": BudgetConfig(effort="none")}, r'must not be "none" where the prompt thinks'),
+        ({"budget": BudgetConfig(effort="none")}, r'must not be "none" for a prompt that begins'),
         ({"relaxed": RelaxedConfig(k=10**9)}, r"relaxed.k must be at most \d+.*\(got 1000000000\)"),
-        ({"drafter": "none", "gate": True}, r"gate must go with a drafter"),
-        ({"drafter": "none", "relaxed": RelaxedConfig()}, r"accept relaxed must go with a drafter"),
+        ({"drafter": "none", "gate": True}, r"gate on must be used with a drafter"),
+        (
+            {"drafter": "none", "relaxed": RelaxedConfig()},
+            r"accept relaxed must be used with a drafter",
+        ),
         (
             {"drafter": "none", "draft": DraftConfig(seed=3)},
-            r"draft options must go with a drafter",
+            r"draft options must be used with a drafter",
         ),
     ],
 )
@@ -304,12 +312,12 @@ def test_effort_none_does_not_think(capsys: pytest.CaptureFixture[str], package:
     [
         ("--thinking-budget -2", "decode.budget.tokens must be >= -1 (got -2)"),
         ("--thinking-close firm", 'decode.budget.close must be "hard" or "soft" (got "firm")'),
-        ("--thinking-close soft", "decode.budget.close must be hard without a budget or an effort"),
+        ("--thinking-close soft", "decode.budget.close must be hard unless decode.budget.tokens"),
         ("--reasoning-effort lots", "decode.budget.effort must be"),
         ("--accept loose", 'decode.accept must be "strict" or "relaxed"'),
-        ("--accept relaxed --drafter none", "accept relaxed must go with a drafter"),
+        ("--accept relaxed --drafter none", "accept relaxed must be used with a drafter"),
         ("--gate maybe", "decode.gate must be"),
-        ("--gate on --drafter none", "gate must go with a drafter"),
+        ("--gate on --drafter none", "gate on must be used with a drafter"),
         ("--block 6", "engine.block must be 8 or 16, as the package was built (got 6)"),
         ("--set decode.relaxed.k=2", "decode.relaxed.k must go with --accept relaxed (got accept"),
         ("--set decode.relaxed.rule=delta", "decode.relaxed.rule must go with --accept relaxed"),

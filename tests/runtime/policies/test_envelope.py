@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from thor_dflash.builders.card import make_card
@@ -60,7 +62,13 @@ def test_lengths(config: BudgetConfig, max_tokens: int, want: Envelope) -> None:
             CARD,
             r"^decode.budget.reply must be >= 21 .*\(got 20\)",
         ),
-        (BudgetConfig(tokens=90), 99, CARD, r"^reply .of max_tokens or .*>= 21 tokens.*\(got 9\)"),
+        (BudgetConfig(tokens=90), 99, CARD, r"^max_tokens must be >= 111: .*\(got 99\)"),
+        (
+            BudgetConfig(tokens=90),
+            999,
+            replace(CARD, reply=20),
+            r"^reply of the package's model card must be >= 21 .*\(got 20\)",
+        ),
         (BudgetConfig(effort="low"), 4095, CARD, r"max_tokens must be >= 4096.*\(got 4095\)"),
         (
             BudgetConfig(tokens=5),
@@ -68,7 +76,12 @@ def test_lengths(config: BudgetConfig, max_tokens: int, want: Envelope) -> None:
             Card(),
             r"^decode.budget.reply must be given, .*no model card",
         ),
-        (BudgetConfig(effort="low"), 99, Card(), r'^decode.budget.effort must be "" without'),
+        (
+            BudgetConfig(effort="low"),
+            99,
+            Card(),
+            r'^decode.budget.effort must be "", .*no model card',
+        ),
     ],
 )
 def test_lengths_that_leave_no_room(
