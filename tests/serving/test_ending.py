@@ -155,11 +155,12 @@ def serving_of(tmp_path: Path, script: str) -> list[str]:
 
 @pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT, signal.SIGTERM]])
 def test_a_signal_in_the_midst_of_loading_is_an_end_in_order(
-    tmp_path: Path, signals: list[int]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signals: list[int]
 ) -> None:
     """The code of a library still runs on a thread, and it would abort the process if the
     interpreter ended in the usual way.
     """
+    monkeypatch.setenv("TERM", "xterm")  # on one that is called dumb, rich hides no cursor
     ours, theirs = pty.openpty()  # on a terminal there are progress bars, which hide the cursor
     with subprocess.Popen(serving_of(tmp_path, ""), stderr=theirs) as child:
         os.close(theirs)
