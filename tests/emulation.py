@@ -197,7 +197,7 @@ def folder_of(place: str) -> Path:
     """The directory of compiled files, shared by all processes. Deletes files that have not been
     used for KEPT seconds.
     """
-    folder = Path(place) / "thor-dflash-emulator"
+    folder = Path(place) / f"thor-dflash-emulator-{os.getuid()}"
     folder.mkdir(exist_ok=True)
     oldest = time.time() - KEPT
     for file in os.scandir(folder):

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 from onnx import helper, numpy_helper
 from onnx.external_data_helper import load_external_data_for_tensor
 from onnx.reference import ReferenceEvaluator
@@ -25,6 +24,7 @@ from thor_dflash.plugins import OPS
 from thor_dflash.plugins.body import ONNX_TYPE
 from thor_dflash.plugins.op import DOMAIN, Attributes, Op
 from thor_dflash.runtime.engine import Call
+from thor_dflash.runtime.engines.onnxruntime import ort
 from thor_dflash.runtime.engines.ort import OrtEngine
 from thor_dflash.tensors import Array, DType
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import constrained
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 from decoding import prompt, session
 from spoiling import graph, rehash, spoil_body, spoil_weight
@@ -39,6 +38,7 @@ from thor_dflash.plugins import OPS
 from thor_dflash.program import Step
 from thor_dflash.progress import Silent
 from thor_dflash.runtime.engine import Call
+from thor_dflash.runtime.engines.onnxruntime import ort
 from thor_dflash.runtime.model import Model
 from thor_dflash.runtime.session import Session, open_session
 from thor_dflash.tensors import Array

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 from checkpoints import (
     GEOMETRIES,
@@ -33,6 +32,7 @@ from plain.drafter import Rules, logits, rules
 from thor_dflash.builders.build import build
 from thor_dflash.config import BuildConfig
 from thor_dflash.progress import Silent
+from thor_dflash.runtime.engines.onnxruntime import ort
 from thor_dflash.runtime.model import ring_rows
 
 Array = NDArray[Any]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -136,6 +139,32 @@ def test_tensors_start_as_zeros_and_corners_can_be_copied(tmp_path: Path) -> Non
     part = engine.read(tensor, (1, 4))
     part[:] = 7
     assert engine.read(tensor, (1, 4)).astype(np.float32).tolist() == [[1, 1, 1, 0]]
+
+
+RUN = """
+import sys
+from pathlib import Path
+from test_ort import bound, write_graph
+from thor_dflash.runtime.engines.ort import OrtEngine
+
+write_graph(Path(sys.argv[1]), in_place=True)
+engine = OrtEngine(Path(sys.argv[1]), 1)
+engine.run([bound(engine)[0]])
+"""
+
+
+def test_onnx_runtime_keeps_and_sends_no_telemetry(tmp_path: Path) -> None:
+    """It would note what it runs in the user's cache, and send it to its vendor from there."""
+    home = tmp_path / "home"
+    home.mkdir()
+    paths = [str(Path(__file__).parent), *sys.path]
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(tmp_path)],
+        env={"HOME": str(home), "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not list(home.rglob("*"))
 
 
 def test_busy_counts_seconds_by_graph(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 from onnx import helper
 
@@ -14,6 +13,7 @@ from thor_dflash.plugins import OPS
 from thor_dflash.plugins.bodies import BODIES
 from thor_dflash.plugins.body import IR_VERSION, ONNX_TYPE, OPSET, call, function
 from thor_dflash.plugins.op import DOMAIN, VERSION, Case, Op
+from thor_dflash.runtime.engines.onnxruntime import ort
 from thor_dflash.tensors import Array, DType
 
 ROOMS = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)

@@ -121,9 +121,9 @@ WORK = """
 import sys, time
 import numpy as np
 from onnx import TensorProto, helper
-from onnxruntime import InferenceSession
 from thor_dflash import cli
 from thor_dflash.errors import ConfigError
+from thor_dflash.runtime.engines.onnxruntime import ort
 from thor_dflash.serving import server
 from thor_dflash.verbs import serve
 
@@ -132,7 +132,7 @@ def load(args, config, progress, log):
     b = helper.make_tensor_value_info("b", TensorProto.FLOAT, [512, 512])
     graph = helper.make_graph([helper.make_node("MatMul", ["a", "a"], ["b"])], "g", [a], [b])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
-    session = InferenceSession(model.SerializeToString())
+    session = ort.InferenceSession(model.SerializeToString())
     with progress.task("loading"):
         log("in the midst")
         while True:
