@@ -18,6 +18,7 @@ from pathlib import Path
 
 from thor_dflash.errors import RequestError
 from thor_dflash.records import show
+from thor_dflash.runtime.decode import own
 from thor_dflash.runtime.model import Model
 from thor_dflash.runtime.prefix_file import Stored, read_prefix, write_prefix
 from thor_dflash.runtime.state import Snapshot
@@ -79,6 +80,7 @@ class Prefixes:
 
         Raises:
             RequestError: a bad name, tokens that no prompt may begin with, or not enough memory.
+            TransactionError: a request began meanwhile; nothing is kept.
         """
         tokens = tuple(tokens)
         self._check(name, tokens)
@@ -86,8 +88,7 @@ class Prefixes:
         need = self.bytes_of(held)
         self._room(name, need)
         start = time.perf_counter()
-        with self.model.alone:
-            snapshot = self._read(tokens[:held], stopped)
+        snapshot = self._read(tokens[:held], stopped)
         if snapshot is None:
             return None
         spent = 1e3 * (time.perf_counter() - start)
@@ -205,13 +206,20 @@ class Prefixes:
 
     def _read(self, tokens: tuple[int, ...], stopped: Callable[[], bool]) -> Snapshot | None:
         model, chunk = self.model, self.model.chunk
-        model.state.reset()
+        with model.alone:
+            model.state.reset()
+            begun = model.state.begun
         for start in range(0, len(tokens), chunk):
+            # Without the lock: it is the caller's code, and may wait for a thread that wants it.
             if stopped():
                 return None
-            # Fill the drafter's rings too: a later request may use the drafter.
-            model.prefill(tokens[start : start + chunk], observe=True)
-        return model.state.snapshot()
+            with model.alone:
+                own(model, begun)
+                # Fill the drafter's rings too: a later request may use the drafter.
+                model.prefill(tokens[start : start + chunk], observe=True)
+        with model.alone:
+            own(model, begun)
+            return model.state.snapshot()
 
 
 def held_of(length: int, chunk: int) -> int:

@@ -79,6 +79,42 @@ def test_a_prefix_of_another_thread_waits_for_the_step(monkeypatch: pytest.Monke
     s.prefixes.drop("it")
 
 
+def test_a_prefix_that_a_request_interrupts_is_not_kept() -> None:
+    s, asked, found = session(), Request(prompt=prompt(50, 2), max_tokens=12), list[list[int]]()
+    truth = answer(s, asked, Nobody())
+
+    def stopped() -> bool:
+        if not found:
+            found.append(answer(s, asked, Nobody()))
+        return False
+
+    with pytest.raises(TransactionError, match="must have the state to itself"):
+        s.prefixes.put("it", prompt(90, 3), stopped=stopped)
+    assert found == [truth]
+    assert s.prefixes.list() == ()
+
+
+def test_whether_a_prefix_shall_stop_is_asked_between_steps() -> None:
+    """The caller may have to wait there for a thread that itself waits for a step to end."""
+    s, free = session(), list[bool]()
+
+    def other() -> None:
+        free.append(s.model.alone.acquire(blocking=False))
+        if free[-1]:
+            s.model.alone.release()
+
+    def stopped() -> bool:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        return False
+
+    s.prefixes.put("it", prompt(90, 3), stopped=stopped)
+    s.prefixes.drop("it")
+    assert free
+    assert all(free)
+
+
 def test_what_is_scored_is_of_one_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     s, tokens = session(), prompt(60, 4)
     want = [block["logits"].tobytes() for block in blocks(s, tokens, ["logits"], Silent())]
