@@ -58,3 +58,23 @@ def test_after_an_interrupt_only_times_that_are_over_are_asked_for(
             runs.collect()
     assert device.left < 0
     assert runs.seconds["one"] > 0
+
+
+def test_a_finaliser_may_ask_for_times_while_runs_are_noted_as_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The finaliser of an abandoned request runs wherever Python collects garbage."""
+    runs, ended = Runs(), Captured.ended
+    one = Captured("one", Device(0), lambda: None)  # type: ignore[arg-type]
+
+    def finalised(captured: Captured, count: int) -> None:
+        ended(captured, count)
+        runs.idle()  # as `busy` does
+
+    monkeypatch.setattr(Captured, "ended", finalised)
+    for _ in range(3):
+        runs.run(one)
+    runs.idle()
+    one.driver.ahead.clear()  # type: ignore[attr-defined]
+    runs.collect()
+    assert runs.seconds == {"one": pytest.approx(3e-3)}

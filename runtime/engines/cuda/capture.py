@@ -74,8 +74,8 @@ class Captured:
 
     def ended(self, runs: int) -> None:
         """Note that the oldest `runs` runs have ended."""
-        self._ended += self._running[:runs]
-        del self._running[:runs]
+        for _ in range(runs):
+            self._ended.append(self._running.pop(0))
 
     def collect(self) -> list[float]:
         """Return the seconds of each run noted as ended since the last call."""

@@ -29,16 +29,18 @@ class Runs:
 
     def idle(self) -> None:
         """Note that all work of the stream is done."""
-        self._end(len(self._running))
+        self._end(going=0)
         self._left = False
 
     def idle_before(self) -> None:
         """Note that all work before the last run is done, and also that run's handover."""
-        self._end(len(self._running) - 1)
+        self._end(going=1)
         self._left = True
 
-    def _end(self, count: int) -> None:
-        for _ in range(count):
+    def _end(self, going: int) -> None:
+        """Note that all runs but the last `going` have ended."""
+        # A finaliser may run within this loop and get here by `busy`, so count anew each time.
+        while len(self._running) > going:
             # Removed first: after an interrupt here, the next call must not end a later run.
             captured = self._running.pop(0)
             captured.ended(1)
