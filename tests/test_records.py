@@ -76,3 +76,9 @@ def test_a_message_is_one_visible_line_of_bounded_length() -> None:
 
 def test_a_text_keeps_the_unprintable_characters_that_are_its_layout() -> None:
     assert visible("a\n\tb\x1b", keep="\n\t") == "a\n\tb\\x1b"
+
+
+def test_a_text_that_is_visible_already_is_not_made_again() -> None:
+    """The server's I/O thread would spend a tenth of a second on a prompt of a megabyte."""
+    text = "Put the cup on the shelf. " * 9
+    assert visible(text) is text

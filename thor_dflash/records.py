@@ -45,6 +45,8 @@ def visible(text: str, keep: str = "") -> str:
     """`text` with control characters and other unprintable ones, except those in `keep`, escaped: a
     terminal would obey them, and a line break would look like the next line of a log.
     """
+    if text.isprintable():  # a logged prompt may have a million characters: do not go through them
+        return text
     return "".join(
         c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
     )
