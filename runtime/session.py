@@ -62,6 +62,7 @@ class Session:
 
         Raises:
             RequestError: the schema is not supported, or the package has no tokenizer.
+            CompilerBusy: as `Grammars.compile`.
         """
         if self._grammars is None:
             if self.text is None:
