@@ -207,7 +207,8 @@ def _explain(
     if missing := re.search(r"required field `(.*)`", what):
         name = ".".join(part for part in (path, missing[1]) if part)
         return PlanError("bad_request", f"{name} must be present (got nothing)", field=name)
-    rule, got = _rule(what) if not re.match("Invalid (enum )?value", what) else _choice(kind, path)
+    words = _words(kind, path)
+    rule, got = (words, "another") if words else _rule(what)
     if key:
         rule = f"an object whose every key is {rule}"
     elif path and "[...]" not in path and "range" not in got:
@@ -231,23 +232,23 @@ def _rule(what: str) -> tuple[str, str]:
     """Return what msgspec expected and, as far as it says so, what it got."""
     if what.endswith("out of range"):
         return "a number of 64 bits", "one out of range"
+    if re.match("Invalid (enum )?value", what):
+        return "one of the words of docs/protocol.md", "another"
     text = re.sub("`(.*?)`", lambda kinds: _in_words(kinds[1]), what)
     rule, _, got = text.removeprefix("Expected ").partition(", got ")
     return rule, got
 
 
-def _choice(kind: type, path: str) -> tuple[str, str]:
-    """Return the words that the field at `path` may be, and "another"."""
+def _words(kind: type, path: str) -> str:
+    """Return the words that the field at `path` may be; "" if it is no choice of words."""
     hint: Any = kind
     for name in re.findall(r"[^.\[\]]+", path):
         hint = _inner(hint, name)
     kinds = [part for part in _parts(hint) if get_origin(part) is Literal]
     words = [str(word) for part in kinds for word in get_args(part)]
-    if not words:
-        return "one of the words of docs/protocol.md", "another"
-    if bool in _parts(hint):  # no field takes true beside words
+    if words and bool in _parts(hint):  # no field takes true beside words
         words.insert(0, "false")
-    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1]))), "another"
+    return " or ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
 
 def _inner(hint: Any, name: str) -> Any:

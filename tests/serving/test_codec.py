@@ -338,7 +338,8 @@ def test_a_refused_option_of_sampling_says_what_is_taken(
         ({"stream": "x"}, 'stream must be false, steps, text or all (got "x")'),
         ({"on_deadline": "x"}, 'on_deadline must be partial or error (got "x")'),
         ({"preempt": "x"}, 'preempt must be none, same_session or lower (got "x")'),
-        ({"accept_mode": 3}, "accept_mode must be a string (got 3)"),
+        ({"accept_mode": 3}, "accept_mode must be exact or relaxed_thinking (got 3)"),
+        ({"stream": 3}, "stream must be false, steps, text or all (got 3)"),
         (
             {"response_format": {"type": "x"}},
             'response_format.type must be json_schema (got "x")',
