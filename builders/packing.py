@@ -54,7 +54,8 @@ class Packing:
         assert rule.packed is not None
         first = sources["weight0"]
         stem, names = first.removesuffix(".weight"), tuple(sources.values())
-        assert self._sources.setdefault(stem, names) == names, (stem, names)
+        known = self._sources.setdefault(stem, names)
+        assert known == names, (stem, names)
         made: dict[str, Stored] = {}
         for port, shaped in rule.packed(site).items():
             name = f"{stem}.{port}"

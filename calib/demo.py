@@ -73,6 +73,8 @@ def run(config: Config, progress: Progress, number: int = 0) -> None:
     session = open_session(PACKAGE, config.engine, progress)
     progress.close()
     console = _Console(file=sys.stdout, highlight=False)
+    if not console.width:  # COLUMNS=0, from a terminal that does not know its size: shows nothing
+        console.width = 80
     try:
         _show(console, session, manifest, task, progress)
     finally:

@@ -102,7 +102,8 @@ def wander(grammar: Grammar, count: int) -> tuple[int, float]:
             token = int(rng.choice(list(ids)))
             if token in vocabulary.stop:
                 break
-            assert matcher.consume_token(token)
+            taken = matcher.consume_token(token)
+            assert taken, matcher.get_error()
     return made, worst
 
 

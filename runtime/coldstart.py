@@ -19,7 +19,8 @@ proc(5)."""
 
 def since_start() -> float:
     """Seconds since this process began. Linux only."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    # Bytes: the name may be in any encoding.
+    fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
     began = int(fields[START]) / os.sysconf("SC_CLK_TCK")
     return time.clock_gettime(time.CLOCK_BOOTTIME) - began
 

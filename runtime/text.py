@@ -76,7 +76,8 @@ class Text:
         """
         path = directory / files.TOKENIZER
         try:
-            tokenizer = Tokenizer.from_file(str(path))
+            # Not from_file: it takes no path whose bytes are not UTF-8.
+            tokenizer = Tokenizer.from_buffer(path.read_bytes())
         except Exception as e:  # the library raises plain Exception for a file it cannot read
             raise PackageError(f"{path} must be a tokenizer (got: {e})") from e
         if not isinstance(tokenizer.decoder, decoders.ByteLevel):

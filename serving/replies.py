@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 import typing
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ GRACE_S = 2.0
 """Wait beyond a plan's deadline before giving up, s: the answer may be in transit."""
 FAREWELL_MS = 200
 """How long closing a stream waits for its `cancel` to be sent."""
+PATH_BYTES = 107
+"""Longest path of a unix socket. Source: unix(7)."""
 REFUSED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 """The server refused the connection. libzmq does not reconnect after these events."""
 FAILED_HANDSHAKE = REFUSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -319,12 +322,16 @@ def connect(socket: zmq.Socket[Any], endpoint: str, what: str = "endpoint") -> N
     """Begin to connect. `what` names the option or argument that gave the endpoint.
 
     Raises:
-        ConfigError: the endpoint is malformed.
+        ConfigError: the endpoint is malformed, or its path is too long for a socket.
     """
     socket.setsockopt(zmq.IPV6, int("[" in endpoint))
     try:
         socket.connect(endpoint)
     except (zmq.ZMQError, UnicodeError) as e:
+        if isinstance(e, zmq.ZMQError) and e.errno == errno.ENAMETOOLONG:
+            raise ConfigError(
+                f"{what} must have a path of at most {PATH_BYTES} bytes (got {endpoint})"
+            ) from e
         raise ConfigError(f"{what} must be tcp://host:port or ipc://path (got {endpoint})") from e
 
 

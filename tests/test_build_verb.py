@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -164,6 +166,19 @@ def test_prefill_steps_are_of_sizes_that_the_model_has_and_of_each_once() -> Non
     assert make_plan(whole, None, config).chunks == (256, 128, 32)
     assert make_plan(short, None, config).chunks == (32,)
     assert make_plan(whole, None, replace(config, chunks=(64, 128))).chunks == (128,)
+
+
+def test_a_python_without_assertions_builds_the_same_package(target: Path) -> None:
+    script = "import sys; from thor_dflash.cli import main; sys.exit(main())"
+    built = []
+    for options in ([], ["-O"]):
+        out = target.parent / f"package{len(options)}"
+        python = [sys.executable, *options, "-c", script]
+        subprocess.run([*python, "build", "--target", target, "--out", out], check=True)
+        # Less the file that holds the time of the build.
+        files = sorted(p for p in out.rglob("*") if p.is_file() and p.name != "manifest.toml")
+        built.append([(path.relative_to(out), path.read_bytes()) for path in files])
+    assert built[0] == built[1]
 
 
 def test_eight_stop_ids_below_the_vocabulary_are_taken(target: Path) -> None:

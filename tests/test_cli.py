@@ -326,8 +326,10 @@ def test_a_bug_shows_itself(session: Session) -> None:
 )
 @pytest.mark.usefixtures("session")
 def test_what_is_wrong_is_told_in_one_line_with_status_2(
-    args: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    args: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)  # where the relative paths lead nowhere and may be written
     for name in ("builders.build", "runtime.score", "calib.demo"):
         install(monkeypatch, name, build=None, blocks=None, shapes=None, run=None)
     assert cli.main(args.split()) == 2

@@ -39,11 +39,15 @@ def test_a_file_is_utf_8_wherever_it_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "key", ["engine.cubins", "build.tensorrt.cubins", "build.tensorrt.timings"]
 )
-def test_a_directory_may_lie_in_a_home_that_is_known(key: str) -> None:
+def test_a_directory_may_lie_in_a_home_that_is_known(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # a container's user may have none
+
     def named(text: str) -> object:
         return reduce(getattr, f"{key}_directory".split("."), load(None, (f"{key}={text}",)))
 
-    assert named("~/made") == Path.home() / "made"
+    assert named("~/made") == tmp_path / "made"
     assert named("made") == Path("made")
     with pytest.raises(
         ConfigError, match=rf"^{key} must begin with a home that is known \(got ~no"

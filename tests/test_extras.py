@@ -52,8 +52,23 @@ def test_a_missing_package_is_named_with_its_extra(
     assert said in done.stderr.splitlines()[-1]
 
 
+def test_a_package_that_this_machine_cannot_load_is_one_line(package: Path, tmp_path: Path) -> None:
+    # As with a compiled package for a newer system, or little address space (ulimit -v).
+    (tmp_path / "onnxruntime.py").write_text("raise ImportError('x.so: cannot be mapped')")
+    script = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n" + SCRIPT
+    done = subprocess.run(
+        [sys.executable, "-c", script, "none", "generate", "--prompt", "hi", "--package", package],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    said = "thor-dflash: the packages of extra ort must load (got: x.so: cannot be mapped)"
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[-1] == said
+
+
 def test_a_module_of_ours_that_is_missing_is_a_fault_and_no_extra() -> None:
     with pytest.raises(ModuleNotFoundError), extra("serve"):
         importlib.import_module("thor_dflash.serving.no_such")
+    with pytest.raises(ImportError, match="cannot import name"), extra("serve"):
+        from thor_dflash.serving import no_such  # type: ignore[attr-defined]  # noqa: F401
     with pytest.raises(ConfigError, match="^no_such must be installed"), extra("serve"):
         importlib.import_module("no_such")

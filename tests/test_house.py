@@ -84,6 +84,10 @@ BANNED = {
 }  # fmt: skip
 
 
+PURE = {"all", "bool", "isinstance", "is_absolute", "len", "of", "tuple", "zip"}
+"""Functions and methods that an assertion may call."""
+
+
 def files(*tops: str) -> list[Path]:
     return [p for top in tops for p in sorted((ROOT / top).rglob("*.py"))]
 
@@ -104,7 +108,7 @@ every_file = pytest.mark.parametrize("path", HOUSE + TESTS, ids=name)
 
 @cache
 def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def room(path: Path) -> str:
@@ -174,7 +178,7 @@ def test_packages_from_outside_stay_where_they_belong(path: Path) -> None:
 
 @every_file
 def test_small_files_small_functions(path: Path) -> None:
-    assert path.read_text().count("\n") <= 400
+    assert path.read_text(encoding="utf-8").count("\n") <= 400
     for node in nodes(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert (node.end_lineno or 0) - node.lineno < 60, node.name
@@ -193,6 +197,17 @@ def test_no_hidden_knobs(path: Path) -> None:
         if word == "environ" and name(path) in ENVIRONMENT:
             continue
         assert word not in BANNED, f"line {node.lineno}: {word}"  # type: ignore[attr-defined]
+
+
+@every_source
+def test_what_is_asserted_changes_nothing(path: Path) -> None:
+    """`python -O` leaves assertions out, so nothing else may depend on them."""
+    for node in nodes(path):
+        for part in ast.walk(node.test) if isinstance(node, ast.Assert) else ():
+            assert not isinstance(part, ast.NamedExpr), f"line {part.lineno}"
+            if isinstance(part, ast.Call):
+                called = getattr(part.func, "attr", None) or getattr(part.func, "id", "")
+                assert called in PURE, f"line {part.lineno}: {called}"
 
 
 @every_source
@@ -221,7 +236,7 @@ def test_every_folder_of_python_is_a_package() -> None:
 
 
 def test_the_checkers_see_all_but_torch() -> None:
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
     assert {f"thor_dflash/{top}" for top in TOPS} < set(settings["pyright"]["include"])
     with_torch = {name(p) for p in HOUSE if uses(p) & {"torch", "transformers"}}
     unseen = {glob.removeprefix("**/") for glob in settings["pyright"]["ignore"]}
@@ -234,13 +249,13 @@ def test_the_checkers_see_all_but_torch() -> None:
 def test_every_dependency_is_pinned_by_version_alone() -> None:
     rows = [
         row
-        for row in (ROOT / "constraints.txt").read_text().splitlines()
+        for row in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
         if not row.startswith("#")
     ]
     for row in rows:
         assert re.fullmatch(r"[A-Za-z0-9_.-]+==[0-9][0-9a-z.]*", row), row
     pinned = {row.partition("==")[0].lower().replace("_", "-") for row in rows}
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     wanted = sum(project["optional-dependencies"].values(), project["dependencies"])
     for need in wanted:
         first = re.match(r"[\w-]+", need)

@@ -49,7 +49,7 @@ def test_round_trip(tmp_path: Path, manifest: Manifest) -> None:
 def test_a_file_name_may_hold_anything_but_a_way_out(tmp_path: Path) -> None:
     entry = FileEntry(sha256="", bytes=0)
     manifest = replace(MANIFEST, files={'w/a "b".é': entry})
-    (tmp_path / NAME).write_text(render(manifest))
+    (tmp_path / NAME).write_text(render(manifest), encoding="utf-8")
     assert read(tmp_path) == manifest
     for name in ("../x", "/x", "a/../../x", NAME):
         with pytest.raises(PackageError, match="files must be paths inside"):

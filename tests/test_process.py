@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from shlex import quote
 
 import pytest
 
@@ -41,7 +42,7 @@ def test_a_reader_that_leaves_is_no_error() -> None:
         "cli.run = lambda argv: print('x' * 1_000_000)\n"
         "sys.exit(cli.main([]))"
     )
-    command = f'{sys.executable} -c "{script}" | head -c 1; exit ${{PIPESTATUS[0]}}'
+    command = f"{python(script)} | head -c 1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (141, "x", "")
 
@@ -89,7 +90,7 @@ def test_a_closed_stdout_is_one_line() -> None:
     script = (
         "import sys; from thor_dflash import cli; sys.exit(cli.main(['keygen', '/dev/null/k']))"
     )
-    command = f'{sys.executable} -c "{script}" >&-'
+    command = f"{python(script)} >&-"
     done = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, text=True)
     assert done.stderr == "thor-dflash: stdout must be writable (got: it is closed)\n"
     assert done.returncode == 2
@@ -98,10 +99,10 @@ def test_a_closed_stdout_is_one_line() -> None:
 def test_a_terminal_that_has_no_such_letter_shows_another() -> None:
     script = (
         "import sys; from thor_dflash import cli\n"
-        "cli.run = lambda argv: print('caf\u00e9')\n"
+        "cli.run = lambda argv: print('caf\\u00e9')\n"
         "sys.exit(cli.main([]))"
     )
-    done = shell(f'PYTHONIOENCODING=ascii {sys.executable} -c "{script}"')
+    done = shell(f"PYTHONIOENCODING=ascii {python(script)}")
     assert (done.returncode, done.stdout, done.stderr) == (0, "caf?\n", "")
 
 
@@ -116,12 +117,12 @@ def test_help_that_nobody_can_read_is_told(what: str) -> None:
 
 @pytest.mark.parametrize("streams", ["2>&-", "2>/dev/full", "0<&-", "0<&- 2>&-"])
 def test_streams_that_lead_nowhere_change_no_result(streams: str, tmp_path: Path) -> None:
-    program = f'{sys.executable} -c "{MAIN}"'
-    done = shell(f"{program} keygen {tmp_path / 'keys'} {streams}")
+    command = f"{python(MAIN)} keygen {quote(str(tmp_path / 'keys'))} {streams}"
+    done = shell(command)
     assert (done.returncode, len(done.stdout.splitlines()), done.stderr) == (0, 4, "")
     assert (tmp_path / "keys" / "server.secret").is_file()
     # What goes wrong is said on stderr or nowhere: stdout is for results.
-    done = shell(f"{program} keygen {tmp_path / 'keys'} {streams}")
+    done = shell(command)
     assert (done.returncode, done.stdout) == (2, "")
 
 
@@ -136,9 +137,14 @@ def test_no_file_takes_the_number_of_a_closed_stream(tmp_path: Path) -> None:
         "cli.run = work\n"
         "sys.exit(cli.main([]))"
     )
-    done = shell(f'{sys.executable} -c "{script}" 0<&- 2>&-')
+    done = shell(f"{python(script)} 0<&- 2>&-")
     assert (done.returncode, done.stdout) == (0, "read\n")
     assert (tmp_path / "weights").read_bytes() == b""
+
+
+def python(script: str) -> str:
+    """A shell's command that runs a script. Its arguments may be added."""
+    return f"{quote(sys.executable)} -c {quote(script)}"
 
 
 def shell(command: str) -> subprocess.CompletedProcess[str]:
@@ -181,6 +187,6 @@ def test_ctrl_c_while_a_library_is_loaded_comes_after(tmp_path: Path) -> None:
         "cli.run = work\n"
         "sys.exit(cli.main([]))"
     )
-    done = shell(f'{sys.executable} -c "{script}"')
+    done = shell(python(script))
     said = (130, "loaded\n", "thor-dflash: interrupted\n")
     assert (done.returncode, done.stdout, done.stderr) == said

@@ -11,8 +11,10 @@ from thor_dflash.progress import Bars, Lines, Silent, amount, choose, say
 
 @pytest.fixture(autouse=True)
 def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a terminal that is called dumb, rich does not move the cursor."""
+    """rich asks these variables whether it may move the cursor, and for the width."""
     monkeypatch.setenv("TERM", "xterm")
+    for name in ("COLUMNS", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
 
 
 class Clock:

@@ -13,7 +13,7 @@ def extra(name: str) -> Generator[None]:
     """Context for imports that need the extra `name`.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: it is not installed, or this machine cannot load it.
     """
     try:
         yield
@@ -23,3 +23,8 @@ def extra(name: str) -> Generator[None]:
         raise ConfigError(
             f"{e.name} must be installed: pip install 'thor-dflash[{name}]' (got none)"
         ) from e
+    except ImportError as e:
+        # For example a compiled package that needs a newer libstdc++, or a disk mounted noexec.
+        if (e.name or "").startswith("thor_dflash"):
+            raise
+        raise ConfigError(f"the packages of extra {name} must load (got: {e})") from e

@@ -43,8 +43,9 @@ class Graph:
     def input(self, name: str, dtype: DType, shape: Sequence[int | str]) -> Value:
         """Return an input of the graph; created at the first call with this name."""
         value = Value(name, dtype, tuple(shape))
-        assert self._inputs.setdefault(name, value) == value, name
-        return value
+        known = self._inputs.setdefault(name, value)
+        assert known == value, name
+        return known
 
     def output(self, value: Value) -> None:
         """Make a value an output, under its own name."""

@@ -53,15 +53,32 @@ def test_off_a_terminal_it_says_that_it_is_timing(monkeypatch: pytest.MonkeyPatc
 def test_a_closed_pipe_on_stdout_is_left_to_the_command_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    with pytest.raises(BrokenPipeError):
+        introduced(monkeypatch, Gone())
+
+
+def test_a_terminal_that_does_not_know_its_width_shows_something(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    out = io.StringIO()
+    with pytest.raises(EOFError):
+        introduced(monkeypatch, out)
+    assert out.getvalue() == "planner-nano\n"
+
+
+def introduced(monkeypatch: pytest.MonkeyPatch, stdout: io.StringIO) -> None:
+    """Run the demo until it has introduced the model; then raise EOFError."""
+
     def introduce(console: Console, *rest: object) -> None:
         console.print("planner-nano")
+        raise EOFError
 
     monkeypatch.setattr(demo, "build", lambda *a: MANIFEST)
     monkeypatch.setattr(demo, "open_session", lambda *a: SimpleNamespace(text=1, close=bool))
     monkeypatch.setattr(demo, "_introduce", introduce)
-    monkeypatch.setattr("sys.stdout", Gone())
-    with pytest.raises(BrokenPipeError):
-        demo.run(demo.Config(), Lines(io.StringIO()))
+    monkeypatch.setattr("sys.stdout", stdout)
+    demo.run(demo.Config(), Lines(io.StringIO()))
 
 
 def test_a_narrow_terminal_shows_every_letter_of_a_plan() -> None:

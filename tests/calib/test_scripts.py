@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 import sys
 from pathlib import Path
+from shlex import quote, split
 
 import pytest
 
@@ -13,12 +14,14 @@ from thor_dflash.calib.demo import MODEL
 from thor_dflash.errors import RequestError
 
 TASKS = MODEL / "heldout.jsonl"
-PAIR = f"--target {MODEL / 'target'} --drafter {MODEL / 'drafter'}"
+GIVEN = quote(str(TASKS))
+"""The same as a word of a command line."""
+PAIR = f"--target {quote(str(MODEL / 'target'))} --drafter {quote(str(MODEL / 'drafter'))}"
 
 
 def ended(monkeypatch: pytest.MonkeyPatch, line: str) -> object:
     """Run a script as `python -m` does; return its exit status."""
-    name, *arguments = line.split()
+    name, *arguments = split(line)
     monkeypatch.setattr(sys, "argv", [name, *arguments])
     monkeypatch.delitem(sys.modules, f"thor_dflash.calib.{name}", raising=False)
     with pytest.raises(SystemExit) as caught:
@@ -30,12 +33,15 @@ def ended(monkeypatch: pytest.MonkeyPatch, line: str) -> object:
     ("line", "message"),
     [
         ("constrained /none/p /none/t", "/none/t must be a readable file (got: No such file"),
-        (f"constrained /none/p {__file__}", f"{__file__} must hold a task a line (got: JSOND"),
+        (
+            f"constrained /none/p {quote(__file__)}",
+            f"{__file__} must hold a task a line (got: JSOND",
+        ),
         ("constrained /none/p /dev/null", "/dev/null must hold a task a line (got an empty"),
-        (f"constrained /none/p {TASKS}", "/none/p must be a package directory (got nothing"),
+        (f"constrained /none/p {GIVEN}", "/none/p must be a package directory (got nothing"),
         ("heldout --package /none/p", "/none/p must be a package directory (got nothing"),
         ("masks /none/p", "/none/p must hold a tokenizer.json (got none)"),
-        (f"prefixes /none/p {TASKS}", "/none/p must be a package directory (got nothing"),
+        (f"prefixes /none/p {GIVEN}", "/none/p must be a package directory (got nothing"),
         ("measure_policies --target /none/t --drafter /none/d", "/none/t must be a checkpoint"),
     ],
 )
@@ -51,9 +57,9 @@ def test_a_file_that_is_not_there_is_one_line(
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (f"constrained /none/p {TASKS} --count 0", "--count: must be an integer >= 1 (got 0)"),
+        (f"constrained /none/p {GIVEN} --count 0", "--count: must be an integer >= 1 (got 0)"),
         ("heldout --package /none/p --limit -1", "--limit: must be an integer >= 1 (got -1)"),
-        (f"prefixes /none/p {TASKS} --count x", "--count: must be an integer >= 1 (got x)"),
+        (f"prefixes /none/p {GIVEN} --count x", "--count: must be an integer >= 1 (got x)"),
         (f"measure_policies {PAIR} --tasks 0", "--tasks: must be an integer >= 1 (got 0)"),
         (f"measure_policies {PAIR} nothing", "or width (got nothing)"),
     ],

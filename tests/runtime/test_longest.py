@@ -114,7 +114,7 @@ def test_a_prompt_that_cannot_fit_is_refused_unread(
     ],
 )
 def test_a_tokenizer_whose_tokens_have_no_bound_gives_none(other: dict[str, Any]) -> None:
-    table = json.loads(TOKENIZER.read_text())
+    table = json.loads(TOKENIZER.read_text(encoding="utf-8"))
     assert longest(table, ALPHABET) == len(LONGEST)
     assert longest(table | {"pre_tokenizer": {"type": "ByteLevel"}}, ALPHABET) == len(LONGEST)
     for key, value in other.items():

@@ -53,7 +53,7 @@ def write(directory: Path, name: str, **table: object) -> None:
 
 
 def edit(directory: Path, name: str, **table: object) -> None:
-    write(directory, name, **json.loads((directory / name).read_text()) | table)
+    write(directory, name, **json.loads((directory / name).read_text(encoding="utf-8")) | table)
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +64,15 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Text, dict[str, in
 
 
 Shared = tuple[Text, dict[str, int], Tokenizer]
+
+
+def test_a_directory_may_have_a_name_that_is_no_utf8(tmp_path: Path) -> None:
+    directory = tmp_path / "caf\udce9"
+    directory.mkdir()
+    ids = make(tmp_path)
+    for path in tmp_path.glob("*.j*"):
+        path.rename(directory / path.name)
+    assert Text.load(directory).encode("<think>") == [ids["<think>"]]
 
 
 @pytest.mark.parametrize(

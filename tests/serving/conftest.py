@@ -4,10 +4,13 @@ until a test lets it.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -191,6 +194,18 @@ class House:
 
     def close(self) -> None:
         self._stack.close()
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Iterator[Path]:
+    """pytest's directory for a test; another one if its path leaves no room for a socket's name,
+    since the whole address of a unix socket has at most 107 bytes.
+    """
+    if len(os.fsencode(tmp_path)) <= 80:
+        yield tmp_path
+        return
+    with TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as directory:
+        yield Path(directory)
 
 
 @pytest.fixture

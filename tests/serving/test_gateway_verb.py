@@ -9,7 +9,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
@@ -118,14 +118,15 @@ def listens(address: str) -> bool:
         return client.connect_ex(place(address)) == 0
 
 
-def stream(address: str) -> http.client.HTTPResponse:
-    """The reply to a streamed completion, after its first line has come."""
+@contextmanager
+def stream(address: str) -> Iterator[None]:
+    """The client of a streamed completion, after the first line of the reply has come."""
     connection = http.client.HTTPConnection(*place(address), timeout=20)
     body = b'{"messages": [{"role": "user", "content": "x"}], "stream": true}'
     connection.request("POST", "/v1/chat/completions", body)
-    reply = connection.getresponse()
-    assert reply.readline().startswith(b"data: ")
-    return reply
+    with closing(connection), connection.getresponse() as reply:
+        assert reply.readline().startswith(b"data: ")
+        yield
 
 
 def test_a_client_that_stalls_does_not_keep_it_alive() -> None:

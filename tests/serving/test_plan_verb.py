@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from msgspec import structs
+from zmq import DEALER, Context
 
 from thor_dflash import cli, options
 from thor_dflash.config import Config
@@ -20,6 +21,7 @@ from thor_dflash.progress import Lines
 from thor_dflash.serving import client
 from thor_dflash.serving.client import Options, PlanError
 from thor_dflash.serving.mock import PLAN
+from thor_dflash.serving.replies import PATH_BYTES, connect
 from thor_dflash.serving.wire import Ask, Result, Spec, Timings, Usage
 from thor_dflash.verbs import plan
 from thor_dflash.verbs.generate import DIM, PLAIN
@@ -107,6 +109,14 @@ def test_what_is_not_utf8_is_refused_in_a_line(args: list[str], message: str, ca
     assert err.startswith(f"thor-dflash: {message}")
     with pytest.raises(ConfigError, match=r"^--server must be tcp://host:port or ipc"):
         ask("Bring it.", "--server", "ipc://\udcff")
+
+
+def test_a_path_that_no_socket_can_have_is_told() -> None:
+    ask_there = ["Bring it.", "--server", f"ipc:///{'x' * PATH_BYTES}"]  # a slash more
+    with pytest.raises(ConfigError, match="^--server must have a path of at most 107 bytes"):
+        ask(*ask_there)
+    with Context() as context, context.socket(DEALER) as client:
+        connect(client, ask_there[2][:-1])
 
 
 @pytest.mark.parametrize(

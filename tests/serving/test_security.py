@@ -218,6 +218,7 @@ def test_who_was_refused_does_not_ask_again(
 def test_a_secret_is_asked_of_everybody(house: Any, tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_text("open sesame\n")
+    path.chmod(0o644)
     with pytest.raises(ConfigError, match="chmod 600"):
         security.read_token(str(path))
     path.chmod(0o600)

@@ -123,6 +123,7 @@ def test_a_file_of_events_is_added_to_and_a_full_disk_ends_nothing(tmp_path: Pat
     full = Events("/dev/full")
     full("state")
     full("state")
+    full.close()
     with pytest.raises(ConfigError, match="serve.events must be a file that can be written"):
         Events(str(tmp_path))
 

@@ -386,6 +386,8 @@ def test_white_space_is_fixed_and_keys_come_in_order() -> None:
 
 def test_the_vocabulary_is_the_models() -> None:
     made = grammar(SMALL).vocabulary
-    size = len(json.loads((TOKENIZER / "tokenizer.json").read_text())["model"]["vocab"])
+    size = len(
+        json.loads((TOKENIZER / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
+    )
     assert made.size == session().manifest.vocab_limit > size
     assert made.words == session().model.graphs["accept_masked"].inputs["mask"].at({})[1]
