@@ -76,6 +76,9 @@ def test_a_message_is_one_visible_line_of_bounded_length() -> None:
 
 def test_a_text_keeps_the_unprintable_characters_that_are_its_layout() -> None:
     assert visible("a\n\tb\x1b", keep="\n\t") == "a\n\tb\\x1b"
+    for text in ("赤い\u3000カップ", "می\u200cخواهم", "👨\u200d🔧", "10\u00a0cm"):
+        assert visible(text) == text
+    assert visible("\u202egnp.exe\u2028") == "\\u202egnp.exe\\u2028"  # direction, line separator
 
 
 def test_a_text_that_is_visible_already_is_not_made_again() -> None:

@@ -41,12 +41,18 @@ def show(value: object) -> str:
     return text
 
 
+_WRITTEN = "\u00a0\u200c\u200d\u3000"
+"""Part of ordinary text, though Python does not call them printable: the no-break and ideographic
+spaces, and the joiners of Persian, Indic scripts and emoji."""
+
+
 def visible(text: str, keep: str = "") -> str:
     """`text` with control characters and other unprintable ones, except those in `keep`, escaped: a
     terminal would obey them, and a line break would look like the next line of a log.
     """
     if text.isprintable():  # a logged prompt may have a million characters: do not go through them
         return text
+    keep += _WRITTEN
     return "".join(
         c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
     )
