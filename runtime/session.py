@@ -33,6 +33,10 @@ from thor_dflash.runtime.text import Text, open_at_end
 __all__ = ["Chunk", "Report", "Request", "Session", "open_session"]
 
 
+FINALISER_S = 10.0
+"""Longest wait at the end of a request for a step of another thread; longer than any step takes."""
+
+
 class Session:
     """A package loaded on one engine. One sequence at a time: a request ends the one under way,
     also that of another thread.
@@ -146,8 +150,19 @@ class Session:
             finish = "error"
             raise
         finally:
-            with self.model.alone:
-                self._report = meter.report(finish, len(progress.tokens), engine.busy())
+            busy = self._busy()
+            self._report = meter.report(finish, len(progress.tokens), busy)
+
+    def _busy(self) -> Mapping[str, float]:
+        """Engine seconds by graph; none if another thread's step does not end. An abandoned request
+        may be finalised in any thread, also in one that holds a lock for which that step waits.
+        """
+        if not self.model.alone.acquire(timeout=FINALISER_S):
+            return {}
+        try:
+            return self.model.engine.busy()
+        finally:
+            self.model.alone.release()
 
     def report(self) -> Report:
         """Telemetry of the last request that ended.

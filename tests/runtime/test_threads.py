@@ -150,3 +150,30 @@ def test_a_session_that_another_thread_closes_ends_its_step_first(
     meeting.between(lambda: next(first), s.close)
     assert within == [False]
     first.close()
+
+
+def test_an_abandoned_request_waits_for_no_step_that_does_not_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its finaliser may run in a thread that holds what that step waits for."""
+    monkeypatch.setattr("thor_dflash.runtime.session.FINALISER_S", 0.01)
+    s = session()
+    chunks = s.run(Request(prompt=prompt(20), max_tokens=20), Nobody())
+    next(chunks)
+    held, done = threading.Event(), threading.Event()
+
+    def step() -> None:
+        with s.model.alone:
+            held.set()
+            done.wait(20)
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    held.wait()
+    chunks.close()  # type: ignore[attr-defined]
+    assert not done.is_set()
+    report = s.report()
+    done.set()
+    thread.join()
+    assert (report.finish, set(report.timings.phases_ms)) == ("cancelled", {"host"})
+    assert answer(s, Request(prompt=prompt(20), max_tokens=20), Nobody())
