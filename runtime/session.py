@@ -153,12 +153,12 @@ class Session:
             busy = self._busy()
             self._report = meter.report(finish, len(progress.tokens), busy)
 
-    def _busy(self) -> Mapping[str, float]:
-        """Engine seconds by graph; none if another thread's step does not end. An abandoned request
+    def _busy(self) -> Mapping[str, float] | None:
+        """Engine seconds by graph; None if another thread's step does not end. An abandoned request
         may be finalised in any thread, also in one that holds a lock for which that step waits.
         """
         if not self.model.alone.acquire(timeout=FINALISER_S):
-            return {}
+            return None
         try:
             return self.model.engine.busy()
         finally:

@@ -47,7 +47,7 @@ class Timings:
     tok_s: float
     """Committed tokens per second of decoding."""
     phases_ms: Mapping[str, float]
-    """Time inside each graph; `host` is the rest of e2e_ms."""
+    """Time inside each graph; `host` is the rest of e2e_ms. Empty if it could not be asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,15 +170,17 @@ class Meter:
         else:
             notes.append(Note(reason.what, reason.why, self.cycles))
 
-    def report(self, finish: str, completion: int, busy: Mapping[str, float]) -> Report:
-        """Return the totals."""
+    def report(self, finish: str, completion: int, busy: Mapping[str, float] | None) -> Report:
+        """Return the totals. `busy`: as the field, now; None if it could not be asked for."""
         now = time.perf_counter()
         prefilled = self.prefilled or now
         decode = max(now - prefilled, 1e-9)
         committed = sum((i + 1) * n for i, n in enumerate(self.hist))
-        phases = {name: 1e3 * (busy[name] - self.busy.get(name, 0.0)) for name in busy}
-        # Up to now, like `busy`: the last step may have committed nothing.
-        phases["host"] = 1e3 * (now - self.start) - sum(phases.values())
+        phases: dict[str, float] = {}
+        if busy is not None:
+            phases = {name: 1e3 * (busy[name] - self.busy.get(name, 0.0)) for name in busy}
+            # Up to now, like `busy`: the last step may have committed nothing.
+            phases["host"] = 1e3 * (now - self.start) - sum(phases.values())
         return Report(
             finish,
             completion,

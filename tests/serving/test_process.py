@@ -156,22 +156,20 @@ def test_lines_that_a_full_log_lost_are_counted() -> None:
     assert told == b"2 lines of this log could not be written\nhere\nagain\n"
 
 
-def test_a_line_of_the_log_that_was_no_utf_8_is_told_all_the_same() -> None:
+@pytest.mark.parametrize(
+    ("line", "logged"),
+    [
+        ("/tmp/\udcff is no directory", b"/tmp/\\udcff is no directory\n"),  # a name, no UTF-8
+        ("Traceback:\n\tat \x1b[2J\rready", b"Traceback:\n\tat \\x1b[2J\\rready\n"),
+    ],
+)
+def test_the_log_holds_text_that_rules_no_terminal(line: str, logged: bytes) -> None:
     out, file = os.pipe()
     with os.fdopen(out, "rb", 0) as log, os.fdopen(file, "w") as stderr:
         say = Log(stderr)
-        say("/tmp/\udcff is no directory")
+        say(line)
         assert say.close()
-        assert log.read(4096) == b"/tmp/\\udcff is no directory\n"
-
-
-def test_a_line_of_the_log_does_not_rule_the_terminal_it_is_read_on() -> None:
-    out, file = os.pipe()
-    with os.fdopen(out, "rb", 0) as log, os.fdopen(file, "w") as stderr:
-        say = Log(stderr)
-        say("Traceback:\n\tat \x1b[2J\rready")
-        assert say.close()
-        assert log.read(4096) == b"Traceback:\n\tat \\x1b[2J\\rready\n"
+        assert log.read(4096) == logged
 
 
 def test_what_a_slow_reader_of_the_log_missed_is_said_where_it_is_missing() -> None:
