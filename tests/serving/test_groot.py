@@ -36,7 +36,7 @@ GET_ACTION = (
     + b"\xa7options\xc0"
 )  # fmt: skip
 PLAN_ARRAY = b"\x82\xa8endpoint\xa4plan\xa4data\x82\xa6prompt\xa1x\xa8metadata\x81\xa1a" + ARRAY
-NUMBER = b"\x81\xa8endpoint\x05"
+NUMBER, LIST = b"\x81\xa8endpoint\x05", b"\x81\xa8endpoint\x90"
 STREAM = b"\x82\xa8endpoint\xa4plan\xa4data\x82\xa6prompt\xa1x\xa6stream\xa5steps"
 
 
@@ -77,6 +77,7 @@ def test_it_may_call_whatever_there_is(client: Any) -> None:
 def test_unknown_endpoints_and_bad_data_are_errors_and_the_server_stays(client: Any) -> None:
     for body, says in ((KILL, "got kill"), (RESET, "got reset"), (GET_ACTION, "got get_action"),
                        (NUMBER, "endpoint must be an operation .got 5"),
+                       (LIST, r"endpoint must be an operation .got \[\]"),
                        (PLAN_ARRAY, "metadata must be plain JSON values"),
                        (HEALTH_LIST, "data must be an object")):  # fmt: skip
         with pytest.raises(RuntimeError, match=says):

@@ -10,6 +10,8 @@ import pytest
 from constrained import PLAN
 from msgspec import structs
 
+from thor_dflash.errors import CompilerBusy
+from thor_dflash.runtime.policies.grammar_compile import COMPILE_S
 from thor_dflash.runtime.session import Request, Session
 from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving import codec
@@ -49,6 +51,23 @@ def alone(session: Session, words: str, count: int) -> list[int]:
     stop = frozenset(session.manifest.stop_tokens)
     request = Request(prompt=tuple(prompt), max_tokens=count, stop=stop)
     return [token for chunk in session.generate(request) for token in chunk.tokens]
+
+
+def test_a_schema_that_waits_for_another_one_may_be_sent_again(
+    session: Session, backend: LiveBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(self: object, schema: object) -> None:
+        raise CompilerBusy("another is being compiled")
+
+    monkeypatch.setattr(type(session), "grammar", busy)
+    with pytest.raises(PlanError) as caught:
+        backend.prepare(Ask(prompt="x", json_schema=PLAN), None)
+    error = caught.value
+    assert (error.code, error.field, error.retry_after_ms) == (
+        "busy",
+        "json_schema",
+        1e3 * COMPILE_S,
+    )
 
 
 def test_a_plan_is_the_loops_own_tokens(session: Session, backend: LiveBackend) -> None:

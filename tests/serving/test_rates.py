@@ -4,6 +4,8 @@ is trusted again.
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -168,3 +170,19 @@ def test_there_is_no_trial_while_a_plan_runs(house: Any) -> None:
         assert peer.receive()["id"] == "v"
     held.let()
     assert peer.final("good")["status"] == "ok"
+
+
+def test_a_local_deadline_counts_from_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a server's does: the deadline that a refusal names is enough for another try."""
+    backend = MockBackend(ServeConfig())
+    prepare = backend.prepare
+
+    def slow(*args: Any) -> Any:
+        time.sleep(0.1)
+        return replace(prepare(*args), min_ms=5000.0)
+
+    monkeypatch.setattr(backend, "prepare", slow)
+    with pytest.raises(PlanError) as caught:
+        LocalPlanner(backend).plan(Ask(prompt="x", deadline_ms=1000))
+    assert caught.value.min_ms is not None
+    assert caught.value.min_ms >= 5100
