@@ -77,6 +77,8 @@ class Model:
         for step, graph in self.graphs.items():
             for spec in (*graph.inputs.values(), *graph.outputs.values()):
                 self._scratch(step, spec)
+        self._written: tuple[int, ...] = ()
+        """The tokens last written from the host."""
         self._said: dict[str, int | float | tuple[int, ...]] = {}
         """Values last written to some inputs; most do not change from one block to the next."""
         self._calls = {name: self._bind(name) for name in self.graphs}
@@ -139,7 +141,8 @@ class Model:
     def write_tokens(self, tokens: Sequence[int]) -> None:
         """Write the next block's tokens from the host: the last committed token and the drafts."""
         padded = [*tokens, *[0] * (self.block - len(tokens))]
-        self._set("tokens", *padded[: self.block])
+        self._written = tuple(padded[: self.block])
+        self._set("tokens", *self._written)
 
     def write_last(self, token: int) -> None:
         """Write the last committed token, for a drafter that runs as a graph."""
@@ -200,7 +203,11 @@ class Model:
         self.state.advance(len(tokens))
 
     def draft(self, block: Block, before: Sequence[Call]) -> tuple[int, ...]:
-        """Run propose alone; return [R] tokens: the last committed one and the drafts. One wait."""
+        """Run propose alone; return [R] tokens: the last committed one and the drafts. One wait; or
+        none, if there is nothing to run because the host wrote the tokens.
+        """
+        if not before:
+            return self._written
         self._position()
         self._forced(block)
         self.engine.run(before)

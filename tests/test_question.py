@@ -9,6 +9,7 @@ import pytest
 from samples import MANIFEST
 
 from thor_dflash.config import AS_MADE, NO_BUDGET, load
+from thor_dflash.progress import Silent
 from thor_dflash.runtime.session import Request
 from thor_dflash.verbs.question import Question
 
@@ -25,7 +26,7 @@ def asked(*overrides: str, messages: list[dict[str, str]] | None = None) -> Requ
         manifest=MANIFEST, text=text, model=SimpleNamespace(limit=100, capacity=116)
     )
     question = Question(messages, None if messages else (1, 2))
-    return question.request(session, load(None, overrides))
+    return question.request(session, load(None, overrides), Silent())
 
 
 def test_what_is_said_of_decoding_reaches_the_session() -> None:

@@ -54,6 +54,10 @@ def generate(sub: argparse.ArgumentParser) -> None:
         "--tokens", type=path, metavar="FILE.json", help="the prompt as a JSON list of token ids"
     )
     sub.add_argument(
+        "--schema", type=path, metavar="FILE.json",
+        help="JSON schema that the answer after the thinking must obey",
+    )  # fmt: skip
+    sub.add_argument(
         "--drafter", dest="decode.drafter", metavar="auto|dflash|none",
         help="none decodes plainly: the same tokens, more slowly (default auto: if there is one)",
     )  # fmt: skip

@@ -16,6 +16,7 @@ from thor_dflash.config import BuildConfig
 from thor_dflash.manifest import read
 from thor_dflash.progress import Silent
 from thor_dflash.runtime.engines.cuda import bench, inside
+from thor_dflash.runtime.policies.grammar import Walk
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def taken_apart(
     """The field `inside` of a profile of some tokens."""
     (tmp_path / "ids.json").write_text(json.dumps(list(range(1, 40))))
     source = ("--package", str(made), "--tokens", str(tmp_path / "ids.json"), "--runs", "1")
-    few = ("--max-tokens", "6", "--ignore-eos", "-s", f"engine.cubins={tmp_path}")
+    few = ("--max-tokens", "6", "-s", f"engine.cubins={tmp_path}")
     assert cli.main(["profile", *source, *few, "--json", *more]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)["inside"]
     return found
@@ -92,6 +93,18 @@ def test_without_drafts_a_cycle_is_two_graphs(
 ) -> None:
     found = taken_apart(made, tmp_path, capsys, "--drafter", "none")
     assert {part["graph"] for part in found["parts"]} == {"verify", "accept"}
+
+
+@pytest.mark.usefixtures("device")
+def test_under_a_schema_a_cycle_has_the_graph_that_reads_masks(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # All that the fake device hands over are ones: the record tells of a fault that is none.
+    monkeypatch.setattr(Walk, "dead", lambda walk, row: False)
+    (tmp_path / "schema.json").write_text('{"type": "string", "maxLength": 99}')
+    found = taken_apart(made, tmp_path, capsys, "--schema", str(tmp_path / "schema.json"))
+    graphs = [part["graph"] for part in found["parts"] if not part["name"]]
+    assert graphs == ["propose", "verify", "accept_masked", "observe"]
 
 
 @pytest.mark.usefixtures("device")

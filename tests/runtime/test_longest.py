@@ -16,6 +16,7 @@ from tokenizers import pre_tokenizers
 
 from thor_dflash.config import Config
 from thor_dflash.errors import RequestError
+from thor_dflash.progress import Silent
 from thor_dflash.runtime.longest import NFC, least_bytes, longest
 from thor_dflash.runtime.text import Text
 from thor_dflash.verbs.question import Question
@@ -84,10 +85,10 @@ def test_a_prompt_that_cannot_fit_is_refused_unread(
     question = Question([{"role": "user", "content": "x" * 42_000}], None)
     rule = "^the prompt must be <= 1000 tokens, the context of 1016 .*got 200[0-9] or more"
     with pytest.raises(RequestError, match=rule):
-        question.request(session, Config())
+        question.request(session, Config(), Silent())
     model.limit = 2010  # the bound is not above it, so only encoding can tell
     with pytest.raises(AssertionError):
-        question.request(session, Config())
+        question.request(session, Config(), Silent())
 
 
 @pytest.mark.parametrize(

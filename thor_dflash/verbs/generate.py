@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from thor_dflash.config import Config
 from thor_dflash.progress import Progress, say
-from thor_dflash.verbs.question import read_question
+from thor_dflash.verbs.question import endless, read_question
 
 if TYPE_CHECKING:
     from thor_dflash.runtime.session import Chunk, Report
@@ -65,8 +65,10 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
 
     question = read_question(args, config.decode)
     with closing(open_session(args.package, config.engine, progress)) as session:
-        request = question.request(session, config)
+        request = question.request(session, config, progress)
         progress.close()
+        for text in endless(request):
+            say(sys.stderr, f"note: {text}")
         answer = Answer(session.text, request.prompt) if session.text else None
         chunks = _read(session.generate(request), len(request.prompt), progress)
         output = _stream(chunks, answer, quiet=args.json)

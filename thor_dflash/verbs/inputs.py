@@ -1,13 +1,13 @@
-"""Input files of the subcommands: JSON of limited size, and token ids."""
+"""Input files of the subcommands: JSON of limited size, schemas, and token ids."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from thor_dflash.errors import RequestError
-from thor_dflash.records import as_list, show
+from thor_dflash.records import as_list, as_table, show
 
 LIMIT = 64 << 20
 """Largest input file, bytes: ten times the longest context of any target as text."""
@@ -32,6 +32,18 @@ def read_json(path: Path, limit: int = LIMIT) -> object:
         raise RequestError(f"{path} must be JSON (got lists nested too deep)") from e
     except ValueError as e:
         raise RequestError(f"{path} must be JSON (got: {e})") from e
+
+
+def read_schema(path: Path) -> dict[str, Any]:
+    """Read a JSON schema, in the order of the file. What it says is not checked.
+
+    Raises:
+        RequestError: it is not a JSON object.
+    """
+    table = as_table(value := read_json(path))
+    if table is None:
+        raise RequestError(f"{path} must hold a JSON object (got {show(value)})")
+    return table
 
 
 def read_tokens(path: Path) -> tuple[int, ...]:

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from thor_dflash.config import Config
-from thor_dflash.errors import RequestError
 from thor_dflash.progress import Progress, Task, say
-from thor_dflash.records import as_table, show
 from thor_dflash.verbs.generate import Printer
-from thor_dflash.verbs.inputs import read_json
+from thor_dflash.verbs.inputs import read_schema
 
 if TYPE_CHECKING:
     from thor_dflash.runtime.text import Piece
@@ -61,9 +59,7 @@ def _ask(args: Namespace) -> Ask:
         if (value := vars(args)[name]) is not None:
             given[name] = value
     if args.schema is not None:
-        given["json_schema"] = as_table(schema := read_json(args.schema))
-        if given["json_schema"] is None:
-            raise RequestError(f"{args.schema} must hold a JSON object (got {show(schema)})")
+        given["json_schema"] = read_schema(args.schema)
     return Ask(prompt=args.prompt, **given)
 
 

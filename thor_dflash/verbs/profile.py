@@ -21,12 +21,13 @@ from thor_dflash.verbs import outputs
 from thor_dflash.verbs.inputs import read_json
 from thor_dflash.verbs.profile_page import page
 from thor_dflash.verbs.profile_text import TITLES, table
-from thor_dflash.verbs.question import read_question
+from thor_dflash.verbs.question import endless, read_question
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from thor_dflash.runtime.doctor.facts import Finding
+    from thor_dflash.runtime.policies.grammar_compile import Grammar
     from thor_dflash.runtime.profile import Inside, Profile, Run, Subject
     from thor_dflash.runtime.session import Request, Session
 
@@ -50,7 +51,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     question = read_question(args, config.decode)
     speed = board.speed(Here())
     with closing(open_session(args.package, config.engine, progress)) as session:
-        request = question.request(session, config)
+        request = question.request(session, config, progress)
         subject = _subject(session, request, config, speed)
         if base and (told := base.subject.differs(subject)):
             same = "--compare must be a profile of the same question and settings"
@@ -67,7 +68,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         inside=inside,
         power=watch.power(when),
         soak=stretches(runs, when, watch.power) if args.soak else (),
-        notes=_notes(speed),
+        notes=(*_notes(speed), *endless(request)),
     )
     # Write the files even if printing fails because the reader of stdout has gone.
     try:
@@ -87,7 +88,7 @@ def _check(args: Namespace) -> Profile | None:
         if out:
             outputs.check(out, ending, option)
     for name, given in (("--tokens", args.tokens), ("--messages", args.messages),
-                        ("--compare", args.compare)):  # fmt: skip
+                        ("--schema", args.schema), ("--compare", args.compare)):  # fmt: skip
         if given and args.trace and given.resolve() == args.trace.resolve():
             raise ConfigError(f"--trace must be another file than {name} (got {args.trace})")
     return _base(args.compare) if args.compare else None
@@ -133,15 +134,17 @@ def _subject(
         device=session.model.engine.device,
         prompt=hashlib.sha256(ids.encode()).hexdigest(),
         prompt_tokens=len(request.prompt),
-        settings=_settings(config),
+        settings=_settings(config, request.grammar),
         machine={f.item: f.text for f in speed if "clock" not in f.item},  # clocks vary
     )
 
 
-def _settings(config: Config) -> dict[str, str]:
+def _settings(config: Config, grammar: Grammar | None) -> dict[str, str]:
     """The settings that affect times: all but the directory of compiled kernels."""
     every = _flat("engine", records.encode(config.engine))
     every |= _flat("decode", records.encode(config.decode))
+    if grammar is not None:
+        every["schema"] = hashlib.sha256(grammar.schema.encode()).hexdigest()[:12]
     return {key: value for key, value in every.items() if key != "engine.cubins"}
 
 
@@ -209,8 +212,9 @@ def _inside(
 
     engine = session.model.engine
     assert isinstance(engine, CudaEngine)
+    accept = "accept_masked" if request.grammar else "accept"
     plain = request.drafter == "none"
-    graphs = ("verify", "accept") if plain else ("propose", "verify", "accept", "observe")
+    graphs = ("verify", accept) if plain else ("propose", "verify", accept, "observe")
     cubins = config.engine.cubins_directory
     return take_apart(engine, session.model, graphs, cubins, progress)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from thor_dflash.config import Config, DecodeConfig
 from thor_dflash.errors import ConfigError, RequestError
+from thor_dflash.progress import Progress
 from thor_dflash.records import check_utf8, show
-from thor_dflash.verbs.inputs import in_vocabulary, read_json, read_tokens
+from thor_dflash.verbs.inputs import in_vocabulary, read_json, read_schema, read_tokens
 
 if TYPE_CHECKING:
     from thor_dflash.runtime.session import Request, Session
@@ -21,23 +22,29 @@ class Question:
 
     messages: list[dict[str, str]] | None
     tokens: tuple[int, ...] | None
+    schema: dict[str, Any] | None = None
+    """JSON schema of the answer after the thinking."""
 
-    def request(self, session: Session, config: Config) -> Request:
+    def request(self, session: Session, config: Config, progress: Progress) -> Request:
         """The request for a session.
 
         Raises:
-            RequestError: the package cannot answer it.
+            RequestError: the package cannot answer it, or the schema cannot be compiled.
         """
         prompt = (
             _render(self.messages, session, _thinks(config.decode))
             if self.tokens is None
             else in_vocabulary(self.tokens, session.manifest.target.vocab)
         )
-        return _request(prompt, session, config)
+        request = _request(prompt, session, config)
+        if self.schema is None:
+            return request
+        with progress.task("compiling the schema"):
+            return replace(request, grammar=session.grammar(self.schema))
 
 
 def read_question(args: Namespace, config: DecodeConfig) -> Question:
-    """Read --prompt, --messages or --tokens, before anything is loaded.
+    """Read the prompt and the schema of the command line, before anything is loaded.
 
     Raises:
         ConfigError: the command line sets a key that has no effect here.
@@ -45,7 +52,18 @@ def read_question(args: Namespace, config: DecodeConfig) -> Question:
     """
     _check_used(args, config)
     tokens = read_tokens(args.tokens) if args.tokens else None
-    return Question(_messages(args), tokens)
+    schema = read_schema(args.schema) if args.schema else None
+    if schema is not None and config.ignore_eos:
+        raise ConfigError(
+            "--schema must go with stop tokens, which end the answer (got decode.ignore_eos true)"
+        )
+    return Question(_messages(args), tokens, schema)
+
+
+def endless(request: Request) -> list[str]:
+    """What in the request's schema lets an answer grow until it is cut off."""
+    warnings = request.grammar.warnings if request.grammar else ()
+    return [f"an answer may grow without end: {text}" for text in warnings]
 
 
 def _check_used(args: Namespace, config: DecodeConfig) -> None:

@@ -271,6 +271,11 @@ def test_a_constrained_cycle_waits_twice_and_an_unconstrained_one_once(
     first = events.index("propose")
     assert events[first:] == cycle * s.report().spec.cycles
     events.clear()
+    constrained(replace(asked(False), max_tokens=9), Nobody(), made)
+    first = events.index("verify")
+    undrafted = ["verify", "masks", "accept_masked", "wait"]
+    assert events[first:] == undrafted * s.report().spec.cycles, "the host wrote the tokens itself"
+    events.clear()
     constrained(replace(asked(True), max_tokens=9), Dflash(), made, thinking=True)
     first = events.index("propose")
     thinking = ["propose", "wait", "verify accept observe", "wait"]
