@@ -191,3 +191,26 @@ def test_what_several_launches_need_is_compiled_once(
     for source, launch in launches:
         assert found.function(source, launch) == "kernel"
     assert sorted(made, key=str) == [(SOURCE, {"ROWS": 16}), (SOURCE, {})]
+
+
+def test_a_source_that_does_not_compile_is_told_with_the_compilers_words(tmp_path: Path) -> None:
+    (tmp_path / "wrong.cu").write_text("__global__ void f() { such_a_name(); }")
+    with pytest.raises(EngineError, match=r"wrong.cu must compile for sm_90 \(got: .*such_a_name"):
+        compiler.compile_source(tmp_path / "wrong.cu", {}, "sm_90")
+
+
+def test_all_that_determines_a_kernel_is_in_the_name_of_its_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = [
+        compiler.digest(SOURCE, {}, "sm_90"),
+        compiler.digest(SOURCE, {}, "sm_110"),
+        compiler.digest(SOURCE, {"N": 1}, "sm_90"),
+        compiler.digest(ROOT / "standard" / "fill.cu", {}, "sm_90"),
+    ]
+    for what, value in (("_headers", lambda: (("a.cuh", b""),)), ("OPTIONS", ("--std=c++20",))):
+        with monkeypatch.context() as patch:
+            patch.setattr(compiler, what, value)
+            names.append(compiler.digest(SOURCE, {}, "sm_90"))
+    assert len({*names}) == len(names)
+    assert compiler.digest(SOURCE, {}, "sm_90") == names[0]

@@ -17,6 +17,7 @@ from decoding import DEAD, answer, erring, prompt, session
 
 from thor_dflash.errors import PackageError, RequestError, TransactionError
 from thor_dflash.runtime.prefix import Prefixes, held_of
+from thor_dflash.runtime.prefix_file import HEADER, Stored, write_prefix
 from thor_dflash.runtime.propose import Dflash, Nobody, Proposer
 from thor_dflash.runtime.session import Request, Session
 
@@ -330,9 +331,25 @@ def test_another_version_or_capacity_is_refused(
         ):
             s.prefixes.load(tmp_path / "p")
     s.prefixes.budget = 10
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(HEADER + 11)  # without content, so that only who reads it needs memory
+    with pytest.raises(RequestError, match=r"must fit the memory for prefixes, 10 bytes \(got 16"):
+        s.prefixes.load(tmp_path / "large")
     with pytest.raises(RequestError, match="must fit the memory for prefixes: 10 bytes"):
         s.prefixes.load(tmp_path / "p")
     assert s.prefixes.list()[0].name == "skills"
+
+
+@pytest.mark.parametrize("held", [-CHUNK, CHUNK + 1, 3 * CHUNK])
+def test_a_file_whose_steps_no_request_would_make_is_refused(
+    s: Session, tmp_path: Path, held: int
+) -> None:
+    put = s.prefixes.put("skills", LONG[: 2 * CHUNK + 1])
+    assert put
+    stored = Stored(name="skills", tokens=put.tokens, pinned=True, held=held)
+    write_prefix(tmp_path / "p", s.model, stored, put.snapshot)
+    with pytest.raises(PackageError, match=rf"prefill steps of 32 tokens \(got {held}\); put the"):
+        s.prefixes.load(tmp_path / "p")
 
 
 def test_a_saved_prefix_outlasts_a_power_cut_and_leaves_no_file_open(

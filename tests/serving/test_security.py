@@ -117,7 +117,7 @@ KEYS = ("server.secret", "server.public", "client.secret", "client.public", "cli
 
 
 @pytest.mark.parametrize("name", KEYS)
-@pytest.mark.parametrize("key", ["`" * 40, "#" * 40, "a" * 39 + "~", "a" * 39], ids=repr)
+@pytest.mark.parametrize("key", ["`" * 40, "#" * 40, "a" * 39 + "~", "a" * 39, "a" * 45], ids=repr)
 def test_a_malformed_key_is_refused_by_the_name_of_its_file(
     tmp_path: Path, name: str, key: str
 ) -> None:
