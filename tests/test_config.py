@@ -143,6 +143,7 @@ def test_keys_are_all_settable() -> None:
         ("serve.watchdog_s=1e300", "serve.watchdog_s must be above 0 and at most 86400 (got"),
         ("serve.drain_s=-1", "serve.drain_s must be 0 to 86400 (got -1.0)"),
         ("serve.drain_s=nan", "serve.drain_s must be 0 to 86400 (got nan)"),
+        ("gateway.plan_timeout_s=nan", "gateway.plan_timeout_s must be > 0 (got nan)"),
         ("build.kv.x=9", "unknown key build.kv.x (did you mean build.kv?)"),
         ("decode.max_tokens=5\n[x]", 'decode.max_tokens must be an integer (got "5\\n[x]")'),
         ("decode.budget.ratio=true", "decode.budget.ratio must be a number (got true)"),

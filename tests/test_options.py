@@ -105,6 +105,12 @@ def test_a_second_value_does_not_win(capsys: pytest.CaptureFixture[str], args: s
     assert "must be given once (got" in refused(capsys, *args.split())
 
 
+def test_a_key_is_the_same_with_spaces_around_it(capsys: pytest.CaptureFixture[str]) -> None:
+    for item in ("build.chunk = 8", " build.chunk=8"):
+        said = refused(capsys, "demo", "-s", item, "-s", "build.chunk=4")
+        assert said == "build.chunk must be given once (got --set 2 times)"
+
+
 def test_a_text_that_begins_like_an_option_is_a_text() -> None:
     line = ["generate", "--package", "p", "--prompt", "--no robot may move"]
     assert options.parse(line).prompt == "--no robot may move"

@@ -19,7 +19,7 @@ from fake_cuda import MS, OK, fake
 
 from thor_dflash import cli
 from thor_dflash.builders import hollow
-from thor_dflash.config import BuildConfig, EngineConfig
+from thor_dflash.config import BuildConfig, EngineConfig, load
 from thor_dflash.plugins.cuda.enqueue import Arguments
 from thor_dflash.plugins.launch import AHEAD
 from thor_dflash.plugins.rules import ROOT
@@ -30,6 +30,7 @@ from thor_dflash.runtime.engines.cuda.bound import Planned, cuda
 from thor_dflash.runtime.engines.cuda.capture import Captured
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine
 from thor_dflash.runtime.engines.cuda.random import RandomWeights
+from thor_dflash.verbs.bench import variants
 
 
 # ---- through the verb ----------------------------------------------------------------------------
@@ -207,6 +208,13 @@ def test_what_cannot_be_measured_is_refused(
 ) -> None:
     assert cli.main(["bench", *options]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_prompt_is_read_in_steps_of_one_size_unless_others_are_asked_for() -> None:
+    for given, want in (((), (2048, (2048,))), (("build.chunk=512",), (512, (512,))),
+                        (("build.chunks=[64]",), (2048, (64,)))):  # fmt: skip
+        (variant,) = variants(load(None, ("build.engine=cuda", *given)), ablations=False)
+        assert (variant.build.chunk, variant.build.chunks) == want
 
 
 SLEEPER = """

@@ -15,7 +15,7 @@ from fake_cuda import OK, Fake, fake
 from thor_dflash.errors import EngineError
 from thor_dflash.plugins.cuda import compile as compiler
 from thor_dflash.plugins.cuda import kernels
-from thor_dflash.plugins.cuda.compile import ROOT, Cubin
+from thor_dflash.plugins.cuda.compile import ROOT, Cubin, Usage
 from thor_dflash.plugins.cuda.driver import Gate
 from thor_dflash.plugins.cuda.kernels import COMPILERS, Kernels
 from thor_dflash.plugins.launch import H100, Launch
@@ -214,3 +214,16 @@ def test_all_that_determines_a_kernel_is_in_the_name_of_its_file(
             names.append(compiler.digest(SOURCE, {}, "sm_90"))
     assert len({*names}) == len(names)
     assert compiler.digest(SOURCE, {}, "sm_90") == names[0]
+
+
+def test_what_a_kernel_uses_is_read_from_the_compilers_words() -> None:
+    log = """ptxas info    : Compiling entry function 'first' for 'sm_90'
+ptxas info    : Function properties for first
+    16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 40 registers, used 1 barriers, 1040 bytes smem
+ptxas info    : Compiling entry function 'second' for 'sm_90'
+ptxas info    : Function properties for second
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 255 registers, used 0 barriers
+"""
+    assert Cubin(b"", log).usage == {"first": Usage(40, 20, 1040), "second": Usage(255, 0, 0)}
