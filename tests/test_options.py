@@ -107,7 +107,7 @@ def test_a_second_value_does_not_win(capsys: pytest.CaptureFixture[str], args: s
 
 def test_a_key_is_the_same_with_spaces_around_it(capsys: pytest.CaptureFixture[str]) -> None:
     for item in ("build.chunk = 8", " build.chunk=8"):
-        said = refused(capsys, "demo", "-s", item, "-s", "build.chunk=4")
+        said = refused(capsys, "build", *VERBS["build"].split(), "-s", item, "-s", "build.chunk=4")
         assert said == "build.chunk must be given once (got --set 2 times)"
 
 

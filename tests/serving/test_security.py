@@ -103,7 +103,9 @@ def test_keys_are_for_their_owner(tmp_path: Path, capsys: Any) -> None:
 def test_commands_that_are_told_can_be_pasted(tmp_path: Path, capsys: Any) -> None:
     keys = tmp_path / "the robot's keys"
     assert cli.main(["keygen", str(keys)]) == 0
-    server = capsys.readouterr().out.splitlines()[0]
+    server, *client = capsys.readouterr().out.splitlines()
+    for name in ("client.secret", "client.public", "server.public", "clients"):
+        assert f"{keys}/{name}" in "".join(client), "a client needs three files, and a place"
     words = shlex.split(server.removeprefix("server: "))
     assert words[words.index("--curve") + 1] == str(keys)
     (keys / "server.secret").chmod(0o644)
