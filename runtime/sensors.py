@@ -215,6 +215,6 @@ def _number(path: Path) -> int:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace").strip("\0\n ")
+        return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""

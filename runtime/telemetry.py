@@ -175,7 +175,6 @@ class Meter:
         now = time.perf_counter()
         prefilled = self.prefilled or now
         decode = max(now - prefilled, 1e-9)
-        committed = sum((i + 1) * n for i, n in enumerate(self.hist))
         phases: dict[str, float] = {}
         if busy is not None:
             phases = {name: 1e3 * (busy[name] - self.busy.get(name, 0.0)) for name in busy}
@@ -189,7 +188,7 @@ class Meter:
                 self.cycles,
                 self.drafted,
                 sum(self.by_position),
-                committed / self.cycles if self.cycles else 0.0,
+                completion / self.cycles if self.cycles else 0.0,
                 tuple(self.hist),
                 tuple(self.by_position),
                 self.forced,
@@ -199,7 +198,7 @@ class Meter:
                 1e3 * (self.first - self.start) if self.first else 0.0,
                 1e3 * (now - prefilled),
                 1e3 * (now - self.start),
-                committed / decode,
+                completion / decode,
                 {name: ms for name, ms in phases.items() if ms},
             ),
             self.parts,

@@ -61,7 +61,7 @@ MAY = {
     "zmq": ["serving/*", "tests/*"],
     "msgspec": ["serving/*", "thor_dflash/verbs/plan.py", "tests/*"],
     "jsonschema_rs": ["serving/check.py"],
-    "starlette": ["serving/gateway.py"],
+    "starlette": ["serving/gateway.py", "tests/*"],
     "uvicorn": ["thor_dflash/verbs/gateway.py", "tests/*"],
     "prometheus_client": ["serving/metrics.py"],
     "openai": ["tests/*"],

@@ -13,6 +13,8 @@ from shlex import quote
 
 import pytest
 
+from thor_dflash import cli
+
 MAIN = "import sys; from thor_dflash.cli import main; sys.exit(main())"
 
 
@@ -47,6 +49,22 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (141, "x", "")
 
 
+def test_a_reader_that_left_before_a_short_answer_is_no_error() -> None:
+    """The answer is still in a buffer, which Python would try to write once more as it ends."""
+    read, write = os.pipe()
+    os.close(read)
+    script = (
+        "import sys; from thor_dflash import cli\n"
+        "cli.run = lambda argv: print('x')\n"
+        "sys.exit(cli.main([]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], stdout=write, stderr=subprocess.PIPE, text=True
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 @pytest.mark.parametrize("size", [1, 1_000_000])
 def test_a_full_disk_is_one_line(size: int) -> None:
     script = (
@@ -73,7 +91,9 @@ def failing(number: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize(
+    "number", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ESTALE]
+)
 def test_a_disk_that_fails_elsewhere_is_one_line_and_not_said_of_stdout(number: int) -> None:
     done = failing(number)
     what = "every file must be readable and writable"
@@ -149,6 +169,16 @@ def python(script: str) -> str:
 
 def shell(command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+
+
+def test_a_signal_that_the_parent_ignores_stays_ignored() -> None:
+    """A shell script starts its background commands so: Ctrl-C is for the one in front."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert cli.main(["generate"]) == 2
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_ctrl_c_is_130_and_one_line() -> None:

@@ -125,6 +125,8 @@ def test_the_text_says_what_an_answer_costs() -> None:
     (rail,) = (line for line in lines if "VDD" in line)
     assert rail.split() == ["VDD", "<GPU>", "4.00", "60.00", "30.00", "3.00"]
     assert "  junction at most 61.2 °C" in lines
+    cells = "".join(f"<td>{number}</td>" for number in ("4.00", "60.00", "30.00", "3.000"))
+    assert f"<td>VDD &lt;GPU&gt;</td>{cells}" in page(FOUND)
 
 
 def test_bars_of_the_text_are_as_long_as_their_numbers_and_none_is_lost() -> None:

@@ -6,6 +6,8 @@ import itertools
 import json
 import math
 import os
+import time
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +18,7 @@ from checkpoints import GEOMETRIES, DrafterGeometry, write_drafter, write_target
 from thor_dflash import cli, options
 from thor_dflash.builders.build import build
 from thor_dflash.config import BuildConfig
-from thor_dflash.progress import Silent
+from thor_dflash.progress import Silent, Task
 from thor_dflash.runtime.doctor import board
 from thor_dflash.runtime.doctor.facts import Finding
 from thor_dflash.verbs import profile as profile_verb
@@ -296,3 +298,25 @@ def test_what_is_no_profile_is_told(
     before.write_text(json.dumps(table))
     assert profile(root, "--compare", str(before)) == 2
     assert f"{before}.times must hold tok_s (got ttft_ms, " in capsys.readouterr().err
+
+
+def test_a_soak_is_reported_to_its_end_and_not_beyond(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, told = [0.0], list[int]()
+
+    def answer(*_: object) -> str:
+        now[0] += 2.5
+        return "an answer"
+
+    class Told(Silent):
+        def task(self, label: str, total: int | None = None, unit: str = "") -> Task:
+            assert (total, unit) == (4, "s")
+            task = super().task(label)
+            task.advance = told.append  # type: ignore[method-assign]
+            return task
+
+    monkeypatch.setattr(profile_verb, "_answer", answer)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    args = Namespace(warmup=0, soak=4, runs=None)
+    runs, when = profile_verb._runs(None, None, args, Told())  # type: ignore[arg-type]
+    assert (len(runs), when) == (2, [(0.0, 2.5), (2.5, 5.0)])
+    assert told == [2, 2]

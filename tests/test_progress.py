@@ -6,6 +6,7 @@ import io
 
 import pytest
 
+from thor_dflash import cli, progress
 from thor_dflash.progress import Bars, Lines, Silent, amount, choose, say
 
 
@@ -108,9 +109,12 @@ def test_bars_give_the_cursor_back(error: type[BaseException] | None) -> None:
 def test_a_task_that_ends_inside_another_leaves_its_bar() -> None:
     out = Terminal()
     bars = Bars(out)
-    with bars.task("outer [red]", 10):
+    with bars.task("outer [red]", 10, "tokens") as outer:
         with bars.task("inner", 10):
             pass
+        outer.advance(5)
+        (shown,) = bars._bars.tasks
+        assert (shown.completed, shown.fields["note"]) == (5, "5 of 10 tokens")
         assert "\x1b[?25h" not in out.getvalue(), "the cursor comes back when nothing is shown"
     assert "\x1b[?25h" in out.getvalue()
     assert "outer [red]" in out.getvalue()
@@ -120,6 +124,27 @@ def test_the_kind_of_report_is_chosen_by_the_stream() -> None:
     assert isinstance(choose(Terminal()), Bars)
     assert isinstance(choose(io.StringIO()), Lines)
     assert isinstance(choose(io.StringIO(), quiet=True), Silent)
+
+
+@pytest.mark.parametrize("words", [[], ["--json"]])
+def test_a_command_ends_its_report_and_makes_none_beside_json(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[object] = []
+
+    class Seen(Silent):
+        def close(self) -> None:
+            seen.append("closed")
+
+    def choose(stream: object, *, quiet: bool) -> Silent:
+        seen.append(quiet)
+        return Seen()
+
+    monkeypatch.setattr(progress, "choose", choose)
+    monkeypatch.setattr(cli, "_verb", lambda *a: 1 // 0)  # a bug, far from any clean-up
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["doctor", *words])
+    assert seen == [bool(words), "closed"]
 
 
 def test_a_silent_report_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:

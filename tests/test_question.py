@@ -9,6 +9,7 @@ import pytest
 from samples import MANIFEST
 
 from thor_dflash.config import AS_MADE, NO_BUDGET, load
+from thor_dflash.errors import RequestError
 from thor_dflash.progress import Silent
 from thor_dflash.runtime.session import Request
 from thor_dflash.verbs.question import Question
@@ -63,3 +64,19 @@ def test_no_effort_opens_no_thinking_unless_tokens_of_it_are_granted(
 ) -> None:
     request = asked(*overrides, messages=[{"role": "user", "content": "x"}])
     assert request.prompt == (ord("t" if thinks else "f"),)
+
+
+def test_a_long_text_is_refused_by_the_least_it_can_be_and_not_if_that_fits() -> None:
+    least, limit = 100, 100
+    text = SimpleNamespace(
+        render=lambda messages, thinking: "x" * 900,
+        least=lambda text: least,
+        encode=lambda text: [1] * limit,
+    )
+    model = SimpleNamespace(limit=limit, capacity=limit + 16)
+    session: Any = SimpleNamespace(text=text, model=model, manifest=MANIFEST)
+    question = Question([{"role": "user", "content": "x"}], None)
+    assert question.request(session, load(None, ()), Silent()).prompt == (1,) * limit
+    least += 1
+    with pytest.raises(RequestError, match=r"must be <= 100 tokens, .* \(got 101 or more\)"):
+        question.request(session, load(None, ()), Silent())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from thor_dflash.errors import RequestError
 from thor_dflash.progress import Silent
 from thor_dflash.runtime.score import score
 from thor_dflash.runtime.session import open_session
+from thor_dflash.verbs import outputs
 from thor_dflash.verbs.score import write_blocks
 
 TOKENS = list(range(40))
@@ -130,3 +132,18 @@ def test_what_was_there_stays_until_the_new_one_is_whole(
     assert capsys.readouterr().err.endswith(f"{said}\n")
     assert out.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["x.npz"]
+
+
+def test_two_processes_that_write_one_file_leave_the_whole_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "x.npz"
+    with outputs.whole(out) as slow:
+        slow.write(b"slow")
+        with monkeypatch.context() as other:
+            other.setattr(os, "getpid", lambda: 1)
+            with outputs.whole(out) as quick:
+                quick.write(b"quick")
+        assert out.read_bytes() == b"quick"
+    assert out.read_bytes() == b"slow"
+    assert list(tmp_path.iterdir()) == [out]

@@ -316,11 +316,10 @@ def _override(table: dict[str, Any], item: str) -> None:
         # A whole section would silently discard what was set for its keys before.
         raise ConfigError(f"--set must be of a key, not of a section (got {records.show(item)})")
     row: dict[str, object] = table
-    for i, section in enumerate(path):
+    for section in path:
         inner = records.as_table(row.setdefault(section, {}))
         if inner is None:
-            name = ".".join(path[: i + 1])
-            raise ConfigError(f"{name} must be a section (got {records.show(row[section])})")
+            return  # the file has a value in place of the section, which `load` refuses
         row = inner
     row[key] = _parse(text)
 

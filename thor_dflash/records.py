@@ -186,7 +186,7 @@ def _value(hint: Any, value: object, where: str, error: type[ThorError]) -> Any:
 
 
 def _choice(known: tuple[Any, ...], value: object, where: str, error: type[ThorError]) -> object:
-    if value in known and not isinstance(value, bool):
+    if value in known:
         return value
     words = " or ".join(show(item) for item in known)
     raise error(f"{where} must be {words} (got {show(value)})")

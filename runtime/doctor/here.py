@@ -26,7 +26,7 @@ PROBE_SECONDS = 60.0
 """Time limit of a query. A driver that wakes a sleeping board takes seconds, and so does importing
 TensorRT."""
 LARGEST = 1 << 20
-"""Maximum bytes read of a file or of a command's output."""
+"""Maximum bytes read of a command's output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,7 @@ class Here:
     def text(self, path: str) -> str:
         """See Machine."""
         try:
-            with (self.root / path).open("rb") as file:
-                return file.read(LARGEST).decode(errors="replace").strip("\0\n ")
+            return (self.root / path).read_text(encoding="utf-8", errors="replace").strip("\0\n ")
         except OSError:
             return ""
 

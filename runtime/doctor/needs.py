@@ -55,7 +55,7 @@ def shorter(manifest: Manifest, capacity: int, lacks: int) -> int:
 
 
 def _weights(name: str) -> bool:
-    return name.startswith(WEIGHTS) or name.endswith((".engine", ".plan"))
+    return name.startswith(WEIGHTS) or name.endswith(".plan")
 
 
 def _unpacked(manifest: Manifest) -> int:

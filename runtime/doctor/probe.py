@@ -76,7 +76,6 @@ def _gpu(driver: Any, index: int) -> Gpu:
     context = _ask(driver, "cuDevicePrimaryCtxRetain", handle)
     _ask(driver, "cuCtxSetCurrent", context)
     free, total = _ask(driver, "cuMemGetInfo")
-    driver.cuDevicePrimaryCtxRelease(handle)
     return Gpu(
         name=_ask(driver, "cuDeviceGetName", 256, handle).split(b"\0")[0].decode(),
         major=attribute("COMPUTE_CAPABILITY_MAJOR"),

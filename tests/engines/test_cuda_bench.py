@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,158 +19,18 @@ from fake_cuda import MS, OK, fake
 
 from thor_dflash import cli
 from thor_dflash.builders import hollow
-from thor_dflash.config import BuildConfig, EngineConfig
+from thor_dflash.config import BuildConfig, EngineConfig, load
 from thor_dflash.plugins.cuda.enqueue import Arguments
 from thor_dflash.plugins.launch import AHEAD
 from thor_dflash.plugins.rules import ROOT
 from thor_dflash.progress import Silent
 from thor_dflash.runtime import coldstart
 from thor_dflash.runtime.engines.cuda import bench, figures
-from thor_dflash.runtime.engines.cuda.bench import Keep, Loop, Share, Timing, everything
 from thor_dflash.runtime.engines.cuda.bound import Planned, cuda
 from thor_dflash.runtime.engines.cuda.capture import Captured
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine
-from thor_dflash.runtime.engines.cuda.figures import THOR_READ, Figure, Target, judge, table
 from thor_dflash.runtime.engines.cuda.random import RandomWeights
-
-READ = 3e12
-STEP = SimpleNamespace
-
-
-class Known:
-    """A stand-in for a Bench with given times, step -> ms. Its model has three layers with 1 GB of
-    weights each.
-    """
-
-    device = "a device"
-    chunk = 512
-    memory: Mapping[str, int] = {"weights": 3 * 10**9, "cache": 10**9}
-
-    def __init__(self, ms: Mapping[str, float]) -> None:
-        self.ms = ms
-        self.length = 0
-        self.measured = 0
-
-    def bandwidth(self) -> float:
-        return READ
-
-    def captured(self) -> int:
-        return 5 * 10**6
-
-    def bytes(self, name: str, rooms_: Sequence[str]) -> int:
-        return {"verify": 3 * 10**9, "propose": 10**8, "observe": 10**7}[name]
-
-    def shares(self, name: str, rooms_: Sequence[str]) -> dict[str, Share]:
-        return {"layers.*.down": Share(frozenset({"a", "b"}), 3 * 10**9)}
-
-    def launches(self, names: Sequence[str]) -> int:
-        return 100 * len(names)
-
-    def cache_bytes(self) -> int:
-        return 32768
-
-    def state_bytes(self) -> int:
-        return 3 * 10**8
-
-    def steps(self, names: Sequence[str], keep: Keep = everything) -> Timing:
-        key = "+".join(names)
-        if keep is not everything:
-            parts = [r for r in ("linear", "gdn") if keep(STEP(room=r, name="a"))]  # type: ignore[arg-type]
-            key += f":{parts[0] if len(parts) == 1 else 'other'}"
-        grown = 32768 * max(0, self.length - 2048) / READ * 1e3 * self.ms["growth"]
-        self.measured += 1
-        drifted = self.measured * self.ms.get("drift", 0.0)
-        ms = self.ms.get(key, 1.0) + (grown + drifted if key == "verify" else 0)
-        return Timing(ms, ms, ms, 1)
-
-    def repeated(self, names: Sequence[str], seconds: float) -> Timing:
-        return Timing(7.7, 7.5, 8.25, 600)
-
-    def at(self, length: int, accepted: int) -> None:
-        self.length = length
-
-    def prefill(self, tokens: int) -> float:
-        return self.ms["prefill"]
-
-    def loop(self, prompt: int, cycles: int) -> Loop:
-        return Loop(0.0100, 0.0098, 0.0002, 0.0004)
-
-
-def measured(**ms: float) -> dict[str, Figure]:
-    """The bench's figures, by section and name, for the usual times and those given."""
-    times = {"verify:linear": 1.25, "verify:gdn": 0.3, "verify": 6.0, "growth": 1.12,
-             "propose+verify+accept+observe": 7.5, "verify.1:linear": 1.25,
-             "verify.32:linear": 1.5, "verify+accept": 6.06, "prefill": 0.5, **ms}  # fmt: skip
-    rows = list(figures.figures(Known(times), Silent()))
-    return {f"{row.section}/{row.name}": row for row in rows}
-
-
-def test_figures_are_judged_by_their_required_values() -> None:
-    rows = measured()
-    want = {
-        "linears of a verify, share of read rate": (80, "missed"),
-        "the same linears at 1 row": (1.0, "aim"),
-        "the same linears at 32 rows": (1.2, "missed"),
-        "gdn of a verify": (0.3, "reached"),
-        "verify at 2048": (6.0, "reached"),
-        "cycle at 2048": (7.5, "missed"),
-        "plain step": (1.01, "aim"),
-        "growth from 2048 to 8192": (1.12, "reached"),
-        "growth from 2048 to 32768": (1.12, "reached"),
-        "prefill of 2048 tokens": (0.5, "missed"),
-        "host time of a cycle outside the graph": (2.0, "reached"),
-    }
-    assert want.keys() == figures.TARGETS.keys()
-    for name, (value, verdict) in want.items():
-        row = rows[f"figures/{name}"]
-        assert row.value == pytest.approx(value), name
-        assert row.verdict == verdict, name
-
-
-def test_a_cycle_is_also_reported_without_rest() -> None:
-    row = measured()["without rest/cycle at 2048"]
-    assert (row.value, row.must) == (7.7, None)
-    assert row.note == "7.500 to 8.250 ms, medians of 30 in 5 s"
-
-
-def test_growth_is_of_neighbours_while_clocks_drift() -> None:
-    """Each measurement of a verify takes 0.1 ms more than the one before, which is more than 6,144
-    tokens of context cost.
-    """
-    rows = measured(drift=0.1)
-    for length in figures.LONG:
-        assert rows[f"figures/growth from 2048 to {length}"].value == pytest.approx(1.12)
-
-
-@pytest.mark.parametrize(
-    ("value", "verdict"), [(84.9, "missed"), (85, "reached"), (91.9, "reached"), (92, "aim")]
-)
-def test_a_target_may_be_a_least_value(value: float, verdict: str) -> None:
-    assert judge(Figure("", "", value, "%"), Target(85, 92, at_least=True)).verdict == verdict
-
-
-def test_the_prediction_is_the_same_bytes_at_the_same_share_of_the_read_rate() -> None:
-    rows = measured()
-    for name, ms in (("linears of a verify", 1.25), ("gdn of a verify", 0.3), ("propose", 1.0)):
-        row = rows[f"predicted on a Jetson Thor/{name}"]
-        assert row.value == pytest.approx(ms * READ / THOR_READ), name
-    assert "80.0% of read rate" in rows["predicted on a Jetson Thor/linears of a verify"].note
-
-
-def test_memory_is_reported_by_kind_and_in_total_with_the_graphs() -> None:
-    rows = measured()
-    assert rows["memory/graphs"].value == 5
-    assert rows["memory/together"].value == 4005
-
-
-def test_the_table_is_aligned_and_has_every_figure() -> None:
-    rows = list(measured().values())
-    lines = table(rows).splitlines()
-    point = 2 + max(len(row.name) for row in rows) + len("123456")
-    for row in rows:
-        [line] = [x for x in lines if x.startswith(f"  {row.name} ") and row.note in x]
-        assert f"{row.value:.3f} {row.unit}" in line
-        assert line[point] == ".", line
+from thor_dflash.verbs.bench import variants
 
 
 # ---- through the verb ----------------------------------------------------------------------------
@@ -349,6 +210,13 @@ def test_what_cannot_be_measured_is_refused(
     assert words in capsys.readouterr().err
 
 
+def test_a_prompt_is_read_in_steps_of_one_size_unless_others_are_asked_for() -> None:
+    for given, want in (((), (2048, (2048,))), (("build.chunk=512",), (512, (512,))),
+                        (("build.chunks=[64]",), (2048, (64,)))):  # fmt: skip
+        (variant,) = variants(load(None, ("build.engine=cuda", *given)), ablations=False)
+        assert (variant.build.chunk, variant.build.chunks) == want
+
+
 SLEEPER = """
 import time
 from thor_dflash.runtime import coldstart
@@ -375,6 +243,17 @@ def test_every_byte_is_read_once(tmp_path: Path) -> None:
     coldstart.forget(files)
     assert coldstart.read_seconds(files, seen.append) > 0
     assert sum(seen) == sum(sizes)
+
+
+def test_what_the_cache_forgets_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(os, "fsync", lambda file: asked.append("sync"))
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, *what: asked.append(what))
+    (tmp_path / "a").touch()
+    coldstart.forget([tmp_path / "a"])
+    assert asked == ["sync", (0, 0, os.POSIX_FADV_DONTNEED)], "what is not there yet stays"
 
 
 def test_the_kernel_that_measures_bandwidth_exists() -> None:

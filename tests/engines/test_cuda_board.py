@@ -13,6 +13,7 @@ from fake_cuda import MS, Fake, fake
 
 from thor_dflash.plugins.cuda.driver import Driver
 from thor_dflash.runtime.engine import Call
+from thor_dflash.runtime.engines.cuda import board as board_module
 from thor_dflash.runtime.engines.cuda.board import Board
 from thor_dflash.runtime.engines.cuda.bound import cuda, where
 from thor_dflash.runtime.engines.cuda.capture import Captured
@@ -217,3 +218,47 @@ def test_a_state_is_cleared_on_the_device(monkeypatch: pytest.MonkeyPatch) -> No
     at = cuda(small).places[0]
     [(start, data)] = [(to, d) for to, d in device.sent if to <= at < to + len(d)]
     assert data[at - start :][:12] == bytes(12)
+
+
+def test_what_is_larger_than_the_hosts_memory_for_it_is_read_piece_by_piece(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device, read = fake(monkeypatch), list[tuple[int, int]]()
+    copy = device.cuMemcpyDtoHAsync
+
+    def copied(to: int, at: int, nbytes: int, stream: int) -> Any:
+        read.append((at, nbytes))
+        return copy(to, at, nbytes, stream)
+
+    monkeypatch.setattr(device, "cuMemcpyDtoHAsync", copied)
+    board = Noted(device, told=True)
+    state = board.empty(LARGE, {})
+    board.ready(call("a", {"x": state}, {}))
+    monkeypatch.setattr(board_module, "RING", 40_000)
+    board.read(state)
+    at = cuda(state).now
+    assert read == [(at, 40_000), (at + 40_000, LARGE.nbytes({}) - 40_000)]
+
+
+def test_runs_and_large_writes_use_their_events_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server makes a million runs; each event takes memory of the driver."""
+    device = fake(monkeypatch)
+    monkeypatch.setattr(board_module, "RING", 2 * LARGE.nbytes({}))
+    board = Noted(device, told=True)
+    state, small = board.empty(LARGE, {}), board.empty(TensorSpec("a", DType.I32, (1,)), {})
+    step = call("a", {"x": state, "y": small}, {})
+    board.ready(step)
+    made: list[int] = []
+    for _ in range(6):
+        for _ in range(3):
+            board.write(state, np.zeros(LARGE.at({}), np.float32))
+        board.run([step])
+        board.read(small)
+        board.busy()
+        made.append(device.calls.count("cuEventCreate"))
+    assert made[1] == made[-1]
+
+
+def test_a_device_is_told_with_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Profiles of two drivers are not compared."""
+    assert Noted(fake(monkeypatch), told=True).device == "Fake H100, 132 SMs, driver 13000"

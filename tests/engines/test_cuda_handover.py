@@ -104,6 +104,15 @@ def test_a_record_is_there_before_the_step_has_ended() -> None:
 
 
 @pytest.mark.usefixtures("device")
+def test_what_was_read_stays_while_the_next_step_writes() -> None:
+    it = Loop()
+    it.run()
+    first = it.board.read(it.record)
+    it.run()
+    assert (first.tolist(), it.read()) == ([101] * 2, [102] * 2)
+
+
+@pytest.mark.usefixtures("device")
 def test_reading_anything_else_waits_for_everything() -> None:
     it = Loop()
     it.run()

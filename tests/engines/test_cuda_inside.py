@@ -64,6 +64,16 @@ def test_every_graph_of_a_cycle_and_its_parts_are_reported(
 
 
 @pytest.mark.usefixtures("device")
+def test_a_cycle_is_timed_where_the_last_answer_ended(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, int]] = []
+    monkeypatch.setattr(bench.Bench, "at", lambda _, *where: seen.append(where))
+    assert taken_apart(made, tmp_path, capsys)["context"] == 44
+    assert seen == [(44, 1)], "its last cycle left one row to fold"
+
+
+@pytest.mark.usefixtures("device")
 def test_bytes_of_a_part_are_those_that_it_must_read(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

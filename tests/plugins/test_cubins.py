@@ -15,7 +15,7 @@ from fake_cuda import OK, Fake, fake
 from thor_dflash.errors import EngineError
 from thor_dflash.plugins.cuda import compile as compiler
 from thor_dflash.plugins.cuda import kernels
-from thor_dflash.plugins.cuda.compile import ROOT, Cubin
+from thor_dflash.plugins.cuda.compile import ROOT, Cubin, Usage
 from thor_dflash.plugins.cuda.driver import Gate
 from thor_dflash.plugins.cuda.kernels import COMPILERS, Kernels
 from thor_dflash.plugins.launch import H100, Launch
@@ -191,3 +191,39 @@ def test_what_several_launches_need_is_compiled_once(
     for source, launch in launches:
         assert found.function(source, launch) == "kernel"
     assert sorted(made, key=str) == [(SOURCE, {"ROWS": 16}), (SOURCE, {})]
+
+
+def test_a_source_that_does_not_compile_is_told_with_the_compilers_words(tmp_path: Path) -> None:
+    (tmp_path / "wrong.cu").write_text("__global__ void f() { such_a_name(); }")
+    with pytest.raises(EngineError, match=r"wrong.cu must compile for sm_90 \(got: .*such_a_name"):
+        compiler.compile_source(tmp_path / "wrong.cu", {}, "sm_90")
+
+
+def test_all_that_determines_a_kernel_is_in_the_name_of_its_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = [
+        compiler.digest(SOURCE, {}, "sm_90"),
+        compiler.digest(SOURCE, {}, "sm_110"),
+        compiler.digest(SOURCE, {"N": 1}, "sm_90"),
+        compiler.digest(ROOT / "standard" / "fill.cu", {}, "sm_90"),
+    ]
+    for what, value in (("_headers", lambda: (("a.cuh", b""),)), ("OPTIONS", ("--std=c++20",))):
+        with monkeypatch.context() as patch:
+            patch.setattr(compiler, what, value)
+            names.append(compiler.digest(SOURCE, {}, "sm_90"))
+    assert len({*names}) == len(names)
+    assert compiler.digest(SOURCE, {}, "sm_90") == names[0]
+
+
+def test_what_a_kernel_uses_is_read_from_the_compilers_words() -> None:
+    log = """ptxas info    : Compiling entry function 'first' for 'sm_90'
+ptxas info    : Function properties for first
+    16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 40 registers, used 1 barriers, 1040 bytes smem
+ptxas info    : Compiling entry function 'second' for 'sm_90'
+ptxas info    : Function properties for second
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 255 registers, used 0 barriers
+"""
+    assert Cubin(b"", log).usage == {"first": Usage(40, 20, 1040), "second": Usage(255, 0, 0)}

@@ -335,7 +335,7 @@ def test_plans_of_another_tensorrt_or_device_are_refused(tmp_path: Path) -> None
         kernels="k",
     )  # fmt: skip
     plan = Plan(
-        name="verify", file="verify.engine", sha256="0", profile=0, inputs={}, outputs={},
+        name="verify", file="verify.plan", sha256="0", profile=0, inputs={}, outputs={},
         weights={}, nodes=(), made=made,
     )  # fmt: skip
     (tmp_path / "verify.plan.json").write_text(render(plan))

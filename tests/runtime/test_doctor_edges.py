@@ -5,6 +5,7 @@ too old, clocks that only one source tells, memory that is just enough.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 from machines import (
@@ -13,14 +14,19 @@ from machines import (
     H100,
     H100_GPU,
     LAPTOP,
+    TEGRA,
     THOR,
+    THOR_GPU,
     Pretend,
     devfreq,
 )
-from samples import MANIFEST
+from samples import MANIFEST, package
 
+from thor_dflash import manifest
 from thor_dflash.config import EngineConfig
 from thor_dflash.manifest import FileEntry
+from thor_dflash.plan import Made, Plan, render
+from thor_dflash.plugins.verify_attention import TILE
 from thor_dflash.runtime.doctor import board, software
 from thor_dflash.runtime.doctor.examine import Report, examine
 from thor_dflash.runtime.doctor.facts import Cuda, Finding, Gpu, Nvrtc, Output, TensorRT
@@ -48,6 +54,41 @@ def test_a_tensorrt_that_is_only_warned_of_can_run() -> None:
     newer = replace(THOR, trt=TensorRT(bindings="11.4.0.1", library=110400))
     assert found(newer, "tensorrt").state == "warn"  # type: ignore[union-attr]
     assert examined(newer).engines["tensorrt"] == ""
+
+
+class Two(Pretend):
+    """A machine whose second device is the one to run on."""
+
+    def nvrtc(self, arch: str, device: int) -> Nvrtc:
+        assert (arch, device) == ("sm_90", 1)
+        return super().nvrtc(arch, device)
+
+
+def test_the_device_that_is_examined_is_the_one_to_run_on() -> None:
+    old = replace(H100_GPU, major=8, minor=9)
+    two = Two(gpu=replace(H100.gpu, devices=(old, H100_GPU)))
+    report = examine(two, EngineConfig(device=1), None)
+    assert report.engines["cuda"] == ""
+    assert examined(having(H100, old, H100_GPU)).engines["cuda"].startswith("no device")
+
+
+def test_the_plans_of_a_package_are_compared_with_the_device_to_run_on(tmp_path: Path) -> None:
+    made = Made(
+        tensorrt="10.13.3.9", capability=(9, 0), device="NVIDIA H100", multiprocessors=132,
+        kernels="k",
+    )  # fmt: skip
+    plan = Plan(
+        name="verify", file="verify.plan", sha256="0", profile=0, inputs={}, outputs={},
+        weights={}, nodes=(), made=made,
+    )  # fmt: skip
+    found = replace(package(tmp_path, verify_plan_json=render(plan).encode()), engine="tensorrt")
+    (tmp_path / "verify_plan_json").rename(tmp_path / "verify.plan.json")
+    files = {"verify.plan.json": found.files["verify_plan_json"]}
+    (tmp_path / manifest.NAME).write_text(manifest.render(replace(found, files=files)))
+    two = having(THOR, THOR_GPU, H100_GPU)
+    for device, state in ((0, "wrong"), (1, "ok")):
+        report = examine(two, EngineConfig(device=device), tmp_path)
+        assert [f.state for f in report.findings if f.item == "plans"] == [state]
 
 
 @pytest.mark.parametrize("room", [-1, 1])
@@ -97,6 +138,26 @@ def test_a_kernel_is_not_tried_on_a_device_that_is_too_old() -> None:
 # ---- versions
 
 
+def test_the_oldest_version_that_is_allowed_is_enough() -> None:
+    least = {name: v for parts in software.EXTRAS.values() for name, v in parts.items()}
+    machine = replace(LAPTOP, python=(3, 11), versions=least, room=board.CUBINS)
+    items = ("python", *(f"extra {extra}" for extra in software.EXTRAS), "cubins")
+    assert [found(machine, item).state for item in items] == ["ok"] * len(items)  # type: ignore[union-attr]
+
+
+def test_a_version_is_its_numbers_up_to_the_first_word() -> None:
+    assert software.numbers("10.13rc2.9") == (10, 13, 9)
+    assert software.numbers("1.x.3") == (1,)
+    finding = found(having(replace(H100, gpu=replace(H100.gpu, driver=13100)), H100_GPU),
+                    "cuda driver")  # fmt: skip
+    assert finding
+    assert finding.text.startswith("CUDA 13.10, bindings for CUDA 13.0")
+    patched = replace(THOR, trt=TensorRT(bindings="10.13.12.9", library=101312))
+    finding = found(patched, "tensorrt")
+    assert finding
+    assert (finding.state, finding.text) == ("ok", "bindings 10.13.12.9, libnvinfer 10.13.12")
+
+
 @pytest.mark.parametrize(
     ("bindings", "library", "numpy", "warned"),
     [
@@ -137,6 +198,29 @@ def test_a_library_that_cannot_be_asked_is_told_and_not_held_against_its_binding
 
 
 # ---- the board
+
+
+@pytest.mark.parametrize(
+    ("release", "told"),
+    [("REVISION: 4,", "L4T 38.4.0, JetPack 7.1"), ("REVISION: 2.1,", "L4T 38.2.1, JetPack 7.0")],
+)
+def test_a_release_has_a_last_number_also_where_it_is_not_written(release: str, told: str) -> None:
+    machine = replace(THOR, files={**THOR.files, TEGRA: f"# R38 (release), {release} GCID: 1"})
+    finding = board.jetpack(machine)
+    assert (finding.state, finding.text) == ("ok", told)
+
+
+@pytest.mark.parametrize("mode", ["MAXN", "MAXN_SUPER", "maxn"])
+def test_every_mode_without_limits_is_the_fastest(mode: str) -> None:
+    said = {"nvpmodel -q": Output(0, f"NV Power Mode: {mode}\n0\n")}
+    finding = board.power(replace(THOR, commands=said))
+    assert (finding.state, finding.text) == ("ok", mode)
+
+
+def test_the_clock_of_the_compute_units_is_the_gpus() -> None:
+    files = {**THOR.files, **devfreq("gpu-nvd-0", 100, 200, 1000)}
+    gpu, _ = board.clocks(replace(THOR, files=files))
+    assert gpu.text == "1575 MHz of 1575, held", "that of the video units beside it is another"
 
 
 @dataclass(frozen=True)
@@ -194,6 +278,18 @@ def test_memory_is_that_of_the_largest_step_a_package_has() -> None:
     sized, wide = replace(PACKAGE, chunks=(512,)), replace(PACKAGE, chunk=512)
     for kind in ("cache", "ring"):
         assert needs(sized, 2048)[kind] == needs(wide, 2048)[kind] > needs(PACKAGE, 2048)[kind]
+
+
+def test_the_engines_of_a_package_are_in_memory_like_its_weights() -> None:
+    files = {**PACKAGE.files, "verify.plan": FileEntry(sha256="0", bytes=3 * GB),
+             "verify.plan.json": FileEntry(sha256="0", bytes=9)}  # fmt: skip
+    assert needs(replace(PACKAGE, files=files), 2048)["weights"] == 4 * GB
+
+
+def test_the_shortest_context_is_one_tile_of_the_cache() -> None:
+    least, asked = (sum(needs(PACKAGE, n).values()) for n in (TILE, 2048))
+    assert shorter(PACKAGE, 2048, asked - least) == TILE
+    assert shorter(PACKAGE, 2048, asked - least + 1) == 0
 
 
 def room(free: int, capacity: int) -> Finding:

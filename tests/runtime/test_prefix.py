@@ -4,7 +4,11 @@ that it gives without one.
 
 from __future__ import annotations
 
+import os
+import stat
+import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +17,7 @@ from decoding import DEAD, answer, erring, prompt, session
 
 from thor_dflash.errors import PackageError, RequestError, TransactionError
 from thor_dflash.runtime.prefix import Prefixes, held_of
+from thor_dflash.runtime.prefix_file import HEADER, Stored, write_prefix
 from thor_dflash.runtime.propose import Dflash, Nobody, Proposer
 from thor_dflash.runtime.session import Request, Session
 
@@ -202,6 +207,16 @@ def test_bad_prefixes(s: Session, name: str, tokens: tuple[int, ...], message: s
         s.prefixes.put(name, tokens)
 
 
+def test_the_longest_name_is_one_of_64_characters_and_a_build_is_timed_in_milliseconds(
+    s: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = count()
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(seconds)))
+    put = s.prefixes.put("n" * 64, LONG[:40])
+    assert put
+    assert (len(put.name), put.build_ms >= 1000) == (64, True)
+
+
 def test_put_can_be_stopped_and_drop_forgets(s: Session) -> None:
     asked: list[int] = []
     stop = lambda: asked.append(1) or len(asked) == 3  # noqa: E731
@@ -316,9 +331,42 @@ def test_another_version_or_capacity_is_refused(
         ):
             s.prefixes.load(tmp_path / "p")
     s.prefixes.budget = 10
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(HEADER + 11)  # without content, so that only who reads it needs memory
+    with pytest.raises(RequestError, match=r"must fit the memory for prefixes, 10 bytes \(got 16"):
+        s.prefixes.load(tmp_path / "large")
     with pytest.raises(RequestError, match="must fit the memory for prefixes: 10 bytes"):
         s.prefixes.load(tmp_path / "p")
     assert s.prefixes.list()[0].name == "skills"
+
+
+@pytest.mark.parametrize("held", [-CHUNK, CHUNK + 1, 3 * CHUNK])
+def test_a_file_whose_steps_no_request_would_make_is_refused(
+    s: Session, tmp_path: Path, held: int
+) -> None:
+    put = s.prefixes.put("skills", LONG[: 2 * CHUNK + 1])
+    assert put
+    stored = Stored(name="skills", tokens=put.tokens, pinned=True, held=held)
+    write_prefix(tmp_path / "p", s.model, stored, put.snapshot)
+    with pytest.raises(PackageError, match=rf"prefill steps of 32 tokens \(got {held}\); put the"):
+        s.prefixes.load(tmp_path / "p")
+
+
+def test_a_saved_prefix_outlasts_a_power_cut_and_leaves_no_file_open(
+    s: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[bool] = []
+
+    def sync(handle: int) -> None:
+        synced.append(stat.S_ISDIR(os.fstat(handle).st_mode))
+
+    s.prefixes.put("skills", LONG[:40])
+    before = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", sync)
+        s.prefixes.save("skills", tmp_path / "p")
+    assert synced == [False, True], "first the file, then its name in the directory"
+    assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
 def test_a_failed_save_leaves_the_old_file(

@@ -84,6 +84,11 @@ def test_shares_add_up_and_what_reads_the_prompt_has_no_cycle() -> None:
         assert phases[name].cycle_ms == 0
 
 
+def test_the_host_is_last_also_where_an_earlier_run_had_fewer_phases() -> None:
+    found = runs(report(100.0, prefill=20.0), report(100.0, prefill=20.0, verify=60.0))
+    assert list(profile(SUBJECT, 0, found).phases) == ["prefill", "verify", "host"]
+
+
 def test_the_numbers_of_an_answer() -> None:
     times = profile(SUBJECT, 3, runs(report(100.0, cycles=5))).times
     assert {name: s.median for name, s in times.items()} == {
@@ -105,6 +110,15 @@ def test_each_cycle_of_each_run_counts() -> None:
     found = profile(SUBJECT, 0, runs(report(100.0), report(100.0)))
     assert found.times["each_ms"].values == (10.0, 15.0, 10.0, 15.0)
     assert found.timeline == BEATS
+
+
+def test_what_is_shown_of_one_run_is_of_the_last() -> None:
+    first, last = runs(
+        report(100.0, cycles=5), report(100.0, finish="length"), answers=((1,), (2, 3))
+    )
+    found = profile(SUBJECT, 0, [replace(first, beats=BEATS[:3]), last])
+    assert (found.timeline, found.spec.cycles) == (BEATS, 4)
+    assert (found.finish, found.tokens) == ("length", 2)
 
 
 # ---- notes

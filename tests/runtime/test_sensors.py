@@ -132,6 +132,15 @@ def test_sensors_are_read_until_the_end_and_no_longer(board: Path) -> None:
     assert len(watch._samples) == count
 
 
+def test_a_board_without_power_sensors_still_has_a_temperature(board: Path) -> None:
+    with Watch([], junction(board), period=0.001) as watch:
+        deadline = time.perf_counter() + 20
+        while not watch._samples and time.perf_counter() < deadline:
+            time.sleep(0.002)
+    power = watch.power([(0.0, 1.0)])
+    assert (power.rails, power.hottest_c) == ((), 51.5)
+
+
 def test_a_rest_is_sampled(board: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sensors, "REST", 0.05)
     with Watch(find(board), period=0.001) as watch:

@@ -12,7 +12,7 @@ from decoding import prompt
 from thoughts import after, first_seen, oracle, thinker
 
 from thor_dflash.plugins.accept.reference import Record
-from thor_dflash.runtime.block import Block, Limit, Phase, Progress
+from thor_dflash.runtime.block import Block, Limit, Phase, Progress, Reason
 from thor_dflash.runtime.decode import Plan, decode
 from thor_dflash.runtime.propose import Nobody
 from thor_dflash.runtime.telemetry import Meter
@@ -37,13 +37,52 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_a_last_step_that_commits_nothing_has_its_time(clock: Clock) -> None:
-    meter = Meter(16, {"prefill": 3.0, "verify": 7.0}, start=clock())
+    meter = Meter(16, {"prefill": 3.0, "verify": 7.0, "observe": 1.0}, start=clock())
     clock.now += 2
     meter.prompt_done()
     clock.now += 5  # a step that commits nothing: the grammar allows no token after its first row
-    report = meter.report("grammar_dead_end", 0, {"prefill": 4.5, "verify": 11.0})
+    report = meter.report("grammar_dead_end", 0, {"prefill": 4.5, "verify": 11.0, "observe": 1.0})
     assert report.timings.phases_ms == {"prefill": 1500, "verify": 4000, "host": 1500}
     assert (report.timings.decode_ms, report.timings.e2e_ms) == (5000, 7000)
+
+
+def test_a_request_has_the_times_of_its_steps(clock: Clock) -> None:
+    meter = Meter(16, {}, start=clock())
+    clock.now += 2
+    meter.prompt_done()
+    for seconds, count, phase in ((1, 4, "thinking"), (2, 3, "thinking"), (5, 1, "answer")):
+        clock.now += seconds
+        record = Record(count, -1, 0, count, 0, tokens=(5,) * count, choices=(5,) * 16)
+        meter.cycle(Block(cap=count, phase=phase), record, count, 15)  # type: ignore[arg-type]
+    report = meter.report("stop", 8, {})
+    assert (report.timings.prefill_ms, report.timings.ttft_ms) == (2000, 3000)
+    assert {name: part.ms for name, part in report.phases.items()} == {
+        "thinking": 3000,
+        "answer": 5000,
+    }
+    assert report.timings.tok_s == pytest.approx(1.0)
+    assert report.spec.accept_len == pytest.approx(8 / 3)
+
+
+def test_blocks_in_a_row_share_a_note_and_notes_are_in_order() -> None:
+    meter, record = Meter(8, {}), Record(1, -1, 0, 0, 0, tokens=(5,), choices=(5,) * 8)
+    capped, gated = Reason("capped", "budget"), Reason("gated", "gate")
+    for reason in (capped, capped, gated, capped):
+        meter.cycle(Block(cap=1, reasons=(reason,)), record, 1, 0)
+    notes = [(n.what, n.why, n.cycle, n.cycles) for n in meter.report("stop", 4, {}).notes]
+    assert notes == [
+        ("capped", "budget", 0, 2),
+        ("gated", "gate", 2, 1),
+        ("capped", "budget", 3, 1),
+    ]
+
+
+def test_a_request_that_ends_while_its_prompt_is_read_has_no_time_but_that(clock: Clock) -> None:
+    meter = Meter(16, {}, start=clock())
+    clock.now += 2
+    times = meter.report("cancelled", 0, {}).timings
+    assert (times.prefill_ms, times.ttft_ms, times.decode_ms, times.e2e_ms) == (2000, 0, 0, 2000)
+    assert times.tok_s == 0
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,9 @@ class House:
         self.log: list[str] = []
 
     def serve(self, backend: Backend, **config: Any) -> Server:
-        settings = ServeConfig(**{"bind": ("tcp://127.0.0.1:*",), "drain_s": 10.0, **config})
+        # The watchdog outlasts a test that gives up: it would end the process that runs the tests.
+        usual = {"bind": ("tcp://127.0.0.1:*",), "drain_s": 10.0, "watchdog_s": 3 * PATIENCE_S}
+        settings = ServeConfig(**{**usual, **config})
         ready = self._ready() + 1
         server = self.load(lambda: backend, settings)
         until(lambda: self._ready() == ready)

@@ -151,7 +151,7 @@ def test_closing_an_asyncio_client_ends_all_that_wait(
 ) -> None:
     """They wait for an answer, for the rest of a stream, for a connection, and for the next try."""
     monkeypatch.setattr(Tries, "again", lambda *_: 3600.0)
-    server, held = house.held(max_queue=1, watchdog_s=60.0)
+    server, held = house.held(max_queue=1)
     held.let(2)
 
     async def main() -> None:
@@ -220,7 +220,7 @@ def test_a_stream_is_cancelled_with_the_token_that_began_it(house: Any, tmp_path
 
 @pytest.mark.parametrize("kind", ["plan", "stream"])
 def test_a_plan_that_is_waited_for_no_longer_is_cancelled(house: Any, kind: str) -> None:
-    server, held = house.held(watchdog_s=60.0)
+    server, held = house.held()
     options = Options(plan_timeout_s=0.05, timeout_s=20.0)
     with RemotePlanner(server.endpoints[0], options) as planner:
         with pytest.raises(
@@ -239,7 +239,7 @@ def test_a_plan_that_is_waited_for_no_longer_is_cancelled(house: Any, kind: str)
 def test_a_stream_that_goes_on_may_take_as_long_as_it_likes(
     house: Any, kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server, held = house.held(watchdog_s=60.0)
+    server, held = house.held()
     ahead, options = 0.0, Options(plan_timeout_s=20.0)
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead, sleep=time.sleep)
     for module in (client, aclient, replies):

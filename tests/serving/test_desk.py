@@ -16,11 +16,11 @@ from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving.desk import ENVELOPE, Desk, Hands
 from thor_dflash.serving.door import Letter
 from thor_dflash.serving.events import Events
-from thor_dflash.serving.life import Life
+from thor_dflash.serving.life import RETRY_MS, Life
 from thor_dflash.serving.mock import MockBackend
 from thor_dflash.serving.schedule import Job
 from thor_dflash.serving.wire import Chunk
-from thor_dflash.serving.work import Checked, Ended, Said
+from thor_dflash.serving.work import Checked, Ended, Kept, Said
 
 BACKEND = MockBackend(ServeConfig())
 
@@ -160,3 +160,96 @@ def test_a_deadline_is_judged_by_what_its_check_has_left_of_it(desk: Desk, door:
     desk.posted(Checked(job, prepared))
     assert [reply["code"] for reply in door.sent] == ["deadline_infeasible"]
     assert door.sent[0]["min_ms"] >= 59_000 + 30_000, "counted from the arrival, as deadline_ms is"
+
+
+def pinned(desk: Desk) -> Job:
+    """A prefix that the engine holds, while its file is being written."""
+    body = msgspec.json.encode({"op": "prefix.put", "id": "p", "prefix_id": "x", "system": "y"})
+    desk.letter(Letter((b"peer", b"", body), 7))
+    (job,) = desk.books.jobs()
+    desk.posted(Ended(job, {"prefix_id": "x"}))
+    assert job.state == "keeping"
+    return job
+
+
+def test_a_prefix_whose_file_is_being_written_is_done_and_cannot_be_cancelled(
+    desk: Desk, door: Door
+) -> None:
+    job = pinned(desk)
+    desk.letter(Letter((b"peer", b"", b'{"op":"cancel","id":"c","target":"p"}'), 7))
+    desk.give_up()
+    assert not desk.idle, "its file may still fail"
+    desk.posted(Kept(job, {"prefix_id": "x"}))
+    assert [(reply["id"], reply["type"]) for reply in door.sent] == [("c", "ack"), ("p", "result")]
+    assert door.sent[0]["cancelled"] is False
+    assert desk.idle
+
+
+def test_nobody_is_told_of_a_prefix_or_a_plan_whose_client_left(desk: Desk, door: Door) -> None:
+    prefix = pinned(desk)
+    desk.left(7)
+    desk.posted(Kept(prefix, {"prefix_id": "x"}))
+    job = asked(desk, "a")
+    checked(desk, job)
+    desk.left(7)
+    desk.posted(Said(job, Chunk(kind="text", text="a word")))
+    assert (job.state, job.stop) == ("running", "cancelled")
+    desk.posted(Ended(job, PlanError("cancelled", "it was told to stop")))
+    assert door.sent == []
+    assert desk.idle
+
+
+def test_a_plan_whose_words_cannot_be_written_is_answered_once_and_stopped(
+    desk: Desk, door: Door
+) -> None:
+    job = asked(desk, "a")
+    checked(desk, job)
+    desk.posted(Said(job, Chunk(kind="text", text="\udcff")))
+    assert (job.state, job.stop) == ("running", "cancelled")
+    desk.posted(Said(job, Chunk(kind="text", text="more")))
+    desk.posted(Ended(job, PlanError("cancelled", "it was told to stop")))
+    assert [(reply["id"], reply["code"]) for reply in door.sent] == [("a", "internal")]
+    assert desk.stats.refused == {"internal": 1}
+
+
+def test_a_plan_that_left_while_it_was_checked_displaces_nobody(desk: Desk, door: Door) -> None:
+    gone = asked(desk, "a", preempt="same_session")
+    desk.left(7)
+    other = asked(desk, "b")
+    checked(desk, gone)
+    assert (gone.state, other.state, door.sent) == ("left", "preparing", [])
+
+
+@pytest.mark.parametrize(("end", "code"), [("give_up", "draining"), ("fail", "engine_fault")])
+def test_who_waits_for_a_check_or_a_drop_hears_of_the_end(
+    desk: Desk, door: Door, end: str, code: str
+) -> None:
+    for body in (b'{"op":"validate","id":"v","prompt":"x"}',
+                 b'{"op":"prefix.drop","id":"d","prefix_id":"x"}'):  # fmt: skip
+        desk.letter(Letter((b"peer", b"", body), 7))
+    assert not desk.idle
+    getattr(desk, end)()
+    assert [(reply["id"], reply["code"]) for reply in door.sent] == [("v", code), ("d", code)]
+    assert desk.idle
+
+
+def test_a_plan_whose_deadline_passes_while_it_waits_is_answered_and_counted(
+    desk: Desk, door: Door
+) -> None:
+    for id, given in (("a", {}), ("b", {"deadline_ms": 1000, "session": "t"})):
+        checked(desk, asked(desk, id, **given))
+    desk.expire(time.monotonic())
+    assert door.sent == []
+    desk.expire(time.monotonic() + 1)
+    assert [(reply["id"], reply["code"]) for reply in door.sent] == [("b", "deadline")]
+    assert desk.stats.finished == {"deadline": 1}
+
+
+@pytest.mark.parametrize(("e2e_ms", "told"), [(9000.0, 9000.0), (1.0, RETRY_MS)])
+def test_a_full_queue_names_the_time_of_a_plan(
+    desk: Desk, door: Door, monkeypatch: pytest.MonkeyPatch, e2e_ms: float, told: float
+) -> None:
+    monkeypatch.setattr(BACKEND.rates, "e2e_ms", e2e_ms)
+    for n in range(ServeConfig().max_queue + 2):
+        asked(desk, f"{n}", session=f"{n}")
+    assert [(reply["code"], reply["retry_after_ms"]) for reply in door.sent] == [("busy", told)]

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
+from thor_dflash.errors import ConfigError
 from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving import door as door_module
 from thor_dflash.serving.door import Door, Left, Letter
@@ -203,3 +204,11 @@ def test_a_signal_may_ring_while_the_bell_is_rung(monkeypatch: pytest.MonkeyPatc
     assert not thread.is_alive(), "and closing it would wait for ever, too"
     assert len(rung) == 2
     it.close()
+
+
+def test_a_door_that_cannot_open_leaves_no_file_open(door: Door) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(ConfigError, match=r"serve.bind must be"):
+            Door(ServeConfig(bind=door.endpoints))
+    assert len(os.listdir("/proc/self/fd")) == before

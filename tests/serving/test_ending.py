@@ -75,7 +75,7 @@ def test_a_second_stop_is_heard_while_threads_are_waited_for() -> None:
 def test_an_end_that_clients_ask_for_finishes_what_was_taken_however_often(
     house: Any, tmp_path: Path
 ) -> None:
-    admin = {"bind": (f"ipc://{tmp_path}/plan",), "allow_admin": True, "watchdog_s": 60.0}
+    admin = {"bind": (f"ipc://{tmp_path}/plan",), "allow_admin": True}
     server, held = house.held(**admin)
     peer, other = house.peer(server), house.peer(server)
     for name in "ab":
@@ -102,7 +102,7 @@ def test_an_end_that_clients_ask_for_leaves_time_to_read(
     house: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slept: list[float] = []
-    admin = {"bind": (f"ipc://{tmp_path}/plan",), "allow_admin": True, "watchdog_s": 60.0}
+    admin = {"bind": (f"ipc://{tmp_path}/plan",), "allow_admin": True}
     server, held = house.held(**admin)
     peer = house.peer(server)
     peer.send(op="plan", prompt="x", id="a")

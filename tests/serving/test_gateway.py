@@ -128,7 +128,7 @@ def test_models_are_those_of_servers_that_take_plans(
     house: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet_module, "LOOK_S", 0.01)
-    server, held = house.held(watchdog_s=60.0)
+    server, held = house.held()
     peer = house.peer(server)
     with gateway(server.endpoints[0]) as address:
 
@@ -194,7 +194,7 @@ def test_every_refusal_says_whether_to_try_again() -> None:
 def test_a_client_that_tries_again_does_not_displace_the_plan_that_displaced_its_own(
     house: Any, stream: bool
 ) -> None:
-    server, held = house.held(watchdog_s=60.0)
+    server, held = house.held()
     peer = house.peer(server)
     answers: dict[str, Any] = {}
 
@@ -352,7 +352,7 @@ def test_a_client_that_leaves_before_its_answer_cancels_its_plan(
     house: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gateway_module, "LOOK_S", 0.01)
-    server, held = house.held(watchdog_s=60.0)
+    server, held = house.held()
     with gateway(server.endpoints[0]) as address:
         leaver = http.client.HTTPConnection(address.removeprefix("http://"))
         leaver.request("POST", "/v1/chat/completions", msgspec.json.encode({"messages": CHAT}))

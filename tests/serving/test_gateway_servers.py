@@ -28,7 +28,7 @@ def ask(address: str, **fields: Any) -> Any:
 
 
 def test_the_newest_plan_of_a_session_displaces_the_one_that_runs(house: Any) -> None:
-    pairs = [house.held(watchdog_s=60.0) for _ in range(2)]
+    pairs = [house.held() for _ in range(2)]
     answers: dict[str, Any] = {}
     with gateway(*(server.endpoints[0] for server, _ in pairs)) as address:
 
@@ -56,7 +56,7 @@ def test_the_newest_plan_of_a_session_displaces_the_one_that_runs(house: Any) ->
 
 
 def test_a_plan_that_takes_too_long_is_asked_of_no_other_server(house: Any) -> None:
-    pairs = [house.held(watchdog_s=60.0) for _ in range(2)]
+    pairs = [house.held() for _ in range(2)]
     servers = [server for server, _ in pairs]
     with gateway(*(one.endpoints[0] for one in servers), plan_timeout_s=0.5) as address:
         until(lambda: get(f"{address}/health").count('"state":"ready"') == 2)

@@ -69,7 +69,7 @@ def test_a_client_that_comes_back_under_its_name_gets_its_own_answers_only(house
 def test_work_for_a_client_that_cannot_be_reached_is_dropped(
     house: Any, monkeypatch: pytest.MonkeyPatch, streams: bool
 ) -> None:
-    server, held = house.held(watchdog_s=60.0)
+    server, held = house.held()
     peer = house.peer(server)
     peer.send(**SMALL, id="a", session="a", thinking="off", stream="all" if streams else False)
     peer.send(**SMALL, id="b", session="b")
@@ -208,7 +208,7 @@ def owing(house: Any) -> tuple[Any, Any, Slow]:
     answers, and the backend.
     """
     backend = Slow()
-    server = house.serve(backend, watchdog_s=60.0)
+    server = house.serve(backend)
     peer = house.peer(server)
     for fields in OWED:
         peer.send(**fields)

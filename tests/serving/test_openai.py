@@ -192,3 +192,38 @@ def test_the_latencies_are_what_the_document_says() -> None:
     assert shown == {f"thor_dflash:{name}" for name in told}
     assert 'thor_dflash:e2e_request_latency_ms{quantile="0.90",server="a"} 2.0' in rows
     assert f"of the last {KEPT} plans" in DOCUMENT
+
+
+def test_every_number_of_a_server_is_under_a_name_of_its_own() -> None:
+    stats: dict[str, Any] = {
+        "spec": {"cycles": 1, "drafted": 2, "accepted": 3, "forced": 4,
+                 "accepted_per_position": []},
+        "tokens": {"prompt": 5, "cached": 6, "output": 7, "thinking": 8},
+        "finished": {"stop": 9}, "refused": {"busy": 10}, "running": 11, "waiting": 12,
+        "percentiles": {"ttft_ms": {"p50": 13}, "ttfa_ms": {"p50": 14}, "e2e_ms": {"p50": 15},
+                        "queue_ms": {"p50": 16}},
+    }  # fmt: skip
+    rows = metrics.render([("a", stats), ("b", None)]).decode().splitlines()
+    pairs = [row.rsplit(" ", 1) for row in rows if row.startswith("thor_dflash:")]
+    told = {name.removeprefix("thor_dflash:"): float(value) for name, value in pairs}
+    quantile = 'quantile="0.50",server="a"'
+    assert told == {
+        'up{server="a"}': 1,
+        'up{server="b"}': 0,
+        'spec_decode_num_drafts_total{server="a"}': 1,
+        'spec_decode_num_draft_tokens_total{server="a"}': 2,
+        'spec_decode_num_accepted_tokens_total{server="a"}': 3,
+        'spec_decode_num_forced_tokens_total{server="a"}': 4,
+        'prompt_tokens_total{server="a"}': 5,
+        'prompt_tokens_cached_total{server="a"}': 6,
+        'generation_tokens_total{server="a"}': 7,
+        'thinking_tokens_total{server="a"}': 8,
+        'request_success_total{finished_reason="stop",server="a"}': 9,
+        'request_refused_total{code="busy",server="a"}': 10,
+        'num_requests_running{server="a"}': 11,
+        'num_requests_waiting{server="a"}': 12,
+        f"time_to_first_token_ms{{{quantile}}}": 13,
+        f"time_to_first_answer_token_ms{{{quantile}}}": 14,
+        f"e2e_request_latency_ms{{{quantile}}}": 15,
+        f"request_queue_time_ms{{{quantile}}}": 16,
+    }

@@ -55,7 +55,7 @@ class Slow(MockBackend):
 @pytest.mark.parametrize("op", ["validate", "prefix.drop"])
 def test_who_asks_for_too_much_at_once_is_answered_busy(house: Any, op: str) -> None:
     backend = Slow()
-    server = house.serve(backend, watchdog_s=60.0)
+    server = house.serve(backend)
     given = {"prompt": "x"} if op == "validate" else {"prefix_id": "x"}
     peers = [house.peer(server) for _ in range(MOST // EACH + 1)]
     for peer in peers[:-1]:
@@ -90,7 +90,7 @@ def test_what_is_given_up_holds_its_room_until_it_is_done() -> None:
 
 def test_what_a_client_that_left_is_owed_is_not_begun(house: Any) -> None:
     backend = Slow()
-    server = house.serve(backend, watchdog_s=60.0)
+    server = house.serve(backend)
     gone, other = house.peer(server), house.peer(server)
     for name in "abc":
         gone.send(op="validate", id=name, prompt="x")

@@ -20,7 +20,7 @@ CORRELATE = {"REQ_RELAXED": 1, "REQ_CORRELATE": 1}
 @pytest.fixture
 def proxied(house: Any) -> Iterator[tuple[Any, Any]]:
     """A held backend, and the endpoint of a proxy in front of its server."""
-    server, held = house.held(watchdog_s=60.0)
+    server, held = house.held()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     front, back, control = (context.socket(kind) for kind in (zmq.ROUTER, zmq.DEALER, zmq.PAIR))
     port = front.bind_to_random_port("tcp://127.0.0.1")

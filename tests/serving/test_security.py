@@ -103,7 +103,9 @@ def test_keys_are_for_their_owner(tmp_path: Path, capsys: Any) -> None:
 def test_commands_that_are_told_can_be_pasted(tmp_path: Path, capsys: Any) -> None:
     keys = tmp_path / "the robot's keys"
     assert cli.main(["keygen", str(keys)]) == 0
-    server = capsys.readouterr().out.splitlines()[0]
+    server, *client = capsys.readouterr().out.splitlines()
+    for name in ("client.secret", "client.public", "server.public", "clients"):
+        assert f"{keys}/{name}" in "".join(client), "a client needs three files, and a place"
     words = shlex.split(server.removeprefix("server: "))
     assert words[words.index("--curve") + 1] == str(keys)
     (keys / "server.secret").chmod(0o644)
@@ -117,7 +119,7 @@ KEYS = ("server.secret", "server.public", "client.secret", "client.public", "cli
 
 
 @pytest.mark.parametrize("name", KEYS)
-@pytest.mark.parametrize("key", ["`" * 40, "#" * 40, "a" * 39 + "~", "a" * 39], ids=repr)
+@pytest.mark.parametrize("key", ["`" * 40, "#" * 40, "a" * 39 + "~", "a" * 39, "a" * 45], ids=repr)
 def test_a_malformed_key_is_refused_by_the_name_of_its_file(
     tmp_path: Path, name: str, key: str
 ) -> None:

@@ -278,9 +278,12 @@ def test_a_card_is_known_by_its_drivers_file(tmp_path: Path) -> None:
     path = tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0/information"
     path.parent.mkdir(parents=True)
     path.write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ: 42\n")
-    (tmp_path / "proc/cpuinfo").write_text("processor\t: 0\nmodel name\t: A CPU\n")
-    assert device.describe("cuda", tmp_path)["name"] == "NVIDIA H100 80GB HBM3"
-    assert device.describe("ort", tmp_path)["name"] == "A CPU", "which does not compute there"
+    core = "processor\t: 0\nmodel name\t: A CPU\n\n"
+    (tmp_path / "proc/cpuinfo").write_text(3 * core)
+    for engine in ("cuda", "tensorrt"):
+        assert device.describe(engine, tmp_path)["name"] == "NVIDIA H100 80GB HBM3"
+    told = device.describe("ort", tmp_path)
+    assert (told["name"], told["cores"]) == ("A CPU", 3), "the card does not compute there"
 
 
 def test_idle_time_before_each_step_is_left_to_others_and_counted(

@@ -134,11 +134,11 @@ def corners(spec: TensorSpec, array: Array) -> Iterator[tuple[int, Array]]:
     assert all(p <= w for p, w in zip(part, whole, strict=True)), (spec, part)
     # Axes from `split` on are complete, so each index into the axes before `split - 1` is one run.
     split = len(part)
-    while split > 0 and part[split - 1] == whole[split - 1]:
+    while part[split - 1] == whole[split - 1]:
         split -= 1
-    head = part[: max(split - 1, 0)]
+    head = part[: split - 1]
     strides = np.cumprod([1, *whole[:0:-1]], dtype=np.int64)[::-1] * spec.dtype.bytes
-    flat = array.reshape(*head, -1) if head else array.reshape(1, -1)
-    for index in np.ndindex(*head) if head else [(0,)]:
-        offset = int(sum(i * s for i, s in zip(index, strides, strict=False))) if head else 0
+    flat = array.reshape(*head, -1)
+    for index in np.ndindex(*head):
+        offset = int(sum(i * s for i, s in zip(index, strides, strict=False)))
         yield offset, flat[index].view(np.uint8)

@@ -253,7 +253,6 @@ def _contexts(bench: Measures, read: float) -> Iterator[Figure]:
             f"verify {longer:.3f} ms, +{grown:.3f} for "
             f"{each * (length - CONTEXT) / 1e6:.0f} MB of cache, {floor:.3f} at read rate",
         )
-    bench.at(CONTEXT, BLOCK)
 
 
 def _pair(bench: Measures, length: int, *, longer_first: bool) -> tuple[float, float]:

@@ -1,0 +1,107 @@
+"""The gateway's handlers by themselves: the limits of a request, and that no plan outlives it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+import pytest
+from gateways import CHAT
+from starlette.requests import Request
+
+from thor_dflash.errors import ConfigError, PlanError
+from thor_dflash.serve_config import GatewayConfig
+from thor_dflash.serving import wire
+from thor_dflash.serving.gateway import BODY_BYTES, Gateway, _body, _pieces, listen_at
+from thor_dflash.serving.openai import Answer
+
+RESULT = wire.Result(finish_reason="stop", text="{}", plan_valid=True)
+
+
+def request(body: bytes) -> Request:
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return Request({"type": "http", "method": "POST", "path": "/", "headers": []}, receive)
+
+
+class Fleet:
+    """Stands in for the servers: answers each plan at once, and counts those that are not over."""
+
+    def __init__(self) -> None:
+        self.open = 0
+
+    async def stream(self, ask: object, model: str = "") -> AsyncGenerator[Any]:
+        self.open += 1
+        try:
+            for event in (wire.Chunk(kind="text", text="{"), RESULT) if model else (RESULT,):
+                yield type("Member", (), {"model": "nano"}), event
+        finally:
+            self.open -= 1
+
+
+def test_a_port_is_at_most_65535() -> None:
+    assert listen_at(GatewayConfig(listen="[::1]:65535")) == ("::1", 65535)
+    with pytest.raises(ConfigError, match=r"must be HOST:PORT \(got 127.0.0.1:65536\)"):
+        listen_at(GatewayConfig(listen="127.0.0.1:65536"))
+
+
+def test_a_body_may_be_as_large_as_a_server_takes() -> None:
+    assert len(asyncio.run(_body(request(b"x" * BODY_BYTES)))) == BODY_BYTES
+    with pytest.raises(PlanError, match=f"the body must be <= {BODY_BYTES} bytes"):
+        asyncio.run(_body(request(b"x" * (BODY_BYTES + 1))))
+
+
+def test_a_server_is_free_as_soon_as_its_answer_is_whole() -> None:
+    async def asked() -> None:
+        gateway, fleet = Gateway(GatewayConfig()), Fleet()
+        gateway._fleet = fleet  # type: ignore[assignment]
+        events = fleet.stream(None)
+        fleet.stream = lambda *_: events  # type: ignore[method-assign,assignment]
+        reply = await gateway.chat(request(msgspec.json.encode({"messages": CHAT})))
+        assert (reply.status_code, fleet.open) == (200, 0), reply.body
+
+    asyncio.run(asked())
+
+
+def test_a_stream_ends_with_the_word_that_clients_wait_for() -> None:
+    async def whole() -> list[bytes]:
+        events = Fleet().stream(None, "nano")
+        _, first = await anext(events)
+        return [piece async for piece in _pieces(first, events, Answer("nano"), usage=False)]
+
+    assert asyncio.run(whole())[-1] == b"data: [DONE]\n\n"
+
+
+def test_a_client_that_leaves_its_stream_ends_the_plan() -> None:
+    async def left() -> None:
+        fleet = Fleet()
+        events = fleet.stream(None, "nano")
+        _, first = await anext(events)
+        pieces = _pieces(first, events, Answer("nano"), usage=False)
+        await anext(pieces)
+        assert fleet.open == 1
+        await pieces.aclose()
+        assert fleet.open == 0
+
+    asyncio.run(left())
+
+
+@pytest.mark.parametrize(
+    ("told", "status"),
+    [([None, {"ready": True}], 200), ([{"ready": False}, None], 503), ([None], 503)],
+)
+def test_a_gateway_is_healthy_while_one_of_its_servers_takes_plans(
+    told: list[Any], status: int
+) -> None:
+    class Told:
+        async def everywhere(self, op: str) -> list[Any]:
+            members = (type("Member", (), {"endpoint": f"{n}"}) for n in range(len(told)))
+            return list(zip(members, told, strict=True))
+
+    gateway = Gateway(GatewayConfig())
+    gateway._fleet = Told()  # type: ignore[assignment]
+    reply = asyncio.run(gateway.health(request(b"")))
+    assert (reply.status_code, msgspec.json.decode(reply.body)["ready"]) == (status, status == 200)
