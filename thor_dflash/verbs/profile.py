@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 import time
@@ -221,9 +220,10 @@ def _inside(
 
 def trace(found: Profile) -> dict[str, Any]:
     """The last answer as trace events for ui.perfetto.dev and Chrome."""
+    from thor_dflash.runtime.profile import steps
+
     events: list[dict[str, Any]] = []
-    for start, end in itertools.pairwise(found.timeline):
-        name = "cycle" if end.tokens else "prompt"
+    for name, start, end in steps(found):
         event = {"name": name, "pid": 1, "tid": "answer", "ts": 1e3 * start.ms,
                  "args": {"tokens": end.tokens}}  # fmt: skip
         events.append({**event, "ph": "X", "dur": 1e3 * (end.ms - start.ms)})
