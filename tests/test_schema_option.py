@@ -18,11 +18,13 @@ ENDLESS = {**SMALL, "properties": SAY, "required": ["say"]}
 NOTE = "an answer may grow without end: schema.properties.say must have maxLength (got a string"
 
 
-def run(tmp_path: Path, verb: str, schema: object, *more: str) -> int:
+def run(
+    tmp_path: Path, verb: str, schema: object, *more: str, prompt: tuple[str, ...] = PROMPT
+) -> int:
     file = tmp_path / "schema.json"
     file.write_text(json.dumps(schema))
     line = [verb, "--package", str(package()), "--schema", str(file)]
-    return cli.main([*line, *PROMPT, *more])
+    return cli.main([*line, *prompt, *more])
 
 
 def test_the_answer_is_that_of_a_request_with_the_grammar(
@@ -46,6 +48,18 @@ def test_what_lets_an_answer_grow_is_noted(
     few = ("--max-tokens", "9", "--runs", "1", "--warmup", "0")
     assert run(tmp_path, "profile", ENDLESS, *few) == 0
     assert f"note: {NOTE}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", ["generate", "profile"])
+def test_a_schema_that_applied_to_nothing_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    few = ("--max-tokens", "3", *(("--runs", "1", "--warmup", "0") if verb == "profile" else ()))
+    note = "note: the schema applied to nothing: no answer came after the thinking"
+    for thinking, said in (("off", False), ("on", True)):
+        more = ("-s", f"decode.thinking={thinking}", *few)
+        assert run(tmp_path, verb, SMALL, *more, prompt=(*PROMPT[:2], *PROMPT[4:])) == 0
+        assert (note in "".join(capsys.readouterr())) is said
 
 
 def test_of_many_such_places_the_first_are_named(

@@ -73,6 +73,15 @@ def endless(request: Request) -> list[str]:
     return told
 
 
+def untouched(request: Request, text: str) -> list[str]:
+    """That the schema applied to nothing, if so: a model may stop while it thinks.
+    `text`: the answer after the thinking.
+    """
+    if request.grammar is None or text:
+        return []
+    return ["the schema applied to nothing: no answer came after the thinking"]
+
+
 def _schema(path: Path) -> dict[str, Any]:
     from thor_dflash.runtime.policies.grammar_schema import text_of
 
