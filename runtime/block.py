@@ -51,7 +51,8 @@ class Block:
     soft_margin: float = 0.0
     """In nats."""
     look: Look | None = None
-    """Must see the drafts before they are verified: splits the step in two, each with a wait."""
+    """Must see the drafts before they are verified: splits the step in two. Each waits, the
+    first only if there are drafts."""
     mask: Callable[[], Array] | None = None
     """Returns int32 [R, ceil(vocab / 32)], a bit mask of the ids allowed after each row; None: all
     are allowed. Called once, while the verify runs."""

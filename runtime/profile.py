@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from thor_dflash.runtime.telemetry import Report, Spec
@@ -33,7 +33,7 @@ class Subject:
     """sha256 of the prompt's token ids."""
     prompt_tokens: int
     settings: Mapping[str, str]
-    """Settings of engine and decode, by dotted name."""
+    """Settings of engine and decode, by dotted name; of a schema the beginning of its sha256."""
     machine: Mapping[str, str]
     """Release and power mode of a Jetson; empty for other machines."""
 
@@ -81,7 +81,7 @@ class Beat:
     ms: float
     """Time since the request."""
     tokens: int
-    """Tokens committed, a stop token included; 0 while the prompt is read."""
+    """Tokens committed, a stop token included; 0 while the prompt is read, and at a dead end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +257,13 @@ def profile(
         inside,
         tuple(soak),
     )
+
+
+def steps(found: Profile) -> Iterator[tuple[str, Beat, Beat]]:
+    """What each step of the last answer was, its start and its end."""
+    for start, end in itertools.pairwise(found.timeline):
+        dead = found.finish == "grammar_dead_end" and end is found.timeline[-1]
+        yield "cycle" if end.tokens else "dead end" if dead else "prompt", start, end
 
 
 def stretches(

@@ -96,3 +96,11 @@ def test_scores_that_cannot_be_written_name_their_file_and_no_other(tmp_path: Pa
     name = "n" * 250 + ".npz"  # the temporary file beside it has a longer name than is allowed
     with pytest.raises(RequestError, match=rf"/{name} must be writable .got: File name too long"):
         outputs.check(tmp_path / name, ".npz", "--out")
+
+
+def test_a_key_given_twice_is_refused_since_one_of_its_values_would_be_ignored(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "t").write_text('{"b": {"a": 1, "c": 2, "a": 3}}')
+    with pytest.raises(RequestError, match=r"t must be JSON \(got: the key 'a' twice\)"):
+        read_json(tmp_path / "t")

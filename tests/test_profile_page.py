@@ -21,6 +21,7 @@ from thor_dflash.runtime.profile import (
     spread,
 )
 from thor_dflash.runtime.telemetry import Spec
+from thor_dflash.verbs.profile import trace
 from thor_dflash.verbs.profile_page import page
 from thor_dflash.verbs.profile_text import TITLES, table
 
@@ -228,3 +229,13 @@ def test_stretches_of_a_soak_need_not_have_as_many_runs() -> None:
     assert "40 or 41 runs a bar." in page(replace(FOUND, soak=SOAK))
     even = tuple(replace(s, runs=40) for s in SOAK)
     assert "40 runs a bar." in page(replace(FOUND, soak=even))
+
+
+def test_the_last_step_of_a_dead_end_is_not_drawn_as_the_prompt() -> None:
+    ended = replace(FOUND, finish="grammar_dead_end", timeline=(*FOUND.timeline, Beat(130.0, 0)))
+    for found, names in ((FOUND, []), (ended, ["dead end"])):
+        told = ["prompt", "cycle", "cycle", *names]
+        events = trace(found)["traceEvents"]
+        assert [event["name"] for event in events if event["ph"] == "X"] == told
+        assert page(found).count("dead end, 30.00 ms") == len(names)
+        assert page(found).count("<title>prompt, ") == 1

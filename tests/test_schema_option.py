@@ -18,11 +18,13 @@ ENDLESS = {**SMALL, "properties": SAY, "required": ["say"]}
 NOTE = "an answer may grow without end: schema.properties.say must have maxLength (got a string"
 
 
-def run(tmp_path: Path, verb: str, schema: object, *more: str) -> int:
+def run(
+    tmp_path: Path, verb: str, schema: object, *more: str, prompt: tuple[str, ...] = PROMPT
+) -> int:
     file = tmp_path / "schema.json"
     file.write_text(json.dumps(schema))
     line = [verb, "--package", str(package()), "--schema", str(file)]
-    return cli.main([*line, *PROMPT, *more])
+    return cli.main([*line, *prompt, *more])
 
 
 def test_the_answer_is_that_of_a_request_with_the_grammar(
@@ -46,6 +48,30 @@ def test_what_lets_an_answer_grow_is_noted(
     few = ("--max-tokens", "9", "--runs", "1", "--warmup", "0")
     assert run(tmp_path, "profile", ENDLESS, *few) == 0
     assert f"note: {NOTE}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", ["generate", "profile"])
+def test_a_schema_that_applied_to_nothing_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    few = ("--max-tokens", "3", *(("--runs", "1", "--warmup", "0") if verb == "profile" else ()))
+    note = "note: the schema applied to nothing: no answer came after the thinking"
+    for thinking, said in (("off", False), ("on", True)):
+        more = ("-s", f"decode.thinking={thinking}", *few)
+        assert run(tmp_path, verb, SMALL, *more, prompt=(*PROMPT[:2], *PROMPT[4:])) == 0
+        assert (note in "".join(capsys.readouterr())) is said
+
+
+def test_of_many_such_places_the_first_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    many = {f"k{i}": {"type": "string"} for i in range(9)}
+    schema = {**SMALL, "properties": many, "required": []}
+    assert run(tmp_path, "generate", schema, "--max-tokens", "3") == 0
+    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+    *named, last = notes
+    assert [note.split(" must")[0][-2:] for note in named] == ["k0", "k1", "k2", "k3", "k4"]
+    assert last == "note: an answer may grow without end in 4 more places of the schema"
 
 
 def test_a_profile_shows_the_graphs_of_constrained_cycles(
@@ -76,6 +102,7 @@ def test_a_profile_shows_the_graphs_of_constrained_cycles(
         ([1], (), "schema.json must hold a JSON object (got [1])"),
         ({}, ("--ignore-eos",), "--schema must go with stop tokens, which end the answer (got "),
         ({}, ("-s", "decode.ignore_eos=true"), "--schema must go with stop tokens"),
+        ({**SMALL, "if": {}}, (), 'schema must have supported keywords only (got "if")'),
     ],
 )
 def test_what_cannot_be_a_schema_is_refused_before_anything_is_loaded(
@@ -92,7 +119,6 @@ def test_what_cannot_be_a_schema_is_refused_before_anything_is_loaded(
     ("schema", "told"),
     [
         ({"type": "objekt"}, "schema must be one that can be compiled (got: Invalid type: objekt"),
-        ({**SMALL, "if": {}}, "if"),
         ({"enum": []}, "schema must"),
     ],
 )

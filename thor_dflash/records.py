@@ -93,6 +93,23 @@ def as_list(value: object) -> list[object] | None:
     return typing.cast("list[object]", value) if isinstance(value, list) else None
 
 
+def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """The `object_pairs_hook` of a JSON parser that refuses a key given twice: which of its values
+    counts is not defined.
+
+    Raises:
+        ValueError: names the key.
+    """
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        seen = set[str]()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"the key {cut(name)!r} twice")
+            seen.add(name)
+    return values
+
+
 def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
     """`did you mean x?`, or the known names if none is similar; each with `prefix`."""
     names = sorted(known)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from thor_dflash.errors import CheckpointError
+from thor_dflash.records import once
 
 LONGEST_VALUE = 60
 """Most characters of an offending value in an error message."""
@@ -35,7 +36,7 @@ def check_directory(directory: Path) -> None:
 def parse_object(text: bytes, where: str) -> dict[str, object]:
     """Parse the JSON object in `text`; `where` names it in errors."""
     try:
-        value: object = json.loads(text.decode("utf-8"), object_pairs_hook=_once)
+        value: object = json.loads(text.decode("utf-8"), object_pairs_hook=once)
         if b"\\u" in text:
             _check_pairs(value)
     except (ValueError, RecursionError) as error:
@@ -51,15 +52,6 @@ def _check_pairs(value: object) -> None:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise ValueError("half a surrogate pair") from error
-
-
-def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r} twice")
-    return values
 
 
 def whole(value: object, least: int) -> bool:

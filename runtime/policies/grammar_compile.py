@@ -14,7 +14,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from thor_dflash.errors import CompilerBusy, PackageError, RequestError
-from thor_dflash.runtime.policies.grammar_schema import check_near, lint, text_of
+from thor_dflash.runtime.policies.grammar_schema import check_near, check_together, lint, text_of
 from thor_dflash.runtime.text import Text
 from thor_dflash.tensors import Array
 
@@ -186,6 +186,7 @@ class Grammars:
     def _compile(self, text: str) -> Grammar:
         start = time.perf_counter()
         check_near(text)
+        check_together(text)
         try:
             source = LLMatcher.grammar_from_json_schema(
                 text,

@@ -18,6 +18,13 @@ MAX_BYTES = 128 << 10
 """Maximum schema size, bytes of compact JSON. Ten skills over forty objects are about 6 KB."""
 MAX_DEPTH = 64
 """Maximum nesting of the schema's own JSON. A plan's is 12; the compiler gives up at 128."""
+MAX_TOGETHER = 4
+"""Maximum number of patterns and formats that one value must obey. The compiler intersects them:
+from some twenty on, one mask of an intersection can take minutes and gigabytes, which none of the
+compiler's own limits prevents."""
+MAX_CHAIN = 32
+"""Rounds in which the counts of patterns follow the $ref. Each takes 10 ms at most, and a chain of
+definitions in the worst order needs one for each $ref. A plan's schema needs three."""
 MAX_BOUND: Mapping[type, int] = {int: 2**53 - 1, float: (2**53 - 1) // 10}
 """Largest absolute value of a bound. The compiler stores bounds as float64, one with a decimal
 point as all its digits over ten, and converts them to int64: larger ones would change silently, and
@@ -36,6 +43,7 @@ _PLAIN = _BOUNDS | frozenset(
 )
 _NOTES = frozenset("title description default examples deprecated $comment $schema".split())
 """Annotations, which do not affect validity."""
+_TEXTS = ("pattern", "format")
 _ONE = frozenset(("items", "additionalProperties"))
 _SAME = frozenset(("anyOf", "oneOf", "allOf"))
 _MANY = _SAME | {"prefixItems"}
@@ -184,6 +192,50 @@ def _together(start: str, tables: Mapping[str, Mapping[str, object]]) -> set[str
         for key in _SAME & table.keys():
             front += [f"{at}/{key}/{i}" for i, _ in enumerate(as_list(table[key]) or ())]
     return seen
+
+
+def check_together(schema: str) -> None:
+    """Refuse a value to which too many patterns and formats apply.
+
+    Raises:
+        RequestError: the schema has such a value, or chains of $ref too long to find it.
+    """
+    if sum(schema.count(f'"{key}"') for key in _TEXTS) <= MAX_TOGETHER:
+        return
+    found = list(nodes(cast("dict[str, object]", json.loads(schema))))
+    most, before = dict.fromkeys((node.at for node in found), 0), dict[str, int]()
+    for _ in range(MAX_CHAIN):  # definitions may contain each other, in any order
+        before = dict(most)
+        for node in reversed(found):
+            most[node.at] = min(_applied(node, most), MAX_TOGETHER + 1)
+        if most == before:
+            break
+    for node in reversed(found):  # the innermost first, to name the place
+        if most[node.at] > MAX_TOGETHER:
+            raise RequestError(
+                f"{node.where} must apply at most {MAX_TOGETHER} patterns and formats to one value "
+                "(got more)"
+            )
+    if most != before:
+        raise RequestError(f"schema must have chains of at most {MAX_CHAIN - 1} $ref (got longer)")
+
+
+def _applied(node: Node, most: Mapping[str, int]) -> int:
+    """Upper bound on the patterns and formats that the schema applies to one value: the one that it
+    describes, or one inside it. `most`: the same for other schemas, by `at`.
+    """
+    own, inner = sum(key in node.table for key in _TEXTS), 0
+    same = most.get(unquote(str(node.table.get("$ref", ""))), 0)
+    for key, value in node.table.items():
+        steps = [step for _, step, _ in _inside(key, value, "")]
+        counts = [most.get(f"{node.at}/{key}{step}", 0) for step in steps]
+        if key == "allOf":
+            same += sum(counts)
+        elif key in _SAME:
+            same += max(counts, default=0)
+        elif key not in ("$defs", "definitions"):
+            inner = max(inner, *counts, 0)
+    return max(own, inner) + same
 
 
 def _table(schema: str | Mapping[str, Any]) -> dict[str, object]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from thor_dflash.config import Config
 from thor_dflash.progress import Progress, say
-from thor_dflash.verbs.question import endless, read_question
+from thor_dflash.verbs.question import endless, read_question, untouched
 
 if TYPE_CHECKING:
     from thor_dflash.runtime.session import Chunk, Report
@@ -73,6 +73,8 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         chunks = _read(session.generate(request), len(request.prompt), progress)
         output = _stream(chunks, answer, quiet=args.json)
         report = session.report()
+    for text in untouched(request, answer.text() if answer else ""):
+        say(sys.stderr, f"note: {text}")
     if args.json:
         print(json.dumps(_result(request.prompt, output, answer, report)))
     else:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from thor_dflash.errors import RequestError
-from thor_dflash.records import as_list, as_table, show
+from thor_dflash.records import as_list, as_table, once, show
 
 LIMIT = 64 << 20
 """Largest input file, bytes: ten times the longest context of any target as text."""
@@ -17,7 +17,7 @@ def read_json(path: Path, limit: int = LIMIT) -> object:
     """Read any JSON value of at most `limit` bytes.
 
     Raises:
-        RequestError: the file is missing, too large, or not JSON in UTF-8.
+        RequestError: the file is missing, too large, or not JSON in UTF-8 with every key once.
     """
     try:
         # Read instead of asking for the size, which a device or a pipe does not have.
@@ -25,7 +25,7 @@ def read_json(path: Path, limit: int = LIMIT) -> object:
             text = file.read(limit + 1)
         if len(text) > limit:
             raise RequestError(f"{path} must be <= {limit} bytes (got more)")
-        return cast("object", json.loads(text.decode("utf-8")))
+        return cast("object", json.loads(text.decode("utf-8"), object_pairs_hook=once))
     except OSError as e:
         raise RequestError(f"{path} must be a readable file (got: {e.strerror})") from e
     except RecursionError as e:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 import time
@@ -21,7 +20,7 @@ from thor_dflash.verbs import outputs
 from thor_dflash.verbs.inputs import read_json
 from thor_dflash.verbs.profile_page import page
 from thor_dflash.verbs.profile_text import TITLES, table
-from thor_dflash.verbs.question import endless, read_question
+from thor_dflash.verbs.question import endless, read_question, untouched
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,7 +67,11 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         inside=inside,
         power=watch.power(when),
         soak=stretches(runs, when, watch.power) if args.soak else (),
-        notes=(*_notes(speed), *endless(request)),
+        notes=(
+            *_notes(speed),
+            *endless(request),
+            *untouched(request, _text(session, request, runs)),
+        ),
     )
     # Write the files even if printing fails because the reader of stdout has gone.
     try:
@@ -201,6 +204,17 @@ def _answer(session: Session, request: Request) -> Run:
     return Run(session.report(), tuple(tokens), tuple(beats))
 
 
+def _text(session: Session, request: Request, runs: Sequence[Run]) -> str:
+    """The last answer after its thinking; empty if the package has no tokenizer."""
+    from thor_dflash.runtime.text import Answer
+
+    if session.text is None:
+        return ""
+    answer = Answer(session.text, request.prompt)
+    answer.feed(runs[-1].tokens)
+    return answer.text()
+
+
 def _inside(
     session: Session, request: Request, config: Config, progress: Progress
 ) -> Inside | None:
@@ -221,9 +235,10 @@ def _inside(
 
 def trace(found: Profile) -> dict[str, Any]:
     """The last answer as trace events for ui.perfetto.dev and Chrome."""
+    from thor_dflash.runtime.profile import steps
+
     events: list[dict[str, Any]] = []
-    for start, end in itertools.pairwise(found.timeline):
-        name = "cycle" if end.tokens else "prompt"
+    for name, start, end in steps(found):
         event = {"name": name, "pid": 1, "tid": "answer", "ts": 1e3 * start.ms,
                  "args": {"tokens": end.tokens}}  # fmt: skip
         events.append({**event, "ph": "X", "dur": 1e3 * (end.ms - start.ms)})

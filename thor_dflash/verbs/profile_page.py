@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
@@ -12,7 +11,7 @@ from thor_dflash.verbs.profile_text import TITLES, change, course, head, span_of
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from thor_dflash.runtime.profile import Beat, Inside, Phase, Profile, Spread, Stretch
+    from thor_dflash.runtime.profile import Inside, Phase, Profile, Spread, Stretch
 
 WIDTH, HEIGHT = 860, 150
 """Size of a drawing in SVG units; it is scaled to the page."""
@@ -61,7 +60,7 @@ def page(found: Profile, base: Profile | None = None) -> str:
         _figure("Every run", "Whole answer, ms; the line is the median.",
                 _dots(found.times["e2e_ms"])),
         _figure("The last answer, by the clock", "Committed tokens of each cycle over ms since the "
-                "request; grey: the prompt is read.", _timeline(found.timeline)),
+                "request; grey: the prompt is read.", _timeline(found)),
         _figure("Where its time goes", "Median of the runs, ms.", _phases(found)),
         *_inside(found.inside),
         *_power(found),
@@ -170,11 +169,13 @@ def _spans(spans: Sequence[Span], unit: str) -> str:
     return _svg(HEIGHT, [*shapes, _text(LEFT, HEIGHT - 6, "0"), end])
 
 
-def _timeline(beats: Sequence[Beat]) -> str:
-    most = max((beat.tokens for beat in beats), default=0) or 1
+def _timeline(found: Profile) -> str:
+    from thor_dflash.runtime.profile import steps
+
+    most = max((beat.tokens for beat in found.timeline), default=0) or 1
     spans: list[Span] = []
-    for start, end in itertools.pairwise(beats):
-        kind, what = ("bar", f"{end.tokens} tokens") if end.tokens else ("other", "prompt")
+    for name, start, end in steps(found):
+        kind, what = ("bar", f"{end.tokens} tokens") if end.tokens else ("other", name)
         told = f"{what}, {end.ms - start.ms:.2f} ms from {start.ms:.1f}"
         spans.append(Span(start.ms, end.ms, end.tokens or most, told, kind))
     return _spans(spans, "ms")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thor_dflash.config import Config, DecodeConfig
@@ -14,6 +15,9 @@ from thor_dflash.verbs.inputs import in_vocabulary, read_json, read_schema, read
 
 if TYPE_CHECKING:
     from thor_dflash.runtime.session import Request, Session
+
+PLACES = 5
+"""Most places of a schema that notes name; a schema of no bounds has hundreds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,7 @@ def read_question(args: Namespace, config: DecodeConfig) -> Question:
     """
     _check_used(args, config)
     tokens = read_tokens(args.tokens) if args.tokens else None
-    schema = read_schema(args.schema) if args.schema else None
+    schema = _schema(args.schema) if args.schema else None
     if schema is not None and config.ignore_eos:
         raise ConfigError(
             "--schema must go with stop tokens, which end the answer (got decode.ignore_eos true)"
@@ -63,7 +67,26 @@ def read_question(args: Namespace, config: DecodeConfig) -> Question:
 def endless(request: Request) -> list[str]:
     """What in the request's schema lets an answer grow until it is cut off."""
     warnings = request.grammar.warnings if request.grammar else ()
-    return [f"an answer may grow without end: {text}" for text in warnings]
+    told = [f"an answer may grow without end: {text}" for text in warnings[:PLACES]]
+    if left := len(warnings) - len(told):
+        told.append(f"an answer may grow without end in {left} more places of the schema")
+    return told
+
+
+def untouched(request: Request, text: str) -> list[str]:
+    """That the schema applied to nothing, if so: a model may stop while it thinks.
+    `text`: the answer after the thinking.
+    """
+    if request.grammar is None or text:
+        return []
+    return ["the schema applied to nothing: no answer came after the thinking"]
+
+
+def _schema(path: Path) -> dict[str, Any]:
+    from thor_dflash.runtime.policies.grammar_schema import text_of
+
+    text_of(schema := read_schema(path))  # most faults need no compiler, which needs the package
+    return schema
 
 
 def _check_used(args: Namespace, config: DecodeConfig) -> None:

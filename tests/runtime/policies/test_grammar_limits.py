@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
+from typing import Any
 
 import pytest
 from constrained import PLAN, asked, constrained, session, text
 from llguidance import LLParserLimits
 
+from thor_dflash.errors import RequestError
 from thor_dflash.runtime.policies.grammar_compile import Grammars
+from thor_dflash.runtime.policies.grammar_schema import (
+    MAX_CHAIN,
+    MAX_TOGETHER,
+    check_together,
+    text_of,
+)
 from thor_dflash.runtime.propose import Dflash, Nobody
 
 WIDE = {
@@ -76,3 +85,66 @@ def test_a_grammar_that_cannot_be_compiled_again_is_a_dead_end() -> None:
     assert session().report().finish == "grammar_dead_end"
     whole = constrained(asked(False), Nobody(), session().grammar(PLAN))
     assert got == whole[: len(got)]
+
+
+def patterns(count: int) -> list[dict[str, Any]]:
+    """With twenty of them for one value, the compiler takes seconds for one mask."""
+    each = [f"(x[0-9]{{{i}}}y|.*z{{{i + 3}}}.{{{7 * i}}})*" for i in range(2, count + 2)]
+    return [{"type": "string", "maxLength": 99, "pattern": text} for text in each]
+
+
+def named(value: object) -> dict[str, Any]:
+    return {"type": "object", "properties": {"x": value}, "required": ["x"]}
+
+
+def together(count: int) -> list[tuple[dict[str, Any], str]]:
+    """Schemas in which `count` patterns apply to one value, and where."""
+    every = patterns(count)
+    chain = {f"a{i}": {**each, "$ref": f"#/$defs/a{i + 1}"} for i, each in enumerate(every)}
+    chain[f"a{count}"] = {"type": "string"}
+    first, *others = every
+    return [
+        (named({"allOf": every}), r"schema\.properties\.x"),
+        (named({**first, "allOf": [{"anyOf": [one, first]} for one in others]}), ""),
+        (named({**first, "allOf": [{"allOf": others}]}), ""),
+        ({"allOf": [named(each) for each in every]}, "schema"),
+        ({**named(first), "allOf": [named({"items": each}) for each in others]}, "schema"),
+        ({**named({"$ref": "#/$defs/a0"}), "$defs": chain}, r"schema\.\$defs\.a0"),
+        (named({**first, "anyOf": [{"allOf": others}, {"type": "string"}]}), ""),
+    ]
+
+
+def test_a_value_that_must_obey_many_patterns_is_refused() -> None:
+    for schema, _ in together(MAX_TOGETHER):
+        check_together(text_of(schema))
+    for schema, where in together(MAX_TOGETHER + 1):
+        with pytest.raises(RequestError, match=f"{where}.* must apply at most 4 patterns"):
+            check_together(text_of(schema))
+    with pytest.raises(RequestError, match=r"schema\.properties\.x must apply at most 4 patterns"):
+        session().grammar(named({"allOf": patterns(20)}))
+
+
+def test_many_patterns_for_different_values_are_not_counted_together() -> None:
+    every = patterns(20)
+    node = {"properties": {**{f"k{i}": p for i, p in enumerate(every)}, "n": {"$ref": "#/$defs/n"}}}
+    for schema in (
+        named({"anyOf": every}),
+        {"properties": {f"k{i}": each for i, each in enumerate(every)}},
+        {"prefixItems": every, "$defs": {f"d{i}": each for i, each in enumerate(every)}},
+        {"$ref": "#/$defs/n", "$defs": {"n": node}},
+    ):
+        check_together(text_of(schema))
+
+
+def test_long_chains_of_references_are_refused_at_once_instead_of_followed() -> None:
+    def chain(length: int, step: int) -> str:
+        names = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(length)[::step]}
+        ends = {f"a{length}": {"type": "string"}, **{f"p{i}": p for i, p in enumerate(patterns(9))}}
+        return text_of({"$ref": "#/$defs/a0", "$defs": {**names, **ends}})
+
+    check_together(chain(2000, 1))
+    check_together(chain(MAX_CHAIN - 1, -1))
+    start = time.perf_counter()
+    with pytest.raises(RequestError, match=r"chains of at most 31 \$ref .got longer"):
+        check_together(chain(2000, -1))  # following them to the end would take ten seconds
+    assert time.perf_counter() - start < 2
