@@ -135,6 +135,14 @@ HEADERS: dict[str, tuple[object, bytes, str]] = {
 }
 
 
+def test_an_empty_tensor_may_be_listed_after_one_that_begins_at_the_same_byte(
+    tmp_path: Path,
+) -> None:
+    empty = entry(shape=[0], offsets=[0, 0])
+    write_header(tmp_path / "model.safetensors", {"a": entry(), "empty": empty}, U4)
+    assert Shards.open(tmp_path).array("empty").shape == (0,)
+
+
 @pytest.mark.parametrize("case", HEADERS)
 def test_a_broken_header_is_named(case: str, tmp_path: Path) -> None:
     header, data, message = HEADERS[case]
