@@ -268,6 +268,7 @@ LAYOUT: list[tuple[Dialect, Callable[[Tensors], None], str]] = [
     ("bf16", put(f"{MLP}.pre_quant_scale", ONE), r"\(got AWQ \(pre_quant_scale\)"),
     ("bf16", put(f"{MLP}.weight_shape", ONE), r"\(got packed integers: "),
     ("bf16", put(f"{MLP}.SCB", ONE), r"\(got bitsandbytes 8-bit integers: "),
+    ("bf16", put(f"{MLP}.weight.absmax", ONE), r"\(got bitsandbytes 4-bit: .*weight\.absmax"),
     ("modelopt", drop(f"{MLP}.weight_scale"), rf"{MLP}\.weight_scale must be in the"),
     ("modelopt", drop(f"{MLP}.weight_scale_2"), rf"{MLP}\.weight_scale_2 must be in the"),
     (
