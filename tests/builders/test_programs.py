@@ -4,6 +4,7 @@ are needed at the same time do not overlap in memory, and what is fused is right
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,7 @@ from thor_dflash.errors import ConfigError, PackageError
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.op import DOMAIN, Attribute, Attributes
 from thor_dflash.plugins.rules import RULES
-from thor_dflash.program import ENDING, Program, read
+from thor_dflash.program import ALIGNMENT, ENDING, Program, read
 from thor_dflash.progress import Silent
 from thor_dflash.tensors import Array, DType
 
@@ -116,6 +117,17 @@ def test_any_lives_are_placed_apart(made: list[tuple[int, int, int]]) -> None:
             if a.first <= b.last and b.first <= a.last:
                 low, high = sorted((a, b), key=lambda v: offsets[v.name])
                 assert offsets[low.name] + low.nbytes <= offsets[high.name]
+
+
+def test_a_value_that_just_fits_between_others_is_placed_there() -> None:
+    lives = [Life("a", 768, 0, 1), Life("b", 768, 1, 2), Life("c", 768, 2, 2)]
+    assert place(lives) == ({"a": 0, "b": 768, "c": 0}, 2 * 768)
+
+
+def test_values_of_any_number_of_rows_are_aligned() -> None:
+    config = BuildConfig(engine="cuda", block=5, chunk=128, capacity=512)
+    for program in make_plan(read_target(NANO / "target"), None, config).programs:
+        assert not [v for v in program.values.values() if v.offset % ALIGNMENT], program.name
 
 
 def test_prefill_and_verify_share_their_weights(package: Path) -> None:
@@ -214,6 +226,16 @@ def test_attention_applies_a_plain_sigmoid_gate_that_is_made_before_it() -> None
     assert not shares([rows, gate, product], known), "the gate is not there yet"
 
 
+def test_rows_are_prepared_for_the_first_of_two_products() -> None:
+    calls, known = attended()
+    calls.append(replace(calls[-1], name="second", inputs={"x": "o", "gate": "other"}))
+    model = helper.make_model(helper.make_graph([], "part", [], []))
+    _Lowering(model, Packing(WeightFiles()), known=known, calls=calls).share_rows()
+    [_, maker, first, second] = calls
+    assert (maker.inputs["next_gate"], maker.outputs["y0_slabs"]) == ("g", first.inputs["x_slabs"])
+    assert second.inputs == {"x": "o", "gate": "other"}
+
+
 def test_outputs_nobody_reads_are_not_made(package: Path) -> None:
     [head] = [s for s in read(package, "verify").steps if s.room == "head"]
     assert "best" not in head.ports
@@ -233,6 +255,12 @@ def test_rows_without_a_kernel_are_refused_by_the_key_that_sets_them() -> None:
     said = r"sizes of step verify \(got .* at most 32 rows \(got 40\)\); build.block and"
     with pytest.raises(ConfigError, match=said):
         make_plan(read_target(NANO / "target"), None, config)
+
+
+def test_rows_of_a_weight_are_not_said_to_be_set_by_a_key(tmp_path: Path) -> None:
+    write_target(tmp_path, GEOMETRIES["heads27b"], 0)
+    with pytest.raises(ConfigError, match=r"weight\d must have a multiple of 2 rows \(got 3\)\)$"):
+        make_plan(read_target(tmp_path), None, BuildConfig(engine="cuda"))
 
 
 @pytest.mark.parametrize(

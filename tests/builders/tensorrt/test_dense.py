@@ -4,14 +4,17 @@ itself: which linears these are, and what their nodes compute.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+from weakref import ref
 
 import ml_dtypes
 import numpy as np
 import onnx
 import pytest
+import trt_recorder as recorder
 from checkpoints import Dialect, write_target
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
@@ -104,6 +107,33 @@ def test_a_constant_is_the_checkpoints_weight(modelopt: Recorded, tmp_path: Path
         value = stored.array(name).tobytes()
         assert len(value) == size
         assert value.startswith(network.beginnings[name])
+
+
+def test_constants_stay_mapped_until_their_engine_is_built_and_on_disk_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parser gets their addresses, and TensorRT reads them when it builds."""
+    files = list[list[str]]()
+    mapped, build = Constants.mapped, recorder.Builder.build_serialized_network_to_stream
+    given, alive = list[ref[Array]](), list[bool]()
+
+    def watched(*args: Any) -> Iterator[tuple[str, Array]]:
+        for name, array in mapped(*args):
+            given.append(ref(array))
+            yield name, array
+
+    def built(*args: Any) -> bool:
+        alive.extend(array() is not None for array in given)
+        given.clear()
+        files.append([path.name for path in tmp_path.glob("*/.scratch/*")])
+        return build(*args)
+
+    monkeypatch.setattr(Constants, "mapped", watched)
+    monkeypatch.setattr(recorder.Builder, "build_serialized_network_to_stream", built)
+    record_hybrid(tmp_path, "modelopt")
+    assert len(alive) > 10
+    assert all(alive)
+    assert files == [["constants.bin"], *[[] for _ in files[1:]]]
 
 
 def test_a_linear_with_a_weight_in_fp8_is_none_of_tensorrts(

@@ -107,7 +107,8 @@ def test_a_weight_that_is_not_taken_ends_the_build(
         return real(parser, name, data, size) and len(asked) != 1
 
     monkeypatch.setattr(recorder.OnnxParser, "load_initializer", load)
-    with pytest.raises(EngineError, match=r"prefill must be a graph that TensorRT takes \(got: "):
+    said = r"prefill must be a graph that TensorRT takes \(got: TensorRT did not say\)"
+    with pytest.raises(EngineError, match=said):
         record_hybrid(tmp_path, "modelopt")
 
 
