@@ -308,6 +308,7 @@ def test_a_torn_program_is_refused(package: Path, tmp_path: Path) -> None:
 def test_the_27b_is_lowered_without_its_weights(tmp_path: Path) -> None:
     made = write_hollow("qwen3.6-27b", tmp_path, BuildConfig(engine="cuda"), (1, 32))
     assert manifest.read(tmp_path) == made
+    manifest.check_files(tmp_path, made)
     verify = read(tmp_path, "verify")
     linears = [s for s in verify.steps if s.room in ("linear", "head")]
     assert len(linears) == 257
@@ -356,7 +357,10 @@ def test_a_linear_taken_apart_computes_the_same() -> None:
         known |= {n: Known(DType.of(x), x.shape) for n, x in want.items()}
         values = dict(case.inputs)
         for step in unfused([call], known):
-            op = RULES[step.room].op
+            op, a = RULES[step.room].op, step.attributes
+            if step.room == "linear":  # nothing but the product
+                assert (a["gate"], a["head_dim"], a["epilogue"]) == ("none", 0, "none"), case.name
+                assert "norm_weight" not in step.inputs, case.name
             given = {port: values[name] for port, name in step.inputs.items()}
             got = op.reference(given, op.complete(step.attributes))
             values |= {name: got[port] for port, name in step.outputs.items()}
