@@ -44,6 +44,16 @@ def test_a_step_adds_a_difference_if_it_leaves_much_more_than_it_read() -> None:
     assert not jumps(Drift("s", 0.0, 0.005), 0.01)
 
 
+@pytest.mark.parametrize("kv", ["f32", "fp8"])
+@pytest.mark.parametrize("reference", [False, True])
+def test_the_tolerance_is_the_wide_one_if_either_engine_rounds(kv: str, reference: bool) -> None:
+    session = SimpleNamespace(manifest=SimpleNamespace(activations="f32", kv=kv))
+    golden = Golden({}, 16, reference, (), np.zeros((0, 4), np.float32), None, {})
+    wide = kv == "fp8" or reference
+    limit = compare._limit(cast("Session", session), Reference(golden))
+    assert limit == (compare.ROUNDED if wide else compare.EXACT)
+
+
 def test_a_head_is_defined_in_parts_as_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(define, "PART", 40)
     for case in HEAD.cases(np.random.default_rng(5)):
