@@ -315,6 +315,20 @@ class _Bar:
         self.told[3] = "ended"
 
 
+def test_no_phase_outlives_a_build_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def report(monitor: Any) -> bool:
+        monitor.phase_start("Building Engine", None, 2)
+        return False
+
+    bars = _Bars()
+    monkeypatch.setattr(recorder, "_report", report)
+    with pytest.raises(EngineError, match="must build"):
+        record(tmp_path / "p", NANO / "target", None, options(tmp_path), bars)
+    assert bars.shown[-1].told[2:] == [0, "ended"]
+
+
 def test_two_levels_of_phases_are_shown_and_none_outlives_a_build() -> None:
     bars = _Bars()
     with recording():
