@@ -4,6 +4,7 @@ are needed at the same time do not overlap in memory, and what is fused is right
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from thor_dflash.builders.weights import WeightFiles
 from thor_dflash.config import BuildConfig
 from thor_dflash.errors import ConfigError, PackageError
 from thor_dflash.plugins import LINEAR
+from thor_dflash.plugins.launch import Shaped, Site
 from thor_dflash.plugins.op import DOMAIN, Attribute, Attributes
 from thor_dflash.plugins.rules import RULES
 from thor_dflash.program import ALIGNMENT, ENDING, Program, read
@@ -255,6 +257,22 @@ def test_rows_without_a_kernel_are_refused_by_the_key_that_sets_them() -> None:
     said = r"sizes of step verify \(got .* at most 32 rows \(got 40\)\); build.block and"
     with pytest.raises(ConfigError, match=said):
         make_plan(read_target(NANO / "target"), None, config)
+
+
+@pytest.mark.parametrize(
+    ("room", "ports", "said"),
+    [
+        ("embed", {"table": (DType.F16, 64), "rows": (DType.BF16, 64)}, "must be bfloat16 .got"),
+        ("embed", {"table": (DType.BF16, 60), "rows": (DType.BF16, 60)}, "multiple of 8 .got 60"),
+        ("concat", {"x0": (DType.BF16, 64), "x1": (DType.BF16, 60)}, "multiple of 8 .got 60"),
+    ],
+)
+def test_standard_nodes_that_no_kernel_takes_are_refused(
+    room: str, ports: dict[str, tuple[DType, int]], said: str
+) -> None:
+    rule = RULES[room]
+    shaped = {port: Shaped(dtype, (16, width)) for port, (dtype, width) in ports.items()}
+    assert re.search(said, rule.refuse(Site(rule.op, Attributes({}), shaped)))
 
 
 def test_rows_of_a_weight_are_not_said_to_be_set_by_a_key(tmp_path: Path) -> None:

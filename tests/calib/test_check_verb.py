@@ -16,6 +16,7 @@ from thor_dflash import cli
 from thor_dflash.builders.build import build
 from thor_dflash.calib.check import compare as judging
 from thor_dflash.calib.check.compare import compare, tracer
+from thor_dflash.calib.check.walks import walks
 from thor_dflash.config import BuildConfig
 from thor_dflash.errors import RequestError
 from thor_dflash.progress import Silent
@@ -58,3 +59,13 @@ def test_the_first_block_and_the_last_are_walked(
     show = tracer(s, Path(s.model.engine.package))  # type: ignore[attr-defined]
     compare(s, show, None, (1,) * tokens, "all", None, Silent())
     assert [at for graph, at in places if graph == "verify"] == blocks
+
+
+def test_a_prefill_is_walked_with_all_rows_that_there_are_tokens_for() -> None:
+    model = session().model
+    for count in (5, model.chunk, model.chunk + 3):
+        tokens = list(range(1, 1 + count))
+        call = walks(model)["prefill"](tokens, 0)
+        rows = min(count, model.chunk)
+        assert model.engine.read(call.inputs["valid"]).tolist() == [rows]
+        assert model.engine.read(call.inputs["tokens"])[:rows].tolist() == tokens[:rows]
