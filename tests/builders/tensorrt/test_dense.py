@@ -27,6 +27,7 @@ from thor_dflash.builders.tensorrt.constants import Constants
 from thor_dflash.builders.tensorrt.dense import Dense, _up
 from thor_dflash.builders.tensorrt.deploy import Sheet
 from thor_dflash.builders.tensorrt.package import engines
+from thor_dflash.builders.tensorrt.profiles import _sizeless
 from thor_dflash.builders.weights import WeightFiles
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.linear.reference import reference
@@ -53,6 +54,14 @@ def test_prefills_of_every_size_are_profiles_of_one_engine(modelopt: Recorded) -
         assert card.inputs["tokens"].shape == (chunk,)
         assert profiles[i].shapes["tokens"] == ((chunk,),) * 3
     assert len(profiles) == len(CHUNKS)
+
+
+def test_nodes_that_differ_in_rows_alone_may_share_an_engine() -> None:
+    def node(known: str, call: int, kind: int) -> bytes:
+        given = {"known": known, "call0": call, "call1": call, "kind": kind}
+        return _sizeless(helper.make_node("ThorLinear", ["x"], ["y"], **given))
+
+    assert node("x:bf16:16,64", 1, 0) == node("x:bf16:32,64", 2, 0) != node("x:bf16:32,64", 2, 1)
 
 
 @pytest.mark.parametrize(("dialect", "some"), [("modelopt", False), ("mixed", True)])
