@@ -270,9 +270,9 @@ class _Lowering:
     def check(self, call: RoomCall, site: Site) -> None:
         """Refuse at build time what the engine would refuse when it loads the package."""
         if why := RULES[call.room].refuse(site):
-            prefill = self.name.startswith(("prefill", "observe_chunk"))
-            key = "build.chunk and build.chunks" if prefill else "build.block and build.widths"
-            hint = f"; {key} set the rows of a step" if " rows (" in why else ""
+            # Only the rows of a block have a bound. Those of a weight are the checkpoint's.
+            bound = " at most " in why and " rows (" in why
+            hint = "; build.block and build.widths set the rows of a step" if bound else ""
             raise ConfigError(
                 "build.engine cuda and tensorrt must have kernels for the sizes of step "
                 f"{self.name} (got {call.name}: {why}){hint}"

@@ -86,7 +86,8 @@ class Staging:
             ) from error
 
     def write(self, name: str, writer: Callable[[Path], None]) -> FileEntry:
-        """Let `writer` write one file at the path passed to it, then hash and flush the file.
+        """Let `writer` write one file at the path passed to it, then hash and flush the file. It
+        must replace what is there: a killed build may have left a part of the file.
 
         The writer is skipped if an earlier build with the same key has written this file.
         """
@@ -94,7 +95,6 @@ class Staging:
             return self._files[name]
         path = self._inside(name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)  # a killed build may have left a part of it
         writer(path)
         entry = hash_file(path)
         _flush(path)
@@ -108,7 +108,6 @@ class Staging:
         path = self._partial / NAME
         path.write_text(manifest, encoding="utf-8")
         _flush(path)
-        (self._partial / JOURNAL).unlink()
         self._drop_strays()
         _flush(self._partial)
         _install(self._partial, self.out)
@@ -143,7 +142,8 @@ class Staging:
             os.fsync(file.fileno())
 
     def _drop_strays(self) -> None:
-        # Strays: temporary files of writers, or files of a killed build that this one lacks.
+        # Strays: the journal, temporary files of writers, and files of a killed build that this
+        # one lacks.
         ours = {self._partial / name for name in (*self._files, NAME)}
         ours |= {parent for path in ours for parent in path.parents}
         for path in sorted(self._partial.rglob("*"), reverse=True):  # directories after their files
@@ -217,7 +217,7 @@ def _rows(journal: Path) -> Iterator[dict[str, object]]:
         try:
             row: object = json.loads(line)
         except ValueError:
-            return  # a partial line of a killed build; the file it names is written again
+            continue  # a line that a crash cut short; the file it names is written again
         if isinstance(row, dict):
             yield cast("dict[str, object]", row)
 

@@ -17,8 +17,10 @@ from samples import MANIFEST
 from thor_dflash import cli
 from thor_dflash.builders import build as builder
 from thor_dflash.builders.build import make_plan
+from thor_dflash.builders.card import make_card
 from thor_dflash.builders.checkpoint.target import read_target
-from thor_dflash.config import BuildConfig, EngineConfig
+from thor_dflash.config import BLOCK, CAPACITY, BuildConfig, CardConfig, EngineConfig
+from thor_dflash.dims import LEAST_TALK
 from thor_dflash.errors import CheckpointError, ConfigError, PackageError
 from thor_dflash.progress import Silent
 from thor_dflash.runtime import session
@@ -159,12 +161,35 @@ def test_a_size_is_taken_up_to_its_bound(key: str, most: object, more: object) -
         make_plan(read_target(NANO), None, BuildConfig(**{key: more}))  # type: ignore[arg-type]
 
 
+def test_a_context_is_as_short_as_a_block_and_a_talk_and_by_default_not_as_long_as_it_can() -> None:
+    whole = read_target(NANO)
+    assert make_plan(whole, None, BuildConfig(capacity=BLOCK + LEAST_TALK)).capacity == 18
+    longer = replace(whole, dims=replace(whole.dims, max_position=2 * CAPACITY))
+    assert make_plan(longer, None, BuildConfig()).capacity == CAPACITY
+
+
+def test_a_checkpoint_is_recorded_by_its_name_however_its_path_is_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(NANO)
+    made = builder.describe(make_plan(read_target(Path()), None, BuildConfig()))
+    assert made.sources["target"].directory == "target"
+
+
+def test_the_card_is_the_model_s_however_short_the_context() -> None:
+    made = builder.describe(make_plan(read_target(NANO), None, BuildConfig(capacity=128)))
+    assert made.card == make_card(CardConfig(), LONGEST)
+
+
 def test_prefill_steps_are_of_sizes_that_the_model_has_and_of_each_once() -> None:
     whole = read_target(NANO)
     short = replace(whole, dims=replace(whole.dims, max_position=100))
     config = BuildConfig(engine="cuda", chunk=64)
     assert make_plan(whole, None, config).chunks == (256, 128, 32)
     assert make_plan(short, None, config).chunks == (32,)
+    short = replace(whole, dims=replace(whole.dims, max_position=128))
+    assert make_plan(short, None, config).chunks == (128, 32)
+    assert make_plan(short, None, BuildConfig(engine="cuda")).shape.chunk == 128
     assert make_plan(whole, None, replace(config, chunks=(64, 128))).chunks == (128,)
 
 
@@ -184,7 +209,7 @@ def test_a_python_without_assertions_builds_the_same_package(target: Path) -> No
 def test_eight_stop_ids_below_the_vocabulary_are_taken(target: Path) -> None:
     def stop(*ids: int) -> tuple[int, ...]:
         (target / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
-        return make_plan(read_target(target), None, BuildConfig()).stop
+        return builder.describe(make_plan(read_target(target), None, BuildConfig())).stop_tokens
 
     vocab = addressed_ids(target)
     assert vocab < read_target(target).dims.vocab

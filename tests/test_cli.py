@@ -50,6 +50,7 @@ class Request:
     max_tokens: int
     stop: frozenset[int]
     drafter: str
+    grammar: None = None
     budget: BudgetConfig = NO_BUDGET
     relaxed: RelaxedConfig | None = None
     gate: bool = False

@@ -144,7 +144,7 @@ def _check_keys(fields: Fields) -> None:
         if key in NEUTRAL:
             fields.expect(key, *NEUTRAL[key])
             continue
-        what = [name for part, name in FEATURES.items() if part in key.lower()]
+        what = [name for part, name in FEATURES.items() if part in key]
         raise fields.wrong(key, f"absent, {what[0] if what else 'this key'} is not supported")
 
 

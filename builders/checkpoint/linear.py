@@ -30,13 +30,11 @@ FOREIGN = {
     "weight_scale_inv": "FP8 with 128x128 block scales",
     "pre_quant_scale": "AWQ (pre_quant_scale)",
     "qweight": "GPTQ or AWQ",
-    "qzeros": "GPTQ or AWQ",
-    "g_idx": "GPTQ",
     "weight_g_idx": "GPTQ",
     "weight_zero_point": "asymmetric integers",
     "weight_shape": "packed integers",
     "SCB": "bitsandbytes 8-bit integers",
-    "absmax": "bitsandbytes 4-bit",
+    "weight.absmax": "bitsandbytes 4-bit",
     "lora_A.weight": "an unmerged LoRA adapter",
 }
 """Suffixes of unsupported quantisation formats, and what those are."""

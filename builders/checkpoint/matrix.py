@@ -100,16 +100,6 @@ class Matrix:
         """K."""
         return int(self.codes.shape[1]) * (2 if self.kind is WeightKind.NVFP4 else 1)
 
-    def take(self, rows: NDArray[np.integer[Any]]) -> Matrix:
-        """Copy the given rows in the given order into memory; a row may repeat."""
-        return Matrix(
-            self.name,
-            self.codes[rows],
-            None if self.block_scale is None else self.block_scale[rows],
-            None if self.row_scale is None else self.row_scale[rows],
-            self.input_scale,
-        )
-
     def dequantise(self) -> NDArray[np.float32]:
         """float32 [N, K] = (E2M1 value * block scale) * row scale, rounded in that order."""
         if self.block_scale is None:

@@ -79,7 +79,7 @@ def read_target(directory: Path) -> TargetCheckpoint:
     dims = target_dims(Fields.read(directory / "config.json"))
     shards = Shards.open(directory)
     prefix = _prefix(shards)
-    head = _head_stem(shards, prefix)
+    head = _head_stem(shards)
     skipped = tuple(name for name in shards if name.startswith(SKIPPED))
     besides = {*skipped, *_kv_scales(shards, dims, prefix)}
     if dims.tied and f"{head}.weight" in shards:
@@ -160,11 +160,10 @@ def _prefix(shards: Shards) -> str:
     return found[0]
 
 
-def _head_stem(shards: Shards, prefix: str) -> str:
+def _head_stem(shards: Shards) -> str:
     """Return the head's stored name: it is outside the prefix, beside `model`."""
     nested = f"language_model.{HEAD}"
-    inside = prefix == "language_model.model." and any(n.startswith(f"{nested}.") for n in shards)
-    return nested if inside else HEAD
+    return nested if any(name.startswith(f"{nested}.") for name in shards) else HEAD
 
 
 def _check_tied(shards: Shards, head: str, embedding: str) -> None:

@@ -55,8 +55,8 @@ class Constants:
 
     @property
     def nbytes(self) -> int:
-        """Size of the file, bytes."""
-        return self.files.nbytes(FILE) if self._names else 0
+        """Size of the file, bytes. There must be a tensor."""
+        return self.files.nbytes(FILE)
 
     def write(self, directory: Path, advance: Callable[[int], None], *, hollow: bool) -> None:
         """Write the file; with `hollow`, as a sparse file of the right size."""

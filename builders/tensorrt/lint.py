@@ -75,8 +75,8 @@ def _node(node: onnx.NodeProto) -> Iterator[str]:
         if not node.op_type.startswith(OWN) and not onnx.defs.has(node.op_type):
             yield "no operator of ONNX"
         return
-    if not node.op_type.startswith(PREFIX) or onnx.defs.has(node.op_type):
-        yield f"a custom type must begin with {PREFIX} and be no operator of ONNX"
+    if not node.op_type.startswith(PREFIX):
+        yield f"a custom type must begin with {PREFIX}, as no operator of ONNX does"
     given = {a.name: a for a in node.attribute}
     for name, want in (("plugin_namespace", DOMAIN), ("plugin_version", str(VERSION))):
         if name not in given or helper.get_attribute_value(given[name]) != want.encode():

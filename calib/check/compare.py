@@ -171,7 +171,7 @@ def logits(have: Array, want: Array, limit: float) -> Logits:
     scale = max(float(np.abs(want[np.isfinite(want)]).max(initial=0.0)), NOTHING)
     by_row = [distance(a, b) / scale for a, b in zip(have, want, strict=True)]
     chosen, best = have.argmax(1), want.argmax(1)
-    over = [row for row, error in enumerate(by_row) if not error <= limit]
+    over = [row for row, error in enumerate(by_row) if error > limit]
     return Logits(
         len(want),
         max(by_row),

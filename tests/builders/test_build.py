@@ -66,6 +66,7 @@ def test_manifest_says_what_is_stored(pair: tuple[Path, Path], tmp_path: Path) -
     made = build(*pair, tmp_path / "p", BuildConfig(capacity=300), Silent())
     assert manifest.read(tmp_path / "p") == made
     verify(tmp_path / "p", made)
+    assert made.skipped == read_target(pair[0]).skipped != ()
     kinds = {name: list(kinds) for name, kinds in made.quantisation.items()}
     assert kinds["gate_proj"] == ["nvfp4"]
     assert kinds["q_proj"] == ["fp8"]
@@ -163,7 +164,7 @@ def mutate(key: str, value: object, where: str = "drafter") -> Callable[[Path, P
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (BuildConfig(block=32), r"build.block must be <= 16, the drafter's \(got 32\)"),
+        (BuildConfig(block=17), r"build.block must be <= 16, the drafter's \(got 17\)"),
         (BuildConfig(capacity=17), r"build.capacity must be 18 to \d+.* \(got 17\)"),
         (BuildConfig(capacity=10**9), r"max_position_embeddings \(got 1000000000\)"),
     ],
@@ -351,11 +352,11 @@ def test_stop_ids_are_checked_before_anything_is_written(
         build(*pair, tmp_path / "p", BuildConfig(), Silent())
 
 
-@pytest.mark.parametrize("to", ["nowhere", "README.md"])
+@pytest.mark.parametrize("to", ["nowhere", "notes.json"])
 def test_a_broken_link_in_a_checkpoint_that_nobody_reads_does_no_harm(
     pair: tuple[Path, Path], tmp_path: Path, to: str
 ) -> None:
-    (pair[0] / "README.md").symlink_to(to)
+    (pair[0] / "notes.json").symlink_to(to)
     build(*pair, tmp_path / "p", BuildConfig(), Silent())
 
 

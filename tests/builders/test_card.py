@@ -44,6 +44,20 @@ def test_the_rule_and_the_largest_numbers_are_taken(longest: int) -> None:
     assert make_card(told, longest).max == max(1, longest - make_card(told, longest).reply)
 
 
+def tiers(told: CardConfig, longest: int) -> tuple[int, ...]:
+    card = make_card(told, longest)
+    return tuple(getattr(card, name) for name in TIERS)
+
+
+def test_tiers_by_rule_are_shares_of_the_longest_answers_and_none_is_below_the_one_before() -> None:
+    """An answer has 32768 tokens, 81920 if it is hard; 4096 of them are kept for the reply."""
+    think, most = 32768 - 4096, 81920 - 4096
+    by_rule = (think // 8, think // 2, think, (think + most) // 2, most)
+    assert tiers(CardConfig(), 262144) == by_rule
+    assert tiers(CardConfig(medium=100), 262144) == (by_rule[0], by_rule[0], *by_rule[2:])
+    assert tiers(CardConfig(), 1) == (1,) * 5
+
+
 def test_the_card_says_which_numbers_were_given() -> None:
     assert make_card(CardConfig(), 2048).source == RULE
     some = make_card(CardConfig(low=3, reply=20), 2048)

@@ -4,6 +4,8 @@ are needed at the same time do not overlap in memory, and what is fused is right
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,9 +29,10 @@ from thor_dflash.builders.weights import WeightFiles
 from thor_dflash.config import BuildConfig
 from thor_dflash.errors import ConfigError, PackageError
 from thor_dflash.plugins import LINEAR
+from thor_dflash.plugins.launch import Shaped, Site
 from thor_dflash.plugins.op import DOMAIN, Attribute, Attributes
 from thor_dflash.plugins.rules import RULES
-from thor_dflash.program import ENDING, Program, read
+from thor_dflash.program import ALIGNMENT, ENDING, Program, read
 from thor_dflash.progress import Silent
 from thor_dflash.tensors import Array, DType
 
@@ -116,6 +119,17 @@ def test_any_lives_are_placed_apart(made: list[tuple[int, int, int]]) -> None:
             if a.first <= b.last and b.first <= a.last:
                 low, high = sorted((a, b), key=lambda v: offsets[v.name])
                 assert offsets[low.name] + low.nbytes <= offsets[high.name]
+
+
+def test_a_value_that_just_fits_between_others_is_placed_there() -> None:
+    lives = [Life("a", 768, 0, 1), Life("b", 768, 1, 2), Life("c", 768, 2, 2)]
+    assert place(lives) == ({"a": 0, "b": 768, "c": 0}, 2 * 768)
+
+
+def test_values_of_any_number_of_rows_are_aligned() -> None:
+    config = BuildConfig(engine="cuda", block=5, chunk=128, capacity=512)
+    for program in make_plan(read_target(NANO / "target"), None, config).programs:
+        assert not [v for v in program.values.values() if v.offset % ALIGNMENT], program.name
 
 
 def test_prefill_and_verify_share_their_weights(package: Path) -> None:
@@ -214,6 +228,16 @@ def test_attention_applies_a_plain_sigmoid_gate_that_is_made_before_it() -> None
     assert not shares([rows, gate, product], known), "the gate is not there yet"
 
 
+def test_rows_are_prepared_for_the_first_of_two_products() -> None:
+    calls, known = attended()
+    calls.append(replace(calls[-1], name="second", inputs={"x": "o", "gate": "other"}))
+    model = helper.make_model(helper.make_graph([], "part", [], []))
+    _Lowering(model, Packing(WeightFiles()), known=known, calls=calls).share_rows()
+    [_, maker, first, second] = calls
+    assert (maker.inputs["next_gate"], maker.outputs["y0_slabs"]) == ("g", first.inputs["x_slabs"])
+    assert second.inputs == {"x": "o", "gate": "other"}
+
+
 def test_outputs_nobody_reads_are_not_made(package: Path) -> None:
     [head] = [s for s in read(package, "verify").steps if s.room == "head"]
     assert "best" not in head.ports
@@ -233,6 +257,28 @@ def test_rows_without_a_kernel_are_refused_by_the_key_that_sets_them() -> None:
     said = r"sizes of step verify \(got .* at most 32 rows \(got 40\)\); build.block and"
     with pytest.raises(ConfigError, match=said):
         make_plan(read_target(NANO / "target"), None, config)
+
+
+@pytest.mark.parametrize(
+    ("room", "ports", "said"),
+    [
+        ("embed", {"table": (DType.F16, 64), "rows": (DType.BF16, 64)}, "must be bfloat16 .got"),
+        ("embed", {"table": (DType.BF16, 60), "rows": (DType.BF16, 60)}, "multiple of 8 .got 60"),
+        ("concat", {"x0": (DType.BF16, 64), "x1": (DType.BF16, 60)}, "multiple of 8 .got 60"),
+    ],
+)
+def test_standard_nodes_that_no_kernel_takes_are_refused(
+    room: str, ports: dict[str, tuple[DType, int]], said: str
+) -> None:
+    rule = RULES[room]
+    shaped = {port: Shaped(dtype, (16, width)) for port, (dtype, width) in ports.items()}
+    assert re.search(said, rule.refuse(Site(rule.op, Attributes({}), shaped)))
+
+
+def test_rows_of_a_weight_are_not_said_to_be_set_by_a_key(tmp_path: Path) -> None:
+    write_target(tmp_path, GEOMETRIES["heads27b"], 0)
+    with pytest.raises(ConfigError, match=r"weight\d must have a multiple of 2 rows \(got 3\)\)$"):
+        make_plan(read_target(tmp_path), None, BuildConfig(engine="cuda"))
 
 
 @pytest.mark.parametrize(
@@ -280,6 +326,7 @@ def test_a_torn_program_is_refused(package: Path, tmp_path: Path) -> None:
 def test_the_27b_is_lowered_without_its_weights(tmp_path: Path) -> None:
     made = write_hollow("qwen3.6-27b", tmp_path, BuildConfig(engine="cuda"), (1, 32))
     assert manifest.read(tmp_path) == made
+    manifest.check_files(tmp_path, made)
     verify = read(tmp_path, "verify")
     linears = [s for s in verify.steps if s.room in ("linear", "head")]
     assert len(linears) == 257
@@ -328,7 +375,10 @@ def test_a_linear_taken_apart_computes_the_same() -> None:
         known |= {n: Known(DType.of(x), x.shape) for n, x in want.items()}
         values = dict(case.inputs)
         for step in unfused([call], known):
-            op = RULES[step.room].op
+            op, a = RULES[step.room].op, step.attributes
+            if step.room == "linear":  # nothing but the product
+                assert (a["gate"], a["head_dim"], a["epilogue"]) == ("none", 0, "none"), case.name
+                assert "norm_weight" not in step.inputs, case.name
             given = {port: values[name] for port, name in step.inputs.items()}
             got = op.reference(given, op.complete(step.attributes))
             values |= {name: got[port] for port, name in step.outputs.items()}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -143,18 +145,30 @@ def test_no_package_is_built_in_another(tmp_path: Path) -> None:
     build(out, b"new")  # a package itself may be replaced
 
 
+def test_what_others_put_at_its_place_meanwhile_is_left_alone(tmp_path: Path) -> None:
+    out = tmp_path / "pkg"
+    with pytest.raises(PackageError, match="must be free or"), Staging(out, "k") as stage:
+        stage.write("a", put(b"1"))
+        out.mkdir()
+        (out / "thesis.tex").write_text("years")
+        stage.finish(TEXT)
+    assert tree(tmp_path) == ["pkg", "pkg/thesis.tex"]
+
+
 def test_a_killed_build_resumes_file_by_file(tmp_path: Path) -> None:
     out = tmp_path / "pkg"
     killed(out, """
         stage.write("a", lambda p: p.write_bytes(b"1"))
         stage.write("b", lambda p: p.write_bytes(b"2"))
         stage.write("longer", lambda p: p.write_bytes(b"3"))
+        stage.write("gone", lambda p: p.write_bytes(b"4"))
         stage.write("c", lambda p: (p.write_bytes(b"half"), die()))
     """)  # fmt: skip
     assert not out.exists()
     partial = tmp_path / ".pkg.partial"
     (partial / "b").write_bytes(b"")  # as after a crash of the file system
     (partial / "longer").write_bytes(b"33")
+    (partial / "gone").unlink()
     with (partial / ".journal").open("a") as file:
         file.write('{"name": "d", "sha')  # a line that was not written to its end
     with Staging(out, "k") as stage:
@@ -165,6 +179,33 @@ def test_a_killed_build_resumes_file_by_file(tmp_path: Path) -> None:
         stage.finish(TEXT)
     assert tree(out) == ["a", "b", "e", "manifest.toml"]  # the half of c is gone
     assert tree(tmp_path)[0] == "pkg"
+
+
+def test_a_line_that_a_crash_cut_short_costs_one_file_of_the_next_build(tmp_path: Path) -> None:
+    killed(tmp_path / "pkg", 'stage.write("a", lambda p: p.write_bytes(b"1"))\ndie()')
+    with (tmp_path / ".pkg.partial" / ".journal").open("a") as file:
+        file.write('{"name": "b", "sha')
+    killed(tmp_path / "pkg", """
+        for name in "bcd":
+            stage.write(name, lambda p: p.write_bytes(b"2"))
+        die()
+    """)  # fmt: skip
+    with Staging(tmp_path / "pkg", "k") as stage:
+        assert list(stage.files) == ["a", "c", "d"]
+
+
+@pytest.mark.parametrize("journal", [b"", b"\0\0", b"\xff", b"[1]\n", b'{"name": "a"}\n'])
+def test_what_is_no_journal_of_a_build_starts_over(tmp_path: Path, journal: bytes) -> None:
+    partial = tmp_path / ".pkg.partial"
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "thesis.tex").touch()
+    (partial / "w").mkdir(parents=True)
+    (partial / "link").symlink_to(tmp_path / "theirs")
+    (partial / ".journal").write_bytes(journal)
+    with Staging(tmp_path / "pkg", "k") as stage:
+        assert stage.files == {}
+        assert tree(partial) == [".journal"]
+    assert tree(tmp_path) == ["theirs", "theirs/thesis.tex"]
 
 
 def test_another_key_starts_over(tmp_path: Path) -> None:
@@ -210,6 +251,41 @@ def test_of_two_builds_at_once_the_second_is_refused(tmp_path: Path) -> None:
     build(out, b"3")
 
 
+def test_a_lock_on_a_directory_that_is_renamed_before_it_is_locked_is_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partial, lock = tmp_path / ".pkg.partial", fcntl.flock
+
+    def late(handle: int, how: int) -> None:
+        if not (tmp_path / "renamed").exists():
+            partial.rename(tmp_path / "renamed")
+            partial.mkdir()
+        lock(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with (
+        Staging(tmp_path / "pkg", "k"),
+        pytest.raises(PackageError, match="one build at a time"),
+    ):
+        build(tmp_path / "pkg", b"2")
+
+
+def test_a_build_that_begins_while_the_old_package_is_deleted_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, delete = tmp_path / "pkg", shutil.rmtree
+    build(out, b"old")
+
+    def second(path: Path) -> None:
+        with pytest.raises(PackageError, match="one build at a time"):
+            Staging(out, "k").__enter__()
+        delete(path)
+
+    monkeypatch.setattr(shutil, "rmtree", second)
+    build(out, b"new")
+    assert tree(tmp_path) == ["pkg", "pkg/manifest.toml", "pkg/w", "pkg/w/a.bin"]
+
+
 def refused(code: int) -> Callable[[Path], None]:
     """Returns a writer of files that the system refuses with this errno."""
 
@@ -236,6 +312,26 @@ def test_a_full_disk_is_one_line(
     ):
         stage.write("a", writer)
     assert tree(tmp_path) == []
+
+
+def test_an_error_without_a_number_means_a_full_disk_only_if_it_is_full(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="4096 requested"), Staging(tmp_path / "pkg", "k") as stage:
+        stage.write("a", short)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.EIO, "broken")])
+def test_an_error_before_the_first_file_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def flush(handle: int) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", flush)
+        with pytest.raises((KeyboardInterrupt, PackageError)):
+            Staging(tmp_path / "new" / "pkg", "k").__enter__()
+    assert tree(tmp_path) == []
+    build(tmp_path / "new" / "pkg", b"1")
 
 
 def test_what_a_writer_left_beside_its_file_is_no_part_of_the_package(tmp_path: Path) -> None:

@@ -44,6 +44,38 @@ def test_a_step_adds_a_difference_if_it_leaves_much_more_than_it_read() -> None:
     assert not jumps(Drift("s", 0.0, 0.005), 0.01)
 
 
+@pytest.mark.parametrize("kv", ["f32", "fp8"])
+@pytest.mark.parametrize("reference", [False, True])
+def test_the_tolerance_is_the_wide_one_if_either_engine_rounds(kv: str, reference: bool) -> None:
+    session = SimpleNamespace(manifest=SimpleNamespace(activations="f32", kv=kv))
+    golden = Golden({}, 16, reference, (), np.zeros((0, 4), np.float32), None, {})
+    wide = kv == "fp8" or reference
+    limit = compare._limit(cast("Session", session), Reference(golden))
+    assert limit == (compare.ROUNDED if wide else compare.EXACT)
+
+
+@pytest.mark.parametrize(("limit", "count"), [(20, 20), (1000, 48)])
+def test_tokens_fill_three_blocks_or_the_context_if_that_is_shorter(limit: int, count: int) -> None:
+    model, manifest = SimpleNamespace(block=16, limit=limit), SimpleNamespace(vocab_limit=9)
+    tokens = compare.some_tokens(cast("Session", SimpleNamespace(model=model, manifest=manifest)))
+    assert len(tokens) == count
+    assert max(tokens) == 8
+
+
+def test_a_package_without_a_drafter_is_compared_with_a_file_that_has_taps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = np.ones((2, 5), np.float32)
+    monkeypatch.setattr(
+        compare, "score", lambda *of: {"logits": rows} if of[2] is False else pytest.fail("taps")
+    )
+    golden = Golden({}, 16, False, (1, 2), rows, np.ones((2, 8), np.float32), {})
+    session = cast("Session", SimpleNamespace(manifest=SimpleNamespace(drafter=None)))
+    report = compare._outside(session, Reference(golden), 0.0, Silent())
+    assert report.right
+    assert report.taps == ()
+
+
 def test_a_head_is_defined_in_parts_as_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(define, "PART", 40)
     for case in HEAD.cases(np.random.default_rng(5)):

@@ -14,7 +14,9 @@ from samples import MANIFEST
 
 from thor_dflash import cli
 from thor_dflash.builders.build import build
+from thor_dflash.calib.check import compare as judging
 from thor_dflash.calib.check.compare import compare, tracer
+from thor_dflash.calib.check.walks import walks
 from thor_dflash.config import BuildConfig
 from thor_dflash.errors import RequestError
 from thor_dflash.progress import Silent
@@ -44,3 +46,26 @@ def test_the_only_block_is_walked_once() -> None:
     report = compare(s, show, None, (1, 2, 3), "auto", None, Silent())
     walked = [walk.graph for walk in report.walks]
     assert (walked.count("verify"), len(walked)) == (1, len(set(walked)))
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(1, [0]), (16, [0]), (17, [0, 1]), (48, [0, 2])])
+def test_the_first_block_and_the_last_are_walked(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, blocks: list[int]
+) -> None:
+    s = session()
+    assert s.model.block == 16
+    places: list[tuple[str, int]] = []
+    monkeypatch.setattr(judging, "_walked", lambda *of: places.extend(of[4]) or [])
+    show = tracer(s, Path(s.model.engine.package))  # type: ignore[attr-defined]
+    compare(s, show, None, (1,) * tokens, "all", None, Silent())
+    assert [at for graph, at in places if graph == "verify"] == blocks
+
+
+def test_a_prefill_is_walked_with_all_rows_that_there_are_tokens_for() -> None:
+    model = session().model
+    for count in (5, model.chunk, model.chunk + 3):
+        tokens = list(range(1, 1 + count))
+        call = walks(model)["prefill"](tokens, 0)
+        rows = min(count, model.chunk)
+        assert model.engine.read(call.inputs["valid"]).tolist() == [rows]
+        assert model.engine.read(call.inputs["tokens"])[:rows].tolist() == tokens[:rows]

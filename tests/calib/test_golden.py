@@ -78,6 +78,18 @@ def test_a_file_without_an_array_is_told_what_a_golden_holds(
         read(path)
 
 
+def test_a_file_whose_compressed_data_are_damaged_is_no_golden(
+    made: Mapping[str, Array], tmp_path: Path
+) -> None:
+    path = tmp_path / "golden.npz"
+    np.savez_compressed(path, allow_pickle=False, **made)
+    data = bytearray(path.read_bytes())
+    data[60:90] = b"\xff" * 30
+    path.write_bytes(data)
+    with pytest.raises(RequestError, match="must be a golden file .*; make it again"):
+        read(path)
+
+
 def test_one_array_is_no_golden(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.zeros(3))
     (tmp_path / "a.npy").rename(tmp_path / "a.npz")

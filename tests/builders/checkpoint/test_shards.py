@@ -135,6 +135,14 @@ HEADERS: dict[str, tuple[object, bytes, str]] = {
 }
 
 
+def test_an_empty_tensor_may_be_listed_after_one_that_begins_at_the_same_byte(
+    tmp_path: Path,
+) -> None:
+    empty = entry(shape=[0], offsets=[0, 0])
+    write_header(tmp_path / "model.safetensors", {"a": entry(), "empty": empty}, U4)
+    assert Shards.open(tmp_path).array("empty").shape == (0,)
+
+
 @pytest.mark.parametrize("case", HEADERS)
 def test_a_broken_header_is_named(case: str, tmp_path: Path) -> None:
     header, data, message = HEADERS[case]
@@ -220,6 +228,17 @@ def also_single(directory: Path, places: dict[str, str]) -> None:
     write_safetensors(directory / "model.safetensors", {"a": TENSORS["a"]})
 
 
+def unnamed_two(directory: Path, places: dict[str, str]) -> None:
+    more = dict.fromkeys(("a", "x", "y"), TENSORS["a"])
+    write_safetensors(directory / "one.safetensors", more)
+
+
+def five_alone(directory: Path, places: dict[str, str]) -> None:
+    (directory / INDEX).unlink()
+    for name in ("1", "2", "3"):
+        write_safetensors(directory / f"{name}.safetensors", {name: TENSORS["a"]})
+
+
 def bad_index(text: str) -> Callable[[Path, dict[str, str]], None]:
     def write(directory: Path, places: dict[str, str]) -> None:
         (directory / INDEX).write_text(text)
@@ -240,11 +259,13 @@ SETS: dict[str, tuple[Callable[[Path, dict[str, str]], None], str]] = {
     "other file": (place("a", "one.bin"), BESIDE),
     "no file": (place("a", 3), r"weight_map\.a must be a string \(got 3\)"),
     "not indexed": (unnamed, r"must name every tensor of its shards \(got c in two\.safetensors"),
+    "not indexed, two": (unnamed_two, r"\(got x and 1 more in one\.safetensors, not in the"),
     "both": (also_single, r"must hold either model\.safetensors or .*index\.json \(got both\)"),
     "no map": (bad_index("{}"), r"weight_map must be an object \(got nothing\)"),
     "empty map": (bad_index('{"weight_map": {}}'), r"weight_map must name tensors \(got none\)"),
     "index": (bad_index("{"), r"index\.json must be JSON"),
     "no index": (remove(INDEX), r"must hold one model\.safetensors, .* \(got one.*, two"),
+    "no index, five": (five_alone, r"\(got 1\.safe.*, 2\.safe.*, 3\.safetensors and 2 more\)"),
 }
 
 

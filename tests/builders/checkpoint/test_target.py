@@ -137,6 +137,10 @@ def test_vision_and_mtp_are_passed_over_and_listed(tmp_path: Path) -> None:
     checkpoint = read_target(write_target(tmp_path, GEOMETRIES["27b"], 0))
     assert set(checkpoint.skipped) == {"model.visual.patch_embed.proj.weight", "mtp.fc.weight"}
     assert checkpoint.prefix == "model.language_model."
+    file = write_target(tmp_path / "others", SMALL, 0) / "model.safetensors"
+    others = dict.fromkeys(("visual.x", "vision_tower.x"), np.ones(1, np.float32))
+    write_safetensors(file, {**read_safetensors(file), **others})
+    assert set(read_target(file.parent).skipped) == set(others)
 
 
 def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:

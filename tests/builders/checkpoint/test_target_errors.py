@@ -232,7 +232,7 @@ EMBED = "model.embed_tokens.weight"
 ONE = np.ones(1, np.float32)
 KV = ("model.layers.3.self_attn.k_scale", "model.layers.3.self_attn.v_scale")
 LAYOUT: list[tuple[Dialect, Callable[[Tensors], None], str]] = [
-    ("bf16", drop(A_LOG), rf"{A_LOG} must be bfloat16 \| .* \[2\] \(got nothing\)"),
+    ("bf16", drop(A_LOG), rf"^[^(]*: {A_LOG} must be bfloat16 \| .* \[2\] \(got nothing\)"),
     ("bf16", put(A_LOG, np.zeros(3, "f4")), rf"{A_LOG} must be .* \[2\] \(got float32\[3\]\)"),
     ("bf16", put(A_LOG, np.zeros(2, "i4")), rf"{A_LOG} must be .* \[2\] \(got int32\[2\]\)"),
     ("bf16", reshape(CONV, 192, 4, 1), rf"{CONV} must be .* \[192, 1, 4\] \(got .*\[192, 4, 1\]"),
@@ -268,6 +268,7 @@ LAYOUT: list[tuple[Dialect, Callable[[Tensors], None], str]] = [
     ("bf16", put(f"{MLP}.pre_quant_scale", ONE), r"\(got AWQ \(pre_quant_scale\)"),
     ("bf16", put(f"{MLP}.weight_shape", ONE), r"\(got packed integers: "),
     ("bf16", put(f"{MLP}.SCB", ONE), r"\(got bitsandbytes 8-bit integers: "),
+    ("bf16", put(f"{MLP}.weight.absmax", ONE), r"\(got bitsandbytes 4-bit: .*weight\.absmax"),
     ("modelopt", drop(f"{MLP}.weight_scale"), rf"{MLP}\.weight_scale must be in the"),
     ("modelopt", drop(f"{MLP}.weight_scale_2"), rf"{MLP}\.weight_scale_2 must be in the"),
     (

@@ -6,8 +6,12 @@ The recorder is our own; only a device can show that TensorRT accepts all this.
 
 from __future__ import annotations
 
+import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import cast
 
 import pytest
 import trt_recorder as recorder
@@ -22,11 +26,13 @@ from thor_dflash.builders.tensorrt import package
 from thor_dflash.builders.tensorrt.profiles import Range, session_ranges
 from thor_dflash.config import BuildConfig
 from thor_dflash.dims import LEAST_TALK, DraftLayerDims
+from thor_dflash.errors import EngineError
 from thor_dflash.plugins.launch import THOR
 from thor_dflash.plugins.op import DOMAIN, NEXT
 from thor_dflash.plugins.rules import RULES
 from thor_dflash.plugins.tensorrt.node import fingerprint, parse
 from thor_dflash.program import Program
+from thor_dflash.progress import Silent
 from thor_dflash.runtime.model import cache_rows, ring_rows
 from thor_dflash.tensors import DType
 
@@ -239,3 +245,23 @@ def test_the_timing_cache_is_kept_by_version_device_and_kernels(tmp_path: Path) 
     again = record_hybrid(tmp_path, "bf16").engines
     given = [one.config.cache.data for one in again.values() if one.config.cache]
     assert given == [b"+" * (len(first) + i) for i in range(len(again))]
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_the_driver_is_asked_for_the_device_and_closed(
+    monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    closed: list[str] = []
+    driver = SimpleNamespace(info="a Thor", close=lambda: closed.append("driver"))
+
+    def real(config: object, device: object, *others: object) -> object:
+        if refused:
+            raise EngineError("too old")
+        return device
+
+    monkeypatch.setattr(package, "Driver", lambda: driver)
+    name = "thor_dflash.builders.tensorrt.engine"
+    monkeypatch.setitem(sys.modules, name, cast("ModuleType", SimpleNamespace(Maker=real)))
+    with pytest.raises(EngineError, match="too old") if refused else nullcontext():
+        assert package.maker(BuildConfig().tensorrt, Silent()) == "a Thor"
+    assert closed == ["driver"]

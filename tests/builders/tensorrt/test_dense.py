@@ -4,14 +4,17 @@ itself: which linears these are, and what their nodes compute.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+from weakref import ref
 
 import ml_dtypes
 import numpy as np
 import onnx
 import pytest
+import trt_recorder as recorder
 from checkpoints import Dialect, write_target
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
@@ -24,6 +27,7 @@ from thor_dflash.builders.tensorrt.constants import Constants
 from thor_dflash.builders.tensorrt.dense import Dense, _up
 from thor_dflash.builders.tensorrt.deploy import Sheet
 from thor_dflash.builders.tensorrt.package import engines
+from thor_dflash.builders.tensorrt.profiles import _sizeless
 from thor_dflash.builders.weights import WeightFiles
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.linear.reference import reference
@@ -50,6 +54,14 @@ def test_prefills_of_every_size_are_profiles_of_one_engine(modelopt: Recorded) -
         assert card.inputs["tokens"].shape == (chunk,)
         assert profiles[i].shapes["tokens"] == ((chunk,),) * 3
     assert len(profiles) == len(CHUNKS)
+
+
+def test_nodes_that_differ_in_rows_alone_may_share_an_engine() -> None:
+    def node(known: str, call: int, kind: int) -> bytes:
+        given = {"known": known, "call0": call, "call1": call, "kind": kind}
+        return _sizeless(helper.make_node("ThorLinear", ["x"], ["y"], **given))
+
+    assert node("x:bf16:16,64", 1, 0) == node("x:bf16:32,64", 2, 0) != node("x:bf16:32,64", 2, 1)
 
 
 @pytest.mark.parametrize(("dialect", "some"), [("modelopt", False), ("mixed", True)])
@@ -104,6 +116,33 @@ def test_a_constant_is_the_checkpoints_weight(modelopt: Recorded, tmp_path: Path
         value = stored.array(name).tobytes()
         assert len(value) == size
         assert value.startswith(network.beginnings[name])
+
+
+def test_constants_stay_mapped_until_their_engine_is_built_and_on_disk_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parser gets their addresses, and TensorRT reads them when it builds."""
+    files = list[list[str]]()
+    mapped, build = Constants.mapped, recorder.Builder.build_serialized_network_to_stream
+    given, alive = list[ref[Array]](), list[bool]()
+
+    def watched(*args: Any) -> Iterator[tuple[str, Array]]:
+        for name, array in mapped(*args):
+            given.append(ref(array))
+            yield name, array
+
+    def built(*args: Any) -> bool:
+        alive.extend(array() is not None for array in given)
+        given.clear()
+        files.append([path.name for path in tmp_path.glob("*/.scratch/*")])
+        return build(*args)
+
+    monkeypatch.setattr(Constants, "mapped", watched)
+    monkeypatch.setattr(recorder.Builder, "build_serialized_network_to_stream", built)
+    record_hybrid(tmp_path, "modelopt")
+    assert len(alive) > 10
+    assert all(alive)
+    assert files == [["constants.bin"], *[[] for _ in files[1:]]]
 
 
 def test_a_linear_with_a_weight_in_fp8_is_none_of_tensorrts(

@@ -93,8 +93,8 @@ Change = Callable[[onnx.ModelProto], object]
 BREAKS: dict[str, tuple[Change, str]] = {
     "namespace": (lambda m: drop(m, "plugin_namespace"), "plugin_namespace must be"),
     "version": (lambda m: set_text(m, "plugin_version", b"2"), "plugin_version must be"),
-    "clash": (lambda m: rename_type(m, "Gather"), "must begin with Thor and be no operator"),
-    "prefix": (lambda m: rename_type(m, "Embed"), "must begin with Thor and be no operator"),
+    "clash": (lambda m: rename_type(m, "Gather"), "must begin with Thor, as no operator"),
+    "prefix": (lambda m: rename_type(m, "Embed"), "must begin with Thor, as no operator"),
     "unknown": (lambda m: m.graph.node[0].ClearField("domain"), "no operator of ONNX"),
     "list": (lambda m: add(m, "sizes", [1, 2]), "sizes must be a number or text"),
     "wide": (lambda m: add(m, "wide", 2**31), "wide must fit in 32 bits"),

@@ -107,7 +107,8 @@ def test_a_weight_that_is_not_taken_ends_the_build(
         return real(parser, name, data, size) and len(asked) != 1
 
     monkeypatch.setattr(recorder.OnnxParser, "load_initializer", load)
-    with pytest.raises(EngineError, match=r"prefill must be a graph that TensorRT takes \(got: "):
+    said = r"prefill must be a graph that TensorRT takes \(got: TensorRT did not say\)"
+    with pytest.raises(EngineError, match=said):
         record_hybrid(tmp_path, "modelopt")
 
 
@@ -139,9 +140,9 @@ def by_profile(plan: Told) -> None:
 
 
 def by_value(plan: Told) -> None:
-    """The inspector gives tactics under another key."""
+    """The inspector gives tactics under another key, and in capitals."""
     for layer in plan["Layers"]:
-        layer["TacticValue"] = layer.pop("TacticName")
+        layer["TacticValue"] = layer.pop("TacticName").upper()
 
 
 @pytest.mark.parametrize(
@@ -172,7 +173,7 @@ def test_other_forms_of_the_inspector_s_report_are_understood(
     made = record_hybrid(tmp_path, dialect)
     assert "INSPECTED" not in (made.out / LOG).read_text()
     if change is by_value:
-        assert "MatMul gemm_e2m1" in made.card("prefill").tactics.values()
+        assert "MatMul GEMM_E2M1" in made.card("prefill").tactics.values()
 
 
 def test_layers_may_be_listed_once_for_each_profile(
@@ -287,6 +288,7 @@ def test_a_stop_reaches_tensorrt_and_comes_out_again(tmp_path: Path, at: str) ->
     with pytest.raises(KeyboardInterrupt):
         record(tmp_path / "p", NANO / "target", None, options(tmp_path), _Stop(at))
     assert not (tmp_path / "p").exists()
+    assert at == "finish" or not recorder.BUILT, "TensorRT stops at the next step"
 
 
 class _Bars(Silent):
@@ -314,12 +316,27 @@ class _Bar:
         self.told[3] = "ended"
 
 
+def test_no_phase_outlives_a_build_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def report(monitor: Any) -> bool:
+        monitor.phase_start("Building Engine", None, 2)
+        return False
+
+    bars = _Bars()
+    monkeypatch.setattr(recorder, "_report", report)
+    with pytest.raises(EngineError, match="must build"):
+        record(tmp_path / "p", NANO / "target", None, options(tmp_path), bars)
+    assert bars.shown[-1].told[2:] == [0, "ended"]
+
+
 def test_two_levels_of_phases_are_shown_and_none_outlives_a_build() -> None:
     bars = _Bars()
     with recording():
         phases = import_module("thor_dflash.builders.tensorrt.watch").Phases("verify", bars)
         for name, parent, steps in (("all", None, 2), ("part", "all", 5), ("deep", "part", 9)):
             phases.phase_start(name, parent, steps)
+        phases.phase_start("part", "all", 5)  # a second of that name shares the bar
         for at in range(4):
             assert phases.step_complete("part", at)
             assert phases.step_complete("deep", at)

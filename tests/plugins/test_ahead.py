@@ -1,0 +1,26 @@
+"""How much of the next product's weight the blocks of a launch prefetch."""
+
+from __future__ import annotations
+
+import pytest
+
+from thor_dflash.plugins import GDN
+from thor_dflash.plugins.launch import AHEAD, MOST_AHEAD, At, Int, Shaped, Site, ahead
+from thor_dflash.plugins.op import Attributes
+from thor_dflash.tensors import DType
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "blocks", "each"),
+    [
+        (None, 7, 0),
+        (4096, 4, 1024),
+        (1000, 7, 128),  # of 142: the hardware prefetches units of 16 bytes
+        (MOST_AHEAD + 4096, 16, MOST_AHEAD // 16),
+    ],
+)
+def test_every_block_prefetches_an_equal_part_of_what_the_cache_holds(
+    nbytes: int | None, blocks: int, each: int
+) -> None:
+    ports = {} if nbytes is None else {AHEAD: Shaped(DType.U8, (nbytes,))}
+    assert ahead(Site(GDN, Attributes({}), ports), blocks) == (At(AHEAD), Int(each))
