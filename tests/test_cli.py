@@ -55,7 +55,6 @@ class Request:
     relaxed: RelaxedConfig | None = None
     gate: bool = False
     draft: DraftConfig = AS_MADE
-    grammar: None = None
 
 
 @dataclass(frozen=True)
