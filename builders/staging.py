@@ -86,8 +86,7 @@ class Staging:
             ) from error
 
     def write(self, name: str, writer: Callable[[Path], None]) -> FileEntry:
-        """Let `writer` write one file at the path passed to it, then hash and flush the file. It
-        must replace what is there: a killed build may have left a part of the file.
+        """Let `writer` write one file at the path passed to it, then hash and flush the file.
 
         The writer is skipped if an earlier build with the same key has written this file.
         """
@@ -95,6 +94,7 @@ class Staging:
             return self._files[name]
         path = self._inside(name)
         path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)  # part of a file of a killed build, or a link to another file
         writer(path)
         entry = hash_file(path)
         _flush(path)

@@ -181,6 +181,19 @@ def test_a_killed_build_resumes_file_by_file(tmp_path: Path) -> None:
     assert tree(tmp_path)[0] == "pkg"
 
 
+def test_a_link_in_place_of_a_file_is_replaced_and_not_written_through(tmp_path: Path) -> None:
+    killed(tmp_path / "pkg", 'stage.write("a", lambda p: p.write_bytes(b"1"))\ndie()')
+    (tmp_path / "thesis.tex").write_bytes(b"years")
+    (tmp_path / ".pkg.partial" / "b").symlink_to(tmp_path / "thesis.tex")
+    with Staging(tmp_path / "pkg", "k") as stage:
+        stage.write("a", forbidden)
+        stage.write("b", put(b"2"))
+        stage.finish(TEXT)
+    assert (tmp_path / "thesis.tex").read_bytes() == b"years"
+    assert (tmp_path / "pkg" / "b").read_bytes() == b"2"
+    assert not (tmp_path / "pkg" / "b").is_symlink()
+
+
 def test_a_line_that_a_crash_cut_short_costs_one_file_of_the_next_build(tmp_path: Path) -> None:
     killed(tmp_path / "pkg", 'stage.write("a", lambda p: p.write_bytes(b"1"))\ndie()')
     with (tmp_path / ".pkg.partial" / ".journal").open("a") as file:
