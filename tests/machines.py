@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 
+from thor_dflash.plan import Made, Plan, render
 from thor_dflash.runtime.doctor import software
 from thor_dflash.runtime.doctor.facts import Cuda, Gpu, Nvrtc, Output, TensorRT
 
@@ -95,3 +96,27 @@ THOR = Pretend(
     },
     commands={"nvpmodel -q": Output(0, "NV Power Mode: MAXN\n0\n")},
 )
+
+
+def built_on(gpu: Gpu) -> str:
+    """Returns the description of an engine that TensorRT 10.13.3.9 built on a device."""
+    made = Made(
+        tensorrt="10.13.3.9",
+        capability=gpu.capability,
+        device=gpu.name,
+        multiprocessors=gpu.multiprocessors,
+        kernels="k",
+    )
+    return render(
+        Plan(
+            name="verify",
+            file="verify.plan",
+            sha256="0",
+            profile=0,
+            inputs={},
+            outputs={},
+            weights={},
+            nodes=(),
+            made=made,
+        )
+    )

@@ -21,6 +21,7 @@ from machines import (
     THOR,
     THOR_GPU,
     Pretend,
+    built_on,
     devfreq,
 )
 from samples import MANIFEST, package
@@ -31,7 +32,6 @@ from thor_dflash.builders.hollow import QWEN36_27B, QWEN36_27B_DFLASH
 from thor_dflash.config import EngineConfig
 from thor_dflash.errors import ConfigError, PackageError
 from thor_dflash.manifest import FileEntry, Manifest, Share
-from thor_dflash.plan import Made, Plan, render
 from thor_dflash.progress import Silent
 from thor_dflash.runtime.doctor import software
 from thor_dflash.runtime.doctor.examine import Report, examine
@@ -330,15 +330,7 @@ def test_an_option_that_opening_refuses_is_refused_in_the_same_words(
 
 
 def test_plans_of_another_tensorrt_or_device_are_refused(tmp_path: Path) -> None:
-    made = Made(
-        tensorrt="10.13.3.9", capability=(11, 0), device="NVIDIA Thor", multiprocessors=20,
-        kernels="k",
-    )  # fmt: skip
-    plan = Plan(
-        name="verify", file="verify.plan", sha256="0", profile=0, inputs={}, outputs={},
-        weights={}, nodes=(), made=made,
-    )  # fmt: skip
-    (tmp_path / "verify.plan.json").write_text(render(plan))
+    (tmp_path / "verify.plan.json").write_text(built_on(THOR_GPU))
     assert package_plan(tmp_path, THOR.gpu, THOR.trt, 0).state == "ok"
     newer = package_plan(tmp_path, THOR.gpu, replace(THOR.trt, bindings="10.16.2.1"), 0)
     assert (newer.state, "TensorRT 10.13.3.9, here 10.16.2.1" in newer.text) == ("wrong", True)

@@ -18,6 +18,7 @@ from machines import (
     THOR,
     THOR_GPU,
     Pretend,
+    built_on,
     devfreq,
 )
 from samples import MANIFEST, package
@@ -25,7 +26,6 @@ from samples import MANIFEST, package
 from thor_dflash import manifest
 from thor_dflash.config import EngineConfig
 from thor_dflash.manifest import FileEntry
-from thor_dflash.plan import Made, Plan, render
 from thor_dflash.plugins.verify_attention import TILE
 from thor_dflash.runtime.doctor import board, software
 from thor_dflash.runtime.doctor.examine import Report, examine
@@ -73,15 +73,9 @@ def test_the_device_that_is_examined_is_the_one_to_run_on() -> None:
 
 
 def test_the_plans_of_a_package_are_compared_with_the_device_to_run_on(tmp_path: Path) -> None:
-    made = Made(
-        tensorrt="10.13.3.9", capability=(9, 0), device="NVIDIA H100", multiprocessors=132,
-        kernels="k",
-    )  # fmt: skip
-    plan = Plan(
-        name="verify", file="verify.plan", sha256="0", profile=0, inputs={}, outputs={},
-        weights={}, nodes=(), made=made,
-    )  # fmt: skip
-    found = replace(package(tmp_path, verify_plan_json=render(plan).encode()), engine="tensorrt")
+    found = replace(
+        package(tmp_path, verify_plan_json=built_on(H100_GPU).encode()), engine="tensorrt"
+    )
     (tmp_path / "verify_plan_json").rename(tmp_path / "verify.plan.json")
     files = {"verify.plan.json": found.files["verify_plan_json"]}
     (tmp_path / manifest.NAME).write_text(manifest.render(replace(found, files=files)))
