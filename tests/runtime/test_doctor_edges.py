@@ -73,12 +73,8 @@ def test_the_device_that_is_examined_is_the_one_to_run_on() -> None:
 
 
 def test_the_plans_of_a_package_are_compared_with_the_device_to_run_on(tmp_path: Path) -> None:
-    found = replace(
-        package(tmp_path, verify_plan_json=built_on(H100_GPU).encode()), engine="tensorrt"
-    )
-    (tmp_path / "verify_plan_json").rename(tmp_path / "verify.plan.json")
-    files = {"verify.plan.json": found.files["verify_plan_json"]}
-    (tmp_path / manifest.NAME).write_text(manifest.render(replace(found, files=files)))
+    made = package(tmp_path, **{"verify.plan.json": built_on(H100_GPU).encode()})
+    (tmp_path / manifest.NAME).write_text(manifest.render(replace(made, engine="tensorrt")))
     two = having(THOR, THOR_GPU, H100_GPU)
     for device, state in ((0, "wrong"), (1, "ok")):
         report = examine(two, EngineConfig(device=device), tmp_path)
