@@ -262,8 +262,9 @@ def profile(
 def steps(found: Profile) -> Iterator[tuple[str, Beat, Beat]]:
     """What each step of the last answer was, its start and its end."""
     for start, end in itertools.pairwise(found.timeline):
-        dead = found.finish == "grammar_dead_end" and end is found.timeline[-1]
-        yield "cycle" if end.tokens else "dead end" if dead else "prompt", start, end
+        # Only a dead end commits nothing after the prompt.
+        last = end is found.timeline[-1]
+        yield "cycle" if end.tokens else "dead end" if last else "prompt", start, end
 
 
 def stretches(
