@@ -41,11 +41,13 @@ def launches(site: Site, device: Device) -> tuple[Launch, ...]:
 def refuse(site: Site) -> str:
     """Returns why the kernels cannot run this call, or an empty string if they can."""
     a = site.attributes
-    segments, head_dim = a.integer("segments"), a.integer("head_dim")
+    segments, head_dim, k = a.integer("segments"), a.integer("head_dim"), site.size("x", 1)
     if segments > _MOST_SEGMENTS:
         return f"linear.segments must be at most {_MOST_SEGMENTS} (got {segments})"
-    if head_dim not in (0, site.size("x", 1), *HEADS):
+    if head_dim not in (0, k, *HEADS):
         return f"linear.head_dim must be K or one of {HEADS} (got {head_dim})"
+    if head_dim and k % head_dim:
+        return f"linear.head_dim must divide the {k} columns of x (got {head_dim})"
     return refuse_weight(site, segments) or _refuse_swiglu(site) or _refuse_widths(site)
 
 
@@ -85,9 +87,16 @@ def _refuse_swiglu(site: Site) -> str:
     if site.attributes.word("epilogue") != "swiglu" or "weight0" not in site:
         return ""
     first, second = (site.ports[f"weight{i}"].dtype.value for i in (0, 1))
-    if first == second:
-        return ""
-    return f"linear.weight1 must be stored as weight0 is, for swiglu (got {second}, not {first})"
+    if first != second:
+        return (
+            f"linear.weight1 must be stored as weight0 is, for swiglu (got {second}, not {first})"
+        )
+    gate, up = (site.size(f"weight{i}", 0) for i in (0, 1))
+    if gate != up:
+        return (
+            f"linear.weight1 must have as many rows as weight0, for swiglu (got {up}, not {gate})"
+        )
+    return ""
 
 
 def _refuse_widths(site: Site) -> str:

@@ -63,7 +63,9 @@ def weight_case(
 
 
 def cases(rng: np.random.Generator) -> Iterator[Case]:
-    """Every weight kind; each prologue and epilogue; mixed kinds in one launch; 1 to 17 rows."""
+    """Every weight kind; each prologue and epilogue; mixed kinds in one launch; 1 to 17 rows; rows
+    near zero.
+    """
     k, n = 64, 48
     for kind in ("nvfp4", "fp8", "bfloat16", "float16", "float32"):
         yield Case(kind, {"x": _rows(rng, 16, k), **weight_case(rng, kind, n, k)}, {})
@@ -98,6 +100,18 @@ def _fused_cases(rng: np.random.Generator, n: int, k: int, norm: Array) -> Itera
         {**x, "norm_weight": norm[:32]},
         {"epilogue": "residual", "gate": "silu", "head_dim": 32},
     )
+    x = {"x": near_zero(_rows(rng, 16, k)), "norm_weight": norm, **weight_case(rng, "nvfp4", n, k)}
+    yield Case("rows_near_zero", x, {"norm_eps": NEAR_ZERO**2})
+
+
+NEAR_ZERO = 0.03
+"""A root mean square whose square a test takes as `norm_eps`."""
+
+
+def near_zero(rows: Array) -> Array:
+    """Scales rows [T, K], in turn, to zeros, to below NEAR_ZERO, to about that, and to above."""
+    scales = np.array([0, 0.1, 1, 3, 100]) * NEAR_ZERO
+    return (rows * np.resize(scales, (len(rows), 1))).astype(rows.dtype)
 
 
 def _rows(rng: np.random.Generator, t: int, width: int, scale: float = 1.0) -> Array:

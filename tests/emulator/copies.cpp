@@ -124,12 +124,21 @@ void wait_at(u32 barrier, u32 parity, bool cluster, const char* what) {
 }
 
 // Checks that a copy may overwrite this memory. It is not enough that barriers order the copy after
-// earlier reads: a load may only have been started until its thread calls `received`.
+// earlier reads: a load may only have been started until its thread calls `received`, and the barriers
+// must order the copy after that call.
 void check_overwritten(Spot to, u32 bytes, const char* what) {
-    Races::Place other = races.unreceived(to.rank, to.address, bytes);
+    Races::Place other = races.unreceived(self->number, to.rank, to.address, bytes);
     check_race(to, bytes, true, what);
     if (other.thread < 0) return;
     fault("%s: %s read shared address %u at @0x%llx and no received lies between", what,
+          named(other.thread), other.address, other.site);
+}
+
+// Checks that what threads have stored here cannot arrive after what the copy engine writes.
+void check_fenced(Spot to, u32 bytes) {
+    Races::Place other = races.unfenced(self->number, to.rank, to.address, bytes);
+    if (other.thread < 0) return;
+    fault("copy_bulk: %s wrote shared address %u at @0x%llx and no barrier_init_done lies between",
           named(other.thread), other.address, other.site);
 }
 
@@ -212,6 +221,7 @@ void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
     check_shared(to, bytes, 16, "copy_bulk");
     check_global(from, bytes, false, "copy_bulk");
     phase_at(own(barrier), "copy_bulk");
+    check_fenced(own(to), bytes);
     send("copy_bulk", own(to), bytes, own(barrier)).global = static_cast<const u8*>(from);
 }
 

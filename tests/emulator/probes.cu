@@ -397,7 +397,9 @@ KERNEL void wrong_async(const float* in, float* out, int wait) {
 }
 
 // A stage is read and then filled again, by the copy engine (`engine`) or by asynchronous copies. It
-// is right with `receives` and without `late`: every thread then calls `received` before the copy.
+// is right with `receives` 1, and without `late`: every thread then calls `received` before the
+// barrier after which the stage may be filled, and not only before the copy (late 2) or later (1).
+// With `receives` 2 it waits for a constant instead of the load.
 KERNEL void wrong_refill(const float* in, float* out, int engine, int receives, int late) {
     DYNAMIC_SHARED(memory);
     __shared__ u64 barrier[1];
@@ -422,12 +424,31 @@ KERNEL void wrong_refill(const float* in, float* out, int engine, int receives, 
         if (engine) barrier_wait(full, round & 1);
         else sync_block();
         const float x = *held;
-        if (receives && !late) received(float_bits(x));
+        if (receives == 1 && !late) received(float_bits(x));
+        if (receives == 2) received(0);
         sync_block();
         sum += x;
-        if (receives && late && round == 1) received(float_bits(x));
+        if (receives == 1 && (late == 2 || (late && round == 1))) received(float_bits(x));
     }
     out[threadIdx.x] = sum;
+}
+
+// Every thread clears a word, and the copy engine fills them all. It is right with `fenced`.
+KERNEL void wrong_cleared(const float* in, float* out, int fenced) {
+    DYNAMIC_SHARED(memory);
+    __shared__ u64 barrier[1];
+    float* held = reinterpret_cast<float*>(memory) + threadIdx.x;
+    const saddr full = shared_address(barrier);
+    *held = 0;
+    if (threadIdx.x == 0) barrier_init(full, 1);
+    if (threadIdx.x == 0 || fenced) barrier_init_done();
+    sync_block();
+    if (threadIdx.x == 0) {
+        barrier_expect(full, 256);
+        copy_bulk(shared_address(memory), in, 256, full);
+    }
+    barrier_wait(full, 0);
+    out[threadIdx.x] = *held;
 }
 
 KERNEL void wrong_index(const u32* in, u32* out, int where) { out[threadIdx.x] = in[where]; }

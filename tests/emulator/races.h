@@ -2,7 +2,7 @@
 // threads access a byte, at least one of them writes, and no synchronisation orders the accesses. At
 // most two readers of a byte are remembered, so a race may be missed, but every reported one is real.
 // Shuffles and matrix products order nothing. A load may still be going on after a barrier unless its
-// thread has called `received`.
+// thread has called `received` before it.
 //
 // Threads are numbered through the cluster. After them, each block has two more clocks: one for its
 // copy engine, and one for its beginning. A thread that has seen the latter knows that the block has
@@ -59,7 +59,8 @@ public:
         std::fill(clocks.begin(), clocks.end(), origin);
         for (int t = 0; t < all; t++) of(t)[t] = of(t)[beginning(t / each)] = origin + 1;
         std::fill(engines.begin(), engines.end(), origin + 1);
-        got.assign(static_cast<size_t>(all), origin);
+        got.assign(static_cast<size_t>(all), {});
+        fences = got;
         std::fill(beginnings.begin(), beginnings.end(), origin + 1);
         barriers.clear(), ended.clear(), published.clear(), counters.clear();
         meeting.assign(static_cast<size_t>(count), origin);
@@ -116,6 +117,7 @@ public:
         u32 clock = ++beginnings[static_cast<size_t>(rank)];
         for (u32 barrier : made) published[key(rank, barrier)] = clock;
         of(thread)[beginning(rank)] = clock;
+        note_call(fences, thread);
     }
     void unpublish(int thread, u32 barrier) { published.erase(key(thread / each, barrier)); }
     bool is_published(int rank, u32 barrier) { return published.count(key(rank, barrier)) != 0; }
@@ -151,17 +153,35 @@ public:
         seen = std::max(seen, clock);
     }
     // All earlier loads of this thread are complete.
-    void received(int thread) {
-        got[static_cast<size_t>(thread)] = of(thread)[thread];
-        tick(thread);
-    }
-    // Returns a load of this memory that may not be complete: its thread has not called `received`.
-    Place unreceived(int rank, u32 address, u64 bytes) {
+    void received(int thread) { note_call(got, thread); }
+    // Returns a load of this memory that `thread`, which is about to overwrite it, cannot know to be
+    // complete: it has seen no call of `received` that the load's thread made after the load.
+    Place unreceived(int thread, int rank, u32 address, u64 bytes) {
+        const u32* now = of(thread);
+        int last = -1;
+        u32 complete = 0;  // loads of thread `last` up to this clock
         Place found = NONE;
         visit(rank, address, bytes, [&](const Cell& cell, u32 at) {
             for (const Read& read : cell.reads) {
                 if (read.clock <= origin || read.thread >= u32(all)) continue;
-                if (read.clock > got[read.thread]) found = {int(read.thread), read.site, false, at};
+                if (int(read.thread) != last) {
+                    last = int(read.thread);
+                    complete = last_call(got, last, now[last]);
+                }
+                if (read.clock > complete) found = {last, read.site, false, at};
+            }
+        });
+        return found;
+    }
+    // Returns a thread's write of this memory, which the copy engine is about to overwrite for
+    // `thread`, that no barrier_init_done of its thread orders before the engine's writes.
+    Place unfenced(int thread, int rank, u32 address, u64 bytes) {
+        const u32* now = of(thread);
+        Place found = NONE;
+        visit(rank, address, bytes, [&](const Cell& cell, u32 at) {
+            if (cell.wrote <= origin || cell.writer >= all) return;
+            if (cell.wrote > last_call(fences, cell.writer, now[cell.writer])) {
+                found = {cell.writer, cell.write_site, true, at};
             }
         });
         return found;
@@ -243,6 +263,18 @@ private:
         reads[0] = {now[thread], site, u32(thread)};
     }
 
+    typedef std::vector<std::vector<u32>> Calls;  // of each thread: its clocks, ascending
+    void note_call(Calls& calls, int thread) {
+        calls[static_cast<size_t>(thread)].push_back(of(thread)[thread]);
+        tick(thread);
+    }
+    // The thread's last call before its clock was `seen`.
+    u32 last_call(const Calls& calls, int thread, u32 seen) const {
+        const std::vector<u32>& own = calls[static_cast<size_t>(thread)];
+        auto unseen = std::lower_bound(own.begin(), own.end(), seen);
+        return unseen == own.begin() ? origin : unseen[-1];
+    }
+
     u32* of(int thread) {
         return clocks.data() + static_cast<size_t>(thread) * static_cast<size_t>(count);
     }
@@ -290,7 +322,8 @@ private:
     int each = 0, all = 0, count = 0;
     u32 origin = 0, hole_begin = 0, hole_bytes = 0;
     u64 span = 0;
-    std::vector<u32> clocks, engines, beginnings, meeting, met, got;
+    std::vector<u32> clocks, engines, beginnings, meeting, met;
+    Calls got, fences;  // of `received`, of barrier_init_done
     std::unique_ptr<Cell[], Free> words, cells;
     std::map<u64, std::vector<u32>> barriers, ended, counters;
     std::map<u64, u32> published;

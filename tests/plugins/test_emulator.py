@@ -325,9 +325,19 @@ def test_a_copy_over_words_not_yet_received_is_told(engine: int, seed: int) -> N
     x, out = floats(128), np.zeros(64, np.float32)
     probe("wrong_refill", [x, out], engine, 1, 0, threads=64, shared=256, seed=seed)
     np.testing.assert_array_equal(out, x[:64] + x[64:])
-    for receives in (0, 1):
+    for receives, late in ((0, 1), (1, 1), (1, 2), (2, 0)):
+        numbers = engine, receives, late
         with pytest.raises(EmulatorFault, match="no received lies between"):
-            probe("wrong_refill", [x, out], engine, receives, 1, threads=64, shared=256, seed=seed)
+            probe("wrong_refill", [x, out], *numbers, threads=64, shared=256, seed=seed)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_copy_over_words_stored_without_a_fence_is_told(seed: int) -> None:
+    x, out = floats(64), np.zeros(64, np.float32)
+    probe("wrong_cleared", [x, out], 1, threads=64, shared=256, seed=seed)
+    np.testing.assert_array_equal(out, x)
+    with pytest.raises(EmulatorFault, match="no barrier_init_done lies between"):
+        probe("wrong_cleared", [x, out], 0, threads=64, shared=256, seed=seed)
 
 
 @pytest.mark.parametrize("where", [-1, 32, 1 << 20])

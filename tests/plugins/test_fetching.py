@@ -24,6 +24,7 @@ from thor_dflash.plugins.launch import (
     Int,
     Shaped,
     Site,
+    Table,
     ahead,
 )
 from thor_dflash.plugins.linear import few, layout, pack
@@ -90,7 +91,11 @@ def test_a_product_fetches_what_the_next_reads_first(product: str) -> None:
     name = "more_norm_5_of_640"
     alone = launch(call_of(LINEAR, cases_of(LINEAR)[name]), Emulator(1), THOR)
     call = followed(name, product)
-    assert launches(call.site, THOR)[-1].arguments[-1] != Int(0)
+    *_, pieces, count = launches(call.site, THOR)[-1].arguments
+    first = few.first_read(call.site.following, THOR)
+    assert isinstance(pieces, Table)
+    np.testing.assert_array_equal(pieces.values, first)
+    assert count == Int(len(first)) != Int(0)
     same_bits(launch(call, Emulator(1), THOR), alone)
 
 
@@ -123,6 +128,10 @@ def test_a_product_fetches_what_every_block_asks_for_first(device: Device, swigl
             piece = items[0].piece
             at = piece.offset + run.start // 2 * piece.group.step_bytes
             assert fetched[at // 512 : (at + piece.tiles * 4608) // 512].all()
+            if (tile := items[0].narrow) is not None:
+                at = tile.offset + run.start // 2 * tile.group.step_bytes
+                assert fetched[at // 512 : -(-(at + 2304 + 576) // 512)].all()
+    assert any(items[0].narrow for items in cut.clusters) == swiglu
 
 
 def test_more_than_the_most_is_not_fetched_at_all() -> None:

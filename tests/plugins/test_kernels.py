@@ -25,6 +25,7 @@ from kernels import (
     rule_of,
     site_of,
     source_of,
+    squares,
 )
 from row_law import cut, outputs_by_row, prefixes, rows_of, same_bits, served_apart
 
@@ -117,6 +118,8 @@ def test_linear_takes_and_leaves_sums_of_squares(name: str) -> None:
         return
     got = launch(call, Emulator(FORWARD), THOR)
     compare(op, got, call.want)
+    if leaves:  # of the rows as stored, which the next norm reads
+        np.testing.assert_allclose(got["y0_squares"], squares(got["y0"]), rtol=1e-6)
 
 
 @emulated

@@ -19,9 +19,10 @@ from products import BF16, N4, SHAPES, bf16, nvfp4
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.launch import H100, THOR, Device, Shaped, Site
 from thor_dflash.plugins.linear import launch
-from thor_dflash.plugins.linear.layout import NARROW, TILE, Kind, Layout, _layout
+from thor_dflash.plugins.linear.layout import NARROW, TILE, Kind, Layout, _layout, layout
 from thor_dflash.plugins.linear.pack import pack, packed
 from thor_dflash.plugins.linear.partition import Partition, clusters, halves, partition
+from thor_dflash.plugins.linear.reference import NEAR_ZERO, near_zero, weight_case
 from thor_dflash.plugins.op import Attributes, Case
 from thor_dflash.tensors import Array, DType
 
@@ -166,21 +167,48 @@ def test_segments_may_end_inside_a_strip(rows: int) -> None:
     kernels.run(LINEAR, case, Emulator(0))
 
 
-@pytest.mark.parametrize("seed", [0, 1, 5])
-@pytest.mark.parametrize("rows", [3, 16, 20])
-def test_a_block_may_have_any_number_of_items(rows: int, seed: int) -> None:
-    """One cluster has seven items: six of four n-tiles and one of two."""
+@pytest.mark.parametrize(
+    ("rows", "seed", "n", "items"),
+    [*((rows, seed, 1664, 7) for rows in (3, 16, 20) for seed in (0, 1, 5)), (3, 1, 4416, 18)],
+)
+def test_a_block_may_have_any_number_of_items(rows: int, seed: int, n: int, items: int) -> None:
+    """One cluster has them all: of four n-tiles each, except the last."""
     rng = np.random.default_rng(seed)
     inputs = {
         "x": rng.normal(0, 1, (rows, 384)).astype(BF16),
-        "residual": rng.normal(0, 1, (rows, 1664)).astype(BF16),
-        **{f"{name}0": value for name, value in nvfp4(rng, 1664, 384).items()},
+        "residual": rng.normal(0, 1, (rows, n)).astype(BF16),
+        **{f"{name}0": value for name, value in nvfp4(rng, n, 384).items()},
     }
     case = Case("many", inputs, {"epilogue": "residual"})
     call = kernels.call_of(LINEAR, case, y_squares=True)
     device = Device((9, 0), 1)
-    assert partition(_layout(384, (N4,), (1664,), False), 1).most_items > 2
+    assert partition(_layout(384, (N4,), (n,), False), 1).most_items == items
     kernels.compare(LINEAR, kernels.launch(call, Emulator(seed), device), call.want)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "n", "k", "parts", "tiles"),
+    [
+        ("fp8", 16, 192, 320, 2, [2, 1]),
+        ("bfloat16", 32, 192, 320, 2, [1, 1, 1]),
+        ("nvfp4", 16, 320, 1024, 8, [4, 1]),
+    ],
+)
+def test_an_item_of_any_kind_may_follow_another(
+    kind: str, rows: int, n: int, k: int, parts: int, tiles: list[int]
+) -> None:
+    """In FP8 and bf16, the last stage of an item has no slot for some of the warps. In NVFP4, the
+    blocks of the largest cluster send sums, and each warp its own.
+    """
+    rng = np.random.default_rng(n)
+    inputs = {"x": rng.normal(0, 1, (rows, k)).astype(BF16), **weight_case(rng, kind, n, k)}
+    call = kernels.call_of(LINEAR, Case("following", inputs, {}))
+    cut = partition(layout(call.site), 1)
+    [items] = cut.clusters
+    assert (cut.warps, cut.parts, [item.piece.tiles for item in items]) == (8, parts, tiles)
+    for seed in range(3):
+        got = kernels.launch(call, Emulator(seed), Device((9, 0), 1))
+        kernels.compare(LINEAR, got, call.want)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 5])
@@ -209,11 +237,11 @@ def test_rows_that_come_normed_give_what_the_norm_gives(rows: int) -> None:
     rounding of the rows.
     """
     rng = np.random.default_rng(rows)
-    x = rng.normal(0, 3, (rows, 640)).astype(BF16)
+    x = near_zero(rng.normal(0, 1, (rows, 640))).astype(BF16)
     weight = rng.normal(0, 0.2, 640).astype(BF16)
     inputs = {"x": x, "norm_weight": weight}
     inputs |= {f"{name}0": value for name, value in nvfp4(rng, 320, 640).items()}
-    case = Case("normed", inputs, {"norm_offset": 1.0})
+    case = Case("normed", inputs, {"norm_offset": 1.0, "norm_eps": NEAR_ZERO**2})
     call = kernels.call_of(LINEAR, case, x_squares=True)
     normed = (x.astype(np.float32) * (1 + weight.astype(np.float32))).astype(BF16)
     given = kernels.slabs(normed)
@@ -249,8 +277,12 @@ def test_rows_can_be_left_normed_for_the_next_product(rows: int, wide: bool) -> 
         inputs={**call.inputs, "next_norm_weight": weight},
         want={**call.want, "y0_slabs": left},
     )
+    factor = 1 + weight.astype(np.float32)
     for device in (Device((9, 0), 2), SMALL):
-        kernels.compare(LINEAR, kernels.launch(call, Emulator(0), device), call.want)
+        got = kernels.launch(call, Emulator(0), device)
+        kernels.compare(LINEAR, got, call.want)
+        made = got["y0"].astype(np.float32) * factor
+        np.testing.assert_array_equal(got["y0_slabs"], kernels.slabs(made.astype(BF16)))
 
 
 @pytest.mark.parametrize("epilogue", ["none", "swiglu", "residual"])
@@ -291,6 +323,49 @@ def test_rows_of_another_type_are_refused(port: str) -> None:
     a: dict[str, int | float | str] = {"gate": "silu", "epilogue": "residual"}
     site = kernels.site_of(LINEAR, a, {name: kernels.shaped(x) for name, x in inputs.items()})
     assert launch.refuse(site) == f"linear.{port} must be bfloat16 (got float32)"
+
+
+SWIGLU = {"segments": 2, "epilogue": "swiglu"}
+
+
+@pytest.mark.parametrize(
+    ("attributes", "port", "dtype", "shape", "why"),
+    [
+        (
+            {}, "norm_weight", DType.F16, (96,),
+            "norm_weight must be bfloat16 or float32 (got float16)",
+        ),
+        *(
+            (
+                {"head_dim": head}, "norm_weight", DType.BF16, (head,),
+                f"head_dim must be K or one of (8, 16, 32, 64, 128, 256) (got {head})",
+            )
+            for head in (4, 24, 48, 512)
+        ),
+        (
+            {"head_dim": 64}, "norm_weight", DType.BF16, (64,),
+            "head_dim must divide the 96 columns of x (got 64)",
+        ),
+        (
+            SWIGLU, "weight1", DType.BF16, (32, 96),
+            "weight1 must have as many rows as weight0, for swiglu (got 32, not 64)",
+        ),
+        (
+            SWIGLU, "weight1", DType.FP8, (64, 96),
+            "weight1 must be stored as weight0 is, for swiglu (got float8_e4m3fn, not bfloat16)",
+        ),
+    ],
+)  # fmt: skip
+def test_what_the_kernels_cannot_compute_is_refused(
+    attributes: Mapping[str, int | float | str],
+    port: str,
+    dtype: DType,
+    shape: tuple[int, ...],
+    why: str,
+) -> None:
+    rows, weight = Shaped(DType.BF16, (2, 96)), Shaped(DType.BF16, (64, 96))
+    inputs = {"x": rows, "weight0": weight, port: Shaped(dtype, shape)}
+    assert launch.refuse(kernels.site_of(LINEAR, attributes, inputs)) == f"linear.{why}"
 
 
 def test_packing_refuses_scales_that_are_nan_or_negative() -> None:

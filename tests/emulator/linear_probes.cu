@@ -1,0 +1,47 @@
+// What linear's few-row kernel asks of memory, and where its results belong, for weights of any size:
+// requests are counted instead of made. Each adds 1 to the first byte of every UNIT bytes, so a weight
+// that is larger than the counted part needs no memory for the rest.
+#include "cuda/device.cuh"
+
+constexpr u32 UNIT = 64;
+
+DEVICE void count_request(const void* from, u32 bytes) {
+    u8* const counts = static_cast<u8*>(const_cast<void*>(from));
+    for (u32 i = 0; i < bytes; i += UNIT) counts[i]++;
+}
+
+#define prefetch_bulk(from, bytes) count_request(from, bytes)
+#define copy_bulk(to, from, bytes, barrier) count_request(from, bytes)
+#define copy_bulk_kept(to, from, bytes, barrier)
+#define barrier_expect(barrier, bytes)
+#include "cuda/ahead.cuh"
+#include "linear/ends.cuh"
+
+// `counts`: the memory of the weight from byte 512 * `first` on.
+KERNEL void fetched(u8* counts, const int2* pieces, int count, int first) {
+    const Following following = {counts - static_cast<i64>(first) * 512, pieces, count};
+    following.fetch();
+}
+
+// The copies of weights of one lane of the producer warp per thread, over all stages of a block.
+KERNEL void asked(u8* counts, const int4* items, int most_items, int k, int first) {
+    const int rank = blockIdx.x % PARTS, steps = (k + STEP_K - 1) / STEP_K;
+    Walk at;
+    at.table = items;
+    at.at = blockIdx.x / PARTS * most_items * 2;
+    at.halves = halves_of(k, steps * rank / PARTS, steps * (rank + 1) / PARTS);
+    at.start();
+    const Source source = {counts - static_cast<i64>(first) * 512, nullptr, ROWS};
+    Turn turn;
+    turn.start(0, 0);
+    for (; !at.over; at.next()) source.ask_weights(source.wish(at), turn);
+}
+
+// For every strip and pair of its columns: column, place in row 31, or -1 for padding.
+KERNEL void placed(const int2* strips, int2* found) {
+    const int strip = threadIdx.x / 4;
+    Place place;
+    place.strip = strips[strip];
+    found[threadIdx.x] =
+        place.valid() ? make_int2(place.column(), place.at(31)) : make_int2(-1, -1);
+}

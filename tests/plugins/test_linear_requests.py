@@ -1,0 +1,131 @@
+"""What linear's few-row kernel requests of memory, and where it puts results, at any size: its own
+functions, with requests counted instead of made.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import kernels
+import numpy as np
+import pytest
+from emulation import COMPILER, MACHINE, Emulator, EmulatorFault, Memory, run
+from kernel_cases import cases_of
+from products import N4, SHAPES
+
+from thor_dflash.plugins import LINEAR
+from thor_dflash.plugins.launch import THOR, Shaped
+from thor_dflash.plugins.linear.few import strip_table
+from thor_dflash.plugins.linear.launch import launches
+from thor_dflash.plugins.linear.layout import Kind, Layout, _layout
+from thor_dflash.plugins.linear.partition import Item, Partition, partition
+from thor_dflash.tensors import Array, DType
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
+PROBES = MACHINE / "linear_probes.cu"
+UNIT = 64
+"""Bytes whose requests are counted together, as in the probes."""
+FP8, BF16 = Kind.FP8, Kind.BF16
+
+
+def probe(
+    kernel: str, grid: int, threads: int, *arguments: Array | int, parts: int = 2, narrow: int = 0
+) -> None:
+    """Run a kernel of the probes, of blocks with eight multiplying warps and up to 16 rows."""
+    kinds = 1 << N4 if narrow else 7
+    defines = {"WARPS": 8, "ROW_TILES": 1, "KINDS": kinds, "PARTS": parts, "NARROW": narrow}
+    arrays = [x for x in arguments if not isinstance(x, int)]
+    run(
+        PROBES,
+        {**defines, "EPILOGUE": 0, "NEXT": 0, "ROW_SCALE": 0},
+        kernel,
+        (grid, 1, 1),
+        threads,
+        0,
+        [ctypes.c_int32(x) if isinstance(x, int) else ctypes.c_void_p(x.ctypes.data)
+         for x in arguments],
+        [Memory(x.ctypes.data, x.nbytes) for x in arrays],
+    )  # fmt: skip
+
+
+def requested(plan: Layout, cut: Partition, first: int = 0) -> Array:
+    """How often each UNIT of a packed weight is requested, from byte `first` on, by the clusters
+    whose pieces lie there.
+    """
+    counts = np.zeros(plan.nbytes - first, np.uint8)
+    table = np.ascontiguousarray(cut.item_table())
+    probe(
+        "asked", len(table) * cut.parts, 32, counts, table, cut.most_items, plan.k, first // 512,
+        parts=cut.parts, narrow=int(bool(plan.narrow)),
+    )  # fmt: skip
+    return counts[::UNIT]
+
+
+MIXED = 1152, (N4, FP8, BF16), (320, 192, 64), False
+GATE_UP = 128, (N4, N4), (17_408, 17_408), True
+
+
+@pytest.mark.parametrize(
+    ("shape", "multiprocessors"), [(MIXED, 2), (MIXED, 20), (GATE_UP, 20)]
+)  # fmt: skip
+def test_every_byte_is_requested_once_as_data_read_once(
+    shape: tuple[int, tuple[Kind, ...], tuple[int, ...], bool], multiprocessors: int
+) -> None:
+    """Of n-tiles of every kind, of halves of bf16 ones, of narrow tiles."""
+    plan = _layout(*shape)
+    assert (requested(plan, partition(plan, multiprocessors)) == 1).all()
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_a_weight_may_have_more_bytes_than_an_int32_can_count(kind: Kind) -> None:
+    plan = _layout(5120, (kind,), (7 * 248_320 >> kind,), False)
+    last = plan.groups[-1]
+    assert 2**32 < last.offset < plan.nbytes
+    items = tuple(Item(piece) for piece in last.pieces(1))
+    assert (requested(plan, Partition(8, 2, 2, (items,)), last.offset) == 1).all()
+
+
+def test_an_output_may_have_more_columns_than_an_int16_can_count() -> None:
+    plan = _layout(*SHAPES["head"])
+    width = plan.widths[0]
+    found = np.zeros((8 * 4, 2), np.int32)
+    probe("placed", 1, 8 * 4, strip_table(plan)[-8:].copy(), found)
+    columns = np.arange(width - 64, width, 2)
+    np.testing.assert_array_equal(found, np.stack([columns, 31 * width + columns], axis=1))
+
+
+@pytest.mark.parametrize(("count", "blocks"), [(94, 40), (200, 3), (5, 40)])
+def test_every_piece_of_the_next_weight_is_fetched_once(count: int, blocks: int) -> None:
+    """Pieces of two units each, in any part of the weight, with a gap after each."""
+    first = 2**23 + 5
+    pieces = np.array([(first + 3 * i, 2) for i in range(count)], np.int32)
+    counts = np.zeros((count, 3, 512), np.uint8)
+    probe("fetched", blocks, 32, counts, pieces, count, first)
+    assert (counts[:, :2, ::UNIT] == 1).all()
+    assert not counts[:, 2].any()
+
+
+@pytest.mark.parametrize("name", ["more_residual_nvfp4_16_of_640", "more_norm_5_of_640"])
+def test_weights_are_requested_before_the_previous_kernel_has_ended(name: str) -> None:
+    """So there is a fault if weights are something that the previous kernel may have written."""
+
+    def written(buffers: Sequence[kernels.Buffer], steps: Sequence[kernels.Step]) -> None:
+        for buffer in buffers:
+            buffer.from_kernels |= buffer.name == "packed"
+        Emulator(0)(buffers, steps)
+
+    call = kernels.call_of(LINEAR, cases_of(LINEAR)[name])
+    kernels.launch(call, Emulator(0), THOR)
+    with pytest.raises(EmulatorFault, match=r"copy_bulk: .* before wait_for_previous"):
+        kernels.launch(call, written, THOR)
+
+
+@pytest.mark.parametrize(("head_dim", "blocks"), [(5120, 1), (128, 3)])
+def test_blocks_share_a_row_unless_each_would_need_all_of_it(head_dim: int, blocks: int) -> None:
+    """Before a norm over the whole row, each of them would add up the squares of all columns."""
+    rows, weight = Shaped(DType.BF16, (4, 5120)), Shaped(DType.BF16, (64, 5120))
+    inputs = {"x": rows, "norm_weight": Shaped(DType.BF16, (head_dim,)), "weight0": weight}
+    site = kernels.site_of(LINEAR, {"head_dim": head_dim}, inputs)
+    before, _ = launches(kernels.packed(site, {})[0], THOR)
+    assert before.grid == (4, blocks, 1)
