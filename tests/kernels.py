@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from nearness import hold_near
 
 from thor_dflash.plugins.launch import (
     THOR,
@@ -376,25 +377,9 @@ def run(op: Op, case: Case, backend: Backend, device: Device = THOR) -> dict[str
     return got
 
 
-def compare(op: Op, got: Mapping[str, Array], want: Mapping[str, Array]) -> None:
-    """Integers exactly; floats to TOLERANCE of the largest value, FP8 to one FP8 step more."""
-    tolerance = rule_of(op).tolerance
-    for name, value in want.items():
-        have, wide = got[name].astype(np.float64), value.astype(np.float64)
-        if np.issubdtype(value.dtype, np.integer):
-            np.testing.assert_array_equal(got[name], value, f"{op.name}.{name}")
-            continue
-        bad = np.isfinite(have) != np.isfinite(wide)
-        assert not bad.any(), f"{op.name}.{name}: {bad.sum()} not finite, at {np.argwhere(bad)[:4]}"
-        finite = np.isfinite(wide)
-        have, wide = np.where(finite, have, 0), np.where(finite, wide, 0)
-        largest = np.abs(wide).max(initial=0.0)
-        fp8 = value.dtype == DType.FP8.numpy
-        step = np.maximum(np.abs(wide) / 8, 2.0**-9) * fp8
-        over = np.abs(have - wide) - step - tolerance * largest
-        worst = np.unravel_index(np.argmax(over), over.shape) if over.size else ()
-        assert np.all(over <= 0), (
-            f"{op.name}.{name}: off by {np.abs(have - wide)[worst] / largest:.3g} of the largest, "
-            f"more than {tolerance:.3g}, at {tuple(map(int, worst))}: "
-            f"{have[worst]:.6g}, not {wide[worst]:.6g} ({np.sum(over > 0)} of {over.size} are off)"
-        )
+def compare(
+    op: Op, got: Mapping[str, Array], want: Mapping[str, Array], nearest: bool = True
+) -> None:
+    """Every output of a call as near to the reference as nearness.hold_near says."""
+    for port, value in want.items():
+        hold_near(op.name, port, got[port], value, rule_of(op).tolerance, nearest)
