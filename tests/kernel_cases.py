@@ -133,6 +133,10 @@ def every_code(rows: int) -> Case:
     )
 
 
+CANCELLED = "more_cancelled"
+"""The case of linear whose results are rounding errors: most may be off by a part of themselves."""
+
+
 def _cancelled(rng: Rng) -> Case:
     """The residual is minus the result in bf16, so what is left of each sum is its rounding error.
     It shows how the sum was rounded, and whether that was the same in every row.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-from nearness import hold_near
+from nearness import hold_near, near_of
 
 from thor_dflash.plugins.launch import (
     THOR,
@@ -380,6 +380,9 @@ def run(op: Op, case: Case, backend: Backend, device: Device = THOR) -> dict[str
 def compare(
     op: Op, got: Mapping[str, Array], want: Mapping[str, Array], nearest: bool = True
 ) -> None:
-    """Every output of a call as near to the reference as nearness.hold_near says."""
+    """Every output of a call against the reference: nearness.hold_near. `nearest`: whether the
+    reference rounds only what the kernels round.
+    """
     for port, value in want.items():
-        hold_near(op.name, port, got[port], value, rule_of(op).tolerance, nearest)
+        near = near_of(op.name, port) if nearest else None
+        hold_near(f"{op.name}.{port}", got[port], value, rule_of(op).tolerance, near)
