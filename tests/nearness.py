@@ -37,7 +37,8 @@ PORTS = {
     "verify_attention.next_cache_k": Near(apart=0.002),
     "verify_attention.next_cache_v": Near(apart=0.002),
 }
-"""Outputs of their own accuracy. Sums of squares are of rounded results. A prefill multiplies float32 as pairs of bf16."""
+"""Outputs of their own accuracy. Squares are of rounded results; a prefill multiplies float32 as
+pairs of bf16."""
 BIAS = 0.1
 """Most by which the share of results that are too small may exceed that of those that are too
 large, or the reverse. Truncation instead of rounding makes it a half."""
