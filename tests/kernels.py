@@ -273,10 +273,8 @@ def buffer(
     start = -raw.ctypes.data % GUARD
     memory = raw[start : start + size + 2 * GUARD]
     made = Buffer(name, memory, writable, kernels)
-    if isinstance(content, int):
-        made.data[:] = fill
-    else:
-        made.data[:] = np.ascontiguousarray(content).reshape(-1).view(np.uint8)
+    known = None if isinstance(content, int) else np.ascontiguousarray(content).reshape(-1)
+    made.data[:] = fill if known is None else known.view(np.uint8)
     return made
 
 
@@ -286,6 +284,7 @@ class _Memory:
     def __init__(self, call: Call, in_place: frozenset[str], poison: int, shift: int) -> None:
         self.poison = poison
         self.shift = shift
+        self.shifts: dict[tuple[str, ...], int] = {}
         self.zeroed: list[Buffer] = []
         self.all: list[Buffer] = []
         self.ports: dict[str, Buffer] = {}
@@ -316,10 +315,11 @@ class _Memory:
             case Scratch():
                 return self._scratch(argument)
             case Shift(ports):
+                by = self.shift * self.shifts.setdefault(ports, len(self.shifts) + 1)
                 for port in self.ports.keys() & set(ports):
-                    self.ports[port].told = self.shift if port.startswith("next_") else -self.shift
-                word = buffer("shift", np.array([self.shift]), writable=False, kernels=False)
-                return self._add(word) if self.shift else None
+                    self.ports[port].told = by if port.startswith("next_") else -by
+                word = buffer("shift", np.array([by]), writable=False, kernels=False)
+                return self._add(word) if by else None
             case Table(values):
                 return self._add(buffer("table", values, writable=False, kernels=False))
             case _:
@@ -345,10 +345,10 @@ class _Memory:
 
 
 def launch(
-    call: Call, backend: Backend, device: Device = THOR, poison: int = POISON, shift: int = 4096
+    call: Call, backend: Backend, device: Device = THOR, poison: int = POISON, shift: int = 1 << 33
 ) -> dict[str, Array]:
-    """Outputs of a call. Addresses covered by a Shift are passed `shift` bytes off, for the kernel
-    to correct.
+    """Outputs of a call. Addresses covered by its i-th Shift are passed i * `shift` bytes off, more
+    than an int32 can count, for the kernel to correct.
     """
     op = call.site.op
     here = rule_of(op)

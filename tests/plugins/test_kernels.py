@@ -215,6 +215,11 @@ def test_a_block_of_gdn_that_is_alone_fits_beside_one_of_the_product_before() ->
     assert gdn + product + 2 * DRIVERS <= whole < 2 * (gdn + DRIVERS)
 
 
+@every_room
+def test_every_launch_may_begin_before_the_previous_one_has_ended(op: Op) -> None:
+    assert all(one.overlap for _, one in launches(op.name))
+
+
 KINDS = {
     At: "pointer", Addresses: "pointer", Scratch: "pointer", Shift: "pointer",
     Table: "pointer", Int: "int", Real: "real",
