@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
-from emulation import (
-    COMPILER,
-    KEPT,
-    MACHINE,
-    EmulatorFault,
-    Memory,
-    cached,
-    folder_of,
-    run,
-    signatures,
-)
+from emulation import COMPILER, MACHINE, EmulatorFault, Memory, run
 
 from thor_dflash.tensors import Array
 
@@ -238,7 +225,7 @@ def test_a_phase_does_not_wait_for_more_arrivals_than_its_count(count: int, seed
 def test_a_race_is_found_whatever_earlier_blocks_did(seed: int) -> None:
     x = np.ones(64, np.uint32)
     with pytest.raises(EmulatorFault, match="block .2, 0, 0. .*a race at"):
-        probe("wrong_in_one_block", [x, np.zeros(64, np.uint32)], threads=64, blocks=5, seed=seed)
+        probe("wrong_in_one_block", [x, np.zeros(320, np.uint32)], threads=64, blocks=5, seed=seed)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -373,28 +360,14 @@ def test_memory_of_other_kernels_is_not_accessed_before_waiting() -> None:
         probe("wrong_no_wait", [words(32), words(32)], from_kernels=True)
 
 
+def test_blocks_do_not_write_the_same_word() -> None:
+    probe("same_word", [words(1)])
+    with pytest.raises(EmulatorFault, match="a race in device memory"):
+        probe("same_word", [words(1)], blocks=2)
+
+
 def test_the_process_lives_on_after_a_fault() -> None:
     for _ in range(3):
         with pytest.raises(EmulatorFault):
             probe("wrong_deadlock", [words(64)], threads=64)
         test_lanes_exchange(0)
-
-
-def test_signatures_are_read_from_the_source() -> None:
-    found = signatures(PROBES, {})
-    assert found["product"] == ("pointer",) * 4 + ("int",)
-    assert found["wrong_wait_for_ever"] == ("pointer",)
-
-
-def test_what_was_compiled_is_kept_while_it_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
-    old, used = (cached(key, ".so", lambda path: path.write_bytes(b"")) for key in ("old", "used"))
-    for path in (old, used):
-        os.utime(path, (0, time.time() - KEPT - 60))
-    assert cached("used", ".so", pytest.fail) == used  # there already
-    folder_of.cache_clear()
-    folder_of(str(tmp_path))
-    assert used.exists()
-    assert not old.exists()
