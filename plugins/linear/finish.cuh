@@ -32,6 +32,14 @@ constexpr int NARROW_ROOM = NARROW * OWN_OCTETS * 2 * SENDERS * 32 * 16;
 constexpr int ROOM_BYTES = HALVES_ROOM + NARROW_ROOM;
 static_assert(!NARROW || EPILOGUE == SWIGLU, "nobody wants squares of a narrow tile");
 
+// A value that depends on every load that went into the sums, for `received`.
+DEVICE u32 last_of(const Own& own) {
+    u32 x = 0;
+#pragma unroll
+    for (int j = 0; j < 4; j++) x ^= float_bits(own[j][0]);
+    return x;
+}
+
 // A block's receive buffer for sums, with the barriers that hand it over between sender and reader.
 struct Room {
     saddr sums;     // the buffer
@@ -136,9 +144,7 @@ struct Room {
     // This warp has read its sums. Blocks may send again once all sums have been read. The barrier
     // counts the largest possible item; one warp (`first`) also arrives for the parts that this
     // item does not have.
-    DEVICE void release(const Item& item, bool first, const Own& own, u32 last) const {
-#pragma unroll
-        for (int j = 0; j < 4; j++) last ^= float_bits(own[j][0]);
+    DEVICE void release(const Item& item, bool first, u32 last) const {
         const int narrow = NARROW && !item.narrow.there() ? OCTETS : 0;
         release(first ? (MOST_HALVES - item.halves()) * ROW_TILES + 1 + narrow : 1, last);
     }
@@ -323,7 +329,7 @@ DEVICE void finish(const Sums& sums, const NarrowSums& narrow_sums, Room& room, 
     barrier_wait_cluster(room.arrived, parity);
     Own own;
     room.add(own, item.groups());
-    if (item.left) room.release(item, share.half == 0 && m == 0, own, end.last());
+    if (item.left) room.release(item, share.half == 0 && m == 0, end.last() ^ last_of(own));
     Squares squares;
     store_own(squares, own, end, to, m);
     const bool padding = end.places[0].strip.x < 0;

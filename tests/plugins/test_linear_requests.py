@@ -26,6 +26,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian pack
 PROBES = MACHINE / "linear_probes.cu"
 UNIT = 64
 """Bytes whose requests are counted together, as in the probes."""
+COMMON = {"WARPS": 8, "PARTS": 2, "EPILOGUE": 0, "ROW_SCALE": 0}
 FP8, BF16 = Kind.FP8, Kind.BF16
 
 
@@ -34,11 +35,11 @@ def probe(
 ) -> None:
     """Run a kernel of the probes, of blocks with eight multiplying warps and up to 16 rows."""
     kinds = 1 << N4 if narrow else 7
-    defines = {"WARPS": 8, "ROW_TILES": 1, "KINDS": kinds, "PARTS": parts, "NARROW": narrow}
+    defines = {"ROW_TILES": 1, "NEXT": 0, "KINDS": kinds, "NARROW": narrow}
     arrays = [x for x in arguments if not isinstance(x, int)]
     run(
         PROBES,
-        {**defines, "EPILOGUE": 0, "NEXT": 0, "ROW_SCALE": 0},
+        {**COMMON, **defines, "PARTS": parts},
         kernel,
         (grid, 1, 1),
         threads,
@@ -119,6 +120,36 @@ def test_weights_are_requested_before_the_previous_kernel_has_ended(name: str) -
     kernels.launch(call, Emulator(0), THOR)
     with pytest.raises(EmulatorFault, match=r"copy_bulk: .* before wait_for_previous"):
         kernels.launch(call, written, THOR)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "row_tiles", "loads"),
+    [
+        ("packed_nvfp4", 0, 2), ("packed_fp8", 0, 1), ("packed_bfloat16", 0, 2),
+        ("packed_narrow", 0, 4), ("quarter", 1, 2), ("quarter", 2, 4), ("narrow", 1, 3),
+        ("ends", 1, 7), ("ends", 2, 9), ("sums", 1, 16),
+    ],
+)  # fmt: skip
+def test_what_stands_for_loads_depends_on_each(kernel: str, row_tiles: int, loads: int) -> None:
+    """Otherwise memory could be released, and overwritten, before its content has arrived. For more
+    than 32 rows, `row_tiles` is 0 here; the next norm has float32 weights if it is 2.
+    """
+    memory = np.linspace(1, 2, 4096, dtype=np.float32).view(np.int32)
+    if kernel == "ends":  # strips of a segment of 2^26 columns
+        memory[32:40:2], memory[33:41:2] = range(0, 32, 8), 2**26
+    found = np.zeros((32, 2), np.int32)
+    few = {"ROW_TILES": row_tiles, "NEXT": row_tiles, **COMMON, "KINDS": 1 << N4, "NARROW": 0}
+    run(
+        MACHINE / "load_probes.cu",
+        {"MANY": int(not row_tiles), **(few if row_tiles else {})},
+        kernel,
+        (1, 1, 1),
+        32,
+        16_384,
+        [ctypes.c_void_p(x.ctypes.data) for x in (memory, found)],
+        [Memory(x.ctypes.data, x.nbytes) for x in (memory, found)],
+    )
+    assert found.tolist() == [[loads, 0]] * 32
 
 
 @pytest.mark.parametrize(("head_dim", "blocks"), [(5120, 1), (128, 3)])

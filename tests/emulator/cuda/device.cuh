@@ -249,8 +249,8 @@ DEVICE void barrier_init(saddr barrier, int count) { emulator::barrier_init(barr
 DEVICE void barrier_init_done() { emulator::barrier_init_done(); }
 DEVICE void barrier_expect(saddr barrier, u32 bytes) { emulator::barrier_expect(barrier, bytes); }
 DEVICE void barrier_arrive(saddr barrier) { emulator::barrier_arrive(barrier); }
-DEVICE void barrier_arrive_received(saddr barrier, u32) {
-    emulator::received();
+DEVICE void barrier_arrive_received(saddr barrier, u32 x) {
+    received(x);
     emulator::barrier_arrive(barrier);
 }
 DEVICE void barrier_wait(saddr barrier, u32 parity) { emulator::barrier_wait(barrier, parity); }
