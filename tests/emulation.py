@@ -56,6 +56,7 @@ KERNEL = re.compile(r"emulated_kernel\s+void\s+(\w+)\s*\(([^)]*)\)")
 INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 HEADER = '#include "cuda/device.cuh"\n#include "registry.h"\n'
 MESSAGE_BYTES = 16384
+LATE = 1 << 16
 KEPT = 7 * 86400
 """Seconds after its last use until a compiled file is deleted."""
 
@@ -301,7 +302,8 @@ def run(
     """Run one launch.
 
     Args:
-        seed: Order of threads and blocks: 0 ascending, 1 descending, otherwise pseudo-random.
+        seed: Order of threads and blocks: 0 ascending, 1 descending, LATE + w ascending except that
+            warp w of each block only runs when nothing else can go on, otherwise pseudo-random.
         cluster: Blocks of a cluster, along x.
 
     Raises:

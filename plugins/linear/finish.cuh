@@ -143,10 +143,17 @@ struct Room {
 
     // This warp has read its sums. Blocks may send again once all sums have been read. The barrier
     // counts the largest possible item; one warp (`first`) also arrives for the parts that this
-    // item does not have.
+    // item does not have, except for those that each block's idle warps arrive for.
     DEVICE void release(const Item& item, bool first, u32 last) const {
         const int narrow = NARROW && !item.narrow.there() ? OCTETS : 0;
-        release(first ? (MOST_HALVES - item.halves()) * ROW_TILES + 1 + narrow : 1, last);
+        const int missing = (MOST_HALVES - item.halves()) * ROW_TILES + narrow - item.idle();
+        release(first ? 1 + missing : 1, last);
+    }
+    // The same for a warp that has no part of the item: until it has seen the end of the phase
+    // before, the next phase must not end.
+    DEVICE void release_idle() const {
+        sync_warp();
+        if (threadIdx.x % 32 == 0) barrier_arrive(free);
     }
     DEVICE void release(int times, u32 last) const {
         received(last);
@@ -315,7 +322,11 @@ DEVICE void finish(const Sums& sums, const NarrowSums& narrow_sums, Room& room, 
     // Warps with nothing to send wait too: otherwise they could get two phases ahead and miss one.
     // For the first item the wait would succeed at once, but still take time.
     if (!first) barrier_wait_cluster(room.free, parity ^ 1);
-    if (Part(item, threadIdx.x / 32).of(item)) room.send(sums, item, rank);
+    if (Part(item, threadIdx.x / 32).of(item)) {
+        room.send(sums, item, rank);
+    } else if (item.left) {
+        room.release_idle();
+    }
     if (item.narrow.there()) room.send_narrow(narrow_sums, rank);
     if (share.octet >= 0) {
         finish_narrow(room, scales_made, to, item, staged + Share::narrow_at(), share.octet, parity);

@@ -53,6 +53,9 @@ struct Item {
     DEVICE int slots() const { return slots_of(kind) >> half; }
     DEVICE int columns() const { return slot_columns(kind) << half; }
 
+    // Warps of a block that have no part of the item.
+    DEVICE int idle() const { return WARPS - (tiles << phase_bits() >> (half && SPLIT == 2)); }
+
     // Among how many n-tiles a block's warps are divided (the item may have fewer), and the number
     // of warps for each, which take its slots in turn.
     DEVICE int lanes() const { return WARPS >> phase_bits(); }

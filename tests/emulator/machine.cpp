@@ -26,6 +26,9 @@ Thread threads[MOST_BLOCKS * MOST_THREADS];
 void (*kernel_body)();
 jmp_buf left;
 u64 chance;
+bool backwards, shuffled;  // order of threads and blocks; neither: ascending
+int late;                  // in each block, the warp that is late, or -1
+bool late_runs;            // now, since nothing else can go on
 Fiber scheduler;
 
 }  // namespace
@@ -92,7 +95,7 @@ namespace {
 
 // Runs one warp until none of its lanes can go on. It gets as far ahead of other warps as it can, so
 // that missing synchronisation shows. Returns whether any lane ran.
-bool run_warp(Block& block, int w, bool backwards, bool shuffled) {
+bool run_warp(Block& block, int w) {
     Thread* lanes = block.threads + w * LANES;
     int count = block.warps[w].lanes;
     for (bool any = false;; any = true) {
@@ -106,13 +109,13 @@ bool run_warp(Block& block, int w, bool backwards, bool shuffled) {
 
 // Runs every warp of a block once. Returns whether any lane ran.
 bool run_warps(Block& block) {
-    bool backwards = launch->seed == 1, shuffled = launch->seed > 1;
     int count = (thread_count + LANES - 1) / LANES;
     bool any = false;
     int turn = shuffled ? static_cast<int>(pick(static_cast<u32>(count))) : 0;
     for (int i = 0; i < count; i++) {
         int w = backwards ? count - 1 - i : (i + turn) % count;
-        any |= run_warp(block, w, backwards, shuffled);
+        if (w == late && !late_runs) continue;
+        any |= run_warp(block, w);
         if (shuffled && copies_under_way() && pick(4) == 0) land_copy();
     }
     open_meetings(block);
@@ -200,6 +203,7 @@ void end_block(const Block& block) {
 
 bool ready(const Block& block) {
     for (int i = 0; i < thread_count; i++) {
+        if (i / LANES == late && !late_runs) continue;
         if (block.threads[i].state == State::READY) return true;
     }
     return false;
@@ -210,7 +214,7 @@ bool ready(const Block& block) {
 bool run_block(Block& block) {
     if (block.alive == 0 || !ready(block)) return false;
     enter(block);
-    u32 most = launch->seed < 2 || block_count == 1 ? ~0u : 1 + pick(4);
+    u32 most = !shuffled || block_count == 1 ? ~0u : 1 + pick(4);
     bool any = false;
     for (u32 n = 0; n < most && block.alive > 0 && run_warps(block); n++) any = true;
     if (block.alive == 0) end_block(block);
@@ -235,16 +239,21 @@ void run_cluster(Index first) {
     }
     for (int alive = 1; alive > 0;) {
         bool any = false;
-        int turn = launch->seed < 2 ? 0 : static_cast<int>(pick(static_cast<u32>(block_count)));
+        int turn = shuffled ? static_cast<int>(pick(static_cast<u32>(block_count))) : 0;
         for (int i = 0; i < block_count; i++) {
-            int b = launch->seed == 1 ? block_count - 1 - i : (i + turn) % block_count;
+            int b = backwards ? block_count - 1 - i : (i + turn) % block_count;
             any |= run_block(blocks[b]);
         }
         alive = 0;
         for (int b = 0; b < block_count; b++) alive += blocks[b].alive;
-        if (any || alive == 0 || any_ready()) continue;
-        if (!copies_under_way()) stuck();
-        while (!land_copy() && copies_under_way()) continue;
+        if (any || alive == 0 || any_ready()) {
+            late_runs = false;
+        } else if (copies_under_way()) {
+            while (!land_copy() && copies_under_way()) continue;
+        } else {
+            if (late < 0 || late_runs) stuck();
+            late_runs = true;
+        }
     }
 }
 
@@ -252,8 +261,8 @@ void run_grid() {
     u32 along = gridDim.x / static_cast<u32>(block_count);
     u32 count = along * gridDim.y * gridDim.z;
     std::vector<u32> order(count);
-    for (u32 i = 0; i < count; i++) order[i] = launch->seed == 1 ? count - 1 - i : i;
-    for (u32 i = 0; launch->seed > 1 && i < count; i++) {
+    for (u32 i = 0; i < count; i++) order[i] = backwards ? count - 1 - i : i;
+    for (u32 i = 0; shuffled && i < count; i++) {
         std::swap(order[i], order[i + pick(count - i)]);
     }
     for (u32 i : order) {
@@ -312,6 +321,10 @@ int run(const Launch& given, void (*body)()) {
     gridDim = {given.grid[0], given.grid[1], given.grid[2]};
     blockDim = {static_cast<unsigned>(given.threads), 1, 1};
     chance = 0x9e3779b97f4a7c15ull * (given.seed + 1);
+    late = given.seed < LATE ? -1 : static_cast<int>(given.seed - LATE);
+    late_runs = false;
+    backwards = given.seed == 1;
+    shuffled = given.seed > 1 && late < 0;
     last_range = nullptr;
     self = nullptr;
     catch_signals();

@@ -83,12 +83,15 @@ struct Stacks {
     u64 made;
 };
 
+constexpr u32 LATE = 1u << 16;
 struct Launch {
     const char* kernel;
     u32 grid[3];
     int threads, shared;
     int cluster;  // blocks along x
-    u32 seed;  // order of threads and blocks: 0 ascending, 1 descending, else pseudo-random
+    // Order of threads and blocks: 0 ascending, 1 descending; from LATE on ascending, but each
+    // block's warp seed - LATE only runs when nothing else can go on; else pseudo-random.
+    u32 seed;
     int ranges;
     const Range* memory;
     char* message;  // gets the description of a fault

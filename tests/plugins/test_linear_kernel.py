@@ -10,7 +10,7 @@ from dataclasses import replace
 import kernels
 import numpy as np
 import pytest
-from emulation import Emulator
+from emulation import LATE, Emulator
 from hypothesis import example, given
 from hypothesis import strategies as st
 from leaving import leaving
@@ -211,10 +211,11 @@ def test_an_item_of_any_kind_may_follow_another(
         kernels.compare(LINEAR, got, call.want)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 5])
-def test_warps_without_an_n_tile_wait_for_free_space_too(seed: int) -> None:
+@pytest.mark.parametrize("seed", [0, 1, 5, *(LATE + warp for warp in range(9))])
+def test_warps_without_an_n_tile_keep_step_with_the_others(seed: int) -> None:
     """Short items, the later ones of one n-tile. Warps with nothing to finish would soon be two
-    items ahead if they did not wait until the space for the sums is free.
+    items ahead if they did not wait until the space for the sums is free. And the others would soon
+    be two items ahead of such a warp if they did not wait for it.
     """
     rng = np.random.default_rng(seed)
     inputs: dict[str, Array] = {"x": rng.normal(0, 1, (16, 128)).astype(BF16)}
