@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 
 import numpy as np
+from draft_cases import context_cases, draft_cases
 from kernels import Refused, in_kernel_types, packed, shaped, site_of
 
 from thor_dflash.plugins import LINEAR, OPS
@@ -211,6 +212,7 @@ def _draft(rng: Rng) -> Iterator[Case]:
                 ring[:, length:] = np.nan
             a: dict[str, Attribute] = {"heads": heads, "kv_heads": kv, "causal": causal}
             yield Case(f"{rows}_rows_causal_{causal}_window_{window}_at_{length}", x, a)
+    yield from draft_cases()
 
 
 def _context(rng: Rng) -> Iterator[Case]:
@@ -223,6 +225,7 @@ def _context(rng: Rng) -> Iterator[Case]:
             x[f"k_norm{i}"] = _bf16(rng, dim)
         yield Case(f"{rows}_rows_at_{length}_2x128", x, {"layers": 2, "kv_heads": kv})
     yield _key_between_two_numbers(dim)
+    yield from context_cases()
 
 
 def _key_between_two_numbers(dim: int) -> Case:

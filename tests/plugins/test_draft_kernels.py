@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from emulation import Emulator
-from kernels import call_of, launch, run, slabs
+from emulation import Emulator, library_of
+from kernels import Call, call_of, launch, run, slabs, source_of
 from leaving import leaving
 
 from thor_dflash.plugins.context_kv import OP as CONTEXT_KV
+from thor_dflash.plugins.context_kv.launch import refuse as refuse_context
 from thor_dflash.plugins.draft_attention import OP as DRAFT_ATTENTION
-from thor_dflash.plugins.draft_attention.launch import refuse
+from thor_dflash.plugins.draft_attention.launch import launches, refuse
 from thor_dflash.plugins.launch import H100, THOR, Device, Shaped, Site
 from thor_dflash.plugins.linear.prepare import SLAB
 from thor_dflash.plugins.op import Attribute, Case
@@ -134,6 +137,28 @@ def test_a_causal_row_does_not_know_how_many_follow(length: int) -> None:
         np.testing.assert_array_equal(bits(part), bits(whole[:rows]))
 
 
+@pytest.mark.parametrize("name", ["v", "ring_v"])
+def test_a_stage_is_free_only_when_every_value_in_it_has_been_loaded(name: str) -> None:
+    """What is given to `received` depends on every load of values: on each 16 columns of them. It
+    then depends on the keys too, because weights of all values are computed from these.
+    """
+    call = call_of(DRAFT_ATTENTION, block(16, 1, 1, 32, 300, 256, 0, 0))
+    two = Device(H100.capability, 2)
+    before = received(call, two)
+    for column in (0, 16):
+        changed = call.inputs[name].copy()
+        changed[..., 3, column : column + 16] += 1
+        assert received(replace(call, inputs={**call.inputs, name: changed}), two) != before
+
+
+def received(call: Call, device: Device) -> int:
+    """A checksum of all values that the kernel gives to `received`."""
+    (one,) = launches(call.site, device)
+    launch(call, Emulator(), device)
+    library = library_of(source_of(DRAFT_ATTENTION, one), tuple(sorted(one.defines.items())))
+    return ctypes.c_uint64.in_dll(library, "emulated_received").value
+
+
 def attention_site(**changed: Shaped | Attribute) -> Site:
     case = block(16, 4, 2, 128, 272, 3, 256, 1)
     ports = {n: Shaped(DType.of(x), x.shape) for n, x in case.inputs.items()}
@@ -146,16 +171,45 @@ def test_what_the_kernel_does_not_take_is_refused() -> None:
     assert refuse(attention_site()) == ""
     for name, change, why in (
         ("q", Shaped(DType.F32, (16, 512)), "q must be bfloat16 (got float32)"),
+        ("ring_k", Shaped(DType.F32, (2, 272, 128)), "ring_k must be bfloat16 (got float32)"),
+        ("ring_v", Shaped(DType.F16, (2, 272, 128)), "ring_v must be bfloat16 (got float16)"),
         ("q", Shaped(DType.BF16, (33, 512)), "q must be at most 32 rows (got 33)"),
         ("k_norm", Shaped(DType.F16, (128,)), "bfloat16 or float32 (got float16)"),
+        ("k_norm", Shaped(DType.BF16, (128,)), "k_norm must be of q_norm's type (got another)"),
         ("head_dim", 96, "head_dim must be one of"),
         ("rotary_dim", 66, "rotary_dim must be a multiple of 4"),
+        ("rotary_dim", 132, "rotary_dim must be a multiple of 4 up to head_dim (got 132)"),
         ("heads", 3, "heads must be a multiple of kv_heads (got 3)"),
+        # Kernels compute addresses from the attributes, so the shapes must be theirs.
+        ("heads", 8, "q must be [16, 1024], by its heads and head_dim (got [16, 512])"),
+        ("kv_heads", 4, "k must be [16, 512], by its heads and head_dim (got [16, 256])"),
+        ("head_dim", 256, "q must be [16, 1024]"),
+        ("v", Shaped(DType.BF16, (16, 128)), "v must be [16, 256]"),
+        ("k", Shaped(DType.BF16, (15, 256)), "k must be [16, 256]"),
+        ("q_norm", Shaped(DType.F32, (64,)), "q_norm must be [128]"),
+        ("k_norm", Shaped(DType.F32, (64,)), "k_norm must be [128]"),
+        ("ring_k", Shaped(DType.BF16, (1, 272, 128)), "ring_k must be [2, 272, 128]"),
+        ("ring_v", Shaped(DType.BF16, (2, 271, 128)), "ring_v must be [2, 272, 128]"),
     ):
         assert why in refuse(attention_site(**{name: change}))
 
 
 # ---- context_kv --------------------------------------------------------------------------------
+def test_context_of_other_shapes_than_its_heads_is_refused() -> None:
+    def why(**changed: tuple[int, ...]) -> str:
+        shapes = {"k0": (3, 256), "v0": (3, 256), "ring_k0": (2, 8, 128), "ring_v0": (2, 8, 128)}
+        ports = {n: Shaped(DType.BF16, x) for n, x in (shapes | changed).items()}
+        ports["k_norm0"] = Shaped(DType.F32, changed.get("k_norm0", (128,)))
+        return refuse_context(Site(CONTEXT_KV, CONTEXT_KV.complete({"kv_heads": 2}), ports))
+
+    assert why() == ""
+    for name, wrong in (
+        ("k0", (3, 128)), ("v0", (2, 256)), ("k_norm0", (64,)),
+        ("ring_k0", (1, 8, 128)), ("ring_v0", (2, 7, 128)),
+    ):  # fmt: skip
+        assert f"context_kv.{name} must be [" in why(**{name: wrong})
+
+
 @pytest.mark.parametrize(
     ("rows", "length", "slots", "kv", "dim"),
     [
