@@ -81,7 +81,7 @@ def far_below_zero(length: int) -> Case:
 
 def draft_cases() -> Iterator[Case]:
     """Scores far apart and far below zero, rows of zeros, heads of another width."""
-    yield rising(16, 1000)
+    yield rising(16, 2040)
     yield rising(24, 500)
     yield far_below_zero(0)
     yield far_below_zero(130)
