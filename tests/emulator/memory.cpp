@@ -200,6 +200,13 @@ void check_global(const void* p, u64 bytes, bool write, const char* what) {
           "the two", what, named(other.thread), other.site);
 }
 
+void count_prefetch(const void* p, u32 bytes) {
+    const Range* range = find_range(static_cast<const u8*>(p), bytes);
+    if (!(range->flags & COUNTED)) return;
+    u8* first = range->begin + (static_cast<const u8*>(p) - range->begin);
+    for (u32 i = 0; i < bytes; i++) first[i]++;
+}
+
 u32 shared_address(const void* p) {
     const u8* byte = static_cast<const u8*>(p);
     if (!within(byte, dynamic_memory, __stop_emulated_shared)) {

@@ -11,6 +11,7 @@ from kernels import call_of, launch, run, slabs
 from leaving import leaving
 
 from thor_dflash.plugins.context_kv import OP as CONTEXT_KV
+from thor_dflash.plugins.context_kv import launch as context_kv
 from thor_dflash.plugins.draft_attention import OP as DRAFT_ATTENTION
 from thor_dflash.plugins.draft_attention.launch import refuse
 from thor_dflash.plugins.launch import H100, THOR, Device, Shaped, Site
@@ -190,6 +191,30 @@ def test_context_rows_land_in_their_slots_and_nothing_else_moves(
         for name in (f"ring_k{i}", f"ring_v{i}"):
             after = got[f"next_{name}"][:, untouched].view(np.uint16)
             np.testing.assert_array_equal(after, x[name][:, untouched].view(np.uint16))
+
+
+def context_site(layers: int = 1, kv: int = 1, norm: DType = DType.F32) -> Site:
+    """A call whose first layer's norm weights are float32; those of the others have type `norm`."""
+    ports = {"length": Shaped(DType.I32, (1,))}
+    for i in range(layers):
+        ports |= {f"{n}{i}": Shaped(DType.BF16, (1, kv * 128)) for n in "kv"}
+        ports |= {f"ring_{n}{i}": Shaped(DType.BF16, (kv, 64, 128)) for n in "kv"}
+        ports[f"k_norm{i}"] = Shaped(norm if i else DType.F32, (128,))
+    a = CONTEXT_KV.complete({"layers": layers, "kv_heads": kv})
+    return Site(CONTEXT_KV, a, ports)
+
+
+def test_context_that_the_kernel_does_not_take_is_refused() -> None:
+    assert context_kv.refuse(context_site(context_kv.LAYERS)) == ""
+    why = context_kv.refuse(context_site(context_kv.LAYERS + 1))
+    assert why == "context_kv.layers must be at most 64 (got 65)"
+    why = context_kv.refuse(context_site(2, norm=DType.BF16))
+    assert why == "context_kv.k_norm1 must be all bfloat16 or all float32 (got bfloat16)"
+
+
+def test_a_block_has_no_more_warps_than_the_kernel_is_compiled_for() -> None:
+    threads = [context_kv.launches(context_site(kv=n), H100)[0].threads for n in (1, 8, 9, 40)]
+    assert threads == [32, 256, 256, 256]
 
 
 @pytest.mark.parametrize("position", [0, 1, 1000, 105_615, 200_000, 262_143])
