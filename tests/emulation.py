@@ -97,10 +97,10 @@ _ONE_AT_A_TIME = threading.Lock()
 """All launches share the fibers' stacks, and launches of one library share a machine."""
 
 
-_GDN = frozenset("state states accepted tail record_qkv record_k record_d record_decay".split())
+_FOLD = frozenset("state states accepted record_k record_d record_decay".split())
 EARLY = {
-    "gdn_rows": _GDN,
-    "gdn_prefill": _GDN,
+    "gdn_rows": _FOLD | {"tail", "record_qkv"},
+    "gdn_prefill": _FOLD,
     "attend_split": frozenset("length cache_k cache_v next_cache_k next_cache_v".split()),
     "draft_attention": frozenset("length window first ring_k ring_v".split()),
 }

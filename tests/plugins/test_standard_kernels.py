@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from emulation import Emulator, signatures
 from kernels import CANARY, GUARD, IMMUTABLE, Buffer, Pointers, Step, Value, buffer, slabs
+from nearness import hold_near, near_of
 
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins import standard as room
@@ -181,8 +182,8 @@ def part(op: Op, inputs: Mapping[str, Array], attributes: Mapping[str, Attribute
 
 
 def close_to(got: Array, op: Op, inputs: Mapping[str, Array], site: Site) -> None:
-    want = op.reference(inputs, site.attributes)["y"].astype(np.float64)
-    np.testing.assert_allclose(got.astype(np.float64), want, rtol=2.0**-7, atol=1e-6)
+    want = op.reference(inputs, site.attributes)["y"]
+    hold_near(op.name, got, want, 2.0**-7, near_of("standard", "y"))
 
 
 @pytest.mark.parametrize("norm", [BF16, np.float32])
