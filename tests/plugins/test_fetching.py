@@ -74,13 +74,17 @@ def test_no_byte_beyond_the_weight_is_fetched(op: Op, monkeypatch: pytest.Monkey
     ids=["gdn", "blocks_without_work", "blocks_of_the_later_rows"],
 )
 def test_every_byte_is_fetched_once(op: Op, name: str) -> None:
-    """Except for the rest, of less than 16 bytes for each block."""
+    """Except for the rest, of less than 16 bytes for each block. Blocks of gdn, all of which have
+    work, fetch only after the previous kernel has ended.
+    """
     call = fetching(of_few_rows(op)[name])
     counts: list[Array] = []
 
     def backend(buffers: Sequence[Buffer], steps: Sequence[Step]) -> None:
+        (weight,) = (b for b in buffers if b.name == AHEAD)
+        weight.from_kernels = op is GDN  # then it is a fault to fetch before wait_for_previous
         Emulator(1, AHEAD)(buffers, steps)
-        counts.extend(b.data.copy() for b in buffers if b.name == AHEAD)
+        counts.append(weight.data.copy())
 
     launch(call, backend, THOR)
     [found] = counts
