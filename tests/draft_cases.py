@@ -1,4 +1,4 @@
-"""Cases of draft_attention and context_kv beyond the rooms' own: scores, cuts and attributes."""
+"""Cases of draft_attention beyond the room's own: scores, cuts and attributes."""
 
 from __future__ import annotations
 
@@ -91,15 +91,3 @@ def draft_cases() -> Iterator[Case]:
     yield case
     wide: dict[str, Attribute] = {"head_dim": 256, "rotary_dim": 64}
     yield draft_case("heads_of_256_partly_rotary", 16, 2, 1, 1100, 1088, **wide)
-
-
-def context_cases() -> Iterator[Case]:
-    """A key of zeros, with another epsilon and another base of the rotation than the default."""
-    rng = np.random.default_rng(4)
-    k, v = (rng.standard_normal((3, 2 * 128)).astype(BF16) for _ in "kv")
-    k[1] = 0
-    ring = rng.standard_normal((2, 32, 128)).astype(BF16)
-    x = {"k0": k, "v0": v, "ring_k0": ring, "ring_v0": ring, "length": np.array([50], np.int32)}
-    x["k_norm0"] = np.ones(128, np.float32)
-    a: dict[str, Attribute] = {"kv_heads": 2, "norm_eps": 1.0, "rope_theta": 100.0}
-    yield Case("zeros_eps_theta", x, a)

@@ -13,7 +13,7 @@ from kernels import Call, call_of, launch, run, slabs, source_of
 from leaving import leaving
 
 from thor_dflash.plugins.context_kv import OP as CONTEXT_KV
-from thor_dflash.plugins.context_kv.launch import refuse as refuse_context
+from thor_dflash.plugins.context_kv import launch as context_kv
 from thor_dflash.plugins.draft_attention import OP as DRAFT_ATTENTION
 from thor_dflash.plugins.draft_attention.launch import launches, refuse
 from thor_dflash.plugins.launch import H100, THOR, Device, Shaped, Site
@@ -195,21 +195,6 @@ def test_what_the_kernel_does_not_take_is_refused() -> None:
 
 
 # ---- context_kv --------------------------------------------------------------------------------
-def test_context_of_other_shapes_than_its_heads_is_refused() -> None:
-    def why(**changed: tuple[int, ...]) -> str:
-        shapes = {"k0": (3, 256), "v0": (3, 256), "ring_k0": (2, 8, 128), "ring_v0": (2, 8, 128)}
-        ports = {n: Shaped(DType.BF16, x) for n, x in (shapes | changed).items()}
-        ports["k_norm0"] = Shaped(DType.F32, changed.get("k_norm0", (128,)))
-        return refuse_context(Site(CONTEXT_KV, CONTEXT_KV.complete({"kv_heads": 2}), ports))
-
-    assert why() == ""
-    for name, wrong in (
-        ("k0", (3, 128)), ("v0", (2, 256)), ("k_norm0", (64,)),
-        ("ring_k0", (1, 8, 128)), ("ring_v0", (2, 7, 128)),
-    ):  # fmt: skip
-        assert f"context_kv.{name} must be [" in why(**{name: wrong})
-
-
 @pytest.mark.parametrize(
     ("rows", "length", "slots", "kv", "dim"),
     [
@@ -244,6 +229,46 @@ def test_context_rows_land_in_their_slots_and_nothing_else_moves(
         for name in (f"ring_k{i}", f"ring_v{i}"):
             after = got[f"next_{name}"][:, untouched].view(np.uint16)
             np.testing.assert_array_equal(after, x[name][:, untouched].view(np.uint16))
+
+
+def context_site(layers: int = 1, kv: int = 1, norm: DType = DType.F32) -> Site:
+    """A call whose first layer's norm weights are float32; those of the others have type `norm`."""
+    ports = {"length": Shaped(DType.I32, (1,))}
+    for i in range(layers):
+        ports |= {f"{n}{i}": Shaped(DType.BF16, (1, kv * 128)) for n in "kv"}
+        ports |= {f"ring_{n}{i}": Shaped(DType.BF16, (kv, 64, 128)) for n in "kv"}
+        ports[f"k_norm{i}"] = Shaped(norm if i else DType.F32, (128,))
+    a = CONTEXT_KV.complete({"layers": layers, "kv_heads": kv})
+    return Site(CONTEXT_KV, a, ports)
+
+
+def test_context_that_the_kernel_does_not_take_is_refused() -> None:
+    assert context_kv.refuse(context_site(context_kv.LAYERS)) == ""
+    why = context_kv.refuse(context_site(context_kv.LAYERS + 1))
+    assert why == "context_kv.layers must be at most 64 (got 65)"
+    why = context_kv.refuse(context_site(2, norm=DType.BF16))
+    assert why == "context_kv.k_norm1 must be all bfloat16 or all float32 (got bfloat16)"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("k0", (1, 128)), ("v0", (2, 256)), ("k_norm0", (64,)),
+        ("ring_k0", (1, 64, 128)), ("ring_v0", (2, 63, 128)),
+    ],
+)  # fmt: skip
+def test_context_of_other_shapes_than_its_heads_is_refused(
+    name: str, shape: tuple[int, ...]
+) -> None:
+    site = context_site(kv=2)
+    ports = {**site.ports, name: Shaped(site.ports[name].dtype, shape)}
+    why = context_kv.refuse(Site(CONTEXT_KV, site.attributes, ports))
+    assert why.startswith(f"context_kv.{name} must be [")
+
+
+def test_a_block_has_no_more_warps_than_the_kernel_is_compiled_for() -> None:
+    threads = [context_kv.launches(context_site(kv=n), H100)[0].threads for n in (1, 8, 9, 40)]
+    assert threads == [32, 256, 256, 256]
 
 
 @pytest.mark.parametrize("position", [0, 1, 1000, 105_615, 200_000, 262_143])
