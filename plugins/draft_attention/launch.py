@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from thor_dflash.plugins.launch import At, Device, Int, Launch, Real, Scratch, Site, Table
+from thor_dflash.plugins.linear.prepare import SLAB
 from thor_dflash.plugins.numerics import inverse_frequency
 from thor_dflash.tensors import Array, DType
 
@@ -16,9 +17,9 @@ IN_PLACE: frozenset[str] = frozenset()
 TOLERANCE = 2.0**-6
 """Largest error, relative to the largest value of the output.
 
-Queries, keys and softmax weights are rounded to bf16 (2^-9) before the products, and so are the
-output and the result of each stretch of the context. A query that is rounded differently than in
-the reference changes a score of size s by s * 2^-9.
+Queries, keys and softmax weights are rounded to bf16 (by at most 2^-8 of each) before the products,
+and so are the output and the result of each stretch of the context. An element of a query that is
+rounded differently than in the reference changes its share of a score by up to 2^-7.
 """
 
 ROW_BYTES = 2
@@ -45,6 +46,9 @@ def refuse(site: Site) -> str:
     if why := refuse_heads("draft_attention", site):
         return why
     heads, kv, dim = (site.attributes.integer(n) for n in ("heads", "kv_heads", "head_dim"))
+    if "y0_slabs" in site and heads * dim % SLAB:
+        rule = f"of rows whose width is a multiple of {SLAB}"
+        return f"draft_attention.y0_slabs must be {rule} (got {heads * dim})"
     norm, keys, ring = (dim,), (rows, kv * dim), (kv, site.size("ring_k", 1), dim)
     wanted = {"q": (rows, heads * dim), "k": keys, "v": keys, "q_norm": norm, "k_norm": norm}
     return refuse_shapes("draft_attention", site, {**wanted, "ring_k": ring, "ring_v": ring})
