@@ -33,6 +33,20 @@ HEAD_DIMS = (16, 32, 64, 128, 256)
 
 def refuse(site: Site) -> str:
     """Returns why the kernel cannot run this call, or an empty string if it can."""
+    if why := _refuse_types(site) or refuse_heads("draft_attention", site):
+        return why
+    heads, kv, dim = (site.attributes.integer(n) for n in ("heads", "kv_heads", "head_dim"))
+    if (rows := site.size("q", 0)) > BLOCK_ROWS:
+        return f"draft_attention.q must be at most {BLOCK_ROWS} rows (got {rows})"
+    if "y0_slabs" in site and heads * dim % SLAB:
+        rule = f"of rows whose width is a multiple of {SLAB}"
+        return f"draft_attention.y0_slabs must be {rule} (got {heads * dim})"
+    norm, keys, ring = (dim,), (rows, kv * dim), (kv, site.size("ring_k", 1), dim)
+    wanted = {"q": (rows, heads * dim), "k": keys, "v": keys, "q_norm": norm, "k_norm": norm}
+    return refuse_shapes("draft_attention", site, {**wanted, "ring_k": ring, "ring_v": ring})
+
+
+def _refuse_types(site: Site) -> str:
     for name in ("q", "k", "v", "ring_k", "ring_v"):
         if (dtype := site.ports[name].dtype) is not DType.BF16:
             return f"draft_attention.{name} must be bfloat16 (got {dtype.value})"
@@ -41,17 +55,7 @@ def refuse(site: Site) -> str:
             return f"draft_attention.{name} must be bfloat16 or float32 (got {dtype.value})"
     if site.ports["q_norm"].dtype is not site.ports["k_norm"].dtype:
         return "draft_attention.k_norm must be of q_norm's type (got another)"
-    if (rows := site.size("q", 0)) > BLOCK_ROWS:
-        return f"draft_attention.q must be at most {BLOCK_ROWS} rows (got {rows})"
-    if why := refuse_heads("draft_attention", site):
-        return why
-    heads, kv, dim = (site.attributes.integer(n) for n in ("heads", "kv_heads", "head_dim"))
-    if "y0_slabs" in site and heads * dim % SLAB:
-        rule = f"of rows whose width is a multiple of {SLAB}"
-        return f"draft_attention.y0_slabs must be {rule} (got {heads * dim})"
-    norm, keys, ring = (dim,), (rows, kv * dim), (kv, site.size("ring_k", 1), dim)
-    wanted = {"q": (rows, heads * dim), "k": keys, "v": keys, "q_norm": norm, "k_norm": norm}
-    return refuse_shapes("draft_attention", site, {**wanted, "ring_k": ring, "ring_v": ring})
+    return ""
 
 
 def refuse_shapes(room: str, site: Site, wanted: Mapping[str, tuple[int, ...]]) -> str:
