@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from emulation import Emulator, library_of
-from kernels import Call, call_of, launch, run, slabs, source_of
+from emulation import Emulator
+from kernels import call_of, launch, run, slabs
 from leaving import leaving
+from receiving import received
 
 from thor_dflash.plugins.context_kv import OP as CONTEXT_KV
 from thor_dflash.plugins.context_kv import launch as context_kv
 from thor_dflash.plugins.draft_attention import OP as DRAFT_ATTENTION
-from thor_dflash.plugins.draft_attention.launch import launches, refuse
+from thor_dflash.plugins.draft_attention.launch import refuse
 from thor_dflash.plugins.launch import H100, THOR, Device, Shaped, Site
 from thor_dflash.plugins.linear.prepare import SLAB
 from thor_dflash.plugins.op import Attribute, Case
@@ -149,14 +149,6 @@ def test_a_stage_is_free_only_when_every_value_in_it_has_been_loaded(name: str) 
         changed = call.inputs[name].copy()
         changed[..., 3, column : column + 16] += 1
         assert received(replace(call, inputs={**call.inputs, name: changed}), two) != before
-
-
-def received(call: Call, device: Device) -> int:
-    """A checksum of all values that the kernel gives to `received`."""
-    (one,) = launches(call.site, device)
-    launch(call, Emulator(), device)
-    library = library_of(source_of(DRAFT_ATTENTION, one), tuple(sorted(one.defines.items())))
-    return ctypes.c_uint64.in_dll(library, "emulated_received").value
 
 
 def attention_site(**changed: Shaped | Attribute) -> Site:

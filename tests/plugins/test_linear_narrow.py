@@ -13,6 +13,7 @@ from compiled import usage_of
 from emulation import COMPILER, Emulator
 from hypothesis import given
 from hypothesis import strategies as st
+from receiving import received
 
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.launch import H100, THOR, Device, Int, Shaped, Site
@@ -189,6 +190,19 @@ def _scales(word: int) -> list[int]:
 
 
 # ---- few rows ------------------------------------------------------------------------------------
+@emulated
+@pytest.mark.parametrize("rows", [1, 32])
+def test_a_stage_is_free_only_when_whole_and_narrow_slots_have_been_loaded(rows: int) -> None:
+    """What is given to `received` depends on the last codes that a warp loads of each."""
+    call = kernels.call_of(LINEAR, gate_up(rows, 256))
+    before = received(call, device(4))
+    for group in layout.layout(call.site).groups:
+        packed = call.inputs["packed"].copy()
+        packed[group.offset + 2304 + (0 if group.narrow else 3 * 512)] ^= 1
+        changed = replace(call, inputs={**call.inputs, "packed": packed})
+        assert received(changed, device(4)) != before
+
+
 @emulated
 @pytest.mark.parametrize("rows", [1, 7, 16, 17, 32])
 @pytest.mark.parametrize(
