@@ -5,7 +5,9 @@ is then released.
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 
+import numpy as np
 from emulation import Emulator, library_of
 from kernels import Call, launch, rule_of, source_of
 
@@ -19,3 +21,11 @@ def received(call: Call, device: Device) -> int:
     launch(call, Emulator(), device)
     library = library_of(source_of(op, one), tuple(sorted(one.defines.items())))
     return ctypes.c_uint64.in_dll(library, "emulated_received").value
+
+
+def tells(call: Call, device: Device, port: str, byte: int) -> bool:
+    """Whether what is given to `received` depends on a byte of an input."""
+    changed = call.inputs[port].copy()
+    changed.reshape(-1).view(np.uint8)[byte] ^= 1
+    other = replace(call, inputs={**call.inputs, port: changed})
+    return received(other, device) != received(call, device)
