@@ -1,18 +1,19 @@
 // What linear's few-row kernel asks of memory, and where its results belong, for weights of any size:
-// requests are counted instead of made. Each adds 1 to the first byte of every UNIT bytes, so a weight
-// that is larger than the counted part needs no memory for the rest.
+// requests are counted instead of made. Each adds 1 to the first of every UNIT bytes, or to the second
+// if it is for data that others read too. So a weight that is larger than the counted part needs no
+// memory for the rest.
 #include "cuda/device.cuh"
 
 constexpr u32 UNIT = 64;
 
-DEVICE void count_request(const void* from, u32 bytes) {
-    u8* const counts = static_cast<u8*>(const_cast<void*>(from));
+DEVICE void count_request(const void* from, u32 bytes, int kept = 0) {
+    u8* const counts = static_cast<u8*>(const_cast<void*>(from)) + kept;
     for (u32 i = 0; i < bytes; i += UNIT) counts[i]++;
 }
 
 #define prefetch_bulk(from, bytes) count_request(from, bytes)
 #define copy_bulk(to, from, bytes, barrier) count_request(from, bytes)
-#define copy_bulk_kept(to, from, bytes, barrier)
+#define copy_bulk_kept(to, from, bytes, barrier) count_request(from, bytes, 1)
 #define barrier_expect(barrier, bytes)
 #include "cuda/ahead.cuh"
 #include "linear/ends.cuh"
@@ -23,18 +24,26 @@ KERNEL void fetched(u8* counts, const int2* pieces, int count, int first) {
     following.fetch();
 }
 
-// The copies of weights of one lane of the producer warp per thread, over all stages of a block.
-KERNEL void asked(u8* counts, const int4* items, int most_items, int k, int first) {
+// The copies of one lane of the producer warp per thread, over all stages of a block. `counts`: as
+// above; `slabs`: of the rows, for each cluster.
+KERNEL void asked(u8* counts, u8* slabs, const int4* items, int most_items, int rows, int k,
+                  int first) {
     const int rank = blockIdx.x % PARTS, steps = (k + STEP_K - 1) / STEP_K;
     Walk at;
     at.table = items;
     at.at = blockIdx.x / PARTS * most_items * 2;
     at.halves = halves_of(k, steps * rank / PARTS, steps * (rank + 1) / PARTS);
     at.start();
-    const Source source = {counts - static_cast<i64>(first) * 512, nullptr, ROWS};
+    const int slab_bytes = (k + SLAB_COLUMNS - 1) / SLAB_COLUMNS * rows * SLAB_ROW;
+    const Source source = {counts - static_cast<i64>(first) * 512,
+                           slabs + blockIdx.x / PARTS * slab_bytes, rows};
     Turn turn;
     turn.start(0, 0);
-    for (; !at.over; at.next()) source.ask_weights(source.wish(at), turn);
+    for (; !at.over; at.next()) {
+        const Wish wish = source.wish(at);
+        source.ask_weights(wish, turn);
+        source.ask_rows(wish, turn);
+    }
 }
 
 // For every strip and pair of its columns: column, place in row 31, or -1 for padding.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 from emulation import COMPILER, Emulator, EmulatorFault
 from fetching import PACKED, fetching, of_few_rows
 from kernel_cases import cases_of
-from kernels import Call, call_of, launch
+from kernels import Buffer, Call, Step, call_of, launch, rule_of
 from row_law import same_bits
 
 from thor_dflash.plugins import GDN, LINEAR, VERIFY_ATTENTION, Op
@@ -32,7 +34,7 @@ from thor_dflash.plugins.linear.launch import launches
 from thor_dflash.plugins.linear.layout import Kind
 from thor_dflash.plugins.linear.partition import halves, partition
 from thor_dflash.plugins.verify_attention import launch as verify_attention
-from thor_dflash.tensors import DType
+from thor_dflash.tensors import Array, DType
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 MODULES = {"gdn": gdn, "verify_attention": verify_attention}
@@ -60,6 +62,37 @@ def test_no_byte_beyond_the_weight_is_fetched(op: Op, monkeypatch: pytest.Monkey
     monkeypatch.setattr(MODULES[op.name], "ahead", more)
     with pytest.raises(EmulatorFault, match="prefetch"):
         launch(fetching(call), Emulator(0), THOR)
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        (GDN, "more_verify_16_rows_fold_2_of_16_records_bfloat16"),
+        (VERIFY_ATTENTION, "more_16_rows_at_1_4x2x256_float8_e4m3fn"),
+        (VERIFY_ATTENTION, "more_31_rows_at_120_4x2x256_float8_e4m3fn"),
+    ],
+    ids=["gdn", "blocks_without_work", "blocks_of_the_later_rows"],
+)
+def test_every_byte_is_fetched_once(op: Op, name: str) -> None:
+    """Except for the rest, of less than 16 bytes for each block. Blocks of gdn, all of which have
+    work, fetch only after the previous kernel has ended.
+    """
+    call = fetching(of_few_rows(op)[name])
+    counts: list[Array] = []
+
+    def backend(buffers: Sequence[Buffer], steps: Sequence[Step]) -> None:
+        (weight,) = (b for b in buffers if b.name == AHEAD)
+        weight.from_kernels = op is GDN  # then it is a fault to fetch before wait_for_previous
+        Emulator(1, AHEAD)(buffers, steps)
+        counts.append(weight.data.copy())
+
+    launch(call, backend, THOR)
+    [found] = counts
+    (split,) = (one for one in rule_of(op).launches(call.site, THOR) if At(AHEAD) in one.arguments)
+    all_but_rest = int(found.sum())
+    assert PACKED - all_but_rest < 16 * math.prod(split.grid)
+    np.testing.assert_array_equal(found, np.arange(PACKED) < all_but_rest)
 
 
 @rooms
@@ -110,10 +143,15 @@ def test_a_product_fetches_nothing_beyond_the_weight(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("device", [THOR, H100], ids=["thor", "h100"])
 @pytest.mark.parametrize("swiglu", [False, True])
-def test_a_product_fetches_what_every_block_asks_for_first(device: Device, swiglu: bool) -> None:
-    """Gate and up of the 27B, and two plain segments of the same size."""
-    plan = layout._layout(5120, (Kind.NVFP4,) * 2, (17408, 17408), swiglu)
-    ports = {"x": Shaped(DType.BF16, (16, 5120)), "kinds": Shaped(DType.U8, (1, 1))}
+@pytest.mark.parametrize("k", [5120, 128])
+def test_a_product_fetches_what_every_block_asks_for_first(
+    device: Device, swiglu: bool, k: int
+) -> None:
+    """Gate and up of the 27B, and two plain segments of the same size; and with
+    one step of K, for one block of a cluster.
+    """
+    plan = layout._layout(k, (Kind.NVFP4,) * 2, (17408, 17408), swiglu)
+    ports = {"x": Shaped(DType.BF16, (16, k)), "kinds": Shaped(DType.U8, (1, 1))}
     for i in range(1 if swiglu else 2):
         ports[f"y{i}"] = Shaped(DType.BF16, (16, 17408))
     epilogue = {"epilogue": "swiglu" if swiglu else "none", "segments": 2}
@@ -124,7 +162,7 @@ def test_a_product_fetches_what_every_block_asks_for_first(device: Device, swigl
     assert fetched.max() == 1
     cut = partition(plan, device.multiprocessors)
     for items in cut.clusters:
-        for run in halves(plan, cut.parts):
+        for run in filter(None, halves(plan, cut.parts)):
             piece = items[0].piece
             at = piece.offset + run.start // 2 * piece.group.step_bytes
             assert fetched[at // 512 : (at + piece.tiles * 4608) // 512].all()

@@ -238,10 +238,10 @@ def test_rows_that_come_normed_give_what_the_norm_gives(rows: int) -> None:
     rounding of the rows.
     """
     rng = np.random.default_rng(rows)
-    x = near_zero(rng.normal(0, 1, (rows, 640))).astype(BF16)
-    weight = rng.normal(0, 0.2, 640).astype(BF16)
+    x = near_zero(rng.normal(0, 1, (rows, 656))).astype(BF16)
+    weight = rng.normal(0, 0.2, 656).astype(BF16)
     inputs = {"x": x, "norm_weight": weight}
-    inputs |= {f"{name}0": value for name, value in nvfp4(rng, 320, 640).items()}
+    inputs |= {f"{name}0": value for name, value in nvfp4(rng, 320, 656).items()}
     case = Case("normed", inputs, {"norm_offset": 1.0, "norm_eps": NEAR_ZERO**2})
     call = kernels.call_of(LINEAR, case, x_squares=True)
     normed = (x.astype(np.float32) * (1 + weight.astype(np.float32))).astype(BF16)
@@ -332,6 +332,14 @@ SWIGLU = {"segments": 2, "epilogue": "swiglu"}
 @pytest.mark.parametrize(
     ("attributes", "port", "dtype", "shape", "why"),
     [
+        ({}, "x", DType.BF16, (2, 24), "x must have a multiple of 16 columns (got 24)"),
+        ({}, "y0", DType.BF16, (2, 63), "y0 must have a multiple of 2 columns (got 63)"),
+        ({}, "weight0", DType.BF16, (63, 96), "weight0 must have a multiple of 2 rows (got 63)"),
+        (
+            {}, "weight0", DType.F16, (64, 96),
+            "weight0 must be NVFP4, FP8 or bfloat16 (got float16)",
+        ),
+        ({"segments": 17}, "x", DType.BF16, (2, 96), "segments must be at most 16 (got 17)"),
         (
             {}, "norm_weight", DType.F16, (96,),
             "norm_weight must be bfloat16 or float32 (got float16)",
@@ -358,15 +366,15 @@ SWIGLU = {"segments": 2, "epilogue": "swiglu"}
     ],
 )  # fmt: skip
 def test_what_the_kernels_cannot_compute_is_refused(
-    attributes: Mapping[str, int | float | str],
+    attributes: dict[str, int | float | str],
     port: str,
     dtype: DType,
     shape: tuple[int, ...],
     why: str,
 ) -> None:
-    rows, weight = Shaped(DType.BF16, (2, 96)), Shaped(DType.BF16, (64, 96))
-    inputs = {"x": rows, "weight0": weight, port: Shaped(dtype, shape)}
-    assert launch.refuse(kernels.site_of(LINEAR, attributes, inputs)) == f"linear.{why}"
+    ports = {"x": Shaped(DType.BF16, (2, 96)), "weight0": Shaped(DType.BF16, (64, 96))}
+    call = Site(LINEAR, LINEAR.complete(attributes), {**ports, port: Shaped(dtype, shape)})
+    assert launch.refuse(call) == f"linear.{why}"
 
 
 def test_packing_refuses_scales_that_are_nan_or_negative() -> None:

@@ -13,6 +13,7 @@ from compiled import usage_of
 from emulation import COMPILER, Emulator
 from hypothesis import given
 from hypothesis import strategies as st
+from receiving import tells
 
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.launch import H100, THOR, Device, Int, Shaped, Site
@@ -189,6 +190,19 @@ def _scales(word: int) -> list[int]:
 
 
 # ---- few rows ------------------------------------------------------------------------------------
+@emulated
+@pytest.mark.parametrize("rows", [1, 32])
+def test_memory_is_free_only_when_whole_and_narrow_tiles_have_been_loaded(rows: int) -> None:
+    """The last codes of a stage that a warp loads of each; scales and sums of an item."""
+    call = kernels.call_of(LINEAR, gate_up(rows, 256))
+    groups = layout.layout(call.site).groups
+    for group in groups:
+        assert tells(call, device(4), "packed", group.offset + (2304 if group.narrow else 3840))
+    for column in (0, groups[-1].column, groups[-1].column + 8):
+        assert tells(call, device(2), "scales", 4 * column)
+    assert tells(call, device(2), "packed", 4)  # not of the codes that are loaded last
+
+
 @emulated
 @pytest.mark.parametrize("rows", [1, 7, 16, 17, 32])
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from products import N4, SHAPES
 
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.launch import THOR, Shaped
-from thor_dflash.plugins.linear.few import strip_table
+from thor_dflash.plugins.linear import few
 from thor_dflash.plugins.linear.launch import launches
 from thor_dflash.plugins.linear.layout import Kind, Layout, _layout
 from thor_dflash.plugins.linear.partition import Item, Partition, partition
@@ -50,17 +50,20 @@ def probe(
     )  # fmt: skip
 
 
-def requested(plan: Layout, cut: Partition, first: int = 0) -> Array:
-    """How often each UNIT of a packed weight is requested, from byte `first` on, by the clusters
-    whose pieces lie there.
+def requested(plan: Layout, cut: Partition, rows: int, first: int = 0) -> tuple[Array, Array]:
+    """How often each UNIT of a packed weight, from byte `first` on, is requested by the clusters
+    whose pieces lie there, as data read once and as data that others read too; and of the rows, by
+    each cluster.
     """
-    counts = np.zeros(plan.nbytes - first, np.uint8)
     table = np.ascontiguousarray(cut.item_table())
+    counts = np.zeros(plan.nbytes - first, np.uint8)
+    slabs = np.zeros((len(table), *few.slabs(rows, plan.k)), np.uint16).view(np.uint8)
     probe(
-        "asked", len(table) * cut.parts, 32, counts, table, cut.most_items, plan.k, first // 512,
-        parts=cut.parts, narrow=int(bool(plan.narrow)),
+        "asked", len(table) * cut.parts, 32, counts, slabs, table, cut.most_items, rows, plan.k,
+        first // 512, parts=cut.parts, narrow=int(bool(plan.narrow)),
     )  # fmt: skip
-    return counts[::UNIT]
+    weights, given = (x.reshape(-1, UNIT)[:, :2] for x in (counts, slabs))
+    return weights, given.reshape(len(table), -1, 2)
 
 
 MIXED = 1152, (N4, FP8, BF16), (320, 192, 64), False
@@ -68,14 +71,17 @@ GATE_UP = 128, (N4, N4), (17_408, 17_408), True
 
 
 @pytest.mark.parametrize(
-    ("shape", "multiprocessors"), [(MIXED, 2), (MIXED, 20), (GATE_UP, 20)]
+    ("shape", "multiprocessors", "rows"), [(MIXED, 2, 16), (MIXED, 20, 5), (GATE_UP, 20, 16)]
 )  # fmt: skip
-def test_every_byte_is_requested_once_as_data_read_once(
-    shape: tuple[int, tuple[Kind, ...], tuple[int, ...], bool], multiprocessors: int
+def test_weights_are_requested_once_and_rows_kept_for_every_item(
+    shape: tuple[int, tuple[Kind, ...], tuple[int, ...], bool], multiprocessors: int, rows: int
 ) -> None:
     """Of n-tiles of every kind, of halves of bf16 ones, of narrow tiles."""
     plan = _layout(*shape)
-    assert (requested(plan, partition(plan, multiprocessors)) == 1).all()
+    cut = partition(plan, multiprocessors)
+    weights, given = requested(plan, cut, rows)
+    assert (weights == (1, 0)).all()
+    assert all((x == (0, len(items))).all() for x, items in zip(given, cut.clusters, strict=True))
 
 
 @pytest.mark.parametrize("kind", Kind)
@@ -84,14 +90,15 @@ def test_a_weight_may_have_more_bytes_than_an_int32_can_count(kind: Kind) -> Non
     last = plan.groups[-1]
     assert 2**32 < last.offset < plan.nbytes
     items = tuple(Item(piece) for piece in last.pieces(1))
-    assert (requested(plan, Partition(8, 2, 2, (items,)), last.offset) == 1).all()
+    weights, _ = requested(plan, Partition(8, 2, 2, (items,)), 16, last.offset)
+    assert (weights == (1, 0)).all()
 
 
 def test_an_output_may_have_more_columns_than_an_int16_can_count() -> None:
     plan = _layout(*SHAPES["head"])
     width = plan.widths[0]
     found = np.zeros((8 * 4, 2), np.int32)
-    probe("placed", 1, 8 * 4, strip_table(plan)[-8:].copy(), found)
+    probe("placed", 1, 8 * 4, few.strip_table(plan)[-8:].copy(), found)
     columns = np.arange(width - 64, width, 2)
     np.testing.assert_array_equal(found, np.stack([columns, 31 * width + columns], axis=1))
 

@@ -181,7 +181,7 @@ DEVICE void e4m3x4_f16x4(u32 x, u32& low, u32& high) {
 DEVICE u32 opaque(u32 x) { return x; }
 // A constant depends on no load, so nothing is known to have arrived.
 DEVICE void received(u32 x) {
-    if (!__builtin_constant_p(x)) emulator::received();
+    if (!__builtin_constant_p(x)) emulator::received(x);
 }
 DEVICE u32 rotate_right(u32 x, int n) { return x >> (n & 31) | x << (-n & 31); }
 DEVICE u32 select_bytes(u32 a, u32 b, u32 selector) {
@@ -228,7 +228,7 @@ DEVICE u32 ballot(bool x) { return emulator::ballot(x); }
 
 // ---- one kernel and the next, between blocks ---------------------------------------------------
 DEVICE void wait_for_previous() { emulator::wait_for_previous(); }
-DEVICE void let_next_start() {}
+DEVICE void let_next_start() { emulator::let_next_start(); }
 DEVICE u32 arrive(u32* counter) { return emulator::arrive(counter); }
 DEVICE void fence_device() {}
 DEVICE float4 load_shared_result(const float4* p) { return *p; }
