@@ -69,7 +69,7 @@ linear_rows(const u16* x, const void* __restrict__ norm_weight, const u16* gate,
             scale = rsqrtf(sum * (1.0f / NORM) + eps);
         }
         if (c >= end) continue;
-        uint4& to = out[SLABS ? slab_offset(gridDim.x, blockIdx.x, 8 * c) / 8 : c];
+        uint4& to = out[SLABS ? slab_offset<i64>(gridDim.x, blockIdx.x, 8 * c) / 8 : c];
         if (!there) {
             to = make_uint4(0, 0, 0, 0);
             continue;

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from emulation import COMPILER, Emulator
@@ -129,6 +131,12 @@ def test_swiglu_of_any_kind_and_width(kind: str, n: int) -> None:
     x |= weight_case(rng, kind, n, 128, 1)
     call = call_of(LINEAR, Case("swiglu", x, {"segments": 2, "epilogue": "swiglu"}))
     run(call, device(3), n)
+
+
+def test_rows_and_weights_are_kept_for_the_blocks_that_read_them_too() -> None:
+    """A copy of another kind gives the same results, but takes them from memory every time."""
+    source = (LINEAR.room / "prefill.cu").read_text()
+    assert set(re.findall(r"\bcopy_bulk\w*", source)) == {"copy_bulk_kept"}
 
 
 def test_every_code_times_every_scale() -> None:
