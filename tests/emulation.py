@@ -97,10 +97,10 @@ _ONE_AT_A_TIME = threading.Lock()
 """All launches share the fibers' stacks, and launches of one library share a machine."""
 
 
-_GDN = frozenset("state states accepted tail record_qkv record_k record_d record_decay".split())
+_FOLD = frozenset("state states accepted record_k record_d record_decay".split())
 EARLY = {
-    "gdn_rows": _GDN,
-    "gdn_prefill": _GDN,
+    "gdn_rows": _FOLD | {"tail", "record_qkv"},
+    "gdn_prefill": _FOLD,
     "attend_split": frozenset("length cache_k cache_v next_cache_k next_cache_v".split()),
     "draft_attention": frozenset("length window first ring_k ring_v".split()),
 }
@@ -124,6 +124,8 @@ class Memory:
     """Other kernels write or read it, so it must not be accessed before wait_for_previous."""
     early: bool = False
     """An exception to `from_kernels`: reading it before wait_for_previous is allowed."""
+    counted: bool = False
+    """Each of its bytes counts how many times it is prefetched."""
 
 
 def _compile(*arguments: str | Path) -> str:
@@ -309,12 +311,7 @@ def run(
         raise EmulatorFault(f"{source.name} must have the kernel {kernel}")
     known = tuple(sorted(defines.items()))
     library = _library(source, known)
-    ranges = (_Range * len(memory))(
-        *(
-            _Range(m.address, m.nbytes, m.writable + 2 * m.from_kernels + 4 * m.early)
-            for m in memory
-        )
-    )
+    ranges = (_Range * len(memory))(*map(_range, memory))
     message = ctypes.create_string_buffer(MESSAGE_BYTES)
     launch = _Launch(
         kernel.encode(),
@@ -334,6 +331,11 @@ def run(
         failed = library[f"emulate_{kernel}"](ctypes.byref(launch), pointers)
     if failed:
         raise EmulatorFault(_placed(message.value.decode(), source, known))
+
+
+def _range(m: Memory) -> _Range:
+    flags = m.writable + 2 * m.from_kernels + 4 * m.early + 8 * m.counted
+    return _Range(m.address, m.nbytes, flags)
 
 
 def _placed(message: str, source: Path, defines: tuple[tuple[str, int], ...]) -> str:
@@ -360,6 +362,8 @@ class Emulator:
 
     seed: int = 0
     """Order of threads and blocks: see `run`."""
+    counted: str = ""
+    """Name of a buffer whose bytes count how many times they are prefetched."""
 
     def __call__(self, buffers: Sequence[Buffer], steps: Sequence[Step]) -> None:
         """Run the launches in order, over the content of the buffers."""
@@ -382,14 +386,10 @@ class Emulator:
             arguments = [value(given) for given in step.arguments]
             memory = [
                 Memory(
-                    b.data.ctypes.data,
-                    b.data.nbytes,
-                    b.writable,
-                    b.from_kernels and one.overlap,
-                    is_early(one.kernel, b.name),
-                )
-                for b in buffers
-            ] + [Memory(t.ctypes.data, t.nbytes, False) for t in tables]
+                    b.data.ctypes.data, b.data.nbytes, b.writable, b.from_kernels and one.overlap,
+                    is_early(one.kernel, b.name), b.name == self.counted,
+                ) for b in buffers
+            ] + [Memory(t.ctypes.data, t.nbytes, False) for t in tables]  # fmt: skip
             run(
                 step.source, one.defines, one.kernel, one.grid, one.threads, one.shared,
                 arguments, memory, self.seed, one.cluster,

@@ -10,7 +10,8 @@
 // Factors are split into bf16 pairs, high + low, and products leave out low x low: an error of at
 // most 2^-16 of a term. Decay ratios are computed as products, never as quotients. A chunk starts
 // at a multiple of 32 rows of the call, and rows after t reach row t only multiplied by exact
-// zeros, so the bits of row t do not depend on them.
+// zeros, so the bits of row t do not depend on them as long as they are finite: zero times NaN is
+// NaN.
 #pragma once
 #include "gdn/rows.cuh"
 

@@ -344,7 +344,7 @@ gdn_rows(const u16* qkv, const u16* b, const u16* a, const void* conv_weight, co
          int next_share, int rows, int held) {
     DYNAMIC_SHARED(dynamic);
     const Place p = place_of();
-    const Memory m = memory_of(dynamic, rows, held);
+    const Memory m = memory_of(dynamic, rows, SAVES_STATES ? 0 : held);
     const int n = *accepted;
     const i64 tail_by = shift_of(tail_shift), record_by = shift_of(record_shift);
 #if !SAVES_STATES

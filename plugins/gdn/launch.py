@@ -122,8 +122,8 @@ def heads(site: Site) -> int:
 
 def shared_bytes(rows: int, held: int, count: int) -> int:
     """Returns the shared memory of a verify block, bytes: the barriers; in float32 the state of the
-    block's `count` heads, q, k, v and gates of the rows, and k, d and decay of the records; in bf16
-    the rows before the convolution and the three rows before them.
+    block's `count` heads, q, k, v and gates of the rows, and k, d and decay of `held` records; in
+    bf16 the rows before the convolution and the three rows before them.
     """
     record = -(-(DIM + count * SLAB + GATES) // 32) * 32
     wide = count * DIM * SLAB + rows * (record + DIM) + held * record
@@ -150,7 +150,8 @@ def launches(site: Site, device: Device) -> tuple[Launch, ...]:
     a = site.attributes
     rows, held, count = site.size("qkv", 0), site.size("record_qkv", 0), heads(site)
     blocks = a.integer("value_heads") // count * (DIM // SLAB)
-    shared = shared_bytes(rows, held, count)
+    states = a.word("saves") == "states"
+    shared = shared_bytes(rows, 0 if states else held, count)
     if blocks <= device.multiprocessors:
         shared = max(shared, alone_bytes(device))
     return (
@@ -167,7 +168,7 @@ def launches(site: Site, device: Device) -> tuple[Launch, ...]:
             ),
             shared=shared,
             defines={
-                "SAVES_STATES": int(a.word("saves") == "states"),
+                "SAVES_STATES": int(states),
                 "KEY_HEADS": a.integer("key_heads"),
                 "VALUE_HEADS": a.integer("value_heads"),
             }

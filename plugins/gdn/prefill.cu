@@ -132,9 +132,10 @@ DEVICE void advance(float (&s)[D / 8][4], float (&o)[4][4], const u8* stage, con
     into_state(s, d, keys);
 }
 
-// A value that depends, through the state, on every load from the stage; for `received`.
-DEVICE u32 last_of(const float (&s)[D / 8][4]) {
-    u32 x = 0;
+// A value that depends on every load from the stage, for `received`: on those of K, T and the gates
+// through the state, on those of Q and P through the rows' o, of which two blocks share a load.
+DEVICE u32 last_of(const float (&s)[D / 8][4], const float (&o)[4][4]) {
+    u32 x = float_bits(o[0][0]) ^ float_bits(o[2][0]);
 #pragma unroll
     for (int j = 0; j < D / 8; j += 2) x ^= float_bits(s[j][0]);
     return x;
@@ -223,7 +224,7 @@ gdn_prefill(const u16* qkv, const void* conv_weight, const i32* accepted, const 
         float y[4][4];
         advance(s, y, memory + c % 2 * STAGE, values + warp * 16 + threadIdx.x % 32 / 4);
         put_rows(out, y, c * CHUNK, end, width);
-        received(last_of(s));
+        received(last_of(s, y));
         sync_block();
         if (threadIdx.x == 0 && c + 2 < chunks)
             fetch(memory, barriers, c + 2, k_from, key_heads, m_from, value_heads);

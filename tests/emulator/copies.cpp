@@ -202,6 +202,7 @@ void prefetch(const void* from, u32 bytes) {
         fault("prefetch: bytes and source must be multiples of 16 (got %u, %p)", bytes, from);
     }
     check_global(from, bytes, false, "prefetch");
+    count_prefetch(from, bytes);
 }
 
 void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {

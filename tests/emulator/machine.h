@@ -74,7 +74,8 @@ struct Range {
     u32 flags;
 };
 // FROM_KERNELS: accessed only after wait_for_previous. READ_EARLY: except that reads may be earlier.
-enum { WRITABLE = 1, FROM_KERNELS = 2, READ_EARLY = 4 };
+// COUNTED: every byte counts how many times it is prefetched.
+enum { WRITABLE = 1, FROM_KERNELS = 2, READ_EARLY = 4, COUNTED = 8 };
 
 // The stacks of all fibers, used by every launch of the process. Zero-initialised by the caller.
 struct Stacks {

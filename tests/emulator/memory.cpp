@@ -177,9 +177,8 @@ const Range* find_range(const u8* p, u64 bytes) {
 
 bool within(const u8* p, const u8* begin, const u8* end) { return p >= begin && p < end; }
 
-}  // namespace
-
-void check_global(const void* p, u64 bytes, bool write, const char* what) {
+// Checks an access of device memory by the running thread, apart from races.
+const Range* check_range(const void* p, u64 bytes, bool write, const char* what) {
     const Range* range = find_range(static_cast<const u8*>(p), bytes);
     if (range == nullptr) {
         fault("%s: %llu bytes at %p are in no buffer of this call", what, bytes, p);
@@ -191,13 +190,26 @@ void check_global(const void* p, u64 bytes, bool write, const char* what) {
     if (range->flags & FROM_KERNELS && !early && !self->waited) {
         fault("%s: memory that other kernels use, before wait_for_previous, %p", what, p);
     }
-    if (!(range->flags & WRITABLE)) return;
+    return range;
+}
+
+}  // namespace
+
+void check_global(const void* p, u64 bytes, bool write, const char* what) {
+    if (!(check_range(p, bytes, write, what)->flags & WRITABLE)) return;
     u64 where = reinterpret_cast<u64>(p);
-    if (write) return between.write(races, self->number, where, bytes, offset(self->site));
-    Races::Place other = between.read(races, self->number, where, bytes);
+    Races::Place other = write ? between.write(races, self->number, where, bytes, offset(self->site))
+                               : between.read(races, self->number, where, bytes);
     if (other.thread < 0) return;
     fault("%s: a race in device memory: %s, or of another, wrote it at @0x%llx and nothing orders "
           "the two", what, named(other.thread), other.site);
+}
+
+void count_prefetch(const void* p, u32 bytes) {
+    const Range* range = find_range(static_cast<const u8*>(p), bytes);
+    if (!(range->flags & COUNTED)) return;
+    u8* first = range->begin + (static_cast<const u8*>(p) - range->begin);
+    for (u32 i = 0; i < bytes; i++) first[i]++;
 }
 
 u32 shared_address(const void* p) {
@@ -239,7 +251,7 @@ void wait_for_previous() { self->waited = true; }
 
 u32 arrive(u32* counter) {
     SITE();
-    check_global(counter, 4, true, "arrive");
+    check_range(counter, 4, true, "arrive");
     if (block_count > 1) races.count_at(self->number, reinterpret_cast<u64>(counter));
     between.arrive(races, self->number);
     return (*counter)++;

@@ -219,7 +219,7 @@ KERNEL void wrong_in_one_block(const u32* in, u32* out) {
     __shared__ u32 held[64];
     held[threadIdx.x] = in[threadIdx.x];
     if (blockIdx.x != gridDim.x / 2) sync_block();
-    out[threadIdx.x] = held[63 - threadIdx.x];
+    out[64 * blockIdx.x + threadIdx.x] = held[63 - threadIdx.x];
 }
 
 KERNEL void wrong_no_warp_sync(const u32* in, u32* out) {
@@ -431,7 +431,12 @@ KERNEL void wrong_refill(const float* in, float* out, int engine, int receives, 
 }
 
 KERNEL void wrong_index(const u32* in, u32* out, int where) { out[threadIdx.x] = in[where]; }
-KERNEL void wrong_write(u32* in, u32* out, int where) { in[0] = out[where]; }
+KERNEL void wrong_write(u32* in, u32* out, int where) {
+    if (threadIdx.x == 0) in[0] = out[where];
+}
+KERNEL void same_word(u32* out) {
+    if (threadIdx.x == 0) out[0] = 1;
+}
 KERNEL void wrong_shared(u32* out, int where) {
     DYNAMIC_SHARED(memory);
     out[threadIdx.x] = memory[where];

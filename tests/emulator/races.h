@@ -296,10 +296,10 @@ private:
     std::map<u64, u32> published;
 };
 
-// Detects races on device memory: reads of what this launch has written. Clusters synchronise only by
-// `arrive`. It releases everything that the arriving thread has seen by then; a thread that has seen
-// an `arrive` of its own cluster may read what other clusters have released. Most clusters are a
-// single block.
+// Detects races on device memory: reads and writes of what this launch has written. Clusters
+// synchronise only by `arrive`. It releases everything that the arriving thread has seen by then; a
+// thread that has seen an `arrive` of its own cluster may access what other clusters have released.
+// Most clusters are a single block.
 class Global {
 public:
     void start_launch() {
@@ -323,13 +323,17 @@ public:
         races.tick(thread);
     }
 
-    void write(Races& races, int thread, u64 address, u64 bytes, u64 site) {
-        u32 clock = races.seen_by(thread)[thread];
+    Races::Place write(Races& races, int thread, u64 address, u64 bytes, u64 site) {
+        const u32* now = races.seen_by(thread);
+        Races::Place found = Races::NONE;
         for (u64 i = address; i < address + bytes; i++) {
             Page*& page = page_of(i);
             if (page == nullptr) page = (owned.emplace_back(new Page()), owned.back().get());
-            page->cells[i % PAGE_BYTES] = {cluster, clock, thread, static_cast<u32>(site)};
+            Cell& cell = page->cells[i % PAGE_BYTES];
+            if (cell.cluster != 0 && !ordered(cell, now)) found = {cell.thread, cell.site, true, 0};
+            cell = {cluster, now[thread], thread, static_cast<u32>(site)};
         }
+        return found;
     }
 
     Races::Place read(Races& races, int thread, u64 address, u64 bytes) {

@@ -118,6 +118,7 @@ Spot check_remote(u32 remote, u32 bytes, u32 alignment, const char* what);
 void check_race(Spot spot, u32 bytes, bool write, const char* what);
 void tell_race(Spot spot, const Races::Place& other, const char* what);
 void check_global(const void* p, u64 bytes, bool write, const char* what);
+void count_prefetch(const void* p, u32 bytes);
 
 // ---- copies and meetings -------------------------------------------------------------------------
 void start_copies();

@@ -238,7 +238,7 @@ def test_a_phase_does_not_wait_for_more_arrivals_than_its_count(count: int, seed
 def test_a_race_is_found_whatever_earlier_blocks_did(seed: int) -> None:
     x = np.ones(64, np.uint32)
     with pytest.raises(EmulatorFault, match="block .2, 0, 0. .*a race at"):
-        probe("wrong_in_one_block", [x, np.zeros(64, np.uint32)], threads=64, blocks=5, seed=seed)
+        probe("wrong_in_one_block", [x, np.zeros(320, np.uint32)], threads=64, blocks=5, seed=seed)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -361,6 +361,12 @@ def test_memory_of_other_kernels_is_not_accessed_before_waiting() -> None:
     probe("wrong_no_wait", [words(32), words(32)])
     with pytest.raises(EmulatorFault, match="before wait_for_previous"):
         probe("wrong_no_wait", [words(32), words(32)], from_kernels=True)
+
+
+def test_blocks_do_not_write_the_same_word() -> None:
+    probe("same_word", [words(1)])
+    with pytest.raises(EmulatorFault, match="a race in device memory"):
+        probe("same_word", [words(1)], blocks=2)
 
 
 def test_the_process_lives_on_after_a_fault() -> None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 
+import emulation
 import numpy as np
 import pytest
-from emulation import Emulator
-from kernels import call_of, compare, launch, shaped, site_of
+from compiled import usage_of
+from emulation import EARLY, Emulator, EmulatorFault
+from fetching import PACKED, fetching
+from kernel_sites import sites
+from kernels import POISON, Buffer, Step, call_of, compare, launch, shaped, site_of
 
+from thor_dflash.plugins.cuda.compile import architecture
 from thor_dflash.plugins.gdn import OP
 from thor_dflash.plugins.gdn.launch import launches, refuse
 from thor_dflash.plugins.gdn.reference import gdn_case
-from thor_dflash.plugins.launch import H100, THOR, Device
+from thor_dflash.plugins.launch import AHEAD, H100, THOR, Device
 from thor_dflash.plugins.op import Attribute, Case
 from thor_dflash.tensors import Array, DType
 
@@ -94,7 +100,7 @@ def test_without_a_shift_states_are_where_arguments_say(mode: str, saves: str) -
         assert np.array_equal(value, here[name]), name
 
 
-@pytest.mark.parametrize("heads", [(1, 1), (3, 9), (2, 2), (2, 4), (1, 5)], ids=str)
+@pytest.mark.parametrize("heads", [(1, 1), (3, 9), (2, 2), (3, 12), (1, 5)], ids=str)
 def test_value_heads_of_any_ratio_to_key_heads(heads: tuple[int, int]) -> None:
     check(case_of(3, 5, 4, 3, heads))
 
@@ -104,11 +110,11 @@ def test_a_state_is_saved_after_every_row(accepted: int) -> None:
     check(case_of(accepted, 6, 6, accepted, saves="states"))
 
 
-@pytest.mark.parametrize("types", [DType.BF16, DType.F32], ids=lambda t: t.value)
-def test_plain_parameters_of_either_type(types: DType) -> None:
+@pytest.mark.parametrize("narrow", [("conv_weight", "a_log"), ("conv_weight", "dt_bias")], ids=str)
+def test_each_plain_parameter_has_a_type_of_its_own(narrow: tuple[str, ...]) -> None:
     case = case_of(11, 3, 2, 1)
-    narrow = {n: case.inputs[n].astype(types.numpy) for n in ("conv_weight", "a_log", "dt_bias")}
-    check(Case(case.name, {**case.inputs, **narrow}, case.attributes))
+    bf16 = {n: case.inputs[n].astype(DType.BF16.numpy) for n in narrow}
+    check(Case(case.name, {**case.inputs, **bf16}, case.attributes))
 
 
 def records_of(got: Mapping[str, Array], keep: slice) -> dict[str, Array]:
@@ -162,7 +168,8 @@ def test_bits_depend_neither_on_the_device_nor_on_the_order_of_threads() -> None
 
 
 @pytest.mark.parametrize(
-    ("device", "alone"), [(H100, True), (THOR, False), (Device((9, 0), 127), False)]
+    ("device", "alone"),
+    [(H100, True), (Device((9, 0), 128), True), (Device((9, 0), 127), False), (THOR, False)],
 )
 def test_blocks_share_no_multiprocessor_if_there_are_enough(device: Device, alone: bool) -> None:
     case = case_of(7, 16, 16, 0, (16, 48))
@@ -208,8 +215,73 @@ def test_a_prefill_of_any_ratio_of_heads() -> None:
     check(prefill(case_of(4, 33, 4, 3, (1, 5), mode="prefill"), 33), seed=2)
 
 
-def test_a_prefill_starts_from_a_saved_state() -> None:
-    check(prefill(case_of(3, 40, 4, 2, mode="prefill", saves="states"), 37))
+@pytest.mark.parametrize("accepted", [0, 2])
+def test_a_prefill_starts_from_a_saved_state(accepted: int) -> None:
+    check(prefill(case_of(3, 40, 4, accepted, mode="prefill", saves="states"), 37))
+
+
+def test_a_prefill_folds_with_the_same_bits_as_a_verify() -> None:
+    """Its only row has decay 1 and beta 0, which leave the folded state as it is."""
+    states = []
+    for mode in ("verify", "prefill"):
+        case = prefill(case_of(6, 1, 5, 4, mode=mode), 1)
+        still = {n: np.full_like(case.inputs[n], -1e4) for n in "ab"}
+        x = {n: v for n, v in case.inputs.items() if mode == "prefill" or n != "valid"}
+        states.append(outputs(Case("", x | still, case.attributes))["next_state"])
+    assert states[0].tobytes() == states[1].tobytes()
+
+
+def test_chunks_after_the_last_valid_row_are_not_computed() -> None:
+    scratch: dict[str, Array] = {}
+
+    def backend(buffers: Sequence[Buffer], steps: Sequence[Step]) -> None:
+        Emulator()(buffers, steps)
+        scratch.update({b.name: b.data.reshape(2, -1) for b in buffers if "scratch" in b.name})
+
+    launch(call_of(OP, prefill(case_of(9, 64, 4, 0, mode="prefill"), 32)), backend)
+    assert scratch.keys() == {"scratch keys", "scratch matrices"}
+    for first, second in scratch.values():
+        assert not np.all(first == POISON)
+        assert np.all(second == POISON)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "port"), [(k, p) for k in ("gdn_rows", "gdn_prefill") for p in sorted(EARLY[k])]
+)
+def test_states_are_read_before_the_previous_kernel_has_ended(
+    kernel: str, port: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mode = "prefill" if kernel == "gdn_prefill" else "verify"
+    case = case_of(1, 2, 2, 1, mode=mode, saves="states" if port == "states" else "records")
+    monkeypatch.setitem(EARLY, kernel, EARLY[kernel] - {port})
+    monkeypatch.setattr(emulation, "_placed", lambda message, *_: message)
+    with pytest.raises(EmulatorFault, match=f"{kernel}: .* before wait_for_previous"):
+        outputs(prefill(case, 1) if mode == "prefill" else case)
+
+
+def test_each_byte_of_the_next_weight_is_fetched_once_after_the_previous_kernel() -> None:
+    call = fetching(call_of(OP, case_of(2, 5, 4, 1, (3, 9))))
+    blocks = 24
+    fetched = np.zeros(PACKED, np.uint8)
+
+    def backend(buffers: Sequence[Buffer], steps: Sequence[Step]) -> None:
+        (weight,) = (b for b in buffers if b.name == AHEAD)
+        weight.from_kernels = True  # a fault if it is fetched before wait_for_previous
+        Emulator(counted=AHEAD)(buffers, steps)
+        fetched[:] = weight.data
+
+    launch(call, backend)
+    end = PACKED // blocks // 16 * 16 * blocks
+    assert np.all(fetched[:end] == 1)
+    assert not fetched[end:].any()
+
+
+def test_the_next_kernel_starts_when_the_rows_have_arrived() -> None:
+    """Earlier, its blocks and what they read would delay the rows."""
+    waits = r"copy_async_wait<0>|barriers\.made\(0\)|barriers\.fetched\(\)|wait_for_previous"
+    before = (OP.room / "kernel.cu").read_text().split("let_next_start();")[:-1]
+    last = [re.findall(waits, text)[-1] for text in before]
+    assert last == ["barriers.made(0)", "copy_async_wait<0>"]
 
 
 def test_rows_of_a_prefill_do_not_depend_on_later_ones() -> None:
@@ -237,19 +309,36 @@ def test_other_dimensions_are_refused(change: dict[str, int], message: str) -> N
     assert message in refuse(changed)
 
 
-def test_types_and_rows_the_kernels_do_not_take_are_refused() -> None:
-    case = case_of(0, 4, 4, 1)
-    for name, kind, message in (
-        ("qkv", np.float32, "gdn.qkv must be bfloat16"),
-        ("a_log", np.float16, "gdn.a_log must be bfloat16 or float32"),
-    ):
-        inputs = {**case.inputs, name: case.inputs[name].astype(kind)}
-        site = site_of(OP, case.attributes, {n: shaped(x) for n, x in inputs.items()})
-        assert message in refuse(site)
-    for rows, held in ((33, 4), (4, 33)):
-        wide = case_of(0, rows, held, 1)
-        site = site_of(OP, wide.attributes, {n: shaped(x) for n, x in wide.inputs.items()})
-        assert "at most 32 rows" in refuse(site)
+def refusal(case: Case, **kinds: np.typing.DTypeLike) -> str:
+    """Why the kernels do not take the case with other types of some inputs; empty if they do."""
+    inputs = {n: shaped(x.astype(kinds.get(n, x.dtype))) for n, x in case.inputs.items()}
+    return refuse(site_of(OP, case.attributes, inputs))
+
+
+@pytest.mark.parametrize("name", ["qkv", "b", "a", "tail", "record_qkv"])
+def test_rows_of_another_type_are_refused(name: str) -> None:
+    why = refusal(case_of(0, 4, 4, 1), **{name: np.float32})
+    assert why == f"gdn.{name} must be bfloat16 (got float32)"
+
+
+@pytest.mark.parametrize("name", ["conv_weight", "a_log", "dt_bias"])
+def test_plain_parameters_of_another_type_are_refused(name: str) -> None:
+    why = refusal(case_of(0, 4, 4, 1), **{name: np.float16})
+    assert why == f"gdn.{name} must be bfloat16 or float32 (got float16)"
+
+
+@pytest.mark.parametrize(("rows", "held", "name"), [(33, 4, "qkv"), (4, 33, "record_qkv")])
+def test_more_than_32_rows_are_refused(rows: int, held: int, name: str) -> None:
+    assert refusal(case_of(0, rows, held, 1)) == f"gdn.{name} must be at most 32 rows (got 33)"
+    assert not refusal(prefill(case_of(0, rows, held, 1, mode="prefill"), 1))
+
+
+@pytest.mark.parametrize("heads", [(2, 5), (3, 2)], ids=str)
+def test_value_heads_that_do_not_share_the_key_heads_evenly_are_refused(
+    heads: tuple[int, int],
+) -> None:
+    rule = "gdn.value_heads must be a multiple of key_heads"
+    assert refusal(case_of(0, 4, 4, 1, heads)) == f"{rule} (got {heads[1]})"
 
 
 @pytest.mark.parametrize("device", [H100, THOR, Device((9, 0), 1)], ids=str)
@@ -260,3 +349,29 @@ def test_launches_are_legal_and_fill_the_device(device: Device) -> None:
     assert one.threads == 256
     assert one.shared <= device.shared
     assert one.grid[0] * one.grid[1] == 128  # nearly one for each of an H100's 132
+
+
+def test_a_block_that_saves_states_keeps_no_records() -> None:
+    device = Device((9, 0), 1)
+    few, many = (case_of(0, 4, held, 1, saves="states") for held in (1, 32))
+    sizes = {
+        one.shared
+        for case in (few, many)
+        for one in launches(
+            site_of(OP, case.attributes, {n: shaped(x) for n, x in case.inputs.items()}), device
+        )
+    }
+    assert len(sizes) == 1
+
+
+@pytest.mark.parametrize("device", [H100, THOR], ids=["h100", "thor"])
+def test_two_blocks_of_the_27b_fit_on_a_multiprocessor(device: Device) -> None:
+    """A multiprocessor has 65,536 registers. Source: CUDA C++ Programming Guide, compute
+    capabilities 9.0 and 11.0.
+    """
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC (the extra [cuda])")
+    (site,) = (site_of(OP, a, x) for n, a, x in sites("gdn") if n == "verify_records_16")
+    (one,) = launches(site, device)
+    arch = architecture(device.capability)
+    usage = usage_of(OP.room / one.source, dict(one.defines), arch)[one.kernel]
+    assert 2 * one.threads * usage.registers <= 65536

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from compiled import usage_of
 from emulation import COMPILER, FLAGS, Emulator, signatures
-from kernel_cases import call_site, cases_of, every_code, taken_of
+from kernel_cases import CANCELLED, call_site, cases_of, every_code, taken_of
 from kernel_sites import sites as model_sites
 from kernels import (
     Call,
@@ -97,11 +97,12 @@ def test_kernels_equal_the_reference(op: Op, name: str) -> None:
         return
     call, got = run
     assert dict(call.site.ports) == dict(call_site(op, cases_of(op)[name]).ports)
-    compare(op, got, call.want)
+    nearest = name not in CANCELLED
+    compare(op, got, call.want, nearest)
     # If the bits depend on the order of threads or on what memory held before, a barrier is
     # missing, an element is never written, or something is read that was never written.
     same_bits(launch(call, Emulator(SHUFFLED), THOR, poison=0x5A), got)
-    compare(op, launch(call, Emulator(BACKWARDS), SMALL), call.want)
+    compare(op, launch(call, Emulator(BACKWARDS), SMALL), call.want, nearest)
 
 
 @emulated
@@ -116,7 +117,7 @@ def test_linear_takes_and_leaves_sums_of_squares(name: str) -> None:
     if call is None:
         return
     got = launch(call, Emulator(FORWARD), THOR)
-    compare(op, got, call.want)
+    compare(op, got, call.want, name not in CANCELLED)
 
 
 @emulated
@@ -212,6 +213,11 @@ def test_a_block_of_gdn_that_is_alone_fits_beside_one_of_the_product_before() ->
     (gdn,) = (one.shared for n, one in launches("gdn") if n == "verify_records_16 on h100")
     whole = H100.shared + DRIVERS
     assert gdn + product + 2 * DRIVERS <= whole < 2 * (gdn + DRIVERS)
+
+
+@every_room
+def test_every_launch_may_begin_before_the_previous_one_has_ended(op: Op) -> None:
+    assert all(one.overlap for _, one in launches(op.name))
 
 
 KINDS = {

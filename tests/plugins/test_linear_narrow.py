@@ -74,7 +74,8 @@ def gate_up(rows: int, k: int, width: int = WIDTH) -> Case:
 
 def run(call: kernels.Call, on: Device, seed: int = 0) -> dict[str, Array]:
     got = kernels.launch(call, Emulator(seed), on)
-    kernels.compare(LINEAR, got, call.want)
+    # Rows that come in slabs carry a norm's weight, but not yet its factor, when they are rounded.
+    kernels.compare(LINEAR, got, call.want, nearest="x_slabs" not in call.inputs)
     return got
 
 

@@ -8,7 +8,7 @@ import kernels
 import numpy as np
 import pytest
 from emulation import COMPILER, Emulator
-from kernel_cases import cases_of
+from kernel_cases import CANCELLED, cases_of
 
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.launch import H100, THOR, Device
@@ -76,7 +76,8 @@ def test_any_product_may_be_made_by_slim_blocks(
 
     monkeypatch.setattr(few, "partition", slim)
     call = kernels.call_of(LINEAR, cases_of(LINEAR)[name])
-    kernels.compare(LINEAR, kernels.launch(call, Emulator(seed), Device((9, 0), 3)), call.want)
+    got = kernels.launch(call, Emulator(seed), Device((9, 0), 3))
+    kernels.compare(LINEAR, got, call.want, nearest=name not in CANCELLED)
 
 
 @pytest.mark.parametrize("k", [6144, 17408])

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import onnx
 import pytest
+from nearness import Near, hold_near
 from onnx import helper
 
 from thor_dflash.plugins import OPS
@@ -15,6 +16,10 @@ from thor_dflash.plugins.body import IR_VERSION, ONNX_TYPE, OPSET, call, functio
 from thor_dflash.plugins.op import DOMAIN, VERSION, Case, Op
 from thor_dflash.runtime.engines.onnxruntime import ort
 from thor_dflash.tensors import Array, DType
+
+STEP = {DType.BF16: 2.0**-7, DType.F16: 2.0**-10}
+"""One rounding of a narrow type."""
+FUNCTION = Near(apart=0.01, error=1e-6)
 
 ROOMS = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 
@@ -88,15 +93,5 @@ def test_body_equals_reference(op: Op, case: Case) -> None:
 
 
 def compare(op: Op, got: Array, want: Array, name: str) -> None:
-    """Float32 may differ by rtol of the largest value, narrower types by one rounding more."""
-    dtype = DType.of(want)
-    got, want = got.astype(np.float64), want.astype(np.float64)
-    np.testing.assert_array_equal(np.isnan(got), np.isnan(want), name)
-    got, want = np.nan_to_num(got), np.nan_to_num(want)
-    if np.issubdtype(dtype.numpy, np.integer):
-        np.testing.assert_array_equal(got, want, name)
-        return
-    ulp = {DType.BF16: 2.0**-7, DType.F16: 2.0**-10, DType.FP8: 2.0**-3}.get(dtype, 0.0)
-    room = op.rtol * np.abs(want).max(initial=0.0) + ulp * np.abs(want)
-    worst = np.max(np.abs(got - want) - room, initial=-1.0)
-    assert worst <= 0, f"{op.name}.{name} is off by {worst} over the tolerance"
+    """A function computes in float32 and rounds where the reference, in float64, does."""
+    hold_near(f"{op.name}.{name}", got, want, op.rtol + STEP.get(DType.of(want), 0.0), FUNCTION)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from emulation import Emulator, signatures
 from kernels import CANARY, GUARD, IMMUTABLE, Buffer, Pointers, Step, Value, buffer, slabs
+from nearness import hold_near, near_of
 
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins import standard as room
@@ -182,15 +183,9 @@ def part(op: Op, inputs: Mapping[str, Array], attributes: Mapping[str, Attribute
     return Site(op, op.complete(attributes), ports)
 
 
-def rounded_once(got: Array, op: Op, inputs: Mapping[str, Array], site: Site) -> None:
-    """Check that results are the reference's or, rarely, a neighbour: float32 may lie on the other
-    side of the middle between two bf16 numbers.
-    """
+def close_to(got: Array, op: Op, inputs: Mapping[str, Array], site: Site) -> None:
     want = op.reference(inputs, site.attributes)["y"]
-    np.testing.assert_allclose(
-        got.astype(np.float64), want.astype(np.float64), rtol=2.0**-7, atol=1e-6
-    )
-    assert np.mean(got != want) < 0.01
+    hold_near(op.name, got, want, 2.0**-7, near_of("standard", "y"))
 
 
 @pytest.mark.parametrize("norm", [BF16, np.float32])
@@ -205,7 +200,7 @@ def test_rows_enter_a_product_as_a_linear_makes_them(head: int, gate: str, norm:
     assert unfused.refuse_rows(site) == ""
     out = {"y": np.empty((16, 640), BF16)}
     execute(unfused.rows(site), inputs, out, seed=2)
-    rounded_once(out["y"], ROWS, inputs, site)
+    close_to(out["y"], ROWS, inputs, site)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +251,7 @@ def test_an_epilogue_in_a_launch_of_its_own_rounds_once(op: Op, shape: tuple[int
     site = part(op, inputs, {})
     out = {"y": np.empty(shape, BF16)}
     execute(unfused.pairs(site), inputs, out, seed=1)
-    rounded_once(out["y"], op, inputs, site)
+    close_to(out["y"], op, inputs, site)
 
 
 # ---- fill --------------------------------------------------------------------------------------
