@@ -18,6 +18,8 @@ DEVICE Index real_grid() { return {BLOCKS, gridDim.y, gridDim.z}; }
 #include "linear/rows.cu"
 #elif defined(TILE_ROWS)
 #include "linear/prefill.cu"
+#elif defined(NEXT)
+#include "standard/embed.cu"
 #else
 #include "cuda/bandwidth.cu"
 #endif

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from emulation import COMPILER, PLUGINS, ROOT, Emulator
+from emulation import COMPILER, ROOT, Emulator
 from kernels import (
     GUARD,
     SLAB,
@@ -55,6 +55,10 @@ ROWS, WIDTH = 131_072, 17_408
 """Rows of a long step of a prompt; the inner width of Qwen3.6-27B's MLP."""
 VOCABULARY, HIDDEN = 248_320, 5_120
 """Of Qwen3.6-27B."""
+MANY = 2**24
+"""Rows whose second slab begins behind 2^31 bytes. No step is as long, but one of fewer rows may
+have more slabs.
+"""
 
 
 def far(made: Buffer, offset: int) -> Buffer:
@@ -68,6 +72,11 @@ def untouched(nbytes: int) -> Buffer:
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = np.frombuffer(mmap.mmap(-1, nbytes + 2 * GUARD, flags=private), np.uint8)
     return Buffer("untouched", memory, writable=True, from_kernels=True)
+
+
+def part(of: Buffer, offset: int, nbytes: int) -> Buffer:
+    """Memory of its own within that of a buffer."""
+    return replace(of, memory=of.memory[offset : offset + nbytes + 2 * GUARD])
 
 
 def run(source: Path, launch: Launch, arguments: tuple[Value, ...], *more: Buffer) -> None:
@@ -105,16 +114,21 @@ def test_an_item_of_a_long_step_reads_and_writes_its_own_rows_alone() -> None:
     vary fastest, so these three are the last piece's: both halves of one tile, half of the last.
     """
     rng = np.random.default_rng(2)
-    weight = {"weight0": rows_of(rng, WIDTH, SLAB)}
-    inputs = {"x": Shaped(DType.BF16, (ROWS, SLAB)), "weight0": shaped(weight["weight0"])}
+    k, n, first, count = 2 * SLAB, 320, MANY - 2 * HIGH, 3 * LOW
+    weight = {"weight0": rows_of(rng, n, k)}
+    inputs = {"x": Shaped(DType.BF16, (MANY, k)), "weight0": shaped(weight["weight0"])}
     site, stored = packed(site_of(LINEAR, {}, inputs), weight)
     many = Device((9, 0), 10**6)
     launch, plan = launches(site, many)[-1], layout(site)
-    found = cut(plan, ROWS, many.multiprocessors)
-    first, count = ROWS - 2 * HIGH, 3 * LOW
-    assert (found.whole, launch.grid[0]) == (0, 2 * len(found.pieces) * ROWS // HIGH)
-    x = rows_of(rng, count, SLAB)
-    y = far(buffer("y0", 2 * count * WIDTH), 2 * first * WIDTH)
+    found = cut(plan, MANY, many.multiprocessors)
+    assert (found.whole, launch.grid[0]) == (0, 2 * len(found.pieces) * MANY // HIGH)
+    x = rows_of(rng, count, k)
+    whole, nbytes = untouched(2 * MANY * k), 2 * count * SLAB
+    held = [part(whole, 2 * (slab * MANY + first) * SLAB, nbytes) for slab in range(2)]
+    for slab, content in zip(held, slabs(x), strict=True):
+        slab.data[:] = content.reshape(-1).view(np.uint8)
+    far(held[0], 2 * first * SLAB)
+    y = far(buffer("y0", 2 * count * n), 2 * first * n)
     known = {name: buffer(name, a, writable=False, kernels=False) for name, a in stored.items()}
 
     def value(argument: Argument) -> Value:
@@ -122,7 +136,7 @@ def test_an_item_of_a_long_step_reads_and_writes_its_own_rows_alone() -> None:
             case At(port):
                 return known.get(port)
             case Scratch():
-                return far(buffer("rows", slabs(x), writable=False), 2 * first * SLAB)
+                return held[0]
             case Table(values):
                 return buffer("table", values, writable=False, kernels=False)
             case Addresses():
@@ -130,23 +144,25 @@ def test_an_item_of_a_long_step_reads_and_writes_its_own_rows_alone() -> None:
             case _:
                 return argument
 
-    run(SOME, some_blocks(launch, launch.grid[0] - 4, 3), tuple(map(value, launch.arguments)), y)
+    arguments = tuple(map(value, launch.arguments))
+    run(SOME, some_blocks(launch, launch.grid[0] - 4, 3), arguments, held[1], y)
     columns = found.pieces[-1].column
     want = x.astype(np.float64) @ weight["weight0"][columns:].astype(np.float64).T
-    got = y.data.view(BF16).reshape(count, WIDTH).astype(np.float64)
+    got = y.data.view(BF16).reshape(count, n).astype(np.float64)
     np.testing.assert_allclose(got[:, columns:], want, rtol=2.0**-7, atol=1e-4)
     assert np.isnan(got[:, :columns]).all()
 
 
-def test_the_last_rows_of_an_embedding_table_are_read() -> None:
-    x = rows_of(np.random.default_rng(3), 2, HIDDEN)
+def test_the_last_rows_of_an_embedding_table_become_the_last_rows_of_a_long_step() -> None:
+    x, total = rows_of(np.random.default_rng(3), 2, HIDDEN), 2 * ROWS
     first = VOCABULARY - 2
     table = far(buffer("table", x, writable=False, kernels=False), 2 * first * HIDDEN)
-    ids = buffer("ids", np.array([first + 1, first], np.int32), writable=False)
-    y = buffer("rows", x.nbytes)
-    launch = embed(2, VOCABULARY, HIDDEN)
-    run(PLUGINS / "standard" / "embed.cu", launch,
-        (table, ids, y, None, None, None, *launch.arguments[6:]))  # fmt: skip
+    numbers = np.array([first + 1, first], np.int32)
+    ids = far(buffer("ids", numbers, writable=False), 4 * (total - 2))
+    y = far(buffer("rows", x.nbytes), 2 * (total - 2) * HIDDEN)
+    launch = embed(total, VOCABULARY, HIDDEN)
+    arguments = (table, ids, y, None, None, None, *launch.arguments[6:])
+    run(SOME, some_blocks(launch, total - 2, 2), arguments)
     np.testing.assert_array_equal(y.data, x[::-1].copy().view(np.uint8).reshape(-1))
 
 
