@@ -230,7 +230,8 @@ class _Lowering:
     def look_ahead(self) -> None:
         """Let a call that leaves memory idle prefetch the next product's weight into the L2 cache.
         That product, which then reads its weight from the cache, prefetches for the product after
-        it. Calls of a prefill do not prefetch: they keep memory busy themselves.
+        it. A product of more rows than a block can have is not prefetched: the call before it keeps
+        memory busy itself, as does gdn in a prefill step of any size.
         """
         idle = False
         before: RoomCall | None = None  # an idle call, or a product whose weight was prefetched

@@ -43,3 +43,91 @@ def rising(rows: int, length: int, cache: DType, by: float = 60.0) -> Case:
     sizes = np.resize(size, (keys.shape[1], 1))
     x["cache_k"] = rounded(keys.astype(np.float32) * sizes, cache)
     return Case("rising", x, case.attributes)
+
+
+OWN = 64
+"""First of the columns of which each query has one for itself; these are not rotated."""
+
+
+def scored(rows: int, capacity: int, cache: DType, scores: Array) -> Case:
+    """A case with chosen scores of the cached keys. All keys and queries are zero except that token
+    t and head h have a column of their own, so that no score is another's by accident.
+
+    Args:
+        scores: [16, heads, length], exact in FP8. Score of token t % 16 and head h for each cached
+            position: nearly base-2 logits, 1.00125 times the number.
+    """
+    tokens, heads, length = scores.shape
+    case = case_of(rows, length, cache, capacity, heads)
+    x = dict(case.inputs)
+    q = np.zeros((rows, heads, 256))
+    for t in range(rows):
+        for h in range(heads):
+            q[t, h, OWN + t % tokens * heads + h] = 16  # stays 16 when it is normalised
+    keys = np.zeros(x["cache_k"].shape, np.float32)
+    keys[0, :length, OWN : OWN + tokens * heads] = scores.reshape(-1, length).T
+    keys[:, length:] = np.nan
+    x["q"], x["cache_k"] = q.reshape(rows, -1).astype(BF16.numpy), rounded(keys, cache)
+    x["scale_k"] = np.array([1.00125 * np.log(2)], np.float32)
+    x["q_norm"] = np.zeros(256, BF16.numpy)
+    x["k_norm"] = x["k_norm"].astype(BF16.numpy)
+    return Case(f"{rows}_rows_scored_{cache.value}", x, case.attributes)
+
+
+ALONE = tuple((8 * h + 3 * h + i + 1, i) for h in range(2) for i in range(3))
+"""Token and head (of three) of the row that rises alone in each later tile: every head, with a
+token below 8 and one above."""
+
+
+def alone(rows: int, cache: DType) -> Case:
+    """In each later tile of 128 positions, one row of each three heads (ALONE) has a score that f16
+    weights could not hold if its base did not move. No other row of these heads needs to move its
+    base there: all rise by less than the slack in tile 3, and one in tile 1 by hardly more.
+    """
+    rng = np.random.default_rng(5)
+    scores = rng.integers(-2, 3, (16, 6, 128 * (len(ALONE) + 1))).astype(np.float32)
+    scores[:, :, 3 * 128 + 100] = 6
+    for n, (token, head) in enumerate(ALONE, 1):
+        scores[token, [head, head + 3], 128 * n + 64 + 9 * n] = 24
+    scores[5, 1::3] = -8
+    scores[5, 1::3, ::64] = 0
+    scores[5, 1::3, 128 + 100] = 8
+    length = scores.shape[2]
+    case = scored(rows, length + 128, cache, scores)
+    return Case(f"{rows}_rows_that_rise_alone_{cache.value}", case.inputs, case.attributes)
+
+
+def without_risers(case: Case) -> tuple[Case, Array]:
+    """A case of `alone` in which none of ALONE rises, and which of its rows [T, 6] are others."""
+    q = case.inputs["q"].copy().reshape(-1, 6, 256)
+    others = np.ones(q.shape[:2], bool)
+    for token, head in ALONE:
+        others[token::16, [head, head + 3]] = False
+    q[~others] = 0
+    return Case(case.name, {**case.inputs, "q": q.reshape(len(q), -1)}, case.attributes), others
+
+
+def strongest_last(cache: DType) -> Case:
+    """A full cache of as many pieces as a row can have. In some rows the last piece has weights too
+    large for the base of any other, in some the first.
+    """
+    scores = np.zeros((16, 2, 4208), np.float32)
+    scores[::2, :, 4150], scores[1::4, :, 20] = 192, 192
+    case = scored(16, 4224, cache, scores)
+    return Case(f"strongest_last_{cache.value}", case.inputs, case.attributes)
+
+
+def between_numbers() -> Case:
+    """Two keys have the same score with a query that is rounded to bf16 and different scores with
+    one that is not.
+    """
+    scores = np.zeros((1, 2, 20), np.float32)
+    case = scored(1, 128, FP8, scores)
+    x = dict(case.inputs)
+    q, keys = np.zeros((1, 2, 256), BF16.numpy), np.zeros((1, 128, 256), np.float32)
+    q[:, :, OWN : OWN + 2] = 16  # normalised: 11.3137, or 11.3125 in bf16
+    keys[0, 3, OWN] = keys[0, 9, OWN + 1] = 256
+    x["q_norm"][OWN + 1] = 0.002  # normalised: 11.3363
+    keys[:, 20:] = np.nan
+    x["q"], x["cache_k"] = q.reshape(1, -1), rounded(keys, FP8)
+    return Case("queries_between_two_numbers", x, case.attributes)

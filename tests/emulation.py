@@ -265,7 +265,6 @@ def _built(source: Path, defines: tuple[tuple[str, int], ...], lines: tuple[str,
     names = list(_signatures(source, defines))
     entries = "".join(f"EMULATE({n})\n" for n in names)
     wanted = [f"-D{name}={value}" for name, value in defines]
-
     header, objects = _header(lines), _machine_objects()
 
     def linked(to: Path) -> None:
@@ -282,7 +281,8 @@ def _built(source: Path, defines: tuple[tuple[str, int], ...], lines: tuple[str,
 
 
 @cache
-def _library(source: Path, defines: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
+def library_of(source: Path, defines: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
+    """The compiled kernels of a source file and the emulator's machine."""
     return ctypes.CDLL(str(_built(source, defines)))
 
 
@@ -310,7 +310,7 @@ def run(
     if kernel not in signatures(source, defines):
         raise EmulatorFault(f"{source.name} must have the kernel {kernel}")
     known = tuple(sorted(defines.items()))
-    library = _library(source, known)
+    library = library_of(source, known)
     ranges = (_Range * len(memory))(*map(_range, memory))
     message = ctypes.create_string_buffer(MESSAGE_BYTES)
     launch = _Launch(

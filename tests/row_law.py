@@ -34,9 +34,10 @@ def rows_of(op: Op, case: Case) -> int:
 
 def served_apart(op: Op, rows: int) -> int:
     """Largest number of rows that is computed differently from `rows`, 0 if none: by another kernel
-    or, in a product, with another cut of K, of which there is one for up to 16 rows and one for 32.
+    or with another cut of a product's K or of the drafter's context, of which there is one for up
+    to 16 rows and one for 32.
     """
-    bounds = (16, 32) if op.name in ("linear", "head") else (32,)
+    bounds = (16, 32) if op.name in ("linear", "head", "draft_attention") else (32,)
     return max((bound for bound in bounds if bound < rows), default=0)
 
 

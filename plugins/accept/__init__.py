@@ -1,7 +1,7 @@
 """accept: decides from the target's logits which rows are committed; the result is a small record.
 
 Letters
-    R   rows of the block     V  stored vocabulary rows     W  ceil(vocab / 32)
+    R   rows of the block     V  stored vocabulary rows     W  ceil(vocab / 32) or more
 
 Inputs
     logits   float32 [R, V]; row i follows tokens[0..i]

@@ -201,6 +201,7 @@ def cases(rng: np.random.Generator) -> Iterator[Case]:
     yield from _forced_and_masked(rng, rows, vocab)
     yield from _faults(rng, rows, vocab)
     yield from _soft_cases(rng, rows, vocab)
+    yield from _rules_that_meet(vocab)
     for rule in (LOG_MARGIN, PROBABILITY_DELTA):
         yield from _relaxed_cases(rng, rows, vocab, rule)
 
@@ -279,6 +280,39 @@ def _soft_cases(rng: np.random.Generator, rows: int, vocab: int) -> Iterator[Cas
         yield accept_case(f"soft_just_{name}", halves, full, soft=wanted, soft_margin=margin)
     logits[4, 30] = np.nan
     yield accept_case("soft_over_a_fault", logits, full, soft=wanted, soft_margin=0.0)
+
+
+def _rules_that_meet(vocab: int) -> Iterator[Case]:
+    """Four rows with the same logits: id 0 is the best one and id 1 is near it."""
+    logits = np.zeros((4, vocab))
+    logits[:, :3] = 2.0, 1.75, 1.5
+    best, drafts = np.array([9, 0, 0, 0]), np.array([9, 0, 1, 1])
+    given: dict[str, Array | int | float]
+    loose: dict[str, int | float] = {"rule": LOG_MARGIN, "margin": 9.0, "top_k": vocab}
+    spoiled = np.array(logits)
+    spoiled[2, 9] = np.nan
+    yield accept_case("fault_past_the_cap", spoiled, best, cap=2)
+    bits = np.full((4, 4), -1)  # twice as many words as this vocabulary needs
+    bits[1:, 0], bits[:, 2:] = ~(1 << 9), 0
+    yield accept_case("mask_of_more_words", logits, best, mask=bits)
+    yield accept_case("nan_under_the_mask", spoiled, best, mask=bits)
+    spoiled[2, 9] = np.inf
+    yield accept_case("inf_under_the_mask", spoiled, best, mask=bits)
+    given = {"mask": bits, "soft": np.full(4, 9), "soft_margin": np.inf}
+    yield accept_case("soft_is_masked_at_any_margin", logits, best, **given)
+    given = {"soft": np.array([-1, 1, 1, 1]), "soft_margin": 0.5, "stop": np.zeros(1)}
+    yield accept_case("soft_past_a_stop", logits, drafts, **given)
+    yield accept_case("near_a_forced_id", logits, drafts[::-1], forced=np.full(4, 5), **loose)
+    yield accept_case("close_is_the_best_id", logits, drafts, close=0, **loose)
+    signs = np.full((4, vocab), -1.0)
+    signs[:, vocab - 1], signs[:, :2], signs[:, 2] = 0.25, 0.0, -0.0
+    for k in (3, 4):
+        third = loose | {"top_k": k}
+        yield accept_case(f"zeros_of_both_signs_tie_k_{k}", signs, np.full(4, 2), **third)
+    flat = np.zeros((4, vocab))
+    for rule in (LOG_MARGIN, PROBABILITY_DELTA):
+        strict = {"rule": rule, "margin": 0.0, "top_k": vocab}
+        yield accept_case(f"rule_{rule}_margin_0_at_a_tie", flat, best + 1, **strict)
 
 
 def _relaxed_cases(rng: np.random.Generator, rows: int, vocab: int, rule: int) -> Iterator[Case]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from thor_dflash.plugins.draft_attention.launch import frequencies, refuse_heads
+from thor_dflash.plugins.draft_attention.launch import frequencies, refuse_heads, refuse_shapes
 from thor_dflash.plugins.launch import Addresses, At, Device, Int, Launch, Real, Site, Table
 from thor_dflash.tensors import DType
 
@@ -32,7 +32,19 @@ def refuse(site: Site) -> str:
             return f"context_kv.k_norm{i} must be all bfloat16 or all float32 (got {norm.value})"
     if (layers := site.attributes.integer("layers")) > LAYERS:
         return f"context_kv.layers must be at most {LAYERS} (got {layers})"
-    return refuse_heads("context_kv", site)
+    return refuse_heads("context_kv", site) or refuse_shapes("context_kv", site, _shapes(site))
+
+
+def _shapes(site: Site) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of all ports whose addresses depend on kv_heads and head_dim."""
+    kv, dim = (site.attributes.integer(n) for n in ("kv_heads", "head_dim"))
+    rows = site.size("k0", 0)
+    wanted: dict[str, tuple[int, ...]] = {}
+    for i in range(site.attributes.integer("layers")):
+        ring = (kv, site.size(f"ring_k{i}", 1), dim)
+        wanted |= {f"k{i}": (rows, kv * dim), f"v{i}": (rows, kv * dim), f"k_norm{i}": (dim,)}
+        wanted |= {f"ring_k{i}": ring, f"ring_v{i}": ring}
+    return wanted
 
 
 def launches(site: Site, device: Device) -> tuple[Launch, ...]:

@@ -369,7 +369,7 @@ draft_attention(const u16* q, const u16* k, const u16* v, const void* q_norm, co
     state.most[0] = state.most[1] = NOTHING;
     View view;
     view.query = r.length + row;
-    view.most = near > 0 ? near - 1 : FAR;
+    view.most = (near > 0 ? near : r.length + rows) - 1;  // without a window, all there is
     view.least = causal ? 0 : -view.most;
     if (s.own && group * 16 < r.padded) {
         view.key = r.length + group * 16;

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from thor_dflash.plugins.launch import At, Device, Int, Launch, Real, Scratch, Site, Table
@@ -40,7 +42,23 @@ def refuse(site: Site) -> str:
         return "draft_attention.k_norm must be of q_norm's type (got another)"
     if (rows := site.size("q", 0)) > BLOCK_ROWS:
         return f"draft_attention.q must be at most {BLOCK_ROWS} rows (got {rows})"
-    return refuse_heads("draft_attention", site)
+    if why := refuse_heads("draft_attention", site):
+        return why
+    heads, kv, dim = (site.attributes.integer(n) for n in ("heads", "kv_heads", "head_dim"))
+    norm, keys, ring = (dim,), (rows, kv * dim), (kv, site.size("ring_k", 1), dim)
+    wanted = {"q": (rows, heads * dim), "k": keys, "v": keys, "q_norm": norm, "k_norm": norm}
+    return refuse_shapes("draft_attention", site, {**wanted, "ring_k": ring, "ring_v": ring})
+
+
+def refuse_shapes(room: str, site: Site, wanted: Mapping[str, tuple[int, ...]]) -> str:
+    """The same for shapes that the attributes decide, shared with context_kv: kernels compute
+    addresses from the attributes.
+    """
+    for name, shape in wanted.items():
+        if (got := site.ports[name].shape) != shape:
+            rule = f"{list(shape)}, by its heads and head_dim"
+            return f"{room}.{name} must be {rule} (got {list(got)})"
+    return ""
 
 
 def refuse_heads(room: str, site: Site) -> str:

@@ -19,7 +19,6 @@ constexpr int STRETCHES = 8;                   // at most: a thread has register
 constexpr int PITCH = D + 8;                   // floats; keeps the merge's writes off one bank
 constexpr u32 ROW_BYTES = D * 2, STAGE_BYTES = 2 * TILE * ROW_BYTES;
 constexpr u32 VALUES = TILE * ROW_BYTES;       // within a stage
-constexpr int FAR = 1 << 30;                   // positions; more than any context
 constexpr float NOTHING = -1e30f;              // below any score; its differences stay finite
 
 // Offset of a 16-byte chunk of a row, bytes. Chunks are permuted so that the same chunk of eight

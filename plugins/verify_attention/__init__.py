@@ -19,6 +19,8 @@ Outputs
 Row t sees positions 0 .. length + t, including its own block's rows as the cache stores them. The
 cache is processed in tiles of `tile` rows that start at absolute multiples of `tile`, combined in
 order of position: a row's result does not depend on where its block begins or how many rows it has.
+Nor does it depend on later rows of its block, unless a value of these is not finite: its weight is
+zero, and zero times NaN or infinity is NaN.
 
 Source: Qwen3.5 modeling (transformers models/qwen3_5); running softmax, Milakov and Gimelshein
 2018.

@@ -1,6 +1,7 @@
 // verify_attention: writes the call's key/value rows to the cache, then attends with its queries.
 //
-// Two forms; in each, a row's bits do not depend on where its block begins or how many rows it has:
+// Two forms; in each, a row's bits do not depend on where its block begins or how many rows it has,
+// nor on later rows as long as their values are finite (the row multiplies them by zero):
 //   short calls   attend_split (pieces of the cache in parallel, see pieces.cuh) and combine
 //   long calls    write_rows, then attend_dense (a block of threads per 16 tokens and head)
 // Only the call's own rows come to attend_split from the previous kernel: the length, and the cache

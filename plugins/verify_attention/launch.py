@@ -69,6 +69,7 @@ def refuse(site: Site) -> str:
         (rotary in (16, 32, 64, 128, 256), "rotary_dim", "a power of two, 16 to 256", rotary),
         (a.integer("tile") % 128 == 0, "tile", "a multiple of 128", a.integer("tile")),
         (not slabs or rows <= SPLIT_ROWS, "y0_slabs", f"of at most {SPLIT_ROWS} rows", rows),
+        (not slabs or "next_gate" in site, "y0_slabs", "of gated rows", "no next_gate"),
         (site.size("cache_k", 1) % 128 == 0, "cache_k", "whole tiles", site.size("cache_k", 1)),
         (shared <= THOR.shared, "shared memory", f"at most {THOR.shared} bytes", shared),
     )

@@ -51,6 +51,10 @@ def attend(q: Array, k: Array, v: Array, at: Array) -> Array:
     return mixed.reshape(len(q), -1)
 
 
+CAPACITY = 160
+"""Cache rows of each case: five tiles."""
+
+
 def _case(
     rng: np.random.Generator,
     rows: int,
@@ -65,7 +69,6 @@ def _case(
     def normal(*shape: int) -> Array:
         return rng.standard_normal(shape).astype(np.float32)
 
-    capacity = 160
     x: dict[str, Array] = {
         "q": normal(rows, heads * dim),
         "k": normal(rows, kv * dim),
@@ -77,7 +80,7 @@ def _case(
         "length": np.array([length], np.int32),
     }
     for name, scale in (("k", 0.05), ("v", 0.125)):
-        stored = rounded(normal(kv, capacity, dim) / (scale if cache is DType.FP8 else 1), cache)
+        stored = rounded(normal(kv, CAPACITY, dim) / (scale if cache is DType.FP8 else 1), cache)
         # Rows past the length must never be read: NaN reveals it if they are.
         stored[:, length:] = np.nan
         x[f"cache_{name}"] = stored
@@ -86,7 +89,7 @@ def _case(
 
 
 def cases(rng: np.random.Generator) -> Iterator[Case]:
-    """Empty cache; lengths around tile boundaries; group sizes 1 to 6; each cache type."""
+    """Empty and full cache; lengths around tile boundaries; group sizes 1 to 6; each cache type."""
     for length in (0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 100, 128):
         yield _case(rng, 16, length, DType.F32, {})
     yield _case(rng, 1, 40, DType.F32, {})
@@ -98,3 +101,4 @@ def cases(rng: np.random.Generator) -> Iterator[Case]:
         yield _case(rng, 16, length, DType.FP8, {})
     yield _case(rng, 16, 31, DType.BF16, {}, DType.BF16)
     yield _case(rng, 16, 31, DType.FP8, {}, DType.BF16)
+    yield _case(rng, 16, CAPACITY - 16, DType.F32, {})

@@ -186,8 +186,13 @@ def test_what_leaves_memory_idle_and_the_product_after_it_fetch_ahead(package: P
         assert product.ports["next_packed"] == after.ports["packed"]
         told += 2
     assert sum("next_packed" in s.ports for s in steps) == told
-    for name in ("prefill", "propose"):
+    for name in ("prefill", "prefill.chunk64", "propose"):
         assert not any("next_packed" in s.ports for s in read(package, name).steps)
+
+
+def test_in_a_prefill_of_few_rows_attention_fetches_ahead_and_gdn_does_not(package: Path) -> None:
+    tells = {s.room: "next_packed" in s.ports for s in read(package, "prefill.chunk32").steps}
+    assert (tells["verify_attention"], tells["gdn"]) == (True, False)
 
 
 def attended(**more: Attribute) -> tuple[list[RoomCall], dict[str, Known]]:

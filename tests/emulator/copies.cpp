@@ -6,6 +6,10 @@
 
 #include "state.h"
 
+// A checksum of all values that a launch has given to `received`, for tests.
+extern "C" __attribute__((visibility("default"))) unsigned long long emulated_received;
+unsigned long long emulated_received;
+
 namespace emulator {
 namespace {
 
@@ -163,6 +167,7 @@ void land(const Piece& piece) {
 
 // ---- bulk copies ---------------------------------------------------------------------------------
 void start_copies() { under_way.clear(); }
+void start_received() { emulated_received = 0; }
 bool copies_under_way() { return !under_way.empty(); }
 
 void check_copies_of(const Block& block) {
@@ -233,13 +238,24 @@ void copy_async16(u32 to, const void* from, bool valid) {
             fault("copy_async16: source must be a multiple of 16 (got %p)", from);
         }
         check_global(from, 16, false, "copy_async16");
+        if (self->let_early && last_range->flags & READ_EARLY) {
+            fault("copy_async16: from memory that is read early, after let_next_start");
+        }
     }
     check_overwritten(own(to), 16, "copy_async16");
     memset(at(to), POISON, 16);
     self->pieces.push_back({to, static_cast<const u8*>(from), valid, self->committed});
 }
 
-void received() { races.received(self->number); }
+// A copy that nobody waits for could land in what is stored there later.
+void check_copies_of(const Thread& thread) {
+    if (!thread.pieces.empty()) fault("copy_async16: the thread ended without waiting for it");
+}
+
+void received(u32 x) {
+    races.received(self->number);
+    emulated_received = (emulated_received + x) * 0x9e3779b97f4a7c15ull + 1;
+}
 
 void copy_async_commit() { self->committed++; }
 

@@ -74,6 +74,7 @@ void go_on(Fiber& from) {
 void thread_main() {
     kernel_body();
     if (self->arrived) fault("ended between cluster_arrive and cluster_wait");
+    check_copies_of(*self);
     self->state = State::EXITED;
     self->block->alive--;
     self->block->warps[self->index.x / LANES].away++;
@@ -129,7 +130,7 @@ void start_thread(Thread& t, Block& block, int i) {
     t.doing = "";
     t.site = __ehdr_start;
     t.committed = 0;
-    t.waited = t.arrived = false;
+    t.waited = t.let = t.let_early = t.arrived = false;
     t.pieces.clear();
     t.inits.clear();
     start_fiber(t.fiber, t.number, thread_main);
@@ -161,8 +162,21 @@ void check_left_open(const Block& block, u32 begin, u32 end) {
              named(other.thread), other.wrote ? "wrote" : "read", other.address, other.site);
 }
 
+// A block in which a thread waits for the previous kernel must also let the next one start.
+void check_let(const Block& block) {
+    bool waited = false, let = false;
+    for (int i = 0; i < thread_count; i++) {
+        waited |= block.threads[i].waited;
+        let |= block.threads[i].let;
+    }
+    if (!waited || let) return;
+    fault_at(nullptr, "the block (%u, %u, %u) ended without let_next_start", block.index.x,
+             block.index.y, block.index.z);
+}
+
 void end_block(const Block& block) {
     check_copies_of(block);
+    check_let(block);
     const u8* guard = dynamic_memory + LEAD + launch->shared;
     // Comparing the guard with itself shifted by one byte shows whether all its bytes are equal.
     bool untouched = guard[0] == CANARY && memcmp(guard, guard + 1, GUARD - 1) == 0;
@@ -323,6 +337,7 @@ int run(const Launch& given, void (*body)()) {
     }
     check_launch();
     between.start_launch();
+    start_received();
     races.start_launch(thread_count, block_count, static_cast<u32>(LEAD + launch->shared),
                        sizeof dynamic_memory,
                        static_cast<u64>(__stop_emulated_shared - dynamic_memory));

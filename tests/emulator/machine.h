@@ -58,12 +58,13 @@ void cluster_wait();
 u32 cluster_address(u32 local, u32 rank);
 void load_cluster16(void* to, u32 remote);
 void store_cluster16(u32 remote, const void* value, u32 remote_barrier);
-void received();
+void received(u32 x);
 void barrier_arrive_cluster(u32 remote_barrier);
 void barrier_wait_cluster(u32 barrier, u32 parity);
 
 // ---- between kernels and blocks --------------------------------------------------------------
 void wait_for_previous();
+void let_next_start();
 u32 arrive(u32* counter);
 
 // ---- launching -------------------------------------------------------------------------------

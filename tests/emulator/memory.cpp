@@ -249,6 +249,11 @@ void load_cluster16(void* to, u32 remote) {
 
 void wait_for_previous() { self->waited = true; }
 
+void let_next_start() {
+    self->let = true;
+    self->let_early |= !self->waited;
+}
+
 u32 arrive(u32* counter) {
     SITE();
     check_range(counter, 4, true, "arrive");

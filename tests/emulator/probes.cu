@@ -131,6 +131,7 @@ KERNEL void groups(const float* in, float* out, int parts) {
         received(float_bits(sum.x));
         fetch(i + 2);
     }
+    copy_async_wait<0>();
     *reinterpret_cast<float4*>(out + 4 * threadIdx.x) = sum;
 }
 
@@ -160,6 +161,7 @@ KERNEL void early_exit(u32* out) {
 }
 
 KERNEL void waits(const u32* in, u32* out) {
+    let_next_start();
     wait_for_previous();
     out[threadIdx.x] = in[threadIdx.x];
 }
@@ -394,6 +396,16 @@ KERNEL void wrong_async(const float* in, float* out, int wait) {
     if (wait) copy_async_wait<0>();
     else copy_async_wait<1>();
     for (int i = 0; i < 4; i++) out[4 * threadIdx.x + i] = held[i];
+    copy_async_wait<0>();
+}
+
+// Thread `late` ends with a copy under way, of zeros or (`valid`) of words.
+KERNEL void wrong_end(const float* in, int late, int valid) {
+    DYNAMIC_SHARED(memory);
+    copy_async16(shared_address(memory) + 16 * threadIdx.x, in + 4 * threadIdx.x, valid);
+    copy_async_commit();
+    if (static_cast<int>(threadIdx.x) != late) copy_async_wait<0>();
+    copy_async_commit();
 }
 
 // A stage is read and then filled again, by the copy engine (`engine`) or by asynchronous copies. It
@@ -446,7 +458,23 @@ KERNEL void wrong_alignment(const u32* in, u32* out) {
 }
 KERNEL void wrong_no_wait(const u32* in, u32* out) {
     out[threadIdx.x] = in[threadIdx.x];
+    let_next_start();
     wait_for_previous();
+}
+// The block `silent` does not let the next kernel start.
+KERNEL void wrong_no_let(int silent) {
+    if (threadIdx.x == 5 && static_cast<int>(blockIdx.x) != silent) let_next_start();
+    wait_for_previous();
+}
+// Lets the next kernel start before (`early`) or after it has requested all memory.
+KERNEL void wrong_let(const float* in, int early) {
+    DYNAMIC_SHARED(memory);
+    if (early) let_next_start();
+    copy_async16(shared_address(memory) + 16 * threadIdx.x, in + 4 * threadIdx.x);
+    if (!early) let_next_start();
+    wait_for_previous();
+    copy_async_commit();
+    copy_async_wait<0>();
 }
 KERNEL void wrong_recursion(u32* out, int where) {
     u32 big[8192];

@@ -57,6 +57,7 @@ struct Thread {
     u32 meeting;        // number of that cluster barrier
     u32 committed;      // calls of copy_async_commit
     bool waited;        // has called wait_for_previous
+    bool let, let_early;  // has called let_next_start; before wait_for_previous
     std::vector<Piece> pieces;
     std::vector<u32> inits;  // barriers initialised since its last barrier_init_done
 };
@@ -122,8 +123,10 @@ void count_prefetch(const void* p, u32 bytes);
 
 // ---- copies and meetings -------------------------------------------------------------------------
 void start_copies();
+void start_received();
 bool copies_under_way();
 void check_copies_of(const Block& block);
+void check_copies_of(const Thread& thread);
 bool land_copy();  // completes a copy; returns whether a thread can go on because of it
 void open_meetings(Block& block);
 void start_meetings();

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from attention_cases import case_of, rising
+from attention_cases import alone, case_of, rising, without_risers
 from fetching import fetching, of_few_rows
 from gating import entering, gated_call
 from kernel_cases import cases_of, every_code
@@ -134,6 +134,33 @@ def test_scores_may_be_much_larger_in_a_later_tile(
     real = gpu.driver.info.device
     call = call_of(VERIFY_ATTENTION, rising(rows, length, cache))
     compare(VERIFY_ATTENTION, launch(call, gpu, Device(real.capability, 3, real.shared)), call.want)
+
+
+@pytest.mark.parametrize("cache", [DType.FP8, DType.BF16], ids=lambda c: c.value)
+@pytest.mark.parametrize("rows", [16, FEW + 1])
+def test_a_row_rescales_by_its_own_scores(gpu: Gpu, rows: int, cache: DType) -> None:
+    case = alone(rows, cache)
+    quiet, others = without_risers(case)
+    real = gpu.driver.info.device
+    few = Device(real.capability, 3, real.shared)
+    got, want = (
+        launch(call_of(VERIFY_ATTENTION, x), gpu, few)["o"].reshape(rows, 6, 256)
+        for x in (case, quiet)
+    )
+    same_bits({"o": got[others]}, {"o": want[others]})
+
+
+@pytest.mark.parametrize("cache", [DType.FP8, DType.BF16], ids=lambda c: c.value)
+@pytest.mark.parametrize("length", [4224, 8448, 12_672])
+def test_attention_where_pieces_become_longer(gpu: Gpu, length: int, cache: DType) -> None:
+    """Eight rows before the border and eight after it, with the same bits in calls of their own."""
+    device = gpu.driver.info.device
+    case = in_kernel_types(VERIFY_ATTENTION, case_of(16, length - 8, cache, length + 128, 6))
+    call = call_of(VERIFY_ATTENTION, case)
+    whole = launch(call, gpu, device)
+    compare(VERIFY_ATTENTION, whole, call.want)
+    part = call_of(VERIFY_ATTENTION, cut(VERIFY_ATTENTION, case, slice(8)))
+    same_bits({"o": launch(part, gpu, device)["o"]}, {"o": whole["o"][:8]})
 
 
 @pytest.mark.parametrize(("rows", "heads", "kv"), [(16, 4, 2), (FEW + 1, 2, 1)])

@@ -133,7 +133,7 @@ def test_a_draft_exactly_at_the_margin_is_accepted(draft: float, relaxed: int) -
     assert Record.read(record(case)).relaxed == relaxed
 
 
-@pytest.mark.parametrize("width", [64, SLICE + 64])
+@pytest.mark.parametrize("width", [64, SLICE + 64, 34 * SLICE])
 def test_a_probability_is_of_all_allowed_ids(width: int) -> None:
     """The best id has e times the draft's probability, as all others have the draft's. So
     p(best) - p(draft) is (e - 1) / (e + width - 1).

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from emulation import Emulator
-from kernels import call_of, launch, run, slabs
+from emulation import Emulator, library_of
+from kernels import Call, call_of, launch, run, slabs, source_of
 from leaving import leaving
 
 from thor_dflash.plugins.context_kv import OP as CONTEXT_KV
+from thor_dflash.plugins.context_kv import launch as context_kv
 from thor_dflash.plugins.draft_attention import OP as DRAFT_ATTENTION
-from thor_dflash.plugins.draft_attention.launch import refuse
+from thor_dflash.plugins.draft_attention.launch import launches, refuse
 from thor_dflash.plugins.launch import H100, THOR, Device, Shaped, Site
 from thor_dflash.plugins.linear.prepare import SLAB
 from thor_dflash.plugins.op import Attribute, Case
@@ -134,6 +137,28 @@ def test_a_causal_row_does_not_know_how_many_follow(length: int) -> None:
         np.testing.assert_array_equal(bits(part), bits(whole[:rows]))
 
 
+@pytest.mark.parametrize("name", ["v", "ring_v"])
+def test_a_stage_is_free_only_when_every_value_in_it_has_been_loaded(name: str) -> None:
+    """What is given to `received` depends on every load of values: on each 16 columns of them. It
+    then depends on the keys too, because weights of all values are computed from these.
+    """
+    call = call_of(DRAFT_ATTENTION, block(16, 1, 1, 32, 300, 256, 0, 0))
+    two = Device(H100.capability, 2)
+    before = received(call, two)
+    for column in (0, 16):
+        changed = call.inputs[name].copy()
+        changed[..., 3, column : column + 16] += 1
+        assert received(replace(call, inputs={**call.inputs, name: changed}), two) != before
+
+
+def received(call: Call, device: Device) -> int:
+    """A checksum of all values that the kernel gives to `received`."""
+    (one,) = launches(call.site, device)
+    launch(call, Emulator(), device)
+    library = library_of(source_of(DRAFT_ATTENTION, one), tuple(sorted(one.defines.items())))
+    return ctypes.c_uint64.in_dll(library, "emulated_received").value
+
+
 def attention_site(**changed: Shaped | Attribute) -> Site:
     case = block(16, 4, 2, 128, 272, 3, 256, 1)
     ports = {n: Shaped(DType.of(x), x.shape) for n, x in case.inputs.items()}
@@ -146,11 +171,25 @@ def test_what_the_kernel_does_not_take_is_refused() -> None:
     assert refuse(attention_site()) == ""
     for name, change, why in (
         ("q", Shaped(DType.F32, (16, 512)), "q must be bfloat16 (got float32)"),
+        ("ring_k", Shaped(DType.F32, (2, 272, 128)), "ring_k must be bfloat16 (got float32)"),
+        ("ring_v", Shaped(DType.F16, (2, 272, 128)), "ring_v must be bfloat16 (got float16)"),
         ("q", Shaped(DType.BF16, (33, 512)), "q must be at most 32 rows (got 33)"),
         ("k_norm", Shaped(DType.F16, (128,)), "bfloat16 or float32 (got float16)"),
+        ("k_norm", Shaped(DType.BF16, (128,)), "k_norm must be of q_norm's type (got another)"),
         ("head_dim", 96, "head_dim must be one of"),
         ("rotary_dim", 66, "rotary_dim must be a multiple of 4"),
+        ("rotary_dim", 132, "rotary_dim must be a multiple of 4 up to head_dim (got 132)"),
         ("heads", 3, "heads must be a multiple of kv_heads (got 3)"),
+        # Kernels compute addresses from the attributes, so the shapes must be theirs.
+        ("heads", 8, "q must be [16, 1024], by its heads and head_dim (got [16, 512])"),
+        ("kv_heads", 4, "k must be [16, 512], by its heads and head_dim (got [16, 256])"),
+        ("head_dim", 256, "q must be [16, 1024]"),
+        ("v", Shaped(DType.BF16, (16, 128)), "v must be [16, 256]"),
+        ("k", Shaped(DType.BF16, (15, 256)), "k must be [16, 256]"),
+        ("q_norm", Shaped(DType.F32, (64,)), "q_norm must be [128]"),
+        ("k_norm", Shaped(DType.F32, (64,)), "k_norm must be [128]"),
+        ("ring_k", Shaped(DType.BF16, (1, 272, 128)), "ring_k must be [2, 272, 128]"),
+        ("ring_v", Shaped(DType.BF16, (2, 271, 128)), "ring_v must be [2, 272, 128]"),
     ):
         assert why in refuse(attention_site(**{name: change}))
 
@@ -190,6 +229,46 @@ def test_context_rows_land_in_their_slots_and_nothing_else_moves(
         for name in (f"ring_k{i}", f"ring_v{i}"):
             after = got[f"next_{name}"][:, untouched].view(np.uint16)
             np.testing.assert_array_equal(after, x[name][:, untouched].view(np.uint16))
+
+
+def context_site(layers: int = 1, kv: int = 1, norm: DType = DType.F32) -> Site:
+    """A call whose first layer's norm weights are float32; those of the others have type `norm`."""
+    ports = {"length": Shaped(DType.I32, (1,))}
+    for i in range(layers):
+        ports |= {f"{n}{i}": Shaped(DType.BF16, (1, kv * 128)) for n in "kv"}
+        ports |= {f"ring_{n}{i}": Shaped(DType.BF16, (kv, 64, 128)) for n in "kv"}
+        ports[f"k_norm{i}"] = Shaped(norm if i else DType.F32, (128,))
+    a = CONTEXT_KV.complete({"layers": layers, "kv_heads": kv})
+    return Site(CONTEXT_KV, a, ports)
+
+
+def test_context_that_the_kernel_does_not_take_is_refused() -> None:
+    assert context_kv.refuse(context_site(context_kv.LAYERS)) == ""
+    why = context_kv.refuse(context_site(context_kv.LAYERS + 1))
+    assert why == "context_kv.layers must be at most 64 (got 65)"
+    why = context_kv.refuse(context_site(2, norm=DType.BF16))
+    assert why == "context_kv.k_norm1 must be all bfloat16 or all float32 (got bfloat16)"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("k0", (1, 128)), ("v0", (2, 256)), ("k_norm0", (64,)),
+        ("ring_k0", (1, 64, 128)), ("ring_v0", (2, 63, 128)),
+    ],
+)  # fmt: skip
+def test_context_of_other_shapes_than_its_heads_is_refused(
+    name: str, shape: tuple[int, ...]
+) -> None:
+    site = context_site(kv=2)
+    ports = {**site.ports, name: Shaped(site.ports[name].dtype, shape)}
+    why = context_kv.refuse(Site(CONTEXT_KV, site.attributes, ports))
+    assert why.startswith(f"context_kv.{name} must be [")
+
+
+def test_a_block_has_no_more_warps_than_the_kernel_is_compiled_for() -> None:
+    threads = [context_kv.launches(context_site(kv=n), H100)[0].threads for n in (1, 8, 9, 40)]
+    assert threads == [32, 256, 256, 256]
 
 
 @pytest.mark.parametrize("position", [0, 1, 1000, 105_615, 200_000, 262_143])

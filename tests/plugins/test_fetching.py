@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 from emulation import COMPILER, Emulator, EmulatorFault
 from fetching import PACKED, fetching, of_few_rows
 from kernel_cases import cases_of
-from kernels import Call, call_of, launch
+from kernels import Buffer, Call, Step, call_of, launch, rule_of
 from row_law import same_bits
 
 from thor_dflash.plugins import GDN, LINEAR, VERIFY_ATTENTION, Op
@@ -31,7 +33,7 @@ from thor_dflash.plugins.linear.launch import launches
 from thor_dflash.plugins.linear.layout import Kind
 from thor_dflash.plugins.linear.partition import halves, partition
 from thor_dflash.plugins.verify_attention import launch as verify_attention
-from thor_dflash.tensors import DType
+from thor_dflash.tensors import Array, DType
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 MODULES = {"gdn": gdn, "verify_attention": verify_attention}
@@ -59,6 +61,37 @@ def test_no_byte_beyond_the_weight_is_fetched(op: Op, monkeypatch: pytest.Monkey
     monkeypatch.setattr(MODULES[op.name], "ahead", more)
     with pytest.raises(EmulatorFault, match="prefetch"):
         launch(fetching(call), Emulator(0), THOR)
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        (GDN, "more_verify_16_rows_fold_2_of_16_records_bfloat16"),
+        (VERIFY_ATTENTION, "more_16_rows_at_1_4x2x256_float8_e4m3fn"),
+        (VERIFY_ATTENTION, "more_31_rows_at_120_4x2x256_float8_e4m3fn"),
+    ],
+    ids=["gdn", "blocks_without_work", "blocks_of_the_later_rows"],
+)
+def test_every_byte_is_fetched_once(op: Op, name: str) -> None:
+    """Except for the rest, of less than 16 bytes for each block. Blocks of gdn, all of which have
+    work, fetch only after the previous kernel has ended.
+    """
+    call = fetching(of_few_rows(op)[name])
+    counts: list[Array] = []
+
+    def backend(buffers: Sequence[Buffer], steps: Sequence[Step]) -> None:
+        (weight,) = (b for b in buffers if b.name == AHEAD)
+        weight.from_kernels = op is GDN  # then it is a fault to fetch before wait_for_previous
+        Emulator(1, AHEAD)(buffers, steps)
+        counts.append(weight.data.copy())
+
+    launch(call, backend, THOR)
+    [found] = counts
+    (split,) = (one for one in rule_of(op).launches(call.site, THOR) if At(AHEAD) in one.arguments)
+    all_but_rest = int(found.sum())
+    assert PACKED - all_but_rest < 16 * math.prod(split.grid)
+    np.testing.assert_array_equal(found, np.arange(PACKED) < all_but_rest)
 
 
 @rooms

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from compiled import usage_of
 from emulation import EARLY, Emulator, EmulatorFault
-from fetching import PACKED, fetching
 from kernel_sites import sites
 from kernels import POISON, Buffer, Step, call_of, compare, launch, shaped, site_of
 
@@ -18,7 +17,7 @@ from thor_dflash.plugins.cuda.compile import architecture
 from thor_dflash.plugins.gdn import OP
 from thor_dflash.plugins.gdn.launch import launches, refuse
 from thor_dflash.plugins.gdn.reference import gdn_case
-from thor_dflash.plugins.launch import AHEAD, H100, THOR, Device
+from thor_dflash.plugins.launch import H100, THOR, Device
 from thor_dflash.plugins.op import Attribute, Case
 from thor_dflash.tensors import Array, DType
 
@@ -257,23 +256,6 @@ def test_states_are_read_before_the_previous_kernel_has_ended(
     monkeypatch.setattr(emulation, "_placed", lambda message, *_: message)
     with pytest.raises(EmulatorFault, match=f"{kernel}: .* before wait_for_previous"):
         outputs(prefill(case, 1) if mode == "prefill" else case)
-
-
-def test_each_byte_of_the_next_weight_is_fetched_once_after_the_previous_kernel() -> None:
-    call = fetching(call_of(OP, case_of(2, 5, 4, 1, (3, 9))))
-    blocks = 24
-    fetched = np.zeros(PACKED, np.uint8)
-
-    def backend(buffers: Sequence[Buffer], steps: Sequence[Step]) -> None:
-        (weight,) = (b for b in buffers if b.name == AHEAD)
-        weight.from_kernels = True  # a fault if it is fetched before wait_for_previous
-        Emulator(counted=AHEAD)(buffers, steps)
-        fetched[:] = weight.data
-
-    launch(call, backend)
-    end = PACKED // blocks // 16 * 16 * blocks
-    assert np.all(fetched[:end] == 1)
-    assert not fetched[end:].any()
 
 
 def test_the_next_kernel_starts_when_the_rows_have_arrived() -> None:

@@ -179,7 +179,7 @@ DEVICE void e4m3x4_f16x4(u32 x, u32& low, u32& high) {
 }
 
 DEVICE u32 opaque(u32 x) { return x; }
-DEVICE void received(u32) { emulator::received(); }
+DEVICE void received(u32 x) { emulator::received(x); }
 DEVICE u32 rotate_right(u32 x, int n) { return x >> (n & 31) | x << (-n & 31); }
 DEVICE u32 select_bytes(u32 a, u32 b, u32 selector) {
     u64 all = static_cast<u64>(b) << 32 | a;
@@ -225,7 +225,7 @@ DEVICE u32 ballot(bool x) { return emulator::ballot(x); }
 
 // ---- one kernel and the next, between blocks ---------------------------------------------------
 DEVICE void wait_for_previous() { emulator::wait_for_previous(); }
-DEVICE void let_next_start() {}
+DEVICE void let_next_start() { emulator::let_next_start(); }
 DEVICE u32 arrive(u32* counter) { return emulator::arrive(counter); }
 DEVICE void fence_device() {}
 DEVICE float4 load_shared_result(const float4* p) { return *p; }
@@ -246,8 +246,8 @@ DEVICE void barrier_init(saddr barrier, int count) { emulator::barrier_init(barr
 DEVICE void barrier_init_done() { emulator::barrier_init_done(); }
 DEVICE void barrier_expect(saddr barrier, u32 bytes) { emulator::barrier_expect(barrier, bytes); }
 DEVICE void barrier_arrive(saddr barrier) { emulator::barrier_arrive(barrier); }
-DEVICE void barrier_arrive_received(saddr barrier, u32) {
-    emulator::received();
+DEVICE void barrier_arrive_received(saddr barrier, u32 x) {
+    emulator::received(x);
     emulator::barrier_arrive(barrier);
 }
 DEVICE void barrier_wait(saddr barrier, u32 parity) { emulator::barrier_wait(barrier, parity); }
