@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
+import emulation
 import numpy as np
 import pytest
-from emulation import COMPILER, Emulator
-from kernels import Call, call_of, compare, launch
+from emulation import COMPILER, Emulator, EmulatorFault
+from kernel_cases import cases_of
+from kernels import Buffer, Call, Step, call_of, compare, launch
 
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.launch import Device, Launch, Site
@@ -137,6 +140,24 @@ def test_rows_and_weights_are_kept_for_the_blocks_that_read_them_too() -> None:
     """A copy of another kind gives the same results, but takes them from memory every time."""
     source = (LINEAR.room / "prefill.cu").read_text()
     assert set(re.findall(r"\bcopy_bulk\w*", source)) == {"copy_bulk_kept"}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "port"), [("linear_rows", "norm_weight"), ("linear_prefill", "packed")]
+)
+def test_weights_are_requested_before_the_previous_kernel_has_ended(
+    kernel: str, port: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be a fault if another kernel wrote them."""
+    monkeypatch.setattr(emulation, "_placed", lambda message, *_: message)
+
+    def backend(buffers: Sequence[Buffer], steps: Sequence[Step]) -> None:
+        for held in buffers:
+            held.from_kernels |= held.name == port
+        Emulator()(buffers, [step for step in steps if step.launch.kernel == kernel])
+
+    with pytest.raises(EmulatorFault, match=f"{kernel}: .* before wait_for_previous"):
+        launch(call_of(LINEAR, cases_of(LINEAR)["more_gated_48_of_640"]), backend, device(2))
 
 
 def test_every_code_times_every_scale() -> None:
