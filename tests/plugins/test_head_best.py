@@ -143,7 +143,7 @@ def head_site(t: int, k: int, v: int, **types: DType) -> Site:
 @pytest.mark.parametrize(
     ("at", "why"),
     [
-        (head_site(32, 64, 96), ""),
+        (head_site(32, 64, 98), ""),
         (head_site(33, 64, 96), "head.x must be at most 32 rows (got 33)"),
         (head_site(16, 64, 97), "head.logits must have a multiple of 2 columns (got 97)"),
         (head_site(16, 24, 96), "head.x must have a multiple of 16 columns (got 24)"),

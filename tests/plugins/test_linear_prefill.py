@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from emulation import COMPILER, Emulator, EmulatorFault
 from kernel_cases import cases_of
-from kernels import Buffer, Call, Step, call_of, compare, launch
+from kernels import Buffer, Call, Step, call_of, compare, launch, packed, site_of
 
 from thor_dflash.plugins import LINEAR
-from thor_dflash.plugins.launch import Device, Launch, Site
+from thor_dflash.plugins.launch import Device, Launch, Shaped, Site
 from thor_dflash.plugins.linear.launch import launches
 from thor_dflash.plugins.linear.reference import weight_case
 from thor_dflash.plugins.op import Attribute, Case
@@ -124,6 +124,17 @@ def test_every_prologue_is_rounded_once(t: int, gate: str, head_dim: int) -> Non
     x["norm_weight"] = norm.astype(np.float32 if t == 40 else DType.BF16.numpy)
     a: dict[str, Attribute] = {"epilogue": "residual", "gate": gate, "head_dim": head_dim}
     run(call_of(LINEAR, Case("prologue", x | weight_case(rng, "nvfp4", n, k), a)), device(2), t)
+
+
+@pytest.mark.parametrize(("head_dim", "blocks"), [(0, 1), (6144, 1), (128, 3)])
+def test_several_blocks_prepare_a_row_if_no_sum_covers_all_of_it(
+    head_dim: int, blocks: int
+) -> None:
+    t, k = 33, 6144
+    shapes = {"x": (t, k), "norm_weight": (head_dim or k,), "weight0": (16, k)}
+    inputs = {name: Shaped(DType.BF16, shape) for name, shape in shapes.items()}
+    site, _ = packed(site_of(LINEAR, {"head_dim": head_dim}, inputs), {})
+    assert launches(site, device(1))[0].grid == (t, blocks, 1)
 
 
 @pytest.mark.parametrize("kind", ["nvfp4", "fp8", "bfloat16"])
