@@ -8,18 +8,32 @@ from collections.abc import Sequence
 import emulation
 import numpy as np
 import pytest
-from emulation import COMPILER, Emulator, EmulatorFault
+from emulation import COMPILER, ROOT, Emulator, EmulatorFault
 from kernel_cases import cases_of
-from kernels import Buffer, Call, Step, call_of, compare, launch, packed, site_of
+from kernels import (
+    SLAB,
+    Buffer,
+    Call,
+    Step,
+    buffer,
+    call_of,
+    compare,
+    launch,
+    packed,
+    site_of,
+    slabs,
+)
 
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.launch import Device, Launch, Shaped, Site
 from thor_dflash.plugins.linear.launch import launches
+from thor_dflash.plugins.linear.layout import Kind
 from thor_dflash.plugins.linear.reference import weight_case
 from thor_dflash.plugins.op import Attribute, Case
 from thor_dflash.tensors import Array, DType
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
+RELEASED = ROOT / "tests" / "released.cu"
 
 
 def device(multiprocessors: int) -> Device:
@@ -169,6 +183,32 @@ def test_weights_are_requested_before_the_previous_kernel_has_ended(
 
     with pytest.raises(EmulatorFault, match=f"{kernel}: .* before wait_for_previous"):
         launch(call_of(LINEAR, cases_of(LINEAR)["more_gated_48_of_640"]), backend, device(2))
+
+
+@pytest.mark.parametrize("t", [64, 128])
+def test_a_stage_is_released_when_all_of_its_last_16_of_k_are_there(t: int) -> None:
+    """The release waits for what a value depends on, so that must change with every load of rows,
+    and with the weights.
+    """
+    nbytes = 2 * t * SLAB + 4 * Kind.NVFP4.step_bytes // 2
+    defines = {"TILE_ROWS": t, "STAGES": 2, "KINDS": 1, "EPILOGUE": 0}
+    one = Launch("released", (1, 1, 1), 32, (), shared=nbytes + 136, defines=defines, overlap=False)
+    given = np.random.default_rng(t).integers(0, 2**16, (t, SLAB), dtype=np.uint16)
+
+    def told(rows: Array, code: int = 0) -> Array:
+        stage = np.zeros(nbytes, np.uint8)
+        stage[: 2 * t * SLAB] = slabs(rows.view(DType.BF16.numpy)).reshape(-1).view(np.uint8)
+        stage[2 * t * SLAB :][:2048] = code  # of the first n-tile; its scales follow
+        held, out = buffer("stage", stage, writable=False), buffer("told", 4 * 32)
+        Emulator()([held, out], [Step(RELEASED, one, (held, out))])
+        return out.data.view(np.uint32)
+
+    before = told(given)
+    assert (told(given, code=1) != before).all()
+    for row in range(0, t, 16):
+        other = given.copy()
+        other[row : row + 16, -16:] ^= 1
+        assert (told(other) != before).all(), row
 
 
 def test_every_code_times_every_scale() -> None:
