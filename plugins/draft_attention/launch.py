@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from thor_dflash.plugins.launch import At, Device, Int, Launch, Real, Scratch, Site, Table
+from thor_dflash.plugins.linear.prepare import SLAB
 from thor_dflash.plugins.numerics import inverse_frequency
 from thor_dflash.tensors import Array, DType
 
@@ -16,9 +17,9 @@ IN_PLACE: frozenset[str] = frozenset()
 TOLERANCE = 2.0**-6
 """Largest error, relative to the largest value of the output.
 
-Queries, keys and softmax weights are rounded to bf16 (2^-9) before the products, and so are the
-output and the result of each stretch of the context. A query that is rounded differently than in
-the reference changes a score of size s by s * 2^-9.
+Queries, keys and softmax weights are rounded to bf16 (by at most 2^-8 of each) before the products,
+and so are the output and the result of each stretch of the context. An element of a query that is
+rounded differently than in the reference changes its share of a score by up to 2^-7.
 """
 
 ROW_BYTES = 2
@@ -32,6 +33,20 @@ HEAD_DIMS = (16, 32, 64, 128, 256)
 
 def refuse(site: Site) -> str:
     """Returns why the kernel cannot run this call, or an empty string if it can."""
+    if why := _refuse_types(site) or refuse_heads("draft_attention", site):
+        return why
+    heads, kv, dim = (site.attributes.integer(n) for n in ("heads", "kv_heads", "head_dim"))
+    if (rows := site.size("q", 0)) > BLOCK_ROWS:
+        return f"draft_attention.q must be at most {BLOCK_ROWS} rows (got {rows})"
+    if "y0_slabs" in site and heads * dim % SLAB:
+        rule = f"of rows whose width is a multiple of {SLAB}"
+        return f"draft_attention.y0_slabs must be {rule} (got {heads * dim})"
+    norm, keys, ring = (dim,), (rows, kv * dim), (kv, site.size("ring_k", 1), dim)
+    wanted = {"q": (rows, heads * dim), "k": keys, "v": keys, "q_norm": norm, "k_norm": norm}
+    return refuse_shapes("draft_attention", site, {**wanted, "ring_k": ring, "ring_v": ring})
+
+
+def _refuse_types(site: Site) -> str:
     for name in ("q", "k", "v", "ring_k", "ring_v"):
         if (dtype := site.ports[name].dtype) is not DType.BF16:
             return f"draft_attention.{name} must be bfloat16 (got {dtype.value})"
@@ -40,14 +55,7 @@ def refuse(site: Site) -> str:
             return f"draft_attention.{name} must be bfloat16 or float32 (got {dtype.value})"
     if site.ports["q_norm"].dtype is not site.ports["k_norm"].dtype:
         return "draft_attention.k_norm must be of q_norm's type (got another)"
-    if (rows := site.size("q", 0)) > BLOCK_ROWS:
-        return f"draft_attention.q must be at most {BLOCK_ROWS} rows (got {rows})"
-    if why := refuse_heads("draft_attention", site):
-        return why
-    heads, kv, dim = (site.attributes.integer(n) for n in ("heads", "kv_heads", "head_dim"))
-    norm, keys, ring = (dim,), (rows, kv * dim), (kv, site.size("ring_k", 1), dim)
-    wanted = {"q": (rows, heads * dim), "k": keys, "v": keys, "q_norm": norm, "k_norm": norm}
-    return refuse_shapes("draft_attention", site, {**wanted, "ring_k": ring, "ring_v": ring})
+    return ""
 
 
 def refuse_shapes(room: str, site: Site, wanted: Mapping[str, tuple[int, ...]]) -> str:

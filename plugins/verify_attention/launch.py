@@ -24,10 +24,10 @@ IN_PLACE = frozenset({"next_cache_k", "next_cache_v"})
 
 TOLERANCE = 1.2e-2
 """Output and reference are both rounded to bf16: near a tie they may differ by one unit in the last
-place, at most 2^-7 = 7.8e-3 of the largest value. Before that, weights and piece results are
-rounded to f16 for FP8 caches (2^-11 each, averaged over the positions) and to bf16 for bf16 caches
-(2^-9 each): 4e-3 more if every rounding went the same way. Queries and keys are rounded from
-float32 values and the reference's from float64, so about once in 10^5 elements a tie is broken
+place, at most 2^-7 = 7.8e-3 of the largest value. The other 4e-3 are for weights and piece results,
+which are rounded before that: to f16 for FP8 caches, by at most 2^-11 of each, and to bf16 for bf16
+caches, by at most 2^-8 of each, which averages out over the positions. Queries and keys are rounded
+from float32 values and the reference's from float64, so about once in 10^5 elements a tie is broken
 differently and one element of 256 changes by 2^-8 (bf16) or one code (FP8)."""
 
 SPLIT_ROWS = 32

@@ -18,6 +18,7 @@ from on_gpu import Gpu
 from row_law import cut, outputs_by_row, prefixes, rows_of, same_bits, served_apart
 
 from thor_dflash.plugins import DRAFT_ATTENTION, GDN, LINEAR, OPS, VERIFY_ATTENTION
+from thor_dflash.plugins.draft_attention.launch import refuse
 from thor_dflash.plugins.launch import Device
 from thor_dflash.plugins.op import Case, Op
 from thor_dflash.tensors import DType
@@ -115,6 +116,8 @@ def test_attention_gates_rows_as_a_separate_launch_does(gpu: Gpu) -> None:
 def test_the_drafters_attention_leaves_its_rows_for_the_next_product(gpu: Gpu) -> None:
     for case in cases_of(DRAFT_ATTENTION).values():
         call = leaving(call_of(DRAFT_ATTENTION, case), "o")
+        if refuse(call.site):
+            continue  # its rows do not fill whole slabs
         got = launch(call, gpu, gpu.driver.info.device)
         same_bits({"y0_slabs": got["y0_slabs"]}, {"y0_slabs": slabs(got["o"])})
 

@@ -194,6 +194,13 @@ def test_what_the_kernel_does_not_take_is_refused() -> None:
         assert why in refuse(attention_site(**{name: change}))
 
 
+def test_rows_that_do_not_fill_whole_slabs_are_not_left_in_slabs() -> None:
+    """The kernel writes no padding, and the next product would read it."""
+    site = leaving(call_of(DRAFT_ATTENTION, block(16, 2, 1, 16, 96, 30, 0, 0)), "o").site
+    rule = "draft_attention.y0_slabs must be of rows whose width is a multiple of 64 (got 32)"
+    assert refuse(site) == rule
+
+
 # ---- context_kv --------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("rows", "length", "slots", "kv", "dim"),
