@@ -77,6 +77,7 @@ def prepared(
         defines={
             "WEIGHT_FLOAT": int(wide),
             "SLABS": int(slabs),
+            "LONG": int(slabs and t * padded(k) > 2**31),
             "GATE": int(gate),
             "NORM": norm,
         },

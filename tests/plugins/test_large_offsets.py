@@ -95,11 +95,21 @@ def rows_of(rng: np.random.Generator, t: int, width: int) -> Array:
     return rng.standard_normal((t, width)).astype(BF16)
 
 
-def test_the_last_row_of_a_long_step_enters_its_product() -> None:
-    x = rows_of(np.random.default_rng(1), 1, WIDTH)
-    inputs = {"x": Shaped(DType.BF16, (ROWS, WIDTH)), "weight0": Shaped(DType.BF16, (16, WIDTH))}
+def prologue(t: int, k: int) -> Launch:
+    inputs = {"x": Shaped(DType.BF16, (t, k)), "weight0": Shaped(DType.BF16, (16, k))}
     launch = launches(packed(site_of(LINEAR, {}, inputs), {})[0], H100)[0]
     assert launch.kernel == "linear_rows"
+    return launch
+
+
+def test_offsets_of_rows_have_64_bits_only_where_32_do_not_suffice() -> None:
+    """Rows are padded to 16,384 columns."""
+    assert [prologue(t, 16_368).defines["LONG"] for t in (16, ROWS, ROWS + 1)] == [0, 0, 1]
+
+
+def test_the_last_row_of_a_long_step_enters_its_product() -> None:
+    x = rows_of(np.random.default_rng(1), 1, WIDTH)
+    launch = prologue(ROWS, WIDTH)
     y = untouched(2 * ROWS * WIDTH)
     row = far(buffer("x", x), 2 * (ROWS - 1) * WIDTH)
     arguments = (row, None, None, y, Int(WIDTH), Real(1e-6), Real(0.0))
