@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from emulation import COMPILER, ROOT, Emulator
+from emulation import COMPILER, MACHINE, Emulator
 from kernels import (
     GUARD,
     SLAB,
@@ -50,7 +50,7 @@ from thor_dflash.tensors import Array, DType
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 
 BF16 = DType.BF16.numpy
-SOME = ROOT / "tests" / "some_blocks.cu"
+SOME = MACHINE / "some_blocks.cu"
 ROWS, WIDTH = 131_072, 17_408
 """Rows of a long step of a prompt; the inner width of Qwen3.6-27B's MLP."""
 VOCABULARY, HIDDEN = 248_320, 5_120

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import emulation
 import numpy as np
 import pytest
-from emulation import COMPILER, ROOT, Emulator, EmulatorFault
+from emulation import COMPILER, MACHINE, Emulator, EmulatorFault
 from kernel_cases import cases_of
 from kernels import (
     SLAB,
@@ -33,7 +33,7 @@ from thor_dflash.plugins.op import Attribute, Case
 from thor_dflash.tensors import Array, DType
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
-RELEASED = ROOT / "tests" / "released.cu"
+PROBES = MACHINE / "prefill_probes.cu"
 
 
 def device(multiprocessors: int) -> Device:
@@ -200,7 +200,7 @@ def test_a_stage_is_released_when_all_of_its_last_16_of_k_are_there(t: int) -> N
         stage[: 2 * t * SLAB] = slabs(rows.view(DType.BF16.numpy)).reshape(-1).view(np.uint8)
         stage[2 * t * SLAB :][:2048] = code  # of the first n-tile; its scales follow
         held, out = buffer("stage", stage, writable=False), buffer("told", 4 * 32)
-        Emulator()([held, out], [Step(RELEASED, one, (held, out))])
+        Emulator()([held, out], [Step(PROBES, one, (held, out))])
         return out.data.view(np.uint32)
 
     before = told(given)

@@ -1,5 +1,5 @@
-// The value for which a warp of the product with many rows waits when it releases a stage, for a stage
-// of a given content.
+// The values for which the lanes of a warp of the product with many rows wait when they release a
+// stage of given content.
 //
 // Compile-time: those of prefill.cu, of which KINDS is NVFP4 alone.
 #include "cuda/device.cuh"
@@ -24,7 +24,8 @@ KERNEL void released(const u32* stage, u32* told) {
     sync_block();
     if (threadIdx.x == 0) barrier_arrive(at + BARRIER);
     const Call call = {};
-    Reader reader = {call, {at + TOLD, at + BARRIER, 0, 0, 0}, {}, 1, ROWS_BYTES, 0, SCALE_EXPONENT};
+    const Turn turn = {at + TOLD, at + BARRIER, 0, 0, 0};
+    Reader reader = {call, turn, {}, 1, ROWS_BYTES, 0, SCALE_EXPONENT};
     Sums<TILE_ROWS / 16> sums = {};
     multiply<NVFP4>(sums, 1, reader);
     told[threadIdx.x] = reinterpret_cast<u32*>(memory)[threadIdx.x];
