@@ -102,17 +102,63 @@ def _linear(rng: Rng) -> Iterator[Case]:
         x = {name: x[name] for name in x if name != "norm_weight"}
         yield Case(f"sigmoid_{t}_of_{k}", x, {"epilogue": "residual", "gate": "sigmoid"})
     for t in (4, 40):
-        for where, each in (("below", -1), ("above", 2)):  # e^64 is finite in float32, e^128 not
-            far: dict[str, Array] = {"x": np.ones((t, 64), BF16.numpy)}
-            far |= {f"weight{i}": np.full((16, 64), x, BF16.numpy) for i, x in enumerate((each, 1))}
-            yield Case(f"gates_far_{where}_zero_{t}", far, {"segments": 2, "epilogue": "swiglu"})
+        down: dict[str, Array] = {"x": np.ones((t, 64), BF16.numpy)}
+        down |= {
+            f"weight{i}": np.full((16, 64), sign, BF16.numpy) for i, sign in enumerate((-1, 1))
+        }
+        yield Case(f"gates_far_below_zero_{t}", down, {"segments": 2, "epilogue": "swiglu"})
     yield every_code(16)
     yield every_code(48)
-    yield _cancelled(rng)
+    yield _cancelled("cancelled", rng, 16)
     for t in (16, 48):
         x = {"x": _bf16(rng, t, 768, scale=9), "norm_weight": _bf16(rng, 256)}
         x |= weight_case(rng, "nvfp4", n, 768)
         yield Case(f"heads_of_256_{t}_of_768", x, {"head_dim": 256, "norm_offset": 1.0})
+    yield from _odd_widths(rng)
+    yield from _wide_rows(rng)
+    yield _cancelled("cancelled_48", rng, 48)
+
+
+def _odd_widths(rng: Rng) -> Iterator[Case]:
+    """Segments that end inside a strip of eight columns; as many segments as there may be; gates so
+    large that the exponential of either sign is infinite.
+    """
+    k, n = 64, 42
+    for t in (16, 48):
+        x = {"x": _bf16(rng, t, k)} | weight_case(rng, "nvfp4", n, k)
+        more: dict[str, Array] = {"residual": _bf16(rng, t, n)}
+        yield Case(f"residual_{t}_to_{n}", x | more, {"epilogue": "residual"})
+        more = {"norm_weight": _bf16(rng, k)} | weight_case(rng, "nvfp4", n, k, 1)
+        yield Case(f"swiglu_{t}_to_{n}", x | more, {"segments": 2, "epilogue": "swiglu"})
+        x = {"x": _bf16(rng, t, k), "norm_weight": _bf16(rng, k)}
+        for i in range(16):
+            x |= weight_case(rng, ("nvfp4", "bfloat16", "fp8")[i % 3], 8 + 2 * (i % 5), k, i)
+        yield Case(f"segments_{t}", x, {"segments": 16, "norm_offset": 1.0})
+        sides = np.repeat(np.array([[2], [-2]], BF16.numpy), 8, axis=0)
+        x = {"x": np.ones((t, k), BF16.numpy), "weight0": np.tile(sides, (1, k))}
+        x["weight1"] = np.ones((16, k), BF16.numpy)
+        yield Case(f"gates_of_128_{t}", x, {"segments": 2, "epilogue": "swiglu"})
+
+
+def _wide_rows(rng: Rng) -> Iterator[Case]:
+    """Rows of more columns than a block prepares at a time, the largest ones last. The mean square
+    is about eps, and some rows and heads are zeros.
+    """
+    t, n = 33, 16
+    k, head, eps = 2192, 128, 1e-5
+    scale = np.where(np.arange(k) < 2048, 0.5, 4) * eps**0.5
+    x = {"x": (rng.standard_normal((t, k)) * scale).astype(BF16.numpy)}
+    x |= {"norm_weight": _bf16(rng, k)}
+    x["x"][3] = 0
+    x |= weight_case(rng, "nvfp4", n, k)
+    yield Case(f"quiet_norm_{t}_of_{k}", x, {"norm_offset": 1.0, "norm_eps": eps})
+    k = 18 * head
+    x = {"x": _bf16(rng, t, k, scale=eps**0.5), "norm_weight": _bf16(rng, head)}
+    x["x"][:, 5 * head : 7 * head] = 0
+    x |= {"gate": _bf16(rng, t, k, scale=60), "residual": _bf16(rng, t, n)}
+    x |= weight_case(rng, "nvfp4", n, k)
+    a: dict[str, Attribute] = {"epilogue": "residual", "gate": "silu", "head_dim": head}
+    yield Case(f"quiet_heads_{t}_of_{k}", x, a | {"norm_eps": eps})
 
 
 def every_code(rows: int) -> Case:
@@ -134,24 +180,22 @@ def every_code(rows: int) -> Case:
     )
 
 
-CANCELLED = "more_cancelled"
-"""The case of linear whose results are rounding errors: most may be off by a part of themselves."""
-LEANING = frozenset(
-    {CANCELLED} | {f"more_{rows}_rows_that_rise_alone_bfloat16" for rows in (16, 33)}
-)
+CANCELLED = frozenset(("more_cancelled", "more_cancelled_48"))
+"""Cases of linear whose results are rounding errors: most may be off by a part of themselves."""
+LEANING = CANCELLED | {f"more_{rows}_rows_that_rise_alone_bfloat16" for rows in (16, 33)}
 """Cases whose results are not near as a whole. Rows that rise alone have few different softmax
 weights, whose roundings to bf16 do not average out.
 """
 
 
-def _cancelled(rng: Rng) -> Case:
+def _cancelled(name: str, rng: Rng, t: int) -> Case:
     """The residual is minus the result in bf16, so what is left of each sum is its rounding error.
     It shows how the sum was rounded, and whether that was the same in every row.
     """
-    t, n, k = 16, 200, 640
+    n, k = 200, 640
     x = {"x": _bf16(rng, t, k), **weight_case(rng, "nvfp4", n, k)}
     sums = reference(x, LINEAR.complete({}))["y0"]
-    return Case("cancelled", x | {"residual": -sums}, {"epilogue": "residual"})
+    return Case(name, x | {"residual": -sums}, {"epilogue": "residual"})
 
 
 def _head(rng: Rng) -> Iterator[Case]:
@@ -165,6 +209,8 @@ def _head(rng: Rng) -> Iterator[Case]:
     twice = np.repeat(rng.standard_normal((v // 2, k)), 2, axis=0).astype(BF16.numpy)
     x = {"x": _bf16(rng, 16, k), "norm_weight": _bf16(rng, k), "weight0": np.roll(twice, 1, axis=0)}
     yield Case("equals_far_and_near", x, {})
+    x = {"x": _bf16(rng, 32, k), "norm_weight": _bf16(rng, k)} | weight_case(rng, "nvfp4", 200, k)
+    yield Case("nvfp4_32_rows", x, {"vocab": 190})
 
 
 # ---- attention -----------------------------------------------------------------------------------

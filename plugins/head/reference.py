@@ -27,8 +27,8 @@ def reference(x: Arrays, a: Attributes) -> dict[str, Array]:
 
 
 def cases(rng: np.random.Generator) -> Iterator[Case]:
-    """Each weight kind; padding with the largest logits; equal logits; a NaN row; infinities; a
-    reduced vocabulary.
+    """Each weight kind; padding with the largest logits, or with NaN; equal logits; a NaN row;
+    infinities; a reduced vocabulary.
     """
     hidden, vocab = 64, 96
     norm = rng.standard_normal(hidden).astype(np.float32)
@@ -78,4 +78,10 @@ def cases(rng: np.random.Generator) -> Iterator[Case]:
             **weight_case(rng, "bfloat16", vocab, hidden),
         },
         {"norm_offset": 1.0},
+    )
+    weight[90] = np.nan
+    yield Case(
+        "nan_row_and_nan_padding_of_a_reduced_vocabulary",
+        {"x": broken, "norm_weight": norm, "id_map": ids, "weight0": weight},
+        {"vocab": 80},
     )

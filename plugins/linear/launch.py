@@ -15,9 +15,8 @@ IN_PLACE: frozenset[str] = frozenset()
 
 TOLERANCE = 2.0**-7
 """Rows are bf16: both the result and the reference are rounded once, a relative error of at most
-2^-9 each. After a norm or gate computed in float32, an element of a row may, rarely, round to the
-bf16 neighbour of the reference's float64 value: 2^-8 of one of K terms. Weights are exact, sums
-float32."""
+2^-8 each. After a norm or gate computed in float32, an element of a row may, rarely, round to the
+bf16 neighbour of the reference's: up to 2^-7 of one of K terms. Weights are exact, sums float32."""
 
 PAIR = 2
 """Columns that a thread stores with one instruction."""

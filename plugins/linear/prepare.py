@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 
 from thor_dflash.plugins.launch import Argument, At, Int, Launch, Real, Scratch, Site
@@ -25,6 +26,21 @@ class Gate(IntEnum):
     NONE = 0
     SIGMOID = 1
     SILU = 2
+
+
+def refuse_types(site: Site, rows: Sequence[str]) -> str:
+    """Returns why the kernels cannot take the types of these ports, which are rows, or that of the
+    norm weight, or an empty string if they can.
+    """
+    room = site.op.name
+    for name in rows:
+        if name in site and (dtype := site.ports[name].dtype) is not DType.BF16:
+            return f"{room}.{name} must be bfloat16 (got {dtype.value})"
+    if "norm_weight" in site:
+        dtype = site.ports["norm_weight"].dtype
+        if dtype not in (DType.BF16, DType.F32):
+            return f"{room}.norm_weight must be bfloat16 or float32 (got {dtype.value})"
+    return ""
 
 
 def padded(k: int) -> int:
@@ -61,6 +77,7 @@ def prepared(
         defines={
             "WEIGHT_FLOAT": int(wide),
             "SLABS": int(slabs),
+            "LONG": int(slabs and t * padded(k) > 2**31),
             "GATE": int(gate),
             "NORM": norm,
         },

@@ -4,8 +4,8 @@
 // are left out at compile time: with all of them, the launch takes half a microsecond longer.
 //
 // Compile-time: WEIGHT_FLOAT, the norm's weight is float32 instead of bf16; SLABS, rows are written
-// in slabs; GATE; NORM, 0 for none, 1 for a norm over the row, else the columns of a head (one of
-// HEADS in prepare.py).
+// in slabs; LONG, these have more than 2^31 elements; GATE; NORM, 0 for none, 1 for a norm over the
+// row, else the columns of a head (one of HEADS in prepare.py).
 #include "linear/eights.cuh"
 #include "linear/rows.cuh"
 
@@ -69,7 +69,9 @@ linear_rows(const u16* x, const void* __restrict__ norm_weight, const u16* gate,
             scale = rsqrtf(sum * (1.0f / NORM) + eps);
         }
         if (c >= end) continue;
-        uint4& to = out[SLABS ? slab_offset(gridDim.x, blockIdx.x, 8 * c) / 8 : c];
+        uint4& to = out[!SLABS ? c
+                        : LONG ? slab_offset<i64>(gridDim.x, blockIdx.x, 8 * c) / 8
+                               : slab_offset(gridDim.x, blockIdx.x, 8 * c) / 8];
         if (!there) {
             to = make_uint4(0, 0, 0, 0);
             continue;

@@ -8,9 +8,10 @@
 constexpr int SLAB_COLUMNS = 64;
 constexpr int SLAB_ROW = 2 * SLAB_COLUMNS;  // bytes
 
-// Offset, in elements, of the 8 columns that contain `column`, in one of `rows` rows.
-DEVICE int slab_offset(int rows, int row, int column) {
-    return (column / SLAB_COLUMNS * rows + row) * SLAB_COLUMNS +
+// Offset, in elements, of the 8 columns that contain `column`, in one of `rows` rows. Rows of more
+// than 2^31 elements, as long steps of a prefill may have them, need i64.
+template <class Offset = int> DEVICE Offset slab_offset(int rows, int row, int column) {
+    return (static_cast<Offset>(column / SLAB_COLUMNS) * rows + row) * SLAB_COLUMNS +
            ((column % SLAB_COLUMNS / 8) ^ (row & 7)) * 8;
 }
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from thor_dflash.plugins.launch import At, Int, Launch, Site
-from thor_dflash.plugins.linear.prepare import HEADS, prepared
+from thor_dflash.plugins.linear.prepare import HEADS, prepared, refuse_types
 
 THREADS = 256
 UNIT = 8
@@ -26,7 +26,7 @@ def refuse_rows(site: Site) -> str:
         return f"rows.width must be a multiple of {UNIT} (got {width})"
     if head not in (0, width, *HEADS):
         return f"rows.head_dim must be 0, the width or one of {HEADS} (got {head})"
-    return ""
+    return refuse_types(site, ("x", "gate"))
 
 
 def rows(site: Site) -> Launch:
@@ -42,7 +42,9 @@ def rows(site: Site) -> Launch:
 def refuse_pairs(site: Site) -> str:
     """Returns why `add` and `silu_mul` cannot take these rows, or an empty string if they can."""
     width = site.size("y", 1)
-    return f"{site.op.name}.width must be a multiple of {UNIT} (got {width})" * bool(width % UNIT)
+    if width % UNIT:
+        return f"{site.op.name}.width must be a multiple of {UNIT} (got {width})"
+    return refuse_types(site, ("a", "b"))
 
 
 def pairs(site: Site) -> Launch:

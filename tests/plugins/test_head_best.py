@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from emulation import COMPILER, Emulator
-from kernels import Step, Value, buffer, shaped
+from kernels import Step, Value, buffer, packed, shaped
 
 from thor_dflash.plugins.head import OP
 from thor_dflash.plugins.head.best import SLICE, best_launches
+from thor_dflash.plugins.head.launch import launches, refuse
 from thor_dflash.plugins.launch import THOR, Argument, At, Scratch, Shaped, Site
 from thor_dflash.tensors import Array, DType
 
@@ -114,6 +115,60 @@ def test_padding_is_neither_chosen_nor_a_fault() -> None:
     logits[0, 33], logits[1, 33], logits[:, 7] = np.inf, np.nan, 1.0
     assert best(logits, vocab=33).tolist() == [7, 7]
     assert best(logits, vocab=34).tolist() == [33, -1]
+
+
+@pytest.mark.parametrize("first", [3, 4, 130, SLICE])
+@pytest.mark.parametrize("value", [0.0, -0.0])
+def test_zeros_of_both_signs_are_equals(value: float, first: int) -> None:
+    logits = np.full((1, SLICE + 40), -1.0, np.float32)
+    logits[0, [first, first + 1, first + 9]] = value, -value, -value
+    assert best(logits, seed=first).tolist() == [first]
+
+
+@pytest.mark.parametrize(("width", "vocab"), [(97, 96), (96, 93)])
+def test_rows_and_their_padding_may_end_anywhere(width: int, vocab: int) -> None:
+    """Whether rows are 16-byte aligned depends on their width alone."""
+    logits = np.random.default_rng(width).standard_normal((5, width)).astype(np.float32)
+    np.testing.assert_array_equal(best(logits, vocab), reference(logits, vocab))
+
+
+def head_site(t: int, k: int, v: int, **types: DType) -> Site:
+    """A head's call with bf16 weights, apart from the types of some ports; nobody reads `best`."""
+    ports = {"x": (t, k), "norm_weight": (k,), "weight0": (v, k), "logits": (t, v)}
+    known = {"logits": DType.F32, **types}
+    shaped_ports = {n: Shaped(known.get(n, DType.BF16), shape) for n, shape in ports.items()}
+    return Site(OP, OP.complete({}), shaped_ports)
+
+
+@pytest.mark.parametrize(
+    ("at", "why"),
+    [
+        (head_site(32, 64, 98), ""),
+        (head_site(33, 64, 96), "head.x must be at most 32 rows (got 33)"),
+        (head_site(16, 64, 97), "head.logits must have a multiple of 2 columns (got 97)"),
+        (head_site(16, 24, 96), "head.x must have a multiple of 16 columns (got 24)"),
+        (head_site(16, 64, 96, x=DType.F16), "head.x must be bfloat16 (got float16)"),
+        (
+            head_site(16, 64, 96, norm_weight=DType.F16),
+            "head.norm_weight must be bfloat16 or float32 (got float16)",
+        ),
+        (
+            head_site(16, 64, 96, weight0=DType.F16),
+            "head.weight0 must be NVFP4, FP8 or bfloat16 (got float16)",
+        ),
+    ],
+)
+def test_what_the_kernels_do_not_take_is_refused(at: Site, why: str) -> None:
+    assert refuse(at) == why
+
+
+def test_ids_that_nobody_reads_are_not_searched_for() -> None:
+    at = head_site(16, 64, 96)
+    unread, _ = packed(at, {})
+    read = Site(OP, at.attributes, {**unread.ports, "best": Shaped(DType.I32, (16,))})
+    names = [[one.kernel for one in launches(site, THOR)] for site in (unread, read)]
+    assert names[1] == [*names[0], "head_best"]
+    assert "head_best" not in names[0]
 
 
 def test_one_launch_over_the_rows_that_may_be_chosen() -> None:

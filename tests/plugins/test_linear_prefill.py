@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
+import emulation
 import numpy as np
 import pytest
-from emulation import COMPILER, Emulator
-from kernels import Call, call_of, compare, launch
+from emulation import COMPILER, MACHINE, Emulator, EmulatorFault
+from kernel_cases import cases_of
+from kernels import (
+    SLAB,
+    Buffer,
+    Call,
+    Step,
+    buffer,
+    call_of,
+    compare,
+    launch,
+    packed,
+    site_of,
+    slabs,
+)
 
 from thor_dflash.plugins import LINEAR
-from thor_dflash.plugins.launch import Device, Launch, Site
+from thor_dflash.plugins.launch import Device, Launch, Shaped, Site
 from thor_dflash.plugins.linear.launch import launches
+from thor_dflash.plugins.linear.layout import Kind
 from thor_dflash.plugins.linear.reference import weight_case
 from thor_dflash.plugins.op import Attribute, Case
 from thor_dflash.tensors import Array, DType
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
+PROBES = MACHINE / "prefill_probes.cu"
 
 
 def device(multiprocessors: int) -> Device:
@@ -121,6 +140,17 @@ def test_every_prologue_is_rounded_once(t: int, gate: str, head_dim: int) -> Non
     run(call_of(LINEAR, Case("prologue", x | weight_case(rng, "nvfp4", n, k), a)), device(2), t)
 
 
+@pytest.mark.parametrize(("head_dim", "blocks"), [(0, 1), (6144, 1), (128, 3)])
+def test_several_blocks_prepare_a_row_if_no_sum_covers_all_of_it(
+    head_dim: int, blocks: int
+) -> None:
+    t, k = 33, 6144
+    shapes = {"x": (t, k), "norm_weight": (head_dim or k,), "weight0": (16, k)}
+    inputs = {name: Shaped(DType.BF16, shape) for name, shape in shapes.items()}
+    site, _ = packed(site_of(LINEAR, {"head_dim": head_dim}, inputs), {})
+    assert launches(site, device(1))[0].grid == (t, blocks, 1)
+
+
 @pytest.mark.parametrize("kind", ["nvfp4", "fp8", "bfloat16"])
 @pytest.mark.parametrize("n", [8, 136, 296])
 def test_swiglu_of_any_kind_and_width(kind: str, n: int) -> None:
@@ -129,6 +159,56 @@ def test_swiglu_of_any_kind_and_width(kind: str, n: int) -> None:
     x |= weight_case(rng, kind, n, 128, 1)
     call = call_of(LINEAR, Case("swiglu", x, {"segments": 2, "epilogue": "swiglu"}))
     run(call, device(3), n)
+
+
+def test_rows_and_weights_are_kept_for_the_blocks_that_read_them_too() -> None:
+    """A copy of another kind gives the same results, but takes them from memory every time."""
+    source = (LINEAR.room / "prefill.cu").read_text()
+    assert set(re.findall(r"\bcopy_bulk\w*", source)) == {"copy_bulk_kept"}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "port"), [("linear_rows", "norm_weight"), ("linear_prefill", "packed")]
+)
+def test_weights_are_requested_before_the_previous_kernel_has_ended(
+    kernel: str, port: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be a fault if another kernel wrote them."""
+    monkeypatch.setattr(emulation, "_placed", lambda message, *_: message)
+
+    def backend(buffers: Sequence[Buffer], steps: Sequence[Step]) -> None:
+        for held in buffers:
+            held.from_kernels |= held.name == port
+        Emulator()(buffers, [step for step in steps if step.launch.kernel == kernel])
+
+    with pytest.raises(EmulatorFault, match=f"{kernel}: .* before wait_for_previous"):
+        launch(call_of(LINEAR, cases_of(LINEAR)["more_gated_48_of_640"]), backend, device(2))
+
+
+@pytest.mark.parametrize("t", [64, 128])
+def test_a_stage_is_released_when_all_of_its_last_16_of_k_are_there(t: int) -> None:
+    """The release waits for what a value depends on, so that must change with every load of rows,
+    and with the weights.
+    """
+    nbytes = 2 * t * SLAB + 4 * Kind.NVFP4.step_bytes // 2
+    defines = {"TILE_ROWS": t, "STAGES": 2, "KINDS": 1, "EPILOGUE": 0}
+    one = Launch("released", (1, 1, 1), 32, (), shared=nbytes + 136, defines=defines, overlap=False)
+    given = np.random.default_rng(t).integers(0, 2**16, (t, SLAB), dtype=np.uint16)
+
+    def told(rows: Array, code: int = 0) -> Array:
+        stage = np.zeros(nbytes, np.uint8)
+        stage[: 2 * t * SLAB] = slabs(rows.view(DType.BF16.numpy)).reshape(-1).view(np.uint8)
+        stage[2 * t * SLAB :][:2048] = code  # of the first n-tile; its scales follow
+        held, out = buffer("stage", stage, writable=False), buffer("told", 4 * 32)
+        Emulator()([held, out], [Step(PROBES, one, (held, out))])
+        return out.data.view(np.uint32)
+
+    before = told(given)
+    assert (told(given, code=1) != before).all()
+    for row in range(0, t, 16):
+        other = given.copy()
+        other[row : row + 16, -16:] ^= 1
+        assert (told(other) != before).all(), row
 
 
 def test_every_code_times_every_scale() -> None:
