@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import astuple
 from pathlib import Path
 
-from emulation import cached
+from emulator_code import cached
 
 from thor_dflash.plugins.cuda.compile import Usage, compile_source, digest
 

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import emulation
+import emulator_code
 import numpy as np
 import pytest
 from emulation import Memory, is_early
@@ -270,7 +271,7 @@ class Emulated(Fake):
         launch, values = self._next
         attributes = {one.id: one.value for one in config.attrs}
         source, defines, name = kernel
-        kinds = emulation.signatures(source, defines)[name]
+        kinds = emulator_code.signatures(source, defines)[name]
         pointers = (ctypes.c_void_p * len(kinds)).from_address(arguments)
         given = [KINDS[kind].from_buffer_copy(KINDS[kind].from_address(at or 0))
                  for kind, at in zip(kinds, pointers, strict=True)]  # fmt: skip

@@ -8,7 +8,8 @@ import ctypes
 from dataclasses import replace
 
 import numpy as np
-from emulation import Emulator, library_of
+from emulation import Emulator
+from emulator_code import library_of
 from kernels import Call, launch, rule_of, source_of
 
 from thor_dflash.plugins.launch import Device

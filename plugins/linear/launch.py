@@ -6,8 +6,7 @@ from thor_dflash.plugins.launch import Device, Launch, Site
 from thor_dflash.plugins.linear import prefill_launch
 from thor_dflash.plugins.linear.few import MOST_ROWS, Epilogue, Fused, few_launches
 from thor_dflash.plugins.linear.layout import KIND_OF
-from thor_dflash.plugins.linear.prepare import HEADS
-from thor_dflash.tensors import DType
+from thor_dflash.plugins.linear.prepare import HEADS, refuse_types
 
 __all__ = ["IN_PLACE", "PAIR", "TOLERANCE", "launches", "refuse", "refuse_weight"]
 
@@ -55,14 +54,7 @@ def refuse_weight(site: Site, segments: int) -> str:
     call, or an empty string if they can.
     """
     room, k = site.op.name, site.size("x", 1)
-    for name in ("x", "gate", "residual"):
-        if name in site and (dtype := site.ports[name].dtype) is not DType.BF16:
-            return f"{room}.{name} must be bfloat16 (got {dtype.value})"
-    if "norm_weight" in site:
-        dtype = site.ports["norm_weight"].dtype
-        if dtype not in (DType.BF16, DType.F32):
-            return f"{room}.norm_weight must be bfloat16 or float32 (got {dtype.value})"
-    if why := _refuse_stored(site, segments):
+    if why := refuse_types(site, ("x", "gate", "residual")) or _refuse_stored(site, segments):
         return why
     if k % _BLOCK:
         return f"{room}.x must have a multiple of {_BLOCK} columns (got {k})"

@@ -116,7 +116,9 @@ bool run_warps(Block& block) {
     for (int i = 0; i < count; i++) {
         int w = backwards ? count - 1 - i : (i + turn) % count;
         if (w == late && !late_runs) continue;
-        any |= run_warp(block, w);
+        bool ran = run_warp(block, w);
+        any |= ran;
+        if (w == late && ran) late_runs = false;
         if (shuffled && copies_under_way() && pick(4) == 0) land_copy();
     }
     open_meetings(block);
@@ -260,9 +262,8 @@ void run_cluster(Index first) {
         }
         alive = 0;
         for (int b = 0; b < block_count; b++) alive += blocks[b].alive;
-        if (any || alive == 0 || any_ready()) {
-            late_runs = false;
-        } else if (copies_under_way()) {
+        if (any || alive == 0 || any_ready()) continue;
+        if (copies_under_way()) {
             while (!land_copy() && copies_under_way()) continue;
         } else {
             if (late < 0 || late_runs) stuck();

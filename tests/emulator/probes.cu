@@ -357,6 +357,29 @@ KERNEL void wrong_two_phases(u32* out) {
     for (int i = 0; i < 2; i++) barrier_arrive(shared_address(&barrier));
 }
 
+// The second phase does not end before warp 1 has seen the end of the first, but may before warp 0
+// has.
+KERNEL void wrong_one_answer(u32* out) {
+    __shared__ u64 barriers[2];
+    const saddr phases = shared_address(&barriers[0]), answer = shared_address(&barriers[1]);
+    const int warp = threadIdx.x / 32;
+    if (threadIdx.x == 0) {
+        barrier_init(phases, 32);
+        barrier_init(answer, 32);
+        barrier_init_done();
+    }
+    sync_block();
+    if (warp == 2) {
+        barrier_arrive(phases);
+        barrier_wait(answer, 0);
+        barrier_arrive(phases);
+        return;
+    }
+    barrier_wait(phases, 0);
+    if (warp == 1) barrier_arrive(answer);
+    barrier_wait(phases, 1);
+}
+
 // All threads have synchronised, but the one that made the barrier has not called barrier_init_done.
 KERNEL void wrong_no_init_done(u32* out) {
     __shared__ u64 barrier;

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-import emulation
+import emulator_code
 import numpy as np
 import pytest
 from checkpoints import DrafterGeometry, TargetGeometry, write_drafter, write_target
@@ -25,7 +25,7 @@ from thor_dflash.progress import Silent
 from thor_dflash.runtime.model import Model
 from thor_dflash.tensors import Array
 
-pytestmark = pytest.mark.skipif(emulation.COMPILER is None, reason="needs g++")
+pytestmark = pytest.mark.skipif(emulator_code.COMPILER is None, reason="needs g++")
 
 HYBRID = TargetGeometry(
     vocab=1000, hidden=192, intermediate=208, layers=4, interval=2, heads=4, kv_heads=2,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import emulation
+import emulator_code
 import pytest
 from paired import packages, paired
 
 from thor_dflash.runtime.engines.cuda.bound import cuda
 
-pytestmark = pytest.mark.skipif(emulation.COMPILER is None, reason="needs g++")
+pytestmark = pytest.mark.skipif(emulator_code.COMPILER is None, reason="needs g++")
 
 
 def test_a_prompt_and_blocks_of_another_width(tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import emulation
 import numpy as np
 import pytest
 from decoding import answer
 from emulated_cuda import emulate
+from emulator_code import COMPILER, EmulatorFault
 from paired import DEVICE, Pair, built, near, opened, packages, paired
 from poisoned import poison
 
@@ -28,7 +28,7 @@ from thor_dflash.runtime.propose import Dflash
 from thor_dflash.runtime.session import Request
 from thor_dflash.tensors import Array
 
-pytestmark = pytest.mark.skipif(emulation.COMPILER is None, reason="needs g++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_rings_written_in_the_same_graph_are_not_read_early(root: Path) -> None:
         engine.write(calls[0].inputs["length"], np.array([20], np.int32))
         for call in calls:
             engine.run([call])
-        with pytest.raises(emulation.EmulatorFault, match=r"draft_attention: .* wait_for_previous"):
+        with pytest.raises(EmulatorFault, match=r"draft_attention: .* wait_for_previous"):
             engine.run(calls)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from emulation import COMPILER, Emulator
+from emulation import Emulator
+from emulator_code import COMPILER
 from kernels import call_of, launch, shaped, site_of
 
 from thor_dflash.plugins.accept import OP, Record

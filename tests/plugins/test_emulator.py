@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import ml_dtypes
 import numpy as np
 import pytest
-from emulation import COMPILER, MACHINE, EmulatorFault, Memory, run
+from emulation import LATE, Memory, run
+from emulator_code import COMPILER, MACHINE, EmulatorFault
 
 from thor_dflash.tensors import Array
 
@@ -261,6 +262,14 @@ def test_misused_collectives_are_told(kernel: str, threads: int, message: str, s
 def test_a_phase_whose_end_may_be_missed_is_told(seed: int, message: str) -> None:
     with pytest.raises(EmulatorFault, match=message):
         probe("wrong_two_phases", [np.zeros(64, np.uint32)], threads=64, seed=seed)
+
+
+def test_a_late_warp_only_runs_when_nothing_else_can() -> None:
+    """It then misses a phase that does not wait for it, as it does for the other warps."""
+    for seed in (0, LATE + 1, LATE + 2):
+        probe("wrong_one_answer", [words(1)], threads=96, seed=seed)
+    with pytest.raises(EmulatorFault, match="no thread can go on"):
+        probe("wrong_one_answer", [words(1)], threads=96, seed=LATE)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from emulation import COMPILER, MACHINE, EmulatorFault, Memory, run
+from emulation import Memory, run
+from emulator_code import COMPILER, MACHINE, EmulatorFault
 
 from thor_dflash.plugins.cuda.compile import compile_source
 from thor_dflash.tensors import Array

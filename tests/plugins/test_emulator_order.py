@@ -6,7 +6,8 @@ import ctypes
 
 import numpy as np
 import pytest
-from emulation import COMPILER, MACHINE, EmulatorFault, Memory, run
+from emulation import Memory, run
+from emulator_code import COMPILER, MACHINE, EmulatorFault
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 

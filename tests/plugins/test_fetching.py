@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from emulation import COMPILER, Emulator, EmulatorFault
+from emulation import Emulator
+from emulator_code import COMPILER, EmulatorFault
 from fetching import PACKED, fetching, of_few_rows
 from kernel_cases import cases_of
 from kernels import Buffer, Call, Step, call_of, launch, rule_of

@@ -9,7 +9,8 @@ import emulation
 import numpy as np
 import pytest
 from compiled import usage_of
-from emulation import EARLY, Emulator, EmulatorFault
+from emulation import EARLY, Emulator
+from emulator_code import EmulatorFault
 from kernel_sites import sites
 from kernels import POISON, Buffer, Step, call_of, compare, launch, shaped, site_of
 

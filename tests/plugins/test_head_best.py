@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from emulation import COMPILER, Emulator
+from emulation import Emulator
+from emulator_code import COMPILER
 from kernels import Step, Value, buffer, packed, shaped
 
 from thor_dflash.plugins.head import OP

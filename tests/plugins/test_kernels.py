@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from compiled import usage_of
-from emulation import COMPILER, FLAGS, Emulator, signatures
+from emulation import LATE, Emulator
+from emulator_code import COMPILER, FLAGS, signatures
 from kernel_cases import LEANING, call_site, cases_of, every_code, taken_of
 from kernel_sites import sites as model_sites
 from kernels import (
@@ -104,6 +105,20 @@ def test_kernels_equal_the_reference(op: Op, name: str) -> None:
     # missing, an element is never written, or something is read that was never written.
     same_bits(launch(call, Emulator(SHUFFLED), THOR, poison=0x5A), got)
     compare(op, launch(call, Emulator(BACKWARDS), SMALL), call.want, nearest)
+
+
+@emulated
+@every_room
+def test_any_warp_may_be_late(op: Op) -> None:
+    """None may miss the end of a barrier's phase, or give other bits, if all others run first."""
+    for name in list(cases_of(op))[::25]:
+        run = forward(op.name, name)
+        if run is None:
+            continue
+        call, got = run
+        most = max(one.threads for one in rule_of(op).launches(call.site, THOR))
+        for warp in range(most // 32):
+            same_bits(launch(call, Emulator(LATE + warp), THOR), got)
 
 
 @emulated

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from emulation import COMPILER, MACHINE, Emulator
+from emulation import Emulator
+from emulator_code import COMPILER, MACHINE
 from kernels import (
     GUARD,
     SLAB,

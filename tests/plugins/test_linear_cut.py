@@ -5,7 +5,8 @@ from __future__ import annotations
 import kernels
 import numpy as np
 import pytest
-from emulation import COMPILER, Emulator
+from emulation import Emulator
+from emulator_code import COMPILER
 from hypothesis import given
 from hypothesis import strategies as st
 from products import BF16, SHAPES, nvfp4

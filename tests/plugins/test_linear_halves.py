@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import kernels
 import numpy as np
 import pytest
-from emulation import COMPILER, Emulator
+from emulation import Emulator
+from emulator_code import COMPILER
 
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.launch import Device

@@ -10,7 +10,8 @@ import kernels
 import numpy as np
 import pytest
 from compiled import usage_of
-from emulation import COMPILER, Emulator
+from emulation import Emulator
+from emulator_code import COMPILER
 from hypothesis import given
 from hypothesis import strategies as st
 from receiving import tells

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import emulation
 import numpy as np
 import pytest
-from emulation import COMPILER, MACHINE, Emulator, EmulatorFault
+from emulation import Emulator
+from emulator_code import COMPILER, MACHINE, EmulatorFault
 from kernel_cases import cases_of
 from kernels import (
     SLAB,

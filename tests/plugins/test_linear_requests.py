@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import kernels
 import numpy as np
 import pytest
-from emulation import COMPILER, MACHINE, Emulator, EmulatorFault, Memory, run
+from emulation import Emulator, Memory, run
+from emulator_code import COMPILER, MACHINE, EmulatorFault
 from kernel_cases import cases_of
 from products import N4, SHAPES
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 import kernels
 import numpy as np
 import pytest
-from emulation import COMPILER, Emulator
+from emulation import Emulator
+from emulator_code import COMPILER
 from kernel_cases import CANCELLED, cases_of
 
 from thor_dflash.plugins import LINEAR

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
-from emulation import EmulatorFault, signatures
+from emulator_code import EmulatorFault, signatures
 from kernels import slabs
 from nearness import hold_near, near_of
 from one_launch import FOLDER, execute

@@ -8,8 +8,9 @@ import itertools
 import numpy as np
 import pytest
 from attention_cases import alone, case_of, rising, without_risers
-from emulation import COMPILER, EARLY, MACHINE, Emulator, EmulatorFault, Memory
+from emulation import EARLY, Emulator, Memory
 from emulation import run as emulate
+from emulator_code import COMPILER, MACHINE, EmulatorFault
 from fetching import of_few_rows
 from gating import entering, gated_call
 from kernels import Call, call_of, compare, launch, shaped, site_of

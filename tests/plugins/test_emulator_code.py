@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from emulation import COMPILER, KEPT, MACHINE, cached, folder_of, signatures
+from emulator_code import COMPILER, KEPT, MACHINE, cached, folder_of, signatures
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 
