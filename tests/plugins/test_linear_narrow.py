@@ -20,14 +20,7 @@ from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.launch import H100, THOR, Device, Int, Shaped, Site
 from thor_dflash.plugins.linear import few, layout
 from thor_dflash.plugins.linear.launch import launches
-from thor_dflash.plugins.linear.layout import (
-    Kind,
-    Layout,
-    NarrowTile,
-    Piece,
-    _layout,
-    narrow_tiles,
-)
+from thor_dflash.plugins.linear.layout import Kind, Layout, NarrowTile, Piece, _layout, narrow_tiles
 from thor_dflash.plugins.linear.partition import Item, Partition, partition
 from thor_dflash.plugins.linear.reference import weight_case
 from thor_dflash.plugins.linear.unpack import unpack
