@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Mapping, Sequence
 
@@ -9,10 +10,11 @@ import emulation
 import numpy as np
 import pytest
 from compiled import usage_of
-from emulation import EARLY, Emulator
-from emulator_code import EmulatorFault
+from emulation import EARLY, Emulator, Memory
+from emulator_code import MACHINE, EmulatorFault
 from kernel_sites import sites
 from kernels import POISON, Buffer, Step, call_of, compare, launch, shaped, site_of
+from receiving import tells
 
 from thor_dflash.plugins.cuda.compile import architecture
 from thor_dflash.plugins.gdn import OP
@@ -265,6 +267,26 @@ def test_the_next_kernel_starts_when_the_rows_have_arrived() -> None:
     before = (OP.room / "kernel.cu").read_text().split("let_next_start();")[:-1]
     last = [re.findall(waits, text)[-1] for text in before]
     assert last == ["barriers.made(0)", "copy_async_wait<0>"]
+
+
+def test_a_stage_is_free_only_when_all_of_it_has_been_loaded() -> None:
+    """`last_of` depends on every load: 96 of keys and queries, 12 of matrices (of a quarter of each
+    nothing is loaded), 8 of gates. And a warp gives `received` more than its state's first rows.
+    """
+    stage = 4 * 32 * 128 * 2 + 4 * 32 * 32 * 2 + 2 * 32 * 4
+    content = np.random.default_rng(2).uniform(0.5, 1, (stage + 32 * 68 * 4) // 2)
+    words = content.astype(DType.BF16.numpy).view(np.uint32)
+    found = np.zeros(2, np.int32)
+    memory = [Memory(x.ctypes.data, x.nbytes, x is found) for x in (words, found)]
+    pointers = [ctypes.c_void_p(x.ctypes.data) for x in (words, found)]
+    source = MACHINE / "gdn_probes.cu"
+    emulation.run(source, {}, "stage_loads", (1, 1, 1), 32, words.nbytes, pointers, memory)
+    assert found.tolist() == [116, 0]
+    call = call_of(OP, prefill(case_of(1, 1, 1, 0, (1, 1), mode="prefill"), 1))
+    call.inputs["qkv"][0, 128 + 64] = 1e-5  # of K, and so small that the norm does not change
+    for name in ("state", "tail"):
+        call.inputs[name][:] = 0
+    assert tells(call, H100, "qkv", 2 * (128 + 64))
 
 
 def test_rows_of_a_prefill_do_not_depend_on_later_ones() -> None:

@@ -25,7 +25,7 @@ from kernels import (
     slabs,
 )
 
-from thor_dflash.plugins import LINEAR
+from thor_dflash.plugins import GDN, LINEAR
 from thor_dflash.plugins.launch import Device, Launch, Shaped, Site
 from thor_dflash.plugins.linear.launch import launches
 from thor_dflash.plugins.linear.layout import Kind
@@ -162,9 +162,10 @@ def test_swiglu_of_any_kind_and_width(kind: str, n: int) -> None:
     run(call, device(3), n)
 
 
-def test_rows_and_weights_are_kept_for_the_blocks_that_read_them_too() -> None:
-    """A copy of another kind gives the same results, but takes them from memory every time."""
-    source = (LINEAR.room / "prefill.cu").read_text()
+@pytest.mark.parametrize("op", [LINEAR, GDN], ids=lambda op: op.name)
+def test_what_other_blocks_read_too_is_kept_for_them(op: Op) -> None:
+    """A copy of another kind gives the same results, but takes it from memory every time."""
+    source = (op.room / "prefill.cu").read_text()
     assert set(re.findall(r"\bcopy_bulk\w*", source)) == {"copy_bulk_kept"}
 
 
