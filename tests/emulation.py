@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from emulator_code import LINES, EmulatorFault, built, library_of, signatures
+from emulator_code import LINES, MACHINE, EmulatorFault, built, library_of, signatures
 from kernels import Buffer, Pointers, Step, Value
 
 from thor_dflash.plugins.launch import Int, Real
@@ -139,6 +139,31 @@ def run(
         failed = library[f"emulate_{kernel}"](ctypes.byref(launch), pointers)
     if failed:
         raise EmulatorFault(_placed(message.value.decode(), source, known))
+
+
+def probe(
+    source: str,
+    kernel: str,
+    *arguments: Array | int,
+    blocks: int = 1,
+    threads: int = 32,
+    shared: int = 0,
+    **defines: int,
+) -> None:
+    """Run a kernel of a source file in tests/emulator, which may write all of its arrays."""
+    run(
+        MACHINE / source,
+        defines,
+        kernel,
+        (blocks, 1, 1),
+        threads,
+        shared,
+        [
+            ctypes.c_int32(x) if isinstance(x, int) else ctypes.c_void_p(x.ctypes.data)
+            for x in arguments
+        ],
+        [Memory(x.ctypes.data, x.nbytes) for x in arguments if not isinstance(x, int)],
+    )
 
 
 def _range(m: Memory) -> _Range:

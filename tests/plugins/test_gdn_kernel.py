@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
 from collections.abc import Mapping, Sequence
 
@@ -10,8 +9,8 @@ import emulation
 import numpy as np
 import pytest
 from compiled import usage_of
-from emulation import EARLY, Emulator, Memory
-from emulator_code import MACHINE, EmulatorFault
+from emulation import EARLY, Emulator
+from emulator_code import EmulatorFault
 from kernel_sites import sites
 from kernels import POISON, Buffer, Step, call_of, compare, launch, shaped, site_of
 from receiving import tells
@@ -277,10 +276,7 @@ def test_a_stage_is_free_only_when_all_of_it_has_been_loaded() -> None:
     content = np.random.default_rng(2).uniform(0.5, 1, (stage + 32 * 68 * 4) // 2)
     words = content.astype(DType.BF16.numpy).view(np.uint32)
     found = np.zeros(2, np.int32)
-    memory = [Memory(x.ctypes.data, x.nbytes, x is found) for x in (words, found)]
-    pointers = [ctypes.c_void_p(x.ctypes.data) for x in (words, found)]
-    source = MACHINE / "gdn_probes.cu"
-    emulation.run(source, {}, "stage_loads", (1, 1, 1), 32, words.nbytes, pointers, memory)
+    emulation.probe("gdn_probes.cu", "stage_loads", words, found, shared=words.nbytes)
     assert found.tolist() == [116, 0]
     call = call_of(OP, prefill(case_of(1, 1, 1, 0, (1, 1), mode="prefill"), 1))
     call.inputs["qkv"][0, 128 + 64] = 1e-5  # of K, and so small that the norm does not change

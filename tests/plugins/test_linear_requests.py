@@ -4,14 +4,14 @@ functions, with requests counted instead of made.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 
+import emulation
 import kernels
 import numpy as np
 import pytest
-from emulation import Emulator, Memory, run
-from emulator_code import COMPILER, MACHINE, EmulatorFault
+from emulation import Emulator
+from emulator_code import COMPILER, EmulatorFault
 from kernel_cases import cases_of
 from products import N4, SHAPES
 
@@ -24,7 +24,7 @@ from thor_dflash.plugins.linear.partition import Item, Partition, partition
 from thor_dflash.tensors import Array, DType
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
-PROBES = MACHINE / "linear_probes.cu"
+PROBES = "linear_probes.cu"
 UNIT = 64
 """Bytes whose requests are counted together, as in the probes."""
 COMMON = {"WARPS": 8, "PARTS": 2, "EPILOGUE": 0, "ROW_SCALE": 0}
@@ -37,18 +37,8 @@ def probe(
     """Run a kernel of the probes, of blocks with eight multiplying warps and up to 16 rows."""
     kinds = 1 << N4 if narrow else 7
     defines = {"ROW_TILES": 1, "NEXT": 0, "KINDS": kinds, "NARROW": narrow}
-    arrays = [x for x in arguments if not isinstance(x, int)]
-    run(
-        PROBES,
-        {**COMMON, **defines, "PARTS": parts},
-        kernel,
-        (grid, 1, 1),
-        threads,
-        0,
-        [ctypes.c_int32(x) if isinstance(x, int) else ctypes.c_void_p(x.ctypes.data)
-         for x in arguments],
-        [Memory(x.ctypes.data, x.nbytes) for x in arrays],
-    )  # fmt: skip
+    known = {**COMMON, **defines, "PARTS": parts}
+    emulation.probe(PROBES, kernel, *arguments, blocks=grid, threads=threads, **known)
 
 
 def requested(plan: Layout, cut: Partition, rows: int, first: int = 0) -> tuple[Array, Array]:
@@ -147,16 +137,8 @@ def test_what_stands_for_loads_depends_on_each(kernel: str, row_tiles: int, load
         memory[32:40:2], memory[33:41:2] = range(0, 32, 8), 2**26
     found = np.zeros((32, 2), np.int32)
     few = {"ROW_TILES": row_tiles, "NEXT": row_tiles, **COMMON, "KINDS": 1 << N4, "NARROW": 0}
-    run(
-        MACHINE / "load_probes.cu",
-        {"MANY": int(not row_tiles), **(few if row_tiles else {})},
-        kernel,
-        (1, 1, 1),
-        32,
-        16_384,
-        [ctypes.c_void_p(x.ctypes.data) for x in (memory, found)],
-        [Memory(x.ctypes.data, x.nbytes) for x in (memory, found)],
-    )
+    defines = {"MANY": int(not row_tiles), **(few if row_tiles else {})}
+    emulation.probe("load_probes.cu", kernel, memory, found, shared=16_384, **defines)
     assert found.tolist() == [[loads, 0]] * 32
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 
+import emulation
 import numpy as np
 import pytest
 from attention_cases import alone, case_of, rising, without_risers
-from emulation import EARLY, Emulator, Memory
-from emulation import run as emulate
-from emulator_code import COMPILER, MACHINE, EmulatorFault
+from emulation import EARLY, Emulator
+from emulator_code import COMPILER, EmulatorFault
 from fetching import of_few_rows
 from gating import entering, gated_call
 from kernels import Call, call_of, compare, launch, shaped, site_of
@@ -171,16 +170,13 @@ def test_the_cache_is_requested_before_the_previous_kernel_ends(
 
 # ---- parts by themselves -------------------------------------------------------------------------
 def probe(kernel: str, *arrays: Array) -> None:
-    """Run a kernel of attention_probes.cu, which writes the last array, with a thread for each
-    element of that array's first axis.
+    """Run a kernel of attention_probes.cu, with a thread for each element of the last array's first
+    axis.
     """
-    memory = [Memory(x.ctypes.data, x.nbytes, x is arrays[-1]) for x in arrays]
-    pointers = [ctypes.c_void_p(x.ctypes.data) for x in arrays]
     blocks, rest = divmod(len(arrays[-1]), 32)
     assert rest == 0
     defines = {"FP8": 1, "NORM_F32": 0, "HALF": 32}
-    source = MACHINE / "attention_probes.cu"
-    emulate(source, defines, kernel, (blocks, 1, 1), 32, 0, pointers, memory)
+    emulation.probe("attention_probes.cu", kernel, *arrays, blocks=blocks, **defines)
 
 
 @emulated
