@@ -151,7 +151,9 @@ def cached(key: str, suffix: str, make: Callable[[Path], None]) -> Path:
 
 @cache
 def _machine() -> str:
-    return "\n".join(p.read_text() for p in sorted(MACHINE.rglob("*")) if p.is_file())
+    """The emulator's own sources: without the probes, which are kernels."""
+    parts = (p for p in sorted(MACHINE.rglob("*")) if p.suffix in (".h", ".cpp", ".cuh"))
+    return "\n".join(part.read_text() for part in parts)
 
 
 @cache

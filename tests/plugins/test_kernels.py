@@ -54,6 +54,8 @@ ROOMS = [op for op in OPS if rule(op) is not None]
 every_room = pytest.mark.parametrize("op", ROOMS, ids=lambda op: op.name)
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 DEVICES = {"thor": THOR, "h100": H100}
+WITHOUT_PART = ("more_mixed_16_of_640", "more_segments_16", "more_bfloat16_16_rows")
+"""Cases of linear and head in which some warps of a block have no part of an item."""
 SMALL = Device((9, 0), 12)
 """Each block has more to do, and there are fewer to emulate, than on an H100."""
 FORWARD, BACKWARDS, SHUFFLED = 0, 1, 2
@@ -110,15 +112,19 @@ def test_kernels_equal_the_reference(op: Op, name: str) -> None:
 @emulated
 @every_room
 def test_any_warp_may_be_late(op: Op) -> None:
-    """None may miss the end of a barrier's phase, or give other bits, if all others run first."""
-    for name in list(cases_of(op))[::25]:
-        run = forward(op.name, name)
-        if run is None:
+    """None may miss the end of a barrier's phase, or give other bits, if all others run first. With
+    one multiprocessor, each block has most to do.
+    """
+    alone = Device((9, 0), 1)
+    cases = cases_of(op)
+    for name in (n for i, n in enumerate(cases) if i % 25 == 0 or n in WITHOUT_PART):
+        call = accepted(op, cases_of(op)[name])
+        if call is None:
             continue
-        call, got = run
-        most = max(one.threads for one in rule_of(op).launches(call.site, THOR))
+        got = launch(call, Emulator(FORWARD), alone)
+        most = max(one.threads for one in rule_of(op).launches(call.site, alone))
         for warp in range(most // 32):
-            same_bits(launch(call, Emulator(LATE + warp), THOR), got)
+            same_bits(launch(call, Emulator(LATE + warp), alone), got)
 
 
 @emulated
