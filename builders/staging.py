@@ -14,6 +14,7 @@ import fcntl
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from types import TracebackType
@@ -66,7 +67,8 @@ class Staging:
         except BaseException as e:
             self._discard()
             if isinstance(e, OSError):
-                raise PackageError(f"{self.out} must be writable (got: {e.strerror})") from e
+                where = e.filename or self.out
+                raise PackageError(f"{where} must be writable (got: {e.strerror})") from e
             raise
         return self
 
@@ -156,7 +158,7 @@ class Staging:
 
     def _discard(self) -> None:
         if self._lock >= 0:
-            shutil.rmtree(self._partial, ignore_errors=True)
+            _remove(self._partial)
             os.close(self._lock)
             self._lock = -1
         for parent in self._made:
@@ -231,9 +233,19 @@ def _entry(row: dict[str, object]) -> tuple[str, FileEntry]:
 def _empty(directory: Path) -> None:
     for path in directory.iterdir():
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+            _remove(path)
         else:
             path.unlink()
+
+
+def _remove(directory: Path) -> None:
+    """Delete a directory, write-protected ones in it too, as far as possible: the package is
+    complete without this, and what is left does not keep later builds from working.
+    """
+    for path, _, _ in os.walk(directory):
+        with contextlib.suppress(OSError):
+            os.chmod(path, stat.S_IRWXU)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _flush(path: Path) -> None:
@@ -255,15 +267,20 @@ def _install(partial: Path, out: Path) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if _exchange(partial, out):
-            shutil.rmtree(partial)
+            _remove(partial)
             return
     finally:
         os.close(handle)
     # The file system cannot swap two names: for a moment there is no package at `out`.
     old = _old(out)
-    out.rename(old)
-    partial.rename(out)
-    shutil.rmtree(old)
+    try:
+        out.rename(old)
+        partial.rename(out)
+    except BaseException:
+        if old.exists() and not out.exists():
+            old.rename(out)
+        raise
+    _remove(old)
 
 
 def _old(out: Path) -> Path:
@@ -276,7 +293,7 @@ def _recover(out: Path) -> None:
     if not is_package(old):
         return
     if out.exists():
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(old)
     else:
         old.rename(out)
 

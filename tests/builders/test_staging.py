@@ -235,7 +235,7 @@ def test_a_build_killed_while_it_replaces_loses_no_package(tmp_path: Path, swap:
     hide = "" if swap else "staging._exchange = lambda a, b: False\n"
     killed(out, hide + """
 stage.write("w/a.bin", lambda p: p.write_bytes(b"new"))
-staging.shutil.rmtree = die
+staging.shutil.rmtree = lambda *_, **options: die()
 rename = Path.rename
 Path.rename = lambda self, to: (rename(self, to), die())
 stage.finish(Path(sys.argv[1], "manifest.toml").read_text())
@@ -289,10 +289,10 @@ def test_a_build_that_begins_while_the_old_package_is_deleted_is_refused(
     out, delete = tmp_path / "pkg", shutil.rmtree
     build(out, b"old")
 
-    def second(path: Path) -> None:
+    def second(path: Path, **options: bool) -> None:
         with pytest.raises(PackageError, match="one build at a time"):
             Staging(out, "k").__enter__()
-        delete(path)
+        delete(path, **options)
 
     monkeypatch.setattr(shutil, "rmtree", second)
     build(out, b"new")

@@ -1,0 +1,77 @@
+"""A package that takes the place of an earlier one: what may go wrong then, and what is left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from samples import MANIFEST
+from unprivileged import unprivileged
+
+from thor_dflash.builders import staging
+from thor_dflash.builders.staging import Staging
+from thor_dflash.errors import PackageError
+from thor_dflash.manifest import render
+
+
+def build(out: Path, content: bytes) -> None:
+    with Staging(out, "key") as stage:
+        stage.write("w/a", lambda path: path.write_bytes(content) and None)
+        stage.finish(render(MANIFEST))
+
+
+def left(out: Path) -> tuple[list[str], bytes]:
+    return sorted(p.name for p in out.parent.iterdir()), (out / "w/a").read_bytes()
+
+
+@pytest.mark.parametrize("swap", [True, False])
+def test_a_write_protected_package_is_replaced_and_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swap: bool
+) -> None:
+    if not swap:
+        monkeypatch.setattr(staging, "_exchange", lambda a, b: False)
+    out = tmp_path / "p"
+    build(out, b"old")
+    for path in (out / "w/a", out / "w"):
+        path.chmod(path.stat().st_mode & ~0o222)
+    with unprivileged():
+        build(out, b"new")
+        assert left(out) == (["p"], b"new")
+        build(out, b"newer")
+    assert left(out) == (["p"], b"newer")
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), KeyboardInterrupt()])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_package_stays_or_is_replaced_if_the_second_rename_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, late: bool
+) -> None:
+    """`late`: an interrupt comes when the name has already changed."""
+    out, rename = tmp_path / "p", Path.rename
+    build(out, b"old")
+
+    def failing(path: Path, to: Path) -> Path:
+        if path.name != ".p.partial":
+            return rename(path, to)
+        if late:
+            rename(path, to)
+        raise error
+
+    monkeypatch.setattr(staging, "_exchange", lambda a, b: False)
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(type(error)):
+        build(out, b"new")
+    monkeypatch.undo()
+    assert (out / "w/a").read_bytes() == (b"new" if late else b"old")
+    build(out, b"newer")
+    assert left(out) == (["p"], b"newer")
+
+
+def test_what_cannot_be_emptied_is_named(tmp_path: Path) -> None:
+    part = tmp_path / ".p.partial"
+    part.mkdir()
+    (part / staging.JOURNAL).write_text("{}\n")
+    part.chmod(0o500)
+    said = rf"{part}/\{staging.JOURNAL} must be writable \(got: Permission denied\)"
+    with unprivileged(), pytest.raises(PackageError, match=said):
+        build(tmp_path / "p", b"")
