@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import product
@@ -24,6 +24,7 @@ from thor_dflash.builders.graphs.drafter import Drafter
 from thor_dflash.builders.graphs.graph import Graph
 from thor_dflash.builders.graphs.source import Source
 from thor_dflash.builders.graphs.target import ID_SLOTS, Shape, Target
+from thor_dflash.builders.key import build_key
 from thor_dflash.builders.offered import DrafterSource, TargetSource
 from thor_dflash.builders.packing import Packing
 from thor_dflash.builders.programs import lower
@@ -35,7 +36,6 @@ from thor_dflash.config import BLOCK, CAPACITY, BuildConfig
 from thor_dflash.dims import LEAST_TALK, longest_context
 from thor_dflash.errors import CheckpointError, ConfigError
 from thor_dflash.manifest import KvScales, Manifest, Share
-from thor_dflash.plugins.tensorrt.node import fingerprint
 from thor_dflash.program import ENDING, Program, render
 from thor_dflash.progress import Progress
 from thor_dflash.tensors import DType
@@ -59,9 +59,6 @@ _CHUNKS: dict[str, tuple[int, ...]] = {
 multiprocessors, and prefixes are kept in whole steps, so none shorter than a step. A device with
 many more multiprocessors reads long prompts faster in steps of 2048. The smaller sizes are for a
 prompt's last step; one of 32 rows takes little longer than reading the weights."""
-
-_READ = (".json", ".safetensors", ".jinja")
-"""Suffixes of the checkpoint files that a build reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,24 +374,5 @@ def material(plan: Plan) -> Material:
 
 
 def _key(plan: Plan, by: Maker | None) -> str:
-    """Hash all inputs of a build. Two builds with the same key write the same bytes."""
-    kernels = fingerprint() if plan.config.engine != "ort" else ""
-    device = (by.version, by.device.name, by.device.device) if by else ()
-    digest = hashlib.sha256(repr((__version__, plan.config, kernels, device)).encode())
-    if plan.draft_ids is not None:
-        digest.update(plan.draft_ids.tobytes())
-    for line in _inventory(plan):
-        digest.update(os.fsencode(line))
-    return digest.hexdigest()
-
-
-def _inventory(plan: Plan) -> Iterator[str]:
-    for checkpoint in (plan.target, plan.drafter):
-        if checkpoint is None:
-            continue
-        for path in sorted(checkpoint.directory.iterdir()):
-            if path.suffix not in _READ:
-                continue  # a log, or the package itself, as with `--target . --out planner`
-            # A dangling link is not followed: it may be a file that the build does not need.
-            stat = path.stat() if path.exists() else path.lstat()
-            yield f"{os.path.realpath(path)} {stat.st_size} {stat.st_mtime_ns}\n"
+    read = [source.directory for source in (plan.target, plan.drafter) if source]
+    return build_key(plan.config, read, plan.draft_ids, by)

@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from checkpoints import TargetGeometry, write_target
 
 from thor_dflash.builders.build import _key, build, make_plan
 from thor_dflash.builders.checkpoint.target import read_target
+from thor_dflash.builders.key import _code, build_key
 from thor_dflash.builders.staging import Staging
 from thor_dflash.config import BuildConfig
 from thor_dflash.progress import Silent
+
+ROOT = Path(__file__).parents[2]
 
 
 class Bars(Silent):
@@ -62,3 +66,23 @@ def test_a_build_of_a_checkpoint_in_another_directory_is_not_resumed(tmp_path: P
     shutil.copytree(tmp_path / "a", tmp_path / "b")  # keeps times
     a, b = (_key(make_plan(read_target(tmp_path / x), None, BuildConfig()), None) for x in "ab")
     assert a != b
+
+
+def test_a_build_by_other_code_is_not_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkout that is updated meanwhile has the same version; it may pack otherwise."""
+    for name in ("builders", "plugins"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+        module = SimpleNamespace(__path__=[str(tmp_path / name)])
+        monkeypatch.setattr(f"thor_dflash.builders.key.{name}", module)
+    monkeypatch.setattr("thor_dflash.builders.key._code", _code.__wrapped__)  # not cached
+    seen: set[str] = set()
+    edited = ("builders/weights.py", "plugins/linear/pack.py", "plugins/linear/reference.py",
+              "plugins/gdn/body.py", "plugins/cuda/device.cuh")  # fmt: skip
+    for name in ("", *edited):
+        if name:
+            with (tmp_path / name).open("a") as file:
+                file.write("// edited\n")
+        seen.add(build_key(BuildConfig(), [], None, None))
+    assert len(seen) == 1 + len(edited)
