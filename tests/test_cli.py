@@ -323,6 +323,10 @@ def test_a_bug_shows_itself(session: Session) -> None:
             "build.chunk must be given once (got --set 2 times)",
         ),
         (
+            "demo --set build.tensorrt.level=1",
+            "build.tensorrt.level must go with --engine tensorrt (got ort)",
+        ),
+        (
             f"build --target t --out {'o' * 300}",
             f"{'o' * 300} must be usable (got: File name too long)",
         ),

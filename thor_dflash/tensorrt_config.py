@@ -18,8 +18,11 @@ def directory(key: str, text: str) -> Path:
     """The directory that a key names; it may begin with a home directory, ~ or ~user.
 
     Raises:
-        ConfigError: the home directory is unknown, for example because there is no such user.
+        ConfigError: it is empty, which in a shell usually comes from an unset variable; or the home
+            directory is unknown, for example because there is no such user.
     """
+    if not text:
+        raise ConfigError(f"{key} must be a directory (got an empty name)")
     try:
         return Path(text).expanduser()
     except RuntimeError as e:

@@ -183,9 +183,11 @@ def test_each_cycle_is_compared_with_its_own_graph(
     assert (found.host, found.mean) == (1.0, 1.0)
 
 
+SHAPE = ["--shape", "qwen3.6-27b", "--random-weights", "--engine", "cuda"]
+
+
 def test_a_missing_device_is_reported_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["bench", "--shape", "qwen3.6-27b", "--random-weights", "--engine", "cuda"]
-    if cli.main([*arguments, "-s", "engine.device=99"]) != 2:
+    if cli.main(["bench", *SHAPE, "-s", "engine.device=99"]) != 2:
         raise AssertionError("there is no device 99")
     err = capsys.readouterr().err
     assert err.startswith("thor-dflash: ")
@@ -200,7 +202,16 @@ def test_a_missing_device_is_reported_in_one_line(capsys: pytest.CaptureFixture[
         (["--shape", "qwen3.6-27b"], "--shape must go with --random-weights"),
         (["--shape", "qwen3.6-27b", "--random-weights"], "--engine cuda (got ort)"),
         (["--package", "p"], "--package must go with --ready"),
-        (["--shape", "qwen3.6-27b", "--random-weights", "--engine", "cuda", "--ready"], "--out"),
+        ([*SHAPE, "--ready"], "--out"),
+        (
+            [*SHAPE, "-s", "engine.capacity=99"],
+            "engine.capacity must be left out or go with",
+        ),
+        ([*SHAPE, "-s", "build.card.max_tokens=9"], "build.card.max_tokens must be left out or go"),
+        (
+            [*SHAPE, "-s", "build.tensorrt.level=1"],
+            "must go with --engine tensorrt (got cuda)",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_refused(

@@ -29,6 +29,7 @@ class Known:
     """
 
     device = "a device"
+    block = 8
     chunk = 512
     memory: Mapping[str, int] = {"weights": 3 * 10**9, "cache": 10**9}
 
@@ -73,6 +74,7 @@ class Known:
         return Timing(7.7, 7.5, 8.25, 600)
 
     def at(self, length: int, accepted: int) -> None:
+        assert accepted == self.block
         self.length = length
 
     def prefill(self, tokens: int) -> float:

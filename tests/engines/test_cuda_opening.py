@@ -86,13 +86,15 @@ def test_an_error_in_a_thread_that_reads_weights_is_reported(
     assert len(destroyed) == device.contexts
 
 
-def test_a_directory_of_kernels_in_an_unknown_home_is_refused(
+def test_a_directory_of_kernels_in_an_unknown_home_or_without_a_name_is_refused(
     device: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     built = package(tmp_path / "nano", engine="cuda")
     destroyed = counted(monkeypatch, device, "cuCtxDestroy")
-    with pytest.raises(ConfigError, match=r"engine.cubins must begin with a home .*\(got ~nobody-"):
-        open_session(built, EngineConfig(cubins="~nobody-of-this-name/cubins"), Silent())
+    for given, said in (("~nobody-of-this-name/cubins", r"begin with a home .*\(got ~nobody-"),
+                        ("", r"be a directory \(got an empty name\)")):  # fmt: skip
+        with pytest.raises(ConfigError, match=rf"engine.cubins must {said}"):
+            open_session(built, EngineConfig(cubins=given), Silent())
     assert len(destroyed) == device.contexts
 
 

@@ -31,7 +31,6 @@ from thor_dflash.runtime.engines.cuda import bench as benches  # noqa: E402
 from thor_dflash.runtime.engines.cuda import engine as engines  # noqa: E402
 from thor_dflash.runtime.engines.cuda.bench import Bench, everything, rooms  # noqa: E402
 from thor_dflash.runtime.engines.cuda.figures import (  # noqa: E402
-    BLOCK,
     CONTEXT,
     CYCLE,
     LINEARS,
@@ -130,8 +129,8 @@ def steps(bench: Bench) -> Iterator[tuple[str, float, int]]:
     state, each = bench.state_bytes(), bench.cache_bytes()
     draft, context = (bench.bytes(step, LINEARS) for step in ("propose", "observe"))
     linears = rooms(*LINEARS)
-    bench.at(CONTEXT, BLOCK)
-    for rows, step in ((BLOCK, "verify"), *((rows, f"verify.{rows}") for rows in WIDTHS)):
+    bench.at(CONTEXT, bench.block)
+    for rows, step in ((bench.block, "verify"), *((rows, f"verify.{rows}") for rows in WIDTHS)):
         name = f"linears, {rows} row" + "s" * (rows > 1)
         yield name, bench.steps([step], linears).median, weights
     yield "gdn", bench.steps(["verify"], rooms("gdn")).median, state
@@ -139,7 +138,7 @@ def steps(bench: Bench) -> Iterator[tuple[str, float, int]]:
     whole = weights + state + draft + context + CONTEXT * each
     yield f"cycle at {CONTEXT}", bench.steps(CYCLE).median, whole
     for length in (CONTEXT, *LONG):
-        bench.at(length, BLOCK)
+        bench.at(length, bench.block)
         for name, keep, size in (
             ("attention", rooms("verify_attention"), 0),
             ("verify", everything, weights + state),

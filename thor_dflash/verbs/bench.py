@@ -21,6 +21,7 @@ from thor_dflash.config import BuildConfig, Config, EngineConfig
 from thor_dflash.errors import ConfigError, EngineError
 from thor_dflash.progress import Progress
 from thor_dflash.records import show
+from thor_dflash.verbs import idle
 
 if TYPE_CHECKING:
     from thor_dflash.manifest import Manifest
@@ -40,6 +41,10 @@ ANSWERED = 2
 """Tokens of that answer."""
 READY = 10.0
 """Seconds a process may take until it is ready, in addition to reading its package from disk."""
+
+SIZES = ("build.capacity", "build.chunks", "build.widths", "engine.block", "engine.capacity",
+         "engine.chunk", "engine.threads")  # fmt: skip
+"""Keys that have no effect on what is measured of a --shape: its steps have sizes of their own."""
 
 MAIN = "import sys; from thor_dflash.cli import main; sys.exit(main())"
 """The command line, in a new process of this interpreter."""
@@ -84,11 +89,23 @@ def _check_shape(args: Namespace, config: Config) -> None:
         raise ConfigError("--shape must go with --random-weights (got --shape alone)")
     if config.build.engine != "cuda":
         raise ConfigError(f"--shape must go with --engine cuda (got {config.build.engine})")
+    idle.refuse_tensorrt(args.set, config.build.engine)
     if (args.out is not None) != args.ready:
         alone = "ready" if args.ready else "out"
         raise ConfigError(
             f"--ready and --out must be given together for a --shape (got --{alone} alone)"
         )
+    if not args.ready:
+        _check_sizes(args.set)
+
+
+def _check_sizes(given: list[str]) -> None:
+    for key, value in idle.items(given):
+        if key in SIZES or key.startswith("build.card."):
+            raise ConfigError(
+                f"{key} must be left out or go with --ready: the steps of a --shape have sizes of "
+                f"their own (got {value})"
+            )
 
 
 def _device(config: EngineConfig) -> None:

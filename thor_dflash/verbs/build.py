@@ -11,6 +11,7 @@ from thor_dflash.errors import CheckpointError, ConfigError, RequestError
 from thor_dflash.progress import Progress, amount
 from thor_dflash.records import show
 from thor_dflash.tokenizer import TOKENIZER, tokenizer_files
+from thor_dflash.verbs import idle
 
 if TYPE_CHECKING:
     from thor_dflash.manifest import Manifest
@@ -54,12 +55,10 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
 
 
 def _check_used(args: Namespace, config: BuildConfig) -> None:
-    """Refuse a --set without effect. A configuration file may hold it for other builds."""
-    for key in (item.partition("=")[0].strip() for item in args.set):
+    idle.refuse_tensorrt(args.set, config.engine)
+    for key, _ in idle.items(args.set):
         if key == "build.draft_ids" and args.drafter is None and config.draft_ids:
             raise ConfigError(f"{key} must go with --drafter (got none)")
-        if key.startswith("build.tensorrt.") and config.engine != "tensorrt":
-            raise ConfigError(f"{key} must go with --engine tensorrt (got {config.engine})")
 
 
 def _chats(target: Path) -> bool:

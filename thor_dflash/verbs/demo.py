@@ -6,12 +6,14 @@ from argparse import Namespace
 
 from thor_dflash.config import Config
 from thor_dflash.progress import Progress
+from thor_dflash.verbs import idle
 
 
 def run(args: Namespace, config: Config, progress: Progress) -> None:
     """Build the small model and plan one task."""
     from thor_dflash.extras import extra
 
+    idle.refuse_tensorrt(args.set, config.build.engine)
     with extra("build"):
         from thor_dflash.calib import demo
 

@@ -131,6 +131,11 @@ class Bench:
         return self.engine.device
 
     @property
+    def block(self) -> int:
+        """Rows of a verify."""
+        return self.model.block
+
+    @property
     def chunk(self) -> int:
         """Rows of a prefill step."""
         return self.model.chunk

@@ -32,7 +32,6 @@ WIDTHS = (1, 32)
 """Rows of the other verify steps that the verify is compared with."""
 CYCLE = ("propose", "verify", "accept", "observe")
 LINEARS = ("linear", "head")
-BLOCK = 16
 THOR_READ = 259.7e9
 """Bytes per second a Jetson Thor reads in a long stream. Source: ApxInf, doc/THOR-ROOFLINE.md."""
 
@@ -84,6 +83,11 @@ class Measures(Protocol):
     @property
     def device(self) -> str:
         """Description of the device."""
+        ...
+
+    @property
+    def block(self) -> int:
+        """Rows of a verify."""
         ...
 
     @property
@@ -173,7 +177,7 @@ def figures(bench: Measures, progress: Progress) -> Iterator[Figure]:
         read = bench.bandwidth()
     yield Figure("device", bench.device, read / 1e9, "GB/s", "read bandwidth of this process")
     with progress.task("measuring the steps"):
-        bench.at(CONTEXT, BLOCK)
+        bench.at(CONTEXT, bench.block)
         times = {name: bench.steps([name]).median for name in CYCLE}
         times["linears"] = bench.steps(["verify"], rooms(*LINEARS)).median
         times["gdn"] = bench.steps(["verify"], rooms("gdn")).median
@@ -225,7 +229,7 @@ def _steps(bench: Measures, times: Mapping[str, float], read: float) -> Iterator
     for rows in WIDTHS:
         other = bench.steps([f"verify.{rows}"], rooms(*LINEARS)).median
         name = f"the same linears at {rows} row" + "s" * (rows > 1)
-        yield judged(name, other / linears, "x", f"{other:.3f} ms, against {BLOCK} rows")
+        yield judged(name, other / linears, "x", f"{other:.3f} ms, against {bench.block} rows")
     state = bench.state_bytes()
     yield judged("gdn of a verify", times["gdn"], "ms", f"{state / 1e6:.0f} MB of state")
     yield judged(f"verify at {CONTEXT}", verify, "ms", f"{count} launches")
@@ -259,7 +263,7 @@ def _pair(bench: Measures, length: int, *, longer_first: bool) -> tuple[float, f
     """Milliseconds of a verify at CONTEXT and at `length`."""
     found: dict[int, float] = {}
     for at in (length, CONTEXT) if longer_first else (CONTEXT, length):
-        bench.at(at, BLOCK)
+        bench.at(at, bench.block)
         found[at] = bench.steps(["verify"]).median
     return found[CONTEXT], found[length]
 
@@ -319,7 +323,7 @@ def predicted(bench: Measures, times: Mapping[str, float], read: float) -> Itera
 
 def brief(bench: Measures, label: str, whole: Mapping[str, float]) -> Iterator[Figure]:
     """Times of a verify and a cycle with one feature left out, relative to those in `whole`."""
-    bench.at(CONTEXT, BLOCK)
+    bench.at(CONTEXT, bench.block)
     for name, steps in (("verify", ("verify",)), ("cycle", CYCLE)):
         ms = bench.steps(steps).median
         note = f"{ms / whole[name]:.2f}x, {bench.launches(steps)} launches"
