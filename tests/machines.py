@@ -38,6 +38,7 @@ class Pretend:
     compiler: Nvrtc = COMPILER
     trt: TensorRT = NO_TENSORRT
     room: int = 50 * GB
+    held: int = 0
 
     def version(self, distribution: str) -> str:
         return self.versions.get(distribution, "")
@@ -54,6 +55,9 @@ class Pretend:
 
     def space(self, directory: str) -> int:
         return self.room
+
+    def kernels(self, directory: str) -> int:
+        return self.held
 
     def cuda(self) -> Cuda:
         return self.gpu

@@ -101,6 +101,20 @@ def test_a_disk_that_fails_elsewhere_is_one_line_and_not_said_of_stdout(number: 
     assert (done.returncode, done.stdout.strip()) == (2, "")
 
 
+def test_no_place_for_temporary_files_is_one_line() -> None:
+    """Python says it with the number of a file that is missing, but no name."""
+    script = (
+        "import sys, tempfile; from thor_dflash import cli\n"
+        "tempfile._candidate_tempdir_list = lambda: ['/proc']\n"
+        "cli.run = lambda *_: tempfile.gettempdir()\n"
+        "sys.exit(cli.main([]))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    said = "thor-dflash: a temporary directory must be writable and have room (got: No usable"
+    assert (done.returncode, done.stderr.startswith(said)) == (2, True)
+    assert done.stderr.count("\n") == 1
+
+
 def test_an_error_of_ours_shows_its_traceback() -> None:
     done = failing(errno.EBADF)
     assert (done.returncode, "Traceback" in done.stderr) == (1, True)

@@ -70,6 +70,8 @@ def _at_fault(e: OSError) -> str:
     """The requirement that the machine violates; empty if the error is not the machine's."""
     if e.filename is not None:
         return f"{e.filename} must be usable"
+    if e.errno == errno.ENOENT and str(e.strerror).startswith("No usable temporary directory"):
+        return "a temporary directory must be writable and have room"
     if streams.refuses(sys.stdout):
         return "stdout must be writable"
     # An error on a file that was already open does not carry its name.

@@ -298,6 +298,16 @@ def check_files(package: Path, manifest: Manifest) -> None:
             f"{package} must be readable, and its directories no links (got {_named(found.closed)})"
         )
     _refuse(package, found.wrong)
+    away = [n for n in sizes if n.startswith(WEIGHTS) and not _within(package, package / n)]
+    if manifest.engine == "ort" and away:
+        raise PackageError(
+            f"{package} must hold its weights itself, as ONNX Runtime follows no link out of a "
+            f"package (got {_named(away)})"
+        )
+
+
+def _within(package: Path, path: Path) -> bool:
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(package))
 
 
 def _refuse(package: Path, problems: Sequence[str]) -> None:

@@ -38,6 +38,8 @@ OPTIONS = (
 might fuse them for some rows of an unrolled loop and not for others, and a row's bits would depend
 on its place. NVRTC's own cache, which it has where there is a driver, is off: it returns no log,
 and cubins are cached here."""
+ENDING = ".cubin"
+"""End of the name of a compiled kernel's file."""
 SEAL = hashlib.sha256().digest_size
 """Bytes of the checksum at the end of a cached cubin."""
 _USAGE = re.compile(
@@ -124,7 +126,7 @@ def load(source: Path, defines: Mapping[str, int], arch: str, cache: Path) -> Cu
     Raises:
         EngineError: as compile_source, or the directory cannot keep it.
     """
-    path = cache / f"{digest(source, defines, arch)}.cubin"
+    path = cache / f"{digest(source, defines, arch)}{ENDING}"
     if image := _kept(path):
         return Cubin(image, "")
     made = compile_source(source, defines, arch)
@@ -132,7 +134,7 @@ def load(source: Path, defines: Mapping[str, int], arch: str, cache: Path) -> Cu
         _keep(path, made.image)
     except OSError as e:
         raise EngineError(
-            f"engine.cubins must be a directory to keep kernels in (got {cache}: {e.strerror})"
+            f"cubins must be a directory to keep kernels in (got {cache}: {e.strerror})"
         ) from e
     return made
 

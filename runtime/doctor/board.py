@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from thor_dflash.progress import amount
 from thor_dflash.runtime.doctor.facts import Cuda, Finding, Machine, missing
 
 RELEASE = "etc/nv_tegra_release"
@@ -123,14 +124,17 @@ def memory(machine: Machine, cuda: Cuda) -> Iterator[Finding]:
 
 def disk(machine: Machine, cubins: str, *, needed: bool) -> Finding:
     """Disk space for compiled kernels. `needed`: the package to run has such kernels."""
-    free, state = machine.space(cubins), missing(needed)
+    free, held, state = machine.space(cubins), machine.kernels(cubins), missing(needed)
+    remedy = "thor-dflash generate --set engine.cubins=DIR ..."
+    if held < 0:
+        return Finding("cubins", state, f"{cubins} is not a directory that can be read", remedy)
+    text = f"{free / 1e9:.1f} GB free for {cubins}"
     if free < 0:
         text = f"{cubins} cannot be written"
-        remedy = "thor-dflash generate --set engine.cubins=DIR ..."
-        return Finding("cubins", state, text, remedy)
-    text = f"{free / 1e9:.1f} GB free for {cubins}"
-    if free < CUBINS:
-        return Finding(
-            "cubins", state, f"{text}; {CUBINS / 1e6:.0f} MB are needed", f"df -h {cubins}"
-        )
-    return Finding("cubins", "ok", text)
+    elif free < CUBINS:
+        text, remedy = f"{text}; {CUBINS / 1e6:.0f} MB are needed", f"df -h {cubins}"
+    else:
+        return Finding("cubins", "ok", text)
+    if held:  # perhaps all that are needed, made elsewhere
+        return Finding("cubins", "ok", f"{text}; it holds {amount(held, 'kernels')}")
+    return Finding("cubins", state, text, remedy)

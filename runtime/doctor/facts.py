@@ -125,6 +125,10 @@ class Machine(Protocol):
         """Bytes free where a directory is or would be made; -1 if that is not writable."""
         ...
 
+    def kernels(self, directory: str) -> int:
+        """Compiled kernels that a directory holds; -1 if it is none or closed."""
+        ...
+
     def cuda(self) -> Cuda:
         """Query the CUDA driver."""
         ...

@@ -9,7 +9,6 @@ import platform
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TypeVar
 
 from thor_dflash import records
 from thor_dflash.errors import EngineError
+from thor_dflash.plugins.cuda.compile import ENDING
 from thor_dflash.runtime.doctor import probe
 from thor_dflash.runtime.doctor.facts import Cuda, Nvrtc, Output, TensorRT
 
@@ -79,6 +79,17 @@ class Here:
         except (OSError, RuntimeError):  # no permission to look, or no home to expand
             return -1
 
+    def kernels(self, directory: str) -> int:
+        """See Machine."""
+        try:
+            path = Path(directory).expanduser()
+            held = sum(name.endswith(ENDING) for name in os.listdir(path))
+        except FileNotFoundError:
+            return 0
+        except (OSError, RuntimeError):
+            return -1
+        return held
+
     def cuda(self) -> Cuda:
         """See Machine."""
         return self._ask(Cuda, "cuda")
@@ -108,8 +119,9 @@ class Here:
 
 
 def _run(command: list[str], seconds: float) -> Output:
-    # Output goes to a file: a grandchild that keeps a pipe open would keep its reader waiting.
-    with tempfile.TemporaryFile() as file:
+    # Output goes to a file: a grandchild that keeps a pipe open would keep its reader waiting. The
+    # file is in memory, as disks may be full.
+    with open(os.memfd_create("output"), "w+b") as file:
         try:
             child = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT

@@ -14,11 +14,13 @@ STORED = {"nvfp4": 4.5 / 8, "fp8": 1, "bf16": 2, "f16": 2, "f32": 4}
 """Bytes per weight; for NVFP4 including its share of the block scale."""
 
 
-def needs(manifest: Manifest, capacity: int) -> dict[str, int]:
-    """Kind -> bytes for a context of `capacity` tokens; engines use the same kinds.
+def needs(manifest: Manifest, capacity: int, block: int = 0) -> dict[str, int]:
+    """Kind -> bytes for a context of `capacity` tokens and verify steps of `block` rows (0: those
+    of the package); engines use the same kinds.
 
     Excludes activations between the operators of a step and the libraries' own memory.
     """
+    block = block or manifest.block
     target, rows = manifest.target, BYTES[manifest.activations]
     attention, gdn = target.layers.count("attention"), target.layers.count("gdn")
     shape = target.attention
@@ -27,8 +29,8 @@ def needs(manifest: Manifest, capacity: int) -> dict[str, int]:
     found = {
         "weights": sum(e.bytes for name, e in manifest.files.items() if _weights(name)),
         "cache": attention * token * cache,
-        "state": gdn * _gdn(target.gdn, manifest, rows),
-        "logits": manifest.block * target.vocab * 4,
+        "state": gdn * _gdn(target.gdn, manifest.saves, block, rows),
+        "logits": block * target.vocab * 4,
     }
     if manifest.drafter is not None:
         found["ring"] = _rings(manifest.drafter, manifest, capacity, rows)
@@ -70,19 +72,19 @@ def _unpacked(manifest: Manifest) -> int:
     return round(total)
 
 
-def _gdn(dims: GdnDims, manifest: Manifest, rows: int) -> int:
+def _gdn(dims: GdnDims, saves: str, block: int, rows: int) -> int:
     """Bytes of a gdn layer's state, and of a block's records and convolution tail. An engine keeps
     two of the latter: one to read and one to write.
     """
     keys, values = dims.key_heads * dims.key_dim, dims.value_heads * dims.value_dim
     channels = 2 * keys + values
     state = dims.value_heads * dims.key_dim * dims.value_dim * 4
-    if manifest.saves == "states":
+    if saves == "states":
         saved = channels * rows + state
     else:
         saved = channels * rows + (keys + values + dims.value_heads) * 4
     tail = (dims.conv_kernel - 1) * channels * rows
-    return state + 2 * (manifest.block * saved + tail)
+    return state + 2 * (block * saved + tail)
 
 
 def _rings(drafter: DrafterDims, manifest: Manifest, capacity: int, rows: int) -> int:

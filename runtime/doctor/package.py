@@ -55,7 +55,9 @@ def fits(
     yield from refused.values()
     if "capacity" not in refused:
         capacity = chosen.capacity(config, manifest)
-        yield _memory(machine, gpu if manifest.engine in ON_DEVICE else None, manifest, capacity)
+        block = manifest.block if "block" in refused else chosen.block(config, manifest)
+        on = gpu if manifest.engine in ON_DEVICE else None
+        yield _memory(machine, on, manifest, capacity, block)
 
 
 def _refused(manifest: Manifest, config: EngineConfig) -> Iterator[tuple[str, Finding]]:
@@ -111,9 +113,11 @@ def _on_device(manifest: Manifest, cuda: Cuda, gpu: Gpu | None, config: EngineCo
     return Finding(item, "ok", f"on device {config.device}, {gpu.name}")
 
 
-def _memory(machine: Machine, gpu: Gpu | None, manifest: Manifest, capacity: int) -> Finding:
+def _memory(
+    machine: Machine, gpu: Gpu | None, manifest: Manifest, capacity: int, block: int
+) -> Finding:
     """Compare the memory that the package needs with the free memory."""
-    kinds = needs(manifest, capacity)
+    kinds = needs(manifest, capacity, block)
     total = sum(kinds.values()) + RESERVE
     # On a board, the driver's free memory excludes the page cache, which it can still allocate.
     free = gpu.free if gpu and not gpu.integrated else board.available(machine)

@@ -124,7 +124,7 @@ def test_a_full_disk_is_reported_and_no_partial_file_stays(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(EngineError, match=rf"engine.cubins must .* \(got {tmp_path}: No space"):
+    with pytest.raises(EngineError, match=rf"cubins must .* \(got {tmp_path}: No space"):
         start(tmp_path)
     assert not any(tmp_path.iterdir())
 

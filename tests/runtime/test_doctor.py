@@ -253,6 +253,9 @@ def test_the_byte_table_is_what_an_engine_makes(saves: str) -> None:
         have[kind] = have.get(kind, 0) + tensor.spec.nbytes({}) * (1 if once else 2)
     want = needs(model.manifest, model.capacity)
     assert {kind: want[kind] for kind in have} == have
+    narrow = needs(model.manifest, model.capacity, model.block // 2)
+    assert {k for k, size in narrow.items() if size < want[k]} == {"state", "logits"}
+    assert 2 * narrow["logits"] == want["logits"]
 
 
 def truncated(package: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from machines import (
@@ -25,13 +26,13 @@ from samples import MANIFEST, package
 
 from thor_dflash import manifest
 from thor_dflash.config import EngineConfig
-from thor_dflash.manifest import FileEntry
+from thor_dflash.manifest import NAME, FileEntry, render
 from thor_dflash.plugins.verify_attention import TILE
 from thor_dflash.runtime.doctor import board, software
 from thor_dflash.runtime.doctor.examine import Report, examine
 from thor_dflash.runtime.doctor.facts import Cuda, Finding, Gpu, Nvrtc, Output, TensorRT
 from thor_dflash.runtime.doctor.needs import needs, shorter
-from thor_dflash.runtime.doctor.package import fits
+from thor_dflash.runtime.doctor.package import fits, read
 from thor_dflash.runtime.engines.cuda.memory import RESERVE
 
 
@@ -282,10 +283,11 @@ def test_the_shortest_context_is_one_tile_of_the_cache() -> None:
     assert shorter(PACKAGE, 2048, asked - least + 1) == 0
 
 
-def room(free: int, capacity: int) -> Finding:
+def room(free: int, capacity: int, block: int = 0) -> Finding:
     cuda: Cuda = having(H100, replace(H100_GPU, free=free)).gpu
-    config = EngineConfig(capacity=capacity)
-    return {f.item: f for f in fits(H100, cuda, PACKAGE, config)}["package memory"]
+    config = EngineConfig(capacity=capacity, block=block)
+    package = replace(PACKAGE, widths=(4,))
+    return {f.item: f for f in fits(H100, cuda, package, config)}["package memory"]
 
 
 def test_a_package_may_take_every_byte_there_is_and_no_more() -> None:
@@ -294,3 +296,40 @@ def test_a_package_may_take_every_byte_there_is_and_no_more() -> None:
     lacking = room(total - 1, 2048)
     assert lacking.state == "wrong"
     assert lacking.remedy == f"--set engine.capacity={shorter(PACKAGE, 2048, 1)}"
+
+
+def test_narrower_steps_take_less_and_steps_that_there_are_not_as_much_as_the_package_s() -> None:
+    total = sum(needs(PACKAGE, 2048, 4).values()) + RESERVE
+    assert room(total, 2048, 4).state == "ok"
+    assert {room(total, 2048, block).state for block in (0, 5)} == {"wrong"}
+
+
+@pytest.mark.parametrize("free", [-1, 1])
+def test_kernels_made_elsewhere_may_be_all_that_are_needed(free: int) -> None:
+    for held, state in ((3, "ok"), (0, "wrong"), (-1, "wrong")):
+        machine = replace(THOR, room=free, held=held)
+        assert board.disk(machine, "cubins", needed=True).state == state
+    assert board.disk(replace(THOR, held=-1), "cubins", needed=True).state == "wrong"
+
+
+@pytest.mark.parametrize(("engine", "state"), [("ort", "wrong"), ("cuda", "ok")])
+def test_weights_that_onnx_runtime_would_not_follow_out_of_a_package_are_told(
+    tmp_path: Path, engine: Literal["ort", "cuda"], state: str
+) -> None:
+    """A link to another file of the package is none out of it, nor is one to the package."""
+    root, blob = tmp_path / "p", tmp_path / "blob"
+    (root / "weights").mkdir(parents=True)
+    for path in (blob, root / "weights/own"):
+        path.write_bytes(b"1")
+    (root / "weights/near").symlink_to("own")
+    (tmp_path / "link").symlink_to("p")
+    one = FileEntry(sha256="0", bytes=1)
+    files = {"weights/own": one, "weights/near": one}
+    (root / NAME).write_text(render(replace(MANIFEST, engine=engine, files=files)))
+    assert read(tmp_path / "link")[1].state == "ok"
+    (root / "weights/far").symlink_to(blob)
+    (root / NAME).write_text(
+        render(replace(MANIFEST, engine=engine, files={**files, "weights/far": one}))
+    )
+    found = read(tmp_path / "link")[1]
+    assert (found.state, "(got weights/far)" in found.text) == (state, state == "wrong")

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,10 @@ def test_here_answers_and_never_raises(tmp_path: Path) -> None:
     assert here.space(str(tmp_path / "new" / "folder")) > 0
     assert here.space("~nobody-of-this-name/cubins") == -1
     assert here.space("n" * 300) == -1  # longer than the name of a file may be
+    assert here.kernels("~nobody-of-this-name/cubins") == here.kernels(__file__) == -1
+    assert here.kernels(str(tmp_path / "new" / "folder")) == here.kernels(str(tmp_path)) == 0
+    (tmp_path / "a.cubin").touch()
+    assert here.kernels(str(tmp_path)) == 1
     assert here.cuda().bindings or here.cuda().error
     assert here.tensorrt().bindings or here.tensorrt().error
 
@@ -82,6 +87,11 @@ def test_a_kernel_that_does_not_compile_leaves_the_version_of_its_compiler() -> 
 def test_what_a_command_says_on_either_stream_is_heard() -> None:
     code = "import sys; print('no libcuda', file=sys.stderr)"
     assert Here().run(sys.executable, "-c", code) == Output(0, "no libcuda\n")
+
+
+def test_a_command_is_heard_where_no_disk_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/proc")  # where nothing can be made
+    assert Here().run(sys.executable, "-c", "print('x')") == Output(0, "x\n")
 
 
 def test_a_directory_that_is_closed_has_no_room(tmp_path: Path) -> None:
