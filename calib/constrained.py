@@ -102,8 +102,7 @@ def _plan(
     session: Session, task: Task, arm: Arm, proposer: Proposer
 ) -> tuple[tuple[int, ...], str, tuple[Constrain, ...]]:
     """The tokens, the text of the answer, and the policies that had a say."""
-    text = session.text
-    assert text is not None
+    text = script.text_of(session)
     messages = [{"role": role, "content": content} for role, content in task.messages]
     prompt = tuple(text.encode(text.render(messages, thinking=True)))
     stop = frozenset(session.manifest.stop_tokens)

@@ -57,8 +57,7 @@ def plan(session: Session, task: Task, *, thinking: bool, plain: bool) -> Result
     Raises:
         AssertionError: both ways did not give the same tokens.
     """
-    text = session.text
-    assert text is not None
+    text = script.text_of(session)
     messages = [{"role": role, "content": content} for role, content in task.messages]
     prompt = tuple(text.encode(text.render(messages, thinking)))
     stop = frozenset(session.manifest.stop_tokens)

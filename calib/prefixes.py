@@ -31,8 +31,7 @@ ANSWER = 16
 
 def prompts(session: Session, heldout: Path, count: int) -> list[tuple[int, ...]]:
     """The first prompts of a task file."""
-    text, found = session.text, list[tuple[int, ...]]()
-    assert text is not None
+    text, found = script.text_of(session), list[tuple[int, ...]]()
     for task in script.read_tasks(heldout, count):
         messages = [{"role": r, "content": c} for r, c in task.messages]
         found.append(tuple(text.encode(text.render(messages, thinking=True))))

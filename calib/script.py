@@ -10,6 +10,8 @@ from pathlib import Path
 from thor_dflash.calib.planbench import Task, task_from_line
 from thor_dflash.errors import RequestError, ThorError
 from thor_dflash.progress import say
+from thor_dflash.runtime.session import Session
+from thor_dflash.runtime.text import Text
 
 
 def run(main: Callable[[], None]) -> int:
@@ -33,6 +35,17 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be an integer >= 1 (got {text})")
     return int(text)
+
+
+def text_of(session: Session) -> Text:
+    """The tokenizer and chat template of a session's package.
+
+    Raises:
+        RequestError: it has none.
+    """
+    if session.text is None:
+        raise RequestError("the package must have a tokenizer.json (got one without)")
+    return session.text
 
 
 def read_tasks(path: Path, most: int) -> list[Task]:

@@ -18,18 +18,19 @@ def attention_dims(config: Fields, head_dim: int, *, share: float | None) -> Att
     kv_heads = config.integer("num_key_value_heads")
     if heads % kv_heads:
         raise config.wrong("num_attention_heads", f"a multiple of {kv_heads} key/value heads")
-    theta, part = _rope(config, share)
+    places = _rope(config)
+    theta = _agreed(places, "rope_theta")
     return AttentionDims(
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        rotary_dim=_rotary_dim(config, head_dim, part),
+        rotary_dim=_rotary_dim(places, head_dim, share),
         rope_theta=theta,
     )
 
 
-def _rope(config: Fields, absent_share: float | None) -> tuple[float, float]:
-    """Return theta and the fraction of each head that is rotated.
+def _rope(config: Fields) -> list[Fields]:
+    """Return the places that may describe the rope: the configuration and its sections for that.
 
     Sections of multimodal rope (`mrope_*`) are ignored: for text their three positions are equal,
     which makes it ordinary rope.
@@ -41,18 +42,16 @@ def _rope(config: Fields, absent_share: float | None) -> tuple[float, float]:
             places.append(config.section(key))
             places[-1].expect("rope_type", "default")
             places[-1].expect("type", "default")
-    theta = _agreed(places, "rope_theta")
-    share = _agreed(places, "partial_rotary_factor", absent_share)
-    return theta, share
+    return places
 
 
-def _rotary_dim(config: Fields, head_dim: int, share: float) -> int:
+def _rotary_dim(places: list[Fields], head_dim: int, absent: float | None) -> int:
     """Return the number of rotated dimensions of a head, which must be even."""
-    rotary = head_dim * share
+    key = "partial_rotary_factor"
+    rotary = head_dim * _agreed(places, key, absent)
     if not 0 < rotary <= head_dim or rotary % 2 != 0:
-        raise config.wrong(
-            "partial_rotary_factor", f"a share that rotates an even part of {head_dim} dimensions"
-        )
+        where = next((place for place in places if place.given(key)), places[0])
+        raise where.wrong(key, f"a share that rotates an even part of {head_dim} dimensions")
     return int(rotary)
 
 

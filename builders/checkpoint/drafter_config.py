@@ -11,6 +11,8 @@ from thor_dflash.dims import DrafterDims, DraftLayerDims
 
 ARCHITECTURE = "DFlashDraftModel"
 SLIDING, FULL = "sliding_attention", "full_attention"
+WIDEST = 2**30
+"""Widest window, tokens."""
 
 UNDERSTOOD = frozenset(
     {
@@ -192,8 +194,9 @@ def _window(root: Fields, block: int) -> int:
     # HF's Qwen3Config drops the window unless the flag is true: a window without it is ambiguous.
     if root.values.get("use_sliding_window") is not True:
         raise root.wrong("use_sliding_window", f"true where layer_types has {SLIDING}")
-    # At least a block, so that all slots of a block are in the window, causal or not.
-    return root.integer("sliding_window", block)
+    # At least a block, so that all slots of a block are in the window, causal or not. Windows are
+    # int32; no context is longer than WIDEST.
+    return min(root.integer("sliding_window", block), WIDEST)
 
 
 def _causal(root: Fields, flash: Fields, kinds: tuple[str, ...]) -> tuple[bool, ...]:

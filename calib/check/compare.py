@@ -27,7 +27,7 @@ from thor_dflash.extras import extra
 from thor_dflash.plugins.op import NEXT
 from thor_dflash.progress import Progress
 from thor_dflash.runtime.engine import Engine
-from thor_dflash.runtime.score import score
+from thor_dflash.runtime.score import score, shapes
 from thor_dflash.runtime.session import Session
 from thor_dflash.tensors import Array
 
@@ -269,7 +269,7 @@ def compare(
     `all` or without a reference, those of every graph.
 
     Raises:
-        RequestError: there is nothing to compare with.
+        RequestError: there is nothing to compare with, or the tokens do not fit in the context.
     """
     if show is None and reference is None:
         raise RequestError(
@@ -278,6 +278,7 @@ def compare(
         )
     report = Report(None)
     limit = _limit(session, reference) if tolerance is None else tolerance
+    shapes(session, tokens, taps=False)
     if reference is not None:
         report = _outside(session, reference, limit, progress)
     differs = report.logits is not None and report.logits.first >= 0

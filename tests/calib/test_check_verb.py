@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +39,22 @@ def test_weights_of_any_float_type_are_walked(
     build(target, None, tmp_path / "p", BuildConfig(capacity=64), Silent())
     args = ["check", "--package", str(tmp_path / "p"), "-s", "engine.threads=1"]
     assert cli.main(args) == 0, capsys.readouterr()
+
+
+def test_tokens_that_do_not_fit_are_refused_before_any_is_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With no reference nothing is scored, and a verify past the end of the cache would write into
+    whatever is there.
+    """
+    s = session()
+    path = tmp_path / "ids.json"
+    package = str(s.model.engine.package)  # type: ignore[attr-defined]
+    for count, code in ((s.model.limit, 0), (s.model.limit + 1, 2)):
+        path.write_text(json.dumps([1] * count))
+        args = ["check", "--package", package, "--tokens", str(path), "-s", "engine.threads=1"]
+        assert cli.main(args) == code
+    assert f"tokens must be at most {s.model.limit}" in capsys.readouterr().err
 
 
 def test_the_only_block_is_walked_once() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from shlex import quote, split
 
 import pytest
+from decoding import session
 
 from thor_dflash.calib import script
 from thor_dflash.calib.demo import MODEL
@@ -52,6 +53,17 @@ def test_a_file_that_is_not_there_is_one_line(
     out, err = capsys.readouterr()
     assert err.startswith(message)
     assert (err.count("\n"), out.strip("\n# budget")) == (1, "")
+
+
+def test_a_package_without_a_tokenizer_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = quote(str(session().model.engine.package))  # type: ignore[attr-defined]
+    for line in (f"constrained {package} {GIVEN} --count 1", f"prefixes {package} {GIVEN}",
+                 f"heldout --package {package} --limit 1"):  # fmt: skip
+        assert ended(monkeypatch, line) == 2
+        said = "the package must have a tokenizer.json (got one without)"
+        assert capsys.readouterr().err.splitlines()[-1] == said
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,7 @@ VISIBLE: list[tuple[Changes, tuple[DraftLayerDims, ...]]] = [
     ([("dflash_config.causal", False)], (FULL_WINDOW, OPEN)),
     ([("is_causal", [False, True])], (FULL_WINDOW, FULL_CAUSAL)),
     ([("sliding_window", 16)], (DraftLayerDims(causal=True, window=16), OPEN)),
+    ([("sliding_window", 2**31)], (DraftLayerDims(causal=True, window=2**30), OPEN)),
 ]
 
 

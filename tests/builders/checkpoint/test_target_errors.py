@@ -120,7 +120,7 @@ CONFIG: list[tuple[str, object, str]] = [
     ("rope_parameters.type", "dynamic", r"rope_parameters\.type must be .*\(got 'dynamic'\)"),
     ("rope_scaling", {"type": "yarn", "factor": 4}, r"rope_scaling\.type must be .*\(got 'yarn'\)"),
     ("rope_theta", 1e6, r"rope_parameters\.rope_theta must be 1000000\.0 as in .*rope_theta \(got"),
-    ("rope_parameters.partial_rotary_factor", 0.3, r"partial_rotary_factor must be a share that"),
+    ("rope_parameters.partial_rotary_factor", 0.3, r"rope_p\w+\.partial_\w+ must .*got 0\.3\)"),
     ("rope_parameters.partial_rotary_factor", 2, r"partial_rotary_factor must be a share that"),
     ("rope_parameters.partial_rotary_factor", 3 / 64, r"partial_rotary_factor must be a share"),
     ("rope_parameters", {"full_attention": {"rope_theta": 1}}, r"rope_theta must be a number \(go"),
