@@ -235,8 +235,10 @@ class LiveBackend:
         budget = fields.budget_of(ask, self.config.thinking_budget)
         if mode == "on" or left_ms is None or budget == 0:
             return budget
-        prompt = len(self._prompt(messages, thinking=True))
-        room = self._rates.thinking_room(left_ms, prompt, max_tokens)
+        prompt = self._prompt(messages, thinking=True)
+        prefix = self.session.prefixes.find(prompt)
+        new = len(prompt) - (prefix.held if prefix else 0)
+        room = self._rates.thinking_room(left_ms, new, max_tokens)
         return budget if room >= min(WORTH_THINKING, budget) else 0
 
     def _prompt(
