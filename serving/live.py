@@ -15,7 +15,7 @@ from thor_dflash.errors import CompilerBusy, ConfigError, ModelFault, PlanError,
 from thor_dflash.records import show
 from thor_dflash.runtime.policies.grammar_compile import COMPILE_S, Grammar
 from thor_dflash.runtime.prefix import Prefix
-from thor_dflash.runtime.sensors import Watch, find
+from thor_dflash.runtime.sensors import find
 from thor_dflash.runtime.session import Request, Session
 from thor_dflash.runtime.text import Text, open_at_end
 from thor_dflash.serve_config import ServeConfig
@@ -23,6 +23,7 @@ from thor_dflash.serving import fields, wire
 from thor_dflash.serving.backend import About, Prepared, Run
 from thor_dflash.serving.check import Checker
 from thor_dflash.serving.liverun import LiveRun
+from thor_dflash.serving.meter import Meter
 from thor_dflash.serving.pace import choose_chunk, step_ms
 from thor_dflash.serving.rates import Rates
 from thor_dflash.serving.shelf import Shelf
@@ -70,7 +71,7 @@ class LiveBackend:
         self._close = session.manifest.card.close or HINT
         self._closing = len(self.text.encode(self._close))
         self._golden: str | None = None
-        self._sensors = find()
+        self._meter = Meter(find(), log)
         self._about = self._described()
 
     @property
@@ -276,7 +277,7 @@ class LiveBackend:
         # Checked after `generate` has taken the prefix's state: it may have been dropped before.
         self._prefix(prepared.prompt, prepared.ask.prefix_id)
         yield_s = 1e-6 * self.config.yield_us
-        watch = Watch(self._sensors)
+        watch = self._meter.watch()
         return LiveRun(self.session, self.text, self._rates, prepared, chunks, watch, yield_s)
 
     def _request(self, prepared: Prepared, budget: int) -> Request:
