@@ -338,12 +338,12 @@ class LiveBackend:
 
     def keep(self, request: wire.PrefixPut) -> None:
         """See Backend."""
-        if self._shelf is None:
-            return
         # Only this thread drops prefixes: one that is held now stays held until it is written.
         held = self.session.prefixes.list()
-        if request.persist and all(prefix.name != request.prefix_id for prefix in held):
-            raise PlanError("cancelled", "the prefix was dropped before it was written")
+        if all(prefix.name != request.prefix_id for prefix in held):
+            raise fields.dropped()
+        if self._shelf is None:
+            return
         with self._disk(request.prefix_id):
             if request.persist:
                 self._shelf.keep(self.session.prefixes, request.prefix_id)
