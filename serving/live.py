@@ -70,6 +70,7 @@ class LiveBackend:
         self._rates = Rates(step_sizes=session.model.step_sizes)
         self._close = session.manifest.card.close or HINT
         self._closing = len(self.text.encode(self._close))
+        self._idle_s = 1e-6 * config.yield_us  # before each step, whose time includes it
         self._golden: str | None = None
         self._meter = Meter(find(), log)
         self._about = self._described()
@@ -112,8 +113,9 @@ class LiveBackend:
     def warm(self) -> None:
         """See Backend. Speculative decoding must give the exact tokens of plain decoding, twice."""
         model, prompt = self.session.model, self._self_test()
-        worst = choose_chunk(model, self.session.choice, self.config.cancel_ms, self._log)
-        usual = [(step_ms(model, rows, 0), rows) for rows in model.step_sizes]
+        limit, idle = self.config.cancel_ms, 1e3 * self._idle_s
+        worst = choose_chunk(model, self.session.choice, limit, self._log, idle_ms=idle)
+        usual = [(idle + step_ms(model, rows, 0), rows) for rows in model.step_sizes]
         count = min(SELF_TOKENS, model.limit - len(prompt))
         drafted = Request(prompt=prompt, max_tokens=count, drafter=self._drafter())
         plain = self._decode(replace(drafted, drafter="none"))
@@ -158,11 +160,12 @@ class LiveBackend:
         last = time.perf_counter()
         for chunk in self.session.generate(request):
             now = time.perf_counter()
+            ms = 1e3 * (now - last + self._idle_s)
             tokens += chunk.tokens
             if chunk.prompt_done:
-                self._rates.step(1e3 * (now - last), chunk.prompt_rows)
+                self._rates.step(ms, chunk.prompt_rows)
             else:
-                self._rates.cycle(1e3 * (now - last), len(chunk.tokens), thinking=False)
+                self._rates.cycle(ms, len(chunk.tokens), thinking=False)
             last = now
         return tuple(tokens)
 
@@ -276,9 +279,8 @@ class LiveBackend:
         chunks = self.session.generate(self._request(prepared, budget))
         # Checked after `generate` has taken the prefix's state: it may have been dropped before.
         self._prefix(prepared.prompt, prepared.ask.prefix_id)
-        yield_s = 1e-6 * self.config.yield_us
         watch = self._meter.watch()
-        return LiveRun(self.session, self.text, self._rates, prepared, chunks, watch, yield_s)
+        return LiveRun(self.session, self.text, self._rates, prepared, chunks, watch, self._idle_s)
 
     def _request(self, prepared: Prepared, budget: int) -> Request:
         reply = prepared.max_tokens + (self._closing if prepared.thinks else 0)
