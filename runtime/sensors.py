@@ -109,6 +109,8 @@ class Watch:
     sensors: Sequence[Sensor]
     temperature: Path | None = None
     period: float = PERIOD
+    hung: bool = field(default=False, init=False)
+    """Whether `stop` gave up waiting for a reading; its thread then waits on."""
     _samples: list[Sample] = field(default_factory=list[Sample])
     _failed: str = ""
     _rested: float = 0.0
@@ -130,12 +132,15 @@ class Watch:
 
     def stop(self) -> None:
         """Stop sampling. Wait for a sample in progress, but at most PATIENCE seconds, in case a
-        sensor bus hangs. Idempotent.
+        sensor bus hangs. Does nothing if it was called before.
         """
+        if self._over.is_set():
+            return
         self._over.set()
         if self._thread is not None:
             self._thread.join(PATIENCE)
-            if self._thread.is_alive():
+            self.hung = self._thread.is_alive()
+            if self.hung:
                 self._failed = f"a sensor said nothing for {PATIENCE} s"
 
     def rest(self) -> None:

@@ -95,7 +95,9 @@ class Text:
             RequestError: `text` holds lone surrogates: its source was not UTF-8.
         """
         check_utf8("text", text)
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        # A batch of one, because `encode` holds the interpreter's lock: with a long text it would
+        # stop every other thread for a second. Without offsets, which nobody reads.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def least(self, text: str) -> int:
         """A lower bound on the tokens of `text`; 0 if the tokenizer gives none. Does not encode,

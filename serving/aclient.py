@@ -51,6 +51,8 @@ class AsyncPlanner:
             raise
         self._seen = 0
         self._inboxes: dict[str, Inbox] = {}
+        self._newest: dict[str, Tries] = {}
+        """The newest ask of each session, until a server takes it or it fails."""
         self._closed = asyncio.Event()
         self._refused = asyncio.Event()
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
@@ -78,22 +80,40 @@ class AsyncPlanner:
         raise AssertionError("a stream ends with its result")
 
     async def stream(self, ask: wire.Ask) -> AsyncIterator[wire.Event]:
-        """Answer an ask piece by piece; the last event is the result. Close it to cancel."""
+        """Answer an ask piece by piece; the last event is the result. Close it to cancel.
+
+        An ask that is to be sent again is `preempted` instead if a later one of its session has
+        begun: it would displace that one. An ask with `preempt` none displaces nothing.
+        """
         tries = Tries(self.options, ask)
+        session = self.options.session if ask.session is None else ask.session
+        self._newest[session] = tries
+        try:
+            first, events = await self._begin(tries, session)
+        finally:
+            if self._newest.get(session) is tries:
+                del self._newest[session]
+        try:
+            yield first
+            async for event in events:
+                yield event
+        finally:
+            await events.aclose()
+
+    async def _begin(
+        self, tries: Tries, session: str
+    ) -> tuple[wire.Event, AsyncGenerator[wire.Event]]:
+        """Return the first event of an ask and the remaining ones."""
         while True:
             events = self._events(tries)
             try:
-                first = await anext(events)
+                return await anext(events), events
             except PlanError as e:
                 await self._wait(tries, e)
-                continue
-            try:
-                yield first
-                async for event in events:
-                    yield event
-            finally:
-                await events.aclose()
-            return
+                # Then a later ask is the newest, or was: it may have left since.
+                if tries.displaces and self._newest.get(session) is not tries:
+                    text = "a later plan of its session arrived"
+                    raise PlanError("preempted", text) from e
 
     async def call(self, request: wire.Request) -> dict[str, Any]:
         """Run a control operation.

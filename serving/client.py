@@ -111,7 +111,7 @@ def _farewell(line: _Line, cancel: bytes) -> None:
 
 def _ms(until: float) -> int:
     """Return the ms left, at most what ZeroMQ can wait: a C int, 25 days."""
-    return min(max(0, round(1e3 * (until - time.monotonic()))), 2**31 - 1)
+    return round(min(max(0.0, 1e3 * (until - time.monotonic())), 2**31 - 1))
 
 
 class RemotePlanner:

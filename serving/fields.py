@@ -115,6 +115,11 @@ def no_object(schema: Mapping[str, Any]) -> PlanError:
     return PlanError("schema_unsupported", text, field="json_schema")
 
 
+def dropped() -> PlanError:
+    """Return the error for a `prefix.put` whose prefix was dropped before the answer."""
+    return PlanError("cancelled", "the prefix was dropped before its put was answered")
+
+
 def check_values(ask: wire.Ask) -> None:
     """Refuse free-form values that are too large, too deep or not JSON. Slow for large values.
 

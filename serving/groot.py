@@ -13,7 +13,7 @@ from uuid import uuid4
 import msgspec
 
 from thor_dflash.errors import PlanError
-from thor_dflash.records import show, visible
+from thor_dflash.records import visible
 from thor_dflash.serving import codec, wire
 from thor_dflash.serving.codec import Codec, Head
 
@@ -35,7 +35,7 @@ def read(body_codec: Codec, body: bytes, head: Head) -> wire.Request:
     endpoint = head.endpoint
     kind = codec.OPERATIONS.get(endpoint) if isinstance(endpoint, str) else None
     if kind is None:
-        got = visible(endpoint[:40]) if isinstance(endpoint, str) else show(endpoint)
+        got = visible(endpoint[:40]) if isinstance(endpoint, str) else codec.shown(endpoint)
         raise PlanError("bad_request", f"endpoint must be an operation (got {got})")
     table = body_codec.decode(body, dict[str, Any])
     if unknown := table.keys() - {"endpoint", "data", "api_token", "requires_input"}:

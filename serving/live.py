@@ -15,7 +15,7 @@ from thor_dflash.errors import CompilerBusy, ConfigError, ModelFault, PlanError,
 from thor_dflash.records import show
 from thor_dflash.runtime.policies.grammar_compile import COMPILE_S, Grammar
 from thor_dflash.runtime.prefix import Prefix
-from thor_dflash.runtime.sensors import Watch, find
+from thor_dflash.runtime.sensors import find
 from thor_dflash.runtime.session import Request, Session
 from thor_dflash.runtime.text import Text, open_at_end
 from thor_dflash.serve_config import ServeConfig
@@ -23,6 +23,7 @@ from thor_dflash.serving import fields, wire
 from thor_dflash.serving.backend import About, Prepared, Run
 from thor_dflash.serving.check import Checker
 from thor_dflash.serving.liverun import LiveRun
+from thor_dflash.serving.meter import Meter
 from thor_dflash.serving.pace import choose_chunk, step_ms
 from thor_dflash.serving.rates import Rates
 from thor_dflash.serving.shelf import Shelf
@@ -69,8 +70,9 @@ class LiveBackend:
         self._rates = Rates(step_sizes=session.model.step_sizes)
         self._close = session.manifest.card.close or HINT
         self._closing = len(self.text.encode(self._close))
+        self._idle_s = 1e-6 * config.yield_us  # before each step, whose time includes it
         self._golden: str | None = None
-        self._sensors = find()
+        self._meter = Meter(find(), log)
         self._about = self._described()
 
     @property
@@ -111,8 +113,9 @@ class LiveBackend:
     def warm(self) -> None:
         """See Backend. Speculative decoding must give the exact tokens of plain decoding, twice."""
         model, prompt = self.session.model, self._self_test()
-        worst = choose_chunk(model, self.session.choice, self.config.cancel_ms, self._log)
-        usual = [(step_ms(model, rows, 0), rows) for rows in model.step_sizes]
+        limit, idle = self.config.cancel_ms, 1e3 * self._idle_s
+        worst = choose_chunk(model, self.session.choice, limit, self._log, idle_ms=idle)
+        usual = [(idle + step_ms(model, rows, 0), rows) for rows in model.step_sizes]
         count = min(SELF_TOKENS, model.limit - len(prompt))
         drafted = Request(prompt=prompt, max_tokens=count, drafter=self._drafter())
         plain = self._decode(replace(drafted, drafter="none"))
@@ -157,11 +160,12 @@ class LiveBackend:
         last = time.perf_counter()
         for chunk in self.session.generate(request):
             now = time.perf_counter()
+            ms = 1e3 * (now - last + self._idle_s)
             tokens += chunk.tokens
             if chunk.prompt_done:
-                self._rates.step(1e3 * (now - last), chunk.prompt_rows)
+                self._rates.step(ms, chunk.prompt_rows)
             else:
-                self._rates.cycle(1e3 * (now - last), len(chunk.tokens), thinking=False)
+                self._rates.cycle(ms, len(chunk.tokens), thinking=False)
             last = now
         return tuple(tokens)
 
@@ -235,8 +239,10 @@ class LiveBackend:
         budget = fields.budget_of(ask, self.config.thinking_budget)
         if mode == "on" or left_ms is None or budget == 0:
             return budget
-        prompt = len(self._prompt(messages, thinking=True))
-        room = self._rates.thinking_room(left_ms, prompt, max_tokens)
+        prompt = self._prompt(messages, thinking=True)
+        prefix = self.session.prefixes.find(prompt)
+        new = len(prompt) - (prefix.held if prefix else 0)
+        room = self._rates.thinking_room(left_ms, new, max_tokens)
         return budget if room >= min(WORTH_THINKING, budget) else 0
 
     def _prompt(
@@ -273,9 +279,8 @@ class LiveBackend:
         chunks = self.session.generate(self._request(prepared, budget))
         # Checked after `generate` has taken the prefix's state: it may have been dropped before.
         self._prefix(prepared.prompt, prepared.ask.prefix_id)
-        yield_s = 1e-6 * self.config.yield_us
-        watch = Watch(self._sensors)
-        return LiveRun(self.session, self.text, self._rates, prepared, chunks, watch, yield_s)
+        watch = self._meter.watch()
+        return LiveRun(self.session, self.text, self._rates, prepared, chunks, watch, self._idle_s)
 
     def _request(self, prepared: Prepared, budget: int) -> Request:
         reply = prepared.max_tokens + (self._closing if prepared.thinks else 0)
@@ -335,12 +340,12 @@ class LiveBackend:
 
     def keep(self, request: wire.PrefixPut) -> None:
         """See Backend."""
-        if self._shelf is None:
-            return
         # Only this thread drops prefixes: one that is held now stays held until it is written.
         held = self.session.prefixes.list()
-        if request.persist and all(prefix.name != request.prefix_id for prefix in held):
-            raise PlanError("cancelled", "the prefix was dropped before it was written")
+        if all(prefix.name != request.prefix_id for prefix in held):
+            raise fields.dropped()
+        if self._shelf is None:
+            return
         with self._disk(request.prefix_id):
             if request.persist:
                 self._shelf.keep(self.session.prefixes, request.prefix_id)

@@ -185,6 +185,8 @@ class MockBackend:
 
     def keep(self, request: wire.PrefixPut) -> None:
         """See Backend. The mock stores nothing."""
+        if request.prefix_id not in self._prefixes:
+            raise fields.dropped()
 
     @property
     def skipped(self) -> tuple[str, ...]:

@@ -18,21 +18,25 @@ def choose_chunk(
     limit_ms: float,
     log: Callable[[str], None],
     measure: Callable[[Model, int, int], float] | None = None,
+    idle_ms: float = 0.0,
 ) -> float:
     """Set `model.chunk` to the largest of `sizes` whose step takes at most `limit_ms`, or else to
     the smallest. Returns the time of that step at the end of the longest prompt, where attention
-    reads most, ms. Call before the first request: this empties the sequence.
+    reads most, ms; `idle_ms` before the step are part of it. Call before the first request: this
+    empties the sequence.
     """
     took = 0.0
     for rows in sorted(sizes, reverse=True):
         model.chunk = rows
-        took = (measure or step_ms)(model, rows, max(0, model.limit - rows))
+        took = idle_ms + (measure or step_ms)(model, rows, max(0, model.limit - rows))
         if took <= limit_ms:
             break
     else:
+        idle = f" ({idle_ms:.0f} of them serve.yield_us)" if idle_ms else ""
         log(
-            f"a prefill step of {model.chunk} tokens takes {took:.0f} ms and serve.cancel_ms is "
-            f"{limit_ms:.0f}: a cancel waits longer; build.chunks gives a package smaller steps"
+            f"a prefill step of {model.chunk} tokens takes {took:.0f} ms{idle} and "
+            f"serve.cancel_ms is {limit_ms:.0f}: a cancel waits longer; build.chunks gives a "
+            "package smaller steps"
         )
     return took
 

@@ -203,6 +203,11 @@ class Tries:
             fields.check_deadline(self.request)
 
     @property
+    def displaces(self) -> bool:
+        """Whether it is a plan that takes the place of others of its session."""
+        return isinstance(self.request, wire.Ask) and self.request.preempt != "none"
+
+    @property
     def until(self) -> float:
         """When to give up, monotonic, s."""
         return self._due + (GRACE_S if _deadline_ms(self.request) is not None else 0.0)

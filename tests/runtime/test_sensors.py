@@ -127,7 +127,7 @@ def test_sensors_are_read_until_the_end_and_no_longer(board: Path) -> None:
         {"VDD_CPU": -0.39, "VDD_GPU": 30.0, "VIN": 61.5}
     )
     assert power.rails[2].joules == pytest.approx(61.5 * (end - start))
-    assert (power.hottest_c, power.failed) == (51.5, "")
+    assert (power.hottest_c, power.failed, watch.hung) == (51.5, "", False)
     time.sleep(0.01)
     assert len(watch._samples) == count
 
@@ -170,7 +170,12 @@ def test_nobody_waits_for_a_sensor_that_hangs(board: Path, monkeypatch: pytest.M
     late.start()
     with Watch(found, period=0.001) as watch:
         pass
+    assert watch.hung
     assert watch.power([(0.0, 1.0)]).failed == "a sensor said nothing for 0.05 s"
+    monkeypatch.setattr(sensors, "PATIENCE", 3600.0)
+    watch.stop()
+    assert watch._thread
+    assert watch._thread.is_alive(), "once was enough"
     late.cancel()
     path.write_text("1")  # lets the sampling thread end
 

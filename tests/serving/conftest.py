@@ -189,6 +189,19 @@ class House:
         self._stack.callback(held.close)
         return server, held
 
+    def held_later(self) -> tuple[Server, HeldBackend, threading.Event]:
+        """As `held`, but the server loads until the event is set."""
+        held, load = HeldBackend(MockBackend(ServeConfig())), threading.Event()
+
+        def loaded() -> HeldBackend:
+            assert load.wait(PATIENCE_S)
+            return held
+
+        server = self.load(loaded, ServeConfig(bind=("tcp://127.0.0.1:*",)))
+        self._stack.callback(held.close)
+        self._stack.callback(load.set)
+        return server, held, load
+
     def peer(self, server: Server, kind: int = zmq.DEALER, **options: int) -> Peer:
         peer = Peer(server.endpoints[0], kind, **options)
         self._stack.callback(peer.close)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import threading
 import time
@@ -262,6 +263,12 @@ def test_a_stream_that_goes_on_may_take_as_long_as_it_likes(
         with RemotePlanner(server.endpoints[0], options) as planner:
             result = [take(event) for event in planner.stream(STREAM)][-1]
     assert (result.finish_reason, ahead > 60) == ("stop", True)
+
+
+def test_a_client_may_wait_for_ever(house: Any) -> None:
+    options = Options(plan_timeout_s=math.inf, timeout_s=math.inf)
+    with RemotePlanner(house.mock().endpoints[0], options) as planner:
+        assert [planner.ping()["status"], planner.plan(STREAM).status] == ["ok", "ok"]
 
 
 @contextmanager

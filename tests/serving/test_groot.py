@@ -37,6 +37,8 @@ GET_ACTION = (
 )  # fmt: skip
 PLAN_ARRAY = b"\x82\xa8endpoint\xa4plan\xa4data\x82\xa6prompt\xa1x\xa8metadata\x81\xa1a" + ARRAY
 NUMBER, LIST = b"\x81\xa8endpoint\x05", b"\x81\xa8endpoint\x90"
+NO_JSON = b"\x81\xa8endpoint\x81\xc4\x01a\x01"
+"""A map whose key is bytes, which JSON cannot hold."""
 STREAM = b"\x82\xa8endpoint\xa4plan\xa4data\x82\xa6prompt\xa1x\xa6stream\xa5steps"
 
 
@@ -78,6 +80,7 @@ def test_unknown_endpoints_and_bad_data_are_errors_and_the_server_stays(client: 
     for body, says in ((KILL, "got kill"), (RESET, "got reset"), (GET_ACTION, "got get_action"),
                        (NUMBER, "endpoint must be an operation .got 5"),
                        (LIST, r"endpoint must be an operation .got \[\]"),
+                       (NO_JSON, "bad_request: endpoint must be .* .got a value of type dict"),
                        (PLAN_ARRAY, "metadata must be plain JSON values"),
                        (HEALTH_LIST, "data must be an object")):  # fmt: skip
         with pytest.raises(RuntimeError, match=says):

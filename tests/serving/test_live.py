@@ -297,6 +297,8 @@ def test_a_prefix_insisted_on_that_is_dropped_while_the_plan_waits_is_refused(
     insists = it.prepare(Ask(messages=chat, max_tokens=4, prefix_id="arm"), None)
     it.start(insists, None).close()
     assert it.drop("arm")
+    with pytest.raises(PlanError, match="was dropped before its put was answered"):
+        it.keep(PrefixPut(prefix_id="arm", system=SYSTEM))
     it.start(automatic, None).close()
     with pytest.raises(
         PlanError, match=r"prefix_id must be a pinned prefix \(got \"arm\"\)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from queue import SimpleQueue
 import pytest
 from msgspec import structs
 
+from thor_dflash.runtime import sensors
 from thor_dflash.runtime.sensors import Sensor, Watch
 from thor_dflash.runtime.session import Chunk, Session
 from thor_dflash.serve_config import ServeConfig
@@ -19,6 +21,7 @@ from thor_dflash.serving.client import Ask
 from thor_dflash.serving.codec import JSON
 from thor_dflash.serving.live import LiveBackend
 from thor_dflash.serving.liverun import LiveRun
+from thor_dflash.serving.meter import Meter
 from thor_dflash.serving.schedule import Job, Peer
 from thor_dflash.serving.work import Ended, Post, Pulse, engine
 
@@ -154,13 +157,30 @@ def test_no_energy_of_half_a_plan(backend: Kept, tmp_path: Path) -> None:
 
 
 def test_a_machine_without_sensors_tells_no_energy_and_runs_no_thread(backend: Kept) -> None:
-    backend._sensors = []
+    backend._meter = Meter([], print)
     count = threading.active_count()
     run = backend.start(backend.prepare(ANSWERS, None), None)
     assert threading.active_count() == count
     timings = drive(run, lambda: None, lambda chunk: None).timings
     assert timings
     assert timings.energy_j is None
+
+
+def test_a_sensor_that_hangs_is_waited_for_once(
+    backend: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sensors, "PATIENCE", 0.05)
+    os.mkfifo(pipe := tmp_path / "power")  # a reader blocks until somebody writes
+    log: list[str] = []
+    backend._meter = Meter([Sensor("VIN", pipe, pipe, pipe)], log.append)
+    count = threading.active_count()
+    for _ in range(3):
+        timings = plan(backend, ANSWERS).timings
+        assert timings
+        assert timings.energy_j is None
+    assert threading.active_count() == count + 1, "the thread of the first plan"
+    assert log == ["a power sensor hangs: plans have no energy_j until the server's next start"]
+    pipe.write_text("1")  # lets that thread end
 
 
 def test_times_of_a_plan_that_waited_count_from_its_arrival(backend: Kept) -> None:

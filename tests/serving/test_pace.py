@@ -126,6 +126,25 @@ def test_a_size_that_was_named_stays_and_is_told_where_it_is_too_slow(
     backend.close()
 
 
+def test_idle_time_is_part_of_every_step_from_the_first_moment(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pace, "step_ms", lambda model, rows, start: 3.0 * rows)
+    log: list[str] = []
+    backend = Kept(session, ServeConfig(cancel_ms=2060, yield_us=2_000_000), log.append)
+    backend.warm()
+    rates = backend.rates
+    assert backend.about.prefill_chunk == 16, "2048 ms, where 64 rows would take 2192"
+    assert rates.worst_step_ms == 2048
+    assert rates.bound_ms() >= 4096
+    assert rates.step_ms.keys() == {8, 16}
+    assert 2000 < min(rates.cycle_ms, *rates.step_ms.values()) < 4000
+    assert rates.min_ms(17, 32, whole=False) > 4000, "a prefill step, and a cycle or more"
+    assert log == []
+    Kept(session, ServeConfig(cancel_ms=100, yield_us=2_000_000), log.append).warm()
+    assert "8 tokens takes 2024 ms (2000 of them serve.yield_us) and serve.cancel_ms" in log[0]
+
+
 def test_hello_publishes_size_and_bound(
     session: Session, house: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

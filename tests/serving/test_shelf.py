@@ -263,14 +263,15 @@ def test_plans_do_not_wait_for_the_disk_and_nothing_stops_it(written: Any) -> No
     assert [prefix["persisted"] for prefix in planner.prefixes()] == [True]
 
 
-def test_a_prefix_that_is_dropped_before_it_is_written_is_cancelled(
-    serve: Serve, written: Any
+@pytest.mark.parametrize("persist", [True, False])
+def test_a_prefix_that_is_dropped_before_its_answer_is_cancelled(
+    serve: Serve, written: Any, persist: bool
 ) -> None:
     planner, peer, go = written
     peer.send(op="prefix.drop", id="drop", prefix_id="a")
-    peer.send(id="second", **PUT)
+    peer.send(id="second", **{**PUT, "persist": persist})
     # The plan waits for the engine until `second` is pinned; `second` waits for the disk until
-    # `first` is written. So when the plan is answered, `second` is pinned and not yet written.
+    # `first` is written. So when the plan is answered, `second` is pinned and not yet answered.
     assert peer.ask(op="plan", id="plan", prompt="Pick the mug.", max_tokens=4)["type"] == "result"
     go.set()
     replies = {reply["id"]: reply for reply in (peer.receive() for _ in range(3))}

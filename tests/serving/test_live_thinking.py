@@ -1,0 +1,31 @@
+"""Whether there is time to think, where a pinned prefix leaves less to read."""
+
+from __future__ import annotations
+
+import pytest
+
+from thor_dflash.runtime.session import Session
+from thor_dflash.serve_config import ServeConfig
+from thor_dflash.serving.live import WORTH_THINKING, LiveBackend
+from thor_dflash.serving.wire import Ask, Message, PrefixPut
+
+SYSTEM = "You plan for one arm. " + "It can pick, place and wait; nothing else at all. " * 6
+CHAT = (Message(role="system", content=SYSTEM), Message(role="user", content="Pick the mug."))
+ASK = Ask(messages=CHAT, thinking="auto", max_tokens=20)
+
+
+@pytest.mark.parametrize("name", [None, "arm"])
+def test_what_a_pinned_prefix_saves_is_time_to_think(session: Session, name: str | None) -> None:
+    backend = LiveBackend(session, ServeConfig(thinking_budget=500))
+    put = backend.pin(PrefixPut(prefix_id="arm", system=SYSTEM), lambda: False)
+    backend.rates.cycle_ms, backend.rates.step_ms = 1.0, {session.model.chunk: 100.0}
+    count = len(backend.prepare(ASK, None).prompt)
+    rooms = {backend.rates.thinking_room(i, count - put["held"], 20): i for i in range(1000)}
+    enough = min(room for room in rooms if room >= WORTH_THINKING)
+    less = max(room for room in rooms if room < WORTH_THINKING)
+    ask = Ask(messages=CHAT, thinking="auto", max_tokens=20, prefix_id=name)
+    assert backend.rates.thinking_room(rooms[enough], count, 20) == 0, "if all had to be read"
+    assert backend.prepare(ask, rooms[enough]).thinks
+    assert not backend.prepare(ask, rooms[less]).thinks
+    assert backend.drop("arm")
+    assert not backend.prepare(ASK, rooms[enough]).thinks
