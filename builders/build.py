@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import product
+from math import gcd
 from pathlib import Path
 from shutil import copyfile
 from typing import Literal
@@ -33,7 +34,7 @@ from thor_dflash.builders.tensorrt.package import Maker, Material, engines, make
 from thor_dflash.builders.tensorrt.profiles import session_ranges
 from thor_dflash.builders.weights import WeightFiles
 from thor_dflash.config import BLOCK, CAPACITY, BuildConfig
-from thor_dflash.dims import LEAST_TALK, longest_context
+from thor_dflash.dims import LEAST_TALK, TargetDims, longest_context
 from thor_dflash.errors import CheckpointError, ConfigError
 from thor_dflash.manifest import KvScales, Manifest, Share
 from thor_dflash.program import ENDING, Program, render
@@ -218,6 +219,19 @@ def _check_types(config: BuildConfig) -> None:
             raise ConfigError(f"build.{key} must be {known} for engine {config.engine} (got f32)")
 
 
+def _check_alike(dims: TargetDims, block: int) -> None:
+    """Refuse a block in which a row's result would depend on its place. ONNX Runtime computes
+    Softplus (of a row's gdn heads), Cos and Sin (of its angles) four elements at a time, and what
+    remains at the end of a block with other bits.
+    """
+    each = dims.gdn.value_heads, dims.attention.rotary_dim // 2
+    if block % (step := max(4 // gcd(4, n) for n in each)):
+        raise ConfigError(
+            f"build.block must be a multiple of {step} for engine ort and a target with "
+            f"{each[0]} value heads and {each[1]} angles a row (got {block})"
+        )
+
+
 def _shape(target: TargetSource, drafter: DrafterSource | None, config: BuildConfig) -> Shape:
     _check_types(config)
     block = config.block or (drafter.dims.block if drafter else BLOCK)
@@ -225,6 +239,8 @@ def _shape(target: TargetSource, drafter: DrafterSource | None, config: BuildCon
         raise ConfigError(
             f"build.block must be <= {drafter.dims.block}, the drafter's (got {block})"
         )
+    if config.engine == "ort":
+        _check_alike(target.dims, block)
     chunk, kv, activations = _AUTO[config.engine]
     chunk = config.chunk or min(chunk, target.dims.max_position)
     if chunk > target.dims.max_position:

@@ -107,7 +107,7 @@ class BuildConfig:
     that is less."""
     widths: tuple[int, ...] = ()
     """Narrower blocks that a session may choose, rows. Must be multiples of 4 to give the same
-    tokens: ONNX Runtime's matrix kernels split other row counts differently."""
+    tokens: ONNX Runtime computes some functions four elements at a time."""
     draft_ids: str = ""
     """A JSON file with the vocabulary ids that the drafter may propose, ascending; its head then
     reads only those rows. Empty: all ids. Source: EAGLE-3's reduced draft vocabulary."""

@@ -165,6 +165,7 @@ def mutate(key: str, value: object, where: str = "drafter") -> Callable[[Path, P
     ("config", "message"),
     [
         (BuildConfig(block=17), r"build.block must be <= 16, the drafter's \(got 17\)"),
+        (BuildConfig(block=7), r"build.block must be a multiple of 2 .* 6 value heads .*\(got 7\)"),
         (BuildConfig(capacity=17), r"build.capacity must be 18 to \d+.* \(got 17\)"),
         (BuildConfig(capacity=10**9), r"max_position_embeddings \(got 1000000000\)"),
     ],
@@ -180,9 +181,9 @@ def test_options_must_fit(
 def test_a_block_must_leave_room_for_a_prompt(pair: tuple[Path, Path], tmp_path: Path) -> None:
     """The message names the block, which is configured, not the capacity, which is not."""
     longest = read_target(pair[0]).dims.max_position
-    said = rf"build.block must be <= {longest - 2}: .* is {longest}, .* \(got {longest - 1}\)"
+    said = rf"build.block must be <= {longest - 2}: .* is {longest}, .* \(got {longest}\)"
     with pytest.raises(ConfigError, match=said):
-        build(pair[0], None, tmp_path / "p", BuildConfig(block=longest - 1), Silent())
+        build(pair[0], None, tmp_path / "p", BuildConfig(block=longest), Silent())
 
 
 def only_attention(target: Path, drafter: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import GEOMETRIES, Dialect, DrafterGeometry, write_drafter, write_target
-from decoding import answer, erring, prompt
+from decoding import answer, erring, prompt, session
 
 from thor_dflash.builders.build import build
 from thor_dflash.config import BuildConfig, EngineConfig
@@ -62,6 +62,17 @@ def test_a_row_does_not_know_the_width_of_its_block(widths: Widths) -> None:
         got = score(widths[width], tokens, True, Silent())
         for name in want:
             assert np.array_equal(got[name], want[name]), (width, name)
+
+
+@pytest.mark.parametrize(("geometry", "block"), [("27b", 6), ("0.8b", 14), ("4b", 7), ("gqa2", 3)])
+def test_a_row_does_not_know_its_place_in_a_block_of_any_size_that_is_built(
+    geometry: str, block: int
+) -> None:
+    tokens = prompt(200, 3, GEOMETRIES[geometry].vocab)
+    want = score(session(geometry), tokens, True, Silent())
+    got = score(session(geometry, block=block), tokens, True, Silent())
+    for name in want:
+        assert np.array_equal(got[name], want[name]), name
 
 
 def test_every_width_gives_the_same_tokens(widths: Widths) -> None:
