@@ -220,16 +220,7 @@ def engine(
     """Load, warm up, then run jobs until None arrives; `traced` gets the steps of each job."""
     # Before the engine creates its own threads, which inherit the niceness of this one.
     be_polite()
-    try:
-        backend = load()
-        post(Warming())
-        backend.warm()
-    except ThorError as e:
-        post(Failed(e))
-        return
-    except Exception:
-        log(traceback.format_exc())
-        post(Failed(ThorError("the backend must load (got an unexpected fault, see the log)")))
+    if (backend := _begun(load, post, log)) is None:
         return
     post(Ready(backend))
     try:
@@ -248,6 +239,26 @@ def engine(
                 return
     finally:
         backend.close()
+
+
+def _begun(load: Callable[[], Backend], post: Callable[[Post], None], log: Log) -> Backend | None:
+    """Load and warm up; None if that failed, which is then posted."""
+    backend: Backend | None = None
+    try:
+        backend = load()
+        post(Warming())
+        backend.warm()
+    except ThorError as e:
+        post(Failed(e))
+    except Exception:
+        log(traceback.format_exc())
+        post(Failed(ThorError("the backend must load (got an unexpected fault, see the log)")))
+    else:
+        return backend
+    if backend is not None:
+        # This process may go on without a server, and would keep the prefix directory locked.
+        backend.close()
+    return None
 
 
 def _run(
