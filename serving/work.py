@@ -133,6 +133,9 @@ class Pulse:
 
     busy: bool = False
     at: float = field(default_factory=time.monotonic)
+    _excused: tuple[float, float] = (0.0, 0.0)
+    """A sign of life, and seconds after it that do not count. Written by the watchdog only, so that
+    it cannot overwrite a newer sign."""
 
     def beat(self, *, busy: bool) -> None:
         """Record a sign of life: a step is about to run (`busy`), or the job has ended."""
@@ -141,7 +144,17 @@ class Pulse:
 
     def age(self, now: float) -> float:
         """Return the seconds since the last sign of life, 0 while the engine is idle."""
-        return now - self.at if self.busy else 0.0
+        at = self.at
+        return max(0.0, now - at - self._not_counted(at)) if self.busy else 0.0
+
+    def excuse(self, seconds: float) -> None:
+        """Do not count so many seconds since the last sign of life."""
+        at = self.at
+        self._excused = at, seconds + self._not_counted(at)
+
+    def _not_counted(self, at: float) -> float:
+        since, seconds = self._excused
+        return seconds if since == at else 0.0
 
 
 def clerk(
