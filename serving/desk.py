@@ -155,12 +155,12 @@ class Desk:
 
     def _health(self, peer: Peer, id: str) -> None:
         running = self.books.running is not None
-        waiting = len(self.books) - running
+        waiting = len(self.books.waiting)
         self._result(peer, id, self._life.health(int(running), waiting))
 
     def _stats(self, peer: Peer, id: str) -> None:
         running = self.books.running is not None
-        waiting = len(self.books) - running
+        waiting = len(self.books.waiting)
         now = {"running": int(running), "waiting": waiting, "device": device.now()}
         self._result(peer, id, {**self.stats.show(), **now})
 

@@ -27,6 +27,8 @@ from thor_dflash.serving.alive import KEEPALIVE
 ZAP = "inproc://zeromq.zap.01"
 BURST = 64
 """Messages read before other work gets its turn: a flood must not starve the engine's results."""
+BURST_S = 0.05
+"""Time after which no more of them are read: some take long, as large malformed ones do."""
 PATIENCE_S = 5.0
 """A peer that takes none of its results for this long is treated as gone."""
 SEAL_BYTES = 33
@@ -132,10 +134,13 @@ class Door:
                 os.write(self._bell, b"\0")
 
     def wait(self, seconds: float) -> Iterator[Letter | Left]:
-        """Wait for an event, then yield what arrived, oldest first, at most BURST messages."""
+        """Wait for an event, then yield what arrived, oldest first: at most BURST messages, and
+        none once the caller has spent BURST_S seconds on those before.
+        """
         self._poller.poll(max(0, round(1e3 * min(seconds, 0.02 if self._held else seconds))))
         self._silence()
         self._admit()
+        until = time.monotonic() + BURST_S
         for _ in range(BURST):
             # Before each message: descriptors are reused, so the closing of a connection must be
             # reported before any message from a new connection with the same descriptor.
@@ -146,6 +151,8 @@ class Door:
             yield letter
             if letter.fd in self._gone:
                 yield Left(letter.fd)  # it closed before its last message was read
+            if time.monotonic() >= until:
+                return
 
     def _silence(self) -> None:
         try:

@@ -121,8 +121,8 @@ class Schedule:
 
     @property
     def waiting(self) -> list[Job]:
-        """All jobs except the running one, in order of arrival."""
-        return [job for job in self._jobs if job.state != "running"]
+        """All jobs that the engine has yet to run, in order of arrival."""
+        return [job for job in self._jobs if job.state not in ("running", "keeping")]
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -139,13 +139,14 @@ class Schedule:
         """
         self._check_id(job)
         self._check_generation(job)
+        self._check_puts(job, retry_after_ms)
         pending = self._pending()
         # Count as if every job being checked were accepted: then no session can fill the queue
         # with plans that displace each other. For that reason the number of jobs that one session
         # has under check (`own`) is bounded, too.
         leaving = self._leaving((job, *reversed(pending)))
         own = sum(one.session == job.session for one in pending)
-        full = len(self._jobs) + 1 - len(leaving) > self._room
+        full = self._placed + 1 - len(leaving) > self._room
         if full:
             job.instead_of = self._least_urgent(job, leaving)
         if own > self._max_queue or (full and job.instead_of is None):
@@ -166,7 +167,7 @@ class Schedule:
         leaving = self._leaving((job,))
         # Jobs still being checked may yet be refused: they hold no place and have none to give up.
         leaving.update(self._pending())
-        if len(self._jobs) - len(leaving) >= self._room:
+        if self._placed - len(leaving) >= self._room:
             other = self._least_urgent(job, leaving)
             if other is None:
                 raise self._busy(retry_after_ms)
@@ -180,8 +181,13 @@ class Schedule:
 
     @property
     def _room(self) -> int:
-        """The most jobs in the books: those that may wait, and one that runs or is about to."""
+        """The most jobs with a place: those that may wait, and one that runs or is about to."""
         return self._max_queue + 1
+
+    @property
+    def _placed(self) -> int:
+        """How many jobs have a place: the engine is free while prefixes wait for the disk."""
+        return sum(one.state != "keeping" for one in self._jobs)
 
     def _busy(self, retry_after_ms: float) -> PlanError:
         return PlanError(
@@ -225,6 +231,16 @@ class Schedule:
                 shown = show(job.request.id)
                 text = f"id must not be that of a request under way (got {shown})"
                 raise PlanError("bad_request", text, field="id")
+
+    def _check_puts(self, job: Job, retry_after_ms: float) -> None:
+        if isinstance(job.request, wire.Ask):
+            return
+        puts = sum(isinstance(one.request, wire.PrefixPut) for one in self._jobs)
+        if puts >= self._room:
+            raise PlanError(
+                "busy", f"prefix.put requests under way must be <= {self._room} (got one more)",
+                retry_after_ms=retry_after_ms,
+            )  # fmt: skip
 
     def _check_generation(self, job: Job) -> None:
         if job.generation is None:

@@ -39,6 +39,9 @@ from thor_dflash.serving.work import Failed, Log, Owed, Pinned, Post, Ready, Tur
 
 TICK_S = 1.0
 """Longest sleep of the I/O thread: it feeds systemd's watchdog, which is set in seconds."""
+AWAY_S = 2 * TICK_S
+"""Pause of the I/O thread after which the whole process is taken to have been stopped (SIGSTOP, a
+suspended machine, a debugger), and the engine with it."""
 READING_S = 0.5
 """Wait between the last answer of a drain and closing the sockets: when a connection is lost,
 libzmq drops messages that the client has received but not yet read (pipe_t::terminate after a
@@ -95,6 +98,7 @@ class Server:
         self._stops = 0
         self._stopped_at = math.inf
         self._notified = 0.0
+        self._watched = time.monotonic()
 
     @property
     def endpoints(self) -> tuple[str, ...]:
@@ -224,6 +228,9 @@ class Server:
             self._tell("state", state=state, error=self._life.last_error)
 
     def _watch(self, now: float) -> None:
+        if (away := now - self._watched) > AWAY_S:
+            self._life.pulse.excuse(away)
+        self._watched = now
         age = self._life.pulse.age(now)
         if age > self._config.watchdog_s:
             self._log(f"the engine gave no sign of life for {age:.1f} s: the server ends")

@@ -133,6 +133,9 @@ class Pulse:
 
     busy: bool = False
     at: float = field(default_factory=time.monotonic)
+    _excused: tuple[float, float] = (0.0, 0.0)
+    """A sign of life, and seconds after it that do not count. Written by the watchdog only, so that
+    it cannot overwrite a newer sign."""
 
     def beat(self, *, busy: bool) -> None:
         """Record a sign of life: a step is about to run (`busy`), or the job has ended."""
@@ -141,7 +144,17 @@ class Pulse:
 
     def age(self, now: float) -> float:
         """Return the seconds since the last sign of life, 0 while the engine is idle."""
-        return now - self.at if self.busy else 0.0
+        at = self.at
+        return max(0.0, now - at - self._not_counted(at)) if self.busy else 0.0
+
+    def excuse(self, seconds: float) -> None:
+        """Do not count so many seconds since the last sign of life."""
+        at = self.at
+        self._excused = at, seconds + self._not_counted(at)
+
+    def _not_counted(self, at: float) -> float:
+        since, seconds = self._excused
+        return seconds if since == at else 0.0
 
 
 def clerk(
@@ -220,16 +233,7 @@ def engine(
     """Load, warm up, then run jobs until None arrives; `traced` gets the steps of each job."""
     # Before the engine creates its own threads, which inherit the niceness of this one.
     be_polite()
-    try:
-        backend = load()
-        post(Warming())
-        backend.warm()
-    except ThorError as e:
-        post(Failed(e))
-        return
-    except Exception:
-        log(traceback.format_exc())
-        post(Failed(ThorError("the backend must load (got an unexpected fault, see the log)")))
+    if (backend := _begun(load, post, log)) is None:
         return
     post(Ready(backend))
     try:
@@ -248,6 +252,26 @@ def engine(
                 return
     finally:
         backend.close()
+
+
+def _begun(load: Callable[[], Backend], post: Callable[[Post], None], log: Log) -> Backend | None:
+    """Load and warm up; None if that failed, which is then posted."""
+    backend: Backend | None = None
+    try:
+        backend = load()
+        post(Warming())
+        backend.warm()
+    except ThorError as e:
+        post(Failed(e))
+    except Exception:
+        log(traceback.format_exc())
+        post(Failed(ThorError("the backend must load (got an unexpected fault, see the log)")))
+    else:
+        return backend
+    if backend is not None:
+        # This process may go on without a server, and would keep the prefix directory locked.
+        backend.close()
+    return None
 
 
 def _run(

@@ -185,6 +185,15 @@ def test_a_prefix_whose_file_is_being_written_is_done_and_cannot_be_cancelled(
     assert desk.idle
 
 
+@pytest.mark.parametrize("op", ["health", "stats"])
+def test_a_prefix_that_waits_for_the_disk_is_no_work_that_waits(
+    desk: Desk, door: Door, op: str
+) -> None:
+    pinned(desk)
+    desk.letter(Letter((b"peer", b"", b'{"op":"%s","id":"h"}' % op.encode()), 7))
+    assert [(reply["running"], reply["waiting"]) for reply in door.sent] == [(0, 0)]
+
+
 def test_nobody_is_told_of_a_prefix_or_a_plan_whose_client_left(desk: Desk, door: Door) -> None:
     prefix = pinned(desk)
     desk.left(7)

@@ -9,7 +9,7 @@ from thor_dflash.errors import PlanError
 from thor_dflash.serving import schedule, wire
 from thor_dflash.serving.backend import Stop
 from thor_dflash.serving.codec import JSON
-from thor_dflash.serving.schedule import Peer, Schedule
+from thor_dflash.serving.schedule import Job, Peer, Schedule
 
 
 def test_a_full_queue_makes_room_for_one_that_may_displace_less_urgent_ones() -> None:
@@ -159,3 +159,39 @@ def test_a_prefix_that_waits_to_be_pinned_is_not_displaced() -> None:
     pinned.state = "queued"
     with pytest.raises(PlanError, match="wait"):
         books.arrive(job("c", priority=9, preempt="lower"), 1.0)
+
+
+def put(books: Schedule, id: str) -> Job:
+    """A request to pin a prefix, whose turn has come."""
+    request = wire.PrefixPut(id=id, prefix_id=id, system="x")
+    one = schedule.job_of(Peer((b"p", b""), JSON), request, 0.0)
+    books.arrive(one, 850.0)
+    one.state = "queued"
+    assert run(books) == id
+    return one
+
+
+def test_prefixes_that_wait_for_the_disk_take_no_plans_place() -> None:
+    books = Schedule(2)
+    for id in "pqr":
+        put(books, id).state = "keeping"
+    assert waiting(books) == []
+    full(books, runs=9, a=3, b=5)
+    assert waiting(books) == ["a", "b"]
+    with pytest.raises(PlanError, match="waiting plans must be <= 2"):
+        books.arrive(job("c"), 1.0)
+    assert queue(books, urgent("d")) == [("a", "preempted")]
+
+
+def test_only_a_prefix_is_refused_for_those_that_wait_for_the_disk() -> None:
+    books = Schedule(2)
+    for id in "pq":
+        put(books, id).state = "keeping"
+    last = put(books, "r")
+    for _ in range(2):
+        with pytest.raises(PlanError, match="prefix.put requests .* must be <= 3") as caught:
+            put(books, "s")
+        assert (caught.value.code, caught.value.retry_after_ms) == ("busy", 850.0)
+        last.state = "keeping"
+    leave(books, "p")
+    put(books, "s")

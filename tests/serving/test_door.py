@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import zmq
@@ -138,6 +139,26 @@ def test_last_words_are_heard_together_with_the_parting(door: Door) -> None:
         *_, letter, left = hear(door, 2)
         assert isinstance(letter, Letter)
         assert left == Left(letter.fd)
+
+
+def test_messages_that_take_long_leave_other_work_its_turn(
+    door: Door, reader: zmq.Socket[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spent = [0.0]
+    # In this one module: the clock of the test itself goes on.
+    monkeypatch.setattr(door_module, "time", SimpleNamespace(monotonic=lambda: spent[0]))
+    count, turns, end = 8, list[int](), time.monotonic() + 20
+    for _ in range(count):
+        reader.send_multipart([b"", b"{}"])
+    while sum(turns) < count:
+        assert time.monotonic() < end, turns
+        turns.append(0)
+        for letter in door.wait(0.5):
+            assert isinstance(letter, Letter)
+            turns[-1] += 1
+            spent[0] += 0.6 * door_module.BURST_S
+            time.sleep(0.02)  # all the others have come by then
+    assert max(turns) <= 2
 
 
 def test_a_connection_that_reuses_a_closed_descriptor_has_not_left(

@@ -1,8 +1,9 @@
-"""Which state a server reports when more than one would fit."""
+"""Which state a server reports when more than one would fit, and when its engine counts as hung."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -10,6 +11,7 @@ from thor_dflash.errors import ModelFault
 from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving.life import DEGRADED, Life
 from thor_dflash.serving.mock import MockBackend
+from thor_dflash.serving.server import AWAY_S, TICK_S, Server
 from thor_dflash.serving.work import Pulse
 
 WATCHDOG_S = 1000.0
@@ -42,3 +44,57 @@ def test_a_fault_is_told_before_everything_else() -> None:
     life.draining, life.failed = True, ModelFault("what happened")
     assert life.state(busy=True) == "failed"
     assert "what happened" not in str(life.health(1, 0)), "that is for the log"
+
+
+@pytest.fixture
+def watched() -> Iterator[tuple[Server, list[int]]]:
+    """A server that does not run, of which a step began when it was last watched; and the statuses
+    with which it ends.
+    """
+    statuses: list[int] = []
+    config = ServeConfig(bind=("tcp://127.0.0.1:*",), watchdog_s=WATCHDOG_S)
+    server = Server(lambda: MockBackend(config), config, log=lambda text: None, die=statuses.append)
+    server._life.pulse.beat(busy=True)
+    server._watch(server._life.pulse.at)
+    yield server, statuses
+    server._door.close()
+
+
+def watch(server: Server, since_s: float, until_s: float, every_s: float = TICK_S) -> None:
+    """Let the watchdog look every `every_s` seconds; the times count from the last sign of life."""
+    at = server._life.pulse.at
+    while since_s < until_s:
+        since_s = min(until_s, since_s + every_s)
+        server._watch(at + since_s)
+
+
+def test_a_process_that_was_stopped_does_not_take_its_engine_for_hung(
+    watched: tuple[Server, list[int]],
+) -> None:
+    server, statuses = watched
+    watch(server, 0, 10)
+    stopped = 10 + 2 * WATCHDOG_S
+    watch(server, 10, stopped, every_s=stopped)
+    assert not statuses
+    watch(server, stopped, stopped + WATCHDOG_S - 11)
+    assert not statuses, "but for 10 s, it has the time that it had"
+    watch(server, stopped + WATCHDOG_S - 11, stopped + WATCHDOG_S - 9)
+    assert set(statuses) == {70}, "and no more: a hung engine ends the process nevertheless"
+
+
+def test_a_sign_of_life_makes_up_for_no_later_time(watched: tuple[Server, list[int]]) -> None:
+    server, statuses = watched
+    watch(server, 0, 3 * WATCHDOG_S, every_s=3 * WATCHDOG_S)
+    server._life.pulse.at += 3 * WATCHDOG_S  # the next step begins
+    watch(server, 0, WATCHDOG_S - 1)
+    assert not statuses
+    watch(server, WATCHDOG_S - 1, WATCHDOG_S + 1)
+    assert set(statuses) == {70}
+
+
+def test_pauses_of_a_busy_thread_excuse_no_hung_engine(watched: tuple[Server, list[int]]) -> None:
+    server, statuses = watched
+    watch(server, 0, WATCHDOG_S - 1, every_s=AWAY_S)
+    assert not statuses
+    watch(server, WATCHDOG_S - 1, WATCHDOG_S + 1, every_s=AWAY_S)
+    assert set(statuses) == {70}

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from thor_dflash.errors import PlanError
+from thor_dflash.errors import EngineError, PlanError
 from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving import wire
 from thor_dflash.serving.backend import Backend
 from thor_dflash.serving.codec import JSON
 from thor_dflash.serving.mock import MockBackend
 from thor_dflash.serving.schedule import Job, Peer
-from thor_dflash.serving.work import POLITE, Ended, Post, Pulse, engine
+from thor_dflash.serving.work import POLITE, Ended, Failed, Post, Pulse, Warming, engine
 
 
 def ran(backend: Any, *jobs: Job, load: Any = None) -> list[Post]:
@@ -76,3 +76,18 @@ def test_the_engine_lets_other_threads_go_first(begun: int) -> None:
     assert len(told) == 2
     assert told[0] == told[1]
     assert nice() == before, "and nobody else is slowed down"
+
+
+@pytest.mark.parametrize("fault", [EngineError("the self-test must pass"), ValueError("a bug")])
+def test_a_backend_that_fails_its_self_test_is_closed(fault: Exception) -> None:
+    class Wrong(MockBackend):
+        def warm(self) -> None:
+            raise fault
+
+        def close(self) -> None:
+            closed.append(True)
+
+    closed: list[bool] = []
+    posts = ran(Wrong(ServeConfig()))
+    assert [type(post) for post in posts] == [Warming, Failed]
+    assert closed == [True]
