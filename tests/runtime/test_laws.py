@@ -274,12 +274,14 @@ def test_fold_of_no_rows_changes_nothing(geometry: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("block", "chunk", "kv"), [(2, 1, "f32"), (5, 7, "bf16"), (8, 64, "fp8"), (16, 48, "fp8")]
-)
+    ("geometry", "block", "chunk", "kv"),
+    [("27b", 2, 1, "f32"), ("4b", 5, 7, "bf16"), ("4b", 7, 5, "f32"), ("27b", 8, 64, "fp8"),
+     ("27b", 16, 48, "fp8")],
+)  # fmt: skip
 def test_any_block_chunk_and_cache(
-    block: int, chunk: int, kv: Literal["f32", "bf16", "fp8"]
+    geometry: str, block: int, chunk: int, kv: Literal["f32", "bf16", "fp8"]
 ) -> None:
-    s = session(block=block, chunk=chunk, kv=kv)
+    s = session(geometry, block=block, chunk=chunk, kv=kv)
     request = Request(prompt=prompt(45, seed=8), max_tokens=40)
     truth = plain(s, request)
     for proposer in (Dflash(), erring(truth, 0.2, 1, rows=block), oracle(truth, rows=block)):
