@@ -239,13 +239,20 @@ def _empty(directory: Path) -> None:
 
 
 def _remove(directory: Path) -> None:
-    """Delete a directory, write-protected ones in it too, as far as possible: the package is
-    complete without this, and what is left does not keep later builds from working.
+    """Delete a directory, closed ones in it too, as far as possible: what replaces it is complete.
+    A later build tells of what is left.
     """
-    for path, _, _ in os.walk(directory):
-        with contextlib.suppress(OSError):
-            os.chmod(path, stat.S_IRWXU)
+    _open(directory)
+    for path, names, _ in os.walk(directory):
+        for name in names:
+            _open(Path(path, name))
     shutil.rmtree(directory, ignore_errors=True)
+
+
+def _open(directory: Path) -> None:
+    if not directory.is_symlink():
+        with contextlib.suppress(OSError):
+            directory.chmod(stat.S_IRWXU)
 
 
 def _flush(path: Path) -> None:
@@ -288,14 +295,18 @@ def _old(out: Path) -> Path:
 
 
 def _recover(out: Path) -> None:
-    """Clean up after a build that was killed between or after the two renames of `_install`."""
+    """Clean up after a build that was killed between or after the two renames of `_install`.
+
+    Raises:
+        PackageError: what is left of an old package cannot be deleted.
+    """
     old = _old(out)
-    if not is_package(old):
-        return
-    if out.exists():
-        _remove(old)
-    else:
+    if is_package(old) and not out.exists():
         old.rename(out)
+    elif is_package(old):
+        _remove(old)
+        if os.path.lexists(old):
+            raise PackageError(f"{old} must be removable (got a directory that is not)")
 
 
 def _exchange(a: Path, b: Path) -> bool:

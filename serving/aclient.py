@@ -51,8 +51,8 @@ class AsyncPlanner:
             raise
         self._seen = 0
         self._inboxes: dict[str, Inbox] = {}
-        self._newest: dict[str, Tries] = {}
-        """The newest ask of each session, until a server takes it or it fails."""
+        self._waiting: dict[str, list[Tries]] = {}
+        """The asks of each session that no server has taken yet, in the order they began."""
         self._closed = asyncio.Event()
         self._refused = asyncio.Event()
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
@@ -82,17 +82,22 @@ class AsyncPlanner:
     async def stream(self, ask: wire.Ask) -> AsyncIterator[wire.Event]:
         """Answer an ask piece by piece; the last event is the result. Close it to cancel.
 
-        An ask that is to be sent again is `preempted` instead if a later one of its session has
-        begun: it would displace that one. An ask with `preempt` none displaces nothing.
+        An ask that is to be sent again is `preempted` instead if a later one of its session was
+        taken or is on its way: it would displace that one. An ask with `preempt` none displaces
+        nothing.
         """
         tries = Tries(self.options, ask)
         session = self.options.session if ask.session is None else ask.session
-        self._newest[session] = tries
+        asks = self._waiting.setdefault(session, [])
+        asks.append(tries)
         try:
-            first, events = await self._begin(tries, session)
+            first, events = await self._begin(tries, asks)
+            for older in asks[: _index(asks, tries)]:
+                older.displaced = True
         finally:
-            if self._newest.get(session) is tries:
-                del self._newest[session]
+            del asks[_index(asks, tries)]
+            if not asks:
+                del self._waiting[session]
         try:
             yield first
             async for event in events:
@@ -101,7 +106,7 @@ class AsyncPlanner:
             await events.aclose()
 
     async def _begin(
-        self, tries: Tries, session: str
+        self, tries: Tries, asks: list[Tries]
     ) -> tuple[wire.Event, AsyncGenerator[wire.Event]]:
         """Return the first event of an ask and the remaining ones."""
         while True:
@@ -110,8 +115,7 @@ class AsyncPlanner:
                 return await anext(events), events
             except PlanError as e:
                 await self._wait(tries, e)
-                # Then a later ask is the newest, or was: it may have left since.
-                if tries.displaces and self._newest.get(session) is not tries:
+                if tries.displaces and (tries.displaced or asks[-1] is not tries):
                     text = "a later plan of its session arrived"
                     raise PlanError("preempted", text) from e
 
@@ -248,3 +252,8 @@ class AsyncPlanner:
 def _heard(done: asyncio.Future[None]) -> None:
     if not done.cancelled():
         done.exception()
+
+
+def _index(asks: list[Tries], ask: Tries) -> int:
+    """The place of an ask; an equal one is another."""
+    return next(i for i, one in enumerate(asks) if one is ask)

@@ -163,11 +163,14 @@ async def _while_there(request: Request, events: AsyncIterator[Said]) -> Said:
         ClientDisconnect: the client disconnected.
     """
     first = asyncio.ensure_future(anext(events))
-    while not (await asyncio.wait([first], timeout=LOOK_S))[0]:
-        if await request.is_disconnected():
-            first.cancel()
-            await asyncio.wait([first])
-            raise ClientDisconnect
+    try:
+        while not (await asyncio.wait([first], timeout=LOOK_S))[0]:
+            if await request.is_disconnected():
+                raise ClientDisconnect
+    except BaseException:  # also a shutdown that cancels this request
+        first.cancel()
+        await asyncio.wait([first])
+        raise
     return first.result()
 
 

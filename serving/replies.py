@@ -191,6 +191,8 @@ class Tries:
 
     options: Options
     request: wire.Request
+    displaced: bool = False
+    """Whether a later ask of its session was taken by a server."""
     left: int = field(init=False)
     began: float = field(default_factory=time.monotonic)
     since: float = field(init=False)
@@ -260,7 +262,7 @@ class Tries:
             PlanError: `error`, if there is no next attempt.
         """
         wait = 1e-3 * (error.retry_after_ms or 100.0)
-        late = time.monotonic() + wait >= self.until
+        late = time.monotonic() + wait >= self._due
         if not error.retryable or self.left <= 0 or late:
             raise error
         # Waiting for a server that warms up uses no retry, only the request's time.

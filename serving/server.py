@@ -229,7 +229,7 @@ class Server:
 
     def _watch(self, now: float) -> None:
         if (away := now - self._watched) > AWAY_S:
-            self._life.pulse.excuse(away)
+            self._life.pulse.excuse(away, now)
         self._watched = now
         age = self._life.pulse.age(now)
         if age > self._config.watchdog_s:

@@ -147,10 +147,11 @@ class Pulse:
         at = self.at
         return max(0.0, now - at - self._not_counted(at)) if self.busy else 0.0
 
-    def excuse(self, seconds: float) -> None:
-        """Do not count so many seconds since the last sign of life."""
+    def excuse(self, seconds: float, now: float) -> None:
+        """Do not count so many of the seconds from the last sign of life to `now`."""
         at = self.at
-        self._excused = at, seconds + self._not_counted(at)
+        # The sign may have come after the pause: then no time since it is part of the pause.
+        self._excused = at, min(seconds + self._not_counted(at), max(0.0, now - at))
 
     def _not_counted(self, at: float) -> float:
         since, seconds = self._excused

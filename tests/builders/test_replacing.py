@@ -24,16 +24,17 @@ def left(out: Path) -> tuple[list[str], bytes]:
     return sorted(p.name for p in out.parent.iterdir()), (out / "w/a").read_bytes()
 
 
+@pytest.mark.parametrize("mode", [0o555, 0])
 @pytest.mark.parametrize("swap", [True, False])
 def test_a_write_protected_package_is_replaced_and_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swap: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swap: bool, mode: int
 ) -> None:
     if not swap:
         monkeypatch.setattr(staging, "_exchange", lambda a, b: False)
     out = tmp_path / "p"
     build(out, b"old")
-    for path in (out / "w/a", out / "w"):
-        path.chmod(path.stat().st_mode & ~0o222)
+    (out / "w/a").chmod(0o444)
+    (out / "w").chmod(mode)
     with unprivileged():
         build(out, b"new")
         assert left(out) == (["p"], b"new")
@@ -75,3 +76,16 @@ def test_what_cannot_be_emptied_is_named(tmp_path: Path) -> None:
     said = rf"{part}/\{staging.JOURNAL} must be writable \(got: Permission denied\)"
     with unprivileged(), pytest.raises(PackageError, match=said):
         build(tmp_path / "p", b"")
+
+
+def test_an_old_package_that_stays_is_told_before_the_next_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "p"
+    build(out, b"old")
+    monkeypatch.setattr(staging, "_exchange", lambda a, b: False)
+    monkeypatch.setattr(staging, "_remove", lambda directory: None)
+    build(out, b"new")
+    with pytest.raises(PackageError, match=r"\.p\.old must be removable"):
+        Staging(out, "key").__enter__()
+    assert (out / "w/a").read_bytes() == b"new"

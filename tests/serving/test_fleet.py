@@ -219,6 +219,8 @@ def test_a_plan_that_lost_its_server_displaces_no_later_one_of_its_session(
             await asyncio.wait_for(old, 20)
         assert caught.value.code == "preempted"
         assert (len(first.asked), len(second.asked)) == (1, servers - 1)
+        new.cancel()
+        await asyncio.gather(new, return_exceptions=True)  # else its error is printed some time
         await fleet.close()
 
     asyncio.run(main())

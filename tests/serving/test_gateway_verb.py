@@ -145,6 +145,23 @@ def test_a_client_that_stalls_does_not_keep_it_alive() -> None:
         assert "1 running task" in told
 
 
+def test_a_plan_that_outlives_its_end_is_one_line(house: Any) -> None:
+    server, held = house.held()
+    first = "from thor_dflash.verbs import gateway; gateway.DRAIN_S = 0"
+    with running(first, server.endpoints[0]) as (child, address):
+        body = b'{"messages": [{"role": "user", "content": "x"}]}'
+        with closing(http.client.HTTPConnection(*place(address), timeout=20)) as client:
+            client.request("POST", "/v1/chat/completions", body)
+            assert held.waiting.wait(20)
+            child.terminate()
+            assert child.wait(20) == 0
+        assert child.stderr
+        told = child.stderr.read()
+        assert told.count("\n") == 1, told
+        assert "1 running task" in told
+        held.let()
+
+
 def test_ctrl_c_twice_ends_its_plans_and_is_no_fault(house: Any) -> None:
     server, held = house.held()
     held.let(2)

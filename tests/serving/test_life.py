@@ -92,6 +92,19 @@ def test_a_sign_of_life_makes_up_for_no_later_time(watched: tuple[Server, list[i
     assert set(statuses) == {70}
 
 
+def test_a_step_that_began_after_the_process_was_stopped_has_no_more_time(
+    watched: tuple[Server, list[int]],
+) -> None:
+    """The engine's thread may be the first to go on: then its sign of life is younger."""
+    server, statuses = watched
+    server._life.pulse.at += 100 * WATCHDOG_S
+    watch(server, 0, TICK_S)
+    watch(server, TICK_S, WATCHDOG_S - TICK_S)
+    assert not statuses
+    watch(server, WATCHDOG_S - TICK_S, WATCHDOG_S + 2 * TICK_S)
+    assert set(statuses) == {70}
+
+
 def test_pauses_of_a_busy_thread_excuse_no_hung_engine(watched: tuple[Server, list[int]]) -> None:
     server, statuses = watched
     watch(server, 0, WATCHDOG_S - 1, every_s=AWAY_S)

@@ -85,6 +85,33 @@ def test_a_plan_that_was_refused_does_not_displace_a_later_one(
             again.set()
             held.let()
             assert (await first, await second) == (then, "stop")
-            assert planner._newest == {}, "no session is remembered for longer than its plans"
+            assert planner._waiting == {}, "no session is remembered for longer than its plans"
+
+    asyncio.run(main())
+
+
+def test_a_later_plan_that_no_server_took_displaces_nothing(
+    house: Any, again: asyncio.Event
+) -> None:
+    server, held, load = house.held_later()
+
+    async def main() -> None:
+        async with AsyncPlanner(server.endpoints[0]) as planner:
+
+            async def asked() -> bool:
+                return bool((await planner.simple("stats"))["refused"].get("not_ready"))
+
+            async def ready() -> bool:
+                return bool((await planner.simple("health"))["ready"])
+
+            first = asyncio.create_task(outcome(planner.plan(OLD)))
+            await until(asked)
+            assert await outcome(planner.plan(Ask(prompt="x" * 2**21))) == "too_large"
+            load.set()
+            await until(ready)
+            again.set()
+            held.let()
+            assert await first == "stop"
+            assert planner._waiting == {}
 
     asyncio.run(main())
