@@ -198,9 +198,10 @@ class _Passes:
 
 
 def _literals(value: object) -> int:
-    if isinstance(value, list) and all(type(one) is int for one in cast("list[object]", value)):
-        return 1  # looked up at once, as strings are; other lists are compared value by value
-    count, left = 0, [value]
+    left = list(cast("list[object]", value)) if isinstance(value, list) else [value]
+    if all(type(one) is int for one in left):
+        return 1  # looked up at once, as strings are; others are compared one by one
+    count = 0
     while left:
         node = left.pop()
         count += not isinstance(node, str)

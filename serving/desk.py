@@ -217,6 +217,7 @@ class Desk:
         if not self._dues.settle(post.owed) or post.outcome is None:
             return
         if isinstance(post.outcome, PlanError):
+            self._tell("refused", id=id, code=post.outcome.code)
             self._refuse(peer, id, post.outcome)
         else:
             self._result(peer, id, post.outcome)

@@ -14,6 +14,8 @@ from thor_dflash.runtime.propose import Dflash
 
 PROMPT = ("--prompt", "Pick the mug.", "--thinking", "off", "-s", "engine.threads=1")
 SAY = {"say": {"type": "string"}}
+WIDE = {**SMALL, "required": [], "properties": {f"k{i}": {"const": 1} for i in range(600)}}
+"""An object with more optional keys than llguidance takes, which it notices where one begins."""
 ENDLESS = {**SMALL, "properties": SAY, "required": ["say"]}
 NOTE = "an answer may grow without end: schema.properties.say must have maxLength (got a string"
 
@@ -120,6 +122,7 @@ def test_what_cannot_be_a_schema_is_refused_before_anything_is_loaded(
     [
         ({"type": "objekt"}, "schema must be one that can be compiled (got: Invalid type: objekt"),
         ({"enum": []}, "schema must"),
+        (WIDE, "schema must be within llguidance's limits"),
     ],
 )
 def test_a_schema_that_no_answer_can_obey_is_refused(

@@ -50,7 +50,7 @@ class ServeConfig:
     drain_s: float = 30.0
     """Time that accepted plans get to finish after SIGTERM. A plan of the 27B takes 10 to 20 s."""
     prefix_mb: int = 1024
-    """Memory for pinned prefixes, MB: about six of the 27B."""
+    """Memory for pinned prefixes, MB: about four of 2000 tokens of the 27B."""
     prefix_dir: str = ""
     """Directory, used by this server alone, for prefixes that clients ask to persist; "": such
     requests are refused. The files hold the prompts unencrypted."""

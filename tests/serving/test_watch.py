@@ -90,9 +90,11 @@ def test_what_is_refused_at_the_door_is_written_down_too(house: Any, tmp_path: P
     peer.ask(**SMALL, id="a", generation=2, session="arm")
     assert peer.ask(**SMALL, id="b", generation=1, session="arm")["code"] == "stale"
     assert peer.ask(**SMALL, id="c", secret=1)["code"] == "bad_request"
+    checked = {"op": "validate", "prompt": "x", "json_schema": {"type": 1}}
+    assert peer.ask(**checked, id="d")["code"] == "schema_invalid"  # found by another thread
     house.close()
     told = [(t.get("id"), t["code"]) for t in lines(path) if t["event"] == "refused"]
-    assert told == [("b", "stale"), ("c", "bad_request")]
+    assert told == [("b", "stale"), ("c", "bad_request"), ("d", "schema_invalid")]
 
 
 def test_a_plan_is_counted_whatever_it_wants_returned(house: Any, tmp_path: Path) -> None:

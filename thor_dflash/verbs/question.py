@@ -44,7 +44,11 @@ class Question:
         if self.schema is None:
             return request
         with progress.task("compiling the schema"):
-            return replace(request, grammar=session.grammar(self.schema))
+            grammar = session.grammar(self.schema)
+            if session.text is not None:
+                # An object that is too wide is refused here; an answer would end where it begins.
+                grammar.takes(session.text.encode("{"))
+            return replace(request, grammar=grammar)
 
 
 def read_question(args: Namespace, config: DecodeConfig) -> Question:
