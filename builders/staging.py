@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import stat
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from types import TracebackType
@@ -22,6 +23,7 @@ from typing import Self, cast
 
 from thor_dflash.errors import PackageError
 from thor_dflash.manifest import NAME, FileEntry, check_outside, hash_file, is_package
+from thor_dflash.progress import say
 
 JOURNAL = ".journal"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -233,20 +235,24 @@ def _entry(row: dict[str, object]) -> tuple[str, FileEntry]:
 def _empty(directory: Path) -> None:
     for path in directory.iterdir():
         if path.is_dir() and not path.is_symlink():
-            _remove(path)
+            _clear(path)
         else:
             path.unlink()
 
 
-def _remove(directory: Path) -> None:
-    """Delete a directory, closed ones in it too, as far as possible: what replaces it is complete.
-    A later build tells of what is left.
-    """
+def _clear(directory: Path) -> None:
+    if not _remove(directory):
+        raise PackageError(f"{directory} must be removable (got a directory that is not)")
+
+
+def _remove(directory: Path) -> bool:
+    """Delete a directory, closed ones in it too, as far as possible; return whether it is gone."""
     _open(directory)
     for path, names, _ in os.walk(directory):
         for name in names:
             _open(Path(path, name))
     shutil.rmtree(directory, ignore_errors=True)
+    return not os.path.lexists(directory)
 
 
 def _open(directory: Path) -> None:
@@ -274,7 +280,7 @@ def _install(partial: Path, out: Path) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if _exchange(partial, out):
-            _remove(partial)
+            _discard_old(partial)
             return
     finally:
         os.close(handle)
@@ -287,7 +293,13 @@ def _install(partial: Path, out: Path) -> None:
         if old.exists() and not out.exists():
             old.rename(out)
         raise
-    _remove(old)
+    _discard_old(old)
+
+
+def _discard_old(directory: Path) -> None:
+    """Delete the replaced package; the new one is complete whether or not this succeeds."""
+    if not _remove(directory):
+        say(sys.stderr, f"note: {directory}, the replaced package, cannot be deleted")
 
 
 def _old(out: Path) -> Path:
@@ -304,9 +316,7 @@ def _recover(out: Path) -> None:
     if is_package(old) and not out.exists():
         old.rename(out)
     elif is_package(old):
-        _remove(old)
-        if os.path.lexists(old):
-            raise PackageError(f"{old} must be removable (got a directory that is not)")
+        _clear(old)
 
 
 def _exchange(a: Path, b: Path) -> bool:

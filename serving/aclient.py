@@ -92,10 +92,10 @@ class AsyncPlanner:
         asks.append(tries)
         try:
             first, events = await self._begin(tries, asks)
-            for older in asks[: _index(asks, tries)]:
+            for older in asks[: asks.index(tries)]:
                 older.displaced = True
         finally:
-            del asks[_index(asks, tries)]
+            asks.remove(tries)
             if not asks:
                 del self._waiting[session]
         try:
@@ -252,8 +252,3 @@ class AsyncPlanner:
 def _heard(done: asyncio.Future[None]) -> None:
     if not done.cancelled():
         done.exception()
-
-
-def _index(asks: list[Tries], ask: Tries) -> int:
-    """The place of an ask; an equal one is another."""
-    return next(i for i, one in enumerate(asks) if one is ask)

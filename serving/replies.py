@@ -181,7 +181,7 @@ def error(options: Options, body: bytes) -> PlanError:
     )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Tries:
     """The attempts of one request and their time limits.
 

@@ -12,7 +12,7 @@ from thor_dflash.dims import DrafterDims, DraftLayerDims
 ARCHITECTURE = "DFlashDraftModel"
 SLIDING, FULL = "sliding_attention", "full_attention"
 WIDEST = 2**30
-"""Widest window, tokens."""
+"""Widest window, tokens; a wider one is the same."""
 
 UNDERSTOOD = frozenset(
     {
@@ -195,7 +195,7 @@ def _window(root: Fields, block: int) -> int:
     if root.values.get("use_sliding_window") is not True:
         raise root.wrong("use_sliding_window", f"true where layer_types has {SLIDING}")
     # At least a block, so that all slots of a block are in the window, causal or not. Windows are
-    # int32; no context is longer than WIDEST.
+    # int32; WIDEST is more than any context that fits in memory.
     return min(root.integer("sliding_window", block), WIDEST)
 
 

@@ -78,14 +78,21 @@ def test_what_cannot_be_emptied_is_named(tmp_path: Path) -> None:
         build(tmp_path / "p", b"")
 
 
-def test_an_old_package_that_stays_is_told_before_the_next_build(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("swap", [True, False])
+def test_an_old_package_that_stays_is_told_then_and_before_the_next_build(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    swap: bool,
 ) -> None:
-    out = tmp_path / "p"
+    out, name = tmp_path / "p", ".p.partial" if swap else ".p.old"
     build(out, b"old")
-    monkeypatch.setattr(staging, "_exchange", lambda a, b: False)
-    monkeypatch.setattr(staging, "_remove", lambda directory: None)
+    if not swap:
+        monkeypatch.setattr(staging, "_exchange", lambda a, b: False)
+    monkeypatch.setattr(staging, "_remove", lambda directory: False)
     build(out, b"new")
-    with pytest.raises(PackageError, match=r"\.p\.old must be removable"):
+    said = f"note: {tmp_path / name}, the replaced package, cannot be deleted\n"
+    assert capsys.readouterr().err == said
+    with pytest.raises(PackageError, match=rf"\{name}\S* must be removable"):
         Staging(out, "key").__enter__()
     assert (out / "w/a").read_bytes() == b"new"

@@ -129,36 +129,37 @@ def stream(address: str) -> Iterator[None]:
         yield
 
 
+AT_ONCE = "from thor_dflash.verbs import gateway; gateway.DRAIN_S = 0"
+
+
+def ends_with_a_line(child: subprocess.Popen[str]) -> None:
+    """SIGTERM ends it although a request is open, of which it tells and nothing else."""
+    child.terminate()
+    assert child.wait(20) == 0
+    assert child.stderr
+    told = child.stderr.read()
+    assert told.count("\n") == 1, told
+    assert "1 running task" in told
+
+
 def test_a_client_that_stalls_does_not_keep_it_alive() -> None:
-    first = "from thor_dflash.verbs import gateway; gateway.DRAIN_S = 0"
-    with running(first) as (child, address), socket.socket() as client:
+    with running(AT_ONCE) as (child, address), socket.socket() as client:
         client.settimeout(20)
         client.connect(place(address))
         client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n")
         client.sendall(b"Expect: 100-continue\r\nContent-Length: 9\r\n\r\n")
         assert client.recv(99).startswith(b"HTTP/1.1 100"), "it waits for the body"
-        child.terminate()
-        assert child.wait(20) == 0
-        assert child.stderr
-        told = child.stderr.read()
-        assert told.count("\n") == 1, told
-        assert "1 running task" in told
+        ends_with_a_line(child)
 
 
 def test_a_plan_that_outlives_its_end_is_one_line(house: Any) -> None:
     server, held = house.held()
-    first = "from thor_dflash.verbs import gateway; gateway.DRAIN_S = 0"
-    with running(first, server.endpoints[0]) as (child, address):
+    with running(AT_ONCE, server.endpoints[0]) as (child, address):
         body = b'{"messages": [{"role": "user", "content": "x"}]}'
         with closing(http.client.HTTPConnection(*place(address), timeout=20)) as client:
             client.request("POST", "/v1/chat/completions", body)
             assert held.waiting.wait(20)
-            child.terminate()
-            assert child.wait(20) == 0
-        assert child.stderr
-        told = child.stderr.read()
-        assert told.count("\n") == 1, told
-        assert "1 running task" in told
+            ends_with_a_line(child)
         held.let()
 
 
