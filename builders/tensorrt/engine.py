@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,8 +24,7 @@ from thor_dflash.builders.tensorrt.profiles import Together
 from thor_dflash.builders.tensorrt.streams import Writer
 from thor_dflash.builders.tensorrt.watch import Phases
 from thor_dflash.errors import EngineError
-from thor_dflash.plugins.cuda.driver import Driver, Info
-from thor_dflash.plugins.cuda.kernels import Kernels
+from thor_dflash.plugins.cuda.driver import Info
 from thor_dflash.plugins.tensorrt.host import Messages, Reader
 from thor_dflash.plugins.tensorrt.node import Node, fingerprint
 from thor_dflash.plugins.tensorrt.plugin import deregister, register
@@ -44,8 +43,6 @@ class Maker:
     config: TensorRTConfig
     device: Info
     progress: Progress
-    driver: Callable[[], Driver] | None
-    """Opens the CUDA context that TensorRT works in; None if nothing is run."""
     messages: Messages = field(default_factory=Messages)
 
     def __post_init__(self) -> None:
@@ -58,19 +55,15 @@ class Maker:
 
     @contextmanager
     def calls(self, nodes: Iterable[Node]) -> Generator[None]:
-        """Register the plugins of these nodes with TensorRT for the duration of the block."""
-        driver = self.driver() if self.driver is not None else None
-        device, kernels = self.device.device, None
-        if driver is not None:
-            kernels = Kernels(driver, device, self.config.cubins_directory)
+        """Register the plugins of these nodes with TensorRT for the duration of the block. They
+        launch no kernels.
+        """
         registry = trt.get_plugin_registry()
-        creators = register(registry, device, kernels, nodes)
+        creators = register(registry, self.device.device, None, nodes)
         try:
             yield
         finally:
             deregister(registry, creators)
-            if driver is not None:
-                driver.close()
 
     @property
     def version(self) -> str:

@@ -254,7 +254,7 @@ def test_the_driver_is_asked_for_the_device_and_closed(
     closed: list[str] = []
     driver = SimpleNamespace(info="a Thor", close=lambda: closed.append("driver"))
 
-    def real(config: object, device: object, *others: object) -> object:
+    def real(config: object, device: object, progress: object) -> object:
         if refused:
             raise EngineError("too old")
         return device
