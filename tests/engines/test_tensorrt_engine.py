@@ -104,6 +104,14 @@ def test_it_captures_the_kernels_that_the_cuda_engine_captures(
     assert ours == sorted(set(device.graphs))
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_launches_overlap_only_if_the_engine_may(made: Path, device: Fake, overlap: bool) -> None:
+    early = device.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    with closing(open_session(made, EngineConfig(overlap=overlap), Silent())) as s:
+        cycles(s, 3)
+    assert any(early in attributes for attributes in device.launched) == overlap
+
+
 def contexts(s: Session) -> dict[Any, Any]:
     """(id of a call, places of its states) -> execution context."""
     engine: Any = s.model.engine

@@ -132,8 +132,8 @@ class TensorRTEngine(Board):
 
     def _deserialise(self, plans: Sequence[Plan]) -> None:
         """Register the plugins that the engines use, then load the engine files."""
-        directory = self._config.cubins_directory
-        kernels = Kernels(self._driver, self.info.device, directory)
+        directory, overlap = self._config.cubins_directory, self._config.overlap
+        kernels = Kernels(self._driver, self.info.device, directory, overlap=overlap)
         nodes = [parse(node.room, node.fields) for plan in plans for node in plan.nodes]
         registry = trt.get_plugin_registry()
         self._creators = register(registry, self.info.device, kernels, nodes)
