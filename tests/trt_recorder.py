@@ -58,6 +58,10 @@ class ITimingCache:
         return IHostMemory(self.data + b"+")
 
 
+DAMAGED, OTHER = b"damaged", b"of another device"
+"""Timing caches that TensorRT does not read, or does not take."""
+
+
 class IBuilderConfig:
     def __init__(self) -> None:
         self.builder_optimization_level = 3
@@ -79,15 +83,17 @@ class IBuilderConfig:
     def clear_flag(self, flag: BuilderFlag) -> None:
         self.flags.discard(flag)
 
-    def create_timing_cache(self, serialized_timing_cache: bytes) -> ITimingCache:
-        return ITimingCache(serialized_timing_cache)
+    def create_timing_cache(self, serialized_timing_cache: bytes) -> ITimingCache | None:
+        damaged = serialized_timing_cache == DAMAGED
+        return None if damaged else ITimingCache(serialized_timing_cache)
 
     def set_timing_cache(self, cache: ITimingCache, ignore_mismatch: bool) -> bool:
+        if cache.data == OTHER:
+            return False
         self.cache, self.ignore_mismatch = cache, ignore_mismatch
         return True
 
-    def get_timing_cache(self) -> ITimingCache:
-        assert self.cache is not None
+    def get_timing_cache(self) -> ITimingCache | None:
         return self.cache
 
     def add_optimization_profile(self, profile: IOptimizationProfile) -> int:

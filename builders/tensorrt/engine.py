@@ -149,16 +149,22 @@ class Maker:
             known = self._timings.read_bytes()
         except FileNotFoundError:
             known = b""
-        config.set_timing_cache(config.create_timing_cache(known), False)
+        # None if they are damaged, although the bindings' signature does not say so.
+        timings: trt.ITimingCache | None = config.create_timing_cache(known)
+        if timings is None or not config.set_timing_cache(timings, False):
+            # Without a cache, TensorRT would have none to keep at the end.
+            config.set_timing_cache(config.create_timing_cache(b""), False)
         return config
 
     @property
     def _timings(self) -> Path:
-        """Path of the timing cache. Its name holds the fingerprint of the plugins' kernels, which
-        TensorRT's own cache key does not cover.
+        """Path of the timing cache. Its name holds the properties of the device that a power mode
+        changes, because TensorRT takes only timings of an equal device, and the fingerprint of the
+        plugins' kernels, which TensorRT's own cache key does not cover.
         """
-        major, minor = self.device.device.capability
-        name = f"{self.version}-sm_{major}{minor}-{fingerprint()[:16]}.timing"
+        device = self.device.device
+        arch = f"sm_{device.capability[0]}{device.capability[1]}-{device.multiprocessors}"
+        name = f"{self.version}-{arch}-{fingerprint()[:16]}.timing"
         return self.config.timings_directory / name
 
     def _keep_timings(self, config: trt.IBuilderConfig) -> None:

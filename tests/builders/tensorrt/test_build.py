@@ -240,11 +240,20 @@ def test_the_timing_cache_is_kept_by_version_device_and_kernels(tmp_path: Path) 
     """The recorder adds a byte to it for each engine."""
     first = record_hybrid(tmp_path, "bf16").engines
     [file] = (tmp_path / "timings").iterdir()
-    assert file.name == f"{recorder.__version__}-sm_110-{fingerprint()[:16]}.timing"
+    assert file.name == f"{recorder.__version__}-sm_110-20-{fingerprint()[:16]}.timing"
     assert file.read_bytes() == b"+" * len(first)
     again = record_hybrid(tmp_path, "bf16").engines
     given = [one.config.cache.data for one in again.values() if one.config.cache]
     assert given == [b"+" * (len(first) + i) for i in range(len(again))]
+
+
+@pytest.mark.parametrize("unfit", [recorder.DAMAGED, recorder.OTHER])
+def test_timings_that_are_not_taken_are_taken_again(tmp_path: Path, unfit: bytes) -> None:
+    record_hybrid(tmp_path, "bf16")
+    [file] = (tmp_path / "timings").iterdir()
+    file.write_bytes(unfit)
+    again = record_hybrid(tmp_path, "bf16").engines
+    assert file.read_bytes() == b"+" * len(again)
 
 
 @pytest.mark.parametrize("refused", [False, True])
