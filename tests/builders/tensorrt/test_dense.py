@@ -121,8 +121,10 @@ def test_a_constant_is_the_checkpoints_weight(modelopt: Recorded, tmp_path: Path
 def test_constants_stay_mapped_until_their_engine_is_built_and_on_disk_no_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The parser gets their addresses, and TensorRT reads them when it builds."""
-    files = list[list[str]]()
+    """The parser gets their addresses, and TensorRT reads them when it builds. The parser itself
+    must not outlive them either.
+    """
+    files, left = list[list[str]](), list[bool]()
     mapped, build = Constants.mapped, recorder.Builder.build_serialized_network_to_stream
     given, alive = list[ref[Array]](), list[bool]()
 
@@ -133,15 +135,20 @@ def test_constants_stay_mapped_until_their_engine_is_built_and_on_disk_no_longer
 
     def built(*args: Any) -> bool:
         alive.extend(array() is not None for array in given)
-        given.clear()
         files.append([path.name for path in tmp_path.glob("*/.scratch/*")])
         return build(*args)
 
+    def ended(parser: recorder.OnnxParser) -> None:
+        left.extend(array() is not None for array in given)
+        given.clear()
+
     monkeypatch.setattr(Constants, "mapped", watched)
     monkeypatch.setattr(recorder.Builder, "build_serialized_network_to_stream", built)
+    monkeypatch.setattr(recorder.OnnxParser, "__del__", ended, raising=False)
     record_hybrid(tmp_path, "modelopt")
     assert len(alive) > 10
     assert all(alive)
+    assert left == alive
     assert files == [["constants.bin"], *[[] for _ in files[1:]]]
 
 
