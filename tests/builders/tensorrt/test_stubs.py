@@ -1,5 +1,5 @@
-"""Our code, type-checked against TensorRT's own bindings, of the versions of a Thor and of the newest
-that is supported; and the recorder, compared with them member by member.
+"""Our code, type-checked against TensorRT's own bindings, of the versions of a Thor and of the
+newest that is supported; and the recorder, compared with them member by member.
 
 This shows that every call exists, not that it does what we expect.
 """
