@@ -126,8 +126,12 @@ class Maker:
             reader.close()
         if engine is None:
             raise EngineError(f"{path.name} must load again (got: {self.messages.why})")
-        found = layers(engine)
-        wrong = problems(engine, found, together)
+        found, wrong = list[Layer](), list[str]()
+        try:
+            found = layers(engine)
+        except ValueError as e:
+            wrong.append(f"a report of its layers that is no JSON ({e})")
+        wrong += problems(engine, found, together)
         self.messages.lines += [f"INSPECTED: {line}" for line in wrong]
         if wrong and self.config.inspect == "refuse":
             raise EngineError(

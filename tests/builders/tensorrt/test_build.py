@@ -256,6 +256,22 @@ def test_timings_that_are_not_taken_are_taken_again(tmp_path: Path, unfit: bytes
     assert file.read_bytes() == b"+" * len(again)
 
 
+def test_a_report_that_cannot_be_read_costs_no_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names and texts of plugins are in the inspector's JSON, which is not documented."""
+    said = lambda *_: '{"Layers": [{"Name": "a "quoted" name"}]}'  # noqa: E731
+    monkeypatch.setattr(recorder.EngineInspector, "get_engine_information", said)
+    words = r"prefill.plan must hold nothing .*got a report of its layers that is no JSON"
+    with pytest.raises(EngineError, match=words):
+        record_hybrid(tmp_path, "bf16")
+    made = record_hybrid(tmp_path, "bf16", inspect="note")
+    assert (
+        "INSPECTED: a report of its layers that is no JSON" in (made.out / package.LOG).read_text()
+    )
+    assert made.card("prefill").tactics == {}
+
+
 @pytest.mark.parametrize("refused", [False, True])
 def test_the_driver_is_asked_for_the_device_and_closed(
     monkeypatch: pytest.MonkeyPatch, refused: bool
