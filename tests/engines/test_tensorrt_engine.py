@@ -307,8 +307,9 @@ def test_a_step_that_does_not_run_is_named(
         open_session(made, EngineConfig(), Silent())
 
 
+@pytest.mark.parametrize("graphs", [True, False])
 def test_nothing_of_tensorrt_outlives_the_context_that_it_worked_in(
-    made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch
+    made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch, graphs: bool
 ) -> None:
     real, left = trt.Runtime, list[Any]()
 
@@ -321,7 +322,8 @@ def test_nothing_of_tensorrt_outlives_the_context_that_it_worked_in(
     monkeypatch.setattr(
         device, "cuDevicePrimaryCtxRelease", lambda d: left.append(left[0]()) or release(d)
     )
-    open_session(made, EngineConfig(), Silent()).close()
+    with closing(open_session(made, EngineConfig(graphs=graphs), Silent())) as s:
+        cycles(s, 3)
     assert left[1:] == [None]
 
 

@@ -233,8 +233,8 @@ class TensorRTEngine(Board):
                     count = tensor.spec.nbytes({}) // DType.I32.bytes
                     self._driver("cuMemsetD32Async", place, 1, count, self._driver.stream)
         with self._progress.task("warming up", len(self._contexts), "steps") as task:
-            for context in self._contexts.values():
-                self._enqueue(context)
+            for way in self._contexts:
+                self._enqueue(way)
                 self._driver.synchronize()
                 task.advance(1)
         for tensor in self._tensors:
@@ -249,12 +249,13 @@ class TensorRTEngine(Board):
         each: list[Callable[[], None]] = []
         for call in calls:
             fronts = tuple(turn.front for turn in self._touched[id(call)])
-            each.append(partial(self._enqueue, self._contexts[id(call), fronts]))
+            each.append(partial(self._enqueue, (id(call), fronts)))
             self._turn(call)
         name, graph = "+".join(call.graph.name for call in calls), self._config.graphs
         return capture(name, self._driver, each, self._handover(calls), graph=graph)
 
-    def _enqueue(self, context: trt.IExecutionContext) -> None:
+    def _enqueue(self, way: Way) -> None:
+        context = self._contexts[way]
         if not context.execute_async_v3(int(self._driver.stream)):
             why = self._messages.why
             raise EngineError(f"TensorRT engine {context.name} must run (got: {why})")
