@@ -156,9 +156,12 @@ class Asked:
             wrong = list(both)
             wrong[pos] = self.dynamic((*ins, *outs)[pos], trt.DataType.INT8)
             assert not plugin.supports_format_combination(pos, wrong, len(ins))
+        plugin.configure_plugin(both[: len(ins)], both[len(ins) :])
         size = plugin.get_workspace_size(both[: len(ins)], both[len(ins) :])
         assert size == working(rule_of(site.op).launches(site, THOR))[1]
-        plugin.on_shape_change([self.desc(x) for x in ins], [self.desc(x) for x in outs])
+        each = [self.desc(x) for x in ins], [self.desc(x) for x in outs]
+        plugin.on_shape_change(*each)
+        plugin.enqueue(*each, [0] * len(ins), [0] * len(outs), 0, 0)
         assert plugin.get_valid_tactics() == []
         plugin.set_tactic(0)
         plugin.destroy()

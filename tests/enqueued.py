@@ -96,7 +96,7 @@ class Emulated:
         self.cu = SimpleNamespace(CUstream=int)
         self.stream = 7
         self.kernels: Any = SimpleNamespace(
-            gate=self, device=device, function=lambda source, launch: source
+            gate=self, device=device, overlap=True, function=lambda source, launch: source
         )
         self.capturing = False
         self.done: list[str] = []

@@ -221,12 +221,14 @@ class Runtime:
         except ValueError:
             self.logger.log(ILogger.Severity.ERROR, "it is no engine")
             return None
-        return ICudaEngine(records.decode(Program, table, "", PackageError))
+        return ICudaEngine(records.decode(Program, table, "", PackageError), self)
 
 
 class ICudaEngine:
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, runtime: Runtime) -> None:
         self.program = program
+        self._runtime = runtime  # an engine keeps it
+        self.logger = runtime.logger
         steps = zip(deploy(program).plugins, program.steps, strict=True)
         self.nodes = [(node, step.ports, made(node, name)) for (name, node), step in steps]
         read = {ports[port] for node, ports, _ in self.nodes for port in node.inputs}
@@ -269,7 +271,7 @@ def _order(node: Node) -> tuple[str, ...]:
 @dataclass
 class IExecutionContext:
     engine: ICudaEngine
-    name: str = "context"
+    name: str | None = None
     ran: int = 0
     """How many times it was executed."""
     _memory: int = 0

@@ -36,9 +36,7 @@ def test_a_file_is_utf_8_wherever_it_is_read(tmp_path: Path) -> None:
     assert load(path).serve.curve == "schlüssel"
 
 
-@pytest.mark.parametrize(
-    "key", ["engine.cubins", "build.tensorrt.cubins", "build.tensorrt.timings"]
-)
+@pytest.mark.parametrize("key", ["engine.cubins", "build.tensorrt.timings"])
 def test_a_directory_may_lie_in_a_home_that_is_known(
     key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,7 +68,7 @@ def maker(config: TensorRTConfig, progress: Progress) -> Any:
     """Returns the maker of engines as on a Thor, whose device is not looked for."""
     from thor_dflash.builders.tensorrt.engine import Maker
 
-    return Maker(config, DEVICE, progress, None)
+    return Maker(config, DEVICE, progress)
 
 
 def options(tmp: Path, **more: Any) -> BuildConfig:

@@ -58,6 +58,10 @@ class ITimingCache:
         return IHostMemory(self.data + b"+")
 
 
+DAMAGED, OTHER = b"damaged", b"of another device"
+"""Timing caches that TensorRT does not read, or does not take."""
+
+
 class IBuilderConfig:
     def __init__(self) -> None:
         self.builder_optimization_level = 3
@@ -79,15 +83,17 @@ class IBuilderConfig:
     def clear_flag(self, flag: BuilderFlag) -> None:
         self.flags.discard(flag)
 
-    def create_timing_cache(self, serialized_timing_cache: bytes) -> ITimingCache:
-        return ITimingCache(serialized_timing_cache)
+    def create_timing_cache(self, serialized_timing_cache: bytes) -> ITimingCache | None:
+        damaged = serialized_timing_cache == DAMAGED
+        return None if damaged else ITimingCache(serialized_timing_cache)
 
     def set_timing_cache(self, cache: ITimingCache, ignore_mismatch: bool) -> bool:
+        if cache.data == OTHER:
+            return False
         self.cache, self.ignore_mismatch = cache, ignore_mismatch
         return True
 
-    def get_timing_cache(self) -> ITimingCache:
-        assert self.cache is not None
+    def get_timing_cache(self) -> ITimingCache | None:
         return self.cache
 
     def add_optimization_profile(self, profile: IOptimizationProfile) -> int:
@@ -170,11 +176,30 @@ def _workspace(layer: ILayer, network: INetworkDefinition, profile: IOptimizatio
                 assert sizes.setdefault(letter, tuple(each)) == tuple(each), letter
     descs = [_desc(t, network.declared[t.name], sizes) for t in (*layer.inputs, *layer.outputs)]
     for pos in range(len(descs)):
-        fits = layer.plugin.supports_format_combination(pos, descs, layer.num_inputs)
+        told = [_formats(d, known=at <= pos) for at, d in enumerate(descs)]
+        fits = layer.plugin.supports_format_combination(pos, told, layer.num_inputs)
         assert fits, (layer.name, pos, descs[pos])
     ins, outs = descs[: layer.num_inputs], descs[layer.num_inputs :]
     layer.plugin.configure_plugin(ins, outs)
+    _time(layer.plugin.clone(), ins, outs)
     return int(layer.plugin.get_workspace_size(ins, outs))
+
+
+def _time(
+    plugin: Any, ins: list[DynamicPluginTensorDesc], outs: list[DynamicPluginTensorDesc]
+) -> None:
+    """Runs a plugin as TensorRT does to time it: on inputs whose values mean nothing."""
+    each = [[PluginTensorDesc(d.opt, d.desc.type) for d in descs] for descs in (ins, outs)]
+    plugin.on_shape_change(*each)
+    plugin.enqueue(*each, [1 << 40] * len(ins), [1 << 41] * len(outs), 1 << 42, 7)
+
+
+def _formats(described: DynamicPluginTensorDesc, *, known: bool) -> DynamicPluginTensorDesc:
+    """Returns what is told of a tensor while formats are chosen: only those of it and of the
+    tensors before it, and no bounds of its sizes, which differ between profiles.
+    """
+    kind = described.desc.type if known else None
+    return DynamicPluginTensorDesc(PluginTensorDesc(described.desc.dims, kind), *[Dims()] * 3)
 
 
 def _desc(

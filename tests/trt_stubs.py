@@ -20,8 +20,9 @@ from pathlib import Path
 
 import pytest
 
-VERSIONS = ("10.13.3.9", "11.4.0.106")
-"""The oldest TensorRT for a Thor (that of JetPack 7.1), and the newest that is supported."""
+VERSIONS = ("10.13.3.9", "10.16.1.11", "11.4.0.106")
+"""The TensorRT of JetPack 7.1, that of 7.2 (the last 10.16 whose bindings are published), and the
+newest that is supported."""
 PACKAGE = "tensorrt_cu13_bindings"
 STORE = Path(sys.prefix) / "tensorrt-bindings"
 """In the virtual environment, so that it goes when that goes."""

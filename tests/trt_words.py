@@ -182,7 +182,7 @@ class Dims(tuple):
 @dataclass
 class PluginTensorDesc:
     dims: Dims
-    type: DataType
+    type: DataType | None
     format: TensorFormat = TensorFormat.LINEAR
 
 

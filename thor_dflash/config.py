@@ -17,7 +17,7 @@ from typing import Any, Literal
 from thor_dflash import records
 from thor_dflash.errors import ConfigError
 from thor_dflash.serve_config import GatewayConfig, ServeConfig
-from thor_dflash.tensorrt_config import CUBINS, TensorRTConfig, directory
+from thor_dflash.tensorrt_config import TensorRTConfig, directory
 
 BLOCK = 16
 """Rows of a block if neither the configuration nor a drafter says."""
@@ -148,7 +148,7 @@ class EngineConfig:
     overlap: bool = True
     """cuda, tensorrt: let a kernel prefetch its weights while the previous kernel finishes
     (programmatic dependent launch)."""
-    cubins: str = CUBINS
+    cubins: str = "~/.cache/thor-dflash/cubins"
     """cuda, tensorrt: directory of compiled kernels."""
 
     def __post_init__(self) -> None:

@@ -8,8 +8,6 @@ from typing import Literal
 
 from thor_dflash.errors import ConfigError
 
-CUBINS = "~/.cache/thor-dflash/cubins"
-"""Default directory of compiled kernels."""
 LEVELS = 5
 """Highest optimisation level of TensorRT's builder."""
 
@@ -44,8 +42,6 @@ class TensorRTConfig:
     """Optimisation level of the builder, 0 to 5; 3 is TensorRT's default."""
     timings: str = "~/.cache/thor-dflash/timings"
     """Directory of the timing cache, which saves time in the next build."""
-    cubins: str = CUBINS
-    """Directory of compiled kernels, as engine.cubins."""
     inspect: Literal["refuse", "note"] = "refuse"
     """What to do if an engine has a copy, a precision or a layer that its graph does not have:
     refuse it, or note it in the package's tensorrt.log."""
@@ -57,11 +53,6 @@ class TensorRTConfig:
             raise ConfigError(
                 f"build.tensorrt.workspace_mib must be >= 1 (got {self.workspace_mib})"
             )
-
-    @property
-    def cubins_directory(self) -> Path:
-        """See `directory`."""
-        return directory("build.tensorrt.cubins", self.cubins)
 
     @property
     def timings_directory(self) -> Path:

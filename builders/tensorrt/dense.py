@@ -1,8 +1,8 @@
 """Writes the linears of a prefill as TensorRT's own FP4 products instead of our plugin.
 
-    x -> prologue -> TRT_FP4DynamicQuantize -> DequantizeLinear \\
-                                                                  MatMul -> epilogue
-    codes, block scales -> DequantizeLinear -> Transpose ------- /
+    x -> prologue -> TRT_FP4DynamicQuantize -> DequantizeLinear -> \\
+                                                                     MatMul -> epilogue
+    codes, block scales -> DequantizeLinear -> Transpose -> Cast -> /
 
 TensorRT recognises this pattern and multiplies in FP4. It quantises the rows, too (W4A4), which our
 kernels do not, so prefill results differ slightly, and a row's result may depend on the size of the
@@ -71,7 +71,11 @@ class Dense:
         ports = self._ports(step)
         b = Body(f"{step.name}.")
         x = _Wired({p: self._dtype(n) for p, n in ports.items()}, ports)
-        rows = b.narrow(prologue(b, x, a), DType.BF16)
+        rows = prologue(b, x, a)
+        if a.integer("head_dim"):
+            # The prologue infers this size, and TensorRT must know it to cut the rows into blocks.
+            rows = b.reshape(rows, 0, self._columns(step))
+        rows = b.narrow(rows, DType.BF16)
         y = list(self._products(b, step, rows))
         if a.word("epilogue") == "swiglu":
             gate, up = (b.cast(value, DType.F32) for value in y)
@@ -98,11 +102,19 @@ class Dense:
         scale = _up(max(self.scales[name] for name in codes))
         quantised = _quantise(b, rows, scale)
         for i, name in enumerate(weights):
-            weight, operand = name, rows
-            if name in codes:
-                block, row = _ports(node)[f"block_scale{i}"], _ports(node)[f"row_scale{i}"]
-                weight, operand = _dequantised(b, name, block, self._global(row)), quantised
-            yield b.op("MatMul", operand, b.op("Transpose", weight, perm=(1, 0)))
+            if name not in codes:
+                yield b.op("MatMul", rows, b.op("Transpose", name, perm=(1, 0)))
+                continue
+            block, row = _ports(node)[f"block_scale{i}"], _ports(node)[f"row_scale{i}"]
+            wide = b.op("Transpose", _dequantised(b, name, block, self._global(row)), perm=(1, 0))
+            yield b.op("MatMul", quantised, b.cast(wide, DType.BF16))
+
+    def _columns(self, step: Step) -> int:
+        """Return K, the columns of the rows that a linear reads."""
+        x = step.ports["x"]
+        columns = (self.program.values.get(x) or self.program.inputs[x]).shape[-1]
+        assert isinstance(columns, int), step.name
+        return columns
 
     def _global(self, name: str) -> float:
         """Return the one value that all row scales of a matrix have."""
@@ -173,8 +185,10 @@ def _quantise(b: Body, rows: str, scale: Array) -> str:
 
 
 def _dequantised(b: Body, codes: str, blocks: str, scale: float) -> str:
-    """Dequantise a weight to bf16 [N, K]."""
-    scales = b.cast(b.op("DequantizeLinear", blocks, b.f32(scale)), DType.BF16)
+    """Dequantise a weight to float32 [N, K]. Nothing may come between the two nodes, which TensorRT
+    takes for one double quantisation.
+    """
+    scales = b.op("DequantizeLinear", blocks, b.f32(scale))
     return b.op("DequantizeLinear", codes, scales, axis=-1, block_size=NVFP4_GROUP)
 
 

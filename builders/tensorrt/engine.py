@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,8 +24,7 @@ from thor_dflash.builders.tensorrt.profiles import Together
 from thor_dflash.builders.tensorrt.streams import Writer
 from thor_dflash.builders.tensorrt.watch import Phases
 from thor_dflash.errors import EngineError
-from thor_dflash.plugins.cuda.driver import Driver, Info
-from thor_dflash.plugins.cuda.kernels import Kernels
+from thor_dflash.plugins.cuda.driver import Info
 from thor_dflash.plugins.tensorrt.host import Messages, Reader
 from thor_dflash.plugins.tensorrt.node import Node, fingerprint
 from thor_dflash.plugins.tensorrt.plugin import deregister, register
@@ -44,8 +43,6 @@ class Maker:
     config: TensorRTConfig
     device: Info
     progress: Progress
-    driver: Callable[[], Driver] | None
-    """Opens the CUDA context that TensorRT works in; None if nothing is run."""
     messages: Messages = field(default_factory=Messages)
 
     def __post_init__(self) -> None:
@@ -58,19 +55,15 @@ class Maker:
 
     @contextmanager
     def calls(self, nodes: Iterable[Node]) -> Generator[None]:
-        """Register the plugins of these nodes with TensorRT for the duration of the block."""
-        driver = self.driver() if self.driver is not None else None
-        device, kernels = self.device.device, None
-        if driver is not None:
-            kernels = Kernels(driver, device, self.config.cubins_directory)
+        """Register the plugins of these nodes with TensorRT for the duration of the block. They
+        launch no kernels.
+        """
         registry = trt.get_plugin_registry()
-        creators = register(registry, device, kernels, nodes)
+        creators = register(registry, self.device.device, None, nodes)
         try:
             yield
         finally:
             deregister(registry, creators)
-            if driver is not None:
-                driver.close()
 
     @property
     def version(self) -> str:
@@ -133,8 +126,12 @@ class Maker:
             reader.close()
         if engine is None:
             raise EngineError(f"{path.name} must load again (got: {self.messages.why})")
-        found = layers(engine)
-        wrong = problems(engine, found, together)
+        found, wrong = list[Layer](), list[str]()
+        try:
+            found = layers(engine)
+        except ValueError as e:
+            wrong.append(f"a report of its layers that is no JSON ({e})")
+        wrong += problems(engine, found, together)
         self.messages.lines += [f"INSPECTED: {line}" for line in wrong]
         if wrong and self.config.inspect == "refuse":
             raise EngineError(
@@ -156,16 +153,22 @@ class Maker:
             known = self._timings.read_bytes()
         except FileNotFoundError:
             known = b""
-        config.set_timing_cache(config.create_timing_cache(known), False)
+        # None if they are damaged, although the bindings' signature does not say so.
+        timings: trt.ITimingCache | None = config.create_timing_cache(known)
+        if timings is None or not config.set_timing_cache(timings, False):
+            # Without a cache, TensorRT would have none to keep at the end.
+            config.set_timing_cache(config.create_timing_cache(b""), False)
         return config
 
     @property
     def _timings(self) -> Path:
-        """Path of the timing cache. Its name holds the fingerprint of the plugins' kernels, which
-        TensorRT's own cache key does not cover.
+        """Path of the timing cache. Its name holds the properties of the device that a power mode
+        changes, because TensorRT takes only timings of an equal device, and the fingerprint of the
+        plugins' kernels, which TensorRT's own cache key does not cover.
         """
-        major, minor = self.device.device.capability
-        name = f"{self.version}-sm_{major}{minor}-{fingerprint()[:16]}.timing"
+        device = self.device.device
+        arch = f"sm_{device.capability[0]}{device.capability[1]}-{device.multiprocessors}"
+        name = f"{self.version}-{arch}-{fingerprint()[:16]}.timing"
         return self.config.timings_directory / name
 
     def _keep_timings(self, config: trt.IBuilderConfig) -> None:

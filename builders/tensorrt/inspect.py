@@ -30,7 +30,11 @@ FP4 = ("fp4", "e2m1")
 
 
 def layers(engine: trt.ICudaEngine) -> list[Layer]:
-    """Return every layer of an engine, in order."""
+    """Return every layer of an engine, in order.
+
+    Raises:
+        ValueError: the inspector's report is no JSON.
+    """
     inspector = engine.create_engine_inspector()
     text = inspector.get_engine_information(trt.LayerInformationFormat.JSON)
     table = records.as_table(json.loads(text)) or {}

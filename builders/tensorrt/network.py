@@ -51,7 +51,7 @@ def parse(
     network.name = together.name
     parser = trt.OnnxParser(network, messages)
     text = together.model.SerializeToString(deterministic=True)
-    held: list[object] = [parser, text]
+    held: list[object] = [text]
     path = directory / f"{together.name}.onnx"
     read = parser.load_model_proto(text, str(path))
     for name, array in constants.mapped(together.model.graph, directory):
@@ -70,7 +70,8 @@ def parse(
             f"(got {', '.join(problems[:NAMED])}{more})"
         )
     _set_formats(network)
-    return network, held
+    # Last, because a list drops its last object first, and the arrays must outlive the parser.
+    return network, [*held, parser]
 
 
 def _set_formats(network: trt.INetworkDefinition) -> None:

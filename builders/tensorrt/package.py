@@ -124,7 +124,7 @@ def maker(config: TensorRTConfig, progress: Progress) -> Maker:
         ) from e
     driver = Driver()
     try:
-        return Real(config, driver.info, progress, lambda: Driver(shared=True))
+        return Real(config, driver.info, progress)
     finally:
         driver.close()
 

@@ -62,7 +62,7 @@ class Call:
             kernel = self._kernels.function(self._rule.folder / launch.source, launch)
             arguments = values(launch, address, self._tables.__getitem__, scratch, lambda wanted: 0)
             # Only behind a launch of this call: the work before the call may not be a kernel.
-            overlap = launch.overlap and i > 0
+            overlap = self._kernels.overlap and launch.overlap and i > 0
             enqueue(self._kernels.gate, stream, kernel, launch, arguments, overlap=overlap)
 
     def _settle(self, at: dict[str, int], stream: Any) -> dict[str, int]:

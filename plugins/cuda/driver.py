@@ -44,7 +44,8 @@ STICKY = {
 AGAIN = "CUDA answers nothing else in this process: start it again"
 
 HINTS = {
-    "CUDA_ERROR_OUT_OF_MEMORY": "lower engine.capacity, or free memory on the device",
+    "CUDA_ERROR_OUT_OF_MEMORY": "lower engine.capacity, or free memory on the device (on a Jetson, "
+    "the page cache too: sync && echo 3 | sudo tee /proc/sys/vm/drop_caches)",
     "CUDA_ERROR_NO_BINARY_FOR_GPU": "the kernels were compiled for another device",
     "CUDA_ERROR_NO_DEVICE": "this machine has no CUDA device that the driver can use",
     "CUDA_ERROR_INVALID_DEVICE": "engine.device is not one of this machine's",

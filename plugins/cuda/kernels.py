@@ -31,9 +31,11 @@ Image = tuple[Path, tuple[tuple[str, int], ...]]
 class Kernels:
     """The kernels of one context; `cubins` is the directory where compiled kernels are cached."""
 
-    def __init__(self, gate: Gate, device: Device, cubins: Path) -> None:
+    def __init__(self, gate: Gate, device: Device, cubins: Path, *, overlap: bool = True) -> None:
         self.gate = gate
         self.device = device
+        self.overlap = overlap
+        """Whether a kernel may start before the previous one has ended, if its launch says so."""
         self._cubins = cubins
         self._modules: dict[Image, Any] = {}
         self._found: dict[tuple[Image, str], Any] = {}

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import tensorrt as trt
 
+PIECE = 16 << 20
+"""Most bytes of an engine file in memory besides TensorRT's own copy."""
+
 
 class Messages(trt.ILogger):
     """A logger that keeps warnings and errors."""
@@ -47,9 +50,9 @@ class Reader(trt.IStreamReaderV2):
         self._file = path.open("rb")
 
     def read(self, num_bytes: int, stream: int) -> bytes:
-        """Called by TensorRT."""
+        """Called by TensorRT, which asks again for what is missing of `num_bytes`."""
         del stream
-        return self._file.read(num_bytes)
+        return self._file.read(min(num_bytes, PIECE))
 
     def seek(self, offset: int, where: trt.SeekPosition) -> bool:
         """Called by TensorRT. An offset from the end is counted backward."""

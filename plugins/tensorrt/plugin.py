@@ -4,6 +4,10 @@ A plugin answers TensorRT's queries about types, shapes and memory from the cont
 the CUDA engine's kernels on TensorRT's stream. It runs only while a cycle is captured into a CUDA
 graph, and once before that; replaying the graph runs no Python.
 
+While an engine is built, TensorRT also runs every plugin, to time it, on inputs whose values mean
+nothing: a length or a token among them would make a kernel read outside its memory. A plugin has no
+choice that could be timed, so it launches nothing then.
+
 Uses the API that TensorRT 10.13.3 and 11.4 have in common.
 """
 
@@ -105,8 +109,8 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
     def supports_format_combination(
         self, pos: int, in_out: Sequence[trt.DynamicPluginTensorDesc], num_inputs: int
     ) -> bool:
-        """Linear format and the contract's types only; for the last tensor, also asks the launch
-        rule whether it refuses the call.
+        """Linear format and the contract's types only. Of the tensors, the formats and types up to
+        `pos` are all that is known here.
         """
         descs = [described.desc for described in in_out[: pos + 1]]
         kind = TYPES.get(descs[pos].type)
@@ -114,19 +118,20 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
             return False
         names = (*self.node.inputs, *self.node.outputs)
         inputs = self._types([desc.type for desc in descs[:num_inputs]])
-        if not self.node.takes(names[pos], kind, inputs):
-            return False
-        if pos + 1 < len(names):
-            return True
-        sizes = [_largest(described) for described in in_out]
-        return not self.node.rule.refuse(self._site([d.desc.type for d in in_out], sizes))
+        return self.node.takes(names[pos], kind, inputs)
 
     def configure_plugin(
         self,
         pos_in: Sequence[trt.DynamicPluginTensorDesc],
         pos_out: Sequence[trt.DynamicPluginTensorDesc],
     ) -> None:
-        """Nothing to configure: the launches follow from the sizes, once they are known."""
+        """Check the largest sizes of a profile. There is nothing to configure: the launches follow
+        from the sizes, once they are known.
+
+        Raises:
+            EngineError: the kernels cannot run with these sizes.
+        """
+        self._check(self._most(pos_in, pos_out))
 
     def get_valid_tactics(self) -> list[int]:
         """There are no tactics: the launch rule chooses the launches."""
@@ -138,8 +143,7 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
         outputs: Sequence[trt.DynamicPluginTensorDesc],
     ) -> int:
         """Scratch memory at the largest sizes, bytes, without counters."""
-        both = [*inputs, *outputs]
-        site = self._site([d.desc.type for d in both], [_largest(d) for d in both])
+        site = self._most(inputs, outputs)
         return working(self.node.rule.launches(site, self._device))[1]
 
     # ---- runtime -------------------------------------------------------------------------
@@ -170,8 +174,7 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
         site = self._site([d.type for d in both], [tuple(d.dims) for d in both])
         if self._call is not None and site == self._at:
             return  # keep the tables: TensorRT may call this while a stream is captured
-        if why := self.node.rule.refuse(site):
-            raise EngineError(f"{self.plugin_name}: {why}")
+        self._check(site)
         self.destroy()
         if self._kernels is not None:
             self._call, self._at = Call(self._kernels, self.node.rule, site), site
@@ -185,16 +188,17 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
         workspace: int,
         stream: int,
     ) -> None:
-        """Enqueue the launches on the stream.
+        """Enqueue the launches on the stream; nothing if there are no kernels, see the top.
 
         Raises:
             EngineError: a launch failed, or the stream is being captured with addresses with which
                 the plugin never ran.
         """
+        if self._kernels is None:
+            return
         if self._call is None:
             self.on_shape_change(input_desc, output_desc)
-        if self._call is None or self._kernels is None:
-            raise EngineError(f"{self.plugin_name} must have a device to run on (got none)")
+        assert self._call is not None
         names = (*self.node.inputs, *self.node.outputs)
         at = dict(zip(names, (*inputs, *outputs), strict=True))
         self._call.run(at, workspace, self._kernels.gate.cu.CUstream(stream))
@@ -208,6 +212,18 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
 
     def _types(self, types: Sequence[trt.DataType]) -> dict[str, DType]:
         return {p: TYPES[t] for p, t in zip(self.node.inputs, types, strict=False) if t in TYPES}
+
+    def _check(self, site: Site) -> None:
+        if why := self.node.rule.refuse(site):
+            raise EngineError(f"{self.plugin_name}: {why}")
+
+    def _most(
+        self,
+        inputs: Sequence[trt.DynamicPluginTensorDesc],
+        outputs: Sequence[trt.DynamicPluginTensorDesc],
+    ) -> Site:
+        both = [*inputs, *outputs]
+        return self._site([d.desc.type for d in both], [_largest(d) for d in both])
 
     def _site(self, types: Sequence[trt.DataType], sizes: Sequence[tuple[int, ...]]) -> Site:
         names = (*self.node.inputs, *self.node.outputs)
@@ -280,7 +296,7 @@ def register(
     Args:
         registry: `trt.get_plugin_registry()`.
         device: The device that the launches are for.
-        kernels: The kernels to launch; None if the plugins will not run.
+        kernels: The kernels to launch; None while engines are built: the plugins launch nothing.
         nodes: The calls.
 
     Raises:

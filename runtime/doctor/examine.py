@@ -65,7 +65,7 @@ def _findings(
         yield software.device(index, gpu)
     if machine.version("nvidia-cuda-nvrtc"):
         yield _nvrtc(machine, cuda, config.device, needed=on_device)
-    yield from software.tensorrt(machine, tensorrt, jetson=jetson, needed=engine == "tensorrt")
+    yield software.tensorrt(tensorrt, jetson=jetson, needed=engine == "tensorrt")
     yield from board.speed(machine)
     yield from board.memory(machine, cuda)
     yield board.disk(machine, config.cubins, needed=on_device)

@@ -166,23 +166,19 @@ def nvrtc(found: Nvrtc, arch: str, driver: int, *, needed: bool) -> Finding:
     return Finding("nvrtc", "ok", text + (", and the device loads it" if found.loaded else ""))
 
 
-def tensorrt(machine: Machine, found: TensorRT, *, jetson: bool, needed: bool) -> Iterator[Finding]:
+def tensorrt(found: TensorRT, *, jetson: bool, needed: bool) -> Finding:
     """Whether TensorRT's bindings and library work and have the same version."""
     if found.error:
-        state = missing(needed)
         text = f"{found.error}; needed for packages of engine tensorrt"
-        yield Finding("tensorrt", state, text, _tensorrt_remedy(jetson))
-        return
+        return Finding("tensorrt", missing(needed), text, _tensorrt_remedy(jetson))
     bindings, library = numbers(found.bindings)[:3], _library(found.library)
     text = f"bindings {found.bindings}, libnvinfer {'.'.join(map(str, library)) or 'unknown'}"
     if library and bindings != library:
         remedy = _tensorrt_remedy(jetson)
-        yield Finding("tensorrt", "wrong", f"{text}: they must be of one version", remedy)
-    elif outside := _outside(bindings, jetson):
-        yield Finding("tensorrt", "warn", f"{text}; {outside}", _tensorrt_remedy(jetson))
-    else:
-        yield Finding("tensorrt", "ok", text)
-    yield from _numpy(machine, bindings)
+        return Finding("tensorrt", "wrong", f"{text}: they must be of one version", remedy)
+    if outside := _outside(bindings, jetson):
+        return Finding("tensorrt", "warn", f"{text}; {outside}", _tensorrt_remedy(jetson))
+    return Finding("tensorrt", "ok", text)
 
 
 def _library(number: int) -> tuple[int, ...]:
@@ -207,12 +203,3 @@ def _tensorrt_remedy(jetson: bool) -> str:
             "python3 -m venv --system-site-packages .venv"
         )
     return "pip install --upgrade tensorrt"
-
-
-def _numpy(machine: Machine, bindings: tuple[int, ...]) -> Iterator[Finding]:
-    have = machine.version("numpy")
-    # Before TensorRT 11.2, its Python plugins convert arrays of one element to numbers, which NumPy
-    # 2.4 refuses.
-    if bindings[:2] < (11, 2) and numbers(have)[:2] >= (2, 4):
-        text = f"{have}; Python plugins of TensorRT before 11.2 fail with 2.4 and later"
-        yield Finding("numpy", "warn", text, "pip install 'numpy>=2,<2.4'")

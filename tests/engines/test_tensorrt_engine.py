@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import weakref
 from contextlib import closing
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,14 @@ def test_it_captures_the_kernels_that_the_cuda_engine_captures(
     with closing(open_session(other, EngineConfig(), Silent())) as s:
         cycles(s, 9)
     assert ours == sorted(set(device.graphs))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_launches_overlap_only_if_the_engine_may(made: Path, device: Fake, overlap: bool) -> None:
+    early = device.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    with closing(open_session(made, EngineConfig(overlap=overlap), Silent())) as s:
+        cycles(s, 3)
+    assert any(early in attributes for attributes in device.launched) == overlap
 
 
 def contexts(s: Session) -> dict[Any, Any]:
@@ -244,6 +254,77 @@ def test_an_engine_that_tensorrt_does_not_load_is_reported_in_its_words(
     write(made, replace(found, files={**found.files, **new}))
     with pytest.raises(EngineError, match=r"verify.plan must be an engine .*got: it is no"):
         open_session(made, EngineConfig(), Silent())
+
+
+def test_an_engine_file_is_read_in_pieces(device: Fake, tmp_path: Path) -> None:
+    """TensorRT asks for what is missing until it has all that it wanted."""
+    host = import_module("thor_dflash.plugins.tensorrt.host")
+    path = tmp_path / "x.plan"
+    path.write_bytes(bytes(host.PIECE) + b"the end")
+    with closing(host.Reader(path)) as reader:
+        assert reader.read(10 * host.PIECE, 0) == bytes(host.PIECE)
+        assert reader.read(9 * host.PIECE, 0) == b"the end"
+        assert reader.seek(3, trt.SeekPosition.END)
+        assert reader.read(2, 0) == b"en"
+
+
+@pytest.mark.parametrize(
+    "at",
+    [
+        "ICudaEngine.create_execution_context",  # gives None
+        "IExecutionContext.set_tensor_address",  # gives False
+        "IExecutionContext.set_optimization_profile_async",  # raise RuntimeError
+        "IExecutionContext.infer_shapes",
+    ],
+)
+def test_what_tensorrt_refuses_is_told_in_its_words(
+    made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    name, method = at.split(".")
+
+    def fail(self: Any, *_: object) -> None:
+        engine = self if name == "ICudaEngine" else self.engine
+        engine.logger.log(trt.ILogger.Severity.ERROR, "no memory for it")
+        if method in ("set_optimization_profile_async", "infer_shapes"):
+            raise RuntimeError("Error in it.")
+
+    monkeypatch.setattr(vars(trt)[name], method, fail)
+    said = r"TensorRT engine \S+ must take its tensors \(got: no memory for it\)"
+    with pytest.raises(EngineError, match=said):
+        open_session(made, EngineConfig(), Silent())
+
+
+def test_a_step_that_does_not_run_is_named(
+    made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trt.IExecutionContext.execute_async_v3
+
+    def fail(self: trt.IExecutionContext, stream: int) -> bool:
+        return self.engine.program.name != "verify" and run(self, stream)
+
+    monkeypatch.setattr(trt.IExecutionContext, "execute_async_v3", fail)
+    with pytest.raises(EngineError, match=r"TensorRT engine verify must run \(got: "):
+        open_session(made, EngineConfig(), Silent())
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_nothing_of_tensorrt_outlives_the_context_that_it_worked_in(
+    made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch, graphs: bool
+) -> None:
+    real, left = trt.Runtime, list[Any]()
+
+    def runtime(logger: Any) -> Any:
+        left.append(weakref.ref(found := real(logger)))
+        return found
+
+    monkeypatch.setattr(trt, "Runtime", runtime)
+    release = device.cuDevicePrimaryCtxRelease
+    monkeypatch.setattr(
+        device, "cuDevicePrimaryCtxRelease", lambda d: left.append(left[0]()) or release(d)
+    )
+    with closing(open_session(made, EngineConfig(graphs=graphs), Silent())) as s:
+        cycles(s, 3)
+    assert left[1:] == [None]
 
 
 def test_a_description_is_read_as_it_was_written(tmp_path: Path) -> None:

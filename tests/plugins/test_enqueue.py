@@ -73,7 +73,7 @@ def test_no_launch_overlaps_what_ran_before_its_step(
     driver = Driver()
     launch = Launch("kernel", (1, 1, 1), 32, (), overlap=True)
     planned = SimpleNamespace(launch=launch, source=tmp_path / "kernel.cu")
-    launcher = Launcher(driver, Kernels(driver, H100, tmp_path), overlap=True)
+    launcher = Launcher(driver, Kernels(driver, H100, tmp_path))
     calls: Any = [[(planned, []), (planned, [])], [(planned, [])]]
     launcher.capture("it", calls, graph=graph).start()
     assert [OVERLAP in attributes for attributes in cuda.launched] == [False, True, True]

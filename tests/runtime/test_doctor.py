@@ -124,8 +124,6 @@ def test_an_h100_lacks_nothing_but_tensorrt() -> None:
          "JetPack 7 has 10.13 to 10.16", "sudo apt install --reinstall tensorrt"),
         (replace(H100, trt=TensorRT(bindings="10.9.0.1", library=100900)), "tensorrt", "warn",
          "10.13 to 11", "pip install --upgrade tensorrt"),
-        (replace(THOR, versions={**EVERYTHING, "numpy": "2.4.6"}), "numpy", "warn", "2.4.6",
-         "pip install 'numpy>=2,<2.4'"),
         (replace(THOR, files={**THOR.files, TEGRA: "# R36 (release), REVISION: 4.3"}),
          "jetpack", "wrong", "L4T 36.4.3; Thor needs JetPack 7", "flash"),
         (replace(THOR, files={**THOR.files, TEGRA: "# R40 (release), REVISION: 1.0"}),

@@ -150,23 +150,6 @@ def test_a_version_is_its_numbers_up_to_the_first_word() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bindings", "library", "numpy", "warned"),
-    [
-        ("11.1.9.9", 110109, "2.4.0", True),
-        ("11.1.9.9", 110109, "2.3.9", False),
-        ("11.2.0.0", 110200, "2.4.0", False),
-        ("10.13.3.9", 101303, "3.0.0", True),
-    ],
-)
-def test_a_numpy_is_warned_of_only_beside_a_tensorrt_too_old_for_it(
-    bindings: str, library: int, numpy: str, warned: bool
-) -> None:
-    trt = TensorRT(bindings=bindings, library=library)
-    machine = replace(H100, trt=trt, versions={**EVERYTHING, "numpy": numpy})
-    assert (found(machine, "numpy") is not None) == warned
-
-
-@pytest.mark.parametrize(
     ("machine", "bindings", "state"),
     [(H100, (10, 12), "warn"), (H100, (10, 13), "ok"), (H100, (11, 9), "ok"),
      (THOR, (10, 12), "warn"), (THOR, (10, 13), "ok"), (THOR, (10, 16), "ok"),

@@ -109,10 +109,9 @@ def _nothing(wanted: object) -> int:
 class Launcher:
     """Captures the launches of calls."""
 
-    def __init__(self, driver: Driver, kernels: Kernels, *, overlap: bool) -> None:
+    def __init__(self, driver: Driver, kernels: Kernels) -> None:
         self._driver = driver
         self._kernels = kernels
-        self._overlap = overlap
 
     def capture(
         self,
@@ -130,7 +129,7 @@ class Launcher:
             for i, (planned, arguments) in enumerate(calls[number]):
                 launch = planned.launch
                 kernel = self._kernels.function(planned.source, launch)
-                overlap = self._overlap and launch.overlap and (number > 0 or i > 0)
+                overlap = self._kernels.overlap and launch.overlap and (number > 0 or i > 0)
                 driver = self._driver
                 enqueue(driver, driver.stream, kernel, launch, arguments, overlap=overlap)
 

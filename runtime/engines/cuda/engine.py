@@ -89,7 +89,7 @@ class CudaEngine(Board):
         self._place(self._allocate(offsets.page), offsets)
         self._write_tables(bounds, iter(offsets.spare))
         kernels = self._load(bounds, offsets.weights)
-        self._launcher = Launcher(self._driver, kernels, overlap=self._config.overlap)
+        self._launcher = Launcher(self._driver, kernels)
         self._driver("cuCtxSynchronize")
 
     def _count(self, bounds: Sequence[Bound]) -> Offsets:
@@ -160,7 +160,8 @@ class CudaEngine(Board):
         """
         packed = {name: site for bound in bounds for name, site in bound.packed.items()}
         cubins = self._config.cubins_directory
-        kernels = Kernels(self._driver, self._driver.info.device, cubins)
+        overlap = self._config.overlap
+        kernels = Kernels(self._driver, self._driver.info.device, cubins, overlap=overlap)
         launches = [(planned.source, launch) for planned, launch in _launches(bounds)]
         with kernels.compiling(launches) as images:
             self._fill(self._driver, weights, self._places.weights, packed)

@@ -74,7 +74,6 @@ class TensorRTEngine(Board):
         self._progress = progress
         self._fill = fill or Files(package, progress)
         self._messages = Messages()
-        self._runtime = trt.Runtime(self._messages)
         self._creators: tuple[Creator, ...] = ()
         self._graphs: dict[str, PlanGraph] = {}
         self._engines: dict[str, trt.ICudaEngine] = {}
@@ -132,26 +131,28 @@ class TensorRTEngine(Board):
 
     def _deserialise(self, plans: Sequence[Plan]) -> None:
         """Register the plugins that the engines use, then load the engine files."""
-        directory = self._config.cubins_directory
-        kernels = Kernels(self._driver, self.info.device, directory)
+        directory, overlap = self._config.cubins_directory, self._config.overlap
+        kernels = Kernels(self._driver, self.info.device, directory, overlap=overlap)
         nodes = [parse(node.room, node.fields) for plan in plans for node in plan.nodes]
         registry = trt.get_plugin_registry()
         self._creators = register(registry, self.info.device, kernels, nodes)
         free = self._driver.free_memory()
         files = sorted({plan.file for plan in plans})
+        # Kept by its engines alone, so that nothing of TensorRT outlives the CUDA context.
+        runtime = trt.Runtime(self._messages)
         with self._progress.task("loading engines", len(files), "engines") as task:
             for file in files:
-                self._engines[file] = self._engine(file)
+                self._engines[file] = self._engine(runtime, file)
                 task.advance(1)
         self._owned["engines"] = max(0, free - self._driver.free_memory())
         for plan in plans:
             _check_tensors(plan, self._engines[plan.file])
 
-    def _engine(self, file: str) -> trt.ICudaEngine:
+    def _engine(self, runtime: trt.Runtime, file: str) -> trt.ICudaEngine:
         self._messages.begin(file)
         with closing(Reader(self.package / file)) as reader:
             # None if it fails, although the bindings' signature does not say so.
-            engine: trt.ICudaEngine | None = self._runtime.deserialize_cuda_engine(reader)
+            engine: trt.ICudaEngine | None = runtime.deserialize_cuda_engine(reader)
         if engine is None:
             raise EngineError(
                 f"{file} must be an engine that TensorRT loads here (got: {self._messages.why})"
@@ -181,10 +182,22 @@ class TensorRTEngine(Board):
         self._messages.begin(plan.name)
         engine = self._engines[plan.file]
         managed = trt.ExecutionContextAllocationStrategy.USER_MANAGED
-        context = engine.create_execution_context(managed)
+        # None if it fails, although the bindings' signature does not say so.
+        context: trt.IExecutionContext | None = engine.create_execution_context(managed)
+        if context is None:
+            raise _refusal(plan, self._messages)
+        context.name = plan.name
         # All contexts share this memory, since they run one after the other.
         context.set_device_memory(scratch, size)
-        stream = int(self._driver.stream)
+        try:
+            self._bind(context, call, weights)
+        except RuntimeError as e:  # some methods of the bindings raise it instead of giving False
+            raise _refusal(plan, self._messages) from e
+        return context
+
+    def _bind(self, context: trt.IExecutionContext, call: Call, weights: Mapping[str, int]) -> None:
+        """Set the profile, all sizes and all addresses of a context."""
+        plan, stream = _plan(call), int(self._driver.stream)
         _must(context.set_optimization_profile_async(plan.profile, stream), plan, self._messages)
         self._driver.synchronize()
         turns = self._turns[id(call)]
@@ -199,7 +212,6 @@ class TensorRTEngine(Board):
             raise EngineError(
                 f"{plan.name} must be bound in every tensor (got none for {', '.join(missing)})"
             )
-        return context
 
     def _shape(
         self, context: trt.IExecutionContext, plan: Plan, name: str, shape: tuple[int, ...]
@@ -221,8 +233,8 @@ class TensorRTEngine(Board):
                     count = tensor.spec.nbytes({}) // DType.I32.bytes
                     self._driver("cuMemsetD32Async", place, 1, count, self._driver.stream)
         with self._progress.task("warming up", len(self._contexts), "steps") as task:
-            for context in self._contexts.values():
-                self._enqueue(context)
+            for way in self._contexts:
+                self._enqueue(way)
                 self._driver.synchronize()
                 task.advance(1)
         for tensor in self._tensors:
@@ -237,15 +249,16 @@ class TensorRTEngine(Board):
         each: list[Callable[[], None]] = []
         for call in calls:
             fronts = tuple(turn.front for turn in self._touched[id(call)])
-            each.append(partial(self._enqueue, self._contexts[id(call), fronts]))
+            each.append(partial(self._enqueue, (id(call), fronts)))
             self._turn(call)
         name, graph = "+".join(call.graph.name for call in calls), self._config.graphs
         return capture(name, self._driver, each, self._handover(calls), graph=graph)
 
-    def _enqueue(self, context: trt.IExecutionContext) -> None:
+    def _enqueue(self, way: Way) -> None:
+        context = self._contexts[way]
         if not context.execute_async_v3(int(self._driver.stream)):
-            name = context.name or "of a step"
-            raise EngineError(f"TensorRT engine {name} must run (got: {self._messages.why})")
+            why = self._messages.why
+            raise EngineError(f"TensorRT engine {context.name} must run (got: {why})")
 
     def close(self) -> None:
         """See Engine."""
@@ -275,9 +288,11 @@ def _bound(weight: Weight) -> tuple[int, ...]:
 
 def _must(done: bool, plan: Plan, messages: Messages) -> None:
     if not done:
-        raise EngineError(
-            f"TensorRT engine {plan.name} must take its tensors (got: {messages.why})"
-        )
+        raise _refusal(plan, messages)
+
+
+def _refusal(plan: Plan, messages: Messages) -> EngineError:
+    return EngineError(f"TensorRT engine {plan.name} must take its tensors (got: {messages.why})")
 
 
 def _check_tensors(plan: Plan, engine: trt.ICudaEngine) -> None:

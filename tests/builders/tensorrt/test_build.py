@@ -240,11 +240,36 @@ def test_the_timing_cache_is_kept_by_version_device_and_kernels(tmp_path: Path) 
     """The recorder adds a byte to it for each engine."""
     first = record_hybrid(tmp_path, "bf16").engines
     [file] = (tmp_path / "timings").iterdir()
-    assert file.name == f"{recorder.__version__}-sm_110-{fingerprint()[:16]}.timing"
+    assert file.name == f"{recorder.__version__}-sm_110-20-{fingerprint()[:16]}.timing"
     assert file.read_bytes() == b"+" * len(first)
     again = record_hybrid(tmp_path, "bf16").engines
     given = [one.config.cache.data for one in again.values() if one.config.cache]
     assert given == [b"+" * (len(first) + i) for i in range(len(again))]
+
+
+@pytest.mark.parametrize("unfit", [recorder.DAMAGED, recorder.OTHER])
+def test_timings_that_are_not_taken_are_taken_again(tmp_path: Path, unfit: bytes) -> None:
+    record_hybrid(tmp_path, "bf16")
+    [file] = (tmp_path / "timings").iterdir()
+    file.write_bytes(unfit)
+    again = record_hybrid(tmp_path, "bf16").engines
+    assert file.read_bytes() == b"+" * len(again)
+
+
+def test_a_report_that_cannot_be_read_costs_no_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names and texts of plugins are in the inspector's JSON, which is not documented."""
+    said = lambda *_: '{"Layers": [{"Name": "a "quoted" name"}]}'  # noqa: E731
+    monkeypatch.setattr(recorder.EngineInspector, "get_engine_information", said)
+    words = r"prefill.plan must hold nothing .*got a report of its layers that is no JSON"
+    with pytest.raises(EngineError, match=words):
+        record_hybrid(tmp_path, "bf16")
+    made = record_hybrid(tmp_path, "bf16", inspect="note")
+    assert (
+        "INSPECTED: a report of its layers that is no JSON" in (made.out / package.LOG).read_text()
+    )
+    assert made.card("prefill").tactics == {}
 
 
 @pytest.mark.parametrize("refused", [False, True])
@@ -254,7 +279,7 @@ def test_the_driver_is_asked_for_the_device_and_closed(
     closed: list[str] = []
     driver = SimpleNamespace(info="a Thor", close=lambda: closed.append("driver"))
 
-    def real(config: object, device: object, *others: object) -> object:
+    def real(config: object, device: object, progress: object) -> object:
         if refused:
             raise EngineError("too old")
         return device

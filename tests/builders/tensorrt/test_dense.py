@@ -98,6 +98,43 @@ def test_linears_are_tensorrt_s_own_in_prefill_and_plugins_elsewhere(modelopt: R
     assert kinds["verify"].count("ThorLinear") == 4 * layers
 
 
+def above(network: recorder.INetworkDefinition, layer: recorder.ILayer, port: int) -> Any:
+    """The layers that make an input, from the nearest one along their first inputs."""
+    made = {t.name: one for one in network.layers for t in one.outputs}
+    found, at = list[recorder.ILayer](), made.get(layer.inputs[port].name)
+    while at is not None:
+        found.append(at)
+        at = made.get(at.inputs[0].name) if at.inputs and at.plugin is None else None
+    return found
+
+
+def test_the_axis_that_is_cut_into_blocks_has_a_size_that_tensorrt_knows(
+    modelopt: Recorded,
+) -> None:
+    """Its documentation of DynamicQuantize demands a constant when it builds. An inferred size (-1)
+    is none to it if, as in an engine of several profiles, the number of rows is not known.
+    """
+    network, shaped = modelopt.engines["prefill"].network, 0
+    for quantiser in [one for one in network.layers if one.kind == "TRT_FP4DynamicQuantize"]:
+        rows, columns = quantiser.inputs[0].shape
+        assert rows == -1
+        if last := next((x for x in above(network, quantiser, 0) if x.kind == "Reshape"), None):
+            [sizes, *_] = above(network, last, 1)
+            assert onnx.numpy_helper.to_array(sizes.fields["value"]).tolist() == [0, columns]
+            shaped += 1
+    assert shaped == read_target(modelopt.out.parent / "target").dims.layers.count("gdn")
+
+
+def test_weights_are_dequantised_as_modelopt_s_exporter_writes_it(modelopt: Recorded) -> None:
+    network = modelopt.engines["prefill"].network
+    chains = [above(network, one, 1) for one in network.layers if one.kind == "MatMul"]
+    found = [chain for chain in chains if chain[-1].kind == "DequantizeLinear"]
+    assert len(found) > 8
+    for chain in found:
+        assert [x.kind for x in chain] == ["Cast", "Transpose", "DequantizeLinear"]
+        assert [x.kind for x in above(network, chain[-1], 1)] == ["DequantizeLinear"]
+
+
 def test_only_what_tensorrt_multiplies_with_is_a_constant(modelopt: Recorded) -> None:
     prefill = modelopt.engines["prefill"].network
     assert prefill.initializers
@@ -121,8 +158,10 @@ def test_a_constant_is_the_checkpoints_weight(modelopt: Recorded, tmp_path: Path
 def test_constants_stay_mapped_until_their_engine_is_built_and_on_disk_no_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The parser gets their addresses, and TensorRT reads them when it builds."""
-    files = list[list[str]]()
+    """The parser gets their addresses, and TensorRT reads them when it builds. The parser itself
+    must not outlive them either.
+    """
+    files, left = list[list[str]](), list[bool]()
     mapped, build = Constants.mapped, recorder.Builder.build_serialized_network_to_stream
     given, alive = list[ref[Array]](), list[bool]()
 
@@ -133,15 +172,20 @@ def test_constants_stay_mapped_until_their_engine_is_built_and_on_disk_no_longer
 
     def built(*args: Any) -> bool:
         alive.extend(array() is not None for array in given)
-        given.clear()
         files.append([path.name for path in tmp_path.glob("*/.scratch/*")])
         return build(*args)
 
+    def ended(parser: recorder.OnnxParser) -> None:
+        left.extend(array() is not None for array in given)
+        given.clear()
+
     monkeypatch.setattr(Constants, "mapped", watched)
     monkeypatch.setattr(recorder.Builder, "build_serialized_network_to_stream", built)
+    monkeypatch.setattr(recorder.OnnxParser, "__del__", ended, raising=False)
     record_hybrid(tmp_path, "modelopt")
     assert len(alive) > 10
     assert all(alive)
+    assert left == alive
     assert files == [["constants.bin"], *[[] for _ in files[1:]]]
 
 
