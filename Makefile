@@ -1,8 +1,9 @@
 # make test    every check: ruff, mypy, pyright, pytest
 # make demo    the small planner, built and run
-# make PYTHON=python3.12 test    with another interpreter (3.11 or later)
+# make PYTHON=python3.12 test    with another interpreter (3.11 or later), if there is no .venv yet
+# make clean    removes .venv and what was built
 #
-# Both set themselves up once (.venv, pinned packages) and need no network after that.
+# test and demo set themselves up once (.venv, pinned packages) and need no network after that.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -38,13 +39,13 @@ demo: $(RUN_READY)
 format: $(DEV_READY)
 	@$(BIN)/ruff check -q --fix --exit-zero . && $(BIN)/ruff format .
 
-$(RUN_READY): | $(VENV)/made
+$(RUN_READY): | interpreter $(VENV)/made
 	@echo "== installing into $(VENV) (once)"
 	@$(PIP) -q 'setuptools>=77'
 	@$(PIP) --no-build-isolation -e '.[build,ort]'
 	@rm -f $(VENV)/run-* && touch $@
 
-$(DEV_READY): | $(VENV)/made
+$(DEV_READY): | interpreter $(VENV)/made
 	@echo "== installing into $(VENV), with the tools of make test (once)"
 	@$(PIP) -q 'setuptools>=77'
 	@$(PIP) --no-build-isolation -e '.[build,ort,cuda,serve,http,dev]'
@@ -62,7 +63,15 @@ $(VENV)/made:
 	@echo "== creating $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv --clear $(VENV) && touch $@
 
+# A .venv keeps the interpreter that it was made with.
+interpreter:
+ifneq ($(origin PYTHON),file)
+	@test ! -e $(VENV)/made || test "$$($(BIN)/python -V)" = "$$($(PYTHON) -V)" || { \
+		echo "PYTHON must be that of $(VENV), $$($(BIN)/python -V) (got $(PYTHON))." \
+		"For another one: make clean" >&2; exit 2; }
+endif
+
 clean:
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache *.egg-info
 
-.PHONY: help test demo format clean
+.PHONY: help test demo format interpreter clean

@@ -115,6 +115,7 @@ def _show(
         style="green" if same else "bold red",
     )
     console.print(
+        f"A plain step computes the same {manifest.block} rows; on a CPU, one row would be faster. "
         "planner-nano shows the machinery on any laptop; none of its numbers is one of the 27B.",
         style="dim",
     )

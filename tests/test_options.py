@@ -182,6 +182,26 @@ def test_ids_have_no_template_to_tell_of_thinking(
     assert said == "--thinking must go with --prompt or --messages (got --tokens)"
 
 
+@pytest.mark.parametrize("verb", ["generate", "profile"])
+@pytest.mark.parametrize(
+    "budget", ["--thinking-budget 5", "--reasoning-effort low", "-s decode.budget.tokens=0"]
+)
+def test_a_budget_without_thinking_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str, budget: str
+) -> None:
+    said = "a thinking budget must go with decode.thinking on (got off)"
+    line = (verb, *VERBS[verb].split())
+    for off in ("--thinking off", "-s decode.thinking=off"):
+        assert refused(capsys, *line, *off.split(), *budget.split()) == said
+    file = tmp_path / "robot.toml"
+    file.write_text('[decode]\nthinking = "off"\n')
+    assert refused(capsys, *line, "-c", str(file), *budget.split()) == said
+    file.write_text("[decode.budget]\ntokens = 5\n")
+    assert refused(capsys, *line, "-c", str(file), "--thinking", "off") != said, "for others"
+    none = ("--thinking", "off", "--reasoning-effort", "none")
+    assert refused(capsys, *line, *none) == "p must be a package directory (got nothing there)"
+
+
 def test_a_check_of_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, "check", "--package", "p", "--operators", "none") == (
         "--operators none must go with --reference or --golden (got neither)"

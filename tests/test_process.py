@@ -24,6 +24,14 @@ def buffered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
 
 
+def test_the_module_is_the_command() -> None:
+    """Without its script, as from a checkout; it would do nothing, and say that all is well."""
+    line = [sys.executable, "-m", "thor_dflash.cli", "bild"]
+    done = subprocess.run(line, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "'bild'" in done.stderr
+
+
 def test_help_and_version_load_nothing_heavy() -> None:
     script = (
         "import sys; from thor_dflash import cli\n"

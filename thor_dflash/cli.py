@@ -242,3 +242,6 @@ _UNREAD = (("bench", "--package", "build"), ("serve", "--mock", "engine"))
 """Subcommand, an option, and the section that it does not read with that option."""
 _IDLE = tuple(("serve", "--mock", f"serve.{key}") for key in ("yield_us", "cancel_ms", "prefix_mb"))
 """The same for single keys: a mock has no steps on a device and no memory for prefixes."""
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -9,6 +9,9 @@ from errno import ELOOP
 from pathlib import Path, PurePosixPath
 from stat import S_ISREG
 
+STRANGE = "that no build wrote"
+"""How the text of anything unexpected ends."""
+
 
 @dataclass(frozen=True, slots=True)
 class Contents:
@@ -40,7 +43,7 @@ def look(root: Path, sizes: Mapping[str, int], besides: str) -> Contents:
     for name, size in sizes.items():
         if not _below(name, behind):
             _look_at(root / name, name, size, found)
-    found.wrong.extend(f"{name} that no build wrote" for name in extra)
+    found.wrong.extend(f"{name} {STRANGE}" for name in extra)
     return found
 
 

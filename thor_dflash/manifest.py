@@ -316,7 +316,9 @@ def _refuse(package: Path, problems: Sequence[str]) -> None:
 
 
 def _refusal(package: Path, problems: Sequence[str]) -> PackageError:
-    return PackageError(f"{package} must hold what was built (got {_named(problems)}); {REBUILD}")
+    strange = all(text.endswith(contents.STRANGE) for text in problems)
+    remedy = "remove it" if strange else REBUILD
+    return PackageError(f"{package} must hold what was built (got {_named(problems)}); {remedy}")
 
 
 def _named(problems: Sequence[str]) -> str:

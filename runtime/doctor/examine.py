@@ -90,7 +90,8 @@ def engines(
 
     def lacks(item: str) -> str:
         finding = found.get(item)
-        return finding.text if finding and finding.state != "ok" else ""
+        # Without what an extra is needed for: more than one engine may need it.
+        return finding.text.partition("; needed ")[0] if finding and finding.state != "ok" else ""
 
     device = cuda.error or ("" if _usable(cuda, index) else "no device of compute capability 9.0")
     on_device = lacks("extra cuda") or device or lacks("cuda driver") or lacks("nvrtc")

@@ -33,7 +33,7 @@ def read(path: Path) -> tuple[Manifest | None, Finding]:
         found = package_manifest.read(path)
         package_manifest.check_files(path, found)
     except PackageError as e:
-        # A file that is unreadable or a link needs to be looked at, not built again.
+        # What is unreadable, a link or strange needs to be looked at, not built again.
         remedy = "thor-dflash build --help" if REBUILD in str(e) else f"ls -lR {quote(str(path))}"
         return None, Finding("package", "wrong", str(e), remedy)
     size = sum(entry.bytes for entry in found.files.values())

@@ -282,7 +282,7 @@ def unreadable(package: Path) -> None:
     [
         (truncated, "build"),
         (grown, "build"),
-        (with_a_file_more, "build"),
+        (with_a_file_more, "ls -lR '{}'"),
         (linked, "ls -lR '{}'"),
         (unreadable, "ls -lR '{}'"),
     ],

@@ -115,6 +115,7 @@ def test_an_engine_that_lacks_a_part_cannot_run_though_nobody_asked_for_it(
     report = examined(machine)
     assert not report.wrong
     assert why in report.engines[engine]
+    assert "needed for" not in report.engines[engine], "that of another engine, if two need it"
 
 
 def test_a_kernel_is_not_tried_on_a_device_that_is_too_old() -> None:

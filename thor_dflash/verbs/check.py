@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from thor_dflash import manifest as package_manifest
 from thor_dflash.config import Config, EngineConfig
 from thor_dflash.errors import ConfigError, RequestError
-from thor_dflash.progress import Progress
+from thor_dflash.progress import Progress, amount
 from thor_dflash.verbs import outputs
 from thor_dflash.verbs import score as score_verb
 from thor_dflash.verbs.inputs import in_vocabulary, read_tokens
@@ -158,7 +158,7 @@ def _logits(found: Logits) -> str:
 def _walk(walk: Walk) -> Iterator[str]:
     where = f"{walk.graph}, block {walk.block}"
     if walk.wrong is None:
-        yield f"ok     {where}: {walk.operators} operators compute what their definitions say"
+        yield f"ok     {where}: {amount(walk.operators, 'operators')} as defined"
     else:
         off = walk.wrong
         yield (

@@ -12,7 +12,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, TextIO
 
 from thor_dflash.config import Config
-from thor_dflash.progress import Progress, say
+from thor_dflash.progress import Progress, amount, say
 from thor_dflash.verbs.question import endless, read_question, untouched
 
 if TYPE_CHECKING:
@@ -144,6 +144,6 @@ def _result(
 def _summary(output: Output, report: Report) -> str:
     count, spec = len(output.tokens), report.spec
     return (
-        f"{count} tokens in {output.seconds:.2f} s, {count / output.seconds:.1f} tok/s, "
-        f"{spec.cycles} cycles of {spec.accept_len:.2f} tokens, ended by {output.finish}"
+        f"{amount(count, 'tokens')} in {output.seconds:.2f} s, {count / output.seconds:.1f} tok/s, "
+        f"{amount(spec.cycles, 'cycles')} of {spec.accept_len:.2f} tokens, ended by {output.finish}"
     )

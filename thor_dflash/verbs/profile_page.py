@@ -61,7 +61,8 @@ def page(found: Profile, base: Profile | None = None) -> str:
                 _dots(found.times["e2e_ms"])),
         _figure("The last answer, by the clock", "Committed tokens of each cycle over ms since the "
                 "request; grey: the prompt is read.", _timeline(found)),
-        _figure("Where its time goes", "Median of the runs, ms.", _phases(found)),
+        _figure("Where its time goes", "Median of the runs, ms, and the share of the time of all "
+                "runs; grey: the prompt is read, or the host works.", _phases(found)),
         *_inside(found.inside),
         *_power(found),
         *_soak(found.soak),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from thor_dflash.progress import amount
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
@@ -34,7 +36,7 @@ def table(found: Profile, base: Profile | None = None) -> str:
             *_power(found.power, found.tokens),
             *_soak(found.soak),
             "",
-            f"{spec.cycles} cycles of {spec.accept_len:.2f} tokens; "
+            f"{amount(spec.cycles, 'cycles')} of {spec.accept_len:.2f} tokens; "
             f"{spec.accepted} of {spec.drafted} drafted tokens were right",
             *_histogram(spec.accept_hist),
             *(f"note: {text}" for text in found.warnings),
@@ -49,7 +51,7 @@ def head(found: Profile) -> tuple[str, str]:
         f"{subject.engine} on {subject.device}; thor-dflash {subject.version}, "
         f"package {subject.package[:12]}",
         f"prompt of {subject.prompt_tokens} tokens, answer of {found.tokens}, ended by "
-        f"{found.finish}; {found.runs} runs after {found.warmup} to warm up",
+        f"{found.finish}; {amount(found.runs, 'runs')} after {found.warmup} to warm up",
     )
 
 

@@ -59,6 +59,7 @@ def read_question(args: Namespace, config: DecodeConfig) -> Question:
         RequestError: a file or a text is invalid.
     """
     _check_used(args, config)
+    _check_budget(args, config)
     tokens = read_tokens(args.tokens) if args.tokens else None
     schema = _schema(args.schema) if args.schema else None
     if schema is not None and config.ignore_eos:
@@ -108,6 +109,16 @@ def _check_used(args: Namespace, config: DecodeConfig) -> None:
             changed = _value(config, section, name) != _value(DecodeConfig(), section, name)
             if changed and (key := f"decode.{section}.{name}") in given:
                 raise ConfigError(f"{key} must go with {need}")
+
+
+def _check_budget(args: Namespace, config: DecodeConfig) -> None:
+    """Refuse a budget of the command line for a chat that opens no thinking block."""
+    keys = {f"decode.budget.{name}" for name in ("tokens", "effort")}
+    said = {item.partition("=")[0].strip() for item in args.set}
+    said |= {key for key in keys if vars(args)[key] is not None}
+    asked = config.budget.tokens >= 0 or config.budget.effort not in ("", "none")
+    if config.thinking == "off" and args.tokens is None and asked and keys & said:
+        raise ConfigError("a thinking budget must go with decode.thinking on (got off)")
 
 
 def _value(config: DecodeConfig, section: str, name: str) -> object:

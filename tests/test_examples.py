@@ -1,0 +1,76 @@
+"""What a reader copies: the commands of the pages, and the files of docs/examples."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nano import package, tasks
+
+from thor_dflash import cli, options
+from thor_dflash.calib.planbench import judge
+from thor_dflash.serving.schema import from_skills
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "docs/examples"
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+TASK = re.compile(r'"(\$TASK|\$\(cat docs/examples/task\.txt\))"')
+
+
+def commands(page: Path) -> Iterator[str]:
+    """Every command of thor-dflash in a page, less those in brackets, which show what there is."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    found = re.findall(r"^ *(thor-dflash .*)$", text, re.M)
+    return (line for line in found if "[-" not in line)
+
+
+def words(command: str) -> list[str]:
+    """The arguments of a command, without what the shell does with its output."""
+    task = shlex.quote((EXAMPLES / "task.txt").read_text(encoding="utf-8").strip())
+    given = shlex.split(TASK.sub(lambda _: task, command), comments=True)[1:]
+    return given[: given.index(">")] if ">" in given else given
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_command_line_knows_every_option_of_the_pages(page: Path) -> None:
+    for command in commands(page):
+        options.parse(words(command))
+
+
+def test_the_readme_shows_every_verb() -> None:
+    told = {words(command)[0] for command in commands(README)} | {"demo", "gateway", "keygen"}
+    assert told == set(options._parsers()[1])
+
+
+def test_the_example_is_a_held_out_task() -> None:
+    text = (EXAMPLES / "task.txt").read_text(encoding="utf-8")
+    assert text == tasks()[0].messages[1][1] + "\n"
+
+
+def test_the_example_schema_is_that_of_the_page_on_grammars() -> None:
+    page = (ROOT / "docs/grammar.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    exec(textwrap.dedent(page[page.index("    skills =") : page.index("    session =")]), names)
+    schema = from_skills(names["skills"], names["ids"], numbered=False)
+    assert json.dumps(json.loads((EXAMPLES / "plan.json").read_text())) == json.dumps(schema)
+
+
+def test_the_small_model_solves_the_example(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answers of the README are plans, with and without a schema, thinking or a budget."""
+    monkeypatch.chdir(ROOT)
+    made = str(package(tmp_path / "planner", kv="auto", activations="auto", capacity=0))
+    run = [c for c in commands(README) if c.startswith("thor-dflash generate") and TASK.search(c)]
+    assert len(run) == 5
+    for command in run:
+        given = [made if word == "planner" else word for word in words(command)]
+        assert cli.main([*given, *([] if "--json" in given else ["--json"])]) == 0
+        assert judge(tasks()[0], json.loads(capsys.readouterr().out)["text"]).valid, command
