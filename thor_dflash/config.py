@@ -164,7 +164,6 @@ class EngineConfig:
         return directory("engine.cubins", self.cubins)
 
 
-EFFORTS = ("none", "minimal", "low", "medium", "high", "x-high", "max")
 Effort = Literal["", "none", "minimal", "low", "medium", "high", "x-high", "max"]
 
 
