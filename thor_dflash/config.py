@@ -135,7 +135,8 @@ class EngineConfig:
     capacity: int = 0
     """Context of the session, tokens; 0: the package's."""
     threads: int = 0
-    """CPU threads, at most one per core of the machine that opens the package; 0: every core."""
+    """ort: CPU threads, at most one per core of the machine that opens the package; 0: every
+    core."""
     block: int = 0
     """Rows of a verify block, one of the package's widths; 0: the package's own block."""
     chunk: int = 0
@@ -146,8 +147,8 @@ class EngineConfig:
     graphs: bool = True
     """cuda, tensorrt: replay each step as one CUDA graph; false launches its kernels one by one."""
     overlap: bool = True
-    """cuda, tensorrt: let a kernel prefetch its weights while the previous kernel finishes
-    (programmatic dependent launch)."""
+    """cuda: let a kernel prefetch its weights while the previous kernel finishes (programmatic
+    dependent launch)."""
     cubins: str = CUBINS
     """cuda, tensorrt: directory of compiled kernels."""
 
