@@ -307,6 +307,10 @@ def test_inputs_are_looked_at_before_the_package(
             "(got --set engine.device=1; serve --mock reads serve)",
         ),
         (
+            "demo -s engine.device=1",
+            "engine.device must go with engine cuda or tensorrt (got ort)",
+        ),
+        (
             "serve --mock --bind no://where --yield-us 5",
             "serve.yield_us must go without --mock (got both)",
         ),
