@@ -23,7 +23,7 @@ from thor_dflash.plugins import OPS
 from thor_dflash.plugins.launch import AHEAD, Shaped, Site
 from thor_dflash.plugins.linear.few import SQUARES_COLUMNS, SQUARES_ROWS, slabs
 from thor_dflash.plugins.linear.prepare import SLAB
-from thor_dflash.plugins.op import DOMAIN, Attributes, Op
+from thor_dflash.plugins.op import DOMAIN, Attributes
 from thor_dflash.plugins.rules import RULES
 from thor_dflash.program import ALIGNMENT, Program, Step, Value, Weight
 from thor_dflash.tensors import DType
@@ -386,6 +386,3 @@ def lower(model: onnx.ModelProto, packing: Packing, *, fused: bool = True) -> Pr
     lowering.pack()
     lowering.look_ahead()
     return lowering.program()
-
-
-__all__ = ["Life", "Op", "lower", "place"]

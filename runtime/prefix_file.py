@@ -1,11 +1,12 @@
 """A prefix on disk: one file, written atomically, for one package at one capacity.
 
     # thor-dflash prefix, sha256 of what follows: <64 hex digits>
-    {"format": 2, "tool": ..., "package": ..., "capacity": ..., "chunk": ..., "prefix": {...}}
+    {"format": 3, "tool": ..., "package": ..., "device": ..., "capacity": ..., "chunk": ...,
+     "prefix": {...}}, as one line
     <the arrays of the snapshot, in the order of their names>
 
 Shapes and types are not in the file: they are taken from the model that reads it. A file of another
-size, package, capacity or chunk is refused.
+size, package, device, capacity or chunk is refused: another device may round otherwise.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from thor_dflash.runtime.model import Model
 from thor_dflash.runtime.state import Snapshot
 from thor_dflash.tensors import Array, TensorSpec
 
-FORMAT = 2
+FORMAT = 3
 """Version of the file format. A runtime reads only its own version."""
 MAGIC = b"# thor-dflash prefix, sha256 of what follows: "
 HEADER = 16 << 20
@@ -51,6 +52,7 @@ class _Header:
     format: int
     tool: str
     package: str
+    device: str
     capacity: int
     chunk: int
     prefix: Stored
@@ -71,6 +73,7 @@ def write_prefix(path: Path, model: Model, stored: Stored, snapshot: Snapshot) -
         format=FORMAT,
         tool=__version__,
         package=identity(model.manifest),
+        device=model.engine.device,
         capacity=model.capacity,
         chunk=model.chunk,
         prefix=stored,
@@ -157,6 +160,11 @@ def _header(path: Path, line: bytes, model: Model) -> _Header:
     if header.package != identity(model.manifest):
         raise PackageError(
             f"{path} must be written with this package (got a prefix of another one); {AGAIN}"
+        )
+    if header.device != model.engine.device:
+        raise PackageError(
+            f"{path} must be written on this device, {model.engine.device} "
+            f"(got {header.device}); {AGAIN}"
         )
     if header.capacity != model.capacity:
         raise PackageError(

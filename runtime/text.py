@@ -11,20 +11,17 @@ import codecs
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from functools import cached_property, lru_cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
-import jinja2
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer, decoders
 
 from thor_dflash import tokenizer as files
 from thor_dflash.errors import PackageError, RequestError
 from thor_dflash.records import as_list, as_table, check_utf8, show
+from thor_dflash.runtime.chat_template import Template
 from thor_dflash.runtime.longest import least_bytes, longest
 from thor_dflash.runtime.thinking import Marks, Thinking
 
@@ -39,7 +36,7 @@ _KEYS = {"role", "content", "reasoning_content"}
 class Text:
     """The tokenizer and the chat template of a package."""
 
-    def __init__(self, tokenizer: Tokenizer, special: frozenset[int], template: _Template) -> None:
+    def __init__(self, tokenizer: Tokenizer, special: frozenset[int], template: Template) -> None:
         self._tokenizer = tokenizer
         self._special = special
         self._template = template
@@ -86,7 +83,7 @@ class Text:
         tokenizer.no_padding()
         tokenizer.no_truncation()
         special = _add_missing(tokenizer, directory)
-        return cls(tokenizer, special, _Template.load(directory))
+        return cls(tokenizer, special, Template.load(directory))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`; text that spells an added token becomes that token.
@@ -268,98 +265,6 @@ def _entry(entry: object, where: str) -> dict[str, str]:
         known = ", ".join(ROLES)
         raise RequestError(f"{where}.role must be one of {known} (got {show(fields['role'])})")
     return cast("dict[str, str]", fields)
-
-
-class _Template:
-    """A chat template as transformers renders it: sandboxed, with the same filters and globals."""
-
-    def __init__(self, source: str | None, names: dict[str, str], where: Path) -> None:
-        self._names = names
-        self._where = where
-        try:
-            self._template = None if source is None else _environment().from_string(source)
-        except jinja2.TemplateError as e:
-            raise PackageError(f"{where}: chat template must be valid jinja (got: {e})") from e
-
-    @property
-    def given(self) -> bool:
-        return self._template is not None
-
-    @classmethod
-    def load(cls, directory: Path) -> _Template:
-        """From chat_template.jinja, or else from tokenizer_config.json."""
-        config = files.read_json(directory / files.TOKENIZER_CONFIG)
-        names = {
-            name: word
-            for name, value in config.items()
-            if name.endswith("_token") and (word := files.content(value)) is not None
-        }
-        path = directory / files.TEMPLATE
-        if path.is_file():
-            try:
-                return cls(path.read_text(encoding="utf-8"), names, path)
-            except ValueError as e:
-                raise PackageError(f"{path} must be UTF-8 (got: {e})") from e
-        source = config.get("chat_template")
-        return cls(source if isinstance(source, str) else None, names, directory)
-
-    def render(self, messages: list[dict[str, str]], thinking: bool) -> str:
-        """The prompt, up to where the answer begins."""
-        if self._template is None:
-            raise RequestError("a chat must have a package with a chat template (got one without)")
-        try:
-            return self._template.render(
-                self._names,
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                enable_thinking=thinking,
-            )
-        except jinja2.TemplateError as e:
-            raise RequestError(f"messages must suit the chat template (got: {e})") from e
-        except Exception as e:  # a template is a program and can raise anything
-            kind = type(e).__name__
-            raise PackageError(f"{self._where}: chat template must run (got {kind}: {e})") from e
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    env = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
-    env.filters["tojson"] = _tojson
-    # update, not assignment: jinja types the values of its own globals only.
-    env.globals.update(_globals())
-    return env
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # jinja's own filter escapes for HTML, and a prompt is not HTML.
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _globals() -> dict[str, Any]:
-    return {"raise_exception": _refuse, "strftime_now": _now}
-
-
-def _refuse(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _now(form: str) -> str:
-    return datetime.now().strftime(form)
 
 
 def _add_missing(tokenizer: Tokenizer, directory: Path) -> frozenset[int]:

@@ -55,7 +55,7 @@ MAY = {
     "tensorrt_bindings": ["tests/*"],
     "onnxruntime": ["runtime/engines/onnxruntime.py"],
     "tokenizers": ["runtime/text.py", "calib/nano/*", "tests/*"],
-    "jinja2": ["runtime/text.py", "calib/nano/*", "tests/*"],
+    "jinja2": ["runtime/chat_template.py", "calib/nano/*", "tests/*"],
     "llguidance": ["runtime/policies/grammar*", "tests/*"],
     "rich": ["thor_dflash/progress.py", "thor_dflash/verbs/*", "calib/demo*", "tests/*"],
     "zmq": ["serving/*", "tests/*"],

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Literal, get_args, get_type_hints
 
 import pytest
+from samples import MANIFEST
 
 from thor_dflash import cli, options
 from thor_dflash.config import BuildConfig, keys, load
-from thor_dflash.manifest import MAGIC
+from thor_dflash.manifest import MAGIC, render
 from thor_dflash.verbs import profile
 
 VERBS = {
@@ -68,6 +70,36 @@ def test_a_file_may_hold_sections_of_other_verbs(
     (tmp_path / "all.toml").write_text("[decode]\ngate = 'on'\n[build]\ncapacity = 5\n")
     args = ("--package", str(tmp_path / "none"), "-c", str(tmp_path / "all.toml"))
     assert "must be a package directory (got nothing" in refused(capsys, "check", *args)
+
+
+@pytest.mark.parametrize("item", ["engine.device=1", "engine.overlap=false"])
+@pytest.mark.parametrize("verb", ["generate", "profile", "score", "check", "serve", "bench"])
+def test_a_setting_that_the_engine_of_the_package_does_not_read_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str, item: str
+) -> None:
+    made = replace(MANIFEST, engine="ort")
+    (tmp_path / "manifest.toml").write_text(render(made))
+    words = [str(tmp_path) if word == "p" else word for word in VERBS[verb].split()]
+    key = item.partition("=")[0]
+    assert refused(capsys, verb, *words, "-s", item) == (
+        f"{key} must go with engine cuda or tensorrt (got ort)"
+    )
+
+
+@pytest.mark.parametrize("other", ["ort", "cuda"])
+def test_a_setting_for_the_reference_alone_is_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], other: str
+) -> None:
+    engines: tuple[Literal["ort", "cuda"], ...] = ("ort", "cuda")
+    for engine in engines:
+        (tmp_path / engine).mkdir()
+        made = replace(MANIFEST, engine=engine)
+        (tmp_path / engine / "manifest.toml").write_text(render(made))
+    reference = other if other == "ort" else str(tmp_path / other)
+    line = ("check", "--package", str(tmp_path / "ort"), "-s", "engine.graphs=false")
+    assert cli.main([*line, "--reference", reference]) == 2
+    said = capsys.readouterr().err
+    assert ("engine.graphs must go with engine" in said) == (other == "ort"), said
 
 
 def test_every_option_of_a_verb_is_of_a_section_it_reads() -> None:
@@ -285,6 +317,10 @@ def test_inputs_are_looked_at_before_the_package(
             "serve --mock -s engine.device=1",
             "engine.device must be a setting of serve --mock "
             "(got --set engine.device=1; serve --mock reads serve)",
+        ),
+        (
+            "demo -s engine.device=1",
+            "engine.device must go with engine cuda or tensorrt (got ort)",
         ),
         (
             "serve --mock --bind no://where --yield-us 5",

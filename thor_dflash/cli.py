@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -118,6 +119,7 @@ def run(argv: Sequence[str]) -> int:
 
     settings = config.load(args.config, overrides(args))
     _belongs(args)
+    _suits(args)
     report = progress.choose(sys.stderr, quiet="json" in args and args.json)
     try:
         return _verb(args, settings, report) or 0
@@ -236,6 +238,30 @@ def _belongs(args: argparse.Namespace) -> None:
         said = key in _set(args) or vars(args).get(key) is not None
         if said and args.verb == verb_ and _given(args, option):
             raise ConfigError(f"{key} must go without {option} (got both)")
+
+
+def _suits(args: argparse.Namespace) -> None:
+    """Refuse a --set that no engine reads which the command is about to open."""
+    from thor_dflash.verbs import idle
+
+    # Otherwise nothing is read here. The doctor examines the machine for any engine.
+    if idle.GPU_KEYS & set(_set(args)) and args.verb != "doctor" and (found := _engines(args)):
+        idle.refuse_engine(args.set, found)
+
+
+def _engines(args: argparse.Namespace) -> list[str]:
+    """The engines of the packages on the command line.
+
+    Raises:
+        PackageError: one is no package.
+    """
+    from thor_dflash import manifest
+
+    package, other = (vars(args).get(name) for name in ("package", "reference"))
+    found: list[str] = [manifest.read(package).engine] if package else []
+    if other:
+        found.append(other if other == "ort" else manifest.read(Path(other)).engine)
+    return found
 
 
 _UNREAD = (("bench", "--package", "build"), ("serve", "--mock", "engine"))

@@ -135,7 +135,8 @@ class EngineConfig:
     capacity: int = 0
     """Context of the session, tokens; 0: the package's."""
     threads: int = 0
-    """CPU threads, at most one per core of the machine that opens the package; 0: every core."""
+    """ort: CPU threads, at most one per core of the machine that opens the package; 0: every
+    core."""
     block: int = 0
     """Rows of a verify block, one of the package's widths; 0: the package's own block."""
     chunk: int = 0
@@ -164,7 +165,6 @@ class EngineConfig:
         return directory("engine.cubins", self.cubins)
 
 
-EFFORTS = ("none", "minimal", "low", "medium", "high", "x-high", "max")
 Effort = Literal["", "none", "minimal", "low", "medium", "high", "x-high", "max"]
 
 

@@ -34,7 +34,7 @@ def _rope(config: Fields) -> list[Fields]:
 
     Sections of multimodal rope (`mrope_*`) are ignored: for text their three positions are equal,
     which makes it ordinary rope.
-    Raises: CheckpointError for any rope that scales positions.
+    Raises: CheckpointError for any rope that scales positions, and for one per type of layer.
     """
     places = [config]
     for key in ROPE:
@@ -42,6 +42,8 @@ def _rope(config: Fields) -> list[Fields]:
             places.append(config.section(key))
             places[-1].expect("rope_type", "default")
             places[-1].expect("type", "default")
+            if any(name.endswith("_attention") for name in places[-1].values):
+                raise config.wrong(key, "one rope for all layers")
     return places
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from thor_dflash.builders.checkpoint.fields import Fields, check_directory
+from thor_dflash.builders.checkpoint.kv_scales import for_fp8, scale_names
 from thor_dflash.builders.checkpoint.layout import Layout, check, gated_mlp
 from thor_dflash.builders.checkpoint.linear import Linear, load, positive
 from thor_dflash.builders.checkpoint.matrix import Matrix
@@ -25,12 +26,6 @@ HEAD = "lm_head"
 SKIPPED = ("model.visual.", "visual.", "vision_tower.", "mtp.")
 """Prefixes of tensors that text decoding does not use: the vision tower and the MTP head."""
 
-KV_SCALES = (
-    ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"),
-    ("self_attn.k_scale", "self_attn.v_scale"),
-)
-"""Names of the calibrated FP8 scales of the KV cache: modelopt's, compressed-tensors'."""
-
 
 @dataclass(frozen=True, slots=True)
 class TargetCheckpoint:
@@ -41,7 +36,7 @@ class TargetCheckpoint:
     prefix: str
     """The beginning of the text model's stored names."""
     skipped: tuple[str, ...]
-    """Stored names that are ignored: vision and MTP."""
+    """Stored names that are ignored: vision, MTP, and scales of a cache that is not FP8."""
     shards: Shards
     linears: Mapping[str, Linear]
 
@@ -61,8 +56,8 @@ class TargetCheckpoint:
 
     def kv_scales(self, layer: int) -> tuple[float, float] | None:
         """Return the FP8 scales of a layer's keys and values, stored = x / scale, or None."""
-        names = _kv_scale_names(self.shards, f"{self.prefix}layers.{layer}.")
-        if not names:
+        names = scale_names(self.shards, f"{self.prefix}layers.{layer}.")
+        if not names or names[0] in self.skipped:
             return None
         k, v = (positive(self.shards.array(name), name) for name in names)
         return float(k.reshape(())), float(v.reshape(()))
@@ -76,12 +71,16 @@ def read_target(directory: Path) -> TargetCheckpoint:
     Raises: CheckpointError.
     """
     check_directory(directory)
-    dims = target_dims(Fields.read(directory / "config.json"))
+    config = Fields.read(directory / "config.json")
+    dims = target_dims(config)
     shards = Shards.open(directory)
     prefix = _prefix(shards)
     head = _head_stem(shards)
+    scales = _kv_scales(shards, dims, prefix)
     skipped = tuple(name for name in shards if name.startswith(SKIPPED))
-    besides = {*skipped, *_kv_scales(shards, dims, prefix)}
+    if scales and not for_fp8(directory, config):
+        skipped = (*scales, *skipped)
+    besides = {*skipped, *scales}
     if dims.tied and f"{head}.weight" in shards:
         _check_tied(shards, f"{head}.weight", prefix + EMBEDDING)
         besides.add(f"{head}.weight")
@@ -177,28 +176,10 @@ def _check_tied(shards: Shards, head: str, embedding: str) -> None:
         )
 
 
+def _kv_scales(shards: Shards, dims: TargetDims, prefix: str) -> list[str]:
+    layers = [i for i, kind in enumerate(dims.layers) if kind == "attention"]
+    return [name for i in layers for name in scale_names(shards, f"{prefix}layers.{i}.")]
+
+
 def _same_bytes(left: Array, right: Array) -> bool:
     return np.array_equal(left.view(np.uint8), right.view(np.uint8))
-
-
-def _kv_scales(shards: Shards, dims: TargetDims, prefix: str) -> set[str]:
-    layers = [i for i, kind in enumerate(dims.layers) if kind == "attention"]
-    return {n for i in layers for n in _kv_scale_names(shards, f"{prefix}layers.{i}.")}
-
-
-def _kv_scale_names(shards: Shards, layer: str) -> tuple[str, ...]:
-    """Return the names of the first stored pair. Raises CheckpointError for half a pair."""
-    for pair in KV_SCALES:
-        names = tuple(layer + name for name in pair)
-        there = [name for name in names if name in shards]
-        if len(there) == 1:
-            raise CheckpointError(
-                f"{shards.directory}: {' and '.join(names)} must come together "
-                f"(got {there[0]} alone)"
-            )
-        for name in there:
-            if shards.entry(name).shape not in ((), (1,)):
-                raise CheckpointError(f"{name} must be one number (got {shards.entry(name)})")
-        if there:
-            return names
-    return ()

@@ -313,7 +313,7 @@ def test_a_prefix_of_another_package_is_refused(
         other().prefixes.load(tmp_path / "p")
 
 
-def test_another_version_or_capacity_is_refused(
+def test_another_version_device_or_capacity_is_refused(
     s: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     s.prefixes.put("skills", LONG[:100])
@@ -322,6 +322,12 @@ def test_another_version_or_capacity_is_refused(
         patch.setattr(s.model, "capacity", 256)
         with pytest.raises(
             PackageError, match=r"must be written with engine.capacity 256 \(got 512\)"
+        ):
+            s.prefixes.load(tmp_path / "p")
+    with monkeypatch.context() as patch:
+        patch.setattr(type(s.model.engine), "device", "CPU (b)")
+        with pytest.raises(
+            PackageError, match=r"must be written on this device, CPU \(b\) \(got CPU .* 1 threads"
         ):
             s.prefixes.load(tmp_path / "p")
     with monkeypatch.context() as patch:

@@ -158,6 +158,17 @@ def test_template_dialect(tmp_path: Path) -> None:
     assert text.render(ONE, True) == '{"role": "user", "content": "<é>"}<|im_end|>True%'
 
 
+def test_the_tag_around_what_a_model_said_changes_nothing_but_the_scope(tmp_path: Path) -> None:
+    source = (
+        "{% set x = 1 %}{% for m in messages %}\n"
+        "  {% generation %}\n"
+        "{{ m.content }}{{ loop.last }}{% set x = 2 %}{{ x }}\n"
+        "  {% endgeneration %}\n"
+        "{% endfor %}{{ x }}"
+    )
+    assert template(tmp_path, source).render(ONE, True) == "<é>True2\n1"
+
+
 @pytest.mark.parametrize(
     ("source", "error", "message"),
     [
@@ -182,6 +193,23 @@ def test_a_template_may_stand_in_the_tokenizer_config(tmp_path: Path) -> None:
         Text.load(tmp_path).render(ONE, True)
     edit(tmp_path, "tokenizer_config.json", chat_template="{{ messages | length }}")
     assert Text.load(tmp_path).render(ONE, True) == "1"
+
+
+def test_of_several_templates_the_default_is_taken(tmp_path: Path) -> None:
+    make(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    named = [{"name": n, "template": n.upper()} for n in ("tool_use", "default")]
+    edit(tmp_path, "tokenizer_config.json", chat_template=named)
+    assert Text.load(tmp_path).render(ONE, True) == "DEFAULT"
+
+
+@pytest.mark.parametrize("wrong", [7, [], ["x"], [{"name": "tool_use", "template": "x"}]])
+def test_a_template_that_is_none_is_refused(tmp_path: Path, wrong: object) -> None:
+    make(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    edit(tmp_path, "tokenizer_config.json", chat_template=wrong)
+    with pytest.raises(PackageError, match="chat_template must be a template, or a list"):
+        Text.load(tmp_path)
 
 
 @pytest.mark.parametrize(

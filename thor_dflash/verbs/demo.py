@@ -14,6 +14,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     from thor_dflash.extras import extra
 
     idle.refuse_tensorrt(args.set, config.build.engine)
+    idle.refuse_engine(args.set, [config.build.engine])
     with extra("build"):
         from thor_dflash.calib import demo
 

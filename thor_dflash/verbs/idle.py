@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from thor_dflash.errors import ConfigError
+
+ON_GPU = ("cuda", "tensorrt")
+GPU_KEYS = frozenset({"engine.device", "engine.graphs", "engine.overlap", "engine.cubins"})
+"""Keys that only the engines ON_GPU read."""
 
 
 def items(given: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -23,3 +27,15 @@ def refuse_tensorrt(given: Iterable[str], engine: str) -> None:
     for key, _ in items(given):
         if key.startswith("build.tensorrt.") and engine != "tensorrt":
             raise ConfigError(f"{key} must go with --engine tensorrt (got {engine})")
+
+
+def refuse_engine(given: Iterable[str], engines: Collection[str]) -> None:
+    """Refuse keys that none of these engines reads.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for key, _ in items(given):
+        if key in GPU_KEYS and not set(ON_GPU) & set(engines):
+            got = " and ".join(sorted(set(engines)))
+            raise ConfigError(f"{key} must go with engine {' or '.join(ON_GPU)} (got {got})")

@@ -234,6 +234,7 @@ REFUSED: list[tuple[str, object, str]] = [
         r"rope_parameters\.partial_rotary_factor must be absent or 1\.0 or 1 \(got 0\.25\)",
     ),
     ("rope_scaling", {"partial_rotary_factor": 0.5}, r"rope_scaling\.partial_rotary_factor must"),
+    ("rope_parameters", {"full_attention": {"rope_type": "yarn"}}, r"must be one rope for all"),
     ("rope_scaling", {"rope_type": "yarn"}, r"rope_scaling\.rope_type must be .*\(got 'yarn'\)"),
     ("block_size", 8, r"block_size must be 16 as in dflash_config \(got 8\)"),
     ("dflash_config.block_size", 1, r"block_size must be an integer of at least 2 \(got 1\)"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -187,6 +188,30 @@ def test_calibrated_kv_scales_are_found(
     checkpoint = read_target(tmp_path)
     assert checkpoint.kv_scales(3) == (0.25, 0.5)
     assert checkpoint.kv_scales(0) is None
+
+
+FP8, FP4 = {"num_bits": 8, "type": "float"}, {"num_bits": 4, "type": "float"}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "algorithm", "used"),
+    [(None, None, True), (FP8, "FP8", True), (FP8, None, True), (FP4, None, False),
+     (None, "NVFP4", False), (FP8, "NVFP4", False)],
+)  # fmt: skip
+def test_kv_scales_for_another_cache_than_fp8_are_skipped_and_listed(
+    scheme: dict[str, object] | None, algorithm: str | None, used: bool, tmp_path: Path
+) -> None:
+    write_target(tmp_path, replace(SMALL, wrapper=True), 0)
+    stored = {f"{P}layers.3.{n}": np.float32(0.5) for n in MODELOPT_KV}
+    change_tensors(tmp_path, lambda t: t.update({n: np.array(x) for n, x in stored.items()}))
+    write_config(
+        tmp_path, {**read_config(tmp_path), "quantization_config": {"kv_cache_scheme": scheme}}
+    )
+    said = {"quantization": {"kv_cache_quant_algo": algorithm}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(said))
+    checkpoint = read_target(tmp_path)
+    assert checkpoint.kv_scales(3) == ((0.5, 0.5) if used else None)
+    assert (set(checkpoint.skipped[:2]) == set(stored)) != used
 
 
 @pytest.mark.parametrize("bad", [0, -1, np.nan, np.inf])

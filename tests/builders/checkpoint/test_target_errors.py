@@ -123,7 +123,7 @@ CONFIG: list[tuple[str, object, str]] = [
     ("rope_parameters.partial_rotary_factor", 0.3, r"rope_p\w+\.partial_\w+ must .*got 0\.3\)"),
     ("rope_parameters.partial_rotary_factor", 2, r"partial_rotary_factor must be a share that"),
     ("rope_parameters.partial_rotary_factor", 3 / 64, r"partial_rotary_factor must be a share"),
-    ("rope_parameters", {"full_attention": {"rope_theta": 1}}, r"rope_theta must be a number \(go"),
+    ("rope_parameters", {"full_attention": {"rope_theta": 1}}, r"must be one rope for all"),
 ]
 
 
