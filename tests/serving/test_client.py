@@ -386,6 +386,28 @@ def test_a_deadline_is_less_with_every_try() -> None:
     assert caught.value.code == "deadline"
 
 
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_the_deadline_of_a_stream_begins_with_the_call(kind: str) -> None:
+    ask = Ask(prompt="x", deadline_ms=1)
+
+    async def begun() -> None:
+        async with AsyncPlanner(NOWHERE) as planner:
+            events = planner.stream(ask)
+            await asyncio.sleep(0.01)
+            await anext(events)
+
+    def work() -> None:
+        if kind == "async":
+            asyncio.run(begun())
+        with RemotePlanner(NOWHERE) as planner:
+            events = planner.stream(ask)
+            time.sleep(0.01)
+            next(events)
+
+    with pytest.raises(PlanError, match="the deadline passed before a server took the plan"):
+        ends(work)
+
+
 def test_a_connection_is_waited_for_until_the_deadline_and_an_answer_longer() -> None:
     began, options = time.monotonic(), Options(timeout_s=60.0, plan_timeout_s=500.0)
     tries = Tries(options, Ask(prompt="x", deadline_ms=5000), began=began)
