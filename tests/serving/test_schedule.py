@@ -226,6 +226,19 @@ def test_a_job_is_found_by_its_own_client_or_by_name() -> None:
     assert not books.find("b", p, "arm")
 
 
+def test_of_jobs_with_the_same_id_that_of_the_session_is_found_and_there_ones_own() -> None:
+    """Only the requests of one client have different ids."""
+    books = Schedule(4)
+    own, other = job("1", "leg", peer=b"p"), job("1", "arm", peer=b"q")
+    queue(books, own, other)
+    assert books.find("1", own.peer, "arm") is other
+    assert books.find("1", own.peer, "leg") is own
+    assert books.find("1", own.peer, None) is own
+    both = job("1", "arm", peer=b"r", preempt="none")
+    queue(books, both)
+    assert books.find("1", both.peer, "arm") is both
+
+
 @settings(max_examples=600)
 @given(
     st.integers(1, 8),
