@@ -119,6 +119,21 @@ def listens(address: str) -> bool:
         return client.connect_ex(place(address)) == 0
 
 
+def test_clients_that_leave_are_no_news(house: Any) -> None:
+    """A stream that is already whole is written to a connection that is lost, piece by piece."""
+    body = b'{"messages": [{"role": "user", "content": "x"}], "stream": true}'
+    reset = b"\1" + bytes(7)  # SO_LINGER: on, for 0 s
+    with running(server=house.mock(max_queue=100).endpoints[0]) as (child, address):
+        for _ in range(100):
+            with closing(http.client.HTTPConnection(*place(address), timeout=20)) as client:
+                client.request("POST", "/v1/chat/completions", body, JSON)
+                client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+                client.getresponse().readline()
+        child.terminate()
+        assert child.stderr
+        assert (child.stderr.read(), child.wait(20)) == ("", 0)
+
+
 @contextmanager
 def stream(address: str) -> Iterator[None]:
     """The client of a streamed completion, after the first line of the reply has come."""
