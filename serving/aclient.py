@@ -79,14 +79,18 @@ class AsyncPlanner:
                 return event
         raise AssertionError("a stream ends with its result")
 
-    async def stream(self, ask: wire.Ask) -> AsyncIterator[wire.Event]:
-        """Answer an ask piece by piece; the last event is the result. Close it to cancel.
+    def stream(self, ask: wire.Ask) -> AsyncIterator[wire.Event]:
+        """Answer an ask piece by piece; the last event is the result. Close it to cancel. The
+        deadline begins with this call.
 
         An ask that is to be sent again is `preempted` instead if a later one of its session was
         taken or is on its way: it would displace that one. An ask with `preempt` none displaces
         nothing.
         """
-        tries = Tries(self.options, ask)
+        return self._tried(ask, Tries(self.options, ask))
+
+    async def _tried(self, ask: wire.Ask, tries: Tries) -> AsyncGenerator[wire.Event]:
+        tries.since = time.monotonic()
         session = self.options.session if ask.session is None else ask.session
         asks = self._waiting.setdefault(session, [])
         asks.append(tries)

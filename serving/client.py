@@ -158,9 +158,12 @@ class RemotePlanner:
         return event
 
     def stream(self, ask: wire.Ask) -> Iterator[wire.Event]:
-        """See Planner. Each stream uses its own connection."""
+        """See Planner. Each stream uses its own connection. The deadline begins with this call."""
+        return self._tried(Tries(self.options, ask))
+
+    def _tried(self, tries: Tries) -> Generator[wire.Event]:
         self._check_open()
-        tries = Tries(self.options, ask)
+        tries.since = time.monotonic()
         while True:
             events = self._events(tries)
             try:

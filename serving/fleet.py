@@ -243,16 +243,15 @@ async def _soon(member: Member, op: str) -> dict[str, Any] | None:
 async def _look_after(member: Member) -> None:
     while True:
         health = await _simple(member, "health")
-        ready = bool(health and health["ready"])
-        # A server that was away is asked for its model again: it may have restarted with another.
-        member.ready = ready and (member.ready or await _meet(member) is None)
-        if ready and (found := await _simple(member, "prefix.list")) is not None:
-            member.prefixes = frozenset(prefix["prefix_id"] for prefix in found["prefixes"])
+        # Each time: between two looks a server may have restarted with another model.
+        member.ready = bool(health and health["ready"]) and await _meet(member) is None
         await asyncio.sleep(LOOK_S)
 
 
 async def _meet(member: Member) -> PlanError | None:
-    """Learn a server's model and its largest message. Returns the error if it did not tell."""
+    """Learn a server's model, its largest message and its prefixes. Returns the error if it did
+    not tell.
+    """
     try:
         async with asyncio.timeout(SOON_S):
             hello = await member.planner.simple("hello")
@@ -266,6 +265,7 @@ async def _meet(member: Member) -> PlanError | None:
             "not_ready", f"{member.endpoint} must be ready (got one that is still starting)"
         )
     member.model = hello["model"]["model"]
+    member.prefixes = frozenset(prefix["prefix_id"] for prefix in hello["prefixes"])
     largest = hello["limits"]["max_message"]
     member.planner.options = replace(member.planner.options, max_message=largest)
     return None

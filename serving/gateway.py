@@ -103,6 +103,7 @@ class Gateway:
         """POST /v1/chat/completions."""
         asked = None
         try:
+            _check_kind(request)
             asked = openai.read(await _body(request))
             ask, arrived = openai.ask_of(asked), time.monotonic()
             if asked.model and not await self.fleet.knows(asked.model):
@@ -200,6 +201,19 @@ def _of_event(event: wire.Event, answer: openai.Answer, *, usage: bool) -> list[
         return [openai.delta(answer, **{name: event.text})]
     last = [openai.ending(answer, event)]
     return [*last, openai.counted(answer, event)] if usage else last
+
+
+def _check_kind(request: Request) -> None:
+    """Refuse a body that any web page could send: for JSON a browser first asks whether pages of
+    other sites may send it, and no answer of this gateway allows that.
+
+    Raises:
+        PlanError: bad_request.
+    """
+    kind = request.headers.get("content-type", "nothing")
+    if kind.partition(";")[0].strip().lower() != "application/json":
+        text = f"content-type must be application/json (got {visible(cut(kind))})"
+        raise PlanError("bad_request", text)
 
 
 async def _body(request: Request) -> bytes:

@@ -312,11 +312,12 @@ class Schedule:
         return min((job.deadline for job in self.waiting if job.deadline is not None), default=None)
 
     def find(self, target: str, peer: Peer, session: str | None) -> Job | None:
-        """Find a job by its id among those of this client and of the given session."""
-        for job in self._jobs:
-            mine = job.peer.client == peer.client or (
-                session is not None and session == job.session
-            )
-            if job.request.id == target and mine:
-                return job
-        return None
+        """Find a job by its id among those of this client and of the given session. Clients may
+        use the same ids: a job of that session goes first, and among those the client's own.
+        """
+
+        def fits(job: Job) -> tuple[bool, bool]:
+            return job.session == session, job.peer.client == peer.client
+
+        found = [job for job in self._jobs if job.request.id == target and any(fits(job))]
+        return max(found, key=fits, default=None)

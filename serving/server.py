@@ -4,7 +4,7 @@
                               |
                               +--- engine thread (prefill, decode)
                               |
-                              +--- keeper thread (files of persisted prefixes)
+                              +--- keeper thread (files of persisted prefixes, traces)
 
 Only the I/O thread touches the sockets and the books (the table of jobs). The other threads take
 jobs from queues and post messages back to it.
@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 from queue import Empty, PriorityQueue, SimpleQueue
@@ -35,7 +36,7 @@ from thor_dflash.serving.life import Life
 from thor_dflash.serving.schedule import Job
 from thor_dflash.serving.systemd import ALIVE, Notify
 from thor_dflash.serving.trace import Trace, check_directory, write
-from thor_dflash.serving.work import Failed, Log, Owed, Pinned, Post, Ready, Turn, Warming
+from thor_dflash.serving.work import Chore, Failed, Log, Owed, Post, Ready, Turn, Warming
 
 TICK_S = 1.0
 """Longest sleep of the I/O thread: it feeds systemd's watchdog, which is set in seconds."""
@@ -88,7 +89,7 @@ class Server:
         self._clerk: PriorityQueue[Turn] = PriorityQueue()
         self._order = count()
         self._engine: SimpleQueue[Job | None] = SimpleQueue()
-        self._keeper: SimpleQueue[Owed | Pinned | None] = SimpleQueue()
+        self._keeper: SimpleQueue[Chore | None] = SimpleQueue()
         hands = Hands(
             check=self._check, run=self._engine.put, keep=self._keeper.put, stop=self._end
         )
@@ -208,11 +209,15 @@ class Server:
         self._log(f"ready after {self._life.ready_after_s:.1f} s on {', '.join(self.endpoints)}")
 
     def _traced(self, job: Job, outcome: object, trace: Trace) -> None:
-        """Write the trace of a slow job. Runs on the engine thread, after the answer was posted."""
+        """Have the keeper write the trace of a slow job. Runs on the engine thread, which must not
+        wait for the disk.
+        """
         limit = self._config.trace_slow_ms
-        if not limit or trace.took_ms() < limit:
-            return
-        result = outcome if isinstance(outcome, wire.Result) else None
+        if limit and trace.took_ms() >= limit:
+            result = outcome if isinstance(outcome, wire.Result) else None
+            self._keeper.put(partial(self._write, job, trace, result))
+
+    def _write(self, job: Job, trace: Trace, result: wire.Result | None) -> None:
         try:
             path = write(Path(self._config.trace_dir), job.request.id, trace.events(result))
         except OSError as e:

@@ -1,5 +1,5 @@
 """The worker threads behind the I/O thread: the clerk checks requests, the engine thread runs them,
-the keeper writes and removes the files of prefixes.
+the keeper writes and removes files: prefixes and traces.
 
 They take jobs from queues and post the outcome. None of them touches a socket or the books.
 """
@@ -118,6 +118,8 @@ class Ended:
 
 
 Post = Warming | Ready | Failed | Checked | Validated | Kept | Said | Ended
+Chore = Owed | Pinned | Callable[[], None]
+"""An item for the keeper; a function writes a trace."""
 Turn = tuple[int, int, Job | Owed | None]
 """An entry of the clerk's priority queue, least first: rank, order of arrival, work item."""
 
@@ -174,18 +176,20 @@ def clerk(
 
 def keeper(
     backend: Backend,
-    inbox: SimpleQueue[Owed | Pinned | None],
+    inbox: SimpleQueue[Chore | None],
     post: Callable[[Post], None],
     log: Log,
 ) -> None:
-    """Write and remove the files of prefixes in order of arrival, until None arrives. A thread of
-    its own, so that neither plans nor their checks wait for the disk.
+    """Write and remove files in order of arrival, until None arrives. A thread of its own, so that
+    neither plans nor their checks wait for the disk.
     """
     while (item := inbox.get()) is not None:
         if isinstance(item, Pinned):
             post(Kept(item.job, _guard(partial(_keep, backend, item), log)))
-        else:
+        elif isinstance(item, Owed):
             _work_off(item, partial(_drop, backend, item), post, log)
+        else:
+            item()
 
 
 def _work_off(
@@ -246,8 +250,8 @@ def engine(
                 partial(_alive, partial(_run, backend, job, post, pulse, trace), lost), log
             )
             pulse.beat(busy=False)
+            traced(job, outcome, trace)  # before the server learns that the last job has ended
             post(Ended(job, outcome))
-            traced(job, outcome, trace)
             if lost:
                 post(Failed(lost[0]))
                 return

@@ -16,6 +16,7 @@ from thor_dflash.serve_config import GatewayConfig
 from thor_dflash.serving.gateway import application
 
 CHAT: list[Any] = [{"role": "user", "content": "Bring the cup."}]
+JSON = {"Content-Type": "application/json"}
 
 
 @contextmanager

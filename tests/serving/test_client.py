@@ -22,7 +22,7 @@ from thor_dflash.errors import ConfigError, PlanError
 from thor_dflash.serving import aclient, client, replies, security, wire
 from thor_dflash.serving.aclient import AsyncPlanner
 from thor_dflash.serving.client import Ask, Options, RemotePlanner
-from thor_dflash.serving.replies import GRACE_S, Tries, fill
+from thor_dflash.serving.replies import Tries, fill
 
 NOWHERE = "tcp://127.0.0.1:9"
 STREAM = Ask(prompt="x", stream="all")
@@ -371,30 +371,3 @@ def test_an_answer_has_no_frame_before_its_body() -> None:
     with answering({"": "right"}, envelopes) as endpoint:
         assert asyncio.run(ask(endpoint)).text == "right"
     assert [len(envelope) for envelope in envelopes] == [1, 1], "the routing id alone"
-
-
-# --- trying
-
-
-def test_a_deadline_is_less_with_every_try() -> None:
-    began = time.monotonic() - 3
-    tries = Tries(Options(), Ask(prompt="x", deadline_ms=60_000), began=began)
-    assert msgspec.msgpack.decode(tries.send().body)["deadline_ms"] <= 57_000
-    late = Tries(Options(), Ask(prompt="x", deadline_ms=2999), began=began)
-    with pytest.raises(PlanError) as caught:
-        late.send()
-    assert caught.value.code == "deadline"
-
-
-def test_a_connection_is_waited_for_until_the_deadline_and_an_answer_longer() -> None:
-    began, options = time.monotonic(), Options(timeout_s=60.0, plan_timeout_s=500.0)
-    tries = Tries(options, Ask(prompt="x", deadline_ms=5000), began=began)
-    assert (tries.connect_by, tries.until) == (began + 5, began + 5 + GRACE_S)
-    for request, limit in (
-        (Ask(prompt="x"), 500),
-        (wire.PrefixPut(prefix_id="a", system="x"), 500),
-        (wire.Simple(op="ping"), 60),
-    ):
-        tries = Tries(options, request, began=began)
-        assert tries.until == began + limit
-        assert tries.connect_by <= time.monotonic() + 60

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from gateways import CHAT, client, gateway, get
+from gateways import CHAT, JSON, client, gateway, get
 from openai import APIStatusError, AuthenticationError, BadRequestError, NotFoundError, OpenAI
 from waiting import until
 
@@ -103,6 +103,24 @@ def test_a_schema_and_what_is_refused(house: Any) -> None:
                 model="mock", messages=[{"role": "user", "content": "x " * 9000}]
             )
         assert (caught.value.code, caught.value.param) == ("prompt_too_long", "messages")
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded"])
+def test_a_web_page_cannot_ask_for_plans(house: Any, kind: str | None) -> None:
+    """Of these types a browser sends a body to any server, without asking it first."""
+    server = house.mock()
+    with gateway(server.endpoints[0]) as address:
+        page = http.client.HTTPConnection(address.removeprefix("http://"), timeout=20)
+        page.request(
+            "POST", "/v1/chat/completions", msgspec.json.encode({"messages": CHAT}),
+            {"Content-Type": kind} if kind else {},
+        )  # fmt: skip
+        reply = page.getresponse()
+        error = msgspec.json.decode(reply.read())["error"]
+        page.close()
+    assert (reply.status, error["code"]) == (400, "bad_request")
+    assert error["message"] == f"content-type must be application/json (got {kind or 'nothing'})"
+    assert "plan" not in house.peer(server).ask(op="stats", id="s")["requests"]
 
 
 def test_models_health_and_metrics(house: Any) -> None:
@@ -355,7 +373,8 @@ def test_a_client_that_leaves_before_its_answer_cancels_its_plan(
     server, held = house.held()
     with gateway(server.endpoints[0]) as address:
         leaver = http.client.HTTPConnection(address.removeprefix("http://"))
-        leaver.request("POST", "/v1/chat/completions", msgspec.json.encode({"messages": CHAT}))
+        body = msgspec.json.encode({"messages": CHAT})
+        leaver.request("POST", "/v1/chat/completions", body, JSON)
         assert held.waiting.wait(20)
         leaver.close()
         peer = house.peer(server)

@@ -24,7 +24,8 @@ def request(body: bytes) -> Request:
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": body, "more_body": False}
 
-    return Request({"type": "http", "method": "POST", "path": "/", "headers": []}, receive)
+    headers = [(b"content-type", b"application/json; charset=utf-8")]
+    return Request({"type": "http", "method": "POST", "path": "/", "headers": headers}, receive)
 
 
 class Fleet:

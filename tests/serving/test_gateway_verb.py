@@ -13,6 +13,7 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
+from gateways import JSON
 from waiting import until
 
 from thor_dflash import cli
@@ -118,12 +119,27 @@ def listens(address: str) -> bool:
         return client.connect_ex(place(address)) == 0
 
 
+def test_clients_that_leave_are_no_news(house: Any) -> None:
+    """A stream that is already whole is written to a connection that is lost, piece by piece."""
+    body = b'{"messages": [{"role": "user", "content": "x"}], "stream": true}'
+    reset = b"\1" + bytes(7)  # SO_LINGER: on, for 0 s
+    with running(server=house.mock(max_queue=100).endpoints[0]) as (child, address):
+        for _ in range(100):
+            with closing(http.client.HTTPConnection(*place(address), timeout=20)) as client:
+                client.request("POST", "/v1/chat/completions", body, JSON)
+                client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+                client.getresponse().readline()
+        child.terminate()
+        assert child.stderr
+        assert (child.stderr.read(), child.wait(20)) == ("", 0)
+
+
 @contextmanager
 def stream(address: str) -> Iterator[None]:
     """The client of a streamed completion, after the first line of the reply has come."""
     connection = http.client.HTTPConnection(*place(address), timeout=20)
     body = b'{"messages": [{"role": "user", "content": "x"}], "stream": true}'
-    connection.request("POST", "/v1/chat/completions", body)
+    connection.request("POST", "/v1/chat/completions", body, JSON)
     with closing(connection), connection.getresponse() as reply:
         assert reply.readline().startswith(b"data: ")
         yield
@@ -147,6 +163,7 @@ def test_a_client_that_stalls_does_not_keep_it_alive() -> None:
         client.settimeout(20)
         client.connect(place(address))
         client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n")
+        client.sendall(b"Content-Type: application/json\r\n")
         client.sendall(b"Expect: 100-continue\r\nContent-Length: 9\r\n\r\n")
         assert client.recv(99).startswith(b"HTTP/1.1 100"), "it waits for the body"
         ends_with_a_line(child)
@@ -157,7 +174,7 @@ def test_a_plan_that_outlives_its_end_is_one_line(house: Any) -> None:
     with running(AT_ONCE, server.endpoints[0]) as (child, address):
         body = b'{"messages": [{"role": "user", "content": "x"}]}'
         with closing(http.client.HTTPConnection(*place(address), timeout=20)) as client:
-            client.request("POST", "/v1/chat/completions", body)
+            client.request("POST", "/v1/chat/completions", body, JSON)
             assert held.waiting.wait(20)
             ends_with_a_line(child)
         held.let()

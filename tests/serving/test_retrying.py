@@ -1,20 +1,25 @@
-"""A plan that is sent again does not take the place of a later one of its session."""
+"""A plan that is sent again does not take the place of a later one of its session; and how long a
+client tries.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 import pytest
 from waiting import PATIENCE_S
 
 from thor_dflash.errors import PlanError
 from thor_dflash.serving import wire
 from thor_dflash.serving.aclient import AsyncPlanner
-from thor_dflash.serving.client import Ask
-from thor_dflash.serving.replies import Tries
+from thor_dflash.serving.client import Ask, Options, RemotePlanner
+from thor_dflash.serving.replies import GRACE_S, Tries
 
+NOWHERE = "tcp://127.0.0.1:9"
 OLD, NEW = Ask(prompt="old"), Ask(prompt="new")
 
 
@@ -115,3 +120,49 @@ def test_a_later_plan_that_no_server_took_displaces_nothing(
             assert planner._waiting == {}
 
     asyncio.run(main())
+
+
+def test_a_deadline_is_less_with_every_try() -> None:
+    began = time.monotonic() - 3
+    tries = Tries(Options(), Ask(prompt="x", deadline_ms=60_000), began=began)
+    assert msgspec.msgpack.decode(tries.send().body)["deadline_ms"] <= 57_000
+    late = Tries(Options(), Ask(prompt="x", deadline_ms=2999), began=began)
+    with pytest.raises(PlanError) as caught:
+        late.send()
+    assert caught.value.code == "deadline"
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_the_deadline_of_a_stream_begins_with_the_call(kind: str) -> None:
+    ask = Ask(prompt="x", deadline_ms=1)
+
+    async def begun() -> None:
+        async with AsyncPlanner(NOWHERE) as planner:
+            events = planner.stream(ask)
+            await asyncio.sleep(0.01)
+            await anext(events)
+
+    def work() -> None:
+        if kind == "async":
+            asyncio.run(begun())
+        with RemotePlanner(NOWHERE) as planner:
+            events = planner.stream(ask)
+            time.sleep(0.01)
+            next(events)
+
+    with pytest.raises(PlanError, match="the deadline passed before a server took the plan"):
+        work()
+
+
+def test_a_connection_is_waited_for_until_the_deadline_and_an_answer_longer() -> None:
+    began, options = time.monotonic(), Options(timeout_s=60.0, plan_timeout_s=500.0)
+    tries = Tries(options, Ask(prompt="x", deadline_ms=5000), began=began)
+    assert (tries.connect_by, tries.until) == (began + 5, began + 5 + GRACE_S)
+    for request, limit in (
+        (Ask(prompt="x"), 500),
+        (wire.PrefixPut(prefix_id="a", system="x"), 500),
+        (wire.Simple(op="ping"), 60),
+    ):
+        tries = Tries(options, request, began=began)
+        assert tries.until == began + limit
+        assert tries.connect_by <= time.monotonic() + 60

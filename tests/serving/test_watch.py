@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -198,6 +199,28 @@ def test_a_slow_plan_leaves_its_steps_and_a_fast_one_does_not(house: Any, tmp_pa
     assert [step["ts"] for step in steps[1:]] == pytest.approx(ends[:-1])
     assert ends[-1] >= 60e3
     assert told["otherData"]["result"][0]["output_tokens"] > 0
+
+
+def test_no_plan_waits_for_the_disk_that_takes_a_trace(
+    house: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stalled, goes_on = threading.Event(), threading.Event()
+
+    def write(*args: Any) -> Path:
+        stalled.set()
+        assert goes_on.wait(20)
+        return trace.write(*args)
+
+    monkeypatch.setattr("thor_dflash.serving.server.write", write)
+    peer = house.peer(house.mock(0.001, trace_slow_ms=1, trace_dir=str(tmp_path)))
+    try:
+        for id in "ab":
+            assert peer.ask(**SMALL, id=id)["status"] == "ok"
+            assert stalled.wait(20)
+    finally:
+        goes_on.set()
+    house.close()
+    assert len(list(tmp_path.iterdir())) == 2, "they are written before the server ends"
 
 
 @pytest.mark.parametrize("where", ["file", "file/traces", "/proc"])

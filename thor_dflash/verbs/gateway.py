@@ -44,6 +44,8 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     for number in streams.endings():
         signal.signal(number, stop)
     logging.getLogger("uvicorn.error").addFilter(_is_news)
+    # Below that it only warns of each write to a client that is gone, which is no news either.
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
     progress.close()
     host, port = config.gateway.listen.rpartition(":")[0], listener.getsockname()[1]
     say(sys.stderr, f"listening on http://{host}:{port}/v1")
