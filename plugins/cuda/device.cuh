@@ -13,6 +13,8 @@ typedef long long i64;
 
 #define KERNEL extern "C" __global__
 #define DEVICE __device__ __forceinline__
+// Between KERNEL void and the name of a kernel that is always launched in clusters of n blocks.
+#define CLUSTERS_OF(n) __cluster_dims__(n, 1, 1)
 // The launch's dynamic shared memory, 128-byte aligned.
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(128) u8 name[]
 
@@ -171,6 +173,16 @@ DEVICE uint4 load_shared_result(const uint4* p) { return __ldcg(p); }
 DEVICE float load_shared_result(const float* p) { return __ldcg(p); }
 DEVICE u32 load_shared_result(const u32* p) { return __ldcg(p); }
 
+// Loads constant data now; the compiler may delay an ordinary load until its result is used. Word
+// by word, because the compiler would wait for a vector in order to move it to other registers.
+DEVICE int4 load_now(const int4* p) {
+    int4 r;
+    asm volatile("ld.global.nc.s32 %0, [%4]; ld.global.nc.s32 %1, [%4 + 4];"
+                 " ld.global.nc.s32 %2, [%4 + 8]; ld.global.nc.s32 %3, [%4 + 12];"
+                 : "=&r"(r.x), "=&r"(r.y), "=&r"(r.z), "=&r"(r.w) : "l"(p));
+    return r;
+}
+
 // ---- shared memory by address ----------------------------------------------------------------
 typedef u32 saddr;
 DEVICE saddr shared_address(const void* p) {
@@ -279,15 +291,17 @@ DEVICE u32 cluster_size() {
     asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(r));
     return r;
 }
-// All threads of all blocks of the cluster that have not exited arrive, then wait. A thread may do
-// other work in between, but must not exit. After the wait, everything that any of them wrote
+// All threads of all blocks of the cluster that have not exited arrive, then wait; those of a warp
+// together. A thread may do other work in between, but must not exit. After the wait, everything that any of them wrote
 // before it arrived is visible to all, and all its earlier reads are complete.
-DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
-DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+DEVICE void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 // The same without ordering earlier reads and writes: to know that the others have started, and to
 // publish barriers after barrier_init_done.
 DEVICE void cluster_arrive_relaxed() {
-    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 // The address in block `rank` of the cluster that corresponds to `local` in this block.
 DEVICE u32 cluster_address(saddr local, u32 rank) {
@@ -312,11 +326,11 @@ DEVICE void store_cluster16(u32 remote, const float4& value, u32 remote_barrier)
                  ::"r"(remote), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w),
                  "r"(remote_barrier) : "memory");
 }
-// barrier_arrive at any block's barrier: this thread's earlier reads and writes are complete for a
-// thread that waits there with barrier_wait_cluster.
-DEVICE void barrier_arrive_cluster(u32 remote_barrier) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];"
-                 ::"r"(remote_barrier) : "memory");
+// barrier_arrive at any block's barrier, `times` times: this thread's earlier reads and writes are
+// complete for a thread that waits there with barrier_wait_cluster.
+DEVICE void barrier_arrive_cluster(u32 remote_barrier, u32 times = 1) {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0], %1;"
+                 ::"r"(remote_barrier), "r"(times) : "memory");
 }
 // barrier_wait at the block's own barrier, if other blocks arrive, store or copy there.
 DEVICE void barrier_wait_cluster(saddr barrier, u32 parity) {

@@ -19,6 +19,7 @@ struct Results {
     saddr row_scales;
     float next_offset;
     int rows;
+    u8* areas;  // the warps' staging areas
 };
 
 // A warp's staging area: float32 scales of 32 columns, their int2 strips, their next norm's
@@ -81,24 +82,32 @@ DEVICE Raw raw_at(saddr at) { return pair_at(at); }
 typedef u32 Raw;
 DEVICE Raw raw_at(saddr at) { return load_shared4(at); }
 #endif
-// A lane's epilogue data for half an n-tile of a row tile: a pair of columns of each strip.
+// Warps that share the epilogue of half an n-tile of a row tile, each with its own neighbouring
+// strips: as many as there are for the halves that a block finishes at a time (Room::share). Not
+// with swiglu and logits, where few sums are added: that more warps run the code costs more there.
+constexpr int AT_A_TIME = 2 * LANES > PARTS ? 2 * LANES / PARTS : 1;
+constexpr int THERE = WARPS / AT_A_TIME / ROW_TILES;
+constexpr int SHARERS = EPILOGUE == SWIGLU || EPILOGUE == LOGITS ? 1 : THERE < 4 ? THERE : 4;
+constexpr int OWN_STRIPS = 4 / SHARERS;
+
+// A lane's epilogue data for the warp's strips of a row tile: a pair of columns of each strip.
 struct End {
-    Place places[4];
-    float2 scales[4];
-    Raw factors[4];  // weight of the next norm
-    u32 residual[2][4];
+    Place places[OWN_STRIPS];
+    float2 scales[OWN_STRIPS];
+    Raw factors[OWN_STRIPS];  // weight of the next norm
+    u32 residual[2][OWN_STRIPS];
 
     // A value that depends on the loads of staged data, for `received`.
     DEVICE u32 last() const {
         u32 x = 0;
 #pragma unroll
-        for (int j = 0; j < 4; j++) x ^= places[j].strip.x ^ float_bits(scales[j].x);
+        for (int j = 0; j < OWN_STRIPS; j++) x ^= places[j].strip.x ^ float_bits(scales[j].x);
 #if NEXT == 1
 #pragma unroll
-        for (int j = 0; j < 4; j++) x ^= factors[j];
+        for (int j = 0; j < OWN_STRIPS; j++) x ^= factors[j];
 #elif NEXT == 2
 #pragma unroll
-        for (int j = 0; j < 4; j++) x ^= float_bits(factors[j].x);
+        for (int j = 0; j < OWN_STRIPS; j++) x ^= float_bits(factors[j].x);
 #endif
         return x;
     }
@@ -113,20 +122,22 @@ DEVICE float2 factor_of(const Results& to, Raw w) {
 }
 
 // Called before any result is stored: the compiler could not move these loads before a store.
-DEVICE void load_end(End& end, const Results& from, saddr staged, int m) {
+// `first`: the warp's first strip.
+DEVICE void load_end(End& end, const Results& from, saddr staged, int m, int first) {
     const int lane = threadIdx.x % 32, pair = lane % 4;
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-        end.places[j].strip = strip_at(staged + STAGED_STRIPS + 8 * j);
-        end.scales[j] = pair_at(staged + 8 * (4 * j + pair));
+    for (int j = 0; j < OWN_STRIPS; j++) {
+        end.places[j].strip = strip_at(staged + STAGED_STRIPS + 8 * (first + j));
+        end.scales[j] = pair_at(staged + 8 * (4 * (first + j) + pair));
 #if NEXT == 1 || NEXT == 2
         if (end.places[j].valid()) {
-            end.factors[j] = raw_at(staged + STAGED_WEIGHTS + sizeof(Raw) * (4 * j + pair));
+            const u32 at = STAGED_WEIGHTS + sizeof(Raw) * (4 * (first + j) + pair);
+            end.factors[j] = raw_at(staged + at);
         }
 #endif
     }
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
+    for (int j = 0; j < OWN_STRIPS; j++) {
         Place& place = end.places[j];
         if (EPILOGUE != SWIGLU || j % 2 == 0) {
             place.output = from.outputs[max(0, place.strip.x) >> 24];

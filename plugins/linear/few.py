@@ -27,6 +27,7 @@ from thor_dflash.plugins.linear.partition import (
     WARPS,
     Partition,
     halves,
+    lanes,
     partition,
 )
 from thor_dflash.plugins.linear.prepare import SLAB, padded, prepared
@@ -124,11 +125,15 @@ def _product(site: Site, device: Device, fused: Fused, rows: Argument) -> Launch
         defines={
             "WARPS": cut.warps,
             "ROW_TILES": tiles,
+            "FULL": int(count == tiles * TILE_ROWS),
             "KINDS": sum(1 << kind for kind in set(plan.kinds)),
             "ROW_SCALE": int("x_slabs" in site and "x_squares" in site),
             "EPILOGUE": int(fused.epilogue),
             "NEXT": _next(site),
             "PARTS": cut.parts,
+            "MANY": int(cut.most_items > 1),
+            "TILES": cut.tiles,
+            "LANES": max(lanes(plan, i.piece, cut) for items in cut.clusters for i in items),
             "NARROW": int(bool(plan.narrow)),
         },
         cluster=cut.parts,

@@ -15,8 +15,8 @@
 constexpr int MOST_ROWS = 32;
 constexpr int SQUARES_COLUMNS = 32;
 
-// Half an n-tile of a row tile, which one warp finishes: 4 strips of 8 columns.
-typedef float Own[4][4];
+// What a warp finishes of half an n-tile (4 strips of 8 columns) of a row tile.
+typedef float Own[OWN_STRIPS][4];
 constexpr int HALF_SUMS = ROW_TILES * 4 * 32;           // float4
 // [own half][block][group], at most
 constexpr int PLACES = 2 * (PARTS > WARPS ? PARTS : WARPS) / SPLIT;
@@ -36,9 +36,16 @@ static_assert(!NARROW || EPILOGUE == SWIGLU, "nobody wants squares of a narrow t
 DEVICE u32 last_of(const Own& own) {
     u32 x = 0;
 #pragma unroll
-    for (int j = 0; j < 4; j++) x ^= float_bits(own[j][0]);
+    for (int j = 0; j < OWN_STRIPS; j++) x ^= float_bits(own[j][0]);
     return x;
 }
+
+// What this warp finishes: the row tile, which of the block's halves, the first of its strips.
+DEVICE int own_row_tile() { return threadIdx.x / 32 % ROW_TILES; }
+DEVICE int own_half() { return threadIdx.x / 32 / ROW_TILES / SHARERS; }
+DEVICE int first_strip() { return threadIdx.x / 32 / ROW_TILES % SHARERS * OWN_STRIPS; }
+// Synchronises the warps that share a half of a row tile.
+DEVICE void meet() { sync_some(1 + own_half() * ROW_TILES + own_row_tile(), 32 * SHARERS); }
 
 // A block's receive buffer for sums, with the barriers that hand it over between sender and reader.
 struct Room {
@@ -57,7 +64,7 @@ struct Room {
         const u32 bytes = max(0, here) * PARTS * item.groups() * HALF_SUMS * 16 + narrow;
         // With no bytes expected the phase ends at once. A warp of this block that has not yet seen
         // the end of the previous phase would then miss it and wait forever.
-        if (bytes == 0) barrier_wait_cluster(free, parity ^ 1);
+        if (MANY && bytes == 0) barrier_wait_cluster(free, parity ^ 1);
         barrier_expect(arrived, bytes);
     }
 
@@ -119,19 +126,20 @@ struct Room {
         return sums + (place * HALF_SUMS + threadIdx.x % 32) * 16;
     }
 
-    // Adds the sums of this warp's half and row tile, in order of blocks and then of groups.
+    // Adds the sums of this warp's strips, in order of blocks and then of groups.
     DEVICE void add(Own& own, int groups) const {
-        const int warp = threadIdx.x / 32, m = warp % ROW_TILES;
-        const saddr from = sums_at(warp / ROW_TILES * PARTS * groups) + m * 4 * 32 * 16;
+        const int strip = own_row_tile() * 4 + first_strip();
+        const saddr from = sums_at(own_half() * PARTS * groups) + strip * 32 * 16;
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
+        for (int j = 0; j < OWN_STRIPS; j++) {
 #pragma unroll
             for (int i = 0; i < 4; i++) own[j][i] = 0.0f;
         }
-#pragma unroll 2
+        constexpr int AHEAD = 8 / OWN_STRIPS;
+#pragma unroll AHEAD
         for (int p = 0; p < PARTS * groups; p++) {
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
+            for (int j = 0; j < OWN_STRIPS; j++) {
                 const uint4 v = load_shared16(from + (p * HALF_SUMS + j * 32) * 16);
                 own[j][0] += bits_float(v.x);
                 own[j][1] += bits_float(v.y);
@@ -146,7 +154,8 @@ struct Room {
     // item does not have, except for those that each block's idle warps arrive for.
     DEVICE void release(const Item& item, bool first, u32 last) const {
         const int narrow = NARROW && !item.narrow.there() ? OCTETS : 0;
-        const int missing = (MOST_HALVES - item.halves()) * ROW_TILES + narrow - item.idle();
+        const int halves = (MOST_HALVES - item.halves()) * ROW_TILES * SHARERS;
+        const int missing = halves + narrow - item.idle();
         release(first ? 1 + missing : 1, last);
     }
     // The same for a warp that has no part of the item: until it has seen the end of the phase
@@ -160,8 +169,7 @@ struct Room {
         sync_warp();
         const int lane = threadIdx.x % 32;
         if (lane >= PARTS) return;
-#pragma unroll 1
-        for (int i = 0; i < times; i++) barrier_arrive_cluster(cluster_address(free, lane));
+        barrier_arrive_cluster(cluster_address(free, lane), times);
     }
 };
 
@@ -177,23 +185,23 @@ DEVICE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 // Computes 1 / rms of each row from sums of squares [chunks, 32]. Called by one warp; each lane
 // adds four rows over some of the chunks.
 DEVICE void row_scales(float* scales, const float* squares, int k, float eps) {
-    constexpr int LANES = ROWS / 4;
+    constexpr int ROW_LANES = ROWS / 4;
     const int lane = threadIdx.x % 32, chunks = (k + SQUARES_COLUMNS - 1) / SQUARES_COLUMNS;
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 10
-    for (int c = lane / LANES; c < chunks; c += 32 / LANES) {
+    for (int c = lane / ROW_LANES; c < chunks; c += 32 / ROW_LANES) {
         const float4 v = load_shared_result(
-            reinterpret_cast<const float4*>(squares + c * MOST_ROWS + lane % LANES * 4));
+            reinterpret_cast<const float4*>(squares + c * MOST_ROWS + lane % ROW_LANES * 4));
         sum = make_float4(sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w);
     }
 #pragma unroll
-    for (int mask = LANES; mask < 32; mask *= 2) {
+    for (int mask = ROW_LANES; mask < 32; mask *= 2) {
         sum.x += shuffle_xor(sum.x, mask);
         sum.y += shuffle_xor(sum.y, mask);
         sum.z += shuffle_xor(sum.z, mask);
         sum.w += shuffle_xor(sum.w, mask);
     }
-    if (lane >= LANES) return;
+    if (lane >= ROW_LANES) return;
     scales[4 * lane] = rsqrtf(sum.x / k + eps);
     scales[4 * lane + 1] = rsqrtf(sum.y / k + eps);
     scales[4 * lane + 2] = rsqrtf(sum.z / k + eps);
@@ -240,7 +248,7 @@ DEVICE void store_own(Squares& squares, const Own& own, const End& end, const Re
         const float factor = ROW_SCALE ? scale_of(to, row) : 1.0f;
         squares[i] = 0.0f;
 #pragma unroll
-        for (int j = 0; j < 4; j += STRIDE) {
+        for (int j = 0; j < OWN_STRIPS; j += STRIDE) {
             float2 v[2];
 #pragma unroll
             for (int s = 0; s < STRIDE; s++) {
@@ -255,18 +263,42 @@ DEVICE void store_own(Squares& squares, const Own& own, const End& end, const Re
     }
 }
 
-// Stores each row's sum of squares over 32 columns, added over its lanes in a fixed order.
-DEVICE void store_squares(const Squares& squares, const Results& to, int column, int m) {
-    const int lane = threadIdx.x % 32;
-    float* const at = to.y_squares + column / SQUARES_COLUMNS * MOST_ROWS + 16 * m;
+// Stores each row's sum of squares over 32 columns, added in a fixed order: over a warp's lanes,
+// then over the warps that share the columns, through their staging areas, which are used up.
+// `again`: whether the next item's data will come there.
+DEVICE void store_squares(Squares& squares, const Results& to, int column, int m, bool padding,
+                          bool again) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    float* const area = reinterpret_cast<float*>(to.areas + warp * STAGED_BYTES);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        float sum = squares[i];
-        sum += shuffle_xor(sum, 1);
-        sum += shuffle_xor(sum, 2);
-        if (lane % 4 == 0) at[8 * i + lane / 4] = sum;
+        squares[i] += shuffle_xor(squares[i], 1);
+        squares[i] += shuffle_xor(squares[i], 2);
     }
-    if (ROW_TILES == 1 && lane < 16) at[16 + lane] = 0.0f;
+    if (SHARERS > 1) {
+        sync_warp();  // all lanes have read the area
+        if (lane % 4 == 0) {
+            area[lane / 4] = squares[0];
+            area[8 + lane / 4] = squares[1];
+        }
+        meet();
+    }
+    if (first_strip() == 0 && !padding) {
+        float* const at = to.y_squares + column / SQUARES_COLUMNS * MOST_ROWS + 16 * m;
+        if (SHARERS == 1) {
+            if (lane % 4 == 0) at[lane / 4] = squares[0], at[8 + lane / 4] = squares[1];
+        } else if (lane < 16) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int w = 0; w < SHARERS; w++) {
+                sum += area[w * ROW_TILES * STAGED_BYTES / 4 + lane];
+            }
+            at[lane] = sum;
+            if (again) received(float_bits(sum));
+        }
+        if (ROW_TILES == 1 && lane < 16) at[16 + lane] = 0.0f;
+    }
+    if (SHARERS > 1 && again) meet();
 }
 
 // Finishes eight rows of a narrow tile: one strip of gate and one of up.
@@ -295,14 +327,13 @@ struct Share {
     int half, octet;  // below 0: none
 
     DEVICE Share(const Item& item, int rank) {
-        const int warp = threadIdx.x / 32, halves = Room::share(item), own = warp / ROW_TILES;
+        const int warp = threadIdx.x / 32, halves = Room::share(item), own = own_half();
         half = own < halves && rank * halves + own < item.halves() ? rank * halves + own : -1;
         // If there are warps that finish no half, they take the octets.
         const int first = ROW_TILES > 1 ? 0 : halves;
         const bool narrow = item.narrow.there() && warp >= first && warp < first + OWN_OCTETS;
         octet = narrow ? rank * OWN_OCTETS + warp - first : -1;
     }
-    DEVICE static int row_tile() { return threadIdx.x / 32 % ROW_TILES; }
     DEVICE int column(const Item& item) const { return item.column + half * SQUARES_COLUMNS; }
     // Offset of a narrow tile's staged data: the warp's own area if it finishes no half, else an
     // area behind those of all warps.
@@ -321,10 +352,10 @@ DEVICE void finish(const Sums& sums, const NarrowSums& narrow_sums, Room& room, 
     room.parity ^= 1;
     // Warps with nothing to send wait too: otherwise they could get two phases ahead and miss one.
     // For the first item the wait would succeed at once, but still take time.
-    if (!first) barrier_wait_cluster(room.free, parity ^ 1);
+    if (MANY && !first) barrier_wait_cluster(room.free, parity ^ 1);
     if (Part(item, threadIdx.x / 32).of(item)) {
         room.send(sums, item, rank);
-    } else if (item.left) {
+    } else if (MANY && item.left) {
         room.release_idle();
     }
     if (item.narrow.there()) room.send_narrow(narrow_sums, rank);
@@ -332,17 +363,20 @@ DEVICE void finish(const Sums& sums, const NarrowSums& narrow_sums, Room& room, 
         finish_narrow(room, scales_made, to, item, staged + Share::narrow_at(), share.octet, parity);
     }
     if (share.half < 0) return;
-    const int column = share.column(item), m = Share::row_tile();
+    const int column = share.column(item), m = own_row_tile();
     End end;
     wait_staged();
-    load_end(end, to, staged, m);
+    load_end(end, to, staged, m, first_strip());
     if (ROW_SCALE) barrier_wait(scales_made, 0);
     barrier_wait_cluster(room.arrived, parity);
     Own own;
     room.add(own, item.groups());
-    if (item.left) room.release(item, share.half == 0 && m == 0, end.last() ^ last_of(own));
+    if (item.left) {
+        const bool one = share.half == 0 && m == 0 && first_strip() == 0;
+        room.release(item, one, end.last() ^ last_of(own));
+    }
     Squares squares;
     store_own(squares, own, end, to, m);
     const bool padding = end.places[0].strip.x < 0;
-    if (to.y_squares && !padding) store_squares(squares, to, column, m);
+    if (to.y_squares) store_squares(squares, to, column, m, padding, item.left > 0);
 }

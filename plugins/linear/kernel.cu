@@ -14,8 +14,9 @@
 // The kernel that made the input rows (y_slabs) has applied the norm's weight to them; the missing
 // factor 1 / rms of each row is computed from x_squares and applied in the epilogue.
 //
-// Compile-time: WARPS, ROW_TILES, KINDS, PARTS, NARROW (ring.cuh); ROW_SCALE, whether x_squares is
-// given; EPILOGUE, NEXT (finish.cuh).
+// Compile-time: WARPS, ROW_TILES, FULL, KINDS, PARTS, MANY, TILES, NARROW (ring.cuh); ROW_SCALE,
+// whether x_squares is given; EPILOGUE, NEXT (finish.cuh). What is known when a launch is compiled
+// is not computed in each block: a launch is so short that its ends count.
 #include "cuda/ahead.cuh"
 #include "linear/finish.cuh"
 
@@ -28,7 +29,7 @@ static_assert(SCALES_AT + 4 * ROWS <= STAGED_AT, "barriers and row scales fit");
 
 // Zeroes the row buffers if there are fewer than ROWS rows, since no copy fills the remaining ones.
 DEVICE void clear_rows(u8* memory, int rows) {
-    if (rows == ROWS) return;
+    if (FULL) return;
     constexpr int EACH = STAGE_SLABS * ROWS * SLAB_ROW / 16;
 #pragma unroll 1
     for (int i = threadIdx.x; i < STAGES * EACH; i += THREADS) {
@@ -38,49 +39,63 @@ DEVICE void clear_rows(u8* memory, int rows) {
     barrier_init_done();
 }
 
+// How the row scales are made, for the epilogue.
+struct Scaling {
+    const float* squares;
+    float* scales;
+    saddr made;  // barrier
+    int k;
+    float eps;
+
+    DEVICE void make() const {
+        row_scales(scales, squares, k, eps);
+        barrier_arrive(made);
+    }
+};
+
 // The producer warp. It requests the first stages' weights, their rows once the previous kernel has
 // written them, and then one stage whenever a stage has been read. What to request next is computed
 // before each wait. The row scales, which only the epilogue needs, are computed once the whole
-// first item has been requested.
-DEVICE void ask(const Source& source, Turn turn, Walk at, const float* x_squares, float* scales,
-                saddr scales_made, int k, float eps, const Following& following) {
+// first item has been requested. Blocks that start last have the previous kernel's results at once,
+// and everyone waits for these blocks: so nothing else comes before the first requests.
+DEVICE void ask(const Source& source, Turn turn, Walk at, const Scaling& scaling,
+                const Following& following, const Room& room) {
     Turn turn_again = turn;
-    const int first_item = at.at;
-    Wish rows[STAGES];
-#pragma unroll
-    for (int i = 0; i < STAGES; i++) {
-        rows[i].row_bytes = 0;
-        if (at.over) continue;
-        rows[i] = source.wish(at);
-        source.ask_weights(rows[i], turn);
-        at.next();
-        turn.next();
+    Walk again = at;
+    const int first = at.at;
+    Ahead ahead = {source, turn, at, {}, false};
+#pragma unroll 1
+    for (int i = 0; i < STAGES && !ahead.at.over; i++) {
+        ahead.prepare();
+        source.ask_weights(ahead.wish, ahead.turn);
+        ahead.pass();
     }
-    Wish next;
-    if (!at.over) next = source.wish(at);
+    if (threadIdx.x % 32 == 0) room.expect(at.item, cluster_rank());
     following.fetch();
+    Wish rows;
+    if (!again.over) rows = source.rows_of(again);
     cluster_wait();
     wait_for_previous();
-#pragma unroll
-    for (int i = 0; i < STAGES; i++) {
-        source.ask_rows(rows[i], turn_again);
+#pragma unroll 1
+    for (int i = 0; i < STAGES && !again.over; i++) {
+        if (i > 0) rows = source.rows_of(again);
+        source.ask_rows(rows, turn_again);
+        again.next();
         turn_again.next();
     }
     bool scaled = !ROW_SCALE;
 #pragma unroll 1
     for (;;) {
-        if (!scaled && (at.over || at.at != first_item)) {
-            row_scales(scales, x_squares, k, eps);
-            barrier_arrive(scales_made);
+        if (!scaled && (ahead.at.over || MANY && ahead.at.at != first)) {
+            scaling.make();
             scaled = true;
         }
-        if (at.over) return;
-        barrier_wait(turn.read(), turn.parity ^ 1);
-        source.ask_weights(next, turn);
-        source.ask_rows(next, turn);
-        turn.next();
-        at.next();
-        if (!at.over) next = source.wish(at);
+        if (ahead.at.over) return;
+        ahead.prepare();
+        barrier_wait(ahead.turn.read(), ahead.turn.parity ^ 1);
+        source.ask_weights(ahead.wish, ahead.turn);
+        source.ask_rows(ahead.wish, ahead.turn);
+        ahead.pass();
     }
 }
 
@@ -185,8 +200,7 @@ struct Reader {
         now.add(sums, 3);
         skip(q);
     }
-    // The same in a kernel with narrow tiles, for an item with or without one. A single loop goes
-    // over stages and their slots; nested loops would need more registers than there are.
+    // The same in a kernel with narrow tiles, for an item with or without one.
     template <bool WITH_NARROW>
     DEVICE void nvfp4_narrow(Sums& sums, NarrowSums& narrow_sums, int q) const {
         Nvfp4 now, ahead;
@@ -197,22 +211,25 @@ struct Reader {
         now.load(at, rows, 0, part.side);
 #pragma unroll 1
         for (;;) {
-            three(now, ahead, sums, at, rows);
-            const bool second = SPLIT > 1 && at == slot() && q + part.phase + 1 < end;
-            if (WITH_NARROW) {
-                load_narrow(narrow, SPLIT > 1 && at != slot());
-                received(now.last());
-                narrow.add(narrow_sums, narrow_k16());
-            }
-            if (second) {
+            const int count = min(SPLIT, end - q - part.phase);
+#pragma unroll 1
+            for (int i = 0;; i++) {
+                three(now, ahead, sums, at, rows);
+                if (WITH_NARROW) {
+                    load_narrow(narrow, i);
+                    if (SPLIT > 1) received(now.last());
+                    narrow.add(narrow_sums, narrow_k16());
+                }
+                if (SPLIT == 1 || i == count - 1) break;
                 at += SLOT;
                 rows += ROWS * SLAB_ROW;
-            } else {
-                next(WITH_NARROW ? narrow.last() : now.last());
-                q += phases;
-                if (q + part.phase >= end) break;
-                enter(at, rows);
+                fourth(now, ahead, sums, at, rows);
             }
+            const u32 own = WITH_NARROW && SPLIT > 1 ? 0 : now.last();
+            next(WITH_NARROW ? narrow.last() ^ own : own);
+            q += phases;
+            if (q + part.phase >= end) break;
+            enter(at, rows);
             fourth(now, ahead, sums, at, rows);
         }
         now.add(sums, 3);
@@ -238,7 +255,7 @@ struct Reader {
 };
 
 // items: [clusters, most_items, 2].
-KERNEL void __launch_bounds__(THREADS, WARPS == 4 ? 3 : 2)
+KERNEL void CLUSTERS_OF(PARTS) __launch_bounds__(THREADS, WARPS == 4 ? 3 : 2)
 linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u8* slabs,
        const float* x_squares, const u16* residual, const u64* __restrict__ outputs,
        float* y_squares, u16* y_slabs, const void* __restrict__ next_weight,
@@ -247,6 +264,11 @@ linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u8
        const int2* __restrict__ next_first, int next_count) {
     DYNAMIC_SHARED(memory);
     let_next_start();
+    const int rows = FULL ? ROWS : row_count;
+    Walk at;
+    at.table = items;
+    at.at = blockIdx.x / PARTS * most_items * 2;
+    const Entry entry = entry_now(items + at.at);  // on its way while the barriers are initialised
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int rank = cluster_rank(), steps = (k + STEP_K - 1) / STEP_K;
     const saddr barriers = shared_address(memory + BARRIERS_AT);
@@ -255,35 +277,32 @@ linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u8
     Room room = {shared_address(memory + ROOM_AT), barriers + 16 * STAGES,
                  barriers + 16 * STAGES + 8, 0};
     const saddr scales_made = barriers + 16 * STAGES + 16;
-    Walk at;
-    at.table = items;
-    at.at = blockIdx.x / PARTS * most_items * 2;
     at.halves = halves_of(k, steps * rank / PARTS, steps * (rank + 1) / PARTS);
-    at.start();
-    clear_rows(memory, row_count);
+    clear_rows(memory, rows);
     if (warp == WARPS && lane == 0) {
         for (int i = 0; i < STAGES; i++) {
             barrier_init(turn.full + 8 * i, 1);
             barrier_init(turn.empty + 8 * i, 32 * WARPS);
         }
         barrier_init(room.arrived, 1);
-        barrier_init(room.free, MOST_HALVES * ROW_TILES + NARROW * OCTETS);
+        barrier_init(room.free, MOST_HALVES * ROW_TILES * SHARERS + NARROW * OCTETS);
         barrier_init(scales_made, 32);
         barrier_init_done();
     }
     sync_warp();
-    if (row_count != ROWS) sync_block();  // the relaxed cluster barrier publishes no memory writes
+    if (!FULL) sync_block();  // the relaxed cluster barrier publishes no memory writes
     cluster_arrive_relaxed();
+    at.start(entry);
     if (warp == WARPS) {
-        if (lane == 0) room.expect(at.item, rank);
-        ask({packed, slabs, row_count}, turn, at, x_squares,
-            reinterpret_cast<float*>(memory + SCALES_AT), scales_made, k, eps,
-            {next_packed, next_first, next_count});
+        float* const made = reinterpret_cast<float*>(memory + SCALES_AT);
+        ask({packed, slabs, rows}, turn, at, {x_squares, made, scales_made, k, eps},
+            {next_packed, next_first, next_count}, room);
         return;
     }
     const saddr scales_at = shared_address(memory) + SCALES_AT;
     const Results to = {outputs,  scales,      strips,       residual,    y_squares,
-                        y_slabs,  next_weight, scales_at, next_offset, row_count};
+                        y_slabs,  next_weight, scales_at, next_offset, rows,
+                        memory + STAGED_AT};
     const saddr staged = shared_address(memory) + STAGED_AT + warp * STAGED_BYTES;
     Share(at.item, rank).stage(staged, to, at.item);
     cluster_wait();
@@ -316,7 +335,7 @@ linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u8
         }
         // cluster_rank() is read again here: kept across the loop, it would occupy a register.
         finish(sums, narrow_sums, room, scales_made, to, item, staged, cluster_rank(), first);
-        if (item.left == 0) return;
+        if (!MANY || item.left == 0) return;
         at.at += 2;
         at.open();
         sync_warp();  // all lanes have read the staged data, which is overwritten now

@@ -98,6 +98,13 @@ class Partition:
         """Items of the cluster with the most items."""
         return max(map(len, self.clusters))
 
+    @property
+    def tiles(self) -> int:
+        """n-tiles of every NVFP4 item; 0 if they differ."""
+        items = (item for items in self.clusters for item in items)
+        found = {i.piece.tiles for i in items if i.piece.group.kind is Kind.NVFP4}
+        return found.pop() if len(found) == 1 else 0
+
     def item_table(self) -> Array:
         """int32 [clusters, most_items, 2, 4], two rows per item. The first row: offset / 512 of the
         first n-tile, bytes / 512 of a step, first packed column, kind | is half an n-tile << 2 |

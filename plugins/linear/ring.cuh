@@ -4,8 +4,9 @@
 // first stages are requested before the previous kernel has ended.
 //
 // Compile-time: WARPS, multiplying warps, 8 or 4; KINDS, the occurring kinds of weight (1 << kind);
-// ROW_TILES, row tiles of 16; PARTS, blocks of a cluster; NARROW, whether items may have a narrow
-// tile.
+// ROW_TILES, row tiles of 16; FULL, whether these are full of rows; PARTS, blocks of a cluster;
+// MANY, whether a cluster may have more than one item; TILES, n-tiles of every NVFP4 item, 0 if they
+// differ; LANES, the largest Item::lanes; NARROW, whether items may have a narrow tile.
 #pragma once
 #include "linear/units.cuh"
 
@@ -92,17 +93,29 @@ struct Part {
     }
 };
 
-// items: two int4 each.
-DEVICE Item item_at(const int4* items) {
-    const int4 a = items[0], n = NARROW ? items[1] : make_int4(0, 0, -1, 0);
+// An item as the table has it.
+struct Entry {
+    int4 a, n;  // n-tiles, narrow tile
+};
+
+DEVICE Entry entry_at(const int4* items) {
+    return {items[0], NARROW ? items[1] : make_int4(0, 0, -1, 0)};
+}
+// The same, loaded before anything that follows: an ordinary load may be delayed until it is used.
+DEVICE Entry entry_now(const int4* items) {
+    return {load_now(items), NARROW ? load_now(items + 1) : make_int4(0, 0, -1, 0)};
+}
+
+DEVICE Item item_of(const Entry& entry) {
+    const int4 a = entry.a, n = entry.n;
     const int kind = ONLY_NVFP4 ? NVFP4 : a.w & 3;
     const bool half = !ONLY_NVFP4 && (a.w & 4);
     return {static_cast<u32>(a.x),
             static_cast<u32>(a.y),
             a.z,
             kind,
-            a.w >> 8 & 255,
-            a.w >> 16,
+            TILES && kind == NVFP4 ? TILES : a.w >> 8 & 255,
+            MANY ? a.w >> 16 : 0,
             half,
             {static_cast<u32>(n.x), static_cast<u32>(n.y), n.z}};
 }
@@ -127,20 +140,21 @@ struct Walk {
     int q, end;
     bool over;
 
-    DEVICE void open() {
-        item = item_at(table + at);
+    DEVICE void open(const Entry& entry) {
+        item = item_of(entry);
         q = halves.begin * item.slots();
         end = halves.end * item.slots();
     }
+    DEVICE void open() { open(entry_at(table + at)); }
     // Goes to the first stage; `over` is set if the block has none.
-    DEVICE void start() {
-        open();
+    DEVICE void start(const Entry& entry) {
+        open(entry);
         over = q >= end;
     }
     DEVICE void next() {
         q += item.phases();
         if (q < end) return;
-        over = item.left == 0;
+        over = !MANY || item.left == 0;
         if (over) return;
         at += 2;
         open();
@@ -175,6 +189,9 @@ struct Wish {
     u32 weight_at, weight_bytes;  // weight_at: offset in the stage
     u32 rows_at, row_bytes;
     u32 all;  // bytes of the stage, summed over all lanes
+    u32 weight_step, rows_step;  // from these copies to those of the next stage, bytes; NVFP4 only
+
+    DEVICE void advance() { weight += weight_step, rows += rows_step; }
 };
 
 // What the producer warp copies from.
@@ -183,6 +200,11 @@ struct Source {
     const u8* slabs;
     int rows;
 
+    // Whether the next stage's copies are those of this one, advanced: both are whole stages of one
+    // item.
+    DEVICE static bool advances(const Walk& at) {
+        return (ONLY_NVFP4 || at.item.kind == NVFP4) && at.q + 2 * at.item.phases() <= at.end;
+    }
     // The first slab of a stage, and the end (one past the last).
     DEVICE static int first_slab(const Walk& at) {
         return at.q * at.item.columns() / SLAB_COLUMNS;
@@ -209,6 +231,7 @@ struct Source {
         const int count = (min(at.item.phases(), at.end - at.q) + 1) / 2;
         const u32 bytes = at.item.tiles * step_bytes(NVFP4);
         w.all += count * bytes;
+        w.weight_step = at.item.phases() / 2 * at.item.stride * 512;
         if (lane < count) {
             const u64 step = static_cast<u64>(at.item.stride) * (at.q / 2 + lane);
             w.weight = packed + (at.item.offset + step) * 512;
@@ -243,17 +266,19 @@ struct Source {
         w.weight = packed + static_cast<u64>(tile.offset) * 64 + step + (q & 1) * NVFP4_SLOT;
         w.weight_at = NARROW_AT + i * NARROW_SLOT;
         w.weight_bytes = NARROW_SLOT;
+        w.weight_step = at.item.phases() / 2 * tile.stride * 512;
     }
     // Fills in the row copies of a stage only.
     DEVICE Wish rows_of(const Walk& at) const {
         const int lane = threadIdx.x % 32, first = first_slab(at), count = end_slab(at) - first;
         const u32 each = rows * SLAB_ROW;
-        const bool whole = rows == ROWS;  // then all slabs are one contiguous copy
         Wish w;
         w.all = count * each;
         w.rows = slabs + (static_cast<i64>(first) + lane) * each;
         w.rows_at = ROWS_AT + lane * ROWS * SLAB_ROW;
-        w.row_bytes = whole ? (lane == 0 ? count * each : 0) : lane < count ? each : 0;
+        // Of full row tiles, all slabs are one contiguous copy.
+        w.row_bytes = FULL ? (lane == 0 ? count * each : 0) : lane < count ? each : 0;
+        w.rows_step = at.item.phases() * at.item.columns() / SLAB_COLUMNS * each;
         return w;
     }
 
@@ -269,5 +294,24 @@ struct Source {
         if (w.row_bytes) {
             copy_bulk_kept(turn.bytes() + w.rows_at, w.rows, w.row_bytes, turn.filled());
         }
+    }
+};
+
+// What the producer warp requests next.
+struct Ahead {
+    const Source& source;
+    Turn turn;
+    Walk at;
+    Wish wish;
+    bool known;  // whether `wish` is what to request at `at`
+
+    DEVICE void prepare() {
+        if (!known) wish = source.wish(at);
+    }
+    DEVICE void pass() {
+        known = Source::advances(at);
+        if (known) wish.advance();
+        at.next();
+        turn.next();
     }
 };

@@ -33,16 +33,18 @@ KERNEL void asked(u8* counts, u8* slabs, const int4* items, int most_items, int 
     at.table = items;
     at.at = blockIdx.x / PARTS * most_items * 2;
     at.halves = halves_of(k, steps * rank / PARTS, steps * (rank + 1) / PARTS);
-    at.start();
+    at.start(entry_at(items + at.at));
     const int slab_bytes = (k + SLAB_COLUMNS - 1) / SLAB_COLUMNS * rows * SLAB_ROW;
     const Source source = {counts - static_cast<i64>(first) * 512,
                            slabs + blockIdx.x / PARTS * slab_bytes, rows};
     Turn turn;
     turn.start(0, 0);
-    for (; !at.over; at.next()) {
-        const Wish wish = source.wish(at);
-        source.ask_weights(wish, turn);
-        source.ask_rows(wish, turn);
+    Ahead ahead = {source, turn, at, {}, false};
+    while (!ahead.at.over) {
+        ahead.prepare();
+        source.ask_weights(ahead.wish, ahead.turn);
+        source.ask_rows(ahead.wish, ahead.turn);
+        ahead.pass();
     }
 }
 

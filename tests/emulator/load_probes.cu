@@ -1,9 +1,9 @@
 // Whether a value that stands for a lane's loads depends on all of them. Parts of shared memory are
 // changed one at a time, and what a lane then loads is compared with what it loaded before.
 //
-// Compile-time: MANY, whether of the product with many rows; otherwise those of finish.cuh.
+// Compile-time: PREFILL, whether of the product with many rows; otherwise those of finish.cuh.
 #include "cuda/device.cuh"
-#if MANY
+#if PREFILL
 #include "linear/fragments.cuh"
 #else
 #include "linear/finish.cuh"
@@ -38,7 +38,7 @@ template <class Loads> DEVICE void compare(const u32* in, int2* found) {
     found[threadIdx.x] = count;
 }
 
-#if MANY
+#if PREFILL
 template <int KIND> struct Weights {
     static constexpr int BYTES = step_bytes(KIND == NARROW ? NVFP4 : KIND) / 2, ROWS = BYTES;
     Packed<KIND> packed;
@@ -79,7 +79,7 @@ struct OfEnd {
     DEVICE void load(saddr at, const u32* in) {
         Results from = {};
         from.outputs = reinterpret_cast<const u64*>(in);
-        load_end(x, from, at, 0);
+        load_end(x, from, at, 0, 0);
     }
     DEVICE u32 last() const { return x.last(); }
 };

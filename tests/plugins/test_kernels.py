@@ -308,7 +308,7 @@ def test_the_next_kernel_may_start_before_this_one_waits() -> None:
         for kernel in re.findall(r"^KERNEL.*?^}", path.read_text(), re.DOTALL | re.MULTILINE):
             if "wait_for_previous()" in kernel:
                 assert "let_next_start()" in kernel, path
-                head = re.sub(r"__launch_bounds__\(.*?\)", "", kernel)
+                head = re.sub(r"(__launch_bounds__|CLUSTERS_OF)\(.*?\)", "", kernel)
                 name = re.findall(r"\w+(?=\()", head)[0]
                 found[name] = "let_next_start()" not in kernel.split("wait_for_previous()")[0]
     assert len(found) > len(LATER) + 10

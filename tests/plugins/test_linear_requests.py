@@ -27,16 +27,22 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian pack
 PROBES = "linear_probes.cu"
 UNIT = 64
 """Bytes whose requests are counted together, as in the probes."""
-COMMON = {"WARPS": 8, "PARTS": 2, "EPILOGUE": 0, "ROW_SCALE": 0}
+COMMON = {"WARPS": 8, "PARTS": 2, "MANY": 1, "TILES": 0, "LANES": 4, "EPILOGUE": 0, "ROW_SCALE": 0}
 FP8, BF16 = Kind.FP8, Kind.BF16
 
 
 def probe(
-    kernel: str, grid: int, threads: int, *arguments: Array | int, parts: int = 2, narrow: int = 0
+    kernel: str,
+    grid: int,
+    threads: int,
+    *arguments: Array | int,
+    parts: int = 2,
+    narrow: int = 0,
+    full: int = 1,
 ) -> None:
-    """Run a kernel of the probes, of blocks with eight multiplying warps and up to 16 rows."""
+    """Run a kernel of the probes: eight multiplying warps, 16 rows if `full`, else up to 15."""
     kinds = 1 << N4 if narrow else 7
-    defines = {"ROW_TILES": 1, "NEXT": 0, "KINDS": kinds, "NARROW": narrow}
+    defines = {"ROW_TILES": 1, "FULL": full, "NEXT": 0, "KINDS": kinds, "NARROW": narrow}
     known = {**COMMON, **defines, "PARTS": parts}
     emulation.probe(PROBES, kernel, *arguments, blocks=grid, threads=threads, **known)
 
@@ -51,7 +57,7 @@ def requested(plan: Layout, cut: Partition, rows: int, first: int = 0) -> tuple[
     slabs = np.zeros((len(table), *few.slabs(rows, plan.k)), np.uint16).view(np.uint8)
     probe(
         "asked", len(table) * cut.parts, 32, counts, slabs, table, cut.most_items, rows, plan.k,
-        first // 512, parts=cut.parts, narrow=int(bool(plan.narrow)),
+        first // 512, parts=cut.parts, narrow=int(bool(plan.narrow)), full=int(rows == 16),
     )  # fmt: skip
     weights, given = (x.reshape(-1, UNIT)[:, :2] for x in (counts, slabs))
     return weights, given.reshape(len(table), -1, 2)
@@ -125,19 +131,20 @@ def test_weights_are_requested_before_the_previous_kernel_has_ended(name: str) -
     [
         ("packed_nvfp4", 0, 2), ("packed_fp8", 0, 1), ("packed_bfloat16", 0, 2),
         ("packed_narrow", 0, 4), ("quarter", 1, 2), ("quarter", 2, 4), ("narrow", 1, 3),
-        ("ends", 1, 7), ("ends", 2, 9), ("sums", 1, 16),
+        ("ends", 1, 4), ("ends", 2, 9), ("sums", 1, 8), ("sums", 2, 16),
     ],
 )  # fmt: skip
 def test_what_stands_for_loads_depends_on_each(kernel: str, row_tiles: int, loads: int) -> None:
     """Otherwise memory could be released, and overwritten, before its content has arrived. For more
-    than 32 rows, `row_tiles` is 0 here; the next norm has float32 weights if it is 2.
+    than 32 rows, `row_tiles` is 0 here. If it is 1, a warp has half of the four strips; if it is 2,
+    all of them, and the next norm has float32 weights.
     """
     memory = np.linspace(1, 2, 4096, dtype=np.float32).view(np.int32)
     if kernel == "ends":  # strips of a segment of 2^26 columns
         memory[32:40:2], memory[33:41:2] = range(0, 32, 8), 2**26
     found = np.zeros((32, 2), np.int32)
-    few = {"ROW_TILES": row_tiles, "NEXT": row_tiles, **COMMON, "KINDS": 1 << N4, "NARROW": 0}
-    defines = {"MANY": int(not row_tiles), **(few if row_tiles else {})}
+    known = {"ROW_TILES": row_tiles, "FULL": 1, "NEXT": row_tiles, "KINDS": 1 << N4, "NARROW": 0}
+    defines = {"PREFILL": int(not row_tiles), **(known | COMMON if row_tiles else {})}
     emulation.probe("load_probes.cu", kernel, memory, found, shared=16_384, **defines)
     assert found.tolist() == [[loads, 0]] * 32
 

@@ -32,6 +32,7 @@ typedef long long i64;
 #define KERNEL __global__
 #endif
 #define DEVICE __device__ __forceinline__
+#define CLUSTERS_OF(n)
 #define DYNAMIC_SHARED(name) u8* const name = emulator::dynamic_memory + emulator::LEAD
 
 constexpr int warpSize = 32;
@@ -235,6 +236,7 @@ DEVICE float4 load_shared_result(const float4* p) { return *p; }
 DEVICE uint4 load_shared_result(const uint4* p) { return *p; }
 DEVICE float load_shared_result(const float* p) { return *p; }
 DEVICE u32 load_shared_result(const u32* p) { return *p; }
+DEVICE int4 load_now(const int4* p) { return *p; }
 
 // ---- shared memory by address ----------------------------------------------------------------
 typedef u32 saddr;
@@ -293,8 +295,8 @@ DEVICE void store_cluster16(u32 remote, const float4& value, u32 remote_barrier)
     float4 read = value;  // checked like any load of this thread, if `value` is in memory
     emulator::store_cluster16(remote, &read, remote_barrier);
 }
-DEVICE void barrier_arrive_cluster(u32 remote_barrier) {
-    emulator::barrier_arrive_cluster(remote_barrier);
+DEVICE void barrier_arrive_cluster(u32 remote_barrier, u32 times = 1) {
+    for (u32 i = 0; i < times; i++) emulator::barrier_arrive_cluster(remote_barrier);
 }
 DEVICE void barrier_wait_cluster(saddr barrier, u32 parity) {
     emulator::barrier_wait_cluster(barrier, parity);
