@@ -295,12 +295,17 @@ DEVICE u32 cluster_size() {
 // together. A thread may do other work in between, but must not exit. After the wait, everything that any of them wrote
 // before it arrived is visible to all, and all its earlier reads are complete.
 DEVICE void cluster_arrive() {
+    sync_warp();
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
-DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() {
+    sync_warp();
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 // The same without ordering earlier reads and writes: to know that the others have started, and to
 // publish barriers after barrier_init_done.
 DEVICE void cluster_arrive_relaxed() {
+    sync_warp();
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 // The address in block `rank` of the cluster that corresponds to `local` in this block.

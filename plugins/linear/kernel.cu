@@ -289,7 +289,6 @@ linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u8
         barrier_init(scales_made, 32);
         barrier_init_done();
     }
-    sync_warp();
     if (!FULL) sync_block();  // the relaxed cluster barrier publishes no memory writes
     cluster_arrive_relaxed();
     at.start(entry);

@@ -282,9 +282,18 @@ DEVICE uint4 load_shared16(saddr p) {
 // ---- clusters --------------------------------------------------------------------------------
 DEVICE u32 cluster_rank() { return emulator::cluster_rank(); }
 DEVICE u32 cluster_size() { return emulator::cluster_size(); }
-DEVICE void cluster_arrive() { emulator::cluster_arrive(); }
-DEVICE void cluster_arrive_relaxed() { emulator::cluster_arrive_relaxed(); }
-DEVICE void cluster_wait() { emulator::cluster_wait(); }
+DEVICE void cluster_arrive() {
+    emulator::sync_warp();
+    emulator::cluster_arrive();
+}
+DEVICE void cluster_arrive_relaxed() {
+    emulator::sync_warp();
+    emulator::cluster_arrive_relaxed();
+}
+DEVICE void cluster_wait() {
+    emulator::sync_warp();
+    emulator::cluster_wait();
+}
 DEVICE u32 cluster_address(saddr local, u32 rank) { return emulator::cluster_address(local, rank); }
 DEVICE float4 load_cluster16(u32 remote) {
     float4 r;
