@@ -230,4 +230,7 @@ class Emulator:
 
 
 def _address(given: Buffer | None) -> int:
-    return 0 if given is None else given.data.ctypes.data + given.told
+    """What a kernel is told. A buffer at a low address may be told to begin before address 0: then
+    the sum with an offset wraps around, as 64 bits do.
+    """
+    return 0 if given is None else (given.data.ctypes.data + given.told) % 2**64
