@@ -137,7 +137,7 @@ KERNEL void unannounced(const float* in, float* out) {
 // Every block reads what its neighbour has written. With `mistake` 0 (NONE) the kernels are correct.
 enum { NONE, NO_START, NO_END, NO_INIT_DONE, NO_EXPECT, RELAXED, OVERWRITE, WRONG_WAIT,
        NO_WAIT, TWO_ARRIVALS, NO_ARRIVAL, ENDS_EARLY, FAR_BARRIER, BEHIND, LOCAL, TOO_MUCH,
-       NO_SYNC };
+       NO_SYNC, APART };
 
 // Loads the next block's words after a barrier of the cluster.
 KERNEL void wrong_load(const float* in, float* out, int mistake) {
@@ -146,6 +146,7 @@ KERNEL void wrong_load(const float* in, float* out, int mistake) {
     u32 i = threadIdx.x, next = (cluster_rank() + 1) % cluster_size();
     held[i] = in[64 * blockIdx.x + i];
     if (mistake == NO_ARRIVAL) cluster_wait();
+    if (mistake == APART && i % 2) ballot(true);
     if (mistake == RELAXED) cluster_arrive_relaxed();
     else if (mistake != NO_START) cluster_arrive();
     if (mistake == TWO_ARRIVALS) cluster_arrive();

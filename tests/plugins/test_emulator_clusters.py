@@ -18,7 +18,7 @@ PROBES = MACHINE / "cluster_probes.cu"
 MISTAKES = (
     "NONE", "NO_START", "NO_END", "NO_INIT_DONE", "NO_EXPECT", "RELAXED", "OVERWRITE",
     "WRONG_WAIT", "NO_WAIT", "TWO_ARRIVALS", "NO_ARRIVAL", "ENDS_EARLY", "FAR_BARRIER", "BEHIND",
-    "LOCAL", "TOO_MUCH", "NO_SYNC",
+    "LOCAL", "TOO_MUCH", "NO_SYNC", "APART",
 )  # fmt: skip
 """The probes' enumeration, in order."""
 RACE = r"a race at .*cluster_probes\.cu:\d+ and no barrier"
@@ -119,6 +119,7 @@ LOADS = {
     "TWO_ARRIVALS": "cluster_arrive: again before cluster_wait",
     "NO_ARRIVAL": "cluster_wait: without cluster_arrive",
     "ENDS_EARLY": "ended between cluster_arrive and cluster_wait",
+    "APART": "lanes of one warp in different collectives",
     "LOCAL": "must be one of cluster_address",
     "BEHIND": "outside of shared memory",
 }

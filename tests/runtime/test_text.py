@@ -164,7 +164,7 @@ def test_the_tag_around_what_a_model_said_changes_nothing_but_the_scope(tmp_path
         "  {% generation %}\n"
         "{{ m.content }}{{ loop.last }}{% set x = 2 %}{{ x }}\n"
         "  {% endgeneration %}\n"
-        "{% endfor %}{{ x }}"
+        "{{ x }}{% endfor %}"
     )
     assert template(tmp_path, source).render(ONE, True) == "<é>True2\n1"
 
