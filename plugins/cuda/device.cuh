@@ -219,6 +219,11 @@ DEVICE void barrier_expect(saddr barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                  ::"r"(barrier), "r"(bytes) : "memory");
 }
+// Announces bytes without arriving: the phase cannot end before an arrival that is still missing.
+DEVICE void barrier_announce(saddr barrier, u32 bytes) {
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;"
+                 ::"r"(barrier), "r"(bytes) : "memory");
+}
 DEVICE void barrier_arrive(saddr barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }

@@ -23,7 +23,7 @@
 constexpr int THREADS = 32 * (WARPS + 1);
 constexpr int ROOM_AT = STAGES * STAGE_BYTES;
 constexpr int BARRIERS_AT = ROOM_AT + ROOM_BYTES;
-constexpr int SCALES_AT = BARRIERS_AT + 8 * (2 * STAGES + 3);
+constexpr int SCALES_AT = BARRIERS_AT + 8 * (3 * STAGES + 3);
 constexpr int STAGED_AT = BARRIERS_AT + 256;
 static_assert(SCALES_AT + 4 * ROWS <= STAGED_AT, "barriers and row scales fit");
 
@@ -54,20 +54,28 @@ struct Scaling {
 };
 
 // The producer warp. It requests the first stages' weights, their rows once the previous kernel has
-// written them, and then one stage whenever a stage has been read. What to request next is computed
-// before each wait. The row scales, which only the epilogue needs, are computed once the whole
-// first item has been requested. Blocks that start last have the previous kernel's results at once,
-// and everyone waits for these blocks: so nothing else comes before the first requests.
-DEVICE void ask(const Source& source, Turn turn, Walk at, const Scaling& scaling,
+// written them, and then one stage whenever a stage has been read and, if PACED, no more than
+// ON_THE_WAY would be on their way. What to request next is computed before each wait. The row
+// scales, which only the epilogue needs, are computed once the whole first item has been requested.
+// Blocks that start last have the previous kernel's results at once, and everyone waits for these
+// blocks: so nothing else comes before the first requests.
+//
+// `early`: barriers, for PACED, of the weights of the first STAGES stages. These may come long
+// before the rows, for which the stages' own barriers wait too.
+DEVICE void ask(const Source& source, Turn turn, Walk at, saddr early, const Scaling& scaling,
                 const Following& following, const Room& room) {
-    Turn turn_again = turn;
+    Turn turn_again = turn, first_turn = turn;
     Walk again = at;
     const int first = at.at;
+    int asked = 0;
     Ahead ahead = {source, turn, at, {}, false};
 #pragma unroll 1
-    for (int i = 0; i < STAGES && !ahead.at.over; i++) {
+    for (; asked < STAGES && !ahead.at.over; asked++) {
         ahead.prepare();
-        source.ask_weights(ahead.wish, ahead.turn);
+        if (PACED && asked >= ON_THE_WAY) barrier_wait(early + 8 * (asked - ON_THE_WAY), 0);
+        const saddr barrier = PACED ? early + 8 * asked : ahead.turn.filled();
+        source.announce(barrier, ahead.wish.all_weights + (PACED ? 0 : ahead.wish.all_rows));
+        source.ask_weights(ahead.wish, ahead.turn, barrier);
         ahead.pass();
     }
     if (threadIdx.x % 32 == 0) room.expect(at.item, cluster_rank());
@@ -77,12 +85,21 @@ DEVICE void ask(const Source& source, Turn turn, Walk at, const Scaling& scaling
     cluster_wait();
     wait_for_previous();
 #pragma unroll 1
-    for (int i = 0; i < STAGES && !again.over; i++) {
+    for (int i = 0; i < asked; i++) {
         if (i > 0) rows = source.rows_of(again);
+        if (PACED) source.announce(turn_again.filled(), rows.all_rows, false);
         source.ask_rows(rows, turn_again);
         again.next();
         turn_again.next();
     }
+#pragma unroll 1
+    for (int i = 0; PACED && i < asked; i++) {
+        barrier_wait(early + 8 * i, 0);
+        if (threadIdx.x % 32 == 0) barrier_arrive(first_turn.filled());
+        first_turn.next();
+    }
+    Turn before = turn;  // ON_THE_WAY stages before the next one to request
+    before.next();
     bool scaled = !ROW_SCALE;
 #pragma unroll 1
     for (;;) {
@@ -92,8 +109,14 @@ DEVICE void ask(const Source& source, Turn turn, Walk at, const Scaling& scaling
         }
         if (ahead.at.over) return;
         ahead.prepare();
+        if (PACED) {
+            barrier_wait(before.filled(), before.parity);
+            before.next();
+        }
+        const saddr filled = ahead.turn.filled();
         barrier_wait(ahead.turn.read(), ahead.turn.parity ^ 1);
-        source.ask_weights(ahead.wish, ahead.turn);
+        source.announce(filled, ahead.wish.all_weights + ahead.wish.all_rows);
+        source.ask_weights(ahead.wish, ahead.turn, filled);
         source.ask_rows(ahead.wish, ahead.turn);
         ahead.pass();
     }
@@ -276,13 +299,14 @@ linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u8
     turn.start(shared_address(memory), barriers);
     Room room = {shared_address(memory + ROOM_AT), barriers + 16 * STAGES,
                  barriers + 16 * STAGES + 8, 0};
-    const saddr scales_made = barriers + 16 * STAGES + 16;
+    const saddr scales_made = barriers + 16 * STAGES + 16, early = scales_made + 8;
     at.halves = halves_of(k, steps * rank / PARTS, steps * (rank + 1) / PARTS);
     clear_rows(memory, rows);
     if (warp == WARPS && lane == 0) {
         for (int i = 0; i < STAGES; i++) {
             barrier_init(turn.full + 8 * i, 1);
             barrier_init(turn.empty + 8 * i, 32 * WARPS);
+            if (PACED) barrier_init(early + 8 * i, 1);
         }
         barrier_init(room.arrived, 1);
         barrier_init(room.free, MOST_HALVES * ROW_TILES * SHARERS + NARROW * OCTETS);
@@ -294,7 +318,7 @@ linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u8
     at.start(entry);
     if (warp == WARPS) {
         float* const made = reinterpret_cast<float*>(memory + SCALES_AT);
-        ask({packed, slabs, rows}, turn, at, {x_squares, made, scales_made, k, eps},
+        ask({packed, slabs, rows}, turn, at, early, {x_squares, made, scales_made, k, eps},
             {next_packed, next_first, next_count}, room);
         return;
     }

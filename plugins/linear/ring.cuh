@@ -24,6 +24,11 @@ constexpr int NARROW_AT = ROWS_AT + STAGE_SLABS * ROWS * SLAB_ROW;
 constexpr int STAGE_BYTES = NARROW_AT + NARROW * STAGE_SLABS * NARROW_SLOT;
 // So that two blocks, or three with half of the warps, fit on a multiprocessor.
 constexpr int STAGES = ROW_TILES > 1 ? 2 : 3;
+// How many stages of a block may be on their way from memory at a time. With more, what everyone
+// waits for arrives later: rows, sums, the stages of blocks that start last.
+constexpr int ON_THE_WAY = 2;
+constexpr bool PACED = STAGES > ON_THE_WAY;
+static_assert(!PACED || STAGES == ON_THE_WAY + 1, "the stage after the oldest one is waited for");
 static_assert(WARPS == 4 || WARPS == 8, "warps of an n-tile share its slots");
 static_assert(!NARROW || (ONLY_NVFP4 && PARTS == 2 && WARPS == 8), "where a narrow tile's slots and sums fit");
 
@@ -188,7 +193,7 @@ struct Wish {
     const u8 *weight, *rows;
     u32 weight_at, weight_bytes;  // weight_at: offset in the stage
     u32 rows_at, row_bytes;
-    u32 all;  // bytes of the stage, summed over all lanes
+    u32 all_weights, all_rows;  // bytes of the stage, summed over all lanes
     u32 weight_step, rows_step;  // from these copies to those of the next stage, bytes; NVFP4 only
 
     DEVICE void advance() { weight += weight_step, rows += rows_step; }
@@ -216,7 +221,7 @@ struct Source {
 
     DEVICE Wish wish(const Walk& at) const {
         Wish w = rows_of(at);
-        w.weight_bytes = 0;
+        w.weight_bytes = w.all_weights = 0;
         if (ONLY_NVFP4 || at.item.kind == NVFP4) {
             steps(w, at);
         } else {
@@ -230,7 +235,7 @@ struct Source {
         const int lane = threadIdx.x % 32;
         const int count = (min(at.item.phases(), at.end - at.q) + 1) / 2;
         const u32 bytes = at.item.tiles * step_bytes(NVFP4);
-        w.all += count * bytes;
+        w.all_weights += count * bytes;
         w.weight_step = at.item.phases() / 2 * at.item.stride * 512;
         if (lane < count) {
             const u64 step = static_cast<u64>(at.item.stride) * (at.q / 2 + lane);
@@ -247,7 +252,7 @@ struct Source {
         const int tile = warp >> bits, q = at.q + (warp & (1 << bits) - 1);
         const bool there = part <= half && tile < at.item.tiles && q < at.end;
         const u32 bytes = PLAIN_SLOT >> half;
-        w.all += __popc(ballot(there)) * bytes;
+        w.all_weights += __popc(ballot(there)) * bytes;
         if (!there) return;
         const int in_step = 2 * slots_of(kind), stored = (q << half) + part;
         const u64 step = static_cast<u64>(at.item.stride) * (stored >> kind + 1);
@@ -260,7 +265,7 @@ struct Source {
     DEVICE void narrow(Wish& w, const Walk& at, int i) const {
         const NarrowTile& tile = at.item.narrow;
         const int count = min(STAGE_SLABS, at.end - at.q), q = at.q + i;
-        w.all += count * NARROW_SLOT;
+        w.all_weights += count * NARROW_SLOT;
         if (i < 0 || i >= count) return;
         const u64 step = static_cast<u64>(tile.stride) * (q >> 1) * 512;
         w.weight = packed + static_cast<u64>(tile.offset) * 64 + step + (q & 1) * NVFP4_SLOT;
@@ -273,7 +278,7 @@ struct Source {
         const int lane = threadIdx.x % 32, first = first_slab(at), count = end_slab(at) - first;
         const u32 each = rows * SLAB_ROW;
         Wish w;
-        w.all = count * each;
+        w.all_rows = count * each;
         w.rows = slabs + (static_cast<i64>(first) + lane) * each;
         w.rows_at = ROWS_AT + lane * ROWS * SLAB_ROW;
         // Of full row tiles, all slabs are one contiguous copy.
@@ -282,12 +287,18 @@ struct Source {
         return w;
     }
 
-    // Announces the bytes of a stage and requests its weights.
-    DEVICE static void ask_weights(const Wish& w, const Turn& turn) {
-        if (threadIdx.x % 32 == 0) barrier_expect(turn.filled(), w.all);
+    // Announces the bytes of copies, before they are requested. Each phase of a barrier ends when
+    // its single arrival and all bytes have come.
+    DEVICE static void announce(saddr barrier, u32 bytes, bool arrive = true) {
+        if (threadIdx.x % 32 == 0) {
+            if (arrive) barrier_expect(barrier, bytes);
+            else barrier_announce(barrier, bytes);
+        }
         sync_warp();
+    }
+    DEVICE static void ask_weights(const Wish& w, const Turn& turn, saddr barrier) {
         if (w.weight_bytes) {
-            copy_bulk(turn.bytes() + w.weight_at, w.weight, w.weight_bytes, turn.filled());
+            copy_bulk(turn.bytes() + w.weight_at, w.weight, w.weight_bytes, barrier);
         }
     }
     DEVICE static void ask_rows(const Wish& w, const Turn& turn) {

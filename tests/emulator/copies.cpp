@@ -94,15 +94,19 @@ bool settle(Spot barrier, Phase phase) {
     return woken;
 }
 
+void announce(Phase& phase, u32 bytes, const char* what) {
+    if (bytes > MOST_BYTES || phase.bytes + bytes > MOST_BYTES) {
+        fault("%s: more than %d bytes", what, MOST_BYTES);
+    }
+    phase.bytes += bytes;
+}
+
 void arrive_at(Spot barrier, u32 bytes, const char* what) {
     Phase phase = phase_at(barrier, what);
     note(barrier);
     if (phase.left == 0) fault("%s: more arrivals than the barrier's %d", what, int(phase.count));
-    if (bytes > MOST_BYTES || phase.bytes + bytes > MOST_BYTES) {
-        fault("%s: more than %d bytes", what, MOST_BYTES);
-    }
     phase.left -= 1;
-    phase.bytes += bytes;
+    announce(phase, bytes, what);
     if (phase.left == 0 && phase.bytes < 0) {
         fault("%s: %d bytes more have come than were announced", what, -int(phase.bytes));
     }
@@ -304,6 +308,16 @@ void barrier_init_done() {
 void barrier_expect(u32 barrier, u32 bytes) {
     SITE();
     arrive_at(own(barrier), bytes, "barrier_expect");
+}
+
+// Without a missing arrival, the phase that the bytes are for may have ended.
+void barrier_announce(u32 barrier, u32 bytes) {
+    SITE();
+    Phase phase = phase_at(own(barrier), "barrier_announce");
+    note(own(barrier));
+    if (phase.left == 0) fault("barrier_announce: all of the barrier's %d have arrived", int(phase.count));
+    announce(phase, bytes, "barrier_announce");
+    memcpy(at(own(barrier)), &phase, 8);
 }
 
 void barrier_arrive(u32 barrier) {

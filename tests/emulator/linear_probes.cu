@@ -15,6 +15,7 @@ DEVICE void count_request(const void* from, u32 bytes, int kept = 0) {
 #define copy_bulk(to, from, bytes, barrier) count_request(from, bytes)
 #define copy_bulk_kept(to, from, bytes, barrier) count_request(from, bytes, 1)
 #define barrier_expect(barrier, bytes)
+#define barrier_announce(barrier, bytes)
 #include "cuda/ahead.cuh"
 #include "linear/ends.cuh"
 
@@ -42,7 +43,7 @@ KERNEL void asked(u8* counts, u8* slabs, const int4* items, int most_items, int 
     Ahead ahead = {source, turn, at, {}, false};
     while (!ahead.at.over) {
         ahead.prepare();
-        source.ask_weights(ahead.wish, ahead.turn);
+        source.ask_weights(ahead.wish, ahead.turn, 0);
         source.ask_rows(ahead.wish, ahead.turn);
         ahead.pass();
     }

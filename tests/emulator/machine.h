@@ -44,6 +44,7 @@ void copy_async_wait(int left);
 void barrier_init(u32 barrier, int count);
 void barrier_init_done();
 void barrier_expect(u32 barrier, u32 bytes);
+void barrier_announce(u32 barrier, u32 bytes);
 void barrier_arrive(u32 barrier);
 void barrier_wait(u32 barrier, u32 parity);
 void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier);

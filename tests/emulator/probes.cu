@@ -486,6 +486,33 @@ KERNEL void wrong_cleared(const float* in, float* out, int fenced) {
     out[threadIdx.x] = *held;
 }
 
+// Two copies fill a stage. One has a barrier of its own, for which thread 0 waits before it arrives at
+// the stage's; the other is announced there before. It is right with `mistake` NONE_MADE.
+enum { NONE_MADE, NOT_ANNOUNCED, NOT_WAITED, ANNOUNCED_LATE };
+
+KERNEL void wrong_announced(const float* in, float* out, int mistake) {
+    DYNAMIC_SHARED(memory);
+    __shared__ u64 barriers[2];
+    const saddr to = shared_address(memory), early = shared_address(&barriers[0]);
+    const saddr full = shared_address(&barriers[1]);
+    if (threadIdx.x == 0) {
+        barrier_init(early, 1);
+        barrier_init(full, 1);
+        barrier_init_done();
+        if (mistake != NOT_ANNOUNCED) barrier_announce(full, 128);
+        copy_bulk(to + 128, in + 32, 128, full);
+        barrier_expect(early, 128);
+        copy_bulk(to, in, 128, early);
+        if (mistake < NOT_WAITED) barrier_wait(early, 0);
+        barrier_arrive(full);
+        if (mistake == ANNOUNCED_LATE) barrier_announce(full, 16);
+    }
+    sync_block();
+    barrier_wait(full, 0);
+    out[threadIdx.x] = reinterpret_cast<const float*>(memory)[threadIdx.x];
+    barrier_wait(early, 0);
+}
+
 KERNEL void wrong_index(const u32* in, u32* out, int where) { out[threadIdx.x] = in[where]; }
 KERNEL void wrong_write(u32* in, u32* out, int where) {
     if (threadIdx.x == 0) in[0] = out[where];

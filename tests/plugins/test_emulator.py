@@ -336,6 +336,23 @@ def test_a_copy_over_words_stored_without_a_fence_is_told(seed: int) -> None:
         probe("wrong_cleared", [x, out], 0, threads=64, shared=256, seed=seed)
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_bytes_may_be_announced_before_a_phases_last_arrival(seed: int) -> None:
+    x, out = floats(64), np.zeros(64, np.float32)
+
+    def stage(mistake: int) -> None:
+        probe("wrong_announced", [x, out], mistake, threads=64, shared=256, seed=seed)
+
+    stage(0)
+    np.testing.assert_array_equal(out, x)
+    with pytest.raises(EmulatorFault, match="128 bytes came, the barrier at .* expects 0 more"):
+        stage(1)
+    stage(2)  # the arrival did not wait for the copy at the other barrier
+    assert np.isnan(out[:32]).all()
+    with pytest.raises(EmulatorFault, match="barrier_announce: all of the barrier's 1 have arrived"):
+        stage(3)
+
+
 @pytest.mark.parametrize("where", [-1, 32, 1 << 20])
 def test_a_read_outside_every_buffer_is_told(where: int) -> None:
     with pytest.raises(EmulatorFault, match="in no buffer"):

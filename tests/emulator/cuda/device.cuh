@@ -250,6 +250,9 @@ template <int N> DEVICE void copy_async_wait() { emulator::copy_async_wait(N); }
 DEVICE void barrier_init(saddr barrier, int count) { emulator::barrier_init(barrier, count); }
 DEVICE void barrier_init_done() { emulator::barrier_init_done(); }
 DEVICE void barrier_expect(saddr barrier, u32 bytes) { emulator::barrier_expect(barrier, bytes); }
+DEVICE void barrier_announce(saddr barrier, u32 bytes) {
+    emulator::barrier_announce(barrier, bytes);
+}
 DEVICE void barrier_arrive(saddr barrier) { emulator::barrier_arrive(barrier); }
 DEVICE void barrier_arrive_received(saddr barrier, u32 x) {
     received(x);
