@@ -378,6 +378,11 @@ def test_bad_stop_tokens(tmp_path: Path, eos: object) -> None:
             '{"added_tokens_decoder": {"x": {"content": "y"}}}',
             "id and con",
         ),
+        (
+            "tokenizer_config.json",
+            '{"added_tokens_decoder": {"' + "9" * 5000 + '": {"content": "y"}}}',
+            "must have id and content",
+        ),
         ("tokenizer.json", '{"added_tokens": {}}', "added_tokens must be a list"),
         ("tokenizer.json", '{"added_tokens": [{"id": 3}]}', "must have id and content"),
         ("tokenizer.json", '{"model": {"vocab": []}}', "model.vocab must be an object"),
