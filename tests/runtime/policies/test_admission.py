@@ -326,7 +326,7 @@ def test_effort_none_does_not_think(capsys: pytest.CaptureFixture[str], package:
         ("--set decode.budget.reply=9", "decode.budget.reply must go with a budget or an effort"),
         ("--set decode.budget.soften=0.1", "decode.budget.soften must go with a budget or an"),
         ("--thinking-budget 9 --set decode.budget.soften=0.1", "soften must go with --thinking-cl"),
-        ("--reasoning-effort none --set decode.budget.reply=9", "reply must go with a budget or an"),
+        ("--reasoning-effort none --set decode.budget.reply=9", "reply must go with a budget or"),
         ("--reasoning-effort none --thinking-close soft", "close must go with a budget or an"),
         ("--reasoning-effort none --thinking on", "thinking must be off with decode.budget.effort"),
         ("--reasoning-effort low --set decode.budget.ratio=0.1", "ratio must go with --thinking-c"),
