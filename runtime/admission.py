@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -103,21 +103,25 @@ class Desk:
                 if asked:
                     raise RequestError(f"{name} must be used with a drafter (got {got})")
             return Nobody()
-        if self._model.manifest.drafter is None:
+        drafter = self._model.manifest.drafter
+        if drafter is None:
             raise RequestError("drafter must be none, the package has no drafter (got dflash)")
-        self._check_draft(request.draft)
+        windows = [layer.window for layer in drafter.layers]
+        self._check_window("window", request.draft.window, [w for w in windows if w], "sliding")
+        limits = [self._model.limit for w in windows if not w]
+        self._check_window("full", request.draft.full, limits, "full")
         return Dflash(request.draft)
 
-    def _check_draft(self, draft: DraftConfig) -> None:
-        drafter, block = self._model.manifest.drafter, self._model.block
-        sliding = [layer.window for layer in drafter.layers if layer.window] if drafter else []
-        bounds = {"window": min(sliding, default=0), "full": self._model.limit}
-        for name, value in (("window", draft.window), ("full", draft.full)):
-            if value and not block <= value <= bounds[name]:
-                raise RequestError(
-                    f"decode.draft.{name} must be 0 or {block} to {bounds[name]} tokens "
-                    f"(got {value})"
-                )
+    def _check_window(self, name: str, value: int, bounds: Sequence[int], kind: str) -> None:
+        """Check a window of the drafter's layers of one kind; `bounds` has one of each layer."""
+        block = self._model.block
+        rule = (
+            f"0 or {block} to {min(bounds)} tokens"
+            if bounds
+            else f"0, the drafter has no {kind} layers"
+        )
+        if value and not (bounds and block <= value <= min(bounds)):
+            raise RequestError(f"decode.draft.{name} must be {rule} (got {value})")
 
     def _budget(self, request: Request) -> tuple[Envelope, Budget]:
         config, card = request.budget, self._model.manifest.card

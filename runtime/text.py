@@ -30,7 +30,7 @@ TOOL_MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response
 ROLES = ("system", "user", "assistant", "tool")
 RECALLED = 8192
 """Tokens whose bytes are cached: more than a robot's plans ever use."""
-_KEYS = {"role", "content", "reasoning_content"}
+_KEYS = ("role", "content", "reasoning_content")
 
 
 class Text:
@@ -252,8 +252,9 @@ def _entry(entry: object, where: str) -> dict[str, str]:
     fields = as_table(entry)
     if fields is None:
         raise RequestError(f"{where} must be an object (got {show(entry)})")
-    for key in fields.keys() - _KEYS:
-        raise RequestError(f"{where} must have role and content only (got {show(key)})")
+    for key in fields.keys() - set(_KEYS):
+        known = ", ".join(_KEYS)
+        raise RequestError(f"{where} must have keys among {known} (got {show(key)})")
     for key in ("role", "content"):
         if key not in fields:
             raise RequestError(f"{where}.{key} must be present (got nothing)")

@@ -36,6 +36,7 @@ def session(
     block: int = 0,
     kv: Literal["f32", "bf16", "fp8"] = "f32",
     layers: int = 0,
+    draft_layers: tuple[str, ...] = DrafterGeometry().layer_types,
 ) -> Session:
     """Returns a session over a model of random weights, the same one for the same arguments.
     `layers` 0 stands for the number of the geometry.
@@ -47,7 +48,7 @@ def session(
         g = replace(g, layers=layers, interval=min(layers, g.interval))
     taps = tuple(layer for layer in DrafterGeometry().taps if layer < g.layers)
     write_target(root / "target", g, 3, dialect)
-    write_drafter(root / "drafter", g, DrafterGeometry(taps=taps), 4)
+    write_drafter(root / "drafter", g, DrafterGeometry(taps=taps, layer_types=draft_layers), 4)
     config = BuildConfig(
         saves="states" if saves == "states" else "records",
         chunk=chunk,

@@ -149,7 +149,8 @@ def _configured(directory: Path) -> Iterator[AddedToken]:
     if rows is None:
         raise CheckpointError(f"{path}: added_tokens_decoder must be a table (got {show(value)})")
     for key, row in rows.items():
-        yield _added(path, int(key) if key.isdecimal() else key, row)
+        # Python refuses to convert thousands of digits.
+        yield _added(path, int(key) if key.isdecimal() and len(key) < 20 else key, row)
 
 
 def _added(path: Path, key: object, row: object) -> AddedToken:

@@ -31,21 +31,27 @@ UNDERSTOOD = frozenset(
         "layer_types",
         "use_sliding_window",
         "sliding_window",
-        "is_causal",
-        "causal",
         "rope_parameters",
         "rope_theta",
         "rope_scaling",
         "partial_rotary_factor",
         "max_position_embeddings",
+        "dflash_config",
+    }
+)
+"""Keys that are read at the top level only."""
+
+EITHER = frozenset(
+    {
+        "is_causal",
+        "causal",
         "num_target_layers",
         "block_size",
         "mask_token_id",
         "target_layer_ids",
-        "dflash_config",
     }
 )
-"""Keys that are read."""
+"""Keys that are read at the top level and in dflash_config."""
 
 PASSED_OVER = frozenset(
     {
@@ -107,8 +113,8 @@ def drafter_dims(root: Fields) -> DrafterDims:
     """Return the sizes in a drafter's config.json."""
     flash = root.section("dflash_config") if root.given("dflash_config") else Fields(root.where, {})
     _check_architecture(root)
-    _check_keys(root)
-    _check_keys(flash)
+    _check_keys(root, UNDERSTOOD | EITHER)
+    _check_keys(flash, EITHER)
     if root.text("hidden_act") != "silu":
         raise root.wrong("hidden_act", "silu")
     root.expect("attention_bias", False)
@@ -138,10 +144,10 @@ def _check_architecture(root: Fields) -> None:
         raise root.wrong("model_type", "qwen3")
 
 
-def _check_keys(fields: Fields) -> None:
+def _check_keys(fields: Fields, understood: frozenset[str]) -> None:
     """Refuse a key that is neither read nor ignored, unless its value switches its feature off."""
     for key in fields.values:
-        if key in UNDERSTOOD or key in PASSED_OVER or not fields.given(key):
+        if key in understood or key in PASSED_OVER or not fields.given(key):
             continue
         if key in NEUTRAL:
             fields.expect(key, *NEUTRAL[key])

@@ -226,7 +226,7 @@ def test_a_template_that_is_none_is_refused(tmp_path: Path, wrong: object) -> No
         ),
         ([{"role": "user", "content": [{"type": "text"}]}], r"\.content must be a string"),
         ([{"role": 3, "content": "x"}], r"\.role must be a string .got 3"),
-        ([{"role": "user", "content": "x", "name": "y"}], r'role and content only .got "name"'),
+        ([{"role": "user", "content": "x", "name": "y"}], r'reasoning_content .got "name"'),
     ],
 )
 def test_a_chat_is_checked(messages: object, message: str) -> None:
@@ -377,6 +377,11 @@ def test_bad_stop_tokens(tmp_path: Path, eos: object) -> None:
             "tokenizer_config.json",
             '{"added_tokens_decoder": {"x": {"content": "y"}}}',
             "id and con",
+        ),
+        (
+            "tokenizer_config.json",
+            '{"added_tokens_decoder": {"' + "9" * 5000 + '": {"content": "y"}}}',
+            "must have id and content",
         ),
         ("tokenizer.json", '{"added_tokens": {}}', "added_tokens must be a list"),
         ("tokenizer.json", '{"added_tokens": [{"id": 3}]}', "must have id and content"),

@@ -95,14 +95,16 @@ def _schema(path: Path) -> dict[str, Any]:
 
 
 def _check_used(args: Namespace, config: DecodeConfig) -> None:
-    """Refuse a --set without effect. A configuration file may hold it for other answers."""
-    budget, given = config.budget, {item.partition("=")[0].strip() for item in args.set}
+    """Refuse a key of the command line without effect. A configuration file may hold it for other
+    answers.
+    """
+    given = _given(args)
     for section, names, used, need in (
         ("relaxed", ("rule", "k", "margin"), config.accept == "relaxed",
          "--accept relaxed (got accept strict)"),
-        ("budget", ("reply", "message", "ratio", "soften"),
-         budget.tokens >= 0 or bool(budget.effort), "a budget or an effort (got none)"),
-        ("budget", ("ratio", "soften"), budget.close == "soft",
+        ("budget", ("close", "reply", "message", "ratio", "soften"), _limits(config),
+         "a budget or an effort (got none)"),
+        ("budget", ("ratio", "soften"), config.budget.close == "soft",
          "--thinking-close soft (got close hard)"),
     ):  # fmt: skip
         for name in names if not used else ():
@@ -112,13 +114,24 @@ def _check_used(args: Namespace, config: DecodeConfig) -> None:
 
 
 def _check_budget(args: Namespace, config: DecodeConfig) -> None:
-    """Refuse a budget of the command line for a chat that opens no thinking block."""
-    keys = {f"decode.budget.{name}" for name in ("tokens", "effort")}
-    said = {item.partition("=")[0].strip() for item in args.set}
-    said |= {key for key in keys if vars(args)[key] is not None}
-    asked = config.budget.tokens >= 0 or config.budget.effort not in ("", "none")
-    if config.thinking == "off" and args.tokens is None and asked and keys & said:
+    """Refuse what the command line says of thinking and of its budget if the two disagree."""
+    given = _given(args)
+    budgeted = given & {"decode.budget.tokens", "decode.budget.effort"}
+    if args.tokens is None and budgeted and _limits(config) and config.thinking == "off":
         raise ConfigError("a thinking budget must go with decode.thinking on (got off)")
+    if "decode.thinking" in given and budgeted and config.thinking == "on" and not _thinks(config):
+        raise ConfigError("decode.thinking must be off with decode.budget.effort none (got on)")
+
+
+def _given(args: Namespace) -> set[str]:
+    """The keys that the command line sets, by --set or by their own option."""
+    options = {key for key, value in vars(args).items() if "." in key and value is not None}
+    return options | {item.partition("=")[0].strip() for item in args.set}
+
+
+def _limits(config: DecodeConfig) -> bool:
+    """Whether the thinking gets a budget."""
+    return config.budget.tokens >= 0 or config.budget.effort not in ("", "none")
 
 
 def _value(config: DecodeConfig, section: str, name: str) -> object:

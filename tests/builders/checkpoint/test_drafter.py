@@ -226,6 +226,9 @@ REFUSED: list[tuple[str, object, str]] = [
     ("dflash_config.use_swa", True, r"use_swa must be absent, a window outside layer_types"),
     ("dflash_config.novel", 1, r"dflash_config\.novel must be absent, this key is not supported"),
     ("novel", 1, r"json: novel must be absent, this key is not supported \(got 1\)"),
+    ("dflash_config.sliding_window", 32, r"dflash_config\.sliding_window must be absent, this key"),
+    ("dflash_config.rope_theta", 1e6, r"dflash_config\.rope_theta must be absent, this key is not"),
+    ("dflash_config.layer_types", ["full_attention"], r"dflash_config\.layer_types must be absent"),
     ("dflash_config", 3, r"dflash_config must be an object \(got 3\)"),
     ("partial_rotary_factor", 0.5, r"partial_rotary_factor must be absent or 1\.0"),
     (

@@ -312,7 +312,7 @@ def test_effort_none_does_not_think(capsys: pytest.CaptureFixture[str], package:
     [
         ("--thinking-budget -2", "decode.budget.tokens must be >= -1 (got -2)"),
         ("--thinking-close firm", 'decode.budget.close must be "hard" or "soft" (got "firm")'),
-        ("--thinking-close soft", "decode.budget.close must be hard unless decode.budget.tokens"),
+        ("--thinking-close soft", "decode.budget.close must go with a budget or an effort (got no"),
         ("--reasoning-effort lots", "decode.budget.effort must be"),
         ("--accept loose", 'decode.accept must be "strict" or "relaxed"'),
         ("--accept relaxed --drafter none", "accept relaxed must be used with a drafter"),
@@ -326,6 +326,9 @@ def test_effort_none_does_not_think(capsys: pytest.CaptureFixture[str], package:
         ("--set decode.budget.reply=9", "decode.budget.reply must go with a budget or an effort"),
         ("--set decode.budget.soften=0.1", "decode.budget.soften must go with a budget or an"),
         ("--thinking-budget 9 --set decode.budget.soften=0.1", "soften must go with --thinking-cl"),
+        ("--reasoning-effort none --set decode.budget.reply=9", "reply must go with a budget or"),
+        ("--reasoning-effort none --thinking-close soft", "close must go with a budget or an"),
+        ("--reasoning-effort none --thinking on", "thinking must be off with decode.budget.effort"),
         ("--reasoning-effort low --set decode.budget.ratio=0.1", "ratio must go with --thinking-c"),
         ("--set decode.relaxed.margin=-2", "decode.relaxed.margin must be -1, or 0 to 2147483647"),
         ("--set decode.budget.ratio=0.0", "decode.budget.ratio must be above 0 and at most 1"),

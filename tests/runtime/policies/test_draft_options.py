@@ -124,3 +124,22 @@ def test_what_lies_before_the_context_cap_is_not_seen() -> None:
 def test_refused_at_once(config: DraftConfig, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         session().generate(Request(prompt=(1,), max_tokens=3, draft=config))
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "message"),
+    [
+        ("full", DraftConfig(window=16), r"window must be 0, the drafter has no sliding layers"),
+        (
+            "sliding",
+            DraftConfig(full=16),
+            r"full must be 0, the drafter has no full layers \(got 16",
+        ),
+    ],
+)
+def test_a_window_of_layers_that_the_drafter_lacks_is_refused(
+    kind: str, config: DraftConfig, message: str
+) -> None:
+    s = session(draft_layers=(f"{kind}_attention",))
+    with pytest.raises(RequestError, match=message):
+        s.generate(Request(prompt=(1,), max_tokens=3, draft=config))
