@@ -27,7 +27,7 @@ EXTRAS = {
 }
 """Extra of this package -> its distributions and their minimum versions."""
 USES = {
-    "build": "to build packages",
+    "build": "to build packages, and to check those of engine ort",
     "ort": "for packages of engine ort",
     "cuda": "for packages of engine cuda",
     "tensorrt": "to build and run packages of engine tensorrt, beside TensorRT itself",

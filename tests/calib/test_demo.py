@@ -44,7 +44,7 @@ def test_off_a_terminal_it_says_that_it_is_timing(monkeypatch: pytest.MonkeyPatc
         Console(file=io.StringIO()),
         Session(),
         MANIFEST,
-        demo.read_task(0),
+        demo.read_task(),
         Lines(said, lambda: 0.0),
     )
     assert said.getvalue() == "timing it against its own plain decoding 6 runs\n"
@@ -134,3 +134,13 @@ def test_the_speed_up_is_plain_over_drafted_of_the_medians() -> None:
     rows = {row[1]: row[2:4] for row in cells if len(row) > 3}
     assert rows["speed-up"] == ["4.0x", "1.0x"]
     assert rows["request to plan, s"] == ["0.50", "2.00"]
+
+
+def test_the_figures_name_the_width_of_the_block() -> None:
+    spec = SimpleNamespace(accept_hist=(0, 1, 0, 3), accept_len=3.5, cycles=4)
+    report: Any = SimpleNamespace(spec=spec, timings=SimpleNamespace(e2e_ms=1.0, tok_s=1.0))
+    ran = demo.Run((1, 2), (report,))
+    console = Console(file=io.StringIO(), width=100)
+    with console.capture() as shown:
+        console.print(demo._numbers(ran, ran, 3))
+    assert "tokens per cycle, 1 to 4 " in shown.get()

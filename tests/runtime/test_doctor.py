@@ -171,6 +171,11 @@ def test_a_page_cache_that_the_driver_counts_as_used_is_named() -> None:
     assert found(examined(replace(H100, gpu=gpu)), "memory").state == "ok"
 
 
+def test_a_missing_extra_build_is_said_to_be_missed_by_check_too() -> None:
+    finding = found(examined(replace(LAPTOP, versions={})), "extra build")
+    assert finding.text.endswith("needed to build packages, and to check those of engine ort")
+
+
 def test_the_extras_are_those_of_the_project() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     for extra, parts in software.EXTRAS.items():
