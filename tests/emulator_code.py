@@ -38,6 +38,9 @@ LINES = ("-g1", "-gdwarf-4")
 done only after a fault, to translate the addresses of its message."""
 FAST = ("-O3",)
 """More optimisation, for the machine: it is compiled once, while every kernel is compiled anew."""
+WITHOUT_LIBRARIES = ("-shared", "-nodefaultlibs")
+"""Flags to link without reading libstdc++ and the libraries that it needs: their tables of symbols
+take most of the time of a link. `_cpp_library` is named instead; symbols are found on loading."""
 PARTS = ("memory", "machine", "lanes", "copies", "fiber")
 """Source files of the machine, in the order in which they must be linked."""
 KERNEL = re.compile(r"emulated_kernel\s+void\s+(\w+)\s*\(([^)]*)\)")
@@ -168,6 +171,18 @@ def _machine_objects() -> tuple[Path, ...]:
 
 
 @cache
+def _cpp_library() -> Path:
+    """An empty library that calls itself libstdc++. What is linked with it loads the real one."""
+
+    def made(to: Path) -> None:
+        empty = to.with_suffix(".cpp")
+        empty.write_text("")
+        _compile(*WITHOUT_LIBRARIES, "-fPIC", "-Wl,-soname,libstdc++.so.6", empty, "-o", to)
+
+    return cached("\n".join(["libstdc++", *WITHOUT_LIBRARIES]), ".so", made)
+
+
+@cache
 def _header(lines: tuple[str, ...]) -> Path:
     """The header that every kernel includes first. The precompiled header lies beside it, under the
     name that g++ looks for.
@@ -191,7 +206,7 @@ def built(source: Path, defines: tuple[tuple[str, int], ...], lines: tuple[str, 
     names = list(_signatures(source, defines))
     entries = "".join(f"EMULATE({n})\n" for n in names)
     wanted = [f"-D{name}={value}" for name, value in defines]
-    header, objects = _header(lines), _machine_objects()
+    header, objects, library = _header(lines), _machine_objects(), _cpp_library()
 
     def linked(to: Path) -> None:
         file, unit = to.with_suffix(".cpp"), to.with_suffix(".o")
@@ -199,9 +214,9 @@ def built(source: Path, defines: tuple[tuple[str, int], ...], lines: tuple[str, 
         include = ("-include", header, "-I", MACHINE, "-I", PLUGINS)
         _compile(*FLAGS, *lines, *CHECKED, "-c", *wanted, *include, file, "-o", unit)
         # memory.o first: dynamic shared memory must be the first of all shared memory.
-        _compile("-shared", *objects, unit, "-o", to)
+        _compile(*WITHOUT_LIBRARIES, *objects, unit, "-Wl,--no-as-needed", library, "-o", to)
 
-    flags = (*FLAGS, *lines, *FAST, *CHECKED)
+    flags = (*FLAGS, *lines, *FAST, *CHECKED, *WITHOUT_LIBRARIES)
     parts = [_named(source), _text(source), repr(defines), entries, HEADER, _machine(), *flags]
     return cached("\n".join(parts), ".so", linked)
 

@@ -2,10 +2,12 @@
 // sources compile unchanged. `-I tests/emulator -I plugins` makes the compiler find this file first.
 #pragma once
 
+#if !defined(EMULATOR_LIST)  // see below
 #include <math.h>
 #include <string.h>
 
 #include "machine.h"
+#endif
 
 typedef unsigned char u8;
 typedef unsigned short u16;
