@@ -349,7 +349,7 @@ def test_bytes_may_be_announced_before_a_phases_last_arrival(seed: int) -> None:
         stage(1)
     stage(2)  # the arrival did not wait for the copy at the other barrier
     assert np.isnan(out[:32]).all()
-    with pytest.raises(EmulatorFault, match="barrier_announce: all of the barrier's 1 have arrived"):
+    with pytest.raises(EmulatorFault, match="barrier_announce: all of .* have arrived"):
         stage(3)
 
 
