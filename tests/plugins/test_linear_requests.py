@@ -100,6 +100,40 @@ def test_an_output_may_have_more_columns_than_an_int16_can_count() -> None:
     np.testing.assert_array_equal(found, np.stack([columns, 31 * width + columns], axis=1))
 
 
+@pytest.mark.parametrize(("warps", "parts", "tiles"), [(8, 2, 4), (4, 8, 2)])
+def test_two_stages_are_on_their_way_and_rows_wait_for_nothing_else(
+    warps: int, parts: int, tiles: int
+) -> None:
+    """With fewer, memory would be idle; with more, others would wait. Both only cost time, as do
+    rows that are not requested as soon as the previous kernel has ended.
+    """
+    plan = _layout(5120, (N4,), (64 * tiles,), False)
+    (item,) = (Item(piece) for piece in plan.groups[0].pieces(tiles))
+    table = Partition(warps, 2, parts, ((item,),)).item_table()
+    events = np.zeros((200, 3), np.int32)
+    known = {**COMMON, "WARPS": warps, "PARTS": parts, "MANY": 0, "TILES": tiles, "NEXT": 0}
+    defines = {**known, "LANES": warps // 2, "ROW_TILES": 1, "FULL": 1, "KINDS": 1, "NARROW": 0}
+    emulation.probe("order_probes.cu", "order", events, table, plan.k, **defines)
+    end, weights, rows, wait, previous = range(5)
+    told = [tuple(map(int, event)) for event in events if event[0] != end]
+    step = tiles * Kind.NVFP4.step_bytes
+    coming: dict[int, int] = {}
+    most = []
+    for what, barrier, size in told:
+        if what == weights:
+            coming[barrier] = coming.get(barrier, 0) + size
+            most.append(sum(coming.values()))
+        elif what == wait:
+            coming.pop(barrier, None)
+    stages = plan.steps // parts
+    # The fourth is requested when the first three have come and been announced as filled.
+    assert most == [step, 2 * step, 2 * step, step, *[2 * step] * (stages - 4)]
+    after = [what for what, _, _ in told[told.index((previous, 0, 0)) + 1 :]]
+    assert after[:3] == [rows] * 3
+    assert after.count(rows) == stages
+    assert rows not in [what for what, _, _ in told[: len(told) - len(after)]]
+
+
 @pytest.mark.parametrize(("count", "blocks"), [(94, 40), (200, 3), (5, 40)])
 def test_every_piece_of_the_next_weight_is_fetched_once(count: int, blocks: int) -> None:
     """Pieces of two units each, in any part of the weight, with a gap after each."""

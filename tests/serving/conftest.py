@@ -169,12 +169,13 @@ class House:
         # The watchdog outlasts a test that gives up: it would end the process that runs the tests.
         usual = {"bind": ("tcp://127.0.0.1:*",), "drain_s": 10.0, "watchdog_s": 3 * PATIENCE_S}
         settings = ServeConfig(**{**usual, **config})
-        ready = self._ready() + 1
+        ready = self.ready() + 1
         server = self.load(lambda: backend, settings)
-        until(lambda: self._ready() == ready)
+        until(lambda: self.ready() == ready)
         return server
 
-    def _ready(self) -> int:
+    def ready(self) -> int:
+        """How many servers have become ready."""
         return sum(line.startswith("ready after") for line in self.log)
 
     def load(self, load: Callable[[], Backend], config: ServeConfig) -> Server:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from constrained import package
+from waiting import until
 
 from thor_dflash import cli
 from thor_dflash.errors import ConfigError
@@ -62,8 +63,12 @@ def serve(session: Session, house: Any, tmp_path: Path) -> Iterator[Serve]:
         config = ServeConfig(bind=("tcp://127.0.0.1:*",), prefix_dir=kept, **settings)
         log = house.log.append
         it = serving(lambda: Lent(session, config, log, Shelf(Path(kept))), config, log=log)
+        before = house.ready()
         server = it.__enter__()
         running.append(it)
+        until(
+            lambda: house.ready() > before
+        )  # a client that is refused asks again half a second later
         planners.append(RemotePlanner(server.endpoints[0], Options(timeout_s=20.0)))
         return planners[-1]
 
