@@ -297,8 +297,9 @@ DEVICE u32 cluster_size() {
     return r;
 }
 // All threads of all blocks of the cluster that have not exited arrive, then wait; those of a warp
-// together. A thread may do other work in between, but must not exit. After the wait, everything that any of them wrote
-// before it arrived is visible to all, and all its earlier reads are complete.
+// together. A thread may do other work in between, but must not exit. After the wait, everything
+// that any of them wrote before it arrived is visible to all, and all its earlier reads are
+// complete.
 DEVICE void cluster_arrive() {
     sync_warp();
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");

@@ -87,7 +87,7 @@ DEVICE void ask(const Source& source, Turn turn, Walk at, saddr early, const Sca
 #pragma unroll 1
     for (int i = 0; i < asked; i++) {
         if (i > 0) rows = source.rows_of(again);
-        if (PACED) source.announce(turn_again.filled(), rows.all_rows, false);
+        if (PACED) source.announce_part(turn_again.filled(), rows.all_rows);
         source.ask_rows(rows, turn_again);
         again.next();
         turn_again.next();

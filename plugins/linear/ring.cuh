@@ -28,7 +28,7 @@ constexpr int STAGES = ROW_TILES > 1 ? 2 : 3;
 // waits for arrives later: rows, sums, the stages of blocks that start last.
 constexpr int ON_THE_WAY = 2;
 constexpr bool PACED = STAGES > ON_THE_WAY;
-static_assert(!PACED || STAGES == ON_THE_WAY + 1, "the stage after the oldest one is waited for");
+static_assert(!PACED || STAGES == ON_THE_WAY + 1, "ask's `before` starts at the second stage");
 static_assert(WARPS == 4 || WARPS == 8, "warps of an n-tile share its slots");
 static_assert(!NARROW || (ONLY_NVFP4 && PARTS == 2 && WARPS == 8), "where a narrow tile's slots and sums fit");
 
@@ -287,13 +287,15 @@ struct Source {
         return w;
     }
 
-    // Announces the bytes of copies, before they are requested. Each phase of a barrier ends when
-    // its single arrival and all bytes have come.
-    DEVICE static void announce(saddr barrier, u32 bytes, bool arrive = true) {
-        if (threadIdx.x % 32 == 0) {
-            if (arrive) barrier_expect(barrier, bytes);
-            else barrier_announce(barrier, bytes);
-        }
+    // Announces the bytes of copies that are requested next, and arrives: a barrier's phase ends when
+    // all have come.
+    DEVICE static void announce(saddr barrier, u32 bytes) {
+        if (threadIdx.x % 32 == 0) barrier_expect(barrier, bytes);
+        sync_warp();
+    }
+    // The same without arriving, so that the phase does not end before something else, either.
+    DEVICE static void announce_part(saddr barrier, u32 bytes) {
+        if (threadIdx.x % 32 == 0) barrier_announce(barrier, bytes);
         sync_warp();
     }
     DEVICE static void ask_weights(const Wish& w, const Turn& turn, saddr barrier) {

@@ -2,7 +2,7 @@
 // takes time.
 #include "cuda/device.cuh"
 
-enum { END, WEIGHTS, ROWS_, WAIT, PREVIOUS };
+enum { END, WEIGHTS, SLABS, WAIT, PREVIOUS };
 
 // what happened, address of the barrier, bytes
 static int* next_event;
@@ -13,7 +13,7 @@ DEVICE void tell(int what, u32 barrier, u32 bytes) {
 }
 
 #define copy_bulk(to, from, bytes, barrier) tell(WEIGHTS, barrier, bytes)
-#define copy_bulk_kept(to, from, bytes, barrier) tell(ROWS_, barrier, bytes)
+#define copy_bulk_kept(to, from, bytes, barrier) tell(SLABS, barrier, bytes)
 #define barrier_wait(barrier, parity) tell(WAIT, barrier, 0)
 #define wait_for_previous() tell(PREVIOUS, 0, 0)
 #define barrier_expect(barrier, bytes)
