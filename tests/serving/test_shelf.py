@@ -66,9 +66,8 @@ def serve(session: Session, house: Any, tmp_path: Path) -> Iterator[Serve]:
         before = house.ready()
         server = it.__enter__()
         running.append(it)
-        until(
-            lambda: house.ready() > before
-        )  # a client that is refused asks again half a second later
+        # A client that is refused while the backend loads asks again only half a second later.
+        until(lambda: house.ready() > before)
         planners.append(RemotePlanner(server.endpoints[0], Options(timeout_s=20.0)))
         return planners[-1]
 
