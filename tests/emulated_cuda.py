@@ -21,7 +21,7 @@ import emulation
 import emulator_code
 import numpy as np
 import pytest
-from emulation import Memory, is_early
+from emulation import Memory, is_early, is_settled
 from fake_cuda import FACTS, MEMORY, OK, Fake
 from kernels import POISON
 
@@ -102,6 +102,7 @@ class Work:
     threads: int
     shared: int
     cluster: int
+    settles: bool
     arguments: list[Any]
     memory: list[Memory]
     poisoned: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
@@ -122,7 +123,7 @@ class Work:
         memory = [replace(one, address=self._now(one.address)) for one in self.memory]
         emulation.run(
             self.source, self.defines, self.kernel, self.grid, self.threads, self.shared,
-            self.arguments, memory, cluster=self.cluster,
+            self.arguments, memory, cluster=self.cluster, settles=self.settles,
         )  # fmt: skip
         for address, nbytes in self.zeroed:
             assert not any(ctypes.string_at(address, nbytes)), f"{self.kernel}: zero no more"
@@ -169,6 +170,8 @@ class Emulated(Fake):
         self._written: set[int] = set()
         """Addresses of what may have been written by the last launch that could not overlap earlier
         ones, and by those since."""
+        self._unsettled: set[int] = set()
+        """The same for the last launch that could not overlap, or that settles, and those since."""
 
     # ---- functions of the engine that are intercepted ------------------------------------------
     def bind(self, call: Call, program: Program, device: Device) -> bound.Bound:
@@ -278,13 +281,16 @@ class Emulated(Fake):
         assert len(values) == len(kinds), f"{name}: {len(values)} arguments"
         work = Work(
             source, defines, name, (config.gridDimX, config.gridDimY, config.gridDimZ),
-            config.blockDimX, config.sharedMemBytes, launch.cluster, given, [],
+            config.blockDimX, config.sharedMemBytes, launch.cluster, launch.settles, given, [],
         )  # fmt: skip
         assert (4 in attributes) == (launch.cluster > 1)
         if OVERLAP not in attributes:
             self._written.clear()
+            self._unsettled.clear()
         self._reach(work, self.meant[id(launch)], launch, values, OVERLAP in attributes)
-        self._written |= {memory.address for memory in work.memory if memory.writable}
+        written = {memory.address for memory in work.memory if memory.writable}
+        self._written |= written
+        self._unsettled = written if launch.settles else self._unsettled | written
         if self._graph is None:
             self._run(work)
         else:
@@ -352,6 +358,7 @@ class Emulated(Fake):
             work.poisoned.append((at, found.nbytes))
         writable = found.made
         early = is_early(work.kernel, port) and at not in self._written
+        early |= is_settled(work.kernel, port, work.defines) and at not in self._unsettled
         for other in [m for m in work.memory if m.address == at]:
             assert other.nbytes == found.nbytes, (meant.step.name, port)
             work.memory.remove(other)

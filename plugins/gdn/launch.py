@@ -167,6 +167,7 @@ def launches(site: Site, device: Device) -> tuple[Launch, ...]:
                 Int(held),
             ),
             shared=shared,
+            settles=True,
             defines={
                 "SAVES_STATES": int(states),
                 "KEY_HEADS": a.integer("key_heads"),

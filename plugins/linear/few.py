@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import IntEnum
 
 import numpy as np
@@ -26,6 +26,7 @@ from thor_dflash.plugins.linear.partition import (
     SLIM,
     WARPS,
     Partition,
+    first_items,
     halves,
     lanes,
     partition,
@@ -94,7 +95,8 @@ def _product(site: Site, device: Device, fused: Fused, rows: Argument) -> Launch
     count = site.size("x", 0)
     tiles = -(-count // TILE_ROWS)
     cut = partition(plan, device.multiprocessors)
-    first = first_read(site.following, device)
+    ahead = first_read(site.following, device)
+    first = first_items(plan, cut)
     return Launch(
         kernel="linear",
         source=f"{fused.folder}kernel.cu",
@@ -113,13 +115,14 @@ def _product(site: Site, device: Device, fused: Fused, rows: Argument) -> Launch
             Table(cut.item_table()),
             Table(strip_table(plan)),
             Int(cut.most_items),
+            *(Int(value) for value in astuple(first)),
             Int(count),
             Int(plan.k),
             Real(site.attributes.real("norm_eps")),
             Real(_next_offset(site)),
             At(AHEAD),
-            Table(first if len(first) else np.zeros((1, 2), np.int32)),
-            Int(len(first)),
+            Table(ahead if len(ahead) else np.zeros((1, 2), np.int32)),
+            Int(len(ahead)),
         ),
         shared=_shared(tiles, cut, narrow=bool(plan.narrow)),
         defines={
@@ -130,14 +133,21 @@ def _product(site: Site, device: Device, fused: Fused, rows: Argument) -> Launch
             "ROW_SCALE": int("x_slabs" in site and "x_squares" in site),
             "EPILOGUE": int(fused.epilogue),
             "NEXT": _next(site),
+            "SQUARES": int("y0_squares" in site),
             "PARTS": cut.parts,
             "MANY": int(cut.most_items > 1),
             "TILES": cut.tiles,
             "LANES": max(lanes(plan, i.piece, cut) for items in cut.clusters for i in items),
             "NARROW": int(bool(plan.narrow)),
+            "LOADED": _loaded(first.loaded, len(cut.clusters)),
         },
         cluster=cut.parts,
     )
+
+
+def _loaded(count: int, clusters: int) -> int:
+    """Which clusters load their first item, as LOADED in ring.cuh: none, some or all."""
+    return 0 if count == 0 else 1 if count < clusters else 2
 
 
 def first_read(site: Site | None, device: Device) -> Array:

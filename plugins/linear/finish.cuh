@@ -8,7 +8,7 @@
 // Compile-time: EPILOGUE 0 none, 1 swiglu, 2 residual, 3 float32 logits; ROW_SCALE, whether the
 // sums of a row are multiplied by its 1 / rms; NEXT, what is written to slabs for the next product:
 // 0 nothing; 1 or 2 the rows times (offset + weight) of the next norm, whose weight is bf16 or
-// float32; 3 the rows.
+// float32; 3 the rows; SQUARES, whether y_squares is given.
 #pragma once
 #include "linear/ends.cuh"
 
@@ -185,14 +185,25 @@ DEVICE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 // Computes 1 / rms of each row from sums of squares [chunks, 32]. Called by one warp; each lane
 // adds four rows over some of the chunks.
 DEVICE void row_scales(float* scales, const float* squares, int k, float eps) {
-    constexpr int ROW_LANES = ROWS / 4;
+    constexpr int ROW_LANES = ROWS / 4, STEP = 32 / ROW_LANES, AT_ONCE = 10;
     const int lane = threadIdx.x % 32, chunks = (k + SQUARES_COLUMNS - 1) / SQUARES_COLUMNS;
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 10
-    for (int c = lane / ROW_LANES; c < chunks; c += 32 / ROW_LANES) {
-        const float4 v = load_shared_result(
-            reinterpret_cast<const float4*>(squares + c * MOST_ROWS + lane % ROW_LANES * 4));
-        sum = make_float4(sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w);
+#pragma unroll 1
+    for (int first = lane / ROW_LANES; first < chunks; first += AT_ONCE * STEP) {
+        float4 v[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            const int c = first + i * STEP;
+            v[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (c < chunks) {
+                v[i] = load_shared_result(reinterpret_cast<const float4*>(
+                    squares + c * MOST_ROWS + lane % ROW_LANES * 4));
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            sum = make_float4(sum.x + v[i].x, sum.y + v[i].y, sum.z + v[i].z, sum.w + v[i].w);
+        }
     }
 #pragma unroll
     for (int mask = ROW_LANES; mask < 32; mask *= 2) {
@@ -202,10 +213,11 @@ DEVICE void row_scales(float* scales, const float* squares, int k, float eps) {
         sum.w += shuffle_xor(sum.w, mask);
     }
     if (lane >= ROW_LANES) return;
-    scales[4 * lane] = rsqrtf(sum.x / k + eps);
-    scales[4 * lane + 1] = rsqrtf(sum.y / k + eps);
-    scales[4 * lane + 2] = rsqrtf(sum.z / k + eps);
-    scales[4 * lane + 3] = rsqrtf(sum.w / k + eps);
+    // An exact division is a function call, and most of the code here is fetched for one use.
+    const float part = __fdividef(1.0f, static_cast<float>(k));
+    *reinterpret_cast<float4*>(scales + 4 * lane) =
+        make_float4(rsqrtf(sum.x * part + eps), rsqrtf(sum.y * part + eps),
+                    rsqrtf(sum.z * part + eps), rsqrtf(sum.w * part + eps));
 }
 
 // The epilogue of one strip (swiglu: a pair of strips) for one of a lane's rows. Returns the sum of
@@ -378,5 +390,5 @@ DEVICE void finish(const Sums& sums, const NarrowSums& narrow_sums, Room& room, 
     Squares squares;
     store_own(squares, own, end, to, m);
     const bool padding = end.places[0].strip.x < 0;
-    if (to.y_squares) store_squares(squares, to, column, m, padding, item.left > 0);
+    if (SQUARES) store_squares(squares, to, column, m, padding, item.left > 0);
 }

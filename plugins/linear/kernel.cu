@@ -14,18 +14,18 @@
 // The kernel that made the input rows (y_slabs) has applied the norm's weight to them; the missing
 // factor 1 / rms of each row is computed from x_squares and applied in the epilogue.
 //
-// Compile-time: WARPS, ROW_TILES, FULL, KINDS, PARTS, MANY, TILES, NARROW (ring.cuh); ROW_SCALE,
-// whether x_squares is given; EPILOGUE, NEXT (finish.cuh). What is known when a launch is compiled
-// is not computed in each block: a launch is so short that its ends count.
+// Compile-time: WARPS, ROW_TILES, FULL, KINDS, PARTS, MANY, TILES, NARROW, LOADED (ring.cuh);
+// ROW_SCALE, whether x_squares is given; EPILOGUE, NEXT, SQUARES (finish.cuh). What is known when a
+// launch is compiled is not computed in each block: a launch is so short that its ends count.
 #include "cuda/ahead.cuh"
 #include "linear/finish.cuh"
 
 constexpr int THREADS = 32 * (WARPS + 1);
 constexpr int ROOM_AT = STAGES * STAGE_BYTES;
 constexpr int BARRIERS_AT = ROOM_AT + ROOM_BYTES;
-constexpr int SCALES_AT = BARRIERS_AT + 8 * (3 * STAGES + 3);
+constexpr int SCALES_AT = BARRIERS_AT + 96;
 constexpr int STAGED_AT = BARRIERS_AT + 256;
-static_assert(SCALES_AT + 4 * ROWS <= STAGED_AT, "barriers and row scales fit");
+static_assert(8 * (3 * STAGES + 3) <= 96 && 96 + 4 * ROWS <= 256, "barriers, row scales fit");
 
 // Zeroes the row buffers if there are fewer than ROWS rows, since no copy fills the remaining ones.
 DEVICE void clear_rows(u8* memory, int rows) {
@@ -53,71 +53,81 @@ struct Scaling {
     }
 };
 
+// Waits for the previous kernel and requests the rows of the first `asked` stages. With PACED, a
+// stage's own barrier then gets the arrival that the weights' barrier stood in for.
+DEVICE void ask_first_rows(const Source& source, Turn turn, Walk at, saddr early, int asked) {
+    Turn weights = turn;
+    Wish rows;
+    if (!at.over) rows = source.rows_of(at);
+    cluster_wait();
+    wait_for_previous();
+#pragma unroll 1
+    for (int i = 0; i < asked; i++) {
+        if (i > 0) rows = source.rows_of(at);
+        if (PACED) source.announce_part(turn.filled(), rows.all_rows);
+        source.ask_rows(rows, turn);
+        at.next();
+        turn.next();
+    }
+#pragma unroll 1
+    for (int i = 0; PACED && i < asked; i++) {
+        barrier_wait(early + 8 * i, 0);
+        if (threadIdx.x % 32 == 0) barrier_arrive(weights.filled());
+        weights.next();
+    }
+}
+
 // The producer warp. It requests the first stages' weights, their rows once the previous kernel has
 // written them, and then one stage whenever a stage has been read and, if PACED, no more than
 // ON_THE_WAY would be on their way. What to request next is computed before each wait. The row
 // scales, which only the epilogue needs, are computed once the whole first item has been requested.
 // Blocks that start last have the previous kernel's results at once, and everyone waits for these
-// blocks: so nothing else comes before the first requests.
+// blocks: so nothing else comes before the first requests. There is one loop for the requests before
+// the previous kernel's end and for those after, since code that is fetched for one use takes time.
 //
 // `early`: barriers, for PACED, of the weights of the first STAGES stages. These may come long
 // before the rows, for which the stages' own barriers wait too.
 DEVICE void ask(const Source& source, Turn turn, Walk at, saddr early, const Scaling& scaling,
                 const Following& following, const Room& room) {
-    Turn turn_again = turn, first_turn = turn;
-    Walk again = at;
-    const int first = at.at;
-    int asked = 0;
+    const Turn first_turn = turn;
+    const Walk first = at;
     Ahead ahead = {source, turn, at, {}, false};
-#pragma unroll 1
-    for (; asked < STAGES && !ahead.at.over; asked++) {
-        ahead.prepare();
-        if (PACED && asked >= ON_THE_WAY) barrier_wait(early + 8 * (asked - ON_THE_WAY), 0);
-        const saddr barrier = PACED ? early + 8 * asked : ahead.turn.filled();
-        source.announce(barrier, ahead.wish.all_weights + (PACED ? 0 : ahead.wish.all_rows));
-        source.ask_weights(ahead.wish, ahead.turn, barrier);
-        ahead.pass();
-    }
-    if (threadIdx.x % 32 == 0) room.expect(at.item, cluster_rank());
-    following.fetch();
-    Wish rows;
-    if (!again.over) rows = source.rows_of(again);
-    cluster_wait();
-    wait_for_previous();
-#pragma unroll 1
-    for (int i = 0; i < asked; i++) {
-        if (i > 0) rows = source.rows_of(again);
-        if (PACED) source.announce_part(turn_again.filled(), rows.all_rows);
-        source.ask_rows(rows, turn_again);
-        again.next();
-        turn_again.next();
-    }
-#pragma unroll 1
-    for (int i = 0; PACED && i < asked; i++) {
-        barrier_wait(early + 8 * i, 0);
-        if (threadIdx.x % 32 == 0) barrier_arrive(first_turn.filled());
-        first_turn.next();
-    }
     Turn before = turn;  // ON_THE_WAY stages before the next one to request
     before.next();
-    bool scaled = !ROW_SCALE;
+    int asked = 0;  // stages, before the previous kernel has ended
+    bool begun = false, scaled = !ROW_SCALE;
 #pragma unroll 1
     for (;;) {
-        if (!scaled && (ahead.at.over || MANY && ahead.at.at != first)) {
+        const bool over = ahead.at.over;
+        if (!begun && (over || asked == STAGES)) {
+            begun = true;
+            if (threadIdx.x % 32 == 0) room.expect(at.item, cluster_rank());
+            following.fetch();
+            ask_first_rows(source, first_turn, first, early, asked);
+        }
+        if (!scaled && begun && (over || MANY && ahead.at.at != first.at)) {
             scaling.make();
             scaled = true;
         }
-        if (ahead.at.over) return;
+        if (over) return;
         ahead.prepare();
-        if (PACED) {
-            barrier_wait(before.filled(), before.parity);
-            before.next();
+        saddr barrier = ahead.turn.filled();
+        u32 bytes = ahead.wish.all_weights;
+        if (!begun) {
+            if (PACED && asked >= ON_THE_WAY) barrier_wait(early + 8 * (asked - ON_THE_WAY), 0);
+            if (PACED) barrier = early + 8 * asked;
+            asked++;
+        } else {
+            if (PACED) {
+                barrier_wait(before.filled(), before.parity);
+                before.next();
+            }
+            barrier_wait(ahead.turn.read(), ahead.turn.parity ^ 1);
         }
-        const saddr filled = ahead.turn.filled();
-        barrier_wait(ahead.turn.read(), ahead.turn.parity ^ 1);
-        source.announce(filled, ahead.wish.all_weights + ahead.wish.all_rows);
-        source.ask_weights(ahead.wish, ahead.turn, filled);
-        source.ask_rows(ahead.wish, ahead.turn);
+        if (begun || !PACED) bytes += ahead.wish.all_rows;
+        source.announce(barrier, bytes);
+        source.ask_weights(ahead.wish, ahead.turn, barrier);
+        if (begun) source.ask_rows(ahead.wish, ahead.turn);
         ahead.pass();
     }
 }
@@ -277,30 +287,52 @@ struct Reader {
     }
 };
 
-// items: [clusters, most_items, 2].
-KERNEL void CLUSTERS_OF(PARTS) __launch_bounds__(THREADS, WARPS == 4 ? 3 : 2)
-linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u8* slabs,
-       const float* x_squares, const u16* residual, const u64* __restrict__ outputs,
-       float* y_squares, u16* y_slabs, const void* __restrict__ next_weight,
-       const int4* __restrict__ items, const int2* __restrict__ strips, int most_items,
-       int row_count, int k, float eps, float next_offset, const u8* __restrict__ next_packed,
-       const int2* __restrict__ next_first, int next_count) {
-    DYNAMIC_SHARED(memory);
-    let_next_start();
-    const int rows = FULL ? ROWS : row_count;
-    Walk at;
-    at.table = items;
-    at.at = blockIdx.x / PARTS * most_items * 2;
-    const Entry entry = entry_now(items + at.at);  // on its way while the barriers are initialised
+// The kernel's arguments, as in few.py. items: [clusters, most_items, 2].
+struct Given {
+    const u8* packed;
+    const float* scales;
+    const u8* slabs;
+    const float* x_squares;
+    const u16* residual;
+    const u64* outputs;
+    float* y_squares;
+    u16* y_slabs;
+    const void* next_weight;
+    const int4* items;
+    const int2* strips;
+    int most_items;
+    FirstItems first_items;
+    int row_count, k;
+    float eps, next_offset;
+    Following following;
+};
+
+// Where a block gets its cluster's first item.
+struct Computed {
+    DEVICE Entry operator()(const Given& given, int cluster, int steps) const {
+        return given.first_items.entry(cluster, steps);
+    }
+};
+struct Loaded {
+    Entry entry;  // on its way while the barriers are initialised
+    DEVICE Entry operator()(const Given&, int, int) const { return entry; }
+};
+
+template <class First>
+DEVICE void run(u8* memory, const Given& given, int cluster, const First& first_entry) {
+    const int rows = FULL ? ROWS : given.row_count, k = given.k;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int rank = cluster_rank(), steps = (k + STEP_K - 1) / STEP_K;
+    Walk at;
+    at.table = given.items;
+    at.at = cluster * given.most_items * 2;
+    at.halves = halves_of(k, steps * rank / PARTS, steps * (rank + 1) / PARTS);
     const saddr barriers = shared_address(memory + BARRIERS_AT);
     Turn turn;
     turn.start(shared_address(memory), barriers);
     Room room = {shared_address(memory + ROOM_AT), barriers + 16 * STAGES,
                  barriers + 16 * STAGES + 8, 0};
     const saddr scales_made = barriers + 16 * STAGES + 16, early = scales_made + 8;
-    at.halves = halves_of(k, steps * rank / PARTS, steps * (rank + 1) / PARTS);
     clear_rows(memory, rows);
     if (warp == WARPS && lane == 0) {
         for (int i = 0; i < STAGES; i++) {
@@ -315,16 +347,24 @@ linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u8
     }
     if (!FULL) sync_block();  // the relaxed cluster barrier publishes no memory writes
     cluster_arrive_relaxed();
-    at.start(entry);
     if (warp == WARPS) {
+        at.start(first_entry(given, cluster, steps));
         float* const made = reinterpret_cast<float*>(memory + SCALES_AT);
-        ask({packed, slabs, rows}, turn, at, early, {x_squares, made, scales_made, k, eps},
-            {next_packed, next_first, next_count}, room);
+        ask({given.packed, given.slabs, rows}, turn, at, early,
+            {given.x_squares, made, scales_made, k, given.eps}, given.following, room);
         return;
     }
-    const saddr scales_at = shared_address(memory) + SCALES_AT;
-    const Results to = {outputs,  scales,      strips,       residual,    y_squares,
-                        y_slabs,  next_weight, scales_at, next_offset, rows,
+    at.start(first_entry(given, cluster, steps));  // here, without what only the producer needs
+    const Results to = {given.outputs,
+                        given.scales,
+                        given.strips,
+                        given.residual,
+                        given.y_squares,
+                        given.y_slabs,
+                        given.next_weight,
+                        shared_address(memory) + SCALES_AT,
+                        given.next_offset,
+                        rows,
                         memory + STAGED_AT};
     const saddr staged = shared_address(memory) + STAGED_AT + warp * STAGED_BYTES;
     Share(at.item, rank).stage(staged, to, at.item);
@@ -367,5 +407,42 @@ linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u8
             barrier_wait_cluster(room.arrived, room.parity ^ 1);
             room.expect(at.item, rank);
         }
+    }
+}
+
+// A cluster's code is compiled for what is known of its first item. With items of several kinds, the
+// code for clusters whose first item is computed, NVFP4, is that of a kernel without others.
+KERNEL void CLUSTERS_OF(PARTS) __launch_bounds__(THREADS, WARPS == 4 ? 3 : 2)
+linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u8* slabs,
+       const float* x_squares, const u16* residual, const u64* __restrict__ outputs,
+       float* y_squares, u16* y_slabs, const void* __restrict__ next_weight,
+       const int4* __restrict__ items, const int2* __restrict__ strips, int most_items, int loaded,
+       int first_tiles, int row_count, int k, float eps, float next_offset,
+       const u8* __restrict__ next_packed, const int2* __restrict__ next_first, int next_count) {
+    DYNAMIC_SHARED(memory);
+    let_next_start();
+    const int cluster = blockIdx.x / PARTS;
+    const Given given = {packed,
+                         scales,
+                         slabs,
+                         x_squares,
+                         residual,
+                         outputs,
+                         y_squares,
+                         y_slabs,
+                         next_weight,
+                         items,
+                         strips,
+                         most_items,
+                         {loaded, first_tiles},
+                         row_count,
+                         k,
+                         eps,
+                         next_offset,
+                         {next_packed, next_first, next_count}};
+    if (LOADED == NO_CLUSTER || LOADED == SOME_CLUSTERS && cluster >= loaded) {
+        run(memory, given, cluster, Computed());
+    } else {
+        run(memory, given, cluster, Loaded{entry_now(items + cluster * most_items * 2)});
     }
 }

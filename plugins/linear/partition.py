@@ -137,6 +137,51 @@ def halves(plan: Layout, parts: int) -> list[range]:
     return [range(begin, end) for begin, end in itertools.pairwise(bounds)]
 
 
+@dataclass(frozen=True, slots=True)
+class FirstItems:
+    """What a block computes its cluster's first item from, as FirstItems in ring.cuh: arguments of
+    the kernel.
+    """
+
+    loaded: int
+    """Clusters that load it instead: the first ones."""
+    tiles: int
+    """n-tiles of the packed weight's first groups, which are NVFP4."""
+
+
+def first_items(plan: Layout, cut: Partition) -> FirstItems:
+    """Returns what the first items of a cut follow from."""
+    loaded = len(cut.clusters) - _regular(plan, cut)
+    return FirstItems(loaded, sum(group.tiles for group in _first_groups(plan)))
+
+
+def _first_groups(plan: Layout) -> list[Group]:
+    """The groups before the first one that is not NVFP4."""
+    return list(itertools.takewhile(lambda group: group.kind is Kind.NVFP4, plan.groups))
+
+
+def _regular(plan: Layout, cut: Partition) -> int:
+    """Returns how many clusters at the end have the packed weight's first n-tiles, `tiles` at a
+    time, in order, and nothing else.
+    """
+    if cut.most_items > 1 or plan.narrow or not cut.tiles:
+        return 0
+    pieces = [piece for group in _first_groups(plan) for piece in group.pieces(cut.tiles)]
+    expected = [(Item(piece),) for piece in pieces]
+    counts = range(min(len(expected), len(cut.clusters)), 0, -1)
+    return next((n for n in counts if [*cut.clusters[-n:]] == expected[:n]), 0)
+
+
+def _ordered(plan: Layout, cut: Partition) -> Partition:
+    """Puts clusters with the packed weight's first n-tiles last, in order, so that most first items
+    can be computed. The others come first since they have to load theirs.
+    """
+    first = set(_first_groups(plan))
+    own = [c for c in cut.clusters if c[0].piece.group in first]
+    others = [c for c in cut.clusters if c[0].piece.group not in first]
+    return replace(cut, clusters=(*others, *own)) if cut.most_items == 1 else cut
+
+
 @lru_cache(maxsize=256)
 def partition(plan: Layout, multiprocessors: int) -> Partition:
     """Cuts a layout for a device. No cluster is left without work. Takes the cut whose busiest
@@ -151,7 +196,7 @@ def partition(plan: Layout, multiprocessors: int) -> Partition:
         for parts in _parts(plan)
         for width in range(_most_tiles(warps), 0, -1)
     ]
-    return min(found, key=lambda cut: _cost(plan, cut))
+    return _ordered(plan, min(found, key=lambda cut: _cost(plan, cut)))
 
 
 def clusters(parts: int, multiprocessors: int, each: int) -> int:

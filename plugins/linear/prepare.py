@@ -80,6 +80,7 @@ def prepared(
             "LONG": int(slabs and t * padded(k) > 2**31),
             "GATE": int(gate),
             "NORM": norm,
+            "SETTLED": int(gate is not Gate.NONE and "gate" in site.settled),
         },
     )
     return rows, (launch,)

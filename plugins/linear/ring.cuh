@@ -6,7 +6,8 @@
 // Compile-time: WARPS, multiplying warps, 8 or 4; KINDS, the occurring kinds of weight (1 << kind);
 // ROW_TILES, row tiles of 16; FULL, whether these are full of rows; PARTS, blocks of a cluster;
 // MANY, whether a cluster may have more than one item; TILES, n-tiles of every NVFP4 item, 0 if they
-// differ; LANES, the largest Item::lanes; NARROW, whether items may have a narrow tile.
+// differ; LANES, the largest Item::lanes; NARROW, whether items may have a narrow tile; LOADED, for
+// which clusters the first item is loaded instead of computed (FirstItems).
 #pragma once
 #include "linear/units.cuh"
 
@@ -16,6 +17,7 @@ constexpr int ROWS = 16 * ROW_TILES;
 constexpr int SPLIT = ROW_TILES;
 constexpr int STRIPS = 8 / SPLIT;  // strips of 8 columns that a warp computes
 constexpr bool ONLY_NVFP4 = KINDS == 1 << NVFP4;
+enum { NO_CLUSTER, SOME_CLUSTERS, ALL_CLUSTERS };  // LOADED
 
 constexpr int SLOT = NVFP4_SLOT;
 constexpr int ROWS_AT = WARPS * SLOT;
@@ -110,6 +112,25 @@ DEVICE Entry entry_at(const int4* items) {
 DEVICE Entry entry_now(const int4* items) {
     return {load_now(items), NARROW ? load_now(items + 1) : make_int4(0, 0, -1, 0)};
 }
+
+// The first items of all clusters but the first `loaded`, computed: a load would take longer, and
+// longest in the blocks that start last, while everything else keeps memory busy, and everyone waits
+// for these. In order, these clusters have the first n-tiles of the packed weight, TILES at a time.
+// Not for items with narrow tiles: with these, a block starts no sooner than by a load.
+struct FirstItems {
+    int loaded;
+    int tiles;  // n-tiles of the packed weight's first groups, which are NVFP4
+
+    DEVICE Entry entry(int cluster, int steps) const {
+        constexpr int UNITS = step_bytes(NVFP4) / 512, EACH = TILES ? TILES : 1;
+        constexpr int IN_GROUP = GROUP_TILES / EACH;
+        const int i = cluster - loaded, group = i / IN_GROUP, first = i - group * IN_GROUP;
+        const int of_group = min(GROUP_TILES, tiles - group * GROUP_TILES);
+        return {make_int4(group * (GROUP_TILES * UNITS * steps) + first * (EACH * UNITS),
+                          of_group * UNITS, i * (EACH * TILE_COLUMNS), EACH << 8),
+                make_int4(0, 0, -1, 0)};
+    }
+};
 
 DEVICE Item item_of(const Entry& entry) {
     const int4 a = entry.a, n = entry.n;

@@ -21,6 +21,7 @@ enum Kind { NVFP4 = 0, FP8 = 1, BF16 = 2 };
 
 constexpr int STEP_K = 128;
 constexpr int TILE_COLUMNS = 64;
+constexpr int GROUP_TILES = 12;  // most n-tiles of a group
 constexpr int NVFP4_SLOT = 2304;
 constexpr int PLAIN_SLOT = 2048;
 constexpr int NVFP4_CODES = 2048;  // bytes before the scales

@@ -49,6 +49,13 @@ KERNEL void asked(u8* counts, u8* slabs, const int4* items, int most_items, int 
     }
 }
 
+// The first word of the computed first item of each cluster that does not load it.
+KERNEL void computed(int4* found, int loaded, int tiles, int k) {
+    const FirstItems first = {loaded, tiles};
+    const int steps = (k + STEP_K - 1) / STEP_K, cluster = loaded + threadIdx.x;
+    found[threadIdx.x] = first.entry(cluster, steps).a;
+}
+
 // For every strip and pair of its columns: column, place in row 31, or -1 for padding.
 KERNEL void placed(const int2* strips, int2* found) {
     const int strip = threadIdx.x / 4;

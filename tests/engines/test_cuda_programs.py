@@ -22,6 +22,7 @@ from paired import DEVICE, Pair, built, near, opened, packages, paired
 from poisoned import poison
 
 from thor_dflash.builders import build as builder
+from thor_dflash.plugins.linear.prepare import Gate
 from thor_dflash.plugins.rules import RULES
 from thor_dflash.program import read
 from thor_dflash.runtime.propose import Dflash
@@ -49,6 +50,14 @@ def test_cycles_leave_what_onnx_runtime_leaves(pair: Pair) -> None:
     assert set(pair.ours.engine.busy()) == {"propose+verify+accept+observe"}
     assert len(pair.device.graphs) == 1
     assert {name for name, places in pair.places.items() if len(places) == 2} == pair.moved()
+
+
+def test_a_gate_from_before_the_recurrence_is_read_while_that_still_runs(pair: Pair) -> None:
+    begun = len(pair.device.ran)
+    pair.cycle(list(range(50, 65)))
+    rows = [w.defines for w in pair.device.ran[begun:] if w.kernel == "linear_rows"]
+    assert {(d["GATE"], d["SETTLED"]) for d in rows if d["GATE"]} == {(Gate.SILU, 1)}
+    assert not any(d["SETTLED"] for d in rows if not d["GATE"])
 
 
 def test_a_program_without_fusion_gives_nearly_the_same_logits(pair: Pair, root: Path) -> None:

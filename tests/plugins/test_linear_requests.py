@@ -20,7 +20,7 @@ from thor_dflash.plugins.launch import THOR, Shaped
 from thor_dflash.plugins.linear import few
 from thor_dflash.plugins.linear.launch import launches
 from thor_dflash.plugins.linear.layout import Kind, Layout, _layout
-from thor_dflash.plugins.linear.partition import Item, Partition, partition
+from thor_dflash.plugins.linear.partition import Item, Partition, first_items, partition
 from thor_dflash.tensors import Array, DType
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
@@ -28,6 +28,7 @@ PROBES = "linear_probes.cu"
 UNIT = 64
 """Bytes whose requests are counted together, as in the probes."""
 COMMON = {"WARPS": 8, "PARTS": 2, "MANY": 1, "TILES": 0, "LANES": 4, "EPILOGUE": 0, "ROW_SCALE": 0}
+COMMON |= {"SQUARES": 0, "LOADED": 2}
 FP8, BF16 = Kind.FP8, Kind.BF16
 
 
@@ -79,6 +80,38 @@ def test_weights_are_requested_once_and_rows_kept_for_every_item(
     weights, given = requested(plan, cut, rows)
     assert (weights == (1, 0)).all()
     assert all((x == (0, len(items))).all() for x, items in zip(given, cut.clusters, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "multiprocessors", "loaded"),
+    [
+        ("in_proj", 132, 3), ("in_proj", 264, 3), ("out_proj", 20, 0), ("down", 132, 0),
+        ("down", 60, 0), ("qkv", 132, 0), ("nano", 8, 1), ("nano", 132, 1),
+    ],
+)  # fmt: skip
+def test_first_items_are_computed_as_the_table_has_them(
+    name: str, multiprocessors: int, loaded: int
+) -> None:
+    """Full groups and shorter ones, after clusters with items of other kinds."""
+    plan = _layout(*SHAPES[name])
+    cut = partition(plan, multiprocessors)
+    first, table = first_items(plan, cut), cut.item_table()[:, 0, 0]
+    assert first.loaded == loaded
+    assert [c[0].piece.group.kind for c in cut.clusters[:loaded]] == [BF16] * loaded
+    found = np.zeros((len(cut.clusters) - loaded, 4), np.int32)
+    known = {**COMMON, "TILES": cut.tiles, "MANY": 0, "ROW_TILES": 1, "FULL": 1, "NEXT": 0}
+    defines = {**known, "KINDS": 7, "NARROW": 0}
+    emulation.probe(
+        PROBES, "computed", found, loaded, first.tiles, plan.k, threads=len(found), **defines
+    )
+    np.testing.assert_array_equal(found, table[loaded:])
+
+
+@pytest.mark.parametrize("name", ["gate_up", "head"])
+def test_items_with_narrow_tiles_or_followed_by_others_are_loaded(name: str) -> None:
+    plan = _layout(*SHAPES[name])
+    cut = partition(plan, 132)
+    assert first_items(plan, cut).loaded == len(cut.clusters)
 
 
 @pytest.mark.parametrize("kind", Kind)

@@ -124,12 +124,15 @@ def bind(call: Call, program: Program, device: Device) -> Bound:
         if "packed" in step.ports
     }
     planned: list[Planned] = []
+    known: set[str] = set()
     most = 0
     for step, alone in zip(program.steps, sites, strict=True):
         rule = RULES[step.room]
         if why := rule.refuse(alone):
             raise EngineError(f"{program.name}: {step.name}: {why}")
-        site = replace(alone, following=packed.get(step.ports.get(AHEAD, "")))
+        settled = _settled(step, planned[-1], known) if planned else frozenset[str]()
+        site = replace(alone, following=packed.get(step.ports.get(AHEAD, "")), settled=settled)
+        known |= program.values.keys() & set(step.ports.values())
         launches = rule.launches(site, device)
         if (shared := max(one.shared for one in launches)) > device.shared:
             raise EngineError(
@@ -140,6 +143,16 @@ def bind(call: Call, program: Program, device: Device) -> Bound:
         planned += [Planned(step, one, rule.folder / one.source, offsets) for one in launches]
         most = max(most, size)
     return Bound(call, program, planned, most, packed)
+
+
+def _settled(step: Step, before: Planned, known: Collection[str]) -> frozenset[str]:
+    """Ports of a step with intermediate values, among the `known` ones of earlier steps, that are
+    complete before the launch `before` it has ended: those that this launch's step has not.
+    """
+    if not before.launch.settles:
+        return frozenset()
+    late = before.step.ports.values()
+    return frozenset(p for p, name in step.ports.items() if name in known and name not in late)
 
 
 def _site(step: Step, shapes: Mapping[str, Shaped]) -> Site:
