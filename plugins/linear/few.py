@@ -133,7 +133,6 @@ def _product(site: Site, device: Device, fused: Fused, rows: Argument) -> Launch
             "ROW_SCALE": int("x_slabs" in site and "x_squares" in site),
             "EPILOGUE": int(fused.epilogue),
             "NEXT": _next(site),
-            "SQUARES": int("y0_squares" in site),
             "PARTS": cut.parts,
             "MANY": int(cut.most_items > 1),
             "TILES": cut.tiles,

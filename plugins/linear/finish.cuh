@@ -8,7 +8,7 @@
 // Compile-time: EPILOGUE 0 none, 1 swiglu, 2 residual, 3 float32 logits; ROW_SCALE, whether the
 // sums of a row are multiplied by its 1 / rms; NEXT, what is written to slabs for the next product:
 // 0 nothing; 1 or 2 the rows times (offset + weight) of the next norm, whose weight is bf16 or
-// float32; 3 the rows; SQUARES, whether y_squares is given.
+// float32; 3 the rows.
 #pragma once
 #include "linear/ends.cuh"
 
@@ -390,5 +390,5 @@ DEVICE void finish(const Sums& sums, const NarrowSums& narrow_sums, Room& room, 
     Squares squares;
     store_own(squares, own, end, to, m);
     const bool padding = end.places[0].strip.x < 0;
-    if (SQUARES) store_squares(squares, to, column, m, padding, item.left > 0);
+    if (to.y_squares) store_squares(squares, to, column, m, padding, item.left > 0);
 }

@@ -15,8 +15,8 @@
 // factor 1 / rms of each row is computed from x_squares and applied in the epilogue.
 //
 // Compile-time: WARPS, ROW_TILES, FULL, KINDS, PARTS, MANY, TILES, NARROW, LOADED (ring.cuh);
-// ROW_SCALE, whether x_squares is given; EPILOGUE, NEXT, SQUARES (finish.cuh). What is known when a
-// launch is compiled is not computed in each block: a launch is so short that its ends count.
+// ROW_SCALE, whether x_squares is given; EPILOGUE, NEXT (finish.cuh). What is known when a launch is
+// compiled is not computed in each block: a launch is so short that its ends count.
 #include "cuda/ahead.cuh"
 #include "linear/finish.cuh"
 
@@ -53,81 +53,71 @@ struct Scaling {
     }
 };
 
-// Waits for the previous kernel and requests the rows of the first `asked` stages. With PACED, a
-// stage's own barrier then gets the arrival that the weights' barrier stood in for.
-DEVICE void ask_first_rows(const Source& source, Turn turn, Walk at, saddr early, int asked) {
-    Turn weights = turn;
-    Wish rows;
-    if (!at.over) rows = source.rows_of(at);
-    cluster_wait();
-    wait_for_previous();
-#pragma unroll 1
-    for (int i = 0; i < asked; i++) {
-        if (i > 0) rows = source.rows_of(at);
-        if (PACED) source.announce_part(turn.filled(), rows.all_rows);
-        source.ask_rows(rows, turn);
-        at.next();
-        turn.next();
-    }
-#pragma unroll 1
-    for (int i = 0; PACED && i < asked; i++) {
-        barrier_wait(early + 8 * i, 0);
-        if (threadIdx.x % 32 == 0) barrier_arrive(weights.filled());
-        weights.next();
-    }
-}
-
 // The producer warp. It requests the first stages' weights, their rows once the previous kernel has
 // written them, and then one stage whenever a stage has been read and, if PACED, no more than
 // ON_THE_WAY would be on their way. What to request next is computed before each wait. The row
 // scales, which only the epilogue needs, are computed once the whole first item has been requested.
 // Blocks that start last have the previous kernel's results at once, and everyone waits for these
-// blocks: so nothing else comes before the first requests. There is one loop for the requests before
-// the previous kernel's end and for those after, since code that is fetched for one use takes time.
+// blocks: so nothing else comes before the first requests.
 //
 // `early`: barriers, for PACED, of the weights of the first STAGES stages. These may come long
 // before the rows, for which the stages' own barriers wait too.
 DEVICE void ask(const Source& source, Turn turn, Walk at, saddr early, const Scaling& scaling,
                 const Following& following, const Room& room) {
-    const Turn first_turn = turn;
-    const Walk first = at;
+    Turn turn_again = turn, first_turn = turn;
+    Walk again = at;
+    const int first = at.at;
+    int asked = 0;
     Ahead ahead = {source, turn, at, {}, false};
+#pragma unroll 1
+    for (; asked < STAGES && !ahead.at.over; asked++) {
+        ahead.prepare();
+        if (PACED && asked >= ON_THE_WAY) barrier_wait(early + 8 * (asked - ON_THE_WAY), 0);
+        const saddr barrier = PACED ? early + 8 * asked : ahead.turn.filled();
+        source.announce(barrier, ahead.wish.all_weights + (PACED ? 0 : ahead.wish.all_rows));
+        source.ask_weights(ahead.wish, ahead.turn, barrier);
+        ahead.pass();
+    }
+    if (threadIdx.x % 32 == 0) room.expect(at.item, cluster_rank());
+    following.fetch();
+    Wish rows;
+    if (!again.over) rows = source.rows_of(again);
+    cluster_wait();
+    wait_for_previous();
+#pragma unroll 1
+    for (int i = 0; i < asked; i++) {
+        if (i > 0) rows = source.rows_of(again);
+        if (PACED) source.announce_part(turn_again.filled(), rows.all_rows);
+        source.ask_rows(rows, turn_again);
+        again.next();
+        turn_again.next();
+    }
+#pragma unroll 1
+    for (int i = 0; PACED && i < asked; i++) {
+        barrier_wait(early + 8 * i, 0);
+        if (threadIdx.x % 32 == 0) barrier_arrive(first_turn.filled());
+        first_turn.next();
+    }
     Turn before = turn;  // ON_THE_WAY stages before the next one to request
     before.next();
-    int asked = 0;  // stages, before the previous kernel has ended
-    bool begun = false, scaled = !ROW_SCALE;
+    bool scaled = !ROW_SCALE;
 #pragma unroll 1
     for (;;) {
-        const bool over = ahead.at.over;
-        if (!begun && (over || asked == STAGES)) {
-            begun = true;
-            if (threadIdx.x % 32 == 0) room.expect(at.item, cluster_rank());
-            following.fetch();
-            ask_first_rows(source, first_turn, first, early, asked);
-        }
-        if (!scaled && begun && (over || MANY && ahead.at.at != first.at)) {
+        if (!scaled && (ahead.at.over || MANY && ahead.at.at != first)) {
             scaling.make();
             scaled = true;
         }
-        if (over) return;
+        if (ahead.at.over) return;
         ahead.prepare();
-        saddr barrier = ahead.turn.filled();
-        u32 bytes = ahead.wish.all_weights;
-        if (!begun) {
-            if (PACED && asked >= ON_THE_WAY) barrier_wait(early + 8 * (asked - ON_THE_WAY), 0);
-            if (PACED) barrier = early + 8 * asked;
-            asked++;
-        } else {
-            if (PACED) {
-                barrier_wait(before.filled(), before.parity);
-                before.next();
-            }
-            barrier_wait(ahead.turn.read(), ahead.turn.parity ^ 1);
+        if (PACED) {
+            barrier_wait(before.filled(), before.parity);
+            before.next();
         }
-        if (begun || !PACED) bytes += ahead.wish.all_rows;
-        source.announce(barrier, bytes);
-        source.ask_weights(ahead.wish, ahead.turn, barrier);
-        if (begun) source.ask_rows(ahead.wish, ahead.turn);
+        const saddr filled = ahead.turn.filled();
+        barrier_wait(ahead.turn.read(), ahead.turn.parity ^ 1);
+        source.announce(filled, ahead.wish.all_weights + ahead.wish.all_rows);
+        source.ask_weights(ahead.wish, ahead.turn, filled);
+        source.ask_rows(ahead.wish, ahead.turn);
         ahead.pass();
     }
 }

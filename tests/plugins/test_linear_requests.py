@@ -28,7 +28,7 @@ PROBES = "linear_probes.cu"
 UNIT = 64
 """Bytes whose requests are counted together, as in the probes."""
 COMMON = {"WARPS": 8, "PARTS": 2, "MANY": 1, "TILES": 0, "LANES": 4, "EPILOGUE": 0, "ROW_SCALE": 0}
-COMMON |= {"SQUARES": 0, "LOADED": 2}
+COMMON |= {"LOADED": 2}
 FP8, BF16 = Kind.FP8, Kind.BF16
 
 
