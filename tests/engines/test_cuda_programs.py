@@ -22,6 +22,7 @@ from paired import DEVICE, Pair, built, near, opened, packages, paired
 from poisoned import poison
 
 from thor_dflash.builders import build as builder
+from thor_dflash.plugins.launch import Device, Launch, Site
 from thor_dflash.plugins.linear.prepare import Gate
 from thor_dflash.plugins.rules import RULES
 from thor_dflash.program import read
@@ -58,6 +59,25 @@ def test_a_gate_from_before_the_recurrence_is_read_while_that_still_runs(pair: P
     rows = [w.defines for w in pair.device.ran[begun:] if w.kernel == "linear_rows"]
     assert {(d["GATE"], d["SETTLED"]) for d in rows if d["GATE"]} == {(Gate.SILU, 1)}
     assert not any(d["SETTLED"] for d in rows if not d["GATE"])
+
+
+def test_what_the_previous_step_writes_has_not_settled(root: Path) -> None:
+    """Of the product after a recurrence, its gate and residual have; of others, nothing."""
+    found: set[frozenset[str]] = set()
+    rule = RULES["linear"]
+
+    def launches(site: Site, device: Device) -> tuple[Launch, ...]:
+        if site.size("x", 0) <= 16:
+            found.add(site.settled)
+        return rule.launches(site, device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(RULES, "linear", replace(rule, launches=launches))  # type: ignore[arg-type]
+        emulate(patch, DEVICE)
+        with closing(opened(root / "cuda")) as session:
+            session.model.write_tokens(list(range(16)))
+            session.model.verify()
+    assert found == {frozenset(), frozenset({"gate", "residual"})}
 
 
 def test_a_program_without_fusion_gives_nearly_the_same_logits(pair: Pair, root: Path) -> None:
