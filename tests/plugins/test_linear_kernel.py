@@ -4,14 +4,13 @@ between calls, segments of few columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import kernels
 import numpy as np
 import pytest
 from emulation import LATE, Emulator
-from emulator_code import EmulatorFault
 from hypothesis import example, given
 from hypothesis import strategies as st
 from leaving import leaving
@@ -253,38 +252,6 @@ def test_rows_that_come_normed_give_what_the_norm_gives(rows: int) -> None:
     assert one.defines["ROW_SCALE"] == 1
     call = replace(call, site=given_site, inputs={**call.inputs, "x_slabs": given})
     kernels.compare(LINEAR, kernels.launch(call, Emulator(0), SMALL), call.want, nearest=False)
-
-
-@pytest.mark.parametrize(("gate", "head"), [("silu", 128), ("sigmoid", 0)])
-@pytest.mark.parametrize("k", [384, 5120])
-def test_a_settled_gate_is_read_before_the_previous_kernel_has_ended(
-    gate: str, head: int, k: int
-) -> None:
-    """With the same results. Of 5,120 columns, a thread of a norm over the whole row has several
-    groups, and only the gate of the first is read early.
-    """
-    rng = np.random.default_rng(k)
-    inputs: dict[str, Array] = {
-        "x": rng.normal(0, 1, (5, k)).astype(BF16),
-        "gate": rng.normal(0, 2, (5, k)).astype(BF16),
-        "norm_weight": rng.normal(1, 0.2, head or k).astype(np.float32),
-    }
-    inputs |= {f"{name}0": value for name, value in nvfp4(rng, 64, k).items()}
-    attributes = {"gate": gate, "head_dim": head} if head else {"gate": gate}
-    call = kernels.call_of(LINEAR, Case("settled", inputs, attributes))
-    want = kernels.launch(call, Emulator(0), SMALL)
-    early = replace(call, site=replace(call.site, settled=frozenset({"gate"})))
-    assert [one.defines.get("SETTLED") for one in launch.launches(early.site, SMALL)] == [1, None]
-    got = kernels.launch(early, Emulator(0), SMALL)
-    np.testing.assert_array_equal(got["y0"].view(np.uint16), want["y0"].view(np.uint16))
-
-    def written(buffers: Sequence[kernels.Buffer], steps: Sequence[kernels.Step]) -> None:
-        for buffer in buffers:
-            buffer.from_kernels |= buffer.name == "gate"
-        Emulator(0)(buffers, steps)
-
-    with pytest.raises(EmulatorFault, match="memory that other kernels use"):
-        kernels.launch(early, written, SMALL)
 
 
 @pytest.mark.parametrize("wide", [False, True])
