@@ -23,7 +23,7 @@
 constexpr int THREADS = 32 * (WARPS + 1);
 constexpr int ROOM_AT = STAGES * STAGE_BYTES;
 constexpr int BARRIERS_AT = ROOM_AT + ROOM_BYTES;
-constexpr int SCALES_AT = BARRIERS_AT + 96;
+constexpr int SCALES_AT = BARRIERS_AT + 96;  // 16-byte aligned
 constexpr int STAGED_AT = BARRIERS_AT + 256;
 static_assert(8 * (3 * STAGES + 3) <= 96 && 96 + 4 * ROWS <= 256, "barriers, row scales fit");
 
