@@ -187,7 +187,8 @@ class Emulated(Fake):
         for planned in made.planned:
             step, launch = planned.step, planned.launch
             before = seen.setdefault(id(step), set())
-            self.meant[id(launch)] = Meant(step, frozenset(names(launch) - before), ports[id(step)])
+            meant = Meant(step, frozenset(names(launch) - before), ports[id(step)])
+            self.meant |= {id(one): meant for one in (launch, planned.alone) if one}
             before |= names(launch)
         return made
 

@@ -26,6 +26,8 @@ from thor_dflash.plugins.launch import Device, Launch, Site
 from thor_dflash.plugins.linear.prepare import Gate
 from thor_dflash.plugins.rules import RULES
 from thor_dflash.program import read
+from thor_dflash.runtime.engines.cuda.bench import Keep, everything, rooms
+from thor_dflash.runtime.engines.cuda.engine import CudaEngine
 from thor_dflash.runtime.propose import Dflash
 from thor_dflash.runtime.session import Request
 from thor_dflash.tensors import Array
@@ -78,6 +80,21 @@ def test_what_the_previous_step_writes_has_not_settled(root: Path) -> None:
             session.model.write_tokens(list(range(16)))
             session.model.verify()
     assert found == {frozenset(), frozenset({"gate", "residual"})}
+
+
+@pytest.mark.parametrize(("keep", "settled"), [(everything, 1), (rooms("linear"), 0)])
+def test_an_excerpt_without_the_recurrence_reads_no_gate_early(
+    root: Path, keep: Keep, settled: int
+) -> None:
+    """The product would then follow the one that makes its gate, and read it too soon."""
+    with pytest.MonkeyPatch.context() as patch:
+        device = emulate(patch, DEVICE)
+        with closing(opened(root / "cuda")) as session:
+            engine, verify = session.model.engine, session.model.call("verify")
+            assert isinstance(engine, CudaEngine)
+            engine.excerpt([verify], keep).run()
+            rows = [w.defines for w in device.ran if w.kernel == "linear_rows"]
+    assert {d["SETTLED"] for d in rows if d["GATE"]} == {settled}
 
 
 def test_a_program_without_fusion_gives_nearly_the_same_logits(pair: Pair, root: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import itertools
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -82,6 +83,8 @@ class Planned:
     source: Path
     scratch: dict[str, int]
     """Name of a Scratch argument -> offset in the step's working memory."""
+    alone: Launch | None = None
+    """The launch if the one before it is left out and nothing has settled; None: the same."""
 
 
 @dataclass(slots=True, eq=False)
@@ -140,9 +143,24 @@ def bind(call: Call, program: Program, device: Device) -> Bound:
                 f"{device.shared} bytes on this device (got {shared})"
             )
         offsets, size = working(launches)
-        planned += [Planned(step, one, rule.folder / one.source, offsets) for one in launches]
+        others = rule.launches(replace(site, settled=frozenset()), device) if settled else ()
+        planned += [
+            Planned(step, one, rule.folder / one.source, offsets, other)
+            for one, other in itertools.zip_longest(launches, others)
+        ]
         most = max(most, size)
     return Bound(call, program, planned, most, packed)
+
+
+def excerpt(bound: Bound, keep: Callable[[Step], bool]) -> list[Planned]:
+    """The launches of some steps of a call."""
+    kept: list[Planned] = []
+    for before, planned in zip((None, *bound.planned), bound.planned, strict=False):
+        if keep(planned.step):
+            follows = before is not None and keep(before.step)
+            alone = None if follows else planned.alone
+            kept.append(replace(planned, launch=alone) if alone else planned)
+    return kept
 
 
 def _settled(step: Step, before: Planned, known: Collection[str]) -> frozenset[str]:
