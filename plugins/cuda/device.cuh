@@ -151,7 +151,8 @@ DEVICE u32 ballot(bool x) { return __ballot_sync(ALL_LANES, x); }
 
 // ---- one kernel and the next (programmatic dependent launch) ---------------------------------
 // Everything that earlier kernels of the stream wrote is visible after this. Every kernel calls it,
-// in each thread that accesses memory shared with another kernel, before that access.
+// in each thread that accesses memory shared with another kernel, before that access. What may be
+// read earlier: docs/cuda.md.
 DEVICE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 // The next kernel may start now; its wait_for_previous still covers this kernel's later writes.
 DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
@@ -167,7 +168,8 @@ DEVICE u32 arrive(u32* counter) {
 DEVICE void fence_device() { __threadfence(); }
 
 // ---- loads that bypass a cache ---------------------------------------------------------------
-// Loads data written by another block of this launch: bypasses this multiprocessor's L1 cache.
+// Loads data written by another block of this launch, or read before wait_for_previous: bypasses
+// this multiprocessor's L1 cache, which does not see other multiprocessors' writes.
 DEVICE float4 load_shared_result(const float4* p) { return __ldcg(p); }
 DEVICE uint4 load_shared_result(const uint4* p) { return __ldcg(p); }
 DEVICE float load_shared_result(const float* p) { return __ldcg(p); }

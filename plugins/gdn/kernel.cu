@@ -379,7 +379,7 @@ gdn_rows(const u16* qkv, const u16* b, const u16* a, const void* conv_weight, co
         copy_async_commit();
         copy_async_wait<0>();
         if (maker == 0 && p.lane == 0) fetch_ahead(next_packed, blockIdx.x, next_share);
-        let_next_start();
+        let_next_start();  // after the wait, as the launch's `settles` promises; so in `walk`
         sync_some(2, 32 * MAKERS);
 #pragma unroll 1
         for (int first = 0; first < rows; first += MAKERS) {

@@ -19,13 +19,15 @@
 // compiled is not computed in each block: a launch is so short that its ends count.
 #include "cuda/ahead.cuh"
 #include "linear/finish.cuh"
+#include "linear/reader.cuh"
 
 constexpr int THREADS = 32 * (WARPS + 1);
 constexpr int ROOM_AT = STAGES * STAGE_BYTES;
 constexpr int BARRIERS_AT = ROOM_AT + ROOM_BYTES;
-constexpr int SCALES_AT = BARRIERS_AT + 96;  // 16-byte aligned
+constexpr int SCALES_AT = BARRIERS_AT + 96;
 constexpr int STAGED_AT = BARRIERS_AT + 256;
 static_assert(8 * (3 * STAGES + 3) <= 96 && 96 + 4 * ROWS <= 256, "barriers, row scales fit");
+static_assert(SCALES_AT % 16 == 0, "row scales are stored four at a time");
 
 // Zeroes the row buffers if there are fewer than ROWS rows, since no copy fills the remaining ones.
 DEVICE void clear_rows(u8* memory, int rows) {
@@ -36,6 +38,19 @@ DEVICE void clear_rows(u8* memory, int rows) {
         reinterpret_cast<uint4*>(memory + i / EACH * STAGE_BYTES + ROWS_AT)[i % EACH] =
             make_uint4(0, 0, 0, 0);
     }
+    barrier_init_done();
+}
+
+// Called by one thread.
+DEVICE void init_barriers(const Turn& turn, const Room& room, saddr scales_made, saddr early) {
+    for (int i = 0; i < STAGES; i++) {
+        barrier_init(turn.full + 8 * i, 1);
+        barrier_init(turn.empty + 8 * i, 32 * WARPS);
+        if (PACED) barrier_init(early + 8 * i, 1);
+    }
+    barrier_init(room.arrived, 1);
+    barrier_init(room.free, MOST_HALVES * ROW_TILES * SHARERS + NARROW * OCTETS);
+    barrier_init(scales_made, 32);
     barrier_init_done();
 }
 
@@ -122,178 +137,17 @@ DEVICE void ask(const Source& source, Turn turn, Walk at, saddr early, const Sca
     }
 }
 
-// A multiplying warp's view of one item. In each stage, its own slots start at number `part.phase`.
-struct Reader {
-    Turn& turn;
-    u32 slot_at, row_at;  // offsets in a stage: of the warp's first slot, of the lane's row
-    int end, phases;
-    Part part;
-
-    DEVICE saddr slot() const { return turn.bytes() + slot_at; }
-    DEVICE saddr slab(int i) const { return turn.bytes() + row_at + i * ROWS * SLAB_ROW; }
-    DEVICE void wait() const { barrier_wait(turn.filled(), turn.parity); }
-    // This lane has read the stage; `last` is derived from its last loads. Every lane arrives for
-    // itself: this costs nothing measurable, and racecheck does not understand one lane that
-    // arrives for others.
-    DEVICE void next(u32 last) const {
-        received(last);
-        barrier_arrive(turn.read());
-        turn.next();
-    }
-
-    // Goes through the remaining stages, in which the warp has no slot. `q`, here and below: the
-    // number of a stage's first slot.
-    DEVICE void skip(int q) const {
-#pragma unroll 1
-        for (; q < end; q += phases) {
-            wait();
-            next(0);
-        }
-    }
-
-    // The warp's part of the narrow slot that goes with its own slot `i` of a stage: 16 of K of one
-    // row tile.
-    DEVICE static int narrow_k16() { return threadIdx.x / 64; }
-    DEVICE void load_narrow(Narrow& narrow, int i) const {
-        narrow.load(turn.bytes() + NARROW_AT + (part.phase + i) * NARROW_SLOT,
-                    slab(part.phase + i) + part.side * 16 * SLAB_ROW, narrow_k16());
-    }
-    DEVICE void only_narrow(NarrowSums& sums, int q) const {
-#pragma unroll 1
-        for (; q + part.phase < end; q += phases) {
-            wait();
-#pragma unroll 1
-            for (int i = 0; i < SPLIT && q + part.phase + i < end; i++) {
-                Narrow narrow;
-                load_narrow(narrow, i);
-                received(narrow.last());
-                narrow.add(sums, narrow_k16());
-            }
-            next(0);
-        }
-        skip(q);
-    }
-
-    // Waits for a stage and points `at` and `rows` to the warp's first slot in it and its rows.
-    DEVICE void enter(saddr& at, saddr& rows) const {
-        wait();
-        at = slot();
-        rows = slab(part.phase);
-    }
-    // Adds the products of the first three quarters (16 of K each) of a slot and loads the fourth.
-    DEVICE void three(Nvfp4& now, Nvfp4& ahead, Sums& sums, saddr at, saddr rows) const {
-#pragma unroll
-        for (int k16 = 0; k16 < 3; k16++) {
-            ahead.load(at, rows, k16 + 1, part.side);
-            now.add(sums, k16);
-            now.follow(ahead);
-        }
-    }
-    // Adds the fourth quarter after issuing the loads of the next slot's first (`at`, `rows`).
-    DEVICE void fourth(Nvfp4& now, Nvfp4& ahead, Sums& sums, saddr at, saddr rows) const {
-        ahead.load_scales(at);
-        ahead.load(at, rows, 0, part.side);
-        now.add(sums, 3);
-        now = ahead;
-    }
-    // NVFP4: slot i of a stage is multiplied with slab i of the stage.
-    DEVICE void nvfp4(Sums& sums, int q) const {
-        Nvfp4 now, ahead;
-        saddr at, rows;
-        enter(at, rows);
-        now.load_scales(at);
-        now.load(at, rows, 0, part.side);
-#pragma unroll 1
-        for (;;) {
-            int left = min(SPLIT, end - q - part.phase);
-#pragma unroll 1
-            for (;;) {
-                three(now, ahead, sums, at, rows);
-                if (SPLIT == 1 || --left == 0) break;
-                at += SLOT;
-                rows += ROWS * SLAB_ROW;
-                fourth(now, ahead, sums, at, rows);
-            }
-            next(now.last());
-            q += phases;
-            if (q + part.phase >= end) break;
-            enter(at, rows);
-            fourth(now, ahead, sums, at, rows);
-        }
-        now.add(sums, 3);
-        skip(q);
-    }
-    // The same in a kernel with narrow tiles, for an item with or without one.
-    template <bool WITH_NARROW>
-    DEVICE void nvfp4_narrow(Sums& sums, NarrowSums& narrow_sums, int q) const {
-        Nvfp4 now, ahead;
-        Narrow narrow;
-        saddr at, rows;
-        enter(at, rows);
-        now.load_scales(at);
-        now.load(at, rows, 0, part.side);
-#pragma unroll 1
-        for (;;) {
-            const int count = min(SPLIT, end - q - part.phase);
-#pragma unroll 1
-            for (int i = 0;; i++) {
-                three(now, ahead, sums, at, rows);
-                if (WITH_NARROW) {
-                    load_narrow(narrow, i);
-                    if (SPLIT > 1) received(now.last());
-                    narrow.add(narrow_sums, narrow_k16());
-                }
-                if (SPLIT == 1 || i == count - 1) break;
-                at += SLOT;
-                rows += ROWS * SLAB_ROW;
-                fourth(now, ahead, sums, at, rows);
-            }
-            const u32 own = WITH_NARROW && SPLIT > 1 ? 0 : now.last();
-            next(WITH_NARROW ? narrow.last() ^ own : own);
-            q += phases;
-            if (q + part.phase >= end) break;
-            enter(at, rows);
-            fourth(now, ahead, sums, at, rows);
-        }
-        now.add(sums, 3);
-        skip(q);
-    }
-
-    // FP8 and bf16. Half a step has at least two of these slots, so a pair (SPLIT 2) is never cut.
-    DEVICE void others(Sums& sums, int q, const Item& item) const {
-        const int sixteens = item.columns() / 16;
-        for (; q + part.phase < end; q += phases) {
-            wait();
-#pragma unroll 1
-            for (int i = 0; i < SPLIT; i++) {
-                const int own = q + part.phase + i;
-                // The slot's slab within the stage; `own * sixteens % 4` is its place in the slab.
-                const int at = own * sixteens / 4 - q * sixteens / 4;
-                add_slot(sums, slot() + i * SLOT, slab(at), own * sixteens % 4, item, part.side);
-            }
-            next(last_of(sums));
-        }
-        skip(q);
-    }
-};
-
-// The kernel's arguments, as in few.py. items: [clusters, most_items, 2].
+// What a block is given: the kernel's arguments, as in few.py. items: [clusters, most_items, 2].
 struct Given {
     const u8* packed;
-    const float* scales;
     const u8* slabs;
     const float* x_squares;
-    const u16* residual;
-    const u64* outputs;
-    float* y_squares;
-    u16* y_slabs;
-    const void* next_weight;
+    Results to;
     const int4* items;
-    const int2* strips;
     int most_items;
     FirstItems first_items;
-    int row_count, k;
-    float eps, next_offset;
+    int k;
+    float eps;
     Following following;
 };
 
@@ -310,7 +164,7 @@ struct Loaded {
 
 template <class First>
 DEVICE void run(u8* memory, const Given& given, int cluster, const First& first_entry) {
-    const int rows = FULL ? ROWS : given.row_count, k = given.k;
+    const int rows = given.to.rows, k = given.k;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int rank = cluster_rank(), steps = (k + STEP_K - 1) / STEP_K;
     Walk at;
@@ -324,17 +178,7 @@ DEVICE void run(u8* memory, const Given& given, int cluster, const First& first_
                  barriers + 16 * STAGES + 8, 0};
     const saddr scales_made = barriers + 16 * STAGES + 16, early = scales_made + 8;
     clear_rows(memory, rows);
-    if (warp == WARPS && lane == 0) {
-        for (int i = 0; i < STAGES; i++) {
-            barrier_init(turn.full + 8 * i, 1);
-            barrier_init(turn.empty + 8 * i, 32 * WARPS);
-            if (PACED) barrier_init(early + 8 * i, 1);
-        }
-        barrier_init(room.arrived, 1);
-        barrier_init(room.free, MOST_HALVES * ROW_TILES * SHARERS + NARROW * OCTETS);
-        barrier_init(scales_made, 32);
-        barrier_init_done();
-    }
+    if (warp == WARPS && lane == 0) init_barriers(turn, room, scales_made, early);
     if (!FULL) sync_block();  // the relaxed cluster barrier publishes no memory writes
     cluster_arrive_relaxed();
     if (warp == WARPS) {
@@ -345,17 +189,7 @@ DEVICE void run(u8* memory, const Given& given, int cluster, const First& first_
         return;
     }
     at.start(first_entry(given, cluster, steps));  // here, without what only the producer needs
-    const Results to = {given.outputs,
-                        given.scales,
-                        given.strips,
-                        given.residual,
-                        given.y_squares,
-                        given.y_slabs,
-                        given.next_weight,
-                        shared_address(memory) + SCALES_AT,
-                        given.next_offset,
-                        rows,
-                        memory + STAGED_AT};
+    const Results& to = given.to;
     const saddr staged = shared_address(memory) + STAGED_AT + warp * STAGED_BYTES;
     Share(at.item, rank).stage(staged, to, at.item);
     cluster_wait();
@@ -411,26 +245,13 @@ linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u8
        const u8* __restrict__ next_packed, const int2* __restrict__ next_first, int next_count) {
     DYNAMIC_SHARED(memory);
     let_next_start();
-    const int cluster = blockIdx.x / PARTS;
-    const Given given = {packed,
-                         scales,
-                         slabs,
-                         x_squares,
-                         residual,
-                         outputs,
-                         y_squares,
-                         y_slabs,
-                         next_weight,
-                         items,
-                         strips,
-                         most_items,
-                         {loaded, first_tiles},
-                         row_count,
-                         k,
-                         eps,
-                         next_offset,
-                         {next_packed, next_first, next_count}};
-    if (LOADED == NO_CLUSTER || LOADED == SOME_CLUSTERS && cluster >= loaded) {
+    const int cluster = blockIdx.x / PARTS, rows = FULL ? ROWS : row_count;
+    const saddr row_scales = shared_address(memory) + SCALES_AT;
+    const Results to = {outputs,    scales,      strips, residual, y_squares, y_slabs, next_weight,
+                        row_scales, next_offset, rows,   memory + STAGED_AT};
+    const Given given = {packed,     slabs, x_squares, to, items, most_items, {loaded, first_tiles},
+                         k, eps, {next_packed, next_first, next_count}};
+    if (LOADED == NO_CLUSTER || (LOADED == SOME_CLUSTERS && cluster >= loaded)) {
         run(memory, given, cluster, Computed());
     } else {
         run(memory, given, cluster, Loaded{entry_now(items + cluster * most_items * 2)});

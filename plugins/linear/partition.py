@@ -156,15 +156,15 @@ def first_items(plan: Layout, cut: Partition) -> FirstItems:
 
 
 def _first_groups(plan: Layout) -> list[Group]:
-    """The groups before the first one that is not NVFP4, or that is narrow."""
-    return list(itertools.takewhile(lambda g: g.kind is Kind.NVFP4 and not g.narrow, plan.groups))
+    """The groups before the first one that is not NVFP4."""
+    return list(itertools.takewhile(lambda group: group.kind is Kind.NVFP4, plan.groups))
 
 
 def _regular(plan: Layout, cut: Partition) -> int:
     """Returns how many clusters at the end have the packed weight's first n-tiles, `tiles` at a
-    time, in order, and nothing else.
+    time, in order, and nothing else. None with narrow tiles: see FirstItems in ring.cuh.
     """
-    if cut.most_items > 1 or not cut.tiles:
+    if cut.most_items > 1 or plan.narrow or not cut.tiles:
         return 0
     pieces = [piece for group in _first_groups(plan) for piece in group.pieces(cut.tiles)]
     expected = [(Item(piece),) for piece in pieces]

@@ -116,7 +116,7 @@ DEVICE Entry entry_now(const int4* items) {
 // The first items of all clusters but the first `loaded`, computed: a load would take longer, and
 // longest in the blocks that start last, while everything else keeps memory busy, and everyone waits
 // for these. In order, these clusters have the first n-tiles of the packed weight, TILES at a time.
-// Not for items with narrow tiles: with these, a block starts no sooner than by a load.
+// With narrow tiles all clusters load: computing these too would take no less.
 struct FirstItems {
     int loaded;
     int tiles;  // n-tiles of the packed weight's first groups, which are NVFP4

@@ -55,7 +55,8 @@ linear_rows(const u16* x, const void* __restrict__ norm_weight, const u16* gate,
     const uint4* gates = reinterpret_cast<const uint4*>(gate + row);
     const int chunks = width / 8;
     const uint4 none = make_uint4(0, 0, 0, 0);
-    // Those of the thread's first columns.
+    // Those of the thread's first columns. Not through the L1 cache: only the wait makes sure that it
+    // has nothing old.
     const int own = blockIdx.y * THREADS + threadIdx.x;
     const Factors settled(SETTLED && own < chunks ? load_shared_result(gates + own) : none);
     wait_for_previous();

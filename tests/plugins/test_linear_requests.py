@@ -5,6 +5,7 @@ functions, with requests counted instead of made.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import emulation
 import kernels
@@ -66,13 +67,14 @@ def requested(plan: Layout, cut: Partition, rows: int, first: int = 0) -> tuple[
 
 MIXED = 1152, (N4, FP8, BF16), (320, 192, 64), False
 GATE_UP = 128, (N4, N4), (17_408, 17_408), True
+Product = tuple[int, tuple[Kind, ...], tuple[int, ...], bool]
 
 
 @pytest.mark.parametrize(
     ("shape", "multiprocessors", "rows"), [(MIXED, 2, 16), (MIXED, 20, 5), (GATE_UP, 20, 16)]
 )  # fmt: skip
 def test_weights_are_requested_once_and_rows_kept_for_every_item(
-    shape: tuple[int, tuple[Kind, ...], tuple[int, ...], bool], multiprocessors: int, rows: int
+    shape: Product, multiprocessors: int, rows: int
 ) -> None:
     """Of n-tiles of every kind, of halves of bf16 ones, of narrow tiles."""
     plan = _layout(*shape)
@@ -82,22 +84,28 @@ def test_weights_are_requested_once_and_rows_kept_for_every_item(
     assert all((x == (0, len(items))).all() for x, items in zip(given, cut.clusters, strict=True))
 
 
+TWO_RUNS = 400, (N4, FP8, N4), (1600, 64, 832), False
+
+
 @pytest.mark.parametrize(
-    ("name", "multiprocessors", "loaded"),
+    ("shape", "multiprocessors", "loaded", "kinds"),
     [
-        ("in_proj", 132, 3), ("in_proj", 264, 3), ("out_proj", 20, 0), ("down", 132, 0),
-        ("down", 60, 0), ("qkv", 132, 0), ("nano", 8, 1), ("nano", 132, 1),
+        (SHAPES["in_proj"], 132, 3, {BF16}), (SHAPES["in_proj"], 264, 3, {BF16}),
+        (SHAPES["out_proj"], 20, 0, set()), (SHAPES["down"], 60, 0, set()),
+        (SHAPES["down"], 132, 0, set()), (SHAPES["qkv"], 132, 0, set()),
+        (SHAPES["nano"], 8, 1, {BF16}), (SHAPES["nano"], 132, 1, {BF16}),
+        ((144, (N4,), (1664,), False), 12, 0, set()), (TWO_RUNS, 40, 14, {FP8, N4}),
     ],
 )  # fmt: skip
 def test_first_items_are_computed_as_the_table_has_them(
-    name: str, multiprocessors: int, loaded: int
+    shape: Product, multiprocessors: int, loaded: int, kinds: set[Kind]
 ) -> None:
-    """Full groups and shorter ones, after clusters with items of other kinds."""
-    plan = _layout(*SHAPES[name])
+    """Full groups and shorter ones, after clusters with other items."""
+    plan = _layout(*shape)
     cut = partition(plan, multiprocessors)
     first, table = first_items(plan, cut), cut.item_table()[:, 0, 0]
     assert first.loaded == loaded
-    assert [c[0].piece.group.kind for c in cut.clusters[:loaded]] == [BF16] * loaded
+    assert {c[0].piece.group.kind for c in cut.clusters[:loaded]} == kinds
     found = np.zeros((len(cut.clusters) - loaded, 4), np.int32)
     known = {**COMMON, "TILES": cut.tiles, "MANY": 0, "ROW_TILES": 1, "FULL": 1, "NEXT": 0}
     defines = {**known, "KINDS": 7, "NARROW": 0}
@@ -107,11 +115,14 @@ def test_first_items_are_computed_as_the_table_has_them(
     np.testing.assert_array_equal(found, table[loaded:])
 
 
-@pytest.mark.parametrize("name", ["gate_up", "head"])
-def test_items_with_narrow_tiles_or_followed_by_others_are_loaded(name: str) -> None:
-    plan = _layout(*SHAPES[name])
-    cut = partition(plan, 132)
-    assert first_items(plan, cut).loaded == len(cut.clusters)
+def test_items_are_loaded_where_they_do_not_follow_from_the_cluster() -> None:
+    """Where others follow, where no n-tile of the first group is NVFP4, where some are narrow."""
+    for shape in (SHAPES["head"], (384, (FP8, N4), (128, 1600), False), SHAPES["gate_up"]):
+        plan = _layout(*shape)
+        cut = partition(plan, 132)
+        assert first_items(plan, cut).loaded == len(cut.clusters)
+    without = tuple((Item(items[0].piece),) for items in cut.clusters)
+    assert first_items(plan, replace(cut, clusters=without)).loaded == len(without)
 
 
 @pytest.mark.parametrize("kind", Kind)
