@@ -164,7 +164,7 @@ def _regular(plan: Layout, cut: Partition) -> int:
     """Returns how many clusters at the end have the packed weight's first n-tiles, `tiles` at a
     time, in order, and nothing else. None with narrow tiles: see FirstItems in ring.cuh.
     """
-    if cut.most_items > 1 or plan.narrow or not cut.tiles:
+    if plan.narrow or not cut.tiles:
         return 0
     pieces = [piece for group in _first_groups(plan) for piece in group.pieces(cut.tiles)]
     expected = [(Item(piece),) for piece in pieces]
