@@ -157,7 +157,6 @@ def probe(
     blocks: int = 1,
     threads: int = 32,
     shared: int = 0,
-    settles: bool = False,
     **defines: int,
 ) -> None:
     """Run a kernel of a source file in tests/emulator, which may write all of its arrays."""
@@ -173,7 +172,6 @@ def probe(
             for x in arguments
         ],
         [Memory(x.ctypes.data, x.nbytes) for x in arguments if not isinstance(x, int)],
-        settles=settles,
     )
 
 

@@ -153,7 +153,9 @@ def bind(call: Call, program: Program, device: Device) -> Bound:
 
 
 def excerpt(bound: Bound, keep: Callable[[Step], bool]) -> list[Planned]:
-    """The launches of some steps of a call."""
+    """The launches of the steps to keep. What a launch that is left out would have settled has not
+    settled for the next one.
+    """
     kept: list[Planned] = []
     for before, planned in zip((None, *bound.planned), bound.planned, strict=False):
         if keep(planned.step):
