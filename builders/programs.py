@@ -21,7 +21,13 @@ from thor_dflash.builders.unfused import unfused
 from thor_dflash.errors import ConfigError
 from thor_dflash.plugins import OPS
 from thor_dflash.plugins.launch import AHEAD, Shaped, Site
-from thor_dflash.plugins.linear.few import SQUARES_COLUMNS, SQUARES_ROWS, slabs
+from thor_dflash.plugins.linear.few import (
+    SQUARES_ROWS,
+    head_squares,
+    row_squares,
+    slabs,
+    takes_heads,
+)
 from thor_dflash.plugins.linear.prepare import SLAB
 from thor_dflash.plugins.op import DOMAIN, Attributes
 from thor_dflash.plugins.rules import RULES
@@ -173,9 +179,9 @@ class _Lowering:
 
     def share_rows(self) -> None:
         """Let the call that makes a block's rows also write them as slabs, the layout that the next
-        linear's kernel reads, with that linear's norm weight or gate already applied, as it has
-        the values at hand. The factor 1 / rms of the whole row is not known then; the linear gets
-        it from sums of squares that are written beside the slabs.
+        linear's kernel reads, with that linear's norm weight and gate already applied, as it has
+        the values at hand. The factor 1 / rms of the whole row, or of each head of it, is not known
+        then; the linear gets it from sums of squares that are written beside the slabs.
         """
         order = {n: at for at, call in enumerate(self.calls) for n in call.outputs.values()}
         for call in self.calls:
@@ -193,8 +199,9 @@ class _Lowering:
             if norm:
                 maker.inputs["next_norm_weight"] = norm
                 maker.attributes["next_norm_offset"] = call.attributes["norm_offset"]
-                sums = Known(DType.F32, (-(-columns // SQUARES_COLUMNS), SQUARES_ROWS))
-                self._share(f"{x}.squares", sums, maker, call, "squares")
+                head = int(call.attributes.get("head_dim", 0))
+                shape = head_squares(columns // head) if head else row_squares(columns)
+                self._share(f"{x}.squares", Known(DType.F32, shape), maker, call, "squares")
 
     def _share(self, name: str, known: Known, maker: RoomCall, call: RoomCall, port: str) -> None:
         self.known[name] = known
@@ -204,8 +211,8 @@ class _Lowering:
         if call.room not in ("linear", "head"):
             return False
         columns = int(self.known[call.inputs["x"]].shape[1])
-        whole = not call.attributes.get("head_dim", 0)
-        return whole and self._few(call) and columns % SLAB == 0
+        fits = not call.attributes.get("head_dim", 0) or takes_heads(self.site(call, {}))
+        return fits and self._few(call) and columns % SLAB == 0
 
     def _few(self, product: RoomCall) -> bool:
         return int(self.known[product.inputs["x"]].shape[0]) <= SQUARES_ROWS
@@ -326,6 +333,9 @@ _WEIGHT_PORTS = ("weight", "block_scale", "row_scale")
 def _prepares(maker: RoomCall, call: RoomCall) -> bool:
     """Whether a call can write its rows as slabs for another call's product."""
     rule, gate = RULES[maker.room], call.attributes.get("gate", "none")
+    if call.attributes.get("head_dim", 0):
+        normed = "norm_weight" in call.inputs
+        return normed and gate == "silu" and rule.finishes(maker.attributes)
     if gate != "none":
         return gate == "sigmoid" and "norm_weight" not in call.inputs and rule.gates
     return (rule.norms if "norm_weight" in call.inputs else rule.slabs)(maker.attributes)

@@ -55,10 +55,6 @@ class Site:
     """Inputs and outputs of the contract by name, and ports added by programs or `Rule.packed`."""
     following: Site | None = None
     """The call whose weight this one prefetches (AHEAD), if it is known."""
-    settled: frozenset[str] = frozenset()
-    """Input ports whose values are complete when the call's first launch starts, although the
-    launch before it may not have ended (`Launch.settles`): kernels may read these before
-    wait_for_previous."""
 
     def size(self, port: str, axis: int) -> int:
         """One size of one port."""
@@ -171,6 +167,3 @@ class Launch:
     wait_for_previous."""
     cluster: int = 1
     """Blocks of a cluster, along x."""
-    settles: bool = False
-    """Whether its kernel calls let_next_start only after wait_for_previous. Then everything before
-    this launch is complete when the next one starts."""

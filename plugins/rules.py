@@ -66,6 +66,10 @@ class Rule:
     y0_slabs."""
     ahead: Callable[[Mapping[str, Attribute]], bool] = _never
     """Whether a call of few rows can prefetch the next product's weight: port next_packed."""
+    finishes: Callable[[Mapping[str, Attribute]], bool] = _never
+    """Whether a call can output its rows with the weight of the next product's norm by head and the
+    silu of its gate applied: ports next_gate, next_norm_weight, y0_slabs and y0_squares (by head).
+    """
     gates: bool = False
     """Whether a call can output its rows times the sigmoid of a gate for the next product: ports
     next_gate and y0_slabs."""
@@ -149,7 +153,13 @@ RULES: Mapping[str, Rule] = {
         pack=pack.pack,
     ),
     "gdn": Rule(
-        _ROOMS["gdn"], ROOT / "gdn", gdn.launches, gdn.refuse, gdn.IN_PLACE, ahead=_verifies
+        _ROOMS["gdn"],
+        ROOT / "gdn",
+        gdn.launches,
+        gdn.refuse,
+        gdn.IN_PLACE,
+        ahead=_verifies,
+        finishes=_verifies,
     ),
     "verify_attention": Rule(
         _ROOMS["verify_attention"],

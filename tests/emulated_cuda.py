@@ -21,7 +21,7 @@ import emulation
 import emulator_code
 import numpy as np
 import pytest
-from emulation import Memory, is_early, is_settled
+from emulation import Memory, is_early
 from fake_cuda import FACTS, MEMORY, OK, Fake
 from kernels import POISON
 
@@ -102,7 +102,6 @@ class Work:
     threads: int
     shared: int
     cluster: int
-    settles: bool
     arguments: list[Any]
     memory: list[Memory]
     poisoned: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
@@ -123,7 +122,7 @@ class Work:
         memory = [replace(one, address=self._now(one.address)) for one in self.memory]
         emulation.run(
             self.source, self.defines, self.kernel, self.grid, self.threads, self.shared,
-            self.arguments, memory, cluster=self.cluster, settles=self.settles,
+            self.arguments, memory, cluster=self.cluster,
         )  # fmt: skip
         for address, nbytes in self.zeroed:
             assert not any(ctypes.string_at(address, nbytes)), f"{self.kernel}: zero no more"
@@ -170,8 +169,6 @@ class Emulated(Fake):
         self._written: set[int] = set()
         """Addresses of what may have been written by the last launch that could not overlap earlier
         ones, and by those since."""
-        self._unsettled: set[int] = set()
-        """The same for the last launch that could not overlap, or that settles, and those since."""
 
     # ---- functions of the engine that are intercepted ------------------------------------------
     def bind(self, call: Call, program: Program, device: Device) -> bound.Bound:
@@ -187,8 +184,7 @@ class Emulated(Fake):
         for planned in made.planned:
             step, launch = planned.step, planned.launch
             before = seen.setdefault(id(step), set())
-            meant = Meant(step, frozenset(names(launch) - before), ports[id(step)])
-            self.meant |= {id(one): meant for one in (launch, planned.alone) if one}
+            self.meant[id(launch)] = Meant(step, frozenset(names(launch) - before), ports[id(step)])
             before |= names(launch)
         return made
 
@@ -282,16 +278,13 @@ class Emulated(Fake):
         assert len(values) == len(kinds), f"{name}: {len(values)} arguments"
         work = Work(
             source, defines, name, (config.gridDimX, config.gridDimY, config.gridDimZ),
-            config.blockDimX, config.sharedMemBytes, launch.cluster, launch.settles, given, [],
+            config.blockDimX, config.sharedMemBytes, launch.cluster, given, [],
         )  # fmt: skip
         assert (4 in attributes) == (launch.cluster > 1)
         if OVERLAP not in attributes:
             self._written.clear()
-            self._unsettled.clear()
         self._reach(work, self.meant[id(launch)], launch, values, OVERLAP in attributes)
-        written = {memory.address for memory in work.memory if memory.writable}
-        self._written |= written
-        self._unsettled = written if launch.settles else self._unsettled | written
+        self._written |= {memory.address for memory in work.memory if memory.writable}
         if self._graph is None:
             self._run(work)
         else:
@@ -359,7 +352,6 @@ class Emulated(Fake):
             work.poisoned.append((at, found.nbytes))
         writable = found.made
         early = is_early(work.kernel, port) and at not in self._written
-        early |= is_settled(work.kernel, port, work.defines) and at not in self._unsettled
         for other in [m for m in work.memory if m.address == at]:
             assert other.nbytes == found.nbytes, (meant.step.name, port)
             work.memory.remove(other)

@@ -48,7 +48,6 @@ class _Launch(ctypes.Structure):
         ("threads", ctypes.c_int),
         ("shared", ctypes.c_int),
         ("cluster", ctypes.c_int),
-        ("settles", ctypes.c_int),
         ("seed", ctypes.c_uint32),
         ("ranges", ctypes.c_int),
         ("memory", ctypes.POINTER(_Range)),
@@ -79,11 +78,6 @@ def is_early(kernel: str, port: str) -> bool:
     return port in EARLY.get(kernel, ())
 
 
-def is_settled(kernel: str, port: str, defines: Mapping[str, int]) -> bool:
-    """Whether a kernel was made to read a port before wait_for_previous: see Site.settled."""
-    return kernel == "linear_rows" and port == "gate" and bool(defines["SETTLED"])
-
-
 @dataclass(frozen=True, slots=True)
 class Memory:
     """A range of memory that a launch may access."""
@@ -110,7 +104,6 @@ def run(
     memory: Sequence[Memory],
     seed: int = 0,
     cluster: int = 1,
-    settles: bool = False,
 ) -> None:
     """Run one launch.
 
@@ -118,7 +111,6 @@ def run(
         seed: Order of threads and blocks: 0 ascending, 1 descending, LATE + w ascending except that
             warp w of each block only runs when nothing else can go on, otherwise pseudo-random.
         cluster: Blocks of a cluster, along x.
-        settles: Whether let_next_start before wait_for_previous is a fault.
 
     Raises:
         EmulatorFault: see there.
@@ -135,7 +127,6 @@ def run(
         threads,
         shared,
         cluster,
-        settles,
         seed,
         len(memory),
         ranges,
@@ -234,7 +225,7 @@ class Emulator:
             ] + [Memory(t.ctypes.data, t.nbytes, False) for t in tables]  # fmt: skip
             run(
                 step.source, one.defines, one.kernel, one.grid, one.threads, one.shared,
-                arguments, memory, self.seed, one.cluster, one.settles,
+                arguments, memory, self.seed, one.cluster,
             )  # fmt: skip
 
 

@@ -292,7 +292,6 @@ class _Memory:
         for name, x in call.inputs.items():
             new = name not in {p.name for p in call.site.op.inputs_of(call.site.attributes)}
             fixed = stem(name) in IMMUTABLE or (new and not name.startswith(("x_", "next_gate")))
-            fixed |= name in call.site.settled
             self.ports[name] = self._add(buffer(name, x, writable=False, kernels=not fixed))
         for name, x in call.want.items():
             if name in in_place:

@@ -8,7 +8,7 @@
 // start when a block has requested its last tile; earlier, loads of its weights would delay that.
 #include "draft_attention/rotary.cuh"
 #include "draft_attention/tile.cuh"
-#include "linear/rows.cuh"
+#include "linear/slabs.cuh"
 
 // The part of the context that a block works on.
 struct Stretch {

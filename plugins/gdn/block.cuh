@@ -10,6 +10,9 @@
 #if !defined(CONV_WEIGHT_F32) || !defined(A_LOG_F32) || !defined(DT_BIAS_F32)
 #error "the types of the plain parameters must be defined"
 #endif
+#ifndef NEXT
+#error "NEXT must be defined"
+#endif
 
 constexpr int RATIO = VALUE_HEADS / KEY_HEADS;
 constexpr int HEADS = RATIO % 3 == 0 ? 3 : RATIO % 2 == 0 ? 2 : 1;  // as in launch.py
@@ -59,18 +62,23 @@ struct Rows {
 struct Barriers {
     saddr at;
     static constexpr int TURNS = MOST_ROWS / MAKERS;
-    static constexpr int BYTES = 128;  // as in launch.py
-    static_assert(8 * (TURNS + 2) <= BYTES, "a barrier for each turn, and two more");
+    static constexpr int BYTES = 256;  // as in launch.py
+    static_assert(8 * (2 * TURNS + 2) <= BYTES, "two barriers for each turn, and two more");
 
     // Row t is ready, and so are the others of its group of MAKERS rows.
     DEVICE saddr made(int t) const { return at + t / MAKERS * 8; }
+    // The o of these rows is in shared memory.
+    DEVICE saddr walked(int t) const { return made(t) + TURNS * 8; }
     // The state and all records are in shared memory.
-    DEVICE saddr fetched() const { return at + TURNS * 8; }
+    DEVICE saddr fetched() const { return at + 2 * TURNS * 8; }
     // The tile holds the state that is to be written back.
-    DEVICE saddr folded() const { return at + TURNS * 8 + 8; }
+    DEVICE saddr folded() const { return fetched() + 8; }
     // Called by one thread; the block must synchronise before any other use.
     DEVICE void init() const {
-        for (int t = 0; t < MOST_ROWS; t += MAKERS) barrier_init(made(t), 32 * MAKERS);
+        for (int t = 0; t < MOST_ROWS; t += MAKERS) {
+            barrier_init(made(t), 32 * MAKERS);
+            if (NEXT) barrier_init(walked(t), 32 * WALKERS);
+        }
         barrier_init(fetched(), THREADS);
         barrier_init(folded(), 32 * WALKERS);
         barrier_init_done();

@@ -23,7 +23,7 @@
 // this launch's rows have arrived: earlier reads would delay them. After that, memory is mostly
 // idle.
 #include "cuda/ahead.cuh"
-#include "gdn/block.cuh"
+#include "gdn/finish.cuh"
 
 #ifndef SAVES_STATES
 #error "SAVES_STATES must be defined"
@@ -289,25 +289,32 @@ DEVICE void save_state(float* state, const State& s, const Place& p) {
 struct Left {
     u16* o;
     float *record_d, *states;
+    float* walked;  // NEXT: o in shared memory, for the makers, in the place of v
     bool mine;  // whether the lane stores: one of those that have the same head's results does
 
-    DEVICE Left(const Place& p, u16* o_, float* d, float* states_) : states(states_) {
-        const int head = min(p.lane / 8, HEADS - 1);
-        const int at = (p.head + head) * D + p.slab * SLAB + 4 * p.warp + p.lane % 4;
+    DEVICE Left(const Place& p, const Rows& rows, u16* o_, float* d, float* states_)
+        : states(states_) {
+        const int head = min(p.lane / 8, HEADS - 1), column = 4 * p.warp + p.lane % 4;
+        const int at = (p.head + head) * D + p.slab * SLAB + column;
         o = o_ + at, record_d = d + at, mine = p.lane / 4 % 2 == 0 && p.lane / 8 < HEADS;
+        walked = rows.first + Rows::V + head * SLAB + column;
     }
     // `i`: 0 for the current row, 1 for the next one.
     DEVICE void step_and_put(State& s, const Row& row, const Place& p, int i) const {
         float d;
         const float y = step(s, row, p, d);
-        if (mine) o[i * WIDTH] = float_bf16(y);
+        if (mine && NEXT) walked[i * Rows::PITCH] = y;
+        if (mine && !NEXT) o[i * WIDTH] = float_bf16(y);
 #if SAVES_STATES
         save_state(states + i * WIDTH * D, s, p);
 #else
         if (mine) record_d[i * WIDTH] = d;
 #endif
     }
-    DEVICE void next_two() { o += 2 * WIDTH, record_d += 2 * WIDTH, states += 2 * WIDTH * D; }
+    DEVICE void next_two() {
+        o += 2 * WIDTH, record_d += 2 * WIDTH, states += 2 * WIDTH * D;
+        walked += 2 * Rows::PITCH;
+    }
 };
 
 // The walkers' part after the fold. Waits for each group of MAKERS rows, and loads each row while
@@ -316,6 +323,8 @@ DEVICE void walk(State& s, const Memory& m, const Place& p, int rows, Left left)
     static_assert(MAKERS % 2 == 0, "two rows a turn");
     Row one, other;
     Cursor at(m.rows.first, p, min(p.lane / 8, HEADS - 1));
+    // Only lanes that store need v, and another must not load what they overwrite.
+    if (NEXT && !left.mine) at.column = at.gates;
     Barriers::wait(m.barriers.made(0));
     let_next_start();
     one.load(at);
@@ -329,8 +338,12 @@ DEVICE void walk(State& s, const Memory& m, const Place& p, int rows, Left left)
         one.load(at);
         left.step_and_put(s, other, p, 1);
         left.next_two();
+        if (NEXT && ((t + 1) % MAKERS == 0 || t + 1 == rows)) barrier_arrive(m.barriers.walked(t));
     }
-    if (rows % 2) left.step_and_put(s, one, p, 0);
+    if (rows % 2) {
+        left.step_and_put(s, one, p, 0);
+        if (NEXT) barrier_arrive(m.barriers.walked(rows - 1));
+    }
 }
 
 // Saving the state after every row takes more registers; that launch is bound by its stores anyway.
@@ -340,8 +353,9 @@ gdn_rows(const u16* qkv, const u16* b, const u16* a, const void* conv_weight, co
          const u16* record_qkv, const float* record_k, const float* record_d,
          const float* record_decay, const float* states, u16* o, float* next_state, u16* next_tail,
          u16* next_record_qkv, float* next_record_k, float* next_record_d, float* next_record_decay,
-         float* next_states, const i64* tail_shift, const i64* record_shift, const u8* next_packed,
-         int next_share, int rows, int held) {
+         float* next_states, const u16* next_gate, const void* next_norm_weight, u16* y_slabs,
+         float* y_squares, const i64* tail_shift, const i64* record_shift, const u8* next_packed,
+         int next_share, int rows, int held, float next_offset) {
     DYNAMIC_SHARED(dynamic);
     const Place p = place_of();
     const Memory m = memory_of(dynamic, rows, SAVES_STATES ? 0 : held);
@@ -372,6 +386,10 @@ gdn_rows(const u16* qkv, const u16* b, const u16* a, const void* conv_weight, co
     sync_block();
     if (maker >= 0) {
         const Maker make(p, conv_weight);
+#if NEXT
+        const Next next = {next_gate, next_norm_weight, y_slabs, y_squares, next_offset};
+        const Finish left(p, next);
+#endif
         copy_async_wait<0>();
         barrier_arrive(m.barriers.fetched());
         wait_for_previous();
@@ -379,7 +397,7 @@ gdn_rows(const u16* qkv, const u16* b, const u16* a, const void* conv_weight, co
         copy_async_commit();
         copy_async_wait<0>();
         if (maker == 0 && p.lane == 0) fetch_ahead(next_packed, blockIdx.x, next_share);
-        let_next_start();  // after the wait, as the launch's `settles` promises; so in `walk`
+        let_next_start();
         sync_some(2, 32 * MAKERS);
 #pragma unroll 1
         for (int first = 0; first < rows; first += MAKERS) {
@@ -388,8 +406,15 @@ gdn_rows(const u16* qkv, const u16* b, const u16* a, const void* conv_weight, co
                          next_record_k);
             barrier_arrive(m.barriers.made(first));
         }
+#if NEXT
+        Finishing finishing;
+        finishing.start(left, p, next, rows);
+#endif
         Barriers::wait(m.barriers.folded());
         put_state(next_state, m.tile, p);
+#if NEXT
+        finishing.run(left, m.rows, p, m.barriers, next, o, rows);
+#endif
         return;
     }
     Gates gates(p, a_log, dt_bias);
@@ -407,5 +432,5 @@ gdn_rows(const u16* qkv, const u16* b, const u16* a, const void* conv_weight, co
     if (gates.mine(p, rows)) gates.load(a, b);
     if (gates.mine(p, rows)) gates.put(m.rows, p, next_record_decay);
     sync_some(1, 32 * WALKERS);  // every walker reads all gates
-    walk(s, m, p, rows, Left(p, o, next_record_d, next_states));
+    walk(s, m, p, rows, Left(p, m.rows, o, next_record_d, next_states));
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from thor_dflash.plugins.launch import At, Device, Int, Launch, Scratch, Shift, Site, ahead
+from thor_dflash.plugins.launch import At, Device, Int, Launch, Real, Scratch, Shift, Site, ahead
 from thor_dflash.tensors import DType
 
 IN_PLACE: frozenset[str] = frozenset({"next_state"})
@@ -28,7 +28,7 @@ MOST_HEADS = 3
 """Most value heads of a thread block in a verify launch."""
 GATES = 8
 """Floats that hold a row's gates in shared memory; as in block.cuh."""
-BARRIERS = 128
+BARRIERS = 256
 """Bytes for the barriers of a verify block; as in block.cuh."""
 
 CHUNK = 32
@@ -64,6 +64,10 @@ _PORTS = (
     "next_record_d",
     "next_record_decay",
     "next_states",
+    "next_gate",
+    "next_norm_weight",
+    "y0_slabs",
+    "y0_squares",
 )
 _RECORDS = ("record_qkv", "record_k", "record_d", "record_decay", "states")
 _SHIFTS = (
@@ -72,6 +76,7 @@ _SHIFTS = (
 )
 """Not every call has all of these ports."""
 _PLAIN = ("conv_weight", "a_log", "dt_bias")
+_NORMS = (DType.BF16, DType.F32)
 _CHUNK_PORTS = (
     *("qkv", "b", "a", *_PLAIN, "accepted", "valid", "tail", "record_qkv", "next_tail"),
 )
@@ -83,7 +88,7 @@ _WALK_PORTS = (
 
 def refuse(site: Site) -> str:
     """Returns why the kernels cannot run this call, or an empty string if they can."""
-    return _refuse_types(site) or _refuse_sizes(site)
+    return _refuse_types(site) or _refuse_sizes(site) or _refuse_left(site)
 
 
 def _refuse_types(site: Site) -> str:
@@ -108,6 +113,20 @@ def _refuse_sizes(site: Site) -> str:
     for name in ("qkv", "record_qkv"):
         if (rows := site.size(name, 0)) > MOST_ROWS:
             return f"gdn.{name} must be at most {MOST_ROWS} rows (got {rows})"
+    return ""
+
+
+def _refuse_left(site: Site) -> str:
+    """Why a call cannot leave its rows for the next product."""
+    if "y0_slabs" not in site:
+        return ""
+    if site.attributes.word("mode") == "prefill":
+        return "gdn.y0_slabs must be of a verify (got mode prefill)"
+    for name, kinds in (("next_gate", (DType.BF16,)), ("next_norm_weight", _NORMS)):
+        got = site.ports[name].dtype if name in site else None
+        if got not in kinds:
+            rule = " or ".join(kind.value for kind in kinds)
+            return f"gdn.{name} must be {rule} with y0_slabs (got {got.value if got else 'none'})"
     return ""
 
 
@@ -142,8 +161,10 @@ def alone_bytes(device: Device) -> int:
 
 
 def launches(site: Site, device: Device) -> tuple[Launch, ...]:
-    """Returns the launches of a call. Verify: one launch. Prefill: one that computes the matrices
-    of every chunk, then the walk over the chunks.
+    """Returns the launches of a call. Verify: one launch, which also leaves the rows as the next
+    product reads them, with the weight of its norm by head and the silu of its gate applied, if the
+    call has `y0_slabs`. Prefill: one that computes the matrices of every chunk, then the walk over
+    the chunks.
     """
     if site.attributes.word("mode") == "prefill":
         return _prefill(site)
@@ -165,17 +186,29 @@ def launches(site: Site, device: Device) -> tuple[Launch, ...]:
                 *ahead(site, blocks),
                 Int(rows),
                 Int(held),
+                Real(_next_offset(site)),
             ),
             shared=shared,
-            settles=True,
             defines={
                 "SAVES_STATES": int(states),
                 "KEY_HEADS": a.integer("key_heads"),
                 "VALUE_HEADS": a.integer("value_heads"),
+                "NEXT": _next(site),
             }
             | {f"{name.upper()}_F32": _wide(site, name) for name in _PLAIN},
         ),
     )
+
+
+def _next(site: Site) -> int:
+    """How the call leaves its rows for the next product, as NEXT in finish.cuh."""
+    if "y0_slabs" not in site:
+        return 0
+    return 2 if site.ports["next_norm_weight"].dtype is DType.F32 else 1
+
+
+def _next_offset(site: Site) -> float:
+    return site.attributes.real("next_norm_offset") if "y0_slabs" in site else 0.0
 
 
 def _sizes(site: Site) -> tuple[Int, ...]:

@@ -20,7 +20,7 @@ from thor_dflash.plugins.launch import (
     Site,
     Table,
 )
-from thor_dflash.plugins.linear.layout import NARROW_IN_TILE, Kind, Layout, layout
+from thor_dflash.plugins.linear.layout import KIND_OF, NARROW_IN_TILE, Kind, Layout, layout
 from thor_dflash.plugins.linear.partition import (
     OFFSET_UNIT,
     SLIM,
@@ -39,9 +39,15 @@ SQUARES_COLUMNS = 32
 """Columns that one sum of squares covers."""
 SQUARES_ROWS = 32
 """Most rows for which sums of squares are made."""
+HEAD_COLUMNS = 128
+"""Width of the heads whose factors 1 / rms may be applied to sums; as in heads.cuh."""
+HEAD_PIECES = 8
+"""Sums of squares of a row and head, each over as many neighbouring columns; as in heads.cuh."""
 TILE_ROWS = 16
 _SLABS = {WARPS: 4, SLIM: 2}
 """Slabs of a stage, by warps of a block."""
+_HEAD_SLABS = 2
+"""The same if rows come without the factors of their heads: one head of a step of K."""
 _PLACE = 2048
 """Bytes of a warp's sums for half an n-tile and 16 rows. With 32 rows a warp has as many sums, of
 half the columns."""
@@ -74,10 +80,31 @@ class Fused:
     """Path of linear's sources, relative to the room's own folder."""
 
 
+def takes_heads(site: Site) -> bool:
+    """Whether the product of these stored weights can take rows in `x_slabs` that still lack the
+    factor 1 / rms of each head, with `x_squares` as head_squares says.
+    """
+    a = site.attributes
+    fits = a.integer("head_dim") == HEAD_COLUMNS and a.word("epilogue") != "swiglu"
+    weights = [site.ports[f"weight{i}"] for i in range(a.integer("segments"))]
+    return fits and all(KIND_OF.get(w.dtype) is Kind.NVFP4 for w in weights)
+
+
+def row_squares(columns: int) -> tuple[int, int]:
+    """Returns the shape of float32 sums of squares of rows: [SQUARES_COLUMNS columns, row]."""
+    return -(-columns // SQUARES_COLUMNS), SQUARES_ROWS
+
+
+def head_squares(heads: int) -> tuple[int, int, int]:
+    """Returns the shape of float32 sums of squares by head: [head, row, piece of the head]."""
+    return heads, SQUARES_ROWS, HEAD_PIECES
+
+
 def few_launches(site: Site, device: Device, fused: Fused) -> tuple[Launch, ...]:
     """Returns the launch of the product, preceded by the prologue unless the call receives prepared
     rows in `x_slabs`. These are already gated if the call has a gate. If it has a norm, they lack
-    only the row's factor 1 / rms, which the epilogue computes from `x_squares`.
+    only the factor 1 / rms of the row, which the epilogue applies, or of each head of it, which is
+    applied to sums (heads.cuh); either is computed from `x_squares`.
     """
     if "x_slabs" in site:
         return (_product(site, device, fused, At("x_slabs")),)
@@ -94,9 +121,10 @@ def _product(site: Site, device: Device, fused: Fused, rows: Argument) -> Launch
     plan = layout(site)
     count = site.size("x", 0)
     tiles = -(-count // TILE_ROWS)
-    cut = partition(plan, device.multiprocessors)
+    cut = _cut(site, device)
     ahead = first_read(site.following, device)
     first = first_items(plan, cut)
+    scaled = "x_slabs" in site and "x_squares" in site
     return Launch(
         kernel="linear",
         source=f"{fused.folder}kernel.cu",
@@ -117,20 +145,21 @@ def _product(site: Site, device: Device, fused: Fused, rows: Argument) -> Launch
             Int(cut.most_items),
             *(Int(value) for value in astuple(first)),
             Int(count),
-            Int(plan.k),
             Real(site.attributes.real("norm_eps")),
             Real(_next_offset(site)),
             At(AHEAD),
             Table(ahead if len(ahead) else np.zeros((1, 2), np.int32)),
             Int(len(ahead)),
         ),
-        shared=_shared(tiles, cut, narrow=bool(plan.narrow)),
+        shared=_shared(tiles, plan, cut),
         defines={
+            "K_SIZE": plan.k,
             "WARPS": cut.warps,
             "ROW_TILES": tiles,
             "FULL": int(count == tiles * TILE_ROWS),
             "KINDS": sum(1 << kind for kind in set(plan.kinds)),
-            "ROW_SCALE": int("x_slabs" in site and "x_squares" in site),
+            "ROW_SCALE": int(scaled and not cut.by_head),
+            "HEAD_SCALE": int(cut.by_head),
             "EPILOGUE": int(fused.epilogue),
             "NEXT": _next(site),
             "PARTS": cut.parts,
@@ -142,6 +171,11 @@ def _product(site: Site, device: Device, fused: Fused, rows: Argument) -> Launch
         },
         cluster=cut.parts,
     )
+
+
+def _cut(site: Site, device: Device) -> Partition:
+    by_head = "x_squares" in site and bool(site.attributes.values.get("head_dim", 0))
+    return partition(layout(site), device.multiprocessors, by_head="x_slabs" in site and by_head)
 
 
 def _loaded(count: int, clusters: int) -> int:
@@ -157,7 +191,7 @@ def first_read(site: Site | None, device: Device) -> Array:
     if site is None:
         return np.zeros((0, 2), np.int32)
     plan = layout(site)
-    runs = halves(plan, partition(plan, device.multiprocessors).parts)
+    runs = halves(plan, _cut(site, device).parts)
     pieces = [
         (group.offset + run.start // 2 * group.step_bytes, group.step_bytes)
         for run in runs
@@ -169,13 +203,17 @@ def first_read(site: Site | None, device: Device) -> Array:
     return (np.array(pieces, np.int64).reshape(-1, 2) // OFFSET_UNIT).astype(np.int32)
 
 
-def _shared(tiles: int, cut: Partition, *, narrow: bool) -> int:
+def _shared(tiles: int, plan: Layout, cut: Partition) -> int:
+    narrow = bool(plan.narrow)
     slabs, slot, sums = _NARROW if narrow else (_SLABS[cut.warps], 0, 0)
+    factors = 0
+    if cut.by_head:
+        slabs, factors = _HEAD_SLABS, -(-plan.steps // cut.parts) * tiles * TILE_ROWS * 4
     stage = cut.warps * Kind.NVFP4.slot_bytes + slabs * (TILE_ROWS * tiles * 2 * SLAB + slot)
     room = 2 * max(cut.warps, cut.parts) * _PLACE + sums
     stages = 2 if tiles > 1 else 3
     staged = cut.warps + (tiles if narrow and tiles > 1 else 0)
-    return stages * stage + room + _SIDE + staged * _STAGED
+    return stages * stage + room + _SIDE + staged * _STAGED + factors
 
 
 def _next(site: Site) -> int:

@@ -184,9 +184,10 @@ DEVICE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
 // Computes 1 / rms of each row from sums of squares [chunks, 32]. Called by one warp; each lane
 // adds four rows over some of the chunks.
-DEVICE void row_scales(float* scales, const float* squares, int k, float eps) {
+DEVICE void row_scales(float* scales, const float* squares, float eps) {
     constexpr int ROW_LANES = ROWS / 4, STEP = 32 / ROW_LANES, AT_ONCE = 10;
-    const int lane = threadIdx.x % 32, chunks = (k + SQUARES_COLUMNS - 1) / SQUARES_COLUMNS;
+    constexpr int chunks = (K_SIZE + SQUARES_COLUMNS - 1) / SQUARES_COLUMNS;
+    const int lane = threadIdx.x % 32;
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 1
     for (int first = lane / ROW_LANES; first < chunks; first += AT_ONCE * STEP) {
@@ -213,8 +214,7 @@ DEVICE void row_scales(float* scales, const float* squares, int k, float eps) {
         sum.w += shuffle_xor(sum.w, mask);
     }
     if (lane >= ROW_LANES) return;
-    // An exact division is a function call, and most of the code here is fetched for one use.
-    const float part = __fdividef(1.0f, static_cast<float>(k));
+    constexpr float part = 1.0f / K_SIZE;
     *reinterpret_cast<float4*>(scales + 4 * lane) =
         make_float4(rsqrtf(sum.x * part + eps), rsqrtf(sum.y * part + eps),
                     rsqrtf(sum.z * part + eps), rsqrtf(sum.w * part + eps));

@@ -12,10 +12,12 @@
 // a quarter longer for two of them.
 //
 // The kernel that made the input rows (y_slabs) has applied the norm's weight to them; the missing
-// factor 1 / rms of each row is computed from x_squares and applied in the epilogue.
+// factor 1 / rms is computed from x_squares. That of a row is applied in the epilogue, those of a
+// row's heads while K is gone through (heads.cuh).
 //
-// Compile-time: WARPS, ROW_TILES, FULL, KINDS, PARTS, MANY, TILES, NARROW, LOADED (ring.cuh);
-// ROW_SCALE, whether x_squares is given; EPILOGUE, NEXT (finish.cuh). What is known when a launch is
+// Compile-time: K_SIZE, WARPS, ROW_TILES, FULL, KINDS, PARTS, MANY, TILES, NARROW, LOADED (ring.cuh);
+// ROW_SCALE, HEAD_SCALE, whether x_squares is given and rows, or their heads, lack 1 / rms; EPILOGUE,
+// NEXT (finish.cuh). What is known when a launch is
 // compiled is not computed in each block: a launch is so short that its ends count.
 #include "cuda/ahead.cuh"
 #include "linear/finish.cuh"
@@ -26,6 +28,7 @@ constexpr int ROOM_AT = STAGES * STAGE_BYTES;
 constexpr int BARRIERS_AT = ROOM_AT + ROOM_BYTES;
 constexpr int SCALES_AT = BARRIERS_AT + 96;
 constexpr int STAGED_AT = BARRIERS_AT + 256;
+constexpr int FACTORS_AT = STAGED_AT + WARPS * STAGED_BYTES;
 static_assert(8 * (3 * STAGES + 3) <= 96 && 96 + 4 * ROWS <= 256, "barriers, row scales fit");
 static_assert(SCALES_AT % 16 == 0, "row scales are stored four at a time");
 
@@ -54,16 +57,20 @@ DEVICE void init_barriers(const Turn& turn, const Room& room, saddr scales_made,
     barrier_init_done();
 }
 
-// How the row scales are made, for the epilogue.
+// How the factors 1 / rms are made.
 struct Scaling {
-    const float* squares;
-    float* scales;
+    const float* squares;  // heads: from the block's first head on
+    float* factors;
     saddr made;  // barrier
-    int k;
     float eps;
+    int heads;  // of the block
 
     DEVICE void make() const {
-        row_scales(scales, squares, k, eps);
+        if (HEAD_SCALE) {
+            head_factors(factors, squares, heads, eps);
+        } else {
+            row_scales(factors, squares, eps);
+        }
         barrier_arrive(made);
     }
 };
@@ -71,7 +78,8 @@ struct Scaling {
 // The producer warp. It requests the first stages' weights, their rows once the previous kernel has
 // written them, and then one stage whenever a stage has been read and, if PACED, no more than
 // ON_THE_WAY would be on their way. What to request next is computed before each wait. The row
-// scales, which only the epilogue needs, are computed once the whole first item has been requested.
+// scales, which only the epilogue needs, are computed once the whole first item has been requested;
+// the factors of heads, which the second stage needs, when the first stages have been.
 // Blocks that start last have the previous kernel's results at once, and everyone waits for these
 // blocks: so nothing else comes before the first requests.
 //
@@ -115,6 +123,7 @@ DEVICE void ask(const Source& source, Turn turn, Walk at, saddr early, const Sca
     }
     Turn before = turn;  // ON_THE_WAY stages before the next one to request
     before.next();
+    if (HEAD_SCALE) scaling.make();
     bool scaled = !ROW_SCALE;
 #pragma unroll 1
     for (;;) {
@@ -146,61 +155,66 @@ struct Given {
     const int4* items;
     int most_items;
     FirstItems first_items;
-    int k;
     float eps;
     Following following;
 };
 
 // Where a block gets its cluster's first item.
 struct Computed {
-    DEVICE Entry operator()(const Given& given, int cluster, int steps) const {
-        return given.first_items.entry(cluster, steps);
+    DEVICE Entry operator()(const Given& given, int cluster) const {
+        return given.first_items.entry(cluster);
     }
 };
 struct Loaded {
     Entry entry;  // on its way while the barriers are initialised
-    DEVICE Entry operator()(const Given&, int, int) const { return entry; }
+    DEVICE Entry operator()(const Given&, int) const { return entry; }
 };
 
 template <class First>
 DEVICE void run(u8* memory, const Given& given, int cluster, const First& first_entry) {
-    const int rows = given.to.rows, k = given.k;
+    const int rows = given.to.rows;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int rank = cluster_rank(), steps = (k + STEP_K - 1) / STEP_K;
+    const int rank = cluster_rank();
     Walk at;
     at.table = given.items;
     at.at = cluster * given.most_items * 2;
-    at.halves = halves_of(k, steps * rank / PARTS, steps * (rank + 1) / PARTS);
+    at.halves = halves_of(rank);
     const saddr barriers = shared_address(memory + BARRIERS_AT);
     Turn turn;
     turn.start(shared_address(memory), barriers);
     Room room = {shared_address(memory + ROOM_AT), barriers + 16 * STAGES,
                  barriers + 16 * STAGES + 8, 0};
     const saddr scales_made = barriers + 16 * STAGES + 16, early = scales_made + 8;
+    constexpr int MADE_AT = HEAD_SCALE ? FACTORS_AT : SCALES_AT;
     clear_rows(memory, rows);
     if (warp == WARPS && lane == 0) init_barriers(turn, room, scales_made, early);
     if (!FULL) sync_block();  // the relaxed cluster barrier publishes no memory writes
     cluster_arrive_relaxed();
     if (warp == WARPS) {
-        at.start(first_entry(given, cluster, steps));
-        float* const made = reinterpret_cast<float*>(memory + SCALES_AT);
+        at.start(first_entry(given, cluster));
+        const int first_head = HEAD_SCALE ? at.halves.begin / 2 : 0;
         ask({given.packed, given.slabs, rows}, turn, at, early,
-            {given.x_squares, made, scales_made, k, given.eps}, given.following, room);
+            {given.x_squares + first_head * HEAD_ROWS * HEAD_PIECES,
+             reinterpret_cast<float*>(memory + MADE_AT), scales_made, given.eps,
+             at.halves.steps()},
+            given.following, room);
         return;
     }
-    at.start(first_entry(given, cluster, steps));  // here, without what only the producer needs
+    at.start(first_entry(given, cluster));  // here, without what only the producer needs
     const Results& to = given.to;
     const saddr staged = shared_address(memory) + STAGED_AT + warp * STAGED_BYTES;
     Share(at.item, rank).stage(staged, to, at.item);
     cluster_wait();
     wait_for_previous();
     const u32 row_at = ROWS_AT + lane % 16 * SLAB_ROW + (lane % 8 ^ lane / 16) * 16;
+    const saddr made = shared_address(memory) + MADE_AT;
     for (bool first = true;; first = false) {
         const Item item = at.item;
         const Part part(item, warp);
         const bool active = part.of(item) && at.q + part.phase < at.end;
         const u32 slot_at = item.slot_at(part.tile, part.phase);
         const Reader reader = {turn, slot_at, row_at, at.end, item.phases(), part};
+        Heads heads(made, scales_made);
         Sums sums;
         NarrowSums narrow_sums;
         clear(sums);
@@ -216,7 +230,7 @@ DEVICE void run(u8* memory, const Given& given, int cluster, const First& first_
         } else if (NARROW) {
             reader.nvfp4_narrow<false>(sums, narrow_sums, at.q);
         } else if (ONLY_NVFP4 || (KINDS & 1 << NVFP4 && item.kind == NVFP4)) {
-            reader.nvfp4(sums, at.q);
+            reader.nvfp4(sums, at.q, heads);
         } else {
             reader.others(sums, at.q, item);
         }
@@ -241,7 +255,7 @@ linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u8
        const float* x_squares, const u16* residual, const u64* __restrict__ outputs,
        float* y_squares, u16* y_slabs, const void* __restrict__ next_weight,
        const int4* __restrict__ items, const int2* __restrict__ strips, int most_items, int loaded,
-       int first_tiles, int row_count, int k, float eps, float next_offset,
+       int first_tiles, int row_count, float eps, float next_offset,
        const u8* __restrict__ next_packed, const int2* __restrict__ next_first, int next_count) {
     DYNAMIC_SHARED(memory);
     let_next_start();
@@ -250,7 +264,7 @@ linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u8
     const Results to = {outputs,    scales,      strips, residual, y_squares, y_slabs, next_weight,
                         row_scales, next_offset, rows,   memory + STAGED_AT};
     const Given given = {packed,     slabs, x_squares, to, items, most_items, {loaded, first_tiles},
-                         k, eps, {next_packed, next_first, next_count}};
+                         eps, {next_packed, next_first, next_count}};
     if (LOADED == NO_CLUSTER || (LOADED == SOME_CLUSTERS && cluster >= loaded)) {
         run(memory, given, cluster, Computed());
     } else {

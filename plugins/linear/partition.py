@@ -92,6 +92,8 @@ class Partition:
     parts: int
     """Blocks of a cluster."""
     clusters: tuple[tuple[Item, ...], ...]
+    by_head: bool = False
+    """Whether rows lack the factors 1 / rms of their heads (heads.cuh)."""
 
     @property
     def most_items(self) -> int:
@@ -183,14 +185,17 @@ def _ordered(plan: Layout, cut: Partition) -> Partition:
 
 
 @lru_cache(maxsize=256)
-def partition(plan: Layout, multiprocessors: int) -> Partition:
+def partition(plan: Layout, multiprocessors: int, *, by_head: bool = False) -> Partition:
     """Cuts a layout for a device. No cluster is left without work. Takes the cut whose busiest
     multiprocessor finishes first; ties go to the largest blocks, then to the smallest clusters.
     """
     shapes = [(WARPS, EACH), *([] if plan.narrow else [(SLIM, SLIM_EACH)])]
     found = [
         _dealt(
-            plan, Partition(warps, some, parts, ()), clusters(parts, multiprocessors, some), width
+            plan,
+            Partition(warps, some, parts, (), by_head),
+            clusters(parts, multiprocessors, some),
+            width,
         )
         for warps, some in shapes
         for parts in _parts(plan)
@@ -278,7 +283,9 @@ def lanes(plan: Layout, piece: Piece, cut: Partition) -> int:
     """Returns among how many n-tiles a block's warps are divided, which may be more than the piece
     has; as Item::lanes in ring.cuh.
     """
-    if cut.warps == SLIM or piece.tiles > WARP_TILES or cut.parts > 4 or plan.narrow:
+    if cut.warps == SLIM or piece.tiles > WARP_TILES or cut.parts > 4:
+        return cut.warps // 2
+    if plan.narrow or cut.by_head:
         return cut.warps // 2
     alone = piece.tiles == 1 and cut.parts == 2 and piece.group.kind is not Kind.NVFP4
     return 1 if alone else WARP_TILES

@@ -56,7 +56,7 @@ def prepared(
 
     Args:
         folder: Path of linear's sources, relative to the room's own folder.
-        slabs: Whether the rows must be in slabs (rows.cuh), as the products' kernels read them;
+        slabs: Whether the rows must be in slabs (slabs.cuh), as the products' kernels read them;
             `x` never is.
     """
     a = site.attributes
@@ -80,7 +80,6 @@ def prepared(
             "LONG": int(slabs and t * padded(k) > 2**31),
             "GATE": int(gate),
             "NORM": norm,
-            "SETTLED": int(gate is not Gate.NONE and "gate" in site.settled),
         },
     )
     return rows, (launch,)

@@ -2,7 +2,7 @@
 //
 // Compile-time: see ring.cuh.
 #pragma once
-#include "linear/products.cuh"
+#include "linear/heads.cuh"
 
 // A multiplying warp's view of one item. In each stage, its own slots start at number `part.phase`.
 struct Reader {
@@ -79,7 +79,7 @@ struct Reader {
         now = ahead;
     }
     // NVFP4: slot i of a stage is multiplied with slab i of the stage.
-    DEVICE void nvfp4(Sums& sums, int q) const {
+    DEVICE void nvfp4(Sums& sums, int q, Heads& heads) const {
         Nvfp4 now, ahead;
         saddr at, rows;
         enter(at, rows);
@@ -101,8 +101,10 @@ struct Reader {
             if (q + part.phase >= end) break;
             enter(at, rows);
             fourth(now, ahead, sums, at, rows);
+            if (HEAD_SCALE) heads.pass(sums);
         }
         now.add(sums, 3);
+        if (HEAD_SCALE) heads.end(sums);
         skip(q);
     }
     // The same in a kernel with narrow tiles, for an item with or without one.

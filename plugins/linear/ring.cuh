@@ -3,11 +3,11 @@
 // slot of weights for each multiplying warp, and the rows to multiply it with. The weights of the
 // first stages are requested before the previous kernel has ended.
 //
-// Compile-time: WARPS, multiplying warps, 8 or 4; KINDS, the occurring kinds of weight (1 << kind);
+// Compile-time: K_SIZE, columns of the rows; WARPS, multiplying warps, 8 or 4; KINDS, the occurring kinds of weight (1 << kind);
 // ROW_TILES, row tiles of 16; FULL, whether these are full of rows; PARTS, blocks of a cluster;
 // MANY, whether a cluster may have more than one item; TILES, n-tiles of every NVFP4 item, 0 if they
-// differ; LANES, the largest Item::lanes; NARROW, whether items may have a narrow tile; LOADED, for
-// which clusters the first item is loaded instead of computed (FirstItems).
+// differ; LANES, the largest Item::lanes; NARROW, whether items may have a narrow tile; HEAD_SCALE,
+// see heads.cuh; LOADED, for which clusters the first item is loaded instead of computed (FirstItems).
 #pragma once
 #include "linear/units.cuh"
 
@@ -19,9 +19,10 @@ constexpr int STRIPS = 8 / SPLIT;  // strips of 8 columns that a warp computes
 constexpr bool ONLY_NVFP4 = KINDS == 1 << NVFP4;
 enum { NO_CLUSTER, SOME_CLUSTERS, ALL_CLUSTERS };  // LOADED
 
+constexpr int STEPS = (K_SIZE + STEP_K - 1) / STEP_K;
 constexpr int SLOT = NVFP4_SLOT;
 constexpr int ROWS_AT = WARPS * SLOT;
-constexpr int STAGE_SLABS = NARROW || WARPS == 4 ? 2 : 4;  // at most
+constexpr int STAGE_SLABS = NARROW || HEAD_SCALE || WARPS == 4 ? 2 : 4;  // at most
 constexpr int NARROW_AT = ROWS_AT + STAGE_SLABS * ROWS * SLAB_ROW;
 constexpr int STAGE_BYTES = NARROW_AT + NARROW * STAGE_SLABS * NARROW_SLOT;
 // So that two blocks, or three with half of the warps, fit on a multiprocessor.
@@ -78,7 +79,7 @@ struct Item {
         return (before + (steps ? phase % 2 : phase)) * SLOT;
     }
     DEVICE int phase_bits() const {
-        if (NARROW || WARPS == 4 || tiles > 2 || PARTS > 4) return 1;
+        if (NARROW || HEAD_SCALE || WARPS == 4 || tiles > 2 || PARTS > 4) return 1;
         return tiles == 1 && PARTS == 2 && kind != NVFP4 ? 3 : 2;
     }
 };
@@ -121,12 +122,12 @@ struct FirstItems {
     int loaded;
     int tiles;  // n-tiles of the packed weight's first groups, which are NVFP4
 
-    DEVICE Entry entry(int cluster, int steps) const {
+    DEVICE Entry entry(int cluster) const {
         constexpr int UNITS = step_bytes(NVFP4) / 512, EACH = TILES ? TILES : 1;
         constexpr int IN_GROUP = GROUP_TILES / EACH;
         const int i = cluster - loaded, group = i / IN_GROUP, first = i - group * IN_GROUP;
         const int of_group = min(GROUP_TILES, tiles - group * GROUP_TILES);
-        return {make_int4(group * (GROUP_TILES * UNITS * steps) + first * (EACH * UNITS),
+        return {make_int4(group * (GROUP_TILES * UNITS * STEPS) + first * (EACH * UNITS),
                           of_group * UNITS, i * (EACH * TILE_COLUMNS), EACH << 8),
                 make_int4(0, 0, -1, 0)};
     }
@@ -151,10 +152,15 @@ DEVICE Item item_of(const Entry& entry) {
 constexpr int HALF_K = STEP_K / 2;
 struct Halves {
     int begin, end;
+
+    DEVICE int steps() const { return (end - begin + 1) / 2; }
 };
 
-DEVICE Halves halves_of(int k, int first_step, int end_step) {
-    return {2 * first_step, min(2 * end_step, (k + HALF_K - 1) / HALF_K)};
+DEVICE Halves halves_of(int rank) {
+    constexpr int ALL = (K_SIZE + HALF_K - 1) / HALF_K;
+    const int begin = 2 * (STEPS * rank / PARTS);
+    if (ALL % (2 * PARTS) == 0) return {begin, begin + ALL / PARTS};
+    return {begin, min(2 * (STEPS * (rank + 1) / PARTS), ALL)};
 }
 
 // A block's position in its work: the stage whose first slot is number q of the item.

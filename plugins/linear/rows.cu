@@ -5,8 +5,7 @@
 //
 // Compile-time: WEIGHT_FLOAT, the norm's weight is float32 instead of bf16; SLABS, rows are written
 // in slabs; LONG, these have more than 2^31 elements; GATE; NORM, 0 for none, 1 for a norm over the
-// row, else the columns of a head (one of HEADS in prepare.py); SETTLED, whether the gate may be read
-// before wait_for_previous.
+// row, else the columns of a head (one of HEADS in prepare.py).
 #include "linear/eights.cuh"
 #include "linear/rows.cuh"
 
@@ -26,19 +25,11 @@ DEVICE float block_sum(float sum, float* parts) {
     return sum;
 }
 
-// What eight columns are multiplied by.
-struct Factors {
-    float f[8];
-
-    DEVICE Factors(const uint4& gates) {
-        unpack8(f, gates);
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const float s = sigmoid(f[i]);
-            f[i] = GATE == SIGMOID ? s : f[i] * s;
-        }
-    }
-};
+DEVICE float gated(float x, float gate) {
+    if (GATE == NO_GATE) return x;
+    const float s = sigmoid(gate);
+    return GATE == SIGMOID ? x * s : x * (gate * s);
+}
 
 // x, gate, y [rows, width], width a multiple of 8; norm_weight [width] or [columns of a head].
 // SLABS: y is in slabs, the last one padded with zeros.
@@ -51,18 +42,13 @@ linear_rows(const u16* x, const void* __restrict__ norm_weight, const u16* gate,
     // Loaded from memory, hence before the next kernel may start, whose weights keep memory busy.
     if (by_head) norm_weights8<WEIGHT_FLOAT>(w, norm_weight, threadIdx.x * 8 & (NORM - 1), offset);
     let_next_start();
-    const i64 row = static_cast<i64>(blockIdx.x) * width;
-    const uint4* gates = reinterpret_cast<const uint4*>(gate + row);
-    const int chunks = width / 8;
-    const uint4 none = make_uint4(0, 0, 0, 0);
-    // Those of the thread's first columns. Not through the L1 cache: only the wait makes sure that it
-    // has nothing old.
-    const int own = blockIdx.y * THREADS + threadIdx.x;
-    const Factors settled(SETTLED && own < chunks ? load_shared_result(gates + own) : none);
     wait_for_previous();
+    const i64 row = static_cast<i64>(blockIdx.x) * width;
     const uint4* in = reinterpret_cast<const uint4*>(x + row);
+    const uint4* gates = reinterpret_cast<const uint4*>(gate + row);
     uint4* out = reinterpret_cast<uint4*>(SLABS ? y : y + row);
     constexpr int lanes = NORM / 8;  // lanes that share one head's sum
+    const int chunks = width / 8;
     const int end = SLABS ? (chunks + 7) / 8 * 8 : chunks;
     float scale = 1.0f;
     if (by_row) {
@@ -74,9 +60,8 @@ linear_rows(const u16* x, const void* __restrict__ norm_weight, const u16* gate,
     for (int first = blockIdx.y * THREADS; first < end; first += gridDim.y * THREADS) {
         const int c = first + threadIdx.x;
         const bool there = c < chunks;
-        const uint4 packed = there ? in[c] : none;
-        Factors factors(settled);
-        if (GATE && !(SETTLED && c == own)) factors = Factors(there ? gates[c] : none);
+        const uint4 packed = there ? in[c] : make_uint4(0, 0, 0, 0);
+        const uint4 gate8 = there && GATE ? gates[c] : make_uint4(0, 0, 0, 0);
         if (by_head) {
             float sum = squares8(packed);
 #pragma unroll
@@ -88,16 +73,16 @@ linear_rows(const u16* x, const void* __restrict__ norm_weight, const u16* gate,
                         : LONG ? slab_offset<i64>(gridDim.x, blockIdx.x, 8 * c) / 8
                                : slab_offset(gridDim.x, blockIdx.x, 8 * c) / 8];
         if (!there) {
-            to = none;
+            to = make_uint4(0, 0, 0, 0);
             continue;
         }
-        float v[8];
+        float v[8], g[8];
         unpack8(v, packed);
+        unpack8(g, gate8);
         if (by_row) norm_weights8<WEIGHT_FLOAT>(w, norm_weight, 8 * c, offset);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            if (NORM) v[i] = v[i] * scale * w[i];
-            if (GATE) v[i] *= factors.f[i];
+            v[i] = gated(NORM ? v[i] * scale * w[i] : v[i], g[i]);
         }
         to = make_uint4(pack_bf16x2(v[0], v[1]), pack_bf16x2(v[2], v[3]), pack_bf16x2(v[4], v[5]),
                         pack_bf16x2(v[6], v[7]));

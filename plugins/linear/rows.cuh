@@ -1,19 +1,6 @@
-// The layout of a product's input rows, for the kernels that write them, and the prologue's gate.
-//
-// bf16 in slabs of 64 of K: [slab][row][64]. In row r, the u-th group of eight columns is stored at
-// position u ^ r % 8, so that load_matrix4 has no bank conflicts.
+// The prologue's gate, for the kernels that prepare a product's input rows.
 #pragma once
-#include "cuda/device.cuh"
-
-constexpr int SLAB_COLUMNS = 64;
-constexpr int SLAB_ROW = 2 * SLAB_COLUMNS;  // bytes
-
-// Offset, in elements, of the 8 columns that contain `column`, in one of `rows` rows. Rows of more
-// than 2^31 elements, as long steps of a prefill may have them, need i64.
-template <class Offset = int> DEVICE Offset slab_offset(int rows, int row, int column) {
-    return (static_cast<Offset>(column / SLAB_COLUMNS) * rows + row) * SLAB_COLUMNS +
-           ((column % SLAB_COLUMNS / 8) ^ (row & 7)) * 8;
-}
+#include "linear/slabs.cuh"
 
 // The gate's factor, applied in float32 before the single rounding; silu is gate * sigmoid(gate).
 DEVICE float sigmoid(float gate) { return __fdividef(1.0f, 1.0f + __expf(-gate)); }

@@ -15,7 +15,7 @@
 //          word h = of k16 2h and 2h + 1
 // The sums of a column are multiplied by its float32 `scales` at the end.
 #pragma once
-#include "linear/rows.cuh"
+#include "linear/slabs.cuh"
 
 enum Kind { NVFP4 = 0, FP8 = 1, BF16 = 2 };
 

@@ -4,7 +4,7 @@
 // (offset + weight) of its norm, whose weight is bf16 or float32, and the sums of squares from
 // which its row scales are computed.
 #include "linear/eights.cuh"
-#include "linear/rows.cuh"
+#include "linear/slabs.cuh"
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
 constexpr int SLICE = 256;  // columns that a warp copies

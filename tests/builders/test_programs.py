@@ -5,7 +5,6 @@ are needed at the same time do not overlap in memory, and what is fused is right
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,14 +22,14 @@ from thor_dflash.builders.checkpoint.drafter import read_drafter
 from thor_dflash.builders.checkpoint.target import read_target
 from thor_dflash.builders.hollow import write_hollow
 from thor_dflash.builders.packing import Packing
-from thor_dflash.builders.programs import Life, _Lowering, lower, place
+from thor_dflash.builders.programs import Life, lower, place
 from thor_dflash.builders.unfused import unfused
 from thor_dflash.builders.weights import WeightFiles
 from thor_dflash.config import BuildConfig
 from thor_dflash.errors import ConfigError, PackageError
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.launch import Shaped, Site
-from thor_dflash.plugins.op import DOMAIN, Attribute, Attributes
+from thor_dflash.plugins.op import DOMAIN, Attributes
 from thor_dflash.plugins.rules import RULES
 from thor_dflash.program import ALIGNMENT, ENDING, Program, read
 from thor_dflash.progress import Silent
@@ -173,6 +172,25 @@ def test_attention_leaves_its_rows_gated_for_the_next_product(package: Path) -> 
     assert all({"next_gate", "y0_slabs"}.isdisjoint(s.ports) for s in long)
 
 
+def test_gdn_leaves_its_rows_normed_by_head_and_gated_for_the_next_product(package: Path) -> None:
+    steps = read(package, "verify").steps
+    products = {s.ports["x"]: s for s in steps if s.name.endswith("out_proj")}
+    makers = [s for s in steps if s.room == "gdn"]
+    assert makers
+    for maker in makers:
+        product = products.pop(maker.ports["o"])
+        assert maker.ports["y0_slabs"] == product.ports["x_slabs"]
+        assert maker.ports["y0_squares"] == product.ports["x_squares"]
+        assert maker.ports["next_gate"] == product.ports["gate"]
+        assert maker.ports["next_norm_weight"] == product.ports["norm_weight"]
+        assert maker.attributes["next_norm_offset"] == product.attributes["norm_offset"]
+    assert not products
+    long = [s for n in ("prefill", "prefill.chunk32") for s in read(package, n).steps]
+    gdn = [s for s in long if s.room == "gdn"]
+    assert gdn
+    assert all({"next_gate", "y0_slabs"}.isdisjoint(s.ports) for s in gdn)
+
+
 def test_what_leaves_memory_idle_and_the_product_after_it_fetch_ahead(package: Path) -> None:
     steps = read(package, "verify").steps
     idle = [i for i, s in enumerate(steps) if s.room in ("gdn", "verify_attention")]
@@ -193,54 +211,6 @@ def test_what_leaves_memory_idle_and_the_product_after_it_fetch_ahead(package: P
 def test_in_a_prefill_of_few_rows_attention_fetches_ahead_and_gdn_does_not(package: Path) -> None:
     tells = {s.room: "next_packed" in s.ports for s in read(package, "prefill.chunk32").steps}
     assert (tells["verify_attention"], tells["gdn"]) == (True, False)
-
-
-def attended(**more: Attribute) -> tuple[list[RoomCall], dict[str, Known]]:
-    """Returns three calls and what is known of the rows between them: a linear that makes the gate,
-    attention, and the linear that reads both. `more` changes attributes of the last.
-    """
-    attributes = {"gate": "sigmoid", "head_dim": 0, **more}
-    calls = [
-        RoomCall("qkv", "linear", {}, {"x": "h"}, {"y1": "g"}),
-        RoomCall("attention", "verify_attention", {}, {"q": "q"}, {"o": "o"}),
-        RoomCall("o_proj", "linear", attributes, {"x": "o", "gate": "g"}, {"y0": "y"}),
-    ]
-    return calls, {"o": Known(DType.BF16, (16, 512))}
-
-
-def shares(calls: list[RoomCall], known: dict[str, Known]) -> bool:
-    """Whether attention applies the gate and leaves its rows in slabs for the last linear."""
-    model = helper.make_model(helper.make_graph([], "part", [], []))
-    lowering = _Lowering(model, Packing(WeightFiles()), known=known, calls=calls)
-    lowering.share_rows()
-    [maker] = [call for call in calls if call.room == "verify_attention"]
-    ours = maker.inputs.get("next_gate") == "g" and "y0_slabs" in maker.outputs
-    assert ours == ("x_slabs" in calls[-1].inputs) == ("o.slabs" in lowering.known)
-    return ours
-
-
-def test_attention_applies_a_plain_sigmoid_gate_that_is_made_before_it() -> None:
-    calls, known = attended()
-    assert shares(calls, known)
-    assert not shares(*attended(gate="silu"))
-    assert not shares(*attended(head_dim=256))
-    calls, known = attended()
-    calls[-1].inputs["norm_weight"] = "w"
-    assert not shares(calls, known)
-    for shape in ((33, 512), (16, 520)):
-        assert not shares(attended()[0], {"o": Known(DType.BF16, shape)})
-    (gate, rows, product), known = attended()
-    assert not shares([rows, gate, product], known), "the gate is not there yet"
-
-
-def test_rows_are_prepared_for_the_first_of_two_products() -> None:
-    calls, known = attended()
-    calls.append(replace(calls[-1], name="second", inputs={"x": "o", "gate": "other"}))
-    model = helper.make_model(helper.make_graph([], "part", [], []))
-    _Lowering(model, Packing(WeightFiles()), known=known, calls=calls).share_rows()
-    [_, maker, first, second] = calls
-    assert (maker.inputs["next_gate"], maker.outputs["y0_slabs"]) == ("g", first.inputs["x_slabs"])
-    assert second.inputs == {"x": "o", "gate": "other"}
 
 
 def test_outputs_nobody_reads_are_not_made(package: Path) -> None:

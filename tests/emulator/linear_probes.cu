@@ -27,15 +27,13 @@ KERNEL void fetched(u8* counts, const int2* pieces, int count, int first) {
 
 // The copies of one lane of the producer warp per thread, over all stages of a block. `counts`: as
 // above; `slabs`: of the rows, for each cluster.
-KERNEL void asked(u8* counts, u8* slabs, const int4* items, int most_items, int rows, int k,
-                  int first) {
-    const int rank = blockIdx.x % PARTS, steps = (k + STEP_K - 1) / STEP_K;
+KERNEL void asked(u8* counts, u8* slabs, const int4* items, int most_items, int rows, int first) {
     Walk at;
     at.table = items;
     at.at = blockIdx.x / PARTS * most_items * 2;
-    at.halves = halves_of(k, steps * rank / PARTS, steps * (rank + 1) / PARTS);
+    at.halves = halves_of(blockIdx.x % PARTS);
     at.start(entry_at(items + at.at));
-    const int slab_bytes = (k + SLAB_COLUMNS - 1) / SLAB_COLUMNS * rows * SLAB_ROW;
+    const int slab_bytes = (K_SIZE + SLAB_COLUMNS - 1) / SLAB_COLUMNS * rows * SLAB_ROW;
     const Source source = {counts - static_cast<i64>(first) * 512,
                            slabs + blockIdx.x / PARTS * slab_bytes, rows};
     Turn turn;
@@ -50,10 +48,9 @@ KERNEL void asked(u8* counts, u8* slabs, const int4* items, int most_items, int 
 }
 
 // The first word of the computed first item of each cluster that does not load it.
-KERNEL void computed(int4* found, int loaded, int tiles, int k) {
+KERNEL void computed(int4* found, int loaded, int tiles) {
     const FirstItems first = {loaded, tiles};
-    const int steps = (k + STEP_K - 1) / STEP_K, cluster = loaded + threadIdx.x;
-    found[threadIdx.x] = first.entry(cluster, steps).a;
+    found[threadIdx.x] = first.entry(loaded + static_cast<int>(threadIdx.x)).a;
 }
 
 // For every strip and pair of its columns: column, place in row 31, or -1 for padding.

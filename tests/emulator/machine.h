@@ -91,7 +91,6 @@ struct Launch {
     u32 grid[3];
     int threads, shared;
     int cluster;  // blocks along x
-    int settles;  // let_next_start must come after wait_for_previous
     // Order of threads and blocks: 0 ascending, 1 descending; from LATE on ascending, but each
     // block's warp seed - LATE only runs when nothing else can go on; else pseudo-random.
     u32 seed;

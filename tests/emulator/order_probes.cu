@@ -23,17 +23,17 @@ DEVICE void tell(int what, u32 barrier, u32 bytes) {
 #include "linear/kernel.cu"
 
 // Told of lane 0, which requests everything if a stage is one step of full rows.
-KERNEL void order(int* events, const int4* items, int k) {
+KERNEL void order(int* events, const int4* items) {
     next_event = events;
     Walk at;
     at.table = items;
     at.at = 0;
-    at.halves = halves_of(k, 0, k / STEP_K / PARTS);
+    at.halves = halves_of(0);
     at.start(entry_at(items));
     Turn turn;
     turn.start(0, 0);
     const Room room = {0, 0, 0, 0};
     const saddr early = 1024;
-    ask({nullptr, nullptr, ROWS}, turn, at, early, {nullptr, nullptr, 0, k, 0.0f},
+    ask({nullptr, nullptr, ROWS}, turn, at, early, {nullptr, nullptr, 0, 0.0f, 0},
         {nullptr, nullptr, 0}, room);
 }

@@ -22,12 +22,8 @@ from paired import DEVICE, Pair, built, near, opened, packages, paired
 from poisoned import poison
 
 from thor_dflash.builders import build as builder
-from thor_dflash.plugins.launch import Device, Launch, Site
-from thor_dflash.plugins.linear.prepare import Gate
 from thor_dflash.plugins.rules import RULES
 from thor_dflash.program import read
-from thor_dflash.runtime.engines.cuda.bench import Keep, everything, rooms
-from thor_dflash.runtime.engines.cuda.engine import CudaEngine
 from thor_dflash.runtime.propose import Dflash
 from thor_dflash.runtime.session import Request
 from thor_dflash.tensors import Array
@@ -53,48 +49,6 @@ def test_cycles_leave_what_onnx_runtime_leaves(pair: Pair) -> None:
     assert set(pair.ours.engine.busy()) == {"propose+verify+accept+observe"}
     assert len(pair.device.graphs) == 1
     assert {name for name, places in pair.places.items() if len(places) == 2} == pair.moved()
-
-
-def test_a_gate_from_before_the_recurrence_is_read_while_that_still_runs(pair: Pair) -> None:
-    begun = len(pair.device.ran)
-    pair.cycle(list(range(50, 65)))
-    rows = [w.defines for w in pair.device.ran[begun:] if w.kernel == "linear_rows"]
-    assert {(d["GATE"], d["SETTLED"]) for d in rows if d["GATE"]} == {(Gate.SILU, 1)}
-    assert not any(d["SETTLED"] for d in rows if not d["GATE"])
-
-
-def test_what_the_previous_step_writes_has_not_settled(root: Path) -> None:
-    """Of the product after a recurrence, its gate and residual have; of others, nothing."""
-    found: set[frozenset[str]] = set()
-    rule = RULES["linear"]
-
-    def launches(site: Site, device: Device) -> tuple[Launch, ...]:
-        if site.size("x", 0) <= 16:
-            found.add(site.settled)
-        return rule.launches(site, device)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(RULES, "linear", replace(rule, launches=launches))  # type: ignore[arg-type]
-        emulate(patch, DEVICE)
-        with closing(opened(root / "cuda")) as session:
-            session.model.write_tokens(list(range(16)))
-            session.model.verify()
-    assert found == {frozenset(), frozenset({"gate", "residual"})}
-
-
-@pytest.mark.parametrize(("keep", "settled"), [(everything, 1), (rooms("linear"), 0)])
-def test_an_excerpt_without_the_recurrence_reads_no_gate_early(
-    root: Path, keep: Keep, settled: int
-) -> None:
-    """The product would then follow the one that makes its gate, and read it too soon."""
-    with pytest.MonkeyPatch.context() as patch:
-        device = emulate(patch, DEVICE)
-        with closing(opened(root / "cuda")) as session:
-            engine, verify = session.model.engine, session.model.call("verify")
-            assert isinstance(engine, CudaEngine)
-            engine.excerpt([verify], keep).run()
-            rows = [w.defines for w in device.ran if w.kernel == "linear_rows"]
-    assert {d["SETTLED"] for d in rows if d["GATE"]} == {settled}
 
 
 def test_a_program_without_fusion_gives_nearly_the_same_logits(pair: Pair, root: Path) -> None:
@@ -125,8 +79,24 @@ def test_rows_gated_by_attention_equal_those_gated_by_the_product(pair: Pair, ro
         rule = replace(RULES["verify_attention"], gates=False)
         patch.setitem(RULES, "verify_attention", rule)  # type: ignore[arg-type]
         other = built(root, "cuda", "ungated")
-    assert not any("next_gate" in step.ports for step in read(other, "verify").steps)
+    steps = [s for s in read(other, "verify").steps if s.room == "verify_attention"]
+    assert not any("next_gate" in step.ports for step in steps)
     np.testing.assert_array_equal(verified(other, tokens).view(np.uint32), logits.view(np.uint32))
+
+
+def test_rows_finished_by_gdn_are_near_those_finished_by_the_product(
+    pair: Pair, root: Path
+) -> None:
+    """Not equal: they are rounded before the factor 1 / rms instead of after it."""
+    assert pair.begun is not None
+    tokens, logits = pair.begun
+    with pytest.MonkeyPatch.context() as patch:
+        rule = replace(RULES["gdn"], finishes=lambda attributes: False)
+        patch.setitem(RULES, "gdn", rule)  # type: ignore[arg-type]
+        other = built(root, "cuda", "unfinished")
+    steps = [s for s in read(other, "verify").steps if s.room == "gdn"]
+    assert not any("next_gate" in step.ports for step in steps)
+    near("logits", verified(other, tokens), logits)
 
 
 def test_a_new_sequence_finds_cleared_states(root: Path) -> None:
@@ -154,8 +124,9 @@ def test_rings_written_in_the_same_graph_are_not_read_early(root: Path) -> None:
 
 
 SHARED = {
-    "verify": "layers.0.linear_attn.in_proj= "
-    "layers.0.mlp.gate_up= layers.0.mlp.down_proj layers.1.linear_attn.in_proj= "
+    "verify": "layers.0.linear_attn.in_proj= layers.0.linear_attn.out_proj= "
+    "layers.0.mlp.gate_up= layers.0.mlp.down_proj "
+    "layers.1.linear_attn.in_proj= layers.1.linear_attn.out_proj= "
     "layers.1.mlp.gate_up= layers.1.mlp.down_proj layers.2.self_attn.qkv= "
     "layers.2.self_attn.o_proj layers.2.mlp.gate_up= layers.2.mlp.down_proj head=",
     "propose": "drafter.layers.0.self_attn.qkv= "
@@ -167,7 +138,7 @@ SHARED = {
 }
 """Calls whose rows an earlier call leaves in slabs; "=" marks rows that are also normed and come
 with sums of squares."""
-ROWS_OF = {"embed": "rows", "verify_attention": "o", "draft_attention": "o"}
+ROWS_OF = {"embed": "rows", "gdn": "o", "verify_attention": "o", "draft_attention": "o"}
 """Room -> its output of rows, where that is not y0."""
 
 

@@ -6,15 +6,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import gdn_cases
 import numpy as np
 import pytest
 from attention_cases import alone, case_of, rising, without_risers
 from fetching import fetching, of_few_rows
+from finishing import check_left, finishing, normed_case, taking
 from gating import entering, gated_call
 from kernel_cases import cases_of, every_code
 from kernels import Refused, call_of, compare, in_kernel_types, launch, slabs
 from leaving import leaving
 from on_gpu import Gpu
+from products import BF16
 from row_law import cut, outputs_by_row, prefixes, rows_of, same_bits, served_apart
 
 from thor_dflash.plugins import DRAFT_ATTENTION, GDN, LINEAR, OPS, VERIFY_ATTENTION
@@ -111,6 +114,34 @@ def test_attention_gates_rows_as_a_separate_launch_does(gpu: Gpu) -> None:
             got = launch(call, gpu, gpu.driver.info.device)
             made = entering(got["o"], call.inputs["next_gate"], gpu)
             same_bits({"y0_slabs": got["y0_slabs"]}, {"y0_slabs": made})
+
+
+@pytest.mark.parametrize("rows", [1, 13, 16, 32])
+@pytest.mark.parametrize("saves", ["records", "states"])
+def test_gdn_leaves_rows_for_the_next_product(gpu: Gpu, rows: int, saves: str) -> None:
+    """With the results of a call that leaves none, and the same bits every time."""
+    device = gpu.driver.info.device
+    plain = call_of(GDN, gdn_cases.case_of(rows, rows, 16, 11, (16, 48), saves=saves))
+    call = finishing(plain, np.random.default_rng(rows).normal(1, 0.2, 128).astype(BF16))
+    first = launch(call, gpu, device)
+    same_bits(first, launch(plain, gpu, device))
+    check_left(call, first, 0.0)
+    for _ in range(TIMES):
+        same_bits(launch(call, gpu, device), first)
+
+
+@pytest.mark.parametrize("rows", [1, 13, 16, 32])
+@pytest.mark.parametrize(("heads", "columns"), [(48, 5120), (7, 640), (1, 128)])
+def test_a_product_applies_the_factors_of_heads(
+    gpu: Gpu, rows: int, heads: int, columns: int
+) -> None:
+    real = gpu.driver.info.device
+    call = taking(normed_case(rows, heads, columns))
+    for device in (real, Device(real.capability, 20, real.shared), Device(real.capability, 3)):
+        first = launch(call, gpu, device)
+        compare(LINEAR, first, call.want, nearest=False)
+        for _ in range(TIMES):
+            same_bits(launch(call, gpu, device), first)
 
 
 def test_the_drafters_attention_leaves_its_rows_for_the_next_product(gpu: Gpu) -> None:

@@ -12,9 +12,7 @@ from emulator_code import COMPILER, MACHINE, EmulatorFault
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 
 
-def probe(
-    kernel: str, *numbers: int, reads: bool = True, early: bool = False, settles: bool = False
-) -> None:
+def probe(kernel: str, *numbers: int, reads: bool = True, early: bool = False) -> None:
     """Run two blocks of a kernel of probes.cu, whose first argument, if it `reads`, is 32 times 16
     bytes of ones, and all others are integers.
     """
@@ -24,8 +22,7 @@ def probe(
     arguments = [ctypes.c_void_p(x.ctypes.data)] if reads else []
     arguments += [ctypes.c_int32(n) for n in numbers]
     memory = [Memory(x.ctypes.data, x.nbytes, False, early, early)]
-    place = MACHINE / "probes.cu", {}, kernel, (2, 1, 1), 32, 512
-    run(*place, arguments, memory, settles=settles)
+    run(MACHINE / "probes.cu", {}, kernel, (2, 1, 1), 32, 512, arguments, memory)
 
 
 @pytest.mark.parametrize("valid", [0, 1])
@@ -39,12 +36,6 @@ def test_every_block_that_waits_lets_the_next_kernel_start() -> None:
     probe("wrong_no_let", -1, reads=False)
     with pytest.raises(EmulatorFault, match=r"block .1, 0, 0. ended without let_next_start"):
         probe("wrong_no_let", 1, reads=False)
-
-
-def test_a_launch_that_settles_waits_before_it_lets_the_next_start() -> None:
-    probe("wrong_no_let", -1, reads=False)
-    with pytest.raises(EmulatorFault, match="let_next_start before wait_for_previous"):
-        probe("wrong_no_let", -1, reads=False, settles=True)
 
 
 def test_what_is_read_early_is_requested_before_the_next_kernel_may_start() -> None:

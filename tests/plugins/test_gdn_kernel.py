@@ -11,6 +11,7 @@ import pytest
 from compiled import usage_of
 from emulation import EARLY, Emulator
 from emulator_code import EmulatorFault
+from gdn_cases import case_of, poisoned, prefill
 from kernel_sites import sites
 from kernels import POISON, Buffer, Step, call_of, compare, launch, shaped, site_of
 from receiving import tells
@@ -18,49 +19,14 @@ from receiving import tells
 from thor_dflash.plugins.cuda.compile import architecture
 from thor_dflash.plugins.gdn import OP
 from thor_dflash.plugins.gdn.launch import launches, refuse
-from thor_dflash.plugins.gdn.reference import gdn_case
 from thor_dflash.plugins.launch import H100, THOR, Device
-from thor_dflash.plugins.op import Attribute, Case
+from thor_dflash.plugins.op import Case
 from thor_dflash.tensors import Array, DType
 
 FLOAT_ERROR = 2e-6
 """Largest error of the float32 outputs of a verify, relative to the largest value."""
 CHUNK_ERROR = 5e-5
 """The same of a prefill, whose products take each factor as a pair of bf16: an error of 2^-16."""
-
-
-def case_of(
-    seed: int,
-    rows: int,
-    held: int,
-    accepted: int,
-    heads: tuple[int, int] = (1, 2),
-    **attributes: Attribute,
-) -> Case:
-    """A case with the kernels' head dimensions; rows are bf16. `heads`: key heads, value heads."""
-    keys, values = heads
-    sizes: dict[str, Attribute] = {
-        "key_dim": 128, "value_dim": 128, "key_heads": keys, "value_heads": values
-    }  # fmt: skip
-    rng = np.random.default_rng(seed)
-    return gdn_case(rng, rows, held, accepted, sizes | attributes, DType.BF16)
-
-
-def prefill(case: Case, valid: int) -> Case:
-    """The case with `valid` as its number of valid rows."""
-    return Case(case.name, {**case.inputs, "valid": np.array([valid], np.int32)}, case.attributes)
-
-
-def poisoned(case: Case) -> Case:
-    """The case with NaN in all rows and records beyond the counts `valid` and `accepted`."""
-    x = {name: value.copy() for name, value in case.inputs.items()}
-    for name in x:
-        if name.startswith(("record", "states")):
-            x[name][int(x["accepted"][0]) :] = np.nan
-    for name in ("qkv", "b", "a"):
-        if "valid" in x:
-            x[name][int(x["valid"][0]) :] = np.nan
-    return Case(case.name, x, case.attributes)
 
 
 def outputs(case: Case, device: Device = THOR, seed: int = 0) -> Mapping[str, Array]:

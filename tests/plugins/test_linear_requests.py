@@ -29,7 +29,7 @@ PROBES = "linear_probes.cu"
 UNIT = 64
 """Bytes whose requests are counted together, as in the probes."""
 COMMON = {"WARPS": 8, "PARTS": 2, "MANY": 1, "TILES": 0, "LANES": 4, "EPILOGUE": 0, "ROW_SCALE": 0}
-COMMON |= {"LOADED": 2}
+COMMON |= {"LOADED": 2, "HEAD_SCALE": 0, "K_SIZE": 128}
 FP8, BF16 = Kind.FP8, Kind.BF16
 
 
@@ -41,11 +41,12 @@ def probe(
     parts: int = 2,
     narrow: int = 0,
     full: int = 1,
+    k: int = 128,
 ) -> None:
     """Run a kernel of the probes: eight multiplying warps, 16 rows if `full`, else up to 15."""
     kinds = 1 << N4 if narrow else 7
     defines = {"ROW_TILES": 1, "FULL": full, "NEXT": 0, "KINDS": kinds, "NARROW": narrow}
-    known = {**COMMON, **defines, "PARTS": parts}
+    known = {**COMMON, **defines, "PARTS": parts, "K_SIZE": k}
     emulation.probe(PROBES, kernel, *arguments, blocks=grid, threads=threads, **known)
 
 
@@ -58,8 +59,9 @@ def requested(plan: Layout, cut: Partition, rows: int, first: int = 0) -> tuple[
     counts = np.zeros(plan.nbytes - first, np.uint8)
     slabs = np.zeros((len(table), *few.slabs(rows, plan.k)), np.uint16).view(np.uint8)
     probe(
-        "asked", len(table) * cut.parts, 32, counts, slabs, table, cut.most_items, rows, plan.k,
-        first // 512, parts=cut.parts, narrow=int(bool(plan.narrow)), full=int(rows == 16),
+        "asked", len(table) * cut.parts, 32,
+        counts, slabs, table, cut.most_items, rows, first // 512,
+        parts=cut.parts, narrow=int(bool(plan.narrow)), full=int(rows == 16), k=plan.k,
     )  # fmt: skip
     weights, given = (x.reshape(-1, UNIT)[:, :2] for x in (counts, slabs))
     return weights, given.reshape(len(table), -1, 2)
@@ -108,10 +110,8 @@ def test_first_items_are_computed_as_the_table_has_them(
     assert {c[0].piece.group.kind for c in cut.clusters[:loaded]} == kinds
     found = np.zeros((len(cut.clusters) - loaded, 4), np.int32)
     known = {**COMMON, "TILES": cut.tiles, "MANY": 0, "ROW_TILES": 1, "FULL": 1, "NEXT": 0}
-    defines = {**known, "KINDS": 7, "NARROW": 0}
-    emulation.probe(
-        PROBES, "computed", found, loaded, first.tiles, plan.k, threads=len(found), **defines
-    )
+    defines = {**known, "KINDS": 7, "NARROW": 0, "K_SIZE": plan.k}
+    emulation.probe(PROBES, "computed", found, loaded, first.tiles, threads=len(found), **defines)
     np.testing.assert_array_equal(found, table[loaded:])
 
 
@@ -157,7 +157,8 @@ def test_two_stages_are_on_their_way_and_rows_wait_for_nothing_else(
     events = np.zeros((200, 3), np.int32)
     known = {**COMMON, "WARPS": warps, "PARTS": parts, "MANY": 0, "TILES": tiles, "NEXT": 0}
     defines = {**known, "LANES": warps // 2, "ROW_TILES": 1, "FULL": 1, "KINDS": 1, "NARROW": 0}
-    emulation.probe("order_probes.cu", "order", events, table, plan.k, **defines)
+    defines["K_SIZE"] = plan.k
+    emulation.probe("order_probes.cu", "order", events, table, **defines)
     end, weights, rows, wait, previous = range(5)
     told = [tuple(map(int, event)) for event in events if event[0] != end]
     step = tiles * Kind.NVFP4.step_bytes

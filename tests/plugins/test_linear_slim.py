@@ -4,12 +4,15 @@ two on a multiprocessor.
 
 from __future__ import annotations
 
+import itertools
+
 import kernels
 import numpy as np
 import pytest
 from emulation import Emulator
 from emulator_code import COMPILER
 from kernel_cases import CANCELLED, cases_of
+from products import SHAPES
 
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.launch import H100, THOR, Device
@@ -71,8 +74,8 @@ def test_any_product_may_be_made_by_slim_blocks(
 ) -> None:
     """Several items per cluster, of one n-tile, of two, and of half a bf16 n-tile."""
 
-    def slim(plan: Layout, multiprocessors: int) -> Partition:
-        cut = Partition(4, 3, parts, ())
+    def slim(plan: Layout, multiprocessors: int, *, by_head: bool) -> Partition:
+        cut = Partition(4, 3, parts, (), by_head)
         return _dealt(plan, cut, clusters(parts, multiprocessors, 3), 1 + seed % 2)
 
     monkeypatch.setattr(few, "partition", slim)
@@ -88,3 +91,18 @@ def test_few_columns_get_slim_blocks_on_an_h100_and_not_on_a_thor(k: int) -> Non
     assert (cut.warps, cut.parts) == (4, 8)
     assert [len(items) for items in cut.clusters] == [1] * 40
     assert partition(plan, THOR.multiprocessors).warps == 8
+
+
+@pytest.mark.parametrize("parts", [2, 4, 8])
+@pytest.mark.parametrize(("warps", "each"), [(8, 2), (4, 3)])
+def test_blocks_fit_on_a_multiprocessor(warps: int, each: int, parts: int) -> None:
+    """A multiprocessor has 228 KB, and a block takes 1 KB more than it asks for. Source: CUDA
+    programming guide.
+    """
+    gate_and_up, out = _layout(*SHAPES["gate_up"]), _layout(*SHAPES["out_proj"])
+    assert gate_and_up.narrow
+    cuts = [(out, by_head) for by_head in (False, True)]
+    cuts += [(gate_and_up, False)] if warps == 8 else []
+    for (plan, by_head), tiles in itertools.product(cuts, (1, 2)):
+        shared = few._shared(tiles, plan, Partition(warps, each, parts, (), by_head))
+        assert each * (shared + 1024) <= 228 * 1024

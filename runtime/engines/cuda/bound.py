@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -83,8 +82,6 @@ class Planned:
     source: Path
     scratch: dict[str, int]
     """Name of a Scratch argument -> offset in the step's working memory."""
-    alone: Launch | None = None
-    """The launch if the one before it is left out and nothing has settled; None: the same."""
 
 
 @dataclass(slots=True, eq=False)
@@ -127,15 +124,12 @@ def bind(call: Call, program: Program, device: Device) -> Bound:
         if "packed" in step.ports
     }
     planned: list[Planned] = []
-    known: set[str] = set()
     most = 0
     for step, alone in zip(program.steps, sites, strict=True):
         rule = RULES[step.room]
         if why := rule.refuse(alone):
             raise EngineError(f"{program.name}: {step.name}: {why}")
-        settled = _settled(step, planned[-1], known) if planned else frozenset[str]()
-        site = replace(alone, following=packed.get(step.ports.get(AHEAD, "")), settled=settled)
-        known |= program.values.keys() & set(step.ports.values())
+        site = replace(alone, following=packed.get(step.ports.get(AHEAD, "")))
         launches = rule.launches(site, device)
         if (shared := max(one.shared for one in launches)) > device.shared:
             raise EngineError(
@@ -143,36 +137,9 @@ def bind(call: Call, program: Program, device: Device) -> Bound:
                 f"{device.shared} bytes on this device (got {shared})"
             )
         offsets, size = working(launches)
-        others = rule.launches(replace(site, settled=frozenset()), device) if settled else ()
-        planned += [
-            Planned(step, one, rule.folder / one.source, offsets, other)
-            for one, other in itertools.zip_longest(launches, others)
-        ]
+        planned += [Planned(step, one, rule.folder / one.source, offsets) for one in launches]
         most = max(most, size)
     return Bound(call, program, planned, most, packed)
-
-
-def excerpt(bound: Bound, keep: Callable[[Step], bool]) -> list[Planned]:
-    """The launches of the steps to keep. What a launch that is left out would have settled has not
-    settled for the next one.
-    """
-    kept: list[Planned] = []
-    for before, planned in zip((None, *bound.planned), bound.planned, strict=False):
-        if keep(planned.step):
-            follows = before is not None and keep(before.step)
-            alone = None if follows else planned.alone
-            kept.append(replace(planned, launch=alone) if alone else planned)
-    return kept
-
-
-def _settled(step: Step, before: Planned, known: Collection[str]) -> frozenset[str]:
-    """Ports of a step with intermediate values, among the `known` ones of earlier steps, that are
-    complete before the launch `before` it has ended: those that this launch's step has not.
-    """
-    if not before.launch.settles:
-        return frozenset()
-    late = before.step.ports.values()
-    return frozenset(p for p, name in step.ports.items() if name in known and name not in late)
 
 
 def _site(step: Step, shapes: Mapping[str, Shaped]) -> Site:

@@ -124,19 +124,17 @@ class Launcher:
         """Capture the launches of some calls as one graph; or, with `graph` false, enqueue them for
         every run, without a handover.
         """
-        # Before anything is captured: a kernel that only an excerpt has is not loaded yet.
-        found = [[self._kernels.function(p.source, p.launch) for p, _ in each] for each in calls]
 
         def enqueued(number: int) -> None:
-            each = zip(found[number], calls[number], strict=True)
-            for i, (kernel, (planned, arguments)) in enumerate(each):
+            for i, (planned, arguments) in enumerate(calls[number]):
                 launch = planned.launch
+                kernel = self._kernels.function(planned.source, launch)
                 overlap = self._kernels.overlap and launch.overlap and (number > 0 or i > 0)
                 driver = self._driver
                 enqueue(driver, driver.stream, kernel, launch, arguments, overlap=overlap)
 
-        starts = [partial(enqueued, number) for number in range(len(calls))]
-        return capture(name, self._driver, starts, handover, graph=graph)
+        each = [partial(enqueued, number) for number in range(len(calls))]
+        return capture(name, self._driver, each, handover, graph=graph)
 
 
 def capture(

@@ -29,7 +29,6 @@ from thor_dflash.runtime.engines.cuda.bound import (
     address,
     arguments,
     bind,
-    excerpt,
     in_place,
     table,
     untold,
@@ -187,14 +186,13 @@ class CudaEngine(Board):
 
     def excerpt(self, calls: Sequence[Call], keep: Callable[[Step], bool]) -> Captured:
         """Capture some steps of prepared calls as one graph, for measurements. The values that they
-        leave behind are meaningless. No weight is prefetched for a step that is left out, and
-        nothing is read early that only a step that is left out makes safe to read.
+        leave behind are meaningless. No weight is prefetched for a step that is left out.
         """
         launches: list[tuple[Planned, Arguments]] = []
         part = self._part(calls)
         with self._as_placed(part):
             for bound in [self._bound[id(call)] for call in calls]:
-                kept = excerpt(bound, keep)
+                kept = [planned for planned in bound.planned if keep(planned.step)]
                 read = {planned.step.ports.get("packed") for planned in kept}
                 for planned in kept:
                     out = () if planned.step.ports.get(AHEAD) in read else (AHEAD,)

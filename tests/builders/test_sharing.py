@@ -1,0 +1,114 @@
+"""Which calls leave their rows as the next product reads them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from onnx import helper
+
+from thor_dflash.builders.calls import Known, RoomCall
+from thor_dflash.builders.packing import Packing
+from thor_dflash.builders.programs import _Lowering
+from thor_dflash.builders.weights import WeightFiles
+from thor_dflash.plugins.op import Attribute
+from thor_dflash.tensors import DType
+
+
+def attended(**more: Attribute) -> tuple[list[RoomCall], dict[str, Known]]:
+    """Returns three calls and what is known of the rows between them: a linear that makes the gate,
+    attention, and the linear that reads both. `more` changes attributes of the last.
+    """
+    attributes = {"gate": "sigmoid", "head_dim": 0, "segments": 1, "epilogue": "none", **more}
+    taken = {"x": "o", "gate": "g", "weight0": "w"}
+    calls = [
+        RoomCall("qkv", "linear", {}, {"x": "h"}, {"y1": "g"}),
+        RoomCall("attention", "verify_attention", {}, {"q": "q"}, {"o": "o"}),
+        RoomCall("o_proj", "linear", attributes, taken, {"y0": "y"}),
+    ]
+    return calls, {name: Known(DType.BF16, (16, 512)) for name in ("o", "g", "y", "w")}
+
+
+def shares(calls: list[RoomCall], known: dict[str, Known]) -> bool:
+    """Whether attention applies the gate and leaves its rows in slabs for the last linear."""
+    model = helper.make_model(helper.make_graph([], "part", [], []))
+    lowering = _Lowering(model, Packing(WeightFiles()), known=known, calls=calls)
+    lowering.share_rows()
+    [maker] = [call for call in calls if call.room == "verify_attention"]
+    ours = maker.inputs.get("next_gate") == "g" and "y0_slabs" in maker.outputs
+    assert ours == ("x_slabs" in calls[-1].inputs) == ("o.slabs" in lowering.known)
+    return ours
+
+
+def test_attention_applies_a_plain_sigmoid_gate_that_is_made_before_it() -> None:
+    calls, known = attended()
+    assert shares(calls, known)
+    assert not shares(*attended(gate="silu"))
+    assert not shares(*attended(head_dim=256))
+    calls, known = attended()
+    calls[-1].inputs["norm_weight"] = "w"
+    assert not shares(calls, known)
+    for shape in ((33, 512), (16, 520)):
+        calls, known = attended()
+        assert not shares(calls, {**known, "o": Known(DType.BF16, shape)})
+    (gate, rows, product), known = attended()
+    assert not shares([rows, gate, product], known), "the gate is not there yet"
+
+
+def test_rows_are_prepared_for_the_first_of_two_products() -> None:
+    calls, known = attended()
+    calls.append(replace(calls[-1], name="second", inputs={"x": "o", "gate": "other"}))
+    model = helper.make_model(helper.make_graph([], "part", [], []))
+    _Lowering(model, Packing(WeightFiles()), known=known, calls=calls).share_rows()
+    [_, maker, first, second] = calls
+    assert (maker.inputs["next_gate"], maker.outputs["y0_slabs"]) == ("g", first.inputs["x_slabs"])
+    assert second.inputs == {"x": "o", "gate": "other"}
+
+
+def walked(**more: Attribute) -> tuple[list[RoomCall], dict[str, Known]]:
+    """Returns gdn and the product that reads its rows, and what is known. `more` changes attributes
+    of the product.
+    """
+    attributes = {"gate": "silu", "head_dim": 128, "norm_offset": 0.0, "epilogue": "residual"}
+    taken = {"x": "o", "gate": "z", "norm_weight": "n", "residual": "r", "weight0": "w"}
+    calls = [
+        RoomCall("in_proj", "linear", {}, {"x": "h"}, {"y1": "z"}),
+        RoomCall("gdn", "gdn", {"mode": "verify"}, {"qkv": "q"}, {"o": "o"}),
+        RoomCall("out_proj", "linear", {**attributes, "segments": 1, **more}, taken, {"y0": "y"}),
+    ]
+    known = {name: Known(DType.BF16, (16, 512)) for name in ("o", "z", "r", "y")}
+    return calls, {**known, "n": Known(DType.BF16, (128,)), "w": Known(DType.U8, (512, 256))}
+
+
+def finishes(calls: list[RoomCall], known: dict[str, Known]) -> bool:
+    """Whether gdn applies norm and gate and leaves its rows in slabs for the last linear."""
+    model = helper.make_model(helper.make_graph([], "part", [], []))
+    lowering = _Lowering(model, Packing(WeightFiles()), known=known, calls=calls)
+    lowering.share_rows()
+    [maker] = [call for call in calls if call.room == "gdn"]
+    ours = {"next_gate", "next_norm_weight"} <= maker.inputs.keys()
+    assert ours == ({"y0_slabs", "y0_squares"} <= maker.outputs.keys())
+    assert ours == ({"x_slabs", "x_squares"} <= calls[-1].inputs.keys())
+    assert not ours or known["o.squares"] == Known(DType.F32, (4, 32, 8))
+    return ours
+
+
+def test_gdn_finishes_rows_of_nvfp4_products_alone() -> None:
+    assert finishes(*walked())
+    assert not finishes(*walked(gate="sigmoid"))
+    assert not finishes(*walked(head_dim=256))
+    assert not finishes(*walked(epilogue="swiglu"))
+    for change in (
+        {"w": Known(DType.FP8, (512, 512))},
+        {"w": Known(DType.BF16, (512, 512))},
+        {"o": Known(DType.BF16, (33, 512))},
+    ):
+        calls, known = walked()
+        assert not finishes(calls, {**known, **change})
+    calls, known = walked()
+    calls[1].attributes["mode"] = "prefill"
+    assert not finishes(calls, known)
+    calls, known = walked()
+    del calls[-1].inputs["norm_weight"]
+    assert not finishes(calls, known)
+    (gate, rows, product), known = walked()
+    assert not finishes([rows, gate, product], known), "the gate is not there yet"

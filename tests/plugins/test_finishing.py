@@ -1,0 +1,169 @@
+"""gdn that leaves its rows for the next product, and products that take rows without the factors of
+their heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+from emulation import Emulator
+from emulator_code import COMPILER
+from finishing import HEAD, check_left, finishing, normed_case, taking
+from gdn_cases import case_of, poisoned
+from kernels import call_of, compare, launch, shaped
+from products import BF16
+from row_law import same_bits
+
+from thor_dflash.plugins import GDN, LINEAR
+from thor_dflash.plugins.gdn.launch import refuse
+from thor_dflash.plugins.launch import H100, THOR, Device, Shaped, Site
+from thor_dflash.plugins.linear import few
+from thor_dflash.plugins.linear.layout import Layout
+from thor_dflash.plugins.linear.partition import Partition, _dealt, clusters
+from thor_dflash.tensors import DType
+
+emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
+SEVERAL = Device((9, 0), 12)
+
+
+@emulated
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "heads", "saves"),
+    [
+        (1, (1, 2), "records"), (2, (1, 1), "records"), (3, (3, 9), "records"),
+        (7, (2, 6), "records"), (8, (1, 3), "states"), (16, (1, 5), "records"),
+        (16, (2, 6), "records"), (31, (1, 3), "records"), (32, (1, 3), "records"),
+    ],
+)  # fmt: skip
+def test_gdn_leaves_rows_for_the_next_product(
+    rows: int, heads: tuple[int, int], saves: str, wide: bool
+) -> None:
+    """And all its other results keep their bits, in any order of threads."""
+    offset = float(not wide)
+    rng = np.random.default_rng(rows)
+    weight = rng.normal(1 - offset, 0.2, HEAD).astype(np.float32 if wide else BF16)
+    case = poisoned(case_of(rows, rows, 4, 3, heads, saves=saves))
+    with np.errstate(invalid="ignore"):  # the reference of poisoned records
+        plain = call_of(GDN, case)
+    call = finishing(plain, weight, offset)
+    alone = launch(plain, Emulator(0), H100)
+    for seed, device in ((rows, THOR), (rows + 1, H100)):
+        got = launch(call, Emulator(seed), device)
+        same_bits(got, alone)
+        check_left(call, got, offset)
+
+
+@emulated
+@pytest.mark.parametrize("late", [1 << 16, (1 << 16) + 5])
+def test_a_late_warp_of_gdn_changes_nothing(late: int) -> None:
+    call = finishing(call_of(GDN, case_of(5, 13, 4, 3, (1, 3))), np.ones(HEAD, BF16))
+    same_bits(launch(call, Emulator(late), H100), launch(call, Emulator(0), H100))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mode": "prefill"}, "gdn.y0_slabs must be of a verify (got mode prefill)"),
+        ({"next_gate": None}, "gdn.next_gate must be bfloat16 with y0_slabs (got none)"),
+        ({"next_norm_weight": DType.F16},
+         "gdn.next_norm_weight must be bfloat16 or float32 with y0_slabs (got float16)"),
+    ],
+)  # fmt: skip
+def test_rows_that_gdn_cannot_finish_are_refused(
+    change: Mapping[str, str | DType | None], message: str
+) -> None:
+    site = finishing(call_of(GDN, case_of(1, 2, 2, 1)), np.ones(HEAD, BF16)).site
+    assert refuse(site) == ""
+    ports = dict(site.ports)
+    mode = site.attributes.values | {n: x for n, x in change.items() if isinstance(x, str)}
+    for name, dtype in change.items():
+        if dtype is None:
+            del ports[name]
+        elif isinstance(dtype, DType):
+            ports[name] = Shaped(dtype, ports[name].shape)
+    assert refuse(Site(GDN, type(site.attributes)(mode), ports)) == message
+
+
+@emulated
+@pytest.mark.parametrize("rows", [1, 5, 16, 17, 32])
+@pytest.mark.parametrize(
+    ("heads", "columns", "device"),
+    [
+        (1, 128, THOR),  # the first of two blocks has no head
+        (3, 320, SEVERAL), (10, 640, SEVERAL), (9, 320, H100), (24, 5120, H100),
+        (7, 2048, Device((9, 0), 1)),  # several items, one after the other
+    ],
+)  # fmt: skip
+def test_a_product_applies_the_factors_of_heads(
+    rows: int, heads: int, columns: int, device: Device
+) -> None:
+    call = taking(normed_case(rows, heads, columns))
+    got = launch(call, Emulator(rows), device)
+    compare(LINEAR, got, call.want, nearest=False)
+
+
+@emulated
+@pytest.mark.parametrize(("warps", "each"), [(8, 2), (4, 3)])
+@pytest.mark.parametrize("parts", [2, 4, 8])
+@pytest.mark.parametrize("rows", [3, 16, 32])
+def test_any_cut_applies_the_factors_of_heads(
+    rows: int, parts: int, warps: int, each: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Items of different numbers of n-tiles, and blocks of different numbers of heads."""
+
+    def cut(plan: Layout, multiprocessors: int, *, by_head: bool) -> Partition:
+        assert by_head
+        made = Partition(warps, each, parts, (), by_head)
+        dealt = _dealt(plan, made, clusters(parts, multiprocessors, each), 1)
+        assert len({item.piece.tiles for items in dealt.clusters for item in items}) > 1
+        return dealt
+
+    monkeypatch.setattr(few, "partition", cut)
+    call = taking(normed_case(rows, 11, 1344))
+    three = Device((9, 0), 3)
+    [one] = few.few_launches(call.site, three, few.Fused(few.Epilogue.RESIDUAL, ("y0",)))
+    assert (one.defines["HEAD_SCALE"], one.defines["ROW_SCALE"]) == (1, 0)
+    got = launch(call, Emulator(rows), three)
+    compare(LINEAR, got, call.want, nearest=False)
+
+
+@emulated
+@pytest.mark.parametrize("device", [SEVERAL, H100])
+def test_heads_may_have_values_of_any_size(device: Device) -> None:
+    """From all zero to 1e15 times as large as others: each has a norm of its own."""
+    sizes = np.array([1, 0, 1e-12, 1e3, 1e-2, 1e15, 0, 1, 1e-30, 5])
+    call = taking(normed_case(16, len(sizes), 320, sizes))
+    got = launch(call, Emulator(1), device)
+    compare(LINEAR, got, call.want, nearest=False)
+
+
+@emulated
+@pytest.mark.parametrize("most", [16, 32])
+def test_a_row_by_head_does_not_depend_on_how_many_there_are(most: int) -> None:
+    whole = taking(normed_case(most, 5, 320))
+    want = launch(whole, Emulator(0), SEVERAL)["y0"]
+    for rows in (most - 15, most - 7, most - 1):
+        case = normed_case(most, 5, 320)
+        by_row = {n: case.inputs[n][:rows] for n in ("x", "gate", "residual")}
+        short = taking(type(case)(case.name, {**case.inputs, **by_row}, case.attributes))
+        got = launch(short, Emulator(rows), SEVERAL)["y0"]
+        np.testing.assert_array_equal(got.view(np.uint16), want[:rows].view(np.uint16))
+
+
+@pytest.mark.parametrize(
+    ("change", "takes"),
+    [({}, True), ({"head_dim": 256}, False), ({"epilogue": "swiglu"}, False)],
+)
+def test_products_of_other_heads_do_not_take_unscaled_rows(
+    change: Mapping[str, str | int], takes: bool
+) -> None:
+    case = normed_case(2, 2, 128)
+    attributes = LINEAR.complete({**case.attributes, **change})
+    ports = {name: shaped(x) for name, x in case.inputs.items()}
+    assert few.takes_heads(Site(LINEAR, attributes, ports)) == takes
+    for kind in (DType.FP8, DType.BF16, DType.F16):
+        other = {**ports, "weight0": Shaped(kind, (128, 256))}
+        assert not few.takes_heads(Site(LINEAR, attributes, other))
