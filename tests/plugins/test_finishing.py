@@ -13,15 +13,15 @@ from emulator_code import COMPILER
 from finishing import HEAD, check_left, finishing, normed_case, taking
 from gdn_cases import case_of, poisoned
 from kernels import call_of, compare, launch, shaped
-from products import BF16
+from products import BF16, SHAPES
 from row_law import same_bits
 
 from thor_dflash.plugins import GDN, LINEAR
 from thor_dflash.plugins.gdn.launch import refuse
 from thor_dflash.plugins.launch import H100, THOR, Device, Shaped, Site
 from thor_dflash.plugins.linear import few
-from thor_dflash.plugins.linear.layout import Layout
-from thor_dflash.plugins.linear.partition import Partition, _dealt, clusters
+from thor_dflash.plugins.linear.layout import Layout, _layout
+from thor_dflash.plugins.linear.partition import Partition, _dealt, clusters, lanes, partition
 from thor_dflash.tensors import DType
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
@@ -128,6 +128,15 @@ def test_any_cut_applies_the_factors_of_heads(
     assert (one.defines["HEAD_SCALE"], one.defines["ROW_SCALE"]) == (1, 0)
     got = launch(call, Emulator(rows), three)
     compare(LINEAR, got, call.want, nearest=False)
+
+
+def test_two_warps_share_the_columns_of_an_n_tile_whatever_the_item() -> None:
+    """A stage is then one step, hence one head (Item::phase_bits in ring.cuh)."""
+    plan = _layout(*SHAPES["out_proj"])
+    for multiprocessors in (*range(5, 33), 60, 132):
+        cut = partition(plan, multiprocessors, by_head=True)
+        shared = {lanes(plan, item.piece, cut) for items in cut.clusters for item in items}
+        assert shared == {cut.warps // 2}
 
 
 @emulated
