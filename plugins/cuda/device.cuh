@@ -172,7 +172,6 @@ DEVICE void fence_device() { __threadfence(); }
 // this multiprocessor's L1 cache, which does not see other multiprocessors' writes.
 DEVICE float4 load_shared_result(const float4* p) { return __ldcg(p); }
 DEVICE uint4 load_shared_result(const uint4* p) { return __ldcg(p); }
-DEVICE float2 load_shared_result(const float2* p) { return __ldcg(p); }
 DEVICE float load_shared_result(const float* p) { return __ldcg(p); }
 DEVICE u32 load_shared_result(const u32* p) { return __ldcg(p); }
 

@@ -11,7 +11,7 @@
 // All warps synchronise once, before any data is exchanged. After that each half synchronises only
 // within itself, and the data that one half leaves in shared memory for the other has a barrier of
 // its own. Makers run ahead through all rows; then they wait for the folded state and write it
-// back.
+// back. With NEXT, walkers leave o in the place of v, and makers finish and store it (finish.cuh).
 //
 // Only the rows (qkv, b, a) come from the previous kernel. State, records, tail and the number of
 // accepted rows were written in an earlier step. A step's first kernel starts only when the
@@ -388,7 +388,7 @@ gdn_rows(const u16* qkv, const u16* b, const u16* a, const void* conv_weight, co
         const Maker make(p, conv_weight);
 #if NEXT
         const Next next = {next_gate, next_norm_weight, y_slabs, y_squares, next_offset};
-        const Finish left(p, next);
+        Finish finish(p, next);
 #endif
         copy_async_wait<0>();
         barrier_arrive(m.barriers.fetched());
@@ -407,13 +407,12 @@ gdn_rows(const u16* qkv, const u16* b, const u16* a, const void* conv_weight, co
             barrier_arrive(m.barriers.made(first));
         }
 #if NEXT
-        Finishing finishing;
-        finishing.start(left, p, next, rows);
+        finish.start(next, rows);
 #endif
         Barriers::wait(m.barriers.folded());
         put_state(next_state, m.tile, p);
 #if NEXT
-        finishing.run(left, m.rows, p, m.barriers, next, o, rows);
+        finish.run(m.rows, p, m.barriers, next, o, rows);
 #endif
         return;
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from thor_dflash.plugins.launch import At, Device, Int, Launch, Real, Scratch, Shift, Site, ahead
+from thor_dflash.plugins.linear.few import head_squares
 from thor_dflash.tensors import DType
 
 IN_PLACE: frozenset[str] = frozenset({"next_state"})
@@ -127,6 +128,14 @@ def _refuse_left(site: Site) -> str:
         if got not in kinds:
             rule = " or ".join(kind.value for kind in kinds)
             return f"gdn.{name} must be {rule} with y0_slabs (got {got.value if got else 'none'})"
+    shapes = {
+        "next_norm_weight": (DIM,),
+        "y0_squares": head_squares(site.attributes.integer("value_heads")),
+    }
+    for name, shape in shapes.items():
+        found = site.ports[name].shape if name in site else None
+        if found != shape:
+            return f"gdn.{name} must be {shape} with y0_slabs (got {found or 'none'})"
     return ""
 
 

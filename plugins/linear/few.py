@@ -20,7 +20,14 @@ from thor_dflash.plugins.launch import (
     Site,
     Table,
 )
-from thor_dflash.plugins.linear.layout import KIND_OF, NARROW_IN_TILE, Kind, Layout, layout
+from thor_dflash.plugins.linear.layout import (
+    KIND_OF,
+    NARROW_IN_TILE,
+    Kind,
+    Layout,
+    layout,
+    segments,
+)
 from thor_dflash.plugins.linear.partition import (
     OFFSET_UNIT,
     SLIM,
@@ -40,9 +47,9 @@ SQUARES_COLUMNS = 32
 SQUARES_ROWS = 32
 """Most rows for which sums of squares are made."""
 HEAD_COLUMNS = 128
-"""Width of the heads whose factors 1 / rms may be applied to sums; as in heads.cuh."""
+"""Width of the heads whose factors 1 / rms may be applied to sums; as in slabs.cuh."""
 HEAD_PIECES = 8
-"""Sums of squares of a row and head, each over as many neighbouring columns; as in heads.cuh."""
+"""Sums of squares of a row and head, each over 16 neighbouring columns; as in slabs.cuh."""
 TILE_ROWS = 16
 _SLABS = {WARPS: 4, SLIM: 2}
 """Slabs of a stage, by warps of a block."""
@@ -81,13 +88,15 @@ class Fused:
 
 
 def takes_heads(site: Site) -> bool:
-    """Whether the product of these stored weights can take rows in `x_slabs` that still lack the
-    factor 1 / rms of each head, with `x_squares` as head_squares says.
+    """Whether the product can take rows in `x_slabs` that still lack the factor 1 / rms of each
+    head, with `x_squares` as head_squares says. Weights may be stored or packed.
     """
-    a = site.attributes
+    a, ports = site.attributes, site.ports
     fits = a.integer("head_dim") == HEAD_COLUMNS and a.word("epilogue") != "swiglu"
-    weights = [site.ports[f"weight{i}"] for i in range(a.integer("segments"))]
-    return fits and all(KIND_OF.get(w.dtype) is Kind.NVFP4 for w in weights)
+    if "weight0" not in site:
+        return fits and set(segments(site)[0]) == {Kind.NVFP4}
+    weights = (ports[f"weight{i}"].dtype for i in range(a.integer("segments")))
+    return fits and all(KIND_OF.get(dtype) is Kind.NVFP4 for dtype in weights)
 
 
 def row_squares(columns: int) -> tuple[int, int]:
@@ -124,7 +133,6 @@ def _product(site: Site, device: Device, fused: Fused, rows: Argument) -> Launch
     cut = _cut(site, device)
     ahead = first_read(site.following, device)
     first = first_items(plan, cut)
-    scaled = "x_slabs" in site and "x_squares" in site
     return Launch(
         kernel="linear",
         source=f"{fused.folder}kernel.cu",
@@ -158,7 +166,7 @@ def _product(site: Site, device: Device, fused: Fused, rows: Argument) -> Launch
             "ROW_TILES": tiles,
             "FULL": int(count == tiles * TILE_ROWS),
             "KINDS": sum(1 << kind for kind in set(plan.kinds)),
-            "ROW_SCALE": int(scaled and not cut.by_head),
+            "ROW_SCALE": int(_unscaled(site) and not cut.by_head),
             "HEAD_SCALE": int(cut.by_head),
             "EPILOGUE": int(fused.epilogue),
             "NEXT": _next(site),
@@ -173,9 +181,14 @@ def _product(site: Site, device: Device, fused: Fused, rows: Argument) -> Launch
     )
 
 
+def _unscaled(site: Site) -> bool:
+    """Whether the call receives rows that lack a factor 1 / rms."""
+    return "x_slabs" in site and "x_squares" in site
+
+
 def _cut(site: Site, device: Device) -> Partition:
-    by_head = "x_squares" in site and bool(site.attributes.values.get("head_dim", 0))
-    return partition(layout(site), device.multiprocessors, by_head="x_slabs" in site and by_head)
+    by_head = _unscaled(site) and bool(site.attributes.values.get("head_dim", 0))
+    return partition(layout(site), device.multiprocessors, by_head=by_head)
 
 
 def _loaded(count: int, clusters: int) -> int:

@@ -1,19 +1,18 @@
-// Rows that come without the factor 1 / rms of each head of 128 columns, which is a step of K. Stages
-// are single steps here. From one to the next, a warp's sums are multiplied by the quotient of the two
-// heads' factors, and at the end by the last head's factor: so it needs no second set of sums.
+// Rows that come without the factor 1 / rms of each head of 128 columns, which is a step of K.
+// Stages are single steps here. From one to the next, a warp's sums are multiplied by the quotient
+// of the two heads' factors, and at the end by the last head's factor: so it needs no second set of
+// sums.
 //
 // Compile-time: HEAD_SCALE, whether rows come like this; see also ring.cuh.
 #pragma once
 #include "linear/products.cuh"
 
-constexpr int HEAD_COLUMNS = 128;
-constexpr int HEAD_PIECES = 8;  // sums of squares of a row and head
-constexpr int HEAD_ROWS = 32;   // rows for which they have a place
+constexpr float LARGEST = 3.4e38f;
 static_assert(HEAD_COLUMNS == STEP_K && slots_of(NVFP4) == 1, "two slots are one head");
 static_assert(!HEAD_SCALE || ONLY_NVFP4 && !NARROW, "only Reader::nvfp4 scales by head");
 
-// Computes 1 / rms [head][ROWS] of `count` heads from sums of squares [head][HEAD_ROWS][HEAD_PIECES].
-// Called by one warp.
+// Computes 1 / rms [head][ROWS] of `count` heads from sums of squares, slabs.cuh. Called by one
+// warp.
 DEVICE void head_factors(float* factors, const float* squares, int count, float eps) {
 #pragma unroll 3
     for (int i = threadIdx.x % 32; i < count * ROWS; i += 32) {
@@ -21,11 +20,13 @@ DEVICE void head_factors(float* factors, const float* squares, int count, float 
         const float4* const from = reinterpret_cast<const float4*>(squares + row * HEAD_PIECES);
         const float4 a = load_shared_result(from), b = load_shared_result(from + 1);
         const float sum = ((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w));
-        factors[i] = rsqrtf(fma_rn(sum, 1.0f / HEAD_COLUMNS, eps));
+        const float square = fma_rn(sum, 1.0f / HEAD_COLUMNS, eps);
+        factors[i] = rsqrtf(fminf(square, LARGEST));  // not 0, by which `pass` divides
     }
 }
 
-// A warp's view of these factors: for a lane's rows 16 m + 8 i + lane / 4, those of the current head.
+// A warp's view of these factors: for a lane's rows 16 m + 8 i + lane / 4, those of the current
+// head.
 struct Heads {
     saddr at;    // of the lane's first row and the current head
     saddr made;  // barrier: the factors are there

@@ -11,14 +11,14 @@
 // one of the narrow tile's slots. The item then takes a sixteenth longer for all warps, instead of
 // a quarter longer for two of them.
 //
-// The kernel that made the input rows (y_slabs) has applied the norm's weight to them; the missing
-// factor 1 / rms is computed from x_squares. That of a row is applied in the epilogue, those of a
-// row's heads while K is gone through (heads.cuh).
+// The kernel that made the input rows (x_slabs) has applied the norm's weight and the gate to them;
+// the missing factor 1 / rms is computed from x_squares. That of a row is applied in the epilogue,
+// those of a row's heads while K is gone through (heads.cuh).
 //
-// Compile-time: K_SIZE, WARPS, ROW_TILES, FULL, KINDS, PARTS, MANY, TILES, NARROW, LOADED (ring.cuh);
-// ROW_SCALE, HEAD_SCALE, whether x_squares is given and rows, or their heads, lack 1 / rms; EPILOGUE,
-// NEXT (finish.cuh). What is known when a launch is
-// compiled is not computed in each block: a launch is so short that its ends count.
+// Compile-time: K_SIZE, WARPS, ROW_TILES, FULL, KINDS, PARTS, MANY, TILES, NARROW, LOADED
+// (ring.cuh); ROW_SCALE, HEAD_SCALE, whether x_squares is given and rows, or their heads, lack
+// 1 / rms; EPILOGUE, NEXT (finish.cuh). What is known when a launch is compiled is not computed in
+// each block: a launch is so short that its ends count.
 #include "cuda/ahead.cuh"
 #include "linear/finish.cuh"
 #include "linear/reader.cuh"

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from thor_dflash.plugins.launch import Device, Launch, Site
 from thor_dflash.plugins.linear import prefill_launch
-from thor_dflash.plugins.linear.few import MOST_ROWS, Epilogue, Fused, few_launches
+from thor_dflash.plugins.linear.few import (
+    HEAD_COLUMNS,
+    MOST_ROWS,
+    Epilogue,
+    Fused,
+    few_launches,
+    head_squares,
+    takes_heads,
+)
 from thor_dflash.plugins.linear.layout import KIND_OF
 from thor_dflash.plugins.linear.prepare import HEADS, refuse_types
 
@@ -46,7 +54,8 @@ def refuse(site: Site) -> str:
         return f"linear.head_dim must be K or one of {HEADS} (got {head_dim})"
     if head_dim and k % head_dim:
         return f"linear.head_dim must divide the {k} columns of x (got {head_dim})"
-    return refuse_weight(site, segments) or _refuse_swiglu(site) or _refuse_widths(site)
+    why = refuse_weight(site, segments) or _refuse_swiglu(site) or _refuse_widths(site)
+    return why or _refuse_heads(site)
 
 
 def refuse_weight(site: Site, segments: int) -> str:
@@ -88,6 +97,18 @@ def _refuse_swiglu(site: Site) -> str:
             f"linear.weight1 must have as many rows as weight0, for swiglu (got {up}, not {gate})"
         )
     return ""
+
+
+def _refuse_heads(site: Site) -> str:
+    """Why a product cannot take rows that lack the factors 1 / rms of their heads."""
+    head_dim = site.attributes.integer("head_dim")
+    if not head_dim or not {"x_slabs", "x_squares"} <= site.ports.keys():
+        return ""
+    if not takes_heads(site):
+        rule = f"of an NVFP4 product without swiglu, normed by heads of {HEAD_COLUMNS}"
+        return f"linear.x_squares must be {rule} (got head_dim {head_dim})"
+    got, want = site.ports["x_squares"].shape, head_squares(site.size("x", 1) // head_dim)
+    return "" if got == want else f"linear.x_squares must be {want} (got {got})"
 
 
 def _refuse_widths(site: Site) -> str:

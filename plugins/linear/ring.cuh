@@ -3,11 +3,12 @@
 // slot of weights for each multiplying warp, and the rows to multiply it with. The weights of the
 // first stages are requested before the previous kernel has ended.
 //
-// Compile-time: K_SIZE, columns of the rows; WARPS, multiplying warps, 8 or 4; KINDS, the occurring kinds of weight (1 << kind);
-// ROW_TILES, row tiles of 16; FULL, whether these are full of rows; PARTS, blocks of a cluster;
-// MANY, whether a cluster may have more than one item; TILES, n-tiles of every NVFP4 item, 0 if they
-// differ; LANES, the largest Item::lanes; NARROW, whether items may have a narrow tile; HEAD_SCALE,
-// see heads.cuh; LOADED, for which clusters the first item is loaded instead of computed (FirstItems).
+// Compile-time: K_SIZE, columns of the rows; WARPS, multiplying warps, 8 or 4; KINDS, the
+// occurring kinds of weight (1 << kind); ROW_TILES, row tiles of 16; FULL, whether these are full
+// of rows; PARTS, blocks of a cluster; MANY, whether a cluster may have more than one item;
+// TILES, n-tiles of every NVFP4 item, 0 if they differ; LANES, the largest Item::lanes; NARROW,
+// whether items may have a narrow tile; HEAD_SCALE, see heads.cuh; LOADED, for which clusters the
+// first item is loaded instead of computed (FirstItems).
 #pragma once
 #include "linear/units.cuh"
 

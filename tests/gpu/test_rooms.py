@@ -116,7 +116,7 @@ def test_attention_gates_rows_as_a_separate_launch_does(gpu: Gpu) -> None:
             same_bits({"y0_slabs": got["y0_slabs"]}, {"y0_slabs": made})
 
 
-@pytest.mark.parametrize("rows", [1, 13, 16, 32])
+@pytest.mark.parametrize("rows", [1, 13, 16, 29, 32])
 @pytest.mark.parametrize("saves", ["records", "states"])
 def test_gdn_leaves_rows_for_the_next_product(gpu: Gpu, rows: int, saves: str) -> None:
     """With the results of a call that leaves none, and the same bits every time."""
@@ -130,7 +130,7 @@ def test_gdn_leaves_rows_for_the_next_product(gpu: Gpu, rows: int, saves: str) -
         same_bits(launch(call, gpu, device), first)
 
 
-@pytest.mark.parametrize("rows", [1, 13, 16, 32])
+@pytest.mark.parametrize("rows", [1, 13, 16, 29, 32])
 @pytest.mark.parametrize(("heads", "columns"), [(48, 5120), (7, 640), (1, 128)])
 def test_a_product_applies_the_factors_of_heads(
     gpu: Gpu, rows: int, heads: int, columns: int

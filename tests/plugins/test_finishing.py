@@ -20,8 +20,10 @@ from thor_dflash.plugins import GDN, LINEAR
 from thor_dflash.plugins.gdn.launch import refuse
 from thor_dflash.plugins.launch import H100, THOR, Device, Shaped, Site
 from thor_dflash.plugins.linear import few
+from thor_dflash.plugins.linear.launch import refuse as refuse_product
 from thor_dflash.plugins.linear.layout import Layout, _layout
 from thor_dflash.plugins.linear.partition import Partition, _dealt, clusters, lanes, partition
+from thor_dflash.plugins.op import Attributes
 from thor_dflash.tensors import DType
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
@@ -68,12 +70,17 @@ def test_a_late_warp_of_gdn_changes_nothing(late: int) -> None:
     [
         ({"mode": "prefill"}, "gdn.y0_slabs must be of a verify (got mode prefill)"),
         ({"next_gate": None}, "gdn.next_gate must be bfloat16 with y0_slabs (got none)"),
+        ({"y0_squares": None}, "gdn.y0_squares must be (2, 32, 8) with y0_slabs (got none)"),
+        ({"y0_squares": (2, 16, 8)},
+         "gdn.y0_squares must be (2, 32, 8) with y0_slabs (got (2, 16, 8))"),
+        ({"next_norm_weight": (256,)},
+         "gdn.next_norm_weight must be (128,) with y0_slabs (got (256,))"),
         ({"next_norm_weight": DType.F16},
          "gdn.next_norm_weight must be bfloat16 or float32 with y0_slabs (got float16)"),
     ],
 )  # fmt: skip
 def test_rows_that_gdn_cannot_finish_are_refused(
-    change: Mapping[str, str | DType | None], message: str
+    change: Mapping[str, str | DType | tuple[int, ...] | None], message: str
 ) -> None:
     site = finishing(call_of(GDN, case_of(1, 2, 2, 1)), np.ones(HEAD, BF16)).site
     assert refuse(site) == ""
@@ -84,6 +91,8 @@ def test_rows_that_gdn_cannot_finish_are_refused(
             del ports[name]
         elif isinstance(dtype, DType):
             ports[name] = Shaped(dtype, ports[name].shape)
+        elif isinstance(dtype, tuple):
+            ports[name] = Shaped(ports[name].dtype, dtype)
     assert refuse(Site(GDN, type(site.attributes)(mode), ports)) == message
 
 
@@ -150,6 +159,35 @@ def test_heads_may_have_values_of_any_size(device: Device) -> None:
 
 
 @emulated
+@pytest.mark.parametrize("large", range(4))
+def test_squares_of_a_head_may_overflow(large: int) -> None:
+    """The true norm is not known then, but the row is finite, as it is from the separate launch."""
+    sizes = np.ones(4)
+    sizes[large] = 1e20
+    with np.errstate(over="ignore"):
+        call = taking(normed_case(16, 4, 320, sizes))
+    assert np.isinf(call.inputs["x_squares"][large, :16]).all()
+    for device in (SEVERAL, Device((9, 0), 1)):
+        assert np.isfinite(launch(call, Emulator(1), device)["y0"].astype(np.float32)).all()
+
+
+@emulated
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize(("rows", "one"), [(16, 3), (20, 17), (32, 15)])
+def test_a_row_that_is_not_finite_spoils_no_other(rows: int, one: int, bad: float) -> None:
+    case = normed_case(rows, 5, 320)
+    want = launch(taking(case), Emulator(0), SEVERAL)["y0"]
+    x = case.inputs["x"].copy()
+    x[one, 200] = bad
+    with np.errstate(invalid="ignore"):
+        call = taking(type(case)(case.name, {**case.inputs, "x": x}, case.attributes))
+    got = launch(call, Emulator(0), SEVERAL)["y0"]
+    assert not np.isfinite(got[one].astype(np.float32)).any()
+    others = np.arange(rows) != one
+    np.testing.assert_array_equal(got[others].view(np.uint16), want[others].view(np.uint16))
+
+
+@emulated
 @pytest.mark.parametrize("most", [16, 32])
 def test_a_row_by_head_does_not_depend_on_how_many_there_are(most: int) -> None:
     whole = taking(normed_case(most, 5, 320))
@@ -160,6 +198,21 @@ def test_a_row_by_head_does_not_depend_on_how_many_there_are(most: int) -> None:
         short = taking(type(case)(case.name, {**case.inputs, **by_row}, case.attributes))
         got = launch(short, Emulator(rows), SEVERAL)["y0"]
         np.testing.assert_array_equal(got.view(np.uint16), want[:rows].view(np.uint16))
+
+
+def test_rows_without_the_factors_of_other_heads_are_refused() -> None:
+    site = taking(normed_case(2, 2, 128)).site
+    assert refuse_product(site) == ""
+    rule = "must be of an NVFP4 product without swiglu, normed by heads of 128"
+    other = Attributes({**site.attributes.values, "head_dim": 64})
+    why = refuse_product(Site(LINEAR, other, site.ports))
+    assert why == f"linear.x_squares {rule} (got head_dim 64)"
+    fp8 = {**site.ports, "kinds": Shaped(DType.U8, (0, 2))}
+    why = refuse_product(Site(LINEAR, site.attributes, fp8))
+    assert why == f"linear.x_squares {rule} (got head_dim 128)"
+    short = {**site.ports, "x_squares": Shaped(DType.F32, (2, 16, 8))}
+    why = refuse_product(Site(LINEAR, site.attributes, short))
+    assert why == "linear.x_squares must be (2, 32, 8) (got (2, 16, 8))"
 
 
 @pytest.mark.parametrize(

@@ -331,8 +331,9 @@ def test_a_block_that_saves_states_keeps_no_records() -> None:
     assert len(sizes) == 1
 
 
+@pytest.mark.parametrize("kept", [0, 1])
 @pytest.mark.parametrize("device", [H100, THOR], ids=["h100", "thor"])
-def test_two_blocks_of_the_27b_fit_on_a_multiprocessor(device: Device) -> None:
+def test_two_blocks_of_the_27b_fit_on_a_multiprocessor(device: Device, kept: int) -> None:
     """A multiprocessor has 65,536 registers. Source: CUDA C++ Programming Guide, compute
     capabilities 9.0 and 11.0.
     """
@@ -340,5 +341,6 @@ def test_two_blocks_of_the_27b_fit_on_a_multiprocessor(device: Device) -> None:
     (site,) = (site_of(OP, a, x) for n, a, x in sites("gdn") if n == "verify_records_16")
     (one,) = launches(site, device)
     arch = architecture(device.capability)
-    usage = usage_of(OP.room / one.source, dict(one.defines), arch)[one.kernel]
+    defines = {**one.defines, "NEXT": kept}  # whether rows are left for the next product
+    usage = usage_of(OP.room / one.source, defines, arch)[one.kernel]
     assert 2 * one.threads * usage.registers <= 65536

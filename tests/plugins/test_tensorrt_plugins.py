@@ -13,14 +13,16 @@ import pytest
 import stand_in_trt as trt
 from emulation import Emulator
 from enqueued import Emulated, Ready
+from finishing import finishing, normed_case, taking
 from gating import gated_call
+from gdn_cases import case_of
 from kernel_cases import cases_of, taken_of
 from kernel_sites import sites
 from kernels import Call, call_of, launch, packed, rule_of, site_of
 from leaving import leaving
 
 from thor_dflash.errors import EngineError
-from thor_dflash.plugins import DRAFT_ATTENTION, OPS, VERIFY_ATTENTION
+from thor_dflash.plugins import DRAFT_ATTENTION, GDN, LINEAR, OPS, VERIFY_ATTENTION
 from thor_dflash.plugins.launch import THOR, Scratch, Shaped, Site
 from thor_dflash.plugins.op import DOMAIN, Op
 from thor_dflash.plugins.standard.nodes import EMBED
@@ -40,6 +42,11 @@ def taken(op: Op) -> Iterator[tuple[str, Site]]:
     yield from taken_of(op)
     for name, attributes, inputs in sites(op.name):
         yield name, packed(site_of(op, attributes, inputs), {})[0]
+    if op is GDN:
+        weight = np.ones(128, np.float32)
+        yield "finishing", finishing(call_of(GDN, case_of(1, 5, 4, 3)), weight, 1.0).site
+    if op is LINEAR:
+        yield "taking", taking(normed_case(5, 3, 128)).site
 
 
 def node_of(site: Site) -> Node:
@@ -47,7 +54,8 @@ def node_of(site: Site) -> Node:
 
 
 def outs_of(site: Site) -> set[str]:
-    return {p.name for p in site.op.outputs_of(site.attributes)} | {"y0_squares"}
+    left = {"y0_slabs", "y0_squares"}
+    return {p.name for p in site.op.outputs_of(site.attributes)} | left
 
 
 def tensors(site: Site, ports: tuple[str, ...]) -> list[Shaped]:

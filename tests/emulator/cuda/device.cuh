@@ -236,7 +236,6 @@ DEVICE u32 arrive(u32* counter) { return emulator::arrive(counter); }
 DEVICE void fence_device() {}
 DEVICE float4 load_shared_result(const float4* p) { return *p; }
 DEVICE uint4 load_shared_result(const uint4* p) { return *p; }
-DEVICE float2 load_shared_result(const float2* p) { return *p; }
 DEVICE float load_shared_result(const float* p) { return *p; }
 DEVICE u32 load_shared_result(const u32* p) { return *p; }
 DEVICE int4 load_now(const int4* p) { return *p; }
