@@ -159,13 +159,15 @@ def test_heads_may_have_values_of_any_size(device: Device) -> None:
 
 
 @emulated
-@pytest.mark.parametrize("large", range(4))
+@pytest.mark.parametrize("large", range(7))
 def test_squares_of_a_head_may_overflow(large: int) -> None:
-    """The true norm is not known then, but the row is finite, as it is from the separate launch."""
-    sizes = np.ones(4)
+    """The true norm is not known then, but the row is finite, as it is from the separate launch.
+    Blocks have up to two heads, of which either may be the large one.
+    """
+    sizes = np.ones(7)
     sizes[large] = 1e20
     with np.errstate(over="ignore"):
-        call = taking(normed_case(16, 4, 320, sizes))
+        call = taking(normed_case(16, 7, 320, sizes))
     assert np.isinf(call.inputs["x_squares"][large, :16]).all()
     for device in (SEVERAL, Device((9, 0), 1)):
         assert np.isfinite(launch(call, Emulator(1), device)["y0"].astype(np.float32)).all()
