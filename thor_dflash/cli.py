@@ -245,7 +245,8 @@ def _suits(args: argparse.Namespace) -> None:
     from thor_dflash.verbs import idle
 
     # Otherwise nothing is read here. The doctor examines the machine for any engine.
-    if idle.GPU_KEYS & set(_set(args)) and args.verb != "doctor" and (found := _engines(args)):
+    some = idle.READERS.keys() & set(_set(args)) and args.verb != "doctor"
+    if some and (found := _engines(args)):
         idle.refuse_engine(args.set, found)
 
 

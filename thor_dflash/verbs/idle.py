@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from thor_dflash.errors import ConfigError
 
 ON_GPU = ("cuda", "tensorrt")
-GPU_KEYS = frozenset({"engine.device", "engine.graphs", "engine.overlap", "engine.cubins"})
-"""Keys that only the engines ON_GPU read."""
+READERS: Mapping[str, tuple[str, ...]] = {
+    "engine.threads": ("ort",),
+    "engine.device": ON_GPU,
+    "engine.graphs": ON_GPU,
+    "engine.overlap": ON_GPU,
+    "engine.cubins": ON_GPU,
+}
+"""Keys that only some engines read -> these engines."""
 
 
 def items(given: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -36,6 +42,7 @@ def refuse_engine(given: Iterable[str], engines: Collection[str]) -> None:
         ConfigError: there is one.
     """
     for key, _ in items(given):
-        if key in GPU_KEYS and not set(ON_GPU) & set(engines):
+        readers = READERS.get(key, ())
+        if readers and not set(readers) & set(engines):
             got = " and ".join(sorted(set(engines)))
-            raise ConfigError(f"{key} must go with engine {' or '.join(ON_GPU)} (got {got})")
+            raise ConfigError(f"{key} must go with engine {' or '.join(readers)} (got {got})")
