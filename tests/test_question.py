@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from samples import MANIFEST
 
+from thor_dflash import cli
 from thor_dflash.config import AS_MADE, NO_BUDGET, load
 from thor_dflash.errors import RequestError
 from thor_dflash.progress import Silent
@@ -80,3 +82,21 @@ def test_a_long_text_is_refused_by_the_least_it_can_be_and_not_if_that_fits() ->
     least += 1
     with pytest.raises(RequestError, match=r"must be <= 100 tokens, .* \(got 101 or more\)"):
         question.request(session, load(None, ()), Silent())
+
+
+@pytest.mark.parametrize("verb", ["generate", "profile"])
+@pytest.mark.parametrize("off", ["--thinking=off", "-sdecode.thinking=off"])
+def test_accepting_near_misses_in_no_thinking_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str, off: str
+) -> None:
+    said = "decode.accept relaxed must go with decode.thinking on (got off)"
+    line = [verb, "--package", str(tmp_path / "none"), "--prompt", "a"]
+    for relaxed in (["--accept", "relaxed"], ["-s", "decode.accept=relaxed"]):
+        assert cli.main([*line, off, *relaxed]) == 2
+        assert said in capsys.readouterr().err
+        assert cli.main([*line, *relaxed]) == 2
+        assert "must be a package directory" in capsys.readouterr().err
+    file = tmp_path / "robot.toml"
+    file.write_text('[decode]\naccept = "relaxed"\n')
+    assert cli.main([*line, "-c", str(file), off]) == 2
+    assert said not in capsys.readouterr().err, "the file is for other answers, too"

@@ -59,7 +59,7 @@ def read_question(args: Namespace, config: DecodeConfig) -> Question:
         RequestError: a file or a text is invalid.
     """
     _check_used(args, config)
-    _check_budget(args, config)
+    _check_thinking(args, config)
     tokens = read_tokens(args.tokens) if args.tokens else None
     schema = _schema(args.schema) if args.schema else None
     if schema is not None and config.ignore_eos:
@@ -113,12 +113,17 @@ def _check_used(args: Namespace, config: DecodeConfig) -> None:
                 raise ConfigError(f"{key} must go with {need}")
 
 
-def _check_budget(args: Namespace, config: DecodeConfig) -> None:
-    """Refuse what the command line says of thinking and of its budget if the two disagree."""
+def _check_thinking(args: Namespace, config: DecodeConfig) -> None:
+    """Refuse what the command line says of thinking, of its budget and of what is accepted in it if
+    they disagree.
+    """
     given = _given(args)
     budgeted = given & {"decode.budget.tokens", "decode.budget.effort"}
-    if args.tokens is None and budgeted and _limits(config) and config.thinking == "off":
-        raise ConfigError("a thinking budget must go with decode.thinking on (got off)")
+    if args.tokens is None and config.thinking == "off":
+        if budgeted and _limits(config):
+            raise ConfigError("a thinking budget must go with decode.thinking on (got off)")
+        if "decode.accept" in given and config.accept == "relaxed":
+            raise ConfigError("decode.accept relaxed must go with decode.thinking on (got off)")
     if "decode.thinking" in given and budgeted and config.thinking == "on" and not _thinks(config):
         raise ConfigError("decode.thinking must be off with decode.budget.effort none (got on)")
 
