@@ -9,13 +9,17 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from thor_dflash.errors import ConfigError, PlanError
 from thor_dflash.records import cut, visible
@@ -25,6 +29,8 @@ from thor_dflash.serving.fleet import Fleet, Said
 
 BODY_BYTES = 1 << 20
 """Largest request body, bytes: as much as a plan server takes by default (serve.max_message)."""
+BODY_S = 10.0
+"""Longest time in which a request body must have come."""
 LOOK_S = 0.25
 """Interval of the checks whether the client is still connected."""
 MODEL = "thor-dflash"
@@ -73,8 +79,38 @@ def application(config: GatewayConfig) -> Starlette:
             Route("/metrics", gateway.metrics),
         ],
         exception_handlers={HTTPException: _no_route},
+        middleware=[] if config.insecure else [Middleware(LoopbackNames)],
         lifespan=gateway.lifespan,
     )
+
+
+class LoopbackNames:
+    """Refuses requests for a host that is not this machine's loopback. A web page may let its own
+    name resolve to 127.0.0.1; to the browser the gateway then belongs to that page (DNS rebinding).
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer it with status 421."""
+        if scope["type"] == "http":
+            host = Headers(scope=scope).get("host", "")
+            if not _is_loopback(host):
+                rule = "the host must be a loopback name without gateway.insecure"
+                text = f"{rule} (got {visible(cut(host)) or 'none'})"
+                await _refused(PlanError("bad_request", text), status=421)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether a Host header names this machine's loopback interface."""
+    try:
+        name = urlsplit(f"//{host}").hostname
+    except ValueError:
+        return False
+    return name is not None and security.is_local(f"tcp://{name}:0")
 
 
 class Gateway:
@@ -217,12 +253,18 @@ def _check_kind(request: Request) -> None:
 
 
 async def _body(request: Request) -> bytes:
-    pieces: list[bytes] = []
-    async for piece in request.stream():
-        pieces.append(piece)
-        if sum(map(len, pieces)) > BODY_BYTES:
-            raise PlanError("too_large", f"the body must be <= {BODY_BYTES} bytes (got more)")
-    return b"".join(pieces)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > BODY_BYTES:
+                    text = f"the body must be <= {BODY_BYTES} bytes (got more)"
+                    raise PlanError("too_large", text)
+    except TimeoutError as e:
+        text = f"the body must come within {BODY_S:g} s (got {len(body)} bytes of it)"
+        raise PlanError("bad_request", text) from e
+    return bytes(body)
 
 
 def _sse(value: dict[str, Any]) -> bytes:

@@ -162,7 +162,7 @@ def test_a_client_that_stalls_does_not_keep_it_alive() -> None:
     with running(AT_ONCE) as (child, address), socket.socket() as client:
         client.settimeout(20)
         client.connect(place(address))
-        client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n")
+        client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n")
         client.sendall(b"Content-Type: application/json\r\n")
         client.sendall(b"Expect: 100-continue\r\nContent-Length: 9\r\n\r\n")
         assert client.recv(99).startswith(b"HTTP/1.1 100"), "it waits for the body"

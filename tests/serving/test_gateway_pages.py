@@ -1,0 +1,71 @@
+"""The gateway and those who are not meant to use it: web pages, and clients that never finish."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import time
+from typing import Any
+
+import msgspec
+import pytest
+from gateways import CHAT, JSON, gateway
+
+from thor_dflash.serving import gateway as gateways
+
+BODY = msgspec.json.encode({"messages": CHAT})
+
+
+def asked(address: str, host: str, path: str = "/v1/chat/completions") -> tuple[int, bytes]:
+    """Status and body of the answer to a request whose Host header is `host`."""
+    page = http.client.HTTPConnection(address.removeprefix("http://"), timeout=20)
+    post = path.endswith("completions")
+    page.request("POST" if post else "GET", path, BODY if post else None, {**JSON, "Host": host})
+    reply = page.getresponse()
+    told = reply.read()
+    page.close()
+    return reply.status, told
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models", "/health", "/metrics"])
+def test_a_page_whose_name_leads_here_is_refused(house: Any, path: str) -> None:
+    server = house.mock()
+    wrong = ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "8.8.8.8:80", "[::", "")
+    with gateway(server.endpoints[0]) as address:
+        for host in wrong:
+            status, told = asked(address, host, path)
+            assert status == 421, host
+            message = msgspec.json.decode(told)["error"]["message"]
+            assert message.endswith(f"without gateway.insecure (got {host or 'none'})")
+    assert "plan" not in house.peer(server).ask(op="stats", id="s")["requests"]
+
+
+def test_loopback_has_several_names(house: Any) -> None:
+    server = house.mock()
+    with gateway(server.endpoints[0]) as address:
+        for host in ("localhost", "LOCALHOST:1", "127.0.0.1", "127.1.2.3:9", "[::1]:8000", "[::1]"):
+            assert asked(address, host, "/v1/models")[0] == 200, host
+
+
+def test_where_other_machines_may_connect_any_name_may_lead(house: Any) -> None:
+    server = house.mock()
+    with gateway(server.endpoints[0], insecure=True) as address:
+        assert asked(address, "robot.example", "/v1/models")[0] == 200
+
+
+def test_a_body_that_never_ends_is_refused(house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateways, "BODY_S", 0.2)
+    server = house.mock()
+    with gateway(server.endpoints[0]) as address:
+        host, port = address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as slow:
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\n"
+            head += f"Content-Type: application/json\r\nContent-Length: {len(BODY)}\r\n\r\n"
+            slow.sendall(head.encode() + BODY[:5])
+            begun = time.monotonic()
+            told = slow.recv(1 << 16)
+            assert time.monotonic() - begun < 10
+            assert told.startswith(b"HTTP/1.1 400 ")
+            assert b"the body must come within 0.2 s (got 5 bytes of it)" in told
+            assert slow.recv(1) == b"", "the connection ends, so that nobody waits for the rest"
+        assert asked(address, host)[0] == 200
