@@ -137,10 +137,11 @@ class Gateway:
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        asked = None
+        asked, body = None, None
         try:
             _check_kind(request)
-            asked = openai.read(await _body(request))
+            body = await _body(request)
+            asked = openai.read(body)
             ask, arrived = openai.ask_of(asked), time.monotonic()
             if asked.model and not await self.fleet.knows(asked.model):
                 return _no_model(asked.model, {member.model for member in self.fleet.members})
@@ -149,7 +150,10 @@ class Gateway:
             # Wait for the first event before the status line: a refusal precedes any chunk.
             member, first = await _while_there(request, events)
         except PlanError as e:
-            return _refused(e, asked)
+            reply = _refused(e, asked)
+            if body is None:  # else the connection would wait for the rest of it
+                reply.headers["Connection"] = "close"
+            return reply
         except ClientDisconnect:
             return Response(status_code=499)
         answer = openai.Answer(member.model or MODEL)

@@ -63,9 +63,8 @@ def test_a_body_that_never_ends_is_refused(house: Any, monkeypatch: pytest.Monke
             head += f"Content-Type: application/json\r\nContent-Length: {len(BODY)}\r\n\r\n"
             slow.sendall(head.encode() + BODY[:5])
             begun = time.monotonic()
-            told = slow.recv(1 << 16)
-            assert time.monotonic() - begun < 10
+            told = b"".join(iter(lambda: slow.recv(1 << 16), b""))
+            assert time.monotonic() - begun < 4, "nobody waits for the rest"
             assert told.startswith(b"HTTP/1.1 400 ")
             assert b"the body must come within 0.2 s (got 5 bytes of it)" in told
-            assert slow.recv(1) == b"", "the connection ends, so that nobody waits for the rest"
         assert asked(address, host)[0] == 200
