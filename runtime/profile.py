@@ -26,7 +26,9 @@ class Subject:
     version: str
     """Version of thor-dflash."""
     package: str
-    """sha256 of the package's manifest, which holds the hashes of its files."""
+    """sha256 of what its manifest says, with the hashes of its weights, but without when, where and
+    by which version it was built.
+    """
     engine: str
     device: str
     prompt: str

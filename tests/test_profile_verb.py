@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 from checkpoints import GEOMETRIES, DrafterGeometry, write_drafter, write_target
 
-from thor_dflash import cli, options
+from thor_dflash import cli, manifest, options
 from thor_dflash.builders.build import build
 from thor_dflash.config import BuildConfig
 from thor_dflash.progress import Silent, Task
@@ -170,6 +170,27 @@ def test_profiles_of_different_settings_are_not_compared(
     same = "--compare must be a profile of the same question and settings"
     told = f"{same} (got decode.gate on, now off)"
     assert err.endswith(f"thor-dflash: {told}\n")
+
+
+def test_a_package_that_was_built_again_is_compared_and_one_of_other_weights_is_not(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert profile(root, "--json") == 0
+    before = tmp_path / "before.json"
+    before.write_text(capsys.readouterr().out)
+    for seed, status in ((4, 0), (5, 2)):
+        other = tmp_path / str(seed)
+        write_drafter(other / "another", GEOMETRIES["27b"], DrafterGeometry(), seed)
+        config = BuildConfig(chunk=32, capacity=512)
+        build(root / "target", other / "another", other / "pkg", config, Silent())
+        made = manifest.read(other / "pkg")
+        made = replace(made, created="2001-01-01T00:00:00Z", tool="0.0.1")
+        (other / "pkg" / manifest.NAME).write_text(manifest.render(made))
+        (other / "ids.json").write_text((root / "ids.json").read_text())
+        assert profile(other, "--compare", str(before)) == status
+        assert ("same question and settings (got package" in capsys.readouterr().err) == bool(
+            status
+        )
 
 
 def test_a_page_and_a_trace_of_the_last_answer(

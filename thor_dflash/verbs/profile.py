@@ -8,6 +8,7 @@ import math
 import time
 from argparse import Namespace
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import thor_dflash
 from thor_dflash import manifest, records
 from thor_dflash.config import Config
 from thor_dflash.errors import ConfigError, RequestError
+from thor_dflash.manifest import WEIGHTS, Manifest
 from thor_dflash.progress import Progress
 from thor_dflash.verbs import outputs
 from thor_dflash.verbs.inputs import read_json
@@ -128,11 +130,10 @@ def _subject(
 ) -> Subject:
     from thor_dflash.runtime.profile import Subject
 
-    text = manifest.render(session.manifest)
     ids = json.dumps(request.prompt)
     return Subject(
         version=thor_dflash.__version__,
-        package=hashlib.sha256(text.encode()).hexdigest(),
+        package=_package(session.manifest),
         engine=session.manifest.engine,
         device=session.model.engine.device,
         prompt=hashlib.sha256(ids.encode()).hexdigest(),
@@ -140,6 +141,16 @@ def _subject(
         settings=_settings(config, request.grammar),
         machine={f.item: f.text for f in speed if "clock" not in f.item},  # clocks vary
     )
+
+
+def _package(found: Manifest) -> str:
+    """sha256 of what was built, from what: a package that was built again is the same, also by a
+    version with other graphs. It is another one if weights were packed differently.
+    """
+    weights = {name: entry for name, entry in found.files.items() if name.startswith(WEIGHTS)}
+    sources = {name: replace(source, directory="") for name, source in found.sources.items()}
+    plain = replace(found, created="", tool="", sources=sources, files=weights)
+    return hashlib.sha256(manifest.render(plain).encode()).hexdigest()
 
 
 def _settings(config: Config, grammar: Grammar | None) -> dict[str, str]:
