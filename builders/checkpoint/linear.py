@@ -152,7 +152,7 @@ def load(shards: Shards, linear: Linear) -> Matrix:
     codes = shards.array(linear.codes)
     block_scale = shards.array(linear.block_scale) if linear.block_scale else None
     if block_scale is not None:
-        _check_block_scale(block_scale, linear.block_scale)
+        _check_block_scale(block_scale, shards.placed(linear.block_scale))
     row_scale = _row_scale(shards, linear, codes.shape[0]) if linear.scale else None
     input_scale = _input_scale(shards, linear) if block_scale is not None else None
     return Matrix(linear.name, codes, block_scale, row_scale, input_scale)
@@ -170,10 +170,11 @@ def _input_scale(shards: Shards, linear: Linear) -> float | None:
 
 
 def _row_scale(shards: Shards, linear: Linear, rows: int) -> NDArray[np.float32]:
-    scale = positive(shards.array(linear.scale), linear.scale)
+    placed = shards.placed(linear.scale)
+    scale = positive(shards.array(linear.scale), placed)
     if linear.divides:
         with np.errstate(over="ignore"):  # 1 / subnormal is infinite, which `positive` refuses
-            scale = positive(np.float32(1) / scale, f"1 / {linear.scale}")
+            scale = positive(np.float32(1) / scale, f"{placed}, as a divisor,")
     return np.ascontiguousarray(np.broadcast_to(scale.reshape(-1), (rows,)))
 
 

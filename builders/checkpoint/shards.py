@@ -44,6 +44,10 @@ class Shards:
     def __iter__(self) -> Iterator[str]:
         return iter(self.stored)
 
+    def placed(self, name: str) -> str:
+        """Name a tensor and its file, for messages about its values."""
+        return f"{self.entry(name).file}: {name}"
+
     def entry(self, name: str) -> Stored:
         """Return type, shape and location of a tensor."""
         if name not in self.stored:

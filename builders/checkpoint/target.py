@@ -59,7 +59,7 @@ class TargetCheckpoint:
         names = scale_names(self.shards, f"{self.prefix}layers.{layer}.")
         if not names or names[0] in self.skipped:
             return None
-        k, v = (positive(self.shards.array(name), name) for name in names)
+        k, v = (positive(self.shards.array(name), self.shards.placed(name)) for name in names)
         return float(k.reshape(())), float(v.reshape(()))
 
 
