@@ -50,6 +50,7 @@ def test_a_missing_package_is_named_with_its_extra(
     said = f"thor-dflash: {missing} must be installed: pip install 'thor-dflash[{name}]'"
     assert done.returncode == 2, done.stderr
     assert said in done.stderr.splitlines()[-1]
+    assert "check" not in args or done.stderr.count("\n") == 1, "nothing was loaded"
 
 
 def test_a_package_that_this_machine_cannot_load_is_one_line(package: Path, tmp_path: Path) -> None:

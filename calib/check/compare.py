@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -98,6 +99,18 @@ def some_tokens(session: Session) -> tuple[int, ...]:
     rng = np.random.default_rng(0)
     count = min(LENGTH * session.model.block, session.model.limit)
     return tuple(int(t) for t in rng.integers(0, session.manifest.vocab_limit, count))
+
+
+def need(engine: str) -> None:
+    """Import what tracing the steps of an engine needs, so that it is missed before a package is
+    loaded.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    if engine == "ort":
+        with extra("build"):
+            importlib.import_module("thor_dflash.calib.check.nodes")
 
 
 def tracer(session: Session, package: Path) -> Tracer | None:

@@ -31,7 +31,7 @@ ORT = "ort"
 def run(args: Namespace, config: Config, progress: Progress) -> int:
     """Compare and print; return 1 if something is over its tolerance, else 0."""
     from thor_dflash.calib.check import golden
-    from thor_dflash.calib.check.compare import Reference, compare, some_tokens, tracer
+    from thor_dflash.calib.check.compare import Reference, compare, need, some_tokens, tracer
     from thor_dflash.runtime.session import open_session
 
     _check(args)
@@ -39,6 +39,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> int:
         outputs.check(args.make_golden, ".npz", "--make-golden")
     given = read_tokens(args.tokens) if args.tokens else None
     held = golden.read(args.golden) if args.golden else None
+    need(package_manifest.read(args.package).engine)
     with ExitStack() as stack:
         opened = open_session(args.package, config.engine, progress, choose=True)
         session = stack.enter_context(closing(opened))
