@@ -34,6 +34,9 @@ class Member:
     endpoint: str
     planner: AsyncPlanner
     ready: bool = False
+    unsure: bool = False
+    """Whether the last health check found it not ready: it may hang, or come back with another
+    model."""
     model: str = ""
     active: int = 0
     """Number of this gateway's plans on it."""
@@ -121,8 +124,12 @@ class Fleet:
             # Rank again for each try: the session's plans may have moved meanwhile.
             member = turn.member = min(left, key=lambda member: self._rank(member, turn))
             left.remove(member)
-            events = _of(member, replies.rest(turn.ask, turn.began))
             try:
+                if member.unsure:
+                    await _greet(member)
+                    if turn.model not in ("", member.model):
+                        continue
+                events = _of(member, replies.rest(turn.ask, turn.began))
                 return member, await anext(events), events
             except PlanError as e:
                 self._check_elsewhere(e, turn)
@@ -162,6 +169,10 @@ class Fleet:
             raise PlanError("preempted", "a later plan of its session arrived") from e
         if e.code == "busy" and self._at_home(turn.member, turn):
             raise e  # on another server it could not displace the session's older plans
+
+    def serves(self, model: str) -> bool:
+        """Return whether a server had a model when it last told, or has not told any."""
+        return any(member.model in ("", model) for member in self.members)
 
     def models(self) -> list[str]:
         """Return the model names of the ready servers, each once."""
@@ -245,13 +256,22 @@ async def _look_after(member: Member) -> None:
         health = await _simple(member, "health")
         # Each time: between two looks a server may have restarted with another model.
         member.ready = bool(health and health["ready"]) and await _meet(member) is None
+        member.unsure = not member.ready
         await asyncio.sleep(LOOK_S)
 
 
-async def _meet(member: Member) -> PlanError | None:
-    """Learn a server's model, its largest message and its prefixes. Returns the error if it did
-    not tell.
+async def _greet(member: Member) -> None:
+    """Learn a server's model, its largest message and its prefixes.
+
+    Raises:
+        PlanError: it did not tell.
     """
+    if (e := await _meet(member)) is not None:
+        raise e
+
+
+async def _meet(member: Member) -> PlanError | None:
+    """The same, but returns the error."""
     try:
         async with asyncio.timeout(SOON_S):
             hello = await member.planner.simple("hello")

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -31,6 +32,9 @@ BODY_BYTES = 1 << 20
 """Largest request body, bytes: as much as a plan server takes by default (serve.max_message)."""
 BODY_S = 10.0
 """Longest time in which a request body must have come."""
+DISCARDED = 64 << 20
+"""Bytes of a body that is too large that are read all the same: a client that is still sending when
+its connection closes may lose the answer."""
 LOOK_S = 0.25
 """Interval of the checks whether the client is still connected."""
 MODEL = "thor-dflash"
@@ -95,8 +99,8 @@ class LoopbackNames:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer it with status 421."""
         if scope["type"] == "http":
-            host = Headers(scope=scope).get("host", "")
-            if not _is_loopback(host):
+            host = Headers(scope=scope).get("host")
+            if host is not None and not _is_loopback(host):  # a browser always names one
                 rule = "the host must be a loopback name without gateway.insecure"
                 text = f"{rule} (got {visible(cut(host)) or 'none'})"
                 await _refused(PlanError("bad_request", text), status=421)(scope, receive, send)
@@ -137,11 +141,13 @@ class Gateway:
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        asked, body = None, None
+        asked, body = None, Body()
         try:
+            if "expect" in request.headers:
+                _check_kind(request)  # the client sends its body only if this is right
+            text = await body.read(request)
             _check_kind(request)
-            body = await _body(request)
-            asked = openai.read(body)
+            asked = openai.read(text)
             ask, arrived = openai.ask_of(asked), time.monotonic()
             if asked.model and not await self.fleet.knows(asked.model):
                 return _no_model(asked.model, {member.model for member in self.fleet.members})
@@ -150,8 +156,10 @@ class Gateway:
             # Wait for the first event before the status line: a refusal precedes any chunk.
             member, first = await _while_there(request, events)
         except PlanError as e:
+            if asked is not None and asked.model and not self.fleet.serves(asked.model):
+                return _no_model(asked.model, {member.model for member in self.fleet.members})
             reply = _refused(e, asked)
-            if body is None:  # else the connection would wait for the rest of it
+            if not body.ended:  # else the connection would wait for the rest of it
                 reply.headers["Connection"] = "close"
             return reply
         except ClientDisconnect:
@@ -256,19 +264,35 @@ def _check_kind(request: Request) -> None:
         raise PlanError("bad_request", text)
 
 
-async def _body(request: Request) -> bytes:
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_S):
-            async for piece in request.stream():
-                body += piece
-                if len(body) > BODY_BYTES:
-                    text = f"the body must be <= {BODY_BYTES} bytes (got more)"
-                    raise PlanError("too_large", text)
-    except TimeoutError as e:
-        text = f"the body must come within {BODY_S:g} s (got {len(body)} bytes of it)"
-        raise PlanError("bad_request", text) from e
-    return bytes(body)
+@dataclass(slots=True)
+class Body:
+    """The body of a request while it is read."""
+
+    ended: bool = False
+
+    async def read(self, request: Request) -> bytes:
+        """Return it when it has come.
+
+        Raises:
+            PlanError: it is too large, or does not come in time.
+        """
+        found, size = bytearray(), 0
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for piece in request.stream():
+                    size += len(piece)
+                    if size <= BODY_BYTES:
+                        found += piece
+                    elif size > DISCARDED:
+                        break
+                else:
+                    self.ended = True
+        except TimeoutError as e:
+            text = f"the body must come within {BODY_S:g} s (got {size} bytes of it)"
+            raise PlanError("bad_request", text) from e
+        if size > BODY_BYTES:
+            raise PlanError("too_large", f"the body must be <= {BODY_BYTES} bytes (got more)")
+        return bytes(found)
 
 
 def _sse(value: dict[str, Any]) -> bytes:

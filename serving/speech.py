@@ -53,7 +53,7 @@ class Speech:
         return chunks
 
     def _say(self, piece: Piece) -> list[wire.Chunk]:
-        text = "" if piece.text in MARKS else piece.text
+        text = "" if piece.thinking and piece.text in MARKS else piece.text
         if not self._begun[piece.thinking]:
             # As in the result: drop the blank lines that the chat template puts before the
             # thinking and before the answer.

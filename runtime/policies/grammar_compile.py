@@ -14,12 +14,16 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from thor_dflash.errors import CompilerBusy, PackageError, RequestError
-from thor_dflash.runtime.policies.grammar_schema import check_near, check_together, lint, text_of
+from thor_dflash.runtime.policies.grammar_lint import lint
+from thor_dflash.runtime.policies.grammar_schema import check_near, check_together, text_of
 from thor_dflash.runtime.text import Text
 from thor_dflash.tensors import Array
 
 COMPILE_S = 2.0
 """Maximum compile time, seconds: no plan is made meanwhile. A plan's schema takes 10 ms."""
+STACK = 64 << 20
+"""Stack of the thread that compiles, bytes: llguidance recurses into a schema, some 5 KB for each
+of up to MAX_LEVELS. The default depends on the shell, and may be 2 MB."""
 KEPT = 16
 """Compiled grammars cached. A robot has one for each recent set of skills and objects."""
 LEAD = "\n\n"
@@ -240,11 +244,14 @@ def within(seconds: float, work: Callable[[], T], unbegun: Callable[[], None] = 
             errors.append(e)
 
     thread = threading.Thread(target=run, name="grammar", daemon=True)
+    before = threading.stack_size(STACK)  # of threads that start from now on, as this one
     try:
         thread.start()
     except RuntimeError:
         unbegun()
         raise
+    finally:
+        threading.stack_size(before)
     thread.join(seconds)
     if errors:
         raise errors[0]

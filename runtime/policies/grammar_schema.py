@@ -1,11 +1,11 @@
-"""Checks a JSON schema before it is compiled, and lints it for answers of unbounded length."""
+"""Checks a JSON schema before it is compiled."""
 
 from __future__ import annotations
 
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, cast
@@ -25,6 +25,9 @@ compiler's own limits prevents."""
 MAX_CHAIN = 32
 """Rounds in which the counts of patterns follow the $ref. Each takes 10 ms at most, and a chain of
 definitions in the worst order needs one for each $ref. A plan's schema needs three."""
+MAX_LEVELS = 256
+"""Maximum depth of schemas in schemas with every $ref followed; each of a cycle counts once. A
+plan's is 10. The compiler recurses: with a few thousand it would overflow its thread's stack."""
 MAX_BOUND: Mapping[type, int] = {int: 2**53 - 1, float: (2**53 - 1) // 10}
 """Largest absolute value of a bound. The compiler stores bounds as float64, one with a decimal
 point as all its digits over ten, and converts them to int64: larger ones would change silently, and
@@ -50,10 +53,6 @@ _MANY = _SAME | {"prefixItems"}
 _NAMED = frozenset(("properties", "$defs", "definitions"))
 KEYWORDS = _PLAIN | _NOTES | _ONE | _MANY | _NAMED
 """All others are refused by name: the compiler would silently ignore some of them."""
-
-_ENDLESS = re.compile(r"[*+]|\{\d*,\}")
-"""Unbounded repetition in a pattern. May be a false positive inside a character class, which is
-acceptable for a lint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +89,7 @@ def text_of(schema: str | Mapping[str, Any]) -> str:
         for key in node.table.keys() & {"const", "enum"}:
             _check_literal(f"{node.where}.{key}", node.table[key])
     _check_refs(table)
+    _check_levels(table)
     return text
 
 
@@ -138,6 +138,71 @@ def _check_refs(schema: Mapping[str, object]) -> None:
                 f"{node.where}.$ref must be #, or a path like #/$defs/NAME to a schema inside this "
                 f"one (got {show(ref)})"
             )
+
+
+def _check_levels(schema: Mapping[str, object]) -> None:
+    """Refuse definitions that lead to others, and these to others, too often."""
+    places = {at: value for _, at, value in _schemas(schema)}
+    own, edges, front = dict[str, int](), dict[str, set[str]](), ["#"]
+    while front:
+        if (at := front.pop()) not in own:
+            own[at], edges[at] = _own(places[at])
+            front += edges[at]
+    if (levels := _longest(own, edges)) > MAX_LEVELS:
+        raise RequestError(
+            f"schema must be at most {MAX_LEVELS} schemas deep with every $ref followed "
+            f"(got {levels})"
+        )
+
+
+def _own(schema: object) -> tuple[int, set[str]]:
+    """The depth of a schema, without what a $ref leads to, and where those lead."""
+    deepest, refs, front = 0, set[str](), [(schema, 1)]
+    while front:
+        here, level = front.pop()
+        deepest = max(deepest, level)
+        for key, value in (as_table(here) or {}).items():
+            if key == "$ref" and isinstance(value, str):
+                refs.add(unquote(value))
+            elif key not in ("$defs", "definitions"):
+                front += [(inner, level + 1) for _, _, inner in _inside(key, value, "")]
+    return deepest, refs
+
+
+def _longest(own: Mapping[str, int], edges: Mapping[str, set[str]]) -> int:
+    """The longest way along edges, a sum of `own`. Those that lead to each other, a group, count
+    all together. Source of the groups: Kosaraju's algorithm (Sharir 1981).
+    """
+    back: dict[str, set[str]] = {at: set() for at in edges}
+    for at, tos in edges.items():
+        for to in tos:
+            back[to].add(at)
+    seen, group = set[str](), dict[str, list[str]]()
+    for at in reversed(_finished(edges, edges, set())):
+        group |= dict.fromkeys(found := _finished([at], back, seen), found)
+    ways: dict[str, int] = {}
+    for at in reversed(group):  # the last groups lead to no others
+        if at not in ways:
+            out = (ways.get(to, 0) for one in group[at] for to in edges[one])
+            ways |= dict.fromkeys(group[at], max(out, default=0) + sum(own[x] for x in group[at]))
+    return max(ways.values())
+
+
+def _finished(starts: Iterable[str], edges: Mapping[str, set[str]], seen: set[str]) -> list[str]:
+    """What can be reached and is not in `seen`, to which it is added, in the order in which a
+    depth-first search leaves it.
+    """
+    order: list[str] = []
+    front = [(at, False) for at in starts]
+    while front:
+        at, done = front.pop()
+        if done:
+            order.append(at)
+        elif at not in seen:
+            seen.add(at)
+            front.append((at, True))
+            front += [(to, False) for to in edges[at]]
+    return order
 
 
 def check_near(schema: str) -> None:
@@ -311,69 +376,3 @@ def _inside(key: str, value: object, where: str) -> list[tuple[str, str, object]
 
 def _escaped(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
-
-
-def lint(schema: str) -> tuple[str, ...]:
-    """Report what lets an answer grow without end: it may then fill max_tokens and be cut off."""
-    table = cast("dict[str, object]", json.loads(schema))
-    found = [f"{n.where} {rule}" for n in nodes(table) for rule in _endless(n.table)]
-    return tuple(found + _recursive(table))
-
-
-def _endless(node: Mapping[str, object]) -> Iterator[str]:
-    if node.keys() & {"const", "enum", "$ref", "anyOf", "oneOf", "allOf"}:
-        return
-    kind = node.get("type")
-    kinds = as_list(kind) or [kind]
-    if kind is None:
-        yield "must have a type (got none: anything is allowed)"
-    if "string" in kinds and _endless_text(node):
-        yield "must have maxLength (got a string of any length)"
-    if "array" in kinds and "maxItems" not in node and node.get("items") is not False:
-        yield "must have maxItems (got an array of any length)"
-    if "object" in kinds and node.get("additionalProperties") is not False:
-        yield "must have additionalProperties false (got an object with any keys)"
-    if "number" in kinds:
-        yield "must be an integer or an enum (got a number with any count of digits)"
-    if "integer" in kinds and not _between(node):
-        yield "must have minimum and maximum (got an integer of any size)"
-
-
-def _endless_text(node: Mapping[str, object]) -> bool:
-    if "maxLength" in node or "format" in node:
-        return False
-    pattern = node.get("pattern")
-    return not isinstance(pattern, str) or bool(_ENDLESS.search(pattern))
-
-
-def _between(node: Mapping[str, object]) -> bool:
-    low, high = {"minimum", "exclusiveMinimum"}, {"maximum", "exclusiveMaximum"}
-    return bool(node.keys() & low) and bool(node.keys() & high)
-
-
-def _recursive(schema: Mapping[str, object]) -> list[str]:
-    """Definitions that contain themselves."""
-    refs = {
-        f"#/{group}/{name}": _refs(cast("dict[str, object]", body))
-        for group in ("$defs", "definitions")
-        for name, body in (as_table(schema.get(group)) or {}).items()
-        if isinstance(body, dict)
-    } | {"#": _refs(schema)}
-    return [
-        f"{name} must not contain itself (got a schema of any depth)"
-        for name in refs
-        if name in _reached(name, refs)
-    ]
-
-
-def _reached(name: str, refs: Mapping[str, set[str]]) -> set[str]:
-    seen: set[str] = set()
-    front = refs[name]
-    while front:
-        seen |= front
-        front = {to for at in front for to in refs.get(at, set())} - seen
-    return seen
-
-
-def _refs(schema: Mapping[str, object]) -> set[str]:
-    return {str(n.table["$ref"]) for n in nodes(schema) if "$ref" in n.table}

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from thor_dflash.errors import ConfigError, PlanError
 from thor_dflash.serve_config import GatewayConfig
 from thor_dflash.serving import wire
-from thor_dflash.serving.gateway import BODY_BYTES, Gateway, _body, _pieces, listen_at
+from thor_dflash.serving.gateway import BODY_BYTES, Body, Gateway, _pieces, listen_at
 from thor_dflash.serving.openai import Answer
 
 RESULT = wire.Result(finish_reason="stop", text="{}", plan_valid=True)
@@ -50,9 +50,9 @@ def test_a_port_is_at_most_65535() -> None:
 
 
 def test_a_body_may_be_as_large_as_a_server_takes() -> None:
-    assert len(asyncio.run(_body(request(b"x" * BODY_BYTES)))) == BODY_BYTES
+    assert len(asyncio.run(Body().read(request(b"x" * BODY_BYTES)))) == BODY_BYTES
     with pytest.raises(PlanError, match=f"the body must be <= {BODY_BYTES} bytes"):
-        asyncio.run(_body(request(b"x" * (BODY_BYTES + 1))))
+        asyncio.run(Body().read(request(b"x" * (BODY_BYTES + 1))))
 
 
 def test_a_server_is_free_as_soon_as_its_answer_is_whole() -> None:
