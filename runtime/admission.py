@@ -164,6 +164,8 @@ class Desk:
                 f"{name} must have at most a blank line after </think> where a grammar follows "
                 f"(got {show(words)})"
             )
+        if request.stop.intersection(ids):
+            raise RequestError(f"{name} must hold no token that ends answers (got {show(message)})")
         self._messages[message] = ids
         return ids
 

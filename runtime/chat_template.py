@@ -26,7 +26,8 @@ class Template:
         self._where = where
         try:
             self._template = None if source is None else _environment().from_string(source)
-        except jinja2.TemplateError as e:
+        except (jinja2.TemplateError, SyntaxError, RecursionError, ValueError) as e:
+            # Jinja turns a template into Python, whose compiler has limits and rules of its own.
             raise PackageError(f"{where}: chat template must be valid jinja (got: {e})") from e
 
     @property
@@ -49,11 +50,12 @@ class Template:
             if name.endswith("_token") and (word := files.content(value)) is not None
         }
         path = directory / files.TEMPLATE
-        if path.is_file():
+        if files.present(path):
             try:
-                return cls(path.read_text(encoding="utf-8"), names, path)
+                source = path.read_text(encoding="utf-8")
             except ValueError as e:
                 raise PackageError(f"{path} must be UTF-8 (got: {e})") from e
+            return cls(source, names, path)
         return cls(_default(config.get("chat_template"), directory), names, directory)
 
     def render(self, messages: list[dict[str, str]], thinking: bool) -> str:

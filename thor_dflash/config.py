@@ -74,6 +74,11 @@ class CardConfig:
     def __post_init__(self) -> None:
         for name in ("max_tokens", "complex", "reply", "low", "medium", "high", "x_high", "max"):
             _at_least(f"build.card.{name}", getattr(self, name), 0)
+        for name in ("close", "source"):
+            try:
+                getattr(self, name).encode()
+            except UnicodeEncodeError as e:
+                raise ConfigError(f"build.card.{name} must be UTF-8 (got: {e})") from e
         if self.close.count("</think>") != 1:
             raise ConfigError(
                 f"build.card.close must hold </think> once (got {records.show(self.close)})"

@@ -6,6 +6,7 @@ The directory may be a checkpoint (for the builder) or a package (for the runtim
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,11 +33,22 @@ class AddedToken:
     """Whether it is left out of decoded text."""
 
 
+def present(path: Path) -> bool:
+    """Whether there is a file.
+
+    Raises:
+        CheckpointError: there is something of that name, but no file, as a link to nothing.
+    """
+    if path.is_file() or not os.path.lexists(path):
+        return path.is_file()
+    kind = "a directory" if path.is_dir() else "a link to nothing" if path.is_symlink() else "none"
+    raise CheckpointError(f"{path} must be a file (got {kind})")
+
+
 def tokenizer_files(directory: Path) -> tuple[str, ...]:
     """Names of the files to copy into a package; none if there is no tokenizer.json."""
-    if not (directory / TOKENIZER).is_file():
-        return ()
-    return tuple(name for name in FILES if (directory / name).is_file())
+    found = tuple(name for name in FILES if present(directory / name))
+    return found if TOKENIZER in found else ()
 
 
 def read_json(path: Path) -> Table:
@@ -45,10 +57,10 @@ def read_json(path: Path) -> Table:
     Raises:
         CheckpointError: the file is not a JSON object in UTF-8.
     """
+    if not present(path):
+        return {}
     try:
         value: object = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
     except OSError as e:
         raise CheckpointError(f"{path} must be readable (got: {e.strerror})") from e
     except (ValueError, RecursionError) as e:

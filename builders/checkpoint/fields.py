@@ -11,6 +11,7 @@ from typing import cast
 
 from thor_dflash.errors import CheckpointError
 from thor_dflash.records import once
+from thor_dflash.tokenizer import present
 
 LONGEST_VALUE = 60
 """Most characters of an offending value in an error message."""
@@ -70,10 +71,10 @@ class Fields:
     @classmethod
     def read(cls, path: Path) -> Fields:
         """Read the object of one JSON file."""
+        if not present(path):
+            raise CheckpointError(f"{path} must be a file (got nothing there)")
         try:
             text = path.read_bytes()
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{path} must be a file (got nothing there)") from error
         except OSError as error:
             raise CheckpointError(f"{path} must be readable (got {error.strerror})") from error
         return cls(f"{path}: ", parse_object(text, str(path)))

@@ -17,6 +17,7 @@ import numpy as np
 
 from thor_dflash.builders.checkpoint.fields import Fields, parse_object
 from thor_dflash.errors import CheckpointError
+from thor_dflash.tokenizer import present
 
 LARGEST_HEADER = 100_000_000
 """The safetensors library's own limit, bytes."""
@@ -58,6 +59,8 @@ class Stored:
 
 def read_header(file: Path) -> dict[str, Stored]:
     """Return every tensor of the file by name. Reads only the header."""
+    if not present(file):
+        raise CheckpointError(f"{file} must be a file (got nothing there)")
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:

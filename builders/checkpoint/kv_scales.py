@@ -15,6 +15,7 @@ from thor_dflash.builders.checkpoint.fields import Fields
 from thor_dflash.builders.checkpoint.shards import Shards
 from thor_dflash.errors import CheckpointError
 from thor_dflash.records import as_table
+from thor_dflash.tokenizer import present
 
 NAMES = (
     ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"),
@@ -56,6 +57,6 @@ def _declared(directory: Path, config: Fields) -> Iterator[bool]:
     if scheme is not None:
         yield (scheme.get("num_bits"), scheme.get("type")) == (8, "float")
     path = directory / "hf_quant_config.json"
-    if path.is_file():
+    if present(path):
         own = as_table(Fields.read(path).values.get("quantization")) or {}
         yield own.get("kv_cache_quant_algo") in (None, "FP8")

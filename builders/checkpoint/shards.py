@@ -14,6 +14,7 @@ from thor_dflash.builders.checkpoint.fields import Fields, check_directory, show
 from thor_dflash.builders.checkpoint.header import Stored, read_header
 from thor_dflash.errors import CheckpointError
 from thor_dflash.tensors import Array
+from thor_dflash.tokenizer import present
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -34,7 +35,7 @@ class Shards:
         """Read and check every header. Raises CheckpointError naming file and tensor."""
         check_directory(directory)
         index = directory / INDEX
-        stored = _indexed(directory, index) if index.exists() else _alone(directory)
+        stored = _indexed(directory, index) if present(index) else _alone(directory)
         files = {entry.file for entry in stored.values()}
         return cls(directory, stored, {file: _mapped(file) for file in sorted(files)})
 

@@ -99,13 +99,23 @@ def read(path: Path) -> Golden:
 def _held(path: Path) -> dict[str, Array]:
     try:
         found = np.load(path, allow_pickle=False)
-    except ValueError as e:
+    except OSError:
+        raise
+    except Exception as e:
         # For a file of another format numpy's message advises to load it unsafely.
         raise ValueError("a file that numpy cannot read") from e
     if isinstance(found, np.ndarray):
         raise TypeError("one array without a name")
     with found as file:
-        return {name: file[name] for name in file.files}
+        try:
+            arrays = {name: file[name] for name in file.files}
+        except OSError:
+            raise
+        except Exception as e:  # of zipfile, zlib, tokenize, ...: a damaged file has many faults
+            raise ValueError(f"a damaged file: {type(e).__name__}: {e}") from e
+    if wrong := [name for name, x in arrays.items() if not isinstance(x, np.ndarray)]:
+        raise TypeError(f"{wrong[0]} that is no array")
+    return arrays
 
 
 def _complete(held: Mapping[str, Array], path: Path) -> None:

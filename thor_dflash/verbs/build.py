@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from thor_dflash.config import BuildConfig, Config
 from thor_dflash.errors import CheckpointError, ConfigError, RequestError
 from thor_dflash.progress import Progress, amount
-from thor_dflash.records import show
+from thor_dflash.records import show, visible
 from thor_dflash.tokenizer import TOKENIZER, tokenizer_files
 from thor_dflash.verbs import idle
 
@@ -51,7 +51,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         named = ", ".join(manifest.skipped[:NAMED])
         more = len(manifest.skipped) - NAMED
         rest = f", and {more} more (all in manifest.toml)" if more > 0 else ""
-        print(f"skipped tensors: {named}{rest}")
+        print(f"skipped tensors: {visible(named)}{rest}")
 
 
 def _check_used(args: Namespace, config: BuildConfig) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import time
 from argparse import Namespace
 from contextlib import closing
@@ -94,7 +95,8 @@ def _check(args: Namespace) -> Profile | None:
             outputs.check(out, ending, option)
     for name, given in (("--tokens", args.tokens), ("--messages", args.messages),
                         ("--schema", args.schema), ("--compare", args.compare)):  # fmt: skip
-        if given and args.trace and given.resolve() == args.trace.resolve():
+        # `resolve` fails on circular links.
+        if given and args.trace and os.path.realpath(given) == os.path.realpath(args.trace):
             raise ConfigError(f"--trace must be another file than {name} (got {args.trace})")
     return _base(args.compare) if args.compare else None
 

@@ -202,7 +202,7 @@ def test_a_directory_that_is_none_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     refused(tmp_path / "file", r"file must be a checkpoint directory \(got a file\)")
     (tmp_path / "config.json").mkdir()
-    refused(tmp_path, r"config\.json must be readable \(got Is a directory\)")
+    refused(tmp_path, r"config\.json must be a file \(got a directory\)")
 
 
 def put(name: str, value: object) -> Callable[[Tensors], None]:

@@ -225,7 +225,7 @@ def test_a_budget_that_closes_thinking_leads_into_the_grammar(limit: int, messag
 
 
 @pytest.mark.parametrize(
-    "after", ["\n\nHere is the plan: ", "\n\n\n\n ", " ", "X", "{", "\n\n" * 9, "<|im_end|>"]
+    "after", ["\n\nHere is the plan: ", "\n\n\n\n ", " ", "X", "{", "\n\n" * 9, "<|im_start|>"]
 )
 def test_a_closing_message_says_nothing_where_the_grammar_speaks(
     after: str, monkeypatch: pytest.MonkeyPatch
