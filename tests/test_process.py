@@ -242,3 +242,16 @@ def test_ctrl_c_while_a_library_is_loaded_comes_after(tmp_path: Path) -> None:
     done = shell(python(script))
     said = (130, "loaded\n", "thor-dflash: interrupted\n")
     assert (done.returncode, done.stdout, done.stderr) == said
+
+
+@pytest.mark.parametrize("unbuffered", [False, True])
+@pytest.mark.parametrize("args", ["--help", "--version", "generate --help"])
+def test_help_that_nobody_gets_is_an_error(
+    args: str, unbuffered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With and without buffers, as in containers."""
+    if unbuffered:
+        monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([sys.executable, "-c", MAIN, *args.split()], stdout=full)
+    assert done.returncode == 2

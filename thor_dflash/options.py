@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from itertools import takewhile
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import thor_dflash
 from thor_dflash import verb_options
@@ -40,6 +40,10 @@ class _Parser(argparse.ArgumentParser):
             near = get_close_matches(name, known, n=1)
             hint = f" (did you mean {near[0]}?)" if near else ""
             self.error(f"{name} must be an option of {self.prog.split()[-1]}{hint}")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        # argparse's own takes a full disk, and a pipe that nobody reads, for success.
+        (file or sys.stderr).write(message)
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         sys.stdout.flush()  # now, because errors at the interpreter's exit are not reported

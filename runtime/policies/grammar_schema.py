@@ -86,6 +86,8 @@ def text_of(schema: str | Mapping[str, Any]) -> str:
                     f"{node.where} must have supported keywords only (got {show(key)})"
                 )
         _check_bounds(node)
+        if node.table.get("format") == "unknown":  # to the compiler this word means none
+            raise RequestError(f'{node.where}.format must be a known format (got "unknown")')
         for key in node.table.keys() & {"const", "enum"}:
             _check_literal(f"{node.where}.{key}", node.table[key])
     _check_refs(table)

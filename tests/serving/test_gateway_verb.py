@@ -193,3 +193,17 @@ def test_ctrl_c_twice_ends_its_plans_and_is_no_fault(house: Any) -> None:
         held.let()
     until(lambda: held.ended)
     assert held.ended == ["cancelled"]
+
+
+def test_an_offer_of_another_protocol_is_no_news(house: Any) -> None:
+    """It is served as it came; advice to install a WebSocket library would mislead."""
+    server = house.mock()
+    with running(server=server.endpoints[0]) as (child, address):
+        connection = http.client.HTTPConnection(*place(address), timeout=20)
+        connection.request("GET", "/v1/models", headers={"Connection": "Upgrade", "Upgrade": "h2c"})
+        assert connection.getresponse().status == 200
+        connection.close()
+        child.terminate()
+        assert child.wait(20) == 0
+        assert child.stderr
+        assert "pgrade" not in child.stderr.read()

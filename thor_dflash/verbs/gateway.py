@@ -53,10 +53,18 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     assert server.started, "what can be refused was, before"
 
 
+_UPGRADES = ("Unsupported upgrade request", "No supported WebSocket library")
+"""Beginnings of lines about a request that offers another protocol and is served all the same."""
+
+
 def _is_news(record: logging.LogRecord) -> bool:
     """Whether to log a record: not the tracebacks of requests cancelled by the shutdown, which are
     no errors. A request's is an exception; the application's own is only a text.
     """
     error = record.exc_info[1] if record.exc_info else None
-    name = asyncio.CancelledError.__name__
-    return not (isinstance(error, asyncio.CancelledError) or name in record.getMessage())
+    told = record.getMessage()
+    if told.startswith(_UPGRADES):
+        return False
+    return not (
+        isinstance(error, asyncio.CancelledError) or asyncio.CancelledError.__name__ in told
+    )

@@ -268,3 +268,9 @@ def test_a_definition_that_must_contain_itself_has_no_value() -> None:
         matcher = grammar.matcher.deep_copy()
         assert matcher.consume_tokens(text().encode('{"node":{"next":{'))
         assert grammar.vocabulary.dead(matcher) is dead
+
+
+def test_a_format_called_unknown_is_refused() -> None:
+    """The compiler refuses formats that it does not know, but takes this word for none."""
+    with pytest.raises(RequestError, match=r'schema.format must be a known format \(got "unknown"'):
+        text_of({"type": "string", "format": "unknown"})
