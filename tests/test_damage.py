@@ -6,40 +6,40 @@ from __future__ import annotations
 
 import os
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import GEOMETRIES, write_target
+from checkpoints import GEOMETRIES, read_safetensors, write_safetensors, write_target
 
 from thor_dflash import cli
 from thor_dflash.calib.check import golden
 from thor_dflash.errors import CheckpointError, PackageError, RequestError
 from thor_dflash.runtime.chat_template import Template
-from thor_dflash.tokenizer import FILES, present, tokenizer_files
+from thor_dflash.tokenizer import FILES, TEMPLATE, present, tokenizer_files
+
+OBSTACLES: dict[str, Callable[[Path], object]] = {
+    "a link to nothing": lambda place: place.symlink_to("gone"),
+    "a link to nothing, in a circle": lambda place: place.symlink_to(place),
+    "a directory": lambda place: place.mkdir(),
+    "a pipe or a device": os.mkfifo,
+}
 
 
-def test_nothing_is_absent_and_all_but_a_file_is_refused(tmp_path: Path) -> None:
+def test_a_file_may_be_there_or_not(tmp_path: Path) -> None:
     place = tmp_path / "x"
     assert not present(place)
-    place.symlink_to("gone")
-    with pytest.raises(CheckpointError, match=r"x must be a file \(got a link to nothing\)"):
-        present(place)
-    place.unlink()
-    place.symlink_to(place)
-    with pytest.raises(CheckpointError, match=r"x must be a file \(got a link to nothing\)"):
-        present(place)
-    place.unlink()
-    place.mkdir()
-    with pytest.raises(CheckpointError, match=r"x must be a file \(got a directory\)"):
-        present(place)
-    place.rmdir()
-    os.mkfifo(place)
-    with pytest.raises(CheckpointError, match=r"x must be a file \(got none\)"):
-        present(place)
-    place.unlink()
     place.write_text("")
     assert present(place)
+
+
+@pytest.mark.parametrize("kind", OBSTACLES)
+def test_what_is_there_and_no_file_is_refused(kind: str, tmp_path: Path) -> None:
+    place = tmp_path / "x"
+    OBSTACLES[kind](place)
+    with pytest.raises(CheckpointError, match=rf"x must be a file \(got {kind.split(',')[0]}\)"):
+        present(place)
 
 
 OTHERS = ("config.json", "model.safetensors", "model.safetensors.index.json")
@@ -59,6 +59,9 @@ def test_a_checkpoint_with_a_link_to_nothing_is_refused(
     if name in FILES:
         with pytest.raises(CheckpointError):
             tokenizer_files(tmp_path / "t")
+    if name == TEMPLATE:
+        with pytest.raises(CheckpointError):
+            Template.load(tmp_path / "t")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +77,9 @@ def test_a_template_that_is_no_python_is_no_template(source: str, tmp_path: Path
 def test_a_damaged_golden_is_refused_whatever_is_damaged(tmp_path: Path) -> None:
     """With status 2 of `check`: 1 says that an engine is wrong."""
     whole = tmp_path / "whole.npz"
-    np.savez(whole, block=np.array(16), tokens=np.arange(3), logits=np.zeros((3, 8)))
+    parts = {"block": np.array(16), "rounds": np.array(1), "tokens": np.arange(3)}
+    np.savez(whole, **parts, logits=np.zeros((3, 8)))
+    golden.read(whole)
     sound = whole.read_bytes()
     at = sound.find(b"PK\x01\x02")
     compressed = bytearray(sound)
@@ -110,3 +115,17 @@ def test_a_card_is_utf8_before_anything_is_built(
     line = ["build", "--target", "t", "--out", "o", "-s", f"build.card.{key}=\udcff</think>"]
     assert cli.main(line) == 2
     assert f"build.card.{key} must be UTF-8" in capsys.readouterr().err
+
+
+def test_the_names_of_skipped_tensors_do_not_rule_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_target(tmp_path / "t", GEOMETRIES["27b"], 0)
+    file = tmp_path / "t" / "model.safetensors"
+    odd = {"mtp.a\x1b[31m\nb": np.zeros(1, np.float32)}
+    write_safetensors(file, {**read_safetensors(file), **odd})
+    assert cli.main(["build", "--target", str(tmp_path / "t"), "--out", str(tmp_path / "o")]) == 0
+    out = capsys.readouterr().out
+    assert "mtp.a" in out
+    assert "\x1b" not in out
+    assert "\nb" not in out

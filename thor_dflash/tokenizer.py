@@ -41,8 +41,11 @@ def present(path: Path) -> bool:
     """
     if path.is_file() or not os.path.lexists(path):
         return path.is_file()
-    kind = "a directory" if path.is_dir() else "a link to nothing" if path.is_symlink() else "none"
-    raise CheckpointError(f"{path} must be a file (got {kind})")
+    if path.is_dir():
+        got = "a directory"
+    else:
+        got = "a pipe or a device" if path.exists() else "a link to nothing"
+    raise CheckpointError(f"{path} must be a file (got {got})")
 
 
 def tokenizer_files(directory: Path) -> tuple[str, ...]:

@@ -65,7 +65,8 @@ def test_a_client_finds_its_answer_when_it_has_sent_all(
     with gateway(server.endpoints[0]) as address:
         for _ in range(5):
             page = http.client.HTTPConnection(address.removeprefix("http://"), timeout=20)
-            page.request("POST", "/v1/chat/completions", b" " * size, {"Content-Type": kind})
+            sent = BODY + b" " * size
+            page.request("POST", "/v1/chat/completions", sent, {"Content-Type": kind})
             reply = page.getresponse()
             assert reply.status == status
             assert reply.getheader("connection") is None, "it goes on"

@@ -214,6 +214,16 @@ def test_kv_scales_for_another_cache_than_fp8_are_skipped_and_listed(
     assert (set(checkpoint.skipped[:2]) == set(stored)) != used
 
 
+def test_whose_cache_scales_are_for_must_be_readable(tmp_path: Path) -> None:
+    """Taken for absent, scales of an NVFP4 cache would be used for FP8."""
+    write_target(tmp_path, SMALL, 0)
+    stored = {f"{P}layers.3.{n}": np.float32(0.5) for n in MODELOPT_KV}
+    change_tensors(tmp_path, lambda t: t.update({n: np.array(x) for n, x in stored.items()}))
+    (tmp_path / "hf_quant_config.json").symlink_to("gone")
+    with pytest.raises(CheckpointError, match="must be a file .got a link to nothing"):
+        read_target(tmp_path)
+
+
 @pytest.mark.parametrize("bad", [0, -1, np.nan, np.inf])
 def test_a_bad_kv_scale_is_refused(bad: float, tmp_path: Path) -> None:
     write_target(tmp_path, SMALL, 0)
