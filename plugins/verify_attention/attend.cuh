@@ -31,7 +31,7 @@ template <int PITCH, int TILE> struct Operand {
 
     DEVICE Operand(saddr begin, const Lane& at) {
         const int token = at.lane & 15;
-        row = begin + at.half * MT * TILE + token * PITCH + (((token & 7) ^ (at.lane >> 4)) << 4);
+        row = begin + at.heads * MT * TILE + token * PITCH + (((token & 7) ^ (at.lane >> 4)) << 4);
     }
     // Loads the a fragments of columns 16 step .. 16 step + 15 of every m16 tile.
     DEVICE void load(u32 (&a)[MT][4], int step) const {
@@ -66,6 +66,15 @@ DEVICE void multiply(float (&d)[MT][N][4], const u32 (&a)[MT][4], const u32 (&b0
         }
 }
 
+DEVICE void fill(Scores& s, float x) {
+#pragma unroll
+    for (int i = 0; i < MT; i++)
+#pragma unroll
+        for (int n = 0; n < NS; n++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) s[i][n][j] = x;
+}
+
 // s = queries . keys, for this warp's heads and quarter of the positions. Operands are loaded one
 // step ahead.
 DEVICE void score(Scores& s, u8* memory, saddr keys, const Lane& at) {
@@ -77,12 +86,7 @@ DEVICE void score(Scores& s, u8* memory, saddr keys, const Lane& at) {
     u32 raw[2][4], a[2][MT][4];
     load_matrix4(raw[0], key);
     queries.load(a[0], 0);
-#pragma unroll
-    for (int i = 0; i < MT; i++)
-#pragma unroll
-        for (int n = 0; n < NS; n++)
-#pragma unroll
-            for (int j = 0; j < 4; j++) s[i][n][j] = 0.0f;
+    fill(s, 0.0f);
 #pragma unroll
     for (int step = 0; step < WIDTH / 16; step++) {
         const int now = step & 1;
@@ -175,7 +179,7 @@ DEVICE void weigh(float (&sums)[MT][2], const Running& r, const Scores& s, u8* m
                   const Lane& at) {
     // Stores four matrices of eight rows x eight positions at a time; this lane provides the
     // address of one row of one matrix.
-    const int matrix = at.lane >> 3, row = at.half * MT * TOKENS + matrix / NS * 8 + (at.lane & 7);
+    const int matrix = at.lane >> 3, row = at.heads * MT * TOKENS + matrix / NS * 8 + (at.lane & 7);
     const saddr to = shared_address(memory + WEIGHTS) +
                      swizzled(row, at.quarter * NS + matrix % NS, WEIGHT_PITCH);
 #pragma unroll
@@ -203,9 +207,15 @@ DEVICE void weigh(float (&sums)[MT][2], const Running& r, const Scores& s, u8* m
     }
 }
 
-// Loads 16 positions of this warp's columns as stored; FP8 bytes are transposed in pairs of
-// columns.
+// This lane's addresses in the first 16 positions of this warp's columns. The swizzle repeats every
+// 8 rows.
 constexpr int LOADS = FP8 ? 2 : 4;
+DEVICE void value_places(saddr (&place)[LOADS], saddr part, const Lane& at) {
+#pragma unroll
+    for (int l = 0; l < LOADS; l++)
+        place[l] = part + value_at(at.lane & 15, 2 * l + (at.lane >> 4));
+}
+// Loads 16 positions of these columns as stored; FP8 bytes are transposed in pairs of columns.
 DEVICE void load_values(u32 (&raw)[LOADS][4], const saddr (&place)[LOADS], int step) {
 #pragma unroll
     for (int l = 0; l < LOADS; l++)
@@ -237,10 +247,8 @@ DEVICE void fragments(u32 (&b0)[NO], u32 (&b1)[NO], const u32 (&raw)[LOADS][4]) 
 template <bool DENSE> DEVICE void mix(Running& r, u8* memory, saddr part, const Lane& at) {
     const Operand<WEIGHT_PITCH, TOKENS * WEIGHT_PITCH> weights(shared_address(memory + WEIGHTS), at);
     u32 raw[2][LOADS][4], a[2][MT][4];
-    saddr place[LOADS];  // of the first 16 positions; the swizzle repeats every 8 rows
-#pragma unroll
-    for (int l = 0; l < LOADS; l++)
-        place[l] = part + value_at(at.lane & 15, 2 * l + (at.lane >> 4));
+    saddr place[LOADS];
+    value_places(place, part, at);
     load_values(raw[0], place, 0);
     weights.load(a[0], 0);
 #pragma unroll (DENSE ? POSITIONS / 16 : 2)
@@ -253,6 +261,21 @@ template <bool DENSE> DEVICE void mix(Running& r, u8* memory, saddr part, const 
         u32 b0[NO], b1[NO];
         fragments(b0, b1, raw[now]);
         multiply(r.o, a[now], b0, b1);
+    }
+}
+
+// The same for a tile of which only the first positions are seen: the weights of others are zero.
+DEVICE void mix_some(Running& r, u8* memory, saddr part, int seen, const Lane& at) {
+    const Operand<WEIGHT_PITCH, TOKENS * WEIGHT_PITCH> weights(shared_address(memory + WEIGHTS), at);
+    saddr place[LOADS];
+    value_places(place, part, at);
+#pragma unroll 1
+    for (int step = 0; 16 * step < seen; step++) {
+        u32 raw[LOADS][4], a[MT][4], b0[NO], b1[NO];
+        load_values(raw, place, step);
+        weights.load(a, step);
+        fragments(b0, b1, raw);
+        multiply(r.o, a, b0, b1);
     }
 }
 
@@ -324,14 +347,19 @@ DEVICE void soften(Running& r, Scores& s, u8* memory, float scale, int own, int 
         for (int h = 0; h < 2; h++) r.sum[i][h] = sum[i][h];
 }
 
-DEVICE void score_tile(Scores& s, u8* memory, int n, const Lane& at) {
+// `seen`, here and below: how many of the tile's positions some row sees; may be more than it has.
+DEVICE void score_tile(Scores& s, u8* memory, int n, int seen, const Lane& at) {
     barrier_wait(Keys::full(memory, n, at), (n >> 1) & 1);
-    score(s, memory, shared_address(Keys::part(memory, n, at)), at);
+    if (at.quarter * QUARTER < seen) score(s, memory, shared_address(Keys::part(memory, n, at)), at);
+    else fill(s, nothing());
 }
 
-template <bool DENSE> DEVICE void mix_tile(Running& r, u8* memory, int n, const Lane& at) {
+template <bool DENSE>
+DEVICE void mix_tile(Running& r, u8* memory, int n, int seen, const Lane& at) {
     barrier_wait(Values::full(memory, n, at), (n >> 1) & 1);
-    mix<DENSE>(r, memory, shared_address(Values::part(memory, n, at)), at);
+    const saddr part = shared_address(Values::part(memory, n, at));
+    if (!DENSE && seen <= POSITIONS / 2) mix_some(r, memory, part, seen, at);
+    else mix<DENSE>(r, memory, part, at);
     barrier_arrive(weights_read(memory, at));
 }
 
@@ -358,17 +386,17 @@ DEVICE void attend(const Past& past, Ahead& ahead, float scale, int own, const W
     for (int n = 0;; n++) {
         // Delays the second warp of a pair, so that one multiplies while the other computes
         // exponentials. This pays off if a piece has several tiles; with many it is not needed.
-        if (!DENSE && n == 0 && at.half && past.pieces.after > POSITIONS)
+        if (!DENSE && n == 0 && at.half && !at.alone && past.pieces.after > POSITIONS)
             barrier_wait(turn_over(memory, 0, at), 0);
         const bool ends = n > 0 && walk.ends();
         const int slot = ends ? past.pieces.span(walk.item).slot : 0;
         if (n > 0) {
-            mix_tile<DENSE>(r, memory, n - 1, at);
+            mix_tile<DENSE>(r, memory, n - 1, past.pieces.end - walk.first, at);
             walk.step(past.pieces);
         }
         const bool more = walk.valid(past.pieces);
         if (more) {
-            score_tile(s, memory, n, at);
+            score_tile(s, memory, n, past.pieces.end - walk.first, at);
             if (at.half) ahead.provide(past, n, walk.first, at);
         }
         received(last_of(s, r));

@@ -68,13 +68,13 @@ DEVICE saddr queries_there(const u8* memory) {
 
 // Called by one thread; the block must synchronise before any other use. `tokens`: number of query
 // tokens.
-DEVICE void init(u8* memory, int tokens) {
+DEVICE void init(u8* memory, int tokens, const Heads& heads) {
     const saddr first = shared_address(memory + BARRIERS), queries = queries_there(memory);
     for (int i = 0; i < QUERIES_THERE; i++)
         barrier_init(first + 8 * i, i % 8 == WEIGHTS_READ ? THREADS / 2 : 32);
     barrier_init(queries, 1);
     barrier_init_done();
-    barrier_expect(queries, tokens * QUERY_PITCH);
+    barrier_expect(queries, tokens * heads.count * HALF_QUERY);
 }
 
 // Starts copying this warp's part of the n-th tile, at `first`; zeros from the limit on.
@@ -154,7 +154,7 @@ struct Ahead {
     // n + 2 reads.
     DEVICE void refill(const Past& past, int n, const Lane& at) {
         sync_warp();
-        barrier_wait(turn_over(past.memory, n, at), (n >> 1) & 1);
+        if (!at.alone) barrier_wait(turn_over(past.memory, n, at), (n >> 1) & 1);
         if (coming >= 0) ask<Values>(past, n + 1, coming, at);
         if (walk.valid(past.pieces)) ask<Keys>(past, n + 2, walk.first, at);
         copy_async_commit();

@@ -19,40 +19,42 @@
 constexpr float LOGIT = 0.0625f * 1.44269504f;  // 1 / sqrt(WIDTH), times log2(e) to use exp2
 
 constexpr int WARPS = THREADS / 32;
-constexpr int BATCH = GROUP == 6 ? 3 : GROUP;  // query rows that a warp prepares side by side
 
 // Starts copying the queries of 16 tokens, for one key/value head's group, to their place in shared
-// memory. A warp issues its copies one after the other, so the eight warps issue two each. Tokens
-// past the call's last one are left uninitialised: no row depends on another.
-DEVICE void ask_queries(u8* memory, const u16* q, int count, int from) {
+// memory. A warp issues its copies one after the other, so the first four warps issue four each.
+// Tokens past the call's last one are left uninitialised: no row depends on another.
+DEVICE void ask_queries(u8* memory, const u16* q, int count, int from, const Heads& heads) {
     const int warp = threadIdx.x >> 5;
     if ((threadIdx.x & 31) != 0) return;
-    for (int t = warp; t < count; t += WARPS) {
-        const i64 row = static_cast<i64>(from + t) * gridDim.y + blockIdx.y;
-        copy_bulk_kept(shared_address(memory + QUERIES) + t * QUERY_PITCH, q + row * GROUP * WIDTH,
-                       QUERY_PITCH, queries_there(memory));
+    const int begin = heads.first * HALF_QUERY;
+    for (int t = warp; t < count; t += WARPS / 2) {
+        const i64 row = static_cast<i64>(from + t) * gridDim.x + blockIdx.x;
+        copy_bulk_kept(shared_address(memory + QUERIES) + t * QUERY_PITCH + begin,
+                       q + row * GROUP * WIDTH + begin / 2, heads.count * HALF_QUERY,
+                       queries_there(memory));
     }
 }
 
 // Normalises and rotates the queries in place. A warp's tokens are eight apart, so that all of its
 // rows have the same swizzle.
-DEVICE void turn_queries(u8* memory, const float (&w)[8], float eps, const float* table) {
+DEVICE void turn_queries(u8* memory, const float (&w)[8], float eps, const float* table,
+                         const Heads& heads) {
     static_assert(WARPS % 8 == 0, "see swizzled");
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const u32 place = query_at(warp, lane);
 #pragma unroll 1
     for (int t = warp; t < TOKENS; t += WARPS) {
         const Turning by = turning(table + t * 2 * HALF, lane);
-        u8* rows = memory + QUERIES + t * QUERY_PITCH;
+        u8* rows = memory + QUERIES + t * QUERY_PITCH + heads.first * HALF_QUERY;
 #pragma unroll 1
-        for (int head = 0; head < GROUP; head += BATCH, rows += BATCH * QUERY_BYTES) {
-            float x[BATCH][8];
+        for (int half = 0; half < heads.count; half++, rows += HALF_QUERY) {
+            float x[MT][8];
 #pragma unroll
-            for (int n = 0; n < BATCH; n++) eight(x[n], words(rows + n * QUERY_BYTES, lane));
+            for (int n = 0; n < MT; n++) eight(x[n], words(rows + n * QUERY_BYTES, lane));
             norm(x, w, eps);
             sync_warp();
 #pragma unroll
-            for (int n = 0; n < BATCH; n++) {
+            for (int n = 0; n < MT; n++) {
                 rotate(x[n], by, lane);
                 store_query(rows + n * QUERY_BYTES + place, x[n]);
             }
@@ -76,7 +78,7 @@ DEVICE void write_out(const Past& past, u8* k, u8* v) {
 
 // Whether any of this block's pieces includes rows of the call itself.
 DEVICE bool sees_fresh(const Pieces& pieces, int length) {
-    for (int item = blockIdx.x; item < pieces.count; item += gridDim.x)
+    for (int item = pieces.item; item < pieces.count; item += pieces.stride)
         if (pieces.span(item).stop > length) return true;
     return false;
 }
@@ -85,8 +87,8 @@ DEVICE bool sees_fresh(const Pieces& pieces, int length) {
 // tokens at a time. The block's own 16 tokens come first: their angles, which its queries use too,
 // have been computed already.
 DEVICE void prepare(u8* memory, const Fresh& fresh, const float (&w)[8], const float (&w_key)[8],
-                    float* table, float own, int length, int from, bool needs,
-                    const Lane& at) {
+                    float* table, float own, int length, int from, const Heads& heads,
+                    bool needs, const Lane& at) {
     const int warp = threadIdx.x >> 5;
     const int blocks = needs ? static_cast<int>(gridDim.z) : 1;
     u8* const k = memory + FRESH;
@@ -97,7 +99,7 @@ DEVICE void prepare(u8* memory, const Fresh& fresh, const float (&w)[8], const f
         if (needs) load_pair(pair, fresh, first + warp, at.lane);
         if (n == 0) {
             barrier_wait(queries_there(memory), 0);
-            turn_queries(memory, w, fresh.eps, table);
+            turn_queries(memory, w, fresh.eps, table, heads);
         } else {
             angles(table, own, length + first, TOKENS);
             sync_block();
@@ -109,7 +111,7 @@ DEVICE void prepare(u8* memory, const Fresh& fresh, const float (&w)[8], const f
     }
 }
 
-// Grid: blocks that share the pieces of one head, heads, blocks of 16 tokens.
+// Grid: heads, blocks that share the pieces of one, blocks of 16 tokens.
 KERNEL void __launch_bounds__(THREADS, 1)
     attend_split(const u16* q, const u16* k, const u16* v, const void* __restrict__ q_norm,
                  const void* __restrict__ k_norm, const i32* length_at, u8* cache_k, u8* cache_v,
@@ -118,42 +120,53 @@ KERNEL void __launch_bounds__(THREADS, 1)
                  const u8* __restrict__ next_packed, int next_share, int rows, int capacity,
                  int slots, float offset, float eps) {
     DYNAMIC_SHARED(memory);
-    const Lane at = this_lane();
+    Lane at = this_lane();
     float w[8], w_key[8];
     norm_weights(w, q_norm, offset, at.lane);
     norm_weights(w_key, k_norm, offset, at.lane);
     const float own = own_frequency(frequency);
     const float2 by_k = with_inverse(*scale_k), by_v = with_inverse(*scale_v);
-    const int head = blockIdx.y, from = blockIdx.z * TOKENS, length = *length_at;
+    const int head = blockIdx.x, from = blockIdx.z * TOKENS, length = *length_at;
     const int count = min(TOKENS, rows - from);
-    const Pieces pieces = divided(length + from, length + from + count, gridDim.x);
+    const Pieces pieces = divided(length + from, length + from + count, blockIdx.y, gridDim.y);
     const int block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
-    if (static_cast<int>(blockIdx.x) >= pieces.count) {
+    if (pieces.item < 0) {
         if (threadIdx.x == 0) fetch_ahead(next_packed, block, next_share);
         return;
     }
-    if (threadIdx.x == 0) init(memory, count);
+    if (threadIdx.x == 0) init(memory, count, pieces.heads);
     const i64 begin = static_cast<i64>(head) * capacity * CACHE_BYTES;
     const Past past = {memory, cache_k + begin, cache_v + begin, length, rows, pieces};
     Ahead ahead(past, at);
+    // Blocks that start last find the previous kernel's results there, and everyone waits for these
+    // blocks: so their queries are on the way before anything else is computed.
+    if (!at.half) {
+        sync_half(0);
+        wait_for_previous();
+        ask_queries(memory, q, count, from, pieces.heads);
+    }
     float* const table = reinterpret_cast<float*>(memory + WEIGHTS);
     angles(table, own, length + from, TOKENS);
     sync_block();
     wait_for_previous();
-    ask_queries(memory, q, count, from);
     // A block with the last piece may have to write the call's rows to the cache, so it needs them.
-    const bool last = (pieces.count - 1) % gridDim.x == blockIdx.x;
-    const Fresh fresh = {k, v, rows, static_cast<int>(gridDim.y), head, eps, by_k, by_v};
-    prepare(memory, fresh, w, w_key, table, own, length, from, last || sees_fresh(pieces, length), at);
+    const bool last = blockIdx.y == 0;
+    const Fresh fresh = {k, v, rows, static_cast<int>(gridDim.x), head, eps, by_k, by_v};
+    prepare(memory, fresh, w, w_key, table, own, length, from, pieces.heads,
+            last || sees_fresh(pieces, length), at);
     // Only now, after the queries have arrived: the weights that the next kernel and the prefetch
     // load would delay them. From here on memory is mostly idle, except with a long cache.
     let_next_start();
     if (threadIdx.x == THREADS - 1) fetch_ahead(next_packed, block, next_share);
     if (last && from == 0) write_out(past, cache_k + begin, cache_v + begin);
+    if (pieces.heads.count == 1) {
+        if (!at.half) return;
+        at.heads = pieces.heads.first, at.alone = true;
+    }
     attend<false>(
         past, ahead, mul_rn(by_k.x, LOGIT), length + from,
         [=](int slot) {
-            const i64 place = static_cast<i64>(blockIdx.z * gridDim.y + head) * slots + slot;
+            const i64 place = static_cast<i64>(blockIdx.z * gridDim.x + head) * slots + slot;
             return Piece{mixtures + place * ROWS * WIDTH, stats + place * ROWS, count};
         },
         at);
@@ -245,7 +258,7 @@ KERNEL void __launch_bounds__(THREADS)
     store_pair(cache_k + to, cache_v + to, pair, fresh, w, table, from + warp, warp, lane);
 }
 
-// Grid: 1, key/value heads, blocks of 16 tokens, those that see the most positions first.
+// Grid: key/value heads, 1, blocks of 16 tokens, those that see the most positions first.
 KERNEL void __launch_bounds__(THREADS, 1)
     attend_dense(const u16* q, const void* __restrict__ q_norm, const i32* length_at,
                  const u8* cache_k, const u8* cache_v, const float* __restrict__ scale_k,
@@ -258,24 +271,24 @@ KERNEL void __launch_bounds__(THREADS, 1)
     const float own = own_frequency(frequency);
     let_next_start();
     wait_for_previous();
-    const int head = blockIdx.y, from = (gridDim.z - 1 - blockIdx.z) * TOKENS;
+    const int head = blockIdx.x, from = (gridDim.z - 1 - blockIdx.z) * TOKENS;
     const int count = min(TOKENS, rows - from);
     const int length = *length_at, end = length + from + count;
-    if (threadIdx.x == 0) init(memory, count);
+    if (threadIdx.x == 0) init(memory, count, BOTH);
     const i64 begin = static_cast<i64>(head) * capacity * CACHE_BYTES;
     const Past past = {memory, cache_k + begin, cache_v + begin, end, 0, undivided(end)};
     Ahead ahead(past, at);
     float* const table = reinterpret_cast<float*>(memory + WEIGHTS);
     angles(table, own, length + from, TOKENS);
     sync_block();
-    ask_queries(memory, q, count, from);
+    if (!at.half) ask_queries(memory, q, count, from, BOTH);
     barrier_wait(queries_there(memory), 0);
-    turn_queries(memory, w, eps, table);
+    turn_queries(memory, w, eps, table, BOTH);
     sync_block();
     attend<true>(
         past, ahead, mul_rn(*scale_k, LOGIT), length + from,
         [=](int) {
-            const i64 stride = static_cast<i64>(gridDim.y) * GROUP * WIDTH;
+            const i64 stride = static_cast<i64>(gridDim.x) * GROUP * WIDTH;
             return Output{o + from * stride + static_cast<i64>(head) * GROUP * WIDTH, stride, *scale_v,
                           count};
         },

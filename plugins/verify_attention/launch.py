@@ -130,10 +130,10 @@ def _split(site: Site, device: Device) -> tuple[Launch, ...]:
     groups = blocks * kv
     results = groups * pieces * defines["GROUP"] * TOKENS
     mixtures, stats = Scratch("mixtures", results * WIDTH * 2), Scratch("stats", results * 8)
-    sharers = min(pieces, PIECES, max(1, device.multiprocessors // groups))
+    sharers = min(2 * min(pieces, PIECES), max(1, device.multiprocessors // groups))
     split = Launch(
         kernel="attend_split",
-        grid=(sharers, kv, blocks),
+        grid=(kv, sharers, blocks),
         threads=THREADS,
         shared=_shared(site, rows),
         defines=defines,
@@ -179,7 +179,7 @@ def _dense(site: Site) -> tuple[Launch, ...]:
     )
     attend = Launch(
         kernel="attend_dense",
-        grid=(1, kv, blocks),
+        grid=(kv, 1, blocks),
         threads=THREADS,
         shared=_shared(site, 0),
         defines=_defines(site),

@@ -14,7 +14,7 @@ struct Running {
 
 // Number, among all query rows, of this lane's row in half h of m16 tile i.
 DEVICE int row_of(int i, int h, const Lane& at) {
-    return (at.half * MT + i) * TOKENS + 8 * h + at.g;
+    return (at.heads * MT + i) * TOKENS + 8 * h + at.g;
 }
 
 template <bool F16> DEVICE u32 pack(float x, float y) {
@@ -79,7 +79,7 @@ struct Output {
                 if (token >= tokens) continue;
                 const float sum = r.sum[i][h];
                 const float by = sum > 0.0f ? mul_rn(scale, reciprocal_approx(sum)) : sum;
-                u16* row = to + token * token_stride + (at.half * MT + i) * WIDTH +
+                u16* row = to + token * token_stride + (at.heads * MT + i) * WIDTH +
                            at.quarter * (WIDTH / 4);
 #pragma unroll
                 for (int c = 0; c < NO / 2; c++) {

@@ -5,7 +5,8 @@
 // positions and the mixture for quarter w % 4 of the columns. Weights are exchanged between the
 // four warps of a half through shared memory. The halves wait for each other only for the cache:
 // warps w and w + 4, which share a scheduler, also share quarters, and the second warp loads them.
-// So one of them keeps the tensor cores busy while the other computes exponentials.
+// So one of them keeps the tensor cores busy while the other computes exponentials. If a block has
+// only half of the heads, the second warps work on these, and the first ones only prepare queries.
 //
 // An FP8 tile is converted to f16 in registers, exactly. Queries are bf16 numbers held as f16, also
 // exactly (|q| < 65504 after a norm; what f16 flushes is below 2^-24). With a bf16 cache, queries
@@ -26,6 +27,7 @@ constexpr int THREADS = 256;
 
 constexpr int QUERY_BYTES = 2 * WIDTH;          // of a head; a token's heads are contiguous
 constexpr int QUERY_PITCH = GROUP * QUERY_BYTES;
+constexpr int HALF_QUERY = QUERY_PITCH / 2;     // a token's queries of half of the heads
 constexpr int WEIGHT_PITCH = 2 * POSITIONS;
 // Weights reuse the memory of the angles of 16 rows.
 constexpr int WEIGHT_BYTES = ROWS * WEIGHT_PITCH, ANGLE_BYTES = TOKENS * 2 * HALF * 4;
@@ -59,12 +61,14 @@ DEVICE u32 value_at(int row, int chunk) {
 
 struct Lane {
     int lane, half, quarter;
-    int g, t;  // the lane's row and column pair in a fragment
+    int heads;   // the half of the heads that the warp works on
+    bool alone;  // whether the other warp of its pair does not
+    int g, t;    // the lane's row and column pair in a fragment
 };
 
 DEVICE Lane this_lane() {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    return {lane, warp >> 2, warp & 3, lane >> 2, lane & 3};
+    return {lane, warp >> 2, warp & 3, warp >> 2, false, lane >> 2, lane & 3};
 }
 
 // Synchronises the four warps of one half of the heads.

@@ -244,6 +244,54 @@ def test_pieces_hold_each_position_that_a_row_sees_once() -> None:
         assert max(slot for _, _, slot in have) < slots(-(-end // 128) * 128)
 
 
+@emulated
+def test_thread_blocks_share_the_pieces_of_all_heads() -> None:
+    """Each half of the heads of each piece has one thread block. Two share a piece if there are
+    enough, or all but one that are needed. Block 0 has the last piece.
+    """
+    counts = [1, 2, 3, 4, 5, 8, 13, 16, 17, 20, 32, 33]
+    ends = [128 * n - cut for n in counts for cut in (0, 111)] + [4230, 8440]
+    calls = [
+        (max(0, end - 16), end, n) for end in ends for n in (1, 2, 3, 4, 5, 16, 33, 34, 65, 66)
+    ]
+    calls = calls[: len(calls) // 32 * 32]
+    got = np.zeros((len(calls), 66, 4), np.int32)
+    cuts = np.full((len(calls), 1 + 3 * 99), -1, np.int32)
+    probe("shares", np.array(calls, np.int32), got)
+    probe("cuts", np.array([call[:2] for call in calls], np.int32), cuts)
+    for call, blocks, (count, *_) in zip(calls, got.tolist(), cuts.tolist(), strict=True):
+        taken = [
+            (piece, half)
+            for item, stride, first, halves in blocks[: call[2]]
+            if item >= 0
+            for piece in range(item, count, stride)
+            for half in range(first, first + halves)
+        ]
+        assert sorted(taken) == [(p, h) for p in range(count) for h in (0, 1)], call
+        shared = [b[3] for b in blocks[: call[2]] if b[0] >= 0]
+        if 2 * count <= call[2]:
+            want = [1] * (2 * count)
+        elif 2 * count - 1 == call[2]:
+            want = [2] + [1] * (2 * count - 2)
+        else:
+            want = [2] * min(count, call[2])
+        item, stride = blocks[0][:2]
+        assert (shared, (count - 1 - item) % stride) == (want, 0), call
+
+
+@emulated
+@CACHES
+@pytest.mark.parametrize("length", [20, 115, 130, 180, 230, 250])
+def test_bits_do_not_depend_on_whether_blocks_share_a_piece(length: int, cache: DType) -> None:
+    """One to six thread blocks, of up to three pieces."""
+    case = case_of(16, length, cache, 384, heads=2)
+    _, want = run(case, 0, Device((9, 0), 1))
+    for blocks in range(2, 7):
+        _, got = run(case, blocks, Device((9, 0), blocks))
+        for name in ("o", "next_cache_k", "next_cache_v"):
+            np.testing.assert_array_equal(bits(got[name]), bits(want[name]))
+
+
 def test_leaving_rows_of_a_prompt_in_slabs_is_refused() -> None:
     assert refuse(gated_call(case_of(SPLIT_ROWS, 0, FP8, 128)).site) == ""
     more = gated_call(case_of(SPLIT_ROWS + 1, 0, FP8, 128)).site
@@ -274,7 +322,7 @@ def test_partial_results_stay_small() -> None:
     """At 32k positions: bytes of the pieces' results against those of the cache that is read."""
     site = site_of(OP, {"heads": 24, "kv_heads": 4}, shapes(16, 4))
     split, combine = launches(site, H100)
-    assert split.grid == (33, 4, 1)
+    assert split.grid == (4, 33, 1)
     assert combine.grid == (384, 1, 1)
     assert 33 * 4 * 96 * (512 + 8) < 0.1 * 2 * 4 * 32_768 * 256
 
@@ -282,11 +330,12 @@ def test_partial_results_stay_small() -> None:
 @pytest.mark.parametrize(
     ("rows", "kv", "multiprocessors", "grid"),
     [
-        (17, 4, 132, (16, 4, 2)),
-        (32, 2, 20, (5, 2, 2)),
-        (32, 2, 3, (1, 2, 2)),
-        (32, 16, 20, (1, 16, 2)),
-        (1, 4, 3, (1, 4, 1)),
+        (17, 4, 132, (4, 16, 2)),
+        (16, 1, 132, (1, 66, 1)),
+        (32, 2, 20, (2, 5, 2)),
+        (32, 2, 3, (2, 1, 2)),
+        (32, 16, 20, (16, 1, 2)),
+        (1, 4, 3, (4, 1, 1)),
     ],
 )
 def test_one_wave_of_blocks_takes_all_pieces(
