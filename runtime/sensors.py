@@ -208,9 +208,11 @@ def energy(at: Sequence[float], watts: Sequence[float], start: float, end: float
         at: Times of the samples, s, ascending.
         watts: Power of each sample.
     """
-    inner = range(bisect.bisect_right(at, start), bisect.bisect_left(at, end))
-    times = [start, *(at[i] for i in inner), end]
-    power = np.interp(times, at, watts)
+    first, last = bisect.bisect_right(at, start), bisect.bisect_left(at, end)
+    # numpy copies what it is given, and all samples of a soak are too many for each answer of it.
+    near = slice(max(0, first - 1), last + 1)
+    times = [start, *at[first:last], end]
+    power = np.interp(times, at[near], watts[near])
     return float(np.sum((power[1:] + power[:-1]) / 2 * np.diff(times)))
 
 

@@ -8,7 +8,9 @@ import sys
 import threading
 import time
 from pathlib import Path
+from random import Random
 
+import numpy as np
 import pytest
 
 from thor_dflash.runtime import sensors
@@ -72,6 +74,33 @@ def test_the_junction_is_the_zone_of_that_name(board: Path, tmp_path: Path) -> N
 )
 def test_energy_is_the_area_under_the_samples(start: float, end: float, joules: float) -> None:
     assert energy([1.0, 2.0, 3.0], [20.0, 40.0, 20.0], start, end) == pytest.approx(joules)
+
+
+def test_energy_of_some_samples_is_that_of_all() -> None:
+    random = Random(5)
+    at = sorted(random.uniform(0.0, 100.0) for _ in range(300))
+    watts = [random.uniform(0.0, 50.0) for _ in at]
+    ends = [random.uniform(-5.0, 105.0) for _ in range(400)] + random.choices(at, k=200)
+    random.shuffle(ends)
+    for start, end in map(sorted, zip(ends[::2], ends[1::2], strict=True)):
+        times = [start, *(t for t in at if start < t < end), end]
+        power = np.interp(times, at, watts)
+        whole = float(np.sum((power[1:] + power[:-1]) / 2 * np.diff(times)))
+        assert energy(at, watts, start, end) == whole
+
+
+def test_an_answer_of_a_long_soak_costs_what_one_of_a_short_soak_costs() -> None:
+    def cost(count: int) -> float:
+        at = [0.05 * i for i in range(count)]
+        watts = [1.0] * count
+        spent: list[float] = []
+        for _ in range(20):
+            start = time.perf_counter()
+            energy(at, watts, at[count // 2], at[count // 2] + 1.0)
+            spent.append(time.perf_counter() - start)
+        return min(spent)
+
+    assert cost(400_000) < 10 * cost(4_000)
 
 
 def watched(at: list[float], watts: list[float]) -> Watch:
