@@ -338,6 +338,7 @@ def test_a_soak_is_reported_to_its_end_and_not_beyond(monkeypatch: pytest.Monkey
     monkeypatch.setattr(profile_verb, "_answer", answer)
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     args = Namespace(warmup=0, soak=4, runs=None)
-    runs, when = profile_verb._runs(None, None, args, Told())  # type: ignore[arg-type]
-    assert (len(runs), when) == (2, [(0.0, 2.5), (2.5, 5.0)])
+    taken: list[profile_verb.Taken] = []
+    profile_verb._runs(None, None, args, Told(), taken)  # type: ignore[arg-type]
+    assert [times for _, times in taken] == [(0.0, 2.5), (2.5, 5.0)]
     assert told == [2, 2]

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import thor_dflash
 from thor_dflash import manifest, records
 from thor_dflash.config import Config
-from thor_dflash.errors import ConfigError, RequestError
+from thor_dflash.errors import ConfigError, RequestError, ThorError
 from thor_dflash.manifest import WEIGHTS, Manifest
-from thor_dflash.progress import Progress
+from thor_dflash.progress import Progress, amount
 from thor_dflash.verbs import outputs
 from thor_dflash.verbs.inputs import read_json
 from thor_dflash.verbs.profile_page import page
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from thor_dflash.runtime.policies.grammar_compile import Grammar
     from thor_dflash.runtime.profile import Inside, Profile, Run, Subject
     from thor_dflash.runtime.session import Request, Session
+
+    Taken = tuple[Run, tuple[float, float]]
+    """A measured run, and its start and end, seconds of `time.perf_counter`."""
 
 RUNS = 15
 """Measured runs if neither their number nor a time is given."""
@@ -52,17 +55,26 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
 
     question = read_question(args, config.decode)
     speed = board.speed(Here())
+    taken: list[Taken] = []
+    inside, ended = None, None
     with closing(open_session(args.package, config.engine, progress)) as session:
         request = question.request(session, config, progress)
         subject = _subject(session, request, config, speed)
         if base and (told := base.subject.differs(subject)):
             same = "--compare must be a profile of the same question and settings"
             raise RequestError(f"{same} (got {'; '.join(told)})")
-        with Watch(find(), junction()) as watch:
-            watch.rest()
-            runs, when = _runs(session, request, args, progress)
-        inside = _inside(session, request, config, progress)
+        watch = Watch(find(), junction())
+        try:
+            with watch:
+                watch.rest()
+                _runs(session, request, args, progress, taken)
+            inside = _inside(session, request, config, progress)
+        except (KeyboardInterrupt, ThorError) as e:
+            if not taken:
+                raise
+            ended = e
     progress.close()
+    runs, when = [run for run, _ in taken], [times for _, times in taken]
     found = profile(
         subject,
         args.warmup,
@@ -71,6 +83,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         power=watch.power(when),
         soak=stretches(runs, when, watch.power) if args.soak else (),
         notes=(
+            *_early(ended, args, when),
             *_notes(speed),
             *endless(request),
             *untouched(request, _text(session, request, runs)),
@@ -81,6 +94,8 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         print(json.dumps(records.encode(found)) if args.json else table(found, base), flush=True)
     finally:
         _write(found, base, args)
+    if ended is not None:
+        raise ended
 
 
 def _check(args: Namespace) -> Profile | None:
@@ -171,6 +186,18 @@ def _flat(name: str, value: object) -> dict[str, str]:
     return {k: v for key, item in table.items() for k, v in _flat(f"{name}.{key}", item).items()}
 
 
+def _early(
+    ended: BaseException | None, args: Namespace, when: Sequence[tuple[float, float]]
+) -> list[str]:
+    """What ended the measurement, if it did not end by itself."""
+    if ended is None:
+        return []
+    why = "interrupted" if isinstance(ended, KeyboardInterrupt) else records.one_line(str(ended))
+    if args.soak:
+        return [f"ended after {when[-1][1] - when[0][0]:.0f} of {args.soak} s: {why}"]
+    return [f"ended after {len(when)} of {amount(args.runs or RUNS, 'runs')}: {why}"]
+
+
 def _notes(speed: Sequence[Finding]) -> list[str]:
     """The findings that make this machine slower than it could be."""
     return [
@@ -181,27 +208,24 @@ def _notes(speed: Sequence[Finding]) -> list[str]:
 
 
 def _runs(
-    session: Session, request: Request, args: Namespace, progress: Progress
-) -> tuple[list[Run], list[tuple[float, float]]]:
-    """The measured runs, and the start and end of each, seconds of `time.perf_counter`."""
+    session: Session, request: Request, args: Namespace, progress: Progress, taken: list[Taken]
+) -> None:
+    """Append the measured runs to `taken`, where an error or an interrupt leaves them."""
     if args.warmup:
         with progress.task("warming up", args.warmup, "times") as task:
             for _ in range(args.warmup):
                 _answer(session, request)
                 task.advance(1)
-    runs: list[Run] = []
-    when: list[tuple[float, float]] = []
     total, unit = (args.soak, "s") if args.soak else (args.runs or RUNS, "times")
     begun, done = time.perf_counter(), 0
     with progress.task("answering", total, unit) as task:
         while done < total:
             start = time.perf_counter()
-            runs.append(_answer(session, request))
-            when.append((start, time.perf_counter()))
-            now = int(when[-1][1] - begun) if args.soak else len(runs)
+            run, end = _answer(session, request), time.perf_counter()
+            taken.append((run, (start, end)))
+            now = int(end - begun) if args.soak else len(taken)
             task.advance(min(now, total) - done)
             done = now
-    return runs, when
 
 
 def _answer(session: Session, request: Request) -> Run:
