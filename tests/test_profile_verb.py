@@ -275,11 +275,13 @@ def test_what_was_measured_is_told_though_a_page_cannot_be_written(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(profile_verb, "page", full)
-    assert profile(root, "--html", str(tmp_path / "x.html")) == 2
+    traced = tmp_path / "x.json"
+    assert profile(root, "--html", str(tmp_path / "x.html"), "--trace", str(traced)) == 2
     out, err = capsys.readouterr()
     assert "where its time goes" in out
     assert err.endswith(f"{tmp_path / 'x.html'} must be writable (got: No space left on device)\n")
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [traced]
+    assert json.loads(traced.read_text())["traceEvents"]
 
 
 def test_a_board_s_release_and_power_mode_are_part_of_what_was_measured(

@@ -117,12 +117,14 @@ def _check(args: Namespace) -> Profile | None:
 
 
 def _write(found: Profile, base: Profile | None, args: Namespace) -> None:
-    if args.html:
-        with outputs.whole(args.html) as file:
-            file.write(page(found, base).encode())
-    if args.trace:
-        with outputs.whole(args.trace) as file:
-            file.write(json.dumps(trace(found)).encode())
+    try:
+        if args.html:
+            with outputs.whole(args.html) as file:
+                file.write(page(found, base).encode())
+    finally:  # a page that cannot be written takes no trace with it
+        if args.trace:
+            with outputs.whole(args.trace) as file:
+                file.write(json.dumps(trace(found)).encode())
 
 
 def _base(path: Path) -> Profile:
