@@ -26,13 +26,17 @@ def is_jetson(machine: Machine) -> bool:
     return bool(machine.text(RELEASE))
 
 
-def speed(machine: Machine) -> list[Finding]:
-    """What determines a Jetson's speed; empty for another machine."""
-    return [jetpack(machine), power(machine), *clocks(machine)] if is_jetson(machine) else []
+def speed(machine: Machine, *, on_cpu: bool = False) -> list[Finding]:
+    """What determines a Jetson's speed; empty for another machine. `on_cpu`: as in `jetpack`."""
+    if not is_jetson(machine):
+        return []
+    return [jetpack(machine, on_cpu=on_cpu), power(machine), *clocks(machine)]
 
 
-def jetpack(machine: Machine) -> Finding:
-    """The release: "# R38 (release), REVISION: 4.0, ..."."""
+def jetpack(machine: Machine, *, on_cpu: bool = False) -> Finding:
+    """The release: "# R38 (release), REVISION: 4.0, ...". `on_cpu`: the package to run does not use
+    a device, so it runs on any release.
+    """
     text = machine.text(RELEASE)
     found = re.search(r"R(\d+)[^,]*,\s*REVISION:\s*(\d+)(?:\.(\d+))?", text)
     if found is None:
@@ -41,9 +45,8 @@ def jetpack(machine: Machine) -> Finding:
     name = JETPACKS.get((major, minor))
     said = f"L4T {major}.{minor}.{found[3] or 0}" + (f", JetPack {name}" if name else "")
     if major < FIRST:
-        return Finding(
-            "jetpack", "wrong", f"{said}; Thor needs JetPack 7", "flash JetPack 7.1 or later"
-        )
+        text, remedy = f"{said}; Thor needs JetPack 7", "flash JetPack 7.1 or later"
+        return Finding("jetpack", missing(not on_cpu), text, remedy)
     if name is None:
         known = ", ".join(f"{JETPACKS[key]} (L4T {key[0]}.{key[1]})" for key in sorted(JETPACKS))
         return Finding("jetpack", "warn", f"{said}; known are {known}")

@@ -65,8 +65,9 @@ def _findings(
         yield software.device(index, gpu)
     if machine.version("nvidia-cuda-nvrtc"):
         yield _nvrtc(machine, cuda, config.device, needed=on_device)
-    yield software.tensorrt(tensorrt, jetson=jetson, needed=engine == "tensorrt")
-    yield from board.speed(machine)
+    needed, other = engine == "tensorrt", engine not in ("", "tensorrt")
+    yield software.tensorrt(tensorrt, jetson=jetson, needed=needed, unused=other)
+    yield from board.speed(machine, on_cpu=unused)
     yield from board.memory(machine, cuda)
     yield board.disk(machine, config.cubins, needed=on_device)
 
@@ -96,7 +97,5 @@ def engines(
     device = cuda.error or ("" if _usable(cuda, index) else "no device of compute capability 9.0")
     on_device = lacks("extra cuda") or device or lacks("cuda driver") or lacks("nvrtc")
     on_device = on_device or lacks("cubins")
-    bindings = tensorrt.error
-    if "tensorrt" in found and found["tensorrt"].state == "wrong":
-        bindings = found["tensorrt"].text
+    bindings = tensorrt.error or software.mixed(tensorrt)
     return {"ort": lacks("extra ort"), "cuda": on_device, "tensorrt": on_device or bindings}

@@ -166,19 +166,32 @@ def nvrtc(found: Nvrtc, arch: str, driver: int, *, needed: bool) -> Finding:
     return Finding("nvrtc", "ok", text + (", and the device loads it" if found.loaded else ""))
 
 
-def tensorrt(found: TensorRT, *, jetson: bool, needed: bool) -> Finding:
-    """Whether TensorRT's bindings and library work and have the same version."""
+def tensorrt(found: TensorRT, *, jetson: bool, needed: bool, unused: bool) -> Finding:
+    """Whether TensorRT's bindings and library work and have the same version. `unused`: the package
+    to run is of another engine.
+    """
     if found.error:
         text = f"{found.error}; needed for packages of engine tensorrt"
         return Finding("tensorrt", missing(needed), text, _tensorrt_remedy(jetson))
-    bindings, library = numbers(found.bindings)[:3], _library(found.library)
-    text = f"bindings {found.bindings}, libnvinfer {'.'.join(map(str, library)) or 'unknown'}"
-    if library and bindings != library:
-        remedy = _tensorrt_remedy(jetson)
-        return Finding("tensorrt", "wrong", f"{text}: they must be of one version", remedy)
-    if outside := _outside(bindings, jetson):
+    if text := mixed(found):
+        return Finding("tensorrt", missing(not unused), text, _tensorrt_remedy(jetson))
+    text = _versions(found)
+    if outside := _outside(numbers(found.bindings)[:3], jetson):
         return Finding("tensorrt", "warn", f"{text}; {outside}", _tensorrt_remedy(jetson))
     return Finding("tensorrt", "ok", text)
+
+
+def mixed(found: TensorRT) -> str:
+    """That bindings and library are of different versions; empty if they are not."""
+    library = _library(found.library)
+    if not library or numbers(found.bindings)[:3] == library:
+        return ""
+    return f"{_versions(found)}: they must be of one version"
+
+
+def _versions(found: TensorRT) -> str:
+    library = ".".join(map(str, _library(found.library))) or "unknown"
+    return f"bindings {found.bindings}, libnvinfer {library}"
 
 
 def _library(number: int) -> tuple[int, ...]:

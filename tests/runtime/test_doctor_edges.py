@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import pytest
 from machines import (
@@ -95,6 +95,38 @@ def test_a_tensorrt_that_calls_another_library_cannot_run() -> None:
     engines = examined(mixed).engines
     assert "they must be of one version" in engines["tensorrt"]
     assert engines["cuda"] == engines["ort"] == ""
+
+
+MIXED = replace(THOR, trt=TensorRT(bindings="10.16.2.1", library=101303))
+OLD = replace(THOR, files={**THOR.files, TEGRA: "# R36 (release), REVISION: 4.3"})
+
+
+@pytest.mark.parametrize(
+    ("machine", "item", "engine", "state"),
+    [
+        (MIXED, "tensorrt", "", "wrong"),
+        (MIXED, "tensorrt", "ort", "warn"),
+        (MIXED, "tensorrt", "cuda", "warn"),
+        (MIXED, "tensorrt", "tensorrt", "wrong"),
+        (OLD, "jetpack", "", "wrong"),
+        (OLD, "jetpack", "ort", "warn"),
+        (OLD, "jetpack", "cuda", "wrong"),
+        (OLD, "jetpack", "tensorrt", "wrong"),
+    ],
+)
+def test_a_part_is_wrong_unless_a_package_makes_no_use_of_it(
+    tmp_path: Path, machine: Pretend, item: str, engine: str, state: str
+) -> None:
+    plans = {"verify.plan.json": built_on(THOR_GPU).encode()}
+    made = package(tmp_path, **plans)
+    if engine:
+        kind = cast("Literal['ort', 'cuda', 'tensorrt']", engine)
+        (tmp_path / NAME).write_text(render(replace(made, engine=kind)))
+    report = examine(machine, EngineConfig(), tmp_path if engine else None)
+    assert next(f.state for f in report.findings if f.item == item) == state
+    if engine in ("ort", "cuda"):
+        assert report.wrong == (state == "wrong")
+    assert ("must be of one version" in report.engines["tensorrt"]) == (machine is MIXED)
 
 
 @pytest.mark.parametrize(
