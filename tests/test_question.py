@@ -85,11 +85,19 @@ def test_a_long_text_is_refused_by_the_least_it_can_be_and_not_if_that_fits() ->
 
 
 @pytest.mark.parametrize("verb", ["generate", "profile"])
-@pytest.mark.parametrize("off", ["--thinking=off", "-sdecode.thinking=off"])
+@pytest.mark.parametrize(
+    ("off", "got"),
+    [
+        ("--thinking=off", "off"),
+        ("-sdecode.thinking=off", "off"),
+        ("--reasoning-effort=none", "decode.budget.effort none"),
+        ("-sdecode.budget.effort=none", "decode.budget.effort none"),
+    ],
+)
 def test_accepting_near_misses_in_no_thinking_is_refused(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str, off: str
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str, off: str, got: str
 ) -> None:
-    said = "decode.accept relaxed must go with decode.thinking on (got off)"
+    said = f"decode.accept relaxed must go with decode.thinking on (got {got})"
     line = [verb, "--package", str(tmp_path / "none"), "--prompt", "a"]
     for relaxed in (["--accept", "relaxed"], ["-s", "decode.accept=relaxed"]):
         assert cli.main([*line, off, *relaxed]) == 2
@@ -100,3 +108,11 @@ def test_accepting_near_misses_in_no_thinking_is_refused(
     file.write_text('[decode]\naccept = "relaxed"\n')
     assert cli.main([*line, "-c", str(file), off]) == 2
     assert said not in capsys.readouterr().err, "the file is for other answers, too"
+
+
+def test_near_misses_are_accepted_in_the_thinking_that_a_budget_grants(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    line = ["generate", "--package", str(tmp_path / "none"), "--prompt", "a", "--accept", "relaxed"]
+    assert cli.main([*line, "--reasoning-effort", "none", "--thinking-budget", "20"]) == 2
+    assert "must be a package directory" in capsys.readouterr().err

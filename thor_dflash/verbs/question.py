@@ -119,11 +119,13 @@ def _check_thinking(args: Namespace, config: DecodeConfig) -> None:
     """
     given = _given(args)
     budgeted = given & {"decode.budget.tokens", "decode.budget.effort"}
-    if args.tokens is None and config.thinking == "off":
-        if budgeted and _limits(config):
-            raise ConfigError("a thinking budget must go with decode.thinking on (got off)")
-        if "decode.accept" in given and config.accept == "relaxed":
-            raise ConfigError("decode.accept relaxed must go with decode.thinking on (got off)")
+    off = args.tokens is None and config.thinking == "off"
+    if off and budgeted and _limits(config):
+        raise ConfigError("a thinking budget must go with decode.thinking on (got off)")
+    relaxed = "decode.accept" in given and config.accept == "relaxed"
+    if relaxed and args.tokens is None and not _thinks(config):
+        got = "off" if off else "decode.budget.effort none"
+        raise ConfigError(f"decode.accept relaxed must go with decode.thinking on (got {got})")
     if "decode.thinking" in given and budgeted and config.thinking == "on" and not _thinks(config):
         raise ConfigError("decode.thinking must be off with decode.budget.effort none (got on)")
 
