@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from checkpoints import GEOMETRIES, Dialect, write_target
@@ -19,9 +19,10 @@ from thor_dflash.calib.check import compare as judging
 from thor_dflash.calib.check.compare import compare, tracer
 from thor_dflash.calib.check.walks import walks
 from thor_dflash.config import BuildConfig
+from thor_dflash.dims import LEAST_TALK
 from thor_dflash.errors import RequestError
 from thor_dflash.progress import Silent
-from thor_dflash.runtime.session import Session
+from thor_dflash.runtime.session import Session, open_session
 
 
 def test_an_engine_whose_steps_cannot_be_traced_needs_a_reference() -> None:
@@ -39,6 +40,47 @@ def test_weights_of_any_float_type_are_walked(
     build(target, None, tmp_path / "p", BuildConfig(capacity=64), Silent())
     args = ["check", "--package", str(tmp_path / "p"), "-s", "engine.threads=1"]
     assert cli.main(args) == 0, capsys.readouterr()
+
+
+def built(path: Path, **options: Any) -> str:
+    """Builds a small package without a drafter, of the same checkpoint each time; its directory."""
+    target = path.parent / "target"
+    if not target.exists():
+        write_target(target, GEOMETRIES["0.8b"], 3, "bf16")
+    build(target, None, path, replace(BuildConfig(capacity=64, chunk=32), **options), Silent())
+    return str(path)
+
+
+@pytest.mark.parametrize(("widths", "block"), [((), 16), ((8,), 8), ((4,), 16)])
+def test_a_reference_has_its_own_steps_and_the_block_if_it_has_that(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    widths: tuple[int, ...],
+    block: int,
+) -> None:
+    opened: list[Session] = []
+
+    def recorded(*of: Any, **more: Any) -> Session:
+        opened.append(open_session(*of, **more))
+        return opened[-1]
+
+    monkeypatch.setattr("thor_dflash.runtime.session.open_session", recorded)
+    one = built(tmp_path / "one", widths=(8,))
+    two = built(tmp_path / "two", widths=widths, chunk=64)
+    words = ["-s", "engine.block=8", "-s", "engine.chunk=32", "-s", "engine.threads=1"]
+    assert cli.main(["check", "--package", one, "--reference", two, *words]) == 0
+    assert "the same within tolerance" in capsys.readouterr().out
+    assert [(s.model.block, s.model.chunk) for s in opened] == [(8, 32), (block, 64)]
+
+
+def test_an_option_that_does_not_fit_the_reference_is_told_with_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = built(tmp_path / "one", block=8), built(tmp_path / "two")
+    context = ["-s", f"engine.capacity={8 + LEAST_TALK}", "-s", "engine.threads=1"]
+    assert cli.main(["check", "--package", one, "--reference", two, *context]) == 2
+    assert f"thor-dflash: {two}: engine.capacity must be " in capsys.readouterr().err
 
 
 def test_tokens_that_do_not_fit_are_refused_before_any_is_run(

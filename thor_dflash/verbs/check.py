@@ -102,13 +102,25 @@ def _reference(
     if args.reference == ORT:
         path, other = args.package, _graphs(args.package, config, progress)
     else:
-        from thor_dflash.runtime.session import open_session
-
         path = Path(args.reference)
-        other = open_session(path, config, progress)
+        other = _other(path, config, progress)
     stack.enter_context(closing(other))
     golden.same(golden.sources(other.manifest), session.manifest, args.reference)
     return Reference(make(other, None, tokens, progress), other, tracer(other, path))
+
+
+def _other(package: Path, config: EngineConfig, progress: Progress) -> Session:
+    """Another package, with its own prefill steps, which are not compared, and with the asked block
+    if it has that width: packages of other widths may be compared, too.
+    """
+    from thor_dflash.runtime.session import open_session
+
+    found = package_manifest.read(package)
+    block = config.block if config.block in found.widths else 0
+    try:
+        return open_session(package, replace(config, chunk=0, block=block), progress)
+    except ConfigError as e:
+        raise ConfigError(f"{package}: {e}") from e
 
 
 def _graphs(package: Path, config: EngineConfig, progress: Progress) -> Session:
