@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from thor_dflash.config import AS_MADE, DraftConfig
+from thor_dflash.errors import RequestError
 from thor_dflash.runtime.block import Block, Progress
 from thor_dflash.runtime.engine import Call
 from thor_dflash.runtime.model import Model
@@ -84,7 +85,13 @@ class Dflash:
     config: DraftConfig = AS_MADE
 
     def begin(self, model: Model, rows: int) -> int:
-        """See Proposer."""
+        """See Proposer.
+
+        Raises:
+            RequestError: the package has no drafter.
+        """
+        if model.manifest.drafter is None:
+            raise RequestError("drafter must be none, the package has no drafter (got dflash)")
         model.write_windows(self.config.window, self.config.full)
         seed = rows - self.config.seed if self.config.seed else 0
         model.state.first = max(model.state.first, seed)

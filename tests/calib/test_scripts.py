@@ -10,9 +10,12 @@ from shlex import quote, split
 import pytest
 from decoding import session
 
+from thor_dflash.builders.build import build
 from thor_dflash.calib import script
 from thor_dflash.calib.demo import MODEL
+from thor_dflash.config import BuildConfig
 from thor_dflash.errors import RequestError
+from thor_dflash.progress import Silent
 
 TASKS = MODEL / "heldout.jsonl"
 GIVEN = quote(str(TASKS))
@@ -63,6 +66,18 @@ def test_a_package_without_a_tokenizer_is_one_line(
                  f"heldout --package {package} --limit 1"):  # fmt: skip
         assert ended(monkeypatch, line) == 2
         said = "the package must have a tokenizer.json (got one without)"
+        assert capsys.readouterr().err.splitlines()[-1] == said
+
+
+def test_a_package_without_a_drafter_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = BuildConfig(chunk=64, capacity=1024)
+    build(MODEL / "target", None, tmp_path / "package", config, Silent())
+    package = quote(str(tmp_path / "package"))
+    for name in ("constrained", "prefixes"):
+        assert ended(monkeypatch, f"{name} {package} {GIVEN} --count 1") == 2
+        said = "drafter must be none, the package has no drafter (got dflash)"
         assert capsys.readouterr().err.splitlines()[-1] == said
 
 
