@@ -37,7 +37,7 @@ def examine(machine: Machine, config: EngineConfig, path: Path | None) -> Report
     """Run every check. `path`: a package that is to run here."""
     manifest, read = package.read(path) if path else (None, None)
     cuda, tensorrt = machine.cuda(), machine.tensorrt()
-    findings = list(_findings(machine, config, cuda, tensorrt, manifest))
+    findings = [*_findings(machine, config, cuda, tensorrt, manifest), *package.threads(config)]
     if read is not None:
         findings.append(read)
     if manifest is not None:

@@ -47,7 +47,7 @@ def read(path: Path) -> tuple[Manifest | None, Finding]:
 def fits(
     machine: Machine, cuda: Cuda, manifest: Manifest, config: EngineConfig
 ) -> Iterator[Finding]:
-    """Whether the package's engine, the options and its memory fit this machine."""
+    """Whether the package's engine, the sizes asked of it and its memory fit this machine."""
     gpu = _gpu(cuda, config.device)
     if manifest.engine in ON_DEVICE:
         yield _on_device(manifest, cuda, gpu, config)
@@ -60,10 +60,17 @@ def fits(
         yield _memory(machine, on, manifest, capacity, block)
 
 
+def threads(config: EngineConfig) -> Iterator[Finding]:
+    """The refusal of a number of threads with which no package could be opened."""
+    try:
+        chosen.threads(config)
+    except ConfigError as e:
+        yield Finding("threads", "wrong", str(e), "--set engine.threads=0")
+
+
 def _refused(manifest: Manifest, config: EngineConfig) -> Iterator[tuple[str, Finding]]:
-    """Yield the options that opening the package would refuse, and the refusals."""
+    """Yield the sizes that opening the package would refuse, and the refusals."""
     asked: tuple[tuple[str, str, int, Callable[[], int]], ...] = (
-        ("threads", "threads", 0, lambda: chosen.threads(config)),
         ("capacity", "context", manifest.capacity, lambda: chosen.capacity(config, manifest)),
         ("block", "block", manifest.block, lambda: chosen.block(config, manifest)),
         ("chunk", "prefill step", manifest.chunk, lambda: chosen.chunk(config, manifest)),

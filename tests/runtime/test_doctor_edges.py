@@ -24,7 +24,7 @@ from machines import (
 )
 from samples import MANIFEST, package
 
-from thor_dflash import manifest
+from thor_dflash import cli, manifest
 from thor_dflash.config import EngineConfig
 from thor_dflash.manifest import NAME, FileEntry, render
 from thor_dflash.plugins.verify_attention import TILE
@@ -349,3 +349,33 @@ def test_weights_that_onnx_runtime_would_not_follow_out_of_a_package_are_told(
     )
     found = read(tmp_path / "link")[1]
     assert (found.state, "(got weights/far)" in found.text) == (state, state == "wrong")
+
+
+# ---- options without a package
+
+
+def test_more_threads_than_cores_are_too_many_for_any_package() -> None:
+    report = examine(LAPTOP, EngineConfig(threads=10**6), None)
+    (finding,) = (f for f in report.findings if f.state == "wrong")
+    assert (finding.item, finding.remedy) == ("threads", "--set engine.threads=0")
+    assert "engine.threads must be <= " in finding.text
+    assert not examine(LAPTOP, EngineConfig(threads=1), None).wrong
+
+
+@pytest.mark.parametrize("key", ["engine.block", "engine.capacity", "engine.chunk"])
+def test_sizes_are_not_accepted_where_nothing_can_check_them(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    key: str,
+) -> None:
+    monkeypatch.setattr("thor_dflash.runtime.doctor.here.Here", lambda: LAPTOP)
+    assert cli.main(["doctor", "--set", f"{key}=7"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", f"thor-dflash: {key} must go with --package (got none)\n")
+    (file := tmp_path / "robot.toml").write_text(f"[engine]\n{key[7:]} = 7\n")
+    assert cli.main(["doctor", "-c", str(file)]) == 0, "the file is for other commands, too"
+    package(tmp_path / "package", a=b"1")
+    line = ["doctor", "--package", str(tmp_path / "package"), "--set", f"{key}=7"]
+    assert cli.main(line) == 1
+    assert f"{key} must be " in capsys.readouterr().out

@@ -9,17 +9,23 @@ from typing import TYPE_CHECKING
 
 import thor_dflash
 from thor_dflash.config import Config
+from thor_dflash.errors import ConfigError
 from thor_dflash.progress import Progress
+from thor_dflash.verbs import idle
 
 if TYPE_CHECKING:
     from thor_dflash.runtime.doctor.examine import Report
 
 WIDE = 16
 """Width of the item column."""
+SIZES = ("engine.block", "engine.capacity", "engine.chunk")
+"""Keys that can only be checked against a package."""
 
 
 def run(args: Namespace, config: Config, progress: Progress) -> int:
     """Examine and print; return 1 if something is wrong, else 0."""
+    if args.package is None:
+        _check_sizes(args.set)
     from thor_dflash.runtime.doctor.examine import examine
     from thor_dflash.runtime.doctor.here import Here
 
@@ -28,6 +34,12 @@ def run(args: Namespace, config: Config, progress: Progress) -> int:
     progress.close()
     print(as_json(report) if args.json else table(report))
     return 1 if report.wrong else 0
+
+
+def _check_sizes(given: list[str]) -> None:
+    for key, _ in idle.items(given):
+        if key in SIZES:
+            raise ConfigError(f"{key} must go with --package (got none)")
 
 
 def table(report: Report) -> str:
