@@ -193,6 +193,29 @@ def shell(command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["bash", "-c", command], capture_output=True, text=True)
 
 
+@pytest.mark.parametrize(
+    ("line", "ending"),
+    [
+        ("profile --package p --prompt a --json --trace {}", ".json"),
+        ("profile --package p --prompt a --html {}", ".html"),
+        ("score --package p --tokens t --out {}", ".npz"),
+        ("check --package p --make-golden {}", ".npz"),
+    ],
+)
+def test_a_file_is_not_written_over_what_is_printed_into_it(
+    line: str, ending: str, tmp_path: Path
+) -> None:
+    out = tmp_path / f"x{ending}"
+    words, option = line.format(quote(str(out))), line.split()[-2]
+    done = shell(f"{python(MAIN)} {words} > {quote(str(out))}")
+    told = f"{option} must be another file than that of stdout (got {out})"
+    assert (done.returncode, done.stderr) == (2, f"thor-dflash: {told}\n")
+    for stdout in (quote(str(tmp_path / "another")), "/dev/null", "&-"):
+        done = shell(f"{python(MAIN)} {words} >{stdout}")
+        assert (done.returncode, "that of stdout" in done.stderr) == (2, False)
+    assert (out.read_bytes(), done.stderr.count("\n")) == (b"", 1)
+
+
 def test_a_signal_that_the_parent_ignores_stays_ignored() -> None:
     """A shell script starts its background commands so: Ctrl-C is for the one in front."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
