@@ -292,8 +292,8 @@ def stretches(
                 when[begin][0] - when[0][0],
                 when[end - 1][1] - when[0][0],
                 len(reports),
-                statistics.median(_cycle_ms(r) for r in reports),
-                statistics.median(r.timings.tok_s for r in reports),
+                statistics.median_low(_cycle_ms(r) for r in reports),
+                statistics.median_low(r.timings.tok_s for r in reports),
                 {rail.name: rail.mean_w for rail in taken.rails},
                 taken.hottest_c,
             )
@@ -313,8 +313,8 @@ def _phases(reports: Sequence[Report]) -> dict[str, Phase]:
         each = [r.timings.phases_ms.get(name, 0.0) for r in reports]
         shares = [ms / max(1, r.spec.cycles) for ms, r in zip(each, reports, strict=True)]
         once = name == HOST or name.startswith(PROMPT)
-        cycle = 0.0 if once else statistics.median(shares)
-        found[name] = Phase(statistics.median(each), cycle, sum(each) / whole)
+        cycle = 0.0 if once else statistics.median_low(shares)
+        found[name] = Phase(statistics.median_low(each), cycle, sum(each) / whole)
     return found
 
 

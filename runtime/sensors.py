@@ -186,7 +186,7 @@ class Watch:
                     sensor.name,
                     statistics.fmean(watts[:idle]),
                     sum(joules) / sum(end - start for start, end in answers),
-                    statistics.median(joules),
+                    statistics.median_low(joules),
                 )
             )
         return Power(tuple(rails), hottest, self._failed)

@@ -79,9 +79,23 @@ def test_shares_add_up_and_what_reads_the_prompt_has_no_cycle() -> None:
     assert list(phases) == ["prefill", "observe_chunk", "prefill.chunk128", "verify", "host"]
     assert sum(phase.share for phase in phases.values()) == pytest.approx(1)
     assert phases["verify"].share == pytest.approx(0.6)
-    assert (phases["verify"].ms, phases["verify"].cycle_ms) == (90.0, 22.5)
+    assert (phases["verify"].ms, phases["verify"].cycle_ms) == (60.0, 15.0)
     for name in ("prefill", "observe_chunk", "prefill.chunk128", "host"):
         assert phases[name].cycle_ms == 0
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_every_median_is_the_percentile_of_50(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("thor_dflash.runtime.profile.STRETCHES", 1)
+    spent = [100.0 + 10 * (3 * i % count) for i in range(count)]
+    each = [report(ms, verify=ms / 2) for ms in spent]
+    found = runs(*(replace(r, timings=replace(r.timings, tok_s=r.timings.e2e_ms)) for r in each))
+    (stretch,) = stretches(found, [(i, i + 1) for i in range(count)], lambda _: Power())
+    one = profile(SUBJECT, 0, found)
+    assert one.phases["verify"].ms == spread([ms / 2 for ms in spent]).median
+    assert one.phases["verify"].cycle_ms == spread([ms / 8 for ms in spent]).median
+    assert stretch.cycle_ms == one.times["cycle_ms"].median
+    assert stretch.tok_s == one.times["tok_s"].median
 
 
 def test_the_host_is_last_also_where_an_earlier_run_had_fewer_phases() -> None:
@@ -169,7 +183,7 @@ def test_a_stretch_is_some_answers_that_followed_each_other(count: int) -> None:
     for s in found:
         last = first + s.runs - 1
         assert (s.start_s, s.end_s) == (11.0 * first, 11.0 * last + 10)
-        assert s.cycle_ms == pytest.approx((first + 1 + last + 1) / 2)
+        assert s.cycle_ms == pytest.approx((first + 1 + last + 1) // 2)
         assert s.watts == {"VIN": 100.0 + 11 * first}
         assert s.hottest_c == 110.0 + 11 * last
         first = last + 1

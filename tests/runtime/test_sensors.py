@@ -120,6 +120,8 @@ def test_idle_is_before_the_rest_has_ended_and_an_answer_takes_its_own_energy() 
     assert rail.idle_w == pytest.approx(6.0)
     assert rail.joules == pytest.approx(50.0)  # the median of 60, 50 and 50
     assert rail.mean_w == pytest.approx(160 / 4)
+    (rail,) = watch.power([(3.0, 5.0), (7.0, 8.0)]).rails
+    assert rail.joules == pytest.approx(50.0)  # of 60 and 50 the lower, as of times
 
 
 @pytest.mark.parametrize(
