@@ -35,7 +35,9 @@ class Subject:
     """sha256 of the prompt's token ids."""
     prompt_tokens: int
     settings: Mapping[str, str]
-    """Settings of engine and decode, by dotted name; of a schema the beginning of its sha256."""
+    """Settings of engine and decode, by dotted name: drafter, context, block and prefill step as
+    they were used. Of a schema the beginning of its sha256.
+    """
     machine: Mapping[str, str]
     """Release and power mode of a Jetson; empty for other machines."""
 

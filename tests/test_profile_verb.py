@@ -172,6 +172,19 @@ def test_profiles_of_different_settings_are_not_compared(
     assert err.endswith(f"thor-dflash: {told}\n")
 
 
+def test_a_default_of_the_package_that_is_set_is_no_other_setting(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = tmp_path / "before.json"
+    assert profile(root, "--json") == 0
+    before.write_text(capsys.readouterr().out)
+    sizes = ("engine.capacity=512", "engine.block=16", "engine.chunk=32", "decode.drafter=dflash")
+    words = [word for size in sizes for word in ("-s", size)]
+    assert profile(root, "--compare", str(before), *words) == 0
+    assert profile(root, "--compare", str(before), "-s", "engine.capacity=511") == 2
+    assert "(got engine.capacity 512, now 511)" in capsys.readouterr().err
+
+
 def test_a_package_that_was_built_again_is_compared_and_one_of_other_weights_is_not(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from thor_dflash.runtime.doctor.facts import Finding
-    from thor_dflash.runtime.policies.grammar_compile import Grammar
     from thor_dflash.runtime.profile import Inside, Profile, Run, Subject
     from thor_dflash.runtime.session import Request, Session
 
@@ -157,7 +156,7 @@ def _subject(
         device=session.model.engine.device,
         prompt=hashlib.sha256(ids.encode()).hexdigest(),
         prompt_tokens=len(request.prompt),
-        settings=_settings(config, request.grammar),
+        settings=_settings(session, request, config),
         machine={f.item: f.text for f in speed if "clock" not in f.item},  # clocks vary
     )
 
@@ -172,10 +171,14 @@ def _package(found: Manifest) -> str:
     return hashlib.sha256(manifest.render(plain).encode()).hexdigest()
 
 
-def _settings(config: Config, grammar: Grammar | None) -> dict[str, str]:
-    """The settings that affect times: all but the directory of compiled kernels."""
-    every = _flat("engine", records.encode(config.engine))
-    every |= _flat("decode", records.encode(config.decode))
+def _settings(session: Session, request: Request, config: Config) -> dict[str, str]:
+    """The settings that affect times: all but the directory of compiled kernels. What is left to
+    the package is given as the package has it, as it would be if it were set.
+    """
+    model, grammar = session.model, request.grammar
+    engine = replace(config.engine, capacity=model.capacity, block=model.block, chunk=model.chunk)
+    every = _flat("engine", records.encode(engine))
+    every |= _flat("decode", records.encode(replace(config.decode, drafter=request.drafter)))
     if grammar is not None:
         every["schema"] = hashlib.sha256(grammar.schema.encode()).hexdigest()[:12]
     return {key: value for key, value in every.items() if key != "engine.cubins"}
