@@ -59,12 +59,16 @@ class _Line:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLOUT)
         poller.register(self._monitor, zmq.POLLIN)
-        while self._socket not in dict(poller.poll(_ms(until))):
+        while True:
+            if self._socket in dict(poller.poll(_ms(until))):
+                # Without waiting: the connection may have been lost since the poll. And without an
+                # empty delimiter frame; the answer then has none: see protocol.md, section 1.
+                with suppress(zmq.Again):
+                    self._socket.send(body, zmq.NOBLOCK)
+                    return
             self._drain()
             if self._seen & replies.REFUSED or time.monotonic() >= until:
                 raise replies.unreachable(self._endpoint, self._seen)
-        # Without an empty delimiter frame; the answer then has none: see protocol.md, section 1.
-        self._socket.send(body)
 
     def receive(self, tries: Tries) -> bytes:
         """Return the next body.

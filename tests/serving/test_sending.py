@@ -10,6 +10,8 @@ import threading
 from typing import Any
 
 import pytest
+import zmq
+from waiting import PATIENCE_S, until
 
 from thor_dflash.serving.aclient import AsyncPlanner
 from thor_dflash.serving.client import Ask, Message, Options, PlanError, RemotePlanner, Result
@@ -67,3 +69,34 @@ def test_a_connection_that_never_was_loses_no_request(form: str, house: Any) -> 
     house.mock(bind=(endpoint,))
     thread.join(20)
     assert [answer.status for answer in answers] == ["ok"]
+
+
+def test_a_connection_lost_just_before_a_request_is_sent_is_not_waited_for(
+    house: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, refused = house.mock(), list[PlanError]()
+    planner = RemotePlanner(server.endpoints[0], Options(retries=0))
+    planner.ping()
+    line = planner._line._socket
+
+    class Poller(zmq.Poller):
+        def poll(self, timeout: float | None = None) -> list[tuple[Any, int]]:
+            """Ends the server after it has found that a request can be sent."""
+            found = super().poll(timeout)
+            if line in dict(found):
+                server.stop()
+                server.stop()
+                until(lambda: not line.getsockopt(zmq.EVENTS) & zmq.POLLOUT)
+            return found
+
+    def ask() -> None:
+        with pytest.raises(PlanError) as caught:
+            planner.plan(Ask(prompt="x", deadline_ms=500))
+        refused.append(caught.value)
+        planner.close()
+
+    monkeypatch.setattr(zmq, "Poller", Poller)
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(PATIENCE_S)
+    assert [error.code for error in refused] == ["unreachable"]
