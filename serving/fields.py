@@ -9,6 +9,7 @@ from typing import Any
 
 from thor_dflash.errors import PlanError, RequestError
 from thor_dflash.records import cut, show, visible
+from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving import wire
 from thor_dflash.serving.codec import plain
 
@@ -132,12 +133,12 @@ def check_values(ask: wire.Ask) -> None:
         plain(ask.metadata, "metadata", METADATA_BYTES)
 
 
-def budget_of(ask: wire.Ask, default: int) -> int:
+def budget_of(ask: wire.Ask, config: ServeConfig) -> int:
     """Return the most thinking tokens that a request allows, before any deadline is considered."""
-    if ask.thinking == "off":
+    if (ask.thinking or config.thinking) == "off":
         return 0
     given = ask.thinking_budget if ask.thinking_budget is not None else ask.thinking_token_budget
-    return default if given is None else given
+    return config.thinking_budget if given is None else given
 
 
 def messages_of(prompt: str | None, messages: tuple[wire.Message, ...] | None) -> list[object]:

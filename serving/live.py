@@ -233,10 +233,8 @@ class LiveBackend:
     def _budget(
         self, ask: wire.Ask, left_ms: float | None, messages: list[object], max_tokens: int
     ) -> int:
+        budget = fields.budget_of(ask, self.config)
         mode = ask.thinking or self.config.thinking
-        if mode == "off":
-            return 0
-        budget = fields.budget_of(ask, self.config.thinking_budget)
         if mode == "on" or left_ms is None or budget == 0:
             return budget
         prompt = self._prompt(messages, thinking=True)

@@ -135,7 +135,7 @@ class MockBackend:
         max_tokens = ask.max_tokens or self.config.max_tokens
         if len(prompt) + max_tokens > CONTEXT:
             raise fields.too_long(CONTEXT, len(prompt), max_tokens)
-        budget = fields.budget_of(ask, self.config.thinking_budget)
+        budget = fields.budget_of(ask, self.config)
         return Prepared(
             ask=ask,
             prompt=prompt,

@@ -1,12 +1,17 @@
-"""Whether there is time to think, where a pinned prefix leaves less to read."""
+"""Whether a plan thinks: where thinking is off, and where a pinned prefix leaves less to read."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
 from thor_dflash.runtime.session import Session
 from thor_dflash.serve_config import ServeConfig
+from thor_dflash.serving.backend import Backend
 from thor_dflash.serving.live import WORTH_THINKING, LiveBackend
+from thor_dflash.serving.mock import MockBackend
+from thor_dflash.serving.planner import LocalPlanner
 from thor_dflash.serving.wire import Ask, Message, PrefixPut
 
 SYSTEM = "You plan for one arm. " + "It can pick, place and wait; nothing else at all. " * 6
@@ -29,3 +34,21 @@ def test_what_a_pinned_prefix_saves_is_time_to_think(session: Session, name: str
     assert not backend.prepare(ask, rooms[less]).thinks
     assert backend.drop("arm")
     assert not backend.prepare(ASK, rooms[enough]).thinks
+
+
+@pytest.mark.parametrize("mock", [False, True], ids=["live", "mock"])
+@pytest.mark.parametrize(
+    ("default", "ask"),
+    [
+        ("off", Ask(prompt="x", max_tokens=8)),
+        ("off", Ask(prompt="x", max_tokens=8, thinking_budget=50)),
+        ("on", Ask(prompt="x", max_tokens=8, thinking="off", thinking_budget=50)),
+    ],
+    ids=["server", "server-budget", "budget"],
+)
+def test_where_thinking_is_off_no_budget_brings_it_back(
+    session: Session, mock: bool, default: Any, ask: Ask
+) -> None:
+    config = ServeConfig(thinking=default)
+    backend: Backend = MockBackend(config) if mock else LiveBackend(session, config)
+    assert LocalPlanner(backend).plan(ask).usage.thinking_tokens == 0
