@@ -11,7 +11,7 @@ from typing import Any
 
 from thor_dflash import manifest as package_manifest
 from thor_dflash.config import HINT, NO_BUDGET, BudgetConfig, RelaxedConfig
-from thor_dflash.errors import CompilerBusy, ConfigError, ModelFault, PlanError, RequestError
+from thor_dflash.errors import CompilerBusy, ModelFault, PlanError, RequestError
 from thor_dflash.records import show
 from thor_dflash.runtime.policies.grammar_compile import COMPILE_S, Grammar
 from thor_dflash.runtime.prefix import Prefix
@@ -19,7 +19,7 @@ from thor_dflash.runtime.sensors import find
 from thor_dflash.runtime.session import Request, Session
 from thor_dflash.runtime.text import Text, open_at_end
 from thor_dflash.serve_config import ServeConfig
-from thor_dflash.serving import fields, wire
+from thor_dflash.serving import fields, fits, wire
 from thor_dflash.serving.backend import About, Prepared, Run
 from thor_dflash.serving.check import Checker
 from thor_dflash.serving.liverun import LiveRun
@@ -37,9 +37,7 @@ SELF_SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "req
 WORTH_THINKING = 32
 """With thinking `auto` and a deadline, the model thinks only if there is time for this many tokens,
 or for all of its budget."""
-FEATURES = (
-    "stream", "deadline", "preempt", "prefix", "json_schema", "thinking_budget",
-)  # fmt: skip
+FEATURES = ("stream", "deadline", "preempt", "prefix", "json_schema", "thinking_budget")
 
 
 class LiveBackend:
@@ -113,8 +111,10 @@ class LiveBackend:
     def warm(self) -> None:
         """See Backend. Speculative decoding must give the exact tokens of plain decoding, twice."""
         model, prompt = self.session.model, self._self_test()
+        self._check_default()
         limit, idle = self.config.cancel_ms, 1e3 * self._idle_s
         worst = choose_chunk(model, self.session.choice, limit, self._log, idle_ms=idle)
+        fits.check_watchdog(self.config.watchdog_s, worst)
         usual = [(idle + step_ms(model, rows, 0), rows) for rows in model.step_sizes]
         count = min(SELF_TOKENS, model.limit - len(prompt))
         drafted = Request(prompt=prompt, max_tokens=count, drafter=self._drafter())
@@ -141,16 +141,15 @@ class LiveBackend:
                 self._log(f"a persisted prefix is left out: {line}")
 
     def _self_test(self) -> tuple[int, ...]:
-        model = self.session.model
         text = self.text.render([{"role": "user", "content": SELF_TEST}], True)
         prompt = tuple(self.text.encode(text))
-        if (lacks := len(prompt) + SELF_ANSWER - model.limit) > 0:
-            raise ConfigError(
-                f"engine.capacity must be at least {model.capacity + lacks} to serve: the "
-                f"self-test has a prompt of {len(prompt)} tokens, an answer of {SELF_ANSWER} and a "
-                f"block (got {model.capacity})"
-            )
+        fits.check_self_test(self.session.model, len(prompt), SELF_ANSWER)
         return prompt
+
+    def _check_default(self) -> None:
+        budget = fields.budget_of(wire.Ask(), self.config)
+        prompt, closing = self._opened(fields.messages_of("x", None), budget)
+        fits.check_answer(self.config.max_tokens, self.session.model.limit, len(prompt), closing)
 
     def _drafter(self) -> Any:
         return "dflash" if self.session.manifest.drafter else "none"
@@ -181,22 +180,19 @@ class LiveBackend:
         grammar = None if schema is None else self._grammar(schema)
         messages = fields.messages_of(ask.prompt, ask.messages)
         budget = self._budget(ask, left_ms, messages, max_tokens)
-        prompt = self._prompt(messages, thinking=budget > 0)
+        prompt, closing = self._opened(messages, budget)
         prefix = self._prefix(prompt, ask.prefix_id)
-        thinks = budget > 0 and open_at_end(self.text, prompt)
-        cost = max_tokens + (self._closing if thinks else 0)
-        room = self.session.model.limit - len(prompt) - cost
+        room = self.session.model.limit - len(prompt) - max_tokens - closing
         if room < 0:
-            sizes = len(prompt), max_tokens, self._closing if thinks else 0
-            raise fields.too_long(self.session.model.limit, *sizes)
+            raise fields.too_long(self.session.model.limit, len(prompt), max_tokens, closing)
         cached = prefix.held if prefix else 0
         prepared = Prepared(
             ask=ask,
             prompt=prompt,
             cached=cached,
             max_tokens=max_tokens,
-            budget=min(budget, room) if thinks else 0,
-            thinks=thinks,
+            budget=min(budget, room) if closing else 0,
+            thinks=closing > 0,
             checker=checker,
             grammar=grammar,
             grammar_ms=grammar.compile_ms if grammar else 0.0,
@@ -242,6 +238,11 @@ class LiveBackend:
         new = len(prompt) - (prefix.held if prefix else 0)
         room = self._rates.thinking_room(left_ms, new, max_tokens)
         return budget if room >= min(WORTH_THINKING, budget) else 0
+
+    def _opened(self, messages: list[object], budget: int) -> tuple[tuple[int, ...], int]:
+        """Return a prompt and the tokens of the message that closes its thinking, 0 without."""
+        prompt = self._prompt(messages, thinking=budget > 0)
+        return prompt, self._closing if budget > 0 and open_at_end(self.text, prompt) else 0
 
     def _prompt(
         self, messages: list[object], *, thinking: bool, field: str = "prompt"

@@ -83,6 +83,11 @@ class ServeConfig:
             raise ConfigError(
                 f"serve.watchdog_s must be above 0 and at most {DAY_S} (got {self.watchdog_s})"
             )
+        if 1e-6 * self.yield_us >= self.watchdog_s:  # it is part of every step
+            raise ConfigError(
+                f"serve.yield_us must be below serve.watchdog_s, {self.watchdog_s:g} s "
+                f"(got {self.yield_us})"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

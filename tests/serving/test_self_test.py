@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -9,13 +10,17 @@ import pytest
 from constrained import package
 
 from thor_dflash.config import EngineConfig
-from thor_dflash.errors import ConfigError, ModelFault
+from thor_dflash.errors import ConfigError, ModelFault, PlanError
 from thor_dflash.progress import Silent
 from thor_dflash.runtime.session import Request, Session, open_session
 from thor_dflash.serve_config import ServeConfig
+from thor_dflash.serving import live
 from thor_dflash.serving.live import SELF_TOKENS, LiveBackend
+from thor_dflash.serving.wire import Ask
 
 CONFIG = ServeConfig(thinking_budget=24, max_tokens=40)
+SHORT = ServeConfig(thinking="off", max_tokens=8)
+"""Fits every context that the self-test fits."""
 
 
 @pytest.fixture
@@ -36,7 +41,7 @@ def test_the_self_test_measures_and_signs(backend: LiveBackend) -> None:
 
 def test_the_self_test_fits_a_context_that_is_shorter_than_it() -> None:
     config = EngineConfig(threads=1, capacity=80)
-    short = LiveBackend(open_session(package(), config, Silent()), CONFIG)
+    short = LiveBackend(open_session(package(), config, Silent()), SHORT)
     prompt = short._self_test()
     assert len(prompt) < short.session.model.limit < len(prompt) + SELF_TOKENS
     short.warm()
@@ -61,8 +66,9 @@ def test_the_self_test_notices_a_drafter_that_changes_the_answer(
 
 @pytest.mark.parametrize("capacity", [18, 40])
 def test_a_context_without_room_for_the_self_test_is_named(
-    backend: LiveBackend, monkeypatch: pytest.MonkeyPatch, capacity: int
+    session: Session, monkeypatch: pytest.MonkeyPatch, capacity: int
 ) -> None:
+    backend = LiveBackend(session, SHORT)
     monkeypatch.setattr(backend.session.model, "capacity", capacity)
     with pytest.raises(ConfigError, match=rf"engine.capacity must be .*\(got {capacity}\)") as e:
         backend.warm()
@@ -72,3 +78,35 @@ def test_a_context_without_room_for_the_self_test_is_named(
         backend.warm()
     monkeypatch.setattr(backend.session.model, "capacity", least)
     backend.warm()
+
+
+@pytest.mark.parametrize("off", [{}, {"thinking": "off"}, {"thinking_budget": 0}], ids=str)
+def test_a_default_length_that_no_plan_has_room_for_is_refused(
+    session: Session, monkeypatch: pytest.MonkeyPatch, off: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(session.model, "capacity", 256)
+    config = ServeConfig(**off)
+    with pytest.raises(ConfigError, match=r"^serve.max_tokens must be at most .*\(got 512\)$") as e:
+        LiveBackend(session, config).warm()
+    told = str(e.value)
+    assert ("closes the thinking" in told) == (not off)
+    most = int(re.findall(r"\d+", told)[0])
+    fits = LiveBackend(session, replace(config, max_tokens=most))
+    fits.warm()
+    assert fits.prepare(Ask(prompt="x"), None).thinks == (not off)
+    longer = LiveBackend(session, replace(config, max_tokens=most + 1))
+    with pytest.raises(ConfigError, match=f"at most {most}"):
+        longer.warm()
+    with pytest.raises(PlanError, match=r"together must be <="):
+        longer.prepare(Ask(prompt="x"), None)
+
+
+def test_a_watchdog_that_a_step_would_trip_is_refused(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "choose_chunk", lambda *_, idle_ms: 300.0 + idle_ms)
+    idle = replace(CONFIG, yield_us=200_000)
+    message = r"^serve.watchdog_s must be above 0.5 s, the slowest step .* \(got 0.5\)$"
+    with pytest.raises(ConfigError, match=message):
+        LiveBackend(session, replace(idle, watchdog_s=0.5)).warm()
+    LiveBackend(session, replace(idle, watchdog_s=0.51)).warm()

@@ -1,0 +1,48 @@
+"""What must fit before a server is ready. Otherwise it would start and then fail at every plan."""
+
+from __future__ import annotations
+
+from thor_dflash.errors import ConfigError
+from thor_dflash.runtime.model import Model
+
+
+def check_self_test(model: Model, prompt: int, answer: int) -> None:
+    """Refuse a context without room for the self-test; sizes in tokens.
+
+    Raises:
+        ConfigError: naming the capacity that is needed.
+    """
+    if (lacks := prompt + answer - model.limit) > 0:
+        raise ConfigError(
+            f"engine.capacity must be at least {model.capacity + lacks} to serve: the self-test "
+            f"has a prompt of {prompt} tokens, an answer of {answer} and a block "
+            f"(got {model.capacity})"
+        )
+
+
+def check_answer(max_tokens: int, limit: int, prompt: int, closing: int) -> None:
+    """Refuse a default length of answers that no plan has room for. `prompt` is that of the
+    shortest plan, `closing` the message that closes its thinking, 0 without thinking; in tokens.
+
+    Raises:
+        ConfigError: naming the longest that fits.
+    """
+    if max_tokens > (most := limit - prompt - closing):
+        closed = f" and the message that closes the thinking {closing}" if closing else ""
+        raise ConfigError(
+            f"serve.max_tokens must be at most {most}: the context has {limit} tokens, of which "
+            f"the shortest prompt takes {prompt}{closed} (got {max_tokens})"
+        )
+
+
+def check_watchdog(watchdog_s: float, step_ms: float) -> None:
+    """Refuse a watchdog that would take a step of this machine for a dead device.
+
+    Raises:
+        ConfigError: naming the time of the slowest prefill step.
+    """
+    if 1e3 * watchdog_s <= step_ms:
+        raise ConfigError(
+            f"serve.watchdog_s must be above {step_ms / 1e3:.3g} s, the slowest step of this "
+            f"machine (got {watchdog_s:g})"
+        )
