@@ -18,6 +18,7 @@ from thor_dflash.errors import Code, ConfigError, PlanError
 from thor_dflash.serving import fields, wire
 from thor_dflash.serving.alive import KEEPALIVE
 from thor_dflash.serving.codec import MSGPACK, Codec
+from thor_dflash.serving.ports import has_port
 
 CODES = frozenset(typing.get_args(Code))
 GRACE_S = 2.0
@@ -331,6 +332,11 @@ def connect(socket: zmq.Socket[Any], endpoint: str, what: str = "endpoint") -> N
     Raises:
         ConfigError: the endpoint is malformed, or its path is too long for a socket.
     """
+    malformed = ConfigError(f"{what} must be tcp://host:port or ipc://path (got {endpoint})")
+    if not (
+        endpoint.startswith("ipc://") or (endpoint.startswith("tcp://") and has_port(endpoint))
+    ):
+        raise malformed
     socket.setsockopt(zmq.IPV6, int("[" in endpoint))
     try:
         socket.connect(endpoint)
@@ -339,7 +345,7 @@ def connect(socket: zmq.Socket[Any], endpoint: str, what: str = "endpoint") -> N
             raise ConfigError(
                 f"{what} must have a path of at most {PATH_BYTES} bytes (got {endpoint})"
             ) from e
-        raise ConfigError(f"{what} must be tcp://host:port or ipc://path (got {endpoint})") from e
+        raise malformed from e
 
 
 def reconnect(socket: zmq.Socket[Any], endpoint: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import os
-import re
 import socket
 import stat
 import struct
@@ -18,6 +17,7 @@ from zmq.utils import z85
 
 from thor_dflash.errors import ConfigError
 from thor_dflash.serve_config import ServeConfig
+from thor_dflash.serving.ports import has_port
 
 SERVER, CLIENT = "server", "client"
 SECRET, PUBLIC = ".secret", ".public"
@@ -39,7 +39,7 @@ def check(config: ServeConfig) -> None:
                 "serve.bind must be an ipc path in a directory: a name that begins with @ is in "
                 f"none, and everybody on this machine may connect (got {endpoint})"
             )
-        if not _has_port(endpoint):
+        if not (endpoint.startswith("ipc://") or endpoint.endswith(":*") or has_port(endpoint)):
             raise ConfigError(
                 "serve.bind must end in a port of 1 to 65535, or * for any that is free "
                 f"(got {endpoint})"
@@ -60,13 +60,6 @@ def check(config: ServeConfig) -> None:
         raise ConfigError(
             f"serve.allow_admin must go with ipc or CURVE endpoints only (got {open_[0]})"
         )
-
-
-def _has_port(endpoint: str) -> bool:
-    """Whether a tcp endpoint has a valid port. zmq accepts any number, modulo 65536."""
-    port = endpoint.rpartition(":")[2]
-    number = int(port) if re.fullmatch("[0-9]{1,5}", port) else 0
-    return endpoint.startswith("ipc://") or port == "*" or 1 <= number <= 65535
 
 
 def is_local(endpoint: str) -> bool:

@@ -5,6 +5,7 @@ connection then loses nothing.
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import threading
 from typing import Any
@@ -13,6 +14,8 @@ import pytest
 import zmq
 from waiting import PATIENCE_S, until
 
+from thor_dflash.errors import ConfigError
+from thor_dflash.serving import replies
 from thor_dflash.serving.aclient import AsyncPlanner
 from thor_dflash.serving.client import Ask, Message, Options, PlanError, RemotePlanner, Result
 from thor_dflash.serving.codec import JSON, MSGPACK, Codec
@@ -29,6 +32,35 @@ def plan(form: str, endpoint: str, options: Options, ask: Ask) -> Result:
         return asyncio.run(main())
     with RemotePlanner(endpoint, options) as planner:
         return planner.plan(ask)
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "tcp://127.0.0.1:0",
+        "tcp://127.0.0.1:65536",
+        "tcp://127.0.0.1:81107",
+        "tcp://127.0.0.1:15571x",
+        "tcp://127.0.0.1:15571 ",
+        "tcp://127.0.0.1:*",
+        "tcp://127.0.0.1",
+        "inproc://x",
+        "ws://127.0.0.1:15571",
+    ],
+)
+@every_client
+def test_an_endpoint_that_libzmq_would_take_for_another_is_refused(
+    form: str, endpoint: str
+) -> None:
+    """It takes ports modulo 65536 and ignores letters after them."""
+    rule = re.escape(f"endpoint must be tcp://host:port or ipc://path (got {endpoint})")
+    with pytest.raises(ConfigError, match=f"^{rule}$"):
+        plan(form, endpoint, Options(retries=0, timeout_s=0.1), Ask(prompt="x"))
+
+
+@pytest.mark.parametrize("place", ["tcp://127.0.0.1:1", "tcp://[::1]:65535", "ipc:///nowhere/plan"])
+def test_every_other_endpoint_is_taken(place: str) -> None:
+    replies.check(place, Options(), "--server")
 
 
 @pytest.mark.parametrize(
