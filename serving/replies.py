@@ -15,6 +15,7 @@ import zmq
 from msgspec import Struct, structs
 
 from thor_dflash.errors import Code, ConfigError, PlanError
+from thor_dflash.records import cut, visible
 from thor_dflash.serving import fields, wire
 from thor_dflash.serving.alive import KEEPALIVE
 from thor_dflash.serving.codec import MSGPACK, Codec
@@ -187,7 +188,7 @@ class Tries:
     """The attempts of one request and their time limits.
 
     Raises:
-        PlanError: bad_request, its deadline is below 1 ms.
+        PlanError: bad_request, it has an id, or its deadline is below 1 ms.
     """
 
     options: Options
@@ -202,6 +203,11 @@ class Tries:
     def __post_init__(self) -> None:
         self.left = self.options.retries
         self.since = self.began
+        if (id := self.request.id) != wire.NO_ID:
+            text = (
+                f"id must be left out: the client gives each try its own (got {visible(cut(id))})"
+            )
+            raise PlanError("bad_request", text, field="id")
         if isinstance(self.request, wire.Ask):
             fields.check_deadline(self.request)
 

@@ -15,6 +15,8 @@ VERSION = 1
 PORT = 5571
 """Not 5555, the port of a GR00T server, which may run on the same machine."""
 
+NO_ID = "-"
+"""The id of a request that was given none."""
 Id = Annotated[str, Meta(min_length=1, max_length=64)]
 Milliseconds = Annotated[int, Meta(ge=1, le=86_400_000)]
 Count = Annotated[int, Meta(ge=0, le=1 << 31)]
@@ -60,7 +62,7 @@ class Ask(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_de
 
     v: int = VERSION
     op: str = "plan"
-    id: Id = "-"
+    id: Id = NO_ID
     token: str | None = None
     prompt: str | None = None
     messages: tuple[Message, ...] | None = None
@@ -93,7 +95,7 @@ class Simple(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit
 
     op: str
     v: int = VERSION
-    id: Id = "-"
+    id: Id = NO_ID
     token: str | None = None
 
 
@@ -103,7 +105,7 @@ class Cancel(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit
     target: Id
     v: int = VERSION
     op: str = "cancel"
-    id: Id = "-"
+    id: Id = NO_ID
     token: str | None = None
     session: Id | None = None
 
@@ -113,7 +115,7 @@ class Validate(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, om
 
     v: int = VERSION
     op: str = "validate"
-    id: Id = "-"
+    id: Id = NO_ID
     token: str | None = None
     prompt: str | None = None
     messages: tuple[Message, ...] | None = None
@@ -129,7 +131,7 @@ class PrefixPut(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, o
     """Whether the prefix is kept on disk, so that it outlives the server."""
     v: int = VERSION
     op: str = "prefix.put"
-    id: Id = "-"
+    id: Id = NO_ID
     token: str | None = None
 
 
@@ -139,7 +141,7 @@ class PrefixDrop(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, 
     prefix_id: Id
     v: int = VERSION
     op: str = "prefix.drop"
-    id: Id = "-"
+    id: Id = NO_ID
     token: str | None = None
 
 

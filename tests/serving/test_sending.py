@@ -85,6 +85,15 @@ def test_what_is_not_utf8_is_not_sent(form: str, codec: Codec, ask: Ask, field: 
 
 
 @every_client
+def test_an_id_of_the_callers_own_is_not_replaced_in_silence(form: str) -> None:
+    """Nobody could cancel the plan by it."""
+    rule = r"^id must be left out: the client gives each try its own \(got mine\)$"
+    with pytest.raises(PlanError, match=rule) as caught:
+        plan(form, "ipc:///nowhere/plan", Options(), Ask(prompt="x", id="mine"))
+    assert (caught.value.code, caught.value.field) == ("bad_request", "id")
+
+
+@every_client
 def test_a_connection_that_never_was_loses_no_request(form: str, house: Any) -> None:
     """A server that is about to end may close a connection before the handshake. Nothing was sent
     on it, so that the next server answers the request without a retry.
