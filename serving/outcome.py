@@ -44,7 +44,8 @@ def result(prepared: Prepared, decoded: Decoded) -> wire.Result:
         generation=ask.generation,
         session=ask.session,
         prefix_id=ask.prefix_id,
-        accept_mode=ask.accept_mode,
+        # Only thinking is decoded relaxed.
+        accept_mode=ask.accept_mode if decoded.usage.thinking_tokens else "exact",
         thinking_closed=decoded.closed,
         usage=decoded.usage,
         timings=decoded.timings,

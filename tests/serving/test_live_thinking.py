@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from thor_dflash.runtime.session import Session
 from thor_dflash.serve_config import ServeConfig
@@ -51,4 +52,8 @@ def test_where_thinking_is_off_no_budget_brings_it_back(
 ) -> None:
     config = ServeConfig(thinking=default)
     backend: Backend = MockBackend(config) if mock else LiveBackend(session, config)
-    assert LocalPlanner(backend).plan(ask).usage.thinking_tokens == 0
+    relaxed = structs.replace(ask, accept_mode="relaxed_thinking")
+    result = LocalPlanner(backend).plan(relaxed)
+    assert (result.usage.thinking_tokens, result.accept_mode) == (0, "exact")
+    relaxed = structs.replace(relaxed, thinking="on", thinking_budget=50)
+    assert LocalPlanner(backend).plan(relaxed).accept_mode == "relaxed_thinking"
