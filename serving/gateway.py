@@ -229,9 +229,11 @@ async def _pieces(
     # Starlette closes this when the client disconnects; closing `events` then cancels the plan.
     try:
         yield _sse(openai.delta(answer, role="assistant", content=""))
+        seq = _check_next(first, 0)
         for piece in _of_event(first, answer, usage=usage):
             yield _sse(piece)
         async for _, event in events:
+            seq = _check_next(event, seq)
             for piece in _of_event(event, answer, usage=usage):
                 yield _sse(piece)
         yield b"data: [DONE]\n\n"
@@ -239,6 +241,18 @@ async def _pieces(
         yield _sse(openai.error(e))
     finally:
         await events.aclose()
+
+
+def _check_next(event: wire.Event, seq: int) -> int:
+    """Return the number of the event after this one, which must have the number `seq`.
+
+    Raises:
+        PlanError: others before it were dropped, as a server does for a slow reader.
+    """
+    if event.seq != seq:
+        rule = "the stream must be read in time, or the server drops pieces of it"
+        raise PlanError("cancelled", f"{rule} (got {event.seq - seq} less)")
+    return seq + 1
 
 
 def _of_event(event: wire.Event, answer: openai.Answer, *, usage: bool) -> list[dict[str, Any]]:

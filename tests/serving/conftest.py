@@ -184,6 +184,17 @@ class House:
     def mock(self, cycle_s: float = 0.0, **config: Any) -> Server:
         return self.serve(MockBackend(ServeConfig(), cycle_s), **config)
 
+    def skipping(self, lost: int) -> Server:
+        """A mock that drops the chunk of this number of every plan, as for a slow reader."""
+        server = self.mock()
+        send = server._desk._send
+
+        def skip(*message: Any, droppable: bool = False) -> bool:
+            return (droppable and message[-1] == lost) or send(*message, droppable=droppable)
+
+        server._desk._send = skip  # type: ignore[method-assign]
+        return server
+
     def held(self, **config: Any) -> tuple[Server, HeldBackend]:
         held = HeldBackend(MockBackend(ServeConfig()))
         server = self.serve(held, **config)

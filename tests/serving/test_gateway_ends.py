@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import urllib.request
 from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
 import pytest
-from gateways import CHAT
+from gateways import CHAT, JSON, gateway
+from msgspec import structs
 from starlette.requests import Request
+from waiting import PATIENCE_S
 
 from thor_dflash.errors import ConfigError, PlanError
 from thor_dflash.serve_config import GatewayConfig
@@ -37,8 +40,9 @@ class Fleet:
     async def stream(self, ask: object, model: str = "") -> AsyncGenerator[Any]:
         self.open += 1
         try:
-            for event in (wire.Chunk(kind="text", text="{"), RESULT) if model else (RESULT,):
-                yield type("Member", (), {"model": "nano"}), event
+            chunks = (wire.Chunk(kind="text", text="{"),) if model else ()
+            for seq, event in enumerate((*chunks, RESULT)):
+                yield type("Member", (), {"model": "nano"}), structs.replace(event, seq=seq)
         finally:
             self.open -= 1
 
@@ -74,6 +78,18 @@ def test_a_stream_ends_with_the_word_that_clients_wait_for() -> None:
         return [piece async for piece in _pieces(first, events, Answer("nano"), usage=False)]
 
     assert asyncio.run(whole())[-1] == b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("lost", [0, 3, 30])
+def test_a_stream_of_which_pieces_were_dropped_ends_with_an_error(house: Any, lost: int) -> None:
+    body = msgspec.json.encode({"messages": CHAT, "stream": True})
+    with gateway(house.skipping(lost).endpoints[0]) as address:
+        asked = urllib.request.Request(f"{address}/v1/chat/completions", body, JSON)
+        with urllib.request.urlopen(asked, timeout=PATIENCE_S) as reply:
+            told = [msgspec.json.decode(line[6:]) for line in reply.read().split(b"\n\n") if line]
+    assert len(told) == 1 + lost + 1, "the role, what came before the gap, and why it ends"
+    assert told[-1]["error"]["message"].endswith("drops pieces of it (got 1 less)")
+    assert told[-1]["error"]["code"] == "cancelled"
 
 
 def test_a_client_that_leaves_its_stream_ends_the_plan() -> None:

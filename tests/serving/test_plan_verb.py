@@ -18,9 +18,11 @@ from thor_dflash import cli, options
 from thor_dflash.config import Config
 from thor_dflash.errors import ConfigError
 from thor_dflash.progress import Lines
+from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving import client
 from thor_dflash.serving.client import Options, PlanError
-from thor_dflash.serving.mock import PLAN
+from thor_dflash.serving.mock import PLAN, MockBackend
+from thor_dflash.serving.planner import LocalPlanner
 from thor_dflash.serving.replies import PATH_BYTES, connect
 from thor_dflash.serving.wire import Ask, Result, Spec, Timings, Usage
 from thor_dflash.verbs import plan
@@ -92,6 +94,22 @@ def test_the_wait_is_over_before_the_first_word(house: Any, capsys: Any) -> None
     plan.run(options.parser().parse_args(args), Config(), progress)
     assert before == [""]
     assert PLAN in capsys.readouterr().out
+
+
+def told() -> list[str]:
+    """The texts of the mock's pieces."""
+    with LocalPlanner(MockBackend(ServeConfig())) as planner:
+        return [e.text or "" for e in planner.stream(Ask(prompt="x", stream="text"))][:-1]
+
+
+@pytest.mark.parametrize("lost", [0, 3, len(told()) - 3, len(told()) - 1])
+def test_pieces_that_are_missing_are_told_and_the_answer_is_whole(
+    lost: int, house: Any, capsys: Any
+) -> None:
+    ask("Bring it.", "--server", house.skipping(lost).endpoints[0])
+    out, err = capsys.readouterr()
+    assert out == "".join(told()[:lost]) + "\n" * bool(lost) + PLAN + "\n"
+    assert err.splitlines()[1] == f"{plan.GAP}; the whole answer follows"
 
 
 @pytest.mark.parametrize(

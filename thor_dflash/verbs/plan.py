@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from thor_dflash.serving.wire import Ask, Event, Result
 
 
+GAP = "pieces are missing here: the server dropped them, as they were not read in time"
+
+
 @dataclass(frozen=True, slots=True)
 class _Piece:
     """Like runtime.text.Piece, whose module imports packages that a client does not have."""
@@ -72,17 +75,24 @@ def _begun(events: Iterator[Event], waiting: Task) -> Iterator[Event]:
 
 
 def _show(events: Iterator[Event]) -> Result:
+    """Print the pieces of a plan up to the first that is missing; then its answer, once whole."""
     from thor_dflash.serving.wire import Chunk
 
-    printer = Printer(sys.stdout)
+    printer, missing = Printer(sys.stdout), False
     with closing(printer):
-        for event in events:
+        for seq, event in enumerate(events):
+            missing = missing or event.seq != seq
             if not isinstance(event, Chunk):
-                return event
-            if event.text is not None:
+                break
+            if event.text is not None and not missing:
                 piece = _Piece(event.text, event.kind == "thinking")
                 printer.show([cast("Piece", piece)])
-    raise AssertionError("a stream ends with its result")
+        else:
+            raise AssertionError("a stream ends with its result")
+    if missing:
+        say(sys.stderr, f"{GAP}; the whole answer follows")
+        print(event.text)
+    return event
 
 
 def _table(result: Result) -> Any:
