@@ -148,8 +148,15 @@ def _parts(path: Path, budget: int) -> tuple[bytes, bytes, bytes]:
         raise PackageError(f"{path} must be a readable file (got: {e.strerror})") from e
 
 
+def _table(path: Path, line: bytes) -> dict[str, object]:
+    try:
+        return records.as_table(json.loads(line)) or {}
+    except (ValueError, RecursionError) as e:
+        raise PackageError(f"{path} must have JSON as its second line (got: {e}); {AGAIN}") from e
+
+
 def _header(path: Path, line: bytes, model: Model) -> _Header:
-    table = records.as_table(json.loads(line)) or {}
+    table = _table(path, line)
     for key, mine in (("format", FORMAT), ("tool", __version__)):
         if table.get(key) != mine:
             raise PackageError(

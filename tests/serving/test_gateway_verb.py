@@ -17,6 +17,9 @@ from gateways import JSON
 from waiting import until
 
 from thor_dflash import cli
+from thor_dflash.serve_config import GatewayConfig
+from thor_dflash.serving.gateway import listen_at
+from thor_dflash.verbs import gateway as verb
 
 
 @pytest.mark.parametrize(
@@ -69,6 +72,19 @@ def running(
             yield child, line.split()[-1]
         finally:
             child.kill()  # a test that failed must not wait for it
+
+
+@pytest.mark.parametrize(
+    ("listen", "url"),
+    [
+        ("127.0.0.1:1", "http://127.0.0.1:1/v1"),
+        ("localhost:1", "http://localhost:1/v1"),
+        ("::1:1", "http://[::1]:1/v1"),
+        ("[::1]:1", "http://[::1]:1/v1"),
+    ],
+)
+def test_where_it_listens_is_told_as_a_url(listen: str, url: str) -> None:
+    assert verb._url(*listen_at(GatewayConfig(listen=listen))) == url
 
 
 def test_the_command_listens_where_it_says() -> None:

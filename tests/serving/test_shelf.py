@@ -4,6 +4,7 @@ answer, and whatever could not be kept or restored is reported.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from waiting import until
 from thor_dflash import cli
 from thor_dflash.errors import ConfigError
 from thor_dflash.runtime.prefix import Prefixes
+from thor_dflash.runtime.prefix_file import MAGIC
 from thor_dflash.runtime.session import Session
 from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving.client import Ask, Message, Options, PlanError, RemotePlanner
@@ -128,6 +130,18 @@ def test_a_damaged_file_is_told_and_left_out(serve: Serve, house: Any, tmp_path:
     assert str(tmp_path) not in str(skipped), "where it is on this machine is nobody's business"
     again.put_prefix("bad", SYSTEM, persist=True)
     assert len(serve().prefixes()) == 2, "putting it again mends it"
+
+
+@pytest.mark.parametrize("line", [b"no JSON\n", b"\xff\n", b"[" * 10**5 + b"\n"], ids=len)
+def test_a_file_with_a_valid_hash_may_be_damaged_too(
+    serve: Serve, tmp_path: Path, line: bytes
+) -> None:
+    (tmp_path / "kept").mkdir()
+    seal = MAGIC + hashlib.sha256(line).hexdigest().encode() + b"\n"
+    (tmp_path / "kept/odd.prefix").write_bytes(seal + line)
+    (told,) = serve().skipped()
+    assert told.startswith("odd.prefix must have JSON as its second line (got: ")
+    assert told.endswith("; put the prefix again")
 
 
 def test_a_file_whose_name_is_no_text_is_told(serve: Serve, tmp_path: Path) -> None:

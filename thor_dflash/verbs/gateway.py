@@ -47,10 +47,14 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     # Below that it only warns of each write to a client that is gone, which is no news either.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     progress.close()
-    host, port = config.gateway.listen.rpartition(":")[0], listener.getsockname()[1]
-    say(sys.stderr, f"listening on http://{host}:{port}/v1")
+    host, port = gateway.listen_at(config.gateway)[0], listener.getsockname()[1]
+    say(sys.stderr, f"listening on {_url(host, port)}")
     server.run(sockets=[listener])
     assert server.started, "what can be refused was, before"
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
 
 _UPGRADES = ("Unsupported upgrade request", "No supported WebSocket library")
