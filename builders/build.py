@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import product
-from math import gcd
 from pathlib import Path
 from shutil import copyfile
 from typing import Literal
@@ -26,6 +25,7 @@ from thor_dflash.builders.graphs.graph import Graph
 from thor_dflash.builders.graphs.source import Source
 from thor_dflash.builders.graphs.target import ID_SLOTS, Shape, Target
 from thor_dflash.builders.key import build_key
+from thor_dflash.builders.limits import check_ids, check_target
 from thor_dflash.builders.offered import DrafterSource, TargetSource
 from thor_dflash.builders.packing import Packing
 from thor_dflash.builders.programs import lower
@@ -34,7 +34,7 @@ from thor_dflash.builders.tensorrt.package import Maker, Material, engines, make
 from thor_dflash.builders.tensorrt.profiles import session_ranges
 from thor_dflash.builders.weights import WeightFiles
 from thor_dflash.config import BLOCK, CAPACITY, BuildConfig
-from thor_dflash.dims import LEAST_TALK, TargetDims, longest_context
+from thor_dflash.dims import LEAST_TALK, longest_context
 from thor_dflash.errors import CheckpointError, ConfigError
 from thor_dflash.manifest import KvScales, Manifest, Share
 from thor_dflash.program import ENDING, Program, render
@@ -145,8 +145,7 @@ def make_plan(
     sources = [source]
     if drafter is not None:
         sources.append(Source(drafter, weights, "drafter."))
-    listed = config.draft_ids if drafter is not None else ""
-    ids = read_draft_ids(Path(listed), shape.vocab) if listed else None
+    ids = _draft_ids(config, shape.vocab) if drafter is not None else None
     graphs: list[Graph] = []
     chunks = _chunks(target, config, shape.chunk)
     for block, chunk in product((shape.block, *config.widths), (shape.chunk, *chunks)):
@@ -209,6 +208,14 @@ def _chunks(target: TargetSource, config: BuildConfig, own: int) -> tuple[int, .
     return tuple(rows for rows in chunks if rows != own)
 
 
+def _draft_ids(config: BuildConfig, vocab: int) -> NDArray[np.int32] | None:
+    if not config.draft_ids:
+        return None
+    ids = read_draft_ids(Path(config.draft_ids), vocab)
+    check_ids(len(ids), config.engine)
+    return ids
+
+
 def _check_types(config: BuildConfig) -> None:
     """Refuse float32 for engines with our kernels, which have neither float32 rows nor caches."""
     for key, asked, known in (
@@ -219,19 +226,6 @@ def _check_types(config: BuildConfig) -> None:
             raise ConfigError(f"build.{key} must be {known} for engine {config.engine} (got f32)")
 
 
-def _check_alike(dims: TargetDims, block: int) -> None:
-    """Refuse a block in which a row's result would depend on its place. ONNX Runtime computes
-    Softplus (of a row's gdn heads), Cos and Sin (of its angles) four elements at a time, and what
-    remains at the end of a block with other bits.
-    """
-    each = dims.gdn.value_heads, dims.attention.rotary_dim // 2
-    if block % (step := max(4 // gcd(4, n) for n in each)):
-        raise ConfigError(
-            f"build.block must be a multiple of {step} for engine ort and a target with "
-            f"{each[0]} value heads and {each[1]} angles a row (got {block})"
-        )
-
-
 def _shape(target: TargetSource, drafter: DrafterSource | None, config: BuildConfig) -> Shape:
     _check_types(config)
     block = config.block or (drafter.dims.block if drafter else BLOCK)
@@ -239,8 +233,7 @@ def _shape(target: TargetSource, drafter: DrafterSource | None, config: BuildCon
         raise ConfigError(
             f"build.block must be <= {drafter.dims.block}, the drafter's (got {block})"
         )
-    if config.engine == "ort":
-        _check_alike(target.dims, block)
+    check_target(target, config.engine, block)
     chunk, kv, activations = _AUTO[config.engine]
     chunk = config.chunk or min(chunk, target.dims.max_position)
     if chunk > target.dims.max_position:

@@ -12,7 +12,14 @@ from tempfile import TemporaryDirectory
 from typing import Literal
 
 import numpy as np
-from checkpoints import GEOMETRIES, Dialect, DrafterGeometry, write_drafter, write_target
+from checkpoints import (
+    GEOMETRIES,
+    Dialect,
+    DrafterGeometry,
+    TargetGeometry,
+    write_drafter,
+    write_target,
+)
 
 from thor_dflash.builders.build import build
 from thor_dflash.config import BuildConfig, EngineConfig
@@ -20,6 +27,11 @@ from thor_dflash.progress import Silent
 from thor_dflash.runtime.block import Policy, Progress
 from thor_dflash.runtime.propose import Guess, Proposer
 from thor_dflash.runtime.session import Request, Session, open_session
+
+NARROW = TargetGeometry(
+    hidden=60, heads=4, kv_heads=2, head_dim=18, key_heads=4, value_heads=4, key_dim=17, value_dim=5
+)
+"""Its heads begin at any element of 4, but its rows all begin alike (builders/limits.py)."""
 
 _HELD: list[TemporaryDirectory[str]] = []
 """Directories of the cached sessions, removed when the process ends."""
@@ -39,11 +51,11 @@ def session(
     draft_layers: tuple[str, ...] = DrafterGeometry().layer_types,
 ) -> Session:
     """Returns a session over a model of random weights, the same one for the same arguments.
-    `layers` 0 stands for the number of the geometry.
+    `layers` 0 stands for the number of the geometry, which is NARROW or one of GEOMETRIES.
     """
     held = TemporaryDirectory()
     _HELD.append(held)
-    root, g = Path(held.name), GEOMETRIES[geometry]
+    root, g = Path(held.name), NARROW if geometry == "narrow" else GEOMETRIES[geometry]
     if layers:
         g = replace(g, layers=layers, interval=min(layers, g.interval))
     taps = tuple(layer for layer in DrafterGeometry().taps if layer < g.layers)

@@ -5,6 +5,7 @@ are needed at the same time do not overlap in memory, and what is fused is right
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -251,8 +252,9 @@ def test_standard_nodes_that_no_kernel_takes_are_refused(
 
 
 def test_rows_of_a_weight_are_not_said_to_be_set_by_a_key(tmp_path: Path) -> None:
-    write_target(tmp_path, GEOMETRIES["heads27b"], 0)
-    with pytest.raises(ConfigError, match=r"weight\d must have a multiple of 2 rows \(got 3\)\)$"):
+    geometry = replace(GEOMETRIES["heads27b"], value_heads=2, intermediate=97)
+    write_target(tmp_path, geometry, 0)
+    with pytest.raises(ConfigError, match=r"weight\d must have a multiple of 2 rows \(got 97\)\)$"):
         make_plan(read_target(tmp_path), None, BuildConfig(engine="cuda"))
 
 

@@ -18,7 +18,7 @@ from thor_dflash.runtime.propose import Dflash, Nobody, Proposer
 from thor_dflash.runtime.session import Request, Session
 from thor_dflash.runtime.state import Snapshot, State
 
-GEOMETRIES = ("0.8b", "4b", "27b", "heads27b")
+GEOMETRIES = ("0.8b", "4b", "27b", "heads27b", "narrow")
 LAWFUL = settings(
     max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
