@@ -60,6 +60,8 @@ class Linear:
     divides: bool
     """Whether the scale is a divisor."""
     passed_over: tuple[str, ...]
+    weight_only: bool = False
+    """Whether its rows must not be quantised, even if a scale for them is passed over."""
 
     @property
     def parts(self) -> set[str]:
@@ -154,7 +156,8 @@ def load(shards: Shards, linear: Linear) -> Matrix:
     if block_scale is not None:
         _check_block_scale(block_scale, shards.placed(linear.block_scale))
     row_scale = _row_scale(shards, linear, codes.shape[0]) if linear.scale else None
-    input_scale = _input_scale(shards, linear) if block_scale is not None else None
+    scaled = block_scale is not None and not linear.weight_only
+    input_scale = _input_scale(shards, linear) if scaled else None
     return Matrix(linear.name, codes, block_scale, row_scale, input_scale)
 
 

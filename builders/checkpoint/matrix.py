@@ -82,8 +82,8 @@ class Matrix:
     row_scale: NDArray[np.float32] | None = None
     """NVFP4 and FP8: float32 [N], a multiplier."""
     input_scale: float | None = None
-    """NVFP4: largest calibrated input / (6 * 448), if the checkpoint has it; for products that
-    quantise their input rows, too."""
+    """NVFP4: largest calibrated input / (6 * 448), if the checkpoint has it and does not declare
+    this linear W4A16; for products that quantise their input rows, too."""
 
     @property
     def kind(self) -> WeightKind:

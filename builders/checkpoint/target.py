@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from thor_dflash.builders.checkpoint.linear import Linear, load, positive
 from thor_dflash.builders.checkpoint.matrix import Matrix
 from thor_dflash.builders.checkpoint.shards import Shards
 from thor_dflash.builders.checkpoint.target_config import target_dims
+from thor_dflash.builders.checkpoint.weight_only import weight_only
 from thor_dflash.dims import TargetDims
 from thor_dflash.errors import CheckpointError
 from thor_dflash.tensors import Array
@@ -91,7 +92,17 @@ def read_target(directory: Path) -> TargetCheckpoint:
     linears = check(shards, target_layout(dims), stored_name, besides=besides)
     if dims.tied:
         linears[HEAD] = Linear(HEAD, prefix + EMBEDDING, "", "", False, ())
+    linears |= _weight_only(directory, config, linears)
     return TargetCheckpoint(directory, dims, prefix, skipped, shards, linears)
+
+
+def _weight_only(
+    directory: Path, config: Fields, linears: Mapping[str, Linear]
+) -> dict[str, Linear]:
+    """Return the linears whose scales for the rows must not be used, marked so."""
+    scaled = [name for name, one in linears.items() if one.block_scale and one.passed_over]
+    found = weight_only(directory, config, scaled) if scaled else ()
+    return {name: replace(linears[name], weight_only=True) for name in found}
 
 
 def target_layout(dims: TargetDims) -> Layout:

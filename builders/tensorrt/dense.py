@@ -56,7 +56,9 @@ class Dense:
         return DType.U8 in kinds and DType.FP8 not in kinds
 
     def unscaled(self) -> list[str]:
-        """Return the NVFP4 weights for which the checkpoint has no scale of the input rows."""
+        """Return the NVFP4 weights without a scale of the input rows, or with one that must not be
+        used.
+        """
         return [
             name
             for step in self.program.steps

@@ -163,7 +163,8 @@ def _dense(
         return dense
     if who == "auto":
         return None
-    what = f"{missing[0]} without an input_scale" if missing else "no NVFP4 weight"
+    lacks = "without an input_scale, or declared W4A16"
+    what = f"{missing[0]} {lacks}" if missing else "no NVFP4 weight"
     raise ConfigError(
         "build.tensorrt.prefill_linears must be auto or plugin where the checkpoint tells no scale "
         f"of the rows (got tensorrt, and {what})"

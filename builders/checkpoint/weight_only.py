@@ -1,0 +1,90 @@
+"""Finds linears that are quantised in their weights only (W4A16).
+
+Their rows must stay as they are, even where a scale for these is stored. Tensors do not tell: only
+the JSON files do, each in one or more of three ways, and one that says so is enough.
+Source: NVIDIA/Model-Optimizer modelopt/torch/export/convert_hf_config.py, and the `config_groups`
+of compressed-tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from thor_dflash.builders.checkpoint.fields import Fields, shown
+from thor_dflash.errors import CheckpointError
+from thor_dflash.records import as_list, as_table
+from thor_dflash.tokenizer import present
+
+ALGORITHM = "W4A16"
+"""What the names of modelopt's algorithms of this kind begin with."""
+
+BEGINNINGS = ("", "model.", "language_model.", "model.language_model.", "language_model.model.")
+"""What may stand before a linear's name in a list. A text model that is saved anew has another
+prefix than its list."""
+
+PATTERN = "re:"
+"""Beginning of a target that is a regular expression."""
+
+Table = Mapping[str, object]
+
+
+def weight_only(directory: Path, config: Fields, names: Iterable[str]) -> set[str]:
+    """Return those of the linears `names` (as in Matrix) that a JSON file declares W4A16.
+
+    Raises: CheckpointError for a target that is no regular expression but should be one.
+    """
+    tables = list(_tables(directory, config))
+    spelled = {name: [start + name for start in BEGINNINGS] for name in names}
+    return {
+        name
+        for name, spellings in spelled.items()
+        for table in tables
+        if _by_algorithm(table, spellings) or _by_group(table, spellings)
+    }
+
+
+def _tables(directory: Path, config: Fields) -> Iterator[Table]:
+    yield as_table(config.values.get("quantization_config")) or {}
+    path = directory / "hf_quant_config.json"
+    if present(path):
+        yield as_table(Fields.read(path).values.get("quantization")) or {}
+
+
+def _by_algorithm(table: Table, spellings: Sequence[str]) -> bool:
+    """Whether the linear's own algorithm (of MIXED_PRECISION), or else that of all, is W4A16."""
+    layers = as_table(table.get("quantized_layers")) or {}
+    own = next((as_table(layers[name]) for name in spellings if name in layers), None)
+    return str((own or table).get("quant_algo")).startswith(ALGORITHM)
+
+
+def _by_group(table: Table, spellings: Sequence[str]) -> bool:
+    """Whether groups that name the linear, or else those for all, have no type for its rows."""
+    listed = (as_table(table.get("config_groups")) or {}).values()
+    groups = [group for group in map(as_table, listed) if group and group.get("weights")]
+    found = [group for group in groups if _names(group, spellings)]
+    found = found or [group for group in groups if "Linear" in (_targets(group) or ["Linear"])]
+    return bool(found) and all(group.get("input_activations") is None for group in found)
+
+
+def _targets(group: Table) -> list[str]:
+    return [target for target in as_list(group.get("targets")) or [] if isinstance(target, str)]
+
+
+def _names(group: Table, spellings: Sequence[str]) -> bool:
+    return any(
+        target in spellings
+        or (target.startswith(PATTERN) and any(map(_pattern(target).match, spellings)))
+        for target in _targets(group)
+    )
+
+
+def _pattern(target: str) -> re.Pattern[str]:
+    try:
+        return re.compile(target.removeprefix(PATTERN))
+    except (re.error, RecursionError, OverflowError) as error:
+        raise CheckpointError(
+            f"a target of quantization_config.config_groups must be a regular expression after "
+            f"{PATTERN} (got {shown(target)}: {error})"
+        ) from error
