@@ -16,7 +16,7 @@ import os
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Self, cast
@@ -163,9 +163,18 @@ class Staging:
             _remove(self._partial)
             os.close(self._lock)
             self._lock = -1
-        for parent in self._made:
-            with contextlib.suppress(OSError):  # another process may have put something there
-                parent.rmdir()
+        _remove_empty(self._made)
+
+
+@contextlib.contextmanager
+def parents(path: Path) -> Generator[None]:
+    """Make the missing directories above `path`, and remove those again after an exception."""
+    made = _make_parents(path.parent)
+    try:
+        yield
+    except BaseException:
+        _remove_empty(made)
+        raise
 
 
 def check_out(out: Path) -> None:
@@ -181,9 +190,16 @@ def check_out(out: Path) -> None:
 
 
 def _make_parents(parent: Path) -> list[Path]:
+    """Make a directory; return it and those above it that were missing, innermost first."""
     missing = [p for p in (parent, *parent.parents) if not p.exists()]
     parent.mkdir(parents=True, exist_ok=True)
     return missing
+
+
+def _remove_empty(directories: list[Path]) -> None:
+    for directory in directories:
+        with contextlib.suppress(OSError):  # another process may have put something there
+            directory.rmdir()
 
 
 def _lock(partial: Path, out: Path) -> int:

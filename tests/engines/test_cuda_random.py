@@ -84,9 +84,41 @@ def test_a_random_package_that_is_not_finished_leaves_nothing(
 
     monkeypatch.setattr(RandomWeights, "__call__", stop)
     cubins = ["-s", f"engine.cubins={tmp_path / 'cubins'}"]
-    status = cli.main([*ARGUMENTS, *cubins, "--ready", "--out", str(tmp_path / "out")])
-    assert status == (130 if error is KeyboardInterrupt else 2)
-    assert [p.name for p in tmp_path.iterdir() if p.name != "cubins"] == []
+    (tmp_path / "there").mkdir()
+    for out in ("out", "new/deep/out", "there/new/out", "new/../out"):
+        status = cli.main([*ARGUMENTS, *cubins, "--ready", "--out", str(tmp_path / out)])
+        assert status == (130 if error is KeyboardInterrupt else 2)
+        assert sorted(p.name for p in tmp_path.rglob("*") if "cubins" not in p.parts) == ["there"]
+
+
+@pytest.mark.usefixtures("small_shape")
+@pytest.mark.parametrize("out", ["new/..", "there/new/..", "link/..", ".", "loop"])
+def test_a_path_that_leads_to_something_is_refused_by_where_it_leads(
+    out: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    fake(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there" / "in").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "there" / "in")
+    (tmp_path / "loop").symlink_to("loop")
+    before = sorted(tmp_path.rglob("*"))
+    assert cli.main([*ARGUMENTS, "--ready", "--out", out]) == 2
+    real = tmp_path / {"new/..": "", ".": "", "loop": "loop"}.get(out, "there")
+    said = f"--out must be a new directory (got {real}, which is there)"
+    assert said in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.usefixtures("small_shape")
+def test_a_random_package_is_written_where_its_path_really_leads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake(monkeypatch)
+    config = Config(build=BuildConfig(engine="cuda"))
+    made = write_random("small", tmp_path / "new" / ".." / "deep" / "out", config, Silent())
+    assert made == tmp_path / "deep" / "out"
+    assert [p.name for p in tmp_path.iterdir()] == ["deep"]
+    verify(made, manifest.read(made))
 
 
 @pytest.mark.usefixtures("small_shape")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -200,14 +201,14 @@ def _written(args: Namespace, config: Config, progress: Progress) -> list[Figure
     """Write a random package, and open it in a new process."""
     from thor_dflash.runtime.coldstart import forget, read_seconds
 
-    write_random(args.shape, args.out, config, progress)
-    files = sorted(p for p in args.out.rglob("*") if p.is_file())
+    out = write_random(args.shape, args.out, config, progress)
+    files = sorted(p for p in out.rglob("*") if p.is_file())
     size = sum(p.stat().st_size for p in files)
     forget(files)
     with progress.task("reading the package", size, "bytes") as task:
         disk = read_seconds(files, task.advance)
     forget(files)
-    command = [sys.executable, "-c", MAIN, "bench", "--package", str(args.out)]
+    command = [sys.executable, "-c", MAIN, "bench", "--package", str(out)]
     command += ["--ready", "--json", *(["-c", str(args.config)] if args.config else [])]
     for item in args.set:
         command += ["-s", item] if item.strip().startswith("engine.") else []
@@ -218,42 +219,55 @@ def _written(args: Namespace, config: Config, progress: Progress) -> list[Figure
     return [*disk_rows(size, disk), *ready_rows(json.loads(done.stdout), disk)]
 
 
-def write_random(shape: str, out: Path, config: Config, progress: Progress) -> None:
+def write_random(shape: str, out: Path, config: Config, progress: Progress) -> Path:
     """Write a complete package of random weights, hashes included, to the new directory `out`.
+    Return its real path.
 
     Raises:
         ConfigError: `out` exists, or the disk has too little space.
         PackageError: `out` is inside another package.
     """
     from thor_dflash import manifest
+    from thor_dflash.builders.staging import parents
+
+    # The path as given may end in "..", or lead out of a directory that is missing.
+    out = Path(os.path.realpath(out))
+    manifest.check_outside("--out", out)
+    if os.path.lexists(out):  # not `exists`, which calls a link to itself free
+        raise ConfigError(f"--out must be a new directory (got {out}, which is there)")
+    # In a temporary directory next to it, so that `out` is never incomplete.
+    with (
+        parents(out),
+        tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as directory,
+    ):
+        part = Path(directory) / out.name
+        part.mkdir()
+        _fill(shape, part, config, progress)
+        part.rename(out)
+    return out
+
+
+def _fill(shape: str, part: Path, config: Config, progress: Progress) -> None:
+    """Write the package to an empty directory."""
+    from thor_dflash import manifest
     from thor_dflash.runtime.engines.cuda.engine import CudaEngine
     from thor_dflash.runtime.engines.cuda.random import RandomWeights, SavedWeights
     from thor_dflash.runtime.model import Model
 
-    manifest.check_outside("--out", out)
-    if out.exists():
-        raise ConfigError(f"--out must be a new directory (got {out}, which is there)")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    # In a temporary directory next to it, so that `out` is never incomplete.
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as directory:
-        part = Path(directory) / out.name
-        part.mkdir()
-        made = hollow(shape, part, next(variants(config, ablations=False)))
-        need = _weight_bytes(part, made)
-        if (free := shutil.disk_usage(part).free) < need:
-            raise ConfigError(f"--out must have room for {need:,} bytes (got {free:,})")
-        cubins = config.engine.cubins_directory
-        fill = SavedWeights(RandomWeights(part, cubins), progress)
-        with closing(CudaEngine(part, config.engine, progress, fill)) as engine:
-            Model(engine, made, made.capacity, made.block)
-        files = sorted(p for p in part.rglob("*") if p.is_file() and p.name != manifest.NAME)
-        with progress.task("hashing", sum(p.stat().st_size for p in files), "bytes") as task:
-            entries = {
-                p.relative_to(part).as_posix(): manifest.hash_file(p, task.advance) for p in files
-            }
-        made = dataclasses.replace(made, files=entries)
-        (part / manifest.NAME).write_text(manifest.render(made), encoding="utf-8")
-        part.rename(out)
+    made = hollow(shape, part, next(variants(config, ablations=False)))
+    need = _weight_bytes(part, made)
+    if (free := shutil.disk_usage(part).free) < need:
+        raise ConfigError(f"--out must have room for {need:,} bytes (got {free:,})")
+    fill = SavedWeights(RandomWeights(part, config.engine.cubins_directory), progress)
+    with closing(CudaEngine(part, config.engine, progress, fill)) as engine:
+        Model(engine, made, made.capacity, made.block)
+    files = sorted(p for p in part.rglob("*") if p.is_file() and p.name != manifest.NAME)
+    with progress.task("hashing", sum(p.stat().st_size for p in files), "bytes") as task:
+        entries = {
+            p.relative_to(part).as_posix(): manifest.hash_file(p, task.advance) for p in files
+        }
+    made = dataclasses.replace(made, files=entries)
+    (part / manifest.NAME).write_text(manifest.render(made), encoding="utf-8")
 
 
 def _weight_bytes(package: Path, made: Manifest) -> int:
