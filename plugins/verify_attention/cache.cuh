@@ -16,7 +16,7 @@ struct Past {
 
 // There are eight barriers for each quarter. Its pair uses 0 to 5; some of the others are these.
 constexpr int WEIGHTS_READ = 6;  // of quarter 0 and 1
-constexpr int QUERIES_THERE = 31;
+constexpr int QUERIES_THERE = 7;
 
 // Barrier i of this lane's pair. 0, 1: a part of keys is full, by tile & 1; 2, 3: a part of values.
 // 4, 5: the first warp has finished a turn, by turn & 1; two, as it may finish the next turn before
@@ -61,20 +61,22 @@ template <bool VALUES> struct Side {
 typedef Side<false> Keys;
 typedef Side<true> Values;
 
-// The query rows have arrived.
-DEVICE saddr queries_there(const u8* memory) {
-    return shared_address(memory + BARRIERS) + 8 * QUERIES_THERE;
+// The queries of every fourth token, from the quarter's number on, have arrived. The first warp of
+// the pair requests them, both warps prepare them.
+DEVICE saddr queries_there(const u8* memory, const Lane& at) {
+    return pair_barrier(memory, QUERIES_THERE, at);
 }
 
-// Called by one thread; the block must synchronise before any other use. `tokens`: number of query
-// tokens.
-DEVICE void init(u8* memory, int tokens, const Heads& heads) {
-    const saddr first = shared_address(memory + BARRIERS), queries = queries_there(memory);
+// Called by the whole block, which must synchronise before any other use, except that a first warp
+// may request its queries at once. `tokens`: number of query tokens.
+DEVICE void init(u8* memory, int tokens, const Heads& heads, const Lane& at) {
+    if (at.half || at.lane != 0) return;
     for (int i = 0; i < QUERIES_THERE; i++)
-        barrier_init(first + 8 * i, i % 8 == WEIGHTS_READ ? THREADS / 2 : 32);
-    barrier_init(queries, 1);
+        barrier_init(pair_barrier(memory, i, at), i == WEIGHTS_READ ? THREADS / 2 : 32);
+    barrier_init(queries_there(memory, at), 1);
     barrier_init_done();
-    barrier_expect(queries, tokens * heads.count * HALF_QUERY);
+    barrier_expect(queries_there(memory, at),
+                   (tokens + 3 - at.quarter) / 4 * heads.count * HALF_QUERY);
 }
 
 // Starts copying this warp's part of the n-th tile, at `first`; zeros from the limit on.

@@ -23,15 +23,15 @@ constexpr int WARPS = THREADS / 32;
 // Starts copying the queries of 16 tokens, for one key/value head's group, to their place in shared
 // memory. A warp issues its copies one after the other, so the first four warps issue four each.
 // Tokens past the call's last one are left uninitialised: no row depends on another.
-DEVICE void ask_queries(u8* memory, const u16* q, int count, int from, const Heads& heads) {
-    const int warp = threadIdx.x >> 5;
-    if ((threadIdx.x & 31) != 0) return;
+DEVICE void ask_queries(u8* memory, const u16* q, int count, int from, const Heads& heads,
+                        const Lane& at) {
+    if (at.half || at.lane != 0) return;
     const int begin = heads.first * HALF_QUERY;
-    for (int t = warp; t < count; t += WARPS / 2) {
+    for (int t = at.quarter; t < count; t += 4) {
         const i64 row = static_cast<i64>(from + t) * gridDim.x + blockIdx.x;
         copy_bulk_kept(shared_address(memory + QUERIES) + t * QUERY_PITCH + begin,
                        q + row * GROUP * WIDTH + begin / 2, heads.count * HALF_QUERY,
-                       queries_there(memory));
+                       queries_there(memory, at));
     }
 }
 
@@ -39,7 +39,7 @@ DEVICE void ask_queries(u8* memory, const u16* q, int count, int from, const Hea
 // rows have the same swizzle.
 DEVICE void turn_queries(u8* memory, const float (&w)[8], float eps, const float* table,
                          const Heads& heads) {
-    static_assert(WARPS % 8 == 0, "see swizzled");
+    static_assert(WARPS % 8 == 0, "see swizzled, queries_there");
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const u32 place = query_at(warp, lane);
 #pragma unroll 1
@@ -98,7 +98,7 @@ DEVICE void prepare(u8* memory, const Fresh& fresh, const float (&w)[8], const f
         Pair pair;
         if (needs) load_pair(pair, fresh, first + warp, at.lane);
         if (n == 0) {
-            barrier_wait(queries_there(memory), 0);
+            barrier_wait(queries_there(memory, at), 0);
             turn_queries(memory, w, fresh.eps, table, heads);
         } else {
             angles(table, own, length + first, TOKENS);
@@ -134,16 +134,15 @@ KERNEL void __launch_bounds__(THREADS, 1)
         if (threadIdx.x == 0) fetch_ahead(next_packed, block, next_share);
         return;
     }
-    if (threadIdx.x == 0) init(memory, count, pieces.heads);
+    init(memory, count, pieces.heads, at);
     const i64 begin = static_cast<i64>(head) * capacity * CACHE_BYTES;
     const Past past = {memory, cache_k + begin, cache_v + begin, length, rows, pieces};
     Ahead ahead(past, at);
     // Blocks that start last find the previous kernel's results there, and everyone waits for these
     // blocks: so their queries are on the way before anything else is computed.
     if (!at.half) {
-        sync_half(0);
         wait_for_previous();
-        ask_queries(memory, q, count, from, pieces.heads);
+        ask_queries(memory, q, count, from, pieces.heads, at);
     }
     float* const table = reinterpret_cast<float*>(memory + WEIGHTS);
     angles(table, own, length + from, TOKENS);
@@ -274,15 +273,15 @@ KERNEL void __launch_bounds__(THREADS, 1)
     const int head = blockIdx.x, from = (gridDim.z - 1 - blockIdx.z) * TOKENS;
     const int count = min(TOKENS, rows - from);
     const int length = *length_at, end = length + from + count;
-    if (threadIdx.x == 0) init(memory, count, BOTH);
+    init(memory, count, BOTH, at);
     const i64 begin = static_cast<i64>(head) * capacity * CACHE_BYTES;
     const Past past = {memory, cache_k + begin, cache_v + begin, end, 0, undivided(end)};
     Ahead ahead(past, at);
     float* const table = reinterpret_cast<float*>(memory + WEIGHTS);
     angles(table, own, length + from, TOKENS);
     sync_block();
-    if (!at.half) ask_queries(memory, q, count, from, BOTH);
-    barrier_wait(queries_there(memory), 0);
+    ask_queries(memory, q, count, from, BOTH, at);
+    barrier_wait(queries_there(memory, at), 0);
     turn_queries(memory, w, eps, table, BOTH);
     sync_block();
     attend<true>(
