@@ -20,18 +20,24 @@ def check_self_test(model: Model, prompt: int, answer: int) -> None:
         )
 
 
-def check_answer(max_tokens: int, limit: int, prompt: int, closing: int) -> None:
-    """Refuse a default length of answers that no plan has room for. `prompt` is that of the
-    shortest plan, `closing` the message that closes its thinking, 0 without thinking; in tokens.
+def check_answer(max_tokens: int, model: Model, prompt: int, closing: int) -> None:
+    """Refuse a default length of answers for which a plan that takes all defaults has no room.
+    `prompt` is that of the shortest plan, `closing` the message that closes its thinking, 0 without
+    thinking; in tokens.
 
     Raises:
-        ConfigError: naming the longest that fits.
+        ConfigError: naming the longest that fits, or the capacity for one token.
     """
-    if max_tokens > (most := limit - prompt - closing):
-        closed = f" and the message that closes the thinking {closing}" if closing else ""
+    closed = f" and the message that closes the thinking {closing}" if closing else ""
+    if (most := model.limit - prompt - closing) < 1:
         raise ConfigError(
-            f"serve.max_tokens must be at most {most}: the context has {limit} tokens, of which "
-            f"the shortest prompt takes {prompt}{closed} (got {max_tokens})"
+            f"engine.capacity must be at least {model.capacity + 1 - most} to serve: the shortest "
+            f"prompt takes {prompt} tokens{closed} (got {model.capacity})"
+        )
+    if max_tokens > most:
+        raise ConfigError(
+            f"serve.max_tokens must be at most {most}: the context has {model.limit} tokens, of "
+            f"which the shortest prompt takes {prompt}{closed} (got {max_tokens})"
         )
 
 
@@ -39,10 +45,10 @@ def check_watchdog(watchdog_s: float, step_ms: float) -> None:
     """Refuse a watchdog that would take a step of this machine for a dead device.
 
     Raises:
-        ConfigError: naming the time of the slowest prefill step.
+        ConfigError: naming the time of the slowest prefill step that the server takes.
     """
     if 1e3 * watchdog_s <= step_ms:
         raise ConfigError(
-            f"serve.watchdog_s must be above {step_ms / 1e3:.3g} s, the slowest step of this "
-            f"machine (got {watchdog_s:g})"
+            f"serve.watchdog_s must be above {step_ms / 1e3:.3g} s, which a prefill step takes "
+            f"here (got {watchdog_s:g})"
         )

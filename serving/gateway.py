@@ -250,7 +250,7 @@ def _check_next(event: wire.Event, seq: int) -> int:
         PlanError: others before it were dropped, as a server does for a slow reader.
     """
     if event.seq != seq:
-        rule = "the stream must be read in time, or the server drops pieces of it"
+        rule = "the gateway must keep up with its plan server, which dropped pieces of the stream"
         raise PlanError("cancelled", f"{rule} (got {event.seq - seq} less)")
     return seq + 1
 

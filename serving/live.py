@@ -149,7 +149,7 @@ class LiveBackend:
     def _check_default(self) -> None:
         budget = fields.budget_of(wire.Ask(), self.config)
         prompt, closing = self._opened(fields.messages_of("x", None), budget)
-        fits.check_answer(self.config.max_tokens, self.session.model.limit, len(prompt), closing)
+        fits.check_answer(self.config.max_tokens, self.session.model, len(prompt), closing)
 
     def _drafter(self) -> Any:
         return "dflash" if self.session.manifest.drafter else "none"

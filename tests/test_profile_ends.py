@@ -72,6 +72,20 @@ def test_the_answers_before_an_end_are_told(
     assert err == f"thor-dflash: {why}\n"
 
 
+def test_the_error_is_told_though_nobody_reads_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: object) -> None:
+        raise BrokenPipeError
+
+    failing(monkeypatch, 4, FAULT)
+    monkeypatch.setattr(profile_verb, "table", gone)
+    drawn = tmp_path / "x.html"
+    assert profile(tmp_path, "--runs", "3", "--html", str(drawn)) == 2
+    assert capsys.readouterr().err.endswith("thor-dflash: cuLaunchKernel must succeed (got 700)\n")
+    assert drawn.exists()
+
+
 @pytest.mark.parametrize("call", [1, 2])
 @pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt(), 130), (FAULT, 2)])
 def test_without_an_answer_there_is_nothing_to_tell(

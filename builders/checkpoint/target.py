@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -92,15 +92,19 @@ def read_target(directory: Path) -> TargetCheckpoint:
     linears = check(shards, target_layout(dims), stored_name, besides=besides)
     if dims.tied:
         linears[HEAD] = Linear(HEAD, prefix + EMBEDDING, "", "", False, ())
-    linears |= _weight_only(directory, config, linears)
+    linears |= _weight_only(directory, config, linears, stored_name)
     return TargetCheckpoint(directory, dims, prefix, skipped, shards, linears)
 
 
 def _weight_only(
-    directory: Path, config: Fields, linears: Mapping[str, Linear]
+    directory: Path,
+    config: Fields,
+    linears: Mapping[str, Linear],
+    stored_name: Callable[[str], str],
 ) -> dict[str, Linear]:
     """Return the linears whose scales for the rows must not be used, marked so."""
-    scaled = [name for name, one in linears.items() if one.block_scale and one.passed_over]
+    given = (name for name, one in linears.items() if one.block_scale and one.passed_over)
+    scaled = {name: stored_name(name) for name in given}
     found = weight_only(directory, config, scaled) if scaled else ()
     return {name: replace(linears[name], weight_only=True) for name in found}
 

@@ -1,7 +1,8 @@
 """Finds linears that are quantised in their weights only (W4A16).
 
 Their rows must stay as they are, even where a scale for these is stored. Tensors do not tell: only
-the JSON files do, each in one or more of three ways, and one that says so is enough.
+the JSON files do, each in one or more of three ways. One that says so is enough, should they
+differ: rows that are kept cost time, rows that are quantised change results.
 Source: NVIDIA/Model-Optimizer modelopt/torch/export/convert_hf_config.py, and the `config_groups`
 of compressed-tensors.
 """
@@ -9,7 +10,7 @@ of compressed-tensors.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from thor_dflash.builders.checkpoint.fields import Fields, shown
@@ -21,8 +22,8 @@ ALGORITHM = "W4A16"
 """What the names of modelopt's algorithms of this kind begin with."""
 
 BEGINNINGS = ("", "model.", "language_model.", "model.language_model.", "language_model.model.")
-"""What may stand before a linear's name in a list. A text model that is saved anew has another
-prefix than its list."""
+"""What may stand before a linear's name in a list that does not have the names of the tensors: a
+text model that is saved anew has another prefix than its list."""
 
 PATTERN = "re:"
 """Beginning of a target that is a regular expression."""
@@ -30,19 +31,23 @@ PATTERN = "re:"
 Table = Mapping[str, object]
 
 
-def weight_only(directory: Path, config: Fields, names: Iterable[str]) -> set[str]:
-    """Return those of the linears `names` (as in Matrix) that a JSON file declares W4A16.
+def weight_only(directory: Path, config: Fields, stems: Mapping[str, str]) -> set[str]:
+    """Return those of the linears `stems` (name as in Matrix -> stored name without `.weight`) that
+    a JSON file declares W4A16.
 
     Raises: CheckpointError for a target that is no regular expression but should be one.
     """
-    tables = list(_tables(directory, config))
-    spelled = {name: [start + name for start in BEGINNINGS] for name in names}
-    return {
-        name
-        for name, spellings in spelled.items()
-        for table in tables
-        if _by_algorithm(table, spellings) or _by_group(table, spellings)
-    }
+    others = {name: [start + name for start in BEGINNINGS] for name in stems}
+    stored = {name: [stem] for name, stem in stems.items()}
+    found: set[str] = set()
+    for table in _tables(directory, config):
+        groups = _groups(table)
+        # A pattern may leave out a linear, which it would then match under another prefix.
+        named = any(_names(group, [stem]) for group in groups for stem in stems.values())
+        for name, spellings in (stored if named else others).items():
+            if _by_algorithm(table, [*stored[name], *others[name]]) or _by_group(groups, spellings):
+                found.add(name)
+    return found
 
 
 def _tables(directory: Path, config: Fields) -> Iterator[Table]:
@@ -59,10 +64,13 @@ def _by_algorithm(table: Table, spellings: Sequence[str]) -> bool:
     return str((own or table).get("quant_algo")).startswith(ALGORITHM)
 
 
-def _by_group(table: Table, spellings: Sequence[str]) -> bool:
-    """Whether groups that name the linear, or else those for all, have no type for its rows."""
+def _groups(table: Table) -> list[Table]:
     listed = (as_table(table.get("config_groups")) or {}).values()
-    groups = [group for group in map(as_table, listed) if group and group.get("weights")]
+    return [group for group in map(as_table, listed) if group and group.get("weights")]
+
+
+def _by_group(groups: Sequence[Table], spellings: Sequence[str]) -> bool:
+    """Whether groups that name the linear, or else those for all, have no type for its rows."""
     found = [group for group in groups if _names(group, spellings)]
     found = found or [group for group in groups if "Linear" in (_targets(group) or ["Linear"])]
     return bool(found) and all(group.get("input_activations") is None for group in found)

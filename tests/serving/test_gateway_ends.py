@@ -88,7 +88,7 @@ def test_a_stream_of_which_pieces_were_dropped_ends_with_an_error(house: Any, lo
         with urllib.request.urlopen(asked, timeout=PATIENCE_S) as reply:
             told = [msgspec.json.decode(line[6:]) for line in reply.read().split(b"\n\n") if line]
     assert len(told) == 1 + lost + 1, "the role, what came before the gap, and why it ends"
-    assert told[-1]["error"]["message"].endswith("drops pieces of it (got 1 less)")
+    assert told[-1]["error"]["message"].endswith("pieces of the stream (got 1 less)")
     assert told[-1]["error"]["code"] == "cancelled"
 
 

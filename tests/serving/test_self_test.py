@@ -101,12 +101,24 @@ def test_a_default_length_that_no_plan_has_room_for_is_refused(
         longer.prepare(Ask(prompt="x"), None)
 
 
+def test_a_context_without_room_for_one_token_and_the_closing_message_is_named(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = LiveBackend(session, replace(CONFIG, max_tokens=1))
+    monkeypatch.setattr(backend, "_closing", 300)
+    monkeypatch.setattr(session.model, "capacity", 256)
+    with pytest.raises(ConfigError, match=r"^engine.capacity must be .* thinking 300 \(") as e:
+        backend.warm()
+    monkeypatch.setattr(session.model, "capacity", int(str(e.value).split()[5]))
+    backend.warm()
+
+
 def test_a_watchdog_that_a_step_would_trip_is_refused(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live, "choose_chunk", lambda *_, idle_ms: 300.0 + idle_ms)
     idle = replace(CONFIG, yield_us=200_000)
-    message = r"^serve.watchdog_s must be above 0.5 s, the slowest step .* \(got 0.5\)$"
+    message = r"^serve.watchdog_s must be above 0.5 s, which a prefill step .* \(got 0.5\)$"
     with pytest.raises(ConfigError, match=message):
         LiveBackend(session, replace(idle, watchdog_s=0.5)).warm()
     LiveBackend(session, replace(idle, watchdog_s=0.51)).warm()

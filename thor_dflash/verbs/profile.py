@@ -88,13 +88,11 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
             *untouched(request, _text(session, request, runs)),
         ),
     )
-    # Write the files even if printing fails because the reader of stdout has gone.
     try:
-        print(json.dumps(records.encode(found)) if args.json else table(found, base), flush=True)
-    finally:
-        _write(found, base, args)
-    if ended is not None:
-        raise ended
+        _tell(found, base, args)
+    finally:  # what ended the measurement matters more than that nobody could be told of the rest
+        if ended is not None:
+            raise ended
 
 
 def _check(args: Namespace) -> Profile | None:
@@ -113,6 +111,14 @@ def _check(args: Namespace) -> Profile | None:
         if given and args.trace and os.path.realpath(given) == os.path.realpath(args.trace):
             raise ConfigError(f"--trace must be another file than {name} (got {args.trace})")
     return _base(args.compare) if args.compare else None
+
+
+def _tell(found: Profile, base: Profile | None, args: Namespace) -> None:
+    # Write the files even if printing fails because the reader of stdout has gone.
+    try:
+        print(json.dumps(records.encode(found)) if args.json else table(found, base), flush=True)
+    finally:
+        _write(found, base, args)
 
 
 def _write(found: Profile, base: Profile | None, args: Namespace) -> None:

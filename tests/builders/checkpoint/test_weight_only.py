@@ -63,6 +63,14 @@ CASES: list[tuple[Any, Any, bool, bool]] = [
     (groups(group("re:.*up_proj$"), group("re:.*", input_activations=FP4)), None, False, False),
     (groups(group("re:.*mlp.up_proj$")), None, True, False),
     (groups(group(f"model.{DOWN}")), None, False, True),  # listed under another prefix
+    # patterns that leave out a linear, which they match without its prefix
+    (groups(group("Linear", input_activations=FP4), group(f"re:(?!{P}{UP}).*")), None, False, True),
+    (
+        groups(group("Linear", input_activations=FP4), group(r"re:layers\.0\.", f"re:{P}{DOWN}")),
+        None,
+        False,
+        True,
+    ),
     (groups({"input_activations": None}), None, False, False),  # no weights: nothing is said
     (groups(group("Embedding")), None, False, False),
     ({"config_groups": {"W4A16": ["Linear"]}, "quantized_layers": [1]}, {}, False, False),
