@@ -175,7 +175,7 @@ def test_no_count_may_be_minus_3(key: str) -> None:
         ("build.block", (0, 2), (-1, 1)),
         ("build.tensorrt.level", (0, 5), (-1, 6)),
         ("build.tensorrt.workspace_mib", (1,), (0,)),
-        ("engine.device", (0,), (-1,)),
+        ("engine.device", (0, 2**31 - 1), (-1, 2**31)),
         ("decode.budget.tokens", (-1, 0), (-2,)),
         ("decode.budget.ratio", (1e-9, 1), (-0.1, 0, 1.001, "nan")),
         ("decode.budget.soften", (1e-9, 1), (-0.1, 0, 1.001, "nan")),

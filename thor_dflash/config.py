@@ -26,6 +26,10 @@ CAPACITY = 8192
 """Default context, tokens."""
 
 
+LARGEST = 2**31
+"""Exclusive upper limit of numbers passed to a graph or a driver, whose integers have 32 bits."""
+
+
 def _at_least(key: str, value: int, low: int) -> None:
     if value < low:
         raise ConfigError(f"{key} must be >= {low} (got {value})")
@@ -162,7 +166,8 @@ class EngineConfig:
         _at_least("engine.threads", self.threads, 0)
         _at_least("engine.block", self.block, 0)
         _at_least("engine.chunk", self.chunk, 0)
-        _at_least("engine.device", self.device, 0)
+        if not 0 <= self.device < LARGEST:
+            raise ConfigError(f"engine.device must be 0 to {LARGEST - 1} (got {self.device})")
 
     @property
     def cubins_directory(self) -> Path:
@@ -205,8 +210,6 @@ class BudgetConfig:
 
 
 NO_BUDGET = BudgetConfig()
-LARGEST = 2**31
-"""Exclusive upper limit of numbers passed to a graph, whose integers have 32 bits."""
 RELAXED = {"margin": (3, 1.0), "delta": (10, 0.6)}
 """k and margin of each rule. Source: FlashRT; TensorRT-LLM's example for DeepSeek-R1."""
 

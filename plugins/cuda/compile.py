@@ -134,7 +134,7 @@ def load(source: Path, defines: Mapping[str, int], arch: str, cache: Path) -> Cu
         _keep(path, made.image)
     except OSError as e:
         raise EngineError(
-            f"cubins must be a directory to keep kernels in (got {cache}: {e.strerror})"
+            f"engine.cubins must be a directory that can keep kernels (got {cache}: {e.strerror})"
         ) from e
     return made
 

@@ -38,6 +38,9 @@ STICKY = {
     "CUDA_ERROR_LAUNCH_FAILED": "a kernel failed",
     "CUDA_ERROR_ECC_UNCORRECTABLE": "the device's memory reported an error it cannot correct",
     "CUDA_ERROR_TENSOR_MEMORY_LEAK": "a kernel kept tensor memory",
+    "CUDA_ERROR_CONTAINED": "a kernel accessed memory in a way that the device had to contain",
+    "CUDA_ERROR_EXTERNAL_DEVICE": "a device outside CUDA took part in a synchronisation and failed",
+    "CUDA_ERROR_MPS_CLIENT_TERMINATED": "the MPS server ended this process's work",
 }
 """Errors after which every CUDA call of the process fails, and what each means."""
 

@@ -224,4 +224,6 @@ def test_a_state_is_read_and_written_and_a_cache_has_rows() -> None:
                "attention.3.k": tensor(2, 7, 4), "drafter.0.k": tensor(9)}  # fmt: skip
     it = bare(state=SimpleNamespace(tensors=tensors))
     assert it.state_bytes() == 2 * 4 * (10 + 3)
+    it = bare(state=SimpleNamespace(tensors={**tensors, "gdn.0.states": tensor(16, 2, 5)}))
+    assert it.state_bytes() == 4 * (2 * (10 + 3) + 160)
     assert it.cache_bytes() == 4 * 2 * 4

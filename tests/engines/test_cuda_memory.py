@@ -5,11 +5,14 @@ partial writes of a tensor into contiguous runs, reporting errors.
 from __future__ import annotations
 
 import itertools
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from cuda.bindings import driver as bindings
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -241,6 +244,20 @@ def test_a_broken_driver_is_not_asked_again_and_says_that_the_process_must_go(co
     with pytest.raises(EngineError, match=again):
         driver("cuStreamSynchronize", 0)
     assert code in driver.ended
+
+
+def test_no_error_that_ends_a_process_is_missing() -> None:
+    """As the bindings' documentation of the driver's error codes says it."""
+    text = Path(bindings.__file__).with_name("driver.pyx").read_text(encoding="utf-8")
+    entries = re.findall(r"((?: +#:.*\n)+) +(CUDA_ERROR_\w+) =", text)
+    ends = {
+        name
+        for said, name in entries
+        if "must be terminated and relaunched" in re.sub(r"\s*#:\s*", " ", said)
+    }
+    assert len(entries) > 80
+    assert ends
+    assert ends <= STICKY.keys()
 
 
 def test_the_ring_holds_the_largest_small_tensor_several_times() -> None:

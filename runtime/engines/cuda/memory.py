@@ -45,12 +45,13 @@ class Arena:
         Raises:
             NoRoom: it does not; the message has the memory table.
         """
-        if self.nbytes + RESERVE > free:
+        if (lacks := self.nbytes + RESERVE - free) > 0:
             raise NoRoom(
                 f"the package must fit in {amount(free, 'bytes')} of free device memory "
                 f"(got {self.describe()}, graphs and driver {amount(RESERVE, 'bytes')}: "
-                f"{amount(self.nbytes + RESERVE, 'bytes')} together)",
-                self.nbytes + RESERVE - free,
+                f"{amount(self.nbytes + RESERVE, 'bytes')} together, {amount(lacks, 'bytes')} too "
+                "many)",
+                lacks,
             )
 
     def describe(self) -> str:
