@@ -101,7 +101,7 @@ def test_refuses_a_manifest_that_is_no_text(tmp_path: Path) -> None:
 
 def test_a_manifest_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / NAME)
-    with pytest.raises(PackageError, match=rf"{NAME} must be a file \(got a pipe\); build it"):
+    with pytest.raises(PackageError, match=rf"{NAME} must be a file \(got a pipe\); remove it"):
         read(tmp_path)
     assert not m.is_package(tmp_path)
 

@@ -204,29 +204,36 @@ def read(package: Path) -> Manifest:
     path = package / NAME
     try:
         if path.is_fifo():  # reading it would wait for its writer
-            raise PackageError(f"{path} must be a file (got a pipe); {REBUILD}")
+            raise PackageError(f"{path} must be a file (got a pipe); {_remedy(package)}")
         text = path.read_text(encoding="utf-8")
     except PermissionError as e:
         raise PackageError(f"{path} must be readable (got: {e.strerror})") from e
     except OSError as e:
         raise PackageError(
-            f"{package} must hold a {NAME}, as a package does (got: {e.strerror}); {REBUILD}"
+            f"{package} must hold a {NAME}, as a package does (got: {e.strerror}); "
+            f"{_remedy(package)}"
         ) from e
     except UnicodeDecodeError as e:
-        raise PackageError(f"{path} must be UTF-8 (got: {e}); {REBUILD}") from e
+        raise PackageError(f"{path} must be UTF-8 (got: {e}); {_remedy(package)}") from e
     return _parse(path, text)
+
+
+def _remedy(package: Path) -> str:
+    """What to do about a damaged package. `build` replaces only what it knows for a package."""
+    return REBUILD if is_package(package) else f"remove it and {REBUILD}"
 
 
 def _parse(path: Path, text: str) -> Manifest:
     head, _, body = text.partition("\n")
+    remedy = _remedy(path.parent)
     try:
         table = tomllib.loads(body)
     except RecursionError as e:
-        raise PackageError(f"{path} must be TOML (got lists nested too deep); {REBUILD}") from e
+        raise PackageError(f"{path} must be TOML (got lists nested too deep); {remedy}") from e
     except ValueError as e:
-        raise PackageError(f"{path} must be TOML (got: {e}); {REBUILD}") from e
+        raise PackageError(f"{path} must be TOML (got: {e}); {remedy}") from e
     if not head.startswith(MAGIC):
-        raise PackageError(f"{path} must begin with {MAGIC!r} (got {head[:60]!r}); {REBUILD}")
+        raise PackageError(f"{path} must begin with {MAGIC!r} (got {head[:60]!r}); {remedy}")
     if table.get("format") != FORMAT:
         raise PackageError(
             f"{path}: format must be {FORMAT} (got {table.get('format')}); the package is from "

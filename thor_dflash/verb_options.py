@@ -15,6 +15,13 @@ def path(text: str) -> Path:
     return Path(text)
 
 
+def named(text: str) -> str:
+    """A setting that is not empty, for the same reason: empty would switch it off."""
+    if not text:
+        raise argparse.ArgumentTypeError("must be a path (got an empty name)")
+    return text
+
+
 def build(sub: argparse.ArgumentParser) -> None:
     """Add the options of `build`."""
     sub.add_argument(
@@ -231,19 +238,19 @@ def serve(sub: argparse.ArgumentParser) -> None:
         "--bind", dest="serve.bind", action="append", metavar="ENDPOINT",
         help="tcp://HOST:PORT or ipc://PATH to listen on; repeatable (default tcp://127.0.0.1:5571)",
     )  # fmt: skip
-    for option, key, metavar, text in (
-        ("--curve", "serve.curve", "DIR",
+    for option, key, metavar, kind, text in (
+        ("--curve", "serve.curve", "DIR", named,
          "encrypt, and admit only known clients: directory made by thor-dflash keygen"),
-        ("--prefix-dir", "serve.prefix_dir", "DIR",
+        ("--prefix-dir", "serve.prefix_dir", "DIR", named,
          "where to keep the prefixes that clients ask to persist"),
-        ("--events", "serve.events", "FILE",
+        ("--events", "serve.events", "FILE", named,
          "file to append one line of JSON to for each event"),
-        ("--trace-slow", "serve.trace_slow_ms", "MS",
+        ("--trace-slow", "serve.trace_slow_ms", "MS", str,
          "write a trace of each plan that takes longer, into serve.trace_dir"),
-        ("--yield-us", "serve.yield_us", "US",
+        ("--yield-us", "serve.yield_us", "US", str,
          "wait before each step, in microseconds, for other users of the device"),
     ):  # fmt: skip
-        sub.add_argument(option, dest=key, metavar=metavar, help=text)
+        sub.add_argument(option, dest=key, type=kind, metavar=metavar, help=text)
     for name, text in (
         ("insecure", "let other machines connect without encryption"),
         ("allow-admin", "let clients drain and stop the server; ipc or --curve only"),
@@ -303,7 +310,7 @@ def gateway(sub: argparse.ArgumentParser) -> None:
         help="where to answer HTTP (default 127.0.0.1:8000)",
     )  # fmt: skip
     sub.add_argument(
-        "--keys", dest="gateway.keys", metavar="DIR",
+        "--keys", dest="gateway.keys", type=named, metavar="DIR",
         help="client's CURVE keys, for servers with --curve",
     )  # fmt: skip
     sub.add_argument(

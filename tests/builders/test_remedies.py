@@ -1,0 +1,30 @@
+"""What a refusal of a damaged package advises is something that `build` does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from thor_dflash.builders.staging import check_out
+from thor_dflash.errors import PackageError
+from thor_dflash.manifest import MAGIC, NAME, read
+
+
+@pytest.mark.parametrize(
+    "text",
+    [None, b"", b"x = 1\n", b"\xff", f"{MAGIC}\nx = [\n".encode(), f"{MAGIC}\n\xff".encode()],
+)
+def test_the_remedy_for_a_damaged_manifest_is_one_that_build_takes(
+    tmp_path: Path, text: bytes | None
+) -> None:
+    if text is not None:
+        (tmp_path / NAME).write_bytes(text)
+    with pytest.raises(PackageError, match="; (remove it and )?build it again") as caught:
+        read(tmp_path)
+    try:
+        check_out(tmp_path)
+    except PackageError:
+        assert "remove it and build it again" in str(caught.value)
+    else:
+        assert "; build it again" in str(caught.value)
