@@ -152,6 +152,9 @@ class Bars:
             TimeElapsedColumn(),
             console=Console(file=cast("TextIO", _Unheard(stream))),
             transient=True,
+            # rich would send to the terminal what is written to stdout while a bar shows, even if
+            # stdout is a file. Nothing is written there before the bars have gone.
+            redirect_stdout=False,
         )
         self._open = 0
 

@@ -17,7 +17,7 @@ from zmq import DEALER, Context
 from thor_dflash import cli, options
 from thor_dflash.config import Config
 from thor_dflash.errors import ConfigError
-from thor_dflash.progress import Lines
+from thor_dflash.progress import Bars, Lines
 from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving import client
 from thor_dflash.serving.client import Options, PlanError
@@ -70,6 +70,15 @@ def test_what_a_plan_thinks_is_dim_on_a_terminal(house: Any, monkeypatch: Any) -
     assert dim.startswith(DIM)
     assert len(dim) > len(DIM)
     assert rest.strip() == PLAN
+
+
+def test_a_plan_is_on_stdout_whatever_shows_the_progress(house: Any, monkeypatch: Any) -> None:
+    out, err = io.StringIO(), Terminal()
+    monkeypatch.setattr(sys, "stdout", out)
+    words = ["plan", "x", "--thinking", "off", "--server", house.mock().endpoints[0]]
+    plan.run(options.parser().parse_args(words), Config(), Bars(err))
+    assert out.getvalue().strip() == PLAN
+    assert PLAN[:8] not in err.getvalue()
 
 
 def test_the_last_line_says_how_a_plan_ended() -> None:
