@@ -19,18 +19,17 @@ from typing import Any, cast
 from tokenizers import AddedToken, Tokenizer, decoders
 
 from thor_dflash import tokenizer as files
-from thor_dflash.errors import PackageError, RequestError
-from thor_dflash.records import as_list, as_table, check_utf8, show
+from thor_dflash.errors import PackageError
+from thor_dflash.records import check_utf8, show
+from thor_dflash.runtime.chat import chat
 from thor_dflash.runtime.chat_template import Template
 from thor_dflash.runtime.longest import least_bytes, longest
 from thor_dflash.runtime.thinking import Marks, Thinking
 
 THINK, END_THINK = "<think>", "</think>"
 TOOL_MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-ROLES = ("system", "user", "assistant", "tool")
 RECALLED = 8192
 """Tokens whose bytes are cached: more than a robot's plans ever use."""
-_KEYS = ("role", "content", "reasoning_content")
 
 
 class Text:
@@ -232,40 +231,6 @@ class Answer:
 def open_at_end(text: Text, prompt: Sequence[int]) -> bool:
     """Whether the answer to this prompt begins inside the thinking block."""
     return Thinking(text.marks, prompt).inside
-
-
-def chat(messages: object) -> list[dict[str, str]]:
-    """Check that `messages` is a chat: a list of objects with a known role and a string content.
-
-    Raises:
-        RequestError: it is not; the message names the entry.
-    """
-    entries = as_list(messages)
-    if not entries:
-        raise RequestError(
-            f"messages must be a list of at least one message (got {show(messages)})"
-        )
-    return [_entry(entry, f"messages[{i}]") for i, entry in enumerate(entries)]
-
-
-def _entry(entry: object, where: str) -> dict[str, str]:
-    fields = as_table(entry)
-    if fields is None:
-        raise RequestError(f"{where} must be an object (got {show(entry)})")
-    for key in fields.keys() - set(_KEYS):
-        known = ", ".join(_KEYS)
-        raise RequestError(f"{where} must have keys among {known} (got {show(key)})")
-    for key in ("role", "content"):
-        if key not in fields:
-            raise RequestError(f"{where}.{key} must be present (got nothing)")
-    for key, value in fields.items():
-        if not isinstance(value, str):
-            raise RequestError(f"{where}.{key} must be a string (got {show(value)})")
-        check_utf8(f"{where}.{key}", value)
-    if fields["role"] not in ROLES:
-        known = ", ".join(ROLES)
-        raise RequestError(f"{where}.role must be one of {known} (got {show(fields['role'])})")
-    return cast("dict[str, str]", fields)
 
 
 def _add_missing(tokenizer: Tokenizer, directory: Path) -> frozenset[int]:

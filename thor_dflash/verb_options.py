@@ -48,15 +48,19 @@ def _package(sub: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def _messages(source: argparse._MutuallyExclusiveGroup) -> None:
+    source.add_argument(
+        "--messages", type=path, metavar="FILE.json",
+        help='a chat: a JSON list of {"role": ..., "content": ...}',
+    )  # fmt: skip
+
+
 def generate(sub: argparse.ArgumentParser) -> None:
     """Add the options of `generate`."""
     _package(sub)
     source = sub.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT", help="what the user says")
-    source.add_argument(
-        "--messages", type=path, metavar="FILE.json",
-        help='a chat: a JSON list of {"role": ..., "content": ...}',
-    )  # fmt: skip
+    _messages(source)
     source.add_argument(
         "--tokens", type=path, metavar="FILE.json", help="the prompt as a JSON list of token ids"
     )
@@ -262,7 +266,9 @@ def serve(sub: argparse.ArgumentParser) -> None:
 
 def plan(sub: argparse.ArgumentParser) -> None:
     """Add the options of `plan`."""
-    sub.add_argument("prompt", metavar="TEXT", help="what the robot shall do")
+    source = sub.add_mutually_exclusive_group(required=True)
+    source.add_argument("prompt", nargs="?", metavar="TEXT", help="what the robot shall do")
+    _messages(source)
     sub.add_argument(
         "--server", default="tcp://127.0.0.1:5571", metavar="ENDPOINT",
         help="tcp://HOST:PORT or ipc://PATH (default tcp://127.0.0.1:5571)",
@@ -294,8 +300,9 @@ def plan(sub: argparse.ArgumentParser) -> None:
         help="name of the robot or arm: a later plan of the same name replaces this one",
     )  # fmt: skip
     sub.add_argument(
-        "--prefix-id", metavar="NAME", help="name of a pinned prefix that the prompt begins with"
-    )
+        "--prefix-id", metavar="NAME",
+        help="name of a pinned prefix that the chat begins with: its system message",
+    )  # fmt: skip
     sub.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
 

@@ -14,7 +14,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from thor_dflash import tokenizer as files
 from thor_dflash.errors import CheckpointError, PackageError, RequestError
-from thor_dflash.runtime.text import Answer, Piece, Text, chat
+from thor_dflash.runtime.chat import chat
+from thor_dflash.runtime.text import Answer, Piece, Text
 
 TEMPLATE = (
     "{%- for m in messages %}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 from contextlib import ExitStack
 from functools import partial
@@ -16,11 +17,13 @@ from zmq import DEALER, Context
 
 from thor_dflash import cli, options
 from thor_dflash.config import Config
-from thor_dflash.errors import ConfigError
+from thor_dflash.errors import ConfigError, RequestError
 from thor_dflash.progress import Bars, Lines
+from thor_dflash.runtime.session import Session
 from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving import client
 from thor_dflash.serving.client import Options, PlanError
+from thor_dflash.serving.live import LiveBackend
 from thor_dflash.serving.mock import PLAN, MockBackend
 from thor_dflash.serving.planner import LocalPlanner
 from thor_dflash.serving.replies import PATH_BYTES, connect
@@ -55,6 +58,32 @@ def test_every_option_of_a_plan_is_asked_for_and_no_other() -> None:
     asked = plan._ask(options.parse(["plan", "Bring it.", *words]))
     assert asked == Ask(prompt="Bring it.", stream="text", **told)
     assert plan._ask(options.parse(["plan", "x"])) == Ask(prompt="x", stream="text")
+
+
+CHAT = [{"role": "system", "content": "You plan for one arm."}, {"role": "user", "content": "x"}]
+
+
+def test_a_chat_may_begin_with_a_pinned_prefix(
+    session: Session, house: Any, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.setattr(LiveBackend, "close", lambda self: None)  # the session is the fixture's
+    server = house.serve(LiveBackend(session, ServeConfig(max_tokens=4))).endpoints[0]
+    with client.RemotePlanner(server) as planner:
+        planner.put_prefix("arm", CHAT[0]["content"])
+    (chat := tmp_path / "chat.json").write_text(json.dumps(CHAT))
+    rest = ("--server", server, "--prefix-id", "arm", "--thinking", "off", "--json")
+    ask("--messages", str(chat), *rest)
+    assert json.loads(capsys.readouterr().out)["prefix_id"] == "arm"
+    with pytest.raises(PlanError, match="prefix_id must be a prefix that the prompt begins with"):
+        ask("x", *rest)
+
+
+def test_a_chat_is_read_before_it_is_sent(tmp_path: Path) -> None:
+    (chat := tmp_path / "chat.json").write_text(json.dumps([*CHAT, {"role": "user"}]))
+    with pytest.raises(RequestError, match=r"^messages\[2\]\.content must be present"):
+        ask("--messages", str(chat), "--server", "ipc:///nowhere/plan")
+    for words in ([], ["x", "--messages", str(chat)]):
+        assert cli.main(["plan", *words]) == 2
 
 
 class Terminal(io.StringIO):

@@ -1,4 +1,4 @@
-"""Input files of the subcommands: JSON of limited size, schemas, and token ids."""
+"""Input files of the subcommands: JSON of limited size, schemas, chats, and token ids."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from thor_dflash.errors import RequestError
 from thor_dflash.records import as_list, as_table, once, show
+from thor_dflash.runtime.chat import chat
 
 LIMIT = 64 << 20
 """Largest input file, bytes: ten times the longest context of any target as text."""
@@ -44,6 +45,15 @@ def read_schema(path: Path) -> dict[str, Any]:
     if table is None:
         raise RequestError(f"{path} must hold a JSON object (got {show(value)})")
     return table
+
+
+def read_chat(path: Path) -> list[dict[str, str]]:
+    """Read a chat.
+
+    Raises:
+        RequestError: it is not one; the message names the wrong entry.
+    """
+    return chat(read_json(path))
 
 
 def read_tokens(path: Path) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from thor_dflash.config import Config
 from thor_dflash.progress import Progress, Task, say
 from thor_dflash.verbs.generate import Printer
-from thor_dflash.verbs.inputs import read_schema
+from thor_dflash.verbs.inputs import read_chat, read_schema
 
 if TYPE_CHECKING:
     from thor_dflash.runtime.text import Piece
@@ -55,7 +55,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
 
 
 def _ask(args: Namespace) -> Ask:
-    from thor_dflash.serving.wire import Ask
+    from thor_dflash.serving.wire import Ask, Message
 
     given: dict[str, Any] = {"stream": "text"}
     for name in ("thinking", "max_tokens", "deadline_ms", "session", "prefix_id"):
@@ -63,6 +63,9 @@ def _ask(args: Namespace) -> Ask:
             given[name] = value
     if args.schema is not None:
         given["json_schema"] = read_schema(args.schema)
+    if args.messages is not None:
+        turns: list[dict[str, Any]] = [*read_chat(args.messages)]
+        given["messages"] = tuple(Message(**turn) for turn in turns)
     return Ask(prompt=args.prompt, **given)
 
 

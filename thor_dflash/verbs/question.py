@@ -11,7 +11,7 @@ from thor_dflash.config import Config, DecodeConfig
 from thor_dflash.errors import ConfigError, RequestError
 from thor_dflash.progress import Progress
 from thor_dflash.records import check_utf8, show
-from thor_dflash.verbs.inputs import in_vocabulary, read_json, read_schema, read_tokens
+from thor_dflash.verbs.inputs import in_vocabulary, read_chat, read_schema, read_tokens
 
 if TYPE_CHECKING:
     from thor_dflash.runtime.session import Request, Session
@@ -147,8 +147,6 @@ def _value(config: DecodeConfig, section: str, name: str) -> object:
 
 def _messages(args: Namespace) -> list[dict[str, str]] | None:
     """The chat of the command line; None if token ids are given."""
-    from thor_dflash.runtime.text import chat
-
     if args.prompt is not None:
         if not args.prompt.strip():
             raise RequestError(
@@ -156,7 +154,7 @@ def _messages(args: Namespace) -> list[dict[str, str]] | None:
             )
         check_utf8("--prompt", args.prompt)
         return [{"role": "user", "content": args.prompt}]
-    return chat(read_json(args.messages)) if args.messages else None
+    return read_chat(args.messages) if args.messages else None
 
 
 def _render(messages: object, session: Session, thinking: bool) -> tuple[int, ...]:
