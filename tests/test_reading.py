@@ -11,8 +11,8 @@ import constrained
 import pytest
 from decoding import prompt, session
 
-from thor_dflash import cli
-from thor_dflash.progress import Silent
+from thor_dflash import cli, progress
+from thor_dflash.progress import Silent, Task, _Counter
 from thor_dflash.runtime.decode import Chunk
 from thor_dflash.runtime.text import Answer
 from thor_dflash.verbs.generate import _read, _stream
@@ -33,6 +33,35 @@ def test_progress_is_shown_for_a_prompt_of_several_prefill_steps(
     assert cli.main([*line, "--json"]) == 0
     out, err = capsys.readouterr()
     assert (len(json.loads(out)["tokens"]), err) == (20, "")
+
+
+class Told(Silent):
+    """What each task has advanced by, by its label."""
+
+    def __init__(self) -> None:
+        self.done: dict[str, int] = {}
+
+    def task(self, label: str, total: int | None = None, unit: str = "") -> Task:
+        def show(done: int, state: str) -> None:
+            self.done[label] = done
+
+        return _Counter(show)
+
+
+@pytest.mark.parametrize("length", [3, 100])
+@pytest.mark.parametrize("form", [[], ["--json"]], ids=str)
+def test_an_answer_that_is_not_printed_while_it_comes_is_progress(
+    length: int, form: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = Told()
+    monkeypatch.setattr(progress, "choose", lambda stream, *, quiet: told)
+    package = str(session().model.engine.package)  # type: ignore[attr-defined]
+    (tmp_path / "t.json").write_text(json.dumps(prompt(length)))
+    line = ["generate", "--package", package, "--tokens", str(tmp_path / "t.json")]
+    line += ["--max-tokens", "20", "-s", "engine.threads=1", "--ignore-eos", *form]
+    assert cli.main(line) == 0
+    assert told.done.get("answering") == (20 if form else None)
+    assert ("reading the prompt" in told.done) is (length > 50)
 
 
 def test_an_empty_answer_to_a_long_prompt_still_gives_its_last_chunk() -> None:

@@ -71,6 +71,8 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
             say(sys.stderr, f"note: {text}")
         answer = Answer(session.text, request.prompt) if session.text else None
         chunks = _read(session.generate(request), len(request.prompt), progress)
+        if args.json:
+            chunks = _reported(chunks, progress)
         output = _stream(chunks, answer, quiet=args.json)
         report = session.report()
     for text in untouched(request, answer.text() if answer else ""):
@@ -94,6 +96,16 @@ def _read(chunks: Iterator[Chunk], length: int, progress: Progress) -> Iterator[
                 chunk = next(chunks)
     yield chunk
     yield from chunks
+
+
+def _reported(chunks: Iterator[Chunk], progress: Progress) -> Iterator[Chunk]:
+    """Pass on the chunks of an answer that is not printed while it comes, as progress."""
+    yield (chunk := next(chunks))  # the first is there once the prompt is read
+    with progress.task("answering", None, "tokens") as task:
+        task.advance(len(chunk.tokens))
+        for chunk in chunks:
+            task.advance(len(chunk.tokens))
+            yield chunk
 
 
 def _stream(chunks: Iterator[Chunk], answer: Answer | None, *, quiet: bool) -> Output:
