@@ -11,7 +11,7 @@ from thor_dflash.errors import PlanError, RequestError
 from thor_dflash.records import cut, show, visible
 from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving import wire
-from thor_dflash.serving.codec import plain
+from thor_dflash.serving.codec import convert, plain
 
 SCHEMA_BYTES = 128 << 10
 METADATA_BYTES = 1 << 10
@@ -29,7 +29,7 @@ def check(ask: wire.Ask) -> None:
     if ask.prompt is None and ask.messages is None:
         raise _bad("prompt", ONE_OF_TWO + " (got neither)")
     check_prompt(ask)
-    check_deadline(ask)
+    check_reckoned(ask)
     if ask.stream is True:
         raise _bad("stream", "stream must be false, steps, text or all (got true)")
     _greedy(ask)
@@ -60,14 +60,15 @@ def check_prompt(request: wire.Ask | wire.Validate) -> None:
         raise _bad("messages", "messages must hold at least one message (got none)")
 
 
-def check_deadline(ask: wire.Ask) -> None:
-    """Refuse a deadline below 1 ms, which would count as already passed.
+def check_reckoned(ask: wire.Ask) -> None:
+    """Refuse a deadline or a session of a wrong type or value as the decoding of a request does: in
+    a program's own process these two are used without it, or before it.
 
     Raises:
         PlanError: naming the field.
     """
-    if ask.deadline_ms is not None and ask.deadline_ms < 1:
-        raise _bad("deadline_ms", f"deadline_ms must be an integer >= 1 (got {ask.deadline_ms})")
+    given = {"deadline_ms": ask.deadline_ms, "session": ask.session}
+    convert(given, wire.Ask)
 
 
 def _greedy(ask: wire.Ask) -> None:

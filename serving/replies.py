@@ -50,7 +50,11 @@ SOCKET_OPTIONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options of a client."""
+    """Options of a client.
+
+    Raises:
+        ConfigError: a number in it is none, or is too small; names the field.
+    """
 
     timeout_s: float = 5.0
     """Longest wait for a control operation, and for a connection."""
@@ -70,6 +74,21 @@ class Options:
     max_message: int = 1 << 20
     """Longest request, bytes: the server's `limits.max_message`. A longer one would close the
     connection, and thereby cancel every other plan on it."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("timeout_s", self.timeout_s), ("plan_timeout_s", self.plan_timeout_s)):
+            if not (_is(value, int, float) and value > 0):
+                raise ConfigError(f"{name} must be a number of seconds > 0 (got {value!r})")
+        for name, value, least in (
+            ("retries", self.retries, 0), ("max_message", self.max_message, 1),
+        ):  # fmt: skip
+            if not (_is(value, int) and value >= least):
+                raise ConfigError(f"{name} must be an integer >= {least} (got {value!r})")
+
+
+def _is(value: object, *kinds: type) -> bool:
+    # By the exact type: True is an int to isinstance.
+    return type(value) in kinds
 
 
 class Reply(Struct, frozen=True):
@@ -92,7 +111,8 @@ def fill(request: wire.Request, options: Options) -> Sent:
     """Encode a request under a new unique id, so that no late reply can be taken for its answer.
 
     Raises:
-        PlanError: bad_request, a text in it is not UTF-8 or a number is too large; too_large.
+        PlanError: bad_request, something in it cannot be sent: a text that is not UTF-8, a number
+            of more than 64 bits, an object that is no value of JSON; too_large.
     """
     id = uuid4().hex
     given: dict[str, Any] = {"id": id}
@@ -101,14 +121,14 @@ def fill(request: wire.Request, options: Options) -> Sent:
     if isinstance(request, wire.Ask) and request.session is None:
         given["session"] = options.session
     filled = structs.replace(request, **given)
-    table = msgspec.to_builtins(filled)
-    # Fields with default values are left out, but these three are required.
-    table |= {"v": wire.VERSION, "op": request.op, "id": id}
     try:
+        table = msgspec.to_builtins(filled)
+        # Fields with default values are left out, but these three are required.
+        table |= {"v": wire.VERSION, "op": request.op, "id": id}
         body = options.codec.encode(table)
-    except (UnicodeEncodeError, OverflowError):
-        for name, value in table.items():
-            _check_value(name, value)
+    except (UnicodeEncodeError, OverflowError, TypeError):
+        for known in structs.fields(filled):
+            _check_value(known.encode_name, getattr(filled, known.name))
         raise
     if len(body) > options.max_message:
         rule = f"be <= {options.max_message} bytes, as it is sent to the server"
@@ -124,6 +144,9 @@ def _check_value(name: str, value: object) -> None:
         raise PlanError("bad_request", text, field=name) from e
     except OverflowError as e:
         text = f"{name} must have numbers of 64 bits (got one out of range)"
+        raise PlanError("bad_request", text, field=name) from e
+    except TypeError as e:
+        text = f"{name} must be plain JSON values (got: {cut(str(e))})"
         raise PlanError("bad_request", text, field=name) from e
 
 
@@ -188,7 +211,7 @@ class Tries:
     """The attempts of one request and their time limits.
 
     Raises:
-        PlanError: bad_request, it has an id, or its deadline is below 1 ms.
+        PlanError: bad_request, it has an id, or a wrong deadline or session.
     """
 
     options: Options
@@ -204,12 +227,10 @@ class Tries:
         self.left = self.options.retries
         self.since = self.began
         if (id := self.request.id) != wire.NO_ID:
-            text = (
-                f"id must be left out: the client gives each try its own (got {visible(cut(id))})"
-            )
+            text = f"id must be left out: the client gives each try its own (got {_text(id)})"
             raise PlanError("bad_request", text, field="id")
         if isinstance(self.request, wire.Ask):
-            fields.check_deadline(self.request)
+            fields.check_reckoned(self.request)
 
     @property
     def displaces(self) -> bool:
@@ -275,6 +296,10 @@ class Tries:
         # Waiting for a server that warms up uses no retry, only the request's time.
         self.left -= error.code != "not_ready"
         return wait
+
+
+def _text(id: object) -> str:
+    return visible(cut(str(id)))
 
 
 def _deadline_ms(request: wire.Request) -> int | None:

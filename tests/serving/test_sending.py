@@ -15,10 +15,13 @@ import zmq
 from waiting import PATIENCE_S, until
 
 from thor_dflash.errors import ConfigError
+from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving import replies
 from thor_dflash.serving.aclient import AsyncPlanner
 from thor_dflash.serving.client import Ask, Message, Options, PlanError, RemotePlanner, Result
 from thor_dflash.serving.codec import JSON, MSGPACK, Codec
+from thor_dflash.serving.mock import MockBackend
+from thor_dflash.serving.planner import LocalPlanner
 
 every_client = pytest.mark.parametrize("form", ["remote", "asyncio"])
 
@@ -82,6 +85,47 @@ def test_what_is_not_utf8_is_not_sent(form: str, codec: Codec, ask: Ask, field: 
     with pytest.raises(PlanError, match=f"{field} must be UTF-8 .got: surrogates") as caught:
         plan(form, "ipc:///nowhere/plan", Options(codec=codec), ask)
     assert (caught.value.code, caught.value.field) == ("bad_request", field)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"deadline_ms": "1"}, 'deadline_ms must be an integer or null (got "1")'),
+        ({"deadline_ms": [1]}, "deadline_ms must be an integer or null (got [1])"),
+        ({"deadline_ms": True}, "deadline_ms must be an integer or null (got true)"),
+        ({"deadline_ms": 1.5}, "deadline_ms must be an integer or null (got 1.5)"),
+        ({"deadline_ms": 0}, "deadline_ms must be an integer >= 1 (got 0)"),
+        ({"session": ["arm"]}, 'session must be a string or null (got ["arm"])'),
+        ({"id": 7}, "id must be left out: the client gives each try its own (got 7)"),
+        ({"metadata": {"a": object()}}, "metadata must be plain JSON values (got: Encoding obj"),
+        ({"parts": object()}, "return must be plain JSON values (got: Encoding objects of type"),
+    ],
+    ids=str,
+)
+@every_client
+def test_a_value_of_a_wrong_type_is_refused_as_by_a_server(
+    form: str, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PlanError, match=f"^{re.escape(message)}") as caught:
+        plan(form, "ipc:///nowhere/plan", Options(), Ask(prompt="x", **fields))
+    assert (caught.value.code, caught.value.field) == ("bad_request", message.split()[0])
+
+
+def test_a_planner_of_the_same_process_refuses_a_deadline_of_a_wrong_type() -> None:
+    wrong: Any = "1"
+    with (
+        LocalPlanner(MockBackend(ServeConfig())) as planner,
+        pytest.raises(PlanError, match=r'^deadline_ms must be an integer or null \(got "1"\)$'),
+    ):
+        planner.plan(Ask(prompt="x", deadline_ms=wrong))
+
+
+@pytest.mark.parametrize("name", ["timeout_s", "plan_timeout_s", "retries", "max_message"])
+@pytest.mark.parametrize("value", [-1, "x", None, True, float("nan")], ids=str)
+def test_an_option_that_is_no_number_or_too_small_is_refused(name: str, value: Any) -> None:
+    rule = "a number of seconds > 0" if name.endswith("_s") else "an integer >= [01]"
+    with pytest.raises(ConfigError, match=rf"^{name} must be {rule} \(got {value!r}\)$"):
+        Options(**{name: value})
 
 
 @every_client
