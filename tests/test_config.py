@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from thor_dflash import records
+from thor_dflash import cli, records
 from thor_dflash.config import BudgetConfig, Config, keys, load
 from thor_dflash.errors import ConfigError
 from thor_dflash.options import parser
@@ -262,3 +262,17 @@ def test_refuses_a_missing_file_and_a_directory(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none.toml"):
         with pytest.raises(ConfigError, match="must be a readable file"):
             load(path)
+
+
+@pytest.mark.parametrize("line", ["plan x", "keygen d"])
+@pytest.mark.parametrize("words", ["-c no.toml", "-s decode.thinking=off"])
+def test_a_verb_that_reads_no_section_has_no_options_for_them(
+    line: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verb = line.split()[0]
+    assert cli.main([*line.split(), *words.split()]) == 2
+    rule = f"unrecognized arguments: {words} (see thor-dflash {verb} --help)"
+    assert capsys.readouterr().err == f"thor-dflash: {rule}\n"
+    with pytest.raises(SystemExit):
+        cli.main([verb, "--help"])
+    assert "--config" not in capsys.readouterr().out

@@ -71,14 +71,9 @@ class _Once(argparse.Action):
         vars(namespace)[self.dest] = values
 
 
-def _sections(names: Sequence[str]) -> str:
-    """Which keys a subcommand reads, as text."""
-    return " and ".join(f"{name}.*" for name in names) or "none"
-
-
 def listed(sections: Sequence[str]) -> str:
     """Configuration sections as text."""
-    return ", ".join(sections) or "no section"
+    return ", ".join(sections)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -138,12 +133,19 @@ def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, _Parser]]:
         sub.register("action", None, _Once)
         add(sub)
         reads = sections.split()
-        sub.set_defaults(reads=reads)
-        sub.add_argument(
-            "-c", "--config", type=verb_options.path, metavar="FILE.toml", help="configuration file"
-        )
-        sub.add_argument(
-            "-s", "--set", action="append", default=[], metavar="a.b=value",
-            help=f"set one key of the configuration; {name} reads {_sections(reads)}; repeatable",
-        )  # fmt: skip
+        sub.set_defaults(reads=reads, config=None, set=[])
+        if reads:
+            _settings(sub, name, reads)
     return top, made
+
+
+def _settings(sub: _Parser, name: str, reads: Sequence[str]) -> None:
+    """Add the options by which a subcommand gets its sections of the configuration."""
+    sub.add_argument(
+        "-c", "--config", type=verb_options.path, metavar="FILE.toml", help="configuration file"
+    )
+    keys = " and ".join(f"{section}.*" for section in reads)
+    sub.add_argument(
+        "-s", "--set", action="append", default=[], metavar="a.b=value",
+        help=f"set one key of the configuration; {name} reads {keys}; repeatable",
+    )  # fmt: skip
