@@ -99,6 +99,37 @@ def test_a_skill_without_anything_to_do_it_with_is_left_out() -> None:
         from_skills(SKILLS, IDS, max_steps=0)
 
 
+@pytest.mark.parametrize(
+    ("skills", "ids", "said"),
+    [
+        (SKILLS, {**IDS, "object": "beck"}, 'ids.object must be a list of texts (got "beck")'),
+        (SKILLS, {**IDS, "object": b"ab"}, "ids.object must be a list of texts (got \"b'ab'\")"),
+        (SKILLS, {**IDS, "place": [1]}, "ids.place must be a list of texts (got [1])"),
+        (SKILLS, {**IDS, "place": None}, "ids.place must be a list of texts (got null)"),
+        (SKILLS, ["mug"], 'ids must be kind -> list of texts (got ["mug"])'),
+        (SKILLS, {**IDS, 1: []}, "ids must be kind -> list of texts (got {"),
+        ({"pick": ["object"]}, IDS, 'skills.pick must be argument -> kind (got ["object"])'),
+        ({"pick": {2: "object"}}, IDS, "skills.pick must be argument -> kind (got {"),
+        ({"pick": {"object": ["mug"]}}, IDS,
+         'skills.pick.object must be the name of a set of ids or a schema (got ["mug"])'),
+        (["pick"], IDS, 'skills must be skill -> arguments (got ["pick"])'),
+    ],
+)  # fmt: skip
+def test_what_is_not_of_its_type_is_refused(skills: Any, ids: Any, said: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        from_skills(skills, ids)
+    assert str(caught.value).startswith(said)
+
+
+def test_what_to_do_after_a_failure_is_a_list() -> None:
+    with pytest.raises(RequestError, match=r'on_fail must be a list of texts \(got "skip"\)'):
+        from_skills(SKILLS, IDS, on_fail="skip")
+
+
+def test_ids_may_be_a_tuple() -> None:
+    assert takes(from_skills(SKILLS, {**IDS, "object": ("mug",)}), plan(step()))
+
+
 @pytest.mark.parametrize("name", ["a/b", "a~b", "a b", 'quote"', "ü", "%41", "a.b", "#"])
 def test_any_name_is_a_name(name: str) -> None:
     made = from_skills({name: {name: name}}, {name: [name]}, max_steps=1)
