@@ -79,6 +79,7 @@ def application(config: GatewayConfig) -> Starlette:
         routes=[
             Route("/v1/chat/completions", gateway.chat, methods=["POST"]),
             Route("/v1/models", gateway.models),
+            Route("/v1/models/{id:path}", gateway.model),  # a name may hold a slash
             Route("/health", gateway.health),
             Route("/metrics", gateway.metrics),
         ],
@@ -175,11 +176,21 @@ class Gateway:
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
-        data = [
-            {"id": name, "object": "model", "created": 0, "owned_by": MODEL}
-            for name in self.fleet.models()
-        ]
+        data = [_model(name) for name in self.fleet.models()]
         return _json({"object": "list", "data": data})
+
+    async def model(self, request: Request) -> Response:
+        """GET /v1/models/NAME: a model of any server, ready or not, as in the list."""
+        name = request.path_params["id"]
+        if not name:  # the list, with a slash at its end
+            return await self.models(request)
+        try:
+            known = await self.fleet.knows(name)
+        except PlanError as e:
+            return _refused(e)
+        if not known:
+            return _no_model(name, {member.model for member in self.fleet.members})
+        return _json(_model(name))
 
     async def health(self, request: Request) -> Response:
         """GET /health: 200 if at least one server is ready, else 503."""
@@ -325,6 +336,10 @@ def _refused(
         # Retry-After is in whole seconds, and 0 would make the client retry at once.
         reply.headers["Retry-After"] = str(max(1, math.ceil(e.retry_after_ms / 1e3)))
     return reply
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": MODEL}
 
 
 def _no_model(name: str, known: set[str]) -> Response:
