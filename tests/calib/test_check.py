@@ -395,4 +395,4 @@ def test_a_graph_reference_needs_graphs(nano: tuple[Path, Path, Manifest]) -> No
     from thor_dflash.verbs import check
 
     with pytest.raises(RequestError, match="build the same checkpoints with --engine ort"):
-        check._graphs(nano[0], EngineConfig(), Silent())
+        check._check_reference("ort", manifest.read(nano[0]))

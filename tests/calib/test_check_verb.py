@@ -13,7 +13,7 @@ from checkpoints import GEOMETRIES, Dialect, write_target
 from decoding import session
 from samples import MANIFEST
 
-from thor_dflash import cli
+from thor_dflash import cli, manifest
 from thor_dflash.builders.build import build
 from thor_dflash.calib.check import compare as judging
 from thor_dflash.calib.check.compare import compare, tracer
@@ -81,6 +81,29 @@ def test_an_option_that_does_not_fit_the_reference_is_told_with_its_name(
     context = ["-s", f"engine.capacity={8 + LEAST_TALK}", "-s", "engine.threads=1"]
     assert cli.main(["check", "--package", one, "--reference", two, *context]) == 2
     assert f"thor-dflash: {two}: engine.capacity must be " in capsys.readouterr().err
+
+
+def test_a_reference_that_cannot_be_one_is_refused_before_anything_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = built(tmp_path / "one"), tmp_path / "of another checkpoint"
+    target = write_target(tmp_path / "another", GEOMETRIES["27b"], 3, "bf16")
+    build(target, None, other, BuildConfig(capacity=64, chunk=32), Silent())
+    bare = tmp_path / "bare"  # as of engine cuda, which has no graphs
+    bare.mkdir()
+    found = manifest.read(Path(one))
+    files = {name: entry for name, entry in found.files.items() if name != "verify.onnx"}
+    (bare / manifest.NAME).write_text(manifest.render(replace(found, files=files)))
+    monkeypatch.setattr(
+        "thor_dflash.runtime.session.open_session", lambda *of, **more: pytest.fail("loaded")
+    )
+    for package, reference, said in (
+        (one, str(tmp_path / "none"), "none must be a package directory (got nothing there)"),
+        (one, str(other), f"{other} must be made of the target of the package"),
+        (str(bare), "ort", "--reference ort must be for a package that holds ONNX graphs"),
+    ):
+        assert cli.main(["check", "--package", package, "--reference", reference]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_tokens_that_do_not_fit_are_refused_before_any_is_run(

@@ -22,6 +22,7 @@ from thor_dflash.verbs.inputs import in_vocabulary, read_tokens
 if TYPE_CHECKING:
     from thor_dflash.calib.check.compare import Logits, Reference, Report, Walk
     from thor_dflash.calib.check.judge import Off
+    from thor_dflash.manifest import Manifest
     from thor_dflash.runtime.session import Session
 
 ORT = "ort"
@@ -39,7 +40,9 @@ def run(args: Namespace, config: Config, progress: Progress) -> int:
         outputs.check(args.make_golden, ".npz", "--make-golden")
     given = read_tokens(args.tokens) if args.tokens else None
     held = golden.read(args.golden) if args.golden else None
-    need(package_manifest.read(args.package).engine)
+    found = package_manifest.read(args.package)
+    need(found.engine)
+    _check_reference(args.reference, found)
     with ExitStack() as stack:
         opened = open_session(args.package, config.engine, progress, choose=True)
         session = stack.enter_context(closing(opened))
@@ -50,7 +53,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> int:
         if held is not None:
             golden.fits(held, session.model, str(args.golden))
         reference = (
-            _reference(args, config.engine, session, tokens, stack, progress)
+            _reference(args, config.engine, tokens, stack, progress)
             if held is None
             else Reference(held)
         )
@@ -74,6 +77,20 @@ def _check(args: Namespace) -> None:
         raise ConfigError("--tolerance must go with --reference or --golden (got neither)")
 
 
+def _check_reference(reference: str | None, found: Manifest) -> None:
+    """Refuse what cannot be a reference before a package is loaded, which may take minutes."""
+    from thor_dflash.calib.check import golden
+
+    if reference == ORT and "verify.onnx" not in found.files:
+        raise RequestError(
+            f"--reference ort must be for a package that holds ONNX graphs (got engine "
+            f"{found.engine}); build the same checkpoints with --engine ort and give that package"
+        )
+    if reference is not None and reference != ORT:
+        other = package_manifest.read(Path(reference))
+        golden.same(golden.sources(other), found, reference)
+
+
 def _make(args: Namespace, session: Session, tokens: tuple[int, ...], progress: Progress) -> int:
     from thor_dflash.calib.check.compare import make, tracer
     from thor_dflash.calib.check.golden import arrays
@@ -89,12 +106,10 @@ def _make(args: Namespace, session: Session, tokens: tuple[int, ...], progress: 
 def _reference(
     args: Namespace,
     config: EngineConfig,
-    session: Session,
     tokens: tuple[int, ...],
     stack: ExitStack,
     progress: Progress,
 ) -> Reference | None:
-    from thor_dflash.calib.check import golden
     from thor_dflash.calib.check.compare import Reference, make, tracer
 
     if args.reference is None:
@@ -105,7 +120,6 @@ def _reference(
         path = Path(args.reference)
         other = _other(path, config, progress)
     stack.enter_context(closing(other))
-    golden.same(golden.sources(other.manifest), session.manifest, args.reference)
     return Reference(make(other, None, tokens, progress), other, tracer(other, path))
 
 
@@ -133,11 +147,6 @@ def _graphs(package: Path, config: EngineConfig, progress: Progress) -> Session:
         from thor_dflash.runtime.engines.ort import OrtEngine
 
     found = package_manifest.read(package)
-    if "verify.onnx" not in found.files:
-        raise RequestError(
-            f"--reference ort must be for a package that holds ONNX graphs (got engine "
-            f"{found.engine}); build the same checkpoints with --engine ort and give that package"
-        )
     del progress
     capacity, block = config.capacity or found.capacity, config.block or found.block
     engine = OrtEngine(package, config.threads)
