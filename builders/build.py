@@ -335,6 +335,7 @@ def describe(plan: Plan) -> Manifest:
     return Manifest(
         tool=__version__,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
+        name=config.name or None,
         engine=config.engine,
         block=plan.shape.block,
         widths=config.widths,

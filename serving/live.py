@@ -87,7 +87,7 @@ class LiveBackend:
         m = self.session.manifest
         tokenizer = m.files.get("tokenizer.json")
         return About(
-            model=m.sources["target"].directory,
+            model=m.model,
             engine=m.engine,
             quantisation={
                 name: {kind: share.bytes for kind, share in kinds.items()}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from thor_dflash import cli, records
-from thor_dflash.config import BudgetConfig, Config, keys, load
+from thor_dflash.config import BudgetConfig, BuildConfig, Config, keys, load
 from thor_dflash.errors import ConfigError
 from thor_dflash.options import parser
 from thor_dflash.serve_config import ServeConfig
@@ -192,6 +192,19 @@ def test_a_number_goes_as_far_as_it_means_something(
     for wrong in bad:
         with pytest.raises(ConfigError, match=rf"^{key} must be "):
             load(None, (f"{key}={wrong}",))
+
+
+@pytest.mark.parametrize("good", ["", "x", "nvidia/Qwen3.6 27B (ü)", "x" * 100])
+def test_a_name_is_any_that_can_be_printed(good: str) -> None:
+    assert BuildConfig(name=good).name == good
+
+
+@pytest.mark.parametrize("bad", ["x" * 101, "a\nb", "\x1b[2J", "\udcff", "\x00"])
+def test_a_name_that_cannot_be_printed_is_refused(bad: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^build.name must be at most 100 printable char.* \(got "
+    ):
+        BuildConfig(name=bad)
 
 
 @pytest.mark.parametrize("key", ["decode.budget.ratio", "decode.relaxed.margin", "engine.threads"])

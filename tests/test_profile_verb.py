@@ -194,7 +194,7 @@ def test_a_package_that_was_built_again_is_compared_and_one_of_other_weights_is_
     for seed, status in ((4, 0), (5, 2)):
         other = tmp_path / str(seed)
         write_drafter(other / "another", GEOMETRIES["27b"], DrafterGeometry(), seed)
-        config = BuildConfig(chunk=32, capacity=512)
+        config = BuildConfig(chunk=32, capacity=512, name="another")
         build(root / "target", other / "another", other / "pkg", config, Silent())
         made = manifest.read(other / "pkg")
         made = replace(made, created="2001-01-01T00:00:00Z", tool="0.0.1")

@@ -25,6 +25,9 @@ BLOCK = 16
 CAPACITY = 8192
 """Default context, tokens."""
 
+LONGEST_NAME = 100
+"""Longest name of a model, characters."""
+
 
 LARGEST = 2**31
 """Exclusive upper limit of numbers passed to a graph or a driver, whose integers have 32 bits."""
@@ -120,6 +123,8 @@ class BuildConfig:
     draft_ids: str = ""
     """A JSON file with the vocabulary ids that the drafter may propose, ascending; its head then
     reads only those rows. Empty: all ids. Source: EAGLE-3's reduced draft vocabulary."""
+    name: str = ""
+    """What clients call the model; empty: as the target's directory."""
     card: CardConfig = field(default_factory=CardConfig)
     tensorrt: TensorRTConfig = field(default_factory=TensorRTConfig)
 
@@ -135,6 +140,9 @@ class BuildConfig:
             raise ConfigError(
                 f"build.widths must be multiples of 4, each once (got {list(self.widths)})"
             )
+        if len(self.name) > LONGEST_NAME or not self.name.isprintable():
+            rule = f"at most {LONGEST_NAME} printable characters"
+            raise ConfigError(f"build.name must be {rule} (got {records.show(self.name)})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -108,6 +108,8 @@ class Manifest:
     """Version of thor-dflash that built it."""
     created: str
     """UTC, ISO 8601."""
+    name: str | None = None
+    """What clients call the model; None: as the target's directory."""
     engine: Literal["ort", "cuda", "tensorrt"]
     block: int
     """Rows of the verify block."""
@@ -147,6 +149,11 @@ class Manifest:
         own_block = block == self.block or step == CHUNKED
         own_chunk = chunk == self.chunk or step not in CHUNK_STEPS
         return graph_name(step, 0 if own_block else block, 0 if own_chunk else chunk)
+
+    @property
+    def model(self) -> str:
+        """What clients call the model."""
+        return self.name or self.sources["target"].directory
 
     @property
     def widest_chunk(self) -> int:

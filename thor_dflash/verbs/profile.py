@@ -173,7 +173,7 @@ def _package(found: Manifest) -> str:
     """
     weights = {name: entry for name, entry in found.files.items() if name.startswith(WEIGHTS)}
     sources = {name: replace(source, directory="") for name, source in found.sources.items()}
-    plain = replace(found, created="", tool="", sources=sources, files=weights)
+    plain = replace(found, created="", tool="", name=None, sources=sources, files=weights)
     return hashlib.sha256(manifest.render(plain).encode()).hexdigest()
 
 
