@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import re
 import shlex
@@ -45,8 +47,29 @@ def test_the_command_line_knows_every_option_of_the_pages(page: Path) -> None:
 
 
 def test_the_readme_shows_every_verb() -> None:
-    told = {words(command)[0] for command in commands(README)} | {"demo", "gateway", "keygen"}
+    told = {words(command)[0] for command in commands(README)} | {"demo", "keygen"}
     assert told == set(options._parsers()[1])
+
+
+SERVING = {"serve": "serve", "plan": "serve", "keygen": "serve", "gateway": "http"}
+"""Command -> the extra that it asks for."""
+INSTALL = re.compile(r"^pip install -c constraints\.txt -e '\.\[([\w,]+)\]'", re.M)
+
+
+@pytest.mark.parametrize("page", [README, ROOT / "docs/serving.md"], ids=lambda page: page.name)
+def test_a_page_says_what_to_install_before_a_command_that_needs_it(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    shown = {words(command)[0] for command in commands(page)} & SERVING.keys()
+    assert {"serve", "plan", "gateway"} <= shown
+    for verb in shown:
+        before = text[: text.index(f"\nthor-dflash {verb} ")]
+        assert SERVING[verb] in ",".join(INSTALL.findall(before)).split(","), verb
+
+
+@pytest.mark.parametrize("verb", SERVING)
+def test_a_command_asks_for_the_extra_that_the_pages_name(verb: str) -> None:
+    module = importlib.import_module(f"thor_dflash.verbs.{verb}")
+    assert set(re.findall(r'extra\("(\w+)"\)', inspect.getsource(module))) == {SERVING[verb]}
 
 
 def test_the_example_is_a_held_out_task() -> None:
