@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -48,8 +49,8 @@ def _package(sub: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def _messages(source: argparse._MutuallyExclusiveGroup) -> None:
-    source.add_argument(
+def _messages(add: Callable[..., argparse.Action]) -> None:
+    add(
         "--messages", type=path, metavar="FILE.json",
         help='a chat: a JSON list of {"role": ..., "content": ...}',
     )  # fmt: skip
@@ -60,7 +61,7 @@ def generate(sub: argparse.ArgumentParser) -> None:
     _package(sub)
     source = sub.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT", help="what the user says")
-    _messages(source)
+    _messages(source.add_argument)
     source.add_argument(
         "--tokens", type=path, metavar="FILE.json", help="the prompt as a JSON list of token ids"
     )
@@ -268,7 +269,7 @@ def plan(sub: argparse.ArgumentParser) -> None:
     """Add the options of `plan`."""
     source = sub.add_mutually_exclusive_group(required=True)
     source.add_argument("prompt", nargs="?", metavar="TEXT", help="what the robot shall do")
-    _messages(source)
+    _messages(source.add_argument)
     sub.add_argument(
         "--server", default="tcp://127.0.0.1:5571", metavar="ENDPOINT",
         help="tcp://HOST:PORT or ipc://PATH (default tcp://127.0.0.1:5571)",

@@ -208,6 +208,7 @@ def test_a_missing_device_is_reported_in_one_line(capsys: pytest.CaptureFixture[
             "engine.capacity must be left out or go with",
         ),
         ([*SHAPE, "-s", "build.card.max_tokens=9"], "build.card.max_tokens must be left out or go"),
+        ([*SHAPE, "-s", "build.name=a"], "build.name must be left out or go with --ready"),
         (
             [*SHAPE, "-s", "build.tensorrt.level=1"],
             "must go with --engine tensorrt (got cuda)",

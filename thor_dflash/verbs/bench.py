@@ -43,8 +43,8 @@ ANSWERED = 2
 READY = 10.0
 """Seconds a process may take until it is ready, in addition to reading its package from disk."""
 
-SIZES = ("build.capacity", "build.chunks", "build.widths", "engine.block", "engine.capacity",
-         "engine.chunk", "engine.threads")  # fmt: skip
+IDLE = ("build.capacity", "build.chunks", "build.name", "build.widths", "engine.block",
+        "engine.capacity", "engine.chunk", "engine.threads")  # fmt: skip
 """Keys that have no effect on what is measured of a --shape: its steps have sizes of their own."""
 
 MAIN = "import sys; from thor_dflash.cli import main; sys.exit(main())"
@@ -102,10 +102,10 @@ def _check_shape(args: Namespace, config: Config) -> None:
 
 def _check_sizes(given: list[str]) -> None:
     for key, value in idle.items(given):
-        if key in SIZES or key.startswith("build.card."):
+        if key in IDLE or key.startswith("build.card."):
             raise ConfigError(
-                f"{key} must be left out or go with --ready: the steps of a --shape have sizes of "
-                f"their own (got {value})"
+                f"{key} must be left out or go with --ready: it has no effect on the steps of a "
+                f"--shape (got {value})"
             )
 
 
