@@ -97,8 +97,8 @@ def test_what_is_not_utf8_is_not_sent(form: str, codec: Codec, ask: Ask, field: 
         ({"deadline_ms": 0}, "deadline_ms must be an integer >= 1 (got 0)"),
         ({"session": ["arm"]}, 'session must be a string or null (got ["arm"])'),
         ({"id": 7}, "id must be left out: the client gives each try its own (got 7)"),
-        ({"metadata": {"a": object()}}, "metadata must be plain JSON values (got: Encoding obj"),
-        ({"parts": object()}, "return must be plain JSON values (got: Encoding objects of type"),
+        ({"metadata": {"a": 1j}}, "metadata must be plain JSON values (got: Encoding obj"),
+        ({"parts": 1j}, "return must be plain JSON values (got: Encoding objects of type"),
     ],
     ids=str,
 )
