@@ -207,22 +207,22 @@ def read(package: Path) -> Manifest:
         PackageError: not a package, a damaged manifest, or one of another version.
     """
     if not package.is_dir():
-        raise PackageError(f"{package} must be a package directory (got {_what(package)})")
-    path = package / NAME
+        got = "a file" if package.exists() else "nothing there"
+        raise PackageError(f"{package} must be a package directory (got {got})")
+    path, remedy = package / NAME, _remedy(package)
     try:
         if path.is_fifo():  # reading it would wait for its writer
-            raise PackageError(f"{path} must be a file (got a pipe); {_remedy(package)}")
+            raise PackageError(f"{path} must be a file (got a pipe); {remedy}")
         text = path.read_text(encoding="utf-8")
     except PermissionError as e:
         raise PackageError(f"{path} must be readable (got: {e.strerror})") from e
     except OSError as e:
         raise PackageError(
-            f"{package} must hold a {NAME}, as a package does (got: {e.strerror}); "
-            f"{_remedy(package)}"
+            f"{package} must hold a {NAME}, as a package does (got: {e.strerror}); {remedy}"
         ) from e
     except UnicodeDecodeError as e:
-        raise PackageError(f"{path} must be UTF-8 (got: {e}); {_remedy(package)}") from e
-    return _parse(path, text)
+        raise PackageError(f"{path} must be UTF-8 (got: {e}); {remedy}") from e
+    return _parse(path, text, remedy)
 
 
 def _remedy(package: Path) -> str:
@@ -230,9 +230,8 @@ def _remedy(package: Path) -> str:
     return REBUILD if is_package(package) else f"remove it and {REBUILD}"
 
 
-def _parse(path: Path, text: str) -> Manifest:
+def _parse(path: Path, text: str, remedy: str) -> Manifest:
     head, _, body = text.partition("\n")
-    remedy = _remedy(path.parent)
     try:
         table = tomllib.loads(body)
     except RecursionError as e:
@@ -252,10 +251,6 @@ def _parse(path: Path, text: str) -> Manifest:
         return records.decode(Manifest, table, "", PackageError)
     except PackageError as e:
         raise PackageError(f"{path}: {e}; {REBUILD}") from e
-
-
-def _what(path: Path) -> str:
-    return "a file" if path.exists() else "nothing there"
 
 
 def hash_file(path: Path, advance: Callable[[int], None] = lambda n: None) -> FileEntry:
