@@ -45,6 +45,7 @@ def test_what_does_not_fit_is_refused_with_the_table() -> None:
         arena.check(4 * GB + RESERVE - 7)
     for word in ("weights", "cache", "graphs and driver"):
         assert word in str(e.value)
+    assert "together, 7 B too many)" in str(e.value)
     assert e.value.lacks == 7
 
 

@@ -124,7 +124,8 @@ def test_a_full_disk_is_reported_and_no_partial_file_stays(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(EngineError, match=rf"cubins must .* \(got {tmp_path}: No space"):
+    rule = "engine.cubins must be a directory that can keep kernels"
+    with pytest.raises(EngineError, match=rf"^{rule} \(got {tmp_path}: No space"):
         start(tmp_path)
     assert not any(tmp_path.iterdir())
 
