@@ -155,6 +155,8 @@ class Emulated(Fake):
         self.CUdevice_attribute = SimpleNamespace(**FACTS | named)
         self.meant: dict[int, Meant] = {}
         """By id of the launch."""
+        self._held: dict[int, Any] = {}
+        """What a handle of a module or graph stands for."""
         self.bounds: list[bound.Bound] = []
         self.ran: list[Work] = []
         """All launches that ran, in order."""
@@ -238,10 +240,12 @@ class Emulated(Fake):
         return (OK,)
 
     def cuModuleLoadData(self, image: bytes) -> Any:  # noqa: N802
-        return OK, pickle.loads(image)
+        module = self._new("cuModuleUnload")
+        self._held[module] = pickle.loads(image)
+        return OK, module
 
-    def cuModuleGetFunction(self, module: Any, name: bytes) -> Any:  # noqa: N802
-        return OK, (*module, name.decode())
+    def cuModuleGetFunction(self, module: int, name: bytes) -> Any:  # noqa: N802
+        return OK, (*self._held[module], name.decode())
 
     def cuStreamBeginCapture(self, stream: Any, mode: Any) -> Any:  # noqa: N802
         self._graph = []
@@ -251,14 +255,18 @@ class Emulated(Fake):
         made, self._graph = self._graph, None
         assert made is not None
         self.graphs.append(len(made))
-        return OK, made
-
-    def cuGraphInstantiate(self, graph: Any, flags: int) -> Any:  # noqa: N802
+        graph = self._new("cuGraphDestroy")
+        self._held[graph] = made
         return OK, graph
 
-    def cuGraphLaunch(self, graph: Any, stream: int) -> Any:  # noqa: N802
+    def cuGraphInstantiate(self, graph: int, flags: int) -> Any:  # noqa: N802
+        executable = self._new("cuGraphExecDestroy")
+        self._held[executable] = self._held[graph]
+        return OK, executable
+
+    def cuGraphLaunch(self, graph: int, stream: int) -> Any:  # noqa: N802
         self.logits.clear()
-        for work in graph:
+        for work in self._held[graph]:
             if isinstance(work, Back):
                 self._given.append((work.to, ctypes.string_at(work.at, work.nbytes)))
                 ctypes.memset(work.to, POISON, work.nbytes)

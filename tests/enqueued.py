@@ -112,6 +112,10 @@ class Emulated:
         self._held[address] = raw
         return int(address)
 
+    def free(self, address: int) -> None:
+        self.done.append("cuMemFree")
+        del self._held[address]
+
     def put(self, address: int, content: Array) -> None:
         data = np.ascontiguousarray(content)
         ctypes.memmove(address, data.ctypes.data, data.nbytes)
@@ -123,9 +127,6 @@ class Emulated:
         if name == "cuStreamIsCapturing":
             return int(self.capturing)
         self.done.append(name)
-        if name == "cuMemFree":
-            del self._held[given[0]]
-            return None
         assert given[-1] == self.stream, name
         if name == "cuMemsetD8Async":
             ctypes.memset(*given[:3])

@@ -64,6 +64,7 @@ class Fake:
         """Asynchronous copies from the host, in order: device address and bytes."""
         self._host: list[Any] = []
         self._counted = -1
+        self._last = 0
         self._end = 1 << 40
         self._sizes: dict[int, int] = {}
         self.contexts = 0
@@ -72,15 +73,23 @@ class Fake:
         for name, value in (
             ("cuInit", ()), ("cuDeviceGet", (0,)), ("cuDeviceGetName", (b"Fake H100\0",)),
             ("cuDeviceTotalMem", (MEMORY,)), ("cuDriverGetVersion", (13000,)),
-            ("cuMemsetD8", ()), ("cuMemcpyHtoD", ()), ("cuMemFreeHost", ()),
+            ("cuMemsetD8", ()), ("cuMemcpyHtoD", ()),
             ("cuCtxSynchronize", ()), ("cuStreamDestroy", ()), ("cuGraphUpload", ()),
-            ("cuGraphInstantiate", ("graph",)), ("cuGraphDestroy", ()),
-            ("cuEventCreate", ("event",)),
             ("cuEventSynchronize", ()), ("cuEventElapsedTime", (MS,)), ("cuFuncSetAttribute", ()),
-            ("cuModuleLoadData", ("module",)), ("cuModuleGetFunction", ("kernel",)),
+            ("cuModuleGetFunction", ("kernel",)),
         ):  # fmt: skip
             if name not in dir(type(self)):
                 self.__dict__[name] = self._says(name, value)
+        self.alive: dict[int, str] = {}
+        """What was made and not freed: handle -> the function that frees it."""
+        for make, frees in (
+            ("cuEventCreate", "cuEventDestroy"), ("cuModuleLoadData", "cuModuleUnload"),
+            ("cuGraphInstantiate", "cuGraphExecDestroy"),
+        ):  # fmt: skip
+            if make not in dir(type(self)):
+                self.__dict__[make] = self._makes(make, frees)
+        for frees in ("cuEventDestroy", "cuModuleUnload", "cuGraphExecDestroy", "cuGraphDestroy"):
+            self.__dict__[frees] = self._frees(frees)
 
     def _says(self, name: str, value: tuple[Any, ...]) -> Callable[..., Any]:
         def answer(*arguments: Any) -> Any:
@@ -88,6 +97,27 @@ class Fake:
             return OK, *value
 
         return answer
+
+    def _makes(self, name: str, frees: str) -> Callable[..., Any]:
+        def make(*arguments: Any) -> Any:
+            self.calls.append(name)
+            return OK, self._new(frees)
+
+        return make
+
+    def _new(self, frees: str) -> int:
+        self._last += 1
+        self.alive[self._last] = frees
+        return self._last
+
+    def _frees(self, name: str) -> Callable[..., Any]:
+        def free(handle: int) -> Any:
+            self.calls.append(name)
+            assert self.current, "freed without a context"
+            assert self.alive.pop(handle) == name
+            return (OK,)
+
+        return free
 
     def cuDeviceGetAttribute(self, value: int, handle: Any) -> Any:  # noqa: N802
         return OK, value
@@ -108,7 +138,13 @@ class Fake:
 
     def cuMemAllocHost(self, nbytes: int) -> Any:  # noqa: N802
         self._host.append(np.zeros(nbytes, np.uint8))
+        self.alive[self._host[-1].ctypes.data] = "cuMemFreeHost"
         return OK, self._host[-1].ctypes.data
+
+    def cuMemFreeHost(self, address: int) -> Any:  # noqa: N802
+        self.calls.append("cuMemFreeHost")
+        assert self.alive.pop(address) == "cuMemFreeHost"
+        return (OK,)
 
     def cuCtxCreate(self, *arguments: Any) -> Any:  # noqa: N802
         self.contexts += 1
@@ -138,10 +174,14 @@ class Fake:
         self.current = context
         return (OK,)
 
+    def cuCtxGetCurrent(self) -> Any:  # noqa: N802
+        return OK, self.current
+
     def cuStreamCreate(self, flags: int) -> Any:  # noqa: N802
         return OK, self.current
 
     def cuStreamSynchronize(self, stream: int) -> Any:  # noqa: N802
+        assert self._counted < 0, "a wait during a capture"
         return self._on(stream)
 
     def cuGraphLaunch(self, graph: Any, stream: int) -> Any:  # noqa: N802
@@ -183,7 +223,7 @@ class Fake:
         self.graphs.append(self._counted)
         self.taken += 4096 * self._counted
         self._counted = -1
-        return OK, "captured"
+        return OK, self._new("cuGraphDestroy")
 
     def cuLaunchKernelEx(self, config: Any, kernel: Any, arguments: Any, extra: Any) -> Any:  # noqa: N802
         assert config.numAttrs == len(config.attrs)

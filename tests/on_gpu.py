@@ -41,7 +41,7 @@ class Gpu:
         for b in buffers:
             driver("cuMemcpyDtoH", b.memory.ctypes.data, places[id(b)], b.memory.nbytes)
         for address in (*places.values(), *tables):
-            driver("cuMemFree", address)
+            driver.free(address)
 
     def _put(self, x: Array) -> int:
         address = self.driver.allocate(x.nbytes)

@@ -125,6 +125,6 @@ class Call:
     def close(self) -> None:
         """Free the memory; none of the launches may be running. Idempotent."""
         for address in (*self._tables.values(), *self._counters.values()):
-            self._kernels.gate("cuMemFree", address)
+            self._kernels.gate.free(address)
         self._tables.clear()
         self._counters.clear()

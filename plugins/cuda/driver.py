@@ -15,7 +15,8 @@ relaunched"); confirmed on an H100 with a driver for CUDA 13.0.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -55,6 +56,17 @@ HINTS = {
     "CUDA_ERROR_INSUFFICIENT_DRIVER": "install a driver for CUDA 13",
 }
 
+FREES = {
+    "cuMemAlloc": "cuMemFree",
+    "cuMemAllocHost": "cuMemFreeHost",
+    "cuStreamCreate": "cuStreamDestroy",
+    "cuEventCreate": "cuEventDestroy",
+    "cuModuleLoadData": "cuModuleUnload",
+    "cuStreamEndCapture": "cuGraphDestroy",
+    "cuGraphInstantiate": "cuGraphExecDestroy",
+}
+"""Functions that make something -> the function that frees it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Info:
@@ -76,6 +88,10 @@ class Gate:
     def __init__(self) -> None:
         self.cu = _bindings()
         self._broken = ""
+        self._made: list[tuple[str, Any]] = []
+        """What `make` made and `free` did not free, oldest first: the function that frees it, and
+        its handle or address.
+        """
 
     def __call__(self, name: str, *arguments: Any) -> Any:
         """Call a driver function by name. Returns its value, a tuple of several values, or None.
@@ -91,6 +107,46 @@ class Gate:
         if int(status) != 0:
             self._fail(name, status)
         return values[0] if len(values) == 1 else tuple(values) or None
+
+    def make(self, name: str, *arguments: Any) -> Any:
+        """Call one of the functions of FREES and note what it made, for `free`. Returns a handle,
+        or the address if it is memory.
+
+        Raises:
+            EngineError: as a call of the gate.
+        """
+        made = self(name, *arguments)
+        if name.startswith("cuMem"):
+            made = int(made)
+        self._made.append((FREES[name], made))
+        return made
+
+    def free(self, made: Any) -> None:
+        """Free what `make` returned. Does nothing if the driver can no longer be used: then the
+        process or the context frees it.
+        """
+        [at] = [i for i, (_, one) in enumerate(self._made) if one == made]
+        name, _ = self._made.pop(at)
+        if not self._broken:
+            self(name, made)
+
+    @contextmanager
+    def all_or_nothing(self) -> Generator[None]:
+        """On an error in its body, free what was made there."""
+        before = len(self._made)
+        try:
+            yield
+        except BaseException:
+            self._free_unchecked(before)
+            raise
+
+    def _free_unchecked(self, first: int) -> None:
+        """Free what was made, from number `first` on, the latest first. Status codes are ignored:
+        another error is being reported, or a broken context is being closed.
+        """
+        while len(self._made) > first:
+            name, made = self._made.pop()
+            getattr(self.cu, name)(made)
 
     def _fail(self, name: str, status: Any) -> None:
         code = status.name
@@ -146,8 +202,8 @@ class Gate:
         return self._broken
 
     def allocate(self, nbytes: int) -> int:
-        """Allocates device memory and returns its address."""
-        return int(self("cuMemAlloc", nbytes))
+        """Allocates device memory and returns its address, which `free` takes."""
+        return int(self.make("cuMemAlloc", nbytes))
 
 
 class Driver(Gate):
@@ -167,12 +223,14 @@ class Driver(Gate):
         self.info = self.describe(self._handle)
         self.stream: Any = None
         self.beside: Any = None
+        self.capturing = False
+        """Whether a capture is going on, during which nothing may wait for the stream."""
         self._context = self._create_context(self._handle)
         apart = self.cu.CUstream_flags.CU_STREAM_NON_BLOCKING.value
         try:
             self.enter()
-            self.stream = self("cuStreamCreate", apart)
-            self.beside = self("cuStreamCreate", apart)
+            self.stream = self.make("cuStreamCreate", apart)
+            self.beside = self.make("cuStreamCreate", apart)
         except BaseException:
             self.close()  # the caller gets no object that it could close
             raise
@@ -195,7 +253,7 @@ class Driver(Gate):
 
     def pinned(self, nbytes: int) -> Pinned:
         """Allocates page-locked host memory, which the device can copy from and to directly."""
-        address = int(self("cuMemAllocHost", nbytes))
+        address = self.make("cuMemAllocHost", nbytes)
         view = (ctypes.c_uint8 * nbytes).from_address(address)
         return Pinned(address, np.ctypeslib.as_array(view))
 
@@ -203,19 +261,30 @@ class Driver(Gate):
         """Make the context current in this thread."""
         self("cuCtxSetCurrent", self._context)
 
+    @contextmanager
+    def entered(self) -> Generator[None]:
+        """Make the context current in this thread, and afterwards the one that was before."""
+        before = self("cuCtxGetCurrent")
+        self.enter()
+        try:
+            yield
+        finally:
+            # Not checked: another thread may have closed that context's engine meanwhile.
+            self.cu.cuCtxSetCurrent(before)
+
     def synchronize(self) -> None:
         """Wait for all work on the stream."""
         self("cuStreamSynchronize", self.stream)
 
     def close(self) -> None:
-        """Release the context; one of its own frees all memory, modules and graphs. Idempotent."""
+        """Release the context, and with it all memory, modules and graphs. Idempotent."""
         context, self._context = self._context, None
         if context is not None:
             # Status codes are ignored: on a broken context these calls fail.
             if self._shared:
-                for stream in (self.stream, self.beside):
-                    if stream is not None:
-                        self.cu.cuStreamDestroy(stream)
+                # Other libraries may keep the context, so releasing it frees nothing by itself.
+                self.cu.cuCtxSetCurrent(context)
+                self._free_unchecked(0)
                 self.cu.cuDevicePrimaryCtxRelease(self._handle)
             else:
                 self.cu.cuCtxDestroy(context)

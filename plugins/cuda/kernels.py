@@ -54,7 +54,7 @@ class Kernels:
         Raises:
             EngineError: the driver rejects it.
         """
-        self._modules[image] = self.gate("cuModuleLoadData", cubin.image)
+        self._modules[image] = self.gate.make("cuModuleLoadData", cubin.image)
 
     def function(self, source: Path, launch: Launch) -> Any:
         """Returns the kernel of a launch, permitted to use the shared memory the launch needs."""

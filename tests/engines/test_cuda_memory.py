@@ -74,6 +74,8 @@ class FakeDriver:
             self.finish(args[0].after - self.made)
         return SimpleNamespace()
 
+    make = __call__
+
     def synchronize(self) -> None:
         self.finish()
 

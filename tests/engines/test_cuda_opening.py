@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -54,7 +55,7 @@ def test_a_driver_that_cannot_start_releases_its_context(
     device: Fake, monkeypatch: pytest.MonkeyPatch, shared: bool, name: str, good: int, status: str
 ) -> None:
     given = counted(monkeypatch, device, "cuDevicePrimaryCtxRelease" if shared else "cuCtxDestroy")
-    answers = iter([(OK, 1)] * good + [(code(status),)])
+    answers = itertools.chain([(OK, 1)] * good, itertools.repeat((code(status),)))
 
     def answer(*_: object) -> Any:
         return next(answers)

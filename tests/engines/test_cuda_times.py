@@ -34,6 +34,8 @@ class Device:
             raise KeyboardInterrupt
         return found
 
+    make = __call__
+
 
 @pytest.mark.parametrize("calls", range(1, 32))
 def test_after_an_interrupt_only_times_that_are_over_are_asked_for(

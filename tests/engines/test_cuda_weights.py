@@ -36,12 +36,13 @@ class Device:
         self.held[view.ctypes.data] = view
         return Pinned(view.ctypes.data, view)
 
+    def free(self, address: int) -> None:
+        self.held.pop(address)
+
     def __call__(self, name: str, *arguments: int) -> None:
-        if name == "cuMemFreeHost":
-            self.held.pop(*arguments)
-        else:
-            to, at, nbytes = arguments
-            self.memory[to] = ctypes.string_at(at, nbytes)
+        assert name == "cuMemcpyHtoD"
+        to, at, nbytes = arguments
+        self.memory[to] = ctypes.string_at(at, nbytes)
 
 
 class Counted(Silent):

@@ -20,7 +20,7 @@ from planned import made_of, planned, write
 from thor_dflash import manifest as package_manifest
 from thor_dflash import plan as sidecar
 from thor_dflash.config import EngineConfig
-from thor_dflash.errors import EngineError
+from thor_dflash.errors import EngineError, PackageError
 from thor_dflash.manifest import hash_file
 from thor_dflash.plan import Plan
 from thor_dflash.plugins.op import NEXT
@@ -175,6 +175,7 @@ def test_closing_leaves_room_for_the_next_engine(made: Path, device: Fake) -> No
             with pytest.raises(EngineError, match="registered once in a process"):
                 open_session(made, EngineConfig(), Silent())
         assert not trt.get_plugin_registry().creators
+        assert device.alive == {}
 
 
 def test_an_engine_that_failed_to_load_is_closed(made: Path, device: Fake) -> None:
@@ -182,6 +183,21 @@ def test_an_engine_that_failed_to_load_is_closed(made: Path, device: Fake) -> No
     with pytest.raises(EngineError, match="must fit"):
         open_session(made, EngineConfig(), Silent())
     assert not trt.get_plugin_registry().creators
+    assert device.alive == {}
+
+
+def test_weights_that_cannot_be_read_leave_no_memory_taken(
+    made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise PackageError("a disk must be readable")
+
+    taken = device.taken
+    monkeypatch.setattr("thor_dflash.runtime.engines.cuda.weights._read", fail)
+    with pytest.raises(PackageError, match="a disk must be readable"):
+        open_session(made, EngineConfig(), Silent())
+    assert device.alive == {}
+    assert device.taken == taken
 
 
 def test_what_does_not_fit_is_refused_before_it_is_allocated(made: Path, device: Fake) -> None:

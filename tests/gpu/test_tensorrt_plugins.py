@@ -49,7 +49,7 @@ class Device:
 
     def free(self) -> None:
         for address in self._held:
-            self.driver("cuMemFree", address)
+            self.driver.free(address)
 
 
 @pytest.fixture(scope="module")

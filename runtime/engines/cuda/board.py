@@ -17,20 +17,12 @@ from thor_dflash.runtime.engine import Call, Tensor
 from thor_dflash.runtime.engines.cuda.bound import CudaTensor, Turn, cuda
 from thor_dflash.runtime.engines.cuda.capture import Captured, Copy, Handed, Handover
 from thor_dflash.runtime.engines.cuda.control import RING, SLOT, SMALL, Page, Ring, corners
-from thor_dflash.runtime.engines.cuda.memory import Arena
+from thor_dflash.runtime.engines.cuda.memory import Arena, kind
 from thor_dflash.runtime.engines.cuda.runs import Runs
 from thor_dflash.tensors import Array, Dims, TensorSpec
 
-KINDS = {"attention": "cache", "drafter": "ring", "gdn": "state"}
-"""First word of a state's name -> its row in the memory table."""
-
 WORD = 8
 """Bytes of a turn's word in the control page: an int64."""
-
-
-def _kind(tensor: CudaTensor) -> str:
-    """The tensor's row in the memory table."""
-    return KINDS.get(tensor.spec.name.split(".")[0], "rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +141,13 @@ class Board(ABC):
             elif size <= SMALL:
                 small.append(tensor)
             else:
-                tensor.places = [self._arena.take(_kind(tensor), size)]
+                tensor.places = [self._arena.take(kind(tensor.spec.name), size)]
         for turn, tensors in turns.items():
             # All first places, then all second ones, so that every distance is the same.
             for _ in range(2):
                 for tensor in tensors:
                     size = tensor.spec.nbytes({})
-                    tensor.places.append(self._arena.take(_kind(tensor), size))
+                    tensor.places.append(self._arena.take(kind(tensor.spec.name), size))
             turn.distance = tensors[0].places[1] - tensors[0].places[0]
         return self._arena.take("rows", self._lay_out(small, list(turns) if self._told else []))
 
@@ -373,14 +365,18 @@ class Board(ABC):
         self._runs.idle()
 
     def busy(self) -> Mapping[str, float]:
-        """See Engine. Graphs that run as one share a name: "propose+verify+accept+observe"."""
-        if self._runs.left and not self._driver.ended:
-            self._enter()
-            self._driver.synchronize()
-            self._idle()
-        if self._runs.ended and not self._driver.ended:
-            self._enter()
-            self._runs.collect()
+        """See Engine. Graphs that run as one share a name: "propose+verify+accept+observe".
+
+        A finaliser may call this at any moment, also in the middle of a step of this engine or of
+        another: so the thread keeps its context, and times are collected later during a capture.
+        """
+        news = self._runs.left or self._runs.ended
+        if news and not self._driver.capturing and not self._driver.ended:
+            with self._driver.entered():
+                if self._runs.left:
+                    self._driver.synchronize()
+                    self._idle()
+                self._runs.collect()
         return self._runs.seconds
 
     def note(self) -> list[float]:

@@ -70,7 +70,7 @@ class Captured:
         self._running.append((before, after))
 
     def _event(self) -> Any:
-        return self._spare.pop() if self._spare else self.driver("cuEventCreate", 0)
+        return self._spare.pop() if self._spare else self.driver.make("cuEventCreate", 0)
 
     def ended(self, runs: int) -> None:
         """Note that the oldest `runs` runs have ended."""
@@ -153,7 +153,21 @@ def capture(
     """
     if not graph:
         return Captured(name, driver, partial(_all, calls))
+    with driver.all_or_nothing():
+        made, handed = _graph(driver, calls, handover)
+        executable = driver.make("cuGraphInstantiate", made, 0)
+        driver.free(made)
+        driver("cuGraphUpload", executable, driver.stream)
+    start = partial(driver, "cuGraphLaunch", executable, driver.stream)
+    return Captured(name, driver, start, handed)
+
+
+def _graph(
+    driver: Driver, calls: Sequence[Callable[[], None]], handover: Handover | None
+) -> tuple[Any, Handed | None]:
+    """Return the graph of what `calls` enqueue, and its handover."""
     modes, handed = driver.cu.CUstreamCaptureMode, None
+    driver.capturing = True
     try:
         # Inside, so that an interrupt right after it ends the capture: nothing could run any more.
         driver("cuStreamBeginCapture", driver.stream, modes.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
@@ -164,16 +178,15 @@ def capture(
             handed, back = _hand_over(driver, handover.copies)
             _all(calls[handover.after :])
             driver("cuStreamWaitEvent", driver.stream, back, 0)
-        made = driver("cuStreamEndCapture", driver.stream)
+        return driver.make("cuStreamEndCapture", driver.stream), handed
     except BaseException:
         # Not checked: it may have no graph to return, or the capture may have ended.
-        driver.cu.cuStreamEndCapture(driver.stream)
+        status, *part = driver.cu.cuStreamEndCapture(driver.stream)
+        if int(status) == 0:
+            driver.cu.cuGraphDestroy(*part)
         raise
-    executable = driver("cuGraphInstantiate", made, 0)
-    driver("cuGraphDestroy", made)
-    driver("cuGraphUpload", executable, driver.stream)
-    start = partial(driver, "cuGraphLaunch", executable, driver.stream)
-    return Captured(name, driver, start, handed)
+    finally:
+        driver.capturing = False
 
 
 def _all(calls: Sequence[Callable[[], None]]) -> None:
@@ -187,7 +200,7 @@ def _hand_over(driver: Driver, copies: Sequence[Copy]) -> tuple[Handed, Any]:
     """
     flags, marks = driver.cu.CUevent_flags, driver.cu.CUevent_record_flags
     made, there, back = (
-        driver("cuEventCreate", flags.CU_EVENT_DISABLE_TIMING.value) for _ in range(3)
+        driver.make("cuEventCreate", flags.CU_EVENT_DISABLE_TIMING.value) for _ in range(3)
     )
     driver("cuEventRecord", there, driver.stream)
     driver("cuStreamWaitEvent", driver.beside, there, 0)

@@ -65,7 +65,7 @@ class Ring:
 
     def _recorded(self) -> Any:
         flags = self.driver.cu.CUevent_flags.CU_EVENT_DISABLE_TIMING.value
-        event = self._spare.pop() if self._spare else self.driver("cuEventCreate", flags)
+        event = self._spare.pop() if self._spare else self.driver.make("cuEventCreate", flags)
         self.driver("cuEventRecord", event, self.driver.stream)
         return event
 

@@ -15,6 +15,14 @@ ALIGNMENT = 256
 RESERVE = 256 << 20
 """Left free for the driver (modules, graphs) and for other programs, bytes."""
 
+KINDS = {"attention": "cache", "drafter": "ring", "gdn": "state"}
+"""First word of a state's name -> its kind."""
+
+
+def kind(name: str) -> str:
+    """The kind of a tensor in the memory table."""
+    return KINDS.get(name.split(".")[0], "rows")
+
 
 @dataclass(slots=True)
 class Arena:

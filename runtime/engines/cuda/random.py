@@ -101,7 +101,7 @@ class SavedWeights:
                 with path.open("r+b") as file:
                     for size in _saved(driver, pinned, file, weight, at[name]):
                         task.advance(size)
-        driver("cuMemFreeHost", pinned.address)
+        driver.free(pinned.address)
 
 
 def _saved(

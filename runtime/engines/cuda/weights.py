@@ -86,7 +86,7 @@ class Files:
             for size in pool.map(load, pieces):
                 task.advance(size)
         for _ in range(READERS):
-            driver("cuMemFreeHost", free.get().address)
+            driver.free(free.get().address)
 
     def _pieces(
         self, weights: Mapping[str, Weight], at: Mapping[str, int]

@@ -269,10 +269,6 @@ class TensorRTEngine(Board):
         self._engines.clear()
         creators, self._creators = self._creators, ()
         deregister(trt.get_plugin_registry(), creators)
-        base, self._arena.base = self._arena.base, 0
-        if base and not self._driver.ended:
-            # The context is shared, so closing it does not free our memory.
-            self._driver("cuMemFree", base)
         super().close()
 
 
