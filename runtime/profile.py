@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from thor_dflash.errors import RequestError
 from thor_dflash.runtime.telemetry import Report, Spec
 
 UNSTEADY = 0.025
@@ -234,14 +235,23 @@ def profile(
     soak: Sequence[Stretch] = (),
     notes: Sequence[str] = (),
 ) -> Profile:
-    """The profile of the measured runs. `notes`: further remarks for the reader."""
+    """The profile of the measured runs. `notes`: further remarks for the reader.
+
+    Raises:
+        RequestError: no answer has a token.
+    """
     power = power or Power()
     reports = [run.report for run in runs]
+    each = [ms for run in runs for ms in cycles(run.beats)]
+    if not each:
+        raise RequestError(
+            f"an answer that is profiled must have a token (got {reports[-1].finish} before any)"
+        )
     times = {
         "ttft_ms": spread([r.timings.ttft_ms for r in reports]),
         "prefill_ms": spread([r.timings.prefill_ms for r in reports]),
         "cycle_ms": spread([_cycle_ms(r) for r in reports]),
-        "each_ms": spread([ms for run in runs for ms in cycles(run.beats)]),
+        "each_ms": spread(each),
         "e2e_ms": spread([r.timings.e2e_ms for r in reports]),
         "tok_s": spread([r.timings.tok_s for r in reports]),
     }

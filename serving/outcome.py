@@ -9,6 +9,7 @@ from msgspec import structs
 
 from thor_dflash.serving import wire
 from thor_dflash.serving.backend import Prepared
+from thor_dflash.serving.check import Checker
 from thor_dflash.serving.plan_text import close_partial, read_object
 
 
@@ -31,11 +32,12 @@ class Decoded:
 def result(prepared: Prepared, decoded: Decoded) -> wire.Result:
     """Return the result of a run with the parts that were requested; `asked` removes the times."""
     ask, wanted = prepared.ask, frozenset(prepared.ask.parts)
-    plan = _plan(decoded)
-    valid = plan is not None and (prepared.checker is None or prepared.checker.valid(plan))
+    checker = prepared.checker
+    plan = _plan(decoded, checker)
+    valid = plan is not None and (checker is None or checker.valid(plan))
     return wire.Result(
         finish_reason=decoded.finish,
-        status=_status(decoded.finish, prepared.checker is None or valid),
+        status=_status(decoded.finish, checker is None or valid),
         plan=plan if "plan" in wanted else None,
         plan_valid=valid,
         text=decoded.text if "text" in wanted else None,
@@ -63,11 +65,11 @@ def asked(result: wire.Result, ask: wire.Ask) -> wire.Result:
     return structs.replace(result, timings=None, spec=None)
 
 
-def _plan(decoded: Decoded) -> dict[str, object] | None:
+def _plan(decoded: Decoded, checker: Checker | None) -> dict[str, object] | None:
     whole = read_object(decoded.text)
     if whole is not None or decoded.finish == "stop":
         return whole
-    closed = close_partial(decoded.text)
+    closed = close_partial(decoded.text, checker.valid) if checker else close_partial(decoded.text)
     return None if closed is None else read_object(closed)
 
 

@@ -9,6 +9,7 @@ All JSON from a model is parsed here, so that every value taken from it can be s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,10 +98,14 @@ def read_object(text: str) -> dict[str, object] | None:
     return as_table(value)
 
 
-def close_partial(text: str) -> str | None:
+def close_partial(
+    text: str, fits: Callable[[dict[str, object]], bool] = lambda plan: True
+) -> str | None:
     """Cut a partial plan after its last complete step and close its brackets.
 
     A complete plan is returned unchanged. None if no step is complete or the text is not a plan.
+    A plan with "steps" that does not say whether it asks a question says that it asks none, unless
+    only without that `fits` accepts it.
     """
     whole = text.strip()
     if read_object(whole) is not None:
@@ -111,8 +116,12 @@ def close_partial(text: str) -> str | None:
     plain = read_object(f"{kept}]{_PLAIN_TAIL}")
     if plain is None:
         return None
-    asks = "steps" in plain and "needs_clarification" not in plain
-    return f"{kept}]{_PLAN_TAIL if asks else _PLAIN_TAIL}"
+    if "steps" in plain and "needs_clarification" not in plain:
+        asking = f"{kept}]{_PLAN_TAIL}"
+        said = read_object(asking)
+        if said is not None and (fits(said) or not fits(plain)):
+            return asking
+    return f"{kept}]{_PLAIN_TAIL}"
 
 
 def _last_step(text: str) -> str | None:

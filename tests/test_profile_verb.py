@@ -240,17 +240,23 @@ def test_a_page_is_written_even_if_nobody_reads_stdout(
 
 
 @pytest.mark.parametrize("option", ["--tokens", "--compare"])
-def test_a_trace_is_not_written_over_what_is_read(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
+@pytest.mark.parametrize(("out", "name"), [("--trace", "link.json"), ("--html", "link.html")])
+def test_a_result_is_not_written_over_what_is_read(
+    root: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    out: str,
+    name: str,
+    option: str,
 ) -> None:
     ids = tmp_path / "ids.json"
     ids.write_text("[1]")
-    (tmp_path / "link.json").symlink_to(ids)
+    (tmp_path / name).symlink_to(ids)
     given = {"--tokens": str(root / "ids.json"), option: str(ids)}
     arguments = [text for pair in given.items() for text in pair]
-    trace = ("--trace", str(tmp_path / "link.json"))
-    assert cli.main(["profile", "--package", str(root / "pkg"), *arguments, *trace]) == 2
-    told = f"--trace must be another file than {option} (got {tmp_path / 'link.json'})"
+    arguments += [out, str(tmp_path / name)]
+    assert cli.main(["profile", "--package", str(root / "pkg"), *arguments]) == 2
+    told = f"{out} must be another file than {option} (got {tmp_path / name})"
     assert capsys.readouterr().err == f"thor-dflash: {told}\n"
     assert ids.read_text() == "[1]"
 

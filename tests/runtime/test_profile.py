@@ -67,6 +67,13 @@ def test_variation_is_deviation_over_mean() -> None:
     assert spread([0.0, 0.0]).variation == 0
 
 
+def test_answers_without_a_token_have_no_profile() -> None:
+    (run,) = runs(report(100.0, finish="grammar_dead_end"))
+    told = r"must have a token \(got grammar_dead_end before any\)"
+    with pytest.raises(RequestError, match=told):
+        profile(SUBJECT, 0, [replace(run, beats=BEATS[:2])])
+
+
 # ---- phases
 
 

@@ -9,13 +9,13 @@ from thor_dflash.serving import wire
 from thor_dflash.serving.mock import MockBackend
 from thor_dflash.serving.outcome import Decoded, result
 
-SCHEMA = {"type": "object", "required": ["goal"]}
+SCHEMA: dict[str, object] = {"type": "object", "required": ["goal"]}
 STEP = '{"goal": "tidy", "steps": [{"id": 1, "skill": "wait", "args": {}}, {"id"'
 """A plan that was stopped after its first whole step."""
 
 
-def ended(finish: wire.Finish, text: str) -> wire.Result:
-    ask = wire.Ask(prompt="go", json_schema=SCHEMA)
+def ended(finish: wire.Finish, text: str, schema: dict[str, object] = SCHEMA) -> wire.Result:
+    ask = wire.Ask(prompt="go", json_schema=schema)
     prepared = MockBackend(ServeConfig()).prepare(ask, None)
     decoded = Decoded(
         finish=finish,
@@ -46,3 +46,21 @@ def test_a_status_follows_from_the_ending_and_the_schema(
 ) -> None:
     got = ended(finish, text)
     assert (got.status, got.plan_valid) == (status, valid)
+
+
+@pytest.mark.parametrize(
+    ("rules", "asks", "valid"),
+    [
+        ({}, True, True),
+        ({"required": ["needs_clarification"]}, True, True),
+        ({"properties": {"goal": {}, "steps": {}}, "additionalProperties": False}, False, True),
+        ({"required": ["speed"]}, True, False),
+    ],
+)
+def test_a_plan_that_was_cut_short_says_that_it_asks_nothing_unless_it_must_not(
+    rules: dict[str, object], asks: bool, valid: bool
+) -> None:
+    got = ended("deadline", STEP, {"type": "object", **rules})
+    assert got.plan is not None
+    assert ("needs_clarification" in got.plan, got.plan_valid) == (asks, valid)
+    assert got.plan["steps"] == [{"id": 1, "skill": "wait", "args": {}}]

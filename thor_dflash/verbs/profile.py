@@ -105,12 +105,19 @@ def _check(args: Namespace) -> Profile | None:
     for option, out, ending in (("--html", args.html, ".html"), ("--trace", args.trace, ".json")):
         if out:
             outputs.check(out, ending, option)
-    for name, given in (("--tokens", args.tokens), ("--messages", args.messages),
-                        ("--schema", args.schema), ("--compare", args.compare)):  # fmt: skip
-        # `resolve` fails on circular links.
-        if given and args.trace and os.path.realpath(given) == os.path.realpath(args.trace):
-            raise ConfigError(f"--trace must be another file than {name} (got {args.trace})")
+    _check_outputs(args)
     return _base(args.compare) if args.compare else None
+
+
+def _check_outputs(args: Namespace) -> None:
+    """No file that is written may be one that is read."""
+    given = {"--tokens": args.tokens, "--messages": args.messages, "--schema": args.schema,
+             "--compare": args.compare}  # fmt: skip
+    for name, path in given.items():
+        for option, out in (("--html", args.html), ("--trace", args.trace)):
+            # `resolve` fails on circular links.
+            if path and out and os.path.realpath(path) == os.path.realpath(out):
+                raise ConfigError(f"{option} must be another file than {name} (got {out})")
 
 
 def _tell(found: Profile, base: Profile | None, args: Namespace) -> None:
