@@ -135,6 +135,7 @@ def make_plan(
     if drafter is not None:
         check_pair(target.dims, drafter.dims)
     shape = _shape(target, drafter, config)
+    capacity = _capacity(target, drafter, config, shape.block)  # refuses a block that is too long
     weights = WeightFiles()
     source = Source(target, weights)
     scales = {
@@ -168,7 +169,7 @@ def make_plan(
         config,
         shape,
         chunks,
-        _capacity(target, drafter, config, shape.block),
+        capacity,
         _stop(target, shape.vocab),
         tuple(graphs),
         programs,

@@ -21,7 +21,7 @@ def read_draft_ids(path: Path, vocab: int) -> NDArray[np.int32]:
         ConfigError: the file is no such list, or its ids are not ascending and below `vocab`.
     """
     try:
-        value: object = json.loads(path.read_text(encoding="utf-8"))
+        value: object = json.loads(records.read_text(path))
     except OSError as e:
         raise ConfigError(
             f"build.draft_ids must be a readable file (got {path}: {e.strerror})"

@@ -192,7 +192,11 @@ def check_out(out: Path) -> None:
 def _make_parents(parent: Path) -> list[Path]:
     """Make a directory; return it and those above it that were missing, innermost first."""
     missing = [p for p in (parent, *parent.parents) if not p.exists()]
-    parent.mkdir(parents=True, exist_ok=True)
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except BaseException:
+        _remove_empty(missing)
+        raise
     return missing
 
 

@@ -264,6 +264,12 @@ def test_refuses_a_bad_file(tmp_path: Path, content: bytes, message: str) -> Non
     assert message in str(error.value)
 
 
+def test_a_file_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("thor_dflash.records.TEXT_LIMIT", 1000)
+    with pytest.raises(ConfigError, match=r"^/dev/zero must be .* \(got: more than 1000 bytes\)"):
+        load(Path("/dev/zero"))
+
+
 def test_a_section_that_is_a_value_cannot_be_overridden(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text("build = 3\n")

@@ -123,6 +123,19 @@ def test_no_place_for_temporary_files_is_one_line() -> None:
     assert done.stderr.count("\n") == 1
 
 
+def test_a_working_directory_that_was_removed_is_one_line(tmp_path: Path) -> None:
+    script = (
+        "import os, sys; from thor_dflash import cli\n"
+        "os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone')\n"
+        "sys.exit(cli.main(['build', '--target', '/x', '--out', 'z']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path
+    )
+    said = "thor-dflash: the working directory must be there (got: No such file or directory)\n"
+    assert (done.returncode, done.stderr) == (2, said)
+
+
 def test_an_error_of_ours_shows_its_traceback() -> None:
     done = failing(errno.EBADF)
     assert (done.returncode, "Traceback" in done.stderr) == (1, True)

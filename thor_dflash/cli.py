@@ -73,10 +73,21 @@ def _at_fault(e: OSError) -> str:
         return f"{e.filename} must be usable"
     if e.errno == errno.ENOENT and str(e.strerror).startswith("No usable temporary directory"):
         return "a temporary directory must be writable and have room"
+    if e.errno == errno.ENOENT and _is_nowhere():
+        return "the working directory must be there"
     if streams.refuses(sys.stdout):
         return "stdout must be writable"
     # An error on a file that was already open does not carry its name.
     return "every file must be readable and writable" if e.errno in _DISK else ""
+
+
+def _is_nowhere() -> bool:
+    """Whether the working directory was removed."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 _DISK = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ESTALE)

@@ -312,7 +312,7 @@ def load(path: Path | None = None, overrides: tuple[str, ...] = ()) -> Config:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(records.read_text(path))
     except OSError as e:
         raise ConfigError(f"{path} must be a readable file (got: {e.strerror})") from e
     except RecursionError as e:

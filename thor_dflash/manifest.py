@@ -227,6 +227,8 @@ def read(package: Path) -> Manifest:
 
 def _remedy(package: Path) -> str:
     """What to do about a damaged package. `build` replaces only what it knows for a package."""
+    if not os.path.lexists(package / NAME):
+        return "name one that `thor-dflash build` made"
     return REBUILD if is_package(package) else f"remove it and {REBUILD}"
 
 

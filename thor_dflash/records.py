@@ -22,6 +22,8 @@ SHOWN = 80
 """Maximum characters of a value in a message."""
 LINE = 2000
 """Maximum characters of a message, so that a huge value in one does not flood a terminal or log."""
+TEXT_LIMIT = 64 << 20
+"""Largest text file, bytes. A device, given by mistake, has no end."""
 WORDS = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "a string"}
 """Type name -> how messages describe it."""
 
@@ -132,6 +134,21 @@ def encode(record: object) -> Any:
     return record
 
 
+def read_text(path: Path) -> str:
+    """Read a text in UTF-8 of at most TEXT_LIMIT bytes.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is larger, or not UTF-8.
+    """
+    # Read instead of asking for the size, which a device or a pipe does not have.
+    with path.open("rb") as file:
+        data = file.read(TEXT_LIMIT + 1)
+    if len(data) > TEXT_LIMIT:
+        raise ValueError(f"more than {TEXT_LIMIT} bytes")
+    return data.decode("utf-8")
+
+
 def load(cls: type[T], path: Path, error: type[ThorError]) -> T:
     """Build `cls` from a JSON file.
 
@@ -139,7 +156,7 @@ def load(cls: type[T], path: Path, error: type[ThorError]) -> T:
         error: it is missing, not JSON, or refused by `decode`; the message begins with the path.
     """
     try:
-        value: object = json.loads(path.read_text(encoding="utf-8"))
+        value: object = json.loads(read_text(path))
     except OSError as e:
         raise error(f"{path} must be readable (got: {e.strerror})") from e
     except RecursionError as e:

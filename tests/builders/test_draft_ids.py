@@ -37,6 +37,13 @@ def test_what_is_no_list_of_ids_is_refused(tmp_path: Path, wrong: bytes) -> None
         read_draft_ids(tmp_path / "ids.json", 512)
 
 
+def test_a_file_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("thor_dflash.records.TEXT_LIMIT", 1000)
+    said = r"must be a JSON list of ids \(got /dev/zero: more than 1000 bytes\)"
+    with pytest.raises(ConfigError, match=said):
+        read_draft_ids(Path("/dev/zero"), 512)
+
+
 def test_the_first_id_and_the_last_may_be_listed(tmp_path: Path) -> None:
     (tmp_path / "ids.json").write_text("[0, 511]")
     found = read_draft_ids(tmp_path / "ids.json", 512)

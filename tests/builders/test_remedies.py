@@ -13,13 +13,12 @@ from thor_dflash.manifest import MAGIC, NAME, read
 
 @pytest.mark.parametrize(
     "text",
-    [None, b"", b"x = 1\n", b"\xff", f"{MAGIC}\nx = [\n".encode(), f"{MAGIC}\n\xff".encode()],
+    [b"", b"x = 1\n", b"\xff", f"{MAGIC}\nx = [\n".encode(), f"{MAGIC}\n\xff".encode()],
 )
 def test_the_remedy_for_a_damaged_manifest_is_one_that_build_takes(
-    tmp_path: Path, text: bytes | None
+    tmp_path: Path, text: bytes
 ) -> None:
-    if text is not None:
-        (tmp_path / NAME).write_bytes(text)
+    (tmp_path / NAME).write_bytes(text)
     with pytest.raises(PackageError, match="; (remove it and )?build it again") as caught:
         read(tmp_path)
     try:
@@ -28,3 +27,10 @@ def test_the_remedy_for_a_damaged_manifest_is_one_that_build_takes(
         assert "remove it and build it again" in str(caught.value)
     else:
         assert "; build it again" in str(caught.value)
+
+
+def test_nobody_is_told_to_remove_a_directory_that_was_never_a_package(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years")
+    said = r"must hold a manifest.toml, .*; name one that `thor-dflash build` made$"
+    with pytest.raises(PackageError, match=said):
+        read(tmp_path)

@@ -17,7 +17,7 @@ import pytest
 from samples import MANIFEST
 
 from thor_dflash.builders import staging
-from thor_dflash.builders.staging import Staging, check_out
+from thor_dflash.builders.staging import Staging, check_out, parents
 from thor_dflash.errors import PackageError
 from thor_dflash.manifest import hash_file, read, render
 
@@ -345,6 +345,15 @@ def test_an_error_before_the_first_file_leaves_nothing_behind(
             Staging(tmp_path / "new" / "pkg", "k").__enter__()
     assert tree(tmp_path) == []
     build(tmp_path / "new" / "pkg", b"1")
+
+
+def test_directories_above_it_that_cannot_all_be_made_are_removed(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "deep" / ("x" * 300) / "pkg"
+    with pytest.raises(PackageError, match=r"must be writable \(got: File name too long\)"):
+        Staging(out, "k").__enter__()
+    with pytest.raises(OSError, match="File name too long"), parents(out):
+        pass
+    assert tree(tmp_path) == []
 
 
 def test_what_a_writer_left_beside_its_file_is_no_part_of_the_package(tmp_path: Path) -> None:
