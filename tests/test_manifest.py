@@ -91,7 +91,7 @@ def test_refuses_a_bad_manifest(tmp_path: Path, text: str, message: str) -> None
 
 def test_refuses_a_manifest_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / NAME).write_bytes(b"\xff\xfe")
-    with pytest.raises(PackageError, match="must be UTF-8"):
+    with pytest.raises(PackageError, match="must be a text in UTF-8"):
         read(tmp_path)
     (tmp_path / NAME).unlink()
     (tmp_path / NAME).mkdir()

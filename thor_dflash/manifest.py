@@ -213,15 +213,15 @@ def read(package: Path) -> Manifest:
     try:
         if path.is_fifo():  # reading it would wait for its writer
             raise PackageError(f"{path} must be a file (got a pipe); {remedy}")
-        text = path.read_text(encoding="utf-8")
+        text = records.read_text(path)
     except PermissionError as e:
         raise PackageError(f"{path} must be readable (got: {e.strerror})") from e
     except OSError as e:
         raise PackageError(
             f"{package} must hold a {NAME}, as a package does (got: {e.strerror}); {remedy}"
         ) from e
-    except UnicodeDecodeError as e:
-        raise PackageError(f"{path} must be UTF-8 (got: {e}); {remedy}") from e
+    except ValueError as e:
+        raise PackageError(f"{path} must be a text in UTF-8 (got: {e}); {remedy}") from e
     return _parse(path, text, remedy)
 
 

@@ -34,3 +34,10 @@ def test_nobody_is_told_to_remove_a_directory_that_was_never_a_package(tmp_path:
     said = r"must hold a manifest.toml, .*; name one that `thor-dflash build` made$"
     with pytest.raises(PackageError, match=said):
         read(tmp_path)
+
+
+def test_a_manifest_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("thor_dflash.records.TEXT_LIMIT", 1000)
+    (tmp_path / NAME).symlink_to("/dev/zero")
+    with pytest.raises(PackageError, match=r"be a text in UTF-8 \(got: more than 1000 bytes\); r"):
+        read(tmp_path)
