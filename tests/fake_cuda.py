@@ -40,7 +40,9 @@ class Fake:
     CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=SimpleNamespace(value=1))
     CUevent_flags = SimpleNamespace(CU_EVENT_DISABLE_TIMING=SimpleNamespace(value=2))
     CUevent_record_flags = SimpleNamespace(CU_EVENT_RECORD_EXTERNAL=SimpleNamespace(value=1))
-    CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
+    CUstreamCaptureMode = SimpleNamespace(
+        CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1, CU_STREAM_CAPTURE_MODE_RELAXED=2
+    )
     CUfunction_attribute = SimpleNamespace(
         CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8,
         CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT=9,
@@ -65,6 +67,7 @@ class Fake:
         self._host: list[Any] = []
         self._counted = -1
         self._last = 0
+        self._capturing, self._mode = 0, 0
         self._end = 1 << 40
         self._sizes: dict[int, int] = {}
         self.contexts = 0
@@ -181,8 +184,13 @@ class Fake:
         return OK, self.current
 
     def cuStreamSynchronize(self, stream: int) -> Any:  # noqa: N802
-        assert self._counted < 0, "a wait during a capture"
+        free = self._counted < 0 or (self._mode == 2 and stream != self._capturing)
+        assert free, "a wait during a capture"
         return self._on(stream)
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: int) -> Any:  # noqa: N802
+        mode, self._mode = self._mode, mode
+        return OK, mode
 
     def cuGraphLaunch(self, graph: Any, stream: int) -> Any:  # noqa: N802
         return self._on(stream)
@@ -216,7 +224,7 @@ class Fake:
         return self.cuMemcpyDtoHAsync(to, at, nbytes, self.current)
 
     def cuStreamBeginCapture(self, stream: Any, mode: Any) -> Any:  # noqa: N802
-        self._counted = 0
+        self._counted, self._capturing = 0, stream
         return (OK,)
 
     def cuStreamEndCapture(self, stream: Any) -> Any:  # noqa: N802

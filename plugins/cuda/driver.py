@@ -263,14 +263,18 @@ class Driver(Gate):
 
     @contextmanager
     def entered(self) -> Generator[None]:
-        """Make the context current in this thread, and afterwards the one that was before."""
-        before = self("cuCtxGetCurrent")
-        self.enter()
+        """Make the context current in this thread, and afterwards the one that was before. In the
+        meantime the thread may wait for the stream even if it captures another one.
+        """
+        before, modes = self("cuCtxGetCurrent"), self.cu.CUstreamCaptureMode
+        mode = self("cuThreadExchangeStreamCaptureMode", modes.CU_STREAM_CAPTURE_MODE_RELAXED)
         try:
+            self.enter()
             yield
         finally:
             # Not checked: another thread may have closed that context's engine meanwhile.
             self.cu.cuCtxSetCurrent(before)
+            self.cu.cuThreadExchangeStreamCaptureMode(mode)
 
     def synchronize(self) -> None:
         """Wait for all work on the stream."""

@@ -91,6 +91,21 @@ def test_a_finaliser_does_not_wait_during_a_capture(
         assert engine.busy()["+".join(CYCLE)] == pytest.approx(MS * 1e-3)
 
 
+def test_a_finaliser_may_wait_during_the_capture_of_another_engine(
+    made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        closing(open_session(made, EngineConfig(), Silent())) as one,
+        closing(open_session(made, EngineConfig(), Silent())) as two,
+    ):
+        left = abandoned(one)
+        done = during(monkeypatch, device, "cuLaunchKernelEx", left.close)
+        assert sum(bool(chunk.tokens) for chunk in two.run(request(two, 0, 9), Dflash())) == 9
+        assert done()
+        assert one.report().timings.phases_ms["+".join(CYCLE)] == pytest.approx(MS)
+        assert device.cuThreadExchangeStreamCaptureMode(0)[1] == 0
+
+
 @pytest.mark.parametrize(
     ("name", "good"),
     [("cuGraphInstantiate", 0), ("cuGraphUpload", 0), ("cuGraphDestroy", 0), ("cuEventCreate", 0),
