@@ -272,7 +272,8 @@ class Driver(Gate):
             self.enter()
             yield
         finally:
-            # Not checked: another thread may have closed that context's engine meanwhile.
+            # Not checked: an error in the body is reported instead, and another thread may have
+            # closed that context's engine meanwhile.
             self.cu.cuCtxSetCurrent(before)
             self.cu.cuThreadExchangeStreamCaptureMode(mode)
 

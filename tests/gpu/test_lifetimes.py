@@ -90,6 +90,7 @@ def test_a_capture_that_fails_leaves_a_stream_that_can_be_used() -> None:
             driver("cuMemsetD8Async", memory, 7, 1 << 20, driver.stream)
 
         def fail() -> None:
+            driver.make("cuEventCreate", 0)
             raise ZeroDivisionError
 
         before = [*driver._made]
