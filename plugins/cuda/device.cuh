@@ -278,6 +278,12 @@ DEVICE uint4 load_shared16(saddr p) {
     return r;
 }
 
+// Stores 16 bytes, 16-byte aligned.
+DEVICE void store_shared16(saddr p, const float (&v)[4]) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};"
+                 ::"r"(p), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+}
+
 // ---- clusters: blocks that reach into one another's shared memory -----------------------------
 // `Launch.cluster` neighbouring blocks along x run at the same time. An address of the shared
 // memory of any of them, including the block itself, is also a u32, but in another address space

@@ -19,7 +19,6 @@ struct Results {
     saddr row_scales;
     float next_offset;
     int rows;
-    u8* areas;  // the warps' staging areas
 };
 
 // A warp's staging area: float32 scales of 32 columns, their int2 strips, their next norm's
@@ -82,15 +81,25 @@ DEVICE Raw raw_at(saddr at) { return pair_at(at); }
 typedef u32 Raw;
 DEVICE Raw raw_at(saddr at) { return load_shared4(at); }
 #endif
-// Warps that share the epilogue of half an n-tile of a row tile, each with its own neighbouring
-// strips: as many as there are for the halves that a block finishes at a time (Room::share). Not
+// Warps that share the epilogue of half an n-tile of a row tile, each with some of the rows: as many
+// as there are for the halves that a block finishes at a time (Room::share). Not
 // with swiglu and logits, where few sums are added: that more warps run the code costs more there.
 constexpr int AT_A_TIME = 2 * LANES > PARTS ? 2 * LANES / PARTS : 1;
 constexpr int THERE = WARPS / AT_A_TIME / ROW_TILES;
 constexpr int SHARERS = EPILOGUE == SWIGLU || EPILOGUE == LOGITS ? 1 : THERE < 4 ? THERE : 4;
-constexpr int OWN_STRIPS = 4 / SHARERS;
+constexpr int OWN_STRIPS = 4 / SHARERS;  // of a lane
+constexpr int STRIP_LANES = 32 / SHARERS;
 
-// A lane's epilogue data for the warp's strips of a row tile: a pair of columns of each strip.
+// What this warp finishes: the row tile, which of the block's halves, which share of its rows.
+DEVICE int own_row_tile() { return threadIdx.x / 32 % ROW_TILES; }
+DEVICE int own_half() { return threadIdx.x / 32 / ROW_TILES / SHARERS; }
+DEVICE int own_part() { return threadIdx.x / 32 / ROW_TILES % SHARERS; }
+// And this lane: rows own_row() and own_row() + 8 of the row tile, in strips own_strip(0) and, after
+// it, every SHARERS-th. So a warp's lanes have all strips of a row, whose squares they can add.
+DEVICE int own_row() { return own_part() * (8 / SHARERS) + threadIdx.x % STRIP_LANES / 4; }
+DEVICE int own_strip(int j) { return j * SHARERS + threadIdx.x % 32 / STRIP_LANES; }
+
+// A lane's epilogue data: a pair of columns of each of its strips.
 struct End {
     Place places[OWN_STRIPS];
     float2 scales[OWN_STRIPS];
@@ -122,16 +131,15 @@ DEVICE float2 factor_of(const Results& to, Raw w) {
 }
 
 // Called before any result is stored: the compiler could not move these loads before a store.
-// `first`: the warp's first strip.
-DEVICE void load_end(End& end, const Results& from, saddr staged, int m, int first) {
-    const int lane = threadIdx.x % 32, pair = lane % 4;
+DEVICE void load_end(End& end, const Results& from, saddr staged, int m) {
+    const int pair = threadIdx.x % 4;
 #pragma unroll
     for (int j = 0; j < OWN_STRIPS; j++) {
-        end.places[j].strip = strip_at(staged + STAGED_STRIPS + 8 * (first + j));
-        end.scales[j] = pair_at(staged + 8 * (4 * (first + j) + pair));
+        end.places[j].strip = strip_at(staged + STAGED_STRIPS + 8 * own_strip(j));
+        end.scales[j] = pair_at(staged + 8 * (4 * own_strip(j) + pair));
 #if NEXT == 1 || NEXT == 2
         if (end.places[j].valid()) {
-            const u32 at = STAGED_WEIGHTS + sizeof(Raw) * (4 * (first + j) + pair);
+            const u32 at = STAGED_WEIGHTS + sizeof(Raw) * (4 * own_strip(j) + pair);
             end.factors[j] = raw_at(staged + at);
         }
 #endif
@@ -145,7 +153,7 @@ DEVICE void load_end(End& end, const Results& from, saddr staged, int m, int fir
 #if EPILOGUE == 2
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const int row = 16 * m + 8 * i + lane / 4;
+            const int row = 16 * m + 8 * i + own_row();
             u32& residual = end.residual[i][j];
             residual = 0;
             if (place.valid() && row < from.rows) {

@@ -4,8 +4,9 @@
 // among the warps of a block. One producer warp issues the bulk copies of weights and rows
 // (ring.cuh); the other warps multiply and do not wait for each other. Two blocks share a
 // multiprocessor (three with half of the warps), and a block of the next kernel starts as soon as
-// one has exited. At the end of an item, up to 256 columns, the warps send their sums to the block
-// of the cluster that adds them in order of k (finish.cuh). No sum depends on timing.
+// one has exited. At the end of an item, up to 256 columns, the warps add up their sums and send them
+// to the block of the cluster that adds those of all blocks in order of k (room.cuh). No sum depends
+// on timing.
 //
 // An item may include a narrow tile: with each of its own slots, a warp also multiplies 16 of K of
 // one of the narrow tile's slots. The item then takes a sixteenth longer for all warps, instead of
@@ -52,7 +53,7 @@ DEVICE void init_barriers(const Turn& turn, const Room& room, saddr scales_made,
         if (PACED) barrier_init(early + 8 * i, 1);
     }
     barrier_init(room.arrived, 1);
-    barrier_init(room.free, MOST_HALVES * ROW_TILES * SHARERS + NARROW * OCTETS);
+    barrier_init(room.free, Room::READERS);
     barrier_init(scales_made, 32);
     barrier_init_done();
 }
@@ -262,7 +263,7 @@ linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u8
     const int cluster = blockIdx.x / PARTS, rows = FULL ? ROWS : row_count;
     const saddr row_scales = shared_address(memory) + SCALES_AT;
     const Results to = {outputs,    scales,      strips, residual, y_squares, y_slabs, next_weight,
-                        row_scales, next_offset, rows,   memory + STAGED_AT};
+                        row_scales, next_offset, rows};
     const Given given = {packed,     slabs, x_squares, to, items, most_items, {loaded, first_tiles},
                          eps, {next_packed, next_first, next_count}};
     if (LOADED == NO_CLUSTER || (LOADED == SOME_CLUSTERS && cluster >= loaded)) {

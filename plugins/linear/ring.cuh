@@ -18,6 +18,9 @@ constexpr int ROWS = 16 * ROW_TILES;
 constexpr int SPLIT = ROW_TILES;
 constexpr int STRIPS = 8 / SPLIT;  // strips of 8 columns that a warp computes
 constexpr bool ONLY_NVFP4 = KINDS == 1 << NVFP4;
+// Whether it is known when compiled that each n-tile of an item has two warps.
+constexpr bool PAIRS =
+    NARROW || HEAD_SCALE || WARPS == 4 || PARTS > 4 || (ONLY_NVFP4 && TILES > 2);
 enum { NO_CLUSTER, SOME_CLUSTERS, ALL_CLUSTERS };  // LOADED
 
 constexpr int STEPS = (K_SIZE + STEP_K - 1) / STEP_K;
@@ -63,9 +66,6 @@ struct Item {
     DEVICE int slots() const { return slots_of(kind) >> half; }
     DEVICE int columns() const { return slot_columns(kind) << half; }
 
-    // Warps of a block that have no part of the item.
-    DEVICE int idle() const { return WARPS - (tiles << phase_bits() >> (half && SPLIT == 2)); }
-
     // Among how many n-tiles a block's warps are divided (the item may have fewer), and the number
     // of warps for each, which take its slots in turn.
     DEVICE int lanes() const { return WARPS >> phase_bits(); }
@@ -80,7 +80,7 @@ struct Item {
         return (before + (steps ? phase % 2 : phase)) * SLOT;
     }
     DEVICE int phase_bits() const {
-        if (NARROW || HEAD_SCALE || WARPS == 4 || tiles > 2 || PARTS > 4) return 1;
+        if (PAIRS || tiles > 2) return 1;
         return tiles == 1 && PARTS == 2 && kind != NVFP4 ? 3 : 2;
     }
 };

@@ -79,18 +79,18 @@ struct OfEnd {
     DEVICE void load(saddr at, const u32* in) {
         Results from = {};
         from.outputs = reinterpret_cast<const u64*>(in);
-        load_end(x, from, at, 0, 0);
+        load_end(x, from, at, 0);
     }
     DEVICE u32 last() const { return x.last(); }
 };
 KERNEL void ends(const u32* in, int2* found) { compare<OfEnd>(in, found); }
 
 struct OfSums {
-    static constexpr int GROUPS = 2, BYTES = PARTS * GROUPS * HALF_SUMS * 16, ROWS = BYTES;
+    static constexpr int BYTES = PARTS * HALF_BYTES, ROWS = BYTES;
     Own x;
     DEVICE void load(saddr at, const u32*) {
         const Room room = {at, 0, 0, 0};
-        room.add(x, GROUPS);
+        room.add(x);
     }
     DEVICE u32 last() const { return last_of(x); }
 };

@@ -38,6 +38,7 @@ void mma(float* d, const u32* a, u32 b0, u32 b1, bool half);
 // ---- shared memory: an address is an offset from dynamic_memory ---------------------------------
 u32 shared_address(const void* p);
 void load_shared(void* to, u32 from, u32 bytes);
+void store_shared16(u32 to, const void* value);
 void copy_async16(u32 to, const void* from, bool valid);
 void copy_async_commit();
 void copy_async_wait(int left);

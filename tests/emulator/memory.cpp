@@ -240,6 +240,13 @@ void load_shared(void* to, u32 from, u32 bytes) {
     memcpy(to, at(from), bytes);
 }
 
+void store_shared16(u32 to, const void* value) {
+    SITE();
+    check_shared(to, 16, 16, "store_shared16");
+    check_race(own(to), 16, true, "store_shared16");
+    memcpy(at(to), value, 16);
+}
+
 void load_cluster16(void* to, u32 remote) {
     SITE();
     Spot from = check_remote(remote, 16, 16, "load_cluster16");

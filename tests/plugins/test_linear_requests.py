@@ -210,7 +210,7 @@ def test_weights_are_requested_before_the_previous_kernel_has_ended(name: str) -
     [
         ("packed_nvfp4", 0, 2), ("packed_fp8", 0, 1), ("packed_bfloat16", 0, 2),
         ("packed_narrow", 0, 4), ("quarter", 1, 2), ("quarter", 2, 4), ("narrow", 1, 3),
-        ("ends", 1, 4), ("ends", 2, 9), ("sums", 1, 8), ("sums", 2, 16),
+        ("ends", 1, 5), ("ends", 2, 9), ("sums", 1, 4), ("sums", 2, 8),
     ],
 )  # fmt: skip
 def test_what_stands_for_loads_depends_on_each(kernel: str, row_tiles: int, loads: int) -> None:

@@ -283,6 +283,7 @@ DEVICE uint4 load_shared16(saddr p) {
     emulator::load_shared(&r, p, 16);
     return r;
 }
+DEVICE void store_shared16(saddr p, const float (&v)[4]) { emulator::store_shared16(p, v); }
 
 // ---- clusters --------------------------------------------------------------------------------
 DEVICE u32 cluster_rank() { return emulator::cluster_rank(); }
