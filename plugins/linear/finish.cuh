@@ -135,7 +135,7 @@ DEVICE void store_squares(Squares& squares, const Results& to, int column, int m
 
 // Finishes eight rows of a narrow tile: one strip of gate and one of up.
 DEVICE void finish_narrow(const Room& room, saddr scales_made, const Results& to, const Item& item,
-                          saddr staged, int octet, u32 parity) {
+                          saddr staged, int octet, int number) {
     const int lane = threadIdx.x % 32, row = 8 * octet + lane / 4;
     wait_staged();
     const float2 gate = pair_at(staged + 8 * (lane % 4)), up = pair_at(staged + 8 * (4 + lane % 4));
@@ -143,7 +143,7 @@ DEVICE void finish_narrow(const Room& room, saddr scales_made, const Results& to
     place.strip = strip_at(staged + STAGED_STRIPS);
     place.output = to.outputs[0];
     if (ROW_SCALE) barrier_wait(scales_made, 0);
-    barrier_wait_cluster(room.arrived, parity);
+    barrier_wait_cluster(room.arrived, Room::parity(number));
     const float4 sum = room.add_narrow(octet % OWN_OCTETS);
     if (item.left) {
         room.release(1, float_bits(sum.x) ^ float_bits(gate.x) ^ float_bits(up.x) ^ place.strip.x);
@@ -177,20 +177,18 @@ struct Share {
 };
 
 // Finishes an item after its last product. `staged`: the data that this warp's share needs.
-DEVICE void finish(Sums& sums, const NarrowSums& narrow_sums, Room& room, saddr scales_made,
-                   const Results& to, const Item& item, saddr staged, int rank, bool first) {
+DEVICE void finish(Sums& sums, const NarrowSums& narrow_sums, const Room& room, saddr scales_made,
+                   const Results& to, const Item& item, saddr staged, int number, int rank) {
     const Share share(item, rank);
-    const u32 parity = room.parity;
-    room.parity ^= 1;
     // Warps with nothing to send wait too: otherwise they could get two phases ahead and miss one.
     // For the first item the wait would succeed at once, but still take time.
-    if (MANY && !first) barrier_wait_cluster(room.free, parity ^ 1);
+    if (MANY && number > 0) barrier_wait_cluster(room.free, Room::parity_before(number));
     const Part part(item, threadIdx.x / 32);
     const u32 last = part.of(item) ? room.deliver(sums, item, part, rank) : 0;
     if (MANY && item.left) room.release(1, last);
     if (item.narrow.there()) room.send_narrow(narrow_sums, rank);
     if (share.octet >= 0) {
-        finish_narrow(room, scales_made, to, item, staged + Share::narrow_at(), share.octet, parity);
+        finish_narrow(room, scales_made, to, item, staged + Share::narrow_at(), share.octet, number);
     }
     if (share.half < 0) return;
     const int column = share.column(item), m = own_row_tile();
@@ -198,7 +196,7 @@ DEVICE void finish(Sums& sums, const NarrowSums& narrow_sums, Room& room, saddr 
     wait_staged();
     load_end(end, to, staged, m);
     if (ROW_SCALE) barrier_wait(scales_made, 0);
-    barrier_wait_cluster(room.arrived, parity);
+    barrier_wait_cluster(room.arrived, Room::parity(number));
     Own own;
     room.add(own);
     if (item.left) {

@@ -102,7 +102,7 @@ DEVICE void ask(const Source& source, Turn turn, Walk at, saddr early, const Sca
         source.ask_weights(ahead.wish, ahead.turn, barrier);
         ahead.pass();
     }
-    if (threadIdx.x % 32 == 0) room.expect(at.item, cluster_rank());
+    if (threadIdx.x % 32 == 0) room.expect(at.item, 0, cluster_rank());
     following.fetch();
     Wish rows;
     if (!again.over) rows = source.rows_of(again);
@@ -184,7 +184,7 @@ DEVICE void run(u8* memory, const Given& given, int cluster, const First& first_
     Turn turn;
     turn.start(shared_address(memory), barriers);
     Room room = {shared_address(memory + ROOM_AT), barriers + 16 * STAGES,
-                 barriers + 16 * STAGES + 8, 0};
+                 barriers + 16 * STAGES + 8};
     const saddr scales_made = barriers + 16 * STAGES + 16, early = scales_made + 8;
     constexpr int MADE_AT = HEAD_SCALE ? FACTORS_AT : SCALES_AT;
     clear_rows(memory, rows);
@@ -209,7 +209,9 @@ DEVICE void run(u8* memory, const Given& given, int cluster, const First& first_
     wait_for_previous();
     const u32 row_at = ROWS_AT + lane % 16 * SLAB_ROW + (lane % 8 ^ lane / 16) * 16;
     const saddr made = shared_address(memory) + MADE_AT;
-    for (bool first = true;; first = false) {
+    // Of the current item among those of the cluster.
+    const auto number = [&] { return MANY ? at.at / 2 - cluster * given.most_items : 0; };
+    for (;;) {
         const Item item = at.item;
         const Part part(item, warp);
         const bool active = part.of(item) && at.q + part.phase < at.end;
@@ -235,16 +237,16 @@ DEVICE void run(u8* memory, const Given& given, int cluster, const First& first_
         } else {
             reader.others(sums, at.q, item);
         }
-        // cluster_rank() is read again here: kept across the loop, it would occupy a register.
-        finish(sums, narrow_sums, room, scales_made, to, item, staged, cluster_rank(), first);
+        // Known again from `at` and cluster_rank(): kept across the loop, these would occupy registers.
+        finish(sums, narrow_sums, room, scales_made, to, item, staged, number(), cluster_rank());
         if (!MANY || item.left == 0) return;
         at.at += 2;
         at.open();
         sync_warp();  // all lanes have read the staged data, which is overwritten now
         Share(at.item, cluster_rank()).stage(staged, to, at.item);
         if (threadIdx.x == 0) {
-            barrier_wait_cluster(room.arrived, room.parity ^ 1);
-            room.expect(at.item, rank);
+            barrier_wait_cluster(room.arrived, Room::parity_before(number()));
+            room.expect(at.item, number(), cluster_rank());
         }
     }
 }

@@ -63,48 +63,55 @@ struct Room {
     saddr buffer;   // of ROOM_BYTES
     saddr arrived;  // barrier: the sums have arrived
     saddr free;     // barrier: all blocks have read what came to their buffers
-    u32 parity;
+
+    // Of either barrier's phase of an item, and of the item before.
+    DEVICE static u32 parity(int number) { return number & 1; }
+    DEVICE static u32 parity_before(int number) { return parity(number) ^ 1; }
 
     // Halves of an item that a block finishes.
     DEVICE static int share(const Item& item) { return max(1, 2 * item.lanes() / PARTS); }
 
-    // Called by one thread of the block before any sums of the item can arrive.
-    DEVICE void expect(const Item& item, int rank) const {
+    // Called by one thread of the block before any sums of the cluster's item `number` can arrive.
+    DEVICE void expect(const Item& item, int number, int rank) const {
         const int here = min(share(item), item.halves() - rank * share(item));
         const int narrow = item.narrow.there() ? NARROW_ROOM : 0;
         const u32 bytes = max(0, here) * PARTS * HALF_BYTES + narrow;
         // With no bytes expected the phase ends at once. A warp of this block that has not yet seen
         // the end of the previous phase would then miss it and wait forever.
-        if (MANY && bytes == 0) barrier_wait_cluster(free, parity ^ 1);
+        if (MANY && bytes == 0) barrier_wait_cluster(free, parity_before(number));
         barrier_expect(arrived, bytes);
     }
 
-    // Adds to the strips that this warp sends what the other warps with the same columns have of
-    // them, in a fixed order. All of those warps come here. Returns what `release` needs.
+    // Adds to the strips that this warp sends what the other warps with the same columns have of them.
+    // All of those warps come here. In each turn, a warp halves the strips that it has: it hands over
+    // one half and adds to the other what it is given. So all strips are added up in the same way, and
+    // equal columns have equal sums. Returns what `release` needs.
     DEVICE u32 join(Sums& sums, const Part& part, const Sent& sent) const {
-        if (sent.groups == 1) return 0;
-        const int warp = threadIdx.x / 32, bytes = (WARP_STRIPS - sent.each) * STRIP_BYTES;
-        const saddr own = sums_end() - (WARPS - warp) * bytes + threadIdx.x % 32 * 16;
-#pragma unroll
-        for (int s = 0; s < WARP_STRIPS; s++) {
-            if (sent.has(s)) continue;
-            const int before = s / sent.each > sent.group ? sent.each : 0;
-            store_shared16(own + (s - before) * STRIP_BYTES, sums[s / STRIPS][s % STRIPS]);
-        }
-        sync_some(JOIN_BARRIER + part.tile * SPLIT + part.side, 32 * sent.groups);
+        const int warp = threadIdx.x / 32, each = (WARP_STRIPS - sent.each) * STRIP_BYTES;
+        saddr own = buffer + HALVES_ROOM - (WARPS - warp) * each + threadIdx.x % 32 * 16;
+        int kept = 0, count = WARP_STRIPS;  // the first of the strips, and how many
         u32 last = 0;
 #pragma unroll 1
-        for (int i = 1; i < sent.groups; i++) {
-            const int group = sent.group ^ i;
-            const saddr from = own + (group - sent.group) * SPLIT * bytes -
-                               (sent.group > group ? sent.each : 0) * STRIP_BYTES;
+        for (int bit = sent.groups / 2; bit > 0; bit /= 2) {
+            count /= 2;
+            const bool upper = sent.group & bit;
+            const int given = upper ? kept : kept + count;
+            kept = upper ? kept + count : kept;
 #pragma unroll
             for (int s = 0; s < WARP_STRIPS; s++) {
-                if (!sent.has(s)) continue;
-                const uint4 v = load_shared16(from + s * STRIP_BYTES);
+                if (s / count * count != given) continue;
+                store_shared16(own + s % count * STRIP_BYTES, sums[s / STRIPS][s % STRIPS]);
+            }
+            sync_some(JOIN_BARRIER + part.tile * SPLIT + part.side, 32 * sent.groups);
+            const saddr from = own + ((sent.group ^ bit) - sent.group) * SPLIT * each;
+#pragma unroll
+            for (int s = 0; s < WARP_STRIPS; s++) {
+                if (s / count * count != kept) continue;
+                const uint4 v = load_shared16(from + s % count * STRIP_BYTES);
                 add_to(sums[s / STRIPS][s % STRIPS], v);
                 last ^= v.x;
             }
+            own += count * STRIP_BYTES;
         }
         return last;
     }
@@ -152,9 +159,8 @@ struct Room {
                             cluster_address(arrived, owner));
         }
     }
-    DEVICE saddr sums_end() const { return buffer + HALVES_ROOM; }
     DEVICE saddr narrow_at(int place) const {
-        return sums_end() + (place * 32 + threadIdx.x % 32) * 16;
+        return buffer + HALVES_ROOM + (place * 32 + threadIdx.x % 32) * 16;
     }
     // Adds the sums of an octet, in order of blocks and then of warps.
     DEVICE float4 add_narrow(int own) const {

@@ -89,7 +89,7 @@ struct OfSums {
     static constexpr int BYTES = PARTS * HALF_BYTES, ROWS = BYTES;
     Own x;
     DEVICE void load(saddr at, const u32*) {
-        const Room room = {at, 0, 0, 0};
+        const Room room = {at, 0, 0};
         room.add(x);
     }
     DEVICE u32 last() const { return last_of(x); }

@@ -32,7 +32,7 @@ KERNEL void order(int* events, const int4* items) {
     at.start(entry_at(items));
     Turn turn;
     turn.start(0, 0);
-    const Room room = {0, 0, 0, 0};
+    const Room room = {0, 0, 0};
     const saddr early = 1024;
     ask({nullptr, nullptr, ROWS}, turn, at, early, {nullptr, nullptr, 0, 0.0f, 0},
         {nullptr, nullptr, 0}, room);

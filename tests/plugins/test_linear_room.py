@@ -1,0 +1,44 @@
+"""How the warps and blocks of a cluster add up their sums of the same columns."""
+
+from __future__ import annotations
+
+import kernels
+import numpy as np
+import pytest
+from emulation import Emulator
+from emulator_code import COMPILER
+
+from thor_dflash.plugins import HEAD
+from thor_dflash.plugins.head import launch
+from thor_dflash.plugins.launch import Device
+from thor_dflash.plugins.linear.reference import weight_case
+from thor_dflash.plugins.op import Case
+from thor_dflash.tensors import Array, DType
+
+BF16 = DType.BF16.numpy
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
+@pytest.mark.parametrize("rows", [1, 16, 32])
+@pytest.mark.parametrize(
+    ("kind", "columns", "lanes"),
+    [("nvfp4", 256, 4), ("nvfp4", 128, 2), ("bfloat16", 64, 1), ("fp8", 64, 1)],
+)
+def test_equal_columns_have_equal_sums(kind: str, columns: int, lanes: int, rows: int) -> None:
+    """Two, four and eight warps have sums of the same columns, and each adds up those of other
+    columns. Were it done in another order, the first of two equal logits would not be the best.
+    """
+    rng = np.random.default_rng(rows)
+    inputs: dict[str, Array] = {
+        "x": rng.standard_normal((rows, 384)).astype(BF16),
+        "norm_weight": np.zeros(384, BF16),
+    }
+    for name, value in weight_case(rng, kind, columns, 384).items():
+        inputs[name] = np.repeat(value[:1], columns, axis=0)
+    call = kernels.call_of(HEAD, Case("equal", inputs, {"norm_offset": 1.0}))
+    on = Device((9, 0), 1)
+    [product] = [step for step in launch.launches(call.site, on) if "LANES" in step.defines]
+    assert (product.defines["LANES"], product.defines["WARPS"]) == (lanes, 8)
+    logits = kernels.launch(call, Emulator(rows), on)["logits"]
+    np.testing.assert_array_equal(logits, np.repeat(logits[:, :1], columns, axis=1))
+    assert len(np.unique(logits[:, 0])) == rows
