@@ -244,18 +244,20 @@ def _contexts(bench: Measures, read: float) -> Iterator[Figure]:
     """Compare a verify with a long context and one with a short, ROUNDS times, back to back: their
     difference is smaller than the drift of a verify's time with the clocks over minutes.
     """
-    each = bench.cache_bytes()
+    each, whole = bench.cache_bytes(), _verify_bytes(bench)
     for length in LONG:
         rounds = [_pair(bench, length, longer_first=i % 2 == 1) for i in range(ROUNDS)]
         grown = statistics.median(longer - short for short, longer in rounds)
+        times = statistics.median(longer / short for short, longer in rounds)
         longer = statistics.median(longer for _, longer in rounds)
-        floor = each * (length - CONTEXT) / read * 1e3
+        more = each * (length - CONTEXT)
+        floor = more / read * 1e3
         yield judged(
             f"growth from {CONTEXT} to {length}",
             grown / floor,
             "x",
-            f"verify {longer:.3f} ms, +{grown:.3f} for "
-            f"{each * (length - CONTEXT) / 1e6:.0f} MB of cache, {floor:.3f} at read rate",
+            f"verify {longer:.3f} ms, +{grown:.3f} for {more / 1e6:.0f} MB of cache, {floor:.3f} "
+            f"at read rate; {times:.3f} times as long for {1 + more / whole:.3f} times the bytes",
         )
 
 
@@ -298,6 +300,12 @@ def _memory(bench: Measures, captured: int) -> Iterator[Figure]:
     yield Figure("memory", "together", sum(parts.values()) / 1e6, "MB")
 
 
+def _verify_bytes(bench: Measures) -> int:
+    """What a verify at CONTEXT must read: weights, state and cache."""
+    cache = bench.cache_bytes() * CONTEXT
+    return bench.bytes("verify", LINEARS) + bench.state_bytes() + cache
+
+
 def predicted(bench: Measures, times: Mapping[str, float], read: float) -> Iterator[Figure]:
     """Predict times at the share of the read rate that was measured here. The fixed cost of a
     launch is scaled like bytes, so the prediction for short kernels is pessimistic.
@@ -306,7 +314,7 @@ def predicted(bench: Measures, times: Mapping[str, float], read: float) -> Itera
     cache = bench.cache_bytes() * CONTEXT
     draft = bench.bytes("propose", LINEARS)
     context = bench.bytes("observe", LINEARS)
-    verify = linears + state + cache
+    verify = _verify_bytes(bench)
     for name, key, size in (
         ("linears of a verify", "linears", linears),
         ("gdn of a verify", "gdn", state),
