@@ -198,7 +198,7 @@ def test_an_item_of_any_kind_may_follow_another(
     kind: str, rows: int, n: int, k: int, parts: int, tiles: list[int]
 ) -> None:
     """In FP8 and bf16, the last stage of an item has no slot for some of the warps. In NVFP4, the
-    blocks of the largest cluster send sums, and each warp its own.
+    blocks of the largest cluster send sums, which pairs of warps have added up.
     """
     rng = np.random.default_rng(n)
     inputs = {"x": rng.normal(0, 1, (rows, k)).astype(BF16), **weight_case(rng, kind, n, k)}
