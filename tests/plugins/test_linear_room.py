@@ -8,7 +8,7 @@ import pytest
 from emulation import Emulator
 from emulator_code import COMPILER
 
-from thor_dflash.plugins import HEAD
+from thor_dflash.plugins import HEAD, LINEAR
 from thor_dflash.plugins.head import launch
 from thor_dflash.plugins.launch import Device
 from thor_dflash.plugins.linear.reference import weight_case
@@ -42,3 +42,18 @@ def test_equal_columns_have_equal_sums(kind: str, columns: int, lanes: int, rows
     logits = kernels.launch(call, Emulator(rows), on)["logits"]
     np.testing.assert_array_equal(logits, np.repeat(logits[:, :1], columns, axis=1))
     assert len(np.unique(logits[:, 0])) == rows
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
+@pytest.mark.parametrize("rows", [16, 32])
+def test_columns_that_are_padding_have_no_squares(rows: int) -> None:
+    """Three halves of an n-tile: the fourth would lie behind the sums of squares."""
+    rng = np.random.default_rng(rows)
+    inputs: dict[str, Array] = {
+        "x": rng.standard_normal((rows, 256)).astype(BF16),
+        "residual": rng.standard_normal((rows, 96)).astype(BF16),
+        **weight_case(rng, "nvfp4", 96, 256),
+    }
+    call = kernels.call_of(LINEAR, Case("three", inputs, {"epilogue": "residual"}), y_squares=True)
+    assert call.want["y0_squares"].shape[0] == 3
+    kernels.compare(LINEAR, kernels.launch(call, Emulator(rows), Device((9, 0), 1)), call.want)
