@@ -11,6 +11,8 @@ from emulator_code import COMPILER
 from thor_dflash.plugins import HEAD, LINEAR
 from thor_dflash.plugins.head import launch
 from thor_dflash.plugins.launch import Device
+from thor_dflash.plugins.linear.layout import layout
+from thor_dflash.plugins.linear.partition import partition
 from thor_dflash.plugins.linear.reference import weight_case
 from thor_dflash.plugins.op import Case
 from thor_dflash.tensors import Array, DType
@@ -57,3 +59,19 @@ def test_columns_that_are_padding_have_no_squares(rows: int) -> None:
     call = kernels.call_of(LINEAR, Case("three", inputs, {"epilogue": "residual"}), y_squares=True)
     assert call.want["y0_squares"].shape[0] == 3
     kernels.compare(LINEAR, kernels.launch(call, Emulator(rows), Device((9, 0), 1)), call.want)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
+@pytest.mark.parametrize("rows", [3, 16, 32])
+def test_every_cluster_counts_its_own_items(rows: int) -> None:
+    """Each has three. If the second one counted on from the first, it would wait for sums that came
+    before its first item, which nobody has sent.
+    """
+    rng = np.random.default_rng(rows)
+    x = {"x": rng.standard_normal((rows, 256)).astype(BF16)}
+    call = kernels.call_of(LINEAR, Case("counted", x | weight_case(rng, "nvfp4", 1536, 256), {}))
+    cut = partition(layout(call.site), 2)
+    assert [len(items) for items in cut.clusters] == [3, 3]
+    for seed in range(3):
+        got = kernels.launch(call, Emulator(seed), Device((9, 0), 2))
+        kernels.compare(LINEAR, got, call.want)
