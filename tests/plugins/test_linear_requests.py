@@ -215,7 +215,7 @@ def test_weights_are_requested_before_the_previous_kernel_has_ended(name: str) -
 )  # fmt: skip
 def test_what_stands_for_loads_depends_on_each(kernel: str, row_tiles: int, loads: int) -> None:
     """Otherwise memory could be released, and overwritten, before its content has arrived. For more
-    than 32 rows, `row_tiles` is 0 here. If it is 1, a warp has half of the four strips; if it is 2,
+    than 32 rows, `row_tiles` is 0 here. If it is 1, a lane has two of the four strips; if it is 2,
     all of them, and the next norm has float32 weights.
     """
     memory = np.linspace(1, 2, 4096, dtype=np.float32).view(np.int32)
