@@ -133,8 +133,8 @@ DEVICE void store_squares(Squares& squares, const Results& to, int column, int m
     }
 }
 
-// Finishes eight rows of a narrow tile: one strip of gate and one of up.
-DEVICE void finish_narrow(const Room& room, saddr scales_made, const Results& to, const Item& item,
+// Finishes eight rows of a narrow tile: one strip of gate and one of up. Returns what `release` needs.
+DEVICE u32 finish_narrow(const Room& room, saddr scales_made, const Results& to, const Item& item,
                           saddr staged, int octet, int number) {
     const int lane = threadIdx.x % 32, row = 8 * octet + lane / 4;
     wait_staged();
@@ -145,12 +145,10 @@ DEVICE void finish_narrow(const Room& room, saddr scales_made, const Results& to
     if (ROW_SCALE) barrier_wait(scales_made, 0);
     barrier_wait_cluster(room.arrived, Room::parity(number));
     const float4 sum = room.add_narrow(octet % OWN_OCTETS);
-    if (item.left) {
-        room.release(1, float_bits(sum.x) ^ float_bits(gate.x) ^ float_bits(up.x) ^ place.strip.x);
-    }
     const float factor = ROW_SCALE ? scale_of(to, row) : 1.0f;
     store_strip(to, place, row, make_float2(sum.x * gate.x * factor, sum.y * gate.y * factor),
                 make_float2(sum.z * up.x * factor, sum.w * up.y * factor), 0, Raw{});
+    return float_bits(sum.x) ^ float_bits(gate.x) ^ float_bits(up.x) ^ place.strip.x;
 }
 
 // What a warp finishes of an item: half an n-tile of a row tile, eight rows of a narrow tile, both
@@ -184,13 +182,16 @@ DEVICE void finish(Sums& sums, const NarrowSums& narrow_sums, const Room& room, 
     // For the first item the wait would succeed at once, but still take time.
     if (MANY && number > 0) barrier_wait_cluster(room.free, Room::parity_before(number));
     const Part part(item, threadIdx.x / 32);
-    const u32 last = part.of(item) ? room.deliver(sums, item, part, rank) : 0;
-    if (MANY && item.left) room.release(1, last);
+    u32 last = part.of(item) ? room.deliver(sums, item, part, rank) : 0;
     if (item.narrow.there()) room.send_narrow(narrow_sums, rank);
     if (share.octet >= 0) {
-        finish_narrow(room, scales_made, to, item, staged + Share::narrow_at(), share.octet, number);
+        last ^= finish_narrow(room, scales_made, to, item, staged + Share::narrow_at(), share.octet,
+                              number);
     }
-    if (share.half < 0) return;
+    if (share.half < 0) {
+        if (item.left) room.release(last);
+        return;
+    }
     const int column = share.column(item), m = own_row_tile();
     End end;
     wait_staged();
@@ -199,10 +200,7 @@ DEVICE void finish(Sums& sums, const NarrowSums& narrow_sums, const Room& room, 
     barrier_wait_cluster(room.arrived, Room::parity(number));
     Own own;
     room.add(own);
-    if (item.left) {
-        const bool one = share.half == 0 && m == 0 && own_part() == 0;
-        room.release(item, one, end.last() ^ last_of(own));
-    }
+    if (item.left) room.release(last ^ end.last() ^ last_of(own));
     Squares squares;
     store_own(squares, own, end, to, m);
     const bool padding = end.places[0].strip.x < 0;

@@ -18,7 +18,6 @@ constexpr int HALF_BYTES = ROW_TILES * 4 * STRIP_BYTES;
 // From its beginning on, sums [own half][block]; at its end, what warps hand over to one another: the
 // more warps there are for an n-tile, the more of this, but the fewer halves.
 constexpr int HALVES_ROOM = 2 * (PARTS > WARPS ? PARTS : WARPS) / SPLIT * HALF_BYTES;
-constexpr int MOST_HALVES = 8;  // of an item
 DEVICE constexpr bool both_fit(int lanes) {
     const int halves = 2 * lanes > PARTS ? 2 * lanes : PARTS, groups = WARPS / lanes / SPLIT;
     const int handed_over = WARPS * (WARP_STRIPS - WARP_STRIPS / groups) * STRIP_BYTES;
@@ -45,13 +44,13 @@ DEVICE u32 last_of(const Own& own) {
 }
 
 // Which of its strips a warp sends: those of its group among the `groups` warps with the same
-// columns, each of which sends `each`. All lie in the same half of an n-tile.
+// columns, each of which sends `each`, a power of two. All lie in the same half of an n-tile.
 struct Sent {
     int group, groups, each;
 
-    DEVICE Sent(int group_, int groups_)
-        : group(group_), groups(groups_), each(WARP_STRIPS / groups_) {}
-    DEVICE bool has(int strip) const { return strip / each == group; }
+    DEVICE Sent(const Item& item, int group_)
+        : group(group_), groups(item.groups()), each(WARP_STRIPS * SPLIT >> item.phase_bits()) {}
+    DEVICE bool has(int strip) const { return (strip & -each) == group * each; }
     // The half's number in the item.
     DEVICE int half(const Part& part) const {
         return 2 * part.tile + (SPLIT > 1 ? part.side : group * each / 4);
@@ -92,22 +91,22 @@ struct Room {
         int kept = 0, count = WARP_STRIPS;  // the first of the strips, and how many
         u32 last = 0;
 #pragma unroll 1
-        for (int bit = sent.groups / 2; bit > 0; bit /= 2) {
-            count /= 2;
+        for (int bit = sent.groups >> 1; bit > 0; bit >>= 1) {
+            count >>= 1;
             const bool upper = sent.group & bit;
             const int given = upper ? kept : kept + count;
             kept = upper ? kept + count : kept;
 #pragma unroll
             for (int s = 0; s < WARP_STRIPS; s++) {
-                if (s / count * count != given) continue;
-                store_shared16(own + s % count * STRIP_BYTES, sums[s / STRIPS][s % STRIPS]);
+                if ((s & -count) != given) continue;
+                store_shared16(own + (s & count - 1) * STRIP_BYTES, sums[s / STRIPS][s % STRIPS]);
             }
             sync_some(JOIN_BARRIER + part.tile * SPLIT + part.side, 32 * sent.groups);
             const saddr from = own + ((sent.group ^ bit) - sent.group) * SPLIT * each;
 #pragma unroll
             for (int s = 0; s < WARP_STRIPS; s++) {
-                if (s / count * count != kept) continue;
-                const uint4 v = load_shared16(from + s % count * STRIP_BYTES);
+                if ((s & -count) != kept) continue;
+                const uint4 v = load_shared16(from + (s & count - 1) * STRIP_BYTES);
                 add_to(sums[s / STRIPS][s % STRIPS], v);
                 last ^= v.x;
             }
@@ -136,9 +135,9 @@ struct Room {
     // Both. With two groups, each has code of its own, in which it is known which strips these are.
     DEVICE u32 deliver(Sums& sums, const Item& item, const Part& part, int rank) const {
         const int group = part.phase / SPLIT;
-        if (!PAIRS || SPLIT > 1) return deliver(sums, item, part, {group, item.groups()}, rank);
-        if (group == 0) return deliver(sums, item, part, {0, 2}, rank);
-        return deliver(sums, item, part, {1, 2}, rank);
+        if (!PAIRS || SPLIT > 1) return deliver(sums, item, part, {item, group}, rank);
+        if (group == 0) return deliver(sums, item, part, {item, 0}, rank);
+        return deliver(sums, item, part, {item, 1}, rank);
     }
     DEVICE u32 deliver(Sums& sums, const Item& item, const Part& part, const Sent& sent,
                        int rank) const {
@@ -192,24 +191,16 @@ struct Room {
         }
     }
 
-    // The buffers may be written again once everything in them has been read. So each warp arrives
-    // when it has joined, at all blocks' barriers: also a warp without a part of the item, since until
-    // it has seen the end of the phase before, the next phase must not end. And it arrives when it has
-    // read the sums that it finishes: the barrier counts these of the largest possible item, and one
-    // warp (`first`) also arrives for the parts that this item does not have.
-    static constexpr int READERS =
-        PARTS * WARPS + MOST_HALVES * ROW_TILES * SHARERS + NARROW * OCTETS;
-    DEVICE void release(const Item& item, bool first, u32 last) const {
-        const int narrow = NARROW && !item.narrow.there() ? OCTETS : 0;
-        const int halves = (MOST_HALVES - item.halves()) * ROW_TILES * SHARERS;
-        release(first ? 1 + halves + narrow : 1, last);
-    }
-    DEVICE void release(int times, u32 last) const {
+    // This warp has read what it has to read of the item: what was handed over to it, and the sums that
+    // it finishes. The buffers may be written again once all warps of all blocks have arrived: also
+    // those without a part of the item, since until they have seen the end of the phase before, the
+    // next phase must not end.
+    static constexpr int READERS = PARTS * WARPS;
+    DEVICE void release(u32 last) const {
         received(last);
         sync_warp();
         const int lane = threadIdx.x % 32;
-        if (lane >= PARTS) return;
-        barrier_arrive_cluster(cluster_address(free, lane), times);
+        if (lane < PARTS) barrier_arrive_cluster(cluster_address(free, lane));
     }
 
     DEVICE static void add_to(float (&sum)[4], const uint4& v) {
