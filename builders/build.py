@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from thor_dflash import __version__, manifest
+from thor_dflash import __version__
 from thor_dflash.builders.card import make_card
 from thor_dflash.builders.checkpoint.drafter import check_pair, read_drafter
 from thor_dflash.builders.checkpoint.target import read_target
@@ -33,14 +33,15 @@ from thor_dflash.builders.staging import Staging
 from thor_dflash.builders.tensorrt.package import Maker, Material, engines, maker, write_engines
 from thor_dflash.builders.tensorrt.profiles import session_ranges
 from thor_dflash.builders.weights import WeightFiles
-from thor_dflash.config import BLOCK, CAPACITY, BuildConfig
-from thor_dflash.dims import LEAST_TALK, longest_context
-from thor_dflash.errors import CheckpointError, ConfigError
-from thor_dflash.manifest import KvScales, Manifest, Share
-from thor_dflash.program import ENDING, Program, render
-from thor_dflash.progress import Progress
-from thor_dflash.tensors import DType
-from thor_dflash.tokenizer import addressed_ids, stop_tokens, tokenizer_files
+from thor_dflash.config.tree import BLOCK, CAPACITY, BuildConfig
+from thor_dflash.core.errors import CheckpointError, ConfigError
+from thor_dflash.core.model_dims import LEAST_TALK, longest_context
+from thor_dflash.core.progress import Progress
+from thor_dflash.core.tensors import DType
+from thor_dflash.package import manifest
+from thor_dflash.package.launch_program import ENDING, Program, render
+from thor_dflash.package.manifest import KvScales, Manifest, Share
+from thor_dflash.package.tokenizer_files import addressed_ids, stop_tokens, tokenizer_files
 
 _DTYPE = {"f32": DType.F32, "bf16": DType.BF16, "fp8": DType.FP8}
 _NAMES: dict[DType, Literal["f32", "bf16", "fp8"]] = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from thor_dflash.core.tensors import DType
 from thor_dflash.plugins.op import Attribute
-from thor_dflash.tensors import DType
 
 
 @dataclass(slots=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-from thor_dflash.config import CardConfig
-from thor_dflash.errors import ConfigError
-from thor_dflash.manifest import Card
+from thor_dflash.config.tree import CardConfig
+from thor_dflash.core.errors import ConfigError
+from thor_dflash.package.manifest import Card
 
 MAX_TOKENS, COMPLEX, REPLY = 32768, 81920, 4096
 """Longest answer, longest answer to complex problems, and reply of the Qwen3.5 and 3.6 family,

@@ -10,8 +10,8 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from thor_dflash import records
-from thor_dflash.errors import ConfigError
+from thor_dflash.core import strict_records
+from thor_dflash.core.errors import ConfigError
 
 
 def read_draft_ids(path: Path, vocab: int) -> NDArray[np.int32]:
@@ -21,14 +21,14 @@ def read_draft_ids(path: Path, vocab: int) -> NDArray[np.int32]:
         ConfigError: the file is no such list, or its ids are not ascending and below `vocab`.
     """
     try:
-        value: object = json.loads(records.read_text(path))
+        value: object = json.loads(strict_records.read_text(path))
     except OSError as e:
         raise ConfigError(
             f"build.draft_ids must be a readable file (got {path}: {e.strerror})"
         ) from e
     except (ValueError, RecursionError) as e:
         raise ConfigError(f"build.draft_ids must be a JSON list of ids (got {path}: {e})") from e
-    listed = records.as_list(value)
+    listed = strict_records.as_list(value)
     if not listed or any(type(i) is not int for i in listed):
         raise ConfigError(f"build.draft_ids must be a JSON list of ids (got {records.show(value)})")
     ids = cast("list[int]", listed)

@@ -14,19 +14,25 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from thor_dflash import manifest
 from thor_dflash.builders.build import describe, make_plan
 from thor_dflash.builders.checkpoint.drafter import drafter_layout
 from thor_dflash.builders.checkpoint.layout import Layout
 from thor_dflash.builders.checkpoint.matrix import Matrix, WeightKind
 from thor_dflash.builders.checkpoint.target import target_layout
 from thor_dflash.builders.packing import CONSTANTS
-from thor_dflash.config import BuildConfig
-from thor_dflash.dims import AttentionDims, DrafterDims, DraftLayerDims, GdnDims, TargetDims
-from thor_dflash.manifest import Manifest
+from thor_dflash.config.tree import BuildConfig
+from thor_dflash.core.model_dims import (
+    AttentionDims,
+    DrafterDims,
+    DraftLayerDims,
+    GdnDims,
+    TargetDims,
+)
+from thor_dflash.core.tensors import Array
+from thor_dflash.package import manifest
+from thor_dflash.package.launch_program import ENDING, render
+from thor_dflash.package.manifest import Manifest
 from thor_dflash.plugins.numerics import NVFP4_GROUP
-from thor_dflash.program import ENDING, render
-from thor_dflash.tensors import Array
 
 QWEN36_27B = TargetDims(
     vocab=248320,

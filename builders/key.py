@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 import thor_dflash
 from thor_dflash import builders, plugins
 from thor_dflash.builders.tensorrt.package import Maker
-from thor_dflash.config import BuildConfig
+from thor_dflash.config.tree import BuildConfig
 
 _READ = (".json", ".safetensors", ".jinja")
 """Suffixes of the checkpoint files that a build reads."""

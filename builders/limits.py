@@ -5,8 +5,8 @@ from __future__ import annotations
 from math import gcd
 
 from thor_dflash.builders.offered import TargetSource
-from thor_dflash.dims import TargetDims
-from thor_dflash.errors import CheckpointError, ConfigError
+from thor_dflash.core.errors import CheckpointError, ConfigError
+from thor_dflash.core.model_dims import TargetDims
 from thor_dflash.plugins.linear.launch import PAIR
 
 LANES = 4

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Protocol
 
 from thor_dflash.builders.checkpoint.matrix import Matrix
-from thor_dflash.dims import DrafterDims, TargetDims
-from thor_dflash.tensors import Array
+from thor_dflash.core.model_dims import DrafterDims, TargetDims
+from thor_dflash.core.tensors import Array
 
 
 class Weights(Protocol):

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from thor_dflash.builders.weights import Stored, WeightFiles
-from thor_dflash.manifest import WEIGHTS
+from thor_dflash.core.tensors import Array, DType
+from thor_dflash.package.manifest import WEIGHTS
 from thor_dflash.plugins.launch import Site
 from thor_dflash.plugins.rules import Rule
-from thor_dflash.tensors import Array, DType
 
 CONSTANTS = f"{WEIGHTS}constants.bin"
 """The file of constants that the graphs hold themselves."""

@@ -18,7 +18,9 @@ from onnx import numpy_helper
 from thor_dflash.builders.calls import Known, RoomCall
 from thor_dflash.builders.packing import Packing
 from thor_dflash.builders.unfused import unfused
-from thor_dflash.errors import ConfigError
+from thor_dflash.core.errors import ConfigError
+from thor_dflash.core.tensors import DType
+from thor_dflash.package.launch_program import ALIGNMENT, Program, Step, Value, Weight
 from thor_dflash.plugins import OPS
 from thor_dflash.plugins.launch import AHEAD, Shaped, Site
 from thor_dflash.plugins.linear.few import (
@@ -31,8 +33,6 @@ from thor_dflash.plugins.linear.few import (
 from thor_dflash.plugins.linear.prepare import SLAB
 from thor_dflash.plugins.op import DOMAIN, Attributes
 from thor_dflash.plugins.rules import RULES
-from thor_dflash.program import ALIGNMENT, Program, Step, Value, Weight
-from thor_dflash.tensors import DType
 
 _TYPES = {op.type: op for op in OPS}
 _DTYPES = {1: DType.F32, 2: DType.U8, 6: DType.I32, 7: DType.I64, 9: DType.BOOL,

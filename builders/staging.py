@@ -21,9 +21,9 @@ from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Self, cast
 
-from thor_dflash.errors import PackageError
-from thor_dflash.manifest import NAME, FileEntry, check_outside, hash_file, is_package
-from thor_dflash.progress import say
+from thor_dflash.core.errors import PackageError
+from thor_dflash.core.progress import say
+from thor_dflash.package.manifest import NAME, FileEntry, check_outside, hash_file, is_package
 
 JOURNAL = ".journal"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from thor_dflash.tensors import Array, DType
+from thor_dflash.core.tensors import Array, DType
 
 ALIGNMENT = 4096
 """Tensors begin on page boundaries, so that each can be memory-mapped alone, bytes."""

@@ -22,8 +22,8 @@ from thor_dflash.calib.planbench import Task, judge
 from thor_dflash.calib.planbench.again import again
 from thor_dflash.calib.planbench.scene import Scene
 from thor_dflash.calib.planbench.skills import skills_of
-from thor_dflash.config import EngineConfig
-from thor_dflash.progress import Silent
+from thor_dflash.config.tree import EngineConfig
+from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.block import Policy
 from thor_dflash.runtime.policies.grammar import Constrain, Place
 from thor_dflash.runtime.policies.grammar_compile import Grammar

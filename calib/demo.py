@@ -16,11 +16,11 @@ from rich.text import Text as Styled
 
 from thor_dflash.builders.build import build
 from thor_dflash.calib.planbench import Task, Verdict, judge, task_from_line
-from thor_dflash.config import Config
-from thor_dflash.errors import ConfigError
-from thor_dflash.manifest import Manifest
-from thor_dflash.progress import Progress, amount
-from thor_dflash.progress import Task as Timing
+from thor_dflash.config.tree import Config
+from thor_dflash.core.errors import ConfigError
+from thor_dflash.core.progress import Progress, amount
+from thor_dflash.core.progress import Task as Timing
+from thor_dflash.package.manifest import Manifest
 from thor_dflash.runtime.propose import Nobody, Proposer
 from thor_dflash.runtime.session import Report, Request, Session, open_session
 from thor_dflash.runtime.text import Answer, Text

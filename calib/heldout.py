@@ -16,8 +16,8 @@ from statistics import mean, median
 from thor_dflash.calib import script
 from thor_dflash.calib.demo import MODEL, histogram
 from thor_dflash.calib.planbench import FAMILIES, Task, judge, task_from_line
-from thor_dflash.config import EngineConfig
-from thor_dflash.progress import Progress, choose
+from thor_dflash.config.tree import EngineConfig
+from thor_dflash.core.progress import Progress, choose
 from thor_dflash.runtime.profile import PROMPT
 from thor_dflash.runtime.propose import Nobody
 from thor_dflash.runtime.session import Report, Request, Session, open_session

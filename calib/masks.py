@@ -21,9 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
-from thor_dflash import tokenizer as files
 from thor_dflash.calib import script
-from thor_dflash.errors import PackageError
+from thor_dflash.core.errors import PackageError
+from thor_dflash.package import tokenizer_files as files
 from thor_dflash.runtime.block import Block
 from thor_dflash.runtime.policies.grammar import Constrain, Place
 from thor_dflash.runtime.policies.grammar_compile import Grammar, Grammars

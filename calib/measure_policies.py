@@ -27,7 +27,7 @@ from thor_dflash.calib.broken import Broken
 from thor_dflash.calib.heldout import tasks
 from thor_dflash.calib.planbench import Task, judge
 from thor_dflash.calib.replay import Replay
-from thor_dflash.config import (
+from thor_dflash.config.tree import (
     AS_MADE,
     NO_BUDGET,
     BudgetConfig,
@@ -36,7 +36,7 @@ from thor_dflash.config import (
     EngineConfig,
     RelaxedConfig,
 )
-from thor_dflash.progress import Silent
+from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.policies.gate import Costs, Gate, Rule
 from thor_dflash.runtime.propose import Dflash, Nobody, Proposer
 from thor_dflash.runtime.session import Chunk, Report, Request, Session, open_session

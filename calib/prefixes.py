@@ -16,8 +16,8 @@ from pathlib import Path
 from statistics import median
 
 from thor_dflash.calib import script
-from thor_dflash.config import EngineConfig
-from thor_dflash.progress import Silent
+from thor_dflash.config.tree import EngineConfig
+from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.propose import Dflash
 from thor_dflash.runtime.session import Request, Session, open_session
 

@@ -13,8 +13,8 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.op import DOMAIN, VERSION, Attribute, Attributes, Op
-from thor_dflash.tensors import Array, DType
 
 OPSET = 21
 IR_VERSION = 10

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.op import Attributes, Op
-from thor_dflash.tensors import Array, DType
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from thor_dflash.tensors import Array, DType
+from thor_dflash.core.tensors import Array, DType
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 """The 16 FP4 values by code; the sign is bit 3."""

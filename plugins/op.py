@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from thor_dflash.tensors import Array, DType
+from thor_dflash.core.tensors import Array, DType
 
 DOMAIN = "thor_dflash"
 """ONNX domain and TensorRT plugin namespace of every operator."""

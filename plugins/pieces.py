@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from thor_dflash.core.tensors import DType
 from thor_dflash.plugins.body import Body, Inputs
 from thor_dflash.plugins.numerics import E2M1, NVFP4_GROUP, inverse_frequency
-from thor_dflash.tensors import DType
 
 
 def rms_norm(b: Body, x: str, weight: str, eps: float, offset: float) -> str:

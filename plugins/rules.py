@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from thor_dflash import plugins
+from thor_dflash.core.tensors import Array
 from thor_dflash.plugins import OPS, Op
 from thor_dflash.plugins.accept import launch as accept
 from thor_dflash.plugins.context_kv import launch as context_kv
@@ -28,7 +29,6 @@ from thor_dflash.plugins.standard.nodes import (
     SILU_MUL,
 )
 from thor_dflash.plugins.verify_attention import launch as verify_attention
-from thor_dflash.tensors import Array
 
 Pack = Callable[[Site, Mapping[str, Array]], dict[str, Array]]
 

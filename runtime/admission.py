@@ -7,10 +7,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from thor_dflash.config import AS_MADE, NO_BUDGET, RELAXED, BudgetConfig, DraftConfig, RelaxedConfig
-from thor_dflash.errors import RequestError
+from thor_dflash.config.tree import (
+    AS_MADE,
+    NO_BUDGET,
+    RELAXED,
+    BudgetConfig,
+    DraftConfig,
+    RelaxedConfig,
+)
+from thor_dflash.core.errors import RequestError
+from thor_dflash.core.strict_records import show
 from thor_dflash.plugins.accept.reference import LOG_MARGIN, PROBABILITY_DELTA
-from thor_dflash.records import show
 from thor_dflash.runtime.block import Policy, Relaxed
 from thor_dflash.runtime.model import Model
 from thor_dflash.runtime.policies.budget import Budget, Soft

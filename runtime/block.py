@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
+from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.accept.reference import STRICT, Record
 from thor_dflash.runtime.thinking import Marks, Thinking
-from thor_dflash.tensors import Array
 
 Finish = Literal["", "stop", "length", "grammar_dead_end"]
 """Why a request is over; "" while it is running."""

@@ -13,9 +13,9 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from thor_dflash import tokenizer as files
-from thor_dflash.errors import PackageError, RequestError
-from thor_dflash.records import as_list, as_table, show
+from thor_dflash.core.errors import PackageError, RequestError
+from thor_dflash.core.strict_records import as_list, as_table, show
+from thor_dflash.package import tokenizer_files as files
 
 
 class Template:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 
-from thor_dflash.config import EngineConfig
-from thor_dflash.dims import LEAST_TALK, longest_context
-from thor_dflash.errors import ConfigError
-from thor_dflash.manifest import Manifest
+from thor_dflash.config.tree import EngineConfig
+from thor_dflash.core.errors import ConfigError
+from thor_dflash.core.model_dims import LEAST_TALK, longest_context
+from thor_dflash.package.manifest import Manifest
 
 
 def threads(config: EngineConfig) -> int:

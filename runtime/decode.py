@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from thor_dflash.errors import ModelFault, RequestError, TransactionError
+from thor_dflash.core.errors import ModelFault, RequestError, TransactionError
 from thor_dflash.plugins.accept.reference import Record
 from thor_dflash.runtime.block import Block, Finish, Look, Policy, Progress
 from thor_dflash.runtime.engine import Call

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from thor_dflash.tensors import Array, Dims, TensorSpec
+from thor_dflash.core.tensors import Array, Dims, TensorSpec
 
 
 class Tensor(Protocol):

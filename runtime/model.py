@@ -7,14 +7,14 @@ from threading import RLock
 
 import numpy as np
 
-from thor_dflash.manifest import CHUNK_STEPS, Manifest, graph_name
+from thor_dflash.core.tensors import Array, TensorSpec
+from thor_dflash.package.manifest import CHUNK_STEPS, Manifest, graph_name
 from thor_dflash.plugins.accept.reference import Record
 from thor_dflash.plugins.op import NEXT
 from thor_dflash.plugins.verify_attention import TILE
 from thor_dflash.runtime.block import Block
 from thor_dflash.runtime.engine import Call, Engine, Graph, Tensor
 from thor_dflash.runtime.state import State
-from thor_dflash.tensors import Array, TensorSpec
 
 
 def cache_rows(capacity: int, block: int, chunk: int) -> int:

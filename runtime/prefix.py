@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from thor_dflash.errors import RequestError
-from thor_dflash.records import show
+from thor_dflash.core.errors import RequestError
+from thor_dflash.core.strict_records import show
 from thor_dflash.runtime.decode import own
 from thor_dflash.runtime.model import Model
 from thor_dflash.runtime.prefix_file import Stored, read_prefix, write_prefix

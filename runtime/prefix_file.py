@@ -21,12 +21,13 @@ from pathlib import Path
 
 import numpy as np
 
-from thor_dflash import __version__, records
-from thor_dflash.errors import PackageError, RequestError
-from thor_dflash.manifest import Manifest, render
+from thor_dflash import __version__
+from thor_dflash.core import strict_records
+from thor_dflash.core.errors import PackageError, RequestError
+from thor_dflash.core.tensors import Array, TensorSpec
+from thor_dflash.package.manifest import Manifest, render
 from thor_dflash.runtime.model import Model
 from thor_dflash.runtime.state import Snapshot
-from thor_dflash.tensors import Array, TensorSpec
 
 FORMAT = 3
 """Version of the file format. A runtime reads only its own version."""
@@ -78,7 +79,7 @@ def write_prefix(path: Path, model: Model, stored: Stored, snapshot: Snapshot) -
         chunk=model.chunk,
         prefix=stored,
     )
-    parts = [json.dumps(records.encode(header)).encode() + b"\n"]
+    parts = [json.dumps(strict_records.encode(header)).encode() + b"\n"]
     parts += [snapshot.arrays[name].tobytes() for name in _names(model, stored.held)]
     digest = hashlib.sha256()
     for part in parts:
@@ -150,7 +151,7 @@ def _parts(path: Path, budget: int) -> tuple[bytes, bytes, bytes]:
 
 def _table(path: Path, line: bytes) -> dict[str, object]:
     try:
-        return records.as_table(json.loads(line)) or {}
+        return strict_records.as_table(json.loads(line)) or {}
     except (ValueError, RecursionError) as e:
         raise PackageError(f"{path} must have JSON as its second line (got: {e}); {AGAIN}") from e
 
@@ -163,7 +164,7 @@ def _header(path: Path, line: bytes, model: Model) -> _Header:
                 f"{path} must be written by this version of thor-dflash, {key} {mine} "
                 f"(got {records.show(table.get(key))}); {AGAIN}"
             )
-    header = records.decode(_Header, table, "", PackageError)
+    header = strict_records.decode(_Header, table, "", PackageError)
     if header.package != identity(model.manifest):
         raise PackageError(
             f"{path} must be written with this package (got a prefix of another one); {AGAIN}"

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from thor_dflash.errors import RequestError
+from thor_dflash.core.errors import RequestError
 from thor_dflash.runtime.telemetry import Report, Spec
 
 UNSTEADY = 0.025

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from thor_dflash.config import AS_MADE, DraftConfig
-from thor_dflash.errors import RequestError
+from thor_dflash.config.tree import AS_MADE, DraftConfig
+from thor_dflash.core.errors import RequestError
 from thor_dflash.runtime.block import Block, Progress
 from thor_dflash.runtime.engine import Call
 from thor_dflash.runtime.model import Model

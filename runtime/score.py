@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from thor_dflash.errors import RequestError
-from thor_dflash.progress import Progress
+from thor_dflash.core.errors import RequestError
+from thor_dflash.core.progress import Progress
+from thor_dflash.core.tensors import Array
 from thor_dflash.runtime.decode import own
 from thor_dflash.runtime.model import Model
 from thor_dflash.runtime.session import Session
-from thor_dflash.tensors import Array
 
 
 def score(

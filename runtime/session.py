@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from thor_dflash import manifest as package_manifest
-from thor_dflash.config import EngineConfig
-from thor_dflash.errors import EngineError, NoRoom, PackageError, RequestError
-from thor_dflash.extras import extra
-from thor_dflash.manifest import Manifest
-from thor_dflash.progress import Progress as Reporter
-from thor_dflash.progress import amount
+from thor_dflash.config.tree import EngineConfig
+from thor_dflash.core.errors import EngineError, NoRoom, PackageError, RequestError
+from thor_dflash.core.extras import extra
+from thor_dflash.core.progress import Progress as Reporter
+from thor_dflash.core.progress import amount
+from thor_dflash.package import manifest as package_manifest
+from thor_dflash.package.manifest import Manifest
 from thor_dflash.runtime import chosen
 from thor_dflash.runtime.admission import Desk, Request
 from thor_dflash.runtime.block import Limit, Policy, Progress

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from thor_dflash.errors import TransactionError
+from thor_dflash.core.errors import TransactionError
+from thor_dflash.core.tensors import Array, Dims, TensorSpec
 from thor_dflash.plugins.op import NEXT
 from thor_dflash.runtime.engine import Engine, Graph, Tensor
-from thor_dflash.tensors import Array, Dims, TensorSpec
 
 
 def is_record(name: str) -> bool:

@@ -18,9 +18,9 @@ from typing import Any, cast
 
 from tokenizers import AddedToken, Tokenizer, decoders
 
-from thor_dflash import tokenizer as files
-from thor_dflash.errors import PackageError
-from thor_dflash.records import check_utf8, show
+from thor_dflash.core.errors import PackageError
+from thor_dflash.core.strict_records import check_utf8, show
+from thor_dflash.package import tokenizer_files as files
 from thor_dflash.runtime.chat import chat
 from thor_dflash.runtime.chat_template import Template
 from thor_dflash.runtime.longest import least_bytes, longest

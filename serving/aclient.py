@@ -17,7 +17,7 @@ import zmq.asyncio
 from msgspec import structs
 from zmq.utils.monitor import parse_monitor_message
 
-from thor_dflash.errors import PlanError
+from thor_dflash.core.errors import PlanError
 from thor_dflash.serving import replies, wire
 from thor_dflash.serving.replies import Options, Reply, Tries
 

@@ -9,8 +9,8 @@ from urllib.parse import unquote
 
 import jsonschema_rs
 
-from thor_dflash.errors import PlanError
-from thor_dflash.records import cut, show, visible
+from thor_dflash.core.errors import PlanError
+from thor_dflash.core.strict_records import cut, show, visible
 
 MOST_PATTERNS = 64
 """Most regular expressions in a schema. Compiling one blocks the whole interpreter, so the server

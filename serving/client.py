@@ -19,7 +19,7 @@ import zmq
 from msgspec import structs
 from zmq.utils.monitor import recv_monitor_message
 
-from thor_dflash.errors import PlanError
+from thor_dflash.core.errors import PlanError
 from thor_dflash.serving import replies, wire
 from thor_dflash.serving.replies import Options, Reply, Tries
 from thor_dflash.serving.wire import Ask, Chunk, Message, Result

@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 import msgspec
 from msgspec import Struct, structs
 
-from thor_dflash.errors import PlanError
-from thor_dflash.records import WORDS, nearest, show
+from thor_dflash.core.errors import PlanError
+from thor_dflash.core.strict_records import WORDS, nearest, show
 from thor_dflash.serving import wire
 
 T = TypeVar("T")

@@ -11,9 +11,9 @@ from typing import Any
 
 from msgspec import structs
 
-from thor_dflash.errors import PlanError
-from thor_dflash.records import visible
-from thor_dflash.serve_config import ServeConfig
+from thor_dflash.config.serving import ServeConfig
+from thor_dflash.core.errors import PlanError
+from thor_dflash.core.strict_records import visible
 from thor_dflash.serving import codec, device, fields, groot, hello, security, wire, work
 from thor_dflash.serving.backend import Backend, Prepared
 from thor_dflash.serving.codec import JSON, Head

@@ -19,8 +19,8 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from thor_dflash.errors import ConfigError
-from thor_dflash.serve_config import ServeConfig
+from thor_dflash.config.serving import ServeConfig
+from thor_dflash.core.errors import ConfigError
 from thor_dflash.serving import security
 from thor_dflash.serving.alive import KEEPALIVE
 

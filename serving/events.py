@@ -9,7 +9,7 @@ from io import FileIO
 
 import msgspec
 
-from thor_dflash.errors import ConfigError
+from thor_dflash.core.errors import ConfigError
 
 
 class Events:

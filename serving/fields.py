@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from thor_dflash.errors import PlanError, RequestError
-from thor_dflash.records import cut, show, visible
-from thor_dflash.serve_config import ServeConfig
+from thor_dflash.config.serving import ServeConfig
+from thor_dflash.core.errors import PlanError, RequestError
+from thor_dflash.core.strict_records import cut, show, visible
 from thor_dflash.serving import wire
 from thor_dflash.serving.codec import convert, plain
 

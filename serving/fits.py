@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from thor_dflash.errors import ConfigError
+from thor_dflash.core.errors import ConfigError
 from thor_dflash.runtime.model import Model
 
 

@@ -12,8 +12,8 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from thor_dflash.errors import Code, PlanError
-from thor_dflash.serve_config import GatewayConfig
+from thor_dflash.config.serving import GatewayConfig
+from thor_dflash.core.errors import Code, PlanError
 from thor_dflash.serving import replies, security, wire
 from thor_dflash.serving.aclient import AsyncPlanner
 from thor_dflash.serving.replies import Options

@@ -22,9 +22,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from thor_dflash.errors import ConfigError, PlanError
-from thor_dflash.records import cut, visible
-from thor_dflash.serve_config import GatewayConfig
+from thor_dflash.config.serving import GatewayConfig
+from thor_dflash.core.errors import ConfigError, PlanError
+from thor_dflash.core.strict_records import cut, visible
 from thor_dflash.serving import metrics, openai, replies, security, wire
 from thor_dflash.serving.fleet import Fleet, Said
 

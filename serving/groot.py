@@ -12,8 +12,8 @@ from uuid import uuid4
 
 import msgspec
 
-from thor_dflash.errors import PlanError
-from thor_dflash.records import visible
+from thor_dflash.core.errors import PlanError
+from thor_dflash.core.strict_records import visible
 from thor_dflash.serving import codec, wire
 from thor_dflash.serving.codec import Codec, Head
 

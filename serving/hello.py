@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import thor_dflash
-from thor_dflash.serve_config import ServeConfig
+from thor_dflash.config.serving import ServeConfig
 from thor_dflash.serving import codec, device, fields, wire
 from thor_dflash.serving.backend import Backend
 

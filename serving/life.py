@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from thor_dflash.errors import PlanError, ThorError
+from thor_dflash.core.errors import PlanError, ThorError
 from thor_dflash.serving import wire
 from thor_dflash.serving.backend import Backend
 from thor_dflash.serving.work import Pulse

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from thor_dflash.errors import PlanError
-from thor_dflash.records import show
-from thor_dflash.serve_config import ServeConfig
+from thor_dflash.config.serving import ServeConfig
+from thor_dflash.core.errors import PlanError
+from thor_dflash.core.strict_records import show
 from thor_dflash.serving import fields, outcome, wire
 from thor_dflash.serving.backend import About, Prepared, Run, Stop
 from thor_dflash.serving.check import Checker

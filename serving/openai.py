@@ -12,8 +12,8 @@ from uuid import uuid4
 import msgspec
 from msgspec import Meta, Struct
 
-from thor_dflash.errors import Code, PlanError
-from thor_dflash.records import nearest, visible
+from thor_dflash.core.errors import Code, PlanError
+from thor_dflash.core.strict_records import nearest, visible
 from thor_dflash.serving import codec, wire
 
 STATUS: Mapping[Code, int] = {

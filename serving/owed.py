@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from thor_dflash.errors import PlanError
+from thor_dflash.core.errors import PlanError
 from thor_dflash.serving import wire
 from thor_dflash.serving.life import RETRY_MS
 from thor_dflash.serving.schedule import Peer

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from thor_dflash.records import as_table
+from thor_dflash.core.strict_records import as_table
 
 _PLAIN_TAIL = "}"
 _PLAN_TAIL = ',"needs_clarification":null}'

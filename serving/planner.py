@@ -10,7 +10,7 @@ from typing import Protocol, Self
 
 from msgspec import structs
 
-from thor_dflash.errors import PlanError, ThorError
+from thor_dflash.core.errors import PlanError, ThorError
 from thor_dflash.serving import fields, wire
 from thor_dflash.serving.backend import Backend, Run, Stop
 from thor_dflash.serving.outcome import asked

@@ -14,8 +14,8 @@ import msgspec
 import zmq
 from msgspec import Struct, structs
 
-from thor_dflash.errors import Code, ConfigError, PlanError
-from thor_dflash.records import cut, visible
+from thor_dflash.core.errors import Code, ConfigError, PlanError
+from thor_dflash.core.strict_records import cut, visible
 from thor_dflash.serving import fields, wire
 from thor_dflash.serving.alive import KEEPALIVE
 from thor_dflash.serving.codec import MSGPACK, Codec

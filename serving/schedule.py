@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Literal
 
-from thor_dflash.errors import PlanError
-from thor_dflash.records import show
+from thor_dflash.core.errors import PlanError
+from thor_dflash.core.strict_records import show
 from thor_dflash.serving import groot, wire
 from thor_dflash.serving.backend import Prepared, Stop
 from thor_dflash.serving.codec import Codec

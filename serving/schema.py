@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 from urllib.parse import quote
 
-from thor_dflash.errors import RequestError
-from thor_dflash.records import show
+from thor_dflash.core.errors import RequestError
+from thor_dflash.core.strict_records import show
 
 Schema = dict[str, Any]
 Kind = str | Mapping[str, Any]

@@ -15,8 +15,8 @@ from shlex import quote
 import zmq
 from zmq.utils import z85
 
-from thor_dflash.errors import ConfigError
-from thor_dflash.serve_config import ServeConfig
+from thor_dflash.config.serving import ServeConfig
+from thor_dflash.core.errors import ConfigError
 from thor_dflash.serving.ports import has_port
 
 SERVER, CLIENT = "server", "client"

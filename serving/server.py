@@ -24,9 +24,9 @@ from itertools import count
 from pathlib import Path
 from queue import Empty, PriorityQueue, SimpleQueue
 
-from thor_dflash.errors import ThorError
-from thor_dflash.records import visible
-from thor_dflash.serve_config import ServeConfig
+from thor_dflash.config.serving import ServeConfig
+from thor_dflash.core.errors import ThorError
+from thor_dflash.core.strict_records import visible
 from thor_dflash.serving import security, wire, work
 from thor_dflash.serving.backend import Backend
 from thor_dflash.serving.desk import Desk, Hands

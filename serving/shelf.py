@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from thor_dflash.errors import ConfigError, PackageError, RequestError
+from thor_dflash.core.errors import ConfigError, PackageError, RequestError
 from thor_dflash.runtime.prefix import Prefix, Prefixes
 
 ENDING = ".prefix"

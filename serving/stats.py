@@ -6,7 +6,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from thor_dflash.errors import PlanError
+from thor_dflash.core.errors import PlanError
 from thor_dflash.serving import wire
 
 KEPT = 256

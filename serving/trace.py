@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from thor_dflash.errors import ConfigError
+from thor_dflash.core.errors import ConfigError
 from thor_dflash.serving import wire
 
 KEPT = 32

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
-from thor_dflash.errors import Code
+from thor_dflash.core.errors import Code
 
 VERSION = 1
 PORT = 5571

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from msgspec import structs
 
-from thor_dflash.errors import EngineLost, PlanError, RequestError, ThorError
+from thor_dflash.core.errors import EngineLost, PlanError, RequestError, ThorError
 from thor_dflash.serving import wire
 from thor_dflash.serving.backend import Backend, Prepared, Stop, drive
 from thor_dflash.serving.planner import final

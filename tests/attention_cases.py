@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.numerics import rounded
 from thor_dflash.plugins.op import Attribute, Case
-from thor_dflash.tensors import Array, DType
 
 BF16, FP8 = DType.BF16, DType.FP8
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from thor_dflash.builders import hollow
-from thor_dflash.dims import DrafterDims, TargetDims
+from thor_dflash.core.model_dims import DrafterDims, TargetDims
 
 ARGUMENTS = ["bench", "--shape", "small", "--random-weights", "--engine", "cuda", "--json"]
 

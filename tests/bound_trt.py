@@ -20,13 +20,13 @@ from kernel_cases import taken_of
 from kernels import rule_of
 from trt_stubs import FETCH_SECONDS, STORE, libraries
 
-from thor_dflash.errors import EngineError
+from thor_dflash.core.errors import EngineError
+from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import OPS
 from thor_dflash.plugins.cuda.enqueue import working
 from thor_dflash.plugins.launch import THOR, Shaped, Site
 from thor_dflash.plugins.op import DOMAIN, VERSION
 from thor_dflash.plugins.tensorrt.node import KEYS, Node, describe, tensor_of
-from thor_dflash.tensors import DType
 
 LEAN = "tensorrt_lean_cu13_libs"
 """TensorRT's lean library, published for version 11: no builder, but the real plugin registry."""

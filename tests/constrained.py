@@ -13,10 +13,10 @@ from tempfile import TemporaryDirectory
 
 from checkpoints import GEOMETRIES, DrafterGeometry, write_drafter, write_target
 
-from thor_dflash import tokenizer as files
 from thor_dflash.builders.build import build
-from thor_dflash.config import BuildConfig, EngineConfig
-from thor_dflash.progress import Silent
+from thor_dflash.config.tree import BuildConfig, EngineConfig
+from thor_dflash.core.progress import Silent
+from thor_dflash.package import tokenizer_files as files
 from thor_dflash.runtime.block import Policy
 from thor_dflash.runtime.policies.grammar import Constrain, Place
 from thor_dflash.runtime.policies.grammar_compile import Grammar

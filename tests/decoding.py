@@ -22,8 +22,8 @@ from checkpoints import (
 )
 
 from thor_dflash.builders.build import build
-from thor_dflash.config import BuildConfig, EngineConfig
-from thor_dflash.progress import Silent
+from thor_dflash.config.tree import BuildConfig, EngineConfig
+from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.block import Policy, Progress
 from thor_dflash.runtime.propose import Guess, Proposer
 from thor_dflash.runtime.session import Request, Session, open_session

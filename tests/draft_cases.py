@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.numerics import rope
 from thor_dflash.plugins.op import Attribute, Case
-from thor_dflash.tensors import Array, DType
 
 BF16 = DType.BF16.numpy
 TILE = 64

@@ -25,15 +25,15 @@ from emulation import Memory, is_early
 from fake_cuda import FACTS, MEMORY, OK, Fake
 from kernels import POISON
 
+from thor_dflash.core.tensors import Array
+from thor_dflash.package.launch_program import Program, Step
 from thor_dflash.plugins.cuda import driver, enqueue, kernels
 from thor_dflash.plugins.cuda.compile import Cubin
 from thor_dflash.plugins.launch import Addresses, At, Device, Launch, Scratch, Shift, Table
 from thor_dflash.plugins.op import NEXT
 from thor_dflash.plugins.rules import RULES
-from thor_dflash.program import Program, Step
 from thor_dflash.runtime.engine import Call
 from thor_dflash.runtime.engines.cuda import bound, capture, engine
-from thor_dflash.tensors import Array
 
 ALIGNMENT = 1024
 KINDS = {"pointer": ctypes.c_void_p, "int": ctypes.c_int32, "real": ctypes.c_float}

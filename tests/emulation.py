@@ -21,8 +21,8 @@ import numpy as np
 from emulator_code import LINES, MACHINE, EmulatorFault, built, library_of, signatures
 from kernels import Buffer, Pointers, Step, Value
 
+from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.launch import Int, Real
-from thor_dflash.tensors import Array
 
 MESSAGE_BYTES = 16384
 LATE = 1 << 16

@@ -12,10 +12,10 @@ from kernels import POISON, Call, call_of, shaped, slabs
 from nearness import Near, hold_near
 from products import BF16, nvfp4
 
+from thor_dflash.core.tensors import Array
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.launch import Site
 from thor_dflash.plugins.op import Attributes, Case
-from thor_dflash.tensors import Array
 
 HEAD, PIECES, PLACES = 128, 8, 32
 """Columns of a head, its sums of squares, and rows for which these have a place."""

@@ -12,7 +12,7 @@ from typing import Any
 import uvicorn
 from openai import OpenAI
 
-from thor_dflash.serve_config import GatewayConfig
+from thor_dflash.config.serving import GatewayConfig
 from thor_dflash.serving.gateway import application
 
 CHAT: list[Any] = [{"role": "user", "content": "Bring the cup."}]

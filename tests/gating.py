@@ -9,12 +9,12 @@ from dataclasses import replace
 import numpy as np
 from kernels import Backend, Call, Step, Value, buffer, call_of, shaped, slabs, source_of
 
+from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.launch import Argument, At, Int, Real, Scratch, Site
 from thor_dflash.plugins.linear.prepare import prepared
 from thor_dflash.plugins.op import Case
 from thor_dflash.plugins.verify_attention import OP
-from thor_dflash.tensors import Array, DType
 
 BF16 = DType.BF16.numpy
 

@@ -23,8 +23,8 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 from fake_cuda import Fake, fake  # noqa: E402
 from nano import package, request  # noqa: E402
 
-from thor_dflash.config import EngineConfig  # noqa: E402
-from thor_dflash.progress import Silent  # noqa: E402
+from thor_dflash.config.tree import EngineConfig
+from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.propose import Dflash  # noqa: E402
 from thor_dflash.runtime.session import Session, open_session  # noqa: E402
 

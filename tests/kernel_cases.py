@@ -13,6 +13,7 @@ from attention_cases import alone, between_numbers, strongest_last
 from draft_cases import draft_cases
 from kernels import Refused, in_kernel_types, packed, shaped, site_of
 
+from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import LINEAR, OPS
 from thor_dflash.plugins.accept.reference import accept_case
 from thor_dflash.plugins.gdn.reference import gdn_case
@@ -20,7 +21,6 @@ from thor_dflash.plugins.launch import Site
 from thor_dflash.plugins.linear.reference import reference, weight_case
 from thor_dflash.plugins.numerics import rounded
 from thor_dflash.plugins.op import Attribute, Case, Op
-from thor_dflash.tensors import Array, DType
 
 Rng = np.random.Generator
 BF16, FP8 = DType.BF16, DType.FP8

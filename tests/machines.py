@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 
-from thor_dflash.plan import Made, Plan, render
+from thor_dflash.package.trt_engine import Made, Plan, render
 from thor_dflash.runtime.doctor import software
 from thor_dflash.runtime.doctor.facts import Cuda, Gpu, Nvrtc, Output, TensorRT
 

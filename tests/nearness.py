@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from thor_dflash.tensors import Array, DType
+from thor_dflash.core.tensors import Array, DType
 
 
 @dataclass(frozen=True, slots=True)

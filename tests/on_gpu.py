@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 from kernels import GUARD, Buffer, Pointers, Step, Value
 
+from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.cuda.driver import Driver
 from thor_dflash.plugins.cuda.enqueue import enqueue
 from thor_dflash.plugins.cuda.kernels import Kernels
 from thor_dflash.plugins.launch import Int, Real
-from thor_dflash.tensors import Array
 
 
 class Gpu:

@@ -9,9 +9,9 @@ import numpy as np
 from emulation import Emulator
 from kernels import CANARY, GUARD, IMMUTABLE, Buffer, Pointers, Step, Value, buffer
 
+from thor_dflash.core.tensors import Array
 from thor_dflash.plugins import standard as room
 from thor_dflash.plugins.launch import Addresses, Argument, At, Launch, Scratch, Table
-from thor_dflash.tensors import Array
 
 FOLDER = Path(room.__file__).parent
 

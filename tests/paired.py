@@ -13,16 +13,16 @@ from checkpoints import DrafterGeometry, TargetGeometry, write_drafter, write_ta
 from emulated_cuda import Emulated, emulate
 
 from thor_dflash.builders import build as builder
-from thor_dflash.config import BuildConfig, EngineConfig
+from thor_dflash.config.tree import BuildConfig, EngineConfig
+from thor_dflash.core.progress import Silent
+from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import ACCEPT
 from thor_dflash.plugins.launch import Device
 from thor_dflash.plugins.op import Attributes
-from thor_dflash.progress import Silent
 from thor_dflash.runtime.block import Block
 from thor_dflash.runtime.engines.cuda.bound import cuda
 from thor_dflash.runtime.model import Model
 from thor_dflash.runtime.session import Session, open_session
-from thor_dflash.tensors import Array, DType
 
 TARGET = TargetGeometry(
     hidden=128, intermediate=192, layers=3, interval=3, heads=2, kv_heads=1, head_dim=256,

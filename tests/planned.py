@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from thor_dflash import manifest as package_manifest
-from thor_dflash import plan as sidecar
-from thor_dflash import program as programs
 from thor_dflash.builders.tensorrt.deploy import deploy
-from thor_dflash.manifest import Manifest, hash_file
-from thor_dflash.plan import Made, Plan, PlanNode
-from thor_dflash.program import Program
+from thor_dflash.package import launch_program as programs
+from thor_dflash.package import manifest as package_manifest
+from thor_dflash.package import trt_engine as sidecar
+from thor_dflash.package.launch_program import Program
+from thor_dflash.package.manifest import Manifest, hash_file
+from thor_dflash.package.trt_engine import Made, Plan, PlanNode
 from thor_dflash.runtime.engines.tensorrt.check import Here
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
+from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.linear.layout import Kind
-from thor_dflash.tensors import Array
 
 BF16 = ml_dtypes.bfloat16
 N4 = Kind.NVFP4

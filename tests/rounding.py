@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from thor_dflash.tensors import Array
+from thor_dflash.core.tensors import Array
 
 WORSE = 1.2
 """Most error, as a multiple of the definition's own. Over all blocks of 15 random models the ratio

@@ -5,8 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from thor_dflash.dims import AttentionDims, DrafterDims, DraftLayerDims, GdnDims, TargetDims
-from thor_dflash.manifest import (
+from thor_dflash.core.model_dims import (
+    AttentionDims,
+    DrafterDims,
+    DraftLayerDims,
+    GdnDims,
+    TargetDims,
+)
+from thor_dflash.core.progress import Progress, Silent
+from thor_dflash.package.manifest import (
     NAME,
     KvScales,
     Manifest,
@@ -16,7 +23,6 @@ from thor_dflash.manifest import (
     hash_file,
     render,
 )
-from thor_dflash.progress import Progress, Silent
 
 ATTENTION = AttentionDims(heads=4, kv_heads=2, head_dim=256, rotary_dim=64, rope_theta=1e7)
 TARGET = TargetDims(

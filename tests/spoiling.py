@@ -7,7 +7,7 @@ from pathlib import Path
 
 import onnx
 
-from thor_dflash import manifest
+from thor_dflash.package import manifest
 
 
 def rehash(package: Path) -> None:

@@ -17,15 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from thor_dflash import records
 from thor_dflash.builders.tensorrt.deploy import deploy
-from thor_dflash.errors import PackageError
+from thor_dflash.core import strict_records
+from thor_dflash.core.errors import PackageError
+from thor_dflash.core.tensors import DType
+from thor_dflash.package.launch_program import Program
 from thor_dflash.plugins.cuda.enqueue import ALIGNMENT
 from thor_dflash.plugins.launch import Shaped
 from thor_dflash.plugins.op import DOMAIN, VERSION
 from thor_dflash.plugins.tensorrt.node import KEYS, Node, tensor_of
-from thor_dflash.program import Program
-from thor_dflash.tensors import DType
 
 __version__ = "10.13.3.9"
 USERS = (
@@ -221,7 +221,7 @@ class Runtime:
         except ValueError:
             self.logger.log(ILogger.Severity.ERROR, "it is no engine")
             return None
-        return ICudaEngine(records.decode(Program, table, "", PackageError), self)
+        return ICudaEngine(strict_records.decode(Program, table, "", PackageError), self)
 
 
 class ICudaEngine:

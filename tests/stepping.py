@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
+from thor_dflash.core.tensors import Array, Dims, DType, TensorSpec
+from thor_dflash.package.launch_program import Program, Step, read
 from thor_dflash.plugins.launch import Shaped, Site
 from thor_dflash.plugins.linear.unpack import unpack
 from thor_dflash.plugins.op import NEXT, Attributes
 from thor_dflash.plugins.rules import RULES
-from thor_dflash.program import Program, Step, read
 from thor_dflash.runtime.engine import Call, Graph, Tensor
-from thor_dflash.tensors import Array, Dims, DType, TensorSpec
 
 Spoil = Callable[[Step, dict[str, Array]], None]
 """May change the outputs of a step, given by port, before later steps read them."""

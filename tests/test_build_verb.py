@@ -14,17 +14,17 @@ from pathlib import Path
 import pytest
 from samples import MANIFEST
 
-from thor_dflash import cli
 from thor_dflash.builders import build as builder
 from thor_dflash.builders.build import make_plan
 from thor_dflash.builders.card import make_card
 from thor_dflash.builders.checkpoint.target import read_target
-from thor_dflash.config import BLOCK, CAPACITY, BuildConfig, CardConfig, EngineConfig
-from thor_dflash.dims import LEAST_TALK
-from thor_dflash.errors import CheckpointError, ConfigError, PackageError
-from thor_dflash.progress import Silent
+from thor_dflash.cli import main
+from thor_dflash.config.tree import BLOCK, CAPACITY, BuildConfig, CardConfig, EngineConfig
+from thor_dflash.core.errors import CheckpointError, ConfigError, PackageError
+from thor_dflash.core.model_dims import LEAST_TALK
+from thor_dflash.core.progress import Silent
+from thor_dflash.package.tokenizer_files import addressed_ids
 from thor_dflash.runtime import session
-from thor_dflash.tokenizer import addressed_ids
 
 NANO = Path(__file__).parents[1] / "models/planner-nano/target"
 TEMPLATE = "chat_template.jinja"
@@ -44,7 +44,7 @@ def target(tmp_path: Path) -> Path:
 
 def build(target: Path, *more: str) -> int:
     out = str(target.parent / "package")
-    return cli.main(["build", "--target", str(target), "--out", out, *more])
+    return main.main(["build", "--target", str(target), "--out", out, *more])
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_prefill_steps_are_of_sizes_that_the_model_has_and_of_each_once() -> Non
 
 
 def test_a_python_without_assertions_builds_the_same_package(target: Path) -> None:
-    script = "import sys; from thor_dflash.cli import main; sys.exit(main())"
+    script = "import sys; from thor_dflash.cli.main import main; sys.exit(main())"
     built = []
     for options in ([], ["-O"]):
         out = target.parent / f"package{len(options)}"

@@ -18,11 +18,11 @@ import pytest
 from samples import MANIFEST
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from thor_dflash import cli
-from thor_dflash.config import AS_MADE, NO_BUDGET, BudgetConfig, DraftConfig, RelaxedConfig
-from thor_dflash.errors import ModelFault, RequestError
+from thor_dflash.cli import main
+from thor_dflash.cli.commands import build as build_verb
+from thor_dflash.config.tree import AS_MADE, NO_BUDGET, BudgetConfig, DraftConfig, RelaxedConfig
+from thor_dflash.core.errors import ModelFault, RequestError
 from thor_dflash.runtime.text import Text
-from thor_dflash.verbs import build as build_verb
 
 WORDS = {"<think>": 256, "</think>": 257, "<|im_end|>": 258}
 
@@ -127,7 +127,7 @@ def install(monkeypatch: pytest.MonkeyPatch, name: str, **names: object) -> None
 
 
 def generate(*args: str) -> int:
-    return cli.main(["generate", "--package", "pkg", *args])
+    return main.main(["generate", "--package", "pkg", *args])
 
 
 def line(capsys: pytest.CaptureFixture[str]) -> str:
@@ -340,7 +340,7 @@ def test_what_is_wrong_is_told_in_one_line_with_status_2(
     monkeypatch.chdir(tmp_path)  # where the relative paths lead nowhere and may be written
     for name in ("builders.build", "runtime.score", "calib.demo"):
         install(monkeypatch, name, build=None, blocks=None, shapes=None, run=None)
-    assert cli.main(args.split()) == 2
+    assert main.main(args.split()) == 2
     assert message in line(capsys)
 
 
@@ -348,7 +348,7 @@ def test_build_refuses_an_out_that_is_taken_before_it_reads_anything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install(monkeypatch, "builders.build", build=None)
-    assert cli.main(["build", "--target", "t", "--out", str(tmp_path)]) == 2
+    assert main.main(["build", "--target", "t", "--out", str(tmp_path)]) == 2
     assert "must be free or a thor-dflash package (got a directory of something" in line(capsys)
 
 
@@ -368,7 +368,7 @@ def test_build_and_demo_hand_over(
 ) -> None:
     seen: list[Any] = []
     install(monkeypatch, "builders.build", build=lambda *a: seen.append(a) or MANIFEST)
-    assert cli.main(["build", "--target", "t", "--out", "o", "-s", "build.kv=fp8"]) == 0
+    assert main.main(["build", "--target", "t", "--out", "o", "-s", "build.kv=fp8"]) == 0
     target, drafter, out, config, _ = seen[0]
     assert (target, drafter, out, config.kv) == (Path("t"), None, Path("o"), "fp8")
     text = capsys.readouterr().out
@@ -378,7 +378,7 @@ def test_build_and_demo_hand_over(
 
     many = replace(MANIFEST, skipped=tuple(f"t{i}" for i in range(20)), drafter=None)
     install(monkeypatch, "builders.build", build=lambda *a: many)
-    assert cli.main(["build", "--target", "t", "--drafter", "d", "--out", "o"]) == 0
+    assert main.main(["build", "--target", "t", "--drafter", "d", "--out", "o"]) == 0
     text = capsys.readouterr().out
     assert "no drafter" in text
     assert "t7, and 12 more (all in manifest.toml)" in text
@@ -390,5 +390,5 @@ def test_build_and_demo_hand_over(
     vars(demo)["run"] = lambda config, progress: seen.append(config)
     monkeypatch.setitem(sys.modules, "thor_dflash.calib.demo", demo)
     monkeypatch.setattr(thor_dflash.calib, "demo", demo, raising=False)
-    assert cli.main(["demo", "-s", "engine.threads=1"]) == 0
+    assert main.main(["demo", "-s", "engine.threads=1"]) == 0
     assert seen[-1].engine.threads == 1

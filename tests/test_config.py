@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from thor_dflash import cli, records
-from thor_dflash.config import BudgetConfig, BuildConfig, Config, keys, load
-from thor_dflash.errors import ConfigError
-from thor_dflash.options import parser
-from thor_dflash.serve_config import ServeConfig
+from thor_dflash.cli import main
+from thor_dflash.cli.parser import parser
+from thor_dflash.config.serving import ServeConfig
+from thor_dflash.config.tree import BudgetConfig, BuildConfig, Config, keys, load
+from thor_dflash.core import strict_records
+from thor_dflash.core.errors import ConfigError
 
 
 def test_no_file_is_the_defaults() -> None:
@@ -227,7 +228,7 @@ def test_a_number_in_a_json_file_that_64_bits_do_not_hold_is_refused(tmp_path: P
     path = tmp_path / "r.json"
     path.write_text('{"ratio": 1%s}' % ("0" * 400))
     with pytest.raises(ConfigError, match=r"/r.json: ratio must be a number of 64 bits \(got 1000"):
-        records.load(BudgetConfig, path, ConfigError)
+        strict_records.load(BudgetConfig, path, ConfigError)
 
 
 SERVED = [f.name for f in fields(ServeConfig) if type(f.default) in (int, float)]
@@ -265,7 +266,7 @@ def test_refuses_a_bad_file(tmp_path: Path, content: bytes, message: str) -> Non
 
 
 def test_a_file_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("thor_dflash.records.TEXT_LIMIT", 1000)
+    monkeypatch.setattr("thor_dflash.core.strict_records.TEXT_LIMIT", 1000)
     with pytest.raises(ConfigError, match=r"^/dev/zero must be .* \(got: more than 1000 bytes\)"):
         load(Path("/dev/zero"))
 
@@ -289,9 +290,9 @@ def test_a_verb_that_reads_no_section_has_no_options_for_them(
     line: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     verb = line.split()[0]
-    assert cli.main([*line.split(), *words.split()]) == 2
+    assert main.main([*line.split(), *words.split()]) == 2
     rule = f"unrecognized arguments: {words} (see thor-dflash {verb} --help)"
     assert capsys.readouterr().err == f"thor-dflash: {rule}\n"
     with pytest.raises(SystemExit):
-        cli.main([verb, "--help"])
+        main.main([verb, "--help"])
     assert "--config" not in capsys.readouterr().out

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from checkpoints import GEOMETRIES, read_safetensors, write_safetensors, write_target
 
-from thor_dflash import cli
 from thor_dflash.calib.check import golden
-from thor_dflash.errors import CheckpointError, PackageError, RequestError
+from thor_dflash.cli import main
+from thor_dflash.core.errors import CheckpointError, PackageError, RequestError
+from thor_dflash.package.tokenizer_files import FILES, TEMPLATE, present, tokenizer_files
 from thor_dflash.runtime.chat_template import Template
-from thor_dflash.tokenizer import FILES, TEMPLATE, present, tokenizer_files
 
 OBSTACLES: dict[str, Callable[[Path], object]] = {
     "a link to nothing": lambda place: place.symlink_to("gone"),
@@ -54,7 +54,7 @@ def test_a_checkpoint_with_a_link_to_nothing_is_refused(
     (tmp_path / "t" / name).unlink(missing_ok=True)
     (tmp_path / "t" / name).symlink_to("../blobs/gone")
     line = ["build", "--target", str(tmp_path / "t"), "--out", str(tmp_path / "o")]
-    assert cli.main(line) == 2
+    assert main.main(line) == 2
     assert f"{name} must be a file (got a link to nothing)" in capsys.readouterr().err
     if name in FILES:
         with pytest.raises(CheckpointError):
@@ -104,7 +104,7 @@ def test_a_circular_link_is_no_traceback(
     loop = tmp_path / "loop.json"
     loop.symlink_to(loop)
     line = ["profile", "--package", "p", "--tokens", str(loop), "--trace", str(tmp_path / "t.json")]
-    assert cli.main(line) == 2
+    assert main.main(line) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
@@ -113,7 +113,7 @@ def test_a_card_is_utf8_before_anything_is_built(
     key: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = ["build", "--target", "t", "--out", "o", "-s", f"build.card.{key}=\udcff</think>"]
-    assert cli.main(line) == 2
+    assert main.main(line) == 2
     assert f"build.card.{key} must be UTF-8" in capsys.readouterr().err
 
 
@@ -124,7 +124,7 @@ def test_the_names_of_skipped_tensors_do_not_rule_the_terminal(
     file = tmp_path / "t" / "model.safetensors"
     odd = {"mtp.a\x1b[31m\nb": np.zeros(1, np.float32)}
     write_safetensors(file, {**read_safetensors(file), **odd})
-    assert cli.main(["build", "--target", str(tmp_path / "t"), "--out", str(tmp_path / "o")]) == 0
+    assert main.main(["build", "--target", str(tmp_path / "t"), "--out", str(tmp_path / "o")]) == 0
     out = capsys.readouterr().out
     assert "mtp.a" in out
     assert "\x1b" not in out

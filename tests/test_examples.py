@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from nano import package, tasks
 
-from thor_dflash import cli, options
 from thor_dflash.calib.planbench import judge
+from thor_dflash.cli import main, parser
 from thor_dflash.serving.schema import from_skills
 
 ROOT = Path(__file__).parent.parent
@@ -43,12 +43,12 @@ def words(command: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_command_line_knows_every_option_of_the_pages(page: Path) -> None:
     for command in commands(page):
-        options.parse(words(command))
+        parser.parse(words(command))
 
 
 def test_the_readme_shows_every_verb() -> None:
     told = {words(command)[0] for command in commands(README)} | {"demo", "keygen"}
-    assert told == set(options._parsers()[1])
+    assert told == set(parser._parsers()[1])
 
 
 SERVING = {"serve": "serve", "plan": "serve", "keygen": "serve", "gateway": "http"}
@@ -68,7 +68,7 @@ def test_a_page_says_what_to_install_before_a_command_that_needs_it(page: Path) 
 
 @pytest.mark.parametrize("verb", SERVING)
 def test_a_command_asks_for_the_extra_that_the_pages_name(verb: str) -> None:
-    module = importlib.import_module(f"thor_dflash.verbs.{verb}")
+    module = importlib.import_module(f"thor_dflash.cli.commands.{verb}")
     assert set(re.findall(r'extra\("(\w+)"\)', inspect.getsource(module))) == {SERVING[verb]}
 
 
@@ -95,5 +95,5 @@ def test_the_small_model_solves_the_example(
     assert len(run) == 5
     for command in run:
         given = [made if word == "planner" else word for word in words(command)]
-        assert cli.main([*given, *([] if "--json" in given else ["--json"])]) == 0
+        assert main.main([*given, *([] if "--json" in given else ["--json"])]) == 0
         assert judge(tasks()[0], json.loads(capsys.readouterr().out)["text"]).valid, command

@@ -12,12 +12,12 @@ from pathlib import Path
 import nano
 import pytest
 
-from thor_dflash.errors import ConfigError
-from thor_dflash.extras import extra
+from thor_dflash.core.errors import ConfigError
+from thor_dflash.core.extras import extra
 
 SCRIPT = (
     "import sys; sys.modules[sys.argv[1]] = None\n"
-    "from thor_dflash.cli import main\n"
+    "from thor_dflash.cli.main import main\n"
     "sys.exit(main(sys.argv[2:]))"
 )
 """Runs the command line where importing the package argv[1] fails."""

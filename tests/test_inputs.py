@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from samples import package
 
-from thor_dflash.errors import PackageError, RequestError
-from thor_dflash.verbs import outputs
-from thor_dflash.verbs.inputs import in_vocabulary, read_json, read_tokens
+from thor_dflash.cli import output_files
+from thor_dflash.cli.input_files import in_vocabulary, read_json, read_tokens
+from thor_dflash.core.errors import PackageError, RequestError
 
 
 @pytest.mark.parametrize(
@@ -62,13 +62,13 @@ def test_an_input_may_have_every_byte_it_is_granted(tmp_path: Path) -> None:
 def test_an_output_takes_the_place_of_a_file_and_not_of_a_directory(tmp_path: Path) -> None:
     out = tmp_path / "x.npz"
     for text in (b"old", b"new"):
-        outputs.check(out, ".npz", "--out")
-        with outputs.whole(out) as file:
+        output_files.check(out, ".npz", "--out")
+        with output_files.whole(out) as file:
             file.write(text)
         assert out.read_bytes() == text
     (tmp_path / "y.npz").mkdir()
     with pytest.raises(RequestError, match="--out must be a file in a directory that exists"):
-        outputs.check(tmp_path / "y.npz", ".npz", "--out")
+        output_files.check(tmp_path / "y.npz", ".npz", "--out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.npz", "y.npz"]
 
 
@@ -78,7 +78,7 @@ def test_an_output_by_a_link_into_a_package_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         PackageError, match=r"--out must be outside any package .got .*/link/x.npz, in .*/p"
     ):
-        outputs.check(tmp_path / "link/x.npz", ".npz", "--out")
+        output_files.check(tmp_path / "link/x.npz", ".npz", "--out")
 
 
 def test_a_device_without_end_is_too_large() -> None:
@@ -89,13 +89,13 @@ def test_a_device_without_end_is_too_large() -> None:
 def test_links_that_go_round_are_no_place_for_scores(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(RequestError, match="must be a file in a directory that exists"):
-        outputs.check(tmp_path / "loop" / "x.npz", ".npz", "--out")
+        output_files.check(tmp_path / "loop" / "x.npz", ".npz", "--out")
 
 
 def test_scores_that_cannot_be_written_name_their_file_and_no_other(tmp_path: Path) -> None:
     name = "n" * 250 + ".npz"  # the temporary file beside it has a longer name than is allowed
     with pytest.raises(RequestError, match=rf"/{name} must be writable .got: File name too long"):
-        outputs.check(tmp_path / name, ".npz", "--out")
+        output_files.check(tmp_path / name, ".npz", "--out")
 
 
 def test_a_key_given_twice_is_refused_since_one_of_its_values_would_be_ignored(

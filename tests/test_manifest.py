@@ -16,9 +16,10 @@ from samples import MANIFEST, package, verify
 from unprivileged import unprivileged
 from waiting import until
 
-from thor_dflash import manifest as m
-from thor_dflash.errors import PackageError
-from thor_dflash.manifest import (
+from thor_dflash.core.errors import PackageError
+from thor_dflash.core.progress import Silent, Task
+from thor_dflash.package import manifest as m
+from thor_dflash.package.manifest import (
     MAGIC,
     NAME,
     FileEntry,
@@ -28,7 +29,6 @@ from thor_dflash.manifest import (
     read,
     render,
 )
-from thor_dflash.progress import Silent, Task
 
 
 def sign(body: str) -> str:

@@ -10,10 +10,10 @@ from typing import Literal, get_args, get_type_hints
 import pytest
 from samples import MANIFEST
 
-from thor_dflash import cli, options
-from thor_dflash.config import BuildConfig, keys, load
-from thor_dflash.manifest import MAGIC, render
-from thor_dflash.verbs import profile
+from thor_dflash.cli import main, parser
+from thor_dflash.cli.commands import profile
+from thor_dflash.config.tree import BuildConfig, keys, load
+from thor_dflash.package.manifest import MAGIC, render
 
 VERBS = {
     "build": "--target t --out o",
@@ -35,7 +35,7 @@ READERS = [verb for verb in VERBS if verb not in ("plan", "keygen")]  # of the c
 
 def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     """Run a command that must exit with 2, and return its one line on stderr."""
-    assert cli.main(args) == 2
+    assert main.main(args) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1
@@ -97,7 +97,7 @@ def test_a_setting_for_the_reference_alone_is_taken(
         (tmp_path / engine / "manifest.toml").write_text(render(made))
     reference = other if other == "ort" else str(tmp_path / other)
     line = ("check", "--package", str(tmp_path / "ort"), "-s", "engine.graphs=false")
-    assert cli.main([*line, "--reference", reference]) == 2
+    assert main.main([*line, "--reference", reference]) == 2
     said = capsys.readouterr().err
     assert ("engine.graphs must go with engine" in said) == (other == "ort"), said
 
@@ -105,7 +105,7 @@ def test_a_setting_for_the_reference_alone_is_taken(
 def test_every_option_of_a_verb_is_of_a_section_it_reads() -> None:
     sections = {key.partition(".")[0] for key in keys()}
     for verb, least in VERBS.items():
-        args = options.parser().parse_args([verb, *least.split()])
+        args = parser.parser().parse_args([verb, *least.split()])
         assert {dest.partition(".")[0] for dest in vars(args) if "." in dest} <= set(args.reads)
         assert set(args.reads) <= sections
 
@@ -145,8 +145,8 @@ def test_a_key_is_the_same_with_spaces_around_it(capsys: pytest.CaptureFixture[s
 
 def test_a_text_that_begins_like_an_option_is_a_text() -> None:
     line = ["generate", "--package", "p", "--prompt", "--no robot may move"]
-    assert options.parse(line).prompt == "--no robot may move"
-    assert options.parse(["plan", "--", "--stop"]).prompt == "--stop"
+    assert parser.parse(line).prompt == "--no robot may move"
+    assert parser.parse(["plan", "--", "--stop"]).prompt == "--stop"
 
 
 def test_an_option_is_written_out_also_where_its_value_has_a_space(
@@ -158,7 +158,7 @@ def test_an_option_is_written_out_also_where_its_value_has_a_space(
 
 def test_build_offers_every_engine(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["build", "--help"])
+        main.main(["build", "--help"])
     hint = get_type_hints(BuildConfig)["engine"]
     assert f"--engine {'|'.join(get_args(hint))}" in capsys.readouterr().out
 
@@ -353,14 +353,14 @@ NAMES = ("2026", "true", "[a]", "'it is'", "a=b", "back\\slash", "ü \udcff", "\
 def test_an_option_that_is_a_text_is_that_text(name: str) -> None:
     """A directory may have any name, also one that is a number in TOML."""
     words = ["serve", "--mock", "--events", name, "--prefix-dir", name, "--bind", f"ipc://{name}"]
-    settings = load(None, cli.overrides(options.parse(words))).serve
+    settings = load(None, main.overrides(parser.parse(words))).serve
     assert (settings.events, settings.prefix_dir, settings.bind) == (name, name, (f"ipc://{name}",))
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_default_that_the_help_tells_is_the_default(verb: str) -> None:
     kept = load(None, ())
-    sub = options._parsers()[1][verb]
+    sub = parser._parsers()[1][verb]
     for action in sub._actions:
         told = re.search(r"\(default (.+?)(: .*)?\)", action.help or "")
         if told is None or told[1] in ("the server's",):

@@ -13,9 +13,9 @@ from shlex import quote
 
 import pytest
 
-from thor_dflash import cli
+from thor_dflash.cli import main
 
-MAIN = "import sys; from thor_dflash.cli import main; sys.exit(main())"
+MAIN = "import sys; from thor_dflash.cli.main import main; sys.exit(main())"
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def buffered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_module_is_the_command() -> None:
     """Without its script, as from a checkout; it would do nothing, and say that all is well."""
-    line = [sys.executable, "-m", "thor_dflash.cli", "bild"]
+    line = [sys.executable, "-m", "thor_dflash.cli.main", "bild"]
     done = subprocess.run(line, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert "'bild'" in done.stderr
@@ -233,7 +233,7 @@ def test_a_signal_that_the_parent_ignores_stays_ignored() -> None:
     """A shell script starts its background commands so: Ctrl-C is for the one in front."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        assert cli.main(["generate"]) == 2
+        assert main.main(["generate"]) == 2
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from decoding import session
 
-from thor_dflash import cli
-from thor_dflash.errors import EngineError
-from thor_dflash.verbs import profile as profile_verb
+from thor_dflash.cli import main
+from thor_dflash.cli.commands import profile as profile_verb
+from thor_dflash.core.errors import EngineError
 
 
 def profile(tmp_path: Path, *more: str) -> int:
@@ -19,7 +19,7 @@ def profile(tmp_path: Path, *more: str) -> int:
     (tmp_path / "ids.json").write_text("[1, 2, 3]")
     source = ("--package", str(package), "--tokens", str(tmp_path / "ids.json"))
     few = ("--warmup", "1", "--max-tokens", "3", "--ignore-eos", "-s", "engine.threads=1")
-    return cli.main(["profile", *source, *few, *more])
+    return main.main(["profile", *source, *few, *more])
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, call: int, error: BaseException) -> None:

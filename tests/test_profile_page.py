@@ -8,6 +8,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from thor_dflash.cli.commands.profile import trace
+from thor_dflash.cli.report.profile_page import page
+from thor_dflash.cli.report.profile_text import TITLES, table
 from thor_dflash.runtime.profile import (
     Beat,
     Inside,
@@ -21,9 +24,6 @@ from thor_dflash.runtime.profile import (
     spread,
 )
 from thor_dflash.runtime.telemetry import Spec
-from thor_dflash.verbs.profile import trace
-from thor_dflash.verbs.profile_page import page
-from thor_dflash.verbs.profile_text import TITLES, table
 
 PARTS = (
     Part("propose", "", 1.0, 0),

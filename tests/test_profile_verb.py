@@ -15,13 +15,14 @@ from types import SimpleNamespace
 import pytest
 from checkpoints import GEOMETRIES, DrafterGeometry, write_drafter, write_target
 
-from thor_dflash import cli, manifest, options
 from thor_dflash.builders.build import build
-from thor_dflash.config import BuildConfig
-from thor_dflash.progress import Silent, Task
+from thor_dflash.cli import main, parser
+from thor_dflash.cli.commands import profile as profile_verb
+from thor_dflash.config.tree import BuildConfig
+from thor_dflash.core.progress import Silent, Task
+from thor_dflash.package import manifest
 from thor_dflash.runtime.doctor import board
 from thor_dflash.runtime.doctor.facts import Finding
-from thor_dflash.verbs import profile as profile_verb
 
 FEW = ("--runs", "3", "--warmup", "1", "--max-tokens", "8", "--ignore-eos")
 
@@ -40,14 +41,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def profile(root: Path, *more: str) -> int:
     source = ("--package", str(root / "pkg"), "--tokens", str(root / "ids.json"))
-    return cli.main(["profile", *source, *FEW, *more])
+    return main.main(["profile", *source, *FEW, *more])
 
 
 def test_the_help_tells_how_many_runs_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["profile", "--help"])
+        main.main(["profile", "--help"])
     told = " ".join(capsys.readouterr().out.split())
-    args = options.parse(["profile", "--package", "p", "--prompt", "a"])
+    args = parser.parse(["profile", "--package", "p", "--prompt", "a"])
     assert f"not measured (default {args.warmup})" in told
     assert f"--runs N answers to measure (default {profile_verb.RUNS})" in told
 
@@ -97,13 +98,13 @@ def test_a_cycle_that_only_ends_the_answer_counts_as_one(
 ) -> None:
     traced, source = tmp_path / "x.json", ("--tokens", str(root / "ids.json"))
     asked = (*source, "--drafter", "none", "--json", "--max-tokens", "2")
-    assert cli.main(["generate", "--package", str(root / "pkg"), *asked]) == 0
+    assert main.main(["generate", "--package", str(root / "pkg"), *asked]) == 0
     end = json.loads(capsys.readouterr().out)["tokens"][at]
     write_target(tmp_path / "target", GEOMETRIES["27b"], 3, "bf16")
     (tmp_path / "target/generation_config.json").write_text(json.dumps({"eos_token_id": end}))
     build(tmp_path / "target", None, tmp_path / "pkg", BuildConfig(chunk=32), Silent())
     few = ("--runs", "2", "--warmup", "0", "--trace", str(traced))
-    assert cli.main(["profile", "--package", str(tmp_path / "pkg"), *asked, *few]) == 0
+    assert main.main(["profile", "--package", str(tmp_path / "pkg"), *asked, *few]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["tokens"], found["finish"]) == (at, "stop")
     assert found["spec"]["cycles"] == at + 1
@@ -135,7 +136,7 @@ def test_a_cycle_that_only_ends_the_answer_counts_as_one(
 def test_what_is_refused_is_refused_before_anything_is_loaded(
     capsys: pytest.CaptureFixture[str], more: tuple[str, ...], told: str
 ) -> None:
-    assert cli.main(["profile", "--package", "none", "--tokens", "none", *more]) == 2
+    assert main.main(["profile", "--package", "none", "--tokens", "none", *more]) == 2
     assert capsys.readouterr().err.startswith(f"thor-dflash: {told}")
 
 
@@ -146,7 +147,7 @@ def test_a_soak_answers_until_its_time_is_over(
     monkeypatch.setattr(profile_verb, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     source = ("--package", str(root / "pkg"), "--tokens", str(root / "ids.json"))
     few = ("--max-tokens", "2", "--ignore-eos", "--warmup", "1")
-    assert cli.main(["profile", *source, *few, "--soak", "9"]) == 0
+    assert main.main(["profile", *source, *few, "--soak", "9"]) == 0
     out, err = capsys.readouterr()
     rows = [line.split() for line in out.partition("over time")[2].splitlines()]
     rows = rows[1 : rows.index([])]
@@ -255,7 +256,7 @@ def test_a_result_is_not_written_over_what_is_read(
     given = {"--tokens": str(root / "ids.json"), option: str(ids)}
     arguments = [text for pair in given.items() for text in pair]
     arguments += [out, str(tmp_path / name)]
-    assert cli.main(["profile", "--package", str(root / "pkg"), *arguments]) == 2
+    assert main.main(["profile", "--package", str(root / "pkg"), *arguments]) == 2
     told = f"{out} must be another file than {option} (got {tmp_path / name})"
     assert capsys.readouterr().err == f"thor-dflash: {told}\n"
     assert ids.read_text() == "[1]"

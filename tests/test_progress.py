@@ -6,8 +6,9 @@ import io
 
 import pytest
 
-from thor_dflash import cli, progress
-from thor_dflash.progress import Bars, Lines, Silent, amount, choose, say
+from thor_dflash.cli import main
+from thor_dflash.core import progress
+from thor_dflash.core.progress import Bars, Lines, Silent, amount, choose, say
 
 
 @pytest.fixture(autouse=True)
@@ -141,9 +142,9 @@ def test_a_command_ends_its_report_and_makes_none_beside_json(
         return Seen()
 
     monkeypatch.setattr(progress, "choose", choose)
-    monkeypatch.setattr(cli, "_verb", lambda *a: 1 // 0)  # a bug, far from any clean-up
+    monkeypatch.setattr(main, "_verb", lambda *a: 1 // 0)  # a bug, far from any clean-up
     with pytest.raises(ZeroDivisionError):
-        cli.main(["doctor", *words])
+        main.main(["doctor", *words])
     assert seen == [bool(words), "closed"]
 
 

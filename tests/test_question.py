@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from samples import MANIFEST
 
-from thor_dflash import cli
-from thor_dflash.config import AS_MADE, NO_BUDGET, load
-from thor_dflash.errors import RequestError
-from thor_dflash.progress import Silent
+from thor_dflash.cli import main
+from thor_dflash.cli.requests import Question
+from thor_dflash.config.tree import AS_MADE, NO_BUDGET, load
+from thor_dflash.core.errors import RequestError
+from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.session import Request
-from thor_dflash.verbs.question import Question
 
 
 def asked(*overrides: str, messages: list[dict[str, str]] | None = None) -> Request:
@@ -100,13 +100,13 @@ def test_accepting_near_misses_in_no_thinking_is_refused(
     said = f"decode.accept relaxed must go with decode.thinking on (got {got})"
     line = [verb, "--package", str(tmp_path / "none"), "--prompt", "a"]
     for relaxed in (["--accept", "relaxed"], ["-s", "decode.accept=relaxed"]):
-        assert cli.main([*line, off, *relaxed]) == 2
+        assert main.main([*line, off, *relaxed]) == 2
         assert said in capsys.readouterr().err
-        assert cli.main([*line, *relaxed]) == 2
+        assert main.main([*line, *relaxed]) == 2
         assert "must be a package directory" in capsys.readouterr().err
     file = tmp_path / "robot.toml"
     file.write_text('[decode]\naccept = "relaxed"\n')
-    assert cli.main([*line, "-c", str(file), off]) == 2
+    assert main.main([*line, "-c", str(file), off]) == 2
     assert said not in capsys.readouterr().err, "the file is for other answers, too"
 
 
@@ -114,5 +114,5 @@ def test_near_misses_are_accepted_in_the_thinking_that_a_budget_grants(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     line = ["generate", "--package", str(tmp_path / "none"), "--prompt", "a", "--accept", "relaxed"]
-    assert cli.main([*line, "--reasoning-effort", "none", "--thinking-budget", "20"]) == 2
+    assert main.main([*line, "--reasoning-effort", "none", "--thinking-budget", "20"]) == 2
     assert "must be a package directory" in capsys.readouterr().err

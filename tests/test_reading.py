@@ -11,11 +11,12 @@ import constrained
 import pytest
 from decoding import prompt, session
 
-from thor_dflash import cli, progress
-from thor_dflash.progress import Silent, Task, _Counter
+from thor_dflash.cli import main
+from thor_dflash.cli.commands.generate import _read, _stream
+from thor_dflash.core import progress
+from thor_dflash.core.progress import Silent, Task, _Counter
 from thor_dflash.runtime.decode import Chunk
 from thor_dflash.runtime.text import Answer
-from thor_dflash.verbs.generate import _read, _stream
 
 
 @pytest.mark.parametrize(("length", "told"), [(33, False), (100, True)])
@@ -26,11 +27,11 @@ def test_progress_is_shown_for_a_prompt_of_several_prefill_steps(
     (tmp_path / "t.json").write_text(json.dumps(prompt(length)))
     line = ["generate", "--package", package, "--tokens", str(tmp_path / "t.json")]
     line += ["--max-tokens", "20", "-s", "engine.threads=1", "--ignore-eos"]
-    assert cli.main(line) == 0
+    assert main.main(line) == 0
     out, err = capsys.readouterr()
     assert (f"reading the prompt {length} tokens\n" in err) is told
     assert len(out.split()) == 20
-    assert cli.main([*line, "--json"]) == 0
+    assert main.main([*line, "--json"]) == 0
     out, err = capsys.readouterr()
     assert (len(json.loads(out)["tokens"]), err) == (20, "")
 
@@ -59,7 +60,7 @@ def test_an_answer_that_is_not_printed_while_it_comes_is_progress(
     (tmp_path / "t.json").write_text(json.dumps(prompt(length)))
     line = ["generate", "--package", package, "--tokens", str(tmp_path / "t.json")]
     line += ["--max-tokens", "20", "-s", "engine.threads=1", "--ignore-eos", *form]
-    assert cli.main(line) == 0
+    assert main.main(line) == 0
     assert told.done.get("answering") == (20 if form else None)
     assert ("reading the prompt" in told.done) is (length > 50)
 

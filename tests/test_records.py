@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from thor_dflash import plan, program
-from thor_dflash.errors import PackageError
-from thor_dflash.records import LINE, one_line, visible
+from thor_dflash.core.errors import PackageError
+from thor_dflash.core.strict_records import LINE, one_line, visible
+from thor_dflash.package import launch_program, trt_engine
 
 VERIFY: dict[str, object] = {
     "name": "verify", "inputs": {}, "outputs": {}, "values": {}, "weights": {}, "steps": [],
@@ -39,14 +39,14 @@ def test_what_is_wrong_with_a_file_of_a_package_names_the_file(
     path = tmp_path / "verify.program.json"
     path.write_text(text)
     with pytest.raises(PackageError) as error:
-        program.read(tmp_path, "verify")
+        launch_program.read(tmp_path, "verify")
     told = str(error.value)
     assert told.startswith((f"{path} {said}", f"{path}: {said}"))
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(PackageError, match=r"verify.plan.json must be readable .got: No such file"):
-        plan.read(tmp_path, "verify")
+        trt_engine.read(tmp_path, "verify")
 
 
 def test_a_size_may_be_a_letter_or_a_number_and_weights_take_their_product(tmp_path: Path) -> None:
@@ -56,11 +56,11 @@ def test_a_size_may_be_a_letter_or_a_number_and_weights_take_their_product(tmp_p
         "weights": {"w": {"dtype": "bfloat16", "shape": [3, 5], "file": "w", "offset": 64}},
     }
     (tmp_path / "verify.program.json").write_text(json.dumps(table))
-    found = program.read(tmp_path, "verify")
+    found = launch_program.read(tmp_path, "verify")
     assert found.inputs["x"].shape == ("T", 8)
     assert found.weights["w"].nbytes == 3 * 5 * 2
-    (tmp_path / "verify.program.json").write_text(program.render(found))
-    assert program.read(tmp_path, "verify") == found
+    (tmp_path / "verify.program.json").write_text(launch_program.render(found))
+    assert launch_program.read(tmp_path, "verify") == found
 
 
 def test_a_message_is_one_visible_line_of_bounded_length() -> None:

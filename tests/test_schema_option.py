@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from constrained import PLAN, SMALL, asked, constrained, package, session
 
-from thor_dflash import cli
+from thor_dflash.cli import main
 from thor_dflash.runtime.propose import Dflash
 
 PROMPT = ("--prompt", "Pick the mug.", "--thinking", "off", "-s", "engine.threads=1")
@@ -26,7 +26,7 @@ def run(
     file = tmp_path / "schema.json"
     file.write_text(json.dumps(schema))
     line = [verb, "--package", str(package()), "--schema", str(file)]
-    return cli.main([*line, *prompt, *more])
+    return main.main([*line, *prompt, *more])
 
 
 def test_the_answer_is_that_of_a_request_with_the_grammar(
@@ -91,7 +91,7 @@ def test_a_profile_shows_the_graphs_of_constrained_cycles(
     assert run(tmp_path, "profile", PLAN, *few, *same) == 2
     assert "same question and settings (got schema " in capsys.readouterr().err
     line = ["profile", "--package", str(package()), *PROMPT, *few, *same]
-    assert cli.main(line) == 2
+    assert main.main(line) == 2
     assert f"(got schema {found['subject']['settings']['schema']}, now nothing)" in (
         capsys.readouterr().err
     )

@@ -16,15 +16,14 @@ import numpy as np
 import pytest
 from checkpoints import GEOMETRIES, DrafterGeometry, write_drafter, write_target
 
-from thor_dflash import cli
 from thor_dflash.builders.build import build
-from thor_dflash.config import BuildConfig, EngineConfig
-from thor_dflash.errors import RequestError
-from thor_dflash.progress import Silent
+from thor_dflash.cli import main, output_files
+from thor_dflash.cli.commands.score import write_blocks
+from thor_dflash.config.tree import BuildConfig, EngineConfig
+from thor_dflash.core.errors import RequestError
+from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.score import score
 from thor_dflash.runtime.session import open_session
-from thor_dflash.verbs import outputs
-from thor_dflash.verbs.score import write_blocks
 
 TOKENS = list(range(40))
 
@@ -43,7 +42,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ask(root: Path, out: Path, *more: str) -> int:
     source = ("--package", str(root / "pkg"), "--tokens", str(root / "ids.json"))
-    return cli.main(["score", *source, "--out", str(out), *more])
+    return main.main(["score", *source, "--out", str(out), *more])
 
 
 @pytest.mark.parametrize("taps", [False, True])
@@ -138,11 +137,11 @@ def test_two_processes_that_write_one_file_leave_the_whole_of_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "x.npz"
-    with outputs.whole(out) as slow:
+    with output_files.whole(out) as slow:
         slow.write(b"slow")
         with monkeypatch.context() as other:
             other.setattr(os, "getpid", lambda: 1)
-            with outputs.whole(out) as quick:
+            with output_files.whole(out) as quick:
                 quick.write(b"quick")
         assert out.read_bytes() == b"quick"
     assert out.read_bytes() == b"slow"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from thor_dflash.errors import ConfigError
-from thor_dflash.options import parser
+from thor_dflash.cli.parser import parser
+from thor_dflash.core.errors import ConfigError
 
 LINES = (
     "gateway --keys", "serve --mock --curve", "serve --mock --events", "serve --mock --prefix-dir",

@@ -15,15 +15,15 @@ import pytest
 import trt_recorder as recorder
 from checkpoints import GEOMETRIES, Dialect, write_target
 
-from thor_dflash import plan as sidecar
 from thor_dflash.builders import build as builds
 from thor_dflash.builders.build import build
-from thor_dflash.config import BuildConfig
-from thor_dflash.plan import Plan
+from thor_dflash.config.tensorrt import TensorRTConfig
+from thor_dflash.config.tree import BuildConfig
+from thor_dflash.core.progress import Progress, Silent
+from thor_dflash.package import trt_engine as sidecar
+from thor_dflash.package.trt_engine import Plan
 from thor_dflash.plugins.cuda.driver import Info
 from thor_dflash.plugins.launch import THOR
-from thor_dflash.progress import Progress, Silent
-from thor_dflash.tensorrt_config import TensorRTConfig
 
 NANO = Path(__file__).parents[1] / "models" / "planner-nano"
 DEVICE = Info("NVIDIA Thor", THOR, 128 << 30, True, 13000)

@@ -24,10 +24,10 @@ from thor_dflash.builders.checkpoint.drafter import drafter_layout
 from thor_dflash.builders.checkpoint.target import target_layout
 from thor_dflash.builders.hollow import QWEN36_27B, QWEN36_27B_DFLASH, Hollow
 from thor_dflash.builders.tensorrt.package import engines, write_engines
-from thor_dflash.config import BuildConfig
-from thor_dflash.manifest import FileEntry, hash_file
-from thor_dflash.progress import Silent
-from thor_dflash.tensorrt_config import TensorRTConfig
+from thor_dflash.config.tensorrt import TensorRTConfig
+from thor_dflash.config.tree import BuildConfig
+from thor_dflash.core.progress import Silent
+from thor_dflash.package.manifest import FileEntry, hash_file
 
 
 class Folder:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from thor_dflash.builders.checkpoint.fields import Fields
-from thor_dflash.dims import AttentionDims
+from thor_dflash.core.model_dims import AttentionDims
 
 ROPE = ("rope_parameters", "rope_scaling")
 """Keys of the objects that describe the rope, the newer first."""

@@ -12,9 +12,9 @@ from thor_dflash.builders.checkpoint.layout import Layout, check, gated_mlp
 from thor_dflash.builders.checkpoint.linear import Linear, load
 from thor_dflash.builders.checkpoint.matrix import Matrix
 from thor_dflash.builders.checkpoint.shards import Shards
-from thor_dflash.dims import DrafterDims, TargetDims
-from thor_dflash.errors import CheckpointError
-from thor_dflash.tensors import Array
+from thor_dflash.core.errors import CheckpointError
+from thor_dflash.core.model_dims import DrafterDims, TargetDims
+from thor_dflash.core.tensors import Array
 
 MASK_FILE = "mask_embedding.pt"
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from thor_dflash.builders.checkpoint.attention import ROPE, attention_dims
 from thor_dflash.builders.checkpoint.fields import Fields
-from thor_dflash.dims import DrafterDims, DraftLayerDims
+from thor_dflash.core.model_dims import DrafterDims, DraftLayerDims
 
 ARCHITECTURE = "DFlashDraftModel"
 SLIDING, FULL = "sliding_attention", "full_attention"

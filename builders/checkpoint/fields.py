@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from thor_dflash.errors import CheckpointError
-from thor_dflash.records import once
-from thor_dflash.tokenizer import present
+from thor_dflash.core.errors import CheckpointError
+from thor_dflash.core.strict_records import once
+from thor_dflash.package.tokenizer_files import present
 
 LONGEST_VALUE = 60
 """Most characters of an offending value in an error message."""

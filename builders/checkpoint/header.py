@@ -16,8 +16,8 @@ import ml_dtypes
 import numpy as np
 
 from thor_dflash.builders.checkpoint.fields import Fields, parse_object
-from thor_dflash.errors import CheckpointError
-from thor_dflash.tokenizer import present
+from thor_dflash.core.errors import CheckpointError
+from thor_dflash.package.tokenizer_files import present
 
 LARGEST_HEADER = 100_000_000
 """The safetensors library's own limit, bytes."""

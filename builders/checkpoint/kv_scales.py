@@ -13,9 +13,9 @@ from pathlib import Path
 
 from thor_dflash.builders.checkpoint.fields import Fields
 from thor_dflash.builders.checkpoint.shards import Shards
-from thor_dflash.errors import CheckpointError
-from thor_dflash.records import as_table
-from thor_dflash.tokenizer import present
+from thor_dflash.core.errors import CheckpointError
+from thor_dflash.core.strict_records import as_table
+from thor_dflash.package.tokenizer_files import present
 
 NAMES = (
     ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"),

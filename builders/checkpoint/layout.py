@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from thor_dflash.builders.checkpoint.linear import PLAIN, Linear, locate
 from thor_dflash.builders.checkpoint.shards import Shards
-from thor_dflash.errors import CheckpointError
+from thor_dflash.core.errors import CheckpointError
 
 MOST_NAMED = 4
 """Most problems that an error message lists; the rest are counted."""

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from thor_dflash.builders.checkpoint.header import Stored
 from thor_dflash.builders.checkpoint.matrix import Matrix
 from thor_dflash.builders.checkpoint.shards import Shards
-from thor_dflash.errors import CheckpointError
+from thor_dflash.core.errors import CheckpointError
+from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.numerics import NVFP4_GROUP
-from thor_dflash.tensors import Array
 
 PLAIN = ("bfloat16", "float16", "float32")
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from thor_dflash.errors import CheckpointError
+from thor_dflash.core.errors import CheckpointError
+from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.numerics import E2M1, NVFP4_GROUP
-from thor_dflash.tensors import Array
 
 
 class WeightKind(Enum):

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from thor_dflash.builders.checkpoint.fields import Fields, check_directory, shown
 from thor_dflash.builders.checkpoint.header import Stored, read_header
-from thor_dflash.errors import CheckpointError
-from thor_dflash.tensors import Array
-from thor_dflash.tokenizer import present
+from thor_dflash.core.errors import CheckpointError
+from thor_dflash.core.tensors import Array
+from thor_dflash.package.tokenizer_files import present
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

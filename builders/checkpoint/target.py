@@ -16,9 +16,9 @@ from thor_dflash.builders.checkpoint.matrix import Matrix
 from thor_dflash.builders.checkpoint.shards import Shards
 from thor_dflash.builders.checkpoint.target_config import target_dims
 from thor_dflash.builders.checkpoint.weight_only import weight_only
-from thor_dflash.dims import TargetDims
-from thor_dflash.errors import CheckpointError
-from thor_dflash.tensors import Array
+from thor_dflash.core.errors import CheckpointError
+from thor_dflash.core.model_dims import TargetDims
+from thor_dflash.core.tensors import Array
 
 PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 EMBEDDING = "embed_tokens.weight"

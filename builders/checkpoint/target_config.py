@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from thor_dflash.builders.checkpoint.attention import attention_dims
 from thor_dflash.builders.checkpoint.fields import Fields
-from thor_dflash.dims import GdnDims, LayerKind, TargetDims
+from thor_dflash.core.model_dims import GdnDims, LayerKind, TargetDims
 
 ARCHITECTURES = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM")
 WRAPPER, TEXT = "qwen3_5", "qwen3_5_text"

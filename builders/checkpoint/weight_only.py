@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from thor_dflash.builders.checkpoint.fields import Fields, shown
-from thor_dflash.errors import CheckpointError
-from thor_dflash.records import as_list, as_table
-from thor_dflash.tokenizer import present
+from thor_dflash.core.errors import CheckpointError
+from thor_dflash.core.strict_records import as_list, as_table
+from thor_dflash.package.tokenizer_files import present
 
 ALGORITHM = "W4A16"
 """What the names of modelopt's algorithms of this kind begin with."""

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from thor_dflash.builders.graphs.graph import Graph, Value
 from thor_dflash.builders.graphs.source import EMBEDDING, Packed, Source
+from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.body import ONNX_TYPE
 from thor_dflash.plugins.op import Attribute
-from thor_dflash.tensors import DType
 
 NO_VALUES: Mapping[str, Value] = {}
 NO_ATTRIBUTES: Mapping[str, Attribute] = {}

@@ -8,11 +8,11 @@ from thor_dflash.builders.graphs.blocks import embed, mlp, project, residual
 from thor_dflash.builders.graphs.graph import Graph, Value, integers
 from thor_dflash.builders.graphs.source import Source
 from thor_dflash.builders.graphs.target import Shape
-from thor_dflash.dims import DrafterDims
+from thor_dflash.core.model_dims import DrafterDims
+from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import CONTEXT_KV, DRAFT_ATTENTION, HEAD
 from thor_dflash.plugins.body import ONNX_TYPE
 from thor_dflash.plugins.op import NEXT, Attribute
-from thor_dflash.tensors import Array, DType
 
 
 class Drafter:

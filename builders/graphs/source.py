@@ -11,8 +11,8 @@ import numpy as np
 from thor_dflash.builders.checkpoint.matrix import Matrix, WeightKind, finite
 from thor_dflash.builders.graphs.graph import Graph, Value
 from thor_dflash.builders.weights import Stored, WeightFiles
-from thor_dflash.manifest import WEIGHTS
-from thor_dflash.tensors import Array, DType
+from thor_dflash.core.tensors import Array, DType
+from thor_dflash.package.manifest import WEIGHTS
 
 EMBEDDING = "embed_tokens.weight"
 

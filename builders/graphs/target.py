@@ -10,10 +10,10 @@ import numpy as np
 from thor_dflash.builders.graphs.blocks import embed, mlp, project, residual
 from thor_dflash.builders.graphs.graph import Graph, Value
 from thor_dflash.builders.graphs.source import Source, gate_rows
-from thor_dflash.dims import TargetDims
+from thor_dflash.core.model_dims import TargetDims
+from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import ACCEPT, GDN, HEAD, VERIFY_ATTENTION
 from thor_dflash.plugins.op import NEXT, Attribute
-from thor_dflash.tensors import DType
 
 Mode = Literal["verify", "prefill"]
 

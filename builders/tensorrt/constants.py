@@ -14,8 +14,8 @@ import numpy as np
 import onnx
 
 from thor_dflash.builders.weights import WeightFiles
+from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.body import ONNX_TYPE
-from thor_dflash.tensors import Array, DType
 
 FILE = "constants.bin"
 """Name of the scratch file, which the deployment graph refers to."""

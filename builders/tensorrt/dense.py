@@ -23,13 +23,13 @@ from onnx import TensorProto, helper
 
 from thor_dflash.builders.tensorrt.constants import FP4, Constants
 from thor_dflash.builders.tensorrt.deploy import Sheet
+from thor_dflash.core.tensors import Array, DType
+from thor_dflash.package.launch_program import Program, Step
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.body import Body, Inputs
 from thor_dflash.plugins.linear.body import prologue
 from thor_dflash.plugins.numerics import NVFP4_GROUP
 from thor_dflash.plugins.op import Attributes
-from thor_dflash.program import Program, Step
-from thor_dflash.tensors import Array, DType
 
 OPSET = 23
 """The first opset with 4-bit floats in DequantizeLinear."""

@@ -23,13 +23,13 @@ from thor_dflash.builders.tensorrt.network import add_profiles, parse
 from thor_dflash.builders.tensorrt.profiles import Together
 from thor_dflash.builders.tensorrt.streams import Writer
 from thor_dflash.builders.tensorrt.watch import Phases
-from thor_dflash.errors import EngineError
+from thor_dflash.config.tensorrt import TensorRTConfig
+from thor_dflash.core.errors import EngineError
+from thor_dflash.core.progress import Progress
 from thor_dflash.plugins.cuda.driver import Info
 from thor_dflash.plugins.tensorrt.host import Messages, Reader
 from thor_dflash.plugins.tensorrt.node import Node, fingerprint
 from thor_dflash.plugins.tensorrt.plugin import deregister, register
-from thor_dflash.progress import Progress
-from thor_dflash.tensorrt_config import TensorRTConfig
 
 LEAST = (10, 13)
 """First version of TensorRT with all features used here."""

@@ -16,10 +16,10 @@ from collections.abc import Iterator, Sequence
 
 import tensorrt as trt
 
-from thor_dflash import records
 from thor_dflash.builders.tensorrt.inspected import Layer
 from thor_dflash.builders.tensorrt.network import TYPES
 from thor_dflash.builders.tensorrt.profiles import Together
+from thor_dflash.core import strict_records
 
 REFORMAT = "Reformat"
 """How the type (or the name, if there is no type) of a layer that copies to another format begins.
@@ -37,12 +37,12 @@ def layers(engine: trt.ICudaEngine) -> list[Layer]:
     """
     inspector = engine.create_engine_inspector()
     text = inspector.get_engine_information(trt.LayerInformationFormat.JSON)
-    table = records.as_table(json.loads(text)) or {}
-    return [_layer(row) for row in records.as_list(table.get("Layers")) or []]
+    table = strict_records.as_table(json.loads(text)) or {}
+    return [_layer(row) for row in strict_records.as_list(table.get("Layers")) or []]
 
 
 def _layer(row: object) -> Layer:
-    table = records.as_table(row)
+    table = strict_records.as_table(row)
     if table is None:
         return Layer(str(row), "", "")
     return Layer(

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from thor_dflash import plan as sidecar
 from thor_dflash.builders.graphs.graph import Graph
 from thor_dflash.builders.tensorrt.constants import Constants
 from thor_dflash.builders.tensorrt.dense import Dense
@@ -22,15 +21,16 @@ from thor_dflash.builders.tensorrt.inspected import Layer
 from thor_dflash.builders.tensorrt.lint import deployed_problems, readers
 from thor_dflash.builders.tensorrt.profiles import Range, Together, gather
 from thor_dflash.builders.weights import WeightFiles
-from thor_dflash.errors import ConfigError, EngineError
-from thor_dflash.manifest import CHUNK_STEPS, FileEntry
-from thor_dflash.plan import Made, Plan, PlanNode
+from thor_dflash.config.tensorrt import TensorRTConfig
+from thor_dflash.core.errors import ConfigError, EngineError
+from thor_dflash.core.progress import Progress
+from thor_dflash.package import trt_engine as sidecar
+from thor_dflash.package.launch_program import Program
+from thor_dflash.package.manifest import CHUNK_STEPS, FileEntry
+from thor_dflash.package.trt_engine import Made, Plan, PlanNode
 from thor_dflash.plugins.cuda.driver import Driver, Info
 from thor_dflash.plugins.op import NEXT
 from thor_dflash.plugins.tensorrt.node import Node, fingerprint
-from thor_dflash.program import Program
-from thor_dflash.progress import Progress
-from thor_dflash.tensorrt_config import TensorRTConfig
 
 LOG = "tensorrt.log"
 """File of TensorRT's warnings, in the package."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import onnx
 
 from thor_dflash.builders.tensorrt.deploy import Deployment
-from thor_dflash.dims import DrafterDims
+from thor_dflash.core.model_dims import DrafterDims
 from thor_dflash.plugins.tensorrt.node import KEYS, KNOWN
 from thor_dflash.plugins.verify_attention import TILE
 

@@ -11,7 +11,7 @@ from threading import Lock
 
 import tensorrt as trt
 
-from thor_dflash.progress import Progress, Task
+from thor_dflash.core.progress import Progress, Task
 
 DEPTH = 2
 """Levels of phases that are shown; deeper ones change too fast to be read."""

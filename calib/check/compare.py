@@ -23,14 +23,14 @@ from thor_dflash.calib.check.judge import (
 )
 from thor_dflash.calib.check.seen import Outputs, Seen, Tracer
 from thor_dflash.calib.check.walks import walks
-from thor_dflash.errors import RequestError
-from thor_dflash.extras import extra
+from thor_dflash.core.errors import RequestError
+from thor_dflash.core.extras import extra
+from thor_dflash.core.progress import Progress
+from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.op import NEXT
-from thor_dflash.progress import Progress
 from thor_dflash.runtime.engine import Engine
 from thor_dflash.runtime.score import score, shapes
 from thor_dflash.runtime.session import Session
-from thor_dflash.tensors import Array
 
 LENGTH = 3
 """Default number of blocks of tokens: enough to cover folding and a second tile of rows."""

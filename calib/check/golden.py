@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from thor_dflash.calib.check.seen import Outputs
-from thor_dflash.errors import RequestError
-from thor_dflash.manifest import Manifest
-from thor_dflash.records import show
+from thor_dflash.core.errors import RequestError
+from thor_dflash.core.strict_records import show
+from thor_dflash.core.tensors import Array, DType
+from thor_dflash.package.manifest import Manifest
 from thor_dflash.runtime.model import Model
-from thor_dflash.tensors import Array, DType
 
 VALUE = "value."
 PARTS = {"block": 0, "rounds": 0, "tokens": 1, "logits": 2}

@@ -19,14 +19,14 @@ from onnx.reference import ReferenceEvaluator
 
 from thor_dflash.calib.check.define import define as room_defines
 from thor_dflash.calib.check.seen import Outputs, Seen
-from thor_dflash.errors import EngineError
+from thor_dflash.core.errors import EngineError
+from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import OPS
 from thor_dflash.plugins.body import ONNX_TYPE
 from thor_dflash.plugins.op import DOMAIN, Attributes, Op
 from thor_dflash.runtime.engine import Call
 from thor_dflash.runtime.engines.onnxruntime import ort
 from thor_dflash.runtime.engines.ort import OrtEngine
-from thor_dflash.tensors import Array, DType
 
 _TYPES = {op.type: op for op in OPS}
 _DTYPES = {kind: dtype for dtype, kind in ONNX_TYPE.items()}

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from thor_dflash.core.tensors import Array
 from thor_dflash.runtime.engine import Call
-from thor_dflash.tensors import Array
 
 Outputs = Mapping[str, Array]
 

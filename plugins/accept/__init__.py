@@ -42,9 +42,9 @@ close (a ratio p(soft) / p(best) of at least r is a margin of -ln r).
 
 from pathlib import Path
 
+from thor_dflash.core.tensors import DType
 from thor_dflash.plugins.accept.reference import HEADER, Record, cases, reference
 from thor_dflash.plugins.op import Attributes, Op, Port
-from thor_dflash.tensors import DType
 
 __all__ = ["OP", "Record"]
 

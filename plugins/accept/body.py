@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.accept.reference import LOG_MARGIN
 from thor_dflash.plugins.body import ONNX_TYPE, Body, Inputs
 from thor_dflash.plugins.op import Attributes
-from thor_dflash.tensors import Array, DType
 
 I32, I64 = DType.I32, DType.I64
 _INTEGERS = (

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.op import Arrays, Attributes, Case
-from thor_dflash.tensors import Array
 
 HEADER = 5
 """Words before the per-row words."""

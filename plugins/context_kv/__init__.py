@@ -25,9 +25,9 @@ Source: vLLM qwen3_dflash.py precompute_and_store_context_kv.
 
 from pathlib import Path
 
+from thor_dflash.core.tensors import DType
 from thor_dflash.plugins.context_kv.reference import cases, reference
 from thor_dflash.plugins.op import ACTIVATION, Attributes, Op, Port
-from thor_dflash.tensors import DType
 
 _PLAIN = (DType.BF16, DType.F16, DType.F32)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from thor_dflash.core.tensors import DType
 from thor_dflash.plugins.draft_attention.launch import frequencies, refuse_heads, refuse_shapes
 from thor_dflash.plugins.launch import Addresses, At, Device, Int, Launch, Real, Site, Table
-from thor_dflash.tensors import DType
 
 LAYERS = 64
 """Most layers of a call; IN_PLACE lists the rings of so many."""

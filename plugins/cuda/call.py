@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from thor_dflash.errors import EngineError
+from thor_dflash.core.errors import EngineError
 from thor_dflash.plugins.cuda.enqueue import content, enqueue, values, working
 from thor_dflash.plugins.cuda.kernels import Kernels
 from thor_dflash.plugins.launch import Addresses, Scratch, Site, Table

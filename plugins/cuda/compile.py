@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from thor_dflash import plugins
-from thor_dflash.errors import EngineError
+from thor_dflash.core.errors import EngineError
 
 ROOT = Path(plugins.__file__).parent
 """The folder that `#include "room/file.cuh"` is relative to."""

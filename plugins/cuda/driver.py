@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from thor_dflash.errors import EngineError, EngineLost
+from thor_dflash.core.errors import EngineError, EngineLost
+from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.launch import Device
-from thor_dflash.tensors import Array
 
 STICKY = {
     "CUDA_ERROR_ILLEGAL_ADDRESS": "a kernel read or wrote outside its memory",

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import pieces
 from thor_dflash.plugins.body import Body, Inputs
 from thor_dflash.plugins.op import Attributes
-from thor_dflash.tensors import DType
 
 
 def body(b: Body, x: Inputs, a: Attributes) -> Mapping[str, str]:

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.launch import At, Device, Int, Launch, Real, Scratch, Site, Table
 from thor_dflash.plugins.linear.prepare import SLAB
 from thor_dflash.plugins.numerics import inverse_frequency
-from thor_dflash.tensors import Array, DType
 
 IN_PLACE: frozenset[str] = frozenset()
 """Outputs that overwrite their input."""

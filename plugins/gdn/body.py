@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from thor_dflash.core.tensors import DType
 from thor_dflash.plugins.body import Body, Inputs
 from thor_dflash.plugins.op import Attributes
-from thor_dflash.tensors import DType
 
 F32 = DType.F32
 

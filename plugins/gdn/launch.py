@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from thor_dflash.core.tensors import DType
 from thor_dflash.plugins.launch import At, Device, Int, Launch, Real, Scratch, Shift, Site, ahead
 from thor_dflash.plugins.linear.few import head_squares
-from thor_dflash.tensors import DType
 
 IN_PLACE: frozenset[str] = frozenset({"next_state"})
 """Outputs that overwrite their input."""

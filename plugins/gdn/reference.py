@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.numerics import rounded, sigmoid, silu, wide
 from thor_dflash.plugins.op import Arrays, Attribute, Attributes, Case
-from thor_dflash.tensors import Array, DType
 
 
 def reference(x: Arrays, a: Attributes) -> dict[str, Array]:

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.linear.reference import weight_case
 from thor_dflash.plugins.numerics import dequantise, rms_norm, rounded, wide
 from thor_dflash.plugins.op import Arrays, Attributes, Case
-from thor_dflash.tensors import Array, DType
 
 
 def reference(x: Arrays, a: Attributes) -> dict[str, Array]:

@@ -7,6 +7,7 @@ from enum import IntEnum
 
 import numpy as np
 
+from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.launch import (
     AHEAD,
     MOST_AHEAD,
@@ -39,7 +40,6 @@ from thor_dflash.plugins.linear.partition import (
     partition,
 )
 from thor_dflash.plugins.linear.prepare import SLAB, padded, prepared
-from thor_dflash.tensors import Array, DType
 
 MOST_ROWS = 32
 SQUARES_COLUMNS = 32

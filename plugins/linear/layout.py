@@ -20,8 +20,8 @@ from enum import IntEnum
 from functools import lru_cache
 from itertools import groupby
 
+from thor_dflash.core.tensors import DType
 from thor_dflash.plugins.launch import Site
-from thor_dflash.tensors import DType
 
 SLOT_WEIGHTS = 2048
 """Bytes of weights in a slot of any kind; in an NVFP4 slot these codes precede the scales."""

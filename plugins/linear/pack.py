@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.launch import Shaped, Site
 from thor_dflash.plugins.linear.layout import (
     NARROW_IN_TILE,
@@ -21,7 +22,6 @@ from thor_dflash.plugins.linear.layout import (
     Layout,
     layout,
 )
-from thor_dflash.tensors import Array, DType
 
 NVFP4_FACTOR = np.float32(2.0**45)
 """NVFP4: the true weight divided by the value that the kernel decodes from code and scale byte."""

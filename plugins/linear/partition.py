@@ -20,6 +20,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.linear.layout import (
     NARROW_IN_TILE,
     PIECE_TILES,
@@ -29,7 +30,6 @@ from thor_dflash.plugins.linear.layout import (
     NarrowTile,
     Piece,
 )
-from thor_dflash.tensors import Array
 
 OFFSET_UNIT = 512
 """Unit in which offsets into the packed weight are passed to the kernel, bytes."""

@@ -12,6 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.launch import (
     Addresses,
     Argument,
@@ -25,7 +26,6 @@ from thor_dflash.plugins.launch import (
 from thor_dflash.plugins.linear.few import Epilogue, strip_table
 from thor_dflash.plugins.linear.layout import PIECE_TILES, Group, Layout, Piece, layout
 from thor_dflash.plugins.linear.prepare import SLAB, prepared
-from thor_dflash.tensors import Array
 
 FEWEST_STAGES = 2
 """Fewest stages of the ring with which the kernel works."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import IntEnum
 
+from thor_dflash.core.tensors import DType
 from thor_dflash.plugins.launch import Argument, At, Int, Launch, Real, Scratch, Site
-from thor_dflash.tensors import DType
 
 THREADS = 256
 _COLUMNS = 8 * THREADS

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.launch import Site
 from thor_dflash.plugins.linear import pack
 from thor_dflash.plugins.linear.layout import (
@@ -22,7 +23,6 @@ from thor_dflash.plugins.linear.layout import (
     Layout,
     layout,
 )
-from thor_dflash.tensors import Array, DType
 
 _DTYPE = {Kind.NVFP4: DType.U8, Kind.FP8: DType.FP8, Kind.BF16: DType.BF16}
 

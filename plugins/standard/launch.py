@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from thor_dflash.core.tensors import DType
 from thor_dflash.plugins.launch import Addresses, At, Int, Launch, Real, Table
 from thor_dflash.plugins.linear.few import SQUARES_ROWS
-from thor_dflash.tensors import DType
 
 WARPS = 8
 THREADS = 32 * WARPS

@@ -24,7 +24,8 @@ from functools import cache
 import numpy as np
 import tensorrt as trt
 
-from thor_dflash.errors import EngineError
+from thor_dflash.core.errors import EngineError
+from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.cuda.call import Call
 from thor_dflash.plugins.cuda.enqueue import working
 from thor_dflash.plugins.cuda.kernels import Kernels
@@ -32,7 +33,6 @@ from thor_dflash.plugins.launch import Device, Shaped, Site
 from thor_dflash.plugins.op import DOMAIN, VERSION
 from thor_dflash.plugins.rules import RULES
 from thor_dflash.plugins.tensorrt.node import KEYS, Key, Node, fingerprint
-from thor_dflash.tensors import Array, DType
 
 TYPES: Mapping[trt.DataType, DType] = {
     trt.DataType.FLOAT: DType.F32,

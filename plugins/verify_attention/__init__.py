@@ -28,9 +28,9 @@ Source: Qwen3.5 modeling (transformers models/qwen3_5); running softmax, Milakov
 
 from pathlib import Path
 
+from thor_dflash.core.tensors import DType
 from thor_dflash.plugins.op import ACTIVATION, CACHE, Attributes, Op, Port
 from thor_dflash.plugins.verify_attention.reference import cases, reference
-from thor_dflash.tensors import DType
 
 TILE = 128
 """Rows of a cache tile. A cache has a whole number of tiles."""

@@ -4,6 +4,7 @@ parallel; for a prompt, each goes through the whole cache for 16 tokens.
 
 from __future__ import annotations
 
+from thor_dflash.core.tensors import DType
 from thor_dflash.plugins.launch import (
     THOR,
     Argument,
@@ -18,7 +19,6 @@ from thor_dflash.plugins.launch import (
     ahead,
 )
 from thor_dflash.plugins.numerics import inverse_frequency
-from thor_dflash.tensors import DType
 
 IN_PLACE = frozenset({"next_cache_k", "next_cache_v"})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from thor_dflash.progress import amount
+from thor_dflash.core.progress import amount
 from thor_dflash.runtime.doctor.facts import Cuda, Finding, Machine, missing
 
 RELEASE = "etc/nv_tegra_release"

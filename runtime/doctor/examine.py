@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from thor_dflash.config import EngineConfig
-from thor_dflash.manifest import Manifest
+from thor_dflash.config.tree import EngineConfig
+from thor_dflash.package.manifest import Manifest
 from thor_dflash.runtime.doctor import board, package, software
 from thor_dflash.runtime.doctor.facts import Cuda, Finding, Gpu, Machine, TensorRT
 

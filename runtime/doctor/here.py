@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from thor_dflash import records
-from thor_dflash.errors import EngineError
+from thor_dflash.core import strict_records
+from thor_dflash.core.errors import EngineError
 from thor_dflash.plugins.cuda.compile import ENDING
 from thor_dflash.runtime.doctor import probe
 from thor_dflash.runtime.doctor.facts import Cuda, Nvrtc, Output, TensorRT
@@ -108,7 +108,7 @@ class Here:
         last = said.text.strip().rpartition("\n")[2]
         try:
             # A library may crash the child during its clean-up; the answer before that counts.
-            return records.decode(kind, json.loads(last), "", EngineError)
+            return strict_records.decode(kind, json.loads(last), "", EngineError)
         except (ValueError, EngineError):
             return kind(error=f"{self._ending(said)} ({last[-200:] or 'it said nothing'})")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from thor_dflash.dims import DrafterDims, GdnDims
-from thor_dflash.manifest import WEIGHTS, Manifest
+from thor_dflash.core.model_dims import DrafterDims, GdnDims
+from thor_dflash.package.manifest import WEIGHTS, Manifest
 from thor_dflash.plugins.verify_attention import TILE
 from thor_dflash.runtime.model import cache_rows, ring_rows
 

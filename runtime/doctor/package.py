@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from shlex import quote
 
-from thor_dflash import manifest as package_manifest
-from thor_dflash import plan as package_plan
-from thor_dflash.config import EngineConfig
-from thor_dflash.errors import ConfigError, PackageError
-from thor_dflash.manifest import REBUILD, Manifest
-from thor_dflash.progress import amount
+from thor_dflash.config.tree import EngineConfig
+from thor_dflash.core.errors import ConfigError, PackageError
+from thor_dflash.core.progress import amount
+from thor_dflash.package import manifest as package_manifest
+from thor_dflash.package import trt_engine as package_plan
+from thor_dflash.package.manifest import REBUILD, Manifest
 from thor_dflash.runtime import chosen
 from thor_dflash.runtime.doctor import board
 from thor_dflash.runtime.doctor.facts import Cuda, Finding, Gpu, Machine, TensorRT

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from thor_dflash import records
-from thor_dflash.errors import ThorError
+from thor_dflash.core import strict_records
+from thor_dflash.core.errors import ThorError
 from thor_dflash.runtime.doctor.facts import Cuda, Gpu, Nvrtc, TensorRT
 
 ROOM, SOURCE = "standard", "kernel.cu"
@@ -33,7 +33,7 @@ def main(question: str, *arguments: str) -> None:
         answer = nvrtc(arguments[0], int(arguments[1]))
     else:
         answer = tensorrt()
-    print(json.dumps(records.encode(answer)), flush=True)
+    print(json.dumps(strict_records.encode(answer)), flush=True)
 
 
 def cuda() -> Cuda:

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from thor_dflash.errors import EngineError
+from thor_dflash.core.errors import EngineError
+from thor_dflash.core.progress import amount
+from thor_dflash.core.tensors import Array, Dims, DType, TensorSpec
 from thor_dflash.plugins.op import IN_PLACE
-from thor_dflash.progress import amount
 from thor_dflash.runtime.engine import Call, Graph, Tensor
 from thor_dflash.runtime.engines.onnxruntime import ort
-from thor_dflash.tensors import Array, Dims, DType, TensorSpec
 
 _ELEMENT = {
     "tensor(float)": DType.F32,

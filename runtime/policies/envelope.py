@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from thor_dflash.config import BudgetConfig
-from thor_dflash.errors import RequestError
-from thor_dflash.manifest import Card
+from thor_dflash.config.tree import BudgetConfig
+from thor_dflash.core.errors import RequestError
+from thor_dflash.package.manifest import Card
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from llguidance import LLMatcher
 
-from thor_dflash.errors import RequestError
+from thor_dflash.core.errors import RequestError
+from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.accept.reference import Record
 from thor_dflash.runtime.block import Block, Progress
 from thor_dflash.runtime.policies.grammar_compile import Grammar, Vocabulary
-from thor_dflash.tensors import Array
 
 FREE = -1
 """No id is forced after this row."""

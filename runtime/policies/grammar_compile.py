@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
-from thor_dflash.errors import CompilerBusy, PackageError, RequestError
+from thor_dflash.core.errors import CompilerBusy, PackageError, RequestError
+from thor_dflash.core.tensors import Array
 from thor_dflash.runtime.policies.grammar_lint import lint
 from thor_dflash.runtime.policies.grammar_schema import check_near, check_together, text_of
 from thor_dflash.runtime.text import Text
-from thor_dflash.tensors import Array
 
 COMPILE_S = 2.0
 """Maximum compile time, seconds: no plan is made meanwhile. A plan's schema takes 10 ms."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import cast
 
-from thor_dflash.records import as_list, as_table
+from thor_dflash.core.strict_records import as_list, as_table
 from thor_dflash.runtime.policies.grammar_schema import nodes
 
 _ENDLESS = re.compile(r"[*+]|\{\d*,\}")

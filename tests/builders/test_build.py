@@ -24,19 +24,19 @@ from checkpoints import (
 )
 from samples import verify
 
-from thor_dflash import manifest
 from thor_dflash.builders.build import _key, build, make_plan
 from thor_dflash.builders.checkpoint.drafter import read_drafter
 from thor_dflash.builders.checkpoint.shards import Shards
 from thor_dflash.builders.checkpoint.target import read_target
 from thor_dflash.builders.staging import Staging
 from thor_dflash.builders.tensorrt.package import Maker
-from thor_dflash.config import BuildConfig
-from thor_dflash.errors import CheckpointError, ConfigError, ThorError
+from thor_dflash.config.tree import BuildConfig
+from thor_dflash.core.errors import CheckpointError, ConfigError, ThorError
+from thor_dflash.core.progress import Silent
+from thor_dflash.package import manifest
 from thor_dflash.plugins import OPS
 from thor_dflash.plugins.launch import H100, THOR, Device
 from thor_dflash.plugins.op import DOMAIN
-from thor_dflash.progress import Silent
 
 GEOMETRY = GEOMETRIES["27b"]
 

@@ -9,9 +9,9 @@ from checkpoints import GEOMETRIES, write_target
 
 from thor_dflash.builders import build as builder
 from thor_dflash.builders.card import LENGTHS, RULE, TIERS, make_card
-from thor_dflash.config import BuildConfig, CardConfig
-from thor_dflash.errors import ConfigError
-from thor_dflash.progress import Silent
+from thor_dflash.config.tree import BuildConfig, CardConfig
+from thor_dflash.core.errors import ConfigError
+from thor_dflash.core.progress import Silent
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from thor_dflash.builders.draft_ids import read_draft_ids
-from thor_dflash.errors import ConfigError
+from thor_dflash.core.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_what_is_no_list_of_ids_is_refused(tmp_path: Path, wrong: bytes) -> None
 
 
 def test_a_file_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("thor_dflash.records.TEXT_LIMIT", 1000)
+    monkeypatch.setattr("thor_dflash.core.strict_records.TEXT_LIMIT", 1000)
     said = r"must be a JSON list of ids \(got /dev/zero: more than 1000 bytes\)"
     with pytest.raises(ConfigError, match=said):
         read_draft_ids(Path("/dev/zero"), 512)

@@ -14,8 +14,8 @@ from thor_dflash.builders.checkpoint.drafter import drafter_layout
 from thor_dflash.builders.checkpoint.matrix import WeightKind
 from thor_dflash.builders.checkpoint.target import target_layout
 from thor_dflash.builders.hollow import QWEN36_27B, QWEN36_27B_DFLASH, Hollow
-from thor_dflash.config import BuildConfig
-from thor_dflash.errors import ThorError
+from thor_dflash.config.tree import BuildConfig
+from thor_dflash.core.errors import ThorError
 
 Engine = Literal["ort", "cuda", "tensorrt"]
 SMALL: dict[str, Any] = {"vocab": 512, "hidden": 64, "intermediate": 96}

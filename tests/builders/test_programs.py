@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 from samples import verify
 
-from thor_dflash import manifest
 from thor_dflash.builders.build import build, make_plan
 from thor_dflash.builders.calls import Known, RoomCall
 from thor_dflash.builders.checkpoint.drafter import read_drafter
@@ -26,15 +25,16 @@ from thor_dflash.builders.packing import Packing
 from thor_dflash.builders.programs import Life, lower, place
 from thor_dflash.builders.unfused import unfused
 from thor_dflash.builders.weights import WeightFiles
-from thor_dflash.config import BuildConfig
-from thor_dflash.errors import ConfigError, PackageError
+from thor_dflash.config.tree import BuildConfig
+from thor_dflash.core.errors import ConfigError, PackageError
+from thor_dflash.core.progress import Silent
+from thor_dflash.core.tensors import Array, DType
+from thor_dflash.package import manifest
+from thor_dflash.package.launch_program import ALIGNMENT, ENDING, Program, read
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.launch import Shaped, Site
 from thor_dflash.plugins.op import DOMAIN, Attributes
 from thor_dflash.plugins.rules import RULES
-from thor_dflash.program import ALIGNMENT, ENDING, Program, read
-from thor_dflash.progress import Silent
-from thor_dflash.tensors import Array, DType
 
 NANO = Path(__file__).parents[2] / "models" / "planner-nano"
 

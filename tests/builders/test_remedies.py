@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from thor_dflash.builders.staging import check_out
-from thor_dflash.errors import PackageError
-from thor_dflash.manifest import MAGIC, NAME, read
+from thor_dflash.core.errors import PackageError
+from thor_dflash.package.manifest import MAGIC, NAME, read
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_nobody_is_told_to_remove_a_directory_that_was_never_a_package(tmp_path:
 
 
 def test_a_manifest_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("thor_dflash.records.TEXT_LIMIT", 1000)
+    monkeypatch.setattr("thor_dflash.core.strict_records.TEXT_LIMIT", 1000)
     (tmp_path / NAME).symlink_to("/dev/zero")
     with pytest.raises(PackageError, match=r"be a text in UTF-8 \(got: more than 1000 bytes\); r"):
         read(tmp_path)

@@ -10,8 +10,8 @@ from unprivileged import unprivileged
 
 from thor_dflash.builders import staging
 from thor_dflash.builders.staging import Staging
-from thor_dflash.errors import PackageError
-from thor_dflash.manifest import render
+from thor_dflash.core.errors import PackageError
+from thor_dflash.package.manifest import render
 
 
 def build(out: Path, content: bytes) -> None:

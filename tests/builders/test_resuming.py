@@ -14,8 +14,8 @@ from thor_dflash.builders.build import _key, build, make_plan
 from thor_dflash.builders.checkpoint.target import read_target
 from thor_dflash.builders.key import _code, build_key
 from thor_dflash.builders.staging import Staging
-from thor_dflash.config import BuildConfig
-from thor_dflash.progress import Silent
+from thor_dflash.config.tree import BuildConfig
+from thor_dflash.core.progress import Silent
 
 ROOT = Path(__file__).parents[2]
 

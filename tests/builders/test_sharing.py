@@ -10,8 +10,8 @@ from thor_dflash.builders.calls import Known, RoomCall
 from thor_dflash.builders.packing import Packing
 from thor_dflash.builders.programs import _Lowering
 from thor_dflash.builders.weights import WeightFiles
+from thor_dflash.core.tensors import DType
 from thor_dflash.plugins.op import Attribute
-from thor_dflash.tensors import DType
 
 
 def attended(**more: Attribute) -> tuple[list[RoomCall], dict[str, Known]]:

@@ -18,8 +18,8 @@ from samples import MANIFEST
 
 from thor_dflash.builders import staging
 from thor_dflash.builders.staging import Staging, check_out, parents
-from thor_dflash.errors import PackageError
-from thor_dflash.manifest import hash_file, read, render
+from thor_dflash.core.errors import PackageError
+from thor_dflash.package.manifest import hash_file, read, render
 
 TEXT = render(MANIFEST)
 

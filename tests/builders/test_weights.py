@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from thor_dflash.builders.weights import ALIGNMENT, WeightFiles
-from thor_dflash.tensors import DType
+from thor_dflash.core.tensors import DType
 
 
 def test_every_byte_that_is_written_is_counted(tmp_path: Path) -> None:

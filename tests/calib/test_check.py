@@ -17,7 +17,6 @@ from decoding import prompt, session
 from spoiling import graph, rehash, spoil_body, spoil_weight
 from stepping import Spoil, Stepping
 
-from thor_dflash import cli, manifest
 from thor_dflash.builders.build import build
 from thor_dflash.calib.check.compare import (
     Reference,
@@ -31,17 +30,19 @@ from thor_dflash.calib.check.compare import (
 from thor_dflash.calib.check.golden import arrays, read
 from thor_dflash.calib.check.programs import Programs
 from thor_dflash.calib.check.walks import walks
-from thor_dflash.config import BuildConfig, EngineConfig
-from thor_dflash.errors import RequestError
-from thor_dflash.manifest import Manifest
+from thor_dflash.cli import main
+from thor_dflash.config.tree import BuildConfig, EngineConfig
+from thor_dflash.core.errors import RequestError
+from thor_dflash.core.progress import Silent
+from thor_dflash.core.tensors import Array
+from thor_dflash.package import manifest
+from thor_dflash.package.launch_program import Step
+from thor_dflash.package.manifest import Manifest
 from thor_dflash.plugins import OPS
-from thor_dflash.program import Step
-from thor_dflash.progress import Silent
 from thor_dflash.runtime.engine import Call
 from thor_dflash.runtime.engines.onnxruntime import ort
 from thor_dflash.runtime.model import Model
 from thor_dflash.runtime.session import Session, open_session
-from thor_dflash.tensors import Array
 
 NANO = Path(__file__).parents[2] / "models" / "planner-nano"
 THREAD = EngineConfig(threads=1)
@@ -123,7 +124,7 @@ def test_a_size_above_the_package_s_own_is_walked_unless_a_smaller_one_is_named(
 ) -> None:
     args = ["check", "--package", str(constrained.package(16, (8, 64))), "-s", "engine.threads=1"]
     for more, sizes in (([], {"", ".chunk64", ".chunk8"}), (["-s", "engine.chunk=8"], {".chunk8"})):
-        assert cli.main([*args, *more]) == 0
+        assert main.main([*args, *more]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert {
             w.removeprefix("ok     prefill").partition(",")[0] for w in lines if "prefill" in w
@@ -240,10 +241,10 @@ def test_a_traced_graph_runs_on_as_many_threads_as_its_engine(
 def test_a_golden_file_carries_all_that_is_compared(good: Path, copy: Path, tmp_path: Path) -> None:
     path = tmp_path / "g.npz"
     args = ["check", "-s", "engine.threads=1", "--package"]
-    assert cli.main([*args, str(good), "--make-golden", str(path)]) == 0
-    assert cli.main([*args, str(good), "--golden", str(path)]) == 0
+    assert main.main([*args, str(good), "--make-golden", str(path)]) == 0
+    assert main.main([*args, str(good), "--golden", str(path)]) == 0
     spoil_weight(copy, "layers.1.mlp.down_proj.weight")
-    assert cli.main([*args, str(copy), "--golden", str(path)]) == 1
+    assert main.main([*args, str(copy), "--golden", str(path)]) == 1
 
 
 def test_the_report_is_told_in_words_and_as_json(
@@ -251,15 +252,15 @@ def test_the_report_is_told_in_words_and_as_json(
 ) -> None:
     path = tmp_path / "g.npz"
     args = ["check", "-s", "engine.threads=1", "--package"]
-    cli.main([*args, str(good), "--make-golden", str(path)])
+    main.main([*args, str(good), "--make-golden", str(path)])
     spoil_body(copy, "layers.2.mlp.down_proj", "Add", "Sub")
     capsys.readouterr()
-    assert cli.main([*args, str(copy), "--golden", str(path)]) == 1
+    assert main.main([*args, str(copy), "--golden", str(path)]) == 1
     text = capsys.readouterr().out
     assert "wrong  verify, block 0, operator" in text
     assert "layers.2.mlp.down_proj (linear): y0 at [" in text
     assert text.endswith("NOT the same\n")
-    assert cli.main([*args, str(copy), "--golden", str(path), "--json"]) == 1
+    assert main.main([*args, str(copy), "--golden", str(path), "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert told["right"] is False
     assert told["walks"][0]["wrong"]["step"] == "layers.2.mlp.down_proj"
@@ -271,11 +272,11 @@ def test_what_does_not_belong_together_is_refused(
     args = ["check", "-s", "engine.threads=1", "--package", str(good)]
 
     def refused(*more: str) -> str:
-        assert cli.main([*args, *more]) == 2
+        assert main.main([*args, *more]) == 2
         return capsys.readouterr().err
 
     path = tmp_path / "g.npz"
-    assert cli.main([*args, "--make-golden", str(path)]) == 0
+    assert main.main([*args, "--make-golden", str(path)]) == 0
     golden = read(path)
     other = dataclasses.replace(golden, sources={"target": "0" * 64})
     np.savez(tmp_path / "other.npz", allow_pickle=False, **arrays(other))
@@ -392,7 +393,7 @@ def test_a_weight_that_was_packed_wrong_is_named(nano: tuple[Path, Path, Manifes
 
 
 def test_a_graph_reference_needs_graphs(nano: tuple[Path, Path, Manifest]) -> None:
-    from thor_dflash.verbs import check
+    from thor_dflash.cli.commands import check
 
     with pytest.raises(RequestError, match="build the same checkpoints with --engine ort"):
         check._check_reference("ort", manifest.read(nano[0]))

@@ -16,11 +16,11 @@ from thor_dflash.calib.check.compare import Reference, Report, Walk, by_tap, log
 from thor_dflash.calib.check.golden import Golden, arrays
 from thor_dflash.calib.check.judge import Drift, against_definition, differ, drift, jumps, share
 from thor_dflash.calib.check.seen import Outputs, Seen, Tracer
+from thor_dflash.cli.commands.check import as_table, lines
+from thor_dflash.core.progress import Silent
+from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import HEAD
-from thor_dflash.progress import Silent
 from thor_dflash.runtime.session import Session
-from thor_dflash.tensors import Array, DType
-from thor_dflash.verbs.check import as_table, lines
 
 
 def test_differences_are_judged_by_the_largest_value_and_one_rounding() -> None:

@@ -13,15 +13,16 @@ from checkpoints import GEOMETRIES, Dialect, write_target
 from decoding import session
 from samples import MANIFEST
 
-from thor_dflash import cli, manifest
 from thor_dflash.builders.build import build
 from thor_dflash.calib.check import compare as judging
 from thor_dflash.calib.check.compare import compare, tracer
 from thor_dflash.calib.check.walks import walks
-from thor_dflash.config import BuildConfig
-from thor_dflash.dims import LEAST_TALK
-from thor_dflash.errors import RequestError
-from thor_dflash.progress import Silent
+from thor_dflash.cli import main
+from thor_dflash.config.tree import BuildConfig
+from thor_dflash.core.errors import RequestError
+from thor_dflash.core.model_dims import LEAST_TALK
+from thor_dflash.core.progress import Silent
+from thor_dflash.package import manifest
 from thor_dflash.runtime.session import Session, open_session
 
 
@@ -39,7 +40,7 @@ def test_weights_of_any_float_type_are_walked(
     target = write_target(tmp_path / "target", GEOMETRIES["0.8b"], 3, dialect)
     build(target, None, tmp_path / "p", BuildConfig(capacity=64), Silent())
     args = ["check", "--package", str(tmp_path / "p"), "-s", "engine.threads=1"]
-    assert cli.main(args) == 0, capsys.readouterr()
+    assert main.main(args) == 0, capsys.readouterr()
 
 
 def built(path: Path, **options: Any) -> str:
@@ -69,7 +70,7 @@ def test_a_reference_has_its_own_steps_and_the_block_if_it_has_that(
     one = built(tmp_path / "one", widths=(8,))
     two = built(tmp_path / "two", widths=widths, chunk=64)
     words = ["-s", "engine.block=8", "-s", "engine.chunk=32", "-s", "engine.threads=1"]
-    assert cli.main(["check", "--package", one, "--reference", two, *words]) == 0
+    assert main.main(["check", "--package", one, "--reference", two, *words]) == 0
     assert "the same within tolerance" in capsys.readouterr().out
     assert [(s.model.block, s.model.chunk) for s in opened] == [(8, 32), (block, 64)]
 
@@ -79,7 +80,7 @@ def test_an_option_that_does_not_fit_the_reference_is_told_with_its_name(
 ) -> None:
     one, two = built(tmp_path / "one", block=8), built(tmp_path / "two")
     context = ["-s", f"engine.capacity={8 + LEAST_TALK}", "-s", "engine.threads=1"]
-    assert cli.main(["check", "--package", one, "--reference", two, *context]) == 2
+    assert main.main(["check", "--package", one, "--reference", two, *context]) == 2
     assert f"thor-dflash: {two}: engine.capacity must be " in capsys.readouterr().err
 
 
@@ -102,7 +103,7 @@ def test_a_reference_that_cannot_be_one_is_refused_before_anything_is_loaded(
         (one, str(other), f"{other} must be made of the target of the package"),
         (str(bare), "ort", "--reference ort must be for a package that holds ONNX graphs"),
     ):
-        assert cli.main(["check", "--package", package, "--reference", reference]) == 2
+        assert main.main(["check", "--package", package, "--reference", reference]) == 2
         assert said in capsys.readouterr().err
 
 
@@ -118,7 +119,7 @@ def test_tokens_that_do_not_fit_are_refused_before_any_is_run(
     for count, code in ((s.model.limit, 0), (s.model.limit + 1, 2)):
         path.write_text(json.dumps([1] * count))
         args = ["check", "--package", package, "--tokens", str(path), "-s", "engine.threads=1"]
-        assert cli.main(args) == code
+        assert main.main(args) == code
     assert f"tokens must be at most {s.model.limit}" in capsys.readouterr().err
 
 

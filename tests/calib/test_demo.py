@@ -13,7 +13,7 @@ from samples import MANIFEST
 
 from thor_dflash.calib import demo
 from thor_dflash.calib.planbench.judge import Verdict
-from thor_dflash.progress import Lines
+from thor_dflash.core.progress import Lines
 
 
 class Gone(io.StringIO):

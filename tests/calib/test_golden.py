@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from decoding import session
 
-from thor_dflash import cli
 from thor_dflash.calib.check.compare import logits, make, some_tokens
 from thor_dflash.calib.check.golden import arrays, fits, read, same, sources
-from thor_dflash.errors import RequestError
-from thor_dflash.progress import Silent
-from thor_dflash.tensors import Array
+from thor_dflash.cli import main
+from thor_dflash.core.errors import RequestError
+from thor_dflash.core.progress import Silent
+from thor_dflash.core.tensors import Array
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_a_reference_of_another_model_is_named_before_it_is_asked(
     here, other = (str(session(g).model.engine.package) for g in ("27b", "nested"))  # type: ignore[attr-defined]
     (tmp_path / "t.json").write_text("[511]")
     args = ["check", "-s", "engine.threads=1", "--package", here, "--reference", other]
-    assert cli.main([*args, "--tokens", str(tmp_path / "t.json")]) == 2
+    assert main.main([*args, "--tokens", str(tmp_path / "t.json")]) == 2
     err = capsys.readouterr().err
     assert f"{other} must be made of the target of the package" in err
     assert "scoring" not in err

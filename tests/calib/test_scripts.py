@@ -13,9 +13,9 @@ from decoding import session
 from thor_dflash.builders.build import build
 from thor_dflash.calib import script
 from thor_dflash.calib.demo import MODEL
-from thor_dflash.config import BuildConfig
-from thor_dflash.errors import RequestError
-from thor_dflash.progress import Silent
+from thor_dflash.config.tree import BuildConfig
+from thor_dflash.core.errors import RequestError
+from thor_dflash.core.progress import Silent
 
 TASKS = MODEL / "heldout.jsonl"
 GIVEN = quote(str(TASKS))

@@ -8,7 +8,7 @@ import pytest
 from decoding import session
 
 from thor_dflash.calib.check.compare import Reference, compare, make, some_tokens
-from thor_dflash.progress import Silent
+from thor_dflash.core.progress import Silent
 
 
 def test_a_tolerance_of_0_is_not_the_default() -> None:

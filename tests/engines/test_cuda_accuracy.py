@@ -20,10 +20,10 @@ from paired import DEVICE, DRAFTER, TARGET, opened
 from rounding import hold_as_near
 
 from thor_dflash.builders import build as builder
-from thor_dflash.config import BuildConfig
-from thor_dflash.progress import Silent
+from thor_dflash.config.tree import BuildConfig
+from thor_dflash.core.progress import Silent
+from thor_dflash.core.tensors import Array
 from thor_dflash.runtime.model import Model
-from thor_dflash.tensors import Array
 
 pytestmark = pytest.mark.skipif(emulator_code.COMPILER is None, reason="needs g++")
 

@@ -17,20 +17,20 @@ import pytest
 from benching import ARGUMENTS
 from fake_cuda import MS, OK, fake
 
-from thor_dflash import cli
 from thor_dflash.builders import hollow
-from thor_dflash.config import BuildConfig, EngineConfig, load
+from thor_dflash.cli import main
+from thor_dflash.cli.commands.bench import variants
+from thor_dflash.config.tree import BuildConfig, EngineConfig, load
+from thor_dflash.core.progress import Silent
 from thor_dflash.plugins.cuda.enqueue import Arguments
 from thor_dflash.plugins.launch import AHEAD
 from thor_dflash.plugins.rules import ROOT
-from thor_dflash.progress import Silent
 from thor_dflash.runtime import coldstart
 from thor_dflash.runtime.engines.cuda import bench, figures
 from thor_dflash.runtime.engines.cuda.bound import Planned, cuda
 from thor_dflash.runtime.engines.cuda.capture import Captured
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine
 from thor_dflash.runtime.engines.cuda.random import RandomWeights
-from thor_dflash.verbs.bench import variants
 
 
 # ---- through the verb ----------------------------------------------------------------------------
@@ -39,7 +39,7 @@ def test_one_command_measures_everything(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     device = fake(monkeypatch)
-    assert cli.main([*ARGUMENTS, "-s", f"engine.cubins={tmp_path}"]) == 0
+    assert main.main([*ARGUMENTS, "-s", f"engine.cubins={tmp_path}"]) == 0
     rows = json.loads(capsys.readouterr().out)
     named = {f"{row['section']}/{row['name']}": row for row in rows}
     assert {row["name"] for row in rows if row["must"] is not None} == figures.TARGETS.keys()
@@ -187,7 +187,7 @@ SHAPE = ["--shape", "qwen3.6-27b", "--random-weights", "--engine", "cuda"]
 
 
 def test_a_missing_device_is_reported_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    if cli.main(["bench", *SHAPE, "-s", "engine.device=99"]) != 2:
+    if main.main(["bench", *SHAPE, "-s", "engine.device=99"]) != 2:
         raise AssertionError("there is no device 99")
     err = capsys.readouterr().err
     assert err.startswith("thor-dflash: ")
@@ -218,7 +218,7 @@ def test_a_missing_device_is_reported_in_one_line(capsys: pytest.CaptureFixture[
 def test_what_cannot_be_measured_is_refused(
     options: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["bench", *options]) == 2
+    assert main.main(["bench", *options]) == 2
     assert words in capsys.readouterr().err
 
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from fake_cuda import MS, Fake, fake
 
+from thor_dflash.core.tensors import DType, TensorSpec
 from thor_dflash.plugins.cuda.driver import Driver
 from thor_dflash.runtime.engine import Call
 from thor_dflash.runtime.engines.cuda import board as board_module
 from thor_dflash.runtime.engines.cuda.board import Board
 from thor_dflash.runtime.engines.cuda.bound import cuda, where
 from thor_dflash.runtime.engines.cuda.capture import Captured
-from thor_dflash.tensors import DType, TensorSpec
 
 LARGE = TensorSpec("gdn.0.record", DType.F32, (64, 256))
 

@@ -13,14 +13,14 @@ import pytest
 from fake_cuda import FACTS, MEMORY, Fake, fake
 from nano import package, request
 
-from thor_dflash import manifest
-from thor_dflash.config import EngineConfig
-from thor_dflash.errors import EngineError, PackageError
+from thor_dflash.config.tree import EngineConfig
+from thor_dflash.core.errors import EngineError, PackageError
+from thor_dflash.core.progress import Silent
+from thor_dflash.package import manifest
 from thor_dflash.plugins.cuda import kernels
 from thor_dflash.plugins.cuda.compile import Cubin
 from thor_dflash.plugins.gdn import launch as gdn
 from thor_dflash.plugins.launch import Shift
-from thor_dflash.progress import Silent
 from thor_dflash.runtime.engines.cuda.memory import RESERVE
 from thor_dflash.runtime.engines.cuda.weights import Files
 from thor_dflash.runtime.propose import Dflash

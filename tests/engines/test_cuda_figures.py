@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from fake_cuda import fake
 
+from thor_dflash.core.progress import Silent
+from thor_dflash.core.tensors import DType, TensorSpec
 from thor_dflash.plugins.cuda.driver import Driver
-from thor_dflash.progress import Silent
 from thor_dflash.runtime.engines.cuda import bench, figures
 from thor_dflash.runtime.engines.cuda.bench import Bench, Keep, Loop, Share, Timing, everything
 from thor_dflash.runtime.engines.cuda.capture import Captured
 from thor_dflash.runtime.engines.cuda.figures import THOR_READ, Figure, Target, judge, table
-from thor_dflash.tensors import DType, TensorSpec
 
 READ = 3e12
 STEP = SimpleNamespace

@@ -10,11 +10,11 @@ import pytest
 from fake_cuda import MS, Fake, fake
 from nano import NANO, package
 
-from thor_dflash import cli
 from thor_dflash.builders.build import build
-from thor_dflash.config import BuildConfig
-from thor_dflash.manifest import read
-from thor_dflash.progress import Silent
+from thor_dflash.cli import main
+from thor_dflash.config.tree import BuildConfig
+from thor_dflash.core.progress import Silent
+from thor_dflash.package.manifest import read
 from thor_dflash.runtime.engines.cuda import bench, inside
 from thor_dflash.runtime.policies.grammar import Walk
 
@@ -37,7 +37,7 @@ def taken_apart(
     (tmp_path / "ids.json").write_text(json.dumps(list(range(1, 40))))
     source = ("--package", str(made), "--tokens", str(tmp_path / "ids.json"), "--runs", "1")
     few = ("--max-tokens", "6", "-s", f"engine.cubins={tmp_path}")
-    assert cli.main(["profile", *source, *few, "--json", *more]) == 0
+    assert main.main(["profile", *source, *few, "--json", *more]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)["inside"]
     return found
 

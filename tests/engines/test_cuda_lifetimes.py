@@ -14,10 +14,10 @@ import pytest
 from fake_cuda import MS, OK, Fake, fake
 from nano import package, request
 
-from thor_dflash.config import EngineConfig
-from thor_dflash.errors import EngineError
+from thor_dflash.config.tree import EngineConfig
+from thor_dflash.core.errors import EngineError
+from thor_dflash.core.progress import Silent
 from thor_dflash.plugins.cuda.driver import FREES, Driver
-from thor_dflash.progress import Silent
 from thor_dflash.runtime.engines.cuda.control import SMALL, Ring
 from thor_dflash.runtime.propose import Dflash
 from thor_dflash.runtime.session import Session, open_session

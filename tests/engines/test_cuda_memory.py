@@ -16,12 +16,12 @@ from cuda.bindings import driver as bindings
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from thor_dflash.errors import EngineError, NoRoom
+from thor_dflash.core.errors import EngineError, NoRoom
+from thor_dflash.core.tensors import Array, DType, TensorSpec
 from thor_dflash.plugins.cuda.driver import STICKY, Driver
 from thor_dflash.runtime.engines.cuda import control
 from thor_dflash.runtime.engines.cuda.control import RING, SLOT, SMALL, Page, Ring, corners
 from thor_dflash.runtime.engines.cuda.memory import RESERVE, Arena
-from thor_dflash.tensors import Array, DType, TensorSpec
 
 GB = 1 << 30
 

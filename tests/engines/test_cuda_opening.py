@@ -13,10 +13,10 @@ import pytest
 from fake_cuda import OK, Fake, fake
 from nano import package
 
-from thor_dflash.config import EngineConfig
-from thor_dflash.errors import ConfigError, EngineError, EngineLost, PackageError
+from thor_dflash.config.tree import EngineConfig
+from thor_dflash.core.errors import ConfigError, EngineError, EngineLost, PackageError
+from thor_dflash.core.progress import Silent
 from thor_dflash.plugins.cuda.driver import Driver
-from thor_dflash.progress import Silent
 from thor_dflash.runtime.engines.cuda import weights
 from thor_dflash.runtime.session import open_session
 

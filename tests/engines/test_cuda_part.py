@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fake_cuda import FACTS, MS, OK, Fake, fake
 
-from thor_dflash.errors import ConfigError
+from thor_dflash.core.errors import ConfigError
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine, Driver
 
 SCRIPT = Path(__file__).parents[1] / "gpu" / "part.py"

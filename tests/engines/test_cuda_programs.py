@@ -22,11 +22,11 @@ from paired import DEVICE, Pair, built, near, opened, packages, paired
 from poisoned import poison
 
 from thor_dflash.builders import build as builder
+from thor_dflash.core.tensors import Array
+from thor_dflash.package.launch_program import read
 from thor_dflash.plugins.rules import RULES
-from thor_dflash.program import read
 from thor_dflash.runtime.propose import Dflash
 from thor_dflash.runtime.session import Request
-from thor_dflash.tensors import Array
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 

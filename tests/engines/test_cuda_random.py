@@ -13,12 +13,13 @@ from benching import ARGUMENTS
 from fake_cuda import fake
 from samples import verify
 
-from thor_dflash import cli, manifest
-from thor_dflash.config import BuildConfig, Config
-from thor_dflash.errors import EngineError
-from thor_dflash.progress import Silent
+from thor_dflash.cli import main
+from thor_dflash.cli.commands.bench import write_random
+from thor_dflash.config.tree import BuildConfig, Config
+from thor_dflash.core.errors import EngineError
+from thor_dflash.core.progress import Silent
+from thor_dflash.package import manifest
 from thor_dflash.runtime.engines.cuda.random import RandomWeights
-from thor_dflash.verbs.bench import write_random
 
 
 @pytest.mark.usefixtures("small_shape")
@@ -47,7 +48,7 @@ def test_a_random_package_on_disk_is_a_whole_one(
     ]  # for the package; not passed on to the process that opens it
     monkeypatch.setattr("subprocess.run", run)
     out = ["--ready", "--out", str(tmp_path / "out")]
-    assert cli.main([*ARGUMENTS, *settings, *others, *out]) == 0
+    assert main.main([*ARGUMENTS, *settings, *others, *out]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["name"] for row in rows] == ["reading the package from disk", "loaded", "ready"]
     assert rows[-1]["must"] == pytest.approx(rows[0]["value"] + 10, abs=1e-3)
@@ -57,18 +58,18 @@ def test_a_random_package_on_disk_is_a_whole_one(
     weights = [name for name in found.files if name.endswith(".bin")]
     assert len(weights) > 1
     # A session can open it.
-    assert cli.main(["bench", "--package", str(tmp_path / "out"), "--ready", "--json"]) == 0
+    assert main.main(["bench", "--package", str(tmp_path / "out"), "--ready", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert 0 < rows[0]["value"] < rows[1]["value"] < rows[2]["value"]
     # If the context is too short for the prompt that --ready uses, the error names the setting.
     few = ["-s", f"engine.capacity={found.block + 3}"]
-    assert cli.main(["bench", "--package", str(tmp_path / "out"), "--ready", *few]) == 2
+    assert main.main(["bench", "--package", str(tmp_path / "out"), "--ready", *few]) == 2
     said = f"engine.capacity must be at least {found.block + 4} for --ready"
     assert said in capsys.readouterr().err
     # An existing package is neither overwritten nor written into.
-    assert cli.main([*ARGUMENTS, "--ready", "--out", str(tmp_path / "out" / "in")]) == 2
+    assert main.main([*ARGUMENTS, "--ready", "--out", str(tmp_path / "out" / "in")]) == 2
     assert "--out must be outside any package" in capsys.readouterr().err
-    assert cli.main([*ARGUMENTS, "--ready", "--out", str(tmp_path / "out")]) == 2
+    assert main.main([*ARGUMENTS, "--ready", "--out", str(tmp_path / "out")]) == 2
     assert "must be a new directory" in capsys.readouterr().err
 
 
@@ -86,7 +87,7 @@ def test_a_random_package_that_is_not_finished_leaves_nothing(
     cubins = ["-s", f"engine.cubins={tmp_path / 'cubins'}"]
     (tmp_path / "there").mkdir()
     for out in ("out", "new/deep/out", "there/new/out", "new/../out"):
-        status = cli.main([*ARGUMENTS, *cubins, "--ready", "--out", str(tmp_path / out)])
+        status = main.main([*ARGUMENTS, *cubins, "--ready", "--out", str(tmp_path / out)])
         assert status == (130 if error is KeyboardInterrupt else 2)
         assert sorted(p.name for p in tmp_path.rglob("*") if "cubins" not in p.parts) == ["there"]
 
@@ -102,7 +103,7 @@ def test_a_path_that_leads_to_something_is_refused_by_where_it_leads(
     (tmp_path / "link").symlink_to(tmp_path / "there" / "in")
     (tmp_path / "loop").symlink_to("loop")
     before = sorted(tmp_path.rglob("*"))
-    assert cli.main([*ARGUMENTS, "--ready", "--out", out]) == 2
+    assert main.main([*ARGUMENTS, "--ready", "--out", out]) == 2
     real = tmp_path / {"new/..": "", ".": "", "loop": "loop"}.get(out, "there")
     said = f"--out must be a new directory (got {real}, which is there)"
     assert said in capsys.readouterr().err
@@ -130,7 +131,7 @@ def test_a_random_package_needs_room_for_every_weight(
     write_random("small", tmp_path / "whole", config, Silent())
     stored = sum(p.stat().st_size for p in (tmp_path / "whole").rglob("*.bin"))
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=stored // 2))
-    assert cli.main([*ARGUMENTS, "--ready", "--out", str(tmp_path / "out")]) == 2
+    assert main.main([*ARGUMENTS, "--ready", "--out", str(tmp_path / "out")]) == 2
     said = re.search(r"room for ([\d,]+) bytes", capsys.readouterr().err)
     assert said is not None
     need = int(said[1].replace(",", ""))

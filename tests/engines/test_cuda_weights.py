@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from thor_dflash.errors import PackageError
+from thor_dflash.core.errors import PackageError
+from thor_dflash.core.progress import Silent
+from thor_dflash.core.tensors import DType
+from thor_dflash.package.launch_program import Weight
 from thor_dflash.plugins.cuda.driver import Pinned
-from thor_dflash.program import Weight
-from thor_dflash.progress import Silent
 from thor_dflash.runtime.engines.cuda import weights
 from thor_dflash.runtime.engines.cuda.weights import READERS, Files
-from thor_dflash.tensors import DType
 
 PIECE = 16
 

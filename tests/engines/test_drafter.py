@@ -30,8 +30,8 @@ from numpy.typing import NDArray
 from plain.drafter import Rules, logits, rules
 
 from thor_dflash.builders.build import build
-from thor_dflash.config import BuildConfig
-from thor_dflash.progress import Silent
+from thor_dflash.config.tree import BuildConfig
+from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.engines.onnxruntime import ort
 from thor_dflash.runtime.model import ring_rows
 

@@ -11,14 +11,14 @@ import pytest
 from checkpoints import GEOMETRIES, read_safetensors, write_safetensors, write_target
 from decoding import prompt
 
-from thor_dflash import manifest
 from thor_dflash.builders.build import build, make_plan
 from thor_dflash.builders.checkpoint.target import read_target
-from thor_dflash.config import BuildConfig, EngineConfig
-from thor_dflash.progress import Silent
+from thor_dflash.config.tree import BuildConfig, EngineConfig
+from thor_dflash.core.progress import Silent
+from thor_dflash.core.tensors import Array
+from thor_dflash.package import manifest
 from thor_dflash.runtime.score import score
 from thor_dflash.runtime.session import open_session
-from thor_dflash.tensors import Array
 
 GEOMETRY = GEOMETRIES["4b"]
 

@@ -13,11 +13,11 @@ import pytest
 from onnx import helper
 from unprivileged import unprivileged
 
-from thor_dflash.errors import EngineError
+from thor_dflash.core.errors import EngineError
+from thor_dflash.core.tensors import DType, TensorSpec
 from thor_dflash.plugins.op import IN_PLACE
 from thor_dflash.runtime.engine import Call
 from thor_dflash.runtime.engines.ort import OrtEngine
-from thor_dflash.tensors import DType, TensorSpec
 
 FLOAT, INT64 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
 

@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from plain.drafter import Rules, logits, rules
 
 from thor_dflash.builders.build import build
-from thor_dflash.config import BuildConfig, EngineConfig
+from thor_dflash.config.tree import BuildConfig, EngineConfig
+from thor_dflash.core.progress import Silent
 from thor_dflash.plugins.accept import Record
-from thor_dflash.progress import Silent
 from thor_dflash.runtime.block import Block, Progress
 from thor_dflash.runtime.propose import Dflash
 from thor_dflash.runtime.score import score

@@ -17,15 +17,15 @@ from fake_cuda import MEMORY, Fake, fake
 from nano import package, request
 from planned import made_of, planned, write
 
-from thor_dflash import manifest as package_manifest
-from thor_dflash import plan as sidecar
-from thor_dflash.config import EngineConfig
-from thor_dflash.errors import EngineError, PackageError
-from thor_dflash.manifest import hash_file
-from thor_dflash.plan import Plan
+from thor_dflash.config.tree import EngineConfig
+from thor_dflash.core.errors import EngineError, PackageError
+from thor_dflash.core.progress import Silent
+from thor_dflash.package import manifest as package_manifest
+from thor_dflash.package import trt_engine as sidecar
+from thor_dflash.package.manifest import hash_file
+from thor_dflash.package.trt_engine import Plan
 from thor_dflash.plugins.op import NEXT
 from thor_dflash.plugins.tensorrt.node import fingerprint
-from thor_dflash.progress import Silent
 from thor_dflash.runtime.engines.tensorrt.check import Here, check
 from thor_dflash.runtime.propose import Dflash
 from thor_dflash.runtime.session import Session, open_session

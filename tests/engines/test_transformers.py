@@ -29,9 +29,9 @@ from checkpoints import (
 from numpy.typing import NDArray
 
 from thor_dflash.builders.build import build
-from thor_dflash.config import BuildConfig, EngineConfig
+from thor_dflash.config.tree import BuildConfig, EngineConfig
+from thor_dflash.core.progress import Silent
 from thor_dflash.plugins.verify_attention import TILE
-from thor_dflash.progress import Silent
 from thor_dflash.runtime.score import score
 from thor_dflash.runtime.session import Session, open_session
 

@@ -24,12 +24,13 @@ import numpy as np
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT)]
 
-from thor_dflash import tokenizer as files  # noqa: E402
 from thor_dflash.calib.masks import OBJECTS, SKILLS, filled, plan  # noqa: E402
-from thor_dflash.config import Config  # noqa: E402
+from thor_dflash.cli.commands.bench import hollow, variants
+from thor_dflash.config.tree import Config
+from thor_dflash.core.progress import Progress as Reporter
+from thor_dflash.core.progress import choose
+from thor_dflash.package import tokenizer_files as files
 from thor_dflash.plugins.accept.reference import Record  # noqa: E402
-from thor_dflash.progress import Progress as Reporter  # noqa: E402
-from thor_dflash.progress import choose  # noqa: E402
 from thor_dflash.runtime.block import Block, Policy, Progress  # noqa: E402
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine  # noqa: E402
 from thor_dflash.runtime.engines.cuda.figures import CONTEXT  # noqa: E402
@@ -41,7 +42,6 @@ from thor_dflash.runtime.propose import Dflash, Nobody, Proposer  # noqa: E402
 from thor_dflash.runtime.session import Request, Session  # noqa: E402
 from thor_dflash.runtime.text import Text  # noqa: E402
 from thor_dflash.serving.schema import from_skills  # noqa: E402
-from thor_dflash.verbs.bench import hollow, variants  # noqa: E402
 
 WARM, RUNS = 3, 15
 """Answers of each kind, without and with their times."""

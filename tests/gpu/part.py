@@ -23,10 +23,11 @@ from unittest.mock import patch
 
 sys.path[:0] = [str(Path(__file__).parents[2])]
 
-from thor_dflash.config import Config  # noqa: E402
-from thor_dflash.errors import ConfigError, ThorError  # noqa: E402
+from thor_dflash.cli.commands.bench import CAPACITY, hollow, variants
+from thor_dflash.config.tree import Config
+from thor_dflash.core.errors import ConfigError, ThorError
+from thor_dflash.core.progress import choose
 from thor_dflash.plugins.cuda.driver import Driver, Info  # noqa: E402
-from thor_dflash.progress import choose  # noqa: E402
 from thor_dflash.runtime.engines.cuda import bench as benches  # noqa: E402
 from thor_dflash.runtime.engines.cuda import engine as engines  # noqa: E402
 from thor_dflash.runtime.engines.cuda.bench import Bench, everything, rooms  # noqa: E402
@@ -39,7 +40,6 @@ from thor_dflash.runtime.engines.cuda.figures import (  # noqa: E402
     WIDTHS,
 )
 from thor_dflash.runtime.engines.cuda.random import RandomWeights  # noqa: E402
-from thor_dflash.verbs.bench import CAPACITY, hollow, variants  # noqa: E402
 
 THOR_MULTIPROCESSORS, THOR_CLOCK = 20, 1.575e9
 """Clock in Hz. Source: NVIDIA, Jetson Thor modules, T5000."""

@@ -16,15 +16,15 @@ from nano import package, request, tasks
 from poisoned import poison
 from rounding import hold_as_near
 
-from thor_dflash.config import BuildConfig, EngineConfig
-from thor_dflash.errors import NoRoom
-from thor_dflash.progress import Silent
+from thor_dflash.config.tree import BuildConfig, EngineConfig
+from thor_dflash.core.errors import NoRoom
+from thor_dflash.core.progress import Silent
+from thor_dflash.core.tensors import Array
 from thor_dflash.runtime.engine import Tensor
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine
 from thor_dflash.runtime.propose import Dflash, Nobody
 from thor_dflash.runtime.score import score
 from thor_dflash.runtime.session import Session, open_session
-from thor_dflash.tensors import Array
 
 pytestmark = pytest.mark.gpu
 

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from thor_dflash.builders.hollow import write_hollow
-from thor_dflash.config import BuildConfig, EngineConfig
-from thor_dflash.progress import Silent
+from thor_dflash.config.tree import BuildConfig, EngineConfig
+from thor_dflash.core.progress import Silent
+from thor_dflash.core.tensors import Array
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine
 from thor_dflash.runtime.engines.cuda.random import RandomWeights
 from thor_dflash.runtime.model import Model
-from thor_dflash.tensors import Array
 
 pytestmark = pytest.mark.gpu
 CAPACITY, CHUNK, ROWS = 4096, 512, 16

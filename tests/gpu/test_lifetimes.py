@@ -13,9 +13,9 @@ import pytest
 from decoding import answer
 from nano import package, request
 
-from thor_dflash.config import EngineConfig
+from thor_dflash.config.tree import EngineConfig
+from thor_dflash.core.progress import Silent
 from thor_dflash.plugins.cuda.driver import Driver
-from thor_dflash.progress import Silent
 from thor_dflash.runtime.engines.cuda import capture as capturing
 from thor_dflash.runtime.engines.cuda.capture import capture
 from thor_dflash.runtime.propose import Dflash, Nobody

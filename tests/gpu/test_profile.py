@@ -9,8 +9,8 @@ import pytest
 from decoding import answer
 from nano import package, request
 
-from thor_dflash.config import EngineConfig
-from thor_dflash.progress import Silent
+from thor_dflash.config.tree import EngineConfig
+from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine
 from thor_dflash.runtime.engines.cuda.inside import take_apart
 from thor_dflash.runtime.propose import Dflash

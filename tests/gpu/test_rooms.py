@@ -20,11 +20,11 @@ from on_gpu import Gpu
 from products import BF16
 from row_law import cut, outputs_by_row, prefixes, rows_of, same_bits, served_apart
 
+from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import DRAFT_ATTENTION, GDN, LINEAR, OPS, VERIFY_ATTENTION
 from thor_dflash.plugins.draft_attention.launch import refuse
 from thor_dflash.plugins.launch import Device
 from thor_dflash.plugins.op import Case, Op
-from thor_dflash.tensors import DType
 
 pytestmark = pytest.mark.gpu
 TIMES = 20

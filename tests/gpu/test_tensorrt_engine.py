@@ -10,10 +10,10 @@ import stand_in_trt as trt
 from nano import package, request
 from planned import planned
 
-from thor_dflash.config import EngineConfig
+from thor_dflash.config.tree import EngineConfig
+from thor_dflash.core.progress import Silent
 from thor_dflash.plugins.cuda.driver import Driver
 from thor_dflash.plugins.tensorrt.node import fingerprint
-from thor_dflash.progress import Silent
 from thor_dflash.runtime.engines.tensorrt.check import Here
 from thor_dflash.runtime.session import open_session
 

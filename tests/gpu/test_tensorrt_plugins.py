@@ -14,12 +14,12 @@ from kernel_cases import cases_of
 from kernels import Refused, call_of, launch
 from on_gpu import Gpu
 
+from thor_dflash.core.tensors import Array
 from thor_dflash.plugins import OPS
 from thor_dflash.plugins.cuda.driver import Driver
 from thor_dflash.plugins.cuda.kernels import Kernels
 from thor_dflash.plugins.op import Op
 from thor_dflash.runtime.engines.cuda.capture import capture
-from thor_dflash.tensors import Array
 
 pytestmark = pytest.mark.gpu
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import GDN
 from thor_dflash.plugins.launch import AHEAD, MOST_AHEAD, At, Int, Shaped, Site, ahead
 from thor_dflash.plugins.op import Attributes
-from thor_dflash.tensors import DType
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ import pytest
 from compiled import usage_of
 
 from thor_dflash.builders.hollow import write_hollow
-from thor_dflash.config import BuildConfig
+from thor_dflash.config.tree import BuildConfig
+from thor_dflash.core.tensors import DType
+from thor_dflash.package.launch_program import Program, read
 from thor_dflash.plugins.cuda.compile import architecture
 from thor_dflash.plugins.launch import H100, THOR, Device, Launch, Shaped, Site
 from thor_dflash.plugins.op import Attributes
 from thor_dflash.plugins.rules import RULES
-from thor_dflash.program import Program, read
-from thor_dflash.tensors import DType
 
 CYCLE = ("propose", "verify", "accept", "observe")
 CACHE_ROWS = 32768

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fake_cuda import OK, Fake, fake
 
-from thor_dflash.errors import EngineError
+from thor_dflash.core.errors import EngineError
 from thor_dflash.plugins.cuda import compile as compiler
 from thor_dflash.plugins.cuda import kernels
 from thor_dflash.plugins.cuda.compile import ROOT, Cubin, Usage

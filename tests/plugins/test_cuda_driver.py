@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fake_cuda import FACTS, MEMORY, Fake, fake
 
-from thor_dflash.errors import EngineError, EngineLost
+from thor_dflash.core.errors import EngineError, EngineLost
 from thor_dflash.plugins.cuda import driver as driver_module
 from thor_dflash.plugins.cuda.driver import Driver
 

@@ -12,6 +12,7 @@ from kernels import call_of, launch, run, slabs
 from leaving import leaving
 from receiving import received
 
+from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.context_kv import OP as CONTEXT_KV
 from thor_dflash.plugins.context_kv import launch as context_kv
 from thor_dflash.plugins.draft_attention import OP as DRAFT_ATTENTION
@@ -19,7 +20,6 @@ from thor_dflash.plugins.draft_attention.launch import refuse
 from thor_dflash.plugins.launch import H100, THOR, Device, Shaped, Site
 from thor_dflash.plugins.linear.prepare import SLAB
 from thor_dflash.plugins.op import Attribute, Case
-from thor_dflash.tensors import Array, DType
 
 BF16 = DType.BF16.numpy
 Shape = tuple[Any, ...]

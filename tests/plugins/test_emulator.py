@@ -11,7 +11,7 @@ import pytest
 from emulation import LATE, Memory, run
 from emulator_code import COMPILER, MACHINE, EmulatorFault
 
-from thor_dflash.tensors import Array
+from thor_dflash.core.tensors import Array
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 PROBES = MACHINE / "probes.cu"

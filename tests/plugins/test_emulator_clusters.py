@@ -10,8 +10,8 @@ import pytest
 from emulation import Memory, run
 from emulator_code import COMPILER, MACHINE, EmulatorFault
 
+from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.cuda.compile import compile_source
-from thor_dflash.tensors import Array
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 PROBES = MACHINE / "cluster_probes.cu"

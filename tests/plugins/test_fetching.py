@@ -15,6 +15,7 @@ from kernel_cases import cases_of
 from kernels import Buffer, Call, Step, call_of, launch, rule_of
 from row_law import same_bits
 
+from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import GDN, LINEAR, VERIFY_ATTENTION, Op
 from thor_dflash.plugins.gdn import launch as gdn
 from thor_dflash.plugins.launch import (
@@ -35,7 +36,6 @@ from thor_dflash.plugins.linear.launch import launches
 from thor_dflash.plugins.linear.layout import Kind
 from thor_dflash.plugins.linear.partition import halves, partition
 from thor_dflash.plugins.verify_attention import launch as verify_attention
-from thor_dflash.tensors import Array, DType
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 MODULES = {"gdn": gdn, "verify_attention": verify_attention}

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from one_launch import execute
 
+from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.launch import H100, THOR, Device, Launch, Shaped, Site
 from thor_dflash.plugins.linear.pack import pack
 from thor_dflash.plugins.standard import fill
-from thor_dflash.tensors import Array, DType
 
 BF16 = DType.BF16.numpy
 

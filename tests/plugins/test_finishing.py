@@ -16,6 +16,7 @@ from kernels import call_of, compare, launch, shaped
 from products import BF16, SHAPES
 from row_law import same_bits
 
+from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import GDN, LINEAR
 from thor_dflash.plugins.gdn.launch import refuse
 from thor_dflash.plugins.launch import H100, THOR, Device, Shaped, Site
@@ -24,7 +25,6 @@ from thor_dflash.plugins.linear.launch import refuse as refuse_product
 from thor_dflash.plugins.linear.layout import Layout, _layout
 from thor_dflash.plugins.linear.partition import Partition, _dealt, clusters, lanes, partition
 from thor_dflash.plugins.op import Attributes
-from thor_dflash.tensors import DType
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 SEVERAL = Device((9, 0), 12)

@@ -8,11 +8,11 @@ from emulation import Emulator
 from emulator_code import COMPILER
 from kernels import Step, Value, buffer, packed, shaped
 
+from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.head import OP
 from thor_dflash.plugins.head.best import SLICE, best_launches
 from thor_dflash.plugins.head.launch import launches, refuse
 from thor_dflash.plugins.launch import THOR, Argument, At, Scratch, Shaped, Site
-from thor_dflash.tensors import Array, DType
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 

@@ -30,6 +30,7 @@ from kernels import (
 )
 from row_law import cut, outputs_by_row, prefixes, rows_of, same_bits, served_apart
 
+from thor_dflash.core.tensors import Array
 from thor_dflash.plugins import LINEAR, OPS
 from thor_dflash.plugins.cuda.compile import OPTIONS, architecture
 from thor_dflash.plugins.launch import (
@@ -48,7 +49,6 @@ from thor_dflash.plugins.launch import (
 )
 from thor_dflash.plugins.op import Case, Op
 from thor_dflash.plugins.rules import ROOT
-from thor_dflash.tensors import Array
 
 ROOMS = [op for op in OPS if rule(op) is not None]
 every_room = pytest.mark.parametrize("op", ROOMS, ids=lambda op: op.name)

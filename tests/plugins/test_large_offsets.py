@@ -28,6 +28,7 @@ from kernels import (
     slabs,
 )
 
+from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.launch import (
     H100,
@@ -46,7 +47,6 @@ from thor_dflash.plugins.linear.launch import launches
 from thor_dflash.plugins.linear.layout import layout
 from thor_dflash.plugins.linear.prefill_launch import HIGH, LOW, cut
 from thor_dflash.plugins.standard.launch import embed
-from thor_dflash.tensors import Array, DType
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from receiving import tells
 
+from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.launch import H100, THOR, Device, Int, Shaped, Site
 from thor_dflash.plugins.linear import few, layout
@@ -25,7 +26,6 @@ from thor_dflash.plugins.linear.reference import weight_case
 from thor_dflash.plugins.linear.unpack import unpack
 from thor_dflash.plugins.op import Case
 from thor_dflash.runtime.engines.cuda import random
-from thor_dflash.tensors import Array, DType
 
 BF16 = DType.BF16.numpy
 N4 = Kind.NVFP4

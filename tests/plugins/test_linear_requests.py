@@ -16,13 +16,13 @@ from emulator_code import COMPILER, EmulatorFault
 from kernel_cases import cases_of
 from products import N4, SHAPES
 
+from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.launch import THOR, Shaped
 from thor_dflash.plugins.linear import few
 from thor_dflash.plugins.linear.launch import launches
 from thor_dflash.plugins.linear.layout import Kind, Layout, _layout
 from thor_dflash.plugins.linear.partition import Item, Partition, first_items, partition
-from thor_dflash.tensors import Array, DType
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 PROBES = "linear_probes.cu"

@@ -14,6 +14,7 @@ from emulator_code import COMPILER
 from kernel_cases import CANCELLED, cases_of
 from products import SHAPES
 
+from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.launch import H100, THOR, Device
 from thor_dflash.plugins.linear import few
@@ -21,7 +22,6 @@ from thor_dflash.plugins.linear.layout import Kind, Layout, _layout
 from thor_dflash.plugins.linear.partition import Partition, _dealt, clusters, partition
 from thor_dflash.plugins.linear.reference import weight_case
 from thor_dflash.plugins.op import Case
-from thor_dflash.tensors import DType
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 

@@ -10,12 +10,12 @@ import pytest
 from nearness import Near, hold_near
 from onnx import helper
 
+from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import OPS
 from thor_dflash.plugins.bodies import BODIES
 from thor_dflash.plugins.body import IR_VERSION, ONNX_TYPE, OPSET, call, function
 from thor_dflash.plugins.op import DOMAIN, VERSION, Case, Op
 from thor_dflash.runtime.engines.onnxruntime import ort
-from thor_dflash.tensors import Array, DType
 
 STEP = {DType.BF16: 2.0**-7, DType.F16: 2.0**-10}
 """One rounding of a narrow type."""

@@ -11,6 +11,7 @@ from kernels import slabs
 from nearness import hold_near, near_of
 from one_launch import FOLDER, execute
 
+from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.launch import (
     THOR,
     Addresses,
@@ -32,7 +33,6 @@ from thor_dflash.plugins.standard.launch import (
     refuse_embed,
 )
 from thor_dflash.plugins.standard.nodes import ADD, ROWS, SILU_MUL
-from thor_dflash.tensors import Array, DType
 
 BF16 = DType.BF16.numpy
 

@@ -21,13 +21,13 @@ from kernel_sites import sites
 from kernels import Call, call_of, launch, packed, rule_of, site_of
 from leaving import leaving
 
-from thor_dflash.errors import EngineError
+from thor_dflash.core.errors import EngineError
+from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import DRAFT_ATTENTION, GDN, LINEAR, OPS, VERIFY_ATTENTION
 from thor_dflash.plugins.launch import THOR, Scratch, Shaped, Site
 from thor_dflash.plugins.op import DOMAIN, Op
 from thor_dflash.plugins.standard.nodes import EMBED
 from thor_dflash.plugins.tensorrt.node import BODILESS, Node, describe, parse, tensor_of
-from thor_dflash.tensors import DType
 
 every_room = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 

@@ -14,12 +14,12 @@ from fetching import of_few_rows
 from gating import entering, gated_call
 from kernels import Call, call_of, compare, launch, shaped, site_of
 
+from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.launch import H100, THOR, Device, Shaped, Site
 from thor_dflash.plugins.numerics import rounded
 from thor_dflash.plugins.op import Case
 from thor_dflash.plugins.verify_attention import OP
 from thor_dflash.plugins.verify_attention.launch import SPLIT_ROWS, launches, refuse, slots
-from thor_dflash.tensors import Array, DType
 
 BF16, FP8, F32 = DType.BF16, DType.FP8, DType.F32
 CACHES = pytest.mark.parametrize("cache", [FP8, BF16], ids=lambda c: c.value)

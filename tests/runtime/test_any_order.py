@@ -23,9 +23,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from thor_dflash.config import BudgetConfig, DraftConfig, EngineConfig, RelaxedConfig
-from thor_dflash.errors import RequestError, TransactionError
-from thor_dflash.progress import Silent
+from thor_dflash.config.tree import BudgetConfig, DraftConfig, EngineConfig, RelaxedConfig
+from thor_dflash.core.errors import RequestError, TransactionError
+from thor_dflash.core.progress import Silent
+from thor_dflash.core.tensors import Array
 from thor_dflash.runtime.admission import Desk
 from thor_dflash.runtime.engines.ort import OrtEngine
 from thor_dflash.runtime.propose import Nobody, Proposer
@@ -33,7 +34,6 @@ from thor_dflash.runtime.score import score
 from thor_dflash.runtime.session import Chunk, Report, Request, Session, open_session
 from thor_dflash.runtime.text import Text
 from thor_dflash.runtime.thinking import Marks
-from thor_dflash.tensors import Array
 
 CHUNK, CAPACITY = 16, 160
 SCHEMAS = (constrained.PLAN, constrained.SMALL, {"enum": [1, "a", None]})

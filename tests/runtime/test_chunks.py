@@ -10,9 +10,9 @@ from checkpoints import GEOMETRIES, DrafterGeometry, write_drafter, write_target
 from decoding import answer, prompt
 
 from thor_dflash.builders.build import build
-from thor_dflash.config import BuildConfig, EngineConfig
-from thor_dflash.errors import ConfigError, PackageError
-from thor_dflash.progress import Silent
+from thor_dflash.config.tree import BuildConfig, EngineConfig
+from thor_dflash.core.errors import ConfigError, PackageError
+from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.engine import Call
 from thor_dflash.runtime.engines.ort import OrtEngine
 from thor_dflash.runtime.prefix import Prefixes

@@ -27,12 +27,14 @@ from machines import (
 from samples import MANIFEST, package
 from unprivileged import unprivileged
 
-from thor_dflash import cli, manifest
 from thor_dflash.builders.hollow import QWEN36_27B, QWEN36_27B_DFLASH
-from thor_dflash.config import EngineConfig
-from thor_dflash.errors import ConfigError, PackageError
-from thor_dflash.manifest import FileEntry, Manifest, Share
-from thor_dflash.progress import Silent
+from thor_dflash.cli import main
+from thor_dflash.cli.commands import doctor
+from thor_dflash.config.tree import EngineConfig
+from thor_dflash.core.errors import ConfigError, PackageError
+from thor_dflash.core.progress import Silent
+from thor_dflash.package import manifest
+from thor_dflash.package.manifest import FileEntry, Manifest, Share
 from thor_dflash.runtime.doctor import software
 from thor_dflash.runtime.doctor.examine import Report, examine
 from thor_dflash.runtime.doctor.facts import Cuda, Finding, Nvrtc, Output, TensorRT
@@ -40,7 +42,6 @@ from thor_dflash.runtime.doctor.needs import needs, per_token
 from thor_dflash.runtime.doctor.package import fits
 from thor_dflash.runtime.doctor.package import plan as package_plan
 from thor_dflash.runtime.session import open_session
-from thor_dflash.verbs import doctor
 
 
 def examined(machine: Pretend, path: Path | None = None, **options: int) -> Report:
@@ -381,11 +382,11 @@ def test_the_verb_tells_wrong_by_its_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("thor_dflash.runtime.doctor.here.Here", lambda: LAPTOP)
-    assert cli.main(["doctor"]) == 0
+    assert main.main(["doctor"]) == 0
     text = capsys.readouterr().out
     assert "ok     python            3.12 on x86_64" in text
     assert "engine cuda       cannot run here: " in text
-    assert cli.main(["doctor", "--json", "--package", str(tmp_path / "none")]) == 1
+    assert main.main(["doctor", "--json", "--package", str(tmp_path / "none")]) == 1
     told = json.loads(capsys.readouterr().out)
     assert told["wrong"] is True
     assert told["items"][-1]["item"] == "package"

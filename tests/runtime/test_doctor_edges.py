@@ -24,9 +24,10 @@ from machines import (
 )
 from samples import MANIFEST, package
 
-from thor_dflash import cli, manifest
-from thor_dflash.config import EngineConfig
-from thor_dflash.manifest import NAME, FileEntry, render
+from thor_dflash.cli import main
+from thor_dflash.config.tree import EngineConfig
+from thor_dflash.package import manifest
+from thor_dflash.package.manifest import NAME, FileEntry, render
 from thor_dflash.plugins.verify_attention import TILE
 from thor_dflash.runtime.doctor import board, software
 from thor_dflash.runtime.doctor.examine import Report, examine
@@ -370,12 +371,12 @@ def test_sizes_are_not_accepted_where_nothing_can_check_them(
     key: str,
 ) -> None:
     monkeypatch.setattr("thor_dflash.runtime.doctor.here.Here", lambda: LAPTOP)
-    assert cli.main(["doctor", "--set", f"{key}=7"]) == 2
+    assert main.main(["doctor", "--set", f"{key}=7"]) == 2
     out, err = capsys.readouterr()
     assert (out, err) == ("", f"thor-dflash: {key} must go with --package (got none)\n")
     (file := tmp_path / "robot.toml").write_text(f"[engine]\n{key[7:]} = 7\n")
-    assert cli.main(["doctor", "-c", str(file)]) == 0, "the file is for other commands, too"
+    assert main.main(["doctor", "-c", str(file)]) == 0, "the file is for other commands, too"
     package(tmp_path / "package", a=b"1")
     line = ["doctor", "--package", str(tmp_path / "package"), "--set", f"{key}=7"]
-    assert cli.main(line) == 1
+    assert main.main(line) == 1
     assert f"{key} must be " in capsys.readouterr().out

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from decoding import DEAD, answer, oracle, prompt, session
 
-from thor_dflash.errors import TransactionError
+from thor_dflash.core.errors import TransactionError
+from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.accept.reference import Record
 from thor_dflash.runtime.block import Block, Progress
 from thor_dflash.runtime.engine import Tensor
 from thor_dflash.runtime.propose import Nobody
 from thor_dflash.runtime.session import Request, Session
-from thor_dflash.tensors import Array
 
 
 def interrupt(s: Session, monkeypatch: pytest.MonkeyPatch, tensor: Tensor) -> None:

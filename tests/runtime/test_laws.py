@@ -12,7 +12,7 @@ from decoding import DEAD, answer, drafts, erring, hostile, oracle, prompt, sess
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from thor_dflash.errors import TransactionError
+from thor_dflash.core.errors import TransactionError
 from thor_dflash.runtime.block import Block
 from thor_dflash.runtime.propose import Dflash, Nobody, Proposer
 from thor_dflash.runtime.session import Request, Session

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from nano import NANO
 from tokenizers import pre_tokenizers
 
-from thor_dflash.config import Config
-from thor_dflash.errors import RequestError
-from thor_dflash.progress import Silent
+from thor_dflash.cli.requests import Question
+from thor_dflash.config.tree import Config
+from thor_dflash.core.errors import RequestError
+from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.longest import NFC, least_bytes, longest
 from thor_dflash.runtime.text import Text
-from thor_dflash.verbs.question import Question
 
 TOKENIZER = NANO / "target" / "tokenizer.json"
 LONGEST = "<tts_text_bos_single>"

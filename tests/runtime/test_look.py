@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from decoding import answer, drafts, oracle, prompt, session
 
+from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.accept.reference import Record
 from thor_dflash.runtime.block import Block, Progress, Reason
 from thor_dflash.runtime.propose import Dflash, Nobody, Proposer
 from thor_dflash.runtime.session import Request
-from thor_dflash.tensors import Array
 
 REQUEST = Request(prompt=prompt(40, seed=1), max_tokens=40)
 

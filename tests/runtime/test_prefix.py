@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from decoding import DEAD, answer, erring, prompt, session
 
-from thor_dflash.errors import PackageError, RequestError, TransactionError
+from thor_dflash.core.errors import PackageError, RequestError, TransactionError
 from thor_dflash.runtime.prefix import Prefixes, held_of
 from thor_dflash.runtime.prefix_file import HEADER, Stored, write_prefix
 from thor_dflash.runtime.propose import Dflash, Nobody, Proposer

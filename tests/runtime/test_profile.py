@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from thor_dflash import records
-from thor_dflash.errors import RequestError
+from thor_dflash.core import strict_records
+from thor_dflash.core.errors import RequestError
 from thor_dflash.runtime.profile import (
     STRETCHES,
     Beat,
@@ -213,8 +213,8 @@ def test_a_soak_is_kept_as_json_with_and_without_sensors(sensors: bool) -> None:
     found, when = long(1.0, 2.0, 3.0)
     soak = stretches(found, when, power if sensors else lambda _: Power())
     made = profile(SUBJECT, 0, found, soak=soak)
-    table = json.loads(json.dumps(records.encode(made)))
-    assert records.decode(Profile, table, "it", RequestError) == made
+    table = json.loads(json.dumps(strict_records.encode(made)))
+    assert strict_records.decode(Profile, table, "it", RequestError) == made
 
 
 # ---- comparing

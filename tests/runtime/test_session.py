@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 from decoding import DEAD, answer, drafts, oracle, prompt, session
 
-from thor_dflash import manifest
 from thor_dflash.builders.build import build
-from thor_dflash.config import BuildConfig, EngineConfig
-from thor_dflash.errors import ConfigError, EngineError, ModelFault, PackageError, RequestError
+from thor_dflash.config.tree import BuildConfig, EngineConfig
+from thor_dflash.core.errors import ConfigError, EngineError, ModelFault, PackageError, RequestError
+from thor_dflash.core.progress import Silent
+from thor_dflash.core.tensors import DType, TensorSpec
+from thor_dflash.package import manifest
 from thor_dflash.plugins.accept import Record
-from thor_dflash.progress import Silent
 from thor_dflash.runtime.engine import Graph
 from thor_dflash.runtime.engines.ort import OrtEngine
 from thor_dflash.runtime.propose import Dflash, Nobody
 from thor_dflash.runtime.session import Request, open_session
-from thor_dflash.tensors import DType, TensorSpec
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from thor_dflash import tokenizer as files
-from thor_dflash.errors import CheckpointError, PackageError, RequestError
+from thor_dflash.core.errors import CheckpointError, PackageError, RequestError
+from thor_dflash.package import tokenizer_files as files
 from thor_dflash.runtime.chat import chat
 from thor_dflash.runtime.text import Answer, Piece, Text
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import pytest
 from decoding import DEAD, answer, prompt, session
 
-from thor_dflash.errors import TransactionError
-from thor_dflash.progress import Silent
+from thor_dflash.core.errors import TransactionError
+from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.engine import Call
 from thor_dflash.runtime.propose import Nobody
 from thor_dflash.runtime.score import blocks

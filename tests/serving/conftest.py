@@ -18,7 +18,7 @@ import pytest
 import zmq
 from waiting import PATIENCE_S, until
 
-from thor_dflash.serve_config import ServeConfig
+from thor_dflash.config.serving import ServeConfig
 from thor_dflash.serving import wire
 from thor_dflash.serving.backend import Backend, Prepared, Run, Stop
 from thor_dflash.serving.mock import MockBackend
@@ -249,8 +249,8 @@ def session() -> Iterator[Session]:
     # Imported here: most tests of serving need no model.
     from constrained import package
 
-    from thor_dflash.config import EngineConfig
-    from thor_dflash.progress import Silent
+    from thor_dflash.config.tree import EngineConfig
+    from thor_dflash.core.progress import Silent
     from thor_dflash.runtime.session import open_session
 
     it = open_session(package(), EngineConfig(threads=1), Silent())

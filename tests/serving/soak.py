@@ -24,17 +24,17 @@ import zmq
 from hostile import attack
 from soaking import Robot, Soak
 
-from thor_dflash.config import EngineConfig
-from thor_dflash.progress import Silent
+from thor_dflash.cli.commands.serve import SWITCH_S
+from thor_dflash.config.serving import ServeConfig
+from thor_dflash.config.tree import EngineConfig
+from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.session import Request, open_session
-from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving.client import Ask, Message, Options, RemotePlanner
 from thor_dflash.serving.live import LiveBackend
 from thor_dflash.serving.server import serving
 from thor_dflash.serving.work import be_polite
-from thor_dflash.verbs.serve import SWITCH_S
 
-RUN = "import sys; from thor_dflash.cli import main; sys.exit(main())"
+RUN = "import sys; from thor_dflash.cli.main import main; sys.exit(main())"
 PROMPT = "Bring the cup to the table, then the plate to the kitchen."
 HELDOUT = Path(__file__).parent.parent.parent / "models/planner-nano/heldout.jsonl"
 LONGEST = 512

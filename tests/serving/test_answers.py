@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from thor_dflash.serve_config import ServeConfig
+from thor_dflash.config.serving import ServeConfig
 from thor_dflash.serving import mock, wire
 from thor_dflash.serving.client import Ask, Options, RemotePlanner
 from thor_dflash.serving.codec import JSON, MSGPACK, Codec

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from thor_dflash.errors import PlanError
+from thor_dflash.core.errors import PlanError
 from thor_dflash.serving import check
 from thor_dflash.serving.check import Checker
 from thor_dflash.serving.fields import SCHEMA_BYTES

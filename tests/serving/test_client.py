@@ -18,7 +18,7 @@ import pytest
 import zmq
 from waiting import until
 
-from thor_dflash.errors import ConfigError, PlanError
+from thor_dflash.core.errors import ConfigError, PlanError
 from thor_dflash.serving import aclient, client, replies, security, wire
 from thor_dflash.serving.aclient import AsyncPlanner
 from thor_dflash.serving.client import Ask, Options, RemotePlanner

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thor_dflash.errors import PlanError
+from thor_dflash.core.errors import PlanError
 from thor_dflash.serving import codec, fields, groot, wire
 from thor_dflash.serving.codec import JSON, MSGPACK, Codec, Head
 

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from thor_dflash.errors import Code, PlanError
-from thor_dflash.serve_config import ServeConfig
+from thor_dflash.config.serving import ServeConfig
+from thor_dflash.core.errors import Code, PlanError
 from thor_dflash.serving.desk import ENVELOPE, Desk, Hands
 from thor_dflash.serving.door import Letter
 from thor_dflash.serving.events import Events

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from scheduling import accept, full, job, leave, queue, run, urgent, waiting
 
-from thor_dflash.errors import PlanError
+from thor_dflash.core.errors import PlanError
 from thor_dflash.serving import schedule, wire
 from thor_dflash.serving.backend import Stop
 from thor_dflash.serving.codec import JSON

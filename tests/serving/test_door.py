@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 import zmq
 
-from thor_dflash.errors import ConfigError
-from thor_dflash.serve_config import ServeConfig
+from thor_dflash.config.serving import ServeConfig
+from thor_dflash.core.errors import ConfigError
 from thor_dflash.serving import door as door_module
 from thor_dflash.serving.door import Door, Left, Letter
 

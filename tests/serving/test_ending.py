@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from waiting import until
 
-from thor_dflash.serve_config import ServeConfig
+from thor_dflash.config.serving import ServeConfig
 from thor_dflash.serving.mock import MockBackend
 from thor_dflash.serving.server import READING_S, Server
 
@@ -122,10 +122,10 @@ import sys, time
 import numpy as np
 from onnx import TensorProto, helper
 from thor_dflash import cli
-from thor_dflash.errors import ConfigError
+from thor_dflash.core.errors import ConfigError
 from thor_dflash.runtime.engines.onnxruntime import ort
 from thor_dflash.serving import server
-from thor_dflash.verbs import serve
+from thor_dflash.cli.commands import serve
 
 def load(args, config, progress, log):
     a = helper.make_tensor_value_info("a", TensorProto.FLOAT, [512, 512])

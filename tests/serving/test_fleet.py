@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from thor_dflash.errors import Code, PlanError
+from thor_dflash.core.errors import Code, PlanError
 from thor_dflash.serving import fleet as fleet_module
 from thor_dflash.serving import replies
 from thor_dflash.serving.client import Ask, Options, Result

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from thor_dflash.errors import PlanError
+from thor_dflash.core.errors import PlanError
 from thor_dflash.serving import fleet as fleets
 from thor_dflash.serving.client import Ask, Options, Result
 from thor_dflash.serving.fleet import Fleet, Member, _look_after, _Turn

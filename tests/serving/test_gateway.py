@@ -15,7 +15,7 @@ from gateways import CHAT, JSON, client, gateway, get
 from openai import APIStatusError, AuthenticationError, BadRequestError, NotFoundError, OpenAI
 from waiting import until
 
-from thor_dflash.errors import PlanError
+from thor_dflash.core.errors import PlanError
 from thor_dflash.serving import fleet as fleet_module
 from thor_dflash.serving import gateway as gateway_module
 from thor_dflash.serving import metrics, wire

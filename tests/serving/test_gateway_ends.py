@@ -14,8 +14,8 @@ from msgspec import structs
 from starlette.requests import Request
 from waiting import PATIENCE_S
 
-from thor_dflash.errors import ConfigError, PlanError
-from thor_dflash.serve_config import GatewayConfig
+from thor_dflash.config.serving import GatewayConfig
+from thor_dflash.core.errors import ConfigError, PlanError
 from thor_dflash.serving import wire
 from thor_dflash.serving.gateway import BODY_BYTES, Body, Gateway, _pieces, listen_at
 from thor_dflash.serving.openai import Answer

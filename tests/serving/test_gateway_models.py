@@ -12,7 +12,7 @@ import pytest
 from gateways import client, gateway
 from waiting import until
 
-from thor_dflash.serve_config import ServeConfig
+from thor_dflash.config.serving import ServeConfig
 from thor_dflash.serving import fleet
 from thor_dflash.serving.backend import About
 from thor_dflash.serving.mock import MockBackend

@@ -12,7 +12,7 @@ from gateways import CHAT, client, gateway, get
 from openai import APIStatusError, NotFoundError
 from waiting import until
 
-from thor_dflash.serve_config import ServeConfig
+from thor_dflash.config.serving import ServeConfig
 from thor_dflash.serving import fleet
 from thor_dflash.serving.backend import About
 from thor_dflash.serving.mock import MockBackend

@@ -16,10 +16,10 @@ import pytest
 from gateways import JSON
 from waiting import until
 
-from thor_dflash import cli
-from thor_dflash.serve_config import GatewayConfig
+from thor_dflash.cli import main
+from thor_dflash.cli.commands import gateway as verb
+from thor_dflash.config.serving import GatewayConfig
 from thor_dflash.serving.gateway import listen_at
-from thor_dflash.verbs import gateway as verb
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_a_mistake_is_one_line_before_anything_listens(
         port = str(taken.getsockname()[1])
         # A port that is taken, so that even a gateway that accepts the mistake cannot start.
         given = args if "--listen" in args else ["--listen", f"127.0.0.1:{port}", *args]
-        assert cli.main(["gateway", *(arg.replace("PORT", port) for arg in given)]) == 2
+        assert main.main(["gateway", *(arg.replace("PORT", port) for arg in given)]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith(f"thor-dflash: {message}")
@@ -60,7 +60,7 @@ def running(
     """The gateway command in a process of its own, which runs the code `first` before it; and the
     address on which it listens.
     """
-    script = f"import signal, sys; from thor_dflash.cli import main\n{first}\nsys.exit(main())"
+    script = f"import signal, sys; from thor_dflash.cli.main import main\n{first}\nsys.exit(main())"
     args = ["gateway", "--server", server, "--listen", "127.0.0.1:0"]
     with subprocess.Popen(
         [sys.executable, "-c", script, *args], stderr=subprocess.PIPE, text=True
@@ -161,7 +161,7 @@ def stream(address: str) -> Iterator[None]:
         yield
 
 
-AT_ONCE = "from thor_dflash.verbs import gateway; gateway.DRAIN_S = 0"
+AT_ONCE = "from thor_dflash.cli.commands import gateway; gateway.DRAIN_S = 0"
 
 
 def ends_with_a_line(child: subprocess.Popen[str]) -> None:

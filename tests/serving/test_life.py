@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from thor_dflash.errors import ModelFault
-from thor_dflash.serve_config import ServeConfig
+from thor_dflash.config.serving import ServeConfig
+from thor_dflash.core.errors import ModelFault
 from thor_dflash.serving.life import DEGRADED, Life
 from thor_dflash.serving.mock import MockBackend
 from thor_dflash.serving.server import AWAY_S, TICK_S, Server

@@ -12,8 +12,8 @@ import pytest
 import zmq
 from waiting import until
 
-from thor_dflash.errors import EngineError, EngineLost, ThorError
-from thor_dflash.serve_config import ServeConfig
+from thor_dflash.config.serving import ServeConfig
+from thor_dflash.core.errors import EngineError, EngineLost, ThorError
 from thor_dflash.serving.mock import MockBackend
 from thor_dflash.serving.server import Server
 

@@ -10,10 +10,10 @@ import pytest
 from constrained import PLAN
 from msgspec import structs
 
-from thor_dflash.errors import CompilerBusy
+from thor_dflash.config.serving import ServeConfig
+from thor_dflash.core.errors import CompilerBusy
 from thor_dflash.runtime.policies.grammar_compile import COMPILE_S
 from thor_dflash.runtime.session import Request, Session
-from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving import codec
 from thor_dflash.serving.backend import Backend, drive
 from thor_dflash.serving.check import Checker

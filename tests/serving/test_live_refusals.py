@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from constrained import PLAN
 
-from thor_dflash.errors import PlanError
+from thor_dflash.config.serving import ServeConfig
+from thor_dflash.core.errors import PlanError
 from thor_dflash.runtime.session import Session
-from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving.check import Checker
 from thor_dflash.serving.fields import MESSAGE
 from thor_dflash.serving.live import LiveBackend

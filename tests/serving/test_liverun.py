@@ -11,10 +11,10 @@ from queue import SimpleQueue
 import pytest
 from msgspec import structs
 
+from thor_dflash.config.serving import ServeConfig
 from thor_dflash.runtime import sensors
 from thor_dflash.runtime.sensors import Sensor, Watch
 from thor_dflash.runtime.session import Chunk, Session
-from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving import wire
 from thor_dflash.serving.backend import drive
 from thor_dflash.serving.client import Ask

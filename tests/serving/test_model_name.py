@@ -9,11 +9,12 @@ import pytest
 from nano import package
 from samples import MANIFEST
 
-from thor_dflash import cli, manifest
-from thor_dflash.config import EngineConfig
-from thor_dflash.progress import Silent
+from thor_dflash.cli import main
+from thor_dflash.config.serving import ServeConfig
+from thor_dflash.config.tree import EngineConfig
+from thor_dflash.core.progress import Silent
+from thor_dflash.package import manifest
 from thor_dflash.runtime.session import open_session
-from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving.live import LiveBackend
 
 TARGET = Path(__file__).parents[2] / "models/planner-nano/target"
@@ -31,7 +32,7 @@ def test_a_server_tells_the_name_that_its_package_was_given(
 def test_a_name_comes_from_the_command_line(tmp_path: Path) -> None:
     out = tmp_path / "package"
     line = ["build", "--target", str(TARGET), "--out", str(out), "--set", "build.name=nano/1"]
-    assert cli.main(line) == 0
+    assert main.main(line) == 0
     assert manifest.read(out).model == "nano/1"
 
 

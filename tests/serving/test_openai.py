@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from thor_dflash.errors import PlanError
+from thor_dflash.core.errors import PlanError
 from thor_dflash.serving import metrics
 from thor_dflash.serving.openai import (
     STATUS,

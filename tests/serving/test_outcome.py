@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from thor_dflash.serve_config import ServeConfig
+from thor_dflash.config.serving import ServeConfig
 from thor_dflash.serving import wire
 from thor_dflash.serving.mock import MockBackend
 from thor_dflash.serving.outcome import Decoded, result

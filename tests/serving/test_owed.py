@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from waiting import until
 
-from thor_dflash.errors import PlanError
-from thor_dflash.serve_config import ServeConfig
+from thor_dflash.config.serving import ServeConfig
+from thor_dflash.core.errors import PlanError
 from thor_dflash.serving import wire, work
 from thor_dflash.serving.codec import JSON
 from thor_dflash.serving.mock import MockBackend

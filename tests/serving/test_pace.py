@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from constrained import package
 
-from thor_dflash.config import EngineConfig
-from thor_dflash.progress import Silent
+from thor_dflash.config.serving import ServeConfig
+from thor_dflash.config.tree import EngineConfig
+from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.model import Model
 from thor_dflash.runtime.session import Session, open_session
-from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving import live, pace
 from thor_dflash.serving.live import LiveBackend
 from thor_dflash.serving.rates import Rates

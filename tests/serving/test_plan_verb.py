@@ -15,12 +15,14 @@ import pytest
 from msgspec import structs
 from zmq import DEALER, Context
 
-from thor_dflash import cli, options
-from thor_dflash.config import Config
-from thor_dflash.errors import ConfigError, RequestError
-from thor_dflash.progress import Bars, Lines
+from thor_dflash.cli import main, parser
+from thor_dflash.cli.commands import plan
+from thor_dflash.cli.commands.generate import DIM, PLAIN
+from thor_dflash.config.serving import ServeConfig
+from thor_dflash.config.tree import Config
+from thor_dflash.core.errors import ConfigError, RequestError
+from thor_dflash.core.progress import Bars, Lines
 from thor_dflash.runtime.session import Session
-from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving import client
 from thor_dflash.serving.client import Options, PlanError
 from thor_dflash.serving.live import LiveBackend
@@ -28,13 +30,11 @@ from thor_dflash.serving.mock import PLAN, MockBackend
 from thor_dflash.serving.planner import LocalPlanner
 from thor_dflash.serving.replies import PATH_BYTES, connect
 from thor_dflash.serving.wire import Ask, Result, Spec, Timings, Usage
-from thor_dflash.verbs import plan
-from thor_dflash.verbs.generate import DIM, PLAIN
 
 
 def ask(*args: str) -> None:
     """Run the verb as on a terminal, where it reports its progress even with --json."""
-    plan.run(options.parser().parse_args(["plan", *args]), Config(), Lines(sys.stderr))
+    plan.run(parser.parser().parse_args(["plan", *args]), Config(), Lines(sys.stderr))
 
 
 @pytest.mark.parametrize("form", [[], ["--json"]], ids=str)
@@ -55,9 +55,9 @@ def test_who_waits_is_told_for_whom(
 def test_every_option_of_a_plan_is_asked_for_and_no_other() -> None:
     told = {"thinking": "off", "max_tokens": 0, "deadline_ms": 9, "session": "", "prefix_id": "p"}
     words = [str(w) for name, v in told.items() for w in (f"--{name.replace('_', '-')}", v)]
-    asked = plan._ask(options.parse(["plan", "Bring it.", *words]))
+    asked = plan._ask(parser.parse(["plan", "Bring it.", *words]))
     assert asked == Ask(prompt="Bring it.", stream="text", **told)
-    assert plan._ask(options.parse(["plan", "x"])) == Ask(prompt="x", stream="text")
+    assert plan._ask(parser.parse(["plan", "x"])) == Ask(prompt="x", stream="text")
 
 
 CHAT = [{"role": "system", "content": "You plan for one arm."}, {"role": "user", "content": "x"}]
@@ -83,7 +83,7 @@ def test_a_chat_is_read_before_it_is_sent(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"^messages\[2\]\.content must be present"):
         ask("--messages", str(chat), "--server", "ipc:///nowhere/plan")
     for words in ([], ["x", "--messages", str(chat)]):
-        assert cli.main(["plan", *words]) == 2
+        assert main.main(["plan", *words]) == 2
 
 
 class Terminal(io.StringIO):
@@ -105,7 +105,7 @@ def test_a_plan_is_on_stdout_whatever_shows_the_progress(house: Any, monkeypatch
     out, err = io.StringIO(), Terminal()
     monkeypatch.setattr(sys, "stdout", out)
     words = ["plan", "x", "--thinking", "off", "--server", house.mock().endpoints[0]]
-    plan.run(options.parser().parse_args(words), Config(), Bars(err))
+    plan.run(parser.parser().parse_args(words), Config(), Bars(err))
     assert out.getvalue().strip() == PLAN
     assert PLAN[:8] not in err.getvalue()
 
@@ -129,7 +129,7 @@ def test_the_wait_is_over_before_the_first_word(house: Any, capsys: Any) -> None
     waiting.callback(lambda: before.append(capsys.readouterr().out))
     progress: Any = SimpleNamespace(task=lambda label: waiting)
     args = ["plan", "Bring it.", "--server", house.mock().endpoints[0]]
-    plan.run(options.parser().parse_args(args), Config(), progress)
+    plan.run(parser.parser().parse_args(args), Config(), progress)
     assert before == [""]
     assert PLAN in capsys.readouterr().out
 
@@ -159,7 +159,7 @@ def test_pieces_that_are_missing_are_told_and_the_answer_is_whole(
     ids=ascii,
 )
 def test_what_is_not_utf8_is_refused_in_a_line(args: list[str], message: str, capsys: Any) -> None:
-    assert cli.main(["plan", "--json", "--server", "ipc:///nowhere/plan", *args]) == 2
+    assert main.main(["plan", "--json", "--server", "ipc:///nowhere/plan", *args]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith(f"thor-dflash: {message}")
@@ -192,7 +192,7 @@ def test_a_number_that_nobody_takes_is_refused_in_a_line(
     monkeypatch.chdir(tmp_path)
     Path("large.json").write_text('{"maximum": 1' + 30 * "0" + "}")
     server = house.mock().endpoints[0]
-    assert cli.main(["plan", "Bring it.", "--json", "--server", server, *args]) == 2
+    assert main.main(["plan", "Bring it.", "--json", "--server", server, *args]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith(f"thor-dflash: {message}")
@@ -206,12 +206,12 @@ def test_a_server_with_a_secret(house: Any, tmp_path: Path, capsys: Any) -> None
     secret.chmod(0o600)
     server = house.mock(token_file=str(secret)).endpoints[0]
     command = ["plan", "Bring it.", "--json", "--server", server]
-    assert cli.main([*command, "--token-file", str(secret)]) == 0
+    assert main.main([*command, "--token-file", str(secret)]) == 0
     assert '"plan_valid": true' in capsys.readouterr().out
-    assert cli.main(command) == 2
+    assert main.main(command) == 2
     assert "token must be" in capsys.readouterr().err
-    assert cli.main([*command, "--token-file", str(empty)]) == 2
+    assert main.main([*command, "--token-file", str(empty)]) == 2
     assert "must hold a secret" in capsys.readouterr().err
     secret.chmod(0o644)
-    assert cli.main([*command, "--token-file", str(secret)]) == 2
+    assert main.main([*command, "--token-file", str(secret)]) == 2
     assert "chmod 600" in capsys.readouterr().err

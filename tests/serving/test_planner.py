@@ -18,8 +18,8 @@ import msgspec
 import pytest
 import zmq
 
-from thor_dflash.errors import ConfigError
-from thor_dflash.serve_config import ServeConfig
+from thor_dflash.config.serving import ServeConfig
+from thor_dflash.core.errors import ConfigError
 from thor_dflash.serving import client, security, wire
 from thor_dflash.serving.aclient import AsyncPlanner
 from thor_dflash.serving.client import (

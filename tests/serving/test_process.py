@@ -21,12 +21,12 @@ from typing import Any
 import pytest
 from waiting import until
 
+from thor_dflash.cli.commands.serve import Log
 from thor_dflash.serving import systemd
 from thor_dflash.serving.client import Ask, Options, RemotePlanner
-from thor_dflash.verbs.serve import Log
 
 EXAMPLES = Path(__file__).parent.parent.parent / "docs/examples"
-RUN = "import sys; from thor_dflash.cli import main; sys.exit(main())"
+RUN = "import sys; from thor_dflash.cli.main import main; sys.exit(main())"
 SCRIPT = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 PYTHON_EXAMPLE = (sys.executable, "-c", SCRIPT, EXAMPLES / "plan.py")
 """As `python plan.py` runs it, with the package of this checkout."""

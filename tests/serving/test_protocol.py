@@ -14,8 +14,8 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from thor_dflash.errors import RETRYABLE
-from thor_dflash.serve_config import ServeConfig
+from thor_dflash.config.serving import ServeConfig
+from thor_dflash.core.errors import RETRYABLE
 from thor_dflash.serving import codec, wire
 from thor_dflash.serving.hello import about
 from thor_dflash.serving.replies import CODES

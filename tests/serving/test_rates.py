@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from thor_dflash.errors import PlanError
-from thor_dflash.serve_config import ServeConfig
+from thor_dflash.config.serving import ServeConfig
+from thor_dflash.core.errors import PlanError
 from thor_dflash.serving.client import Ask
 from thor_dflash.serving.mock import MockBackend
 from thor_dflash.serving.planner import LocalPlanner, admit

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduling import accept, job, queue, run
 
-from thor_dflash.errors import PlanError
+from thor_dflash.core.errors import PlanError
 from thor_dflash.serving import codec, schedule, wire
 from thor_dflash.serving.codec import JSON
 from thor_dflash.serving.schedule import Peer, Schedule, job_of

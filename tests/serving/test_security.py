@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from thor_dflash import cli
-from thor_dflash.errors import ConfigError
-from thor_dflash.serve_config import GatewayConfig, ServeConfig
+from thor_dflash.cli import main
+from thor_dflash.config.serving import GatewayConfig, ServeConfig
+from thor_dflash.core.errors import ConfigError
 from thor_dflash.serving import security
 from thor_dflash.serving.aclient import AsyncPlanner
 from thor_dflash.serving.check import Checker
@@ -74,7 +74,7 @@ def test_settings_that_are_safe_or_insecure_on_purpose_are_accepted(config: dict
 
 def test_the_command_refuses_before_it_loads_anything(capsys: Any, tmp_path: Path) -> None:
     args = ["serve", "--package", str(tmp_path / "none"), "--bind", "tcp://0.0.0.0:5571"]
-    assert cli.main(args) == 2
+    assert main.main(args) == 2
     assert "serve.bind must be loopback" in capsys.readouterr().err
 
 
@@ -88,12 +88,12 @@ def test_http_is_for_this_machine() -> None:
 
 def test_keys_are_for_their_owner(tmp_path: Path, capsys: Any) -> None:
     keys = tmp_path / "keys"
-    assert cli.main(["keygen", str(keys)]) == 0
+    assert main.main(["keygen", str(keys)]) == 0
     assert "--curve" in capsys.readouterr().out
     for path in keys.rglob("*"):
         mode = stat.S_IMODE(path.stat().st_mode)
         assert mode == (0o700 if path.is_dir() else 0o600), path
-    assert cli.main(["keygen", str(keys)]) == 2, "never over keys that are in use"
+    assert main.main(["keygen", str(keys)]) == 2, "never over keys that are in use"
     for mode in (0o644, 0o640, 0o604, 0o620):
         (keys / "server.secret").chmod(mode)
         with pytest.raises(ConfigError, match=f"got mode {mode:04o}.; chmod 600"):
@@ -102,7 +102,7 @@ def test_keys_are_for_their_owner(tmp_path: Path, capsys: Any) -> None:
 
 def test_commands_that_are_told_can_be_pasted(tmp_path: Path, capsys: Any) -> None:
     keys = tmp_path / "the robot's keys"
-    assert cli.main(["keygen", str(keys)]) == 0
+    assert main.main(["keygen", str(keys)]) == 0
     server, *client = capsys.readouterr().out.splitlines()
     for name in ("client.secret", "client.public", "server.public", "clients"):
         assert f"{keys}/{name}" in "".join(client), "a client needs three files, and a place"

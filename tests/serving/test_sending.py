@@ -14,8 +14,8 @@ import pytest
 import zmq
 from waiting import PATIENCE_S, until
 
-from thor_dflash.errors import ConfigError
-from thor_dflash.serve_config import ServeConfig
+from thor_dflash.config.serving import ServeConfig
+from thor_dflash.core.errors import ConfigError
 from thor_dflash.serving import replies
 from thor_dflash.serving.aclient import AsyncPlanner
 from thor_dflash.serving.client import Ask, Message, Options, PlanError, RemotePlanner, Result

@@ -10,8 +10,8 @@ import pytest
 import zmq
 from waiting import until
 
-from thor_dflash.errors import EngineError, PlanError, ThorError
-from thor_dflash.serve_config import ServeConfig
+from thor_dflash.config.serving import ServeConfig
+from thor_dflash.core.errors import EngineError, PlanError, ThorError
 from thor_dflash.serving.life import FAILED, Life
 from thor_dflash.serving.mock import PLAN, MockBackend
 from thor_dflash.serving.work import FAULT

@@ -19,12 +19,12 @@ import pytest
 from constrained import package
 from waiting import until
 
-from thor_dflash import cli
-from thor_dflash.errors import ConfigError
+from thor_dflash.cli import main
+from thor_dflash.config.serving import ServeConfig
+from thor_dflash.core.errors import ConfigError
 from thor_dflash.runtime.prefix import Prefixes
 from thor_dflash.runtime.prefix_file import MAGIC
 from thor_dflash.runtime.session import Session
-from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving.client import Ask, Message, Options, PlanError, RemotePlanner
 from thor_dflash.serving.live import LiveBackend
 from thor_dflash.serving.server import serving
@@ -33,7 +33,7 @@ from thor_dflash.serving.shelf import Shelf
 SYSTEM = "You plan for one arm. " + "It can pick, place and wait; nothing else at all. " * 6
 CHAT = (Message(role="system", content=SYSTEM), Message(role="user", content="Pick the mug."))
 ASK = Ask(messages=CHAT, thinking="off", max_tokens=12, parts=("tokens",))
-RUN = "import sys; from thor_dflash.cli import main; sys.exit(main())"
+RUN = "import sys; from thor_dflash.cli.main import main; sys.exit(main())"
 
 
 class Lent(LiveBackend):
@@ -341,10 +341,10 @@ def test_a_mock_has_its_directory_alone_like_any_server(
     monkeypatch.setattr("thor_dflash.serving.server.Server", Loads)
     command = ["serve", "--mock", "--prefix-dir", str(tmp_path / "kept")]
     another = Shelf(tmp_path / "kept")
-    assert cli.main(command) == 2
+    assert main.main(command) == 2
     assert "serve.prefix_dir must be of one server alone" in capsys.readouterr().err
     another.close()
-    assert cli.main(command) == 0
+    assert main.main(command) == 0
     Shelf(tmp_path / "kept").close()  # it is free again
 
 
@@ -356,10 +356,10 @@ def test_a_directory_that_another_server_has_is_refused_before_anything_is_loade
     kept, bind = str(tmp_path / "kept"), f"ipc://{tmp_path}/plan"
     command = ["serve", "--package", str(tmp_path / "none"), "--prefix-dir", kept, "--bind", bind]
     another = Shelf(Path(kept))
-    assert cli.main(command) == 2
+    assert main.main(command) == 2
     assert "serve.prefix_dir must be of one server alone" in capsys.readouterr().err
     another.close()
-    assert cli.main(command) == 2
+    assert main.main(command) == 2
     assert "none must be a package directory" in capsys.readouterr().err
     Shelf(Path(kept)).close()  # it is free again
 

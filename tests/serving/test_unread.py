@@ -16,7 +16,7 @@ from thor_dflash.serving.replies import SOCKET_OPTIONS
 SERVER = """
 import time
 import zmq
-from thor_dflash.serve_config import ServeConfig
+from thor_dflash.config.serving import ServeConfig
 from thor_dflash.serving.door import Door
 
 door = Door(ServeConfig(bind=("tcp://127.0.0.1:*",)))
@@ -37,7 +37,7 @@ import threading
 import time
 import msgspec
 import zmq
-from thor_dflash.errors import PlanError
+from thor_dflash.core.errors import PlanError
 from thor_dflash.serving.client import Ask, RemotePlanner
 
 context = zmq.Context()

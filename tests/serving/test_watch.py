@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from constrained import package
 
-from thor_dflash.config import EngineConfig
-from thor_dflash.errors import ConfigError
-from thor_dflash.progress import Silent
+from thor_dflash.config.serving import ServeConfig
+from thor_dflash.config.tree import EngineConfig
+from thor_dflash.core.errors import ConfigError
+from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.session import open_session
-from thor_dflash.serve_config import ServeConfig
 from thor_dflash.serving import device, trace
 from thor_dflash.serving.client import Ask
 from thor_dflash.serving.events import Events

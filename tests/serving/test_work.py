@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from thor_dflash.errors import EngineError, PlanError
-from thor_dflash.serve_config import ServeConfig
+from thor_dflash.config.serving import ServeConfig
+from thor_dflash.core.errors import EngineError, PlanError
 from thor_dflash.serving import wire
 from thor_dflash.serving.backend import Backend
 from thor_dflash.serving.codec import JSON

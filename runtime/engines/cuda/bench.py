@@ -12,13 +12,14 @@ from pathlib import Path
 
 import numpy as np
 
-from thor_dflash.manifest import Manifest
+from thor_dflash.core.tensors import Array, DType, TensorSpec
+from thor_dflash.package.launch_program import Program, Step
+from thor_dflash.package.manifest import Manifest
 from thor_dflash.plugins.launch import AHEAD, At, Device, Int, Launch
 from thor_dflash.plugins.op import NEXT
 from thor_dflash.plugins.rules import ROOT
 from thor_dflash.plugins.standard import fill
 from thor_dflash.plugins.verify_attention import TILE
-from thor_dflash.program import Program, Step
 from thor_dflash.runtime.block import Progress
 from thor_dflash.runtime.decode import Plan, decode
 from thor_dflash.runtime.engine import Call, Tensor
@@ -28,7 +29,6 @@ from thor_dflash.runtime.engines.cuda.engine import CudaEngine
 from thor_dflash.runtime.model import Model
 from thor_dflash.runtime.propose import Dflash
 from thor_dflash.runtime.telemetry import Meter
-from thor_dflash.tensors import Array, DType, TensorSpec
 
 BLOCK_BYTES = 512 * 8 * 16
 """Bytes that one thread block of read_memory reads at a time."""

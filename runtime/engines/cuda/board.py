@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from thor_dflash.core.tensors import Array, Dims, TensorSpec
 from thor_dflash.plugins.cuda.driver import Driver, Info
 from thor_dflash.runtime.engine import Call, Tensor
 from thor_dflash.runtime.engines.cuda.bound import CudaTensor, Turn, cuda
@@ -19,7 +20,6 @@ from thor_dflash.runtime.engines.cuda.capture import Captured, Copy, Handed, Han
 from thor_dflash.runtime.engines.cuda.control import RING, SLOT, SMALL, Page, Ring, corners
 from thor_dflash.runtime.engines.cuda.memory import Arena, kind
 from thor_dflash.runtime.engines.cuda.runs import Runs
-from thor_dflash.tensors import Array, Dims, TensorSpec
 
 WORD = 8
 """Bytes of a turn's word in the control page: an int64."""

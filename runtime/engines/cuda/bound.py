@@ -6,7 +6,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from thor_dflash.errors import EngineError
+from thor_dflash.core.errors import EngineError
+from thor_dflash.core.tensors import DType, TensorSpec
+from thor_dflash.package.launch_program import Program, Step
 from thor_dflash.plugins.cuda.enqueue import Arguments, content, values, working
 from thor_dflash.plugins.launch import (
     AHEAD,
@@ -22,9 +24,7 @@ from thor_dflash.plugins.launch import (
 )
 from thor_dflash.plugins.op import NEXT, Attributes
 from thor_dflash.plugins.rules import RULES
-from thor_dflash.program import Program, Step
 from thor_dflash.runtime.engine import Call, Tensor
-from thor_dflash.tensors import DType, TensorSpec
 
 
 @dataclass(slots=True, eq=False)

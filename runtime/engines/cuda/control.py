@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from thor_dflash.core.tensors import Array, TensorSpec
 from thor_dflash.plugins.cuda.driver import Driver, Pinned
-from thor_dflash.tensors import Array, TensorSpec
 
 SMALL = 16 << 10
 """Largest tensor that is put in the control page, bytes."""

@@ -12,14 +12,15 @@ from pathlib import Path
 
 import numpy as np
 
-from thor_dflash.config import EngineConfig
-from thor_dflash.errors import EngineError
+from thor_dflash.config.tree import EngineConfig
+from thor_dflash.core.errors import EngineError
+from thor_dflash.core.progress import Progress
+from thor_dflash.core.tensors import TensorSpec
+from thor_dflash.package.launch_program import Program, Step, Weight, read
 from thor_dflash.plugins.cuda.driver import Driver
 from thor_dflash.plugins.cuda.enqueue import Arguments
 from thor_dflash.plugins.cuda.kernels import Kernels
 from thor_dflash.plugins.launch import AHEAD, Addresses, Launch, Scratch, Table
-from thor_dflash.program import Program, Step, Weight, read
-from thor_dflash.progress import Progress
 from thor_dflash.runtime.engine import Call, Graph
 from thor_dflash.runtime.engines.cuda.board import Board
 from thor_dflash.runtime.engines.cuda.bound import (
@@ -35,7 +36,6 @@ from thor_dflash.runtime.engines.cuda.bound import (
 )
 from thor_dflash.runtime.engines.cuda.capture import Captured, Launcher
 from thor_dflash.runtime.engines.cuda.weights import Files, Filler
-from thor_dflash.tensors import TensorSpec
 
 
 @dataclass(slots=True, eq=False)

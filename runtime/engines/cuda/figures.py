@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from thor_dflash.progress import Progress
+from thor_dflash.core.progress import Progress
 from thor_dflash.runtime.engines.cuda.bench import (
     BATCH,
     Keep,

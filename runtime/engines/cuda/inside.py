@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from thor_dflash.progress import Progress
+from thor_dflash.core.progress import Progress
 from thor_dflash.runtime.engines.cuda.bench import Bench, rooms
 from thor_dflash.runtime.engines.cuda.capture import Runner
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from thor_dflash.errors import NoRoom
-from thor_dflash.progress import amount
+from thor_dflash.core.errors import NoRoom
+from thor_dflash.core.progress import amount
 
 ALIGNMENT = 256
 """Alignment of every region, bytes."""

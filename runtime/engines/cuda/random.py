@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from thor_dflash.core.progress import Progress, Silent
+from thor_dflash.core.tensors import DType
+from thor_dflash.package.launch_program import Weight
 from thor_dflash.plugins.cuda.driver import Driver, Pinned
 from thor_dflash.plugins.launch import Device, Launch, Site
 from thor_dflash.plugins.linear.layout import STEP, Kind, layout
 from thor_dflash.plugins.linear.pack import NVFP4_FACTOR
 from thor_dflash.plugins.rules import ROOT
 from thor_dflash.plugins.standard import fill
-from thor_dflash.program import Weight
-from thor_dflash.progress import Progress, Silent
 from thor_dflash.runtime.engines.cuda.capture import Runner
 from thor_dflash.runtime.engines.cuda.weights import PIECE, Files
-from thor_dflash.tensors import DType
 
 SOURCE = ROOT / "standard" / "fill.cu"
 

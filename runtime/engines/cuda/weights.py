@@ -8,12 +8,12 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Protocol
 
-from thor_dflash.errors import PackageError
+from thor_dflash.core.errors import PackageError
+from thor_dflash.core.progress import Progress
+from thor_dflash.core.tensors import Array
+from thor_dflash.package.launch_program import Weight
 from thor_dflash.plugins.cuda.driver import Driver, Pinned
 from thor_dflash.plugins.launch import Site
-from thor_dflash.program import Weight
-from thor_dflash.progress import Progress
-from thor_dflash.tensors import Array
 
 PIECE = 16 << 20
 """Bytes per read."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from thor_dflash.errors import EngineError
-from thor_dflash.manifest import FileEntry
-from thor_dflash.plan import Plan
+from thor_dflash.core.errors import EngineError
+from thor_dflash.package.manifest import FileEntry
+from thor_dflash.package.trt_engine import Plan
 
 REBUILD = "build the package here with `thor-dflash build`"
 

@@ -23,26 +23,26 @@ from pathlib import Path
 
 import tensorrt as trt
 
-from thor_dflash import manifest as package_manifest
-from thor_dflash import plan as sidecar
-from thor_dflash.config import EngineConfig
-from thor_dflash.errors import EngineError
-from thor_dflash.plan import Plan
+from thor_dflash.config.tree import EngineConfig
+from thor_dflash.core.errors import EngineError
+from thor_dflash.core.progress import Progress
+from thor_dflash.core.tensors import DType, TensorSpec
+from thor_dflash.package import manifest as package_manifest
+from thor_dflash.package import trt_engine as sidecar
+from thor_dflash.package.launch_program import Weight
+from thor_dflash.package.trt_engine import Plan
 from thor_dflash.plugins.cuda.driver import Driver
 from thor_dflash.plugins.cuda.kernels import Kernels
 from thor_dflash.plugins.launch import Shaped
 from thor_dflash.plugins.tensorrt.host import Messages, Reader
 from thor_dflash.plugins.tensorrt.node import fingerprint, parse, tensor_of
 from thor_dflash.plugins.tensorrt.plugin import Creator, deregister, register
-from thor_dflash.program import Weight
-from thor_dflash.progress import Progress
 from thor_dflash.runtime.engine import Call, Graph
 from thor_dflash.runtime.engines.cuda.board import Board
 from thor_dflash.runtime.engines.cuda.bound import cuda, where
 from thor_dflash.runtime.engines.cuda.capture import Captured, capture
 from thor_dflash.runtime.engines.cuda.weights import Files, Filler
 from thor_dflash.runtime.engines.tensorrt.check import Here, check
-from thor_dflash.tensors import DType, TensorSpec
 
 ALIGNMENT = 256
 """Alignment of every bound tensor, bytes. Source: setTensorAddress in NvInferRuntime.h."""

@@ -32,8 +32,8 @@ from thor_dflash.builders.checkpoint.drafter import (
     read_drafter,
 )
 from thor_dflash.builders.checkpoint.target import read_target
-from thor_dflash.dims import AttentionDims, DrafterDims, DraftLayerDims
-from thor_dflash.errors import CheckpointError
+from thor_dflash.core.errors import CheckpointError
+from thor_dflash.core.model_dims import AttentionDims, DrafterDims, DraftLayerDims
 
 TARGET = TargetGeometry()
 DRAFTER = DrafterGeometry()

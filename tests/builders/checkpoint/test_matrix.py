@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from thor_dflash.builders.checkpoint import matrix
 from thor_dflash.builders.checkpoint.matrix import Matrix, WeightKind, finite
-from thor_dflash.errors import CheckpointError
+from thor_dflash.core.errors import CheckpointError
 
 GOLDEN = Path(__file__).parents[2] / "goldens" / "nvfp4" / "nvfp4.npz"
 FP8 = ml_dtypes.float8_e4m3fn

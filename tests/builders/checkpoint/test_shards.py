@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from thor_dflash.builders.checkpoint.shards import INDEX, Shards
 from thor_dflash.builders.checkpoint.target import read_target
-from thor_dflash.errors import CheckpointError
+from thor_dflash.core.errors import CheckpointError
 
 TENSORS = {
     "a": np.arange(6, dtype=np.float32).reshape(2, 3),

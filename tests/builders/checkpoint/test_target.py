@@ -27,8 +27,8 @@ from checkpoints import (
 
 from thor_dflash.builders.checkpoint.matrix import WeightKind
 from thor_dflash.builders.checkpoint.target import read_target, target_layout
-from thor_dflash.dims import AttentionDims, GdnDims, TargetDims
-from thor_dflash.errors import CheckpointError
+from thor_dflash.core.errors import CheckpointError
+from thor_dflash.core.model_dims import AttentionDims, GdnDims, TargetDims
 
 SMALL = TargetGeometry(prefix="model.language_model.")
 ODD = TargetGeometry(key_dim=48, value_dim=16, conv_kernel=3, layers=5, intermediate=112)

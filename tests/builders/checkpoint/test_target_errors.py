@@ -26,7 +26,7 @@ from checkpoints import (
 
 from thor_dflash.builders.checkpoint.fields import LONGEST_VALUE, shown
 from thor_dflash.builders.checkpoint.target import read_target
-from thor_dflash.errors import CheckpointError
+from thor_dflash.core.errors import CheckpointError
 
 Tensors = dict[str, Any]
 SMALL = TargetGeometry()

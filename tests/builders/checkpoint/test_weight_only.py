@@ -12,7 +12,7 @@ import pytest
 from checkpoints import Dialect, TargetGeometry, read_config, write_config, write_target
 
 from thor_dflash.builders.checkpoint.target import read_target
-from thor_dflash.errors import CheckpointError
+from thor_dflash.core.errors import CheckpointError
 
 P = "model.language_model."
 SMALL = TargetGeometry(prefix=P)

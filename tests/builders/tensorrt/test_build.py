@@ -18,23 +18,23 @@ import trt_recorder as recorder
 from samples import DRAFTER, verify
 from trt_builds import CAPACITY, NANO, Recorded, options, record, record_hybrid
 
-from thor_dflash import manifest
 from thor_dflash.builders.build import make_plan, material
 from thor_dflash.builders.checkpoint.drafter import read_drafter
 from thor_dflash.builders.checkpoint.target import read_target
 from thor_dflash.builders.tensorrt import package
 from thor_dflash.builders.tensorrt.profiles import Range, session_ranges
-from thor_dflash.config import BuildConfig
-from thor_dflash.dims import LEAST_TALK, DraftLayerDims
-from thor_dflash.errors import EngineError
+from thor_dflash.config.tree import BuildConfig
+from thor_dflash.core.errors import EngineError
+from thor_dflash.core.model_dims import LEAST_TALK, DraftLayerDims
+from thor_dflash.core.progress import Silent
+from thor_dflash.core.tensors import DType
+from thor_dflash.package import manifest
+from thor_dflash.package.launch_program import Program
 from thor_dflash.plugins.launch import THOR
 from thor_dflash.plugins.op import DOMAIN, NEXT
 from thor_dflash.plugins.rules import RULES
 from thor_dflash.plugins.tensorrt.node import fingerprint, parse
-from thor_dflash.program import Program
-from thor_dflash.progress import Silent
 from thor_dflash.runtime.model import cache_rows, ring_rows
-from thor_dflash.tensors import DType
 
 KINDS = {DType.F32: recorder.DataType.FLOAT, DType.BF16: recorder.DataType.BF16,
          DType.FP8: recorder.DataType.FP8, DType.I32: recorder.DataType.INT32}  # fmt: skip

@@ -29,10 +29,10 @@ from thor_dflash.builders.tensorrt.deploy import Sheet
 from thor_dflash.builders.tensorrt.package import engines
 from thor_dflash.builders.tensorrt.profiles import _sizeless
 from thor_dflash.builders.weights import WeightFiles
+from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.linear.reference import reference
 from thor_dflash.plugins.op import Attributes
-from thor_dflash.tensors import Array, DType
 
 BF16 = DType.BF16.numpy
 FP4 = ml_dtypes.float4_e2m1fn

@@ -18,7 +18,7 @@ from thor_dflash.builders.checkpoint.target import read_target
 from thor_dflash.builders.tensorrt import lint
 from thor_dflash.builders.tensorrt.lint import deployed_problems, source_problems, without_files
 from thor_dflash.builders.tensorrt.package import engines
-from thor_dflash.config import BuildConfig
+from thor_dflash.config.tree import BuildConfig
 from thor_dflash.plugins import OPS
 from thor_dflash.plugins.op import DOMAIN
 
@@ -175,7 +175,7 @@ def test_a_graph_that_breaks_a_rule_is_not_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from thor_dflash.builders.tensorrt import package
-    from thor_dflash.errors import ConfigError
+    from thor_dflash.core.errors import ConfigError
 
     monkeypatch.setattr(package, "readers", lambda model: defaultdict(lambda: 2))
     plan = make_plan(read_target(NANO / "target"), None, options(tmp_path))

@@ -19,9 +19,9 @@ from thor_dflash.builders import build as builds
 from thor_dflash.builders.build import build
 from thor_dflash.builders.tensorrt.deploy import deploy
 from thor_dflash.builders.tensorrt.package import LOG
-from thor_dflash.errors import ConfigError, EngineError, PackageError
-from thor_dflash.program import Program, Step, Value
-from thor_dflash.progress import Silent
+from thor_dflash.core.errors import ConfigError, EngineError, PackageError
+from thor_dflash.core.progress import Silent
+from thor_dflash.package.launch_program import Program, Step, Value
 
 Told = dict[str, Any]
 """What the inspector of a recorded engine shows: layers and tensors."""

@@ -14,9 +14,9 @@ from trt_builds import HYBRID
 from thor_dflash.builders.build import make_plan, material
 from thor_dflash.builders.checkpoint.target import read_target
 from thor_dflash.builders.tensorrt.package import engines
-from thor_dflash.config import BuildConfig
-from thor_dflash.errors import ConfigError
-from thor_dflash.tensorrt_config import TensorRTConfig
+from thor_dflash.config.tensorrt import TensorRTConfig
+from thor_dflash.config.tree import BuildConfig
+from thor_dflash.core.errors import ConfigError
 
 FP4 = {"num_bits": 4, "type": "float", "group_size": 16}
 EVERY = {

@@ -13,9 +13,9 @@ from checkpoints import GEOMETRIES, DrafterGeometry, write_drafter, write_target
 from decoding import drafts
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from thor_dflash import cli, manifest
 from thor_dflash.builders.build import build
-from thor_dflash.config import (
+from thor_dflash.cli import main
+from thor_dflash.config.tree import (
     HINT,
     BudgetConfig,
     BuildConfig,
@@ -24,9 +24,10 @@ from thor_dflash.config import (
     EngineConfig,
     RelaxedConfig,
 )
-from thor_dflash.errors import RequestError
+from thor_dflash.core.errors import RequestError
+from thor_dflash.core.progress import Silent
+from thor_dflash.package import manifest
 from thor_dflash.plugins.accept.reference import LOG_MARGIN, PROBABILITY_DELTA
-from thor_dflash.progress import Silent
 from thor_dflash.runtime.admission import Desk
 from thor_dflash.runtime.block import Relaxed
 from thor_dflash.runtime.policies.relaxed import RelaxedThinking
@@ -267,7 +268,7 @@ class Said:
 
 
 def generate(capsys: pytest.CaptureFixture[str], package: Path, *args: str) -> Said:
-    code = cli.main(
+    code = main.main(
         ["generate", "--package", str(package), "--prompt", "hi", "--json", "--ignore-eos",
          "--set", "engine.threads=1", *args]
     )  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 from decoding import DEAD, erring
 from thoughts import Asked, after, first_seen, oracle, run, thinker
 
-from thor_dflash.progress import Silent
+from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.policies.budget import Budget, Soft
 from thor_dflash.runtime.propose import Dflash, Nobody, Proposer
 from thor_dflash.runtime.score import score

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from constrained import asked, session
 
-from thor_dflash.config import BudgetConfig
-from thor_dflash.errors import RequestError
+from thor_dflash.config.tree import BudgetConfig
+from thor_dflash.core.errors import RequestError
 
 
 @pytest.mark.parametrize("message", ["stop <|im_end|></think>", "stop</think><|im_end|>"])

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from thoughts import Asked, after, oracle, run, thinker
 
-from thor_dflash.config import DraftConfig
+from thor_dflash.config.tree import DraftConfig
 from thor_dflash.plugins.accept.reference import LOG_MARGIN, PROBABILITY_DELTA, Record
 from thor_dflash.runtime.block import Block, Policy, Progress, Relaxed
 from thor_dflash.runtime.decode import Plan, decode

@@ -7,13 +7,13 @@ import pytest
 from decoding import prompt, session
 from thoughts import Asked, after, run
 
-from thor_dflash.config import DraftConfig
-from thor_dflash.errors import RequestError
+from thor_dflash.config.tree import DraftConfig
+from thor_dflash.core.errors import RequestError
+from thor_dflash.core.tensors import Array
 from thor_dflash.runtime.block import Block, Progress
 from thor_dflash.runtime.model import Model
 from thor_dflash.runtime.propose import Dflash
 from thor_dflash.runtime.session import Request, Session
-from thor_dflash.tensors import Array
 
 IT = Asked(239, length=120, max_tokens=40)
 OPTIONS = [

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from thor_dflash.builders.card import make_card
-from thor_dflash.config import HINT, BudgetConfig, CardConfig
-from thor_dflash.errors import RequestError
-from thor_dflash.manifest import Card
+from thor_dflash.config.tree import HINT, BudgetConfig, CardConfig
+from thor_dflash.core.errors import RequestError
+from thor_dflash.package.manifest import Card
 from thor_dflash.runtime.policies.envelope import Envelope, effort, envelope
 
 CARD = make_card(CardConfig(), 262144)

@@ -18,10 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLParserLimits
 
-from thor_dflash.config import BudgetConfig
-from thor_dflash.errors import RequestError
+from thor_dflash.config.tree import BudgetConfig
+from thor_dflash.core.errors import RequestError
+from thor_dflash.core.strict_records import show
+from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.accept.reference import Record
-from thor_dflash.records import show
 from thor_dflash.runtime.block import Block, Policy, Progress
 from thor_dflash.runtime.policies.budget import Budget
 from thor_dflash.runtime.policies.grammar import Constrain, Place, Walk
@@ -29,7 +30,6 @@ from thor_dflash.runtime.policies.grammar_compile import Grammar, Grammars, Voca
 from thor_dflash.runtime.propose import Dflash, Nobody, Proposer
 from thor_dflash.runtime.session import Request
 from thor_dflash.serving.check import Checker
-from thor_dflash.tensors import Array
 
 SCHEMAS = {"plan": PLAN, "small": SMALL}
 every_schema = pytest.mark.parametrize("schema", SCHEMAS.values(), ids=SCHEMAS)

@@ -15,7 +15,7 @@ import pytest
 from constrained import PLAN, asked, constrained, session, text
 from llguidance import LLParserLimits
 
-from thor_dflash.errors import RequestError
+from thor_dflash.core.errors import RequestError
 from thor_dflash.runtime.policies.grammar_compile import Grammars
 from thor_dflash.runtime.policies.grammar_schema import (
     MAX_CHAIN,
@@ -138,7 +138,7 @@ def test_the_longest_chains_are_compiled_whatever_stack_the_shell_gives(form: st
         "import json, sys\n"
         "sys.path.insert(0, sys.argv[1])\n"
         "from constrained import session, text\n"
-        "from thor_dflash.errors import RequestError\n"
+        "from thor_dflash.core.errors import RequestError\n"
         "from thor_dflash.runtime.policies.grammar_compile import Grammars\n"
         "m = session().manifest\n"
         "made = Grammars(text(), m.vocab_limit, m.stop_tokens)\n"

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from constrained import TOKENIZER, asked, constrained, session, text
 
-from thor_dflash import tokenizer as files
-from thor_dflash.errors import RequestError
+from thor_dflash.core.errors import RequestError
+from thor_dflash.package import tokenizer_files as files
 from thor_dflash.runtime.policies.grammar_compile import Grammars
 from thor_dflash.runtime.propose import Nobody
 from thor_dflash.runtime.text import Text

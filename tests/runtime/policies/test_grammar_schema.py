@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from constrained import PLAN, SMALL, session, text
 
-from thor_dflash.errors import CompilerBusy, RequestError
+from thor_dflash.core.errors import CompilerBusy, RequestError
 from thor_dflash.runtime.policies.grammar_compile import KEPT, Grammars, within
 from thor_dflash.runtime.policies.grammar_lint import lint
 from thor_dflash.runtime.policies.grammar_schema import MAX_BYTES, text_of

@@ -13,8 +13,8 @@ import pytest
 from decoding import answer, erring, prompt, session
 
 from thor_dflash.calib.replay import Replay
-from thor_dflash.config import EngineConfig
-from thor_dflash.progress import Silent
+from thor_dflash.config.tree import EngineConfig
+from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.propose import Dflash, Nobody
 from thor_dflash.runtime.session import Request, Session, open_session
 

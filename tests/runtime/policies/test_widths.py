@@ -11,9 +11,9 @@ from checkpoints import GEOMETRIES, Dialect, DrafterGeometry, write_drafter, wri
 from decoding import answer, erring, prompt, session
 
 from thor_dflash.builders.build import build
-from thor_dflash.config import BuildConfig, EngineConfig
-from thor_dflash.errors import ConfigError
-from thor_dflash.progress import Silent
+from thor_dflash.config.tree import BuildConfig, EngineConfig
+from thor_dflash.core.errors import ConfigError
+from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.propose import Dflash, Nobody
 from thor_dflash.runtime.score import score
 from thor_dflash.runtime.session import Request, Session, open_session

@@ -1,0 +1,1 @@
+"""The command line: parser, arguments, files, and one module per command."""

@@ -1,0 +1,111 @@
+"""`thor-dflash build`: makes a package from a target and a drafter checkpoint."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from thor_dflash.cli import unused_settings
+from thor_dflash.config.tree import BuildConfig, Config
+from thor_dflash.core.errors import CheckpointError, ConfigError, RequestError
+from thor_dflash.core.progress import Progress, amount
+from thor_dflash.core.strict_records import show, visible
+from thor_dflash.package.tokenizer_files import TOKENIZER, tokenizer_files
+
+if TYPE_CHECKING:
+    from thor_dflash.package.manifest import Manifest
+    from thor_dflash.runtime.text import Text
+
+SAID = "Hello"
+NAMED = 8
+"""Skipped tensors named in the summary; the manifest names all."""
+
+
+def run(args: Namespace, config: Config, progress: Progress) -> None:
+    """Build the package and print its contents.
+
+    Raises:
+        ConfigError: the command line sets a key that has no effect on this build.
+    """
+    from thor_dflash.core.extras import extra
+
+    with extra("build"):
+        from thor_dflash.builders.build import build
+        from thor_dflash.builders.staging import check_out
+
+    _check_used(args, config.build)
+    check_out(args.out)  # before the checkpoints are read
+    chats = _chats(args.target)
+    manifest = build(args.target, args.drafter, args.out, config.build, progress)
+    progress.close()
+    print(f"{args.out}: {_headline(manifest)}")
+    print(table(manifest))
+    if not manifest.tokenizer:
+        print(f"no {TOKENIZER} in {args.target}: the package takes and gives token ids alone")
+    elif not chats:
+        print(f"no chat template in {args.target}: the package answers --tokens and no chat")
+    if not manifest.stop_tokens:
+        print(f"no eos_token_id in {args.target}: an answer ends at max_tokens, never before")
+    if manifest.skipped:
+        named = ", ".join(manifest.skipped[:NAMED])
+        more = len(manifest.skipped) - NAMED
+        rest = f", and {more} more (all in manifest.toml)" if more > 0 else ""
+        print(f"skipped tensors: {visible(named)}{rest}")
+
+
+def _check_used(args: Namespace, config: BuildConfig) -> None:
+    unused_settings.refuse_tensorrt(args.set, config.engine)
+    for key, _ in unused_settings.items(args.set):
+        if key == "build.draft_ids" and args.drafter is None and config.draft_ids:
+            raise ConfigError(f"{key} must go with --drafter (got none)")
+
+
+def _chats(target: Path) -> bool:
+    """Whether a checkpoint has a tokenizer and a chat template.
+
+    Raises:
+        PackageError: a session could not read them.
+        CheckpointError: the template cannot render a chat.
+    """
+    from thor_dflash.runtime.text import Text
+
+    if not tokenizer_files(target):
+        return False
+    text = Text.load(target)
+    if text.chats:
+        for thinking in (True, False):
+            _render(text, target, thinking)
+    return text.chats
+
+
+def _render(text: Text, target: Path, thinking: bool) -> None:
+    rule = f"{target}: the chat template must render what a user says"
+    try:
+        prompt = text.render([{"role": "user", "content": SAID}], thinking)
+    except RequestError as e:
+        raise CheckpointError(f"{rule} (got: {e})") from e
+    if SAID not in prompt:
+        raise CheckpointError(f"{rule} (got {show(prompt)} of {show(SAID)})")
+
+
+def _headline(manifest: Manifest) -> str:
+    size = sum(entry.bytes for entry in manifest.files.values())
+    layers = len(manifest.drafter.layers) if manifest.drafter else 0
+    drafter = f"drafter of {layers} layers" if layers else "no drafter"
+    return (
+        f"{len(manifest.target.layers)} layers, {drafter}, block {manifest.block}, "
+        f"engine {manifest.engine}, {len(manifest.files)} files, {amount(size, 'bytes')}"
+    )
+
+
+def table(manifest: Manifest) -> str:
+    """Precision and size of every tensor class, aligned."""
+    rows = [("tensors", "stored as", "count", "size")]
+    for name, kinds in sorted(manifest.quantisation.items()):
+        for kind, share in sorted(kinds.items()):
+            rows.append((name, kind, str(share.count), amount(share.bytes, "bytes")))
+    wide = [max(len(row[i]) for row in rows) for i in range(4)]
+    return "\n".join(
+        f"  {a:<{wide[0]}}  {b:<{wide[1]}}  {c:>{wide[2]}}  {d:>{wide[3]}}" for a, b, c, d in rows
+    )

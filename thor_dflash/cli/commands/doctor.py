@@ -1,0 +1,68 @@
+"""`thor-dflash doctor`: checks what this machine can run, and how to fix the rest."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import thor_dflash
+from thor_dflash.cli import unused_settings
+from thor_dflash.config.tree import Config
+from thor_dflash.core.errors import ConfigError
+from thor_dflash.core.progress import Progress
+
+if TYPE_CHECKING:
+    from thor_dflash.runtime.doctor.examine import Report
+
+WIDE = 16
+"""Width of the item column."""
+SIZES = ("engine.block", "engine.capacity", "engine.chunk")
+"""Keys that can only be checked against a package."""
+
+
+def run(args: Namespace, config: Config, progress: Progress) -> int:
+    """Examine and print; return 1 if something is wrong, else 0."""
+    if args.package is None:
+        _check_sizes(args.set)
+    from thor_dflash.runtime.doctor.examine import examine
+    from thor_dflash.runtime.doctor.here import Here
+
+    with progress.task("examining this machine"):
+        report = examine(Here(), config.engine, args.package)
+    progress.close()
+    print(as_json(report) if args.json else table(report))
+    return 1 if report.wrong else 0
+
+
+def _check_sizes(given: list[str]) -> None:
+    for key, _ in unused_settings.items(given):
+        if key in SIZES:
+            raise ConfigError(f"{key} must go with --package (got none)")
+
+
+def table(report: Report) -> str:
+    """A line per item with its remedy below it, then which engines can run here."""
+    lines = [f"thor-dflash {thor_dflash.__version__}"]
+    for finding in report.findings:
+        lines.append(f"{finding.state:<5}  {finding.item:<{WIDE}}  {finding.text}")
+        if finding.remedy:
+            lines.append(f"{'':<5}  {'':<{WIDE}}  -> {finding.remedy}")
+    for engine, why in report.engines.items():
+        text = f"cannot run here: {why}" if why else "can run here"
+        lines.append(f"{'':<5}  {f'engine {engine}':<{WIDE}}  {text}")
+    return "\n".join(lines)
+
+
+def as_json(report: Report) -> str:
+    """One object: `thor_dflash` (the version), `wrong`, `engines`, `items`."""
+    return json.dumps(
+        {
+            "thor_dflash": thor_dflash.__version__,
+            "wrong": report.wrong,
+            "engines": report.engines,
+            "items": [asdict(finding) for finding in report.findings],
+        },
+        indent=1,
+    )

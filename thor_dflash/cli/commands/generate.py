@@ -1,0 +1,161 @@
+"""`thor-dflash generate`: one prompt, one answer, as a stream of text or as one JSON object."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from typing import TYPE_CHECKING, TextIO
+
+from thor_dflash.cli.requests import endless, read_question, untouched
+from thor_dflash.config.tree import Config
+from thor_dflash.core.progress import Progress, amount, say
+
+if TYPE_CHECKING:
+    from thor_dflash.runtime.session import Chunk, Report
+    from thor_dflash.runtime.text import Answer, Piece
+
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+
+
+class Printer:
+    """Writes an answer as it arrives; thinking is dim on a terminal."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._colour = stream.isatty()
+        self._dim = False
+        self._begun = False
+
+    def show(self, pieces: Iterable[Piece]) -> None:
+        """Write some pieces of text."""
+        for piece in pieces:
+            if self._colour and piece.thinking != self._dim:
+                self._dim = piece.thinking
+                self._stream.write(DIM if self._dim else PLAIN)
+            self._stream.write(piece.text)
+            self._begun = True
+        self._stream.flush()
+
+    def close(self) -> None:
+        """End the line and reset the colour. Idempotent."""
+        if self._begun:
+            self._stream.write((PLAIN if self._dim else "") + "\n")
+            self._stream.flush()
+        self._begun = self._dim = False
+
+
+@dataclasses.dataclass(slots=True)
+class Output:
+    """The result of one request."""
+
+    tokens: list[int]
+    finish: str = ""
+    seconds: float = 0.0
+
+
+def run(args: Namespace, config: Config, progress: Progress) -> None:
+    """Answer one prompt and print the answer to stdout."""
+    from thor_dflash.runtime.session import open_session
+    from thor_dflash.runtime.text import Answer
+
+    question = read_question(args, config.decode)
+    with closing(open_session(args.package, config.engine, progress)) as session:
+        request = question.request(session, config, progress)
+        progress.close()
+        for text in endless(request):
+            say(sys.stderr, f"note: {text}")
+        answer = Answer(session.text, request.prompt) if session.text else None
+        chunks = _read(session.generate(request), len(request.prompt), progress)
+        if args.json:
+            chunks = _reported(chunks, progress)
+        output = _stream(chunks, answer, quiet=args.json)
+        report = session.report()
+    for text in untouched(request, answer.text() if answer else ""):
+        say(sys.stderr, f"note: {text}")
+    if args.json:
+        print(json.dumps(_result(request.prompt, output, answer, report)))
+    else:
+        say(sys.stderr, _summary(output, report))
+
+
+def _read(chunks: Iterator[Chunk], length: int, progress: Progress) -> Iterator[Chunk]:
+    """Pass on the chunks, but turn those that read the prompt of `length` tokens into progress
+    reports, unless one step reads all of it.
+    """
+    chunk, done = next(chunks), 0
+    if not chunk.tokens and 0 < chunk.prompt_done < length - 1:
+        with progress.task("reading the prompt", length, "tokens") as task:
+            while not chunk.tokens and not chunk.finish:
+                task.advance(chunk.prompt_done - done)
+                done = chunk.prompt_done
+                chunk = next(chunks)
+    yield chunk
+    yield from chunks
+
+
+def _reported(chunks: Iterator[Chunk], progress: Progress) -> Iterator[Chunk]:
+    """Pass on the chunks of an answer that is not printed while it comes, as progress."""
+    yield (chunk := next(chunks))  # the first is there once the prompt is read
+    with progress.task("answering", None, "tokens") as task:
+        task.advance(len(chunk.tokens))
+        for chunk in chunks:
+            task.advance(len(chunk.tokens))
+            yield chunk
+
+
+def _stream(chunks: Iterator[Chunk], answer: Answer | None, *, quiet: bool) -> Output:
+    output, printer = Output([]), Printer(sys.stdout)
+    start = time.perf_counter()
+    try:
+        for chunk in chunks:
+            output.tokens += chunk.tokens
+            output.finish = chunk.finish
+            pieces = answer.feed(chunk.tokens) if answer else _ids(chunk.tokens)
+            if not quiet:
+                printer.show(pieces)
+        if answer and not quiet:
+            printer.show(answer.end())
+    finally:
+        printer.close()
+    output.seconds = time.perf_counter() - start
+    return output
+
+
+def _ids(tokens: tuple[int, ...]) -> list[Piece]:
+    from thor_dflash.runtime.text import Piece
+
+    return [Piece(f"{token} ", thinking=False) for token in tokens]
+
+
+def _result(
+    prompt: tuple[int, ...], output: Output, answer: Answer | None, report: Report
+) -> dict[str, object]:
+    return {
+        "tokens": output.tokens,
+        "text": answer.text() if answer else None,
+        "thinking": answer.thinking() if answer else None,
+        "finish_reason": output.finish,
+        "usage": {
+            "prompt_tokens": len(prompt),
+            "thinking_tokens": answer.thinking_tokens if answer else None,
+            "output_tokens": len(output.tokens),
+        },
+        "spec": dataclasses.asdict(report.spec),
+        "timings": dataclasses.asdict(report.timings),
+        "phases": {name: dataclasses.asdict(part) for name, part in report.phases.items()},
+        "close_kind": report.close,
+        "notes": [dataclasses.asdict(note) for note in report.notes],
+    }
+
+
+def _summary(output: Output, report: Report) -> str:
+    count, spec = len(output.tokens), report.spec
+    return (
+        f"{amount(count, 'tokens')} in {output.seconds:.2f} s, {count / output.seconds:.1f} tok/s, "
+        f"{amount(spec.cycles, 'cycles')} of {spec.accept_len:.2f} tokens, ended by {output.finish}"
+    )

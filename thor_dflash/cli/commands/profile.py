@@ -1,0 +1,311 @@
+"""`thor-dflash profile`: shows where each millisecond of a request goes on this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import time
+from argparse import Namespace
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import thor_dflash
+from thor_dflash.cli import output_files
+from thor_dflash.cli.input_files import read_json
+from thor_dflash.cli.report.profile_page import page
+from thor_dflash.cli.report.profile_text import TITLES, table
+from thor_dflash.cli.requests import endless, read_question, untouched
+from thor_dflash.config.tree import Config
+from thor_dflash.core import strict_records
+from thor_dflash.core.errors import ConfigError, RequestError, ThorError
+from thor_dflash.core.progress import Progress, amount
+from thor_dflash.package import manifest
+from thor_dflash.package.manifest import WEIGHTS, Manifest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from thor_dflash.runtime.doctor.facts import Finding
+    from thor_dflash.runtime.profile import Inside, Profile, Run, Subject
+    from thor_dflash.runtime.session import Request, Session
+
+    Taken = tuple[Run, tuple[float, float]]
+    """A measured run, and its start and end, seconds of `time.perf_counter`."""
+
+RUNS = 15
+"""Measured runs if neither their number nor a time is given."""
+LONGEST = 6 * 3600
+"""Maximum duration of a soak, s; every cycle and sample of it is kept."""
+LARGEST = 1 << 30
+"""Maximum size of a profile as JSON, bytes: ten times the longest soak with cycles of 5 ms."""
+
+
+def run(args: Namespace, config: Config, progress: Progress) -> None:
+    """Answer one prompt many times; print the times, and draw them if asked."""
+    base = _check(args)
+    from thor_dflash.runtime.doctor import board
+    from thor_dflash.runtime.doctor.here import Here
+    from thor_dflash.runtime.profile import profile, stretches
+    from thor_dflash.runtime.sensors import Watch, find, junction
+    from thor_dflash.runtime.session import open_session
+
+    question = read_question(args, config.decode)
+    speed = board.speed(Here())
+    taken: list[Taken] = []
+    inside, ended = None, None
+    with closing(open_session(args.package, config.engine, progress)) as session:
+        request = question.request(session, config, progress)
+        subject = _subject(session, request, config, speed)
+        if base and (told := base.subject.differs(subject)):
+            same = "--compare must be a profile of the same question and settings"
+            raise RequestError(f"{same} (got {'; '.join(told)})")
+        watch = Watch(find(), junction())
+        try:
+            with watch:
+                watch.rest()
+                _runs(session, request, args, progress, taken)
+            inside = _inside(session, request, config, progress)
+        except (KeyboardInterrupt, ThorError) as e:
+            if not taken:
+                raise
+            ended = e
+    progress.close()
+    runs, when = [run for run, _ in taken], [times for _, times in taken]
+    found = profile(
+        subject,
+        args.warmup,
+        runs,
+        inside=inside,
+        power=watch.power(when),
+        soak=stretches(runs, when, watch.power) if args.soak else (),
+        notes=(
+            *_early(ended, args, when),
+            *_notes(speed),
+            *endless(request),
+            *untouched(request, _text(session, request, runs)),
+        ),
+    )
+    try:
+        _tell(found, base, args)
+    finally:  # what ended the measurement matters more than that nobody could be told of the rest
+        if ended is not None:
+            raise ended
+
+
+def _check(args: Namespace) -> Profile | None:
+    """Check the options before anything is loaded; return the profile to compare with, if any."""
+    for option, count, least in (("--runs", args.runs, 1), ("--warmup", args.warmup, 0)):
+        if count is not None and count < least:
+            raise ConfigError(f"{option} must be at least {least} (got {count})")
+    if args.soak is not None and not 1 <= args.soak <= LONGEST:
+        raise ConfigError(f"--soak must be 1 to {LONGEST} seconds (got {args.soak})")
+    for option, out, ending in (("--html", args.html, ".html"), ("--trace", args.trace, ".json")):
+        if out:
+            output_files.check(out, ending, option)
+    _check_outputs(args)
+    return _base(args.compare) if args.compare else None
+
+
+def _check_outputs(args: Namespace) -> None:
+    """No file that is written may be one that is read."""
+    given = {"--tokens": args.tokens, "--messages": args.messages, "--schema": args.schema,
+             "--compare": args.compare}  # fmt: skip
+    for name, path in given.items():
+        for option, out in (("--html", args.html), ("--trace", args.trace)):
+            # `resolve` fails on circular links.
+            if path and out and os.path.realpath(path) == os.path.realpath(out):
+                raise ConfigError(f"{option} must be another file than {name} (got {out})")
+
+
+def _tell(found: Profile, base: Profile | None, args: Namespace) -> None:
+    # Write the files even if printing fails because the reader of stdout has gone.
+    try:
+        print(
+            json.dumps(strict_records.encode(found)) if args.json else table(found, base),
+            flush=True,
+        )
+    finally:
+        _write(found, base, args)
+
+
+def _write(found: Profile, base: Profile | None, args: Namespace) -> None:
+    try:
+        if args.html:
+            with output_files.whole(args.html) as file:
+                file.write(page(found, base).encode())
+    finally:  # a page that cannot be written takes no trace with it
+        if args.trace:
+            with output_files.whole(args.trace) as file:
+                file.write(json.dumps(trace(found)).encode())
+
+
+def _base(path: Path) -> Profile:
+    from thor_dflash.runtime.profile import Profile
+
+    table = strict_records.as_table(value := read_json(path, LARGEST))
+    if table is None:
+        text = f"{path} must be a JSON object, as profile --json prints it"
+        raise RequestError(f"{text} (got {records.show(value)})")
+    found = strict_records.decode(Profile, table, str(path), RequestError)
+    if missing := TITLES.keys() - found.times.keys():
+        got = strict_records.cut(", ".join(found.times))
+        raise RequestError(f"{path}.times must hold {min(missing)} (got {got})")
+    for name in TITLES:
+        if not 0 < (median := found.times[name].median) < math.inf:
+            raise RequestError(f"{path}.times.{name}.median must be above 0 (got {median})")
+    return found
+
+
+def _subject(
+    session: Session, request: Request, config: Config, speed: Sequence[Finding]
+) -> Subject:
+    from thor_dflash.runtime.profile import Subject
+
+    ids = json.dumps(request.prompt)
+    return Subject(
+        version=thor_dflash.__version__,
+        package=_package(session.manifest),
+        engine=session.manifest.engine,
+        device=session.model.engine.device,
+        prompt=hashlib.sha256(ids.encode()).hexdigest(),
+        prompt_tokens=len(request.prompt),
+        settings=_settings(session, request, config),
+        machine={f.item: f.text for f in speed if "clock" not in f.item},  # clocks vary
+    )
+
+
+def _package(found: Manifest) -> str:
+    """sha256 of what was built, from what: a package that was built again is the same, also by a
+    version with other graphs. It is another one if weights were packed differently.
+    """
+    weights = {name: entry for name, entry in found.files.items() if name.startswith(WEIGHTS)}
+    sources = {name: replace(source, directory="") for name, source in found.sources.items()}
+    plain = replace(found, created="", tool="", name=None, sources=sources, files=weights)
+    return hashlib.sha256(manifest.render(plain).encode()).hexdigest()
+
+
+def _settings(session: Session, request: Request, config: Config) -> dict[str, str]:
+    """The settings that affect times: all but the directory of compiled kernels. What is left to
+    the package is given as the package has it, as it would be if it were set.
+    """
+    model, grammar = session.model, request.grammar
+    engine = replace(config.engine, capacity=model.capacity, block=model.block, chunk=model.chunk)
+    every = _flat("engine", strict_records.encode(engine))
+    every |= _flat("decode", strict_records.encode(replace(config.decode, drafter=request.drafter)))
+    if grammar is not None:
+        every["schema"] = hashlib.sha256(grammar.schema.encode()).hexdigest()[:12]
+    return {key: value for key, value in every.items() if key != "engine.cubins"}
+
+
+def _flat(name: str, value: object) -> dict[str, str]:
+    table = strict_records.as_table(value)
+    if table is None:
+        return {name: str(value)}
+    return {k: v for key, item in table.items() for k, v in _flat(f"{name}.{key}", item).items()}
+
+
+def _early(
+    ended: BaseException | None, args: Namespace, when: Sequence[tuple[float, float]]
+) -> list[str]:
+    """What ended the measurement, if it did not end by itself."""
+    if ended is None:
+        return []
+    why = (
+        "interrupted"
+        if isinstance(ended, KeyboardInterrupt)
+        else strict_records.one_line(str(ended))
+    )
+    if args.soak:
+        return [f"ended after {when[-1][1] - when[0][0]:.0f} of {args.soak} s: {why}"]
+    return [f"ended after {len(when)} of {amount(args.runs or RUNS, 'runs')}: {why}"]
+
+
+def _notes(speed: Sequence[Finding]) -> list[str]:
+    """The findings that make this machine slower than it could be."""
+    return [
+        f"{f.item}: {f.text}" + (f" ({f.remedy})" if f.remedy else "")
+        for f in speed
+        if f.state != "ok"
+    ]
+
+
+def _runs(
+    session: Session, request: Request, args: Namespace, progress: Progress, taken: list[Taken]
+) -> None:
+    """Append the measured runs to `taken`, where an error or an interrupt leaves them."""
+    if args.warmup:
+        with progress.task("warming up", args.warmup, "times") as task:
+            for _ in range(args.warmup):
+                _answer(session, request)
+                task.advance(1)
+    total, unit = (args.soak, "s") if args.soak else (args.runs or RUNS, "times")
+    begun, done = time.perf_counter(), 0
+    with progress.task("answering", total, unit) as task:
+        while done < total:
+            start = time.perf_counter()
+            run, end = _answer(session, request), time.perf_counter()
+            taken.append((run, (start, end)))
+            now = int(end - begun) if args.soak else len(taken)
+            task.advance(min(now, total) - done)
+            done = now
+
+
+def _answer(session: Session, request: Request) -> Run:
+    from thor_dflash.runtime.profile import Beat, Run
+
+    tokens: list[int] = []
+    start = time.perf_counter()
+    beats = [Beat(0.0, 0)]
+    for chunk in session.generate(request):
+        committed = len(chunk.tokens) + (chunk.finish == "stop")  # plus the hidden stop id
+        beats.append(Beat(1e3 * (time.perf_counter() - start), committed))
+        tokens += chunk.tokens
+    return Run(session.report(), tuple(tokens), tuple(beats))
+
+
+def _text(session: Session, request: Request, runs: Sequence[Run]) -> str:
+    """The last answer after its thinking; empty if the package has no tokenizer."""
+    from thor_dflash.runtime.text import Answer
+
+    if session.text is None:
+        return ""
+    answer = Answer(session.text, request.prompt)
+    answer.feed(runs[-1].tokens)
+    return answer.text()
+
+
+def _inside(
+    session: Session, request: Request, config: Config, progress: Progress
+) -> Inside | None:
+    """Times of a cycle's parts, for the engine that runs a cycle as one graph and can split it."""
+    if session.manifest.engine != "cuda":
+        return None
+    from thor_dflash.runtime.engines.cuda.engine import CudaEngine
+    from thor_dflash.runtime.engines.cuda.inside import take_apart
+
+    engine = session.model.engine
+    assert isinstance(engine, CudaEngine)
+    accept = "accept_masked" if request.grammar else "accept"
+    plain = request.drafter == "none"
+    graphs = ("verify", accept) if plain else ("propose", "verify", accept, "observe")
+    cubins = config.engine.cubins_directory
+    return take_apart(engine, session.model, graphs, cubins, progress)
+
+
+def trace(found: Profile) -> dict[str, Any]:
+    """The last answer as trace events for ui.perfetto.dev and Chrome."""
+    from thor_dflash.runtime.profile import steps
+
+    events: list[dict[str, Any]] = []
+    for name, start, end in steps(found):
+        event = {"name": name, "pid": 1, "tid": "answer", "ts": 1e3 * start.ms,
+                 "args": {"tokens": end.tokens}}  # fmt: skip
+        events.append({**event, "ph": "X", "dur": 1e3 * (end.ms - start.ms)})
+        if end.tokens:
+            events.append({**event, "ph": "C", "name": "committed tokens"})
+    about = strict_records.encode(found.subject)
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}

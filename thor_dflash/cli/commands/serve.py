@@ -1,0 +1,175 @@
+"""`thor-dflash serve`: serves plans over ZeroMQ until SIGTERM."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from thor_dflash.cli import stdio
+from thor_dflash.config.tree import Config
+from thor_dflash.core.errors import ThorError
+from thor_dflash.core.progress import Progress
+from thor_dflash.core.strict_records import one_line, visible
+
+if TYPE_CHECKING:
+    from thor_dflash.serving.backend import Backend
+    from thor_dflash.serving.server import Server
+    from thor_dflash.serving.shelf import Shelf
+
+SWITCH_S = 0.0005
+"""Longest time that the engine thread may hold the GIL before the I/O thread gets it. Python's
+default of 5 ms would be most of the time limit of a control operation."""
+HELD = 1 << 20
+"""Maximum bytes of log lines that wait to be written."""
+LAYOUT = "\n\t"
+"""Unprintable characters that the log keeps, for tracebacks."""
+LAST_S = 0.2
+"""Seconds that a reader of the log gets for the last lines at the end."""
+
+
+def run(args: Namespace, config: Config, progress: Progress) -> None:
+    """Serve on this thread. SIGTERM, SIGINT or SIGHUP drains the server; a second one ends it."""
+    from thor_dflash.core.extras import extra
+
+    with extra("serve"):
+        from thor_dflash.serving.server import Server
+        from thor_dflash.serving.systemd import notifier
+
+    log = Log(sys.stderr)
+
+    def die(status: int) -> None:
+        log.close()
+        os._exit(status)
+
+    server = Server(
+        lambda: _load(args, config, progress, log),
+        config.serve,
+        log=log,
+        notify=notifier(),
+        die=die,
+    )
+    sys.setswitchinterval(SWITCH_S)
+    for number in stdio.endings():
+        signal.signal(number, lambda signum, frame: server.stop())
+    log(f"listening on {', '.join(server.endpoints)}")
+    _until_stopped(server, progress, log)
+
+
+def _until_stopped(server: Server, progress: Progress, log: Log) -> None:
+    status = 0
+    try:
+        server.run()
+    except ThorError as e:
+        if server.ended() and log.close():
+            raise
+        log(f"thor-dflash: {one_line(str(e))}")
+        status = 2
+    # If the log's reader is stuck, any further output on stderr would block.
+    if not log.close() or not server.ended():
+        # The interpreter's exit could kill a thread inside library code, which would then abort.
+        # So exit at once; open files are left as after a SIGKILL.
+        progress.close()
+        os._exit(status)
+
+
+class Log:
+    """Writes lines unbuffered to a stream on its own thread. A line that cannot be written is
+    dropped and counted: a full disk, a lost reader or a reader that does not read must not block or
+    end a planner.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._news = threading.Condition()
+        self._lines: list[bytes] = []
+        self._held = 0
+        """Bytes of those lines."""
+        self._dropped = 0
+        """Lines dropped after those because the queue was full."""
+        self._closed = False
+        self._lost = 0
+        """Lost lines that have yet to be reported in the log. Used only by the thread."""
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def __call__(self, text: str) -> None:
+        """Queue a line, or the lines of a traceback. Thread-safe; never blocks."""
+        line = f"{visible(text.rstrip(), keep=LAYOUT)}\n".encode()
+        with self._news:
+            # Once a line is dropped, drop all until the thread has taken note of it, so that the
+            # report of the loss is at the right place among the lines.
+            if self._dropped or (self._lines and self._held + len(line) > HELD):
+                self._dropped += 1
+            else:
+                self._lines.append(line)
+                self._held += len(line)
+            self._news.notify()
+
+    def close(self) -> bool:
+        """Wait at most LAST_S for the last lines; return whether the thread has finished."""
+        with self._news:
+            self._closed = True
+            self._news.notify()
+        self._thread.join(LAST_S)
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        while True:
+            with self._news:
+                self._news.wait_for(lambda: self._lines or self._closed)
+                if not self._lines:
+                    return
+                lines, self._lines, self._held = self._lines, [], 0
+                dropped, self._dropped = self._dropped, 0
+            for line in lines:
+                self._say(line)
+            self._lost += dropped
+            if self._lost:
+                self._say(b"")
+
+    def _say(self, line: bytes) -> None:
+        try:
+            if self._lost:
+                self._put(f"{self._lost} lines of this log could not be written\n".encode())
+                self._lost = 0
+            self._put(line)
+        except OSError:
+            self._lost += bool(line)
+
+    def _put(self, data: bytes) -> None:
+        while data:
+            data = data[os.write(self._stream.fileno(), data) :]
+
+
+def _load(
+    args: Namespace, config: Config, progress: Progress, log: Callable[[str], None]
+) -> Backend:
+    # First, because loading a model takes long and another server may be using the directory.
+    shelf = _shelf(config.serve.prefix_dir) if config.serve.prefix_dir else None
+    if args.mock:
+        from thor_dflash.serving.mock import MockBackend
+
+        return MockBackend(config.serve, (args.mock_cycle_ms or 0.0) / 1e3, shelf)
+    from thor_dflash.runtime.session import open_session
+    from thor_dflash.serving.live import LiveBackend
+
+    try:
+        session = open_session(args.package, config.engine, progress, choose=True)
+        progress.close()
+        return LiveBackend(session, config.serve, log, shelf)
+    except BaseException:
+        if shelf is not None:
+            shelf.close()
+        raise
+
+
+def _shelf(directory: str) -> Shelf:
+    from thor_dflash.serving.shelf import Shelf
+
+    return Shelf(Path(directory))

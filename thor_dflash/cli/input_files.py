@@ -1,0 +1,87 @@
+"""Input files of the subcommands: JSON of limited size, schemas, chats, and token ids."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+from thor_dflash.core.errors import RequestError
+from thor_dflash.core.strict_records import as_list, as_table, once, show
+from thor_dflash.runtime.chat import chat
+
+LIMIT = 64 << 20
+"""Largest input file, bytes: ten times the longest context of any target as text."""
+
+
+def read_json(path: Path, limit: int = LIMIT) -> object:
+    """Read any JSON value of at most `limit` bytes.
+
+    Raises:
+        RequestError: the file is missing, too large, or not JSON in UTF-8 with every key once.
+    """
+    try:
+        # Read instead of asking for the size, which a device or a pipe does not have.
+        with path.open("rb") as file:
+            text = file.read(limit + 1)
+        if len(text) > limit:
+            raise RequestError(f"{path} must be <= {limit} bytes (got more)")
+        return cast("object", json.loads(text.decode("utf-8"), object_pairs_hook=once))
+    except OSError as e:
+        raise RequestError(f"{path} must be a readable file (got: {e.strerror})") from e
+    except RecursionError as e:
+        raise RequestError(f"{path} must be JSON (got lists nested too deep)") from e
+    except ValueError as e:
+        raise RequestError(f"{path} must be JSON (got: {e})") from e
+
+
+def read_schema(path: Path) -> dict[str, Any]:
+    """Read a JSON schema, in the order of the file. What it says is not checked.
+
+    Raises:
+        RequestError: it is not a JSON object.
+    """
+    table = as_table(value := read_json(path))
+    if table is None:
+        raise RequestError(f"{path} must hold a JSON object (got {show(value)})")
+    return table
+
+
+def read_chat(path: Path) -> list[dict[str, str]]:
+    """Read a chat.
+
+    Raises:
+        RequestError: it is not one; the message names the wrong entry.
+    """
+    return chat(read_json(path))
+
+
+def read_tokens(path: Path) -> tuple[int, ...]:
+    """Read a JSON list of at least one integer.
+
+    Raises:
+        RequestError: it is not one; the message names the wrong entry.
+    """
+    value = read_json(path)
+    items = as_list(value)
+    if not items:
+        raise RequestError(f"{path} must be a list of at least one token id (got {show(value)})")
+    return tuple(_token(item, f"{path}: tokens[{i}]") for i, item in enumerate(items))
+
+
+def _token(item: object, where: str) -> int:
+    if not isinstance(item, int) or isinstance(item, bool):
+        raise RequestError(f"{where} must be an integer (got {show(item)})")
+    return item
+
+
+def in_vocabulary(tokens: tuple[int, ...], vocab: int) -> tuple[int, ...]:
+    """Check that every token is an id below `vocab`; return the tokens.
+
+    Raises:
+        RequestError: names the first that is not.
+    """
+    for i, token in enumerate(tokens):
+        if not 0 <= token < vocab:
+            raise RequestError(f"tokens[{i}] must be in 0..{vocab - 1} (got {show(token)})")
+    return tokens

@@ -1,0 +1,151 @@
+"""The options of the subcommands of the command line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from itertools import takewhile
+from typing import Any, NoReturn
+
+import thor_dflash
+from thor_dflash.cli import arguments as verb_options
+from thor_dflash.core.errors import ConfigError
+from thor_dflash.core.strict_records import cut
+
+MESSAGE = 300
+"""Maximum characters of argparse's own messages, which repeat a value that is refused."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse that raises ConfigError. `error` and `exit` are its documented hooks."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{cut(message, MESSAGE)} (see {self.prog} --help)")
+
+    def check(self, arguments: Sequence[str]) -> None:
+        """Refuse an unknown option.
+
+        Raises:
+            ConfigError: there is one; names the nearest known one. argparse alone would first
+                complain of a missing option, even if it is there but misspelt.
+        """
+        for argument in takewhile("--".__ne__, arguments):
+            name = argument.partition("=")[0]
+            # As in argparse, an argument with a space is a value and not an option.
+            if not name.startswith("--") or " " in argument or name in self._option_string_actions:
+                continue
+            known = [option for option in self._option_string_actions if option.startswith("--")]
+            near = get_close_matches(name, known, n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            self.error(f"{name} must be an option of {self.prog.split()[-1]}{hint}")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        # argparse's own takes a full disk, and a pipe that nobody reads, for success.
+        (file or sys.stderr).write(message)
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        sys.stdout.flush()  # now, because errors at the interpreter's exit are not reported
+        super().exit(status, message)
+
+
+class _Once(argparse.Action):
+    """Stores one value like argparse, but refuses a second one, which would silently win."""
+
+    given: object = None
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        if self.given is not None:
+            raise ConfigError(
+                f"{'/'.join(self.option_strings)} must be given once "
+                f"(got {cut(str(self.given))} and {cut(str(values))})"
+            )
+        self.given = values
+        vars(namespace)[self.dest] = values
+
+
+def listed(sections: Sequence[str]) -> str:
+    """Configuration sections as text."""
+    return ", ".join(sections)
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line.
+
+    Raises:
+        ConfigError: it is invalid; the message names the --help to see.
+    """
+    top, verbs = _parsers()
+    if argv and argv[0] in verbs:
+        verbs[argv[0]].check(argv[1:])
+    args, others = top.parse_known_args(argv)
+    if others:
+        verbs[args.verb].error(f"unrecognized arguments: {' '.join(others)}")
+    return args
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
+    return _parsers()[0]
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, _Parser]]:
+    made: dict[str, _Parser] = {}
+    top = _Parser(prog="thor-dflash", description=thor_dflash.__doc__, allow_abbrev=False)
+    top.add_argument(
+        "--version", action="version", version=f"thor-dflash {thor_dflash.__version__}"
+    )
+    verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for name, add, sections, text in (
+        ("build", verb_options.build, "build",
+         "make a package out of a target model and, if there is one, its drafter"),
+        ("generate", verb_options.generate, "engine decode",
+         "answer one prompt with a package"),
+        ("profile", verb_options.profile, "engine decode",
+         "measure one answer many times: where each millisecond goes"),
+        ("score", verb_options.score, "engine",
+         "write the model's logits after each of the given token ids"),
+        ("check", verb_options.check, "engine",
+         "test that a package computes what it should, operator by operator"),
+        ("doctor", verb_options.doctor, "engine",
+         "tell what this machine can run, and how to mend the rest"),
+        ("demo", verb_options.demo, "build engine",
+         "plan one task with the small model of the repository (needs a checkout)"),
+        ("bench", verb_options.bench, "build engine",
+         "measure what each part of a step costs on this GPU"),
+        ("serve", verb_options.serve, "engine serve",
+         "run a plan server, which answers plan requests over ZeroMQ"),
+        ("plan", verb_options.plan, "",
+         "ask a running plan server for one plan"),
+        ("gateway", verb_options.gateway, "gateway",
+         "offer OpenAI's HTTP API in front of running plan servers"),
+        ("keygen", verb_options.keygen, "",
+         "make the CURVE keys of an encrypted plan server and of its first client"),
+    ):  # fmt: skip
+        sub = made[name] = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
+        sub.register("action", None, _Once)
+        add(sub)
+        reads = sections.split()
+        sub.set_defaults(reads=reads, config=None, set=[])
+        if reads:
+            _settings(sub, name, reads)
+    return top, made
+
+
+def _settings(sub: _Parser, name: str, reads: Sequence[str]) -> None:
+    """Add the options by which a subcommand gets its sections of the configuration."""
+    sub.add_argument(
+        "-c", "--config", type=verb_options.path, metavar="FILE.toml", help="configuration file"
+    )
+    keys = " and ".join(f"{section}.*" for section in reads)
+    sub.add_argument(
+        "-s", "--set", action="append", default=[], metavar="a.b=value",
+        help=f"set one key of the configuration; {name} reads {keys}; repeatable",
+    )  # fmt: skip

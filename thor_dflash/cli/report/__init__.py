@@ -1,0 +1,1 @@
+"""Reports for people: a profile as text and as one HTML page."""

@@ -1,0 +1,197 @@
+"""The prompt and request options of the subcommands generate and profile."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from thor_dflash.cli.input_files import in_vocabulary, read_chat, read_schema, read_tokens
+from thor_dflash.config.tree import Config, DecodeConfig
+from thor_dflash.core.errors import ConfigError, RequestError
+from thor_dflash.core.progress import Progress
+from thor_dflash.core.strict_records import check_utf8, show
+
+if TYPE_CHECKING:
+    from thor_dflash.runtime.session import Request, Session
+
+PLACES = 5
+"""Most places of a schema that notes name; a schema of no bounds has hundreds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A chat to render, or token ids as they are."""
+
+    messages: list[dict[str, str]] | None
+    tokens: tuple[int, ...] | None
+    schema: dict[str, Any] | None = None
+    """JSON schema of the answer after the thinking."""
+
+    def request(self, session: Session, config: Config, progress: Progress) -> Request:
+        """The request for a session.
+
+        Raises:
+            RequestError: the package cannot answer it, or the schema cannot be compiled.
+        """
+        prompt = (
+            _render(self.messages, session, _thinks(config.decode))
+            if self.tokens is None
+            else in_vocabulary(self.tokens, session.manifest.target.vocab)
+        )
+        request = _request(prompt, session, config)
+        if self.schema is None:
+            return request
+        with progress.task("compiling the schema"):
+            grammar = session.grammar(self.schema)
+            if session.text is not None:
+                # An object that is too wide is refused here; an answer would end where it begins.
+                grammar.takes(session.text.encode("{"))
+            return replace(request, grammar=grammar)
+
+
+def read_question(args: Namespace, config: DecodeConfig) -> Question:
+    """Read the prompt and the schema of the command line, before anything is loaded.
+
+    Raises:
+        ConfigError: the command line sets a key that has no effect here.
+        RequestError: a file or a text is invalid.
+    """
+    _check_used(args, config)
+    _check_thinking(args, config)
+    tokens = read_tokens(args.tokens) if args.tokens else None
+    schema = _schema(args.schema) if args.schema else None
+    if schema is not None and config.ignore_eos:
+        raise ConfigError(
+            "--schema must go with stop tokens, which end the answer (got decode.ignore_eos true)"
+        )
+    return Question(_messages(args), tokens, schema)
+
+
+def endless(request: Request) -> list[str]:
+    """What in the request's schema lets an answer grow until it is cut off."""
+    warnings = request.grammar.warnings if request.grammar else ()
+    told = [f"an answer may grow without end: {text}" for text in warnings[:PLACES]]
+    if left := len(warnings) - len(told):
+        told.append(f"an answer may grow without end in {left} more places of the schema")
+    return told
+
+
+def untouched(request: Request, text: str) -> list[str]:
+    """That the schema applied to nothing, if so: a model may stop while it thinks.
+    `text`: the answer after the thinking.
+    """
+    if request.grammar is None or text:
+        return []
+    return ["the schema applied to nothing: no answer came after the thinking"]
+
+
+def _schema(path: Path) -> dict[str, Any]:
+    from thor_dflash.runtime.policies.grammar_schema import text_of
+
+    text_of(schema := read_schema(path))  # most faults need no compiler, which needs the package
+    return schema
+
+
+def _check_used(args: Namespace, config: DecodeConfig) -> None:
+    """Refuse a key of the command line without effect. A configuration file may hold it for other
+    answers.
+    """
+    given = _given(args)
+    for section, names, used, need in (
+        ("relaxed", ("rule", "k", "margin"), config.accept == "relaxed",
+         "--accept relaxed (got accept strict)"),
+        ("budget", ("close", "reply", "message", "ratio", "soften"), _limits(config),
+         "a budget or an effort (got none)"),
+        ("budget", ("ratio", "soften"), config.budget.close == "soft",
+         "--thinking-close soft (got close hard)"),
+    ):  # fmt: skip
+        for name in names if not used else ():
+            changed = _value(config, section, name) != _value(DecodeConfig(), section, name)
+            if changed and (key := f"decode.{section}.{name}") in given:
+                raise ConfigError(f"{key} must go with {need}")
+
+
+def _check_thinking(args: Namespace, config: DecodeConfig) -> None:
+    """Refuse what the command line says of thinking, of its budget and of what is accepted in it if
+    they disagree.
+    """
+    given = _given(args)
+    budgeted = given & {"decode.budget.tokens", "decode.budget.effort"}
+    off = args.tokens is None and config.thinking == "off"
+    if off and budgeted and _limits(config):
+        raise ConfigError("a thinking budget must go with decode.thinking on (got off)")
+    relaxed = "decode.accept" in given and config.accept == "relaxed"
+    if relaxed and args.tokens is None and not _thinks(config):
+        got = "off" if off else "decode.budget.effort none"
+        raise ConfigError(f"decode.accept relaxed must go with decode.thinking on (got {got})")
+    if "decode.thinking" in given and budgeted and config.thinking == "on" and not _thinks(config):
+        raise ConfigError("decode.thinking must be off with decode.budget.effort none (got on)")
+
+
+def _given(args: Namespace) -> set[str]:
+    """The keys that the command line sets, by --set or by their own option."""
+    options = {key for key, value in vars(args).items() if "." in key and value is not None}
+    return options | {item.partition("=")[0].strip() for item in args.set}
+
+
+def _limits(config: DecodeConfig) -> bool:
+    """Whether the thinking gets a budget."""
+    return config.budget.tokens >= 0 or config.budget.effort not in ("", "none")
+
+
+def _value(config: DecodeConfig, section: str, name: str) -> object:
+    return getattr(getattr(config, section), name)
+
+
+def _messages(args: Namespace) -> list[dict[str, str]] | None:
+    """The chat of the command line; None if token ids are given."""
+    if args.prompt is not None:
+        if not args.prompt.strip():
+            raise RequestError(
+                f"--prompt must be a text that is not empty (got {show(args.prompt)})"
+            )
+        check_utf8("--prompt", args.prompt)
+        return [{"role": "user", "content": args.prompt}]
+    return read_chat(args.messages) if args.messages else None
+
+
+def _render(messages: object, session: Session, thinking: bool) -> tuple[int, ...]:
+    if session.text is None:
+        raise RequestError(
+            "the prompt must be given as --tokens (got a package without a tokenizer)"
+        )
+    text, limit = session.text.render(messages, thinking), session.model.limit
+    # Do not encode a long text, which may take minutes, if its lower bound is already too long.
+    if len(text) > limit and (least := session.text.least(text)) > limit:
+        raise RequestError(
+            f"the prompt must be <= {limit} tokens, the context of {session.model.capacity} less "
+            f"one block (got {least} or more)"
+        )
+    return tuple(session.text.encode(text))
+
+
+def _thinks(decode: DecodeConfig) -> bool:
+    """Whether the prompt opens a thinking block; with the effort `none` it does not."""
+    none = decode.budget.effort == "none" and decode.budget.tokens < 0
+    return decode.thinking == "on" and not none
+
+
+def _request(prompt: tuple[int, ...], session: Session, config: Config) -> Request:
+    from thor_dflash.runtime.session import Request
+
+    has, asked = session.manifest.drafter is not None, config.decode.drafter
+    if asked == "dflash" and not has:
+        raise RequestError("decode.drafter must be none, the package has no drafter (got dflash)")
+    stop = () if config.decode.ignore_eos else session.manifest.stop_tokens
+    return Request(
+        prompt=prompt,
+        max_tokens=config.decode.max_tokens,
+        stop=frozenset(stop),
+        drafter="dflash" if has and asked != "none" else "none",
+        budget=config.decode.budget,
+        relaxed=config.decode.relaxed if config.decode.accept == "relaxed" else None,
+        gate=config.decode.gate == "on",
+        draft=config.decode.draft,
+    )

@@ -1,0 +1,1 @@
+"""The configuration tree, one module per section."""

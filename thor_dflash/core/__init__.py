@@ -1,0 +1,1 @@
+"""What every layer uses: errors, tensors, model sizes, strict decoding, progress."""

@@ -1,0 +1,30 @@
+"""Reports a missing extra of this package as a ConfigError instead of a traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from thor_dflash.core.errors import ConfigError
+
+
+@contextmanager
+def extra(name: str) -> Generator[None]:
+    """Context for imports that need the extra `name`.
+
+    Raises:
+        ConfigError: it is not installed, or this machine cannot load it.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as e:
+        if (e.name or "").startswith("thor_dflash"):
+            raise
+        raise ConfigError(
+            f"{e.name} must be installed: pip install 'thor-dflash[{name}]' (got none)"
+        ) from e
+    except ImportError as e:
+        # For example a compiled package that needs a newer libstdc++, or a disk mounted noexec.
+        if (e.name or "").startswith("thor_dflash"):
+            raise
+        raise ConfigError(f"the packages of extra {name} must load (got: {e})") from e

@@ -1,0 +1,1 @@
+"""The package on disk: all that builders and the runtime share."""
