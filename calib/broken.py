@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from thor_dflash.runtime.block import Block, Progress
-from thor_dflash.runtime.engine import Call
-from thor_dflash.runtime.model import Model
-from thor_dflash.runtime.propose import Dflash, Proposal
+from thor_dflash.runtime.decoding.block import Block, Progress
+from thor_dflash.runtime.decoding.model_runner import Model
+from thor_dflash.runtime.decoding.proposers import Dflash, Proposal
+from thor_dflash.runtime.engines.protocol import Call
 
 
 class Broken:

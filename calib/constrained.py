@@ -24,12 +24,12 @@ from thor_dflash.calib.planbench.scene import Scene
 from thor_dflash.calib.planbench.skills import skills_of
 from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Silent
-from thor_dflash.runtime.block import Policy
-from thor_dflash.runtime.policies.grammar import Constrain, Place
-from thor_dflash.runtime.policies.grammar_compile import Grammar
-from thor_dflash.runtime.propose import Dflash, Nobody, Proposer
-from thor_dflash.runtime.session import Request, Session, open_session
-from thor_dflash.runtime.text import Answer, Text
+from thor_dflash.runtime.decoding.block import Policy
+from thor_dflash.runtime.decoding.proposers import Dflash, Nobody, Proposer
+from thor_dflash.runtime.grammar.compiler import Grammar
+from thor_dflash.runtime.grammar.policy import Constrain, Place
+from thor_dflash.runtime.session.session import Request, Session, open_session
+from thor_dflash.runtime.text.tokenizer import Answer, Text
 from thor_dflash.serving.check import Checker
 from thor_dflash.serving.schema import Schema, from_skills
 

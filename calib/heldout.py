@@ -18,10 +18,10 @@ from thor_dflash.calib.demo import MODEL, histogram
 from thor_dflash.calib.planbench import FAMILIES, Task, judge, task_from_line
 from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Progress, choose
-from thor_dflash.runtime.profile import PROMPT
-from thor_dflash.runtime.propose import Nobody
-from thor_dflash.runtime.session import Report, Request, Session, open_session
-from thor_dflash.runtime.text import Answer
+from thor_dflash.runtime.decoding.proposers import Nobody
+from thor_dflash.runtime.measure.profile import PROMPT
+from thor_dflash.runtime.session.session import Report, Request, Session, open_session
+from thor_dflash.runtime.text.tokenizer import Answer
 
 MAX_TOKENS = 512
 """No held-out answer of a working planner is as long, tokens."""

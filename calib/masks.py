@@ -24,10 +24,10 @@ import numpy as np
 from thor_dflash.calib import script
 from thor_dflash.core.errors import PackageError
 from thor_dflash.package import tokenizer_files as files
-from thor_dflash.runtime.block import Block
-from thor_dflash.runtime.policies.grammar import Constrain, Place
-from thor_dflash.runtime.policies.grammar_compile import Grammar, Grammars
-from thor_dflash.runtime.text import Text
+from thor_dflash.runtime.decoding.block import Block
+from thor_dflash.runtime.grammar.compiler import Grammar, Grammars
+from thor_dflash.runtime.grammar.policy import Constrain, Place
+from thor_dflash.runtime.text.tokenizer import Text
 from thor_dflash.serving.schema import from_skills
 
 ROWS = 16

@@ -37,12 +37,12 @@ from thor_dflash.config.tree import (
     RelaxedConfig,
 )
 from thor_dflash.core.progress import Silent
-from thor_dflash.runtime.policies.gate import Costs, Gate, Rule
-from thor_dflash.runtime.propose import Dflash, Nobody, Proposer
-from thor_dflash.runtime.session import Chunk, Report, Request, Session, open_session
-from thor_dflash.runtime.telemetry import Part
-from thor_dflash.runtime.text import Answer
-from thor_dflash.runtime.thinking import Thinking
+from thor_dflash.runtime.decoding.proposers import Dflash, Nobody, Proposer
+from thor_dflash.runtime.decoding.telemetry import Part
+from thor_dflash.runtime.policies.speculation_gate import Costs, Gate, Rule
+from thor_dflash.runtime.session.session import Chunk, Report, Request, Session, open_session
+from thor_dflash.runtime.text.thinking import Thinking
+from thor_dflash.runtime.text.tokenizer import Answer
 
 MAX_TOKENS = 512
 """No held-out answer of a working planner is as long, tokens."""

@@ -10,8 +10,8 @@ from pathlib import Path
 from thor_dflash.calib.planbench import Task, task_from_line
 from thor_dflash.core.errors import RequestError, ThorError
 from thor_dflash.core.progress import say
-from thor_dflash.runtime.session import Session
-from thor_dflash.runtime.text import Text
+from thor_dflash.runtime.session.session import Session
+from thor_dflash.runtime.text.tokenizer import Text
 
 
 def run(main: Callable[[], None]) -> int:

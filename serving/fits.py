@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from thor_dflash.core.errors import ConfigError
-from thor_dflash.runtime.model import Model
+from thor_dflash.runtime.decoding.model_runner import Model
 
 
 def check_self_test(model: Model, prompt: int, answer: int) -> None:

@@ -14,11 +14,11 @@ from thor_dflash.config.tree import HINT, NO_BUDGET, BudgetConfig, RelaxedConfig
 from thor_dflash.core.errors import CompilerBusy, ModelFault, PlanError, RequestError
 from thor_dflash.core.strict_records import show
 from thor_dflash.package import manifest as package_manifest
-from thor_dflash.runtime.policies.grammar_compile import COMPILE_S, Grammar
-from thor_dflash.runtime.prefix import Prefix
-from thor_dflash.runtime.sensors import find
-from thor_dflash.runtime.session import Request, Session
-from thor_dflash.runtime.text import Text, open_at_end
+from thor_dflash.runtime.grammar.compiler import COMPILE_S, Grammar
+from thor_dflash.runtime.measure.power import find
+from thor_dflash.runtime.session.prefix_cache import Prefix
+from thor_dflash.runtime.session.session import Request, Session
+from thor_dflash.runtime.text.tokenizer import Text, open_at_end
 from thor_dflash.serving import fields, fits, wire
 from thor_dflash.serving.backend import About, Prepared, Run
 from thor_dflash.serving.check import Checker

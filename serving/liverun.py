@@ -8,10 +8,10 @@ from typing import cast
 
 import msgspec
 
-from thor_dflash.runtime.block import Finish
-from thor_dflash.runtime.sensors import Watch
-from thor_dflash.runtime.session import Chunk, Report, Session
-from thor_dflash.runtime.text import Answer, Piece, Text
+from thor_dflash.runtime.decoding.block import Finish
+from thor_dflash.runtime.measure.power import Watch
+from thor_dflash.runtime.session.session import Chunk, Report, Session
+from thor_dflash.runtime.text.tokenizer import Answer, Piece, Text
 from thor_dflash.serving import outcome, wire
 from thor_dflash.serving.backend import Prepared, Stop
 from thor_dflash.serving.rates import Rates

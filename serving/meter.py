@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from thor_dflash.runtime.sensors import Sensor, Watch
+from thor_dflash.runtime.measure.power import Sensor, Watch
 
 
 class Meter:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from statistics import median
 
-from thor_dflash.runtime.model import Model
+from thor_dflash.runtime.decoding.model_runner import Model
 
 REPEATS = 3
 """Measured steps per size, after one warm-up step."""

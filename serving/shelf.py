@@ -1,6 +1,6 @@
 """Storage of the prefixes that outlive the server: a directory of files, each complete or absent.
 
-A file is named by the hash of its prefix's name; its format is that of runtime/prefix_file.py.
+A file is named by the hash of its prefix's name; its format is that of runtime/session/prefix_file.py.
 Files that a killed server left half-written have another suffix and are removed when the next
 server starts.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from thor_dflash.core.errors import ConfigError, PackageError, RequestError
-from thor_dflash.runtime.prefix import Prefix, Prefixes
+from thor_dflash.runtime.session.prefix_cache import Prefix, Prefixes
 
 ENDING = ".prefix"
 

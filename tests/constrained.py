@@ -17,12 +17,12 @@ from thor_dflash.builders.build import build
 from thor_dflash.config.tree import BuildConfig, EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.package import tokenizer_files as files
-from thor_dflash.runtime.block import Policy
-from thor_dflash.runtime.policies.grammar import Constrain, Place
-from thor_dflash.runtime.policies.grammar_compile import Grammar
-from thor_dflash.runtime.propose import Proposer
-from thor_dflash.runtime.session import Request, Session, open_session
-from thor_dflash.runtime.text import Text
+from thor_dflash.runtime.decoding.block import Policy
+from thor_dflash.runtime.decoding.proposers import Proposer
+from thor_dflash.runtime.grammar.compiler import Grammar
+from thor_dflash.runtime.grammar.policy import Constrain, Place
+from thor_dflash.runtime.session.session import Request, Session, open_session
+from thor_dflash.runtime.text.tokenizer import Text
 from thor_dflash.serving.schema import from_skills
 
 TOKENIZER = Path(__file__).parent.parent / "models/planner-nano/target"

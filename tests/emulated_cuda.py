@@ -32,8 +32,8 @@ from thor_dflash.plugins.cuda.compile import Cubin
 from thor_dflash.plugins.launch import Addresses, At, Device, Launch, Scratch, Shift, Table
 from thor_dflash.plugins.op import NEXT
 from thor_dflash.plugins.rules import RULES
-from thor_dflash.runtime.engine import Call
-from thor_dflash.runtime.engines.cuda import bound, capture, engine
+from thor_dflash.runtime.engines.cuda import binding, engine, graph_capture
+from thor_dflash.runtime.engines.protocol import Call
 
 ALIGNMENT = 1024
 KINDS = {"pointer": ctypes.c_void_p, "int": ctypes.c_int32, "real": ctypes.c_float}
@@ -157,7 +157,7 @@ class Emulated(Fake):
         """By id of the launch."""
         self._held: dict[int, Any] = {}
         """What a handle of a module or graph stands for."""
-        self.bounds: list[bound.Bound] = []
+        self.bounds: list[binding.Bound] = []
         self.ran: list[Work] = []
         """All launches that ran, in order."""
         self.logits: list[bytes] = []
@@ -173,9 +173,9 @@ class Emulated(Fake):
         ones, and by those since."""
 
     # ---- functions of the engine that are intercepted ------------------------------------------
-    def bind(self, call: Call, program: Program, device: Device) -> bound.Bound:
+    def bind(self, call: Call, program: Program, device: Device) -> binding.Bound:
         """Call the engine's own function and note what each launch belongs to."""
-        made = bound.bind(call, program, device)
+        made = binding.bind(call, program, device)
         self.bounds.append(made)
         specs = {n: v.spec(n) for n, v in program.values.items()}
         specs |= {n: t.spec for n, t in (*call.inputs.items(), *call.outputs.items())}
@@ -378,5 +378,5 @@ def emulate(monkeypatch: pytest.MonkeyPatch, device: Device) -> Emulated:
     monkeypatch.setattr(driver, "_bindings", lambda: made)
     monkeypatch.setattr(kernels, "load", load)
     monkeypatch.setattr(engine, "bind", made.bind)
-    monkeypatch.setattr(capture, "enqueue", made.enqueue)
+    monkeypatch.setattr(graph_capture, "enqueue", made.enqueue)
     return made

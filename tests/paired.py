@@ -19,10 +19,10 @@ from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import ACCEPT
 from thor_dflash.plugins.launch import Device
 from thor_dflash.plugins.op import Attributes
-from thor_dflash.runtime.block import Block
-from thor_dflash.runtime.engines.cuda.bound import cuda
-from thor_dflash.runtime.model import Model
-from thor_dflash.runtime.session import Session, open_session
+from thor_dflash.runtime.decoding.block import Block
+from thor_dflash.runtime.decoding.model_runner import Model
+from thor_dflash.runtime.engines.cuda.binding import cuda
+from thor_dflash.runtime.session.session import Session, open_session
 
 TARGET = TargetGeometry(
     hidden=128, intermediate=192, layers=3, interval=3, heads=2, kv_heads=1, head_dim=256,

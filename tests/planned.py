@@ -15,7 +15,7 @@ from thor_dflash.package import trt_engine as sidecar
 from thor_dflash.package.launch_program import Program
 from thor_dflash.package.manifest import Manifest, hash_file
 from thor_dflash.package.trt_engine import Made, Plan, PlanNode
-from thor_dflash.runtime.engines.tensorrt.check import Here
+from thor_dflash.runtime.engines.tensorrt.compatibility import Here
 
 
 def planned(out: Path, here: Here) -> Path:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from thor_dflash.runtime.engines.cuda.arena import ALIGNMENT
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine, Offsets
-from thor_dflash.runtime.engines.cuda.memory import ALIGNMENT
 
 
 def poison(patch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from thor_dflash.plugins.launch import Shaped, Site
 from thor_dflash.plugins.linear.unpack import unpack
 from thor_dflash.plugins.op import NEXT, Attributes
 from thor_dflash.plugins.rules import RULES
-from thor_dflash.runtime.engine import Call, Graph, Tensor
+from thor_dflash.runtime.engines.protocol import Call, Graph, Tensor
 
 Spoil = Callable[[Step, dict[str, Array]], None]
 """May change the outputs of a step, given by port, before later steps read them."""

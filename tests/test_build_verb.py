@@ -24,7 +24,7 @@ from thor_dflash.core.errors import CheckpointError, ConfigError, PackageError
 from thor_dflash.core.model_dims import LEAST_TALK
 from thor_dflash.core.progress import Silent
 from thor_dflash.package.tokenizer_files import addressed_ids
-from thor_dflash.runtime import session
+from thor_dflash.runtime.session import session
 
 NANO = Path(__file__).parents[1] / "models/planner-nano/target"
 TEMPLATE = "chat_template.jinja"

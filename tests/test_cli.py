@@ -22,7 +22,7 @@ from thor_dflash.cli import main
 from thor_dflash.cli.commands import build as build_verb
 from thor_dflash.config.tree import AS_MADE, NO_BUDGET, BudgetConfig, DraftConfig, RelaxedConfig
 from thor_dflash.core.errors import ModelFault, RequestError
-from thor_dflash.runtime.text import Text
+from thor_dflash.runtime.text.tokenizer import Text
 
 WORDS = {"<think>": 256, "</think>": 257, "<|im_end|>": 258}
 

@@ -17,7 +17,7 @@ from thor_dflash.calib.check import golden
 from thor_dflash.cli import main
 from thor_dflash.core.errors import CheckpointError, PackageError, RequestError
 from thor_dflash.package.tokenizer_files import FILES, TEMPLATE, present, tokenizer_files
-from thor_dflash.runtime.chat_template import Template
+from thor_dflash.runtime.text.chat_template import Template
 
 OBSTACLES: dict[str, Callable[[Path], object]] = {
     "a link to nothing": lambda place: place.symlink_to("gone"),

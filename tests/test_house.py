@@ -53,9 +53,9 @@ MAY = {
         "tests/*",
     ],
     "tensorrt_bindings": ["tests/*"],
-    "onnxruntime": ["runtime/engines/onnxruntime.py"],
-    "tokenizers": ["runtime/text.py", "calib/nano/*", "tests/*"],
-    "jinja2": ["runtime/chat_template.py", "calib/nano/*", "tests/*"],
+    "onnxruntime": ["runtime/engines/onnxruntime_import.py"],
+    "tokenizers": ["runtime/text/tokenizer.py", "calib/nano/*", "tests/*"],
+    "jinja2": ["runtime/text/chat_template.py", "calib/nano/*", "tests/*"],
     "llguidance": ["runtime/policies/grammar*", "tests/*"],
     "rich": ["thor_dflash/core/progress.py", "thor_dflash/verbs/*", "calib/demo*", "tests/*"],
     "zmq": ["serving/*", "tests/*"],
@@ -75,7 +75,7 @@ MAY = {
 # Nothing is configured from the environment, and no object is probed or changed by name.
 ENVIRONMENT = {
     "serving/systemd.py": "systemd names its socket to a service there and nowhere else",
-    "runtime/engines/onnxruntime.py": "ONNX Runtime reads there whether it may send telemetry",
+    "runtime/engines/onnxruntime_import.py": "ONNX Runtime reads there whether it may send telemetry",
 }
 """Files that may use environment variables -> why."""
 BANNED = {

@@ -11,7 +11,8 @@ import pytest
 from thor_dflash.cli.commands.profile import trace
 from thor_dflash.cli.report.profile_page import page
 from thor_dflash.cli.report.profile_text import TITLES, table
-from thor_dflash.runtime.profile import (
+from thor_dflash.runtime.decoding.telemetry import Spec
+from thor_dflash.runtime.measure.profile import (
     Beat,
     Inside,
     Part,
@@ -23,7 +24,6 @@ from thor_dflash.runtime.profile import (
     Subject,
     spread,
 )
-from thor_dflash.runtime.telemetry import Spec
 
 PARTS = (
     Part("propose", "", 1.0, 0),

@@ -21,7 +21,7 @@ from thor_dflash.cli.commands import profile as profile_verb
 from thor_dflash.config.tree import BuildConfig
 from thor_dflash.core.progress import Silent, Task
 from thor_dflash.package import manifest
-from thor_dflash.runtime.doctor import board
+from thor_dflash.runtime.doctor import jetson
 from thor_dflash.runtime.doctor.facts import Finding
 
 FEW = ("--runs", "3", "--warmup", "1", "--max-tokens", "8", "--ignore-eos")
@@ -313,7 +313,7 @@ def test_a_board_s_release_and_power_mode_are_part_of_what_was_measured(
     mode = Finding("power mode", "warn", "120W; slower than MAXN", "sudo nvpmodel -m 0")
     clock = Finding("GPU clock", "ok", "1575 MHz of 1575, held")
     emc = Finding("EMC clock", "warn", "cannot be read")
-    monkeypatch.setattr(board, "speed", lambda machine: [mode, clock, emc])
+    monkeypatch.setattr(jetson, "speed", lambda machine: [mode, clock, emc])
     assert profile(root, "--json") == 0
     out = capsys.readouterr().out
     found = json.loads(out)
@@ -323,7 +323,7 @@ def test_a_board_s_release_and_power_mode_are_part_of_what_was_measured(
     assert "EMC clock: cannot be read" in found["warnings"]
     assert not any("GPU clock" in text for text in found["warnings"])
     (tmp_path / "before.json").write_text(out)
-    monkeypatch.setattr(board, "speed", lambda machine: [replace(mode, text="MAXN"), clock])
+    monkeypatch.setattr(jetson, "speed", lambda machine: [replace(mode, text="MAXN"), clock])
     assert profile(root, "--compare", str(tmp_path / "before.json")) == 2
     assert "power mode 120W; slower than MAXN, now MAXN)" in capsys.readouterr().err
 

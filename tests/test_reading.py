@@ -15,8 +15,8 @@ from thor_dflash.cli import main
 from thor_dflash.cli.commands.generate import _read, _stream
 from thor_dflash.core import progress
 from thor_dflash.core.progress import Silent, Task, _Counter
-from thor_dflash.runtime.decode import Chunk
-from thor_dflash.runtime.text import Answer
+from thor_dflash.runtime.decoding.loop import Chunk
+from thor_dflash.runtime.text.tokenizer import Answer
 
 
 @pytest.mark.parametrize(("length", "told"), [(33, False), (100, True)])

@@ -10,7 +10,7 @@ import pytest
 from constrained import PLAN, SMALL, asked, constrained, package, session
 
 from thor_dflash.cli import main
-from thor_dflash.runtime.propose import Dflash
+from thor_dflash.runtime.decoding.proposers import Dflash
 
 PROMPT = ("--prompt", "Pick the mug.", "--thinking", "off", "-s", "engine.threads=1")
 SAY = {"say": {"type": "string"}}

@@ -22,8 +22,8 @@ from thor_dflash.cli.commands.score import write_blocks
 from thor_dflash.config.tree import BuildConfig, EngineConfig
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.progress import Silent
-from thor_dflash.runtime.score import score
-from thor_dflash.runtime.session import open_session
+from thor_dflash.runtime.measure.score import score
+from thor_dflash.runtime.session.session import open_session
 
 TOKENS = list(range(40))
 
@@ -107,7 +107,12 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
     ("where", "error", "status", "said"),
     [
         ("os.fsync", FULL, 2, "x.npz must be writable (got: No space left on device)"),
-        ("thor_dflash.runtime.state.State.verified", KeyboardInterrupt(), 130, "interrupted"),
+        (
+            "thor_dflash.runtime.decoding.sequence_state.State.verified",
+            KeyboardInterrupt(),
+            130,
+            "interrupted",
+        ),
     ],
 )
 def test_what_was_there_stays_until_the_new_one_is_whole(

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from decoding import drafts, prompt, session
 
-from thor_dflash.runtime.block import Limit, Policy, Progress
-from thor_dflash.runtime.decode import Plan, decode
-from thor_dflash.runtime.propose import Guess, Nobody, Proposer
-from thor_dflash.runtime.session import Session
-from thor_dflash.runtime.telemetry import Meter, Report
-from thor_dflash.runtime.thinking import Marks
+from thor_dflash.runtime.decoding.block import Limit, Policy, Progress
+from thor_dflash.runtime.decoding.loop import Plan, decode
+from thor_dflash.runtime.decoding.proposers import Guess, Nobody, Proposer
+from thor_dflash.runtime.decoding.telemetry import Meter, Report
+from thor_dflash.runtime.session.session import Session
+from thor_dflash.runtime.text.thinking import Marks
 
 OPEN = 241
 """The id that opens thinking; random prompts have smaller ids."""

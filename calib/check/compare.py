@@ -28,9 +28,9 @@ from thor_dflash.core.extras import extra
 from thor_dflash.core.progress import Progress
 from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.op import NEXT
-from thor_dflash.runtime.engine import Engine
-from thor_dflash.runtime.score import score, shapes
-from thor_dflash.runtime.session import Session
+from thor_dflash.runtime.engines.protocol import Engine
+from thor_dflash.runtime.measure.score import score, shapes
+from thor_dflash.runtime.session.session import Session
 
 LENGTH = 3
 """Default number of blocks of tokens: enough to cover folding and a second tile of rows."""

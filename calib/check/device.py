@@ -9,8 +9,8 @@ from thor_dflash.package.launch_program import Program, Step
 from thor_dflash.plugins.launch import Shaped, Site
 from thor_dflash.plugins.op import Attributes
 from thor_dflash.plugins.rules import RULES
-from thor_dflash.runtime.engine import Call
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine
+from thor_dflash.runtime.engines.protocol import Call
 
 
 class Device:

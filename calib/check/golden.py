@@ -15,7 +15,7 @@ from thor_dflash.core.errors import RequestError
 from thor_dflash.core.strict_records import show
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.package.manifest import Manifest
-from thor_dflash.runtime.model import Model
+from thor_dflash.runtime.decoding.model_runner import Model
 
 VALUE = "value."
 PARTS = {"block": 0, "rounds": 0, "tokens": 1, "logits": 2}

@@ -24,9 +24,9 @@ from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import OPS
 from thor_dflash.plugins.body import ONNX_TYPE
 from thor_dflash.plugins.op import DOMAIN, Attributes, Op
-from thor_dflash.runtime.engine import Call
-from thor_dflash.runtime.engines.onnxruntime import ort
+from thor_dflash.runtime.engines.onnxruntime_import import ort
 from thor_dflash.runtime.engines.ort import OrtEngine
+from thor_dflash.runtime.engines.protocol import Call
 
 _TYPES = {op.type: op for op in OPS}
 _DTYPES = {kind: dtype for dtype, kind in ONNX_TYPE.items()}

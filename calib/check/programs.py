@@ -15,7 +15,7 @@ from thor_dflash.plugins.launch import Site
 from thor_dflash.plugins.linear.unpack import unpack
 from thor_dflash.plugins.op import Attributes, Op
 from thor_dflash.plugins.rules import RULES
-from thor_dflash.runtime.engine import Call
+from thor_dflash.runtime.engines.protocol import Call
 
 EXACT = 2e-5
 """Tolerance of the standard nodes, which copy or sum in float32."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from thor_dflash.core.tensors import Array
-from thor_dflash.runtime.engine import Call
+from thor_dflash.runtime.engines.protocol import Call
 
 Outputs = Mapping[str, Array]
 

@@ -7,8 +7,8 @@ from functools import partial
 
 import numpy as np
 
-from thor_dflash.runtime.engine import Call
-from thor_dflash.runtime.model import Model
+from thor_dflash.runtime.decoding.model_runner import Model
+from thor_dflash.runtime.engines.protocol import Call
 
 FILL: Mapping[str, int | float] = {
     "forced": -1, "soft": -1, "stop": -1, "strict": -1, "close": -1,

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from thor_dflash.config.tree import EngineConfig
 from thor_dflash.package.manifest import Manifest
-from thor_dflash.runtime.doctor import board, package, software
+from thor_dflash.runtime.doctor import jetson as board
+from thor_dflash.runtime.doctor import package, software
 from thor_dflash.runtime.doctor.facts import Cuda, Finding, Gpu, Machine, TensorRT
 
 EXTRAS = {

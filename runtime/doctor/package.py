@@ -12,12 +12,12 @@ from thor_dflash.core.progress import amount
 from thor_dflash.package import manifest as package_manifest
 from thor_dflash.package import trt_engine as package_plan
 from thor_dflash.package.manifest import REBUILD, Manifest
-from thor_dflash.runtime import chosen
-from thor_dflash.runtime.doctor import board
+from thor_dflash.runtime.doctor import jetson
 from thor_dflash.runtime.doctor.facts import Cuda, Finding, Gpu, Machine, TensorRT
-from thor_dflash.runtime.doctor.needs import needs, shorter
 from thor_dflash.runtime.doctor.software import LEAST
-from thor_dflash.runtime.engines.cuda.memory import RESERVE
+from thor_dflash.runtime.engines import resolve_options
+from thor_dflash.runtime.engines.cuda.arena import RESERVE
+from thor_dflash.runtime.engines.memory_estimate import needs, shorter
 
 ON_SITE = "thor-dflash build --engine tensorrt ... --out PKG"
 """TensorRT engines work only where they were built."""
@@ -54,8 +54,8 @@ def fits(
     refused = dict(_refused(manifest, config))
     yield from refused.values()
     if "capacity" not in refused:
-        capacity = chosen.capacity(config, manifest)
-        block = manifest.block if "block" in refused else chosen.block(config, manifest)
+        capacity = resolve_options.capacity(config, manifest)
+        block = manifest.block if "block" in refused else resolve_options.block(config, manifest)
         on = gpu if manifest.engine in ON_DEVICE else None
         yield _memory(machine, on, manifest, capacity, block)
 
@@ -63,7 +63,7 @@ def fits(
 def threads(config: EngineConfig) -> Iterator[Finding]:
     """The refusal of a number of threads with which no package could be opened."""
     try:
-        chosen.threads(config)
+        resolve_options.threads(config)
     except ConfigError as e:
         yield Finding("threads", "wrong", str(e), "--set engine.threads=0")
 
@@ -71,9 +71,14 @@ def threads(config: EngineConfig) -> Iterator[Finding]:
 def _refused(manifest: Manifest, config: EngineConfig) -> Iterator[tuple[str, Finding]]:
     """Yield the sizes that opening the package would refuse, and the refusals."""
     asked: tuple[tuple[str, str, int, Callable[[], int]], ...] = (
-        ("capacity", "context", manifest.capacity, lambda: chosen.capacity(config, manifest)),
-        ("block", "block", manifest.block, lambda: chosen.block(config, manifest)),
-        ("chunk", "prefill step", manifest.chunk, lambda: chosen.chunk(config, manifest)),
+        (
+            "capacity",
+            "context",
+            manifest.capacity,
+            lambda: resolve_options.capacity(config, manifest),
+        ),
+        ("block", "block", manifest.block, lambda: resolve_options.block(config, manifest)),
+        ("chunk", "prefill step", manifest.chunk, lambda: resolve_options.chunk(config, manifest)),
     )
     for name, item, good, ask in asked:
         try:
@@ -127,7 +132,7 @@ def _memory(
     kinds = needs(manifest, capacity, block)
     total = sum(kinds.values()) + RESERVE
     # On a board, the driver's free memory excludes the page cache, which it can still allocate.
-    free = gpu.free if gpu and not gpu.integrated else board.available(machine)
+    free = gpu.free if gpu and not gpu.integrated else jetson.available(machine)
     table = ", ".join(f"{kind} {amount(size, 'bytes')}" for kind, size in kinds.items())
     text = (
         f"{amount(total, 'bytes')} and activations are needed for {capacity} tokens, of "

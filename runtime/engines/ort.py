@@ -20,8 +20,8 @@ from thor_dflash.core.errors import EngineError
 from thor_dflash.core.progress import amount
 from thor_dflash.core.tensors import Array, Dims, DType, TensorSpec
 from thor_dflash.plugins.op import IN_PLACE
-from thor_dflash.runtime.engine import Call, Graph, Tensor
-from thor_dflash.runtime.engines.onnxruntime import ort
+from thor_dflash.runtime.engines.onnxruntime_import import ort
+from thor_dflash.runtime.engines.protocol import Call, Graph, Tensor
 
 _ELEMENT = {
     "tensor(float)": DType.F32,

@@ -1,1 +1,1 @@
-"""The policies that shape blocks, one per file; runtime/block.py has their protocol."""
+"""The policies that shape blocks, one per file; runtime/decoding/block.py has their protocol."""

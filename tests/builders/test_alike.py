@@ -19,7 +19,7 @@ from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import pieces
 from thor_dflash.plugins.body import IR_VERSION, ONNX_TYPE, OPSET, Body
 from thor_dflash.plugins.gdn.body import _unit
-from thor_dflash.runtime.engines.onnxruntime import ort
+from thor_dflash.runtime.engines.onnxruntime_import import ort
 
 ROWS = 16
 Norm = Callable[[Body, str], str]

@@ -39,10 +39,10 @@ from thor_dflash.package import manifest
 from thor_dflash.package.launch_program import Step
 from thor_dflash.package.manifest import Manifest
 from thor_dflash.plugins import OPS
-from thor_dflash.runtime.engine import Call
-from thor_dflash.runtime.engines.onnxruntime import ort
-from thor_dflash.runtime.model import Model
-from thor_dflash.runtime.session import Session, open_session
+from thor_dflash.runtime.decoding.model_runner import Model
+from thor_dflash.runtime.engines.onnxruntime_import import ort
+from thor_dflash.runtime.engines.protocol import Call
+from thor_dflash.runtime.session.session import Session, open_session
 
 NANO = Path(__file__).parents[2] / "models" / "planner-nano"
 THREAD = EngineConfig(threads=1)

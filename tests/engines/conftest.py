@@ -6,12 +6,12 @@ import pytest
 from benching import small
 
 from thor_dflash.builders import hollow
-from thor_dflash.runtime.engines.cuda import bench, figures
+from thor_dflash.runtime.measure import bench_report, cuda_bench
 
 
 @pytest.fixture
 def small_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """Add the shape "small" to those of the bench, and let the bench neither rest nor repeat."""
     monkeypatch.setitem(hollow.SHAPES, "small", small())
-    monkeypatch.setattr(bench, "REST", 0.0)
-    monkeypatch.setattr(figures, "REPEATED", 0.0)
+    monkeypatch.setattr(cuda_bench, "REST", 0.0)
+    monkeypatch.setattr(bench_report, "REPEATED", 0.0)

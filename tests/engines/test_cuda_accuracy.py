@@ -23,7 +23,7 @@ from thor_dflash.builders import build as builder
 from thor_dflash.config.tree import BuildConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import Array
-from thor_dflash.runtime.model import Model
+from thor_dflash.runtime.decoding.model_runner import Model
 
 pytestmark = pytest.mark.skipif(emulator_code.COMPILER is None, reason="needs g++")
 

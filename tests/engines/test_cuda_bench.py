@@ -25,12 +25,11 @@ from thor_dflash.core.progress import Silent
 from thor_dflash.plugins.cuda.enqueue import Arguments
 from thor_dflash.plugins.launch import AHEAD
 from thor_dflash.plugins.rules import ROOT
-from thor_dflash.runtime import coldstart
-from thor_dflash.runtime.engines.cuda import bench, figures
-from thor_dflash.runtime.engines.cuda.bound import Planned, cuda
-from thor_dflash.runtime.engines.cuda.capture import Captured
+from thor_dflash.runtime.engines.cuda.binding import Planned, cuda
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine
-from thor_dflash.runtime.engines.cuda.random import RandomWeights
+from thor_dflash.runtime.engines.cuda.graph_capture import Captured
+from thor_dflash.runtime.measure import bench_report, cuda_bench, startup
+from thor_dflash.runtime.measure.random_weights import RandomWeights
 
 
 # ---- through the verb ----------------------------------------------------------------------------
@@ -42,7 +41,7 @@ def test_one_command_measures_everything(
     assert main.main([*ARGUMENTS, "-s", f"engine.cubins={tmp_path}"]) == 0
     rows = json.loads(capsys.readouterr().out)
     named = {f"{row['section']}/{row['name']}": row for row in rows}
-    assert {row["name"] for row in rows if row["must"] is not None} == figures.TARGETS.keys()
+    assert {row["name"] for row in rows if row["must"] is not None} == bench_report.TARGETS.keys()
     assert named["figures/cycle at 2048"]["value"] == MS
     host = named["figures/host time of a cycle outside the graph"]["note"]
     assert f"{MS:.3f} ms in the graph" in host
@@ -59,12 +58,12 @@ def test_one_command_measures_everything(
 
 
 @contextmanager
-def opened(folder: Path, widths: tuple[int, ...]) -> Iterator[bench.Bench]:
+def opened(folder: Path, widths: tuple[int, ...]) -> Iterator[cuda_bench.Bench]:
     """A bench of the small shape; its package is in `folder`."""
     made = hollow.write_hollow("small", folder, BuildConfig(engine="cuda"), widths)
     weights = RandomWeights(folder, folder)
     with closing(CudaEngine(folder, EngineConfig(), Silent(), weights)) as engine:
-        yield bench.open_bench(engine, made, 4096, widths, folder)
+        yield cuda_bench.open_bench(engine, made, 4096, widths, folder)
 
 
 @pytest.mark.usefixtures("small_shape")
@@ -92,7 +91,7 @@ def test_a_weight_that_is_fetched_ahead_is_counted_where_it_is_read(
     fake(monkeypatch)
     with opened(tmp_path, ()) as it:
         program = it.engine.program("verify")
-        for kind, share in it.shares("verify", figures.LINEARS).items():
+        for kind, share in it.shares("verify", bench_report.LINEARS).items():
             read = {s.ports["packed"] for s in program.steps if s.name in share.names}
             own = sum(program.weights[name].nbytes for name in read)
             assert own <= share.nbytes < 1.5 * own, kind
@@ -119,7 +118,7 @@ def test_an_excerpt_prefetches_no_weight_for_a_step_left_out(
                 return Captured(name, engine.driver, lambda: None)
 
             monkeypatch.setattr(engine._launcher, "capture", capture)
-            engine.excerpt([call], bench.rooms(*kept))
+            engine.excerpt([call], cuda_bench.rooms(*kept))
             return found
 
         assert fetching("gdn", "verify_attention") == set()
@@ -136,12 +135,12 @@ def test_the_bench_rests_before_timing_a_step_but_not_between_repetitions(
     ticks = iter([0.0, 1.0, 2.0, 3.0])
     with opened(tmp_path, ()) as it:
         monkeypatch.setattr(
-            bench, "time", SimpleNamespace(sleep=slept.append, perf_counter=ticks.__next__)
+            cuda_bench, "time", SimpleNamespace(sleep=slept.append, perf_counter=ticks.__next__)
         )
-        monkeypatch.setattr(bench, "REST", 0.25)
-        assert it.steps(["verify"]).runs == bench.RUNS
+        monkeypatch.setattr(cuda_bench, "REST", 0.25)
+        assert it.steps(["verify"]).runs == cuda_bench.RUNS
         assert slept == [0.25]
-        assert it.repeated(["verify"], 2.5).runs == 3 * bench.BATCH
+        assert it.repeated(["verify"], 2.5).runs == 3 * cuda_bench.BATCH
         assert slept == [0.25]
 
 
@@ -150,10 +149,10 @@ def test_one_slow_cycle_does_not_change_the_hosts_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     fake(monkeypatch)
-    warm, cycles = [9.0] * bench.WARM, [2.0, 3.0, 50.0, 2.0, 3.0]
+    warm, cycles = [9.0] * cuda_bench.WARM, [2.0, 3.0, 50.0, 2.0, 3.0]
     ticks = itertools.accumulate([*warm, *cycles], initial=0.0)
     with opened(tmp_path, ()) as it:
-        monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=ticks.__next__))
+        monkeypatch.setattr(cuda_bench, "time", SimpleNamespace(perf_counter=ticks.__next__))
         found = it.loop(20, len(cycles))
     assert (found.clock, found.graph) == (3.0, MS / 1e3)
     assert found.host == pytest.approx(3.0 - MS / 1e3)
@@ -165,7 +164,7 @@ def test_each_cycle_is_compared_with_its_own_graph(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     device = fake(monkeypatch)
-    warm, cycles = [9.0] * bench.WARM, [2.0, 3.0, 50.0, 2.5, 3.0]
+    warm, cycles = [9.0] * cuda_bench.WARM, [2.0, 3.0, 50.0, 2.5, 3.0]
     ticks = itertools.accumulate([*warm, *cycles], initial=0.0)
     times: Iterator[float] = itertools.repeat(9.0)
     with opened(tmp_path, ()) as it:
@@ -178,7 +177,7 @@ def test_each_cycle_is_compared_with_its_own_graph(
 
         monkeypatch.setattr(it.engine, "note", noted)
         monkeypatch.setattr(device, "cuEventElapsedTime", lambda *_: (OK, 1e3 * next(times)))
-        monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=ticks.__next__))
+        monkeypatch.setattr(cuda_bench, "time", SimpleNamespace(perf_counter=ticks.__next__))
         found = it.loop(20, len(cycles))
     assert (found.host, found.mean) == (1.0, 1.0)
 
@@ -247,13 +246,13 @@ def test_the_time_since_a_process_began() -> None:
 
 
 def test_every_byte_is_read_once(tmp_path: Path) -> None:
-    sizes = (0, 5, coldstart.PIECE, coldstart.PIECE + 1)
+    sizes = (0, 5, startup.PIECE, startup.PIECE + 1)
     files = [tmp_path / str(size) for size in sizes]
     for path, size in zip(files, sizes, strict=True):
         path.write_bytes(b"x" * size)
     seen: list[int] = []
-    coldstart.forget(files)
-    assert coldstart.read_seconds(files, seen.append) > 0
+    startup.forget(files)
+    assert startup.read_seconds(files, seen.append) > 0
     assert sum(seen) == sum(sizes)
 
 
@@ -264,7 +263,7 @@ def test_what_the_cache_forgets_is_on_the_disk(
     monkeypatch.setattr(os, "fsync", lambda file: asked.append("sync"))
     monkeypatch.setattr(os, "posix_fadvise", lambda file, *what: asked.append(what))
     (tmp_path / "a").touch()
-    coldstart.forget([tmp_path / "a"])
+    startup.forget([tmp_path / "a"])
     assert asked == ["sync", (0, 0, os.POSIX_FADV_DONTNEED)], "what is not there yet stays"
 
 

@@ -13,11 +13,11 @@ from fake_cuda import MS, Fake, fake
 
 from thor_dflash.core.tensors import DType, TensorSpec
 from thor_dflash.plugins.cuda.driver import Driver
-from thor_dflash.runtime.engine import Call
-from thor_dflash.runtime.engines.cuda import board as board_module
-from thor_dflash.runtime.engines.cuda.board import Board
-from thor_dflash.runtime.engines.cuda.bound import cuda, where
-from thor_dflash.runtime.engines.cuda.capture import Captured
+from thor_dflash.runtime.engines.cuda import base as board_module
+from thor_dflash.runtime.engines.cuda.base import Board
+from thor_dflash.runtime.engines.cuda.binding import cuda, where
+from thor_dflash.runtime.engines.cuda.graph_capture import Captured
+from thor_dflash.runtime.engines.protocol import Call
 
 LARGE = TensorSpec("gdn.0.record", DType.F32, (64, 256))
 

@@ -21,10 +21,10 @@ from thor_dflash.plugins.cuda import kernels
 from thor_dflash.plugins.cuda.compile import Cubin
 from thor_dflash.plugins.gdn import launch as gdn
 from thor_dflash.plugins.launch import Shift
-from thor_dflash.runtime.engines.cuda.memory import RESERVE
-from thor_dflash.runtime.engines.cuda.weights import Files
-from thor_dflash.runtime.propose import Dflash
-from thor_dflash.runtime.session import Session, open_session
+from thor_dflash.runtime.decoding.proposers import Dflash
+from thor_dflash.runtime.engines.cuda.arena import RESERVE
+from thor_dflash.runtime.engines.cuda.weight_loader import Files
+from thor_dflash.runtime.session.session import Session, open_session
 
 
 @pytest.fixture(scope="module")

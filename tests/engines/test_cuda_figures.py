@@ -14,10 +14,10 @@ from fake_cuda import fake
 from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import DType, TensorSpec
 from thor_dflash.plugins.cuda.driver import Driver
-from thor_dflash.runtime.engines.cuda import bench, figures
-from thor_dflash.runtime.engines.cuda.bench import Bench, Keep, Loop, Share, Timing, everything
-from thor_dflash.runtime.engines.cuda.capture import Captured
-from thor_dflash.runtime.engines.cuda.figures import THOR_READ, Figure, Target, judge, table
+from thor_dflash.runtime.engines.cuda.graph_capture import Captured
+from thor_dflash.runtime.measure import bench_report, cuda_bench
+from thor_dflash.runtime.measure.bench_report import THOR_READ, Figure, Target, judge, table
+from thor_dflash.runtime.measure.cuda_bench import Bench, Keep, Loop, Share, Timing, everything
 
 READ = 3e12
 STEP = SimpleNamespace
@@ -89,7 +89,7 @@ def measured(**ms: float) -> dict[str, Figure]:
     times = {"verify:linear": 1.25, "verify:gdn": 0.3, "verify": 6.0, "growth": 1.12,
              "propose+verify+accept+observe": 7.5, "verify.1:linear": 1.25,
              "verify.32:linear": 1.5, "verify+accept": 6.06, "prefill": 0.5, **ms}  # fmt: skip
-    rows = list(figures.figures(Known(times), Silent()))
+    rows = list(bench_report.figures(Known(times), Silent()))
     return {f"{row.section}/{row.name}": row for row in rows}
 
 
@@ -108,7 +108,7 @@ def test_figures_are_judged_by_their_required_values() -> None:
         "prefill of 2048 tokens": (0.5, "missed"),
         "host time of a cycle outside the graph": (2.0, "reached"),
     }
-    assert want.keys() == figures.TARGETS.keys()
+    assert want.keys() == bench_report.TARGETS.keys()
     for name, (value, verdict) in want.items():
         row = rows[f"figures/{name}"]
         assert row.value == pytest.approx(value), name
@@ -126,7 +126,7 @@ def test_growth_is_of_neighbours_while_clocks_drift() -> None:
     tokens of context cost.
     """
     rows = measured(drift=0.1)
-    for length in figures.LONG:
+    for length in bench_report.LONG:
         assert rows[f"figures/growth from 2048 to {length}"].value == pytest.approx(1.12)
 
 
@@ -184,7 +184,7 @@ def test_a_cycle_moves_what_all_its_steps_move() -> None:
 
 def test_what_a_feature_saves_is_told_against_all_of_them() -> None:
     known = Known({"verify": 9.0, "propose+verify+accept+observe": 15.0, "growth": 1.0})
-    rows = figures.brief(known, "no graph", {"verify": 6.0, "cycle": 7.5})
+    rows = bench_report.brief(known, "no graph", {"verify": 6.0, "cycle": 7.5})
     assert [(row.name, row.value, row.note) for row in rows] == [
         ("no graph: verify", 9.0, "1.50x, 100 launches"),
         ("no graph: cycle", 15.0, "2.00x, 400 launches"),
@@ -199,9 +199,9 @@ def bare(driver: Any = None, **model: Any) -> Bench:
 
 
 def test_the_first_runs_of_a_step_warm_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "REST", 0.0)
+    monkeypatch.setattr(cuda_bench, "REST", 0.0)
     device = fake(monkeypatch)
-    times = chain(repeat(900.0, bench.WARM), range(1, bench.RUNS + 1))
+    times = chain(repeat(900.0, cuda_bench.WARM), range(1, cuda_bench.RUNS + 1))
     monkeypatch.setattr(device, "cuEventElapsedTime", lambda *_: (0, next(times)))
     driver = Driver()
     found = bare(driver)._time(Captured("it", driver, lambda: None))

@@ -18,12 +18,12 @@ from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import DType, TensorSpec
 from thor_dflash.plugins.cuda.driver import Driver
-from thor_dflash.runtime.engine import Call
-from thor_dflash.runtime.engines.cuda.board import Board
-from thor_dflash.runtime.engines.cuda.bound import CudaTensor, cuda
-from thor_dflash.runtime.engines.cuda.capture import Captured, Handed
-from thor_dflash.runtime.propose import Dflash
-from thor_dflash.runtime.session import open_session
+from thor_dflash.runtime.decoding.proposers import Dflash
+from thor_dflash.runtime.engines.cuda.base import Board
+from thor_dflash.runtime.engines.cuda.binding import CudaTensor, cuda
+from thor_dflash.runtime.engines.cuda.graph_capture import Captured, Handed
+from thor_dflash.runtime.engines.protocol import Call
+from thor_dflash.runtime.session.session import open_session
 
 READ = [1, 1]
 """What a read after waiting for the whole step finds: the fake's memory holds ones."""

@@ -15,8 +15,8 @@ from thor_dflash.cli import main
 from thor_dflash.config.tree import BuildConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.package.manifest import read
-from thor_dflash.runtime.engines.cuda import bench, inside
-from thor_dflash.runtime.policies.grammar import Walk
+from thor_dflash.runtime.grammar.policy import Walk
+from thor_dflash.runtime.measure import cuda_bench, cycle_breakdown
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Fake:
-    monkeypatch.setattr(bench, "REST", 0.0)
+    monkeypatch.setattr(cuda_bench, "REST", 0.0)
     return fake(monkeypatch)
 
 
@@ -68,7 +68,7 @@ def test_a_cycle_is_timed_where_the_last_answer_ended(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[int, int]] = []
-    monkeypatch.setattr(bench.Bench, "at", lambda _, *where: seen.append(where))
+    monkeypatch.setattr(cuda_bench.Bench, "at", lambda _, *where: seen.append(where))
     assert taken_apart(made, tmp_path, capsys)["context"] == 44
     assert seen == [(44, 1)], "its last cycle left one row to fold"
 
@@ -93,7 +93,7 @@ def test_weights_that_fit_in_the_cache_give_no_read_rate(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert taken_apart(made, tmp_path, capsys)["read_rate"] == 0
-    monkeypatch.setattr(inside, "ENOUGH", 0)
+    monkeypatch.setattr(cycle_breakdown, "ENOUGH", 0)
     assert taken_apart(made, tmp_path, capsys)["read_rate"] > 0
 
 

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from thor_dflash.core.errors import EngineError, NoRoom
 from thor_dflash.core.tensors import Array, DType, TensorSpec
 from thor_dflash.plugins.cuda.driver import STICKY, Driver
-from thor_dflash.runtime.engines.cuda import control
-from thor_dflash.runtime.engines.cuda.control import RING, SLOT, SMALL, Page, Ring, corners
-from thor_dflash.runtime.engines.cuda.memory import RESERVE, Arena
+from thor_dflash.runtime.engines.cuda import host_writes
+from thor_dflash.runtime.engines.cuda.arena import RESERVE, Arena
+from thor_dflash.runtime.engines.cuda.host_writes import RING, SLOT, SMALL, Page, Ring, corners
 
 GB = 1 << 30
 
@@ -264,4 +264,4 @@ def test_no_error_that_ends_a_process_is_missing() -> None:
 
 
 def test_the_ring_holds_the_largest_small_tensor_several_times() -> None:
-    assert control.SMALL < RING // 4
+    assert host_writes.SMALL < RING // 4

@@ -17,8 +17,8 @@ from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.errors import ConfigError, EngineError, EngineLost, PackageError
 from thor_dflash.core.progress import Silent
 from thor_dflash.plugins.cuda.driver import Driver
-from thor_dflash.runtime.engines.cuda import weights
-from thor_dflash.runtime.session import open_session
+from thor_dflash.runtime.engines.cuda import weight_loader
+from thor_dflash.runtime.session.session import open_session
 
 CODES = {"CUDA_ERROR_OUT_OF_MEMORY": EngineError, "CUDA_ERROR_ILLEGAL_ADDRESS": EngineLost}
 
@@ -103,4 +103,4 @@ def test_a_weight_file_that_cannot_be_read_is_named() -> None:
     # /proc/self/mem can be opened, but reading fails: nothing is mapped at address 0.
     path = Path("/proc/self/mem")
     with pytest.raises(PackageError, match=rf"^{path} must be readable \(got: Input/output error"):
-        weights._read(path, 0, np.zeros(8, np.uint8))
+        weight_loader._read(path, 0, np.zeros(8, np.uint8))

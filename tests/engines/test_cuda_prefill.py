@@ -8,7 +8,7 @@ import emulator_code
 import pytest
 from paired import packages, paired
 
-from thor_dflash.runtime.engines.cuda.bound import cuda
+from thor_dflash.runtime.engines.cuda.binding import cuda
 
 pytestmark = pytest.mark.skipif(emulator_code.COMPILER is None, reason="needs g++")
 

@@ -19,7 +19,7 @@ from thor_dflash.config.tree import BuildConfig, Config
 from thor_dflash.core.errors import EngineError
 from thor_dflash.core.progress import Silent
 from thor_dflash.package import manifest
-from thor_dflash.runtime.engines.cuda.random import RandomWeights
+from thor_dflash.runtime.measure.random_weights import RandomWeights
 
 
 @pytest.mark.usefixtures("small_shape")

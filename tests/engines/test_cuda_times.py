@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from thor_dflash.runtime.engines.cuda.capture import Captured
-from thor_dflash.runtime.engines.cuda.runs import Runs
+from thor_dflash.runtime.engines.cuda.graph_capture import Captured
+from thor_dflash.runtime.engines.cuda.run_timing import Runs
 
 
 class Device:

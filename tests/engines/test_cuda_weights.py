@@ -15,8 +15,8 @@ from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import DType
 from thor_dflash.package.launch_program import Weight
 from thor_dflash.plugins.cuda.driver import Pinned
-from thor_dflash.runtime.engines.cuda import weights
-from thor_dflash.runtime.engines.cuda.weights import READERS, Files
+from thor_dflash.runtime.engines.cuda import weight_loader
+from thor_dflash.runtime.engines.cuda.weight_loader import READERS, Files
 
 PIECE = 16
 
@@ -63,7 +63,7 @@ class Counted(Silent):
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "PIECE", PIECE)
+    monkeypatch.setattr(weight_loader, "PIECE", PIECE)
 
 
 def weight(file: str, offset: int, nbytes: int) -> Weight:

@@ -32,8 +32,8 @@ from plain.drafter import Rules, logits, rules
 from thor_dflash.builders.build import build
 from thor_dflash.config.tree import BuildConfig
 from thor_dflash.core.progress import Silent
-from thor_dflash.runtime.engines.onnxruntime import ort
-from thor_dflash.runtime.model import ring_rows
+from thor_dflash.runtime.decoding.model_runner import ring_rows
+from thor_dflash.runtime.engines.onnxruntime_import import ort
 
 Array = NDArray[Any]
 

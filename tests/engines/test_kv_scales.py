@@ -17,8 +17,8 @@ from thor_dflash.config.tree import BuildConfig, EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import Array
 from thor_dflash.package import manifest
-from thor_dflash.runtime.score import score
-from thor_dflash.runtime.session import open_session
+from thor_dflash.runtime.measure.score import score
+from thor_dflash.runtime.session.session import open_session
 
 GEOMETRY = GEOMETRIES["4b"]
 

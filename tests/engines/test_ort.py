@@ -16,8 +16,8 @@ from unprivileged import unprivileged
 from thor_dflash.core.errors import EngineError
 from thor_dflash.core.tensors import DType, TensorSpec
 from thor_dflash.plugins.op import IN_PLACE
-from thor_dflash.runtime.engine import Call
 from thor_dflash.runtime.engines.ort import OrtEngine
+from thor_dflash.runtime.engines.protocol import Call
 
 FLOAT, INT64 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
 

@@ -26,10 +26,10 @@ from thor_dflash.builders.build import build
 from thor_dflash.config.tree import BuildConfig, EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.plugins.accept import Record
-from thor_dflash.runtime.block import Block, Progress
-from thor_dflash.runtime.propose import Dflash
-from thor_dflash.runtime.score import score
-from thor_dflash.runtime.session import Request, Session, open_session
+from thor_dflash.runtime.decoding.block import Block, Progress
+from thor_dflash.runtime.decoding.proposers import Dflash
+from thor_dflash.runtime.measure.score import score
+from thor_dflash.runtime.session.session import Request, Session, open_session
 
 Array = NDArray[Any]
 

@@ -26,9 +26,9 @@ from thor_dflash.package.manifest import hash_file
 from thor_dflash.package.trt_engine import Plan
 from thor_dflash.plugins.op import NEXT
 from thor_dflash.plugins.tensorrt.node import fingerprint
-from thor_dflash.runtime.engines.tensorrt.check import Here, check
-from thor_dflash.runtime.propose import Dflash
-from thor_dflash.runtime.session import Session, open_session
+from thor_dflash.runtime.decoding.proposers import Dflash
+from thor_dflash.runtime.engines.tensorrt.compatibility import Here, check
+from thor_dflash.runtime.session.session import Session, open_session
 
 HERE = Here(
     tensorrt=trt.__version__,
@@ -192,7 +192,7 @@ def test_weights_that_cannot_be_read_leave_no_memory_taken(
         raise PackageError("a disk must be readable")
 
     taken = device.taken
-    monkeypatch.setattr("thor_dflash.runtime.engines.cuda.weights._read", fail)
+    monkeypatch.setattr("thor_dflash.runtime.engines.cuda.weight_loader._read", fail)
     with pytest.raises(PackageError, match="a disk must be readable"):
         open_session(made, EngineConfig(), Silent())
     assert device.alive == {}

@@ -32,8 +32,8 @@ from thor_dflash.builders.build import build
 from thor_dflash.config.tree import BuildConfig, EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.plugins.verify_attention import TILE
-from thor_dflash.runtime.score import score
-from thor_dflash.runtime.session import Session, open_session
+from thor_dflash.runtime.measure.score import score
+from thor_dflash.runtime.session.session import Session, open_session
 
 Arrays = dict[str, NDArray[Any]]
 Damage = Callable[[TargetGeometry, Arrays], None]

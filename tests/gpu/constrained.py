@@ -31,16 +31,16 @@ from thor_dflash.core.progress import Progress as Reporter
 from thor_dflash.core.progress import choose
 from thor_dflash.package import tokenizer_files as files
 from thor_dflash.plugins.accept.reference import Record  # noqa: E402
-from thor_dflash.runtime.block import Block, Policy, Progress  # noqa: E402
+from thor_dflash.runtime.decoding.block import Block, Policy, Progress
+from thor_dflash.runtime.decoding.model_runner import Model
+from thor_dflash.runtime.decoding.proposers import Dflash, Nobody, Proposer
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine  # noqa: E402
-from thor_dflash.runtime.engines.cuda.figures import CONTEXT  # noqa: E402
-from thor_dflash.runtime.engines.cuda.random import RandomWeights  # noqa: E402
-from thor_dflash.runtime.model import Model  # noqa: E402
-from thor_dflash.runtime.policies.grammar import Constrain, Place  # noqa: E402
-from thor_dflash.runtime.profile import HOST, PROMPT  # noqa: E402
-from thor_dflash.runtime.propose import Dflash, Nobody, Proposer  # noqa: E402
-from thor_dflash.runtime.session import Request, Session  # noqa: E402
-from thor_dflash.runtime.text import Text  # noqa: E402
+from thor_dflash.runtime.grammar.policy import Constrain, Place
+from thor_dflash.runtime.measure.bench_report import CONTEXT
+from thor_dflash.runtime.measure.profile import HOST, PROMPT
+from thor_dflash.runtime.measure.random_weights import RandomWeights
+from thor_dflash.runtime.session.session import Request, Session
+from thor_dflash.runtime.text.tokenizer import Text
 from thor_dflash.serving.schema import from_skills  # noqa: E402
 
 WARM, RUNS = 3, 15

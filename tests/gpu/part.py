@@ -28,10 +28,9 @@ from thor_dflash.config.tree import Config
 from thor_dflash.core.errors import ConfigError, ThorError
 from thor_dflash.core.progress import choose
 from thor_dflash.plugins.cuda.driver import Driver, Info  # noqa: E402
-from thor_dflash.runtime.engines.cuda import bench as benches  # noqa: E402
 from thor_dflash.runtime.engines.cuda import engine as engines  # noqa: E402
-from thor_dflash.runtime.engines.cuda.bench import Bench, everything, rooms  # noqa: E402
-from thor_dflash.runtime.engines.cuda.figures import (  # noqa: E402
+from thor_dflash.runtime.measure import cuda_bench as benches
+from thor_dflash.runtime.measure.bench_report import (
     CONTEXT,
     CYCLE,
     LINEARS,
@@ -39,7 +38,8 @@ from thor_dflash.runtime.engines.cuda.figures import (  # noqa: E402
     THOR_READ,
     WIDTHS,
 )
-from thor_dflash.runtime.engines.cuda.random import RandomWeights  # noqa: E402
+from thor_dflash.runtime.measure.cuda_bench import Bench, everything, rooms
+from thor_dflash.runtime.measure.random_weights import RandomWeights
 
 THOR_MULTIPROCESSORS, THOR_CLOCK = 20, 1.575e9
 """Clock in Hz. Source: NVIDIA, Jetson Thor modules, T5000."""

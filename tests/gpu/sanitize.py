@@ -22,8 +22,8 @@ from nano import package, request  # noqa: E402
 
 from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Silent
-from thor_dflash.runtime.propose import Dflash  # noqa: E402
-from thor_dflash.runtime.session import open_session  # noqa: E402
+from thor_dflash.runtime.decoding.proposers import Dflash
+from thor_dflash.runtime.session.session import open_session
 
 
 def main() -> int:

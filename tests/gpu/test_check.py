@@ -13,10 +13,10 @@ from thor_dflash.calib.check.compare import Reference, compare, make, some_token
 from thor_dflash.config.tree import BuildConfig, EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.doctor.examine import examine
-from thor_dflash.runtime.doctor.here import Here
-from thor_dflash.runtime.doctor.needs import needs
+from thor_dflash.runtime.doctor.local_machine import Here
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine
-from thor_dflash.runtime.session import Session, open_session
+from thor_dflash.runtime.engines.memory_estimate import needs
+from thor_dflash.runtime.session.session import Session, open_session
 
 pytestmark = pytest.mark.gpu
 NANO = Path(__file__).parents[2] / "models" / "planner-nano"

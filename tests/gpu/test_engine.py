@@ -20,11 +20,11 @@ from thor_dflash.config.tree import BuildConfig, EngineConfig
 from thor_dflash.core.errors import NoRoom
 from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import Array
-from thor_dflash.runtime.engine import Tensor
+from thor_dflash.runtime.decoding.proposers import Dflash, Nobody
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine
-from thor_dflash.runtime.propose import Dflash, Nobody
-from thor_dflash.runtime.score import score
-from thor_dflash.runtime.session import Session, open_session
+from thor_dflash.runtime.engines.protocol import Tensor
+from thor_dflash.runtime.measure.score import score
+from thor_dflash.runtime.session.session import Session, open_session
 
 pytestmark = pytest.mark.gpu
 
@@ -277,8 +277,8 @@ def test_two_engines_in_a_process_can_be_used_in_turn(session: Session, made: Pa
 
 def test_too_large_a_context_is_refused_with_the_memory_table(tmp_path: Path) -> None:
     from thor_dflash.builders.hollow import write_hollow
-    from thor_dflash.runtime.engines.cuda.random import RandomWeights
-    from thor_dflash.runtime.model import Model
+    from thor_dflash.runtime.decoding.model_runner import Model
+    from thor_dflash.runtime.measure.random_weights import RandomWeights
 
     made = write_hollow("qwen3.6-27b", tmp_path, BuildConfig(engine="cuda"))
     config = EngineConfig()

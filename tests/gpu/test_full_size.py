@@ -15,9 +15,9 @@ from thor_dflash.builders.hollow import write_hollow
 from thor_dflash.config.tree import BuildConfig, EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import Array
+from thor_dflash.runtime.decoding.model_runner import Model
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine
-from thor_dflash.runtime.engines.cuda.random import RandomWeights
-from thor_dflash.runtime.model import Model
+from thor_dflash.runtime.measure.random_weights import RandomWeights
 
 pytestmark = pytest.mark.gpu
 CAPACITY, CHUNK, ROWS = 4096, 512, 16

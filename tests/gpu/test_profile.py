@@ -11,10 +11,10 @@ from nano import package, request
 
 from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Silent
+from thor_dflash.runtime.decoding.proposers import Dflash
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine
-from thor_dflash.runtime.engines.cuda.inside import take_apart
-from thor_dflash.runtime.propose import Dflash
-from thor_dflash.runtime.session import open_session
+from thor_dflash.runtime.measure.cycle_breakdown import take_apart
+from thor_dflash.runtime.session.session import open_session
 
 pytestmark = pytest.mark.gpu
 

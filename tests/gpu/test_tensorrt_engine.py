@@ -14,8 +14,8 @@ from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.plugins.cuda.driver import Driver
 from thor_dflash.plugins.tensorrt.node import fingerprint
-from thor_dflash.runtime.engines.tensorrt.check import Here
-from thor_dflash.runtime.session import open_session
+from thor_dflash.runtime.engines.tensorrt.compatibility import Here
+from thor_dflash.runtime.session.session import open_session
 
 pytestmark = pytest.mark.gpu
 TOKENS = 96

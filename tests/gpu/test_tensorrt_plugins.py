@@ -19,7 +19,7 @@ from thor_dflash.plugins import OPS
 from thor_dflash.plugins.cuda.driver import Driver
 from thor_dflash.plugins.cuda.kernels import Kernels
 from thor_dflash.plugins.op import Op
-from thor_dflash.runtime.engines.cuda.capture import capture
+from thor_dflash.runtime.engines.cuda.graph_capture import capture
 
 pytestmark = pytest.mark.gpu
 

@@ -14,7 +14,7 @@ from thor_dflash.plugins.cuda.driver import Driver, Gate
 from thor_dflash.plugins.cuda.enqueue import enqueue, working
 from thor_dflash.plugins.cuda.kernels import Kernels
 from thor_dflash.plugins.launch import H100, Launch, Scratch
-from thor_dflash.runtime.engines.cuda.capture import Launcher
+from thor_dflash.runtime.engines.cuda.graph_capture import Launcher
 
 OVERLAP, CLUSTER = 6, 4
 """CUlaunchAttributeID of programmatic stream serialization and of the cluster's size."""

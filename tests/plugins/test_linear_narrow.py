@@ -25,7 +25,7 @@ from thor_dflash.plugins.linear.partition import Item, Partition, partition
 from thor_dflash.plugins.linear.reference import weight_case
 from thor_dflash.plugins.linear.unpack import unpack
 from thor_dflash.plugins.op import Case
-from thor_dflash.runtime.engines.cuda import random
+from thor_dflash.runtime.measure import random_weights
 
 BF16 = DType.BF16.numpy
 N4 = Kind.NVFP4
@@ -345,7 +345,7 @@ def test_every_item_applies_the_rows_norm_factor(
 
 def test_random_weights_know_which_tiles_are_narrow() -> None:
     call = kernels.call_of(LINEAR, gate_up(1, 128))
-    slots = {at: one.arguments[-1] for at, one in random._packed(THOR, call.site, 0, 0)}
+    slots = {at: one.arguments[-1] for at, one in random_weights._packed(THOR, call.site, 0, 0)}
     plan = layout.layout(call.site)
     assert slots == {g.offset: Int(576 if g.narrow else 2304) for g in plan.groups}
     assert [g.narrow for g in plan.groups] == [False, False, True]

@@ -15,7 +15,7 @@ from thor_dflash.plugins import OPS
 from thor_dflash.plugins.bodies import BODIES
 from thor_dflash.plugins.body import IR_VERSION, ONNX_TYPE, OPSET, call, function
 from thor_dflash.plugins.op import DOMAIN, VERSION, Case, Op
-from thor_dflash.runtime.engines.onnxruntime import ort
+from thor_dflash.runtime.engines.onnxruntime_import import ort
 
 STEP = {DType.BF16: 2.0**-7, DType.F16: 2.0**-10}
 """One rounding of a narrow type."""

@@ -27,13 +27,13 @@ from thor_dflash.config.tree import BudgetConfig, DraftConfig, EngineConfig, Rel
 from thor_dflash.core.errors import RequestError, TransactionError
 from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import Array
-from thor_dflash.runtime.admission import Desk
+from thor_dflash.runtime.decoding.proposers import Nobody, Proposer
 from thor_dflash.runtime.engines.ort import OrtEngine
-from thor_dflash.runtime.propose import Nobody, Proposer
-from thor_dflash.runtime.score import score
-from thor_dflash.runtime.session import Chunk, Report, Request, Session, open_session
-from thor_dflash.runtime.text import Text
-from thor_dflash.runtime.thinking import Marks
+from thor_dflash.runtime.measure.score import score
+from thor_dflash.runtime.session.admission import Desk
+from thor_dflash.runtime.session.session import Chunk, Report, Request, Session, open_session
+from thor_dflash.runtime.text.thinking import Marks
+from thor_dflash.runtime.text.tokenizer import Text
 
 CHUNK, CAPACITY = 16, 160
 SCHEMAS = (constrained.PLAN, constrained.SMALL, {"enum": [1, "a", None]})

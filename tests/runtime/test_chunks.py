@@ -13,11 +13,11 @@ from thor_dflash.builders.build import build
 from thor_dflash.config.tree import BuildConfig, EngineConfig
 from thor_dflash.core.errors import ConfigError, PackageError
 from thor_dflash.core.progress import Silent
-from thor_dflash.runtime.engine import Call
+from thor_dflash.runtime.decoding.proposers import Dflash, Nobody
 from thor_dflash.runtime.engines.ort import OrtEngine
-from thor_dflash.runtime.prefix import Prefixes
-from thor_dflash.runtime.propose import Dflash, Nobody
-from thor_dflash.runtime.session import Request, Session, open_session
+from thor_dflash.runtime.engines.protocol import Call
+from thor_dflash.runtime.session.prefix_cache import Prefixes
+from thor_dflash.runtime.session.session import Request, Session, open_session
 
 SIZES = (32, 8, 100)
 LONG = prompt(300, 5)

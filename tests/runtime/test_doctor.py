@@ -38,10 +38,10 @@ from thor_dflash.package.manifest import FileEntry, Manifest, Share
 from thor_dflash.runtime.doctor import software
 from thor_dflash.runtime.doctor.examine import Report, examine
 from thor_dflash.runtime.doctor.facts import Cuda, Finding, Nvrtc, Output, TensorRT
-from thor_dflash.runtime.doctor.needs import needs, per_token
 from thor_dflash.runtime.doctor.package import fits
 from thor_dflash.runtime.doctor.package import plan as package_plan
-from thor_dflash.runtime.session import open_session
+from thor_dflash.runtime.engines.memory_estimate import needs, per_token
+from thor_dflash.runtime.session.session import open_session
 
 
 def examined(machine: Pretend, path: Path | None = None, **options: int) -> Report:
@@ -381,7 +381,7 @@ def test_a_driver_that_a_package_has_no_use_for_is_not_wrong(tmp_path: Path) -> 
 def test_the_verb_tells_wrong_by_its_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("thor_dflash.runtime.doctor.here.Here", lambda: LAPTOP)
+    monkeypatch.setattr("thor_dflash.runtime.doctor.local_machine.Here", lambda: LAPTOP)
     assert main.main(["doctor"]) == 0
     text = capsys.readouterr().out
     assert "ok     python            3.12 on x86_64" in text

@@ -29,12 +29,12 @@ from thor_dflash.config.tree import EngineConfig
 from thor_dflash.package import manifest
 from thor_dflash.package.manifest import NAME, FileEntry, render
 from thor_dflash.plugins.verify_attention import TILE
-from thor_dflash.runtime.doctor import board, software
+from thor_dflash.runtime.doctor import jetson, software
 from thor_dflash.runtime.doctor.examine import Report, examine
 from thor_dflash.runtime.doctor.facts import Cuda, Finding, Gpu, Nvrtc, Output, TensorRT
-from thor_dflash.runtime.doctor.needs import needs, shorter
 from thor_dflash.runtime.doctor.package import fits, read
-from thor_dflash.runtime.engines.cuda.memory import RESERVE
+from thor_dflash.runtime.engines.cuda.arena import RESERVE
+from thor_dflash.runtime.engines.memory_estimate import needs, shorter
 
 
 def examined(machine: Pretend) -> Report:
@@ -165,7 +165,7 @@ def test_a_kernel_is_not_tried_on_a_device_that_is_too_old() -> None:
 
 def test_the_oldest_version_that_is_allowed_is_enough() -> None:
     least = {name: v for parts in software.EXTRAS.values() for name, v in parts.items()}
-    machine = replace(LAPTOP, python=(3, 11), versions=least, room=board.CUBINS)
+    machine = replace(LAPTOP, python=(3, 11), versions=least, room=jetson.CUBINS)
     items = ("python", *(f"extra {extra}" for extra in software.EXTRAS), "cubins")
     assert [found(machine, item).state for item in items] == ["ok"] * len(items)  # type: ignore[union-attr]
 
@@ -214,20 +214,20 @@ def test_a_library_that_cannot_be_asked_is_told_and_not_held_against_its_binding
 )
 def test_a_release_has_a_last_number_also_where_it_is_not_written(release: str, told: str) -> None:
     machine = replace(THOR, files={**THOR.files, TEGRA: f"# R38 (release), {release} GCID: 1"})
-    finding = board.jetpack(machine)
+    finding = jetson.jetpack(machine)
     assert (finding.state, finding.text) == ("ok", told)
 
 
 @pytest.mark.parametrize("mode", ["MAXN", "MAXN_SUPER", "maxn"])
 def test_every_mode_without_limits_is_the_fastest(mode: str) -> None:
     said = {"nvpmodel -q": Output(0, f"NV Power Mode: {mode}\n0\n")}
-    finding = board.power(replace(THOR, commands=said))
+    finding = jetson.power(replace(THOR, commands=said))
     assert (finding.state, finding.text) == ("ok", mode)
 
 
 def test_the_clock_of_the_compute_units_is_the_gpus() -> None:
     files = {**THOR.files, **devfreq("gpu-nvd-0", 100, 200, 1000)}
-    gpu, _ = board.clocks(replace(THOR, files=files))
+    gpu, _ = jetson.clocks(replace(THOR, files=files))
     assert gpu.text == "1575 MHz of 1575, held", "that of the video units beside it is another"
 
 
@@ -249,17 +249,17 @@ def test_clocks_are_asked_of_jetson_clocks_only_where_the_kernel_does_not_tell_t
     )
     said = {**THOR.commands, "jetson_clocks --show": Output(0, other)}
     all_told = Asked(commands=said, files=THOR.files)
-    assert [f.state for f in board.clocks(all_told)] == ["ok", "ok"]
+    assert [f.state for f in jetson.clocks(all_told)] == ["ok", "ok"]
     assert all_told.ran == [], "it takes a second, and root"
     files = {name: text for name, text in THOR.files.items() if "bwmgr" not in name}
-    gpu, memory = board.clocks(replace(all_told, files=files))
+    gpu, memory = jetson.clocks(replace(all_told, files=files))
     assert gpu.text == "1575 MHz of 1575, held", "the kernel's word comes first"
     assert memory.text == "666 MHz of 4266, free to fall to 0"
 
 
 def test_a_clock_that_is_low_and_may_rise_is_told_with_what_holds_it_up() -> None:
     files = {**THOR.files, **devfreq("gpu-gpc-0", 306, 700, 1575)}
-    gpu, memory = board.clocks(replace(THOR, files=files))
+    gpu, memory = jetson.clocks(replace(THOR, files=files))
     assert (gpu.text, gpu.remedy) == (
         "700 MHz of 1575, free to fall to 306", "sudo jetson_clocks"
     )  # fmt: skip
@@ -268,9 +268,9 @@ def test_a_clock_that_is_low_and_may_rise_is_told_with_what_holds_it_up() -> Non
 
 @pytest.mark.parametrize(("share", "state"), [(0.79, "warn"), (0.81, "ok")])
 def test_a_board_may_offer_a_little_less_than_what_is_available(share: float, state: str) -> None:
-    free = round(share * board.available(THOR))
+    free = round(share * jetson.available(THOR))
     machine = having(THOR, replace(THOR.gpu.devices[0], free=free))
-    assert next(board.memory(machine, machine.gpu)).state == state
+    assert next(jetson.memory(machine, machine.gpu)).state == state
 
 
 # ---- room for a package
@@ -325,8 +325,8 @@ def test_narrower_steps_take_less_and_steps_that_there_are_not_as_much_as_the_pa
 def test_kernels_made_elsewhere_may_be_all_that_are_needed(free: int) -> None:
     for held, state in ((3, "ok"), (0, "wrong"), (-1, "wrong")):
         machine = replace(THOR, room=free, held=held)
-        assert board.disk(machine, "cubins", needed=True).state == state
-    assert board.disk(replace(THOR, held=-1), "cubins", needed=True).state == "wrong"
+        assert jetson.disk(machine, "cubins", needed=True).state == state
+    assert jetson.disk(replace(THOR, held=-1), "cubins", needed=True).state == "wrong"
 
 
 @pytest.mark.parametrize(("engine", "state"), [("ort", "wrong"), ("cuda", "ok")])
@@ -370,7 +370,7 @@ def test_sizes_are_not_accepted_where_nothing_can_check_them(
     capsys: pytest.CaptureFixture[str],
     key: str,
 ) -> None:
-    monkeypatch.setattr("thor_dflash.runtime.doctor.here.Here", lambda: LAPTOP)
+    monkeypatch.setattr("thor_dflash.runtime.doctor.local_machine.Here", lambda: LAPTOP)
     assert main.main(["doctor", "--set", f"{key}=7"]) == 2
     out, err = capsys.readouterr()
     assert (out, err) == ("", f"thor-dflash: {key} must go with --package (got none)\n")

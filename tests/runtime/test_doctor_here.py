@@ -18,7 +18,7 @@ from unprivileged import asked_unprivileged
 
 from thor_dflash.runtime.doctor import probe
 from thor_dflash.runtime.doctor.facts import Output, TensorRT
-from thor_dflash.runtime.doctor.here import Here
+from thor_dflash.runtime.doctor.local_machine import Here
 
 
 def test_here_answers_and_never_raises(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from constrained import TOKENIZER
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thor_dflash.runtime.text import Text
+from thor_dflash.runtime.text.tokenizer import Text
 
 MARKS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>", "</think>", "<|im_", "\r\n ")
 ODD = ("e\u0301", "\u0f71\u0f72", "日本", "👩\u200d👩", "\x00", "\ufffd", "\U0010ffff")

@@ -8,10 +8,10 @@ from decoding import DEAD, answer, oracle, prompt, session
 from thor_dflash.core.errors import TransactionError
 from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.accept.reference import Record
-from thor_dflash.runtime.block import Block, Progress
-from thor_dflash.runtime.engine import Tensor
-from thor_dflash.runtime.propose import Nobody
-from thor_dflash.runtime.session import Request, Session
+from thor_dflash.runtime.decoding.block import Block, Progress
+from thor_dflash.runtime.decoding.proposers import Nobody
+from thor_dflash.runtime.engines.protocol import Tensor
+from thor_dflash.runtime.session.session import Request, Session
 
 
 def interrupt(s: Session, monkeypatch: pytest.MonkeyPatch, tensor: Tensor) -> None:

@@ -18,8 +18,8 @@ from thor_dflash.cli.requests import Question
 from thor_dflash.config.tree import Config
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.progress import Silent
-from thor_dflash.runtime.longest import NFC, least_bytes, longest
-from thor_dflash.runtime.text import Text
+from thor_dflash.runtime.text.token_bounds import NFC, least_bytes, longest
+from thor_dflash.runtime.text.tokenizer import Text
 
 TOKENIZER = NANO / "target" / "tokenizer.json"
 LONGEST = "<tts_text_bos_single>"

@@ -16,10 +16,10 @@ import pytest
 from decoding import DEAD, answer, erring, prompt, session
 
 from thor_dflash.core.errors import PackageError, RequestError, TransactionError
-from thor_dflash.runtime.prefix import Prefixes, held_of
-from thor_dflash.runtime.prefix_file import HEADER, Stored, write_prefix
-from thor_dflash.runtime.propose import Dflash, Nobody, Proposer
-from thor_dflash.runtime.session import Request, Session
+from thor_dflash.runtime.decoding.proposers import Dflash, Nobody, Proposer
+from thor_dflash.runtime.session.prefix_cache import Prefixes, held_of
+from thor_dflash.runtime.session.prefix_file import HEADER, Stored, write_prefix
+from thor_dflash.runtime.session.session import Request, Session
 
 CHUNK = 32
 LONG = prompt(300, seed=40)
@@ -331,7 +331,7 @@ def test_another_version_device_or_capacity_is_refused(
         ):
             s.prefixes.load(tmp_path / "p")
     with monkeypatch.context() as patch:
-        patch.setattr("thor_dflash.runtime.prefix_file.__version__", "9.9")
+        patch.setattr("thor_dflash.runtime.session.prefix_file.__version__", "9.9")
         with pytest.raises(
             PackageError, match=r"version of thor-dflash, tool 9.9 \(got \"0.1.0\"\); put the"
         ):

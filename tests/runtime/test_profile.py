@@ -12,7 +12,8 @@ import pytest
 
 from thor_dflash.core import strict_records
 from thor_dflash.core.errors import RequestError
-from thor_dflash.runtime.profile import (
+from thor_dflash.runtime.decoding.telemetry import Report, Spec, Timings
+from thor_dflash.runtime.measure.profile import (
     STRETCHES,
     Beat,
     Power,
@@ -25,7 +26,6 @@ from thor_dflash.runtime.profile import (
     spread,
     stretches,
 )
-from thor_dflash.runtime.telemetry import Report, Spec, Timings
 
 SUBJECT = Subject("1", "p" * 64, "ort", "CPU", "q" * 64, 5, {"decode.gate": "off"}, {})
 BEATS = (Beat(0.0, 0), Beat(20.0, 0), Beat(30.0, 4), Beat(45.0, 1))
@@ -93,7 +93,7 @@ def test_shares_add_up_and_what_reads_the_prompt_has_no_cycle() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_every_median_is_the_percentile_of_50(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("thor_dflash.runtime.profile.STRETCHES", 1)
+    monkeypatch.setattr("thor_dflash.runtime.measure.profile.STRETCHES", 1)
     spent = [100.0 + 10 * (3 * i % count) for i in range(count)]
     each = [report(ms, verify=ms / 2) for ms in spent]
     found = runs(*(replace(r, timings=replace(r.timings, tok_s=r.timings.e2e_ms)) for r in each))

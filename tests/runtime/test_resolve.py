@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from decoding import answer, oracle, prompt, session
 
-from thor_dflash.runtime.decode import resolve
-from thor_dflash.runtime.propose import Nobody
-from thor_dflash.runtime.session import Request
+from thor_dflash.runtime.decoding.loop import resolve
+from thor_dflash.runtime.decoding.proposers import Nobody
+from thor_dflash.runtime.session.session import Request
 
 EOS = 99
 

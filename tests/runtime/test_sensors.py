@@ -13,8 +13,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from thor_dflash.runtime import sensors
-from thor_dflash.runtime.sensors import Sample, Sensor, Watch, energy, find, junction
+from thor_dflash.runtime.measure import power as sensors
+from thor_dflash.runtime.measure.power import Sample, Sensor, Watch, energy, find, junction
 
 
 def write(root: Path, chip: str, **files: str) -> Path:
@@ -216,7 +216,7 @@ def test_a_sensor_that_hangs_does_not_keep_a_finished_process_alive(tmp_path: Pa
     os.mkfifo(pipe)
     code = (
         "import sys; from pathlib import Path; "
-        "from thor_dflash.runtime.sensors import Sensor, Watch; path = Path(sys.argv[1]); "
+        "from thor_dflash.runtime.measure.power import Sensor, Watch; path = Path(sys.argv[1]); "
         "Watch([Sensor('VIN', path, path, path)]).start()"
     )
     subprocess.run([sys.executable, "-c", code, str(pipe)], check=True, timeout=30)

@@ -20,10 +20,10 @@ from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import DType, TensorSpec
 from thor_dflash.package import manifest
 from thor_dflash.plugins.accept import Record
-from thor_dflash.runtime.engine import Graph
+from thor_dflash.runtime.decoding.proposers import Dflash, Nobody
 from thor_dflash.runtime.engines.ort import OrtEngine
-from thor_dflash.runtime.propose import Dflash, Nobody
-from thor_dflash.runtime.session import Request, open_session
+from thor_dflash.runtime.engines.protocol import Graph
+from thor_dflash.runtime.session.session import Request, open_session
 
 
 @pytest.mark.parametrize(

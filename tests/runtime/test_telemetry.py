@@ -12,11 +12,11 @@ from decoding import prompt
 from thoughts import after, first_seen, oracle, thinker
 
 from thor_dflash.plugins.accept.reference import Record
-from thor_dflash.runtime.block import Block, Limit, Phase, Progress, Reason
-from thor_dflash.runtime.decode import Plan, decode
-from thor_dflash.runtime.propose import Nobody
-from thor_dflash.runtime.telemetry import Meter
-from thor_dflash.runtime.thinking import Marks
+from thor_dflash.runtime.decoding.block import Block, Limit, Phase, Progress, Reason
+from thor_dflash.runtime.decoding.loop import Plan, decode
+from thor_dflash.runtime.decoding.proposers import Nobody
+from thor_dflash.runtime.decoding.telemetry import Meter
+from thor_dflash.runtime.text.thinking import Marks
 
 
 @dataclass

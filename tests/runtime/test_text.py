@@ -14,8 +14,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from thor_dflash.core.errors import CheckpointError, PackageError, RequestError
 from thor_dflash.package import tokenizer_files as files
-from thor_dflash.runtime.chat import chat
-from thor_dflash.runtime.text import Answer, Piece, Text
+from thor_dflash.runtime.text.messages import chat
+from thor_dflash.runtime.text.tokenizer import Answer, Piece, Text
 
 TEMPLATE = (
     "{%- for m in messages %}"

@@ -123,7 +123,7 @@ import numpy as np
 from onnx import TensorProto, helper
 from thor_dflash import cli
 from thor_dflash.core.errors import ConfigError
-from thor_dflash.runtime.engines.onnxruntime import ort
+from thor_dflash.runtime.engines.onnxruntime_import import ort
 from thor_dflash.serving import server
 from thor_dflash.cli.commands import serve
 

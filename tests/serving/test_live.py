@@ -12,8 +12,8 @@ from msgspec import structs
 
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import CompilerBusy
-from thor_dflash.runtime.policies.grammar_compile import COMPILE_S
-from thor_dflash.runtime.session import Request, Session
+from thor_dflash.runtime.grammar.compiler import COMPILE_S
+from thor_dflash.runtime.session.session import Request, Session
 from thor_dflash.serving import codec
 from thor_dflash.serving.backend import Backend, drive
 from thor_dflash.serving.check import Checker

@@ -10,7 +10,7 @@ from constrained import PLAN
 
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import PlanError
-from thor_dflash.runtime.session import Session
+from thor_dflash.runtime.session.session import Session
 from thor_dflash.serving.check import Checker
 from thor_dflash.serving.fields import MESSAGE
 from thor_dflash.serving.live import LiveBackend

@@ -12,9 +12,9 @@ import pytest
 from msgspec import structs
 
 from thor_dflash.config.serving import ServeConfig
-from thor_dflash.runtime import sensors
-from thor_dflash.runtime.sensors import Sensor, Watch
-from thor_dflash.runtime.session import Chunk, Session
+from thor_dflash.runtime.measure import power
+from thor_dflash.runtime.measure.power import Sensor, Watch
+from thor_dflash.runtime.session.session import Chunk, Session
 from thor_dflash.serving import wire
 from thor_dflash.serving.backend import drive
 from thor_dflash.serving.client import Ask
@@ -169,7 +169,7 @@ def test_a_machine_without_sensors_tells_no_energy_and_runs_no_thread(backend: K
 def test_a_sensor_that_hangs_is_waited_for_once(
     backend: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sensors, "PATIENCE", 0.05)
+    monkeypatch.setattr(power, "PATIENCE", 0.05)
     os.mkfifo(pipe := tmp_path / "power")  # a reader blocks until somebody writes
     log: list[str] = []
     backend._meter = Meter([Sensor("VIN", pipe, pipe, pipe)], log.append)

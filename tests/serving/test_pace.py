@@ -12,8 +12,8 @@ from constrained import package
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Silent
-from thor_dflash.runtime.model import Model
-from thor_dflash.runtime.session import Session, open_session
+from thor_dflash.runtime.decoding.model_runner import Model
+from thor_dflash.runtime.session.session import Session, open_session
 from thor_dflash.serving import live, pace
 from thor_dflash.serving.live import LiveBackend
 from thor_dflash.serving.rates import Rates

@@ -22,7 +22,7 @@ from thor_dflash.config.serving import ServeConfig
 from thor_dflash.config.tree import Config
 from thor_dflash.core.errors import ConfigError, RequestError
 from thor_dflash.core.progress import Bars, Lines
-from thor_dflash.runtime.session import Session
+from thor_dflash.runtime.session.session import Session
 from thor_dflash.serving import client
 from thor_dflash.serving.client import Options, PlanError
 from thor_dflash.serving.live import LiveBackend

@@ -15,7 +15,7 @@ from thor_dflash.calib.planbench.judge import MAX_GOAL, MAX_STEPS
 from thor_dflash.calib.planbench.scene import ON_FAIL
 from thor_dflash.calib.planbench.task import FAMILIES, Task, sample
 from thor_dflash.core.errors import RequestError
-from thor_dflash.runtime.policies.grammar_schema import MAX_BYTES, text_of
+from thor_dflash.runtime.grammar.schema_limits import MAX_BYTES, text_of
 from thor_dflash.serving import schema
 from thor_dflash.serving.check import Checker
 from thor_dflash.serving.schema import Schema, from_skills

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from thor_dflash.runtime.text import Piece
+from thor_dflash.runtime.text.tokenizer import Piece
 from thor_dflash.serving.speech import Speech
 
 

@@ -19,7 +19,7 @@ from thor_dflash.config.serving import ServeConfig
 from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.errors import ConfigError
 from thor_dflash.core.progress import Silent
-from thor_dflash.runtime.session import open_session
+from thor_dflash.runtime.session.session import open_session
 from thor_dflash.serving import device, trace
 from thor_dflash.serving.client import Ask
 from thor_dflash.serving.events import Events

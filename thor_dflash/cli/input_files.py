@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.strict_records import as_list, as_table, once, show
-from thor_dflash.runtime.chat import chat
+from thor_dflash.runtime.text.messages import chat
 
 LIMIT = 64 << 20
 """Largest input file, bytes: ten times the longest context of any target as text."""

@@ -21,9 +21,8 @@ from thor_dflash.plugins.cuda.driver import Driver
 from thor_dflash.plugins.cuda.enqueue import Arguments
 from thor_dflash.plugins.cuda.kernels import Kernels
 from thor_dflash.plugins.launch import AHEAD, Addresses, Launch, Scratch, Table
-from thor_dflash.runtime.engine import Call, Graph
-from thor_dflash.runtime.engines.cuda.board import Board
-from thor_dflash.runtime.engines.cuda.bound import (
+from thor_dflash.runtime.engines.cuda.base import Board
+from thor_dflash.runtime.engines.cuda.binding import (
     Bound,
     Places,
     Planned,
@@ -34,8 +33,9 @@ from thor_dflash.runtime.engines.cuda.bound import (
     table,
     untold,
 )
-from thor_dflash.runtime.engines.cuda.capture import Captured, Launcher
-from thor_dflash.runtime.engines.cuda.weights import Files, Filler
+from thor_dflash.runtime.engines.cuda.graph_capture import Captured, Launcher
+from thor_dflash.runtime.engines.cuda.weight_loader import Files, Filler
+from thor_dflash.runtime.engines.protocol import Call, Graph
 
 
 @dataclass(slots=True, eq=False)

@@ -37,12 +37,12 @@ from thor_dflash.plugins.launch import Shaped
 from thor_dflash.plugins.tensorrt.host import Messages, Reader
 from thor_dflash.plugins.tensorrt.node import fingerprint, parse, tensor_of
 from thor_dflash.plugins.tensorrt.plugin import Creator, deregister, register
-from thor_dflash.runtime.engine import Call, Graph
-from thor_dflash.runtime.engines.cuda.board import Board
-from thor_dflash.runtime.engines.cuda.bound import cuda, where
-from thor_dflash.runtime.engines.cuda.capture import Captured, capture
-from thor_dflash.runtime.engines.cuda.weights import Files, Filler
-from thor_dflash.runtime.engines.tensorrt.check import Here, check
+from thor_dflash.runtime.engines.cuda.base import Board
+from thor_dflash.runtime.engines.cuda.binding import cuda, where
+from thor_dflash.runtime.engines.cuda.graph_capture import Captured, capture
+from thor_dflash.runtime.engines.cuda.weight_loader import Files, Filler
+from thor_dflash.runtime.engines.protocol import Call, Graph
+from thor_dflash.runtime.engines.tensorrt.compatibility import Here, check
 
 ALIGNMENT = 256
 """Alignment of every bound tensor, bytes. Source: setTensorAddress in NvInferRuntime.h."""

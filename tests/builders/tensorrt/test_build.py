@@ -34,7 +34,7 @@ from thor_dflash.plugins.launch import THOR
 from thor_dflash.plugins.op import DOMAIN, NEXT
 from thor_dflash.plugins.rules import RULES
 from thor_dflash.plugins.tensorrt.node import fingerprint, parse
-from thor_dflash.runtime.model import cache_rows, ring_rows
+from thor_dflash.runtime.decoding.model_runner import cache_rows, ring_rows
 
 KINDS = {DType.F32: recorder.DataType.FLOAT, DType.BF16: recorder.DataType.BF16,
          DType.FP8: recorder.DataType.FP8, DType.I32: recorder.DataType.INT32}  # fmt: skip

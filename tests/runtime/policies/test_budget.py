@@ -11,9 +11,9 @@ from decoding import DEAD, erring
 from thoughts import Asked, after, first_seen, oracle, run, thinker
 
 from thor_dflash.core.progress import Silent
-from thor_dflash.runtime.policies.budget import Budget, Soft
-from thor_dflash.runtime.propose import Dflash, Nobody, Proposer
-from thor_dflash.runtime.score import score
+from thor_dflash.runtime.decoding.proposers import Dflash, Nobody, Proposer
+from thor_dflash.runtime.measure.score import score
+from thor_dflash.runtime.policies.thinking_budget import Budget, Soft
 
 NEVER = 511
 """An id this model does not say by itself."""

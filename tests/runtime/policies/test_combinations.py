@@ -13,13 +13,13 @@ from thoughts import Asked, after, oracle, run, thinker
 
 from thor_dflash.config.tree import DraftConfig
 from thor_dflash.plugins.accept.reference import LOG_MARGIN, PROBABILITY_DELTA, Record
-from thor_dflash.runtime.block import Block, Policy, Progress, Relaxed
-from thor_dflash.runtime.decode import Plan, decode
-from thor_dflash.runtime.policies.budget import Budget, Soft
-from thor_dflash.runtime.policies.gate import Costs, Gate, Rule
-from thor_dflash.runtime.policies.relaxed import RelaxedThinking
-from thor_dflash.runtime.propose import Dflash, Nobody, Proposer
-from thor_dflash.runtime.telemetry import Meter
+from thor_dflash.runtime.decoding.block import Block, Policy, Progress, Relaxed
+from thor_dflash.runtime.decoding.loop import Plan, decode
+from thor_dflash.runtime.decoding.proposers import Dflash, Nobody, Proposer
+from thor_dflash.runtime.decoding.telemetry import Meter
+from thor_dflash.runtime.policies.relaxed_acceptance import RelaxedThinking
+from thor_dflash.runtime.policies.speculation_gate import Costs, Gate, Rule
+from thor_dflash.runtime.policies.thinking_budget import Budget, Soft
 
 LAWFUL = settings(
     max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)

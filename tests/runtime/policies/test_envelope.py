@@ -10,7 +10,7 @@ from thor_dflash.builders.card import make_card
 from thor_dflash.config.tree import HINT, BudgetConfig, CardConfig
 from thor_dflash.core.errors import RequestError
 from thor_dflash.package.manifest import Card
-from thor_dflash.runtime.policies.envelope import Envelope, effort, envelope
+from thor_dflash.runtime.policies.effort import Envelope, effort, envelope
 
 CARD = make_card(CardConfig(), 262144)
 

@@ -11,11 +11,11 @@ from decoding import session
 from thoughts import Asked, after, run, thinker
 
 from thor_dflash.plugins.accept.reference import Record
-from thor_dflash.runtime.block import Block, Progress
-from thor_dflash.runtime.engine import Call
-from thor_dflash.runtime.model import Model
-from thor_dflash.runtime.policies.gate import Costs, Gate, Rule
-from thor_dflash.runtime.propose import Dflash, Guess, Nobody, Proposal
+from thor_dflash.runtime.decoding.block import Block, Progress
+from thor_dflash.runtime.decoding.model_runner import Model
+from thor_dflash.runtime.decoding.proposers import Dflash, Guess, Nobody, Proposal
+from thor_dflash.runtime.engines.protocol import Call
+from thor_dflash.runtime.policies.speculation_gate import Costs, Gate, Rule
 
 PLAIN = 1.0
 """Cost of a plain step, which is the unit of time here."""

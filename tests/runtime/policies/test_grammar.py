@@ -23,12 +23,12 @@ from thor_dflash.core.errors import RequestError
 from thor_dflash.core.strict_records import show
 from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.accept.reference import Record
-from thor_dflash.runtime.block import Block, Policy, Progress
-from thor_dflash.runtime.policies.budget import Budget
-from thor_dflash.runtime.policies.grammar import Constrain, Place, Walk
-from thor_dflash.runtime.policies.grammar_compile import Grammar, Grammars, Vocabulary
-from thor_dflash.runtime.propose import Dflash, Nobody, Proposer
-from thor_dflash.runtime.session import Request
+from thor_dflash.runtime.decoding.block import Block, Policy, Progress
+from thor_dflash.runtime.decoding.proposers import Dflash, Nobody, Proposer
+from thor_dflash.runtime.grammar.compiler import Grammar, Grammars, Vocabulary
+from thor_dflash.runtime.grammar.policy import Constrain, Place, Walk
+from thor_dflash.runtime.policies.thinking_budget import Budget
+from thor_dflash.runtime.session.session import Request
 from thor_dflash.serving.check import Checker
 
 SCHEMAS = {"plan": PLAN, "small": SMALL}

@@ -16,15 +16,15 @@ from constrained import PLAN, asked, constrained, session, text
 from llguidance import LLParserLimits
 
 from thor_dflash.core.errors import RequestError
-from thor_dflash.runtime.policies.grammar_compile import Grammars
-from thor_dflash.runtime.policies.grammar_schema import (
+from thor_dflash.runtime.decoding.proposers import Dflash, Nobody
+from thor_dflash.runtime.grammar.compiler import Grammars
+from thor_dflash.runtime.grammar.schema_limits import (
     MAX_CHAIN,
     MAX_LEVELS,
     MAX_TOGETHER,
     check_together,
     text_of,
 )
-from thor_dflash.runtime.propose import Dflash, Nobody
 
 WIDE = {
     "type": "object",
@@ -139,7 +139,7 @@ def test_the_longest_chains_are_compiled_whatever_stack_the_shell_gives(form: st
         "sys.path.insert(0, sys.argv[1])\n"
         "from constrained import session, text\n"
         "from thor_dflash.core.errors import RequestError\n"
-        "from thor_dflash.runtime.policies.grammar_compile import Grammars\n"
+        "from thor_dflash.runtime.grammar.compiler import Grammars\n"
         "m = session().manifest\n"
         "made = Grammars(text(), m.vocab_limit, m.stop_tokens)\n"
         "try:\n    made.compile(json.loads(sys.argv[2]))\n"

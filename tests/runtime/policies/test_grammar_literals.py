@@ -15,9 +15,9 @@ from constrained import TOKENIZER, asked, constrained, session, text
 
 from thor_dflash.core.errors import RequestError
 from thor_dflash.package import tokenizer_files as files
-from thor_dflash.runtime.policies.grammar_compile import Grammars
-from thor_dflash.runtime.propose import Nobody
-from thor_dflash.runtime.text import Text
+from thor_dflash.runtime.decoding.proposers import Nobody
+from thor_dflash.runtime.grammar.compiler import Grammars
+from thor_dflash.runtime.text.tokenizer import Text
 
 
 @pytest.mark.parametrize(

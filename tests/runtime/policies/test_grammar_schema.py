@@ -11,9 +11,9 @@ import pytest
 from constrained import PLAN, SMALL, session, text
 
 from thor_dflash.core.errors import CompilerBusy, RequestError
-from thor_dflash.runtime.policies.grammar_compile import KEPT, Grammars, within
-from thor_dflash.runtime.policies.grammar_lint import lint
-from thor_dflash.runtime.policies.grammar_schema import MAX_BYTES, text_of
+from thor_dflash.runtime.grammar.compiler import KEPT, Grammars, within
+from thor_dflash.runtime.grammar.schema_limits import MAX_BYTES, text_of
+from thor_dflash.runtime.grammar.schema_lint import lint
 
 STRING = {"type": "string", "maxLength": 5}
 

@@ -18,9 +18,9 @@ from thor_dflash.plugins.accept.reference import (
     reference,
 )
 from thor_dflash.plugins.op import Attributes
-from thor_dflash.runtime.block import Block, Progress, Relaxed
-from thor_dflash.runtime.policies.relaxed import RelaxedThinking
-from thor_dflash.runtime.propose import Dflash, Guess, Nobody
+from thor_dflash.runtime.decoding.block import Block, Progress, Relaxed
+from thor_dflash.runtime.decoding.proposers import Dflash, Guess, Nobody
+from thor_dflash.runtime.policies.relaxed_acceptance import RelaxedThinking
 
 NEVER = 511
 ANYTHING = Relaxed(rule=LOG_MARGIN, top_k=512, margin=1e9, close=NEVER)

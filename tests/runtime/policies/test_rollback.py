@@ -15,8 +15,8 @@ from decoding import answer, erring, prompt, session
 from thor_dflash.calib.replay import Replay
 from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Silent
-from thor_dflash.runtime.propose import Dflash, Nobody
-from thor_dflash.runtime.session import Request, Session, open_session
+from thor_dflash.runtime.decoding.proposers import Dflash, Nobody
+from thor_dflash.runtime.session.session import Request, Session, open_session
 
 KEPT = (".state", ".tail")
 

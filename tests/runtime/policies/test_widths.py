@@ -14,9 +14,9 @@ from thor_dflash.builders.build import build
 from thor_dflash.config.tree import BuildConfig, EngineConfig
 from thor_dflash.core.errors import ConfigError
 from thor_dflash.core.progress import Silent
-from thor_dflash.runtime.propose import Dflash, Nobody
-from thor_dflash.runtime.score import score
-from thor_dflash.runtime.session import Request, Session, open_session
+from thor_dflash.runtime.decoding.proposers import Dflash, Nobody
+from thor_dflash.runtime.measure.score import score
+from thor_dflash.runtime.session.session import Request, Session, open_session
 
 WIDTHS = (4, 8, 12)
 

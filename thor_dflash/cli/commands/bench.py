@@ -26,7 +26,7 @@ from thor_dflash.core.strict_records import show
 
 if TYPE_CHECKING:
     from thor_dflash.package.manifest import Manifest
-    from thor_dflash.runtime.engines.cuda.figures import Figure
+    from thor_dflash.runtime.measure.bench_report import Figure
 
 DRAFT_VOCABULARY = 65536
 """Rows of the reduced draft head. Source: TensorRT-Edge-LLM's sweep, in which 64 k kept all of the
@@ -121,7 +121,7 @@ def _device(config: EngineConfig) -> None:
 
 
 def _print(args: Namespace, rows: list[Figure]) -> None:
-    from thor_dflash.runtime.engines.cuda.figures import table
+    from thor_dflash.runtime.measure.bench_report import table
 
     # allow_nan=False: JSON has no NaN, and every figure must be a number.
     text = json.dumps([dataclasses.asdict(row) for row in rows], indent=1, allow_nan=False)
@@ -144,7 +144,7 @@ def variants(config: Config, *, ablations: bool) -> Iterator[Variant]:
 
 
 def _measured(args: Namespace, config: Config, progress: Progress) -> list[Figure]:
-    from thor_dflash.runtime.engines.cuda.figures import CONTEXT
+    from thor_dflash.runtime.measure.bench_report import CONTEXT
 
     rows: list[Figure] = []
     for variant in variants(config, ablations=not args.quick):
@@ -165,10 +165,10 @@ def _variant(
     """All figures of the first variant, for which `whole` is empty; for other variants only the few
     figures that show the effect of what was left out.
     """
-    from thor_dflash.runtime.engines.cuda.bench import open_bench
     from thor_dflash.runtime.engines.cuda.engine import CudaEngine
-    from thor_dflash.runtime.engines.cuda.figures import WIDTHS, brief, figures
-    from thor_dflash.runtime.engines.cuda.random import RandomWeights
+    from thor_dflash.runtime.measure.bench_report import WIDTHS, brief, figures
+    from thor_dflash.runtime.measure.cuda_bench import open_bench
+    from thor_dflash.runtime.measure.random_weights import RandomWeights
 
     widths = () if whole else WIDTHS
     cubins = variant.engine.cubins_directory
@@ -199,7 +199,7 @@ def hollow(shape: str, out: Path, variant: Variant, widths: tuple[int, ...] = ()
 # ---- ready ---------------------------------------------------------------------------------------
 def _written(args: Namespace, config: Config, progress: Progress) -> list[Figure]:
     """Write a random package, and open it in a new process."""
-    from thor_dflash.runtime.coldstart import forget, read_seconds
+    from thor_dflash.runtime.measure.startup import forget, read_seconds
 
     out = write_random(args.shape, args.out, config, progress)
     files = sorted(p for p in out.rglob("*") if p.is_file())
@@ -250,9 +250,9 @@ def write_random(shape: str, out: Path, config: Config, progress: Progress) -> P
 def _fill(shape: str, part: Path, config: Config, progress: Progress) -> None:
     """Write the package to an empty directory."""
     from thor_dflash.package import manifest
+    from thor_dflash.runtime.decoding.model_runner import Model
     from thor_dflash.runtime.engines.cuda.engine import CudaEngine
-    from thor_dflash.runtime.engines.cuda.random import RandomWeights, SavedWeights
-    from thor_dflash.runtime.model import Model
+    from thor_dflash.runtime.measure.random_weights import RandomWeights, SavedWeights
 
     made = hollow(shape, part, next(variants(config, ablations=False)))
     need = _weight_bytes(part, made)
@@ -285,10 +285,10 @@ def ready_here(package: Path, config: EngineConfig, progress: Progress) -> list[
     Raises:
         ConfigError: the context is too short for that.
     """
-    from thor_dflash.runtime.coldstart import since_start
-    from thor_dflash.runtime.engines.cuda.figures import Figure
-    from thor_dflash.runtime.propose import Dflash, Nobody
-    from thor_dflash.runtime.session import Request, open_session
+    from thor_dflash.runtime.decoding.proposers import Dflash, Nobody
+    from thor_dflash.runtime.measure.bench_report import Figure
+    from thor_dflash.runtime.measure.startup import since_start
+    from thor_dflash.runtime.session.session import Request, open_session
 
     begun = since_start()
     with closing(open_session(package, config, progress)) as session:
@@ -314,7 +314,7 @@ def ready_here(package: Path, config: EngineConfig, progress: Progress) -> list[
 
 def disk_rows(size: int, seconds: float) -> Iterator[Figure]:
     """The row with the time to read the package from disk."""
-    from thor_dflash.runtime.engines.cuda.figures import Figure
+    from thor_dflash.runtime.measure.bench_report import Figure
 
     note = f"{size / 1e9:.2f} GB at {size / seconds / 1e9:.2f} GB/s"
     yield Figure("ready", "reading the package from disk", seconds, "s", note)
@@ -322,7 +322,7 @@ def disk_rows(size: int, seconds: float) -> Iterator[Figure]:
 
 def ready_rows(found: list[dict[str, object]], disk: float) -> Iterator[Figure]:
     """The rows of the other process, with a target for the last one."""
-    from thor_dflash.runtime.engines.cuda.figures import Figure, Target, judge
+    from thor_dflash.runtime.measure.bench_report import Figure, Target, judge
 
     rows = [Figure(**row) for row in found]  # type: ignore[arg-type]
     yield from rows[:-1]

@@ -15,7 +15,7 @@ from thor_dflash.package.tokenizer_files import TOKENIZER, tokenizer_files
 
 if TYPE_CHECKING:
     from thor_dflash.package.manifest import Manifest
-    from thor_dflash.runtime.text import Text
+    from thor_dflash.runtime.text.tokenizer import Text
 
 SAID = "Hello"
 NAMED = 8
@@ -68,7 +68,7 @@ def _chats(target: Path) -> bool:
         PackageError: a session could not read them.
         CheckpointError: the template cannot render a chat.
     """
-    from thor_dflash.runtime.text import Text
+    from thor_dflash.runtime.text.tokenizer import Text
 
     if not tokenizer_files(target):
         return False

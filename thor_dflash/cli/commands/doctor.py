@@ -27,7 +27,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> int:
     if args.package is None:
         _check_sizes(args.set)
     from thor_dflash.runtime.doctor.examine import examine
-    from thor_dflash.runtime.doctor.here import Here
+    from thor_dflash.runtime.doctor.local_machine import Here
 
     with progress.task("examining this machine"):
         report = examine(Here(), config.engine, args.package)

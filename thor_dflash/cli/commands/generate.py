@@ -16,8 +16,8 @@ from thor_dflash.config.tree import Config
 from thor_dflash.core.progress import Progress, amount, say
 
 if TYPE_CHECKING:
-    from thor_dflash.runtime.session import Chunk, Report
-    from thor_dflash.runtime.text import Answer, Piece
+    from thor_dflash.runtime.session.session import Chunk, Report
+    from thor_dflash.runtime.text.tokenizer import Answer, Piece
 
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
@@ -60,8 +60,8 @@ class Output:
 
 def run(args: Namespace, config: Config, progress: Progress) -> None:
     """Answer one prompt and print the answer to stdout."""
-    from thor_dflash.runtime.session import open_session
-    from thor_dflash.runtime.text import Answer
+    from thor_dflash.runtime.session.session import open_session
+    from thor_dflash.runtime.text.tokenizer import Answer
 
     question = read_question(args, config.decode)
     with closing(open_session(args.package, config.engine, progress)) as session:
@@ -127,7 +127,7 @@ def _stream(chunks: Iterator[Chunk], answer: Answer | None, *, quiet: bool) -> O
 
 
 def _ids(tokens: tuple[int, ...]) -> list[Piece]:
-    from thor_dflash.runtime.text import Piece
+    from thor_dflash.runtime.text.tokenizer import Piece
 
     return [Piece(f"{token} ", thinking=False) for token in tokens]
 

@@ -16,7 +16,7 @@ from thor_dflash.config.tree import Config
 from thor_dflash.core.progress import Progress, Task, say
 
 if TYPE_CHECKING:
-    from thor_dflash.runtime.text import Piece
+    from thor_dflash.runtime.text.tokenizer import Piece
     from thor_dflash.serving.wire import Ask, Event, Result
 
 

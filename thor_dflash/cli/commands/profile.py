@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from thor_dflash.runtime.doctor.facts import Finding
-    from thor_dflash.runtime.profile import Inside, Profile, Run, Subject
-    from thor_dflash.runtime.session import Request, Session
+    from thor_dflash.runtime.measure.profile import Inside, Profile, Run, Subject
+    from thor_dflash.runtime.session.session import Request, Session
 
     Taken = tuple[Run, tuple[float, float]]
     """A measured run, and its start and end, seconds of `time.perf_counter`."""
@@ -47,14 +47,14 @@ LARGEST = 1 << 30
 def run(args: Namespace, config: Config, progress: Progress) -> None:
     """Answer one prompt many times; print the times, and draw them if asked."""
     base = _check(args)
-    from thor_dflash.runtime.doctor import board
-    from thor_dflash.runtime.doctor.here import Here
-    from thor_dflash.runtime.profile import profile, stretches
-    from thor_dflash.runtime.sensors import Watch, find, junction
-    from thor_dflash.runtime.session import open_session
+    from thor_dflash.runtime.doctor import jetson
+    from thor_dflash.runtime.doctor.local_machine import Here
+    from thor_dflash.runtime.measure.power import Watch, find, junction
+    from thor_dflash.runtime.measure.profile import profile, stretches
+    from thor_dflash.runtime.session.session import open_session
 
     question = read_question(args, config.decode)
-    speed = board.speed(Here())
+    speed = jetson.speed(Here())
     taken: list[Taken] = []
     inside, ended = None, None
     with closing(open_session(args.package, config.engine, progress)) as session:
@@ -144,7 +144,7 @@ def _write(found: Profile, base: Profile | None, args: Namespace) -> None:
 
 
 def _base(path: Path) -> Profile:
-    from thor_dflash.runtime.profile import Profile
+    from thor_dflash.runtime.measure.profile import Profile
 
     table = strict_records.as_table(value := read_json(path, LARGEST))
     if table is None:
@@ -163,7 +163,7 @@ def _base(path: Path) -> Profile:
 def _subject(
     session: Session, request: Request, config: Config, speed: Sequence[Finding]
 ) -> Subject:
-    from thor_dflash.runtime.profile import Subject
+    from thor_dflash.runtime.measure.profile import Subject
 
     ids = json.dumps(request.prompt)
     return Subject(
@@ -255,7 +255,7 @@ def _runs(
 
 
 def _answer(session: Session, request: Request) -> Run:
-    from thor_dflash.runtime.profile import Beat, Run
+    from thor_dflash.runtime.measure.profile import Beat, Run
 
     tokens: list[int] = []
     start = time.perf_counter()
@@ -269,7 +269,7 @@ def _answer(session: Session, request: Request) -> Run:
 
 def _text(session: Session, request: Request, runs: Sequence[Run]) -> str:
     """The last answer after its thinking; empty if the package has no tokenizer."""
-    from thor_dflash.runtime.text import Answer
+    from thor_dflash.runtime.text.tokenizer import Answer
 
     if session.text is None:
         return ""
@@ -285,7 +285,7 @@ def _inside(
     if session.manifest.engine != "cuda":
         return None
     from thor_dflash.runtime.engines.cuda.engine import CudaEngine
-    from thor_dflash.runtime.engines.cuda.inside import take_apart
+    from thor_dflash.runtime.measure.cycle_breakdown import take_apart
 
     engine = session.model.engine
     assert isinstance(engine, CudaEngine)
@@ -298,7 +298,7 @@ def _inside(
 
 def trace(found: Profile) -> dict[str, Any]:
     """The last answer as trace events for ui.perfetto.dev and Chrome."""
-    from thor_dflash.runtime.profile import steps
+    from thor_dflash.runtime.measure.profile import steps
 
     events: list[dict[str, Any]] = []
     for name, start, end in steps(found):

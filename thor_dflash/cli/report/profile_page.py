@@ -11,7 +11,7 @@ from thor_dflash.cli.report.profile_text import TITLES, change, course, head, sp
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from thor_dflash.runtime.profile import Inside, Phase, Profile, Spread, Stretch
+    from thor_dflash.runtime.measure.profile import Inside, Phase, Profile, Spread, Stretch
 
 WIDTH, HEIGHT = 860, 150
 """Size of a drawing in SVG units; it is scaled to the page."""
@@ -171,7 +171,7 @@ def _spans(spans: Sequence[Span], unit: str) -> str:
 
 
 def _timeline(found: Profile) -> str:
-    from thor_dflash.runtime.profile import steps
+    from thor_dflash.runtime.measure.profile import steps
 
     most = max((beat.tokens for beat in found.timeline), default=0) or 1
     spans: list[Span] = []

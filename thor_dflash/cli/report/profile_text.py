@@ -9,7 +9,15 @@ from thor_dflash.core.progress import amount
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from thor_dflash.runtime.profile import Inside, Part, Phase, Power, Profile, Spread, Stretch
+    from thor_dflash.runtime.measure.profile import (
+        Inside,
+        Part,
+        Phase,
+        Power,
+        Profile,
+        Spread,
+        Stretch,
+    )
 
 BARS = " ▁▂▃▄▅▆▇█"
 TITLES = {

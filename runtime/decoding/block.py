@@ -1,0 +1,171 @@
+"""What policies decide about the next block, before and after the target verifies it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+from thor_dflash.core.tensors import Array
+from thor_dflash.plugins.accept.reference import STRICT, Record
+from thor_dflash.runtime.text.thinking import Marks, Thinking
+
+Finish = Literal["", "stop", "length", "grammar_dead_end"]
+"""Why a request is over; "" while it is running."""
+
+Phase = Literal["thinking", "closing", "answer"]
+"""The part of the answer that the first row of a block belongs to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relaxed:
+    """Relaxed acceptance: which drafts are accepted although the target prefers another token."""
+
+    rule: int = STRICT
+    top_k: int = 1
+    margin: float = 0.0
+    close: int = -1
+    """Rows from the first draft of this id on, that row included, are accepted strictly."""
+    never: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a block is not full width, drafted and exact."""
+
+    what: Literal["capped", "forced", "soft", "gated", "relaxed"]
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """The bounds of the next block. Policies narrow it one after another."""
+
+    cap: int
+    """Maximum rows to commit, 1..R."""
+    phase: Phase = "answer"
+    forced: tuple[int, ...] = ()
+    """Ids that must follow rows 0, 1, ...; at most R. A look may set -1: the model chooses."""
+    soft: tuple[int, ...] = ()
+    """Ids that rows 0, 1, ... choose if within soft_margin of the best; -1: none; at most R."""
+    soft_margin: float = 0.0
+    """In nats."""
+    look: Look | None = None
+    """Must see the drafts before they are verified: splits the step in two. Each waits, the
+    first only if there are drafts."""
+    mask: Callable[[], Array] | None = None
+    """Returns int32 [R, ceil(vocab / 32)], a bit mask of the ids allowed after each row; None: all
+    are allowed. Called once, while the verify runs."""
+    draft: bool = True
+    """Whether to run the drafter."""
+    ends: tuple[int, ...] = ()
+    """Ids besides the stop ids after which nothing more of the block is committed. They use stop
+    slots. `relaxed` never accepts a draft of one of them."""
+    drafted: int = 0
+    """Tokens after the first that hold a draft or a forced id, 0..R - 1. Set by the loop."""
+    relaxed: Relaxed = Relaxed()
+    reasons: tuple[Reason, ...] = ()
+
+    def capped(self, cap: int, why: str) -> Block:
+        """Commit no more than `cap` rows."""
+        if cap >= self.cap:
+            return self
+        return replace(self, cap=cap, reasons=(*self.reasons, Reason("capped", why)))
+
+    def forcing(self, ids: Sequence[int], why: str) -> Block:
+        """Commit these ids after rows 0, 1, ..., whatever the target would choose."""
+        reasons = (*self.reasons, Reason("forced", why))
+        return replace(self, forced=tuple(ids), reasons=reasons)
+
+    def undrafted(self, why: str) -> Block:
+        """Do not run the drafter for this block."""
+        return replace(self, draft=False, reasons=(*self.reasons, Reason("gated", why)))
+
+    def because(self, before: Block, why: str) -> Block:
+        """Add the reasons for what a look changed, compared with the block `before` it."""
+        free = not any(token >= 0 for token in before.forced)
+        forced = free and any(token >= 0 for token in self.forced)
+        found = [Reason("forced", why)] * forced
+        found += [Reason("capped", why)] * (self.cap < before.cap)
+        return replace(self, reasons=(*self.reasons, *found))
+
+    def holding(self, drafts: int, rows: int) -> Block:
+        """Set `drafted`: `drafts` tokens, plus forced ids that continue directly after them."""
+        held = drafts
+        while held < len(self.forced) and self.forced[held] >= 0:
+            held += 1
+        return replace(self, drafted=min(held, rows - 1))
+
+
+class Look(Protocol):
+    """Narrows a block whose drafts are known: sets forced rows, cap and mask."""
+
+    def __call__(self, tokens: tuple[int, ...], block: Block) -> Block:
+        """`tokens` [R]: the last committed one and the drafts. A forced id replaces a draft."""
+        ...
+
+
+class Progress:
+    """The progress of one request. Advanced by committed tokens only."""
+
+    def __init__(self, prompt: Sequence[int], marks: Marks | None = None) -> None:
+        self.prompt = tuple(prompt)
+        self.marks = marks
+        """The thinking marks of the vocabulary, if it has them."""
+        self.tokens: list[int] = []
+        """Tokens committed after the prompt, the stop token included."""
+        self._thinking = Thinking(marks, self.prompt)
+
+    @property
+    def last(self) -> int:
+        """The newest committed token."""
+        return self.tokens[-1] if self.tokens else self.prompt[-1]
+
+    @property
+    def thinking(self) -> bool:
+        """Whether the next token belongs to the thinking block."""
+        return self._thinking.inside
+
+    def commit(self, tokens: Sequence[int]) -> bool:
+        """Append the tokens of one block; return whether thinking ended in it."""
+        ended = False
+        for token in tokens:
+            ended |= self._thinking.feed(token) and not self._thinking.inside
+        self.tokens.extend(tokens)
+        return ended
+
+
+class Policy(Protocol):
+    """Shapes blocks and judges their results. Sees committed tokens, never touches state."""
+
+    def shape(self, progress: Progress, block: Block) -> Block:
+        """Narrow the next block."""
+        ...
+
+    def judge(self, progress: Progress, block: Block, record: Record) -> int:
+        """Return the rows to commit, 0..record.count; 0 ends the request because no token is legal.
+        `block` is the block as verified, after any look.
+        """
+        ...
+
+    def observe(self, progress: Progress, committed: int) -> None:
+        """Take note of what was committed: the last `committed` of progress.tokens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """max_tokens: caps the last block so that no more tokens than that are committed."""
+
+    max_tokens: int
+
+    def shape(self, progress: Progress, block: Block) -> Block:
+        """See Policy."""
+        return block.capped(self.max_tokens - len(progress.tokens), "max_tokens")
+
+    def judge(self, progress: Progress, block: Block, record: Record) -> int:
+        """See Policy."""
+        return record.count
+
+    def observe(self, progress: Progress, committed: int) -> None:
+        """See Policy."""

@@ -1,0 +1,214 @@
+"""The only decode loop: propose, verify, accept, commit, observe.
+
+Plain decoding is this loop with a proposer that makes no drafts; budgets, grammars and limits are
+policies that narrow a block. Every emitted token, including the first, is chosen by the verify
+step: the prompt is prefilled up to but excluding its last token, which begins the first block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from thor_dflash.core.errors import ModelFault, RequestError, TransactionError
+from thor_dflash.plugins.accept.reference import Record
+from thor_dflash.runtime.decoding.block import Block, Finish, Look, Policy, Progress
+from thor_dflash.runtime.decoding.model_runner import Model
+from thor_dflash.runtime.decoding.proposers import Proposer
+from thor_dflash.runtime.decoding.sequence_state import Snapshot
+from thor_dflash.runtime.decoding.telemetry import Meter
+from thor_dflash.runtime.engines.protocol import Call
+from thor_dflash.runtime.text.thinking import Marks
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens committed together. The last chunk of an answer says why it ended.
+
+    While the prompt is being read, chunks without tokens report progress.
+    """
+
+    tokens: tuple[int, ...]
+    finish: Finish = ""
+    prompt_done: int = 0
+    """Prompt tokens in the state."""
+    prompt_rows: int = 0
+    """Rows of the prefill step that read the last of those tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One request, ready to run."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    stop: tuple[int, ...]
+    proposer: Proposer
+    policies: tuple[Policy, ...]
+    marks: Marks | None = None
+    """Ids of the thinking marks, if the vocabulary has them."""
+    prefix: Snapshot | None = None
+    """State after the first tokens of the prompt, at most all but its last token."""
+
+
+def decode(model: Model, plan: Plan, progress: Progress, meter: Meter) -> Iterator[Chunk]:
+    """Answer one request, starting from an empty state or from the state of its prefix.
+
+    Close the iterator to cancel; nothing needs to be undone.
+
+    Raises:
+        ModelFault: the model had no usable choice; chunks already yielded remain valid.
+        TransactionError: another sequence began meanwhile.
+    """
+    chunks = _chunks(model, plan, progress, meter)
+    while True:
+        with model.alone:
+            chunk = next(chunks, None)
+        if chunk is None:
+            return
+        yield chunk
+
+
+def _chunks(model: Model, plan: Plan, progress: Progress, meter: Meter) -> Iterator[Chunk]:
+    begun = _begin(model, plan)
+    for chunk in _prefill(model, plan):
+        yield chunk
+        own(model, begun)
+    meter.prompt_done()
+    while True:
+        block = _shape(model, plan, progress)
+        block, record, drafted = _step(model, plan, progress, block)
+        count = min([record.count, *(p.judge(progress, block, record) for p in plan.policies)])
+        if count == 0:
+            yield Chunk((), "grammar_dead_end")
+            return
+        _sound(model, record, count)
+        model.state.commit(count)
+        plan.proposer.committed(model, block, count)
+        tokens = record.tokens[:count]
+        emitted, finish = resolve(len(progress.tokens), tokens, plan.stop, plan.max_tokens)
+        closed = progress.commit(tokens)
+        meter.cycle(block, record, count, drafted)
+        if closed:
+            meter.closed(block, record)
+        for policy in plan.policies:
+            policy.observe(progress, count)
+        yield Chunk(emitted, finish)
+        if finish:
+            return
+        own(model, begun)
+
+
+def _begin(model: Model, plan: Plan) -> int:
+    if plan.prefix is None:
+        model.state.reset()
+    else:
+        assert plan.prefix.length < len(plan.prompt), plan.prefix.length
+        model.state.restore(plan.prefix)
+    return model.state.begun
+
+
+def own(model: Model, begun: int) -> None:
+    """Raise TransactionError if another sequence has begun since the one numbered `begun`."""
+    if model.state.begun != begun:
+        raise TransactionError(
+            "a request must have the state to itself until it ends (got another that began)"
+        )
+
+
+def _prefill(model: Model, plan: Plan) -> Iterator[Chunk]:
+    prompt = plan.prompt[:-1]
+    first = plan.proposer.begin(model, len(prompt))
+    for start in range(model.state.length, len(prompt), model.chunk):
+        part = prompt[start : start + model.chunk]
+        model.prefill(part, observe=start + len(part) > first)
+        rows = model.step_rows(len(part))
+        yield Chunk((), prompt_done=model.state.length, prompt_rows=rows)
+
+
+def _shape(model: Model, plan: Plan, progress: Progress) -> Block:
+    block = Block(cap=model.block, phase="thinking" if progress.thinking else "answer")
+    for policy in plan.policies:
+        block = policy.shape(progress, block)
+    assert 1 <= block.cap <= model.block, block
+    return block
+
+
+def _step(model: Model, plan: Plan, progress: Progress, block: Block) -> tuple[Block, Record, int]:
+    """Run one step; return the block as verified, its record, and the number of drafted rows."""
+    proposal = plan.proposer.propose(model, progress, block)
+    before = proposal.calls
+    if block.look is not None:
+        block, before = _look(model, block, block.look, before), ()
+    block = block.holding(proposal.drafted, model.block)
+    after = plan.proposer.observe(model, block)
+    return block, model.step(block, before, after, plan.stop), proposal.drafted
+
+
+def _look(model: Model, block: Block, look: Look, before: Sequence[Call]) -> Block:
+    """Run the drafter, let a policy see the drafts, and return the block as it narrowed it."""
+    tokens = model.draft(block, before)
+    seen = look(tokens, block)
+    pairs = zip(tokens[1:], (*seen.forced, *[-1] * len(tokens)), strict=False)
+    model.write_tokens([tokens[0], *(draft if must < 0 else must for draft, must in pairs)])
+    return seen.because(block, "grammar")
+
+
+def _sound(model: Model, record: Record, count: int) -> None:
+    """Raise ModelFault for a fault or a bad id in the rows to commit; later rows do not matter."""
+    at = model.state.length
+    if 0 <= record.fault < count:
+        raise ModelFault(
+            f"the logits after position {at + record.fault} must be finite and leave "
+            f"a token to choose (got none)"
+        )
+    vocab = model.manifest.vocab_limit
+    if wrong := [t for t in record.tokens[:count] if not 0 <= t < vocab]:
+        raise ModelFault(f"tokens after position {at} must be ids below {vocab} (got {wrong[0]})")
+
+
+def resolve(
+    completion: int, tokens: Sequence[int], stop: Sequence[int], max_tokens: int
+) -> tuple[tuple[int, ...], Finish]:
+    """Return which committed tokens are shown, and why the request is over ("" if it is not).
+
+    Every token counts toward the completion. A stop token ends the request and is not shown; any
+    other token is shown, and the max_tokens-th ends the request. A stop token that is also the
+    max_tokens-th counts as a stop.
+    """
+    shown: list[int] = []
+    for token in tokens:
+        completion += 1
+        if token in stop:
+            return tuple(shown), "stop"
+        shown.append(token)
+        if completion >= max_tokens:
+            return tuple(shown), "length"
+    return tuple(shown), ""
+
+
+def check(model: Model, prompt: Sequence[int], max_tokens: int, stop: Sequence[int]) -> None:
+    """Refuse a request that could not be finished.
+
+    Raises:
+        RequestError: naming the field, the rule and the value.
+    """
+    vocab = model.manifest.target.vocab
+    if not prompt:
+        raise RequestError("prompt must have at least one token (got none)")
+    for i, token in enumerate(prompt):
+        if not 0 <= token < vocab:
+            raise RequestError(f"prompt[{i}] must be 0 to {vocab - 1} (got {token})")
+    if max_tokens < 1:
+        raise RequestError(f"max_tokens must be >= 1 (got {max_tokens})")
+    need = len(prompt) + max_tokens
+    if need > model.limit:
+        raise RequestError(
+            f"prompt and max_tokens together must be <= {model.limit} tokens, the context of "
+            f"{model.capacity} less one block (got {len(prompt)} + {max_tokens} = {need})"
+        )
+    slots = model.graphs["accept"].inputs["stop"].at({})[0]
+    if len(stop) > slots:
+        raise RequestError(f"stop must hold at most {slots} ids (got {len(stop)})")
+    if wrong := [token for token in stop if not 0 <= token < vocab]:
+        raise RequestError(f"stop must be ids 0 to {vocab - 1} (got {wrong[0]})")

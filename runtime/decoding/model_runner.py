@@ -1,0 +1,295 @@
+"""The package's graphs bound to one sequence. The only file that knows graph input/output names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from threading import RLock
+
+import numpy as np
+
+from thor_dflash.core.tensors import Array, TensorSpec
+from thor_dflash.package.manifest import CHUNK_STEPS, Manifest, graph_name
+from thor_dflash.plugins.accept.reference import Record
+from thor_dflash.plugins.op import NEXT
+from thor_dflash.plugins.verify_attention import TILE
+from thor_dflash.runtime.decoding.block import Block
+from thor_dflash.runtime.decoding.sequence_state import State
+from thor_dflash.runtime.engines.protocol import Call, Engine, Graph, Tensor
+
+
+def cache_rows(capacity: int, block: int, chunk: int) -> int:
+    """Rows of the key/value cache for a context of `capacity` tokens.
+
+    A context ends one block before the capacity, and the last prefill chunk may be padded.
+    """
+    return -(-(capacity - block + max(block, chunk)) // TILE) * TILE
+
+
+def ring_rows(window: int, capacity: int, block: int, chunk: int) -> int:
+    """Slots of a drafter ring buffer: the rows a query may attend to plus the rows of one step.
+
+    A step also writes rows past the committed length; they must not overwrite a visible slot.
+    """
+    limit = capacity - block
+    return (min(window, limit) if window else limit) + max(block, chunk)
+
+
+class Model:
+    """The steps of one sequence: prefill, propose, verify, accept and observe."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        manifest: Manifest,
+        capacity: int,
+        block: int,
+        chunks: tuple[int, ...] = (),
+    ) -> None:
+        self.engine = engine
+        self.alone = RLock()
+        """Held from the beginning of a step to its commit, and to close the engine: two threads may
+        use one session, and a step of one must not run within a step of the other. Its holder may
+        take it again, since a finaliser may run within a step and end an abandoned request."""
+        self.manifest = manifest
+        self.capacity = capacity
+        self.block = block
+        """Rows of a verify step, one of the package's widths."""
+        self.chunks = chunks or (manifest.chunk,)
+        """The prefill step sizes that are loaded, in rows."""
+        self.chunk = self.chunks[0]
+        """Tokens per prefill step, except a prompt's last. Set before the first request and not
+        changed after it.
+        """
+        drafter = manifest.drafter
+        names = ["prefill", "verify", "accept", "accept_masked"]
+        names += ["propose", "observe", "observe_chunk"] if drafter else []
+        self.graphs: dict[str, Graph] = {
+            self.sized(name, chunk): engine.load(manifest.graph(name, block, chunk))
+            for chunk in self.chunks
+            for name in names
+        }
+        widest = manifest.widest_chunk
+        dims = {"cache_rows": cache_rows(capacity, manifest.block, widest)}
+        for i, layer in enumerate(drafter.layers if drafter else ()):
+            dims[f"ring_rows.{i}"] = ring_rows(layer.window, capacity, manifest.block, widest)
+        self.state = State(engine, list(self.graphs.values()), dims)
+        self._inputs: dict[str, Tensor] = {}
+        for step, graph in self.graphs.items():
+            for spec in (*graph.inputs.values(), *graph.outputs.values()):
+                self._scratch(step, spec)
+        self._written: tuple[int, ...] = ()
+        """The tokens last written from the host."""
+        self._said: dict[str, int | float | tuple[int, ...]] = {}
+        """Values last written to some inputs; most do not change from one block to the next."""
+        self._calls = {name: self._bind(name) for name in self.graphs}
+        engine.prepare(list(self._calls.values()))
+        if drafter:
+            self.write_windows(0, 0)
+
+    @property
+    def limit(self) -> int:
+        """Maximum tokens of prompt and answer together: one block stays free."""
+        return self.capacity - self.manifest.block
+
+    def _scratch(self, step: str, spec: TensorSpec) -> None:
+        name = spec.name.removeprefix(NEXT)
+        if name not in self.state.tensors:
+            key = _key(step, name)
+            if key not in self._inputs:
+                self._inputs[key] = self.engine.empty(spec, {})
+
+    def _tensor(self, step: str, name: str) -> Tensor:
+        return self.state.tensors.get(name) or self._inputs[_key(step, name)]
+
+    def call(self, name: str, rows: int = 0) -> Call:
+        """A graph bound to this sequence's tensors; always returns the same Call object. `rows` is
+        the size of a prefill step; 0 means `chunk`.
+        """
+        return self._calls[self.sized(name, rows or self.chunk)]
+
+    @property
+    def step_sizes(self) -> tuple[int, ...]:
+        """Allowed sizes of a prefill step, in rows, ascending: `chunk` and smaller."""
+        return tuple(sorted(rows for rows in self.chunks if rows <= self.chunk))
+
+    def step_rows(self, tokens: int) -> int:
+        """The smallest prefill step size, in rows, that holds `tokens` (at most `chunk`).
+
+        So a prompt's last step is cheaper. Its size depends on the prompt's length alone, not on
+        the prefix that the prompt continues from.
+        """
+        assert tokens <= self.chunk, tokens
+        return next(rows for rows in self.step_sizes if rows >= tokens)
+
+    def sized(self, step: str, rows: int) -> str:
+        """The graph name of a step; it includes the chunk size unless that is the default."""
+        other = step in CHUNK_STEPS and rows != self.manifest.chunk
+        return graph_name(step, chunk=rows) if other else step
+
+    def _bind(self, name: str) -> Call:
+        graph = self.graphs[name]
+        return Call(
+            graph,
+            {n: self._tensor(name, n) for n in graph.inputs},
+            {n: self._tensor(name, n.removeprefix(NEXT)) for n in graph.outputs},
+        )
+
+    def _set(self, name: str, *values: int | float) -> None:
+        tensor = self._inputs[name]
+        self.engine.write(tensor, np.array(values, tensor.spec.dtype.numpy))
+
+    def write_tokens(self, tokens: Sequence[int]) -> None:
+        """Write the next block's tokens from the host: the last committed token and the drafts."""
+        padded = [*tokens, *[0] * (self.block - len(tokens))]
+        self._written = tuple(padded[: self.block])
+        self._set("tokens", *self._written)
+
+    def write_last(self, token: int) -> None:
+        """Write the last committed token, for a drafter that runs as a graph."""
+        self._set("last", token)
+
+    def write_windows(self, sliding: int, full: int) -> None:
+        """Set the attention windows of the drafter's sliding and full layers, in tokens; 0: the
+        window the layer was made for. The rings hold no more, so no window may be larger.
+        """
+        for i, layer in enumerate(self.manifest.drafter.layers if self.manifest.drafter else ()):
+            asked = sliding if layer.window else full
+            self._set(f"drafter.{i}.window", asked or layer.window)
+
+    def write_first(self, context: int) -> None:
+        """Limit how many positions before the block the drafter sees; 0: no limit."""
+        oldest = self.state.length - context if context else 0
+        self._say("drafter.first", max(self.state.first, oldest))
+
+    def hold(self, count: int) -> None:
+        """Keep the taps of the `count` rows just committed for `catch_up`.
+
+        This copies but does not wait: the step's work was already waited for when its record was
+        read.
+        """
+        taps = self._inputs["taps"]
+        self.state.behind.append(self.engine.read(taps, (count, *taps.spec.at({})[1:])))
+
+    def catch_up(self) -> None:
+        """Run the drafter's observe step on the rows it has not taken in yet, a chunk at a time.
+        The rings end up the same as if each block had been observed when it was committed.
+        """
+        if not self.state.behind:
+            return
+        rows = np.concatenate(self.state.behind)
+        start = self.state.length - len(rows)
+        for done in range(0, len(rows), self.chunk):
+            part = rows[done : done + self.chunk]
+            size = self.step_rows(len(part))
+            taps = self._inputs[_key(self.sized("observe_chunk", size), "taps")]
+            self.engine.write(taps, part)
+            self._set("length", start + done)
+            self.engine.run([self.call("observe_chunk", size)])
+        self.state.behind.clear()
+
+    def prefill(self, tokens: Sequence[int], observe: bool) -> None:
+        """Commit up to `chunk` prompt tokens; `observe` also updates the drafter's rings."""
+        rows = self.step_rows(len(tokens))
+        padded = [*tokens, *[0] * (rows - len(tokens))]
+        self._set(_key(self.sized("prefill", rows), "tokens"), *padded)
+        self._set("valid", len(tokens))
+        self._begin()
+        calls = [self.call("prefill", rows)]
+        if observe and self.manifest.drafter:
+            calls.append(self.call("observe_chunk", rows))
+        self.engine.run(calls)
+        # Wait, so that a request can be cancelled within a chunk and the chunk's time is known.
+        self.engine.read(self._inputs["valid"])
+        self.state.advance(len(tokens))
+
+    def draft(self, block: Block, before: Sequence[Call]) -> tuple[int, ...]:
+        """Run propose alone; return [R] tokens: the last committed one and the drafts. One wait; or
+        none, if there is nothing to run because the host wrote the tokens.
+        """
+        if not before:
+            return self._written
+        self._position()
+        self._forced(block)
+        self.engine.run(before)
+        return tuple(int(t) for t in self.engine.read(self._inputs["tokens"]))
+
+    def step(
+        self, block: Block, before: Sequence[Call], after: Sequence[Call], stop: Sequence[int]
+    ) -> Record:
+        """Run propose, verify and accept, with a single wait. Nothing is committed.
+
+        A mask is computed and written while the verify runs.
+        """
+        self._begin()
+        self._forced(block)
+        self._bounds(block, stop)
+        verify = (*before, self.call("verify"))
+        if block.mask is None:
+            self.engine.run((*verify, self.call("accept"), *after))
+        else:
+            self.engine.run(verify)
+            self.engine.write(self._inputs["mask"], block.mask())
+            self.engine.run((self.call("accept_masked"), *after))
+        self.state.verified(self.block)
+        return Record.read(self.engine.read(self._inputs["record"]))
+
+    def verify(self) -> None:
+        """Run verify alone, for scoring."""
+        self._begin()
+        self.engine.run([self.call("verify")])
+        self.state.verified(self.block)
+
+    def read(self, name: str) -> Array:
+        """Read an output of the last step, "logits" or "taps"."""
+        return self.engine.read(self._inputs[name])
+
+    def _begin(self) -> None:
+        self.state.begin()
+        self._position()
+
+    def _forced(self, block: Block) -> None:
+        for name, ids in (("forced", block.forced), ("soft", block.soft)):
+            self._set_ids(name, ids)
+
+    def _position(self) -> None:
+        self._set("length", self.state.length)
+        self._set("accepted", self.state.accepted)
+
+    def _bounds(self, block: Block, stop: Sequence[int]) -> None:
+        relaxed = block.relaxed
+        numbers: Mapping[str, int | float] = {
+            "drafted": block.drafted,
+            "cap": block.cap,
+            "rule": relaxed.rule,
+            "top_k": relaxed.top_k,
+            "close": relaxed.close,
+            "margin": relaxed.margin,
+            "soft_margin": block.soft_margin,
+        }
+        for name, value in numbers.items():
+            self._say(name, value)
+        ends = tuple(sorted({*stop, *block.ends}))
+        for name, ids in (("stop", ends), ("strict", relaxed.never)):
+            self._set_ids(name, ids)
+
+    def _say(self, name: str, value: int | float) -> None:
+        """Write a number unless it is unchanged. No other method may write this input."""
+        if self._said.get(name) != value:
+            self._said.pop(name, None)  # unknown if the write is interrupted
+            self._set(name, value)
+            self._said[name] = value
+
+    def _set_ids(self, name: str, ids: Sequence[int]) -> None:
+        """Write ids to an input, padded with -1."""
+        if self._said.get(name) != ids:
+            self._said.pop(name, None)  # as in _say
+            slots = self._inputs[name].spec.at({})[0]
+            self._set(name, *ids, *[-1] * (slots - len(ids)))
+            self._said[name] = tuple(ids)
+
+
+def _key(step: str, name: str) -> str:
+    """Scratch tensors are shared by name, but chunk steps have their own tokens and taps."""
+    base, dot, size = step.partition(".")
+    chunk = base in CHUNK_STEPS and name in ("tokens", "taps")
+    return f"{name}_chunk{dot}{size}" if chunk else name

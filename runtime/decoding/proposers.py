@@ -1,0 +1,146 @@
+"""Proposers draft the next block. A draft may be wrong: the target verifies every one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from thor_dflash.config.tree import AS_MADE, DraftConfig
+from thor_dflash.core.errors import RequestError
+from thor_dflash.runtime.decoding.block import Block, Progress
+from thor_dflash.runtime.decoding.model_runner import Model
+from thor_dflash.runtime.engines.protocol import Call
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What a proposer drafts for one block."""
+
+    drafted: int
+    """Number of drafted tokens after the first. A forced id takes the place of a draft."""
+    calls: Sequence[Call] = ()
+    """Calls that write the block into the model's tokens; empty if it is already written."""
+
+
+class Proposer(Protocol):
+    """Fills the block's tokens. Its calls are enqueued around the verify, so a proposer that runs
+    on the device adds no wait.
+    """
+
+    def begin(self, model: Model, rows: int) -> int:
+        """Start a request; `rows` of its prompt will be prefilled. Return the first of them whose
+        taps this proposer needs, or `rows` if it needs none.
+        """
+        ...
+
+    def propose(self, model: Model, progress: Progress, block: Block) -> Proposal:
+        """Draft the next block."""
+        ...
+
+    def observe(self, model: Model, block: Block) -> Sequence[Call]:
+        """Return the calls that take in the rows just verified."""
+        ...
+
+    def committed(self, model: Model, block: Block, count: int) -> None:
+        """Take note that the first `count` rows of the last verify were committed."""
+        ...
+
+
+def _undrafted(model: Model, progress: Progress, block: Block) -> Proposal:
+    model.write_tokens([progress.last, *block.forced])
+    return Proposal(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Nobody:
+    """No drafts: each step commits one token, in a block of the same shape."""
+
+    def begin(self, model: Model, rows: int) -> int:
+        """See Proposer."""
+        model.state.first = rows
+        return rows
+
+    def propose(self, model: Model, progress: Progress, block: Block) -> Proposal:
+        """See Proposer."""
+        return _undrafted(model, progress, block)
+
+    def observe(self, model: Model, block: Block) -> Sequence[Call]:
+        """See Proposer."""
+        return ()
+
+    def committed(self, model: Model, block: Block, count: int) -> None:
+        """See Proposer."""
+        model.state.first = model.state.length
+
+
+@dataclass(frozen=True, slots=True)
+class Dflash:
+    """The package's DFlash drafter.
+
+    It takes in every committed row. Rows of blocks it did not draft are held until it next drafts,
+    and then taken in many at a time.
+    """
+
+    config: DraftConfig = AS_MADE
+
+    def begin(self, model: Model, rows: int) -> int:
+        """See Proposer.
+
+        Raises:
+            RequestError: the package has no drafter.
+        """
+        if model.manifest.drafter is None:
+            raise RequestError("drafter must be none, the package has no drafter (got dflash)")
+        model.write_windows(self.config.window, self.config.full)
+        seed = rows - self.config.seed if self.config.seed else 0
+        model.state.first = max(model.state.first, seed)
+        return model.state.first
+
+    def propose(self, model: Model, progress: Progress, block: Block) -> Proposal:
+        """See Proposer."""
+        if not block.draft:
+            return _undrafted(model, progress, block)
+        model.catch_up()
+        model.write_last(progress.last)
+        model.write_first(self.config.context)
+        return Proposal(model.block - 1, (model.call("propose"),))
+
+    def observe(self, model: Model, block: Block) -> Sequence[Call]:
+        """See Proposer."""
+        return (model.call("observe"),) if block.draft else ()
+
+    def committed(self, model: Model, block: Block, count: int) -> None:
+        """See Proposer."""
+        if not block.draft:
+            model.hold(count)
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """Drafts by any function of the committed tokens: an oracle, a hostile drafter, n-grams."""
+
+    guess: Callable[[Progress], Sequence[int]]
+    """progress -> up to R - 1 ids."""
+
+    def begin(self, model: Model, rows: int) -> int:
+        """See Proposer."""
+        model.state.first = rows
+        return rows
+
+    def propose(self, model: Model, progress: Progress, block: Block) -> Proposal:
+        """See Proposer."""
+        if not block.draft:
+            return _undrafted(model, progress, block)
+        drafts = list(self.guess(progress))[: model.block - 1]
+        drafts[: len(block.forced)] = block.forced
+        model.write_tokens([progress.last, *drafts])
+        return Proposal(len(drafts))
+
+    def observe(self, model: Model, block: Block) -> Sequence[Call]:
+        """See Proposer."""
+        return ()
+
+    def committed(self, model: Model, block: Block, count: int) -> None:
+        """See Proposer."""
+        model.state.first = model.state.length

@@ -1,0 +1,212 @@
+"""Runs launches eagerly or as a captured CUDA graph, with events around them to measure time."""
+
+# cuda-python publishes no types.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from thor_dflash.plugins.cuda.driver import Driver
+from thor_dflash.plugins.cuda.enqueue import Arguments, enqueue, values
+from thor_dflash.plugins.cuda.kernels import Kernels
+from thor_dflash.plugins.launch import Launch
+from thor_dflash.runtime.engines.cuda.binding import Planned
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A copy from the device to page-locked memory."""
+
+    device: int
+    """Address, as is the next."""
+    host: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """Copies to the host that are made while the rest of a step still runs."""
+
+    after: int
+    """Number of calls of the step after which they can be made."""
+    copies: tuple[Copy, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """A handover as it was captured."""
+
+    event: Any
+    """Recorded when the copies of the run started last have been made."""
+    copies: Mapping[int, Copy]
+    """By device address."""
+
+
+@dataclass(slots=True)
+class Captured:
+    """A step that can be run again and again."""
+
+    name: str
+    """The names of its graphs, joined by "+"."""
+    driver: Driver
+    start: Callable[[], None]
+    handed: Handed | None = None
+    _spare: list[Any] = field(default_factory=list[Any])
+    _running: list[tuple[Any, Any]] = field(default_factory=list[tuple[Any, Any]])
+    _ended: list[tuple[Any, Any]] = field(default_factory=list[tuple[Any, Any]])
+
+    def run(self) -> None:
+        """Enqueue it."""
+        before, after = self._event(), self._event()
+        self.driver("cuEventRecord", before, self.driver.stream)
+        self.start()
+        self.driver("cuEventRecord", after, self.driver.stream)
+        self._running.append((before, after))
+
+    def _event(self) -> Any:
+        return self._spare.pop() if self._spare else self.driver.make("cuEventCreate", 0)
+
+    def ended(self, runs: int) -> None:
+        """Note that the oldest `runs` runs have ended."""
+        for _ in range(runs):
+            self._ended.append(self._running.pop(0))
+
+    def collect(self) -> list[float]:
+        """Return the seconds of each run noted as ended since the last call."""
+        seconds: list[float] = []
+        while self._ended:
+            # Removed first: after an interrupt here, a spare event must not be read as an old one.
+            before, after = self._ended.pop(0)
+            seconds.append(1e-3 * float(self.driver("cuEventElapsedTime", before, after)))
+            self._spare += [before, after]
+        return seconds
+
+
+class Runner:
+    """Runs single launches that belong to no program, such as filling memory."""
+
+    def __init__(self, driver: Driver, cubins: Path) -> None:
+        self._driver = driver
+        self._kernels = Kernels(driver, driver.info.device, cubins)
+
+    def run(self, source: Path, launch: Launch, at: Mapping[str, int]) -> None:
+        """Enqueue one launch. Its arguments must be ports, with addresses in `at`, or numbers."""
+        kernel = self._kernels.function(source, launch)
+        found = values(launch, at.__getitem__, _nothing, _nothing, _nothing)
+        enqueue(self._driver, self._driver.stream, kernel, launch, found, overlap=False)
+
+
+def _nothing(wanted: object) -> int:
+    raise AssertionError(wanted)
+
+
+class Launcher:
+    """Captures the launches of calls."""
+
+    def __init__(self, driver: Driver, kernels: Kernels) -> None:
+        self._driver = driver
+        self._kernels = kernels
+
+    def capture(
+        self,
+        name: str,
+        calls: Sequence[Sequence[tuple[Planned, Arguments]]],
+        handover: Handover | None = None,
+        *,
+        graph: bool,
+    ) -> Captured:
+        """Capture the launches of some calls as one graph; or, with `graph` false, enqueue them for
+        every run, without a handover.
+        """
+
+        def enqueued(number: int) -> None:
+            for i, (planned, arguments) in enumerate(calls[number]):
+                launch = planned.launch
+                kernel = self._kernels.function(planned.source, launch)
+                overlap = self._kernels.overlap and launch.overlap and (number > 0 or i > 0)
+                driver = self._driver
+                enqueue(driver, driver.stream, kernel, launch, arguments, overlap=overlap)
+
+        each = [partial(enqueued, number) for number in range(len(calls))]
+        return capture(name, self._driver, each, handover, graph=graph)
+
+
+def capture(
+    name: str,
+    driver: Driver,
+    calls: Sequence[Callable[[], None]],
+    handover: Handover | None = None,
+    *,
+    graph: bool,
+) -> Captured:
+    """Capture what `calls` enqueue as one graph; or, with `graph` false, call them for every run,
+    without a handover.
+
+    Raises:
+        EngineError: a call raised it, or did something that cannot be captured.
+    """
+    if not graph:
+        return Captured(name, driver, partial(_all, calls))
+    with driver.all_or_nothing():
+        made, handed = _graph(driver, calls, handover)
+        executable = driver.make("cuGraphInstantiate", made, 0)
+        driver.free(made)
+        driver("cuGraphUpload", executable, driver.stream)
+    start = partial(driver, "cuGraphLaunch", executable, driver.stream)
+    return Captured(name, driver, start, handed)
+
+
+def _graph(
+    driver: Driver, calls: Sequence[Callable[[], None]], handover: Handover | None
+) -> tuple[Any, Handed | None]:
+    """Return the graph of what `calls` enqueue, and its handover."""
+    modes, handed = driver.cu.CUstreamCaptureMode, None
+    driver.capturing = True
+    try:
+        # Inside, so that an interrupt right after it ends the capture: nothing could run any more.
+        driver("cuStreamBeginCapture", driver.stream, modes.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+        if handover is None:
+            _all(calls)
+        else:
+            _all(calls[: handover.after])
+            handed, back = _hand_over(driver, handover.copies)
+            _all(calls[handover.after :])
+            driver("cuStreamWaitEvent", driver.stream, back, 0)
+        return driver.make("cuStreamEndCapture", driver.stream), handed
+    except BaseException:
+        # Not checked: it may have no graph to return, or the capture may have ended.
+        status, *part = driver.cu.cuStreamEndCapture(driver.stream)
+        if int(status) == 0:
+            driver.cu.cuGraphDestroy(*part)
+        raise
+    finally:
+        driver.capturing = False
+
+
+def _all(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
+
+
+def _hand_over(driver: Driver, copies: Sequence[Copy]) -> tuple[Handed, Any]:
+    """Copy to the host on a side stream, in parallel with what the stream runs next. Also return an
+    event that the stream must wait for before the capture ends.
+    """
+    flags, marks = driver.cu.CUevent_flags, driver.cu.CUevent_record_flags
+    made, there, back = (
+        driver.make("cuEventCreate", flags.CU_EVENT_DISABLE_TIMING.value) for _ in range(3)
+    )
+    driver("cuEventRecord", there, driver.stream)
+    driver("cuStreamWaitEvent", driver.beside, there, 0)
+    for copy in copies:
+        driver("cuMemcpyDtoHAsync", copy.host, copy.device, copy.nbytes, driver.beside)
+    external = marks.CU_EVENT_RECORD_EXTERNAL.value
+    driver("cuEventRecordWithFlags", made, driver.beside, external)
+    driver("cuEventRecord", back, driver.beside)
+    return Handed(made, {copy.device: copy for copy in copies}), back

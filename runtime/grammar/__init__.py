@@ -1,0 +1,1 @@
+"""Constrained answers: the policy, the compiler, and the check of schemas."""

@@ -1,0 +1,1 @@
+"""Measurements: profiles, power, start-up, teacher-forced scores, the CUDA bench."""

@@ -1,0 +1,58 @@
+"""Times the parts of a cycle of a loaded package: each graph, and each kind of call in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from thor_dflash.core.progress import Progress
+from thor_dflash.runtime.decoding.model_runner import Model
+from thor_dflash.runtime.engines.cuda.engine import CudaEngine
+from thor_dflash.runtime.engines.cuda.graph_capture import Runner
+from thor_dflash.runtime.measure.cuda_bench import Bench, rooms
+from thor_dflash.runtime.measure.profile import Inside, Part
+
+PRODUCTS = ("linear", "head")
+"""Rooms whose calls are listed by kind."""
+KNOWN = ("gdn", "verify_attention", "draft_attention")
+"""Rooms that are listed by themselves; all others are listed together."""
+ENOUGH = 512 << 20
+"""Fewest bytes of weights to measure the read rate with: ten times the L2 cache of an H100."""
+
+
+def take_apart(
+    engine: CudaEngine, model: Model, graphs: Sequence[str], cubins: Path, progress: Progress
+) -> Inside:
+    """Time the parts of a cycle at the sequence's current context. Destroys the sequence's state.
+
+    Args:
+        graphs: The graphs of a cycle, in order.
+        cubins: Directory of compiled kernels.
+    """
+    bench = Bench(engine, model, Runner(engine.driver, cubins), {}, 0)
+    context = model.state.length
+    bench.at(context, model.state.accepted)
+    with progress.task("taking a cycle apart"):
+        read = bench.bandwidth() if engine.memory["weights"] >= ENOUGH else 0.0
+        cycle = bench.steps(graphs).median
+        parts = tuple(part for graph in graphs for part in _parts(bench, graph, context))
+    return Inside(context, cycle, read, parts)
+
+
+def _parts(bench: Bench, graph: str, context: int) -> Iterator[Part]:
+    sizes = {"gdn": bench.state_bytes(), "verify_attention": bench.cache_bytes() * context}
+    here = bench.rooms(graph)
+    sizes = {room: size for room, size in sizes.items() if room in here}
+    whole = bench.bytes(graph, PRODUCTS) + sum(sizes.values())
+    yield Part(graph, "", bench.steps([graph]).median, whole)
+    if len(here) == 1:
+        return
+    for kind, share in bench.shares(graph, PRODUCTS).items():
+        yield Part(graph, kind, bench.steps([graph], share.__contains__).median, share.nbytes)
+    for room in KNOWN:
+        if room in here:
+            ms = bench.steps([graph], rooms(room)).median
+            yield Part(graph, room, ms, sizes.get(room, 0))
+    if others := [room for room in here if room not in (*PRODUCTS, *KNOWN)]:
+        ms = bench.steps([graph], rooms(*others)).median
+        yield Part(graph, ", ".join(others), ms, 0)

@@ -1,0 +1,1 @@
+"""Sessions: requests are admitted and answered; prefixes are stored and reused."""

@@ -1,0 +1,220 @@
+"""Admission: turns a request's options into a proposer and policies, or refuses the request."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from thor_dflash.config.tree import (
+    AS_MADE,
+    NO_BUDGET,
+    RELAXED,
+    BudgetConfig,
+    DraftConfig,
+    RelaxedConfig,
+)
+from thor_dflash.core.errors import RequestError
+from thor_dflash.core.strict_records import show
+from thor_dflash.plugins.accept.reference import LOG_MARGIN, PROBABILITY_DELTA
+from thor_dflash.runtime.decoding.block import Policy, Relaxed
+from thor_dflash.runtime.decoding.model_runner import Model
+from thor_dflash.runtime.decoding.proposers import Dflash, Nobody, Proposer
+from thor_dflash.runtime.grammar.compiler import Grammar
+from thor_dflash.runtime.grammar.policy import leads
+from thor_dflash.runtime.policies.effort import Envelope, envelope
+from thor_dflash.runtime.policies.relaxed_acceptance import RelaxedThinking
+from thor_dflash.runtime.policies.speculation_gate import Costs, Gate, Rule
+from thor_dflash.runtime.policies.thinking_budget import Budget, Soft
+from thor_dflash.runtime.text.thinking import Marks, Thinking
+from thor_dflash.runtime.text.tokenizer import END_THINK, Text
+
+_RULES = {"margin": LOG_MARGIN, "delta": PROBABILITY_DELTA}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One prompt to answer."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    stop: frozenset[int] = frozenset()
+    drafter: Literal["dflash", "none"] = "dflash"
+    grammar: Grammar | None = None
+    """Constrains the answer after the thinking; made by Session.grammar."""
+    budget: BudgetConfig = NO_BUDGET
+    relaxed: RelaxedConfig | None = None
+    """None: strict acceptance."""
+    gate: bool = False
+    draft: DraftConfig = AS_MADE
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """How a request will be answered."""
+
+    max_tokens: int
+    proposer: Proposer
+    policies: tuple[Policy, ...]
+
+
+class Desk:
+    """Admits requests to one session. Keeps measured costs and tokenised texts between requests."""
+
+    def __init__(self, model: Model, text: Text | None, clock: Callable[[], float]) -> None:
+        self._model = model
+        self._text = text
+        self._clock = clock
+        self._costs = Costs()
+        self._messages: dict[str, tuple[int, ...]] = {}
+
+    def admit(self, request: Request) -> Admitted:
+        """Decide how to answer.
+
+        Raises:
+            RequestError: the options contradict each other, or do not suit this package.
+        """
+        proposer = self._proposer(request)
+        policies: list[Policy] = []
+        max_tokens = request.max_tokens
+        if _budgeted(request.budget):
+            marks = self._marks("a thinking budget")
+            if Thinking(marks, request.prompt).inside:
+                found, budget = self._budget(request)
+                max_tokens = found.total
+                policies.append(budget)
+        if request.gate:
+            policies.append(Gate(self._costs, self._clock, Rule()))
+        if request.relaxed is not None:
+            policies.append(self._relaxed(request, request.relaxed))
+        return Admitted(max_tokens, proposer, tuple(policies))
+
+    def _marks(self, what: str) -> Marks:
+        marks = self._text.marks if self._text else None
+        if marks is None:
+            raise RequestError(
+                f"{what} must be used with a package whose tokenizer has <think> and </think> "
+                "(got one without)"
+            )
+        return marks
+
+    def _proposer(self, request: Request) -> Proposer:
+        if request.drafter == "none":
+            got = "drafter none" if self._model.manifest.drafter else "a package without a drafter"
+            for name, asked in (
+                ("accept relaxed", request.relaxed is not None),
+                ("gate on", request.gate),
+                ("decode.draft options", request.draft != AS_MADE),
+            ):
+                if asked:
+                    raise RequestError(f"{name} must be used with a drafter (got {got})")
+            return Nobody()
+        drafter = self._model.manifest.drafter
+        if drafter is None:
+            raise RequestError("drafter must be none, the package has no drafter (got dflash)")
+        windows = [layer.window for layer in drafter.layers]
+        self._check_window("window", request.draft.window, [w for w in windows if w], "sliding")
+        limits = [self._model.limit for w in windows if not w]
+        self._check_window("full", request.draft.full, limits, "full")
+        return Dflash(request.draft)
+
+    def _check_window(self, name: str, value: int, bounds: Sequence[int], kind: str) -> None:
+        """Check a window of the drafter's layers of one kind; `bounds` has one of each layer."""
+        block = self._model.block
+        rule = (
+            f"0 or {block} to {min(bounds)} tokens"
+            if bounds
+            else f"0, the drafter has no {kind} layers"
+        )
+        if value and not (bounds and block <= value <= min(bounds)):
+            raise RequestError(f"decode.draft.{name} must be {rule} (got {value})")
+
+    def _budget(self, request: Request) -> tuple[Envelope, Budget]:
+        config, card = request.budget, self._model.manifest.card
+        if config.effort == "none" and config.tokens < 0:
+            raise RequestError(
+                'decode.budget.effort must not be "none" for a prompt that begins to think '
+                "(got one with an open <think>)"
+            )
+        close = self._closing(request)
+        found = envelope(config, card, len(close), request.max_tokens)
+        soft = None
+        if config.close == "soft":
+            self._check_ends(request)
+            soft = Soft(math.ceil(config.soften * found.think), -math.log(config.ratio))
+        return found, Budget(found.think, close, soft)
+
+    def _check_ends(self, request: Request) -> None:
+        """A soft close mark ends its block like a stop id, so it needs one of the stop slots."""
+        slots = self._model.graphs["accept"].inputs["stop"].at({})[0] - 1
+        if len(request.stop) > slots:
+            raise RequestError(
+                f"stop must hold at most {slots} ids if decode.budget.close is soft "
+                f"(got {len(request.stop)})"
+            )
+
+    def _closing(self, request: Request) -> tuple[int, ...]:
+        assert self._text is not None
+        own, cards = request.budget.message, self._model.manifest.card.close
+        message = own or cards
+        card = message and message == cards
+        name = "the package's card.close" if card else "decode.budget.message"
+        ids = self._messages.get(message) or tuple(self._text.encode(message))
+        close = self._marks("a thinking budget").close
+        if ids.count(close) != 1:
+            raise RequestError(f"{name} must hold </think> once (got {show(message)})")
+        after, grammar = ids[ids.index(close) + 1 :], request.grammar
+        words = message.partition(END_THINK)[2]
+        if grammar and (words.strip("\n") or not leads(after, grammar.vocabulary)):
+            raise RequestError(
+                f"{name} must have at most a blank line after </think> where a grammar follows "
+                f"(got {show(words)})"
+            )
+        if request.stop.intersection(ids):
+            raise RequestError(f"{name} must hold no token that ends answers (got {show(message)})")
+        self._messages[message] = ids
+        return ids
+
+    def _relaxed(self, request: Request, config: RelaxedConfig) -> RelaxedThinking:
+        marks = self._marks("accept relaxed")
+        assert self._text is not None
+        k, margin = RELAXED[config.rule]
+        if config.k > (vocab := self._model.manifest.target.vocab):
+            raise RequestError(
+                f"decode.relaxed.k must be at most {vocab}, the vocabulary (got {config.k})"
+            )
+        ids = {*self._model.manifest.stop_tokens, *self._text.tools}
+        # The accept room never accepts a stop id of the request as a near miss, so those ids need
+        # no slot here.
+        never = tuple(sorted(ids - request.stop))
+        slots = self._model.graphs["accept"].inputs["strict"].at({})[0]
+        if len(never) > slots:
+            raise RequestError(
+                f"stop and tool ids of the package must be at most {slots} for accept relaxed, not "
+                f"counting the request's stop ids (got {len(never)})"
+            )
+        return RelaxedThinking(
+            Relaxed(
+                rule=_RULES[config.rule],
+                top_k=config.k or k,
+                margin=margin if config.margin < 0 else config.margin,
+                close=marks.close,
+                never=never,
+            )
+        )
+
+
+def _budgeted(config: BudgetConfig) -> bool:
+    """Whether the request sets a thinking budget.
+
+    Raises:
+        RequestError: it asks for a soft close without a budget.
+    """
+    asked = config.tokens >= 0 or bool(config.effort)
+    if config.close == "soft" and not asked:
+        raise RequestError(
+            "decode.budget.close must be hard unless decode.budget.tokens or decode.budget.effort "
+            "sets a budget (got soft)"
+        )
+    return asked

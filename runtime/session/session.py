@@ -1,0 +1,261 @@
+"""The public interface of the runtime: a Session answers Requests with Chunks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from thor_dflash.config.tree import EngineConfig
+from thor_dflash.core.errors import EngineError, NoRoom, PackageError, RequestError
+from thor_dflash.core.extras import extra
+from thor_dflash.core.progress import Progress as Reporter
+from thor_dflash.core.progress import amount
+from thor_dflash.package import manifest as package_manifest
+from thor_dflash.package.manifest import Manifest
+from thor_dflash.runtime.decoding.block import Limit, Policy, Progress
+from thor_dflash.runtime.decoding.loop import Chunk, Plan, check, decode
+from thor_dflash.runtime.decoding.model_runner import Model
+from thor_dflash.runtime.decoding.proposers import Proposer
+from thor_dflash.runtime.decoding.telemetry import Meter, Report
+from thor_dflash.runtime.engines import resolve_options
+from thor_dflash.runtime.engines.memory_estimate import per_token, shorter
+from thor_dflash.runtime.engines.protocol import Engine
+from thor_dflash.runtime.grammar.compiler import Grammar, Grammars
+from thor_dflash.runtime.grammar.policy import Constrain, Place
+from thor_dflash.runtime.session.admission import Desk, Request
+from thor_dflash.runtime.session.prefix_cache import Prefixes
+from thor_dflash.runtime.text.tokenizer import Text, open_at_end
+
+__all__ = ["Chunk", "Report", "Request", "Session", "open_session"]
+
+
+FINALISER_S = 10.0
+"""Longest wait at the end of a request for a step of another thread; longer than any step takes."""
+
+
+class Session:
+    """A package loaded on one engine. One sequence at a time: a request ends the one under way,
+    also that of another thread.
+    """
+
+    def __init__(self, model: Model, text: Text | None, choice: tuple[int, ...] = ()) -> None:
+        self.model = model
+        self.text = text
+        """None if the package has no tokenizer."""
+        self.choice = choice or (model.chunk,)
+        """Values that `model.chunk` may be set to before the first request, in rows."""
+        self.prefixes = Prefixes(model)
+        """Stored states that requests continue from. The longest one matching a prompt is used."""
+        self._grammars: Grammars | None = None
+        self._desk = Desk(model, text, time.perf_counter)
+        self._report: Report | None = None
+
+    @property
+    def manifest(self) -> Manifest:
+        """The package's manifest."""
+        return self.model.manifest
+
+    def grammar(self, schema: str | Mapping[str, Any]) -> Grammar:
+        """Compile a JSON schema, or return it from the cache. Thread-safe.
+
+        The first call also builds the vocabulary, which takes one second for 250 000 ids.
+
+        Raises:
+            RequestError: the schema is not supported, or the package has no tokenizer.
+            CompilerBusy: as `Grammars.compile`.
+        """
+        if self._grammars is None:
+            if self.text is None:
+                raise RequestError(
+                    "schema must be used with a package that has a tokenizer (got one without)"
+                )
+            manifest = self.manifest
+            self._grammars = Grammars(self.text, manifest.vocab_limit, manifest.stop_tokens)
+        return self._grammars.compile(schema)
+
+    def generate(self, request: Request) -> Iterator[Chunk]:
+        """Answer one request. Close the iterator to cancel.
+
+        Raises:
+            RequestError: at the call; the request does not fit this session, nothing was decoded.
+            ModelFault: while iterating; the model had no usable choice.
+        """
+        admitted = self._desk.admit(request)
+        return self.run(
+            replace(request, max_tokens=admitted.max_tokens),
+            admitted.proposer,
+            (*admitted.policies, *self.constrain(request)),
+        )
+
+    def check(self, request: Request) -> None:
+        """Validate a request without starting it. Thread-safe.
+
+        Raises:
+            RequestError: as `generate`.
+        """
+        admitted = self._desk.admit(request)
+        self.constrain(request)
+        check(self.model, request.prompt, admitted.max_tokens, tuple(request.stop))
+
+    def constrain(self, request: Request) -> tuple[Policy, ...]:
+        """Return the policy for the request's grammar, or an empty tuple if it has none.
+
+        Raises:
+            RequestError: the request's stop ids lack one that the grammar ends with.
+        """
+        grammar, text = request.grammar, self.text
+        if grammar is None or text is None:
+            return ()
+        if missing := grammar.vocabulary.stop - request.stop:
+            raise RequestError(
+                "stop must hold every stop id of the package if there is a grammar "
+                f"(got none of {sorted(missing)})"
+            )
+        return (Constrain(grammar, Place(thinking=open_at_end(text, request.prompt))),)
+
+    def run(
+        self, request: Request, proposer: Proposer, policies: tuple[Policy, ...] = ()
+    ) -> Iterator[Chunk]:
+        """Answer one request with the given proposer and policies; the request's own drafter and
+        policy options are ignored.
+        """
+        stop = tuple(sorted(request.stop))
+        check(self.model, request.prompt, request.max_tokens, stop)
+        plan = Plan(
+            prompt=request.prompt,
+            max_tokens=request.max_tokens,
+            stop=stop,
+            proposer=proposer,
+            policies=(*policies, Limit(request.max_tokens)),
+            marks=self.text.marks if self.text else None,
+            prefix=self.prefixes.use(request.prompt),
+        )
+        return self._answer(plan)
+
+    def _answer(self, plan: Plan) -> Iterator[Chunk]:
+        engine, self._report = self.model.engine, None
+        cached = plan.prefix.length if plan.prefix else 0
+        with self.model.alone:
+            meter = Meter(self.model.block, engine.busy(), cached)
+        progress, finish = Progress(plan.prompt, plan.marks), "cancelled"
+        try:
+            for chunk in decode(self.model, plan, progress, meter):
+                finish = chunk.finish or finish
+                yield chunk
+        except Exception:
+            finish = "error"
+            raise
+        finally:
+            busy = self._busy()
+            self._report = meter.report(finish, len(progress.tokens), busy)
+
+    def _busy(self) -> Mapping[str, float] | None:
+        """Engine seconds by graph; None if another thread's step does not end. An abandoned request
+        may be finalised in any thread, also in one that holds a lock for which that step waits.
+        """
+        if not self.model.alone.acquire(timeout=FINALISER_S):
+            return None
+        try:
+            return self.model.engine.busy()
+        finally:
+            self.model.alone.release()
+
+    def report(self) -> Report:
+        """Telemetry of the last request that ended.
+
+        Raises:
+            RequestError: no request has ended yet.
+        """
+        if self._report is None:
+            raise RequestError(
+                "report must be asked for after a request has ended (got a session where none has)"
+            )
+        return self._report
+
+    def close(self) -> None:
+        """Free the engine, once a step that another thread runs has ended. Idempotent."""
+        with self.model.alone:
+            self.model.engine.close()
+
+
+def open_session(
+    package: Path, config: EngineConfig, progress: Reporter, *, choose: bool = False
+) -> Session:
+    """Check a package and load it, with every prefill step size up to the one that `config` names.
+    With `choose`, if `config` names none, all sizes are loaded and the caller sets `model.chunk`
+    before the first request.
+
+    Raises:
+        PackageError: it is damaged, of another version, or was replaced meanwhile.
+        ConfigError: the options do not fit it.
+        EngineError: its graphs do not run here.
+    """
+    resolve_options.threads(config)
+    found = package_manifest.read(package)
+    capacity, block = resolve_options.capacity(config, found), resolve_options.block(config, found)
+    chunk, sizes = resolve_options.chunk(config, found), (found.chunk, *found.chunks)
+    choice = sizes if choose and not config.chunk else (chunk,)
+    sizes = (chunk, *(rows for rows in sizes if rows != chunk and rows <= max(choice)))
+    with ExitStack() as stack:
+        try:
+            with package_manifest.checking(package, found, progress):
+                # Before the weights, so that a bad tokenizer is reported at once.
+                text = Text.load(package) if found.tokenizer else None
+                engine = _ENGINES[found.engine](package, config, progress)
+                stack.callback(engine.close)
+                with progress.task("loading graphs"):
+                    model = Model(engine, found, capacity, block, sizes)
+            if package_manifest.read(package) != found:
+                # What was loaded may be of either: files were opened one by one, by their names.
+                raise PackageError(
+                    f"{package} must stay as it is while it is loaded (got another package); "
+                    "open it again"
+                )
+        except NoRoom as e:
+            raise EngineError(f"{e}; {_remedy(found, capacity, e.lacks)}") from e
+        stack.pop_all()
+    return Session(model, text, choice)
+
+
+def _remedy(found: Manifest, capacity: int, lacks: int) -> str:
+    """Advice when a context of `capacity` tokens takes `lacks` bytes too many."""
+    each = f"a token takes {amount(per_token(found), 'bytes')}"
+    if fits := shorter(found, capacity, lacks):
+        return f"lower engine.capacity from {capacity} to {fits}: {each}"
+    return f"no engine.capacity is low enough (now {capacity}, {each}): build with fewer bits"
+
+
+def _ort(package: Path, config: EngineConfig, progress: Reporter) -> Engine:
+    with extra("ort"):
+        from thor_dflash.runtime.engines.ort import OrtEngine
+
+    return OrtEngine(package, config.threads)
+
+
+def _cuda(package: Path, config: EngineConfig, progress: Reporter) -> Engine:
+    from thor_dflash.runtime.engines.cuda.engine import CudaEngine
+
+    return CudaEngine(package, config, progress)
+
+
+def _tensorrt(package: Path, config: EngineConfig, progress: Reporter) -> Engine:
+    try:
+        from thor_dflash.runtime.engines.tensorrt.engine import TensorRTEngine
+    except ImportError as e:
+        raise EngineError(
+            "engine tensorrt must have TensorRT's Python package; on a Jetson it comes with "
+            f"JetPack: python3 -m venv --system-site-packages (got: {e})"
+        ) from e
+    return TensorRTEngine(package, config, progress)
+
+
+_ENGINES: dict[str, Callable[[Path, EngineConfig, Reporter], Engine]] = {
+    "ort": _ort,
+    "cuda": _cuda,
+    "tensorrt": _tensorrt,
+}
+"""Imported on demand: a machine installs only the engine that its packages need."""
