@@ -30,8 +30,8 @@ from thor_dflash.runtime.grammar.compiler import Grammar
 from thor_dflash.runtime.grammar.policy import Constrain, Place
 from thor_dflash.runtime.session.session import Request, Session, open_session
 from thor_dflash.runtime.text.tokenizer import Answer, Text
-from thor_dflash.serving.check import Checker
-from thor_dflash.serving.schema import Schema, from_skills
+from thor_dflash.serving.planner.plan_schema import Schema, from_skills
+from thor_dflash.serving.planner.schema_validator import Checker
 
 MAX_TOKENS = 512
 """Of a plan, its thinking included: the longest canonical ones have 400."""

@@ -28,7 +28,7 @@ from thor_dflash.runtime.decoding.block import Block
 from thor_dflash.runtime.grammar.compiler import Grammar, Grammars
 from thor_dflash.runtime.grammar.policy import Constrain, Place
 from thor_dflash.runtime.text.tokenizer import Text
-from thor_dflash.serving.schema import from_skills
+from thor_dflash.serving.planner.plan_schema import from_skills
 
 ROWS = 16
 OBJECTS = [f"object_{i}" for i in range(40)]

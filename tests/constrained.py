@@ -23,7 +23,7 @@ from thor_dflash.runtime.grammar.compiler import Grammar
 from thor_dflash.runtime.grammar.policy import Constrain, Place
 from thor_dflash.runtime.session.session import Request, Session, open_session
 from thor_dflash.runtime.text.tokenizer import Text
-from thor_dflash.serving.schema import from_skills
+from thor_dflash.serving.planner.plan_schema import from_skills
 
 TOKENIZER = Path(__file__).parent.parent / "models/planner-nano/target"
 VOCAB = 1280

@@ -13,7 +13,7 @@ import uvicorn
 from openai import OpenAI
 
 from thor_dflash.config.serving import GatewayConfig
-from thor_dflash.serving.gateway import application
+from thor_dflash.serving.gateway.app import application
 
 CHAT: list[Any] = [{"role": "user", "content": "Bring the cup."}]
 JSON = {"Content-Type": "application/json"}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from thor_dflash.serving import wire
-from thor_dflash.serving.codec import JSON
-from thor_dflash.serving.schedule import Job, Peer, Schedule
+from thor_dflash.serving.protocol import messages
+from thor_dflash.serving.protocol.codec import JSON
+from thor_dflash.serving.server.scheduler import Job, Peer, Schedule
 
 
 def job(id: str, session: str = "", at: float = 0.0, peer: bytes = b"p", **ask: Any) -> Job:
     """Returns a job that arrived at the time `at`, s. Its session is its id unless one is given."""
-    request = wire.Ask(id=id, prompt="x", **ask)
+    request = messages.Ask(id=id, prompt="x", **ask)
     ms = request.deadline_ms
     return Job(
         request=request,

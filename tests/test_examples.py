@@ -17,7 +17,7 @@ from nano import package, tasks
 
 from thor_dflash.calib.planbench import judge
 from thor_dflash.cli import main, parser
-from thor_dflash.serving.schema import from_skills
+from thor_dflash.serving.planner.plan_schema import from_skills
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "docs/examples"

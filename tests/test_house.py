@@ -60,10 +60,10 @@ MAY = {
     "rich": ["thor_dflash/core/progress.py", "thor_dflash/verbs/*", "calib/demo*", "tests/*"],
     "zmq": ["serving/*", "tests/*"],
     "msgspec": ["serving/*", "thor_dflash/cli/commands/plan.py", "tests/*"],
-    "jsonschema_rs": ["serving/check.py"],
-    "starlette": ["serving/gateway.py", "tests/*"],
+    "jsonschema_rs": ["serving/planner/schema_validator.py"],
+    "starlette": ["serving/gateway/app.py", "tests/*"],
     "uvicorn": ["thor_dflash/cli/commands/gateway.py", "tests/*"],
-    "prometheus_client": ["serving/metrics.py"],
+    "prometheus_client": ["serving/gateway/metrics.py"],
     "openai": ["tests/*"],
     "tomli_w": ["thor_dflash/package/manifest.py"],
     "safetensors": ["calib/nano/*", "tests/*"],
@@ -74,7 +74,7 @@ MAY = {
 }
 # Nothing is configured from the environment, and no object is probed or changed by name.
 ENVIRONMENT = {
-    "serving/systemd.py": "systemd names its socket to a service there and nowhere else",
+    "serving/server/systemd.py": "systemd names its socket to a service there and nowhere else",
     "runtime/engines/onnxruntime_import.py": "ONNX Runtime reads there whether it may send telemetry",
 }
 """Files that may use environment variables -> why."""

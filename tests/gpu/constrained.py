@@ -41,7 +41,7 @@ from thor_dflash.runtime.measure.profile import HOST, PROMPT
 from thor_dflash.runtime.measure.random_weights import RandomWeights
 from thor_dflash.runtime.session.session import Request, Session
 from thor_dflash.runtime.text.tokenizer import Text
-from thor_dflash.serving.schema import from_skills  # noqa: E402
+from thor_dflash.serving.planner.plan_schema import from_skills
 
 WARM, RUNS = 3, 15
 """Answers of each kind, without and with their times."""

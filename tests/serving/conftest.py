@@ -19,10 +19,10 @@ import zmq
 from waiting import PATIENCE_S, until
 
 from thor_dflash.config.serving import ServeConfig
-from thor_dflash.serving import wire
-from thor_dflash.serving.backend import Backend, Prepared, Run, Stop
-from thor_dflash.serving.mock import MockBackend
-from thor_dflash.serving.server import Server, serving
+from thor_dflash.serving.planner.backend import Backend, Prepared, Run, Stop
+from thor_dflash.serving.planner.mock_backend import MockBackend
+from thor_dflash.serving.protocol import messages
+from thor_dflash.serving.server.server import Server, serving
 
 if TYPE_CHECKING:
     from thor_dflash.runtime.session.session import Session
@@ -40,17 +40,17 @@ class HeldRun:
         return self.run.done
 
     @property
-    def phase(self) -> wire.Phase:
+    def phase(self) -> messages.Phase:
         return self.run.phase
 
-    def step(self) -> Sequence[wire.Chunk]:
+    def step(self) -> Sequence[messages.Chunk]:
         self.held.waiting.set()
         assert self.held.permits.acquire(timeout=PATIENCE_S)
         self.held.waiting.clear()
         self.held.steps += 1
         return self.run.step()
 
-    def result(self, stop: Stop | None) -> wire.Result:
+    def result(self, stop: Stop | None) -> messages.Result:
         self.held.ended.append(stop)
         return self.run.result(stop)
 
@@ -92,16 +92,16 @@ class HeldBackend:
     def warm(self) -> None:
         self.mock.warm()
 
-    def prepare(self, ask: wire.Ask, left_ms: float | None) -> Prepared:
+    def prepare(self, ask: messages.Ask, left_ms: float | None) -> Prepared:
         return self.mock.prepare(ask, left_ms)
 
-    def validate(self, request: wire.Validate) -> dict[str, Any]:
+    def validate(self, request: messages.Validate) -> dict[str, Any]:
         return self.mock.validate(request)
 
-    def pin(self, request: wire.PrefixPut, stopped: Callable[[], bool]) -> dict[str, Any]:
+    def pin(self, request: messages.PrefixPut, stopped: Callable[[], bool]) -> dict[str, Any]:
         return self.mock.pin(request, stopped)
 
-    def keep(self, request: wire.PrefixPut) -> None:
+    def keep(self, request: messages.PrefixPut) -> None:
         self.mock.keep(request)
 
     @property

@@ -29,10 +29,10 @@ from thor_dflash.config.serving import ServeConfig
 from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.session.session import Request, open_session
-from thor_dflash.serving.client import Ask, Message, Options, RemotePlanner
-from thor_dflash.serving.live import LiveBackend
-from thor_dflash.serving.server import serving
-from thor_dflash.serving.work import be_polite
+from thor_dflash.serving.client.client import Ask, Message, Options, RemotePlanner
+from thor_dflash.serving.planner.session_backend import LiveBackend
+from thor_dflash.serving.server.server import serving
+from thor_dflash.serving.server.workers import be_polite
 
 RUN = "import sys; from thor_dflash.cli.main import main; sys.exit(main())"
 PROMPT = "Bring the cup to the table, then the plate to the kitchen."

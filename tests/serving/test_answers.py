@@ -10,10 +10,11 @@ import pytest
 from msgspec import structs
 
 from thor_dflash.config.serving import ServeConfig
-from thor_dflash.serving import mock, wire
-from thor_dflash.serving.client import Ask, Options, RemotePlanner
-from thor_dflash.serving.codec import JSON, MSGPACK, Codec
-from thor_dflash.serving.mock import MockBackend
+from thor_dflash.serving.client.client import Ask, Options, RemotePlanner
+from thor_dflash.serving.planner import mock_backend
+from thor_dflash.serving.planner.mock_backend import MockBackend
+from thor_dflash.serving.protocol import messages
+from thor_dflash.serving.protocol.codec import JSON, MSGPACK, Codec
 
 SMALL = {"op": "plan", "prompt": "x", "thinking": "off"}
 HUGE = "123456789012345678901234567890"
@@ -25,7 +26,7 @@ def test_an_answer_that_the_protocol_cannot_carry_is_no_plan(
     house: Any, monkeypatch: pytest.MonkeyPatch, codec: Codec, value: str
 ) -> None:
     text = f'{{"steps":[{{"id":1}},{{"id":{value}}}]}}'
-    monkeypatch.setattr(mock, "PLAN", text)
+    monkeypatch.setattr(mock_backend, "PLAN", text)
     with RemotePlanner(house.mock().endpoints[0], Options(codec=codec, retries=0)) as planner:
         ask = Ask(prompt="x", thinking="off", stream="steps")
         *chunks, result = planner.stream(ask)
@@ -59,11 +60,11 @@ class Unwritable(MockBackend):
 
 
 class Chunks:
-    def prefill(self, tokens: int) -> list[wire.Chunk]:
+    def prefill(self, tokens: int) -> list[messages.Chunk]:
         return []
 
-    def cycle(self, pieces: Any, tokens: int) -> list[wire.Chunk]:
-        return [wire.Chunk(kind="step", step=object(), index=0)]
+    def cycle(self, pieces: Any, tokens: int) -> list[messages.Chunk]:
+        return [messages.Chunk(kind="step", step=object(), index=0)]
 
 
 @pytest.mark.parametrize("where", ["chunk", "result"])
@@ -86,7 +87,7 @@ def test_what_cannot_be_written_is_an_internal_error_and_ends_nothing(
 
 def test_an_answer_to_a_control_operation_that_cannot_be_written_is_an_error(house: Any) -> None:
     class Odd(MockBackend):
-        def validate(self, request: wire.Validate) -> dict[str, Any]:
+        def validate(self, request: messages.Validate) -> dict[str, Any]:
             return {"prompt_tokens": object()}
 
     peer = house.peer(house.serve(Odd(ServeConfig())))

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from thor_dflash.core.errors import PlanError
-from thor_dflash.serving import check
-from thor_dflash.serving.check import Checker
-from thor_dflash.serving.fields import SCHEMA_BYTES
-from thor_dflash.serving.schema import from_skills
+from thor_dflash.serving.planner import schema_validator
+from thor_dflash.serving.planner.plan_schema import from_skills
+from thor_dflash.serving.planner.schema_validator import Checker
+from thor_dflash.serving.protocol.validation import SCHEMA_BYTES
 
 Schema = dict[str, Any]
 NEVER: Schema = {"type": "object", "required": ["x"], "properties": {"x": False}}
@@ -115,13 +115,16 @@ def test_schemas_that_planners_use_are_far_from_the_limit() -> None:
     ids = {"object": [f"o{i}" for i in range(100)], "place": [f"p{i}" for i in range(20)]}
     tree = {"anyOf": [below("tree"), {"properties": {"all": {"items": ref("tree")}}}, {"const": 1}]}
     for schema in (from_skills(many, ids), {"$defs": {"tree": tree}, **ref("tree")}):
-        assert not check._Passes(schema).above(check.MOST_PASSES // 10)
+        assert not schema_validator._Passes(schema).above(schema_validator.MOST_PASSES // 10)
 
 
 def test_no_schema_without_ref_has_too_many() -> None:
     long = {"enum": [0] * (SCHEMA_BYTES // 2)}
     wide = {"allOf": [{}] * (SCHEMA_BYTES // 3)}
-    assert not any(check._Passes(schema).above(check.MOST_PASSES) for schema in (long, wide))
+    assert not any(
+        schema_validator._Passes(schema).above(schema_validator.MOST_PASSES)
+        for schema in (long, wide)
+    )
 
 
 def test_chains_of_any_length_are_followed() -> None:

@@ -19,10 +19,12 @@ import zmq
 from waiting import until
 
 from thor_dflash.core.errors import ConfigError, PlanError
-from thor_dflash.serving import aclient, client, replies, security, wire
-from thor_dflash.serving.aclient import AsyncPlanner
-from thor_dflash.serving.client import Ask, Options, RemotePlanner
-from thor_dflash.serving.replies import Tries, fill
+from thor_dflash.serving.client import async_client, client, retry
+from thor_dflash.serving.client.async_client import AsyncPlanner
+from thor_dflash.serving.client.client import Ask, Options, RemotePlanner
+from thor_dflash.serving.client.retry import Tries, fill
+from thor_dflash.serving.protocol import messages
+from thor_dflash.serving.transport import curve
 
 NOWHERE = "tcp://127.0.0.1:9"
 STREAM = Ask(prompt="x", stream="all")
@@ -100,7 +102,7 @@ def test_a_client_ends_where_a_deadline_passed_while_trying() -> None:
 
 
 def test_a_client_ends_where_its_keys_went(tmp_path: Path) -> None:
-    security.keygen(tmp_path / "keys")
+    curve.keygen(tmp_path / "keys")
 
     def ask() -> None:
         with RemotePlanner(NOWHERE, Options(keys=str(tmp_path / "keys"))) as planner:
@@ -117,8 +119,8 @@ def test_an_idle_client_that_was_refused_for_long_may_be_closed(
     """libzmq blocks when the pipe of its monitor is full, which nobody reads in an idle client.
     With a wrong key that takes two minutes; here it is hurried.
     """
-    monkeypatch.setitem(replies.SOCKET_OPTIONS, zmq.RECONNECT_IVL, 1)
-    monkeypatch.setattr(replies, "WATCHED", zmq.EVENT_ALL)
+    monkeypatch.setitem(retry.SOCKET_OPTIONS, zmq.RECONNECT_IVL, 1)
+    monkeypatch.setattr(retry, "WATCHED", zmq.EVENT_ALL)
     with socket.create_server(("127.0.0.1", 0)) as refusing:
         planner = RemotePlanner(f"tcp://127.0.0.1:{refusing.getsockname()[1]}")
         refusing.settimeout(0.2)
@@ -194,7 +196,7 @@ def test_closing_an_asyncio_client_ends_all_that_wait(
 def test_a_token_of_the_request_goes_before_that_of_the_client(
     own: str | None, usual: str | None, sent: str | None
 ) -> None:
-    for request in (Ask(prompt="x", token=own), wire.Simple(op="ping", token=own)):
+    for request in (Ask(prompt="x", token=own), messages.Simple(op="ping", token=own)):
         body = fill(request, Options(token=usual)).body
         assert msgspec.msgpack.decode(body).get("token") == sent
 
@@ -212,7 +214,7 @@ def test_a_stream_is_cancelled_with_the_token_that_began_it(house: Any, tmp_path
             await anext(stream)
             await stream.aclose()
             # On the same connection, so it is answered after the `cancel` of the closed stream.
-            stats = await planner.call(wire.Simple(op="stats", token="own"))
+            stats = await planner.call(messages.Simple(op="stats", token="own"))
             assert stats["refused"].keys() <= {"cancelled"}  # and none is unauthorized
             assert stats["requests"]["cancel"] == 1
 
@@ -243,10 +245,10 @@ def test_a_stream_that_goes_on_may_take_as_long_as_it_likes(
     server, held = house.held()
     ahead, options = 0.0, Options(plan_timeout_s=20.0)
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead, sleep=time.sleep)
-    for module in (client, aclient, replies):
+    for module in (client, async_client, retry):
         monkeypatch.setattr(module, "time", clock)
 
-    def take(event: wire.Event) -> wire.Event:
+    def take(event: messages.Event) -> messages.Event:
         nonlocal ahead
         ahead += 15.0
         held.let(1)
@@ -364,7 +366,7 @@ def test_an_answer_has_no_frame_before_its_body() -> None:
         (result,) = planner.stream(Ask(prompt="x", stream="steps"))
     assert result.text == "right"
 
-    async def ask(endpoint: str) -> wire.Result:
+    async def ask(endpoint: str) -> messages.Result:
         async with AsyncPlanner(endpoint) as planner:
             return await planner.plan(Ask(prompt="x"))
 

@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thor_dflash.core.errors import PlanError
-from thor_dflash.serving import codec, fields, groot, wire
-from thor_dflash.serving.codec import JSON, MSGPACK, Codec, Head
+from thor_dflash.serving.protocol import codec, groot, messages, validation
+from thor_dflash.serving.protocol.codec import JSON, MSGPACK, Codec, Head
 
 PLAN = {"v": 1, "op": "plan", "id": "a", "prompt": "Bring the cup."}
 
 
-def read(body: bytes) -> wire.Request:
+def read(body: bytes) -> messages.Request:
     found = codec.codec_of(body)
     return codec.read(found, body, codec.head_of(found, body))
 
@@ -29,16 +29,16 @@ def read(body: bytes) -> wire.Request:
 def refused(body: bytes | dict[str, Any]) -> PlanError:
     with pytest.raises(PlanError) as caught:
         request = read(body if isinstance(body, bytes) else JSON.encode(body))
-        assert isinstance(request, wire.Ask)
-        fields.check(request)
-        fields.check_values(request)
+        assert isinstance(request, messages.Ask)
+        validation.check(request)
+        validation.check_values(request)
     return caught.value
 
 
 @pytest.mark.parametrize("encoding", [JSON, MSGPACK], ids=["json", "msgpack"])
 def test_both_encodings_say_the_same(encoding: Codec) -> None:
     request = read(encoding.encode({**PLAN, "stream": "steps", "return": ["plan"]}))
-    assert isinstance(request, wire.Ask)
+    assert isinstance(request, messages.Ask)
     assert (request.prompt, request.stream, request.parts) == (PLAN["prompt"], "steps", ("plan",))
 
 
@@ -202,7 +202,7 @@ def test_halves_alone_are_mended(text: bytes, mended: str) -> None:
 
 def test_whole_surrogate_pairs_are_text_and_broken_bodies_stay_broken() -> None:
     request = read(b'{"op":"plan","prompt":"\\ud83d\\ude00 \\\\ud800"}')
-    assert isinstance(request, wire.Ask)
+    assert isinstance(request, messages.Ask)
     assert request.prompt == "\U0001f600 \\ud800"
     twice = b'{"op":"plan","prompt":"\\ud800","prompt":"x"}'
     for body in (twice, b'{"op":"plan","prompt":"\\ud800" x}', b'{"\\ud8'):
@@ -275,7 +275,7 @@ def test_groot_requests_are_the_same_requests() -> None:
     head = MSGPACK.decode(body, Head)
     assert groot.speaks(head)
     request = groot.read(MSGPACK, body, head)
-    assert isinstance(request, wire.Ask)
+    assert isinstance(request, messages.Ask)
     assert (request.prompt, request.token) == ("x", "secret")
     assert groot.answer(codec.failure(PlanError("busy", "later"), "a")) == {"error": "busy: later"}
     wrong = MSGPACK.encode({"endpoint": "plan", "data": {"promt": "x"}})
@@ -300,7 +300,7 @@ def test_of_a_large_value_no_more_is_written_than_is_told(large: Any) -> None:
         with pytest.raises(PlanError, match=r"\(got [\[{]\"x+.{,50}\.\.\.[;)]"):
             codec.read(JSON, b"{}", head)
     with pytest.raises(PlanError, match=r"stop must be left out.*\(got "):
-        fields.check(wire.Ask(prompt="x", stop=large))
+        validation.check(messages.Ask(prompt="x", stop=large))
 
 
 @pytest.mark.parametrize("rest", ['": 1}', '\\ud800": 1}'], ids=["unknown", "torn"])

@@ -13,14 +13,14 @@ import pytest
 
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import Code, PlanError
-from thor_dflash.serving.desk import ENVELOPE, Desk, Hands
-from thor_dflash.serving.door import Letter
-from thor_dflash.serving.events import Events
-from thor_dflash.serving.life import RETRY_MS, Life
-from thor_dflash.serving.mock import MockBackend
-from thor_dflash.serving.schedule import Job
-from thor_dflash.serving.wire import Chunk
-from thor_dflash.serving.work import Checked, Ended, Kept, Said
+from thor_dflash.serving.planner.mock_backend import MockBackend
+from thor_dflash.serving.protocol.messages import Chunk
+from thor_dflash.serving.server.event_log import Events
+from thor_dflash.serving.server.handlers import ENVELOPE, Desk, Hands
+from thor_dflash.serving.server.lifecycle import RETRY_MS, Life
+from thor_dflash.serving.server.scheduler import Job
+from thor_dflash.serving.server.workers import Checked, Ended, Kept, Said
+from thor_dflash.serving.transport.router_socket import Letter
 
 BACKEND = MockBackend(ServeConfig())
 

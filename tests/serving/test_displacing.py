@@ -6,10 +6,11 @@ import pytest
 from scheduling import accept, full, job, leave, queue, run, urgent, waiting
 
 from thor_dflash.core.errors import PlanError
-from thor_dflash.serving import schedule, wire
-from thor_dflash.serving.backend import Stop
-from thor_dflash.serving.codec import JSON
-from thor_dflash.serving.schedule import Job, Peer, Schedule
+from thor_dflash.serving.planner.backend import Stop
+from thor_dflash.serving.protocol import messages
+from thor_dflash.serving.protocol.codec import JSON
+from thor_dflash.serving.server import scheduler
+from thor_dflash.serving.server.scheduler import Job, Peer, Schedule
 
 
 def test_a_full_queue_makes_room_for_one_that_may_displace_less_urgent_ones() -> None:
@@ -153,8 +154,8 @@ def test_where_the_place_is_gone_when_a_plan_was_checked_it_is_busy_after_all() 
 def test_a_prefix_that_waits_to_be_pinned_is_not_displaced() -> None:
     books = Schedule(1)
     full(books, runs=9)
-    put = wire.PrefixPut(id="put", prefix_id="skills", system="x")
-    pinned = schedule.job_of(Peer((b"p", b""), JSON), put, 0.0)
+    put = messages.PrefixPut(id="put", prefix_id="skills", system="x")
+    pinned = scheduler.job_of(Peer((b"p", b""), JSON), put, 0.0)
     books.arrive(pinned, 1.0)
     pinned.state = "queued"
     with pytest.raises(PlanError, match="wait"):
@@ -163,8 +164,8 @@ def test_a_prefix_that_waits_to_be_pinned_is_not_displaced() -> None:
 
 def put(books: Schedule, id: str) -> Job:
     """A request to pin a prefix, whose turn has come."""
-    request = wire.PrefixPut(id=id, prefix_id=id, system="x")
-    one = schedule.job_of(Peer((b"p", b""), JSON), request, 0.0)
+    request = messages.PrefixPut(id=id, prefix_id=id, system="x")
+    one = scheduler.job_of(Peer((b"p", b""), JSON), request, 0.0)
     books.arrive(one, 850.0)
     one.state = "queued"
     assert run(books) == id

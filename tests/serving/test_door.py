@@ -15,8 +15,8 @@ import zmq
 
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import ConfigError
-from thor_dflash.serving import door as door_module
-from thor_dflash.serving.door import Door, Left, Letter
+from thor_dflash.serving.transport import router_socket as door_module
+from thor_dflash.serving.transport.router_socket import Door, Left, Letter
 
 BULK = b"x" * 200_000
 

@@ -19,8 +19,8 @@ import pytest
 from waiting import until
 
 from thor_dflash.config.serving import ServeConfig
-from thor_dflash.serving.mock import MockBackend
-from thor_dflash.serving.server import READING_S, Server
+from thor_dflash.serving.planner.mock_backend import MockBackend
+from thor_dflash.serving.server.server import READING_S, Server
 
 
 @contextmanager
@@ -110,7 +110,7 @@ def test_an_end_that_clients_ask_for_leaves_time_to_read(
     for _ in range(2):
         assert peer.ask(op="shutdown", id="s")["stopping"] is True
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=slept.append)
-    monkeypatch.setattr("thor_dflash.serving.server.time", clock)
+    monkeypatch.setattr("thor_dflash.serving.server.server.time", clock)
     held.let()
     assert peer.final("a")["status"] == "ok"
     until(lambda: slept)

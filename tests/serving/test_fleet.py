@@ -14,10 +14,10 @@ from typing import Any, cast
 import pytest
 
 from thor_dflash.core.errors import Code, PlanError
-from thor_dflash.serving import fleet as fleet_module
-from thor_dflash.serving import replies
-from thor_dflash.serving.client import Ask, Options, Result
-from thor_dflash.serving.fleet import Fleet, Member, _look_after, _Turn
+from thor_dflash.serving.client import retry
+from thor_dflash.serving.client.client import Ask, Options, Result
+from thor_dflash.serving.gateway import server_pool as fleet_module
+from thor_dflash.serving.gateway.server_pool import Fleet, Member, _look_after, _Turn
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Open:
         if not self.closed.is_set():
             self.asked.append(ask)
         await self.closed.wait()
-        raise replies.closed("here")
+        raise retry.closed("here")
         yield
 
     async def close(self) -> None:

@@ -16,11 +16,12 @@ from openai import APIStatusError, AuthenticationError, BadRequestError, NotFoun
 from waiting import until
 
 from thor_dflash.core.errors import PlanError
-from thor_dflash.serving import fleet as fleet_module
-from thor_dflash.serving import gateway as gateway_module
-from thor_dflash.serving import metrics, wire
-from thor_dflash.serving import openai as openai_words
-from thor_dflash.serving.mock import PLAN, THINKING
+from thor_dflash.serving.gateway import app as gateway_module
+from thor_dflash.serving.gateway import metrics
+from thor_dflash.serving.gateway import openai_api as openai_words
+from thor_dflash.serving.gateway import server_pool as fleet_module
+from thor_dflash.serving.planner.mock_backend import PLAN, THINKING
+from thor_dflash.serving.protocol import messages as wire
 
 
 def test_a_completion(house: Any) -> None:

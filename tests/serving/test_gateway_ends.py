@@ -16,11 +16,11 @@ from waiting import PATIENCE_S
 
 from thor_dflash.config.serving import GatewayConfig
 from thor_dflash.core.errors import ConfigError, PlanError
-from thor_dflash.serving import wire
-from thor_dflash.serving.gateway import BODY_BYTES, Body, Gateway, _pieces, listen_at
-from thor_dflash.serving.openai import Answer
+from thor_dflash.serving.gateway.app import BODY_BYTES, Body, Gateway, _pieces, listen_at
+from thor_dflash.serving.gateway.openai_api import Answer
+from thor_dflash.serving.protocol import messages
 
-RESULT = wire.Result(finish_reason="stop", text="{}", plan_valid=True)
+RESULT = messages.Result(finish_reason="stop", text="{}", plan_valid=True)
 
 
 def request(body: bytes) -> Request:
@@ -40,7 +40,7 @@ class Fleet:
     async def stream(self, ask: object, model: str = "") -> AsyncGenerator[Any]:
         self.open += 1
         try:
-            chunks = (wire.Chunk(kind="text", text="{"),) if model else ()
+            chunks = (messages.Chunk(kind="text", text="{"),) if model else ()
             for seq, event in enumerate((*chunks, RESULT)):
                 yield type("Member", (), {"model": "nano"}), structs.replace(event, seq=seq)
         finally:

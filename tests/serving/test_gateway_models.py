@@ -13,9 +13,9 @@ from gateways import client, gateway
 from waiting import until
 
 from thor_dflash.config.serving import ServeConfig
-from thor_dflash.serving import fleet
-from thor_dflash.serving.backend import About
-from thor_dflash.serving.mock import MockBackend
+from thor_dflash.serving.gateway import server_pool
+from thor_dflash.serving.planner.backend import About
+from thor_dflash.serving.planner.mock_backend import MockBackend
 
 NAME = "nvidia/Qwen 3.6?ü"
 
@@ -42,7 +42,7 @@ def never(monkeypatch: pytest.MonkeyPatch) -> None:
     async def look(member: Any) -> None:
         """No health check comes before the question."""
 
-    monkeypatch.setattr(fleet, "_look_after", look)
+    monkeypatch.setattr(server_pool, "_look_after", look)
 
 
 @pytest.mark.parametrize("path", [quote(NAME), quote(NAME, safe="")])
@@ -81,7 +81,7 @@ def test_a_model_of_a_server_that_does_not_answer_is_not_said_to_be_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     never(monkeypatch)
-    monkeypatch.setattr(fleet, "SOON_S", 0.1)
+    monkeypatch.setattr(server_pool, "SOON_S", 0.1)
     with gateway("ipc:///nowhere/plan") as address:
         status, body, again = told(address, "/v1/models/mock")
         assert (status, body["error"]["code"], again) == (503, "unreachable", "true")

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from gateways import CHAT, JSON, gateway
 
-from thor_dflash.serving import gateway as gateways
+from thor_dflash.serving.gateway import app as gateways
 
 BODY = msgspec.json.encode({"messages": CHAT})
 

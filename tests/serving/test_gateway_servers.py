@@ -13,9 +13,9 @@ from openai import APIStatusError, NotFoundError
 from waiting import until
 
 from thor_dflash.config.serving import ServeConfig
-from thor_dflash.serving import fleet
-from thor_dflash.serving.backend import About
-from thor_dflash.serving.mock import MockBackend
+from thor_dflash.serving.gateway import server_pool
+from thor_dflash.serving.planner.backend import About
+from thor_dflash.serving.planner.mock_backend import MockBackend
 
 
 def ask(address: str, **fields: Any) -> Any:
@@ -110,7 +110,7 @@ def test_the_first_answer_names_its_model_too(house: Any, monkeypatch: pytest.Mo
     async def look(member: Any) -> None:
         """A health check that never comes before the answer."""
 
-    monkeypatch.setattr(fleet, "_look_after", look)
+    monkeypatch.setattr(server_pool, "_look_after", look)
     with gateway(house.mock().endpoints[0]) as address:
         assert ask(address).model == "mock"
 
@@ -121,12 +121,12 @@ def test_the_deadline_includes_the_search_for_a_server_of_the_model(
     async def look(member: Any) -> None:
         """None is done before the question."""
 
-    async def meet(member: Any, meet: Any = fleet._meet) -> Any:
+    async def meet(member: Any, meet: Any = server_pool._meet) -> Any:
         await asyncio.sleep(0.5)
         return await meet(member)
 
-    monkeypatch.setattr(fleet, "_look_after", look)
-    monkeypatch.setattr(fleet, "_meet", meet)
+    monkeypatch.setattr(server_pool, "_look_after", look)
+    monkeypatch.setattr(server_pool, "_meet", meet)
     late = {"deadline_ms": 400}
     with (
         gateway(house.mock().endpoints[0]) as address,

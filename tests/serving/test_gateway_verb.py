@@ -19,7 +19,7 @@ from waiting import until
 from thor_dflash.cli import main
 from thor_dflash.cli.commands import gateway as verb
 from thor_dflash.config.serving import GatewayConfig
-from thor_dflash.serving.gateway import listen_at
+from thor_dflash.serving.gateway.app import listen_at
 
 
 @pytest.mark.parametrize(

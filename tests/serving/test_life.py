@@ -9,10 +9,10 @@ import pytest
 
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import ModelFault
-from thor_dflash.serving.life import DEGRADED, Life
-from thor_dflash.serving.mock import MockBackend
-from thor_dflash.serving.server import AWAY_S, TICK_S, Server
-from thor_dflash.serving.work import Pulse
+from thor_dflash.serving.planner.mock_backend import MockBackend
+from thor_dflash.serving.server.lifecycle import DEGRADED, Life
+from thor_dflash.serving.server.server import AWAY_S, TICK_S, Server
+from thor_dflash.serving.server.workers import Pulse
 
 WATCHDOG_S = 1000.0
 LATE_S = DEGRADED * WATCHDOG_S

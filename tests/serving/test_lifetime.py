@@ -14,8 +14,8 @@ from waiting import until
 
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import EngineError, EngineLost, ThorError
-from thor_dflash.serving.mock import MockBackend
-from thor_dflash.serving.server import Server
+from thor_dflash.serving.planner.mock_backend import MockBackend
+from thor_dflash.serving.server.server import Server
 
 SMALL = {"op": "plan", "prompt": "x"}
 
@@ -340,7 +340,7 @@ def test_a_thread_that_dies_ends_the_server(
     if thread == "clerk":
         monkeypatch.setattr(backend, "prepare", panic)
     else:
-        monkeypatch.setattr("thor_dflash.serving.server.write", panic)
+        monkeypatch.setattr("thor_dflash.serving.server.server.write", panic)
     server = house.serve(backend, trace_slow_ms=1, trace_dir=str(tmp_path))
     reply = house.peer(server).ask(**SMALL, id="a")
     assert reply.get("code", "none") == ("engine_fault" if thread == "clerk" else "none")

@@ -14,14 +14,14 @@ from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import CompilerBusy
 from thor_dflash.runtime.grammar.compiler import COMPILE_S
 from thor_dflash.runtime.session.session import Request, Session
-from thor_dflash.serving import codec
-from thor_dflash.serving.backend import Backend, drive
-from thor_dflash.serving.check import Checker
-from thor_dflash.serving.client import Ask, Message, Options, PlanError, RemotePlanner
-from thor_dflash.serving.live import WORTH_THINKING, LiveBackend
-from thor_dflash.serving.mock import MockBackend
-from thor_dflash.serving.planner import LocalPlanner
-from thor_dflash.serving.wire import PrefixPut, Validate
+from thor_dflash.serving.client.client import Ask, Message, Options, PlanError, RemotePlanner
+from thor_dflash.serving.planner.backend import Backend, drive
+from thor_dflash.serving.planner.mock_backend import MockBackend
+from thor_dflash.serving.planner.planner import LocalPlanner
+from thor_dflash.serving.planner.schema_validator import Checker
+from thor_dflash.serving.planner.session_backend import WORTH_THINKING, LiveBackend
+from thor_dflash.serving.protocol import codec
+from thor_dflash.serving.protocol.messages import PrefixPut, Validate
 
 SYSTEM = "You plan for one arm. " + "It can pick, place and wait; nothing else at all. " * 6
 CONFIG = ServeConfig(thinking_budget=24, max_tokens=40)

@@ -11,10 +11,10 @@ from constrained import PLAN
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import PlanError
 from thor_dflash.runtime.session.session import Session
-from thor_dflash.serving.check import Checker
-from thor_dflash.serving.fields import MESSAGE
-from thor_dflash.serving.live import LiveBackend
-from thor_dflash.serving.wire import Ask, Validate
+from thor_dflash.serving.planner.schema_validator import Checker
+from thor_dflash.serving.planner.session_backend import LiveBackend
+from thor_dflash.serving.protocol.messages import Ask, Validate
+from thor_dflash.serving.protocol.validation import MESSAGE
 
 
 @pytest.fixture

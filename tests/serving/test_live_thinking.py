@@ -9,11 +9,11 @@ from msgspec import structs
 
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.runtime.session.session import Session
-from thor_dflash.serving.backend import Backend
-from thor_dflash.serving.live import WORTH_THINKING, LiveBackend
-from thor_dflash.serving.mock import MockBackend
-from thor_dflash.serving.planner import LocalPlanner
-from thor_dflash.serving.wire import Ask, Message, PrefixPut
+from thor_dflash.serving.planner.backend import Backend
+from thor_dflash.serving.planner.mock_backend import MockBackend
+from thor_dflash.serving.planner.planner import LocalPlanner
+from thor_dflash.serving.planner.session_backend import WORTH_THINKING, LiveBackend
+from thor_dflash.serving.protocol.messages import Ask, Message, PrefixPut
 
 SYSTEM = "You plan for one arm. " + "It can pick, place and wait; nothing else at all. " * 6
 CHAT = (Message(role="system", content=SYSTEM), Message(role="user", content="Pick the mug."))

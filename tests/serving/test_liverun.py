@@ -15,15 +15,15 @@ from thor_dflash.config.serving import ServeConfig
 from thor_dflash.runtime.measure import power
 from thor_dflash.runtime.measure.power import Sensor, Watch
 from thor_dflash.runtime.session.session import Chunk, Session
-from thor_dflash.serving import wire
-from thor_dflash.serving.backend import drive
-from thor_dflash.serving.client import Ask
-from thor_dflash.serving.codec import JSON
-from thor_dflash.serving.live import LiveBackend
-from thor_dflash.serving.liverun import LiveRun
-from thor_dflash.serving.meter import Meter
-from thor_dflash.serving.schedule import Job, Peer
-from thor_dflash.serving.work import Ended, Post, Pulse, engine
+from thor_dflash.serving.client.client import Ask
+from thor_dflash.serving.planner.backend import drive
+from thor_dflash.serving.planner.power_meter import Meter
+from thor_dflash.serving.planner.session_backend import LiveBackend
+from thor_dflash.serving.planner.session_run import LiveRun
+from thor_dflash.serving.protocol import messages
+from thor_dflash.serving.protocol.codec import JSON
+from thor_dflash.serving.server.scheduler import Job, Peer
+from thor_dflash.serving.server.workers import Ended, Post, Pulse, engine
 
 THINKS = Ask(prompt="Pick the mug.", thinking="on", thinking_budget=24, parts=("timings",))
 ANSWERS = structs.replace(THINKS, thinking="off", thinking_budget=None)
@@ -46,7 +46,7 @@ def backend(session: Session) -> Kept:
     return it
 
 
-def plan(backend: LiveBackend, ask: Ask) -> wire.Result:
+def plan(backend: LiveBackend, ask: Ask) -> messages.Result:
     run = backend.start(backend.prepare(ask, None), None)
     return drive(run, lambda: None, lambda chunk: None)
 
@@ -87,7 +87,7 @@ def test_an_answer_that_never_came_is_thinking_exhausted(
 def test_what_was_held_back_is_streamed_at_the_end(backend: Kept) -> None:
     half = backend.text.encode("{ü")[:-1]
     assert backend.text.decode(half) == "{�"
-    chunks: list[wire.Chunk] = []
+    chunks: list[messages.Chunk] = []
     ask = structs.replace(ANSWERS, stream="text", parts=("text",))
     result = drive(told(backend, ask, Chunk(tuple(half), "stop")), lambda: None, chunks.append)
     assert "".join(chunk.text or "" for chunk in chunks) == result.text == "{�"
@@ -201,7 +201,7 @@ def test_times_of_a_plan_that_waited_count_from_its_arrival(backend: Kept) -> No
     thread.start()
     thread.join()
     (result,) = [post.outcome for post in posts if isinstance(post, Ended)]
-    assert isinstance(result, wire.Result)
+    assert isinstance(result, messages.Result)
     times = result.timings
     assert times
     assert times.ttfa_ms is not None

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from thor_dflash.core.errors import PlanError
-from thor_dflash.serving import metrics
-from thor_dflash.serving.openai import (
+from thor_dflash.serving.gateway import metrics
+from thor_dflash.serving.gateway.openai_api import (
     STATUS,
     Completion,
     StreamOptions,
@@ -21,7 +21,7 @@ from thor_dflash.serving.openai import (
     error,
     read,
 )
-from thor_dflash.serving.stats import KEPT
+from thor_dflash.serving.server.stats import KEPT
 
 CHAT = [{"role": "user", "content": "Bring the cup."}]
 DOCUMENT = (Path(__file__).parent.parent.parent / "docs/serving.md").read_text()

@@ -5,25 +5,27 @@ from __future__ import annotations
 import pytest
 
 from thor_dflash.config.serving import ServeConfig
-from thor_dflash.serving import wire
-from thor_dflash.serving.mock import MockBackend
-from thor_dflash.serving.outcome import Decoded, result
+from thor_dflash.serving.planner.mock_backend import MockBackend
+from thor_dflash.serving.planner.result import Decoded, result
+from thor_dflash.serving.protocol import messages
 
 SCHEMA: dict[str, object] = {"type": "object", "required": ["goal"]}
 STEP = '{"goal": "tidy", "steps": [{"id": 1, "skill": "wait", "args": {}}, {"id"'
 """A plan that was stopped after its first whole step."""
 
 
-def ended(finish: wire.Finish, text: str, schema: dict[str, object] = SCHEMA) -> wire.Result:
-    ask = wire.Ask(prompt="go", json_schema=schema)
+def ended(
+    finish: messages.Finish, text: str, schema: dict[str, object] = SCHEMA
+) -> messages.Result:
+    ask = messages.Ask(prompt="go", json_schema=schema)
     prepared = MockBackend(ServeConfig()).prepare(ask, None)
     decoded = Decoded(
         finish=finish,
         text=text,
         thinking="",
         tokens=(),
-        usage=wire.Usage(),
-        timings=wire.Timings(),
+        usage=messages.Usage(),
+        timings=messages.Timings(),
         spec=None,
     )
     return result(prepared, decoded)
@@ -42,7 +44,7 @@ def ended(finish: wire.Finish, text: str, schema: dict[str, object] = SCHEMA) ->
     ],
 )
 def test_a_status_follows_from_the_ending_and_the_schema(
-    finish: wire.Finish, text: str, status: str, valid: bool
+    finish: messages.Finish, text: str, status: str, valid: bool
 ) -> None:
     got = ended(finish, text)
     assert (got.status, got.plan_valid) == (status, valid)

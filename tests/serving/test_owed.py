@@ -13,14 +13,15 @@ from waiting import until
 
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import PlanError
-from thor_dflash.serving import wire, work
-from thor_dflash.serving.codec import JSON
-from thor_dflash.serving.mock import MockBackend
-from thor_dflash.serving.owed import EACH, MOST, Dues
-from thor_dflash.serving.schedule import Peer, job_of
-from thor_dflash.serving.work import Owed, Validated
+from thor_dflash.serving.planner.mock_backend import MockBackend
+from thor_dflash.serving.protocol import messages
+from thor_dflash.serving.protocol.codec import JSON
+from thor_dflash.serving.server import workers
+from thor_dflash.serving.server.pending import EACH, MOST, Dues
+from thor_dflash.serving.server.scheduler import Peer, job_of
+from thor_dflash.serving.server.workers import Owed, Validated
 
-VALIDATE, DROP = wire.Validate(id="v", prompt="x"), wire.PrefixDrop(id="d", prefix_id="x")
+VALIDATE, DROP = messages.Validate(id="v", prompt="x"), messages.PrefixDrop(id="d", prefix_id="x")
 
 
 def peer(name: int) -> Peer:
@@ -111,47 +112,49 @@ def test_a_request_that_was_given_up_is_not_begun(hand: str) -> None:
     backend, posts = MockBackend(ServeConfig()), list[Any]()
     owed = Owed(peer(1), VALIDATE if hand == "clerk" else DROP, given_up=True)
     if hand == "clerk":
-        checks: PriorityQueue[work.Turn] = PriorityQueue()
-        checks.put(work.turn(0, owed))
-        checks.put(work.turn(1, None))
-        work.clerk(backend, checks, posts.append, print)
+        checks: PriorityQueue[workers.Turn] = PriorityQueue()
+        checks.put(workers.turn(0, owed))
+        checks.put(workers.turn(1, None))
+        workers.clerk(backend, checks, posts.append, print)
     else:
         drops: SimpleQueue[Any] = SimpleQueue()
         drops.put(owed)
         drops.put(None)
-        work.keeper(backend, drops, posts.append, print)
+        workers.keeper(backend, drops, posts.append, print)
     assert posts == [Validated(owed, None)]
 
 
 def test_plans_are_checked_first_and_all_before_the_end() -> None:
-    backend, checks = Slow(), PriorityQueue[work.Turn]()
+    backend, checks = Slow(), PriorityQueue[workers.Turn]()
     backend.go.set()
-    asks = [job_of(peer(1), wire.Ask(id=name, prompt="x"), 0.0) for name in "ab"]
+    asks = [job_of(peer(1), messages.Ask(id=name, prompt="x"), 0.0) for name in "ab"]
     items = [Owed(peer(1), VALIDATE), asks[0], None, Owed(peer(2), VALIDATE), asks[1]]
     for order, item in enumerate(items):
-        checks.put(work.turn(order, item))
-    work.clerk(backend, checks, lambda post: None, print)
+        checks.put(workers.turn(order, item))
+    workers.clerk(backend, checks, lambda post: None, print)
     assert backend.asked == ["a", "b", "v", "v"]
 
 
 def test_a_prompt_that_cannot_fit_is_not_encoded(
     session: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from thor_dflash.serving.live import LiveBackend
+    from thor_dflash.serving.planner.session_backend import LiveBackend
 
     backend = LiveBackend(session, ServeConfig())
     long = "cup " * 250_000
     requests = {
-        "prompt": lambda: backend.validate(wire.Validate(prompt=long)),
-        "system": lambda: backend.pin(wire.PrefixPut(prefix_id="a", system=long), lambda: False),
+        "prompt": lambda: backend.validate(messages.Validate(prompt=long)),
+        "system": lambda: backend.pin(
+            messages.PrefixPut(prefix_id="a", system=long), lambda: False
+        ),
     }
-    few, limit = backend.validate(wire.Validate(prompt="cup")), session.model.limit
+    few, limit = backend.validate(messages.Validate(prompt="cup")), session.model.limit
     monkeypatch.setattr(session.text, "encode", lambda text: pytest.fail("it was encoded"))
     for field, ask in requests.items():
         with pytest.raises(PlanError, match=rf"must be <= {limit} tokens") as caught:
             ask()
         assert (caught.value.code, caught.value.field) == ("prompt_too_long", field)
     with pytest.raises(PlanError, match=r"prompt must be <=") as caught:
-        backend.prepare(wire.Ask(prompt=long), None)
+        backend.prepare(messages.Ask(prompt=long), None)
     assert caught.value.code == "prompt_too_long"
     assert few["prompt_tokens"] > 0

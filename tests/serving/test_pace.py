@@ -14,9 +14,9 @@ from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.decoding.model_runner import Model
 from thor_dflash.runtime.session.session import Session, open_session
-from thor_dflash.serving import live, pace
-from thor_dflash.serving.live import LiveBackend
-from thor_dflash.serving.rates import Rates
+from thor_dflash.serving.planner import prefill_tuning, session_backend
+from thor_dflash.serving.planner.latency_model import Rates
+from thor_dflash.serving.planner.session_backend import LiveBackend
 
 SIZES = (16, 8, 64)
 
@@ -45,7 +45,7 @@ def test_the_largest_step_that_a_cancel_can_wait_for(
     session: Session, limit: float, rows: int, took: float
 ) -> None:
     log: list[str] = []
-    got = pace.choose_chunk(
+    got = prefill_tuning.choose_chunk(
         session.model, SIZES, limit, log.append, lambda model, rows, start: 2.0 * rows
     )
     assert (session.model.chunk, got) == (rows, took)
@@ -64,9 +64,9 @@ def test_what_a_step_takes_is_measured_where_it_takes_most(
         prefill(model, tokens, observe)
 
     monkeypatch.setattr(Model, "prefill", seen)
-    assert pace.choose_chunk(session.model, SIZES, 0.0, lambda line: None) > 0
+    assert prefill_tuning.choose_chunk(session.model, SIZES, 0.0, lambda line: None) > 0
     assert session.model.state.length == 0, "the sequence is empty again"
-    assert len(lengths) == (1 + pace.REPEATS) * len(SIZES)
+    assert len(lengths) == (1 + prefill_tuning.REPEATS) * len(SIZES)
     assert set(lengths) == {session.model.limit}
 
 
@@ -80,17 +80,17 @@ def test_a_step_takes_what_those_after_the_first_do(
         now += takes.pop(0)
 
     monkeypatch.setattr(Model, "prefill", prefill)
-    monkeypatch.setattr(pace.time, "perf_counter", lambda: now)
-    monkeypatch.setattr(pace, "REPEATS", 3)
-    assert pace.step_ms(session.model, 8, 0) == 2000.0
+    monkeypatch.setattr(prefill_tuning.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(prefill_tuning, "REPEATS", 3)
+    assert prefill_tuning.step_ms(session.model, 8, 0) == 2000.0
     assert takes == []
 
 
 def test_what_a_prompt_takes_is_predicted_from_the_sizes_of_its_steps(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pace, "step_ms", lambda model, rows, start: 2.0 * rows)
-    monkeypatch.setattr(live, "step_ms", lambda model, rows, start: 100.0 * rows + start)
+    monkeypatch.setattr(prefill_tuning, "step_ms", lambda model, rows, start: 2.0 * rows)
+    monkeypatch.setattr(session_backend, "step_ms", lambda model, rows, start: 100.0 * rows + start)
     backend = Kept(session, ServeConfig(cancel_ms=32))
     backend.warm()
     assert backend.rates.step_sizes == (8, 16), "64 rows are more than a cancel waits for"
@@ -114,7 +114,7 @@ def test_a_size_that_was_named_stays_and_is_told_where_it_is_too_slow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Stored prefixes are whole steps of that size, so two starts of a server must use the same."""
-    monkeypatch.setattr(pace, "step_ms", lambda model, rows, start: 10.0 * rows)
+    monkeypatch.setattr(prefill_tuning, "step_ms", lambda model, rows, start: 10.0 * rows)
     own, *others = SIZES
     config, log = EngineConfig(threads=1, chunk=16), list[str]()
     named = open_session(package(own, tuple(others)), config, Silent(), choose=True)
@@ -129,7 +129,7 @@ def test_a_size_that_was_named_stays_and_is_told_where_it_is_too_slow(
 def test_idle_time_is_part_of_every_step_from_the_first_moment(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pace, "step_ms", lambda model, rows, start: 3.0 * rows)
+    monkeypatch.setattr(prefill_tuning, "step_ms", lambda model, rows, start: 3.0 * rows)
     log: list[str] = []
     backend = Kept(session, ServeConfig(cancel_ms=2060, yield_us=2_000_000), log.append)
     backend.warm()
@@ -148,7 +148,7 @@ def test_idle_time_is_part_of_every_step_from_the_first_moment(
 def test_hello_publishes_size_and_bound(
     session: Session, house: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pace, "step_ms", lambda model, rows, start: 3.0 * rows)
+    monkeypatch.setattr(prefill_tuning, "step_ms", lambda model, rows, start: 3.0 * rows)
     server = house.serve(Kept(session, ServeConfig(cancel_ms=100), house.log.append))
     hello = house.peer(server).ask(op="hello", id="h")
     assert hello["limits"]["prefill_chunk"] == 16, "48 ms, where 64 rows would take 192"
@@ -158,7 +158,7 @@ def test_hello_publishes_size_and_bound(
 def test_a_cancel_in_the_prefill_takes_the_step_under_way_and_no_more(
     session: Session, house: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pace, "step_ms", lambda model, rows, start: 3.0 * rows)
+    monkeypatch.setattr(prefill_tuning, "step_ms", lambda model, rows, start: 3.0 * rows)
     server = house.serve(Kept(session, ServeConfig(cancel_ms=24), house.log.append))
     assert session.model.chunk == 8
     begun, go = threading.Event(), threading.Semaphore(0)

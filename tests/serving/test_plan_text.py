@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from thor_dflash.serving.plan_text import StepStream, close_partial, read_object
+from thor_dflash.serving.planner.partial_json import StepStream, close_partial, read_object
 
 words = st.text(st.characters(codec="utf-8"), max_size=6)
 values = st.recursive(

@@ -23,13 +23,13 @@ from thor_dflash.config.tree import Config
 from thor_dflash.core.errors import ConfigError, RequestError
 from thor_dflash.core.progress import Bars, Lines
 from thor_dflash.runtime.session.session import Session
-from thor_dflash.serving import client
-from thor_dflash.serving.client import Options, PlanError
-from thor_dflash.serving.live import LiveBackend
-from thor_dflash.serving.mock import PLAN, MockBackend
-from thor_dflash.serving.planner import LocalPlanner
-from thor_dflash.serving.replies import PATH_BYTES, connect
-from thor_dflash.serving.wire import Ask, Result, Spec, Timings, Usage
+from thor_dflash.serving.client import client
+from thor_dflash.serving.client.client import Options, PlanError
+from thor_dflash.serving.client.retry import PATH_BYTES, connect
+from thor_dflash.serving.planner.mock_backend import PLAN, MockBackend
+from thor_dflash.serving.planner.planner import LocalPlanner
+from thor_dflash.serving.planner.session_backend import LiveBackend
+from thor_dflash.serving.protocol.messages import Ask, Result, Spec, Timings, Usage
 
 
 def ask(*args: str) -> None:

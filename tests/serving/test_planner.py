@@ -20,9 +20,9 @@ import zmq
 
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import ConfigError
-from thor_dflash.serving import client, security, wire
-from thor_dflash.serving.aclient import AsyncPlanner
-from thor_dflash.serving.client import (
+from thor_dflash.serving.client import client
+from thor_dflash.serving.client.async_client import AsyncPlanner
+from thor_dflash.serving.client.client import (
     Ask,
     Chunk,
     Message,
@@ -31,10 +31,12 @@ from thor_dflash.serving.client import (
     RemotePlanner,
     Result,
 )
-from thor_dflash.serving.codec import MSGPACK
-from thor_dflash.serving.mock import PLAN, MockBackend
-from thor_dflash.serving.planner import LocalPlanner, Planner
-from thor_dflash.serving.replies import Tries
+from thor_dflash.serving.client.retry import Tries
+from thor_dflash.serving.planner.mock_backend import PLAN, MockBackend
+from thor_dflash.serving.planner.planner import LocalPlanner, Planner
+from thor_dflash.serving.protocol import messages as wire
+from thor_dflash.serving.protocol.codec import MSGPACK
+from thor_dflash.serving.transport import curve
 
 CYCLE_S = 0.004
 """Time of a cycle: so long that a plan outlasts a deadline of 50 ms, which even a busy machine does
@@ -214,7 +216,7 @@ def wait_until_free(endpoint: str) -> None:
     end = time.monotonic() + 20
     while time.monotonic() < end:
         try:
-            security.check_free(endpoint)
+            curve.check_free(endpoint)
         except ConfigError:
             time.sleep(0.002)
         else:

@@ -22,8 +22,8 @@ import pytest
 from waiting import until
 
 from thor_dflash.cli.commands.serve import Log
-from thor_dflash.serving import systemd
-from thor_dflash.serving.client import Ask, Options, RemotePlanner
+from thor_dflash.serving.client.client import Ask, Options, RemotePlanner
+from thor_dflash.serving.server import systemd
 
 EXAMPLES = Path(__file__).parent.parent.parent / "docs/examples"
 RUN = "import sys; from thor_dflash.cli.main import main; sys.exit(main())"
@@ -263,7 +263,7 @@ def test_the_command_line_client(start: Start, tmp_path: Path) -> None:
 
 def test_a_client_needs_pyzmq_and_msgspec_alone() -> None:
     script = (
-        "import sys, thor_dflash.serving.client, thor_dflash.serving.aclient\n"
+        "import sys, thor_dflash.serving.client, thor_dflash.serving.client.async_client\n"
         "heavy = {'numpy', 'tokenizers', 'jinja2', 'rich', 'onnxruntime', 'llguidance',\n"
         "         'jsonschema_rs', 'starlette'} & set(sys.modules)\n"
         "assert not heavy, heavy"

@@ -16,9 +16,9 @@ from msgspec import structs
 
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import RETRYABLE
-from thor_dflash.serving import codec, wire
-from thor_dflash.serving.hello import about
-from thor_dflash.serving.replies import CODES
+from thor_dflash.serving.client.retry import CODES
+from thor_dflash.serving.protocol import codec, messages
+from thor_dflash.serving.server.hello import about
 
 TEXT = (Path(__file__).parent.parent.parent / "docs/protocol.md").read_text()
 ENVELOPE = {"v", "op", "id", "token"}
@@ -74,7 +74,7 @@ def test_every_operation_and_each_of_its_fields() -> None:
 
 
 def test_every_field_of_a_plan_and_its_default() -> None:
-    fields = {field.encode_name: field for field in structs.fields(wire.Ask)}
+    fields = {field.encode_name: field for field in structs.fields(messages.Ask)}
     told: set[str] = set()
     for first, default, text in rows("5. `plan`"):
         told |= set(words(first))
@@ -93,8 +93,8 @@ def test_every_field_of_a_plan_and_its_default() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "hint"), [("thinking", wire.Ask), ("preempt", wire.Ask), ("accept_mode", wire.Ask),
-                        ("on_deadline", wire.Ask)]
+    ("field", "hint"), [("thinking", messages.Ask), ("preempt", messages.Ask), ("accept_mode", messages.Ask),
+                        ("on_deadline", messages.Ask)]
 )  # fmt: skip
 def test_every_choice_of_a_plan_is_named(field: str, hint: type[msgspec.Struct]) -> None:
     hints = typing.get_type_hints(hint)
@@ -107,7 +107,7 @@ def test_every_choice_of_a_plan_is_named(field: str, hint: type[msgspec.Struct])
 def test_every_role_and_field_of_a_turn_is_named() -> None:
     (row,) = (row for row in rows("5. `plan`") if "messages" in words(row[0]))
     told = set(re.sub(r"\W", " ", " ".join(words(row[2]))).split())
-    assert told == choices(wire.Role) | names(wire.Message)
+    assert told == choices(messages.Role) | names(messages.Message)
 
 
 def test_what_hello_cannot_tell_before_a_model_is_there_is_said() -> None:
@@ -122,40 +122,40 @@ def test_what_hello_cannot_tell_before_a_model_is_there_is_said() -> None:
 def test_the_example_has_every_field_of_a_result() -> None:
     (block,) = re.findall(r"```json\n(.*?)```", part("6."), re.S)
     example = json.loads(block)
-    assert example.keys() == names(wire.Result)
-    assert example["usage"].keys() == names(wire.Usage)
-    assert example["timings"].keys() == names(wire.Timings)
-    assert example["spec"].keys() == names(wire.Spec)
+    assert example.keys() == names(messages.Result)
+    assert example["usage"].keys() == names(messages.Usage)
+    assert example["timings"].keys() == names(messages.Timings)
+    assert example["spec"].keys() == names(messages.Spec)
 
 
 def test_every_number_of_speculation_is_explained() -> None:
     text = re.sub(r"```json.*?```", "", part("6."), flags=re.S)
-    assert set(words(text)) >= names(wire.Spec)
+    assert set(words(text)) >= names(messages.Spec)
 
 
 def test_every_word_a_result_may_hold() -> None:
-    hints = typing.get_type_hints(wire.Result)
-    assert said("finish_reason", ":") - {"max_tokens"} == choices(wire.Finish) - {
+    hints = typing.get_type_hints(messages.Result)
+    assert said("finish_reason", ":") - {"max_tokens"} == choices(messages.Finish) - {
         "cancelled", "preempted",
     }  # fmt: skip
-    assert said("status", ":") == choices(wire.Status)
+    assert said("status", ":") == choices(messages.Status)
     assert said("thinking_closed", ":") == choices(hints["thinking_closed"]) - {""}
 
 
 def test_every_chunk() -> None:
     text = part("Chunks")
     named = set(words(text[text.index("with `kind`") :]))
-    assert named >= choices(wire.Kind)
-    assert named >= choices(wire.Phase)
+    assert named >= choices(messages.Kind)
+    assert named >= choices(messages.Phase)
     every = named | set(re.findall(r'"(\w+)":', text))
-    assert every >= names(wire.Chunk)
+    assert every >= names(messages.Chunk)
 
 
 def test_every_error_and_its_fields() -> None:
     told = {word for row in rows("7. Errors") for word in words(row[0])}
     assert told == CODES - {"unreachable"}
     assert set(re.findall(r'"(\w+)":', part("7. Errors").splitlines()[0])) >= names(
-        wire.Failure
+        messages.Failure
     ) - {"v", "id", "seq"}
 
 
@@ -165,7 +165,7 @@ def test_what_may_be_asked_again_is_what_the_contract_says() -> None:
 
 
 def test_every_state() -> None:
-    assert said("state", ":") == choices(wire.State)
+    assert said("state", ":") == choices(messages.State)
 
 
 def test_what_is_answered_is_what_the_contract_says(house: Any, tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 import zmq
 from waiting import until
 
-from thor_dflash.serving.codec import JSON
-from thor_dflash.serving.schedule import Peer
+from thor_dflash.serving.protocol.codec import JSON
+from thor_dflash.serving.server.scheduler import Peer
 
 CORRELATE = {"REQ_RELAXED": 1, "REQ_CORRELATE": 1}
 

@@ -14,10 +14,10 @@ import pytest
 from waiting import PATIENCE_S
 
 from thor_dflash.core.errors import PlanError
-from thor_dflash.serving import wire
-from thor_dflash.serving.aclient import AsyncPlanner
-from thor_dflash.serving.client import Ask, Options, RemotePlanner
-from thor_dflash.serving.replies import GRACE_S, Tries
+from thor_dflash.serving.client.async_client import AsyncPlanner
+from thor_dflash.serving.client.client import Ask, Options, RemotePlanner
+from thor_dflash.serving.client.retry import GRACE_S, Tries
+from thor_dflash.serving.protocol import messages
 
 NOWHERE = "tcp://127.0.0.1:9"
 OLD, NEW = Ask(prompt="old"), Ask(prompt="new")
@@ -36,7 +36,7 @@ def again(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     return event
 
 
-async def outcome(plan: Awaitable[wire.Result]) -> str:
+async def outcome(plan: Awaitable[messages.Result]) -> str:
     try:
         return (await plan).finish_reason
     except PlanError as e:
@@ -160,8 +160,8 @@ def test_a_connection_is_waited_for_until_the_deadline_and_an_answer_longer() ->
     assert (tries.connect_by, tries.until) == (began + 5, began + 5 + GRACE_S)
     for request, limit in (
         (Ask(prompt="x"), 500),
-        (wire.PrefixPut(prefix_id="a", system="x"), 500),
-        (wire.Simple(op="ping"), 60),
+        (messages.PrefixPut(prefix_id="a", system="x"), 500),
+        (messages.Simple(op="ping"), 60),
     ):
         tries = Tries(options, request, began=began)
         assert tries.until == began + limit

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from scheduling import accept, job, queue, run
 
 from thor_dflash.core.errors import PlanError
-from thor_dflash.serving import codec, schedule, wire
-from thor_dflash.serving.codec import JSON
-from thor_dflash.serving.schedule import Peer, Schedule, job_of
+from thor_dflash.serving.protocol import codec, messages
+from thor_dflash.serving.protocol.codec import JSON
+from thor_dflash.serving.server import scheduler
+from thor_dflash.serving.server.scheduler import Peer, Schedule, job_of
 
 
 def test_the_most_urgent_first_then_the_oldest() -> None:
@@ -30,7 +31,9 @@ def test_the_most_urgent_first_then_the_oldest() -> None:
 
 def test_a_prefix_takes_its_turn_as_a_plan_that_names_no_priority() -> None:
     books = Schedule(8)
-    put = job_of(Peer((b"p", b""), JSON), wire.PrefixPut(id="put", prefix_id="x", system="x"), 0.0)
+    put = job_of(
+        Peer((b"p", b""), JSON), messages.PrefixPut(id="put", prefix_id="x", system="x"), 0.0
+    )
     for one in (job("a", priority=4), put, job("b"), job("c", priority=6)):
         books.arrive(one, 1.0)
         accept(books, one)
@@ -43,10 +46,10 @@ def test_a_prefix_takes_its_turn_as_a_plan_that_names_no_priority() -> None:
 
 
 def test_no_name_of_a_session_is_that_of_a_peer_without_one() -> None:
-    unnamed = job_of(Peer((b"p", b""), JSON), wire.Ask(id="a", prompt="x"), 0.0).session
+    unnamed = job_of(Peer((b"p", b""), JSON), messages.Ask(id="a", prompt="x"), 0.0).session
     ask = {"op": "plan", "id": "b", "prompt": "x", "session": unnamed}
     with pytest.raises(PlanError, match="session"):
-        codec.convert(ask, wire.Ask)
+        codec.convert(ask, messages.Ask)
 
 
 def test_waiting_makes_nobody_more_urgent() -> None:
@@ -180,7 +183,7 @@ def test_plans_for_an_older_world_are_stale() -> None:
 
 
 def test_the_session_that_was_silent_longest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule, "SESSIONS", 2)
+    monkeypatch.setattr(scheduler, "SESSIONS", 2)
     books = Schedule(8)
     for id, session in (("a", "arm"), ("b", "leg"), ("c", "arm"), ("d", "foot")):
         queue(books, job(id, session, generation=7))

@@ -16,9 +16,9 @@ from thor_dflash.calib.planbench.scene import ON_FAIL
 from thor_dflash.calib.planbench.task import FAMILIES, Task, sample
 from thor_dflash.core.errors import RequestError
 from thor_dflash.runtime.grammar.schema_limits import MAX_BYTES, text_of
-from thor_dflash.serving import schema
-from thor_dflash.serving.check import Checker
-from thor_dflash.serving.schema import Schema, from_skills
+from thor_dflash.serving.planner import plan_schema
+from thor_dflash.serving.planner.plan_schema import Schema, from_skills
+from thor_dflash.serving.planner.schema_validator import Checker
 
 IDS = {"object": ["mug", "cup"], "place": ["tray"]}
 SKILLS = {"pick": {"object": "object"}, "place": {"object": "object", "on": "place"}}
@@ -163,4 +163,8 @@ def test_plans_that_nano_was_trained_on_fit_word_for_word(
 
 
 def test_the_limits_are_the_judges() -> None:
-    assert (schema.MAX_STEPS, schema.MAX_GOAL, schema.ON_FAIL) == (MAX_STEPS, MAX_GOAL, ON_FAIL)
+    assert (plan_schema.MAX_STEPS, plan_schema.MAX_GOAL, plan_schema.ON_FAIL) == (
+        MAX_STEPS,
+        MAX_GOAL,
+        ON_FAIL,
+    )

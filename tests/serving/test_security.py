@@ -15,13 +15,13 @@ import pytest
 from thor_dflash.cli import main
 from thor_dflash.config.serving import GatewayConfig, ServeConfig
 from thor_dflash.core.errors import ConfigError
-from thor_dflash.serving import security
-from thor_dflash.serving.aclient import AsyncPlanner
-from thor_dflash.serving.check import Checker
-from thor_dflash.serving.client import Ask, Options, PlanError, RemotePlanner
-from thor_dflash.serving.door import Door
-from thor_dflash.serving.gateway import listen_at
-from thor_dflash.serving.replies import Tries, fill
+from thor_dflash.serving.client.async_client import AsyncPlanner
+from thor_dflash.serving.client.client import Ask, Options, PlanError, RemotePlanner
+from thor_dflash.serving.client.retry import Tries, fill
+from thor_dflash.serving.gateway.app import listen_at
+from thor_dflash.serving.planner.schema_validator import Checker
+from thor_dflash.serving.transport import curve as security
+from thor_dflash.serving.transport.router_socket import Door
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.errors import ConfigError, ModelFault, PlanError
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.session.session import Request, Session, open_session
-from thor_dflash.serving import live
-from thor_dflash.serving.live import SELF_TOKENS, LiveBackend
-from thor_dflash.serving.wire import Ask
+from thor_dflash.serving.planner import session_backend
+from thor_dflash.serving.planner.session_backend import SELF_TOKENS, LiveBackend
+from thor_dflash.serving.protocol.messages import Ask
 
 CONFIG = ServeConfig(thinking_budget=24, max_tokens=40)
 SHORT = ServeConfig(thinking="off", max_tokens=8)
@@ -116,7 +116,7 @@ def test_a_context_without_room_for_one_token_and_the_closing_message_is_named(
 def test_a_watchdog_that_a_step_would_trip_is_refused(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live, "choose_chunk", lambda *_, idle_ms: 300.0 + idle_ms)
+    monkeypatch.setattr(session_backend, "choose_chunk", lambda *_, idle_ms: 300.0 + idle_ms)
     idle = replace(CONFIG, yield_us=200_000)
     message = r"^serve.watchdog_s must be above 0.5 s, which a prefill step .* \(got 0.5\)$"
     with pytest.raises(ConfigError, match=message):

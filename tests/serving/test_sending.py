@@ -16,12 +16,19 @@ from waiting import PATIENCE_S, until
 
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import ConfigError
-from thor_dflash.serving import replies
-from thor_dflash.serving.aclient import AsyncPlanner
-from thor_dflash.serving.client import Ask, Message, Options, PlanError, RemotePlanner, Result
-from thor_dflash.serving.codec import JSON, MSGPACK, Codec
-from thor_dflash.serving.mock import MockBackend
-from thor_dflash.serving.planner import LocalPlanner
+from thor_dflash.serving.client import retry
+from thor_dflash.serving.client.async_client import AsyncPlanner
+from thor_dflash.serving.client.client import (
+    Ask,
+    Message,
+    Options,
+    PlanError,
+    RemotePlanner,
+    Result,
+)
+from thor_dflash.serving.planner.mock_backend import MockBackend
+from thor_dflash.serving.planner.planner import LocalPlanner
+from thor_dflash.serving.protocol.codec import JSON, MSGPACK, Codec
 
 every_client = pytest.mark.parametrize("form", ["remote", "asyncio"])
 
@@ -63,7 +70,7 @@ def test_an_endpoint_that_libzmq_would_take_for_another_is_refused(
 
 @pytest.mark.parametrize("place", ["tcp://127.0.0.1:1", "tcp://[::1]:65535", "ipc:///nowhere/plan"])
 def test_every_other_endpoint_is_taken(place: str) -> None:
-    replies.check(place, Options(), "--server")
+    retry.check(place, Options(), "--server")
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from waiting import until
 
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import EngineError, PlanError, ThorError
-from thor_dflash.serving.life import FAILED, Life
-from thor_dflash.serving.mock import PLAN, MockBackend
-from thor_dflash.serving.work import FAULT
+from thor_dflash.serving.planner.mock_backend import PLAN, MockBackend
+from thor_dflash.serving.server.lifecycle import FAILED, Life
+from thor_dflash.serving.server.workers import FAULT
 
 SMALL = {"op": "plan", "prompt": "x"}
 

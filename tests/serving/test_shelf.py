@@ -25,10 +25,10 @@ from thor_dflash.core.errors import ConfigError
 from thor_dflash.runtime.session.prefix_cache import Prefixes
 from thor_dflash.runtime.session.prefix_file import MAGIC
 from thor_dflash.runtime.session.session import Session
-from thor_dflash.serving.client import Ask, Message, Options, PlanError, RemotePlanner
-from thor_dflash.serving.live import LiveBackend
-from thor_dflash.serving.server import serving
-from thor_dflash.serving.shelf import Shelf
+from thor_dflash.serving.client.client import Ask, Message, Options, PlanError, RemotePlanner
+from thor_dflash.serving.planner.prefix_store import Shelf
+from thor_dflash.serving.planner.session_backend import LiveBackend
+from thor_dflash.serving.server.server import serving
 
 SYSTEM = "You plan for one arm. " + "It can pick, place and wait; nothing else at all. " * 6
 CHAT = (Message(role="system", content=SYSTEM), Message(role="user", content="Pick the mug."))
@@ -338,7 +338,7 @@ def test_a_mock_has_its_directory_alone_like_any_server(
 ) -> None:
     monkeypatch.setattr("signal.signal", print)
     monkeypatch.setattr("sys.setswitchinterval", print)
-    monkeypatch.setattr("thor_dflash.serving.server.Server", Loads)
+    monkeypatch.setattr("thor_dflash.serving.server.server.Server", Loads)
     command = ["serve", "--mock", "--prefix-dir", str(tmp_path / "kept")]
     another = Shelf(tmp_path / "kept")
     assert main.main(command) == 2

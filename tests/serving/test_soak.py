@@ -11,7 +11,7 @@ from thor_dflash.config.serving import ServeConfig
 from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.session.session import open_session
-from thor_dflash.serving.live import LiveBackend
+from thor_dflash.serving.planner.session_backend import LiveBackend
 
 COUNT = 150
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from thor_dflash.runtime.text.tokenizer import Piece
-from thor_dflash.serving.speech import Speech
+from thor_dflash.serving.planner.chunk_stream import Speech
 
 
 def test_a_mark_of_thinking_inside_an_answer_is_text() -> None:

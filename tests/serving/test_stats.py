@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from thor_dflash.serving import wire
-from thor_dflash.serving.stats import KEPT, SHOWN, Stats
+from thor_dflash.serving.protocol import messages
+from thor_dflash.serving.server.stats import KEPT, SHOWN, Stats
 
 
 def test_percentiles_are_values_of_the_newest_plans() -> None:
     stats = Stats()
     for number in range(KEPT + 100, 0, -1):
-        times = wire.Timings(queue_ms=number, e2e_ms=2.0 * number)
-        stats.result(wire.Result(finish_reason="stop", timings=times))
+        times = messages.Timings(queue_ms=number, e2e_ms=2.0 * number)
+        stats.result(messages.Result(finish_reason="stop", timings=times))
     shown = stats.show()["percentiles"]
     # Of 1 to 256, sorted: the value at index 256 * p // 100.
     assert shown["queue_ms"] == {"p50": 129, "p90": 231, "p99": 254}
     assert shown["e2e_ms"] == {"p50": 258, "p90": 462, "p99": 508}
     assert shown["ttfa_ms"] is None
     one = Stats()
-    one.result(wire.Result(finish_reason="stop", timings=wire.Timings(queue_ms=7)))
+    one.result(messages.Result(finish_reason="stop", timings=messages.Timings(queue_ms=7)))
     assert one.show()["percentiles"]["queue_ms"] == {"p50": 7, "p90": 7, "p99": 7}
 
 
 def test_speculation_is_summed() -> None:
     stats = Stats()
     for accepted in ((2, 1), (3, 0, 1)):
-        spec = wire.Spec(cycles=5, drafted=20, accepted=7, forced=1, accepted_per_position=accepted)
-        stats.result(wire.Result(finish_reason="stop", spec=spec))
-    stats.result(wire.Result(finish_reason="stop"))
+        spec = messages.Spec(
+            cycles=5, drafted=20, accepted=7, forced=1, accepted_per_position=accepted
+        )
+        stats.result(messages.Result(finish_reason="stop", spec=spec))
+    stats.result(messages.Result(finish_reason="stop"))
     assert stats.show()["spec"] == {
         "cycles": 10, "drafted": 40, "accepted": 14, "forced": 2,
         "accepted_per_position": [5, 1, 1],
@@ -37,7 +39,7 @@ def test_speculation_is_summed() -> None:
 def test_the_newest_plans_are_shown() -> None:
     stats = Stats()
     for number in range(SHOWN + 3):
-        times = wire.Timings(queue_ms=number)
-        stats.result(wire.Result(finish_reason="stop", timings=times))
+        times = messages.Timings(queue_ms=number)
+        stats.result(messages.Result(finish_reason="stop", timings=times))
     shown = [plan["queue_ms"] for plan in stats.show()["last"]]
     assert shown == list(range(3, SHOWN + 3))

@@ -9,15 +9,15 @@ from collections.abc import Sequence
 import pytest
 import zmq
 
-from thor_dflash.serving.alive import KEEPALIVE, SILENT_S
-from thor_dflash.serving.door import ROUTER_OPTIONS
-from thor_dflash.serving.replies import SOCKET_OPTIONS
+from thor_dflash.serving.client.retry import SOCKET_OPTIONS
+from thor_dflash.serving.transport.keepalive import KEEPALIVE, SILENT_S
+from thor_dflash.serving.transport.router_socket import ROUTER_OPTIONS
 
 SERVER = """
 import time
 import zmq
 from thor_dflash.config.serving import ServeConfig
-from thor_dflash.serving.door import Door
+from thor_dflash.serving.transport.router_socket import Door
 
 door = Door(ServeConfig(bind=("tcp://127.0.0.1:*",)))
 client = zmq.Context().socket(zmq.DEALER)

@@ -20,13 +20,13 @@ from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.errors import ConfigError
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.session.session import open_session
-from thor_dflash.serving import device, trace
-from thor_dflash.serving.client import Ask
-from thor_dflash.serving.events import Events
-from thor_dflash.serving.live import LiveBackend
-from thor_dflash.serving.mock import MockBackend
-from thor_dflash.serving.planner import LocalPlanner
-from thor_dflash.serving.server import Server
+from thor_dflash.serving.client.client import Ask
+from thor_dflash.serving.planner.mock_backend import MockBackend
+from thor_dflash.serving.planner.planner import LocalPlanner
+from thor_dflash.serving.planner.session_backend import LiveBackend
+from thor_dflash.serving.server import host_info, trace
+from thor_dflash.serving.server.event_log import Events
+from thor_dflash.serving.server.server import Server
 
 SMALL = {"op": "plan", "prompt": "the secret word"}
 
@@ -211,7 +211,7 @@ def test_no_plan_waits_for_the_disk_that_takes_a_trace(
         assert goes_on.wait(20)
         return trace.write(*args)
 
-    monkeypatch.setattr("thor_dflash.serving.server.write", write)
+    monkeypatch.setattr("thor_dflash.serving.server.server.write", write)
     peer = house.peer(house.mock(0.001, trace_slow_ms=1, trace_dir=str(tmp_path)))
     try:
         for id in "ab":
@@ -290,12 +290,12 @@ def test_a_thor_is_known_by_its_files(tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    told = device.describe("cuda", tmp_path)
+    told = host_info.describe("cuda", tmp_path)
     assert told["name"] == "NVIDIA Jetson AGX Thor Developer Kit"
     assert told["memory_mb"] == 125829
-    now = device.now(tmp_path)
+    now = host_info.now(tmp_path)
     assert (now["gpu_mhz"], now["emc_mhz"], now["memory_available_mb"]) == (1575, 4266, 98632)
-    nothing = device.now(tmp_path / "empty")
+    nothing = host_info.now(tmp_path / "empty")
     assert set(nothing.values()) == {None}
 
 
@@ -306,8 +306,8 @@ def test_a_card_is_known_by_its_drivers_file(tmp_path: Path) -> None:
     core = "processor\t: 0\nmodel name\t: A CPU\n\n"
     (tmp_path / "proc/cpuinfo").write_text(3 * core)
     for engine in ("cuda", "tensorrt"):
-        assert device.describe(engine, tmp_path)["name"] == "NVIDIA H100 80GB HBM3"
-    told = device.describe("ort", tmp_path)
+        assert host_info.describe(engine, tmp_path)["name"] == "NVIDIA H100 80GB HBM3"
+    told = host_info.describe("ort", tmp_path)
     assert (told["name"], told["cores"]) == ("A CPU", 3), "the card does not compute there"
 
 

@@ -12,12 +12,12 @@ import pytest
 
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import EngineError, PlanError
-from thor_dflash.serving import wire
-from thor_dflash.serving.backend import Backend
-from thor_dflash.serving.codec import JSON
-from thor_dflash.serving.mock import MockBackend
-from thor_dflash.serving.schedule import Job, Peer
-from thor_dflash.serving.work import POLITE, Ended, Failed, Post, Pulse, Warming, engine
+from thor_dflash.serving.planner.backend import Backend
+from thor_dflash.serving.planner.mock_backend import MockBackend
+from thor_dflash.serving.protocol import messages
+from thor_dflash.serving.protocol.codec import JSON
+from thor_dflash.serving.server.scheduler import Job, Peer
+from thor_dflash.serving.server.workers import POLITE, Ended, Failed, Post, Pulse, Warming, engine
 
 
 def ran(backend: Any, *jobs: Job, load: Any = None) -> list[Post]:
@@ -35,7 +35,7 @@ def ran(backend: Any, *jobs: Job, load: Any = None) -> list[Post]:
 
 @pytest.mark.parametrize("stop", ["cancelled", "preempted"])
 def test_who_was_stopped_is_told_so_though_the_deadline_has_passed_since(stop: Any) -> None:
-    backend, ask = MockBackend(ServeConfig()), wire.Ask(id="a", prompt="x")
+    backend, ask = MockBackend(ServeConfig()), messages.Ask(id="a", prompt="x")
     job = Job(
         request=ask,
         peer=Peer((b"peer",), JSON),

@@ -29,7 +29,7 @@ from thor_dflash.runtime.grammar.compiler import Grammar, Grammars, Vocabulary
 from thor_dflash.runtime.grammar.policy import Constrain, Place, Walk
 from thor_dflash.runtime.policies.thinking_budget import Budget
 from thor_dflash.runtime.session.session import Request
-from thor_dflash.serving.check import Checker
+from thor_dflash.serving.planner.schema_validator import Checker
 
 SCHEMAS = {"plan": PLAN, "small": SMALL}
 every_schema = pytest.mark.parametrize("schema", SCHEMAS.values(), ids=SCHEMAS)

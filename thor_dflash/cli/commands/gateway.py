@@ -25,9 +25,10 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     with extra("http"):
         import uvicorn
 
-        from thor_dflash.serving import fleet, gateway
+        from thor_dflash.serving.gateway import app as gateway
+        from thor_dflash.serving.gateway import server_pool
 
-    fleet.check(config.gateway)
+    server_pool.check(config.gateway)
     listener = gateway.listener(config.gateway)
     app = gateway.application(config.gateway)
     server = uvicorn.Server(

@@ -14,9 +14,9 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     from thor_dflash.core.extras import extra
 
     with extra("serve"):
-        from thor_dflash.serving import security
+        from thor_dflash.serving.transport import curve
 
-    security.keygen(args.directory)
+    curve.keygen(args.directory)
     d = args.directory
     print(f"server: thor-dflash serve --curve {quote(str(d))} --bind tcp://0.0.0.0:5571 ...")
     print(f"client: copy {d}/client.secret, {d}/client.public and {d}/server.public, then")

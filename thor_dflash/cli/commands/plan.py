@@ -17,7 +17,7 @@ from thor_dflash.core.progress import Progress, Task, say
 
 if TYPE_CHECKING:
     from thor_dflash.runtime.text.tokenizer import Piece
-    from thor_dflash.serving.wire import Ask, Event, Result
+    from thor_dflash.serving.protocol.messages import Ask, Event, Result
 
 
 GAP = "pieces are missing here: the server dropped them, as they were not read in time"
@@ -36,12 +36,13 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     from thor_dflash.core.extras import extra
 
     with extra("serve"):
-        from thor_dflash.serving import replies, security
-        from thor_dflash.serving.client import Options, RemotePlanner
+        from thor_dflash.serving.client import retry
+        from thor_dflash.serving.client.client import Options, RemotePlanner
+        from thor_dflash.serving.transport import curve
 
-    token = None if args.token_file is None else security.read_token(str(args.token_file))
+    token = None if args.token_file is None else curve.read_token(str(args.token_file))
     options = Options(keys="" if args.keys is None else str(args.keys), token=token)
-    replies.check(args.server, options, "--server")
+    retry.check(args.server, options, "--server")
     with RemotePlanner(args.server, options) as planner:
         ask = _ask(args)
         waiting = progress.task(f"waiting for {args.server}")
@@ -55,7 +56,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
 
 
 def _ask(args: Namespace) -> Ask:
-    from thor_dflash.serving.wire import Ask, Message
+    from thor_dflash.serving.protocol.messages import Ask, Message
 
     given: dict[str, Any] = {"stream": "text"}
     for name in ("thinking", "max_tokens", "deadline_ms", "session", "prefix_id"):
@@ -79,7 +80,7 @@ def _begun(events: Iterator[Event], waiting: Task) -> Iterator[Event]:
 
 def _show(events: Iterator[Event]) -> Result:
     """Print the pieces of a plan up to the first that is missing; then its answer, once whole."""
-    from thor_dflash.serving.wire import Chunk
+    from thor_dflash.serving.protocol.messages import Chunk
 
     printer, missing = Printer(sys.stdout), False
     with closing(printer):

@@ -18,9 +18,9 @@ from thor_dflash.core.progress import Progress
 from thor_dflash.core.strict_records import one_line, visible
 
 if TYPE_CHECKING:
-    from thor_dflash.serving.backend import Backend
-    from thor_dflash.serving.server import Server
-    from thor_dflash.serving.shelf import Shelf
+    from thor_dflash.serving.planner.backend import Backend
+    from thor_dflash.serving.planner.prefix_store import Shelf
+    from thor_dflash.serving.server.server import Server
 
 SWITCH_S = 0.0005
 """Longest time that the engine thread may hold the GIL before the I/O thread gets it. Python's
@@ -38,8 +38,8 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     from thor_dflash.core.extras import extra
 
     with extra("serve"):
-        from thor_dflash.serving.server import Server
-        from thor_dflash.serving.systemd import notifier
+        from thor_dflash.serving.server.server import Server
+        from thor_dflash.serving.server.systemd import notifier
 
     log = Log(sys.stderr)
 
@@ -153,11 +153,11 @@ def _load(
     # First, because loading a model takes long and another server may be using the directory.
     shelf = _shelf(config.serve.prefix_dir) if config.serve.prefix_dir else None
     if args.mock:
-        from thor_dflash.serving.mock import MockBackend
+        from thor_dflash.serving.planner.mock_backend import MockBackend
 
         return MockBackend(config.serve, (args.mock_cycle_ms or 0.0) / 1e3, shelf)
     from thor_dflash.runtime.session.session import open_session
-    from thor_dflash.serving.live import LiveBackend
+    from thor_dflash.serving.planner.session_backend import LiveBackend
 
     try:
         session = open_session(args.package, config.engine, progress, choose=True)
@@ -170,6 +170,6 @@ def _load(
 
 
 def _shelf(directory: str) -> Shelf:
-    from thor_dflash.serving.shelf import Shelf
+    from thor_dflash.serving.planner.prefix_store import Shelf
 
     return Shelf(Path(directory))

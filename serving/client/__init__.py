@@ -1,0 +1,1 @@
+"""Clients of a plan server: RemotePlanner for one thread, AsyncPlanner for asyncio."""

@@ -1,0 +1,302 @@
+"""The client: a planner that talks to a server. Needs pyzmq and msgspec, nothing else.
+
+    with RemotePlanner("tcp://127.0.0.1:5571") as planner:
+        plan = planner.plan(Ask(prompt="Bring the cup.", deadline_ms=8000)).plan
+
+A client belongs to one thread. A late reply is never taken for the answer to a later request: every
+request has its own id, and the socket drops replies that do not belong to its last request.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self
+
+import zmq
+from msgspec import structs
+from zmq.utils.monitor import recv_monitor_message
+
+from thor_dflash.core.errors import PlanError
+from thor_dflash.serving.client import retry
+from thor_dflash.serving.client.retry import Options, Reply, Tries
+from thor_dflash.serving.protocol import messages
+from thor_dflash.serving.protocol.messages import Ask, Chunk, Message, Result
+
+__all__ = ["Ask", "Chunk", "Message", "Options", "PlanError", "RemotePlanner", "Result"]
+
+
+class _Line:
+    """A socket and the monitor of its connection."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str, options: Options
+    ) -> None:
+        self._endpoint = endpoint
+        self._socket = context.socket(kind)
+        retry.prepare(self._socket, options)
+        if kind == zmq.REQ:
+            self._socket.setsockopt(zmq.REQ_RELAXED, 1)
+            self._socket.setsockopt(zmq.REQ_CORRELATE, 1)
+        self._monitor = self._socket.get_monitor_socket(retry.WATCHED)
+        self._seen = 0
+        self._lost = False
+        """Whether the connection was lost since the last message to the server."""
+        retry.connect(self._socket, endpoint)
+
+    def send(self, body: bytes, until: float) -> None:
+        """Send as soon as there is a connection.
+
+        Raises:
+            PlanError: the server refused the connection, or there is none by `until`, monotonic s.
+        """
+        self._drain()
+        self._lost = False
+        if self._seen & retry.REFUSED:
+            self._seen = 0
+            retry.reconnect(self._socket, self._endpoint)
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLOUT)
+        poller.register(self._monitor, zmq.POLLIN)
+        while True:
+            if self._socket in dict(poller.poll(_ms(until))):
+                # Without waiting: the connection may have been lost since the poll. And without an
+                # empty delimiter frame; the answer then has none: see protocol.md, section 1.
+                with suppress(zmq.Again):
+                    self._socket.send(body, zmq.NOBLOCK)
+                    return
+            self._drain()
+            if self._seen & retry.REFUSED or time.monotonic() >= until:
+                raise retry.unreachable(self._endpoint, self._seen)
+
+    def receive(self, tries: Tries) -> bytes:
+        """Return the next body.
+
+        Raises:
+            PlanError: the connection was lost, or no answer came in time.
+        """
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        while self._lost or poller.poll(_ms(tries.until)):
+            # Before reading: once the loss is reported, all that arrived before it can be read.
+            self._drain()
+            # The message may be a late answer to an earlier request; the socket then drops it.
+            with suppress(zmq.Again):
+                return self._socket.recv_multipart(zmq.NOBLOCK)[-1]
+            if self._lost:
+                break
+        seen = zmq.EVENT_DISCONNECTED if self._lost else self._seen
+        raise tries.late(self._endpoint, seen)
+
+    def _drain(self) -> None:
+        """Read the pending connection events."""
+        while self._monitor.poll(0):
+            event = int(recv_monitor_message(self._monitor)["event"])
+            self._seen = retry.after(self._seen, event)
+            self._lost = self._lost or self._seen == zmq.EVENT_DISCONNECTED
+
+    def close(self, linger_ms: int = 0) -> None:
+        if not self._socket.closed:
+            # After a long idle time the monitor's pipe may be full and libzmq's thread blocked on
+            # it; `disable_monitor` would then wait for that thread.
+            self._drain()
+            self._socket.disable_monitor()
+            self._monitor.close(0)
+            self._socket.close(linger_ms)
+
+
+def _farewell(line: _Line, cancel: bytes) -> None:
+    # If this fails, the connection is gone, and the server cancels the plan for that reason.
+    with suppress(PlanError):
+        line.send(cancel, time.monotonic())
+
+
+def _ms(until: float) -> int:
+    """Return the ms left, at most what ZeroMQ can wait: a C int, 25 days."""
+    return round(min(max(0.0, 1e3 * (until - time.monotonic())), 2**31 - 1))
+
+
+class RemotePlanner:
+    """See planner.Planner. Waits for the server to become ready, within the timeouts."""
+
+    def __init__(self, endpoint: str, options: Options | None = None) -> None:
+        """Begin to connect; the server may start later.
+
+        Raises:
+            ConfigError: a malformed endpoint, or keys that cannot be read.
+        """
+        self.options = options or Options()
+        self.endpoint = endpoint
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self._line = _Line(self._context, zmq.REQ, endpoint, self.options)
+        except BaseException:
+            # The caller cannot do it, and garbage collection of an open context waits for its
+            # sockets for ever.
+            self._context.destroy(linger=0)
+            raise
+        self._streams: set[_Line] = set()
+        """The lines of unfinished streams."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # --- plans
+
+    def plan(self, ask: messages.Ask) -> messages.Result:
+        """See Planner."""
+        body, reply = self._call(structs.replace(ask, stream=False))
+        event = retry.event(self.options, body, reply)
+        if not isinstance(event, messages.Result):
+            raise PlanError("internal", f"the server must send a result (got {reply.type})")
+        return event
+
+    def stream(self, ask: messages.Ask) -> Iterator[messages.Event]:
+        """See Planner. Each stream uses its own connection. The deadline begins with this call."""
+        return self._tried(Tries(self.options, ask))
+
+    def _tried(self, tries: Tries) -> Generator[messages.Event]:
+        self._check_open()
+        tries.since = time.monotonic()
+        while True:
+            events = self._events(tries)
+            try:
+                first = next(events)
+            except PlanError as e:
+                time.sleep(tries.again(e))
+                continue
+            try:
+                yield first
+                yield from events
+            finally:
+                events.close()
+            return
+
+    def _events(self, tries: Tries) -> Generator[messages.Event]:
+        sent, over = tries.send(), False
+        line = _Line(self._context, zmq.DEALER, self.endpoint, self.options)
+        self._streams.add(line)
+        try:
+            line.send(sent.body, tries.connect_by)
+            while not over:
+                self._check_open()
+                body = line.receive(tries)
+                reply = retry.head(self.options, body)
+                if reply.id == sent.id:
+                    over = reply.type != "chunk"
+                    yield retry.event(self.options, body, reply)
+                    tries.since = time.monotonic()
+        finally:
+            self._streams.discard(line)
+            if not (over or self._context.closed):
+                _farewell(line, tries.farewell(sent))
+            line.close(0 if over else retry.FAREWELL_MS)
+
+    def _check_open(self) -> None:
+        if self._context.closed:
+            raise retry.closed(self.endpoint)
+
+    # --- control
+
+    def ping(self) -> dict[str, Any]:
+        """Check that a server answers."""
+        return self._simple("ping")
+
+    def hello(self) -> dict[str, Any]:
+        """Describe the server: model, limits, features."""
+        return self._simple("hello")
+
+    def health(self) -> dict[str, Any]:
+        """Return the state of the server."""
+        return self._simple("health")
+
+    def stats(self) -> dict[str, Any]:
+        """Return the server's statistics."""
+        return self._simple("stats")
+
+    def cancel(self, target: str, session: str | None = None) -> bool:
+        """End a plan by its id. Returns whether there was such a plan."""
+        request = messages.Cancel(target=target, session=session or self.options.session)
+        return bool(self._table(request)["cancelled"])
+
+    def validate(self, request: messages.Validate) -> dict[str, Any]:
+        """Count tokens and compile a schema, without decoding."""
+        return self._table(request)
+
+    def put_prefix(self, prefix_id: str, system: str, *, persist: bool = False) -> dict[str, Any]:
+        """Pin the state of a system prompt; with `persist` it outlives the server."""
+        return self._table(messages.PrefixPut(prefix_id=prefix_id, system=system, persist=persist))
+
+    def prefixes(self) -> list[dict[str, Any]]:
+        """List the pinned prefixes."""
+        found: list[dict[str, Any]] = self._simple("prefix.list")["prefixes"]
+        return found
+
+    def skipped(self) -> list[str]:
+        """One line for each persisted prefix that the server did not restore at its start."""
+        found: list[str] = self._simple("prefix.list")["skipped"]
+        return found
+
+    def drop_prefix(self, prefix_id: str) -> bool:
+        """Drop a pinned prefix. Returns whether it existed."""
+        return bool(self._table(messages.PrefixDrop(prefix_id=prefix_id))["dropped"])
+
+    def drain(self) -> None:
+        """Make the server finish its accepted work and take no more."""
+        self._simple("drain")
+
+    def shutdown(self) -> None:
+        """Make the server drain and end."""
+        self._simple("shutdown")
+
+    def close(self) -> None:
+        """See Planner. Unfinished streams are closed, which cancels their plans."""
+        if not self._context.closed:
+            for line in (self._line, *self._streams):
+                line.close()
+            # Not `term`, which would wait for the socket of a line whose constructor failed.
+            self._context.destroy(linger=0)
+
+    def _simple(self, op: str) -> dict[str, Any]:
+        return self._table(messages.Simple(op=op))
+
+    def _table(self, request: messages.Request) -> dict[str, Any]:
+        body, reply = self._call(request)
+        return retry.table(self.options, body, reply)
+
+    def _call(self, request: messages.Request) -> tuple[bytes, Reply]:
+        self._check_open()
+        tries = Tries(self.options, request)
+        while True:
+            try:
+                return self._once(tries)
+            except PlanError as e:
+                time.sleep(tries.again(e))
+
+    def _once(self, tries: Tries) -> tuple[bytes, Reply]:
+        sent = tries.send()
+        self._line.send(sent.body, tries.connect_by)
+        try:
+            body = self._line.receive(tries)
+        except BaseException:
+            # The caller no longer waits for this plan: cancel it.
+            if isinstance(tries.request, messages.Ask) and not self._context.closed:
+                _farewell(self._line, tries.farewell(sent))
+            raise
+        reply = retry.head(self.options, body)
+        if reply.type == "error":
+            raise retry.error(self.options, body)
+        if reply.id != sent.id:
+            raise PlanError("unreachable", f"the reply must be to {sent.id} (got {reply.id})")
+        return body, reply

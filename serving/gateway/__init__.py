@@ -1,0 +1,1 @@
+"""An OpenAI-compatible HTTP front end to plan servers."""

@@ -1,0 +1,295 @@
+"""Several plan servers as one: the least busy ready server gets the next request.
+
+Plans of a session go to the server that already has plans of that session, because only that server
+knows which of them is the newest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from thor_dflash.config.serving import GatewayConfig
+from thor_dflash.core.errors import Code, PlanError
+from thor_dflash.serving.client import retry
+from thor_dflash.serving.client.async_client import AsyncPlanner
+from thor_dflash.serving.client.retry import Options
+from thor_dflash.serving.protocol import messages
+from thor_dflash.serving.transport import curve
+
+SOON_S = 0.8
+"""Longest wait for the answers of all servers: health probes of a gateway usually give up after one
+second."""
+LOOK_S = 1.0
+"""Interval of the health checks of each server."""
+ELSEWHERE: frozenset[Code] = frozenset({"busy", "not_ready", "draining", "unreachable"})
+"""Error codes after which another server is tried."""
+
+
+@dataclass(slots=True)
+class Member:
+    """One server."""
+
+    endpoint: str
+    planner: AsyncPlanner
+    ready: bool = False
+    unsure: bool = False
+    """Whether the last health check found it not ready: it may hang, or come back with another
+    model."""
+    model: str = ""
+    active: int = 0
+    """Number of this gateway's plans on it."""
+    prefixes: frozenset[str] = frozenset()
+    """Names of its pinned prefixes at the last health check."""
+    tasks: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """A plan in progress."""
+
+    ask: messages.Ask
+    model: str
+    """The requested model; "" for any."""
+    began: float
+    """Monotonic, s."""
+    member: Member | None = None
+    """The server that has the plan or is being asked to take it."""
+    late: bool = False
+    """Whether a later plan of its session has arrived since."""
+
+
+Said = tuple[Member, messages.Event]
+"""A server and an event from it."""
+
+
+class Fleet:
+    """The servers behind a gateway."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        """Begin to connect to all servers. An event loop must be running."""
+        options = _options(config)
+        self._turns: list[_Turn] = []
+        self.members = [
+            Member(endpoint, AsyncPlanner(endpoint, options)) for endpoint in config.servers
+        ]
+        for member in self.members:
+            member.tasks.append(asyncio.create_task(_look_after(member)))
+
+    async def knows(self, model: str) -> bool:
+        """Return whether any server has a model, ready or not.
+
+        Raises:
+            PlanError: no server whose model is known has it, and another one did not tell its
+                model; the error says why.
+        """
+        strange = [member for member in self.members if not member.model]
+        if strange and all(member.model != model for member in self.members):
+            met = await asyncio.gather(*(_meet(member) for member in strange))
+            errors = [e for e in met if e is not None]
+            if errors and all(member.model != model for member in self.members):
+                raise max(errors, key=_says)
+        return any(member.model == model for member in self.members)
+
+    async def stream(self, ask: messages.Ask, model: str = "") -> AsyncGenerator[Said]:
+        """Answer an ask on the first server with this model (with any, if "") that accepts it.
+
+        Raises:
+            PlanError: no server accepted it (the most informative of their errors), the deadline
+                passed, or the plan failed on its server.
+        """
+        turn = _Turn(ask, model, time.monotonic())
+        for other in self._others(turn):
+            other.late = True
+        self._turns.append(turn)
+        try:
+            member, first, events = await self._take(turn)
+            try:
+                if not member.model:  # no health check has learned it yet
+                    await _meet(member)
+                yield member, first
+                async for event in events:
+                    yield member, event
+            finally:
+                await events.aclose()
+        finally:
+            self._turns.remove(turn)
+
+    async def _take(
+        self, turn: _Turn
+    ) -> tuple[Member, messages.Event, AsyncGenerator[messages.Event]]:
+        """Return the server that accepted the plan, its first event and the remaining events."""
+        error: PlanError | None = None
+        left = [member for member in self.members if turn.model in ("", member.model)]
+        while left:
+            # Rank again for each try: the session's plans may have moved meanwhile.
+            member = turn.member = min(left, key=lambda member: self._rank(member, turn))
+            left.remove(member)
+            try:
+                if member.unsure:
+                    await _greet(member)
+                    if turn.model not in ("", member.model):
+                        continue
+                events = _of(member, retry.rest(turn.ask, turn.began))
+                return member, await anext(events), events
+            except PlanError as e:
+                self._check_elsewhere(e, turn)
+                error = e if error is None else max(error, e, key=_says)  # the first of equals
+        raise error or PlanError("unreachable", "a plan server must be ready (got none)")
+
+    def _others(self, turn: _Turn) -> list[_Turn]:
+        """Return the other plans of its session."""
+        session = turn.ask.session
+        return [
+            other
+            for other in self._turns
+            if session is not None and other.ask.session == session and other is not turn
+        ]
+
+    def _at_home(self, member: Member | None, turn: _Turn) -> bool:
+        return any(other.member is member for other in self._others(turn))
+
+    def _rank(self, member: Member, turn: _Turn) -> tuple[bool, bool, bool, int]:
+        """Return the sort key of a server for a plan; the least is asked first."""
+        prefix = turn.ask.prefix_id
+        return (
+            # Even if not ready: only there can this plan displace an older one of its session.
+            not self._at_home(member, turn),
+            # Servers not known to be ready are tried last, not skipped: health is a second old.
+            not member.ready,
+            prefix is not None and prefix not in member.prefixes,
+            member.active,
+        )
+
+    def _check_elsewhere(self, e: PlanError, turn: _Turn) -> None:
+        """Raise the error to answer with, unless another server may be asked after this refusal."""
+        if e.code not in ELSEWHERE and not _no_prefix(e):
+            raise e
+        if turn.late:
+            # Sent again, by the gateway or by its client, it would displace the later plan.
+            raise PlanError("preempted", "a later plan of its session arrived") from e
+        if e.code == "busy" and self._at_home(turn.member, turn):
+            raise e  # on another server it could not displace the session's older plans
+
+    def serves(self, model: str) -> bool:
+        """Return whether a server had a model when it last told, or has not told any."""
+        return any(member.model in ("", model) for member in self.members)
+
+    def models(self) -> list[str]:
+        """Return the model names of the ready servers, each once."""
+        return sorted({member.model for member in self.members if member.ready})
+
+    async def everywhere(self, op: str) -> list[tuple[Member, dict[str, Any] | None]]:
+        """Run a control operation on every server; None for one that fails or exceeds SOON_S."""
+        answers = await asyncio.gather(*(_soon(member, op) for member in self.members))
+        return list(zip(self.members, answers, strict=True))
+
+    async def close(self) -> None:
+        """Close every connection."""
+        tasks = [task for member in self.members for task in member.tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        # All at once: a plan that fails on one closing server must not be sent to another.
+        await asyncio.gather(*(member.planner.close() for member in self.members))
+
+
+def check(config: GatewayConfig) -> None:
+    """Refuse servers that cannot be connected to as configured, before an event loop exists.
+
+    Raises:
+        ConfigError: a malformed endpoint, or keys or a secret that cannot be read.
+    """
+    for endpoint in config.servers:
+        retry.check(endpoint, _options(config), "gateway.servers")
+
+
+def _options(config: GatewayConfig) -> Options:
+    # No retries: after a refusal the next server is asked instead.
+    token = curve.read_token(config.token_file)
+    return Options(
+        keys=config.keys,
+        token=token,
+        retries=0,
+        timeout_s=2.0,
+        plan_timeout_s=config.plan_timeout_s,
+    )
+
+
+def _no_prefix(e: PlanError) -> bool:
+    return e.code == "bad_request" and e.field == "prefix_id"
+
+
+def _says(e: PlanError) -> int:
+    """Rank a refusal by how informative it is: unreachable says least, a missing prefix is next."""
+    return 0 if e.code == "unreachable" else 1 if _no_prefix(e) else 2
+
+
+async def _of(member: Member, ask: messages.Ask) -> AsyncGenerator[messages.Event]:
+    member.active += 1
+    events = member.planner.stream(ask)
+    try:
+        async for event in events:
+            yield event
+    finally:
+        member.active -= 1
+        if isinstance(events, AsyncGenerator):
+            await events.aclose()
+
+
+async def _simple(member: Member, op: str) -> dict[str, Any] | None:
+    try:
+        return await member.planner.simple(op)
+    except PlanError:
+        return None
+
+
+async def _soon(member: Member, op: str) -> dict[str, Any] | None:
+    try:
+        async with asyncio.timeout(SOON_S):
+            return await _simple(member, op)
+    except TimeoutError:
+        return None
+
+
+async def _look_after(member: Member) -> None:
+    while True:
+        health = await _simple(member, "health")
+        # Each time: between two looks a server may have restarted with another model.
+        member.ready = bool(health and health["ready"]) and await _meet(member) is None
+        member.unsure = not member.ready
+        await asyncio.sleep(LOOK_S)
+
+
+async def _greet(member: Member) -> None:
+    """Learn a server's model, its largest message and its prefixes.
+
+    Raises:
+        PlanError: it did not tell.
+    """
+    if (e := await _meet(member)) is not None:
+        raise e
+
+
+async def _meet(member: Member) -> PlanError | None:
+    """The same, but returns the error."""
+    try:
+        async with asyncio.timeout(SOON_S):
+            hello = await member.planner.simple("hello")
+    except TimeoutError:
+        text = f"{member.endpoint} must say what it serves (got nothing in {SOON_S:g} s)"
+        return PlanError("unreachable", text)
+    except PlanError as e:
+        return e
+    if hello["model"] is None:
+        return PlanError(
+            "not_ready", f"{member.endpoint} must be ready (got one that is still starting)"
+        )
+    member.model = hello["model"]["model"]
+    member.prefixes = frozenset(prefix["prefix_id"] for prefix in hello["prefixes"])
+    largest = hello["limits"]["max_message"]
+    member.planner.options = replace(member.planner.options, max_message=largest)
+    return None

@@ -1,0 +1,1 @@
+"""Planners and backends: a request in, a plan out."""

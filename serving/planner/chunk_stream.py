@@ -1,0 +1,72 @@
+"""The chunks that a streamed plan sends while it is decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from thor_dflash.serving.planner.partial_json import StepStream
+from thor_dflash.serving.protocol import messages
+
+MARKS = ("<think>", "</think>")
+
+
+class Piece(Protocol):
+    """A piece of output text, either all thinking or all answer."""
+
+    @property
+    def text(self) -> str:
+        """The text."""
+        ...
+
+    @property
+    def thinking(self) -> bool:
+        """Whether it is inside the thinking block."""
+        ...
+
+
+class Speech:
+    """Turns pieces of an answer into the requested chunks; does no work if none are requested."""
+
+    def __init__(self, stream: bool | messages.Stream) -> None:
+        self._text = stream in ("text", "all")
+        self._progress = stream == "all"
+        self._steps = StepStream() if stream in ("steps", "all") else None
+        self._begun = {True: False, False: False}
+        self._index = 0
+
+    def prefill(self, tokens: int) -> list[messages.Chunk]:
+        """Return the chunks after a prefill step; `tokens` of the prompt are in the state."""
+        if not self._progress:
+            return []
+        return [messages.Chunk(kind="progress", phase="prefill", tokens=tokens)]
+
+    def cycle(self, pieces: Iterable[Piece], tokens: int) -> list[messages.Chunk]:
+        """Return the chunks for the pieces of one cycle; `tokens` is the total committed so far."""
+        if not (self._text or self._progress or self._steps):
+            return []
+        said = list(pieces)
+        chunks = [chunk for piece in said for chunk in self._say(piece)]
+        if self._progress and said:
+            phase: messages.Phase = "thinking" if said[-1].thinking else "answer"
+            chunks.append(messages.Chunk(kind="progress", phase=phase, tokens=tokens))
+        return chunks
+
+    def _say(self, piece: Piece) -> list[messages.Chunk]:
+        text = "" if piece.thinking and piece.text in MARKS else piece.text
+        if not self._begun[piece.thinking]:
+            # As in the result: drop the blank lines that the chat template puts before the
+            # thinking and before the answer.
+            text = text.lstrip("\n")
+        if not text:
+            return []
+        self._begun[piece.thinking] = True
+        chunks: list[messages.Chunk] = []
+        if self._text:
+            kind: messages.Kind = "thinking" if piece.thinking else "text"
+            chunks.append(messages.Chunk(kind=kind, text=text))
+        if self._steps is not None and not piece.thinking:
+            for step in self._steps.feed(text):
+                chunks.append(messages.Chunk(kind="step", step=step, index=self._index))
+                self._index += 1
+        return chunks

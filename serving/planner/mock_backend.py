@@ -1,0 +1,306 @@
+"""A backend without a model, for testing clients of the server: `serve --mock`.
+
+It answers every request with the same plan. A word is a token, and a cycle commits four tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from thor_dflash.config.serving import ServeConfig
+from thor_dflash.core.errors import PlanError
+from thor_dflash.core.strict_records import show
+from thor_dflash.serving.planner import result as outcome
+from thor_dflash.serving.planner.backend import About, Prepared, Run, Stop
+from thor_dflash.serving.planner.chunk_stream import Speech
+from thor_dflash.serving.planner.latency_model import Rates
+from thor_dflash.serving.planner.schema_validator import Checker
+from thor_dflash.serving.protocol import messages, validation
+
+if TYPE_CHECKING:
+    from thor_dflash.serving.planner.prefix_store import Shelf
+
+THINKING = "The cup is on the shelf and the robot is free to take it to the table at once. "
+PLAN = (
+    '{"goal": "cup on table", "steps": ['
+    '{"id": 1, "skill": "goto", "args": {"target": "shelf"}, "on_fail": "retry"}, '
+    '{"id": 2, "skill": "pick", "args": {"object": "cup"}, "on_fail": "retry"}, '
+    '{"id": 3, "skill": "place", "args": {"object": "cup", "on": "table"}, "on_fail": "replan"}'
+    '], "needs_clarification": null}'
+)
+PER_CYCLE = 4
+CHUNK = 64
+CONTEXT = 8192
+
+
+def words(text: str) -> list[str]:
+    """Split a text into the mock's tokens: words, each with a space after it."""
+    return [word + " " for word in text.split(" ")]
+
+
+def _tokens(request: messages.Ask | messages.Validate) -> int:
+    turns = [request.prompt] if request.messages is None else [m.content for m in request.messages]
+    return sum(len(words(turn or "")) for turn in turns)
+
+
+def _spec(tokens: int) -> messages.Spec:
+    """Return the statistics of a drafter that is always right."""
+    sizes = [min(PER_CYCLE, tokens - at) for at in range(0, tokens, PER_CYCLE)]
+    cycles = len(sizes)
+    return messages.Spec(
+        cycles=cycles,
+        drafted=(PER_CYCLE - 1) * cycles,
+        accepted=tokens - cycles,
+        accept_len=tokens / cycles if cycles else 0.0,
+        accept_hist=tuple(sizes.count(size) for size in range(1, PER_CYCLE + 1)),
+        accepted_per_position=tuple(
+            sum(size > place for size in sizes) for place in range(1, PER_CYCLE)
+        ),
+    )
+
+
+def _checker(schema: Mapping[str, Any]) -> Checker:
+    checker = Checker(schema)
+    literals = [schema["const"]] if "const" in schema else schema.get("enum", [{}])
+    # Whether a deeper schema allows an object, only a grammar can find, and the mock has none.
+    if "object" not in schema.get("type", "object") or dict not in map(type, literals):
+        raise validation.no_object(schema)
+    return checker
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    text: str
+    thinking: bool
+
+
+class MockBackend:
+    """See backend.Backend."""
+
+    def __init__(
+        self, config: ServeConfig, cycle_s: float = 0.0, shelf: Shelf | None = None
+    ) -> None:
+        """Hold the lock of the shelf, if there is one, as a real backend does; store nothing."""
+        self.config = config
+        self._shelf = shelf
+        self.cycle_s = cycle_s
+        """Time of a step, s."""
+        ms = 1e3 * cycle_s
+        self._rates = Rates(cycle_ms=ms, step_sizes=(CHUNK,), step_ms={CHUNK: ms}, worst_step_ms=ms)
+        self._rates.answer_len = self._rates.thinking_len = PER_CYCLE
+        self._rates.answer_tokens = len(words(PLAN))
+        self._prefixes: dict[str, dict[str, Any]] = {}
+
+    @property
+    def about(self) -> About:
+        """See Backend."""
+        return About(
+            model="mock",
+            engine="mock",
+            quantisation={},
+            package_sha256=None,
+            tokenizer_sha256=None,
+            golden_sha256=None,
+            max_context=CONTEXT,
+            block=PER_CYCLE,
+            prefill_chunk=CHUNK,
+            features=(
+                "mock",
+                "stream",
+                "deadline",
+                "preempt",
+                "prefix",
+                "json_schema",
+                "thinking_budget",
+                "relaxed_thinking",
+            ),
+        )
+
+    @property
+    def rates(self) -> Rates:
+        """See Backend."""
+        return self._rates
+
+    def warm(self) -> None:
+        """See Backend."""
+
+    def prepare(self, ask: messages.Ask, left_ms: float | None) -> Prepared:
+        """See Backend."""
+        validation.check_values(ask)
+        schema = validation.schema_of(ask)
+        prompt = tuple(range(_tokens(ask)))
+        self._check_prefix(name := ask.prefix_id)
+        max_tokens = ask.max_tokens or self.config.max_tokens
+        if len(prompt) + max_tokens > CONTEXT:
+            raise validation.too_long(CONTEXT, len(prompt), max_tokens)
+        budget = validation.budget_of(ask, self.config)
+        return Prepared(
+            ask=ask,
+            prompt=prompt,
+            cached=0 if name is None else min(len(prompt), self._prefixes[name]["held"]),
+            max_tokens=max_tokens,
+            budget=budget,
+            thinks=budget > 0,
+            checker=None if schema is None else _checker(schema),
+            grammar=None,
+            grammar_ms=0.0,
+            min_ms=self._rates.min_ms(len(prompt), max_tokens, whole=ask.on_deadline == "error"),
+        )
+
+    def start(self, prepared: Prepared, left_ms: float | None) -> Run:
+        """See Backend."""
+        self._check_prefix(prepared.ask.prefix_id)
+        return MockRun(prepared, self._rates, self.cycle_s)
+
+    def _check_prefix(self, name: str | None) -> None:
+        if name is not None and name not in self._prefixes:
+            text = f"prefix_id must be a pinned prefix (got {show(name)})"
+            raise PlanError("bad_request", text, field="prefix_id")
+
+    def validate(self, request: messages.Validate) -> dict[str, Any]:
+        """See Backend."""
+        out: dict[str, Any] = {"max_context": CONTEXT}
+        if request.prompt is not None or request.messages is not None:
+            out["prompt_tokens"] = _tokens(request)
+        if request.json_schema is not None:
+            validation.check_values(messages.Ask(json_schema=request.json_schema))
+            _checker(request.json_schema)
+            out |= {"compile_ms": 0.0, "warnings": ()}
+        return out
+
+    def pin(self, request: messages.PrefixPut, stopped: Callable[[], bool]) -> dict[str, Any]:
+        """See Backend."""
+        tokens = len(words(request.system))
+        self._prefixes[request.prefix_id] = {
+            "prefix_id": request.prefix_id,
+            "tokens": tokens,
+            "held": tokens,
+            "bytes": len(request.system.encode()),
+            "build_ms": 1e3 * self.cycle_s,
+            "persisted": request.persist,
+        }
+        return self._prefixes[request.prefix_id]
+
+    def keep(self, request: messages.PrefixPut) -> None:
+        """See Backend. The mock stores nothing."""
+        if request.prefix_id not in self._prefixes:
+            raise validation.dropped()
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        """See Backend."""
+        return ()
+
+    def prefixes(self) -> list[dict[str, Any]]:
+        """See Backend."""
+        return list(self._prefixes.values())
+
+    def drop(self, prefix_id: str) -> bool:
+        """See Backend."""
+        return self._prefixes.pop(prefix_id, None) is not None
+
+    def close(self) -> None:
+        """See Backend."""
+        if self._shelf is not None:
+            self._shelf.close()
+
+
+class MockRun:
+    """See backend.Run."""
+
+    def __init__(self, prepared: Prepared, rates: Rates, cycle_s: float) -> None:
+        thought = words(THINKING)[: prepared.budget]
+        answer = words(PLAN)
+        self._prepared = prepared
+        self._rates = rates
+        self._cycle_s = cycle_s
+        self._script = [_Piece(w, thinking=True) for w in thought]
+        self._script += [_Piece(w, thinking=False) for w in answer[: prepared.max_tokens]]
+        self._cut = len(answer) > prepared.max_tokens
+        self._thought = len(thought)
+        self._speech = Speech(prepared.ask.stream)
+        self._prompt_done = prepared.cached
+        self._said = 0
+        self._start = time.perf_counter()
+        self._firsts: dict[bool, float] = {}
+        """Time of the first thinking token (True) and of the first answer token (False), ms since
+        the start."""
+
+    @property
+    def done(self) -> bool:
+        """See Run."""
+        return self._said == len(self._script)
+
+    @property
+    def phase(self) -> messages.Phase:
+        """See Run."""
+        if not self._said:
+            return "prefill"
+        return "thinking" if self._script[self._said - 1].thinking else "answer"
+
+    def step(self) -> Sequence[messages.Chunk]:
+        """See Run."""
+        if self._cycle_s:
+            time.sleep(self._cycle_s)
+        if self._prompt_done < len(self._prepared.prompt):
+            self._prompt_done += CHUNK
+            return self._speech.prefill(min(self._prompt_done, len(self._prepared.prompt)))
+        pieces = self._script[self._said : self._said + PER_CYCLE]
+        self._said += len(pieces)
+        for piece in pieces:
+            self._firsts.setdefault(piece.thinking, self._ms())
+        self._rates.cycle(1e3 * self._cycle_s, len(pieces), thinking=pieces[0].thinking)
+        return self._speech.cycle(pieces, self._said)
+
+    def result(self, stop: Stop | None) -> messages.Result:
+        """See Run."""
+        said = self._script[: self._said]
+        texts = {
+            kind: "".join(p.text for p in said if p.thinking is kind) for kind in (True, False)
+        }
+        thinking = sum(piece.thinking for piece in said)
+        decoded = outcome.Decoded(
+            finish=stop or ("length" if self._cut else "stop"),
+            text=texts[False].rstrip(" "),
+            thinking=texts[True],
+            tokens=tuple(range(self._said)),
+            usage=messages.Usage(
+                prompt_tokens=len(self._prepared.prompt),
+                cached_tokens=self._prepared.cached,
+                thinking_tokens=thinking,
+                output_tokens=len(said) - thinking,
+            ),
+            timings=self._timings(),
+            spec=_spec(self._said),
+            closed=self._closed(),
+        )
+        return outcome.result(self._prepared, decoded)
+
+    def _closed(self) -> Literal["", "natural", "hard"]:
+        if not self._thought or self._said <= self._thought:
+            return ""
+        return "natural" if self._thought == len(words(THINKING)) else "hard"
+
+    def _timings(self) -> messages.Timings:
+        e2e = self._ms()
+        if not self._firsts:
+            return messages.Timings(e2e_ms=e2e)
+        first = min(self._firsts.values())
+        decode = e2e - first
+        return messages.Timings(
+            prefill_ms=first,
+            ttft_ms=first,
+            ttfa_ms=self._firsts.get(False),
+            decode_ms=decode,
+            e2e_ms=e2e,
+            tok_s=1e3 * (self._said - 1) / decode if decode else 0.0,
+        )
+
+    def _ms(self) -> float:
+        return 1e3 * (time.perf_counter() - self._start)
+
+    def close(self) -> None:
+        """See Run."""

@@ -1,0 +1,79 @@
+"""Builds the result of a run from the decoded text: extracts the plan and validates it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from msgspec import structs
+
+from thor_dflash.serving.planner.backend import Prepared
+from thor_dflash.serving.planner.partial_json import close_partial, read_object
+from thor_dflash.serving.planner.schema_validator import Checker
+from thor_dflash.serving.protocol import messages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoded:
+    """The output of one run."""
+
+    finish: messages.Finish
+    text: str
+    """The answer, without the thinking."""
+    thinking: str
+    tokens: tuple[int, ...]
+    usage: messages.Usage
+    timings: messages.Timings
+    spec: messages.Spec | None
+    closed: Literal["", "natural", "soft", "hard"] = ""
+    """How the thinking ended."""
+
+
+def result(prepared: Prepared, decoded: Decoded) -> messages.Result:
+    """Return the result of a run with the parts that were requested; `asked` removes the times."""
+    ask, wanted = prepared.ask, frozenset(prepared.ask.parts)
+    checker = prepared.checker
+    plan = _plan(decoded, checker)
+    valid = plan is not None and (checker is None or checker.valid(plan))
+    return messages.Result(
+        finish_reason=decoded.finish,
+        status=_status(decoded.finish, checker is None or valid),
+        plan=plan if "plan" in wanted else None,
+        plan_valid=valid,
+        text=decoded.text if "text" in wanted else None,
+        thinking=decoded.thinking if "thinking" in wanted else None,
+        tokens=decoded.tokens if "tokens" in wanted else None,
+        generation=ask.generation,
+        session=ask.session,
+        prefix_id=ask.prefix_id,
+        # Only thinking is decoded relaxed.
+        accept_mode=ask.accept_mode if decoded.usage.thinking_tokens else "exact",
+        thinking_closed=decoded.closed,
+        usage=decoded.usage,
+        timings=decoded.timings,
+        spec=decoded.spec,
+        metadata=ask.metadata,
+    )
+
+
+def asked(result: messages.Result, ask: messages.Ask) -> messages.Result:
+    """Return the result as it is sent, with times only if requested. They are removed this late
+    because the statistics need the times of every plan.
+    """
+    if "timings" in ask.parts:
+        return result
+    return structs.replace(result, timings=None, spec=None)
+
+
+def _plan(decoded: Decoded, checker: Checker | None) -> dict[str, object] | None:
+    whole = read_object(decoded.text)
+    if whole is not None or decoded.finish == "stop":
+        return whole
+    closed = close_partial(decoded.text, checker.valid) if checker else close_partial(decoded.text)
+    return None if closed is None else read_object(closed)
+
+
+def _status(finish: messages.Finish, sound: bool) -> messages.Status:
+    if finish == "stop":
+        return "ok" if sound else "error"
+    return "error" if finish in ("grammar_dead_end", "error") else "partial"

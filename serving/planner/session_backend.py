@@ -1,0 +1,403 @@
+"""The backend of a loaded package: turns plan requests into requests to a decoding session."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from thor_dflash.config.serving import ServeConfig
+from thor_dflash.config.tree import HINT, NO_BUDGET, BudgetConfig, RelaxedConfig
+from thor_dflash.core.errors import CompilerBusy, ModelFault, PlanError, RequestError
+from thor_dflash.core.strict_records import show
+from thor_dflash.package import manifest as package_manifest
+from thor_dflash.runtime.grammar.compiler import COMPILE_S, Grammar
+from thor_dflash.runtime.measure.power import find
+from thor_dflash.runtime.session.prefix_cache import Prefix
+from thor_dflash.runtime.session.session import Request, Session
+from thor_dflash.runtime.text.tokenizer import Text, open_at_end
+from thor_dflash.serving.planner import startup_checks
+from thor_dflash.serving.planner.backend import About, Prepared, Run
+from thor_dflash.serving.planner.latency_model import Rates
+from thor_dflash.serving.planner.power_meter import Meter
+from thor_dflash.serving.planner.prefill_tuning import choose_chunk, step_ms
+from thor_dflash.serving.planner.prefix_store import Shelf
+from thor_dflash.serving.planner.schema_validator import Checker
+from thor_dflash.serving.planner.session_run import LiveRun
+from thor_dflash.serving.protocol import messages as wire
+from thor_dflash.serving.protocol import validation
+
+SELF_TEST = "Self-test: put the cup on the table, then bring the plate to the kitchen."
+SELF_TOKENS = 48
+"""Tokens the self-test decodes three times: at least three blocks, about a second on a Thor."""
+SELF_ANSWER = 8
+"""Tokens of the self-test's answer under a schema."""
+SELF_SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+WORTH_THINKING = 32
+"""With thinking `auto` and a deadline, the model thinks only if there is time for this many tokens,
+or for all of its budget."""
+FEATURES = ("stream", "deadline", "preempt", "prefix", "json_schema", "thinking_budget")
+
+
+class LiveBackend:
+    """A package loaded on an engine."""
+
+    def __init__(
+        self,
+        session: Session,
+        config: ServeConfig,
+        log: Callable[[str], None] = print,
+        shelf: Shelf | None = None,
+    ) -> None:
+        """Take over a session and, if prefixes can be persisted, the shelf that stores them.
+
+        Raises:
+            RequestError: the package has no tokenizer.
+        """
+        assert (shelf is not None) == bool(config.prefix_dir), "what was promised to persist does"
+        if session.text is None:
+            raise RequestError("a package to serve must have a tokenizer.json (got one without)")
+        self.session = session
+        self.text: Text = session.text
+        self.config = config
+        self._log = log
+        self._shelf = shelf
+        self._skipped: tuple[str, ...] = ()
+        session.prefixes.budget = config.prefix_mb << 20
+        self._rates = Rates(step_sizes=session.model.step_sizes)
+        self._close = session.manifest.card.close or HINT
+        self._closing = len(self.text.encode(self._close))
+        self._idle_s = 1e-6 * config.yield_us  # before each step, whose time includes it
+        self._golden: str | None = None
+        self._meter = Meter(find(), log)
+        self._about = self._described()
+
+    @property
+    def rates(self) -> Rates:
+        """See Backend."""
+        return self._rates
+
+    @property
+    def about(self) -> About:
+        """See Backend."""
+        return self._about
+
+    def _described(self) -> About:
+        m = self.session.manifest
+        tokenizer = m.files.get("tokenizer.json")
+        return About(
+            model=m.model,
+            engine=m.engine,
+            quantisation={
+                name: {kind: share.bytes for kind, share in kinds.items()}
+                for name, kinds in m.quantisation.items()
+            },
+            package_sha256=hashlib.sha256(package_manifest.render(m).encode()).hexdigest(),
+            tokenizer_sha256=tokenizer.sha256 if tokenizer else None,
+            golden_sha256=self._golden,
+            max_context=self.session.model.limit,
+            block=self.session.model.block,
+            prefill_chunk=self.session.model.chunk,
+            features=(
+                *FEATURES,
+                *(("relaxed_thinking",) if m.drafter else ()),
+                *(("persist",) if self._shelf else ()),
+            ),
+        )
+
+    # --- warming up
+
+    def warm(self) -> None:
+        """See Backend. Speculative decoding must give the exact tokens of plain decoding, twice."""
+        model, prompt = self.session.model, self._self_test()
+        self._check_default()
+        limit, idle = self.config.cancel_ms, 1e3 * self._idle_s
+        worst = choose_chunk(model, self.session.choice, limit, self._log, idle_ms=idle)
+        startup_checks.check_watchdog(self.config.watchdog_s, worst)
+        usual = [(idle + step_ms(model, rows, 0), rows) for rows in model.step_sizes]
+        count = min(SELF_TOKENS, model.limit - len(prompt))
+        drafted = Request(prompt=prompt, max_tokens=count, drafter=self._drafter())
+        plain = self._decode(replace(drafted, drafter="none"))
+        for _ in range(2):
+            self._rates = Rates(step_sizes=model.step_sizes, worst_step_ms=worst)
+            for ms, rows in usual:
+                self._rates.step(ms, rows)
+            if self._decode(drafted) != plain:
+                raise ModelFault(
+                    "the self-test must decode the same tokens with and without the drafter "
+                    "(got others): the package or the machine is damaged"
+                )
+        if self.session.manifest.stop_tokens:
+            # The first grammar masks of a process take a hundred times as long as later ones.
+            stop = frozenset(self.session.manifest.stop_tokens)
+            grammar = self.session.grammar(SELF_SCHEMA)
+            self._decode(replace(drafted, grammar=grammar, stop=stop, max_tokens=SELF_ANSWER))
+        self._golden = hashlib.sha256(repr(plain).encode()).hexdigest()
+        self._about = self._described()
+        if self._shelf is not None:
+            self._skipped = tuple(self._shelf.load(self.session.prefixes))
+            for line in self._skipped:
+                self._log(f"a persisted prefix is left out: {line}")
+
+    def _self_test(self) -> tuple[int, ...]:
+        text = self.text.render([{"role": "user", "content": SELF_TEST}], True)
+        prompt = tuple(self.text.encode(text))
+        startup_checks.check_self_test(self.session.model, len(prompt), SELF_ANSWER)
+        return prompt
+
+    def _check_default(self) -> None:
+        budget = validation.budget_of(wire.Ask(), self.config)
+        prompt, closing = self._opened(validation.messages_of("x", None), budget)
+        startup_checks.check_answer(
+            self.config.max_tokens, self.session.model, len(prompt), closing
+        )
+
+    def _drafter(self) -> Any:
+        return "dflash" if self.session.manifest.drafter else "none"
+
+    def _decode(self, request: Request) -> tuple[int, ...]:
+        tokens: list[int] = []
+        last = time.perf_counter()
+        for chunk in self.session.generate(request):
+            now = time.perf_counter()
+            ms = 1e3 * (now - last + self._idle_s)
+            tokens += chunk.tokens
+            if chunk.prompt_done:
+                self._rates.step(ms, chunk.prompt_rows)
+            else:
+                self._rates.cycle(ms, len(chunk.tokens), thinking=False)
+            last = now
+        return tuple(tokens)
+
+    # --- requests
+
+    def prepare(self, ask: wire.Ask, left_ms: float | None) -> Prepared:
+        """See Backend."""
+        validation.check_values(ask)
+        self._check_mode(ask)
+        max_tokens = ask.max_tokens or self.config.max_tokens
+        schema = validation.schema_of(ask)
+        checker = None if schema is None else Checker(schema)
+        grammar = None if schema is None else self._grammar(schema)
+        messages = validation.messages_of(ask.prompt, ask.messages)
+        budget = self._budget(ask, left_ms, messages, max_tokens)
+        prompt, closing = self._opened(messages, budget)
+        prefix = self._prefix(prompt, ask.prefix_id)
+        room = self.session.model.limit - len(prompt) - max_tokens - closing
+        if room < 0:
+            raise validation.too_long(self.session.model.limit, len(prompt), max_tokens, closing)
+        cached = prefix.held if prefix else 0
+        prepared = Prepared(
+            ask=ask,
+            prompt=prompt,
+            cached=cached,
+            max_tokens=max_tokens,
+            budget=min(budget, room) if closing else 0,
+            thinks=closing > 0,
+            checker=checker,
+            grammar=grammar,
+            grammar_ms=grammar.compile_ms if grammar else 0.0,
+            min_ms=self._rates.min_ms(
+                len(prompt) - cached, max_tokens, whole=ask.on_deadline == "error"
+            ),
+        )
+        try:
+            # Checked here, before this plan displaces others.
+            self.session.check(self._request(prepared, prepared.budget))
+        except RequestError as e:
+            raise PlanError("bad_request", validation.told(e)) from e
+        return prepared
+
+    def _check_mode(self, ask: wire.Ask) -> None:
+        if ask.accept_mode == "relaxed_thinking" and self.session.manifest.drafter is None:
+            text = "accept_mode must be exact, the package has no drafter (got relaxed_thinking)"
+            raise PlanError("bad_request", text, field="accept_mode")
+
+    def _grammar(self, schema: Mapping[str, Any]) -> Grammar:
+        try:
+            grammar = self.session.grammar(schema)
+            object_allowed = grammar.takes(self.text.encode("{"))
+        except CompilerBusy as e:
+            wait_ms = 1e3 * COMPILE_S
+            text = validation.told(e)
+            raise PlanError("busy", text, field="json_schema", retry_after_ms=wait_ms) from e
+        except RequestError as e:
+            raise PlanError("schema_unsupported", validation.told(e), field="json_schema") from e
+        if not object_allowed:
+            raise validation.no_object(schema)
+        return grammar
+
+    def _budget(
+        self, ask: wire.Ask, left_ms: float | None, messages: list[object], max_tokens: int
+    ) -> int:
+        budget = validation.budget_of(ask, self.config)
+        mode = ask.thinking or self.config.thinking
+        if mode == "on" or left_ms is None or budget == 0:
+            return budget
+        prompt = self._prompt(messages, thinking=True)
+        prefix = self.session.prefixes.find(prompt)
+        new = len(prompt) - (prefix.held if prefix else 0)
+        room = self._rates.thinking_room(left_ms, new, max_tokens)
+        return budget if room >= min(WORTH_THINKING, budget) else 0
+
+    def _opened(self, messages: list[object], budget: int) -> tuple[tuple[int, ...], int]:
+        """Return a prompt and the tokens of the message that closes its thinking, 0 without."""
+        prompt = self._prompt(messages, thinking=budget > 0)
+        return prompt, self._closing if budget > 0 and open_at_end(self.text, prompt) else 0
+
+    def _prompt(
+        self, messages: list[object], *, thinking: bool, field: str = "prompt"
+    ) -> tuple[int, ...]:
+        limit = self.session.model.limit
+        try:
+            text = self.text.render(messages, thinking)
+            # Encoding takes a second and 200 MB for each megabyte: refuse over-long text first.
+            if len(text) > limit and (least := self.text.least(text)) > limit:
+                rule = f"{field} must be <= {limit} tokens (got {least} or more)"
+                raise PlanError("prompt_too_long", rule, field=field)
+            return tuple(self.text.encode(text))
+        except RequestError as e:
+            raise PlanError("bad_request", validation.told(e), field="messages") from e
+
+    def _prefix(self, prompt: tuple[int, ...], name: str | None) -> Prefix | None:
+        if name is None:
+            return self.session.prefixes.find(prompt)
+        named = [p for p in self.session.prefixes.list() if p.name == name]
+        if not named or prompt[: len(named[0].tokens)] != named[0].tokens:
+            rule = "a prefix that the prompt begins with" if named else "a pinned prefix"
+            text = f"prefix_id must be {rule} (got {show(name)})"
+            raise PlanError("bad_request", text, field="prefix_id")
+        return self.session.prefixes.find(prompt)
+
+    def start(self, prepared: Prepared, left_ms: float | None) -> Run:
+        """See Backend."""
+        budget = prepared.budget
+        if left_ms is not None:
+            # Recomputed now: the request may have waited in the queue.
+            new = len(prepared.prompt) - prepared.cached
+            budget = min(budget, self._rates.thinking_room(left_ms, new, prepared.max_tokens))
+        chunks = self.session.generate(self._request(prepared, budget))
+        # Checked after `generate` has taken the prefix's state: it may have been dropped before.
+        self._prefix(prepared.prompt, prepared.ask.prefix_id)
+        watch = self._meter.watch()
+        return LiveRun(self.session, self.text, self._rates, prepared, chunks, watch, self._idle_s)
+
+    def _request(self, prepared: Prepared, budget: int) -> Request:
+        reply = prepared.max_tokens + (self._closing if prepared.thinks else 0)
+        limit = BudgetConfig(tokens=budget, reply=reply, message=self._close)
+        grammar, mode = prepared.grammar, prepared.ask.accept_mode
+        return Request(
+            prompt=prepared.prompt,
+            max_tokens=budget + reply if prepared.thinks else reply,
+            stop=frozenset(self.session.manifest.stop_tokens),
+            drafter=self._drafter(),
+            grammar=grammar if isinstance(grammar, Grammar) else None,
+            budget=limit if prepared.thinks else NO_BUDGET,
+            relaxed=RelaxedConfig() if mode == "relaxed_thinking" else None,
+        )
+
+    def validate(self, request: wire.Validate) -> dict[str, Any]:
+        """See Backend."""
+        out: dict[str, Any] = {"max_context": self.session.model.limit}
+        if request.prompt is not None or request.messages is not None:
+            messages = validation.messages_of(request.prompt, request.messages)
+            out["prompt_tokens"] = len(self._prompt(messages, thinking=True))
+        if request.json_schema is not None:
+            validation.check_values(wire.Ask(json_schema=request.json_schema))
+            Checker(request.json_schema)
+            grammar = self._grammar(request.json_schema)
+            out["compile_ms"] = grammar.compile_ms
+            out["warnings"] = grammar.warnings
+        return out
+
+    # --- prefixes
+
+    def pin(self, request: wire.PrefixPut, stopped: Callable[[], bool]) -> dict[str, Any]:
+        """See Backend."""
+        one, other = (
+            self._prompt(
+                [
+                    {"role": "system", "content": request.system},
+                    {"role": "user", "content": user},
+                ],
+                thinking=True,
+                field="system",
+            )
+            for user in ("a", "b")
+        )
+        # The common beginning of both chats is the part that does not depend on the user's text.
+        same = next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), 0)
+        if same >= (limit := self.session.model.limit):
+            text = f"system must be < {limit} tokens with the chat around it (got {same})"
+            raise PlanError("prompt_too_long", text, field="system")
+        try:
+            prefix = self.session.prefixes.put(request.prefix_id, one[:same], stopped=stopped)
+        except RequestError as e:  # no memory for it within the budget of prefixes
+            raise PlanError("too_large", validation.told(e), field="system") from e
+        if prefix is None:
+            raise PlanError("cancelled", "the prefix was cancelled")
+        return _shown(prefix)
+
+    def keep(self, request: wire.PrefixPut) -> None:
+        """See Backend."""
+        # Only this thread drops prefixes: one that is held now stays held until it is written.
+        held = self.session.prefixes.list()
+        if all(prefix.name != request.prefix_id for prefix in held):
+            raise validation.dropped()
+        if self._shelf is None:
+            return
+        with self._disk(request.prefix_id):
+            if request.persist:
+                self._shelf.keep(self.session.prefixes, request.prefix_id)
+            else:
+                self._shelf.drop(request.prefix_id)
+
+    @contextmanager
+    def _disk(self, prefix_id: str) -> Generator[None]:
+        try:
+            yield
+        except RequestError as e:
+            # The path on this machine goes to the log, not to the client.
+            self._log(f"prefix {prefix_id}: {e}")
+            text = "the prefix's file could not be changed; the log of the server says why"
+            raise PlanError("internal", text) from e
+
+    def prefixes(self) -> list[dict[str, Any]]:
+        """See Backend."""
+        shelf, held = self._shelf, self.session.prefixes.list()
+        return [
+            {**_shown(prefix), "persisted": shelf is not None and shelf.has(prefix)}
+            for prefix in held
+        ]
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        """See Backend."""
+        return self._skipped
+
+    def drop(self, prefix_id: str) -> bool:
+        """See Backend."""
+        removed = False
+        if self._shelf is not None:
+            with self._disk(prefix_id):
+                removed = self._shelf.drop(prefix_id)
+        return self.session.prefixes.drop(prefix_id) or removed
+
+    def close(self) -> None:
+        """See Backend."""
+        if self._shelf is not None:
+            self._shelf.close()
+        self.session.close()
+
+
+def _shown(prefix: Prefix) -> dict[str, Any]:
+    return {
+        "prefix_id": prefix.name,
+        "tokens": len(prefix.tokens),
+        "held": prefix.held,
+        "bytes": prefix.bytes,
+        "build_ms": prefix.build_ms,
+    }

@@ -1,0 +1,169 @@
+"""One request on a session: its steps, the chunks to send for them, and the result."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator, Sequence
+from typing import cast
+
+import msgspec
+
+from thor_dflash.runtime.decoding.block import Finish
+from thor_dflash.runtime.measure.power import Watch
+from thor_dflash.runtime.session.session import Chunk, Report, Session
+from thor_dflash.runtime.text.tokenizer import Answer, Piece, Text
+from thor_dflash.serving.planner import result as outcome
+from thor_dflash.serving.planner.backend import Prepared, Stop
+from thor_dflash.serving.planner.chunk_stream import Speech
+from thor_dflash.serving.planner.latency_model import Rates
+from thor_dflash.serving.protocol import messages
+
+
+class LiveRun:
+    """See backend.Run."""
+
+    def __init__(
+        self,
+        session: Session,
+        text: Text,
+        rates: Rates,
+        prepared: Prepared,
+        chunks: Iterator[Chunk],
+        watch: Watch,
+        yield_s: float = 0.0,
+    ) -> None:
+        self._session = session
+        self._rates = rates
+        self._prepared = prepared
+        self._chunks = chunks
+        self._yield_s = yield_s
+        self._phase: messages.Phase = "prefill"
+        self._answer = Answer(text, prepared.prompt)
+        self._speech = Speech(prepared.ask.stream)
+        self._tokens: list[int] = []
+        self._finish: messages.Finish | None = None
+        self._begun = False
+        self._start = time.perf_counter()
+        self._first_answer: float | None = None
+        self._watch = watch
+        watch.start()
+
+    @property
+    def done(self) -> bool:
+        """See Run."""
+        return self._finish is not None
+
+    @property
+    def phase(self) -> messages.Phase:
+        """See Run."""
+        return self._phase
+
+    def step(self) -> Sequence[messages.Chunk]:
+        """See Run."""
+        before = time.perf_counter()
+        self._begun = True
+        if self._yield_s:
+            time.sleep(self._yield_s)  # measured as part of the step: deadlines must allow for it
+        chunk = next(self._chunks)
+        ms = 1e3 * (time.perf_counter() - before)
+        if chunk.prompt_done:
+            self._rates.step(ms, chunk.prompt_rows)
+            return self._speech.prefill(chunk.prompt_done)
+        thinking = self._first_answer is None and self._prepared.thinks
+        self._phase = "thinking" if thinking else "answer"
+        self._rates.cycle(ms, len(chunk.tokens), thinking=thinking)
+        pieces = self._take(chunk.tokens)
+        if chunk.finish and not self.done:
+            self._end(self._named(chunk.finish))
+        if self.done:
+            pieces += self._answer.end()
+        return self._speech.cycle(pieces, len(self._tokens))
+
+    @property
+    def _answered(self) -> int:
+        return len(self._tokens) - self._answer.thinking_tokens
+
+    def _take(self, tokens: Sequence[int]) -> list[Piece]:
+        pieces: list[Piece] = []
+        for token in tokens:
+            self._tokens.append(token)
+            pieces += self._answer.feed((token,))
+            if self._answered and self._first_answer is None:
+                self._first_answer = time.perf_counter()
+            if self._answered >= self._prepared.max_tokens:
+                self._end("length")
+                break
+        return pieces
+
+    def _named(self, finish: Finish) -> messages.Finish:
+        if finish == "stop" or finish == "grammar_dead_end":
+            return finish
+        return "length" if self._answered or not self._prepared.thinks else "thinking_exhausted"
+
+    def _end(self, finish: messages.Finish) -> None:
+        self._finish = finish
+
+    def result(self, stop: Stop | None) -> messages.Result:
+        """See Run."""
+        self.close()
+        report = self._report()
+        now = time.perf_counter()
+        finish = self._finish or stop or "error"
+        if finish == "stop":
+            self._rates.plan(1e3 * (now - self._start), self._answered)
+        decoded = outcome.Decoded(
+            finish=finish,
+            text=self._answer.text(),
+            thinking=self._answer.thinking(),
+            tokens=tuple(self._tokens),
+            usage=messages.Usage(
+                prompt_tokens=len(self._prepared.prompt),
+                cached_tokens=report.cached_tokens if report else 0,
+                thinking_tokens=self._answer.thinking_tokens,
+                output_tokens=self._answered,
+            ),
+            timings=self._timings(report, now),
+            spec=self._spec(report),
+            closed=report.close if report else "",
+        )
+        return outcome.result(self._prepared, decoded)
+
+    def _report(self) -> Report | None:
+        # Before the first step, the session's report is still that of the previous request.
+        return self._session.report() if self._begun else None
+
+    def _timings(self, report: Report | None, now: float) -> messages.Timings:
+        e2e = 1e3 * (now - self._start)
+        if report is None:
+            return messages.Timings(e2e_ms=e2e, grammar_ms=self._prepared.grammar_ms)
+        t = report.timings
+        first = self._first_answer
+        return messages.Timings(
+            prefill_ms=t.prefill_ms,
+            ttft_ms=t.ttft_ms,
+            ttfa_ms=None if first is None else 1e3 * (first - self._start),
+            decode_ms=t.decode_ms,
+            e2e_ms=e2e,
+            tok_s=1e3 * max(0, len(self._tokens) - 1) / t.decode_ms if t.decode_ms else 0.0,
+            grammar_ms=self._prepared.grammar_ms,
+            energy_j=self._energy(now),
+        )
+
+    def _energy(self, now: float) -> dict[str, float] | None:
+        power = self._watch.power([(self._start, now)])
+        # After a failed reading the energy of a part would look like that of the whole plan.
+        return None if power.failed else {rail.name: rail.joules for rail in power.rails} or None
+
+    @staticmethod
+    def _spec(report: Report | None) -> messages.Spec | None:
+        # Copied to the wire's own type, field by field: clients do not have the runtime's types.
+        return (
+            None
+            if report is None
+            else msgspec.convert(report.spec, messages.Spec, from_attributes=True)
+        )
+
+    def close(self) -> None:
+        """See Run."""
+        cast("Generator[Chunk]", self._chunks).close()
+        self._watch.stop()

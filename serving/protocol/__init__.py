@@ -1,0 +1,1 @@
+"""TDP/1: messages, codec and validation."""

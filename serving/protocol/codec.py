@@ -1,0 +1,364 @@
+"""Decodes requests and encodes replies, in JSON or msgpack, told apart by the first byte."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
+
+import msgspec
+from msgspec import Struct, structs
+
+from thor_dflash.core.errors import PlanError
+from thor_dflash.core.strict_records import WORDS, nearest, show
+from thor_dflash.serving.protocol import messages
+
+T = TypeVar("T")
+Name = Literal["json", "msgpack"]
+
+UNKNOWN = "must be a field of TDP/1"
+"""Error text for an unknown field."""
+NAME = 64
+"""Most characters of a received name that an error message repeats."""
+DEPTH = 64
+"""Deepest nesting of a request's free-form values: above any schema, far below the interpreter's
+recursion limit."""
+
+KINDS = {**WORDS, "array": "a list", "object": "an object"}
+"""msgspec's names of types, in words."""
+HALF = rb"\\ufffd"
+"""Replacement for an unpaired surrogate, as a template of `re`."""
+HALVES = re.compile(
+    rb"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|[c-fC-F]..(?<!\\u[dD][89abAB]..\\u[dD]...))",
+    re.DOTALL,
+)
+"""Unpaired surrogate escapes in JSON without escaped backslashes: high ones without a low one, and
+low ones without a high one."""
+
+OPERATIONS: dict[str, type[messages.Request]] = {
+    "plan": messages.Ask,
+    "cancel": messages.Cancel,
+    "validate": messages.Validate,
+    "prefix.put": messages.PrefixPut,
+    "prefix.drop": messages.PrefixDrop,
+    **dict.fromkeys(
+        ("hello", "ping", "health", "stats", "prefix.list", "drain", "shutdown"), messages.Simple
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """One of the two encodings."""
+
+    name: Name
+
+    @property
+    def title(self) -> str:
+        """The encoding's name as its users write it."""
+        return "JSON" if self.name == "json" else "msgpack"
+
+    def encode(self, message: object) -> bytes:
+        """Encode a message as its one body frame."""
+        if self.name == "json":
+            return msgspec.json.encode(message)
+        return msgspec.msgpack.encode(message)
+
+    def decode(self, body: bytes, kind: type[T]) -> T:
+        """Decode a value of type `kind`.
+
+        Raises:
+            PlanError: bad_request, naming the field if one is at fault.
+        """
+        try:
+            if self.name == "json":
+                return msgspec.json.decode(body, type=kind)
+            return msgspec.msgpack.decode(body, type=kind)
+        except msgspec.ValidationError as e:
+            raise _explain(e, kind, lambda: self.decode(body, dict[str, Any])) from e
+        except (msgspec.DecodeError, ValueError, OverflowError) as e:
+            if self.name == "json" and (torn := _torn(body)) is not None:
+                raise torn from e
+            text = str(e)[:200]
+            raise PlanError("bad_request", f"body must be valid {self.title} (got: {text})") from e
+        except RecursionError as e:
+            text = "body must be nested less deeply (got more levels than can be read)"
+            raise PlanError("bad_request", text) from e
+
+
+JSON, MSGPACK = Codec("json"), Codec("msgpack")
+
+
+def codec_of(body: bytes) -> Codec:
+    """Return the codec of a body.
+
+    Raises:
+        PlanError: it is neither JSON nor msgpack.
+    """
+    first = body[0] if body else -1
+    if first == 0x7B:
+        return JSON
+    if 0x80 <= first <= 0x8F or first in (0xDE, 0xDF):
+        return MSGPACK
+    got = "nothing" if not body else f"a first byte of 0x{first:02x}"
+    raise PlanError("bad_request", f"body must be a JSON object or a msgpack map (got {got})")
+
+
+class Head(Struct, frozen=True):
+    """The fields that are read first, of any type, so that an error can name its request."""
+
+    v: Any = messages.VERSION
+    op: Any = None
+    id: Any = "-"
+    endpoint: Any = None
+    token: Any = None
+    api_token: Any = None
+
+
+def head_of(codec: Codec, body: bytes) -> Head:
+    """Read the head of a body, also of one that `read` refuses for an unpaired surrogate.
+
+    Raises:
+        PlanError: bad_request.
+    """
+    try:
+        return codec.decode(body, Head)
+    except PlanError:
+        mended = _mended(body, HALF) if codec.name == "json" else body
+        if mended == body:
+            raise
+        return codec.decode(mended, Head)
+
+
+def id_of(head: Head) -> str | None:
+    """Return the request's id, or None if it is not a valid one."""
+    return head.id if isinstance(head.id, str) and 1 <= len(head.id) <= 64 else None
+
+
+def read(codec: Codec, body: bytes, head: Head) -> messages.Request:
+    """Decode the request in a body.
+
+    Raises:
+        PlanError: bad_request or unsupported_version.
+    """
+    check_version(head.v)
+    kind = OPERATIONS.get(head.op) if isinstance(head.op, str) else None
+    if kind is None:
+        known = nearest(head.op[:40] if isinstance(head.op, str) else "", OPERATIONS)
+        text = f"op must be an operation (got {shown(head.op)}; {known})"
+        raise PlanError("bad_request", text, field="op")
+    return _typed(codec, body, kind)
+
+
+def check_version(v: object) -> None:
+    """Refuse a request of another protocol version.
+
+    Raises:
+        PlanError: unsupported_version.
+    """
+    if type(v) is not int or v != messages.VERSION:
+        text = f"v must be {wire.VERSION} (got {shown(v)})"
+        raise PlanError("unsupported_version", text, field="v")
+
+
+def _typed(codec: Codec, body: bytes, kind: type[messages.Request]) -> messages.Request:
+    try:
+        return codec.decode(body, kind)
+    except PlanError as e:
+        if not (e.field or "").startswith("x_"):
+            raise
+    # Slower path, for requests with custom `x_` fields.
+    table = codec.decode(body, dict[str, Any])
+    return convert(ours(table), kind)
+
+
+def ours(table: dict[str, Any]) -> dict[str, Any]:
+    """Return a request without the sender's custom `x_` fields."""
+    # msgpack keys may be of any type; `convert` refuses those that are not strings.
+    return {k: v for k, v in table.items() if not str(k).startswith("x_")}
+
+
+def convert(table: dict[str, Any], kind: type[T]) -> T:
+    """Convert a table of plain values to a request.
+
+    Raises:
+        PlanError: bad_request, naming the field.
+    """
+    try:
+        return msgspec.convert(table, kind)
+    except msgspec.ValidationError as e:
+        raise _explain(e, kind, lambda: table) from e
+
+
+def _explain(
+    error: msgspec.ValidationError, kind: type, source: Callable[[], dict[str, Any]]
+) -> PlanError:
+    """Rephrase msgspec's error as "FIELD must be RULE (got VALUE)" and name the field."""
+    what, _, where = str(error).partition(" - at `")
+    key = where.startswith("key` in `")
+    path = where.rstrip("`").removeprefix("key` in `").lstrip("$.")
+    if unknown := re.search(r"unknown field `(.*)`", what, re.DOTALL):
+        name = ".".join(part for part in (path, unknown[1][:NAME]) if part)
+        like = "" if path else _like(name, kind)
+        return PlanError("bad_request", f"{name} {UNKNOWN}{like}", field=name)
+    if missing := re.search(r"required field `(.*)`", what):
+        name = ".".join(part for part in (path, missing[1]) if part)
+        return PlanError("bad_request", f"{name} must be present (got nothing)", field=name)
+    words = _words(kind, path)
+    rule, got = (words, "another") if words else _rule(what)
+    if key:
+        rule = f"an object whose every key is {rule}"
+    elif path and "[...]" not in path and "range" not in got:
+        got = _at(source(), path)
+    # Without a field name, the error is inside a value whose key may be any name.
+    named = path[:1] not in ("", "[")
+    text = f"{(path if named else 'body' + path)[:100]} must be {rule} (got {got or 'another'})"
+    return PlanError("bad_request", text, field=path if named else None)
+
+
+def _like(name: str, kind: type) -> str:
+    """Suggest the known field with the most similar name, or return ""."""
+    if name.startswith("x_"):  # not a mistake: every request with such a field comes through here
+        return ""
+    known = [field.encode_name for field in structs.fields(kind)]
+    near = get_close_matches(name, known, n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def _rule(what: str) -> tuple[str, str]:
+    """Return what msgspec expected and, as far as it says so, what it got."""
+    if what.endswith("out of range"):
+        return "a number of 64 bits", "one out of range"
+    if re.match("Invalid (enum )?value", what):
+        return "one of the words of docs/protocol.md", "another"
+    text = re.sub("`(.*?)`", lambda kinds: _in_words(kinds[1]), what)
+    rule, _, got = text.removeprefix("Expected ").partition(", got ")
+    return rule, got
+
+
+def _words(kind: type, path: str) -> str:
+    """Return the words that the field at `path` may be; "" if it is no choice of words."""
+    hint: Any = kind
+    for name in re.findall(r"[^.\[\]]+", path):
+        hint = _inner(hint, name)
+    kinds = [part for part in _parts(hint) if get_origin(part) is Literal]
+    words = [str(word) for part in kinds for word in get_args(part)]
+    if words and bool in _parts(hint):  # no field takes true beside words
+        words.insert(0, "false")
+    return " or ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
+
+
+def _inner(hint: Any, name: str) -> Any:
+    """Return the type of a field, or of an item if `name` is an index; None if it has none."""
+    for part in _parts(hint):
+        if isinstance(part, type) and issubclass(part, Struct):
+            return next((f.type for f in structs.fields(part) if f.encode_name == name), None)
+        if get_origin(part) is tuple:
+            return get_args(part)[0]
+    return None
+
+
+def _parts(hint: Any) -> tuple[Any, ...]:
+    """Return the types of a union, or the one type that `hint` is."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _in_words(kinds: str) -> str:
+    return " or ".join(KINDS.get(kind, kind) for kind in kinds.split(" | "))
+
+
+def _at(value: Any, path: str) -> str:
+    try:
+        for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
+            value = value[int(index) if index else name]
+    except (KeyError, IndexError, TypeError):  # of duplicate names a table keeps only the last
+        return "a name more than once"
+    return shown(value)
+
+
+def shown(value: object) -> str:
+    """Return a value of a message as text, shortened."""
+    try:
+        return show(value)
+    except (TypeError, ValueError, RecursionError):  # expressible in msgpack but not in JSON
+        return f"a value of type {type(value).__name__}"
+
+
+def _torn(body: bytes) -> PlanError | None:
+    """Return the error for a JSON body with an unpaired surrogate, which no reply could repeat, or
+    None if that is not what is wrong with it.
+    """
+    if (mended := _mended(body, HALF)) == body:
+        return None
+    try:
+        one = JSON.decode(mended, dict[str, Any])
+        other = JSON.decode(_mended(body, b"?"), dict[str, Any])
+    except PlanError:
+        return None  # invalid JSON for another reason
+    differ = (name for name, value in one.items() if name not in other or other[name] != value)
+    if (name := next(differ, None)) is None:
+        return None
+    told = name[:NAME]
+    text = f"{told} must be Unicode text (got half a surrogate pair in {shown(one[name])})"
+    return PlanError("bad_request", text, field=told)
+
+
+def _mended(body: bytes, by: bytes) -> bytes:
+    """Return JSON text with each unpaired surrogate replaced by `by`."""
+    # Passes over the whole body instead of a call per escape: a body may hold half a million of
+    # them, and the I/O thread answers nobody else meanwhile. Valid JSON contains no byte 0.
+    return HALVES.sub(by, body.replace(rb"\\", b"\0")).replace(b"\0", rb"\\")
+
+
+def plain(value: object, what: str, limit: int) -> None:
+    """Check a free-form value: JSON types only, at most DEPTH deep and `limit` bytes as JSON.
+
+    Raises:
+        PlanError: bad_request or too_large.
+    """
+    level: list[object] = [value]
+    for _ in range(DEPTH):
+        level = [child for item in level for child in _children(item, what)]
+        if not level:
+            break
+    else:
+        text = f"{what} must be nested <= {DEPTH} deep (got more)"
+        raise PlanError("bad_request", text, field=what)
+    size = len(msgspec.json.encode(value))
+    if size > limit:
+        raise PlanError("too_large", f"{what} must be <= {limit} bytes (got {size})", field=what)
+
+
+def _children(item: object, what: str) -> list[object]:
+    if isinstance(item, dict):
+        table = cast("dict[object, object]", item)
+        if other := [key for key in table if not isinstance(key, str)]:
+            text = f"{what} must have string keys only (got {shown(other[0])})"
+            raise PlanError("bad_request", text, field=what)
+        return list(table.values())
+    if isinstance(item, list):
+        return cast("list[object]", item)
+    if isinstance(item, float) and item - item != 0:
+        text = f"{what} must have finite numbers (got {item})"
+        raise PlanError("bad_request", text, field=what)
+    if item is None or isinstance(item, str | int | float):
+        return []
+    kind = type(item).__name__
+    raise PlanError("bad_request", f"{what} must be plain JSON values (got {kind})", field=what)
+
+
+def failure(error: PlanError, id: str | None, seq: int = 0) -> messages.Failure:
+    """Return the message that reports an error."""
+    return messages.Failure(
+        code=error.code,
+        message=error.message,
+        id=id,
+        seq=seq,
+        retryable=error.retryable,
+        retry_after_ms=error.retry_after_ms,
+        min_ms=error.min_ms,
+        field=error.field,
+    )

@@ -1,0 +1,1 @@
+"""The plan server: sockets' handlers, scheduler, workers, reports."""

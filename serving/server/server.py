@@ -1,0 +1,320 @@
+"""The plan server: one I/O thread that always answers, one engine thread that decodes.
+
+    client --- ROUTER --- I/O thread (desk, books) --- clerk thread (check, tokenise, compile)
+                              |
+                              +--- engine thread (prefill, decode)
+                              |
+                              +--- keeper thread (files of persisted prefixes, traces)
+
+Only the I/O thread touches the sockets and the books (the table of jobs). The other threads take
+jobs from queues and post messages back to it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from pathlib import Path
+from queue import Empty, PriorityQueue, SimpleQueue
+
+from thor_dflash.config.serving import ServeConfig
+from thor_dflash.core.errors import ThorError
+from thor_dflash.core.strict_records import visible
+from thor_dflash.serving.planner.backend import Backend
+from thor_dflash.serving.protocol import messages
+from thor_dflash.serving.server import workers
+from thor_dflash.serving.server.event_log import Events
+from thor_dflash.serving.server.handlers import Desk, Hands
+from thor_dflash.serving.server.lifecycle import Life
+from thor_dflash.serving.server.scheduler import Job
+from thor_dflash.serving.server.systemd import ALIVE, Notify
+from thor_dflash.serving.server.trace import Trace, check_directory, write
+from thor_dflash.serving.server.workers import Chore, Failed, Log, Owed, Post, Ready, Turn, Warming
+from thor_dflash.serving.transport import curve
+from thor_dflash.serving.transport.router_socket import Door, Letter
+
+TICK_S = 1.0
+"""Longest sleep of the I/O thread: it feeds systemd's watchdog, which is set in seconds."""
+AWAY_S = 2 * TICK_S
+"""Pause of the I/O thread after which the whole process is taken to have been stopped (SIGSTOP, a
+suspended machine, a debugger), and the engine with it."""
+READING_S = 0.5
+"""Wait between the last answer of a drain and closing the sockets: when a connection is lost,
+libzmq drops messages that the client has received but not yet read (pipe_t::terminate after a
+hiccup, with ZMQ_IMMEDIATE set)."""
+MOMENT_S = 0.2
+"""Time given to threads to end by themselves where waiting longer is not worth it."""
+HUNG = 70
+"""Exit status of a server whose engine hangs: EX_SOFTWARE, systemd restarts it."""
+
+
+class Server:
+    """Serves one backend. `run` belongs to one thread; `stop` may be called from any thread and
+    from signal handlers.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], Backend],
+        config: ServeConfig,
+        *,
+        log: Log = print,
+        notify: Notify = lambda state: None,
+        die: Callable[[int], object] = os._exit,
+    ) -> None:
+        """Bind first, so that clients can connect and ask for the state of loading.
+
+        Raises:
+            ConfigError: an endpoint, a key, the secret, the events file or the trace directory
+                cannot be used.
+        """
+        token = curve.read_token(config.token_file)
+        if config.trace_slow_ms:
+            check_directory(Path(config.trace_dir))
+        self._tell = Events(config.events)
+        self._state = ""
+        self._door = Door(config)
+        self._config = config
+        self._load = load
+        self._log = log
+        self._notify = notify
+        self._die = die
+        self._life = Life(config.watchdog_s)
+        self._posts: SimpleQueue[Post] = SimpleQueue()
+        self._clerk: PriorityQueue[Turn] = PriorityQueue()
+        self._order = count()
+        self._engine: SimpleQueue[Job | None] = SimpleQueue()
+        self._keeper: SimpleQueue[Chore | None] = SimpleQueue()
+        hands = Hands(
+            check=self._check, run=self._engine.put, keep=self._keeper.put, stop=self._end
+        )
+        self._desk = Desk(self._door, config, self._life, hands, token, log, self._tell)
+        self._threads: list[threading.Thread] = []
+        self._ending = False
+        self._stops = 0
+        self._stopped_at = math.inf
+        self._notified = 0.0
+        self._watched = time.monotonic()
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """The endpoints it listens on, with actual port numbers."""
+        return self._door.endpoints
+
+    def stop(self) -> None:
+        """Accept no more work, finish the accepted work, end. The second call ends at once."""
+        self._stops += 1
+        self._end()
+
+    def _end(self) -> None:
+        """Drain and end, as a client may ask. Not counted as a stop, so that a client that repeats
+        it cannot cut other clients' plans short; only signals can.
+        """
+        self._stopped_at = min(self._stopped_at, time.monotonic())
+        self._ending = True
+        self._door.ring()
+
+    def ended(self, within_s: float = 0.0) -> bool:
+        """Return whether all its threads have ended, after waiting up to `within_s` seconds."""
+        until = time.monotonic() + within_s
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def run(self) -> None:
+        """Serve until stopped. Threads may outlive this call (see `ended`): one that hangs, one
+        still loading the backend, or any of them after a second stop.
+
+        Raises:
+            ThorError: the backend did not load, the engine was lost, or a thread failed.
+        """
+        self._start(lambda: workers.engine(
+            self._load, self._engine, self._post, self._life.pulse, self._log, self._traced
+        ))  # fmt: skip
+        try:
+            while not self._over():
+                self._turn()
+        finally:
+            self._close()
+        if self._life.failed is not None:
+            raise self._life.failed
+
+    def _start(self, target: Callable[[], None]) -> None:
+        # Daemon threads: a hung engine must not keep the process alive after it was told to end.
+        thread = threading.Thread(target=lambda: self._or_fail(target), daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _or_fail(self, target: Callable[[], None]) -> None:
+        """Run a thread's work. Any exception ends the server, which would otherwise look healthy
+        and answer nothing.
+        """
+        try:
+            target()
+        except BaseException:  # a panic in a Rust library does not derive from Exception
+            fault = "the server's threads must go on (got an unexpected fault, see the log)"
+            self._post(Failed(ThorError(fault)))
+            self._log(traceback.format_exc())
+
+    def _check(self, item: Job | Owed | None) -> None:
+        self._clerk.put(workers.turn(next(self._order), item))
+
+    def _post(self, post: Post) -> None:
+        self._posts.put(post)
+        self._door.ring()
+
+    def _turn(self) -> None:
+        for event in self._door.wait(self._patience()):
+            if isinstance(event, Letter):
+                self._desk.letter(event)
+            else:
+                self._desk.left(event.fd)
+        for post in _drain(self._posts):
+            self._posted(post)
+        now = time.monotonic()
+        self._desk.expire(now)
+        for routing in self._door.retry(now):
+            self._desk.lost(routing)
+        self._watch(now)
+        self._stopping(now)
+        self._changed()
+
+    def _patience(self) -> float:
+        now = time.monotonic()
+        due = [self._desk.books.first_deadline(), self._life.stop_by]
+        return max(0.002, min([TICK_S, *(at - now for at in due if at is not None)]))
+
+    def _posted(self, post: Post) -> None:
+        if isinstance(post, Warming):
+            self._life.warming = True
+        elif isinstance(post, Ready):
+            self._ready(post.backend)
+        elif isinstance(post, Failed):
+            self._life.failed = post.error
+            self._desk.fail()
+        else:
+            self._desk.posted(post)
+
+    def _ready(self, backend: Backend) -> None:
+        self._start(lambda: workers.clerk(backend, self._clerk, self._post, self._log))
+        self._start(lambda: workers.keeper(backend, self._keeper, self._post, self._log))
+        self._life.backend = backend
+        self._life.ready_after_s = time.monotonic() - self._life.born
+        self._notify("READY=1")
+        self._log(f"ready after {self._life.ready_after_s:.1f} s on {', '.join(self.endpoints)}")
+
+    def _traced(self, job: Job, outcome: object, trace: Trace) -> None:
+        """Have the keeper write the trace of a slow job. Runs on the engine thread, which must not
+        wait for the disk.
+        """
+        limit = self._config.trace_slow_ms
+        if limit and trace.took_ms() >= limit:
+            result = outcome if isinstance(outcome, messages.Result) else None
+            self._keeper.put(partial(self._write, job, trace, result))
+
+    def _write(self, job: Job, trace: Trace, result: messages.Result | None) -> None:
+        try:
+            path = write(Path(self._config.trace_dir), job.request.id, trace.events(result))
+        except OSError as e:
+            self._log(f"serve.trace_dir must be a directory that can be written (got: {e})")
+        else:
+            name = visible(job.request.id)
+            self._log(f"plan {name} took {trace.took_ms():.0f} ms: a trace of it is in {path}")
+
+    def _changed(self) -> None:
+        state = self._life.state(self._desk.books.running is not None)
+        if state != self._state:
+            self._state = state
+            self._tell("state", state=state, error=self._life.last_error)
+
+    def _watch(self, now: float) -> None:
+        if (away := now - self._watched) > AWAY_S:
+            self._life.pulse.excuse(away, now)
+        self._watched = now
+        age = self._life.pulse.age(now)
+        if age > self._config.watchdog_s:
+            self._log(f"the engine gave no sign of life for {age:.1f} s: the server ends")
+            self._die(HUNG)
+        if now - self._notified >= TICK_S:
+            self._notified = now
+            self._notify(ALIVE)
+
+    def _stopping(self, now: float) -> None:
+        life = self._life
+        if self._ending and not life.stopping:
+            life.draining = life.stopping = True
+            life.stop_by = now + self._config.drain_s
+            self._notify("STOPPING=1")
+            if (n := len(self._desk.books)) and self._stops < 2:
+                within = f"{'s' * (n > 1)}, for up to {self._config.drain_s:g} s"
+                signals = "one more signal ends" if self._stops else "two signals end"
+                self._log(f"finishing {n} plan{within}; {signals} the server at once")
+        if life.stopping and (self._stops > 1 or (life.stop_by or now) <= now):
+            self._desk.give_up()
+
+    def _over(self) -> bool:
+        if self._life.failed is not None:
+            return True
+        return self._life.stopping and self._desk.idle and not self._door.holding
+
+    def _close(self) -> None:
+        self._engine.put(None)
+        self._keeper.put(None)
+        self._check(None)
+        begun = time.monotonic()
+        # Wait in short intervals: a second stop may arrive meanwhile.
+        while not self.ended(MOMENT_S / 10) and time.monotonic() < begun + self._worth_s():
+            pass
+        self._tell("ended")
+        self._tell.close()
+        if self._stops < 2 and self._door.last_sent >= self._stopped_at:
+            time.sleep(max(0.0, self._door.last_sent + READING_S - time.monotonic()))
+        self._door.close()
+
+    def _worth_s(self) -> float:
+        """Return how long to wait for the threads, s: only briefly while the backend still loads,
+        as no client can have a plan yet, and after a second stop, which asks not to wait.
+        """
+        loading = self._life.backend is None and self._life.failed is None
+        return MOMENT_S if loading or self._stops > 1 else self._config.watchdog_s
+
+
+def _drain(posts: SimpleQueue[Post]) -> Iterator[Post]:
+    while True:
+        try:
+            yield posts.get_nowait()
+        except Empty:
+            return
+
+
+@contextmanager
+def serving(
+    load: Callable[[], Backend], config: ServeConfig, *, log: Log = print
+) -> Generator[Server]:
+    """Run a server on its own thread for the duration of the `with` block."""
+    server = Server(load, config, log=log)
+    failed: list[ThorError] = []
+
+    def run() -> None:
+        try:
+            server.run()
+        except ThorError as e:
+            failed.append(e)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+        server.stop()
+        thread.join(config.drain_s + config.watchdog_s)
+        # This process goes on, and the caller may free what the backend still uses.
+        server.ended(config.watchdog_s)

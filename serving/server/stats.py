@@ -1,0 +1,93 @@
+"""Statistics of a server: plans by finish reason, latencies, speculation."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from thor_dflash.core.errors import PlanError
+from thor_dflash.serving.protocol import messages
+
+KEPT = 256
+"""Newest plans that the percentiles are computed over."""
+SHOWN = 16
+"""Newest plans that are listed one by one."""
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counts since the start of the server."""
+
+    requests: Counter[str] = field(default_factory=Counter[str])
+    """Requests by operation."""
+    finished: Counter[str] = field(default_factory=Counter[str])
+    """Plans by finish reason."""
+    refused: Counter[str] = field(default_factory=Counter[str])
+    """Error answers by code."""
+    tokens: Counter[str] = field(default_factory=Counter[str])
+    """Tokens by kind, as in `Usage`."""
+    spec: Counter[str] = field(default_factory=Counter[str])
+    per_position: Counter[int] = field(default_factory=Counter[int])
+    _last: deque[dict[str, Any]] = field(default_factory=lambda: deque[dict[str, Any]](maxlen=KEPT))
+
+    def result(self, result: messages.Result) -> None:
+        """Record an answered plan."""
+        self.finished[result.finish_reason] += 1
+        usage = result.usage
+        self.tokens["prompt"] += usage.prompt_tokens
+        self.tokens["cached"] += usage.cached_tokens
+        self.tokens["thinking"] += usage.thinking_tokens
+        self.tokens["output"] += usage.output_tokens
+        if result.spec is not None:
+            self._speculation(result.spec)
+        if (t := result.timings) is not None:
+            self._last.append(
+                {
+                    "finish_reason": result.finish_reason,
+                    "queue_ms": t.queue_ms,
+                    "ttft_ms": t.ttft_ms,
+                    "ttfa_ms": t.ttfa_ms,
+                    "e2e_ms": t.e2e_ms,
+                    "tok_s": t.tok_s,
+                }
+            )
+
+    def _speculation(self, spec: messages.Spec) -> None:
+        self.spec["cycles"] += spec.cycles
+        self.spec["drafted"] += spec.drafted
+        self.spec["accepted"] += spec.accepted
+        self.spec["forced"] += spec.forced
+        for position, count in enumerate(spec.accepted_per_position):
+            self.per_position[position] += count
+
+    def error(self, error: PlanError) -> None:
+        """Record an error answer."""
+        self.refused[error.code] += 1
+
+    def show(self) -> dict[str, Any]:
+        """Return all statistics as plain values."""
+        positions = range(max(self.per_position, default=-1) + 1)
+        return {
+            "requests": dict(self.requests),
+            "finished": dict(self.finished),
+            "refused": dict(self.refused),
+            "tokens": dict(self.tokens),
+            "spec": {
+                **self.spec,
+                "accepted_per_position": [self.per_position[i] for i in positions],
+            },
+            "percentiles": {
+                name: _percentiles([p[name] for p in self._last if p[name] is not None])
+                for name in ("queue_ms", "ttft_ms", "ttfa_ms", "e2e_ms")
+            },
+            "last": list(self._last)[-SHOWN:],
+        }
+
+
+def _percentiles(values: list[float]) -> dict[str, float] | None:
+    """Return p50, p90 and p99 by sorted index, without interpolation; None for no values."""
+    if not values:
+        return None
+    ranked = sorted(values)
+    return {f"p{p}": ranked[min(len(ranked) - 1, len(ranked) * p // 100)] for p in (50, 90, 99)}

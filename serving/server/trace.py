@@ -1,0 +1,100 @@
+"""The steps of one slow plan as a trace file for ui.perfetto.dev and Chrome."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+import msgspec
+
+from thor_dflash.core.errors import ConfigError
+from thor_dflash.serving.protocol import messages
+
+KEPT = 32
+"""Most traces in the directory; the oldest are deleted."""
+ENDING = ".trace.json"
+
+
+@dataclass(slots=True)
+class Trace:
+    """The steps of one plan. All times monotonic, s."""
+
+    arrived: float
+    _marks: list[tuple[str, float, float]] = field(default_factory=list[tuple[str, float, float]])
+    _last: float = 0.0
+
+    def begin(self) -> None:
+        """Mark the end of the wait in the queue."""
+        self._mark("queued", self.arrived)
+
+    def stepped(self, phase: messages.Phase) -> None:
+        """Mark the end of a step, which began where the previous one ended."""
+        self._mark(phase, self._last)
+
+    def _mark(self, name: str, since: float) -> None:
+        self._last = time.monotonic()
+        self._marks.append((name, since, self._last))
+
+    def took_ms(self) -> float:
+        """Return the time from the plan's arrival to the end of its last step, ms."""
+        return 1e3 * (self._last - self.arrived)
+
+    def events(self, result: messages.Result | None) -> dict[str, Any]:
+        """Return the trace: one row of steps, and the usage, timings and spec of the result."""
+        steps = [
+            {"ph": "X", "name": name, "pid": 1, "tid": "engine",
+             "ts": 1e6 * (since - self.arrived), "dur": 1e6 * (until - since)}
+            for name, since, until in self._marks
+        ]  # fmt: skip
+        told = None if result is None else (result.usage, result.timings, result.spec)
+        return {"traceEvents": steps, "displayTimeUnit": "ms", "otherData": {"result": told}}
+
+
+def check_directory(directory: Path) -> None:
+    """Make the directory and check that it takes files, before the first slow plan needs it.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=directory):
+            pass
+    except OSError as e:
+        raise ConfigError(
+            f"serve.trace_dir must be a directory that can be written "
+            f"(got {directory}: {e.strerror})"
+        ) from e
+
+
+def write(directory: Path, id: str, trace: dict[str, Any]) -> Path:
+    """Write a trace and delete the oldest ones. Returns its path.
+
+    Raises:
+        OSError: the directory cannot be written.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    kept = sorted((path for path in directory.glob(f"*{ENDING}") if _number(path)), key=_number)
+    # Delete before writing, so that a disk full of traces has room again.
+    for old in kept[: 1 - KEPT]:
+        old.unlink(missing_ok=True)
+    # Above all existing numbers, even if the machine's clock has gone back.
+    number = max(time.time_ns(), 1 + max(map(_number, kept), default=0))
+    name = re.sub(r"[^A-Za-z0-9_.-]", "_", id)
+    path = directory / f"{number}-{name}{ENDING}"
+    try:
+        path.write_bytes(msgspec.json.encode(trace))
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+    return path
+
+
+def _number(path: Path) -> int:
+    """Return the number that orders traces, ns since 1970; 0 for a file that is not a trace."""
+    found = re.match("([0-9]+)-", path.name)
+    return int(found[1]) if found else 0

@@ -1,0 +1,348 @@
+"""The worker threads behind the I/O thread: the clerk checks requests, the engine thread runs them,
+the keeper writes and removes files: prefixes and traces.
+
+They take jobs from queues and post the outcome. None of them touches a socket or the books.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from queue import PriorityQueue, SimpleQueue
+from typing import Any, TypeVar
+
+from msgspec import structs
+
+from thor_dflash.core.errors import EngineLost, PlanError, RequestError, ThorError
+from thor_dflash.serving.planner.backend import Backend, Prepared, Stop, drive
+from thor_dflash.serving.planner.planner import final
+from thor_dflash.serving.protocol import messages
+from thor_dflash.serving.server.scheduler import Job, Peer
+from thor_dflash.serving.server.trace import Trace
+
+T = TypeVar("T")
+POLITE = 5
+"""Niceness of the engine's threads. They keep every core busy for whole time slices, and a waking
+I/O thread or a robot's own controllers would otherwise have to wait for those to end."""
+UNEXPECTED = "the server met an unexpected fault; its log says more"
+FAULT = "the engine met a fault; the log of the server says more"
+"""All that a client is told: the text of a fault may name files on the server's machine."""
+
+Log = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Warming:
+    """The backend is loaded and runs its self-test."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The backend is loaded and has passed its self-test."""
+
+    backend: Backend
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The backend did not load, was lost, or a thread failed: the server must end."""
+
+    error: ThorError
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """The clerk has checked a job."""
+
+    job: Job
+    outcome: Prepared | PlanError
+
+
+@dataclass(slots=True, eq=False)
+class Owed:
+    """A `validate` for the clerk, or a `prefix.drop` for the keeper, that is not answered yet."""
+
+    peer: Peer
+    request: messages.Validate | messages.PrefixDrop
+    given_up: bool = False
+    """No client waits for it any more. Written by the I/O thread, read by the worker thread before
+    it begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Validated:
+    """The clerk has finished a `validate`, or the keeper a `prefix.drop`."""
+
+    owed: Owed
+    outcome: dict[str, Any] | PlanError | None
+    """None if it was given up before it began."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """Work for the keeper: a pinned prefix, answered once its file is written or removed."""
+
+    job: Job
+    request: messages.PrefixPut
+    answer: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The keeper has written or removed the file of a pinned prefix."""
+
+    job: Job
+    outcome: dict[str, Any] | PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A chunk of the running job."""
+
+    job: Job
+    chunk: messages.Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The running job has ended."""
+
+    job: Job
+    outcome: messages.Result | dict[str, Any] | PlanError
+
+
+Post = Warming | Ready | Failed | Checked | Validated | Kept | Said | Ended
+Chore = Owed | Pinned | Callable[[], None]
+"""An item for the keeper; a function writes a trace."""
+Turn = tuple[int, int, Job | Owed | None]
+"""An entry of the clerk's priority queue, least first: rank, order of arrival, work item."""
+
+
+def turn(order: int, item: Job | Owed | None) -> Turn:
+    """Rank an item for the clerk: plans first, then `validate`, then None, which ends the clerk."""
+    return 2 if item is None else int(isinstance(item, Owed)), order, item
+
+
+@dataclass(slots=True)
+class Pulse:
+    """Time of the engine thread's last sign of life. Written there, read by the watchdog."""
+
+    busy: bool = False
+    at: float = field(default_factory=time.monotonic)
+    _excused: tuple[float, float] = (0.0, 0.0)
+    """A sign of life, and seconds after it that do not count. Written by the watchdog only, so that
+    it cannot overwrite a newer sign."""
+
+    def beat(self, *, busy: bool) -> None:
+        """Record a sign of life: a step is about to run (`busy`), or the job has ended."""
+        self.at = time.monotonic()
+        self.busy = busy
+
+    def age(self, now: float) -> float:
+        """Return the seconds since the last sign of life, 0 while the engine is idle."""
+        at = self.at
+        return max(0.0, now - at - self._not_counted(at)) if self.busy else 0.0
+
+    def excuse(self, seconds: float, now: float) -> None:
+        """Do not count so many of the seconds from the last sign of life to `now`."""
+        at = self.at
+        # The sign may have come after the pause: then no time since it is part of the pause.
+        self._excused = at, min(seconds + self._not_counted(at), max(0.0, now - at))
+
+    def _not_counted(self, at: float) -> float:
+        since, seconds = self._excused
+        return seconds if since == at else 0.0
+
+
+def clerk(
+    backend: Backend,
+    inbox: PriorityQueue[Turn],
+    post: Callable[[Post], None],
+    log: Log,
+) -> None:
+    """Check requests until None arrives."""
+    while (item := inbox.get()[-1]) is not None:
+        if isinstance(item, Owed):
+            _work_off(item, partial(_validate, backend, item), post, log)
+        elif item.state == "preparing":
+            post(Checked(item, _guard(partial(_prepare, backend, item), log)))
+
+
+def keeper(
+    backend: Backend,
+    inbox: SimpleQueue[Chore | None],
+    post: Callable[[Post], None],
+    log: Log,
+) -> None:
+    """Write and remove files in order of arrival, until None arrives. A thread of its own, so that
+    neither plans nor their checks wait for the disk.
+    """
+    while (item := inbox.get()) is not None:
+        if isinstance(item, Pinned):
+            post(Kept(item.job, _guard(partial(_keep, backend, item), log)))
+        elif isinstance(item, Owed):
+            _work_off(item, partial(_drop, backend, item), post, log)
+        else:
+            item()
+
+
+def _work_off(
+    owed: Owed, work: Callable[[], dict[str, Any]], post: Callable[[Post], None], log: Log
+) -> None:
+    post(Validated(owed, None if owed.given_up else _guard(work, log)))
+
+
+def _validate(backend: Backend, owed: Owed) -> dict[str, Any]:
+    assert isinstance(owed.request, messages.Validate)
+    return backend.validate(owed.request)
+
+
+def _keep(backend: Backend, pinned: Pinned) -> dict[str, Any]:
+    backend.keep(pinned.request)
+    return {**pinned.answer, "persisted": pinned.request.persist}
+
+
+def _drop(backend: Backend, owed: Owed) -> dict[str, Any]:
+    assert isinstance(owed.request, messages.PrefixDrop)
+    return {"dropped": backend.drop(owed.request.prefix_id)}
+
+
+def _prepare(backend: Backend, job: Job) -> Prepared:
+    assert isinstance(job.request, messages.Ask)
+    return backend.prepare(job.request, _left_ms(job))
+
+
+def be_polite() -> None:
+    """Lower the priority of this thread and of the threads it creates."""
+    thread = threading.get_native_id()
+    with suppress(OSError):  # not every system has priorities per thread
+        # Keep a higher niceness that the process was started with; root could lower it here.
+        nice = max(POLITE, os.getpriority(os.PRIO_PROCESS, thread))
+        os.setpriority(os.PRIO_PROCESS, thread, nice)
+
+
+def engine(
+    load: Callable[[], Backend],
+    inbox: SimpleQueue[Job | None],
+    post: Callable[[Post], None],
+    pulse: Pulse,
+    log: Log,
+    traced: Callable[[Job, object, Trace], None] = lambda job, outcome, trace: None,
+) -> None:
+    """Load, warm up, then run jobs until None arrives; `traced` gets the steps of each job."""
+    # Before the engine creates its own threads, which inherit the niceness of this one.
+    be_polite()
+    if (backend := _begun(load, post, log)) is None:
+        return
+    post(Ready(backend))
+    try:
+        while (job := inbox.get()) is not None:
+            pulse.beat(busy=True)
+            trace = Trace(job.arrived)
+            lost: list[EngineLost] = []
+            outcome = _guard(
+                partial(_alive, partial(_run, backend, job, post, pulse, trace), lost), log
+            )
+            pulse.beat(busy=False)
+            traced(job, outcome, trace)  # before the server learns that the last job has ended
+            post(Ended(job, outcome))
+            if lost:
+                post(Failed(lost[0]))
+                return
+    finally:
+        backend.close()
+
+
+def _begun(load: Callable[[], Backend], post: Callable[[Post], None], log: Log) -> Backend | None:
+    """Load and warm up; None if that failed, which is then posted."""
+    backend: Backend | None = None
+    try:
+        backend = load()
+        post(Warming())
+        backend.warm()
+    except ThorError as e:
+        post(Failed(e))
+    except Exception:
+        log(traceback.format_exc())
+        post(Failed(ThorError("the backend must load (got an unexpected fault, see the log)")))
+    else:
+        return backend
+    if backend is not None:
+        # This process may go on without a server, and would keep the prefix directory locked.
+        backend.close()
+    return None
+
+
+def _run(
+    backend: Backend, job: Job, post: Callable[[Post], None], pulse: Pulse, trace: Trace
+) -> messages.Result | dict[str, Any]:
+    if isinstance(job.request, messages.PrefixPut):
+
+        def halted() -> bool:
+            pulse.beat(busy=True)
+            return job.stop is not None
+
+        return backend.pin(job.request, halted)
+    assert job.prepared is not None
+    queue_ms = 1e3 * (time.monotonic() - job.arrived)
+
+    def stopped() -> Stop | None:
+        pulse.beat(busy=True)
+        if job.stop is None and job.deadline is not None and time.monotonic() >= job.deadline:
+            return "deadline"
+        return job.stop
+
+    run = backend.start(job.prepared, _left_ms(job))
+    trace.begin()
+    result = drive(run, stopped, lambda chunk: post(Said(job, chunk)), trace.stepped)
+    return final(_queued(result, queue_ms), job.request)
+
+
+def _alive(work: Callable[[], T], lost: list[EngineLost]) -> T:
+    """Run `work` and note in `lost` an engine that this process cannot recover."""
+    try:
+        return work()
+    except EngineLost as e:
+        lost.append(e)
+        raise
+
+
+def _queued(result: messages.Result, queue_ms: float) -> messages.Result:
+    """Return the result with times measured from the job's arrival, not from its start."""
+    t = result.timings
+    if t is None:
+        return result
+    later = structs.replace(
+        t,
+        queue_ms=queue_ms,
+        ttft_ms=t.ttft_ms + queue_ms,
+        ttfa_ms=None if t.ttfa_ms is None else t.ttfa_ms + queue_ms,
+        e2e_ms=t.e2e_ms + queue_ms,
+    )
+    return structs.replace(result, timings=later)
+
+
+def _left_ms(job: Job) -> float | None:
+    return None if job.deadline is None else 1e3 * (job.deadline - time.monotonic())
+
+
+def _guard(work: Callable[[], T], log: Log) -> T | PlanError:
+    """Turn every failure into an answer. Unforeseen ones are logged; their text is not sent."""
+    try:
+        return work()
+    except PlanError as e:
+        return e
+    except RequestError as e:
+        return PlanError("bad_request", str(e))
+    except ThorError as e:
+        log(f"engine fault: {e}")
+        return PlanError("engine_fault", FAULT)
+    except Exception:
+        log(traceback.format_exc())
+        return PlanError("internal", UNEXPECTED)

@@ -1,0 +1,1 @@
+"""ZeroMQ transport: router socket, CURVE, keepalive, endpoints."""

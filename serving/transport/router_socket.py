@@ -1,0 +1,288 @@
+"""The server's sockets: the ROUTER, a monitor of connections, CURVE admission (ZAP), and a pipe
+by which other threads wake the I/O thread.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from thor_dflash.config.serving import ServeConfig
+from thor_dflash.core.errors import ConfigError
+from thor_dflash.serving.transport import curve
+from thor_dflash.serving.transport.keepalive import KEEPALIVE
+
+ZAP = "inproc://zeromq.zap.01"
+BURST = 64
+"""Messages read before other work gets its turn: a flood must not starve the engine's results."""
+BURST_S = 0.05
+"""Time after which no more of them are read: some take long, as large malformed ones do."""
+PATIENCE_S = 5.0
+"""A peer that takes none of its results for this long is treated as gone."""
+SEAL_BYTES = 33
+"""Bytes CURVE adds to a frame before libzmq checks its size: command name, nonce, flags and MAC."""
+HELD = 256
+"""Most messages kept for a peer whose socket is full."""
+ROUTER_OPTIONS = {
+    zmq.ROUTER_MANDATORY: 1,  # a send to a peer that left fails, instead of being dropped
+    zmq.ROUTER_HANDOVER: 1,  # a client that reconnects with its routing id keeps that id
+    zmq.LINGER: 0,
+    zmq.SNDHWM: 512,  # chunks of one or two plans; a reader further behind loses text chunks
+    zmq.RCVHWM: 64,
+    zmq.HANDSHAKE_IVL: 3000,
+    zmq.IMMEDIATE: 1,
+    **KEEPALIVE,
+}
+
+Sent = Literal["sent", "held", "dropped", "gone"]
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """A message as received, and the file descriptor of its connection."""
+
+    frames: tuple[bytes, ...]
+    fd: int
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A connection was closed."""
+
+    fd: int
+
+
+@dataclass(slots=True)
+class _Held:
+    since: float
+    messages: deque[list[bytes]] = field(default_factory=deque[list[bytes]])
+
+
+class Door:
+    """The sockets. Only `ring` may be called from other threads than the I/O thread."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        """Bind.
+
+        Raises:
+            ConfigError: an endpoint is unsafe, malformed or taken, or the keys cannot be used.
+        """
+        curve.check(config)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._held: dict[bytes, _Held] = {}
+        self.last_sent = -math.inf
+        """Time of the last send, monotonic, s."""
+        self._out, self._bell = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._ringing = threading.RLock()
+        """Guards the bell. Reentrant, because a signal handler may ring while it is held."""
+        self._gone: set[int] = set()
+        """Descriptors of closed connections that no new connection has reused yet."""
+        self._closed = False
+        self._zap: zmq.Socket[bytes] | None = None
+        self._allowed: frozenset[bytes] = frozenset()
+        try:
+            self._router = self._open(config)
+        except BaseException:
+            self._context.destroy(0)
+            os.close(self._out)
+            os.close(self._bell)
+            raise
+        self._poller = zmq.Poller()
+        for source in (self._router, self._monitor, self._zap, self._out):
+            if source is not None:
+                self._poller.register(source, zmq.POLLIN)
+
+    def _open(self, config: ServeConfig) -> zmq.Socket[bytes]:
+        router = self._context.socket(zmq.ROUTER)
+        for option, value in ROUTER_OPTIONS.items():
+            router.setsockopt(option, value)
+        sealed = SEAL_BYTES if config.curve else 0
+        router.setsockopt(zmq.MAXMSGSIZE, config.max_message + sealed)
+        router.ipv6 = any("[" in endpoint for endpoint in config.bind)
+        if config.curve:
+            self._lock(router, Path(config.curve))
+        self._monitor = router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self.endpoints = tuple(_bind(router, endpoint) for endpoint in config.bind)
+        return router
+
+    def _lock(self, router: zmq.Socket[bytes], keys: Path) -> None:
+        self._allowed = curve.allowed(keys)
+        router.curve_secretkey = curve.secret_key(keys / "server.secret")
+        router.curve_publickey = curve.public_key(keys / "server.public")
+        router.curve_server = True
+        router.zap_domain = b"plan"
+        self._zap = self._context.socket(zmq.REP)
+        self._zap.linger = 0
+        self._zap.bind(ZAP)
+
+    def ring(self) -> None:
+        """Wake the I/O thread. May be called from any thread."""
+        with self._ringing, suppress(BlockingIOError):  # the pipe is full: it will wake anyway
+            if self._bell >= 0:
+                os.write(self._bell, b"\0")
+
+    def wait(self, seconds: float) -> Iterator[Letter | Left]:
+        """Wait for an event, then yield what arrived, oldest first: at most BURST messages, and
+        none once the caller has spent BURST_S seconds on those before.
+        """
+        self._poller.poll(max(0, round(1e3 * min(seconds, 0.02 if self._held else seconds))))
+        self._silence()
+        self._admit()
+        until = time.monotonic() + BURST_S
+        for _ in range(BURST):
+            # Before each message: descriptors are reused, so the closing of a connection must be
+            # reported before any message from a new connection with the same descriptor.
+            yield from self._leavers()
+            letter = self._receive()
+            if letter is None:
+                return
+            yield letter
+            if letter.fd in self._gone:
+                yield Left(letter.fd)  # it closed before its last message was read
+            if time.monotonic() >= until:
+                return
+
+    def _silence(self) -> None:
+        try:
+            while os.read(self._out, 4096):
+                pass
+        except BlockingIOError:
+            pass
+
+    def _admit(self) -> None:
+        while self._zap is not None and self._zap.poll(0):
+            version, request, _, _, _, mechanism, *credentials = self._zap.recv_multipart()
+            known = mechanism == b"CURVE" and z85.encode(credentials[0]) in self._allowed
+            verdict = [b"200", b"OK"] if known else [b"400", b"unknown key"]
+            user = z85.encode(credentials[0]) if known else b""
+            self._zap.send_multipart([version, request, *verdict, user, b""])
+
+    def _leavers(self) -> Iterator[Left]:
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)
+            fd = int(event["value"])
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._gone.discard(fd)
+            else:
+                self._gone.add(fd)
+                yield Left(fd)
+
+    def _receive(self) -> Letter | None:
+        try:
+            frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        return Letter(tuple(frame.bytes for frame in frames), _descriptor(frames[-1]))
+
+    def send(self, envelope: tuple[bytes, ...], body: bytes, *, droppable: bool = False) -> Sent:
+        """Send a message. For a slow peer, drop it if it is droppable and hold it otherwise."""
+        message = [*envelope, body]
+        held = self._held.get(envelope[0])
+        if held is not None:
+            return self._hold(held, message, droppable)
+        sent = self._send(message)
+        if sent == "held":
+            if droppable:
+                return "dropped"
+            self._held[envelope[0]] = _Held(time.monotonic(), deque([message]))
+        return sent
+
+    @staticmethod
+    def _hold(held: _Held, message: list[bytes], droppable: bool) -> Sent:
+        if droppable:
+            return "dropped"
+        if len(held.messages) >= HELD:
+            return "gone"
+        held.messages.append(message)
+        return "held"
+
+    def _send(self, message: list[bytes]) -> Sent:
+        self.last_sent = time.monotonic()
+        try:
+            self._router.send_multipart(message, zmq.NOBLOCK)
+        except zmq.Again:
+            return "held"
+        except zmq.ZMQError as e:
+            if e.errno == zmq.EHOSTUNREACH:
+                return "gone"
+            raise
+        return "sent"
+
+    def retry(self, now: float) -> list[bytes]:
+        """Try to send the held messages. Returns the routing ids of peers that are gone or took
+        nothing for PATIENCE_S.
+        """
+        gone: list[bytes] = []
+        for routing, held in list(self._held.items()):
+            while held.messages and (sent := self._send(held.messages[0])) != "held":
+                if sent == "gone":
+                    held.messages.clear()
+                    gone.append(routing)
+                    break
+                held.messages.popleft()
+                held.since = now
+            if now - held.since > PATIENCE_S:
+                held.messages.clear()
+                gone.append(routing)
+            if not held.messages:
+                del self._held[routing]
+        return gone
+
+    @property
+    def holding(self) -> bool:
+        """Whether messages are held for slow peers."""
+        return bool(self._held)
+
+    def close(self) -> None:
+        """Close every socket. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        # Linger, ms: the last answers of a drained server may still be in libzmq's queues.
+        self._router.linger = 200
+        self._router.disable_monitor()
+        for source in (self._router, self._monitor, self._zap):
+            if source is not None:
+                source.close()
+        self._context.term()
+        with self._ringing:
+            # Cleared before closing: a later `ring` must not write to a file that has reused the
+            # descriptor.
+            bell, self._bell = self._bell, -1
+            os.close(bell)
+        os.close(self._out)
+
+
+def _descriptor(frame: zmq.Frame) -> int:
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1  # the connection closed after its message was read
+
+
+def _bind(router: zmq.Socket[bytes], endpoint: str) -> str:
+    curve.check_free(endpoint)
+    # The umask decides the permissions of an ipc socket: only its owner may connect.
+    before = os.umask(0o077)
+    try:
+        router.bind(endpoint)
+    except zmq.ZMQError as e:
+        why = zmq.strerror(e.errno or 0)
+        raise ConfigError(
+            f"serve.bind must be a free address of this machine (got {endpoint}: {why})"
+        ) from e
+    finally:
+        os.umask(before)
+    return router.getsockopt_string(zmq.LAST_ENDPOINT)
