@@ -16,23 +16,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thor_dflash import __version__
-from thor_dflash.builders.card import make_card
+from thor_dflash.builders.checkpoint.draft_vocab import read_draft_ids
 from thor_dflash.builders.checkpoint.drafter import check_pair, read_drafter
+from thor_dflash.builders.checkpoint.protocols import DrafterSource, TargetSource
 from thor_dflash.builders.checkpoint.target import read_target
-from thor_dflash.builders.draft_ids import read_draft_ids
+from thor_dflash.builders.engine_limits import check_ids, check_target
 from thor_dflash.builders.graphs.drafter import Drafter
-from thor_dflash.builders.graphs.graph import Graph
-from thor_dflash.builders.graphs.source import Source
+from thor_dflash.builders.graphs.graph_builder import Graph
 from thor_dflash.builders.graphs.target import ID_SLOTS, Shape, Target
-from thor_dflash.builders.key import build_key
-from thor_dflash.builders.limits import check_ids, check_target
-from thor_dflash.builders.offered import DrafterSource, TargetSource
-from thor_dflash.builders.packing import Packing
-from thor_dflash.builders.programs import lower
-from thor_dflash.builders.staging import Staging
+from thor_dflash.builders.graphs.weight_placement import Source
+from thor_dflash.builders.lowering.lower import lower
+from thor_dflash.builders.lowering.packed_weights import Packing
+from thor_dflash.builders.model_card import make_card
+from thor_dflash.builders.output.atomic_package import Staging
+from thor_dflash.builders.output.weight_files import WeightFiles
+from thor_dflash.builders.resume_key import build_key
 from thor_dflash.builders.tensorrt.package import Maker, Material, engines, maker, write_engines
 from thor_dflash.builders.tensorrt.profiles import session_ranges
-from thor_dflash.builders.weights import WeightFiles
 from thor_dflash.config.tree import BLOCK, CAPACITY, BuildConfig
 from thor_dflash.core.errors import CheckpointError, ConfigError
 from thor_dflash.core.model_dims import LEAST_TALK, longest_context

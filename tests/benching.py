@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from thor_dflash.builders import hollow
+from thor_dflash.builders import synthetic
 from thor_dflash.core.model_dims import DrafterDims, TargetDims
 
 ARGUMENTS = ["bench", "--shape", "small", "--random-weights", "--engine", "cuda", "--json"]
@@ -13,7 +13,7 @@ def small() -> tuple[TargetDims, DrafterDims]:
 
     Layers of every kind are left, so that every room is still called.
     """
-    target = hollow.QWEN36_27B
+    target = synthetic.QWEN36_27B
     target = TargetDims(
         vocab=66560,
         hidden=1280,
@@ -25,7 +25,7 @@ def small() -> tuple[TargetDims, DrafterDims]:
         tied=False,
         max_position=target.max_position,
     )
-    old = hollow.QWEN36_27B_DFLASH
+    old = synthetic.QWEN36_27B_DFLASH
     drafter = DrafterDims(
         vocab=66560, hidden=1280, intermediate=2048, layers=old.layers[-2:],
         attention=old.attention, eps=old.eps, block=16, taps=(0, 1, 2), mask_token=5,

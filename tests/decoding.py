@@ -31,7 +31,7 @@ from thor_dflash.runtime.session.session import Request, Session, open_session
 NARROW = TargetGeometry(
     hidden=60, heads=4, kv_heads=2, head_dim=18, key_heads=4, value_heads=4, key_dim=17, value_dim=5
 )
-"""Its heads begin at any element of 4, but its rows all begin alike (builders/limits.py)."""
+"""Its heads begin at any element of 4, but its rows all begin alike (builders/engine_limits.py)."""
 
 _HELD: list[TemporaryDirectory[str]] = []
 """Directories of the cached sessions, removed when the process ends."""

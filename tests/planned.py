@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from thor_dflash.builders.tensorrt.deploy import deploy
+from thor_dflash.builders.tensorrt.deployment_graph import deploy
 from thor_dflash.package import launch_program as programs
 from thor_dflash.package import manifest as package_manifest
 from thor_dflash.package import trt_engine as sidecar

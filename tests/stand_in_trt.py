@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from thor_dflash.builders.tensorrt.deploy import deploy
+from thor_dflash.builders.tensorrt.deployment_graph import deploy
 from thor_dflash.core import strict_records
 from thor_dflash.core.errors import PackageError
 from thor_dflash.core.tensors import DType

@@ -16,8 +16,8 @@ from samples import MANIFEST
 
 from thor_dflash.builders import build as builder
 from thor_dflash.builders.build import make_plan
-from thor_dflash.builders.card import make_card
 from thor_dflash.builders.checkpoint.target import read_target
+from thor_dflash.builders.model_card import make_card
 from thor_dflash.cli import main
 from thor_dflash.config.tree import BLOCK, CAPACITY, BuildConfig, CardConfig, EngineConfig
 from thor_dflash.core.errors import CheckpointError, ConfigError, PackageError

@@ -22,7 +22,7 @@ from trt_builds import maker, recording
 from thor_dflash.builders.build import make_plan, material
 from thor_dflash.builders.checkpoint.drafter import drafter_layout
 from thor_dflash.builders.checkpoint.target import target_layout
-from thor_dflash.builders.hollow import QWEN36_27B, QWEN36_27B_DFLASH, Hollow
+from thor_dflash.builders.synthetic import QWEN36_27B, QWEN36_27B_DFLASH, Hollow
 from thor_dflash.builders.tensorrt.package import engines, write_engines
 from thor_dflash.config.tensorrt import TensorRTConfig
 from thor_dflash.config.tree import BuildConfig

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from thor_dflash.builders.checkpoint.drafter_config import drafter_dims
-from thor_dflash.builders.checkpoint.fields import Fields, check_directory
-from thor_dflash.builders.checkpoint.layout import Layout, check, gated_mlp
-from thor_dflash.builders.checkpoint.linear import Linear, load
-from thor_dflash.builders.checkpoint.matrix import Matrix
+from thor_dflash.builders.checkpoint.expected_tensors import Layout, check, gated_mlp
+from thor_dflash.builders.checkpoint.json_fields import Fields, check_directory
+from thor_dflash.builders.checkpoint.linear_weights import Linear, load
+from thor_dflash.builders.checkpoint.quantized_matrix import Matrix
 from thor_dflash.builders.checkpoint.shards import Shards
 from thor_dflash.core.errors import CheckpointError
 from thor_dflash.core.model_dims import DrafterDims, TargetDims

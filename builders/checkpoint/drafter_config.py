@@ -5,8 +5,8 @@ With a misread drafter decoding is still lossless, only slow, so no later check 
 
 from __future__ import annotations
 
-from thor_dflash.builders.checkpoint.attention import ROPE, attention_dims
-from thor_dflash.builders.checkpoint.fields import Fields
+from thor_dflash.builders.checkpoint.attention_config import ROPE, attention_dims
+from thor_dflash.builders.checkpoint.json_fields import Fields
 from thor_dflash.core.model_dims import DrafterDims, DraftLayerDims
 
 ARCHITECTURE = "DFlashDraftModel"

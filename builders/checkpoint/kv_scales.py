@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from thor_dflash.builders.checkpoint.fields import Fields
+from thor_dflash.builders.checkpoint.json_fields import Fields
 from thor_dflash.builders.checkpoint.shards import Shards
 from thor_dflash.core.errors import CheckpointError
 from thor_dflash.core.strict_records import as_table

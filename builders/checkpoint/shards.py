@@ -10,8 +10,8 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from thor_dflash.builders.checkpoint.fields import Fields, check_directory, shown
-from thor_dflash.builders.checkpoint.header import Stored, read_header
+from thor_dflash.builders.checkpoint.json_fields import Fields, check_directory, shown
+from thor_dflash.builders.checkpoint.safetensors_header import Stored, read_header
 from thor_dflash.core.errors import CheckpointError
 from thor_dflash.core.tensors import Array
 from thor_dflash.package.tokenizer_files import present

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from thor_dflash.builders.checkpoint.fields import Fields, check_directory
+from thor_dflash.builders.checkpoint.expected_tensors import Layout, check, gated_mlp
+from thor_dflash.builders.checkpoint.json_fields import Fields, check_directory
 from thor_dflash.builders.checkpoint.kv_scales import for_fp8, scale_names
-from thor_dflash.builders.checkpoint.layout import Layout, check, gated_mlp
-from thor_dflash.builders.checkpoint.linear import Linear, load, positive
-from thor_dflash.builders.checkpoint.matrix import Matrix
+from thor_dflash.builders.checkpoint.linear_weights import Linear, load, positive
+from thor_dflash.builders.checkpoint.quantized_matrix import Matrix
 from thor_dflash.builders.checkpoint.shards import Shards
 from thor_dflash.builders.checkpoint.target_config import target_dims
 from thor_dflash.builders.checkpoint.weight_only import weight_only

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from thor_dflash.builders.checkpoint.attention import attention_dims
-from thor_dflash.builders.checkpoint.fields import Fields
+from thor_dflash.builders.checkpoint.attention_config import attention_dims
+from thor_dflash.builders.checkpoint.json_fields import Fields
 from thor_dflash.core.model_dims import GdnDims, LayerKind, TargetDims
 
 ARCHITECTURES = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM")

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from thor_dflash.builders.checkpoint.fields import Fields, shown
+from thor_dflash.builders.checkpoint.json_fields import Fields, shown
 from thor_dflash.core.errors import CheckpointError
 from thor_dflash.core.strict_records import as_list, as_table
 from thor_dflash.package.tokenizer_files import present

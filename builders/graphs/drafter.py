@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from thor_dflash.builders.graphs.blocks import embed, mlp, project, residual
-from thor_dflash.builders.graphs.graph import Graph, Value, integers
-from thor_dflash.builders.graphs.source import Source
+from thor_dflash.builders.graphs.common_layers import embed, mlp, project, residual
+from thor_dflash.builders.graphs.graph_builder import Graph, Value, integers
 from thor_dflash.builders.graphs.target import Shape
+from thor_dflash.builders.graphs.weight_placement import Source
 from thor_dflash.core.model_dims import DrafterDims
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import CONTEXT_KV, DRAFT_ATTENTION, HEAD

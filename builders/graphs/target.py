@@ -7,9 +7,9 @@ from typing import Literal
 
 import numpy as np
 
-from thor_dflash.builders.graphs.blocks import embed, mlp, project, residual
-from thor_dflash.builders.graphs.graph import Graph, Value
-from thor_dflash.builders.graphs.source import Source, gate_rows
+from thor_dflash.builders.graphs.common_layers import embed, mlp, project, residual
+from thor_dflash.builders.graphs.graph_builder import Graph, Value
+from thor_dflash.builders.graphs.weight_placement import Source, gate_rows
 from thor_dflash.core.model_dims import TargetDims
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import ACCEPT, GDN, HEAD, VERIFY_ATTENTION

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import tensorrt as trt
 
-from thor_dflash.builders.tensorrt.constants import Constants
-from thor_dflash.builders.tensorrt.inspect import layers, problems
-from thor_dflash.builders.tensorrt.inspected import Layer
+from thor_dflash.builders.tensorrt.build_progress import Phases
+from thor_dflash.builders.tensorrt.engine_file import Writer
+from thor_dflash.builders.tensorrt.engine_inspector import layers, problems
+from thor_dflash.builders.tensorrt.inspected_layer import Layer
 from thor_dflash.builders.tensorrt.network import add_profiles, parse
 from thor_dflash.builders.tensorrt.profiles import Together
-from thor_dflash.builders.tensorrt.streams import Writer
-from thor_dflash.builders.tensorrt.watch import Phases
+from thor_dflash.builders.tensorrt.weight_constants import Constants
 from thor_dflash.config.tensorrt import TensorRTConfig
 from thor_dflash.core.errors import EngineError
 from thor_dflash.core.progress import Progress

@@ -13,8 +13,8 @@ from pathlib import Path
 import onnx
 import tensorrt as trt
 
-from thor_dflash.builders.tensorrt.constants import Constants
 from thor_dflash.builders.tensorrt.profiles import Range, Together
+from thor_dflash.builders.tensorrt.weight_constants import Constants
 from thor_dflash.core.errors import EngineError
 from thor_dflash.plugins.op import DOMAIN
 from thor_dflash.plugins.tensorrt.host import Messages

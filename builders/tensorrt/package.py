@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from thor_dflash.builders.graphs.graph import Graph
-from thor_dflash.builders.tensorrt.constants import Constants
-from thor_dflash.builders.tensorrt.dense import Dense
-from thor_dflash.builders.tensorrt.deploy import Deployment, deploy
-from thor_dflash.builders.tensorrt.inspected import Layer
-from thor_dflash.builders.tensorrt.lint import deployed_problems, readers
+from thor_dflash.builders.graphs.graph_builder import Graph
+from thor_dflash.builders.output.weight_files import WeightFiles
+from thor_dflash.builders.tensorrt.dense_linears import Dense
+from thor_dflash.builders.tensorrt.deployment_graph import Deployment, deploy
+from thor_dflash.builders.tensorrt.inspected_layer import Layer
+from thor_dflash.builders.tensorrt.parser_rules import deployed_problems, readers
 from thor_dflash.builders.tensorrt.profiles import Range, Together, gather
-from thor_dflash.builders.weights import WeightFiles
+from thor_dflash.builders.tensorrt.weight_constants import Constants
 from thor_dflash.config.tensorrt import TensorRTConfig
 from thor_dflash.core.errors import ConfigError, EngineError
 from thor_dflash.core.progress import Progress

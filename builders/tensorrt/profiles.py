@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import onnx
 
-from thor_dflash.builders.tensorrt.deploy import Deployment
+from thor_dflash.builders.tensorrt.deployment_graph import Deployment
 from thor_dflash.core.model_dims import DrafterDims
 from thor_dflash.plugins.tensorrt.node import KEYS, KNOWN
 from thor_dflash.plugins.verify_attention import TILE

@@ -1,6 +1,6 @@
 """Norms as ONNX Runtime computes them: a row's result does not depend on the row's place.
 
-Its sums do, as far as they depend on where in memory a row begins: `builders/limits.py` refuses
+Its sums do, as far as they depend on where in memory a row begins: `builders/engine_limits.py` refuses
 widths with which rows begin differently.
 """
 
@@ -14,7 +14,7 @@ import onnx
 import pytest
 from onnx import helper
 
-from thor_dflash.builders.limits import LANES
+from thor_dflash.builders.engine_limits import LANES
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import pieces
 from thor_dflash.plugins.body import IR_VERSION, ONNX_TYPE, OPSET, Body

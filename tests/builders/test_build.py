@@ -28,7 +28,7 @@ from thor_dflash.builders.build import _key, build, make_plan
 from thor_dflash.builders.checkpoint.drafter import read_drafter
 from thor_dflash.builders.checkpoint.shards import Shards
 from thor_dflash.builders.checkpoint.target import read_target
-from thor_dflash.builders.staging import Staging
+from thor_dflash.builders.output.atomic_package import Staging
 from thor_dflash.builders.tensorrt.package import Maker
 from thor_dflash.config.tree import BuildConfig
 from thor_dflash.core.errors import CheckpointError, ConfigError, ThorError
@@ -218,7 +218,7 @@ def test_ctrl_c_while_writing_leaves_nothing(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("thor_dflash.builders.weights.WeightFiles.write", interrupt)
+    monkeypatch.setattr("thor_dflash.builders.output.weight_files.WeightFiles.write", interrupt)
     with pytest.raises(KeyboardInterrupt):
         build(*pair, tmp_path / "p", BuildConfig(), Silent())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["drafter", "target"]
@@ -270,12 +270,14 @@ def test_a_build_beside_the_weights_is_resumed(
 ) -> None:
     """As with `--target . --out planner`: the package and a log are no files of the checkpoint."""
     with monkeypatch.context() as patch:
-        patch.setattr("thor_dflash.builders.staging.Staging.finish", lambda *_: 1 / 0)
-        patch.setattr("thor_dflash.builders.staging.Staging._discard", _killed)
+        patch.setattr("thor_dflash.builders.output.atomic_package.Staging.finish", lambda *_: 1 / 0)
+        patch.setattr("thor_dflash.builders.output.atomic_package.Staging._discard", _killed)
         with pytest.raises(ZeroDivisionError):
             build(*pair, pair[0] / "p", BuildConfig(), Silent())
     (pair[0] / "build.log").write_text("killed")
-    monkeypatch.setattr("thor_dflash.builders.weights.WeightFiles.write", lambda *_: 1 / 0)
+    monkeypatch.setattr(
+        "thor_dflash.builders.output.weight_files.WeightFiles.write", lambda *_: 1 / 0
+    )
     build(*pair, pair[0] / "p", BuildConfig(), Silent())
 
 
@@ -291,7 +293,7 @@ def test_a_build_for_other_kernels_versions_or_devices_is_not_resumed(
     makers = (None, by("10.13", "a", THOR), by("10.16", "a", THOR), by("10.13", "b", THOR),
               by("10.13", "a", H100))  # fmt: skip
     before = [_key(plan, maker) for maker in makers]
-    monkeypatch.setattr("thor_dflash.builders.key._code", lambda: "other kernels")
+    monkeypatch.setattr("thor_dflash.builders.resume_key._code", lambda: "other kernels")
     after = [_key(plan, maker) for maker in makers]
     assert len({*before, *after}) == 2 * len(makers)
 
@@ -302,8 +304,8 @@ def test_a_killed_build_of_other_options_is_not_mixed_in(
     """The first, with an FP8 cache, is killed when its files are written, before it finishes."""
     build(*pair, tmp_path / "clean", BuildConfig(), Silent())
     with monkeypatch.context() as patch:
-        patch.setattr("thor_dflash.builders.staging.Staging.finish", lambda *_: 1 / 0)
-        patch.setattr("thor_dflash.builders.staging.Staging._discard", _killed)
+        patch.setattr("thor_dflash.builders.output.atomic_package.Staging.finish", lambda *_: 1 / 0)
+        patch.setattr("thor_dflash.builders.output.atomic_package.Staging._discard", _killed)
         with pytest.raises(ZeroDivisionError):
             build(*pair, tmp_path / "p", BuildConfig(kv="fp8"), Silent())
     assert (tmp_path / ".p.partial" / "verify.onnx").is_file()
@@ -319,8 +321,8 @@ def test_a_killed_build_of_another_list_of_ids_is_not_mixed_in(
     config = BuildConfig(draft_ids=str(ids))
     ids.write_text(json.dumps([*range(40, 56)]))
     with monkeypatch.context() as patch:
-        patch.setattr("thor_dflash.builders.staging.Staging.finish", lambda *_: 1 / 0)
-        patch.setattr("thor_dflash.builders.staging.Staging._discard", _killed)
+        patch.setattr("thor_dflash.builders.output.atomic_package.Staging.finish", lambda *_: 1 / 0)
+        patch.setattr("thor_dflash.builders.output.atomic_package.Staging._discard", _killed)
         with pytest.raises(ZeroDivisionError):
             build(*pair, tmp_path / "p", config, Silent())
     ids.write_text(json.dumps([*range(1, 17)]))
@@ -347,7 +349,9 @@ def test_stop_ids_are_checked_before_anything_is_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (pair[0] / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
-    monkeypatch.setattr("thor_dflash.builders.weights.WeightFiles.write", lambda *_: 1 / 0)
+    monkeypatch.setattr(
+        "thor_dflash.builders.output.weight_files.WeightFiles.write", lambda *_: 1 / 0
+    )
     with pytest.raises(CheckpointError, match=message):
         build(*pair, tmp_path / "p", BuildConfig(), Silent())
 

@@ -8,7 +8,7 @@ import pytest
 from checkpoints import GEOMETRIES, write_target
 
 from thor_dflash.builders import build as builder
-from thor_dflash.builders.card import LENGTHS, RULE, TIERS, make_card
+from thor_dflash.builders.model_card import LENGTHS, RULE, TIERS, make_card
 from thor_dflash.config.tree import BuildConfig, CardConfig
 from thor_dflash.core.errors import ConfigError
 from thor_dflash.core.progress import Silent

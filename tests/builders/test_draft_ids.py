@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from thor_dflash.builders.draft_ids import read_draft_ids
+from thor_dflash.builders.checkpoint.draft_vocab import read_draft_ids
 from thor_dflash.core.errors import ConfigError
 
 

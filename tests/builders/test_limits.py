@@ -11,9 +11,9 @@ import pytest
 
 from thor_dflash.builders.build import make_plan
 from thor_dflash.builders.checkpoint.drafter import drafter_layout
-from thor_dflash.builders.checkpoint.matrix import WeightKind
+from thor_dflash.builders.checkpoint.quantized_matrix import WeightKind
 from thor_dflash.builders.checkpoint.target import target_layout
-from thor_dflash.builders.hollow import QWEN36_27B, QWEN36_27B_DFLASH, Hollow
+from thor_dflash.builders.synthetic import QWEN36_27B, QWEN36_27B_DFLASH, Hollow
 from thor_dflash.config.tree import BuildConfig
 from thor_dflash.core.errors import ThorError
 

@@ -17,14 +17,14 @@ from onnx import TensorProto, helper, numpy_helper
 from samples import verify
 
 from thor_dflash.builders.build import build, make_plan
-from thor_dflash.builders.calls import Known, RoomCall
 from thor_dflash.builders.checkpoint.drafter import read_drafter
 from thor_dflash.builders.checkpoint.target import read_target
-from thor_dflash.builders.hollow import write_hollow
-from thor_dflash.builders.packing import Packing
-from thor_dflash.builders.programs import Life, lower, place
-from thor_dflash.builders.unfused import unfused
-from thor_dflash.builders.weights import WeightFiles
+from thor_dflash.builders.lowering.lower import Life, lower, place
+from thor_dflash.builders.lowering.op_call import Known, RoomCall
+from thor_dflash.builders.lowering.packed_weights import Packing
+from thor_dflash.builders.lowering.unfused import unfused
+from thor_dflash.builders.output.weight_files import WeightFiles
+from thor_dflash.builders.synthetic import write_hollow
 from thor_dflash.config.tree import BuildConfig
 from thor_dflash.core.errors import ConfigError, PackageError
 from thor_dflash.core.progress import Silent

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from thor_dflash.builders.staging import check_out
+from thor_dflash.builders.output.atomic_package import check_out
 from thor_dflash.core.errors import PackageError
 from thor_dflash.package.manifest import MAGIC, NAME, read
 

@@ -8,8 +8,8 @@ import pytest
 from samples import MANIFEST
 from unprivileged import unprivileged
 
-from thor_dflash.builders import staging
-from thor_dflash.builders.staging import Staging
+from thor_dflash.builders.output import atomic_package
+from thor_dflash.builders.output.atomic_package import Staging
 from thor_dflash.core.errors import PackageError
 from thor_dflash.package.manifest import render
 
@@ -30,7 +30,7 @@ def test_a_write_protected_package_is_replaced_and_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swap: bool, mode: int
 ) -> None:
     if not swap:
-        monkeypatch.setattr(staging, "_exchange", lambda a, b: False)
+        monkeypatch.setattr(atomic_package, "_exchange", lambda a, b: False)
     out = tmp_path / "p"
     build(out, b"old")
     (out / "w/a").chmod(0o444)
@@ -58,7 +58,7 @@ def test_a_package_stays_or_is_replaced_if_the_second_rename_fails(
             rename(path, to)
         raise error
 
-    monkeypatch.setattr(staging, "_exchange", lambda a, b: False)
+    monkeypatch.setattr(atomic_package, "_exchange", lambda a, b: False)
     monkeypatch.setattr(Path, "rename", failing)
     with pytest.raises(type(error)):
         build(out, b"new")
@@ -71,7 +71,7 @@ def test_a_package_stays_or_is_replaced_if_the_second_rename_fails(
 def test_what_cannot_be_emptied_is_named(tmp_path: Path) -> None:
     part = tmp_path / ".p.partial"
     part.mkdir()
-    (part / staging.JOURNAL).write_text("{}\n")
+    (part / atomic_package.JOURNAL).write_text("{}\n")
     part.chmod(0o500)
     said = rf"{part}/\{staging.JOURNAL} must be writable \(got: Permission denied\)"
     with unprivileged(), pytest.raises(PackageError, match=said):
@@ -88,8 +88,8 @@ def test_an_old_package_that_stays_is_told_then_and_before_the_next_build(
     out, name = tmp_path / "p", ".p.partial" if swap else ".p.old"
     build(out, b"old")
     if not swap:
-        monkeypatch.setattr(staging, "_exchange", lambda a, b: False)
-    monkeypatch.setattr(staging, "_remove", lambda directory: False)
+        monkeypatch.setattr(atomic_package, "_exchange", lambda a, b: False)
+    monkeypatch.setattr(atomic_package, "_remove", lambda directory: False)
     build(out, b"new")
     said = f"note: {tmp_path / name}, the replaced package, cannot be deleted\n"
     assert capsys.readouterr().err == said

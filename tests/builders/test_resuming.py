@@ -12,8 +12,8 @@ from checkpoints import TargetGeometry, write_target
 
 from thor_dflash.builders.build import _key, build, make_plan
 from thor_dflash.builders.checkpoint.target import read_target
-from thor_dflash.builders.key import _code, build_key
-from thor_dflash.builders.staging import Staging
+from thor_dflash.builders.output.atomic_package import Staging
+from thor_dflash.builders.resume_key import _code, build_key
 from thor_dflash.config.tree import BuildConfig
 from thor_dflash.core.progress import Silent
 
@@ -75,10 +75,10 @@ def test_a_build_by_other_code_is_not_resumed(
     for name in ("builders", "plugins"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
         module = SimpleNamespace(__path__=[str(tmp_path / name)])
-        monkeypatch.setattr(f"thor_dflash.builders.key.{name}", module)
-    monkeypatch.setattr("thor_dflash.builders.key._code", _code.__wrapped__)  # not cached
+        monkeypatch.setattr(f"thor_dflash.builders.resume_key.{name}", module)
+    monkeypatch.setattr("thor_dflash.builders.resume_key._code", _code.__wrapped__)  # not cached
     seen: set[str] = set()
-    edited = ("builders/weights.py", "plugins/linear/pack.py", "plugins/linear/reference.py",
+    edited = ("builders/output/weight_files.py", "plugins/linear/pack.py", "plugins/linear/reference.py",
               "plugins/gdn/body.py", "plugins/cuda/device.cuh")  # fmt: skip
     for name in ("", *edited):
         if name:

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from onnx import helper
 
-from thor_dflash.builders.calls import Known, RoomCall
-from thor_dflash.builders.packing import Packing
-from thor_dflash.builders.programs import _Lowering
-from thor_dflash.builders.weights import WeightFiles
+from thor_dflash.builders.lowering.lower import _Lowering
+from thor_dflash.builders.lowering.op_call import Known, RoomCall
+from thor_dflash.builders.lowering.packed_weights import Packing
+from thor_dflash.builders.output.weight_files import WeightFiles
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins.op import Attribute
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from samples import MANIFEST
 
-from thor_dflash.builders import staging
-from thor_dflash.builders.staging import Staging, check_out, parents
+from thor_dflash.builders.output import atomic_package
+from thor_dflash.builders.output.atomic_package import Staging, check_out, parents
 from thor_dflash.core.errors import PackageError
 from thor_dflash.package.manifest import hash_file, read, render
 
@@ -51,7 +51,7 @@ def killed(out: Path, body: str) -> None:
         "import os, signal, sys\n"
         "from pathlib import Path\n"
         "from thor_dflash.builders import staging\n"
-        "from thor_dflash.builders.staging import Staging\n"
+        "from thor_dflash.builders.output.atomic_package import Staging\n"
         "def die(*_): os.kill(os.getpid(), signal.SIGKILL)\n"
         "with Staging(Path(sys.argv[1]), 'k') as stage:\n" + lines
     )
@@ -101,7 +101,7 @@ def test_an_error_keeps_the_package_that_was_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize("swap", [True, False])
 def test_replaces_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swap: bool) -> None:
     if not swap:
-        monkeypatch.setattr(staging, "_exchange", lambda a, b: False)
+        monkeypatch.setattr(atomic_package, "_exchange", lambda a, b: False)
     out = tmp_path / "pkg"
     build(out, b"old")
     (out / "manifest.toml").write_text(TEXT[:200])  # damaged, but still a package
@@ -253,7 +253,7 @@ def test_of_two_builds_at_once_the_second_is_refused(tmp_path: Path) -> None:
             build(out, b"2")
         script = (
             "import sys; from pathlib import Path\n"
-            "from thor_dflash.builders.staging import Staging\n"
+            "from thor_dflash.builders.output.atomic_package import Staging\n"
             "Staging(Path(sys.argv[1]), 'k').__enter__()"
         )
         command = [sys.executable, "-c", script, str(out)]
@@ -318,7 +318,9 @@ def short(path: Path) -> None:
 def test_a_full_disk_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: Callable[[Path], None]
 ) -> None:
-    monkeypatch.setattr(staging, "_SPARE", 1 << 62)  # so little is free that an error means full
+    monkeypatch.setattr(
+        atomic_package, "_SPARE", 1 << 62
+    )  # so little is free that an error means full
     with (
         pytest.raises(PackageError, match=r"^the disk must have room for .*: no space left"),
         Staging(tmp_path / "pkg", "k") as stage,

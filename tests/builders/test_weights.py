@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from thor_dflash.builders.weights import ALIGNMENT, WeightFiles
+from thor_dflash.builders.output.weight_files import ALIGNMENT, WeightFiles
 from thor_dflash.core.tensors import DType
 
 

@@ -17,7 +17,7 @@ import pytest
 from benching import ARGUMENTS
 from fake_cuda import MS, OK, fake
 
-from thor_dflash.builders import hollow
+from thor_dflash.builders import synthetic
 from thor_dflash.cli import main
 from thor_dflash.cli.commands.bench import variants
 from thor_dflash.config.tree import BuildConfig, EngineConfig, load
@@ -60,7 +60,7 @@ def test_one_command_measures_everything(
 @contextmanager
 def opened(folder: Path, widths: tuple[int, ...]) -> Iterator[cuda_bench.Bench]:
     """A bench of the small shape; its package is in `folder`."""
-    made = hollow.write_hollow("small", folder, BuildConfig(engine="cuda"), widths)
+    made = synthetic.write_hollow("small", folder, BuildConfig(engine="cuda"), widths)
     weights = RandomWeights(folder, folder)
     with closing(CudaEngine(folder, EngineConfig(), Silent(), weights)) as engine:
         yield cuda_bench.open_bench(engine, made, 4096, widths, folder)

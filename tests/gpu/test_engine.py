@@ -276,7 +276,7 @@ def test_two_engines_in_a_process_can_be_used_in_turn(session: Session, made: Pa
 
 
 def test_too_large_a_context_is_refused_with_the_memory_table(tmp_path: Path) -> None:
-    from thor_dflash.builders.hollow import write_hollow
+    from thor_dflash.builders.synthetic import write_hollow
     from thor_dflash.runtime.decoding.model_runner import Model
     from thor_dflash.runtime.measure.random_weights import RandomWeights
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from compiled import usage_of
 
-from thor_dflash.builders.hollow import write_hollow
+from thor_dflash.builders.synthetic import write_hollow
 from thor_dflash.config.tree import BuildConfig
 from thor_dflash.core.tensors import DType
 from thor_dflash.package.launch_program import Program, read

@@ -27,7 +27,7 @@ from machines import (
 from samples import MANIFEST, package
 from unprivileged import unprivileged
 
-from thor_dflash.builders.hollow import QWEN36_27B, QWEN36_27B_DFLASH
+from thor_dflash.builders.synthetic import QWEN36_27B, QWEN36_27B_DFLASH
 from thor_dflash.cli import main
 from thor_dflash.cli.commands import doctor
 from thor_dflash.config.tree import EngineConfig

@@ -13,8 +13,8 @@ import pytest
 from checkpoints import nvfp4_quantise
 from numpy.typing import NDArray
 
-from thor_dflash.builders.checkpoint import matrix
-from thor_dflash.builders.checkpoint.matrix import Matrix, WeightKind, finite
+from thor_dflash.builders.checkpoint import quantized_matrix
+from thor_dflash.builders.checkpoint.quantized_matrix import Matrix, WeightKind, finite
 from thor_dflash.core.errors import CheckpointError
 
 GOLDEN = Path(__file__).parents[2] / "goldens" / "nvfp4" / "nvfp4.npz"
@@ -132,7 +132,7 @@ def test_quantiser_and_reader_agree_with_the_published_packages() -> None:
 def test_what_is_no_number_is_found_wherever_it_is(
     dtype: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(matrix, "_PIECE", 4)
+    monkeypatch.setattr(quantized_matrix, "_PIECE", 4)
     values = np.full((3, 5), ml_dtypes.finfo(dtype).max, dtype)
     assert finite(values, "w") is values
     for bad in (np.nan, np.inf, -np.inf):

@@ -25,7 +25,7 @@ from checkpoints import (
     write_target,
 )
 
-from thor_dflash.builders.checkpoint.matrix import WeightKind
+from thor_dflash.builders.checkpoint.quantized_matrix import WeightKind
 from thor_dflash.builders.checkpoint.target import read_target, target_layout
 from thor_dflash.core.errors import CheckpointError
 from thor_dflash.core.model_dims import AttentionDims, GdnDims, TargetDims

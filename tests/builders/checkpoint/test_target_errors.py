@@ -24,7 +24,7 @@ from checkpoints import (
     write_target,
 )
 
-from thor_dflash.builders.checkpoint.fields import LONGEST_VALUE, shown
+from thor_dflash.builders.checkpoint.json_fields import LONGEST_VALUE, shown
 from thor_dflash.builders.checkpoint.target import read_target
 from thor_dflash.core.errors import CheckpointError
 

@@ -23,12 +23,12 @@ from trt_builds import CHUNKS, HYBRID, NANO, Recorded, options, record_hybrid
 
 from thor_dflash.builders.build import make_plan, material
 from thor_dflash.builders.checkpoint.target import read_target
-from thor_dflash.builders.tensorrt.constants import Constants
-from thor_dflash.builders.tensorrt.dense import Dense, _up
-from thor_dflash.builders.tensorrt.deploy import Sheet
+from thor_dflash.builders.output.weight_files import WeightFiles
+from thor_dflash.builders.tensorrt.dense_linears import Dense, _up
+from thor_dflash.builders.tensorrt.deployment_graph import Sheet
 from thor_dflash.builders.tensorrt.package import engines
 from thor_dflash.builders.tensorrt.profiles import _sizeless
-from thor_dflash.builders.weights import WeightFiles
+from thor_dflash.builders.tensorrt.weight_constants import Constants
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.linear.reference import reference

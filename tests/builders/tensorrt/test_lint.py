@@ -15,9 +15,13 @@ from trt_builds import HYBRID, NANO, options
 from thor_dflash.builders.build import make_plan, material
 from thor_dflash.builders.checkpoint.drafter import read_drafter
 from thor_dflash.builders.checkpoint.target import read_target
-from thor_dflash.builders.tensorrt import lint
-from thor_dflash.builders.tensorrt.lint import deployed_problems, source_problems, without_files
+from thor_dflash.builders.tensorrt import parser_rules
 from thor_dflash.builders.tensorrt.package import engines
+from thor_dflash.builders.tensorrt.parser_rules import (
+    deployed_problems,
+    source_problems,
+    without_files,
+)
 from thor_dflash.config.tree import BuildConfig
 from thor_dflash.plugins import OPS
 from thor_dflash.plugins.op import DOMAIN
@@ -155,7 +159,7 @@ def test_a_graph_of_too_many_bytes_is_named(
     model = deployed["nano.verify"]
     size = model.ByteSize()
     for most, problems in ((size, []), (size - 1, [f"{size} bytes, more than {size - 1}"])):
-        monkeypatch.setattr(lint, "LARGEST", most)
+        monkeypatch.setattr(parser_rules, "LARGEST", most)
         assert [p for p in deployed_problems(model) if "bytes" in p] == problems
 
 

@@ -17,7 +17,7 @@ from trt_parser import INetworkDefinition, ITensor
 
 from thor_dflash.builders import build as builds
 from thor_dflash.builders.build import build
-from thor_dflash.builders.tensorrt.deploy import deploy
+from thor_dflash.builders.tensorrt.deployment_graph import deploy
 from thor_dflash.builders.tensorrt.package import LOG
 from thor_dflash.core.errors import ConfigError, EngineError, PackageError
 from thor_dflash.core.progress import Silent
@@ -333,7 +333,9 @@ def test_no_phase_outlives_a_build_that_fails(
 def test_two_levels_of_phases_are_shown_and_none_outlives_a_build() -> None:
     bars = _Bars()
     with recording():
-        phases = import_module("thor_dflash.builders.tensorrt.watch").Phases("verify", bars)
+        phases = import_module("thor_dflash.builders.tensorrt.build_progress").Phases(
+            "verify", bars
+        )
         for name, parent, steps in (("all", None, 2), ("part", "all", 5), ("deep", "part", 9)):
             phases.phase_start(name, parent, steps)
         phases.phase_start("part", "all", 5)  # a second of that name shares the bar
@@ -356,7 +358,7 @@ def test_a_stop_while_an_engine_is_written_is_kept_for_the_builder_to_raise(
         raise SystemExit
 
     with recording():
-        streams = import_module("thor_dflash.builders.tensorrt.streams")
+        streams = import_module("thor_dflash.builders.tensorrt.engine_file")
         writer = streams.Writer(tmp_path / "x.plan")
         monkeypatch.setattr(writer, "_file", SimpleNamespace(write=stopped))
         assert writer.write(b"engine") == 0

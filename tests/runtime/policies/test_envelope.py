@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from thor_dflash.builders.card import make_card
+from thor_dflash.builders.model_card import make_card
 from thor_dflash.config.tree import HINT, BudgetConfig, CardConfig
 from thor_dflash.core.errors import RequestError
 from thor_dflash.package.manifest import Card

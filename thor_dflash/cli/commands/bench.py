@@ -82,7 +82,7 @@ def _check_shape(args: Namespace, config: Config) -> None:
     from thor_dflash.core.extras import extra
 
     with extra("build"):
-        from thor_dflash.builders.hollow import SHAPES
+        from thor_dflash.builders.synthetic import SHAPES
 
     if args.shape not in SHAPES:
         raise ConfigError(f"--shape must be one of {', '.join(SHAPES)} (got {show(args.shape)})")
@@ -186,7 +186,7 @@ def _variant(
 
 def hollow(shape: str, out: Path, variant: Variant, widths: tuple[int, ...] = ()) -> Manifest:
     """Write a package without weights, and with a reduced draft head, to the directory `out`."""
-    from thor_dflash.builders.hollow import write_hollow
+    from thor_dflash.builders.synthetic import write_hollow
 
     with tempfile.TemporaryDirectory() as directory:
         ids = Path(directory) / "draft_ids.json"
@@ -227,7 +227,7 @@ def write_random(shape: str, out: Path, config: Config, progress: Progress) -> P
         ConfigError: `out` exists, or the disk has too little space.
         PackageError: `out` is inside another package.
     """
-    from thor_dflash.builders.staging import parents
+    from thor_dflash.builders.output.atomic_package import parents
     from thor_dflash.package import manifest
 
     # The path as given may end in "..", or lead out of a directory that is missing.

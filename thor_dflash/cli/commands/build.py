@@ -32,7 +32,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
 
     with extra("build"):
         from thor_dflash.builders.build import build
-        from thor_dflash.builders.staging import check_out
+        from thor_dflash.builders.output.atomic_package import check_out
 
     _check_used(args, config.build)
     check_out(args.out)  # before the checkpoints are read

@@ -16,10 +16,10 @@ import numpy as np
 
 from thor_dflash.builders.build import describe, make_plan
 from thor_dflash.builders.checkpoint.drafter import drafter_layout
-from thor_dflash.builders.checkpoint.layout import Layout
-from thor_dflash.builders.checkpoint.matrix import Matrix, WeightKind
+from thor_dflash.builders.checkpoint.expected_tensors import Layout
+from thor_dflash.builders.checkpoint.quantized_matrix import Matrix, WeightKind
 from thor_dflash.builders.checkpoint.target import target_layout
-from thor_dflash.builders.packing import CONSTANTS
+from thor_dflash.builders.lowering.packed_weights import CONSTANTS
 from thor_dflash.config.tree import BuildConfig
 from thor_dflash.core.model_dims import (
     AttentionDims,

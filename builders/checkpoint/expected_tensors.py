@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from thor_dflash.builders.checkpoint.linear import PLAIN, Linear, locate
+from thor_dflash.builders.checkpoint.linear_weights import PLAIN, Linear, locate
 from thor_dflash.builders.checkpoint.shards import Shards
 from thor_dflash.core.errors import CheckpointError
 

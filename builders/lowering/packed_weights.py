@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from thor_dflash.builders.weights import Stored, WeightFiles
+from thor_dflash.builders.output.weight_files import Stored, WeightFiles
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.package.manifest import WEIGHTS
 from thor_dflash.plugins.launch import Site

@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from thor_dflash.builders.checkpoint.fields import Fields, parse_object
+from thor_dflash.builders.checkpoint.json_fields import Fields, parse_object
 from thor_dflash.core.errors import CheckpointError
 from thor_dflash.package.tokenizer_files import present
 

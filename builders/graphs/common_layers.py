@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from thor_dflash.builders.graphs.graph import Graph, Value
-from thor_dflash.builders.graphs.source import EMBEDDING, Packed, Source
+from thor_dflash.builders.graphs.graph_builder import Graph, Value
+from thor_dflash.builders.graphs.weight_placement import EMBEDDING, Packed, Source
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.body import ONNX_TYPE

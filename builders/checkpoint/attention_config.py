@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from thor_dflash.builders.checkpoint.fields import Fields
+from thor_dflash.builders.checkpoint.json_fields import Fields
 from thor_dflash.core.model_dims import AttentionDims
 
 ROPE = ("rope_parameters", "rope_scaling")

@@ -8,9 +8,9 @@ from typing import Protocol
 
 import numpy as np
 
-from thor_dflash.builders.checkpoint.matrix import Matrix, WeightKind, finite
-from thor_dflash.builders.graphs.graph import Graph, Value
-from thor_dflash.builders.weights import Stored, WeightFiles
+from thor_dflash.builders.checkpoint.quantized_matrix import Matrix, WeightKind, finite
+from thor_dflash.builders.graphs.graph_builder import Graph, Value
+from thor_dflash.builders.output.weight_files import Stored, WeightFiles
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.package.manifest import WEIGHTS
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from thor_dflash.builders.checkpoint.header import Stored
-from thor_dflash.builders.checkpoint.matrix import Matrix
+from thor_dflash.builders.checkpoint.quantized_matrix import Matrix
+from thor_dflash.builders.checkpoint.safetensors_header import Stored
 from thor_dflash.builders.checkpoint.shards import Shards
 from thor_dflash.core.errors import CheckpointError
 from thor_dflash.core.tensors import Array

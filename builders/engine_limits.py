@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import gcd
 
-from thor_dflash.builders.offered import TargetSource
+from thor_dflash.builders.checkpoint.protocols import TargetSource
 from thor_dflash.core.errors import CheckpointError, ConfigError
 from thor_dflash.core.model_dims import TargetDims
 from thor_dflash.plugins.linear.launch import PAIR

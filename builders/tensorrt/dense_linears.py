@@ -21,8 +21,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from thor_dflash.builders.tensorrt.constants import FP4, Constants
-from thor_dflash.builders.tensorrt.deploy import Sheet
+from thor_dflash.builders.tensorrt.deployment_graph import Sheet
+from thor_dflash.builders.tensorrt.weight_constants import FP4, Constants
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.package.launch_program import Program, Step
 from thor_dflash.plugins import LINEAR

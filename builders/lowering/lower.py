@@ -15,9 +15,9 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from thor_dflash.builders.calls import Known, RoomCall
-from thor_dflash.builders.packing import Packing
-from thor_dflash.builders.unfused import unfused
+from thor_dflash.builders.lowering.op_call import Known, RoomCall
+from thor_dflash.builders.lowering.packed_weights import Packing
+from thor_dflash.builders.lowering.unfused import unfused
 from thor_dflash.core.errors import ConfigError
 from thor_dflash.core.tensors import DType
 from thor_dflash.package.launch_program import ALIGNMENT, Program, Step, Value, Weight

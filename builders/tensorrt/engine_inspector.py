@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 import tensorrt as trt
 
-from thor_dflash.builders.tensorrt.inspected import Layer
+from thor_dflash.builders.tensorrt.inspected_layer import Layer
 from thor_dflash.builders.tensorrt.network import TYPES
 from thor_dflash.builders.tensorrt.profiles import Together
 from thor_dflash.core import strict_records

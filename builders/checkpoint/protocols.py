@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from thor_dflash.builders.checkpoint.matrix import Matrix
+from thor_dflash.builders.checkpoint.quantized_matrix import Matrix
 from thor_dflash.core.model_dims import DrafterDims, TargetDims
 from thor_dflash.core.tensors import Array
 

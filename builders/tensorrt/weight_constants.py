@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from thor_dflash.builders.weights import WeightFiles
+from thor_dflash.builders.output.weight_files import WeightFiles
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.body import ONNX_TYPE
 

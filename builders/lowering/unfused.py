@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from thor_dflash.builders.calls import Known, RoomCall
+from thor_dflash.builders.lowering.op_call import Known, RoomCall
 
 ROUNDS = ("norm_eps", "norm_offset", "head_dim", "gate")
 """Attributes of a linear that belong to its prologue, before the product."""

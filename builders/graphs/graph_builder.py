@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from thor_dflash.builders.weights import Stored
+from thor_dflash.builders.output.weight_files import Stored
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.bodies import BODIES
 from thor_dflash.plugins.body import IR_VERSION, ONNX_TYPE, OPSET, call, function, node

@@ -1,0 +1,1 @@
+"""Lowers ONNX graphs to launch programs with packed weights."""

@@ -1,0 +1,1 @@
+"""Writes packages: weight files, and the atomic appearance of a directory."""
